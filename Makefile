@@ -1,0 +1,69 @@
+# Relative paths only: make cannot name a file whose absolute path holds a space.
+# PYTHON=       the interpreter to build .venv with; by default the newest of 3.13, 3.12, 3.11 that works
+# TORCH_INDEX=  the package index torch comes from; by default the one pip is set to
+# Either is read when .venv is first made: `make clean` before another choice.
+
+PYTHON ?=
+TORCH_INDEX ?=
+CANDIDATES = python3.13 python3.12 python3.11 python3 python
+BIN = .venv/bin
+# pytest, ruff and mypy come with .[dev]
+READY = .venv/ready
+
+export OMP_WAIT_POLICY = PASSIVE
+export TOKENIZERS_PARALLELISM = false
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+.PHONY: help venv demo test lint mutants clean
+
+help:
+	@echo "make demo      set up, then train, measure and export the embedded draft"
+	@echo "make test      set up, then run the test suite (no GPU needed)"
+	@echo "make lint      set up, then ruff and mypy"
+	@echo "make mutants   set up, then plant known bugs one by one: a test must fail for each"
+	@echo "make venv      set up only: .venv with the versions of constraints.txt"
+	@echo "make clean     remove .venv and caches; outputs/ stays"
+	@echo "PYTHON=... chooses the interpreter (3.11 to 3.13), TORCH_INDEX=... the index torch comes from"
+
+venv: $(READY)
+
+demo: $(READY)
+	$(BIN)/cotrain train experiment=demo overwrite=true
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+lint: $(READY)
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy
+
+mutants: $(READY)
+	$(BIN)/python -m tests.run_mutants
+
+clean:
+	rm -rf .venv dist .pytest_cache .ruff_cache .mypy_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A name on PATH need not run (version managers leave shims), and one that runs need not have venv or pip: each
+# candidate is tried by making .venv with it.
+SUPPORTED = import sys; print("%d.%d" % sys.version_info[:2]); sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))
+
+$(BIN)/python:
+	@for python in $(if $(PYTHON),"$(PYTHON)",$(CANDIDATES)); do \
+	    version=$$("$$python" -c '$(SUPPORTED)' 2>/dev/null) || { \
+	        tried="$$tried\n  $$python $${version:+is }$${version:-is not there or does not run}"; continue; }; \
+	    if "$$python" -m venv --clear .venv >/dev/null 2>&1 && $(BIN)/python -m pip --version >/dev/null 2>&1; then \
+	        echo "Setting up .venv with $$python ($$version)"; exit 0; \
+	    fi; \
+	    tried="$$tried\n  $$python is $$version and lacks venv or pip (a package named like python$$version-venv)"; \
+	done; \
+	rm -rf .venv; \
+	printf "No Python 3.11 to 3.13 with venv and pip:%b\nInstall one, or name it: make PYTHON=...\n" "$$tried" >&2; \
+	exit 1
+
+# torch goes first, from its own index, and without what it needs: such an index holds few versions of the rest.
+$(READY): pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install -q -c constraints.txt --no-deps $(if $(TORCH_INDEX),--index-url "$(TORCH_INDEX)") torch
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[dev]"
+	@touch $(READY)

@@ -1,0 +1,113 @@
+"""What acceptance buys: predicted tokens per call, speed-up, and the sequence losses.
+
+The recursion itself is `inference.predict` (the serving side needs it for its exactness verdict and never
+imports this package); its public functions are re-exported here. Shapes of r, l, k and lengths as there.
+"""
+
+import torch
+from torch import Tensor
+
+from cotrain.losses import alpha
+from inference.predict import (
+    calls_variance,
+    calls_variance_block,
+    conditional,
+    expected_calls,
+    expected_calls_block,
+    l_from,
+    prefix,
+    r_from,
+    reach,
+    reach_block,
+    tau,
+    tau_block,
+)
+
+__all__ = [
+    "alpha",
+    "break_even",
+    "call_weights",
+    "calls",
+    "calls_variance",
+    "calls_variance_block",
+    "conditional",
+    "expected_calls",
+    "expected_calls_block",
+    "iid_tau",
+    "l_from",
+    "length",
+    "length_block",
+    "prefix",
+    "r_from",
+    "speedup",
+    "tau",
+    "tau_block",
+]
+
+
+def iid_tau(alpha: float, K: int) -> float:
+    """Tokens per call if acceptances were i.i.d.: sum_{i<=K} alpha^i = (1 - alpha^(K+1)) / (1 - alpha).
+
+    A sanity bound only: with varying alpha it under-predicts (Leviathan et al. 2023, arXiv 2211.17192).
+    """
+    return float(sum(alpha**i for i in range(K + 1)))
+
+
+def speedup(t_plain: float, t_draft: float, t_verify: float, t_round: float, tau: float, K: int) -> float:
+    """Speed-up over plain decoding, t_plain tau / (K t_draft + t_verify + t_round).
+
+    Seconds: t_plain a target pass over one token, t_verify over K + 1, t_draft a draft step, t_round the
+    rest of a round (draws, verification, host). tau: tokens per call at this K.
+    """
+    return t_plain * tau / (K * t_draft + t_verify + t_round)
+
+
+def break_even(t_plain: float, t_draft: float, t_verify: float, t_round: float, K: int) -> float:
+    """The tau at which drafting K tokens costs what plain decoding does; seconds as in `speedup`.
+
+    (K t_draft + t_verify + t_round) / t_plain. With i.i.d. acceptance, t_verify = t_plain, t_round = 0 and
+    K = 1 it reads alpha > t_draft / t_plain (Leviathan et al. 2023).
+    """
+    return (K * t_draft + t_verify + t_round) / t_plain
+
+
+def length(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
+    """Minus the expected tokens of a round, token rule, averaged over starts t < L -> (B,).
+
+    -mean_t (1 + sum_{n=1..k} prod_{j<n} r[t+j, j]), tokens past the text's end left out. Differentiable in r.
+    """
+    return _length(reach(r, k, lengths), lengths)
+
+
+def length_block(l: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
+    """`length` under block verification, from l = log q - log p of the text's tokens -> (B,)."""
+    return _length(reach_block(l, k, lengths), lengths)
+
+
+def calls(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
+    """Expected target calls of each text as a loss -> (B,): `expected_calls`, differentiable in r.
+
+    Unlike `length` it weighs starts as often as rounds begin there.
+    """
+    return expected_calls(r, k, lengths)
+
+
+def call_weights(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
+    """Calls saved by a unit of acceptance at each token, -d calls / d r, detached, shaped as r.
+
+    Weights for `tv` per position: the gradient of `calls` with its sampled ratio replaced by alpha (lower
+    variance). Not negative for r (B,T).
+    """
+    with torch.enable_grad():
+        r = r.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(expected_calls(r, k, lengths).sum(), r)
+    return -slope
+
+
+def _length(reach: Tensor, lengths: Tensor | None) -> Tensor:
+    """-mean over t < L of sum_{n < L-t} reach_n: a round at t emits one token more than it accepts."""
+    total, depths = reach.shape[1:]
+    at = torch.arange(total, device=reach.device)
+    end = torch.full_like(reach[:, 0, 0], total) if lengths is None else lengths.to(reach)
+    inside = (at[:, None] + torch.arange(depths, device=reach.device)) < end[:, None, None]  # (B,T,K+1)
+    return -(reach * inside).sum((1, 2)) / end.clamp(min=1)

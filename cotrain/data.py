@@ -1,0 +1,106 @@
+"""Text to token blocks: embedded corpora, jsonl, parquet or any Hugging Face data set."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import datasets
+import torch
+from torch.utils.data import Sampler
+from transformers import PreTrainedTokenizerBase
+
+from cotrain.corpora import embedded
+
+LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text"}
+
+
+@dataclass
+class Blocks:
+    """Token blocks ids (N, T), the domain of each as an index (N,) into `domains`."""
+
+    ids: torch.Tensor
+    domain: torch.Tensor
+    domains: list[str]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"ids": self.ids[index].long(), "domain": self.domain[index]}
+
+
+def embedded_texts(max_bytes: dict[str, int], split: str) -> datasets.Dataset:
+    """Rows (text, domain) of the embedded corpora, each domain up to its own number of bytes."""
+    rows = [
+        {"text": document.text, "domain": domain}
+        for domain, size in max_bytes.items()
+        for document in embedded(domain, split, size)
+    ]
+    return datasets.Dataset.from_list(rows)
+
+
+def read_texts(path: str, column: str = "text", split: str = "train") -> datasets.Dataset:
+    """Rows (text, domain) of a jsonl, parquet or text file, or of a data set by hub id or local folder.
+
+    Raises ValueError, naming the key to change, for a missing file, a missing column, bytes that are no
+    UTF-8, or no text at all.
+    """
+    loader = LOADERS.get(Path(path).suffix)
+    if loader and not Path(path).is_file():
+        raise ValueError(f"data.path: no such file: {path}")
+    try:
+        rows = datasets.load_dataset(loader, data_files=path, split="train") if loader else _open(path, split)
+    except (UnicodeDecodeError, datasets.exceptions.DatasetGenerationError) as error:
+        reason = error.__cause__ or error
+        raise ValueError(f"data.path: {path} cannot be read as UTF-8 text: {reason}") from error
+    if column not in rows.column_names:
+        raise ValueError(f"data.column: {path} has no column {column!r}; it has {rows.column_names}")
+    rows = rows.filter(lambda row: bool((row[column] or "").strip()))
+    if not len(rows):
+        raise ValueError(f"data.path: {path} holds no text in column {column!r}")
+    domains = rows["domain"] if "domain" in rows.column_names else ["own"] * len(rows)
+    return datasets.Dataset.from_dict({"text": rows[column], "domain": domains})
+
+
+def _open(path: str, split: str) -> datasets.Dataset:
+    return datasets.load_from_disk(path) if Path(path).is_dir() else datasets.load_dataset(path, split=split)
+
+
+def pack(texts: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, length: int) -> Blocks:
+    """Tokenize each domain into one stream, an end token before every text, cut in blocks of `length`.
+
+    Raises ValueError when there is less text than one block.
+    """
+    ids, domain, names = [], [], sorted(set(texts["domain"]))
+    for index, name in enumerate(names):
+        part = texts.filter(lambda row, name=name: row["domain"] == name)
+        stream = torch.tensor(list(_stream(part["text"], tokenizer)), dtype=torch.int32)
+        blocks = stream[: len(stream) // length * length].view(-1, length)
+        ids.append(blocks)
+        domain.append(torch.full((len(blocks),), index))
+    packed = Blocks(torch.cat(ids), torch.cat(domain), names)
+    if not len(packed):
+        raise ValueError(f"data: {len(texts)} texts make less than one block of {length} tokens")
+    return packed
+
+
+def _stream(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[int]:
+    for start in range(0, len(texts), 1000):
+        encoded = tokenizer(list(texts[start : start + 1000]), add_special_tokens=False, verbose=False)["input_ids"]
+        for text in encoded:
+            yield tokenizer.eos_token_id
+            yield from text
+
+
+class SeededOrder(Sampler[int]):
+    """Endless shuffled indices, a pure function of (seed, epoch); `start` skips what a run has seen."""
+
+    def __init__(self, size: int, seed: int, start: int = 0) -> None:
+        self.size, self.seed, self.start = size, seed, start
+
+    def __iter__(self) -> Iterator[int]:
+        epoch, skip = divmod(self.start, self.size)
+        while True:
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+            yield from torch.randperm(self.size, generator=generator)[skip:].tolist()
+            epoch, skip = epoch + 1, 0

@@ -1,0 +1,127 @@
+"""Training the bundled target: a small Llama on the embedded corpora, in resumable legs."""
+
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.loggers import TensorBoardLogger
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from cotrain.data import Blocks, SeededOrder
+
+Factory = Callable[..., Any]
+
+
+class LanguageModel(lightning.LightningModule):
+    """Next-token cross-entropy; validation in bits per byte of text, one figure a domain."""
+
+    def __init__(
+        self, network: PreTrainedModel, optimizer: Factory, scheduler: Factory, sizes: torch.Tensor, domains: list[str]
+    ) -> None:
+        super().__init__()
+        self.network, self.make_optimizer, self.make_scheduler = network, optimizer, scheduler
+        self.sizes, self.domains = sizes, domains  # bytes of each id (V,)
+
+    def nats(self, ids: torch.Tensor) -> torch.Tensor:
+        """-log p of ids[:, 1:], (B, T-1), in nats."""
+        logits = self.network(ids[:, :-1], use_cache=False).logits
+        return F.cross_entropy(logits.float().transpose(1, 2), ids[:, 1:], reduction="none")
+
+    def training_step(self, batch: dict[str, torch.Tensor], _: int) -> torch.Tensor:
+        loss = self.nats(batch["ids"]).mean()
+        self.log("train/nats_per_token", loss, prog_bar=True)
+        return loss
+
+    def on_validation_epoch_start(self) -> None:
+        self.totals = torch.zeros(len(self.domains), 2, dtype=torch.float64)  # nats, bytes
+
+    def validation_step(self, batch: dict[str, torch.Tensor], _: int) -> None:
+        nats = self.nats(batch["ids"]).sum(1).double().cpu()
+        size = self.sizes[batch["ids"][:, 1:].cpu()].sum(1).double()
+        self.totals.index_add_(0, batch["domain"].cpu(), torch.stack([nats, size], 1))
+
+    def on_validation_epoch_end(self) -> None:
+        for name, bits in self.bits_per_byte().items():
+            self.log(f"bits_per_byte/{name}", bits, prog_bar=True)
+
+    def bits_per_byte(self) -> dict[str, float]:
+        nats, size = self.totals.unbind(1)
+        return dict(zip(self.domains, (nats / size / math.log(2)).tolist(), strict=True))
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        optimizer = self.make_optimizer(self.network)
+        schedule = self.make_scheduler(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def llama(
+    vocabulary: int, width: int, layers: int, intermediate: int, kv_heads: int, context: int, head_dim: int = 64
+) -> LlamaForCausalLM:
+    """A Llama with random weights and tied embeddings; ids 0 and 1 end and pad (see tokenizer.py)."""
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=width // head_dim,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=context,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=1,
+    )
+    return LlamaForCausalLM(config)
+
+
+def compile_layers(network: PreTrainedModel) -> None:
+    """Compile each decoder layer once; all share one graph, so this costs seconds, not minutes."""
+    for layer in network.model.layers:
+        layer.compile()
+
+
+class Leg(Callback):
+    """Ends a training leg after so many minutes; the next leg resumes from its checkpoint."""
+
+    def __init__(self, minutes: float) -> None:
+        self.end = time.monotonic() + 60 * minutes
+
+    def on_train_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
+        trainer.should_stop = trainer.should_stop or time.monotonic() > self.end
+
+
+def fit(
+    module: LanguageModel, train: Blocks, held_out: Blocks, folder: Path, *, batch: int, steps: int, minutes: float,
+    seed: int, every: int, precision: str,
+) -> float:  # fmt: skip
+    """Train to `steps` optimiser steps or for `minutes` in this leg; resumes folder/last.ckpt. Returns seconds."""
+    last = folder / "last.ckpt"
+    done = torch.load(last, weights_only=True)["global_step"] if last.exists() else 0
+    order = SeededOrder(len(train), seed, start=done * batch)
+    trainer = lightning.Trainer(
+        accelerator="auto", devices=1, precision=precision, max_steps=steps, max_epochs=-1,
+        gradient_clip_val=1.0, val_check_interval=every, check_val_every_n_epoch=None, num_sanity_val_steps=0,
+        log_every_n_steps=10, default_root_dir=folder, enable_model_summary=False,
+        logger=TensorBoardLogger(folder, name="", version="tensorboard"),
+        callbacks=[
+            Leg(minutes),
+            ModelCheckpoint(folder, filename="last", every_n_train_steps=every, enable_version_counter=False),
+        ],
+    )  # fmt: skip
+    start = time.perf_counter()
+    trainer.fit(
+        module,
+        DataLoader(train, batch_size=batch, sampler=order),
+        DataLoader(held_out, batch_size=batch),
+        ckpt_path=last if last.exists() else None,
+    )
+    trainer.save_checkpoint(last)
+    return time.perf_counter() - start

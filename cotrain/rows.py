@@ -1,0 +1,169 @@
+"""Losses from hidden states, a chunk of positions at a time, so that (B,T,V) pairs never exist whole.
+
+Each chunk applies both heads, makes the two laws, and is forgotten: backward computes it again. Only the
+draft's hidden states and head receive gradients. B rows, T positions, V vocabulary, N counted positions.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from cotrain import losses
+from inference.sampling import draw, one_hot, wide
+
+Head = Callable[[Tensor], Tensor]  # (n,D) -> logits (n,V)
+Truncate = Callable[[Tensor], Tensor]  # logits (n,V) -> logits (n,V) with -inf where cut
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Detached means over the N counted positions, unweighted; zeros when N = 0.
+
+    alpha: sum min(p, q), both laws as they are served. alpha_greedy: p(argmax q). entropy: of p, in nats.
+    alphas (B,T): alpha by position, 0 where the mask is.
+    """
+
+    positions: int
+    alpha: Tensor
+    alpha_greedy: Tensor
+    entropy: Tensor
+    alphas: Tensor
+
+
+def chunked(
+    loss: Callable[..., Tensor],
+    hidden_p: Tensor,
+    head_p: Head,
+    hidden_q: Tensor,
+    head_q: Head,
+    mask: Tensor,
+    temperature: float | Tensor = 1.0,
+    *,
+    chunk: int = 512,
+    x: Tensor | None = None,
+    u: Tensor | None = None,
+    truncate: Truncate | None = None,
+) -> tuple[Tensor, Statistics]:
+    """Sum of a loss of `cotrain.losses` over positions (a scalar), and what acceptance it stands for.
+
+    hidden_p (B,T,Dp), hidden_q (B,T,Dq); heads map (n,D) to logits (n,V). mask (B,T): bool, or weights >= 0
+    by which each position's loss is multiplied; positions of weight 0 are never computed.
+    temperature: a number, (B,) or (B,T), divides the logits of both sides. At 0 the loss meets the one-hot
+    law of argmax p with q at temperature 1, and the reported alpha is 1[argmax p = argmax q].
+    truncate: -inf on the logits that top-k / top-p cut, as `partial(keep_top_p, p=.9)` of
+    `inference.sampling`; on p in the loss, on p and q in the reported alpha (a truncated q would have no
+    gradient outside its own nucleus).
+    x (B,T): tokens handed to a loss that takes them (`mix`). u (B,T): uniforms by which such tokens are
+    drawn from q instead (`tvpp`). Raises ValueError for both at once and for shapes that do not fit.
+    """
+    if x is not None and u is not None:
+        raise ValueError("give x (the text's tokens) or u (uniforms to draw tokens from q), not both")
+    rows = _Rows(hidden_p, head_p, hidden_q, head_q, _spread(temperature, mask.shape, hidden_q), truncate)
+
+    def part(i: Tensor) -> tuple[Tensor, Tensor]:
+        logp, logq = rows.laws(i)
+        tokens = None if x is None else x.flatten()[i]
+        if u is not None:
+            tokens = draw(logq.detach().exp(), u.flatten()[i])
+        values = loss(logp, logq) if tokens is None else loss(logp, logq, tokens)
+        return values, rows.statistics(logp, logq, i)  # last, so that backward need not repeat it
+
+    counted = mask.flatten().nonzero().squeeze(-1)  # (N,)
+    parts = [_again(part, i) for i in counted.split(chunk)]
+    total = (torch.cat([values for values, _ in parts]) * mask.flatten()[counted]).sum()
+    return total, _statistics(torch.cat([found for _, found in parts]), counted, mask)
+
+
+def token_logs(
+    hidden_p: Tensor,
+    head_p: Head,
+    hidden_q: Tensor,
+    head_q: Head,
+    x: Tensor,
+    temperature: float | Tensor = 1.0,
+    *,
+    chunk: int = 512,
+    truncate: Truncate | None = None,
+    served: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """log p(x) and log q(x) of the text's tokens x (B,T) -> (B,T) each, for `r_from` and `l_from`.
+
+    Temperature and truncation as in `chunked`. served: q as the engine will draft from it, truncated and
+    one-hot at temperature 0, for predictions; else q as trained, for sequence losses. -inf where a law has
+    no mass. Differentiable in hidden_q and head_q.
+    """
+    rows = _Rows(hidden_p, head_p, hidden_q, head_q, _spread(temperature, x.shape, hidden_q), truncate)
+
+    def part(i: Tensor) -> Tensor:
+        logp, logq = rows.laws(i)
+        pair = logp, rows.served(logq, i) if served else logq
+        return torch.cat([logs.gather(-1, x.flatten()[i, None]) for logs in pair], -1)  # (n,2)
+
+    every = torch.arange(x.numel(), device=x.device)
+    found = torch.cat([_again(part, i) for i in every.split(chunk)]).view(*x.shape, 2)
+    return found[..., 0], found[..., 1]
+
+
+def _again(part: Callable[[Tensor], Any], i: Tensor) -> Any:
+    """part(i), computed a second time in backward. Nothing in it draws: heads must have no dropout."""
+    return checkpoint(part, i, use_reentrant=False, preserve_rng_state=False)
+
+
+def log_law(logits: Tensor, temperature: Tensor) -> Tensor:
+    """log softmax(logits / temperature) in float32 at least, (n,V) and (n,) -> (n,V); at 0 as at 1."""
+    t = temperature.masked_fill(temperature == 0, 1.0)
+    return torch.log_softmax(wide(logits) / t.to(wide(logits))[:, None], -1)
+
+
+def greedy_law(logs: Tensor, temperature: Tensor) -> Tensor:
+    """The one-hot log law of the first maximum where the temperature is 0, else logs, (n,V)."""
+    zero = temperature == 0
+    if not bool(zero.any()):
+        return logs
+    return torch.where(zero[:, None], one_hot(logs.argmax(-1), logs).log(), logs)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The two models at flattened positions."""
+
+    hidden_p: Tensor  # (B,T,Dp)
+    head_p: Head
+    hidden_q: Tensor  # (B,T,Dq)
+    head_q: Head
+    temperature: Tensor  # (B*T,)
+    truncate: Truncate | None
+
+    def laws(self, i: Tensor) -> tuple[Tensor, Tensor]:
+        """log p as served, without gradient, and log q as trained, at positions i (n,) -> (n,V) each."""
+        with torch.no_grad():
+            logp = self.served(log_law(self.head_p(self.hidden_p.flatten(0, 1)[i]), self.temperature[i]), i)
+        return logp, log_law(self.head_q(self.hidden_q.flatten(0, 1)[i]), self.temperature[i])
+
+    @torch.no_grad()
+    def statistics(self, logp: Tensor, logq: Tensor, i: Tensor) -> Tensor:
+        """alpha, p(argmax q) and the entropy of p -> (n,3)."""
+        alpha = losses.alpha(logp, self.served(logq, i))
+        return torch.stack([alpha, losses.alpha_greedy(logp, logq), losses.entropy(logp)], -1)
+
+    def served(self, logs: Tensor, i: Tensor) -> Tensor:
+        logs = greedy_law(logs, self.temperature[i])
+        return logs if self.truncate is None else torch.log_softmax(self.truncate(logs), -1)
+
+
+def _statistics(found: Tensor, counted: Tensor, mask: Tensor) -> Statistics:
+    alphas = found.new_zeros(mask.numel()).scatter(0, counted, found[:, 0]).view(mask.shape)
+    mean = found.sum(0) / max(len(counted), 1)
+    return Statistics(len(counted), mean[0], mean[1], mean[2], alphas)
+
+
+def _spread(temperature: float | Tensor, shape: torch.Size, like: Tensor) -> Tensor:
+    """A number, (B,) or (B,T) -> (B*T,), refused when negative."""
+    t = torch.as_tensor(temperature, dtype=wide(like[:0]).dtype, device=like.device)
+    if t.shape not in (torch.Size(()), shape[:1], shape) or bool((t < 0).any()):
+        raise ValueError(f"temperature must be >= 0 and a number, (B,) or (B,T) = {tuple(shape)}, not {t}")
+    return (t[:, None] if t.ndim == 1 else t).expand(shape).flatten()

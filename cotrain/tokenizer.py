@@ -1,0 +1,40 @@
+"""The bundled target's tokenizer: byte-level BPE, trained on the embedded corpora."""
+
+from collections.abc import Iterable
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+END, PAD = "<|endoftext|>", "<|pad|>"
+
+
+def train_tokenizer(texts: Iterable[str], size: int, context: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of `size` tokens; id 0 ends a text and id 1 pads."""
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=[END, PAD],
+        initial_alphabet=ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    core.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        bos_token=END,
+        eos_token=END,
+        pad_token=PAD,
+        model_max_length=context,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def token_bytes(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
+    """UTF-8 bytes that each id stands for, (V,) int64; 0 for special tokens. Byte-level BPE only."""
+    special = set(tokenizer.all_special_ids)
+    names = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    # one character a byte in the byte-level alphabet
+    return torch.tensor([0 if i in special else len(name) for i, name in enumerate(names)])

@@ -1,0 +1,114 @@
+"""Static key/value slots with a length per row.
+
+One slot a row, new keys and values are written at each row's own positions, and whatever lies past a row's
+length is masked, then overwritten: rolling back is lowering a length, nothing is copied or re-aligned.
+Active rows fill slots [0, A) without holes, so a pass over them reads plain views.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+
+@dataclass
+class Window:
+    """Where one pass writes and reads: slots [low, high), positions (A, n), slots read up to `limit`.
+
+    `start` is the common first position of all rows (then writing is a plain slice), or None when rows differ.
+    """
+
+    low: int
+    high: int
+    positions: Tensor
+    start: int | None
+    limit: int
+
+
+class SlotLayer(CacheLayerMixin):
+    """Keys and values of one layer: (rows, heads, slots, head_dim), allocated at the first pass."""
+
+    is_sliding = False
+    is_compileable = True
+
+    def __init__(self, rows: int, slots: int) -> None:
+        super().__init__()
+        self.rows, self.slots = rows, slots
+        self.window: Window | None = None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        # zeros, since masked garbage must be finite
+        self.keys = self._new(key_states)
+        self.values = self._new(value_states)
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def _new(self, states: Tensor) -> Tensor:
+        return states.new_zeros(self.rows, states.shape[1], self.slots, states.shape[3])
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write (A, heads, n, head_dim) at the window's positions; return views (A, heads, limit, head_dim)."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        window = self.window
+        assert window is not None, "SlotLayer.update outside LM.forward"
+        return _write(self.keys, key_states, window), _write(self.values, value_states, window)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return (self.window.limit if self.window else self.slots), 0
+
+    def get_seq_length(self) -> int:
+        return self.window.start or 0 if self.window else 0
+
+    def get_max_length(self) -> int:
+        return self.slots
+
+    get_max_cache_shape = get_max_length  # its name before transformers 5.20
+
+    def move(self, source: int, target: int, length: int) -> None:
+        if self.is_initialized:
+            self.keys[target, :, :length] = self.keys[source, :, :length]
+            self.values[target, :, :length] = self.values[source, :, :length]
+
+    def grow(self, slots: int) -> None:
+        if self.is_initialized:
+            keys, values = self.keys, self.values
+            self.slots = slots
+            self.keys, self.values = self._new(keys), self._new(values)
+            self.keys[:, :, : keys.shape[2]] = keys
+            self.values[:, :, : values.shape[2]] = values
+        self.slots = slots
+
+
+def _write(store: Tensor, states: Tensor, window: Window) -> Tensor:
+    rows = slice(window.low, window.high)
+    if window.start is not None:
+        store[rows, :, window.start : window.start + states.shape[2]] = states
+    else:
+        row = torch.arange(window.low, window.high, device=store.device).unsqueeze(1)
+        store[row, :, window.positions] = states.transpose(1, 2)
+    return store[rows, :, : window.limit]
+
+
+class SlotCache(Cache):
+    """One SlotLayer a decoder layer, all sharing the window of the pass in progress."""
+
+    def __init__(self, layers: int, rows: int, slots: int) -> None:
+        super().__init__(layers=[SlotLayer(rows, slots) for _ in range(layers)])
+        self.slots = slots
+
+    def aim(self, window: Window) -> None:
+        """Set the window of the next pass; slots are added when it reads past the end."""
+        if window.limit > self.slots:
+            self.slots = max(window.limit, 2 * self.slots)
+            for layer in self.layers:
+                layer.grow(self.slots)
+        for layer in self.layers:
+            layer.window = window
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` positions of one slot to another."""
+        for layer in self.layers:
+            layer.move(source, target, length)

@@ -1,0 +1,254 @@
+"""The batched loop: propose, one target pass, verify, commit; ended rows make room for waiting prompts."""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from inference.policy import Fixed, Policy
+from inference.proposer import Proposal, Proposer
+from inference.proposers.independent import store_prompts
+from inference.rows import Row
+from inference.sampling import Sampling
+from inference.stats import Counts, Stats
+from inference.streams import row_ids
+from inference.target import LM, load_model
+from inference.turn import RULES, Turn
+
+Prompt = str | Sequence[int]
+
+
+@dataclass
+class Output:
+    """tokens: B lists of new ids, prompt excluded, stop token included; text: B strings, None without a tokenizer;
+    finish: B times "stop" or "length"."""
+
+    tokens: list[list[int]]
+    text: list[str] | None
+    finish: list[str]
+    stats: Stats
+
+
+@dataclass(frozen=True)
+class Event:
+    """Tokens of one row that became certain in one round, and how: "drafted" (accepted), "corrected" (after a
+    refusal) or "bonus" (after all drafts were accepted, or none was made)."""
+
+    row: int
+    ids: list[int]
+    kinds: list[str]
+
+
+@dataclass
+class _Run:
+    """State of one call: rows waiting, rows in slots, counts."""
+
+    waiting: deque[Row]
+    seed: int
+    stats: Stats
+    active: list[Row] = field(default_factory=list)
+
+
+class Engine:
+    """Speculative decoding of many rows at once; the law of the text is exactly the target's.
+
+    target: a transformers causal LM, used as it is, or a path / hub id loaded in `dtype` (the checkpoint's own when
+    None). proposer: what drafts; None is plain decoding by the same machinery. verify: one of token, block, match,
+    coupled. rows: how many prompts are decoded together, more wait. context: most tokens a row may hold.
+    Raises ValueError for an unknown rule or an unsupported model.
+    """
+
+    def __init__(
+        self,
+        target: PreTrainedModel | str,
+        proposer: Proposer | None = None,
+        *,
+        verify: str = "token",
+        policy: Policy = Fixed(4),  # noqa: B008 - frozen
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        rows: int = 8,
+        context: int | None = None,
+        dtype: torch.dtype | str | None = None,
+    ) -> None:
+        if verify not in RULES:
+            raise ValueError(f"verify: no rule {verify!r}; there are {', '.join(RULES)}")
+        if rows < 1:
+            raise ValueError(f"rows: at least one row, not {rows}")
+        if isinstance(target, str):
+            tokenizer = tokenizer or AutoTokenizer.from_pretrained(target)
+            target = load_model(target, dtype)
+        self.proposer, self.rule, self.policy, self.tokenizer, self.rows = proposer, verify, policy, tokenizer, rows
+        self.target = LM(target, rows, _vocabulary(target, tokenizer), context)
+        self.ends = _ends(target)
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        max_new_tokens: int | Sequence[int] = 128,
+        sampling: Sampling | Sequence[Sampling] = Sampling(),  # noqa: B008 - frozen
+        seed: int = 0,
+        ids: Sequence[int] | None = None,
+        ignore_eos: bool = False,
+    ) -> Output:
+        """Continue every prompt (strings, or lists of token ids).
+
+        max_new_tokens and sampling: one, or one a prompt. seed, ids: the key of the random numbers; ids default to a
+        hash of each prompt, so a prompt gives the same tokens alone or in a batch. ignore_eos: only lengths end rows.
+        Raises ValueError for an empty prompt, one that leaves no room in the context, or lists of other lengths.
+        """
+        rows = self._rows(prompts, max_new_tokens, sampling, ids, ignore_eos)
+        run = self._run(rows, seed)
+        for _ in self._rounds(run):
+            pass
+        texts = [self.tokenizer.decode(row.new) for row in rows] if self.tokenizer else None
+        return Output([row.new for row in rows], texts, [row.finish or "length" for row in rows], run.stats)
+
+    def stream(self, prompt: Prompt, **settings: Any) -> Iterator[Event]:
+        """Events of one prompt as its rounds end; settings as in generate."""
+        options: dict[str, Any] = {"max_new_tokens": 128, "sampling": Sampling(), "ids": None, "ignore_eos": False}
+        seed = settings.pop("seed", 0)
+        unknown = set(settings) - set(options)
+        if unknown:
+            raise TypeError(f"Engine.stream has no setting {sorted(unknown)}")
+        rows = self._rows([prompt], *(options | settings).values())
+        for events in self._rounds(self._run(rows, seed)):
+            yield from events
+
+    def _run(self, rows: list[Row], seed: int) -> _Run:
+        if self.proposer:
+            self.proposer.open(self.rows, self.target.vocabulary, self.target.context)
+        return _Run(deque(rows), seed, Stats(rows=[Counts() for _ in rows]))
+
+    def _rows(
+        self,
+        prompts: Sequence[Prompt],
+        limits: int | Sequence[int],
+        sampling: Sampling | Sequence[Sampling],
+        ids: Sequence[int] | None,
+        ignore_eos: bool,
+    ) -> list[Row]:
+        texts = [self._encode(prompt) for prompt in prompts]
+        limits = _each("max_new_tokens", limits, len(texts))
+        regimes = _each("sampling", sampling, len(texts))
+        keys = _each("ids", row_ids(texts) if ids is None else ids, len(texts))
+        ends = frozenset() if ignore_eos else self.ends
+        rows = []
+        for index, (text, limit, regime, key) in enumerate(zip(texts, limits, regimes, keys, strict=True)):
+            room = self.target.context - len(text)
+            if not text or room < 1 or limit < 1:
+                raise ValueError(f"prompt {index}: {len(text)} tokens and max_new_tokens={limit} do not fit "
+                                 f"a context of {self.target.context}")  # fmt: skip
+            if regime.stop and self.tokenizer is None:
+                raise ValueError("Sampling.stop: stop strings need a tokenizer")
+            stops = ends | frozenset(regime.stop_ids)
+            rows.append(Row(index, key, text, min(limit, room), regime, stops, self.tokenizer))
+        return rows
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if not isinstance(prompt, str):
+            return list(prompt)
+        if self.tokenizer is None:
+            raise ValueError("prompts: strings need a tokenizer; give Engine(tokenizer=...) or lists of ids")
+        return list(self.tokenizer(prompt)["input_ids"])
+
+    @torch.inference_mode()
+    def _round(self, run: _Run) -> list[Event]:
+        """One round of all active rows."""
+        stats = run.stats
+        with stats.clock("draft"):
+            turn = self._turn(run)
+            proposal = self._propose(turn)
+        with stats.clock("target"):
+            logits = self._target(run.active, proposal.x)
+        with stats.clock("verify"):
+            p = turn.laws(logits, proposal.x, proposal.k)
+            verdict = turn.verdict(p, proposal.q, proposal.x, proposal.k)
+            last, accepted = turn.last(verdict.law).tolist(), verdict.accepted.tolist()
+        with stats.clock("other"):
+            return self._commit(run, proposal, accepted, last)
+
+    def _turn(self, run: _Run) -> Turn:
+        texts = [row.text for row in run.active]
+        wanted = self.policy.lengths(texts) if self.proposer else [0] * len(texts)
+        # a draft past a row's last token could never be emitted
+        k = [min(length, row.limit - row.emitted - 1) for length, row in zip(wanted, run.active, strict=True)]
+        return Turn(run.active, k, self.rule, run.seed, self.target.vocabulary, self.target.device)
+
+    def _propose(self, turn: Turn) -> Proposal:
+        if self.proposer and max(turn.k):
+            proposal = self.proposer.propose(turn)
+            return Proposal(proposal.x.to(self.target.device), proposal.q, proposal.k)
+        nothing = torch.empty(len(turn.k), 0, dtype=torch.int64, device=self.target.device)
+        return Proposal(nothing, None, [0] * len(turn.k))
+
+    def _target(self, rows: list[Row], x: Tensor) -> Tensor:
+        """Logits (A, K+1, V) after each row's anchor, its last token, and after each draft."""
+        anchor = torch.tensor([[row.text[-1]] for row in rows], device=self.target.device)
+        return self.target.forward(torch.cat([anchor, x], 1), [len(row.text) - 1 for row in rows])
+
+    def _commit(self, run: _Run, proposal: Proposal, accepted: list[int], last: list[int]) -> list[Event]:
+        drafts, events, valid = proposal.x.tolist(), [], []
+        for row, draft, k, n, token in zip(run.active, drafts, proposal.k, accepted, last, strict=True):
+            valid.append(len(row.text) + n)
+            taken = len(row.take([*draft[:n], token]))
+            ended_inside = taken <= n  # drafts beyond a row's last token do not count
+            run.stats.count(row.index, taken, taken if ended_inside else k, min(taken, n))
+            kinds = ["drafted"] * n + ["bonus" if n == k else "corrected"]
+            events.append(Event(row.index, row.text[len(row.text) - taken :], kinds[:taken]))
+        if self.proposer:
+            self.proposer.commit(valid)
+        self._leave(run)
+        return events
+
+    def _leave(self, run: _Run) -> None:
+        """Ended rows give up their slots; the last active row takes each freed one."""
+        for slot in range(len(run.active) - 1, -1, -1):
+            if run.active[slot].finish:
+                mover = run.active.pop()
+                if slot < len(run.active):
+                    run.active[slot] = mover
+                    self.target.move(len(run.active), slot, len(mover.text) - 1)
+                if self.proposer:
+                    self.proposer.move(len(run.active), slot)
+
+    @torch.inference_mode()
+    def _admit(self, run: _Run) -> None:
+        low = len(run.active)
+        new = [run.waiting.popleft() for _ in range(min(self.rows - low, len(run.waiting)))]
+        if new:
+            with run.stats.clock("prefill"):
+                prompts = [row.text for row in new]
+                store_prompts(self.target, low, prompts)
+                if self.proposer:
+                    self.proposer.admit(low, prompts)
+                run.active += new
+
+    def _rounds(self, run: _Run) -> Iterator[list[Event]]:
+        while run.waiting or run.active:
+            self._admit(run)
+            yield self._round(run)
+
+
+def _each(name: str, value: Any, count: int) -> list[Any]:
+    """One value a prompt; raises ValueError naming the argument when a list has another length."""
+    values = list(value) if isinstance(value, Sequence) else [value] * count
+    if len(values) != count:
+        raise ValueError(f"{name}: {len(values)} values for {count} prompts")
+    return values
+
+
+def _vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> int:
+    """Ids that can be emitted: padded rows of the embedding have none of the mass."""
+    size = int(model.config.get_text_config().vocab_size)
+    return min(size, 1 + max(tokenizer.get_vocab().values())) if tokenizer else size
+
+
+def _ends(model: PreTrainedModel) -> frozenset[int]:
+    ends = model.generation_config.eos_token_id if model.generation_config else None
+    ends = model.config.eos_token_id if ends is None else ends
+    return frozenset() if ends is None else frozenset([ends] if isinstance(ends, int) else ends)

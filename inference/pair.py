@@ -1,0 +1,100 @@
+"""Whether a draft and a target belong together: fingerprints of a target, problems of a pair."""
+
+import hashlib
+import json
+from typing import Any
+
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+# What a draft depends on. A list of what counts, not of what does not: names, paths, versions, dtype and
+# whatever key a later transformers adds stay out of the hash.
+CONFIG_KEYS = (
+    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings", "rope_parameters",
+    "sliding_window", "tie_word_embeddings", "num_experts", "num_local_experts", "num_experts_per_tok",
+)  # fmt: skip
+
+
+def hash_target(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, str | None]:
+    """SHA-256 of what a draft depends on: {"config": of its shape, "tokenizer": of vocabulary and special ids}.
+
+    Hexadecimal, equal on every machine and from either `AutoConfig` or a loaded model. "tokenizer" is None
+    without one. Weights do not count: two fine-tunes of one model hash alike.
+    """
+    text = config.get_text_config(decoder=True)
+    # a family has some of these keys only, a few under another name (attribute_map)
+    shape = {key: getattr(text, key, None) for key in CONFIG_KEYS}
+    return {
+        "config": _sha256({key: value for key, value in shape.items() if value is not None}),
+        "tokenizer": None if tokenizer is None else hash_tokenizer(tokenizer),
+    }
+
+
+def hash_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
+    """SHA-256 of vocabulary and special ids."""
+    return _sha256([tokenizer.get_vocab(), special_ids(tokenizer)])
+
+
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]:
+    """Ids with a role in text. The pad id has none, and users set it at will (often to the end id)."""
+    return {"bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id, "unk": tokenizer.unk_token_id}
+
+
+def _sha256(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def check_pair(
+    target_config: PretrainedConfig,
+    target_tokenizer: PreTrainedTokenizerBase | None,
+    draft_config: PretrainedConfig,
+    draft_tokenizer: PreTrainedTokenizerBase | None,
+) -> list[str]:
+    """What keeps the two from serving together, one sentence each; empty when nothing does.
+
+    Compares vocabularies token by token, special ids, padded vocabulary sizes and maximum positions. A
+    sentence that begins with "warning:" costs speed or length, any other makes engines refuse the pair.
+    """
+    target, draft = target_config.get_text_config(decoder=True), draft_config.get_text_config(decoder=True)
+    problems = []
+    if target_tokenizer is not None and draft_tokenizer is not None:
+        problems += _tokenizers(target_tokenizer, draft_tokenizer)
+    for side, config, tokenizer in (("target", target, target_tokenizer), ("draft", draft, draft_tokenizer)):
+        if tokenizer is not None and (size := max(tokenizer.get_vocab().values()) + 1) > config.vocab_size:
+            problems.append(
+                f"vocab_size: the {side}'s {config.vocab_size} is below its tokenizer's {size} ids"
+            )
+    if draft.vocab_size != target.vocab_size:
+        problems.append(
+            f"vocab_size: the draft has {draft.vocab_size} rows and the target {target.vocab_size} (padding "
+            "counts): engines want them equal, `cotrain export` makes them so"
+        )
+    return problems + _positions(target, draft)
+
+
+def _tokenizers(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> list[str]:
+    problems, (p, q) = [], (target.get_vocab(), draft.get_vocab())
+    if p != q:
+        token, _ = min(p.items() ^ q.items(), key=lambda item: (item[1], item[0]))
+        problems.append(
+            f"tokenizer: vocabularies differ, first at token {token!r}: id {p.get(token)} in the target's, "
+            f"{q.get(token)} in the draft's"
+        )
+    theirs = special_ids(draft)
+    for name, index in special_ids(target).items():
+        if index != theirs[name]:
+            problems.append(
+                f"tokenizer: {name}_token_id is {index} in the target's, {theirs[name]} in the draft's"
+            )
+    return problems
+
+
+def _positions(target: PretrainedConfig, draft: PretrainedConfig) -> list[str]:
+    # recurrent families have no such limit, and no such key
+    long, short = (getattr(config, "max_position_embeddings", None) for config in (target, draft))
+    if long is None or short is None or short >= long:
+        return []
+    return [
+        f"warning: max_position_embeddings: the draft's {short} is below the target's {long}: texts longer "
+        f"than {short} tokens are not drafted, or refused"
+    ]

@@ -1,0 +1,26 @@
+"""How many tokens to draft in a round."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class Policy(Protocol):
+    """Chooses draft lengths from what is known before a round; never from the tokens that it drafts."""
+
+    def lengths(self, texts: Sequence[list[int]]) -> list[int]:
+        """Draft length of each active row, given its text so far."""
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """The same draft length in every round. Raises ValueError when k < 0."""
+
+    k: int
+
+    def __post_init__(self) -> None:
+        if self.k < 0:
+            raise ValueError(f"policy.k: a draft length cannot be {self.k}")
+
+    def lengths(self, texts: Sequence[list[int]]) -> list[int]:
+        return [self.k] * len(texts)

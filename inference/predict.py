@@ -1,0 +1,199 @@
+"""Target calls that a text will cost, exactly, from two log-probabilities a token.
+
+Given the text that is emitted, only the acceptance coins are random. A round that starts at token t
+accepts n drafts with a probability that depends on (text, t) alone, so round starts form a Markov chain
+on positions, and its expectation and variance follow from one recursion (MATH in each docstring).
+Letters: B rows, T positions, k drafts of a round, K their maximum, L tokens of a row's text.
+r (B,T) or (B,T,K): chance min(1, q/p) that the text's token t survives; with a third axis, when token t
+is drafted at depth j (0-based), that is by a round that starts at t - j; entries with j > t are never read.
+l, same shapes: log q - log p of the text's token. Tokens past a row's length are never read either.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from inference.sampling import wide
+
+__all__ = [
+    "calls_variance",
+    "calls_variance_block",
+    "conditional",
+    "expected_calls",
+    "expected_calls_block",
+    "l_from",
+    "prefix",
+    "r_from",
+    "reach",
+    "reach_block",
+    "starts",
+    "tau",
+    "tau_block",
+]
+
+
+def l_from(logp_x: Tensor, logq_x: Tensor) -> Tensor:
+    """l = log q(x) - log p(x) of text tokens x, any shape; -inf where q(x) = 0, even if p(x) = 0 as well."""
+    never = logq_x == -torch.inf
+    difference = wide(logq_x).masked_fill(never, 0) - wide(logp_x).masked_fill(never, 0)
+    return difference.masked_fill(never, -torch.inf)
+
+
+def r_from(logp_x: Tensor, logq_x: Tensor) -> Tensor:
+    """r = min(1, q(x) / p(x)) of text tokens x, any shape; 0 where q(x) = 0. Differentiable.
+
+    Probability that the token rule accepts x as a draft, given that x is what was emitted: the draft is x
+    with q(x) min(1, p(x)/q(x)) out of p(x) (Leviathan et al. 2023, arXiv 2211.17192).
+    """
+    return l_from(logp_x, logq_x).clamp(max=0).exp()
+
+
+def reach(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
+    """P(a round that starts at t accepts at least n drafts) under the token rule -> (B,T,K+1).
+
+    prod_{j<n} r[t+j, j], n = 0..K; 0 past the round's own k and past the text's last token.
+    k: drafts of a round, an int, or an integer tensor (B,) or (B,T) (of the round that starts at t).
+    Raises ValueError when r has fewer depths than k or lengths exceed T.
+    """
+    kept = torch.cumprod(_aligned(r, k, lengths, fill=0.0), -1)
+    return _within(F.pad(kept, (1, 0), value=1.0), k)
+
+
+def reach_block(l: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
+    """The same for block verification (Sun et al. 2024, arXiv 2403.10444) -> (B,T,K+1).
+
+    min_{0<=j<=n} exp(l[t,0] + .. + l[t+j-1, j-1]), the empty sum being 0. l = log q - log p, -inf allowed.
+    """
+    sums = torch.cumsum(_aligned(l, k, lengths, fill=-torch.inf), -1)
+    return _within(torch.cummin(F.pad(sums, (1, 0)), -1).values.exp(), k)
+
+
+def starts(reach: Tensor) -> Tensor:
+    """Probability that a round starts at t -> (B,T), from `reach` (B,T,K+1).
+
+    s_0 = 1; s_{t+n+1} += s_t (reach_n - reach_{n+1}), with reach_{K+1} = 0.
+    """
+    jumps = _jumps(reach)
+    ahead = F.pad(torch.zeros_like(jumps[:, 0, 1:]), (1, 0), value=1.0)  # (B,K+1) mass on t, t+1, ..., t+K
+    found = []
+    for jump in jumps.unbind(1):
+        found.append(ahead[:, 0])
+        ahead = F.pad(ahead[:, 1:], (0, 1)) + ahead[:, :1] * jump
+    return torch.stack(found, 1)
+
+
+def expected_calls(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
+    """Expected target calls for each text under the token rule -> (B,): sum over t < L of P(round at t).
+
+    lengths (B,) tokens of each text, default T. k = 0 gives lengths. Differentiable in r.
+    """
+    return _count(starts(reach(r, k, lengths)), lengths)
+
+
+def expected_calls_block(l: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
+    """`expected_calls` under block verification, from l = log q - log p -> (B,)."""
+    return _count(starts(reach_block(l, k, lengths)), lengths)
+
+
+def calls_variance(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
+    """Variance of the number of target calls for each text, token rule -> (B,), calls squared.
+
+    Over the acceptance coins alone. Coins of rows are independent: the variance of a sum is the sum.
+    """
+    return _moments(reach(r, k, lengths), lengths)[1]
+
+
+def calls_variance_block(l: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
+    """`calls_variance` under block verification -> (B,)."""
+    return _moments(reach_block(l, k, lengths), lengths)[1]
+
+
+def tau(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
+    """Tokens per target call, the emitted one included: sum(lengths) / sum(expected calls), a scalar."""
+    return _lengths(r, lengths).sum() / expected_calls(r, k, lengths).sum()
+
+
+def tau_block(l: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
+    """`tau` under block verification."""
+    return _lengths(l, lengths).sum() / expected_calls_block(l, k, lengths).sum()
+
+
+def prefix(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
+    """P(accept drafts 1..i) over the rounds that will run -> (K,): expected accepted / drafted at depth i.
+
+    Starts weigh as often as they occur, sum_t s_t reach_i / sum_t s_t, over the rounds that draft a depth i
+    inside the text. NaN at a depth that no round drafts.
+    """
+    accepted, drafted, _ = _by_depth(r, k, lengths)
+    return accepted / drafted
+
+
+def conditional(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
+    """P(accept draft i given all before) over the rounds that will run -> (K,); see `prefix`."""
+    accepted, _, tried = _by_depth(r, k, lengths)
+    return accepted / tried
+
+
+def _by_depth(r: Tensor, k: int | Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Expected rounds that accept 1..i, that draft i, and that draft i having accepted 1..i-1, each (K,)."""
+    kept = reach(r, k, lengths)
+    depths = torch.arange(1, kept.shape[-1], device=r.device)
+    ends = torch.arange(r.shape[1], device=r.device)[:, None] + depths  # (T,K) tokens up to draft i
+    drafts = _within((ends <= _lengths(r, lengths)[:, None, None]).to(kept.dtype), k, first=1)
+    s = starts(kept)[..., None] * drafts
+    return (s * kept[..., 1:]).sum((0, 1)), s.sum((0, 1)), (s * kept[..., :-1]).sum((0, 1))
+
+
+def _moments(reach: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Mean and variance (B,) of the rounds that remain at t = 0, backwards from the end of the text.
+
+    E_t = 1 + sum_n J_n E_{t+n+1}; Var_t = sum_n J_n (Var_{t+n+1} + (E_{t+n+1} + 1 - E_t)^2): total variance,
+    never negative, where E[C^2] - E[C]^2 would cancel.
+    """
+    jumps, end = _jumps(reach), _lengths(reach, lengths)
+    mean = variance = torch.zeros_like(jumps[:, 0])  # (B,K+1) of positions t+1 .. t+K+1
+    for t in reversed(range(jumps.shape[1])):
+        jump, inside = jumps[:, t], (t < end)[:, None]
+        now = 1 + (jump * mean).sum(-1, keepdim=True)
+        spread = (jump * (variance + (mean + 1 - now) ** 2)).sum(-1, keepdim=True)
+        mean = torch.cat([now * inside, mean[:, :-1]], -1)
+        variance = torch.cat([spread * inside, variance[:, :-1]], -1)
+    return mean[:, 0], variance[:, 0]
+
+
+def _jumps(reach: Tensor) -> Tensor:
+    """P(exactly n accepted) = reach_n - reach_{n+1} -> (B,T,K+1); the next round starts n + 1 tokens on."""
+    return reach - F.pad(reach[..., 1:], (0, 1))
+
+
+def _count(s: Tensor, lengths: Tensor | None) -> Tensor:
+    inside = torch.arange(s.shape[1], device=s.device) < _lengths(s, lengths)[:, None]
+    return (s * inside).sum(1)
+
+
+def _lengths(r: Tensor, lengths: Tensor | None) -> Tensor:
+    if lengths is None:
+        return torch.full(r.shape[:1], r.shape[1], device=r.device)
+    if lengths.shape != r.shape[:1] or bool((lengths > r.shape[1]).any()):
+        raise ValueError(f"lengths must be ({r.shape[0]},) and at most {r.shape[1]}, got {lengths.tolist()}")
+    return lengths.to(r.device)
+
+
+def _within(values: Tensor, k: int | Tensor, first: int = 0) -> Tensor:
+    """Zero the depths (last axis, numbered from `first`) beyond the k of each round."""
+    limit = torch.as_tensor(k, device=values.device)
+    limit = limit.reshape(limit.shape + (1,) * (3 - limit.ndim))  # (), (B,), (B,T) -> (.,.,1)
+    return values * (torch.arange(values.shape[-1], device=values.device) + first <= limit)
+
+
+def _aligned(r: Tensor, k: int | Tensor, lengths: Tensor | None, fill: float) -> Tensor:
+    """values[b,t,j] = r of token t+j at depth j, for the round that starts at t -> (B,T,K)."""
+    depths = int(torch.as_tensor(k).max())
+    if r.ndim not in (2, 3) or (r.ndim == 3 and r.shape[2] < depths):
+        raise ValueError(f"need (B,T) or (B,T,K) with K >= k = {depths}, got shape {tuple(r.shape)}")
+    total = r.shape[1]
+    shifted = [(r if r.ndim == 2 else r[..., j])[:, j:] for j in range(depths)]
+    columns = [F.pad(wide(c), (0, total - c.shape[1])) for c in shifted]
+    values = torch.stack(columns, -1) if columns else wide(r.new_zeros(*r.shape[:2], 0))
+    token = torch.arange(total, device=r.device)[:, None] + torch.arange(depths, device=r.device)  # (T,K)
+    return values.masked_fill(token >= _lengths(r, lengths)[:, None, None], fill)

@@ -1,0 +1,49 @@
+"""What a proposer kind reads and returns: the interface between drafting and the engine."""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+
+class Proposal(NamedTuple):
+    """x (A, K) drafted ids; q (A, K, V) the very laws they were drawn from; k how many each row drafted.
+
+    Entries past k_b are ignored. q None: every draft was certain, its law is one-hot.
+    """
+
+    x: Tensor
+    q: Tensor | None
+    k: list[int]
+
+
+class Round(Protocol):
+    """One round as a proposer sees it: texts so far, how many to draft, and the only way to make laws and draws."""
+
+    texts: Sequence[list[int]]
+    k: list[int]
+
+    def law(self, logits: Tensor, drafted: list[Tensor]) -> Tensor:
+        """Logits (A, V) after `drafted` ids (A,) each -> law (A, V) under each row's sampling settings."""
+
+    def draw(self, law: Tensor, depth: int) -> Tensor:
+        """Ids (A,) drawn from law (A, V) with the noise of this depth (0-based)."""
+
+
+class Proposer(Protocol):
+    """Slots [0, A) hold the active rows, in the order of every list here."""
+
+    def open(self, rows: int, vocabulary: int, context: int) -> None:
+        """Make room for `rows` rows; forget everything."""
+
+    def admit(self, low: int, prompts: Sequence[list[int]]) -> None:
+        """New rows in slots low, low + 1, ...; all tokens of a prompt but its last may be stored now."""
+
+    def propose(self, turn: Round) -> Proposal:
+        """Draft up to turn.k[b] tokens a row."""
+
+    def commit(self, valid: Sequence[int]) -> None:
+        """valid[b] tokens of row b's text are now certain to agree with what was stored; drop the rest."""
+
+    def move(self, source: int, target: int) -> None:
+        """Row `source` takes slot `target`; its old slot is free."""

@@ -1,0 +1,87 @@
+"""An independent draft: a small causal LM of its own, run one token at a time."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from inference.proposer import Proposal, Round
+from inference.sampling import one_hot
+from inference.target import LM, load_model
+
+
+class Independent:
+    """Drafts with a causal LM (Leviathan et al. 2023, 2211.17192).
+
+    model: a transformers model, used as it is, or a path / hub id. greedy: draft argmax q with a one-hot law,
+    as serving engines do by default, instead of drawing from q.
+    """
+
+    def __init__(self, model: PreTrainedModel | str, greedy: bool = False) -> None:
+        self.model = load_model(model) if isinstance(model, str) else model
+        self.greedy = greedy
+        self.shape: tuple[int, int, int] | None = None
+        self.lm: LM
+        self.stored: list[int] = []  # tokens of each row's text that its slot holds
+
+    def open(self, rows: int, vocabulary: int, context: int) -> None:
+        if (rows, vocabulary, context) != self.shape:  # slots are kept from call to call
+            self.shape, self.lm = (rows, vocabulary, context), LM(self.model, rows, vocabulary, context)
+        self.stored = []
+
+    def admit(self, low: int, prompts: Sequence[list[int]]) -> None:
+        store_prompts(self.lm, low, prompts)
+        self.stored[low:] = [len(prompt) - 1 for prompt in prompts]
+
+    def propose(self, turn: Round) -> Proposal:
+        """Feed what the slots lack (one or two ids, more after rounds without drafts), then draft step by step.
+
+        A row that has outgrown the draft's own context is not drafted for.
+        """
+        k = [max(0, min(k, self.lm.context - len(text))) for k, text in zip(turn.k, turn.texts, strict=True)]
+        K = max(k)
+        if K == 0:
+            return Proposal(torch.empty(len(k), 0, dtype=torch.int64, device=self.lm.device), None, k)
+        logits = self._catch_up(turn.texts, k)
+        drafted: list[Tensor] = []
+        laws: list[Tensor] = []
+        for depth in range(K):
+            law = turn.law(logits, drafted)
+            laws.append(one_hot(law.argmax(-1), law) if self.greedy else law)
+            drafted.append(turn.draw(laws[-1], depth))
+            if depth + 1 < K:
+                ends = [len(text) + depth for text in turn.texts]
+                logits = self.lm.forward(drafted[-1].unsqueeze(1), ends)[:, -1]
+        rows = zip(turn.texts, k, self.stored, strict=True)
+        self.stored = [len(text) + K - 1 if wanted else stored for text, wanted, stored in rows]
+        return Proposal(torch.stack(drafted, 1), torch.stack(laws, 1), k)
+
+    def _catch_up(self, texts: Sequence[list[int]], k: list[int]) -> Tensor:
+        """Logits (A, V) after each whole text; ragged tails are padded on the right, past what is read."""
+        rows = zip(texts, k, self.stored, strict=True)
+        lacking = [text[stored:] if wanted else [] for text, wanted, stored in rows]
+        logits = self.lm.forward(_pad(lacking, self.lm.device), self.stored)  # (A, n, V)
+        last = torch.tensor([max(len(tail), 1) - 1 for tail in lacking], device=self.lm.device)
+        return logits[torch.arange(len(texts), device=self.lm.device), last]
+
+    def commit(self, valid: Sequence[int]) -> None:
+        self.stored = [min(stored, length) for stored, length in zip(self.stored, valid, strict=True)]
+
+    def move(self, source: int, target: int) -> None:
+        if source != target:
+            self.lm.move(source, target, self.stored[source])
+            self.stored[target] = self.stored[source]
+        self.stored.pop()
+
+
+def _pad(rows: Sequence[list[int]], device: torch.device) -> Tensor:
+    """Right-pad with id 0 to (A, n)."""
+    width = max(map(len, rows))
+    return torch.tensor([row + [0] * (width - len(row)) for row in rows], device=device)
+
+
+def store_prompts(lm: LM, low: int, prompts: Sequence[list[int]], chunk: int = 512) -> None:
+    """Store all but the last token of each prompt in slots low, low + 1, ..., `chunk` positions a pass."""
+    for start in range(0, max(map(len, prompts)) - 1, chunk):
+        lm.store(_pad([prompt[:-1][start : start + chunk] for prompt in prompts], lm.device), [start] * len(prompts), low)

@@ -1,0 +1,86 @@
+"""Counter-based random numbers: pure functions of a key, so that nothing depends on order or batch.
+
+A uniform is keyed by (seed, row, start, depth, stream), start being the number of tokens the row had emitted
+when the round began. Block and traversal verification look at numbers past the token they stop at, so a key
+without the start would meet those numbers again in the next round and bias the text. Gumbel noise is keyed by
+(seed, row, position, token) alone: the coupled rule wants the same noise whatever the rounds were.
+
+The mixer is splitmix64 (Steele, Lea, Flood 2014) in wrapping int64, the same bits on every device.
+"""
+
+import struct
+from collections import Counter
+from collections.abc import Sequence
+from hashlib import blake2b
+
+import torch
+from torch import Tensor
+
+DRAFT, ACCEPT, RESIDUAL, NOISE = 1, 2, 3, 4
+
+
+def _signed(word: int) -> int:
+    """The int64 with the bits of word modulo 2^64."""
+    return (word + 2**63) % 2**64 - 2**63
+
+
+GOLDEN = _signed(0x9E3779B97F4A7C15)
+FIRST = _signed(0xBF58476D1CE4E5B9)
+SECOND = _signed(0x94D049BB133111EB)
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    """Logical right shift; int64's own shift copies the sign."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """splitmix64's finaliser, a bijection of 64-bit words."""
+    x = (x ^ _shifted(x, 30)) * FIRST
+    x = (x ^ _shifted(x, 27)) * SECOND
+    return x ^ _shifted(x, 31)
+
+
+def _absorb(state: Tensor, word: Tensor) -> Tensor:
+    """Hash one more word of the key into the state, broadcasting."""
+    return _mix((state ^ _mix(word + GOLDEN)) + GOLDEN)
+
+
+def _start(seed: int, stream: int, row: Tensor) -> Tensor:
+    """State (B,) after seed, stream and row."""
+    state = _absorb(torch.zeros_like(row), torch.full_like(row, _signed(seed)))
+    return _absorb(_absorb(state, torch.full_like(row, stream)), row)
+
+
+def uniform(seed: int, row: Tensor, start: Tensor, depth: Tensor, stream: int) -> Tensor:
+    """Uniforms in [0, 1) with 53 bits, a function of (seed, row, start, depth, stream) and of nothing else.
+
+    row (B,) ids, start (B,) tokens emitted when the round began, depth (D,) depths or tree nodes, all int64;
+    stream one of DRAFT, ACCEPT, RESIDUAL. Returns (B, D) float64 on row's device.
+    """
+    state = _absorb(_start(seed, stream, row), start)  # (B,)
+    bits = _absorb(state.unsqueeze(-1), depth)  # (B, D)
+    return _shifted(bits, 11).to(torch.float64) * 2.0**-53
+
+
+def gumbel(seed: int, row: Tensor, position: Tensor, V: int) -> Tensor:
+    """Standard Gumbel noise -log(-log u), a function of (seed, row, position, token); always finite.
+
+    row (B,), position (B, n) places in the generated text, int64; V the vocabulary. Returns (B, n, V)
+    float64 on row's device.
+    """
+    state = _absorb(_start(seed, NOISE, row).unsqueeze(-1), position)  # (B, n)
+    bits = _absorb(state.unsqueeze(-1), torch.arange(V, device=row.device))  # (B, n, V)
+    u = (_shifted(bits, 12).to(torch.float64) + 0.5) * 2.0**-52  # in [2^-53, 1 - 2^-53]
+    return u.log_().neg_().log_().neg_()
+
+
+def row_ids(prompts: Sequence[Sequence[int]]) -> list[int]:
+    """A stable id in [0, 2^63) a prompt: blake2b of its ids and its occurrence number among equal prompts."""
+    seen: Counter[tuple[int, ...]] = Counter()
+    ids = []
+    for prompt in map(tuple, prompts):
+        words = struct.pack(f"<{len(prompt) + 1}q", seen[prompt], *prompt)
+        ids.append(int.from_bytes(blake2b(words, digest_size=8).digest(), "little") >> 1)
+        seen[prompt] += 1
+    return ids

@@ -1,0 +1,94 @@
+"""One round of the active rows: their laws, their noise and the verdict on their drafts.
+
+A rows, K drafted at most, V vocabulary. The noise of a row is a function of (seed, row id, tokens it had emitted
+when the round began, depth, stream), see `streams`; only the coupled rule keys it by position.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from inference import streams, verify
+from inference.processors import needs_history, process
+from inference.rows import Row
+from inference.sampling import draw, one_hot, probs
+
+RULES = ("token", "block", "match", "coupled")
+
+
+class Turn:
+    """What the engine and a proposer share during one round; implements `proposer.Round`."""
+
+    def __init__(
+        self, rows: Sequence[Row], k: list[int], rule: str, seed: int, vocabulary: int, device: torch.device
+    ) -> None:
+        self.rows, self.k, self.rule, self.seed = rows, k, rule, seed
+        self.vocabulary, self.device = vocabulary, device
+        self.texts = [row.text for row in rows]
+        self.sampling = [row.sampling for row in rows]
+        self.reads_history = any(map(needs_history, self.sampling))
+        self.id = torch.tensor([row.id for row in rows], device=device)
+        self.start = torch.tensor([row.emitted for row in rows], device=device)
+        self.depth = torch.arange(max(k) + 1, device=device)
+
+    def law(self, logits: Tensor, drafted: list[Tensor]) -> Tensor:
+        """Logits (A, V) after the texts and `drafted` ids (A,) -> law (A, V)."""
+        if self.reads_history:
+            ids = torch.stack(drafted, 1).tolist() if drafted else [[]] * len(self.rows)
+            logits = self._processed(logits, list(range(len(self.rows))), ids)
+        return probs(logits, self.sampling)
+
+    def laws(self, logits: Tensor, x: Tensor, k: list[int]) -> Tensor:
+        """Target logits (A, K+1, V) of the texts and drafts x (A, K) -> p (A, K+1, V); past k_b unread."""
+        if self.reads_history:
+            drafts = x.tolist()
+            places = [(row, depth) for row, length in enumerate(k) for depth in range(length + 1)]
+            row, depth = (torch.tensor(index, device=self.device) for index in zip(*places, strict=True))
+            prefixes = [drafts[r][:d] for r, d in places]
+            logits = logits.float() if logits.dtype != torch.float64 else logits.clone()
+            logits[row, depth] = self._processed(logits[row, depth], row.tolist(), prefixes)
+        return probs(logits, self.sampling)
+
+    def _processed(self, logits: Tensor, rows: list[int], drafts: list[list[int]]) -> Tensor:
+        """logits (n, V) of place i: the text of rows[i] followed by drafts[i]."""
+        histories = [self.texts[r] + draft for r, draft in zip(rows, drafts, strict=True)]
+        new = [self.rows[r].emitted + len(draft) for r, draft in zip(rows, drafts, strict=True)]
+        ends = sorted(set().union(*(row.ends for row in self.rows)))
+        return process(logits, histories, new, [self.sampling[r] for r in rows], ends)
+
+    def draw(self, law: Tensor, depth: int) -> Tensor:
+        """Ids (A,) from law (A, V): the draft's own stream, or the noise shared with the target."""
+        if self.rule == "coupled":
+            return (law.log() + self._gumbel[:, depth]).argmax(-1)
+        return draw(law, self._drafting[:, depth])
+
+    @cached_property
+    def _gumbel(self) -> Tensor:
+        position = self.start.unsqueeze(1) + self.depth
+        return streams.gumbel(self.seed, self.id, position, self.vocabulary)  # (A, K+1, V)
+
+    @cached_property
+    def _drafting(self) -> Tensor:
+        return self._uniform(streams.DRAFT)
+
+    def _uniform(self, stream: int) -> Tensor:
+        return streams.uniform(self.seed, self.id, self.start, self.depth, stream)  # (A, K+1)
+
+    def verdict(self, p: Tensor, q: Tensor | None, x: Tensor, k: list[int]) -> verify.Verdict:
+        """The rule on p (A, K+1, V), q (A, K, V) or None for certain drafts, x (A, K)."""
+        length = torch.tensor(k, device=self.device)
+        if self.rule == "coupled":
+            return verify.coupled(p, x, self._gumbel[:, : x.shape[1] + 1], length)
+        u = self._uniform(streams.ACCEPT)
+        if self.rule == "match":
+            return verify.match(p, x, u[:, : x.shape[1] + 1], length)
+        if q is None:
+            q = one_hot(x, p[:, :-1])
+        rule = verify.token if self.rule == "token" else verify.block
+        return rule(p, q, x, u[:, : x.shape[1]], length)
+
+    def last(self, law: Tensor) -> Tensor:
+        """The token (A,) emitted after the accepted ones, drawn from the verdict's law (A, V)."""
+        return draw(law, streams.uniform(self.seed, self.id, self.start, self.depth[:1], streams.RESIDUAL)[:, 0])

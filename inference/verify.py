@@ -1,0 +1,136 @@
+"""Verification rules as pure functions: laws, drafts and uniforms in, how many are accepted and a law out.
+
+B rows, K drafted at most, V vocabulary. p (B, K+1, V) target laws, q (B, K, V) draft laws, both after
+`sampling.probs`; x (B, K) drafted ids; u uniforms in [0, 1); k (B,) drafted per row, K when None.
+p[b, k_b] is row b's bonus law; nothing past k_b is read, it may be NaN. Draft i (1-based) is tested with
+u[:, i-1] and passes where u < threshold, strictly: a token of p = 0 is refused even at u = 0. The round emits
+x[:, :accepted], then one token drawn from `law`. Computed in the inputs' dtype, float32 at least.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from inference.sampling import draw, one_hot, wide
+
+
+class Verdict(NamedTuple):
+    """accepted (B,) int64 drafts accepted; law (B, V) of the token emitted after them, summing to 1."""
+
+    accepted: Tensor
+    law: Tensor
+
+
+def token(p: Tensor, q: Tensor, x: Tensor, u: Tensor, k: Tensor | None = None) -> Verdict:
+    """Accept x_i where u_i < p(x_i)/q(x_i), stop at the first refusal, then emit from norm(max(p - q, 0)), or
+    from p after k acceptances (Leviathan et al. 2023, 2211.17192; Chen et al. 2023, 2302.01318).
+
+    p (B, K+1, V), q (B, K, V), x (B, K), u (B, K), k (B,). Residual mass 0 gives law = p.
+    """
+    k, drafted = _drafted(x, k)
+    accepted = _leading(drafted & (u < _ratios(p, q, x, drafted)))
+    return Verdict(accepted, _residual(p, q, accepted, k, None))
+
+
+def block(p: Tensor, q: Tensor, x: Tensor, u: Tensor, k: Tensor | None = None) -> Verdict:
+    """Block verification (Sun et al. 2024, 2403.10444): never fewer tokens than `token` in expectation.
+
+    w_0 = 1, w_i = min(w_{i-1} p(x_i)/q(x_i), 1); R_i = sum_v max(w_i p(v|x_<=i) - q(v|x_<=i), 0);
+    h_i = R_i / (R_i + 1 - w_i) for i < k, 0/0 = 1, and h_k = w_k. Accept up to the last i with u_i < h_i (0
+    if none), then emit from norm(max(w_i p - q, 0)) there, or from p after all k. Shapes, edges as `token`.
+    """
+    k, drafted = _drafted(x, k)
+    w = _weights(_ratios(p, q, x, drafted))  # (B, K+1)
+    accepted = torch.zeros_like(k)
+    for i in range(1, x.shape[1] + 1):
+        h = w[:, i]
+        if i < x.shape[1]:
+            h = torch.where(k == i, h, _continuation(p[:, i], q[:, i], h))
+        accepted = torch.where(drafted[:, i - 1] & (u[:, i - 1] < h), i, accepted)
+    return Verdict(accepted, _residual(p, q, accepted, k, w))
+
+
+def match(p: Tensor, x: Tensor, u: Tensor, k: Tensor | None = None) -> Verdict:
+    """Sample and compare: y_i is drawn from p_i by inverse CDF at u_i; accept while y_i = x_i. The law is the
+    one-hot of y at the refusal, or of the bonus draw after k acceptances.
+
+    p (B, K+1, V), x (B, K), u (B, K+1), k (B,). With u (B, K) the bonus is left to draw: its law is p.
+    """
+    y = draw(wide(p[:, : u.shape[1]]), u)  # (B, K+1) or (B, K)
+    k, drafted = _drafted(x, k)
+    accepted = _leading(drafted & (y[:, : x.shape[1]] == x))
+    bonus = _at(wide(p), accepted)  # (B, V)
+    if y.shape[1] == 0:
+        return Verdict(accepted, bonus)
+    drawn = accepted.clamp(max=y.shape[1] - 1)
+    sure = one_hot(_at(y, drawn), bonus)
+    return Verdict(accepted, torch.where((drawn == accepted).unsqueeze(-1), sure, bonus))
+
+
+def coupled(p: Tensor, x: Tensor, g: Tensor, k: Tensor | None = None) -> Verdict:
+    """Gumbel coupling: y_i = argmax(log p_i + g_i); accept while y_i = x_i; law the one-hot of the next y.
+    The text is that of plain decoding with this noise for any draft; a draft that takes
+    argmax(log q_i + g_i) agrees most often.
+
+    p (B, K+1, V), x (B, K), g (B, K+1, V) Gumbel noise, k (B,).
+    """
+    y = (wide(p).log() + g).argmax(-1)  # (B, K+1)
+    k, drafted = _drafted(x, k)
+    accepted = _leading(drafted & (y[:, :-1] == x))
+    return Verdict(accepted, one_hot(_at(y, accepted), wide(p[:, 0])))
+
+
+def _drafted(x: Tensor, k: Tensor | None) -> tuple[Tensor, Tensor]:
+    """k (B,) and which of the K places hold a draft (B, K)."""
+    B, K = x.shape
+    k = torch.full((B,), K, dtype=torch.int64, device=x.device) if k is None else k.to(torch.int64)
+    return k, torch.arange(K, device=x.device) < k.unsqueeze(-1)
+
+
+def _leading(passed: Tensor) -> Tensor:
+    """How many passed before the first that did not: (B, K) -> (B,)."""
+    return passed.to(torch.int64).cumprod(-1).sum(-1)
+
+
+def _at(x: Tensor, i: Tensor) -> Tensor:
+    """x[b, i_b]: (B, n, ...) -> (B, ...)."""
+    return x[torch.arange(x.shape[0], device=x.device), i]
+
+
+def _ratios(p: Tensor, q: Tensor, x: Tensor, drafted: Tensor) -> Tensor:
+    """p(x_i)/q(x_i) (B, K), 0 where p is 0."""
+    at = torch.where(drafted, x, 0).unsqueeze(-1)
+    px = wide(p[:, :-1].gather(-1, at).squeeze(-1))
+    return torch.where(px > 0, px / wide(q.gather(-1, at).squeeze(-1)), 0.0)
+
+
+def _weights(ratios: Tensor) -> Tensor:
+    """w_0 .. w_K of `block`: (B, K) -> (B, K+1)."""
+    w = [torch.ones_like(ratios[:, :1])]
+    for ratio in ratios.split(1, dim=1):
+        w.append(torch.where(w[-1] > 0, (w[-1] * ratio).clamp(max=1), 0.0))
+    return torch.cat(w, 1)
+
+
+def _excess(p: Tensor, q: Tensor, w: Tensor) -> Tensor:
+    """max(w p - q, 0): p, q (B, V), w (B,) -> (B, V)."""
+    return (w.unsqueeze(-1) * wide(p) - wide(q)).clamp(min=0)
+
+
+def _continuation(p: Tensor, q: Tensor, w: Tensor) -> Tensor:
+    """h = R / (R + 1 - w), R = sum max(w p - q, 0), 0/0 = 1: p, q (B, V), w (B,) -> (B,)."""
+    mass = _excess(p, q, w).sum(-1)
+    return torch.where((mass == 0) & (w == 1), 1.0, mass / (mass + 1 - w))
+
+
+def _residual(p: Tensor, q: Tensor, n: Tensor, k: Tensor, w: Tensor | None) -> Tensor:
+    """norm(max(w_n p_n - q_n, 0)), w = 1 when None; p_n where n = k or no mass is left: (B, V)."""
+    here = wide(_at(p, n))
+    if q.shape[1] == 0:
+        return here
+    weight = torch.ones_like(here[:, 0]) if w is None else _at(w, n)
+    rest = _excess(here, _at(q, n.clamp(max=q.shape[1] - 1)), weight)
+    mass = rest.sum(-1, keepdim=True)
+    bonus = (n == k).unsqueeze(-1) | ~(mass > 0)
+    return torch.where(bonus, here, rest / mass)

@@ -1,0 +1,94 @@
+"""Weights of a folder: safetensors only, whole, complete, of the shapes that config.json says, finite."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises ValueError naming the file when there is none."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is broken: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{file} must hold a JSON object, not a {type(value).__name__}")
+    return value
+
+
+def load_weights(
+    path: Path, dtype: torch.dtype | None = None, trust_remote_code: bool = False
+) -> tuple[PreTrainedModel, list[str], list[str]]:
+    """The model in a folder, problems (missing, misshapen or non-finite tensors), names config.json lacks.
+
+    Raises FileNotFoundError or ValueError, naming the file, for weights that cannot be read at all.
+    """
+    files = weight_files(path)
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=dtype or "auto",
+            use_safetensors=True,
+            trust_remote_code=trust_remote_code,
+            local_files_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # listed below, by name, instead of a long report
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path / CONFIG}: no causal language model can be built from it: {error}"
+        ) from error
+    where = files[0] if len(files) == 1 else path
+    problems = [f"{where}: tensor {name} is missing" for name in sorted(info["missing_keys"])]
+    for name, found, wanted in sorted(info["mismatched_keys"]):
+        problems.append(f"{where}: tensor {name} has shape {tuple(found)}, {CONFIG} says {tuple(wanted)}")
+    if not problems:
+        try:
+            require_finite(model, str(where))
+        except ValueError as error:
+            problems.append(str(error))
+    return model.eval(), problems, sorted(info["unexpected_keys"])
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The safetensors files of a folder, each with a header that fits its length.
+
+    Raises FileNotFoundError when one is absent, ValueError when weights are pickled or a file is damaged.
+    """
+    index = path / f"{WEIGHTS}.index.json"
+    if not (path / WEIGHTS).is_file() and index.is_file():
+        names = sorted(set(read_json(index).get("weight_map", {}).values()))
+        files = [path / Path(name).name for name in names]
+    else:
+        files = [path / WEIGHTS]
+    for file in files:
+        _whole(file)
+    return files
+
+
+def _whole(file: Path) -> None:
+    if not file.is_file():
+        pickled = sorted(
+            other.name for pattern in ("*.bin", "*.pt", "*.pth") for other in file.parent.glob(pattern)
+        )
+        if pickled:
+            raise ValueError(f"{file.parent / pickled[0]} is pickled: weights are read from safetensors only")
+        raise FileNotFoundError(f"{file.parent}: {file.name} is missing")
+    try:
+        with safe_open(file, "pt"):
+            pass
+    except SafetensorError as error:
+        raise ValueError(f"{file} is damaged or cut short: {error}") from error
+
+
+def require_finite(model: PreTrainedModel, where: str) -> None:
+    """Raise ValueError, beginning with `where`, when a tensor of the model holds NaN or infinity."""
+    for name, tensor in model.state_dict().items():
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor.float()).all()):
+            raise ValueError(f"{where}: tensor {name} holds NaN or infinity in {tensor.dtype}")

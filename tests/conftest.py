@@ -1,0 +1,41 @@
+"""What every test shares: no network, two threads, fixed seeds, and a list of the GPU tests not run."""
+
+import os
+
+# Read when the libraries are first imported, so set before them.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
+
+
+@pytest.fixture(autouse=True)
+def seeds() -> None:
+    """Global random state is the same before each test, whatever ran earlier."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Without a CUDA device, tests marked `gpu` are skipped."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Lists every test that did not run: nothing is left out in silence."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    if skipped:
+        terminalreporter.section(f"{len(skipped)} not run")
+    for report in skipped:
+        terminalreporter.write_line(f"{report.nodeid}: {report.longrepr[2]}")

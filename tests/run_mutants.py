@@ -1,0 +1,219 @@
+"""Plants each row of `tests.mutants.MUTANTS` in a copy of the checkout and expects its tests to fail.
+
+    python -m tests.run_mutants [name ...]
+
+The named tests must first pass on the unmodified copy. A mutant is caught when a test fails; a module that
+no longer imports is an error of the table, not a catch. Heavy libraries are imported once, here,
+and every run is a fork of this process, so `cotrain` and `inference` must not be imported before it.
+"""
+
+import ast
+import importlib
+import os
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from tests.mutants import MUTANTS, Mutant
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("cotrain", "inference", "conf", "data", "tests", "outputs/results")
+FILES = ("pyproject.toml", "constraints.txt", "Makefile", "README.md", "LICENSE")
+OURS = {"cotrain", "inference", "tests"}
+HEAVY = ("torch", "transformers.models.llama.modeling_llama", "lightning", "hydra", "datasets")
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",  # one thread a worker: they share the cores
+    "PYTHONDONTWRITEBYTECODE": "1",  # a mutant of equal size within a second would meet stale bytecode
+    "TOKENIZERS_PARALLELISM": "false",
+}
+NOT_CAUGHT = (ImportError, NameError, SyntaxError)  # the change broke the module, not the behaviour
+CAUGHT, PASSED, BROKEN = 0, 1, 2  # exit status of a run
+SECONDS_A_TEST = 60  # a mutant may loop for ever
+
+
+class Recorder:
+    """Pytest plugin that tells tests that failed from tests that could not run."""
+
+    def __init__(self) -> None:
+        self.caught = False
+        self.broken = False
+
+    def pytest_runtest_makereport(self, call: pytest.CallInfo) -> None:
+        if call.excinfo is None or call.excinfo.errisinstance(pytest.skip.Exception):
+            return
+        if call.excinfo.errisinstance(NOT_CAUGHT):
+            self.broken = True
+        else:
+            self.caught = True
+
+
+@dataclass
+class Job:
+    """One run of pytest in a worker's copy: a mutant, or None for the unmodified tree."""
+
+    mutant: Mutant | None
+    tests: list[str]
+
+
+@dataclass
+class Result:
+    """What a run came to: its status, wall seconds and what pytest printed."""
+
+    job: Job
+    status: int
+    seconds: float
+    output: str
+
+
+def copy_tree(target: Path) -> Path:
+    """Copies what the tests read to `target`; what the checkout lacks is left out."""
+    for name in FOLDERS + FILES:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, target / name, ignore=shutil.ignore_patterns("__pycache__"))
+        elif source.exists():
+            shutil.copy2(source, target / name)
+    return target
+
+
+def mutated(mutant: Mutant) -> str:
+    """The text of the mutant's file after the change; ValueError names what is wrong with the row."""
+    path = ROOT / mutant.file
+    if not path.is_file():
+        raise ValueError(f"{mutant.name}: no file {mutant.file}")
+    text = path.read_text(encoding="utf-8")
+    count = text.count(mutant.old)
+    if count != 1:
+        raise ValueError(f"{mutant.name}: the old text occurs {count} times in {mutant.file}, not once")
+    text = text.replace(mutant.old, mutant.new)
+    if path.suffix == ".py":
+        ast.parse(text, mutant.file)
+    return text
+
+
+def run_pytest(root: Path, tests: list[str]) -> int:
+    """Runs the tests on the copy at `root`, in this process, which is a fresh fork."""
+    for name in [name for name in sys.modules if name.partition(".")[0] in OURS]:
+        del sys.modules[name]
+    os.chdir(root)
+    os.environ["PYTHONPATH"] = str(root)  # for tests that start a process of their own
+    sys.path[:] = [str(root), *(entry for entry in sys.path if Path(entry).resolve() != ROOT)]
+    sys.dont_write_bytecode = True
+    recorder = Recorder()
+    options = ["-x", "-q", "-p", "no:cacheprovider", f"--timeout={SECONDS_A_TEST}", f"--rootdir={root}"]
+    code = pytest.main([*options, *tests], plugins=[recorder])
+    if code == pytest.ExitCode.OK:
+        return PASSED
+    failed = code == pytest.ExitCode.TESTS_FAILED
+    return CAUGHT if failed and recorder.caught and not recorder.broken else BROKEN
+
+
+def child(job: Job, root: Path) -> NoReturn:
+    """Body of a fork: plants the mutant, runs its tests, leaves with the status."""
+    status = BROKEN
+    with root.with_suffix(".log").open("w") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    try:
+        if job.mutant is not None:
+            (root / job.mutant.file).write_text(mutated(job.mutant), encoding="utf-8")
+        status = run_pytest(root, job.tests)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(status)
+
+
+def run(jobs: list[Job], slots: list[Path]) -> list[Result]:
+    """Runs the jobs, as many at a time as there are copies of the tree, and reports each as it ends."""
+    waiting, free, results = list(jobs), list(slots), []
+    running: dict[int, tuple[Job, Path, float]] = {}
+    while waiting or running:
+        while waiting and free:
+            job, root = waiting.pop(0), free.pop()
+            pid = os.fork()
+            if pid == 0:
+                child(job, root)
+            running[pid] = (job, root, time.monotonic())
+        pid, wait_status = os.wait()
+        job, root, began = running.pop(pid)
+        if job.mutant is not None:
+            shutil.copy2(ROOT / job.mutant.file, root / job.mutant.file)
+        output = root.with_suffix(".log").read_text(errors="replace")
+        status = os.waitstatus_to_exitcode(wait_status)
+        results.append(Result(job, status, time.monotonic() - began, output))
+        free.append(root)
+        report(results[-1])
+    return results
+
+
+def report(result: Result) -> None:
+    """One line a run; what pytest printed too, unless the run came to what it should."""
+    mutant = result.job.mutant
+    if mutant is None:
+        good, words = PASSED, {CAUGHT: "FAILED", PASSED: "passed"}
+        name = f"unmodified tree: {len(result.job.tests)} of the named tests"
+    else:
+        good, words = CAUGHT, {CAUGHT: "caught", PASSED: "SURVIVED"}
+        name = f"{mutant.name} ({mutant.pitfall})"
+    print(f"{words.get(result.status, 'BROKEN'):9}{result.seconds:6.1f} s  {name}", flush=True)
+    if result.status != good:
+        print(result.output, flush=True)
+
+
+def chosen(names: list[str]) -> list[Mutant]:
+    """The mutants asked for, all by default; ValueError for a wrong name or a row that does not apply."""
+    known = [mutant.name for mutant in MUTANTS]
+    unknown = sorted(set(names) - set(known))
+    doubled = sorted({name for name in known if known.count(name) > 1})
+    if unknown:
+        raise ValueError(f"tests/mutants.py has no mutant named {', '.join(unknown)}")
+    if doubled:
+        raise ValueError(f"tests/mutants.py: more than one mutant is named {', '.join(doubled)}")
+    rows = [mutant for mutant in MUTANTS if not names or mutant.name in names]
+    for mutant in rows:
+        mutated(mutant)
+    return rows
+
+
+def baseline(rows: list[Mutant], workers: int) -> list[Job]:
+    """The named tests of all rows, each once, dealt out by file."""
+    tests = list(dict.fromkeys(test for mutant in rows for test in mutant.tests))
+    files = list(dict.fromkeys(test.partition("::")[0] for test in tests))
+    hands = [[t for t in tests if t.partition("::")[0] in files[i::workers]] for i in range(workers)]
+    return [Job(None, hand) for hand in hands if hand]
+
+
+def main(names: list[str]) -> int:
+    """Runs the mutants called `names`; exit status 0 when every one is caught."""
+    try:
+        rows = chosen(names)
+    except (ValueError, SyntaxError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    os.environ.update(ENVIRONMENT)
+    for name in HEAVY:
+        importlib.import_module(name)
+    workers = min(2, len(rows))
+    with tempfile.TemporaryDirectory() as folder:
+        slots = [copy_tree(Path(folder, f"copy{index}")) for index in range(workers)]
+        if any(result.status != PASSED for result in run(baseline(rows, workers), slots)):
+            print("The named tests must pass on the unmodified tree first.", file=sys.stderr)
+            return 1
+        results = run([Job(mutant, mutant.tests) for mutant in rows], slots)
+    failed = sum(result.status != CAUGHT for result in results)
+    print(f"{len(results) - failed} passed, {failed} failed")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
