@@ -20,7 +20,16 @@ from cotrain.records import records
 
 DOMAINS = ("code", "prose", "records")
 HELD_OUT_PERCENT = 5
-SKIPPED = {"test", "tests", "idle_test", "testing", "site-packages", "dist-packages", "_vendor", "__pycache__"}
+SKIPPED = {
+    "test",
+    "tests",
+    "idle_test",
+    "testing",
+    "site-packages",
+    "dist-packages",
+    "_vendor",
+    "__pycache__",
+}
 FILE_BYTES = (400, 120_000)  # shorter files say nothing, longer ones are tables
 DOCSTRING_LENGTH = 160
 

@@ -9,7 +9,8 @@ import torch
 from torch.utils.data import Sampler
 from transformers import PreTrainedTokenizerBase
 
-from cotrain.corpora import embedded
+from cotrain.config import Data
+from cotrain.corpora import Document, embedded
 
 LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text"}
 
@@ -64,6 +65,16 @@ def read_texts(path: str, column: str = "text", split: str = "train") -> dataset
 
 def _open(path: str, split: str) -> datasets.Dataset:
     return datasets.load_from_disk(path) if Path(path).is_dir() else datasets.load_dataset(path, split=split)
+
+
+def blocks_of(data: Data, split: str, tokenizer: PreTrainedTokenizerBase) -> Blocks:
+    """Blocks of the configured texts, split "train" or "held_out"; own texts are split by a hash of the text."""
+    if data.path is None:
+        sizes = data.bytes if split == "train" else data.held_out_bytes
+        return pack(embedded_texts(sizes, split), tokenizer, data.block)
+    texts = read_texts(data.path, data.column, data.split)
+    texts = texts.filter(lambda row: Document(row["text"], "").held_out == (split == "held_out"))
+    return pack(texts, tokenizer, data.block)
 
 
 def pack(texts: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, length: int) -> Blocks:

@@ -27,6 +27,15 @@ class Level:
     contexts: np.ndarray  # (H,)
     left: np.ndarray  # (H,) sum_w D(c(hw)) / c(h)
 
+    @classmethod
+    def of(cls, grams: np.ndarray, counts: np.ndarray, vocabulary: int) -> "Level":
+        """From the sorted packed k-grams (G,) and their counts (G,)."""
+        cut = discounts(counts)[np.minimum(counts, 3)]
+        contexts, starts, sizes = np.unique(grams // vocabulary, return_index=True, return_counts=True)
+        total = np.add.reduceat(counts, starts)  # c(h), (H,)
+        share = (counts - cut) / np.repeat(total, sizes)
+        return cls(grams, share, contexts, left=np.add.reduceat(cut, starts) / total)
+
 
 @dataclass(frozen=True)
 class KneserNey:
@@ -47,17 +56,15 @@ class KneserNey:
         shorter than the order.
         """
         if order < 1 or vocabulary < 1 or vocabulary**order > 2**63:
-            raise ValueError(
-                f"order {order} of {vocabulary} ids must be >= 1 and fit 63 bits: lower the order"
-            )
+            raise ValueError(f"order {order} over {vocabulary} ids must be >= 1 and fit 63 bits: lower it")
         if len(stream) < order:
             raise ValueError(f"a stream of {len(stream)} tokens holds no {order}-gram")
         grams, counts = np.unique(pack(stream, order, vocabulary), return_counts=True)
-        levels = [level(grams, counts, vocabulary)]
+        levels = [Level.of(grams, counts, vocabulary)]
         for k in reversed(range(1, order)):
             # each distinct (k+1)-gram is one different token before its last k
             grams, counts = np.unique(grams % vocabulary**k, return_counts=True)
-            levels.append(level(grams, counts, vocabulary))
+            levels.append(Level.of(grams, counts, vocabulary))
         return cls(vocabulary, levels[::-1])
 
     def log_prob(self, ids: np.ndarray) -> np.ndarray:
@@ -90,30 +97,17 @@ def pack(ids: np.ndarray, k: int, vocabulary: int) -> np.ndarray:
 
 
 def discounts(counts: np.ndarray) -> np.ndarray:
-    """(0, D_1, D_2, D_3+), what is taken off counts 0, 1, 2 and more (Chen and Goodman 1998, equation 26).
+    """(0, D_1, D_2, D_3+), what is taken off counts 0, 1, 2 and more (Chen and Goodman 1998).
 
     With n_i the number of counts that equal i, Y = n_1 / (n_1 + 2 n_2) and D_i = i - (i + 1) Y n_{i+1} / n_i.
-    Where some n_1..n_4 is 0 or some D_i is negative they are 1/2, 1 and 3/2.
+    Where some n_1..n_4 is 0 or some D_i is not positive they are 1/2, 1 and 3/2.
     """
     n = np.bincount(np.minimum(counts, 5), minlength=6)[1:5].astype(float)
     if (n == 0).any():
         return np.array([0.0, *FALLBACK])
     i = np.arange(1, 4)
     found = i - (i + 1) * n[0] / (n[0] + 2 * n[1]) * n[1:] / n[:-1]
-    return np.array([0.0, *(FALLBACK if (found < 0).any() else found)])
-
-
-def level(grams: np.ndarray, counts: np.ndarray, vocabulary: int) -> Level:
-    """The shares and left-over masses of one order, from its sorted k-grams (G,) and their counts (G,)."""
-    cut = discounts(counts)[np.minimum(counts, 3)]
-    contexts, starts, sizes = np.unique(grams // vocabulary, return_index=True, return_counts=True)
-    total = np.add.reduceat(counts, starts)  # c(h), (H,)
-    return Level(
-        grams=grams,
-        share=(counts - cut) / np.repeat(total, sizes),
-        contexts=contexts,
-        left=np.add.reduceat(cut, starts) / total,
-    )
+    return np.array([0.0, *(FALLBACK if (found <= 0).any() else found)])
 
 
 def find(keys: np.ndarray, values: np.ndarray, wanted: np.ndarray, default: float) -> np.ndarray:
@@ -125,12 +119,11 @@ def find(keys: np.ndarray, values: np.ndarray, wanted: np.ndarray, default: floa
 def bigram(stream: Tensor, vocabulary: int, add: float) -> Tensor:
     """P(w|v) = (c(vw) + add) / (c(v) + add V) from a stream of token ids (N,) -> (V,V) float64, rows v.
 
-    Raises ValueError unless add > 0: a token never seen would have no law.
+    Raises ValueError unless add > 0 (a token never seen would have no law) and for ids outside 0..V-1.
     """
     if not add > 0:
         raise ValueError(f"add must be positive, not {add}")
-    stream = stream.long()
-    pairs = torch.bincount(stream[:-1] * vocabulary + stream[1:], minlength=vocabulary**2)
+    pairs = torch.bincount(torch.from_numpy(pack(stream.numpy(), 2, vocabulary)), minlength=vocabulary**2)
     smoothed = pairs.view(vocabulary, vocabulary).double() + add
     return smoothed / smoothed.sum(1, keepdim=True)
 

@@ -1,5 +1,6 @@
 """Training the bundled target: a small Llama on the embedded corpora, in resumable legs."""
 
+import json
 import math
 import time
 from collections.abc import Callable
@@ -12,9 +13,10 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from cotrain.data import Blocks, SeededOrder
+from inference.atomic import new_folder
 
 Factory = Callable[..., Any]
 
@@ -23,7 +25,12 @@ class LanguageModel(lightning.LightningModule):
     """Next-token cross-entropy; validation in bits per byte of text, one figure a domain."""
 
     def __init__(
-        self, network: PreTrainedModel, optimizer: Factory, scheduler: Factory, sizes: torch.Tensor, domains: list[str]
+        self,
+        network: PreTrainedModel,
+        optimizer: Factory,
+        scheduler: Factory,
+        sizes: torch.Tensor,
+        domains: list[str],
     ) -> None:
         super().__init__()
         self.network, self.make_optimizer, self.make_scheduler = network, optimizer, scheduler
@@ -62,7 +69,13 @@ class LanguageModel(lightning.LightningModule):
 
 
 def llama(
-    vocabulary: int, width: int, layers: int, intermediate: int, kv_heads: int, context: int, head_dim: int = 64
+    vocabulary: int,
+    width: int,
+    layers: int,
+    intermediate: int,
+    kv_heads: int,
+    context: int,
+    head_dim: int = 64,
 ) -> LlamaForCausalLM:
     """A Llama with random weights and tied embeddings; ids 0 and 1 end and pad (see tokenizer.py)."""
     config = LlamaConfig(
@@ -125,3 +138,59 @@ def fit(
     )
     trainer.save_checkpoint(last)
     return time.perf_counter() - start
+
+
+def measure(module: LanguageModel, held_out: Blocks, batch: int, precision: str) -> dict[str, float]:
+    """Held-out bits per byte by domain, over every block."""
+    trainer = lightning.Trainer(devices=1, precision=precision, logger=False, enable_checkpointing=False)  # type: ignore[arg-type]
+    trainer.validate(module, DataLoader(held_out, batch_size=batch), verbose=False)  # type: ignore[arg-type]
+    return module.bits_per_byte()
+
+
+def write_target(
+    network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, card: dict[str, Any]
+) -> None:
+    """The finished target in bfloat16 with its tokenizer and model card, replacing what is there."""
+    with new_folder(folder, replace=True) as new:
+        plain = LlamaForCausalLM(network.config)  # without the compiled wrappers
+        plain.load_state_dict({name.replace("_orig_mod.", ""): value for name, value in network.state_dict().items()})
+        plain.to(torch.bfloat16).save_pretrained(new)
+        tokenizer.save_pretrained(new)
+        (new / "README.md").write_text(model_card(card), encoding="utf-8")
+        (new / "card.json").write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
+
+
+def model_card(card: dict[str, Any]) -> str:
+    """Markdown: what the model is, what it was trained on, and how well it predicts."""
+    environment = card["environment"]
+    rows = [
+        f"| {domain} | {bits:.3f} | {card['five_gram'][domain]:.3f} | {bits / card['five_gram'][domain] - 1:+.1%} |"
+        for domain, bits in card["bits_per_byte"].items()
+    ]
+    corpora = [
+        f"| {name} | {found['files']} | {found['bytes']} | `{found['hash']}` |"
+        for name, found in card["corpora"].items()
+    ]
+    return "\n".join(
+        [
+            "# The bundled target",
+            "",
+            f"A Llama of {card['parameters'] / 1e6:.1f} M parameters with a byte-level BPE of its own, trained from random "
+            f"weights by `{card['command']}` on Python sources, English prose and JSON records found or made on the "
+            "machine (see `cotrain/corpora.py`). It exists to be decoded quickly by newcomers; it is no assistant.",
+            "",
+            f"{card['steps']} steps, {card['tokens_seen'] / 1e6:.1f} M tokens, {card['seconds']} s in {len(card['legs'])} "
+            f"leg(s) on {environment['cpu']}, {environment['cores']} cores, {environment['date']}.",
+            "",
+            "| held-out domain | bits per byte | 5-gram (Kneser-Ney) | difference |",
+            "|---|---|---|---|",
+            *rows,
+            "",
+            f"As a draft, a bigram table of the train split is accepted with probability {card['bigram_alpha']:.3f} on `code`.",
+            "",
+            "| corpus | files | bytes | hash |",
+            "|---|---|---|---|",
+            *corpora,
+            "",
+        ]
+    )

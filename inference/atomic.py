@@ -1,4 +1,4 @@
-"""Files and folders that are whole or absent: written under a temporary name beside their place, then renamed.
+"""Files and folders that are whole or absent: written under a temporary name beside their place and renamed.
 
 A temporary is `.<name>.<host>-<pid>-<random>.new` (or `.old`: a folder on its way out), so what a dead
 process left behind is known by its name; it goes away, or comes back, when the same place is next written.
@@ -17,13 +17,13 @@ from pathlib import Path
 _OWNER = re.compile(r"(?P<host>.+)-(?P<pid>\d+)-[0-9a-f]{8}\.(?P<role>new|old)")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # What safetensors and torch.save say: neither raises an OSError.
-_FULL_TEXT = re.compile(r"\(os error (28|122|27)\)|No space left on device|PytorchStreamWriter|unexpected pos \d+")
+_FULL_TEXT = re.compile(r"\(os error (28|122|27)\)|PytorchStreamWriter failed|unexpected pos \d+")
 
 
 def write_atomic(path: Path, data: bytes | str) -> None:
     """Write `data` (text as UTF-8) to `path`, wholly or not at all; a symbolic link is followed.
 
-    Makes the parent folders. Raises OSError (disk full, no permission) that names `path`, the old file untouched.
+    Makes the parent folders. Raises OSError, with the old file untouched; a full disk names `path`.
     """
     place = _place(path)
     new = _temporary(place, "new")
@@ -35,7 +35,9 @@ def write_atomic(path: Path, data: bytes | str) -> None:
         os.replace(new, place)
     except BaseException as error:
         new.unlink(missing_ok=True)
-        raise _named(error, place) from None
+        if disk_full(error):
+            raise _full(place) from error
+        raise
     _sync(place.parent)
 
 
@@ -59,7 +61,9 @@ def new_folder(final: Path, replace: bool = False) -> Iterator[Path]:
         _swap(new, place)
     except BaseException as error:
         shutil.rmtree(new, ignore_errors=True)
-        raise _named(error, place) from error.__cause__
+        if disk_full(error):
+            raise _full(place) from error
+        raise
 
 
 def disk_full(error: BaseException) -> bool:
@@ -67,11 +71,9 @@ def disk_full(error: BaseException) -> bool:
     return (isinstance(error, OSError) and error.errno in _FULL) or bool(_FULL_TEXT.search(str(error)))
 
 
-def _named(error: BaseException, place: Path) -> BaseException:
-    """A full disk as an OSError that names `place`: writing to an open file raises one without a name."""
-    if not disk_full(error) or (isinstance(error, OSError) and error.filename):
-        return error
-    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(place))
+def _full(place: Path) -> OSError:
+    """A full disk with the name of what was to be written, which the system leaves out."""
+    return OSError(errno.ENOSPC, "no space left (disk, quota or file size limit)", str(place))
 
 
 def _refuse(place: Path, replace: bool) -> None:
@@ -94,7 +96,7 @@ def _settle(new: Path) -> None:
 
 
 def _swap(new: Path, place: Path) -> None:
-    """Put `new` at `place`; killed between its two renames it leaves an `.old` that `_recover` brings back."""
+    """Put `new` at `place`; killed between its renames it leaves an `.old` that `_recover` brings back."""
     old = _temporary(place, "old")
     try:
         if place.exists():

@@ -81,9 +81,16 @@ class Engine:
         if isinstance(target, str):
             tokenizer = tokenizer or AutoTokenizer.from_pretrained(target)
             target = load_model(target, dtype)
-        self.proposer, self.rule, self.policy, self.tokenizer, self.rows = proposer, verify, policy, tokenizer, rows
+        self.proposer, self.rule, self.policy, self.tokenizer, self.rows = (
+            proposer,
+            verify,
+            policy,
+            tokenizer,
+            rows,
+        )
         self.target = LM(target, rows, _vocabulary(target, tokenizer), context)
         self.ends = _ends(target)
+        self.current: _Run | None = None  # whose rows hold the slots
 
     def generate(
         self,
@@ -99,7 +106,8 @@ class Engine:
 
         max_new_tokens and sampling: one, or one a prompt. seed, ids: the key of the random numbers; ids default to a
         hash of each prompt, so a prompt gives the same tokens alone or in a batch. ignore_eos: only lengths end rows.
-        Raises ValueError for an empty prompt, one that leaves no room in the context, or lists of other lengths.
+        Raises ValueError for a prompt that is empty, leaves no room in the context or holds ids outside the
+        vocabulary, and for lists of other lengths.
         """
         rows = self._rows(prompts, max_new_tokens, sampling, ids, ignore_eos)
         run = self._run(rows, seed)
@@ -109,8 +117,13 @@ class Engine:
         return Output([row.new for row in rows], texts, [row.finish or "length" for row in rows], run.stats)
 
     def stream(self, prompt: Prompt, **settings: Any) -> Iterator[Event]:
-        """Events of one prompt as its rounds end; settings as in generate."""
-        options: dict[str, Any] = {"max_new_tokens": 128, "sampling": Sampling(), "ids": None, "ignore_eos": False}
+        """Events of one prompt as its rounds end; settings as in generate. RuntimeError once a later call began."""
+        options: dict[str, Any] = {
+            "max_new_tokens": 128,
+            "sampling": Sampling(),
+            "ids": None,
+            "ignore_eos": False,
+        }
         seed = settings.pop("seed", 0)
         unknown = set(settings) - set(options)
         if unknown:
@@ -122,7 +135,8 @@ class Engine:
     def _run(self, rows: list[Row], seed: int) -> _Run:
         if self.proposer:
             self.proposer.open(self.rows, self.target.vocabulary, self.target.context)
-        return _Run(deque(rows), seed, Stats(rows=[Counts() for _ in rows]))
+        self.current = _Run(deque(rows), seed, Stats(rows=[Counts() for _ in rows]))
+        return self.current
 
     def _rows(
         self,
@@ -132,6 +146,8 @@ class Engine:
         ids: Sequence[int] | None,
         ignore_eos: bool,
     ) -> list[Row]:
+        if isinstance(prompts, str):
+            raise ValueError("prompts: a list is wanted, not one string")
         texts = [self._encode(prompt) for prompt in prompts]
         limits = _each("max_new_tokens", limits, len(texts))
         regimes = _each("sampling", sampling, len(texts))
@@ -143,6 +159,9 @@ class Engine:
             if not text or room < 1 or limit < 1:
                 raise ValueError(f"prompt {index}: {len(text)} tokens and max_new_tokens={limit} do not fit "
                                  f"a context of {self.target.context}")  # fmt: skip
+            if min(text) < 0 or max(text) >= self.target.vocabulary:
+                raise ValueError(f"prompt {index}: ids from {min(text)} to {max(text)} are not all in "
+                                 f"[0, {self.target.vocabulary})")  # fmt: skip
             if regime.stop and self.tokenizer is None:
                 raise ValueError("Sampling.stop: stop strings need a tokenizer")
             stops = ends | frozenset(regime.stop_ids)
@@ -151,7 +170,7 @@ class Engine:
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):
-            return list(prompt)
+            return [int(token) for token in prompt]
         if self.tokenizer is None:
             raise ValueError("prompts: strings need a tokenizer; give Engine(tokenizer=...) or lists of ids")
         return list(self.tokenizer(prompt)["input_ids"])
@@ -196,8 +215,8 @@ class Engine:
         for row, draft, k, n, token in zip(run.active, drafts, proposal.k, accepted, last, strict=True):
             valid.append(len(row.text) + n)
             taken = len(row.take([*draft[:n], token]))
-            ended_inside = taken <= n  # drafts beyond a row's last token do not count
-            run.stats.count(row.index, taken, taken if ended_inside else k, min(taken, n))
+            drafted = min(k, taken) if row.finish else k  # drafts beyond a row's last token do not count
+            run.stats.count(row.index, taken, drafted, min(taken, n))
             kinds = ["drafted"] * n + ["bonus" if n == k else "corrected"]
             events.append(Event(row.index, row.text[len(row.text) - taken :], kinds[:taken]))
         if self.proposer:
@@ -230,6 +249,8 @@ class Engine:
 
     def _rounds(self, run: _Run) -> Iterator[list[Event]]:
         while run.waiting or run.active:
+            if self.current is not run:
+                raise RuntimeError("Engine: a later call took the slots of this stream before it ended")
             self._admit(run)
             yield self._round(run)
 

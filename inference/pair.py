@@ -9,14 +9,15 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 # What a draft depends on. A list of what counts, not of what does not: names, paths, versions, dtype and
 # whatever key a later transformers adds stay out of the hash.
 CONFIG_KEYS = (
-    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings", "rope_parameters",
-    "sliding_window", "tie_word_embeddings", "num_experts", "num_local_experts", "num_experts_per_tok",
+    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+    "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings",
+    "rope_parameters", "sliding_window", "tie_word_embeddings",
+    "num_experts", "num_local_experts", "num_experts_per_tok",
 )  # fmt: skip
 
 
 def hash_target(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, str | None]:
-    """SHA-256 of what a draft depends on: {"config": of its shape, "tokenizer": of vocabulary and special ids}.
+    """SHA-256 of what a draft depends on: "config" of its shape, "tokenizer" of vocabulary and special ids.
 
     Hexadecimal, equal on every machine and from either `AutoConfig` or a loaded model. "tokenizer" is None
     without one. Weights do not count: two fine-tunes of one model hash alike.
@@ -61,9 +62,7 @@ def check_pair(
         problems += _tokenizers(target_tokenizer, draft_tokenizer)
     for side, config, tokenizer in (("target", target, target_tokenizer), ("draft", draft, draft_tokenizer)):
         if tokenizer is not None and (size := max(tokenizer.get_vocab().values()) + 1) > config.vocab_size:
-            problems.append(
-                f"vocab_size: the {side}'s {config.vocab_size} is below its tokenizer's {size} ids"
-            )
+            problems.append(f"vocab_size: the {side}'s {config.vocab_size} is below its tokenizer's {size}")
     if draft.vocab_size != target.vocab_size:
         problems.append(
             f"vocab_size: the draft has {draft.vocab_size} rows and the target {target.vocab_size} (padding "
@@ -83,9 +82,7 @@ def _tokenizers(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase)
     theirs = special_ids(draft)
     for name, index in special_ids(target).items():
         if index != theirs[name]:
-            problems.append(
-                f"tokenizer: {name}_token_id is {index} in the target's, {theirs[name]} in the draft's"
-            )
+            problems.append(f"tokenizer: {name}_token_id is {index} for the target, {theirs[name]} for the draft")
     return problems
 
 

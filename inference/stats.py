@@ -1,7 +1,7 @@
 """Counts and clocks of a run."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -10,36 +10,68 @@ PHASES = ("prefill", "draft", "target", "verify", "other")
 
 @dataclass
 class Counts:
-    """tokens emitted; target_calls, one a round; drafted[d] and accepted[d] at depth d (0-based)."""
+    """tokens emitted; target_calls, one a round; by depth d (0-based): rounds that drafted it (`drafted`),
+    that accepted it and all before (`accepted`), that drafted it having accepted all before (`tried`);
+    starts: tokens the row had emitted when each round began, kept for single rows only."""
 
     tokens: int = 0
     target_calls: int = 0
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
+    tried: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
 
     @property
     def tau(self) -> float:
         """Tokens per target call, the one emitted after the accepted ones included; nan before any call."""
         return self.tokens / self.target_calls if self.target_calls else float("nan")
 
+    @property
+    def prefix(self) -> list[float]:
+        """P(accept drafts 1..i), measured: accepted / drafted at each depth."""
+        return [n / total for n, total in zip(self.accepted, self.drafted, strict=True)]
+
+    @property
+    def conditional(self) -> list[float]:
+        """P(accept draft i given all before), measured: accepted / tried at each depth; nan where none was
+        tried."""
+        return [n / total if total else float("nan") for n, total in zip(self.accepted, self.tried, strict=True)]
+
     def add(self, tokens: int, drafted: int, accepted: int) -> None:
         """One round of one row."""
         self.tokens += tokens
         self.target_calls += 1
-        missing = drafted - len(self.drafted)
-        self.drafted += [0] * missing
-        self.accepted += [0] * missing
+        self._deepen(drafted)
         for depth in range(drafted):
             self.drafted[depth] += 1
             self.accepted[depth] += depth < accepted
+            self.tried[depth] += depth <= accepted
+
+    def merge(self, other: "Counts") -> None:
+        """Add the sums of another; `starts` stay with their row."""
+        self.tokens += other.tokens
+        self.target_calls += other.target_calls
+        self._deepen(len(other.drafted))
+        for depth, (drafted, accepted, tried) in enumerate(
+            zip(other.drafted, other.accepted, other.tried, strict=True)
+        ):
+            self.drafted[depth] += drafted
+            self.accepted[depth] += accepted
+            self.tried[depth] += tried
+
+    def _deepen(self, depths: int) -> None:
+        for counts in (self.drafted, self.accepted, self.tried):
+            counts += [0] * (depths - len(counts))
 
 
 @dataclass
 class Stats(Counts):
-    """Sums over rows, the rows themselves in the order of the prompts, and wall seconds by phase."""
+    """Sums over rows, the rows themselves in the order of the prompts, and by phase wall seconds and how
+    often it ran: `times["target"]` is the number of rounds, whatever the number of rows in each."""
 
     rows: list[Counts] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    times: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))
 
     @contextmanager
     def clock(self, phase: str) -> Iterator[None]:
@@ -48,7 +80,21 @@ class Stats(Counts):
             yield
         finally:
             self.seconds[phase] += time.perf_counter() - start
+            self.times[phase] += 1
 
     def count(self, row: int, tokens: int, drafted: int, accepted: int) -> None:
+        self.rows[row].starts.append(self.rows[row].tokens)
         self.add(tokens, drafted, accepted)
         self.rows[row].add(tokens, drafted, accepted)
+
+
+def pooled(parts: Sequence[Stats]) -> Stats:
+    """Several runs as one: sums of counts, seconds and times, all rows one after another."""
+    whole = Stats()
+    for part in parts:
+        whole.merge(part)
+        whole.rows += part.rows
+        for phase in part.seconds:
+            whole.seconds[phase] += part.seconds[phase]
+            whole.times[phase] += part.times[phase]
+    return whole

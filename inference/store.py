@@ -1,4 +1,4 @@
-"""Draft folders: plain Hugging Face files, `report.json` (measured) and `cotrain.json` (what it is, for what).
+"""Draft folders: plain Hugging Face files, `report.json` (measured) and `cotrain.json` (what it is).
 
 A folder is written whole or not at all. Reading runs no code of the folder, takes weights from safetensors
 only, and refuses what transformers would fill with random numbers.
@@ -25,13 +25,13 @@ from transformers import (
 
 from inference.atomic import new_folder
 from inference.pair import check_pair, hash_target, hash_tokenizer
-from inference.weights import load_weights, read_json, require_finite
+from inference.weights import CONFIG, load_weights, read_json, require_finite
 
 __all__ = ["Folder", "Metadata", "check_pair", "hash_target", "load_draft", "read", "save", "write"]
 
 FORMAT = 1
-METADATA, REPORT, CONFIG = "cotrain.json", "report.json", "config.json"
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+METADATA, REPORT, GENERATION = "cotrain.json", "report.json", "generation_config.json"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
 OBJECTIVES = ("sampled", "greedy")
 
 
@@ -59,8 +59,11 @@ class Metadata:
     def __post_init__(self) -> None:
         if self.format != FORMAT:
             raise ValueError(f"format is {self.format!r}, this version reads {FORMAT}")
-        if not isinstance(self.target, Mapping) or set(self.target) != {"name", "config", "tokenizer"}:
-            raise ValueError(f"target must hold name, config and tokenizer, not {self.target!r}")
+        for name, value in (("target", self.target), ("regime", self.regime), ("made", self.made)):
+            if not isinstance(value, Mapping):
+                raise ValueError(f"{name} must be an object, not {value!r}")
+        if set(self.target) != {"name", "config", "tokenizer"} or not isinstance(self.target["name"], str):
+            raise ValueError(f"target must hold name, config and tokenizer, not {dict(self.target)!r}")
         if isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 1:
             raise ValueError(f"k must be a whole number of at least 1, not {self.k!r}")
         if self.objective not in OBJECTIVES:
@@ -131,11 +134,14 @@ def _config(model: PreTrainedModel) -> PretrainedConfig:
 
 def _generation(model: PreTrainedModel, k: int) -> GenerationConfig:
     """Assisted generation of transformers with exactly k drafts a round."""
-    config = GenerationConfig.from_model_config(model.config)
-    config.num_assistant_tokens = k
-    config.num_assistant_tokens_schedule = "constant"
-    config.assistant_confidence_threshold = 0.0
-    return config
+    return GenerationConfig(
+        bos_token_id=model.generation_config.bos_token_id,
+        eos_token_id=model.generation_config.eos_token_id,
+        pad_token_id=model.generation_config.pad_token_id,
+        num_assistant_tokens=k,
+        num_assistant_tokens_schedule="constant",
+        assistant_confidence_threshold=0.0,
+    )
 
 
 def _json(value: Mapping[str, Any]) -> str:
@@ -158,8 +164,9 @@ def read(folder: str | Path) -> Folder:
         raise FileNotFoundError(f"{path}: no such folder")
     if not (path / CONFIG).is_file():
         raise FileNotFoundError(f"{path} is no draft folder: it has no {CONFIG}")
-    for file in sorted(path.glob("*.json")):
-        read_json(file)
+    for name in (CONFIG, GENERATION, REPORT):
+        if (path / name).is_file():
+            read_json(path / name)
     metadata = _metadata(path / METADATA) if (path / METADATA).is_file() else None
     return Folder(metadata.kind if metadata else "independent", metadata, path)
 
@@ -195,23 +202,26 @@ def load_draft(
     """
     found = read(folder)
     if found.kind != "independent":
-        raise ValueError(
-            f"{found.path / METADATA}: kind is {found.kind!r}, only independent drafts load as a model"
-        )
+        raise ValueError(f"{found.path / METADATA}: kind is {found.kind!r}, only independent drafts load as a model")
     model, problems, _ = load_weights(found.path, dtype, trust_remote_code)
     if problems:
         raise ValueError("; ".join(problems))
-    tokenizer = _tokenizer(found.path, trust_remote_code)
-    for wanted in (found.metadata and found.metadata.target, target):
-        _same_tokenizer(str(found.path), tokenizer, wanted)
-    if target and found.metadata:
-        _same_shape(found.path / METADATA, found.metadata.target, target)
+    tokenizer = load_tokenizer(found.path, trust_remote_code)
+    made_for = found.metadata.target if found.metadata else None
+    _same_tokenizer(str(found.path), tokenizer, made_for)
+    _same_tokenizer(str(found.path), tokenizer, target)
+    if target and made_for:
+        _same_shape(found.path / METADATA, made_for, target)
     return model, tokenizer, found.metadata
 
 
-def _tokenizer(path: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
+def load_tokenizer(path: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase | None:
+    """The tokenizer in a folder, None when it has no files of one. Raises ValueError for broken ones."""
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
         return None
+    for name in TOKENIZER_FILES:
+        if name.endswith(".json") and (path / name).is_file():
+            read_json(path / name)
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
     except Exception as error:  # the Rust tokenizers raise the bare class
@@ -226,15 +236,15 @@ def _same_tokenizer(
     found = hash_tokenizer(tokenizer)
     if found != target["tokenizer"]:
         raise ValueError(
-            f"{where}: its tokenizer is not the target's (vocabulary and special ids hash to {found[:12]}, the "
-            f"target's to {target['tokenizer'][:12]}): a draft must use the target's token ids"
+            f"{where}: its tokenizer is not the target's (vocabulary and special ids hash to {found[:12]}, "
+            f"the target's to {target['tokenizer'][:12]}): a draft must use the target's token ids"
         )
 
 
 def _same_shape(file: Path, made_for: Mapping[str, str | None], target: Mapping[str, str | None]) -> None:
     if made_for["config"] != target["config"]:
         warnings.warn(
-            f"{file}: the draft was made for a target of another shape, {made_for['name']}: text stays exact, "
-            "acceptance may be low",
+            f"{file}: the draft was made for a target of another shape, {made_for['name']}: text stays "
+            "exact, acceptance may be low",
             stacklevel=3,
         )

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from inference.cache import SlotCache, Window
 
@@ -16,7 +16,8 @@ MASKED_ATTENTION = ("sdpa", "eager")
 class LM:
     """A causal LM with slots for `rows` sequences; used as it is, never cast or moved.
 
-    vocabulary: ids in [0, V) have mass; logits past V are cut (padded vocabulary rows), missing ones are -inf.
+    vocabulary: ids in [0, V) have mass; logits past V are cut (padded vocabulary rows), missing ones are -inf,
+    and ids that the model has no row for are read as its last one (a draft's guess is worse, never wrong).
     context: most tokens a row may hold, at most the model's `max_position_embeddings`.
     Raises ValueError for an attention implementation or a state that rows of different lengths cannot use.
     """
@@ -27,9 +28,10 @@ class LM:
         self.model = model.eval()
         config = model.config.get_text_config()
         _refuse_unsupported(model, config)
-        self.vocabulary = vocabulary or config.vocab_size
-        self.positions = config.max_position_embeddings
-        self.context = min(context or self.positions, self.positions)
+        self.size = config.vocab_size
+        self.vocabulary = vocabulary or self.size
+        positions = _positions(config)
+        self.context = min(context or positions, positions)
         self.cache = SlotCache(config.num_hidden_layers, rows, min(FIRST_SLOTS, self.context))
         self.attention = config._attn_implementation
         self.device, self.dtype = model.device, model.dtype
@@ -54,9 +56,9 @@ class LM:
         window = self._window(ids, start, low)
         self.cache.aim(window)
         return module(
-            input_ids=ids,
+            input_ids=ids.clamp(max=self.size - 1),
             # padding may stand past the last position there is
-            position_ids=window.positions.clamp(max=self.positions - 1),
+            position_ids=window.positions.clamp(max=self.context - 1),
             attention_mask=self._mask(window),
             past_key_values=self.cache,
             use_cache=True,
@@ -85,16 +87,29 @@ class LM:
         self.cache.move(source, target, length)
 
 
-def _refuse_unsupported(model: PreTrainedModel, config: object) -> None:
-    name = type(model).__name__
-    if config._attn_implementation not in MASKED_ATTENTION:  # type: ignore[attr-defined]
-        raise ValueError(f"{name}: attention {config._attn_implementation!r} takes no 4-d mask; "  # type: ignore[attr-defined]
+def _refuse_unsupported(model: PreTrainedModel, config: PreTrainedConfig) -> None:
+    """Raise ValueError for a model whose state cannot be cut back, or which overlooks a 4-d mask."""
+    settings, name = config.to_dict(), type(model).__name__
+    if config._attn_implementation not in MASKED_ATTENTION:
+        raise ValueError(f"{name}: attention {config._attn_implementation!r} takes no 4-d mask; "
                          f"load it with attn_implementation='sdpa'")  # fmt: skip
-    kinds = set(config.to_dict().get("layer_types") or ["full_attention"])  # type: ignore[attr-defined]
-    window = config.to_dict().get("sliding_window")  # type: ignore[attr-defined]
-    if kinds != {"full_attention"} or (window and config.to_dict().get("use_sliding_window", True)):  # type: ignore[attr-defined]
-        raise ValueError(f"{name}: only full attention can be rolled back here, not {sorted(kinds)} "
+    if model._is_stateful or config.is_encoder_decoder:
+        raise ValueError(f"{name}: only the keys and values of a causal decoder can be rolled back here")
+    kinds = {*(settings.get("layer_types") or ()), *(settings.get("attention_layers") or ())}
+    window = settings.get("sliding_window") if settings.get("use_sliding_window", True) else None
+    if kinds - {"full_attention", "global"} or window:
+        raise ValueError(f"{name}: only full attention is supported, not {sorted(kinds)} "
                          f"with sliding_window={window}")  # fmt: skip
+    if settings.get("alibi") or not {"max_position_embeddings"} & {*settings, *config.attribute_map}:
+        raise ValueError(f"{name}: only positions given as numbers are supported, not ALiBi")
+
+
+def _positions(config: PreTrainedConfig) -> int:
+    """Most tokens of a text: past LongRoPE's first range a row's rotation would depend on the longest row's."""
+    rope = config.to_dict().get("rope_parameters") or {}
+    if rope.get("rope_type") == "longrope":
+        return min(rope["original_max_position_embeddings"], config.max_position_embeddings)
+    return config.max_position_embeddings
 
 
 def load_model(path: str, dtype: torch.dtype | str | None = None, trust_remote_code: bool = False) -> PreTrainedModel:

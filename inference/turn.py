@@ -4,6 +4,7 @@ A rows, K drafted at most, V vocabulary. The noise of a row is a function of (se
 when the round began, depth, stream), see `streams`; only the coupled rule keys it by position.
 """
 
+import math
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from inference import streams, verify
 from inference.processors import needs_history, process
 from inference.rows import Row
-from inference.sampling import draw, one_hot, probs
+from inference.sampling import draw, one_hot, probs, wide
 
 RULES = ("token", "block", "match", "coupled")
 
@@ -36,27 +37,41 @@ class Turn:
     def law(self, logits: Tensor, drafted: list[Tensor]) -> Tensor:
         """Logits (A, V) after the texts and `drafted` ids (A,) -> law (A, V)."""
         if self.reads_history:
-            ids = torch.stack(drafted, 1).tolist() if drafted else [[]] * len(self.rows)
-            logits = self._processed(logits, list(range(len(self.rows))), ids)
+            prefixes = torch.stack(drafted, 1).tolist() if drafted else [[]] * len(self.rows)
+            rows = [r for r, row in enumerate(self.rows) if row.ends.isdisjoint(prefixes[r])]
+            logits = self._processed(logits, prefixes, rows)
         return probs(logits, self.sampling)
 
     def laws(self, logits: Tensor, x: Tensor, k: list[int]) -> Tensor:
         """Target logits (A, K+1, V) of the texts and drafts x (A, K) -> p (A, K+1, V); past k_b unread."""
         if self.reads_history:
-            drafts = x.tolist()
-            places = [(row, depth) for row, length in enumerate(k) for depth in range(length + 1)]
-            row, depth = (torch.tensor(index, device=self.device) for index in zip(*places, strict=True))
-            prefixes = [drafts[r][:d] for r, d in places]
-            logits = logits.float() if logits.dtype != torch.float64 else logits.clone()
-            logits[row, depth] = self._processed(logits[row, depth], row.tolist(), prefixes)
+            logits = torch.stack(self._along(logits, x, k), 1)
         return probs(logits, self.sampling)
 
-    def _processed(self, logits: Tensor, rows: list[int], drafts: list[list[int]]) -> Tensor:
-        """logits (n, V) of place i: the text of rows[i] followed by drafts[i]."""
-        histories = [self.texts[r] + draft for r, draft in zip(rows, drafts, strict=True)]
-        new = [self.rows[r].emitted + len(draft) for r, draft in zip(rows, drafts, strict=True)]
-        ends = sorted(set().union(*(row.ends for row in self.rows)))
-        return process(logits, histories, new, [self.sampling[r] for r in rows], ends)
+    def _along(self, logits: Tensor, x: Tensor, k: list[int]) -> list[Tensor]:
+        """Processed logits (A, V) of each depth. Behind an end, or a draft without mass, no text goes on: what
+        stands there is never read into one, and a grammar may have no answer."""
+        drafts, places = x.tolist(), []
+        rows = list(range(len(k)))
+        for depth, here in enumerate(logits.unbind(1)):
+            here = self._processed(here, [draft[:depth] for draft in drafts], rows)
+            places.append(here)
+            rows = [r for r in rows if depth < k[r] and self._goes_on(r, drafts[r][depth], here[r])]
+        return places
+
+    def _goes_on(self, row: int, token: int, logits: Tensor) -> bool:
+        return token not in self.rows[row].ends and bool(logits[token] > -math.inf)
+
+    def _processed(self, logits: Tensor, drafts: list[list[int]], rows: list[int]) -> Tensor:
+        """Logits (A, V) of the texts followed by drafts, processed in `rows`, as they are in the others."""
+        logits = wide(logits).clone()
+        if rows:
+            histories = [self.texts[r] + drafts[r] for r in rows]
+            new = [self.rows[r].emitted + len(drafts[r]) for r in rows]
+            # each row's own stop ids come with its settings
+            ends = sorted(frozenset.intersection(*(row.ends for row in self.rows)))
+            logits[rows] = process(logits[rows], histories, new, [self.sampling[r] for r in rows], ends)
+        return logits
 
     def draw(self, law: Tensor, depth: int) -> Tensor:
         """Ids (A,) from law (A, V): the draft's own stream, or the noise shared with the target."""

@@ -9,6 +9,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
+PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -31,7 +32,7 @@ def load_weights(
     """
     files = weight_files(path)
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
             dtype=dtype or "auto",
             use_safetensors=True,
@@ -41,9 +42,9 @@ def load_weights(
             ignore_mismatched_sizes=True,  # listed below, by name, instead of a long report
         )
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{path / CONFIG}: no causal language model can be built from it: {error}"
-        ) from error
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{path / CONFIG}: it makes no causal language model: {reason}") from error
+    model, info = loaded
     where = files[0] if len(files) == 1 else path
     problems = [f"{where}: tensor {name} is missing" for name in sorted(info["missing_keys"])]
     for name, found, wanted in sorted(info["mismatched_keys"]):
@@ -64,7 +65,9 @@ def weight_files(path: Path) -> list[Path]:
     index = path / f"{WEIGHTS}.index.json"
     if not (path / WEIGHTS).is_file() and index.is_file():
         names = sorted(set(read_json(index).get("weight_map", {}).values()))
-        files = [path / Path(name).name for name in names]
+        if not names or any(name != Path(name).name for name in names):
+            raise ValueError(f"{index}: weight_map must name files of this folder, it names {names}")
+        files = [path / name for name in names]
     else:
         files = [path / WEIGHTS]
     for file in files:
@@ -74,11 +77,9 @@ def weight_files(path: Path) -> list[Path]:
 
 def _whole(file: Path) -> None:
     if not file.is_file():
-        pickled = sorted(
-            other.name for pattern in ("*.bin", "*.pt", "*.pth") for other in file.parent.glob(pattern)
-        )
+        pickled = sorted(other for other in file.parent.iterdir() if other.suffix in PICKLED)
         if pickled:
-            raise ValueError(f"{file.parent / pickled[0]} is pickled: weights are read from safetensors only")
+            raise ValueError(f"{pickled[0]} is pickled: weights are read from safetensors only")
         raise FileNotFoundError(f"{file.parent}: {file.name} is missing")
     try:
         with safe_open(file, "pt"):
@@ -90,5 +91,9 @@ def _whole(file: Path) -> None:
 def require_finite(model: PreTrainedModel, where: str) -> None:
     """Raise ValueError, beginning with `where`, when a tensor of the model holds NaN or infinity."""
     for name, tensor in model.state_dict().items():
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor.float()).all()):
+        if not tensor.is_floating_point():
+            continue
+        # 8-bit floats have no isfinite
+        values = tensor.float() if tensor.itemsize == 1 else tensor
+        if not bool(torch.isfinite(values).all()):
             raise ValueError(f"{where}: tensor {name} holds NaN or infinity in {tensor.dtype}")

@@ -108,8 +108,8 @@ def run_pytest(root: Path, tests: list[str]) -> int:
     sys.path[:] = [str(root), *(entry for entry in sys.path if Path(entry).resolve() != ROOT)]
     sys.dont_write_bytecode = True
     recorder = Recorder()
-    options = ["-x", "-q", "-p", "no:cacheprovider", f"--timeout={SECONDS_A_TEST}", f"--rootdir={root}"]
-    code = pytest.main([*options, *tests], plugins=[recorder])
+    options = ["-x", "-q", "--disable-warnings", "-p", "no:cacheprovider", f"--timeout={SECONDS_A_TEST}"]
+    code = pytest.main([*options, f"--rootdir={root}", *tests], plugins=[recorder])
     if code == pytest.ExitCode.OK:
         return PASSED
     failed = code == pytest.ExitCode.TESTS_FAILED

@@ -43,8 +43,7 @@ def block_outcomes(p, q, x):
         weight.append(min(1.0, weight[-1] * p[i][token] / q[i][token]))
     residual = [np.maximum(w * a - b, 0) for w, a, b in zip(weight[:-1], p[:-1], q, strict=True)]
     inner = [
-        r.sum() / (r.sum() + 1 - w) if r.sum() + 1 - w > 0 else 1.0
-        for r, w in zip(residual, weight[:-1], strict=True)
+        r.sum() / (r.sum() + 1 - w) if r.sum() + 1 - w > 0 else 1.0 for r, w in zip(residual, weight[:-1], strict=True)
     ]
     h = [1.0, *inner[1:], weight[-1]] if x else [1.0]
     for n in range(len(x) + 1):
@@ -100,9 +99,7 @@ def test_calls_are_those_of_the_process(rule, q, deep, k):
     texts = [text for table in tables for text in table]
     truth = np.array([table[text] for table in tables for text in table])
     for text, (chance, _, _) in zip(texts, truth, strict=True):  # the oracle itself is exact
-        assert chance == pytest.approx(
-            math.prod(law("p", text[:t])[x] for t, x in enumerate(text)), abs=1e-12
-        )
+        assert chance == pytest.approx(math.prod(law("p", text[:t])[x] for t, x in enumerate(text)), abs=1e-12)
     l = ratios(texts, q, k + 1 if deep else None)  # one depth more than is used
     lengths = torch.tensor([len(t) for t in texts])
     given = l if rule == "block" else l.clamp(max=0).exp()
@@ -183,9 +180,7 @@ def test_tau_is_a_ratio_of_sums():
     calls = predict.expected_calls(r, 3, lengths)
     assert predict.tau(r, 3, lengths).item() == pytest.approx(35 / calls.sum().item())
     l = r.log()
-    assert predict.tau_block(l, 3, lengths).item() == pytest.approx(
-        predict.tau(r, 3, lengths).item()
-    )  # l <= 0
+    assert predict.tau_block(l, 3, lengths).item() == pytest.approx(predict.tau(r, 3, lengths).item())  # l <= 0
 
 
 def test_constant_acceptance_gives_the_iid_formula():

@@ -39,6 +39,7 @@ def files(name: str, pattern: str = "*") -> set[str]:
 
 def test_wheel_packs_conf_and_data_inside_the_package(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
+    assert files("conf") and files("data")
     expected = {f"cotrain/_conf/{path}" for path in files("conf")}
     expected |= {f"cotrain/_data/{path}" for path in files("data")}
     expected |= {f"{package}/{path}" for package in PACKAGES for path in files(package, "*.py")}

@@ -165,9 +165,7 @@ def test_token_logs_as_served_are_those_of_the_engine():
     x = logp.argmax(-1)
     logp_x, logq_x = rows.token_logs(*given, x, 0.0, served=True)
     assert (logp_x == 0).all()
-    assert torch.equal(logq_x == 0, logq.argmax(-1) == x) and torch.equal(
-        logq_x.exp(), (logq_x == 0).double()
-    )
+    assert torch.equal(logq_x == 0, logq.argmax(-1) == x) and torch.equal(logq_x.exp(), (logq_x == 0).double())
     assert rows.token_logs(*given, x, 0.0)[1].isfinite().all()  # as trained
 
 

@@ -31,9 +31,7 @@ def by_transformers(logits: torch.Tensor, s: Sampling) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_probs_equal_transformers_warpers_ties_included(dtype):
     logits = ties().to(dtype)
-    for t, k, p, m in itertools.product(
-        (0.3, 1.0, 1.7), (0, 1, 3, 99), (1.0, 0.9, 0.5, 0.05), (0.0, 0.1, 1.0)
-    ):
+    for t, k, p, m in itertools.product((0.3, 1.0, 1.7), (0, 1, 3, 99), (1.0, 0.9, 0.5, 0.05), (0.0, 0.1, 1.0)):
         s = Sampling(t, k, p, m)
         assert torch.equal(probs(logits, s), by_transformers(logits, s)), s
 
@@ -132,7 +130,13 @@ def test_draw_inverts_the_cumulative_sum_from_the_right():
 def test_a_sum_below_one_still_gives_a_token_with_mass():
     law = torch.tensor([0.0, 0.5, 0.5 - 1e-6, 0.0], dtype=torch.float32)
     assert draw(law, torch.tensor(1 - 2.0**-53, dtype=torch.float64)).item() == 2
-    assert draw(law * 2, torch.tensor(0.25, dtype=torch.float64)).item() == 1  # nor does a sum above one
+    assert draw(law, torch.tensor(1.0)).item() == 2  # a float32 uniform that rounded up
+
+
+def test_a_law_that_does_not_sum_to_one_is_drawn_in_proportion():
+    law, u = torch.tensor([0.25, 0.5, 0.0]), torch.tensor([0.3, 0.34, 0.99])
+    assert draw(law.expand(3, 3), u).tolist() == [0, 1, 1]
+    assert draw(law.expand(3, 3) * 4, u).tolist() == [0, 1, 1]
 
 
 def test_no_token_of_probability_zero_in_a_million_draws():

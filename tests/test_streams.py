@@ -8,6 +8,7 @@ import torch
 
 from inference.sampling import draw
 from inference.streams import ACCEPT, DRAFT, NOISE, RESIDUAL, gumbel, row_ids, uniform
+from tests.exact import chi_square
 
 # From splitmix64 in unbounded integers: saved runs can be repeated only while these hold.
 KNOWN = [[4346070621897902, 3033794921651860], [4706393685188553, 6586857680330660]]
@@ -21,13 +22,6 @@ KNOWN_IDS = [
     6656574830346784245,
 ]
 ROWS = torch.tensor(row_ids([[1, 2], [3], [3, 1], [0] * 9]))
-
-
-def chi_square(counts: torch.Tensor, expected: torch.Tensor, lost: int = 1) -> float:
-    """P-value of Pearson's statistic with cells - lost degrees of freedom."""
-    statistic = ((counts - expected) ** 2 / expected).sum()
-    df = torch.tensor((counts.numel() - lost) / 2, dtype=torch.float64)
-    return torch.special.gammaincc(df, statistic.double() / 2).item()
 
 
 def test_uniforms_are_53_bit_float64_in_the_unit_interval():
@@ -131,6 +125,4 @@ def test_the_same_numbers_on_the_gpu():
     on = [t.cuda() for t in (ROWS, start, depth)]
     assert torch.equal(uniform(-3, *on, ACCEPT).cpu(), uniform(-3, ROWS, start, depth, ACCEPT))
     noise = gumbel(9, on[0], on[1].unsqueeze(-1) + on[2], 99).cpu()
-    torch.testing.assert_close(
-        noise, gumbel(9, ROWS, start.unsqueeze(-1) + depth, 99), rtol=1e-13, atol=1e-13
-    )
+    torch.testing.assert_close(noise, gumbel(9, ROWS, start.unsqueeze(-1) + depth, 99), rtol=1e-13, atol=1e-13)

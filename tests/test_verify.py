@@ -1,9 +1,4 @@
-"""Verification is exact: enumerated in float64 over drafts, coins and lengths, then over rounds.
-
-The rules are run as black boxes. A rule tests place i by u_i < threshold_i; bisection on its own answers finds
-the thresholds, each pattern of passes and refusals is run once inside its cell and weighted by the cell's size,
-and random u confirm that nothing but the cell matters.
-"""
+"""Verification is exact: enumerated in float64 (see `tests/exact.py`), then over rounds; and at its edges."""
 
 import itertools
 import math
@@ -12,115 +7,10 @@ import pytest
 import torch
 
 from inference.fused import token_from_logits
-from inference.sampling import Sampling, draw, one_hot, probs
+from inference.sampling import Sampling, draw, probs
 from inference.streams import ACCEPT, DRAFT, RESIDUAL, gumbel, uniform
 from inference.verify import block, coupled, match, token
-from tests.test_streams import chi_square
-
-F64 = torch.float64
-
-
-def laws(kind: str, V: int, n: int) -> torch.Tensor:
-    """n random laws (n, V): dense, with zeros, or one-hot."""
-    law = (2 * torch.randn(n, V, dtype=F64)).softmax(-1)
-    if kind == "truncated":
-        law = probs(law.log(), Sampling(top_k=max(V - 1, 1), top_p=0.9))
-    return one_hot(law.argmax(-1), law) if kind == "greedy" else law
-
-
-class Tree:
-    """Random laws after every prefix: p[i] (V^i, V) for i <= K, q[i] for i < K; prefixes numbered in base V."""
-
-    def __init__(self, V: int, K: int, kinds: tuple[str, str]) -> None:
-        self.V, self.K = V, K
-        self.p = [laws(kinds[0], V, V**i) for i in range(K + 1)]
-        self.q = [laws(kinds[1], V, V**i) for i in range(K)]
-
-    def rows(self, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """p, q, x and P(x) for all drafts of length k; NaN, and ids of no token, past k."""
-        V, K = self.V, self.K
-        x = torch.tensor(list(itertools.product(range(V), repeat=k)), dtype=torch.int64).view(V**k, k)
-        p, q = (
-            torch.full((V**k, K + 1, V), math.nan, dtype=F64),
-            torch.full((V**k, K, V), math.nan, dtype=F64),
-        )
-        weight = torch.ones(V**k, dtype=F64)
-        for i in range(k + 1):
-            at = self.number(x[:, :i])
-            p[:, i] = self.p[i][at]
-            if i < k:
-                q[:, i] = self.q[i][at]
-                weight = weight * self.q[i][at, x[:, i]]
-        return p, q, torch.nn.functional.pad(x, (0, K - k), value=-1), weight
-
-    def number(self, x: torch.Tensor) -> torch.Tensor:
-        return (x * self.V ** torch.arange(x.shape[1] - 1, -1, -1)).sum(-1)
-
-    def joint(self) -> torch.Tensor:
-        """The target's law of K + 1 tokens, (V^(K+1),)."""
-        law = torch.ones(1, dtype=F64)
-        for p in self.p:
-            law = (law.unsqueeze(-1) * p).flatten()
-        return law
-
-    def emitted(self, x: torch.Tensor, verdict, weight: torch.Tensor) -> torch.Tensor:
-        """Joint law of K + 1 tokens when the verdicts' tokens, weighted, are followed by draws from p."""
-        law = torch.zeros(1, dtype=F64)
-        for n, p in enumerate(self.p):
-            stop = verdict.accepted == n
-            mass = (weight.unsqueeze(-1) * verdict.law)[stop]
-            ended = torch.zeros_like(p).index_add_(0, self.number(x[stop, :n]), mass)
-            law = (law.unsqueeze(-1) * p + ended).flatten()
-        return law
-
-
-def all_lengths(tree: Tree):
-    """The rows of every length 0..K in one ragged batch: p, q, x, weight, k."""
-    parts = [(*tree.rows(k), torch.full((tree.V**k,), k)) for k in range(tree.K + 1)]
-    return tuple(torch.cat(part) for part in zip(*parts, strict=True))
-
-
-def thresholds(rule, p, q, x, k) -> torch.Tensor:
-    """(B, K) by bisection: earlier places pass, later ones refuse."""
-    B, K = x.shape
-    low, high = torch.zeros(B, K, dtype=F64), torch.ones(B, K, dtype=F64)
-    for _ in range(55):
-        middle = (low + high) / 2
-        for i in range(K):
-            u = torch.full((B, K), -1.0, dtype=F64)
-            u[:, i], u[:, i + 1 :] = middle[:, i], 2.0
-            passed = rule(p, q, x, u, k).accepted > i
-            low[:, i] = torch.where(passed, middle[:, i], low[:, i])
-            high[:, i] = torch.where(passed, high[:, i], middle[:, i])
-    return high
-
-
-def inside(cell: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-    """A u in the middle of [0, t) where the cell says pass, else of [t, 1)."""
-    return torch.where(cell, t / 2, (1 + t) / 2)
-
-
-def enumerate_rule(rule, tree: Tree) -> dict[int, tuple[torch.Tensor, float]]:
-    """For each length k: the emitted joint law, and the expected number accepted."""
-    p, q, x, weight, k = all_lengths(tree)
-    t = thresholds(rule, p, q, x, k)
-    found = {int(length): [torch.zeros_like(tree.joint()), 0.0] for length in k.unique()}
-    for pattern in itertools.product((False, True), repeat=tree.K):
-        cell = torch.tensor(pattern).expand_as(t)
-        verdict = rule(p, q, x, inside(cell, t), k)
-        torch.testing.assert_close(verdict.law.sum(-1), torch.ones_like(weight), rtol=0, atol=1e-13)
-        mass = weight * torch.where(cell, t, 1 - t).prod(-1)
-        for length, sums in found.items():
-            of = k == length
-            one = type(verdict)(verdict.accepted[of], verdict.law[of])
-            sums[0] += tree.emitted(x[of], one, mass[of])
-            sums[1] += (mass[of] * one.accepted).sum().item()
-    for _ in range(4):
-        u = torch.rand_like(t)
-        there, same = rule(p, q, x, u, k), rule(p, q, x, inside(u < t, t), k)
-        assert torch.equal(there.accepted, same.accepted) and torch.equal(there.law, same.law)
-    return {length: tuple(sums) for length, sums in found.items()}
-
+from tests.exact import F64, Tree, all_lengths, chi_square, enumerate_rule, laws
 
 KINDS = list(itertools.product(("dense", "truncated", "greedy"), repeat=2))
 SIZES = [(2, 4), (3, 3), (4, 2)]
@@ -136,6 +26,8 @@ def test_token_and_block_emit_the_target_law(kinds, V, K):
         assert (by_token[k][0] - target).abs().max() < 1e-12, f"token, k = {k}"
         assert (by_block[k][0] - target).abs().max() < 1e-12, f"block, k = {k}"
         assert by_block[k][1] >= by_token[k][1] - 1e-12
+    overlap = torch.minimum(tree.p[0], tree.q[0]).sum().item()
+    assert by_token[1][1] == pytest.approx(overlap, abs=1e-12)  # alpha = 1 - TV
     if kinds == ("dense", "dense"):
         assert by_block[K][1] > by_token[K][1] + 1e-3
 
@@ -172,9 +64,7 @@ def test_match_emits_the_target_law(kinds):
     for y in itertools.product(range(3), repeat=tree.K + 1):
         at = torch.tensor(y).view(1, -1, 1).expand(len(x), -1, 1)
         verdict = match(p, x, middle.gather(-1, at).squeeze(-1), k)
-        drafted = torch.arange(tree.K + 1) <= k.unsqueeze(
-            -1
-        )  # a place past k has one cell, its V copies share it
+        drafted = torch.arange(tree.K + 1) <= k.unsqueeze(-1)  # a place past k has one cell, its V copies share it
         mass = weight * torch.where(drafted, p.gather(-1, at).squeeze(-1), 1 / 3).prod(-1)
         for length in range(tree.K + 1):
             of = k == length
@@ -215,10 +105,7 @@ def test_coupled_text_is_plain_sampling_with_that_noise():
             truth, text = plain(b), []
             while len(text) < length:
                 start, k = len(text), int(torch.randint(4, ()))
-                guess = [
-                    t if torch.rand(()) < perfect else int(torch.randint(V, ()))
-                    for t in truth[start : start + k]
-                ]
+                guess = [t if torch.rand(()) < perfect else int(torch.randint(V, ())) for t in truth[start : start + k]]
                 p = torch.full((1, 4, V), math.nan, dtype=F64)
                 for i in range(k + 1):
                     p[0, i] = after(text + guess[:i])
@@ -230,7 +117,7 @@ def test_coupled_text_is_plain_sampling_with_that_noise():
 
 
 def generate(rule, q_law: torch.Tensor, p_law: torch.Tensor, rows: int, length: int, k) -> torch.Tensor:
-    """(rows, length) tokens of an i.i.d. pair over as many rounds as it takes, on the library's own streams."""
+    """(rows, length) tokens of an i.i.d. pair over the rounds it takes, with the library's streams."""
     row, K = torch.arange(rows), 3
     start, text = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, length + K + 1, dtype=torch.int64)
     p, q = p_law.expand(rows, K + 1, -1), q_law.expand(rows, K, -1)
@@ -285,21 +172,14 @@ def test_a_token_the_target_forbids_is_refused_at_u_zero(rule):
     verdict = rule(p, q, torch.tensor([[0]]), torch.zeros(1, 1))
     assert verdict.accepted.item() == 0 and verdict.law.tolist() == [[0.0, 1.0]]
     logits = [torch.tensor(law).log() for law in (p.tolist(), q.tolist())]
-    assert (
-        token_from_logits(*logits, torch.tensor([[0]]), torch.zeros(1, 1), None, torch.ones(1)).accepted == 0
-    )
+    assert token_from_logits(*logits, torch.tensor([[0]]), torch.zeros(1, 1), None, torch.ones(1)).accepted == 0
 
 
 @pytest.mark.parametrize("rule", [token, block])
 @pytest.mark.parametrize("dtype", [torch.float32, F64, torch.bfloat16])
 def test_edge_laws_give_finite_laws_that_sum_to_one(rule, dtype):
     base = laws("dense", 5, 1)[0].to(dtype)
-    ulp = base.clone()
-    ulp[0] = (
-        torch.nextafter(base[0].float(), torch.tensor(2.0)).to(dtype) if dtype == torch.float32 else ulp[0]
-    )
-    if dtype == F64:
-        ulp[0] = torch.nextafter(base[0], torch.tensor(2.0, dtype=F64))
+    ulp = torch.cat([torch.nextafter(base[:1], torch.ones(1, dtype=dtype)), base[1:]])
     eye, left = torch.eye(5, dtype=dtype), torch.tensor([0.5, 0.5, 0, 0, 0], dtype=dtype)
     pairs = [(base, base), (base, ulp), (ulp, base), (left, left.flip(0)), (left, eye[4]), (eye[1], eye[1])]
     pairs += [(eye[1], eye[2]), (base, eye[0]), (eye[0], base)]
@@ -336,6 +216,33 @@ def test_the_residual_of_padded_laws_has_no_mass_on_the_padding():
         assert (law[:, 9:] == 0).all()
 
 
+@pytest.mark.parametrize("filler", [math.nan, math.inf, 0.0, 1.0])
+def test_nothing_past_a_rows_length_is_read(filler):
+    B, K, V = 60, 3, 4
+    p, q = laws("dense", V, B * (K + 1)).view(B, K + 1, V), laws("dense", V, B * K).view(B, K, V)
+    x, u, k = torch.randint(V, (B, K)), torch.rand(B, K + 1, dtype=F64), torch.arange(B) % (K + 1)
+    g, temperature = torch.randn(B, K + 1, V, dtype=F64), torch.ones(B, dtype=F64)
+    bonus_past, past = torch.arange(K + 1) > k.unsqueeze(-1), torch.arange(K) >= k.unsqueeze(-1)
+
+    def verdicts(p, q, x, u):
+        yield token(p, q, x, u[:, :K], k)
+        yield block(p, q, x, u[:, :K], k)
+        yield match(p, x, u, k)
+        yield coupled(p, x, g, k)
+        yield token_from_logits(p.log(), q.log(), x, u[:, :K], k, temperature)
+
+    clean = verdicts(p, q, x, u)
+    filled = verdicts(
+        p.masked_fill(bonus_past.unsqueeze(-1), filler),
+        q.masked_fill(past.unsqueeze(-1), filler),
+        x.masked_fill(past, 0 if filler == 1 else -1),
+        u.masked_fill(bonus_past, 0.0),
+    )
+    for one, other in zip(clean, filled, strict=True):
+        assert torch.equal(one.accepted, other.accepted) and (one.accepted <= k).all()
+        assert torch.equal(one.law, other.law)
+
+
 def test_inputs_are_left_as_they_were():
     p, q = laws("dense", 3, 6).view(2, 3, 3), laws("dense", 3, 4).view(2, 2, 3)
     x, u, k = torch.tensor([[0, -1], [1, 2]]), torch.rand(2, 2), torch.tensor([1, 2])
@@ -362,7 +269,5 @@ def test_the_fused_token_rule_is_the_reference(dtype):
     reference = token(probs(target, regimes), probs(draft, regimes), x, u, k)
     fused = token_from_logits(target, draft, x, u, k, temperature)
     assert torch.equal(fused.accepted, reference.accepted)
-    torch.testing.assert_close(
-        fused.law, reference.law, rtol=1e-4 if dtype == torch.float32 else 1e-11, atol=1e-6
-    )
+    torch.testing.assert_close(fused.law, reference.law, rtol=1e-4 if dtype == torch.float32 else 1e-11, atol=1e-6)
     assert 0 < (reference.accepted < k).double().mean() < 1

@@ -1,0 +1,160 @@
+"""Measuring a pair with the bundled engine: quickly at each checkpoint, in full for what is exported."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from cotrain.config import Bench
+from cotrain.prompts import shipped
+from inference import Engine, Sampling, predict
+from inference.costs import Choice, Costs, best_k, measure_costs
+from inference.exactness import check, check_calls
+from inference.measure import Texts, Timing, engine_arm, interleave, transformers_arm
+from inference.parity import pair_figures
+from inference.policy import Fixed
+from inference.proposer import Proposer
+from inference.proposers import Independent, NGram
+from inference.report import build
+
+BATCH = 32  # rows where only counts matter, not clocks
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured: a pair, its regime, its rule and how much."""
+
+    target: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    draft: PreTrainedModel
+    sampling: Sampling
+    verify: str
+    bench: Bench
+    names: tuple[str, str]  # of target and draft, to print
+
+    def engine(self, k: int, rows: int | None = None, proposer: Proposer | None = None) -> Engine:
+        return Engine(self.target, proposer or Independent(self.draft), verify=self.verify, policy=Fixed(k),
+                      tokenizer=self.tokenizer, rows=rows or self.bench.rows)  # fmt: skip
+
+    def plain(self, rows: int | None = None) -> Engine:
+        return Engine(self.target, tokenizer=self.tokenizer, rows=rows or self.bench.rows)
+
+    def prompts(self, first: int, count: int) -> list[list[int]]:
+        """Shipped prompts `first`, `first` + 1, ... cut to the bench's length; they repeat when they run out."""
+        texts = [row["text"] for row in shipped()]
+        chosen = [texts[(first + i) % len(texts)] for i in range(count)]
+        return [self.tokenizer(text)["input_ids"][: self.bench.prompt_tokens] for text in chosen]
+
+
+def quick(plan: Plan, k: int) -> dict[str, float]:
+    """Speed-up, tau and tokens per second on a few prompts, both sides interleaved: ranks checkpoints."""
+    training = plan.draft.training
+    arms = [
+        engine_arm("speculative", plan.engine(k), plan.sampling, plan.bench.new_tokens),
+        engine_arm("plain", plan.plain(), plan.sampling, plan.bench.new_tokens),
+    ]
+    timing = interleave(arms, plan.prompts(0, plan.bench.quick_prompts), plan.bench.rows, plan.bench.seed)
+    plan.draft.train(training)
+    stats = timing.stats("speculative")
+    return {
+        "speedup": timing.ratio("speculative", "plain").value,
+        "tau": stats.tau if stats else float("nan"),
+        "tokens_per_second": timing.speed("speculative"),
+    }
+
+
+def measure(plan: Plan, extra: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The full report: draft length from measured costs, speed with intervals, exactness, parity, greedy beside."""
+    size = plan.bench
+    print("bench: costs of passes, and the draft length that they and the acceptance call for")
+    costs, choice = planned(plan)
+    k = max(choice.k, 1)
+    print(f"bench: draft length {k}; {size.prompts} prompts in turn: speculative, plain, transformers")
+    engine = plan.engine(k)
+    timing = _timed(plan, engine, plan.sampling)
+    print("bench: exactness on these prompts, and parity on more tokens")
+    verdict = check(plan.engine(k, BATCH), timing.texts("speculative"), plan.sampling, size.new_tokens, size.seed)
+    found = {
+        "costs": asdict(costs),
+        "planned_k": k,
+        "predicted_speedups": list(choice.speedups),
+        "parity": parity(plan, k),
+        "greedy": greedy(plan, k),
+        "plain_over_transformers": timing.ratio("plain", "transformers")._asdict(),
+    }
+    target, draft = plan.names
+    return build(
+        timing, engine, "speculative", "plain", sampling=plan.sampling, max_new_tokens=size.new_tokens,
+        target=target, draft=draft, verdict=verdict, extra=found | (extra or {}),
+    )  # fmt: skip
+
+
+def _timed(plan: Plan, engine: Engine, sampling: Sampling) -> Timing:
+    size = plan.bench
+    arms = [
+        engine_arm("speculative", engine, sampling, size.new_tokens),
+        engine_arm("plain", plan.plain(), sampling, size.new_tokens),
+        transformers_arm("transformers", plan.target, sampling, size.new_tokens),
+    ]
+    return interleave(arms, plan.prompts(size.quick_prompts, size.prompts), size.rows, size.seed, progress=_bar)
+
+
+def _bar(done: int, total: int) -> None:
+    print(f"\rbench: {done}/{total} runs", end="" if done < total else "\n", flush=True)
+
+
+def planned(plan: Plan) -> tuple[Costs, Choice]:
+    """Measured costs and the draft length of least predicted seconds a token; tau from texts decoded plainly."""
+    size, longest = plan.bench, max(plan.bench.depths)
+    context = size.prompt_tokens + size.new_tokens // 2
+    costs = measure_costs(plan.target, plan.draft, longest, rows=size.rows, context=context, sampling=plan.sampling,
+                          vocabulary=plan.plain().target.vocabulary)  # fmt: skip
+    prompts = plan.prompts(0, BATCH)
+    texts = interleave(
+        [engine_arm("plain", plan.plain(BATCH), plan.sampling, size.new_tokens)],
+        prompts,
+        BATCH,
+        size.seed,
+        warmup=0,
+    ).texts("plain")
+    figures = _figures(plan, plan.engine(longest, BATCH), texts)
+    r = predict.r_from(figures.logp, figures.logq)
+    choice = best_k(costs, lambda k: float(predict.tau(r, k, figures.lengths)))
+    return costs, choice
+
+
+def _figures(plan: Plan, engine: Engine, texts: Texts) -> Any:
+    return pair_figures(engine, Independent(plan.draft), texts, plan.sampling, plan.bench.new_tokens, 0.0)
+
+
+def parity(plan: Plan, k: int) -> dict[str, Any]:
+    """Target calls predicted and measured on at least `parity_tokens` tokens, prompts not timed before."""
+    size = plan.bench
+    count = -(-size.parity_tokens // size.new_tokens)
+    engine = plan.engine(k, BATCH)
+    arm = engine_arm("speculative", engine, plan.sampling, size.new_tokens)
+    first = size.quick_prompts + size.prompts
+    texts = interleave([arm], plan.prompts(first, count), BATCH, size.seed + 1, warmup=0).texts("speculative")
+    calls = check_calls(_figures(plan, engine, texts), texts, plan.verify)
+    measured = calls.tokens / calls.measured
+    return asdict(calls) | {
+        "tau_measured": measured, "tau_predicted": calls.tau, "z": calls.z, "relative": calls.tau / measured - 1,
+        "passed": calls.passed, "line": calls.line(),
+    }  # fmt: skip
+
+
+def greedy(plan: Plan, k: int) -> dict[str, Any]:
+    """Temperature 0: speculative and n-gram look-up beside plain decoding; small models loop there."""
+    size, sampling = plan.bench, Sampling(temperature=0)
+    arms = [
+        engine_arm("speculative", plan.engine(k), sampling, size.new_tokens),
+        engine_arm("ngram", plan.engine(k, proposer=NGram()), sampling, size.new_tokens),
+        engine_arm("plain", plan.plain(), sampling, size.new_tokens),
+    ]
+    prompts = plan.prompts(size.quick_prompts, max(size.prompts // 2, 2))
+    timing = interleave(arms, prompts, size.rows, size.seed)
+    found: dict[str, Any] = {"prompts": len(prompts)}
+    for arm in ("speculative", "ngram"):
+        stats = timing.stats(arm)
+        found[arm] = {"speedup": timing.ratio(arm, "plain")._asdict(), "tau": stats.tau if stats else None}
+    return found

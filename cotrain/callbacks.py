@@ -1,0 +1,52 @@
+"""What happens at a validation beyond acceptance: a real measurement, and the checkpoint it belongs to."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning
+from lightning.pytorch.callbacks import Callback
+from transformers import PreTrainedModel
+
+Measure = Callable[[PreTrainedModel], dict[str, float]]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A checkpoint's folder of weights and its quick speed-up."""
+
+    step: int
+    path: Path
+    speedup: float
+
+
+class RealSpeed(Callback):
+    """Measures the draft with the engine at every validation, logs it, and keeps the weights of each.
+
+    measure: draft -> figures with a `speedup`, timed on few prompts, so noisy: it only ranks checkpoints.
+    """
+
+    def __init__(self, measure: Measure, folder: Path) -> None:
+        self.measure, self.folder = measure, folder
+        self.kept: list[Kept] = []
+
+    def on_validation_end(self, trainer: lightning.Trainer, module: Any) -> None:
+        figures = self.measure(module.draft)
+        if trainer.logger:
+            trainer.logger.log_metrics({f"speed/{name}": value for name, value in figures.items()}, trainer.global_step)
+        path = self.folder / f"step-{trainer.global_step}"
+        module.draft.save_pretrained(path)
+        self.kept.append(Kept(trainer.global_step, path, figures["speedup"]))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kept": [(k.step, str(k.path.name), k.speedup) for k in self.kept]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.kept = [Kept(step, self.folder / name, speed) for step, name, speed in state_dict["kept"]]
+
+    def fastest(self) -> Kept:
+        """The checkpoint to measure afresh. Raises ValueError before any validation."""
+        if not self.kept:
+            raise ValueError("no checkpoint was measured: trainer.steps ended before a validation")
+        return max(self.kept, key=lambda kept: kept.speedup)

@@ -1,0 +1,215 @@
+"""The console script: `cotrain NAME key=value ...` runs a command of `cotrain.commands` through Hydra.
+
+Hydra and the command are imported when one is run, so that `cotrain --help` answers at once.
+"""
+
+import difflib
+import importlib
+import os
+import re
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from cotrain import __version__
+from cotrain.errors import UserError
+from cotrain.overrides import explain, is_setting, literal, quote
+from cotrain.paths import folder
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+# NAME: what it does. Its logic is `run(cfg)` in `cotrain/commands/NAME.py`, its settings `conf/NAME.yaml`.
+COMMANDS = {
+    "pretrain": "train the bundled target on the embedded corpora",
+    "rollout": "sample continuations from the target: text to train a draft on",
+    "train": "distil a draft from a target and measure its speed-up",
+    "bench": "measure speculative decoding beside plain decoding",
+    "export": "write a draft in the layout a serving engine loads",
+    "generate": "generate text, the drafted tokens marked",
+}
+FLAGS = ("--help", "--hydra-help", "--version", "--resolve", "--cfg", "--package", "--run", "--multirun",
+         "--shell-completion", "--config-path", "--config-name", "--config-dir", "--info")  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (default: this process's) and return the exit status.
+
+    0 done; 1 failed; 2 not understood; 130 interrupted; 141 the reader of the output went away.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_usage(), file=sys.stdout if argv else sys.stderr)
+        return 0 if argv else 2
+    if argv[0] == "--version":
+        print(f"cotrain {__version__}")
+        return 0
+    name, *arguments = argv
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"the nearest is {near[0]!r}" if near else "`cotrain --help` lists them"
+        return _say("cotrain", f"no command {name!r}; {hint}", 2)
+    return _command(name, arguments)
+
+
+def _usage() -> str:
+    rows = "\n".join(f"  {name:<10} {line}" for name, line in COMMANDS.items())
+    return f"""usage: cotrain NAME key=value ...
+
+{rows}
+
+  cotrain NAME --help             the settings of a command, their values and groups
+  cotrain NAME --cfg job ...      print the settings and stop
+  cotrain NAME -m key=a,b ...     run once for each value
+A failure shows its traceback with COTRAIN_TRACEBACK=1 in the environment."""
+
+
+def _command(name: str, arguments: list[str]) -> int:
+    who = f"cotrain {name}"
+    for flag in (argument.partition("=")[0] for argument in arguments if argument.startswith("--")):
+        if not any(known.startswith(flag) for known in FLAGS):
+            return _say(who, f"no flag {flag}: settings are key=value, as in {flag.lstrip('-')}=...", 2)
+    try:
+        status = _hydra(name, arguments)
+        sys.stdout.flush()
+        return status
+    except KeyboardInterrupt:
+        return _say(who, "interrupted", 130)
+    except SystemExit as stop:  # from --help and the like
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except Exception as error:
+        return _refused(name, arguments, error)
+
+
+def _hydra(name: str, arguments: list[str]) -> int:
+    """Hand the quoted arguments to Hydra and return the worst status of the jobs it ran."""
+    import hydra
+
+    from cotrain.config import register
+
+    register()
+    quoted, statuses = quote(arguments), [0]
+    flags = [argument for argument in quoted if not is_setting(argument)]
+    settings = [argument for argument in quoted if is_setting(argument)]
+    typed, full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+
+    def job(cfg: "DictConfig") -> None:
+        sys.argv = typed  # what starts this process anew reads it
+        statuses.append(_job(name, cfg, settings))
+
+    with tempfile.TemporaryDirectory(prefix="cotrain-") as scratch:
+        sys.argv = [f"cotrain {name}", *flags, *_options(name, scratch, settings), *settings]
+        os.environ["HYDRA_FULL_ERROR"] = "1"  # its errors reach us as they are
+        try:
+            hydra.main(version_base="1.3", config_path=str(folder("conf")), config_name=name)(job)()
+        finally:
+            sys.argv = typed
+            os.environ.pop("HYDRA_FULL_ERROR")
+            if full_error is not None:
+                os.environ["HYDRA_FULL_ERROR"] = full_error
+    return max(statuses)
+
+
+def _options(name: str, scratch: str, arguments: Sequence[str]) -> list[str]:
+    """Hydra's own settings: nothing of it is written beside the run. What the user sets stands."""
+    settings = {
+        "hydra.run.dir": ".",
+        "hydra.sweep.dir": literal(scratch),
+        "hydra.output_subdir": "null",
+        "hydra.job.chdir": "false",
+        "hydra.job.name": name,
+        "hydra.help.header": literal(f"cotrain {name}: {COMMANDS[name]}"),
+        "hydra/job_logging": "none",
+        "hydra/hydra_logging": "none",
+    }
+    given = {argument.partition("=")[0] for argument in arguments}
+    return [f"{key}={value}" for key, value in settings.items() if key not in given]
+
+
+def _job(name: str, cfg: "DictConfig", arguments: Sequence[str]) -> int:
+    """Run the command once. Hydra would wrap what it raises in lines of its own: it is told here."""
+    from omegaconf import OmegaConf
+
+    from cotrain.config import checked
+
+    try:
+        cfg = checked(name, cfg)
+        _own_folder(name, cfg, arguments)
+        run: Callable[[DictConfig], None] = importlib.import_module(f"cotrain.commands.{name}").run
+        run(cfg)
+        return 0
+    except Exception as error:
+        return _failed(name, error, OmegaConf.select(cfg, "output"))
+
+
+def _own_folder(name: str, cfg: "DictConfig", arguments: Sequence[str]) -> None:
+    """In a sweep, each job gets a folder in `output`, named by the values swept: `output/lr=0.1,k=4`."""
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.types import RunMode
+
+    hydra = HydraConfig.get()
+    if hydra.mode != RunMode.MULTIRUN:
+        return
+    parsed = OverridesParser.create().parse_overrides(list(arguments))
+    swept = {override.get_key_element() for override in parsed if override.is_sweep_override()}
+    values = [text for text in hydra.overrides.task if text.partition("=")[0] in swept]
+    title = ",".join(values) or f"job {hydra.job.num}"
+    print(f"cotrain {name}: {title}", file=sys.stderr)
+    if "output" in cfg and "output" not in swept:
+        cfg.output = os.path.join(cfg.output, re.sub(r"[^\w.,=+-]", "_", title))
+
+
+def _refused(name: str, arguments: Sequence[str], error: Exception) -> int:
+    """Say why no job ran. Hydra's own errors are told in terms of what was typed."""
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    if not isinstance(error, HydraException | OmegaConfBaseException):
+        return _failed(name, error)
+    if _traced():
+        traceback.print_exception(error)
+    return _say(f"cotrain {name}", explain(error, name, arguments), 2)
+
+
+def _failed(name: str, error: BaseException, output: str | None = None) -> int:
+    """Say what stopped a job: one line where the user can mend it, else the traceback."""
+    from hydra.errors import InstantiationException
+
+    if isinstance(error, InstantiationException) and error.__cause__ is not None:
+        error = error.__cause__
+    if isinstance(error, BrokenPipeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered goes nowhere
+        return 141
+    from inference.atomic import disk_full
+
+    full = disk_full(error)
+    if _traced() or not (full or isinstance(error, ValueError | OSError)):
+        traceback.print_exception(error)
+        return 1
+    return _say(f"cotrain {name}", _full(error, output) if full else _message(error), 1)
+
+
+def _full(error: BaseException, output: str | None) -> str:
+    place = (isinstance(error, OSError) and error.filename) or output or tempfile.gettempdir()
+    return f"no space left for {place}: it was not written, and nothing is left half-written"
+
+
+def _message(error: BaseException) -> str:
+    if isinstance(error, UserError):
+        return str(error)
+    where = "(COTRAIN_TRACEBACK=1 shows where)"
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{error.filename}: {error.strerror} {where}"
+    return f"{' '.join(str(error).split()) or type(error).__name__} {where}"
+
+
+def _traced() -> bool:
+    return os.environ.get("COTRAIN_TRACEBACK") == "1"
+
+
+def _say(who: str, message: str, status: int) -> int:
+    print(f"{who}: {message}", file=sys.stderr)
+    return status

@@ -1,0 +1,1 @@
+"""One file a command: `run(cfg)` does what `cotrain NAME` asks."""

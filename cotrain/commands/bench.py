@@ -1,0 +1,32 @@
+"""`cotrain bench`: measure a draft folder against plain decoding on the same engine."""
+
+import json
+from pathlib import Path
+
+from cotrain import bench
+from cotrain.config import BenchConfig
+from cotrain.errors import UserError
+from cotrain.folders import claim
+from cotrain.teacher import load_pair
+from cotrain.train import sampling, settle
+from inference.atomic import write_atomic
+from inference.report import table
+from inference.store import load_draft
+
+
+def run(cfg: BenchConfig) -> None:
+    """Measure and write report.json in `output`."""
+    if cfg.draft.path is None:
+        raise UserError("name the draft folder with draft.path=")
+    settle(cfg.threads, cfg.bench.seed)
+    target, tokenizer = load_pair(
+        cfg.target.path, cfg.quantisation.kind, cfg.target.dtype, cfg.target.trust_remote_code
+    )
+    draft, _, _ = load_draft(Path(cfg.draft.path))
+    with claim(cfg.output, cfg.overwrite) as folder:
+        names = (cfg.target.path, cfg.draft.path)
+        plan = bench.Plan(target, tokenizer, draft, sampling(cfg.regime), cfg.verify, cfg.bench, names)
+        report = bench.measure(plan)
+        write_atomic(folder.path / "report.json", json.dumps(report, indent=2) + "\n")
+        folder.finish()
+    print(table(report))

@@ -1,0 +1,116 @@
+"""`cotrain pretrain`: train the bundled target in resumable legs, then write its folder and model card."""
+
+import json
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from cotrain import optim, pretrain
+from cotrain.config import PretrainConfig
+from cotrain.corpora import embedded, manifest
+from cotrain.data import Blocks, embedded_texts, pack
+from cotrain.folders import claim
+from cotrain.ngram_lm import evaluate
+from cotrain.tokenizer import token_bytes, train_tokenizer
+from cotrain.train import settle
+from inference.report import environment
+
+VALIDATION_BLOCKS = 40  # of each domain, while training; the card is measured on all
+
+
+def run(cfg: PretrainConfig) -> None:
+    """Train for a leg; when all steps are done, measure and, with `export=`, write the target's folder."""
+    settle(cfg.pretraining.threads, cfg.pretraining.seed)
+    with claim(cfg.output) as folder:
+        tokenizer = _tokenizer(cfg, folder.path / "tokenizer")
+        train, held_out = (_blocks(cfg, split, tokenizer, folder.path) for split in ("train", "held_out"))
+        module = _module(cfg, tokenizer, train.domains)
+        _leg(cfg, module, train, _first(held_out), folder.path)
+        if module.trainer.global_step < cfg.pretraining.steps:
+            print(f"step {module.trainer.global_step} of {cfg.pretraining.steps}: run again to go on")
+            return
+        card = _card(cfg, module, train, held_out, tokenizer, folder.path)
+        print(json.dumps(card, indent=2))
+        if cfg.export:
+            _export(module, tokenizer, Path(cfg.export), card)
+        folder.finish()
+
+
+def _tokenizer(cfg: PretrainConfig, folder: Path) -> PreTrainedTokenizerBase:
+    if not folder.exists():
+        texts = embedded_texts(dict(cfg.tokenizer_bytes), "train")["text"]
+        train_tokenizer(texts, cfg.shape.vocabulary, cfg.shape.context).save_pretrained(folder)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def _blocks(cfg: PretrainConfig, split: str, tokenizer: PreTrainedTokenizerBase, folder: Path) -> Blocks:
+    """Packed once a run, so that later legs see the data of the first."""
+    file = folder / f"{split}.pt"
+    if not file.exists():
+        sizes = cfg.data.bytes if split == "train" else cfg.data.held_out_bytes
+        blocks = pack(embedded_texts(dict(sizes), split), tokenizer, cfg.data.block)
+        torch.save(vars(blocks), file)
+    return Blocks(**torch.load(file, weights_only=True))
+
+
+def _first(blocks: Blocks) -> Blocks:
+    keep = [(blocks.domain == i).nonzero().flatten()[:VALIDATION_BLOCKS] for i in range(len(blocks.domains))]
+    rows = torch.cat(keep)
+    return Blocks(blocks.ids[rows], blocks.domain[rows], blocks.domains)
+
+
+def _module(cfg: PretrainConfig, tokenizer: PreTrainedTokenizerBase, domains: list[str]) -> pretrain.LanguageModel:
+    shape, rate = cfg.shape, cfg.pretraining
+    network = pretrain.llama(
+        shape.vocabulary, shape.width, shape.layers, shape.intermediate, shape.kv_heads, shape.context
+    )
+    if rate.compile:
+        pretrain.compile_layers(network)
+    optimizer = partial(optim.MuonAdamW, lr=rate.lr, embedding_lr=rate.embedding_lr, weight_decay=rate.weight_decay)
+    schedule = partial(optim.trapezoid, steps=rate.steps, warmup=rate.warmup, decay=rate.decay)
+    return pretrain.LanguageModel(network, optimizer, schedule, token_bytes(tokenizer), domains)
+
+
+def _leg(cfg: PretrainConfig, module: pretrain.LanguageModel, train: Blocks, held_out: Blocks, folder: Path) -> None:
+    """One leg; seconds of all legs add up in legs.jsonl."""
+    rate = cfg.pretraining
+    seconds = pretrain.fit(
+        module, train, held_out, folder, batch=rate.batch, steps=rate.steps, minutes=rate.minutes, seed=rate.seed,
+        every=rate.validate_every, precision=rate.precision,
+    )  # fmt: skip
+    leg = {
+        "step": module.trainer.global_step,
+        "seconds": round(seconds),
+        "ended": time.strftime("%Y-%m-%d %H:%M"),
+    }
+    with (folder / "legs.jsonl").open("a") as file:
+        file.write(json.dumps(leg) + "\n")
+
+
+def _card(
+    cfg: PretrainConfig, module: pretrain.LanguageModel, train: Blocks, held_out: Blocks,
+    tokenizer: PreTrainedTokenizerBase, folder: Path,
+) -> dict[str, object]:  # fmt: skip
+    """What the model is: held-out bits per byte by domain beside a 5-gram's, tokens, seconds, machine, corpora."""
+    legs = [json.loads(line) for line in (folder / "legs.jsonl").read_text().splitlines()]
+    rate = cfg.pretraining
+    bits = pretrain.measure(module, held_out, rate.batch, rate.precision)
+    return {
+        "parameters": sum(p.numel() for p in module.network.parameters()),
+        "steps": rate.steps,
+        "tokens_seen": rate.steps * rate.batch * (cfg.data.block - 1),
+        "seconds": sum(leg["seconds"] for leg in legs),
+        "legs": legs,
+        "bits_per_byte": bits,
+        "five_gram": evaluate(train, held_out, token_bytes(tokenizer)),
+        "corpora": {d: manifest(embedded(d, "train", size)) for d, size in cfg.data.bytes.items()},
+        "environment": environment(),
+    }
+
+
+def _export(module: pretrain.LanguageModel, tokenizer: PreTrainedTokenizerBase, folder: Path, card: dict) -> None:
+    pretrain.write_target(module.network, tokenizer, folder, card)
+    print(f"wrote {folder}")

@@ -1,0 +1,297 @@
+"""The types of every setting. Dataclasses hold types, YAML holds every value (one home for a default).
+
+No field has a default here: `conf/NAME.yaml` starts from `NAME_schema` and gives each field its value, so an
+unknown key or a wrong type is refused where it is written, in a file or on the command line.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cotrain.errors import UserError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+
+@dataclass
+class Regime:
+    """Sampling settings of the target and the draft (`inference.sampling.Sampling`)."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+
+
+@dataclass
+class Policy:
+    """How many tokens to draft: always k."""
+
+    k: int
+
+
+@dataclass
+class Model:
+    """A model on disk or on the hub."""
+
+    path: str | None
+
+
+@dataclass
+class GenerateConfig:
+    """`cotrain generate`."""
+
+    draft: Model
+    target: Model
+    prompt: str | None
+    prompts: str | None  # a file of one prompt a line, or - for standard input
+    max_new_tokens: int
+    regime: Regime
+    policy: Policy
+    verify: str
+    seed: int
+    color: bool | None  # null: when standard output is a terminal
+
+
+@dataclass
+class Target:
+    """The model that is served; `bundled` is the one shipped under data/target."""
+
+    path: str
+    dtype: str  # auto: the checkpoint's own
+    trust_remote_code: bool
+
+
+@dataclass
+class Quantisation:
+    """How the target's weights are held while it teaches and serves: none, int8 or nf4 (bitsandbytes)."""
+
+    kind: str
+
+
+@dataclass
+class Draft:
+    """The shape of a draft that starts from random weights; `path` for init=pretrained."""
+
+    path: str | None
+    width: int
+    layers: int
+    intermediate: int
+    head_dim: int
+    kv_heads: int
+
+
+@dataclass
+class Init:
+    """Where the draft's first weights come from: scratch, target_layers (which ones) or pretrained."""
+
+    kind: str
+    layers: list[int]
+
+
+@dataclass
+class Loss:
+    """`first` until the fraction `switch` of the steps is done, then `then`; names of cotrain.losses."""
+
+    first: str
+    then: str | None
+    switch: float
+
+
+@dataclass
+class Data:
+    """Texts: a jsonl, parquet or text file, a folder or a hub id; null is the embedded corpora, so many bytes of each."""
+
+    path: str | None
+    column: str
+    split: str
+    bytes: dict[str, int]
+    held_out_bytes: dict[str, int]
+    block: int
+    on_target: bool  # the texts were sampled from this very target
+
+
+@dataclass
+class Rollout:
+    """Texts sampled from the target: prompts a domain for training and for evaluation, and their lengths in tokens."""
+
+    texts: int
+    held_out_texts: int
+    prompt_tokens: int
+    new_tokens: int
+    temperatures: list[float]  # of the held-out texts
+    rows: int
+    seed: int
+
+
+@dataclass
+class Optimizer:
+    """AdamW and its trapezoidal schedule; warm-up and decay in steps."""
+
+    lr: float
+    weight_decay: float
+    betas: list[float]
+    warmup: int
+    decay: int
+
+
+@dataclass
+class Trainer:
+    """Lightning's side: corpus_steps of the steps learn from corpus text, the rest from rollouts."""
+
+    steps: int
+    corpus_steps: int
+    batch: int
+    validations: int
+    precision: str
+    accelerator: str
+    clip: float
+    threads: int  # 0: as many as torch finds
+    seed: int
+
+
+@dataclass
+class Bench:
+    """What is timed: prompts a domain, new tokens of each, rows decoded together, tokens for the parity check."""
+
+    prompts: int
+    quick_prompts: int
+    prompt_tokens: int
+    new_tokens: int
+    parity_tokens: int
+    rows: int
+    depths: list[int]  # draft lengths to choose from
+    seed: int
+
+
+@dataclass
+class TrainConfig:
+    """`cotrain train`: distil, measure every checkpoint, export the fastest."""
+
+    target: Target
+    quantisation: Quantisation
+    draft: Draft
+    init: Init
+    loss: Loss
+    regime: Regime
+    data: Data
+    rollout: Rollout
+    optimizer: Optimizer
+    trainer: Trainer
+    policy: Policy
+    verify: str
+    bench: Bench
+    output: str
+    overwrite: bool
+    check: bool
+
+
+@dataclass
+class Shape:
+    """The bundled target's shape; widths are multiples of 64."""
+
+    vocabulary: int
+    width: int
+    layers: int
+    intermediate: int
+    kv_heads: int
+    context: int
+
+
+@dataclass
+class Pretraining:
+    """Legs of pretraining: each ends after `minutes` or at `steps`, whichever is first."""
+
+    steps: int
+    batch: int
+    lr: float
+    embedding_lr: float
+    weight_decay: float
+    warmup: int
+    decay: int
+    minutes: float
+    validate_every: int
+    precision: str
+    compile: bool
+    threads: int
+    seed: int
+
+
+@dataclass
+class PretrainConfig:
+    """`cotrain pretrain`: the tokenizer and weights of the bundled target."""
+
+    shape: Shape
+    data: Data
+    tokenizer_bytes: dict[str, int]
+    pretraining: Pretraining
+    output: str
+    export: str | None  # folder for the finished target
+
+
+@dataclass
+class RolloutConfig:
+    """`cotrain rollout`: sample texts of the target."""
+
+    target: Target
+    quantisation: Quantisation
+    regime: Regime
+    data: Data
+    rollout: Rollout
+    kind: str  # train or held_out: the split that prompts come from
+    output: str
+    threads: int
+
+
+@dataclass
+class BenchConfig:
+    """`cotrain bench`: measure a draft folder against plain decoding on the same engine."""
+
+    target: Target
+    quantisation: Quantisation
+    draft: Model
+    regime: Regime
+    policy: Policy
+    data: Data
+    rollout: Rollout
+    bench: Bench
+    verify: str
+    output: str
+    overwrite: bool
+    threads: int
+
+
+SCHEMAS = {
+    "bench": BenchConfig,
+    "generate": GenerateConfig,
+    "pretrain": PretrainConfig,
+    "rollout": RolloutConfig,
+    "train": TrainConfig,
+}
+
+
+def register() -> None:
+    """Give Hydra each schema under the name that the primary configs start from, `NAME_schema`."""
+    from hydra.core.config_store import ConfigStore
+
+    for name, schema in SCHEMAS.items():
+        ConfigStore.instance().store(name=f"{name}_schema", node=schema)
+
+
+def checked(name: str, cfg: "DictConfig") -> "DictConfig":
+    """`cfg` by the schema of the command `name`, every value there.
+
+    Raises UserError for a key that the schema lacks (`+key=` adds what nothing reads) and for one without a
+    value (`~key`, or `???` in a file).
+    """
+    from omegaconf import DictConfig, OmegaConf
+    from omegaconf.errors import ConfigKeyError
+
+    try:
+        typed = OmegaConf.merge(OmegaConf.structured(SCHEMAS[name]), OmegaConf.to_container(cfg))
+    except ConfigKeyError as error:
+        raise UserError(f"no key {str(error.full_key)!r}") from error
+    assert isinstance(typed, DictConfig)
+    missing = sorted(OmegaConf.missing_keys(typed))
+    if missing:
+        raise UserError(f"give a value to {', '.join(f'{key}=' for key in missing)}")
+    return typed

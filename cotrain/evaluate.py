@@ -1,0 +1,113 @@
+"""Acceptance on held-out text that the target sampled: what is accepted, where, and what it is worth.
+
+All figures of MATH section 4 come from one teacher-forced pass: they are unbiased on text sampled in the regime
+that they speak of, and on no other.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cotrain import losses
+from cotrain.acceptance import conditional, prefix, r_from, tau
+from cotrain.rollouts import Texts
+from cotrain.rows import Truncate, chunked, token_logs
+
+DEPTHS = 8  # tau(k) and acceptance by position for k = 1..8
+Head = Callable[[Tensor], Tensor]
+
+
+@dataclass
+class HeldOut:
+    """Texts of one regime with the target's hidden states (N, T, D), which no draft changes."""
+
+    texts: Texts
+    hidden: Tensor
+    temperature: float
+    truncate: Truncate | None = None
+
+
+@dataclass
+class Scores:
+    """r (N, L): acceptance of each sampled token given that it was emitted; lengths (N,); means over all tokens."""
+
+    r: Tensor
+    lengths: Tensor
+    alpha: float
+    alpha_greedy: float
+    kl: float
+
+
+@torch.no_grad()
+def held_out(
+    read_target: Head, texts: Texts, temperature: float, truncate: Truncate | None = None, batch: int = 16
+) -> HeldOut:
+    """Read the target once over the texts."""
+    hidden = torch.cat([read_target(part)[:, :-1].cpu() for part in texts.ids.split(batch)])
+    return HeldOut(texts, hidden, temperature, truncate)
+
+
+def evaluate(held: HeldOut, read_draft: Head, head_draft: Head, head_target: Head) -> dict[str, float]:
+    """Figures named `quantity/domain` and, for depth i, `quantity/domain/i`; `all` is every domain together.
+
+    alpha, alpha_greedy_draft = p(argmax q), kl; tau at k = 1..8; conditional and prefix acceptance at depth 1..8.
+    """
+    figures: dict[str, float] = {}
+    domains = sorted(set(held.texts.domain))
+    scored = {domain: score(held, domain, read_draft, head_draft, head_target) for domain in domains}
+    for domain, scores in (scored | {"all": _together(list(scored.values()))}).items():
+        figures[f"alpha/{domain}"] = scores.alpha
+        figures[f"alpha_greedy_draft/{domain}"] = scores.alpha_greedy
+        figures[f"kl/{domain}"] = scores.kl
+        for name, values in by_depth(scores).items():
+            figures |= {f"{name}/{domain}/{depth}": value for depth, value in enumerate(values, 1)}
+    return figures
+
+
+def by_depth(scores: Scores) -> dict[str, list[float]]:
+    """tau(k), conditional and prefix acceptance at depth k, for k = 1..8."""
+    taus = [tau(scores.r, k, scores.lengths).item() for k in range(1, DEPTHS + 1)]
+    return {
+        "tau": taus,
+        "conditional": conditional(scores.r, DEPTHS, scores.lengths).tolist(),
+        "prefix": prefix(scores.r, DEPTHS, scores.lengths).tolist(),
+    }
+
+
+@torch.no_grad()
+def score(held: HeldOut, domain: str, read_draft: Head, head_draft: Head, head_target: Head, batch: int = 16) -> Scores:
+    """One teacher-forced pass of the draft over the texts of a domain."""
+    rows = [i for i, name in enumerate(held.texts.domain) if name == domain]
+    ratios, totals = [], torch.zeros(4, dtype=torch.float64)  # alpha, greedy, kl, tokens
+    for at in torch.tensor(rows).split(batch):
+        ours = read_draft(held.texts.ids[at])[:, :-1]
+        parts = (held.texts.ids[at], held.hidden[at], held.texts.predicted[at])
+        ids, theirs, predicted = (part.to(ours.device) for part in parts)
+        pair = (theirs, head_target, ours, head_draft)
+        options = {"temperature": held.temperature, "truncate": held.truncate}
+        divergence, found = chunked(losses.kl, *pair, predicted, **options)
+        logs = token_logs(*pair, ids[:, 1:], **options, served=True)
+        ratios.append(torch.where(predicted, r_from(*logs), 0.0).cpu())
+        means = [found.alpha.item() * found.positions, found.alpha_greedy.item() * found.positions]
+        totals += torch.tensor([*means, divergence.item(), found.positions], dtype=torch.float64)
+    first, length = held.texts.prompt[rows], held.texts.length[rows]
+    alpha, greedy, kl = (totals[:3] / totals[3]).tolist()
+    return Scores(_aligned(torch.cat(ratios), first - 1), length - first, alpha, greedy, kl)
+
+
+def _aligned(r: Tensor, start: Tensor) -> Tensor:
+    """Shift each row left so that column 0 is its first sampled token; what comes in is past its length."""
+    columns = torch.arange(r.shape[1]) + start.unsqueeze(1)
+    return r.gather(1, columns.clamp(max=r.shape[1] - 1))
+
+
+def _together(parts: list[Scores]) -> Scores:
+    tokens = torch.tensor([float(part.lengths.sum()) for part in parts])
+    weights = tokens / tokens.sum()
+    width = max(part.r.shape[1] for part in parts)
+    r = torch.cat([torch.nn.functional.pad(part.r, (0, width - part.r.shape[1])) for part in parts])
+    means = [[part.alpha, part.alpha_greedy, part.kl] for part in parts]
+    alpha, greedy, kl = (torch.tensor(means) * weights.unsqueeze(1)).sum(0).tolist()
+    return Scores(r, torch.cat([part.lengths for part in parts]), alpha, greedy, kl)

@@ -1,0 +1,1 @@
+"""Draft folders in the layouts that serving engines load."""

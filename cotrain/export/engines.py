@@ -1,0 +1,134 @@
+"""One table: serving engine -> layout it loads, versions, launch command, what to know.
+
+Facts were read from the engines' sources and wheels (vLLM 0.28 to 0.33, SGLang 0.5.23, TensorRT-LLM 1.3,
+transformers 5.23). A draft trained for sampled drafting, acceptance sum_v min(p, q), and one trained for
+greedy drafting, acceptance p(argmax q), want different flags: the wrong one costs most of the speed-up in
+silence.
+"""
+
+import json
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from inference.store import OBJECTIVES
+
+Command = Callable[[str, str, int, str], str]
+
+
+@dataclass(frozen=True)
+class ServingEngine:
+    """How one engine serves a draft.
+
+    layout: module of cotrain/export that writes it. versions: that load it. drafts: objectives it serves.
+    command(draft, target, k, objective): a line for a POSIX shell. note: what a user should know.
+    """
+
+    layout: str
+    versions: str
+    drafts: tuple[str, ...]
+    command: Command
+    note: str
+
+
+def _json(value: dict[str, Any]) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _vllm(draft: str, target: str, k: int, objective: str) -> str:
+    settings = {
+        "method": "draft_model",
+        "model": draft,
+        "num_speculative_tokens": k,
+        "draft_sample_method": "probabilistic" if objective == "sampled" else "greedy",
+    }
+    return shlex.join(["vllm", "serve", target, "--speculative-config", _json(settings)])
+
+
+def _sglang(draft: str, target: str, k: int, objective: str) -> str:
+    return shlex.join([
+        "python", "-m", "sglang.launch_server", "--model-path", target,
+        "--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", draft,
+        "--speculative-num-steps", str(k), "--speculative-eagle-topk", "1",
+        "--speculative-num-draft-tokens", str(k + 1),
+    ])  # fmt: skip
+
+
+def _tensorrt_llm(draft: str, target: str, k: int, objective: str) -> str:
+    # JSON is YAML, and quotes any path
+    settings = {"decoding_type": "Draft_Target", "max_draft_len": k, "speculative_model": draft}
+    options = _json({"disable_overlap_scheduler": True, "speculative_config": settings})
+    serve = ["trtllm-serve", target, "--backend", "pytorch", "--extra_llm_api_options", "speculative.yaml"]
+    return f"printf '%s\\n' {shlex.quote(options)} > speculative.yaml && {shlex.join(serve)}"
+
+
+def _transformers(draft: str, target: str, k: int, objective: str) -> str:
+    code = (
+        "from transformers import AutoModelForCausalLM as Model, AutoTokenizer\n"
+        f"target, draft = {target!r}, {draft!r}\n"
+        "tokenizer = AutoTokenizer.from_pretrained(target)\n"
+        'target, draft = (Model.from_pretrained(name, dtype="auto") for name in (target, draft))\n'
+        f"draft.generation_config.num_assistant_tokens = {k}\n"
+        'prompt = tokenizer("The", return_tensors="pt")\n'
+        f"ids = target.generate(**prompt, assistant_model=draft, do_sample={objective == 'sampled'}, "
+        "max_new_tokens=32)\n"
+        "print(tokenizer.decode(ids[0]))"
+    )
+    return shlex.join(["python", "-c", code])
+
+
+ENGINES = {
+    "vllm": ServingEngine(
+        "hf", "vllm>=0.28", ("sampled", "greedy"), _vllm,
+        "vLLM drafts greedily unless draft_sample_method says otherwise. It needs the target's vocab_size "
+        "and tensor parallel size.",
+    ),
+    "sglang": ServingEngine(
+        "hf", "sglang>=0.5.23", ("greedy",), _sglang,
+        "SGLang drafts greedily here and has no rejection sampling: acceptance is p(argmax q). It needs the "
+        "target's vocabulary, token by token.",
+    ),
+    "tensorrt_llm": ServingEngine(
+        "hf", "tensorrt_llm>=1.3", ("sampled", "greedy"), _tensorrt_llm,
+        "PyTorch backend; written from its sources, not run here. Older releases call decoding_type "
+        "DraftTarget and speculative_model speculative_model_dir.",
+    ),
+    "transformers": ServingEngine(
+        "hf", "transformers>=5.17", ("sampled", "greedy"), _transformers,
+        "Assisted generation takes one prompt at a time; its speed-up is not a server's.",
+    ),
+}  # fmt: skip
+
+
+def engine_named(name: str) -> ServingEngine:
+    """The row of the table. Raises ValueError naming the key and the engines there are."""
+    if name not in ENGINES:
+        raise ValueError(f"export.engine: no engine {name!r}; there are {', '.join(ENGINES)}")
+    return ENGINES[name]
+
+
+def launch(engine: str, draft_path: str, target: str, k: int, objective: str) -> str:
+    """The command that serves `target` with the draft in `draft_path`, k drafts a round, for a POSIX shell.
+
+    objective: "sampled" or "greedy", what the draft was trained for; it sets the engine's drafting. Raises
+    ValueError naming the key for an unknown engine or objective, or a k below 1.
+    """
+    row = engine_named(engine)
+    if objective not in OBJECTIVES:
+        raise ValueError(f"export.objective: {objective!r} is none of {', '.join(OBJECTIVES)}")
+    if k < 1:
+        raise ValueError(f"export.k must be at least 1, not {k}")
+    return row.command(draft_path, target, k, objective)
+
+
+def caveats(engine: str, objective: str) -> list[str]:
+    """What to know before serving a draft trained for `objective`, one sentence or two each."""
+    row = engine_named(engine)
+    if objective in row.drafts:
+        return [row.note]
+    return [
+        row.note,
+        f"This draft was trained for {objective} drafting, which {engine} does not do: expect less "
+        "acceptance than measured, or train with the greedy objective.",
+    ]

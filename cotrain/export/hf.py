@@ -1,0 +1,107 @@
+"""The plain Hugging Face layout of an independent draft, which every engine of the table loads."""
+
+from collections.abc import Mapping
+from dataclasses import replace as changed
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from cotrain.export.card import card
+from cotrain.export.check import check
+from cotrain.export.engines import engine_named
+from cotrain.export.vocabulary import resize
+from inference.atomic import new_folder
+from inference.pair import check_pair, hash_target
+from inference.store import METADATA, REPORT, Metadata, digest, load_draft, write
+from inference.weights import read_json
+
+
+def export(
+    source: str | Path,
+    output: str | Path,
+    engine: str,
+    k: int | None = None,
+    *,
+    target: str | None = None,
+    target_config: PretrainedConfig | None = None,
+    target_tokenizer: PreTrainedTokenizerBase | None = None,
+    objective: str | None = None,
+    dtype: torch.dtype | None = None,
+    replace: bool = False,
+) -> Path:
+    """Copy a draft folder to one that `engine` serves, with a README that holds the launch command.
+
+    k: drafts a round; target: hub id or path to serve; objective: "sampled" or "greedy"; by default what
+    cotrain.json says, and they must be given for a folder made elsewhere (objective: sampled). With
+    `target_config` the embedding gets the target's vocab_size (see `vocabulary.resize`); with
+    `target_tokenizer` vocabularies are compared. dtype: of the weights, by default their own. Rope and
+    maximum positions are kept. The folder passes `check` or is not written.
+
+    Raises ValueError naming the key or file to change, FileExistsError as `inference.store.save`.
+    """
+    engine_named(engine)
+    model, tokenizer, found = load_draft(source, dtype)
+    if tokenizer is None:
+        raise ValueError(f"{source}: it has no tokenizer, an engine needs the target's beside the draft")
+    metadata = _metadata(found, k, target, objective)
+    report = _report(Path(source), metadata)
+    remarks = _fit(model, tokenizer, target_config, target_tokenizer)
+    if target_config is not None:
+        hashes = hash_target(target_config, target_tokenizer if target_tokenizer is not None else tokenizer)
+        metadata = changed(metadata, target={"name": metadata.target["name"], **hashes})
+    metadata = changed(metadata, made={**metadata.made, "export": _made(engine, model)})
+    with new_folder(Path(output), replace=replace) as new:
+        write(model, tokenizer, new, metadata, report)
+        (new / "README.md").write_text(card(metadata, engine, str(output), report, remarks), encoding="utf-8")
+        if problems := check(new):
+            raise ValueError(f"{source} makes no folder that loads: " + "; ".join(problems))
+    return Path(output)
+
+
+def _metadata(found: Metadata | None, k: int | None, target: str | None, objective: str | None) -> Metadata:
+    if found is None:
+        if k is None or target is None:
+            raise ValueError(f"export.{'k' if k is None else 'target'}: give it, the draft has no {METADATA}")
+        return Metadata({"name": target, "config": None, "tokenizer": None}, k, objective or "sampled")
+    name = {"name": target or found.target["name"]}
+    return changed(
+        found,
+        k=found.k if k is None else k,
+        target={**found.target, **name},
+        objective=objective or found.objective,
+    )
+
+
+def _report(source: Path, metadata: Metadata) -> Mapping[str, Any] | None:
+    file = source / REPORT
+    if not file.is_file():
+        return None
+    if metadata.report is not None and digest(file) != metadata.report:
+        raise ValueError(f"{file} is not the one {METADATA} was written with: restore it, or measure again")
+    return read_json(file)
+
+
+def _fit(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    target_config: PretrainedConfig | None,
+    target_tokenizer: PreTrainedTokenizerBase | None,
+) -> list[str]:
+    """Make the draft fit the target; returns what a reader of the export should know."""
+    if target_config is None:
+        return []
+    old, size = model.config.vocab_size, target_config.get_text_config(decoder=True).vocab_size
+    mass = resize(model, size, tokenizer)
+    problems = check_pair(target_config, target_tokenizer, model.config, tokenizer)
+    if wrong := [problem for problem in problems if not problem.startswith("warning:")]:
+        raise ValueError("; ".join(wrong))
+    remarks = [problem.removeprefix("warning:").strip() for problem in problems]
+    if size > old:
+        remarks.append(f"Vocabulary padded from {old} to {size} rows; mass on the new ones: {mass:.1e}.")
+    return remarks
+
+
+def _made(engine: str, model: PreTrainedModel) -> dict[str, Any]:
+    return {"engine": engine, "dtype": str(model.dtype), "vocab_size": model.config.vocab_size}

@@ -1,0 +1,98 @@
+"""Distillation of a draft from a frozen target, as a LightningModule that only wires its parts together."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import lightning
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from cotrain.evaluate import HeldOut, evaluate
+from cotrain.rows import Truncate, chunked
+from cotrain.teacher import split
+
+Loss = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A loss that is used until this fraction of the steps is done."""
+
+    until: float
+    loss: Loss
+
+
+def current(stages: Sequence[Stage], progress: float) -> Loss:
+    """The loss at a progress in [0, 1]: the first stage that has not ended, else the last."""
+    return next((stage.loss for stage in stages if progress < stage.until), stages[-1].loss)
+
+
+class Distillation(lightning.LightningModule):
+    """Trains `draft` to be accepted by `target` under a regime.
+
+    stages: losses of `cotrain.losses`, one after the other. optimizer, scheduler: factories that take the draft,
+    and the optimiser. temperature, truncate: the regime, see `rows.chunked`. held_out: texts sampled from the target,
+    by temperature; acceptance on them is logged at every validation, by domain.
+    """
+
+    def __init__(
+        self,
+        draft: PreTrainedModel,
+        target: PreTrainedModel,
+        stages: Sequence[Stage],
+        optimizer: Callable[..., Any],
+        scheduler: Callable[..., Any],
+        held_out: dict[float, HeldOut],
+        temperature: float = 1.0,
+        truncate: Truncate | None = None,
+        chunk: int = 1024,
+    ) -> None:
+        super().__init__()
+        self.draft, self.stages = draft, stages
+        self.make_optimizer, self.make_scheduler, self.held_out = optimizer, scheduler, held_out
+        self.temperature, self.truncate, self.chunk = temperature, truncate, chunk
+        self.read_draft, self.head_draft = split(draft)
+        self.read_target, self.head_target = split(target)  # plain functions: the target is not saved
+
+    def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
+        ids, weight = batch["ids"], batch["predicted"]
+        with torch.no_grad():
+            theirs = self.read_target(ids)[:, :-1]
+        ours = self.read_draft(ids)[:, :-1]
+        loss = current(self.stages, self.global_step / max(self.trainer.max_steps, 1))
+        total, found = chunked(
+            loss, theirs, self.head_target, ours, self.head_draft, weight, self.temperature,
+            chunk=self.chunk, truncate=self.truncate,
+        )  # fmt: skip
+        mean = total / max(found.positions, 1)
+        self.log("train/loss", mean, prog_bar=True)
+        self.log("train/alpha", found.alpha, prog_bar=True)
+        self.log("train/alpha_greedy_draft", found.alpha_greedy)
+        return mean
+
+    def validation_step(self, batch: Any, _: int) -> None:
+        """The held-out texts are evaluated at the epoch's end, by regime; the loader only asks for it."""
+
+    def on_validation_epoch_end(self) -> None:
+        self.log_dict(self.acceptance())
+
+    def acceptance(self) -> dict[str, float]:
+        """Every figure of `evaluate` on the held-out texts, named for its temperature."""
+        return {
+            _tag(name, temperature): value
+            for temperature, held_out in self.held_out.items()
+            for name, value in evaluate(held_out, self.read_draft, self.head_draft, self.head_target).items()
+        }
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        optimizer = self.make_optimizer(self.draft)
+        schedule = self.make_scheduler(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def _tag(name: str, temperature: float) -> str:
+    """alpha/code at 0.5 -> alpha_T0.5/code: TensorBoard draws one section a quantity and temperature."""
+    kind, rest = name.split("/", 1)
+    return f"{kind}_T{temperature:g}/{rest}"

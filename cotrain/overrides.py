@@ -1,0 +1,163 @@
+"""What the user typed: free text made safe for Hydra, and Hydra's refusals in terms of what was typed."""
+
+import difflib
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import cast
+
+from cotrain.paths import folder
+
+# Keys whose value is taken literally, and every key that ends in `.path`. `null` unsets all but the text.
+TEXT = frozenset({"prompt"})
+FREE_TEXT = TEXT | {"prompts", "path", "output", "log", "url", "check"}
+_SETTING = re.compile(r"(?P<sign>\+{0,2})(?P<key>\w[\w.@:/-]*)=(?P<value>.*)", re.DOTALL)
+
+
+def quote(arguments: Sequence[str]) -> list[str]:
+    """The command line with the values of free-text and path keys quoted, so that they arrive unchanged.
+
+    Whatever follows `=` is the value, quotes, commas and `${...}` included: such a key takes no sweep.
+    """
+    return [_quoted(argument) for argument in arguments]
+
+
+def is_setting(argument: str) -> bool:
+    """Whether `argument` sets (`key=value`, `+key=value`) or removes (`~key`) a value: flags do not."""
+    return argument.startswith("~") or _SETTING.match(argument) is not None
+
+
+def _quoted(argument: str) -> str:
+    setting = _SETTING.fullmatch(argument)
+    if setting is None or not _literal(setting["key"], setting["value"]):
+        return argument
+    return f"{setting['sign']}{setting['key']}={literal(setting['value'])}"
+
+
+def _literal(key: str, value: str) -> bool:
+    if key == "check" and value.lower() in ("true", "false"):
+        return False
+    if value == "null" and key not in TEXT:
+        return False
+    return key in FREE_TEXT or key.endswith(".path")
+
+
+def literal(text: str) -> str:
+    """A Hydra value that resolves to `text`, whatever it holds."""
+    from hydra.core.override_parser.types import Quote, QuotedString
+
+    if text == "???":  # OmegaConf's mark of a missing value
+        return "${oc.decode:'\"???\"'}"
+    escaped = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
+    return QuotedString(escaped, Quote.single).with_quotes()
+
+
+def explain(error: Exception, command: str, arguments: Sequence[str]) -> str:
+    """One line on why Hydra refused `arguments` of `command`: the key to change and what it may be."""
+    settings = [match for match in map(_SETTING.fullmatch, arguments) if match]
+    keys = _keys(command, settings)
+    typed = {setting["key"]: setting["value"] for setting in settings}
+    return (
+        _folder_for_group(typed, keys)
+        or _unparsed(error)
+        or _no_option(error)
+        or _no_key(error, command, keys)
+        or _no_value(error, typed, keys)
+        or _first(error)
+    )
+
+
+def _folder_for_group(typed: Mapping[str, str], keys: Collection[str]) -> str | None:
+    for key, value in typed.items():
+        if "/" in value and f"{key}.path" in keys:
+            return f"{key}={value}: {key}= takes no folder, {key}.path={value} does"
+    return None
+
+
+def _unparsed(error: Exception) -> str | None:
+    from hydra.errors import OverrideParseException
+
+    if not isinstance(error, OverrideParseException):
+        return None
+    if "=" not in error.override:
+        return f"{error.override!r} is no setting: write key=value"
+    return f"{error.override!r} cannot be read: {_first(error)}; quote the value, as in key='\"a, b\"'"
+
+
+def _no_option(error: Exception) -> str | None:
+    from hydra.errors import MissingConfigException
+
+    if not isinstance(error, MissingConfigException) or not error.missing_cfg_file:
+        return None
+    group, _, option = error.missing_cfg_file.partition("/")
+    return f"{group}={option}: {group} is one of {', '.join(error.options)}" if error.options else None
+
+
+def _no_key(error: Exception, command: str, keys: Collection[str]) -> str | None:
+    from omegaconf.errors import ConfigAttributeError, ConfigKeyError
+
+    found = re.match(r"Could not (?:override|delete from config\.) '([^']+)'", str(error))
+    if not found and not isinstance(error.__cause__, ConfigAttributeError | ConfigKeyError):
+        return None
+    key = found[1] if found else str(cast(ConfigKeyError, error.__cause__).full_key)
+    return _below(key, keys) if key in keys else unknown(key, command, keys)
+
+
+def unknown(key: str, command: str, keys: Collection[str]) -> str:
+    """That there is no such key, with the nearest there is."""
+    near = nearest(key, keys)
+    hint = f"the nearest is {near!r}" if near else f"`cotrain {command} --cfg job` shows all"
+    return f"no key {key!r}; {hint}"
+
+
+def _no_value(error: Exception, typed: Mapping[str, str], keys: Collection[str]) -> str | None:
+    from omegaconf.errors import ValidationError
+
+    cause = error.__cause__
+    if not isinstance(cause, ValidationError):
+        return None
+    key = str(cause.full_key)
+    value = f"{key}={typed[key]}" if key in typed else key
+    return _below(key, keys) or f"{value}: {_first(cause)}"
+
+
+def _below(key: str, keys: Collection[str]) -> str | None:
+    """That `key` takes no value itself, with the keys below it that do."""
+    below = sorted(other for other in keys if other.startswith(f"{key}."))
+    return f"{key}= takes no value here: set {', '.join(f'{other}=' for other in below)}" if below else None
+
+
+def _first(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0].strip()
+
+
+def nearest(key: str, keys: Collection[str]) -> str | None:
+    """The key most like `key`: one of the same last name first, then by the likeness of the whole."""
+    same = [other for other in sorted(keys) if other.rpartition(".")[2] == key.rpartition(".")[2]]
+    near = difflib.get_close_matches(key, same or sorted(keys), n=1, cutoff=0.0 if same else 0.5)
+    return near[0] if near else None
+
+
+def _keys(command: str, settings: Iterable[re.Match[str]]) -> set[str]:
+    """Every key of the command's configuration, with the group options typed; none where that is broken."""
+    from hydra import compose, initialize_config_dir
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    conf = folder("conf")
+    typed = [(setting["key"], setting["value"]) for setting in settings]
+    options = [f"{group}={option}" for group, option in typed if (conf / group / f"{option}.yaml").is_file()]
+    try:
+        with initialize_config_dir(str(conf), version_base="1.3"):
+            config = OmegaConf.to_container(compose(command, overrides=options))
+    except (HydraException, OmegaConfBaseException):
+        return set()
+    return {key for key, _ in flat(config)}
+
+
+def flat(values: object, prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Every dotted key of nested dictionaries with its value, inner nodes included."""
+    if isinstance(values, dict):
+        for key, value in values.items():
+            yield f"{prefix}{key}", value
+            yield from flat(value, f"{prefix}{key}.")

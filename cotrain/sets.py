@@ -1,0 +1,111 @@
+"""What a run learns from and is judged on: corpus blocks and texts sampled from the target."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.utils.data import Dataset, Sampler
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from cotrain import rollout, rollouts
+from cotrain.data import Blocks, SeededOrder
+from cotrain.paths import folder
+from cotrain.teacher import fingerprint
+from inference import Engine, Sampling
+from inference.pair import hash_target
+
+Announce = Callable[[str], None]
+
+
+class Part(Dataset[dict[str, torch.Tensor]]):
+    """Texts to learn from: ids (N, T) and which positions count, predicted (N, T-1)."""
+
+    def __init__(self, ids: torch.Tensor, predicted: torch.Tensor) -> None:
+        self.ids, self.predicted = ids, predicted
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"ids": self.ids[index].long(), "predicted": self.predicted[index]}
+
+
+def corpus_part(blocks: Blocks) -> Part:
+    """Every position of a corpus block counts: p is the target's whole law there too."""
+    n, width = blocks.ids.shape
+    return Part(blocks.ids, torch.ones(n, width - 1, dtype=torch.bool))
+
+
+class Curriculum(Sampler[int]):
+    """Indices into two parts laid end to end: `first` samples of part one, shuffled, then part two without end.
+
+    A pure function of (seed, start), so a resumed run sees the samples that an uninterrupted one would have.
+    """
+
+    def __init__(self, sizes: tuple[int, int], first: int, seed: int, start: int = 0) -> None:
+        self.sizes, self.first, self.seed, self.start = sizes, first, seed, start
+
+    def __iter__(self) -> Iterator[int]:
+        one = iter(SeededOrder(self.sizes[0], self.seed, self.start))
+        for _ in range(max(self.first - self.start, 0)):
+            yield next(one)
+        for index in SeededOrder(self.sizes[1], self.seed + 1, max(self.start - self.first, 0)):
+            yield self.sizes[0] + index
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Texts of the target: shipped ones when they were made by this very target, else sampled here and kept.
+
+    kind: "train" or "held_out" (the split that the prompts come from). folder: where own sets are kept.
+    """
+
+    target: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    folder: Path
+    ask: rollout.Ask
+    rows: int
+    seed: int
+
+    def texts(
+        self, kind: str, sampling: Sampling, blocks: Callable[[], Blocks], say: Announce = print
+    ) -> rollouts.Texts:
+        """The texts of a regime; `blocks` gives prompts if they must be sampled, and is not called otherwise."""
+        for place in (folder("data") / "rollouts", self.folder):
+            path = place / name(kind, sampling)
+            if self._fits(path, sampling):
+                return rollouts.texts(rollouts.read(path))
+        return rollouts.texts(rollouts.read(self.sample(kind, sampling, blocks(), say)))
+
+    def sample(self, kind: str, sampling: Sampling, blocks: Blocks, say: Announce = print) -> Path:
+        """Sample a set and keep it; interrupted, the next call goes on where this one stopped."""
+        path = self.folder / name(kind, sampling)
+        asked = list(rollout.prompts(blocks, self.ask.texts[kind], self.ask.prompt_tokens, self.seed))
+        engine = Engine(self.target, tokenizer=self.tokenizer, rows=self.rows)
+        rows = rollout.collect(engine, asked, sampling, self.ask.new_tokens, self.seed, path, say)
+        rollouts.save(rows, path, self._manifest(kind, sampling))
+        return path
+
+    def _manifest(self, kind: str, sampling: Sampling) -> dict[str, object]:
+        return {"kind": kind, "regime": regime(sampling), "target": self._target(), "seed": self.seed,
+                "prompt_tokens": self.ask.prompt_tokens, "new_tokens": self.ask.new_tokens}  # fmt: skip
+
+    def _target(self) -> dict[str, str | None]:
+        return hash_target(self.target.config, self.tokenizer) | {"weights": fingerprint(self.target)}
+
+    def _fits(self, path: Path, sampling: Sampling) -> bool:
+        """Made by this very target in this regime: a set of another is no data for this one."""
+        found = rollouts.manifest(path)
+        return found is not None and (found["regime"], found["target"]) == (regime(sampling), self._target())
+
+
+def regime(sampling: Sampling) -> dict[str, float]:
+    """The settings that a set of texts is sampled in."""
+    return {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+
+
+def name(kind: str, sampling: Sampling) -> str:
+    """train_T1, held_out_T0.5_p0.9: the file of a set."""
+    cuts = [f"_k{sampling.top_k}"] * (sampling.top_k > 0) + [f"_p{sampling.top_p:g}"] * (sampling.top_p < 1)
+    return f"{kind}_T{sampling.temperature:g}" + "".join(cuts)

@@ -1,0 +1,100 @@
+"""The frozen target as a teacher: loaded in the precision that is served, read as hidden states and a head."""
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from inference.bundled import resolve
+from inference.store import load_tokenizer
+
+QUANTISATIONS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "int8": {"load_in_8bit": True},
+    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16},
+}
+
+
+def load_target(
+    path: str, quantisation: str = "none", dtype: str = "auto", trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """A frozen causal LM from a folder or hub id, safetensors only, on the GPU when there is one.
+
+    Raises ValueError for an unknown quantisation or weights that are not finite.
+    """
+    if quantisation not in QUANTISATIONS:
+        raise ValueError(f"quantisation: {quantisation!r} is none of {', '.join(QUANTISATIONS)}")
+    options = QUANTISATIONS[quantisation]
+    model = AutoModelForCausalLM.from_pretrained(
+        path,
+        dtype=dtype,
+        use_safetensors=True,
+        trust_remote_code=trust_remote_code,
+        quantization_config=BitsAndBytesConfig(**options) if options else None,
+        device_map="cuda" if torch.cuda.is_available() else "cpu",
+    )
+    for name, weight in model.named_parameters():
+        if weight.is_floating_point() and not bool(torch.isfinite(weight).all()):
+            raise ValueError(f"target.path: {path} has NaN or infinite weights in {name}")
+    return model.eval().requires_grad_(False)
+
+
+def load_pair(
+    path: str, quantisation: str = "none", dtype: str = "auto", trust_remote_code: bool = False
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Target and tokenizer; "bundled" is the one shipped. Raises ValueError for a target without a tokenizer."""
+    place = resolve(path)
+    local = Path(place).is_dir()
+    tokenizer = load_tokenizer(Path(place), trust_remote_code) if local else AutoTokenizer.from_pretrained(place)
+    if tokenizer is None:
+        raise ValueError(f"target.path: {path} has no tokenizer files (tokenizer.json, tokenizer_config.json)")
+    return load_target(place, quantisation, dtype, trust_remote_code), tokenizer
+
+
+def fingerprint(model: PreTrainedModel) -> str:
+    """A hash that changes when the target is trained further or quantised: of its embeddings in bfloat16 and its
+    quantisation settings. Shapes are `hash_target`'s business."""
+    weight = model.get_input_embeddings().weight.detach().to(torch.bfloat16).view(torch.int16).cpu()
+    digest = hashlib.blake2b(weight.numpy().tobytes(), digest_size=16)
+    quantised = model.config.to_dict().get("quantization_config")
+    digest.update(str(quantised and quantised.get("quant_method")).encode())
+    return digest.hexdigest()
+
+
+def split(model: PreTrainedModel) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+    """(ids (B, T) -> hidden states (B, T, D), hidden states (..., D) -> logits (..., V)) of a causal LM.
+
+    Heads that cap or scale their logits are followed; any other way is refused with a ValueError, since the two
+    halves are compared with the whole on a few ids first.
+    """
+    head, config = model.get_output_embeddings(), model.config.get_text_config().to_dict()
+    cap, scale = config.get("final_logit_softcapping"), config.get("logit_scale") or 1.0
+
+    def hidden(ids: Tensor) -> Tensor:
+        return model.base_model(input_ids=ids.to(model.device), use_cache=False).last_hidden_state
+
+    def logits(states: Tensor) -> Tensor:
+        out = head(states.to(head.weight.dtype) if not torch.is_autocast_enabled(states.device.type) else states)
+        out = out if scale == 1.0 else out * scale
+        return torch.tanh(out / cap) * cap if cap else out
+
+    _agree(model, hidden, logits)
+    return hidden, logits
+
+
+@torch.no_grad()
+def _agree(model: PreTrainedModel, hidden: Callable[..., Tensor], logits: Callable[..., Tensor]) -> None:
+    ids = torch.arange(min(8, model.config.get_text_config().vocab_size), device=model.device).unsqueeze(0)
+    halves, whole = logits(hidden(ids)).float(), model(input_ids=ids, use_cache=False).logits.float()
+    if not torch.allclose(halves, whole, rtol=1e-2, atol=1e-2):
+        raise ValueError(f"{type(model).__name__}: its head does more than project; it cannot be read in chunks")

@@ -1,0 +1,194 @@
+"""What is timed: ways to continue a batch of prompts by a fixed number of tokens each."""
+
+import copy
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
+
+from inference.engine import Engine
+from inference.sampling import Sampling
+from inference.stats import Counts, Stats, pooled
+
+ENDS = ("stop", "stop_ids")
+UNTRANSLATED = ("presence_penalty", "frequency_penalty", "logit_bias", "banned", "processors")
+
+
+@dataclass(frozen=True)
+class ArmResult:
+    """tokens: new ids of each prompt; seconds: wall, prefill included; decode_seconds: without the prefill;
+    stats: what the engine counted, None when the arm counts nothing; decode_tokens: how many tokens
+    decode_seconds paid for, None for all of them."""
+
+    tokens: list[list[int]]
+    seconds: float
+    decode_seconds: float
+    stats: Stats | None = None
+    decode_tokens: int | None = None
+
+    def paid(self, decode: bool) -> tuple[int, float]:
+        """(tokens, seconds), with prefill or of decoding only."""
+        total = sum(map(len, self.tokens))
+        if not decode:
+            return total, self.seconds
+        return (total if self.decode_tokens is None else self.decode_tokens), self.decode_seconds
+
+
+Run = Callable[[Sequence[list[int]], Sequence[int], int], ArmResult]
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to decode: run(prompts, ids, seed) continues every prompt; ids are the keys of the rows'
+    noise."""
+
+    name: str
+    run: Run
+
+
+def engine_arm(name: str, engine: Engine, sampling: Sampling, max_new_tokens: int) -> Arm:
+    """Engine.generate with end tokens ignored. Raises ValueError for a regime that may end early."""
+    _refuse(sampling, *ENDS)
+
+    def run(prompts: Sequence[list[int]], ids: Sequence[int], seed: int) -> ArmResult:
+        start = time.perf_counter()
+        out = engine.generate(
+            prompts, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed, ids=ids, ignore_eos=True
+        )
+        seconds = time.perf_counter() - start
+        return ArmResult(out.tokens, seconds, seconds - out.stats.seconds["prefill"], out.stats)
+
+    return Arm(name, run)
+
+
+def transformers_arm(
+    name: str,
+    model: PreTrainedModel,
+    sampling: Sampling,
+    max_new_tokens: int,
+    assistant: PreTrainedModel | None = None,
+    k: int | None = None,
+    **settings: Any,
+) -> Arm:
+    """transformers' own generate under the same law, end tokens ignored: nothing of the models'
+    generation_config is used, so that no default of theirs changes the law; it is back in its place after
+    each call.
+
+    assistant: a draft for assisted generation, which takes one prompt at a time; k: its draft length,
+    constant; None follows the assistant's own generation_config. settings: more arguments of generate, such
+    as cache_implementation or prompt_lookup_num_tokens. Decode-only figures leave out the first pass and its
+    tokens, since transformers prefills the whole prompt there. ids are not used: torch's generator is seeded
+    for each call. Raises ValueError for sampling settings that are not translated.
+    """
+    _refuse(sampling, *ENDS, *UNTRANSLATED)
+    config = _generation(sampling, max_new_tokens)
+    single = assistant is not None or "prompt_lookup_num_tokens" in settings
+    if assistant is not None:
+        settings["assistant_model"] = assistant
+    devices = [model.device] if model.device.type == "cuda" else []
+
+    def run(prompts: Sequence[list[int]], ids: Sequence[int], seed: int) -> ArmResult:
+        with ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng(devices))
+            stack.enter_context(_using(model, config))
+            if assistant is not None:
+                stack.enter_context(_using(assistant, _drafting(assistant, k)))
+            torch.manual_seed(seed)
+            groups = [[prompt] for prompt in prompts] if single else [list(prompts)]
+            return _joined([_generate(model, group, settings) for group in groups])
+
+    return Arm(name, run)
+
+
+def _refuse(sampling: Sampling, *fields: str) -> None:
+    """Raise for fields that this arm cannot honour."""
+    default = Sampling()
+    for name in fields:
+        if replace(default, **{name: vars(sampling)[name]}) != default:
+            raise ValueError(
+                f"Sampling.{name}: this arm needs a fixed number of tokens and settings that it can express, "
+                f"not {vars(sampling)[name]!r}"
+            )
+
+
+def _generation(sampling: Sampling, max_new_tokens: int) -> GenerationConfig:
+    """No end token, and every knob explicit: what stays None is filled with transformers' defaults (top_k =
+    50)."""
+    config = GenerationConfig(max_new_tokens=max_new_tokens, repetition_penalty=float(sampling.repetition_penalty))
+    if sampling.temperature > 0:
+        config.do_sample, config.temperature = True, float(sampling.temperature)
+        config.top_k, config.top_p, config.min_p = (
+            sampling.top_k,
+            float(sampling.top_p),
+            sampling.min_p or None,
+        )
+    return config
+
+
+def _drafting(assistant: PreTrainedModel, k: int | None) -> GenerationConfig:
+    """How the assistant drafts; without end tokens, at which it would stop drafting."""
+    if k is None:
+        config = copy.deepcopy(assistant.generation_config)
+        config.eos_token_id = None
+        return config
+    return GenerationConfig(
+        num_assistant_tokens=k, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0
+    )
+
+
+@contextmanager
+def _using(model: PreTrainedModel, config: GenerationConfig) -> Iterator[None]:
+    own, model.generation_config = model.generation_config, config
+    try:
+        yield
+    finally:
+        model.generation_config = own
+
+
+class _Passes(BaseStreamer):
+    """Notes when the tokens of the first pass arrive, and how many each pass gives a row."""
+
+    def __init__(self) -> None:
+        self.first = 0.0
+        self.counts: list[int] = []
+        self.prompt_seen = False
+
+    def put(self, value: torch.Tensor) -> None:
+        if not self.prompt_seen:
+            self.prompt_seen = True
+            return
+        self.first = self.first or time.perf_counter()
+        self.counts.append(value.shape[-1] if value.dim() > 1 else 1)
+
+    def end(self) -> None: ...
+
+
+def _generate(model: PreTrainedModel, prompts: list[list[int]], settings: dict[str, Any]) -> ArmResult:
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=model.device)  # padded on the left
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=model.device)
+    passes = _Passes()
+    start = time.perf_counter()
+    generate: Callable[..., torch.Tensor] = model.generate  # type: ignore[assignment]
+    texts = generate(ids, attention_mask=mask, streamer=passes, **settings)[:, width:].tolist()
+    end = time.perf_counter()
+    rows = [Counts(len(text), len(passes.counts)) for text in texts]
+    stats = pooled([Stats(row.tokens, row.target_calls, rows=[row]) for row in rows])
+    left = sum(map(len, texts)) - len(prompts) * passes.counts[0]
+    return ArmResult(texts, end - start, end - passes.first, stats, left)
+
+
+def _joined(parts: list[ArmResult]) -> ArmResult:
+    """Results of one prompt after another."""
+    return ArmResult(
+        [text for part in parts for text in part.tokens],
+        sum(part.seconds for part in parts),
+        sum(part.decode_seconds for part in parts),
+        pooled([part.stats for part in parts if part.stats]),
+        sum(part.paid(decode=True)[0] for part in parts),
+    )

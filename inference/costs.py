@@ -1,0 +1,182 @@
+"""What passes cost on this machine, and the draft length that pays best.
+
+B rows, K longest draft. All times are wall seconds of B rows together, medians of interleaved repeats.
+"""
+
+import time
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from inference.proposers.independent import store_prompts
+from inference.rows import Row
+from inference.sampling import Sampling
+from inference.target import LM
+from inference.turn import Turn
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """target[n-1]: a target pass over n ids a row, n = 1..K+1; draft: one draft step (pass, law, draw);
+    rest[k]: the rest of a round that drafted k, k = 0..K (laws, verification, draws, results on the host).
+
+    rows, context: the shapes measured; target_dtype, draft_dtype: of the models.
+    """
+
+    target: tuple[float, ...]
+    draft: float
+    rest: tuple[float, ...]
+    rows: int = 1
+    context: int = 0
+    target_dtype: str = ""
+    draft_dtype: str = ""
+
+    def round(self, k: int) -> float:
+        """Seconds of a round that drafts k tokens: k t_draft + t_target(k+1) + t_round(k)."""
+        return k * self.draft + self.target[k] + self.rest[k]
+
+    @property
+    def ratio(self) -> float:
+        """`cost`: seconds of one draft step / seconds of one plain target step."""
+        return self.draft / self.round(0)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """k: the draft length of least seconds a token, 0 for none; speedup: predicted, over plain decoding;
+    speedups[k]: of every length, k = 0..K."""
+
+    k: int
+    speedup: float
+    speedups: tuple[float, ...]
+
+
+def best_k(costs: Costs, tau: Callable[[int], float]) -> Choice:
+    """Draft length by argmin over the whole table, which may have cliffs (Leviathan et al. 2023, arXiv
+    2211.17192, with measured times): seconds per token = (k t_draft + t_target(k+1) + t_round(k)) / tau(k).
+
+    tau(k): tokens per target call at draft length k, k = 1..K; plain decoding, k = 0, emits one a call by
+    definition.
+    """
+    plain = costs.round(0)
+    speedups = [1.0] + [plain * tau(k) / costs.round(k) for k in range(1, len(costs.target))]
+    k = max(range(len(speedups)), key=speedups.__getitem__)
+    return Choice(k, speedups[k], tuple(speedups))
+
+
+def interleaved(
+    tasks: Mapping[Key, Callable[[], object]],
+    repeats: int = 9,
+    warmup: int = 2,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[Key, float]:
+    """Median seconds of each task; each round runs every task once, so that drift of the machine falls on
+    all."""
+    seconds: dict[Key, list[float]] = {key: [] for key in tasks}
+    for repeat in range(warmup + repeats):
+        for key, task in tasks.items():
+            start = clock()
+            task()
+            if repeat >= warmup:
+                seconds[key].append(clock() - start)
+    return {key: median(values) for key, values in seconds.items()}
+
+
+def measure_costs(
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    K: int,
+    *,
+    rows: int = 1,
+    context: int = 256,
+    sampling: Sampling = Sampling(),  # noqa: B008 - frozen
+    vocabulary: int | None = None,
+    repeats: int = 9,
+    warmup: int = 2,
+) -> Costs:
+    """Time both models, each in its own dtype, on `rows` texts of `context` tokens, for k = 0..K.
+
+    Compare dtypes by one call each. Raises ValueError when context + K + 1 tokens do not fit a model.
+    """
+    V = vocabulary or int(target.config.get_text_config().vocab_size)
+    lm, small = LM(target, rows, V), LM(draft, rows, V)
+    room = min(lm.context, small.context)
+    if context < 1 or context + K + 1 > room:
+        raise ValueError(f"context={context} and K={K}: both models must hold context + K + 1, at most {room}")
+    texts = torch.randint(V, (rows, context), generator=torch.Generator().manual_seed(0)).tolist()
+    store_prompts(lm, 0, texts)
+    store_prompts(small, 0, texts)
+    found = interleaved(_tasks(lm, small, texts, K, sampling), repeats, warmup)
+    return Costs(
+        tuple(found["target", n] for n in range(1, K + 2)),
+        found["draft", 1],
+        tuple(found["rest", k] for k in range(K + 1)),
+        rows,
+        context,
+        str(lm.dtype).removeprefix("torch."),
+        str(small.dtype).removeprefix("torch."),
+    )
+
+
+def _tasks(
+    target: LM, draft: LM, texts: list[list[int]], K: int, sampling: Sampling
+) -> dict[tuple[str, int], Callable[[], object]]:
+    """Every pass and every rest of a round, as the engine makes them."""
+    rows = [Row(i, i, text, K + 1, sampling, frozenset()) for i, text in enumerate(texts)]
+    at = [len(text) - 1 for text in texts]
+    ids = torch.tensor([text[-1:] * (K + 1) for text in texts], device=target.device)
+    with torch.inference_mode():
+        logits = target.forward(ids, at).clone()  # (B, K+1, V)
+
+    def turn(k: int, lm: LM) -> Turn:
+        return Turn(rows, [k] * len(rows), "token", 0, lm.vocabulary, lm.device)
+
+    @torch.inference_mode()
+    def step() -> None:
+        one = turn(K, draft)
+        law = one.law(draft.forward(ids[:, :1].to(draft.device), at)[:, -1], [])
+        one.draw(law, 0)
+        _finish(draft)
+
+    tasks: dict[tuple[str, int], Callable[[], object]] = {("draft", 1): step}
+    for n in range(1, K + 2):
+        tasks["target", n] = _pass(target, ids[:, :n], at)
+        tasks["rest", n - 1] = _rest(turn, target, logits[:, :n], ids[:, : n - 1])
+    return tasks
+
+
+def _pass(lm: LM, ids: Tensor, at: list[int]) -> Callable[[], object]:
+    @torch.inference_mode()
+    def run() -> None:
+        lm.forward(ids, at)
+        _finish(lm)
+
+    return run
+
+
+def _rest(turn: Callable[[int, LM], Turn], lm: LM, logits: Tensor, x: Tensor) -> Callable[[], object]:
+    """Laws, verdict and the last draw of a round; the draft's law is the target's own, since cost is all that
+    counts."""
+    k = [x.shape[1]] * x.shape[0]
+
+    @torch.inference_mode()
+    def run() -> object:
+        one = turn(x.shape[1], lm)
+        p = one.laws(logits, x, k)
+        verdict = one.verdict(p, p[:, :-1], x, k)
+        return one.last(verdict.law).tolist(), verdict.accepted.tolist()
+
+    return run
+
+
+def _finish(lm: LM) -> None:
+    """Wait for the device, so that a clock sees the work and not its launch."""
+    if lm.device.type != "cpu":
+        torch.accelerator.synchronize(lm.device)

@@ -1,0 +1,69 @@
+"""Where and with what a number was measured."""
+
+import datetime
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+CODE = Path(__file__)
+
+
+def environment() -> dict[str, Any]:
+    """Machine (cpu, cores, threads, memory_gib, accelerator), versions (python, torch, transformers), date
+    (UTC), commit and dirty (whether tracked files had changed; both None when this code is not in a
+    checkout), command.
+
+    cores: those this process may use; threads: of torch; memory in GiB, None where the system does not tell.
+    """
+    commit = _git("rev-parse", "HEAD") if _tracked() else None
+    return {
+        "cpu": _cpu(),
+        "cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1,
+        "threads": torch.get_num_threads(),
+        "memory_gib": _memory(),
+        "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": commit,
+        "dirty": bool(_git("status", "--porcelain", "--untracked-files=no")) if commit else None,
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+    }
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _memory() -> float | None:
+    if sys.platform == "win32":
+        return None
+    return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+
+
+def _tracked() -> bool:
+    """Whether this code is part of a checkout, not merely installed below one."""
+    return _git("ls-files", "--error-unmatch", CODE.name) is not None
+
+
+def _git(*words: str) -> str | None:
+    """What git prints in the folder of this code; None when it fails or is absent."""
+    command = ["git", "--no-optional-locks", *words]
+    try:
+        done = subprocess.run(command, cwd=CODE.parent, capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

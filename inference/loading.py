@@ -1,0 +1,35 @@
+"""From a draft folder to an engine."""
+
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from inference.bundled import resolve
+from inference.engine import Engine
+from inference.pair import hash_target
+from inference.policy import Fixed
+from inference.proposers.independent import Independent
+from inference.store import load_draft, load_tokenizer, read
+from inference.target import load_model
+
+
+def load(folder: str | Path, target: PreTrainedModel | str | None = None, **settings: Any) -> Engine:
+    """An engine from a draft folder, which knows its target and draft length; `settings` as for Engine.
+
+    target: a model (then give `tokenizer=`, or decode ids) or a path, when not the one that the folder names.
+    Raises ValueError for a folder that names no target and whatever `load_draft` refuses; warns of a target of
+    another shape than the draft was made for.
+    """
+    made = read(folder).metadata
+    tokenizer = settings.pop("tokenizer", None)
+    if not isinstance(target, PreTrainedModel):
+        if target is None and made is None:
+            raise ValueError(f"{folder}: no cotrain.json names its target; give target=")
+        place = resolve(str(target or (made.target["name"] if made else "")))
+        tokenizer = tokenizer or load_tokenizer(Path(place))
+        target = load_model(place, settings.pop("dtype", None))
+    draft, own, _ = load_draft(folder, target=hash_target(target.config, tokenizer))
+    settings.setdefault("policy", Fixed(made.k if made else 4))
+    proposer = Independent(draft, greedy=bool(made and made.objective == "greedy"))
+    return Engine(target, proposer, tokenizer=tokenizer or own, **settings)

@@ -1,0 +1,142 @@
+"""Target and draft side by side on emitted texts: the laws at every token, and the target calls they predict.
+
+B texts, T tokens of the longest, A texts of a batch, n tokens of a block, V vocabulary.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from inference import predict
+from inference.engine import Engine
+from inference.forced import Block, teacher_forced
+from inference.measure import Texts
+from inference.proposers import Independent
+from inference.sampling import Sampling, one_hot, probs
+from inference.target import LM
+from inference.ties import compare_passes, near_ties
+
+
+@dataclass(frozen=True)
+class Figures:
+    """logp, logq (B, T): of each emitted token; alpha (B, T): sum_v min(p, q) there, all float64; near_p,
+    near_q (B, T): the law is one-hot and rounding could move it; k (B, T): drafts of a round that would start
+    there; lengths (B,). Zero past a text's end; all on the CPU."""
+
+    logp: Tensor
+    logq: Tensor
+    alpha: Tensor
+    near_p: Tensor
+    near_q: Tensor
+    k: Tensor
+    lengths: Tensor
+
+
+class Expected(NamedTuple):
+    """Target calls of all texts together, their variance, and acceptance by depth (None: not predicted)."""
+
+    calls: float
+    variance: float
+    prefix: list[float] | None
+    conditional: list[float] | None
+
+
+def pair_figures(
+    engine: Engine, draft: Independent, texts: Texts, sampling: Sampling, max_new_tokens: int, noise: float
+) -> Figures:
+    """Teacher-forced passes of both models over prompts and texts, as wide as those of decoding: k + 1 ids
+    for the target, one for the draft. noise: of the target's score gaps, see `ties.compare_passes`."""
+    target, V = engine.target, engine.target.vocabulary
+    k = draft_lengths(engine, draft, texts, max_new_tokens)
+    block = int(k.max()) + 1
+    certain = sampling.temperature == 0 or draft.greedy
+    noise_q = _draft_noise(engine, draft, texts, sampling) if certain else 0.0
+    settings = {"vocabulary": V, "block": block, "rows": engine.rows}
+    p_blocks = teacher_forced(target.model, texts.prompts, texts.tokens, sampling, **settings)
+    q_blocks = teacher_forced(draft.model, texts.prompts, texts.tokens, sampling, width=1, **settings)
+    values = torch.zeros(5, *k.shape, dtype=torch.float64)
+    for p_block, q_block in zip(p_blocks, q_blocks, strict=True):
+        found = _laws(p_block, q_block, sampling, draft.greedy)
+        near_p = near_ties(p_block.logits, noise) & (sampling.temperature == 0)
+        near_q = near_ties(q_block.logits, noise_q) & certain
+        columns = slice(p_block.start, p_block.start + p_block.x.shape[1])
+        for value, one in zip(values, (*found, near_p, near_q), strict=True):
+            value[p_block.rows, columns] = one.double().cpu() * 1.0
+    lengths = torch.tensor([len(text) for text in texts.tokens])
+    inside = torch.arange(k.shape[1]) < lengths[:, None]
+    values = values.masked_fill(~inside, 0.0)
+    logp, logq, alpha, near_p, near_q = values
+    return Figures(logp, logq, alpha, near_p > 0, near_q > 0, k, lengths)
+
+
+def _laws(p_block: Block, q_block: Block, sampling: Sampling, greedy: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """log p(x), log q(x), alpha, each (A, n). p(x) = 0, where rounding moved an edge, counts as the least
+    number."""
+    p, q = probs(p_block.logits, sampling), probs(q_block.logits, sampling).to(p_block.logits.device)
+    if greedy:
+        q = one_hot(q.argmax(-1), q)
+    at = p_block.x.unsqueeze(-1)
+    px, qx = p.gather(-1, at).squeeze(-1).double(), q.gather(-1, at).squeeze(-1).double()
+    alpha = torch.minimum(p, q).sum(-1)
+    return px.clamp(min=torch.finfo(torch.float32).tiny).log(), qx.log(), alpha
+
+
+def _draft_noise(engine: Engine, draft: Independent, texts: Texts, sampling: Sampling) -> float:
+    """Of the draft's logit gaps, between the passes of one and of two ids that drafting makes; on the first
+    texts."""
+    first = slice(0, engine.rows)
+    return compare_passes(
+        draft.model,
+        texts.prompts[first],
+        texts.tokens[first],
+        sampling,
+        vocabulary=engine.target.vocabulary,
+        width=2,
+        rows=engine.rows,
+    )[0]
+
+
+def draft_lengths(engine: Engine, draft: Independent, texts: Texts, max_new_tokens: int) -> Tensor:
+    """How many tokens a round that starts at token t of a text drafts -> (B, T) int64: what the policy wants,
+    no further than the limit, nor than the draft's own context."""
+    context = LM(draft.model, 1, engine.target.vocabulary, engine.target.context).context
+    k = torch.zeros(len(texts.tokens), max(map(len, texts.tokens)), dtype=torch.int64)
+    for b, (prompt, text) in enumerate(zip(texts.prompts, texts.tokens, strict=True)):
+        limit = min(max_new_tokens, engine.target.context - len(prompt))
+        wanted = engine.policy.lengths([prompt + text[:t] for t in range(len(text))])
+        room = [min(limit - t - 1, context - len(prompt) - t) for t in range(len(text))]
+        k[b, : len(text)] = torch.tensor([max(0, min(pair)) for pair in zip(wanted, room, strict=True)])
+    return k
+
+
+def expected(figures: Figures, rule: str) -> Expected | None:
+    """Target calls of the texts under a rule (Leviathan et al. 2023; Sun et al. 2024; see
+    `inference.predict`).
+
+    match: a draft is the target's own draw x with probability q(x). None for the coupled rule, whose
+    acceptance hangs on the noise that made the text.
+    """
+    k, lengths = figures.k, figures.lengths
+    if rule == "coupled":
+        return None
+    if rule == "block":
+        l = predict.l_from(figures.logp, figures.logq)
+        calls, variance = (
+            predict.expected_calls_block(l, k, lengths),
+            predict.calls_variance_block(l, k, lengths),
+        )
+        return Expected(float(calls.sum()), float(variance.sum()), None, None)
+    r = figures.logq.exp() if rule == "match" else predict.r_from(figures.logp, figures.logq)
+    calls, variance = predict.expected_calls(r, k, lengths), predict.calls_variance(r, k, lengths)
+    by_depth = predict.prefix(r, k, lengths).tolist(), predict.conditional(r, k, lengths).tolist()
+    return Expected(float(calls.sum()), float(variance.sum()), *by_depth)
+
+
+def started(figures: Figures, texts: Texts) -> Tensor:
+    """Tokens at which a round of the run began that drafted -> (B, T) bool."""
+    began = torch.zeros_like(figures.k, dtype=torch.bool)
+    for row, counts in zip(began, texts.counts, strict=True):
+        row[counts.starts] = True
+    return began & (figures.k > 0)

@@ -1,0 +1,66 @@
+"""Checking a nested dict against a description of it, without a library."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Maybe:
+    """None, or what `of` describes."""
+
+    of: Any
+
+
+@dataclass(frozen=True)
+class Many:
+    """A dict of any string keys whose values are all as `of` describes."""
+
+    of: Any
+
+
+def conform(value: Any, schema: Any, name: str) -> None:
+    """Raise ValueError naming the first place where value departs from schema.
+
+    schema: a type (float takes whole numbers, never NaN or infinity; object takes anything), `Maybe`, `Many`,
+    a list of one schema for lists of any length, or a dict of schemas whose keys are all required and the
+    only ones.
+    """
+    if isinstance(schema, Maybe):
+        if value is not None:
+            conform(value, schema.of, name)
+    elif isinstance(schema, Many):
+        _require(isinstance(value, Mapping) and all(isinstance(key, str) for key in value), name, "a dict", value)
+        for key, item in value.items():
+            conform(item, schema.of, f"{name}.{key}")
+    elif isinstance(schema, list):
+        _require(isinstance(value, list), name, "a list", value)
+        for index, item in enumerate(value):
+            conform(item, schema[0], f"{name}[{index}]")
+    elif isinstance(schema, dict):
+        _require(isinstance(value, Mapping), name, "a dict", value)
+        _same_keys(value, schema, name)
+        for key, inner in schema.items():
+            conform(value[key], inner, f"{name}.{key}")
+    elif schema is float:
+        real = isinstance(value, int | float) and not isinstance(value, bool)
+        _require(real and math.isfinite(value), name, "a finite number", value)
+    elif schema is int:
+        _require(isinstance(value, int) and not isinstance(value, bool), name, "a whole number", value)
+    else:
+        _require(isinstance(value, schema), name, schema.__name__, value)
+
+
+def _same_keys(value: Mapping[str, Any], schema: Mapping[str, Any], name: str) -> None:
+    for key in schema:
+        if key not in value:
+            raise ValueError(f"{name}.{key} is missing")
+    for key in value:
+        if key not in schema:
+            raise ValueError(f"{name}.{key} is not known; there are {', '.join(schema)}")
+
+
+def _require(fits: bool, name: str, wanted: str, value: Any) -> None:
+    if not fits:
+        raise ValueError(f"{name} must be {wanted}, not {value!r}")

@@ -1,0 +1,104 @@
+"""A report as aligned plain text."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+
+def table(report: Mapping[str, Any]) -> str:
+    """The report as aligned plain text, with the formulas of its terms underneath."""
+    parts = [
+        _head(report),
+        _speeds(report),
+        _speedup(report),
+        _depths(report),
+        _phases(report),
+        _exactness(report),
+    ]
+    return "\n\n".join([part for part in parts if part] + [FORMULAS]) + "\n"
+
+
+FORMULAS = """\
+tau = sum of new tokens / sum of target calls over rows, the token emitted after the accepted ones included
+prefix acceptance at i = rounds that accepted drafts 1..i / rounds that drafted i
+conditional acceptance at i = rounds that accepted draft i / rounds that drafted i and accepted 1..i-1
+speed-up = tokens per wall second / those of the other arm, end tokens ignored so that all arms emit as many"""
+
+
+def _head(report: Mapping[str, Any]) -> str:
+    s, e = report["settings"], report["environment"]
+    sampling = ", ".join(f"{name} {s['sampling'][name]}" for name in ("temperature", "top_k", "top_p"))
+    commit = f"commit {e['commit'][:12]}{' + changes' if e['dirty'] else ''}" if e["commit"] else "no commit"
+    models = f"target {s['target']} ({s['target_dtype']}), draft {s['draft'] or s['proposer'] or 'none'}"
+    return "\n".join(
+        [
+            models + (f" ({s['draft_dtype']})" if s["draft_dtype"] else ""),
+            f"{s['verify']} verification, {s['policy']}, {sampling}",
+            f"{s['prompts']} prompts, {s['rows']} rows, {s['max_new_tokens']} new tokens each, {s['repeats']} times",
+            f"{e['accelerator'] or e['cpu']}, {e['cores']} cores, {e['threads']} threads",
+            f"torch {e['torch']}, transformers {e['transformers']}, {e['date']}, {commit}",
+        ]
+    )
+
+
+def _speeds(report: Mapping[str, Any]) -> str:
+    rows = [["arm", "tokens/s", "decode only", "tau", "tokens", "seconds"]]
+    for name, arm in report["arms"].items():
+        speeds = [f"{arm['speed']:.1f}", f"{arm['decode_speed']:.1f}", _number(arm["tau"])]
+        rows.append([name, *speeds, str(arm["tokens"]), f"{arm['seconds']:.2f}"])
+    return _aligned(rows)
+
+
+def _speedup(report: Mapping[str, Any]) -> str:
+    s = report["speedup"]
+    if s is None:
+        return ""
+    return (f"speed-up of {s['of']} over {s['over']}: {_range(s['whole'])} with prefill, {_range(s['decode'])} "
+            f"decode only (95 % bootstrap intervals over batches)")  # fmt: skip
+
+
+def _range(interval: Mapping[str, float | None]) -> str:
+    if interval["low"] is None:
+        return f"{interval['value']:.3f} (one batch: no interval)"
+    return f"{interval['value']:.3f} [{interval['low']:.3f}, {interval['high']:.3f}]"
+
+
+def _depths(report: Mapping[str, Any]) -> str:
+    a = report["acceptance"]
+    if a is None or not a["drafted"]:
+        return ""
+    tau = f"tau: measured {_number(a['tau']['measured'])}, predicted {_number(a['tau']['predicted'])}"
+    rows = [["acceptance at depth", "", *(str(i + 1) for i in range(len(a["drafted"])))]]
+    for name in ("prefix", "conditional"):
+        for side in ("measured", "predicted"):
+            rows.append([name, side, *map(_number, a[name][side] or [None] * len(a["drafted"]))])
+    return tau + "\n" + _aligned(rows, left=2)
+
+
+def _phases(report: Mapping[str, Any]) -> str:
+    """Milliseconds of a round, of all its rows together; prefill, which is in no round, as a total."""
+    counted = {name: arm for name, arm in report["arms"].items() if arm["phases"]}
+    if not counted:
+        return ""
+    names = [phase for phase in next(iter(counted.values()))["phases"] if phase != "prefill"]
+    rows = [["milliseconds a round", *names, "rounds", "prefill in all"]]
+    for name, arm in counted.items():
+        spent = [f"{1000 * arm['phases'][phase] / arm['rounds']:.3f}" for phase in names]
+        rows.append([name, *spent, str(arm["rounds"]), f"{1000 * arm['phases']['prefill']:.1f}"])
+    return _aligned(rows)
+
+
+def _exactness(report: Mapping[str, Any]) -> str:
+    verdict = report["exactness"]
+    return "\n".join(verdict["lines"]) if verdict else "exactness: not checked"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def _aligned(rows: Sequence[Sequence[str]], left: int = 1) -> str:
+    """Columns two spaces apart, the first `left` ones flush left, the others flush right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sides: list[Callable[[str, int], str]] = [str.ljust if i < left else str.rjust for i in range(len(widths))]
+    lines = ("  ".join(side(cell, w) for side, cell, w in zip(sides, row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)

@@ -1,0 +1,242 @@
+"""The command line: what is typed arrives unchanged, what is wrong is named, nothing is left lying about."""
+
+import errno
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from cotrain.cli import COMMANDS, main
+from cotrain.config import SCHEMAS, register
+from cotrain.errors import UserError
+from cotrain.overrides import nearest, quote
+from cotrain.paths import folder
+from inference import Engine
+from tests.tiny import tiny
+
+HOSTILE = [
+    "", " ", "  two spaces around  ", "\ttab\t", "a, b, c", "a=b", "a == b  # c", "[1, 2]", "{a: 1}", "(x)", "f(x)",
+    "'", '"', "it's", '"quoted"', "'quoted'", "'", "\\", "\\\\", "a\\", "C:\\new\\table", "\\'", "\\\\'", "'\\", "\n",
+    "def f(x):\n    return [x, 'y'] \n", "$", "$HOME", "${", "${x}", "\\${x}", "\\\\${x}\\", "${oc.env:HOME}", "a ${x} '",
+    "null", "true", "???", "1", "1e3", "~", "!x", "#", "%", "@", "a:b", "é ü 漢字 🙂", "\udc80", "-m", "--help", "+x=1",
+    "<|endoftext|>", "choices(a,b)", "range(1,3)", "*", "glob(*)",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def composed() -> Iterator[Callable[..., DictConfig]]:
+    """`cotrain generate` as Hydra composes it from arguments that went through `quote`."""
+    register()
+    with initialize_config_dir(str(folder("conf")), version_base="1.3"):
+        yield lambda *arguments: compose("generate", overrides=quote(arguments))
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[DictConfig]:
+    """The configurations that `run` of any command is called with, from an empty working folder."""
+    seen: list[DictConfig] = []
+    for name in COMMANDS:
+        monkeypatch.setitem(sys.modules, f"cotrain.commands.{name}", SimpleNamespace(run=seen.append))
+    monkeypatch.chdir(tmp_path)
+    return seen
+
+
+def stopped_by(error: BaseException, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """The status of `cotrain bench` whose `run` raises `error`."""
+
+    def run(cfg: DictConfig) -> None:
+        raise error
+
+    monkeypatch.setitem(sys.modules, "cotrain.commands.bench", SimpleNamespace(run=run))
+    return main(["bench", *arguments])
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_text_arrives_unchanged(composed: Callable[..., DictConfig], text: str) -> None:
+    assert composed(f"prompt={text}").prompt == text
+
+
+def test_random_text_arrives_unchanged(composed: Callable[..., DictConfig]) -> None:
+    rng = random.Random(0)
+    for _ in range(40):
+        text, path = ("".join(rng.choices("\\\\'\"${}[](),=: \na", k=rng.randint(1, 9))) for _ in range(2))
+        cfg = composed(f"prompt={text}", f"draft.path={path}")
+        assert (cfg.prompt, cfg.draft.path) == (text, path)
+
+
+@pytest.mark.parametrize("key", ["prompts", "target.path", "a.b.path", "path", "output", "log", "url", "check"])
+def test_paths_are_literal_but_null_unsets_them(key: str) -> None:
+    assert quote([f"{key}=/a, b/[c]=d", f"+{key}=x y", f"{key}=null"]) == [
+        f"{key}='/a, b/[c]=d'",
+        f"+{key}='x y'",
+        f"{key}=null",
+    ]
+
+
+def test_other_settings_and_flags_are_left_to_hydra() -> None:
+    arguments = ["-m", "--cfg", "job", "seed=1,2", "check=true", "check=False", "regime=t0", "~draft.path", "paths=[a,b]"]
+    assert quote(arguments) == arguments
+
+
+def test_a_run_gets_the_typed_values_and_leaves_nothing(ran: list[DictConfig], tmp_path: Path) -> None:
+    typed, environment = list(sys.argv), dict(os.environ)
+    assert main(["generate", "prompt=a, ${b} = 'c\\", "regime=t0", "target.path=/x y/z"]) == 0
+    (cfg,) = ran
+    assert (cfg.prompt, cfg.regime.temperature, cfg.target.path) == ("a, ${b} = 'c\\", 0.0, "/x y/z")
+    assert list(tmp_path.iterdir()) == []
+    assert (sys.argv, dict(os.environ)) == (typed, environment)
+
+
+def test_a_sweep_runs_each_value_in_its_own_folder(ran: list[DictConfig], tmp_path: Path) -> None:
+    assert main(["bench", "policy.k=2,3", "output=o, 1", "-m", "draft.path=a,${b}"]) == 0
+    assert [(cfg.policy.k, cfg.output) for cfg in ran] == [(2, "o, 1/policy.k=2"), (3, "o, 1/policy.k=3")]
+    assert {cfg.draft.path for cfg in ran} == {"a,${b}"}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_sweep_goes_on_after_a_failed_job(ran: list[DictConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(cfg: DictConfig) -> None:
+        if cfg.seed == 1:
+            raise UserError("seed 1")
+        ran.append(cfg)
+
+    monkeypatch.setitem(sys.modules, "cotrain.commands.generate", SimpleNamespace(run=run))
+    assert main(["generate", "-m", "seed=1,2"]) == 1
+    assert [cfg.seed for cfg in ran] == [2]
+
+
+@pytest.mark.parametrize("flags", [["--cfg", "job"], ["--help"]])
+def test_settings_are_shown_without_a_run(
+    flags: list[str], ran: list[DictConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", *flags, "prompt=a, b"]) == 0
+    assert "prompt: a, b\n" in capsys.readouterr().out
+    assert ran == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["max_new_tokns=3"], "no key 'max_new_tokns'; the nearest is 'max_new_tokens'"),
+        (["temperature=0.5"], "no key 'temperature'; the nearest is 'regime.temperature'"),
+        (["+seeed=1"], "no key 'seeed'"),
+        (["~seed"], "give a value to seed="),
+        (["policy.k=many"], "policy.k=many: Value 'many' of type 'str' could not be converted to Integer"),
+        (["seed=null"], "seed=null: field 'seed' is not Optional"),
+        (["regime=warm"], "regime=warm: regime is one of nucleus, t0, t03, t05, t07, t1"),
+        (["-m", "regime=t0,warm"], "regime=warm: regime is one of nucleus, t0, t03, t05, t07, t1"),
+        (["target=/a b/c"], "target=/a b/c: target= takes no folder, target.path=/a b/c does"),
+        (["target=x"], "target= takes no value here: set target.path="),
+        (["seed"], "'seed' is no setting: write key=value"),
+        (["verify=[a"], "'verify=[a' cannot be read"),
+        (["--temperature", "1"], "no flag --temperature: settings are key=value, as in temperature=..."),
+    ],
+)
+def test_a_wrong_setting_is_named(
+    arguments: list[str], message: str, ran: list[DictConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", *arguments]) in (1, 2)
+    said = capsys.readouterr().err.strip()
+    assert said.startswith(f"cotrain generate: {message}")
+    assert "\n" not in said
+    assert ran == []
+
+
+def test_the_nearest_key_shares_its_last_name() -> None:
+    keys = {"draft", "draft.path", "target.path", "policy.k", "trainer.seed", "rollout.seed"}
+    assert [nearest(key, keys) for key in ("target.paht", "rollouts.seed", "k", "zzz")] == [
+        "target.path", "rollout.seed", "policy.k", None]  # fmt: skip
+
+
+def test_an_unknown_command_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (main(["trian"]), main([])) == (2, 2)
+    assert "no command 'trian'; the nearest is 'train'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (UserError("draft.path=x is empty"), "draft.path=x is empty"),
+        (ValueError("two\n lines"), "two lines (COTRAIN_TRACEBACK=1 shows where)"),
+        (FileNotFoundError(errno.ENOENT, "No such file", "/a b"), "/a b: No such file (COTRAIN_TRACEBACK=1 shows where)"),
+        (OSError(errno.ENOSPC, "full", "/r/x"), "no space left for /r/x: it was not written, and nothing is left half-written"),
+        (OSError(errno.ENOSPC, "full"), "no space left for run 1: it was not written, and nothing is left half-written"),
+    ],
+)  # fmt: skip
+def test_a_failure_is_one_line(
+    error: Exception, message: str, ran: list[DictConfig], monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    assert stopped_by(error, monkeypatch, "output=run 1") == 1
+    assert capsys.readouterr().err == f"cotrain bench: {message}\n"
+
+
+def test_a_bug_and_a_wish_show_the_traceback(
+    ran: list[DictConfig], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert stopped_by(KeyError("bug"), monkeypatch) == 1
+    assert "Traceback" in capsys.readouterr().err
+    monkeypatch.setenv("COTRAIN_TRACEBACK", "1")
+    assert stopped_by(UserError("a wish"), monkeypatch) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_an_interrupt_is_130(ran: list[DictConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert stopped_by(KeyboardInterrupt(), monkeypatch) == 130
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    code = (
+        "import sys, types; from cotrain.cli import main\n"
+        "run = lambda cfg: [print('line') for _ in range(100000)]\n"
+        "sys.modules['cotrain.commands.generate'] = types.SimpleNamespace(run=run); sys.exit(main(['generate']))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None and process.stderr is not None
+    assert process.stdout.readline() == b"line\n"
+    process.stdout.close()
+    assert (process.stderr.read(), process.wait()) == (b"", 141)
+
+
+def test_help_lists_every_command_without_loading_one() -> None:
+    code = "import sys; from cotrain.cli import main; main(['--help']); print({'hydra', 'torch'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert all(f"  {name} " in done.stdout and line in done.stdout for name, line in COMMANDS.items())
+    assert done.stdout.endswith("set()\n")
+
+
+def test_every_command_has_module_schema_and_configuration() -> None:
+    assert set(COMMANDS) == set(SCHEMAS) == {path.stem for path in folder("conf").glob("*.yaml")}
+    assert [name for name in COMMANDS if find_spec(f"cotrain.commands.{name}") is None] == []
+
+
+def saved(path: Path) -> Path:
+    """A tiny target with a byte tokenizer."""
+    vocabulary = {byte: index for index, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(path)
+    tiny(256).save_pretrained(path)
+    return path
+
+
+def test_generate_continues_the_prompt_it_was_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, prompt = saved(tmp_path / "a, b"), "x = [1, 'é']; ${y}"
+    regular = Engine(str(target)).generate([prompt], max_new_tokens=6, seed=3).text
+    capsys.readouterr()
+    arguments = [f"target.path={target}", f"draft.path={target}", f"prompt={prompt}", "max_new_tokens=6", "seed=3"]
+    assert main(["generate", *arguments, "verify=match"]) == 0
+    assert capsys.readouterr().out == f"{regular[0]}\n"

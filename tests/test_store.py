@@ -1,0 +1,273 @@
+"""Draft folders: what goes in comes out, a crash leaves the old one, a damaged one is refused by name."""
+
+import copy
+import json
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from cotrain.tokenizer import train_tokenizer
+from inference.store import Metadata, check_pair, hash_target, load_draft, read, save
+from tests.tiny import tiny
+
+TEXTS = ["def add(a, b):\n    return a + b\n", "the cat sat on the mat and the dog sat on the cat"]
+VOCAB = 300
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return train_tokenizer(TEXTS, VOCAB, 256)
+
+
+def metadata(tokenizer: PreTrainedTokenizerFast | None, **changes: object) -> Metadata:
+    hashes = hash_target(tiny(VOCAB, layers=1).config, tokenizer)
+    values = {"k": 3, "regime": {"temperature": 0.7}, "made": {"command": "cotrain train"}} | changes
+    return Metadata(target={"name": "some/target", **hashes}, **values)
+
+
+@pytest.fixture(scope="module")
+def good(tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("store") / "draft"
+    return save(tiny(VOCAB, layers=1, seed=1), tokenizer, folder, metadata(tokenizer), {"tau": 2.5})
+
+
+@pytest.fixture
+def folder(good: Path, tmp_path: Path) -> Path:
+    """A copy of the good folder, to be damaged."""
+    return Path(shutil.copytree(good, tmp_path / "draft"))
+
+
+def logits(model: LlamaForCausalLM) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.arange(20).view(2, 10)).logits
+
+
+def test_round_trip(good: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    model, words, found = load_draft(good)
+    assert torch.equal(logits(model), logits(tiny(VOCAB, layers=1, seed=1)))
+    assert not model.training
+    assert words.get_vocab() == tokenizer.get_vocab()
+    assert words.decode(words.encode(TEXTS[0])) == TEXTS[0]
+    assert (found.k, found.regime, found.made) == (3, {"temperature": 0.7}, {"command": "cotrain train"})
+    assert found.target == metadata(tokenizer).target
+    assert read(good).kind == "independent"
+    assert json.loads((good / "report.json").read_text()) == {"tau": 2.5}
+    assert len(found.report) == 64
+
+
+def test_generation_config_fixes_the_draft_length(good: Path) -> None:
+    values = json.loads((good / "generation_config.json").read_text())
+    assert values["num_assistant_tokens"] == 3
+    assert values["num_assistant_tokens_schedule"] == "constant"
+    assert values["assistant_confidence_threshold"] == 0.0
+
+
+def test_no_file_names_a_path_of_this_machine(good: Path, tmp_path: Path) -> None:
+    model, words, found = load_draft(good)
+    again = save(model, words, tmp_path / "again", found, None)
+    for file in again.glob("*.json"):
+        assert str(good.parent) not in file.read_text(), file
+
+
+def test_dtype_of_the_folder_or_the_one_asked_for(good: Path) -> None:
+    assert load_draft(good)[0].dtype == torch.float64
+    assert load_draft(good, torch.bfloat16)[0].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("said", [True, False])
+@pytest.mark.parametrize("tied", [True, False])
+def test_tied_embeddings_come_back_as_they_were(said: bool, tied: bool, tmp_path: Path) -> None:
+    """Whatever the config says: a shared tensor is stored once, and must not be filled at random."""
+    model = tiny(VOCAB, layers=1)
+    head = model.model.embed_tokens.weight if tied else torch.nn.Parameter(torch.randn(VOCAB, 16).double())
+    model.lm_head.weight = head
+    model.config.tie_word_embeddings = said
+    save(model, None, tmp_path / "draft", metadata(None), None)
+    names = load_file(tmp_path / "draft" / "model.safetensors").keys()
+    assert ("lm_head.weight" in names) is not tied
+    back, words, _ = load_draft(tmp_path / "draft")
+    assert torch.equal(logits(back), logits(model))
+    assert words is None
+
+
+def test_a_crash_in_the_middle_leaves_the_old_folder(
+    folder: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    monkeypatch.setattr("inference.store.asdict", lambda _: 1 / 0)  # the last file of all
+    with pytest.raises(ZeroDivisionError):
+        save(tiny(VOCAB, seed=2), tokenizer, folder, metadata(tokenizer), None, replace=True)
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+    assert [entry.name for entry in folder.parent.iterdir()] == ["draft"]
+
+
+def test_an_old_folder_is_replaced_only_when_asked(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    (folder / "stale.txt").write_text("old")
+    other = tiny(VOCAB, layers=1, seed=2)
+    with pytest.raises(FileExistsError, match="draft"):
+        save(other, tokenizer, folder, metadata(tokenizer), None)
+    save(other, tokenizer, folder, metadata(tokenizer, k=5), None, replace=True)
+    assert not (folder / "stale.txt").exists()
+    assert not (folder / "report.json").exists()
+    model, _, found = load_draft(folder)
+    assert found.k == 5
+    assert torch.equal(logits(model), logits(other))
+
+
+def test_a_folder_made_elsewhere_is_read(tmp_path: Path) -> None:
+    model = tiny(VOCAB, layers=1)
+    model.save_pretrained(tmp_path / "plain")
+    back, words, found = load_draft(tmp_path / "plain")
+    assert torch.equal(logits(back), logits(model))
+    assert (words, found) == (None, None)
+
+
+def without_tensor(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, folder / "model.safetensors")
+
+
+def with_tensor(value: torch.Tensor) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        save_file(tensors | {"model.norm.weight": value}, folder / "model.safetensors")
+
+    return change
+
+
+def cut_short(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:-9])
+
+
+def pickled(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps({}))
+
+
+def other_tokenizer(folder: Path) -> None:
+    train_tokenizer(["zyx wvu zyx wvu tsr tsr"], VOCAB, 256).save_pretrained(folder)
+
+
+def key(name: str, value: object, file: str = "cotrain.json") -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        values = json.loads((folder / file).read_text())
+        (folder / file).write_text(json.dumps(values | {name: value}))
+
+    return change
+
+
+def stray_index(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder.parent / "model.safetensors")
+    index = {"metadata": {}, "weight_map": {"model.norm.weight": "../model.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+DAMAGE = {
+    "missing tensor": (without_tensor, r"model\.safetensors: tensor model\.norm\.weight is missing"),
+    "wrong shape": (with_tensor(torch.ones(8).double()), r"model\.norm\.weight has shape \(8,\).*\(16,\)"),
+    "NaN": (with_tensor(torch.full((16,), torch.nan).double()), r"model\.norm\.weight holds NaN"),
+    "infinity": (with_tensor(torch.full((16,), torch.inf).double()), r"model\.norm\.weight holds NaN or inf"),
+    "truncated weights": (cut_short("model.safetensors"), r"model\.safetensors is damaged or cut short"),
+    "pickled weights": (pickled, r"pytorch_model\.bin is pickled"),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), r"model\.safetensors is missing"),
+    "weights outside": (stray_index, r"index\.json: weight_map must name files of this folder"),
+    "wrong tokenizer": (other_tokenizer, r"draft: its tokenizer is not the target's"),
+    "broken tokenizer": (cut_short("tokenizer.json"), r"tokenizer\.json is broken"),
+    "broken config": (cut_short("config.json"), r"config\.json is broken"),
+    "broken metadata": (cut_short("cotrain.json"), r"cotrain\.json is broken"),
+    "broken report": (cut_short("report.json"), r"report\.json is broken"),
+    "a list": (lambda folder: (folder / "cotrain.json").write_text("[]"), r"cotrain\.json must hold .* list"),
+    "format version": (key("format", 2), r"cotrain\.json: format is 2, this version reads 1"),
+    "unknown key": (key("colour", 2), r"cotrain\.json: keys missing or unknown: colour"),
+    "draft length": (key("k", 0), r"cotrain\.json: k must be"),
+    "objective": (key("objective", "best"), r"cotrain\.json: objective must be one of sampled, greedy"),
+    "target": (key("target", {"name": "x"}), r"cotrain\.json: target must hold name, config and tokenizer"),
+    "kind": (key("kind", "medusa"), r"cotrain\.json: kind is 'medusa'"),
+    "model type": (key("model_type", "none_such", "config.json"), r"config\.json: .*none_such"),
+    "no draft": (lambda folder: (folder / "config.json").unlink(), r"is no draft folder: .*config\.json"),
+    "no folder": (shutil.rmtree, r"draft: no such folder"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_folder_is_refused_by_name(name: str, folder: Path) -> None:
+    damage, message = DAMAGE[name]
+    damage(folder)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        load_draft(folder)
+
+
+def test_code_in_a_folder_does_not_run(folder: Path) -> None:
+    key("auto_map", {"AutoConfig": "own.C", "AutoModelForCausalLM": "own.M"}, "config.json")(folder)
+    key("model_type", "own", "config.json")(folder)
+    (folder / "own.py").write_text(f"open({str(folder / 'ran')!r}, 'w').close()")
+    with pytest.raises(ValueError, match=r"config\.json: .*trust_remote_code"):
+        load_draft(folder)
+    assert not (folder / "ran").exists()
+
+
+def test_weights_that_are_not_finite_are_not_written(tmp_path: Path) -> None:
+    model = tiny(VOCAB, layers=1)
+    model.model.norm.weight.data[3] = torch.nan
+    with pytest.raises(ValueError, match=r"model\.norm\.weight holds NaN"):
+        save(model, None, tmp_path / "draft", metadata(None), None)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_target_with_another_tokenizer_is_refused(good: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    config = tiny(VOCAB, layers=1).config
+    load_draft(good, target=hash_target(config, tokenizer))
+    other = copy.deepcopy(tokenizer)
+    other.add_tokens(["<new>"])
+    with pytest.raises(ValueError, match="its tokenizer is not the target's"):
+        load_draft(good, target=hash_target(config, other))
+
+
+def test_a_target_of_another_shape_is_warned_of(good: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.warns(UserWarning, match=r"cotrain\.json: .*another shape, some/target"):
+        load_draft(good, target=hash_target(tiny(VOCAB, layers=2).config, tokenizer))
+
+
+def test_hash_is_of_what_matters(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    model = tiny(VOCAB, layers=1)
+    first = hash_target(model.config, tokenizer)
+    model.to(torch.bfloat16).save_pretrained(tmp_path)
+    assert hash_target(AutoConfig.from_pretrained(tmp_path), tokenizer) == first  # path, dtype, version
+    padded = copy.deepcopy(tokenizer)
+    padded.pad_token = padded.eos_token
+    assert hash_target(model.config, padded) == first
+    ended = copy.deepcopy(tokenizer)
+    ended.eos_token = "<|pad|>"
+    assert hash_target(model.config, ended)["tokenizer"] != first["tokenizer"]
+    assert hash_target(tiny(VOCAB, hidden=32).config, None) != {"config": first["config"], "tokenizer": None}
+    assert hash_target(model.config, None) == {"config": first["config"], "tokenizer": None}
+
+
+def shape(vocab: int, positions: int = 256) -> LlamaConfig:
+    return tiny(vocab, layers=1, positions=positions).config
+
+
+def test_a_fitting_pair_has_no_problems(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert check_pair(shape(VOCAB, 64), tokenizer, shape(VOCAB, 128), copy.deepcopy(tokenizer)) == []
+    assert check_pair(shape(VOCAB), None, shape(VOCAB), None) == []
+
+
+def test_problems_of_a_pair_are_named(tokenizer: PreTrainedTokenizerFast) -> None:
+    other = copy.deepcopy(tokenizer)
+    other.add_tokens(["<new>"])
+    other.eos_token = "<|pad|>"
+    size = len(tokenizer)
+    problems = check_pair(shape(304, 128), tokenizer, shape(size, 64), other)
+    assert len(problems) == 5
+    assert f"first at token '<new>': id None in the target's, {size} in the draft's" in problems[0]
+    assert "eos_token_id is 0 for the target, 1 for the draft" in problems[1]
+    assert f"vocab_size: the draft's {size} is below its tokenizer's {size + 1}" in problems[2]
+    assert f"the draft has {size} rows and the target 304" in problems[3]
+    assert problems[4].startswith("warning: max_position_embeddings: the draft's 64 is below the target's 128")
