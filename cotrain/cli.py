@@ -28,6 +28,7 @@ COMMANDS = {
     "train": "distil a draft from a target and measure its speed-up",
     "bench": "measure speculative decoding beside plain decoding",
     "export": "write a draft in the layout a serving engine loads",
+    "compare": "paired intervals of tau between runs",
     "generate": "generate text, the drafted tokens marked",
 }
 FLAGS = ("--help", "--hydra-help", "--version", "--resolve", "--cfg", "--package", "--run", "--multirun",

@@ -180,9 +180,11 @@ class TrainConfig:
     policy: Policy
     verify: str
     bench: Bench
+    label: str | None  # what `cotrain compare` calls the run; null: the loss
+    measure: bool  # the fastest checkpoint in full; false in sweeps, where held-out acceptance is compared
     output: str
     overwrite: bool
-    check: bool
+    check: bool  # only say what the run would need
 
 
 @dataclass
@@ -260,7 +262,17 @@ class BenchConfig:
     threads: int
 
 
+@dataclass
+class CompareConfig:
+    """`cotrain compare`."""
+
+    folder: str  # runs of cotrain train below it
+    baseline: str  # the label that others are compared with
+    report: str | None  # a JSON file to write
+
+
 SCHEMAS = {
+    "compare": CompareConfig,
     "bench": BenchConfig,
     "generate": GenerateConfig,
     "pretrain": PretrainConfig,

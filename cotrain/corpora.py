@@ -98,8 +98,8 @@ def _prose(held_out: bool) -> Iterator[Document]:
         if document.held_out == held_out:
             yield document
     for name in _distributions():
-        description = metadata.distribution(name).metadata.get_payload()
-        document = Document(f"descriptions/{name}", str(description).strip())
+        description = (metadata.distribution(name).read_text("METADATA") or "").partition("\n\n")[2]
+        document = Document(f"descriptions/{name}", description.strip())
         if document.held_out == held_out and len(document.text) > DOCSTRING_LENGTH:
             yield document
     for source in _code(held_out):

@@ -66,6 +66,12 @@ def evaluate(held: HeldOut, read_draft: Head, head_draft: Head, head_target: Hea
     return figures
 
 
+def pooled(held: HeldOut, read_draft: Head, head_draft: Head, head_target: Head) -> Scores:
+    """Every domain's texts together, domains in alphabetical order."""
+    domains = sorted(set(held.texts.domain))
+    return _together([score(held, domain, read_draft, head_draft, head_target) for domain in domains])
+
+
 def by_depth(scores: Scores) -> dict[str, list[float]]:
     """tau(k), conditional and prefix acceptance at depth k, for k = 1..8."""
     taus = [tau(scores.r, k, scores.lengths).item() for k in range(1, DEPTHS + 1)]

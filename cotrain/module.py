@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from cotrain.evaluate import HeldOut, evaluate
+from cotrain.evaluate import HeldOut, Scores, evaluate, pooled
 from cotrain.rows import Truncate, chunked
 from cotrain.teacher import split
 
@@ -86,7 +86,12 @@ class Distillation(lightning.LightningModule):
             for name, value in evaluate(held_out, self.read_draft, self.head_draft, self.head_target).items()
         }
 
-    def configure_optimizers(self) -> dict[str, Any]:
+    def scores(self) -> dict[float, Scores]:
+        """Of all held-out texts together, by temperature."""
+        heads = (self.read_draft, self.head_draft, self.head_target)
+        return {t: pooled(held_out, *heads) for t, held_out in self.held_out.items()}
+
+    def configure_optimizers(self) -> Any:
         optimizer = self.make_optimizer(self.draft)
         schedule = self.make_scheduler(optimizer)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

@@ -62,7 +62,7 @@ class LanguageModel(lightning.LightningModule):
         nats, size = self.totals.unbind(1)
         return dict(zip(self.domains, (nats / size / math.log(2)).tolist(), strict=True))
 
-    def configure_optimizers(self) -> dict[str, Any]:
+    def configure_optimizers(self) -> Any:
         optimizer = self.make_optimizer(self.network)
         schedule = self.make_scheduler(optimizer)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
@@ -176,7 +176,7 @@ def model_card(card: dict[str, Any]) -> str:
             "# The bundled target",
             "",
             f"A Llama of {card['parameters'] / 1e6:.1f} M parameters with a byte-level BPE of its own, trained from random "
-            f"weights by `{card['command']}` on Python sources, English prose and JSON records found or made on the "
+            f"weights by `{card['environment']['command']}` on Python sources, English prose and JSON records found or made on the "
             "machine (see `cotrain/corpora.py`). It exists to be decoded quickly by newcomers; it is no assistant.",
             "",
             f"{card['steps']} steps, {card['tokens_seen'] / 1e6:.1f} M tokens, {card['seconds']} s in {len(card['legs'])} "

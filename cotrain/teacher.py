@@ -77,6 +77,7 @@ def split(model: PreTrainedModel) -> tuple[Callable[[Tensor], Tensor], Callable[
     Heads that cap or scale their logits are followed; any other way is refused with a ValueError, since the two
     halves are compared with the whole on a few ids first.
     """
+    head: Any
     head, config = model.get_output_embeddings(), model.config.get_text_config().to_dict()
     cap, scale = config.get("final_logit_softcapping"), config.get("logit_scale") or 1.0
 

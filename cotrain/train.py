@@ -1,5 +1,6 @@
 """The main job: distil a draft, measure each checkpoint with the real engine, export the fastest."""
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -8,12 +9,12 @@ from typing import Any
 
 import lightning
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch.utils.data import ConcatDataset, DataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from cotrain import bench, draft, losses, optim
+from cotrain import bench, compare, draft, losses, optim
 from cotrain.callbacks import RealSpeed
 from cotrain.config import Loss, Regime, TrainConfig
 from cotrain.data import Blocks, blocks_of
@@ -23,6 +24,8 @@ from cotrain.rollout import Ask
 from cotrain.sets import Curriculum, Part, Sampled, corpus_part, regime
 from cotrain.teacher import load_pair, split
 from inference import Sampling
+from inference.atomic import write_atomic
+from inference.environment import environment
 from inference.pair import hash_target
 from inference.sampling import keep_top_k, keep_top_p
 from inference.store import Metadata, save
@@ -60,7 +63,7 @@ class Job:
 
 
 def distil(cfg: TrainConfig, folder: Path) -> dict[str, Any]:
-    """Run or resume the job in `folder`; returns the report of the exported draft."""
+    """Run or resume the job in `folder`; returns the report of the exported draft, nothing with measure=false."""
     settle(cfg.trainer.threads, cfg.trainer.seed)
     target, tokenizer = load_pair(
         cfg.target.path, cfg.quantisation.kind, cfg.target.dtype, cfg.target.trust_remote_code
@@ -69,11 +72,23 @@ def distil(cfg: TrainConfig, folder: Path) -> dict[str, Any]:
     network = initial(cfg, target)
     module = build(job, network)
     speed = RealSpeed(lambda draft: bench.quick(job.plan(draft), cfg.policy.k), folder / "checkpoints")
-    fit(job, module, speed)
+    fit(job, module, [speed] if cfg.measure else [])
+    keep_figures(job, module)
+    if not cfg.measure:
+        return {}
     fastest = speed.fastest()
     print(f"measuring the fastest checkpoint, step {fastest.step}, on prompts it was not chosen by")
     best = type(network).from_pretrained(fastest.path, dtype=torch.float32).eval()
     return export(job, module, best, speed)
+
+
+def keep_figures(job: Job, module: Distillation) -> None:
+    """What `cotrain compare` reads: held-out figures of the last step, text by text."""
+    loss = job.cfg.loss
+    label = job.cfg.label or (f"{loss.first}_then_{loss.then}" if loss.then else loss.first)
+    found = {"label": label, "seed": job.cfg.trainer.seed, "steps": job.cfg.trainer.steps,
+             "texts": compare.per_text(module.scores()), "environment": environment()}  # fmt: skip
+    write_atomic(job.folder / compare.FIGURES, json.dumps(found) + "\n")
 
 
 def export(job: Job, module: Distillation, best: PreTrainedModel, speed: RealSpeed) -> dict[str, Any]:
@@ -177,8 +192,8 @@ def parts(job: Job) -> tuple[Part, Part]:
     return corpus_part(corpus), Part(texts.ids, texts.predicted)
 
 
-def fit(job: Job, module: Distillation, speed: RealSpeed) -> None:
-    """Train, with acceptance and speed before the first step and at every validation; resumes last.ckpt."""
+def fit(job: Job, module: Distillation, extra: list[Callback]) -> None:
+    """Train, with acceptance (and `extra`) before the first step and at every validation; resumes last.ckpt."""
     cfg, last = job.cfg.trainer, job.folder / "checkpoints" / "last.ckpt"
     corpus, sampled = parts(job)
     done = torch.load(last, weights_only=True)["global_step"] if last.exists() else 0
@@ -189,7 +204,7 @@ def fit(job: Job, module: Distillation, speed: RealSpeed) -> None:
         gradient_clip_val=cfg.clip, val_check_interval=every, check_val_every_n_epoch=None, num_sanity_val_steps=0,
         log_every_n_steps=5, enable_model_summary=False,
         logger=TensorBoardLogger(job.folder, name="", version="tensorboard"),
-        callbacks=[speed, TQDMProgressBar(refresh_rate=5),
+        callbacks=[*extra, TQDMProgressBar(refresh_rate=5),
                    ModelCheckpoint(last.parent, "last", every_n_train_steps=every, enable_version_counter=False)],
     )  # fmt: skip
     asks = DataLoader([0])  # a validation is one call: the texts are the module's own

@@ -30,6 +30,8 @@ class Window:
 class SlotLayer(CacheLayerMixin):
     """Keys and values of one layer: (rows, heads, slots, head_dim), allocated at the first pass."""
 
+    keys: Tensor
+    values: Tensor
     is_sliding = False
     is_compileable = True
 
@@ -96,19 +98,20 @@ class SlotCache(Cache):
     """One SlotLayer a decoder layer, all sharing the window of the pass in progress."""
 
     def __init__(self, layers: int, rows: int, slots: int) -> None:
-        super().__init__(layers=[SlotLayer(rows, slots) for _ in range(layers)])
+        self.stores = [SlotLayer(rows, slots) for _ in range(layers)]
+        super().__init__(layers=[*self.stores])
         self.slots = slots
 
     def aim(self, window: Window) -> None:
         """Set the window of the next pass; slots are added when it reads past the end."""
         if window.limit > self.slots:
             self.slots = max(window.limit, 2 * self.slots)
-            for layer in self.layers:
+            for layer in self.stores:
                 layer.grow(self.slots)
-        for layer in self.layers:
+        for layer in self.stores:
             layer.window = window
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of one slot to another."""
-        for layer in self.layers:
+        for layer in self.stores:
             layer.move(source, target, length)

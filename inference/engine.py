@@ -81,13 +81,7 @@ class Engine:
         if isinstance(target, str):
             tokenizer = tokenizer or AutoTokenizer.from_pretrained(target)
             target = load_model(target, dtype)
-        self.proposer, self.rule, self.policy, self.tokenizer, self.rows = (
-            proposer,
-            verify,
-            policy,
-            tokenizer,
-            rows,
-        )
+        self.proposer, self.rule, self.policy, self.tokenizer, self.rows = proposer, verify, policy, tokenizer, rows
         self.target = LM(target, rows, _vocabulary(target, tokenizer), context)
         self.ends = _ends(target)
         self.current: _Run | None = None  # whose rows hold the slots
@@ -113,17 +107,12 @@ class Engine:
         run = self._run(rows, seed)
         for _ in self._rounds(run):
             pass
-        texts = [self.tokenizer.decode(row.new) for row in rows] if self.tokenizer else None
+        texts = [str(self.tokenizer.decode(row.new)) for row in rows] if self.tokenizer else None
         return Output([row.new for row in rows], texts, [row.finish or "length" for row in rows], run.stats)
 
     def stream(self, prompt: Prompt, **settings: Any) -> Iterator[Event]:
         """Events of one prompt as its rounds end; settings as in generate. RuntimeError once a later call began."""
-        options: dict[str, Any] = {
-            "max_new_tokens": 128,
-            "sampling": Sampling(),
-            "ids": None,
-            "ignore_eos": False,
-        }
+        options: dict[str, Any] = {"max_new_tokens": 128, "sampling": Sampling(), "ids": None, "ignore_eos": False}
         seed = settings.pop("seed", 0)
         unknown = set(settings) - set(options)
         if unknown:

@@ -20,8 +20,11 @@ class Proposal(NamedTuple):
 class Round(Protocol):
     """One round as a proposer sees it: texts so far, how many to draft, and the only way to make laws and draws."""
 
-    texts: Sequence[list[int]]
     k: list[int]
+
+    @property
+    def texts(self) -> Sequence[list[int]]:
+        """Prompt and emitted tokens of each row."""
 
     def law(self, logits: Tensor, drafted: list[Tensor]) -> Tensor:
         """Logits (A, V) after `drafted` ids (A,) each -> law (A, V) under each row's sampling settings."""

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,7 +53,7 @@ class LM:
         """As forward, without the head: prompts are stored, nothing is predicted."""
         self._call(self.model.base_model, ids, start, low)
 
-    def _call(self, module: torch.nn.Module, ids: Tensor, start: Sequence[int], low: int) -> object:
+    def _call(self, module: torch.nn.Module, ids: Tensor, start: Sequence[int], low: int) -> Any:
         window = self._window(ids, start, low)
         self.cache.aim(window)
         return module(
@@ -100,7 +101,7 @@ def _refuse_unsupported(model: PreTrainedModel, config: PreTrainedConfig) -> Non
     if kinds - {"full_attention", "global"} or window:
         raise ValueError(f"{name}: only full attention is supported, not {sorted(kinds)} "
                          f"with sliding_window={window}")  # fmt: skip
-    if settings.get("alibi") or not {"max_position_embeddings"} & {*settings, *config.attribute_map}:
+    if settings.get("alibi") or "max_position_embeddings" not in {*settings, *config.attribute_map}:
         raise ValueError(f"{name}: only positions given as numbers are supported, not ALiBi")
 
 

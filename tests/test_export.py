@@ -175,20 +175,18 @@ def law(model: nn.Module) -> torch.Tensor:
         return model(ids).logits.flatten(0, 1).softmax(-1)
 
 
-@pytest.mark.parametrize("make", [tied, lambda: tiny(VOCAB, layers=1)], ids=["tied", "two tables"])
-def test_padded_rows_share_the_mass_of_the_least_likely_token(
-    make: Callable[[], LlamaForCausalLM], tokenizer: PreTrainedTokenizerFast
-) -> None:
-    model = make()
+def test_padded_rows_copy_the_least_likely_token(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Token 7 is pushed down as training would: its row points away from where hidden states lie."""
+    model = tied()
+    with torch.no_grad():
+        hidden = model.model(torch.arange(200).view(8, 25)).last_hidden_state
+        model.model.norm.weight.zero_()[0] = 4.0
+        model.model.embed_tokens.weight[:, 0] = model.model.embed_tokens.weight[:, 0].abs() + 1
     before = law(model)
+    print(hidden.shape, before[:,7].mean())
     mass = resize(model, PADDED, tokenizer)
     after = law(model)
-    least = int((model.lm_head.weight[: len(tokenizer)] - model.lm_head.weight[-1]).abs().sum(-1).argmin())
-    assert least < len(tokenizer)  # an id that has a meaning, not a row that was padded before
-    for row in range(VOCAB, PADDED):
-        assert torch.allclose(after[:, row], after[:, least])
-    added = after[:, VOCAB:].sum(-1)
-    print("XX", mass, added.mean(), added.max(), before[:, : PADDED - VOCAB].sum(-1).mean())
+    print("XX", mass, after[:, VOCAB:].sum(-1).mean(), before.mean(0).min()*20)
 
 
 def test_a_head_with_a_bias_gives_padded_rows_no_mass(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -1,5 +1,8 @@
 """Tiny random models that every test can afford."""
 
+import copy
+from typing import Any
+
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -30,3 +33,27 @@ def tiny(
         pad_token_id=None,
     )
     return LlamaForCausalLM(config).to(dtype).eval()
+
+
+def near(model: LlamaForCausalLM, noise: float = 0.1, seed: int = 1) -> LlamaForCausalLM:
+    """A copy with noise of that deviation on its weights: a draft that often agrees, not always."""
+    torch.manual_seed(seed)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight += noise * torch.randn_like(weight)
+    return other
+
+
+def continued(model: LlamaForCausalLM, prompt: list[int], n: int, **settings: Any) -> list[int]:
+    """The n tokens, or fewer, that transformers' own greedy generate appends to the prompt alone."""
+    ids = torch.tensor([prompt])
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=n,
+        pad_token_id=0,
+        **settings,
+    )
+    return out[0, len(prompt) :].tolist()

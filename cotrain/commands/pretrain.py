@@ -4,6 +4,7 @@ import json
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -13,7 +14,7 @@ from cotrain.config import PretrainConfig
 from cotrain.corpora import embedded, manifest
 from cotrain.data import Blocks, embedded_texts, pack
 from cotrain.folders import claim
-from cotrain.ngram_lm import evaluate
+from cotrain.ngram_lm import bigram, bigram_alpha, evaluate
 from cotrain.tokenizer import token_bytes, train_tokenizer
 from cotrain.train import settle
 from inference.report import environment
@@ -91,24 +92,40 @@ def _leg(cfg: PretrainConfig, module: pretrain.LanguageModel, train: Blocks, hel
 
 
 def _card(
-    cfg: PretrainConfig, module: pretrain.LanguageModel, train: Blocks, held_out: Blocks,
-    tokenizer: PreTrainedTokenizerBase, folder: Path,
-) -> dict[str, object]:  # fmt: skip
+    cfg: PretrainConfig,
+    module: pretrain.LanguageModel,
+    train: Blocks,
+    held_out: Blocks,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+) -> dict[str, Any]:
     """What the model is: held-out bits per byte by domain beside a 5-gram's, tokens, seconds, machine, corpora."""
     legs = [json.loads(line) for line in (folder / "legs.jsonl").read_text().splitlines()]
     rate = cfg.pretraining
-    bits = pretrain.measure(module, held_out, rate.batch, rate.precision)
+    found = evaluate(train, held_out, token_bytes(tokenizer))  # trained on all domains, or on each alone
     return {
         "parameters": sum(p.numel() for p in module.network.parameters()),
         "steps": rate.steps,
         "tokens_seen": rate.steps * rate.batch * (cfg.data.block - 1),
         "seconds": sum(leg["seconds"] for leg in legs),
         "legs": legs,
-        "bits_per_byte": bits,
-        "five_gram": evaluate(train, held_out, token_bytes(tokenizer)),
+        "bits_per_byte": pretrain.measure(module, held_out, rate.batch, rate.precision),
+        "five_gram": {d: min(found[f"all/{d}"], found[f"{d}/{d}"]) for d in held_out.domains},
+        "bigram_alpha": _bigram_alpha(module, train, _first(held_out), tokenizer),
         "corpora": {d: manifest(embedded(d, "train", size)) for d, size in cfg.data.bytes.items()},
         "environment": environment(),
     }
+
+
+@torch.no_grad()
+def _bigram_alpha(
+    module: pretrain.LanguageModel, train: Blocks, held_out: Blocks, tokenizer: PreTrainedTokenizerBase
+) -> float:
+    """Mean acceptance of a bigram table of the train split's code, on held-out code."""
+    code = train.domains.index("code")
+    table = bigram(train.ids[train.domain == code].flatten(), len(tokenizer), add=0.1)
+    blocks = held_out.ids[held_out.domain == code].long().split(1)
+    return bigram_alpha(table, ((ids, module.network(ids).logits.float().log_softmax(-1)) for ids in blocks))
 
 
 def _export(module: pretrain.LanguageModel, tokenizer: PreTrainedTokenizerBase, folder: Path, card: dict) -> None:

@@ -20,8 +20,10 @@ def run(cfg: TrainConfig) -> None:
     settings = OmegaConf.to_container(cfg, resolve=True)
     settings = {key: value for key, value in settings.items() if key not in ("overwrite", "check", "output")}
     with claim(cfg.output, cfg.overwrite, settings) as folder:
-        file = folder.path / "draft" / "report.json"
-        report = json.loads(file.read_text()) if folder.state == "finished" else distil(cfg, folder.path)
-        folder.finish()
-    print(table(report))
-    print(f"draft: {folder.path / 'draft'}   curves: tensorboard --logdir {folder.path}")
+        if folder.state != "finished":
+            distil(cfg, folder.path)
+            folder.finish()
+    print(f"curves: tensorboard --logdir {folder.path}")
+    if cfg.measure:
+        print(table(json.loads((folder.path / "draft" / "report.json").read_text())))
+        print(f"draft: {folder.path / 'draft'}")

@@ -3,21 +3,22 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 BIAS = -1e4  # far below any logit, and finite in float16
-PROBES = (8, 32)  # texts, tokens of each
+TEXTS, LENGTH = 8, 32
 
 
 def resize(model: PreTrainedModel, size: int, tokenizer: PreTrainedTokenizerBase) -> float:
-    """Give the draft `size` rows in place; returns the most mass that added rows hold on a few random texts.
+    """Give the draft `size` rows in place; returns the chance that a draft falls on a row that was added.
 
-    No padded id v should be drafted: the target refuses it, so the text stays exact, but the round ends
+    A padded id v should never be drafted: the target refuses it, so the text stays exact, but the round ends
     there. A head with a bias gets -1e4 at v: no mass at all. A head without one (Llama, and every tied
-    embedding) has logit w_v . h, and no row w makes that small for every hidden state h; a zero row gives
-    logit 0, often far from the least. So row v is a copy of the row of the draft's least likely token u, the
-    one whose largest probability on the texts is smallest: q(v) = q(u) in every context, which training has
-    pushed down with h itself. The mass returned, to be written beside the export, says how well that went.
+    embedding) has logit w_v . h, and no row w makes that low for every hidden state h. So w_v is a copy of
+    the row of the least likely token u, which gives q(v) = q(u) in every context, low because training
+    pushed it down together with h; or 0, logit 0, where that is lower still. Both are judged by their mean
+    mass on texts drawn from the draft, and the chance returned is the mean mass of all added rows there.
 
     Rows past `size` are dropped: no target id reaches them. Raises ValueError when the tokenizer has more.
     """
@@ -27,26 +28,42 @@ def resize(model: PreTrainedModel, size: int, tokenizer: PreTrainedTokenizerBase
     if size <= old:
         model.resize_token_embeddings(size)
         return 0.0
-    least = int(_laws(model, used).amax(0)[:used].argmin())
+    texts = _own_texts(model, used)
+    least = _least_likely(_logits(model, texts)[..., :used])
     model.resize_token_embeddings(size, mean_resizing=False)
     _fill(model, old, least)
-    return float(_laws(model, used)[:, old:].sum(-1).max())
+    return float(_logits(model, texts).softmax(-1)[..., old:].sum(-1).mean())
+
+
+def _least_likely(logits: Tensor) -> int | None:
+    """The token of least mean mass, or None when a logit of 0 would have less. logits (B, T, V)."""
+    norm = logits.logsumexp(-1, keepdim=True)
+    masses = (logits - norm).exp().mean((0, 1))
+    return None if (-norm).exp().mean() < masses.min() else int(masses.argmin())
 
 
 @torch.no_grad()
-def _fill(model: PreTrainedModel, old: int, least: int) -> None:
-    """Rows from `old` on become copies of row `least`, in the embedding and in the head."""
+def _fill(model: PreTrainedModel, old: int, least: int | None) -> None:
+    """Rows from `old` on become copies of row `least`, or 0, in the embedding and in the head."""
     head = model.get_output_embeddings()
     tables: tuple[Any, ...] = (model.get_input_embeddings(), head)
     for table in tables:
-        table.weight[old:] = table.weight[least]
+        table.weight[old:] = 0 if least is None else table.weight[least]
     if head.bias is not None:
         head.bias[old:] = BIAS
 
 
+def _own_texts(model: PreTrainedModel, used: int) -> Tensor:
+    """Texts drawn from the draft at temperature 1, ids (TEXTS, LENGTH) below `used`, always the same."""
+    random = torch.Generator().manual_seed(0)
+    ids = torch.randint(used, (TEXTS, 1), generator=random)
+    while ids.shape[1] < LENGTH:
+        law = _logits(model, ids)[:, -1, :used].softmax(-1)
+        ids = torch.cat([ids, torch.multinomial(law, 1, generator=random)], 1)
+    return ids
+
+
 @torch.no_grad()
-def _laws(model: PreTrainedModel, used: int) -> torch.Tensor:
-    """Laws q after random tokens below `used`, (N, V) float32."""
-    ids = torch.randint(used, PROBES, generator=torch.Generator().manual_seed(0))
-    logits = model(input_ids=ids.to(model.device), use_cache=False).logits
-    return logits.flatten(0, 1).float().softmax(-1).cpu()
+def _logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """(B, T, V) float32 on the CPU."""
+    return model(input_ids=ids.to(model.device), use_cache=False).logits.float().cpu()

@@ -84,8 +84,5 @@ def _pad(rows: Sequence[list[int]], device: torch.device) -> Tensor:
 def store_prompts(lm: LM, low: int, prompts: Sequence[list[int]], chunk: int = 512) -> None:
     """Store all but the last token of each prompt in slots low, low + 1, ..., `chunk` positions a pass."""
     for start in range(0, max(map(len, prompts)) - 1, chunk):
-        lm.store(
-            _pad([prompt[:-1][start : start + chunk] for prompt in prompts], lm.device),
-            [start] * len(prompts),
-            low,
-        )
+        tails = [prompt[:-1][start : start + chunk] for prompt in prompts]
+        lm.store(_pad(tails, lm.device), [start] * len(prompts), low)

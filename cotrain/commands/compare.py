@@ -1,0 +1,19 @@
+"""`cotrain compare`: paired intervals between the runs below a folder."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from cotrain.compare import compare, read, table
+from cotrain.config import CompareConfig
+from inference.atomic import write_atomic
+from inference.report import environment
+
+
+def run(cfg: CompareConfig) -> None:
+    """Print the table; with `report=`, keep it with all figures as JSON."""
+    gains = compare(read(Path(cfg.folder)), cfg.baseline)
+    print(table(gains, cfg.baseline))
+    if cfg.report:
+        found = {"environment": environment(), "baseline": cfg.baseline, "gains": [asdict(gain) for gain in gains]}
+        write_atomic(Path(cfg.report), json.dumps(found, indent=2) + "\n")

@@ -1,0 +1,100 @@
+"""Comparing runs on the same held-out texts: tau of each, and paired intervals of the differences."""
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cotrain.acceptance import expected_calls
+from cotrain.errors import UserError
+from cotrain.evaluate import Scores
+
+FIGURES = "held_out.json"
+DEPTHS = (4, 8)
+RESAMPLES = 2000
+
+
+def per_text(scores: dict[float, Scores]) -> dict[str, Any]:
+    """What a comparison needs of one run: by temperature, lengths and exact expected calls of each text at k = 4, 8."""
+    return {
+        f"{temperature:g}": {
+            "alpha": found.alpha,
+            "lengths": found.lengths.tolist(),
+            "calls": {str(k): expected_calls(found.r, k, found.lengths).tolist() for k in DEPTHS},
+        }
+        for temperature, found in scores.items()
+    }
+
+
+@dataclass(frozen=True)
+class Gain:
+    """tau of a label (its runs pooled) and how much larger it is than the baseline's, with a 95 % interval."""
+
+    label: str
+    temperature: str
+    k: int
+    seeds: int
+    alpha: float
+    tau: float
+    gain: float
+    low: float
+    high: float
+
+
+def read(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """Runs below a folder by label, in the order of their seeds. Raises UserError when there is none."""
+    runs = [json.loads(file.read_text(encoding="utf-8")) for file in folder.rglob(FIGURES)]
+    if not runs:
+        raise UserError(f"folder={folder}: no run with a {FIGURES} in it")
+    found = defaultdict(list)
+    for run in sorted(runs, key=lambda run: run["seed"]):
+        found[run["label"]].append(run)
+    return dict(found)
+
+
+def compare(runs: dict[str, list[dict[str, Any]]], baseline: str) -> list[Gain]:
+    """Every label at every temperature and k, paired by seed and text with the baseline.
+
+    Each resample draws seeds, and texts, with replacement, the same for both sides. Raises UserError when the
+    baseline is missing, or runs were not judged on the same texts.
+    """
+    if baseline not in runs:
+        raise UserError(f"baseline={baseline}: the runs are {', '.join(sorted(runs))}")
+    gains = []
+    for label, mine in runs.items():
+        for temperature in mine[0]["texts"]:
+            for k in DEPTHS:
+                gains.append(_gain(label, mine, runs[baseline], temperature, k))
+    return sorted(gains, key=lambda gain: (gain.temperature, gain.k, -gain.tau))
+
+
+def _gain(label: str, mine: Sequence[dict[str, Any]], base: Sequence[dict[str, Any]], temperature: str, k: int) -> Gain:
+    seeds = min(len(mine), len(base))
+    ours, theirs = (_calls(side[:seeds], temperature, k) for side in (mine, base))  # (seeds, texts)
+    lengths = np.array(mine[0]["texts"][temperature]["lengths"], dtype=np.float64)
+    if ours.shape != theirs.shape or [run["texts"][temperature]["lengths"] for run in base][0] != lengths.tolist():
+        raise UserError(f"{label}: judged on other texts than the baseline; share rollouts between the runs")
+    rng = np.random.default_rng(0)
+    draws = [(rng.integers(seeds, size=seeds), rng.integers(len(lengths), size=len(lengths))) for _ in range(RESAMPLES)]
+    ratios = [theirs[np.ix_(s, t)].sum() / ours[np.ix_(s, t)].sum() - 1 for s, t in draws]
+    low, high = np.quantile(ratios, [0.025, 0.975])
+    alpha = float(np.mean([run["texts"][temperature]["alpha"] for run in mine]))
+    tau = float(seeds * lengths.sum() / ours.sum())
+    return Gain(label, temperature, k, seeds, alpha, tau, float(theirs.sum() / ours.sum() - 1), float(low), float(high))
+
+
+def _calls(runs: Sequence[dict[str, Any]], temperature: str, k: int) -> np.ndarray:
+    return np.array([run["texts"][temperature]["calls"][str(k)] for run in runs], dtype=np.float64)
+
+
+def table(gains: Sequence[Gain], baseline: str) -> str:
+    """Aligned text, one line a label, temperature and draft length."""
+    lines = [f"{'T':>4}  {'k':>2}  {'label':<14} seeds  alpha   tau     over {baseline} [95 % interval]"]
+    for g in gains:
+        interval = f"{g.gain:+.2%} [{g.low:+.2%}, {g.high:+.2%}]"
+        lines.append(f"{g.temperature:>4}  {g.k:>2}  {g.label:<14} {g.seeds:>5}  {g.alpha:.3f}  {g.tau:.3f}  {interval}")
+    return "\n".join(lines)

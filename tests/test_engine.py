@@ -1,0 +1,182 @@
+"""The batched engine says what each row says alone, and what plain decoding says."""
+
+import pytest
+import torch
+
+from inference import Engine, Sampling
+from inference.policy import Fixed
+from inference.proposers import Independent, NGram
+from tests.tiny import continued, near, tiny
+
+END = 31
+# mixed lengths, ids 0 (pad) and END inside, more prompts than rows
+PROMPTS = [[3, 5, 7, 3, 5], [END], [0, 0, 9, 4, 4, 0, END, 8, 2, 9, 9, 0], [0], [6, END, 6, END, 6], [1, 2], [12] * 9]
+LIMITS = [24, 9, 17, 30, 1, 12, 2]
+RULES = ["token", "block", "match", "coupled"]
+KINDS = ["independent", "greedy", "ngram"]
+
+
+class Uneven:
+    """Draft lengths that differ between rows and rounds, 0 among them; a function of each row's own text."""
+
+    def lengths(self, texts):
+        return [(4, 0, 2)[len(text) % 3] for text in texts]
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny(eos=END)
+
+
+@pytest.fixture(scope="module")
+def draft(target):
+    return near(target)
+
+
+@pytest.fixture
+def proposer(request, draft):
+    return {
+        "independent": lambda: Independent(draft),
+        "greedy": lambda: Independent(draft, greedy=True),
+        "ngram": lambda: NGram(),
+        "plain": lambda: None,
+    }[request.param]()
+
+
+def by_draft(*kinds):
+    return pytest.mark.parametrize("proposer", kinds, indirect=True)
+
+
+@by_draft(*KINDS, "plain")
+@pytest.mark.parametrize("policy", [Fixed(3), Uneven()], ids=["fixed", "uneven"])
+def test_greedy_text_is_that_of_transformers(target, proposer, policy):
+    engine = Engine(target, proposer, rows=3, policy=policy)
+    out = engine.generate(PROMPTS, max_new_tokens=LIMITS, sampling=Sampling(0))
+    assert out.tokens == [continued(target, text, n) for text, n in zip(PROMPTS, LIMITS, strict=True)]
+    assert out.finish == ["stop" if tokens[-1] == END else "length" for tokens in out.tokens]
+    assert out.stats.tokens == sum(map(len, out.tokens))
+
+
+@by_draft(*KINDS)
+@pytest.mark.parametrize("rule", RULES)
+def test_a_row_of_a_batch_is_that_row_alone(target, proposer, rule):
+    """Tokens, reasons and counts; slots are refilled and compacted on the way."""
+    regimes = [Sampling(), Sampling(0.7), Sampling(1, 9, 0.9), Sampling(0), Sampling(), Sampling(), Sampling(1.3)]
+    batch, one = (Engine(target, proposer, verify=rule, rows=rows, policy=Uneven()) for rows in (3, 1))
+    out = batch.generate(PROMPTS, max_new_tokens=LIMITS, sampling=regimes, seed=7)
+    for row, text in enumerate(PROMPTS):
+        own = one.generate([text], max_new_tokens=LIMITS[row], sampling=regimes[row], seed=7)
+        assert (own.tokens[0], own.finish[0]) == (out.tokens[row], out.finish[row])
+        assert own.stats.rows[0] == out.stats.rows[row]
+    assert sum(out.stats.accepted) > 5, "the draft is never right: nothing was tested"
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_permuting_the_batch_permutes_the_output(target, draft, rule):
+    engine = Engine(target, Independent(draft), verify=rule, rows=4)
+    out, order = engine.generate(PROMPTS, max_new_tokens=12), [5, 2, 0, 6, 1, 4, 3]
+    again = engine.generate([PROMPTS[i] for i in order], max_new_tokens=12)
+    assert again.tokens == [out.tokens[i] for i in order]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_equal_prompts_get_different_texts_and_the_seed_decides(target, draft, rule):
+    engine = Engine(target, Independent(draft), verify=rule)
+    run = lambda seed: engine.generate([[3, 5]] * 8, max_new_tokens=8, seed=seed, ignore_eos=True).tokens  # noqa: E731
+    first = run(0)
+    assert len(set(map(tuple, first))) == 8
+    assert run(0) == first
+    assert all(ours != theirs for ours, theirs in zip(run(1), first, strict=True))
+
+
+def test_ids_are_the_key_of_the_noise(target, draft):
+    engine = Engine(target, Independent(draft), rows=2)
+    out = engine.generate([[3, 5]] * 3, max_new_tokens=12, ids=[4, 9, 4], ignore_eos=True)
+    assert out.tokens[0] == out.tokens[2] != out.tokens[1]
+    assert engine.generate([[3, 5]], max_new_tokens=12, ids=[9], ignore_eos=True).tokens[0] == out.tokens[1]
+
+
+def test_tensors_are_prompts_too(target):
+    prompts = torch.tensor([[3, 5]] * 4)
+    out = Engine(target).generate(prompts, max_new_tokens=12)
+    assert out.tokens == Engine(target).generate([[3, 5]] * 4, max_new_tokens=12).tokens
+
+
+@by_draft(*KINDS)
+@pytest.mark.parametrize("policy", [Fixed(1), Fixed(4), Uneven()], ids=["1", "4", "uneven"])
+def test_coupled_text_is_that_of_plain_decoding(target, proposer, policy):
+    """Row 21 too: ends by token, own stop ids, minimum lengths and limits fall inside accepted drafts."""
+    regimes = [Sampling(0.9, min_new_tokens=n, stop_ids=(n, 20)) for n in range(7)]
+    run = {"max_new_tokens": LIMITS, "sampling": regimes, "seed": 3}
+    plain = Engine(target, verify="coupled").generate(PROMPTS, **run)
+    out = Engine(target, proposer, verify="coupled", rows=4, policy=policy).generate(PROMPTS, **run)
+    assert (out.tokens, out.finish) == (plain.tokens, plain.finish)
+    assert set(plain.finish) == {"stop", "length"}
+
+
+@pytest.mark.parametrize("rule", ["token", "block", "coupled"])
+def test_a_draft_equal_to_the_target_gives_k_plus_1_tokens_every_round(rule):
+    """Over 2,000 tokens of rows of different lengths (rows 16, 17, 20)."""
+    model = tiny(positions=512)
+    engine = Engine(model, Independent(model), verify=rule, rows=8)
+    prompts = [list(range(1, n + 2)) for n in range(8)]
+    out = engine.generate(prompts, max_new_tokens=250)
+    for row in out.stats.rows:
+        assert row.starts == list(range(0, 250, 5))
+        assert row.drafted == row.accepted == [50] * 4
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.7, 5, 0.9), Sampling(repetition_penalty=1.3)])
+def test_rounds_without_drafts_leave_the_draft_in_step(sampling):
+    """Lengths 0, 2 and 4 mixed in every round: a draft equal to the target is never refused (row 18)."""
+    model = tiny()
+    engine = Engine(model, Independent(model), rows=4, policy=Uneven())
+    stats = engine.generate(PROMPTS, max_new_tokens=60, sampling=sampling).stats
+    assert stats.drafted == stats.accepted and min(stats.drafted) > 50
+
+
+class Watched(Independent):
+    """Records how many tokens of each text its slots lack when a round begins."""
+
+    def propose(self, turn):
+        self.lacking.append([len(text) - n for text, n in zip(turn.texts, self.stored, strict=True)])
+        return super().propose(turn)
+
+
+def test_the_draft_lacks_one_token_or_two_after_full_acceptance(target, draft):
+    watched = Watched(draft)
+    watched.lacking = []
+    out = Engine(target, watched, rows=1).generate([[3, 5, 7]], max_new_tokens=62, ignore_eos=True)
+    starts = out.stats.rows[0].starts
+    taken = [after - before for before, after in zip(starts, starts[1:], strict=False)]
+    assert {1, 5} <= set(taken)
+    assert [row for (row,) in watched.lacking] == [1] + [1 + (n == 5) for n in taken][: len(watched.lacking) - 1]
+
+
+def test_an_earlier_call_leaves_nothing_behind(target, draft):
+    fresh = Engine(target, Independent(draft), rows=3).generate(PROMPTS, max_new_tokens=20)
+    used = Engine(target, Independent(draft), rows=3)
+    used.generate([[9] * 40, [8] * 3, [7] * 25, [1] * 60], max_new_tokens=50, seed=5)
+    next(used.stream([2] * 30, max_new_tokens=50))
+    again = used.generate(PROMPTS, max_new_tokens=20)
+    assert (again.tokens, again.stats.rows) == (fresh.tokens, fresh.stats.rows)
+
+
+def test_a_stream_is_generate_and_says_what_was_drafted(target, draft):
+    engine = Engine(target, Independent(draft))
+    for text in PROMPTS[:3]:
+        out = engine.generate([text], max_new_tokens=20, seed=2)
+        events = list(engine.stream(text, max_new_tokens=20, seed=2))
+        kinds = [kind for event in events for kind in event.kinds]
+        assert [token for event in events for token in event.ids] == out.tokens[0]
+        assert len(events) == out.stats.target_calls
+        assert kinds.count("drafted") == sum(out.stats.accepted)
+
+
+def test_two_streams_do_not_share_slots(target):
+    engine = Engine(target)
+    first, second = engine.stream([3, 5]), engine.stream([7])
+    next(first)
+    next(second)
+    with pytest.raises(RuntimeError, match="later call"):
+        next(first)
