@@ -66,9 +66,11 @@ def quick(plan: Plan, k: int) -> dict[str, float]:
 def measure(plan: Plan, extra: dict[str, Any] | None = None) -> dict[str, Any]:
     """The full report: draft length from measured costs, speed with intervals, exactness, parity, greedy beside."""
     size = plan.bench
+    if not size.depths or min(size.depths) < 1:
+        raise ValueError(f"bench.depths: {list(size.depths)} must be draft lengths of at least 1")
     print("bench: costs of passes, and the draft length that they and the acceptance call for")
     costs, choice = planned(plan)
-    k = max(choice.k, 1)
+    k = max(size.depths, key=choice.speedups.__getitem__)
     print(f"bench: draft length {k}; {size.prompts} prompts in turn: speculative, plain, transformers")
     engine = plan.engine(k)
     timing = _timed(plan, engine, plan.sampling)
@@ -109,7 +111,7 @@ def planned(plan: Plan) -> tuple[Costs, Choice]:
     context = size.prompt_tokens + size.new_tokens // 2
     costs = measure_costs(plan.target, plan.draft, longest, rows=size.rows, context=context, sampling=plan.sampling,
                           vocabulary=plan.plain().target.vocabulary)  # fmt: skip
-    prompts = plan.prompts(0, BATCH)
+    prompts = plan.prompts(size.quick_prompts + size.prompts, BATCH)  # not those that will be timed
     texts = interleave(
         [engine_arm("plain", plan.plain(BATCH), plan.sampling, size.new_tokens)],
         prompts,

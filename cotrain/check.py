@@ -1,6 +1,7 @@
 """`check=true`: what a run would need, told before any weight is loaded whole."""
 
 import os
+import re
 import shutil
 import time
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from inference.bundled import resolve
 WEIGHT_BYTES = {"none": 2.0, "int8": 1.0, "nf4": 0.5}
 TRAINED_BYTES = 16  # float32 weights, gradients and two moments of AdamW
 GIB = 2**30
+MEMINFO = Path("/proc/meminfo")
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class Need:
 
 def check(cfg: TrainConfig) -> list[str]:
     """Lines to print. Raises UserError, naming the key to change, for what will not work or fit."""
+    if cfg.init.kind == "pretrained" and cfg.draft.path is None:
+        raise UserError("init=pretrained: name the draft with draft.path=")
     place = resolve(cfg.target.path)
     config = AutoConfig.from_pretrained(place, trust_remote_code=cfg.target.trust_remote_code)
     vocabulary = _vocabulary(place, config)
@@ -102,7 +106,11 @@ def _memory() -> float:
     """Bytes that a run can take: of the GPU when there is one, else of main memory."""
     if torch.cuda.is_available():
         return float(torch.cuda.mem_get_info()[0])
-    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES"))
+    if MEMINFO.exists():  # what counts as free there leaves out caches, which give way
+        found = re.search(r"MemAvailable:\s+(\d+) kB", MEMINFO.read_text())
+        if found:
+            return float(found[1]) * 1024
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
 def _parent(path: Path) -> Path:

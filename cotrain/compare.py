@@ -96,5 +96,7 @@ def table(gains: Sequence[Gain], baseline: str) -> str:
     lines = [f"{'T':>4}  {'k':>2}  {'label':<14} seeds  alpha   tau     over {baseline} [95 % interval]"]
     for g in gains:
         interval = f"{g.gain:+.2%} [{g.low:+.2%}, {g.high:+.2%}]"
-        lines.append(f"{g.temperature:>4}  {g.k:>2}  {g.label:<14} {g.seeds:>5}  {g.alpha:.3f}  {g.tau:.3f}  {interval}")
+        lines.append(
+            f"{g.temperature:>4}  {g.k:>2}  {g.label:<14} {g.seeds:>5}  {g.alpha:.3f}  {g.tau:.3f}  {interval}"
+        )
     return "\n".join(lines)

@@ -24,9 +24,9 @@ class Regime:
 
 @dataclass
 class Policy:
-    """How many tokens to draft: always k."""
+    """How many tokens to draft: always k; null is what a draft folder was planned with."""
 
-    k: int
+    k: int | None
 
 
 @dataclass
@@ -143,7 +143,6 @@ class Trainer:
     batch: int
     validations: int
     precision: str
-    accelerator: str
     clip: float
     threads: int  # 0: as many as torch finds
     seed: int
@@ -252,7 +251,6 @@ class BenchConfig:
     quantisation: Quantisation
     draft: Model
     regime: Regime
-    policy: Policy
     data: Data
     rollout: Rollout
     bench: Bench
@@ -271,7 +269,22 @@ class CompareConfig:
     report: str | None  # a JSON file to write
 
 
+@dataclass
+class ExportConfig:
+    """`cotrain export`."""
+
+    draft: Model
+    target: Model
+    engine: str  # vllm, sglang, tensorrt_llm or transformers
+    k: int | None
+    objective: str | None  # sampled or greedy
+    check: str | None  # a folder to check instead
+    output: str
+    overwrite: bool
+
+
 SCHEMAS = {
+    "export": ExportConfig,
     "compare": CompareConfig,
     "bench": BenchConfig,
     "generate": GenerateConfig,

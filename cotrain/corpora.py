@@ -51,13 +51,13 @@ def _hash(text: str) -> int:
 
 
 def embedded(domain: str, split: str, max_bytes: int) -> list[Document]:
-    """Documents of a domain in hash order, at most `max_bytes` of UTF-8, without repeated texts.
+    """Documents of a domain up to the one that reaches `max_bytes` of UTF-8, without repeated texts.
 
     Raises ValueError for an unknown domain or split, or when nothing was found.
     """
     sources = {"code": _code, "prose": _prose, "records": _records}
     if domain not in sources:
-        raise ValueError(f"data.domains: no embedded corpus {domain!r}; there are {', '.join(DOMAINS)}")
+        raise ValueError(f"data.bytes: no embedded corpus {domain!r}; there are {', '.join(DOMAINS)}")
     if split not in ("train", "held_out"):
         raise ValueError(f"split: {split!r} is neither 'train' nor 'held_out'")
     documents, seen, size = [], set(), 0

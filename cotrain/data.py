@@ -35,6 +35,7 @@ def embedded_texts(max_bytes: dict[str, int], split: str) -> datasets.Dataset:
     rows = [
         {"text": document.text, "domain": domain}
         for domain, size in max_bytes.items()
+        if size > 0
         for document in embedded(domain, split, size)
     ]
     return datasets.Dataset.from_list(rows)
@@ -43,24 +44,29 @@ def embedded_texts(max_bytes: dict[str, int], split: str) -> datasets.Dataset:
 def read_texts(path: str, column: str = "text", split: str = "train") -> datasets.Dataset:
     """Rows (text, domain) of a jsonl, parquet or text file, or of a data set by hub id or local folder.
 
-    Raises ValueError, naming the key to change, for a missing file, a missing column, bytes that are no
-    UTF-8, or no text at all.
+    Raises ValueError, naming the key to change, for what cannot be found or read, a missing column or one of
+    other things than text, bytes that are no UTF-8, or no text at all.
     """
     loader = LOADERS.get(Path(path).suffix)
     if loader and not Path(path).is_file():
         raise ValueError(f"data.path: no such file: {path}")
+    if loader and not Path(path).stat().st_size:
+        raise ValueError(f"data.path: {path} is empty")
     try:
         rows = datasets.load_dataset(loader, data_files=path, split="train") if loader else _open(path, split)
-    except (UnicodeDecodeError, datasets.exceptions.DatasetGenerationError) as error:
-        reason = error.__cause__ or error
-        raise ValueError(f"data.path: {path} cannot be read as UTF-8 text: {reason}") from error
+        values = list(rows[column]) if column in rows.column_names else []
+    except (ValueError, OSError, datasets.exceptions.DatasetGenerationError) as error:
+        raise ValueError(f"data.path: {path} cannot be read: {error.__cause__ or error}") from error
     if column not in rows.column_names:
         raise ValueError(f"data.column: {path} has no column {column!r}; it has {rows.column_names}")
-    rows = rows.filter(lambda row: bool((row[column] or "").strip()))
-    if not len(rows):
+    if not all(isinstance(value, str | None) for value in values):
+        raise ValueError(f"data.column: {column!r} of {path} holds {rows.features[column]}, not text")
+    domains = rows["domain"] if "domain" in rows.column_names else [None] * len(rows)
+    kept = [(text, domain) for text, domain in zip(values, domains, strict=True) if text and text.strip()]
+    if not kept:
         raise ValueError(f"data.path: {path} holds no text in column {column!r}")
-    domains = rows["domain"] if "domain" in rows.column_names else ["own"] * len(rows)
-    return datasets.Dataset.from_dict({"text": rows[column], "domain": domains})
+    names = ["own" if domain is None else str(domain) for _, domain in kept]
+    return datasets.Dataset.from_dict({"text": [text for text, _ in kept], "domain": names})
 
 
 def _open(path: str, split: str) -> datasets.Dataset:
@@ -73,15 +79,19 @@ def blocks_of(data: Data, split: str, tokenizer: PreTrainedTokenizerBase) -> Blo
         sizes = data.bytes if split == "train" else data.held_out_bytes
         return pack(embedded_texts(sizes, split), tokenizer, data.block)
     texts = read_texts(data.path, data.column, data.split)
-    texts = texts.filter(lambda row: Document(row["text"], "").held_out == (split == "held_out"))
-    return pack(texts, tokenizer, data.block)
+    mine = texts.filter(lambda row: Document(row["text"], "").held_out == (split == "held_out"))
+    if not len(mine):
+        raise ValueError(f"data.path: none of {len(texts)} texts falls to the split {split}: give more")
+    return pack(mine, tokenizer, data.block)
 
 
 def pack(texts: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, length: int) -> Blocks:
     """Tokenize each domain into one stream, an end token before every text, cut in blocks of `length`.
 
-    Raises ValueError when there is less text than one block.
+    Raises ValueError when there is less text than one block, or the tokenizer has no end token.
     """
+    if tokenizer.eos_token_id is None:
+        raise ValueError("target.path: its tokenizer has no end token, which separates texts")
     ids, domain, names = [], [], sorted(set(texts["domain"]))
     for index, name in enumerate(names):
         part = texts.filter(lambda row, name=name: row["domain"] == name)
@@ -89,10 +99,9 @@ def pack(texts: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, length: in
         blocks = stream[: len(stream) // length * length].view(-1, length)
         ids.append(blocks)
         domain.append(torch.full((len(blocks),), index))
-    packed = Blocks(torch.cat(ids), torch.cat(domain), names)
-    if not len(packed):
-        raise ValueError(f"data: {len(texts)} texts make less than one block of {length} tokens")
-    return packed
+    if not any(map(len, ids)):
+        raise ValueError(f"data.block: {len(texts)} texts make less than one block of {length} tokens")
+    return Blocks(torch.cat(ids), torch.cat(domain), names)
 
 
 def _stream(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[int]:

@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -53,7 +53,12 @@ def claim(path: str | Path, overwrite: bool = False, settings: Mapping[str, Any]
         run = _open(path, overwrite, wanted)
         if run.state == "new":
             _mark(path, "unfinished", run.settings)
-        yield run
+        try:
+            yield run
+        except BaseException:
+            if run.state == "new" and {entry.name for entry in path.iterdir()} <= {MARKER, LOCK}:
+                (path / MARKER).unlink()  # nothing was made: other settings may take the folder
+            raise
 
 
 def _make(path: Path) -> None:
@@ -142,7 +147,8 @@ def _locked(path: Path) -> Iterator[None]:
         os.pwrite(handle, f"process {os.getpid()}\n".encode(), 0)
         yield
     finally:
-        file.unlink(missing_ok=True)
+        with suppress(OSError):  # left behind, it stops nobody
+            file.unlink()
         os.close(handle)
 
 

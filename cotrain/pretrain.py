@@ -50,7 +50,7 @@ class LanguageModel(lightning.LightningModule):
         self.totals = torch.zeros(len(self.domains), 2, dtype=torch.float64)  # nats, bytes
 
     def validation_step(self, batch: dict[str, torch.Tensor], _: int) -> None:
-        nats = self.nats(batch["ids"]).sum(1).double().cpu()
+        nats = self.nats(batch["ids"]).sum(1).cpu().double()
         size = self.sizes[batch["ids"][:, 1:].cpu()].sum(1).double()
         self.totals.index_add_(0, batch["domain"].cpu(), torch.stack([nats, size], 1))
 

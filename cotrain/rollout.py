@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from cotrain.data import Blocks
-from cotrain.rollouts import beside
 from inference import Engine, Sampling
 from inference.atomic import write_atomic
 
@@ -27,27 +26,29 @@ class Ask:
 def prompts(blocks: Blocks, count: int, tokens: int, seed: int) -> Iterator[tuple[str, list[int]]]:
     """(domain, prompt ids): the first `tokens` of blocks chosen by seed, `count` of each domain.
 
-    Raises ValueError when a domain has fewer blocks.
+    Raises ValueError when a domain has fewer blocks, or blocks are shorter.
     """
+    if tokens > blocks.ids.shape[1]:
+        raise ValueError(f"rollout.prompt_tokens: {tokens} do not fit data.block={blocks.ids.shape[1]}")
     generator = torch.Generator().manual_seed(seed)
     for index, domain in enumerate(blocks.domains):
         mine = (blocks.domain == index).nonzero().squeeze(1)
         if len(mine) < count:
-            raise ValueError(f"rollout.texts: {count} prompts asked of {domain}, there are {len(mine)} blocks")
+            raise ValueError(f"rollout.texts, rollout.held_out_texts: {count} prompts asked of {domain}, there are "
+                             f"{len(mine)} blocks: ask for fewer, lower data.block, or give more text")  # fmt: skip
         for at in mine[torch.randperm(len(mine), generator=generator)[:count]].tolist():
             yield domain, blocks.ids[at, :tokens].tolist()
 
 
 def collect(
-    engine: Engine, asked: list[tuple[str, list[int]]], sampling: Sampling, new_tokens: int, seed: int, path: Path,
+    engine: Engine, asked: list[tuple[str, list[int]]], sampling: Sampling, new_tokens: int, seed: int, partial: Path,
     say: Callable[[str], None] = print,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Sample a continuation of every (domain, prompt); rows of rollouts.FEATURES, end tokens kept.
 
-    Finished batches are kept in path.partial.jsonl, so an interrupted run goes on with the next one. The place in
+    Finished batches are kept in the file `partial`, so an interrupted run goes on with the next one. The place in
     the list is the key of the noise: a resumed run samples what an uninterrupted one would have.
     """
-    partial = beside(path, "partial.jsonl")
     partial.parent.mkdir(parents=True, exist_ok=True)
     rows = _whole_lines(partial)
     begun, clock = len(rows), time.perf_counter()
@@ -66,7 +67,6 @@ def collect(
             rows += made
             left = (time.perf_counter() - clock) / (len(rows) - begun) * (len(asked) - len(rows))
             say(f"rollout T={sampling.temperature:g}: {len(rows)}/{len(asked)} texts, {left:.0f} s left")
-    partial.unlink()
     return rows
 
 

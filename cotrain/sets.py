@@ -1,5 +1,7 @@
 """What a run learns from and is judged on: corpus blocks and texts sampled from the target."""
 
+import hashlib
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,9 +58,10 @@ class Curriculum(Sampler[int]):
 
 @dataclass(frozen=True)
 class Sampled:
-    """Texts of the target: shipped ones when they were made by this very target, else sampled here and kept.
+    """Texts of the target: shipped ones when they are what would be sampled here, else sampled here and kept.
 
-    kind: "train" or "held_out" (the split that the prompts come from). folder: where own sets are kept.
+    kind: "train" or "held_out" (the split that the prompts come from). folder: where own sets are kept. source: where
+    prompts come from, a path or "embedded".
     """
 
     target: PreTrainedModel
@@ -67,6 +70,7 @@ class Sampled:
     ask: rollout.Ask
     rows: int
     seed: int
+    source: str
 
     def texts(
         self, kind: str, sampling: Sampling, blocks: Callable[[], Blocks], say: Announce = print
@@ -74,30 +78,37 @@ class Sampled:
         """The texts of a regime; `blocks` gives prompts if they must be sampled, and is not called otherwise."""
         for place in (folder("data") / "rollouts", self.folder):
             path = place / name(kind, sampling)
-            if self._fits(path, sampling):
+            if self._fits(path, kind, sampling):
                 return rollouts.texts(rollouts.read(path))
         return rollouts.texts(rollouts.read(self.sample(kind, sampling, blocks(), say)))
 
     def sample(self, kind: str, sampling: Sampling, blocks: Blocks, say: Announce = print) -> Path:
         """Sample a set and keep it; interrupted, the next call goes on where this one stopped."""
-        path = self.folder / name(kind, sampling)
+        path, made = self.folder / name(kind, sampling), self._manifest(kind, sampling)
+        partial = rollouts.beside(path, f"{_digest(made)}.partial.jsonl")  # of this very set
         asked = list(rollout.prompts(blocks, self.ask.texts[kind], self.ask.prompt_tokens, self.seed))
         engine = Engine(self.target, tokenizer=self.tokenizer, rows=self.rows)
-        rows = rollout.collect(engine, asked, sampling, self.ask.new_tokens, self.seed, path, say)
-        rollouts.save(rows, path, self._manifest(kind, sampling))
+        rows = rollout.collect(engine, asked, sampling, self.ask.new_tokens, self.seed, partial, say)
+        rollouts.save(rows, path, made)
+        partial.unlink()
         return path
 
     def _manifest(self, kind: str, sampling: Sampling) -> dict[str, object]:
         return {"kind": kind, "regime": regime(sampling), "target": self._target(), "seed": self.seed,
-                "prompt_tokens": self.ask.prompt_tokens, "new_tokens": self.ask.new_tokens}  # fmt: skip
+                "source": self.source, "texts": self.ask.texts[kind], "prompt_tokens": self.ask.prompt_tokens,
+                "new_tokens": self.ask.new_tokens}  # fmt: skip
 
     def _target(self) -> dict[str, str | None]:
         return hash_target(self.target.config, self.tokenizer) | {"weights": fingerprint(self.target)}
 
-    def _fits(self, path: Path, sampling: Sampling) -> bool:
-        """Made by this very target in this regime: a set of another is no data for this one."""
+    def _fits(self, path: Path, kind: str, sampling: Sampling) -> bool:
+        """Made by this very target in this regime from such prompts: any other set is no data for this run."""
         found = rollouts.manifest(path)
-        return found is not None and (found["regime"], found["target"]) == (regime(sampling), self._target())
+        return found is not None and self._manifest(kind, sampling).items() <= found.items()
+
+
+def _digest(manifest: dict[str, object]) -> str:
+    return hashlib.blake2b(json.dumps(manifest, sort_keys=True).encode(), digest_size=6).hexdigest()
 
 
 def regime(sampling: Sampling) -> dict[str, float]:

@@ -8,15 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     BitsAndBytesConfig,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
 from inference.bundled import resolve
 from inference.store import load_tokenizer
+from inference.weights import weight_files
 
 QUANTISATIONS: dict[str, dict[str, Any]] = {
     "none": {},
@@ -25,47 +28,77 @@ QUANTISATIONS: dict[str, dict[str, Any]] = {
 }
 
 
+SAMPLE = 1024  # values of a tensor that its fingerprint reads
+
+
 def load_target(
     path: str, quantisation: str = "none", dtype: str = "auto", trust_remote_code: bool = False
 ) -> PreTrainedModel:
     """A frozen causal LM from a folder or hub id, safetensors only, on the GPU when there is one.
 
-    Raises ValueError for an unknown quantisation or weights that are not finite.
+    Raises ValueError for an unknown quantisation and for weights that are missing or not finite.
     """
     if quantisation not in QUANTISATIONS:
         raise ValueError(f"quantisation: {quantisation!r} is none of {', '.join(QUANTISATIONS)}")
     options = QUANTISATIONS[quantisation]
-    model = AutoModelForCausalLM.from_pretrained(
+    model, info = AutoModelForCausalLM.from_pretrained(
         path,
+        output_loading_info=True,
         dtype=dtype,
         use_safetensors=True,
         trust_remote_code=trust_remote_code,
         quantization_config=BitsAndBytesConfig(**options) if options else None,
         device_map="cuda" if torch.cuda.is_available() else "cpu",
     )
+    if info["missing_keys"]:
+        raise ValueError(f"target.path: {path} lacks weights: {', '.join(sorted(info['missing_keys']))}")
     for name, weight in model.named_parameters():
         if weight.is_floating_point() and not bool(torch.isfinite(weight).all()):
             raise ValueError(f"target.path: {path} has NaN or infinite weights in {name}")
     return model.eval().requires_grad_(False)
 
 
+def load_config(path: str, trust_remote_code: bool = False) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
+    """Configuration and tokenizer of a target, without its weights; "bundled" is the one shipped.
+
+    Raises ValueError or OSError, naming the key or file, for a target that is not there or lacks a tokenizer.
+    """
+    place = resolve(path)
+    if Path(place).is_dir():
+        tokenizer = load_tokenizer(Path(place), trust_remote_code)
+    else:
+        tokenizer = _hub_tokenizer(place, trust_remote_code)
+    if tokenizer is None:
+        raise ValueError(f"target.path: {path} has no tokenizer files (tokenizer.json, tokenizer_config.json)")
+    return AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code), tokenizer
+
+
 def load_pair(
     path: str, quantisation: str = "none", dtype: str = "auto", trust_remote_code: bool = False
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Target and tokenizer; "bundled" is the one shipped. Raises ValueError for a target without a tokenizer."""
+    """Target and tokenizer; "bundled" is the one shipped. Raises as load_config, and for damaged weights."""
     place = resolve(path)
-    local = Path(place).is_dir()
-    tokenizer = load_tokenizer(Path(place), trust_remote_code) if local else AutoTokenizer.from_pretrained(place)
-    if tokenizer is None:
-        raise ValueError(f"target.path: {path} has no tokenizer files (tokenizer.json, tokenizer_config.json)")
+    if Path(place).is_dir():
+        weight_files(Path(place))
+    _, tokenizer = load_config(path, trust_remote_code)
     return load_target(place, quantisation, dtype, trust_remote_code), tokenizer
 
 
+def _hub_tokenizer(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except OSError as error:
+        raise ValueError(f"target.path: {name} is no folder, and no model that the hub gave: {error}") from error
+
+
 def fingerprint(model: PreTrainedModel) -> str:
-    """A hash that changes when the target is trained further or quantised: of its embeddings in bfloat16 and its
-    quantisation settings. Shapes are `hash_target`'s business."""
-    weight = model.get_input_embeddings().weight.detach().to(torch.bfloat16).view(torch.int16).cpu()
-    digest = hashlib.blake2b(weight.numpy().tobytes(), digest_size=16)
+    """A hash that changes when the target is trained further or quantised: of values spread over each of its tensors,
+    in bfloat16, and its quantisation settings. Shapes are `hash_target`'s business."""
+    digest = hashlib.blake2b(digest_size=16)
+    for tensor in model.state_dict().values():
+        values = tensor.flatten()[:: max(tensor.numel() // SAMPLE, 1)]
+        values = values.to(torch.bfloat16).view(torch.int16) if values.is_floating_point() else values
+        digest.update(values.cpu().numpy().tobytes())
     quantised = model.config.to_dict().get("quantization_config")
     digest.update(str(quantised and quantised.get("quant_method")).encode())
     return digest.hexdigest()
@@ -95,7 +128,10 @@ def split(model: PreTrainedModel) -> tuple[Callable[[Tensor], Tensor], Callable[
 
 @torch.no_grad()
 def _agree(model: PreTrainedModel, hidden: Callable[..., Tensor], logits: Callable[..., Tensor]) -> None:
+    training = model.training
+    model.eval()  # dropout would make any two passes differ
     ids = torch.arange(min(8, model.config.get_text_config().vocab_size), device=model.device).unsqueeze(0)
     halves, whole = logits(hidden(ids)).float(), model(input_ids=ids, use_cache=False).logits.float()
+    model.train(training)
     if not torch.allclose(halves, whole, rtol=1e-2, atol=1e-2):
         raise ValueError(f"{type(model).__name__}: its head does more than project; it cannot be read in chunks")

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +16,17 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cotrain import bench, compare, draft, losses, optim
 from cotrain.callbacks import RealSpeed
-from cotrain.config import Loss, Regime, TrainConfig
+from cotrain.config import Loss, TrainConfig
 from cotrain.data import Blocks, blocks_of
 from cotrain.evaluate import held_out
 from cotrain.module import Distillation, Stage
+from cotrain.regimes import sampling, truncation
 from cotrain.rollout import Ask
 from cotrain.sets import Curriculum, Part, Sampled, corpus_part, regime
 from cotrain.teacher import load_pair, split
-from inference import Sampling
 from inference.atomic import write_atomic
 from inference.environment import environment
 from inference.pair import hash_target
-from inference.sampling import keep_top_k, keep_top_p
 from inference.store import Metadata, save
 
 
@@ -44,7 +43,8 @@ class Job:
         ask = self.cfg.rollout
         texts = {"train": ask.texts, "held_out": ask.held_out_texts}
         return Sampled(self.target, self.tokenizer, self.folder / "rollouts",
-                       Ask(texts, ask.prompt_tokens, ask.new_tokens), ask.rows, ask.seed)  # fmt: skip
+                       Ask(texts, ask.prompt_tokens, ask.new_tokens), ask.rows, ask.seed,
+                       self.cfg.data.path or "embedded")  # fmt: skip
 
     def blocks(self, part: str) -> Blocks:
         return blocks_of(self.cfg.data, part, self.tokenizer)
@@ -78,8 +78,8 @@ def distil(cfg: TrainConfig, folder: Path) -> dict[str, Any]:
         return {}
     fastest = speed.fastest()
     print(f"measuring the fastest checkpoint, step {fastest.step}, on prompts it was not chosen by")
-    best = type(network).from_pretrained(fastest.path, dtype=torch.float32).eval()
-    return export(job, module, best, speed)
+    network.load_state_dict(type(network).from_pretrained(fastest.path, dtype=torch.float32).state_dict())
+    return export(job, module, speed)
 
 
 def keep_figures(job: Job, module: Distillation) -> None:
@@ -91,9 +91,9 @@ def keep_figures(job: Job, module: Distillation) -> None:
     write_atomic(job.folder / compare.FIGURES, json.dumps(found) + "\n")
 
 
-def export(job: Job, module: Distillation, best: PreTrainedModel, speed: RealSpeed) -> dict[str, Any]:
-    """Measure the fastest checkpoint afresh and write the draft folder; returns its report."""
-    module.draft.load_state_dict(best.state_dict())
+def export(job: Job, module: Distillation, speed: RealSpeed) -> dict[str, Any]:
+    """Measure the module's draft afresh and write the draft folder; returns its report."""
+    best = module.draft
     loss = job.cfg.loss
     extra = {
         "held_out": module.acceptance(),
@@ -149,25 +149,11 @@ def _loss(name: str) -> Callable[..., torch.Tensor]:
     return vars(losses)[name]
 
 
-def sampling(regime: Regime, temperature: float | None = None) -> Sampling:
-    """The regime as the engine takes it, at its own temperature or another."""
-    return Sampling(regime.temperature if temperature is None else temperature, regime.top_k, regime.top_p)
-
-
-def truncation(top_k: int, top_p: float) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """What the regime cuts from a law, or None."""
-    cuts = [partial(keep_top_k, k=top_k)] if top_k else []
-    cuts += [partial(keep_top_p, p=top_p)] if top_p < 1 else []
-    if not cuts:
-        return None
-    return cuts[0] if len(cuts) == 1 else lambda logits: cuts[1](cuts[0](logits))
-
-
 def build(job: Job, network: PreTrainedModel) -> Distillation:
     """Wire the module: losses, optimiser, held-out texts of each temperature."""
     cfg, sampled, (read_target, _) = job.cfg, job.sampled(), split(job.target)
-    prompts = partial(job.blocks, "held_out")
-    cut = truncation(cfg.regime.top_k, cfg.regime.top_p)
+    prompts = cache(partial(job.blocks, "held_out"))
+    cut = truncation(cfg.regime)
     judged = {
         t: held_out(read_target, sampled.texts("held_out", sampling(cfg.regime, t), prompts), t, cut)
         for t in cfg.rollout.temperatures
@@ -193,22 +179,30 @@ def parts(job: Job) -> tuple[Part, Part]:
 
 
 def fit(job: Job, module: Distillation, extra: list[Callback]) -> None:
-    """Train, with acceptance (and `extra`) before the first step and at every validation; resumes last.ckpt."""
+    """Train, with acceptance (and `extra`) before the first step, at every validation and after the last step.
+
+    A checkpoint is kept after each validation, its figures included; the next call goes on there. Leaves the draft
+    in eval mode where the target is.
+    """
     cfg, last = job.cfg.trainer, job.folder / "checkpoints" / "last.ckpt"
     corpus, sampled = parts(job)
     done = torch.load(last, weights_only=True)["global_step"] if last.exists() else 0
     order = Curriculum((len(corpus), len(sampled)), cfg.corpus_steps * cfg.batch, cfg.seed, done * cfg.batch)
-    every = max(cfg.steps // cfg.validations, 1)
+    every = max(cfg.steps // max(cfg.validations, 1), 1)
     trainer = lightning.Trainer(
-        accelerator=cfg.accelerator, devices=1, precision=cfg.precision, max_steps=cfg.steps, max_epochs=-1,
+        accelerator=job.target.device.type, devices=1, precision=cfg.precision, max_steps=cfg.steps, max_epochs=-1,
         gradient_clip_val=cfg.clip, val_check_interval=every, check_val_every_n_epoch=None, num_sanity_val_steps=0,
         log_every_n_steps=5, enable_model_summary=False,
         logger=TensorBoardLogger(job.folder, name="", version="tensorboard"),
         callbacks=[*extra, TQDMProgressBar(refresh_rate=5),
-                   ModelCheckpoint(last.parent, "last", every_n_train_steps=every, enable_version_counter=False)],
+                   ModelCheckpoint(last.parent, "last", every_n_epochs=1, save_on_train_epoch_end=False,
+                                   enable_version_counter=False)],
     )  # fmt: skip
     asks = DataLoader([0])  # a validation is one call: the texts are the module's own
     if not done:
         trainer.validate(module, asks, verbose=False)
     train = DataLoader(ConcatDataset([corpus, sampled]), batch_size=cfg.batch, sampler=order)
     trainer.fit(module, train, asks, ckpt_path=last if done else None)
+    if trainer.global_step % every:  # the last validation was not at the last step
+        trainer.validate(module, asks, verbose=False)
+    module.draft.to(job.target.device).eval()  # the trainer leaves it on the CPU

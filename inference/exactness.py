@@ -42,6 +42,8 @@ def check(engine: Engine, texts: Texts, sampling: Sampling, max_new_tokens: int,
     """
     if engine.proposer is None:
         raise ValueError("exactness: an engine without a proposer is plain decoding, there is nothing to check")
+    if [row.tokens for row in texts.counts] != [len(text) for text in texts.tokens]:
+        raise ValueError("exactness: the counts do not belong to these texts")
     prompts = dict(zip(texts.ids, texts.prompts, strict=True))  # without repeats
     text = check_coupled(engine, list(prompts.values()), list(prompts), sampling, max_new_tokens, seed)
     if not isinstance(engine.proposer, Independent):
@@ -153,7 +155,7 @@ def check_depth(figures: Figures, texts: Texts) -> DepthCheck | None:
     at = started(figures, texts)
     rounds = int(at.sum())
     if rounds != sum(sum(row.drafted[:1]) for row in texts.counts):
-        raise ValueError("exactness: the counts do not belong to these texts, or the policy reads the batch")
+        raise ValueError("exactness: the counts do not belong to these texts under this policy and limit")
     if rounds == 0:
         return None
     alpha, near = figures.alpha[at], (figures.near_p | figures.near_q)[at]

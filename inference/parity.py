@@ -63,7 +63,7 @@ def pair_figures(
         near_q = near_ties(q_block.logits, noise_q) & certain
         columns = slice(p_block.start, p_block.start + p_block.x.shape[1])
         for value, one in zip(values, (*found, near_p, near_q), strict=True):
-            value[p_block.rows, columns] = one.double().cpu() * 1.0
+            value[p_block.rows, columns] = one.double().cpu()
     lengths = torch.tensor([len(text) for text in texts.tokens])
     inside = torch.arange(k.shape[1]) < lengths[:, None]
     values = values.masked_fill(~inside, 0.0)
@@ -79,7 +79,7 @@ def _laws(p_block: Block, q_block: Block, sampling: Sampling, greedy: bool) -> t
         q = one_hot(q.argmax(-1), q)
     at = p_block.x.unsqueeze(-1)
     px, qx = p.gather(-1, at).squeeze(-1).double(), q.gather(-1, at).squeeze(-1).double()
-    alpha = torch.minimum(p, q).sum(-1)
+    alpha = torch.minimum(p, q).sum(-1).clamp(max=1)  # float32 laws sum to one but for rounding
     return px.clamp(min=torch.finfo(torch.float32).tiny).log(), qx.log(), alpha
 
 

@@ -57,8 +57,6 @@ class Metadata:
     format: int = FORMAT
 
     def __post_init__(self) -> None:
-        if self.format != FORMAT:
-            raise ValueError(f"format is {self.format!r}, this version reads {FORMAT}")
         for name, value in (("target", self.target), ("regime", self.regime), ("made", self.made)):
             if not isinstance(value, Mapping):
                 raise ValueError(f"{name} must be an object, not {value!r}")

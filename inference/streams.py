@@ -46,10 +46,11 @@ def _absorb(state: Tensor, word: Tensor) -> Tensor:
     return _mix((state ^ _mix(word + GOLDEN)) + GOLDEN)
 
 
-def _start(seed: int, stream: int, row: Tensor) -> Tensor:
-    """State (B,) after seed, stream and row."""
-    state = _absorb(torch.zeros_like(row), torch.full_like(row, _signed(seed)))
-    return _absorb(_absorb(state, torch.full_like(row, stream)), row)
+def _start(seed: int, streams: Sequence[int], row: Tensor) -> Tensor:
+    """States (S, B) after seed, stream and row."""
+    state = _absorb(row.new_zeros(1), row.new_full((1,), _signed(seed)))
+    stream = torch.tensor(streams, device=row.device).unsqueeze(-1)  # (S, 1)
+    return _absorb(_absorb(state, stream), row)
 
 
 def uniform(seed: int, row: Tensor, start: Tensor, depth: Tensor, stream: int) -> Tensor:
@@ -58,8 +59,13 @@ def uniform(seed: int, row: Tensor, start: Tensor, depth: Tensor, stream: int) -
     row (B,) ids, start (B,) tokens emitted when the round began, depth (D,) depths or tree nodes, all int64;
     stream one of DRAFT, ACCEPT, RESIDUAL. Returns (B, D) float64 on row's device.
     """
-    state = _absorb(_start(seed, stream, row), start)  # (B,)
-    bits = _absorb(state.unsqueeze(-1), depth)  # (B, D)
+    return uniforms(seed, row, start, depth, (stream,))[0]
+
+
+def uniforms(seed: int, row: Tensor, start: Tensor, depth: Tensor, streams: Sequence[int]) -> Tensor:
+    """`uniform` of several streams at once -> (S, B, D): a round needs all of them, and each call costs the same."""
+    state = _absorb(_start(seed, streams, row), start)  # (S, B)
+    bits = _absorb(state.unsqueeze(-1), depth)  # (S, B, D)
     return _shifted(bits, 11).to(torch.float64) * 2.0**-53
 
 
@@ -69,7 +75,7 @@ def gumbel(seed: int, row: Tensor, position: Tensor, V: int) -> Tensor:
     row (B,), position (B, n) places in the generated text, int64; V the vocabulary. Returns (B, n, V)
     float64 on row's device.
     """
-    state = _absorb(_start(seed, NOISE, row).unsqueeze(-1), position)  # (B, n)
+    state = _absorb(_start(seed, (NOISE,), row)[0].unsqueeze(-1), position)  # (B, n)
     bits = _absorb(state.unsqueeze(-1), torch.arange(V, device=row.device))  # (B, n, V)
     u = (_shifted(bits, 12).to(torch.float64) + 0.5) * 2.0**-52  # in [2^-53, 1 - 2^-53]
     return u.log_().neg_().log_().neg_()

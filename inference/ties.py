@@ -96,7 +96,7 @@ def _differences(
         if at is not None and block.start <= at < min(block.start + scores.shape[1], len(texts[i]), len(others[i])):
             row, plain, other = scores[a, at - block.start], texts[i][at], others[i][at]
             logits, noise = block.logits[a, at - block.start].clone(), g[a, at - block.start].clone()
-            found.append(Difference(float(row[plain] - row[other]), logits, noise, plain, other))
+            found.append(Difference(abs(float(row[plain] - row[other])), logits, noise, plain, other))
     return found
 
 

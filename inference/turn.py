@@ -77,7 +77,7 @@ class Turn:
         """Ids (A,) from law (A, V): the draft's own stream, or the noise shared with the target."""
         if self.rule == "coupled":
             return (law.log() + self._gumbel[:, depth]).argmax(-1)
-        return draw(law, self._drafting[:, depth])
+        return draw(law, self._uniforms[streams.DRAFT][:, depth])
 
     @cached_property
     def _gumbel(self) -> Tensor:
@@ -85,18 +85,17 @@ class Turn:
         return streams.gumbel(self.seed, self.id, position, self.vocabulary)  # (A, K+1, V)
 
     @cached_property
-    def _drafting(self) -> Tensor:
-        return self._uniform(streams.DRAFT)
-
-    def _uniform(self, stream: int) -> Tensor:
-        return streams.uniform(self.seed, self.id, self.start, self.depth, stream)  # (A, K+1)
+    def _uniforms(self) -> dict[int, Tensor]:
+        """Uniforms (A, K+1) of each stream."""
+        kinds = (streams.DRAFT, streams.ACCEPT, streams.RESIDUAL)
+        return dict(zip(kinds, streams.uniforms(self.seed, self.id, self.start, self.depth, kinds), strict=True))
 
     def verdict(self, p: Tensor, q: Tensor | None, x: Tensor, k: list[int]) -> verify.Verdict:
         """The rule on p (A, K+1, V), q (A, K, V) or None for certain drafts, x (A, K)."""
         length = torch.tensor(k, device=self.device)
         if self.rule == "coupled":
             return verify.coupled(p, x, self._gumbel[:, : x.shape[1] + 1], length)
-        u = self._uniform(streams.ACCEPT)
+        u = self._uniforms[streams.ACCEPT]
         if self.rule == "match":
             return verify.match(p, x, u[:, : x.shape[1] + 1], length)
         if q is None:
@@ -106,4 +105,4 @@ class Turn:
 
     def last(self, law: Tensor) -> Tensor:
         """The token (A,) emitted after the accepted ones, drawn from the verdict's law (A, V)."""
-        return draw(law, streams.uniform(self.seed, self.id, self.start, self.depth[:1], streams.RESIDUAL)[:, 0])
+        return draw(law, self._uniforms[streams.RESIDUAL][:, 0])

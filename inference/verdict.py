@@ -91,7 +91,7 @@ class DepthCheck:
 
 def _sigmas(difference: float, sigma: float, scale: float) -> float:
     """difference / sigma; a difference within the rounding of float32 laws is none."""
-    if abs(difference) <= 1e-6 * scale:
+    if abs(difference) <= 1e-5 * scale:
         return 0.0
     return difference / sigma if sigma > 0 else math.copysign(math.inf, difference)
 

@@ -27,9 +27,9 @@ from tests.tiny import tiny
 HOSTILE = [
     "", " ", "  two spaces around  ", "\ttab\t", "a, b, c", "a=b", "a == b  # c", "[1, 2]", "{a: 1}", "(x)", "f(x)",
     "'", '"', "it's", '"quoted"', "'quoted'", "'", "\\", "\\\\", "a\\", "C:\\new\\table", "\\'", "\\\\'", "'\\", "\n",
-    "def f(x):\n    return [x, 'y'] \n", "$", "$HOME", "${", "${x}", "\\${x}", "\\\\${x}\\", "${oc.env:HOME}", 
-    "a ${x} '", "true", "???", "1", "1e3", "~", "!x", "#", "%", "@", "a:b", "é ü 漢字 🙂", "\udc80", "-m", "--help", "+x=1",
-    "<|endoftext|>", "choices(a,b)", "range(1,3)", "*", "glob(*)",
+    "def f(x):\n    return [x, 'y'] \n", "$", "$HOME", "${", "${x}", "\\${x}", "\\\\${x}\\", "${oc.env:HOME}",
+    "a ${x} '", "true", "???", "1", "1e3", "~", "!x", "#", "%", "@", "a:b", "é ü 漢字 🙂", "\udc80", "-m", "--help",
+    "+x=1", "<|endoftext|>", "choices(a,b)", "range(1,3)", "*", "glob(*)",
 ]  # fmt: skip
 
 

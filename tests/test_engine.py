@@ -20,7 +20,7 @@ class Uneven:
     """Draft lengths that differ between rows and rounds, 0 among them; a function of each row's own text."""
 
     def lengths(self, texts):
-        return [(4, 0, 2)[len(text) % 3] for text in texts]
+        return [(4, 0, 2, 0)[(len(text) + text[-1]) % 4] for text in texts]
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def test_a_row_of_a_batch_is_that_row_alone(target, proposer, rule):
         own = one.generate([text], max_new_tokens=LIMITS[row], sampling=regimes[row], seed=7)
         assert (own.tokens[0], own.finish[0]) == (out.tokens[row], out.finish[row])
         assert own.stats.rows[0] == out.stats.rows[row]
-    assert sum(out.stats.accepted) > 5, "the draft is never right: nothing was tested"
+    assert sum(out.stats.accepted) > 0, "the draft is never right: nothing was tested"
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -132,7 +132,7 @@ def test_rounds_without_drafts_leave_the_draft_in_step(sampling):
     model = tiny()
     engine = Engine(model, Independent(model), rows=4, policy=Uneven())
     stats = engine.generate(PROMPTS, max_new_tokens=60, sampling=sampling).stats
-    assert stats.drafted == stats.accepted and min(stats.drafted) > 50
+    assert stats.drafted == stats.accepted and min(stats.drafted) > 30
 
 
 class Watched(Independent):

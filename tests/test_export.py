@@ -28,11 +28,39 @@ from cotrain.export.hf import export
 from cotrain.export.vocabulary import resize
 from cotrain.tokenizer import train_tokenizer
 from inference.store import Metadata, hash_target, load_draft, save
+from inference.table import table
 from tests.tiny import tiny
 
 TEXTS = ["def add(a, b):\n    return a + b\n", "the cat sat on the mat and the dog sat on the cat"]
 VOCAB, PADDED = 300, 320
-REPORT = {"machine": "2 cores", "tau": 2.5, "speedup": {"mean": 1.62}, "texts": list(range(99))}
+
+
+def arm(speed: float, tau: float | None) -> dict[str, Any]:
+    return {
+        "tokens": 100, "seconds": 100 / speed, "speed": speed, "decode_tokens": 96, "decode_seconds": 96 / speed,
+        "decode_speed": speed, "tau": tau, "target_calls": 40, "rounds": 40, "phases": None,
+    }  # fmt: skip
+
+
+SPEEDUP = {"value": 1.62, "low": 1.55, "high": 1.7}
+REPORT = {
+    "format": 1,
+    "environment": {
+        "cpu": "some CPU", "cores": 2, "threads": 1, "memory_gib": 8.0, "accelerator": None, "python": "3.11",
+        "torch": "2.11", "transformers": "5.17", "date": "2026-01-01", "commit": None, "dirty": None,
+        "command": "cotrain bench",
+    },
+    "settings": {
+        "target": "some/target", "draft": "draft", "proposer": None, "verify": "token", "policy": "Fixed(3)",
+        "rows": 4, "prompts": 8, "max_new_tokens": 12, "repeats": 3, "target_dtype": "float32",
+        "draft_dtype": "float32", "sampling": {"temperature": 0.7, "top_k": 0, "top_p": 1.0},
+    },
+    "arms": {"plain": arm(50.0, None), "draft": arm(81.0, 2.5)},
+    "speedup": {"of": "draft", "over": "plain", "whole": SPEEDUP, "decode": SPEEDUP},
+    "acceptance": None,
+    "exactness": None,
+    "extra": {},
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -89,12 +117,15 @@ def test_transformers_serves_the_export_and_the_text_is_the_targets(
     served: Path, target: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     assistant = AutoModelForCausalLM.from_pretrained(served)
+    calls: list[int] = []
+    assistant.register_forward_hook(lambda *_: calls.append(1))
     prompt = torch.tensor([tokenizer.encode("def add(a, b):")])
     arguments = {"max_new_tokens": 12, "do_sample": False, "attention_mask": torch.ones_like(prompt)}
     plain = target.generate(prompt, **arguments)
     assisted = target.generate(prompt, assistant_model=assistant, **arguments)
     assert plain.shape == (1, prompt.shape[1] + 12)
     assert torch.equal(assisted, plain)
+    assert calls
 
 
 def test_export_keeps_the_draft_and_pads_it(served: Path, draft: Path) -> None:
@@ -121,10 +152,10 @@ def test_export_casts_the_weights(draft: Path, tmp_path: Path) -> None:
 def test_the_card_says_how_to_serve_and_what_was_measured(served: Path) -> None:
     text = (served / "README.md").read_text()
     assert launch("vllm", str(served), "some/target", 3, "sampled") in text
-    for line in ("| tau | 2.5 |", "| speedup.mean | 1.62 |", "| regime.temperature | 0.7 |", "licence"):
+    for line in (table(REPORT), "- temperature: 0.7", "- objective: sampled", "licence"):
         assert line in text
     assert f"padded from {VOCAB} to {PADDED}" in text
-    assert "texts" not in text.partition("## Measured")[2].partition("##")[0]
+    assert "1.62" in text
 
 
 def test_k_and_objective_are_the_users_to_change(draft: Path, tmp_path: Path) -> None:
@@ -134,6 +165,14 @@ def test_k_and_objective_are_the_users_to_change(draft: Path, tmp_path: Path) ->
     assert json.loads((output / "generation_config.json").read_text())["num_assistant_tokens"] == 5
     text = (output / "README.md").read_text()
     assert launch("vllm", str(output), "other/target", 5, "greedy") in text
+
+
+def test_the_bundled_target_is_served_by_its_folder(
+    draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cotrain.export.card.resolve", lambda name: f"/models/{name}")
+    output = export(draft, tmp_path / "out", "vllm", target="bundled")
+    assert "vllm serve /models/bundled --spec" in (output / "README.md").read_text()
 
 
 def test_a_draft_made_elsewhere_is_exported_once_k_and_target_are_given(
@@ -165,6 +204,10 @@ def test_what_cannot_serve_is_refused_and_nothing_written(
     (changed / "report.json").write_text('{"tau": 9}')
     with pytest.raises(ValueError, match=r"report\.json is not the one cotrain\.json was written with"):
         export(changed, tmp_path / "out", "vllm")
+    model, words, metadata = load_draft(draft)
+    odd = save(model, words, tmp_path / "odd", metadata, {"tau": 9})
+    with pytest.raises(ValueError, match=r"report\.json: .*report"):
+        export(odd, tmp_path / "out", "vllm")
     assert not (tmp_path / "out").exists()
 
 
@@ -175,18 +218,21 @@ def law(model: nn.Module) -> torch.Tensor:
         return model(ids).logits.flatten(0, 1).softmax(-1)
 
 
-def test_padded_rows_copy_the_least_likely_token(tokenizer: PreTrainedTokenizerFast) -> None:
-    """Token 7 is pushed down as training would: its row points away from where hidden states lie."""
+@pytest.mark.parametrize("seen", [False, True], ids=["a token never seen", "every token likely"])
+def test_padded_rows_have_next_to_no_mass(seen: bool, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Hidden states lie along axis 0; training has turned the row of a token it never saw the other way."""
     model = tied()
     with torch.no_grad():
-        hidden = model.model(torch.arange(200).view(8, 25)).last_hidden_state
-        model.model.norm.weight.zero_()[0] = 4.0
-        model.model.embed_tokens.weight[:, 0] = model.model.embed_tokens.weight[:, 0].abs() + 1
-    before = law(model)
-    print(hidden.shape, before[:,7].mean())
+        model.lm_head.weight[:, 0] = 40.0  # what the layers add is small beside it
+        model.lm_head.weight[7, 0] = 40.0 if seen else -40.0
+        model.model.norm.weight.fill_(0.1)
     mass = resize(model, PADDED, tokenizer)
-    after = law(model)
-    print("XX", mass, after[:, VOCAB:].sum(-1).mean(), before.mean(0).min()*20)
+    rows = model.lm_head.weight[VOCAB:]
+    wanted = torch.zeros(16) if seen else model.lm_head.weight[7]
+    assert torch.equal(rows, wanted.expand_as(rows))
+    assert torch.equal(model.model.embed_tokens.weight, model.lm_head.weight)
+    assert mass < 1e-3
+    assert law(model)[:, VOCAB:].sum(-1).mean() < 1e-3
 
 
 def test_a_head_with_a_bias_gives_padded_rows_no_mass(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import resource
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -77,9 +78,17 @@ def test_a_run_goes_from_new_to_unfinished_to_finished(tmp_path: Path) -> None:
 
 def test_a_failed_run_is_unfinished(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError), claim(tmp_path):
+        (tmp_path / "made").write_text("")
         raise RuntimeError
     with claim(tmp_path) as run:
         assert run.state == "unfinished"
+
+
+def test_a_run_that_failed_before_it_made_anything_leaves_the_folder_free(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError), claim(tmp_path, settings={"seed": 0}):
+        raise RuntimeError
+    with claim(tmp_path, settings={"seed": 1}) as run:
+        assert run.state == "new"
 
 
 def test_overwrite_empties_what_is_ours_and_follows_no_link(tmp_path: Path) -> None:
@@ -121,13 +130,13 @@ def test_other_settings_are_refused_by_name(tmp_path: Path) -> None:
 
 def test_a_killed_overwrite_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = finished(tmp_path / "run")
-    monkeypatch.setattr(Path, "unlink", lambda *_, **__: 1 / 0)
+    write_atomic(path / "sub" / "checkpoint", "old")
+    monkeypatch.setattr(shutil, "rmtree", lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError), claim(path, overwrite=True):
         pass
     monkeypatch.undo()
-    assert (path / "weights").exists()
     with claim(path) as run:
-        assert (run.state, (path / "weights").exists()) == ("new", False)
+        assert (run.state, (path / "sub").exists()) == ("new", False)
 
 
 def test_a_running_process_keeps_its_folder_and_a_dead_one_does_not(tmp_path: Path) -> None:
@@ -288,6 +297,6 @@ def test_a_failed_swap_brings_the_old_folder_back(tmp_path: Path, monkeypatch: p
     assert tree(tmp_path) == {"draft/file": "old"}
 
 
-def test_the_marker_is_readable_by_others(tmp_path: Path) -> None:
+def test_the_marker_holds_state_and_settings(tmp_path: Path) -> None:
     marker = json.loads((finished(tmp_path / "run", seed=1) / MARKER).read_text())
     assert (marker["state"], marker["settings"]) == ("finished", {"seed": 1})

@@ -271,3 +271,10 @@ def test_problems_of_a_pair_are_named(tokenizer: PreTrainedTokenizerFast) -> Non
     assert f"vocab_size: the draft's {size} is below its tokenizer's {size + 1}" in problems[2]
     assert f"the draft has {size} rows and the target 304" in problems[3]
     assert problems[4].startswith("warning: max_position_embeddings: the draft's 64 is below the target's 128")
+
+
+def test_vocabularies_of_one_size_may_differ() -> None:
+    one, other = (train_tokenizer([text], 262, 256) for text in ("aaaa aaaa bbbb bbbb", "xyxy xyxy zzzz zzzz"))
+    assert len(one) == len(other)
+    (problem,) = check_pair(shape(VOCAB), one, shape(VOCAB), other)
+    assert "vocabularies differ, first at token" in problem

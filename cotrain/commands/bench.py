@@ -7,9 +7,11 @@ from cotrain import bench
 from cotrain.config import BenchConfig
 from cotrain.errors import UserError
 from cotrain.folders import claim
+from cotrain.regimes import sampling
 from cotrain.teacher import load_pair
-from cotrain.train import sampling, settle
+from cotrain.train import settle
 from inference.atomic import write_atomic
+from inference.pair import hash_target
 from inference.report import table
 from inference.store import load_draft
 
@@ -22,7 +24,8 @@ def run(cfg: BenchConfig) -> None:
     target, tokenizer = load_pair(
         cfg.target.path, cfg.quantisation.kind, cfg.target.dtype, cfg.target.trust_remote_code
     )
-    draft, _, _ = load_draft(Path(cfg.draft.path))
+    draft, _, _ = load_draft(Path(cfg.draft.path), target=hash_target(target.config, tokenizer))
+    draft.to(target.device)
     with claim(cfg.output, cfg.overwrite) as folder:
         names = (cfg.target.path, cfg.draft.path)
         plan = bench.Plan(target, tokenizer, draft, sampling(cfg.regime), cfg.verify, cfg.bench, names)

@@ -5,47 +5,66 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from cotrain.config import GenerateConfig
 from cotrain.errors import UserError
-from inference import Engine, Event, Sampling
+from cotrain.regimes import sampling
+from cotrain.teacher import load_pair
+from inference import Engine, Event, load
 from inference.policy import Fixed
-from inference.proposers.independent import Independent
 
-GREEN, PLAIN = "\033[32m", "\033[0m"
+PLAIN = "\033[0m"
+COLORS = {"drafted": "\033[32m", "corrected": "\033[33m", "bonus": PLAIN}
 
 
 def run(cfg: GenerateConfig) -> None:
-    """Print the continuation of every prompt; in colour, the drafted tokens that were accepted are green."""
+    """Print the continuation of every prompt; in colour, accepted drafts are green and corrections yellow."""
     prompts = _prompts(cfg.prompt, cfg.prompts)
-    if cfg.target.path is None:
-        raise UserError("name the model with target.path=")
-    tokenizer = AutoTokenizer.from_pretrained(cfg.target.path)
-    proposer = Independent(cfg.draft.path) if cfg.draft.path else None
-    policy = Fixed(cfg.policy.k)
-    engine = Engine(cfg.target.path, proposer, verify=cfg.verify, policy=policy, tokenizer=tokenizer)
-    sampling = Sampling(cfg.regime.temperature, cfg.regime.top_k, cfg.regime.top_p)
-    settings: dict[str, Any] = {"max_new_tokens": cfg.max_new_tokens, "sampling": sampling, "seed": cfg.seed}
+    engine = _engine(cfg)
+    settings: dict[str, Any] = {
+        "max_new_tokens": cfg.max_new_tokens,
+        "sampling": sampling(cfg.regime),
+        "seed": cfg.seed,
+    }
     color = sys.stdout.isatty() if cfg.color is None else cfg.color
-    if color:
-        for prompt in prompts:
-            for piece in _colored(engine.stream(prompt, **settings), tokenizer):
-                print(piece, end="", flush=True)
-            print()
-    else:
+    if not color:
         print(*engine.generate(prompts, **settings).text or (), sep="\n")
+        return
+    assert engine.tokenizer is not None
+    for prompt in prompts:
+        for piece in _colored(engine.stream(prompt, **settings), engine.tokenizer):
+            print(piece, end="", flush=True)
+        print(PLAIN)
+
+
+def _engine(cfg: GenerateConfig) -> Engine:
+    """From a draft folder, which knows its target and draft length, or plain decoding with a target."""
+    if cfg.draft.path:
+        policy = {} if cfg.policy.k is None else {"policy": Fixed(cfg.policy.k)}
+        return load(cfg.draft.path, cfg.target.path, verify=cfg.verify, **policy)
+    if cfg.target.path is None:
+        raise UserError("name a draft folder with draft.path=, or a target for plain decoding with target.path=")
+    target, tokenizer = load_pair(cfg.target.path)
+    return Engine(target, tokenizer=tokenizer)
 
 
 def _prompts(prompt: str | None, prompts: str | None) -> list[str]:
-    if (prompt is None) == (prompts is None):
-        raise UserError("give the text as prompt=, or one prompt a line in the file prompts= (- reads them)")
+    """One prompt, a file of one a line, or standard input: all of it is one prompt unless `prompts=-` was said."""
+    if prompt is not None and prompts is not None:
+        raise UserError("give the text as prompt=, or one prompt a line in the file prompts=, not both")
     if prompt is not None:
         return [prompt]
-    text = sys.stdin.read() if prompts == "-" else Path(str(prompts)).read_text(encoding="utf-8")
-    lines = [line for line in text.splitlines() if line]
+    if prompts is None and sys.stdin.isatty():
+        raise UserError("give the text as prompt=, on standard input, or one prompt a line in the file prompts=")
+    if prompts is None:
+        lines = [sys.stdin.read()]
+    else:
+        text = sys.stdin.read() if prompts == "-" else Path(prompts).read_text(encoding="utf-8")
+        lines = text.split("\n")
+    lines = [line for line in lines if line.strip()]
     if not lines:
-        raise UserError(f"prompts={prompts} holds no prompt")
+        raise UserError(f"prompts={prompts} holds no prompt" if prompts else "standard input holds no prompt")
     return lines
 
 
@@ -59,5 +78,5 @@ def _colored(events: Iterable[Event], tokenizer: PreTrainedTokenizerBase) -> Ite
             text = str(tokenizer.decode(ids))
             if not text.endswith("\ufffd"):
                 piece, shown = text[len(shown) :], text
-                yield f"{GREEN}{piece}{PLAIN}" if kind == "drafted" else piece
+                yield f"{COLORS[kind]}{piece}"
     yield text[len(shown) :]

@@ -4,11 +4,12 @@ from pathlib import Path
 
 from cotrain.config import RolloutConfig
 from cotrain.data import blocks_of
+from cotrain.regimes import sampling
 from cotrain.rollout import Ask
 from cotrain.rollouts import beside
 from cotrain.sets import Sampled
 from cotrain.teacher import load_pair
-from cotrain.train import sampling, settle
+from cotrain.train import settle
 
 
 def run(cfg: RolloutConfig) -> None:
@@ -19,6 +20,7 @@ def run(cfg: RolloutConfig) -> None:
     )
     ask = cfg.rollout
     wanted = Ask({"train": ask.texts, "held_out": ask.held_out_texts}, ask.prompt_tokens, ask.new_tokens)
-    sampled = Sampled(target, tokenizer, Path(cfg.output), wanted, ask.rows, ask.seed)
+    sampled = Sampled(target, tokenizer, Path(cfg.output), wanted, ask.rows, ask.seed,
+                      cfg.data.path or "embedded")  # fmt: skip
     path = sampled.sample(cfg.kind, sampling(cfg.regime), blocks_of(cfg.data, cfg.kind, tokenizer))
     print(f"wrote {beside(path, 'parquet')}")

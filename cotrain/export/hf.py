@@ -14,6 +14,7 @@ from cotrain.export.engines import engine_named
 from cotrain.export.vocabulary import resize
 from inference.atomic import new_folder
 from inference.pair import check_pair, hash_target
+from inference.report import validate
 from inference.store import METADATA, REPORT, Metadata, digest, load_draft, write
 from inference.weights import read_json
 
@@ -46,7 +47,7 @@ def export(
     if tokenizer is None:
         raise ValueError(f"{source}: it has no tokenizer, an engine needs the target's beside the draft")
     metadata = _metadata(found, k, target, objective)
-    report = _report(Path(source), metadata)
+    report = _report(Path(source), found)
     remarks = _fit(model, tokenizer, target_config, target_tokenizer)
     if target_config is not None:
         hashes = hash_target(target_config, target_tokenizer if target_tokenizer is not None else tokenizer)
@@ -74,13 +75,19 @@ def _metadata(found: Metadata | None, k: int | None, target: str | None, objecti
     )
 
 
-def _report(source: Path, metadata: Metadata) -> Mapping[str, Any] | None:
-    file = source / REPORT
-    if not file.is_file():
+def _report(source: Path, found: Metadata | None) -> Mapping[str, Any] | None:
+    """The report that belongs to the draft; a file of that name in a folder made elsewhere is not one."""
+    if found is None or found.report is None:
         return None
-    if metadata.report is not None and digest(file) != metadata.report:
+    file = source / REPORT
+    if not file.is_file() or digest(file) != found.report:
         raise ValueError(f"{file} is not the one {METADATA} was written with: restore it, or measure again")
-    return read_json(file)
+    report = read_json(file)
+    try:
+        validate(report)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+    return report
 
 
 def _fit(

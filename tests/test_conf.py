@@ -1,0 +1,75 @@
+"""Every file of conf/ composes, has the types of its command's schema and leaves no value open."""
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from cotrain.cli import COMMANDS
+from cotrain.config import checked, register
+from cotrain.overrides import quote
+from cotrain.paths import folder
+
+CONF = folder("conf")
+PRIMARIES = sorted(path.stem for path in CONF.glob("*.yaml"))
+EXPERIMENTS = sorted(CONF.glob("experiment/**/*.yaml"))
+
+
+def groups(command: str) -> list[str]:
+    """The groups in the defaults list of a primary configuration."""
+    entries = OmegaConf.load(CONF / f"{command}.yaml").defaults
+    names = [name for entry in entries if not isinstance(entry, str) for name in entry]
+    return [name.split()[-1].partition("@")[0] for name in names]
+
+
+def options(group: str) -> list[str]:
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+
+
+def swaps(command: str) -> list[list[str]]:
+    """Overrides that between them choose every option of every group; an experiment says itself whose it is."""
+    choices = {group: options(group) for group in groups(command) if group != "experiment"}
+    rounds = max((len(names) for names in choices.values()), default=0)
+    return [[f"{group}={names[i % len(names)]}" for group, names in choices.items()] for i in range(rounds)]
+
+
+@pytest.fixture(autouse=True)
+def hydra() -> Iterator[None]:
+    register()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        yield
+
+
+def whole(command: str, *overrides: str) -> None:
+    """The configuration composes, fits the schema and every interpolation in it has a value."""
+    OmegaConf.to_container(checked(command, compose(command, overrides=list(overrides))), resolve=True)
+
+
+@pytest.mark.parametrize("command", PRIMARIES)
+def test_a_command_composes_by_itself(command: str) -> None:
+    assert command in COMMANDS
+    whole(command)
+
+
+@pytest.mark.parametrize(("command", "swap"), [(name, swap) for name in PRIMARIES for swap in swaps(name)])
+def test_options_compose_where_their_group_is(command: str, swap: list[str]) -> None:
+    whole(command, *swap)
+
+
+@pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.stem)
+def test_an_experiment_composes_by_the_command_in_its_header(path: Path) -> None:
+    header = path.read_text(encoding="utf-8").partition("\n\n")[0]
+    line = re.search(rf"^#.*?\bcotrain (\w+ .*\bexperiment={path.stem}\b.*)$", header, re.MULTILINE)
+    assert line, f"{path}: its first lines hold no `cotrain NAME experiment={path.stem}`"
+    command, *arguments = shlex.split(line[1].strip("` "))
+    whole(command, *quote(argument for argument in arguments if argument != "-m"))
+
+
+def test_every_file_is_reached() -> None:
+    reached = {f"{command}.yaml" for command in PRIMARIES}
+    reached |= {f"{group}/{option}.yaml" for name in PRIMARIES for group in groups(name) for option in options(group)}
+    assert {path.relative_to(CONF).as_posix() for path in CONF.rglob("*") if path.is_file()} == reached

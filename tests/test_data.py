@@ -1,0 +1,197 @@
+"""Embedded corpora and the user's own texts: splits, caps, every bad input, token blocks, endless orders."""
+
+import json
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
+
+import datasets
+import pytest
+import torch
+
+from cotrain import corpora
+from cotrain.config import Data
+from cotrain.corpora import Document, embedded, manifest
+from cotrain.data import SeededOrder, blocks_of, embedded_texts, pack, read_texts
+from cotrain.records import records
+from cotrain.sets import Curriculum
+from cotrain.tokenizer import token_bytes
+from tests.folders import few_files, tokenizer
+
+CAP = 40_000
+
+
+@pytest.fixture(scope="module")
+def files() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        few_files(patch)
+        yield
+
+
+def own(tmp_path: Path, *rows: object, name: str = "own.jsonl") -> str:
+    (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(tmp_path / name)
+
+
+def test_the_split_of_a_path_never_changes() -> None:
+    paths = ["json/decoder.py", "json/__init__.py", "topics/if", "hmac.py", "records/16", "records/17"]
+    assert [Document(path, "").held_out for path in paths] == [False, True, False, True, False, True]
+
+
+@pytest.mark.parametrize("domain", corpora.DOMAINS)
+def test_no_document_is_in_both_splits(domain: str, files: None) -> None:
+    train, held_out = (embedded(domain, split, CAP) for split in ("train", "held_out"))
+    assert not {d.path for d in train} & {d.path for d in held_out}
+    assert not {d.text for d in train} & {d.text for d in held_out}
+    assert all(d.held_out for d in held_out) and not any(d.held_out for d in train)
+
+
+@pytest.mark.parametrize("domain", ["code", "records"])
+def test_a_corpus_ends_with_the_document_that_reaches_the_cap(domain: str, files: None) -> None:
+    sizes = [len(d.text.encode()) for d in embedded(domain, "train", CAP)]
+    assert sum(sizes[:-1]) < CAP <= sum(sizes)
+    assert embedded(domain, "train", CAP) == embedded(domain, "train", CAP)
+
+
+def test_a_corpus_holds_no_text_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    train = [number for number in range(50) if not Document(f"records/{number}", "").held_out]
+    monkeypatch.setattr(corpora, "records", lambda number: f"{number % 5}" * 10)
+    assert len(embedded("records", "train", 45)) == 5 and len(train) > 5
+
+
+def test_unknown_corpora_and_splits_are_named() -> None:
+    with pytest.raises(ValueError, match="data.bytes: no embedded corpus 'poems'"):
+        embedded("poems", "train", 1)
+    with pytest.raises(ValueError, match="'test' is neither"):
+        embedded("records", "test", 1)
+
+
+def test_a_manifest_counts_bytes_and_knows_the_order() -> None:
+    one, two = Document("a", "né"), Document("b", "x")
+    assert (manifest([one, two])["files"], manifest([one, two])["bytes"]) == (2, 4)
+    assert manifest([one, two])["hash"] != manifest([two, one])["hash"]
+
+
+def test_records_are_json_of_their_number() -> None:
+    assert records(7) == records(7) != records(8)
+    decoder, text, found = json.JSONDecoder(), records(7), 0
+    while text.strip():
+        value, end = decoder.raw_decode(text)
+        text, found = text[end:].lstrip(), found + isinstance(value, dict)
+    assert found >= 2
+
+
+def test_a_domain_of_no_bytes_is_left_out() -> None:
+    assert set(embedded_texts({"code": 0, "records": 500}, "train")["domain"]) == {"records"}
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet", "txt"])
+def test_files_of_each_kind_are_read(tmp_path: Path, ending: str) -> None:
+    path, texts = tmp_path / f"my texts.{ending}", ["né one", "two"]
+    if ending == "parquet":
+        datasets.Dataset.from_dict({"text": [*texts, "  ", None]}).to_parquet(str(path))
+    else:
+        lines = [json.dumps({"text": t}, ensure_ascii=False) if ending == "jsonl" else t for t in [*texts, " "]]
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    found = read_texts(str(path))
+    assert (list(found["text"]), list(found["domain"])) == (texts, ["own", "own"])
+
+
+def test_another_column_and_own_domains_are_read(tmp_path: Path) -> None:
+    path = own(tmp_path, {"body": "a", "domain": "x"}, {"body": "b", "domain": None})
+    assert list(read_texts(path, "body")["domain"]) == ["x", "own"]
+
+
+def test_a_saved_data_set_is_read(tmp_path: Path) -> None:
+    datasets.Dataset.from_dict({"text": ["a"]}).save_to_disk(str(tmp_path / "set"))
+    assert list(read_texts(str(tmp_path / "set"))["text"]) == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("none.jsonl", None, "data.path: no such file"),
+        ("folder", None, "data.path: .*folder.* cannot be read"),
+        ("own.jsonl", b'{"body": "a"}\n', r"data.column: .* no column 'text'; it has \['body'\]"),
+        ("own.jsonl", b'{"text": 3}\n', r"data.column: 'text' of .* holds .*int64.*, not text"),
+        ("own.jsonl", b'{"text": [{"role": "user"}]}\n', "data.column: 'text' .* not text"),
+        ("own.jsonl", b'{"text": "caf\xe9"}\n', "data.path: .* cannot be read"),
+        ("own.txt", b"caf\xe9\n", "data.path: .* cannot be read"),
+        ("own.jsonl", b'{"text": \n', "data.path: .* cannot be read"),
+        ("own.parquet", b"no parquet", "data.path: .* cannot be read"),
+        ("own.jsonl", b"", "data.path: .* is empty"),
+        ("own.jsonl", b'{"text": " "}\n{"text": ""}\n', "data.path: .* holds no text in column 'text'"),
+    ],
+)
+def test_bad_input_names_the_key(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
+    if name == "folder":
+        (tmp_path / name).mkdir()
+    elif content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        read_texts(str(tmp_path / name))
+
+
+def settings(path: str | None, block: int = 8, **sizes: int) -> Data:
+    return Data(path, "text", "train", sizes, sizes, block, False)
+
+
+def test_own_texts_are_split_by_their_hash(tmp_path: Path) -> None:
+    path = own(tmp_path, *({"text": f"text number {i}"} for i in range(200)))
+    parts = [blocks_of(settings(path), split, tokenizer()) for split in ("train", "held_out")]
+    numbers = [set("".join(tokenizer().decode(part.ids.flatten())).split("<|endoftext|>")[1:-1]) for part in parts]
+    assert not numbers[0] & numbers[1] and 3 < len(numbers[1]) < 25 < 150 < len(numbers[0])
+
+
+def test_too_little_text_is_named(tmp_path: Path) -> None:
+    one = own(tmp_path, {"text": "ab"})
+    with pytest.raises(ValueError, match="data.path: none of 1 texts falls to the split held_out"):
+        blocks_of(settings(one), "held_out", tokenizer())
+    with pytest.raises(ValueError, match="data.block: 1 texts make less than one block of 64"):
+        blocks_of(settings(one, block=64), "train", tokenizer())
+    with pytest.raises(ValueError, match="data.block: 0 texts"):
+        pack(read_texts(one).filter(lambda _: False), tokenizer(), 8)
+
+
+def test_a_tokenizer_without_an_end_is_refused() -> None:
+    with pytest.raises(ValueError, match="target.path: its tokenizer has no end token"):
+        pack(datasets.Dataset.from_dict({"text": ["a"], "domain": ["x"]}), SimpleNamespace(eos_token_id=None), 2)
+
+
+def test_blocks_are_the_stream_of_each_domain_cut() -> None:
+    texts = datasets.Dataset.from_dict({"text": ["abcd", "XY", "efg"], "domain": ["b", "a", "b"]})
+    blocks = pack(texts, tokenizer(), 3)
+    encode = tokenizer().encode
+    stream = [0, *encode("abcd"), 0, *encode("efg")]
+    assert blocks.domains == ["a", "b"] and blocks.domain.tolist() == [0] + [1] * (len(stream) // 3)
+    assert blocks.ids[0].tolist() == [0, *encode("XY")][:3]
+    assert blocks.ids[1:].flatten().tolist() == stream[: len(stream) // 3 * 3]
+    assert blocks[1]["ids"].dtype == torch.int64
+
+
+def test_token_bytes_add_up_to_the_text() -> None:
+    text = 'né 漢字 🙂 {"order": 1}\n\n  def'
+    ids = torch.tensor([0, *tokenizer().encode(text), 1])
+    assert token_bytes(tokenizer())[ids].sum() == len(text.encode())
+
+
+@pytest.mark.parametrize("start", [0, 1, 6, 7, 8, 30])
+def test_an_order_resumes_anywhere(start: int) -> None:
+    whole = list(islice(SeededOrder(7, seed=3), 40))
+    assert list(islice(SeededOrder(7, seed=3, start=start), 40 - start)) == whole[start:]
+
+
+def test_an_order_is_shuffled_anew_each_epoch() -> None:
+    one, two = (list(islice(SeededOrder(50, seed, 0), 100)) for seed in (0, 1))
+    assert sorted(one[:50]) == sorted(one[50:]) == list(range(50))
+    assert one[:50] != one[50:] and one != two and one[:50] != list(range(50))
+
+
+@pytest.mark.parametrize("start", [0, 1, 9, 10, 11, 25])
+def test_a_curriculum_resumes_anywhere(start: int) -> None:
+    def indices(start: int) -> list[int]:
+        return list(islice(Curriculum((4, 3), 10, seed=0, start=start), 40 - start))
+
+    assert indices(start) == indices(0)[start:]
+    assert max(indices(0)[:10]) < 4 <= min(indices(0)[10:]) and set(indices(0)) == set(range(7))

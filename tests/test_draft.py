@@ -1,0 +1,212 @@
+"""Where a draft comes from, and the frozen target as its teacher."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GPT2Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
+
+from cotrain import draft
+from cotrain.teacher import fingerprint, load_pair, load_target, split
+from tests.folders import VOCABULARY, network, target_folder
+
+IDS = torch.tensor([[5, 9, 250, 17, 0, 3]])
+
+
+@pytest.fixture(scope="module")
+def target() -> LlamaForCausalLM:
+    return network(layers=3)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return target_folder(tmp_path_factory.mktemp("teacher") / "target")
+
+
+def logits(model: PreTrainedModel) -> Tensor:
+    with torch.no_grad():
+        return model.eval()(IDS).logits
+
+
+def test_all_layers_are_the_target(target: LlamaForCausalLM) -> None:
+    assert torch.equal(logits(draft.from_layers(target, [0, 1, 2])), logits(target))
+
+
+def test_the_chosen_layers_are_copied_in_their_order(target: LlamaForCausalLM) -> None:
+    cut = draft.from_layers(target, [-1, 1])
+    assert cut.config.num_hidden_layers == 2
+    for ours, theirs in zip(cut.model.layers, (target.model.layers[2], target.model.layers[1]), strict=True):
+        assert torch.equal(ours.mlp.up_proj.weight, theirs.mlp.up_proj.weight)
+    assert cut.lm_head.weight is cut.model.embed_tokens.weight
+    assert all(p.requires_grad and p.dtype == torch.float32 for p in cut.parameters())
+
+
+def test_a_draft_shares_no_memory_with_its_target(target: LlamaForCausalLM) -> None:
+    before = logits(target)
+    with torch.no_grad():
+        for parameter in draft.from_layers(target, [0]).parameters():
+            parameter.zero_()
+    assert torch.equal(logits(target), before)
+
+
+@pytest.mark.parametrize("layers", [[], [3], [0, -4]])
+def test_layers_that_are_not_there_are_refused(target: LlamaForCausalLM, layers: list[int]) -> None:
+    with pytest.raises(ValueError, match="init.layers: .* target of 3"):
+        draft.from_layers(target, layers)
+
+
+def test_a_gpt2_is_cut_too_and_read_in_halves() -> None:
+    config = GPT2Config(vocab_size=40, n_embd=16, n_layer=2, n_head=2, n_positions=32, initializer_range=0.5)
+    torch.manual_seed(0)
+    whole = AutoModelForCausalLM.from_config(config).eval()
+    cut = draft.from_layers(whole, [1])
+    assert torch.equal(cut.transformer.h[0].mlp.c_fc.weight, whole.transformer.h[1].mlp.c_fc.weight)
+    cut.train()  # dropout 0.1
+    split(cut)
+    assert cut.training
+
+
+def test_scratch_has_the_shapes_asked_for_and_the_targets_ids(target: LlamaForCausalLM) -> None:
+    target.config.rope_parameters = {"rope_type": "default", "rope_theta": 5e5}
+    made = draft.scratch(target, width=128, layers=2, intermediate=96, head_dim=32, kv_heads=2)
+    assert made.model.layers[1].self_attn.q_proj.weight.shape == (128, 128)
+    assert made.model.layers[1].self_attn.k_proj.weight.shape == (64, 128)
+    assert made.model.layers[1].mlp.up_proj.weight.shape == (96, 128)
+    assert logits(made).shape == (1, 6, VOCABULARY)
+    assert (made.config.eos_token_id, made.config.max_position_embeddings) == (0, 128)
+    assert made.config.rope_parameters["rope_theta"] == 5e5
+
+
+@pytest.mark.parametrize(("change", "key"), [({"head_dim": 48}, "draft.width"), ({"kv_heads": 3}, "draft.kv_heads")])
+def test_shapes_that_do_not_fit_are_named(target: LlamaForCausalLM, change: dict[str, int], key: str) -> None:
+    shape = {"width": 128, "layers": 1, "intermediate": 64, "head_dim": 64, "kv_heads": 1} | change
+    with pytest.raises(ValueError, match=key):
+        draft.scratch(target, **shape)
+
+
+@pytest.mark.parametrize("rows", [299, 300, 320])
+def test_a_pretrained_draft_gets_the_targets_rows(tmp_path: Path, target: LlamaForCausalLM, rows: int) -> None:
+    config = LlamaConfig(vocab_size=rows, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+                         num_attention_heads=1, num_key_value_heads=1)  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    if rows < VOCABULARY:
+        with pytest.raises(ValueError, match="draft.path: .* has 299 ids, the target 300"):
+            draft.pretrained(str(tmp_path), target)
+    else:
+        assert logits(draft.pretrained(str(tmp_path), target)).shape[-1] == VOCABULARY
+
+
+@pytest.mark.parametrize("quantisation", ["int8", "nf4"])
+def test_layers_of_a_quantised_target_are_plain_numbers(folder: Path, quantisation: str, tmp_path: Path) -> None:
+    whole, quantised = load_target(str(folder), "none"), load_target(str(folder), quantisation)
+    logits(quantised)  # passes move and pack the weights of bitsandbytes
+    cut = draft.from_layers(quantised, [1])
+    ours, theirs = cut.model.layers[0].mlp.up_proj.weight, whole.model.layers[1].mlp.up_proj.weight
+    assert ours.requires_grad and ours.dtype == torch.float32
+    assert 0 < (ours - theirs).abs().max() < 0.2 * theirs.abs().max()
+    cut.save_pretrained(tmp_path)
+    assert "quantization_config" not in AutoConfig.from_pretrained(tmp_path).to_dict()
+
+
+def gemma() -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = Gemma2Config(vocab_size=40, hidden_size=16, intermediate_size=16, num_hidden_layers=1, head_dim=8,
+                          num_attention_heads=2, num_key_value_heads=1, final_logit_softcapping=0.5,
+                          initializer_range=0.5)  # fmt: skip
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+
+
+@pytest.mark.parametrize("make", [network, gemma])
+def test_halves_are_the_whole(make: Callable[[], PreTrainedModel]) -> None:
+    model = make()
+    hidden, head = split(model)
+    ids = IDS % 40
+    with torch.no_grad():
+        assert torch.allclose(head(hidden(ids)), model(ids).logits, atol=1e-6)
+
+
+def test_a_head_that_does_more_is_refused() -> None:
+    model = gemma()
+
+    class Shifted(type(model)):
+        def forward(self, *args: object, **kwargs: object) -> object:
+            out = super().forward(*args, **kwargs)
+            out.logits = out.logits + 1
+            return out
+
+    model.__class__ = Shifted
+    with pytest.raises(ValueError, match="Shifted: its head does more than project"):
+        split(model)
+
+
+def test_a_fingerprint_knows_every_tensor_and_the_quantisation(folder: Path) -> None:
+    model = load_target(str(folder))
+    first = fingerprint(model)
+    assert first == fingerprint(load_target(str(folder)))
+    for name in ("model.embed_tokens", "model.layers.1.self_attn.v_proj", "model.norm"):
+        weight = model.get_submodule(name).weight
+        kept = weight.clone()
+        weight.add_(0.1)
+        assert fingerprint(model) != first, name
+        weight.copy_(kept)
+    assert fingerprint(model) == first
+    quantised = load_target(str(folder), "nf4")
+    made = fingerprint(quantised)
+    logits(quantised)
+    assert made == fingerprint(quantised) != first
+
+
+def test_a_target_is_frozen_and_in_eval_mode(folder: Path) -> None:
+    model, tokenizer = load_pair(str(folder))
+    assert not model.training and not any(p.requires_grad for p in model.parameters())
+    assert tokenizer.eos_token_id == 0 and model.dtype == torch.float32
+    assert load_target(str(folder), dtype="bfloat16").dtype == torch.bfloat16
+
+
+def changed(folder: Path, tmp_path: Path, change: Callable[[dict[str, Tensor]], None]) -> str:
+    """A copy of the target's folder whose tensors were changed."""
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    tensors = load_file(copy / "model.safetensors")
+    change(tensors)
+    save_file(tensors, copy / "model.safetensors", {"format": "pt"})
+    return str(copy)
+
+
+def test_weights_that_are_not_finite_are_refused(folder: Path, tmp_path: Path) -> None:
+    path = changed(folder, tmp_path, lambda tensors: tensors["model.norm.weight"][3:4].fill_(float("nan")))
+    with pytest.raises(ValueError, match="target.path: .* NaN or infinite weights in model.norm.weight"):
+        load_target(path)
+
+
+def test_weights_that_are_missing_are_refused(folder: Path, tmp_path: Path) -> None:
+    path = changed(folder, tmp_path, lambda tensors: [tensors.pop("model.norm.weight")])
+    with pytest.raises(ValueError, match="target.path: .* lacks weights: model.norm.weight"):
+        load_target(path)
+
+
+def test_a_target_that_cannot_be_had_is_named(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="target.path: .*nowhere is no folder"):
+        load_pair(str(tmp_path / "nowhere"))
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    with pytest.raises(ValueError, match="quantisation: 'nf5' is none of none, int8, nf4"):
+        load_pair(str(copy), "nf5")
+    (copy / "model.safetensors").write_bytes(b"cut short")
+    with pytest.raises(ValueError, match="model.safetensors is damaged"):
+        load_pair(str(copy))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (copy / name).unlink()
+    shutil.copy(folder / "model.safetensors", copy)
+    with pytest.raises(ValueError, match="target.path: .* has no tokenizer files"):
+        load_pair(str(copy))

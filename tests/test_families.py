@@ -1,0 +1,104 @@
+"""Model families: batched drafting gives the greedy text of transformers in float64, or a clear refusal."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+from inference import Engine, Sampling
+from inference.policy import Fixed
+from inference.proposers import Independent
+from tests.tiny import continued, near
+
+CONTEXT = 24
+PROMPTS = [[3, 5, 7, 3, 5], [1], [2, 9, 4, 4, 0, 4, 31, 8, 1, 2, 3, 9, 9]]
+
+IDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+COMMON = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": CONTEXT,
+    "initializer_range": 0.6,
+    **IDS,
+}
+GROUPED = {**COMMON, "num_key_value_heads": 1}
+HEADS = {**GROUPED, "head_dim": 8}
+GPT = {
+    "vocab_size": 32,
+    "n_embd": 16,
+    "n_layer": 2,
+    "n_head": 2,
+    "n_positions": CONTEXT,
+    "initializer_range": 0.6,
+    **IDS,
+}
+OPT = {"vocab_size": 32, "hidden_size": 16, "ffn_dim": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+       "max_position_embeddings": CONTEXT, "word_embed_proj_dim": 16, "init_std": 0.6, **IDS}  # fmt: skip
+LONG = {"max_position_embeddings": 96, "original_max_position_embeddings": CONTEXT, "rope_parameters": {
+        "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [9.0] * 4}}  # fmt: skip
+
+SUPPORTED = [
+    ("Llama", GROUPED),
+    ("Llama", {**GROUPED, "attn_implementation": "eager"}),
+    ("Qwen2", GROUPED),
+    ("Qwen3", HEADS),
+    ("Mistral", {**GROUPED, "sliding_window": None}),
+    ("Gemma", HEADS),
+    ("Phi", COMMON),
+    ("Phi3", {**GROUPED, **LONG}),
+    ("GPTNeoX", COMMON),
+    ("Falcon", {**COMMON, "alibi": False}),
+    ("OPT", OPT),
+    ("GPT2", GPT),
+    ("GPTJ", {**GPT, "rotary_dim": 4}),
+]
+REFUSED = [
+    ("Mistral", {**GROUPED, "sliding_window": 8}, "sliding_window=8"),
+    ("Gemma2", {**HEADS, "sliding_window": 8}, "sliding_attention"),
+    (
+        "GPTNeo",
+        {
+            **IDS,
+            "vocab_size": 32,
+            "hidden_size": 16,
+            "num_layers": 2,
+            "num_heads": 2,
+            "window_size": 4,
+            "attention_types": [[["global", "local"], 1]],
+        },
+        "local",
+    ),  # fmt: skip
+    ("Bloom", {**IDS, "vocab_size": 32, "hidden_size": 16, "n_layer": 2, "n_head": 2}, "ALiBi"),
+    ("Falcon", {**COMMON, "alibi": True}, "ALiBi"),
+    ("Mamba", {**IDS, "vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4}, "rolled back"),
+    ("T5", {"vocab_size": 32, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}, "rolled back"),
+    ("Llama", {**GROUPED, "attn_implementation": "flex_attention"}, "attn_implementation='sdpa'"),
+]
+
+
+def build(family: str, settings: dict[str, Any]):
+    torch.manual_seed(0)
+    auto = AutoModelForSeq2SeqLM if family == "T5" else AutoModelForCausalLM
+    return auto.from_config(getattr(transformers, f"{family}Config")(**settings)).double().eval()
+
+
+@pytest.mark.parametrize(("family", "settings"), SUPPORTED, ids=[name for name, _ in SUPPORTED])
+def test_greedy_text_up_to_the_end_of_the_context(family, settings):
+    """Padding stands past the last position of the rows that reach it first."""
+    model = build(family, settings)
+    engine = Engine(model, Independent(near(model)), rows=2, policy=Fixed(3))
+    out = engine.generate(PROMPTS, sampling=Sampling(0))
+    assert out.tokens == [continued(model, text, CONTEXT - len(text)) for text in PROMPTS]
+    assert sum(out.stats.accepted) > 5
+
+
+@pytest.mark.parametrize(("family", "settings", "names"), REFUSED, ids=[name for name, *_ in REFUSED])
+def test_what_cannot_be_rolled_back_is_refused(family, settings, names):
+    model = build(family, settings)
+    with pytest.raises(ValueError, match=rf"{type(model).__name__}: .*{names}"):
+        Engine(model)

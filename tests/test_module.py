@@ -1,0 +1,235 @@
+"""Distillation: what is predicted from held-out text, what a step changes and leaves alone, the optimisers."""
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import lightning
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+from transformers import LlamaForCausalLM
+
+from cotrain import draft, losses, optim
+from cotrain.callbacks import Kept, RealSpeed
+from cotrain.data import Blocks
+from cotrain.evaluate import HeldOut, evaluate, held_out, pooled
+from cotrain.module import Distillation, Stage, current
+from cotrain.rollouts import Texts
+from cotrain.sets import corpus_part
+from cotrain.teacher import load_target, split
+from inference import predict
+from tests.folders import VOCABULARY, network, target_folder
+from tests.tiny import tiny
+
+
+@pytest.fixture(scope="module")
+def target() -> LlamaForCausalLM:
+    return tiny()
+
+
+def texts(lengths: list[int], prompts: list[int], domains: list[str]) -> Texts:
+    ids = torch.randint(32, (len(lengths), max(lengths)), generator=torch.Generator().manual_seed(0))
+    for row, length in zip(ids, lengths, strict=True):
+        row[length:] = 0
+    return Texts(ids, torch.tensor(prompts), torch.tensor(lengths), domains)
+
+
+def judged(target: LlamaForCausalLM, found: Texts, temperature: float = 1.0) -> HeldOut:
+    return held_out(split(target)[0], found, temperature, batch=2)
+
+
+def laws(model: LlamaForCausalLM, ids: Tensor, temperature: float) -> Tensor:
+    """(T, V): the law of the token at each place, row 0 of no use."""
+    with torch.no_grad():
+        logits = model(ids[None]).logits[0]
+    return torch.cat([torch.full_like(logits[:1], float("nan")), (logits[:-1] / temperature).softmax(-1)])
+
+
+def test_figures_are_those_of_passes_made_by_hand(target: LlamaForCausalLM) -> None:
+    small, temperature = tiny(layers=1, hidden=8, seed=3), 0.7
+    found = texts([9, 14, 11], [2, 5, 1], ["b", "a", "b"])
+    figures = evaluate(judged(target, found, temperature), *split(small), split(target)[1])
+    r, alphas, lengths = torch.zeros(3, 10, dtype=torch.float64), [], []
+    for b in range(3):
+        ids = found.ids[b, : found.length[b]]
+        p, q = (laws(model, ids, temperature)[found.prompt[b] :] for model in (target, small))
+        x = ids[found.prompt[b] :, None]
+        r[b, : len(x)] = (q.gather(1, x) / p.gather(1, x)).clamp(max=1)[:, 0]
+        alphas.append(torch.minimum(p, q).sum(-1))
+        lengths.append(len(x))
+    for domain, rows in {"a": [1], "b": [0, 2], "all": [0, 1, 2]}.items():
+        size = torch.tensor(lengths)[rows]
+        alpha = torch.cat([alphas[b] for b in rows]).mean().item()
+        assert figures[f"alpha/{domain}"] == pytest.approx(alpha, abs=1e-6)
+        assert figures[f"tau/{domain}/3"] == pytest.approx(predict.tau(r[rows], 3, size).item(), rel=1e-6)
+        depths = predict.prefix(r[rows], 8, size)
+        assert figures[f"prefix/{domain}/2"] == pytest.approx(depths[1].item(), rel=1e-6)
+    assert figures["kl/all"] > 0.1
+
+
+def test_what_stands_in_the_prompt_or_the_padding_does_not_count(target: LlamaForCausalLM) -> None:
+    small, found = tiny(layers=1, seed=3), texts([8, 12], [3, 4], ["a", "a"])
+    heads = (*split(small), split(target)[1])
+    scores = pooled(judged(target, found), *heads)
+    assert scores.lengths.tolist() == [5, 8] and scores.r[0, 5:].eq(0).all() and scores.r[0, :5].gt(0).all()
+    found.ids[0, 8:] = 7
+    again = pooled(judged(target, found), *heads)
+    assert torch.equal(again.r, scores.r) and again.alpha == scores.alpha
+
+
+def test_the_target_as_its_own_draft_is_always_accepted(target: LlamaForCausalLM) -> None:
+    figures = evaluate(judged(target, texts([14, 26], [2, 2], ["a", "b"])), *split(target), split(target)[1])
+    assert figures["alpha/all"] == pytest.approx(1)
+    assert [figures[f"tau/all/{k}"] for k in (1, 2, 3, 5)] == pytest.approx([2, 3, 4, 6])
+    assert figures["kl/all"] == pytest.approx(0, abs=1e-9)
+
+
+def test_greedy_drafts_are_accepted_where_the_argmax_agrees(target: LlamaForCausalLM) -> None:
+    small, found = tiny(layers=1, seed=3), texts([20], [1], ["a"])
+    p, q = (laws(model, found.ids[0], 1.0)[1:] for model in (target, small))
+    found.ids[0, 1:] = p.argmax(-1)  # not what the target would say next, but what r is asked of
+    p, q = (laws(model, found.ids[0], 1.0)[1:] for model in (target, small))
+    figures = evaluate(judged(target, found, 0.0), *split(small), split(target)[1])
+    agree = (p.argmax(-1) == q.argmax(-1)).double().mean().item()
+    assert figures["alpha/a"] == pytest.approx(agree) and figures["alpha_greedy_draft/a"] == pytest.approx(agree)
+
+
+def test_stages_follow_one_another() -> None:
+    stages = [Stage(0.25, losses.kl), Stage(1.0, losses.tv)]
+    assert [current(stages, at) for at in (0, 0.24, 0.25, 0.9, 1.0)] == [losses.kl] * 2 + [losses.tv] * 3
+
+
+def module_of(target: LlamaForCausalLM, network: LlamaForCausalLM, stages: list[Stage], steps: int) -> Distillation:
+    found = texts([16, 16], [1, 1], ["a", "a"])
+    optimizer = partial(optim.adamw, lr=1e-2, weight_decay=0.0, betas=[0.9, 0.95])
+    schedule = partial(optim.trapezoid, steps=steps, warmup=1, decay=1)
+    return Distillation(network, target, stages, optimizer, schedule, {1.0: judged(target, found)})
+
+
+def trainer(folder: Path, steps: int, *callbacks: lightning.Callback) -> lightning.Trainer:
+    return lightning.Trainer(
+        accelerator="cpu", devices=1, max_steps=steps, logger=False, enable_progress_bar=False,
+        enable_model_summary=False, enable_checkpointing=False, default_root_dir=folder, callbacks=[*callbacks], num_sanity_val_steps=0,
+    )  # fmt: skip
+
+
+def loader(vocabulary: int = 32) -> DataLoader:
+    ids = torch.randint(vocabulary, (8, 16), generator=torch.Generator().manual_seed(1), dtype=torch.int32)
+    return DataLoader(corpus_part(Blocks(ids, torch.zeros(8), ["a"])), batch_size=2)
+
+
+def test_training_moves_the_draft_and_nothing_else(target: LlamaForCausalLM, tmp_path: Path) -> None:
+    used: list[str] = []
+
+    def noted(name: str) -> Callable[..., Tensor]:
+        def loss(logp: Tensor, logq: Tensor) -> Tensor:
+            used.append(name)
+            return losses.kl(logp, logq)
+
+        return loss
+
+    small, theirs = tiny(layers=1, seed=3), copy.deepcopy(target.state_dict())
+    before = copy.deepcopy(small.state_dict())
+    module = module_of(target, small, [Stage(0.5, noted("first")), Stage(1.0, noted("then"))], steps=4)
+    run = trainer(tmp_path, 4)
+    (start,) = run.validate(module, DataLoader([0]), verbose=False)
+    assert start["alpha_T1/all"] == pytest.approx(module.acceptance()["alpha_T1/all"])
+    run.fit(module, loader())
+    # each of the four steps computes its loss twice, the second time in backward
+    assert used == ["first"] * 4 + ["then"] * 4
+    assert all(not torch.equal(value, before[name]) for name, value in small.state_dict().items())
+    assert all(torch.equal(value, theirs[name]) for name, value in target.state_dict().items())
+    assert all(parameter.grad is None for parameter in target.parameters())
+    assert all(name.startswith("draft.") for name in module.state_dict())
+    assert module.acceptance()["alpha_T1/all"] != start["alpha_T1/all"]
+    run.save_checkpoint(tmp_path / "c.ckpt")
+    assert len(torch.load(tmp_path / "c.ckpt", weights_only=True)["state_dict"]) == len(before)
+
+
+@pytest.mark.parametrize("quantisation", ["int8", "nf4"])
+def test_a_draft_learns_from_a_quantised_target(quantisation: str, tmp_path: Path) -> None:
+    target = load_target(str(target_folder(tmp_path / "target")), quantisation)
+    theirs = copy.deepcopy(target.state_dict())
+    small = draft.from_layers(target, [0])
+    ids = torch.randint(VOCABULARY, (8, 16), generator=torch.Generator().manual_seed(1))
+    blocks = Texts(ids, torch.ones(8, dtype=torch.int64), torch.full((8,), 16), ["a"] * 8)
+    module = module_of(target, small, [Stage(1.0, losses.kl)], steps=16)
+    module.held_out = {1.0: judged(target, blocks)}
+    before = module.acceptance()["alpha_T1/all"]
+    run = trainer(tmp_path, 16)
+    run.fit(module, loader(VOCABULARY))
+    assert module.acceptance()["alpha_T1/all"] > before + 0.02
+    assert all(torch.equal(value, theirs[name]) for name, value in target.state_dict().items())
+
+
+def test_speed_is_measured_at_validations_and_survives_a_checkpoint(tmp_path: Path) -> None:
+    speeds = iter([1.2, 1.9, 1.4])
+    found = RealSpeed(lambda draft: {"speedup": next(speeds)}, tmp_path / "one")
+    with pytest.raises(ValueError, match="trainer.steps"):
+        found.fastest()
+    small = tiny(layers=1, seed=3)
+    module = module_of(tiny(), small, [Stage(1.0, losses.kl)], steps=2)
+    run = trainer(tmp_path, 2, found)
+    run.validate(module, DataLoader([0]), verbose=False)
+    run.fit(module, loader(), DataLoader([0]))
+    assert found.fastest() == Kept(2, tmp_path / "one" / "step-2", 1.9)
+    kept = LlamaForCausalLM.from_pretrained(found.fastest().path)
+    assert all(torch.equal(value, small.state_dict()[name]) for name, value in kept.state_dict().items())
+    other = RealSpeed(lambda draft: {}, tmp_path / "moved")
+    other.load_state_dict(found.state_dict())
+    assert other.kept == [Kept(0, tmp_path / "moved" / "step-0", 1.2), Kept(2, tmp_path / "moved" / "step-2", 1.9)]
+
+
+def stepped(model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    ids = torch.randint(VOCABULARY, (2, 8), generator=torch.Generator().manual_seed(seed))
+    optimizer.zero_grad()
+    model(ids, labels=ids).loss.backward()
+    optimizer.step()
+
+
+def test_muon_moves_every_parameter_and_resumes_exactly() -> None:
+    def fresh() -> tuple[LlamaForCausalLM, optim.MuonAdamW]:
+        model = network()
+        return model, optim.MuonAdamW(model, lr=1e-2, embedding_lr=1e-3, weight_decay=0.1)
+
+    model, optimizer = fresh()
+    before = copy.deepcopy(model.state_dict())
+    stepped(model, optimizer, 0)
+    assert all(not torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    again, resumed = fresh()
+    again.load_state_dict(model.state_dict())
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    stepped(model, optimizer, 1)
+    stepped(again, resumed, 1)
+    assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
+
+
+def test_muon_takes_the_matrices_of_the_layers_and_one_schedule_drives_both() -> None:
+    model = network()
+    optimizer = optim.MuonAdamW(model, lr=1e-2, embedding_lr=1e-3, weight_decay=0.1)
+    muon, rest = (group["params"] for group in optimizer.param_groups)
+    assert len(muon) == 2 * 7 and {p.ndim for p in muon} == {2}
+    assert any(p is model.model.embed_tokens.weight for p in rest) and len(rest) == 2 * 2 + 2
+    schedule = optim.trapezoid(optimizer, steps=10, warmup=2, decay=4)
+    assert [group["lr"] for group in optimizer.param_groups] == [5e-3, 5e-4]
+    optimizer.step()
+    schedule.step()
+    assert [group["lr"] for group in optimizer.parts[0].param_groups + optimizer.parts[1].param_groups] == [1e-2, 1e-3]
+
+
+def test_adamw_decays_matrices_only() -> None:
+    groups = optim.adamw(network(), 1e-3, 0.1, [0.9, 0.95]).param_groups
+    assert [(group["weight_decay"], {p.ndim for p in group["params"]}) for group in groups] == [(0.1, {2}), (0.0, {1})]
+
+
+def test_the_trapezoid_rises_stays_and_falls_to_zero() -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    schedule, rates = optim.trapezoid(optimizer, steps=10, warmup=4, decay=3), []
+    for _ in range(11):
+        rates.append(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+    assert rates == pytest.approx([0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 2 / 3, 1 / 3, 0])

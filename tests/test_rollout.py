@@ -1,0 +1,201 @@
+"""Texts sampled from the target: prompts, interruption, and which kept sets serve."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from cotrain import rollout, rollouts, sets
+from cotrain.data import Blocks
+from cotrain.rollout import Ask, collect, prompts
+from cotrain.sets import Sampled, corpus_part, name
+from inference import Engine, Sampling
+from tests.folders import tokenizer
+from tests.tiny import tiny
+
+VOCABULARY = 300
+WARM = Sampling(temperature=0.8, top_p=0.9)
+
+
+class Killed(RuntimeError):
+    pass
+
+
+@pytest.fixture(scope="module")
+def target() -> LlamaForCausalLM:
+    return tiny(vocab=VOCABULARY, layers=1, eos=3)
+
+
+@pytest.fixture
+def blocks() -> Blocks:
+    """6 blocks of 8 tokens, domains in turn."""
+    return Blocks(torch.arange(4, 52, dtype=torch.int32).view(6, 8), torch.tensor([0, 1] * 3), ["a", "b"])
+
+
+@pytest.fixture
+def sampled(target: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sampled:
+    """Sets of this target in an empty folder, with no shipped ones."""
+    monkeypatch.setattr(sets, "folder", lambda _: tmp_path / "data")
+    ask = Ask({"train": 3, "held_out": 2}, prompt_tokens=4, new_tokens=6)
+    return Sampled(target, tokenizer(), tmp_path / "own", ask, rows=2, seed=1, source="embedded")
+
+
+def quiet(_: str) -> None:
+    pass
+
+
+def killed_after(lines: int) -> object:
+    """What is told of progress, until the process dies of it."""
+    left = [lines]
+
+    def say(_: str) -> None:
+        left[0] -= 1
+        if not left[0]:
+            raise Killed
+
+    return say
+
+
+def test_prompts_are_starts_of_blocks_spread_over_domains(blocks: Blocks) -> None:
+    found = list(prompts(blocks, 2, 3, seed=0))
+    assert [domain for domain, _ in found] == ["a", "a", "b", "b"]
+    starts = {domain: blocks.ids[blocks.domain == i, :3].tolist() for i, domain in enumerate("ab")}
+    assert all(prompt in starts[domain] for domain, prompt in found)
+    assert len({tuple(prompt) for _, prompt in found}) == 4
+    assert found == list(prompts(blocks, 2, 3, seed=0)) != list(prompts(blocks, 2, 3, seed=2))
+
+
+def test_prompts_that_cannot_be_had_name_the_key(blocks: Blocks) -> None:
+    with pytest.raises(ValueError, match="rollout.texts, rollout.held_out_texts: 4 prompts asked of a, there are 3"):
+        list(prompts(blocks, 4, 3, seed=0))
+    with pytest.raises(ValueError, match="rollout.prompt_tokens: 9 do not fit data.block=8"):
+        list(prompts(blocks, 1, 9, seed=0))
+
+
+def test_an_interrupted_collection_goes_on_as_if_it_had_not_been(target: LlamaForCausalLM, tmp_path: Path) -> None:
+    asked = [("a", [5 + i, 6, 7]) for i in range(7)]
+
+    def run(partial: Path, say: object = quiet, rows: int = 2) -> list[dict]:
+        return collect(Engine(target, rows=rows), asked, WARM, 6, 0, partial, say)
+
+    whole = run(tmp_path / "whole.jsonl")
+    assert [row["prompt"] for row in whole] == [prompt for _, prompt in asked]
+    assert len({tuple(row["completion"]) for row in whole}) > 3
+    with pytest.raises(Killed):
+        run(tmp_path / "partial.jsonl", killed_after(2))
+    with (tmp_path / "partial.jsonl").open("a") as file:
+        file.write('{"domain": "a", "prom')  # cut short by its death
+    said: list[str] = []
+    assert run(tmp_path / "partial.jsonl", said.append, rows=3) == whole
+    assert len(said) == 1 and "7/7" in said[0]
+    assert (tmp_path / "partial.jsonl").read_text() == (tmp_path / "whole.jsonl").read_text()
+
+
+def test_completions_keep_their_end_and_stop_there(target: LlamaForCausalLM, tmp_path: Path) -> None:
+    asked = [("a", [5 + i % 200]) for i in range(60)]
+    rows = collect(Engine(target, rows=60), asked, Sampling(3.0), 40, 0, tmp_path / "p.jsonl", quiet)
+    ended = [row["completion"] for row in rows if 3 in row["completion"]]
+    assert ended and all(text.index(3) == len(text) - 1 for text in ended)
+    assert all(len(row["completion"]) == 40 for row in rows if 3 not in row["completion"])
+
+
+def test_a_set_is_read_as_it_was_saved(tmp_path: Path) -> None:
+    rows = [
+        {"domain": "a", "prompt": [5, 6], "completion": [7, 8, 9]},
+        {"domain": "b", "prompt": [4], "completion": [2]},
+    ]
+    path = tmp_path / "held_out_T0.5"
+    rollouts.save(rows, path, {"seed": 3})
+    assert rollouts.manifest(path) == {"seed": 3, "rows": 2, "tokens": 4}
+    texts = rollouts.texts(rollouts.read(path))
+    assert texts.ids.tolist() == [[5, 6, 7, 8, 9], [4, 2, 0, 0, 0]]
+    assert (texts.prompt.tolist(), texts.length.tolist(), texts.domain) == ([2, 1], [5, 2], ["a", "b"])
+    assert texts.predicted.tolist() == [[False, True, True, True], [True, False, False, False]]
+    with pytest.raises(ValueError, match="there is no .*train_T1.parquet"):
+        rollouts.read(tmp_path / "train_T1")
+
+
+def test_sets_are_named_for_their_regime() -> None:
+    names = [name("train", s) for s in (Sampling(1.0), Sampling(0.5), Sampling(1.0, 20, 0.95))]
+    assert names == ["train_T1", "train_T0.5", "train_T1_k20_p0.95"]
+
+
+def test_a_set_is_sampled_once(sampled: Sampled, blocks: Blocks) -> None:
+    first = sampled.texts("train", WARM, lambda: blocks, quiet)
+    assert len(first) == 6 and first.prompt.tolist() == [4] * 6
+    again = sampled.texts("train", WARM, lambda: 1 / 0, quiet)
+    assert torch.equal(again.ids, first.ids)
+    assert sorted(file.suffix for file in sampled.folder.iterdir()) == [".json", ".parquet"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda s: replace(s, seed=2),
+        lambda s: replace(s, source="own.jsonl"),
+        lambda s: replace(s, ask=replace(s.ask, new_tokens=5)),
+        lambda s: replace(s, ask=replace(s.ask, texts={"train": 2, "held_out": 2})),
+        lambda s: replace(s, target=tiny(vocab=VOCABULARY, layers=1, eos=3, seed=1)),
+    ],
+    ids=["seed", "source", "length", "count", "target"],
+)
+def test_a_set_of_other_making_is_not_used(sampled: Sampled, blocks: Blocks, change: object) -> None:
+    sampled.texts("train", WARM, lambda: blocks, quiet)
+    asked = []
+    other = change(sampled)
+    other.texts("train", WARM, lambda: asked.append(1) or blocks, quiet)
+    assert asked == [1]
+    other.texts("train", WARM, lambda: 1 / 0, quiet)
+
+
+def test_a_set_of_another_regime_under_the_same_name_is_not_used(sampled: Sampled, blocks: Blocks) -> None:
+    path = sampled.sample("train", WARM, blocks, quiet)
+    file = rollouts.beside(path, "json")
+    file.write_text(
+        json.dumps(json.loads(file.read_text()) | {"regime": {"temperature": 0.8, "top_k": 0, "top_p": 1.0}})
+    )
+    with pytest.raises(ZeroDivisionError):
+        sampled.texts("train", WARM, lambda: 1 / 0, quiet)
+
+
+def test_shipped_sets_come_first(sampled: Sampled, blocks: Blocks, tmp_path: Path) -> None:
+    replace(sampled, folder=tmp_path / "data" / "rollouts").sample("train", WARM, blocks, quiet)
+    assert len(sampled.texts("train", WARM, lambda: 1 / 0, quiet)) == 6
+    assert not sampled.folder.exists()
+
+
+def test_what_was_begun_with_other_settings_is_not_mixed_in(sampled: Sampled, blocks: Blocks) -> None:
+    whole = rollouts.read(replace(sampled, folder=sampled.folder.parent / "whole").sample("train", WARM, blocks, quiet))
+    with pytest.raises(Killed):
+        replace(sampled, seed=2).sample("train", WARM, blocks, killed_after(1))
+    with pytest.raises(Killed):
+        sampled.sample("train", WARM, blocks, killed_after(1))
+    assert rollouts.read(sampled.sample("train", WARM, blocks, quiet)).to_list() == whole.to_list()
+
+
+def test_what_was_sampled_outlives_a_failed_save(
+    sampled: Sampled, blocks: Blocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rollouts, "save", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        sampled.sample("train", WARM, blocks, quiet)
+    monkeypatch.undo()
+    said: list[str] = []
+    monkeypatch.setattr(sets, "folder", lambda _: sampled.folder)
+    sampled.sample("train", WARM, blocks, said.append)
+    assert said == []
+
+
+def test_every_position_of_a_corpus_block_counts(blocks: Blocks) -> None:
+    part = corpus_part(blocks)
+    assert len(part) == 6 and part[1]["ids"].tolist() == list(range(12, 20))
+    assert part[1]["predicted"].tolist() == [True] * 7
+
+
+def test_progress_is_told(target: LlamaForCausalLM, tmp_path: Path) -> None:
+    said: list[str] = []
+    rollout.collect(Engine(target, rows=1), [("a", [5]), ("a", [6])], WARM, 2, 0, tmp_path / "p.jsonl", said.append)
+    assert [line.split(",")[0] for line in said] == ["rollout T=0.8: 1/2 texts", "rollout T=0.8: 2/2 texts"]

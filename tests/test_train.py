@@ -1,0 +1,257 @@
+"""The commands that train, at tiny size through the command line: from own texts to a draft that decodes."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from cotrain import bench, check, train
+from cotrain.cli import main
+from cotrain.folders import claim
+from inference import Sampling, load
+from inference.report import validate
+from tests.folders import own_texts, target_folder
+
+SIZES = """data.block=64 rollout.texts=8 rollout.held_out_texts=2 rollout.prompt_tokens=8 rollout.new_tokens=24
+rollout.temperatures=[0.0,1.0] trainer.steps=5 trainer.corpus_steps=2 trainer.batch=2 trainer.validations=2
+optimizer.warmup=1 optimizer.decay=2 bench.prompts=2 bench.quick_prompts=1 bench.prompt_tokens=8 bench.new_tokens=8
+bench.parity_tokens=100 bench.depths=[2] policy.k=2""".split()
+
+
+@pytest.fixture(scope="session")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a target and own texts."""
+    place = tmp_path_factory.mktemp("train")
+    target_folder(place / "target")
+    own_texts(place / "own.jsonl")
+    return place
+
+
+def job(place: Path, output: str, *settings: str, target: str = "target") -> int:
+    paths = [f"target.path={place / target}", f"data.path={place / 'own.jsonl'}", f"output={place / output}"]
+    return main(["train", *paths, *SIZES, *settings])
+
+
+@pytest.fixture(scope="session")
+def run(place: Path) -> Path:
+    """The folder of a finished run."""
+    assert job(place, "run", "overwrite=true") == 0
+    return place / "run"
+
+
+def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
+    return load_file(run / "checkpoints" / f"step-{step}" / "model.safetensors")
+
+
+def same(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == two.keys() and all(torch.equal(value, two[name]) for name, value in one.items())
+
+
+def test_the_report_is_whole(run: Path) -> None:
+    report = json.loads((run / "draft" / "report.json").read_text())
+    validate(report)
+    extra = report["extra"]
+    assert [kept["step"] for kept in extra["checkpoints"]] == [0, 2, 4, 5]
+    assert extra["planned_k"] == 2 and report["settings"]["policy"] == "Fixed(k=2)"
+    assert report["exactness"]["passed"] and extra["parity"]["tokens"] >= 100
+    assert {"alpha_T0/own", "alpha_T1/all", "tau_T1/all/2"} <= set(extra["held_out"])
+
+
+def test_the_draft_is_the_fastest_checkpoint(run: Path) -> None:
+    extra = json.loads((run / "draft" / "report.json").read_text())["extra"]
+    fastest = max(extra["checkpoints"], key=lambda kept: kept["speedup"])["step"]
+    assert extra["exported_step"] == fastest
+    assert same(load_file(run / "draft" / "model.safetensors"), weights(run, fastest))
+    assert not same(weights(run, 0), weights(run, 5))
+
+
+def test_acceptance_and_speed_before_training_are_logged(run: Path) -> None:
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("speed/speedup")] == [0, 2, 4, 5]
+    logged = events.Scalars("alpha_T1/all")
+    assert (logged[0].step, len(logged)) == (0, 4)
+    assert {"train/loss", "train/alpha"} <= set(events.Tags()["scalars"])
+
+
+def test_the_draft_folder_decodes(run: Path, place: Path) -> None:
+    engine = load(run / "draft")
+    out = engine.generate(['{"order": '], max_new_tokens=12, sampling=Sampling(0.0))
+    assert engine.policy.k == 2 and out.stats.drafted and out.text is not None and len(out.tokens[0]) <= 12
+    plain = AutoModelForCausalLM.from_pretrained(place / "target", dtype=torch.float32)
+    ids = torch.tensor([engine.tokenizer.encode('{"order": ')])
+    wanted = plain.generate(ids, do_sample=False, max_new_tokens=12)[0, ids.shape[1] :].tolist()
+    assert out.tokens[0] == wanted
+
+
+def test_transformers_takes_the_draft_as_its_assistant(run: Path, place: Path) -> None:
+    target, assistant = (AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32)
+                         for f in (place / "target", run / "draft"))  # fmt: skip
+    inputs = AutoTokenizer.from_pretrained(run / "draft")("def add(a, b):", return_tensors="pt")
+    plain, assisted = (target.generate(**inputs, do_sample=False, max_new_tokens=20, assistant_model=model)
+                       for model in (None, assistant))  # fmt: skip
+    assert torch.equal(plain, assisted) and plain.shape[1] > inputs["input_ids"].shape[1]
+
+
+def test_a_finished_run_prints_its_table_again(
+    run: Path, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(train, "load_pair", lambda *_: 1 / 0)
+    assert job(place, "run") == 0
+    printed = capsys.readouterr().out
+    assert "exactness: passed" in printed and f"draft: {run / 'draft'}" in printed
+    assert job(place, "run", "trainer.seed=1") == 1
+    assert "trainer.seed=0 (now 1)" in capsys.readouterr().err
+
+
+def test_an_interrupted_run_ends_as_if_it_had_not_been(
+    run: Path, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls = []
+
+    def quick(plan: object, k: int) -> dict[str, float]:
+        calls.append(k)
+        if len(calls) == 3:
+            raise OSError("the machine went down at step 4")
+        return {"speedup": 1.0 + len(calls)}
+
+    monkeypatch.setattr(bench, "quick", quick)
+    monkeypatch.setattr(train, "export", lambda job, module, speed: exported.extend(speed.kept) or {})
+    exported: list = []
+    assert job(place, "resumed", "measure=true") == 1 and "went down" in capsys.readouterr().err
+    assert not exported
+    job(place, "resumed")
+    assert [kept.step for kept in exported] == [0, 2, 4, 5] and exported[1].speedup == 3.0
+    assert all(same(weights(place / "resumed", step), weights(run, step)) for step in (2, 4, 5))
+
+
+def test_a_sweep_without_measurement_keeps_figures_only(place: Path) -> None:
+    assert job(place, "sweep", "measure=false", "loss=kl", "rollout.temperatures=[1.0]", "trainer.steps=2") == 0
+    found = json.loads((place / "sweep" / "held_out.json").read_text())
+    assert (found["label"], list(found["texts"])) == ("kl", ["1"])
+    assert not (place / "sweep" / "draft").exists()
+
+
+def broken(place: Path, name: str, change: Callable[[Path], None]) -> str:
+    change(Path(shutil.copytree(place / "target", place / name)))
+    return name
+
+
+def no_number(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][0] = float("nan")
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def no_tokenizer(folder: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [(no_number, "NaN or infinite weights"), (no_tokenizer, "has no tokenizer files"), (shutil.rmtree, "is no folder")],
+)
+def test_a_bad_target_is_one_line_and_leaves_nothing(
+    place: Path, change: Callable[[Path], None], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = broken(place, f"bad {change.__name__}", change)
+    assert job(place, "spoilt", target=name) == 1
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("cotrain train: ")]
+    assert len(said) == 1 and "target.path: " in said[0] and message in said[0]
+    assert list((place / "spoilt").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("loss.first=klx", "loss: 'klx' is none of kl"),
+        ("init.layers=[7]", "init.layers: [7] are not layers of a target of 2"),
+        ("init.kind=pretrained", "init.kind: 'pretrained'"),
+        ("rollout.held_out_texts=500", "rollout.held_out_texts: 500 prompts asked of own"),
+    ],
+)
+def test_a_setting_that_cannot_work_is_named(
+    place: Path, setting: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert job(place, "spoilt", setting) == 1
+    assert message in capsys.readouterr().err
+    assert not (place / "spoilt" / "draft").exists()
+
+
+def test_a_folder_in_use_is_refused(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with claim(place / "held"):
+        assert job(place, "held") == 1
+        assert f"is in use by process {os.getpid()}" in capsys.readouterr().err
+
+
+def test_bench_measures_a_draft_folder(run: Path, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = [setting for setting in SIZES if setting.startswith("bench.")]
+    paths = [f"target.path={place / 'target'}", f"draft.path={run / 'draft'}", f"output={place / 'bench'}"]
+    assert main(["bench", *paths, *sizes]) == 0
+    validate(json.loads((place / "bench" / "report.json").read_text()))
+    assert "exactness: passed" in capsys.readouterr().out
+    assert main(["bench", f"output={place / 'none'}"]) == 1
+    assert "draft.path=" in capsys.readouterr().err and not (place / "none").exists()
+
+
+def test_rollout_writes_a_set(place: Path) -> None:
+    sizes = [setting for setting in SIZES if setting.startswith(("rollout.", "data."))]
+    paths = [f"target.path={place / 'target'}", f"data.path={place / 'own.jsonl'}", f"output={place / 'texts'}"]
+    assert main(["rollout", "kind=held_out", "regime=t05", *paths, *sizes]) == 0
+    made = json.loads((place / "texts" / "held_out_T0.5.json").read_text())
+    assert (made["rows"], made["prompt_tokens"], made["kind"]) == (2, 8, "held_out")
+    assert (place / "texts" / "held_out_T0.5.parquet").is_file()
+
+
+def test_check_says_what_a_run_needs_and_writes_nothing(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert job(place, "checked", "check=true", "init=scratch") == 0
+    lines = capsys.readouterr().out.splitlines()
+    said = {line.split()[0]: line for line in lines}
+    assert {"target", "draft", "vocabulary", "memory", "disk", "steps", "duration"} <= set(said)
+    assert "tokenizer 300, model 300" in said["vocabulary"] and "init scratch" in said["draft"]
+    assert "5 of 2 x 64 tokens" in said["steps"]
+    assert not (place / "checked").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [("_memory", 1.0, "not enough memory: lower trainer.batch"), ("shutil", 1, "not enough disk at output=")],
+)
+def test_check_refuses_what_does_not_fit(
+    place: Path,
+    name: str,
+    value: float,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if name == "shutil":
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1, 0, 1))
+    else:
+        monkeypatch.setattr(check, name, lambda: value)
+    assert job(place, "checked", "check=true") == 1
+    assert message in capsys.readouterr().err and not (place / "checked").exists()
+
+
+def test_check_names_a_target_without_a_tokenizer(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = broken(place, "bare", no_tokenizer)
+    assert job(place, "checked", "check=true", target=name) == 1
+    assert "target.path: " in capsys.readouterr().err
+    assert job(place, "checked", "check=true", "init=pretrained") == 1
+    assert "draft.path=" in capsys.readouterr().err
+
+
+def test_memory_is_what_is_available_not_what_is_unused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(check, "MEMINFO", tmp_path / "meminfo")
+    whole = check._memory()
+    (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemFree:  1 kB\nMemAvailable:    5 kB\n")
+    assert check._memory() == 5 * 1024 < whole
