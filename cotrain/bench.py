@@ -63,11 +63,16 @@ def quick(plan: Plan, k: int) -> dict[str, float]:
     }
 
 
+def refuse(size: Bench) -> None:
+    """Raise ValueError, naming the key, for sizes that cannot be measured."""
+    if not size.depths or min(size.depths) < 1:
+        raise ValueError(f"bench.depths: {list(size.depths)} must be draft lengths of at least 1")
+
+
 def measure(plan: Plan, extra: dict[str, Any] | None = None) -> dict[str, Any]:
     """The full report: draft length from measured costs, speed with intervals, exactness, parity, greedy beside."""
     size = plan.bench
-    if not size.depths or min(size.depths) < 1:
-        raise ValueError(f"bench.depths: {list(size.depths)} must be draft lengths of at least 1")
+    refuse(size)
     print("bench: costs of passes, and the draft length that they and the acceptance call for")
     costs, choice = planned(plan)
     k = max(size.depths, key=choice.speedups.__getitem__)
@@ -129,8 +134,11 @@ def _figures(plan: Plan, engine: Engine, texts: Texts) -> Any:
     return pair_figures(engine, Independent(plan.draft), texts, plan.sampling, plan.bench.new_tokens, 0.0)
 
 
-def parity(plan: Plan, k: int) -> dict[str, Any]:
-    """Target calls predicted and measured on at least `parity_tokens` tokens, prompts not timed before."""
+def parity(plan: Plan, k: int) -> dict[str, Any] | None:
+    """Target calls predicted and measured on at least `parity_tokens` tokens, prompts not timed before.
+
+    None for the coupled rule, whose calls cannot be predicted from the text.
+    """
     size = plan.bench
     count = -(-size.parity_tokens // size.new_tokens)
     engine = plan.engine(k, BATCH)
@@ -138,6 +146,8 @@ def parity(plan: Plan, k: int) -> dict[str, Any]:
     first = size.quick_prompts + size.prompts
     texts = interleave([arm], plan.prompts(first, count), BATCH, size.seed + 1, warmup=0).texts("speculative")
     calls = check_calls(_figures(plan, engine, texts), texts, plan.verify)
+    if calls is None:
+        return None
     measured = calls.tokens / calls.measured
     return asdict(calls) | {
         "tau_measured": measured, "tau_predicted": calls.tau, "z": calls.z, "relative": calls.tau / measured - 1,

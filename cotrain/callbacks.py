@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import lightning
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, TQDMProgressBar
+from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from transformers import PreTrainedModel
 
 Measure = Callable[[PreTrainedModel], dict[str, float]]
@@ -50,3 +51,23 @@ class RealSpeed(Callback):
         if not self.kept:
             raise ValueError("no checkpoint was measured: trainer.steps ended before a validation")
         return max(self.kept, key=lambda kept: kept.speedup)
+
+
+class Bar(TQDMProgressBar):
+    """One bar for the whole training, with time left; validations, which are one call each, have none."""
+
+    def init_validation_tqdm(self) -> Any:
+        return Tqdm(disable=True)
+
+    def init_train_tqdm(self) -> Any:
+        bar = super().init_train_tqdm()
+        bar.bar_format = "{desc}: {percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} steps, {remaining} left{postfix}"
+        return bar
+
+    def on_train_epoch_start(self, trainer: Any, *_: Any) -> None:
+        super().on_train_epoch_start(trainer)
+        self.train_progress_bar.set_description("training")
+
+    def get_metrics(self, *arguments: Any) -> dict[str, Any]:
+        found = super().get_metrics(*arguments)
+        return {name: value for name, value in found.items() if name != "v_num"}

@@ -134,7 +134,9 @@ def _job(name: str, cfg: "DictConfig", arguments: Sequence[str]) -> int:
     from omegaconf import OmegaConf
 
     from cotrain.config import checked
+    from cotrain.quiet import quiet
 
+    quiet()
     try:
         cfg = checked(name, cfg)
         _own_folder(name, cfg, arguments)

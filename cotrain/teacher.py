@@ -41,15 +41,16 @@ def load_target(
     if quantisation not in QUANTISATIONS:
         raise ValueError(f"quantisation: {quantisation!r} is none of {', '.join(QUANTISATIONS)}")
     options = QUANTISATIONS[quantisation]
-    model, info = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         path,
-        output_loading_info=True,
         dtype=dtype,
         use_safetensors=True,
         trust_remote_code=trust_remote_code,
         quantization_config=BitsAndBytesConfig(**options) if options else None,
         device_map="cuda" if torch.cuda.is_available() else "cpu",
+        output_loading_info=True,
     )
+    model, info = loaded
     if info["missing_keys"]:
         raise ValueError(f"target.path: {path} lacks weights: {', '.join(sorted(info['missing_keys']))}")
     for name, weight in model.named_parameters():

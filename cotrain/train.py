@@ -9,13 +9,13 @@ from typing import Any
 
 import lightning
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, TQDMProgressBar
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch.utils.data import ConcatDataset, DataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cotrain import bench, compare, draft, losses, optim
-from cotrain.callbacks import RealSpeed
+from cotrain.callbacks import Bar, RealSpeed
 from cotrain.config import Loss, TrainConfig
 from cotrain.data import Blocks, blocks_of
 from cotrain.evaluate import held_out
@@ -64,6 +64,10 @@ class Job:
 
 def distil(cfg: TrainConfig, folder: Path) -> dict[str, Any]:
     """Run or resume the job in `folder`; returns the report of the exported draft, nothing with measure=false."""
+    k = cfg.policy.k
+    if k is None:
+        raise ValueError("policy.k: checkpoints are compared at a draft length that is given, as in policy=fixed")
+    bench.refuse(cfg.bench)
     settle(cfg.trainer.threads, cfg.trainer.seed)
     target, tokenizer = load_pair(
         cfg.target.path, cfg.quantisation.kind, cfg.target.dtype, cfg.target.trust_remote_code
@@ -71,7 +75,7 @@ def distil(cfg: TrainConfig, folder: Path) -> dict[str, Any]:
     job = Job(cfg, folder, target, tokenizer)
     network = initial(cfg, target)
     module = build(job, network)
-    speed = RealSpeed(lambda draft: bench.quick(job.plan(draft), cfg.policy.k), folder / "checkpoints")
+    speed = RealSpeed(lambda draft: bench.quick(job.plan(draft), k), folder / "checkpoints")
     fit(job, module, [speed] if cfg.measure else [])
     keep_figures(job, module)
     if not cfg.measure:
@@ -152,6 +156,7 @@ def _loss(name: str) -> Callable[..., torch.Tensor]:
 def build(job: Job, network: PreTrainedModel) -> Distillation:
     """Wire the module: losses, optimiser, held-out texts of each temperature."""
     cfg, sampled, (read_target, _) = job.cfg, job.sampled(), split(job.target)
+    taught = stages(cfg.loss)  # a wrong name is refused before texts are sampled
     prompts = cache(partial(job.blocks, "held_out"))
     cut = truncation(cfg.regime)
     judged = {
@@ -162,7 +167,7 @@ def build(job: Job, network: PreTrainedModel) -> Distillation:
     return Distillation(
         network,
         job.target,
-        stages(cfg.loss),
+        taught,
         partial(optim.adamw, lr=rate.lr, weight_decay=rate.weight_decay, betas=rate.betas),
         partial(optim.trapezoid, steps=cfg.trainer.steps, warmup=rate.warmup, decay=rate.decay),
         judged,
@@ -194,7 +199,7 @@ def fit(job: Job, module: Distillation, extra: list[Callback]) -> None:
         gradient_clip_val=cfg.clip, val_check_interval=every, check_val_every_n_epoch=None, num_sanity_val_steps=0,
         log_every_n_steps=5, enable_model_summary=False,
         logger=TensorBoardLogger(job.folder, name="", version="tensorboard"),
-        callbacks=[*extra, TQDMProgressBar(refresh_rate=5),
+        callbacks=[*extra, Bar(refresh_rate=5),
                    ModelCheckpoint(last.parent, "last", every_n_epochs=1, save_on_train_epoch_end=False,
                                    enable_version_counter=False)],
     )  # fmt: skip
@@ -205,4 +210,4 @@ def fit(job: Job, module: Distillation, extra: list[Callback]) -> None:
     trainer.fit(module, train, asks, ckpt_path=last if done else None)
     if trainer.global_step % every:  # the last validation was not at the last step
         trainer.validate(module, asks, verbose=False)
-    module.draft.to(job.target.device).eval()  # the trainer leaves it on the CPU
+    module.to(job.target.device).eval()  # the trainer leaves it on the CPU

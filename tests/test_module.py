@@ -110,9 +110,11 @@ def module_of(target: LlamaForCausalLM, network: LlamaForCausalLM, stages: list[
 
 
 def trainer(folder: Path, steps: int, *callbacks: lightning.Callback) -> lightning.Trainer:
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     return lightning.Trainer(
-        accelerator="cpu", devices=1, max_steps=steps, logger=False, enable_progress_bar=False,
-        enable_model_summary=False, enable_checkpointing=False, default_root_dir=folder, callbacks=[*callbacks], num_sanity_val_steps=0,
+        accelerator="cpu", devices=1, max_steps=steps, max_epochs=-1, num_sanity_val_steps=0, val_check_interval=2,
+        check_val_every_n_epoch=None, enable_checkpointing=False, default_root_dir=folder, callbacks=list(callbacks),
+        **quiet,
     )  # fmt: skip
 
 
@@ -152,13 +154,13 @@ def test_training_moves_the_draft_and_nothing_else(target: LlamaForCausalLM, tmp
 @pytest.mark.parametrize("quantisation", ["int8", "nf4"])
 def test_a_draft_learns_from_a_quantised_target(quantisation: str, tmp_path: Path) -> None:
     target = load_target(str(target_folder(tmp_path / "target")), quantisation)
-    theirs = copy.deepcopy(target.state_dict())
     small = draft.from_layers(target, [0])
     ids = torch.randint(VOCABULARY, (8, 16), generator=torch.Generator().manual_seed(1))
     blocks = Texts(ids, torch.ones(8, dtype=torch.int64), torch.full((8,), 16), ["a"] * 8)
     module = module_of(target, small, [Stage(1.0, losses.kl)], steps=16)
     module.held_out = {1.0: judged(target, blocks)}
     before = module.acceptance()["alpha_T1/all"]
+    theirs = copy.deepcopy(target.state_dict())  # after a pass: on a CPU the first one rounds the scales of nf4
     run = trainer(tmp_path, 16)
     run.fit(module, loader(VOCABULARY))
     assert module.acceptance()["alpha_T1/all"] > before + 0.02

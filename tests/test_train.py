@@ -175,6 +175,8 @@ def test_a_bad_target_is_one_line_and_leaves_nothing(
         ("loss.first=klx", "loss: 'klx' is none of kl"),
         ("init.layers=[7]", "init.layers: [7] are not layers of a target of 2"),
         ("init.kind=pretrained", "init.kind: 'pretrained'"),
+        ("policy=planned", "policy.k: "),
+        ("bench.depths=[0]", "bench.depths: [0]"),
         ("rollout.held_out_texts=500", "rollout.held_out_texts: 500 prompts asked of own"),
     ],
 )
@@ -198,6 +200,8 @@ def test_bench_measures_a_draft_folder(run: Path, place: Path, capsys: pytest.Ca
     assert main(["bench", *paths, *sizes]) == 0
     validate(json.loads((place / "bench" / "report.json").read_text()))
     assert "exactness: passed" in capsys.readouterr().out
+    assert main(["bench", *paths[:2], f"output={place / 'coupled'}", *sizes, "verify=coupled"]) == 0
+    assert json.loads((place / "coupled" / "report.json").read_text())["extra"]["parity"] is None
     assert main(["bench", f"output={place / 'none'}"]) == 1
     assert "draft.path=" in capsys.readouterr().err and not (place / "none").exists()
 

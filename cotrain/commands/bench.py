@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import torch
+
 from cotrain import bench
 from cotrain.config import BenchConfig
 from cotrain.errors import UserError
@@ -25,7 +27,7 @@ def run(cfg: BenchConfig) -> None:
         cfg.target.path, cfg.quantisation.kind, cfg.target.dtype, cfg.target.trust_remote_code
     )
     draft, _, _ = load_draft(Path(cfg.draft.path), target=hash_target(target.config, tokenizer))
-    draft.to(target.device)
+    torch.nn.Module.to(draft, target.device)
     with claim(cfg.output, cfg.overwrite) as folder:
         names = (cfg.target.path, cfg.draft.path)
         plan = bench.Plan(target, tokenizer, draft, sampling(cfg.regime), cfg.verify, cfg.bench, names)

@@ -1,6 +1,7 @@
 """An independent draft: a small causal LM of its own, run one token at a time."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -8,6 +9,7 @@ from transformers import PreTrainedModel
 
 from inference.proposer import Proposal, Round
 from inference.sampling import one_hot
+from inference.store import load_draft
 from inference.target import LM, load_model
 
 
@@ -19,7 +21,7 @@ class Independent:
     """
 
     def __init__(self, model: PreTrainedModel | str, greedy: bool = False) -> None:
-        self.model = load_model(model) if isinstance(model, str) else model
+        self.model = _load(model) if isinstance(model, str) else model
         self.greedy = greedy
         self.shape: tuple[int, int, int] | None = None
         self.lm: LM
@@ -73,6 +75,11 @@ class Independent:
             self.lm.move(source, target, self.stored[source])
             self.stored[target] = self.stored[source]
         self.stored.pop()
+
+
+def _load(path: str) -> PreTrainedModel:
+    """A local folder is checked as a draft folder; anything else is a hub id."""
+    return load_draft(path)[0] if Path(path).is_dir() else load_model(path)
 
 
 def _pad(rows: Sequence[list[int]], device: torch.device) -> Tensor:

@@ -1,0 +1,16 @@
+"""What a person sees while a command runs: its own words, no chatter of libraries."""
+
+import logging
+import os
+import warnings
+
+
+def quiet() -> None:
+    """Silence progress bars and tips of libraries; their warnings about this project's own use are tested, not shown."""
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.seed"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module=r"lightning\..*")

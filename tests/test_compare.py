@@ -1,0 +1,73 @@
+"""Comparisons are paired by seed and text, and refuse what was judged on other texts."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cotrain.cli import main
+from cotrain.compare import compare, read, table
+from cotrain.errors import UserError
+
+LENGTHS = [40] * 30
+
+
+def run(label: str, seed: int, factor: float, lengths: list[int] = LENGTHS) -> dict[str, object]:
+    """A run whose calls are `factor` times those of a noisy base that text and seed decide."""
+    rng = np.random.default_rng(seed)
+    calls = (factor * rng.uniform(8, 30, size=len(lengths))).tolist()
+    texts = {"1": {"alpha": 0.5, "lengths": lengths, "calls": {"4": calls, "8": calls}}}
+    return {"label": label, "seed": seed, "texts": texts}
+
+
+def write(folder: Path, runs: list[dict[str, object]]) -> Path:
+    for index, one in enumerate(runs):
+        place = folder / str(index)
+        place.mkdir()
+        (place / "held_out.json").write_text(json.dumps(one))
+    return folder
+
+
+def test_a_constant_factor_has_no_width(tmp_path: Path) -> None:
+    runs = [run("kl", s, 1.0) for s in range(3)] + [run("tv", s, 1 / 1.05) for s in range(3)]
+    gains = {(g.label, g.k): g for g in compare(read(write(tmp_path, runs)), "kl")}
+    found = gains["tv", 4]
+    # the noise of texts and seeds is shared by both sides, so pairing removes all of it
+    assert found.seeds == 3
+    assert (found.gain, found.low, found.high) == pytest.approx((0.05, 0.05, 0.05))
+    assert gains["kl", 8].gain == 0
+
+
+def test_independent_noise_has_width(tmp_path: Path) -> None:
+    runs = [run("kl", s, 1.0) for s in range(3)] + [run("tv", s + 7, 1.0) for s in range(3)]
+    found = {g.label: g for g in compare(read(write(tmp_path, runs)), "kl")}["tv"]
+    assert found.low < 0 < found.high
+
+
+def test_tau_is_a_ratio_of_sums(tmp_path: Path) -> None:
+    one = run("kl", 0, 1.0)
+    calls = one["texts"]["1"]["calls"]["4"]  # type: ignore[index]
+    (found, _) = compare(read(write(tmp_path, [one])), "kl")
+    assert found.tau == pytest.approx(sum(LENGTHS) / sum(calls))
+
+
+def test_other_texts_are_refused(tmp_path: Path) -> None:
+    runs = [run("kl", 0, 1.0), run("tv", 0, 1.0, [40] * 29 + [41])]
+    with pytest.raises(UserError, match="judged on other texts"):
+        compare(read(write(tmp_path, runs)), "kl")
+
+
+def test_what_is_missing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UserError, match="no run"):
+        read(tmp_path)
+    write(tmp_path, [run("tv", 0, 1.0)])
+    assert main(["compare", f"folder={tmp_path}", "baseline=kl"]) == 1
+    assert "baseline=kl: the runs are tv" in capsys.readouterr().err
+
+
+def test_the_table_says_interval_and_baseline(tmp_path: Path) -> None:
+    runs = [run("kl", 0, 1.0), run("tv", 0, 0.5)]
+    lines = table(compare(read(write(tmp_path, runs)), "kl"), "kl").splitlines()
+    assert "over kl" in lines[0]
+    assert any("tv" in line and "+100.00% [+100.00%, +100.00%]" in line for line in lines)
