@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
-from cotrain import train
 from cotrain.config import TrainConfig
 from cotrain.errors import UserError
+from cotrain.job import initial
 from inference.bundled import resolve
 
 WEIGHT_BYTES = {"none": 2.0, "int8": 1.0, "nf4": 0.5}
@@ -75,7 +75,7 @@ def estimate(cfg: TrainConfig, config: PretrainedConfig) -> Need:
     """Sizes from models without storage, time from a quick matrix product on this machine."""
     with torch.device("meta"):
         target = AutoModelForCausalLM.from_config(config)
-        draft = train.initial(cfg, target) if cfg.init.kind != "pretrained" else target
+        draft = initial(cfg, target) if cfg.init.kind != "pretrained" else target
     big, small = _count(target), _count(draft)
     text = config.get_text_config()
     tokens = cfg.trainer.batch * cfg.data.block

@@ -99,7 +99,7 @@ class Loss:
 
 @dataclass
 class Data:
-    """Texts: a jsonl, parquet or text file, a folder or a hub id; null is the embedded corpora, so many bytes of each."""
+    """Texts: a jsonl, parquet or text file, a folder or hub id; null: the embedded corpora, so many bytes of each."""
 
     path: str | None
     column: str
@@ -142,7 +142,7 @@ class Trainer:
     corpus_steps: int
     batch: int
     validations: int
-    precision: str
+    precision: str  # of Lightning: bf16-mixed, 32-true, ...
     clip: float
     threads: int  # 0: as many as torch finds
     seed: int
@@ -251,8 +251,6 @@ class BenchConfig:
     quantisation: Quantisation
     draft: Model
     regime: Regime
-    data: Data
-    rollout: Rollout
     bench: Bench
     verify: str
     output: str

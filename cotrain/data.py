@@ -6,7 +6,7 @@ from pathlib import Path
 
 import datasets
 import torch
-from torch.utils.data import Sampler
+from torch.utils.data import Dataset, Sampler
 from transformers import PreTrainedTokenizerBase
 
 from cotrain.config import Data
@@ -16,7 +16,7 @@ LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "te
 
 
 @dataclass
-class Blocks:
+class Blocks(Dataset[dict[str, torch.Tensor]]):
     """Token blocks ids (N, T), the domain of each as an index (N,) into `domains`."""
 
     ids: torch.Tensor

@@ -6,6 +6,7 @@ that they speak of, and on no other.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,7 +93,7 @@ def score(held: HeldOut, domain: str, read_draft: Head, head_draft: Head, head_t
         parts = (held.texts.ids[at], held.hidden[at], held.texts.predicted[at])
         ids, theirs, predicted = (part.to(ours.device) for part in parts)
         pair = (theirs, head_target, ours, head_draft)
-        options = {"temperature": held.temperature, "truncate": held.truncate}
+        options: dict[str, Any] = {"temperature": held.temperature, "truncate": held.truncate}
         divergence, found = chunked(losses.kl, *pair, predicted, **options)
         logs = token_logs(*pair, ids[:, 1:], **options, served=True)
         ratios.append(torch.where(predicted, r_from(*logs), 0.0).cpu())

@@ -29,7 +29,7 @@ class MuonAdamW(torch.optim.Optimizer):
         self.param_groups = [group for part in self.parts for group in part.param_groups]
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         with torch.enable_grad():
             loss = closure() if closure is not None else None
         for part in self.parts:

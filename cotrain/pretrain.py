@@ -1,5 +1,6 @@
 """Training the bundled target: a small Llama on the embedded corpora, in resumable legs."""
 
+import copy
 import json
 import math
 import time
@@ -17,6 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrai
 
 from cotrain.callbacks import Bar
 from cotrain.data import Blocks, SeededOrder
+from cotrain.model_card import model_card
 from inference.atomic import new_folder
 
 Factory = Callable[..., Any]
@@ -114,7 +116,7 @@ class Leg(Callback):
 
 def fit(
     module: LanguageModel, train: Blocks, held_out: Blocks, folder: Path, *, batch: int, steps: int, minutes: float,
-    seed: int, every: int, precision: str,
+    seed: int, every: int, precision: Any,
 ) -> float:  # fmt: skip
     """Train to `steps` optimiser steps or for `minutes` in this leg; resumes folder/last.ckpt. Returns seconds."""
     last = folder / "last.ckpt"
@@ -142,10 +144,10 @@ def fit(
     return time.perf_counter() - start
 
 
-def measure(module: LanguageModel, held_out: Blocks, batch: int, precision: str) -> dict[str, float]:
+def measure(module: LanguageModel, held_out: Blocks, batch: int, precision: Any) -> dict[str, float]:
     """Held-out bits per byte by domain, over every block."""
-    trainer = lightning.Trainer(devices=1, precision=precision, logger=False, enable_checkpointing=False)  # type: ignore[arg-type]
-    trainer.validate(module, DataLoader(held_out, batch_size=batch), verbose=False)  # type: ignore[arg-type]
+    trainer = lightning.Trainer(devices=1, precision=precision, logger=False, enable_checkpointing=False)
+    trainer.validate(module, DataLoader(held_out, batch_size=batch), verbose=False)
     return module.bits_per_byte()
 
 
@@ -154,45 +156,9 @@ def write_target(
 ) -> None:
     """The finished target in bfloat16 with its tokenizer and model card, replacing what is there."""
     with new_folder(folder, replace=True) as new:
-        plain = LlamaForCausalLM(network.config)  # without the compiled wrappers
-        plain.load_state_dict({name.replace("_orig_mod.", ""): value for name, value in network.state_dict().items()})
-        plain.to(torch.bfloat16).save_pretrained(new)
+        half: Any = copy.deepcopy(network)
+        half.to(torch.bfloat16)
+        half.save_pretrained(new)
         tokenizer.save_pretrained(new)
         (new / "README.md").write_text(model_card(card), encoding="utf-8")
         (new / "card.json").write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
-
-
-def model_card(card: dict[str, Any]) -> str:
-    """Markdown: what the model is, what it was trained on, and how well it predicts."""
-    environment = card["environment"]
-    rows = [
-        f"| {domain} | {bits:.3f} | {card['five_gram'][domain]:.3f} | {bits / card['five_gram'][domain] - 1:+.1%} |"
-        for domain, bits in card["bits_per_byte"].items()
-    ]
-    corpora = [
-        f"| {name} | {found['files']} | {found['bytes']} | `{found['hash']}` |"
-        for name, found in card["corpora"].items()
-    ]
-    return "\n".join(
-        [
-            "# The bundled target",
-            "",
-            f"A Llama of {card['parameters'] / 1e6:.1f} M parameters with a byte-level BPE of its own, trained from random "
-            f"weights by `{card['environment']['command']}` on Python sources, English prose and JSON records found or made on the "
-            "machine (see `cotrain/corpora.py`). It exists to be decoded quickly by newcomers; it is no assistant.",
-            "",
-            f"{card['steps']} steps, {card['tokens_seen'] / 1e6:.1f} M tokens, {card['seconds']} s in {len(card['legs'])} "
-            f"leg(s) on {environment['cpu']}, {environment['cores']} cores, {environment['date']}.",
-            "",
-            "| held-out domain | bits per byte | 5-gram (Kneser-Ney) | difference |",
-            "|---|---|---|---|",
-            *rows,
-            "",
-            f"As a draft, a bigram table of the train split is accepted with probability {card['bigram_alpha']:.3f} on `code`.",
-            "",
-            "| corpus | files | bytes | hash |",
-            "|---|---|---|---|",
-            *corpora,
-            "",
-        ]
-    )

@@ -20,7 +20,7 @@ def shipped() -> list[dict[str, str]]:
 
 
 def make(count: int, path: Path, seed: int = 0) -> None:
-    """Write `count` prompts a domain: python -c "from cotrain.prompts import *; make(80, Path('data/prompts.jsonl'))"."""
+    """Write `count` prompts a domain; the shipped ones are make(80, Path("data/prompts.jsonl"))."""
     rng = random.Random(seed)
     texts = {domain: _texts(domain) for domain in DOMAINS}
     chosen = {domain: [_cut(rng, rng.choice(texts[domain])) for _ in range(count)] for domain in DOMAINS}

@@ -6,7 +6,7 @@ import warnings
 
 
 def quiet() -> None:
-    """Silence progress bars and tips of libraries; their warnings about this project's own use are tested, not shown."""
+    """Silence progress bars and tips of libraries."""
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     from transformers.utils.logging import disable_progress_bar
 

@@ -35,6 +35,6 @@ def train_tokenizer(texts: Iterable[str], size: int, context: int) -> PreTrained
 def token_bytes(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
     """UTF-8 bytes that each id stands for, (V,) int64; 0 for special tokens. Byte-level BPE only."""
     special = set(tokenizer.all_special_ids)
-    names = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    names = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
     # one character a byte in the byte-level alphabet
     return torch.tensor([0 if i in special else len(name) for i, name in enumerate(names)])

@@ -175,7 +175,7 @@ def test_a_bad_target_is_one_line_and_leaves_nothing(
         ("loss.first=klx", "loss: 'klx' is none of kl"),
         ("init.layers=[7]", "init.layers: [7] are not layers of a target of 2"),
         ("init.kind=pretrained", "init.kind: 'pretrained'"),
-        ("policy=planned", "policy.k: "),
+        ("policy.k=null", "policy.k: "),
         ("bench.depths=[0]", "bench.depths: [0]"),
         ("rollout.held_out_texts=500", "rollout.held_out_texts: 500 prompts asked of own"),
     ],

@@ -9,9 +9,9 @@ from cotrain import bench
 from cotrain.config import BenchConfig
 from cotrain.errors import UserError
 from cotrain.folders import claim
+from cotrain.job import settle
 from cotrain.regimes import sampling
 from cotrain.teacher import load_pair
-from cotrain.train import settle
 from inference.atomic import write_atomic
 from inference.pair import hash_target
 from inference.report import table

@@ -14,9 +14,9 @@ from cotrain.config import PretrainConfig
 from cotrain.corpora import embedded, manifest
 from cotrain.data import Blocks, embedded_texts, pack
 from cotrain.folders import claim
+from cotrain.job import settle
 from cotrain.ngram_lm import bigram, bigram_alpha, evaluate
 from cotrain.tokenizer import token_bytes, train_tokenizer
-from cotrain.train import settle
 from inference.report import environment
 
 VALIDATION_BLOCKS = 40  # of each domain, while training; the card is measured on all

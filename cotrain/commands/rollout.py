@@ -4,12 +4,12 @@ from pathlib import Path
 
 from cotrain.config import RolloutConfig
 from cotrain.data import blocks_of
+from cotrain.job import settle
 from cotrain.regimes import sampling
 from cotrain.rollout import Ask
 from cotrain.rollouts import beside
 from cotrain.sets import Sampled
 from cotrain.teacher import load_pair
-from cotrain.train import settle
 
 
 def run(cfg: RolloutConfig) -> None:

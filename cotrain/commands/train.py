@@ -1,6 +1,7 @@
 """`cotrain train`: the main job."""
 
 import json
+from typing import Any, cast
 
 from omegaconf import OmegaConf
 
@@ -17,8 +18,9 @@ def run(cfg: TrainConfig) -> None:
 
         print("\n".join(check(cfg)))
         return
-    settings = OmegaConf.to_container(cfg, resolve=True)
-    settings = {key: value for key, value in settings.items() if key not in ("overwrite", "check", "output")}
+    settings = dict(cast(dict[str, Any], OmegaConf.to_container(cast(Any, cfg), resolve=True)))
+    for key in ("overwrite", "check", "output"):
+        del settings[key]
     with claim(cfg.output, cfg.overwrite, settings) as folder:
         if folder.state != "finished":
             distil(cfg, folder.path)

@@ -1,0 +1,119 @@
+"""What a training run is made of, from its settings: models, texts, losses and the module that wires them."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+
+import lightning
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from cotrain import bench, draft, losses, optim
+from cotrain.config import Loss, TrainConfig
+from cotrain.data import Blocks, blocks_of
+from cotrain.evaluate import held_out
+from cotrain.module import Distillation, Stage
+from cotrain.regimes import sampling, truncation
+from cotrain.rollout import Ask
+from cotrain.sets import Part, Sampled, corpus_part
+from cotrain.teacher import split
+
+LOSSES = ("kl", "tv", "nla", "lk", "rkl", "jsd", "hellinger", "greedy", "match", "greedy_draft")
+
+
+@dataclass
+class Job:
+    """A run's models, its folder and its settings."""
+
+    cfg: TrainConfig
+    folder: Path
+    target: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+
+    def sampled(self) -> Sampled:
+        ask = self.cfg.rollout
+        texts = {"train": ask.texts, "held_out": ask.held_out_texts}
+        return Sampled(self.target, self.tokenizer, self.folder / "rollouts",
+                       Ask(texts, ask.prompt_tokens, ask.new_tokens), ask.rows, ask.seed,
+                       self.cfg.data.path or "embedded")  # fmt: skip
+
+    def blocks(self, part: str) -> Blocks:
+        return blocks_of(self.cfg.data, part, self.tokenizer)
+
+    def plan(self, draft: PreTrainedModel) -> bench.Plan:
+        names = (self.cfg.target.path, f"{self.cfg.init.kind}, {self.cfg.loss.first}")
+        return bench.Plan(
+            self.target,
+            self.tokenizer,
+            draft,
+            sampling(self.cfg.regime),
+            self.cfg.verify,
+            self.cfg.bench,
+            names,
+        )
+
+
+def settle(threads: int, seed: int) -> None:
+    """Threads (0: torch's choice) and seeds of a run."""
+    if threads:
+        torch.set_num_threads(threads)
+    lightning.seed_everything(seed, verbose=False)
+
+
+def initial(cfg: TrainConfig, target: PreTrainedModel) -> PreTrainedModel:
+    """The draft before training. Raises ValueError naming the key that is wrong."""
+    shape = cfg.draft
+    if cfg.init.kind == "scratch":
+        return draft.scratch(target, shape.width, shape.layers, shape.intermediate, shape.head_dim, shape.kv_heads)
+    if cfg.init.kind == "target_layers":
+        return draft.from_layers(target, cfg.init.layers)
+    if cfg.init.kind == "pretrained" and shape.path:
+        return draft.pretrained(shape.path, target)
+    raise ValueError(f"init.kind: {cfg.init.kind!r} is none of scratch, target_layers, pretrained (with draft.path=)")
+
+
+def stages(loss: Loss) -> list[Stage]:
+    """The loss, or two in turn, by name."""
+    first = Stage(loss.switch if loss.then else 1.0, _loss(loss.first))
+    return [first, Stage(1.0, _loss(loss.then))] if loss.then else [first]
+
+
+def _loss(name: str) -> Callable[..., torch.Tensor]:
+    if name not in LOSSES:
+        raise ValueError(f"loss: {name!r} is none of {', '.join(LOSSES)}")
+    return vars(losses)[name]
+
+
+def build(job: Job, network: PreTrainedModel) -> Distillation:
+    """Wire the module: losses, optimiser, held-out texts of each temperature."""
+    cfg, sampled, (read_target, _) = job.cfg, job.sampled(), split(job.target)
+    taught = stages(cfg.loss)  # a wrong name is refused before texts are sampled
+    prompts = cache(partial(job.blocks, "held_out"))
+    cut = truncation(cfg.regime)
+    judged = {
+        t: held_out(read_target, sampled.texts("held_out", sampling(cfg.regime, t), prompts), t, cut)
+        for t in cfg.rollout.temperatures
+    }
+    rate = cfg.optimizer
+    return Distillation(
+        network,
+        job.target,
+        taught,
+        partial(optim.adamw, lr=rate.lr, weight_decay=rate.weight_decay, betas=rate.betas),
+        partial(optim.trapezoid, steps=cfg.trainer.steps, warmup=rate.warmup, decay=rate.decay),
+        judged,
+        cfg.regime.temperature,
+        cut,
+    )
+
+
+def parts(job: Job) -> tuple[Part, Part]:
+    """Corpus blocks and rollouts of the run's regime; says so when the first steps learn from foreign text."""
+    corpus, cfg = job.blocks("train"), job.cfg
+    if cfg.trainer.corpus_steps and not cfg.data.on_target:
+        said = f"the first {cfg.trainer.corpus_steps} steps learn from text that the target did not sample"
+        print(f"note: {said}; data.on_target=true if it did", file=sys.stderr)
+    texts = job.sampled().texts("train", sampling(job.cfg.regime), lambda: corpus)
+    return corpus_part(corpus), Part(texts.ids, texts.predicted)
