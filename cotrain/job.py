@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 
+import datasets
 import lightning
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -56,7 +57,8 @@ class Job:
 
 
 def settle(threads: int, seed: int) -> None:
-    """Threads (0: torch's choice) and seeds of a run."""
+    """Threads (0: torch's choice) and seeds of a run; no progress bars of `datasets` between its own lines."""
+    datasets.disable_progress_bars()
     if threads:
         torch.set_num_threads(threads)
     lightning.seed_everything(seed, verbose=False)

@@ -1,13 +1,11 @@
 """What a person sees while a command runs: its own words, no chatter of libraries."""
 
 import logging
-import os
 import warnings
 
 
 def quiet() -> None:
     """Silence progress bars and tips of libraries."""
-    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()

@@ -215,14 +215,16 @@ class Engine:
 
     def _leave(self, run: _Run) -> None:
         """Ended rows give up their slots; the last active row takes each freed one."""
-        for slot in range(len(run.active) - 1, -1, -1):
-            if run.active[slot].finish:
-                mover = run.active.pop()
-                if slot < len(run.active):
-                    run.active[slot] = mover
-                    self.target.move(len(run.active), slot, len(mover.text) - 1)
-                if self.proposer:
-                    self.proposer.move(len(run.active), slot)
+        ended = deque(slot for slot, row in enumerate(run.active) if row.finish)
+        while ended:
+            # the lowest ones are filled, so that no row moves twice
+            slot = ended.pop() if run.active[-1].finish else ended.popleft()
+            mover = run.active.pop()
+            if slot < len(run.active):
+                run.active[slot] = mover
+                self.target.move(len(run.active), slot, len(mover.text) - 1)
+            if self.proposer:
+                self.proposer.move(len(run.active), slot)
 
     @torch.inference_mode()
     def _admit(self, run: _Run) -> None:
