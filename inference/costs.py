@@ -143,7 +143,7 @@ def _tasks(
         one = turn(K, draft)
         law = one.law(draft.forward(ids[:, :1].to(draft.device), at)[:, -1], [])
         one.draw(law, 0)
-        _finish(draft)
+        draft.wait()
 
     tasks: dict[tuple[str, int], Callable[[], object]] = {("draft", 1): step}
     for n in range(1, K + 2):
@@ -156,7 +156,7 @@ def _pass(lm: LM, ids: Tensor, at: list[int]) -> Callable[[], object]:
     @torch.inference_mode()
     def run() -> None:
         lm.forward(ids, at)
-        _finish(lm)
+        lm.wait()
 
     return run
 
@@ -174,9 +174,3 @@ def _rest(turn: Callable[[int, LM], Turn], lm: LM, logits: Tensor, x: Tensor) ->
         return one.last(verdict.law).tolist(), verdict.accepted.tolist()
 
     return run
-
-
-def _finish(lm: LM) -> None:
-    """Wait for the device, so that a clock sees the work and not its launch."""
-    if lm.device.type != "cpu":
-        torch.accelerator.synchronize(lm.device)

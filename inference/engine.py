@@ -236,6 +236,7 @@ class Engine:
                 store_prompts(self.target, low, prompts)
                 if self.proposer:
                     self.proposer.admit(low, prompts)
+                self.target.wait()
                 run.active += new
 
     def _rounds(self, run: _Run) -> Iterator[list[Event]]:

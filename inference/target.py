@@ -83,6 +83,11 @@ class LM:
         lowest = torch.finfo(self.dtype).min
         return torch.zeros(seen.shape, dtype=self.dtype, device=self.device).masked_fill_(~seen, lowest)
 
+    def wait(self) -> None:
+        """Wait for the device, so that a clock sees the work and not its launch; draws on the host do so anyway."""
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+
     def move(self, source: int, target: int, length: int) -> None:
         """Copy slot `source` (its first `length` tokens) to slot `target`."""
         self.cache.move(source, target, length)

@@ -66,7 +66,9 @@ def test_an_experiment_composes_by_the_command_in_its_header(path: Path) -> None
     line = re.search(rf"^#.*?\bcotrain (\w+ .*\bexperiment={path.stem}\b.*)$", header, re.MULTILINE)
     assert line, f"{path}: its first lines hold no `cotrain NAME experiment={path.stem}`"
     command, *arguments = shlex.split(line[1].strip("` "))
-    whole(command, *quote(argument for argument in arguments if argument != "-m"))
+    if "-m" in arguments:  # each setting at the first value of its sweep
+        arguments = [argument.partition(",")[0] for argument in arguments if argument != "-m"]
+    whole(command, *quote(arguments))
 
 
 def test_every_file_is_reached() -> None:
