@@ -10,7 +10,7 @@ BIN = .venv/bin
 # pytest, ruff and mypy come with .[dev]
 READY = .venv/ready
 
-export OMP_WAIT_POLICY = PASSIVE
+# threads that share cores with other work must not spin; `demo` runs alone and lets them
 export TOKENIZERS_PARALLELISM = false
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
@@ -29,6 +29,8 @@ venv: $(READY)
 
 demo: $(READY)
 	$(BIN)/cotrain train experiment=demo overwrite=true
+
+test mutants: export OMP_WAIT_POLICY = PASSIVE
 
 test: $(READY)
 	$(BIN)/python -m pytest
