@@ -61,7 +61,7 @@ class Bar(TQDMProgressBar):
 
     def init_train_tqdm(self) -> Any:
         bar = super().init_train_tqdm()
-        bar.bar_format = "{desc}: {percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} steps, {remaining} left{postfix}"
+        bar.bar_format = "{desc}{percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} steps, {remaining} left{postfix}"
         return bar
 
     def on_train_epoch_start(self, trainer: Any, *_: Any) -> None:
