@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from cotrain.config import TrainConfig
 from cotrain.errors import UserError
 from cotrain.job import initial
-from inference.bundled import resolve
+from cotrain.teacher import load_config
 
 WEIGHT_BYTES = {"none": 2.0, "int8": 1.0, "nf4": 0.5}
 TRAINED_BYTES = 16  # float32 weights, gradients and two moments of AdamW
@@ -36,9 +36,8 @@ def check(cfg: TrainConfig) -> list[str]:
     """Lines to print. Raises UserError, naming the key to change, for what will not work or fit."""
     if cfg.init.kind == "pretrained" and cfg.draft.path is None:
         raise UserError("init=pretrained: name the draft with draft.path=")
-    place = resolve(cfg.target.path)
-    config = AutoConfig.from_pretrained(place, trust_remote_code=cfg.target.trust_remote_code)
-    vocabulary = _vocabulary(place, config)
+    config, tokenizer = load_config(cfg.target.path, cfg.target.trust_remote_code)
+    vocabulary = _vocabulary(cfg.target.path, config, tokenizer)
     need = estimate(cfg, config)
     memory, disk = _memory(), shutil.disk_usage(_parent(Path(cfg.output))).free
     lines = [
@@ -59,12 +58,8 @@ def check(cfg: TrainConfig) -> list[str]:
     return lines
 
 
-def _vocabulary(place: str, config: PretrainedConfig) -> int:
+def _vocabulary(place: str, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
     """Ids of the tokenizer, which must all have a row in the model."""
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(place)
-    except (OSError, ValueError) as error:
-        raise UserError(f"target.path: {place} has no usable tokenizer: {error}") from error
     size, rows = 1 + max(tokenizer.get_vocab().values(), default=-1), config.get_text_config().vocab_size
     if not 0 < size <= rows:
         raise UserError(f"target.path: {place} has a tokenizer of {size} ids and a model of {rows}")

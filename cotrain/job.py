@@ -12,14 +12,14 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cotrain import bench, draft, losses, optim
-from cotrain.config import Loss, TrainConfig
+from cotrain.config import BenchConfig, Loss, RolloutConfig, TrainConfig
 from cotrain.data import Blocks, blocks_of
 from cotrain.evaluate import held_out
 from cotrain.module import Distillation, Stage
 from cotrain.regimes import sampling, truncation
 from cotrain.rollout import Ask
 from cotrain.sets import Part, Sampled, corpus_part
-from cotrain.teacher import split
+from cotrain.teacher import load_pair, split
 
 LOSSES = ("kl", "tv", "nla", "lk", "rkl", "jsd", "hellinger", "greedy", "match", "greedy_draft")
 
@@ -34,11 +34,7 @@ class Job:
     tokenizer: PreTrainedTokenizerBase
 
     def sampled(self) -> Sampled:
-        ask = self.cfg.rollout
-        texts = {"train": ask.texts, "held_out": ask.held_out_texts}
-        return Sampled(self.target, self.tokenizer, self.folder / "rollouts",
-                       Ask(texts, ask.prompt_tokens, ask.new_tokens), ask.rows, ask.seed,
-                       self.cfg.data.path or "embedded")  # fmt: skip
+        return sampled(self.cfg, self.target, self.tokenizer, self.folder / "rollouts")
 
     def blocks(self, part: str) -> Blocks:
         return blocks_of(self.cfg.data, part, self.tokenizer)
@@ -54,6 +50,21 @@ class Job:
             self.cfg.bench,
             names,
         )
+
+
+def sampled(
+    cfg: TrainConfig | RolloutConfig, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path
+) -> Sampled:
+    """Texts of the target as the settings ask for them, kept in `folder`."""
+    ask, source = cfg.rollout, cfg.data.path or "embedded"
+    texts = {"train": ask.texts, "held_out": ask.held_out_texts}
+    wanted = Ask(texts, ask.prompt_tokens, ask.new_tokens)
+    return Sampled(target, tokenizer, folder, wanted, ask.rows, ask.seed, source)
+
+
+def models(cfg: TrainConfig | RolloutConfig | BenchConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The target as it will be served, and its tokenizer. Raises as `teacher.load_pair`."""
+    return load_pair(cfg.target.path, cfg.quantisation.kind, cfg.target.dtype, cfg.target.trust_remote_code)
 
 
 def settle(threads: int, seed: int) -> None:

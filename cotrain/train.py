@@ -13,11 +13,10 @@ from torch.utils.data import ConcatDataset, DataLoader
 from cotrain import bench, compare
 from cotrain.callbacks import Bar, RealSpeed
 from cotrain.config import TrainConfig
-from cotrain.job import Job, build, initial, parts, settle
+from cotrain.job import Job, build, initial, models, parts, settle
 from cotrain.module import Distillation
 from cotrain.regimes import sampling
 from cotrain.sets import Curriculum, Part, regime
-from cotrain.teacher import load_pair
 from inference.atomic import write_atomic
 from inference.environment import environment
 from inference.pair import hash_target
@@ -31,9 +30,7 @@ def distil(cfg: TrainConfig, folder: Path) -> dict[str, Any]:
         raise ValueError("policy.k: checkpoints are compared at a draft length that is given, as in policy=fixed")
     bench.refuse(cfg.bench)
     settle(cfg.trainer.threads, cfg.trainer.seed)
-    target, tokenizer = load_pair(
-        cfg.target.path, cfg.quantisation.kind, cfg.target.dtype, cfg.target.trust_remote_code
-    )
+    target, tokenizer = models(cfg)
     job = Job(cfg, folder, target, tokenizer)
     network = initial(cfg, target)
     module = build(job, network)

@@ -103,7 +103,7 @@ def test_transformers_takes_the_draft_as_its_assistant(run: Path, place: Path) -
 def test_a_finished_run_prints_its_table_again(
     run: Path, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(train, "load_pair", lambda *_: 1 / 0)
+    monkeypatch.setattr(train, "models", lambda *_: 1 / 0)
     assert job(place, "run") == 0
     printed = capsys.readouterr().out
     assert "exactness: passed" in printed and f"draft: {run / 'draft'}" in printed

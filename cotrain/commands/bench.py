@@ -9,9 +9,8 @@ from cotrain import bench
 from cotrain.config import BenchConfig
 from cotrain.errors import UserError
 from cotrain.folders import claim
-from cotrain.job import settle
+from cotrain.job import models, settle
 from cotrain.regimes import sampling
-from cotrain.teacher import load_pair
 from inference.atomic import write_atomic
 from inference.pair import hash_target
 from inference.report import table
@@ -23,9 +22,7 @@ def run(cfg: BenchConfig) -> None:
     if cfg.draft.path is None:
         raise UserError("name the draft folder with draft.path=")
     settle(cfg.threads, cfg.bench.seed)
-    target, tokenizer = load_pair(
-        cfg.target.path, cfg.quantisation.kind, cfg.target.dtype, cfg.target.trust_remote_code
-    )
+    target, tokenizer = models(cfg)
     draft, _, _ = load_draft(Path(cfg.draft.path), target=hash_target(target.config, tokenizer))
     torch.nn.Module.to(draft, target.device)
     with claim(cfg.output, cfg.overwrite) as folder:
