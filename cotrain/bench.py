@@ -1,8 +1,11 @@
 """Measuring a pair with the bundled engine: quickly at each checkpoint, in full for what is exported."""
 
+import copy
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cotrain.config import Bench
@@ -10,12 +13,14 @@ from cotrain.prompts import shipped
 from inference import Engine, Sampling, predict
 from inference.costs import Choice, Costs, best_k, measure_costs
 from inference.exactness import check, check_calls
+from inference.lean import can_round
 from inference.measure import Texts, Timing, engine_arm, interleave, transformers_arm
 from inference.parity import pair_figures
 from inference.policy import Fixed
 from inference.proposer import Proposer
 from inference.proposers import Independent, NGram
 from inference.report import build
+from inference.target import LM
 
 BATCH = 32  # rows where only counts matter, not clocks
 
@@ -32,12 +37,26 @@ class Plan:
     bench: Bench
     names: tuple[str, str]  # of target and draft, to print
 
+    @cached_property
+    def served(self) -> PreTrainedModel:
+        """A copy of the draft as it will be served."""
+        dtype = self.draft.dtype if self.bench.draft_dtype == "auto" else getattr(torch, self.bench.draft_dtype)
+        return copy.deepcopy(self.draft).to(dtype).eval()
+
+    @property
+    def int8(self) -> bool:
+        return self.bench.draft_int8 and can_round(self.served)
+
+    def proposer(self) -> Independent:
+        return Independent(self.served, compile=self.bench.compile, int8=self.int8)
+
     def engine(self, k: int, rows: int | None = None, proposer: Proposer | None = None) -> Engine:
-        return Engine(self.target, proposer or Independent(self.draft), verify=self.verify, policy=Fixed(k),
-                      tokenizer=self.tokenizer, rows=rows or self.bench.rows)  # fmt: skip
+        return Engine(self.target, proposer or self.proposer(), verify=self.verify, policy=Fixed(k),
+                      tokenizer=self.tokenizer, rows=rows or self.bench.rows, compile=self.bench.compile)  # fmt: skip
 
     def plain(self, rows: int | None = None) -> Engine:
-        return Engine(self.target, tokenizer=self.tokenizer, rows=rows or self.bench.rows)
+        rows = rows or self.bench.rows
+        return Engine(self.target, tokenizer=self.tokenizer, rows=rows, compile=self.bench.compile)
 
     def prompts(self, first: int, count: int) -> list[list[int]]:
         """Shipped prompts `first`, `first` + 1, ... cut to the bench's length; they repeat when they run out."""
@@ -48,13 +67,11 @@ class Plan:
 
 def quick(plan: Plan, k: int) -> dict[str, float]:
     """Speed-up, tau and tokens per second on a few prompts, both sides interleaved: ranks checkpoints."""
-    training = plan.draft.training
     arms = [
         engine_arm("speculative", plan.engine(k), plan.sampling, plan.bench.new_tokens),
         engine_arm("plain", plan.plain(), plan.sampling, plan.bench.new_tokens),
     ]
     timing = interleave(arms, plan.prompts(0, plan.bench.quick_prompts), plan.bench.rows, plan.bench.seed)
-    plan.draft.train(training)
     stats = timing.stats("speculative")
     return {
         "speedup": timing.ratio("speculative", "plain").value,
@@ -114,8 +131,12 @@ def planned(plan: Plan) -> tuple[Costs, Choice]:
     """Measured costs and the draft length of least predicted seconds a token; tau from texts decoded plainly."""
     size, longest = plan.bench, max(plan.bench.depths)
     context = size.prompt_tokens + size.new_tokens // 2
-    costs = measure_costs(plan.target, plan.draft, longest, rows=size.rows, context=context, sampling=plan.sampling,
-                          vocabulary=plan.plain().target.vocabulary)  # fmt: skip
+    vocabulary = plan.plain().target.vocabulary
+    pair = (
+        LM(plan.target, size.rows, vocabulary, compile=size.compile),
+        LM(plan.served, size.rows, vocabulary, compile=size.compile, int8=plan.int8),
+    )
+    costs = measure_costs(*pair, longest, context=context, sampling=plan.sampling)
     prompts = plan.prompts(size.quick_prompts + size.prompts, BATCH)  # not those that will be timed
     texts = interleave(
         [engine_arm("plain", plan.plain(BATCH), plan.sampling, size.new_tokens)],
@@ -131,7 +152,7 @@ def planned(plan: Plan) -> tuple[Costs, Choice]:
 
 
 def _figures(plan: Plan, engine: Engine, texts: Texts) -> Any:
-    return pair_figures(engine, Independent(plan.draft), texts, plan.sampling, plan.bench.new_tokens, 0.0)
+    return pair_figures(engine, plan.proposer(), texts, plan.sampling, plan.bench.new_tokens, 0.0)
 
 
 def parity(plan: Plan, k: int) -> dict[str, Any] | None:

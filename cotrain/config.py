@@ -82,10 +82,12 @@ class Draft:
 
 @dataclass
 class Init:
-    """Where the draft's first weights come from: scratch, target_layers (which ones) or pretrained."""
+    """Where the draft's first weights come from: scratch, target_layers (which ones) or pretrained; cosine: weight of
+    1 - cosine of both final hidden states beside the loss, for a draft with the target's width and head."""
 
     kind: str
     layers: list[int]
+    cosine: float
 
 
 @dataclass
@@ -99,7 +101,8 @@ class Loss:
 
 @dataclass
 class Data:
-    """Texts: a jsonl, parquet or text file, a folder or hub id; null: the embedded corpora, so many bytes of each."""
+    """Texts: a jsonl, parquet or text file, a folder or hub id; null: the embedded corpora, so many bytes of each.
+    shares: how many of a domain's rollouts are learnt from, all when it is not named."""
 
     path: str | None
     column: str
@@ -108,6 +111,7 @@ class Data:
     held_out_bytes: dict[str, int]
     block: int
     on_target: bool  # the texts were sampled from this very target
+    shares: dict[str, float]
 
 
 @dataclass
@@ -136,12 +140,14 @@ class Optimizer:
 
 @dataclass
 class Trainer:
-    """Lightning's side: corpus_steps of the steps learn from corpus text, the rest from rollouts."""
+    """Lightning's side: corpus_steps of the steps learn from corpus text, the rest from rollouts; remember_mb of the
+    target's hidden states are kept for texts that come again."""
 
     steps: int
     corpus_steps: int
     batch: int
     validations: int
+    remember_mb: int
     precision: str  # of Lightning: bf16-mixed, 32-true, ...
     clip: float
     threads: int  # 0: as many as torch finds
@@ -150,7 +156,8 @@ class Trainer:
 
 @dataclass
 class Bench:
-    """What is timed: prompts a domain, new tokens of each, rows decoded together, tokens for the parity check."""
+    """What is timed: prompts a domain, new tokens of each, rows decoded together, tokens for the parity check. The
+    draft is served in draft_dtype (auto: its own), its weights rounded to 8 bits on a CPU when draft_int8."""
 
     prompts: int
     quick_prompts: int
@@ -159,6 +166,9 @@ class Bench:
     parity_tokens: int
     rows: int
     depths: list[int]  # draft lengths to choose from
+    draft_dtype: str
+    draft_int8: bool
+    compile: bool  # both models' short passes, see inference/graph.py
     seed: int
 
 

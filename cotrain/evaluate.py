@@ -50,27 +50,26 @@ def held_out(
     return HeldOut(texts, hidden, temperature, truncate)
 
 
-def evaluate(held: HeldOut, read_draft: Head, head_draft: Head, head_target: Head) -> dict[str, float]:
-    """Figures named `quantity/domain` and, for depth i, `quantity/domain/i`; `all` is every domain together.
+def evaluate(held: HeldOut, read_draft: Head, head_draft: Head, head_target: Head) -> dict[str, Scores]:
+    """Scores of each domain, in alphabetical order, and of all texts together under "all"."""
+    domains = sorted(set(held.texts.domain))
+    found = {domain: score(held, domain, read_draft, head_draft, head_target) for domain in domains}
+    return found | {"all": _together(list(found.values()))}
+
+
+def figures(found: dict[str, Scores]) -> dict[str, float]:
+    """Named `quantity/domain` and, for depth i, `quantity/domain/i`.
 
     alpha, alpha_greedy_draft = p(argmax q), kl; tau at k = 1..8; conditional and prefix acceptance at depth 1..8.
     """
-    figures: dict[str, float] = {}
-    domains = sorted(set(held.texts.domain))
-    scored = {domain: score(held, domain, read_draft, head_draft, head_target) for domain in domains}
-    for domain, scores in (scored | {"all": _together(list(scored.values()))}).items():
-        figures[f"alpha/{domain}"] = scores.alpha
-        figures[f"alpha_greedy_draft/{domain}"] = scores.alpha_greedy
-        figures[f"kl/{domain}"] = scores.kl
+    named: dict[str, float] = {}
+    for domain, scores in found.items():
+        named[f"alpha/{domain}"] = scores.alpha
+        named[f"alpha_greedy_draft/{domain}"] = scores.alpha_greedy
+        named[f"kl/{domain}"] = scores.kl
         for name, values in by_depth(scores).items():
-            figures |= {f"{name}/{domain}/{depth}": value for depth, value in enumerate(values, 1)}
-    return figures
-
-
-def pooled(held: HeldOut, read_draft: Head, head_draft: Head, head_target: Head) -> Scores:
-    """Every domain's texts together, domains in alphabetical order."""
-    domains = sorted(set(held.texts.domain))
-    return _together([score(held, domain, read_draft, head_draft, head_target) for domain in domains])
+            named |= {f"{name}/{domain}/{depth}": value for depth, value in enumerate(values, 1)}
+    return named
 
 
 def by_depth(scores: Scores) -> dict[str, list[float]]:

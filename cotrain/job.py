@@ -18,7 +18,7 @@ from cotrain.evaluate import held_out
 from cotrain.module import Distillation, Stage
 from cotrain.regimes import sampling, truncation
 from cotrain.rollout import Ask
-from cotrain.sets import Part, Sampled, corpus_part
+from cotrain.sets import Part, Sampled, corpus_part, sampled_part
 from cotrain.teacher import load_pair, split
 
 LOSSES = ("kl", "tv", "nla", "lk", "rkl", "jsd", "hellinger", "greedy", "match", "greedy_draft")
@@ -119,14 +119,17 @@ def build(job: Job, network: PreTrainedModel) -> Distillation:
         judged,
         cfg.regime.temperature,
         cut,
+        cosine=cfg.init.cosine,
+        remember=cfg.trainer.remember_mb * 2**20,
     )
 
 
 def parts(job: Job) -> tuple[Part, Part]:
     """Corpus blocks and rollouts of the run's regime; says so when the first steps learn from foreign text."""
-    corpus, cfg = job.blocks("train"), job.cfg
+    cfg, blocks = job.cfg, cache(partial(job.blocks, "train"))
     if cfg.trainer.corpus_steps and not cfg.data.on_target:
         said = f"the first {cfg.trainer.corpus_steps} steps learn from text that the target did not sample"
         print(f"note: {said}; data.on_target=true if it did", file=sys.stderr)
-    texts = job.sampled().texts("train", sampling(job.cfg.regime), lambda: corpus)
-    return corpus_part(corpus), Part(texts.ids, texts.predicted)
+    texts = job.sampled().texts("train", sampling(cfg.regime), blocks)
+    corpus = corpus_part(blocks() if cfg.trainer.corpus_steps else None)
+    return corpus, sampled_part(texts, cfg.data.shares, len(corpus))

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from cotrain.evaluate import HeldOut, Scores, evaluate, pooled
+from cotrain import losses
+from cotrain.evaluate import HeldOut, Scores, evaluate, figures
 from cotrain.rows import Truncate, chunked
-from cotrain.teacher import split
+from cotrain.teacher import Remembering, split
 
 Loss = Callable[..., Tensor]
 
@@ -34,7 +35,10 @@ class Distillation(lightning.LightningModule):
 
     stages: losses of `cotrain.losses`, one after the other. optimizer, scheduler: factories that take the draft,
     and the optimiser. temperature, truncate: the regime, see `rows.chunked`. held_out: texts sampled from the target,
-    by temperature; acceptance on them is logged at every validation, by domain.
+    by temperature; acceptance on them is logged at every validation, by domain. cosine: weight of
+    `losses.misaligned` on the final hidden states, 0 for none. remember: bytes of the target's hidden states to keep.
+
+    Raises ValueError for a cosine between states of different widths.
     """
 
     def __init__(
@@ -48,18 +52,24 @@ class Distillation(lightning.LightningModule):
         temperature: float = 1.0,
         truncate: Truncate | None = None,
         chunk: int = 1024,
+        cosine: float = 0.0,
+        remember: int = 0,
     ) -> None:
         super().__init__()
         self.draft, self.stages = draft, stages
         self.make_optimizer, self.make_scheduler, self.held_out = optimizer, scheduler, held_out
-        self.temperature, self.truncate, self.chunk = temperature, truncate, chunk
+        self.temperature, self.truncate, self.chunk, self.cosine = temperature, truncate, chunk, cosine
         self.read_draft, self.head_draft = split(draft)
-        self.read_target, self.head_target = split(target)  # plain functions: the target is not saved
+        read_target, self.head_target = split(target)  # plain functions: the target is not saved
+        self.teacher = Remembering(read_target, remember)
+        self.judged: dict[float, dict[str, Scores]] = {}
+        widths = [model.config.get_text_config().hidden_size for model in (draft, target)]
+        if cosine and len(set(widths)) > 1:
+            raise ValueError(f"init.cosine: the draft's hidden states are {widths[0]} wide, the target's {widths[1]}")
 
     def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
         ids, weight = batch["ids"], batch["predicted"]
-        with torch.no_grad():
-            theirs = self.read_target(ids)[:, :-1]
+        theirs = self.teacher(ids, batch["key"])[:, :-1]
         ours = self.read_draft(ids)[:, :-1]
         loss = current(self.stages, self.global_step / max(self.trainer.max_steps, 1))
         total, found = chunked(
@@ -68,6 +78,10 @@ class Distillation(lightning.LightningModule):
         )  # fmt: skip
         mean = total / max(found.positions, 1)
         self.log("train/loss", mean, prog_bar=True)
+        if self.cosine:
+            apart = losses.misaligned(ours, theirs)[weight].mean()
+            self.log("train/misaligned", apart)
+            mean = mean + self.cosine * apart
         self.log("train/alpha", found.alpha, prog_bar=True)
         self.log("train/alpha_greedy_draft", found.alpha_greedy)
         return mean
@@ -76,20 +90,21 @@ class Distillation(lightning.LightningModule):
         """The held-out texts are evaluated at the epoch's end, by regime; the loader only asks for it."""
 
     def on_validation_epoch_end(self) -> None:
+        self.judge()
         self.log_dict(self.acceptance())
 
+    def judge(self) -> None:
+        """Score the draft as it now is on the held-out texts; `acceptance` and `scores` tell what was found last."""
+        heads = (self.read_draft, self.head_draft, self.head_target)
+        self.judged = {t: evaluate(held_out, *heads) for t, held_out in self.held_out.items()}
+
     def acceptance(self) -> dict[str, float]:
-        """Every figure of `evaluate` on the held-out texts, named for its temperature."""
-        return {
-            _tag(name, temperature): value
-            for temperature, held_out in self.held_out.items()
-            for name, value in evaluate(held_out, self.read_draft, self.head_draft, self.head_target).items()
-        }
+        """Every figure of `evaluate`, named for its temperature."""
+        return {_tag(name, t): value for t, found in self.judged.items() for name, value in figures(found).items()}
 
     def scores(self) -> dict[float, Scores]:
         """Of all held-out texts together, by temperature."""
-        heads = (self.read_draft, self.head_draft, self.head_target)
-        return {t: pooled(held_out, *heads) for t, held_out in self.held_out.items()}
+        return {t: found["all"] for t, found in self.judged.items()}
 
     def configure_optimizers(self) -> Any:
         optimizer = self.make_optimizer(self.draft)

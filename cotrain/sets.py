@@ -2,7 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,22 +22,44 @@ Announce = Callable[[str], None]
 
 
 class Part(Dataset[dict[str, torch.Tensor]]):
-    """Texts to learn from: ids (N, T) and which positions count, predicted (N, T-1)."""
+    """Texts to learn from: ids (N, T) and which positions count, predicted (N, T-1); `key` tells texts apart, from
+    `first` on."""
 
-    def __init__(self, ids: torch.Tensor, predicted: torch.Tensor) -> None:
-        self.ids, self.predicted = ids, predicted
+    def __init__(self, ids: torch.Tensor, predicted: torch.Tensor, first: int = 0) -> None:
+        self.ids, self.predicted, self.first = ids, predicted, first
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"ids": self.ids[index].long(), "predicted": self.predicted[index]}
+        return {"ids": self.ids[index].long(), "predicted": self.predicted[index], "key": self.first + index}
 
 
-def corpus_part(blocks: Blocks) -> Part:
-    """Every position of a corpus block counts: p is the target's whole law there too."""
+def corpus_part(blocks: Blocks | None) -> Part:
+    """Every position of a corpus block counts: p is the target's whole law there too. None: no texts."""
+    if blocks is None:
+        return Part(torch.empty(0, 2), torch.empty(0, 1))
     n, width = blocks.ids.shape
     return Part(blocks.ids, torch.ones(n, width - 1, dtype=torch.bool))
+
+
+def sampled_part(texts: rollouts.Texts, shares: Mapping[str, float], first: int) -> Part:
+    """Sampled texts with their prompts, every position of both; of a domain in `shares` only that share of them.
+
+    Raises ValueError for a share outside [0, 1] and when nothing is left.
+    """
+    if not all(0 <= share <= 1 for share in shares.values()):
+        raise ValueError(f"data.shares: {dict(shares)} must lie in [0, 1]")
+    seen: Counter[str] = Counter()
+    kept = []
+    for row, domain in enumerate(texts.domain):
+        seen[domain] += 1
+        if seen[domain] <= shares.get(domain, 1.0) * texts.domain.count(domain):
+            kept.append(row)
+    if not kept:
+        raise ValueError(f"data.shares: {dict(shares)} leave no text to learn from")
+    inside = torch.arange(1, texts.ids.shape[1]) < texts.length.unsqueeze(1)
+    return Part(texts.ids[kept], inside[kept], first)
 
 
 class Curriculum(Sampler[int]):

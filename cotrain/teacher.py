@@ -105,6 +105,34 @@ def fingerprint(model: PreTrainedModel) -> str:
     return digest.hexdigest()
 
 
+class Remembering:
+    """Hidden states of the target, kept by text: a text that is seen again is not read again.
+
+    read: ids (B, T) -> hidden states (B, T, D). limit: bytes kept, in the target's dtype on the host; what comes after
+    is read live.
+    """
+
+    def __init__(self, read: Callable[[Tensor], Tensor], limit: int) -> None:
+        self.read, self.room = read, limit
+        self.kept: dict[int, Tensor] = {}
+
+    @torch.no_grad()
+    def __call__(self, ids: Tensor, keys: Tensor) -> Tensor:
+        """ids (B, T), keys (B,) one a text, the same ids whenever it comes -> (B, T, D)."""
+        names = keys.tolist()
+        if any(name not in self.kept for name in names):
+            states = self.read(ids)
+            self._keep(names, states)
+            return states
+        return torch.stack([self.kept[name] for name in names]).to(ids.device, non_blocking=True)
+
+    def _keep(self, names: list[int], states: Tensor) -> None:
+        for name, one in zip(names, states, strict=True):
+            if name not in self.kept and one.nbytes <= self.room:
+                self.kept[name] = one.to("cpu", copy=True)
+                self.room -= one.nbytes
+
+
 def split(model: PreTrainedModel) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
     """(ids (B, T) -> hidden states (B, T, D), hidden states (..., D) -> logits (..., V)) of a causal LM.
 

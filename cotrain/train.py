@@ -41,7 +41,9 @@ def distil(cfg: TrainConfig, folder: Path) -> dict[str, Any]:
         return {}
     fastest = speed.fastest()
     print(f"measuring the fastest checkpoint, step {fastest.step}, on prompts it was not chosen by")
-    network.load_state_dict(type(network).from_pretrained(fastest.path, dtype=torch.float32).state_dict())
+    if fastest.step < cfg.trainer.steps:
+        network.load_state_dict(type(network).from_pretrained(fastest.path, dtype=torch.float32).state_dict())
+        module.judge()
     return export(job, module, speed)
 
 
@@ -56,12 +58,11 @@ def keep_figures(job: Job, module: Distillation) -> None:
 
 def export(job: Job, module: Distillation, speed: RealSpeed) -> dict[str, Any]:
     """Measure the module's draft afresh and write the draft folder; returns its report."""
-    best = module.draft
-    loss = job.cfg.loss
+    plan, loss = job.plan(module.draft), job.cfg.loss
     made = {
         "loss": {"first": loss.first, "then": loss.then, "switch": loss.switch},
         "steps": job.cfg.trainer.steps,
-        "init": job.cfg.init.kind,
+        "init": {"kind": job.cfg.init.kind, "layers": list(job.cfg.init.layers), "cosine": job.cfg.init.cosine},
     }
     extra = {
         "held_out": module.acceptance(),
@@ -69,15 +70,16 @@ def export(job: Job, module: Distillation, speed: RealSpeed) -> dict[str, Any]:
         "exported_step": speed.fastest().step,
         "training": made,
     }
-    report = bench.measure(job.plan(best), extra)
+    report = bench.measure(plan, extra)
     metadata = Metadata(
         target={"name": job.cfg.target.path, **hash_target(job.target.config, job.tokenizer)},
         k=report["extra"]["planned_k"],
         objective="sampled",
         regime=regime(sampling(job.cfg.regime)),
         made={"environment": report["environment"], **made},
+        int8=plan.int8,
     )
-    save(best, job.tokenizer, job.folder / "draft", metadata, report, replace=True)
+    save(plan.served, job.tokenizer, job.folder / "draft", metadata, report, replace=True)
     return report
 
 

@@ -11,11 +11,11 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from inference.proposers.independent import store_prompts
 from inference.rows import Row
 from inference.sampling import Sampling
+from inference.streams import Uniforms
 from inference.target import LM
 from inference.turn import Turn
 
@@ -27,7 +27,7 @@ class Costs:
     """target[n-1]: a target pass over n ids a row, n = 1..K+1; draft: one draft step (pass, law, draw);
     rest[k]: the rest of a round that drafted k, k = 0..K (laws, verification, draws, results on the host).
 
-    rows, context: the shapes measured; target_dtype, draft_dtype: of the models.
+    rows, context: the shapes measured; target_dtype, draft_dtype: of the models' weights.
     """
 
     target: tuple[float, ...]
@@ -90,38 +90,34 @@ def interleaved(
 
 
 def measure_costs(
-    target: PreTrainedModel,
-    draft: PreTrainedModel,
+    target: LM,
+    draft: LM,
     K: int,
     *,
-    rows: int = 1,
     context: int = 256,
     sampling: Sampling = Sampling(),  # noqa: B008 - frozen
-    vocabulary: int | None = None,
     repeats: int = 9,
     warmup: int = 2,
 ) -> Costs:
-    """Time both models, each in its own dtype, on `rows` texts of `context` tokens, for k = 0..K.
+    """Time both models, as they will be run, on as many texts of `context` tokens as they have rows, for k = 0..K.
 
-    Compare dtypes by one call each. Raises ValueError when context + K + 1 tokens do not fit a model.
+    Raises ValueError when context + K + 1 tokens do not fit a model.
     """
-    V = vocabulary or int(target.config.get_text_config().vocab_size)
-    lm, small = LM(target, rows, V), LM(draft, rows, V)
-    room = min(lm.context, small.context)
+    room = min(target.context, draft.context)
     if context < 1 or context + K + 1 > room:
         raise ValueError(f"context={context} and K={K}: both models must hold context + K + 1, at most {room}")
-    texts = torch.randint(V, (rows, context), generator=torch.Generator().manual_seed(0)).tolist()
-    store_prompts(lm, 0, texts)
-    store_prompts(small, 0, texts)
-    found = interleaved(_tasks(lm, small, texts, K, sampling), repeats, warmup)
+    texts = torch.randint(target.vocabulary, (target.rows, context), generator=torch.Generator().manual_seed(0)).tolist()
+    store_prompts(target, 0, texts)
+    store_prompts(draft, 0, texts)
+    found = interleaved(_tasks(target, draft, texts, K, sampling), repeats, warmup)
     return Costs(
         tuple(found["target", n] for n in range(1, K + 2)),
         found["draft", 1],
         tuple(found["rest", k] for k in range(K + 1)),
-        rows,
+        target.rows,
         context,
-        str(lm.dtype).removeprefix("torch."),
-        str(small.dtype).removeprefix("torch."),
+        target.weights,
+        draft.weights,
     )
 
 
@@ -135,8 +131,10 @@ def _tasks(
     with torch.inference_mode():
         logits = target.forward(ids, at).clone()  # (B, K+1, V)
 
+    noise = Uniforms(0, target.device)
+
     def turn(k: int, lm: LM) -> Turn:
-        return Turn(rows, [k] * len(rows), "token", 0, lm.vocabulary, lm.device)
+        return Turn(rows, [k] * len(rows), "token", noise, lm.vocabulary, lm.device)
 
     @torch.inference_mode()
     def step() -> None:

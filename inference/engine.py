@@ -15,7 +15,7 @@ from inference.proposers.independent import store_prompts
 from inference.rows import Row
 from inference.sampling import Sampling
 from inference.stats import Counts, Stats
-from inference.streams import row_ids
+from inference.streams import Uniforms, row_ids
 from inference.target import LM, load_model
 from inference.turn import RULES, Turn
 
@@ -48,7 +48,7 @@ class _Run:
     """State of one call: rows waiting, rows in slots, counts."""
 
     waiting: deque[Row]
-    seed: int
+    noise: Uniforms
     stats: Stats
     active: list[Row] = field(default_factory=list)
 
@@ -58,7 +58,8 @@ class Engine:
 
     target: a transformers causal LM, used as it is, or a path / hub id loaded in `dtype` (the checkpoint's own when
     None). proposer: what drafts; None is plain decoding by the same machinery. verify: one of token, block, match,
-    coupled. rows: how many prompts are decoded together, more wait. context: most tokens a row may hold.
+    coupled. rows: how many prompts are decoded together, more wait. context: most tokens a row may hold. compile: the
+    target's short passes are compiled (see `graph`), which costs seconds at the first ones.
     Raises ValueError for an unknown rule or an unsupported model.
     """
 
@@ -73,6 +74,7 @@ class Engine:
         rows: int = 8,
         context: int | None = None,
         dtype: torch.dtype | str | None = None,
+        compile: bool = False,
     ) -> None:
         if verify not in RULES:
             raise ValueError(f"verify: no rule {verify!r}; there are {', '.join(RULES)}")
@@ -82,7 +84,7 @@ class Engine:
             tokenizer = tokenizer or AutoTokenizer.from_pretrained(target)
             target = load_model(target, dtype)
         self.proposer, self.rule, self.policy, self.tokenizer, self.rows = proposer, verify, policy, tokenizer, rows
-        self.target = LM(target, rows, _vocabulary(target, tokenizer), context)
+        self.target = LM(target, rows, _vocabulary(target, tokenizer), context, compile=compile)
         self.ends = _ends(target)
         self.current: _Run | None = None  # whose rows hold the slots
 
@@ -124,7 +126,7 @@ class Engine:
     def _run(self, rows: list[Row], seed: int) -> _Run:
         if self.proposer:
             self.proposer.open(self.rows, self.target.vocabulary, self.target.context)
-        self.current = _Run(deque(rows), seed, Stats(rows=[Counts() for _ in rows]))
+        self.current = _Run(deque(rows), Uniforms(seed, self.target.device), Stats(rows=[Counts() for _ in rows]))
         return self.current
 
     def _rows(
@@ -185,7 +187,7 @@ class Engine:
         wanted = self.policy.lengths(texts) if self.proposer else [0] * len(texts)
         # a draft past a row's last token could never be emitted
         k = [min(length, row.limit - row.emitted - 1) for length, row in zip(wanted, run.active, strict=True)]
-        return Turn(run.active, k, self.rule, run.seed, self.target.vocabulary, self.target.device)
+        return Turn(run.active, k, self.rule, run.noise, self.target.vocabulary, self.target.device)
 
     def _propose(self, turn: Turn) -> Proposal:
         if self.proposer and max(turn.k):

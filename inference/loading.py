@@ -7,6 +7,7 @@ from transformers import PreTrainedModel
 
 from inference.bundled import resolve
 from inference.engine import Engine
+from inference.lean import can_round
 from inference.pair import hash_target
 from inference.policy import Fixed
 from inference.proposers.independent import Independent
@@ -31,5 +32,7 @@ def load(folder: str | Path, target: PreTrainedModel | str | None = None, **sett
         target = load_model(place, settings.pop("dtype", None))
     draft, own, _ = load_draft(folder, target=hash_target(target.config, tokenizer))
     settings.setdefault("policy", Fixed(made.k if made else 4))
-    proposer = Independent(draft, greedy=bool(made and made.objective == "greedy"))
+    greedy, rounded = (bool(made and found) for found in (made and made.objective == "greedy", made and made.int8))
+    compile = settings.get("compile", False)
+    proposer = Independent(draft, greedy, compile=compile, int8=rounded and can_round(draft))
     return Engine(target, proposer, tokenizer=tokenizer or own, **settings)

@@ -155,14 +155,13 @@ def build(
 
 def _of_engine(engine: Engine) -> dict[str, Any]:
     proposer = engine.proposer
-    model = proposer.model if isinstance(proposer, Independent) else None
     return {
         "proposer": type(proposer).__name__ if proposer else None,
         "verify": engine.rule,
         "policy": repr(engine.policy),
         "rows": engine.rows,
-        "target_dtype": str(engine.target.dtype).removeprefix("torch."),
-        "draft_dtype": str(model.dtype).removeprefix("torch.") if model else None,
+        "target_dtype": engine.target.weights,
+        "draft_dtype": proposer.weights if isinstance(proposer, Independent) else None,
     }
 
 

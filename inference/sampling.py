@@ -183,7 +183,17 @@ def draw(law: Tensor, u: Tensor) -> Tensor:
     token with mass is taken. A token of probability 0 is never returned, however a parallel scan rounds.
     """
     cdf = law.to(torch.float64).cumsum(-1)  # (..., V)
+    bound = (u * cdf[..., -1]).unsqueeze(-1)
+    if law.device.type == "cpu":  # a sequential sum rises at tokens with mass alone, so that a bisection finds one
+        found = torch.searchsorted(cdf, bound, right=True).clamp_(max=law.shape[-1] - 1)
+        if bool((law.gather(-1, found) > 0).all()):
+            return found.squeeze(-1)
+    return _first_above(law, cdf, bound)
+
+
+def _first_above(law: Tensor, cdf: Tensor, bound: Tensor) -> Tensor:
+    """The first token (...) with mass where cdf > bound (..., 1), else the last one with mass."""
     mass = law > 0
-    hit = mass & (cdf > (u * cdf[..., -1]).unsqueeze(-1))
+    hit = mass & (cdf > bound)
     last = law.shape[-1] - 1 - mass.flip(-1).to(torch.uint8).argmax(-1)
     return torch.where(hit.any(-1), hit.to(torch.uint8).argmax(-1), last)

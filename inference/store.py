@@ -42,7 +42,8 @@ class Metadata:
     target: {"name": hub id, path or "bundled", "config": hash, "tokenizer": hash}, see `hash_target`.
     k: planned draft length in tokens. objective: "sampled", trained for acceptance sum_v min(p, q), or
     "greedy", for p(argmax q). regime: the sampling settings it was trained for. made: command, commit,
-    versions, date, loss. kind: of proposer. report: SHA-256 of report.json, filled in by `save`.
+    versions, date, loss. kind: of proposer. report: SHA-256 of report.json, filled in by `save`. int8: whether it was
+    measured with its weights rounded to 8 bits, as `inference.load` then runs it on a CPU.
 
     Raises ValueError naming the key and what was found.
     """
@@ -54,6 +55,7 @@ class Metadata:
     made: Mapping[str, Any] = field(default_factory=dict)
     kind: str = "independent"
     report: str | None = None
+    int8: bool = False
     format: int = FORMAT
 
     def __post_init__(self) -> None:
@@ -64,6 +66,8 @@ class Metadata:
             raise ValueError(f"target must hold name, config and tokenizer, not {dict(self.target)!r}")
         if isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 1:
             raise ValueError(f"k must be a whole number of at least 1, not {self.k!r}")
+        if not isinstance(self.int8, bool):
+            raise ValueError(f"int8 must be true or false, not {self.int8!r}")
         if self.objective not in OBJECTIVES:
             raise ValueError(f"objective must be one of {', '.join(OBJECTIVES)}, not {self.objective!r}")
 

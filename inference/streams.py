@@ -69,6 +69,41 @@ def uniforms(seed: int, row: Tensor, start: Tensor, depth: Tensor, streams: Sequ
     return _shifted(bits, 11).to(torch.float64) * 2.0**-53
 
 
+class Uniforms:
+    """`uniforms` of the rows of a batch, made for many starts at a time, since a call costs its launches, not its size.
+
+    seed: of the run. device: where the numbers are made.
+    """
+
+    AHEAD = 64  # starts made at once
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self.seed, self.device = seed, device
+        self.rows: list[int] = []
+        self.first: list[int] = []
+        self.table = torch.empty(3, 0, self.AHEAD, 0, dtype=torch.float64, device=device)  # (S, A, AHEAD, D)
+
+    def __call__(self, rows: list[int], starts: list[int], depths: int) -> Tensor:
+        """Streams DRAFT, ACCEPT and RESIDUAL of each row id at its start, depths 0 .. depths - 1 -> (S, A, D)."""
+        held = rows == self.rows and depths <= self.table.shape[-1]
+        ahead = [start - first for start, first in zip(starts, self.first, strict=True)] if held else [-1]
+        if min(ahead) < 0 or max(ahead) >= self.AHEAD:
+            self._make(rows, starts, depths)
+            ahead = [0] * len(rows)
+        if len(ahead) == 1:
+            return self.table[:, :, ahead[0], :depths]
+        row = torch.arange(len(rows), device=self.device)
+        return self.table[:, row, torch.tensor(ahead, device=self.device), :depths]
+
+    def _make(self, rows: list[int], starts: list[int], depths: int) -> None:
+        self.rows, self.first = list(rows), list(starts)
+        row = torch.tensor(rows, device=self.device).repeat_interleave(self.AHEAD)
+        start = torch.tensor(starts, device=self.device).unsqueeze(1) + torch.arange(self.AHEAD, device=self.device)
+        depth = torch.arange(max(depths, self.table.shape[-1]), device=self.device)
+        made = uniforms(self.seed, row, start.flatten(), depth, (DRAFT, ACCEPT, RESIDUAL))
+        self.table = made.view(3, len(rows), self.AHEAD, -1)
+
+
 def gumbel(seed: int, row: Tensor, position: Tensor, V: int) -> Tensor:
     """Standard Gumbel noise -log(-log u), a function of (seed, row, position, token); always finite.
 

@@ -9,6 +9,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from inference.cache import SlotCache, Window
+from inference.forward import Forward, Lean, Stock
+from inference.graph import Compiled
+from inference.lean import applies, can_round
 
 FIRST_SLOTS = 256
 MASKED_ATTENTION = ("sdpa", "eager")
@@ -19,12 +22,22 @@ class LM:
 
     vocabulary: ids in [0, V) have mass; logits past V are cut (padded vocabulary rows), missing ones are -inf,
     and ids that the model has no row for are read as its last one (a draft's guess is worse, never wrong).
-    context: most tokens a row may hold, at most the model's `max_position_embeddings`.
+    context: most tokens a row may hold, at most the model's `max_position_embeddings`. stock: always run
+    transformers' own forward, also for models that `lean` runs in fewer operations. compile: compile what `lean`
+    runs, see `graph`. int8: with weights rounded to 8 bits, for a draft: a rounded target has another law.
     Raises ValueError for an attention implementation or a state that rows of different lengths cannot use.
     """
 
     def __init__(
-        self, model: PreTrainedModel, rows: int, vocabulary: int | None = None, context: int | None = None
+        self,
+        model: PreTrainedModel,
+        rows: int,
+        vocabulary: int | None = None,
+        context: int | None = None,
+        *,
+        stock: bool = False,
+        compile: bool = False,
+        int8: bool = False,
     ) -> None:
         self.model = model.eval()
         config = model.config.get_text_config()
@@ -34,8 +47,16 @@ class LM:
         positions = _positions(config)
         self.context = min(context or positions, positions)
         self.cache = SlotCache(config.num_hidden_layers, rows, min(FIRST_SLOTS, self.context))
-        self.attention = config._attn_implementation
-        self.device, self.dtype = model.device, model.dtype
+        self.run = self._forward(stock, compile, int8)
+        self.device, self.dtype, self.rows = model.device, model.dtype, rows
+        self.weights = "int8" if int8 else str(model.dtype).removeprefix("torch.")
+
+    def _forward(self, stock: bool, compile: bool, int8: bool) -> Forward:
+        if int8 and (stock or not can_round(self.model)):
+            raise ValueError(f"{type(self.model).__name__}: int8 weights need a bfloat16 model of a known family on a CPU")
+        if not stock and applies(self.model):
+            return (Compiled if compile else Lean)(self.model, self.cache, int8)
+        return Stock(self.model, self.cache, self.context)
 
     def forward(self, ids: Tensor, start: Sequence[int], low: int = 0) -> Tensor:
         """One pass: ids (A, n) of slots [low, low + A) at positions start_b, start_b + 1, ...
@@ -43,7 +64,7 @@ class LM:
         Returns logits (A, n, V). Entries of a row past its real tokens are computed from whatever ids stand
         there and overwritten by its next pass.
         """
-        logits = self._call(self.model, ids, start, low).logits
+        logits = self.run.logits(ids.clamp(max=self.size - 1), self._aimed(ids, start, low))
         missing = self.vocabulary - logits.shape[-1]
         if missing > 0:
             return torch.nn.functional.pad(logits, (0, missing), value=-math.inf)
@@ -51,19 +72,12 @@ class LM:
 
     def store(self, ids: Tensor, start: Sequence[int], low: int = 0) -> None:
         """As forward, without the head: prompts are stored, nothing is predicted."""
-        self._call(self.model.base_model, ids, start, low)
+        self.run.store(ids.clamp(max=self.size - 1), self._aimed(ids, start, low))
 
-    def _call(self, module: torch.nn.Module, ids: Tensor, start: Sequence[int], low: int) -> Any:
+    def _aimed(self, ids: Tensor, start: Sequence[int], low: int) -> Window:
         window = self._window(ids, start, low)
         self.cache.aim(window)
-        return module(
-            input_ids=ids.clamp(max=self.size - 1),
-            # padding may stand past the last position there is
-            position_ids=window.positions.clamp(max=self.context - 1),
-            attention_mask=self._mask(window),
-            past_key_values=self.cache,
-            use_cache=True,
-        )
+        return window
 
     def _window(self, ids: Tensor, start: Sequence[int], low: int) -> Window:
         first, width = max(start), ids.shape[1]
@@ -73,15 +87,6 @@ class LM:
             return Window(low, low + len(start), positions, first, first + width)
         positions = torch.tensor(start, device=self.device).unsqueeze(1) + offsets
         return Window(low, low + len(start), positions, None, first + width)
-
-    def _mask(self, window: Window) -> Tensor:
-        """(A, 1, n, limit): a token sees the slots up to its own position."""
-        slots = torch.arange(window.limit, device=self.device)
-        seen = (slots <= window.positions.unsqueeze(-1)).unsqueeze(1)
-        if self.attention == "sdpa":
-            return seen
-        lowest = torch.finfo(self.dtype).min
-        return torch.zeros(seen.shape, dtype=self.dtype, device=self.device).masked_fill_(~seen, lowest)
 
     def wait(self) -> None:
         """Wait for the device, so that a clock sees the work and not its launch; draws on the host do so anyway."""

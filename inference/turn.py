@@ -23,16 +23,14 @@ class Turn:
     """What the engine and a proposer share during one round; implements `proposer.Round`."""
 
     def __init__(
-        self, rows: Sequence[Row], k: list[int], rule: str, seed: int, vocabulary: int, device: torch.device
+        self, rows: Sequence[Row], k: list[int], rule: str, noise: streams.Uniforms, vocabulary: int, device: torch.device
     ) -> None:
-        self.rows, self.k, self.rule, self.seed = rows, k, rule, seed
+        self.rows, self.k, self.rule, self.noise = rows, k, rule, noise
         self.vocabulary, self.device = vocabulary, device
         self.texts = [row.text for row in rows]
         self.sampling = [row.sampling for row in rows]
         self.reads_history = any(map(needs_history, self.sampling))
-        self.id = torch.tensor([row.id for row in rows], device=device)
-        self.start = torch.tensor([row.emitted for row in rows], device=device)
-        self.depth = torch.arange(max(k) + 1, device=device)
+        self.ids, self.starts = [row.id for row in rows], [row.emitted for row in rows]
 
     def law(self, logits: Tensor, drafted: list[Tensor]) -> Tensor:
         """Logits (A, V) after the texts and `drafted` ids (A,) -> law (A, V)."""
@@ -81,14 +79,15 @@ class Turn:
 
     @cached_property
     def _gumbel(self) -> Tensor:
-        position = self.start.unsqueeze(1) + self.depth
-        return streams.gumbel(self.seed, self.id, position, self.vocabulary)  # (A, K+1, V)
+        start, depth = torch.tensor(self.starts, device=self.device), torch.arange(max(self.k) + 1, device=self.device)
+        ids = torch.tensor(self.ids, device=self.device)
+        return streams.gumbel(self.noise.seed, ids, start.unsqueeze(1) + depth, self.vocabulary)  # (A, K+1, V)
 
     @cached_property
     def _uniforms(self) -> dict[int, Tensor]:
         """Uniforms (A, K+1) of each stream."""
-        kinds = (streams.DRAFT, streams.ACCEPT, streams.RESIDUAL)
-        return dict(zip(kinds, streams.uniforms(self.seed, self.id, self.start, self.depth, kinds), strict=True))
+        made = self.noise(self.ids, self.starts, max(self.k) + 1)
+        return dict(zip((streams.DRAFT, streams.ACCEPT, streams.RESIDUAL), made, strict=True))
 
     def verdict(self, p: Tensor, q: Tensor | None, x: Tensor, k: list[int]) -> verify.Verdict:
         """The rule on p (A, K+1, V), q (A, K, V) or None for certain drafts, x (A, K)."""

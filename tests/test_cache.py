@@ -53,7 +53,7 @@ def test_what_is_past_a_length_is_overwritten_unread(model):
 def test_slots_grow_and_move_with_their_content(model):
     text = torch.randint(0, 32, (200,)).tolist()
     lm = LM(model, rows=3)
-    lm.cache = type(lm.cache)(2, 3, slots=16)
+    lm.cache = lm.run.cache = type(lm.cache)(2, 3, slots=16)
     lm.store(torch.tensor([text[:10]]), [0], 2)
     lm.store(torch.tensor([text[10:150]]), [10], 2)
     lm.move(2, 1, 150)

@@ -15,6 +15,7 @@ from inference.policy import Fixed
 from inference.proposers import Independent
 from inference.stats import Counts, Stats, pooled
 from inference.streams import row_ids
+from inference.target import LM
 from tests.tiny import tiny
 
 PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
@@ -213,16 +214,18 @@ def test_best_length_looks_past_a_cliff_and_may_be_none():
 
 def test_costs_are_measured_on_the_shapes_asked_for(pair):
     widths = []
+    target, draft = (LM(model, 3) for model in pair)
+    forward = target.forward
 
-    def note(module, args, kwargs, out):
-        widths.append(kwargs["input_ids"].shape)
+    def noted(ids, *rest):
+        widths.append(ids.shape)
+        return forward(ids, *rest)
 
-    hook = pair[0].register_forward_hook(note, with_kwargs=True)
-    found = measure_costs(*pair, 2, rows=3, context=10, repeats=1, warmup=0)
-    hook.remove()
+    target.forward = noted
+    found = measure_costs(target, draft, 2, context=10, repeats=1, warmup=0)
     assert widths.count((3, 1)) == 1 and widths.count((3, 2)) == 1 and widths.count((3, 3)) == 2
     assert len(found.target) == len(found.rest) == 3
     assert min(*found.target, *found.rest, found.draft) > 0
     assert (found.rows, found.context, found.target_dtype) == (3, 10, "float64")
     with pytest.raises(ValueError, match="context=254"):
-        measure_costs(*pair, 2, context=254)
+        measure_costs(target, draft, 2, context=254)

@@ -15,7 +15,8 @@ from transformers import LlamaForCausalLM
 from cotrain import draft, losses, optim
 from cotrain.callbacks import Kept, RealSpeed
 from cotrain.data import Blocks
-from cotrain.evaluate import HeldOut, evaluate, held_out, pooled
+from cotrain.evaluate import HeldOut, evaluate, held_out
+from cotrain.evaluate import figures as named
 from cotrain.module import Distillation, Stage, current
 from cotrain.rollouts import Texts
 from cotrain.sets import corpus_part
@@ -51,7 +52,7 @@ def laws(model: LlamaForCausalLM, ids: Tensor, temperature: float) -> Tensor:
 def test_figures_are_those_of_passes_made_by_hand(target: LlamaForCausalLM) -> None:
     small, temperature = tiny(layers=1, hidden=8, seed=3), 0.7
     found = texts([9, 14, 11], [2, 5, 1], ["b", "a", "b"])
-    figures = evaluate(judged(target, found, temperature), *split(small), split(target)[1])
+    figures = named(evaluate(judged(target, found, temperature), *split(small), split(target)[1]))
     r, alphas, lengths = torch.zeros(3, 10, dtype=torch.float64), [], []
     for b in range(3):
         ids = found.ids[b, : found.length[b]]
@@ -73,15 +74,16 @@ def test_figures_are_those_of_passes_made_by_hand(target: LlamaForCausalLM) -> N
 def test_what_stands_in_the_prompt_or_the_padding_does_not_count(target: LlamaForCausalLM) -> None:
     small, found = tiny(layers=1, seed=3), texts([8, 12], [3, 4], ["a", "a"])
     heads = (*split(small), split(target)[1])
-    scores = pooled(judged(target, found), *heads)
+    scores = evaluate(judged(target, found), *heads)["all"]
     assert scores.lengths.tolist() == [5, 8] and scores.r[0, 5:].eq(0).all() and scores.r[0, :5].gt(0).all()
     found.ids[0, 8:] = 7
-    again = pooled(judged(target, found), *heads)
+    again = evaluate(judged(target, found), *heads)["all"]
     assert torch.equal(again.r, scores.r) and again.alpha == scores.alpha
 
 
 def test_the_target_as_its_own_draft_is_always_accepted(target: LlamaForCausalLM) -> None:
-    figures = evaluate(judged(target, texts([14, 26], [2, 2], ["a", "b"])), *split(target), split(target)[1])
+    found = texts([14, 26], [2, 2], ["a", "b"])
+    figures = named(evaluate(judged(target, found), *split(target), split(target)[1]))
     assert figures["alpha/all"] == pytest.approx(1)
     assert [figures[f"tau/all/{k}"] for k in (1, 2, 3, 5)] == pytest.approx([2, 3, 4, 6])
     assert figures["kl/all"] == pytest.approx(0, abs=1e-9)
@@ -92,7 +94,7 @@ def test_greedy_drafts_are_accepted_where_the_argmax_agrees(target: LlamaForCaus
     p, q = (laws(model, found.ids[0], 1.0)[1:] for model in (target, small))
     found.ids[0, 1:] = p.argmax(-1)  # not what the target would say next, but what r is asked of
     p, q = (laws(model, found.ids[0], 1.0)[1:] for model in (target, small))
-    figures = evaluate(judged(target, found, 0.0), *split(small), split(target)[1])
+    figures = named(evaluate(judged(target, found, 0.0), *split(small), split(target)[1]))
     agree = (p.argmax(-1) == q.argmax(-1)).double().mean().item()
     assert figures["alpha/a"] == pytest.approx(agree) and figures["alpha_greedy_draft/a"] == pytest.approx(agree)
 
@@ -107,6 +109,12 @@ def module_of(target: LlamaForCausalLM, network: LlamaForCausalLM, stages: list[
     optimizer = partial(optim.adamw, lr=1e-2, weight_decay=0.0, betas=[0.9, 0.95])
     schedule = partial(optim.trapezoid, steps=steps, warmup=1, decay=1)
     return Distillation(network, target, stages, optimizer, schedule, {1.0: judged(target, found)})
+
+
+def judge(module: Distillation) -> float:
+    """Acceptance as the draft now is."""
+    module.judge()
+    return module.acceptance()["alpha_T1/all"]
 
 
 def trainer(folder: Path, steps: int, *callbacks: lightning.Callback) -> lightning.Trainer:
@@ -138,7 +146,7 @@ def test_training_moves_the_draft_and_nothing_else(target: LlamaForCausalLM, tmp
     module = module_of(target, small, [Stage(0.5, noted("first")), Stage(1.0, noted("then"))], steps=4)
     run = trainer(tmp_path, 4)
     (start,) = run.validate(module, DataLoader([0]), verbose=False)
-    assert start["alpha_T1/all"] == pytest.approx(module.acceptance()["alpha_T1/all"])
+    assert start["alpha_T1/all"] == pytest.approx(judge(module))
     run.fit(module, loader())
     # each of the four steps computes its loss twice, the second time in backward
     assert used == ["first"] * 4 + ["then"] * 4
@@ -146,7 +154,7 @@ def test_training_moves_the_draft_and_nothing_else(target: LlamaForCausalLM, tmp
     assert all(torch.equal(value, theirs[name]) for name, value in target.state_dict().items())
     assert all(parameter.grad is None for parameter in target.parameters())
     assert all(name.startswith("draft.") for name in module.state_dict())
-    assert module.acceptance()["alpha_T1/all"] != start["alpha_T1/all"]
+    assert judge(module) != start["alpha_T1/all"]
     run.save_checkpoint(tmp_path / "c.ckpt")
     assert len(torch.load(tmp_path / "c.ckpt", weights_only=True)["state_dict"]) == len(before)
 
@@ -159,11 +167,11 @@ def test_a_draft_learns_from_a_quantised_target(quantisation: str, tmp_path: Pat
     blocks = Texts(ids, torch.ones(8, dtype=torch.int64), torch.full((8,), 16), ["a"] * 8)
     module = module_of(target, small, [Stage(1.0, losses.kl)], steps=16)
     module.held_out = {1.0: judged(target, blocks)}
-    before = module.acceptance()["alpha_T1/all"]
+    before = judge(module)
     theirs = copy.deepcopy(target.state_dict())  # after a pass: on a CPU the first one rounds the scales of nf4
     run = trainer(tmp_path, 16)
     run.fit(module, loader(VOCABULARY))
-    assert module.acceptance()["alpha_T1/all"] > before + 0.02
+    assert judge(module) > before + 0.02
     assert all(torch.equal(value, theirs[name]) for name, value in target.state_dict().items())
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from inference.sampling import Sampling, draw, probs
+from inference.sampling import Sampling, _first_above, draw, probs
 
 
 def ties(rows: int = 24, vocab: int = 40) -> torch.Tensor:
@@ -148,6 +148,16 @@ def test_no_token_of_probability_zero_in_a_million_draws():
     assert counts[law == 0].sum() == 0
     sigma = (len(u) * law * (1 - law)).sqrt()
     assert ((counts - len(u) * law).abs() <= 5 * sigma).all()
+
+
+def test_the_bisection_finds_what_the_scan_finds():
+    torch.manual_seed(0)
+    law = torch.rand(3000, 40, dtype=torch.float64) * (torch.rand(3000, 40) < 0.3)
+    law[:, 17] += 1e-3
+    u = torch.rand(3000, dtype=torch.float64)
+    u[:40], u[40:80] = 0, 1 - 2.0**-53
+    cdf = law.cumsum(-1)
+    assert torch.equal(draw(law, u), _first_above(law, cdf, (u * cdf[:, -1]).unsqueeze(-1)))
 
 
 def test_the_far_tail_is_drawn():

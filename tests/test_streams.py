@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from inference.sampling import draw
-from inference.streams import ACCEPT, DRAFT, NOISE, RESIDUAL, gumbel, row_ids, uniform
+from inference.streams import ACCEPT, DRAFT, NOISE, RESIDUAL, Uniforms, gumbel, row_ids, uniform, uniforms
 from tests.exact import chi_square
 
 # From splitmix64 in unbounded integers: saved runs can be repeated only while these hold.
@@ -109,6 +109,17 @@ def test_races_keep_the_tail_of_a_heavy_tailed_law():
     g = gumbel(5, torch.arange(40), torch.arange(50).expand(40, 50), 1001)
     tail = ((law.log() + g).argmax(-1) > 0).double().sum().item()  # 20 of 2000 expected
     assert abs(tail - 20) < 5 * math.sqrt(2000 * 0.01 * 0.99)
+
+
+def test_numbers_made_ahead_are_those_of_each_round():
+    """Rows come, go and move on at their own pace, some starts far ahead, draft lengths shrink and grow."""
+    noise = Uniforms(5, torch.device("cpu"))
+    visits = [([7], [0], 3), ([7], [2], 3), ([7, 9], [5, 0], 5), ([7, 9], [68, 3], 2), ([7, 9], [69, 66], 2),
+              ([9, 7], [70, 70], 4), ([9], [71], 6), ([9], [40], 6)]  # fmt: skip
+    for rows, starts, depths in visits:
+        key = torch.tensor(rows), torch.tensor(starts), torch.arange(depths)
+        wanted = uniforms(5, *key, (DRAFT, ACCEPT, RESIDUAL))
+        assert torch.equal(noise(rows, starts, depths), wanted)
 
 
 def test_row_ids_are_stable_and_tell_equal_prompts_apart():

@@ -17,19 +17,29 @@ class Independent:
     """Drafts with a causal LM (Leviathan et al. 2023, 2211.17192).
 
     model: a transformers model, used as it is, or a path / hub id. greedy: draft argmax q with a one-hot law,
-    as serving engines do by default, instead of drawing from q.
+    as serving engines do by default, instead of drawing from q. compile: its passes are compiled, see
+    `graph`. int8: its weights are rounded to 8 bits, see `lean`: q is then the rounded draft's law.
     """
 
-    def __init__(self, model: PreTrainedModel | str, greedy: bool = False) -> None:
+    def __init__(
+        self, model: PreTrainedModel | str, greedy: bool = False, *, compile: bool = False, int8: bool = False
+    ) -> None:
         self.model = _load(model) if isinstance(model, str) else model
-        self.greedy = greedy
+        self.greedy, self.compile, self.int8 = greedy, compile, int8
         self.shape: tuple[int, int, int] | None = None
         self.lm: LM
         self.stored: list[int] = []  # tokens of each row's text that its slot holds
 
+    @property
+    def weights(self) -> str:
+        """What its weights are held in."""
+        return "int8" if self.int8 else str(self.model.dtype).removeprefix("torch.")
+
     def open(self, rows: int, vocabulary: int, context: int) -> None:
         if (rows, vocabulary, context) != self.shape:  # slots are kept from call to call
-            self.shape, self.lm = (rows, vocabulary, context), LM(self.model, rows, vocabulary, context)
+            self.shape, self.lm = (rows, vocabulary, context), LM(
+                self.model, rows, vocabulary, context, compile=self.compile, int8=self.int8
+            )
         self.stored = []
 
     def admit(self, low: int, prompts: Sequence[list[int]]) -> None:

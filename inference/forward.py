@@ -1,0 +1,100 @@
+"""How a model's passes are run: by transformers' own forward, or in few operations where those are known."""
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from inference import lean
+from inference.cache import SlotCache, Window
+
+
+class Forward(Protocol):
+    """One pass over ids (A, n) at a window's positions; new keys and values go to the cache."""
+
+    def logits(self, ids: Tensor, window: Window) -> Tensor:
+        """-> (A, n, V)."""
+
+    def store(self, ids: Tensor, window: Window) -> None:
+        """As `logits`, without the head."""
+
+
+class Stock:
+    """transformers' own forward. context: positions past it, where only padding stands, are read as its last."""
+
+    def __init__(self, model: PreTrainedModel, cache: SlotCache, context: int) -> None:
+        self.model, self.cache, self.context = model, cache, context
+        self.sdpa = model.config.get_text_config()._attn_implementation == "sdpa"
+
+    def logits(self, ids: Tensor, window: Window) -> Tensor:
+        logits: Tensor = self._call(self.model, ids, window).logits
+        return logits
+
+    def store(self, ids: Tensor, window: Window) -> None:
+        self._call(self.model.base_model, ids, window)
+
+    def _call(self, module: torch.nn.Module, ids: Tensor, window: Window) -> Any:
+        seen = visible(window, ids.device)
+        return module(
+            input_ids=ids,
+            position_ids=window.positions.clamp(max=self.context - 1),
+            attention_mask=seen if self.sdpa else additive(seen, self.model.dtype),
+            past_key_values=self.cache,
+            use_cache=True,
+        )
+
+
+class Lean:
+    """`lean.hidden` of a model for which `lean.applies`. int8: with its projections rounded, see `lean.int8`."""
+
+    def __init__(self, model: PreTrainedModel, cache: SlotCache, int8: bool = False) -> None:
+        self.model, self.cache, self.int8 = model, cache, int8
+        self._read()
+
+    def logits(self, ids: Tensor, window: Window) -> Tensor:
+        states = self._hidden(ids, window)  # before the head is looked up: it may find new weights
+        return self.weights.head(states)
+
+    def store(self, ids: Tensor, window: Window) -> None:
+        self._hidden(ids, window)
+
+    def _hidden(self, ids: Tensor, window: Window) -> Tensor:
+        cos, sin = self.rotation(window)
+        return lean.hidden(ids, self.weights, self.shape, cos, sin, self.mask(window), self._keep)
+
+    def _keep(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        return self.cache.stores[layer].update(keys, values)
+
+    def _read(self) -> None:
+        weights = lean.weights_of(self.model)
+        self.weights, self.shape = lean.int8(weights) if self.int8 else weights, lean.shape_of(self.model)
+        self.angles = lean.angles(self.model, self.cache.slots)
+
+    def rotation(self, window: Window) -> tuple[Tensor, Tensor]:
+        """cos and sin (A or 1, 1, n, D) of the window's positions, from a table that grows with the slots."""
+        if not lean.current(self.weights, self.model):
+            self._read()
+        if self.angles[0].shape[0] < window.limit:
+            self.angles = lean.angles(self.model, self.cache.slots)
+        if window.start is not None:
+            cos, sin = (part[None, None, window.start : window.limit] for part in self.angles)
+        else:
+            cos, sin = (part[window.positions].unsqueeze(1) for part in self.angles)
+        return cos, sin
+
+    def mask(self, window: Window) -> Tensor | None:
+        if window.limit - 1 == window.start:
+            return None  # one id a row, after everything that is read
+        return additive(visible(window, self.model.device), self.shape.held)
+
+
+def visible(window: Window, device: torch.device) -> Tensor:
+    """(A, 1, n, limit): a token sees the slots up to its own position."""
+    slots = torch.arange(window.limit, device=device)
+    return (slots <= window.positions.unsqueeze(-1)).unsqueeze(1)
+
+
+def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where seen, the lowest number elsewhere: made once, where a bool mask would be converted by every layer."""
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, torch.finfo(dtype).min)

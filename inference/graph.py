@@ -1,0 +1,105 @@
+"""Whole passes compiled into one graph by torch.compile, for models that run `lean`.
+
+Sizes that change (rows, ids a row, slots read) are symbols: there are at most four graphs a model, for one row or
+several, one id or several.
+"""
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from inference import lean
+from inference.cache import SlotCache, Window
+from inference.forward import Lean, additive, visible
+
+LONGEST = 16  # ids a row: longer passes are prefills, bound by arithmetic and not by launches
+
+
+class Compiled(Lean):
+    """As `Lean`, short passes over the first slots compiled, the weights being constants from then on (on a CPU they
+    are laid out for its matrix products). Where the compiler fails, passes run uncompiled, with one warning."""
+
+    failed = False  # for all: what fails once, as for want of a C++ compiler, fails again
+
+    def __init__(self, model: PreTrainedModel, cache: SlotCache, int8: bool = False) -> None:
+        super().__init__(model, cache, int8)
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)  # shared by all models
+        options = {"freezing": True} if model.device.type == "cpu" else {}
+        self.step = torch.compile(_Step(self.weights, self.shape), options=options)
+        self.seen: set[tuple[bool, bool]] = set()
+
+    def logits(self, ids: Tensor, window: Window) -> Tensor:
+        ready = window.low == 0 and ids.shape[1] <= LONGEST and self.cache.stores[0].is_initialized
+        if ready and not Compiled.failed:
+            try:
+                return self._compiled(ids, window)
+            except Exception as error:  # whatever the compiler raises
+                Compiled.failed = True
+                reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+                warnings.warn(f"torch.compile failed, passes run uncompiled: {reason}", stacklevel=2)
+        return super().logits(ids, window)
+
+    def _compiled(self, ids: Tensor, window: Window) -> Tensor:
+        cos, sin = self.rotation(window)
+        mask = additive(visible(window, ids.device), self.shape.held)
+        keys, values = ([getattr(store, name) for store in self.cache.stores] for name in ("keys", "values"))
+        inputs = (ids, window.positions, cos, sin, mask, keys, values)
+        kind = (ids.shape[0] > 1, ids.shape[1] > 1)
+        if kind not in self.seen:
+            _mark(*inputs)
+            self.seen.add(kind)
+        logits: Tensor = self.step(*inputs)
+        return logits
+
+
+class _Step(nn.Module):
+    """A pass as a function of tensors; the weights are its parameters."""
+
+    def __init__(self, weights: lean.Weights, shape: lean.Shape) -> None:
+        super().__init__()
+        self.shape, self.count = shape, 0
+        self.weights = self._registered(weights)
+
+    def _registered(self, value: Any) -> Any:
+        """The same structure, each tensor a buffer, which freezing takes for a constant."""
+        if isinstance(value, Tensor):
+            self.count += 1
+            self.register_buffer(f"weight{self.count}", value, persistent=False)
+            return f"weight{self.count}"
+        if isinstance(value, list):
+            return [self._registered(item) for item in value]
+        return value if value is None else type(value)(*map(self._registered, value))
+
+    def _tensors(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return getattr(self, value)
+        if isinstance(value, list):
+            return [self._tensors(item) for item in value]
+        return value if value is None else type(value)(*[self._tensors(item) for item in value])
+
+    def forward(
+        self, ids: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, keys: list[Tensor], values: list[Tensor]
+    ) -> Tensor:
+        """ids, positions (A, n), mask (A, 1, n, L), keys, values (rows, G, slots, D) a layer -> logits (A, n, V)."""
+        A, L = ids.shape[0], mask.shape[-1]
+        row = torch.arange(A, device=ids.device).unsqueeze(1)
+        weights = self._tensors(self.weights)
+
+        def keep(layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            for store, new in ((keys[layer], k), (values[layer], v)):
+                store.transpose(1, 2).index_put_((row, positions), new.transpose(1, 2))
+            return keys[layer][:A, :, :L], values[layer][:A, :, :L]
+
+        return weights.head(lean.hidden(ids, weights, self.shape, cos, sin, mask, keep))
+
+
+def _mark(ids: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, keys: Any, values: Any) -> None:
+    """Sizes that change from pass to pass; a size of one is a graph of its own."""
+    changing = [(ids, (0, 1)), (positions, (0, 1)), (cos, (0, 2)), (sin, (0, 2)), (mask, (0, 2, 3))]
+    for tensor, sizes in changing + [(store, (2,)) for store in (*keys, *values)]:
+        for size in sizes:
+            if tensor.shape[size] > 1:
+                torch._dynamo.mark_dynamic(tensor, size)

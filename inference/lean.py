@@ -1,0 +1,220 @@
+"""The Llama family's forward in few operations, as a function of tensors.
+
+A pass over a few ids is bound by how many operations it launches, not by their size: stock modules launch some sixty
+a layer. Here a layer is two norms, four matrix products (query, key and value in one, gate and up in one), one
+rotation and one attention, on the model's own weights: projections that are applied together are laid side by side in
+memory once, and the model's parameters become views of them, so nothing is held twice and training still sees them.
+Being a function of tensors alone, it is compiled once for all models of a shape (`graph`).
+
+A rows, n ids a row, H query heads, G key/value heads, D head size, L slots read.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+ROTATIONS = ("default", "linear", "llama3", "yarn")  # angles that depend on a token's own position alone
+
+Keep = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+class Linear(NamedTuple):
+    """weight (out, in); scale (out,) when it is in int8, else None: row r stands for scale[r] * weight[r]."""
+
+    weight: Tensor
+    bias: Tensor | None
+    scale: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.scale is None:
+            return F.linear(x, self.weight, self.bias)
+        flat = torch._weight_int8pack_mm(x.flatten(0, -2), self.weight, self.scale)
+        wide = flat.view(*x.shape[:-1], -1)
+        return wide if self.bias is None else wide + self.bias
+
+
+class Layer(NamedTuple):
+    """Weights of one decoder layer; `qkv` and `gate_up` are projections side by side."""
+
+    first: Tensor
+    qkv: Linear
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    out: Linear
+    second: Tensor
+    gate_up: Linear
+    down: Linear
+
+
+class Weights(NamedTuple):
+    embedding: Tensor
+    layers: list[Layer]
+    norm: Tensor
+    head: Linear
+
+
+class Shape(NamedTuple):
+    """heads H, groups G, size D, scale of the attention scores, eps of the norms; held: dtype of keys and values."""
+
+    heads: int
+    groups: int
+    size: int
+    scale: float
+    eps: float
+    held: torch.dtype
+
+
+def applies(model: PreTrainedModel) -> bool:
+    """Whether this forward is the model's: a known family, plain linear layers on one device, a plain rotation, and
+    nobody listening in or standing between (hooks, replaced forwards)."""
+    config = model.config
+    if type(model).__name__ not in FAMILIES or config.hidden_act not in ("silu", "swish"):
+        return False
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type", "default") not in ROTATIONS or getattr(config, "pretraining_tp", 1) != 1:
+        return False
+    if any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in model.modules()):
+        return False
+    linears = [m for name, m in model.named_modules() if name.endswith(("_proj", "lm_head"))]
+    return all(type(m) is nn.Linear for m in linears) and len({p.device for p in model.parameters()}) == 1
+
+
+def hidden(ids: Tensor, weights: Weights, shape: Shape, cos: Tensor, sin: Tensor, mask: Tensor | None, keep: Keep) -> Tensor:
+    """ids (A, n) -> final hidden states (A, n, W).
+
+    cos, sin (A or 1, 1, n, D): see `angles`. mask (A, 1, n, L), added to the scores, None when each id sees all
+    slots. keep(i, k, v): stores layer i's new keys and values (A, G, n, D), returns all it may read (A, G, L, D).
+    """
+    x = F.embedding(ids, weights.embedding)
+    for i, w in enumerate(weights.layers):
+        A, n, _ = x.shape
+        states = w.qkv(_norm(x, w.first, shape.eps)).view(A, n, -1, shape.size).transpose(1, 2)
+        q, k, v = _rotated(states, w, shape, cos, sin)
+        k, v = keep(i, k.to(shape.held), v.to(shape.held))
+        grouped = shape.heads != shape.groups
+        seen = F.scaled_dot_product_attention(q.to(shape.held), k, v, mask, scale=shape.scale, enable_gqa=grouped)
+        x = x + w.out(seen.transpose(1, 2).reshape(A, n, -1).to(x.dtype))
+        gate, up = w.gate_up(_norm(x, w.second, shape.eps)).chunk(2, -1)
+        x = x + w.down(F.silu(gate) * up)
+    return _norm(x, weights.norm, shape.eps)
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root mean square norm with the rounding of transformers' modules: float32 inside, the weight applied after."""
+    wide = x.to(torch.float32)
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return weight * wide.to(x.dtype)
+
+
+def _rotated(states: Tensor, w: Layer, shape: Shape, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(A, H+2G, n, D) -> queries (A, H, n, D), keys and values (A, G, n, D)."""
+    turned, v = states.split((shape.heads + shape.groups, shape.groups), 1)
+    if w.q_norm is not None and w.k_norm is not None:
+        q, k = turned.split((shape.heads, shape.groups), 1)
+        turned = torch.cat((_norm(q, w.q_norm, shape.eps), _norm(k, w.k_norm, shape.eps)), 1)
+    turned = turned * cos + turned.roll(shape.size // 2, -1) * sin
+    q, k = turned.split((shape.heads, shape.groups), 1)
+    return q, k, v
+
+
+def angles(model: PreTrainedModel, slots: int) -> tuple[Tensor, Tensor]:
+    """cos and sin (slots, D) of all positions, as the model's own rotary module gives them; sin carries the sign of
+    the rotation by `roll`."""
+    like = torch.empty((), dtype=model.dtype, device=model.device)
+    cos, sin = model.base_model.rotary_emb(like, torch.arange(slots, device=model.device)[None])
+    half = sin.shape[-1] // 2
+    return cos[0], torch.cat((-sin[0, :, :half], sin[0, :, half:]), -1)
+
+
+def shape_of(model: PreTrainedModel) -> Shape:
+    """On a CPU the keys and values of a half-precision model are held in float32: its attention over a few ids is
+    several times faster there, and no less precise."""
+    attention, dtype = model.base_model.layers[0].self_attn, model.dtype
+    held = torch.promote_types(dtype, torch.float32) if model.device.type == "cpu" else dtype
+    heads, groups = (p.out_features // attention.head_dim for p in (attention.q_proj, attention.k_proj))
+    eps = model.base_model.norm.variance_epsilon
+    return Shape(heads, groups, attention.head_dim, attention.scaling, eps, held)
+
+
+def weights_of(model: PreTrainedModel) -> Weights:
+    """The model's own weights, projections joined."""
+    body, top = model.base_model, model.lm_head
+    with torch.inference_mode(False), torch.no_grad():  # the parameters must stay fit for training
+        layers = [_layer(layer) for layer in body.layers]
+        return Weights(body.embed_tokens.weight.data, layers, body.norm.weight.data, _joined([top]))
+
+
+def can_round(model: PreTrainedModel) -> bool:
+    """Whether `int8` serves the model: the kernel is a CPU's, and reads bfloat16."""
+    return model.device.type == "cpu" and model.dtype == torch.bfloat16 and applies(model)
+
+
+def int8(weights: Weights) -> Weights:
+    """Every projection rounded to 8 bits with one scale an output, in bfloat16; a copy: the model keeps its own."""
+    layers = [
+        layer._replace(**{name: _rounded(getattr(layer, name)) for name in ("qkv", "out", "gate_up", "down")})
+        for layer in weights.layers
+    ]
+    return weights._replace(layers=layers, head=_rounded(weights.head))
+
+
+def _rounded(linear: Linear) -> Linear:
+    scale = linear.weight.float().abs().amax(1).clamp(min=1e-12) / 127
+    scale = scale.to(torch.bfloat16)  # what the kernel multiplies by
+    weight = (linear.weight.float() / scale.float().unsqueeze(1)).round().clamp(-127, 127).to(torch.int8)
+    return Linear(weight, linear.bias, scale)
+
+
+def current(weights: Weights, model: PreTrainedModel) -> bool:
+    """Whether these are still the model's: moving or casting it gives its parameters new memory."""
+    first = model.base_model.layers[0].input_layernorm.weight
+    return weights.layers[0].first.data_ptr() == first.data_ptr()
+
+
+def _layer(layer: nn.Module) -> Layer:
+    attention, mlp = layer.self_attn, layer.mlp
+    q_norm, k_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
+    return Layer(
+        first=layer.input_layernorm.weight.data,
+        qkv=_joined([attention.q_proj, attention.k_proj, attention.v_proj]),
+        q_norm=_data(q_norm and q_norm.weight), k_norm=_data(k_norm and k_norm.weight),
+        out=_joined([attention.o_proj]),
+        second=layer.post_attention_layernorm.weight.data,
+        gate_up=_joined([mlp.gate_proj, mlp.up_proj]),
+        down=_joined([mlp.down_proj]),
+    )  # fmt: skip
+
+
+def _data(parameter: Tensor | None) -> Tensor | None:
+    return None if parameter is None else parameter.data
+
+
+def _joined(linears: Sequence[nn.Linear]) -> Linear:
+    """All as one, of whose tensors the modules' own become views."""
+    biases = [linear.bias for linear in linears if linear.bias is not None]
+    return Linear(_side_by_side([linear.weight for linear in linears]), _side_by_side(biases) if biases else None)
+
+
+def _side_by_side(parts: Sequence[nn.Parameter]) -> Tensor:
+    """One tensor whose rows are those of all parts, in order; the parts become views of it, or are already."""
+    rows = [len(part) for part in parts]
+    if _adjacent(parts):
+        return parts[0].data.as_strided((sum(rows), *parts[0].shape[1:]), parts[0].stride())
+    whole = torch.cat([part.data for part in parts])
+    for part, view in zip(parts, whole.split(rows), strict=True):
+        part.data = view
+    return whole
+
+
+def _adjacent(parts: Sequence[nn.Parameter]) -> bool:
+    storage, end = parts[0].untyped_storage().data_ptr(), parts[0].data_ptr()
+    for part in parts:
+        if part.untyped_storage().data_ptr() != storage or part.data_ptr() != end:
+            return False
+        end += part.nbytes
+    return True
