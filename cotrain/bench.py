@@ -40,8 +40,10 @@ class Plan:
     @cached_property
     def served(self) -> PreTrainedModel:
         """A copy of the draft as it will be served."""
-        dtype = self.draft.dtype if self.bench.draft_dtype == "auto" else getattr(torch, self.bench.draft_dtype)
-        return copy.deepcopy(self.draft).to(dtype).eval()
+        served = copy.deepcopy(self.draft).eval()
+        if self.bench.draft_dtype != "auto":
+            torch.nn.Module.to(served, getattr(torch, self.bench.draft_dtype))
+        return served
 
     @property
     def int8(self) -> bool:

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cotrain import losses
 from cotrain.acceptance import conditional, prefix, r_from, tau
 from cotrain.rollouts import Texts
-from cotrain.rows import Truncate, chunked, token_logs
+from cotrain.rows import Truncate, compared
 
 DEPTHS = 8  # tau(k) and acceptance by position for k = 1..8
 Head = Callable[[Tensor], Tensor]
@@ -86,21 +85,18 @@ def by_depth(scores: Scores) -> dict[str, list[float]]:
 def score(held: HeldOut, domain: str, read_draft: Head, head_draft: Head, head_target: Head, batch: int = 16) -> Scores:
     """One teacher-forced pass of the draft over the texts of a domain."""
     rows = [i for i, name in enumerate(held.texts.domain) if name == domain]
-    ratios, totals = [], torch.zeros(4, dtype=torch.float64)  # alpha, greedy, kl, tokens
+    ratios, means = [], torch.zeros(3, dtype=torch.float64)
     for at in torch.tensor(rows).split(batch):
         ours = read_draft(held.texts.ids[at])[:, :-1]
         parts = (held.texts.ids[at], held.hidden[at], held.texts.predicted[at])
         ids, theirs, predicted = (part.to(ours.device) for part in parts)
-        pair = (theirs, head_target, ours, head_draft)
         options: dict[str, Any] = {"temperature": held.temperature, "truncate": held.truncate}
-        divergence, found = chunked(losses.kl, *pair, predicted, **options)
-        logs = token_logs(*pair, ids[:, 1:], **options, served=True)
-        ratios.append(torch.where(predicted, r_from(*logs), 0.0).cpu())
-        means = [found.alpha.item() * found.positions, found.alpha_greedy.item() * found.positions]
-        totals += torch.tensor([*means, divergence.item(), found.positions], dtype=torch.float64)
+        found = compared(theirs, head_target, ours, head_draft, ids[:, 1:], predicted, **options)
+        r = r_from(found.logp, found.logq)
+        ratios.append(r.new_zeros(predicted.shape).masked_scatter(predicted, r).cpu())
+        means += torch.stack([part.double().sum() for part in (found.alpha, found.alpha_greedy, found.kl)]).cpu()
     first, length = held.texts.prompt[rows], held.texts.length[rows]
-    alpha, greedy, kl = (totals[:3] / totals[3]).tolist()
-    return Scores(_aligned(torch.cat(ratios), first - 1), length - first, alpha, greedy, kl)
+    return Scores(_aligned(torch.cat(ratios), first - 1), length - first, *(means / (length - first).sum()).tolist())
 
 
 def _aligned(r: Tensor, start: Tensor) -> Tensor:

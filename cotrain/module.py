@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import lightning
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -15,6 +14,7 @@ from cotrain.rows import Truncate, chunked
 from cotrain.teacher import Remembering, split
 
 Loss = Callable[..., Tensor]
+WATCHED = 5  # every so many steps, what a step found is logged
 
 
 @dataclass(frozen=True)
@@ -71,19 +71,22 @@ class Distillation(lightning.LightningModule):
         ids, weight = batch["ids"], batch["predicted"]
         theirs = self.teacher(ids, batch["key"])[:, :-1]
         ours = self.read_draft(ids)[:, :-1]
+        watched = (self.global_step + 1) % WATCHED == 0
         loss = current(self.stages, self.global_step / max(self.trainer.max_steps, 1))
         total, found = chunked(
             loss, theirs, self.head_target, ours, self.head_draft, weight, self.temperature,
-            chunk=self.chunk, truncate=self.truncate,
+            chunk=self.chunk, truncate=self.truncate, measured=watched,
         )  # fmt: skip
         mean = total / max(found.positions, 1)
-        self.log("train/loss", mean, prog_bar=True)
+        if watched:
+            self.log("train/loss", mean, prog_bar=True)
+            self.log("train/alpha", found.alpha, prog_bar=True)
+            self.log("train/alpha_greedy_draft", found.alpha_greedy)
         if self.cosine:
             apart = losses.misaligned(ours, theirs)[weight].mean()
-            self.log("train/misaligned", apart)
+            if watched:
+                self.log("train/misaligned", apart)
             mean = mean + self.cosine * apart
-        self.log("train/alpha", found.alpha, prog_bar=True)
-        self.log("train/alpha_greedy_draft", found.alpha_greedy)
         return mean
 
     def validation_step(self, batch: Any, _: int) -> None:

@@ -1,12 +1,13 @@
 """Losses from hidden states, a chunk of positions at a time, so that (B,T,V) pairs never exist whole.
 
-Each chunk applies both heads, makes the two laws, and is forgotten: backward computes it again. Only the
+Each of several chunks applies both heads, makes the two laws, and is forgotten: backward computes it again. Only the
 draft's hidden states and head receive gradients. B rows, T positions, V vocabulary, N counted positions.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,6 +48,7 @@ def chunked(
     x: Tensor | None = None,
     u: Tensor | None = None,
     truncate: Truncate | None = None,
+    measured: bool = True,
 ) -> tuple[Tensor, Statistics]:
     """Sum of a loss of `cotrain.losses` over positions (a scalar), and what acceptance it stands for.
 
@@ -58,7 +60,8 @@ def chunked(
     `inference.sampling`; on p in the loss, on p and q in the reported alpha (a truncated q would have no
     gradient outside its own nucleus).
     x (B,T): tokens handed to a loss that takes them (`mix`). u (B,T): uniforms by which such tokens are
-    drawn from q instead (`tvpp`). Raises ValueError for both at once and for shapes that do not fit.
+    drawn from q instead (`tvpp`). measured: off, the statistics but `positions` are NaN, and a quarter cheaper.
+    Raises ValueError for both at once and for shapes that do not fit.
     """
     if x is not None and u is not None:
         raise ValueError("give x (the text's tokens) or u (uniforms to draw tokens from q), not both")
@@ -70,10 +73,12 @@ def chunked(
         if u is not None:
             tokens = draw(logq.detach().exp(), u.flatten()[i])
         values = loss(logp, logq) if tokens is None else loss(logp, logq, tokens)
+        if not measured:
+            return values, values.new_full((len(i), 3), math.nan)
         return values, rows.statistics(logp, logq, i)  # last, so that backward need not repeat it
 
     counted = mask.flatten().nonzero().squeeze(-1)  # (N,)
-    parts = [_again(part, i) for i in counted.split(chunk)]
+    parts = _each(part, counted.split(chunk))
     total = (torch.cat([values for values, _ in parts]) * mask.flatten()[counted]).sum()
     return total, _statistics(torch.cat([found for _, found in parts]), counted, mask)
 
@@ -88,29 +93,74 @@ def token_logs(
     *,
     chunk: int = 512,
     truncate: Truncate | None = None,
-    served: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """log p(x) and log q(x) of the text's tokens x (B,T) -> (B,T) each, for `r_from` and `l_from`.
+    """log p(x) and log q(x) of the text's tokens x (B,T) -> (B,T) each, for the sequence losses' `r_from`, `l_from`.
 
-    Temperature and truncation as in `chunked`. served: q as the engine will draft from it, truncated and
-    one-hot at temperature 0, for predictions; else q as trained, for sequence losses. -inf where a law has
-    no mass. Differentiable in hidden_q and head_q.
+    Temperature and truncation as in `chunked`; q as trained. -inf where a law has no mass. Differentiable in hidden_q
+    and head_q.
     """
     rows = _Rows(hidden_p, head_p, hidden_q, head_q, _spread(temperature, x.shape, hidden_q), truncate)
 
     def part(i: Tensor) -> Tensor:
         logp, logq = rows.laws(i)
-        pair = logp, rows.served(logq, i) if served else logq
-        return torch.cat([logs.gather(-1, x.flatten()[i, None]) for logs in pair], -1)  # (n,2)
+        return _logs_of(x.flatten()[i], logp, logq)
 
     every = torch.arange(x.numel(), device=x.device)
-    found = torch.cat([_again(part, i) for i in every.split(chunk)]).view(*x.shape, 2)
+    found = torch.cat(_each(part, every.split(chunk))).view(*x.shape, 2)
     return found[..., 0], found[..., 1]
 
 
-def _again(part: Callable[[Tensor], Any], i: Tensor) -> Any:
-    """part(i), computed a second time in backward. Nothing in it draws: heads must have no dropout."""
-    return checkpoint(part, i, use_reentrant=False, preserve_rng_state=False)
+class Comparison(NamedTuple):
+    """At N counted positions, q as the engine will draft from it: log p(x) and log q(x), -inf without mass; KL(p || q)
+    with q as trained; alpha = sum min(p, q); p(argmax q)."""
+
+    logp: Tensor
+    logq: Tensor
+    kl: Tensor
+    alpha: Tensor
+    alpha_greedy: Tensor
+
+
+@torch.no_grad()
+def compared(
+    hidden_p: Tensor,
+    head_p: Head,
+    hidden_q: Tensor,
+    head_q: Head,
+    x: Tensor,
+    mask: Tensor,
+    temperature: float | Tensor = 1.0,
+    *,
+    chunk: int = 512,
+    truncate: Truncate | None = None,
+) -> Comparison:
+    """All that evaluation asks of the positions where mask (B,T) is set, from one pass through both heads.
+
+    Shapes, temperature and truncation as in `chunked`; x (B,T) the text's tokens.
+    """
+    rows = _Rows(hidden_p, head_p, hidden_q, head_q, _spread(temperature, mask.shape, hidden_q), truncate)
+
+    def part(i: Tensor) -> Tensor:
+        logp, logq = rows.laws(i)
+        served = rows.served(logq, i)
+        values = losses.kl(logp, logq), losses.alpha(logp, served), losses.alpha_greedy(logp, logq)
+        return torch.cat([_logs_of(x.flatten()[i], logp, served), torch.stack(values, -1)], -1)  # (n,5)
+
+    counted = mask.flatten().nonzero().squeeze(-1)
+    return Comparison(*torch.cat([part(i) for i in counted.split(chunk)]).unbind(-1))
+
+
+def _logs_of(x: Tensor, *laws: Tensor) -> Tensor:
+    """x (n,), laws (n,V) -> (n, number of laws)."""
+    return torch.cat([logs.gather(-1, x[:, None]) for logs in laws], -1)
+
+
+def _each(part: Callable[[Tensor], Any], chunks: Sequence[Tensor]) -> list[Any]:
+    """part of every chunk, computed a second time in backward; a single one is kept, as backward would hold it anyway.
+    Nothing in it draws: heads must have no dropout."""
+    if len(chunks) == 1:
+        return [part(chunks[0])]
+    return [checkpoint(part, i, use_reentrant=False, preserve_rng_state=False) for i in chunks]
 
 
 def log_law(logits: Tensor, temperature: Tensor) -> Tensor:

@@ -32,7 +32,8 @@ class Part(Dataset[dict[str, torch.Tensor]]):
         return len(self.ids)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"ids": self.ids[index].long(), "predicted": self.predicted[index], "key": self.first + index}
+        return {"ids": self.ids[index].long(), "predicted": self.predicted[index],
+                "key": torch.tensor(self.first + index)}  # fmt: skip
 
 
 def corpus_part(blocks: Blocks | None) -> Part:

@@ -116,6 +116,21 @@ class Remembering:
         self.read, self.room = read, limit
         self.kept: dict[int, Tensor] = {}
 
+    def fill(
+        self, ids: Tensor, keys: Tensor, batch: int = 16, progress: Callable[[int, int], None] | None = None
+    ) -> None:
+        """Read all texts (N, T) with their keys (N,) at once, as far as there is room: cheaper than few at a time."""
+        for start in range(0, len(ids), batch):
+            if progress:
+                progress(start, len(ids))
+            part = slice(start, start + batch)
+            known = len(self.kept)
+            self(ids[part], keys[part])
+            if len(self.kept) == known:
+                break  # full
+        if progress:
+            progress(len(ids), len(ids))
+
     @torch.no_grad()
     def __call__(self, ids: Tensor, keys: Tensor) -> Tensor:
         """ids (B, T), keys (B,) one a text, the same ids whenever it comes -> (B, T, D)."""

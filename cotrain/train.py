@@ -14,7 +14,7 @@ from cotrain import bench, compare
 from cotrain.callbacks import Bar, RealSpeed
 from cotrain.config import TrainConfig
 from cotrain.job import Job, build, initial, models, parts, settle
-from cotrain.module import Distillation
+from cotrain.module import WATCHED, Distillation
 from cotrain.regimes import sampling
 from cotrain.sets import Curriculum, Part, regime
 from inference.atomic import write_atomic
@@ -45,6 +45,10 @@ def distil(cfg: TrainConfig, folder: Path) -> dict[str, Any]:
         network.load_state_dict(type(network).from_pretrained(fastest.path, dtype=torch.float32).state_dict())
         module.judge()
     return export(job, module, speed)
+
+
+def _reading(done: int, total: int) -> None:
+    print(f"\rthe target reads the texts: {done}/{total}", end="" if done < total else "\n", flush=True)
 
 
 def keep_figures(job: Job, module: Distillation) -> None:
@@ -98,7 +102,7 @@ def fit(job: Job, module: Distillation, extra: list[Callback]) -> None:
         accelerator=job.target.device.type, devices=1, precision=cast(Any, cfg.precision),
         max_steps=cfg.steps, max_epochs=-1,
         gradient_clip_val=cfg.clip, val_check_interval=every, check_val_every_n_epoch=None, num_sanity_val_steps=0,
-        log_every_n_steps=5, enable_model_summary=False,
+        log_every_n_steps=WATCHED, enable_model_summary=False,
         logger=TensorBoardLogger(job.folder, name="", version="tensorboard"),
         callbacks=[*extra, Bar(refresh_rate=5),
                    ModelCheckpoint(last.parent, "last", every_n_epochs=1, save_on_train_epoch_end=False,
@@ -109,6 +113,9 @@ def fit(job: Job, module: Distillation, extra: list[Callback]) -> None:
     )  # a validation is one call: the texts are the module's own
     if not done:
         trainer.validate(module, asks, verbose=False)
+    if cfg.steps * cfg.batch >= len(corpus) + len(sampled):  # every text comes, most of them again
+        keys = sampled.first + torch.arange(len(sampled))
+        module.teacher.fill(sampled.ids.long(), keys, progress=_reading)
     train: DataLoader[Any] = DataLoader(ConcatDataset([corpus, sampled]), batch_size=cfg.batch, sampler=order)
     trainer.fit(module, train, asks, ckpt_path=last if done else None)
     if trainer.global_step % every:  # the last validation was not at the last step

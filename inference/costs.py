@@ -106,7 +106,9 @@ def measure_costs(
     room = min(target.context, draft.context)
     if context < 1 or context + K + 1 > room:
         raise ValueError(f"context={context} and K={K}: both models must hold context + K + 1, at most {room}")
-    texts = torch.randint(target.vocabulary, (target.rows, context), generator=torch.Generator().manual_seed(0)).tolist()
+    texts = torch.randint(
+        target.vocabulary, (target.rows, context), generator=torch.Generator().manual_seed(0)
+    ).tolist()
     store_prompts(target, 0, texts)
     store_prompts(draft, 0, texts)
     found = interleaved(_tasks(target, draft, texts, K, sampling), repeats, warmup)

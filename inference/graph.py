@@ -27,7 +27,7 @@ class Compiled(Lean):
     def __init__(self, model: PreTrainedModel, cache: SlotCache, int8: bool = False) -> None:
         super().__init__(model, cache, int8)
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)  # shared by all models
-        options = {"freezing": True} if model.device.type == "cpu" else {}
+        options: dict[str, Any] = {"freezing": True} if model.device.type == "cpu" else {}
         self.step = torch.compile(_Step(self.weights, self.shape), options=options)
         self.seen: set[tuple[bool, bool]] = set()
 
@@ -81,7 +81,14 @@ class _Step(nn.Module):
         return value if value is None else type(value)(*[self._tensors(item) for item in value])
 
     def forward(
-        self, ids: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, keys: list[Tensor], values: list[Tensor]
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor,
+        keys: list[Tensor],
+        values: list[Tensor],
     ) -> Tensor:
         """ids, positions (A, n), mask (A, 1, n, L), keys, values (rows, G, slots, D) a layer -> logits (A, n, V)."""
         A, L = ids.shape[0], mask.shape[-1]

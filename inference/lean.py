@@ -10,7 +10,7 @@ A rows, n ids a row, H query heads, G key/value heads, D head size, L slots read
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -84,7 +84,9 @@ def applies(model: PreTrainedModel) -> bool:
     return all(type(m) is nn.Linear for m in linears) and len({p.device for p in model.parameters()}) == 1
 
 
-def hidden(ids: Tensor, weights: Weights, shape: Shape, cos: Tensor, sin: Tensor, mask: Tensor | None, keep: Keep) -> Tensor:
+def hidden(
+    ids: Tensor, weights: Weights, shape: Shape, cos: Tensor, sin: Tensor, mask: Tensor | None, keep: Keep
+) -> Tensor:
     """ids (A, n) -> final hidden states (A, n, W).
 
     cos, sin (A or 1, 1, n, D): see `angles`. mask (A, 1, n, L), added to the scores, None when each id sees all
@@ -125,8 +127,9 @@ def _rotated(states: Tensor, w: Layer, shape: Shape, cos: Tensor, sin: Tensor) -
 def angles(model: PreTrainedModel, slots: int) -> tuple[Tensor, Tensor]:
     """cos and sin (slots, D) of all positions, as the model's own rotary module gives them; sin carries the sign of
     the rotation by `roll`."""
+    body: Any = model.base_model
     like = torch.empty((), dtype=model.dtype, device=model.device)
-    cos, sin = model.base_model.rotary_emb(like, torch.arange(slots, device=model.device)[None])
+    cos, sin = body.rotary_emb(like, torch.arange(slots, device=model.device)[None])
     half = sin.shape[-1] // 2
     return cos[0], torch.cat((-sin[0, :, :half], sin[0, :, half:]), -1)
 
@@ -134,24 +137,28 @@ def angles(model: PreTrainedModel, slots: int) -> tuple[Tensor, Tensor]:
 def shape_of(model: PreTrainedModel) -> Shape:
     """On a CPU the keys and values of a half-precision model are held in float32: its attention over a few ids is
     several times faster there, and no less precise."""
-    attention, dtype = model.base_model.layers[0].self_attn, model.dtype
+    body: Any = model.base_model
+    attention, dtype = body.layers[0].self_attn, model.dtype
     held = torch.promote_types(dtype, torch.float32) if model.device.type == "cpu" else dtype
     heads, groups = (p.out_features // attention.head_dim for p in (attention.q_proj, attention.k_proj))
-    eps = model.base_model.norm.variance_epsilon
+    eps = body.norm.variance_epsilon
     return Shape(heads, groups, attention.head_dim, attention.scaling, eps, held)
 
 
 def weights_of(model: PreTrainedModel) -> Weights:
     """The model's own weights, projections joined."""
-    body, top = model.base_model, model.lm_head
+    body: Any = model.base_model
+    top: Any = model.lm_head
     with torch.inference_mode(False), torch.no_grad():  # the parameters must stay fit for training
         layers = [_layer(layer) for layer in body.layers]
         return Weights(body.embed_tokens.weight.data, layers, body.norm.weight.data, _joined([top]))
 
 
 def can_round(model: PreTrainedModel) -> bool:
-    """Whether `int8` serves the model: the kernel is a CPU's, and reads bfloat16."""
-    return model.device.type == "cpu" and model.dtype == torch.bfloat16 and applies(model)
+    """Whether `int8` serves the model: the kernel is a CPU's, reads bfloat16, and takes 16 inputs at a time: it reads
+    past the end of rows of other lengths."""
+    fits = all(m.in_features % 16 == 0 for m in model.modules() if isinstance(m, nn.Linear))
+    return fits and model.device.type == "cpu" and model.dtype == torch.bfloat16 and applies(model)
 
 
 def int8(weights: Weights) -> Weights:
@@ -172,11 +179,12 @@ def _rounded(linear: Linear) -> Linear:
 
 def current(weights: Weights, model: PreTrainedModel) -> bool:
     """Whether these are still the model's: moving or casting it gives its parameters new memory."""
-    first = model.base_model.layers[0].input_layernorm.weight
+    body: Any = model.base_model
+    first = body.layers[0].input_layernorm.weight
     return weights.layers[0].first.data_ptr() == first.data_ptr()
 
 
-def _layer(layer: nn.Module) -> Layer:
+def _layer(layer: Any) -> Layer:
     attention, mlp = layer.self_attn, layer.mlp
     q_norm, k_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
     return Layer(
@@ -200,7 +208,7 @@ def _joined(linears: Sequence[nn.Linear]) -> Linear:
     return Linear(_side_by_side([linear.weight for linear in linears]), _side_by_side(biases) if biases else None)
 
 
-def _side_by_side(parts: Sequence[nn.Parameter]) -> Tensor:
+def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
     """One tensor whose rows are those of all parts, in order; the parts become views of it, or are already."""
     rows = [len(part) for part in parts]
     if _adjacent(parts):
@@ -211,7 +219,7 @@ def _side_by_side(parts: Sequence[nn.Parameter]) -> Tensor:
     return whole
 
 
-def _adjacent(parts: Sequence[nn.Parameter]) -> bool:
+def _adjacent(parts: Sequence[Tensor]) -> bool:
     storage, end = parts[0].untyped_storage().data_ptr(), parts[0].data_ptr()
     for part in parts:
         if part.untyped_storage().data_ptr() != storage or part.data_ptr() != end:

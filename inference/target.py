@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,7 +52,10 @@ class LM:
 
     def _forward(self, stock: bool, compile: bool, int8: bool) -> Forward:
         if int8 and (stock or not can_round(self.model)):
-            raise ValueError(f"{type(self.model).__name__}: int8 weights need a bfloat16 model of a known family on a CPU")
+            raise ValueError(
+                f"{type(self.model).__name__}: int8 weights need a bfloat16 model of a known family on a CPU, "
+                f"widths multiples of 16"
+            )
         if not stock and applies(self.model):
             return (Compiled if compile else Lean)(self.model, self.cache, int8)
         return Stock(self.model, self.cache, self.context)

@@ -23,7 +23,13 @@ class Turn:
     """What the engine and a proposer share during one round; implements `proposer.Round`."""
 
     def __init__(
-        self, rows: Sequence[Row], k: list[int], rule: str, noise: streams.Uniforms, vocabulary: int, device: torch.device
+        self,
+        rows: Sequence[Row],
+        k: list[int],
+        rule: str,
+        noise: streams.Uniforms,
+        vocabulary: int,
+        device: torch.device,
     ) -> None:
         self.rows, self.k, self.rule, self.noise = rows, k, rule, noise
         self.vocabulary, self.device = vocabulary, device

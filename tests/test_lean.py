@@ -9,7 +9,9 @@ import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
+from inference import lean
 from inference.forward import Stock
+from inference.graph import Compiled
 from inference.lean import applies
 from inference.target import LM
 from tests.tiny import tiny
@@ -19,6 +21,7 @@ SHAPE: dict[str, Any] = {
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "initializer_range": 0.4,
     "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
 }  # fmt: skip
+WIDE = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 48}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 16, "rope_theta": 1e4}  # fmt: skip
@@ -109,3 +112,49 @@ def test_what_it_does_not_know_runs_through_transformers():
     for model in (other, dynamic, hooked, relu):
         assert not applies(model)
         assert isinstance(LM(model, 3).run, Stock)
+
+
+def test_eight_bit_weights_are_the_nearest_ones_and_change_the_law_little():
+    model = build("Qwen2", WIDE | {"initializer_range": 0.1}, torch.bfloat16)
+    weights = lean.weights_of(model)
+    rounded = lean.int8(weights)
+    for linear, exact in ((rounded.layers[1].gate_up, weights.layers[1].gate_up), (rounded.head, weights.head)):
+        assert linear.weight.dtype == torch.int8 and linear.scale is not None
+        step = linear.scale.float().unsqueeze(1)
+        apart = (linear.weight * step - exact.weight.float()).abs()
+        assert (apart <= step * (0.5 + 0.25)).all()  # half a step, and the scale's own rounding at the far end
+        assert linear.weight.abs().amax(1).min() >= 126
+    stock, lm = passes(LM(model, 3, stock=True)), LM(model, 3, int8=True)
+    assert lm.weights == "int8"
+    apart = (passes(lm).float().softmax(-1) - stock.float().softmax(-1)).abs().sum(-1) / 2
+    assert 0 < apart.mean() < 0.03
+
+
+def test_eight_bits_are_for_bfloat16_models_of_known_families():
+    """Rows of 24 weights would be read past their end."""
+    unknown, uneven = ({"hidden_act": "relu"}, {"intermediate_size": 24})
+    for model in (build("Llama", WIDE), *(build("Llama", WIDE | s, torch.bfloat16) for s in (unknown, uneven))):
+        with pytest.raises(ValueError, match="int8 weights need a bfloat16 model"):
+            LM(model, 3, int8=True)
+
+
+def test_compiled_passes_are_the_models_own():
+    model = build("Qwen3", {})
+    lm = LM(model, 3, compile=True)
+    torch.testing.assert_close(passes(lm), passes(LM(model, 3, stock=True)), rtol=1e-5, atol=1e-5)
+    assert not Compiled.failed and len(lm.run.seen) == 2  # several rows with several ids, and with one
+
+
+def test_without_a_compiler_passes_run_uncompiled_with_a_message(monkeypatch):
+    monkeypatch.setattr(Compiled, "failed", False)
+    model = tiny()
+    lm = LM(model, 3, compile=True)
+
+    def broken(*_):
+        raise RuntimeError("no C++ compiler")
+
+    lm.run.step = broken
+    with pytest.warns(UserWarning, match="torch.compile failed, passes run uncompiled: no C.. compiler"):
+        found = passes(lm)
+    torch.testing.assert_close(found, passes(LM(model, 3, stock=True)), rtol=1e-9, atol=1e-9)
+    assert Compiled.failed

@@ -20,7 +20,7 @@ from cotrain.evaluate import figures as named
 from cotrain.module import Distillation, Stage, current
 from cotrain.rollouts import Texts
 from cotrain.sets import corpus_part
-from cotrain.teacher import load_target, split
+from cotrain.teacher import Remembering, load_target, split
 from inference import predict
 from tests.folders import VOCABULARY, network, target_folder
 from tests.tiny import tiny
@@ -104,11 +104,14 @@ def test_stages_follow_one_another() -> None:
     assert [current(stages, at) for at in (0, 0.24, 0.25, 0.9, 1.0)] == [losses.kl] * 2 + [losses.tv] * 3
 
 
-def module_of(target: LlamaForCausalLM, network: LlamaForCausalLM, stages: list[Stage], steps: int) -> Distillation:
+def module_of(
+    target: LlamaForCausalLM, network: LlamaForCausalLM, stages: list[Stage], steps: int, cosine: float = 0.0
+) -> Distillation:
     found = texts([16, 16], [1, 1], ["a", "a"])
     optimizer = partial(optim.adamw, lr=1e-2, weight_decay=0.0, betas=[0.9, 0.95])
     schedule = partial(optim.trapezoid, steps=steps, warmup=1, decay=1)
-    return Distillation(network, target, stages, optimizer, schedule, {1.0: judged(target, found)})
+    taught = stages, optimizer, schedule, {1.0: judged(target, found)}
+    return Distillation(network, target, *taught, cosine=cosine, remember=2**20)
 
 
 def judge(module: Distillation) -> float:
@@ -148,8 +151,7 @@ def test_training_moves_the_draft_and_nothing_else(target: LlamaForCausalLM, tmp
     (start,) = run.validate(module, DataLoader([0]), verbose=False)
     assert start["alpha_T1/all"] == pytest.approx(judge(module))
     run.fit(module, loader())
-    # each of the four steps computes its loss twice, the second time in backward
-    assert used == ["first"] * 4 + ["then"] * 4
+    assert used == ["first"] * 2 + ["then"] * 2  # one chunk a step: nothing is computed again
     assert all(not torch.equal(value, before[name]) for name, value in small.state_dict().items())
     assert all(torch.equal(value, theirs[name]) for name, value in target.state_dict().items())
     assert all(parameter.grad is None for parameter in target.parameters())
@@ -243,3 +245,54 @@ def test_the_trapezoid_rises_stays_and_falls_to_zero() -> None:
         optimizer.step()
         schedule.step()
     assert rates == pytest.approx([0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 2 / 3, 1 / 3, 0])
+
+
+def test_hidden_states_are_remembered_by_text_until_the_room_is_full() -> None:
+    asked: list[list[int]] = []
+
+    def read(ids: Tensor) -> Tensor:
+        asked.append(ids[:, 0].tolist())
+        return ids.unsqueeze(-1).float().expand(-1, -1, 4)
+
+    texts, keys = torch.arange(3)[:, None].repeat(1, 5), torch.tensor([10, 11, 12])
+    teacher = Remembering(read, limit=2 * 5 * 4 * 4)  # two texts' worth of bytes
+    for at in ([0, 1], [1, 0], [1], [2], [0, 2], [2]):
+        assert torch.equal(teacher(texts[at], keys[at]), read(texts[at]))
+        asked.pop()
+    assert asked == [[0, 1], [2], [0, 2], [2]]
+
+
+def test_a_draft_as_wide_as_the_target_is_led_by_its_hidden_states(target: LlamaForCausalLM, tmp_path: Path) -> None:
+    def zero(logp: Tensor, logq: Tensor) -> Tensor:
+        return 0 * losses.kl(logp, logq)
+
+    small = tiny(layers=1, seed=3)
+    module = module_of(target, small, [Stage(1.0, zero)], steps=30, cosine=1.0)
+    ids = next(iter(loader()))["ids"]
+    states = [split(model)[0] for model in (small, target)]
+
+    def apart() -> float:
+        return losses.misaligned(*(read(ids) for read in states)).mean().item()
+
+    before = apart()
+    trainer(tmp_path, 30).fit(module, loader())
+    assert apart() < before - 0.1
+    with pytest.raises(ValueError, match="init.cosine: the draft's hidden states are 8 wide, the target's 16"):
+        module_of(target, tiny(layers=1, hidden=8), [Stage(1.0, losses.kl)], steps=1, cosine=1.0)
+
+
+def test_texts_read_ahead_are_not_read_again() -> None:
+    asked: list[int] = []
+
+    def read(ids: Tensor) -> Tensor:
+        asked.append(len(ids))
+        return ids.unsqueeze(-1).float()
+
+    texts, keys = torch.arange(5)[:, None].repeat(1, 4), torch.arange(5) + 3
+    teacher = Remembering(read, limit=10**6)
+    teacher.fill(texts, keys, batch=2)
+    assert asked == [2, 2, 1]
+    assert torch.equal(teacher(texts[[4, 0]], keys[[4, 0]]), read(texts[[4, 0]])) and asked == [2, 2, 1, 2]
+    small = Remembering(read, limit=2 * 4 * 4)
+    small.fill(texts, keys, batch=2)
+    assert len(small.kept) == 2 and asked[4:] == [2, 2]  # full: what is left is read when it comes

@@ -159,14 +159,23 @@ def test_token_logs():
     torch.testing.assert_close(slopes(logq_x.sum(), *given[2:]), slopes(logq.sum(), *given[2:]))
 
 
-def test_token_logs_as_served_are_those_of_the_engine():
+def test_comparisons_are_of_the_draft_as_served():
     given = parts()
     logp, logq = plain(*given)
     x = logp.argmax(-1)
-    logp_x, logq_x = rows.token_logs(*given, x, 0.0, served=True)
-    assert (logp_x == 0).all()
-    assert torch.equal(logq_x == 0, logq.argmax(-1) == x) and torch.equal(logq_x.exp(), (logq_x == 0).double())
-    assert rows.token_logs(*given, x, 0.0)[1].isfinite().all()  # as trained
+    mask = torch.rand(B, T) < 0.7
+    found = rows.compared(*given, x, mask, 0.0, chunk=4)
+    agree = (logq.argmax(-1) == x)[mask]
+    assert (found.logp == 0).all() and torch.equal(found.logq == 0, agree)
+    assert torch.equal(found.alpha, agree.double()) and torch.equal(found.alpha_greedy, agree.double())
+    assert found.kl.isfinite().all()
+    warm = rows.compared(*given, x, mask, 0.7, truncate=partial(keep_top_k, k=3))
+    _, whole = rows.chunked(losses.kl, *given, mask, 0.7, truncate=partial(keep_top_k, k=3))
+    torch.testing.assert_close(warm.alpha.mean(), whole.alpha)
+    torch.testing.assert_close(warm.alpha_greedy.mean(), whole.alpha_greedy)
+    logs = rows.token_logs(*given, x, 0.7)
+    plainly = rows.compared(*given, x, mask, 0.7)
+    torch.testing.assert_close((plainly.logp, plainly.logq), (logs[0][mask], logs[1][mask]))
 
 
 @pytest.mark.parametrize("t", [-0.1, torch.ones(T), torch.tensor([1.0, -1.0, 1.0])])

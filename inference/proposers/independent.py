@@ -37,8 +37,9 @@ class Independent:
 
     def open(self, rows: int, vocabulary: int, context: int) -> None:
         if (rows, vocabulary, context) != self.shape:  # slots are kept from call to call
-            self.shape, self.lm = (rows, vocabulary, context), LM(
-                self.model, rows, vocabulary, context, compile=self.compile, int8=self.int8
+            self.shape, self.lm = (
+                (rows, vocabulary, context),
+                LM(self.model, rows, vocabulary, context, compile=self.compile, int8=self.int8),
             )
         self.stored = []
 
