@@ -164,7 +164,9 @@ def can_round(model: PreTrainedModel) -> bool:
 def int8(weights: Weights) -> Weights:
     """Every projection rounded to 8 bits with one scale an output, in bfloat16; a copy: the model keeps its own."""
     layers = [
-        layer._replace(**{name: _rounded(getattr(layer, name)) for name in ("qkv", "out", "gate_up", "down")})
+        layer._replace(
+            qkv=_rounded(layer.qkv), out=_rounded(layer.out), gate_up=_rounded(layer.gate_up), down=_rounded(layer.down)
+        )
         for layer in weights.layers
     ]
     return weights._replace(layers=layers, head=_rounded(weights.head))
