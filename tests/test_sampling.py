@@ -160,6 +160,13 @@ def test_the_bisection_finds_what_the_scan_finds():
     assert torch.equal(draw(law, u), _first_above(law, cdf, (u * cdf[:, -1]).unsqueeze(-1)))
 
 
+def test_a_scan_that_rounds_unevenly_still_gives_tokens_with_mass():
+    """A parallel sum may rise at a token without mass, and end below the last one that has some."""
+    law, cdf = torch.tensor([[0.5, 0.0, 0.5, 0.0]]), torch.tensor([[0.5, 0.5001, 0.9999, 1.0]])
+    drawn = [_first_above(law, cdf, torch.tensor([[bound]])).item() for bound in (0.2, 0.50005, 0.99995)]
+    assert drawn == [0, 2, 2]
+
+
 def test_the_far_tail_is_drawn():
     law = torch.tensor([1 - 2.0**-40, 2.0**-40], dtype=torch.float64)
     u = torch.tensor([1 - 2.0**-39, 1 - 2.0**-41], dtype=torch.float64)

@@ -24,7 +24,7 @@ ROWS_OF_BUGS = [
     ("losses_in_half_precision", LOSSES, "return torch.minimum(wide(logp), wide(logq)).exp().sum(-1)", "return torch.minimum(logp, logq).exp().sum(-1)", [L + "edges_are_finite[tv-dtype1]"], "sums over the vocabulary in bfloat16"),
     ("rows_temperature_on_the_target_alone", ROWS, "return logp, log_law(self.head_q(self.hidden_q.flatten(0, 1)[i]), self.temperature[i])", "return logp, log_law(self.head_q(self.hidden_q.flatten(0, 1)[i]), 0 * self.temperature[i])", [R + "equals_the_plain_form[kl-4]"], 10),
     ("rows_report_an_uncut_draft", ROWS, "alpha = losses.alpha(logp, self.served(logq, i))", "alpha = losses.alpha(logp, logq)", [R + "truncation_cuts_p_in_the_loss_and_both_in_the_report"], 10),
-    ("rows_keep_every_law", ROWS, "return checkpoint(part, i, use_reentrant=False, preserve_rng_state=False)", "return part(i)", [R + "no_law_outlives_its_chunk"], "memory of whole laws"),
+    ("rows_keep_every_law", ROWS, "return [checkpoint(part, i, use_reentrant=False, preserve_rng_state=False) for i in chunks]", "return [part(i) for i in chunks]", [R + "no_law_outlives_its_chunk"], "memory of whole laws"),
     ("rows_train_the_target", ROWS, "        with torch.no_grad():\n            logp", "        with torch.enable_grad():\n            logp", [R + "only_the_draft_learns"], "gradients flow into the target"),
     ("length_counts_tokens_past_the_end", "cotrain/acceptance.py", "return -(reach * inside).sum((1, 2)) / end.clamp(min=1)", "return -reach.sum((1, 2)) / end.clamp(min=1)", [A + "sequence_losses_by_hand"], 21),
 ]

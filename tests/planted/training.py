@@ -18,4 +18,9 @@ ROWS_OF_BUGS = [
     ('muon_forgets', 'cotrain/optim.py', '            part.load_state_dict(state)\n', '            pass\n', ['tests/test_module.py::test_muon_moves_every_parameter_and_resumes_exactly'], 'a resumed leg starts with empty moments'),
     ('checkpoint_before_validation', 'cotrain/train.py', 'every_n_epochs=1, save_on_train_epoch_end=False,', 'every_n_train_steps=every,', ['tests/test_train.py::test_an_interrupted_run_ends_as_if_it_had_not_been'], 'a checkpoint lacks the figures of its own step: once resumed, it is never exported'),
     ('last_step_unmeasured', 'cotrain/train.py', 'if trainer.global_step % every:', 'if False:', ['tests/test_train.py::test_the_report_is_whole'], 'the last weights are no candidate'),
+    ('hidden_states_of_another_text', 'cotrain/teacher.py', 'zip(names, states, strict=True)', 'zip(names[::-1], states, strict=True)', ['tests/test_module.py::test_hidden_states_are_remembered_by_text_until_the_room_is_full'], 'the draft is taught the law of another text'),
+    ('memory_without_bound', 'cotrain/teacher.py', 'and one.nbytes <= self.room', '', ['tests/test_module.py::test_hidden_states_are_remembered_by_text_until_the_room_is_full'], 'a large data set fills the memory'),
+    ('shares_ignored', 'cotrain/sets.py', 'shares.get(domain, 1.0) * texts', '1.0 * texts', ['tests/test_data.py::test_of_a_domain_only_its_share_is_learnt_from'], 'a setting that does nothing'),
+    ('padding_is_learnt_from', 'cotrain/sets.py', '< texts.length.unsqueeze(1)', '<= texts.length.unsqueeze(1)', ['tests/test_data.py::test_of_a_domain_only_its_share_is_learnt_from'], 'the draft learns what follows an end'),
+    ('states_pushed_apart', 'cotrain/losses.py', 'return 1 - torch.cosine_similarity(', 'return 1 + torch.cosine_similarity(', ['tests/test_module.py::test_a_draft_as_wide_as_the_target_is_led_by_its_hidden_states'], 'the help leads astray'),
 ]
