@@ -254,6 +254,17 @@ class RolloutConfig:
 
 
 @dataclass
+class Matrix:
+    """Many arms over temperatures (none: no matrix) and batch sizes; k: the draft length of engines that plan none;
+    vllm: the interpreter of a vLLM installation."""
+
+    temperatures: list[float]
+    batches: list[int]
+    k: int
+    vllm: str | None
+
+
+@dataclass
 class BenchConfig:
     """`cotrain bench`: measure a draft folder against plain decoding on the same engine."""
 
@@ -262,6 +273,7 @@ class BenchConfig:
     draft: Model
     regime: Regime
     bench: Bench
+    matrix: Matrix
     verify: str
     output: str
     overwrite: bool

@@ -53,7 +53,7 @@ class Arm:
 
 def engine_arm(name: str, engine: Engine, sampling: Sampling, max_new_tokens: int) -> Arm:
     """Engine.generate with end tokens ignored. Raises ValueError for a regime that may end early."""
-    _refuse(sampling, *ENDS)
+    refuse(sampling, *ENDS)
 
     def run(prompts: Sequence[list[int]], ids: Sequence[int], seed: int) -> ArmResult:
         start = time.perf_counter()
@@ -85,7 +85,7 @@ def transformers_arm(
     tokens, since transformers prefills the whole prompt there. ids are not used: torch's generator is seeded
     for each call. Raises ValueError for sampling settings that are not translated.
     """
-    _refuse(sampling, *ENDS, *UNTRANSLATED)
+    refuse(sampling, *ENDS, *UNTRANSLATED)
     config = _generation(sampling, max_new_tokens)
     single = assistant is not None or "prompt_lookup_num_tokens" in settings
     if assistant is not None:
@@ -105,7 +105,7 @@ def transformers_arm(
     return Arm(name, run)
 
 
-def _refuse(sampling: Sampling, *fields: str) -> None:
+def refuse(sampling: Sampling, *fields: str) -> None:
     """Raise for fields that this arm cannot honour."""
     default = Sampling()
     for name in fields:

@@ -10,11 +10,19 @@ from cotrain.config import BenchConfig
 from cotrain.errors import UserError
 from cotrain.folders import claim
 from cotrain.job import models, settle
+from cotrain.matrix import Grid, matrix
 from cotrain.regimes import sampling
 from inference.atomic import write_atomic
+from inference.bundled import resolve
 from inference.pair import hash_target
 from inference.report import table
 from inference.store import load_draft
+
+
+def _grid(cfg: BenchConfig, logs: Path) -> Grid:
+    asked = cfg.matrix
+    servers = None if asked.vllm is None else (asked.vllm, str(resolve(cfg.target.path)), str(cfg.draft.path))
+    return Grid(asked.temperatures, asked.batches, asked.k, servers, logs)
 
 
 def run(cfg: BenchConfig) -> None:
@@ -29,6 +37,8 @@ def run(cfg: BenchConfig) -> None:
         names = (cfg.target.path, cfg.draft.path)
         plan = bench.Plan(target, tokenizer, draft, sampling(cfg.regime), cfg.verify, cfg.bench, names)
         report = bench.measure(plan)
+        if cfg.matrix.temperatures:
+            report["extra"]["matrix"] = matrix(plan, _grid(cfg, folder.path))
         write_atomic(folder.path / "report.json", json.dumps(report, indent=2) + "\n")
         folder.finish()
     print(table(report))

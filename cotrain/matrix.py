@@ -1,0 +1,150 @@
+"""Many arms over temperatures and batch sizes, each cell timed interleaved, beside what the cost table allows."""
+
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from cotrain.bench import Plan
+from inference import Sampling, predict
+from inference.arms import Arm
+from inference.costs import Costs, best_k, measure_costs
+from inference.measure import Timing, engine_arm, interleave, transformers_arm
+from inference.parity import pair_figures
+from inference.proposers import NGram
+from inference.target import LM
+from inference.vllm_server import Server, draft_model, vllm_arm
+
+BATCHES = 3  # at least so many batches of prompts, or there is no interval
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """temperatures and batch sizes; vllm: the interpreter of a vLLM installation with target and draft as folders, or
+    None; k: the draft length that is timed beside the planned one, and in every other engine."""
+
+    temperatures: Sequence[float]
+    batches: Sequence[int]
+    k: int
+    vllm: tuple[str, str, str] | None
+    logs: Path
+
+
+def matrix(plan: Plan, grid: Grid, say: Say = print) -> list[dict[str, Any]]:
+    """One entry a temperature and batch size: speeds, ratios with intervals, costs, and share of what they allow."""
+    cells = []
+    with ExitStack() as stack:
+        servers = _servers(plan, grid, stack) if grid.vllm else {}
+        for temperature in grid.temperatures:
+            sampling = Sampling(temperature=temperature)
+            for rows in grid.batches:
+                say(f"matrix: temperature {temperature:g}, {rows} rows")
+                bench = copy.copy(plan.bench)
+                bench.rows = rows
+                cells.append(_cell(replace(plan, bench=bench, sampling=sampling), grid, servers))
+                say(line(cells[-1]))
+    return cells
+
+
+def _servers(plan: Plan, grid: Grid, stack: ExitStack) -> dict[str, Server]:
+    assert grid.vllm is not None
+    python, target, draft = grid.vllm
+    most, context = max(grid.batches), plan.bench.prompt_tokens + plan.bench.new_tokens + 16
+    asked = {"vllm": None, "vllm speculative": draft_model(draft, grid.k)}
+    return {
+        name: stack.enter_context(Server(python, target, config, most, context, grid.logs / f"{name}.log"))
+        for name, config in asked.items()
+    }
+
+
+def _cell(plan: Plan, grid: Grid, servers: dict[str, Server]) -> dict[str, Any]:
+    size, sampling = plan.bench, plan.sampling
+    costs = _costs(plan)
+    taus = _taus(plan)
+    choice = best_k(costs, taus.__getitem__)
+    lengths = {"speculative": max(choice.k, 1), f"speculative k={grid.k}": grid.k}
+    arms = [engine_arm(name, plan.engine(k), sampling, size.new_tokens) for name, k in lengths.items()]
+    arms += [
+        engine_arm("plain", plan.plain(), sampling, size.new_tokens),
+        engine_arm("ngram", plan.engine(grid.k, proposer=NGram()), sampling, size.new_tokens),
+        *_transformers(plan, grid.k),
+        *[vllm_arm(name, server, sampling, size.new_tokens) for name, server in servers.items()],
+    ]
+    prompts = plan.prompts(size.quick_prompts, max(size.prompts, BATCHES * size.rows))
+    timing = interleave(arms, prompts, size.rows, size.seed)
+    return _found(timing, costs, lengths, size.rows, sampling)
+
+
+def _transformers(plan: Plan, k: int) -> list[Arm]:
+    """Plain, and at batch 1, which is all that assisted generation takes, with the draft: at its defaults and with
+    constant k and no confidence threshold."""
+    new, sampling = plan.bench.new_tokens, plan.sampling
+    arms = [transformers_arm("transformers", plan.target, sampling, new)]
+    if plan.bench.rows == 1:
+        draft: PreTrainedModel = plan.served
+        arms += [
+            transformers_arm("transformers assisted", plan.target, sampling, new, assistant=draft),
+            transformers_arm("transformers matched", plan.target, sampling, new, assistant=draft, k=k),
+        ]
+    return arms
+
+
+def _costs(plan: Plan) -> Costs:
+    size = plan.bench
+    vocabulary = plan.plain().target.vocabulary
+    pair = (
+        LM(plan.target, size.rows, vocabulary, compile=size.compile),
+        LM(plan.served, size.rows, vocabulary, compile=size.compile, int8=plan.int8),
+    )
+    context = size.prompt_tokens + size.new_tokens // 2
+    return measure_costs(*pair, max(size.depths), context=context, sampling=plan.sampling)
+
+
+def _taus(plan: Plan) -> dict[int, float]:
+    """Predicted tau by draft length, from texts decoded plainly that are not timed."""
+    size = plan.bench
+    prompts = plan.prompts(size.quick_prompts + size.prompts, 32)
+    arm = engine_arm("plain", plan.plain(32), plan.sampling, size.new_tokens)
+    texts = interleave([arm], prompts, 32, size.seed, warmup=0).texts("plain")
+    longest = max(size.depths)
+    figures = pair_figures(plan.engine(longest, 32), plan.proposer(), texts, plan.sampling, size.new_tokens, 0.0)
+    r = predict.r_from(figures.logp, figures.logq)
+    return {k: float(predict.tau(r, k, figures.lengths)) for k in range(1, longest + 1)}
+
+
+def _found(timing: Timing, costs: Costs, lengths: dict[str, int], rows: int, sampling: Sampling) -> dict[str, Any]:
+    plain = costs.round(0)
+    arms: dict[str, Any] = {}
+    for name in timing.arms:
+        stats = timing.stats(name)
+        arms[name] = {
+            "speed": timing.speed(name),
+            "tau": stats.tau if stats else None,
+            "k": lengths.get(name),
+            "over_plain": timing.ratio(name, "plain")._asdict(),
+            "under_speculative": timing.ratio("speculative", name)._asdict(),
+        }
+        if name in lengths and stats:  # what the table allows for the tokens that a call really gave
+            allowed = stats.tau * plain / costs.round(lengths[name])
+            arms[name]["allowed"] = allowed
+            arms[name]["of_allowed"] = timing.ratio(name, "plain", decode=True).value / allowed
+    prompts = sum(len(batch) for batch, _ in timing.batches)
+    return {"temperature": sampling.temperature, "rows": rows, "prompts": prompts, "arms": arms, "costs": asdict(costs)}
+
+
+def line(cell: dict[str, Any]) -> str:
+    """A cell as one aligned block of text."""
+    rows = [f"temperature {cell['temperature']:g}, {cell['rows']} rows, {cell['prompts']} prompts"]
+    for name, arm in cell["arms"].items():
+        ratio = arm["over_plain"]
+        interval = f" [{ratio['low']:.2f}, {ratio['high']:.2f}]"
+        share = f", {100 * arm['of_allowed']:.0f} % of what the table allows" if "of_allowed" in arm else ""
+        k = f", k {arm['k']}" if arm["k"] else ""
+        tau = f", tau {arm['tau']:.2f}" if arm["tau"] else ""
+        rows.append(f"  {name:24}{arm['speed']:8.1f} tokens/s  {ratio['value']:5.2f}x{interval}{tau}{k}{share}")
+    return "\n".join(rows)

@@ -1,0 +1,83 @@
+"""Runs inside a vLLM installation, as `PYTHON vllm_worker.py SETTINGS`: one request a line in, one answer a line out.
+
+SETTINGS (JSON): target, a folder; speculative, vLLM's speculative_config or null; rows, most requests at once;
+context, most tokens of one. A request: {"prompts": lists of ids, "max_new_tokens", "temperature", "seed"}; its answer:
+{"tokens": lists of ids, "seconds", "drafts", "accepted"}. The first line out is {"version": ...}. Imports nothing of
+this project: vLLM lives in an environment of its own.
+"""
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+del sys.path[0]  # this folder: its modules are not those that vLLM looks for under such names
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+if hasattr(os, "sched_getaffinity"):  # every core, none set aside for a server's front end
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, sorted(os.sched_getaffinity(0)))))
+
+
+def repair() -> None:
+    """vLLM 0.32 on a CPU writes per-token sampling settings into a copy that it discards, so that verification reads
+    what happens to stand in memory; a right one in its place. Nothing is changed where it is not a CPU's."""
+    import torch
+    from vllm.v1.sample import rejection_sampler
+
+    def expand(x: Any, ends: Any, num_tokens: int, replace_from: int = 0, replace_to: int = 0) -> Any:
+        counts = torch.diff(ends, prepend=ends.new_zeros(1))
+        values = torch.where(x == replace_from, torch.full_like(x, replace_to), x)
+        return values.repeat_interleave(counts, output_size=num_tokens)
+
+    if not torch.cuda.is_available():
+        rejection_sampler.expand_batch_to_tokens = expand
+
+
+def counters(llm: Any) -> tuple[int, int]:
+    """Rounds that drafted, and drafts accepted, since the engine started."""
+    found = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
+    names = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens")
+    drafts, accepted = (int(found.get(name, 0)) for name in names)
+    return drafts, accepted
+
+
+def answer(llm: Any, request: dict[str, Any]) -> dict[str, Any]:
+    from vllm import SamplingParams
+
+    length = request["max_new_tokens"]
+    params = [
+        SamplingParams(
+            temperature=request["temperature"], max_tokens=length, min_tokens=length, ignore_eos=True,
+            seed=request["seed"] + row, detokenize=False,
+        )
+        for row in range(len(request["prompts"]))
+    ]  # fmt: skip
+    before = counters(llm)
+    start = time.perf_counter()
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in request["prompts"]], params, use_tqdm=False)
+    seconds = time.perf_counter() - start
+    drafts, accepted = (after - earlier for after, earlier in zip(counters(llm), before, strict=True))
+    tokens = [list(output.outputs[0].token_ids) for output in outputs]
+    return {"tokens": tokens, "seconds": seconds, "drafts": drafts, "accepted": accepted}
+
+
+def main() -> None:
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # vLLM writes its own lines to standard output
+    settings = json.loads(sys.argv[1])
+    import vllm
+
+    repair()
+    llm = vllm.LLM(
+        settings["target"], dtype="bfloat16", max_model_len=settings["context"], max_num_seqs=settings["rows"],
+        enforce_eager=True, disable_log_stats=False, speculative_config=settings["speculative"],
+    )  # fmt: skip
+    print(json.dumps({"version": vllm.__version__}), file=out, flush=True)
+    for line in sys.stdin:
+        print(json.dumps(answer(llm, json.loads(line))), file=out, flush=True)
+
+
+if __name__ == "__main__":
+    main()
