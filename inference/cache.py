@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 
@@ -115,3 +116,11 @@ class SlotCache(Cache):
         """Copy the first `length` positions of one slot to another."""
         for layer in self.stores:
             layer.move(source, target, length)
+
+
+def sliding_window(config: PreTrainedConfig) -> int | None:
+    """How many of the last tokens a sliding layer sees, None when the model has none."""
+    settings = config.to_dict()
+    width: int | None = settings.get("sliding_window") if settings.get("use_sliding_window", True) else None
+    kinds = settings.get("layer_types")
+    return width if width and (not kinds or "sliding_attention" in kinds) else None

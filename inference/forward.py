@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from inference import lean
-from inference.cache import SlotCache, Window
+from inference.cache import SlotCache, Window, sliding_window
 
 
 class Forward(Protocol):
@@ -21,11 +21,17 @@ class Forward(Protocol):
 
 
 class Stock:
-    """transformers' own forward. context: positions past it, where only padding stands, are read as its last."""
+    """transformers' own forward. context: positions past it, where only padding stands, are read as its last.
+
+    A window that slides is a narrower mask over the same slots, which hold the whole text: nothing is dropped, so a
+    length that goes back finds what it needs.
+    """
 
     def __init__(self, model: PreTrainedModel, cache: SlotCache, context: int) -> None:
         self.model, self.cache, self.context = model, cache, context
-        self.sdpa = model.config.get_text_config()._attn_implementation == "sdpa"
+        config = model.config.get_text_config()
+        self.sdpa = config._attn_implementation == "sdpa"
+        self.kinds, self.width = set(getattr(config, "layer_types", None) or ()), sliding_window(config)
 
     def logits(self, ids: Tensor, window: Window) -> Tensor:
         logits: Tensor = self._call(self.model, ids, window).logits
@@ -35,14 +41,23 @@ class Stock:
         self._call(self.model.base_model, ids, window)
 
     def _call(self, module: torch.nn.Module, ids: Tensor, window: Window) -> Any:
-        seen = visible(window, ids.device)
         return module(
             input_ids=ids,
             position_ids=window.positions.clamp(max=self.context - 1),
-            attention_mask=seen if self.sdpa else additive(seen, self.model.dtype),
+            attention_mask=self._masks(window, ids.device),
             past_key_values=self.cache,
             use_cache=True,
         )
+
+    def _masks(self, window: Window, device: torch.device) -> Tensor | dict[str, Tensor]:
+        """One mask, or one for each kind of layer."""
+        near = self._mask(visible(window, device, self.width))
+        if not self.kinds or not self.width:
+            return near
+        return {"full_attention": self._mask(visible(window, device)), "sliding_attention": near}
+
+    def _mask(self, seen: Tensor) -> Tensor:
+        return seen if self.sdpa else additive(seen, self.model.dtype)
 
 
 class Lean:
@@ -89,10 +104,13 @@ class Lean:
         return additive(visible(window, self.model.device), self.shape.held)
 
 
-def visible(window: Window, device: torch.device) -> Tensor:
-    """(A, 1, n, limit): a token sees the slots up to its own position."""
+def visible(window: Window, device: torch.device, width: int | None = None) -> Tensor:
+    """(A, 1, n, limit): a token sees the slots up to its own position, the last `width` of them when given."""
     slots = torch.arange(window.limit, device=device)
-    return (slots <= window.positions.unsqueeze(-1)).unsqueeze(1)
+    seen = slots <= window.positions.unsqueeze(-1)
+    if width:
+        seen &= slots > window.positions.unsqueeze(-1) - width
+    return seen.unsqueeze(1)
 
 
 def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from inference.cache import sliding_window
+
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 ROTATIONS = ("default", "linear", "llama3", "yarn")  # angles that depend on a token's own position alone
 
@@ -74,6 +76,8 @@ def applies(model: PreTrainedModel) -> bool:
     nobody listening in or standing between (hooks, replaced forwards)."""
     config = model.config
     if type(model).__name__ not in FAMILIES or config.hidden_act not in ("silu", "swish"):
+        return False
+    if sliding_window(config):
         return False
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type", "default") not in ROTATIONS or getattr(config, "pretraining_tp", 1) != 1:

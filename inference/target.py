@@ -7,13 +7,21 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from inference.cache import SlotCache, Window
+from inference.cache import SlotCache, Window, sliding_window
 from inference.forward import Forward, Lean, Stock
 from inference.graph import Compiled
 from inference.lean import applies, can_round
 
 FIRST_SLOTS = 256
 MASKED_ATTENTION = ("sdpa", "eager")
+# families whose forward takes a mask for each kind of layer, or one windowed mask; each is tested
+SLIDING = (
+    "MistralForCausalLM",
+    "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+)
 
 
 class LM:
@@ -109,10 +117,10 @@ def _refuse_unsupported(model: PreTrainedModel, config: PreTrainedConfig) -> Non
     if model._is_stateful or config.is_encoder_decoder:
         raise ValueError(f"{name}: only the keys and values of a causal decoder can be rolled back here")
     kinds = {*(settings.get("layer_types") or ()), *(settings.get("attention_layers") or ())}
-    window = settings.get("sliding_window") if settings.get("use_sliding_window", True) else None
-    if kinds - {"full_attention", "global"} or window:
-        raise ValueError(f"{name}: only full attention is supported, not {sorted(kinds)} "
-                         f"with sliding_window={window}")  # fmt: skip
+    known = {"full_attention", "global"} | ({"sliding_attention"} if name in SLIDING else set())
+    if kinds - known or (sliding_window(config) and name not in SLIDING):
+        raise ValueError(f"{name}: attention {sorted(kinds)} with sliding_window={sliding_window(config)} is not "
+                         f"supported; windows that slide are, of {', '.join(SLIDING)}")  # fmt: skip
     if settings.get("alibi") or "max_position_embeddings" not in {*settings, *config.attribute_map}:
         raise ValueError(f"{name}: only positions given as numbers are supported, not ALiBi")
 

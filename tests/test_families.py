@@ -13,7 +13,8 @@ from inference.proposers import Independent
 from tests.tiny import continued, near
 
 CONTEXT = 24
-PROMPTS = [[3, 5, 7, 3, 5], [1], [2, 9, 4, 4, 0, 4, 31, 8, 1, 2, 3, 9, 9]]
+PROMPTS = [[3, 5, 7, 3, 5], [1], [2, 9, 4, 4, 0, 4, 31, 8, 1, 2, 3, 9, 9], [7, 7], [30, 1, 2],
+           [4, 0, 4, 0, 4, 0, 4, 0, 4, 0], [12, 13, 14, 15, 16, 17, 18], [9, 8, 7, 6, 5, 4]]  # fmt: skip
 
 IDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 COMMON = {
@@ -48,7 +49,11 @@ SUPPORTED = [
     ("Qwen2", GROUPED),
     ("Qwen3", HEADS),
     ("Mistral", {**GROUPED, "sliding_window": None}),
+    ("Mistral", {**GROUPED, "sliding_window": 8}),
     ("Gemma", HEADS),
+    ("Gemma2", {**HEADS, "sliding_window": 8}),
+    ("Gemma3Text", {**HEADS, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}),
+    ("Qwen2", {**GROUPED, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
     ("Phi", COMMON),
     ("Phi3", {**GROUPED, **LONG}),
     ("GPTNeoX", COMMON),
@@ -58,8 +63,8 @@ SUPPORTED = [
     ("GPTJ", {**GPT, "rotary_dim": 4}),
 ]
 REFUSED = [
-    ("Mistral", {**GROUPED, "sliding_window": 8}, "sliding_window=8"),
-    ("Gemma2", {**HEADS, "sliding_window": 8}, "sliding_attention"),
+    ("Phi3", {**GROUPED, "sliding_window": 8}, "sliding_window=8"),
+    ("Cohere2", {**HEADS, "sliding_window": 8}, "sliding_attention"),
     (
         "GPTNeo",
         {
@@ -91,10 +96,12 @@ def build(family: str, settings: dict[str, Any]):
 def test_greedy_text_up_to_the_end_of_the_context(family, settings):
     """Padding stands past the last position of the rows that reach it first."""
     model = build(family, settings)
-    engine = Engine(model, Independent(near(model)), rows=2, policy=Fixed(3))
-    out = engine.generate(PROMPTS, sampling=Sampling(0))
-    assert out.tokens == [continued(model, text, CONTEXT - len(text)) for text in PROMPTS]
-    assert sum(out.stats.accepted) > 5
+    wanted = [continued(model, text, CONTEXT - len(text)) for text in PROMPTS]
+    for rows in (1, 3, 8):
+        engine = Engine(model, Independent(near(model)), rows=rows, policy=Fixed(3))
+        out = engine.generate(PROMPTS, sampling=Sampling(0))
+        assert out.tokens == wanted
+        assert sum(out.stats.accepted) > 5
 
 
 @pytest.mark.parametrize(("family", "settings", "names"), REFUSED, ids=[name for name, *_ in REFUSED])
