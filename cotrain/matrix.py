@@ -13,6 +13,7 @@ from cotrain.bench import Plan
 from inference import Sampling, predict
 from inference.arms import Arm
 from inference.costs import Costs, best_k, measure_costs
+from inference.floor import measure_machine, pass_load, peak_memory, round_seconds
 from inference.measure import Timing, engine_arm, interleave, transformers_arm
 from inference.parity import pair_figures
 from inference.proposers import NGram
@@ -64,7 +65,9 @@ def _servers(plan: Plan, grid: Grid, stack: ExitStack) -> dict[str, Server]:
 
 def _cell(plan: Plan, grid: Grid, servers: dict[str, Server]) -> dict[str, Any]:
     size, sampling = plan.bench, plan.sampling
-    costs = _costs(plan)
+    pair = _pair(plan)
+    context = size.prompt_tokens + size.new_tokens // 2
+    costs = measure_costs(*pair, max(size.depths), context=context, sampling=sampling)
     taus = _taus(plan)
     choice = best_k(costs, taus.__getitem__)
     lengths = {"speculative": max(choice.k, 1), f"speculative k={grid.k}": grid.k}
@@ -77,7 +80,7 @@ def _cell(plan: Plan, grid: Grid, servers: dict[str, Server]) -> dict[str, Any]:
     ]
     prompts = plan.prompts(size.quick_prompts, max(size.prompts, BATCHES * size.rows))
     timing = interleave(arms, prompts, size.rows, size.seed)
-    return _found(timing, costs, lengths, size.rows, sampling)
+    return _found(timing, costs, lengths, sampling) | {"floor": _floor(pair, costs, lengths["speculative"])}
 
 
 def _transformers(plan: Plan, k: int) -> list[Arm]:
@@ -94,15 +97,34 @@ def _transformers(plan: Plan, k: int) -> list[Arm]:
     return arms
 
 
-def _costs(plan: Plan) -> Costs:
+def _pair(plan: Plan) -> tuple[LM, LM]:
     size = plan.bench
     vocabulary = plan.plain().target.vocabulary
-    pair = (
+    return (
         LM(plan.target, size.rows, vocabulary, compile=size.compile),
         LM(plan.served, size.rows, vocabulary, compile=size.compile, int8=plan.int8),
     )
-    context = size.prompt_tokens + size.new_tokens // 2
-    return measure_costs(*pair, max(size.depths), context=context, sampling=plan.sampling)
+
+
+def _floor(pair: tuple[LM, LM], costs: Costs, k: int) -> dict[str, Any]:
+    """Shares of measured rounds that the machine could not do without, bytes of each, and what memory was used."""
+    target, draft = pair
+    machine = measure_machine(target.device, target.dtype)
+    least = {
+        name: round_seconds(*pair, n, costs.rows, costs.context, machine) for name, n in (("plain", 0), ("round", k))
+    }
+    moved = (
+        pass_load(target, costs.rows, k + 1, costs.context).bytes
+        + k * pass_load(draft, costs.rows, 1, costs.context).bytes
+    )
+    return {
+        "machine": asdict(machine),
+        "plain_share": least["plain"] / costs.round(0),
+        "round_share": least["round"] / costs.round(k),
+        "plain_bytes": pass_load(target, costs.rows, 1, costs.context).bytes,
+        "round_bytes": moved,
+        "peak_memory_mib": peak_memory() / 2**20,
+    }
 
 
 def _taus(plan: Plan) -> dict[int, float]:
@@ -117,7 +139,7 @@ def _taus(plan: Plan) -> dict[int, float]:
     return {k: float(predict.tau(r, k, figures.lengths)) for k in range(1, longest + 1)}
 
 
-def _found(timing: Timing, costs: Costs, lengths: dict[str, int], rows: int, sampling: Sampling) -> dict[str, Any]:
+def _found(timing: Timing, costs: Costs, lengths: dict[str, int], sampling: Sampling) -> dict[str, Any]:
     plain = costs.round(0)
     arms: dict[str, Any] = {}
     for name in timing.arms:
@@ -134,7 +156,13 @@ def _found(timing: Timing, costs: Costs, lengths: dict[str, int], rows: int, sam
             arms[name]["allowed"] = allowed
             arms[name]["of_allowed"] = timing.ratio(name, "plain", decode=True).value / allowed
     prompts = sum(len(batch) for batch, _ in timing.batches)
-    return {"temperature": sampling.temperature, "rows": rows, "prompts": prompts, "arms": arms, "costs": asdict(costs)}
+    return {
+        "temperature": sampling.temperature,
+        "rows": costs.rows,
+        "prompts": prompts,
+        "arms": arms,
+        "costs": asdict(costs),
+    }
 
 
 def line(cell: dict[str, Any]) -> str:
@@ -147,4 +175,10 @@ def line(cell: dict[str, Any]) -> str:
         k = f", k {arm['k']}" if arm["k"] else ""
         tau = f", tau {arm['tau']:.2f}" if arm["tau"] else ""
         rows.append(f"  {name:24}{arm['speed']:8.1f} tokens/s  {ratio['value']:5.2f}x{interval}{tau}{k}{share}")
+    floor = cell["floor"]
+    rows.append(
+        f"  floor: {100 * floor['plain_share']:.0f} % of a plain step, {100 * floor['round_share']:.0f} % of a round; "
+        f"{floor['plain_bytes'] / 1e6:.0f} and {floor['round_bytes'] / 1e6:.0f} MB moved at "
+        f"{floor['machine']['bandwidth'] / 1e9:.0f} GB/s; peak memory {floor['peak_memory_mib']:.0f} MiB"
+    )
     return "\n".join(rows)

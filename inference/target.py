@@ -68,6 +68,11 @@ class LM:
             return (Compiled if compile else Lean)(self.model, self.cache, int8)
         return Stock(self.model, self.cache, self.context)
 
+    @property
+    def held(self) -> torch.dtype:
+        """What keys and values are held in."""
+        return self.run.shape.held if isinstance(self.run, Lean) else self.dtype
+
     def forward(self, ids: Tensor, start: Sequence[int], low: int = 0) -> Tensor:
         """One pass: ids (A, n) of slots [low, low + A) at positions start_b, start_b + 1, ...
 
