@@ -125,6 +125,7 @@ def test_draw_inverts_the_cumulative_sum_from_the_right():
     law = torch.tensor([0.0, 0.25, 0.0, 0.5, 0.25, 0.0], dtype=torch.float64)
     u = torch.tensor([0.0, 0.2499, 0.25, 0.7499, 0.75, 1 - 2.0**-53], dtype=torch.float64)
     assert draw(law.expand(6, 6), u).tolist() == [1, 1, 3, 3, 4, 4]
+    assert [draw(law, one).item() for one in u] == [1, 1, 3, 3, 4, 4]
 
 
 def test_a_sum_below_one_still_gives_a_token_with_mass():
