@@ -39,26 +39,30 @@ class Plan:
 
     @cached_property
     def served(self) -> PreTrainedModel:
-        """A copy of the draft as it will be served."""
+        """The draft as it will be served, a copy unless it is that already."""
+        wanted = self.bench.draft_dtype
+        dtype = self.draft.dtype if wanted == "auto" else getattr(torch, wanted)
+        if self.draft.dtype == dtype and not self.draft.training:
+            return self.draft
         served = copy.deepcopy(self.draft).eval()
-        if self.bench.draft_dtype != "auto":
-            torch.nn.Module.to(served, getattr(torch, self.bench.draft_dtype))
+        torch.nn.Module.to(served, dtype)
         return served
 
     @property
     def int8(self) -> bool:
         return self.bench.draft_int8 and can_round(self.served)
 
-    def proposer(self) -> Independent:
-        return Independent(self.served, compile=self.bench.compile, int8=self.int8)
+    def proposer(self, compile: bool = False) -> Independent:
+        return Independent(self.served, compile=compile, int8=self.int8)
 
     def engine(self, k: int, rows: int | None = None, proposer: Proposer | None = None) -> Engine:
-        return Engine(self.target, proposer or self.proposer(), verify=self.verify, policy=Fixed(k),
-                      tokenizer=self.tokenizer, rows=rows or self.bench.rows, compile=self.bench.compile)  # fmt: skip
+        compile = self.bench.compile and not rows  # what only counts is not worth compiling
+        return Engine(self.target, proposer or self.proposer(compile), verify=self.verify, policy=Fixed(k),
+                      tokenizer=self.tokenizer, rows=rows or self.bench.rows, compile=compile)  # fmt: skip
 
     def plain(self, rows: int | None = None) -> Engine:
-        rows = rows or self.bench.rows
-        return Engine(self.target, tokenizer=self.tokenizer, rows=rows, compile=self.bench.compile)
+        compile = self.bench.compile and not rows
+        return Engine(self.target, tokenizer=self.tokenizer, rows=rows or self.bench.rows, compile=compile)
 
     def prompts(self, first: int, count: int) -> list[list[int]]:
         """Shipped prompts `first`, `first` + 1, ... cut to the bench's length; they repeat when they run out."""

@@ -38,7 +38,7 @@ class Grid:
 
 def matrix(plan: Plan, grid: Grid, say: Say = print) -> list[dict[str, Any]]:
     """One entry a temperature and batch size: speeds, ratios with intervals, costs, and share of what they allow."""
-    cells = []
+    plan, cells = replace(plan, draft=plan.served), []
     with ExitStack() as stack:
         servers = _servers(plan, grid, stack) if grid.vllm else {}
         for temperature in grid.temperatures:

@@ -6,6 +6,7 @@ several, one id or several.
 
 import warnings
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,10 @@ from inference.forward import Lean, additive, visible
 LONGEST = 16  # ids a row: longer passes are prefills, bound by arithmetic and not by launches
 
 
+# what was compiled of a model, for every engine that runs it; by whether it is rounded
+_STEPS: WeakKeyDictionary[PreTrainedModel, dict[bool, Any]] = WeakKeyDictionary()
+
+
 class Compiled(Lean):
     """As `Lean`, short passes over the first slots compiled, the weights being constants from then on (on a CPU they
     are laid out for its matrix products). Where the compiler fails, passes run uncompiled, with one warning."""
@@ -26,10 +31,18 @@ class Compiled(Lean):
 
     def __init__(self, model: PreTrainedModel, cache: SlotCache, int8: bool = False) -> None:
         super().__init__(model, cache, int8)
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)  # shared by all models
-        options: dict[str, Any] = {"freezing": True} if model.device.type == "cpu" else {}
-        self.step = torch.compile(_Step(self.weights, self.shape), options=options)
         self.seen: set[tuple[bool, bool]] = set()
+
+    def _read(self) -> None:
+        if hasattr(self, "step"):  # weights were replaced: they are constants of what was compiled
+            _STEPS.pop(self.model, None)
+        super()._read()
+        steps = _STEPS.setdefault(self.model, {})
+        if self.int8 not in steps:
+            torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)  # for all models
+            options: dict[str, Any] = {"freezing": True} if self.model.device.type == "cpu" else {}
+            steps[self.int8] = torch.compile(_Step(self.weights, self.shape), options=options)
+        self.step = steps[self.int8]
 
     def logits(self, ids: Tensor, window: Window) -> Tensor:
         ready = window.low == 0 and ids.shape[1] <= LONGEST and self.cache.stores[0].is_initialized
