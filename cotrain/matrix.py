@@ -21,6 +21,7 @@ from inference.target import LM
 from inference.vllm_server import Server, draft_model, vllm_arm
 
 BATCHES = 3  # at least so many batches of prompts, or there is no interval
+QUEUE = 3  # prompts a row that each run of an arm is given
 Say = Callable[[str], None]
 
 
@@ -38,16 +39,16 @@ class Grid:
 
 def matrix(plan: Plan, grid: Grid, say: Say = print) -> list[dict[str, Any]]:
     """One entry a temperature and batch size: speeds, ratios with intervals, costs, and share of what they allow."""
-    plan, cells = replace(plan, draft=plan.served), []
-    with ExitStack() as stack:
-        servers = _servers(plan, grid, stack) if grid.vllm else {}
-        for temperature in grid.temperatures:
-            sampling = Sampling(temperature=temperature)
-            for rows in grid.batches:
+    cells = []
+    for rows in grid.batches:
+        bench = copy.copy(plan.bench)
+        bench.rows = rows
+        plan = replace(plan, draft=plan.served, bench=bench)
+        with ExitStack() as stack:
+            servers = _servers(plan, grid, stack) if grid.vllm else {}
+            for temperature in grid.temperatures:
                 say(f"matrix: temperature {temperature:g}, {rows} rows")
-                bench = copy.copy(plan.bench)
-                bench.rows = rows
-                cells.append(_cell(replace(plan, bench=bench, sampling=sampling), grid, servers))
+                cells.append(_cell(replace(plan, sampling=Sampling(temperature=temperature)), grid, servers))
                 say(line(cells[-1]))
     return cells
 
@@ -55,10 +56,10 @@ def matrix(plan: Plan, grid: Grid, say: Say = print) -> list[dict[str, Any]]:
 def _servers(plan: Plan, grid: Grid, stack: ExitStack) -> dict[str, Server]:
     assert grid.vllm is not None
     python, target, draft = grid.vllm
-    most, context = max(grid.batches), plan.bench.prompt_tokens + plan.bench.new_tokens + 16
+    rows, context = plan.bench.rows, plan.bench.prompt_tokens + plan.bench.new_tokens + 16
     asked = {"vllm": None, "vllm speculative": draft_model(draft, grid.k)}
     return {
-        name: stack.enter_context(Server(python, target, config, most, context, grid.logs / f"{name}.log"))
+        name: stack.enter_context(Server(python, target, config, rows, context, grid.logs / f"{name}, {rows} rows.log"))
         for name, config in asked.items()
     }
 
@@ -78,8 +79,9 @@ def _cell(plan: Plan, grid: Grid, servers: dict[str, Server]) -> dict[str, Any]:
         *_transformers(plan, grid.k),
         *[vllm_arm(name, server, sampling, size.new_tokens) for name, server in servers.items()],
     ]
-    prompts = plan.prompts(size.quick_prompts, max(size.prompts, BATCHES * size.rows))
-    timing = interleave(arms, prompts, size.rows, size.seed)
+    queue = size.rows if size.rows == 1 else QUEUE * size.rows  # ended rows make room, as when serving
+    prompts = plan.prompts(size.quick_prompts, max(size.prompts, BATCHES * queue))
+    timing = interleave(arms, prompts, queue, size.seed)
     return _found(timing, costs, lengths, sampling) | {"floor": _floor(pair, costs, lengths["speculative"])}
 
 
@@ -87,7 +89,7 @@ def _transformers(plan: Plan, k: int) -> list[Arm]:
     """Plain, and at batch 1, which is all that assisted generation takes, with the draft: at its defaults and with
     constant k and no confidence threshold."""
     new, sampling = plan.bench.new_tokens, plan.sampling
-    arms = [transformers_arm("transformers", plan.target, sampling, new)]
+    arms = [transformers_arm("transformers", plan.target, sampling, new, rows=plan.bench.rows)]
     if plan.bench.rows == 1:
         draft: PreTrainedModel = plan.served
         arms += [

@@ -73,6 +73,7 @@ def transformers_arm(
     max_new_tokens: int,
     assistant: PreTrainedModel | None = None,
     k: int | None = None,
+    rows: int | None = None,
     **settings: Any,
 ) -> Arm:
     """transformers' own generate under the same law, end tokens ignored: nothing of the models'
@@ -80,7 +81,8 @@ def transformers_arm(
     each call.
 
     assistant: a draft for assisted generation, which takes one prompt at a time; k: its draft length,
-    constant; None follows the assistant's own generation_config. settings: more arguments of generate, such
+    constant; None follows the assistant's own generation_config. rows: prompts decoded together, all when None; it
+    has no queue. settings: more arguments of generate, such
     as cache_implementation or prompt_lookup_num_tokens. Decode-only figures leave out the first pass and its
     tokens, since transformers prefills the whole prompt there. ids are not used: torch's generator is seeded
     for each call. Raises ValueError for sampling settings that are not translated.
@@ -99,7 +101,8 @@ def transformers_arm(
             if assistant is not None:
                 stack.enter_context(_using(assistant, _drafting(assistant, k)))
             torch.manual_seed(seed)
-            groups = [[prompt] for prompt in prompts] if single else [list(prompts)]
+            size = 1 if single else rows or len(prompts)
+            groups = [list(prompts[i : i + size]) for i in range(0, len(prompts), size)]
             return _joined([_generate(model, group, settings) for group in groups])
 
     return Arm(name, run)

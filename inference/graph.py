@@ -45,8 +45,7 @@ class Compiled(Lean):
         self.step = steps[self.int8]
 
     def logits(self, ids: Tensor, window: Window) -> Tensor:
-        ready = window.low == 0 and ids.shape[1] <= LONGEST and self.cache.stores[0].is_initialized
-        if ready and not Compiled.failed:
+        if self._ready(ids, window) and not Compiled.failed:
             try:
                 return self._compiled(ids, window)
             except Exception as error:  # whatever the compiler raises
@@ -54,6 +53,12 @@ class Compiled(Lean):
                 reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
                 warnings.warn(f"torch.compile failed, passes run uncompiled: {reason}", stacklevel=2)
         return super().logits(ids, window)
+
+    def _ready(self, ids: Tensor, window: Window) -> bool:
+        """The last row of a batch runs uncompiled: a graph of one row would be made for a few rounds."""
+        store = self.cache.stores[0]
+        usual = (ids.shape[0] > 1) == (store.rows > 1)
+        return usual and window.low == 0 and ids.shape[1] <= LONGEST and store.is_initialized
 
     def _compiled(self, ids: Tensor, window: Window) -> Tensor:
         cos, sin = self.rotation(window)

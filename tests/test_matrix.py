@@ -88,7 +88,7 @@ def test_every_cell_is_timed_beside_what_its_costs_allow(tmp_path: Path) -> None
     plan = Plan(target, tokenizer(), draft, Sampling(), "token", size, ("t", "d"))  # type: ignore[arg-type]
     said: list[str] = []
     cells = matrix.matrix(plan, matrix.Grid([0.0, 1.0], [1, 2], 2, None, tmp_path), said.append)
-    assert [(cell["temperature"], cell["rows"]) for cell in cells] == [(0, 1), (0, 2), (1, 1), (1, 2)]
+    assert [(cell["temperature"], cell["rows"]) for cell in cells] == [(0, 1), (1, 1), (0, 2), (1, 2)]
     assert size.rows == 1  # the plan that was given is left alone
     for cell in cells:
         assisted = {"transformers assisted", "transformers matched"}
