@@ -134,27 +134,36 @@ def _bar(done: int, total: int) -> None:
 
 
 def planned(plan: Plan) -> tuple[Costs, Choice]:
-    """Measured costs and the draft length of least predicted seconds a token; tau from texts decoded plainly."""
-    size, longest = plan.bench, max(plan.bench.depths)
-    context = size.prompt_tokens + size.new_tokens // 2
-    vocabulary = plan.plain().target.vocabulary
-    pair = (
+    """Measured costs and the draft length of least predicted seconds a token."""
+    costs = costs_of(plan, pair(plan))
+    return costs, best_k(costs, taus(plan).__getitem__)
+
+
+def pair(plan: Plan) -> tuple[LM, LM]:
+    """Target and draft as they are timed."""
+    size, vocabulary = plan.bench, plan.plain().target.vocabulary
+    return (
         LM(plan.target, size.rows, vocabulary, compile=size.compile),
         LM(plan.served, size.rows, vocabulary, compile=size.compile, int8=plan.int8),
     )
-    costs = measure_costs(*pair, longest, context=context, sampling=plan.sampling)
-    prompts = plan.prompts(size.quick_prompts + size.prompts, BATCH)  # not those that will be timed
-    texts = interleave(
-        [engine_arm("plain", plan.plain(BATCH), plan.sampling, size.new_tokens)],
-        prompts,
-        BATCH,
-        size.seed,
-        warmup=0,
-    ).texts("plain")
+
+
+def costs_of(plan: Plan, models: tuple[LM, LM]) -> Costs:
+    """Costs in the middle of a text of the bench's length."""
+    size = plan.bench
+    context = size.prompt_tokens + size.new_tokens // 2
+    return measure_costs(*models, max(size.depths), context=context, sampling=plan.sampling)
+
+
+def taus(plan: Plan) -> dict[int, float]:
+    """Predicted tau by draft length, from texts decoded plainly that are not timed."""
+    size, longest = plan.bench, max(plan.bench.depths)
+    prompts = plan.prompts(size.quick_prompts + size.prompts, BATCH)
+    arm = engine_arm("plain", plan.plain(BATCH), plan.sampling, size.new_tokens)
+    texts = interleave([arm], prompts, BATCH, size.seed, warmup=0).texts("plain")
     figures = _figures(plan, plan.engine(longest, BATCH), texts)
     r = predict.r_from(figures.logp, figures.logq)
-    choice = best_k(costs, lambda k: float(predict.tau(r, k, figures.lengths)))
-    return costs, choice
+    return {k: float(predict.tau(r, k, figures.lengths)) for k in range(1, longest + 1)}
 
 
 def _figures(plan: Plan, engine: Engine, texts: Texts) -> Any:

@@ -7,15 +7,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel
-
-from cotrain.bench import Plan
-from inference import Sampling, predict
+from cotrain.bench import Plan, costs_of, pair, taus
+from inference import Sampling
 from inference.arms import Arm
-from inference.costs import Costs, best_k, measure_costs
-from inference.floor import measure_machine, pass_load, peak_memory, round_seconds
+from inference.costs import Costs, best_k
+from inference.floor import Machine, measure_machine, peak_memory, round_loads
 from inference.measure import Timing, engine_arm, interleave, transformers_arm
-from inference.parity import pair_figures
 from inference.proposers import NGram
 from inference.target import LM
 from inference.vllm_server import Server, draft_model, vllm_arm
@@ -39,7 +36,7 @@ class Grid:
 
 def matrix(plan: Plan, grid: Grid, say: Say = print) -> list[dict[str, Any]]:
     """One entry a temperature and batch size: speeds, ratios with intervals, costs, and share of what they allow."""
-    cells = []
+    cells, machine = [], measure_machine(plan.target.device, plan.target.dtype)
     for rows in grid.batches:
         bench = copy.copy(plan.bench)
         bench.rows = rows
@@ -48,7 +45,7 @@ def matrix(plan: Plan, grid: Grid, say: Say = print) -> list[dict[str, Any]]:
             servers = _servers(plan, grid, stack) if grid.vllm else {}
             for temperature in grid.temperatures:
                 say(f"matrix: temperature {temperature:g}, {rows} rows")
-                cells.append(_cell(replace(plan, sampling=Sampling(temperature=temperature)), grid, servers))
+                cells.append(_cell(replace(plan, sampling=Sampling(temperature=temperature)), grid, servers, machine))
                 say(line(cells[-1]))
     return cells
 
@@ -64,13 +61,11 @@ def _servers(plan: Plan, grid: Grid, stack: ExitStack) -> dict[str, Server]:
     }
 
 
-def _cell(plan: Plan, grid: Grid, servers: dict[str, Server]) -> dict[str, Any]:
+def _cell(plan: Plan, grid: Grid, servers: dict[str, Server], machine: Machine) -> dict[str, Any]:
     size, sampling = plan.bench, plan.sampling
-    pair = _pair(plan)
-    context = size.prompt_tokens + size.new_tokens // 2
-    costs = measure_costs(*pair, max(size.depths), context=context, sampling=sampling)
-    taus = _taus(plan)
-    choice = best_k(costs, taus.__getitem__)
+    models = pair(plan)
+    costs = costs_of(plan, models)
+    choice = best_k(costs, taus(plan).__getitem__)
     lengths = {"speculative": max(choice.k, 1), f"speculative k={grid.k}": grid.k}
     arms = [engine_arm(name, plan.engine(k), sampling, size.new_tokens) for name, k in lengths.items()]
     arms += [
@@ -82,7 +77,8 @@ def _cell(plan: Plan, grid: Grid, servers: dict[str, Server]) -> dict[str, Any]:
     queue = size.rows if size.rows == 1 else QUEUE * size.rows  # ended rows make room, as when serving
     prompts = plan.prompts(size.quick_prompts, max(size.prompts, BATCHES * queue))
     timing = interleave(arms, prompts, queue, size.seed)
-    return _found(timing, costs, lengths, sampling) | {"floor": _floor(pair, costs, lengths["speculative"])}
+    floor = _floor(models, costs, lengths["speculative"], machine)
+    return _found(timing, costs, lengths, sampling) | {"floor": floor}
 
 
 def _transformers(plan: Plan, k: int) -> list[Arm]:
@@ -91,54 +87,21 @@ def _transformers(plan: Plan, k: int) -> list[Arm]:
     new, sampling = plan.bench.new_tokens, plan.sampling
     arms = [transformers_arm("transformers", plan.target, sampling, new, rows=plan.bench.rows)]
     if plan.bench.rows == 1:
-        draft: PreTrainedModel = plan.served
         arms += [
-            transformers_arm("transformers assisted", plan.target, sampling, new, assistant=draft),
-            transformers_arm("transformers matched", plan.target, sampling, new, assistant=draft, k=k),
+            transformers_arm("transformers assisted", plan.target, sampling, new, assistant=plan.served),
+            transformers_arm("transformers matched", plan.target, sampling, new, assistant=plan.served, k=k),
         ]
     return arms
 
 
-def _pair(plan: Plan) -> tuple[LM, LM]:
-    size = plan.bench
-    vocabulary = plan.plain().target.vocabulary
-    return (
-        LM(plan.target, size.rows, vocabulary, compile=size.compile),
-        LM(plan.served, size.rows, vocabulary, compile=size.compile, int8=plan.int8),
-    )
-
-
-def _floor(pair: tuple[LM, LM], costs: Costs, k: int) -> dict[str, Any]:
+def _floor(models: tuple[LM, LM], costs: Costs, k: int, machine: Machine) -> dict[str, Any]:
     """Shares of measured rounds that the machine could not do without, bytes of each, and what memory was used."""
-    target, draft = pair
-    machine = measure_machine(target.device, target.dtype)
-    least = {
-        name: round_seconds(*pair, n, costs.rows, costs.context, machine) for name, n in (("plain", 0), ("round", k))
-    }
-    moved = (
-        pass_load(target, costs.rows, k + 1, costs.context).bytes
-        + k * pass_load(draft, costs.rows, 1, costs.context).bytes
-    )
-    return {
-        "machine": asdict(machine),
-        "plain_share": least["plain"] / costs.round(0),
-        "round_share": least["round"] / costs.round(k),
-        "plain_bytes": pass_load(target, costs.rows, 1, costs.context).bytes,
-        "round_bytes": moved,
-        "peak_memory_mib": peak_memory() / 2**20,
-    }
-
-
-def _taus(plan: Plan) -> dict[int, float]:
-    """Predicted tau by draft length, from texts decoded plainly that are not timed."""
-    size = plan.bench
-    prompts = plan.prompts(size.quick_prompts + size.prompts, 32)
-    arm = engine_arm("plain", plan.plain(32), plan.sampling, size.new_tokens)
-    texts = interleave([arm], prompts, 32, size.seed, warmup=0).texts("plain")
-    longest = max(size.depths)
-    figures = pair_figures(plan.engine(longest, 32), plan.proposer(), texts, plan.sampling, size.new_tokens, 0.0)
-    r = predict.r_from(figures.logp, figures.logq)
-    return {k: float(predict.tau(r, k, figures.lengths)) for k in range(1, longest + 1)}
+    found: dict[str, Any] = {"machine": asdict(machine), "peak_memory_mib": peak_memory() / 2**20}
+    for name, drafted in (("plain", 0), ("round", k)):
+        loads = round_loads(*models, drafted, costs.rows, costs.context)
+        found[f"{name}_share"] = sum(load.seconds(machine) for load in loads) / costs.round(drafted)
+        found[f"{name}_bytes"] = sum(load.bytes for load in loads)
+    return found
 
 
 def _found(timing: Timing, costs: Costs, lengths: dict[str, int], sampling: Sampling) -> dict[str, Any]:

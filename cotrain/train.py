@@ -121,3 +121,5 @@ def fit(job: Job, module: Distillation, extra: list[Callback]) -> None:
     if trainer.global_step % every:  # the last validation was not at the last step
         trainer.validate(module, asks, verbose=False)
     module.to(job.target.device).eval()  # the trainer leaves it on the CPU
+    if not module.judged:  # the run had stopped between its last step and its report
+        module.judge()

@@ -35,9 +35,6 @@ class Load:
     bytes: float
     operations: float
 
-    def __add__(self, other: "Load") -> "Load":
-        return Load(self.bytes + other.bytes, self.operations + other.operations)
-
     def seconds(self, machine: Machine) -> float:
         return max(self.bytes / machine.bandwidth, self.operations / machine.rate)
 
@@ -86,10 +83,9 @@ def pass_load(lm: LM, rows: int, n: int, context: int) -> Load:
     return Load(moved, 2.0 * rows * n * count)
 
 
-def round_seconds(target: LM, draft: LM | None, k: int, rows: int, context: int, machine: Machine) -> float:
-    """The floor of a round that drafts k tokens, and of plain decoding for k = 0."""
-    floor = pass_load(target, rows, k + 1, context).seconds(machine)
-    return floor + (k * pass_load(draft, rows, 1, context).seconds(machine) if draft else 0.0)
+def round_loads(target: LM, draft: LM, k: int, rows: int, context: int) -> list[Load]:
+    """Every pass of a round that drafts k tokens; k = 0 is a plain step."""
+    return [pass_load(target, rows, k + 1, context)] + k * [pass_load(draft, rows, 1, context)]
 
 
 def peak_memory() -> float:

@@ -13,36 +13,32 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from inference import lean
-from inference.cache import SlotCache, Window
+from inference.cache import Window
 from inference.forward import Lean, additive, visible
 
 LONGEST = 16  # ids a row: longer passes are prefills, bound by arithmetic and not by launches
 
 
-# what was compiled of a model, for every engine that runs it; by whether it is rounded
-_STEPS: WeakKeyDictionary[PreTrainedModel, dict[bool, Any]] = WeakKeyDictionary()
+# what was compiled of a model and in which state, for every engine that runs it; by whether it is rounded
+_STEPS: WeakKeyDictionary[PreTrainedModel, dict[bool, tuple[Any, Any]]] = WeakKeyDictionary()
 
 
 class Compiled(Lean):
-    """As `Lean`, short passes over the first slots compiled, the weights being constants from then on (on a CPU they
-    are laid out for its matrix products). Where the compiler fails, passes run uncompiled, with one warning."""
+    """As `Lean`, short passes over the first slots compiled, the weights being constants from then on, which a CPU's
+    compiler may fold. Where it fails, passes run uncompiled, with one warning."""
 
     failed = False  # for all: what fails once, as for want of a C++ compiler, fails again
 
-    def __init__(self, model: PreTrainedModel, cache: SlotCache, int8: bool = False) -> None:
-        super().__init__(model, cache, int8)
-        self.seen: set[tuple[bool, bool]] = set()
-
     def _read(self) -> None:
-        if hasattr(self, "step"):  # weights were replaced: they are constants of what was compiled
-            _STEPS.pop(self.model, None)
         super()._read()
-        steps = _STEPS.setdefault(self.model, {})
-        if self.int8 not in steps:
+        self.seen: set[tuple[bool, bool]] = set()
+        state, step = _STEPS.setdefault(self.model, {}).get(self.int8, (None, None))
+        if step is None or state != _state(self.model):
             torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)  # for all models
             options: dict[str, Any] = {"freezing": True} if self.model.device.type == "cpu" else {}
-            steps[self.int8] = torch.compile(_Step(self.weights, self.shape), options=options)
-        self.step = steps[self.int8]
+            step = torch.compile(_Step(self.weights, self.shape), options=options)
+            _STEPS[self.model][self.int8] = (_state(self.model), step)
+        self.step = step
 
     def logits(self, ids: Tensor, window: Window) -> Tensor:
         if self._ready(ids, window) and not Compiled.failed:
@@ -71,6 +67,11 @@ class Compiled(Lean):
             self.seen.add(kind)
         logits: Tensor = self.step(*inputs)
         return logits
+
+
+def _state(model: PreTrainedModel) -> list[tuple[int, int]]:
+    """Changes when weights are trained in place, loaded into or replaced."""
+    return [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in model.parameters()]
 
 
 class _Step(nn.Module):

@@ -32,7 +32,7 @@ def load(folder: str | Path, target: PreTrainedModel | str | None = None, **sett
         target = load_model(place, settings.pop("dtype", None))
     draft, own, _ = load_draft(folder, target=hash_target(target.config, tokenizer))
     settings.setdefault("policy", Fixed(made.k if made else 4))
-    greedy, rounded = (bool(made and found) for found in (made and made.objective == "greedy", made and made.int8))
+    greedy, rounded = (made.objective == "greedy", made.int8) if made else (False, False)
     compile = settings.get("compile", False)
     proposer = Independent(draft, greedy, compile=compile, int8=rounded and can_round(draft))
     return Engine(target, proposer, tokenizer=tokenizer or own, **settings)

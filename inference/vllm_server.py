@@ -72,9 +72,9 @@ class Server:
             self.process.kill()
 
 
-def draft_model(folder: str, k: int, greedy: bool = False) -> dict[str, Any]:
-    """speculative_config of an independent draft."""
-    sample = "greedy" if greedy else "probabilistic"
+def draft_model(folder: str, k: int, objective: str = "sampled") -> dict[str, Any]:
+    """speculative_config of an independent draft, which drafts as it was trained to: vLLM's own default is greedy."""
+    sample = "probabilistic" if objective == "sampled" else "greedy"
     return {"method": "draft_model", "model": folder, "num_speculative_tokens": k, "draft_sample_method": sample}
 
 

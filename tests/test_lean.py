@@ -162,3 +162,13 @@ def test_without_a_compiler_passes_run_uncompiled_with_a_message(monkeypatch):
         found = passes(lm)
     torch.testing.assert_close(found, passes(LM(model, 3, stock=True)), rtol=1e-9, atol=1e-9)
     assert Compiled.failed
+
+
+def test_engines_of_a_model_share_what_is_compiled_until_it_is_trained():
+    model = tiny()
+    step = LM(model, 1, compile=True).run.step
+    assert LM(model, 2, compile=True).run.step is step
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.mul_(2)
+    trained = LM(model, 1, compile=True).run.step
+    assert trained is not step and LM(model, 1, compile=True).run.step is trained

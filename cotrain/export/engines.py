@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from inference.store import OBJECTIVES
+from inference.vllm_server import draft_model
 
 Command = Callable[[str, str, int, str], str]
 
@@ -37,12 +38,7 @@ def _json(value: dict[str, Any]) -> str:
 
 
 def _vllm(draft: str, target: str, k: int, objective: str) -> str:
-    settings = {
-        "method": "draft_model",
-        "model": draft,
-        "num_speculative_tokens": k,
-        "draft_sample_method": "probabilistic" if objective == "sampled" else "greedy",
-    }
+    settings = draft_model(draft, k, objective)
     return shlex.join(["vllm", "serve", target, "--speculative-config", _json(settings)])
 
 

@@ -19,7 +19,7 @@ ROWS_OF_BUGS = [
     ("weights_run_code", WEIGHTS, "trust_remote_code=trust_remote_code,", "trust_remote_code=True,", [S + "code_in_a_folder_does_not_run"], "a folder's code runs unasked"),
     ("pair_hashes_the_pad_id", PAIR, '"unk": tokenizer.unk_token_id}', '"unk": tokenizer.unk_token_id, "pad": tokenizer.pad_token_id}', [S + "hash_is_of_what_matters"], "setting the pad token makes a draft refuse its target"),
     ("pair_lengths_alone", PAIR, "    if p != q:\n", "    if len(p) != len(q):\n", [S + "vocabularies_of_one_size_may_differ"], "vocabularies compared by size"),
-    ("vllm_drafts_greedily", ENGINES, '"probabilistic" if objective == "sampled" else "greedy"', '"greedy"', [X + "vllm_drafts_as_the_draft_was_trained"], "a draft trained for sampling is served greedily"),
+    ("vllm_drafts_greedily", "inference/vllm_server.py", '"probabilistic" if objective == "sampled" else "greedy"', '"greedy"', [X + "vllm_drafts_as_the_draft_was_trained"], "a draft trained for sampling is served greedily"),
     ("sglang_forgets_the_anchor", ENGINES, "str(k + 1)", "str(k)", [X + "sglang_counts_the_anchor_among_its_draft_tokens"], 27),
     ("padded_rows_anything", VOCABULARY, "0 if least is None else table.weight[least]", "table.weight[:1]", [X + "padded_rows_have_next_to_no_mass"], 22),
     ("padded_bias_zero", VOCABULARY, "BIAS = -1e4", "BIAS = 0.0", [X + "a_head_with_a_bias_gives_padded_rows_no_mass"], 22),
