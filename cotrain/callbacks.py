@@ -15,21 +15,23 @@ Measure = Callable[[PreTrainedModel], dict[str, float]]
 
 @dataclass(frozen=True)
 class Kept:
-    """A checkpoint's folder of weights and its quick speed-up."""
+    """A checkpoint's folder of weights, its quick speed-up, and tau predicted on the held-out texts."""
 
     step: int
     path: Path
     speedup: float
+    tau: float
 
 
 class RealSpeed(Callback):
     """Measures the draft with the engine at every validation, logs it, and keeps the weights of each.
 
-    measure: draft -> figures with a `speedup`, timed on few prompts, so noisy: it only ranks checkpoints.
+    measure: draft -> figures with a `speedup`, timed on few prompts, so noisy. tau: of the draft as the held-out texts
+    were last scored, exact and from thousands of tokens. It is what ranks checkpoints: their rounds cost the same.
     """
 
-    def __init__(self, measure: Measure, folder: Path) -> None:
-        self.measure, self.folder = measure, folder
+    def __init__(self, measure: Measure, tau: Callable[[], float], folder: Path) -> None:
+        self.measure, self.tau, self.folder = measure, tau, folder
         self.kept: list[Kept] = []
 
     def on_validation_end(self, trainer: lightning.Trainer, module: Any) -> None:
@@ -38,19 +40,19 @@ class RealSpeed(Callback):
             trainer.logger.log_metrics({f"speed/{name}": value for name, value in figures.items()}, trainer.global_step)
         path = self.folder / f"step-{trainer.global_step}"
         module.draft.save_pretrained(path)
-        self.kept.append(Kept(trainer.global_step, path, figures["speedup"]))
+        self.kept.append(Kept(trainer.global_step, path, figures["speedup"], self.tau()))
 
     def state_dict(self) -> dict[str, Any]:
-        return {"kept": [(k.step, str(k.path.name), k.speedup) for k in self.kept]}
+        return {"kept": [(k.step, str(k.path.name), k.speedup, k.tau) for k in self.kept]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.kept = [Kept(step, self.folder / name, speed) for step, name, speed in state_dict["kept"]]
+        self.kept = [Kept(step, self.folder / name, *found) for step, name, *found in state_dict["kept"]]
 
     def fastest(self) -> Kept:
         """The checkpoint to measure afresh. Raises ValueError before any validation."""
         if not self.kept:
             raise ValueError("no checkpoint was measured: trainer.steps ended before a validation")
-        return max(self.kept, key=lambda kept: kept.speedup)
+        return max(self.kept, key=lambda kept: kept.tau)
 
 
 class Bar(TQDMProgressBar):

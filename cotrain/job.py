@@ -107,7 +107,7 @@ def build(job: Job, network: PreTrainedModel) -> Distillation:
     cut = truncation(cfg.regime)
     judged = {
         t: held_out(read_target, sampled.texts("held_out", sampling(cfg.regime, t), prompts), t, cut)
-        for t in cfg.rollout.temperatures
+        for t in sorted({*cfg.rollout.temperatures, cfg.regime.temperature})  # checkpoints are ranked in the regime
     }
     rate = cfg.optimizer
     return Distillation(

@@ -8,7 +8,7 @@ import lightning
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from cotrain import losses
+from cotrain import acceptance, losses
 from cotrain.evaluate import HeldOut, Scores, evaluate, figures
 from cotrain.rows import Truncate, chunked
 from cotrain.teacher import Remembering, split
@@ -104,6 +104,11 @@ class Distillation(lightning.LightningModule):
     def acceptance(self) -> dict[str, float]:
         """Every figure of `evaluate`, named for its temperature."""
         return {_tag(name, t): value for t, found in self.judged.items() for name, value in figures(found).items()}
+
+    def tau(self, k: int) -> float:
+        """Tokens per target call at draft length k in the regime, as predicted on the held-out texts."""
+        found = self.judged[self.temperature]["all"]
+        return float(acceptance.tau(found.r, k, found.lengths))
 
     def scores(self) -> dict[float, Scores]:
         """Of all held-out texts together, by temperature."""

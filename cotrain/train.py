@@ -34,13 +34,13 @@ def distil(cfg: TrainConfig, folder: Path) -> dict[str, Any]:
     job = Job(cfg, folder, target, tokenizer)
     network = initial(cfg, target)
     module = build(job, network)
-    speed = RealSpeed(lambda draft: bench.quick(job.plan(draft), k), folder / "checkpoints")
+    speed = RealSpeed(lambda draft: bench.quick(job.plan(draft), k), lambda: module.tau(k), folder / "checkpoints")
     fit(job, module, [speed] if cfg.measure else [])
     keep_figures(job, module)
     if not cfg.measure:
         return {}
     fastest = speed.fastest()
-    print(f"measuring the fastest checkpoint, step {fastest.step}, on prompts it was not chosen by")
+    print(f"measuring the checkpoint of the highest tau, step {fastest.step}, on other prompts")
     if fastest.step < cfg.trainer.steps:
         network.load_state_dict(type(network).from_pretrained(fastest.path, dtype=torch.float32).state_dict())
         module.judge()
@@ -70,7 +70,7 @@ def export(job: Job, module: Distillation, speed: RealSpeed) -> dict[str, Any]:
     }
     extra = {
         "held_out": module.acceptance(),
-        "checkpoints": [{"step": kept.step, "speedup": kept.speedup} for kept in speed.kept],
+        "checkpoints": [{"step": kept.step, "speedup": kept.speedup, "tau": kept.tau} for kept in speed.kept],
         "exported_step": speed.fastest().step,
         "training": made,
     }

@@ -5,7 +5,7 @@ length is masked, then overwritten: rolling back is lowering a length, nothing i
 Active rows fill slots [0, A) without holes, so a pass over them reads plain views.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 class Window:
     """Where one pass writes and reads: slots [low, high), positions (A, n), slots read up to `limit`.
 
-    `start` is the common first position of all rows (then writing is a plain slice), or None when rows differ.
+    `start` is the common first position of all rows, or None when rows differ.
     """
 
     low: int
@@ -26,6 +26,17 @@ class Window:
     positions: Tensor
     start: int | None
     limit: int
+    _places: dict[tuple[int, int], Tensor] = field(default_factory=dict, repr=False)
+
+    def places(self, heads: int, slots: int) -> Tensor:
+        """Where new tokens stand in `heads` x `slots` of every row laid end to end -> (A heads n); made once a pass."""
+        found = self._places.get((heads, slots))
+        if found is None:
+            row = torch.arange(self.low, self.high, device=self.positions.device)[:, None, None] * heads
+            head = torch.arange(heads, device=self.positions.device)[:, None]
+            found = ((row + head) * slots + self.positions.unsqueeze(1)).flatten()
+            self._places[heads, slots] = found
+        return found
 
 
 class SlotLayer(CacheLayerMixin):
@@ -86,13 +97,9 @@ class SlotLayer(CacheLayerMixin):
 
 
 def _write(store: Tensor, states: Tensor, window: Window) -> Tensor:
-    rows = slice(window.low, window.high)
-    if window.start is not None:
-        store[rows, :, window.start : window.start + states.shape[2]] = states
-    else:
-        row = torch.arange(window.low, window.high, device=store.device).unsqueeze(1)
-        store[row, :, window.positions] = states.transpose(1, 2)
-    return store[rows, :, : window.limit]
+    places = window.places(store.shape[1], store.shape[2])
+    store.flatten(0, 2).index_copy_(0, places, states.flatten(0, 2))
+    return store[window.low : window.high, :, : window.limit]
 
 
 class SlotCache(Cache):

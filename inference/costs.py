@@ -6,6 +6,7 @@ B rows, K longest draft. All times are wall seconds of B rows together, medians 
 import time
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import TypeVar
 
@@ -20,12 +21,14 @@ from inference.target import LM
 from inference.turn import Turn
 
 Key = TypeVar("Key", bound=Hashable)
+SPREAD = 7  # tokens between the lengths of one text and the next
 
 
 @dataclass(frozen=True)
 class Costs:
-    """target[n-1]: a target pass over n ids a row, n = 1..K+1; draft: one draft step (pass, law, draw);
-    rest[k]: the rest of a round that drafted k, k = 0..K (laws, verification, draws, results on the host).
+    """target[n-1]: a target pass over n ids a row, n = 1..K+1; draft: one draft step (pass, law, draw); first: what
+    the first step of a round takes more, 0 for a single row: of several, some row accepted every draft and brings two
+    ids; rest[k]: the rest of a round that drafted k, k = 0..K (laws, verification, draws, results on the host).
 
     rows, context: the shapes measured; target_dtype, draft_dtype: of the models' weights.
     """
@@ -37,10 +40,11 @@ class Costs:
     context: int = 0
     target_dtype: str = ""
     draft_dtype: str = ""
+    first: float = 0.0
 
     def round(self, k: int) -> float:
         """Seconds of a round that drafts k tokens: k t_draft + t_target(k+1) + t_round(k)."""
-        return k * self.draft + self.target[k] + self.rest[k]
+        return k * self.draft + self.first * (k > 0) + self.target[k] + self.rest[k]
 
     @property
     def ratio(self) -> float:
@@ -99,16 +103,20 @@ def measure_costs(
     repeats: int = 9,
     warmup: int = 2,
 ) -> Costs:
-    """Time both models, as they will be run, on as many texts of `context` tokens as they have rows, for k = 0..K.
+    """Time both models, as they will be run, on as many texts as they have rows, for k = 0..K: of about `context` tokens,
+    no two of the same length, as after some rounds.
 
     Raises ValueError when context + K + 1 tokens do not fit a model.
     """
     room = min(target.context, draft.context)
     if context < 1 or context + K + 1 > room:
         raise ValueError(f"context={context} and K={K}: both models must hold context + K + 1, at most {room}")
-    texts = torch.randint(
-        target.vocabulary, (target.rows, context), generator=torch.Generator().manual_seed(0)
-    ).tolist()
+    seeded = torch.Generator().manual_seed(0)
+    apart = min(SPREAD, context // target.rows)
+    lengths = [context + apart * (row - target.rows // 2) for row in range(target.rows)]
+    texts = [
+        torch.randint(target.vocabulary, (min(length, room - K - 1),), generator=seeded).tolist() for length in lengths
+    ]
     store_prompts(target, 0, texts)
     store_prompts(draft, 0, texts)
     found = interleaved(_tasks(target, draft, texts, K, sampling), repeats, warmup)
@@ -120,6 +128,7 @@ def measure_costs(
         context,
         target.weights,
         draft.weights,
+        max(0.0, found["draft", 2] - found["draft", 1]) if target.rows > 1 else 0.0,
     )
 
 
@@ -139,13 +148,13 @@ def _tasks(
         return Turn(rows, [k] * len(rows), "token", noise, lm.vocabulary, lm.device)
 
     @torch.inference_mode()
-    def step() -> None:
-        one = turn(K, draft)
-        law = one.law(draft.forward(ids[:, :1].to(draft.device), at)[:, -1], [])
+    def step(n: int) -> None:
+        one, last = turn(K, draft), torch.full((len(rows),), n - 1, device=draft.device)
+        law = one.law(draft.forward(ids[:, :n].to(draft.device), at, only=last if n > 1 else None)[:, -1], [])
         one.draw(law, 0)
         draft.wait()
 
-    tasks: dict[tuple[str, int], Callable[[], object]] = {("draft", 1): step}
+    tasks: dict[tuple[str, int], Callable[[], object]] = {("draft", n): partial(step, n) for n in (1, 2)}
     for n in range(1, K + 2):
         tasks["target", n] = _pass(target, ids[:, :n], at)
         tasks["rest", n - 1] = _rest(turn, target, logits[:, :n], ids[:, : n - 1])

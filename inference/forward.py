@@ -1,5 +1,6 @@
 """How a model's passes are run: by transformers' own forward, or in few operations where those are known."""
 
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -9,12 +10,14 @@ from transformers import PreTrainedModel
 from inference import lean
 from inference.cache import SlotCache, Window, sliding_window
 
+SHORT = 16  # ids a row: longer passes are prefills, bound by arithmetic and not by launches
+
 
 class Forward(Protocol):
     """One pass over ids (A, n) at a window's positions; new keys and values go to the cache."""
 
-    def logits(self, ids: Tensor, window: Window) -> Tensor:
-        """-> (A, n, V)."""
+    def logits(self, ids: Tensor, window: Window, only: Tensor | None = None) -> Tensor:
+        """-> (A, n, V), or (A, 1, V) after id `only` (A,) of each row."""
 
     def store(self, ids: Tensor, window: Window) -> None:
         """As `logits`, without the head."""
@@ -33,9 +36,9 @@ class Stock:
         self.sdpa = config._attn_implementation == "sdpa"
         self.kinds, self.width = set(getattr(config, "layer_types", None) or ()), sliding_window(config)
 
-    def logits(self, ids: Tensor, window: Window) -> Tensor:
+    def logits(self, ids: Tensor, window: Window, only: Tensor | None = None) -> Tensor:
         logits: Tensor = self._call(self.model, ids, window).logits
-        return logits
+        return logits if only is None else picked(logits, only)
 
     def store(self, ids: Tensor, window: Window) -> None:
         self._call(self.model.base_model, ids, window)
@@ -67,16 +70,19 @@ class Lean:
         self.model, self.cache, self.int8 = model, cache, int8
         self._read()
 
-    def logits(self, ids: Tensor, window: Window) -> Tensor:
+    def logits(self, ids: Tensor, window: Window, only: Tensor | None = None) -> Tensor:
         states = self._hidden(ids, window)  # before the head is looked up: it may find new weights
-        return self.weights.head(states)
+        return self.weights.head(states if only is None else picked(states, only))
 
     def store(self, ids: Tensor, window: Window) -> None:
-        self._hidden(ids, window)
+        self._hidden(ids, window, stored=True)
 
-    def _hidden(self, ids: Tensor, window: Window) -> Tensor:
+    def _hidden(self, ids: Tensor, window: Window, stored: bool = False) -> Tensor:
         cos, sin = self.rotation(window)
-        return lean.hidden(ids, self.weights, self.shape, cos, sin, self.mask(window), self._keep)
+        return lean.hidden(ids, self.weights, self.shape, cos, sin, self._keep, self._attend(window), stored)
+
+    def _attend(self, window: Window) -> lean.Attend:
+        return attention(self.mask(window), self.shape)
 
     def _keep(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         return self.cache.stores[layer].update(keys, values)
@@ -84,24 +90,40 @@ class Lean:
     def _read(self) -> None:
         weights = lean.weights_of(self.model)
         self.weights, self.shape = lean.int8(weights) if self.int8 else weights, lean.shape_of(self.model)
-        self.angles = lean.angles(self.model, self.cache.slots)
+        self._turn()
+
+    def _turn(self) -> None:
+        cos, sin = lean.angles(self.model, self.cache.slots)
+        self.angles = cos.to(self.shape.held), sin.to(self.shape.held)
 
     def rotation(self, window: Window) -> tuple[Tensor, Tensor]:
-        """cos and sin (A or 1, 1, n, D) of the window's positions, from a table that grows with the slots."""
+        """cos and sin (A or 1, n, 1, D) of the window's positions, from a table that grows with the slots."""
         if not lean.current(self.weights, self.model):
             self._read()
         if self.angles[0].shape[0] < window.limit:
-            self.angles = lean.angles(self.model, self.cache.slots)
+            self._turn()
         if window.start is not None:
-            cos, sin = (part[None, None, window.start : window.limit] for part in self.angles)
+            cos, sin = (part[None, window.start : window.limit, None] for part in self.angles)
         else:
-            cos, sin = (part[window.positions].unsqueeze(1) for part in self.angles)
+            cos, sin = (part[window.positions].unsqueeze(2) for part in self.angles)
         return cos, sin
 
     def mask(self, window: Window) -> Tensor | None:
         if window.limit - 1 == window.start:
             return None  # one id a row, after everything that is read
         return additive(visible(window, self.model.device), self.shape.held)
+
+
+def attention(mask: Tensor | None, shape: lean.Shape) -> lean.Attend:
+    """The cheaper way to attend under a mask (A, 1, n, L), None: all is seen."""
+    if mask is None or mask.shape[2] > SHORT or mask.device.type != "cpu":
+        return partial(lean.flash, mask=mask, shape=shape)
+    return partial(lean.batched, mask=lean.grouped(mask, shape), shape=shape)
+
+
+def picked(states: Tensor, only: Tensor) -> Tensor:
+    """(A, n, ...) at `only` (A,) -> (A, 1, ...)."""
+    return states[torch.arange(len(only), device=only.device), only].unsqueeze(1)
 
 
 def visible(window: Window, device: torch.device, width: int | None = None) -> Tensor:

@@ -14,10 +14,7 @@ from transformers import PreTrainedModel
 
 from inference import lean
 from inference.cache import Window
-from inference.forward import Lean, additive, visible
-
-LONGEST = 16  # ids a row: longer passes are prefills, bound by arithmetic and not by launches
-
+from inference.forward import SHORT, Lean, additive, attention, picked, visible
 
 # what was compiled of a model and in which state, for every engine that runs it; by whether it is rounded
 _STEPS: WeakKeyDictionary[PreTrainedModel, dict[bool, tuple[Any, Any]]] = WeakKeyDictionary()
@@ -40,23 +37,23 @@ class Compiled(Lean):
             _STEPS[self.model][self.int8] = (_state(self.model), step)
         self.step = step
 
-    def logits(self, ids: Tensor, window: Window) -> Tensor:
+    def logits(self, ids: Tensor, window: Window, only: Tensor | None = None) -> Tensor:
         if self._ready(ids, window) and not Compiled.failed:
             try:
-                return self._compiled(ids, window)
+                return self._compiled(ids, window, only)
             except Exception as error:  # whatever the compiler raises
                 Compiled.failed = True
                 reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
                 warnings.warn(f"torch.compile failed, passes run uncompiled: {reason}", stacklevel=2)
-        return super().logits(ids, window)
+        return super().logits(ids, window, only)
 
     def _ready(self, ids: Tensor, window: Window) -> bool:
         """The last row of a batch runs uncompiled: a graph of one row would be made for a few rounds."""
         store = self.cache.stores[0]
         usual = (ids.shape[0] > 1) == (store.rows > 1)
-        return usual and window.low == 0 and ids.shape[1] <= LONGEST and store.is_initialized
+        return usual and window.low == 0 and ids.shape[1] <= SHORT and store.is_initialized
 
-    def _compiled(self, ids: Tensor, window: Window) -> Tensor:
+    def _compiled(self, ids: Tensor, window: Window, only: Tensor | None) -> Tensor:
         cos, sin = self.rotation(window)
         mask = additive(visible(window, ids.device), self.shape.held)
         keys, values = ([getattr(store, name) for store in self.cache.stores] for name in ("keys", "values"))
@@ -65,7 +62,9 @@ class Compiled(Lean):
         if kind not in self.seen:
             _mark(*inputs)
             self.seen.add(kind)
-        logits: Tensor = self.step(*inputs)
+        if only is not None and ids.shape[0] > 1:
+            torch._dynamo.mark_dynamic(only, 0)
+        logits: Tensor = self.step(*inputs, only)
         return logits
 
 
@@ -108,8 +107,10 @@ class _Step(nn.Module):
         mask: Tensor,
         keys: list[Tensor],
         values: list[Tensor],
+        only: Tensor | None,
     ) -> Tensor:
-        """ids, positions (A, n), mask (A, 1, n, L), keys, values (rows, G, slots, D) a layer -> logits (A, n, V)."""
+        """ids, positions (A, n), mask (A, 1, n, L), keys, values (rows, G, slots, D) a layer -> logits (A, n, V), or
+        (A, 1, V) of `only` (A,)."""
         A, L = ids.shape[0], mask.shape[-1]
         row = torch.arange(A, device=ids.device).unsqueeze(1)
         weights = self._tensors(self.weights)
@@ -119,12 +120,13 @@ class _Step(nn.Module):
                 store.transpose(1, 2).index_put_((row, positions), new.transpose(1, 2))
             return keys[layer][:A, :, :L], values[layer][:A, :, :L]
 
-        return weights.head(lean.hidden(ids, weights, self.shape, cos, sin, mask, keep))
+        states = lean.hidden(ids, weights, self.shape, cos, sin, keep, attention(mask, self.shape))
+        return weights.head(states if only is None else picked(states, only))
 
 
 def _mark(ids: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, keys: Any, values: Any) -> None:
     """Sizes that change from pass to pass; a size of one is a graph of its own."""
-    changing = [(ids, (0, 1)), (positions, (0, 1)), (cos, (0, 2)), (sin, (0, 2)), (mask, (0, 2, 3))]
+    changing = [(ids, (0, 1)), (positions, (0, 1)), (cos, (0, 1)), (sin, (0, 1)), (mask, (0, 2, 3))]
     for tensor, sizes in changing + [(store, (2,)) for store in (*keys, *values)]:
         for size in sizes:
             if tensor.shape[size] > 1:

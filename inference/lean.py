@@ -23,6 +23,7 @@ FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3
 ROTATIONS = ("default", "linear", "llama3", "yarn")  # angles that depend on a token's own position alone
 
 Keep = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Linear(NamedTuple):
@@ -89,25 +90,54 @@ def applies(model: PreTrainedModel) -> bool:
 
 
 def hidden(
-    ids: Tensor, weights: Weights, shape: Shape, cos: Tensor, sin: Tensor, mask: Tensor | None, keep: Keep
+    ids: Tensor,
+    weights: Weights,
+    shape: Shape,
+    cos: Tensor,
+    sin: Tensor,
+    keep: Keep,
+    attend: Attend,
+    stored: bool = False,
 ) -> Tensor:
     """ids (A, n) -> final hidden states (A, n, W).
 
-    cos, sin (A or 1, 1, n, D): see `angles`. mask (A, 1, n, L), added to the scores, None when each id sees all
-    slots. keep(i, k, v): stores layer i's new keys and values (A, G, n, D), returns all it may read (A, G, L, D).
+    cos, sin (A or 1, n, 1, D): see `angles`. keep(i, k, v): stores layer i's new keys and values (A, G, n, D), returns
+    all it may read (A, G, L, D). attend(q, k, v): of `flash` or `batched`, queries (A, H, n, D). stored: only what is
+    kept matters, and the last layer goes no further.
     """
     x = F.embedding(ids, weights.embedding)
     for i, w in enumerate(weights.layers):
         A, n, _ = x.shape
-        states = w.qkv(_norm(x, w.first, shape.eps)).view(A, n, -1, shape.size).transpose(1, 2)
-        q, k, v = _rotated(states, w, shape, cos, sin)
-        k, v = keep(i, k.to(shape.held), v.to(shape.held))
-        grouped = shape.heads != shape.groups
-        seen = F.scaled_dot_product_attention(q.to(shape.held), k, v, mask, scale=shape.scale, enable_gqa=grouped)
-        x = x + w.out(seen.transpose(1, 2).reshape(A, n, -1).to(x.dtype))
+        states = w.qkv(_norm(x, w.first, shape.eps)).view(A, n, -1, shape.size).to(shape.held)
+        q, k, v = (part.transpose(1, 2) for part in _rotated(states, w, shape, cos, sin))
+        k, v = keep(i, k, v)
+        if stored and i + 1 == len(weights.layers):
+            return x
+        x = x + w.out(attend(q, k, v).transpose(1, 2).reshape(A, n, -1).to(x.dtype))
         gate, up = w.gate_up(_norm(x, w.second, shape.eps)).chunk(2, -1)
         x = x + w.down(F.silu(gate) * up)
     return _norm(x, weights.norm, shape.eps)
+
+
+def flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, shape: Shape) -> Tensor:
+    """Attention (A, H, n, D) by torch's own kernels; mask (A, 1, n, L) is added to the scores, None: all is seen."""
+    grouped = shape.heads != shape.groups
+    return F.scaled_dot_product_attention(q, k, v, mask, scale=shape.scale, enable_gqa=grouped)
+
+
+def batched(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, shape: Shape) -> Tensor:
+    """The same in two batched products, heads of a group side by side: for a few ids a row on a CPU, whose kernel
+    takes half as long again. mask (A G, H/G n, L), see `grouped`."""
+    A, H, n, D = q.shape
+    queries = q.reshape(A * shape.groups, -1, D)
+    scores = torch.baddbmm(mask, queries, k.flatten(0, 1).transpose(1, 2), alpha=shape.scale)
+    return torch.bmm(scores.softmax(-1), v.flatten(0, 1)).view(A, H, n, D)
+
+
+def grouped(mask: Tensor, shape: Shape) -> Tensor:
+    """(A, 1, n, L) -> (A G, H/G n, L), one for every head."""
+    A, _, n, L = mask.shape
+    return mask.expand(A, shape.heads, n, L).reshape(A * shape.groups, -1, L)
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -118,13 +148,13 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _rotated(states: Tensor, w: Layer, shape: Shape, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(A, H+2G, n, D) -> queries (A, H, n, D), keys and values (A, G, n, D)."""
-    turned, v = states.split((shape.heads + shape.groups, shape.groups), 1)
+    """(A, n, H+2G, D) -> queries (A, n, H, D), keys and values (A, n, G, D)."""
+    turned, v = states.split((shape.heads + shape.groups, shape.groups), 2)
     if w.q_norm is not None and w.k_norm is not None:
-        q, k = turned.split((shape.heads, shape.groups), 1)
-        turned = torch.cat((_norm(q, w.q_norm, shape.eps), _norm(k, w.k_norm, shape.eps)), 1)
+        q, k = turned.split((shape.heads, shape.groups), 2)
+        turned = torch.cat((_norm(q, w.q_norm, shape.eps), _norm(k, w.k_norm, shape.eps)), 2)
     turned = turned * cos + turned.roll(shape.size // 2, -1) * sin
-    q, k = turned.split((shape.heads, shape.groups), 1)
+    q, k = turned.split((shape.heads, shape.groups), 2)
     return q, k, v
 
 

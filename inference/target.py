@@ -73,13 +73,13 @@ class LM:
         """What keys and values are held in."""
         return self.run.shape.held if isinstance(self.run, Lean) else self.dtype
 
-    def forward(self, ids: Tensor, start: Sequence[int], low: int = 0) -> Tensor:
+    def forward(self, ids: Tensor, start: Sequence[int], low: int = 0, only: Tensor | None = None) -> Tensor:
         """One pass: ids (A, n) of slots [low, low + A) at positions start_b, start_b + 1, ...
 
-        Returns logits (A, n, V). Entries of a row past its real tokens are computed from whatever ids stand
-        there and overwritten by its next pass.
+        Returns logits (A, n, V), or (A, 1, V) after id `only` (A,) of each row. Entries of a row past its real tokens
+        are computed from whatever ids stand there and overwritten by its next pass.
         """
-        logits = self.run.logits(ids.clamp(max=self.size - 1), self._aimed(ids, start, low))
+        logits = self.run.logits(ids.clamp(max=self.size - 1), self._aimed(ids, start, low), only)
         missing = self.vocabulary - logits.shape[-1]
         if missing > 0:
             return torch.nn.functional.pad(logits, (0, missing), value=-math.inf)

@@ -98,6 +98,10 @@ def test_every_cell_is_timed_beside_what_its_costs_allow(tmp_path: Path) -> None
         assert arms["plain"]["over_plain"]["value"] == 1 and arms["plain"]["tau"] == 1
         chosen = arms["speculative"]
         costs = cell["costs"]
-        plain, whole = (k * costs["draft"] + costs["target"][k] + costs["rest"][k] for k in (0, chosen["k"]))
+        assert (costs["first"] > 0) <= (cell["rows"] > 1)  # one row brings one id
+        plain, whole = (
+            k * costs["draft"] + bool(k) * costs["first"] + costs["target"][k] + costs["rest"][k]
+            for k in (0, chosen["k"])
+        )
         assert chosen["allowed"] == pytest.approx(chosen["tau"] * plain / whole)
     assert any("of what the table allows" in text for text in said)

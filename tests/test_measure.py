@@ -209,6 +209,8 @@ def test_best_length_looks_past_a_cliff_and_may_be_none():
     assert best_k(cliff, lambda k: 1 + 0.9 * k).speedups[1] < 1
     assert best_k(Costs((1.0, 2.0), 0.5, (0.1, 0.1)), lambda k: 1.2).k == 0
     assert Costs((1.0, 2.0), 0.5, (0.25, 0.1)).round(1) == 2.6
+    assert Costs((1.0, 2.0), 0.5, (0.25, 0.1), first=0.3).round(1) == pytest.approx(2.9)
+    assert Costs((1.0, 2.0), 0.5, (0.25, 0.1), first=0.3).round(0) == 1.25
     assert Costs((1.0, 2.0), 0.5, (0.25, 0.1)).ratio == 0.4
 
 
@@ -227,5 +229,6 @@ def test_costs_are_measured_on_the_shapes_asked_for(pair):
     assert len(found.target) == len(found.rest) == 3
     assert min(*found.target, *found.rest, found.draft) > 0
     assert (found.rows, found.context, found.target_dtype) == (3, 10, "float64")
+    assert measure_costs(*(LM(model, 1) for model in pair), 2, context=10, repeats=1, warmup=0).first == 0
     with pytest.raises(ValueError, match="context=254"):
         measure_costs(target, draft, 2, context=254)

@@ -178,8 +178,8 @@ def test_a_draft_learns_from_a_quantised_target(quantisation: str, tmp_path: Pat
 
 
 def test_speed_is_measured_at_validations_and_survives_a_checkpoint(tmp_path: Path) -> None:
-    speeds = iter([1.2, 1.9, 1.4])
-    found = RealSpeed(lambda draft: {"speedup": next(speeds)}, tmp_path / "one")
+    speeds, taus = iter([1.2, 1.4]), iter([2.0, 1.8])
+    found = RealSpeed(lambda draft: {"speedup": next(speeds)}, lambda: next(taus), tmp_path / "one")
     with pytest.raises(ValueError, match="trainer.steps"):
         found.fastest()
     small = tiny(layers=1, seed=3)
@@ -187,12 +187,13 @@ def test_speed_is_measured_at_validations_and_survives_a_checkpoint(tmp_path: Pa
     run = trainer(tmp_path, 2, found)
     run.validate(module, DataLoader([0]), verbose=False)
     run.fit(module, loader(), DataLoader([0]))
-    assert found.fastest() == Kept(2, tmp_path / "one" / "step-2", 1.9)
-    kept = LlamaForCausalLM.from_pretrained(found.fastest().path)
+    assert found.fastest() == Kept(0, tmp_path / "one" / "step-0", 1.2, 2.0)  # a clock on few prompts does not rank
+    kept = LlamaForCausalLM.from_pretrained(found.kept[1].path)
     assert all(torch.equal(value, small.state_dict()[name]) for name, value in kept.state_dict().items())
-    other = RealSpeed(lambda draft: {}, tmp_path / "moved")
+    other = RealSpeed(lambda draft: {}, lambda: 0.0, tmp_path / "moved")
     other.load_state_dict(found.state_dict())
-    assert other.kept == [Kept(0, tmp_path / "moved" / "step-0", 1.2), Kept(2, tmp_path / "moved" / "step-2", 1.9)]
+    moved = tmp_path / "moved"
+    assert other.kept == [Kept(0, moved / "step-0", 1.2, 2.0), Kept(2, moved / "step-2", 1.4, 1.8)]
 
 
 def stepped(model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, seed: int) -> None:

@@ -64,9 +64,9 @@ def test_the_report_is_whole(run: Path) -> None:
     assert {"alpha_T0/own", "alpha_T1/all", "tau_T1/all/2"} <= set(extra["held_out"])
 
 
-def test_the_draft_is_the_fastest_checkpoint(run: Path) -> None:
+def test_the_draft_is_the_checkpoint_of_the_highest_tau(run: Path) -> None:
     extra = json.loads((run / "draft" / "report.json").read_text())["extra"]
-    fastest = max(extra["checkpoints"], key=lambda kept: kept["speedup"])["step"]
+    fastest = max(extra["checkpoints"], key=lambda kept: kept["tau"])["step"]
     assert extra["exported_step"] == fastest
     served = {name: value.to(torch.bfloat16) for name, value in weights(run, fastest).items()}
     assert same(load_file(run / "draft" / "model.safetensors"), served)

@@ -74,9 +74,8 @@ class Independent:
         """Logits (A, V) after each whole text; ragged tails are padded on the right, past what is read."""
         rows = zip(texts, k, self.stored, strict=True)
         lacking = [text[stored:] if wanted else [] for text, wanted, stored in rows]
-        logits = self.lm.forward(_pad(lacking, self.lm.device), self.stored)  # (A, n, V)
         last = torch.tensor([max(len(tail), 1) - 1 for tail in lacking], device=self.lm.device)
-        return logits[torch.arange(len(texts), device=self.lm.device), last]
+        return self.lm.forward(_pad(lacking, self.lm.device), self.stored, only=last)[:, 0]
 
     def commit(self, valid: Sequence[int]) -> None:
         self.stored = [min(stored, length) for stored, length in zip(self.stored, valid, strict=True)]
