@@ -103,8 +103,8 @@ def measure_costs(
     repeats: int = 9,
     warmup: int = 2,
 ) -> Costs:
-    """Time both models, as they will be run, on as many texts as they have rows, for k = 0..K: of about `context` tokens,
-    no two of the same length, as after some rounds.
+    """Time both models, as they will be run, on as many texts as they have rows, for k = 0..K: texts of about `context`
+    tokens, no two of the same length, as after some rounds.
 
     Raises ValueError when context + K + 1 tokens do not fit a model.
     """
