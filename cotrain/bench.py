@@ -36,6 +36,7 @@ class Plan:
     verify: str
     bench: Bench
     names: tuple[str, str]  # of target and draft, to print
+    objective: str = "sampled"  # how it drafts; "greedy": its likeliest tokens
 
     @cached_property
     def served(self) -> PreTrainedModel:
@@ -53,7 +54,7 @@ class Plan:
         return self.bench.draft_int8 and can_round(self.served)
 
     def proposer(self, compile: bool = False) -> Independent:
-        return Independent(self.served, compile=compile, int8=self.int8)
+        return Independent(self.served, self.objective == "greedy", compile=compile, int8=self.int8)
 
     def engine(self, k: int, rows: int | None = None, proposer: Proposer | None = None) -> Engine:
         compile = self.bench.compile and not rows  # what only counts is not worth compiling

@@ -29,6 +29,7 @@ COMMANDS = {
     "bench": "measure speculative decoding beside plain decoding",
     "export": "write a draft in the layout a serving engine loads",
     "compare": "paired intervals of tau between runs",
+    "serve_check": "compare a running server's acceptance with this engine's",
     "generate": "generate text, the drafted tokens marked",
 }
 FLAGS = ("--help", "--hydra-help", "--version", "--resolve", "--cfg", "--package", "--run", "--multirun",
@@ -56,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _usage() -> str:
-    rows = "\n".join(f"  {name:<10} {line}" for name, line in COMMANDS.items())
+    rows = "\n".join(f"  {name:<11} {line}" for name, line in COMMANDS.items())
     return f"""usage: cotrain NAME key=value ...
 
 {rows}

@@ -182,6 +182,7 @@ class TrainConfig:
     init: Init
     loss: Loss
     regime: Regime
+    objective: str  # sampled_draft or greedy_draft: how the engine that will serve it drafts
     data: Data
     rollout: Rollout
     optimizer: Optimizer
@@ -297,13 +298,35 @@ class ExportConfig:
     target: Model
     engine: str  # vllm, sglang, tensorrt_llm or transformers
     k: int | None
-    objective: str | None  # sampled or greedy
+    objective: str | None  # sampled_draft or greedy_draft
     check: str | None  # a folder to check instead
     output: str
     overwrite: bool
 
 
+@dataclass
+class ServeCheckConfig:
+    """`cotrain serve_check`."""
+
+    url: str | None  # the server's root
+    model: str | None  # null: the first that the server lists
+    draft: Model
+    target: Target
+    quantisation: Quantisation
+    regime: Regime
+    k: int | None  # null: the draft length that was planned
+    objective: str | None  # sampled_draft or greedy_draft; null: the one that the draft was trained for
+    prompts: int
+    prompt_tokens: int
+    new_tokens: int
+    at_once: int  # requests under way
+    output: str
+    overwrite: bool
+    threads: int
+
+
 SCHEMAS = {
+    "serve_check": ServeCheckConfig,
     "export": ExportConfig,
     "compare": CompareConfig,
     "bench": BenchConfig,

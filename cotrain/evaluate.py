@@ -31,9 +31,11 @@ class HeldOut:
 
 @dataclass
 class Scores:
-    """r (N, L): acceptance of each sampled token given that it was emitted; lengths (N,); means over all tokens."""
+    """r (N, L): acceptance of each sampled token given that it was emitted, and r_greedy, where the draft's likeliest
+    token is drafted; lengths (N,); means over all tokens."""
 
     r: Tensor
+    r_greedy: Tensor
     lengths: Tensor
     alpha: float
     alpha_greedy: float
@@ -59,7 +61,8 @@ def evaluate(held: HeldOut, read_draft: Head, head_draft: Head, head_target: Hea
 def figures(found: dict[str, Scores]) -> dict[str, float]:
     """Named `quantity/domain` and, for depth i, `quantity/domain/i`.
 
-    alpha, alpha_greedy_draft = p(argmax q), kl; tau at k = 1..8; conditional and prefix acceptance at depth 1..8.
+    alpha, alpha_greedy_draft = p(argmax q), kl; tau at k = 1..8, tau_greedy_draft for greedy drafting; conditional and
+    prefix acceptance at depth 1..8.
     """
     named: dict[str, float] = {}
     for domain, scores in found.items():
@@ -72,10 +75,11 @@ def figures(found: dict[str, Scores]) -> dict[str, float]:
 
 
 def by_depth(scores: Scores) -> dict[str, list[float]]:
-    """tau(k), conditional and prefix acceptance at depth k, for k = 1..8."""
-    taus = [tau(scores.r, k, scores.lengths).item() for k in range(1, DEPTHS + 1)]
+    """tau(k), sampled and greedy drafting, conditional and prefix acceptance at depth k, for k = 1..8."""
+    depths = range(1, DEPTHS + 1)
     return {
-        "tau": taus,
+        "tau": [tau(scores.r, k, scores.lengths).item() for k in depths],
+        "tau_greedy_draft": [tau(scores.r_greedy, k, scores.lengths).item() for k in depths],
         "conditional": conditional(scores.r, DEPTHS, scores.lengths).tolist(),
         "prefix": prefix(scores.r, DEPTHS, scores.lengths).tolist(),
     }
@@ -85,18 +89,21 @@ def by_depth(scores: Scores) -> dict[str, list[float]]:
 def score(held: HeldOut, domain: str, read_draft: Head, head_draft: Head, head_target: Head, batch: int = 16) -> Scores:
     """One teacher-forced pass of the draft over the texts of a domain."""
     rows = [i for i, name in enumerate(held.texts.domain) if name == domain]
-    ratios, means = [], torch.zeros(3, dtype=torch.float64)
+    ratios: list[Tensor] = []
+    hits: list[Tensor] = []
+    means = torch.zeros(3, dtype=torch.float64)
     for at in torch.tensor(rows).split(batch):
         ours = read_draft(held.texts.ids[at])[:, :-1]
         parts = (held.texts.ids[at], held.hidden[at], held.texts.predicted[at])
         ids, theirs, predicted = (part.to(ours.device) for part in parts)
         options: dict[str, Any] = {"temperature": held.temperature, "truncate": held.truncate}
         found = compared(theirs, head_target, ours, head_draft, ids[:, 1:], predicted, **options)
-        r = r_from(found.logp, found.logq)
-        ratios.append(r.new_zeros(predicted.shape).masked_scatter(predicted, r).cpu())
+        for kept, values in ((ratios, r_from(found.logp, found.logq)), (hits, found.hit)):
+            kept.append(values.new_zeros(predicted.shape).masked_scatter(predicted, values).cpu())
         means += torch.stack([part.double().sum() for part in (found.alpha, found.alpha_greedy, found.kl)]).cpu()
     first, length = held.texts.prompt[rows], held.texts.length[rows]
-    return Scores(_aligned(torch.cat(ratios), first - 1), length - first, *(means / (length - first).sum()).tolist())
+    r, r_greedy = (_aligned(torch.cat(kept), first - 1) for kept in (ratios, hits))
+    return Scores(r, r_greedy, length - first, *(means / (length - first).sum()).tolist())
 
 
 def _aligned(r: Tensor, start: Tensor) -> Tensor:
@@ -109,7 +116,11 @@ def _together(parts: list[Scores]) -> Scores:
     tokens = torch.tensor([float(part.lengths.sum()) for part in parts])
     weights = tokens / tokens.sum()
     width = max(part.r.shape[1] for part in parts)
-    r = torch.cat([torch.nn.functional.pad(part.r, (0, width - part.r.shape[1])) for part in parts])
+
+    def joined(rs: list[Tensor]) -> Tensor:
+        return torch.cat([torch.nn.functional.pad(r, (0, width - r.shape[1])) for r in rs])
+
     means = [[part.alpha, part.alpha_greedy, part.kl] for part in parts]
     alpha, greedy, kl = (torch.tensor(means) * weights.unsqueeze(1)).sum(0).tolist()
-    return Scores(r, torch.cat([part.lengths for part in parts]), alpha, greedy, kl)
+    r, r_greedy = joined([part.r for part in parts]), joined([part.r_greedy for part in parts])
+    return Scores(r, r_greedy, torch.cat([part.lengths for part in parts]), alpha, greedy, kl)

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cotrain import bench, draft, losses, optim
-from cotrain.config import BenchConfig, Loss, RolloutConfig, TrainConfig
+from cotrain.config import BenchConfig, Loss, RolloutConfig, ServeCheckConfig, TrainConfig
 from cotrain.data import Blocks, blocks_of
 from cotrain.evaluate import held_out
 from cotrain.module import Distillation, Stage
@@ -20,6 +20,7 @@ from cotrain.regimes import sampling, truncation
 from cotrain.rollout import Ask
 from cotrain.sets import Part, Sampled, corpus_part, sampled_part
 from cotrain.teacher import load_pair, split
+from inference.store import OBJECTIVES
 
 LOSSES = ("kl", "tv", "nla", "lk", "rkl", "jsd", "hellinger", "greedy", "match", "greedy_draft")
 
@@ -49,6 +50,7 @@ class Job:
             self.cfg.verify,
             self.cfg.bench,
             names,
+            objective(self.cfg.objective),
         )
 
 
@@ -62,9 +64,19 @@ def sampled(
     return Sampled(target, tokenizer, folder, wanted, ask.rows, ask.seed, source)
 
 
-def models(cfg: TrainConfig | RolloutConfig | BenchConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def models(
+    cfg: TrainConfig | RolloutConfig | BenchConfig | ServeCheckConfig,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The target as it will be served, and its tokenizer. Raises as `teacher.load_pair`."""
     return load_pair(cfg.target.path, cfg.quantisation.kind, cfg.target.dtype, cfg.target.trust_remote_code)
+
+
+def objective(name: str) -> str:
+    """What cotrain.json calls sampled_draft and greedy_draft: sampled, greedy. Raises ValueError for other names."""
+    found = name.removesuffix("_draft")
+    if found not in OBJECTIVES:
+        raise ValueError(f"objective: {name!r} is none of {', '.join(f'{one}_draft' for one in OBJECTIVES)}")
+    return found
 
 
 def settle(threads: int, seed: int) -> None:

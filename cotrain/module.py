@@ -105,10 +105,12 @@ class Distillation(lightning.LightningModule):
         """Every figure of `evaluate`, named for its temperature."""
         return {_tag(name, t): value for t, found in self.judged.items() for name, value in figures(found).items()}
 
-    def tau(self, k: int) -> float:
-        """Tokens per target call at draft length k in the regime, as predicted on the held-out texts."""
+    def tau(self, k: int, objective: str = "sampled") -> float:
+        """Tokens per target call at draft length k in the regime, as predicted on the held-out texts; objective: how
+        drafts are chosen, "sampled" or "greedy"."""
         found = self.judged[self.temperature]["all"]
-        return float(acceptance.tau(found.r, k, found.lengths))
+        r = found.r_greedy if objective == "greedy" else found.r
+        return float(acceptance.tau(r, k, found.lengths))
 
     def scores(self) -> dict[float, Scores]:
         """Of all held-out texts together, by temperature."""

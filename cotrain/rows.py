@@ -112,13 +112,14 @@ def token_logs(
 
 class Comparison(NamedTuple):
     """At N counted positions, q as the engine will draft from it: log p(x) and log q(x), -inf without mass; KL(p || q)
-    with q as trained; alpha = sum min(p, q); p(argmax q)."""
+    with q as trained; alpha = sum min(p, q); p(argmax q); whether x = argmax q, 1 or 0."""
 
     logp: Tensor
     logq: Tensor
     kl: Tensor
     alpha: Tensor
     alpha_greedy: Tensor
+    hit: Tensor
 
 
 @torch.no_grad()
@@ -143,8 +144,9 @@ def compared(
     def part(i: Tensor) -> Tensor:
         logp, logq = rows.laws(i)
         served = rows.served(logq, i)
-        values = losses.kl(logp, logq), losses.alpha(logp, served), losses.alpha_greedy(logp, logq)
-        return torch.cat([_logs_of(x.flatten()[i], logp, served), torch.stack(values, -1)], -1)  # (n,5)
+        hit = (logq.argmax(-1) == x.flatten()[i]).to(logq)
+        values = losses.kl(logp, logq), losses.alpha(logp, served), losses.alpha_greedy(logp, logq), hit
+        return torch.cat([_logs_of(x.flatten()[i], logp, served), torch.stack(values, -1)], -1)  # (n,6)
 
     counted = mask.flatten().nonzero().squeeze(-1)
     return Comparison(*torch.cat([part(i) for i in counted.split(chunk)]).unbind(-1))

@@ -1,6 +1,7 @@
 """The main job: distil a draft, measure each checkpoint with the real engine, export the fastest."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,7 +14,7 @@ from torch.utils.data import ConcatDataset, DataLoader
 from cotrain import bench, compare
 from cotrain.callbacks import Bar, RealSpeed
 from cotrain.config import TrainConfig
-from cotrain.job import Job, build, initial, models, parts, settle
+from cotrain.job import Job, build, initial, models, objective, parts, settle
 from cotrain.module import WATCHED, Distillation
 from cotrain.regimes import sampling
 from cotrain.sets import Curriculum, Part, regime
@@ -31,10 +32,11 @@ def distil(cfg: TrainConfig, folder: Path) -> dict[str, Any]:
     bench.refuse(cfg.bench)
     settle(cfg.trainer.threads, cfg.trainer.seed)
     target, tokenizer = models(cfg)
-    job = Job(cfg, folder, target, tokenizer)
+    job, drafts = Job(cfg, folder, target, tokenizer), objective(cfg.objective)
     network = initial(cfg, target)
     module = build(job, network)
-    speed = RealSpeed(lambda draft: bench.quick(job.plan(draft), k), lambda: module.tau(k), folder / "checkpoints")
+    tau = partial(module.tau, k, drafts)
+    speed = RealSpeed(lambda draft: bench.quick(job.plan(draft), k), tau, folder / "checkpoints")
     fit(job, module, [speed] if cfg.measure else [])
     keep_figures(job, module)
     if not cfg.measure:
@@ -78,7 +80,7 @@ def export(job: Job, module: Distillation, speed: RealSpeed) -> dict[str, Any]:
     metadata = Metadata(
         target={"name": job.cfg.target.path, **hash_target(job.target.config, job.tokenizer)},
         k=report["extra"]["planned_k"],
-        objective="sampled",
+        objective=objective(job.cfg.objective),
         regime=regime(sampling(job.cfg.regime)),
         made={"environment": report["environment"], **made},
         int8=plan.int8,

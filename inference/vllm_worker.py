@@ -12,27 +12,14 @@ import sys
 import time
 from typing import Any
 
-del sys.path[0]  # this folder: its modules are not those that vLLM looks for under such names
+from vllm_repair import repair  # beside this file
+
+del sys.path[0]  # this folder: its other modules are not those that vLLM looks for under such names
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if hasattr(os, "sched_getaffinity"):  # every core, none set aside for a server's front end
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, sorted(os.sched_getaffinity(0)))))
-
-
-def repair() -> None:
-    """vLLM 0.32 on a CPU writes per-token sampling settings into a copy that it discards, so that verification reads
-    what happens to stand in memory; a right one in its place. Nothing is changed where it is not a CPU's."""
-    import torch
-    from vllm.v1.sample import rejection_sampler
-
-    def expand(x: Any, ends: Any, num_tokens: int, replace_from: int = 0, replace_to: int = 0) -> Any:
-        counts = torch.diff(ends, prepend=ends.new_zeros(1))
-        values = torch.where(x == replace_from, torch.full_like(x, replace_to), x)
-        return values.repeat_interleave(counts, output_size=num_tokens)
-
-    if not torch.cuda.is_available():
-        rejection_sampler.expand_batch_to_tokens = expand
 
 
 def counters(llm: Any) -> tuple[int, int]:

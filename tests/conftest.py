@@ -24,12 +24,15 @@ def seeds() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Without a CUDA device, tests marked `gpu` are skipped."""
-    if torch.cuda.is_available():
-        return
+    """Without a CUDA device, tests marked `gpu` are skipped; without a vLLM, those marked `engine`."""
+    wanted = {
+        "gpu": (torch.cuda.is_available(), "needs a CUDA GPU"),
+        "engine": ("COTRAIN_VLLM" in os.environ, "needs a vLLM: make test-engines"),
+    }
     for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+        for mark, (there, reason) in wanted.items():
+            if item.get_closest_marker(mark) and not there:
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

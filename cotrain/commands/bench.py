@@ -31,11 +31,12 @@ def run(cfg: BenchConfig) -> None:
         raise UserError("name the draft folder with draft.path=")
     settle(cfg.threads, cfg.bench.seed)
     target, tokenizer = models(cfg)
-    draft, _, _ = load_draft(Path(cfg.draft.path), target=hash_target(target.config, tokenizer))
+    draft, _, made = load_draft(Path(cfg.draft.path), target=hash_target(target.config, tokenizer))
     torch.nn.Module.to(draft, target.device)
     with claim(cfg.output, cfg.overwrite) as folder:
         names = (cfg.target.path, cfg.draft.path)
-        plan = bench.Plan(target, tokenizer, draft, sampling(cfg.regime), cfg.verify, cfg.bench, names)
+        drafts = made.objective if made else "sampled"
+        plan = bench.Plan(target, tokenizer, draft, sampling(cfg.regime), cfg.verify, cfg.bench, names, drafts)
         report = bench.measure(plan)
         if cfg.matrix.temperatures:
             report["extra"]["matrix"] = matrix(plan, _grid(cfg, folder.path))

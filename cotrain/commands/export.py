@@ -6,6 +6,7 @@ from cotrain.config import ExportConfig
 from cotrain.errors import UserError
 from cotrain.export import check, hf
 from cotrain.export.engines import launch
+from cotrain.job import objective
 from cotrain.teacher import load_config
 from inference.bundled import NAME, resolve
 from inference.store import read
@@ -34,7 +35,7 @@ def run(cfg: ExportConfig) -> None:
         target=str(served),
         target_config=config,
         target_tokenizer=tokenizer,
-        objective=cfg.objective,
+        objective=None if cfg.objective is None else objective(cfg.objective),
         replace=cfg.overwrite,
     )
     written = read(path).metadata

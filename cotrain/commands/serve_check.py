@@ -1,0 +1,49 @@
+"""`cotrain serve_check`: does a server accept a draft as often as this engine does, and as predicted?"""
+
+import json
+from pathlib import Path
+
+import torch
+
+from cotrain import bench, serving
+from cotrain.config import Bench, ServeCheckConfig
+from cotrain.errors import UserError
+from cotrain.folders import claim
+from cotrain.job import models, objective, settle
+from cotrain.regimes import sampling
+from inference.atomic import write_atomic
+from inference.client import Client
+from inference.environment import environment
+from inference.pair import hash_target
+from inference.store import load_draft
+
+
+def run(cfg: ServeCheckConfig) -> None:
+    """Ask the server, write report.json in `output`, and fail when its acceptance is not this engine's."""
+    if cfg.url is None or cfg.draft.path is None:
+        raise UserError("name the server with url= and the draft that it serves with draft.path=")
+    settle(cfg.threads, 0)
+    client = Client(cfg.url, cfg.model)
+    target, tokenizer = models(cfg)
+    draft, _, made = load_draft(Path(cfg.draft.path), target=hash_target(target.config, tokenizer))
+    torch.nn.Module.to(draft, target.device)
+    k = cfg.k or (made.k if made else None)
+    if k is None:
+        raise UserError(f"{cfg.draft.path} names no draft length: give k=, as the server has it")
+    drafts = objective(cfg.objective) if cfg.objective else made.objective if made else "sampled"
+    size = Bench(prompts=cfg.prompts, quick_prompts=0, prompt_tokens=cfg.prompt_tokens, new_tokens=cfg.new_tokens,
+                 parity_tokens=0, rows=cfg.at_once, depths=[k], draft_dtype="auto", draft_int8=False, compile=False,
+                 seed=0)  # fmt: skip
+    plan = bench.Plan(target, tokenizer, draft, sampling(cfg.regime), "token", size, (cfg.target.path, cfg.draft.path),
+                      drafts)  # fmt: skip
+    with claim(cfg.output, cfg.overwrite) as folder:
+        found = serving.parity(plan, serving.over_http(client, plan), k, cfg.at_once)
+        report = {"environment": environment(), "url": cfg.url, "k": k, "objective": drafts, "parity": found.report()}
+        write_atomic(folder.path / "report.json", json.dumps(report, indent=2) + "\n")
+        folder.finish()
+    print(f"{cfg.url}: {found.line()}")
+    if not found.passed:
+        raise UserError(
+            f"{cfg.url}: acceptance is more than {serving.TOLERANCE:.0%} from this engine's or the prediction for "
+            f"{drafts} drafting with k={k}: does the server draft so, and with this draft?"
+        )

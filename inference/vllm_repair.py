@@ -1,0 +1,19 @@
+"""A mistake of vLLM 0.32 on a CPU, mended while it runs. Imports nothing of this project: vLLM lives in an environment
+of its own."""
+
+from typing import Any
+
+
+def repair() -> None:
+    """vLLM writes per-token sampling settings into a copy that it discards, so that verification reads what happens to
+    stand in memory; a right one in its place. Nothing is changed where it is not a CPU's."""
+    import torch
+    from vllm.v1.sample import rejection_sampler
+
+    def expand(x: Any, ends: Any, num_tokens: int, replace_from: int = 0, replace_to: int = 0) -> Any:
+        counts = torch.diff(ends, prepend=ends.new_zeros(1))
+        values = torch.where(x == replace_from, torch.full_like(x, replace_to), x)
+        return values.repeat_interleave(counts, output_size=num_tokens)
+
+    if not torch.cuda.is_available():
+        rejection_sampler.expand_batch_to_tokens = expand

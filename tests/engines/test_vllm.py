@@ -1,0 +1,135 @@
+"""Drafts served by a real vLLM: it accepts them as often as this engine does, and as predicted, for either way of
+drafting, and serves the target's text."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cotrain import serving as checked
+from cotrain.bench import BATCH, Plan
+from cotrain.config import Bench
+from cotrain.export.hf import export
+from cotrain.teacher import load_pair
+from inference import Sampling
+from inference.bundled import resolve
+from inference.client import Client
+from inference.exactness import check_text
+from inference.measure import engine_arm, interleave, transformers_arm
+from inference.parity import expected, pair_figures
+from inference.proposers import NGram
+from inference.store import load_draft, read
+from inference.streams import row_ids
+from inference.vllm_server import draft_model
+from tests.engines.conftest import CASES, OUTPUT, K, draft_folder
+from tests.engines.servers import serving
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+SIZE = Bench(prompts=96, quick_prompts=0, prompt_tokens=48, new_tokens=128, parity_tokens=0, rows=8, depths=[K],
+             draft_dtype="auto", draft_int8=False, compile=False, seed=0)  # fmt: skip
+TEMPERATURES = (1.0, 0.0)
+ALONE = 8  # prompts that are served one by one for their speed
+
+
+@pytest.fixture(scope="session")
+def plain(found: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The target served without a draft: its greedy texts, and tokens per second alone and eight at a time."""
+    target, tokenizer = load_pair("bundled")
+    plan = Plan(target, tokenizer, target, Sampling(), "token", SIZE, ("bundled", "none"))
+    with serving(resolve("bundled"), None, OUTPUT / "plain.log") as url:
+        ask = checked.over_http(Client(url), replace(plan, sampling=Sampling(temperature=0)))
+        texts = ask(plan.prompts(0, SIZE.prompts), 8)[0]
+        found["plain"] = speeds(Client(url), plan)
+    yield {"plan": plan, "texts": texts}
+
+
+def speeds(client: Client, plan: Plan) -> dict[str, float]:
+    """Tokens per second at temperature 1, one request at a time and eight."""
+    prompts, speed = plan.prompts(0, SIZE.prompts), {}
+    for at_once, part in ((1, prompts[:ALONE]), (8, prompts)):
+        client.complete(part[:at_once], 8, Sampling(), row_ids(part[:at_once]), at_once, ignore_eos=True)  # warm
+        begun = time.perf_counter()
+        client.complete(part, SIZE.new_tokens, Sampling(), row_ids(part), at_once, ignore_eos=True)
+        speed[f"tokens_per_second_{at_once}"] = len(part) * SIZE.new_tokens / (time.perf_counter() - begun)
+    return speed
+
+
+def same_text(plan: Plan, plain: list[list[int]], served: list[list[int]]) -> Any:
+    """Of greedy texts: equal ones, ties, and differences that rounding does not explain."""
+    prompts = plan.prompts(0, SIZE.prompts)
+    keys = (row_ids(prompts), 0)
+    return check_text(plan.target, prompts, plain, served, keys, Sampling(temperature=0), 4096, K)
+
+
+@pytest.mark.parametrize(("size", "objective"), CASES, ids=[", ".join(case) for case in CASES])
+def test_a_draft_is_accepted_as_here(
+    size: str, objective: str, plain: dict[str, Any], found: dict[str, Any], tmp_path: Path
+) -> None:
+    made = draft_folder(size, objective)
+    folder = export(made, tmp_path / "served", "vllm")
+    metadata = read(folder).metadata
+    assert metadata is not None and metadata.objective == objective and metadata.k == K
+    draft, _, _ = load_draft(folder)
+    plan = replace(plain["plan"], draft=draft, objective=objective)
+    config = draft_model(str(folder), metadata.k, metadata.objective)
+    figures = found[f"{size}, {objective}"] = {}
+    with serving(resolve("bundled"), config, OUTPUT / f"{size}, {objective}.log") as url:
+        client = Client(url)
+        for temperature in TEMPERATURES:
+            regime = replace(plan, sampling=Sampling(temperature=temperature))
+            kept: list[list[list[int]]] = []
+            ask = checked.over_http(client, regime)
+
+            def noted(prompts: list[list[int]], at_once: int, ask=ask, kept=kept) -> checked.Answer:
+                answer = ask(prompts, at_once)
+                kept.append(answer[0])
+                return answer
+
+            parity = checked.parity(regime, noted, K, at_once=8)
+            figures[f"temperature {temperature:g}"] = parity.report()
+            print(f"\nvllm, {size}, {objective}, temperature {temperature:g}: {parity.line()}")
+            assert parity.passed, parity.line()
+        text = same_text(plan, plain["texts"], kept[0])
+        figures["greedy_text"] = vars(text) | {"line": text.line()}
+        figures |= speeds(client, plan)
+    print(text.line(), {name: round(value) for name, value in figures.items() if name.startswith("tokens")})
+    assert text.unexplained == 0
+
+
+def test_ngram_serves_the_targets_text(plain: dict[str, Any], found: dict[str, Any]) -> None:
+    config = {"method": "ngram", "num_speculative_tokens": K, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    plan = replace(plain["plan"], sampling=Sampling(temperature=0))
+    with serving(resolve("bundled"), config, OUTPUT / "ngram.log") as url:
+        texts, _, counted = checked.over_http(Client(url), plan)(plan.prompts(0, SIZE.prompts), 8)
+        speed = speeds(Client(url), plan)
+    own = engine_arm("own", plan.engine(K, BATCH, proposer=NGram()), plan.sampling, SIZE.new_tokens)
+    ours = interleave([own], plan.prompts(0, SIZE.prompts), BATCH, warmup=0).stats("own")
+    text = same_text(plan, plain["texts"], texts)
+    assert counted is not None and ours is not None
+    figures = {"served": counted.tau, "ours": ours.tau, "greedy_text": vars(text) | {"line": text.line()}, **speed}
+    found["ngram"] = figures
+    print(f"\nvllm, ngram: {figures}")
+    assert text.unexplained == 0 and counted.tau > 1
+
+
+def test_transformers_accepts_a_draft_as_here(plain: dict[str, Any], found: dict[str, Any]) -> None:
+    draft, _, _ = load_draft(draft_folder("four layers", "sampled"))
+    for temperature in TEMPERATURES:
+        plan = replace(plain["plan"], draft=draft, sampling=Sampling(temperature=temperature))
+        prompts = plan.prompts(0, 24)
+        arm = transformers_arm("assisted", plan.target, plan.sampling, SIZE.new_tokens, assistant=draft, k=K)
+        timing = interleave([arm], prompts, 24, warmup=0)
+        texts, stats = timing.texts("assisted"), timing.stats("assisted")
+        engine = plan.engine(K, BATCH, proposer=plan.proposer())
+        figures = pair_figures(engine, plan.proposer(), texts, plan.sampling, SIZE.new_tokens, 0.0)
+        predicted = expected(figures, "token")
+        assert stats is not None and predicted is not None
+        tau = sum(map(len, texts.tokens)) / predicted.calls
+        found.setdefault("transformers", {})[f"temperature {temperature:g}"] = {
+            "served": stats.tau, "predicted": tau, "tokens": stats.tokens, "tokens_per_second": timing.speed("assisted")
+        }  # fmt: skip
+        print(f"\ntransformers, temperature {temperature:g}: tau {stats.tau:.3f}, predicted {tau:.3f}")
+        assert abs(stats.tau / tau - 1) < checked.TOLERANCE
