@@ -92,11 +92,13 @@ class Init:
 
 @dataclass
 class Loss:
-    """`first` until the fraction `switch` of the steps is done, then `then`; names of cotrain.losses."""
+    """`first` until the fraction `switch` of the steps is done, then `then`, see cotrain.terms; hardest: the fraction
+    of positions, those of the largest loss, that counts."""
 
     first: str
     then: str | None
     switch: float
+    hardest: float
 
 
 @dataclass
@@ -123,6 +125,7 @@ class Rollout:
     prompt_tokens: int
     new_tokens: int
     temperatures: list[float]  # of the held-out texts
+    train_temperatures: list[float]  # of those that are learnt from, as many of each; none: the regime's
     rows: int
     seed: int
 

@@ -1,7 +1,6 @@
 """What a training run is made of, from its settings: models, texts, losses and the module that wires them."""
 
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -11,18 +10,17 @@ import lightning
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from cotrain import bench, draft, losses, optim
+from cotrain import bench, draft, optim
 from cotrain.config import BenchConfig, Loss, RolloutConfig, ServeCheckConfig, TrainConfig
 from cotrain.data import Blocks, blocks_of
-from cotrain.evaluate import held_out
+from cotrain.evaluate import DEPTHS, held_out
 from cotrain.module import Distillation, Stage
 from cotrain.regimes import sampling, truncation
 from cotrain.rollout import Ask
-from cotrain.sets import Part, Sampled, corpus_part, sampled_part
+from cotrain.sets import Part, Sampled, corpus_part, joined, sampled_part
 from cotrain.teacher import load_pair, split
+from cotrain.terms import parse
 from inference.store import OBJECTIVES
-
-LOSSES = ("kl", "tv", "nla", "lk", "rkl", "jsd", "hellinger", "greedy", "match", "greedy_draft")
 
 
 @dataclass
@@ -100,15 +98,9 @@ def initial(cfg: TrainConfig, target: PreTrainedModel) -> PreTrainedModel:
 
 
 def stages(loss: Loss) -> list[Stage]:
-    """The loss, or two in turn, by name."""
-    first = Stage(loss.switch if loss.then else 1.0, _loss(loss.first))
-    return [first, Stage(1.0, _loss(loss.then))] if loss.then else [first]
-
-
-def _loss(name: str) -> Callable[..., torch.Tensor]:
-    if name not in LOSSES:
-        raise ValueError(f"loss: {name!r} is none of {', '.join(LOSSES)}")
-    return vars(losses)[name]
+    """The loss, or two in turn, see `terms.parse`."""
+    first = Stage(loss.switch if loss.then else 1.0, parse(loss.first))
+    return [first, Stage(1.0, parse(loss.then))] if loss.then else [first]
 
 
 def build(job: Job, network: PreTrainedModel) -> Distillation:
@@ -119,7 +111,8 @@ def build(job: Job, network: PreTrainedModel) -> Distillation:
     cut = truncation(cfg.regime)
     judged = {
         t: held_out(read_target, sampled.texts("held_out", sampling(cfg.regime, t), prompts), t, cut)
-        for t in sorted({*cfg.rollout.temperatures, cfg.regime.temperature})  # checkpoints are ranked in the regime
+        # checkpoints are ranked in the regime
+        for t in sorted({*cfg.rollout.temperatures, *cfg.rollout.train_temperatures, cfg.regime.temperature})
     }
     rate = cfg.optimizer
     return Distillation(
@@ -133,15 +126,22 @@ def build(job: Job, network: PreTrainedModel) -> Distillation:
         cut,
         cosine=cfg.init.cosine,
         remember=cfg.trainer.remember_mb * 2**20,
+        k=cfg.policy.k or DEPTHS,
+        hardest=cfg.loss.hardest,
+        seed=cfg.trainer.seed,
     )
 
 
 def parts(job: Job) -> tuple[Part, Part]:
-    """Corpus blocks and rollouts of the run's regime; says so when the first steps learn from foreign text."""
+    """Corpus blocks and rollouts, each at its own temperature, the regime's or several; says so when the first steps
+    learn from foreign text."""
     cfg, blocks = job.cfg, cache(partial(job.blocks, "train"))
     if cfg.trainer.corpus_steps and not cfg.data.on_target:
         said = f"the first {cfg.trainer.corpus_steps} steps learn from text that the target did not sample"
         print(f"note: {said}; data.on_target=true if it did", file=sys.stderr)
-    texts = job.sampled().texts("train", sampling(cfg.regime), blocks)
-    corpus = corpus_part(blocks() if cfg.trainer.corpus_steps else None)
-    return corpus, sampled_part(texts, cfg.data.shares, len(corpus))
+    corpus = corpus_part(blocks() if cfg.trainer.corpus_steps else None, cfg.regime.temperature)
+    sampled = [
+        sampled_part(job.sampled().texts("train", sampling(cfg.regime, t), blocks), cfg.data.shares, t)
+        for t in cfg.rollout.train_temperatures or [cfg.regime.temperature]
+    ]
+    return corpus, joined(sampled, len(corpus))

@@ -5,15 +5,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import lightning
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from cotrain import acceptance, losses
 from cotrain.evaluate import HeldOut, Scores, evaluate, figures
-from cotrain.rows import Truncate, chunked
+from cotrain.rows import Truncate, chunked, token_logs
 from cotrain.teacher import Remembering, split
+from cotrain.terms import Terms
+from inference import streams
 
-Loss = Callable[..., Tensor]
 WATCHED = 5  # every so many steps, what a step found is logged
 
 
@@ -22,10 +24,10 @@ class Stage:
     """A loss that is used until this fraction of the steps is done."""
 
     until: float
-    loss: Loss
+    loss: Terms
 
 
-def current(stages: Sequence[Stage], progress: float) -> Loss:
+def current(stages: Sequence[Stage], progress: float) -> Terms:
     """The loss at a progress in [0, 1]: the first stage that has not ended, else the last."""
     return next((stage.loss for stage in stages if progress < stage.until), stages[-1].loss)
 
@@ -33,10 +35,11 @@ def current(stages: Sequence[Stage], progress: float) -> Loss:
 class Distillation(lightning.LightningModule):
     """Trains `draft` to be accepted by `target` under a regime.
 
-    stages: losses of `cotrain.losses`, one after the other. optimizer, scheduler: factories that take the draft,
+    stages: losses of `cotrain.terms`, one after the other. optimizer, scheduler: factories that take the draft,
     and the optimiser. temperature, truncate: the regime, see `rows.chunked`. held_out: texts sampled from the target,
     by temperature; acceptance on them is logged at every validation, by domain. cosine: weight of
     `losses.misaligned` on the final hidden states, 0 for none. remember: bytes of the target's hidden states to keep.
+    k: draft length that sequence losses speak of. hardest: see `rows.chunked`. seed: of tokens drawn for a loss.
 
     Raises ValueError for a cosine between states of different widths.
     """
@@ -54,11 +57,15 @@ class Distillation(lightning.LightningModule):
         chunk: int = 1024,
         cosine: float = 0.0,
         remember: int = 0,
+        k: int = 4,
+        hardest: float = 1.0,
+        seed: int = 0,
     ) -> None:
         super().__init__()
         self.draft, self.stages = draft, stages
         self.make_optimizer, self.make_scheduler, self.held_out = optimizer, scheduler, held_out
         self.temperature, self.truncate, self.chunk, self.cosine = temperature, truncate, chunk, cosine
+        self.k, self.hardest, self.seed = k, hardest, seed
         self.read_draft, self.head_draft = split(draft)
         read_target, self.head_target = split(target)  # plain functions: the target is not saved
         self.teacher = Remembering(read_target, remember)
@@ -68,26 +75,60 @@ class Distillation(lightning.LightningModule):
             raise ValueError(f"init.cosine: the draft's hidden states are {widths[0]} wide, the target's {widths[1]}")
 
     def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
+        """batch: ids (B, T), predicted (B, T-1) bool, key and temperature (B,)."""
         ids, weight = batch["ids"], batch["predicted"]
         theirs = self.teacher(ids, batch["key"])[:, :-1]
         ours = self.read_draft(ids)[:, :-1]
         watched = (self.global_step + 1) % WATCHED == 0
-        loss = current(self.stages, self.global_step / max(self.trainer.max_steps, 1))
-        total, found = chunked(
-            loss, theirs, self.head_target, ours, self.head_draft, weight, self.temperature,
-            chunk=self.chunk, truncate=self.truncate, measured=watched,
-        )  # fmt: skip
-        mean = total / max(found.positions, 1)
+        terms = current(self.stages, self.global_step / max(self.trainer.max_steps, 1))
+        mean = ours.new_zeros(())
+        if terms.sequence or terms.weighted:
+            mean, weight = self._sequence(terms, batch, theirs, ours)
+        if terms.position:
+            mean = mean + self._position(terms, batch, theirs, ours, weight, watched)
         if watched:
             self.log("train/loss", mean, prog_bar=True)
-            self.log("train/alpha", found.alpha, prog_bar=True)
-            self.log("train/alpha_greedy_draft", found.alpha_greedy)
         if self.cosine:
-            apart = losses.misaligned(ours, theirs)[weight].mean()
+            apart = losses.misaligned(ours, theirs)[batch["predicted"]].mean()
             if watched:
                 self.log("train/misaligned", apart)
             mean = mean + self.cosine * apart
         return mean
+
+    def _position(
+        self, terms: Terms, batch: dict[str, Tensor], theirs: Tensor, ours: Tensor, weight: Tensor, watched: bool
+    ) -> Tensor:
+        """The mean over positions, and what acceptance it stands for, logged."""
+        assert terms.position is not None
+        total, found = chunked(
+            terms.position, theirs, self.head_target, ours, self.head_draft, weight, batch["temperature"],
+            chunk=self.chunk, truncate=self.truncate, measured=watched, hardest=self.hardest,
+            x=batch["ids"][:, 1:] if terms.takes == "text" else None,
+            u=self._uniforms(batch["key"], weight.shape[1]) if terms.takes == "drawn" else None,
+        )  # fmt: skip
+        if watched:
+            self.log("train/alpha", found.alpha, prog_bar=True)
+            self.log("train/alpha_greedy_draft", found.alpha_greedy)
+        return total / max(found.positions, 1)
+
+    def _sequence(self, terms: Terms, batch: dict[str, Tensor], theirs: Tensor, ours: Tensor) -> tuple[Tensor, Tensor]:
+        """The sequence losses, and the weight of each position (B, T-1) for those a position."""
+        inside, x = batch["predicted"], batch["ids"][:, 1:]
+        logs = token_logs(
+            theirs, self.head_target, ours, self.head_draft, x, batch["temperature"],
+            chunk=self.chunk, truncate=self.truncate,
+        )  # fmt: skip
+        lengths = inside.sum(1)
+        total = sum((w * loss(*logs, self.k, lengths) for w, loss in terms.sequence), ours.new_zeros(()))
+        if not terms.weighted:
+            return total, inside
+        saved = acceptance.call_weights(acceptance.r_from(*logs), self.k, lengths) * inside
+        return total, saved * (lengths.sum() / saved.sum().clamp(min=torch.finfo(saved.dtype).tiny))
+
+    def _uniforms(self, keys: Tensor, positions: int) -> Tensor:
+        """A function of seed, step, text and position alone: a resumed run draws what it would have -> (B, T)."""
+        step = torch.full_like(keys, self.global_step)
+        return streams.uniform(self.seed, keys, step, torch.arange(positions, device=keys.device), streams.DRAFT)
 
     def validation_step(self, batch: Any, _: int) -> None:
         """The held-out texts are evaluated at the epoch's end, by regime; the loader only asks for it."""

@@ -49,6 +49,7 @@ def chunked(
     u: Tensor | None = None,
     truncate: Truncate | None = None,
     measured: bool = True,
+    hardest: float = 1.0,
 ) -> tuple[Tensor, Statistics]:
     """Sum of a loss of `cotrain.losses` over positions (a scalar), and what acceptance it stands for.
 
@@ -61,8 +62,11 @@ def chunked(
     gradient outside its own nucleus).
     x (B,T): tokens handed to a loss that takes them (`mix`). u (B,T): uniforms by which such tokens are
     drawn from q instead (`tvpp`). measured: off, the statistics but `positions` are NaN, and a quarter cheaper.
-    Raises ValueError for both at once and for shapes that do not fit.
+    hardest: only this fraction of the positions, those of the largest loss, counts, each 1 / hardest as much, so that
+    the sum keeps its size. Raises ValueError for both x and u, a fraction outside (0, 1], and shapes that do not fit.
     """
+    if not 0 < hardest <= 1:
+        raise ValueError(f"hardest: a fraction in (0, 1], not {hardest}")
     if x is not None and u is not None:
         raise ValueError("give x (the text's tokens) or u (uniforms to draw tokens from q), not both")
     rows = _Rows(hidden_p, head_p, hidden_q, head_q, _spread(temperature, mask.shape, hidden_q), truncate)
@@ -79,8 +83,10 @@ def chunked(
 
     counted = mask.flatten().nonzero().squeeze(-1)  # (N,)
     parts = _each(part, counted.split(chunk))
-    total = (torch.cat([values for values, _ in parts]) * mask.flatten()[counted]).sum()
-    return total, _statistics(torch.cat([found for _, found in parts]), counted, mask)
+    values = torch.cat([values for values, _ in parts]) * mask.flatten()[counted]
+    if hardest < 1 and len(counted):
+        values = values.topk(max(round(hardest * len(values)), 1)).values / hardest
+    return values.sum(), _statistics(torch.cat([found for _, found in parts]), counted, mask)
 
 
 def token_logs(

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,29 +22,43 @@ Announce = Callable[[str], None]
 
 
 class Part(Dataset[dict[str, torch.Tensor]]):
-    """Texts to learn from: ids (N, T) and which positions count, predicted (N, T-1); `key` tells texts apart, from
-    `first` on."""
+    """Texts to learn from: ids (N, T), which positions count, predicted (N, T-1), and the temperature (N,) that each is
+    learnt at, one number for all; `key` tells texts apart, from `first` on."""
 
-    def __init__(self, ids: torch.Tensor, predicted: torch.Tensor, first: int = 0) -> None:
+    def __init__(
+        self, ids: torch.Tensor, predicted: torch.Tensor, temperature: float | torch.Tensor = 1.0, first: int = 0
+    ) -> None:
         self.ids, self.predicted, self.first = ids, predicted, first
+        self.temperature = torch.as_tensor(temperature, dtype=torch.float32).expand(len(ids))
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return {"ids": self.ids[index].long(), "predicted": self.predicted[index],
-                "key": torch.tensor(self.first + index)}  # fmt: skip
+                "key": torch.tensor(self.first + index), "temperature": self.temperature[index]}  # fmt: skip
 
 
-def corpus_part(blocks: Blocks | None) -> Part:
+def corpus_part(blocks: Blocks | None, temperature: float = 1.0) -> Part:
     """Every position of a corpus block counts: p is the target's whole law there too. None: no texts."""
     if blocks is None:
         return Part(torch.empty(0, 2), torch.empty(0, 1))
     n, width = blocks.ids.shape
-    return Part(blocks.ids, torch.ones(n, width - 1, dtype=torch.bool))
+    return Part(blocks.ids, torch.ones(n, width - 1, dtype=torch.bool), temperature)
 
 
-def sampled_part(texts: rollouts.Texts, shares: Mapping[str, float], first: int) -> Part:
+def joined(parts: Sequence[Part], first: int) -> Part:
+    """Parts laid end to end, padded on the right to one width, their keys from `first` on."""
+    width = max(part.ids.shape[1] for part in parts)
+    pads = [(0, width - part.ids.shape[1]) for part in parts]
+    ids, predicted = (
+        torch.cat([torch.nn.functional.pad(getattr(part, name), pad) for part, pad in zip(parts, pads, strict=True)])
+        for name in ("ids", "predicted")
+    )
+    return Part(ids, predicted, torch.cat([part.temperature for part in parts]), first)
+
+
+def sampled_part(texts: rollouts.Texts, shares: Mapping[str, float], temperature: float = 1.0) -> Part:
     """Sampled texts with their prompts, every position of both; of a domain in `shares` only that share of them.
 
     Raises ValueError for a share outside [0, 1] and when nothing is left.
@@ -60,7 +74,7 @@ def sampled_part(texts: rollouts.Texts, shares: Mapping[str, float], first: int)
     if not kept:
         raise ValueError(f"data.shares: {dict(shares)} leave no text to learn from")
     inside = torch.arange(1, texts.ids.shape[1]) < texts.length.unsqueeze(1)
-    return Part(texts.ids[kept], inside[kept], first)
+    return Part(texts.ids[kept], inside[kept], temperature)
 
 
 class Curriculum(Sampler[int]):

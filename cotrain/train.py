@@ -66,7 +66,8 @@ def export(job: Job, module: Distillation, speed: RealSpeed) -> dict[str, Any]:
     """Measure the module's draft afresh and write the draft folder; returns its report."""
     plan, loss = job.plan(module.draft), job.cfg.loss
     made = {
-        "loss": {"first": loss.first, "then": loss.then, "switch": loss.switch},
+        "loss": {"first": loss.first, "then": loss.then, "switch": loss.switch, "hardest": loss.hardest},
+        "temperatures": list(job.cfg.rollout.train_temperatures) or [job.cfg.regime.temperature],
         "steps": job.cfg.trainer.steps,
         "init": {"kind": job.cfg.init.kind, "layers": list(job.cfg.init.layers), "cosine": job.cfg.init.cosine},
     }

@@ -16,7 +16,7 @@ from cotrain.corpora import Document, embedded, manifest
 from cotrain.data import SeededOrder, blocks_of, embedded_texts, pack, read_texts
 from cotrain.records import records
 from cotrain.rollouts import Texts
-from cotrain.sets import Curriculum, corpus_part, sampled_part
+from cotrain.sets import Curriculum, corpus_part, joined, sampled_part
 from cotrain.tokenizer import token_bytes
 from tests.folders import few_files, tokenizer
 
@@ -201,12 +201,12 @@ def test_a_curriculum_resumes_anywhere(start: int) -> None:
 def test_of_a_domain_only_its_share_is_learnt_from() -> None:
     ids = torch.arange(1, 7)[:, None].repeat(1, 4)
     texts = Texts(ids, torch.full((6,), 2), torch.tensor([4, 3, 4, 4, 4, 4]), ["a", "b", "a", "a", "b", "a"])
-    part = sampled_part(texts, {"a": 0.5}, first=7)
+    part = joined([sampled_part(texts, {"a": 0.5}, 0.5)], first=7)
     assert part.ids[:, 0].tolist() == [1, 2, 3, 5] and [part[i]["key"] for i in range(4)] == [7, 8, 9, 10]
     assert part.predicted.tolist() == [[True] * 3, [True, True, False], [True] * 3, [True] * 3]
     for wrong in ({"a": 1.5}, {"a": 0.0, "b": 0.0}):
         with pytest.raises(ValueError, match="data.shares"):
-            sampled_part(texts, wrong, 0)
+            sampled_part(texts, wrong)
 
 
 def test_without_corpus_steps_no_corpus_is_read() -> None:

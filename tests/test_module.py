@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import lightning
 import pytest
@@ -21,6 +22,7 @@ from cotrain.module import Distillation, Stage, current
 from cotrain.rollouts import Texts
 from cotrain.sets import corpus_part
 from cotrain.teacher import Remembering, load_target, split
+from cotrain.terms import NAMES, Terms, parse
 from inference import predict
 from tests.folders import VOCABULARY, network, target_folder
 from tests.tiny import tiny
@@ -100,8 +102,9 @@ def test_greedy_drafts_are_accepted_where_the_argmax_agrees(target: LlamaForCaus
 
 
 def test_stages_follow_one_another() -> None:
-    stages = [Stage(0.25, losses.kl), Stage(1.0, losses.tv)]
-    assert [current(stages, at) for at in (0, 0.24, 0.25, 0.9, 1.0)] == [losses.kl] * 2 + [losses.tv] * 3
+    stages = [Stage(0.25, Terms(losses.kl)), Stage(1.0, Terms(losses.tv))]
+    found = [current(stages, at).position for at in (0, 0.24, 0.25, 0.9, 1.0)]
+    assert found == [losses.kl] * 2 + [losses.tv] * 3
 
 
 def module_of(
@@ -146,7 +149,7 @@ def test_training_moves_the_draft_and_nothing_else(target: LlamaForCausalLM, tmp
 
     small, theirs = tiny(layers=1, seed=3), copy.deepcopy(target.state_dict())
     before = copy.deepcopy(small.state_dict())
-    module = module_of(target, small, [Stage(0.5, noted("first")), Stage(1.0, noted("then"))], steps=4)
+    module = module_of(target, small, [Stage(0.5, Terms(noted("first"))), Stage(1.0, Terms(noted("then")))], steps=4)
     run = trainer(tmp_path, 4)
     (start,) = run.validate(module, DataLoader([0]), verbose=False)
     assert start["alpha_T1/all"] == pytest.approx(judge(module))
@@ -167,7 +170,7 @@ def test_a_draft_learns_from_a_quantised_target(quantisation: str, tmp_path: Pat
     small = draft.from_layers(target, [0])
     ids = torch.randint(VOCABULARY, (8, 16), generator=torch.Generator().manual_seed(1))
     blocks = Texts(ids, torch.ones(8, dtype=torch.int64), torch.full((8,), 16), ["a"] * 8)
-    module = module_of(target, small, [Stage(1.0, losses.kl)], steps=16)
+    module = module_of(target, small, [Stage(1.0, Terms(losses.kl))], steps=16)
     module.held_out = {1.0: judged(target, blocks)}
     before = judge(module)
     theirs = copy.deepcopy(target.state_dict())  # after a pass: on a CPU the first one rounds the scales of nf4
@@ -183,7 +186,7 @@ def test_speed_is_measured_at_validations_and_survives_a_checkpoint(tmp_path: Pa
     with pytest.raises(ValueError, match="trainer.steps"):
         found.fastest()
     small = tiny(layers=1, seed=3)
-    module = module_of(tiny(), small, [Stage(1.0, losses.kl)], steps=2)
+    module = module_of(tiny(), small, [Stage(1.0, Terms(losses.kl))], steps=2)
     run = trainer(tmp_path, 2, found)
     run.validate(module, DataLoader([0]), verbose=False)
     run.fit(module, loader(), DataLoader([0]))
@@ -268,7 +271,7 @@ def test_a_draft_as_wide_as_the_target_is_led_by_its_hidden_states(target: Llama
         return 0 * losses.kl(logp, logq)
 
     small = tiny(layers=1, seed=3)
-    module = module_of(target, small, [Stage(1.0, zero)], steps=30, cosine=1.0)
+    module = module_of(target, small, [Stage(1.0, Terms(zero))], steps=30, cosine=1.0)
     ids = next(iter(loader()))["ids"]
     states = [split(model)[0] for model in (small, target)]
 
@@ -279,7 +282,7 @@ def test_a_draft_as_wide_as_the_target_is_led_by_its_hidden_states(target: Llama
     trainer(tmp_path, 30).fit(module, loader())
     assert apart() < before - 0.1
     with pytest.raises(ValueError, match="init.cosine: the draft's hidden states are 8 wide, the target's 16"):
-        module_of(target, tiny(layers=1, hidden=8), [Stage(1.0, losses.kl)], steps=1, cosine=1.0)
+        module_of(target, tiny(layers=1, hidden=8), [Stage(1.0, Terms(losses.kl))], steps=1, cosine=1.0)
 
 
 def test_texts_read_ahead_are_not_read_again() -> None:
@@ -297,3 +300,51 @@ def test_texts_read_ahead_are_not_read_again() -> None:
     small = Remembering(read, limit=2 * 4 * 4)
     small.fill(texts, keys, batch=2)
     assert len(small.kept) == 2 and asked[4:] == [2, 2]  # full: what is left is read when it comes
+
+
+# what follows another end than alpha, or a sampled gradient that needs more steps
+AT_OTHER_ENDS = ("greedy", "greedy_draft", "match", "rkl", "mix", "tvpp", "0.5*tvpp+length")
+
+
+@pytest.mark.parametrize("name", [*NAMES, "0.1*kl + 0.9*calls", "0.5*tvpp+length"])
+def test_every_loss_teaches(name: str, tmp_path: Path) -> None:
+    target, small = tiny(), tiny(layers=1, seed=3)
+    ids = torch.randint(32, (8, 16), generator=torch.Generator().manual_seed(1))
+    blocks = Texts(ids, torch.ones(8, dtype=torch.int64), torch.full((8,), 16), ["a"] * 8)
+    module = module_of(target, small, [Stage(1.0, parse(name))], steps=24)
+    module.held_out = {1.0: judged(target, blocks)}
+    before, first = judge(module), copy.deepcopy(small.state_dict())
+    trainer(tmp_path, 24).fit(module, loader())
+    gained = judge(module) - before
+    assert any(not torch.equal(value, first[key]) for key, value in small.state_dict().items())
+    # some follow other ends than alpha, or sampled gradients that need more steps; none may lose it
+    assert gained > (
+        -0.02 if name in ("greedy", "greedy_draft", "match", "rkl", "mix", "tvpp", "0.5*tvpp+length") else 0
+    )
+
+
+def test_drawn_tokens_depend_on_the_step_and_the_text_alone() -> None:
+    module = module_of(tiny(), tiny(layers=1), [Stage(1.0, parse("tvpp"))], steps=2)
+    keys = torch.tensor([5, 6])
+    module._trainer = SimpleNamespace(global_step=3)  # type: ignore[assignment]
+    one = module._uniforms(keys, 4)
+    assert torch.equal(module._uniforms(keys.flip(0), 4), one.flip(0))
+    module._trainer = SimpleNamespace(global_step=4)  # type: ignore[assignment]
+    assert not torch.equal(module._uniforms(keys, 4), one)
+
+
+def test_texts_are_learnt_at_their_own_temperature() -> None:
+    met: list[torch.Tensor] = []
+
+    def noted(logp: torch.Tensor, logq: torch.Tensor) -> torch.Tensor:
+        met.append(losses.entropy(logp))
+        return losses.kl(logp, logq)
+
+    module = module_of(tiny(), tiny(layers=1), [Stage(1.0, Terms(noted))], steps=1)
+    module._trainer = SimpleNamespace(global_step=0, max_steps=1)  # type: ignore[assignment]
+    ids = torch.randint(32, (1, 9), generator=torch.Generator().manual_seed(1)).expand(2, 9)
+    batch = {"ids": ids, "predicted": torch.ones(2, 8, dtype=torch.bool), "key": torch.tensor([0, 1]),
+             "temperature": torch.tensor([1.0, 0.0])}  # fmt: skip
+    module.training_step(batch, 0)
+    warm, cold = met[0].view(2, 8)
+    assert (warm > 0.1).all() and (cold == 0).all()

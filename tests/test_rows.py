@@ -182,3 +182,12 @@ def test_comparisons_are_of_the_draft_as_served():
 def test_a_temperature_that_does_not_fit_is_refused(t):
     with pytest.raises(ValueError, match="temperature"):
         rows.chunked(losses.kl, *parts(), MASK, t)
+
+
+def test_the_hardest_positions_alone_keep_the_size_of_the_sum():
+    given = parts()
+    every = losses.kl(*plain(*given))[MASK]
+    found, _ = rows.chunked(losses.kl, *given, MASK, hardest=0.5, chunk=3)
+    torch.testing.assert_close(found, every.topk(round(len(every) / 2)).values.sum() * 2)
+    with pytest.raises(ValueError, match="hardest"):
+        rows.chunked(losses.kl, *given, MASK, hardest=0.0)

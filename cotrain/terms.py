@@ -1,0 +1,88 @@
+"""A configured loss: names of `cotrain.losses` and `cotrain.acceptance`, alone or weighted sums, as the module runs it.
+
+kl                    one loss
+0.1*kl + 0.9*tv       a weighted sum
+calls                 a sequence loss, from the log-probabilities of the text's tokens
+calls_tv              tv, each position weighted by the target calls that acceptance there saves
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from cotrain import acceptance, losses
+
+Position = Callable[..., Tensor]
+Sequence = Callable[[Tensor, Tensor, int, Tensor], Tensor]  # log p(x), log q(x) (B,T), k, lengths (B,) -> a scalar
+POSITION = ("kl", "tv", "nla", "lk", "rkl", "jsd", "hellinger", "greedy", "match", "greedy_draft")
+OF_TEXT, DRAWN = ("mix",), ("tvpp",)  # take the text's token, and one drawn from q
+WEIGHTED = "calls_tv"
+
+
+def length(logp: Tensor, logq: Tensor, k: int, lengths: Tensor) -> Tensor:
+    """`acceptance.length`, the mean over texts."""
+    return acceptance.length(acceptance.r_from(logp, logq), k, lengths).mean()
+
+
+def length_block(logp: Tensor, logq: Tensor, k: int, lengths: Tensor) -> Tensor:
+    """`acceptance.length_block`, the mean over texts."""
+    return acceptance.length_block(acceptance.l_from(logp, logq), k, lengths).mean()
+
+
+def calls(logp: Tensor, logq: Tensor, k: int, lengths: Tensor) -> Tensor:
+    """`acceptance.calls` a token: the inverse of tau."""
+    return acceptance.calls(acceptance.r_from(logp, logq), k, lengths).sum() / lengths.sum().clamp(min=1)
+
+
+SEQUENCE: dict[str, Sequence] = {"length": length, "length_block": length_block, "calls": calls}
+NAMES = (*POSITION, *OF_TEXT, *DRAWN, *SEQUENCE, WEIGHTED)
+
+
+@dataclass(frozen=True)
+class Terms:
+    """position: the sum of the losses a position, called (logp, logq) or (logp, logq, x), None without one; takes: what
+    x is, "text" or "drawn", "" for none; sequence: (weight, loss); weighted: positions count as much as the calls that
+    acceptance there saves."""
+
+    position: Position | None
+    takes: str = ""
+    sequence: tuple[tuple[float, Sequence], ...] = ()
+    weighted: bool = False
+
+
+def parse(expression: str) -> Terms:
+    """The loss of an expression, see above. Raises ValueError naming the key for what is no sum of known names, or one
+    that no single pass can compute."""
+    parts = [_part(text) for text in expression.split("+")]
+    names = [name for _, name in parts]
+    takes = {kind for kind, of in (("text", OF_TEXT), ("drawn", DRAWN)) if set(of) & set(names)}
+    if len(takes) > 1:
+        raise ValueError(f"loss: {expression!r} wants the text's token and a drawn one at once")
+    if WEIGHTED in names and len(names) > 1:
+        raise ValueError(f"loss: {WEIGHTED} stands alone, not in {expression!r}")
+    each = [(weight, name) for weight, name in parts if name not in SEQUENCE]
+    sequence = tuple((weight, SEQUENCE[name]) for weight, name in parts if name in SEQUENCE)
+    return Terms(_sum(each) if each else None, takes.pop() if takes else "", sequence, WEIGHTED in names)
+
+
+def _part(text: str) -> tuple[float, str]:
+    weight, _, name = text.strip().rpartition("*")
+    if name.strip() not in NAMES:
+        raise ValueError(f"loss: {name.strip()!r} is none of {', '.join(NAMES)}")
+    try:
+        return (float(weight) if weight.strip() else 1.0), name.strip()
+    except ValueError:
+        raise ValueError(f"loss: {weight.strip()!r} in {text.strip()!r} is no number") from None
+
+
+def _sum(parts: list[tuple[float, str]]) -> Position:
+    named = [(weight, losses.tv if name == WEIGHTED else vars(losses)[name], name) for weight, name in parts]
+    if len(named) == 1 and named[0][0] == 1:
+        return named[0][1]
+
+    def total(logp: Tensor, logq: Tensor, *x: Tensor) -> Tensor:
+        values = [w * loss(logp, logq, *(x if name in OF_TEXT + DRAWN else ())) for w, loss, name in named]
+        return sum(values[1:], values[0])
+
+    return total

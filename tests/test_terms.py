@@ -1,0 +1,60 @@
+"""Configured losses: what an expression stands for, and what no single pass can compute."""
+
+import pytest
+import torch
+
+from cotrain import acceptance, losses
+from cotrain.terms import parse
+
+
+def laws() -> tuple[torch.Tensor, torch.Tensor]:
+    draw = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return draw[0].log_softmax(-1), draw[1].log_softmax(-1)
+
+
+def test_a_name_is_the_loss_and_a_sum_is_weighted() -> None:
+    logp, logq = laws()
+    x = torch.tensor([1, 0, 4])
+    assert parse("nla").position is losses.nla and parse("nla").takes == ""
+    found = parse(" 0.1*kl + 0.9 * tv")
+    assert found.position is not None
+    torch.testing.assert_close(
+        found.position(logp, logq), 0.1 * losses.kl(logp, logq) + 0.9 * losses.tv(logp, logq), atol=1e-12, rtol=0
+    )
+    mixed = parse("kl+2*mix")
+    assert mixed.position is not None and mixed.takes == "text" and parse("tvpp").takes == "drawn"
+    torch.testing.assert_close(
+        mixed.position(logp, logq, x), losses.kl(logp, logq) + 2 * losses.mix(logp, logq, x), atol=1e-12, rtol=0
+    )
+
+
+def test_sequence_losses_are_those_of_acceptance() -> None:
+    logp, logq = -torch.rand(2, 2, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    lengths = torch.tensor([6, 4])
+    r, l = acceptance.r_from(logp, logq), acceptance.l_from(logp, logq)
+    wanted = {
+        "length": acceptance.length(r, 3, lengths).mean(),
+        "length_block": acceptance.length_block(l, 3, lengths).mean(),
+        "calls": 1 / acceptance.tau(r, 3, lengths),
+    }
+    for name, value in wanted.items():
+        found = parse(f"0.5*{name}+kl")
+        ((weight, loss),) = found.sequence
+        assert weight == 0.5 and found.position is losses.kl and not found.weighted
+        torch.testing.assert_close(loss(logp, logq, 3, lengths), value)
+    assert parse("calls").position is None and parse("calls_tv").weighted and parse("calls_tv").position is losses.tv
+
+
+@pytest.mark.parametrize(
+    ("expression", "said"),
+    [
+        ("klx", "'klx' is none of kl, tv"),
+        ("kl + ", "'' is none of"),
+        ("a*kl", "'a' in 'a\\*kl' is no number"),
+        ("mix+tvpp", "at once"),
+        ("calls_tv+kl", "stands alone"),
+    ],
+)
+def test_other_expressions_are_refused(expression: str, said: str) -> None:
+    with pytest.raises(ValueError, match=f"loss: .*{said}"):
+        parse(expression)
