@@ -278,6 +278,7 @@ class BenchConfig:
     regime: Regime
     bench: Bench
     matrix: Matrix
+    synthetic: float | None  # acceptance by coins and random weights of both config.json: costs of shapes, no text
     verify: str
     output: str
     overwrite: bool

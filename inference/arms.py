@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import CompileConfig, GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from inference.engine import Engine
@@ -74,6 +74,7 @@ def transformers_arm(
     assistant: PreTrainedModel | None = None,
     k: int | None = None,
     rows: int | None = None,
+    compile: bool = False,
     **settings: Any,
 ) -> Arm:
     """transformers' own generate under the same law, end tokens ignored: nothing of the models'
@@ -82,13 +83,16 @@ def transformers_arm(
 
     assistant: a draft for assisted generation, which takes one prompt at a time; k: its draft length,
     constant; None follows the assistant's own generation_config. rows: prompts decoded together, all when None; it
-    has no queue. settings: more arguments of generate, such
-    as cache_implementation or prompt_lookup_num_tokens. Decode-only figures leave out the first pass and its
+    has no queue. compile: with its static cache and its own compilation, on any device. settings: more arguments
+    of generate, as prompt_lookup_num_tokens. Decode-only figures leave out the first pass and its
     tokens, since transformers prefills the whole prompt there. ids are not used: torch's generator is seeded
     for each call. Raises ValueError for sampling settings that are not translated.
     """
     refuse(sampling, *ENDS, *UNTRANSLATED)
     config = _generation(sampling, max_new_tokens)
+    if compile:
+        config.cache_implementation, config.compile_config = "static", CompileConfig(mode="default")
+        config.compile_config._compile_all_devices = True  # it compiles on accelerators alone otherwise
     single = assistant is not None or "prompt_lookup_num_tokens" in settings
     if assistant is not None:
         settings["assistant_model"] = assistant

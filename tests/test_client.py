@@ -151,7 +151,8 @@ def test_a_texts_first_token_takes_no_round(plan: Plan) -> None:
     sure = Plan(plan.target, plan.tokenizer, plan.target, Sampling(), "token", plan.bench, ("t", "t"))
     prompts, tokens = [[1, 2]], [[3] * 19]
     rounds, sigma = serving.rounds_expected(sure, sure.proposer(), 2, prompts, tokens)
-    assert rounds.tolist() == pytest.approx([6.0], abs=1e-3) and sigma == pytest.approx(0, abs=1e-2)  # 18 tokens, three a round
+    assert rounds.tolist() == pytest.approx([6.0], abs=1e-3)  # 18 tokens, three a round
+    assert sigma == pytest.approx(0, abs=1e-2)
 
 
 def test_a_server_that_drafts_otherwise_is_told_from_it(plan: Plan) -> None:

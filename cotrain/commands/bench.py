@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from cotrain import bench
+from cotrain import bench, synthetic
 from cotrain.config import BenchConfig
 from cotrain.errors import UserError
 from cotrain.folders import claim
@@ -14,9 +14,11 @@ from cotrain.matrix import Grid, matrix
 from cotrain.regimes import sampling
 from inference.atomic import write_atomic
 from inference.bundled import resolve
+from inference.environment import environment
 from inference.pair import hash_target
 from inference.report import table
 from inference.store import load_draft
+from inference.synthetic import random_model
 
 
 def _grid(cfg: BenchConfig, logs: Path) -> Grid:
@@ -25,11 +27,30 @@ def _grid(cfg: BenchConfig, logs: Path) -> Grid:
     return Grid(asked.temperatures, asked.batches, asked.k, servers, logs)
 
 
+def _synthetic(cfg: BenchConfig, alpha: float) -> None:
+    """Shapes alone: config.json of both, weights drawn here."""
+    dtype = torch.bfloat16 if cfg.target.dtype == "auto" else getattr(torch, cfg.target.dtype)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    target, draft = (
+        random_model(resolve(str(path)), dtype, device, cfg.target.trust_remote_code)
+        for path in (cfg.target.path, cfg.draft.path)
+    )
+    with claim(cfg.output, cfg.overwrite) as folder:
+        cells = synthetic.measure(target, draft, alpha, sampling(cfg.regime), cfg.bench, cfg.matrix.batches)
+        names = {"target": cfg.target.path, "draft": cfg.draft.path}
+        report = {"synthetic": True, "environment": environment(), **names, "cells": cells}
+        write_atomic(folder.path / "report.json", json.dumps(report, indent=2) + "\n")
+        folder.finish()
+
+
 def run(cfg: BenchConfig) -> None:
     """Measure and write report.json in `output`."""
     if cfg.draft.path is None:
         raise UserError("name the draft folder with draft.path=")
     settle(cfg.threads, cfg.bench.seed)
+    if cfg.synthetic is not None:
+        _synthetic(cfg, cfg.synthetic)
+        return
     target, tokenizer = models(cfg)
     draft, _, made = load_draft(Path(cfg.draft.path), target=hash_target(target.config, tokenizer))
     torch.nn.Module.to(draft, target.device)
