@@ -30,11 +30,11 @@ class Compiled(Lean):
         super()._read()
         self.seen: set[tuple[bool, bool]] = set()
         state, step = _STEPS.setdefault(self.model, {}).get(self.int8, (None, None))
-        if step is None or state != _state(self.model):
+        if step is None or state != state_of(self.model):
             torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)  # for all models
             options: dict[str, Any] = {"freezing": True} if self.model.device.type == "cpu" else {}
-            step = torch.compile(_Step(self.weights, self.shape), options=options)
-            _STEPS[self.model][self.int8] = (_state(self.model), step)
+            step = torch.compile(Step(self.weights, self.shape), options=options)
+            _STEPS[self.model][self.int8] = (state_of(self.model), step)
         self.step = step
 
     def logits(self, ids: Tensor, window: Window, only: Tensor | None = None) -> Tensor:
@@ -68,12 +68,12 @@ class Compiled(Lean):
         return logits
 
 
-def _state(model: PreTrainedModel) -> list[tuple[int, int]]:
+def state_of(model: PreTrainedModel) -> list[tuple[int, int]]:
     """Changes when weights are trained in place, loaded into or replaced."""
     return [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in model.parameters()]
 
 
-class _Step(nn.Module):
+class Step(nn.Module):
     """A pass as a function of tensors; the weights are its parameters."""
 
     def __init__(self, weights: lean.Weights, shape: lean.Shape) -> None:

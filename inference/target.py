@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from inference.cache import SlotCache, Window, sliding_window
+from inference.capture import Captured
 from inference.forward import Forward, Lean, Stock
 from inference.graph import Compiled
 from inference.lean import applies, can_round
@@ -65,7 +66,8 @@ class LM:
                 f"widths multiples of 16"
             )
         if not stock and applies(self.model):
-            return (Compiled if compile else Lean)(self.model, self.cache, int8)
+            fast = Captured if self.model.device.type == "cuda" else Compiled
+            return (fast if compile else Lean)(self.model, self.cache, int8)
         return Stock(self.model, self.cache, self.context)
 
     @property

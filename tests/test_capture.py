@@ -1,0 +1,90 @@
+"""Passes replayed by bucket: on a CPU without graphs, the same logic; with a GPU, the graphs themselves."""
+
+import copy
+
+import pytest
+import torch
+
+import inference.target as target_module
+from inference import Engine, Sampling
+from inference.capture import Captured
+from inference.policy import Fixed
+from inference.proposers import Independent
+from inference.target import LM
+from tests.tiny import tiny
+
+PROMPTS = [[i % 30 + 1 for i in range(n)] for n in (3, 9, 1, 6, 14)]
+
+
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models are run by bucket, in slots that start few."""
+    monkeypatch.setattr(target_module, "Compiled", Captured)
+    monkeypatch.setattr(target_module, "FIRST_SLOTS", 16)
+    monkeypatch.setattr("inference.capture.FEWEST", 8)
+    monkeypatch.setattr(Captured, "failed", False)
+
+
+def texts(compile: bool, rows: int = 3, device: str = "cpu") -> list[list[int]]:
+    target, draft = (model.to(device) for model in (tiny(), tiny(layers=1, seed=3)))
+    proposer = Independent(draft, compile=compile)
+    engine = Engine(target, proposer, policy=Fixed(3), rows=rows, compile=compile)
+    limits = [20, 4, 33, 11, 26]
+    return engine.generate(PROMPTS, max_new_tokens=limits, sampling=Sampling(0.8), seed=2, ignore_eos=True).tokens
+
+
+def test_text_is_the_same_by_bucket(captured: None) -> None:
+    """Rows come and go, slots grow, lengths differ: in float64 nothing may change."""
+    assert texts(compile=True) == texts(compile=False)
+
+
+def test_buckets_are_few_and_dropped_when_the_cache_grows(captured: None) -> None:
+    lm = LM(tiny(), 4, compile=True)
+    assert isinstance(lm.run, Captured)
+    ids = torch.ones(3, 2, dtype=torch.int64)
+    with torch.inference_mode():
+        lm.forward(ids, [0, 0, 0])  # the first pass makes the cache
+        for start in range(5):
+            lm.forward(ids, [start, start + 1, start])
+        assert set(lm.run.graphs) == {(4, 2, 8, False)}
+        lm.forward(ids, [5, 6, 7], only=torch.tensor([0, 1, 1]))
+        assert set(lm.run.graphs) == {(4, 2, 8, False), (4, 2, 16, True)}
+        lm.forward(ids[:1], [20])
+        assert set(lm.run.graphs) == {(1, 2, 32, False)}
+
+
+def test_new_weights_are_seen(captured: None) -> None:
+    model, ids = tiny(), torch.ones(2, 1, dtype=torch.int64)
+    lm = LM(model, 2, compile=True)
+    with torch.inference_mode():
+        first = [lm.forward(ids, [0, 0]), lm.forward(ids, [1, 2])][1].clone()
+        other = tiny(seed=5)
+        for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+            mine.data = theirs.data.clone()
+        again = [lm.forward(ids, [0, 0]), lm.forward(ids, [1, 2])][1]
+        truth = LM(other, 2)
+        wanted = [truth.forward(ids, [0, 0]), truth.forward(ids, [1, 2])][1]
+    assert not torch.equal(first, again)
+    torch.testing.assert_close(again[:1], wanted[:1])  # of the second row, position 1 was never written
+
+
+def test_what_cannot_be_recorded_runs_as_it_is(captured: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(Captured, "_recorded", broken)
+    with pytest.warns(UserWarning, match="CUDA graphs failed, passes run without: operation not permitted"):
+        found = texts(compile=True)
+    assert found == texts(compile=False)
+
+
+@pytest.mark.gpu
+def test_graphs_give_the_text_of_plain_passes() -> None:
+    assert texts(compile=True, device="cuda") == texts(compile=False, device="cuda")
+    lm = LM(copy.deepcopy(tiny()).to("cuda"), 4, compile=True)
+    assert isinstance(lm.run, Captured) and not Captured.failed
+    ids = torch.ones(3, 2, dtype=torch.int64, device="cuda")
+    with torch.inference_mode():
+        lm.forward(ids, [0, 0, 0])
+        lm.forward(ids, [1, 2, 3])
+    assert all(graph.graph is not None for graph in lm.run.graphs.values())
