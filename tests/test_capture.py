@@ -47,8 +47,10 @@ def test_buckets_are_few_and_dropped_when_the_cache_grows(captured: None) -> Non
         for start in range(5):
             lm.forward(ids, [start, start + 1, start])
         assert set(lm.run.graphs) == {(4, 2, 8, False)}
-        lm.forward(ids, [5, 6, 7], only=torch.tensor([0, 1, 1]))
-        assert set(lm.run.graphs) == {(4, 2, 8, False), (4, 2, 16, True)}
+        every = lm.forward(ids * torch.tensor([[3, 7]]), [5, 6, 7])
+        asked = lm.forward(ids * torch.tensor([[3, 7]]), [5, 6, 7], only=torch.tensor([0, 1, 1]))
+        torch.testing.assert_close(asked, torch.stack([every[0, :1], every[1, 1:], every[2, 1:]]))
+        assert set(lm.run.graphs) == {(4, 2, 8, False), (4, 2, 16, False), (4, 2, 16, True)}
         lm.forward(ids[:1], [20])
         assert set(lm.run.graphs) == {(1, 2, 32, False)}
 
