@@ -113,7 +113,7 @@ def _transformers(plan: Plan, k: int) -> list[Arm]:
     new, sampling = plan.bench.new_tokens, plan.sampling
     rows = plan.bench.rows
     arms = [transformers_arm("transformers", plan.target, sampling, new, rows=rows)]
-    if plan.bench.compile:
+    if plan.bench.compile and rows == 1:  # it compiles for one shape at a time, for minutes
         arms.append(transformers_arm("transformers compiled", plan.target, sampling, new, rows=rows, compile=True))
     if plan.bench.rows == 1:
         arms += [

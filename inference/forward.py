@@ -88,9 +88,15 @@ class Lean:
         return self.cache.stores[layer].update(keys, values)
 
     def _read(self) -> None:
-        weights = lean.weights_of(self.model)
-        self.weights, self.shape = lean.int8(weights) if self.int8 else weights, lean.shape_of(self.model)
+        self.weights, self.shape = self._prepared(lean.weights_of(self.model)), lean.shape_of(self.model)
+        self.state = lean.state(self.model)  # joining projections may have moved them
         self._turn()
+
+    def _prepared(self, weights: lean.Weights) -> lean.Weights:
+        """As they are multiplied by; copies, so that later changes of the model's own must be noticed."""
+        if self.int8:
+            return lean.int8(weights)
+        return lean.packed(weights) if lean.can_pack(self.model) else weights
 
     def _turn(self) -> None:
         cos, sin = lean.angles(self.model, self.cache.slots)
@@ -98,7 +104,7 @@ class Lean:
 
     def rotation(self, window: Window) -> tuple[Tensor, Tensor]:
         """cos and sin (A or 1, n, 1, D) of the window's positions, from a table that grows with the slots."""
-        if not lean.current(self.weights, self.model):
+        if self.state != lean.state(self.model):
             self._read()
         if self.angles[0].shape[0] < window.limit:
             self._turn()

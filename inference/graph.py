@@ -21,20 +21,22 @@ _STEPS: WeakKeyDictionary[PreTrainedModel, dict[bool, tuple[Any, Any]]] = WeakKe
 
 
 class Compiled(Lean):
-    """As `Lean`, short passes over the first slots compiled, the weights being constants from then on, which a CPU's
-    compiler may fold. Where it fails, passes run uncompiled, with one warning."""
+    """As `Lean`, short passes over the first slots compiled, the weights being constants from then on. Where that fails,
+    passes run uncompiled, with one warning."""
 
     failed = False  # for all: what fails once, as for want of a C++ compiler, fails again
 
     def _read(self) -> None:
         super()._read()
-        self.seen: set[tuple[bool, bool]] = set()
+        self.seen: set[tuple[bool, bool, bool]] = set()
         state, step = _STEPS.setdefault(self.model, {}).get(self.int8, (None, None))
-        if step is None or state != state_of(self.model):
+        if step is None or state != self.state:
             torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)  # for all models
-            options: dict[str, Any] = {"freezing": True} if self.model.device.type == "cpu" else {}
-            step = torch.compile(Step(self.weights, self.shape), options=options)
-            _STEPS[self.model][self.int8] = (state_of(self.model), step)
+            # without Python between kernels
+            options: dict[str, Any] = {"cpp_wrapper": True} if self.model.device.type == "cpu" else {}
+            weights = self.weights if self.int8 else lean.weights_of(self.model)  # the compiler packs them itself
+            step = torch.compile(Step(weights, self.shape), options=options)
+            _STEPS[self.model][self.int8] = (self.state, step)
         self.step = step
 
     def logits(self, ids: Tensor, window: Window, only: Tensor | None = None) -> Tensor:
@@ -58,19 +60,18 @@ class Compiled(Lean):
         mask = additive(visible(window, ids.device), self.shape.held)
         keys, values = ([getattr(store, name) for store in self.cache.stores] for name in ("keys", "values"))
         inputs = (ids, window.positions, cos, sin, mask, keys, values)
-        kind = (ids.shape[0] > 1, ids.shape[1] > 1)
-        if kind not in self.seen:
-            _mark(*inputs)
-            self.seen.add(kind)
+        kind = (ids.shape[0] > 1, ids.shape[1] > 1, only is not None)
+        if kind in self.seen:
+            logits: Tensor = self.step(*inputs, only)
+            return logits
+        _mark(*inputs)
         if only is not None and ids.shape[0] > 1:
             torch._dynamo.mark_dynamic(only, 0)
-        logits: Tensor = self.step(*inputs, only)
+        # read when a graph is traced, not when it is compiled: weights become constants, laid out for the kernels
+        with torch._inductor.config.patch(freezing=ids.device.type == "cpu"):
+            logits = self.step(*inputs, only)
+        self.seen.add(kind)
         return logits
-
-
-def state_of(model: PreTrainedModel) -> list[tuple[int, int]]:
-    """Changes when weights are trained in place, loaded into or replaced."""
-    return [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in model.parameters()]
 
 
 class Step(nn.Module):
@@ -82,10 +83,10 @@ class Step(nn.Module):
         self.weights = self._registered(weights)
 
     def _registered(self, value: Any) -> Any:
-        """The same structure, each tensor a buffer, which freezing takes for a constant."""
+        """The same structure, each tensor a parameter, which freezing takes for a constant."""
         if isinstance(value, Tensor):
             self.count += 1
-            self.register_buffer(f"weight{self.count}", value, persistent=False)
+            self.register_parameter(f"weight{self.count}", nn.Parameter(value, requires_grad=False))
             return f"weight{self.count}"
         if isinstance(value, list):
             return [self._registered(item) for item in value]
