@@ -128,6 +128,7 @@ class Rollout:
     train_temperatures: list[float]  # of those that are learnt from, as many of each; none: the regime's
     rows: int
     seed: int
+    url: str | None  # of an OpenAI-compatible server that samples them; null: this engine
 
 
 @dataclass
@@ -252,6 +253,7 @@ class RolloutConfig:
     regime: Regime
     data: Data
     rollout: Rollout
+    draft: Model  # that makes sampling faster, the texts' law being the same
     kind: str  # train or held_out: the split that prompts come from
     output: str
     threads: int
@@ -301,6 +303,7 @@ class ExportConfig:
     draft: Model
     target: Model
     engine: str  # vllm, sglang, tensorrt_llm or transformers
+    layout: str  # of the folder, as the engine loads it
     k: int | None
     objective: str | None  # sampled_draft or greedy_draft
     check: str | None  # a folder to check instead

@@ -1,6 +1,7 @@
 """What a training run is made of, from its settings: models, texts, losses and the module that wires them."""
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -16,10 +17,12 @@ from cotrain.data import Blocks, blocks_of
 from cotrain.evaluate import DEPTHS, held_out
 from cotrain.module import Distillation, Stage
 from cotrain.regimes import sampling, truncation
-from cotrain.rollout import Ask
+from cotrain.rollout import Ask, Own, Remote, Sampler
 from cotrain.sets import Part, Sampled, corpus_part, joined, sampled_part
 from cotrain.teacher import load_pair, split
 from cotrain.terms import parse
+from inference import load
+from inference.client import Client
 from inference.store import OBJECTIVES
 
 
@@ -53,13 +56,35 @@ class Job:
 
 
 def sampled(
-    cfg: TrainConfig | RolloutConfig, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path
+    cfg: TrainConfig | RolloutConfig,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    draft_path: str | None = None,
 ) -> Sampled:
-    """Texts of the target as the settings ask for them, kept in `folder`."""
+    """Texts of the target as the settings ask for them, kept in `folder`; a draft makes sampling them faster.
+
+    Raises ValueError for a draft beside a server, which samples as it does.
+    """
     ask, source = cfg.rollout, cfg.data.path or "embedded"
     texts = {"train": ask.texts, "held_out": ask.held_out_texts}
     wanted = Ask(texts, ask.prompt_tokens, ask.new_tokens)
-    return Sampled(target, tokenizer, folder, wanted, ask.rows, ask.seed, source)
+    if ask.url and draft_path:
+        raise ValueError("rollout.url: the server samples, draft.path= would not be used")
+    by: Callable[[], Sampler] | None = None
+    if ask.url:
+        by = partial(_remote, ask.url, tokenizer, ask.rows)
+    elif draft_path:
+        by = partial(_sped_up, draft_path, target, tokenizer, ask.rows)
+    return Sampled(target, tokenizer, folder, wanted, ask.rows, ask.seed, source, by, ask.url)
+
+
+def _remote(url: str, tokenizer: PreTrainedTokenizerBase, rows: int) -> Sampler:
+    return Remote(Client(url), tokenizer, rows)
+
+
+def _sped_up(path: str, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: int) -> Sampler:
+    return Own(load(path, target, tokenizer=tokenizer, rows=rows))
 
 
 def models(

@@ -1,17 +1,22 @@
-"""Sampling continuations of prompts from the target with this project's own engine."""
+"""Sampling continuations of prompts from the target: with this project's own engine, sped up by a draft if there is
+one, or by a server."""
 
 import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from cotrain.data import Blocks
 from inference import Engine, Sampling
 from inference.atomic import write_atomic
+from inference.client import Client, Completion
+
+SEEDS = 2**32  # keys of a set are fewer
 
 
 @dataclass(frozen=True)
@@ -21,6 +26,60 @@ class Ask:
     texts: dict[str, int]  # train, held_out
     prompt_tokens: int
     new_tokens: int
+
+
+class Sampler(Protocol):
+    """Continues prompts; rows: as many at once. A key a prompt decides its noise."""
+
+    @property
+    def rows(self) -> int: ...
+
+    def __call__(
+        self, prompts: list[list[int]], sampling: Sampling, new_tokens: int, seed: int, keys: list[int]
+    ) -> list[list[int]]:
+        """New ids of each prompt, end tokens kept."""
+
+
+@dataclass(frozen=True)
+class Own:
+    """This engine; with a proposer it is faster, and the texts' law is the same."""
+
+    engine: Engine
+
+    @property
+    def rows(self) -> int:
+        return self.engine.rows
+
+    def __call__(
+        self, prompts: list[list[int]], sampling: Sampling, new_tokens: int, seed: int, keys: list[int]
+    ) -> list[list[int]]:
+        return self.engine.generate(prompts, max_new_tokens=new_tokens, sampling=sampling, seed=seed, ids=keys).tokens
+
+
+@dataclass(frozen=True)
+class Remote:
+    """An OpenAI-compatible server. One that tells no ids is asked in text, and its text is encoded again: where that
+    does not give back what it sampled, the text is the target's still and its cut into tokens is not."""
+
+    client: Client
+    tokenizer: PreTrainedTokenizerBase
+    rows: int
+
+    def __call__(
+        self, prompts: list[list[int]], sampling: Sampling, new_tokens: int, seed: int, keys: list[int]
+    ) -> list[list[int]]:
+        told = self.client.tells_ids
+        asked: Any = prompts if told else [str(self.tokenizer.decode(prompt)) for prompt in prompts]
+        seeds = [seed * SEEDS + key for key in keys]
+        found = self.client.complete(asked, new_tokens, sampling, seeds, at_once=self.rows)
+        return [self._ids(one, new_tokens) for one in found]
+
+    def _ids(self, one: Completion, new_tokens: int) -> list[int]:
+        if one.ids is not None:
+            return one.ids
+        ids = list(self.tokenizer(one.text, add_special_tokens=False)["input_ids"])
+        end = self.tokenizer.eos_token_id
+        return (ids + [end] * (one.finish == "stop" and end is not None))[:new_tokens]
 
 
 def prompts(blocks: Blocks, count: int, tokens: int, seed: int) -> Iterator[tuple[str, list[int]]]:
@@ -41,7 +100,7 @@ def prompts(blocks: Blocks, count: int, tokens: int, seed: int) -> Iterator[tupl
 
 
 def collect(
-    engine: Engine, asked: list[tuple[str, list[int]]], sampling: Sampling, new_tokens: int, seed: int, partial: Path,
+    sampler: Sampler, asked: list[tuple[str, list[int]]], sampling: Sampling, new_tokens: int, seed: int, partial: Path,
     say: Callable[[str], None] = print,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Sample a continuation of every (domain, prompt); rows of rollouts.FEATURES, end tokens kept.
@@ -53,20 +112,23 @@ def collect(
     rows = _whole_lines(partial)
     begun, clock = len(rows), time.perf_counter()
     with partial.open("a", encoding="utf-8") as file:
-        for start in range(begun, len(asked), engine.rows):
-            batch = asked[start : start + engine.rows]
+        for start in range(begun, len(asked), sampler.rows):
+            batch = asked[start : start + sampler.rows]
             keys = list(range(start, start + len(batch)))
             texts = [prompt for _, prompt in batch]
-            out = engine.generate(texts, max_new_tokens=new_tokens, sampling=sampling, seed=seed, ids=keys)
+            completions = sampler(texts, sampling, new_tokens, seed, keys)
             made = [
                 {"domain": domain, "prompt": prompt, "completion": completion}
-                for (domain, prompt), completion in zip(batch, out.tokens, strict=True)
+                for (domain, prompt), completion in zip(batch, completions, strict=True)
             ]
             file.writelines(json.dumps(row) + "\n" for row in made)
             file.flush()
             rows += made
-            left = (time.perf_counter() - clock) / (len(rows) - begun) * (len(asked) - len(rows))
-            say(f"rollout T={sampling.temperature:g}: {len(rows)}/{len(asked)} texts, {left:.0f} s left")
+            seconds = time.perf_counter() - clock
+            speed = sum(len(row["completion"]) for row in rows[begun:]) / seconds
+            left = seconds / (len(rows) - begun) * (len(asked) - len(rows))
+            say(f"rollout T={sampling.temperature:g}: {len(rows)}/{len(asked)} texts, {speed:.0f} tokens/s, "
+                f"{left:.0f} s left")  # fmt: skip
     return rows
 
 

@@ -99,7 +99,8 @@ class Sampled:
     """Texts of the target: shipped ones when they are what would be sampled here, else sampled here and kept.
 
     kind: "train" or "held_out" (the split that the prompts come from). folder: where own sets are kept. source: where
-    prompts come from, a path or "embedded".
+    prompts come from, a path or "embedded". by: who samples, this engine when None; server: its model, as the set's
+    manifest says it.
     """
 
     target: PreTrainedModel
@@ -109,6 +110,8 @@ class Sampled:
     rows: int
     seed: int
     source: str
+    by: Callable[[], rollout.Sampler] | None = None
+    server: str | None = None
 
     def texts(
         self, kind: str, sampling: Sampling, blocks: Callable[[], Blocks], say: Announce = print
@@ -125,16 +128,18 @@ class Sampled:
         path, made = self.folder / name(kind, sampling), self._manifest(kind, sampling)
         partial = rollouts.beside(path, f"{_digest(made)}.partial.jsonl")  # of this very set
         asked = list(rollout.prompts(blocks, self.ask.texts[kind], self.ask.prompt_tokens, self.seed))
-        engine = Engine(self.target, tokenizer=self.tokenizer, rows=self.rows)
-        rows = rollout.collect(engine, asked, sampling, self.ask.new_tokens, self.seed, partial, say)
+        rows = rollout.collect(self._sampler(), asked, sampling, self.ask.new_tokens, self.seed, partial, say)
         rollouts.save(rows, path, made)
         partial.unlink()
         return path
 
+    def _sampler(self) -> rollout.Sampler:
+        return self.by() if self.by else rollout.Own(Engine(self.target, tokenizer=self.tokenizer, rows=self.rows))
+
     def _manifest(self, kind: str, sampling: Sampling) -> dict[str, object]:
         return {"kind": kind, "regime": regime(sampling), "target": self._target(), "seed": self.seed,
                 "source": self.source, "texts": self.ask.texts[kind], "prompt_tokens": self.ask.prompt_tokens,
-                "new_tokens": self.ask.new_tokens}  # fmt: skip
+                "new_tokens": self.ask.new_tokens} | ({"server": self.server} if self.server else {})  # fmt: skip
 
     def _target(self) -> dict[str, str | None]:
         return hash_target(self.target.config, self.tokenizer) | {"weights": fingerprint(self.target)}

@@ -21,14 +21,16 @@ from inference.target import LM
 from inference.turn import Turn
 
 Key = TypeVar("Key", bound=Hashable)
+STEPS = 4  # of the draft, timed together
 SPREAD = 7  # tokens between the lengths of one text and the next
 
 
 @dataclass(frozen=True)
 class Costs:
-    """target[n-1]: a target pass over n ids a row, n = 1..K+1; draft: one draft step (pass, law, draw); first: what
-    the first step of a round takes more, 0 for a single row: of several, some row accepted every draft and brings two
-    ids; rest[k]: the rest of a round that drafted k, k = 0..K (laws, verification, draws, results on the host).
+    """target[n-1]: a target pass over n ids a row, n = 1..K+1; draft: one draft step (pass, law, draw) of several;
+    first: what a round's first step takes more, 0 for a single row: of several, some row accepted every draft and
+    brings two ids; rest[k]: the rest of a round that drafted k, k = 0..K (laws, verification, draws, results on the
+    host).
 
     rows, context: the shapes measured; target_dtype, draft_dtype: of the models' weights.
     """
@@ -122,13 +124,13 @@ def measure_costs(
     found = interleaved(_tasks(target, draft, texts, K, sampling), repeats, warmup)
     return Costs(
         tuple(found["target", n] for n in range(1, K + 2)),
-        found["draft", 1],
+        found["draft", 1] / STEPS,
         tuple(found["rest", k] for k in range(K + 1)),
         target.rows,
         context,
         target.weights,
         draft.weights,
-        max(0.0, found["draft", 2] - found["draft", 1]) if target.rows > 1 else 0.0,
+        max(0.0, found["draft", 2] - found["draft", 1]) if target.rows > 1 else 0.0,  # one step of either differs
     )
 
 
@@ -148,13 +150,15 @@ def _tasks(
         return Turn(rows, [k] * len(rows), "token", noise, lm.vocabulary, lm.device)
 
     @torch.inference_mode()
-    def step(n: int) -> None:
+    def steps(n: int) -> None:
+        """As a round makes them: after the first, over n ids, weights are where a processor keeps what it used last."""
         one, last = turn(K, draft), torch.full((len(rows),), n - 1, device=draft.device)
-        law = one.law(draft.forward(ids[:, :n].to(draft.device), at, only=last if n > 1 else None)[:, -1], [])
-        one.draw(law, 0)
+        for width in (n, *[1] * (STEPS - 1)):
+            logits = draft.forward(ids[:, :width].to(draft.device), at, only=last if width > 1 else None)
+            one.draw(one.law(logits[:, -1], []), 0)
         draft.wait()
 
-    tasks: dict[tuple[str, int], Callable[[], object]] = {("draft", n): partial(step, n) for n in (1, 2)}
+    tasks: dict[tuple[str, int], Callable[[], object]] = {("draft", n): partial(steps, n) for n in (1, 2)}
     for n in range(1, K + 2):
         tasks["target", n] = _pass(target, ids[:, :n], at)
         tasks["rest", n - 1] = _rest(turn, target, logits[:, :n], ids[:, : n - 1])

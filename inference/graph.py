@@ -21,8 +21,8 @@ _STEPS: WeakKeyDictionary[PreTrainedModel, dict[bool, tuple[Any, Any]]] = WeakKe
 
 
 class Compiled(Lean):
-    """As `Lean`, short passes over the first slots compiled, the weights being constants from then on. Where that fails,
-    passes run uncompiled, with one warning."""
+    """As `Lean`, short passes over the first slots compiled, the weights being constants from then on. Where that
+    fails, passes run uncompiled, with one warning."""
 
     failed = False  # for all: what fails once, as for want of a C++ compiler, fails again
 

@@ -22,8 +22,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from cotrain.export.card import card
 from cotrain.export.check import check
-from cotrain.export.engines import ENGINES, caveats, launch
+from cotrain.export.engines import ENGINES, caveats, launch, refuse_layout
 from cotrain.export.hf import export
 from cotrain.export.vocabulary import resize
 from cotrain.tokenizer import train_tokenizer
@@ -156,6 +157,22 @@ def test_the_card_says_how_to_serve_and_what_was_measured(served: Path) -> None:
         assert line in text
     assert f"padded from {VOCAB} to {PADDED}" in text
     assert "1.62" in text
+
+
+def test_a_layout_that_an_engine_does_not_load_is_refused() -> None:
+    for engine in ENGINES:
+        refuse_layout(engine, ENGINES[engine].layout)
+    with pytest.raises(ValueError, match="export.layout: vllm loads hf, not 'medusa'"):
+        refuse_layout("vllm", "medusa")
+
+
+def test_the_card_predicts_either_way_of_drafting() -> None:
+    metadata = Metadata({"name": "t", "config": None, "tokenizer": None}, 3, regime={"temperature": 0.7})
+    held = {"alpha_T0.7/all": 0.81, "tau_T0.7/all/3": 2.9, "alpha_greedy_draft_T0.7/all": 0.5,
+            "tau_greedy_draft_T0.7/all/3": 1.8, "alpha_T1/all": 0.7}  # fmt: skip
+    text = card(metadata, "vllm", "d", {**REPORT, "extra": {"held_out": held}}, [])
+    assert "| sampled | 0.810 | 2.90 |" in text and "| greedy | 0.500 | 1.80 |" in text and "tau at 3 drafts" in text
+    assert "Predicted" not in card(metadata, "vllm", "d", {**REPORT, "extra": {"held_out": {}}}, [])
 
 
 def test_k_and_objective_are_the_users_to_change(draft: Path, tmp_path: Path) -> None:

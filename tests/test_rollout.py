@@ -8,11 +8,13 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from cotrain import rollout, rollouts, sets
+from cotrain import rollouts, sets
 from cotrain.data import Blocks
-from cotrain.rollout import Ask, collect, prompts
+from cotrain.rollout import Ask, Own, Remote, collect, prompts
 from cotrain.sets import Sampled, corpus_part, name
 from inference import Engine, Sampling
+from inference.client import Completion
+from inference.proposers import Independent
 from tests.folders import tokenizer
 from tests.tiny import tiny
 
@@ -79,7 +81,7 @@ def test_an_interrupted_collection_goes_on_as_if_it_had_not_been(target: LlamaFo
     asked = [("a", [5 + i, 6, 7]) for i in range(7)]
 
     def run(partial: Path, say: object = quiet, rows: int = 2) -> list[dict]:
-        return collect(Engine(target, rows=rows), asked, WARM, 6, 0, partial, say)
+        return collect(Own(Engine(target, rows=rows)), asked, WARM, 6, 0, partial, say)
 
     whole = run(tmp_path / "whole.jsonl")
     assert [row["prompt"] for row in whole] == [prompt for _, prompt in asked]
@@ -96,7 +98,7 @@ def test_an_interrupted_collection_goes_on_as_if_it_had_not_been(target: LlamaFo
 
 def test_completions_keep_their_end_and_stop_there(target: LlamaForCausalLM, tmp_path: Path) -> None:
     asked = [("a", [5 + i % 200]) for i in range(60)]
-    rows = collect(Engine(target, rows=60), asked, Sampling(3.0), 40, 0, tmp_path / "p.jsonl", quiet)
+    rows = collect(Own(Engine(target, rows=60)), asked, Sampling(3.0), 40, 0, tmp_path / "p.jsonl", quiet)
     ended = [row["completion"] for row in rows if 3 in row["completion"]]
     assert ended and all(text.index(3) == len(text) - 1 for text in ended)
     assert all(len(row["completion"]) == 40 for row in rows if 3 not in row["completion"])
@@ -197,5 +199,49 @@ def test_every_position_of_a_corpus_block_counts(blocks: Blocks) -> None:
 
 def test_progress_is_told(target: LlamaForCausalLM, tmp_path: Path) -> None:
     said: list[str] = []
-    rollout.collect(Engine(target, rows=1), [("a", [5]), ("a", [6])], WARM, 2, 0, tmp_path / "p.jsonl", said.append)
+    asked = [("a", [5]), ("a", [6])]
+    collect(Own(Engine(target, rows=1)), asked, WARM, 2, 0, tmp_path / "p.jsonl", said.append)
     assert [line.split(",")[0] for line in said] == ["rollout T=0.8: 1/2 texts", "rollout T=0.8: 2/2 texts"]
+    assert all("tokens/s" in line for line in said)
+
+
+def test_a_draft_changes_the_speed_and_not_the_law(target: LlamaForCausalLM) -> None:
+    """Of 600 texts of one token after the same prompt, as many of each kind: a draft takes part in none of the odds."""
+    asked, draft = [[5]] * 600, tiny(vocab=VOCABULARY, layers=1, seed=5)
+    plain, sped = (
+        sampler(asked, Sampling(), 3, 0, list(range(600)))
+        for sampler in (Own(Engine(target, rows=100)), Own(Engine(target, Independent(draft), rows=100)))
+    )
+    assert plain != sped
+    first = torch.tensor([[text[0] for text in texts] for texts in (plain, sped)])
+    law = target(torch.tensor([[5]])).logits[0, -1].softmax(-1)
+    for texts in first:
+        seen = torch.bincount(texts, minlength=VOCABULARY) / 600
+        assert (seen - law).abs().sum() / 2 < 1.5 * (VOCABULARY / (2 * torch.pi * 600)) ** 0.5
+
+
+def test_a_server_samples_by_ids_or_by_text() -> None:
+    words = tokenizer()
+    asked: list[tuple[object, list[int]]] = []
+
+    class Told:
+        tells_ids = True
+
+        def complete(self, prompts: list, new_tokens: int, sampling: Sampling, seeds: list[int], at_once: int) -> list:
+            asked.append((prompts[0], seeds))
+            return [Completion("ab", [7, 8] if self.tells_ids else None, "stop") for _ in prompts]
+
+    prompt = words("import os")["input_ids"]
+    assert Remote(Told(), words, 4)([prompt], WARM, 6, 1, [3]) == [[7, 8]]  # type: ignore[arg-type]
+    silent = Told()
+    silent.tells_ids = False
+    (found,) = Remote(silent, words, 4)([prompt], WARM, 6, 1, [3])  # type: ignore[arg-type]
+    assert found == [*words("ab", add_special_tokens=False)["input_ids"], words.eos_token_id]
+    assert asked[0] == (prompt, [2**32 + 3]) and asked[1][0] == "import os"
+
+
+def test_sets_of_a_server_are_not_taken_for_this_engines(sampled: Sampled, blocks: Blocks) -> None:
+    sampled.sample("train", WARM, blocks, quiet)
+    served = replace(sampled, server="http://127.0.0.1:9", by=lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        served.texts("train", WARM, lambda: blocks, quiet)

@@ -5,7 +5,7 @@ from pathlib import Path
 from cotrain.config import ExportConfig
 from cotrain.errors import UserError
 from cotrain.export import check, hf
-from cotrain.export.engines import launch
+from cotrain.export.engines import launch, refuse_layout
 from cotrain.job import objective
 from cotrain.teacher import load_config
 from inference.bundled import NAME, resolve
@@ -22,6 +22,7 @@ def run(cfg: ExportConfig) -> None:
         return
     if cfg.draft.path is None:
         raise UserError("name the draft folder with draft.path=")
+    refuse_layout(cfg.engine, cfg.layout)
     made = read(cfg.draft.path).metadata
     served = cfg.target.path or (made.target["name"] if made else None)
     if served is None:

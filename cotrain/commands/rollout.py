@@ -13,6 +13,6 @@ def run(cfg: RolloutConfig) -> None:
     """One set, of the regime's temperature and the kind asked for, in `output`."""
     settle(cfg.threads, cfg.rollout.seed)
     target, tokenizer = models(cfg)
-    texts = sampled(cfg, target, tokenizer, Path(cfg.output))
+    texts = sampled(cfg, target, tokenizer, Path(cfg.output), cfg.draft.path)
     path = texts.sample(cfg.kind, sampling(cfg.regime), blocks_of(cfg.data, cfg.kind, tokenizer))
     print(f"wrote {beside(path, 'parquet')}")

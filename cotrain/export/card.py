@@ -29,9 +29,25 @@ def card(metadata: Metadata, engine: str, draft_path: str, report: Mapping[str, 
     ]
     if report is not None:
         parts += ["## Measured (report.json, before export)", f"```text\n{table(report)}```"]
+        parts += _predicted(report, metadata)
     parts += [
         "## Licence",
         f"The weights learnt from the outputs of {target}: its licence, and that of the training text, may "
         "bind them. Read both before passing this folder on.",
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _predicted(report: Mapping[str, Any], metadata: Metadata) -> list[str]:
+    """What either way of drafting will have accepted, from the target's held-out texts in the regime; nothing where
+    they were not judged."""
+    held, at = (report.get("extra") or {}).get("held_out") or {}, f"T{metadata.regime.get('temperature', 1.0):g}/all"
+    rows = []
+    for drafting, alpha, tau in (("sampled", "alpha", "tau"), ("greedy", "alpha_greedy_draft", "tau_greedy_draft")):
+        found = held.get(f"{alpha}_{at}"), held.get(f"{tau}_{at}/{metadata.k}")
+        if None not in found:
+            rows.append("| {} | {:.3f} | {:.2f} |".format(drafting, *found))
+    if not rows:
+        return []
+    head = f"| drafting | acceptance at a token | tau at {metadata.k} drafts |\n|---|---|---|"
+    return ["## Predicted for an engine, by how it drafts", "\n".join([head, *rows])]

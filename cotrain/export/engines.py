@@ -104,6 +104,13 @@ def engine_named(name: str) -> ServingEngine:
     return ENGINES[name]
 
 
+def refuse_layout(engine: str, layout: str) -> None:
+    """Raise ValueError naming the key for a layout that the engine does not load."""
+    loads = engine_named(engine).layout
+    if layout != loads:
+        raise ValueError(f"export.layout: {engine} loads {loads}, not {layout!r}")
+
+
 def launch(engine: str, draft_path: str, target: str, k: int, objective: str) -> str:
     """The command that serves `target` with the draft in `draft_path`, k drafts a round, for a POSIX shell.
 
