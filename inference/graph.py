@@ -1,7 +1,8 @@
 """Whole passes compiled into one graph by torch.compile, for models that run `lean`.
 
-Sizes that change (rows, ids a row, slots read) are symbols: there are at most four graphs a model, for one row or
-several, one id or several.
+Sizes that change (rows, ids a row, slots read) are symbols: there are at most six graphs a model, for one row or
+several, one id or several, and one more where one id of several is asked for. Weights are not packed here,
+as they are for `Lean`: which of the two is faster is for `bench.compile=true` to say, whose matrix times both.
 """
 
 import warnings
@@ -21,8 +22,8 @@ _STEPS: WeakKeyDictionary[PreTrainedModel, dict[bool, tuple[Any, Any]]] = WeakKe
 
 
 class Compiled(Lean):
-    """As `Lean`, short passes over the first slots compiled, the weights being constants from then on. Where that
-    fails, passes run uncompiled, with one warning."""
+    """As `Lean`, short passes over the first slots compiled. Where that fails, passes run uncompiled, with one
+    warning."""
 
     failed = False  # for all: what fails once, as for want of a C++ compiler, fails again
 
@@ -32,10 +33,8 @@ class Compiled(Lean):
         state, step = _STEPS.setdefault(self.model, {}).get(self.int8, (None, None))
         if step is None or state != self.state:
             torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)  # for all models
-            # without Python between kernels
-            options: dict[str, Any] = {"cpp_wrapper": True} if self.model.device.type == "cpu" else {}
-            weights = self.weights if self.int8 else lean.weights_of(self.model)  # the compiler packs them itself
-            step = torch.compile(Step(weights, self.shape), options=options)
+            weights = self.weights if self.int8 else lean.weights_of(self.model)  # it cannot trace packed ones
+            step = torch.compile(Step(weights, self.shape))
             _STEPS[self.model][self.int8] = (self.state, step)
         self.step = step
 
@@ -61,16 +60,12 @@ class Compiled(Lean):
         keys, values = ([getattr(store, name) for store in self.cache.stores] for name in ("keys", "values"))
         inputs = (ids, window.positions, cos, sin, mask, keys, values)
         kind = (ids.shape[0] > 1, ids.shape[1] > 1, only is not None)
-        if kind in self.seen:
-            logits: Tensor = self.step(*inputs, only)
-            return logits
-        _mark(*inputs)
-        if only is not None and ids.shape[0] > 1:
-            torch._dynamo.mark_dynamic(only, 0)
-        # read when a graph is traced, not when it is compiled: weights become constants, laid out for the kernels
-        with torch._inductor.config.patch(freezing=ids.device.type == "cpu"):
-            logits = self.step(*inputs, only)
-        self.seen.add(kind)
+        if kind not in self.seen:
+            _mark(*inputs)
+            if only is not None and ids.shape[0] > 1:
+                torch._dynamo.mark_dynamic(only, 0)
+            self.seen.add(kind)
+        logits: Tensor = self.step(*inputs, only)
         return logits
 
 
@@ -83,7 +78,7 @@ class Step(nn.Module):
         self.weights = self._registered(weights)
 
     def _registered(self, value: Any) -> Any:
-        """The same structure, each tensor a parameter, which freezing takes for a constant."""
+        """The same structure, each tensor a parameter."""
         if isinstance(value, Tensor):
             self.count += 1
             self.register_parameter(f"weight{self.count}", nn.Parameter(value, requires_grad=False))
