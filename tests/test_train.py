@@ -213,6 +213,19 @@ def test_a_folder_in_use_is_refused(place: Path, capsys: pytest.CaptureFixture[s
         assert f"is in use by process {os.getpid()}" in capsys.readouterr().err
 
 
+def test_bench_measures_a_draft_made_elsewhere(run: Path, place: Path) -> None:
+    """Plain Hugging Face files: a causal LM and its tokenizer, nothing of this project."""
+    foreign = place / "foreign"
+    shutil.copytree(run / "draft", foreign)
+    for name in ("cotrain.json", "report.json"):
+        (foreign / name).unlink()
+    sizes = [setting for setting in SIZES if setting.startswith("bench.")]
+    paths = [f"target.path={place / 'target'}", f"draft.path={foreign}", f"output={place / 'foreign bench'}"]
+    assert main(["bench", *paths, *sizes]) == 0
+    report = json.loads((place / "foreign bench" / "report.json").read_text())
+    assert report["exactness"]["passed"] and report["settings"]["draft"] == str(foreign)
+
+
 def test_bench_measures_a_draft_folder(run: Path, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = [setting for setting in SIZES if setting.startswith("bench.")]
     paths = [f"target.path={place / 'target'}", f"draft.path={run / 'draft'}", f"output={place / 'bench'}"]
