@@ -28,9 +28,11 @@ Ask = Callable[[list[list[int]], int], Answer]  # prompts, requests under way
 @dataclass(frozen=True)
 class Parity:
     """tau of the server, predicted on its own texts for its drafting mode (z: of the rounds, over the acceptance
-    coins), and of this engine on the same prompts; ratio: served over ours, bootstrapped over prompts."""
+    coins), and of this engine on the same prompts; ratio: served over ours, bootstrapped over prompts; speed: tokens a
+    second, over the wire."""
 
     tokens: int
+    speed: float
     rounds: int
     served: float
     predicted: float
@@ -46,7 +48,7 @@ class Parity:
         return (
             f"tau {self.served:.3f} served, {self.predicted:.3f} predicted on the served texts (z {self.z:+.1f}), "
             f"{self.ours:.3f} here: {self.ratio.value - 1:+.1%} [{self.ratio.low - 1:+.1%}, {self.ratio.high - 1:+.1%}]"
-            f" on {self.tokens} tokens"
+            f" on {self.tokens} tokens, {self.speed:.0f} a second"
         )
 
     def report(self) -> dict[str, Any]:
@@ -76,7 +78,7 @@ def parity(plan: Plan, ask: Ask, k: int, at_once: int) -> Parity:
     stood still."""
     draft = plan.proposer()
     prompts = plan.prompts(0, plan.bench.prompts)
-    tokens, _, counted = ask(prompts, at_once)
+    tokens, seconds, counted = ask(prompts, at_once)
     if not counted or not counted.rounds:
         raise ValueError("url: the server counted no drafts: it serves without a draft, or hides its metrics")
     own = engine_arm("own", plan.engine(k, BATCH, proposer=draft), plan.sampling, plan.bench.new_tokens)
@@ -87,6 +89,7 @@ def parity(plan: Plan, ask: Ask, k: int, at_once: int) -> Parity:
     mine = np.array([(len(text), row.target_calls) for text, row in zip(ours.tokens, ours.counts, strict=True)])
     return Parity(
         tokens=int(emitted.sum()),
+        speed=sum(map(len, tokens)) / seconds,
         rounds=counted.rounds,
         served=float(emitted.sum() / counted.rounds),
         predicted=float(emitted.sum() / paid.sum()),
