@@ -42,7 +42,10 @@ class Parity:
 
     @property
     def passed(self) -> bool:
-        return abs(self.ratio.value - 1) <= TOLERANCE and abs(self.served / self.predicted - 1) <= TOLERANCE
+        """As predicted on the very texts, where coins alone differ; and not told apart from this engine, whose texts are
+        others, by more than the tolerance."""
+        told_apart = self.ratio.low > 1 + TOLERANCE or self.ratio.high < 1 - TOLERANCE
+        return abs(self.served / self.predicted - 1) <= TOLERANCE and not told_apart
 
     def line(self) -> str:
         return (
