@@ -42,8 +42,8 @@ class Parity:
 
     @property
     def passed(self) -> bool:
-        """As predicted on the very texts, where coins alone differ; and not told apart from this engine, whose texts are
-        others, by more than the tolerance."""
+        """As predicted on the very texts, where coins alone differ; and not told apart from this engine, whose texts
+        are others, by more than the tolerance."""
         told_apart = self.ratio.low > 1 + TOLERANCE or self.ratio.high < 1 - TOLERANCE
         return abs(self.served / self.predicted - 1) <= TOLERANCE and not told_apart
 
