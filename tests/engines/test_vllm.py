@@ -28,10 +28,10 @@ from tests.engines.conftest import CASES, OUTPUT, K, draft_folder
 from tests.engines.servers import serving
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
-SIZE = Bench(prompts=64, quick_prompts=0, prompt_tokens=48, new_tokens=128, parity_tokens=0, rows=8, depths=[K],
+SIZE = Bench(prompts=48, quick_prompts=0, prompt_tokens=48, new_tokens=128, parity_tokens=0, rows=8, depths=[K],
              draft_dtype="auto", draft_int8=False, compile=False, seed=0)  # fmt: skip
 TEMPERATURES = (1.0, 0.0)
-ALONE, TOGETHER = 6, 32  # prompts that are served one by one, and eight at a time, for their speed
+ALONE, TOGETHER = 6, 24  # prompts that are served one by one, and eight at a time, for their speed
 
 
 @pytest.fixture(scope="session")
