@@ -1,7 +1,7 @@
 """A draft as a server runs it, beside what this engine measures and predicts for the same drafting mode.
 
-A server's first token of a text comes from its prefill, without a round; rounds of all texts are known only together,
-from its counters. So tau here is (tokens - texts) / rounds, on both sides.
+A server's first token of a text comes from its prefill, without a round, so its tau is (tokens - texts) / rounds; here
+every token comes from a round. A server's rounds are known for all texts together, from its counters.
 """
 
 import time

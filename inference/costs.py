@@ -154,7 +154,7 @@ def _tasks(
         """As a round makes them: after the first, over n ids, weights are where a processor keeps what it used last."""
         one, last = turn(K, draft), torch.full((len(rows),), n - 1, device=draft.device)
         for width in (n, *[1] * (STEPS - 1)):
-            logits = draft.forward(ids[:, :width].to(draft.device), at, only=last if width > 1 else None)
+            logits = draft.forward(ids[:, :width].to(draft.device), at, only=last)
             one.draw(one.law(logits[:, -1], []), 0)
         draft.wait()
 

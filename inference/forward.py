@@ -89,7 +89,8 @@ class Lean:
 
     def _read(self) -> None:
         self.weights, self.shape = self._prepared(lean.weights_of(self.model)), lean.shape_of(self.model)
-        self.state = lean.state(self.model)  # joining projections may have moved them
+        self.parameters = list(self.model.parameters())
+        self.state = lean.state(self.model, self.parameters)  # joining projections may have moved them
         self._turn()
 
     def _prepared(self, weights: lean.Weights) -> lean.Weights:
@@ -104,7 +105,7 @@ class Lean:
 
     def rotation(self, window: Window) -> tuple[Tensor, Tensor]:
         """cos and sin (A or 1, n, 1, D) of the window's positions, from a table that grows with the slots."""
-        if self.state != lean.state(self.model):
+        if self.state != lean.state(self.model, self.parameters):
             self._read()
         if self.angles[0].shape[0] < window.limit:
             self._turn()

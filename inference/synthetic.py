@@ -24,7 +24,7 @@ class Synthetic(Engine):
     def __init__(self, target: PreTrainedModel, *, alpha: float, **settings: Any) -> None:
         if not 0 <= alpha <= 1:
             raise ValueError(f"alpha: an acceptance in [0, 1], not {alpha}")
-        super().__init__(target, settings.pop("proposer", None), **settings)
+        super().__init__(target, **settings)
         self.alpha = alpha
 
     def _turn(self, run: _Run) -> Turn:

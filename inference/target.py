@@ -81,7 +81,8 @@ class LM:
         Returns logits (A, n, V), or (A, 1, V) after id `only` (A,) of each row. Entries of a row past its real tokens
         are computed from whatever ids stand there and overwritten by its next pass.
         """
-        logits = self.run.logits(ids.clamp(max=self.size - 1), self._aimed(ids, start, low), only)
+        asked = only if ids.shape[1] > 1 else None  # of one id there is nothing to choose
+        logits = self.run.logits(ids.clamp(max=self.size - 1), self._aimed(ids, start, low), asked)
         missing = self.vocabulary - logits.shape[-1]
         if missing > 0:
             return torch.nn.functional.pad(logits, (0, missing), value=-math.inf)
