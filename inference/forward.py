@@ -2,6 +2,7 @@
 
 from functools import partial
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -88,16 +89,10 @@ class Lean:
         return self.cache.stores[layer].update(keys, values)
 
     def _read(self) -> None:
-        self.weights, self.shape = self._prepared(lean.weights_of(self.model)), lean.shape_of(self.model)
+        self.weights, self.shape = prepared(self.model, self.int8), lean.shape_of(self.model)
         self.parameters = list(self.model.parameters())
         self.state = lean.state(self.model, self.parameters)  # joining projections may have moved them
         self._turn()
-
-    def _prepared(self, weights: lean.Weights) -> lean.Weights:
-        """As they are multiplied by; copies, so that later changes of the model's own must be noticed."""
-        if self.int8:
-            return lean.int8(weights)
-        return lean.packed(weights) if lean.can_pack(self.model) else weights
 
     def _turn(self) -> None:
         cos, sin = lean.angles(self.model, self.cache.slots)
@@ -119,6 +114,21 @@ class Lean:
         if window.limit - 1 == window.start:
             return None  # one id a row, after everything that is read
         return additive(visible(window, self.model.device), self.shape.held)
+
+
+# weights as they are multiplied by, of every model that is run, and which ones they were made of; by whether rounded
+_PREPARED: WeakKeyDictionary[PreTrainedModel, dict[bool, tuple[lean.Origin, lean.Weights]]] = WeakKeyDictionary()
+
+
+def prepared(model: PreTrainedModel, int8: bool) -> lean.Weights:
+    """The model's weights rounded, packed or as they are; copies are made once for all that run it, and again when its
+    own have changed."""
+    weights, kept = lean.weights_of(model), _PREPARED.setdefault(model, {})
+    origin = lean.origin(model)
+    if int8 not in kept or kept[int8][0] != origin:
+        change = lean.int8 if int8 else lean.packed if lean.can_pack(model) else None
+        kept[int8] = origin, change(weights) if change else weights
+    return kept[int8][1]
 
 
 def attention(mask: Tensor | None, shape: lean.Shape) -> lean.Attend:

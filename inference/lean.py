@@ -26,6 +26,7 @@ PACKED = 2**30  # bytes of weights: larger models are not held twice
 ROWS = 32  # ids of a pass for which weights are packed; others are served as well
 
 Keep = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
+Origin = list[tuple[int, int]]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -244,17 +245,26 @@ def _rounded(linear: Linear) -> Linear:
     return Linear(weight, linear.bias, scale)
 
 
+def origin(model: PreTrainedModel) -> Origin:
+    """Where all weights are in memory and how often each was changed."""
+    return [(p.data_ptr(), _changes([p])) for p in model.parameters()]
+
+
+def _changes(parameters: Sequence[Tensor]) -> int:
+    """How often they were changed; 0 of what was made in inference mode, where torch does not count."""
+    try:
+        return sum(p._version for p in parameters)
+    except RuntimeError:
+        return 0
+
+
 def state(model: PreTrainedModel, parameters: Sequence[nn.Parameter]) -> tuple[int, int]:
     """Changes when weights are trained in place or loaded into, and when moving or casting gives them new memory.
 
     parameters: the model's, listed once: every pass asks, and walking through the modules takes a tenth of one.
     """
     body: Any = model.base_model
-    try:
-        changes = sum(p._version for p in parameters)
-    except RuntimeError:  # made in inference mode: torch does not count changes there
-        changes = 0
-    return body.layers[0].input_layernorm.weight.data_ptr(), changes
+    return body.layers[0].input_layernorm.weight.data_ptr(), _changes(parameters)
 
 
 def _layer(layer: Any) -> Layer:

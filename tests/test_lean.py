@@ -172,3 +172,13 @@ def test_engines_of_a_model_share_what_is_compiled_until_it_is_trained():
         model.model.layers[0].mlp.up_proj.weight.mul_(2)
     trained = LM(model, 1, compile=True).run.step
     assert trained is not step and LM(model, 1, compile=True).run.step is trained
+
+
+def test_copies_of_weights_are_made_once_a_model_until_it_is_trained():
+    model = build("Llama", WIDE, torch.bfloat16)
+    first, second = LM(model, 1).run.weights, LM(model, 3).run.weights
+    assert first.head.packed is not None and second.head.packed is first.head.packed
+    assert LM(model, 1, int8=True).run.weights.head.scale is not None  # another copy, beside it
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2)
+    assert LM(model, 1).run.weights.head.packed is not first.head.packed
