@@ -1,9 +1,9 @@
 """Measuring a pair with the bundled engine: quickly at each checkpoint, in full for what is exported."""
 
 import copy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from cotrain.config import Bench
 from cotrain.prompts import shipped
 from inference import Engine, Sampling, predict
-from inference.costs import Choice, Costs, best_k, measure_costs
+from inference.costs import Costs, best_k, joined, measure_costs
 from inference.exactness import check, check_calls
 from inference.lean import can_round
 from inference.measure import Texts, Timing, engine_arm, interleave, transformers_arm
@@ -23,6 +23,14 @@ from inference.report import build
 from inference.target import LM
 
 BATCH = 32  # rows where only counts matter, not clocks
+
+
+class Compiled(NamedTuple):
+    """What runs compiled: plain decoding's target, the target of rounds, the draft."""
+
+    plain: bool = False
+    target: bool = False
+    draft: bool = False
 
 
 @dataclass(frozen=True)
@@ -37,6 +45,7 @@ class Plan:
     bench: Bench
     names: tuple[str, str]  # of target and draft, to print
     objective: str = "sampled"  # how it drafts; "greedy": its likeliest tokens
+    compiled: Compiled = Compiled()
 
     @cached_property
     def served(self) -> PreTrainedModel:
@@ -53,16 +62,19 @@ class Plan:
     def int8(self) -> bool:
         return self.bench.draft_int8 and can_round(self.served)
 
-    def proposer(self, compile: bool = False) -> Independent:
+    def proposer(self, counted: bool = False) -> Independent:
+        """counted: for counts alone, which are not worth compiling."""
+        compile = self.compiled.draft and not counted
         return Independent(self.served, self.objective == "greedy", compile=compile, int8=self.int8)
 
     def engine(self, k: int, rows: int | None = None, proposer: Proposer | None = None) -> Engine:
-        compile = self.bench.compile and not rows  # what only counts is not worth compiling
-        return Engine(self.target, proposer or self.proposer(compile), verify=self.verify, policy=Fixed(k),
-                      tokenizer=self.tokenizer, rows=rows or self.bench.rows, compile=compile)  # fmt: skip
+        """rows: for counts alone, so many at a time."""
+        return Engine(self.target, proposer or self.proposer(bool(rows)), verify=self.verify, policy=Fixed(k),
+                      tokenizer=self.tokenizer, rows=rows or self.bench.rows,
+                      compile=self.compiled.target and not rows)  # fmt: skip
 
     def plain(self, rows: int | None = None) -> Engine:
-        compile = self.bench.compile and not rows
+        compile = self.compiled.plain and not rows
         return Engine(self.target, tokenizer=self.tokenizer, rows=rows or self.bench.rows, compile=compile)
 
     def prompts(self, first: int, count: int) -> list[list[int]]:
@@ -98,7 +110,8 @@ def measure(plan: Plan, extra: dict[str, Any] | None = None) -> dict[str, Any]:
     size = plan.bench
     refuse(size)
     print("bench: costs of passes, and the draft length that they and the acceptance call for")
-    costs, choice = planned(plan)
+    plan, costs = settled(plan)
+    choice = best_k(costs, taus(plan).__getitem__)
     k = max(size.depths, key=choice.speedups.__getitem__)
     print(f"bench: draft length {k}; {size.prompts} prompts in turn: speculative, plain, transformers")
     engine = plan.engine(k)
@@ -107,6 +120,7 @@ def measure(plan: Plan, extra: dict[str, Any] | None = None) -> dict[str, Any]:
     verdict = check(plan.engine(k, BATCH), timing.texts("speculative"), plan.sampling, size.new_tokens, size.seed)
     found = {
         "costs": asdict(costs),
+        "compiled": plan.compiled._asdict(),
         "planned_k": k,
         "predicted_speedups": list(choice.speedups),
         "parity": parity(plan, k),
@@ -134,26 +148,25 @@ def _bar(done: int, total: int) -> None:
     print(f"\rbench: {done}/{total} runs", end="" if done < total else "\n", flush=True)
 
 
-def planned(plan: Plan) -> tuple[Costs, Choice]:
-    """Measured costs and the draft length of least predicted seconds a token."""
-    costs = costs_of(plan, pair(plan))
-    return costs, best_k(costs, taus(plan).__getitem__)
+def settled(plan: Plan) -> tuple[Plan, Costs]:
+    """Each part compiled where that measures faster (with bench.compile), and the table of costs that follows."""
+    eager = costs_of(replace(plan, compiled=Compiled()))
+    if not plan.bench.compile:
+        return plan, eager
+    both = eager, costs_of(replace(plan, compiled=Compiled(True, True, True)))
+    k = sorted(plan.bench.depths)[len(plan.bench.depths) // 2]
+    faster = Compiled(*(min(both, key=cost) is both[1] for cost in (
+        lambda costs: costs.target[0], lambda costs: costs.target[k], lambda costs: costs.drafting(k)
+    )))  # fmt: skip
+    return replace(plan, compiled=faster), joined(*(both[on] for on in faster))
 
 
-def pair(plan: Plan) -> tuple[LM, LM]:
-    """Target and draft as they are timed."""
-    size, vocabulary = plan.bench, plan.plain().target.vocabulary
-    return (
-        LM(plan.target, size.rows, vocabulary, compile=size.compile),
-        LM(plan.served, size.rows, vocabulary, compile=size.compile, int8=plan.int8),
-    )
-
-
-def costs_of(plan: Plan, models: tuple[LM, LM]) -> Costs:
+def costs_of(plan: Plan) -> Costs:
     """Costs in the middle of a text of the bench's length."""
     size = plan.bench
     context = size.prompt_tokens + size.new_tokens // 2
-    return measure_costs(*models, max(size.depths), context=context, sampling=plan.sampling)
+    target = LM(plan.target, size.rows, plan.plain().target.vocabulary, compile=plan.compiled.target)
+    return measure_costs(target, plan.proposer(), max(size.depths), context=context, sampling=plan.sampling)
 
 
 def taus(plan: Plan) -> dict[int, float]:
@@ -168,7 +181,7 @@ def taus(plan: Plan) -> dict[int, float]:
 
 
 def _figures(plan: Plan, engine: Engine, texts: Texts) -> Any:
-    return pair_figures(engine, plan.proposer(), texts, plan.sampling, plan.bench.new_tokens, 0.0)
+    return pair_figures(engine, plan.proposer(counted=True), texts, plan.sampling, plan.bench.new_tokens, 0.0)
 
 
 def parity(plan: Plan, k: int) -> dict[str, Any] | None:

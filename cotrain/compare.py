@@ -16,13 +16,15 @@ from cotrain.evaluate import Scores
 FIGURES = "held_out.json"
 DEPTHS = (4, 8)
 RESAMPLES = 2000
+LIKE = ("alpha", "kl", "entropy", "calibration")
 
 
 def per_text(scores: dict[float, Scores]) -> dict[str, Any]:
-    """What a comparison needs of one run: by temperature, lengths and exact expected calls of each text at k = 4, 8."""
+    """What a comparison needs of one run: by temperature, what the draft is like, and lengths and exact expected calls
+    of each text at k = 4, 8."""
     return {
         f"{temperature:g}": {
-            "alpha": found.alpha,
+            **{name: getattr(found, name) for name in LIKE},
             "lengths": found.lengths.tolist(),
             "calls": {str(k): expected_calls(found.r, k, found.lengths).tolist() for k in DEPTHS},
         }
@@ -32,13 +34,17 @@ def per_text(scores: dict[float, Scores]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Gain:
-    """tau of a label (its runs pooled) and how much larger it is than the baseline's, with a 95 % interval."""
+    """tau of a label (its runs pooled) and how much larger it is than the baseline's, with a 95 % interval. alpha, kl
+    (nats), entropy of q (nats) and calibration error: means over its runs."""
 
     label: str
     temperature: str
     k: int
     seeds: int
     alpha: float
+    kl: float
+    entropy: float
+    calibration: float
     tau: float
     gain: float
     low: float
@@ -82,9 +88,9 @@ def _gain(label: str, mine: Sequence[dict[str, Any]], base: Sequence[dict[str, A
     draws = [(rng.integers(seeds, size=seeds), rng.integers(len(lengths), size=len(lengths))) for _ in range(RESAMPLES)]
     ratios = [theirs[np.ix_(s, t)].sum() / ours[np.ix_(s, t)].sum() - 1 for s, t in draws]
     low, high = np.quantile(ratios, [0.025, 0.975])
-    alpha = float(np.mean([run["texts"][temperature]["alpha"] for run in mine]))
-    tau = float(seeds * lengths.sum() / ours.sum())
-    return Gain(label, temperature, k, seeds, alpha, tau, float(theirs.sum() / ours.sum() - 1), float(low), float(high))
+    like = {name: float(np.mean([run["texts"][temperature][name] for run in mine])) for name in LIKE}
+    tau, gain = float(seeds * lengths.sum() / ours.sum()), float(theirs.sum() / ours.sum() - 1)
+    return Gain(label, temperature, k, seeds, **like, tau=tau, gain=gain, low=float(low), high=float(high))
 
 
 def _calls(runs: Sequence[dict[str, Any]], temperature: str, k: int) -> np.ndarray:
@@ -93,10 +99,13 @@ def _calls(runs: Sequence[dict[str, Any]], temperature: str, k: int) -> np.ndarr
 
 def table(gains: Sequence[Gain], baseline: str) -> str:
     """Aligned text, one line a label, temperature and draft length."""
-    lines = [f"{'T':>4}  {'k':>2}  {'label':<14} seeds  alpha   tau     over {baseline} [95 % interval]"]
+    lines = [
+        f"{'T':>4}  {'k':>2}  {'label':<14} seeds  alpha     kl  H(q)    ECE    tau  over {baseline} [95 % interval]"
+    ]
     for g in gains:
         interval = f"{g.gain:+.2%} [{g.low:+.2%}, {g.high:+.2%}]"
         lines.append(
-            f"{g.temperature:>4}  {g.k:>2}  {g.label:<14} {g.seeds:>5}  {g.alpha:.3f}  {g.tau:.3f}  {interval}"
+            f"{g.temperature:>4}  {g.k:>2}  {g.label:<14} {g.seeds:>5}  {g.alpha:.3f}  {g.kl:5.3f}  {g.entropy:4.2f}"
+            f"  {g.calibration:.3f}  {g.tau:.3f}  {interval}"
         )
     return "\n".join(lines)

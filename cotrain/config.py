@@ -129,6 +129,7 @@ class Rollout:
     rows: int
     seed: int
     url: str | None  # of an OpenAI-compatible server that samples them; null: this engine
+    folder: str | None  # where they are kept, for runs that share them; null: in the run's own folder
 
 
 @dataclass

@@ -32,14 +32,21 @@ class HeldOut:
 @dataclass
 class Scores:
     """r (N, L): acceptance of each sampled token given that it was emitted, and r_greedy, where the draft's likeliest
-    token is drafted; lengths (N,); means over all tokens."""
+    token is drafted; confidence (N, L): of the draft in its likeliest token; lengths (N,); means over all tokens."""
 
     r: Tensor
     r_greedy: Tensor
+    confidence: Tensor
     lengths: Tensor
     alpha: float
     alpha_greedy: float
     kl: float
+    entropy: float  # of q, in nats
+
+    @property
+    def calibration(self) -> float:
+        inside = torch.arange(self.r.shape[1]) < self.lengths.unsqueeze(1)
+        return calibration_error(self.confidence[inside], self.r_greedy[inside])
 
 
 @torch.no_grad()
@@ -61,14 +68,16 @@ def evaluate(held: HeldOut, read_draft: Head, head_draft: Head, head_target: Hea
 def figures(found: dict[str, Scores]) -> dict[str, float]:
     """Named `quantity/domain` and, for depth i, `quantity/domain/i`.
 
-    alpha, alpha_greedy_draft = p(argmax q), kl; tau at k = 1..8, tau_greedy_draft for greedy drafting; conditional and
-    prefix acceptance at depth 1..8.
+    alpha, alpha_greedy_draft = p(argmax q), kl, entropy of q, calibration_error; tau at k = 1..8, tau_greedy_draft for
+    greedy drafting; conditional and prefix acceptance at depth 1..8.
     """
     named: dict[str, float] = {}
     for domain, scores in found.items():
         named[f"alpha/{domain}"] = scores.alpha
         named[f"alpha_greedy_draft/{domain}"] = scores.alpha_greedy
         named[f"kl/{domain}"] = scores.kl
+        named[f"entropy/{domain}"] = scores.entropy
+        named[f"calibration_error/{domain}"] = scores.calibration
         for name, values in by_depth(scores).items():
             named |= {f"{name}/{domain}/{depth}": value for depth, value in enumerate(values, 1)}
     return named
@@ -91,19 +100,32 @@ def score(held: HeldOut, domain: str, read_draft: Head, head_draft: Head, head_t
     rows = [i for i, name in enumerate(held.texts.domain) if name == domain]
     ratios: list[Tensor] = []
     hits: list[Tensor] = []
-    means = torch.zeros(3, dtype=torch.float64)
+    sure: list[Tensor] = []
+    means = torch.zeros(4, dtype=torch.float64)
     for at in torch.tensor(rows).split(batch):
         ours = read_draft(held.texts.ids[at])[:, :-1]
         parts = (held.texts.ids[at], held.hidden[at], held.texts.predicted[at])
         ids, theirs, predicted = (part.to(ours.device) for part in parts)
         options: dict[str, Any] = {"temperature": held.temperature, "truncate": held.truncate}
         found = compared(theirs, head_target, ours, head_draft, ids[:, 1:], predicted, **options)
-        for kept, values in ((ratios, r_from(found.logp, found.logq)), (hits, found.hit)):
+        r = r_from(found.logp, found.logq)
+        for kept, values in ((ratios, r), (hits, found.hit), (sure, found.confidence)):
             kept.append(values.new_zeros(predicted.shape).masked_scatter(predicted, values).cpu())
-        means += torch.stack([part.double().sum() for part in (found.alpha, found.alpha_greedy, found.kl)]).cpu()
+        summed = (found.alpha, found.alpha_greedy, found.kl, found.entropy)
+        means += torch.stack([part.double().sum() for part in summed]).cpu()
     first, length = held.texts.prompt[rows], held.texts.length[rows]
-    r, r_greedy = (_aligned(torch.cat(kept), first - 1) for kept in (ratios, hits))
-    return Scores(r, r_greedy, length - first, *(means / (length - first).sum()).tolist())
+    aligned = (_aligned(torch.cat(kept), first - 1) for kept in (ratios, hits, sure))
+    r, r_greedy, confidence = aligned
+    alpha, greedy, kl, entropy = (means / (length - first).sum()).tolist()
+    return Scores(r, r_greedy, confidence, length - first, alpha, greedy, kl, entropy)
+
+
+def calibration_error(confidence: Tensor, hit: Tensor, bins: int = 15) -> float:
+    """Expected calibration error: sum over bins of confidence of their share times |mean confidence - mean hit| (Guo
+    et al. 2017, 1706.04599). confidence in [0, 1], hit 0 or 1, (N,) each; 0 without any."""
+    at = (confidence * bins).long().clamp(max=bins - 1)
+    apart = torch.zeros(bins, dtype=torch.float64).index_add_(0, at, (confidence - hit).double())
+    return float(apart.abs().sum() / max(len(at), 1))
 
 
 def _aligned(r: Tensor, start: Tensor) -> Tensor:
@@ -120,7 +142,9 @@ def _together(parts: list[Scores]) -> Scores:
     def joined(rs: list[Tensor]) -> Tensor:
         return torch.cat([torch.nn.functional.pad(r, (0, width - r.shape[1])) for r in rs])
 
-    means = [[part.alpha, part.alpha_greedy, part.kl] for part in parts]
-    alpha, greedy, kl = (torch.tensor(means) * weights.unsqueeze(1)).sum(0).tolist()
-    r, r_greedy = joined([part.r for part in parts]), joined([part.r_greedy for part in parts])
-    return Scores(r, r_greedy, torch.cat([part.lengths for part in parts]), alpha, greedy, kl)
+    means = [[part.alpha, part.alpha_greedy, part.kl, part.entropy] for part in parts]
+    tensors = ([getattr(part, name) for part in parts] for name in ("r", "r_greedy", "confidence"))
+    lengths = torch.cat([part.lengths for part in parts])
+    r, r_greedy, confidence = map(joined, tensors)
+    alpha, greedy, kl, entropy = (torch.tensor(means) * weights.unsqueeze(1)).sum(0).tolist()
+    return Scores(r, r_greedy, confidence, lengths, alpha, greedy, kl, entropy)

@@ -36,7 +36,8 @@ class Job:
     tokenizer: PreTrainedTokenizerBase
 
     def sampled(self) -> Sampled:
-        return sampled(self.cfg, self.target, self.tokenizer, self.folder / "rollouts")
+        place = Path(self.cfg.rollout.folder or self.folder / "rollouts")
+        return sampled(self.cfg, self.target, self.tokenizer, place)
 
     def blocks(self, part: str) -> Blocks:
         return blocks_of(self.cfg.data, part, self.tokenizer)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cotrain.bench import Plan, costs_of, pair, taus
+from cotrain.bench import Plan, settled, taus
 from inference import Sampling
 from inference.arms import Arm
 from inference.costs import Costs, best_k
@@ -61,23 +61,14 @@ def _servers(plan: Plan, grid: Grid, stack: ExitStack) -> dict[str, Server]:
     }
 
 
-@dataclass(frozen=True)
-class Side:
-    """An arm of this engine with the costs of its own settings; k: its draft length, 0 for plain decoding."""
-
-    name: str
-    arm: Arm
-    costs: Costs
-    k: int
-
-
 def _cell(plan: Plan, grid: Grid, servers: dict[str, Server], machine: Machine) -> dict[str, Any]:
-    size, sampling, expected = plan.bench, plan.sampling, taus(plan)
-    variants = [_compiled(plan, on) for on in ([False, True] if size.compile else [False])]
-    sides = {side.name: side for variant in variants for side in _sides(variant, expected)}
+    plan, costs = settled(plan)
+    size, sampling = plan.bench, plan.sampling
+    k = max(best_k(costs, taus(plan).__getitem__).k, 1)
+    lengths = {"speculative": k, f"speculative k={grid.k}": grid.k, "plain": 0}
+    engines = {name: plan.engine(length) if length else plan.plain() for name, length in lengths.items()}
     arms = [
-        *[side.arm for side in sides.values()],
-        engine_arm(f"speculative k={grid.k}", plan.engine(grid.k), sampling, size.new_tokens),
+        *[engine_arm(name, engine, sampling, size.new_tokens) for name, engine in engines.items()],
         engine_arm("ngram", plan.engine(grid.k, proposer=NGram()), sampling, size.new_tokens),
         *_transformers(plan, grid.k),
         *[vllm_arm(name, server, sampling, size.new_tokens) for name, server in servers.items()],
@@ -85,26 +76,9 @@ def _cell(plan: Plan, grid: Grid, servers: dict[str, Server], machine: Machine) 
     queue = size.rows if size.rows == 1 else QUEUE * size.rows  # ended rows make room, as when serving
     prompts = plan.prompts(size.quick_prompts, max(size.prompts, BATCHES * queue))
     timing = interleave(arms, prompts, queue, size.seed)
-    first = sides["speculative"]
-    floor = _floor(pair(variants[0]), first.costs, first.k, machine)
-    return _found(timing, sides, sampling) | {"floor": floor}
-
-
-def _compiled(plan: Plan, on: bool) -> Plan:
-    bench = copy.copy(plan.bench)
-    bench.compile = on
-    return replace(plan, bench=bench)
-
-
-def _sides(plan: Plan, expected: dict[int, float]) -> list[Side]:
-    """Speculative decoding at the draft length that its costs call for, and plain decoding."""
-    costs, tag = costs_of(plan, pair(plan)), " compiled" if plan.bench.compile else ""
-    k = max(best_k(costs, expected.__getitem__).k, 1)
-    engines = {"speculative": (plan.engine(k), k), "plain": (plan.plain(), 0)}
-    return [
-        Side(name + tag, engine_arm(name + tag, engine, plan.sampling, plan.bench.new_tokens), costs, length)
-        for name, (engine, length) in engines.items()
-    ]
+    models = engines["plain"].target, LM(plan.served, size.rows, int8=plan.int8)
+    found = _found(timing, costs, lengths, sampling)
+    return found | {"compiled": plan.compiled._asdict(), "floor": _floor(models, costs, k, machine)}
 
 
 def _transformers(plan: Plan, k: int) -> list[Arm]:
@@ -133,37 +107,31 @@ def _floor(models: tuple[LM, LM], costs: Costs, k: int, machine: Machine) -> dic
     return found
 
 
-def _found(timing: Timing, sides: dict[str, Side], sampling: Sampling) -> dict[str, Any]:
-    """Every arm over plain decoding, both as fast as any settings made them; what tables allow for the tokens that a
-    call really gave."""
-    plain, speculative = (_fastest(timing, sides, kind) for kind in ("plain", "speculative"))
+def _found(timing: Timing, costs: Costs, lengths: dict[str, int], sampling: Sampling) -> dict[str, Any]:
+    """Every arm over plain decoding, under the faster speculative one; what the table allows for the tokens that a call
+    really gave. lengths: of this engine's own arms, the drafts of a round."""
+    speculative = max((name for name, k in lengths.items() if k), key=timing.speed)
     arms: dict[str, Any] = {}
     for name in timing.arms:
         stats = timing.stats(name)
         arms[name] = {
             "speed": timing.speed(name),
             "tau": stats.tau if stats else None,
-            "over_plain": timing.ratio(name, plain)._asdict(),
+            "over_plain": timing.ratio(name, "plain")._asdict(),
             "under_speculative": timing.ratio(speculative, name)._asdict(),
         }
-        if name in sides and sides[name].k and stats:
-            side = sides[name]
-            allowed = stats.tau * sides[plain].costs.round(0) / side.costs.round(side.k)
-            decoding = timing.ratio(name, plain, decode=True)
-            arms[name] |= {"k": side.k, "allowed": allowed, "of_allowed": decoding.value / allowed}
+        if lengths.get(name) and stats:
+            allowed = stats.tau * costs.round(0) / costs.round(lengths[name])
+            decoding = timing.ratio(name, "plain", decode=True)
+            arms[name] |= {"k": lengths[name], "allowed": allowed, "of_allowed": decoding.value / allowed}
     return {
         "temperature": sampling.temperature,
-        "rows": sides[plain].costs.rows,
+        "rows": costs.rows,
         "prompts": sum(len(batch) for batch, _ in timing.batches),
-        "plain": plain,
         "speculative": speculative,
         "arms": arms,
-        "costs": {name: asdict(side.costs) for name, side in sides.items() if side.k},
+        "costs": asdict(costs),
     }
-
-
-def _fastest(timing: Timing, sides: dict[str, Side], kind: str) -> str:
-    return max((name for name in sides if name.startswith(kind)), key=timing.speed)
 
 
 def line(cell: dict[str, Any]) -> str:
@@ -176,10 +144,12 @@ def line(cell: dict[str, Any]) -> str:
         k = f", k {arm['k']}" if "k" in arm else ""
         tau = f", tau {arm['tau']:.2f}" if arm["tau"] else ""
         rows.append(f"  {name:24}{arm['speed']:8.1f} tokens/s  {ratio['value']:5.2f}x{interval}{tau}{k}{share}")
-    for name, costs in cell["costs"].items():
-        target, rest = (", ".join(f"{1e3 * value:.2f}" for value in costs[part]) for part in ("target", "rest"))
-        rows.append(f"  {name}, milliseconds: target {target}; draft {1e3 * costs['draft']:.2f}, first "
-                    f"{1e3 * costs['first']:+.2f}; rest {rest}")  # fmt: skip
+    costs, on = cell["costs"], [name for name, compiled in cell["compiled"].items() if compiled]
+    target, rest = (", ".join(f"{1e3 * value:.2f}" for value in costs[part]) for part in ("target", "rest"))
+    rows.append(
+        f"  milliseconds: target {target}; draft {1e3 * costs['draft']:.2f}, first {1e3 * costs['first']:+.2f}; rest "
+        f"{rest}; compiled: {', '.join(on) or 'nothing'}"
+    )
     floor = cell["floor"]
     rows.append(
         f"  floor: {100 * floor['plain_share']:.0f} % of a plain step, {100 * floor['round_share']:.0f} % of a round; "

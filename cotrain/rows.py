@@ -118,14 +118,17 @@ def token_logs(
 
 class Comparison(NamedTuple):
     """At N counted positions, q as the engine will draft from it: log p(x) and log q(x), -inf without mass; KL(p || q)
-    with q as trained; alpha = sum min(p, q); p(argmax q); whether x = argmax q, 1 or 0."""
+    with q as trained; alpha = sum min(p, q); p(argmax q); entropy of q as trained, in nats; whether x = argmax q, 1 or
+    0, and max q as trained, which says how often that should be so."""
 
     logp: Tensor
     logq: Tensor
     kl: Tensor
     alpha: Tensor
     alpha_greedy: Tensor
+    entropy: Tensor
     hit: Tensor
+    confidence: Tensor
 
 
 @torch.no_grad()
@@ -150,9 +153,11 @@ def compared(
     def part(i: Tensor) -> Tensor:
         logp, logq = rows.laws(i)
         served = rows.served(logq, i)
-        hit = (logq.argmax(-1) == x.flatten()[i]).to(logq)
-        values = losses.kl(logp, logq), losses.alpha(logp, served), losses.alpha_greedy(logp, logq), hit
-        return torch.cat([_logs_of(x.flatten()[i], logp, served), torch.stack(values, -1)], -1)  # (n,6)
+        top = logq.max(-1)
+        hit = (top.indices == x.flatten()[i]).to(logq)
+        values = [losses.kl(logp, logq), losses.alpha(logp, served), losses.alpha_greedy(logp, logq)]
+        values += [losses.entropy(logq), hit, top.values.exp()]
+        return torch.cat([_logs_of(x.flatten()[i], logp, served), torch.stack(values, -1)], -1)  # (n,8)
 
     counted = mask.flatten().nonzero().squeeze(-1)
     return Comparison(*torch.cat([part(i) for i in counted.split(chunk)]).unbind(-1))

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from inference.cache import SlotCache, Window
-from inference.forward import SHORT, Lean, additive, visible
+from inference.forward import SHORT, Lean
 from inference.graph import Step
 
 FEWEST = 64  # slots of the smallest bucket
@@ -62,12 +62,10 @@ class Captured(Lean):
         rows, n, slots, one = bucket
         step = Step(self.weights, self.shape)
         keys, values = ([getattr(store, name) for store in self.cache.stores] for name in ("keys", "values"))
-        cos, sin = self.angles
+        angles, read = self.angles, torch.arange(slots, device=self.model.device)
 
         def run(ids: Tensor, positions: Tensor, only: Tensor) -> Tensor:
-            turned = (part[positions].unsqueeze(2) for part in (cos, sin))
-            mask = additive(visible(Window(0, rows, positions, None, slots), ids.device), self.shape.held)
-            logits: Tensor = step(ids, positions, *turned, mask, keys, values, only if one else None)
+            logits: Tensor = step(ids, positions, *angles, read, keys, values, only if one else None)
             return logits
 
         return _Graph(run, rows, n, self.model.device)

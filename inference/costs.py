@@ -5,7 +5,7 @@ B rows, K longest draft. All times are wall seconds of B rows together, medians 
 
 import time
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 from typing import TypeVar
@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from inference.proposers.independent import store_prompts
+from inference.proposers.independent import Independent, store_prompts
 from inference.rows import Row
 from inference.sampling import Sampling
 from inference.streams import Uniforms
@@ -21,16 +21,15 @@ from inference.target import LM
 from inference.turn import Turn
 
 Key = TypeVar("Key", bound=Hashable)
-STEPS = 4  # of the draft, timed together
+SPANS = (2, 6)  # draft lengths that are timed; every other one lies on their line
 SPREAD = 7  # tokens between the lengths of one text and the next
 
 
 @dataclass(frozen=True)
 class Costs:
     """target[n-1]: a target pass over n ids a row, n = 1..K+1; draft: one draft step (pass, law, draw) of several;
-    first: what a round's first step takes more, 0 for a single row: of several, some row accepted every draft and
-    brings two ids; rest[k]: the rest of a round that drafted k, k = 0..K (laws, verification, draws, results on the
-    host).
+    first: what drafting takes in a round besides its steps: ids that it lacked, weights that are not at hand; rest[k]:
+    the rest of a round that drafted k, k = 0..K (laws, verification, draws, results on the host).
 
     rows, context: the shapes measured; target_dtype, draft_dtype: of the models' weights.
     """
@@ -46,7 +45,11 @@ class Costs:
 
     def round(self, k: int) -> float:
         """Seconds of a round that drafts k tokens: k t_draft + t_target(k+1) + t_round(k)."""
-        return k * self.draft + self.first * (k > 0) + self.target[k] + self.rest[k]
+        return self.drafting(k) + self.target[k] + self.rest[k]
+
+    def drafting(self, k: int) -> float:
+        """Seconds of k drafts."""
+        return k * self.draft + self.first * (k > 0)
 
     @property
     def ratio(self) -> float:
@@ -62,6 +65,15 @@ class Choice:
     k: int
     speedup: float
     speedups: tuple[float, ...]
+
+
+def joined(plain: Costs, target: Costs, draft: Costs) -> Costs:
+    """The table of an engine whose single target steps, passes over drafts and drafting are run in the ways that these
+    were measured in."""
+    return replace(
+        target, target=(plain.target[0], *target.target[1:]),
+        draft=draft.draft, first=draft.first, draft_dtype=draft.draft_dtype,
+    )  # fmt: skip
 
 
 def best_k(costs: Costs, tau: Callable[[int], float]) -> Choice:
@@ -97,7 +109,7 @@ def interleaved(
 
 def measure_costs(
     target: LM,
-    draft: LM,
+    draft: Independent,
     K: int,
     *,
     context: int = 256,
@@ -110,34 +122,40 @@ def measure_costs(
 
     Raises ValueError when context + K + 1 tokens do not fit a model.
     """
-    room = min(target.context, draft.context)
-    if context < 1 or context + K + 1 > room:
-        raise ValueError(f"context={context} and K={K}: both models must hold context + K + 1, at most {room}")
+    draft.open(target.rows, target.vocabulary, target.context)
+    room = min(target.context, draft.lm.context)
+    longest = max(K, *SPANS)
+    if context < 1 or context + longest + 1 > room:
+        raise ValueError(f"context={context} and K={K}: both models must hold context + {longest + 1}, at most {room}")
     seeded = torch.Generator().manual_seed(0)
     apart = min(SPREAD, context // target.rows)
     lengths = [context + apart * (row - target.rows // 2) for row in range(target.rows)]
     texts = [
-        torch.randint(target.vocabulary, (min(length, room - K - 1),), generator=seeded).tolist() for length in lengths
+        torch.randint(target.vocabulary, (min(length, room - longest - 1),), generator=seeded).tolist()
+        for length in lengths
     ]
     store_prompts(target, 0, texts)
-    store_prompts(draft, 0, texts)
+    draft.admit(0, texts)
     found = interleaved(_tasks(target, draft, texts, K, sampling), repeats, warmup)
+    short, long = SPANS
+    step = (found["draft", long] - found["draft", short]) / (long - short)
     return Costs(
         tuple(found["target", n] for n in range(1, K + 2)),
-        found["draft", 1] / STEPS,
+        step,
         tuple(found["rest", k] for k in range(K + 1)),
         target.rows,
         context,
         target.weights,
         draft.weights,
-        max(0.0, found["draft", 2] - found["draft", 1]) if target.rows > 1 else 0.0,  # one step of either differs
+        found["draft", short] - short * step,
     )
 
 
 def _tasks(
-    target: LM, draft: LM, texts: list[list[int]], K: int, sampling: Sampling
+    target: LM, draft: Independent, texts: list[list[int]], K: int, sampling: Sampling
 ) -> dict[tuple[str, int], Callable[[], object]]:
-    """Every pass and every rest of a round, as the engine makes them."""
+    """Every part of a round, as the engine makes it and after what comes before it there: what a processor keeps at
+    hand is what was used last."""
     rows = [Row(i, i, text, K + 1, sampling, frozenset()) for i, text in enumerate(texts)]
     at = [len(text) - 1 for text in texts]
     ids = torch.tensor([text[-1:] * (K + 1) for text in texts], device=target.device)
@@ -149,17 +167,19 @@ def _tasks(
     def turn(k: int, lm: LM) -> Turn:
         return Turn(rows, [k] * len(rows), "token", noise, lm.vocabulary, lm.device)
 
-    @torch.inference_mode()
-    def steps(n: int) -> None:
-        """As a round makes them: after the first, over n ids, weights are where a processor keeps what it used last."""
-        one, last = turn(K, draft), torch.full((len(rows),), n - 1, device=draft.device)
-        for width in (n, *[1] * (STEPS - 1)):
-            logits = draft.forward(ids[:, :width].to(draft.device), at, only=last)
-            one.draw(one.law(logits[:, -1], []), 0)
-        draft.wait()
+    # of several rows, some accepted every draft and lacks two ids
+    stored = [len(text) - 1 - (len(texts) > 1) for text in texts]
 
-    tasks: dict[tuple[str, int], Callable[[], object]] = {("draft", n): partial(steps, n) for n in (1, 2)}
+    @torch.inference_mode()
+    def drafts(k: int) -> None:
+        draft.propose(turn(k, draft.lm))
+        draft.lm.wait()
+        draft.commit(stored)
+
+    tasks: dict[tuple[str, int], Callable[[], object]] = {}
     for n in range(1, K + 2):
+        if n <= len(SPANS):
+            tasks["draft", SPANS[n - 1]] = partial(drafts, SPANS[n - 1])
         tasks["target", n] = _pass(target, ids[:, :n], at)
         tasks["rest", n - 1] = _rest(turn, target, logits[:, :n], ids[:, : n - 1])
     return tasks

@@ -78,6 +78,12 @@ class Lean:
     def store(self, ids: Tensor, window: Window) -> None:
         self._hidden(ids, window, stored=True)
 
+    def draft(
+        self, tails: Tensor, ends: Tensor, u: Tensor, temperature: Tensor, greedy: bool, window: Window
+    ) -> tuple[Tensor, Tensor] | None:
+        """All drafts of a round at once, see `LM.draft`: None where single passes are all there is."""
+        return None
+
     def _hidden(self, ids: Tensor, window: Window, stored: bool = False) -> Tensor:
         cos, sin = self.rotation(window)
         return lean.hidden(ids, self.weights, self.shape, cos, sin, self._keep, self._attend(window), stored)
@@ -95,20 +101,25 @@ class Lean:
         self._turn()
 
     def _turn(self) -> None:
-        cos, sin = lean.angles(self.model, self.cache.slots)
-        self.angles = cos.to(self.shape.held), sin.to(self.shape.held)
+        with torch.inference_mode(False):  # whoever asks: graphs tell the two kinds of tensors apart
+            cos, sin = lean.angles(self.model, self.cache.slots)
+            self.angles = cos.to(self.shape.held), sin.to(self.shape.held)
 
     def rotation(self, window: Window) -> tuple[Tensor, Tensor]:
         """cos and sin (A or 1, n, 1, D) of the window's positions, from a table that grows with the slots."""
-        if self.state != lean.state(self.model, self.parameters):
-            self._read()
-        if self.angles[0].shape[0] < window.limit:
-            self._turn()
+        self._refresh(window.limit)
         if window.start is not None:
             cos, sin = (part[None, window.start : window.limit, None] for part in self.angles)
         else:
             cos, sin = (part[window.positions].unsqueeze(2) for part in self.angles)
         return cos, sin
+
+    def _refresh(self, limit: int) -> None:
+        """Find weights that have changed, and angles for new slots."""
+        if self.state != lean.state(self.model, self.parameters):
+            self._read()
+        if self.angles[0].shape[0] < limit:
+            self._turn()
 
     def mask(self, window: Window) -> Tensor | None:
         if window.limit - 1 == window.start:
@@ -145,10 +156,14 @@ def picked(states: Tensor, only: Tensor) -> Tensor:
 
 def visible(window: Window, device: torch.device, width: int | None = None) -> Tensor:
     """(A, 1, n, limit): a token sees the slots up to its own position, the last `width` of them when given."""
-    slots = torch.arange(window.limit, device=device)
-    seen = slots <= window.positions.unsqueeze(-1)
+    return seen_from(window.positions, torch.arange(window.limit, device=device), width)
+
+
+def seen_from(positions: Tensor, slots: Tensor, width: int | None = None) -> Tensor:
+    """positions (A, n), slots (L,) -> (A, 1, n, L), see `visible`."""
+    seen = slots <= positions.unsqueeze(-1)
     if width:
-        seen &= slots > window.positions.unsqueeze(-1) - width
+        seen &= slots > positions.unsqueeze(-1) - width
     return seen.unsqueeze(1)
 
 

@@ -29,6 +29,10 @@ class Round(Protocol):
     def law(self, logits: Tensor, drafted: list[Tensor]) -> Tensor:
         """Logits (A, V) after `drafted` ids (A,) each -> law (A, V) under each row's sampling settings."""
 
+    def simple(self, depths: int) -> tuple[Tensor, Tensor] | None:
+        """Uniforms (A, depths) and temperatures (A,), 0 for one-hot laws, where a law is softmax(logits / temperature)
+        and a draw its inverse CDF; None where `law` and `draw` do more than that."""
+
     def draw(self, law: Tensor, depth: int) -> Tensor:
         """Ids (A,) drawn from law (A, V) with the noise of this depth (0-based)."""
 

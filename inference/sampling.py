@@ -183,11 +183,11 @@ def draw(law: Tensor, u: Tensor) -> Tensor:
     token with mass is taken. A token of probability 0 is never returned, however a parallel scan rounds.
     """
     cdf = law.to(torch.float64).cumsum(-1)  # (..., V)
-    bound = (u * cdf[..., -1]).unsqueeze(-1)
+    total = cdf[..., -1:]
+    bound = u.unsqueeze(-1) * total
     if law.device.type == "cpu":  # a sequential sum rises at tokens with mass alone, so that a bisection finds one
-        found = torch.searchsorted(cdf, bound, right=True).clamp_(max=law.shape[-1] - 1)
-        if bool((law.gather(-1, found) > 0).all()):
-            return found.squeeze(-1)
+        below = torch.minimum(bound, total * (1 - 2.0**-53))  # of a u that was rounded up to 1
+        return torch.searchsorted(cdf, below, right=True).clamp(max=law.shape[-1] - 1).squeeze(-1)
     return _first_above(law, cdf, bound)
 
 

@@ -88,6 +88,22 @@ class LM:
             return torch.nn.functional.pad(logits, (0, missing), value=-math.inf)
         return logits[..., : self.vocabulary]
 
+    def draft(
+        self, tails: Tensor, ends: Sequence[int], u: Tensor, temperature: Tensor, greedy: bool = False
+    ) -> tuple[Tensor, Tensor] | None:
+        """All drafts of a round in one call, where passes are compiled: None where they are not.
+
+        tails (A, 2): the last two ids of texts of ends_b tokens in slots [0, A), stored but for these; u (A, k)
+        uniforms, temperature (A,) above 0. Returns drafts (A, k) and their laws (A, k, V); greedy: the likeliest
+        tokens, one-hot laws.
+        """
+        if not isinstance(self.run, Lean) or self.vocabulary != self.size:
+            return None
+        at = torch.tensor(ends, device=self.device)
+        window = Window(0, len(ends), at.unsqueeze(1), None, max(ends) + u.shape[1] - 1)
+        self.cache.aim(window)
+        return self.run.draft(tails, at, u.contiguous(), temperature, greedy, window)
+
     def store(self, ids: Tensor, start: Sequence[int], low: int = 0) -> None:
         """As forward, without the head: prompts are stored, nothing is predicted."""
         self.run.store(ids.clamp(max=self.size - 1), self._aimed(ids, start, low))

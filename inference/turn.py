@@ -77,6 +77,14 @@ class Turn:
             logits[rows] = process(logits[rows], histories, new, [self.sampling[r] for r in rows], ends)
         return logits
 
+    def simple(self, depths: int) -> tuple[Tensor, Tensor] | None:
+        """Uniforms (A, depths) and temperatures (A,), where laws and draws need no more than these."""
+        cut = any(s.top_k or s.top_p < 1 or s.min_p for s in self.sampling)
+        if self.rule == "coupled" or self.reads_history or cut:
+            return None
+        u = self.noise(self.ids, self.starts, depths)[0]  # the stream of drafts
+        return u, torch.tensor([s.temperature for s in self.sampling], dtype=torch.float64, device=self.device)
+
     def draw(self, law: Tensor, depth: int) -> Tensor:
         """Ids (A,) from law (A, V): the draft's own stream, or the noise shared with the target."""
         if self.rule == "coupled":

@@ -17,7 +17,16 @@ def run(label: str, seed: int, factor: float, lengths: list[int] = LENGTHS) -> d
     """A run whose calls are `factor` times those of a noisy base that text and seed decide."""
     rng = np.random.default_rng(seed)
     calls = (factor * rng.uniform(8, 30, size=len(lengths))).tolist()
-    texts = {"1": {"alpha": 0.5, "lengths": lengths, "calls": {"4": calls, "8": calls}}}
+    texts = {
+        "1": {
+            "alpha": 0.5,
+            "kl": 1.0,
+            "entropy": 2.0,
+            "calibration": 0.1,
+            "lengths": lengths,
+            "calls": {"4": calls, "8": calls},
+        }
+    }
     return {"label": label, "seed": seed, "texts": texts}
 
 

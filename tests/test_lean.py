@@ -1,8 +1,6 @@
 """The few-operation forward against transformers' own."""
 
 import copy
-import shutil
-import sys
 from typing import Any
 
 import pytest
@@ -13,10 +11,10 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from inference import lean
 from inference.forward import Stock
-from inference.graph import Compiled
+from inference.graph import Compiled, Step
 from inference.lean import applies
 from inference.target import LM
-from tests.tiny import tiny
+from tests.tiny import compiles, tiny
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -140,8 +138,7 @@ def test_eight_bits_are_for_bfloat16_models_of_known_families():
             LM(model, 3, int8=True)
 
 
-@pytest.mark.skipif(" " in sys.prefix, reason="torch's C++ build does not quote paths with a space")
-@pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="no C++ compiler")
+@compiles
 def test_compiled_passes_are_the_models_own():
     model = build("Qwen3", {})
     lm = LM(model, 3, compile=True)
@@ -157,21 +154,25 @@ def test_without_a_compiler_passes_run_uncompiled_with_a_message(monkeypatch):
     def broken(*_):
         raise RuntimeError("no C++ compiler")
 
-    lm.run.step = broken
+    monkeypatch.setattr(torch, "compile", lambda _: broken)
     with pytest.warns(UserWarning, match="torch.compile failed, passes run uncompiled: no C.. compiler"):
         found = passes(lm)
     torch.testing.assert_close(found, passes(LM(model, 3, stock=True)), rtol=1e-9, atol=1e-9)
     assert Compiled.failed
 
 
+def compiled(model, rows):
+    return LM(model, rows, compile=True).run.compiled("pass", Step)
+
+
 def test_engines_of_a_model_share_what_is_compiled_until_it_is_trained():
     model = tiny()
-    step = LM(model, 1, compile=True).run.step
-    assert LM(model, 2, compile=True).run.step is step
+    step = compiled(model, 1)
+    assert compiled(model, 2) is step
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight.mul_(2)
-    trained = LM(model, 1, compile=True).run.step
-    assert trained is not step and LM(model, 1, compile=True).run.step is trained
+    trained = compiled(model, 1)
+    assert trained is not step and compiled(model, 1) is trained
 
 
 def test_copies_of_weights_are_made_once_a_model_until_it_is_trained():

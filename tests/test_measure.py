@@ -9,7 +9,7 @@ import torch
 from transformers import GenerationConfig
 
 from inference import Engine, Sampling
-from inference.costs import Costs, best_k, interleaved, measure_costs
+from inference.costs import Costs, best_k, interleaved, joined, measure_costs
 from inference.measure import Arm, ArmResult, Timing, engine_arm, interleave, transformers_arm
 from inference.policy import Fixed
 from inference.proposers import Independent
@@ -214,9 +214,38 @@ def test_best_length_looks_past_a_cliff_and_may_be_none():
     assert Costs((1.0, 2.0), 0.5, (0.25, 0.1)).ratio == 0.4
 
 
+def test_drafting_is_a_line_through_two_lengths(pair, monkeypatch):
+    """7 seconds for two drafts and 15 for six: 2 a step and 3 besides, of rounds that start with one lacking id."""
+    drafted = []
+    propose = Independent.propose
+
+    def noted(self, turn):
+        drafted.append((turn.k, list(self.stored)))
+        return propose(self, turn)
+
+    def timed(tasks, *_):
+        for task in tasks.values():
+            task()
+        return {key: {("draft", 2): 7.0, ("draft", 6): 15.0}.get(key, 1.0) for key in tasks}
+
+    monkeypatch.setattr(Independent, "propose", noted)
+    monkeypatch.setattr("inference.costs.interleaved", timed)
+    found = measure_costs(LM(pair[0], 1), Independent(pair[1]), 2, context=10)
+    assert (found.draft, found.first, found.drafting(0), found.drafting(4)) == (2, 3, 0, 11)
+    assert drafted == [([2], [9]), ([6], [9])]
+    measure_costs(LM(pair[0], 2), Independent(pair[1]), 2, context=10)
+    assert [stored for _, stored in drafted[2:]] == [[4, 9], [3, 8]]  # later some row lacks two
+
+
+def test_a_table_is_joined_of_the_ways_that_are_run():
+    eager, compiled = Costs((1.0, 2.0), 0.5, (0.1, 0.2), first=0.1), Costs((0.9, 1.5), 0.6, (0.3, 0.4), first=0.2)
+    found = joined(compiled, eager, compiled)
+    assert (found.target, found.draft, found.first, found.rest) == ((0.9, 2.0), 0.6, 0.2, (0.1, 0.2))
+
+
 def test_costs_are_measured_on_the_shapes_asked_for(pair):
     widths = []
-    target, draft = (LM(model, 3) for model in pair)
+    target, draft = LM(pair[0], 3), Independent(pair[1])
     forward = target.forward
 
     def noted(ids, *rest):
@@ -229,6 +258,5 @@ def test_costs_are_measured_on_the_shapes_asked_for(pair):
     assert len(found.target) == len(found.rest) == 3
     assert min(*found.target, *found.rest, found.draft) > 0
     assert (found.rows, found.context, found.target_dtype) == (3, 10, "float64")
-    assert measure_costs(*(LM(model, 1) for model in pair), 2, context=10, repeats=1, warmup=0).first == 0
     with pytest.raises(ValueError, match="context=254"):
         measure_costs(target, draft, 2, context=254)

@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM
 from cotrain import draft, losses, optim
 from cotrain.callbacks import Kept, RealSpeed
 from cotrain.data import Blocks
-from cotrain.evaluate import HeldOut, evaluate, held_out
+from cotrain.evaluate import HeldOut, calibration_error, evaluate, held_out
 from cotrain.evaluate import figures as named
 from cotrain.module import Distillation, Stage, current
 from cotrain.rollouts import Texts
@@ -99,6 +99,13 @@ def test_greedy_drafts_are_accepted_where_the_argmax_agrees(target: LlamaForCaus
     figures = named(evaluate(judged(target, found, 0.0), *split(small), split(target)[1]))
     agree = (p.argmax(-1) == q.argmax(-1)).double().mean().item()
     assert figures["alpha/a"] == pytest.approx(agree) and figures["alpha_greedy_draft/a"] == pytest.approx(agree)
+
+
+def test_calibration_is_judged_bin_by_bin() -> None:
+    """Half of what is said with confidence .5 is right, and a tenth less than what is said with .9."""
+    sure, hit = torch.tensor([0.5] * 4 + [0.9] * 10), torch.tensor([1.0, 0, 1, 0] + [1.0] * 8 + [0, 0])
+    assert calibration_error(sure, hit) == pytest.approx(10 / 14 * 0.1)
+    assert calibration_error(torch.ones(3), torch.ones(3)) == 0 == calibration_error(torch.ones(0), torch.ones(0))
 
 
 def test_stages_follow_one_another() -> None:

@@ -169,6 +169,8 @@ def test_comparisons_are_of_the_draft_as_served():
     assert (found.logp == 0).all() and torch.equal(found.logq == 0, agree)
     assert torch.equal(found.alpha, agree.double()) and torch.equal(found.alpha_greedy, agree.double())
     assert found.kl.isfinite().all()
+    torch.testing.assert_close(found.entropy, losses.entropy(logq)[mask])
+    torch.testing.assert_close(found.confidence, logq.exp().amax(-1)[mask])
     warm = rows.compared(*given, x, mask, 0.7, truncate=partial(keep_top_k, k=3))
     _, whole = rows.chunked(losses.kl, *given, mask, 0.7, truncate=partial(keep_top_k, k=3))
     torch.testing.assert_close(warm.alpha.mean(), whole.alpha)

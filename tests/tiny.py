@@ -1,10 +1,21 @@
 """Tiny random models that every test can afford."""
 
 import copy
+import shutil
+import sys
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+
+
+def compiles(test: Callable[..., None]) -> Callable[..., None]:
+    """A test that needs torch.compile."""
+    spaced = pytest.mark.skipif(" " in sys.prefix, reason="torch's C++ build does not quote paths with a space")
+    found = any(map(shutil.which, ("g++", "clang++", "c++")))
+    return spaced(pytest.mark.skipif(not found, reason="no C++ compiler")(test))
 
 
 def tiny(

@@ -29,6 +29,7 @@ class Independent:
         self.shape: tuple[int, int, int] | None = None
         self.lm: LM
         self.stored: list[int] = []  # tokens of each row's text that its slot holds
+        self.longest = 0  # drafts of a round that are made at once, as many each time: other lengths are other graphs
 
     @property
     def weights(self) -> str:
@@ -41,14 +42,15 @@ class Independent:
                 (rows, vocabulary, context),
                 LM(self.model, rows, vocabulary, context, compile=self.compile, int8=self.int8),
             )
-        self.stored = []
+        self.stored, self.longest = [], 0
 
     def admit(self, low: int, prompts: Sequence[list[int]]) -> None:
         store_prompts(self.lm, low, prompts)
         self.stored[low:] = [len(prompt) - 1 for prompt in prompts]
 
     def propose(self, turn: Round) -> Proposal:
-        """Feed what the slots lack (one or two ids, more after rounds without drafts), then draft step by step.
+        """Feed what the slots lack (one or two ids, more after rounds without drafts), then draft: all at once where
+        the draft is compiled, else step by step.
 
         A row that has outgrown the draft's own context is not drafted for.
         """
@@ -56,6 +58,29 @@ class Independent:
         K = max(k)
         if K == 0:
             return Proposal(torch.empty(len(k), 0, dtype=torch.int64, device=self.lm.device), None, k)
+        return self._at_once(turn, k) or self._stepwise(turn, k, K)
+
+    def _at_once(self, turn: Round, k: list[int]) -> Proposal | None:
+        """None where the model has no such call, rows lack more than two ids, or laws take more than a temperature."""
+        self.longest, K, ends = max(self.longest, *k), max(k), [len(text) for text in turn.texts]
+        lacking = max(end - stored for end, stored in zip(ends, self.stored, strict=True))
+        if not self.compile or lacking > 2 or min(ends) < 2 or max(ends) + self.longest > self.lm.context:
+            return None
+        simple = turn.simple(self.longest)
+        if simple is None:
+            return None
+        u, temperature = simple
+        greedy = self.greedy or not temperature.any()
+        if not greedy and not temperature.all():
+            return None
+        tails = torch.tensor([text[-2:] for text in turn.texts], device=self.lm.device)
+        found = self.lm.draft(tails, ends, u, temperature, greedy)
+        if found is None:
+            return None
+        self.stored = [end + self.longest - 1 for end in ends]
+        return Proposal(found[0][:, :K], found[1][:, :K], k)
+
+    def _stepwise(self, turn: Round, k: list[int], K: int) -> Proposal:
         logits = self._catch_up(turn.texts, k)
         drafted: list[Tensor] = []
         laws: list[Tensor] = []

@@ -16,6 +16,8 @@ ROWS_OF_BUGS = [
     ('noise_of_equal_passes', 'inference/ties.py', 'sampling, width=width, **settings', 'sampling, width=1, **settings', ['tests/test_verdict.py::test_noise_is_what_wide_passes_change'], 29),
     ('teacher_forced_one_late', 'inference/forced.py', '[len(prompt) - 1 + start for prompt', '[len(prompt) + start for prompt', ['tests/test_verdict.py::test_teacher_forcing_gives_the_logits_of_whole_texts'], 14),
     ('history_ignored_in_the_check', 'inference/forced.py', 'if needs_history(sampling):', 'if not needs_history(sampling):', ['tests/test_verdict.py::test_teacher_forcing_applies_the_history_of_each_token'], 11),
+    ('drafting_measured_through_the_origin', 'inference/costs.py', 'found["draft", short] - short * step', '0.0', ['tests/test_measure.py::test_drafting_is_a_line_through_two_lengths'], 'the first draft of a round seems free'),
+    ('table_of_one_way_alone', 'inference/costs.py', 'target=(plain.target[0], *target.target[1:])', 'target=target.target', ['tests/test_measure.py::test_a_table_is_joined_of_the_ways_that_are_run'], 'the bound is of a plain path that nobody runs'),
     ('best_length_stops_at_a_cliff', 'inference/costs.py', 'k = max(range(len(speedups)), key=speedups.__getitem__)', 'k = 1 if len(speedups) > 1 and speedups[1] > 1 else 0', ['tests/test_measure.py::test_best_length_looks_past_a_cliff_and_may_be_none'], 'the draft length is chosen by a local rule'),
     ('report_with_nan', 'inference/schema.py', 'real and math.isfinite(value)', 'real', ['tests/test_report.py::test_a_wrong_report_is_refused_by_key'], 'report.json that no JSON reader takes'),
 ]

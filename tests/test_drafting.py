@@ -1,0 +1,111 @@
+"""All drafts of a round in one call: the same text as step by step."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from inference import Engine, Sampling
+from inference.graph import Compiled, Drafting
+from inference.policy import Fixed
+from inference.proposers import Independent
+from inference.sampling import draw
+from tests.tiny import compiles, near, tiny
+
+PROMPTS = [[i % 30 + 1 for i in range(n)] for n in (3, 9, 2, 6, 14)]
+REGIMES = {
+    "sampled": [Sampling(0.8)] * 5,
+    "greedy": [Sampling(0)] * 5,
+    "each its own": [Sampling(t) for t in (0.3, 1.0, 0.7, 2.0, 1.0)],
+    "mixed with greedy": [Sampling(t) for t in (0, 1.0, 0, 2.0, 1.0)],
+    "truncated": [Sampling(0.8, top_k=5)] * 5,
+    "with history": [Sampling(0.8, repetition_penalty=1.2)] * 5,
+}
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """What is compiled runs as it is; lengths of the drafts that were made at once."""
+    made: list[int] = []
+
+    def counted(module: torch.nn.Module, *_: Any) -> Callable[..., Any]:
+        def run(*inputs: Any) -> Any:
+            if isinstance(module, Drafting):
+                made.append(module.k)
+            return module(*inputs)
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", counted)
+    monkeypatch.setattr(Compiled, "failed", False)
+    return made
+
+
+def texts(compile: bool, sampling: list[Sampling], rows: int = 3, greedy: bool = False, **settings: Any) -> Any:
+    proposer = Independent(near(tiny()), greedy, compile=compile)
+    engine = Engine(tiny(), proposer, policy=Fixed(4), rows=rows, **settings)
+    limits = [20, 4, 33, 11, 26]
+    return engine.generate(PROMPTS, max_new_tokens=limits, sampling=sampling, seed=2, ignore_eos=True)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("name", REGIMES)
+def test_text_and_counts_are_those_of_single_steps(calls: list[int], name: str, rows: int) -> None:
+    """Rows come and go, slots grow, drafts are cut at a row's limit: in float64 nothing may change."""
+    at_once, stepwise = (texts(compile, REGIMES[name], rows) for compile in (True, False))
+    assert at_once.tokens == stepwise.tokens
+    assert (at_once.stats.drafted, at_once.stats.accepted) == (stepwise.stats.drafted, stepwise.stats.accepted)
+    stepwise_alone = name in ("truncated", "with history") or (name, rows) == ("mixed with greedy", 3)
+    assert set(calls) == (set() if stepwise_alone else {4})
+
+
+@pytest.mark.parametrize("settings", [{"greedy": True}, {"verify": "block"}, {"verify": "match"}, {"context": 40}])
+def test_under_other_rules_too(calls: list[int], settings: dict[str, Any]) -> None:
+    found = [texts(compile, REGIMES["sampled"], **settings).tokens for compile in (True, False)]
+    assert found[0] == found[1] and calls
+
+
+class Pausing:
+    """Drafts now and then: a draft that is not asked falls behind."""
+
+    def __init__(self) -> None:
+        self.round = 0
+
+    def lengths(self, texts: list[list[int]]) -> list[int]:
+        self.round += 1
+        return [4 if self.round % 4 == 0 else 0] * len(texts)
+
+
+def test_rounds_without_drafts_are_caught_up_with(calls: list[int]) -> None:
+    made = []
+    for compile in (True, False):
+        engine = Engine(tiny(), Independent(near(tiny()), compile=compile), policy=Pausing(), rows=2)
+        made.append(engine.generate(PROMPTS, max_new_tokens=30, sampling=Sampling(0.8), ignore_eos=True).stats.accepted)
+    assert made[0] == made[1]
+
+
+def test_shared_noise_is_drawn_step_by_step(calls: list[int]) -> None:
+    texts(True, REGIMES["sampled"], verify="coupled")
+    assert not calls
+
+
+@compiles
+def test_compiled_drafts_are_drawn_from_the_laws_they_come_with() -> None:
+    """What is returned as q must be what the graph drew from, to the last bit: the engine's exactness rests on it."""
+    proposer = Independent(tiny(layers=1, seed=3), compile=True)
+    proposer.open(2, 32, 64)
+    prompts = [[1, 2, 3, 4], [5, 6, 7]]
+    proposer.admit(0, prompts)
+    u = torch.rand(2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        found = proposer.lm.draft(
+            torch.tensor([[3, 4], [6, 7]]), [4, 3], u, torch.tensor([0.7, 1.0], dtype=torch.float64)
+        )
+        assert found is not None and not Compiled.failed
+        x, q = found
+        assert torch.equal(x, draw(q, u))
+        laws = [proposer.lm.model(torch.tensor([[*prompt, *x[row].tolist()]])).logits[0, len(prompt) - 1 : -1]
+                for row, prompt in enumerate(prompts)]  # fmt: skip
+    for row, temperature in enumerate((0.7, 1.0)):
+        torch.testing.assert_close(q[row], (laws[row] / temperature).softmax(-1), rtol=1e-5, atol=1e-6)
