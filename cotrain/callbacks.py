@@ -28,10 +28,11 @@ class RealSpeed(Callback):
 
     measure: draft -> figures with a `speedup`, timed on few prompts, so noisy. tau: of the draft as the held-out texts
     were last scored, exact and from thousands of tokens. It is what ranks checkpoints: their rounds cost the same.
+    patience: training ends when so many validations in a row brought no higher tau, 0 for never.
     """
 
-    def __init__(self, measure: Measure, tau: Callable[[], float], folder: Path) -> None:
-        self.measure, self.tau, self.folder = measure, tau, folder
+    def __init__(self, measure: Measure, tau: Callable[[], float], folder: Path, patience: int = 0) -> None:
+        self.measure, self.tau, self.folder, self.patience = measure, tau, folder, patience
         self.kept: list[Kept] = []
 
     def on_validation_end(self, trainer: lightning.Trainer, module: Any) -> None:
@@ -41,6 +42,8 @@ class RealSpeed(Callback):
         path = self.folder / f"step-{trainer.global_step}"
         module.draft.save_pretrained(path)
         self.kept.append(Kept(trainer.global_step, path, figures["speedup"], self.tau()))
+        if self.patience and len(self.kept) - 1 - self.kept.index(self.fastest()) >= self.patience:
+            trainer.should_stop = True
 
     def state_dict(self) -> dict[str, Any]:
         return {"kept": [(k.step, str(k.path.name), k.speedup, k.tau) for k in self.kept]}

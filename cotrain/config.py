@@ -152,7 +152,9 @@ class Trainer:
     corpus_steps: int
     batch: int
     validations: int
+    patience: int  # end when so many validations in a row brought no higher tau; 0: never (with measure=true)
     remember_mb: int
+    cache: str | None  # a folder of the target's hidden states, for runs that read the same texts
     precision: str  # of Lightning: bf16-mixed, 32-true, ...
     clip: float
     threads: int  # 0: as many as torch finds

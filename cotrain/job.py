@@ -19,7 +19,8 @@ from cotrain.module import Distillation, Stage
 from cotrain.regimes import sampling, truncation
 from cotrain.rollout import Ask, Own, Remote, Sampler
 from cotrain.sets import Part, Sampled, corpus_part, joined, sampled_part
-from cotrain.teacher import load_pair, split
+from cotrain.shards import Read, Shards
+from cotrain.teacher import identity, load_pair, split
 from cotrain.terms import parse
 from inference import load
 from inference.client import Client
@@ -129,14 +130,21 @@ def stages(loss: Loss) -> list[Stage]:
     return [first, Stage(1.0, parse(loss.then))] if loss.then else [first]
 
 
+def reader(job: Job) -> Read:
+    """What reads texts: the target, or its hidden states on disk where trainer.cache= names a folder."""
+    read, _ = split(job.target)
+    cache = job.cfg.trainer.cache
+    return Shards(read, Path(cache), identity(job.target, job.tokenizer)) if cache else read
+
+
 def build(job: Job, network: PreTrainedModel) -> Distillation:
     """Wire the module: losses, optimiser, held-out texts of each temperature."""
-    cfg, sampled, (read_target, _) = job.cfg, job.sampled(), split(job.target)
+    cfg, sampled, read = job.cfg, job.sampled(), reader(job)
     taught = stages(cfg.loss)  # a wrong name is refused before texts are sampled
     prompts = cache(partial(job.blocks, "held_out"))
     cut = truncation(cfg.regime)
     judged = {
-        t: held_out(read_target, sampled.texts("held_out", sampling(cfg.regime, t), prompts), t, cut)
+        t: held_out(read, sampled.texts("held_out", sampling(cfg.regime, t), prompts), t, cut)
         # checkpoints are ranked in the regime
         for t in sorted({*cfg.rollout.temperatures, *cfg.rollout.train_temperatures, cfg.regime.temperature})
     }

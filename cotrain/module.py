@@ -16,6 +16,7 @@ from cotrain.teacher import Remembering, split
 from cotrain.terms import Terms
 from inference import streams
 
+LAWS = 2**25  # values of a law of one chunk, 128 MiB in float32: 1024 positions of 32,768 tokens, 220 of 151,936
 WATCHED = 5  # every so many steps, what a step found is logged
 
 
@@ -39,7 +40,7 @@ class Distillation(lightning.LightningModule):
     and the optimiser. temperature, truncate: the regime, see `rows.chunked`. held_out: texts sampled from the target,
     by temperature; acceptance on them is logged at every validation, by domain. cosine: weight of
     `losses.misaligned` on the final hidden states, 0 for none. remember: bytes of the target's hidden states to keep.
-    k: draft length that sequence losses speak of. hardest: see `rows.chunked`. seed: of tokens drawn for a loss.
+    chunk: positions whose laws exist at once; by default what `LAWS` values hold. k: draft length that sequence losses speak of. hardest: see `rows.chunked`. seed: of tokens drawn for a loss.
 
     Raises ValueError for a cosine between states of different widths.
     """
@@ -54,7 +55,7 @@ class Distillation(lightning.LightningModule):
         held_out: dict[float, HeldOut],
         temperature: float = 1.0,
         truncate: Truncate | None = None,
-        chunk: int = 1024,
+        chunk: int | None = None,
         cosine: float = 0.0,
         remember: int = 0,
         k: int = 4,
@@ -64,9 +65,11 @@ class Distillation(lightning.LightningModule):
         super().__init__()
         self.draft, self.stages = draft, stages
         self.make_optimizer, self.make_scheduler, self.held_out = optimizer, scheduler, held_out
-        self.temperature, self.truncate, self.chunk, self.cosine = temperature, truncate, chunk, cosine
+        self.temperature, self.truncate, self.cosine = temperature, truncate, cosine
+        self.chunk = chunk or max(LAWS // target.config.get_text_config().vocab_size, 1)
         self.k, self.hardest, self.seed = k, hardest, seed
         self.read_draft, self.head_draft = split(draft)
+        self.head = list(draft.get_output_embeddings().parameters())
         read_target, self.head_target = split(target)  # plain functions: the target is not saved
         self.teacher = Remembering(read_target, remember)
         self.judged: dict[float, dict[str, Scores]] = {}
@@ -102,7 +105,7 @@ class Distillation(lightning.LightningModule):
         assert terms.position is not None
         total, found = chunked(
             terms.position, theirs, self.head_target, ours, self.head_draft, weight, batch["temperature"],
-            chunk=self.chunk, truncate=self.truncate, measured=watched, hardest=self.hardest,
+            chunk=self.chunk, truncate=self.truncate, measured=watched, hardest=self.hardest, parameters=self.head,
             x=batch["ids"][:, 1:] if terms.takes == "text" else None,
             u=self._uniforms(batch["key"], weight.shape[1]) if terms.takes == "drawn" else None,
         )  # fmt: skip

@@ -9,7 +9,7 @@ from cotrain.paths import folder
 
 # Keys whose value is taken literally, and every key that ends in `.path`. `null` unsets all but the text.
 TEXT = frozenset({"prompt"})
-FREE_TEXT = TEXT | {"prompts", "path", "folder", "output", "log", "url", "check"}
+FREE_TEXT = TEXT | {"prompts", "path", "folder", "cache", "output", "log", "url", "check"}
 _SETTING = re.compile(r"(?P<sign>\+{0,2})(?P<key>\w[\w.@:/-]*)=(?P<value>.*)", re.DOTALL)
 
 

@@ -1,7 +1,8 @@
 """Losses from hidden states, a chunk of positions at a time, so that (B,T,V) pairs never exist whole.
 
-Each of several chunks applies both heads, makes the two laws, and is forgotten: backward computes it again. Only the
-draft's hidden states and head receive gradients. B rows, T positions, V vocabulary, N counted positions.
+Each of several chunks applies both heads, makes the two laws, and is forgotten. Its gradients are made at once where
+the head's parameters are given (`ahead`), else backward computes it again. Only the draft's hidden states and head
+receive gradients. B rows, T positions, V vocabulary, N counted positions.
 """
 
 import math
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from cotrain import losses
+from cotrain.ahead import summed
 from inference.sampling import draw, one_hot, wide
 
 Head = Callable[[Tensor], Tensor]  # (n,D) -> logits (n,V)
@@ -50,6 +52,7 @@ def chunked(
     truncate: Truncate | None = None,
     measured: bool = True,
     hardest: float = 1.0,
+    parameters: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Statistics]:
     """Sum of a loss of `cotrain.losses` over positions (a scalar), and what acceptance it stands for.
 
@@ -63,7 +66,8 @@ def chunked(
     x (B,T): tokens handed to a loss that takes them (`mix`). u (B,T): uniforms by which such tokens are
     drawn from q instead (`tvpp`). measured: off, the statistics but `positions` are NaN, and a quarter cheaper.
     hardest: only this fraction of the positions, those of the largest loss, counts, each 1 / hardest as much, so that
-    the sum keeps its size. Raises ValueError for both x and u, a fraction outside (0, 1], and shapes that do not fit.
+    the sum keeps its size. parameters: of head_q; with all of them given, and hardest 1, several chunks are computed
+    once and not twice. Raises ValueError for both x and u, a fraction outside (0, 1], and shapes that do not fit.
     """
     if not 0 < hardest <= 1:
         raise ValueError(f"hardest: a fraction in (0, 1], not {hardest}")
@@ -71,8 +75,8 @@ def chunked(
         raise ValueError("give x (the text's tokens) or u (uniforms to draw tokens from q), not both")
     rows = _Rows(hidden_p, head_p, hidden_q, head_q, _spread(temperature, mask.shape, hidden_q), truncate)
 
-    def part(i: Tensor) -> tuple[Tensor, Tensor]:
-        logp, logq = rows.laws(i)
+    def part(i: Tensor, ours: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        logp, logq = rows.laws(i, ours)
         tokens = None if x is None else x.flatten()[i]
         if u is not None:
             tokens = draw(logq.detach().exp(), u.flatten()[i])
@@ -82,8 +86,17 @@ def chunked(
         return values, rows.statistics(logp, logq, i)  # last, so that backward need not repeat it
 
     counted = mask.flatten().nonzero().squeeze(-1)  # (N,)
-    parts = _each(part, counted.split(chunk))
-    values = torch.cat([values for values, _ in parts]) * mask.flatten()[counted]
+    weights, chunks = mask.flatten()[counted], counted.split(chunk)
+    if parameters and hardest == 1 and len(chunks) > 1 and torch.is_grad_enabled():
+
+        def weighted(i: Tensor, ours: Tensor) -> tuple[Tensor, Tensor]:
+            values, found = part(i, ours)
+            return values * mask.flatten()[i], found
+
+        total, found = summed(weighted, hidden_q.flatten(0, 1), chunks, parameters)
+        return total, _statistics(found, counted, mask)
+    parts = _each(part, chunks)
+    values = torch.cat([values for values, _ in parts]) * weights
     if hardest < 1 and len(counted):
         values = values.topk(max(round(hardest * len(values)), 1)).values / hardest
     return values.sum(), _statistics(torch.cat([found for _, found in parts]), counted, mask)
@@ -201,11 +214,13 @@ class _Rows:
     temperature: Tensor  # (B*T,)
     truncate: Truncate | None
 
-    def laws(self, i: Tensor) -> tuple[Tensor, Tensor]:
-        """log p as served, without gradient, and log q as trained, at positions i (n,) -> (n,V) each."""
+    def laws(self, i: Tensor, ours: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """log p as served, without gradient, and log q as trained, at positions i (n,) -> (n,V) each. ours (n,Dq): the
+        draft's hidden states there, when they are at hand."""
         with torch.no_grad():
             logp = self.served(log_law(self.head_p(self.hidden_p.flatten(0, 1)[i]), self.temperature[i]), i)
-        return logp, log_law(self.head_q(self.hidden_q.flatten(0, 1)[i]), self.temperature[i])
+        ours = self.hidden_q.flatten(0, 1)[i] if ours is None else ours
+        return logp, log_law(self.head_q(ours), self.temperature[i])
 
     @torch.no_grad()
     def statistics(self, logp: Tensor, logq: Tensor, i: Tensor) -> Tensor:

@@ -14,9 +14,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from cotrain import rollout, rollouts
 from cotrain.data import Blocks, SeededOrder
 from cotrain.paths import folder
-from cotrain.teacher import fingerprint
+from cotrain.teacher import identity
 from inference import Engine, Sampling
-from inference.pair import hash_target
 
 Announce = Callable[[str], None]
 
@@ -142,7 +141,7 @@ class Sampled:
                 "new_tokens": self.ask.new_tokens} | ({"server": self.server} if self.server else {})  # fmt: skip
 
     def _target(self) -> dict[str, str | None]:
-        return hash_target(self.target.config, self.tokenizer) | {"weights": fingerprint(self.target)}
+        return identity(self.target, self.tokenizer)
 
     def _fits(self, path: Path, kind: str, sampling: Sampling) -> bool:
         """Made by this very target in this regime from such prompts: any other set is no data for this run."""

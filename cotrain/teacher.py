@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from inference.bundled import resolve
+from inference.pair import hash_target
 from inference.store import load_tokenizer
 from inference.weights import weight_files
 
@@ -92,6 +93,11 @@ def _hub_tokenizer(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBas
         raise ValueError(f"target.path: {name} is no folder, and no model that the hub gave: {error}") from error
 
 
+def identity(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, str | None]:
+    """Whose texts and states something is: hashes of the shape, the tokenizer and the weights."""
+    return hash_target(model.config, tokenizer) | {"weights": fingerprint(model)}
+
+
 def fingerprint(model: PreTrainedModel) -> str:
     """A hash that changes when the target is trained further or quantised: of values spread over each of its tensors,
     in bfloat16, and its quantisation settings. Shapes are `hash_target`'s business."""
@@ -117,15 +123,21 @@ class Remembering:
         self.kept: dict[int, Tensor] = {}
 
     def fill(
-        self, ids: Tensor, keys: Tensor, batch: int = 16, progress: Callable[[int, int], None] | None = None
+        self,
+        ids: Tensor,
+        keys: Tensor,
+        batch: int = 16,
+        progress: Callable[[int, int], None] | None = None,
+        read: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """Read all texts (N, T) with their keys (N,) at once, as far as there is room: cheaper than few at a time."""
+        """Read all texts (N, T) with their keys (N,) at once, as far as there is room: cheaper than few at a time.
+        read: what reads them instead, as `shards.Shards`."""
         for start in range(0, len(ids), batch):
             if progress:
                 progress(start, len(ids))
             part = slice(start, start + batch)
             known = len(self.kept)
-            self(ids[part], keys[part])
+            self._looked_up(ids[part], keys[part].tolist(), read or self.read)
             if len(self.kept) == known:
                 break  # full
         if progress:
@@ -134,9 +146,12 @@ class Remembering:
     @torch.no_grad()
     def __call__(self, ids: Tensor, keys: Tensor) -> Tensor:
         """ids (B, T), keys (B,) one a text, the same ids whenever it comes -> (B, T, D)."""
-        names = keys.tolist()
+        return self._looked_up(ids, keys.tolist(), self.read)
+
+    @torch.no_grad()
+    def _looked_up(self, ids: Tensor, names: list[int], read: Callable[[Tensor], Tensor]) -> Tensor:
         if any(name not in self.kept for name in names):
-            states = self.read(ids)
+            states = read(ids)
             self._keep(names, states)
             return states
         return torch.stack([self.kept[name] for name in names]).to(ids.device, non_blocking=True)

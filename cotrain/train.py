@@ -14,10 +14,11 @@ from torch.utils.data import ConcatDataset, DataLoader
 from cotrain import bench, compare
 from cotrain.callbacks import Bar, RealSpeed
 from cotrain.config import TrainConfig
-from cotrain.job import Job, build, initial, models, objective, parts, settle
+from cotrain.job import Job, build, initial, models, objective, parts, reader, settle
 from cotrain.module import WATCHED, Distillation
 from cotrain.regimes import sampling
 from cotrain.sets import Curriculum, Part, regime
+from cotrain.shards import Shards
 from inference.atomic import write_atomic
 from inference.environment import environment
 from inference.pair import hash_target
@@ -36,7 +37,7 @@ def distil(cfg: TrainConfig, folder: Path) -> dict[str, Any]:
     network = initial(cfg, target)
     module = build(job, network)
     tau = partial(module.tau, k, drafts)
-    speed = RealSpeed(lambda draft: bench.quick(job.plan(draft), k), tau, folder / "checkpoints")
+    speed = RealSpeed(lambda draft: bench.quick(job.plan(draft), k), tau, folder / "checkpoints", cfg.trainer.patience)
     fit(job, module, [speed] if cfg.measure else [])
     keep_figures(job, module)
     if not cfg.measure:
@@ -117,8 +118,11 @@ def fit(job: Job, module: Distillation, extra: list[Callback]) -> None:
     if not done:
         trainer.validate(module, asks, verbose=False)
     if cfg.steps * cfg.batch >= len(corpus) + len(sampled):  # every text comes, most of them again
-        keys = sampled.first + torch.arange(len(sampled))
-        module.teacher.fill(sampled.ids.long(), keys, progress=_reading)
+        keys, read = sampled.first + torch.arange(len(sampled)), reader(job)
+        if isinstance(read, Shards):
+            width = job.target.config.get_text_config().hidden_size
+            print(read.estimate(len(sampled), sampled.ids.shape[1] * width * job.target.dtype.itemsize))
+        module.teacher.fill(sampled.ids.long(), keys, progress=_reading, read=read)
     train: DataLoader[Any] = DataLoader(ConcatDataset([corpus, sampled]), batch_size=cfg.batch, sampler=order)
     trainer.fit(module, train, asks, ckpt_path=last if done else None)
     if trainer.global_step % every:  # the last validation was not at the last step

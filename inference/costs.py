@@ -172,16 +172,19 @@ def _tasks(
 
     @torch.inference_mode()
     def drafts(k: int) -> None:
+        draft.longest = 0  # as if it had never made more
         draft.propose(turn(k, draft.lm))
         draft.lm.wait()
         draft.commit(stored)
 
-    tasks: dict[tuple[str, int], Callable[[], object]] = {}
-    for n in range(1, K + 2):
-        if n <= len(SPANS):
-            tasks["draft", SPANS[n - 1]] = partial(drafts, SPANS[n - 1])
-        tasks["target", n] = _pass(target, ids[:, :n], at)
-        tasks["rest", n - 1] = _rest(turn, target, logits[:, :n], ids[:, : n - 1])
+    spans = dict(enumerate(SPANS, 2))
+    tasks: dict[tuple[str, int], Callable[[], object]] = {("before", 1): _pass(target, ids[:, :1], at)}
+    for n in range(1, max(K + 1, *spans) + 1):
+        if n > 1:
+            tasks["draft" if n in spans else "before", spans.get(n, n)] = partial(drafts, spans.get(n, SPANS[0]))
+        if n <= K + 1:
+            tasks["target", n] = _pass(target, ids[:, :n], at)
+            tasks["rest", n - 1] = _rest(turn, target, logits[:, :n], ids[:, : n - 1])
     return tasks
 
 

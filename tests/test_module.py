@@ -206,6 +206,17 @@ def test_speed_is_measured_at_validations_and_survives_a_checkpoint(tmp_path: Pa
     assert other.kept == [Kept(0, moved / "step-0", 1.2, 2.0), Kept(2, moved / "step-2", 1.4, 1.8)]
 
 
+def test_training_ends_when_tau_no_longer_rises(tmp_path: Path) -> None:
+    taus = [2.0, 2.5, 2.4, 2.6, 2.6, 2.5]
+    found = RealSpeed(lambda draft: {"speedup": 1.0}, lambda: taus[len(found.kept)], tmp_path, patience=2)
+    run: Any = SimpleNamespace(logger=None, global_step=0, should_stop=False)
+    ends = []
+    for run.global_step in range(6):
+        found.on_validation_end(run, SimpleNamespace(draft=tiny(layers=1)))
+        ends.append(run.should_stop)
+    assert ends == [False] * 5 + [True] and found.fastest().step == 3
+
+
 def stepped(model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, seed: int) -> None:
     ids = torch.randint(VOCABULARY, (2, 8), generator=torch.Generator().manual_seed(seed))
     optimizer.zero_grad()

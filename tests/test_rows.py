@@ -30,11 +30,13 @@ def slopes(value, hidden_q, head_q):
     return torch.autograd.grad(value, [hidden_q, *head_q.parameters()])
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("chunk", [1, 4, 512])
 @pytest.mark.parametrize("loss", [losses.kl, losses.tv, losses.nla, losses.lk], ids=lambda f: f.__name__)
-def test_equals_the_plain_form(loss, chunk):
+def test_equals_the_plain_form(loss, chunk, ahead):
     given = parts()
-    value, found = rows.chunked(loss, *given, MASK, 0.7, chunk=chunk)
+    parameters = list(given[3].parameters()) if ahead else ()
+    value, found = rows.chunked(loss, *given, MASK, 0.7, chunk=chunk, parameters=parameters)
     logp, logq = plain(*given, 0.7)
     truth = loss(logp, logq)[MASK].sum()
     torch.testing.assert_close(value, truth)
@@ -193,3 +195,29 @@ def test_the_hardest_positions_alone_keep_the_size_of_the_sum():
     torch.testing.assert_close(found, every.topk(round(len(every) / 2)).values.sum() * 2)
     with pytest.raises(ValueError, match="hardest"):
         rows.chunked(losses.kl, *given, MASK, hardest=0.0)
+
+
+def test_gradients_made_ahead_carry_weights_and_what_comes_after():
+    """Weights of positions, a loss that draws, a mean and a factor behind the sum, a frozen bias."""
+    given, weights, u = parts(), torch.rand(B, T).double() * MASK, torch.rand(B, T).double()
+    given[3].bias.requires_grad_(False)
+    found = []
+    for parameters in ((), list(given[3].parameters())):
+        value, seen = rows.chunked(losses.tvpp, *given, weights, 0.7, chunk=3, u=u, parameters=parameters)
+        found.append((torch.autograd.grad(3 * value / seen.positions, [given[2], given[3].weight]), seen.alpha))
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_gradients_made_ahead_compute_a_chunk_once():
+    hidden_p, head_p, hidden_q, head_q = parts()
+    passes = []
+
+    def counted(states):
+        passes.append(len(states))
+        return head_q(states)
+
+    for parameters, expected in (((), 2), (list(head_q.parameters()), 1)):
+        passes.clear()
+        value, _ = rows.chunked(losses.kl, hidden_p, head_p, hidden_q, counted, MASK, chunk=4, parameters=parameters)
+        value.backward()
+        assert sum(passes) == expected * MASK.sum()

@@ -160,6 +160,21 @@ def test_a_sweep_without_measurement_keeps_figures_only(place: Path) -> None:
     assert not (place / "sweep" / "draft").exists()
 
 
+def test_runs_share_texts_and_what_the_target_says_of_them(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shared = ("measure=false", "trainer.steps=6", "rollout.folder=shared texts", "trainer.cache=shared states")
+    assert job(place, "one", *shared, "loss=kl") == 0
+    texts, states = (sorted((place / name).rglob("*.*")) for name in ("shared texts", "shared states"))
+    made = [path.stat().st_mtime_ns for path in (*texts, *states)]
+    assert "GiB for" in capsys.readouterr().out and len(texts) > 2 and len(states) > 2
+    assert job(place, "two", *shared, "loss=tv") == 0
+    assert [path.stat().st_mtime_ns for path in (*texts, *states)] == made
+    assert not (place / "one" / "rollouts").exists()
+    assert sorted((place / "shared states").rglob("*.*")) == states
+    assert job(place, "alone", "measure=false", "trainer.steps=6", "rollout.folder=shared texts", "loss=tv") == 0
+    found = [json.loads((place / name / "held_out.json").read_text())["texts"] for name in ("two", "alone")]
+    assert found[0] == found[1]  # as from the live target
+
+
 def broken(place: Path, name: str, change: Callable[[Path], None]) -> str:
     change(Path(shutil.copytree(place / "target", place / name)))
     return name
