@@ -15,9 +15,7 @@ from torch import Tensor
 Part = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-def summed(
-    part: Part, hidden: Tensor, chunks: Sequence[Tensor], parameters: Sequence[Tensor]
-) -> tuple[Tensor, Tensor]:
+def summed(part: Part, hidden: Tensor, chunks: Sequence[Tensor], parameters: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """The sum of all values, differentiable once in hidden (N, D) and `parameters`, and all that was found, not
     differentiable. Values must depend on nothing else that needs a gradient, on its own row of `hidden` each."""
     total, found = _Summed.apply(part, chunks, hidden, *parameters)

@@ -40,7 +40,8 @@ class Distillation(lightning.LightningModule):
     and the optimiser. temperature, truncate: the regime, see `rows.chunked`. held_out: texts sampled from the target,
     by temperature; acceptance on them is logged at every validation, by domain. cosine: weight of
     `losses.misaligned` on the final hidden states, 0 for none. remember: bytes of the target's hidden states to keep.
-    chunk: positions whose laws exist at once; by default what `LAWS` values hold. k: draft length that sequence losses speak of. hardest: see `rows.chunked`. seed: of tokens drawn for a loss.
+    chunk: positions whose laws exist at once, by default what `LAWS` values hold. k: draft length that sequence losses
+    speak of. hardest: see `rows.chunked`. seed: of tokens drawn for a loss.
 
     Raises ValueError for a cosine between states of different widths.
     """

@@ -41,7 +41,7 @@ class Shards:
             raise ValueError(f"trainer.cache={folder}: made by another target, its {', '.join(sorted(differ))} differ")
 
     def estimate(self, texts: int, each: int) -> str:
-        """What texts of `each` bytes take. Raises OSError, before anything is written, when they do not fit the disk."""
+        """What texts of `each` bytes take. Raises OSError, before anything is written, when the disk has less."""
         free, need = shutil.disk_usage(self.folder).free, texts * each
         said = f"trainer.cache={self.folder}: {need / 2**30:.2f} GiB for {texts} texts, {free / 2**30:.2f} GiB are free"
         if need > free:

@@ -107,6 +107,7 @@ def interleaved(
     return {key: median(values) for key, values in seconds.items()}
 
 
+@torch.inference_mode()
 def measure_costs(
     target: LM,
     draft: Independent,
@@ -159,8 +160,7 @@ def _tasks(
     rows = [Row(i, i, text, K + 1, sampling, frozenset()) for i, text in enumerate(texts)]
     at = [len(text) - 1 for text in texts]
     ids = torch.tensor([text[-1:] * (K + 1) for text in texts], device=target.device)
-    with torch.inference_mode():
-        logits = target.forward(ids, at).clone()  # (B, K+1, V)
+    logits = target.forward(ids, at).clone()  # (B, K+1, V)
 
     noise = Uniforms(0, target.device)
 
@@ -170,7 +170,6 @@ def _tasks(
     # of several rows, some accepted every draft and lacks two ids
     stored = [len(text) - 1 - (len(texts) > 1) for text in texts]
 
-    @torch.inference_mode()
     def drafts(k: int) -> None:
         draft.longest = 0  # as if it had never made more
         draft.propose(turn(k, draft.lm))
@@ -189,7 +188,6 @@ def _tasks(
 
 
 def _pass(lm: LM, ids: Tensor, at: list[int]) -> Callable[[], object]:
-    @torch.inference_mode()
     def run() -> None:
         lm.forward(ids, at)
         lm.wait()
@@ -202,7 +200,6 @@ def _rest(turn: Callable[[int, LM], Turn], lm: LM, logits: Tensor, x: Tensor) ->
     counts."""
     k = [x.shape[1]] * x.shape[0]
 
-    @torch.inference_mode()
     def run() -> object:
         one = turn(x.shape[1], lm)
         p = one.laws(logits, x, k)

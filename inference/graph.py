@@ -96,7 +96,9 @@ class Compiled(Lean):
 
     def _called(self, name: Any, make: Callable[..., nn.Module], kind: Kind, inputs: Any, several: Any) -> Any:
         """The compiled module `name` on inputs; `several`: tensors with the sizes that change from call to call."""
-        step, kind = self.compiled(name, make), (name, inputs[0].shape[0] > 1, *kind)
+        step = self.compiled(name, make)
+        # tensors of inference mode and others are of two kinds to a graph
+        kind = (name, inputs[0].shape[0] > 1, self.cache.stores[0].keys.is_inference(), *kind)
         if kind in self.seen:
             return step(*inputs)
         _mark([*several, *((store, (2,)) for stores in self._stores() for store in stores)])

@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from inference import Engine, Sampling
+from inference.costs import measure_costs
 from inference.graph import Compiled, Drafting
 from inference.policy import Fixed
 from inference.proposers import Independent
 from inference.sampling import draw
+from inference.target import LM
 from tests.tiny import compiles, near, tiny
 
 PROMPTS = [[i % 30 + 1 for i in range(n)] for n in (3, 9, 2, 6, 14)]
@@ -83,6 +85,11 @@ def test_rounds_without_drafts_are_caught_up_with(calls: list[int]) -> None:
         engine = Engine(tiny(), Independent(near(tiny()), compile=compile), policy=Pausing(), rows=2)
         made.append(engine.generate(PROMPTS, max_new_tokens=30, sampling=Sampling(0.8), ignore_eos=True).stats.accepted)
     assert made[0] == made[1]
+
+
+def test_costs_are_of_as_many_drafts_as_are_asked_for(calls: list[int]) -> None:
+    measure_costs(LM(tiny(), 2), Independent(near(tiny()), compile=True), 3, context=20, repeats=2)
+    assert sorted(set(calls)) == [2, 6]
 
 
 def test_shared_noise_is_drawn_step_by_step(calls: list[int]) -> None:
