@@ -46,6 +46,6 @@ class _Summed(torch.autograd.Function):
         return total, every
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor, _: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, slope: Tensor, _: Tensor) -> Any:
         slopes = (made * slope.to(made.dtype) for made in ctx.saved_tensors)
         return None, None, next(slopes), *(next(slopes) if wanted else None for wanted in ctx.wanted)

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from inference.cache import SlotCache, Window
 from inference.forward import SHORT, Lean
-from inference.graph import Step
+from inference.step import Step
 
 FEWEST = 64  # slots of the smallest bucket
 WARMUP = 3  # runs before a recording, in which libraries choose their kernels

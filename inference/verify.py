@@ -41,13 +41,10 @@ def block(p: Tensor, q: Tensor, x: Tensor, u: Tensor, k: Tensor | None = None) -
     if none), then emit from norm(max(w_i p - q, 0)) there, or from p after all k. Shapes, edges as `token`.
     """
     k, drafted = _drafted(x, k)
-    w = _weights(_ratios(p, q, x, drafted))  # (B, K+1)
-    accepted = torch.zeros_like(k)
-    for i in range(1, x.shape[1] + 1):
-        h = w[:, i]
-        if i < x.shape[1]:
-            h = torch.where(k == i, h, _continuation(p[:, i], q[:, i], h))
-        accepted = torch.where(drafted[:, i - 1] & (u[:, i - 1] < h), i, accepted)
+    w, place = _weights(_ratios(p, q, x, drafted)), torch.arange(1, x.shape[1] + 1, device=x.device)  # (B, K+1), (K,)
+    h = torch.cat((_continuation(p[:, 1:-1], q[:, 1:], w[:, 1:-1]), w[:, -1:]), 1)[:, : x.shape[1]]  # (B, K)
+    h = torch.where(k.unsqueeze(-1) == place, w[:, 1:], h)
+    accepted = torch.cat((torch.zeros_like(k).unsqueeze(-1), (drafted & (u < h)) * place), 1).amax(-1)
     return Verdict(accepted, _residual(p, q, accepted, k, w))
 
 
@@ -114,12 +111,12 @@ def _weights(ratios: Tensor) -> Tensor:
 
 
 def _excess(p: Tensor, q: Tensor, w: Tensor) -> Tensor:
-    """max(w p - q, 0): p, q (B, V), w (B,) -> (B, V)."""
+    """max(w p - q, 0): p, q (..., V), w (...) -> (..., V)."""
     return (w.unsqueeze(-1) * wide(p) - wide(q)).clamp(min=0)
 
 
 def _continuation(p: Tensor, q: Tensor, w: Tensor) -> Tensor:
-    """h = R / (R + 1 - w), R = sum max(w p - q, 0), 0/0 = 1: p, q (B, V), w (B,) -> (B,)."""
+    """h = R / (R + 1 - w), R = sum max(w p - q, 0), 0/0 = 1: p, q (..., V), w (...) -> (...)."""
     mass = _excess(p, q, w).sum(-1)
     return torch.where((mass == 0) & (w == 1), 1.0, mass / (mass + 1 - w))
 

@@ -8,10 +8,11 @@ import torch
 
 from inference import Engine, Sampling
 from inference.costs import measure_costs
-from inference.graph import Compiled, Drafting
+from inference.graph import Compiled
 from inference.policy import Fixed
 from inference.proposers import Independent
 from inference.sampling import draw
+from inference.step import Drafting
 from inference.target import LM
 from tests.tiny import compiles, near, tiny
 
@@ -89,7 +90,7 @@ def test_rounds_without_drafts_are_caught_up_with(calls: list[int]) -> None:
 
 def test_costs_are_of_as_many_drafts_as_are_asked_for(calls: list[int]) -> None:
     measure_costs(LM(tiny(), 2), Independent(near(tiny()), compile=True), 3, context=20, repeats=2)
-    assert sorted(set(calls)) == [2, 6]
+    assert set(calls) == {2, 6} and calls.count(2) > calls.count(6)
 
 
 def test_shared_noise_is_drawn_step_by_step(calls: list[int]) -> None:

@@ -11,8 +11,9 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from inference import lean
 from inference.forward import Stock
-from inference.graph import Compiled, Step
+from inference.graph import Compiled
 from inference.lean import applies
+from inference.step import Step
 from inference.target import LM
 from tests.tiny import compiles, tiny
 
