@@ -176,8 +176,10 @@ def taus(plan: Plan) -> dict[int, float]:
     arm = engine_arm("plain", plan.plain(BATCH), plan.sampling, size.new_tokens)
     texts = interleave([arm], prompts, BATCH, size.seed, warmup=0).texts("plain")
     figures = _figures(plan, plan.engine(longest, BATCH), texts)
-    r = predict.r_from(figures.logp, figures.logq)
-    return {k: float(predict.tau(r, k, figures.lengths)) for k in range(1, longest + 1)}
+    block = plan.verify == "block"
+    tau, of = (predict.tau_block, predict.l_from) if block else (predict.tau, predict.r_from)
+    ratios = of(figures.logp, figures.logq)
+    return {k: float(tau(ratios, k, figures.lengths)) for k in range(1, longest + 1)}
 
 
 def _figures(plan: Plan, engine: Engine, texts: Texts) -> Any:

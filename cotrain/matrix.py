@@ -18,14 +18,14 @@ from inference.target import LM
 from inference.vllm_server import Server, draft_model, vllm_arm
 
 BATCHES = 3  # at least so many batches of prompts, or there is no interval
-QUEUE = 3  # prompts a row that each run of an arm is given
+QUEUE = 6  # prompts a row that each run of an arm is given: at its end rows stand empty, as when serving they would not
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Grid:
     """temperatures and batch sizes; vllm: the interpreter of a vLLM installation with target and draft as folders, or
-    None; k: the draft length that is timed beside the planned one, and in every other engine."""
+    None; k: the draft length that is timed beside the planned one, with the token rule, and in every other engine."""
 
     temperatures: Sequence[float]
     batches: Sequence[int]
@@ -66,7 +66,8 @@ def _cell(plan: Plan, grid: Grid, servers: dict[str, Server], machine: Machine) 
     size, sampling = plan.bench, plan.sampling
     k = max(best_k(costs, taus(plan).__getitem__).k, 1)
     lengths = {"speculative": k, f"speculative k={grid.k}": grid.k, "plain": 0}
-    engines = {name: plan.engine(length) if length else plan.plain() for name, length in lengths.items()}
+    token = replace(plan, verify="token")  # as other engines verify
+    engines = {"speculative": plan.engine(k), f"speculative k={grid.k}": token.engine(grid.k), "plain": plan.plain()}
     arms = [
         *[engine_arm(name, engine, sampling, size.new_tokens) for name, engine in engines.items()],
         engine_arm("ngram", plan.engine(grid.k, proposer=NGram()), sampling, size.new_tokens),

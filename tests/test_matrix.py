@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from cotrain import matrix
-from cotrain.bench import Plan
+from cotrain.bench import Plan, taus
 from inference import Sampling
 from inference.measure import interleave
 from inference.vllm_server import Server, draft_model, vllm_arm
@@ -77,7 +77,7 @@ def test_settings_that_are_not_translated_are_refused(lookalike: Path) -> None:
         vllm_arm("vllm", SimpleNamespace(), Sampling(top_k=5), 4)  # type: ignore[arg-type]
 
 
-def test_every_cell_is_timed_beside_what_its_costs_allow(tmp_path: Path) -> None:
+def plan_of(verify: str = "token") -> Plan:
     target, draft = network(), network(layers=1, seed=0)
     for model in (target, draft):
         model.generation_config.eos_token_id = None
@@ -85,11 +85,20 @@ def test_every_cell_is_timed_beside_what_its_costs_allow(tmp_path: Path) -> None
         prompts=2, quick_prompts=1, prompt_tokens=8, new_tokens=8, parity_tokens=10, rows=1, depths=[2, 3],
         draft_dtype="bfloat16", draft_int8=True, compile=False, seed=0,
     )  # fmt: skip
-    plan = Plan(target, tokenizer(), draft, Sampling(), "token", size, ("t", "d"))  # type: ignore[arg-type]
+    return Plan(target, tokenizer(), draft, Sampling(), verify, size, ("t", "d"))  # type: ignore[arg-type]
+
+
+def test_the_length_is_planned_for_the_rule_that_verifies() -> None:
+    token, block = (taus(plan_of(verify=rule)) for rule in ("token", "block"))
+    assert token[1] == pytest.approx(block[1]) and all(token[k] < block[k] for k in (2, 3))
+
+
+def test_every_cell_is_timed_beside_what_its_costs_allow(tmp_path: Path) -> None:
+    plan = plan_of()
     said: list[str] = []
     cells = matrix.matrix(plan, matrix.Grid([0.0, 1.0], [1, 2], 2, None, tmp_path), said.append)
     assert [(cell["temperature"], cell["rows"]) for cell in cells] == [(0, 1), (1, 1), (0, 2), (1, 2)]
-    assert size.rows == 1  # the plan that was given is left alone
+    assert plan.bench.rows == 1  # the plan that was given is left alone
     for cell in cells:
         assisted = {"transformers assisted", "transformers matched"}
         assert (assisted <= set(cell["arms"])) == (cell["rows"] == 1)
