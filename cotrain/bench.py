@@ -12,6 +12,7 @@ from cotrain.config import Bench
 from cotrain.prompts import shipped
 from inference import Engine, Sampling, predict
 from inference.costs import Costs, best_k, joined, measure_costs
+from inference.engine import spare_of
 from inference.exactness import check, check_calls
 from inference.lean import can_round
 from inference.measure import Texts, Timing, engine_arm, interleave, transformers_arm
@@ -165,7 +166,8 @@ def costs_of(plan: Plan) -> Costs:
     """Costs in the middle of a text of the bench's length."""
     size = plan.bench
     context = size.prompt_tokens + size.new_tokens // 2
-    target = LM(plan.target, size.rows, plan.plain().target.vocabulary, compile=plan.compiled.target)
+    vocabulary, spare = plan.plain().target.vocabulary, spare_of(size.rows)  # the engine's own shapes, or graphs differ
+    target = LM(plan.target, size.rows, vocabulary, compile=plan.compiled.target, spare=spare)
     return measure_costs(target, plan.proposer(), max(size.depths), context=context, sampling=plan.sampling)
 
 

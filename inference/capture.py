@@ -31,7 +31,8 @@ class Captured(Lean):
 
     failed = False  # for all: what fails once fails again
 
-    def __init__(self, model: PreTrainedModel, cache: SlotCache, int8: bool = False) -> None:
+    def __init__(self, model: PreTrainedModel, cache: SlotCache, int8: bool, rows: int) -> None:
+        self.rows = rows
         self.graphs: dict[Bucket, _Graph] = {}
         self.made: tuple[Any, ...] = (None, None, None)  # keys, angles and weights that the graphs were recorded with
         super().__init__(model, cache, int8)
@@ -55,7 +56,7 @@ class Captured(Lean):
         return self.graphs[bucket](ids, window.positions, only)
 
     def _bucket(self, ids: Tensor, window: Window, only: Tensor | None) -> Bucket:
-        rows = min(_power(ids.shape[0]), self.cache.stores[0].rows)
+        rows = min(_power(ids.shape[0]), self.rows)  # prompts may wait in the slots after those
         return rows, ids.shape[1], min(max(_power(window.limit), FEWEST), self.cache.slots), only is not None
 
     def _recorded(self, bucket: Bucket) -> "_Graph":

@@ -123,7 +123,7 @@ def measure_costs(
 
     Raises ValueError when context + K + 1 tokens do not fit a model.
     """
-    draft.open(target.rows, target.vocabulary, target.context)
+    draft.open(target.rows, target.vocabulary, target.context, target.spare)
     room = min(target.context, draft.lm.context)
     longest = max(K, *SPANS)
     if context < 1 or context + longest + 1 > room:

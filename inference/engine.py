@@ -20,6 +20,7 @@ from inference.target import LM, load_model
 from inference.turn import RULES, Turn
 
 Prompt = str | Sequence[int]
+MOST_SPARE = 8  # slots in which prompts wait, stored
 
 
 @dataclass
@@ -45,11 +46,13 @@ class Event:
 
 @dataclass
 class _Run:
-    """State of one call: rows waiting, rows in slots, counts."""
+    """State of one call: rows waiting, those whose prompts are stored already and in which slot, rows being decoded,
+    counts."""
 
     waiting: deque[Row]
     noise: Uniforms
     stats: Stats
+    staged: deque[tuple[Row, int]] = field(default_factory=deque)
     active: list[Row] = field(default_factory=list)
 
 
@@ -58,8 +61,9 @@ class Engine:
 
     target: a transformers causal LM, used as it is, or a path / hub id loaded in `dtype` (the checkpoint's own when
     None). proposer: what drafts; None is plain decoding by the same machinery. verify: one of token, block, match,
-    coupled. rows: how many prompts are decoded together, more wait. context: most tokens a row may hold. compile: the
-    target's short passes are compiled (see `graph`), which costs seconds at the first ones.
+    coupled. rows: how many prompts are decoded together; more wait, and half as many again, 8 at most, are stored
+    several at a time before their turn comes, since one by one they take twice as long. context: most tokens a row may
+    hold. compile: the target's short passes are compiled (see `graph`), which costs seconds at the first ones.
     Raises ValueError for an unknown rule or an unsupported model.
     """
 
@@ -84,7 +88,9 @@ class Engine:
             tokenizer = tokenizer or AutoTokenizer.from_pretrained(target)
             target = load_model(target, dtype)
         self.proposer, self.rule, self.policy, self.tokenizer, self.rows = proposer, verify, policy, tokenizer, rows
-        self.target = LM(target, rows, _vocabulary(target, tokenizer), context, compile=compile)
+        self.spare = spare_of(rows)
+        vocabulary = _vocabulary(target, tokenizer)
+        self.target = LM(target, rows, vocabulary, context, compile=compile, spare=self.spare)
         self.ends = _ends(target)
         self.current: _Run | None = None  # whose rows hold the slots
 
@@ -125,7 +131,7 @@ class Engine:
 
     def _run(self, rows: list[Row], seed: int) -> _Run:
         if self.proposer:
-            self.proposer.open(self.rows, self.target.vocabulary, self.target.context)
+            self.proposer.open(self.rows, self.target.vocabulary, self.target.context, self.spare)
         self.current = _Run(deque(rows), Uniforms(seed, self.target.device), Stats(rows=[Counts() for _ in rows]))
         return self.current
 
@@ -230,23 +236,52 @@ class Engine:
 
     @torch.inference_mode()
     def _admit(self, run: _Run) -> None:
+        while len(run.active) < self.rows and (run.staged or run.waiting):
+            with run.stats.clock("prefill"):
+                if run.staged:
+                    self._enter(run, *run.staged.popleft())
+                elif self.rows - len(run.active) < min(self.spare, len(run.waiting)):
+                    self._stage(run)
+                else:
+                    self._store(run)
+                self.target.wait()
+
+    def _store(self, run: _Run) -> None:
+        """As many waiting rows as there is room for."""
         low = len(run.active)
         new = [run.waiting.popleft() for _ in range(min(self.rows - low, len(run.waiting)))]
-        if new:
-            with run.stats.clock("prefill"):
-                prompts = [row.text for row in new]
-                store_prompts(self.target, low, prompts)
-                if self.proposer:
-                    self.proposer.admit(low, prompts)
-                self.target.wait()
-                run.active += new
+        prompts = [row.text for row in new]
+        store_prompts(self.target, low, prompts)
+        if self.proposer:
+            self.proposer.admit(low, prompts)
+        run.active += new
+
+    def _stage(self, run: _Run) -> None:
+        """Prompts of waiting rows, in spare slots."""
+        new = [run.waiting.popleft() for _ in range(min(self.spare, len(run.waiting)))]
+        prompts = [row.text for row in new]
+        store_prompts(self.target, self.rows, prompts)
+        if self.proposer:
+            self.proposer.stage(self.rows, prompts)
+        run.staged.extend((row, self.rows + place) for place, row in enumerate(new))
+
+    def _enter(self, run: _Run, row: Row, slot: int) -> None:
+        self.target.move(slot, len(run.active), len(row.text) - 1)
+        if self.proposer:
+            self.proposer.enter(slot, len(run.active), row.text)
+        run.active.append(row)
 
     def _rounds(self, run: _Run) -> Iterator[list[Event]]:
-        while run.waiting or run.active:
+        while run.waiting or run.staged or run.active:
             if self.current is not run:
                 raise RuntimeError("Engine: a later call took the slots of this stream before it ended")
             self._admit(run)
             yield self._round(run)
+
+
+def spare_of(rows: int) -> int:
+    """Slots of an engine in which prompts wait."""
+    return min((rows + 1) // 2, MOST_SPARE) if rows > 1 else 0
 
 
 def _each(name: str, value: Any, count: int) -> list[Any]:

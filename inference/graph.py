@@ -1,7 +1,8 @@
 """Whole passes, and all drafts of a round, compiled into one graph by torch.compile, for models that run `lean`.
 
-Sizes that change (rows, ids a row, slots read) are symbols: there are at most six graphs a model, for one row or
-several, one id or several, and one more where one id of several is asked for; and for a draft one more a draft length.
+Sizes that change (ids a row, slots read) are symbols: there are at most three graphs a model and number of rows, for
+one id a row or several, and one more where one id of several is asked for; and for a draft one more a draft length. A
+batch that is not full, as at the end of a queue, runs uncompiled: a graph for any number of rows takes twice as long.
 """
 
 import warnings
@@ -16,7 +17,7 @@ from torch._inductor import config
 from transformers import PreTrainedModel
 
 from inference import lean
-from inference.cache import Window
+from inference.cache import SlotCache, Window
 from inference.forward import SHORT, Lean
 from inference.step import Drafting, Step
 
@@ -26,10 +27,14 @@ _STEPS: WeakKeyDictionary[PreTrainedModel, dict[Kind, tuple[Any, Any]]] = WeakKe
 
 
 class Compiled(Lean):
-    """As `Lean`, short passes over the first slots compiled. Where that fails, passes run uncompiled, with one
+    """As `Lean`, short passes over the first `rows` slots compiled. Where that fails, passes run uncompiled, with one
     warning."""
 
     failed = False  # for all: what fails once, as for want of a C++ compiler, fails again
+
+    def __init__(self, model: PreTrainedModel, cache: SlotCache, int8: bool, rows: int) -> None:
+        self.rows = rows
+        super().__init__(model, cache, int8)
 
     def _read(self) -> None:
         super()._read()
@@ -54,10 +59,8 @@ class Compiled(Lean):
         return found
 
     def _ready(self, ids: Tensor, window: Window) -> bool:
-        """The last row of a batch runs uncompiled: a graph of one row would be made for a few rounds."""
-        store = self.cache.stores[0]
-        usual = (ids.shape[0] > 1) == (store.rows > 1) and not Compiled.failed
-        return usual and window.low == 0 and ids.shape[1] <= SHORT and store.is_initialized
+        whole = ids.shape[0] == self.rows and window.low == 0 and not Compiled.failed
+        return whole and ids.shape[1] <= SHORT and self.cache.stores[0].is_initialized
 
     def _tried(self, run: Callable[[], Any]) -> Any:
         """What `run` returns; None once compiling has failed."""
@@ -73,7 +76,7 @@ class Compiled(Lean):
         self._refresh(window.limit)
         slots, positions = torch.arange(window.limit, device=ids.device), window.positions.contiguous()
         inputs = (ids, positions, *self.angles, slots, *self._stores(), only)
-        several = [(ids, (0, 1)), (positions, (0, 1)), *((part, (0,)) for part in (*self.angles, slots, only))]
+        several = [(ids, 1), (positions, 1), *((part, 0) for part in (*self.angles, slots))]
         logits: Tensor = self._called("pass", Step, (ids.shape[1] > 1, only is not None), inputs, several)
         return logits
 
@@ -83,7 +86,7 @@ class Compiled(Lean):
         self._refresh(limit)
         slots = torch.arange(limit, device=tails.device)
         inputs = (tails, ends, u, temperature, *self.angles, slots, *self._stores())
-        several = [(part, (0,)) for part in inputs[:7]]
+        several = [(part, 0) for part in (*self.angles, slots)]
         kind, k = ("greedy" if greedy else "draws"), u.shape[1]
         found: tuple[Tensor, Tensor] = self._called(
             (kind, k), lambda weights, shape: Drafting(weights, shape, k, greedy), (), inputs, several
@@ -95,13 +98,13 @@ class Compiled(Lean):
         return keys, values
 
     def _called(self, name: Any, make: Callable[..., nn.Module], kind: Kind, inputs: Any, several: Any) -> Any:
-        """The compiled module `name` on inputs; `several`: tensors with the sizes that change from call to call."""
+        """The compiled module `name` on inputs; `several`: tensors, each with the size that changes between calls."""
         step = self.compiled(name, make)
         # tensors of inference mode and others are of two kinds to a graph
-        kind = (name, inputs[0].shape[0] > 1, self.cache.stores[0].keys.is_inference(), *kind)
+        kind = (name, inputs[0].shape[0], self.cache.stores[0].keys.is_inference(), *kind)
         if kind in self.seen:
             return step(*inputs)
-        _mark([*several, *((store, (2,)) for stores in self._stores() for store in stores)])
+        _mark([*several, *((store, 2) for stores in self._stores() for store in stores)])
         self.seen.add(kind)
         with self._packing():
             return step(*inputs)
@@ -122,9 +125,8 @@ class Compiled(Lean):
         return config.patch(freezing=True) if fits else nullcontext()
 
 
-def _mark(several: list[tuple[Tensor | None, tuple[int, ...]]]) -> None:
+def _mark(several: list[tuple[Tensor, int]]) -> None:
     """Sizes that change from call to call; a size of one is a graph of its own."""
-    for tensor, sizes in several:
-        for size in sizes:
-            if tensor is not None and tensor.shape[size] > 1:
-                torch._dynamo.maybe_mark_dynamic(tensor, size)
+    for tensor, size in several:
+        if tensor.shape[size] > 1:
+            torch._dynamo.maybe_mark_dynamic(tensor, size)

@@ -40,11 +40,17 @@ class Round(Protocol):
 class Proposer(Protocol):
     """Slots [0, A) hold the active rows, in the order of every list here."""
 
-    def open(self, rows: int, vocabulary: int, context: int) -> None:
-        """Make room for `rows` rows; forget everything."""
+    def open(self, rows: int, vocabulary: int, context: int, spare: int = 0) -> None:
+        """Make room for `rows` rows and, in slots after theirs, `spare` prompts; forget everything."""
 
     def admit(self, low: int, prompts: Sequence[list[int]]) -> None:
         """New rows in slots low, low + 1, ...; all tokens of a prompt but its last may be stored now."""
+
+    def stage(self, low: int, prompts: Sequence[list[int]]) -> None:
+        """Prompts that may be stored now in spare slots low, low + 1, ..., to become rows later."""
+
+    def enter(self, source: int, target: int, prompt: list[int]) -> None:
+        """The prompt staged in slot `source` becomes the row of slot `target`, the first that is free."""
 
     def propose(self, turn: Round) -> Proposal:
         """Draft up to turn.k[b] tokens a row."""

@@ -32,7 +32,8 @@ class LM:
     and ids that the model has no row for are read as its last one (a draft's guess is worse, never wrong).
     context: most tokens a row may hold, at most the model's `max_position_embeddings`. stock: always run
     transformers' own forward, also for models that `lean` runs in fewer operations. compile: compile what `lean`
-    runs, see `graph`. int8: with weights rounded to 8 bits, for a draft: a rounded target has another law.
+    runs, see `graph`. int8: with weights rounded to 8 bits, for a draft: a rounded target has another law. spare:
+    slots after those of the rows, where prompts wait.
     Raises ValueError for an attention implementation or a state that rows of different lengths cannot use.
     """
 
@@ -46,6 +47,7 @@ class LM:
         stock: bool = False,
         compile: bool = False,
         int8: bool = False,
+        spare: int = 0,
     ) -> None:
         self.model = model.eval()
         config = model.config.get_text_config()
@@ -54,9 +56,10 @@ class LM:
         self.vocabulary = vocabulary or self.size
         positions = _positions(config)
         self.context = min(context or positions, positions)
-        self.cache = SlotCache(config.num_hidden_layers, rows, min(FIRST_SLOTS, self.context))
+        self.cache = SlotCache(config.num_hidden_layers, rows + spare, min(FIRST_SLOTS, self.context))
+        self.rows, self.spare = rows, spare
         self.run = self._forward(stock, compile, int8)
-        self.device, self.dtype, self.rows = model.device, model.dtype, rows
+        self.device, self.dtype = model.device, model.dtype
         self.weights = "int8" if int8 else str(model.dtype).removeprefix("torch.")
 
     def _forward(self, stock: bool, compile: bool, int8: bool) -> Forward:
@@ -67,7 +70,7 @@ class LM:
             )
         if not stock and applies(self.model):
             fast = Captured if self.model.device.type == "cuda" else Compiled
-            return (fast if compile else Lean)(self.model, self.cache, int8)
+            return fast(self.model, self.cache, int8, self.rows) if compile else Lean(self.model, self.cache, int8)
         return Stock(self.model, self.cache, self.context)
 
     @property

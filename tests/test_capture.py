@@ -11,7 +11,7 @@ from inference.capture import Captured
 from inference.policy import Fixed
 from inference.proposers import Independent
 from inference.target import LM
-from tests.tiny import tiny
+from tests.tiny import near, tiny
 
 PROMPTS = [[i % 30 + 1 for i in range(n)] for n in (3, 9, 1, 6, 14)]
 
@@ -53,6 +53,17 @@ def test_buckets_are_few_and_dropped_when_the_cache_grows(captured: None) -> Non
         assert set(lm.run.graphs) == {(4, 2, 8, False), (4, 2, 16, False), (4, 2, 16, True)}
         lm.forward(ids[:1], [20])
         assert set(lm.run.graphs) == {(1, 2, 32, False)}
+
+
+def test_padding_leaves_waiting_prompts_alone(captured: None) -> None:
+    """Three rows are no power of two: what is recorded for four may not touch the slot in which a prompt waits."""
+    settings = {"sampling": Sampling(0.8), "ignore_eos": True}
+    limits, prompts = [5, 21, 9, 30, 14, 7, 26], [[i + 1] * (i + 2) for i in range(7)]
+    found = []
+    for compile in (True, False):
+        engine = Engine(tiny(), Independent(near(tiny()), compile=compile), rows=3, compile=compile)
+        found.append(engine.generate(prompts, max_new_tokens=limits, **settings).tokens)
+    assert found[0] == found[1]
 
 
 def test_new_weights_are_seen(captured: None) -> None:

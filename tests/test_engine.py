@@ -1,5 +1,7 @@
 """The batched engine says what each row says alone, and what plain decoding says."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
@@ -180,3 +182,26 @@ def test_two_streams_do_not_share_slots(target):
     next(second)
     with pytest.raises(RuntimeError, match="later call"):
         next(first)
+
+
+@pytest.mark.parametrize("verify", ["token", "coupled"])
+def test_prompts_that_wait_in_spare_slots_are_left_alone(verify: str) -> None:
+    """Rows end one by one, so that prompts are stored before their turn; each text is its own."""
+    model = tiny()
+    prompts = [[i % 30 + 1 for i in range(n)] for n in (3, 9, 1, 6, 14, 2, 8, 5, 11, 4, 7)]
+    limits, settings = [5, 21, 9, 30, 14, 7, 26, 11, 18, 3, 12], {"sampling": Sampling(0.9), "ignore_eos": True}
+    staged: list[int] = []
+
+    class Noted(Independent):
+        def stage(self, low: int, prompts: Sequence[list[int]]) -> None:
+            if low >= 4:
+                staged.append(len(prompts))
+            super().stage(low, prompts)
+
+    many = Engine(model, Noted(near(model)), rows=4, verify=verify)
+    found = many.generate(prompts, max_new_tokens=limits, ids=range(11), **settings)
+    one = Engine(model, Independent(near(model)), rows=1, verify=verify)
+    for key, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
+        alone = one.generate([prompt], max_new_tokens=limit, ids=[key], **settings)
+        assert found.tokens[key] == alone.tokens[0] and found.stats.rows[key] == alone.stats.rows[0]
+    assert sum(staged) >= 4 and max(staged) == 2

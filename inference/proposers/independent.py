@@ -26,7 +26,7 @@ class Independent:
     ) -> None:
         self.model = _load(model) if isinstance(model, str) else model
         self.greedy, self.compile, self.int8 = greedy, compile, int8
-        self.shape: tuple[int, int, int] | None = None
+        self.shape: tuple[int, int, int, int] | None = None
         self.lm: LM
         self.stored: list[int] = []  # tokens of each row's text that its slot holds
         self.longest = 0  # drafts of a round that are made at once, as many each time: other lengths are other graphs
@@ -36,16 +36,22 @@ class Independent:
         """What its weights are held in."""
         return "int8" if self.int8 else str(self.model.dtype).removeprefix("torch.")
 
-    def open(self, rows: int, vocabulary: int, context: int) -> None:
-        if (rows, vocabulary, context) != self.shape:  # slots are kept from call to call
-            self.shape, self.lm = (
-                (rows, vocabulary, context),
-                LM(self.model, rows, vocabulary, context, compile=self.compile, int8=self.int8),
-            )
+    def open(self, rows: int, vocabulary: int, context: int, spare: int = 0) -> None:
+        shape = rows, vocabulary, context, spare
+        if shape != self.shape:  # slots are kept from call to call
+            self.shape = shape
+            self.lm = LM(self.model, *shape[:3], compile=self.compile, int8=self.int8, spare=spare)
         self.stored, self.longest = [], 0
 
-    def admit(self, low: int, prompts: Sequence[list[int]]) -> None:
+    def stage(self, low: int, prompts: Sequence[list[int]]) -> None:
         store_prompts(self.lm, low, prompts)
+
+    def enter(self, source: int, target: int, prompt: list[int]) -> None:
+        self.lm.move(source, target, len(prompt) - 1)
+        self.stored.append(len(prompt) - 1)
+
+    def admit(self, low: int, prompts: Sequence[list[int]]) -> None:
+        self.stage(low, prompts)
         self.stored[low:] = [len(prompt) - 1 for prompt in prompts]
 
     def propose(self, turn: Round) -> Proposal:
