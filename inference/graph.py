@@ -34,6 +34,7 @@ class Compiled(Lean):
 
     def __init__(self, model: PreTrainedModel, cache: SlotCache, int8: bool, rows: int) -> None:
         self.rows = rows
+        self.held: tuple[Tensor, tuple[list[Tensor], list[Tensor]]] | None = None
         super().__init__(model, cache, int8)
 
     def _read(self) -> None:
@@ -94,8 +95,13 @@ class Compiled(Lean):
         return found
 
     def _stores(self) -> tuple[list[Tensor], list[Tensor]]:
-        keys, values = ([getattr(store, name) for store in self.cache.stores] for name in ("keys", "values"))
-        return keys, values
+        """Keys and values of the rows alone: a graph that took rows of a larger tensor would copy it whole first."""
+        if self.held is None or self.held[0] is not self.cache.stores[0].keys:  # slots were added
+            keys, values = (
+                [getattr(store, name)[: self.rows] for store in self.cache.stores] for name in ("keys", "values")
+            )
+            self.held = self.cache.stores[0].keys, (keys, values)
+        return self.held[1]
 
     def _called(self, name: Any, make: Callable[..., nn.Module], kind: Kind, inputs: Any, several: Any) -> Any:
         """The compiled module `name` on inputs; `several`: tensors, each with the size that changes between calls."""
