@@ -188,7 +188,7 @@ def test_two_streams_do_not_share_slots(target):
 def test_prompts_that_wait_in_spare_slots_are_left_alone(verify: str) -> None:
     """Rows end one by one, so that prompts are stored before their turn; each text is its own."""
     model = tiny()
-    prompts = [[i % 30 + 1 for i in range(n)] for n in (3, 9, 1, 6, 14, 2, 8, 5, 11, 4, 7)]
+    prompts = [[(7 * i + 5 * n) % 30 + 1 for i in range(n)] for n in (3, 9, 1, 6, 14, 2, 8, 5, 11, 4, 7)]
     limits, settings = [5, 21, 9, 30, 14, 7, 26, 11, 18, 3, 12], {"sampling": Sampling(0.9), "ignore_eos": True}
     staged: list[int] = []
 
