@@ -2,7 +2,7 @@
 
 Sizes that change (ids a row, slots read) are symbols: there are at most three graphs a model and number of rows, for
 one id a row or several, and one more where one id of several is asked for; and for a draft one more a draft length. A
-batch that is not full, as at the end of a queue, runs uncompiled: a graph for any number of rows takes twice as long.
+batch that is not full, as at the end of a queue, runs uncompiled: no graph is made for a few rounds.
 """
 
 import warnings
@@ -95,7 +95,7 @@ class Compiled(Lean):
         return found
 
     def _stores(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Keys and values of the rows alone: a graph that took rows of a larger tensor would copy it whole first."""
+        """Keys and values of the rows, without those of the slots in which prompts wait."""
         if self.held is None or self.held[0] is not self.cache.stores[0].keys:  # slots were added
             keys, values = (
                 [getattr(store, name)[: self.rows] for store in self.cache.stores] for name in ("keys", "values")
