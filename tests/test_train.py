@@ -161,7 +161,13 @@ def test_a_sweep_without_measurement_keeps_figures_only(place: Path) -> None:
 
 
 def test_runs_share_texts_and_what_the_target_says_of_them(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shared = ("measure=false", "trainer.steps=6", "rollout.folder=shared texts", "trainer.cache=shared states")
+    shared = (
+        "measure=false",
+        "trainer.steps=6",
+        "trainer.corpus_steps=0",
+        f"rollout.folder={place / 'shared texts'}",
+        f"trainer.cache={place / 'shared states'}",
+    )
     assert job(place, "one", *shared, "loss=kl") == 0
     texts, states = (sorted((place / name).rglob("*.*")) for name in ("shared texts", "shared states"))
     made = [path.stat().st_mtime_ns for path in (*texts, *states)]
@@ -170,7 +176,8 @@ def test_runs_share_texts_and_what_the_target_says_of_them(place: Path, capsys: 
     assert [path.stat().st_mtime_ns for path in (*texts, *states)] == made
     assert not (place / "one" / "rollouts").exists()
     assert sorted((place / "shared states").rglob("*.*")) == states
-    assert job(place, "alone", "measure=false", "trainer.steps=6", "rollout.folder=shared texts", "loss=tv") == 0
+    alone = [setting for setting in shared if not setting.startswith("trainer.cache")]
+    assert job(place, "alone", *alone, "loss=tv") == 0
     found = [json.loads((place / name / "held_out.json").read_text())["texts"] for name in ("two", "alone")]
     assert found[0] == found[1]  # as from the live target
 

@@ -62,7 +62,7 @@ def bare(target: Any, network: Any) -> Step:
 
 
 def trl(target: Any, network: Any, tokenizer: Any, folder: str) -> Step:
-    """Off-policy, its divergence halfway between both laws, as it comes."""
+    """Off-policy, forward KL, without recomputing activations: as little work as it can be set to."""
     try:
         from trl.experimental.gkd import GKDConfig, GKDTrainer
     except ImportError:
@@ -82,6 +82,7 @@ def trl(target: Any, network: Any, tokenizer: Any, folder: str) -> Step:
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     trainer = GKDTrainer(network, target, settings, train_dataset=texts, processing_class=tokenizer)
+    trainer.current_gradient_accumulation_steps = 1
 
     def step(ids: Tensor) -> None:
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids, "prompts": ids[:, :1],
