@@ -12,7 +12,6 @@ from cotrain.config import Bench
 from cotrain.prompts import shipped
 from inference import Engine, Sampling, predict
 from inference.costs import Costs, best_k, joined, measure_costs
-from inference.engine import spare_of
 from inference.exactness import check, check_calls
 from inference.lean import can_round
 from inference.measure import Texts, Timing, engine_arm, interleave, transformers_arm
@@ -21,7 +20,6 @@ from inference.policy import Fixed
 from inference.proposer import Proposer
 from inference.proposers import Independent, NGram
 from inference.report import build
-from inference.target import LM
 
 BATCH = 32  # rows where only counts matter, not clocks
 
@@ -166,8 +164,7 @@ def costs_of(plan: Plan) -> Costs:
     """Costs in the middle of a text of the bench's length."""
     size = plan.bench
     context = size.prompt_tokens + size.new_tokens // 2
-    vocabulary, spare = plan.plain().target.vocabulary, spare_of(size.rows)  # the engine's own shapes, or graphs differ
-    target = LM(plan.target, size.rows, vocabulary, compile=plan.compiled.target, spare=spare)
+    target = plan.engine(1).target  # as rounds run it: other slots would be another graph
     return measure_costs(target, plan.proposer(), max(size.depths), context=context, sampling=plan.sampling)
 
 

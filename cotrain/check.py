@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from cotrain.config import TrainConfig
 from cotrain.errors import UserError
 from cotrain.job import initial
-from cotrain.module import LAWS
+from cotrain.rows import LAWS
 from cotrain.teacher import load_config
 
 WEIGHT_BYTES = {"none": 2.0, "int8": 1.0, "nf4": 0.5}

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 
 import datasets
@@ -35,6 +35,13 @@ class Job:
     folder: Path
     target: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
+
+    @cached_property
+    def read(self) -> Read:
+        """What reads texts: the target, or its hidden states on disk where trainer.cache= names a folder."""
+        live, _ = split(self.target)
+        cache = self.cfg.trainer.cache
+        return Shards(live, Path(cache), identity(self.target, self.tokenizer)) if cache else live
 
     def sampled(self) -> Sampled:
         place = Path(self.cfg.rollout.folder or self.folder / "rollouts")
@@ -130,21 +137,14 @@ def stages(loss: Loss) -> list[Stage]:
     return [first, Stage(1.0, parse(loss.then))] if loss.then else [first]
 
 
-def reader(job: Job) -> Read:
-    """What reads texts: the target, or its hidden states on disk where trainer.cache= names a folder."""
-    read, _ = split(job.target)
-    cache = job.cfg.trainer.cache
-    return Shards(read, Path(cache), identity(job.target, job.tokenizer)) if cache else read
-
-
 def build(job: Job, network: PreTrainedModel) -> Distillation:
     """Wire the module: losses, optimiser, held-out texts of each temperature."""
-    cfg, sampled, read = job.cfg, job.sampled(), reader(job)
+    cfg, sampled = job.cfg, job.sampled()
     taught = stages(cfg.loss)  # a wrong name is refused before texts are sampled
     prompts = cache(partial(job.blocks, "held_out"))
     cut = truncation(cfg.regime)
     judged = {
-        t: held_out(read, sampled.texts("held_out", sampling(cfg.regime, t), prompts), t, cut)
+        t: held_out(job.read, sampled.texts("held_out", sampling(cfg.regime, t), prompts), t, cut)
         # checkpoints are ranked in the regime
         for t in sorted({*cfg.rollout.temperatures, *cfg.rollout.train_temperatures, cfg.regime.temperature})
     }

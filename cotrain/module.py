@@ -11,12 +11,11 @@ from transformers import PreTrainedModel
 
 from cotrain import acceptance, losses
 from cotrain.evaluate import HeldOut, Scores, evaluate, figures
-from cotrain.rows import Truncate, chunked, token_logs
+from cotrain.rows import Truncate, chunked, positions, token_logs
 from cotrain.teacher import Remembering, split
 from cotrain.terms import Terms
 from inference import streams
 
-LAWS = 2**25  # values of a law of one chunk, 128 MiB in float32: 1024 positions of 32,768 tokens, 220 of 151,936
 WATCHED = 5  # every so many steps, what a step found is logged
 
 
@@ -40,7 +39,7 @@ class Distillation(lightning.LightningModule):
     and the optimiser. temperature, truncate: the regime, see `rows.chunked`. held_out: texts sampled from the target,
     by temperature; acceptance on them is logged at every validation, by domain. cosine: weight of
     `losses.misaligned` on the final hidden states, 0 for none. remember: bytes of the target's hidden states to keep.
-    chunk: positions whose laws exist at once, by default what `LAWS` values hold. k: draft length that sequence losses
+    chunk: positions whose laws exist at once, by default `rows.positions`. k: draft length that sequence losses
     speak of. hardest: see `rows.chunked`. seed: of tokens drawn for a loss.
 
     Raises ValueError for a cosine between states of different widths.
@@ -67,7 +66,7 @@ class Distillation(lightning.LightningModule):
         self.draft, self.stages = draft, stages
         self.make_optimizer, self.make_scheduler, self.held_out = optimizer, scheduler, held_out
         self.temperature, self.truncate, self.cosine = temperature, truncate, cosine
-        self.chunk = chunk or max(LAWS // target.config.get_text_config().vocab_size, 1)
+        self.chunk = chunk or positions(target.config.get_text_config().vocab_size)
         self.k, self.hardest, self.seed = k, hardest, seed
         self.read_draft, self.head_draft = split(draft)
         self.head = list(draft.get_output_embeddings().parameters())

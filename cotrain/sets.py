@@ -136,12 +136,10 @@ class Sampled:
         return self.by() if self.by else rollout.Own(Engine(self.target, tokenizer=self.tokenizer, rows=self.rows))
 
     def _manifest(self, kind: str, sampling: Sampling) -> dict[str, object]:
-        return {"kind": kind, "regime": regime(sampling), "target": self._target(), "seed": self.seed,
-                "source": self.source, "texts": self.ask.texts[kind], "prompt_tokens": self.ask.prompt_tokens,
+        target = identity(self.target, self.tokenizer)
+        return {"kind": kind, "regime": regime(sampling), "target": target, "seed": self.seed, "source": self.source,
+                "texts": self.ask.texts[kind], "prompt_tokens": self.ask.prompt_tokens,
                 "new_tokens": self.ask.new_tokens} | ({"server": self.server} if self.server else {})  # fmt: skip
-
-    def _target(self) -> dict[str, str | None]:
-        return identity(self.target, self.tokenizer)
 
     def _fits(self, path: Path, kind: str, sampling: Sampling) -> bool:
         """Made by this very target in this regime from such prompts: any other set is no data for this run."""

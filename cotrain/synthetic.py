@@ -52,16 +52,15 @@ def _context(size: Bench) -> int:
 def _cell(
     target: PreTrainedModel, draft: PreTrainedModel, alpha: float, sampling: Sampling, size: Bench, rows: int
 ) -> dict[str, Any]:
-    proposer = Independent(draft, compile=size.compile)
-    costs = measure_costs(LM(target, rows, compile=size.compile), proposer, max(size.depths), context=_context(size),
-                          sampling=sampling)  # fmt: skip
+    settings: dict[str, Any] = {"rows": rows, "compile": size.compile}
+    plain, proposer = Engine(target, **settings), Independent(draft, compile=size.compile)
+    costs = measure_costs(plain.target, proposer, max(size.depths), context=_context(size), sampling=sampling)
     choice = best_k(costs, lambda k: iid_tau(alpha, k))
     k = max(choice.k, 1)
-    settings: dict[str, Any] = {"rows": rows, "compile": size.compile}
     arms = [
         engine_arm("speculative", Synthetic(target, alpha=alpha, policy=Fixed(k), **settings,
                    proposer=proposer), sampling, size.new_tokens),
-        engine_arm("plain", Engine(target, **settings), sampling, size.new_tokens),
+        engine_arm("plain", plain, sampling, size.new_tokens),
     ]  # fmt: skip
     count = max(size.prompts, BATCHES * rows)
     vocabulary, seeded = target.config.get_text_config().vocab_size, torch.Generator().manual_seed(size.seed)

@@ -14,7 +14,7 @@ from torch.utils.data import ConcatDataset, DataLoader
 from cotrain import bench, compare
 from cotrain.callbacks import Bar, RealSpeed
 from cotrain.config import TrainConfig
-from cotrain.job import Job, build, initial, models, objective, parts, reader, settle
+from cotrain.job import Job, build, initial, models, objective, parts, settle
 from cotrain.module import WATCHED, Distillation
 from cotrain.regimes import sampling
 from cotrain.sets import Curriculum, Part, regime
@@ -118,7 +118,7 @@ def fit(job: Job, module: Distillation, extra: list[Callback]) -> None:
     if not done:
         trainer.validate(module, asks, verbose=False)
     if cfg.steps * cfg.batch >= len(corpus) + len(sampled):  # every text comes, most of them again
-        keys, read = sampled.first + torch.arange(len(sampled)), reader(job)
+        keys, read = sampled.first + torch.arange(len(sampled)), job.read
         if isinstance(read, Shards):
             width = job.target.config.get_text_config().hidden_size
             print(read.estimate(len(sampled), sampled.ids.shape[1] * width * job.target.dtype.itemsize))

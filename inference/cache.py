@@ -119,6 +119,10 @@ class SlotCache(Cache):
         for layer in self.stores:
             layer.window = window
 
+    def held(self, rows: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Keys, and values, of the first `rows` slots of every layer."""
+        return [store.keys[:rows] for store in self.stores], [store.values[:rows] for store in self.stores]
+
     def move(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of one slot to another."""
         for layer in self.stores:

@@ -62,7 +62,7 @@ class Captured(Lean):
     def _recorded(self, bucket: Bucket) -> "_Graph":
         rows, n, slots, one = bucket
         step = Step(self.weights, self.shape)
-        keys, values = ([getattr(store, name) for store in self.cache.stores] for name in ("keys", "values"))
+        keys, values = self.cache.held(self.rows)
         angles, read = self.angles, torch.arange(slots, device=self.model.device)
 
         def run(ids: Tensor, positions: Tensor, only: Tensor) -> Tensor:

@@ -121,7 +121,7 @@ def measure_costs(
     """Time both models, as they will be run, on as many texts as they have rows, for k = 0..K: texts of about `context`
     tokens, no two of the same length, as after some rounds.
 
-    Raises ValueError when context + K + 1 tokens do not fit a model.
+    Raises ValueError when context and the longest drafts that are timed do not fit a model.
     """
     draft.open(target.rows, target.vocabulary, target.context, target.spare)
     room = min(target.context, draft.lm.context)

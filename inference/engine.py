@@ -88,7 +88,7 @@ class Engine:
             tokenizer = tokenizer or AutoTokenizer.from_pretrained(target)
             target = load_model(target, dtype)
         self.proposer, self.rule, self.policy, self.tokenizer, self.rows = proposer, verify, policy, tokenizer, rows
-        self.spare = spare_of(rows)
+        self.spare = min((rows + 1) // 2, MOST_SPARE) if rows > 1 else 0
         vocabulary = _vocabulary(target, tokenizer)
         self.target = LM(target, rows, vocabulary, context, compile=compile, spare=self.spare)
         self.ends = _ends(target)
@@ -277,11 +277,6 @@ class Engine:
                 raise RuntimeError("Engine: a later call took the slots of this stream before it ended")
             self._admit(run)
             yield self._round(run)
-
-
-def spare_of(rows: int) -> int:
-    """Slots of an engine in which prompts wait."""
-    return min((rows + 1) // 2, MOST_SPARE) if rows > 1 else 0
 
 
 def _each(name: str, value: Any, count: int) -> list[Any]:

@@ -97,10 +97,7 @@ class Compiled(Lean):
     def _stores(self) -> tuple[list[Tensor], list[Tensor]]:
         """Keys and values of the rows, without those of the slots in which prompts wait."""
         if self.held is None or self.held[0] is not self.cache.stores[0].keys:  # slots were added
-            keys, values = (
-                [getattr(store, name)[: self.rows] for store in self.cache.stores] for name in ("keys", "values")
-            )
-            self.held = self.cache.stores[0].keys, (keys, values)
+            self.held = self.cache.stores[0].keys, self.cache.held(self.rows)
         return self.held[1]
 
     def _called(self, name: Any, make: Callable[..., nn.Module], kind: Kind, inputs: Any, several: Any) -> Any:

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from cotrain import losses
-from cotrain.module import LAWS
-from cotrain.rows import chunked
+from cotrain.rows import chunked, positions
 from inference.environment import environment
 
 WIDTH, REPEATS = 1024, 3
@@ -51,7 +50,7 @@ def whole(hidden: list[Tensor], heads: list[torch.nn.Linear], mask: Tensor) -> T
 def in_chunks(hidden: list[Tensor], heads: list[torch.nn.Linear], mask: Tensor) -> Tensor:
     value, _ = chunked(
         losses.kl, hidden[0], heads[0], hidden[1], heads[1], mask, measured=False,
-        chunk=max(LAWS // heads[1].out_features, 1), parameters=list(heads[1].parameters()),
+        chunk=positions(heads[1].out_features), parameters=list(heads[1].parameters()),
     )  # fmt: skip
     return value
 
