@@ -1,6 +1,7 @@
 """Measuring a pair with the bundled engine: quickly at each checkpoint, in full for what is exported."""
 
 import copy
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -45,6 +46,7 @@ class Plan:
     names: tuple[str, str]  # of target and draft, to print
     objective: str = "sampled"  # how it drafts; "greedy": its likeliest tokens
     compiled: Compiled = Compiled()
+    own: Sequence[list[int]] = ()  # prompts of the user's, instead of those shipped
 
     @cached_property
     def served(self) -> PreTrainedModel:
@@ -77,7 +79,10 @@ class Plan:
         return Engine(self.target, tokenizer=self.tokenizer, rows=rows or self.bench.rows, compile=compile)
 
     def prompts(self, first: int, count: int) -> list[list[int]]:
-        """Shipped prompts `first`, `first` + 1, ... cut to the bench's length; they repeat when they run out."""
+        """Prompts `first`, `first` + 1, ...: own ones, or shipped ones cut to the bench's length; they repeat when they
+        run out."""
+        if self.own:
+            return [self.own[(first + i) % len(self.own)] for i in range(count)]
         texts = [row["text"] for row in shipped()]
         chosen = [texts[(first + i) % len(texts)] for i in range(count)]
         return [self.tokenizer(text)["input_ids"][: self.bench.prompt_tokens] for text in chosen]
@@ -121,6 +126,7 @@ def measure(plan: Plan, extra: dict[str, Any] | None = None) -> dict[str, Any]:
         "costs": asdict(costs),
         "compiled": plan.compiled._asdict(),
         "planned_k": k,
+        "prompts": "own" if plan.own else "shipped",
         "predicted_speedups": list(choice.speedups),
         "parity": parity(plan, k),
         "greedy": greedy(plan, k),

@@ -5,7 +5,7 @@ unknown key or a wrong type is refused where it is written, in a file or on the 
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cotrain.errors import UserError
 
@@ -104,7 +104,8 @@ class Loss:
 @dataclass
 class Data:
     """Texts: a jsonl, parquet or text file, a folder or hub id; null: the embedded corpora, so many bytes of each.
-    shares: how many of a domain's rollouts are learnt from, all when it is not named."""
+    Conversations too, see cotrain.chats. shares: how many of a domain's rollouts are learnt from, all when it is not
+    named."""
 
     path: str | None
     column: str
@@ -112,7 +113,8 @@ class Data:
     bytes: dict[str, int]
     held_out_bytes: dict[str, int]
     block: int
-    on_target: bool  # the texts were sampled from this very target
+    template: dict[str, Any]  # handed to the target's chat template, as enable_thinking
+    on_target: bool  # the texts were sampled from this very target: conversations need no sampling then
     shares: dict[str, float]
 
 
@@ -281,6 +283,7 @@ class BenchConfig:
     quantisation: Quantisation
     draft: Model
     regime: Regime
+    data: Data  # where prompts come from; the shipped ones without data.path
     bench: Bench
     matrix: Matrix
     synthetic: float | None  # acceptance by coins and random weights of both config.json: costs of shapes, no text

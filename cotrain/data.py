@@ -1,14 +1,17 @@
-"""Text to token blocks: embedded corpora, jsonl, parquet or any Hugging Face data set."""
+"""Text to token blocks, or to conversations: embedded corpora, jsonl, parquet or any Hugging Face data set."""
 
-from collections.abc import Iterator
+import json
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import datasets
 import torch
 from torch.utils.data import Dataset, Sampler
 from transformers import PreTrainedTokenizerBase
 
+from cotrain.chats import Chats, Template, chats_of, cleaned, is_chat
 from cotrain.config import Data
 from cotrain.corpora import Document, embedded
 
@@ -29,6 +32,28 @@ class Blocks(Dataset[dict[str, torch.Tensor]]):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return {"ids": self.ids[index].long(), "domain": self.domain[index]}
 
+    def prompts(self, count: int, tokens: int, seed: int) -> list[tuple[str, list[int]]]:
+        """(domain, prompt ids): the first `tokens` of blocks chosen by seed, `count` of each domain.
+
+        Raises ValueError when a domain has fewer blocks, or blocks are shorter.
+        """
+        if tokens > self.ids.shape[1]:
+            raise ValueError(f"rollout.prompt_tokens: {tokens} do not fit data.block={self.ids.shape[1]}")
+        generator, found = torch.Generator().manual_seed(seed), []
+        for index, domain in enumerate(self.domains):
+            mine = (self.domain == index).nonzero().squeeze(1)
+            if len(mine) < count:
+                raise ValueError(f"rollout.texts, rollout.held_out_texts: {count} prompts asked of {domain}, there are "
+                                 f"{len(mine)} blocks: ask for fewer, lower data.block, or give more text")  # fmt: skip
+            chosen = mine[torch.randperm(len(mine), generator=generator)[:count]].tolist()
+            found += [(domain, self.ids[at, :tokens].tolist()) for at in chosen]
+        return found
+
+    def several(self, tokens: int, seed: int) -> list[list[int]]:
+        """The first `tokens` of every block, in an order of the seed."""
+        order = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))
+        return [row.tolist() for row in self.ids[order, :tokens]]
+
 
 def embedded_texts(max_bytes: dict[str, int], split: str) -> datasets.Dataset:
     """Rows (text, domain) of the embedded corpora, each domain up to its own number of bytes."""
@@ -41,11 +66,10 @@ def embedded_texts(max_bytes: dict[str, int], split: str) -> datasets.Dataset:
     return datasets.Dataset.from_list(rows)
 
 
-def read_texts(path: str, column: str = "text", split: str = "train") -> datasets.Dataset:
-    """Rows (text, domain) of a jsonl, parquet or text file, or of a data set by hub id or local folder.
+def read_rows(path: str, split: str = "train") -> datasets.Dataset:
+    """A jsonl, parquet or text file, or a data set by hub id or local folder.
 
-    Raises ValueError, naming the key to change, for what cannot be found or read, a missing column or one of
-    other things than text, bytes that are no UTF-8, or no text at all.
+    Raises ValueError, naming the key to change, for what cannot be found or read.
     """
     loader = LOADERS.get(Path(path).suffix)
     if loader and not Path(path).is_file():
@@ -53,12 +77,23 @@ def read_texts(path: str, column: str = "text", split: str = "train") -> dataset
     if loader and not Path(path).stat().st_size:
         raise ValueError(f"data.path: {path} is empty")
     try:
-        rows = datasets.load_dataset(loader, data_files=path, split="train") if loader else _open(path, split)
-        values = list(rows[column]) if column in rows.column_names else []
+        return datasets.load_dataset(loader, data_files=path, split="train") if loader else _open(path, split)
     except (ValueError, OSError, datasets.exceptions.DatasetGenerationError) as error:
         raise ValueError(f"data.path: {path} cannot be read: {error.__cause__ or error}") from error
+
+
+def texts_of(rows: datasets.Dataset, path: str, column: str = "text") -> datasets.Dataset:
+    """Rows (text, domain) of what was read of `path`.
+
+    Raises ValueError, naming the key to change, for a missing column or one of other things than text, bytes that are
+    no UTF-8, or no text.
+    """
     if column not in rows.column_names:
         raise ValueError(f"data.column: {path} has no column {column!r}; it has {rows.column_names}")
+    try:
+        values = list(rows[column])
+    except UnicodeDecodeError as error:
+        raise ValueError(f"data.path: {path} cannot be read: {error}") from error
     if not all(isinstance(value, str | None) for value in values):
         raise ValueError(f"data.column: {column!r} of {path} holds {rows.features[column]}, not text")
     domains = rows["domain"] if "domain" in rows.column_names else [None] * len(rows)
@@ -73,16 +108,33 @@ def _open(path: str, split: str) -> datasets.Dataset:
     return datasets.load_from_disk(path) if Path(path).is_dir() else datasets.load_dataset(path, split=split)
 
 
-def blocks_of(data: Data, split: str, tokenizer: PreTrainedTokenizerBase) -> Blocks:
-    """Blocks of the configured texts, split "train" or "held_out"; own texts are split by a hash of the text."""
+def source_of(
+    data: Data, split: str, tokenizer: PreTrainedTokenizerBase, ends: Collection[int] = frozenset()
+) -> Blocks | Chats:
+    """The configured texts, split "train" or "held_out"; own ones are split by a hash. Rows of messages, or of prompt
+    and response, are conversations, unless data.column names a column of text. ends: the target's end tokens.
+
+    Raises ValueError as `read_rows`, `texts_of`, `pack` and `chats_of`.
+    """
     if data.path is None:
         sizes = data.bytes if split == "train" else data.held_out_bytes
         return pack(embedded_texts(sizes, split), tokenizer, data.block)
-    texts = read_texts(data.path, data.column, data.split)
+    rows = read_rows(data.path, data.split)
+    if data.column not in rows.column_names and is_chat(rows.column_names):
+        return chats_of(_as_written(data.path, rows), split, Template(tokenizer, data.template, ends))
+    texts = texts_of(rows, data.path, data.column)
     mine = texts.filter(lambda row: Document(row["text"], "").held_out == (split == "held_out"))
     if not len(mine):
         raise ValueError(f"data.path: none of {len(texts)} texts falls to the split {split}: give more")
     return pack(mine, tokenizer, data.block)
+
+
+def _as_written(path: str, rows: datasets.Dataset) -> Iterable[dict[str, Any]]:
+    """Rows whose objects have the keys that were written: a table gives all the keys of any."""
+    if Path(path).suffix != ".jsonl":
+        return map(cleaned, rows)
+    with open(path, encoding="utf-8") as file:
+        return [json.loads(line) for line in file if line.strip()]
 
 
 def pack(texts: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, length: int) -> Blocks:

@@ -2,8 +2,8 @@
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
 
 import datasets
@@ -12,19 +12,25 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cotrain import bench, draft, optim
+from cotrain.chats import Chats
 from cotrain.config import BenchConfig, Loss, RolloutConfig, ServeCheckConfig, TrainConfig
-from cotrain.data import Blocks, blocks_of
+from cotrain.data import source_of
 from cotrain.evaluate import DEPTHS, held_out
 from cotrain.module import Distillation, Stage
 from cotrain.regimes import sampling, truncation
 from cotrain.rollout import Ask, Own, Remote, Sampler
-from cotrain.sets import Part, Sampled, corpus_part, joined, sampled_part
+from cotrain.rollouts import Texts
+from cotrain.sets import Part, Sampled, Source, blocks_texts, corpus_part, joined, logged, sampled_part
 from cotrain.shards import Read, Shards
+from cotrain.surprise import Surprise, surprise
 from cotrain.teacher import identity, load_pair, split
 from cotrain.terms import parse
 from inference import load
 from inference.client import Client
+from inference.engine import ends_of
 from inference.store import OBJECTIVES
+
+CHECKED = 32  # texts that are asked whether they are the target's own
 
 
 @dataclass
@@ -35,6 +41,7 @@ class Job:
     folder: Path
     target: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
+    sources: dict[str, Source] = field(default_factory=dict)
 
     @cached_property
     def read(self) -> Read:
@@ -47,8 +54,35 @@ class Job:
         place = Path(self.cfg.rollout.folder or self.folder / "rollouts")
         return sampled(self.cfg, self.target, self.tokenizer, place)
 
-    def blocks(self, part: str) -> Blocks:
-        return blocks_of(self.cfg.data, part, self.tokenizer)
+    def source(self, split: str) -> Source:
+        """The configured texts of a split, read once."""
+        if split not in self.sources:
+            self.sources[split] = source_of(self.cfg.data, split, self.tokenizer, ends_of(self.target))
+        return self.sources[split]
+
+    @property
+    def chats(self) -> bool:
+        return self.cfg.data.path is not None and isinstance(self.source("train"), Chats)
+
+    @cached_property
+    def prompts(self) -> list[list[int]]:
+        """Own ones, to measure with; none: those shipped."""
+        ask = self.cfg.rollout
+        return self.source("held_out").several(ask.prompt_tokens, ask.seed) if self.cfg.data.path else []
+
+    def given(self, kind: str) -> Texts:
+        """The configured texts as they stand."""
+        source, ask = self.source(kind), self.sampled().ask
+        if isinstance(source, Chats):
+            return logged(source, ask.texts[kind], ask, self.cfg.rollout.seed)
+        return blocks_texts(source)
+
+    def texts(self, kind: str, temperature: float) -> Texts:
+        """Of the target at a temperature: logs of its own in the regime, else sampled."""
+        data, regime = self.cfg.data, self.cfg.regime
+        if data.on_target and temperature == regime.temperature and self.chats:
+            return self.given(kind)
+        return self.sampled().texts(kind, sampling(regime, temperature), partial(self.source, kind))
 
     def plan(self, draft: PreTrainedModel) -> bench.Plan:
         names = (self.cfg.target.path, f"{self.cfg.init.kind}, {self.cfg.loss.first}")
@@ -61,6 +95,7 @@ class Job:
             self.cfg.bench,
             names,
             objective(self.cfg.objective),
+            own=self.prompts,
         )
 
 
@@ -139,12 +174,11 @@ def stages(loss: Loss) -> list[Stage]:
 
 def build(job: Job, network: PreTrainedModel) -> Distillation:
     """Wire the module: losses, optimiser, held-out texts of each temperature."""
-    cfg, sampled = job.cfg, job.sampled()
+    cfg = job.cfg
     taught = stages(cfg.loss)  # a wrong name is refused before texts are sampled
-    prompts = cache(partial(job.blocks, "held_out"))
     cut = truncation(cfg.regime)
     judged = {
-        t: held_out(job.read, sampled.texts("held_out", sampling(cfg.regime, t), prompts), t, cut)
+        t: held_out(job.read, job.texts("held_out", t), t, cut)
         # checkpoints are ranked in the regime
         for t in sorted({*cfg.rollout.temperatures, *cfg.rollout.train_temperatures, cfg.regime.temperature})
     }
@@ -167,15 +201,28 @@ def build(job: Job, network: PreTrainedModel) -> Distillation:
 
 
 def parts(job: Job) -> tuple[Part, Part]:
-    """Corpus blocks and rollouts, each at its own temperature, the regime's or several; says so when the first steps
-    learn from foreign text."""
-    cfg, blocks = job.cfg, cache(partial(job.blocks, "train"))
-    if cfg.trainer.corpus_steps and not cfg.data.on_target:
-        said = f"the first {cfg.trainer.corpus_steps} steps learn from text that the target did not sample"
-        print(f"note: {said}; data.on_target=true if it did", file=sys.stderr)
-    corpus = corpus_part(blocks() if cfg.trainer.corpus_steps else None, cfg.regime.temperature)
+    """The texts as they were given, where steps learn from them, and texts of the target, each at its own temperature,
+    the regime's or several."""
+    cfg = job.cfg
+    corpus = corpus_part(job.given("train") if cfg.trainer.corpus_steps else None, cfg.regime.temperature)
     sampled = [
-        sampled_part(job.sampled().texts("train", sampling(cfg.regime, t), blocks), cfg.data.shares, t)
+        sampled_part(job.texts("train", t), cfg.data.shares, t, prompts=not job.chats)
         for t in cfg.rollout.train_temperatures or [cfg.regime.temperature]
     ]
     return corpus, joined(sampled, len(corpus))
+
+
+def foreign(job: Job) -> tuple[Texts, Surprise] | None:
+    """Some of the given texts that are learnt from, if the target did not sample them in the regime, and how much they
+    surprise it; says so. data.on_target= that is not true is said first."""
+    cfg = job.cfg
+    if not cfg.trainer.corpus_steps and not (cfg.data.on_target and job.chats):
+        return None
+    texts = job.given("held_out").first(CHECKED)
+    found = surprise(*split(job.target), texts, cfg.regime.temperature, truncation(cfg.regime))
+    if found.own:
+        return None
+    claim = "data.on_target=true, but the" if cfg.data.on_target else "The"
+    print(f"warning: {claim} texts of data.path were not sampled from this target in this regime: {found.line()}",
+          file=sys.stderr)  # fmt: skip
+    return texts, found

@@ -142,8 +142,11 @@ class Distillation(lightning.LightningModule):
 
     def judge(self) -> None:
         """Score the draft as it now is on the held-out texts; `acceptance` and `scores` tell what was found last."""
-        heads = (self.read_draft, self.head_draft, self.head_target)
-        self.judged = {t: evaluate(held_out, *heads) for t, held_out in self.held_out.items()}
+        self.judged = {t: self.on(held_out) for t, held_out in self.held_out.items()}
+
+    def on(self, held_out: HeldOut) -> dict[str, Scores]:
+        """The draft's scores on other texts."""
+        return evaluate(held_out, self.read_draft, self.head_draft, self.head_target)
 
     def acceptance(self) -> dict[str, float]:
         """Every figure of `evaluate`, named for its temperature."""

@@ -3,15 +3,13 @@ one, or by a server."""
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
-from cotrain.data import Blocks
 from inference import Engine, Sampling
 from inference.atomic import write_atomic
 from inference.client import Client, Completion
@@ -80,23 +78,6 @@ class Remote:
         ids = list(self.tokenizer(one.text, add_special_tokens=False)["input_ids"])
         end = self.tokenizer.eos_token_id
         return (ids + [end] * (one.finish == "stop" and end is not None))[:new_tokens]
-
-
-def prompts(blocks: Blocks, count: int, tokens: int, seed: int) -> Iterator[tuple[str, list[int]]]:
-    """(domain, prompt ids): the first `tokens` of blocks chosen by seed, `count` of each domain.
-
-    Raises ValueError when a domain has fewer blocks, or blocks are shorter.
-    """
-    if tokens > blocks.ids.shape[1]:
-        raise ValueError(f"rollout.prompt_tokens: {tokens} do not fit data.block={blocks.ids.shape[1]}")
-    generator = torch.Generator().manual_seed(seed)
-    for index, domain in enumerate(blocks.domains):
-        mine = (blocks.domain == index).nonzero().squeeze(1)
-        if len(mine) < count:
-            raise ValueError(f"rollout.texts, rollout.held_out_texts: {count} prompts asked of {domain}, there are "
-                             f"{len(mine)} blocks: ask for fewer, lower data.block, or give more text")  # fmt: skip
-        for at in mine[torch.randperm(len(mine), generator=generator)[:count]].tolist():
-            yield domain, blocks.ids[at, :tokens].tolist()
 
 
 def collect(

@@ -1,6 +1,7 @@
 """Sets of texts sampled from the target: rows of token ids in parquet, with a manifest beside them."""
 
 import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,9 @@ class Texts:
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    def first(self, count: int) -> "Texts":
+        return Texts(self.ids[:count], self.prompt[:count], self.length[:count], self.domain[:count])
 
     @property
     def predicted(self) -> torch.Tensor:
@@ -68,10 +72,10 @@ def read(path: Path) -> datasets.Dataset:
     return datasets.Dataset.from_parquet(str(file), keep_in_memory=True)
 
 
-def texts(rows: datasets.Dataset) -> Texts:
-    """Pad a set of rows to Texts."""
-    prompts, completions = list(rows["prompt"]), list(rows["completion"])
-    ids = [torch.tensor([*a, *b], dtype=torch.int64) for a, b in zip(prompts, completions, strict=True)]
-    prompt = torch.tensor([len(a) for a in prompts])
+def texts(rows: Iterable[Mapping[str, Any]]) -> Texts:
+    """Pad rows of FEATURES to Texts."""
+    rows = list(rows)
+    ids = [torch.tensor([*row["prompt"], *row["completion"]], dtype=torch.int64) for row in rows]
+    prompt = torch.tensor([len(row["prompt"]) for row in rows])
     length = torch.tensor([len(row) for row in ids])
-    return Texts(pad_sequence(ids, batch_first=True), prompt, length, list(rows["domain"]))
+    return Texts(pad_sequence(ids, batch_first=True), prompt, length, [row["domain"] for row in rows])

@@ -12,12 +12,14 @@ from torch.utils.data import Dataset, Sampler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cotrain import rollout, rollouts
+from cotrain.chats import Chats
 from cotrain.data import Blocks, SeededOrder
 from cotrain.paths import folder
 from cotrain.teacher import identity
 from inference import Engine, Sampling
 
 Announce = Callable[[str], None]
+Source = Blocks | Chats
 
 
 class Part(Dataset[dict[str, torch.Tensor]]):
@@ -38,12 +40,30 @@ class Part(Dataset[dict[str, torch.Tensor]]):
                 "key": torch.tensor(self.first + index), "temperature": self.temperature[index]}  # fmt: skip
 
 
-def corpus_part(blocks: Blocks | None, temperature: float = 1.0) -> Part:
-    """Every position of a corpus block counts: p is the target's whole law there too. None: no texts."""
-    if blocks is None:
-        return Part(torch.empty(0, 2), torch.empty(0, 1))
+def blocks_texts(blocks: Blocks) -> rollouts.Texts:
+    """Corpus blocks as texts: every position counts, p is the target's whole law there too."""
     n, width = blocks.ids.shape
-    return Part(blocks.ids, torch.ones(n, width - 1, dtype=torch.bool), temperature)
+    domains = [blocks.domains[index] for index in blocks.domain.tolist()]
+    return rollouts.Texts(blocks.ids.long(), torch.ones(n, dtype=torch.int64), torch.full((n,), width), domains)
+
+
+def logged(chats: Chats, count: int, ask: rollout.Ask, seed: int) -> rollouts.Texts:
+    """Prompts with the completions that the logs hold, at most `count` a domain, as long as those asked for.
+
+    Raises ValueError when there is none.
+    """
+    rows = [row for row in chats.chosen(count, ask.prompt_tokens, seed) if row["completion"]]
+    if not rows:
+        raise ValueError("data.path: its conversations hold no completion of a prompt of at most "
+                         f"rollout.prompt_tokens={ask.prompt_tokens}")  # fmt: skip
+    return rollouts.texts([row | {"completion": row["completion"][: ask.new_tokens]} for row in rows])
+
+
+def corpus_part(texts: rollouts.Texts | None, temperature: float = 1.0) -> Part:
+    """Texts as they were given, what is not prompt of them. None: no texts."""
+    if texts is None:
+        return Part(torch.empty(0, 2), torch.empty(0, 1))
+    return Part(texts.ids, texts.predicted, temperature)
 
 
 def joined(parts: Sequence[Part], first: int) -> Part:
@@ -57,8 +77,11 @@ def joined(parts: Sequence[Part], first: int) -> Part:
     return Part(ids, predicted, torch.cat([part.temperature for part in parts]), first)
 
 
-def sampled_part(texts: rollouts.Texts, shares: Mapping[str, float], temperature: float = 1.0) -> Part:
-    """Sampled texts with their prompts, every position of both; of a domain in `shares` only that share of them.
+def sampled_part(
+    texts: rollouts.Texts, shares: Mapping[str, float], temperature: float = 1.0, prompts: bool = True
+) -> Part:
+    """Sampled texts, every position of them and, with prompts, of their prompts; of a domain in `shares` only that
+    share of them.
 
     Raises ValueError for a share outside [0, 1] and when nothing is left.
     """
@@ -73,7 +96,7 @@ def sampled_part(texts: rollouts.Texts, shares: Mapping[str, float], temperature
     if not kept:
         raise ValueError(f"data.shares: {dict(shares)} leave no text to learn from")
     inside = torch.arange(1, texts.ids.shape[1]) < texts.length.unsqueeze(1)
-    return Part(texts.ids[kept], inside[kept], temperature)
+    return Part(texts.ids[kept], (inside if prompts else texts.predicted)[kept], temperature)
 
 
 class Curriculum(Sampler[int]):
@@ -113,20 +136,20 @@ class Sampled:
     server: str | None = None
 
     def texts(
-        self, kind: str, sampling: Sampling, blocks: Callable[[], Blocks], say: Announce = print
+        self, kind: str, sampling: Sampling, source: Callable[[], Source], say: Announce = print
     ) -> rollouts.Texts:
-        """The texts of a regime; `blocks` gives prompts if they must be sampled, and is not called otherwise."""
+        """The texts of a regime; `source` gives prompts if they must be sampled, and is not called otherwise."""
         for place in (folder("data") / "rollouts", self.folder):
             path = place / name(kind, sampling)
             if self._fits(path, kind, sampling):
                 return rollouts.texts(rollouts.read(path))
-        return rollouts.texts(rollouts.read(self.sample(kind, sampling, blocks(), say)))
+        return rollouts.texts(rollouts.read(self.sample(kind, sampling, source(), say)))
 
-    def sample(self, kind: str, sampling: Sampling, blocks: Blocks, say: Announce = print) -> Path:
+    def sample(self, kind: str, sampling: Sampling, source: Source, say: Announce = print) -> Path:
         """Sample a set and keep it; interrupted, the next call goes on where this one stopped."""
         path, made = self.folder / name(kind, sampling), self._manifest(kind, sampling)
         partial = rollouts.beside(path, f"{_digest(made)}.partial.jsonl")  # of this very set
-        asked = list(rollout.prompts(blocks, self.ask.texts[kind], self.ask.prompt_tokens, self.seed))
+        asked = source.prompts(self.ask.texts[kind], self.ask.prompt_tokens, self.seed)
         rows = rollout.collect(self._sampler(), asked, sampling, self.ask.new_tokens, self.seed, partial, say)
         rollouts.save(rows, path, made)
         partial.unlink()

@@ -1,6 +1,8 @@
 """The main job: distil a draft, measure each checkpoint with the real engine, export the fastest."""
 
+import hashlib
 import json
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -10,15 +12,19 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch.utils.data import ConcatDataset, DataLoader
+from transformers import PreTrainedTokenizerBase
 
 from cotrain import bench, compare
 from cotrain.callbacks import Bar, RealSpeed
 from cotrain.config import TrainConfig
-from cotrain.job import Job, build, initial, models, objective, parts, settle
+from cotrain.evaluate import held_out
+from cotrain.job import Job, build, foreign, initial, models, objective, parts, settle
 from cotrain.module import WATCHED, Distillation
 from cotrain.regimes import sampling
+from cotrain.rollouts import Texts
 from cotrain.sets import Curriculum, Part, regime
 from cotrain.shards import Shards
+from cotrain.surprise import Surprise
 from inference.atomic import write_atomic
 from inference.environment import environment
 from inference.pair import hash_target
@@ -36,6 +42,7 @@ def distil(cfg: TrainConfig, folder: Path) -> dict[str, Any]:
     job, drafts = Job(cfg, folder, target, tokenizer), objective(cfg.objective)
     network = initial(cfg, target)
     module = build(job, network)
+    others = foreign(job)
     tau = partial(module.tau, k, drafts)
     speed = RealSpeed(lambda draft: bench.quick(job.plan(draft), k), tau, folder / "checkpoints", cfg.trainer.patience)
     fit(job, module, [speed] if cfg.measure else [])
@@ -47,7 +54,12 @@ def distil(cfg: TrainConfig, folder: Path) -> dict[str, Any]:
     if fastest.step < cfg.trainer.steps:
         network.load_state_dict(type(network).from_pretrained(fastest.path, dtype=torch.float32).state_dict())
         module.judge()
-    return export(job, module, speed)
+    return export(job, module, speed, others)
+
+
+def _digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Of the chat template, which decides what was learnt."""
+    return hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()
 
 
 def _reading(done: int, total: int) -> None:
@@ -63,20 +75,37 @@ def keep_figures(job: Job, module: Distillation) -> None:
     write_atomic(job.folder / compare.FIGURES, json.dumps(found) + "\n")
 
 
-def export(job: Job, module: Distillation, speed: RealSpeed) -> dict[str, Any]:
+def biased(job: Job, module: Distillation, others: tuple[Texts, Surprise]) -> dict[str, Any]:
+    """What acceptance would seem to be on texts that the target did not sample, beside what it is."""
+    texts, found = others
+    alpha = module.on(held_out(job.read, texts, module.temperature, module.truncate))["all"].alpha
+    own = module.judged[module.temperature]["all"].alpha
+    print(f"on texts of data.path, which the target did not sample, acceptance is {alpha:.3f}; on its own {own:.3f}")
+    return asdict(found) | {"alpha": alpha, "alpha_own": own}
+
+
+def export(
+    job: Job, module: Distillation, speed: RealSpeed, others: tuple[Texts, Surprise] | None = None
+) -> dict[str, Any]:
     """Measure the module's draft afresh and write the draft folder; returns its report."""
     plan, loss = job.plan(module.draft), job.cfg.loss
     made = {
         "loss": {"first": loss.first, "then": loss.then, "switch": loss.switch, "hardest": loss.hardest},
         "temperatures": list(job.cfg.rollout.train_temperatures) or [job.cfg.regime.temperature],
         "steps": job.cfg.trainer.steps,
+        "learnt": {
+            "completions": job.chats,
+            "template": dict(job.cfg.data.template),
+            "chat_template": _digest(job.tokenizer) if job.chats else None,
+        },
         "init": {"kind": job.cfg.init.kind, "layers": list(job.cfg.init.layers), "cosine": job.cfg.init.cosine},
     }
-    extra = {
+    extra: dict[str, Any] = {
         "held_out": module.acceptance(),
         "checkpoints": [{"step": kept.step, "speedup": kept.speedup, "tau": kept.tau} for kept in speed.kept],
         "exported_step": speed.fastest().step,
         "training": made,
+        "given_texts": biased(job, module, others) if others else None,
     }
     report = bench.measure(plan, extra)
     metadata = Metadata(

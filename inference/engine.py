@@ -91,7 +91,7 @@ class Engine:
         self.spare = min((rows + 1) // 2, MOST_SPARE) if rows > 1 else 0
         vocabulary = _vocabulary(target, tokenizer)
         self.target = LM(target, rows, vocabulary, context, compile=compile, spare=self.spare)
-        self.ends = _ends(target)
+        self.ends = ends_of(target)
         self.current: _Run | None = None  # whose rows hold the slots
 
     def generate(
@@ -293,7 +293,8 @@ def _vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | Non
     return min(size, 1 + max(tokenizer.get_vocab().values())) if tokenizer else size
 
 
-def _ends(model: PreTrainedModel) -> frozenset[int]:
+def ends_of(model: PreTrainedModel) -> frozenset[int]:
+    """Ids that end a text, by the generation config, else the model's."""
     ends = model.generation_config.eos_token_id if model.generation_config else None
     ends = model.config.eos_token_id if ends is None else ends
     return frozenset() if ends is None else frozenset([ends] if isinstance(ends, int) else ends)

@@ -13,7 +13,7 @@ import torch
 from cotrain import corpora
 from cotrain.config import Data
 from cotrain.corpora import Document, embedded, manifest
-from cotrain.data import SeededOrder, blocks_of, embedded_texts, pack, read_texts
+from cotrain.data import SeededOrder, embedded_texts, pack, read_rows, source_of, texts_of
 from cotrain.records import records
 from cotrain.rollouts import Texts
 from cotrain.sets import Curriculum, corpus_part, joined, sampled_part
@@ -21,6 +21,10 @@ from cotrain.tokenizer import token_bytes
 from tests.folders import few_files, tokenizer
 
 CAP = 40_000
+
+
+def read_texts(path: str, column: str = "text") -> datasets.Dataset:
+    return texts_of(read_rows(path), path, column)
 
 
 @pytest.fixture(scope="module")
@@ -135,12 +139,12 @@ def test_bad_input_names_the_key(tmp_path: Path, name: str, content: bytes | Non
 
 
 def settings(path: str | None, block: int = 8, **sizes: int) -> Data:
-    return Data(path, "text", "train", sizes, sizes, block, False, {})
+    return Data(path, "text", "train", sizes, sizes, block, {}, False, {})
 
 
 def test_own_texts_are_split_by_their_hash(tmp_path: Path) -> None:
     path = own(tmp_path, *({"text": f"text number {i}"} for i in range(200)))
-    parts = [blocks_of(settings(path), split, tokenizer()) for split in ("train", "held_out")]
+    parts = [source_of(settings(path), split, tokenizer()) for split in ("train", "held_out")]
     numbers = [set("".join(tokenizer().decode(part.ids.flatten())).split("<|endoftext|>")[1:-1]) for part in parts]
     assert not numbers[0] & numbers[1] and 3 < len(numbers[1]) < 25 < 150 < len(numbers[0])
 
@@ -148,9 +152,9 @@ def test_own_texts_are_split_by_their_hash(tmp_path: Path) -> None:
 def test_too_little_text_is_named(tmp_path: Path) -> None:
     one = own(tmp_path, {"text": "ab"})
     with pytest.raises(ValueError, match="data.path: none of 1 texts falls to the split held_out"):
-        blocks_of(settings(one), "held_out", tokenizer())
+        source_of(settings(one), "held_out", tokenizer())
     with pytest.raises(ValueError, match="data.block: 1 texts make less than one block of 64"):
-        blocks_of(settings(one, block=64), "train", tokenizer())
+        source_of(settings(one, block=64), "train", tokenizer())
     with pytest.raises(ValueError, match="data.block: 0 texts"):
         pack(read_texts(one).filter(lambda _: False), tokenizer(), 8)
 

@@ -21,7 +21,7 @@ from cotrain.evaluate import HeldOut, calibration_error, evaluate, held_out
 from cotrain.evaluate import figures as named
 from cotrain.module import Distillation, Stage, current
 from cotrain.rollouts import Texts
-from cotrain.sets import corpus_part
+from cotrain.sets import blocks_texts, corpus_part
 from cotrain.teacher import Remembering, load_target, split
 from cotrain.terms import NAMES, Terms, parse
 from inference import predict
@@ -142,7 +142,7 @@ def trainer(folder: Path, steps: int, *callbacks: lightning.Callback) -> lightni
 
 def loader(vocabulary: int = 32) -> DataLoader:
     ids = torch.randint(vocabulary, (8, 16), generator=torch.Generator().manual_seed(1), dtype=torch.int32)
-    return DataLoader(corpus_part(Blocks(ids, torch.zeros(8), ["a"])), batch_size=2)
+    return DataLoader(corpus_part(blocks_texts(Blocks(ids, torch.zeros(8, dtype=torch.int64), ["a"]))), batch_size=2)
 
 
 def test_training_moves_the_draft_and_nothing_else(target: LlamaForCausalLM, tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ from transformers import LlamaForCausalLM
 
 from cotrain import rollouts, sets
 from cotrain.data import Blocks
-from cotrain.rollout import Ask, Own, Remote, collect, prompts
-from cotrain.sets import Sampled, corpus_part, name
+from cotrain.rollout import Ask, Own, Remote, collect
+from cotrain.sets import Sampled, blocks_texts, corpus_part, name
 from inference import Engine, Sampling
 from inference.client import Completion
 from inference.proposers import Independent
@@ -62,19 +62,19 @@ def killed_after(lines: int) -> object:
 
 
 def test_prompts_are_starts_of_blocks_spread_over_domains(blocks: Blocks) -> None:
-    found = list(prompts(blocks, 2, 3, seed=0))
+    found = blocks.prompts(2, 3, seed=0)
     assert [domain for domain, _ in found] == ["a", "a", "b", "b"]
     starts = {domain: blocks.ids[blocks.domain == i, :3].tolist() for i, domain in enumerate("ab")}
     assert all(prompt in starts[domain] for domain, prompt in found)
     assert len({tuple(prompt) for _, prompt in found}) == 4
-    assert found == list(prompts(blocks, 2, 3, seed=0)) != list(prompts(blocks, 2, 3, seed=2))
+    assert found == blocks.prompts(2, 3, seed=0) != blocks.prompts(2, 3, seed=2)
 
 
 def test_prompts_that_cannot_be_had_name_the_key(blocks: Blocks) -> None:
     with pytest.raises(ValueError, match="rollout.texts, rollout.held_out_texts: 4 prompts asked of a, there are 3"):
-        list(prompts(blocks, 4, 3, seed=0))
+        blocks.prompts(4, 3, seed=0)
     with pytest.raises(ValueError, match="rollout.prompt_tokens: 9 do not fit data.block=8"):
-        list(prompts(blocks, 1, 9, seed=0))
+        blocks.prompts(1, 9, seed=0)
 
 
 def test_an_interrupted_collection_goes_on_as_if_it_had_not_been(target: LlamaForCausalLM, tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ def test_what_was_sampled_outlives_a_failed_save(
 
 
 def test_every_position_of_a_corpus_block_counts(blocks: Blocks) -> None:
-    part = corpus_part(blocks)
+    part = corpus_part(blocks_texts(blocks))
     assert len(part) == 6 and part[1]["ids"].tolist() == list(range(12, 20))
     assert part[1]["predicted"].tolist() == [True] * 7
 

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import datasets
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from cotrain import bench, check, train
 from cotrain.cli import main
 from cotrain.folders import claim
+from cotrain.sets import Part
 from inference import Sampling, load
 from inference.report import validate
 from tests.folders import own_texts, target_folder
@@ -124,7 +126,7 @@ def test_an_interrupted_run_ends_as_if_it_had_not_been(
         return {"speedup": 1.0 + len(calls)}
 
     monkeypatch.setattr(bench, "quick", quick)
-    monkeypatch.setattr(train, "export", lambda job, module, speed: exported.extend(speed.kept) or {})
+    monkeypatch.setattr(train, "export", lambda job, module, speed, others: exported.extend(speed.kept) or {})
     exported: list = []
     assert job(place, "resumed", "measure=true") == 1 and "went down" in capsys.readouterr().err
     assert not exported
@@ -146,7 +148,7 @@ def test_a_run_that_stopped_after_its_last_step_still_reports_its_acceptance(
     figures = place / "late" / "held_out.json"
     first = json.loads(figures.read_text())["texts"]
     figures.unlink()
-    monkeypatch.setattr(train, "export", lambda job, module, speed: found.update(module.acceptance()) or {})
+    monkeypatch.setattr(train, "export", lambda job, module, speed, others: found.update(module.acceptance()) or {})
     found: dict[str, float] = {}
     job(place, "late", "trainer.steps=4")
     assert {"alpha_T0/own", "alpha_T1/all"} <= set(found)
@@ -315,3 +317,56 @@ def test_memory_is_what_is_available_not_what_is_unused(monkeypatch: pytest.Monk
     whole = check._memory()
     (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemFree:  1 kB\nMemAvailable:    5 kB\n")
     assert check._memory() == 5 * 1024 < whole
+
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def chatting(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target with a chat template, and logs that it did not write."""
+    place = tmp_path_factory.mktemp("chats")
+    target_folder(place / "target")
+    tokenizer = AutoTokenizer.from_pretrained(place / "target")
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(place / "target")
+    turns = [("user", "number {}"), ("assistant", "it is {}"), ("user", "{}?"), ("assistant", "yes, {} it is")]
+    rows = [{"messages": [{"role": role, "content": text.format(i)} for role, text in turns]} for i in range(160)]
+    (place / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return place
+
+
+def test_conversations_are_prompts_and_only_completions_are_learnt(
+    chatting: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learnt_from: list[Part] = []
+    parts = train.parts
+    monkeypatch.setattr(train, "parts", lambda job: (learnt_from.extend(parts(job)), tuple(learnt_from))[1])
+    settings = ["rollout.prompt_tokens=60", "trainer.corpus_steps=0", "rollout.temperatures=[1.0]"]
+    assert job(chatting, "run", "overwrite=true", *settings) == 0
+    learnt = json.loads((chatting / "run" / "draft" / "cotrain.json").read_text())["made"]["learnt"]
+    assert learnt["completions"] and len(learnt["chat_template"]) == 64 and learnt["template"] == {}
+    report = json.loads((chatting / "run" / "draft" / "report.json").read_text())
+    assert report["extra"]["prompts"] == "own" and report["extra"]["given_texts"] is None
+    sampled = datasets.Dataset.from_parquet(str(chatting / "run" / "rollouts" / "train_T1.parquet"))
+    tokenizer = AutoTokenizer.from_pretrained(chatting / "target")
+    assert all(text.startswith("<user>number") and text.endswith("<assistant>")
+               for text in map(tokenizer.decode, sampled["prompt"]))  # fmt: skip
+    first, predicted = sampled[0], learnt_from[1].predicted[0]
+    assert int(predicted.sum()) == len(first["completion"]) and not predicted[: len(first["prompt"]) - 1].any()
+
+
+def test_logs_that_are_not_the_targets_are_told_with_what_they_bias(
+    chatting: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = ["rollout.prompt_tokens=60", "trainer.corpus_steps=0", "rollout.temperatures=[1.0]"]
+    assert job(chatting, "logs", "overwrite=true", "data.on_target=true", *settings) == 0
+    said = capsys.readouterr()
+    assert "data.on_target=true, but the texts of data.path were not sampled from this target" in said.err
+    found = json.loads((chatting / "logs" / "draft" / "report.json").read_text())["extra"]["given_texts"]
+    assert found["z"] > 6 and found["surprise"] > found["entropy"] and 0 < found["alpha"] < 1
+    assert f"acceptance is {found['alpha']:.3f}; on its own {found['alpha_own']:.3f}" in said.out
+    assert not (chatting / "logs" / "rollouts").exists()  # nothing was sampled

@@ -4,9 +4,11 @@ import json
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cotrain import bench, synthetic
 from cotrain.config import BenchConfig
+from cotrain.data import source_of
 from cotrain.errors import UserError
 from cotrain.folders import claim
 from cotrain.job import models, settle
@@ -14,6 +16,7 @@ from cotrain.matrix import Grid, matrix
 from cotrain.regimes import sampling
 from inference.atomic import write_atomic
 from inference.bundled import resolve
+from inference.engine import ends_of
 from inference.environment import environment
 from inference.pair import hash_target
 from inference.report import table
@@ -25,6 +28,14 @@ def _grid(cfg: BenchConfig, logs: Path) -> Grid:
     asked = cfg.matrix
     servers = None if asked.vllm is None else (asked.vllm, str(resolve(cfg.target.path)), str(cfg.draft.path))
     return Grid(asked.temperatures, asked.batches, asked.k, servers, logs)
+
+
+def _prompts(cfg: BenchConfig, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Of data.path, no text that a draft was trained on by these settings; none: those shipped."""
+    if cfg.data.path is None:
+        return []
+    source = source_of(cfg.data, "held_out", tokenizer, ends_of(target))
+    return source.several(cfg.bench.prompt_tokens, cfg.bench.seed)
 
 
 def _synthetic(cfg: BenchConfig, alpha: float) -> None:
@@ -57,7 +68,8 @@ def run(cfg: BenchConfig) -> None:
     with claim(cfg.output, cfg.overwrite) as folder:
         names = (cfg.target.path, cfg.draft.path)
         drafts = made.objective if made else "sampled"
-        plan = bench.Plan(target, tokenizer, draft, sampling(cfg.regime), cfg.verify, cfg.bench, names, drafts)
+        own = _prompts(cfg, target, tokenizer)
+        plan = bench.Plan(target, tokenizer, draft, sampling(cfg.regime), cfg.verify, cfg.bench, names, drafts, own=own)
         report = bench.measure(plan)
         if cfg.matrix.temperatures:
             report["extra"]["matrix"] = matrix(plan, _grid(cfg, folder.path))

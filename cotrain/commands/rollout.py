@@ -3,10 +3,11 @@
 from pathlib import Path
 
 from cotrain.config import RolloutConfig
-from cotrain.data import blocks_of
+from cotrain.data import source_of
 from cotrain.job import models, sampled, settle
 from cotrain.regimes import sampling
 from cotrain.rollouts import beside
+from inference.engine import ends_of
 
 
 def run(cfg: RolloutConfig) -> None:
@@ -14,5 +15,6 @@ def run(cfg: RolloutConfig) -> None:
     settle(cfg.threads, cfg.rollout.seed)
     target, tokenizer = models(cfg)
     texts = sampled(cfg, target, tokenizer, Path(cfg.output), cfg.draft.path)
-    path = texts.sample(cfg.kind, sampling(cfg.regime), blocks_of(cfg.data, cfg.kind, tokenizer))
+    source = source_of(cfg.data, cfg.kind, tokenizer, ends_of(target))
+    path = texts.sample(cfg.kind, sampling(cfg.regime), source)
     print(f"wrote {beside(path, 'parquet')}")

@@ -2,6 +2,14 @@
 
 # fmt: off
 ROWS_OF_BUGS = [
+    ('history_is_learnt', 'cotrain/sets.py', '(inside if prompts else texts.predicted)', '(inside)', ['tests/test_train.py::test_conversations_are_prompts_and_only_completions_are_learnt'], 'the draft learns what users say'),
+    ('history_as_it_was', 'cotrain/chats.py', 'template.text(messages[:place], tools, prompt=True)', 'template.text(messages[:place], tools, prompt=False)', ['tests/test_chats.py::test_each_turn_of_the_assistant_is_a_text_that_ends_with_its_end_token'], 'what opens a turn is learnt as if it had been generated'),
+    ('behind_the_end', 'cotrain/chats.py', 'if token in self.ends), len(ids))', 'if token in self.ends and 0), len(ids))', ['tests/test_chats.py::test_each_turn_of_the_assistant_is_a_text_that_ends_with_its_end_token'], 'what a template writes behind the end token is learnt'),
+    ('rewritten_history', 'cotrain/chats.py', 'if not whole.startswith(before):', 'if len(whole) < len(before):', ['tests/test_chats.py::test_what_cannot_be_rendered_names_the_row'], 'a completion is cut at the wrong place'),
+    ('tools_of_a_table', 'cotrain/data.py', 'if Path(path).suffix != ".jsonl":', 'if True:', ['tests/test_chats.py::test_tools_are_shown_with_the_keys_that_were_written'], 'nulls of other rows are rendered, or lost'),
+    ('chats_split_by_turn', 'cotrain/chats.py', 'json.dumps(messages[:first])', 'json.dumps(messages)', ['tests/test_chats.py::test_one_prompt_is_never_in_both_splits'], 'a held-out prompt is learnt from'),
+    ('surprise_without_variance', 'cotrain/surprise.py', 'square - entropy.square()', 'square', ['tests/test_surprise.py::test_z_of_own_texts_has_the_spread_of_a_standard_normal'], 'foreign texts pass'),
+    ('surprise_of_less_only', 'cotrain/surprise.py', 'abs(self.z) < SIGMAS', 'self.z < SIGMAS', ['tests/test_surprise.py::test_texts_of_another_regime_are_not_its_own'], 'texts of a colder regime pass for its own'),
     ('split_by_text', 'cotrain/corpora.py', 'return _hash(self.path) % 100', 'return _hash(self.text) % 100', ['tests/test_data.py::test_the_split_of_a_path_never_changes'], 'another release of a file moves it from held-out to train'),
     ('order_forgets_epochs', 'cotrain/data.py', 'epoch, skip = divmod(self.start, self.size)', 'epoch, skip = 0, self.start % self.size', ['tests/test_data.py::test_an_order_resumes_anywhere[8]'], "a resumed run sees the first epoch's order again"),
     ('curriculum_restarts', 'cotrain/sets.py', 'SeededOrder(self.sizes[1], self.seed + 1, max(self.start - self.first, 0))', 'SeededOrder(self.sizes[1], self.seed + 1, 0)', ['tests/test_data.py::test_a_curriculum_resumes_anywhere[11]'], 'a resumed run sees the first rollouts again'),

@@ -1,0 +1,71 @@
+"""Whether texts are the target's own: its surprise at their tokens beside what its own tokens would surprise it."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cotrain import losses
+from cotrain.rollouts import Texts
+from cotrain.rows import Truncate, greedy_law, log_law
+
+Head = Callable[[Tensor], Tensor]
+CHUNK = 256  # positions whose laws exist at once
+IMPOSSIBLE, SIGMAS = 0.01, 6.0  # kernels differ a little between machines: what is refused differs much
+
+
+@dataclass(frozen=True)
+class Surprise:
+    """Over N tokens, in nats: the mean of -log p(x), and of the entropy of p, its expectation had p drawn x; z: their
+    difference over its standard deviation. impossible: share of tokens that p gives no mass, left out of the means."""
+
+    tokens: int
+    surprise: float
+    entropy: float
+    z: float
+    impossible: float
+
+    @property
+    def own(self) -> bool:
+        """Whether the texts may be the target's."""
+        return abs(self.z) < SIGMAS and self.impossible < IMPOSSIBLE
+
+    def line(self) -> str:
+        return (f"the target's surprise at them is {self.surprise:.2f} nats a token, at its own it would be "
+                f"{self.entropy:.2f} (z = {self.z:+.0f}, {self.tokens} tokens, {100 * self.impossible:.1f} % of them "
+                "impossible)")  # fmt: skip
+
+
+@torch.no_grad()
+def surprise(
+    read: Head, head: Head, texts: Texts, temperature: float, truncate: Truncate | None = None, batch: int = 16
+) -> Surprise:
+    """Of the sampled tokens of texts, under the target in a regime, see `rows.chunked`. read, head: its two halves.
+
+    Given the text before, -log p(x) - H(p) has mean 0 and variance sum_v p log^2 p - H^2 if p drew x, and such
+    differences are uncorrelated: then z is about standard normal.
+    """
+    parts = []
+    for at in torch.arange(len(texts)).split(batch):
+        states = read(texts.ids[at])[:, :-1]
+        inside, x = (part.to(states.device) for part in (texts.predicted[at], texts.ids[at, 1:]))
+        chunks = zip(states[inside].split(CHUNK), x[inside].split(CHUNK), strict=True)
+        parts += [_found(head(states), x, temperature, truncate).double().cpu() for states, x in chunks]
+    found = torch.cat(parts)  # (N, 3)
+    possible = found[:, 0].isfinite()
+    sums, count = found[possible].sum(0), max(int(possible.sum()), 1)
+    spread = math.sqrt(max(float(sums[2]), 0.0))
+    z = float(sums[0] - sums[1]) / spread if spread else 0.0
+    return Surprise(len(found), float(sums[0]) / count, float(sums[1]) / count, z, 1 - float(possible.double().mean()))
+
+
+def _found(logits: Tensor, x: Tensor, temperature: float, truncate: Truncate | None) -> Tensor:
+    """-log p(x), H(p) and the variance of -log p under p, of logits (n, V) and tokens x (n,) -> (n, 3)."""
+    t = torch.full((len(x),), temperature, device=logits.device)
+    logs = greedy_law(log_law(logits, t), t)
+    logs = logs if truncate is None else torch.log_softmax(truncate(logs), -1)
+    entropy = losses.entropy(logs)
+    square = (logs.exp() * logs.masked_fill(logs == -math.inf, 0.0).square()).sum(-1)
+    return torch.stack([-logs.gather(-1, x[:, None])[:, 0], entropy, square - entropy.square()], -1)

@@ -1,0 +1,180 @@
+"""Conversations as the target is served them: what is prompt and what was generated, whatever its template does."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from cotrain.chats import Chats, Template, chats_of
+from cotrain.config import Data
+from cotrain.data import Blocks, source_of
+from cotrain.rollout import Ask
+from cotrain.sets import logged
+from tests.folders import tokenizer
+
+END = "<|endoftext|>"
+PLAIN = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+# of earlier turns only what stands behind the thoughts; with `brief`, no thoughts are asked for
+THINKING = (
+    "{% for m in messages %}<{{ m.role }}>"
+    "{{ m.content if loop.last else m.content.split('</think>') | last }}{{ eos_token }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% if brief %}<think></think>{% endif %}{% endif %}"
+)
+TOOLS = "{% for t in tools or [] %}[{{ t.name }} {{ t.parameters | tojson }}]{% endfor %}" + PLAIN
+
+
+def of(template: str | None, **options: Any) -> Template:
+    one = copy.deepcopy(tokenizer())
+    one.chat_template = template
+    return Template(one, options, {one.eos_token_id})
+
+
+def chat(*contents: str, system: str | None = None) -> dict[str, Any]:
+    """A conversation that the user opens."""
+    roles = [("user", "assistant")[i % 2] for i in range(len(contents))]
+    messages = [{"role": role, "content": text} for role, text in zip(roles, contents, strict=True)]
+    return {"messages": [{"role": "system", "content": system}] * bool(system) + messages}
+
+
+def turns(template: Template, *rows: dict[str, Any]) -> list[tuple[str, str]]:
+    """(prompt, completion) as text, of both splits."""
+    found = []
+    for row in rows:
+        for split in ("train", "held_out"):
+            try:
+                made = chats_of([row], split, template).rows
+            except ValueError as error:
+                if "falls to the split" not in str(error):
+                    raise
+            else:
+                decode = template.tokenizer.decode
+                found += [(str(decode(one["prompt"])), str(decode(one["completion"]))) for one in made]
+    return found
+
+
+def test_each_turn_of_the_assistant_is_a_text_that_ends_with_its_end_token() -> None:
+    history = f"<system>Be brief.{END}\n<user>Hi{END}\n"
+    assert turns(of(PLAIN), chat("Hi", "Yes?", "1+1", "2", system="Be brief.")) == [
+        (history + "<assistant>", f"Yes?{END}"),
+        (history + f"<assistant>Yes?{END}\n<user>1+1{END}\n<assistant>", f"2{END}"),
+    ]
+
+
+def test_history_stands_as_the_template_shows_it_at_that_moment() -> None:
+    one = chat("Hi", "<think>hm</think>Yes?", "1+1", "<think>easy</think>2")
+    assert turns(of(THINKING), one) == [
+        (f"<user>Hi{END}\n<assistant>", f"<think>hm</think>Yes?{END}"),
+        (f"<user>Hi{END}\n<assistant>Yes?{END}\n<user>1+1{END}\n<assistant>", f"<think>easy</think>2{END}"),
+    ]
+    prompt, said = turns(of(THINKING, brief=True), chat("Hi", "<think></think>Yes?"))[0]
+    assert (prompt, said) == (f"<user>Hi{END}\n<assistant><think></think>", f"Yes?{END}")
+
+
+def test_tools_are_shown_with_the_keys_that_were_written(tmp_path: Path) -> None:
+    tools = [[{"name": "a", "parameters": {"x": 1}}], [{"name": "b", "parameters": {"y": None}}]]
+    rows = [chat(f"call {i}", "done") | {"tools": tools[i % 2]} for i in range(40)]
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    source = source_of(settings(path), "train", of(TOOLS).tokenizer)
+    assert isinstance(source, Chats)
+    starts = {str(tokenizer().decode(row["prompt"])).split("<")[0] for row in source.rows}
+    assert starts == {'[a {"x": 1}]', '[b {"y": null}]'}
+
+
+def test_an_open_conversation_is_a_prompt() -> None:
+    assert turns(of(PLAIN), chat("Hi")) == [(f"<user>Hi{END}\n<assistant>", "")]
+
+
+def test_prompt_and_response_are_rendered_or_without_a_template_taken_as_they_are() -> None:
+    row = {"prompt": "Hi", "response": "Yes?"}
+    assert turns(of(PLAIN), row) == [(f"<user>Hi{END}\n<assistant>", f"Yes?{END}")]
+    assert turns(of(None), row) == [("Hi", f"Yes?{END}")]
+
+
+@pytest.mark.parametrize(
+    ("template", "row", "message"),
+    [
+        ("", chat("Hi", "Yes?"), "row 1: the target's chat template renders nothing"),
+        ("{{ messages[0].content }}", chat("Hi", "Yes?"), "row 1: the target's chat template renders nothing"),
+        ("{{ messages | length }}{{ messages }}", chat("Hi", "Yes?"), "renders what is before message 2 otherwise"),
+        ("{{ raise_exception('no system') }}", chat("Hi", "Yes?"), "row 1: .* template fails: no system"),
+        ("{% for %}", chat("Hi", "Yes?"), "row 1: .* template fails"),
+        (None, chat("Hi", "Yes?", "More", "No"), "has no chat template"),
+        (PLAIN, {"messages": [{"role": "bot", "content": "Hi"}]}, "row 1: role 'bot' is none of system"),
+        (PLAIN, {"messages": ["Hi"]}, "row 1: it holds no list of messages"),
+        (PLAIN, {"messages": []}, "row 1: it holds no list of messages"),
+    ],
+)
+def test_what_cannot_be_rendered_names_the_row(template: str | None, row: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"data.path: .*{message}"):
+        turns(of(template), row)
+
+
+def settings(path: Path, column: str = "text") -> Data:
+    return Data(str(path), column, "train", {}, {}, 8, {}, False, {})
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_files_of_conversations_are_known_by_their_columns(tmp_path: Path, ending: str) -> None:
+    rows = [chat(f"number {i}", "odd" if i % 2 else "even") | {"domain": "ab"[i % 2]} for i in range(60)]
+    path = tmp_path / f"chats.{ending}"
+    if ending == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    else:
+        datasets.Dataset.from_list(rows).to_parquet(str(path))
+    train, held_out = (source_of(settings(path), split, of(PLAIN).tokenizer) for split in ("train", "held_out"))
+    assert isinstance(train, Chats) and isinstance(held_out, Chats)
+    assert len(train.rows) + len(held_out.rows) == 60 and {row["domain"] for row in train.rows} == {"a", "b"}
+    assert not {tuple(row["prompt"]) for row in train.rows} & {tuple(row["prompt"]) for row in held_out.rows}
+
+
+def test_one_prompt_is_never_in_both_splits(tmp_path: Path) -> None:
+    path = tmp_path / "chats.jsonl"
+    rows = [chat("the same", f"answer {i}") for i in range(60)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    with pytest.raises(ValueError, match="none of 60 conversations falls to the split"):
+        for split in ("train", "held_out"):
+            source_of(settings(path), split, of(PLAIN).tokenizer)
+
+
+def test_a_column_of_text_that_is_named_is_text(tmp_path: Path) -> None:
+    path = tmp_path / "own.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"number {i}", "response": "b"}) + "\n" for i in range(40)))
+    assert isinstance(source_of(settings(path, "prompt"), "train", tokenizer()), Blocks)
+
+
+def chats(lengths: dict[str, list[int]]) -> Chats:
+    return Chats(
+        [{"domain": domain, "prompt": [2] * n, "completion": [3] * n} for domain in lengths for n in lengths[domain]]
+    )
+
+
+def test_prompts_are_never_cut() -> None:
+    source = chats({"a": [5, 9, 6], "b": [4, 3, 9]})
+    found = source.prompts(2, 6, seed=0)
+    assert sorted(len(prompt) for _, prompt in found) == [3, 4, 5, 6] and {domain for domain, _ in found} == {"a", "b"}
+    assert sorted(map(len, source.several(6, seed=0))) == [3, 4, 5, 6]
+    with pytest.raises(ValueError, match="3 prompts asked of ., there are 2 of at most rollout.prompt_tokens=6"):
+        source.prompts(3, 6, seed=0)
+    with pytest.raises(ValueError, match="no prompt of at most 2 tokens, the shortest has 3"):
+        source.several(2, seed=0)
+
+
+def test_logs_give_their_completions_cut_to_what_is_asked() -> None:
+    texts = logged(chats({"a": [5, 9, 6]}), 2, Ask({"train": 2}, 6, 5), seed=0)
+    assert texts.prompt.tolist() in ([5, 6], [6, 5]) and (texts.length - texts.prompt).tolist() == [5, 5]
+    assert (texts.ids[texts.ids.bool()][texts.prompt[0] :][:5] == 3).all()
+    with pytest.raises(ValueError, match="hold no completion of a prompt of at most rollout.prompt_tokens=4"):
+        logged(chats({"a": [5]}), 2, Ask({"train": 2}, 4, 5), seed=0)
+
+
+def test_the_tokenizer_has_no_template_of_its_own() -> None:
+    """What these tests set is what they see."""
+    assert isinstance(tokenizer(), PreTrainedTokenizerFast) and tokenizer().chat_template is None
