@@ -1,5 +1,6 @@
 """What happens at a validation beyond acceptance: a real measurement, and the checkpoint it belongs to."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,11 +37,13 @@ class RealSpeed(Callback):
         self.kept: list[Kept] = []
 
     def on_validation_end(self, trainer: lightning.Trainer, module: Any) -> None:
-        figures = self.measure(module.draft)
+        figures = self.measure(module.draft) if trainer.is_global_zero else {"speedup": math.nan}
+        trainer.strategy.barrier()  # timings are disturbed by whoever goes on
         if trainer.logger:
             trainer.logger.log_metrics({f"speed/{name}": value for name, value in figures.items()}, trainer.global_step)
         path = self.folder / f"step-{trainer.global_step}"
-        module.draft.save_pretrained(path)
+        if trainer.is_global_zero:
+            module.draft.save_pretrained(path)
         self.kept.append(Kept(trainer.global_step, path, figures["speedup"], self.tau()))
         if self.patience and len(self.kept) - 1 - self.kept.index(self.fastest()) >= self.patience:
             trainer.should_stop = True

@@ -129,6 +129,7 @@ class Rollout:
     temperatures: list[float]  # of the held-out texts
     train_temperatures: list[float]  # of those that are learnt from, as many of each; none: the regime's
     rows: int
+    rounds: int  # training texts are sampled in so many parts, all but the first sped up by the draft under training
     seed: int
     url: str | None  # of an OpenAI-compatible server that samples them; null: this engine
     folder: str | None  # where they are kept, for runs that share them; null: in the run's own folder
@@ -148,7 +149,7 @@ class Optimizer:
 @dataclass
 class Trainer:
     """Lightning's side: corpus_steps of the steps learn from corpus text, the rest from rollouts; remember_mb of the
-    target's hidden states are kept for texts that come again."""
+    target's hidden states are kept for texts that come again. batch: of all devices together."""
 
     steps: int
     corpus_steps: int
@@ -158,7 +159,11 @@ class Trainer:
     remember_mb: int
     cache: str | None  # a folder of the target's hidden states, for runs that read the same texts
     precision: str  # of Lightning: bf16-mixed, 32-true, ...
+    accumulate: int  # batches a step
     clip: float
+    devices: int  # processes of this machine, one a GPU
+    nodes: int  # machines
+    strategy: str  # of Lightning: auto, ddp
     threads: int  # 0: as many as torch finds
     seed: int
 

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -18,9 +18,9 @@ from cotrain.data import source_of
 from cotrain.evaluate import DEPTHS, held_out
 from cotrain.module import Distillation, Stage
 from cotrain.regimes import sampling, truncation
-from cotrain.rollout import Ask, Own, Remote, Sampler
+from cotrain.rollout import Ask, Faster, Own, Remote, Sampler
 from cotrain.rollouts import Texts
-from cotrain.sets import Part, Sampled, Source, blocks_texts, corpus_part, joined, logged, sampled_part
+from cotrain.sets import WHOLE, Part, Sampled, Share, Source, blocks_texts, corpus_part, joined, logged, sampled_part
 from cotrain.shards import Read, Shards
 from cotrain.surprise import Surprise, surprise
 from cotrain.teacher import identity, load_pair, split
@@ -42,6 +42,7 @@ class Job:
     target: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     sources: dict[str, Source] = field(default_factory=dict)
+    faster: Faster | None = None  # what samples the next texts: the target alone, when None
 
     @cached_property
     def read(self) -> Read:
@@ -52,7 +53,9 @@ class Job:
 
     def sampled(self) -> Sampled:
         place = Path(self.cfg.rollout.folder or self.folder / "rollouts")
-        return sampled(self.cfg, self.target, self.tokenizer, place)
+        found = sampled(self.cfg, self.target, self.tokenizer, place)
+        faster = self.faster
+        return found if faster is None else replace(found, by=lambda: faster)
 
     def source(self, split: str) -> Source:
         """The configured texts of a split, read once."""
@@ -77,12 +80,12 @@ class Job:
             return logged(source, ask.texts[kind], ask, self.cfg.rollout.seed)
         return blocks_texts(source)
 
-    def texts(self, kind: str, temperature: float) -> Texts:
+    def texts(self, kind: str, temperature: float, part: Share = WHOLE) -> Texts:
         """Of the target at a temperature: logs of its own in the regime, else sampled."""
         data, regime = self.cfg.data, self.cfg.regime
         if data.on_target and temperature == regime.temperature and self.chats:
             return self.given(kind)
-        return self.sampled().texts(kind, sampling(regime, temperature), partial(self.source, kind))
+        return self.sampled().texts(kind, sampling(regime, temperature), partial(self.source, kind), part=part)
 
     def plan(self, draft: PreTrainedModel) -> bench.Plan:
         names = (self.cfg.target.path, f"{self.cfg.init.kind}, {self.cfg.loss.first}")
@@ -197,16 +200,18 @@ def build(job: Job, network: PreTrainedModel) -> Distillation:
         k=cfg.policy.k or DEPTHS,
         hardest=cfg.loss.hardest,
         seed=cfg.trainer.seed,
+        steps=cfg.trainer.steps,
     )
 
 
-def parts(job: Job) -> tuple[Part, Part]:
-    """The texts as they were given, where steps learn from them, and texts of the target, each at its own temperature,
-    the regime's or several."""
+def parts(job: Job, rounds: int) -> tuple[Part, Part]:
+    """The texts as they were given, where steps learn from them, and texts of the target of so many rounds, each at its
+    own temperature, the regime's or several. A later round's come behind the others."""
     cfg = job.cfg
     corpus = corpus_part(job.given("train") if cfg.trainer.corpus_steps else None, cfg.regime.temperature)
     sampled = [
-        sampled_part(job.texts("train", t), cfg.data.shares, t, prompts=not job.chats)
+        sampled_part(job.texts("train", t, Share(i, cfg.rollout.rounds)), cfg.data.shares, t, prompts=not job.chats)
+        for i in range(rounds)
         for t in cfg.rollout.train_temperatures or [cfg.regime.temperature]
     ]
     return corpus, joined(sampled, len(corpus))

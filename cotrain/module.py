@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import lightning
 import torch
@@ -40,7 +40,8 @@ class Distillation(lightning.LightningModule):
     by temperature; acceptance on them is logged at every validation, by domain. cosine: weight of
     `losses.misaligned` on the final hidden states, 0 for none. remember: bytes of the target's hidden states to keep.
     chunk: positions whose laws exist at once, by default `rows.positions`. k: draft length that sequence losses
-    speak of. hardest: see `rows.chunked`. seed: of tokens drawn for a loss.
+    speak of. hardest: see `rows.chunked`. seed: of tokens drawn for a loss. steps: of the whole training, which stages
+    are parts of; None: the trainer's.
 
     Raises ValueError for a cosine between states of different widths.
     """
@@ -61,13 +62,14 @@ class Distillation(lightning.LightningModule):
         k: int = 4,
         hardest: float = 1.0,
         seed: int = 0,
+        steps: int | None = None,
     ) -> None:
         super().__init__()
         self.draft, self.stages = draft, stages
         self.make_optimizer, self.make_scheduler, self.held_out = optimizer, scheduler, held_out
         self.temperature, self.truncate, self.cosine = temperature, truncate, cosine
         self.chunk = chunk or positions(target.config.get_text_config().vocab_size)
-        self.k, self.hardest, self.seed = k, hardest, seed
+        self.k, self.hardest, self.seed, self.steps = k, hardest, seed, steps
         self.read_draft, self.head_draft = split(draft)
         self.head = list(draft.get_output_embeddings().parameters())
         read_target, self.head_target = split(target)  # plain functions: the target is not saved
@@ -83,7 +85,7 @@ class Distillation(lightning.LightningModule):
         theirs = self.teacher(ids, batch["key"])[:, :-1]
         ours = self.read_draft(ids)[:, :-1]
         watched = (self.global_step + 1) % WATCHED == 0
-        terms = current(self.stages, self.global_step / max(self.trainer.max_steps, 1))
+        terms = current(self.stages, self.global_step / max(self.steps or self.trainer.max_steps, 1))
         mean = ours.new_zeros(())
         if terms.sequence or terms.weighted:
             mean, weight = self._sequence(terms, batch, theirs, ours)
@@ -92,7 +94,8 @@ class Distillation(lightning.LightningModule):
         if watched:
             self.log("train/loss", mean, prog_bar=True)
         if self.cosine:
-            apart = losses.misaligned(ours, theirs)[batch["predicted"]].mean()
+            inside = batch["predicted"]
+            apart = losses.misaligned(ours, theirs)[inside].sum() / self._counted(int(inside.sum()))
             if watched:
                 self.log("train/misaligned", apart)
             mean = mean + self.cosine * apart
@@ -112,7 +115,15 @@ class Distillation(lightning.LightningModule):
         if watched:
             self.log("train/alpha", found.alpha, prog_bar=True)
             self.log("train/alpha_greedy_draft", found.alpha_greedy)
-        return total / max(found.positions, 1)
+        return total / max(self._counted(found.positions), 1.0)
+
+    def _counted(self, positions: int) -> float:
+        """Positions of a process, on average over all: gradients are averaged over processes, so that their sum over
+        all positions is divided by all of them."""
+        if self.trainer.world_size == 1:
+            return positions
+        count = torch.tensor(float(positions), device=self.device)
+        return float(cast(Tensor, self.trainer.strategy.reduce(count, reduce_op="mean")))
 
     def _sequence(self, terms: Terms, batch: dict[str, Tensor], theirs: Tensor, ours: Tensor) -> tuple[Tensor, Tensor]:
         """The sequence losses, and the weight of each position (B, T-1) for those a position."""
@@ -138,7 +149,7 @@ class Distillation(lightning.LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         self.judge()
-        self.log_dict(self.acceptance())
+        self.log_dict(self.acceptance(), sync_dist=True)  # every process judges the same texts
 
     def judge(self) -> None:
         """Score the draft as it now is on the held-out texts; `acceptance` and `scores` tell what was found last."""

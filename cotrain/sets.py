@@ -2,10 +2,13 @@
 
 import hashlib
 import json
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch.utils.data import Dataset, Sampler
@@ -15,11 +18,22 @@ from cotrain import rollout, rollouts
 from cotrain.chats import Chats
 from cotrain.data import Blocks, SeededOrder
 from cotrain.paths import folder
+from cotrain.ranks import rank
 from cotrain.teacher import identity
 from inference import Engine, Sampling
 
 Announce = Callable[[str], None]
 Source = Blocks | Chats
+
+
+class Share(NamedTuple):
+    """Every `of`-th text from `place` on."""
+
+    place: int
+    of: int
+
+
+WHOLE = Share(0, 1)
 
 
 class Part(Dataset[dict[str, torch.Tensor]]):
@@ -99,6 +113,16 @@ def sampled_part(
     return Part(texts.ids[kept], (inside if prompts else texts.predicted)[kept], temperature)
 
 
+class Strided(Sampler[int]):
+    """One process's share of an endless order: of every batch of all `world` processes, the same number to each."""
+
+    def __init__(self, order: Sampler[int], rank: int, world: int) -> None:
+        self.order, self.rank, self.world = order, rank, world
+
+    def __iter__(self) -> Iterator[int]:
+        return islice(self.order, self.rank, None, self.world)
+
+
 class Curriculum(Sampler[int]):
     """Indices into two parts laid end to end: `first` samples of part one, shuffled, then part two without end.
 
@@ -136,38 +160,49 @@ class Sampled:
     server: str | None = None
 
     def texts(
-        self, kind: str, sampling: Sampling, source: Callable[[], Source], say: Announce = print
+        self, kind: str, sampling: Sampling, source: Callable[[], Source], say: Announce = print, part: Share = WHOLE
     ) -> rollouts.Texts:
         """The texts of a regime; `source` gives prompts if they must be sampled, and is not called otherwise."""
         for place in (folder("data") / "rollouts", self.folder):
-            path = place / name(kind, sampling)
-            if self._fits(path, kind, sampling):
+            path = place / name(kind, sampling, part)
+            if self._fits(path, kind, sampling, part):
                 return rollouts.texts(rollouts.read(path))
-        return rollouts.texts(rollouts.read(self.sample(kind, sampling, source(), say)))
+        return rollouts.texts(rollouts.read(self.sample(kind, sampling, source(), say, part)))
 
-    def sample(self, kind: str, sampling: Sampling, source: Source, say: Announce = print) -> Path:
+    def sample(self, kind: str, sampling: Sampling, source: Source, say: Announce = print, part: Share = WHOLE) -> Path:
         """Sample a set and keep it; interrupted, the next call goes on where this one stopped."""
-        path, made = self.folder / name(kind, sampling), self._manifest(kind, sampling)
+        path, made = self.folder / name(kind, sampling, part), self._manifest(kind, sampling, part)
+        if rank():
+            return self._awaited(path, kind, sampling, part)
         partial = rollouts.beside(path, f"{_digest(made)}.partial.jsonl")  # of this very set
         asked = source.prompts(self.ask.texts[kind], self.ask.prompt_tokens, self.seed)
-        rows = rollout.collect(self._sampler(), asked, sampling, self.ask.new_tokens, self.seed, partial, say)
+        mine = range(part.place, len(asked), part.of)  # of every domain
+        rows = rollout.collect(self._sampler(), [asked[i] for i in mine], sampling, self.ask.new_tokens, self.seed,
+                               partial, say, mine)  # fmt: skip
         rollouts.save(rows, path, made)
         partial.unlink()
+        return path
+
+    def _awaited(self, path: Path, kind: str, sampling: Sampling, part: Share) -> Path:
+        """Of several processes one samples."""
+        while not self._fits(path, kind, sampling, part):
+            time.sleep(1)
         return path
 
     def _sampler(self) -> rollout.Sampler:
         return self.by() if self.by else rollout.Own(Engine(self.target, tokenizer=self.tokenizer, rows=self.rows))
 
-    def _manifest(self, kind: str, sampling: Sampling) -> dict[str, object]:
+    def _manifest(self, kind: str, sampling: Sampling, part: Share) -> dict[str, object]:
         target = identity(self.target, self.tokenizer)
         return {"kind": kind, "regime": regime(sampling), "target": target, "seed": self.seed, "source": self.source,
                 "texts": self.ask.texts[kind], "prompt_tokens": self.ask.prompt_tokens,
-                "new_tokens": self.ask.new_tokens} | ({"server": self.server} if self.server else {})  # fmt: skip
+                "new_tokens": self.ask.new_tokens} | ({"server": self.server} if self.server else {}) | (
+                {"part": list(part)} if part.of > 1 else {})  # fmt: skip
 
-    def _fits(self, path: Path, kind: str, sampling: Sampling) -> bool:
+    def _fits(self, path: Path, kind: str, sampling: Sampling, part: Share) -> bool:
         """Made by this very target in this regime from such prompts: any other set is no data for this run."""
         found = rollouts.manifest(path)
-        return found is not None and self._manifest(kind, sampling).items() <= found.items()
+        return found is not None and self._manifest(kind, sampling, part).items() <= found.items()
 
 
 def _digest(manifest: dict[str, object]) -> str:
@@ -179,7 +214,8 @@ def regime(sampling: Sampling) -> dict[str, float]:
     return {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
 
 
-def name(kind: str, sampling: Sampling) -> str:
-    """train_T1, held_out_T0.5_p0.9: the file of a set."""
+def name(kind: str, sampling: Sampling, part: Share = WHOLE) -> str:
+    """train_T1, held_out_T0.5_p0.9, train_T1_2of3: the file of a set."""
     cuts = [f"_k{sampling.top_k}"] * (sampling.top_k > 0) + [f"_p{sampling.top_p:g}"] * (sampling.top_p < 1)
+    cuts += [f"_{part.place + 1}of{part.of}"] * (part.of > 1)
     return f"{kind}_T{sampling.temperature:g}" + "".join(cuts)

@@ -1,6 +1,7 @@
 """The frozen target as a teacher: loaded in the precision that is served, read as hidden states and a head."""
 
 import hashlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ def load_target(
         use_safetensors=True,
         trust_remote_code=trust_remote_code,
         quantization_config=BitsAndBytesConfig(**options) if options else None,
-        device_map="cuda" if torch.cuda.is_available() else "cpu",
+        device_map=f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu",
         output_loading_info=True,
     )
     model, info = loaded

@@ -5,25 +5,22 @@ import json
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import lightning
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from lightning.pytorch.loggers import TensorBoardLogger
-from torch.utils.data import ConcatDataset, DataLoader
 from transformers import PreTrainedTokenizerBase
 
 from cotrain import bench, compare
-from cotrain.callbacks import Bar, RealSpeed
+from cotrain.callbacks import RealSpeed
 from cotrain.config import TrainConfig
 from cotrain.evaluate import held_out
-from cotrain.job import Job, build, foreign, initial, models, objective, parts, settle
-from cotrain.module import WATCHED, Distillation
+from cotrain.fit import fit
+from cotrain.job import Job, build, foreign, initial, models, objective, settle
+from cotrain.module import Distillation
+from cotrain.ranks import rank
 from cotrain.regimes import sampling
 from cotrain.rollouts import Texts
-from cotrain.sets import Curriculum, Part, regime
-from cotrain.shards import Shards
+from cotrain.sets import regime
 from cotrain.surprise import Surprise
 from inference.atomic import write_atomic
 from inference.environment import environment
@@ -46,6 +43,8 @@ def distil(cfg: TrainConfig, folder: Path) -> dict[str, Any]:
     tau = partial(module.tau, k, drafts)
     speed = RealSpeed(lambda draft: bench.quick(job.plan(draft), k), tau, folder / "checkpoints", cfg.trainer.patience)
     fit(job, module, [speed] if cfg.measure else [])
+    if rank():
+        return {}
     keep_figures(job, module)
     if not cfg.measure:
         return {}
@@ -60,10 +59,6 @@ def distil(cfg: TrainConfig, folder: Path) -> dict[str, Any]:
 def _digest(tokenizer: PreTrainedTokenizerBase) -> str:
     """Of the chat template, which decides what was learnt."""
     return hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()
-
-
-def _reading(done: int, total: int) -> None:
-    print(f"\rthe target reads the texts: {done}/{total}", end="" if done < total else "\n", flush=True)
 
 
 def keep_figures(job: Job, module: Distillation) -> None:
@@ -118,44 +113,3 @@ def export(
     )
     save(plan.served, job.tokenizer, job.folder / "draft", metadata, report, replace=True)
     return report
-
-
-def fit(job: Job, module: Distillation, extra: list[Callback]) -> None:
-    """Train, with acceptance (and `extra`) before the first step, at every validation and after the last step.
-
-    A checkpoint is kept after each validation, its figures included; the next call goes on there. Leaves the draft
-    in eval mode where the target is.
-    """
-    cfg, last = job.cfg.trainer, job.folder / "checkpoints" / "last.ckpt"
-    corpus, sampled = parts(job)
-    done = torch.load(last, weights_only=True)["global_step"] if last.exists() else 0
-    order = Curriculum((len(corpus), len(sampled)), cfg.corpus_steps * cfg.batch, cfg.seed, done * cfg.batch)
-    every = max(cfg.steps // max(cfg.validations, 1), 1)
-    trainer = lightning.Trainer(
-        accelerator=job.target.device.type, devices=1, precision=cast(Any, cfg.precision),
-        max_steps=cfg.steps, max_epochs=-1,
-        gradient_clip_val=cfg.clip, val_check_interval=every, check_val_every_n_epoch=None, num_sanity_val_steps=0,
-        log_every_n_steps=WATCHED, enable_model_summary=False,
-        logger=TensorBoardLogger(job.folder, name="", version="tensorboard"),
-        callbacks=[*extra, Bar(refresh_rate=5),
-                   ModelCheckpoint(last.parent, "last", every_n_epochs=1, save_on_train_epoch_end=False,
-                                   enable_version_counter=False)],
-    )  # fmt: skip
-    asks: DataLoader[Any] = DataLoader(
-        Part(torch.zeros(1, 2), torch.zeros(1, 1))
-    )  # a validation is one call: the texts are the module's own
-    if not done:
-        trainer.validate(module, asks, verbose=False)
-    if cfg.steps * cfg.batch >= len(corpus) + len(sampled):  # every text comes, most of them again
-        keys, read = sampled.first + torch.arange(len(sampled)), job.read
-        if isinstance(read, Shards):
-            width = job.target.config.get_text_config().hidden_size
-            print(read.estimate(len(sampled), sampled.ids.shape[1] * width * job.target.dtype.itemsize))
-        module.teacher.fill(sampled.ids.long(), keys, progress=_reading, read=read)
-    train: DataLoader[Any] = DataLoader(ConcatDataset([corpus, sampled]), batch_size=cfg.batch, sampler=order)
-    trainer.fit(module, train, asks, ckpt_path=last if done else None)
-    if trainer.global_step % every:  # the last validation was not at the last step
-        trainer.validate(module, asks, verbose=False)
-    module.to(job.target.device).eval()  # the trainer leaves it on the CPU
-    if not module.judged:  # the run had stopped between its last step and its report
-        module.judge()

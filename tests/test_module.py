@@ -210,7 +210,8 @@ def test_speed_is_measured_at_validations_and_survives_a_checkpoint(tmp_path: Pa
 def test_training_ends_when_tau_no_longer_rises(tmp_path: Path) -> None:
     taus = [2.0, 2.5, 2.4, 2.6, 2.6, 2.5]
     found = RealSpeed(lambda draft: {"speedup": 1.0}, lambda: taus[len(found.kept)], tmp_path, patience=2)
-    run: Any = SimpleNamespace(logger=None, global_step=0, should_stop=False)
+    alone = SimpleNamespace(barrier=lambda: None)
+    run: Any = SimpleNamespace(logger=None, global_step=0, should_stop=False, is_global_zero=True, strategy=alone)
     ends = []
     for run.global_step in range(6):
         found.on_validation_end(run, SimpleNamespace(draft=tiny(layers=1)))
@@ -360,7 +361,7 @@ def test_texts_are_learnt_at_their_own_temperature() -> None:
         return losses.kl(logp, logq)
 
     module = module_of(tiny(), tiny(layers=1), [Stage(1.0, Terms(noted))], steps=1)
-    module._trainer = SimpleNamespace(global_step=0, max_steps=1)  # type: ignore[assignment]
+    module._trainer = SimpleNamespace(global_step=0, max_steps=1, world_size=1)  # type: ignore[assignment]
     ids = torch.randint(32, (1, 9), generator=torch.Generator().manual_seed(1)).expand(2, 9)
     batch = {"ids": ids, "predicted": torch.ones(2, 8, dtype=torch.bool), "key": torch.tensor([0, 1]),
              "temperature": torch.tensor([1.0, 0.0])}  # fmt: skip

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cotrain import bench, check, train
+from cotrain import bench, check, fit, train
 from cotrain.cli import main
 from cotrain.folders import claim
 from cotrain.sets import Part
@@ -343,8 +343,8 @@ def test_conversations_are_prompts_and_only_completions_are_learnt(
     chatting: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     learnt_from: list[Part] = []
-    parts = train.parts
-    monkeypatch.setattr(train, "parts", lambda job: (learnt_from.extend(parts(job)), tuple(learnt_from))[1])
+    parts = fit.parts
+    monkeypatch.setattr(fit, "parts", lambda *job: (learnt_from.extend(parts(*job)), tuple(learnt_from))[1])
     settings = ["rollout.prompt_tokens=60", "trainer.corpus_steps=0", "rollout.temperatures=[1.0]"]
     assert job(chatting, "run", "overwrite=true", *settings) == 0
     learnt = json.loads((chatting / "run" / "draft" / "cotrain.json").read_text())["made"]["learnt"]

@@ -1,12 +1,14 @@
 """`cotrain train`: the main job."""
 
 import json
+from pathlib import Path
 from typing import Any, cast
 
 from omegaconf import OmegaConf
 
 from cotrain.config import TrainConfig
 from cotrain.folders import claim
+from cotrain.ranks import rank
 from cotrain.train import distil
 from inference.report import table
 
@@ -21,6 +23,9 @@ def run(cfg: TrainConfig) -> None:
     settings = dict(cast(dict[str, Any], OmegaConf.to_container(cast(Any, cfg), resolve=True)))
     for key in ("overwrite", "check", "output"):
         del settings[key]
+    if rank():  # of a run that the first process holds
+        distil(cfg, Path(cfg.output))
+        return
     with claim(cfg.output, cfg.overwrite, settings) as folder:
         if folder.state != "finished":
             distil(cfg, folder.path)

@@ -1,0 +1,107 @@
+"""Training in legs, each with the texts of a round more, and checkpoints that the next call goes on from."""
+
+from typing import Any, cast
+
+import lightning
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.loggers import TensorBoardLogger
+from torch.utils.data import ConcatDataset, DataLoader
+
+from cotrain.callbacks import Bar
+from cotrain.config import Trainer as TrainerSettings
+from cotrain.job import Job, parts
+from cotrain.module import WATCHED, Distillation
+from cotrain.rounds import Leg, legs, swapped
+from cotrain.sets import Curriculum, Part, Strided
+from cotrain.shards import Shards
+
+CHECKPOINT = "checkpoints/last.ckpt"
+
+
+def fit(job: Job, module: Distillation, extra: list[Callback]) -> None:
+    """Train, with acceptance (and `extra`) before the first step, at every validation and after the last step.
+
+    A checkpoint is kept after each validation, its figures included; the next call goes on there. Leaves the draft
+    in eval mode where the target is.
+    """
+    every = max(job.cfg.trainer.steps // max(job.cfg.trainer.validations, 1), 1)
+    for leg in legs(job.cfg, every):
+        if _trained(job, module, extra, leg, every):
+            break
+    if not module.judged:  # the run had stopped between its last step and its report
+        module.judge()
+
+
+def _trained(job: Job, module: Distillation, extra: list[Callback], leg: Leg, every: int) -> bool:
+    """Sample the leg's texts and train to its end; whether training is to stop there."""
+    cfg, last = job.cfg.trainer, job.folder / CHECKPOINT
+    kept: dict[str, Any] = torch.load(last, weights_only=True) if last.exists() else {"global_step": 0}
+    done = kept["global_step"]
+    if done >= leg.last < cfg.steps:
+        return False
+    trainer = _trainer(job, extra, leg, every)
+    if leg.round and done == leg.first:  # else its texts were sampled before
+        module.load_state_dict(kept["state_dict"])  # this process may be a new one
+        job.faster = swapped(job, module.draft)
+    corpus, sampled = parts(job, leg.round + 1)
+    if job.faster and trainer.logger:
+        speeds = {f"rollout/{name}": speed for name, speed in job.faster.speeds.items()}
+        trainer.logger.log_metrics(speeds, leg.first)
+    job.faster = None
+    asks: DataLoader[Any] = DataLoader(
+        Part(torch.zeros(1, 2), torch.zeros(1, 1))
+    )  # a validation is one call: the texts are the module's own
+    if not done:
+        trainer.validate(module, asks, verbose=False)
+    _remember(job, module, corpus, sampled)
+    texts = _loader(cfg, leg, done, corpus, sampled, trainer)
+    trainer.fit(module, texts, asks, ckpt_path=last if done else None)
+    if trainer.global_step % every:  # the last validation was not at the last step
+        trainer.validate(module, asks, verbose=False)
+    module.to(job.target.device).eval()  # the trainer leaves it on the CPU
+    return bool(trainer.should_stop)
+
+
+def _trainer(job: Job, extra: list[Callback], leg: Leg, every: int) -> lightning.Trainer:
+    cfg, last = job.cfg.trainer, job.folder / CHECKPOINT
+    return lightning.Trainer(
+        accelerator=job.target.device.type, devices=cfg.devices, num_nodes=cfg.nodes, strategy=cfg.strategy,
+        precision=cast(Any, cfg.precision), accumulate_grad_batches=cfg.accumulate, use_distributed_sampler=False,
+        max_steps=leg.last, max_epochs=-1,
+        gradient_clip_val=cfg.clip, val_check_interval=every * cfg.accumulate, check_val_every_n_epoch=None,
+        num_sanity_val_steps=0, log_every_n_steps=WATCHED, enable_model_summary=False,
+        logger=TensorBoardLogger(job.folder, name="", version="tensorboard"),
+        callbacks=[*extra, Bar(refresh_rate=5),
+                   ModelCheckpoint(last.parent, "last", every_n_epochs=1, save_on_train_epoch_end=False,
+                                   enable_version_counter=False)],
+    )  # fmt: skip
+
+
+def _loader(
+    cfg: TrainerSettings, leg: Leg, done: int, corpus: Part, sampled: Part, trainer: lightning.Trainer
+) -> DataLoader[Any]:
+    """This process's texts of a leg, from step `done` on. Raises ValueError for a batch that does not divide."""
+    world, texts = trainer.world_size, cfg.batch * cfg.accumulate  # of a step
+    if cfg.batch % world:
+        raise ValueError(f"trainer.batch: {cfg.batch} texts are not as many for each of {world} devices")
+    before = max(cfg.corpus_steps - leg.first, 0) * texts
+    order = Curriculum((len(corpus), len(sampled)), before, cfg.seed + leg.round, (done - leg.first) * texts)
+    mine = Strided(order, trainer.global_rank, world)
+    return DataLoader(ConcatDataset([corpus, sampled]), cfg.batch // world, sampler=mine)
+
+
+def _remember(job: Job, module: Distillation, corpus: Part, sampled: Part) -> None:
+    """Read the texts before training where every one comes, most of them again."""
+    trainer = job.cfg.trainer
+    if trainer.steps * trainer.batch * trainer.accumulate < len(corpus) + len(sampled):
+        return
+    keys, read = sampled.first + torch.arange(len(sampled)), job.read
+    if isinstance(read, Shards):
+        width = job.target.config.get_text_config().hidden_size
+        print(read.estimate(len(sampled), sampled.ids.shape[1] * width * job.target.dtype.itemsize))
+    module.teacher.fill(sampled.ids.long(), keys, progress=_reading, read=read)
+
+
+def _reading(done: int, total: int) -> None:
+    print(f"\rthe target reads the texts: {done}/{total}", end="" if done < total else "\n", flush=True)

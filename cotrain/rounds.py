@@ -1,0 +1,45 @@
+"""Rounds of sample, train, swap the draft: texts of the target, sampled ever faster by the draft that learns from them.
+
+Speculative sampling leaves the target's law as it is, so texts are as much the target's with any draft. Where plain
+decoding measures faster (many rows on few cores), it goes on: see `rollout.Faster`.
+"""
+
+import math
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+
+from cotrain.config import TrainConfig
+from cotrain.job import Job
+from cotrain.rollout import Faster, Own
+
+
+@dataclass(frozen=True)
+class Leg:
+    """Steps first .. last, which learn from the texts of this round, counted from 0, and those before."""
+
+    round: int
+    first: int
+    last: int
+
+
+def legs(cfg: TrainConfig, every: int) -> list[Leg]:
+    """As many as rounds, each ending at a validation, of which there is one `every` so many steps.
+
+    Raises ValueError for more rounds than validations, and where this engine samples nothing.
+    """
+    rounds, steps = cfg.rollout.rounds, cfg.trainer.steps
+    validations = math.ceil(steps / every)
+    if not 1 <= rounds <= validations:
+        raise ValueError(f"rollout.rounds: from 1 to as many as there are validations, {validations}, not {rounds}")
+    if rounds > 1 and (cfg.rollout.url or cfg.data.on_target):
+        raise ValueError("rollout.rounds: this engine samples no texts with rollout.url= or data.on_target=true")
+    ends = [min(every * math.ceil(validations * (i + 1) / rounds), steps) for i in range(rounds)]
+    return [Leg(i, first, last) for i, (first, last) in enumerate(zip([0, *ends], ends, strict=False))]
+
+
+def swapped(job: Job, draft: PreTrainedModel) -> Faster:
+    """What samples the next texts: the target alone, or with the draft as it is now."""
+    k, rows, plan = job.cfg.policy.k, job.cfg.rollout.rows, job.plan(draft)
+    assert k is not None
+    return Faster({"plain": Own(plan.plain(rows)), "with the draft": Own(plan.engine(k, rows))})

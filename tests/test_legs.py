@@ -1,0 +1,112 @@
+"""Rounds of sample, train, swap the draft; and what several processes learn from."""
+
+import json
+import time
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import PreTrainedModel
+
+from cotrain import bench, fit, rounds
+from cotrain.data import Blocks
+from cotrain.rollout import Ask, Faster
+from cotrain.rounds import Leg, legs
+from cotrain.sets import Curriculum, Sampled, Share, Strided
+from inference import Sampling
+from tests.folders import network, tokenizer
+from tests.test_train import job, place, run, same, weights  # noqa: F401 - fixtures
+
+
+def settings(steps: int, rounds: int, url: str | None = None) -> Any:
+    trainer, rollout = SimpleNamespace(steps=steps), SimpleNamespace(rounds=rounds, url=url)
+    return SimpleNamespace(trainer=trainer, rollout=rollout, data=SimpleNamespace(on_target=False))
+
+
+def test_legs_end_at_validations() -> None:
+    assert legs(settings(10, 1), 3) == [Leg(0, 0, 10)]
+    assert legs(settings(10, 2), 3) == [Leg(0, 0, 6), Leg(1, 6, 10)]
+    assert legs(settings(9, 3), 3) == [Leg(0, 0, 3), Leg(1, 3, 6), Leg(2, 6, 9)]
+    for wrong in (0, 5):
+        with pytest.raises(ValueError, match=f"rollout.rounds: from 1 to .* 4, not {wrong}"):
+            legs(settings(10, wrong), 3)
+    with pytest.raises(ValueError, match="rollout.rounds: this engine samples no texts"):
+        legs(settings(10, 2, url="http://server"), 3)
+
+
+class Slow:
+    """A sampler that takes its time and says who it is."""
+
+    rows = 4
+
+    def __init__(self, token: int, seconds: float) -> None:
+        self.token, self.seconds = token, seconds
+
+    def __call__(self, prompts: list[list[int]], *_: object) -> list[list[int]]:
+        time.sleep(self.seconds)
+        return [[self.token]] * len(prompts)
+
+
+def test_the_faster_sampler_goes_on() -> None:
+    faster = Faster({"plain": Slow(1, 0.02), "draft": Slow(2, 0.001)})
+    made = [faster([[0]], Sampling(), 1, 0, [0])[0][0] for _ in range(8)]
+    assert made == [1, 1, 2, 2, 2, 2, 2, 2]  # each once to warm up and once against the clock
+    assert faster.rows == 4 and faster.speeds["draft"] > faster.speeds["plain"] > 0
+
+
+def test_the_rounds_of_a_set_are_the_set(tmp_path: Path) -> None:
+    blocks = Blocks(torch.arange(2, 98, dtype=torch.int32).view(12, 8), torch.tensor([0, 1] * 6), ["a", "b"])
+    whole = Sampled(network(), tokenizer(), tmp_path / "whole", Ask({"train": 5}, 4, 6), 4, 1, "own")
+    parted, regime = replace(whole, folder=tmp_path / "parts"), Sampling(1.0)
+    rows = [datasets.Dataset.from_parquet(f"{path}.parquet").to_list() for path in (
+        whole.sample("train", regime, blocks, lambda _: None),
+        *(parted.sample("train", regime, blocks, lambda _: None, Share(i, 2)) for i in range(2)),
+    )]  # fmt: skip
+    assert [rows[1][i // 2] if i % 2 == 0 else rows[2][i // 2] for i in range(10)] == rows[0]
+    assert {row["domain"] for row in rows[1]} == {"a", "b"}
+    assert json.loads((tmp_path / "parts" / "train_T1_2of2.json").read_text())["part"] == [1, 2]
+
+
+def test_processes_share_every_batch() -> None:
+    order = list(islice(Curriculum((4, 7), 6, seed=0), 24))
+    shares = [list(islice(Strided(Curriculum((4, 7), 6, seed=0), rank, 2), 12)) for rank in range(2)]
+    assert [index for pair in zip(*shares, strict=True) for index in pair] == order
+
+
+ROUNDS = ("rollout.rounds=2", "rollout.texts=16", "trainer.steps=4", "rollout.rows=2", "trainer.corpus_steps=1")
+
+
+def test_rounds_sample_with_the_draft_that_learns(place: Path) -> None:  # noqa: F811
+    assert job(place, "rounds", *ROUNDS, "rollout.temperatures=[1.0]") == 0
+    made = sorted(path.name for path in (place / "rounds" / "rollouts").glob("train*.parquet"))
+    assert made == ["train_T1_1of2.parquet", "train_T1_2of2.parquet"]
+    assert (place / "rounds" / "draft" / "report.json").exists()
+    events = EventAccumulator(str(place / "rounds" / "tensorboard"))
+    events.Reload()
+    for name in ("plain", "with the draft"):
+        assert [(event.step, event.value > 0) for event in events.Scalars(f"rollout/{name}")] == [(2, True)]
+
+
+def test_a_run_that_stopped_before_its_second_round_samples_with_what_it_had_learnt(
+    place: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    met: list[dict[str, torch.Tensor]] = []
+
+    def noted(job: Any, draft: PreTrainedModel) -> Faster:
+        met.append({name: value.clone() for name, value in draft.state_dict().items()})
+        if len(met) == 1:
+            raise OSError("the machine went down")
+        return rounds.swapped(job, draft)
+
+    monkeypatch.setattr(fit, "swapped", noted)
+    monkeypatch.setattr(bench, "quick", lambda plan, k: {"speedup": 1.0})
+    settings = (*ROUNDS, "measure=false", "rollout.temperatures=[1.0]")
+    assert job(place, "stopped", *settings) == 1 and job(place, "stopped", *settings) == 0
+    assert same(*met)
