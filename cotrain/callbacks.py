@@ -7,8 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import lightning
+import torch
 from lightning.pytorch.callbacks import Callback, TQDMProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 from transformers import PreTrainedModel
 
 Measure = Callable[[PreTrainedModel], dict[str, float]]
@@ -59,6 +63,53 @@ class RealSpeed(Callback):
         if not self.kept:
             raise ValueError("no checkpoint was measured: trainer.steps ended before a validation")
         return max(self.kept, key=lambda kept: kept.tau)
+
+
+class Averaged(Callback):
+    """An exponential moving average of the draft's weights: what is judged, measured, kept and exported. Steps go on
+    from the weights themselves. Behind the callbacks that measure: it gives the weights back as validation ends.
+
+    decay: the share of the average that a step leaves.
+    """
+
+    def __init__(self, decay: float) -> None:
+        self.update, self.average = get_ema_multi_avg_fn(decay), list[Tensor]()
+        self.step, self.shown = 0, False
+
+    def on_fit_start(self, trainer: lightning.Trainer, module: Any) -> None:
+        weights = list(module.draft.parameters())
+        kept = self.average or [weight.detach().clone() for weight in weights]
+        self.average = [one.to(weight) for one, weight in zip(kept, weights, strict=True)]
+        self.step, self.shown = trainer.global_step, False
+
+    def on_train_batch_end(self, trainer: lightning.Trainer, module: Any, *_: Any) -> None:
+        if trainer.global_step > self.step:  # not every batch ends a step
+            self.step = trainer.global_step
+            self.update(self.average, [weight.detach() for weight in module.draft.parameters()], torch.tensor(1))
+
+    def on_validation_start(self, trainer: lightning.Trainer, module: Any) -> None:
+        self.show(module)
+
+    def on_validation_end(self, trainer: lightning.Trainer, module: Any) -> None:
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.show(module, False)
+
+    @torch.no_grad()
+    def show(self, module: Any, shown: bool = True) -> None:
+        """Put the average in the draft's place, or take it away again."""
+        if self.shown == shown or not self.average:
+            return
+        for one, weight in zip(self.average, module.draft.parameters(), strict=True):
+            kept = weight.detach().clone()
+            weight.copy_(one)
+            one.copy_(kept)
+        self.shown = shown
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"average": self.average}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.average = state_dict["average"]
 
 
 class Bar(TQDMProgressBar):

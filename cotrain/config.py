@@ -161,6 +161,7 @@ class Trainer:
     precision: str  # of Lightning: bf16-mixed, 32-true, ...
     accumulate: int  # batches a step
     clip: float
+    ema: float  # decay of the average of weights that is judged and exported; 0: the weights themselves
     devices: int  # processes of this machine, one a GPU
     nodes: int  # machines
     strategy: str  # of Lightning: auto, ddp

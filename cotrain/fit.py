@@ -8,7 +8,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch.utils.data import ConcatDataset, DataLoader
 
-from cotrain.callbacks import Bar
+from cotrain.callbacks import Averaged, Bar
 from cotrain.config import Trainer as TrainerSettings
 from cotrain.job import Job, parts
 from cotrain.module import WATCHED, Distillation
@@ -40,7 +40,8 @@ def _trained(job: Job, module: Distillation, extra: list[Callback], leg: Leg, ev
     done = kept["global_step"]
     if done >= leg.last < cfg.steps:
         return False
-    trainer = _trainer(job, extra, leg, every)
+    averaged = [Averaged(cfg.ema)] if cfg.ema else []
+    trainer = _trainer(job, extra, averaged, leg, every)
     if leg.round and done == leg.first:  # else its texts were sampled before
         module.load_state_dict(kept["state_dict"])  # this process may be a new one
         job.faster = swapped(job, module.draft)
@@ -57,13 +58,15 @@ def _trained(job: Job, module: Distillation, extra: list[Callback], leg: Leg, ev
     _remember(job, module, corpus, sampled)
     texts = _loader(cfg, leg, done, corpus, sampled, trainer)
     trainer.fit(module, texts, asks, ckpt_path=last if done else None)
+    for average in averaged:
+        average.show(module)
     if trainer.global_step % every:  # the last validation was not at the last step
         trainer.validate(module, asks, verbose=False)
     module.to(job.target.device).eval()  # the trainer leaves it on the CPU
     return bool(trainer.should_stop)
 
 
-def _trainer(job: Job, extra: list[Callback], leg: Leg, every: int) -> lightning.Trainer:
+def _trainer(job: Job, extra: list[Callback], averaged: list[Averaged], leg: Leg, every: int) -> lightning.Trainer:
     cfg, last = job.cfg.trainer, job.folder / CHECKPOINT
     return lightning.Trainer(
         accelerator=job.target.device.type, devices=cfg.devices, num_nodes=cfg.nodes, strategy=cfg.strategy,
@@ -72,7 +75,7 @@ def _trainer(job: Job, extra: list[Callback], leg: Leg, every: int) -> lightning
         gradient_clip_val=cfg.clip, val_check_interval=every * cfg.accumulate, check_val_every_n_epoch=None,
         num_sanity_val_steps=0, log_every_n_steps=WATCHED, enable_model_summary=False,
         logger=TensorBoardLogger(job.folder, name="", version="tensorboard"),
-        callbacks=[*extra, Bar(refresh_rate=5),
+        callbacks=[*extra, *averaged, Bar(refresh_rate=5),
                    ModelCheckpoint(last.parent, "last", every_n_epochs=1, save_on_train_epoch_end=False,
                                    enable_version_counter=False)],
     )  # fmt: skip

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from cotrain import acceptance, losses
 from cotrain.evaluate import HeldOut, Scores, evaluate, figures
+from cotrain.profile import profile
 from cotrain.rows import Truncate, chunked, positions, token_logs
 from cotrain.teacher import Remembering, split
 from cotrain.terms import Terms
@@ -158,6 +159,11 @@ class Distillation(lightning.LightningModule):
     def on(self, held_out: HeldOut) -> dict[str, Scores]:
         """The draft's scores on other texts."""
         return evaluate(held_out, self.read_draft, self.head_draft, self.head_target)
+
+    def profiles(self) -> dict[float, dict[str, Any]]:
+        """Of the held-out texts of each temperature, see `profile`."""
+        heads = (self.read_draft, self.head_draft, self.head_target)
+        return {t: profile(held_out, *heads) for t, held_out in self.held_out.items()}
 
     def acceptance(self) -> dict[str, float]:
         """Every figure of `evaluate`, named for its temperature."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from cotrain import bench, compare
+from cotrain import bench, compare, profile
 from cotrain.callbacks import RealSpeed
 from cotrain.config import TrainConfig
 from cotrain.evaluate import held_out
@@ -79,6 +79,13 @@ def biased(job: Job, module: Distillation, others: tuple[Texts, Surprise]) -> di
     return asdict(found) | {"alpha": alpha, "alpha_own": own}
 
 
+def _profiles(module: Distillation) -> dict[str, Any]:
+    """Acceptance by draft temperature and context, at each temperature of the target, and said."""
+    found = module.profiles()
+    print("\n".join(profile.line(t, one) for t, one in found.items()))
+    return {f"{t:g}": one for t, one in found.items()}
+
+
 def export(
     job: Job, module: Distillation, speed: RealSpeed, others: tuple[Texts, Surprise] | None = None
 ) -> dict[str, Any]:
@@ -99,6 +106,7 @@ def export(
         "held_out": module.acceptance(),
         "checkpoints": [{"step": kept.step, "speedup": kept.speedup, "tau": kept.tau} for kept in speed.kept],
         "exported_step": speed.fastest().step,
+        "profiles": _profiles(module),
         "training": made,
         "given_texts": biased(job, module, others) if others else None,
     }

@@ -1,5 +1,6 @@
 """Rounds of sample, train, swap the draft; and what several processes learn from."""
 
+import copy
 import json
 import time
 from dataclasses import replace
@@ -11,10 +12,12 @@ from typing import Any
 import datasets
 import pytest
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import PreTrainedModel
 
 from cotrain import bench, fit, rounds
+from cotrain.callbacks import Averaged
 from cotrain.data import Blocks
 from cotrain.rollout import Ask, Faster
 from cotrain.rounds import Leg, legs
@@ -110,3 +113,54 @@ def test_a_run_that_stopped_before_its_second_round_samples_with_what_it_had_lea
     settings = (*ROUNDS, "measure=false", "rollout.temperatures=[1.0]")
     assert job(place, "stopped", *settings) == 1 and job(place, "stopped", *settings) == 0
     assert same(*met)
+
+
+def test_the_average_is_shown_while_it_is_judged() -> None:
+    draft = torch.nn.Linear(1, 1, bias=False)
+    weight, module = draft.weight.data, SimpleNamespace(draft=draft)
+    trainer: Any = SimpleNamespace(global_step=0, state=SimpleNamespace(fn=TrainerFn.FITTING))
+    averaged = Averaged(0.75)
+    weight.fill_(4.0)
+    averaged.on_fit_start(trainer, module)
+    for step, value in ((1, 8.0), (1, 99.0), (2, 0.0)):  # the second batch ends no step
+        trainer.global_step = step
+        weight.fill_(value)
+        averaged.on_train_batch_end(trainer, module)
+    averaged.on_validation_start(trainer, module)
+    assert weight.item() == (4 * 0.75 + 8 * 0.25) * 0.75
+    averaged.on_validation_end(trainer, module)
+    assert weight.item() == 0.0
+    kept = copy.deepcopy(averaged.state_dict())
+    averaged.show(module)
+    averaged.on_validation_start(trainer, module)  # of a validation behind the last step
+    trainer.state.fn = TrainerFn.VALIDATING
+    averaged.on_validation_end(trainer, module)
+    assert weight.item() == 3.75
+    again = Averaged(0.75)
+    again.load_state_dict(kept)
+    weight.fill_(0.0)
+    again.on_fit_start(trainer, module)
+    again.show(module)
+    assert weight.item() == 3.75
+
+
+def test_an_averaged_run_resumes_and_exports_its_average(
+    place: Path,  # noqa: F811
+    run: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[int] = []
+
+    def quick(plan: object, k: int) -> dict[str, float]:
+        calls.append(k)
+        if len(calls) == 7:
+            raise OSError("the machine went down at step 4")
+        return {"speedup": 1.0}
+
+    monkeypatch.setattr(bench, "quick", quick)
+    settings = ("trainer.ema=0.9", "rollout.temperatures=[1.0]")
+    assert job(place, "averaged", *settings) == 0
+    assert job(place, "went down", *settings) == 1 and job(place, "went down", *settings) == 0
+    for step in (2, 4, 5):
+        one, two = weights(place / "averaged", step), weights(place / "went down", step)
+        assert same(one, two) and not same(one, weights(run, step))
