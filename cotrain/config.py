@@ -54,9 +54,11 @@ class GenerateConfig:
 
 @dataclass
 class Target:
-    """The model that is served; `bundled` is the one shipped under data/target."""
+    """The model that is served; `bundled` is the one shipped under data/target. adapter: a PEFT folder, merged into the
+    weights, or beside them where they are quantised."""
 
     path: str
+    adapter: str | None
     dtype: str  # auto: the checkpoint's own
     trust_remote_code: bool
 

@@ -23,7 +23,7 @@ from cotrain.rollouts import Texts
 from cotrain.sets import WHOLE, Part, Sampled, Share, Source, blocks_texts, corpus_part, joined, logged, sampled_part
 from cotrain.shards import Read, Shards
 from cotrain.surprise import Surprise, surprise
-from cotrain.teacher import identity, load_pair, split
+from cotrain.teacher import adapted, identity, load_pair, split
 from cotrain.terms import parse
 from inference import load
 from inference.client import Client
@@ -137,8 +137,10 @@ def _sped_up(path: str, target: PreTrainedModel, tokenizer: PreTrainedTokenizerB
 def models(
     cfg: TrainConfig | RolloutConfig | BenchConfig | ServeCheckConfig,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The target as it will be served, and its tokenizer. Raises as `teacher.load_pair`."""
-    return load_pair(cfg.target.path, cfg.quantisation.kind, cfg.target.dtype, cfg.target.trust_remote_code)
+    """The target as it will be served, and its tokenizer. Raises as `teacher.load_pair` and `teacher.adapted`."""
+    asked = cfg.target
+    target, tokenizer = load_pair(asked.path, cfg.quantisation.kind, asked.dtype, asked.trust_remote_code)
+    return adapted(target, asked.adapter) if asked.adapter else target, tokenizer
 
 
 def objective(name: str) -> str:

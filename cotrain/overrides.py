@@ -7,9 +7,9 @@ from typing import cast
 
 from cotrain.paths import folder
 
-# Keys whose value is taken literally, and every key that ends in `.path`. `null` unsets all but the text.
+# Keys, by their last name, whose value is taken literally. `null` unsets all but the text.
 TEXT = frozenset({"prompt"})
-FREE_TEXT = TEXT | {"prompts", "path", "folder", "cache", "output", "log", "url", "check"}
+FREE_TEXT = TEXT | {"prompts", "path", "adapter", "folder", "cache", "output", "log", "url", "check"}
 _SETTING = re.compile(r"(?P<sign>\+{0,2})(?P<key>\w[\w.@:/-]*)=(?P<value>.*)", re.DOTALL)
 
 
@@ -38,7 +38,7 @@ def _literal(key: str, value: str) -> bool:
         return False
     if value == "null" and key not in TEXT:
         return False
-    return key in FREE_TEXT or key.endswith(".path")
+    return key.rpartition(".")[2] in FREE_TEXT
 
 
 def literal(text: str) -> str:

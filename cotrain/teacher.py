@@ -4,7 +4,7 @@ import hashlib
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -59,6 +59,25 @@ def load_target(
         if weight.is_floating_point() and not bool(torch.isfinite(weight).all()):
             raise ValueError(f"target.path: {path} has NaN or infinite weights in {name}")
     return model.eval().requires_grad_(False)
+
+
+def adapted(model: PreTrainedModel, adapter: str) -> PreTrainedModel:
+    """The target with a PEFT adapter as it is served: merged into its weights, beside them where these are quantised.
+
+    Raises ValueError without peft, and for a folder that is no adapter of this target.
+    """
+    try:
+        from peft import PeftModel
+    except ImportError as error:
+        raise ValueError("target.adapter: it needs peft: pip install 'cotrain[adapter]'") from error
+    try:
+        if "quantization_config" in model.config.to_dict():
+            model.load_adapter(adapter)
+            return model.eval().requires_grad_(False)
+        merged: Any = PeftModel.from_pretrained(model, adapter).merge_and_unload()
+    except (ValueError, RuntimeError, OSError) as error:
+        raise ValueError(f"target.adapter: {adapter} is no adapter of this target: {error}") from error
+    return cast(PreTrainedModel, merged.eval().requires_grad_(False))
 
 
 def load_config(path: str, trust_remote_code: bool = False) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:

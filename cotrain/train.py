@@ -95,6 +95,7 @@ def export(
         "loss": {"first": loss.first, "then": loss.then, "switch": loss.switch, "hardest": loss.hardest},
         "temperatures": list(job.cfg.rollout.train_temperatures) or [job.cfg.regime.temperature],
         "steps": job.cfg.trainer.steps,
+        "adapter": job.cfg.target.adapter,
         "learnt": {
             "completions": job.chats,
             "template": dict(job.cfg.data.template),

@@ -19,14 +19,17 @@ def load(folder: str | Path, target: PreTrainedModel | str | None = None, **sett
     """An engine from a draft folder, which knows its target and draft length; `settings` as for Engine.
 
     target: a model (then give `tokenizer=`, or decode ids) or a path, when not the one that the folder names.
-    Raises ValueError for a folder that names no target and whatever `load_draft` refuses; warns of a target of
-    another shape than the draft was made for.
+    Raises ValueError for a folder that names no target, or one with an adapter, and whatever `load_draft` refuses;
+    warns of a target of another shape than the draft was made for.
     """
     made = read(folder).metadata
     tokenizer = settings.pop("tokenizer", None)
     if not isinstance(target, PreTrainedModel):
         if target is None and made is None:
             raise ValueError(f"{folder}: no cotrain.json names its target; give target=")
+        if target is None and made and made.made.get("adapter"):
+            both = f"{made.target['name']} with the adapter {made.made['adapter']}"
+            raise ValueError(f"{folder}: made for {both}: give target= a folder that it was merged into, or the model")
         place = resolve(str(target or (made.target["name"] if made else "")))
         tokenizer = tokenizer or load_tokenizer(Path(place))
         target = load_model(place, settings.pop("dtype", None))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
@@ -19,7 +20,7 @@ from transformers import (
 )
 
 from cotrain import draft
-from cotrain.teacher import fingerprint, load_pair, load_target, split
+from cotrain.teacher import adapted, fingerprint, load_pair, load_target, split
 from tests.folders import VOCABULARY, network, target_folder
 
 IDS = torch.tensor([[5, 9, 250, 17, 0, 3]])
@@ -173,6 +174,41 @@ def test_a_target_is_frozen_and_in_eval_mode(folder: Path) -> None:
     assert not model.training and not any(p.requires_grad for p in model.parameters())
     assert tokenizer.eos_token_id == 0 and model.dtype == torch.float32
     assert load_target(str(folder), dtype="bfloat16").dtype == torch.bfloat16
+
+
+@pytest.fixture
+def adapter(folder: Path, tmp_path: Path) -> str:
+    """A LoRA of random weights."""
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(folder), LoraConfig(r=4, target_modules=["q_proj", "up_proj"])
+    )
+    for name, weight in model.named_parameters():
+        if "lora" in name:
+            torch.nn.init.normal_(weight, std=0.2)
+    model.save_pretrained(tmp_path / "adapter")
+    return str(tmp_path / "adapter")
+
+
+def test_an_adapter_is_merged_into_the_target(folder: Path, adapter: str) -> None:
+    plain, wanted = load_target(str(folder)), PeftModel.from_pretrained(load_target(str(folder)), adapter)
+    model = adapted(load_target(str(folder)), adapter)
+    assert type(model) is type(plain) and not any(weight.requires_grad for weight in model.parameters())
+    assert torch.allclose(logits(model), logits(wanted), atol=1e-4)
+    assert not torch.allclose(logits(model), logits(plain), atol=1e-2)
+    assert fingerprint(model) != fingerprint(plain)
+
+
+def test_an_adapter_stands_beside_quantised_weights(folder: Path, adapter: str) -> None:
+    plain, model = load_target(str(folder), "nf4"), adapted(load_target(str(folder), "nf4"), adapter)
+    assert not torch.allclose(logits(model), logits(plain), atol=1e-2) and fingerprint(model) != fingerprint(plain)
+    whole = adapted(load_target(str(folder)), adapter)
+    assert (logits(model) - logits(whole)).abs().mean() < (logits(plain) - logits(whole)).abs().mean()
+
+
+def test_what_is_no_adapter_of_the_target_is_named(folder: Path, adapter: str, tmp_path: Path) -> None:
+    for model, place in ((load_target(str(folder)), str(tmp_path / "none")), (network(hidden=128), adapter)):
+        with pytest.raises(ValueError, match=f"target.adapter: {place} is no adapter of this target"):
+            adapted(model, place)
 
 
 def changed(folder: Path, tmp_path: Path, change: Callable[[dict[str, Tensor]], None]) -> str:

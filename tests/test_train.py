@@ -94,6 +94,16 @@ def test_the_draft_folder_decodes(run: Path, place: Path) -> None:
     assert out.tokens[0] == wanted
 
 
+def test_a_draft_of_an_adapted_target_does_not_load_the_bare_one(run: Path, place: Path) -> None:
+    folder = shutil.copytree(run / "draft", place / "adapted")
+    file = folder / "cotrain.json"
+    found = json.loads(file.read_text())
+    file.write_text(json.dumps(found | {"made": found["made"] | {"adapter": "/some/lora"}}))
+    with pytest.raises(ValueError, match="with the adapter /some/lora: give target="):
+        load(folder)
+    assert load(folder, str(place / "target")).policy.k == 2
+
+
 def test_transformers_takes_the_draft_as_its_assistant(run: Path, place: Path) -> None:
     target, assistant = (AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32)
                          for f in (place / "target", run / "draft"))  # fmt: skip

@@ -2,6 +2,8 @@
 
 # fmt: off
 ROWS_OF_BUGS = [
+    ('an_adapter_forgotten', 'inference/loading.py', 'if target is None and made and made.made.get("adapter"):', 'if False:', ['tests/test_train.py::test_a_draft_of_an_adapted_target_does_not_load_the_bare_one'], 'a draft meets a target that it was not made for'),
+    ('an_adapter_not_merged', 'cotrain/teacher.py', '.merge_and_unload()', '.unload()', ['tests/test_draft.py::test_an_adapter_is_merged_into_the_target'], 'the bare target teaches'),
     ('average_of_batches', 'cotrain/callbacks.py', 'if trainer.global_step > self.step:', 'if True:', ['tests/test_legs.py::test_the_average_is_shown_while_it_is_judged'], 'an average of summed batches forgets sooner'),
     ('average_kept_in_place', 'cotrain/callbacks.py', 'self.show(module, False)', 'pass', ['tests/test_legs.py::test_an_averaged_run_resumes_and_exports_its_average'], 'steps go on from the average'),
     ('profile_without_cut', 'cotrain/profile.py', 'return logs if held.truncate is None else', 'return logs if True else', ['tests/test_profile.py::test_alpha_over_both_temperatures_is_the_overlap_of_the_laws_served'], 'acceptance of laws that are not served'),
