@@ -275,12 +275,14 @@ class RolloutConfig:
 @dataclass
 class Matrix:
     """Many arms over temperatures (none: no matrix) and batch sizes; k: the draft length of engines that plan none;
-    vllm: the interpreter of a vLLM installation."""
+    vllm: the interpreter of a vLLM installation. targets, drafts: instead, how weights are held (none, int8, nf4)."""
 
     temperatures: list[float]
     batches: list[int]
     k: int
     vllm: str | None
+    targets: list[str]
+    drafts: list[str]
 
 
 @dataclass

@@ -1,12 +1,14 @@
 """`cotrain bench`: measure a draft folder against plain decoding on the same engine."""
 
+import copy
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from cotrain import bench, synthetic
+from cotrain import bench, bits, synthetic
 from cotrain.config import BenchConfig
 from cotrain.data import source_of
 from cotrain.errors import UserError
@@ -36,6 +38,16 @@ def _prompts(cfg: BenchConfig, target: PreTrainedModel, tokenizer: PreTrainedTok
         return []
     source = source_of(cfg.data, "held_out", tokenizer, ends_of(target))
     return source.several(cfg.bench.prompt_tokens, cfg.bench.seed)
+
+
+def _bits(cfg: BenchConfig, plan: bench.Plan) -> list[dict[str, Any]]:
+    def load(kind: str) -> PreTrainedModel:
+        held = copy.deepcopy(cfg)
+        held.quantisation.kind = kind
+        return models(held)[0]
+
+    asked, temperatures = cfg.matrix, cfg.matrix.temperatures or [plan.sampling.temperature]
+    return bits.table(plan, load, asked.targets, asked.drafts, temperatures, asked.k)
 
 
 def _synthetic(cfg: BenchConfig, alpha: float) -> None:
@@ -71,7 +83,9 @@ def run(cfg: BenchConfig) -> None:
         own = _prompts(cfg, target, tokenizer)
         plan = bench.Plan(target, tokenizer, draft, sampling(cfg.regime), cfg.verify, cfg.bench, names, drafts, own=own)
         report = bench.measure(plan)
-        if cfg.matrix.temperatures:
+        if cfg.matrix.targets:
+            report["extra"]["bits"] = _bits(cfg, plan)
+        elif cfg.matrix.temperatures:
             report["extra"]["matrix"] = matrix(plan, _grid(cfg, folder.path))
         write_atomic(folder.path / "report.json", json.dumps(report, indent=2) + "\n")
         folder.finish()

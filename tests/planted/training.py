@@ -2,6 +2,8 @@
 
 # fmt: off
 ROWS_OF_BUGS = [
+    ('bits_on_texts_of_another_target', 'cotrain/bits.py', 'base = replace(plan, target=load(target))', 'base = replace(plan, target=load(targets[0]))', ['tests/test_bits.py::test_the_table_has_each_target_temperature_and_draft'], 'a quantised target looks as good as the whole one'),
+    ('a_rounded_embedding', 'cotrain/bits.py', 'module.weight = nn.Parameter(held(module.weight, kind), requires_grad=False)', 'module.weight.copy_(held(module.weight, kind))', ['tests/test_bits.py::test_an_int8_draft_has_the_law_that_a_cpu_serves'], 'a tied embedding is rounded with its head'),
     ('an_adapter_forgotten', 'inference/loading.py', 'if target is None and made and made.made.get("adapter"):', 'if False:', ['tests/test_train.py::test_a_draft_of_an_adapted_target_does_not_load_the_bare_one'], 'a draft meets a target that it was not made for'),
     ('an_adapter_not_merged', 'cotrain/teacher.py', '.merge_and_unload()', '.unload()', ['tests/test_draft.py::test_an_adapter_is_merged_into_the_target'], 'the bare target teaches'),
     ('average_of_batches', 'cotrain/callbacks.py', 'if trainer.global_step > self.step:', 'if True:', ['tests/test_legs.py::test_the_average_is_shown_while_it_is_judged'], 'an average of summed batches forgets sooner'),

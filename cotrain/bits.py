@@ -1,0 +1,100 @@
+"""Acceptance and speed by how the weights of target and draft are held, and by temperature."""
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from cotrain.bench import BATCH, Plan
+from inference import Sampling, predict
+from inference.measure import engine_arm, interleave
+from inference.parity import pair_figures
+from inference.proposers import Independent
+
+KINDS = ("none", "int8", "nf4")
+Load = Callable[[str], PreTrainedModel]  # the target, held as a quantisation of `teacher.QUANTISATIONS`
+
+
+def held(weight: Tensor, kind: str) -> Tensor:
+    """weight (out, in) as numbers that `kind` can hold, in its own dtype: int8, one scale a row, as `lean` rounds; nf4,
+    one scale 64 values (Dettmers et al. 2023, 2305.14314). Raises ValueError for another kind."""
+    if kind == "none":
+        return weight
+    if kind == "int8":
+        scale = (weight.float().abs().amax(1, keepdim=True).clamp(min=1e-12) / 127).bfloat16().float()
+        return ((weight.float() / scale).round().clamp(-127, 127) * scale).to(weight.dtype)
+    if kind == "nf4":
+        from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+        return dequantize_4bit(*quantize_4bit(weight.contiguous(), quant_type="nf4")).to(weight.dtype)
+    raise ValueError(f"matrix.drafts: {kind!r} is none of {', '.join(KINDS)}")
+
+
+@torch.no_grad()
+def rounded(draft: PreTrainedModel, kind: str) -> PreTrainedModel:
+    """A copy whose projections are held so, the head as bitsandbytes leaves it: in int8 as a CPU serves it here, in nf4
+    whole. Its embeddings keep their numbers, tied to the head or not."""
+    made = copy.deepcopy(draft)
+    head = made.get_output_embeddings()
+    for module in made.modules():
+        if isinstance(module, nn.Linear) and (module is not head or kind == "int8"):
+            module.weight = nn.Parameter(held(module.weight, kind), requires_grad=False)
+    return made
+
+
+def table(plan: Plan, load: Load, targets: Sequence[str], drafts: Sequence[str], temperatures: Sequence[float], k: int,
+          say: Callable[[str], None] = print) -> list[dict[str, Any]]:  # fmt: skip
+    """One entry a target, temperature and draft: alpha = sum_v min(p, q) and tau(k) on texts of that very target, and
+    the speed-up over its own plain decoding on a few prompts; nf4 drafts are timed as what they hold, in bfloat16."""
+    cells = []
+    for target in targets:
+        base = replace(plan, target=load(target))
+        for temperature in temperatures:
+            here = replace(base, sampling=Sampling(temperature=temperature))
+            texts = _texts(here)
+            for draft in drafts:
+                cells.append({"target": target, "temperature": temperature, "draft": draft, "k": k}
+                             | _cell(_with(here, draft), texts, k))  # fmt: skip
+                say(line(cells[-1]))
+    return cells
+
+
+def _with(plan: Plan, kind: str) -> Plan:
+    bench = copy.copy(plan.bench)
+    bench.draft_int8 = kind == "int8"
+    return replace(plan, draft=rounded(plan.served, kind), bench=bench)
+
+
+def _texts(plan: Plan) -> Any:
+    size = plan.bench
+    prompts = plan.prompts(size.quick_prompts + size.prompts, 2 * BATCH)
+    arm = engine_arm("plain", plan.plain(BATCH), plan.sampling, size.new_tokens)
+    return interleave([arm], prompts, BATCH, size.seed, warmup=0).texts("plain")
+
+
+def _cell(plan: Plan, texts: Any, k: int) -> dict[str, Any]:
+    size, sampling = plan.bench, plan.sampling
+    counted = Independent(plan.draft, plan.objective == "greedy")
+    figures = pair_figures(plan.engine(k, BATCH), counted, texts, sampling, size.new_tokens, 0.0)
+    tokens = figures.lengths.sum()
+    ratios = predict.r_from(figures.logp, figures.logq)
+    arms = [engine_arm("speculative", plan.engine(k), sampling, size.new_tokens),
+            engine_arm("plain", plan.plain(), sampling, size.new_tokens)]  # fmt: skip
+    timing = interleave(arms, plan.prompts(0, size.quick_prompts), size.rows, size.seed)
+    return {
+        "alpha": float(figures.alpha.sum() / tokens),
+        "tau": float(predict.tau(ratios, k, figures.lengths)),
+        "tokens": int(tokens),
+        "speedup": timing.ratio("speculative", "plain")._asdict(),
+        "plain": timing.speed("plain"),
+    }
+
+
+def line(cell: dict[str, Any]) -> str:
+    ratio, who = cell["speedup"], f"target {cell['target']:<4}  T {cell['temperature']:<4g} draft {cell['draft']:<4}"
+    return (f"{who}  alpha {cell['alpha']:.3f}  tau({cell['k']}) {cell['tau']:.3f}  {ratio['value']:.2f}x "
+            f"[{ratio['low']:.2f}, {ratio['high']:.2f}] of {cell['plain']:.0f} tokens/s")  # fmt: skip

@@ -1,0 +1,79 @@
+"""How weights are held: the numbers that each way can hold, and the table over them."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from cotrain.bits import held, rounded, table
+from cotrain.cli import main
+from inference.target import LM
+from tests.folders import network, own_texts, target_folder
+from tests.test_matrix import plan_of
+from tests.test_train import SIZES
+
+WEIGHT = torch.randn(8, 128, generator=torch.Generator().manual_seed(0))
+
+
+def test_each_way_holds_few_numbers_near_the_weights() -> None:
+    assert held(WEIGHT, "none") is WEIGHT
+    int8, nf4 = held(WEIGHT, "int8"), held(WEIGHT, "nf4")
+    assert all(len(row.unique()) <= 255 for row in int8) and all(len(part.unique()) <= 16 for part in nf4.view(16, 64))
+    errors = [(one - WEIGHT).abs().mean() for one in (int8, nf4)]
+    assert 0 < errors[0] < 0.02 and errors[0] < errors[1] < 0.15
+    with pytest.raises(ValueError, match="matrix.drafts: 'int3' is none of none, int8, nf4"):
+        held(WEIGHT, "int3")
+
+
+def test_an_int8_draft_has_the_law_that_a_cpu_serves() -> None:
+    draft, ids = network(layers=1).bfloat16(), torch.arange(2, 34).view(2, 16)
+    served = LM(draft, 2, 300, int8=True)
+    wanted = torch.cat([served.forward(ids[:, i : i + 1], [i, i]) for i in range(16)], 1)
+    made = rounded(draft, "int8")
+    assert torch.equal(made.get_input_embeddings().weight, draft.get_input_embeddings().weight)
+    with torch.no_grad():
+        apart = [(model(ids).logits.float() - wanted.float()).abs().mean() for model in (made, draft)]
+    assert apart[0] < 0.7 * apart[1]  # bfloat16 rounds what both multiply
+
+
+def test_a_draft_is_never_changed() -> None:
+    draft = network(layers=1)
+    before = {name: value.clone() for name, value in draft.state_dict().items()}
+    rounded(draft, "nf4")
+    assert all(torch.equal(value, before[name]) for name, value in draft.state_dict().items())
+
+
+def test_the_table_has_each_target_temperature_and_draft() -> None:
+    plan = plan_of()
+    target, other = plan.target, network(seed=2)
+    plan = replace(plan, draft=target, bench=SimpleNamespace(**vars(plan.bench) | {"draft_dtype": "auto"}))
+    loaded: list[str] = []
+
+    def load(kind: str) -> torch.nn.Module:
+        loaded.append(kind)
+        return target if kind == "none" else other
+
+    said: list[str] = []
+    cells = table(plan, load, ["none", "int8"], ["none", "nf4"], [0.0, 1.0], 2, said.append)
+    assert loaded == ["none", "int8"] and len(cells) == len(said) == 8
+    found = {(cell["target"], cell["temperature"], cell["draft"]): cell for cell in cells}
+    same = found["none", 1.0, "none"]
+    assert same["alpha"] > 0.999 and 2.5 < same["tau"] <= 3  # a draft that is the target
+    assert found["none", 1.0, "nf4"]["alpha"] < 0.99 and found["int8", 1.0, "none"]["alpha"] < 0.7
+    assert all(cell["speedup"]["value"] > 0 and cell["tokens"] > 0 for cell in cells)
+
+
+def test_the_bench_writes_it(tmp_path: Path) -> None:
+    target_folder(tmp_path / "target")
+    own_texts(tmp_path / "own.jsonl")
+    paths = [f"target.path={tmp_path / 'target'}", f"data.path={tmp_path / 'own.jsonl'}"]
+    assert main(["train", *paths, *SIZES, f"output={tmp_path / 'run'}", "trainer.steps=1"]) == 0
+    sizes = [setting for setting in SIZES if setting.startswith("bench.")]
+    asked = ["matrix.targets=[none,int8]", "matrix.drafts=[none]", "matrix.temperatures=[1]", "matrix.k=2"]
+    paths = [paths[0], f"draft.path={tmp_path / 'run' / 'draft'}", f"output={tmp_path / 'bench'}"]
+    assert main(["bench", *paths, *sizes, *asked]) == 0
+    cells = json.loads((tmp_path / "bench" / "report.json").read_text())["extra"]["bits"]
+    assert [cell["target"] for cell in cells] == ["none", "int8"] and cells[0]["alpha"] != cells[1]["alpha"]
