@@ -92,14 +92,16 @@ def _hydra(name: str, arguments: list[str]) -> int:
     from cotrain.config import register
 
     register()
-    quoted, statuses = quote(arguments), [0]
+    quoted, statuses, outputs = quote(arguments), [0], list[str]()
     flags = [argument for argument in quoted if not is_setting(argument)]
     settings = [argument for argument in quoted if is_setting(argument)]
     typed, full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
 
-    def job(cfg: "DictConfig") -> None:
+    def job(cfg: "DictConfig") -> float | None:
         sys.argv = typed  # what starts this process anew reads it
-        statuses.append(_job(name, cfg, settings))
+        status, value = _job(name, cfg, settings, outputs)
+        statuses.append(status)
+        return value  # what a sweeper of Hydra's would maximise
 
     with tempfile.TemporaryDirectory(prefix="cotrain-") as scratch:
         sys.argv = [f"cotrain {name}", *flags, *_options(name, scratch, settings), *settings]
@@ -111,7 +113,16 @@ def _hydra(name: str, arguments: list[str]) -> int:
             os.environ.pop("HYDRA_FULL_ERROR")
             if full_error is not None:
                 os.environ["HYDRA_FULL_ERROR"] = full_error
+    if len(outputs) > 1:
+        _compared(name, outputs)
     return max(statuses)
+
+
+def _compared(name: str, outputs: list[str]) -> None:
+    """What a command says of all jobs of a sweep."""
+    swept = getattr(importlib.import_module(f"cotrain.commands.{name}"), "swept", None)
+    if swept:
+        swept(outputs)
 
 
 def _options(name: str, scratch: str, arguments: Sequence[str]) -> list[str]:
@@ -130,8 +141,9 @@ def _options(name: str, scratch: str, arguments: Sequence[str]) -> list[str]:
     return [f"{key}={value}" for key, value in settings.items() if key not in given]
 
 
-def _job(name: str, cfg: "DictConfig", arguments: Sequence[str]) -> int:
-    """Run the command once. Hydra would wrap what it raises in lines of its own: it is told here."""
+def _job(name: str, cfg: "DictConfig", arguments: Sequence[str], outputs: list[str]) -> tuple[int, float | None]:
+    """Run the command once: its status, and its figure, if it has one; where it writes goes to `outputs`. Hydra would
+    wrap what it raises in lines of its own: it is told here."""
     from omegaconf import OmegaConf
 
     from cotrain.config import checked
@@ -141,11 +153,11 @@ def _job(name: str, cfg: "DictConfig", arguments: Sequence[str]) -> int:
     try:
         cfg = checked(name, cfg)
         _own_folder(name, cfg, arguments)
-        run: Callable[[DictConfig], None] = importlib.import_module(f"cotrain.commands.{name}").run
-        run(cfg)
-        return 0
+        outputs.append(str(OmegaConf.select(cfg, "output")))
+        run: Callable[[DictConfig], float | None] = importlib.import_module(f"cotrain.commands.{name}").run
+        return 0, run(cfg)
     except Exception as error:
-        return _failed(name, error, OmegaConf.select(cfg, "output"))
+        return _failed(name, error, OmegaConf.select(cfg, "output")), None
 
 
 def _own_folder(name: str, cfg: "DictConfig", arguments: Sequence[str]) -> None:
@@ -162,6 +174,8 @@ def _own_folder(name: str, cfg: "DictConfig", arguments: Sequence[str]) -> None:
     values = [text for text in hydra.overrides.task if text.partition("=")[0] in swept]
     title = ",".join(values) or f"job {hydra.job.num}"
     print(f"cotrain {name}: {title}", file=sys.stderr)
+    if "label" in cfg and cfg.label is None:
+        cfg.label = title
     if "output" in cfg and "output" not in swept:
         cfg.output = os.path.join(cfg.output, re.sub(r"[^\w.,=+-]", "_", title))
 

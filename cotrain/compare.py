@@ -63,7 +63,7 @@ def read(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def compare(runs: dict[str, list[dict[str, Any]]], baseline: str) -> list[Gain]:
-    """Every label at every temperature and k, paired by seed and text with the baseline.
+    """Every label at every temperature that the baseline has too, and k, paired by seed and text with the baseline.
 
     Each resample draws seeds, and texts, with replacement, the same for both sides. Raises UserError when the
     baseline is missing, or runs were not judged on the same texts.
@@ -72,7 +72,7 @@ def compare(runs: dict[str, list[dict[str, Any]]], baseline: str) -> list[Gain]:
         raise UserError(f"baseline={baseline}: the runs are {', '.join(sorted(runs))}")
     gains = []
     for label, mine in runs.items():
-        for temperature in mine[0]["texts"]:
+        for temperature in (t for t in mine[0]["texts"] if t in runs[baseline][0]["texts"]):
             for k in DEPTHS:
                 gains.append(_gain(label, mine, runs[baseline], temperature, k))
     return sorted(gains, key=lambda gain: (gain.temperature, gain.k, -gain.tau))
@@ -99,13 +99,14 @@ def _calls(runs: Sequence[dict[str, Any]], temperature: str, k: int) -> np.ndarr
 
 def table(gains: Sequence[Gain], baseline: str) -> str:
     """Aligned text, one line a label, temperature and draft length."""
+    wide = max(len("label"), *(len(gain.label) for gain in gains))
     lines = [
-        f"{'T':>4}  {'k':>2}  {'label':<14} seeds  alpha     kl  H(q)    ECE    tau  over {baseline} [95 % interval]"
+        f"{'T':>4}  {'k':>2}  {'label':<{wide}} seeds  alpha     kl  H(q)    ECE    tau  over {baseline} [95 % interval]"
     ]
     for g in gains:
         interval = f"{g.gain:+.2%} [{g.low:+.2%}, {g.high:+.2%}]"
         lines.append(
-            f"{g.temperature:>4}  {g.k:>2}  {g.label:<14} {g.seeds:>5}  {g.alpha:.3f}  {g.kl:5.3f}  {g.entropy:4.2f}"
+            f"{g.temperature:>4}  {g.k:>2}  {g.label:<{wide}} {g.seeds:>5}  {g.alpha:.3f}  {g.kl:5.3f}  {g.entropy:4.2f}"
             f"  {g.calibration:.3f}  {g.tau:.3f}  {interval}"
         )
     return "\n".join(lines)

@@ -5,15 +5,17 @@ import json
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from lightning.pytorch.loggers import TensorBoardLogger
+from omegaconf import OmegaConf
 from transformers import PreTrainedTokenizerBase
 
 from cotrain import bench, compare, profile
 from cotrain.callbacks import RealSpeed
 from cotrain.config import TrainConfig
-from cotrain.evaluate import held_out
+from cotrain.evaluate import DEPTHS, held_out
 from cotrain.fit import fit
 from cotrain.job import Job, build, foreign, initial, models, objective, settle
 from cotrain.module import Distillation
@@ -65,9 +67,15 @@ def keep_figures(job: Job, module: Distillation) -> None:
     """What `cotrain compare` reads: held-out figures of the last step, text by text."""
     loss = job.cfg.loss
     label = job.cfg.label or (f"{loss.first}_then_{loss.then}" if loss.then else loss.first)
-    found = {"label": label, "seed": job.cfg.trainer.seed, "steps": job.cfg.trainer.steps,
+    k, settings = job.cfg.policy.k or DEPTHS, OmegaConf.to_container(cast(Any, job.cfg), resolve=True)
+    tau = module.tau(k, objective(job.cfg.objective))
+    found = {"label": label, "seed": job.cfg.trainer.seed, "steps": job.cfg.trainer.steps, "tau": tau,
              "texts": compare.per_text(module.scores()), "environment": environment()}  # fmt: skip
     write_atomic(job.folder / compare.FIGURES, json.dumps(found) + "\n")
+    alpha = module.scores()[module.temperature].alpha
+    logger = TensorBoardLogger(job.folder, name="", version="tensorboard")
+    logger.log_hyperparams(cast(dict[str, Any], settings), {f"held_out/tau_{k}": tau, "held_out/alpha": alpha})
+    logger.finalize("success")
 
 
 def biased(job: Job, module: Distillation, others: tuple[Texts, Surprise]) -> dict[str, Any]:

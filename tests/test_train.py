@@ -172,6 +172,27 @@ def test_a_sweep_without_measurement_keeps_figures_only(place: Path) -> None:
     assert not (place / "sweep" / "draft").exists()
 
 
+def test_a_sweep_ends_in_one_table(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = (
+        "measure=false",
+        "rollout.temperatures=[1.0]",
+        "trainer.steps=2",
+        f"rollout.folder={place / 'swept texts'}",
+    )
+    assert job(place, "swept", *settings, "-m", "loss=kl,tv", "regime=t1,t05") == 0
+    said = capsys.readouterr().out
+    assert "over loss=kl,regime=t1 [95 % interval]" in said
+    rows = [line.split() for line in said.splitlines() if line.strip().startswith(("1 ", "0.5 "))]
+    assert {row[2] for row in rows if row[0] == "1"} == {
+        f"loss={a},regime={b}" for a in ("kl", "tv") for b in ("t1", "t05")
+    }
+    assert {row[0] for row in rows} == {"1"}  # the first run was not judged at 0.5
+    events = EventAccumulator(str(place / "swept" / "loss=tv,regime=t1" / "tensorboard"))
+    events.Reload()
+    assert events.Scalars("held_out/tau_2")[0].value > 1
+    assert "_hparams_/session_start_info" in events.summary_metadata
+
+
 def test_runs_share_texts_and_what_the_target_says_of_them(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shared = (
         "measure=false",

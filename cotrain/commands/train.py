@@ -1,31 +1,37 @@
 """`cotrain train`: the main job."""
 
 import json
+import math
+import sys
 from pathlib import Path
 from typing import Any, cast
 
 from omegaconf import OmegaConf
 
+from cotrain.compare import FIGURES, compare, read
+from cotrain.compare import table as compared
 from cotrain.config import TrainConfig
+from cotrain.errors import UserError
 from cotrain.folders import claim
 from cotrain.ranks import rank
 from cotrain.train import distil
 from inference.report import table
 
 
-def run(cfg: TrainConfig) -> None:
-    """Check, or distil into `output` and print the table; a finished run only prints its table again."""
+def run(cfg: TrainConfig) -> float | None:
+    """Check, or distil into `output` and print the table; a finished run only prints its table again. tau at the draft
+    length of the checkpoints, in the regime, at the last step."""
     if cfg.check:
         from cotrain.check import check
 
         print("\n".join(check(cfg)))
-        return
+        return None
     settings = dict(cast(dict[str, Any], OmegaConf.to_container(cast(Any, cfg), resolve=True)))
     for key in ("overwrite", "check", "output"):
         del settings[key]
     if rank():  # of a run that the first process holds
         distil(cfg, Path(cfg.output))
-        return
+        return None
     with claim(cfg.output, cfg.overwrite, settings) as folder:
         if folder.state != "finished":
             distil(cfg, folder.path)
@@ -34,3 +40,20 @@ def run(cfg: TrainConfig) -> None:
     if cfg.measure:
         print(table(json.loads((folder.path / "draft" / "report.json").read_text())))
         print(f"draft: {folder.path / 'draft'}")
+    return float(json.loads((folder.path / FIGURES).read_text(encoding="utf-8")).get("tau", math.nan))
+
+
+def swept(outputs: list[str]) -> None:
+    """One table of the runs of a sweep, over the first, at the temperatures that all are judged at."""
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for output in outputs:
+        if (Path(output) / FIGURES).exists():
+            for label, found in read(Path(output)).items():
+                runs.setdefault(label, []).extend(found)
+    if len(runs) < 2:
+        return
+    baseline = next(iter(runs))
+    try:
+        print(compared(compare(runs, baseline), baseline))
+    except UserError as error:
+        print(f"cotrain train: no table of the sweep: {error}", file=sys.stderr)
