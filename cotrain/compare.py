@@ -101,12 +101,13 @@ def table(gains: Sequence[Gain], baseline: str) -> str:
     """Aligned text, one line a label, temperature and draft length."""
     wide = max(len("label"), *(len(gain.label) for gain in gains))
     lines = [
-        f"{'T':>4}  {'k':>2}  {'label':<{wide}} seeds  alpha     kl  H(q)    ECE    tau  over {baseline} [95 % interval]"
+        f"{'T':>4}  {'k':>2}  {'label':<{wide}} seeds  alpha     kl  H(q)    ECE    tau  over {baseline} "
+        "[95 % interval]"
     ]
     for g in gains:
         interval = f"{g.gain:+.2%} [{g.low:+.2%}, {g.high:+.2%}]"
         lines.append(
-            f"{g.temperature:>4}  {g.k:>2}  {g.label:<{wide}} {g.seeds:>5}  {g.alpha:.3f}  {g.kl:5.3f}  {g.entropy:4.2f}"
-            f"  {g.calibration:.3f}  {g.tau:.3f}  {interval}"
+            f"{g.temperature:>4}  {g.k:>2}  {g.label:<{wide}} {g.seeds:>5}  {g.alpha:.3f}  {g.kl:5.3f}"
+            f"  {g.entropy:4.2f}  {g.calibration:.3f}  {g.tau:.3f}  {interval}"
         )
     return "\n".join(lines)
