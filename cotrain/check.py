@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from cotrain.config import TrainConfig
 from cotrain.errors import UserError
 from cotrain.job import initial
-from cotrain.rows import LAWS
+from cotrain.rows import positions
 from cotrain.teacher import load_config
 
 WEIGHT_BYTES = {"none": 2.0, "int8": 1.0, "nf4": 0.5}
@@ -76,7 +76,9 @@ def estimate(cfg: TrainConfig, config: PretrainedConfig) -> Need:
     text = config.get_text_config()
     tokens = cfg.trainer.batch * cfg.data.block
     activations = tokens * text.hidden_size * text.num_hidden_layers * 4.0
-    laws = min(tokens * text.vocab_size, LAWS) * 4 * 8.0  # one chunk of laws, forward and backward
+    laws = (
+        min(tokens, positions(text.vocab_size)) * text.vocab_size * 4 * 8.0
+    )  # one chunk of laws, forward and backward
     memory = big * WEIGHT_BYTES[cfg.quantisation.kind] + small * TRAINED_BYTES + activations + laws
     disk = small * 4.0 * (cfg.trainer.validations + 4)
     work = cfg.trainer.steps * tokens * (2.0 * big + 6.0 * small)
