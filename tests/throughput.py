@@ -3,9 +3,9 @@
     python -m tests.throughput [outputs/results/throughput.json]
 
 One forward and backward on the same 8 texts of 256 tokens, in turn: cotrain's training step (target live, forward KL,
-total variation, and forward KL on texts that come again, whose states of the target are remembered), the two models alone (the target's forward, the draft's forward and backward of the sum of its
-logits), and GKDTrainer's training step where `trl` is installed. Draft: four of the bundled target's layers in float32
-under bfloat16 autocast, as in training.
+total variation, and forward KL on texts that come again, whose states of the target are remembered), the two models
+alone (the target's forward, the draft's forward and backward of the sum of its logits), and GKDTrainer's training step
+where `trl` is installed. Draft: four of the bundled target's layers in float32 under bfloat16 autocast, as in training.
 """
 
 import copy
