@@ -68,6 +68,7 @@ def draw(drafts: list[dict[str, Any]], heads: list[dict[str, Any]], path: Path) 
             axes.annotate(name, (row["alpha_kl"], 100 * row["gain"]), (4, 4), textcoords="offset points", fontsize=7)
     axes.axhline(0, color="grey", linewidth=0.8)
     axes.set(xlabel="acceptance that forward KL reaches, T = 1", ylabel="gain of KL then total variation, %")
+    axes.margins(x=0.1)
     axes.legend(fontsize=8)
     figure.savefig(path, metadata={"Date": None})
 
