@@ -1,7 +1,7 @@
 """Measuring a pair with the bundled engine: quickly at each checkpoint, in full for what is exported."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -169,9 +169,15 @@ def settled(plan: Plan) -> tuple[Plan, Costs]:
 def costs_of(plan: Plan) -> Costs:
     """Costs in the middle of a text of the bench's length."""
     size = plan.bench
-    context = size.prompt_tokens + size.new_tokens // 2
+    prompt = sum(map(len, plan.own)) // len(plan.own) if plan.own else size.prompt_tokens
+    context = prompt + size.new_tokens // 2
     target = plan.engine(1).target  # as rounds run it: other slots would be another graph
     return measure_costs(target, plan.proposer(), max(size.depths), context=context, sampling=plan.sampling)
+
+
+def rule(verify: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """tau of a verification rule, and what of the laws it takes."""
+    return (predict.tau_block, predict.l_from) if verify == "block" else (predict.tau, predict.r_from)
 
 
 def taus(plan: Plan) -> dict[int, float]:
@@ -181,8 +187,7 @@ def taus(plan: Plan) -> dict[int, float]:
     arm = engine_arm("plain", plan.plain(BATCH), plan.sampling, size.new_tokens)
     texts = interleave([arm], prompts, BATCH, size.seed, warmup=0).texts("plain")
     figures = _figures(plan, plan.engine(longest, BATCH), texts)
-    block = plan.verify == "block"
-    tau, of = (predict.tau_block, predict.l_from) if block else (predict.tau, predict.r_from)
+    tau, of = rule(plan.verify)
     ratios = of(figures.logp, figures.logq)
     return {k: float(tau(ratios, k, figures.lengths)) for k in range(1, longest + 1)}
 

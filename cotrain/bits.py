@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from cotrain.bench import BATCH, Plan
-from inference import Sampling, predict
+from cotrain.bench import BATCH, Plan, rule
 from inference.measure import engine_arm, interleave
 from inference.parity import pair_figures
 from inference.proposers import Independent
@@ -52,9 +51,9 @@ def table(plan: Plan, load: Load, targets: Sequence[str], drafts: Sequence[str],
     the speed-up over its own plain decoding on a few prompts; nf4 drafts are timed as what they hold, in bfloat16."""
     cells = []
     for target in targets:
-        base = replace(plan, target=load(target))
+        plan = replace(plan, target=load(target))
         for temperature in temperatures:
-            here = replace(base, sampling=Sampling(temperature=temperature))
+            here = replace(plan, sampling=replace(plan.sampling, temperature=temperature))
             texts = _texts(here)
             for draft in drafts:
                 cells.append({"target": target, "temperature": temperature, "draft": draft, "k": k}
@@ -81,13 +80,13 @@ def _cell(plan: Plan, texts: Any, k: int) -> dict[str, Any]:
     counted = Independent(plan.draft, plan.objective == "greedy")
     figures = pair_figures(plan.engine(k, BATCH), counted, texts, sampling, size.new_tokens, 0.0)
     tokens = figures.lengths.sum()
-    ratios = predict.r_from(figures.logp, figures.logq)
+    tau, of = rule(plan.verify)
     arms = [engine_arm("speculative", plan.engine(k), sampling, size.new_tokens),
             engine_arm("plain", plan.plain(), sampling, size.new_tokens)]  # fmt: skip
     timing = interleave(arms, plan.prompts(0, size.quick_prompts), size.rows, size.seed)
     return {
         "alpha": float(figures.alpha.sum() / tokens),
-        "tau": float(predict.tau(ratios, k, figures.lengths)),
+        "tau": float(tau(of(figures.logp, figures.logq), k, figures.lengths)),
         "tokens": int(tokens),
         "speedup": timing.ratio("speculative", "plain")._asdict(),
         "plain": timing.speed("plain"),

@@ -49,8 +49,13 @@ class RealSpeed(Callback):
         if trainer.is_global_zero:
             module.draft.save_pretrained(path)
         self.kept.append(Kept(trainer.global_step, path, figures["speedup"], self.tau()))
-        if self.patience and len(self.kept) - 1 - self.kept.index(self.fastest()) >= self.patience:
+        if self.stale:
             trainer.should_stop = True
+
+    @property
+    def stale(self) -> bool:
+        """Whether patience has run out."""
+        return bool(self.patience) and len(self.kept) - 1 - self.kept.index(self.fastest()) >= self.patience
 
     def state_dict(self) -> dict[str, Any]:
         return {"kept": [(k.step, str(k.path.name), k.speedup, k.tau) for k in self.kept]}
@@ -80,7 +85,10 @@ class Averaged(Callback):
         weights = list(module.draft.parameters())
         kept = self.average or [weight.detach().clone() for weight in weights]
         self.average = [one.to(weight) for one, weight in zip(kept, weights, strict=True)]
-        self.step, self.shown = trainer.global_step, False
+        self.shown = False
+
+    def on_train_start(self, trainer: lightning.Trainer, module: Any) -> None:
+        self.step = trainer.global_step  # a resumed trainer knows it by now
 
     def on_train_batch_end(self, trainer: lightning.Trainer, module: Any, *_: Any) -> None:
         if trainer.global_step > self.step:  # not every batch ends a step

@@ -47,7 +47,7 @@ def check(cfg: TrainConfig) -> list[str]:
         f"vocabulary    tokenizer {vocabulary}, model {config.get_text_config().vocab_size} (padded rows get no mass)",
         f"memory        {need.memory / GIB:.2f} GiB of {memory / GIB:.1f} available",
         f"disk          {need.disk / GIB:.2f} GiB of {disk / GIB:.1f} free at {cfg.output}",
-        f"steps         {cfg.trainer.steps} of {cfg.trainer.batch} x {cfg.data.block} tokens",
+        f"steps         {cfg.trainer.steps} of {cfg.trainer.batch * cfg.trainer.accumulate} x {cfg.data.block} tokens",
         f"duration      about {need.seconds / 60:.0f} minutes of training, from a quick measure of this machine",
     ]
     if need.memory > memory:
@@ -74,14 +74,14 @@ def estimate(cfg: TrainConfig, config: PretrainedConfig) -> Need:
         draft = initial(cfg, target) if cfg.init.kind != "pretrained" else target
     big, small = _count(target), _count(draft)
     text = config.get_text_config()
-    tokens = cfg.trainer.batch * cfg.data.block
+    whole = cfg.trainer.batch * cfg.data.block  # of all devices
+    tokens = whole // (cfg.trainer.devices * cfg.trainer.nodes)
     activations = tokens * text.hidden_size * text.num_hidden_layers * 4.0
-    laws = (
-        min(tokens, positions(text.vocab_size)) * text.vocab_size * 4 * 8.0
-    )  # one chunk of laws, forward and backward
-    memory = big * WEIGHT_BYTES[cfg.quantisation.kind] + small * TRAINED_BYTES + activations + laws
+    laws = min(tokens, positions(text.vocab_size)) * text.vocab_size * 4 * 8.0  # of a chunk, there and back
+    learnt = small * (TRAINED_BYTES + 4.0 * bool(cfg.trainer.ema))
+    memory = big * WEIGHT_BYTES[cfg.quantisation.kind] + learnt + activations + laws
     disk = small * 4.0 * (cfg.trainer.validations + 4)
-    work = cfg.trainer.steps * tokens * (2.0 * big + 6.0 * small)
+    work = cfg.trainer.steps * cfg.trainer.accumulate * tokens * (2.0 * big + 6.0 * small)
     return Need(big, small, memory, disk, work / _flops())
 
 

@@ -174,6 +174,8 @@ def _own_folder(name: str, cfg: "DictConfig", arguments: Sequence[str]) -> None:
     values = [text for text in hydra.overrides.task if text.partition("=")[0] in swept]
     title = ",".join(values) or f"job {hydra.job.num}"
     print(f"cotrain {name}: {title}", file=sys.stderr)
+    if "trainer" in cfg and cfg.trainer.get("devices", 1) * cfg.trainer.get("nodes", 1) > 1:
+        raise UserError("trainer.devices, trainer.nodes: the jobs of a sweep run in one process each")
     if "label" in cfg and cfg.label is None:
         cfg.label = title
     if "output" in cfg and "output" not in swept:

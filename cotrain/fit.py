@@ -8,7 +8,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch.utils.data import ConcatDataset, DataLoader
 
-from cotrain.callbacks import Averaged, Bar
+from cotrain.callbacks import Averaged, Bar, RealSpeed
 from cotrain.config import Trainer as TrainerSettings
 from cotrain.job import Job, parts
 from cotrain.module import WATCHED, Distillation
@@ -36,15 +36,22 @@ def fit(job: Job, module: Distillation, extra: list[Callback]) -> None:
 def _trained(job: Job, module: Distillation, extra: list[Callback], leg: Leg, every: int) -> bool:
     """Sample the leg's texts and train to its end; whether training is to stop there."""
     cfg, last = job.cfg.trainer, job.folder / CHECKPOINT
-    kept: dict[str, Any] = torch.load(last, weights_only=True) if last.exists() else {"global_step": 0}
+    kept: dict[str, Any] = {"global_step": 0}
+    if last.exists():
+        kept = torch.load(last, weights_only=True, map_location="cpu")
     done = kept["global_step"]
+    if _ended(kept, extra):
+        module.load_state_dict(kept["state_dict"])
+        module.to(job.target.device).eval()
+        return True
     if done >= leg.last < cfg.steps:
         return False
     averaged = [Averaged(cfg.ema)] if cfg.ema else []
     trainer = _trainer(job, extra, averaged, leg, every)
     if leg.round and done == leg.first:  # else its texts were sampled before
         module.load_state_dict(kept["state_dict"])  # this process may be a new one
-        job.faster = swapped(job, module.draft)
+        job.faster = swapped(job, module.to(job.target.device).draft)
+    del kept  # the trainer reads its own
     corpus, sampled = parts(job, leg.round + 1)
     if job.faster and trainer.logger:
         speeds = {f"rollout/{name}": speed for name, speed in job.faster.speeds.items()}
@@ -64,6 +71,15 @@ def _trained(job: Job, module: Distillation, extra: list[Callback], leg: Leg, ev
         trainer.validate(module, asks, verbose=False)
     module.to(job.target.device).eval()  # the trainer leaves it on the CPU
     return bool(trainer.should_stop)
+
+
+def _ended(kept: dict[str, Any], callbacks: list[Callback]) -> bool:
+    """Whether a callback had ended the training that a checkpoint is of."""
+    for callback in callbacks:
+        if isinstance(callback, RealSpeed) and callback.state_key in kept.get("callbacks", {}):
+            callback.load_state_dict(kept["callbacks"][callback.state_key])
+            return callback.stale
+    return False
 
 
 def _trainer(job: Job, extra: list[Callback], averaged: list[Averaged], leg: Leg, every: int) -> lightning.Trainer:

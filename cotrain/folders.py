@@ -61,6 +61,12 @@ def claim(path: str | Path, overwrite: bool = False, settings: Mapping[str, Any]
             raise
 
 
+def finished(path: str | Path) -> bool:
+    """Whether the folder holds a run that is done."""
+    marker = _read(Path(path))
+    return marker is not None and marker["state"] == "finished"
+
+
 def _make(path: Path) -> None:
     if path.exists() and not path.is_dir():
         raise UserError(f"output={path} is a file: name a folder")

@@ -225,11 +225,11 @@ def foreign(job: Job) -> tuple[Texts, Surprise] | None:
     cfg = job.cfg
     if not cfg.trainer.corpus_steps and not (cfg.data.on_target and job.chats):
         return None
-    texts = job.given("held_out").first(CHECKED)
+    texts = job.given("held_out").spread(CHECKED)
     found = surprise(*split(job.target), texts, cfg.regime.temperature, truncation(cfg.regime))
     if found.own:
         return None
-    claim = "data.on_target=true, but the" if cfg.data.on_target else "The"
-    print(f"warning: {claim} texts of data.path were not sampled from this target in this regime: {found.line()}",
-          file=sys.stderr)  # fmt: skip
+    first = f"the texts of the first {cfg.trainer.corpus_steps} steps"
+    which = "data.on_target=true, but the texts of data.path" if cfg.data.on_target else first
+    print(f"warning: {which} were not sampled from this target in this regime: {found.line()}", file=sys.stderr)
     return texts, found

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cotrain import losses
 from cotrain.evaluate import Head, HeldOut
-from cotrain.rows import greedy_law, log_law
+from cotrain.rows import log_law, served
 
 DRAFTING = (0.0, 0.3, 0.5, 0.7, 0.85, 1.0, 1.2)
 CHUNK = 256  # positions whose laws exist at once
@@ -48,8 +48,7 @@ def profile(
 def _law(logits: Tensor, temperature: float, held: HeldOut) -> Tensor:
     """As it is served, log (n, V)."""
     t = torch.full((len(logits),), temperature, device=logits.device)
-    logs = greedy_law(log_law(logits, t), t)
-    return logs if held.truncate is None else torch.log_softmax(held.truncate(logs), -1)
+    return served(log_law(logits, t), t, held.truncate)
 
 
 def _positions(held: HeldOut, read_draft: Head, batch: int = 16) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

@@ -33,8 +33,10 @@ class Texts:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def first(self, count: int) -> "Texts":
-        return Texts(self.ids[:count], self.prompt[:count], self.length[:count], self.domain[:count])
+    def spread(self, count: int) -> "Texts":
+        """About `count` of them, of every domain."""
+        step = max(len(self) // count, 1)
+        return Texts(self.ids[::step], self.prompt[::step], self.length[::step], self.domain[::step])
 
     @property
     def predicted(self) -> torch.Tensor:

@@ -206,6 +206,12 @@ def greedy_law(logs: Tensor, temperature: Tensor) -> Tensor:
     return torch.where(zero[:, None], one_hot(logs.argmax(-1), logs).log(), logs)
 
 
+def served(logs: Tensor, temperature: Tensor, truncate: Truncate | None) -> Tensor:
+    """The log law that is sampled from, of log laws (n,V) made at a temperature (n,) -> (n,V)."""
+    logs = greedy_law(logs, temperature)
+    return logs if truncate is None else torch.log_softmax(truncate(logs), -1)
+
+
 @dataclass(frozen=True)
 class _Rows:
     """The two models at flattened positions."""
@@ -232,8 +238,7 @@ class _Rows:
         return torch.stack([alpha, losses.alpha_greedy(logp, logq), losses.entropy(logp)], -1)
 
     def served(self, logs: Tensor, i: Tensor) -> Tensor:
-        logs = greedy_law(logs, self.temperature[i])
-        return logs if self.truncate is None else torch.log_softmax(self.truncate(logs), -1)
+        return served(logs, self.temperature[i], self.truncate)
 
 
 def _statistics(found: Tensor, counted: Tensor, mask: Tensor) -> Statistics:

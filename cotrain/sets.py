@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -184,8 +185,11 @@ class Sampled:
         return path
 
     def _awaited(self, path: Path, kind: str, sampling: Sampling, part: Share) -> Path:
-        """Of several processes one samples."""
+        """Of several processes one samples. Raises RuntimeError when what started this one has gone."""
+        parent = os.getppid()
         while not self._fits(path, kind, sampling, part):
+            if os.getppid() != parent:
+                raise RuntimeError("the process that samples texts has ended")
             time.sleep(1)
         return path
 

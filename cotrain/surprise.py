@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cotrain import losses
 from cotrain.rollouts import Texts
-from cotrain.rows import Truncate, greedy_law, log_law
+from cotrain.rows import Truncate, log_law, served
 
 Head = Callable[[Tensor], Tensor]
 CHUNK = 256  # positions whose laws exist at once
@@ -64,8 +64,7 @@ def surprise(
 def _found(logits: Tensor, x: Tensor, temperature: float, truncate: Truncate | None) -> Tensor:
     """-log p(x), H(p) and the variance of -log p under p, of logits (n, V) and tokens x (n,) -> (n, 3)."""
     t = torch.full((len(x),), temperature, device=logits.device)
-    logs = greedy_law(log_law(logits, t), t)
-    logs = logs if truncate is None else torch.log_softmax(truncate(logs), -1)
+    logs = served(log_law(logits, t), t, truncate)
     entropy = losses.entropy(logs)
     square = (logs.exp() * logs.masked_fill(logs == -math.inf, 0.0).square()).sum(-1)
     return torch.stack([-logs.gather(-1, x[:, None])[:, 0], entropy, square - entropy.square()], -1)

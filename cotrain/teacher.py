@@ -1,7 +1,6 @@
 """The frozen target as a teacher: loaded in the precision that is served, read as hidden states and a head."""
 
 import hashlib
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -18,6 +17,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from cotrain.ranks import local_rank
 from inference.bundled import resolve
 from inference.pair import hash_target
 from inference.store import load_tokenizer
@@ -49,7 +49,7 @@ def load_target(
         use_safetensors=True,
         trust_remote_code=trust_remote_code,
         quantization_config=BitsAndBytesConfig(**options) if options else None,
-        device_map=f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu",
+        device_map=f"cuda:{local_rank()}" if torch.cuda.is_available() else "cpu",
         output_loading_info=True,
     )
     model, info = loaded
@@ -140,7 +140,8 @@ class Remembering:
 
     def __init__(self, read: Callable[[Tensor], Tensor], limit: int) -> None:
         self.read, self.room = read, limit
-        self.kept: dict[int, Tensor] = {}
+        self.kept: dict[tuple[int, int], Tensor] = {}  # by text and the width that it was padded to
+        self.widths: set[int] = set()
 
     def fill(
         self,
@@ -156,8 +157,10 @@ class Remembering:
             if progress:
                 progress(start, len(ids))
             part = slice(start, start + batch)
-            known = len(self.kept)
-            self._looked_up(ids[part], keys[part].tolist(), read or self.read)
+            names, known = self._names(ids[part], keys[part]), len(self.kept)
+            if all(name in self.kept for name in names):
+                continue
+            self._looked_up(ids[part], names, read or self.read)
             if len(self.kept) == known:
                 break  # full
         if progress:
@@ -166,17 +169,26 @@ class Remembering:
     @torch.no_grad()
     def __call__(self, ids: Tensor, keys: Tensor) -> Tensor:
         """ids (B, T), keys (B,) one a text, the same ids whenever it comes -> (B, T, D)."""
-        return self._looked_up(ids, keys.tolist(), self.read)
+        return self._looked_up(ids, self._names(ids, keys), self.read)
+
+    def _names(self, ids: Tensor, keys: Tensor) -> list[tuple[int, int]]:
+        """States of a text that was padded to another width are given up: they will not be asked for again."""
+        width = ids.shape[1]
+        for key in keys.tolist():
+            for name in [(key, other) for other in self.widths - {width} if (key, other) in self.kept]:
+                self.room += self.kept.pop(name).nbytes
+        self.widths.add(width)
+        return [(key, width) for key in keys.tolist()]
 
     @torch.no_grad()
-    def _looked_up(self, ids: Tensor, names: list[int], read: Callable[[Tensor], Tensor]) -> Tensor:
+    def _looked_up(self, ids: Tensor, names: list[tuple[int, int]], read: Callable[[Tensor], Tensor]) -> Tensor:
         if any(name not in self.kept for name in names):
             states = read(ids)
             self._keep(names, states)
             return states
         return torch.stack([self.kept[name] for name in names]).to(ids.device, non_blocking=True)
 
-    def _keep(self, names: list[int], states: Tensor) -> None:
+    def _keep(self, names: list[tuple[int, int]], states: Tensor) -> None:
         for name, one in zip(names, states, strict=True):
             if name not in self.kept and one.nbytes <= self.room:
                 self.kept[name] = one.to("cpu", copy=True)

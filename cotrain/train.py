@@ -83,7 +83,7 @@ def biased(job: Job, module: Distillation, others: tuple[Texts, Surprise]) -> di
     texts, found = others
     alpha = module.on(held_out(job.read, texts, module.temperature, module.truncate))["all"].alpha
     own = module.judged[module.temperature]["all"].alpha
-    print(f"on texts of data.path, which the target did not sample, acceptance is {alpha:.3f}; on its own {own:.3f}")
+    print(f"on given texts, which the target did not sample, acceptance is {alpha:.3f}; on its own {own:.3f}")
     return asdict(found) | {"alpha": alpha, "alpha_own": own}
 
 
@@ -106,7 +106,7 @@ def export(
         "adapter": job.cfg.target.adapter,
         "learnt": {
             "completions": job.chats,
-            "template": dict(job.cfg.data.template),
+            "template": OmegaConf.to_container(cast(Any, job.cfg.data.template)),
             "chat_template": _digest(job.tokenizer) if job.chats else None,
         },
         "init": {"kind": job.cfg.init.kind, "layers": list(job.cfg.init.layers), "cosine": job.cfg.init.cosine},

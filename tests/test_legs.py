@@ -122,6 +122,7 @@ def test_the_average_is_shown_while_it_is_judged() -> None:
     averaged = Averaged(0.75)
     weight.fill_(4.0)
     averaged.on_fit_start(trainer, module)
+    averaged.on_train_start(trainer, module)
     for step, value in ((1, 8.0), (1, 99.0), (2, 0.0)):  # the second batch ends no step
         trainer.global_step = step
         weight.fill_(value)
@@ -140,6 +141,8 @@ def test_the_average_is_shown_while_it_is_judged() -> None:
     again.load_state_dict(kept)
     weight.fill_(0.0)
     again.on_fit_start(trainer, module)
+    again.on_train_start(trainer, module)  # a batch that ends no step does not count
+    again.on_train_batch_end(trainer, module)
     again.show(module)
     assert weight.item() == 3.75
 

@@ -368,3 +368,21 @@ def test_texts_are_learnt_at_their_own_temperature() -> None:
     module.training_step(batch, 0)
     warm, cold = met[0].view(2, 8)
     assert (warm > 0.1).all() and (cold == 0).all()
+
+
+def test_texts_that_are_padded_to_another_width_are_read_anew() -> None:
+    """As those of the first round are once a longer text came in the second."""
+    asked: list[tuple[int, ...]] = []
+
+    def read(ids: torch.Tensor) -> torch.Tensor:
+        asked.append(tuple(ids.shape))
+        return ids[..., None].float()
+
+    short, keys = torch.arange(8).view(4, 2), torch.arange(4)
+    teacher = Remembering(read, limit=4 * 3 * 4 + 2 * 3 * 4)  # bytes of six texts of three tokens
+    teacher.fill(short, keys, batch=2)
+    long = torch.nn.functional.pad(torch.arange(12).view(6, 2), (0, 1))
+    teacher.fill(long[:2], keys[:2], batch=2)
+    teacher.fill(long, torch.arange(6), batch=2)  # the first batch is known: the others are read all the same
+    assert asked == [(2, 2), (2, 2), (2, 3), (2, 3), (2, 3)]
+    assert torch.equal(teacher(long, torch.arange(6))[..., 0], long.float()) and len(asked) == 5

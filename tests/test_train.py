@@ -145,6 +145,23 @@ def test_an_interrupted_run_ends_as_if_it_had_not_been(
     assert all(same(weights(place / "resumed", step), weights(run, step)) for step in (2, 4, 5))
 
 
+def test_a_run_that_lost_its_patience_stays_ended(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(*_: object) -> None:
+        raise OSError("the machine went down while measuring")
+
+    monkeypatch.setattr(bench, "quick", lambda plan, k: {"speedup": 1.0})
+    monkeypatch.setattr(train.Distillation, "tau", lambda *_: 2.0)  # it never rises
+    monkeypatch.setattr(train, "export", stop)
+    settings = ("trainer.patience=1", "trainer.steps=6", "trainer.validations=3")
+    assert job(place, "patience", *settings) == 1
+    kept: list = []
+    monkeypatch.setattr(train, "export", lambda job, module, speed, others: kept.extend(speed.kept) or {})
+    job(place, "patience", *settings)
+    assert [one.step for one in kept] == [0, 2] and not (place / "patience" / "checkpoints" / "step-4").exists()
+
+
 def test_a_run_that_stopped_after_its_last_step_still_reports_its_acceptance(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

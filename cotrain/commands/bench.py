@@ -28,6 +28,8 @@ from inference.synthetic import random_model
 
 def _grid(cfg: BenchConfig, logs: Path) -> Grid:
     asked = cfg.matrix
+    if asked.vllm and cfg.target.adapter:
+        raise UserError("matrix.vllm: it would serve the target without target.adapter=; merge it into a folder first")
     servers = None if asked.vllm is None else (asked.vllm, str(resolve(cfg.target.path)), str(cfg.draft.path))
     return Grid(asked.temperatures, asked.batches, asked.k, servers, logs)
 

@@ -25,6 +25,9 @@ def run(cfg: ExportConfig) -> None:
     refuse_layout(cfg.engine, cfg.layout)
     made = read(cfg.draft.path).metadata
     served = cfg.target.path or (made.target["name"] if made else None)
+    if made and made.made.get("adapter") and cfg.target.path is None:
+        both = f"{served} with the adapter {made.made['adapter']}"
+        raise UserError(f"{cfg.draft.path} was made for {both}: give target.path= a folder that it was merged into")
     if served is None:
         raise UserError(f"{cfg.draft.path} does not name its target: give target.path=")
     config, tokenizer = load_config(str(served))

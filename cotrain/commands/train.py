@@ -12,7 +12,7 @@ from cotrain.compare import FIGURES, compare, read
 from cotrain.compare import table as compared
 from cotrain.config import TrainConfig
 from cotrain.errors import UserError
-from cotrain.folders import claim
+from cotrain.folders import claim, finished
 from cotrain.ranks import rank
 from cotrain.train import distil
 from inference.report import table
@@ -30,7 +30,8 @@ def run(cfg: TrainConfig) -> float | None:
     for key in ("overwrite", "check", "output"):
         del settings[key]
     if rank():  # of a run that the first process holds
-        distil(cfg, Path(cfg.output))
+        if cfg.overwrite or not finished(cfg.output):
+            distil(cfg, Path(cfg.output))
         return None
     with claim(cfg.output, cfg.overwrite, settings) as folder:
         if folder.state != "finished":
