@@ -39,10 +39,18 @@ def rounded(draft: PreTrainedModel, kind: str) -> PreTrainedModel:
     whole. Its embeddings keep their numbers, tied to the head or not."""
     made = copy.deepcopy(draft)
     head = made.get_output_embeddings()
-    for module in made.modules():
-        if isinstance(module, nn.Linear) and (module is not head or kind == "int8"):
-            module.weight = nn.Parameter(held(module.weight, kind), requires_grad=False)
+    for weight in projections(made).values():
+        weight.copy_(held(weight, kind))
+    if kind == "int8":
+        head.weight = nn.Parameter(held(head.weight, kind), requires_grad=False)  # not the embeddings tied to it
     return made
+
+
+def projections(draft: PreTrainedModel) -> dict[str, Tensor]:
+    """Weights of its matrix products, but the head's, by name."""
+    head = draft.get_output_embeddings()
+    linear = [(name, module) for name, module in draft.named_modules() if isinstance(module, nn.Linear)]
+    return {name: module.weight for name, module in linear if module is not head}
 
 
 def table(plan: Plan, load: Load, targets: Sequence[str], drafts: Sequence[str], temperatures: Sequence[float], k: int,

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 from transformers import PreTrainedModel
 
+from cotrain.bits import held, projections
+
 Measure = Callable[[PreTrainedModel], dict[str, float]]
 
 
@@ -118,6 +120,37 @@ class Averaged(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.average = state_dict["average"]
+
+
+class Rounded(Callback):
+    """Passes of a draft whose projections, but the head, are held as `kind` holds them, see `bits.held`; gradients move
+    the whole weights (straight through, Bengio et al. 2013, 1308.3432). Judged, measured and kept as it is held."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind, self.whole = kind, dict[str, Tensor]()
+
+    def on_train_batch_start(self, trainer: lightning.Trainer, module: Any, *_: Any) -> None:
+        self.show(module)
+
+    def on_after_backward(self, trainer: lightning.Trainer, module: Any) -> None:
+        self.hide(module)
+
+    def on_validation_start(self, trainer: lightning.Trainer, module: Any) -> None:
+        self.show(module)
+
+    def on_validation_end(self, trainer: lightning.Trainer, module: Any) -> None:
+        self.hide(module)
+
+    @torch.no_grad()
+    def show(self, module: Any) -> None:
+        for name, weight in projections(module.draft).items():
+            self.whole[name] = weight.detach().clone()
+            weight.copy_(held(weight, self.kind))
+
+    @torch.no_grad()
+    def hide(self, module: Any) -> None:
+        for name, weight in projections(module.draft).items():
+            weight.copy_(self.whole.pop(name))
 
 
 class Bar(TQDMProgressBar):

@@ -72,7 +72,8 @@ class Quantisation:
 
 @dataclass
 class Draft:
-    """The shape of a draft that starts from random weights; `path` for init=pretrained."""
+    """The shape of a draft that starts from random weights; `path` for init=pretrained. held: how its projections will
+    be held when it is served (none, int8, nf4), which training then reckons with."""
 
     path: str | None
     width: int
@@ -80,6 +81,7 @@ class Draft:
     intermediate: int
     head_dim: int
     kv_heads: int
+    held: str
 
 
 @dataclass

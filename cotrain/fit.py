@@ -8,7 +8,8 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch.utils.data import ConcatDataset, DataLoader
 
-from cotrain.callbacks import Averaged, Bar, RealSpeed
+from cotrain.bits import KINDS
+from cotrain.callbacks import Averaged, Bar, RealSpeed, Rounded
 from cotrain.config import Trainer as TrainerSettings
 from cotrain.job import Job, parts
 from cotrain.module import WATCHED, Distillation
@@ -47,7 +48,7 @@ def _trained(job: Job, module: Distillation, extra: list[Callback], leg: Leg, ev
     if done >= leg.last < cfg.steps:
         return False
     averaged = [Averaged(cfg.ema)] if cfg.ema else []
-    trainer = _trainer(job, extra, averaged, leg, every)
+    trainer = _trainer(job, [*extra, *averaged, *_rounded(job)], leg, every)
     if leg.round and done == leg.first:  # else its texts were sampled before
         module.load_state_dict(kept["state_dict"])  # this process may be a new one
         job.faster = swapped(job, module.to(job.target.device).draft)
@@ -82,7 +83,17 @@ def _ended(kept: dict[str, Any], callbacks: list[Callback]) -> bool:
     return False
 
 
-def _trainer(job: Job, extra: list[Callback], averaged: list[Averaged], leg: Leg, every: int) -> lightning.Trainer:
+def _rounded(job: Job) -> list[Callback]:
+    """Raises ValueError for an average of weights beside, and for a draft held in a way that is not known."""
+    kind = job.cfg.draft.held
+    if kind not in KINDS:
+        raise ValueError(f"draft.held: {kind!r} is none of {', '.join(KINDS)}")
+    if kind != "none" and job.cfg.trainer.ema:
+        raise ValueError("draft.held, trainer.ema: one of them; an average of weights is not one of rounded weights")
+    return [] if kind == "none" else [Rounded(kind)]
+
+
+def _trainer(job: Job, extra: list[Callback], leg: Leg, every: int) -> lightning.Trainer:
     cfg, last = job.cfg.trainer, job.folder / CHECKPOINT
     return lightning.Trainer(
         accelerator=job.target.device.type, devices=cfg.devices, num_nodes=cfg.nodes, strategy=cfg.strategy,
@@ -91,7 +102,7 @@ def _trainer(job: Job, extra: list[Callback], averaged: list[Averaged], leg: Leg
         gradient_clip_val=cfg.clip, val_check_interval=every * cfg.accumulate, check_val_every_n_epoch=None,
         num_sanity_val_steps=0, log_every_n_steps=WATCHED, enable_model_summary=False,
         logger=TensorBoardLogger(job.folder, name="", version="tensorboard"),
-        callbacks=[*extra, *averaged, Bar(refresh_rate=5),
+        callbacks=[*extra, Bar(refresh_rate=5),
                    ModelCheckpoint(last.parent, "last", every_n_epochs=1, save_on_train_epoch_end=False,
                                    enable_version_counter=False)],
     )  # fmt: skip

@@ -52,7 +52,7 @@ def distil(cfg: TrainConfig, folder: Path) -> dict[str, Any]:
         return {}
     fastest = speed.fastest()
     print(f"measuring the checkpoint of the highest tau, step {fastest.step}, on other prompts")
-    if fastest.step < cfg.trainer.steps:
+    if fastest.step < cfg.trainer.steps or cfg.draft.held != "none":  # kept as it is held
         network.load_state_dict(type(network).from_pretrained(fastest.path, dtype=torch.float32).state_dict())
         module.judge()
     return export(job, module, speed, others)
@@ -104,6 +104,7 @@ def export(
         "temperatures": list(job.cfg.rollout.train_temperatures) or [job.cfg.regime.temperature],
         "steps": job.cfg.trainer.steps,
         "adapter": job.cfg.target.adapter,
+        "held": job.cfg.draft.held,
         "learnt": {
             "completions": job.chats,
             "template": OmegaConf.to_container(cast(Any, job.cfg.data.template)),

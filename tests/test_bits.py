@@ -1,5 +1,6 @@
 """How weights are held: the numbers that each way can hold, and the table over them."""
 
+import copy
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -7,8 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from cotrain import fit
 from cotrain.bits import held, rounded, table
+from cotrain.callbacks import Rounded
 from cotrain.cli import main
 from inference.target import LM
 from tests.folders import network, own_texts, target_folder
@@ -77,3 +81,35 @@ def test_the_bench_writes_it(tmp_path: Path) -> None:
     assert main(["bench", *paths, *sizes, *asked]) == 0
     cells = json.loads((tmp_path / "bench" / "report.json").read_text())["extra"]["bits"]
     assert [cell["target"] for cell in cells] == ["none", "int8"] and cells[0]["alpha"] != cells[1]["alpha"]
+
+
+def test_gradients_of_rounded_weights_move_the_whole_ones() -> None:
+    draft, ids = network(layers=1), torch.arange(2, 12).view(1, 10)
+    module, callback = SimpleNamespace(draft=draft), Rounded("nf4")
+    whole = copy.deepcopy(draft.state_dict())
+    callback.on_train_batch_start(None, module)
+    reference = rounded(draft, "nf4")  # once rounded, rounding changes nothing
+    for one in (draft, reference):
+        one.requires_grad_(True)
+        one(ids, labels=ids).loss.backward()
+    callback.on_after_backward(None, module)
+    assert all(torch.equal(value, whole[name]) for name, value in draft.state_dict().items())
+    name = "model.layers.0.mlp.up_proj.weight"
+    ours, theirs = (dict(one.named_parameters())[name] for one in (draft, reference))
+    assert torch.allclose(ours.grad, theirs.grad, atol=1e-6) and not torch.equal(ours, theirs)
+
+
+def test_a_draft_trained_for_how_it_is_held_is_exported_so(tmp_path: Path) -> None:
+    target_folder(tmp_path / "target")
+    own_texts(tmp_path / "own.jsonl")
+    paths = [f"target.path={tmp_path / 'target'}", f"data.path={tmp_path / 'own.jsonl'}", f"output={tmp_path / 'run'}"]
+    assert main(["train", *paths, *SIZES, "draft.held=nf4", "trainer.steps=2"]) == 0
+    made = json.loads((tmp_path / "run" / "draft" / "cotrain.json").read_text())["made"]
+    weights = load_file(tmp_path / "run" / "draft" / "model.safetensors")
+    few = [len(part.unique()) <= 16 for part in weights["model.layers.0.mlp.up_proj.weight"].view(-1, 64)]
+    assert made["held"] == "nf4" and all(few)
+    for wrong, message in (("draft.held=int3", "draft.held: 'int3'"), ("trainer.ema=0.9", "draft.held, trainer.ema")):
+        with pytest.raises(ValueError, match=message):
+            fit._rounded(SimpleNamespace(cfg=SimpleNamespace(
+                draft=SimpleNamespace(held=wrong.split("=")[1] if "held" in wrong else "nf4"),
+                trainer=SimpleNamespace(ema=0.9 if "ema" in wrong else 0.0))))  # fmt: skip
