@@ -58,7 +58,16 @@ def load_target(
     for name, weight in model.named_parameters():
         if weight.is_floating_point() and not bool(torch.isfinite(weight).all()):
             raise ValueError(f"target.path: {path} has NaN or infinite weights in {name}")
+    _unpacked(model)
     return model.eval().requires_grad_(False)
+
+
+def _unpacked(model: PreTrainedModel) -> None:
+    """bitsandbytes packs 4-bit weights for a CPU's passes; once its state was read, as a fingerprint does, it packs
+    them wrongly, and passes have another law (seen with 0.50). Left as they are, they are read right."""
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
 
 
 def adapted(model: PreTrainedModel, adapter: str) -> PreTrainedModel:

@@ -121,6 +121,26 @@ def test_layers_of_a_quantised_target_are_plain_numbers(folder: Path, quantisati
     assert "quantization_config" not in AutoConfig.from_pretrained(tmp_path).to_dict()
 
 
+@pytest.mark.parametrize("quantisation", ["int8", "nf4"])
+def test_a_quantised_target_stays_as_it_is_while_it_is_read(tmp_path: Path, quantisation: str) -> None:
+    """Its fingerprint is made, and layers are copied, between passes that teach and sample."""
+    model = load_target(str(target_folder(tmp_path, hidden=128)), quantisation)
+    before = logits(model)
+    fingerprint(model)
+    draft.from_layers(model, [0])
+    assert torch.equal(logits(model), before)
+    split(model)
+    assert torch.equal(logits(model), before)
+
+
+def test_weights_are_not_packed_for_a_cpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: True)
+    packs = [
+        getattr(module, "support_avx512bf16_for_cpu", None) for module in load_target(str(folder), "nf4").modules()
+    ]
+    assert False in packs and True not in packs
+
+
 def gemma() -> PreTrainedModel:
     torch.manual_seed(0)
     config = Gemma2Config(vocab_size=40, hidden_size=16, intermediate_size=16, num_hidden_layers=1, head_dim=8,
