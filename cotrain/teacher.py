@@ -30,6 +30,7 @@ QUANTISATIONS: dict[str, dict[str, Any]] = {
 }
 
 
+PACKS = "support_avx512bf16_for_cpu"  # of bitsandbytes' 4-bit layers
 SAMPLE = 1024  # values of a tensor that its fingerprint reads
 
 
@@ -66,8 +67,8 @@ def _unpacked(model: PreTrainedModel) -> None:
     """bitsandbytes packs 4-bit weights for a CPU's passes; once its state was read, as a fingerprint does, it packs
     them wrongly, and passes have another law (seen with 0.50). Left as they are, they are read right."""
     for module in model.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
+        if hasattr(module, PACKS):
+            setattr(module, PACKS, False)
 
 
 def adapted(model: PreTrainedModel, adapter: str) -> PreTrainedModel:
