@@ -15,7 +15,7 @@ from cotrain import bench, draft, optim
 from cotrain.chats import Chats
 from cotrain.config import BenchConfig, Loss, RolloutConfig, ServeCheckConfig, TrainConfig
 from cotrain.data import source_of
-from cotrain.evaluate import DEPTHS, held_out
+from cotrain.evaluate import DEPTHS, HeldOut, held_out
 from cotrain.module import Distillation, Stage
 from cotrain.regimes import sampling, truncation
 from cotrain.rollout import Ask, Faster, Own, Remote, Sampler
@@ -187,6 +187,7 @@ def build(job: Job, network: PreTrainedModel) -> Distillation:
         # checkpoints are ranked in the regime
         for t in sorted({*cfg.rollout.temperatures, *cfg.rollout.train_temperatures, cfg.regime.temperature})
     }
+    _own(job, judged)
     rate = cfg.optimizer
     return Distillation(
         network,
@@ -204,6 +205,17 @@ def build(job: Job, network: PreTrainedModel) -> Distillation:
         seed=cfg.trainer.seed,
         steps=cfg.trainer.steps,
     )
+
+
+def _own(job: Job, judged: dict[float, HeldOut]) -> None:
+    """Say so when texts that were sampled are not the target's own: another server's, or of passes gone wrong."""
+    if job.cfg.data.on_target:
+        return  # `foreign` says it of logs
+    for t, held in judged.items():
+        found = surprise(held, split(job.target)[1], job.target.device)
+        if not found.own:
+            said = f"texts sampled at temperature {t:g} are not the target's own: {found.line()}"
+            print(f"warning: {said}", file=sys.stderr)
 
 
 def parts(job: Job, rounds: int) -> tuple[Part, Part]:
@@ -226,7 +238,8 @@ def foreign(job: Job) -> tuple[Texts, Surprise] | None:
     if not cfg.trainer.corpus_steps and not (cfg.data.on_target and job.chats):
         return None
     texts = job.given("held_out").spread(CHECKED)
-    found = surprise(*split(job.target), texts, cfg.regime.temperature, truncation(cfg.regime))
+    held = held_out(job.read, texts, cfg.regime.temperature, truncation(cfg.regime))
+    found = surprise(held, split(job.target)[1], job.target.device)
     if found.own:
         return None
     first = f"the texts of the first {cfg.trainer.corpus_steps} steps"

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from cotrain import losses
-from cotrain.rollouts import Texts
-from cotrain.rows import Truncate, log_law, served
+from cotrain.evaluate import HeldOut
+from cotrain.rows import log_law, served
 
 Head = Callable[[Tensor], Tensor]
 CHUNK = 256  # positions whose laws exist at once
-IMPOSSIBLE, SIGMAS = 0.01, 6.0  # kernels differ a little between machines: what is refused differs much
+IMPOSSIBLE, SIGMAS = 0.02, 6.0  # kernels differ a little between machines: what is refused differs much
 
 
 @dataclass(frozen=True)
@@ -39,20 +39,17 @@ class Surprise:
 
 
 @torch.no_grad()
-def surprise(
-    read: Head, head: Head, texts: Texts, temperature: float, truncate: Truncate | None = None, batch: int = 16
-) -> Surprise:
-    """Of the sampled tokens of texts, under the target in a regime, see `rows.chunked`. read, head: its two halves.
+def surprise(held: HeldOut, head: Head, device: torch.device | str = "cpu", batch: int = 16) -> Surprise:
+    """Of the sampled tokens of texts that the target has read, in their regime; head: of the target, on a device.
 
     Given the text before, -log p(x) - H(p) has mean 0 and variance sum_v p log^2 p - H^2 if p drew x, and such
     differences are uncorrelated: then z is about standard normal.
     """
     parts = []
-    for at in torch.arange(len(texts)).split(batch):
-        states = read(texts.ids[at])[:, :-1]
-        inside, x = (part.to(states.device) for part in (texts.predicted[at], texts.ids[at, 1:]))
-        chunks = zip(states[inside].split(CHUNK), x[inside].split(CHUNK), strict=True)
-        parts += [_found(head(states), x, temperature, truncate).double().cpu() for states, x in chunks]
+    for at in torch.arange(len(held.texts)).split(batch):
+        inside, x = held.texts.predicted[at], held.texts.ids[at, 1:]
+        chunks = zip(held.hidden[at][inside].split(CHUNK), x[inside].split(CHUNK), strict=True)
+        parts += [_found(head(states.to(device)), x, held).double().cpu() for states, x in chunks]
     found = torch.cat(parts)  # (N, 3)
     possible = found[:, 0].isfinite()
     sums, count = found[possible].sum(0), max(int(possible.sum()), 1)
@@ -61,10 +58,10 @@ def surprise(
     return Surprise(len(found), float(sums[0]) / count, float(sums[1]) / count, z, 1 - float(possible.double().mean()))
 
 
-def _found(logits: Tensor, x: Tensor, temperature: float, truncate: Truncate | None) -> Tensor:
+def _found(logits: Tensor, x: Tensor, held: HeldOut) -> Tensor:
     """-log p(x), H(p) and the variance of -log p under p, of logits (n, V) and tokens x (n,) -> (n, 3)."""
-    t = torch.full((len(x),), temperature, device=logits.device)
-    logs = served(log_law(logits, t), t, truncate)
+    t, x = torch.full((len(x),), held.temperature, device=logits.device), x.to(logits.device)
+    logs = served(log_law(logits, t), t, held.truncate)
     entropy = losses.entropy(logs)
     square = (logs.exp() * logs.masked_fill(logs == -math.inf, 0.0).square()).sum(-1)
     return torch.stack([-logs.gather(-1, x[:, None])[:, 0], entropy, square - entropy.square()], -1)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from cotrain.evaluate import held_out
 from cotrain.rollouts import Texts
 from cotrain.surprise import Surprise, surprise
 from cotrain.teacher import split
@@ -23,7 +24,8 @@ def sampled(temperature: float, top_p: float = 1.0, seed: int = 0) -> Texts:
 
 def of(texts: Texts, temperature: float, top_p: float = 1.0) -> Surprise:
     cut = (lambda logits: keep_top_p(logits, top_p)) if top_p < 1 else None
-    return surprise(*split(network()), texts, temperature, cut)
+    read, head = split(network())
+    return surprise(held_out(read, texts, temperature, cut), head)
 
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.6, 1.0), (1.0, 0.8), (0.0, 1.0)])

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cotrain import bench, check, fit, train
+from cotrain import bench, check, fit, rollout, train
 from cotrain.cli import main
 from cotrain.folders import claim
 from cotrain.sets import Part
@@ -187,6 +187,18 @@ def test_a_sweep_without_measurement_keeps_figures_only(place: Path) -> None:
     found = json.loads((place / "sweep" / "held_out.json").read_text())
     assert (found["label"], list(found["texts"])) == ("kl", ["1"])
     assert not (place / "sweep" / "draft").exists()
+
+
+def test_texts_that_a_server_did_not_sample_from_the_target_are_told(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def wrong(self: object, prompts: list[list[int]], *_: object) -> list[list[int]]:
+        return [torch.randint(2, 300, (24,)).tolist() for _ in prompts]
+
+    monkeypatch.setattr(rollout.Own, "__call__", wrong)
+    settings = ("measure=false", "rollout.temperatures=[1.0]", "trainer.steps=1", "trainer.corpus_steps=0")
+    assert job(place, "wrong", *settings) == 0
+    assert "warning: texts sampled at temperature 1 are not the target's own" in capsys.readouterr().err
 
 
 def test_a_sweep_ends_in_one_table(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

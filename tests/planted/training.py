@@ -2,6 +2,7 @@
 
 # fmt: off
 ROWS_OF_BUGS = [
+    ('wrong_texts_pass', 'cotrain/job.py', '    _own(job, judged)\n', '', ['tests/test_train.py::test_texts_that_a_server_did_not_sample_from_the_target_are_told'], 'a draft is judged on texts that nobody will serve'),
     ('packed_for_a_cpu', 'cotrain/teacher.py', 'setattr(module, PACKS, False)', 'pass', ['tests/test_draft.py::test_weights_are_not_packed_for_a_cpu'], 'a quantised target teaches and samples another law'),
     ('rounded_for_good', 'cotrain/callbacks.py', 'weight.copy_(self.whole.pop(name))', 'self.whole.pop(name)', ['tests/test_bits.py::test_gradients_of_rounded_weights_move_the_whole_ones'], 'small steps are rounded away'),
     ('trained_as_if_whole', 'cotrain/callbacks.py', 'weight.copy_(held(weight, self.kind))', 'pass', ['tests/test_bits.py::test_gradients_of_rounded_weights_move_the_whole_ones'], 'training knows nothing of how the draft is held'),
