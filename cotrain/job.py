@@ -15,7 +15,7 @@ from cotrain import bench, draft, optim
 from cotrain.chats import Chats
 from cotrain.config import BenchConfig, Loss, RolloutConfig, ServeCheckConfig, TrainConfig
 from cotrain.data import source_of
-from cotrain.evaluate import DEPTHS, HeldOut, held_out
+from cotrain.evaluate import DEPTHS, Head, HeldOut, held_out
 from cotrain.module import Distillation, Stage
 from cotrain.regimes import sampling, truncation
 from cotrain.rollout import Ask, Faster, Own, Remote, Sampler
@@ -45,9 +45,14 @@ class Job:
     faster: Faster | None = None  # what samples the next texts: the target alone, when None
 
     @cached_property
+    def halves(self) -> tuple[Head, Head]:
+        """The target's, see `teacher.split`, which tries them."""
+        return split(self.target)
+
+    @cached_property
     def read(self) -> Read:
         """What reads texts: the target, or its hidden states on disk where trainer.cache= names a folder."""
-        live, _ = split(self.target)
+        live, _ = self.halves
         cache = self.cfg.trainer.cache
         return Shards(live, Path(cache), identity(self.target, self.tokenizer)) if cache else live
 
@@ -60,7 +65,7 @@ class Job:
     def source(self, split: str) -> Source:
         """The configured texts of a split, read once."""
         if split not in self.sources:
-            self.sources[split] = source_of(self.cfg.data, split, self.tokenizer, ends_of(self.target))
+            self.sources[split] = source(self.cfg, split, self.target, self.tokenizer)
         return self.sources[split]
 
     @property
@@ -132,6 +137,16 @@ def _remote(url: str, tokenizer: PreTrainedTokenizerBase, rows: int) -> Sampler:
 
 def _sped_up(path: str, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: int) -> Sampler:
     return Own(load(path, target, tokenizer=tokenizer, rows=rows))
+
+
+def source(
+    cfg: TrainConfig | RolloutConfig | BenchConfig,
+    split: str,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+) -> Source:
+    """The configured texts of a split, see `data.source_of`."""
+    return source_of(cfg.data, split, tokenizer, ends_of(target))
 
 
 def models(
@@ -212,7 +227,7 @@ def _own(job: Job, judged: dict[float, HeldOut]) -> None:
     if job.cfg.data.on_target:
         return  # `foreign` says it of logs
     for t, held in judged.items():
-        found = surprise(held, split(job.target)[1], job.target.device)
+        found = surprise(held, job.halves[1], job.target.device)
         if not found.own:
             said = f"texts sampled at temperature {t:g} are not the target's own: {found.line()}"
             print(f"warning: {said}", file=sys.stderr)
@@ -231,18 +246,18 @@ def parts(job: Job, rounds: int) -> tuple[Part, Part]:
     return corpus, joined(sampled, len(corpus))
 
 
-def foreign(job: Job) -> tuple[Texts, Surprise] | None:
-    """Some of the given texts that are learnt from, if the target did not sample them in the regime, and how much they
-    surprise it; says so. data.on_target= that is not true is said first."""
+def foreign(job: Job) -> tuple[HeldOut, Surprise] | None:
+    """Some of the given texts that are learnt from, read by the target, if it did not sample them in the regime, and
+    how much they surprise it; says so. data.on_target= that is not true is said first."""
     cfg = job.cfg
     if not cfg.trainer.corpus_steps and not (cfg.data.on_target and job.chats):
         return None
     texts = job.given("held_out").spread(CHECKED)
     held = held_out(job.read, texts, cfg.regime.temperature, truncation(cfg.regime))
-    found = surprise(held, split(job.target)[1], job.target.device)
+    found = surprise(held, job.halves[1], job.target.device)
     if found.own:
         return None
     first = f"the texts of the first {cfg.trainer.corpus_steps} steps"
     which = "data.on_target=true, but the texts of data.path" if cfg.data.on_target else first
     print(f"warning: {which} were not sampled from this target in this regime: {found.line()}", file=sys.stderr)
-    return texts, found
+    return held, found

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from cotrain import losses
 from cotrain.evaluate import Head, HeldOut
-from cotrain.rows import log_law, served
+from cotrain.rows import CHUNK, log_law, served
 
 DRAFTING = (0.0, 0.3, 0.5, 0.7, 0.85, 1.0, 1.2)
-CHUNK = 256  # positions whose laws exist at once
 
 
 @torch.no_grad()

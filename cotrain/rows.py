@@ -21,7 +21,7 @@ from inference.sampling import draw, one_hot, wide
 Head = Callable[[Tensor], Tensor]  # (n,D) -> logits (n,V)
 Truncate = Callable[[Tensor], Tensor]  # logits (n,V) -> logits (n,V) with -inf where cut
 
-
+CHUNK = 512  # positions whose laws exist at once, where nothing else is said
 LAWS, FEWEST = 2**21, 192  # values of a law of one chunk: 8 MiB in float32 stay in a processor's cache
 
 
@@ -54,7 +54,7 @@ def chunked(
     mask: Tensor,
     temperature: float | Tensor = 1.0,
     *,
-    chunk: int = 512,
+    chunk: int = CHUNK,
     x: Tensor | None = None,
     u: Tensor | None = None,
     truncate: Truncate | None = None,
@@ -113,7 +113,7 @@ def token_logs(
     x: Tensor,
     temperature: float | Tensor = 1.0,
     *,
-    chunk: int = 512,
+    chunk: int = CHUNK,
     truncate: Truncate | None = None,
 ) -> tuple[Tensor, Tensor]:
     """log p(x) and log q(x) of the text's tokens x (B,T) -> (B,T) each, for the sequence losses' `r_from`, `l_from`.
@@ -157,7 +157,7 @@ def compared(
     mask: Tensor,
     temperature: float | Tensor = 1.0,
     *,
-    chunk: int = 512,
+    chunk: int = CHUNK,
     truncate: Truncate | None = None,
 ) -> Comparison:
     """All that evaluation asks of the positions where mask (B,T) is set, from one pass through both heads.

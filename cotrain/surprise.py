@@ -9,10 +9,9 @@ from torch import Tensor
 
 from cotrain import losses
 from cotrain.evaluate import HeldOut
-from cotrain.rows import log_law, served
+from cotrain.rows import CHUNK, log_law, served
 
 Head = Callable[[Tensor], Tensor]
-CHUNK = 256  # positions whose laws exist at once
 IMPOSSIBLE, SIGMAS = 0.02, 6.0  # kernels differ a little between machines: what is refused differs much
 
 

@@ -15,13 +15,12 @@ from transformers import PreTrainedTokenizerBase
 from cotrain import bench, compare, profile
 from cotrain.callbacks import RealSpeed
 from cotrain.config import TrainConfig
-from cotrain.evaluate import DEPTHS, held_out
+from cotrain.evaluate import DEPTHS, HeldOut
 from cotrain.fit import fit
 from cotrain.job import Job, build, foreign, initial, models, objective, settle
 from cotrain.module import Distillation
 from cotrain.ranks import rank
 from cotrain.regimes import sampling
-from cotrain.rollouts import Texts
 from cotrain.sets import regime
 from cotrain.surprise import Surprise
 from inference.atomic import write_atomic
@@ -78,10 +77,10 @@ def keep_figures(job: Job, module: Distillation) -> None:
     logger.finalize("success")
 
 
-def biased(job: Job, module: Distillation, others: tuple[Texts, Surprise]) -> dict[str, Any]:
+def biased(module: Distillation, others: tuple[HeldOut, Surprise]) -> dict[str, Any]:
     """What acceptance would seem to be on texts that the target did not sample, beside what it is."""
-    texts, found = others
-    alpha = module.on(held_out(job.read, texts, module.temperature, module.truncate))["all"].alpha
+    held, found = others
+    alpha = module.on(held)["all"].alpha
     own = module.judged[module.temperature]["all"].alpha
     print(f"on given texts, which the target did not sample, acceptance is {alpha:.3f}; on its own {own:.3f}")
     return asdict(found) | {"alpha": alpha, "alpha_own": own}
@@ -95,7 +94,7 @@ def _profiles(module: Distillation) -> dict[str, Any]:
 
 
 def export(
-    job: Job, module: Distillation, speed: RealSpeed, others: tuple[Texts, Surprise] | None = None
+    job: Job, module: Distillation, speed: RealSpeed, others: tuple[HeldOut, Surprise] | None = None
 ) -> dict[str, Any]:
     """Measure the module's draft afresh and write the draft folder; returns its report."""
     plan, loss = job.plan(module.draft), job.cfg.loss
@@ -118,7 +117,7 @@ def export(
         "exported_step": speed.fastest().step,
         "profiles": _profiles(module),
         "training": made,
-        "given_texts": biased(job, module, others) if others else None,
+        "given_texts": biased(module, others) if others else None,
     }
     report = bench.measure(plan, extra)
     metadata = Metadata(

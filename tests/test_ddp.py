@@ -7,32 +7,23 @@ from pathlib import Path
 
 import pytest
 
-from tests.folders import own_texts, target_folder
-from tests.test_train import SIZES, weights
+from tests.test_train import SIZES, place, weights  # noqa: F401 - a fixture
 
 SETTINGS = ["trainer.precision=32-true", "trainer.corpus_steps=0", "rollout.temperatures=[1.0]", "overwrite=true"]
 
 
-def trained(place: Path, output: str, *settings: str) -> Path:
-    paths = [f"target.path={place / 'target'}", f"data.path={place / 'own.jsonl'}", f"output={place / output}"]
+def trained(folder: Path, output: str, *settings: str) -> Path:
+    paths = [f"target.path={folder / 'target'}", f"data.path={folder / 'own.jsonl'}", f"output={folder / output}"]
     command = [sys.executable, "-m", "cotrain", "train", *paths, *SIZES, *SETTINGS, *settings]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    return place / output
+    return folder / output
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("processes")
-    target_folder(place / "target")
-    own_texts(place / "own.jsonl")
-    return place
-
-
-def test_two_processes_train_what_one_would(place: Path) -> None:
-    one = trained(place, "one")
-    two = trained(place, "two", "trainer.devices=2", "trainer.strategy=ddp")
+def test_two_processes_train_what_one_would(place: Path) -> None:  # noqa: F811
+    one = trained(place, "alone")
+    two = trained(place, "pair", "trainer.devices=2", "trainer.strategy=ddp")
     for step in (2, 5):
         ours, theirs = weights(one, step), weights(two, step)
         moved = max((ours[name] - weights(one, 0)[name]).abs().max() for name in ours)
@@ -41,6 +32,6 @@ def test_two_processes_train_what_one_would(place: Path) -> None:
     assert (two / "draft" / "report.json").exists() and not list(two.rglob("*.lock"))
 
 
-def test_a_batch_that_processes_cannot_share_is_refused(place: Path) -> None:
+def test_a_batch_that_processes_cannot_share_is_refused(place: Path) -> None:  # noqa: F811
     with pytest.raises(AssertionError, match="trainer.batch: 3 texts are not as many for each of 2 devices"):
         trained(place, "odd", "trainer.devices=2", "trainer.strategy=ddp", "trainer.batch=3", "measure=false")

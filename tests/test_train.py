@@ -145,15 +145,16 @@ def test_an_interrupted_run_ends_as_if_it_had_not_been(
     assert all(same(weights(place / "resumed", step), weights(run, step)) for step in (2, 4, 5))
 
 
+def went_down(*_: object) -> None:
+    raise OSError("the machine went down while measuring")
+
+
 def test_a_run_that_lost_its_patience_stays_ended(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def stop(*_: object) -> None:
-        raise OSError("the machine went down while measuring")
-
     monkeypatch.setattr(bench, "quick", lambda plan, k: {"speedup": 1.0})
     monkeypatch.setattr(train.Distillation, "tau", lambda *_: 2.0)  # it never rises
-    monkeypatch.setattr(train, "export", stop)
+    monkeypatch.setattr(train, "export", went_down)
     settings = ("trainer.patience=1", "trainer.steps=6", "trainer.validations=3")
     assert job(place, "patience", *settings) == 1
     kept: list = []
@@ -165,11 +166,8 @@ def test_a_run_that_lost_its_patience_stays_ended(
 def test_a_run_that_stopped_after_its_last_step_still_reports_its_acceptance(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def stop(*_: object) -> None:
-        raise OSError("the machine went down while measuring")
-
     monkeypatch.setattr(bench, "quick", lambda plan, k: {"speedup": 1.0})
-    monkeypatch.setattr(train, "export", stop)
+    monkeypatch.setattr(train, "export", went_down)
     # of four steps the last is a validation's: nothing else is left to do when the run goes on
     assert job(place, "late", "trainer.steps=4") == 1 and "went down" in capsys.readouterr().err
     figures = place / "late" / "held_out.json"

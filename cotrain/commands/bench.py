@@ -10,15 +10,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cotrain import bench, bits, synthetic
 from cotrain.config import BenchConfig
-from cotrain.data import source_of
 from cotrain.errors import UserError
 from cotrain.folders import claim
-from cotrain.job import models, settle
+from cotrain.job import models, settle, source
 from cotrain.matrix import Grid, matrix
 from cotrain.regimes import sampling
 from inference.atomic import write_atomic
 from inference.bundled import resolve
-from inference.engine import ends_of
 from inference.environment import environment
 from inference.pair import hash_target
 from inference.report import table
@@ -38,8 +36,7 @@ def _prompts(cfg: BenchConfig, target: PreTrainedModel, tokenizer: PreTrainedTok
     """Of data.path, no text that a draft was trained on by these settings; none: those shipped."""
     if cfg.data.path is None:
         return []
-    source = source_of(cfg.data, "held_out", tokenizer, ends_of(target))
-    return source.several(cfg.bench.prompt_tokens, cfg.bench.seed)
+    return source(cfg, "held_out", target, tokenizer).several(cfg.bench.prompt_tokens, cfg.bench.seed)
 
 
 def _bits(cfg: BenchConfig, plan: bench.Plan) -> list[dict[str, Any]]:

@@ -3,11 +3,9 @@
 from pathlib import Path
 
 from cotrain.config import RolloutConfig
-from cotrain.data import source_of
-from cotrain.job import models, sampled, settle
+from cotrain.job import models, sampled, settle, source
 from cotrain.regimes import sampling
 from cotrain.rollouts import beside
-from inference.engine import ends_of
 
 
 def run(cfg: RolloutConfig) -> None:
@@ -15,6 +13,5 @@ def run(cfg: RolloutConfig) -> None:
     settle(cfg.threads, cfg.rollout.seed)
     target, tokenizer = models(cfg)
     texts = sampled(cfg, target, tokenizer, Path(cfg.output), cfg.draft.path)
-    source = source_of(cfg.data, cfg.kind, tokenizer, ends_of(target))
-    path = texts.sample(cfg.kind, sampling(cfg.regime), source)
+    path = texts.sample(cfg.kind, sampling(cfg.regime), source(cfg, cfg.kind, target, tokenizer))
     print(f"wrote {beside(path, 'parquet')}")
