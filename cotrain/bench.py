@@ -18,6 +18,7 @@ from inference.lean import can_round
 from inference.measure import Texts, Timing, engine_arm, interleave, transformers_arm
 from inference.parity import pair_figures
 from inference.policy import Fixed
+from inference.precision import cast, widened
 from inference.proposer import Proposer
 from inference.proposers import Independent, NGram
 from inference.report import build
@@ -55,18 +56,22 @@ class Plan:
         dtype = self.draft.dtype if wanted == "auto" else getattr(torch, wanted)
         if self.draft.dtype == dtype and not self.draft.training:
             return self.draft
-        served = copy.deepcopy(self.draft).eval()
-        torch.nn.Module.to(served, dtype)
-        return served
+        return cast(copy.deepcopy(self.draft).eval(), dtype)
 
     @property
     def int8(self) -> bool:
         return self.bench.draft_int8 and can_round(self.served)
 
+    @cached_property
+    def running(self) -> PreTrainedModel:
+        """The served draft's numbers, in float32 where this machine would emulate their dtype; the 8-bit kernel does
+        not."""
+        return self.served if self.int8 else widened(self.served, copied=True)
+
     def proposer(self, counted: bool = False) -> Independent:
         """counted: for counts alone, which are not worth compiling."""
         compile = self.compiled.draft and not counted
-        return Independent(self.served, self.objective == "greedy", compile=compile, int8=self.int8)
+        return Independent(self.running, self.objective == "greedy", compile=compile, int8=self.int8)
 
     def engine(self, k: int, rows: int | None = None, proposer: Proposer | None = None) -> Engine:
         """rows: for counts alone, so many at a time."""

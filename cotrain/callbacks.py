@@ -43,13 +43,14 @@ class RealSpeed(Callback):
         self.kept: list[Kept] = []
 
     def on_validation_end(self, trainer: lightning.Trainer, module: Any) -> None:
-        figures = self.measure(module.draft) if trainer.is_global_zero else {"speedup": math.nan}
+        figures, path = {"speedup": math.nan}, self.folder / f"step-{trainer.global_step}"
+        with module.assembled() as draft:
+            if trainer.is_global_zero:
+                figures = self.measure(draft)
+                draft.save_pretrained(path)
         trainer.strategy.barrier()  # timings are disturbed by whoever goes on
         if trainer.logger:
             trainer.logger.log_metrics({f"speed/{name}": value for name, value in figures.items()}, trainer.global_step)
-        path = self.folder / f"step-{trainer.global_step}"
-        if trainer.is_global_zero:
-            module.draft.save_pretrained(path)
         self.kept.append(Kept(trainer.global_step, path, figures["speedup"], self.tau()))
         if self.stale:
             trainer.should_stop = True

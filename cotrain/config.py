@@ -59,7 +59,7 @@ class Target:
 
     path: str
     adapter: str | None
-    dtype: str  # auto: the checkpoint's own
+    dtype: str  # auto: the checkpoint's own, or float32 on a CPU that would emulate it
     trust_remote_code: bool
 
 
@@ -97,7 +97,7 @@ class Init:
 @dataclass
 class Loss:
     """`first` until the fraction `switch` of the steps is done, then `then`, see cotrain.terms; hardest: the fraction
-    of positions, those of the largest loss, that counts."""
+    of a batch's positions (of each process), those of the largest loss, that counts."""
 
     first: str
     then: str | None
@@ -134,6 +134,7 @@ class Rollout:
     train_temperatures: list[float]  # of those that are learnt from, as many of each; none: the regime's
     rows: int
     rounds: int  # training texts are sampled in so many parts, all but the first sped up by the draft under training
+    on_draft: float  # share of the prompts of all rounds but the first that the draft itself continues
     seed: int
     url: str | None  # of an OpenAI-compatible server that samples them; null: this engine
     folder: str | None  # where they are kept, for runs that share them; null: in the run's own folder
@@ -162,13 +163,14 @@ class Trainer:
     patience: int  # end when so many validations in a row brought no higher tau; 0: never (with measure=true)
     remember_mb: int
     cache: str | None  # a folder of the target's hidden states, for runs that read the same texts
-    precision: str  # of Lightning: bf16-mixed, 32-true, ...
+    top: int  # keep so many likeliest tokens of each law instead of hidden states, see cotrain.likeliest; 0: states
+    precision: str  # of Lightning: bf16-mixed, 32-true, ...; auto: the first, unless a CPU would emulate it
     accumulate: int  # batches a step
     clip: float
     ema: float  # decay of the average of weights that is judged and exported; 0: the weights themselves
     devices: int  # processes of this machine, one a GPU
     nodes: int  # machines
-    strategy: str  # of Lightning: auto, ddp
+    strategy: str  # of Lightning: auto, ddp; fsdp2: the draft, its gradients and moments in parts
     threads: int  # 0: as many as torch finds
     seed: int
 

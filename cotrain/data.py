@@ -20,11 +20,13 @@ LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "te
 
 @dataclass
 class Blocks(Dataset[dict[str, torch.Tensor]]):
-    """Token blocks ids (N, T), the domain of each as an index (N,) into `domains`."""
+    """Token blocks ids (N, T), the domain of each as an index (N,) into `domains`; position_ids (N, T): the place of
+    each token in its own text, None where a block is one text."""
 
     ids: torch.Tensor
     domain: torch.Tensor
     domains: list[str]
+    position_ids: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -153,7 +155,14 @@ def pack(texts: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, length: in
         domain.append(torch.full((len(blocks),), index))
     if not any(map(len, ids)):
         raise ValueError(f"data.block: {len(texts)} texts make less than one block of {length} tokens")
-    return Blocks(torch.cat(ids), torch.cat(domain), names)
+    whole = torch.cat(ids)
+    return Blocks(whole, torch.cat(domain), names, restarted(whole, tokenizer.eos_token_id))
+
+
+def restarted(ids: torch.Tensor, end: int) -> torch.Tensor:
+    """Places that begin anew at every end token, which a text in a block starts with; ids (N, T) -> (N, T)."""
+    places = torch.arange(ids.shape[1], dtype=torch.int32).expand(ids.shape)
+    return places - torch.where(ids == end, places, 0).cummax(1).values
 
 
 def _stream(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[int]:

@@ -17,6 +17,7 @@ from cotrain.rows import Truncate, compared
 
 DEPTHS = 8  # tau(k) and acceptance by position for k = 1..8
 Head = Callable[[Tensor], Tensor]
+Read = Callable[..., Tensor]  # ids (B, T), position_ids (B, T) or None -> hidden states (B, T, D)
 
 
 @dataclass
@@ -51,14 +52,15 @@ class Scores:
 
 @torch.no_grad()
 def held_out(
-    read_target: Head, texts: Texts, temperature: float, truncate: Truncate | None = None, batch: int = 16
+    read_target: Read, texts: Texts, temperature: float, truncate: Truncate | None = None, batch: int = 16
 ) -> HeldOut:
     """Read the target once over the texts."""
-    hidden = torch.cat([read_target(part)[:, :-1].cpu() for part in texts.ids.split(batch)])
+    rows = torch.arange(len(texts)).split(batch)
+    hidden = torch.cat([read_target(*texts.read(part))[:, :-1].cpu() for part in rows])
     return HeldOut(texts, hidden, temperature, truncate)
 
 
-def evaluate(held: HeldOut, read_draft: Head, head_draft: Head, head_target: Head) -> dict[str, Scores]:
+def evaluate(held: HeldOut, read_draft: Read, head_draft: Head, head_target: Head) -> dict[str, Scores]:
     """Scores of each domain, in alphabetical order, and of all texts together under "all"."""
     domains = sorted(set(held.texts.domain))
     found = {domain: score(held, domain, read_draft, head_draft, head_target) for domain in domains}
@@ -69,9 +71,10 @@ def figures(found: dict[str, Scores]) -> dict[str, float]:
     """Named `quantity/domain` and, for depth i, `quantity/domain/i`.
 
     alpha, alpha_greedy_draft = p(argmax q), kl, entropy of q, calibration_error; tau at k = 1..8, tau_greedy_draft for
-    greedy drafting; conditional and prefix acceptance at depth 1..8.
+    greedy drafting; conditional and prefix acceptance at depth 1..8. alpha/worst: of the domain that is accepted least.
     """
-    named: dict[str, float] = {}
+    alone = [scores.alpha for domain, scores in found.items() if domain != "all"] or [found["all"].alpha]
+    named: dict[str, float] = {"alpha/worst": min(alone)}
     for domain, scores in found.items():
         named[f"alpha/{domain}"] = scores.alpha
         named[f"alpha_greedy_draft/{domain}"] = scores.alpha_greedy
@@ -95,7 +98,7 @@ def by_depth(scores: Scores) -> dict[str, list[float]]:
 
 
 @torch.no_grad()
-def score(held: HeldOut, domain: str, read_draft: Head, head_draft: Head, head_target: Head, batch: int = 16) -> Scores:
+def score(held: HeldOut, domain: str, read_draft: Read, head_draft: Head, head_target: Head, batch: int = 16) -> Scores:
     """One teacher-forced pass of the draft over the texts of a domain."""
     rows = [i for i, name in enumerate(held.texts.domain) if name == domain]
     ratios: list[Tensor] = []
@@ -103,7 +106,7 @@ def score(held: HeldOut, domain: str, read_draft: Head, head_draft: Head, head_t
     sure: list[Tensor] = []
     means = torch.zeros(4, dtype=torch.float64)
     for at in torch.tensor(rows).split(batch):
-        ours = read_draft(held.texts.ids[at])[:, :-1]
+        ours = read_draft(*held.texts.read(at))[:, :-1]
         parts = (held.texts.ids[at], held.hidden[at], held.texts.predicted[at])
         ids, theirs, predicted = (part.to(ours.device) for part in parts)
         options: dict[str, Any] = {"temperature": held.temperature, "truncate": held.truncate}

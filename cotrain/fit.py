@@ -6,18 +6,23 @@ import lightning
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from torch.utils.data import ConcatDataset, DataLoader
 
+from cotrain.assembly import parts
 from cotrain.bits import KINDS
 from cotrain.callbacks import Averaged, Bar, RealSpeed, Rounded
+from cotrain.config import TrainConfig
 from cotrain.config import Trainer as TrainerSettings
-from cotrain.job import Job, parts
+from cotrain.job import Job
+from cotrain.likeliest import size
 from cotrain.module import WATCHED, Distillation
+from cotrain.optim import precision
 from cotrain.rounds import Leg, legs, swapped
 from cotrain.sets import Curriculum, Part, Strided
 from cotrain.shards import Shards
 
-CHECKPOINT = "checkpoints/last.ckpt"
+CHECKPOINT, SHARDED = "checkpoints/last.ckpt", "fsdp2"
 
 
 def fit(job: Job, module: Distillation, extra: list[Callback]) -> None:
@@ -48,7 +53,8 @@ def _trained(job: Job, module: Distillation, extra: list[Callback], leg: Leg, ev
     if done >= leg.last < cfg.steps:
         return False
     averaged = [Averaged(cfg.ema)] if cfg.ema else []
-    trainer = _trainer(job, [*extra, *averaged, *_rounded(job)], leg, every)
+    rounded = [Rounded(job.cfg.draft.held)] if job.cfg.draft.held != "none" else []
+    trainer = _trainer(job, [*extra, *averaged, *rounded], leg, every)
     if leg.round and done == leg.first:  # else its texts were sampled before
         module.load_state_dict(kept["state_dict"])  # this process may be a new one
         job.faster = swapped(job, module.to(job.target.device).draft)
@@ -70,6 +76,7 @@ def _trained(job: Job, module: Distillation, extra: list[Callback], leg: Leg, ev
         average.show(module)
     if trainer.global_step % every:  # the last validation was not at the last step
         trainer.validate(module, asks, verbose=False)
+    module.assemble()
     module.to(job.target.device).eval()  # the trainer leaves it on the CPU
     return bool(trainer.should_stop)
 
@@ -83,21 +90,42 @@ def _ended(kept: dict[str, Any], callbacks: list[Callback]) -> bool:
     return False
 
 
-def _rounded(job: Job) -> list[Callback]:
-    """Raises ValueError for an average of weights beside, and for a draft held in a way that is not known."""
-    kind = job.cfg.draft.held
+def refuse(cfg: TrainConfig) -> None:
+    """Raise ValueError, naming the keys, for a batch that processes cannot share, for a way to hold the draft that is
+    not known, and for two of what stand in for weights: averages, rounded ones, parts of them."""
+    trainer, kind = cfg.trainer, cfg.draft.held
+    world = trainer.devices * trainer.nodes
+    if trainer.devices < 1 or trainer.nodes < 1:
+        raise ValueError(f"trainer.devices, trainer.nodes: at least 1, not {trainer.devices} and {trainer.nodes}")
+    if trainer.batch % world:
+        raise ValueError(f"trainer.batch: {trainer.batch} texts are not as many for each of {world} devices")
     if kind not in KINDS:
         raise ValueError(f"draft.held: {kind!r} is none of {', '.join(KINDS)}")
-    if kind != "none" and job.cfg.trainer.ema:
-        raise ValueError("draft.held, trainer.ema: one of them; an average of weights is not one of rounded weights")
-    return [] if kind == "none" else [Rounded(kind)]
+    beside = {
+        "draft.held": kind != "none",
+        "trainer.ema": trainer.ema > 0,
+        "trainer.strategy": trainer.strategy == SHARDED,
+    }
+    found = [key for key, used in beside.items() if used]
+    if len(found) > 1:
+        raise ValueError(f"{', '.join(found)}: one of them: rounded weights, an average, or (fsdp2) parts of them")
+
+
+def _strategy(cfg: TrainerSettings) -> str | Strategy:
+    """Lightning's, by its name; "fsdp2": the draft in parts, checkpoints in one file."""
+    if cfg.strategy != SHARDED:
+        return cfg.strategy
+    parts = cfg.devices * cfg.nodes
+    return ModelParallelStrategy(data_parallel_size=parts, tensor_parallel_size=1, save_distributed_checkpoint=False)
 
 
 def _trainer(job: Job, extra: list[Callback], leg: Leg, every: int) -> lightning.Trainer:
     cfg, last = job.cfg.trainer, job.folder / CHECKPOINT
     return lightning.Trainer(
-        accelerator=job.target.device.type, devices=cfg.devices, num_nodes=cfg.nodes, strategy=cfg.strategy,
-        precision=cast(Any, cfg.precision), accumulate_grad_batches=cfg.accumulate, use_distributed_sampler=False,
+        accelerator=job.target.device.type, devices=cfg.devices, num_nodes=cfg.nodes, strategy=_strategy(cfg),
+        inference_mode=cfg.strategy != SHARDED,  # weights gathered in it could not be learnt later
+        precision=cast(Any, precision(cfg.precision, job.target.device.type)),
+        accumulate_grad_batches=cfg.accumulate, use_distributed_sampler=False,
         max_steps=leg.last, max_epochs=-1,
         gradient_clip_val=cfg.clip, val_check_interval=every * cfg.accumulate, check_val_every_n_epoch=None,
         num_sanity_val_steps=0, log_every_n_steps=WATCHED, enable_model_summary=False,
@@ -111,10 +139,8 @@ def _trainer(job: Job, extra: list[Callback], leg: Leg, every: int) -> lightning
 def _loader(
     cfg: TrainerSettings, leg: Leg, done: int, corpus: Part, sampled: Part, trainer: lightning.Trainer
 ) -> DataLoader[Any]:
-    """This process's texts of a leg, from step `done` on. Raises ValueError for a batch that does not divide."""
+    """This process's texts of a leg, from step `done` on."""
     world, texts = trainer.world_size, cfg.batch * cfg.accumulate  # of a step
-    if cfg.batch % world:
-        raise ValueError(f"trainer.batch: {cfg.batch} texts are not as many for each of {world} devices")
     before = max(cfg.corpus_steps - leg.first, 0) * texts
     order = Curriculum((len(corpus), len(sampled)), before, cfg.seed + leg.round, (done - leg.first) * texts)
     mine = Strided(order, trainer.global_rank, world)
@@ -126,10 +152,11 @@ def _remember(job: Job, module: Distillation, corpus: Part, sampled: Part) -> No
     trainer = job.cfg.trainer
     if trainer.steps * trainer.batch * trainer.accumulate < len(corpus) + len(sampled):
         return
-    keys, read = sampled.first + torch.arange(len(sampled)), job.read
+    keys, read = sampled.first + torch.arange(len(sampled)), job.cached(module.teacher.read)
     if isinstance(read, Shards):
-        width = job.target.config.get_text_config().hidden_size
-        print(read.estimate(len(sampled), sampled.ids.shape[1] * width * job.target.dtype.itemsize))
+        states = job.target.config.get_text_config().hidden_size * job.target.dtype.itemsize
+        each = size(trainer.top) * torch.float32.itemsize if trainer.top else states
+        print(read.estimate(len(sampled), sampled.ids.shape[1] * each))
     module.teacher.fill(sampled.ids.long(), keys, progress=_reading, read=read)
 
 

@@ -1,6 +1,5 @@
-"""What a training run is made of, from its settings: models, texts, losses and the module that wires them."""
+"""What a training run has, from its settings: the target, texts of it, and a plan to measure with."""
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -11,26 +10,21 @@ import lightning
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from cotrain import bench, draft, optim
+from cotrain import bench
 from cotrain.chats import Chats
-from cotrain.config import BenchConfig, Loss, RolloutConfig, ServeCheckConfig, TrainConfig
+from cotrain.config import BenchConfig, RolloutConfig, ServeCheckConfig, TrainConfig
 from cotrain.data import source_of
-from cotrain.evaluate import DEPTHS, Head, HeldOut, held_out
-from cotrain.module import Distillation, Stage
-from cotrain.regimes import sampling, truncation
-from cotrain.rollout import Ask, Faster, Own, Remote, Sampler
+from cotrain.evaluate import Head, Read
+from cotrain.regimes import sampling
+from cotrain.rollout import Ask, Faster, Mixed, Own, Remote, Sampler
 from cotrain.rollouts import Texts
-from cotrain.sets import WHOLE, Part, Sampled, Share, Source, blocks_texts, corpus_part, joined, logged, sampled_part
-from cotrain.shards import Read, Shards
-from cotrain.surprise import Surprise, surprise
+from cotrain.sets import WHOLE, Sampled, Share, Source, blocks_texts, logged, regime
+from cotrain.shards import Shards
 from cotrain.teacher import adapted, identity, load_pair, split
-from cotrain.terms import parse
 from inference import load
 from inference.client import Client
 from inference.engine import ends_of
 from inference.store import OBJECTIVES
-
-CHECKED = 32  # texts that are asked whether they are the target's own
 
 
 @dataclass
@@ -42,19 +36,28 @@ class Job:
     target: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     sources: dict[str, Source] = field(default_factory=dict)
-    faster: Faster | None = None  # what samples the next texts: the target alone, when None
+    faster: Faster | Mixed | None = None  # what samples the next texts: the target alone, when None
 
     @cached_property
-    def halves(self) -> tuple[Head, Head]:
+    def halves(self) -> tuple[Read, Head]:
         """The target's, see `teacher.split`, which tries them."""
         return split(self.target)
 
     @cached_property
     def read(self) -> Read:
-        """What reads texts: the target, or its hidden states on disk where trainer.cache= names a folder."""
+        """Hidden states of texts: what is on disk, unless laws are kept there."""
         live, _ = self.halves
-        cache = self.cfg.trainer.cache
-        return Shards(live, Path(cache), identity(self.target, self.tokenizer)) if cache else live
+        return live if self.cfg.trainer.top else self.cached(live)
+
+    def cached(self, read: Read) -> Read:
+        """What the target says of texts, on disk where trainer.cache= names a folder: hidden states, or kept laws."""
+        cache, top = self.cfg.trainer.cache, self.cfg.trainer.top
+        if not cache:
+            return read
+        maker = identity(self.target, self.tokenizer) | {"dtype": str(self.target.dtype)}
+        if top:
+            maker["laws"] = f"top {top} of {regime(sampling(self.cfg.regime))}"
+        return Shards(read, Path(cache), maker)
 
     def sampled(self) -> Sampled:
         place = Path(self.cfg.rollout.folder or self.folder / "rollouts")
@@ -128,7 +131,7 @@ def sampled(
         by = partial(_remote, ask.url, tokenizer, ask.rows)
     elif draft_path:
         by = partial(_sped_up, draft_path, target, tokenizer, ask.rows)
-    return Sampled(target, tokenizer, folder, wanted, ask.rows, ask.seed, source, by, ask.url)
+    return Sampled(target, tokenizer, folder, wanted, ask.rows, ask.seed, source, by, ask.url, ask.on_draft)
 
 
 def _remote(url: str, tokenizer: PreTrainedTokenizerBase, rows: int) -> Sampler:
@@ -172,92 +175,3 @@ def settle(threads: int, seed: int) -> None:
     if threads:
         torch.set_num_threads(threads)
     lightning.seed_everything(seed, verbose=False)
-
-
-def initial(cfg: TrainConfig, target: PreTrainedModel) -> PreTrainedModel:
-    """The draft before training. Raises ValueError naming the key that is wrong."""
-    shape = cfg.draft
-    if cfg.init.kind == "scratch":
-        return draft.scratch(target, shape.width, shape.layers, shape.intermediate, shape.head_dim, shape.kv_heads)
-    if cfg.init.kind == "target_layers":
-        return draft.from_layers(target, cfg.init.layers)
-    if cfg.init.kind == "pretrained" and shape.path:
-        return draft.pretrained(shape.path, target)
-    raise ValueError(f"init.kind: {cfg.init.kind!r} is none of scratch, target_layers, pretrained (with draft.path=)")
-
-
-def stages(loss: Loss) -> list[Stage]:
-    """The loss, or two in turn, see `terms.parse`."""
-    first = Stage(loss.switch if loss.then else 1.0, parse(loss.first))
-    return [first, Stage(1.0, parse(loss.then))] if loss.then else [first]
-
-
-def build(job: Job, network: PreTrainedModel) -> Distillation:
-    """Wire the module: losses, optimiser, held-out texts of each temperature."""
-    cfg = job.cfg
-    taught = stages(cfg.loss)  # a wrong name is refused before texts are sampled
-    cut = truncation(cfg.regime)
-    judged = {
-        t: held_out(job.read, job.texts("held_out", t), t, cut)
-        # checkpoints are ranked in the regime
-        for t in sorted({*cfg.rollout.temperatures, *cfg.rollout.train_temperatures, cfg.regime.temperature})
-    }
-    _own(job, judged)
-    rate = cfg.optimizer
-    return Distillation(
-        network,
-        job.target,
-        taught,
-        partial(optim.adamw, lr=rate.lr, weight_decay=rate.weight_decay, betas=rate.betas),
-        partial(optim.trapezoid, steps=cfg.trainer.steps, warmup=rate.warmup, decay=rate.decay),
-        judged,
-        cfg.regime.temperature,
-        cut,
-        cosine=cfg.init.cosine,
-        remember=cfg.trainer.remember_mb * 2**20,
-        k=cfg.policy.k or DEPTHS,
-        hardest=cfg.loss.hardest,
-        seed=cfg.trainer.seed,
-        steps=cfg.trainer.steps,
-    )
-
-
-def _own(job: Job, judged: dict[float, HeldOut]) -> None:
-    """Say so when texts that were sampled are not the target's own: another server's, or of passes gone wrong."""
-    if job.cfg.data.on_target:
-        return  # `foreign` says it of logs
-    for t, held in judged.items():
-        found = surprise(held, job.halves[1], job.target.device)
-        if not found.own:
-            said = f"texts sampled at temperature {t:g} are not the target's own: {found.line()}"
-            print(f"warning: {said}", file=sys.stderr)
-
-
-def parts(job: Job, rounds: int) -> tuple[Part, Part]:
-    """The texts as they were given, where steps learn from them, and texts of the target of so many rounds, each at its
-    own temperature, the regime's or several. A later round's come behind the others."""
-    cfg = job.cfg
-    corpus = corpus_part(job.given("train") if cfg.trainer.corpus_steps else None, cfg.regime.temperature)
-    sampled = [
-        sampled_part(job.texts("train", t, Share(i, cfg.rollout.rounds)), cfg.data.shares, t, prompts=not job.chats)
-        for i in range(rounds)
-        for t in cfg.rollout.train_temperatures or [cfg.regime.temperature]
-    ]
-    return corpus, joined(sampled, len(corpus))
-
-
-def foreign(job: Job) -> tuple[HeldOut, Surprise] | None:
-    """Some of the given texts that are learnt from, read by the target, if it did not sample them in the regime, and
-    how much they surprise it; says so. data.on_target= that is not true is said first."""
-    cfg = job.cfg
-    if not cfg.trainer.corpus_steps and not (cfg.data.on_target and job.chats):
-        return None
-    texts = job.given("held_out").spread(CHECKED)
-    held = held_out(job.read, texts, cfg.regime.temperature, truncation(cfg.regime))
-    found = surprise(held, job.halves[1], job.target.device)
-    if found.own:
-        return None
-    first = f"the texts of the first {cfg.trainer.corpus_steps} steps"
-    which = "data.on_target=true, but the texts of data.path" if cfg.data.on_target else first
-    print(f"warning: {which} were not sampled from this target in this regime: {found.line()}", file=sys.stderr)
-    return held, found

@@ -77,7 +77,7 @@ def _cell(plan: Plan, grid: Grid, servers: dict[str, Server], machine: Machine) 
     queue = size.rows if size.rows == 1 else QUEUE * size.rows  # ended rows make room, as when serving
     prompts = plan.prompts(size.quick_prompts, max(size.prompts, BATCHES * queue))
     timing = interleave(arms, prompts, queue, size.seed)
-    models = engines["plain"].target, LM(plan.served, size.rows, int8=plan.int8)
+    models = engines["plain"].target, LM(plan.running, size.rows, int8=plan.int8)
     found = _found(timing, costs, lengths, sampling)
     return found | {"compiled": plan.compiled._asdict(), "floor": _floor(models, costs, k, machine)}
 
@@ -92,8 +92,8 @@ def _transformers(plan: Plan, k: int) -> list[Arm]:
         arms.append(transformers_arm("transformers compiled", plan.target, sampling, new, rows=rows, compile=True))
     if plan.bench.rows == 1:
         arms += [
-            transformers_arm("transformers assisted", plan.target, sampling, new, assistant=plan.served),
-            transformers_arm("transformers matched", plan.target, sampling, new, assistant=plan.served, k=k),
+            transformers_arm("transformers assisted", plan.target, sampling, new, assistant=plan.running),
+            transformers_arm("transformers matched", plan.target, sampling, new, assistant=plan.running, k=k),
         ]
     return arms
 

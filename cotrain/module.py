@@ -1,6 +1,7 @@
 """Distillation of a draft from a frozen target, as a LightningModule that only wires its parts together."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -11,10 +12,12 @@ from transformers import PreTrainedModel
 
 from cotrain import acceptance, losses
 from cotrain.evaluate import HeldOut, Scores, evaluate, figures
+from cotrain.likeliest import Likeliest, completed, outside
 from cotrain.profile import profile
-from cotrain.rows import Truncate, chunked, positions, token_logs
-from cotrain.teacher import Remembering, split
-from cotrain.terms import Terms
+from cotrain.rows import Law, Truncate, chunked, positions, token_logs
+from cotrain.sharding import gathered, rest, sharded, within
+from cotrain.teacher import Remembering, halves, split
+from cotrain.terms import MERGED, Terms
 from inference import streams
 
 WATCHED = 5  # every so many steps, what a step found is logged
@@ -42,9 +45,11 @@ class Distillation(lightning.LightningModule):
     `losses.misaligned` on the final hidden states, 0 for none. remember: bytes of the target's hidden states to keep.
     chunk: positions whose laws exist at once, by default `rows.positions`. k: draft length that sequence losses
     speak of. hardest: see `rows.chunked`. seed: of tokens drawn for a loss. steps: of the whole training, which stages
-    are parts of; None: the trainer's.
+    are parts of; None: the trainer's. top: so many of each law's likeliest tokens are kept instead of hidden states,
+    see `likeliest`; 0: states.
 
-    Raises ValueError for a cosine between states of different widths.
+    Raises ValueError for a cosine between states of different widths, and for one, or a loss that merged laws do not
+    have, beside top.
     """
 
     def __init__(
@@ -64,27 +69,63 @@ class Distillation(lightning.LightningModule):
         hardest: float = 1.0,
         seed: int = 0,
         steps: int | None = None,
+        top: int = 0,
     ) -> None:
         super().__init__()
         self.draft, self.stages = draft, stages
         self.make_optimizer, self.make_scheduler, self.held_out = optimizer, scheduler, held_out
         self.temperature, self.truncate, self.cosine = temperature, truncate, cosine
-        self.chunk = chunk or positions(target.config.get_text_config().vocab_size)
+        vocabulary = target.config.get_text_config().vocab_size
+        self.chunk = chunk or positions(vocabulary)
         self.k, self.hardest, self.seed, self.steps = k, hardest, seed, steps
         self.read_draft, self.head_draft = split(draft)
-        self.head = list(draft.get_output_embeddings().parameters())
+        self.whole: list[PreTrainedModel] = []  # the draft, while `draft` is it in parts; no module of this one's
         read_target, self.head_target = split(target)  # plain functions: the target is not saved
+        self.law: Law | None = None
+        if top:
+            _refuse(stages, cosine)
+            self.law = completed
+            read_target = Likeliest(read_target, self.head_target, top, vocabulary, temperature, truncate, self.chunk)
         self.teacher = Remembering(read_target, remember)
         self.judged: dict[float, dict[str, Scores]] = {}
         widths = [model.config.get_text_config().hidden_size for model in (draft, target)]
         if cosine and len(set(widths)) > 1:
             raise ValueError(f"init.cosine: the draft's hidden states are {widths[0]} wide, the target's {widths[1]}")
 
+    def configure_model(self) -> None:
+        """Where a strategy shards, the draft in parts; `assemble` ends that."""
+        if self.device_mesh is not None and not self.whole:
+            self.whole = [self.draft]
+            self.draft = sharded(self.draft, self.device_mesh["data_parallel"])
+            self.read_draft, self.head_draft = halves(self.draft)
+
+    @contextmanager
+    def assembled(self) -> Iterator[PreTrainedModel]:
+        """The whole draft as it now is, for the first process to look at; all ask at once."""
+        if not self.whole:
+            yield self.draft
+            return
+        draft = gathered(self.draft, self.whole[0], everywhere=False)
+        if self.global_rank == 0:
+            torch.nn.Module.to(draft, self.device)
+        yield draft
+        torch.nn.Module.to(draft, "cpu")
+
+    def assemble(self) -> None:
+        """No parts any more."""
+        if self.whole:
+            self.draft, self.whole = gathered(self.draft, self.whole[0]), []
+            self.read_draft, self.head_draft = halves(self.draft)
+
     def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
-        """batch: ids (B, T), predicted (B, T-1) bool, key and temperature (B,)."""
-        ids, weight = batch["ids"], batch["predicted"]
-        theirs = self.teacher(ids, batch["key"])[:, :-1]
-        ours = self.read_draft(ids)[:, :-1]
+        """The loss, see `learn`."""
+        return within(self.draft, lambda: self.learn(batch))
+
+    def learn(self, batch: dict[str, Tensor]) -> Tensor:
+        """batch: ids (B, T), predicted (B, T-1) bool, key and temperature (B,), position_ids (B, T) of packed texts."""
+        ids, weight, places = batch["ids"], batch["predicted"], batch.get("position_ids")
+        theirs = self.teacher(ids, batch["key"], places)[:, :-1]
+        ours = self.read_draft(ids, places)[:, :-1]
         watched = (self.global_step + 1) % WATCHED == 0
         terms = current(self.stages, self.global_step / max(self.steps or self.trainer.max_steps, 1))
         mean = ours.new_zeros(())
@@ -96,7 +137,7 @@ class Distillation(lightning.LightningModule):
             self.log("train/loss", mean, prog_bar=True)
         if self.cosine:
             inside = batch["predicted"]
-            apart = losses.misaligned(ours, theirs)[inside].sum() / self._counted(int(inside.sum()))
+            apart = losses.misaligned(ours, theirs)[inside].sum() / self._counted(inside.sum()).clamp(min=1)
             if watched:
                 self.log("train/misaligned", apart)
             mean = mean + self.cosine * apart
@@ -109,22 +150,25 @@ class Distillation(lightning.LightningModule):
         assert terms.position is not None
         total, found = chunked(
             terms.position, theirs, self.head_target, ours, self.head_draft, weight, batch["temperature"],
-            chunk=self.chunk, truncate=self.truncate, measured=watched, hardest=self.hardest, parameters=self.head,
+            chunk=self.chunk, truncate=self.truncate, measured=watched, hardest=self.hardest,
+            parameters=list(self.draft.get_output_embeddings().parameters()), law=self.law,
             x=batch["ids"][:, 1:] if terms.takes == "text" else None,
             u=self._uniforms(batch["key"], weight.shape[1]) if terms.takes == "drawn" else None,
         )  # fmt: skip
         if watched:
             self.log("train/alpha", found.alpha, prog_bar=True)
             self.log("train/alpha_greedy_draft", found.alpha_greedy)
-        return total / max(self._counted(found.positions), 1.0)
+            if self.law:  # which alpha is too high by at most
+                self.log("train/outside", outside(theirs)[batch["predicted"]].mean())
+        return total / self._counted(batch["predicted"].sum()).clamp(min=1)
 
-    def _counted(self, positions: int) -> float:
-        """Positions of a process, on average over all: gradients are averaged over processes, so that their sum over
-        all positions is divided by all of them."""
+    def _counted(self, counts: Tensor) -> Tensor:
+        """What a process divides by, on average over all: gradients are averaged over processes, so that sums over all
+        of them are divided by what all of them count."""
+        counts = counts.detach().float()
         if self.trainer.world_size == 1:
-            return positions
-        count = torch.tensor(float(positions), device=self.device)
-        return float(cast(Tensor, self.trainer.strategy.reduce(count, reduce_op="mean")))
+            return counts
+        return cast(Tensor, self.trainer.strategy.reduce(counts, reduce_op="mean"))
 
     def _sequence(self, terms: Terms, batch: dict[str, Tensor], theirs: Tensor, ours: Tensor) -> tuple[Tensor, Tensor]:
         """The sequence losses, and the weight of each position (B, T-1) for those a position."""
@@ -134,11 +178,15 @@ class Distillation(lightning.LightningModule):
             chunk=self.chunk, truncate=self.truncate,
         )  # fmt: skip
         lengths = inside.sum(1)
-        total = sum((w * loss(*logs, self.k, lengths) for w, loss in terms.sequence), ours.new_zeros(()))
+        total = ours.new_zeros(())
+        for w, loss in terms.sequence:
+            found, count = loss(*logs, self.k, lengths)
+            total = total + w * found / self._counted(count).clamp(min=1)
         if not terms.weighted:
             return total, inside
         saved = acceptance.call_weights(acceptance.r_from(*logs), self.k, lengths) * inside
-        return total, saved * (lengths.sum() / saved.sum().clamp(min=torch.finfo(saved.dtype).tiny))
+        tokens, calls = self._counted(torch.stack([lengths.sum().to(saved), saved.sum()]))
+        return total, saved * (tokens / calls.clamp(min=torch.finfo(saved.dtype).tiny))
 
     def _uniforms(self, keys: Tensor, positions: int) -> Tensor:
         """A function of seed, step, text and position alone: a resumed run draws what it would have -> (B, T)."""
@@ -154,7 +202,8 @@ class Distillation(lightning.LightningModule):
 
     def judge(self) -> None:
         """Score the draft as it now is on the held-out texts; `acceptance` and `scores` tell what was found last."""
-        self.judged = {t: self.on(held_out) for t, held_out in self.held_out.items()}
+        self.judged = within(self.draft, lambda: {t: self.on(held) for t, held in self.held_out.items()})
+        rest(self.draft)
 
     def on(self, held_out: HeldOut) -> dict[str, Scores]:
         """The draft's scores on other texts."""
@@ -184,6 +233,13 @@ class Distillation(lightning.LightningModule):
         optimizer = self.make_optimizer(self.draft)
         schedule = self.make_scheduler(optimizer)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def _refuse(stages: Sequence[Stage], cosine: float) -> None:
+    if not all(stage.loss.merged for stage in stages):
+        raise ValueError(f"trainer.top: the loss is not one of {', '.join(MERGED)}, which kept laws have")
+    if cosine:
+        raise ValueError("trainer.top: laws are kept, not hidden states: init.cosine=0")
 
 
 def _tag(name: str, temperature: float) -> str:

@@ -1,4 +1,4 @@
-"""Optimiser and learning-rate schedule factories; Hydra calls them with the parameters."""
+"""Optimiser and learning-rate schedule factories, and the numbers that steps are computed in."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
+
+from inference.precision import half
 
 
 class MuonAdamW(torch.optim.Optimizer):
@@ -66,3 +68,12 @@ def trapezoid(optimizer: torch.optim.Optimizer, steps: int, warmup: int, decay: 
         return max(0.0, min(1.0, (step + 1) / max(warmup, 1), (steps - step) / max(decay, 1)))
 
     return LambdaLR(optimizer, factor)
+
+
+def precision(name: str, device: str | None = None) -> str:
+    """Lightning's name; "auto": bf16-mixed, or 32-true on a CPU that would emulate bfloat16. device: by default the GPU
+    where there is one."""
+    if name != "auto":
+        return name
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return "bf16-mixed" if half(device) == torch.bfloat16 else "32-true"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cotrain import losses
-from cotrain.evaluate import Head, HeldOut
+from cotrain.evaluate import Head, HeldOut, Read
 from cotrain.rows import CHUNK, log_law, served
 
 DRAFTING = (0.0, 0.3, 0.5, 0.7, 0.85, 1.0, 1.2)
@@ -16,7 +16,7 @@ DRAFTING = (0.0, 0.3, 0.5, 0.7, 0.85, 1.0, 1.2)
 
 @torch.no_grad()
 def profile(
-    held: HeldOut, read_draft: Head, head_draft: Head, head_target: Head, drafting: Sequence[float] = DRAFTING
+    held: HeldOut, read_draft: Read, head_draft: Head, head_target: Head, drafting: Sequence[float] = DRAFTING
 ) -> dict[str, Any]:
     """alpha = sum_v min(p, q) over the held-out texts of one temperature of the target: by the temperature of the draft
     (0: its likeliest token), and, both at the target's, by the tokens of context, in buckets that double.
@@ -50,11 +50,11 @@ def _law(logits: Tensor, temperature: float, held: HeldOut) -> Tensor:
     return served(log_law(logits, t), t, held.truncate)
 
 
-def _positions(held: HeldOut, read_draft: Head, batch: int = 16) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def _positions(held: HeldOut, read_draft: Read, batch: int = 16) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Hidden states of target (n, D) and draft (n, D') that predict sampled tokens, and the tokens before each (n,)."""
     for at in torch.arange(len(held.texts)).split(batch):
         inside = held.texts.predicted[at]
-        ours = read_draft(held.texts.ids[at])[:, :-1]
+        ours = read_draft(*held.texts.read(at))[:, :-1]
         theirs = held.hidden[at].to(ours.device)
         context = torch.arange(1, inside.shape[1] + 1).expand_as(inside)[inside]
         mask = inside.to(ours.device)

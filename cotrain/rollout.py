@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
-from inference import Engine, Sampling
+from inference import Engine, Sampling, streams
 from inference.atomic import write_atomic
 from inference.client import Client, Completion
 
@@ -76,6 +77,38 @@ class Faster:
         speed = sum(map(len, found)) / (time.perf_counter() - clock)
         self.speeds[name] = speed if name in self.speeds else 0.0  # the first batch warms up
         return found
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """Prompts continued by the target, a share of them by the draft under training instead: contexts that it leads
+    itself into, where the target then teaches (Agarwal et al. 2024, 2306.13649). Which ones depends on seed and key."""
+
+    target: Faster
+    draft: Sampler
+    share: float
+
+    @property
+    def rows(self) -> int:
+        """As many that the busier one has its rows full."""
+        return round(self.target.rows / max(self.share, 1 - self.share))
+
+    @property
+    def speeds(self) -> dict[str, float]:
+        return self.target.speeds
+
+    def __call__(
+        self, prompts: list[list[int]], sampling: Sampling, new_tokens: int, seed: int, keys: list[int]
+    ) -> list[list[int]]:
+        zero, rows = torch.zeros(len(keys), dtype=torch.int64), torch.tensor(keys)
+        drafted = (streams.uniform(seed, rows, zero, zero[:1], streams.DRAFT)[:, 0] < self.share).tolist()
+        found: dict[int, list[int]] = {}
+        for sampler, mine in ((self.draft, True), (self.target, False)):
+            at = [i for i, one in enumerate(drafted) if one is mine]
+            if at:
+                part = [prompts[i] for i in at], sampling, new_tokens, seed, [keys[i] for i in at]
+                found |= dict(zip(at, sampler(*part), strict=True))
+        return [found[i] for i in range(len(keys))]
 
 
 @dataclass(frozen=True)

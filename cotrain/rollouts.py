@@ -23,20 +23,26 @@ FEATURES = datasets.Features(
 
 @dataclass
 class Texts:
-    """Texts ids (N, T), padded with 0 on the right; prompt (N,) and length (N,) in tokens; domain of each."""
+    """Texts ids (N, T), padded with 0 on the right; prompt (N,) and length (N,) in tokens; domain of each;
+    position_ids (N, T) where a row is several texts, see `data.Blocks`."""
 
     ids: torch.Tensor
     prompt: torch.Tensor
     length: torch.Tensor
     domain: list[str]
+    position_ids: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def spread(self, count: int) -> "Texts":
         """About `count` of them, of every domain."""
-        step = max(len(self) // count, 1)
-        return Texts(self.ids[::step], self.prompt[::step], self.length[::step], self.domain[::step])
+        rows = slice(None, None, max(len(self) // count, 1))
+        return Texts(self.ids[rows], self.prompt[rows], self.length[rows], self.domain[rows], self.read(rows)[1])
+
+    def read(self, rows: torch.Tensor | slice) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What a model is given to read some rows: ids and position_ids."""
+        return self.ids[rows], None if self.position_ids is None else self.position_ids[rows]
 
     @property
     def predicted(self) -> torch.Tensor:

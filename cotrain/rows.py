@@ -20,6 +20,7 @@ from inference.sampling import draw, one_hot, wide
 
 Head = Callable[[Tensor], Tensor]  # (n,D) -> logits (n,V)
 Truncate = Callable[[Tensor], Tensor]  # logits (n,V) -> logits (n,V) with -inf where cut
+Law = Callable[[Tensor, Tensor], Tensor]  # what stands for the target's states (n,D), log q (n,V) -> log p (n,V)
 
 CHUNK = 512  # positions whose laws exist at once, where nothing else is said
 LAWS, FEWEST = 2**21, 192  # values of a law of one chunk: 8 MiB in float32 stay in a processor's cache
@@ -61,6 +62,7 @@ def chunked(
     measured: bool = True,
     hardest: float = 1.0,
     parameters: Sequence[Tensor] = (),
+    law: Law | None = None,
 ) -> tuple[Tensor, Statistics]:
     """Sum of a loss of `cotrain.losses` over positions (a scalar), and what acceptance it stands for.
 
@@ -75,13 +77,14 @@ def chunked(
     drawn from q instead (`tvpp`). measured: off, the statistics but `positions` are NaN, and a quarter cheaper.
     hardest: only this fraction of the positions, those of the largest loss, counts, each 1 / hardest as much, so that
     the sum keeps its size. parameters: of head_q; with all of them given, and hardest 1, several chunks are computed
-    once and not twice. Raises ValueError for both x and u, a fraction outside (0, 1], and shapes that do not fit.
+    once and not twice. law: makes log p, as served, of hidden_p and log q; head_p is then not asked. Raises ValueError
+    for both x and u, a fraction outside (0, 1], and shapes that do not fit.
     """
     if not 0 < hardest <= 1:
         raise ValueError(f"hardest: a fraction in (0, 1], not {hardest}")
     if x is not None and u is not None:
         raise ValueError("give x (the text's tokens) or u (uniforms to draw tokens from q), not both")
-    rows = _Rows(hidden_p, head_p, hidden_q, head_q, _spread(temperature, mask.shape, hidden_q), truncate)
+    rows = _Rows(hidden_p, head_p, hidden_q, head_q, _spread(temperature, mask.shape, hidden_q), truncate, law)
 
     def part(i: Tensor, ours: Tensor | None = None) -> tuple[Tensor, Tensor]:
         logp, logq = rows.laws(i, ours)
@@ -222,14 +225,18 @@ class _Rows:
     head_q: Head
     temperature: Tensor  # (B*T,)
     truncate: Truncate | None
+    law: Law | None = None
 
     def laws(self, i: Tensor, ours: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """log p as served, without gradient, and log q as trained, at positions i (n,) -> (n,V) each. ours (n,Dq): the
         draft's hidden states there, when they are at hand."""
-        with torch.no_grad():
-            logp = self.served(log_law(self.head_p(self.hidden_p.flatten(0, 1)[i]), self.temperature[i]), i)
         ours = self.hidden_q.flatten(0, 1)[i] if ours is None else ours
-        return logp, log_law(self.head_q(ours), self.temperature[i])
+        logq = log_law(self.head_q(ours), self.temperature[i])
+        with torch.no_grad():
+            theirs = self.hidden_p.flatten(0, 1)[i]
+            if self.law:
+                return self.law(theirs, logq), logq
+            return self.served(log_law(self.head_p(theirs), self.temperature[i]), i), logq
 
     @torch.no_grad()
     def statistics(self, logp: Tensor, logq: Tensor, i: Tensor) -> Tensor:

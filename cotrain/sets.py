@@ -35,31 +35,39 @@ class Share(NamedTuple):
 
 
 WHOLE = Share(0, 1)
+DRAFTED = "on_draft"  # in a manifest: the share of its texts that a draft continued, which are nobody else's
 
 
 class Part(Dataset[dict[str, torch.Tensor]]):
     """Texts to learn from: ids (N, T), which positions count, predicted (N, T-1), and the temperature (N,) that each is
-    learnt at, one number for all; `key` tells texts apart, from `first` on."""
+    learnt at, one number for all; `key` tells texts apart, from `first` on; position_ids (N, T) of packed texts."""
 
     def __init__(
-        self, ids: torch.Tensor, predicted: torch.Tensor, temperature: float | torch.Tensor = 1.0, first: int = 0
+        self,
+        ids: torch.Tensor,
+        predicted: torch.Tensor,
+        temperature: float | torch.Tensor = 1.0,
+        first: int = 0,
+        position_ids: torch.Tensor | None = None,
     ) -> None:
-        self.ids, self.predicted, self.first = ids, predicted, first
+        self.ids, self.predicted, self.first, self.position_ids = ids, predicted, first, position_ids
         self.temperature = torch.as_tensor(temperature, dtype=torch.float32).expand(len(ids))
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        places = {} if self.position_ids is None else {"position_ids": self.position_ids[index].long()}
         return {"ids": self.ids[index].long(), "predicted": self.predicted[index],
-                "key": torch.tensor(self.first + index), "temperature": self.temperature[index]}  # fmt: skip
+                "key": torch.tensor(self.first + index), "temperature": self.temperature[index]} | places  # fmt: skip
 
 
 def blocks_texts(blocks: Blocks) -> rollouts.Texts:
     """Corpus blocks as texts: every position counts, p is the target's whole law there too."""
     n, width = blocks.ids.shape
     domains = [blocks.domains[index] for index in blocks.domain.tolist()]
-    return rollouts.Texts(blocks.ids.long(), torch.ones(n, dtype=torch.int64), torch.full((n,), width), domains)
+    first, length = torch.ones(n, dtype=torch.int64), torch.full((n,), width)
+    return rollouts.Texts(blocks.ids.long(), first, length, domains, blocks.position_ids)
 
 
 def logged(chats: Chats, count: int, ask: rollout.Ask, seed: int) -> rollouts.Texts:
@@ -78,7 +86,7 @@ def corpus_part(texts: rollouts.Texts | None, temperature: float = 1.0) -> Part:
     """Texts as they were given, what is not prompt of them. None: no texts."""
     if texts is None:
         return Part(torch.empty(0, 2), torch.empty(0, 1))
-    return Part(texts.ids, texts.predicted, temperature)
+    return Part(texts.ids, texts.predicted, temperature, position_ids=texts.position_ids)
 
 
 def joined(parts: Sequence[Part], first: int) -> Part:
@@ -147,7 +155,7 @@ class Sampled:
 
     kind: "train" or "held_out" (the split that the prompts come from). folder: where own sets are kept. source: where
     prompts come from, a path or "embedded". by: who samples, this engine when None; server: its model, as the set's
-    manifest says it.
+    manifest says it; on_draft: share of the texts of all parts but the first that the draft under training continues.
     """
 
     target: PreTrainedModel
@@ -159,6 +167,7 @@ class Sampled:
     source: str
     by: Callable[[], rollout.Sampler] | None = None
     server: str | None = None
+    on_draft: float = 0.0
 
     def texts(
         self, kind: str, sampling: Sampling, source: Callable[[], Source], say: Announce = print, part: Share = WHOLE
@@ -201,12 +210,13 @@ class Sampled:
         return {"kind": kind, "regime": regime(sampling), "target": target, "seed": self.seed, "source": self.source,
                 "texts": self.ask.texts[kind], "prompt_tokens": self.ask.prompt_tokens,
                 "new_tokens": self.ask.new_tokens} | ({"server": self.server} if self.server else {}) | (
-                {"part": list(part)} if part.of > 1 else {})  # fmt: skip
+                {"part": list(part)} if part.of > 1 else {}) | (
+                {DRAFTED: self.on_draft} if self.on_draft and part.place else {})  # fmt: skip
 
     def _fits(self, path: Path, kind: str, sampling: Sampling, part: Share) -> bool:
         """Made by this very target in this regime from such prompts: any other set is no data for this run."""
-        found = rollouts.manifest(path)
-        return found is not None and self._manifest(kind, sampling, part).items() <= found.items()
+        found, made = rollouts.manifest(path), self._manifest(kind, sampling, part)
+        return found is not None and made.items() <= found.items() and found.get(DRAFTED) == made.get(DRAFTED)
 
 
 def _digest(manifest: dict[str, object]) -> str:

@@ -8,7 +8,6 @@ back is what the target said, and the loss is the one of a live target.
 import hashlib
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -16,10 +15,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
+from cotrain.evaluate import Read
 from inference.atomic import write_atomic
 
 MANIFEST = "teacher.json"
-Read = Callable[[Tensor], Tensor]
 
 
 class Shards:
@@ -49,9 +48,9 @@ class Shards:
         return said
 
     @torch.no_grad()
-    def __call__(self, ids: Tensor) -> Tensor:
+    def __call__(self, ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """ids (B, T) -> (B, T, D), from disk where they are; a damaged shard is made anew."""
-        path = self.folder / f"{_digest(ids)}.safetensors"
+        path = self.folder / f"{_digest(ids, position_ids)}.safetensors"
         if path.exists():
             try:
                 kept = load_file(path)
@@ -59,16 +58,18 @@ class Shards:
                 kept = {}
             if kept and _checksum(kept["states"]) == kept["checksum"].numpy().tobytes():
                 return kept["states"].to(ids.device)
-        states = self.read(ids)
+        states = self.read(ids, position_ids)
         held = states.detach().cpu().contiguous()
         checksum = torch.frombuffer(bytearray(_checksum(held)), dtype=torch.uint8)
         write_atomic(path, save({"states": held, "checksum": checksum}))
         return states
 
 
-def _digest(ids: Tensor) -> str:
-    named = repr(tuple(ids.shape)).encode() + ids.long().cpu().numpy().tobytes()
-    return hashlib.blake2b(named, digest_size=16).hexdigest()
+def _digest(ids: Tensor, position_ids: Tensor | None) -> str:
+    named = hashlib.blake2b(repr(tuple(ids.shape)).encode(), digest_size=16)
+    for part in (ids, position_ids):
+        named.update(b"" if part is None else part.long().cpu().numpy().tobytes())
+    return named.hexdigest()
 
 
 def _checksum(states: Tensor) -> bytes:

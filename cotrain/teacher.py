@@ -1,6 +1,7 @@
 """The frozen target as a teacher: loaded in the precision that is served, read as hidden states and a head."""
 
 import hashlib
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -17,9 +18,11 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from cotrain.evaluate import Head, Read
 from cotrain.ranks import local_rank
 from inference.bundled import resolve
 from inference.pair import hash_target
+from inference.precision import widened
 from inference.store import load_tokenizer
 from inference.weights import weight_files
 
@@ -37,19 +40,25 @@ SAMPLE = 1024  # values of a tensor that its fingerprint reads
 def load_target(
     path: str, quantisation: str = "none", dtype: str = "auto", trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """A frozen causal LM from a folder or hub id, safetensors only, on the GPU when there is one.
+    """A frozen causal LM from a folder or hub id, safetensors only, on the GPU when there is one. dtype: "auto" for the
+    checkpoint's own, or float32, see `widened`.
 
-    Raises ValueError for an unknown quantisation and for weights that are missing or not finite.
+    A checkpoint that says how it is quantised is loaded so.
+
+    Raises ValueError for an unknown quantisation, one of a checkpoint that has its own, and for weights that are
+    missing or not finite.
     """
     if quantisation not in QUANTISATIONS:
         raise ValueError(f"quantisation: {quantisation!r} is none of {', '.join(QUANTISATIONS)}")
-    options = QUANTISATIONS[quantisation]
+    options, config = QUANTISATIONS[quantisation], AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    if options and "quantization_config" in config.to_dict():
+        raise ValueError(f"quantisation: {path} is quantised as it is; quantisation=none")
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         path,
         dtype=dtype,
         use_safetensors=True,
         trust_remote_code=trust_remote_code,
-        quantization_config=BitsAndBytesConfig(**options) if options else None,
+        **({"quantization_config": BitsAndBytesConfig(**options)} if options else {}),  # None would undo its own
         device_map=f"cuda:{local_rank()}" if torch.cuda.is_available() else "cpu",
         output_loading_info=True,
     )
@@ -60,6 +69,10 @@ def load_target(
         if weight.is_floating_point() and not bool(torch.isfinite(weight).all()):
             raise ValueError(f"target.path: {path} has NaN or infinite weights in {name}")
     _unpacked(model)
+    own = model.dtype
+    if dtype == "auto" and widened(model).dtype != own:
+        dtype = str(own).removeprefix("torch.")
+        print(f"this CPU would emulate {dtype}, so the target runs in float32", file=sys.stderr)
     return model.eval().requires_grad_(False)
 
 
@@ -148,7 +161,7 @@ class Remembering:
     is read live.
     """
 
-    def __init__(self, read: Callable[[Tensor], Tensor], limit: int) -> None:
+    def __init__(self, read: Read, limit: int) -> None:
         self.read, self.room = read, limit
         self.kept: dict[tuple[int, int], Tensor] = {}  # by text and the width that it was padded to
         self.widths: set[int] = set()
@@ -159,7 +172,7 @@ class Remembering:
         keys: Tensor,
         batch: int = 16,
         progress: Callable[[int, int], None] | None = None,
-        read: Callable[[Tensor], Tensor] | None = None,
+        read: Read | None = None,
     ) -> None:
         """Read all texts (N, T) with their keys (N,) at once, as far as there is room: cheaper than few at a time.
         read: what reads them instead, as `shards.Shards`."""
@@ -176,10 +189,9 @@ class Remembering:
         if progress:
             progress(len(ids), len(ids))
 
-    @torch.no_grad()
-    def __call__(self, ids: Tensor, keys: Tensor) -> Tensor:
+    def __call__(self, ids: Tensor, keys: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """ids (B, T), keys (B,) one a text, the same ids whenever it comes -> (B, T, D)."""
-        return self._looked_up(ids, self._names(ids, keys), self.read)
+        return self._looked_up(ids, self._names(ids, keys), self.read, position_ids)
 
     def _names(self, ids: Tensor, keys: Tensor) -> list[tuple[int, int]]:
         """States of a text that was padded to another width are given up: they will not be asked for again."""
@@ -191,9 +203,11 @@ class Remembering:
         return [(key, width) for key in keys.tolist()]
 
     @torch.no_grad()
-    def _looked_up(self, ids: Tensor, names: list[tuple[int, int]], read: Callable[[Tensor], Tensor]) -> Tensor:
+    def _looked_up(
+        self, ids: Tensor, names: list[tuple[int, int]], read: Read, position_ids: Tensor | None = None
+    ) -> Tensor:
         if any(name not in self.kept for name in names):
-            states = read(ids)
+            states = read(ids, position_ids)
             self._keep(names, states)
             return states
         return torch.stack([self.kept[name] for name in names]).to(ids.device, non_blocking=True)
@@ -205,30 +219,52 @@ class Remembering:
                 self.room -= one.nbytes
 
 
-def split(model: PreTrainedModel) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
-    """(ids (B, T) -> hidden states (B, T, D), hidden states (..., D) -> logits (..., V)) of a causal LM.
+def split(model: PreTrainedModel) -> tuple[Read, Head]:
+    """(ids (B, T) -> hidden states (B, T, D), hidden states (..., D) -> logits (..., V)) of a causal LM. With
+    position_ids (B, T), attention begins anew wherever they do not go on by one: see `keeps_apart`.
 
     Heads that cap or scale their logits are followed; any other way is refused with a ValueError, since the two
     halves are compared with the whole on a few ids first.
     """
+    hidden, logits = halves(model)
+    _agree(model, hidden, logits)
+    return hidden, logits
+
+
+def halves(model: PreTrainedModel) -> tuple[Read, Head]:
+    """`split` of a model that was tried before."""
     head: Any
     head, config = model.get_output_embeddings(), model.config.get_text_config().to_dict()
     cap, scale = config.get("final_logit_softcapping"), config.get("logit_scale") or 1.0
 
-    def hidden(ids: Tensor) -> Tensor:
-        return model.base_model(input_ids=ids.to(model.device), use_cache=False).last_hidden_state
+    def hidden(ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        places = {} if position_ids is None else {"position_ids": position_ids.to(model.device)}
+        return model.base_model(input_ids=ids.to(model.device), use_cache=False, **places).last_hidden_state
 
     def logits(states: Tensor) -> Tensor:
         out = head(states.to(head.weight.dtype) if not torch.is_autocast_enabled(states.device.type) else states)
         out = out if scale == 1.0 else out * scale
         return torch.tanh(out / cap) * cap if cap else out
 
-    _agree(model, hidden, logits)
     return hidden, logits
 
 
 @torch.no_grad()
-def _agree(model: PreTrainedModel, hidden: Callable[..., Tensor], logits: Callable[..., Tensor]) -> None:
+def keeps_apart(model: PreTrainedModel, read: Read) -> bool:
+    """Whether texts that are packed into one row are read as if alone: tried on two, of which the second must be much
+    nearer to itself alone than to itself behind the first (rounding makes any two ways differ)."""
+    training = model.training
+    model.eval()
+    each = torch.arange(8, device=model.device).unsqueeze(0)
+    ids = each % model.config.get_text_config().vocab_size
+    alone = read(ids[:, 4:]).float()
+    packed, behind = (read(ids, places)[:, 4:].float() for places in (each % 4, None))
+    model.train(training)
+    return bool((packed - alone).norm() <= 0.2 * (behind - alone).norm())
+
+
+@torch.no_grad()
+def _agree(model: PreTrainedModel, hidden: Read, logits: Head) -> None:
     training = model.training
     model.eval()  # dropout would make any two passes differ
     ids = torch.arange(min(8, model.config.get_text_config().vocab_size), device=model.device).unsqueeze(0)

@@ -14,27 +14,32 @@ from torch import Tensor
 from cotrain import acceptance, losses
 
 Position = Callable[..., Tensor]
-Sequence = Callable[[Tensor, Tensor, int, Tensor], Tensor]  # log p(x), log q(x) (B,T), k, lengths (B,) -> a scalar
+# log p(x), log q(x) (B,T), k, lengths (B,) -> a sum, and what it is divided by, over all processes where there are more
+Sequence = Callable[[Tensor, Tensor, int, Tensor], tuple[Tensor, Tensor]]
 POSITION = ("kl", "tv", "nla", "lk", "rkl", "jsd", "hellinger", "greedy", "match", "greedy_draft")
 OF_TEXT, DRAWN = ("mix",), ("tvpp",)  # take the text's token, and one drawn from q
 WEIGHTED = "calls_tv"
 
 
-def length(logp: Tensor, logq: Tensor, k: int, lengths: Tensor) -> Tensor:
-    """`acceptance.length`, the mean over texts."""
-    return acceptance.length(acceptance.r_from(logp, logq), k, lengths).mean()
+def length(logp: Tensor, logq: Tensor, k: int, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """`acceptance.length`, by texts."""
+    found = acceptance.length(acceptance.r_from(logp, logq), k, lengths)
+    return found.sum(), found.new_tensor(len(found))
 
 
-def length_block(logp: Tensor, logq: Tensor, k: int, lengths: Tensor) -> Tensor:
-    """`acceptance.length_block`, the mean over texts."""
-    return acceptance.length_block(acceptance.l_from(logp, logq), k, lengths).mean()
+def length_block(logp: Tensor, logq: Tensor, k: int, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """`acceptance.length_block`, by texts."""
+    found = acceptance.length_block(acceptance.l_from(logp, logq), k, lengths)
+    return found.sum(), found.new_tensor(len(found))
 
 
-def calls(logp: Tensor, logq: Tensor, k: int, lengths: Tensor) -> Tensor:
-    """`acceptance.calls` a token: the inverse of tau."""
-    return acceptance.calls(acceptance.r_from(logp, logq), k, lengths).sum() / lengths.sum().clamp(min=1)
+def calls(logp: Tensor, logq: Tensor, k: int, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """`acceptance.calls`, by tokens: their ratio is the inverse of tau."""
+    return acceptance.calls(acceptance.r_from(logp, logq), k, lengths).sum(), lengths.sum()
 
 
+# also of laws merged outside some tokens, see `likeliest`
+MERGED = ("kl", "tv", "nla", "lk", "rkl", "jsd", "hellinger", "greedy", "mix")
 SEQUENCE: dict[str, Sequence] = {"length": length, "length_block": length_block, "calls": calls}
 NAMES = (*POSITION, *OF_TEXT, *DRAWN, *SEQUENCE, WEIGHTED)
 
@@ -43,12 +48,13 @@ NAMES = (*POSITION, *OF_TEXT, *DRAWN, *SEQUENCE, WEIGHTED)
 class Terms:
     """position: the sum of the losses a position, called (logp, logq) or (logp, logq, x), None without one; takes: what
     x is, "text" or "drawn", "" for none; sequence: (weight, loss); weighted: positions count as much as the calls that
-    acceptance there saves."""
+    acceptance there saves; merged: whether it has a meaning for laws of which some tokens are kept."""
 
     position: Position | None
     takes: str = ""
     sequence: tuple[tuple[float, Sequence], ...] = ()
     weighted: bool = False
+    merged: bool = False
 
 
 def parse(expression: str) -> Terms:
@@ -63,7 +69,8 @@ def parse(expression: str) -> Terms:
         raise ValueError(f"loss: {WEIGHTED} stands alone, not in {expression!r}")
     each = [(weight, name) for weight, name in parts if name not in SEQUENCE]
     sequence = tuple((weight, SEQUENCE[name]) for weight, name in parts if name in SEQUENCE)
-    return Terms(_sum(each) if each else None, takes.pop() if takes else "", sequence, WEIGHTED in names)
+    merged = set(names) <= set(MERGED)
+    return Terms(_sum(each) if each else None, takes.pop() if takes else "", sequence, WEIGHTED in names, merged)
 
 
 def _part(text: str) -> tuple[float, str]:

@@ -13,11 +13,12 @@ from omegaconf import OmegaConf
 from transformers import PreTrainedTokenizerBase
 
 from cotrain import bench, compare, profile
+from cotrain.assembly import build, foreign, initial
 from cotrain.callbacks import RealSpeed
 from cotrain.config import TrainConfig
 from cotrain.evaluate import DEPTHS, HeldOut
-from cotrain.fit import fit
-from cotrain.job import Job, build, foreign, initial, models, objective, settle
+from cotrain.fit import fit, refuse
+from cotrain.job import Job, models, objective, settle
 from cotrain.module import Distillation
 from cotrain.ranks import rank
 from cotrain.regimes import sampling
@@ -35,6 +36,7 @@ def distil(cfg: TrainConfig, folder: Path) -> dict[str, Any]:
     if k is None:
         raise ValueError("policy.k: checkpoints are compared at a draft length that is given, as in policy=fixed")
     bench.refuse(cfg.bench)
+    refuse(cfg)
     settle(cfg.trainer.threads, cfg.trainer.seed)
     target, tokenizer = models(cfg)
     job, drafts = Job(cfg, folder, target, tokenizer), objective(cfg.objective)
@@ -102,6 +104,9 @@ def export(
         "loss": {"first": loss.first, "then": loss.then, "switch": loss.switch, "hardest": loss.hardest},
         "temperatures": list(job.cfg.rollout.train_temperatures) or [job.cfg.regime.temperature],
         "steps": job.cfg.trainer.steps,
+        "rounds": job.cfg.rollout.rounds,
+        "on_draft": job.cfg.rollout.on_draft,
+        "top": job.cfg.trainer.top,
         "adapter": job.cfg.target.adapter,
         "held": job.cfg.draft.held,
         "learnt": {

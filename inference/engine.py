@@ -59,11 +59,12 @@ class _Run:
 class Engine:
     """Speculative decoding of many rows at once; the law of the text is exactly the target's.
 
-    target: a transformers causal LM, used as it is, or a path / hub id loaded in `dtype` (the checkpoint's own when
-    None). proposer: what drafts; None is plain decoding by the same machinery. verify: one of token, block, match,
-    coupled. rows: how many prompts are decoded together; more wait, and half as many again, 8 at most, are stored
-    several at a time before their turn comes, since one by one they take twice as long. context: most tokens a row may
-    hold. compile: the target's short passes are compiled (see `graph`), which costs seconds at the first ones.
+    target: a transformers causal LM, used as it is, or a path / hub id loaded in `dtype` (None: the checkpoint's own,
+    or float32 on a CPU that would emulate it). proposer: what drafts; None is plain decoding by the same machinery.
+    verify: one of token, block, match, coupled. rows: how many prompts are decoded together; more wait, and half as
+    many again, 8 at most, are stored several at a time before their turn comes, since one by one they take twice as
+    long. context: most tokens a row may hold. compile: the target's short passes are compiled (see `graph`), which
+    costs seconds at the first ones.
     Raises ValueError for an unknown rule or an unsupported model.
     """
 

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from inference.cache import sliding_window
+from inference.precision import emulated
 
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 ROTATIONS = ("default", "linear", "llama3", "yarn")  # angles that depend on a token's own position alone
@@ -210,10 +211,10 @@ def int8(weights: Weights) -> Weights:
 
 
 def can_pack(model: PreTrainedModel) -> bool:
-    """Whether `packed` serves the model: bfloat16 on a CPU whose kernels torch can ask for, and small enough to be held
-    twice."""
+    """Whether `packed` serves the model: bfloat16 on a CPU that has kernels for it (AVX-512, or as good), and small
+    enough to be held twice."""
     small = sum(p.nbytes for p in model.parameters()) <= PACKED
-    there = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+    there = hasattr(torch.ops.mkldnn, "_reorder_linear_weight") and not emulated(torch.bfloat16)  # else it raises
     return small and there and model.device.type == "cpu" and model.dtype == torch.bfloat16
 
 

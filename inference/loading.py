@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from inference.bundled import resolve
@@ -10,6 +11,7 @@ from inference.engine import Engine
 from inference.lean import can_round
 from inference.pair import hash_target
 from inference.policy import Fixed
+from inference.precision import widened
 from inference.proposers.independent import Independent
 from inference.store import load_draft, load_tokenizer, read
 from inference.target import load_model
@@ -35,7 +37,9 @@ def load(folder: str | Path, target: PreTrainedModel | str | None = None, **sett
         target = load_model(place, settings.pop("dtype", None))
     draft, own, _ = load_draft(folder, target=hash_target(target.config, tokenizer))
     settings.setdefault("policy", Fixed(made.k if made else 4))
+    torch.nn.Module.to(draft, target.device)
     greedy, rounded = (made.objective == "greedy", made.int8) if made else (False, False)
     compile = settings.get("compile", False)
-    proposer = Independent(draft, greedy, compile=compile, int8=rounded and can_round(draft))
+    int8 = rounded and can_round(draft)
+    proposer = Independent(draft if int8 else widened(draft), greedy, compile=compile, int8=int8)
     return Engine(target, proposer, tokenizer=tokenizer or own, **settings)

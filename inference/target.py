@@ -12,6 +12,7 @@ from inference.capture import Captured
 from inference.forward import Forward, Lean, Stock
 from inference.graph import Compiled
 from inference.lean import applies, can_round
+from inference.precision import widened
 
 FIRST_SLOTS = 256
 MASKED_ATTENTION = ("sdpa", "eager")
@@ -162,7 +163,9 @@ def _positions(config: PreTrainedConfig) -> int:
 
 
 def load_model(path: str, dtype: torch.dtype | str | None = None, trust_remote_code: bool = False) -> PreTrainedModel:
-    """A causal LM from a folder or hub id in `dtype`, the checkpoint's own when None; safetensors only."""
-    return AutoModelForCausalLM.from_pretrained(
+    """A causal LM from a folder or hub id, safetensors only, in `dtype`; None: the checkpoint's own, or float32, see
+    `widened`."""
+    model = AutoModelForCausalLM.from_pretrained(
         path, dtype=dtype or "auto", use_safetensors=True, trust_remote_code=trust_remote_code
     ).eval()
+    return model if dtype else widened(model)

@@ -2,8 +2,9 @@
 
     python -m tests.heads 151936 4096 [outputs/results/heads.json]
 
-Each side runs in processes of its own, in turn: hidden states and heads of width 1024 in bfloat16, forward and backward
-of forward KL. Memory is what a process's peak grows by; the plain side's gradients are the truth for the other's.
+Each side runs in processes of its own, in turn: hidden states and heads of width 1024 in bfloat16 (float32 on a CPU
+that emulates it), forward and backward of forward KL. Memory is what a process's peak grows by; the plain side's
+gradients are the truth for the other's.
 """
 
 import json
@@ -22,6 +23,7 @@ from torch import Tensor
 from cotrain import losses
 from cotrain.rows import chunked, positions
 from inference.environment import environment
+from inference.precision import half
 
 WIDTH, REPEATS = 1024, 3
 SIDES = ("plain", "chunked")
@@ -30,8 +32,8 @@ SIDES = ("plain", "chunked")
 def side(name: str, vocabulary: int, tokens: int, kept: str) -> dict[str, Any]:
     """One forward and backward; gradients go to the file `kept`."""
     torch.manual_seed(0)
-    hidden = [torch.randn(1, tokens, WIDTH).bfloat16() for _ in range(2)]
-    heads = [torch.nn.Linear(WIDTH, vocabulary, bias=False, dtype=torch.bfloat16) for _ in range(2)]
+    hidden = [torch.randn(1, tokens, WIDTH).to(half("cpu")) for _ in range(2)]
+    heads = [torch.nn.Linear(WIDTH, vocabulary, bias=False, dtype=half("cpu")) for _ in range(2)]
     hidden[1].requires_grad_()
     mask, before, start = torch.ones(1, tokens, dtype=torch.bool), peak(), time.perf_counter()
     value = (whole if name == "plain" else in_chunks)(hidden, heads, mask) / tokens

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
+from cotrain.assembly import build, initial
 from cotrain.compare import compare, per_text
-from cotrain.job import Job, build, initial, models
+from cotrain.job import Job, models
 from inference.environment import environment
 
 NAMES = ("by the quantised", "by the whole")

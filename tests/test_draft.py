@@ -109,6 +109,19 @@ def test_a_pretrained_draft_gets_the_targets_rows(tmp_path: Path, target: LlamaF
         assert logits(draft.pretrained(str(tmp_path), target)).shape[-1] == VOCABULARY
 
 
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_a_checkpoint_that_is_quantised_is_loaded_as_it_is(tmp_path: Path, kind: str) -> None:
+    made = load_target(str(target_folder(tmp_path / "whole", hidden=128)), kind)
+    made.save_pretrained(tmp_path / "held")
+    found = load_target(str(tmp_path / "held"))
+    assert found.config.to_dict()["quantization_config"]["quant_method"] == "bitsandbytes"
+    assert torch.equal(logits(found), logits(made)) and fingerprint(found) == fingerprint(made)
+    small = draft.from_layers(found, [0])
+    assert small.dtype == torch.float32 and "quantization_config" not in small.config.to_dict()
+    with pytest.raises(ValueError, match="is quantised as it is; quantisation=none"):
+        load_target(str(tmp_path / "held"), "int8")
+
+
 @pytest.mark.parametrize("quantisation", ["int8", "nf4"])
 def test_layers_of_a_quantised_target_are_plain_numbers(folder: Path, quantisation: str, tmp_path: Path) -> None:
     whole, quantised = load_target(str(folder), "none"), load_target(str(folder), quantisation)

@@ -253,7 +253,7 @@ def test_wide_vocabulary(loss):
     zp, zq = (5 * torch.randn(1, 151_936, generator=g)).bfloat16(), (5 * torch.randn(1, 151_936, generator=g))
     logp, logq = zp.float().log_softmax(-1), zq.log_softmax(-1)
     exact = loss(zp.double().log_softmax(-1), zq.double().log_softmax(-1))
-    torch.testing.assert_close(loss(logp, logq).double(), exact, atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(loss(logp, logq).double(), exact, atol=5e-5, rtol=5e-5)  # sums differ by CPU
 
 
 def test_greedy_acceptance_and_entropy():

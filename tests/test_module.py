@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -71,7 +72,7 @@ def test_figures_are_those_of_passes_made_by_hand(target: LlamaForCausalLM) -> N
         assert figures[f"tau/{domain}/3"] == pytest.approx(predict.tau(r[rows], 3, size).item(), rel=1e-6)
         depths = predict.prefix(r[rows], 8, size)
         assert figures[f"prefix/{domain}/2"] == pytest.approx(depths[1].item(), rel=1e-6)
-    assert figures["kl/all"] > 0.1
+    assert figures["kl/all"] > 0.1 and figures["alpha/worst"] == min(figures["alpha/a"], figures["alpha/b"])
 
 
 def test_what_stands_in_the_prompt_or_the_padding_does_not_count(target: LlamaForCausalLM) -> None:
@@ -116,13 +117,18 @@ def test_stages_follow_one_another() -> None:
 
 
 def module_of(
-    target: LlamaForCausalLM, network: LlamaForCausalLM, stages: list[Stage], steps: int, cosine: float = 0.0
+    target: LlamaForCausalLM,
+    network: LlamaForCausalLM,
+    stages: list[Stage],
+    steps: int,
+    cosine: float = 0.0,
+    top: int = 0,
 ) -> Distillation:
     found = texts([16, 16], [1, 1], ["a", "a"])
     optimizer = partial(optim.adamw, lr=1e-2, weight_decay=0.0, betas=[0.9, 0.95])
     schedule = partial(optim.trapezoid, steps=steps, warmup=1, decay=1)
     taught = stages, optimizer, schedule, {1.0: judged(target, found)}
-    return Distillation(network, target, *taught, cosine=cosine, remember=2**20)
+    return Distillation(network, target, *taught, cosine=cosine, remember=2**20, top=top)
 
 
 def judge(module: Distillation) -> float:
@@ -214,7 +220,7 @@ def test_training_ends_when_tau_no_longer_rises(tmp_path: Path) -> None:
     run: Any = SimpleNamespace(logger=None, global_step=0, should_stop=False, is_global_zero=True, strategy=alone)
     ends = []
     for run.global_step in range(6):
-        found.on_validation_end(run, SimpleNamespace(draft=tiny(layers=1)))
+        found.on_validation_end(run, SimpleNamespace(assembled=lambda: nullcontext(tiny(layers=1))))
         ends.append(run.should_stop)
     assert ends == [False] * 5 + [True] and found.fastest().step == 3
 
@@ -274,7 +280,7 @@ def test_the_trapezoid_rises_stays_and_falls_to_zero() -> None:
 def test_hidden_states_are_remembered_by_text_until_the_room_is_full() -> None:
     asked: list[list[int]] = []
 
-    def read(ids: Tensor) -> Tensor:
+    def read(ids: Tensor, _: object = None) -> Tensor:
         asked.append(ids[:, 0].tolist())
         return ids.unsqueeze(-1).float().expand(-1, -1, 4)
 
@@ -308,7 +314,7 @@ def test_a_draft_as_wide_as_the_target_is_led_by_its_hidden_states(target: Llama
 def test_texts_read_ahead_are_not_read_again() -> None:
     asked: list[int] = []
 
-    def read(ids: Tensor) -> Tensor:
+    def read(ids: Tensor, _: object = None) -> Tensor:
         asked.append(len(ids))
         return ids.unsqueeze(-1).float()
 
@@ -337,10 +343,7 @@ def test_every_loss_teaches(name: str, tmp_path: Path) -> None:
     trainer(tmp_path, 24).fit(module, loader())
     gained = judge(module) - before
     assert any(not torch.equal(value, first[key]) for key, value in small.state_dict().items())
-    # some follow other ends than alpha, or sampled gradients that need more steps; none may lose it
-    assert gained > (
-        -0.02 if name in ("greedy", "greedy_draft", "match", "rkl", "mix", "tvpp", "0.5*tvpp+length") else 0
-    )
+    assert gained > (-0.02 if name in AT_OTHER_ENDS else 0)
 
 
 def test_drawn_tokens_depend_on_the_step_and_the_text_alone() -> None:
@@ -374,7 +377,7 @@ def test_texts_that_are_padded_to_another_width_are_read_anew() -> None:
     """As those of the first round are once a longer text came in the second."""
     asked: list[tuple[int, ...]] = []
 
-    def read(ids: torch.Tensor) -> torch.Tensor:
+    def read(ids: torch.Tensor, _: object = None) -> torch.Tensor:
         asked.append(tuple(ids.shape))
         return ids[..., None].float()
 

@@ -19,6 +19,7 @@ from inference.atomic import write_atomic
 from inference.bundled import resolve
 from inference.environment import environment
 from inference.pair import hash_target
+from inference.precision import half
 from inference.report import table
 from inference.store import load_draft
 from inference.synthetic import random_model
@@ -51,8 +52,8 @@ def _bits(cfg: BenchConfig, plan: bench.Plan) -> list[dict[str, Any]]:
 
 def _synthetic(cfg: BenchConfig, alpha: float) -> None:
     """Shapes alone: config.json of both, weights drawn here."""
-    dtype = torch.bfloat16 if cfg.target.dtype == "auto" else getattr(torch, cfg.target.dtype)
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = half(device) if cfg.target.dtype == "auto" else getattr(torch, cfg.target.dtype)
     target, draft = (
         random_model(resolve(str(path)), dtype, device, cfg.target.trust_remote_code)
         for path in (cfg.target.path, cfg.draft.path)

@@ -80,7 +80,7 @@ def _leg(cfg: PretrainConfig, module: pretrain.LanguageModel, train: Blocks, hel
     rate = cfg.pretraining
     seconds = pretrain.fit(
         module, train, held_out, folder, batch=rate.batch, steps=rate.steps, minutes=rate.minutes, seed=rate.seed,
-        every=rate.validate_every, precision=rate.precision,
+        every=rate.validate_every, precision=optim.precision(rate.precision),
     )  # fmt: skip
     leg = {
         "step": module.trainer.global_step,
@@ -109,7 +109,7 @@ def _card(
         "tokens_seen": rate.steps * rate.batch * (cfg.data.block - 1),
         "seconds": sum(leg["seconds"] for leg in legs),
         "legs": legs,
-        "bits_per_byte": pretrain.measure(module, held_out, rate.batch, rate.precision),
+        "bits_per_byte": pretrain.measure(module, held_out, rate.batch, optim.precision(rate.precision)),
         "five_gram": {d: min(found[f"all/{d}"], found[f"{d}/{d}"]) for d in held_out.domains},
         "bigram_alpha": _bigram_alpha(module, train, _first(held_out), tokenizer),
         "corpora": {d: manifest(embedded(d, "train", size)) for d, size in cfg.data.bytes.items()},

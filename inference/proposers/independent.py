@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from inference.precision import widened
 from inference.proposer import Proposal, Round
 from inference.sampling import one_hot
 from inference.store import load_draft
@@ -120,7 +121,7 @@ class Independent:
 
 def _load(path: str) -> PreTrainedModel:
     """A local folder is checked as a draft folder; anything else is a hub id."""
-    return load_draft(path)[0] if Path(path).is_dir() else load_model(path)
+    return widened(load_draft(path)[0]) if Path(path).is_dir() else load_model(path)
 
 
 def _pad(rows: Sequence[list[int]], device: torch.device) -> Tensor:

@@ -1,6 +1,8 @@
 """Drafts served by a real vLLM: it accepts them as often as this engine does, and as predicted, for either way of
 drafting, and serves the target's text."""
 
+import copy
+import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -8,18 +10,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from cotrain import rollouts
 from cotrain import serving as checked
 from cotrain.bench import BATCH, Plan
+from cotrain.cli import main
 from cotrain.config import Bench
+from cotrain.evaluate import held_out
 from cotrain.export.hf import export
-from cotrain.teacher import load_pair
+from cotrain.surprise import surprise
+from cotrain.teacher import load_pair, split
 from inference import Sampling
 from inference.bundled import resolve
 from inference.client import Client
 from inference.exactness import check_text
 from inference.measure import engine_arm, interleave, transformers_arm
 from inference.parity import expected, pair_figures
+from inference.precision import cast
 from inference.proposers import NGram
 from inference.store import load_draft, read
 from inference.streams import row_ids
@@ -36,13 +44,17 @@ ALONE, TOGETHER = 6, 24  # prompts that are served one by one, and eight at a ti
 
 @pytest.fixture(scope="session")
 def plain(found: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The target served without a draft: its greedy texts, and tokens per second alone and eight at a time."""
+    """The target served without a draft: its greedy texts, texts that it sampled to learn from, and tokens per second
+    alone and eight at a time."""
     target, tokenizer = load_pair("bundled")
     plan = Plan(target, tokenizer, target, Sampling(), "token", SIZE, ("bundled", "none"))
+    asked = ["rollout", "kind=held_out", "rollout.held_out_texts=8", "rollout.rows=8", f"output={OUTPUT / 'rollouts'}"]
     with serving(resolve("bundled"), None, OUTPUT / "plain.log") as url:
         ask = checked.over_http(Client(url), replace(plan, sampling=Sampling(temperature=0)))
         texts = ask(plan.prompts(0, SIZE.prompts), 8)[0]
         found["plain"] = speeds(Client(url), plan)
+        shutil.rmtree(OUTPUT / "rollouts", ignore_errors=True)
+        assert main([*asked, f"rollout.url={url}"]) == 0
     yield {"plan": plan, "texts": texts}
 
 
@@ -58,10 +70,10 @@ def speeds(client: Client, plan: Plan) -> dict[str, float]:
 
 
 def same_text(plan: Plan, plain: list[list[int]], served: list[list[int]]) -> Any:
-    """Of greedy texts: equal ones, ties, and differences that rounding does not explain."""
+    """Of greedy texts: equal ones, ties, and differences that rounding, as the server rounds, does not explain."""
     prompts = plan.prompts(0, SIZE.prompts)
-    keys = (row_ids(prompts), 0)
-    return check_text(plan.target, prompts, plain, served, keys, Sampling(temperature=0), 4096, K)
+    keys, target = (row_ids(prompts), 0), cast(copy.deepcopy(plan.target), torch.bfloat16)
+    return check_text(target, prompts, plain, served, keys, Sampling(temperature=0), 4096, K)
 
 
 @pytest.mark.parametrize(("size", "objective"), CASES, ids=[", ".join(case) for case in CASES])
@@ -99,6 +111,16 @@ def test_a_draft_is_accepted_as_here(
     assert text.unexplained == 0
 
 
+def test_texts_that_it_samples_are_the_targets_own(plain: dict[str, Any], found: dict[str, Any]) -> None:
+    """rollout.url=: by the target's surprise at them."""
+    texts = rollouts.texts(rollouts.read(OUTPUT / "rollouts" / "held_out_T1"))
+    read, head = split(plain["plan"].target)
+    own = surprise(held_out(read, texts, 1.0), head)
+    found["rollout.url"] = vars(own)
+    print(f"\nvllm, rollout.url: {own.line()}")
+    assert own.own and own.tokens > 3000
+
+
 def test_ngram_serves_the_targets_text(plain: dict[str, Any], found: dict[str, Any]) -> None:
     config = {"method": "ngram", "num_speculative_tokens": K, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
     plan = replace(plain["plan"], sampling=Sampling(temperature=0))
@@ -121,7 +143,7 @@ def test_transformers_accepts_a_draft_as_here(plain: dict[str, Any], found: dict
     for temperature in TEMPERATURES:
         plan = replace(plain["plan"], draft=draft, sampling=Sampling(temperature=temperature))
         prompts = plan.prompts(0, 24)
-        arm = transformers_arm("assisted", plan.target, plan.sampling, SIZE.new_tokens, assistant=draft, k=K)
+        arm = transformers_arm("assisted", plan.target, plan.sampling, SIZE.new_tokens, assistant=plan.running, k=K)
         timing = interleave([arm], prompts, 24, warmup=0)
         texts, stats = timing.texts("assisted"), timing.stats("assisted")
         engine = plan.engine(K, BATCH, proposer=plan.proposer())

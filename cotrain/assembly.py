@@ -1,0 +1,127 @@
+"""A run put together from its settings: the first draft, losses, texts and the module that wires them."""
+
+import sys
+from functools import partial
+
+from transformers import PreTrainedModel
+
+from cotrain import draft, optim
+from cotrain.config import Loss, TrainConfig
+from cotrain.evaluate import DEPTHS, HeldOut, held_out
+from cotrain.job import Job
+from cotrain.module import Distillation, Stage
+from cotrain.regimes import truncation
+from cotrain.sets import Part, Share, corpus_part, joined, sampled_part
+from cotrain.surprise import Surprise, surprise
+from cotrain.teacher import halves, keeps_apart
+from cotrain.terms import parse
+
+CHECKED = 32  # texts that are asked whether they are the target's own
+
+
+def initial(cfg: TrainConfig, target: PreTrainedModel) -> PreTrainedModel:
+    """The draft before training. Raises ValueError naming the key that is wrong."""
+    shape = cfg.draft
+    if cfg.init.kind == "scratch":
+        return draft.scratch(target, shape.width, shape.layers, shape.intermediate, shape.head_dim, shape.kv_heads)
+    if cfg.init.kind == "target_layers":
+        return draft.from_layers(target, cfg.init.layers)
+    if cfg.init.kind == "pretrained" and shape.path:
+        return draft.pretrained(shape.path, target)
+    raise ValueError(f"init.kind: {cfg.init.kind!r} is none of scratch, target_layers, pretrained (with draft.path=)")
+
+
+def stages(loss: Loss) -> list[Stage]:
+    """The loss, or two in turn, see `terms.parse`."""
+    first = Stage(loss.switch if loss.then else 1.0, parse(loss.first))
+    return [first, Stage(1.0, parse(loss.then))] if loss.then else [first]
+
+
+def build(job: Job, network: PreTrainedModel) -> Distillation:
+    """Wire the module: losses, optimiser, held-out texts of each temperature."""
+    cfg = job.cfg
+    taught = stages(cfg.loss)  # a wrong name is refused before texts are sampled
+    _refuse(job, network, taught)
+    cut = truncation(cfg.regime)
+    judged = {
+        t: held_out(job.read, job.texts("held_out", t), t, cut)
+        # checkpoints are ranked in the regime
+        for t in sorted({*cfg.rollout.temperatures, *cfg.rollout.train_temperatures, cfg.regime.temperature})
+    }
+    _own(job, judged)
+    rate = cfg.optimizer
+    return Distillation(
+        network,
+        job.target,
+        taught,
+        partial(optim.adamw, lr=rate.lr, weight_decay=rate.weight_decay, betas=rate.betas),
+        partial(optim.trapezoid, steps=cfg.trainer.steps, warmup=rate.warmup, decay=rate.decay),
+        judged,
+        cfg.regime.temperature,
+        cut,
+        cosine=cfg.init.cosine,
+        remember=cfg.trainer.remember_mb * 2**20,
+        k=cfg.policy.k or DEPTHS,
+        hardest=cfg.loss.hardest,
+        seed=cfg.trainer.seed,
+        steps=cfg.trainer.steps,
+        top=cfg.trainer.top,
+    )
+
+
+def _refuse(job: Job, network: PreTrainedModel, taught: list[Stage]) -> None:
+    """Raises ValueError, before texts are sampled, for losses that texts or kept laws do not have, and where a model
+    would read texts that are packed into blocks as one."""
+    cfg = job.cfg
+    if cfg.trainer.top and {*cfg.rollout.train_temperatures} - {cfg.regime.temperature}:
+        raise ValueError("trainer.top: laws are kept at one temperature, the regime's: rollout.train_temperatures=[]")
+    if cfg.rollout.on_draft and any(s.loss.sequence or s.loss.weighted or s.loss.takes == "text" for s in taught):
+        raise ValueError("rollout.on_draft: a loss of the tokens that were emitted (calls, length, mix) is of texts of "
+                         "the target")  # fmt: skip
+    if not cfg.trainer.corpus_steps or job.chats:
+        return
+    for key, model in (("target.path", job.target), ("draft", network)):
+        if not keeps_apart(model, halves(model)[0]):
+            raise ValueError(f"{key}: {type(model).__name__} reads texts packed into blocks as one text; "
+                             "learn from texts of the target alone: trainer.corpus_steps=0")  # fmt: skip
+
+
+def _own(job: Job, judged: dict[float, HeldOut]) -> None:
+    """Say so when texts that were sampled are not the target's own: another server's, or of passes gone wrong."""
+    if job.cfg.data.on_target:
+        return  # `foreign` says it of logs
+    for t, held in judged.items():
+        found = surprise(held, job.halves[1], job.target.device)
+        if not found.own:
+            said = f"texts sampled at temperature {t:g} are not the target's own: {found.line()}"
+            print(f"warning: {said}", file=sys.stderr)
+
+
+def parts(job: Job, rounds: int) -> tuple[Part, Part]:
+    """The texts as they were given, where steps learn from them, and texts of the target of so many rounds, each at its
+    own temperature, the regime's or several. A later round's come behind the others."""
+    cfg = job.cfg
+    corpus = corpus_part(job.given("train") if cfg.trainer.corpus_steps else None, cfg.regime.temperature)
+    sampled = [
+        sampled_part(job.texts("train", t, Share(i, cfg.rollout.rounds)), cfg.data.shares, t, prompts=not job.chats)
+        for i in range(rounds)
+        for t in cfg.rollout.train_temperatures or [cfg.regime.temperature]
+    ]
+    return corpus, joined(sampled, len(corpus))
+
+
+def foreign(job: Job) -> tuple[HeldOut, Surprise] | None:
+    """Some of the given texts that are learnt from, read by the target, if it did not sample them in the regime, and
+    how much they surprise it; says so. data.on_target= that is not true is said first."""
+    cfg = job.cfg
+    if not cfg.trainer.corpus_steps and not (cfg.data.on_target and job.chats):
+        return None
+    texts = job.given("held_out").spread(CHECKED)
+    held = held_out(job.read, texts, cfg.regime.temperature, truncation(cfg.regime))
+    found = surprise(held, job.halves[1], job.target.device)
+    if found.own:
+        return None
+    first = f"the texts of the first {cfg.trainer.corpus_steps} steps"
+    which = "data.on_target=true, but the texts of data.path" if cfg.data.on_target else first
+    print(f"warning: {which} were not sampled from this target in this regime: {found.line()}", file=sys.stderr)
+    return held, found

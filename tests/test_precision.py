@@ -1,0 +1,102 @@
+"""Half precision that a CPU would emulate is float32 there; the numbers are the checkpoint's."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cotrain import bench, optim
+from cotrain.teacher import load_target
+from inference import Sampling, lean, load, precision
+from inference.pair import hash_target
+from inference.proposers.independent import Independent
+from inference.store import Metadata, load_draft, save
+from inference.target import load_model
+from tests.folders import network, target_folder, tokenizer
+
+
+@pytest.fixture(params=[True, False], ids=["emulated", "native"])
+def emulates(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """A CPU without such instructions, and one with them."""
+    for name in precision.SUPPORTED.values():
+        monkeypatch.setattr(torch.ops.mkldnn, name, lambda: not request.param, raising=False)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    # this machine may not be able to pack
+    monkeypatch.setattr(lean, "_packed", lambda linear: linear._replace(packed=None))
+    return bool(request.param)
+
+
+def test_nothing_is_packed_where_bfloat16_is_emulated(emulates: bool) -> None:
+    assert lean.can_pack(network().bfloat16()) is not emulates and not lean.can_pack(network())
+
+
+def test_which_dtypes_are_emulated(emulates: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert precision.emulated(torch.bfloat16) is emulates and precision.emulated(torch.float16) is emulates
+    assert not precision.emulated(torch.float32) and not precision.emulated(torch.float64)
+    assert precision.half("cpu") == (torch.float32 if emulates else torch.bfloat16)
+    assert precision.half("cuda") == torch.bfloat16
+    assert optim.precision("auto", "cpu") == ("32-true" if emulates else "bf16-mixed")
+    assert optim.precision("auto", "cuda") == "bf16-mixed" and optim.precision("16-true", "cpu") == "16-true"
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert precision.emulated(torch.bfloat16)
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    """A checkpoint in bfloat16."""
+    network().bfloat16().save_pretrained(target_folder(tmp_path / "target"))
+    return tmp_path / "target"
+
+
+def test_a_target_is_loaded_in_what_the_machine_computes(
+    emulates: bool, target: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wanted = torch.float32 if emulates else torch.bfloat16
+    model, truth = load_target(str(target)), network().bfloat16()
+    assert ("emulate bfloat16, so the target runs in float32" in capsys.readouterr().err) is emulates
+    assert model.dtype == load_model(str(target)).dtype == wanted
+    assert all(torch.equal(a.float(), b.float()) for a, b in zip(model.parameters(), truth.parameters(), strict=True))
+    assert load_target(str(target), dtype="bfloat16").dtype == torch.bfloat16
+    assert load_model(str(target), torch.bfloat16).dtype == torch.bfloat16
+    if emulates:  # what is quantised is left alone
+        assert load_target(str(target), "nf4").dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("int8", [True, False])
+def test_a_draft_keeps_bfloat16_for_the_8_bit_kernel_alone(emulates: bool, int8: bool, target: Path) -> None:
+    config = network().config
+    made_for = {"name": str(target), **hash_target(config, tokenizer())}
+    metadata = Metadata(target=made_for, k=2, regime={"temperature": 1.0}, made={}, int8=int8)
+    folder = save(network(1).bfloat16(), tokenizer(), target.parent / "draft", metadata, {})
+    engine, wanted = load(folder), torch.float32 if emulates and not int8 else torch.bfloat16
+    proposer: Any = engine.proposer
+    assert proposer.model.dtype == wanted and proposer.int8 is int8
+    assert len(engine.generate(["{"], max_new_tokens=4, sampling=Sampling(0.0)).tokens[0]) <= 4
+    assert Independent(str(folder)).model.dtype == (torch.float32 if emulates else torch.bfloat16)
+    assert load_draft(folder)[0].dtype == torch.bfloat16
+
+
+def test_what_is_measured_is_what_is_loaded(target: Path) -> None:
+    """To the last bit: rotary frequencies too, which no file holds."""
+    draft, size = network(1), type("Size", (), {"draft_dtype": "bfloat16"})
+    plan = bench.Plan(load_target(str(target)), tokenizer(), draft, Sampling(), "token", size(), ("t", "d"))  # type: ignore
+    metadata = Metadata(target={"name": "t", **hash_target(draft.config, tokenizer())}, k=2, regime={}, made={})
+    loaded = load_draft(save(plan.served, tokenizer(), target.parent / "kept", metadata, {}))[0]
+    ids = torch.arange(100)[None]
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, plan.served(ids).logits)
+    assert draft.dtype == torch.float32
+
+
+def test_what_is_measured_fast_is_exported_as_asked(emulates: bool, target: Path) -> None:
+    draft = network(1)
+    for rounded in (True, False):
+        size: Any = type("Size", (), {"draft_dtype": "bfloat16", "draft_int8": rounded, "rows": 1})
+        plan = bench.Plan(load_target(str(target)), tokenizer(), draft, Sampling(), "token", size, ("t", "d"))
+        assert plan.served.dtype == torch.bfloat16 and draft.dtype == torch.float32
+        wanted = torch.float32 if emulates and not rounded else torch.bfloat16
+        assert plan.proposer().model.dtype == wanted and plan.proposer().int8 is rounded
+        assert plan.served.dtype == torch.bfloat16  # and still so
+        pairs = zip(plan.running.parameters(), plan.served.parameters(), strict=True)
+        assert all(torch.equal(a.bfloat16(), b) for a, b in pairs)
