@@ -37,8 +37,10 @@ demo: $(READY)
 
 test mutants test-engines: export OMP_WAIT_POLICY = PASSIVE
 
+# two processes of one thread each; tests of a file share what they make
+test: export OMP_NUM_THREADS = 1
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(READY)
 	$(BIN)/python -m ruff check .

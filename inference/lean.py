@@ -211,10 +211,10 @@ def int8(weights: Weights) -> Weights:
 
 
 def can_pack(model: PreTrainedModel) -> bool:
-    """Whether `packed` serves the model: bfloat16 on a CPU that has kernels for it (AVX-512, or as good), and small
-    enough to be held twice."""
+    """Whether `packed` serves the model: bfloat16 on a CPU that has instructions for it, and small enough to be held
+    twice."""
     small = sum(p.nbytes for p in model.parameters()) <= PACKED
-    there = hasattr(torch.ops.mkldnn, "_reorder_linear_weight") and not emulated(torch.bfloat16)  # else it raises
+    there = hasattr(torch.ops.mkldnn, "_reorder_linear_weight") and not emulated(torch.bfloat16)  # on AVX2 it raises
     return small and there and model.device.type == "cpu" and model.dtype == torch.bfloat16
 
 

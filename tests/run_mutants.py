@@ -186,10 +186,11 @@ def chosen(names: list[str]) -> list[Mutant]:
 
 
 def baseline(rows: list[Mutant], workers: int) -> list[Job]:
-    """The named tests of all rows, each once, dealt out by file."""
+    """The named tests of all rows, each once, dealt out by file: in more hands than workers, as some files take long."""
     tests = list(dict.fromkeys(test for mutant in rows for test in mutant.tests))
     files = list(dict.fromkeys(test.partition("::")[0] for test in tests))
-    hands = [[t for t in tests if t.partition("::")[0] in files[i::workers]] for i in range(workers)]
+    count = 4 * workers
+    hands = [[t for t in tests if t.partition("::")[0] in files[i::count]] for i in range(count)]
     return [Job(None, hand) for hand in hands if hand]
 
 

@@ -16,12 +16,19 @@ from inference.target import load_model
 from tests.folders import network, target_folder, tokenizer
 
 
+def pretend(monkeypatch: pytest.MonkeyPatch, kernels: bool, avx512: bool, bf16: bool) -> None:
+    """A CPU for which oneDNN has kernels in half precision or not, with AVX-512 and its instructions for bfloat16."""
+    for name in precision.SUPPORTED.values():
+        monkeypatch.setattr(torch.ops.mkldnn, name, lambda: kernels, raising=False)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: avx512)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bf16)
+
+
 @pytest.fixture(params=[True, False], ids=["emulated", "native"])
 def emulates(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """A CPU without such instructions, and one with them."""
-    for name in precision.SUPPORTED.values():
-        monkeypatch.setattr(torch.ops.mkldnn, name, lambda: not request.param, raising=False)
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    pretend(monkeypatch, kernels=not request.param, avx512=not request.param, bf16=not request.param)
     # this machine may not be able to pack
     monkeypatch.setattr(lean, "_packed", lambda linear: linear._replace(packed=None))
     return bool(request.param)
@@ -40,6 +47,15 @@ def test_which_dtypes_are_emulated(emulates: bool, monkeypatch: pytest.MonkeyPat
     assert optim.precision("auto", "cuda") == "bf16-mixed" and optim.precision("16-true", "cpu") == "16-true"
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     assert precision.emulated(torch.bfloat16)
+
+
+@pytest.mark.parametrize("avx512, bf16, wanted", [(True, False, True), (True, True, False), (False, False, False)])
+def test_kernels_that_convert_are_no_instructions(
+    avx512: bool, bf16: bool, wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of x86 before and after bfloat16, and of a CPU of another kind."""
+    pretend(monkeypatch, True, avx512, bf16)
+    assert precision.emulated(torch.bfloat16) is wanted and not precision.emulated(torch.float16)
 
 
 @pytest.fixture
