@@ -9,7 +9,7 @@ from cotrain import draft, optim
 from cotrain.config import Loss, TrainConfig
 from cotrain.evaluate import DEPTHS, HeldOut, held_out
 from cotrain.job import Job
-from cotrain.module import Distillation, Stage
+from cotrain.module import Distillation, Stage, refuse_merged
 from cotrain.regimes import truncation
 from cotrain.sets import Part, Share, corpus_part, joined, sampled_part
 from cotrain.surprise import Surprise, surprise
@@ -73,6 +73,8 @@ def _refuse(job: Job, network: PreTrainedModel, taught: list[Stage]) -> None:
     """Raises ValueError, before texts are sampled, for losses that texts or kept laws do not have, and where a model
     would read texts that are packed into blocks as one."""
     cfg = job.cfg
+    if cfg.trainer.top:
+        refuse_merged(taught, cfg.init.cosine)
     if cfg.trainer.top and {*cfg.rollout.train_temperatures} - {cfg.regime.temperature}:
         raise ValueError("trainer.top: laws are kept at one temperature, the regime's: rollout.train_temperatures=[]")
     if cfg.rollout.on_draft and any(s.loss.sequence or s.loss.weighted or s.loss.takes == "text" for s in taught):

@@ -15,6 +15,7 @@ from cotrain.config import TrainConfig
 from cotrain.errors import UserError
 from cotrain.rows import positions
 from cotrain.teacher import load_config
+from inference.environment import device
 from inference.precision import half
 
 WEIGHT_BYTES = {"int8": 1.0, "nf4": 0.5}
@@ -80,7 +81,7 @@ def estimate(cfg: TrainConfig, config: PretrainedConfig) -> Need:
     activations = tokens * text.hidden_size * text.num_hidden_layers * 4.0
     laws = min(tokens, positions(text.vocab_size)) * text.vocab_size * 4 * 8.0  # of a chunk, there and back
     learnt = small * (TRAINED_BYTES + 4.0 * bool(cfg.trainer.ema))
-    memory = big * WEIGHT_BYTES.get(cfg.quantisation.kind, half(_device()).itemsize) + learnt + activations + laws
+    memory = big * WEIGHT_BYTES.get(cfg.quantisation.kind, half(device()).itemsize) + learnt + activations + laws
     disk = small * 4.0 * (cfg.trainer.validations + 4)
     work = cfg.trainer.steps * cfg.trainer.accumulate * tokens * (2.0 * big + 6.0 * small)
     return Need(big, small, memory, disk, work / _flops())
@@ -92,16 +93,12 @@ def _count(model: PreTrainedModel) -> int:
 
 def _flops(size: int = 1024, repeats: int = 3) -> float:
     """Operations per second of a matrix product, a third of it, as whole models reach."""
-    a = torch.randn(size, size, device=_device(), dtype=half(_device()))
+    a = torch.randn(size, size, device=device(), dtype=half(device()))
     float((a @ a)[0, 0])
     start = time.perf_counter()
     for _ in range(repeats):
         float((a @ a)[0, 0])
     return 2.0 * size**3 * repeats / (time.perf_counter() - start) / 3
-
-
-def _device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _memory() -> float:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from inference.precision import quantised
+
 ROPES = ("default", "linear", "dynamic", "llama3", "yarn")  # those that any head size can use
 
 
@@ -53,7 +55,7 @@ def from_layers(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedMod
     chosen = [layer % total for layer in layers]
     config = copy.deepcopy(target.config)
     config.num_hidden_layers = len(chosen)
-    if "quantization_config" in config.to_dict():
+    if quantised(config):
         del config.quantization_config  # what trains is not quantised
     kinds = config.to_dict().get("layer_types")
     if kinds:

@@ -83,7 +83,7 @@ class Distillation(lightning.LightningModule):
         read_target, self.head_target = split(target)  # plain functions: the target is not saved
         self.law: Law | None = None
         if top:
-            _refuse(stages, cosine)
+            refuse_merged(stages, cosine)
             self.law = completed
             read_target = Likeliest(read_target, self.head_target, top, vocabulary, temperature, truncate, self.chunk)
         self.teacher = Remembering(read_target, remember)
@@ -235,7 +235,8 @@ class Distillation(lightning.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-def _refuse(stages: Sequence[Stage], cosine: float) -> None:
+def refuse_merged(stages: Sequence[Stage], cosine: float) -> None:
+    """Raise ValueError for what merged laws do not have: some losses, and hidden states to compare."""
     if not all(stage.loss.merged for stage in stages):
         raise ValueError(f"trainer.top: the loss is not one of {', '.join(MERGED)}, which kept laws have")
     if cosine:

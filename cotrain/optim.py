@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from inference import environment
 from inference.precision import half
 
 
@@ -75,5 +76,4 @@ def precision(name: str, device: str | None = None) -> str:
     where there is one."""
     if name != "auto":
         return name
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    return "bf16-mixed" if half(device) == torch.bfloat16 else "32-true"
+    return "bf16-mixed" if half(device or environment.device()) == torch.bfloat16 else "32-true"

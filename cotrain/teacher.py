@@ -22,7 +22,7 @@ from cotrain.evaluate import Head, Read
 from cotrain.ranks import local_rank
 from inference.bundled import resolve
 from inference.pair import hash_target
-from inference.precision import widened
+from inference.precision import quantised, widened
 from inference.store import load_tokenizer
 from inference.weights import weight_files
 
@@ -51,7 +51,7 @@ def load_target(
     if quantisation not in QUANTISATIONS:
         raise ValueError(f"quantisation: {quantisation!r} is none of {', '.join(QUANTISATIONS)}")
     options, config = QUANTISATIONS[quantisation], AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    if options and "quantization_config" in config.to_dict():
+    if options and quantised(config):
         raise ValueError(f"quantisation: {path} is quantised as it is; quantisation=none")
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         path,
@@ -94,7 +94,7 @@ def adapted(model: PreTrainedModel, adapter: str) -> PreTrainedModel:
     except ImportError as error:
         raise ValueError("target.adapter: it needs peft: pip install 'cotrain[adapter]'") from error
     try:
-        if "quantization_config" in model.config.to_dict():
+        if quantised(model.config):
             model.load_adapter(adapter)
             return model.eval().requires_grad_(False)
         merged: Any = PeftModel.from_pretrained(model, adapter).merge_and_unload()
@@ -149,8 +149,8 @@ def fingerprint(model: PreTrainedModel) -> str:
         values = tensor.flatten()[:: max(tensor.numel() // SAMPLE, 1)]
         values = values.to(torch.bfloat16).view(torch.int16) if values.is_floating_point() else values
         digest.update(values.cpu().numpy().tobytes())
-    quantised = model.config.to_dict().get("quantization_config")
-    digest.update(str(quantised and quantised.get("quant_method")).encode())
+    how = quantised(model.config)
+    digest.update(str(how and how.get("quant_method")).encode())
     return digest.hexdigest()
 
 

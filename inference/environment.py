@@ -15,6 +15,11 @@ import transformers
 CODE = Path(__file__)
 
 
+def device() -> str:
+    """What models run on: the GPU where there is one."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def environment() -> dict[str, Any]:
     """Machine (cpu, cores, threads, memory_gib, accelerator), versions (python, torch, transformers), date
     (UTC), commit and dirty (whether tracked files had changed; both None when this code is not in a

@@ -6,9 +6,10 @@ Weights of a checkpoint are the same numbers in float32.
 """
 
 import copy
+from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 SUPPORTED = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
 
@@ -31,11 +32,15 @@ def half(device: str) -> torch.dtype:
     return torch.float32 if device == "cpu" and emulated(torch.bfloat16) else torch.bfloat16
 
 
+def quantised(config: PretrainedConfig) -> dict[str, Any] | None:
+    """How a model's weights are quantised, None where they are not."""
+    return config.to_dict().get("quantization_config")
+
+
 def widened(model: PreTrainedModel, copied: bool = False) -> PreTrainedModel:
     """The model itself, its weights now in float32 if it is on a CPU that would emulate their dtype. Quantised ones
     stay as they are. copied: those of a copy are, and the model stays."""
-    quantised = "quantization_config" in model.config.to_dict()
-    if quantised or model.device.type != "cpu" or not emulated(model.dtype):
+    if quantised(model.config) or model.device.type != "cpu" or not emulated(model.dtype):
         return model
     return cast(copy.deepcopy(model) if copied else model, torch.float32)
 

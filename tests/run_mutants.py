@@ -186,7 +186,7 @@ def chosen(names: list[str]) -> list[Mutant]:
 
 
 def baseline(rows: list[Mutant], workers: int) -> list[Job]:
-    """The named tests of all rows, each once, dealt out by file: in more hands than workers, as some files take long."""
+    """The named tests of all rows, each once, dealt out by file, in more hands than workers: some take long."""
     tests = list(dict.fromkeys(test for mutant in rows for test in mutant.tests))
     files = list(dict.fromkeys(test.partition("::")[0] for test in tests))
     count = 4 * workers

@@ -148,3 +148,6 @@ def test_runs_share_laws_on_disk_of_one_regime(place: Path, capsys: pytest.Captu
         assert f"made by another target, its {key} differ" in capsys.readouterr().err
     assert job(place, "laws third", *settings, "rollout.train_temperatures=[0.5,1]", "overwrite=true") == 1
     assert "trainer.top: laws are kept at one temperature" in capsys.readouterr().err
+    never = place / "never sampled"
+    assert job(place, "laws fourth", *settings, f"rollout.folder={never}", "loss.first=calls") == 1
+    assert "trainer.top: the loss is not one of" in capsys.readouterr().err and not never.exists()

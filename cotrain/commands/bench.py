@@ -17,7 +17,7 @@ from cotrain.matrix import Grid, matrix
 from cotrain.regimes import sampling
 from inference.atomic import write_atomic
 from inference.bundled import resolve
-from inference.environment import environment
+from inference.environment import device, environment
 from inference.pair import hash_target
 from inference.precision import half
 from inference.report import table
@@ -52,10 +52,10 @@ def _bits(cfg: BenchConfig, plan: bench.Plan) -> list[dict[str, Any]]:
 
 def _synthetic(cfg: BenchConfig, alpha: float) -> None:
     """Shapes alone: config.json of both, weights drawn here."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = half(device) if cfg.target.dtype == "auto" else getattr(torch, cfg.target.dtype)
+    place = device()
+    dtype = half(place) if cfg.target.dtype == "auto" else getattr(torch, cfg.target.dtype)
     target, draft = (
-        random_model(resolve(str(path)), dtype, device, cfg.target.trust_remote_code)
+        random_model(resolve(str(path)), dtype, place, cfg.target.trust_remote_code)
         for path in (cfg.target.path, cfg.draft.path)
     )
     with claim(cfg.output, cfg.overwrite) as folder:
