@@ -8,6 +8,7 @@ and every run is a fork of this process, so `cotrain` and `inference` must not b
 """
 
 import ast
+import gc
 import importlib
 import os
 import shutil
@@ -31,9 +32,11 @@ HEAVY = ("torch", "transformers.models.llama.modeling_llama", "lightning", "hydr
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",  # one thread a worker: they share the cores
+    "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # each takes time in every run; what is needed is in QUICKLY
     "PYTHONDONTWRITEBYTECODE": "1",  # a mutant of equal size within a second would meet stale bytecode
     "TOKENIZERS_PARALLELISM": "false",
 }
+QUICKLY = ("-x", "-q", "--disable-warnings", "--assert=plain", "-p", "no:cacheprovider", "-p", "pytest_timeout")
 NOT_CAUGHT = (ImportError, NameError, SyntaxError)  # the change broke the module, not the behaviour
 CAUGHT, PASSED, BROKEN = 0, 1, 2  # exit status of a run
 SECONDS_A_TEST = 60  # a mutant may loop for ever
@@ -108,8 +111,8 @@ def run_pytest(root: Path, tests: list[str]) -> int:
     sys.path[:] = [str(root), *(entry for entry in sys.path if Path(entry).resolve() != ROOT)]
     sys.dont_write_bytecode = True
     recorder = Recorder()
-    options = ["-x", "-q", "--disable-warnings", "-p", "no:cacheprovider", f"--timeout={SECONDS_A_TEST}"]
-    code = pytest.main([*options, f"--rootdir={root}", *tests], plugins=[recorder])
+    options = [*QUICKLY, f"--timeout={SECONDS_A_TEST}", f"--rootdir={root}"]
+    code = pytest.main([*options, *tests], plugins=[recorder])
     if code == pytest.ExitCode.OK:
         return PASSED
     failed = code == pytest.ExitCode.TESTS_FAILED
@@ -204,6 +207,7 @@ def main(names: list[str]) -> int:
     os.environ.update(ENVIRONMENT)
     for name in HEAVY:
         importlib.import_module(name)
+    gc.freeze()  # a run collects what is its own alone
     workers = min(2, len(rows))
     with tempfile.TemporaryDirectory() as folder:
         slots = [copy_tree(Path(folder, f"copy{index}")) for index in range(workers)]
