@@ -75,8 +75,9 @@ def _refuse(job: Job, network: PreTrainedModel, taught: list[Stage]) -> None:
     cfg = job.cfg
     if cfg.trainer.top:
         refuse_merged(taught, cfg.init.cosine)
-    if cfg.trainer.top and {*cfg.rollout.train_temperatures} - {cfg.regime.temperature}:
-        raise ValueError("trainer.top: laws are kept at one temperature, the regime's: rollout.train_temperatures=[]")
+        if {*cfg.rollout.train_temperatures} - {cfg.regime.temperature}:
+            raise ValueError("trainer.top: laws are kept at one temperature, the regime's: "
+                             "rollout.train_temperatures=[]")  # fmt: skip
     if cfg.rollout.on_draft and any(s.loss.sequence or s.loss.weighted or s.loss.takes == "text" for s in taught):
         raise ValueError("rollout.on_draft: a loss of the tokens that were emitted (calls, length, mix) is of texts of "
                          "the target")  # fmt: skip
