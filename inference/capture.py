@@ -48,7 +48,7 @@ class Captured(Lean):
         bucket = self._bucket(ids, window, only)
         try:
             if bucket not in self.graphs:
-                self.graphs[bucket] = self._recorded(bucket)
+                self.graphs[bucket] = self._recorded(bucket, ids, window.positions, only)
         except RuntimeError as error:
             Captured.failed = True
             warnings.warn(f"CUDA graphs failed, passes run without: {str(error).splitlines()[0]}", stacklevel=2)
@@ -59,7 +59,7 @@ class Captured(Lean):
         rows = min(_power(ids.shape[0]), self.rows)  # prompts may wait in the slots after those
         return rows, ids.shape[1], min(max(_power(window.limit), FEWEST), self.cache.slots), only is not None
 
-    def _recorded(self, bucket: Bucket) -> "_Graph":
+    def _recorded(self, bucket: Bucket, ids: Tensor, positions: Tensor, only: Tensor | None) -> "_Graph":
         rows, n, slots, one = bucket
         step = Step(self.weights, self.shape)
         keys, values = self.cache.held(self.rows)
@@ -69,31 +69,39 @@ class Captured(Lean):
             logits: Tensor = step(ids, positions, *angles, read, keys, values, only if one else None)
             return logits
 
-        return _Graph(run, rows, n, self.model.device)
+        return _Graph(run, rows, n, self.model.device, (ids, positions, only))
 
 
 class _Graph:
     """A pass with buffers for what changes. Rows that are not given keep position 0 of slots that no row holds."""
 
-    def __init__(self, run: Pass, rows: int, n: int, device: torch.device) -> None:
+    def __init__(
+        self, run: Pass, rows: int, n: int, device: torch.device, first: tuple[Tensor, Tensor, Tensor | None]
+    ) -> None:
         self.ids, self.positions = torch.zeros(2, rows, n, dtype=torch.int64, device=device)
         self.only = torch.zeros(rows, dtype=torch.int64, device=device)
         self.run, self.graph = run, None
+        self._fill(*first)  # warm-up runs write keys and values: those of this very pass, where they belong
         if device.type == "cuda":
-            self.graph, self.result = _record(lambda: run(self.ids, self.positions, self.only))
+            with torch.cuda.device(device):  # a capture is of the current device's stream
+                self.graph, self.result = _record(lambda: run(self.ids, self.positions, self.only))
 
     def __call__(self, ids: Tensor, positions: Tensor, only: Tensor | None) -> Tensor:
         """ids, positions (A, n), only (A,) -> logits, as `Forward.logits` gives them."""
+        rows = len(ids)
+        self._fill(ids, positions, only)
+        if self.graph is None:
+            return self.run(self.ids, self.positions, self.only)[:rows]
+        self.graph.replay()
+        return self.result[:rows].clone()  # the next replay writes there again
+
+    def _fill(self, ids: Tensor, positions: Tensor, only: Tensor | None) -> None:
         rows = len(ids)
         self.ids[:rows].copy_(ids)
         self.positions[:rows].copy_(positions)
         self.positions[rows:].zero_()
         if only is not None:
             self.only[:rows].copy_(only)
-        if self.graph is None:
-            return self.run(self.ids, self.positions, self.only)[:rows]
-        self.graph.replay()
-        return self.result[:rows].clone()  # the next replay writes there again
 
 
 def _record(run: Callable[[], Tensor]) -> tuple[Any, Tensor]:

@@ -1,0 +1,528 @@
+"""A CUDA device that is not there, for tests without a GPU (torch 2.13, CPU build, pure Python).
+
+Tensors say `cuda:N` and hold their values in main memory. Every operation is checked and counted as CUDA would run it:
+mixed devices raise, host reads and host-to-device copies are counted with their place in the code, CUDA graphs record
+without running and replay into the memory that they were recorded with. What eager CUDA would not write (torch.empty)
+or not have computed yet (outputs of a recording) is NaN.
+
+    with standin.device() as gpu:
+        model.to("cuda"); ...
+        gpu.launches, gpu.h2d, gpu.d2h, gpu.sites
+"""
+
+import contextlib
+import ctypes
+import sys
+import weakref
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+aten = torch.ops.aten
+HERE: "Gpu | None" = None
+KIND = "cuda"
+READS = {
+    "_local_scalar_dense",
+    "nonzero",
+    "masked_select",
+    "_unique2",
+    "unique_dim",
+    "unique_consecutive",
+    "equal",
+    "bincount",
+}
+MAKES = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
+OURS = ("/inference/", "/cotrain/", "/tests/")
+THEIRS = ("/transformers/", "/lightning/")
+
+
+class Cuda(Tensor):
+    """raw: the values, on the CPU."""
+
+    raw: Tensor
+
+    @staticmethod
+    def __new__(cls, raw: Tensor, index: int) -> "Cuda":
+        found = Tensor._make_wrapper_subclass(
+            cls,
+            raw.size(),
+            strides=raw.stride(),
+            storage_offset=raw.storage_offset(),
+            dtype=raw.dtype,
+            device=torch.device(KIND, index),
+        )
+        found.raw = raw
+        HERE and HERE.held(found)
+        return found
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if HERE is None:
+            raise RuntimeError("a stand-in tensor outlived its device")
+        return HERE.run(func, args, kwargs or {})
+
+    def tolist(self):
+        return self.to("cpu").tolist()
+
+    def data_ptr(self):
+        return self.raw.data_ptr()
+
+    def untyped_storage(self):
+        return self.raw.untyped_storage()
+
+    @property
+    def data(self):
+        return Tensor.data.__get__(self)
+
+    @data.setter
+    def data(self, new):
+        Tensor.data.__set__(self, new)
+        self.raw = new.raw
+
+    def __repr__(self, **_):
+        return f"Cuda({self.raw!r}, device='{self.device}')"
+
+    def __deepcopy__(self, memo):
+        if id(self) not in memo:
+            new = Cuda(self.raw.detach().clone(), self.device.index)
+            if getattr(self, "_is_param", False):
+                new = torch.nn.Parameter(new, self.requires_grad)
+            memo[id(self)] = new
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol):
+        raise TypeError("stand-in tensors are not saved; move them to the CPU")
+
+
+class Graph:
+    """torch.cuda.CUDAGraph: what was recorded, run again into the same memory."""
+
+    def __init__(self, keep_graph=False):
+        self.ops, self.index, self.pool_id, self.bytes = [], None, None, 0
+
+    def replay(self):
+        gpu = HERE
+        gpu.launches[gpu.phase] += 1  # one cudaGraphLaunch
+        gpu.replays[gpu.phase] += 1
+        for name, fn, ins, outs, fresh in self.ops:
+            gpu.inside[gpu.phase] += 1
+            with torch.inference_mode(False), torch.no_grad():
+                new = fn()
+                if fresh:
+                    for old, value in zip(outs, _tensors(new), strict=True):
+                        old.copy_(value)
+
+    def pool(self):
+        return self.pool_id
+
+    def reset(self):
+        self.ops = []
+
+
+class _Capture:
+    """torch.cuda.graph"""
+
+    def __init__(self, graph, pool=None, stream=None, capture_error_mode="global", **_):
+        self.graph, self.pool = graph, pool
+
+    def __enter__(self):
+        gpu = HERE
+        gpu.synchronise()
+        gpu.recordings += 1
+        self.graph.index = gpu.current
+        self.graph.pool_id = self.pool or object()
+        gpu.graph = self.graph
+
+    def __exit__(self, kind, *_):
+        gpu, gpu.graph = HERE, None
+        if not self.graph.ops:
+            import warnings
+
+            warnings.warn(
+                "The CUDA Graph is empty. This usually means that the graph was attempted to be captured on wrong device or stream."
+            )
+        with torch.inference_mode(False), torch.no_grad():
+            for *_, outs, fresh in self.graph.ops:
+                for out in outs if fresh else ():
+                    _poison(out)
+        return False
+
+
+class _Stream:
+    def __init__(self, device=None, **_):
+        self.device = device
+
+    def wait_stream(self, other): ...
+    def synchronize(self):
+        HERE.synchronise()
+
+
+class _Mode(TorchDispatchMode):
+    def __init__(self, gpu):
+        super().__init__()
+        self.gpu = gpu
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return self.gpu.run(func, args, kwargs or {})
+
+
+class _Names(TorchFunctionMode):
+    """`cuda` is the current device, and data from Python comes by way of the host: a CPU build cannot ask for either."""
+
+    def __init__(self, gpu):
+        super().__init__()
+        self.gpu = gpu
+
+    def _named(self, value):
+        if isinstance(value, torch.device) and value.type == KIND and value.index is None:
+            return torch.device(KIND, self.gpu.current)
+        return self._named(torch.device(value)) if isinstance(value, str) and value.startswith(KIND) else value
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.device:
+            return func(*args, **(kwargs or {}))
+        kwargs = {name: self._named(value) for name, value in (kwargs or {}).items()}
+        args = tuple(self._named(value) if isinstance(value, torch.device | str) else value for value in args)
+        if func in (torch.tensor, torch.as_tensor) and self.gpu.index(kwargs.get("device")) is not None:
+            where = kwargs.pop("device")
+            return (args[0] if isinstance(args[0], Tensor) else func(*args, **kwargs)).to(where)
+        if getattr(func, "__name__", "") == "cuda" and func is Tensor.cuda:
+            return args[0].to(torch.device(KIND, self.gpu.current))
+        return func(*args, **kwargs)
+
+
+class Gpu:
+    """launches, h2d, d2h, moved (bytes read and written), by phase; sites: (kind, place) -> how often."""
+
+    def __init__(self, arch: str = "sm80", devices: int = 2):
+        self.arch, self.devices, self.current, self.phase = arch, devices, 0, "-"
+        self.graph = None
+        self.recordings = 0
+        self.storages: dict[int, list] = {}
+        self.composite: dict = {}
+        self.live = self.peak = 0
+        self.clear()
+
+    def clear(self):
+        self.launches, self.h2d, self.d2h, self.moved = Counter(), Counter(), Counter(), Counter()
+        self.replays, self.inside = Counter(), Counter()
+        self.ops, self.sites = defaultdict(Counter), Counter()
+        self.attention = Counter()
+        self.waits = 0
+
+    # memory
+    def held(self, tensor):
+        storage = tensor.raw.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        entry = self.storages.setdefault(key, [0, size])
+        if entry[0] == 0:
+            entry[1] = size
+            self.live += size
+            self.peak = max(self.peak, self.live)
+        entry[0] += 1
+        weakref.finalize(tensor, self._released, key)
+
+    def _released(self, key):
+        entry = self.storages[key]
+        entry[0] -= 1
+        if not entry[0]:
+            self.live -= entry[1]
+            del self.storages[key]
+
+    def _composite(self, func) -> bool:
+        if func not in self.composite:
+            self.composite[func] = torch._C._dispatch_has_kernel_for_dispatch_key(
+                func.name(), "CompositeImplicitAutograd"
+            )
+        return self.composite[func]
+
+    def synchronise(self, *_):
+        if self.graph is not None:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        self.waits += 1
+
+    def index(self, device) -> int | None:
+        """Of a device argument; None for the CPU."""
+        if device is None:
+            return None
+        device = torch.device(device)
+        if device.type != KIND:
+            return None
+        return self.current if device.index is None else device.index
+
+    def site(self, kind):
+        frame, theirs = sys._getframe(2), ""
+        while frame:
+            name = frame.f_code.co_filename
+            if any(part in name for part in OURS) and "site-packages" not in name:
+                place = f"{name.rsplit('/', 2)[-2]}/{name.rsplit('/', 1)[-1]}:{frame.f_lineno} {frame.f_code.co_name}"
+                self.sites[self.phase, kind, place + (f"  <- {theirs}" if theirs else "")] += 1
+                return
+            if not theirs and any(part in name for part in THEIRS):
+                theirs = f"{name.rsplit('/', 1)[-1]}:{frame.f_lineno}"
+            frame = frame.f_back
+        self.sites[self.phase, kind, "?"] += 1
+
+    def read(self):
+        if self.graph is not None:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        self.d2h[self.phase] += 1
+        self.site("d2h")
+
+    def sent(self):
+        if self.graph is not None:
+            raise RuntimeError(
+                "Cannot copy between CPU and CUDA tensors during CUDA graph capture unless the CPU tensor is pinned"
+            )
+        self.h2d[self.phase] += 1
+        self.site("h2d")
+
+    def run(self, func, args, kwargs):
+        name = func._schema.name.removeprefix("aten::")
+        flat = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
+        ours = [x for x in flat if isinstance(x, Cuda)]
+        wanted = self.index(kwargs["device"]) if kwargs.get("device") is not None else None
+        if not ours and wanted is None:
+            return func(*args, **kwargs)  # the host's own business
+        if self._composite(func):  # inference mode leaves these whole
+            with _Mode(self):
+                return func.decompose(*args, **kwargs)
+        indices = {x.device.index for x in ours}
+        if name == "_to_copy":
+            return self._copied(args[0], kwargs, wanted)
+        if name == "copy_":
+            return self._into(*args, **kwargs)
+        if name.rstrip("_") in ("index", "index_put", "_index_put_impl"):
+            for at in args[1]:
+                if at is not None and not isinstance(at, Cuda):
+                    self.sent()
+                if at is not None and at.dtype in (torch.bool, torch.uint8):
+                    self.read()
+            strange = [
+                x for x in (args[0], *args[2:3]) if isinstance(x, Tensor) and not isinstance(x, Cuda) and x.dim()
+            ]
+        else:
+            strange = [x for x in flat if not isinstance(x, Cuda) and x.dim()]
+        if strange or len(indices) > 1:
+            raise RuntimeError(
+                f"Expected all tensors to be on the same device, but found at least two devices, "
+                f"{' and '.join(sorted({str(x.device) for x in flat}))}! (aten::{name})"
+            )
+        if name in READS:
+            self.read()
+        here = indices.pop() if indices else wanted
+        raw = lambda x: x.raw if isinstance(x, Cuda) else x
+        args_raw, kwargs_raw = tree_map(raw, args), tree_map(raw, kwargs)
+        if "device" in kwargs_raw and kwargs_raw["device"] is not None:
+            kwargs_raw["device"] = torch.device("cpu")
+        if kwargs_raw.get("pin_memory"):
+            kwargs_raw["pin_memory"] = False
+        returns = func._schema.returns
+        written = bool(returns) and any(r.alias_info is not None and r.alias_info.is_write for r in returns)
+        return self.launch(
+            name, lambda: func(*args_raw, **kwargs_raw), [x.raw for x in ours], here, args, kwargs, written, func
+        )
+
+    def launch(self, name, fn, ins, here, args=(), kwargs={}, written=False, func=None):
+        recorded = self.graph is not None and self.graph.index == here
+        before = {x.untyped_storage().data_ptr() for x in ins}
+        with torch.inference_mode(False), torch.no_grad():
+            if recorded and written:
+                outs_raw = None  # nothing runs while it is recorded
+            else:
+                outs_raw = fn()
+        if name in MAKES and outs_raw is not None:
+            _poison(outs_raw)
+        outs = [] if outs_raw is None else _tensors(outs_raw)
+        views = bool(outs) and all(x.numel() and x.untyped_storage().data_ptr() in before for x in outs) and not written
+        free = (
+            views
+            or name in MAKES
+            or (outs and not any(x.numel() for x in outs))
+            or name in ("detach", "alias", "lift_fresh")
+        )
+        if not free:
+            size = sum(x.numel() * x.element_size() for x in (*ins, *outs))
+            if recorded:
+                self.graph.ops.append((name, fn, ins, outs, not written))
+            else:
+                self.launches[self.phase] += 1
+                self.ops[self.phase][name] += 1
+                self.moved[self.phase] += size
+        elif recorded and not views and outs:
+            self.graph.ops.append((name, lambda: outs_raw, ins, outs, False))  # keeps the memory
+        if written:
+            return self._written(func, args, kwargs)
+        wrap = lambda x: Cuda(x, here) if isinstance(x, Tensor) else x
+        if func is not None and any(
+            r.alias_info is not None for r in func._schema.returns
+        ):  # a view is what its base is
+            base = next(x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Cuda))
+            with torch.inference_mode(base.is_inference()):
+                return tree_map(wrap, outs_raw)
+        return tree_map(wrap, outs_raw)
+
+    def _written(self, func, args, kwargs):
+        """In-place and out= operations return what they wrote to."""
+        schema, found = func._schema, []
+        for r in schema.returns:
+            if r.alias_info is None:
+                continue
+            for place, a in enumerate(schema.arguments):
+                if a.alias_info is not None and a.alias_info.before_set & r.alias_info.before_set:
+                    found.append(args[place] if place < len(args) else kwargs[a.name])
+        return found[0] if len(found) == 1 else tuple(found)
+
+    def _copied(self, x, kwargs, wanted):
+        device = kwargs.get("device")
+        rest = {k: v for k, v in kwargs.items() if k not in ("device", "non_blocking", "pin_memory", "layout")}
+        to_host = isinstance(x, Cuda) and device is not None and wanted is None
+        if to_host:
+            self.read()
+            with torch.inference_mode(False), torch.no_grad():
+                found = aten._to_copy.default(x.raw, **rest)
+            return found
+        if not isinstance(x, Cuda):  # from the host
+            self.sent()
+            with torch.inference_mode(False), torch.no_grad():
+                return Cuda(aten._to_copy.default(x, **rest), wanted)
+        here = x.device.index
+        if wanted is not None and wanted != here:  # between devices
+            with torch.inference_mode(False), torch.no_grad():
+                return Cuda(aten._to_copy.default(x.raw, **rest), wanted)
+        return self.launch("_to_copy", lambda: aten._to_copy.default(x.raw, **rest), [x.raw], here)
+
+    def _into(self, target, source, non_blocking=False):
+        if isinstance(target, Cuda) and isinstance(source, Cuda):
+            here = target.device.index
+            a, b = target.raw, source.raw
+            self.launch("copy_", lambda: a.copy_(b), [a, b], here, (target, source), {}, True, aten.copy_.default)
+            return target
+        if isinstance(target, Cuda):
+            if source.dim():
+                self.sent()
+            with torch.inference_mode(False), torch.no_grad():
+                target.raw.copy_(source)
+            return target
+        self.read()
+        with torch.no_grad():
+            target.copy_(source.raw)
+        return target
+
+    # which kernel torch 2.13 takes (sdp_utils.cpp): sm80 stands for all but H100/B200 with cuDNN > 9.15
+    def backend(self, q, k, v, mask, causal, gqa) -> str:
+        half, D = q.dtype in (torch.float16, torch.bfloat16), q.shape[-1]
+        same = q.shape[1] == k.shape[1] == v.shape[1]
+        if self.arch == "sm90" and half and D <= 128 and D % 8 == 0 and k.shape[2] > 1 and (same or gqa):
+            return "cudnn" + ("+mask" if mask is not None else "")
+        if half and mask is None and D <= 256 and (same or gqa) and not (causal and q.shape[2] != k.shape[2]):
+            return "flash"
+        if same and q.dtype != torch.float64 and D % (8 if half else 4) == 0:
+            return "efficient" + ("+mask" if mask is not None else "")
+        return "math"
+
+
+def _guarded():
+    """A CPU build has no guard for CUDA devices, without which torch's own code will not look at them: it gets the one
+    of the meta device, which does nothing."""
+    c10 = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    kinds = torch._C._autograd.DeviceType
+    guards = (ctypes.c_void_p * (kinds.PrivateUse1.value + 1)).in_dll(c10, "_ZN3c104impl26device_guard_impl_registryE")
+    guards[kinds.CUDA.value] = guards[kinds.CUDA.value] or guards[kinds.Meta.value]
+
+
+def _tensors(found):
+    return [x for x in tree_flatten(found)[0] if isinstance(x, Tensor)]
+
+
+def _poison(found):
+    for x in _tensors(found):
+        if x.is_floating_point() and x.numel():
+            x.fill_(float("nan"))
+
+
+@contextlib.contextmanager
+def device(arch: str = "sm80", devices: int = 2, fused: bool = True, kind: str = "cuda"):
+    """Patches torch.cuda for the time of the block; yields the counters. kind: "cuda", or "standin" where backward is
+    needed, which a CPU build makes for a device of its own (PrivateUse1) alone."""
+    global HERE, KIND
+    KIND = kind
+    if kind != "cuda" and torch._C._get_privateuse1_backend_name() != kind:
+        from torch.utils import backend_registration as made
+
+        class Module(made._DummyBackendModule):
+            def get_amp_supported_dtype(self):
+                return [torch.bfloat16, torch.float16]
+
+        made._setup_privateuseone_for_python_backend(kind, backend_module=Module())
+    import torch.nn.functional as F
+
+    gpu = Gpu(arch, devices)
+    sdpa = F.scaled_dot_product_attention
+
+    def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+        if not isinstance(query, Cuda):
+            return sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        kind = gpu.backend(query, key, value, attn_mask, is_causal, enable_gqa)
+        gpu.attention[gpu.phase, kind] += 1
+        if kind == "math" or not fused or (torch.is_grad_enabled() and query.requires_grad):
+            return sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        raws = [x.raw for x in (query, key, value)] + ([attn_mask.raw] if attn_mask is not None else [])
+        fn = lambda: sdpa(
+            *raws[:3], raws[3] if attn_mask is not None else None, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+        return gpu.launch("sdpa_" + kind, fn, raws, query.device.index)
+
+    @contextlib.contextmanager
+    def on(which):
+        index = gpu.index(which) if not isinstance(which, int) else which
+        old, gpu.current = gpu.current, gpu.current if index is None else index
+        yield
+        gpu.current = old
+
+    @contextlib.contextmanager
+    def stream(_):
+        yield
+
+    _guarded()
+    new = {
+        (torch.cuda, "_lazy_init"): lambda: None,
+        (torch.cuda, "is_available"): lambda: True,
+        (torch.cuda, "device_count"): lambda: devices,
+        (torch.cuda, "current_device"): lambda: gpu.current,
+        (torch.cuda, "set_device"): lambda d: setattr(gpu, "current", gpu.index(d) if not isinstance(d, int) else d),
+        (torch.cuda, "device"): on,
+        (torch.cuda, "get_device_name"): lambda *_: "stand-in",
+        (torch.cuda, "synchronize"): gpu.synchronise,
+        (torch.cuda, "max_memory_allocated"): lambda *_: gpu.peak,
+        (torch.cuda, "mem_get_info"): lambda *_: (2**33, 2**33),
+        (torch.cuda, "Stream"): _Stream,
+        (torch.cuda, "current_stream"): lambda *_: _Stream(),
+        (torch.cuda, "stream"): stream,
+        (torch.cuda, "CUDAGraph"): Graph,
+        (torch.cuda, "graph"): _Capture,
+        (torch.cuda, "graph_pool_handle"): lambda: object(),
+        (torch.accelerator, "synchronize"): gpu.synchronise,
+        (F, "scaled_dot_product_attention"): attention,
+    }
+    old = {key: getattr(*key) for key in new}
+    lifted, overwrite = torch._C._only_lift_cpu_tensors(), torch.__future__.get_overwrite_module_params_on_conversion()
+    torch.__future__.set_overwrite_module_params_on_conversion(True)  # `.data =` would lose the values
+    for (owner, name), value in new.items():
+        setattr(owner, name, value)
+    torch._C._set_only_lift_cpu_tensors(True)
+    HERE = gpu
+    try:
+        with _Mode(gpu), _Names(gpu), torch.autograd.set_multithreading_enabled(False):
+            yield gpu
+    finally:
+        HERE = None
+        torch._C._set_only_lift_cpu_tensors(lifted)
+        torch.__future__.set_overwrite_module_params_on_conversion(overwrite)
+        for (owner, name), value in old.items():
+            setattr(owner, name, value)

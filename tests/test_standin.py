@@ -1,0 +1,94 @@
+"""The CUDA path without a GPU, on `standin`: devices are not mixed, graphs give the text of plain passes, waits are few."""
+
+from itertools import product
+
+import pytest
+
+import inference.capture as capture
+import inference.target as target_module
+from inference import Engine, Sampling
+from inference.capture import Captured
+from inference.policy import Fixed
+from inference.proposers import Independent, NGram
+from tests import standin
+from tests.tiny import near, tiny
+
+PROMPTS = [[i % 30 + 1 for i in range(n)] for n in (3, 9, 1, 6, 14)]
+LIMITS = [20, 4, 33, 11, 26]
+
+
+def engine(device: str, kind: str, rule: str, rows: int, compile: bool) -> Engine:
+    target, draft = tiny(), near(tiny())
+    if device != "cpu":
+        target, draft = target.to(device), draft.to(device)
+    kinds = {"plain": lambda: None, "draft": lambda: Independent(draft, compile=compile), "ngram": NGram}
+    return Engine(target, kinds[kind](), verify=rule, policy=Fixed(3), rows=rows, compile=compile)
+
+
+COOL = Sampling(0.8)
+
+
+def texts(*settings: object, sampling: Sampling = COOL) -> list[list[int]]:
+    made = engine(*settings)
+    return made.generate(PROMPTS, max_new_tokens=LIMITS, sampling=sampling, seed=2, ignore_eos=True).tokens
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Captured, "failed", False)
+
+
+@pytest.mark.parametrize(
+    "kind, rule", [("plain", "token"), *product(["draft", "ngram"], ["token", "block", "match", "coupled"])]
+)
+@pytest.mark.parametrize("rows", [1, 4])
+def test_text_on_a_device_is_that_of_the_host(kind: str, rule: str, rows: int) -> None:
+    wanted = texts("cpu", kind, rule, rows, False)
+    with standin.device():
+        assert texts("cuda", kind, rule, rows, False) == wanted
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(0.0),
+        Sampling(0.9, top_p=0.8),
+        Sampling(1.0, top_k=5, min_p=0.01),
+        Sampling(
+            0.9, repetition_penalty=1.2, presence_penalty=0.3, logit_bias={3: 1.0}, banned=((1, 2),), min_new_tokens=2
+        ),
+    ],
+)
+def test_every_setting_stays_on_its_device(sampling: Sampling) -> None:
+    wanted = texts("cpu", "draft", "token", 4, False, sampling=sampling)
+    with standin.device():
+        assert texts("cuda", "draft", "token", 4, False, sampling=sampling) == wanted
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:1"])
+@pytest.mark.parametrize("kind", ["plain", "draft", "ngram"])
+def test_graphs_give_the_text_of_plain_passes(kind: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots grow, rows come and go, graphs are recorded in the middle of texts."""
+    monkeypatch.setattr(target_module, "FIRST_SLOTS", 16)
+    monkeypatch.setattr(capture, "FEWEST", 8)
+    wanted = texts("cpu", kind, "token", 3, False)
+    with standin.device() as gpu:
+        assert texts(device, kind, "token", 3, True) == wanted
+        assert gpu.recordings and not Captured.failed
+
+
+def test_a_round_waits_seldom() -> None:
+    """Bounds that may only be lowered: launches, copies to the device and reads of a round, four rows, k = 3."""
+    with standin.device() as gpu:
+        made = engine("cuda", "draft", "token", 4, True)
+        run = made._run(made._rows(PROMPTS[:4], 60, Sampling(0.8), None, True), 0)
+        rounds = made._rounds(run)
+        for _ in range(3):
+            next(rounds)
+        least = None
+        for _ in range(6):
+            gpu.clear()
+            next(rounds)
+            found = sum(gpu.launches.values()), sum(gpu.h2d.values()), sum(gpu.d2h.values())
+            least = found if least is None else min(least, found)
+    assert least[1] <= 14 and least[2] <= 5, (least, gpu.sites)
