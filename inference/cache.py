@@ -5,8 +5,10 @@ length is masked, then overwritten: rolling back is lowering a length, nothing i
 Active rows fill slots [0, A) without holes, so a pass over them reads plain views.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -88,12 +90,16 @@ class SlotLayer(CacheLayerMixin):
 
     def grow(self, slots: int) -> None:
         if self.is_initialized:
-            keys, values = self.keys, self.values
-            self.slots = slots
-            self.keys, self.values = self._new(keys), self._new(values)
-            self.keys[:, :, : keys.shape[2]] = keys
-            self.values[:, :, : values.shape[2]] = values
+            self.keys = _grown(self.keys, slots)  # one after the other: the first of the old ones is free by then
+            self.values = _grown(self.values, slots)
         self.slots = slots
+
+
+def _grown(store: Tensor, slots: int) -> Tensor:
+    rows, heads, held, size = store.shape
+    new = store.new_zeros(rows, heads, slots, size)
+    new[:, :, :held] = store
+    return new
 
 
 def _write(store: Tensor, states: Tensor, window: Window) -> Tensor:
@@ -103,21 +109,41 @@ def _write(store: Tensor, states: Tensor, window: Window) -> Tensor:
 
 
 class SlotCache(Cache):
-    """One SlotLayer a decoder layer, all sharing the window of the pass in progress."""
+    """One SlotLayer a decoder layer, all sharing the window of the pass in progress.
 
-    def __init__(self, layers: int, rows: int, slots: int) -> None:
+    context: most tokens a row may hold, None for no bound; slots go past it only for drafts beyond a row's last token.
+    """
+
+    def __init__(self, layers: int, rows: int, slots: int, context: int | None = None) -> None:
         self.stores = [SlotLayer(rows, slots) for _ in range(layers)]
         super().__init__(layers=[*self.stores])
-        self.slots = slots
+        self.slots, self.context = slots, context
+        self.listeners: list[WeakMethod[Callable[[], None]]] = []
+
+    def before_growth(self, listener: Callable[[], None]) -> None:
+        """Call a bound method before slots are added: it should let go of the keys and values, which are replaced. It
+        is held weakly, since its object holds this cache."""
+        self.listeners.append(WeakMethod(listener))
 
     def aim(self, window: Window) -> None:
         """Set the window of the next pass; slots are added when it reads past the end."""
         if window.limit > self.slots:
-            self.slots = max(window.limit, 2 * self.slots)
+            for listener in self.listeners:
+                if (forget := listener()) is not None:
+                    forget()
+            self.slots = self._wanted(window)
             for layer in self.stores:
                 layer.grow(self.slots)
         for layer in self.stores:
             layer.window = window
+
+    def _wanted(self, window: Window) -> int:
+        """Twice the slots, at most the context's; past it, room for as many drafts as this pass has."""
+        if self.context is None:
+            return max(window.limit, 2 * self.slots)
+        if window.limit <= self.context:
+            return min(max(window.limit, 2 * self.slots), self.context)
+        return max(window.limit, self.context + window.positions.shape[1])
 
     def held(self, rows: int) -> tuple[list[Tensor], list[Tensor]]:
         """Keys, and values, of the first `rows` slots of every layer."""

@@ -1,121 +1,131 @@
-"""Short passes recorded once as CUDA graphs and replayed: on a GPU a pass over a few ids is bound by its launches.
+"""Short passes, and all drafts of a round, recorded once as CUDA graphs and replayed: on a GPU a pass over a few ids is
+bound by its launches.
 
-A graph belongs to a bucket of shapes: rows and slots read, each rounded up to a power of two, ids a row, and whether
-one id of each row is asked for. What it reads and writes stays where it was when it was recorded: ids, positions and
-results have buffers of their own, keys and values are the cache's, and graphs are dropped when the cache grows or
-weights change. On a CPU the same buckets run without a graph, so that one test covers both.
+A graph belongs to a bucket of shapes: rows, ids a row and slots read, each rounded up, and whether one id of each row is
+asked for. What it reads and writes stays where it was when it was recorded: inputs and results have memory of their
+own, keys and values are the cache's. Graphs are dropped before the cache grows, so that the old one can be freed, and
+when weights change. All graphs of a model share one memory pool. On a CPU the same buckets run without a graph, so
+that one test covers both.
 """
 
 import warnings
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
+from torch import Tensor, arange
 from transformers import PreTrainedModel
 
 from inference.cache import SlotCache, Window
 from inference.forward import SHORT, Lean
-from inference.step import Step
+from inference.recording import Recording, bits, numbers_of, pool_for, repeated
+from inference.step import Drafting, Step
 
 FEWEST = 64  # slots of the smallest bucket
-WARMUP = 3  # runs before a recording, in which libraries choose their kernels
+WIDTHS = (1, 2, 3, 5, 9, SHORT)  # ids a row of a bucket: an anchor and 0, 1, 2, 4, 8 drafts, or more
 
-Pass = Callable[[Tensor, Tensor, Tensor], Tensor]  # ids, positions, only -> logits
-Bucket = tuple[int, int, int, bool]  # rows, ids a row, slots read, one id of each row
+Bucket = tuple[Any, ...]
+Run = Callable[[Tensor], Any]  # the buffer of a recording -> its results
 
 
 class Captured(Lean):
-    """As `Lean`, short passes over the first slots replayed. Where recording fails, passes run as they are, with one
-    warning."""
+    """As `Lean`, short passes over the first slots replayed: logits, drafts and laws are then views that the next call
+    overwrites. Where recording fails, this model's passes run as they are, with one warning."""
 
-    failed = False  # for all: what fails once fails again
+    failed = False
 
     def __init__(self, model: PreTrainedModel, cache: SlotCache, int8: bool, rows: int) -> None:
         self.rows = rows
-        self.graphs: dict[Bucket, _Graph] = {}
-        self.made: tuple[Any, ...] = (None, None, None)  # keys, angles and weights that the graphs were recorded with
         super().__init__(model, cache, int8)
+        cache.before_growth(self._forget)
 
     def logits(self, ids: Tensor, window: Window, only: Tensor | None = None) -> Tensor:
-        store = self.cache.stores[0]
-        if Captured.failed or window.low or ids.shape[1] > SHORT or not store.is_initialized:
+        if not self._ready(ids, window):
             return super().logits(ids, window, only)
-        self.rotation(window)  # finds new weights, and angles for new slots
-        made = store.keys, self.angles, self.weights
-        if any(now is not then for now, then in zip(made, self.made, strict=True)):
-            self.graphs, self.made = {}, made
-        bucket = self._bucket(ids, window, only)
-        try:
-            if bucket not in self.graphs:
-                self.graphs[bucket] = self._recorded(bucket, ids, window.positions, only)
-        except RuntimeError as error:
-            Captured.failed = True
-            warnings.warn(f"CUDA graphs failed, passes run without: {str(error).splitlines()[0]}", stacklevel=2)
-            return super().logits(ids, window, only)
-        return self.graphs[bucket](ids, window.positions, only)
+        A, n = ids.shape
+        width = WIDTHS[bisect_left(WIDTHS, n)]
+        columns = [part for whole in (ids, window.positions) for part in (whole, repeated(whole, width))]
+        columns += [] if only is None else [only.unsqueeze(1)]
+        bucket = self._rows(A), width, self._slots(window), only is not None
+        found = self._called(bucket, columns, self._pass)
+        return super().logits(ids, window, only) if found is None else found[:A, :n]
 
-    def _bucket(self, ids: Tensor, window: Window, only: Tensor | None) -> Bucket:
-        rows = min(_power(ids.shape[0]), self.rows)  # prompts may wait in the slots after those
-        return rows, ids.shape[1], min(max(_power(window.limit), FEWEST), self.cache.slots), only is not None
+    def draft(
+        self, tails: Tensor, ends: Tensor, u: Tensor, temperature: Tensor, greedy: bool, window: Window
+    ) -> tuple[Tensor, Tensor] | None:
+        """By `Drafting`; window.limit: the slots of the longest text with its drafts."""
+        if not self._ready(tails, window):
+            return None
+        A, k = u.shape
+        columns = [tails, ends.unsqueeze(1), bits(u), bits(temperature.unsqueeze(1))]
+        bucket = self._rows(A), f"{k} drafts", self._slots(window), greedy
+        found = self._called(bucket, columns, lambda *bucket: self._drafting(k, *bucket))
+        return None if found is None else (found[0][:A], found[1][:A])
 
-    def _recorded(self, bucket: Bucket, ids: Tensor, positions: Tensor, only: Tensor | None) -> "_Graph":
-        rows, n, slots, one = bucket
-        step = Step(self.weights, self.shape)
-        keys, values = self.cache.held(self.rows)
-        angles, read = self.angles, torch.arange(slots, device=self.model.device)
+    def _ready(self, ids: Tensor, window: Window) -> bool:
+        """Whether a pass is replayed. Finds new weights, and angles for new slots, which drop the graphs."""
+        if self.failed or window.low or ids.shape[1] > SHORT or not self.cache.stores[0].is_initialized:
+            return False
+        self._refresh(window.limit)
+        return True
 
-        def run(ids: Tensor, positions: Tensor, only: Tensor) -> Tensor:
-            logits: Tensor = step(ids, positions, *angles, read, keys, values, only if one else None)
-            return logits
+    def _rows(self, rows: int) -> int:
+        return min(_power(rows), self.rows)  # prompts may wait in the slots after those
 
-        return _Graph(run, rows, n, self.model.device, (ids, positions, only))
+    def _slots(self, window: Window) -> int:
+        return min(max(_power(window.limit), FEWEST), self.cache.slots)
 
+    def _called(self, bucket: Bucket, columns: Sequence[Tensor], make: Callable[..., Run]) -> Any:
+        """What the bucket's graph gives, recorded when there is none; None once recording has failed."""
+        if bucket not in self.graphs:
+            try:
+                self.graphs[bucket] = self._recorded(make(*bucket), columns, bucket[0])
+            except RuntimeError as error:
+                self._fail(error)
+                return None
+        return self.graphs[bucket](columns)
 
-class _Graph:
-    """A pass with buffers for what changes. Rows that are not given keep position 0 of slots that no row holds."""
+    def _recorded(self, run: Run, columns: Sequence[Tensor], rows: int) -> Recording:
+        if not self.graphs:
+            self.pool = pool_for(self.model.device)
+        return Recording(run, columns, rows, self.pool)
 
-    def __init__(
-        self, run: Pass, rows: int, n: int, device: torch.device, first: tuple[Tensor, Tensor, Tensor | None]
-    ) -> None:
-        self.ids, self.positions = torch.zeros(2, rows, n, dtype=torch.int64, device=device)
-        self.only = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.run, self.graph = run, None
-        self._fill(*first)  # warm-up runs write keys and values: those of this very pass, where they belong
-        if device.type == "cuda":
-            with torch.cuda.device(device):  # a capture is of the current device's stream
-                self.graph, self.result = _record(lambda: run(self.ids, self.positions, self.only))
+    def _fail(self, error: RuntimeError) -> None:
+        self.failed = True
+        self._forget()
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        name = type(self.model).__name__
+        warnings.warn(f"{name}: CUDA graphs failed, passes run without: {reason}", stacklevel=5)
 
-    def __call__(self, ids: Tensor, positions: Tensor, only: Tensor | None) -> Tensor:
-        """ids, positions (A, n), only (A,) -> logits, as `Forward.logits` gives them."""
-        rows = len(ids)
-        self._fill(ids, positions, only)
-        if self.graph is None:
-            return self.run(self.ids, self.positions, self.only)[:rows]
-        self.graph.replay()
-        return self.result[:rows].clone()  # the next replay writes there again
+    def _pass(self, rows: int, width: int, slots: int, one: bool) -> Run:
+        step, stored = Step(self.weights, self.shape), self._stored(slots)
 
-    def _fill(self, ids: Tensor, positions: Tensor, only: Tensor | None) -> None:
-        rows = len(ids)
-        self.ids[:rows].copy_(ids)
-        self.positions[:rows].copy_(positions)
-        self.positions[rows:].zero_()
-        if only is not None:
-            self.only[:rows].copy_(only)
+        def run(columns: Tensor) -> Any:
+            ids, positions = columns[:, :width], columns[:, width : 2 * width]
+            return step(ids, positions, *stored, columns[:, 2 * width] if one else None)
 
+        return run
 
-def _record(run: Callable[[], Tensor]) -> tuple[Any, Tensor]:
-    """A CUDA graph of `run` and where it leaves its result."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(WARMUP):
-            run()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = run()
-    return graph, result
+    def _drafting(self, k: int, rows: int, _: str, slots: int, greedy: bool) -> Run:
+        step, stored = Drafting(self.weights, self.shape, k, greedy), self._stored(slots)
+
+        def run(columns: Tensor) -> Any:
+            u, temperature = numbers_of(columns[:, 3 : 3 + k]), numbers_of(columns[:, 3 + k])
+            return step(columns[:, :2], columns[:, 2], u, temperature, *stored)
+
+        return run
+
+    def _stored(self, slots: int) -> tuple[Any, ...]:
+        """Angles of all positions, the slots that are read, and where keys and values are kept."""
+        return *self.angles, arange(slots, device=self.model.device), *self.cache.held(self.rows)
+
+    def _turn(self) -> None:
+        self._forget()  # graphs hold the angles, and weights are read together with them
+        super()._turn()
+
+    def _forget(self) -> None:
+        self.graphs: dict[Bucket, Recording] = {}
+        self.pool = None
 
 
 def _power(size: int) -> int:

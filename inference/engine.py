@@ -64,7 +64,7 @@ class Engine:
     verify: one of token, block, match, coupled. rows: how many prompts are decoded together; more wait, and half as
     many again, 8 at most, are stored several at a time before their turn comes, since one by one they take twice as
     long. context: most tokens a row may hold. compile: the target's short passes are compiled (see `graph`), which
-    costs seconds at the first ones.
+    costs seconds at the first ones, on a GPU replayed as CUDA graphs (see `capture`); None: on a GPU alone.
     Raises ValueError for an unknown rule or an unsupported model.
     """
 
@@ -79,7 +79,7 @@ class Engine:
         rows: int = 8,
         context: int | None = None,
         dtype: torch.dtype | str | None = None,
-        compile: bool = False,
+        compile: bool | None = None,
     ) -> None:
         if verify not in RULES:
             raise ValueError(f"verify: no rule {verify!r}; there are {', '.join(RULES)}")

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from inference import lean
 from inference.cache import SlotCache, Window, sliding_window
+from inference.grouped_query import folded, folded_mask
 
 SHORT = 16  # ids a row: longer passes are prefills, bound by arithmetic and not by launches
 
@@ -143,8 +144,10 @@ def prepared(model: PreTrainedModel, int8: bool) -> lean.Weights:
 
 
 def attention(mask: Tensor | None, shape: lean.Shape) -> lean.Attend:
-    """The cheaper way to attend under a mask (A, 1, n, L), None: all is seen."""
-    if mask is None or mask.shape[2] > SHORT or mask.device.type != "cpu":
+    """The cheapest way to attend under a mask (A, 1, n, L), None: all is seen."""
+    if mask is not None and mask.device.type != "cpu":
+        return partial(folded, mask=folded_mask(mask, shape.heads // shape.groups), scale=shape.scale)
+    if mask is None or mask.shape[2] > SHORT:
         return partial(lean.flash, mask=mask, shape=shape)
     return partial(lean.batched, mask=lean.grouped(mask, shape), shape=shape)
 

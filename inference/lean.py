@@ -112,7 +112,8 @@ def hidden(
     """ids (A, n) -> final hidden states (A, n, W).
 
     cos, sin (A or 1, n, 1, D): see `angles`. keep(i, k, v): stores layer i's new keys and values (A, G, n, D), returns
-    all it may read (A, G, L, D). attend(q, k, v): of `flash` or `batched`, queries (A, H, n, D). stored: only what is
+    all it may read (A, G, L, D). attend(q, k, v): of `flash`, `batched` or `folded`, queries
+    (A, H, n, D) -> (A, n, H D). stored: only what is
     kept matters, and the last layer goes no further.
     """
     x = F.embedding(ids, weights.embedding)
@@ -123,16 +124,17 @@ def hidden(
         k, v = keep(i, k, v)
         if stored and i + 1 == len(weights.layers):
             return x
-        x = x + w.out(attend(q, k, v).transpose(1, 2).reshape(A, n, -1).to(x.dtype))
+        x = x + w.out(attend(q, k, v).to(x.dtype))
         gate, up = w.gate_up(_norm(x, w.second, shape.eps)).chunk(2, -1)
         x = x + w.down(F.silu(gate) * up)
     return _norm(x, weights.norm, shape.eps)
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, shape: Shape) -> Tensor:
-    """Attention (A, H, n, D) by torch's own kernels; mask (A, 1, n, L) is added to the scores, None: all is seen."""
+    """Attention (A, n, H D) by torch's own kernels; mask (A, 1, n, L) is added to the scores, None: all is seen."""
     grouped = shape.heads != shape.groups
-    return F.scaled_dot_product_attention(q, k, v, mask, scale=shape.scale, enable_gqa=grouped)
+    found = F.scaled_dot_product_attention(q, k, v, mask, scale=shape.scale, enable_gqa=grouped)
+    return found.transpose(1, 2).flatten(2)
 
 
 def batched(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, shape: Shape) -> Tensor:
@@ -141,7 +143,7 @@ def batched(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, shape: Shape) -> Tens
     A, H, n, D = q.shape
     queries = q.reshape(A * shape.groups, -1, D)
     scores = torch.baddbmm(mask, queries, k.flatten(0, 1).transpose(1, 2), alpha=shape.scale)
-    return torch.bmm(scores.softmax(-1), v.flatten(0, 1)).view(A, H, n, D)
+    return torch.bmm(scores.softmax(-1), v.flatten(0, 1)).view(A, H, n, D).transpose(1, 2).flatten(2)
 
 
 def grouped(mask: Tensor, shape: Shape) -> Tensor:

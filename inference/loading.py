@@ -39,7 +39,7 @@ def load(folder: str | Path, target: PreTrainedModel | str | None = None, **sett
     settings.setdefault("policy", Fixed(made.k if made else 4))
     torch.nn.Module.to(draft, target.device)
     greedy, rounded = (made.objective == "greedy", made.int8) if made else (False, False)
-    compile = settings.get("compile", False)
+    compile = settings.get("compile")
     int8 = rounded and can_round(draft)
     proposer = Independent(draft if int8 else widened(draft), greedy, compile=compile, int8=int8)
     return Engine(target, proposer, tokenizer=tokenizer or own, **settings)

@@ -1,6 +1,7 @@
 """Any Hugging Face causal LM behind one forward on ragged rows."""
 
 import math
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -33,7 +34,7 @@ class LM:
     and ids that the model has no row for are read as its last one (a draft's guess is worse, never wrong).
     context: most tokens a row may hold, at most the model's `max_position_embeddings`. stock: always run
     transformers' own forward, also for models that `lean` runs in fewer operations. compile: compile what `lean`
-    runs, see `graph`. int8: with weights rounded to 8 bits, for a draft: a rounded target has another law. spare:
+    runs, see `graph`, on a GPU replay it, see `capture`; None: on a GPU alone. int8: with weights rounded to 8 bits, for a draft: a rounded target has another law. spare:
     slots after those of the rows, where prompts wait.
     Raises ValueError for an attention implementation or a state that rows of different lengths cannot use.
     """
@@ -46,7 +47,7 @@ class LM:
         context: int | None = None,
         *,
         stock: bool = False,
-        compile: bool = False,
+        compile: bool | None = False,
         int8: bool = False,
         spare: int = 0,
     ) -> None:
@@ -57,21 +58,36 @@ class LM:
         self.vocabulary = vocabulary or self.size
         positions = _positions(config)
         self.context = min(context or positions, positions)
-        self.cache = SlotCache(config.num_hidden_layers, rows + spare, min(FIRST_SLOTS, self.context))
+        slots = min(FIRST_SLOTS, self.context)
+        self.cache = SlotCache(config.num_hidden_layers, rows + spare, slots, self.context)
         self.rows, self.spare = rows, spare
         self.run = self._forward(stock, compile, int8)
         self.device, self.dtype = model.device, model.dtype
         self.weights = "int8" if int8 else str(model.dtype).removeprefix("torch.")
 
-    def _forward(self, stock: bool, compile: bool, int8: bool) -> Forward:
+    @property
+    def compiled(self) -> bool:
+        """Whether short passes are compiled or replayed, so that all drafts of a round may be made at once."""
+        return isinstance(self.run, Captured | Compiled)
+
+    def _forward(self, stock: bool, compile: bool | None, int8: bool) -> Forward:
         if int8 and (stock or not can_round(self.model)):
             raise ValueError(
                 f"{type(self.model).__name__}: int8 weights need a bfloat16 model of a known family on a CPU, "
                 f"widths multiples of 16"
             )
+        on_gpu = self.model.device.type == "cuda"
+        wanted = on_gpu if compile is None else compile
         if not stock and applies(self.model):
-            fast = Captured if self.model.device.type == "cuda" else Compiled
-            return fast(self.model, self.cache, int8, self.rows) if compile else Lean(self.model, self.cache, int8)
+            fast = Captured if on_gpu else Compiled
+            return fast(self.model, self.cache, int8, self.rows) if wanted else Lean(self.model, self.cache, int8)
+        if wanted and not stock:
+            kind = "replayed as CUDA graphs" if on_gpu else "compiled"
+            warnings.warn(
+                f"{type(self.model).__name__}: its passes cannot be {kind} and run through transformers' own forward, "
+                f"which takes longer; compile=False asks for that without this warning",
+                stacklevel=4,
+            )
         return Stock(self.model, self.cache, self.context)
 
     @property
@@ -82,7 +98,8 @@ class LM:
     def forward(self, ids: Tensor, start: Sequence[int], low: int = 0, only: Tensor | None = None) -> Tensor:
         """One pass: ids (A, n) of slots [low, low + A) at positions start_b, start_b + 1, ...
 
-        Returns logits (A, n, V), or (A, 1, V) after id `only` (A,) of each row. Entries of a row past its real tokens
+        Returns logits (A, n, V), or (A, 1, V) after id `only` (A,) of each row; where passes are replayed, the next pass
+        of this model overwrites them: copy what must last. Entries of a row past its real tokens
         are computed from whatever ids stand there and overwritten by its next pass.
         """
         asked = only if ids.shape[1] > 1 else None  # of one id there is nothing to choose
@@ -99,7 +116,7 @@ class LM:
 
         tails (A, 2): the last two ids of texts of ends_b tokens in slots [0, A), stored but for these; u (A, k)
         uniforms, temperature (A,) above 0. Returns drafts (A, k) and their laws (A, k, V); greedy: the likeliest
-        tokens, one-hot laws.
+        tokens, one-hot laws. Where passes are replayed, the next call overwrites them.
         """
         if not isinstance(self.run, Lean) or self.vocabulary != self.size:
             return None

@@ -13,15 +13,16 @@ or not have computed yet (outputs of a recording) is NaN.
 import contextlib
 import ctypes
 import sys
+import warnings
 import weakref
 from collections import Counter, defaultdict
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
 
 aten = torch.ops.aten
 HERE: "Gpu | None" = None
@@ -109,7 +110,7 @@ class Graph:
         gpu = HERE
         gpu.launches[gpu.phase] += 1  # one cudaGraphLaunch
         gpu.replays[gpu.phase] += 1
-        for name, fn, ins, outs, fresh in self.ops:
+        for _, fn, _, outs, fresh in self.ops:
             gpu.inside[gpu.phase] += 1
             with torch.inference_mode(False), torch.no_grad():
                 new = fn()
@@ -141,11 +142,7 @@ class _Capture:
     def __exit__(self, kind, *_):
         gpu, gpu.graph = HERE, None
         if not self.graph.ops:
-            import warnings
-
-            warnings.warn(
-                "The CUDA Graph is empty. This usually means that the graph was attempted to be captured on wrong device or stream."
-            )
+            warnings.warn("The CUDA Graph is empty: captured on another device or stream?", stacklevel=2)
         with torch.inference_mode(False), torch.no_grad():
             for *_, outs, fresh in self.graph.ops:
                 for out in outs if fresh else ():
@@ -204,7 +201,7 @@ class Gpu:
         self.graph = None
         self.recordings = 0
         self.storages: dict[int, list] = {}
-        self.composite: dict = {}
+        self.known: dict = {}
         self.live = self.peak = 0
         self.clear()
 
@@ -233,13 +230,6 @@ class Gpu:
         if not entry[0]:
             self.live -= entry[1]
             del self.storages[key]
-
-    def _composite(self, func) -> bool:
-        if func not in self.composite:
-            self.composite[func] = torch._C._dispatch_has_kernel_for_dispatch_key(
-                func.name(), "CompositeImplicitAutograd"
-            )
-        return self.composite[func]
 
     def synchronise(self, *_):
         if self.graph is not None:
@@ -283,13 +273,15 @@ class Gpu:
         self.site("h2d")
 
     def run(self, func, args, kwargs):
-        name = func._schema.name.removeprefix("aten::")
-        flat = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
+        flat = _tensors((args, kwargs))
         ours = [x for x in flat if isinstance(x, Cuda)]
         wanted = self.index(kwargs["device"]) if kwargs.get("device") is not None else None
         if not ours and wanted is None:
             return func(*args, **kwargs)  # the host's own business
-        if self._composite(func):  # inference mode leaves these whole
+        if func not in self.known:
+            self.known[func] = _operation(func)
+        name, composite, written = self.known[func][:3]
+        if composite:  # inference mode leaves these whole
             with _Mode(self):
                 return func.decompose(*args, **kwargs)
         indices = {x.device.index for x in ours}
@@ -316,14 +308,11 @@ class Gpu:
         if name in READS:
             self.read()
         here = indices.pop() if indices else wanted
-        raw = lambda x: x.raw if isinstance(x, Cuda) else x
-        args_raw, kwargs_raw = tree_map(raw, args), tree_map(raw, kwargs)
+        args_raw, kwargs_raw = _mapped(_raw, args), _mapped(_raw, kwargs)
         if "device" in kwargs_raw and kwargs_raw["device"] is not None:
             kwargs_raw["device"] = torch.device("cpu")
         if kwargs_raw.get("pin_memory"):
             kwargs_raw["pin_memory"] = False
-        returns = func._schema.returns
-        written = bool(returns) and any(r.alias_info is not None and r.alias_info.is_write for r in returns)
         return self.launch(
             name, lambda: func(*args_raw, **kwargs_raw), [x.raw for x in ours], here, args, kwargs, written, func
         )
@@ -359,13 +348,11 @@ class Gpu:
         if written:
             return self._written(func, args, kwargs)
         wrap = lambda x: Cuda(x, here) if isinstance(x, Tensor) else x
-        if func is not None and any(
-            r.alias_info is not None for r in func._schema.returns
-        ):  # a view is what its base is
-            base = next(x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Cuda))
+        if func is not None and self.known[func].aliased:  # a view is what its base is
+            base = next(x for x in _tensors((args, kwargs)) if isinstance(x, Cuda))
             with torch.inference_mode(base.is_inference()):
-                return tree_map(wrap, outs_raw)
-        return tree_map(wrap, outs_raw)
+                return _mapped(wrap, outs_raw)
+        return _mapped(wrap, outs_raw)
 
     def _written(self, func, args, kwargs):
         """In-place and out= operations return what they wrote to."""
@@ -436,8 +423,45 @@ def _guarded():
     guards[kinds.CUDA.value] = guards[kinds.CUDA.value] or guards[kinds.Meta.value]
 
 
+class _Operation(NamedTuple):
+    """What is asked of an operation at every call, looked up once: torch's schemas and trees are slow."""
+
+    name: str
+    composite: bool
+    written: bool
+    aliased: bool
+
+
+def _operation(func):
+    composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+    aliases = [r.alias_info for r in func._schema.returns if r.alias_info is not None]
+    name = func._schema.name.removeprefix("aten::")
+    return _Operation(name, composite, any(alias.is_write for alias in aliases), bool(aliases))
+
+
 def _tensors(found):
-    return [x for x in tree_flatten(found)[0] if isinstance(x, Tensor)]
+    """All tensors of nested lists, tuples and dicts."""
+    if isinstance(found, Tensor):
+        return [found]
+    if isinstance(found, dict):
+        found = found.values()
+    elif not isinstance(found, list | tuple):
+        return []
+    return [x for part in found for x in _tensors(part)]
+
+
+def _mapped(change, value):
+    """`change` of everything in nested lists, tuples and dicts."""
+    if isinstance(value, dict):
+        return {key: _mapped(change, part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        parts = [_mapped(change, part) for part in value]
+        return parts if isinstance(value, list) else tuple(parts)
+    return change(value)
+
+
+def _raw(x):
+    return x.raw if isinstance(x, Cuda) else x
 
 
 def _poison(found):

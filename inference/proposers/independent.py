@@ -19,11 +19,12 @@ class Independent:
 
     model: a transformers model, used as it is, or a path / hub id. greedy: draft argmax q with a one-hot law,
     as serving engines do by default, instead of drawing from q. compile: its passes are compiled, see
-    `graph`. int8: its weights are rounded to 8 bits, see `lean`: q is then the rounded draft's law.
+    `graph`, or replayed, see `capture`; None: on a GPU alone. int8: its weights are rounded to 8 bits, see `lean`: q is
+    then the rounded draft's law.
     """
 
     def __init__(
-        self, model: PreTrainedModel | str, greedy: bool = False, *, compile: bool = False, int8: bool = False
+        self, model: PreTrainedModel | str, greedy: bool = False, *, compile: bool | None = None, int8: bool = False
     ) -> None:
         self.model = _load(model) if isinstance(model, str) else model
         self.greedy, self.compile, self.int8 = greedy, compile, int8
@@ -71,7 +72,7 @@ class Independent:
         """None where the model has no such call, rows lack more than two ids, or laws take more than a temperature."""
         self.longest, K, ends = max(self.longest, *k), max(k), [len(text) for text in turn.texts]
         lacking = max(end - stored for end, stored in zip(ends, self.stored, strict=True))
-        if not self.compile or lacking > 2 or min(ends) < 2 or max(ends) + self.longest > self.lm.context:
+        if not self.lm.compiled or lacking > 2 or min(ends) < 2 or max(ends) + self.longest > self.lm.context:
             return None
         simple = turn.simple(self.longest)
         if simple is None:
@@ -96,7 +97,10 @@ class Independent:
             laws.append(one_hot(law.argmax(-1), law) if self.greedy else law)
             drafted.append(turn.draw(laws[-1], depth))
             if depth + 1 < K:
-                ends = [len(text) + depth for text in turn.texts]
+                ends = [
+                    len(text) + depth if wanted else stored
+                    for text, wanted, stored in zip(turn.texts, k, self.stored, strict=True)
+                ]
                 logits = self.lm.forward(drafted[-1].unsqueeze(1), ends)[:, -1]
         rows = zip(turn.texts, k, self.stored, strict=True)
         self.stored = [len(text) + K - 1 if wanted else stored for text, wanted, stored in rows]
