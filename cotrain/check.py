@@ -16,6 +16,7 @@ from cotrain.errors import UserError
 from cotrain.rows import positions
 from cotrain.teacher import load_config
 from inference.environment import device
+from inference.memory import cache_bytes
 from inference.precision import half
 
 WEIGHT_BYTES = {"int8": 1.0, "nf4": 0.5}
@@ -82,9 +83,18 @@ def estimate(cfg: TrainConfig, config: PretrainedConfig) -> Need:
     laws = min(tokens, positions(text.vocab_size)) * text.vocab_size * 4 * 8.0  # of a chunk, there and back
     learnt = small * (TRAINED_BYTES + 4.0 * bool(cfg.trainer.ema))
     memory = big * WEIGHT_BYTES.get(cfg.quantisation.kind, half(device()).itemsize) + learnt + activations + laws
+    memory += decoding(cfg, config, draft.config)
     disk = small * 4.0 * (cfg.trainer.validations + 4)
     work = cfg.trainer.steps * cfg.trainer.accumulate * tokens * (2.0 * big + 6.0 * small)
     return Need(big, small, memory, disk, work / _flops())
+
+
+def decoding(cfg: TrainConfig, target: PretrainedConfig, draft: PretrainedConfig) -> float:
+    """Bytes of keys and values, waiting prompts' too, while texts are sampled or a checkpoint is timed, whichever are
+    more."""
+    held = torch.float32 if device() == "cpu" else half(device())  # see `inference.lean.shape_of`
+    shapes = [(ask.rows, ask.prompt_tokens + ask.new_tokens) for ask in (cfg.rollout, cfg.bench)]
+    return max(float(sum(cache_bytes(config, *shape, held) for config in (target, draft))) for shape in shapes)
 
 
 def _count(model: PreTrainedModel) -> int:

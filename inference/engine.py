@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from inference.memory import spare_slots
 from inference.policy import Fixed, Policy
 from inference.proposer import Proposal, Proposer
 from inference.proposers.independent import store_prompts
@@ -20,7 +21,6 @@ from inference.target import LM, load_model
 from inference.turn import RULES, Turn
 
 Prompt = str | Sequence[int]
-MOST_SPARE = 8  # slots in which prompts wait, stored
 
 
 @dataclass
@@ -89,7 +89,7 @@ class Engine:
             tokenizer = tokenizer or AutoTokenizer.from_pretrained(target)
             target = load_model(target, dtype)
         self.proposer, self.rule, self.policy, self.tokenizer, self.rows = proposer, verify, policy, tokenizer, rows
-        self.spare = min((rows + 1) // 2, MOST_SPARE) if rows > 1 else 0
+        self.spare = spare_slots(rows)
         vocabulary = _vocabulary(target, tokenizer)
         self.target = LM(target, rows, vocabulary, context, compile=compile, spare=self.spare)
         self.ends = ends_of(target)

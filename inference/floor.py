@@ -14,6 +14,7 @@ from statistics import median
 
 import torch
 
+from inference.memory import token_bytes
 from inference.target import LM
 
 COPIED = 2**28  # bytes: more than any cache holds
@@ -75,10 +76,7 @@ def weight_bytes(lm: LM) -> tuple[float, float]:
 def pass_load(lm: LM, rows: int, n: int, context: int) -> Load:
     """A pass of n ids a row after `context` tokens."""
     held, count = weight_bytes(lm)
-    config = lm.model.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    kept = 2 * config.num_hidden_layers * heads * size * torch.empty((), dtype=lm.held).itemsize
+    kept = token_bytes(lm.model.config, lm.held)
     moved = held + rows * kept * (context + n) + 8 * rows * n * lm.vocabulary
     return Load(moved, 2.0 * rows * n * count)
 

@@ -112,9 +112,9 @@ def hidden(
     """ids (A, n) -> final hidden states (A, n, W).
 
     cos, sin (A or 1, n, 1, D): see `angles`. keep(i, k, v): stores layer i's new keys and values (A, G, n, D), returns
-    all it may read (A, G, L, D). attend(q, k, v): of `flash`, `batched` or `folded`, queries
-    (A, H, n, D) -> (A, n, H D). stored: only what is
-    kept matters, and the last layer goes no further.
+    all it may read (A, G, L, D). attend(q, k, v): of `flash`, `batched` or
+    `grouped_query.folded`, queries (A, H, n, D) -> (A, n, H D). stored: only what is kept matters, and the last layer
+    goes no further.
     """
     x = F.embedding(ids, weights.embedding)
     for i, w in enumerate(weights.layers):

@@ -70,6 +70,6 @@ def numbers_of(bits: Tensor) -> Tensor:
 
 
 def repeated(part: Tensor, width: int) -> Tensor:
-    """The columns (A, width - n) that (A, n) lacks, each its last one again; a view. An id that is computed twice at one
+    """The columns (A, width - n) that (A, n) lacks, each its last one again; a view. An id computed twice at one
     position writes the same keys and values twice, so no slot past the text is needed."""
     return part[:, -1:].expand(-1, width - part.shape[1])

@@ -34,8 +34,8 @@ class LM:
     and ids that the model has no row for are read as its last one (a draft's guess is worse, never wrong).
     context: most tokens a row may hold, at most the model's `max_position_embeddings`. stock: always run
     transformers' own forward, also for models that `lean` runs in fewer operations. compile: compile what `lean`
-    runs, see `graph`, on a GPU replay it, see `capture`; None: on a GPU alone. int8: with weights rounded to 8 bits, for a draft: a rounded target has another law. spare:
-    slots after those of the rows, where prompts wait.
+    runs, see `graph`, on a GPU replay it, see `capture`; None: on a GPU alone. int8: with weights rounded to 8 bits,
+    for a draft: a rounded target has another law. spare: slots after those of the rows, where prompts wait.
     Raises ValueError for an attention implementation or a state that rows of different lengths cannot use.
     """
 
@@ -98,9 +98,8 @@ class LM:
     def forward(self, ids: Tensor, start: Sequence[int], low: int = 0, only: Tensor | None = None) -> Tensor:
         """One pass: ids (A, n) of slots [low, low + A) at positions start_b, start_b + 1, ...
 
-        Returns logits (A, n, V), or (A, 1, V) after id `only` (A,) of each row; where passes are replayed, the next pass
-        of this model overwrites them: copy what must last. Entries of a row past its real tokens
-        are computed from whatever ids stand there and overwritten by its next pass.
+        Returns logits (A, n, V), or (A, 1, V) after id `only` (A,) of each row. Where passes are replayed, the next
+        pass of this LM overwrites them: copy what must last. Entries of a row past its real tokens are computed from whatever ids stand there and overwritten by its next pass.
         """
         asked = only if ids.shape[1] > 1 else None  # of one id there is nothing to choose
         logits = self.run.logits(ids.clamp(max=self.size - 1), self._aimed(ids, start, low), asked)

@@ -38,6 +38,7 @@ READS = {
     "bincount",
 }
 MAKES = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
+SEQUENCES, NAMES = (list, tuple), (torch.device, str)
 OURS = ("/inference/", "/cotrain/", "/tests/")
 THEIRS = ("/transformers/", "/lightning/")
 
@@ -104,10 +105,15 @@ class Graph:
     """torch.cuda.CUDAGraph: what was recorded, run again into the same memory."""
 
     def __init__(self, keep_graph=False):
-        self.ops, self.index, self.pool_id, self.bytes = [], None, None, 0
+        self.ops, self.index, self.pool_id = [], None, None
+        self.fresh = False  # whether its results were computed and may be read
 
     def replay(self):
         gpu = HERE
+        for other in gpu.pools[self.pool_id]:  # memory is shared: a replay may overwrite what others returned
+            if other.fresh and other is not self:
+                other.poison()
+        self.fresh = True
         gpu.launches[gpu.phase] += 1  # one cudaGraphLaunch
         gpu.replays[gpu.phase] += 1
         for _, fn, _, outs, fresh in self.ops:
@@ -117,6 +123,14 @@ class Graph:
                 if fresh:
                     for old, value in zip(outs, _tensors(new), strict=True):
                         old.copy_(value)
+
+    def poison(self):
+        """Results hold no number that may be used."""
+        self.fresh = False
+        with torch.inference_mode(False), torch.no_grad():
+            for *_, outs, fresh in self.ops:
+                for out in outs if fresh else ():
+                    _poison(out)
 
     def pool(self):
         return self.pool_id
@@ -137,16 +151,16 @@ class _Capture:
         gpu.recordings += 1
         self.graph.index = gpu.current
         self.graph.pool_id = self.pool or object()
+        if self.pool in gpu.pools and not gpu.pools[self.pool]:
+            raise RuntimeError("use_count > 0 INTERNAL ASSERT FAILED: all graphs of this memory pool are gone")
+        gpu.pools.setdefault(self.graph.pool_id, weakref.WeakSet()).add(self.graph)
         gpu.graph = self.graph
 
     def __exit__(self, kind, *_):
         gpu, gpu.graph = HERE, None
         if not self.graph.ops:
             warnings.warn("The CUDA Graph is empty: captured on another device or stream?", stacklevel=2)
-        with torch.inference_mode(False), torch.no_grad():
-            for *_, outs, fresh in self.graph.ops:
-                for out in outs if fresh else ():
-                    _poison(out)
+        self.graph.poison()
         return False
 
 
@@ -184,7 +198,7 @@ class _Names(TorchFunctionMode):
         if func is torch.device:
             return func(*args, **(kwargs or {}))
         kwargs = {name: self._named(value) for name, value in (kwargs or {}).items()}
-        args = tuple(self._named(value) if isinstance(value, torch.device | str) else value for value in args)
+        args = tuple([self._named(value) if isinstance(value, NAMES) else value for value in args])
         if func in (torch.tensor, torch.as_tensor) and self.gpu.index(kwargs.get("device")) is not None:
             where = kwargs.pop("device")
             return (args[0] if isinstance(args[0], Tensor) else func(*args, **kwargs)).to(where)
@@ -200,6 +214,7 @@ class Gpu:
         self.arch, self.devices, self.current, self.phase = arch, devices, 0, "-"
         self.graph = None
         self.recordings = 0
+        self.pools: dict[object, weakref.WeakSet[Graph]] = {}
         self.storages: dict[int, list] = {}
         self.known: dict = {}
         self.live = self.peak = 0
@@ -347,7 +362,7 @@ class Gpu:
             self.graph.ops.append((name, lambda: outs_raw, ins, outs, False))  # keeps the memory
         if written:
             return self._written(func, args, kwargs)
-        wrap = lambda x: Cuda(x, here) if isinstance(x, Tensor) else x
+        wrap = lambda x: Cuda(x, here)
         if func is not None and self.known[func].aliased:  # a view is what its base is
             base = next(x for x in _tensors((args, kwargs)) if isinstance(x, Cuda))
             with torch.inference_mode(base.is_inference()):
@@ -443,21 +458,31 @@ def _tensors(found):
     """All tensors of nested lists, tuples and dicts."""
     if isinstance(found, Tensor):
         return [found]
-    if isinstance(found, dict):
-        found = found.values()
-    elif not isinstance(found, list | tuple):
-        return []
-    return [x for part in found for x in _tensors(part)]
+    tensors = []
+    _gather(found.values() if isinstance(found, dict) else found if isinstance(found, SEQUENCES) else (), tensors)
+    return tensors
+
+
+def _gather(values, tensors):
+    for x in values:
+        if isinstance(x, Tensor):
+            tensors.append(x)
+        elif isinstance(x, SEQUENCES):
+            _gather(x, tensors)
+        elif isinstance(x, dict):
+            _gather(x.values(), tensors)
 
 
 def _mapped(change, value):
-    """`change` of everything in nested lists, tuples and dicts."""
+    """`change` of every tensor in nested lists, tuples and dicts."""
+    if isinstance(value, Tensor):
+        return change(value)
     if isinstance(value, dict):
-        return {key: _mapped(change, part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        parts = [_mapped(change, part) for part in value]
+        return {key: _mapped(change, x) for key, x in value.items()}
+    if isinstance(value, SEQUENCES):
+        parts = [change(x) if isinstance(x, Tensor) else _mapped(change, x) for x in value]
         return parts if isinstance(value, list) else tuple(parts)
-    return change(value)
+    return value
 
 
 def _raw(x):
@@ -500,6 +525,8 @@ def device(arch: str = "sm80", devices: int = 2, fused: bool = True, kind: str =
         fn = lambda: sdpa(
             *raws[:3], raws[3] if attn_mask is not None else None, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
         )
+        if kind == "efficient+mask" and any(stride % 16 for stride in attn_mask.stride()[:-1]):
+            attn_mask.clone()  # rows of a mask that begin elsewhere are copied to where the kernel can read them
         return gpu.launch("sdpa_" + kind, fn, raws, query.device.index)
 
     @contextlib.contextmanager

@@ -46,15 +46,20 @@ class Independent:
         self.stored, self.longest = [], 0
 
     def stage(self, low: int, prompts: Sequence[list[int]]) -> None:
-        store_prompts(self.lm, low, prompts)
+        store_prompts(self.lm, low, [prompt[: self.lm.context] for prompt in prompts])
 
     def enter(self, source: int, target: int, prompt: list[int]) -> None:
-        self.lm.move(source, target, len(prompt) - 1)
-        self.stored.append(len(prompt) - 1)
+        held = self._held(prompt)
+        self.lm.move(source, target, held)
+        self.stored.append(held)
 
     def admit(self, low: int, prompts: Sequence[list[int]]) -> None:
         self.stage(low, prompts)
-        self.stored[low:] = [len(prompt) - 1 for prompt in prompts]
+        self.stored[low:] = map(self._held, prompts)
+
+    def _held(self, prompt: list[int]) -> int:
+        """Tokens of a prompt that are stored; one that the draft's context cannot hold is never drafted for."""
+        return min(len(prompt), self.lm.context) - 1
 
     def propose(self, turn: Round) -> Proposal:
         """Feed what the slots lack (one or two ids, more after rounds without drafts), then draft: all at once where
