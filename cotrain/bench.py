@@ -69,18 +69,18 @@ class Plan:
         return self.served if self.int8 else widened(self.served, copied=True)
 
     def proposer(self, counted: bool = False) -> Independent:
-        """counted: for counts alone, which are not worth compiling."""
-        compile = self.compiled.draft and not counted
+        """counted: for counts alone, which are not worth compiling on a CPU."""
+        compile = None if counted else self.compiled.draft
         return Independent(self.running, self.objective == "greedy", compile=compile, int8=self.int8)
 
     def engine(self, k: int, rows: int | None = None, proposer: Proposer | None = None) -> Engine:
         """rows: for counts alone, so many at a time."""
         return Engine(self.target, proposer or self.proposer(bool(rows)), verify=self.verify, policy=Fixed(k),
                       tokenizer=self.tokenizer, rows=rows or self.bench.rows,
-                      compile=self.compiled.target and not rows)  # fmt: skip
+                      compile=None if rows else self.compiled.target)  # fmt: skip
 
     def plain(self, rows: int | None = None) -> Engine:
-        compile = self.compiled.plain and not rows
+        compile = None if rows else self.compiled.plain
         return Engine(self.target, tokenizer=self.tokenizer, rows=rows or self.bench.rows, compile=compile)
 
     def prompts(self, first: int, count: int) -> list[list[int]]:
@@ -159,9 +159,10 @@ def _bar(done: int, total: int) -> None:
 
 
 def settled(plan: Plan) -> tuple[Plan, Costs]:
-    """Each part compiled where that measures faster (with bench.compile), and the table of costs that follows."""
+    """Each part compiled where that measures faster (with bench.compile, or on a GPU), and the table of costs that
+    follows."""
     eager = costs_of(replace(plan, compiled=Compiled()))
-    if not plan.bench.compile:
+    if not plan.bench.compile and plan.target.device.type != "cuda":
         return plan, eager
     both = eager, costs_of(replace(plan, compiled=Compiled(True, True, True)))
     k = sorted(plan.bench.depths)[len(plan.bench.depths) // 2]

@@ -125,7 +125,6 @@ class Captured(Lean):
 
     def _forget(self) -> None:
         self.graphs: dict[Bucket, Recording] = {}
-        self.pool = None
 
 
 def _power(size: int) -> int:

@@ -99,7 +99,8 @@ class LM:
         """One pass: ids (A, n) of slots [low, low + A) at positions start_b, start_b + 1, ...
 
         Returns logits (A, n, V), or (A, 1, V) after id `only` (A,) of each row. Where passes are replayed, the next
-        pass of this LM overwrites them: copy what must last. Entries of a row past its real tokens are computed from whatever ids stand there and overwritten by its next pass.
+        pass of this LM overwrites them: copy what must last. Entries of a row past its real tokens are computed from
+        whatever ids stand there and overwritten by its next pass.
         """
         asked = only if ids.shape[1] > 1 else None  # of one id there is nothing to choose
         logits = self.run.logits(ids.clamp(max=self.size - 1), self._aimed(ids, start, low), asked)

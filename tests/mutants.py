@@ -13,13 +13,14 @@ from tests.planted import (
     core,
     engine,
     folders,
+    graphs,
     measurement,
     packaging,
     prediction,
     training,
 )
 
-PARTS = (core, engine, prediction, measurement, folders, commands, training, baselines, packaging)
+PARTS = (core, engine, prediction, measurement, folders, commands, training, baselines, packaging, graphs)
 
 
 @dataclass(frozen=True)
