@@ -43,6 +43,19 @@ OPT = {"vocab_size": 32, "hidden_size": 16, "ffn_dim": 32, "num_hidden_layers": 
 LONG = {"max_position_embeddings": 96, "original_max_position_embeddings": CONTEXT, "rope_parameters": {
         "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [9.0] * 4}}  # fmt: skip
 
+WINDOW = {**GROUPED, "sliding_window": 8}
+MIXED = {**HEADS, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+# kernels of experts side by side are for 32 bits and fewer
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"}
+LLAMA4 = {**HEADS, **EXPERTS, "intermediate_size_mlp": 16, "no_rope_layers": [1, 0], "floor_scale": CONTEXT + 1,
+          "attention_chunk_size": 8, "layer_types": ["chunked_attention", "full_attention"]}  # fmt: skip
+GEMMA4 = {**MIXED, "global_head_dim": 8, "hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 32}
+SHARED = {"num_hidden_layers": 4, "layer_types": 2 * MIXED["layer_types"], "num_kv_shared_layers": 2}
+NEO = {**IDS, "vocab_size": 32, "hidden_size": 16, "num_layers": 2, "num_heads": 2, "initializer_range": 0.6,
+       "max_position_embeddings": CONTEXT + 1}  # fmt: skip
+MPT = {**IDS, "vocab_size": 32, "d_model": 16, "n_layers": 2, "n_heads": 2, "max_seq_len": CONTEXT + 1,
+       "initializer_range": 0.6}  # fmt: skip
+
 SUPPORTED = [
     ("Llama", GROUPED),
     ("Llama", {**GROUPED, "attn_implementation": "eager"}),
@@ -61,10 +74,25 @@ SUPPORTED = [
     ("OPT", OPT),
     ("GPT2", GPT),
     ("GPTJ", {**GPT, "rotary_dim": 4}),
+    ("GPTNeo", {**NEO, "attention_types": [[["global"], 2]]}),
+    ("Mpt", MPT),
+    ("StableLm", GROUPED),
+    ("Olmo2", GROUPED),
+    ("Phi3", WINDOW),
+    ("Starcoder2", WINDOW),
+    ("Mixtral", {**WINDOW, **EXPERTS}),
+    ("Cohere2", MIXED),
+    ("GptOss", {**MIXED, **EXPERTS}),
+    ("Olmo3", {**WINDOW, "layer_types": MIXED["layer_types"]}),
+    ("Exaone4", MIXED),
+    ("Ministral", MIXED),
+    ("Gemma4Text", {**GEMMA4, "num_kv_shared_layers": 0}),
+    ("Gemma4Text", {**GEMMA4, **SHARED}),
+    ("Llama4Text", LLAMA4),
+    ("Bert", {**COMMON, "is_decoder": True}),
 ]
 REFUSED = [
-    ("Phi3", {**GROUPED, "sliding_window": 8}, "sliding_window=8"),
-    ("Cohere2", {**HEADS, "sliding_window": 8}, "sliding_attention"),
+    ("Bert", {**COMMON, "is_decoder": False}, "it is not causal: logits change with the tokens after them"),
     (
         "GPTNeo",
         {
@@ -78,8 +106,8 @@ REFUSED = [
         },
         "local",
     ),  # fmt: skip
-    ("Bloom", {**IDS, "vocab_size": 32, "hidden_size": 16, "n_layer": 2, "n_head": 2}, "ALiBi"),
-    ("Falcon", {**COMMON, "alibi": True}, "ALiBi"),
+    ("Bloom", {**IDS, "vocab_size": 32, "hidden_size": 16, "n_layer": 2, "n_head": 2}, "ALiBi .* 2-d"),
+    ("Falcon", {**COMMON, "alibi": True}, "ALiBi .* 2-d"),
     ("Mamba", {**IDS, "vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4}, "rolled back"),
     ("T5", {"vocab_size": 32, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}, "rolled back"),
     ("Llama", {**GROUPED, "attn_implementation": "flex_attention"}, "attn_implementation='sdpa'"),
