@@ -58,8 +58,8 @@ class Stock:
         )
 
     def _inside(self, window: Window) -> Window:
-        """Slots past the context hold padding alone: one is enough, and tables as long as the context (MPT's biases,
-        GPT-Neo's masks) have no more."""
+        """Slots past the context hold padding alone: one is enough, and a table as long as the context (MPT's
+        biases) has no more."""
         if window.limit <= self.context + 1:
             return window
         short = Window(window.low, window.high, window.positions.clamp(max=self.context), None, self.context + 1)
@@ -182,9 +182,7 @@ def picked(states: Tensor, only: Tensor) -> Tensor:
     return states[torch.arange(len(only), device=only.device), only].unsqueeze(1)
 
 
-def visible(
-    window: Window, device: torch.device, width: int | None = None, *, chunk: int | None = None
-) -> Tensor:
+def visible(window: Window, device: torch.device, width: int | None = None, *, chunk: int | None = None) -> Tensor:
     """(A, 1, n, limit): a token sees the slots up to its own position; the last `width` of them, or those of its own
     `chunk` of so many positions, when given."""
     return seen_from(window.positions, torch.arange(window.limit, device=device), width, chunk)

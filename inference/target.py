@@ -19,7 +19,7 @@ from inference.selfcheck import form_of, lean_agrees
 FIRST_SLOTS = 256
 MASKED_ATTENTION = ("sdpa", "eager")
 # kinds of layer, of `layer_types` or `attention_layers`, whose masks are known
-KINDS = {"full_attention", "global", "sliding_attention", "chunked_attention"}
+KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")  # config keys
 UNLIMITED = 2048  # tokens of a text where a config has none of them
 
@@ -159,8 +159,8 @@ def _positions(config: PreTrainedConfig) -> int:
     rope, limit = settings.get("rope_parameters") or {}, length_of(config)
     if rope.get("rope_type") == "longrope":
         limit = min(rope["original_max_position_embeddings"], limit)
-    if "max_seq_len" in settings or "attention_layers" in settings:
-        limit -= 1  # MPT's biases and GPT-Neo's masks are tables of so many slots, one of which is for padding
+    if "max_seq_len" in settings:
+        limit -= 1  # MPT's biases are a table of so many slots, one of which is for padding
     if settings.get("attn_temperature_tuning") and settings.get("floor_scale"):
         limit = min(settings["floor_scale"] - 1, limit)
     return limit

@@ -16,10 +16,11 @@ from tests.planted import (
     measurement,
     packaging,
     prediction,
+    selfcheck,
     training,
 )
 
-PARTS = (core, engine, prediction, measurement, folders, commands, training, baselines, packaging)
+PARTS = (core, engine, prediction, measurement, folders, commands, training, baselines, packaging, selfcheck)
 
 
 @dataclass(frozen=True)
