@@ -9,9 +9,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from inference import lean
-from inference.cache import SlotCache, Window, sliding_window
+from inference.cache import SlotCache, Window
+from inference.fingerprint import fingerprint
 from inference.grouped_query import folded, folded_mask
 
+FORMS = ("kinds", "near", "one")  # of mask: one for each kind of layer, one of the window, one of the whole past
+Origin = tuple[lean.Places, bytes]
 SHORT = 16  # ids a row: longer passes are prefills, bound by arithmetic and not by launches
 
 
@@ -29,14 +32,14 @@ class Stock:
     """transformers' own forward. context: positions past it, where only padding stands, are read as its last.
 
     A window that slides is a narrower mask over the same slots, which hold the whole text: nothing is dropped, so a
-    length that goes back finds what it needs.
+    length that goes back finds what it needs. form: of `FORMS`, what the model's code takes (see `selfcheck`).
     """
 
-    def __init__(self, model: PreTrainedModel, cache: SlotCache, context: int) -> None:
-        self.model, self.cache, self.context = model, cache, context
+    def __init__(self, model: PreTrainedModel, cache: SlotCache, context: int, form: str = "one") -> None:
+        self.model, self.cache, self.context, self.form = model, cache, context, form
         config = model.config.get_text_config()
         self.sdpa = config._attn_implementation == "sdpa"
-        self.kinds, self.width = set(getattr(config, "layer_types", None) or ()), sliding_window(config)
+        self.width, self.chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
 
     def logits(self, ids: Tensor, window: Window, only: Tensor | None = None) -> Tensor:
         logits: Tensor = self._call(self.model, ids, window).logits
@@ -46,6 +49,7 @@ class Stock:
         self._call(self.model.base_model, ids, window)
 
     def _call(self, module: torch.nn.Module, ids: Tensor, window: Window) -> Any:
+        window = self._inside(window)
         return module(
             input_ids=ids,
             position_ids=window.positions.clamp(max=self.context - 1),
@@ -54,12 +58,27 @@ class Stock:
             use_cache=True,
         )
 
+    def _inside(self, window: Window) -> Window:
+        """Slots past the context hold padding alone: one is enough, and a table as long as the context (MPT's
+        biases) has no more."""
+        if window.limit <= self.context + 1:
+            return window
+        short = Window(window.low, window.high, window.positions.clamp(max=self.context), None, self.context + 1)
+        self.cache.aim(short)
+        return short
+
     def _masks(self, window: Window, device: torch.device) -> Tensor | dict[str, Tensor]:
-        """One mask, or one for each kind of layer."""
+        if self.form == "one":
+            return self._mask(visible(window, device))
         near = self._mask(visible(window, device, self.width))
-        if not self.kinds or not self.width:
+        if self.form == "near":
             return near
-        return {"full_attention": self._mask(visible(window, device)), "sliding_attention": near}
+        chunked = self._mask(visible(window, device, chunk=self.chunk)) if self.chunk else near
+        return {
+            "full_attention": self._mask(visible(window, device)),
+            "sliding_attention": near,
+            "chunked_attention": chunked,
+        }
 
     def _mask(self, seen: Tensor) -> Tensor:
         return seen if self.sdpa else additive(seen, self.model.dtype)
@@ -99,6 +118,7 @@ class Lean:
         self.weights, self.shape = prepared(self.model, self.int8), lean.shape_of(self.model)
         self.parameters = list(self.model.parameters())
         self.state = lean.state(self.model, self.parameters)  # joining projections may have moved them
+        self.origin = made_of(self.model)
         self._turn()
 
     def _turn(self) -> None:
@@ -129,17 +149,25 @@ class Lean:
 
 
 # weights as they are multiplied by, of every model that is run, and which ones they were made of; by whether rounded
-_PREPARED: WeakKeyDictionary[PreTrainedModel, dict[bool, tuple[lean.Origin, lean.Weights]]] = WeakKeyDictionary()
+_PREPARED: WeakKeyDictionary[PreTrainedModel, dict[bool, tuple[Origin, lean.Weights]]] = WeakKeyDictionary()
+
+
+def made_of(model: PreTrainedModel) -> Origin:
+    """What a copy of the model's weights was made of: where they were in memory, and their values, since not every
+    change of those is counted."""
+    return lean.origin(model), fingerprint(model)
 
 
 def prepared(model: PreTrainedModel, int8: bool) -> lean.Weights:
     """The model's weights rounded, packed or as they are; copies are made once for all that run it, and again when its
     own have changed."""
     weights, kept = lean.weights_of(model), _PREPARED.setdefault(model, {})
-    origin = lean.origin(model)
+    change = lean.int8 if int8 else lean.packed if lean.can_pack(model) else None
+    if change is None:
+        return weights
+    origin = made_of(model)
     if int8 not in kept or kept[int8][0] != origin:
-        change = lean.int8 if int8 else lean.packed if lean.can_pack(model) else None
-        kept[int8] = origin, change(weights) if change else weights
+        kept[int8] = origin, change(weights)
     return kept[int8][1]
 
 
@@ -157,16 +185,19 @@ def picked(states: Tensor, only: Tensor) -> Tensor:
     return states[torch.arange(len(only), device=only.device), only].unsqueeze(1)
 
 
-def visible(window: Window, device: torch.device, width: int | None = None) -> Tensor:
-    """(A, 1, n, limit): a token sees the slots up to its own position, the last `width` of them when given."""
-    return seen_from(window.positions, torch.arange(window.limit, device=device), width)
+def visible(window: Window, device: torch.device, width: int | None = None, *, chunk: int | None = None) -> Tensor:
+    """(A, 1, n, limit): a token sees the slots up to its own position; the last `width` of them, or those of its own
+    `chunk` of so many positions, when given."""
+    return seen_from(window.positions, torch.arange(window.limit, device=device), width, chunk)
 
 
-def seen_from(positions: Tensor, slots: Tensor, width: int | None = None) -> Tensor:
+def seen_from(positions: Tensor, slots: Tensor, width: int | None = None, chunk: int | None = None) -> Tensor:
     """positions (A, n), slots (L,) -> (A, 1, n, L), see `visible`."""
     seen = slots <= positions.unsqueeze(-1)
     if width:
         seen &= slots > positions.unsqueeze(-1) - width
+    if chunk:
+        seen &= slots // chunk == positions.unsqueeze(-1) // chunk
     return seen.unsqueeze(1)
 
 

@@ -22,7 +22,7 @@ from inference.forward import SHORT, Lean
 from inference.step import Drafting, Step
 
 Kind = tuple[Any, ...]  # of a graph
-# what was compiled of a model and in which state, for every engine that runs it; by whether it is rounded, and what
+# what was compiled of a model and of which weights, for every engine that runs it; by whether it is rounded, and what
 _STEPS: WeakKeyDictionary[PreTrainedModel, dict[Kind, tuple[Any, Any]]] = WeakKeyDictionary()
 
 
@@ -114,12 +114,12 @@ class Compiled(Lean):
 
     def compiled(self, name: Any, make: Callable[..., nn.Module]) -> Any:
         """The module made of the model's weights and shape, for all who run the model while these stay as they are."""
-        state, step = _STEPS.setdefault(self.model, {}).get((self.int8, name), (None, None))
-        if step is None or state != self.state:
+        origin, step = _STEPS.setdefault(self.model, {}).get((self.int8, name), (None, None))
+        if step is None or origin != self.origin:
             torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)  # for all models
             weights = self.weights if self.int8 else lean.weights_of(self.model)  # it packs its own
             step = torch.compile(make(weights, self.shape))
-            _STEPS[self.model][self.int8, name] = (self.state, step)
+            _STEPS[self.model][self.int8, name] = (self.origin, step)
         return step
 
     def _packing(self) -> AbstractContextManager[Any]:

@@ -27,7 +27,7 @@ PACKED = 2**30  # bytes of weights: larger models are not held twice
 ROWS = 32  # ids of a pass for which weights are packed; others are served as well
 
 Keep = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
-Origin = list[tuple[int, int]]
+Places = list[tuple[int, int]]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -86,7 +86,7 @@ def applies(model: PreTrainedModel) -> bool:
     """Whether this forward is the model's: a known family, plain linear layers on one device, a plain rotation, and
     nobody listening in or standing between (hooks, replaced forwards)."""
     config = model.config
-    if type(model).__name__ not in FAMILIES or config.hidden_act not in ("silu", "swish"):
+    if not _known(model) or config.hidden_act not in ("silu", "swish"):
         return False
     if sliding_window(config):
         return False
@@ -97,6 +97,15 @@ def applies(model: PreTrainedModel) -> bool:
         return False
     linears = [m for name, m in model.named_modules() if name.endswith(("_proj", "lm_head"))]
     return all(type(m) is nn.Linear for m in linears) and len({p.device for p in model.parameters()}) == 1
+
+
+def _known(model: PreTrainedModel) -> bool:
+    """Whether the model and all its parts are of transformers' own classes for one of `FAMILIES`, or of torch's: a
+    class of another module may have the same name, and another forward."""
+    home = type(model).__module__
+    ours = home.startswith("transformers.models.") and type(model).__name__ in FAMILIES
+    homes = {type(m).__module__ for m in model.modules()} - {home, "transformers.activations"}
+    return ours and all(name.startswith("torch.nn.modules.") for name in homes)
 
 
 def hidden(
@@ -248,7 +257,7 @@ def _rounded(linear: Linear) -> Linear:
     return Linear(weight, linear.bias, scale)
 
 
-def origin(model: PreTrainedModel) -> Origin:
+def origin(model: PreTrainedModel) -> Places:
     """Where all weights are in memory and how often each was changed."""
     return [(p.data_ptr(), _changes([p])) for p in model.parameters()]
 

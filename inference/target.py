@@ -8,23 +8,21 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from inference.cache import SlotCache, Window, sliding_window
+from inference.cache import SlotCache, Window
 from inference.capture import Captured
+from inference.fingerprint import unchanged
 from inference.forward import Forward, Lean, Stock
 from inference.graph import Compiled
 from inference.lean import applies, can_round
 from inference.precision import widened
+from inference.selfcheck import form_of, lean_agrees
 
 FIRST_SLOTS = 256
 MASKED_ATTENTION = ("sdpa", "eager")
-# families whose forward takes a mask for each kind of layer, or one windowed mask; each is tested
-SLIDING = (
-    "MistralForCausalLM",
-    "Gemma2ForCausalLM",
-    "Gemma3ForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-)
+# kinds of layer, of `layer_types` or `attention_layers`, whose masks are known
+KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
+LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")  # config keys
+UNLIMITED = 2048  # tokens of a text where a config has none of them
 
 
 class LM:
@@ -61,7 +59,8 @@ class LM:
         slots = min(FIRST_SLOTS, self.context)
         self.cache = SlotCache(config.num_hidden_layers, rows + spare, slots, self.context)
         self.rows, self.spare = rows, spare
-        self.run = self._forward(stock, compile, int8)
+        with unchanged(model):
+            self.run = self._forward(stock, compile, int8)
         self.device, self.dtype = model.device, model.dtype
         self.weights = "int8" if int8 else str(model.dtype).removeprefix("torch.")
 
@@ -78,9 +77,11 @@ class LM:
             )
         on_gpu = self.model.device.type == "cuda"
         wanted = on_gpu if compile is None else compile
-        if not stock and applies(self.model):
+        if not stock and applies(self.model) and lean_agrees(self.model, self.context):
             fast = Captured if on_gpu else Compiled
             return fast(self.model, self.cache, int8, self.rows) if wanted else Lean(self.model, self.cache, int8)
+        if int8:
+            raise ValueError(f"{type(self.model).__name__}: int8 weights need the forward in few operations")
         if wanted and not stock:
             kind = "replayed as CUDA graphs" if on_gpu else "compiled"
             warnings.warn(
@@ -88,7 +89,7 @@ class LM:
                 f"which takes longer; compile=False asks for that without this warning",
                 stacklevel=4,
             )
-        return Stock(self.model, self.cache, self.context)
+        return Stock(self.model, self.cache, self.context, form_of(self.model, self.context))
 
     @property
     def held(self) -> torch.dtype:
@@ -163,20 +164,29 @@ def _refuse_unsupported(model: PreTrainedModel, config: PreTrainedConfig) -> Non
     if model._is_stateful or config.is_encoder_decoder:
         raise ValueError(f"{name}: only the keys and values of a causal decoder can be rolled back here")
     kinds = {*(settings.get("layer_types") or ()), *(settings.get("attention_layers") or ())}
-    known = {"full_attention", "global"} | ({"sliding_attention"} if name in SLIDING else set())
-    if kinds - known or (sliding_window(config) and name not in SLIDING):
-        raise ValueError(f"{name}: attention {sorted(kinds)} with sliding_window={sliding_window(config)} is not "
-                         f"supported; windows that slide are, of {', '.join(SLIDING)}")  # fmt: skip
-    if settings.get("alibi") or "max_position_embeddings" not in {*settings, *config.attribute_map}:
-        raise ValueError(f"{name}: only positions given as numbers are supported, not ALiBi")
+    if kinds - KINDS:
+        raise ValueError(f"{name}: layers of kind {', '.join(sorted(kinds - KINDS))} cannot be given a mask a row; "
+                         f"{', '.join(sorted(KINDS))} can")  # fmt: skip
 
 
 def _positions(config: PreTrainedConfig) -> int:
-    """Most tokens of a text: past LongRoPE's first range a row's rotation would depend on the longest row's."""
-    rope = config.to_dict().get("rope_parameters") or {}
+    """Most tokens of a text. Past LongRoPE's first range a row's rotation would depend on the longest row's; Llama 4
+    scales attention by one position for all rows, by 1 in the first range."""
+    settings = config.to_dict()
+    rope, limit = settings.get("rope_parameters") or {}, length_of(config)
     if rope.get("rope_type") == "longrope":
-        return min(rope["original_max_position_embeddings"], config.max_position_embeddings)
-    return config.max_position_embeddings
+        limit = min(rope["original_max_position_embeddings"], limit)
+    if "max_seq_len" in settings:
+        limit -= 1  # MPT's biases are a table of so many slots, one of which is for padding
+    if settings.get("attn_temperature_tuning") and settings.get("floor_scale"):
+        limit = min(settings["floor_scale"] - 1, limit)
+    return limit
+
+
+def length_of(config: PreTrainedConfig) -> int:
+    """The longest text that a config allows, in tokens."""
+    lengths = [getattr(config, key, None) for key in LENGTHS]
+    return next((length for length in lengths if length), UNLIMITED)
 
 
 def load_model(path: str, dtype: torch.dtype | str | None = None, trust_remote_code: bool = False) -> PreTrainedModel:

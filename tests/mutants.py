@@ -5,22 +5,11 @@ exactly once in `file`, by `new`; one of `tests` must then fail. `pitfall` says 
 row where it is a known pitfall of speculative decoding. `python -m tests.run_mutants` plants them.
 """
 
+import importlib
+import pkgutil
 from dataclasses import dataclass
 
-from tests.planted import (
-    baselines,
-    commands,
-    core,
-    engine,
-    folders,
-    graphs,
-    measurement,
-    packaging,
-    prediction,
-    training,
-)
-
-PARTS = (core, engine, prediction, measurement, folders, commands, training, baselines, packaging, graphs)
+from tests import planted
 
 
 @dataclass(frozen=True)
@@ -35,4 +24,5 @@ class Mutant:
     pitfall: int | str
 
 
+PARTS = [importlib.import_module(f"{planted.__name__}.{part.name}") for part in pkgutil.iter_modules(planted.__path__)]
 MUTANTS = [Mutant(*row) for part in PARTS for row in part.ROWS_OF_BUGS]

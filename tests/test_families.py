@@ -43,6 +43,17 @@ OPT = {"vocab_size": 32, "hidden_size": 16, "ffn_dim": 32, "num_hidden_layers": 
 LONG = {"max_position_embeddings": 96, "original_max_position_embeddings": CONTEXT, "rope_parameters": {
         "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [9.0] * 4}}  # fmt: skip
 
+WINDOW = {**GROUPED, "sliding_window": 8}
+MIXED = {**HEADS, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+# kernels of experts side by side are for 32 bits and fewer
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"}
+LLAMA4 = {**HEADS, **EXPERTS, "intermediate_size_mlp": 16, "no_rope_layers": [1, 0], "floor_scale": CONTEXT + 1,
+          "attention_chunk_size": 8, "layer_types": ["chunked_attention", "full_attention"]}  # fmt: skip
+GEMMA4 = {**MIXED, "global_head_dim": 8, "hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 32}
+SHARED = {"num_hidden_layers": 4, "layer_types": 2 * MIXED["layer_types"], "num_kv_shared_layers": 2}
+MPT = {**IDS, "vocab_size": 32, "d_model": 16, "n_layers": 2, "n_heads": 2, "max_seq_len": CONTEXT + 1,
+       "initializer_range": 0.6}  # fmt: skip
+
 SUPPORTED = [
     ("Llama", GROUPED),
     ("Llama", {**GROUPED, "attn_implementation": "eager"}),
@@ -62,9 +73,25 @@ SUPPORTED = [
     ("GPT2", GPT),
     ("GPTJ", {**GPT, "rotary_dim": 4}),
 ]
+BEHAVING = [  # accepted by the self-check, with the form of mask that it finds
+    ("Mpt", MPT, "one"),
+    ("StableLm", GROUPED, "one"),
+    ("Olmo2", GROUPED, "one"),
+    ("Phi3", WINDOW, "near"),
+    ("Starcoder2", WINDOW, "near"),
+    ("Mixtral", {**WINDOW, **EXPERTS}, "near"),
+    ("Cohere2", MIXED, "kinds"),
+    ("GptOss", {**MIXED, **EXPERTS}, "kinds"),
+    ("Olmo3", {**WINDOW, "layer_types": MIXED["layer_types"]}, "kinds"),
+    ("Exaone4", MIXED, "kinds"),
+    ("Ministral", MIXED, "kinds"),
+    ("Gemma4Text", {**GEMMA4, "num_kv_shared_layers": 0}, "kinds"),
+    ("Gemma4Text", {**GEMMA4, **SHARED}, "kinds"),
+    ("Llama4Text", LLAMA4, "kinds"),
+    ("Bert", {**COMMON, "is_decoder": True}, "one"),
+]
 REFUSED = [
-    ("Phi3", {**GROUPED, "sliding_window": 8}, "sliding_window=8"),
-    ("Cohere2", {**HEADS, "sliding_window": 8}, "sliding_attention"),
+    ("Bert", {**COMMON, "is_decoder": False}, "it is not causal: logits change with the tokens after them"),
     (
         "GPTNeo",
         {
@@ -78,8 +105,8 @@ REFUSED = [
         },
         "local",
     ),  # fmt: skip
-    ("Bloom", {**IDS, "vocab_size": 32, "hidden_size": 16, "n_layer": 2, "n_head": 2}, "ALiBi"),
-    ("Falcon", {**COMMON, "alibi": True}, "ALiBi"),
+    ("Bloom", {**IDS, "vocab_size": 32, "hidden_size": 16, "n_layer": 2, "n_head": 2}, "ALiBi .* 2-d"),
+    ("Falcon", {**COMMON, "alibi": True}, "ALiBi .* 2-d"),
     ("Mamba", {**IDS, "vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4}, "rolled back"),
     ("T5", {"vocab_size": 32, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}, "rolled back"),
     ("Llama", {**GROUPED, "attn_implementation": "flex_attention"}, "attn_implementation='sdpa'"),
@@ -102,6 +129,17 @@ def test_greedy_text_up_to_the_end_of_the_context(family, settings):
         out = engine.generate(PROMPTS, sampling=Sampling(0))
         assert out.tokens == wanted
         assert sum(out.stats.accepted) > 5
+
+
+@pytest.mark.parametrize(("family", "settings", "form"), BEHAVING, ids=[name for name, *_ in BEHAVING])
+def test_families_that_the_self_check_accepts(family, settings, form):
+    model = build(family, settings)
+    prompts = [PROMPTS[1], PROMPTS[2]]
+    limits = [CONTEXT - 9 - 1, CONTEXT - len(PROMPTS[2])]  # beyond every window; up to the end of the context
+    engine = Engine(model, Independent(near(model)), rows=2, policy=Fixed(3))
+    assert engine.target.run.form == form
+    out = engine.generate(prompts, max_new_tokens=limits, sampling=Sampling(0))
+    assert out.tokens == [continued(model, text, n) for text, n in zip(prompts, limits, strict=True)]
 
 
 @pytest.mark.parametrize(("family", "settings", "names"), REFUSED, ids=[name for name, *_ in REFUSED])

@@ -1,0 +1,168 @@
+"""The check of a model's logits when an engine is made: wrong forwards are told from right ones in every dtype."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+from inference import forward, lean, selfcheck
+from inference.forward import Lean, Stock
+from inference.selfcheck import Disagreement, Found, _Probe, lean_agrees
+from inference.target import LM
+from tests.test_families import HEADS, LLAMA4, build
+from tests.tiny import tiny
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16]
+
+
+def wrong_scale(monkeypatch):
+    right = lean.shape_of
+    monkeypatch.setattr(forward.lean, "shape_of", lambda m: right(m)._replace(scale=1.5 * right(m).scale))
+
+
+def wrong_mask(change):
+    def plant(monkeypatch):
+        right = forward.seen_from
+        monkeypatch.setattr(forward, "seen_from", lambda positions, slots, *more: change(right, positions, slots))
+
+    return plant
+
+
+def wrong_rotation(monkeypatch):
+    right = Lean.rotation
+
+    def late(self, window):
+        other = copy.copy(window)
+        if window.start is None:
+            other.positions = (window.positions + 1).clamp(max=window.limit - 1)
+        return right(self, other)
+
+    monkeypatch.setattr(Lean, "rotation", late)
+
+
+WRONG = {
+    "scale": wrong_scale,
+    "rotation": wrong_rotation,
+    "sees_the_next": wrong_mask(lambda seen, at, slots: seen(at + 1, slots)),
+    "not_itself": wrong_mask(lambda seen, at, slots: seen((at - 1).clamp(min=0), slots)),
+    "last_four": wrong_mask(lambda seen, at, slots: seen(at, slots, 4)),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_wrong_forwards_are_caught_and_right_ones_pass(dtype):
+    for make in (lambda: tiny(dtype=dtype), lambda: tiny(seed=5, layers=4, hidden=64, heads=4, dtype=dtype)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert isinstance(LM(make(), 2).run, Lean)
+        for name, plant in WRONG.items():
+            with pytest.MonkeyPatch.context() as monkeypatch:
+                plant(monkeypatch)
+                with pytest.warns(Disagreement, match="in few operations, logits differ"):
+                    assert not lean_agrees(make(), 256), name
+
+
+def test_what_disagrees_runs_through_transformers(monkeypatch):
+    WRONG["scale"](monkeypatch)
+    model, ids = tiny(), torch.arange(14).view(2, 7)
+    with pytest.warns(Disagreement, match="LlamaForCausalLM: in few operations, .*transformers' own forward runs it"):
+        lm = LM(model, 2)
+    assert isinstance(lm.run, Stock)
+    with torch.no_grad():
+        torch.testing.assert_close(lm.forward(ids, [0, 0]), model(input_ids=ids).logits)
+
+
+class Doubled(LlamaForCausalLM):
+    def forward(self, *args, **kwargs):
+        out = super().forward(*args, **kwargs)
+        out.logits = 2 * out.logits
+        return out
+
+
+def test_a_subclass_with_a_forward_of_its_own_is_not_bypassed():
+    Doubled.__name__ = "LlamaForCausalLM"
+    model, ids = tiny(), torch.arange(14).view(2, 7)
+    model.__class__ = Doubled
+    with torch.no_grad():
+        torch.testing.assert_close(LM(model, 2).forward(ids, [0, 0]), model(input_ids=ids).logits)
+
+
+def test_a_part_of_another_class_is_not_bypassed():
+    model = tiny()
+    norm = model.model.layers[0].input_layernorm
+    norm.__class__ = type("LlamaRMSNorm", (type(norm),), {"__module__": __name__})
+    assert not lean.applies(model)
+
+
+def test_a_patched_class_is_found_by_its_logits(monkeypatch):
+    model = tiny()
+    attention = type(model.model.layers[0].self_attn)
+    right = attention.forward
+    monkeypatch.setattr(attention, "forward", lambda *a, **k: tuple(x if x is None else 2 * x for x in right(*a, **k)))
+    with pytest.warns(Disagreement):
+        assert isinstance(LM(model, 2).run, Stock)
+
+
+def test_one_length_for_all_rows_is_refused(monkeypatch):
+    """Llama 4 scales attention by the cache's one length; within its first range by 1."""
+    model = build("Llama4Text", {**LLAMA4, "floor_scale": 16})
+    assert LM(model, 2).context == 15
+    monkeypatch.setattr("inference.target._positions", lambda config: config.max_position_embeddings)
+    with pytest.raises(
+        ValueError, match="Llama4ForCausalLM: rows of different lengths cannot share its passes: logits"
+    ):
+        LM(model, 2)
+
+
+def test_a_window_that_the_config_does_not_rule_is_refused():
+    class Fixed(MistralForCausalLM):
+        def forward(self, *args, **kwargs):
+            said, self.config.sliding_window = self.config.sliding_window, 16
+            try:
+                return super().forward(*args, **kwargs)
+            finally:
+                self.config.sliding_window = said
+
+    settings = {**HEADS, "sliding_window": 16}
+    model = Fixed(MistralConfig(**settings)).double().eval()
+    with pytest.raises(ValueError, match="its window of 4 is not read|window of 16 is not read"):
+        LM(model, 2)
+
+
+def test_the_config_is_as_it_was():
+    model = build("Gemma2", {**HEADS, "sliding_window": 8})
+    LM(model, 2)
+    assert model.config.sliding_window == 8
+
+
+def test_random_numbers_of_others_are_left_alone():
+    model, state = tiny(dtype=torch.bfloat16), torch.get_rng_state()
+    LM(model, 2)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_the_noise_that_excuses_is_bounded(monkeypatch):
+    monkeypatch.setattr(_Probe, "_noise", lambda self: 100.0)
+    found = _Probe(tiny(dtype=torch.bfloat16), 256).found(lambda cache: Lean(tiny(seed=9, dtype=torch.bfloat16), cache))
+    assert found.difference > found.allowed == selfcheck.MOST
+
+
+def test_it_is_done_once_for_weights_that_stay(monkeypatch):
+    made = []
+    right = _Probe.found
+    monkeypatch.setattr(_Probe, "found", lambda self, make: made.append(1) or right(self, make))
+    model = tiny()
+    LM(model, 1), LM(model, 3)
+    assert len(made) == 1
+    model.lm_head.weight.data.mul_(2)
+    LM(model, 1)
+    assert len(made) == 2
+
+
+def test_logits_that_are_not_finite_decide_nothing():
+    model = tiny()
+    model.lm_head.weight.data[3] = torch.nan
+    assert isinstance(LM(model, 2).run, Lean)
+    assert not Found(float("inf"), 1.0).agrees
