@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from inference.precision import widened
 from inference.proposer import Proposal, Round
-from inference.sampling import one_hot
+from inference.sampling import certain
 from inference.store import load_draft
 from inference.target import LM, load_model
 
@@ -73,44 +73,54 @@ class Independent:
         lacking = max(end - stored for end, stored in zip(ends, self.stored, strict=True))
         if not self.compile or lacking > 2 or min(ends) < 2 or max(ends) + self.longest > self.lm.context:
             return None
-        simple = turn.simple(self.longest)
-        if simple is None:
+        temperatures = turn.temperatures
+        if temperatures is None:
             return None
-        u, temperature = simple
-        greedy = self.greedy or not temperature.any()
-        if not greedy and not temperature.all():
+        greedy = self.greedy or not any(temperatures)
+        if not greedy and not all(temperatures):
             return None
-        tails = torch.tensor([text[-2:] for text in turn.texts], device=self.lm.device)
-        found = self.lm.draft(tails, ends, u, temperature, greedy)
+        sent = turn.send(k, tails=[text[-2:] for text in turn.texts], ends=ends)
+        tails, at, u, temperature = self._here(sent["tails"], sent["ends"], *turn.simple(self.longest))
+        found = self.lm.draft(tails, ends, u, temperature, greedy, at)
         if found is None:
             return None
         self.stored = [end + self.longest - 1 for end in ends]
         return Proposal(found[0][:, :K], found[1][:, :K], k)
 
     def _stepwise(self, turn: Round, k: list[int], K: int) -> Proposal:
-        logits = self._catch_up(turn.texts, k)
+        logits = self._catch_up(turn, k)
         drafted: list[Tensor] = []
         laws: list[Tensor] = []
         for depth in range(K):
             law = turn.law(logits, drafted)
-            laws.append(one_hot(law.argmax(-1), law) if self.greedy else law)
+            laws.append(certain(law) if self.greedy else law)
             drafted.append(turn.draw(laws[-1], depth))
             if depth + 1 < K:
                 ends = [len(text) + depth for text in turn.texts]
-                logits = self.lm.forward(drafted[-1].unsqueeze(1), ends)[:, -1]
+                ids, at = self._here(drafted[-1].unsqueeze(1), turn.send()["read"] + (1 + depth))
+                logits = self.lm.forward(ids, ends, at=at)[:, -1]
         rows = zip(turn.texts, k, self.stored, strict=True)
         self.stored = [len(text) + K - 1 if wanted else stored for text, wanted, stored in rows]
         return Proposal(torch.stack(drafted, 1), torch.stack(laws, 1), k)
 
-    def _catch_up(self, texts: Sequence[list[int]], k: list[int]) -> Tensor:
+    def _catch_up(self, turn: Round, k: list[int]) -> Tensor:
         """Logits (A, V) after each whole text; ragged tails are padded on the right, past what is read."""
-        rows = zip(texts, k, self.stored, strict=True)
-        lacking = [text[stored:] if wanted else [] for text, wanted, stored in rows]
-        last = torch.tensor([max(len(tail), 1) - 1 for tail in lacking], device=self.lm.device)
-        return self.lm.forward(_pad(lacking, self.lm.device), self.stored, only=last)[:, 0]
+        rows = zip(turn.texts, k, self.stored, strict=True)
+        lacking = [text[stored:] if wanted else text[-1:] for text, wanted, stored in rows]
+        last = [len(tail) - 1 for tail in lacking]
+        sent = turn.send(k, lacking=padded(lacking), only=last, stored=self.stored)
+        ids, only, at = self._here(sent["lacking"], sent["only"], sent["stored"])
+        return self.lm.forward(ids, self.stored, only=only, at=at)[:, 0]
+
+    def _here(self, *tensors: Tensor) -> list[Tensor]:
+        """The tensors on the draft's own device."""
+        return [tensor.to(self.lm.device) for tensor in tensors]
 
     def commit(self, valid: Sequence[int]) -> None:
         self.stored = [min(stored, length) for stored, length in zip(self.stored, valid, strict=True)]
+        for slot, length in enumerate(valid):
+            if length == 0:
+                self.lm.clear(slot)
 
     def move(self, source: int, target: int) -> None:
         if source != target:
@@ -124,14 +134,14 @@ def _load(path: str) -> PreTrainedModel:
     return widened(load_draft(path)[0]) if Path(path).is_dir() else load_model(path)
 
 
-def _pad(rows: Sequence[list[int]], device: torch.device) -> Tensor:
-    """Right-pad with id 0 to (A, n)."""
+def padded(rows: Sequence[list[int]]) -> list[list[int]]:
+    """Rows of one length, each padded on the right with its own last id: no row reads an id that is not its own."""
     width = max(map(len, rows))
-    return torch.tensor([row + [0] * (width - len(row)) for row in rows], device=device)
+    return [row + row[-1:] * (width - len(row)) for row in rows]
 
 
 def store_prompts(lm: LM, low: int, prompts: Sequence[list[int]], chunk: int = 512) -> None:
     """Store all but the last token of each prompt in slots low, low + 1, ..., `chunk` positions a pass."""
     for start in range(0, max(map(len, prompts)) - 1, chunk):
-        tails = [prompt[:-1][start : start + chunk] for prompt in prompts]
-        lm.store(_pad(tails, lm.device), [start] * len(prompts), low)
+        tails = [prompt[:-1][start : start + chunk] or prompt[:1] for prompt in prompts]
+        lm.store(torch.tensor(padded(tails), device=lm.device), [start] * len(prompts), low)
