@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ class Independent:
         self.shape: tuple[int, int, int, int] | None = None
         self.lm: LM
         self.stored: list[int] = []  # tokens of each row's text that its slot holds
+        self.sent: dict[str, Tensor] = {}  # this round's numbers, once they are on the device
         self.longest = 0  # drafts of a round that are made at once, as many each time: other lengths are other graphs
 
     @property
@@ -65,6 +67,7 @@ class Independent:
         K = max(k)
         if K == 0:
             return Proposal(torch.empty(len(k), 0, dtype=torch.int64, device=self.lm.device), None, k)
+        self.sent = {}
         return self._at_once(turn, k) or self._stepwise(turn, k, K)
 
     def _at_once(self, turn: Round, k: list[int]) -> Proposal | None:
@@ -79,9 +82,10 @@ class Independent:
         greedy = self.greedy or not any(temperatures)
         if not greedy and not all(temperatures):
             return None
-        sent = turn.send(k, tails=[text[-2:] for text in turn.texts], ends=ends)
-        tails, at, u, temperature = self._here(sent["tails"], sent["ends"], *turn.simple(self.longest))
-        found = self.lm.draft(tails, ends, u, temperature, greedy, at)
+        tails = [text[-2:] for text in turn.texts]
+        sent = self.sent = turn.send(k, tails=tails, ends=ends, **self._lacking(turn.texts, k))  # single steps may still follow
+        last, at, u, temperature = self._here(sent["tails"], sent["ends"], *turn.simple(self.longest))
+        found = self.lm.draft(last, ends, u, temperature, greedy, at)
         if found is None:
             return None
         self.stored = [end + self.longest - 1 for end in ends]
@@ -105,12 +109,15 @@ class Independent:
 
     def _catch_up(self, turn: Round, k: list[int]) -> Tensor:
         """Logits (A, V) after each whole text; ragged tails are padded on the right, past what is read."""
-        rows = zip(turn.texts, k, self.stored, strict=True)
-        lacking = [text[stored:] if wanted else text[-1:] for text, wanted, stored in rows]
-        last = [len(tail) - 1 for tail in lacking]
-        sent = turn.send(k, lacking=padded(lacking), only=last, stored=self.stored)
+        sent = self.sent or turn.send(k, **self._lacking(turn.texts, k))
         ids, only, at = self._here(sent["lacking"], sent["only"], sent["stored"])
         return self.lm.forward(ids, self.stored, only=only, at=at)[:, 0]
+
+    def _lacking(self, texts: Sequence[list[int]], k: list[int]) -> dict[str, Any]:
+        """Ids that the slots lack, which of them is the last one, and where they go."""
+        rows = zip(texts, k, self.stored, strict=True)
+        tails = [text[stored:] if wanted else text[-1:] for text, wanted, stored in rows]
+        return {"lacking": padded(tails), "only": [len(tail) - 1 for tail in tails], "stored": self.stored}
 
     def _here(self, *tensors: Tensor) -> list[Tensor]:
         """The tensors on the draft's own device."""
