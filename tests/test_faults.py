@@ -15,7 +15,7 @@ from tests import standin
 from tests.tiny import near, tiny
 
 PROMPTS = [[3, 5, 7, 3, 5], [9, 2], [4] * 12, [6, 31, 6, 31], [12, 1]]
-RUN: dict[str, Any] = {"max_new_tokens": 24, "seed": 3, "ignore_eos": True}
+RUN: dict[str, Any] = {"max_new_tokens": 16, "seed": 3, "ignore_eos": True}
 KINDS: dict[str, Callable[[], Any]] = {
     "plain": lambda: None,
     "draft": lambda: Independent(near(tiny())),
@@ -69,20 +69,20 @@ class Asked:
 def test_processors_are_not_asked_behind_a_rows_own_drafts(kind: str) -> None:
     asked = Asked()
     sampling = [Sampling(0.9, processors=(asked,)), Sampling(0.9), Sampling(0.9)]
-    out = drafted(kind).generate(PROMPTS[:3], sampling=sampling, **RUN | {"max_new_tokens": [6, 24, 24]})
+    out = drafted(kind).generate(PROMPTS[:3], sampling=sampling, **RUN | {"max_new_tokens": [6, 16, 16]})
     assert out.finish[0] == "length" and asked.longest == len(PROMPTS[0]) + 5
 
 
 BAD: dict[str, Callable[[], Sampling]] = {
     "banned": lambda: only(),
     "raises": lambda: Sampling(0.9, processors=(Asked(len(PROMPTS[1]) + 7),)),
-    "dead end": lambda: Sampling(0.9, processors=(lambda ids, x: x - torch.inf * (ids.shape[1] > 8),)),
+    "dead end": lambda: Sampling(0.9, processors=(lambda ids, x: x if ids.shape[1] < 9 else x - torch.inf,)),
     "NaN": lambda: Sampling(0.9, processors=(lambda ids, x: x * (torch.nan if ids.shape[1] > 8 else 1.0),)),
 }
 
 
 @pytest.mark.parametrize("bad", BAD)
-@pytest.mark.parametrize("kind, rule", [("plain", "coupled"), *(("draft", rule) for rule in RULES), ("ngram", "block")])
+@pytest.mark.parametrize("kind, rule", [("plain", "token"), ("draft", "block"), ("ngram", "token")])
 def test_a_row_that_cannot_go_on_ends_alone(bad: str, kind: str, rule: str) -> None:
     """Pitfall 42: the others are what they are without it, bit by bit; the text up to there stays."""
     sampling = [Sampling(0.9), BAD[bad](), *[Sampling(0.9)] * 3]
@@ -97,8 +97,8 @@ def test_a_row_that_cannot_go_on_ends_alone(bad: str, kind: str, rule: str) -> N
         out.whole()
 
 
-@pytest.mark.parametrize("sampling", [Sampling(0.0), Sampling(0.9), Sampling(0.9, top_k=9, top_p=0.9)])
-@pytest.mark.parametrize("kind, rule", [("plain", "token"), *(("draft", rule) for rule in RULES), ("ngram", "token")])
+@pytest.mark.parametrize("sampling", [Sampling(0.0), Sampling(0.9, top_k=9, top_p=0.9)])
+@pytest.mark.parametrize("kind, rule", [("plain", "token"), ("draft", "block"), ("draft", "match"), ("ngram", "token")])
 def test_nan_in_a_prompt_ends_its_row_and_leaves_no_trace(kind: str, rule: str, sampling: Sampling) -> None:
     """Pitfall 41: other rows, and the next ones of its slot, are as with a model that is whole."""
     prompts = [[3, 5, 7], [9, 30, 2] * 8, [4] * 12, [6, 1], [12, 1], [8], [2, 2]]
@@ -155,7 +155,7 @@ def test_a_stream_raises_with_the_message_of_its_row() -> None:
         for event in engine.stream(PROMPTS[1], sampling=BAD["raises"](), seed=3):
             ids += event.ids
     assert len(ids) == 7
-    assert len(engine.generate([PROMPTS[0]], **RUN).tokens[0]) == 24
+    assert len(engine.generate([PROMPTS[0]], **RUN).tokens[0]) == 16
 
 
 @pytest.mark.parametrize("sampling", [Sampling(logit_bias={32: 1.0}), Sampling(banned=((3, 40),))])
