@@ -16,10 +16,11 @@ from tests.planted import (
     measurement,
     packaging,
     prediction,
+    round,
     training,
 )
 
-PARTS = (core, engine, prediction, measurement, folders, commands, training, baselines, packaging)
+PARTS = (core, engine, prediction, measurement, folders, commands, training, baselines, packaging, round)
 
 
 @dataclass(frozen=True)
