@@ -334,8 +334,8 @@ class Engine:
             if self.current is not run:
                 raise RuntimeError("Engine: a later call took the slots of this stream before it ended")
             if self.proposer and _PROPOSING.get(id(self.proposer)) is not run:
-                raise RuntimeError("Engine: another engine's call took this engine's proposer before this stream ended; "
-                                   "give each engine a proposer of its own")  # fmt: skip
+                raise RuntimeError("Engine: another engine's call took this engine's proposer before this stream "
+                                   "ended; give each engine a proposer of its own")  # fmt: skip
             self._admit(run)
             yield self._round(run)
 
