@@ -3,14 +3,17 @@
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from inference.batch import Batch
 from inference.memory import spare_slots
-from inference.policy import Fixed, Policy
+from inference.policy import Fixed, Policy, lengths_of
 from inference.proposer import Proposal, Proposer
 from inference.proposers.independent import store_prompts
 from inference.rows import Row
@@ -26,12 +29,20 @@ Prompt = str | Sequence[int]
 @dataclass
 class Output:
     """tokens: B lists of new ids, prompt excluded, stop token included; text: B strings, None without a tokenizer;
-    finish: B times "stop" or "length"."""
+    finish: B times "stop", "length" or "error"; errors: B messages, None for rows without an error."""
 
     tokens: list[list[int]]
     text: list[str] | None
     finish: list[str]
     stats: Stats
+    errors: list[str | None] = field(default_factory=list)
+
+    def whole(self) -> "Output":
+        """Itself; raises RuntimeError naming the first prompt that ended in an error."""
+        for index, message in enumerate(self.errors):
+            if message is not None:
+                raise RuntimeError(f"prompt {index}: {message}")
+        return self
 
 
 @dataclass(frozen=True)
@@ -54,6 +65,11 @@ class _Run:
     stats: Stats
     staged: deque[tuple[Row, int]] = field(default_factory=deque)
     active: list[Row] = field(default_factory=list)
+    batch: Batch | None = None  # settings of the active rows on the device
+
+
+# by id of a proposer: the run whose rows its slots hold, of whichever engine
+_PROPOSING: WeakValueDictionary[int, _Run] = WeakValueDictionary()
 
 
 class Engine:
@@ -65,6 +81,9 @@ class Engine:
     many again, 8 at most, are stored several at a time before their turn comes, since one by one they take twice as
     long. context: most tokens a row may hold. compile: the target's short passes are compiled (see `graph`), which
     costs seconds at the first ones, on a GPU replayed as CUDA graphs (see `capture`); None: on a GPU alone.
+    A row that comes to a place without a law (its settings leave no token, a processor of its own raises, the target's
+    logits are NaN or infinite) ends there, alone, with finish "error". One proposer may serve several engines one call
+    after the other.
     Raises ValueError for an unknown rule or an unsupported model.
     """
 
@@ -110,17 +129,19 @@ class Engine:
         max_new_tokens and sampling: one, or one a prompt. seed, ids: the key of the random numbers; ids default to a
         hash of each prompt, so a prompt gives the same tokens alone or in a batch. ignore_eos: only lengths end rows.
         Raises ValueError for a prompt that is empty, leaves no room in the context or holds ids outside the
-        vocabulary, and for lists of other lengths.
+        vocabulary, for settings with such ids, and for lists of other lengths, before anything is run.
         """
         rows = self._rows(prompts, max_new_tokens, sampling, ids, ignore_eos)
         run = self._run(rows, seed)
         for _ in self._rounds(run):
             pass
         texts = [str(self.tokenizer.decode(row.new)) for row in rows] if self.tokenizer else None
-        return Output([row.new for row in rows], texts, [row.finish or "length" for row in rows], run.stats)
+        finish = [row.finish or "length" for row in rows]
+        return Output([row.new for row in rows], texts, finish, run.stats, [row.error for row in rows])
 
     def stream(self, prompt: Prompt, **settings: Any) -> Iterator[Event]:
-        """Events of one prompt as its rounds end; settings as in generate. RuntimeError once a later call began."""
+        """Events of one prompt as its rounds end; settings as in generate. RuntimeError once a later call began, and
+        with its message, behind the events before, where the row ends in an error."""
         options: dict[str, Any] = {"max_new_tokens": 128, "sampling": Sampling(), "ids": None, "ignore_eos": False}
         seed = settings.pop("seed", 0)
         unknown = set(settings) - set(options)
@@ -129,11 +150,14 @@ class Engine:
         rows = self._rows([prompt], *(options | settings).values())
         for events in self._rounds(self._run(rows, seed)):
             yield from events
+        if rows[0].error:
+            raise RuntimeError(f"Engine.stream: {rows[0].error}")
 
     def _run(self, rows: list[Row], seed: int) -> _Run:
+        self.current = _Run(deque(rows), Uniforms(seed, self.target.device), Stats(rows=[Counts() for _ in rows]))
         if self.proposer:
             self.proposer.open(self.rows, self.target.vocabulary, self.target.context, self.spare)
-        self.current = _Run(deque(rows), Uniforms(seed, self.target.device), Stats(rows=[Counts() for _ in rows]))
+            _PROPOSING[id(self.proposer)] = self.current
         return self.current
 
     def _rows(
@@ -160,6 +184,10 @@ class Engine:
             if min(text) < 0 or max(text) >= self.target.vocabulary:
                 raise ValueError(f"prompt {index}: ids from {min(text)} to {max(text)} are not all in "
                                  f"[0, {self.target.vocabulary})")  # fmt: skip
+            foreign = {*(regime.logit_bias or ()), *chain(*regime.banned)} - set(range(self.target.vocabulary))
+            if foreign:
+                raise ValueError(f"prompt {index}: Sampling.logit_bias or banned has ids {sorted(foreign)[:5]}, the "
+                                 f"vocabulary size is {self.target.vocabulary}")  # fmt: skip
             if regime.stop and self.tokenizer is None:
                 raise ValueError("Sampling.stop: stop strings need a tokenizer")
             stops = ends | frozenset(regime.stop_ids)
@@ -181,50 +209,77 @@ class Engine:
             turn = self._turn(run)
             proposal = self._propose(turn)
         with stats.clock("target"):
-            logits = self._target(run.active, proposal.x)
+            logits = self._target(turn, proposal.x)
         with stats.clock("verify"):
-            p = turn.laws(logits, proposal.x, proposal.k)
-            verdict = turn.verdict(p, proposal.q, proposal.x, proposal.k)
-            last, accepted = turn.last(verdict.law).tolist(), verdict.accepted.tolist()
+            settled = turn.settle(logits, proposal).tolist()  # the round's one read
         with stats.clock("other"):
-            return self._commit(run, proposal, accepted, last)
+            return self._commit(run, turn, proposal, logits, settled)
 
     def _turn(self, run: _Run) -> Turn:
         texts = [row.text for row in run.active]
-        wanted = self.policy.lengths(texts) if self.proposer else [0] * len(texts)
+        wanted = lengths_of(self.policy, texts) if self.proposer else [0] * len(texts)
         # a draft past a row's last token could never be emitted
-        k = [min(length, row.limit - row.emitted - 1) for length, row in zip(wanted, run.active, strict=True)]
-        return Turn(run.active, k, self.rule, run.noise, self.target.vocabulary, self.target.device)
+        k = [0 if row.alone else min(length, row.limit - row.emitted - 1)
+             for length, row in zip(wanted, run.active, strict=True)]  # fmt: skip
+        turn = Turn(run.active, k, self.rule, run.noise, self.target.vocabulary, self.target.device, run.batch)
+        run.batch = turn.batch
+        return turn
 
     def _propose(self, turn: Turn) -> Proposal:
-        if self.proposer and max(turn.k):
-            proposal = self.proposer.propose(turn)
-            return Proposal(proposal.x.to(self.target.device), proposal.q, proposal.k)
-        nothing = torch.empty(len(turn.k), 0, dtype=torch.int64, device=self.target.device)
-        return Proposal(nothing, None, [0] * len(turn.k))
+        if not self.proposer or not max(turn.k):
+            turn.send([0] * len(turn.k))
+            nothing = torch.empty(len(turn.k), 0, dtype=torch.int64, device=self.target.device)
+            return Proposal(nothing, None, [0] * len(turn.k))
+        x, q, k = self.proposer.propose(turn)
+        if x.device.type == "cpu" != self.target.device.type:
+            turn.send(k, x=x.tolist())  # with all else that goes to the device, where nothing was sent yet
+            x = turn.sent["x"]
+        turn.send(k)
+        return Proposal(x.to(self.target.device), q if q is None else q.to(self.target.device), k)
 
-    def _target(self, rows: list[Row], x: Tensor) -> Tensor:
+    def _target(self, turn: Turn, x: Tensor) -> Tensor:
         """Logits (A, K+1, V) after each row's anchor, its last token, and after each draft."""
-        anchor = torch.tensor([[row.text[-1]] for row in rows], device=self.target.device)
-        return self.target.forward(torch.cat([anchor, x], 1), [len(row.text) - 1 for row in rows])
+        start = [len(text) - 1 for text in turn.texts]
+        return self.target.forward(torch.cat([turn.sent["anchor"], x], 1), start, at=turn.sent["read"])
 
-    def _commit(self, run: _Run, proposal: Proposal, accepted: list[int], last: list[int]) -> list[Event]:
-        drafts, events, valid = proposal.x.tolist(), [], []
-        for row, draft, k, n, token in zip(run.active, drafts, proposal.k, accepted, last, strict=True):
-            valid.append(len(row.text) + n)
-            taken = len(row.take([*draft[:n], token]))
+    def _commit(
+        self, run: _Run, turn: Turn, proposal: Proposal, logits: Tensor, settled: list[list[int]]
+    ) -> list[Event]:
+        """settled: `Turn.settle`."""
+        events, valid = [], []
+        for slot, (row, (n, token, k, lost, *draft)) in enumerate(zip(run.active, settled, strict=True)):
+            before = len(row.text)
+            row.stained |= bool(lost) or k < proposal.k[slot]
+            taken = len(row.take(draft[:n] if lost else [*draft[:n], token]))
             drafted = min(k, taken) if row.finish else k  # drafts beyond a row's last token do not count
+            if lost and not row.finish:
+                self._without_law(slot, row, turn, proposal.k[slot], logits[slot, n])
             run.stats.count(row.index, taken, drafted, min(taken, n))
             kinds = ["drafted"] * n + ["bonus" if n == k else "corrected"]
-            events.append(Event(row.index, row.text[len(row.text) - taken :], kinds[:taken]))
+            if taken:
+                events.append(Event(row.index, row.text[before:], kinds[:taken]))
+            valid.append(0 if row.finish and row.stained else before + n)
         if self.proposer:
             self.proposer.commit(valid)
         self._leave(run)
         return events
 
+    def _without_law(self, slot: int, row: Row, turn: Turn, drafted: int, logits: Tensor) -> None:
+        """A row that has come to a place without a law ends there. With drafts it is not certain yet: what one of them
+        left in the slot may be to blame. The row then goes on without any, from a slot that is stored again."""
+        if drafted:
+            row.alone = True
+            self.target.clear(slot)
+            store_prompts(self.target, slot, [row.text])
+        else:
+            row.fail(turn.reason(slot, logits))
+
     def _leave(self, run: _Run) -> None:
         """Ended rows give up their slots; the last active row takes each freed one."""
         ended = deque(slot for slot, row in enumerate(run.active) if row.finish)
+        for slot in ended:
+            if run.active[slot].stained:
+                self.target.clear(slot)
         while ended:
             # the lowest ones are filled, so that no row moves twice
             slot = ended.pop() if run.active[-1].finish else ended.popleft()
@@ -232,6 +287,8 @@ class Engine:
             if slot < len(run.active):
                 run.active[slot] = mover
                 self.target.move(len(run.active), slot, len(mover.text) - 1)
+                if mover.stained:
+                    self.target.clear(len(run.active))
             if self.proposer:
                 self.proposer.move(len(run.active), slot)
 
@@ -276,6 +333,9 @@ class Engine:
         while run.waiting or run.staged or run.active:
             if self.current is not run:
                 raise RuntimeError("Engine: a later call took the slots of this stream before it ended")
+            if self.proposer and _PROPOSING.get(id(self.proposer)) is not run:
+                raise RuntimeError("Engine: another engine's call took this engine's proposer before this stream "
+                                   "ended; give each engine a proposer of its own")  # fmt: skip
             self._admit(run)
             yield self._round(run)
 

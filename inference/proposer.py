@@ -9,7 +9,8 @@ from torch import Tensor
 class Proposal(NamedTuple):
     """x (A, K) drafted ids; q (A, K, V) the very laws they were drawn from; k how many each row drafted.
 
-    Entries past k_b are ignored. q None: every draft was certain, its law is one-hot.
+    Entries past k_b are ignored, and so is what follows a law of NaN: the draft had no token there. q None: every draft
+    was certain, its law is one-hot. Either may be on another device than the target: it is moved.
     """
 
     x: Tensor
@@ -29,9 +30,18 @@ class Round(Protocol):
     def law(self, logits: Tensor, drafted: list[Tensor]) -> Tensor:
         """Logits (A, V) after `drafted` ids (A,) each -> law (A, V) under each row's sampling settings."""
 
-    def simple(self, depths: int) -> tuple[Tensor, Tensor] | None:
-        """Uniforms (A, depths) and temperatures (A,), 0 for one-hot laws, where a law is softmax(logits / temperature)
-        and a draw its inverse CDF; None where `law` and `draw` do more than that."""
+    def send(self, k: list[int] | None = None, **numbers: Sequence[int] | Sequence[list[int]]) -> dict[str, Tensor]:
+        """Whole numbers that the proposer needs on the device, one or as many a row: they travel with what the engine
+        sends, in the round's one copy, when this is the round's first call. k: drafts of each row, where they are
+        not `k`. Returns them by name, and `read` (A,), the place of each text's last token."""
+
+    @property
+    def temperatures(self) -> list[float] | None:
+        """Of each row, 0 for one-hot laws, where a law is softmax(logits / temperature) and a draw its inverse CDF;
+        None where `law` and `draw` do more than that."""
+
+    def simple(self, depths: int) -> tuple[Tensor, Tensor]:
+        """Uniforms (A, depths) and temperatures (A,) on the device."""
 
     def draw(self, law: Tensor, depth: int) -> Tensor:
         """Ids (A,) drawn from law (A, V) with the noise of this depth (0-based)."""
@@ -56,7 +66,8 @@ class Proposer(Protocol):
         """Draft up to turn.k[b] tokens a row."""
 
     def commit(self, valid: Sequence[int]) -> None:
-        """valid[b] tokens of row b's text are now certain to agree with what was stored; drop the rest."""
+        """valid[b] tokens of row b's text are now certain to agree with what was stored; drop the rest. 0: forget all
+        of the row, NaN may stand in what was stored."""
 
     def move(self, source: int, target: int) -> None:
         """Row `source` takes slot `target`; its old slot is free."""

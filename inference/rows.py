@@ -13,7 +13,8 @@ class Row:
     """prompt and emitted tokens in one list, with what ends the row.
 
     index: its place among the prompts of the call; id: the key of its random numbers; limit: most new tokens;
-    ends: token ids that end it; finish: "stop" or "length" once it has ended.
+    ends: token ids that end it; finish: "stop", "length" or "error" once it has ended, error: its message then.
+    alone: nothing is drafted for it any more; stained: NaN may stand in its slot.
     """
 
     index: int
@@ -24,6 +25,9 @@ class Row:
     ends: frozenset[int]
     tokenizer: PreTrainedTokenizerBase | None = None
     finish: str | None = None
+    error: str | None = None
+    alone: bool = False
+    stained: bool = False
     prompt: int = field(init=False)  # its length
 
     def __post_init__(self) -> None:
@@ -48,6 +52,10 @@ class Row:
             if self.finish:
                 return list(tokens[:count])
         return list(tokens)
+
+    def fail(self, message: str) -> None:
+        """End here, with a message."""
+        self.finish, self.error = "error", message
 
     def _stopped(self) -> bool:
         """A stop string stands in the new text, at its end or across its last tokens."""

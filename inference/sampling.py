@@ -117,27 +117,27 @@ def probs(logits: Tensor, sampling: Sampling | Sequence[Sampling]) -> Tensor:
 
     logits (..., V), already processed where the regime reads history (`inference.processors`); -inf keeps
     zero mass. sampling: one, or one for each entry of the first dimension. Returns (..., V) in the logits'
-    dtype, float32 at least. Raises ValueError when the number of regimes is not the number of rows.
+    dtype, float32 at least; logits without a law (NaN, +inf, or -inf alone) give NaN throughout. Raises
+    ValueError when the number of regimes is not the number of rows.
     """
     if isinstance(sampling, Sampling):
-        return _law(wide(logits), sampling)
+        return law_of(wide(logits), sampling)
     if len(sampling) != logits.shape[0]:
         raise ValueError(f"{len(sampling)} sampling settings for {logits.shape[0]} rows of logits")
     groups: dict[tuple[float, ...], list[int]] = {}
     for row, one in enumerate(sampling):
         groups.setdefault((one.temperature, one.top_k, one.top_p, one.min_p), []).append(row)
-    if len(groups) == 1:
-        return _law(wide(logits), sampling[0])
     law = torch.empty_like(wide(logits))
     for rows in groups.values():
         at = torch.tensor(rows, device=logits.device)
-        law[at] = _law(wide(logits[at]), sampling[rows[0]])
+        law[at] = law_of(wide(logits[at]), sampling[rows[0]])
     return law
 
 
-def _law(logits: Tensor, sampling: Sampling) -> Tensor:
+def law_of(logits: Tensor, sampling: Sampling) -> Tensor:
+    """`probs` of one regime: logits (..., V), float32 at least."""
     if sampling.temperature == 0:
-        return one_hot(logits.argmax(-1), logits)
+        return certain(logits)
     if sampling.temperature != 1:
         logits = logits / sampling.temperature
     if 0 < sampling.top_k < logits.shape[-1]:
@@ -147,6 +147,14 @@ def _law(logits: Tensor, sampling: Sampling) -> Tensor:
     if sampling.min_p > 0:
         logits = keep_min_p(logits, sampling.min_p)
     return logits.softmax(-1)
+
+
+def certain(logits: Tensor) -> Tensor:
+    """One-hot laws (..., V) of the first maximum; NaN throughout where that is not finite."""
+    ids = logits.argmax(-1, keepdim=True)
+    top = logits.gather(-1, ids)
+    none = top - top  # 0, or NaN
+    return none.expand_as(logits).scatter(-1, ids, none + 1)
 
 
 def one_hot(ids: Tensor, like: Tensor) -> Tensor:
@@ -159,17 +167,17 @@ def keep_top_k(logits: Tensor, k: int) -> Tensor:
     return logits.masked_fill(logits < logits.topk(k, dim=-1).values[..., -1:], -math.inf)
 
 
-def keep_top_p(logits: Tensor, p: float) -> Tensor:
+def keep_top_p(logits: Tensor, p: float = 1.0, *, rest: float | Tensor | None = None) -> Tensor:
     """-inf on the tail whose mass, summed from the least likely token, is at most 1 - p; the likeliest token
     always stays (Holtzman et al. 2020, 1904.09751). Which of equal logits leaves first is up to torch.sort,
-    called as transformers calls it: a row's order depends on that row alone."""
+    called as transformers calls it: a row's order depends on that row alone. rest: 1 - p, where rows differ."""
     ascending, order = logits.sort(dim=-1, descending=False)
-    gone = ascending.softmax(-1).cumsum(-1) <= 1 - p
+    gone = ascending.softmax(-1).cumsum(-1) <= (1 - p if rest is None else rest)
     gone[..., -1] = False
     return logits.masked_fill(torch.zeros_like(gone).scatter(-1, order, gone), -math.inf)
 
 
-def keep_min_p(logits: Tensor, p: float) -> Tensor:
+def keep_min_p(logits: Tensor, p: float | Tensor) -> Tensor:
     """-inf on tokens less likely than p times the likeliest one (Nguyen et al. 2024, 2407.01082)."""
     law = logits.softmax(-1)
     return logits.masked_fill(law < p * law.amax(-1, keepdim=True), -math.inf)

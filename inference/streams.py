@@ -49,7 +49,7 @@ def _absorb(state: Tensor, word: Tensor) -> Tensor:
 def _start(seed: int, streams: Sequence[int], row: Tensor) -> Tensor:
     """States (S, B) after seed, stream and row."""
     state = _absorb(row.new_zeros(1), row.new_full((1,), _signed(seed)))
-    stream = torch.tensor(streams, device=row.device).unsqueeze(-1)  # (S, 1)
+    stream = torch.cat([row.new_full((1, 1), stream) for stream in streams])  # (S, 1), filled without a copy
     return _absorb(_absorb(state, stream), row)
 
 
@@ -72,36 +72,47 @@ def uniforms(seed: int, row: Tensor, start: Tensor, depth: Tensor, streams: Sequ
 class Uniforms:
     """`uniforms` of the rows of a batch, made for many starts at a time, since a call costs its launches, not its size.
 
-    seed: of the run. device: where the numbers are made.
+    seed: of the run. device: where the numbers are made. A round asks in three steps, so that nothing but one number
+    a row goes to the device: `places` on the host, `make` when that says so, `at` on the device.
     """
 
     AHEAD = 64  # starts made at once
+    FARTHER = 512  # on a GPU, where a call costs its launches alone
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self.seed, self.device = seed, device
+        self.ahead = self.AHEAD if device.type == "cpu" else self.FARTHER
         self.rows: list[int] = []
         self.first: list[int] = []
-        self.table = torch.empty(3, 0, self.AHEAD, 0, dtype=torch.float64, device=device)  # (S, A, AHEAD, D)
+        self.table = torch.empty(3, 0, self.ahead, 0, dtype=torch.float64, device=device)  # (S, A, ahead, D)
 
     def __call__(self, rows: list[int], starts: list[int], depths: int) -> Tensor:
         """Streams DRAFT, ACCEPT and RESIDUAL of each row id at its start, depths 0 .. depths - 1 -> (S, A, D)."""
+        places, fresh = self.places(rows, starts, depths)
+        if fresh:
+            self.make(*(torch.tensor(part, device=self.device) for part in (rows, starts)), depths)
+        return self.at(torch.tensor(places, device=self.device), depths)
+
+    def places(self, rows: list[int], starts: list[int], depths: int) -> tuple[list[int], bool]:
+        """Where in the table each row's numbers stand, and whether `make` comes first."""
         held = rows == self.rows and depths <= self.table.shape[-1]
         ahead = [start - first for start, first in zip(starts, self.first, strict=True)] if held else [-1]
-        if min(ahead) < 0 or max(ahead) >= self.AHEAD:
-            self._make(rows, starts, depths)
-            ahead = [0] * len(rows)
-        if len(ahead) == 1:
-            return self.table[:, :, ahead[0], :depths]
-        row = torch.arange(len(rows), device=self.device)
-        return self.table[:, row, torch.tensor(ahead, device=self.device), :depths]
+        fresh = min(ahead) < 0 or max(ahead) >= self.ahead
+        if fresh:
+            self.rows, self.first, ahead = list(rows), list(starts), [0] * len(rows)
+        return [row * self.ahead + start for row, start in enumerate(ahead)], fresh
 
-    def _make(self, rows: list[int], starts: list[int], depths: int) -> None:
-        self.rows, self.first = list(rows), list(starts)
-        row = torch.tensor(rows, device=self.device).repeat_interleave(self.AHEAD)
-        start = torch.tensor(starts, device=self.device).unsqueeze(1) + torch.arange(self.AHEAD, device=self.device)
+    def make(self, rows: Tensor, starts: Tensor, depths: int) -> None:
+        """Numbers of rows (A,) from `starts` (A,) on."""
+        row = rows.repeat_interleave(self.ahead)
+        start = starts.unsqueeze(1) + torch.arange(self.ahead, device=self.device)
         depth = torch.arange(max(depths, self.table.shape[-1]), device=self.device)
         made = uniforms(self.seed, row, start.flatten(), depth, (DRAFT, ACCEPT, RESIDUAL))
-        self.table = made.view(3, len(rows), self.AHEAD, -1)
+        self.table = made.view(3, len(rows), self.ahead, -1)
+
+    def at(self, places: Tensor, depths: int) -> Tensor:
+        """Numbers (S, A, depths) at `places` (A,)."""
+        return self.table.flatten(1, 2).index_select(1, places)[..., :depths]
 
 
 def gumbel(seed: int, row: Tensor, position: Tensor, V: int) -> Tensor:

@@ -29,7 +29,7 @@ class Synthetic(Engine):
 
     def _turn(self, run: _Run) -> Turn:
         turn = super()._turn(run)
-        return _Coins(self.alpha, turn.rows, turn.k, turn.rule, turn.noise, turn.vocabulary, turn.device)
+        return _Coins(self.alpha, turn.rows, turn.k, turn.rule, turn.noise, turn.vocabulary, turn.device, turn.batch)
 
 
 class _Coins(Turn):
@@ -37,14 +37,14 @@ class _Coins(Turn):
         super().__init__(*settings)
         self.alpha = alpha
 
-    def verdict(self, p: Tensor, q: Tensor | None, x: Tensor, k: list[int]) -> Verdict:
+    def verdict(self, p: Tensor, q: Tensor | None, x: Tensor, k: list[int] | Tensor) -> Verdict:
         super().verdict(p, q, x, k)  # its time counts
-        length = torch.tensor(k, device=self.device)
+        length = k if isinstance(k, Tensor) else self.length(k)
         depth = torch.arange(x.shape[1], device=self.device)
-        coins = self.noise(self.ids, self.starts, max(self.k) + 1)[1]  # (A, K+1), of the acceptance test
+        coins = self._streams(max(self.k) + 1)[1]  # (A, K+1), of the acceptance test
         passed = (coins[:, : x.shape[1]] < self.alpha) & (depth < length.unsqueeze(1))
         accepted = passed.long().cumprod(1).sum(1)
-        return Verdict(accepted, p[torch.arange(len(k), device=self.device), accepted])
+        return Verdict(accepted, p[torch.arange(len(p), device=self.device), accepted])
 
 
 def random_model(

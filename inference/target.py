@@ -62,6 +62,7 @@ class LM:
         with unchanged(model):
             self.run = self._forward(stock, compile, int8)
         self.device, self.dtype = model.device, model.dtype
+        self.offsets = torch.arange(0, device=self.device)  # 0, 1, ...: as many as a pass had ids
         self.weights = "int8" if int8 else str(model.dtype).removeprefix("torch.")
 
     @property
@@ -96,32 +97,47 @@ class LM:
         """What keys and values are held in."""
         return self.run.shape.held if isinstance(self.run, Lean) else self.dtype
 
-    def forward(self, ids: Tensor, start: Sequence[int], low: int = 0, only: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        ids: Tensor,
+        start: Sequence[int],
+        low: int = 0,
+        only: Tensor | None = None,
+        at: Tensor | None = None,
+    ) -> Tensor:
         """One pass: ids (A, n) of slots [low, low + A) at positions start_b, start_b + 1, ...
 
-        Returns logits (A, n, V), or (A, 1, V) after id `only` (A,) of each row. Where passes are replayed, the next
-        pass of this LM overwrites them: copy what must last. Entries of a row past its real tokens are computed from
-        whatever ids stand there and overwritten by its next pass.
+        Returns logits (A, n, V), or (A, 1, V) after id `only` (A,) of each row. at (A,): `start` where it is on the
+        device already. Where passes are replayed, the next pass of this LM overwrites them: copy what must last.
+        Entries of a row past its real tokens are computed from whatever ids stand there and overwritten by its next
+        pass.
         """
         asked = only if ids.shape[1] > 1 else None  # of one id there is nothing to choose
-        logits = self.run.logits(ids.clamp(max=self.size - 1), self._aimed(ids, start, low), asked)
+        logits = self.run.logits(self._known(ids), self._aimed(ids, start, low, at), asked)
         missing = self.vocabulary - logits.shape[-1]
         if missing > 0:
             return torch.nn.functional.pad(logits, (0, missing), value=-math.inf)
         return logits[..., : self.vocabulary]
 
     def draft(
-        self, tails: Tensor, ends: Sequence[int], u: Tensor, temperature: Tensor, greedy: bool = False
+        self,
+        tails: Tensor,
+        ends: Sequence[int],
+        u: Tensor,
+        temperature: Tensor,
+        greedy: bool = False,
+        at: Tensor | None = None,
     ) -> tuple[Tensor, Tensor] | None:
         """All drafts of a round in one call, where passes are compiled: None where they are not.
 
         tails (A, 2): the last two ids of texts of ends_b tokens in slots [0, A), stored but for these; u (A, k)
         uniforms, temperature (A,) above 0. Returns drafts (A, k) and their laws (A, k, V); greedy: the likeliest
-        tokens, one-hot laws. Where passes are replayed, the next call overwrites them.
+        tokens, one-hot laws. at (A,): `ends` where it is on the device already. Where passes are replayed, the next
+        call overwrites them.
         """
         if not isinstance(self.run, Lean) or self.vocabulary != self.size:
             return None
-        at = torch.tensor(ends, device=self.device)
+        at = torch.tensor(ends, device=self.device) if at is None else at
         window = Window(0, len(ends), at.unsqueeze(1), None, max(ends) + u.shape[1] - 1)
         self.cache.aim(window)
         even = u.reshape(-1).view(u.shape)  # one stride for every number of uniforms that were made
@@ -129,20 +145,27 @@ class LM:
 
     def store(self, ids: Tensor, start: Sequence[int], low: int = 0) -> None:
         """As forward, without the head: prompts are stored, nothing is predicted."""
-        self.run.store(ids.clamp(max=self.size - 1), self._aimed(ids, start, low))
+        self.run.store(self._known(ids), self._aimed(ids, start, low, None))
 
-    def _aimed(self, ids: Tensor, start: Sequence[int], low: int) -> Window:
-        window = self._window(ids, start, low)
+    def _known(self, ids: Tensor) -> Tensor:
+        """Ids that the model has no row for, as its last one."""
+        return ids.clamp(max=self.size - 1) if self.vocabulary > self.size else ids
+
+    def _aimed(self, ids: Tensor, start: Sequence[int], low: int, at: Tensor | None) -> Window:
+        window = self._window(ids, start, low, at)
         self.cache.aim(window)
         return window
 
-    def _window(self, ids: Tensor, start: Sequence[int], low: int) -> Window:
+    def _window(self, ids: Tensor, start: Sequence[int], low: int, at: Tensor | None) -> Window:
         first, width = max(start), ids.shape[1]
-        offsets = torch.arange(width, device=self.device)
+        if width > len(self.offsets):
+            self.offsets = torch.arange(width, device=self.device)
+        offsets = self.offsets[:width]
         if first == min(start):
             positions = (offsets + first).expand(len(start), width)
             return Window(low, low + len(start), positions, first, first + width)
-        positions = torch.tensor(start, device=self.device).unsqueeze(1) + offsets
+        at = torch.tensor(start, device=self.device) if at is None else at
+        positions = at.unsqueeze(1) + offsets
         return Window(low, low + len(start), positions, None, first + width)
 
     def wait(self) -> None:
@@ -153,6 +176,13 @@ class LM:
     def move(self, source: int, target: int, length: int) -> None:
         """Copy slot `source` (its first `length` tokens) to slot `target`."""
         self.cache.move(source, target, length)
+
+    def clear(self, slot: int) -> None:
+        """Zero a slot in which NaN may stand: what is masked is multiplied by 0, and 0 times NaN is NaN."""
+        for layer in self.cache.stores:
+            if layer.is_initialized:
+                layer.keys[slot].zero_()
+                layer.values[slot].zero_()
 
 
 def _refuse_unsupported(model: PreTrainedModel, config: PreTrainedConfig) -> None:

@@ -1,10 +1,10 @@
 """One round of the active rows: their laws, their noise and the verdict on their drafts.
 
 A rows, K drafted at most, V vocabulary. The noise of a row is a function of (seed, row id, tokens it had emitted
-when the round began, depth, stream), see `streams`; only the coupled rule keys it by position.
+when the round began, depth, stream), see `streams`; only the coupled rule keys it by position. What the host decides
+goes to the device in one copy (`send`), and what it must know comes back in one (`settle`).
 """
 
-import math
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -12,15 +12,20 @@ import torch
 from torch import Tensor
 
 from inference import streams, verify
-from inference.processors import needs_history, process
+from inference.batch import Batch, Numbers, send
+from inference.own import processed
+from inference.proposer import Proposal
 from inference.rows import Row
-from inference.sampling import draw, one_hot, probs, wide
+from inference.sampling import draw, one_hot, wide
 
 RULES = ("token", "block", "match", "coupled")
 
 
 class Turn:
-    """What the engine and a proposer share during one round; implements `proposer.Round`."""
+    """What the engine and a proposer share during one round; implements `proposer.Round`.
+
+    batch: of an earlier round of the same rows, so that their settings are not copied again.
+    """
 
     def __init__(
         self,
@@ -30,60 +35,86 @@ class Turn:
         noise: streams.Uniforms,
         vocabulary: int,
         device: torch.device,
+        batch: Batch | None = None,
     ) -> None:
         self.rows, self.k, self.rule, self.noise = rows, k, rule, noise
         self.vocabulary, self.device = vocabulary, device
+        self.batch = batch if batch and batch.holds(rows) else Batch(rows, vocabulary, device)
         self.texts = [row.text for row in rows]
-        self.sampling = [row.sampling for row in rows]
-        self.reads_history = any(map(needs_history, self.sampling))
         self.ids, self.starts = [row.id for row in rows], [row.emitted for row in rows]
+        self.messages: dict[int, str] = {}  # by row: what its own processors raised first
+        self.done: set[int] = set()  # rows with own processors that left their draft no token
+        self.sent: dict[str, Tensor] = {}
+        self.lengths: list[int] = []  # of the drafts, as they were sent
+
+    def send(self, k: list[int] | None = None, **numbers: Numbers) -> dict[str, Tensor]:
+        """Copy what this round needs to the device, once: of a later call only `numbers` go, in a copy of their own.
+
+        k: how many are drafted for each row, where that differs from what was asked for.
+        """
+        if self.sent:
+            self.sent |= send(self.device, **numbers) if numbers else {}
+            return self.sent
+        self.lengths = list(self.k if k is None else k)
+        depths = max(self.k) + 1
+        places, fresh = self.noise.places(self.ids, self.starts, depths)
+        read, history = self._read(), self.batch.history
+        if history:
+            numbers |= {"newest": history.newest(), "tails": history.tails()}
+        self.sent = send(self.device, length=self.lengths, start=self.starts, place=places, read=read,
+                         anchor=[text[-1:] for text in self.texts], **numbers)  # fmt: skip
+        if fresh:
+            self.noise.make(self.batch.ids, self.sent["start"], depths)
+        if history:
+            history.count(self.sent["newest"])
+        return self.sent
+
+    def _read(self) -> list[int]:
+        """Where the target reads each row's anchor."""
+        return [len(text) - 1 for text in self.texts]
+
+    def length(self, k: list[int]) -> Tensor:
+        """Draft lengths (A,) on the device."""
+        sent = self.send(k)
+        return sent["length"] if k == self.lengths else torch.tensor(k, device=self.device)
 
     def law(self, logits: Tensor, drafted: list[Tensor]) -> Tensor:
         """Logits (A, V) after the texts and `drafted` ids (A,) -> law (A, V)."""
-        if self.reads_history:
-            prefixes = torch.stack(drafted, 1).tolist() if drafted else [[]] * len(self.rows)
-            rows = [r for r, row in enumerate(self.rows) if row.ends.isdisjoint(prefixes[r])]
-            logits = self._processed(logits, prefixes, rows)
-        return probs(logits, self.sampling)
+        logits = logits.to(self.device)
+        if self.batch.history:
+            x = torch.stack(drafted, 1) if drafted else self._nothing()
+            self.send()
+            needed = [-1 if a in self.done else k - 1 for a, k in enumerate(self.lengths)]  # behind them none is drawn
+            logits = self._processed(logits.unsqueeze(1), x, needed, len(drafted)).squeeze(1)
+            self.done |= {a for a in self.batch.own if not bool(logits[a].amax().isfinite())}
+        return self.batch.regimes.law(logits)
 
     def laws(self, logits: Tensor, x: Tensor, k: list[int]) -> Tensor:
         """Target logits (A, K+1, V) of the texts and drafts x (A, K) -> p (A, K+1, V); past k_b unread."""
-        if self.reads_history:
-            logits = torch.stack(self._along(logits, x, k), 1)
-        return probs(logits, self.sampling)
+        if self.batch.history:
+            logits = self._processed(logits, x, k, 0)
+        return self.batch.regimes.law(logits)
 
-    def _along(self, logits: Tensor, x: Tensor, k: list[int]) -> list[Tensor]:
-        """Processed logits (A, V) of each depth. Behind an end, or a draft without mass, no text goes on: what
-        stands there is never read into one, and a grammar may have no answer."""
-        drafts, places = x.tolist(), []
-        rows = list(range(len(k)))
-        for depth, here in enumerate(logits.unbind(1)):
-            here = self._processed(here, [draft[:depth] for draft in drafts], rows)
-            places.append(here)
-            rows = [r for r in rows if depth < k[r] and self._goes_on(r, drafts[r][depth], here[r])]
-        return places
+    def _processed(self, logits: Tensor, x: Tensor, k: list[int], first: int) -> Tensor:
+        """Logits (A, n, V) of the places after first, first + 1, ... of the drafts x (A, K), as settings leave them."""
+        history, sent = self.batch.history, self.send()
+        assert history is not None
+        found = history(logits, x, first, sent["tails"], sent["start"])
+        return processed(found, self.rows, self.batch.own, x, k, first, self.messages) if self.batch.own else found
 
-    def _goes_on(self, row: int, token: int, logits: Tensor) -> bool:
-        return token not in self.rows[row].ends and bool(logits[token] > -math.inf)
+    def _nothing(self) -> Tensor:
+        return torch.empty(len(self.rows), 0, dtype=torch.int64, device=self.device)
 
-    def _processed(self, logits: Tensor, drafts: list[list[int]], rows: list[int]) -> Tensor:
-        """Logits (A, V) of the texts followed by drafts, processed in `rows`, as they are in the others."""
-        logits = wide(logits).clone()
-        if rows:
-            histories = [self.texts[r] + drafts[r] for r in rows]
-            new = [self.rows[r].emitted + len(drafts[r]) for r in rows]
-            # each row's own stop ids come with its settings
-            ends = sorted(frozenset.intersection(*(row.ends for row in self.rows)))
-            logits[rows] = process(logits[rows], histories, new, [self.sampling[r] for r in rows], ends)
-        return logits
-
-    def simple(self, depths: int) -> tuple[Tensor, Tensor] | None:
-        """Uniforms (A, depths) and temperatures (A,), where laws and draws need no more than these."""
-        cut = any(s.top_k or s.top_p < 1 or s.min_p for s in self.sampling)
-        if self.rule == "coupled" or self.reads_history or cut:
+    @property
+    def temperatures(self) -> list[float] | None:
+        """Of each row, where laws and draws need no more than these."""
+        if self.rule == "coupled" or self.batch.history or self.batch.regimes.cut:
             return None
-        u = self.noise(self.ids, self.starts, depths)[0]  # the stream of drafts
-        return u, torch.tensor([s.temperature for s in self.sampling], dtype=torch.float64, device=self.device)
+        return self.batch.regimes.temperatures
+
+    def simple(self, depths: int) -> tuple[Tensor, Tensor]:
+        """Uniforms (A, depths) of the drafts and temperatures (A,)."""
+        return self._streams(depths)[0], self.batch.regimes.temperature
 
     def draw(self, law: Tensor, depth: int) -> Tensor:
         """Ids (A,) from law (A, V): the draft's own stream, or the noise shared with the target."""
@@ -93,19 +124,27 @@ class Turn:
 
     @cached_property
     def _gumbel(self) -> Tensor:
-        start, depth = torch.tensor(self.starts, device=self.device), torch.arange(max(self.k) + 1, device=self.device)
-        ids = torch.tensor(self.ids, device=self.device)
-        return streams.gumbel(self.noise.seed, ids, start.unsqueeze(1) + depth, self.vocabulary)  # (A, K+1, V)
+        start, depth = self.send()["start"], torch.arange(max(self.k) + 1, device=self.device)
+        return streams.gumbel(self.noise.seed, self.batch.ids, start.unsqueeze(1) + depth, self.vocabulary)
 
     @cached_property
     def _uniforms(self) -> dict[int, Tensor]:
         """Uniforms (A, K+1) of each stream."""
-        made = self.noise(self.ids, self.starts, max(self.k) + 1)
+        made = self._streams(max(self.k) + 1)
         return dict(zip((streams.DRAFT, streams.ACCEPT, streams.RESIDUAL), made, strict=True))
 
-    def verdict(self, p: Tensor, q: Tensor | None, x: Tensor, k: list[int]) -> verify.Verdict:
-        """The rule on p (A, K+1, V), q (A, K, V) or None for certain drafts, x (A, K)."""
-        length = torch.tensor(k, device=self.device)
+    def _streams(self, depths: int) -> Tensor:
+        """Uniforms (S, A, depths)."""
+        sent = self.send()
+        if depths > self.noise.table.shape[-1]:  # deeper than any round so far
+            places, _ = self.noise.places(self.ids, self.starts, depths)
+            self.noise.make(self.batch.ids, sent["start"], depths)
+            sent["place"] = send(self.device, place=places)["place"]
+        return self.noise.at(sent["place"], depths)
+
+    def verdict(self, p: Tensor, q: Tensor | None, x: Tensor, k: list[int] | Tensor) -> verify.Verdict:
+        """The rule on p (A, K+1, V), q (A, K, V) or None for certain drafts, x (A, K), k (A,)."""
+        length = k if isinstance(k, Tensor) else self.length(k)
         if self.rule == "coupled":
             return verify.coupled(p, x, self._gumbel[:, : x.shape[1] + 1], length)
         u = self._uniforms[streams.ACCEPT]
@@ -119,3 +158,39 @@ class Turn:
     def last(self, law: Tensor) -> Tensor:
         """The token (A,) emitted after the accepted ones, drawn from the verdict's law (A, V)."""
         return draw(law, self._uniforms[streams.RESIDUAL][:, 0])
+
+    def settle(self, logits: Tensor, proposal: Proposal) -> Tensor:
+        """All that the host must know of the round, in one tensor (A, 4 + K): drafts accepted, the token after them,
+        drafts that had laws, whether there was no law for that token (it is then no token), and the drafts."""
+        p = self.laws(logits, proposal.x, proposal.k)
+        length = sound(p, proposal.q, self.length(proposal.k))
+        verdict = self.verdict(p, proposal.q, proposal.x, length)
+        lost = without_law(p).gather(1, verdict.accepted.unsqueeze(1))
+        columns = verdict.accepted.unsqueeze(1), self.last(verdict.law).unsqueeze(1), length.unsqueeze(1), lost
+        return torch.cat((*columns, proposal.x), 1)
+
+    def reason(self, row: int, logits: Tensor) -> str:
+        """Why a row has no law, given the target's logits (V,) at that place; reads from the device."""
+        if row in self.messages:
+            return self.messages[row]
+        place = f"after {len(self.texts[row])} tokens"
+        if not bool(wide(logits).amax().isfinite()):
+            return f"{place}: the target's logits are NaN, infinite or all -inf"
+        return (f"{place}: no token is left; Sampling.banned, logit_bias, min_new_tokens or processors forbid every "
+                f"one that the model allows")  # fmt: skip
+
+
+def without_law(law: Tensor) -> Tensor:
+    """Laws (..., V) -> (...): whether it is none, see `sampling.probs`."""
+    return law[..., 0].isnan()
+
+
+def sound(p: Tensor, q: Tensor | None, k: Tensor) -> Tensor:
+    """Draft lengths (A,), cut where a law is missing: a draft needs its own law, and the target's before it.
+
+    Depends on the drafts before the cut alone, as a stop rule may: p (A, K+1, V), q (A, K, V), k (A,).
+    """
+    missing = without_law(p)[:, :-1]
+    if q is not None and q.shape[1]:
+        missing = missing | without_law(q)
+    return torch.minimum(k, (~missing).to(torch.int64).cumprod(1).sum(1))

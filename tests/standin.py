@@ -199,6 +199,10 @@ class _Names(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         kwargs = {name: self._named(value) for name, value in (kwargs or {}).items()}
         args = tuple([self._named(value) if isinstance(value, NAMES) else value for value in args])
+        if func is Tensor.pin_memory:  # a CPU build has no such memory: a copy that is known as one
+            found = args[0].clone()
+            self.gpu.pinned[id(found)] = weakref.ref(found)
+            return found
         if func in (torch.tensor, torch.as_tensor) and self.gpu.index(kwargs.get("device")) is not None:
             where = kwargs.pop("device")
             return (args[0] if isinstance(args[0], Tensor) else func(*args, **kwargs)).to(where)
@@ -208,7 +212,8 @@ class _Names(TorchFunctionMode):
 
 
 class Gpu:
-    """launches, h2d, d2h, moved (bytes read and written), by phase; sites: (kind, place) -> how often."""
+    """launches, h2d, d2h, moved (bytes read and written), by phase; blocking: copies to the device that are waited for,
+    since what is copied is not pinned or the copy is not asked to run by itself; sites: (kind, place) -> how often."""
 
     def __init__(self, arch: str = "sm80", devices: int = 2):
         self.arch, self.devices, self.current, self.phase = arch, devices, 0, "-"
@@ -217,6 +222,7 @@ class Gpu:
         self.pools: dict[object, weakref.WeakSet[Graph]] = {}
         self.storages: dict[int, list] = {}
         self.known: dict = {}
+        self.pinned: dict[int, weakref.ref] = {}
         self.live = self.peak = 0
         self.clear()
 
@@ -225,7 +231,7 @@ class Gpu:
         self.replays, self.inside = Counter(), Counter()
         self.ops, self.sites = defaultdict(Counter), Counter()
         self.attention = Counter()
-        self.waits = 0
+        self.waits = self.blocking = 0
 
     # memory
     def held(self, tensor):
@@ -391,6 +397,8 @@ class Gpu:
             return found
         if not isinstance(x, Cuda):  # from the host
             self.sent()
+            pinned = id(x) in self.pinned and self.pinned[id(x)]() is x
+            self.blocking += not (pinned and kwargs.get("non_blocking"))
             with torch.inference_mode(False), torch.no_grad():
                 return Cuda(aten._to_copy.default(x, **rest), wanted)
         here = x.device.index

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,7 +10,7 @@ from transformers import PreTrainedModel
 
 from inference.precision import widened
 from inference.proposer import Proposal, Round
-from inference.sampling import one_hot
+from inference.sampling import certain
 from inference.store import load_draft
 from inference.target import LM, load_model
 
@@ -31,6 +32,7 @@ class Independent:
         self.shape: tuple[int, int, int, int] | None = None
         self.lm: LM
         self.stored: list[int] = []  # tokens of each row's text that its slot holds
+        self.sent: dict[str, Tensor] = {}  # this round's numbers, once they are on the device
         self.longest = 0  # drafts of a round that are made at once, as many each time: other lengths are other graphs
 
     @property
@@ -71,6 +73,7 @@ class Independent:
         K = max(k)
         if K == 0:
             return Proposal(torch.empty(len(k), 0, dtype=torch.int64, device=self.lm.device), None, k)
+        self.sent = {}
         return self._at_once(turn, k) or self._stepwise(turn, k, K)
 
     def _at_once(self, turn: Round, k: list[int]) -> Proposal | None:
@@ -79,47 +82,63 @@ class Independent:
         lacking = max(end - stored for end, stored in zip(ends, self.stored, strict=True))
         if not self.lm.compiled or lacking > 2 or min(ends) < 2 or max(ends) + self.longest > self.lm.context:
             return None
-        simple = turn.simple(self.longest)
-        if simple is None:
+        temperatures = turn.temperatures
+        if temperatures is None:
             return None
-        u, temperature = simple
-        greedy = self.greedy or not temperature.any()
-        if not greedy and not temperature.all():
+        greedy = self.greedy or not any(temperatures)
+        if not greedy and not all(temperatures):
             return None
-        tails = torch.tensor([text[-2:] for text in turn.texts], device=self.lm.device)
-        found = self.lm.draft(tails, ends, u, temperature, greedy)
+        tails = [text[-2:] for text in turn.texts]
+        sent = self.sent = turn.send(
+            k, tails=tails, ends=ends, **self._lacking(turn.texts, k)
+        )  # single steps may still follow
+        last, at, u, temperature = self._here(sent["tails"], sent["ends"], *turn.simple(self.longest))
+        found = self.lm.draft(last, ends, u, temperature, greedy, at)
         if found is None:
             return None
         self.stored = [end + self.longest - 1 for end in ends]
         return Proposal(found[0][:, :K], found[1][:, :K], k)
 
     def _stepwise(self, turn: Round, k: list[int], K: int) -> Proposal:
-        logits = self._catch_up(turn.texts, k)
+        follows = self._lacking(turn.texts, k)["follows"]
+        logits = self._catch_up(turn, k)
         drafted: list[Tensor] = []
         laws: list[Tensor] = []
         for depth in range(K):
             law = turn.law(logits, drafted)
-            laws.append(one_hot(law.argmax(-1), law) if self.greedy else law)
+            laws.append(certain(law) if self.greedy else law)
             drafted.append(turn.draw(laws[-1], depth))
             if depth + 1 < K:
-                ends = [
-                    len(text) + depth if wanted else stored
-                    for text, wanted, stored in zip(turn.texts, k, self.stored, strict=True)
-                ]
-                logits = self.lm.forward(drafted[-1].unsqueeze(1), ends)[:, -1]
+                ids, at = self._here(drafted[-1].unsqueeze(1), turn.send()["follows"] + depth)
+                logits = self.lm.forward(ids, [end + depth for end in follows], at=at)[:, -1]
         rows = zip(turn.texts, k, self.stored, strict=True)
         self.stored = [len(text) + K - 1 if wanted else stored for text, wanted, stored in rows]
         return Proposal(torch.stack(drafted, 1), torch.stack(laws, 1), k)
 
-    def _catch_up(self, texts: Sequence[list[int]], k: list[int]) -> Tensor:
+    def _catch_up(self, turn: Round, k: list[int]) -> Tensor:
         """Logits (A, V) after each whole text; ragged tails are padded on the right, past what is read."""
-        rows = zip(texts, k, self.stored, strict=True)
-        lacking = [text[stored:] if wanted else [] for text, wanted, stored in rows]
-        last = torch.tensor([max(len(tail), 1) - 1 for tail in lacking], device=self.lm.device)
-        return self.lm.forward(_pad(lacking, self.lm.device), self.stored, only=last)[:, 0]
+        sent = self.sent or turn.send(k, **self._lacking(turn.texts, k))
+        ids, only, at = self._here(sent["lacking"], sent["only"], sent["stored"])
+        return self.lm.forward(ids, self.stored, only=only, at=at)[:, 0]
+
+    def _lacking(self, texts: Sequence[list[int]], k: list[int]) -> dict[str, Any]:
+        """Ids that the slots lack, which of them is the last one, where they go, and where the first draft goes: of a
+        row that is not drafted for, where it stands, since its slot may have no place behind its text."""
+        rows = list(zip(texts, k, self.stored, strict=True))
+        tails = [text[stored:] if wanted else text[-1:] for text, wanted, stored in rows]
+        follows = [len(text) if wanted else stored for text, wanted, stored in rows]
+        only = [len(tail) - 1 for tail in tails]
+        return {"lacking": padded(tails), "only": only, "stored": self.stored, "follows": follows}
+
+    def _here(self, *tensors: Tensor) -> list[Tensor]:
+        """The tensors on the draft's own device."""
+        return [tensor.to(self.lm.device) for tensor in tensors]
 
     def commit(self, valid: Sequence[int]) -> None:
         self.stored = [min(stored, length) for stored, length in zip(self.stored, valid, strict=True)]
+        for slot, length in enumerate(valid):
+            if length == 0:
+                self.lm.clear(slot)
 
     def move(self, source: int, target: int) -> None:
         if source != target:
@@ -133,14 +152,14 @@ def _load(path: str) -> PreTrainedModel:
     return widened(load_draft(path)[0]) if Path(path).is_dir() else load_model(path)
 
 
-def _pad(rows: Sequence[list[int]], device: torch.device) -> Tensor:
-    """Right-pad with id 0 to (A, n)."""
+def padded(rows: Sequence[list[int]]) -> list[list[int]]:
+    """Rows of one length, each padded on the right with its own last id: no row reads an id that is not its own."""
     width = max(map(len, rows))
-    return torch.tensor([row + [0] * (width - len(row)) for row in rows], device=device)
+    return [row + row[-1:] * (width - len(row)) for row in rows]
 
 
 def store_prompts(lm: LM, low: int, prompts: Sequence[list[int]], chunk: int = 512) -> None:
     """Store all but the last token of each prompt in slots low, low + 1, ..., `chunk` positions a pass."""
     for start in range(0, max(map(len, prompts)) - 1, chunk):
-        tails = [prompt[:-1][start : start + chunk] for prompt in prompts]
-        lm.store(_pad(tails, lm.device), [start] * len(prompts), low)
+        tails = [prompt[:-1][start : start + chunk] or prompt[:1] for prompt in prompts]
+        lm.store(torch.tensor(padded(tails), device=lm.device), [start] * len(prompts), low)

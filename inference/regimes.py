@@ -1,0 +1,72 @@
+"""Temperature, top-k, top-p and min-p of several rows at once, as tensors on their device.
+
+A rows, V vocabulary. `sampling.probs` of each row alone is the reference: the same order, the same ties.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from inference.sampling import Sampling, certain, keep_min_p, keep_top_p, law_of, wide
+
+
+class Regimes:
+    """Laws of A rows under settings of their own. Made when rows come or go: making it copies to the device."""
+
+    def __init__(self, sampling: Sequence[Sampling], device: torch.device) -> None:
+        kinds = {(s.temperature, s.top_k, s.top_p, s.min_p) for s in sampling}
+        self.count, self.alike = len(sampling), sampling[0] if len(kinds) == 1 else None
+        self.temperatures = [float(s.temperature) for s in sampling]
+        self.cut = any(s.top_k or s.top_p < 1 or s.min_p for s in sampling)
+        nucleus = [row for row, s in enumerate(sampling) if s.temperature and s.top_p < 1]
+        columns = [self.temperatures, [s.min_p for s in sampling], [1 - s.top_p for s in sampling],
+                   [s.top_k for s in sampling], nucleus + [0] * (len(sampling) - len(nucleus))]  # fmt: skip
+        table = torch.tensor(columns, dtype=torch.float64, device=device)  # (5, A)
+        self.temperature, self.min_p, rest = table[:3].unbind()
+        self.greedy, self.top_k = self.temperature == 0, table[3].to(torch.int64)
+        self.divisor = torch.where(self.greedy, 1.0, self.temperature)
+        self.some_greedy, self.least = 0 in self.temperatures, any(s.min_p for s in sampling)
+        self.most = max(s.top_k for s in sampling)
+        self.nucleus = table[4].to(torch.int64)[: len(nucleus)]
+        self.rest = rest[self.nucleus]
+
+    def law(self, logits: Tensor) -> Tensor:
+        """logits (A, ..., V) -> laws (A, ..., V), float32 at least; NaN throughout where no law is left.
+
+        Raises ValueError when the number of rows is another.
+        """
+        if logits.shape[0] != self.count:
+            raise ValueError(f"{self.count} sampling settings for {logits.shape[0]} rows of logits")
+        if self.alike is not None:
+            return law_of(wide(logits), self.alike)
+        logits = wide(logits)
+        cut = self._cut(logits / self._by_row(self.divisor, logits))
+        law = cut.softmax(-1)
+        if self.some_greedy:
+            law = torch.where(self._by_row(self.greedy, law), certain(logits), law)
+        return law
+
+    def _cut(self, logits: Tensor) -> Tensor:
+        if self.most:
+            logits = self._top_k(logits)
+        if len(self.nucleus):
+            rows = logits.index_select(0, self.nucleus)
+            logits = logits.index_copy(0, self.nucleus, keep_top_p(rows, rest=self._by_row(self.rest, rows)))
+        return keep_min_p(logits, self._by_row(self.min_p, logits)) if self.least else logits
+
+    def _top_k(self, logits: Tensor) -> Tensor:
+        """-inf below the k-th largest of each row, k of its own; 0 keeps all."""
+        V = logits.shape[-1]
+        k = self._by_row(self.top_k, logits).expand(*logits.shape[:-1], 1)
+        largest = logits.topk(min(self.most, V), dim=-1).values
+        least = largest.gather(-1, (k - 1).clamp(0, largest.shape[-1] - 1))
+        least = torch.where((k > 0) & (k < V), least, -math.inf)
+        return logits.masked_fill(logits < least, -math.inf)
+
+    @staticmethod
+    def _by_row(values: Tensor, like: Tensor) -> Tensor:
+        """(A,) -> (A, 1, ..., 1), as many dimensions as `like`, in its dtype where both are numbers with a point."""
+        values = values.to(like.dtype) if values.is_floating_point() else values
+        return values.view(-1, *(1,) * (like.dim() - 1))

@@ -1,0 +1,106 @@
+"""Launches, copies and reads of a round on a GPU, counted on the stand-in device.
+
+    python -m tests.gpu_counts [outputs/results/gpu_counts.json]
+
+Tiny models with the shapes of a round of eight rows and four drafts: what is counted does not depend on their size.
+A round is one after the first ones, so that graphs are recorded; the median round and the worst one are given.
+`tests/test_gpu_counts.py` bounds them.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from inference import Engine, Sampling
+from inference.environment import environment
+from inference.policy import Fixed
+from inference.proposers import Independent, NGram
+from tests import standin
+from tests.tiny import near, tiny
+
+ROWS, K, FIRST, ROUNDS = 8, 4, 4, 4
+PROMPTS = [[(7 * i + 5 * n) % 30 + 1 for i in range(n)] for n in (3, 9, 2, 6, 14, 5, 11, 7)]
+# microseconds, of a launch, of a copy that does not block, and of a read with the wait for the device
+LAUNCH, COPY, READ = 5, 8, 15
+
+Made = Callable[[], Any]
+
+
+def _draft(**settings: Any) -> Any:
+    return Independent(near(tiny()).to("cuda"), compile=True, **settings)
+
+
+MIXED = [Sampling(t) for t in (0.5, 0.7, 1.0, 1.3, 0.9, 0.8, 1.1, 0.6)]
+CUTS = [Sampling(0.9, top_k=n % 3 * 5, top_p=1 - 0.1 * (n % 2), min_p=0.02 * (n % 4)) for n in range(ROWS)]
+PENALTIES = Sampling(0.9, repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.1, logit_bias={3: 1.0},
+                     banned=((1,), (2, 3)), min_new_tokens=90, stop_ids=(5,))  # fmt: skip
+SETTINGS: dict[str, tuple[Made, str, Any]] = {
+    "plain": (lambda: None, "token", Sampling(0.8)),
+    "draft, token": (_draft, "token", Sampling(0.8)),
+    "draft, block": (_draft, "block", Sampling(0.8)),
+    "draft, match": (_draft, "match", Sampling(0.8)),
+    "draft, coupled": (_draft, "coupled", Sampling(0.8)),
+    "draft, greedy": (_draft, "token", Sampling(0.0)),
+    "draft, mixed temperatures": (_draft, "token", MIXED),
+    "draft, nucleus": (_draft, "token", Sampling(0.9, top_p=0.9)),
+    "draft, mixed top-k, top-p, min-p": (_draft, "token", CUTS),
+    "draft, penalties, bias, bans, minimum length": (_draft, "token", PENALTIES),
+    "n-gram look-up": (NGram, "token", Sampling(0.8)),
+    "n-gram look-up, penalties, bias, bans, minimum length": (NGram, "token", PENALTIES),
+}
+
+
+def counted(name: str, arch: str) -> dict[str, Any]:
+    """Launches outside graphs (each replay is one), copies to the device, those that block, and reads of a round."""
+    make, rule, sampling = SETTINGS[name]
+    with standin.device(arch) as gpu:
+        engine = Engine(tiny().to("cuda"), make(), verify=rule, policy=Fixed(K), rows=ROWS, compile=True)
+        run = engine._run(engine._rows(PROMPTS, 200, sampling, None, True), 0)
+        rounds = engine._rounds(run)
+        for _ in range(FIRST):
+            next(rounds)
+        found = []
+        for _ in range(ROUNDS):
+            gpu.clear()
+            next(rounds)
+            blocking = getattr(gpu, "blocking", None)  # an older stand-in does not tell
+            found.append((sum(gpu.launches.values()), sum(gpu.h2d.values()), blocking, sum(gpu.d2h.values())))
+    names = ("launches", "copies", "blocking", "reads")
+    sums = {key: [one[place] for one in found] for place, key in enumerate(names) if None not in (found[0][place],)}
+    middle = {key: median(values) for key, values in sums.items()}
+    return middle | {"worst": {key: max(values) for key, values in sums.items()}}
+
+
+def milliseconds(found: dict[str, Any]) -> float:
+    """Arithmetic, not a measurement: what the counts cost a round on the host and in waiting."""
+    return (LAUNCH * found["launches"] + COPY * found["copies"] + READ * found["reads"]) / 1000
+
+
+def table() -> dict[str, Any]:
+    """Every setting on both kinds of GPU."""
+    found: dict[str, Any] = {}
+    for name in SETTINGS:
+        found[name] = {arch: counted(name, arch) for arch in ("sm80", "sm90")}
+        for one in found[name].values():
+            one["estimated_ms"] = milliseconds(one)
+    return found
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    report = {
+        "rows": ROWS, "k": K, "unit": "a round", "estimate": f"arithmetic: {LAUNCH} us a launch, {COPY} us a copy, "
+        f"{READ} us a read", "after": table(), "environment": environment(),
+    }  # fmt: skip
+    if len(sys.argv) > 1:
+        place = Path(sys.argv[1])
+        kept = json.loads(place.read_text()) if place.exists() else {}
+        place.write_text(json.dumps(({"before": kept["before"]} if "before" in kept else {}) | report, indent=2) + "\n")
+    for name, by_arch in report["after"].items():
+        print(f"{name:56}", *(f"{arch}: {one['launches']:5} {one['copies']:4} {one['reads']:4} {one['estimated_ms']:.2f} ms"
+                              for arch, one in by_arch.items()))  # fmt: skip

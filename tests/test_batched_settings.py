@@ -1,0 +1,86 @@
+"""Settings of many rows at once on their device: what each row's own, one by one, give."""
+
+from itertools import cycle, islice
+
+import pytest
+import torch
+
+from inference.batch import Batch, send
+from inference.processors import process
+from inference.rows import Row
+from inference.sampling import Sampling, probs
+from inference.turn import sound
+
+V = 24
+REGIMES = [Sampling(0), Sampling(), Sampling(0.7), Sampling(1.3, top_k=5), Sampling(0.9, top_p=0.8), Sampling(0, top_k=3),
+           Sampling(top_k=7, top_p=0.6, min_p=0.05), Sampling(min_p=0.2), Sampling(top_k=V + 9), Sampling(top_k=1)]  # fmt: skip
+HISTORIES = [
+    Sampling(repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2, logit_bias={2: 1.5, 9: -0.3},
+             banned=((3, 4), (1,), (5, 6, 7), (3, 3)), min_new_tokens=4, stop_ids=(7,)),
+    Sampling(), Sampling(banned=((2, 2, 2), (4,))), Sampling(repetition_penalty=0.7), Sampling(frequency_penalty=-0.5),
+    Sampling(min_new_tokens=2, stop_ids=(3, 11)), Sampling(presence_penalty=1.1), Sampling(logit_bias={4: -3.0}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(V,), (3, V)])
+def test_mixed_regimes_give_the_laws_of_each_alone(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    logits = (3 * torch.randn(len(REGIMES), *shape)).round(decimals=1).to(dtype)  # with ties
+    batch = Batch([Row(i, i, [1], 9, one, frozenset()) for i, one in enumerate(REGIMES)], V, logits.device)
+    made = batch.regimes.law(logits)
+    for row, one in enumerate(REGIMES):
+        assert torch.equal(made[row], probs(logits[row : row + 1], one)[0]), one
+    assert torch.equal(made, probs(logits, REGIMES))
+
+
+@pytest.mark.parametrize("name, values", [("temperature", (0.5, 1.5)), ("top_k", (2, 9)), ("top_p", (0.3, 0.9)),
+                                          ("min_p", (0.0, 0.5))])  # fmt: skip
+def test_rows_that_differ_in_one_setting_alone(name: str, values: tuple[float, float]) -> None:
+    both, logits = [Sampling(**{name: value}) for value in values], torch.linspace(-3, 3, V).expand(2, V)
+    made = Batch([Row(i, i, [1], 9, one, frozenset()) for i, one in enumerate(both)], V, logits.device).regimes
+    for row, one in enumerate(both):
+        assert torch.equal(made.law(logits)[row], probs(logits[row], one))
+    assert not torch.equal(*made.law(logits))
+
+
+def test_no_law_is_nan_throughout() -> None:
+    logits = torch.zeros(4, V)
+    logits[0, 3], logits[1, 4], logits[2] = torch.nan, torch.inf, -torch.inf
+    mixed = Batch([Row(i, i, [1], 9, Sampling(t), frozenset()) for i, t in enumerate((0, 1, 0, 0.5))], V, logits.device)
+    for law in (mixed.regimes.law(logits), *(probs(logits, one) for one in REGIMES)):
+        assert law[:3].isnan().all() and not law[3].isnan().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_histories_are_processed_as_one_by_one(dtype: torch.dtype) -> None:
+    """Over rounds that emit a few tokens each, at every place of the drafts."""
+    torch.manual_seed(1)
+    texts = [torch.randint(9, (n,)).tolist() for n in (4, 1, 6, 2, 5, 3, 7, 2)]
+    rows = [Row(i, i, text, 50, one, frozenset({0, *one.stop_ids}))
+            for i, (text, one) in enumerate(zip(texts, HISTORIES, strict=True))]  # fmt: skip
+    history, K = Batch(rows, V, torch.device("cpu")).history, 3
+    assert history is not None
+    for _ in range(4):
+        x, logits = torch.randint(9, (len(rows), K)), torch.randn(len(rows), K + 1, V, dtype=dtype)
+        emitted = [row.emitted for row in rows]
+        sent = send(torch.device("cpu"), newest=history.newest(), tails=history.tails(), start=emitted)
+        history.count(sent["newest"])
+        whole = history(logits, x, 0, sent["tails"], sent["start"])
+        for place in range(K + 1):
+            texts = [row.text + draft[:place] for row, draft in zip(rows, x.tolist(), strict=True)]
+            new = [count + place for count in emitted]
+            wanted = torch.cat([process(logits[a : a + 1, place], texts[a : a + 1], new[a : a + 1], row.sampling, [0])
+                                for a, row in enumerate(rows)])  # fmt: skip
+            assert torch.equal(whole[:, place], wanted)
+            here = history(logits[:, place : place + 1], x[:, :place], place, sent["tails"], sent["start"])
+            assert torch.equal(here[:, 0], wanted)
+        for row, count in zip(rows, islice(cycle((1, 4, 0, 2)), len(rows)), strict=True):
+            row.text += torch.randint(9, (count,)).tolist()
+
+
+def test_drafts_end_where_a_law_is_missing() -> None:
+    p, q = torch.full((4, 4, V), 1 / V), torch.full((4, 3, V), 1 / V)
+    p[1, 1], q[2, 2], p[3, 3] = torch.nan, torch.nan, torch.nan
+    assert sound(p, q, torch.tensor([3, 3, 3, 2])).tolist() == [3, 1, 2, 2]
+    assert sound(p[:, :1], None, torch.zeros(4, dtype=torch.int64)).tolist() == [0] * 4

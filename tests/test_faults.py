@@ -1,0 +1,237 @@
+"""A row that cannot go on ends alone, with its message; and drafting changes nothing about who can."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from inference import Engine, Sampling
+from inference.policy import Fixed
+from inference.proposers import Independent, NGram
+from inference.proposers.ngram import Seen
+from tests import standin
+from tests.tiny import near, tiny
+
+PROMPTS = [[3, 5, 7, 3, 5], [9, 2], [4] * 12, [6, 31, 6, 31], [12, 1]]
+RUN: dict[str, Any] = {"max_new_tokens": 16, "seed": 3, "ignore_eos": True}
+KINDS: dict[str, Callable[[], Any]] = {
+    "plain": lambda: None,
+    "draft": lambda: Independent(near(tiny())),
+    "ngram": NGram,
+}
+RULES = ["token", "block", "match", "coupled"]
+
+
+def drafted(kind: str, target: Any = None, **settings: Any) -> Engine:
+    return Engine(target or tiny(), KINDS[kind](), rows=3, **settings)
+
+
+def no_logits(model: Any, id: int) -> Any:
+    """Whatever follows this id, nothing is known."""
+    with torch.no_grad():
+        model.get_input_embeddings().weight[id] = torch.nan
+    return model
+
+
+def only(*ids: int) -> Sampling:
+    return Sampling(0.9, banned=tuple((id,) for id in range(32) if id not in ids))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_ids_that_the_draft_lacks_are_decoded_all_the_same(rule: str) -> None:
+    """Pitfall 40: bans leave ids of which the draft has none."""
+    draft = Independent(tiny(vocab=20, seed=3))
+    sampling = [only(25, 26, 27), Sampling(0.9), only(3, 30)]
+    out = Engine(tiny(), draft, verify=rule).generate(PROMPTS[:3], sampling=sampling, **RUN)
+    assert out.finish == ["length"] * 3 and out.errors == [None] * 3
+    assert set(out.tokens[0]) <= {25, 26, 27} and set(out.tokens[2]) <= {3, 30}
+    assert out.stats.rows[0].drafted == [] and out.stats.rows[1].drafted
+    plain = Engine(tiny(), verify="coupled").generate(PROMPTS[:3], sampling=sampling, **RUN)
+    assert rule != "coupled" or out.tokens == plain.tokens
+
+
+class Asked:
+    """A processor that records the longest text it was asked about, and raises from some length on."""
+
+    def __init__(self, end: int = 1000) -> None:
+        self.end, self.longest = end, 0
+
+    def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
+        self.longest = max(self.longest, ids.shape[1])
+        if ids.shape[1] >= self.end:
+            raise KeyError("no such state")
+        return logits
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_processors_are_not_asked_behind_a_rows_own_drafts(kind: str) -> None:
+    asked = Asked()
+    sampling = [Sampling(0.9, processors=(asked,)), Sampling(0.9), Sampling(0.9)]
+    out = drafted(kind).generate(PROMPTS[:3], sampling=sampling, **RUN | {"max_new_tokens": [6, 16, 16]})
+    assert out.finish[0] == "length" and asked.longest == len(PROMPTS[0]) + 5
+
+
+BAD: dict[str, Callable[[], Sampling]] = {
+    "banned": lambda: only(),
+    "raises": lambda: Sampling(0.9, processors=(Asked(len(PROMPTS[1]) + 7),)),
+    "dead end": lambda: Sampling(0.9, processors=(lambda ids, x: x if ids.shape[1] < 9 else x - torch.inf,)),
+    "NaN": lambda: Sampling(0.9, processors=(lambda ids, x: x * (torch.nan if ids.shape[1] > 8 else 1.0),)),
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("kind, rule", [("plain", "token"), ("draft", "block"), ("ngram", "token")])
+def test_a_row_that_cannot_go_on_ends_alone(bad: str, kind: str, rule: str) -> None:
+    """Pitfall 42: the others are what they are without it, bit by bit; the text up to there stays."""
+    sampling = [Sampling(0.9), BAD[bad](), *[Sampling(0.9)] * 3]
+    out = drafted(kind, verify=rule).generate(PROMPTS, sampling=sampling, ids=range(5), **RUN)
+    rest = [0, 2, 3, 4]
+    alone = drafted(kind, verify=rule).generate([PROMPTS[i] for i in rest], sampling=Sampling(0.9), ids=rest, **RUN)
+    assert [out.tokens[i] for i in rest] == alone.tokens and [out.finish[i] for i in rest] == alone.finish
+    assert out.finish[1] == "error" and [m is None for m in out.errors] == [True, False, True, True, True]
+    assert len(out.tokens[1]) == (0 if bad == "banned" else 7)
+    assert ("KeyError: 'no such state'" if bad == "raises" else "no token is left") in str(out.errors[1])
+    with pytest.raises(RuntimeError, match="prompt 1: "):
+        out.whole()
+
+
+@pytest.mark.parametrize("sampling", [Sampling(0.0), Sampling(0.9, top_k=9, top_p=0.9)])
+@pytest.mark.parametrize("kind, rule", [("plain", "token"), ("draft", "block"), ("draft", "match"), ("ngram", "token")])
+def test_nan_in_a_prompt_ends_its_row_and_leaves_no_trace(kind: str, rule: str, sampling: Sampling) -> None:
+    """Pitfall 41: other rows, and the next ones of its slot, are as with a model that is whole."""
+    prompts = [[3, 5, 7], [9, 30, 2] * 8, [4] * 12, [6, 1], [12, 1], [8], [2, 2]]
+    bad = no_logits(tiny(), 30)
+    sampling = Sampling(sampling.temperature, sampling.top_k, sampling.top_p, logit_bias={30: -1e9})
+    out = drafted(kind, bad, verify=rule).generate(prompts, sampling=sampling, **RUN)
+    good = drafted(kind, verify=rule).generate(prompts, sampling=sampling, **RUN)
+    assert out.finish == ["length", "error", *["length"] * 5] and out.tokens[1] == []
+    assert "logits are NaN" in str(out.errors[1])
+    rest = [0, *range(2, 7)]
+    assert [out.tokens[i] for i in rest] == [good.tokens[i] for i in rest]
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_logits_that_are_no_numbers_become_no_tokens(value: float) -> None:
+    model = tiny()
+    with torch.no_grad():
+        model.lm_head.weight[7] = value
+    for kind in KINDS:
+        for temperature in (0.0, 1.0):
+            out = drafted(kind, model).generate(PROMPTS, sampling=Sampling(temperature), **RUN)
+            assert out.finish.count("error") >= 2 and all(error is None or "logits" in error for error in out.errors)
+
+
+def test_a_draft_with_nan_is_only_refused() -> None:
+    """What a draft guesses badly, the target decodes; where plain decoding has a law, so has the round."""
+    model, prompts = tiny(), [[3, 5, 7], [9, 2], [4] * 12]
+    for target, draft in ((model, no_logits(near(model), 11)), (no_logits(tiny(), 30), near(model))):
+        sampling = Sampling(0.9, logit_bias={30: -1e9} if target is not model else None)
+        wanted = Engine(target, verify="coupled").generate(prompts, sampling=sampling, **RUN)
+        found = Engine(target, Independent(draft), verify="coupled").generate(prompts, sampling=sampling, **RUN)
+        assert found.tokens == wanted.tokens and found.errors == [None] * 3
+        # certain drafts of the very id: refused, whatever the slot has read
+        found = Engine(target, Always(30), verify="coupled").generate(prompts, sampling=sampling, **RUN)
+        assert found.tokens == wanted.tokens and found.errors == [None] * 3
+
+
+class Always(NGram):
+    """Drafts one id, whatever the text."""
+
+    def __init__(self, id: int) -> None:
+        super().__init__()
+        self.id = id
+
+    def propose(self, turn: Any) -> Any:
+        found = super().propose(turn)
+        x = torch.full((len(turn.k), max(turn.k)), self.id)
+        return found._replace(x=x, k=list(turn.k))
+
+
+def test_a_stream_raises_with_the_message_of_its_row() -> None:
+    engine, ids = drafted("draft"), []
+    with pytest.raises(RuntimeError, match="no such state"):
+        for event in engine.stream(PROMPTS[1], sampling=BAD["raises"](), seed=3):
+            ids += event.ids
+    assert len(ids) == 7
+    assert len(engine.generate([PROMPTS[0]], **RUN).tokens[0]) == 16
+
+
+@pytest.mark.parametrize("sampling", [Sampling(logit_bias={32: 1.0}), Sampling(banned=((3, 40),))])
+def test_settings_with_foreign_ids_are_refused_before_anything_runs(sampling: Sampling) -> None:
+    with pytest.raises(ValueError, match=r"prompt 1: Sampling.logit_bias or banned .* vocabulary size is 32"):
+        drafted("draft").generate([[1], [2]], sampling=[Sampling(), sampling])
+
+
+@pytest.mark.parametrize("lengths", [[-1], [2, 2], [1.5], []])
+def test_a_policy_that_gives_no_draft_lengths_is_named(lengths: list[Any]) -> None:
+    class Odd:
+        def lengths(self, texts: Any) -> Any:
+            return lengths
+
+    with pytest.raises(ValueError, match=r"policy\.lengths: 1 draft lengths"):
+        drafted("draft", policy=Odd()).generate([[1, 2]])
+
+
+def test_a_proposer_serves_one_engine_at_a_time() -> None:
+    proposer = Independent(near(tiny()))
+    first, second = Engine(tiny(), proposer, rows=2), Engine(tiny(seed=5), proposer, rows=2)
+    wanted = [engine.generate(PROMPTS, **RUN).tokens for engine in (first, second)]
+    assert [engine.generate(PROMPTS, **RUN).tokens for engine in (first, second)] == wanted
+    stream = first.stream(PROMPTS[0], max_new_tokens=30)
+    next(stream)
+    next(second.stream(PROMPTS[0]))
+    with pytest.raises(RuntimeError, match="another engine's call took this engine's proposer"):
+        next(stream)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(0.8), Sampling(0.8, repetition_penalty=1.2, banned=((1,), (2, 3)))])
+def test_a_draft_on_another_device_than_the_target(sampling: Sampling) -> None:
+    run = {"prompts": PROMPTS[:2], "sampling": sampling, "max_new_tokens": 6, "ignore_eos": True}
+    wanted = Engine(tiny(), Independent(near(tiny()))).generate(**run)
+    with standin.device():
+        for draft in ("cuda:1", "cpu"):
+            made = Engine(tiny().to("cuda:0"), Independent(near(tiny()).to(draft)))
+            assert made.generate(**run).tokens == wanted.tokens
+
+
+def slow_look_up(text: list[int], k: int, max_n: int) -> list[int]:
+    """The definition: the latest earlier occurrence of the longest suffix of at most max_n tokens."""
+    for n in range(min(max_n, len(text) - 1), 0, -1):
+        for start in range(len(text) - n - 1, -1, -1):
+            if text[start : start + n] == text[-n:]:
+                return text[start + n : start + n + k]
+    return []
+
+
+@pytest.mark.parametrize("max_n", [1, 2, 3, 5])
+def test_an_index_that_grows_finds_what_a_search_finds(max_n: int) -> None:
+    generator = torch.Generator().manual_seed(max_n)
+    for alphabet in (2, 3, 9):
+        text = [0]
+        seen = Seen(text, max_n)
+        while len(text) < 120:
+            text += torch.randint(alphabet, (int(torch.randint(1, 6, (), generator=generator)),), generator=generator
+                                  ).tolist()  # fmt: skip
+            assert seen.look_up(4) == slow_look_up(text, 4, max_n) == NGram(max_n).look_up(text, 4)
+
+
+def test_rounds_only_index_what_is_new() -> None:
+    """Of a long text a round reads the new tokens, not the whole."""
+
+    class Counting(list):  # type: ignore[type-arg]
+        read = 0
+
+        def __getitem__(self, at: Any) -> Any:
+            found = super().__getitem__(at)
+            Counting.read += len(found) if isinstance(at, slice) else 1
+            return found
+
+    text = Counting(range(3000))
+    seen = Seen(text, 3)
+    seen.look_up(4)
+    Counting.read = 0
+    text += [1, 2, 3]
+    assert seen.look_up(4) == [4, 5, 6, 7] and Counting.read < 50
+    assert Fixed(2).lengths([text]) == [2]
