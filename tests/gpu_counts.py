@@ -103,4 +103,5 @@ if __name__ == "__main__":
         place.write_text(json.dumps(({"before": kept["before"]} if "before" in kept else {}) | report, indent=2) + "\n")
     for name, by_arch in report["after"].items():
         for arch, one in by_arch.items():
-            print(f"{name:56} {arch} {one['launches']:5} {one['copies']:4} {one['reads']:4} {one['estimated_ms']:.2f} ms")
+            counts = f"{one['launches']:5} {one['copies']:4} {one['reads']:4}"
+            print(f"{name:56} {arch} {counts} {one['estimated_ms']:.2f} ms")
