@@ -102,5 +102,6 @@ if __name__ == "__main__":
         kept = json.loads(place.read_text()) if place.exists() else {}
         place.write_text(json.dumps(({"before": kept["before"]} if "before" in kept else {}) | report, indent=2) + "\n")
     for name, by_arch in report["after"].items():
-        print(f"{name:56}", *(f"{arch}: {one['launches']:5} {one['copies']:4} {one['reads']:4} {one['estimated_ms']:.2f} ms"
-                              for arch, one in by_arch.items()))  # fmt: skip
+        for arch, one in by_arch.items():
+            counts = f"{one['launches']:5} {one['copies']:4} {one['reads']:4}"
+            print(f"{name:56} {arch} {counts} {one['estimated_ms']:.2f} ms")

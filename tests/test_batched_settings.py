@@ -12,8 +12,9 @@ from inference.sampling import Sampling, probs
 from inference.turn import sound
 
 V = 24
-REGIMES = [Sampling(0), Sampling(), Sampling(0.7), Sampling(1.3, top_k=5), Sampling(0.9, top_p=0.8), Sampling(0, top_k=3),
-           Sampling(top_k=7, top_p=0.6, min_p=0.05), Sampling(min_p=0.2), Sampling(top_k=V + 9), Sampling(top_k=1)]  # fmt: skip
+REGIMES = [Sampling(0), Sampling(), Sampling(0.7), Sampling(1.3, top_k=5), Sampling(0.9, top_p=0.8),
+           Sampling(0, top_k=3), Sampling(top_k=7, top_p=0.6, min_p=0.05), Sampling(min_p=0.2),
+           Sampling(top_k=V + 9), Sampling(top_k=1)]  # fmt: skip
 HISTORIES = [
     Sampling(repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2, logit_bias={2: 1.5, 9: -0.3},
              banned=((3, 4), (1,), (5, 6, 7), (3, 3)), min_new_tokens=4, stop_ids=(7,)),

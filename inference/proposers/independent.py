@@ -89,9 +89,8 @@ class Independent:
         if not greedy and not all(temperatures):
             return None
         tails = [text[-2:] for text in turn.texts]
-        sent = self.sent = turn.send(
-            k, tails=tails, ends=ends, **self._lacking(turn.texts, k)
-        )  # single steps may still follow
+        # single steps may still follow, with no copy of their own
+        sent = self.sent = turn.send(k, tails=tails, ends=ends, **self._lacking(turn.texts, k))
         last, at, u, temperature = self._here(sent["tails"], sent["ends"], *turn.simple(self.longest))
         found = self.lm.draft(last, ends, u, temperature, greedy, at)
         if found is None:
