@@ -3,7 +3,7 @@
 B texts, T tokens of the longest, A texts of a batch, n tokens of a block, V vocabulary.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from inference.measure import Texts
 from inference.proposers import Independent
 from inference.sampling import Sampling, one_hot, probs
 from inference.target import LM
-from inference.ties import compare_passes, near_ties
+from inference.ties import MARGIN, near_ties, noise_of
 
 
 @dataclass(frozen=True)
@@ -44,18 +44,25 @@ class Expected(NamedTuple):
 
 
 def pair_figures(
-    engine: Engine, draft: Independent, texts: Texts, sampling: Sampling, max_new_tokens: int, noise: float
+    engine: Engine,
+    draft: Independent,
+    texts: Texts,
+    sampling: Sampling,
+    max_new_tokens: int,
+    noise: float,
+    rows: int | None = None,
 ) -> Figures:
     """Teacher-forced passes of both models over prompts and texts, as wide as those of decoding: k + 1 ids
-    for the target, one for the draft. noise: of the target's score gaps, see `ties.compare_passes`."""
-    target, V = engine.target, engine.target.vocabulary
+    for the target, one for the draft, whose weights are rounded as they are served. noise: of the target's score gaps,
+    see `ties.compare_passes`; rows: texts together, those of the engine when None."""
+    V, rows = engine.target.vocabulary, min(rows or engine.rows, len(texts.tokens))
+    p_lm, q_lm = LM(engine.target.model, rows, V), LM(draft.model, rows, V, int8=draft.int8)
     k = draft_lengths(engine, draft, texts, max_new_tokens)
     block = int(k.max()) + 1
     certain = sampling.temperature == 0 or draft.greedy
-    noise_q = _draft_noise(engine, draft, texts, sampling) if certain else 0.0
-    settings = {"vocabulary": V, "block": block, "rows": engine.rows}
-    p_blocks = teacher_forced(target.model, texts.prompts, texts.tokens, sampling, **settings)
-    q_blocks = teacher_forced(draft.model, texts.prompts, texts.tokens, sampling, width=1, **settings)
+    noise_q = _draft_noise(q_lm, texts, sampling) if certain else 0.0
+    p_blocks = teacher_forced(p_lm, texts.prompts, texts.tokens, sampling, block=block)
+    q_blocks = teacher_forced(q_lm, texts.prompts, texts.tokens, sampling, block=block, width=1)
     values = torch.zeros(5, *k.shape, dtype=torch.float64)
     for p_block, q_block in zip(p_blocks, q_blocks, strict=True):
         found = _laws(p_block, q_block, sampling, draft.greedy)
@@ -83,19 +90,11 @@ def _laws(p_block: Block, q_block: Block, sampling: Sampling, greedy: bool) -> t
     return px.clamp(min=torch.finfo(torch.float32).tiny).log(), qx.log(), alpha
 
 
-def _draft_noise(engine: Engine, draft: Independent, texts: Texts, sampling: Sampling) -> float:
+def _draft_noise(lm: LM, texts: Texts, sampling: Sampling) -> float:
     """Of the draft's logit gaps, between the passes of one and of two ids that drafting makes; on the first
-    texts."""
-    first = slice(0, engine.rows)
-    return compare_passes(
-        draft.model,
-        texts.prompts[first],
-        texts.tokens[first],
-        sampling,
-        vocabulary=engine.target.vocabulary,
-        width=2,
-        rows=engine.rows,
-    )[0]
+    texts, as many as it has rows."""
+    greedy, first = replace(sampling, temperature=0), slice(0, lm.rows)
+    return MARGIN * noise_of(lm, texts.prompts[first], texts.tokens[first], greedy, width=2)
 
 
 def draft_lengths(engine: Engine, draft: Independent, texts: Texts, max_new_tokens: int) -> Tensor:
