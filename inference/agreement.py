@@ -22,12 +22,22 @@ MOST = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfl
 TOKEN = 6  # times that at any one token
 LEAST = 4  # units in the last place, where the embeddings' rounding is not amplified: the layers round as well
 MARGIN = 4
-GAP = 6  # standard deviations of logits that moved alike: no gap of two of them moves further
+GAP = 8  # times that: no gap of two logits moves further
 FEW = 4  # texts that are compared
 LONGEST = 128  # of whose tokens, these many
 
 
-def unit(model: PreTrainedModel) -> torch.dtype:
+def most(model: PreTrainedModel) -> float:
+    """The largest change of logits that a model's dtype excuses."""
+    return MOST[_unit(model)]
+
+
+def step(model: PreTrainedModel) -> float:
+    """One unit in the last place of 1."""
+    return torch.finfo(_unit(model)).eps
+
+
+def _unit(model: PreTrainedModel) -> torch.dtype:
     """The dtype whose rounding a model's products have: float32 may be multiplied in fewer bits."""
     lowered = model.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
     return torch.bfloat16 if lowered else model.dtype
@@ -46,16 +56,16 @@ def check_logits(lm: LM, prompts: Sequence[list[int]], texts: Sequence[list[int]
     known = {i: _forward(lm.model, prompts[i], texts[i])[:, : lm.vocabulary] for i in compared}
     moved = {i: _forward(lm.model, prompts[i], texts[i], moved=True)[:, : lm.vocabulary] for i in compared}
     own = torch.cat([difference(moved[i], known[i]) for i in compared])
-    one, many = (_passes(lm, prompts, texts, known, block, least) for block, least in ((width, 1), (width, width)))
-    most, step = MOST[unit(lm.model)], torch.finfo(unit(lm.model)).eps
+    one, many = (_passes(lm, prompts, texts, known, width, ids) for ids in (1, width))
+    least, bound = LEAST * step(lm.model), most(lm.model)
     return LogitsCheck(
         tokens=len(own),
         one=_mean(one),
         many=_mean(many),
         worst=float(torch.cat([one, many]).max()),
         own=_mean(own),
-        limit=min(max(MARGIN * _mean(own), LEAST * step), most),
-        worst_limit=min(max(MARGIN * float(own.max()), TOKEN * LEAST * step), TOKEN * most),
+        limit=min(max(MARGIN * _mean(own), least), bound),
+        worst_limit=min(max(MARGIN * float(own.max()), TOKEN * least), TOKEN * bound),
     )
 
 
@@ -88,7 +98,7 @@ def _forward(model: PreTrainedModel, prompt: list[int], text: list[int], moved: 
         return model(input_ids=ids, use_cache=False, **settings).logits[0, -len(text) :]
     embeddings = model.get_input_embeddings()(ids)
     signs = torch.randint(2, embeddings.shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
-    shifted = embeddings * (1 + torch.finfo(unit(model)).eps * signs.to(embeddings))
+    shifted = embeddings * (1 + step(model) * signs.to(embeddings))
     return model(inputs_embeds=shifted, use_cache=False, **settings).logits[0, -len(text) :]
 
 

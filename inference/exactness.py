@@ -15,11 +15,11 @@ import math
 
 from transformers import PreTrainedModel
 
-from inference.agreement import GAP, MOST, check_logits, unit
+from inference.agreement import GAP, check_logits, most, step
 from inference.engine import Engine
 from inference.forced import teacher_forced
 from inference.measure import Texts
-from inference.parity import Figures, expected, pair_figures, started
+from inference.parity import Figures, expected, pair_figures, rare_rounds, started
 from inference.proposers import Independent
 from inference.sampling import Sampling
 from inference.ties import MARGIN, Difference, compare_passes, compare_text, excused, first_difference
@@ -56,7 +56,7 @@ def check(
         raise ValueError("exactness: the counts do not belong to these texts")
     prompts = dict(zip(texts.ids, texts.prompts, strict=True))  # without repeats
     logits = check_logits(engine.target, texts.prompts, texts.tokens, _width(engine, texts.prompts))
-    bound = GAP * logits.limit
+    bound = GAP * min(max(logits.own, step(engine.target.model)), most(engine.target.model))
     text = check_coupled(engine, list(prompts.values()), list(prompts), sampling, max_new_tokens, seed, bound)
     if not isinstance(engine.proposer, Independent):
         why = f"not applicable, {type(engine.proposer).__name__} has no law for every token of a text"
@@ -141,7 +141,7 @@ def check_text(
         rows=rows,
         noise_keys=([noise_keys[0][i] for i in chosen], noise_keys[1]),
         others=[coupled[i] for i in chosen],
-        bound=GAP * MOST[unit(model)],
+        bound=GAP * most(model),
     )
     ties, gap = _judged(found, noise, sampling)
     limit = max((difference.limit for difference in found), default=math.inf)
@@ -154,6 +154,7 @@ def check_calls(figures: Figures, texts: Texts, rule: str) -> CallsCheck | None:
     if found is None:
         return None
     near = int(figures.near_q.sum())
+    rare, rare_expected = rare_rounds(figures, texts, rule)
     return CallsCheck(
         tokens=sum(map(len, texts.tokens)),
         measured=sum(row.target_calls for row in texts.counts),
@@ -162,6 +163,8 @@ def check_calls(figures: Figures, texts: Texts, rule: str) -> CallsCheck | None:
         near=near,
         prefix=found.prefix,
         conditional=found.conditional,
+        rare=rare,
+        rare_expected=rare_expected,
     )
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from inference import predict
 from inference.engine import Engine
@@ -17,6 +18,8 @@ from inference.proposers import Independent
 from inference.sampling import Sampling, one_hot, probs
 from inference.target import LM
 from inference.ties import MARGIN, near_ties, noise_of
+
+RARE = 0.01
 
 
 @dataclass(frozen=True)
@@ -131,6 +134,32 @@ def expected(figures: Figures, rule: str) -> Expected | None:
     calls, variance = predict.expected_calls(r, k, lengths), predict.calls_variance(r, k, lengths)
     by_depth = predict.prefix(r, k, lengths).tolist(), predict.conditional(r, k, lengths).tolist()
     return Expected(float(calls.sum()), float(variance.sum()), *by_depth)
+
+
+def rare_rounds(figures: Figures, texts: Texts, rule: str) -> tuple[int, float]:
+    """Rounds that accepted a number of drafts whose probability, given the text, is below RARE; and how many of the
+    rounds that there were would do so.
+
+    Where q >= p the token rule never refuses the text's token: the residual has no mass there.
+    """
+    kept = reach(figures, rule)
+    chances = kept - F.pad(kept[..., 1:], (0, 1))  # (B, T, K+1) of accepting exactly n
+    seldom = chances < RARE
+    found, expected_rounds = 0, 0.0
+    for b, counts in enumerate(texts.counts):
+        starts = torch.tensor(counts.starts, dtype=torch.int64)
+        ends = torch.cat([starts[1:], figures.lengths[b : b + 1]])
+        found += int(seldom[b, starts, ends - starts - 1].sum())
+        expected_rounds += float((chances[b, starts] * seldom[b, starts]).sum())
+    return found, expected_rounds
+
+
+def reach(figures: Figures, rule: str) -> Tensor:
+    """P(a round that starts at token t accepts at least n drafts | the text) -> (B, T, K+1)."""
+    if rule == "block":
+        return predict.reach_block(predict.l_from(figures.logp, figures.logq), figures.k, figures.lengths)
+    r = figures.logq.exp() if rule == "match" else predict.r_from(figures.logp, figures.logq)
+    return predict.reach(r, figures.k, figures.lengths)
 
 
 def started(figures: Figures, texts: Texts) -> Tensor:

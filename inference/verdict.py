@@ -40,7 +40,9 @@ class TextCheck:
 class CallsCheck:
     """(b) target calls counted and expected for the same texts; sigma of the acceptance coins and of the
     `near` drafts whose law is certain but that rounding could turn, one call each. prefix, conditional:
-    predicted acceptance by depth, None where not predicted (block)."""
+    predicted acceptance by depth, None where not predicted (block). rare, rare_expected: rounds that accepted a number
+    of drafts which, given the text, has less than one chance in a hundred, counted and expected: a wrong residual or
+    a wrong q shows there first."""
 
     tokens: int
     measured: int
@@ -49,6 +51,8 @@ class CallsCheck:
     near: int
     prefix: list[float] | None = None
     conditional: list[float] | None = None
+    rare: int = 0
+    rare_expected: float = 0.0
 
     @property
     def z(self) -> float:
@@ -66,11 +70,17 @@ class CallsCheck:
 
     @property
     def passed(self) -> bool:
-        return abs(self.z) < CALLS_SIGMAS
+        return abs(self.z) < CALLS_SIGMAS and self.z_rare < CALLS_SIGMAS
+
+    @property
+    def z_rare(self) -> float:
+        """Of rare rounds, one or each near draft more being no surprise."""
+        return (self.rare - self.rare_expected) / math.sqrt(self.rare_expected + self.near + 1)
 
     def line(self) -> str:
         return (f"target calls on the emitted texts: {self.measured} measured, {self.predicted:.1f} +- "
-                f"{self.sigma:.1f} predicted, z {self.z:+.2f}, {self.relative:+.2%}")  # fmt: skip
+                f"{self.sigma:.1f} predicted, z {self.z:+.2f}, {self.relative:+.2%}; {self.rare} rare rounds, "
+                f"{self.rare_expected:.1f} expected")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -149,8 +159,8 @@ class Verdict:
         text = {**asdict(self.text), "passed": self.text.passed}
         calls = depth = logits = None
         if self.calls:
-            derived = {"z": self.calls.z, "relative": self.calls.relative, "tau": self.calls.tau}
-            calls = {**asdict(self.calls), **derived, "passed": self.calls.passed}
+            names = ("z", "z_rare", "relative", "tau", "passed")
+            calls = {**asdict(self.calls), **{name: getattr(self.calls, name) for name in names}}
         if self.depth:
             depth = {**asdict(self.depth), "measured": self.depth.measured, "passed": self.depth.passed}
         if self.logits:
