@@ -17,9 +17,10 @@ from tests.planted import (
     packaging,
     prediction,
     training,
+    verdict,
 )
 
-PARTS = (core, engine, prediction, measurement, folders, commands, training, baselines, packaging)
+PARTS = (core, engine, prediction, measurement, folders, commands, training, baselines, packaging, verdict)
 
 
 @dataclass(frozen=True)

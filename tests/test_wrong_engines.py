@@ -117,16 +117,15 @@ def test_what_is_judged_is_the_compiled_engine(monkeypatch):
     assert not found.logits.passed and not found.passed
 
 
-def calls(draft_kind=Independent, rule="token", dtype=SINGLE, noise=0.02):
+def calls(draft_kind=Independent, rule="token", dtype=SINGLE, noise=0.02, rows=128):
     """(b) and (c) of more tokens, whose coins decide."""
     target, draft = pair(dtype, noise)
-    engine, texts = run(target, draft_kind(draft), rule=rule, rows=128, new=64)
-    figures = pair_figures(engine, engine.proposer, texts, Sampling(), 64, 0.0)
+    engine, texts = run(target, draft_kind(draft), rule=rule, rows=rows)
+    figures = pair_figures(engine, engine.proposer, texts, Sampling(), NEW, 0.0)
     return check_calls(figures, texts, rule), check_depth(figures, texts)
 
 
-@DTYPES
-@pytest.mark.parametrize("rule", ["token", "block"])
+@pytest.mark.parametrize(("rule", "dtype"), [("token", HALF), ("block", SINGLE)])
 def test_the_coins_of_an_exact_engine_are_those_expected(rule, dtype):
     found, depth = calls(rule=rule, dtype=dtype)
     assert found.passed and depth.passed and found.rare_expected < 5
@@ -142,7 +141,7 @@ class Warmer(Independent):
 
 @DTYPES
 def test_a_draft_law_of_another_temperature_fails(dtype):
-    found, _ = calls(Warmer, dtype=dtype)
+    found, _ = calls(Warmer, dtype=dtype, rows=160)
     assert not found.passed and found.rare > 2 * found.rare_expected
 
 
@@ -151,12 +150,12 @@ def test_the_residual_of_another_rule_fails(monkeypatch):
     monkeypatch.setattr(verify, "_residual", lambda p, q, n, k, w: residual(p, q, n, k, None))
     assert not calls(rule="block")[0].passed
     monkeypatch.setattr(verify, "_residual", lambda p, q, n, k, w: verify._at(p, n))
-    assert calls(noise=0.1)[0].z > 4
+    assert calls(noise=0.1, rows=32)[0].z > 4
 
 
 def test_coins_that_are_the_drafts_own_numbers_fail(monkeypatch):
     monkeypatch.setattr(turn.streams, "ACCEPT", turn.streams.DRAFT)
-    found, depth = calls(noise=0.1)
+    found, depth = calls(noise=0.1, rows=32)
     assert not (found.passed and depth.passed)
 
 
@@ -191,8 +190,8 @@ def test_the_comparison_goes_on_behind_a_tie(share, passed):
     passes of several ids have it."""
     target, draft = pair(HALF)
     Unsteady(target, share)
-    found = verdict(target, Independent(draft), Sampling(0.7), rows=32)
-    assert found.text.compared == 32 * NEW and found.text.ties > 0
+    found = verdict(target, Independent(draft), Sampling(0.7), rows=16)
+    assert found.text.compared == 16 * NEW and found.text.ties > 0
     assert found.text.passed is found.logits.passed is passed
 
 
