@@ -33,7 +33,7 @@ def most(model: PreTrainedModel) -> float:
 
 
 def step(model: PreTrainedModel) -> float:
-    """One unit in the last place of 1; a tenth of float32's in float64, whose norms transformers computes in float32."""
+    """One unit in the last place of 1; of float64 a tenth of float32's, in which transformers computes norms."""
     dtype = _unit(model)
     return torch.finfo(torch.float32).eps / 10 if dtype == torch.float64 else torch.finfo(dtype).eps
 

@@ -15,6 +15,8 @@ from inference.proposer import Proposal
 from inference.proposers import Independent
 from inference.stats import Counts
 from inference.streams import row_ids
+from inference.ties import Difference, excused
+from tests.test_exactness import constant
 from tests.tiny import near, tiny
 
 V, NEW, K = 16, 48, 3
@@ -82,6 +84,7 @@ def test_attention_of_another_scale_in_every_pass_fails(dtype, monkeypatch):
     found = verdict(target, Independent(draft))
     assert found.text.passed  # its passes agree with each other
     assert not found.logits.passed and not found.passed
+    assert min(found.logits.one, found.logits.many) > found.logits.limit
 
 
 @DTYPES
@@ -148,15 +151,22 @@ def test_a_draft_law_of_another_temperature_fails(dtype):
 def test_the_residual_of_another_rule_fails(monkeypatch):
     residual = verify._residual
     monkeypatch.setattr(verify, "_residual", lambda p, q, n, k, w: residual(p, q, n, k, None))
-    assert not calls(rule="block")[0].passed
+    assert not calls(rule="block", noise=0.1)[0].passed
     monkeypatch.setattr(verify, "_residual", lambda p, q, n, k, w: verify._at(p, n))
     assert calls(noise=0.1, rows=32)[0].z > 4
 
 
 def test_coins_that_are_the_drafts_own_numbers_fail(monkeypatch):
+    """Of one law after every text: with laws that differ by context the error averages out in the counts."""
     monkeypatch.setattr(turn.streams, "ACCEPT", turn.streams.DRAFT)
-    found, depth = calls(noise=0.1, rows=32)
-    assert not (found.passed and depth.passed)
+    target, draft = constant([0.6, 0.3, 0.1]), constant([0.3, 0.2, 0.5])
+    engine = Engine(target, Independent(draft), policy=Fixed(K), rows=128)
+    texts = [[token % 3] for token in range(128)]
+    keys = row_ids(texts)
+    out = engine.generate(texts, max_new_tokens=12, ids=keys)
+    emitted = Texts(texts, keys, out.tokens, out.stats.rows)
+    figures = pair_figures(engine, engine.proposer, emitted, Sampling(), 12, 0.0)
+    assert not check_calls(figures, emitted, "token").passed
 
 
 def test_a_rounded_draft_is_predicted_with_its_rounded_weights():
@@ -193,6 +203,13 @@ def test_the_comparison_goes_on_behind_a_tie(share, passed):
     found = verdict(target, Independent(draft), Sampling(0.7), rows=16)
     assert found.text.compared == 16 * NEW and found.text.ties > 0
     assert found.text.passed is found.logits.passed is passed
+
+
+def test_a_gap_beyond_the_dtype_is_no_tie_however_noisy_the_passes():
+    logits = torch.tensor([1.0, 0.5, 0.0])
+    tie = Difference(0.5, logits, torch.zeros(3), 0, 1, limit=0.6)
+    assert excused(tie, 0.3, Sampling(0)) and not excused(tie, 0.2, Sampling(0))
+    assert not excused(tie._replace(limit=0.4), 0.3, Sampling(0))
 
 
 def test_texts_are_those_of_rounds_with_drafts(monkeypatch):

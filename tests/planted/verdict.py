@@ -11,7 +11,7 @@ DOUBLE, CONTEXT = W + "an_exact_engine_passes_in_every_dtype[float64-1]", W + "a
 ROWS_OF_BUGS = [
     ("verifying_passes_see_the_last_24", "inference/forward.py", "return additive(visible(window, self.model.device), self.shape.held)", "return additive(visible(window, self.model.device, 24), self.shape.held)", [DOUBLE], 35),
     ("attention_scaled_in_every_pass", "inference/lean.py", "attention.head_dim, attention.scaling, eps, held", "attention.head_dim, 1.5 * attention.scaling, eps, held", [DOUBLE], 35),
-    ("noise_excuses_itself", TIES, "min(MARGIN * noise, difference.limit)", "MARGIN * noise", [TIE], 35),
+    ("noise_excuses_itself", TIES, "min(MARGIN * noise, difference.limit)", "MARGIN * noise", [W + "a_gap_beyond_the_dtype_is_no_tie_however_noisy_the_passes"], 35),
     ("gaps_beyond_the_dtype_are_kept_as_ties", TIES, "g=one.g.new_empty(0), limit=-math.inf", "g=one.g.new_empty(0), limit=math.inf", [TIE], 35),
     ("logits_judged_without_a_dtype_bound", AGREE, "limit=min(max(MARGIN * _mean(own), least), bound)", "limit=max(MARGIN * _mean(many), least)", [SCALED], 35),
     ("own_rounding_of_the_passes_judged", AGREE, "known = {i: _forward(lm.model, prompts[i], texts[i])[", "known = {i: next(teacher_forced(lm, prompts[i : i + 1], texts[i : i + 1], Sampling(), block=LONGEST)).logits[0][", [SCALED], 35),
