@@ -12,6 +12,7 @@ passes of the same weights, dtypes and rounding in an engine of their own.
 
 import copy
 import math
+from dataclasses import replace
 
 from transformers import PreTrainedModel
 
@@ -24,6 +25,8 @@ from inference.proposers import Independent
 from inference.sampling import Sampling
 from inference.ties import MARGIN, Difference, compare_passes, compare_text, excused, first_difference
 from inference.verdict import CallsCheck, DepthCheck, LogitsCheck, TextCheck, Verdict
+
+COMPARED = 1024  # tokens of (a): plain decoding of all that was timed would take as long again
 
 __all__ = [
     "CallsCheck",
@@ -55,9 +58,11 @@ def check(
     if [row.tokens for row in texts.counts] != [len(text) for text in texts.tokens]:
         raise ValueError("exactness: the counts do not belong to these texts")
     prompts = dict(zip(texts.ids, texts.prompts, strict=True))  # without repeats
+    keys = list(prompts)[: max(engine.rows, -(-COMPARED // max_new_tokens))]
     logits = check_logits(engine.target, texts.prompts, texts.tokens, _width(engine, texts.prompts))
     bound = GAP * min(max(logits.own, step(engine.target.model)), most(engine.target.model))
-    text = check_coupled(engine, list(prompts.values()), list(prompts), sampling, max_new_tokens, seed, bound)
+    text = check_coupled(engine, [prompts[key] for key in keys], keys, sampling, max_new_tokens, seed, bound)
+    text = replace(text, tokens=sum(len(one) for one in dict(zip(texts.ids, texts.tokens, strict=True)).values()))
     if not isinstance(engine.proposer, Independent):
         why = f"not applicable, {type(engine.proposer).__name__} has no law for every token of a text"
         return Verdict(

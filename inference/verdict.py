@@ -12,8 +12,8 @@ class TextCheck:
     """(a) equal: prompts whose text is the plain one; ties, unexplained: tokens that plain decoding, given the text
     before them, chooses otherwise, by whether rounding explains that. noise: largest change, between passes of one id
     and of k + 1, of the gap between a position's two best scores (`inference.ties`); gap: largest one at a difference,
-    0 without; limit: the largest that the dtype may explain, whatever was measured; compared: tokens, of `tokens` that
-    were emitted."""
+    0 without; limit: the largest that the dtype may explain, whatever was measured; compared: tokens, of the `tokens`
+    that the measured prompts were given."""
 
     prompts: int
     equal: int
