@@ -130,7 +130,7 @@ def expected(figures: Figures, rule: str) -> Expected | None:
             predict.calls_variance_block(l, k, lengths),
         )
         return Expected(float(calls.sum()), float(variance.sum()), None, None)
-    r = figures.logq.exp() if rule == "match" else predict.r_from(figures.logp, figures.logq)
+    r = survival(figures, rule)
     calls, variance = predict.expected_calls(r, k, lengths), predict.calls_variance(r, k, lengths)
     by_depth = predict.prefix(r, k, lengths).tolist(), predict.conditional(r, k, lengths).tolist()
     return Expected(float(calls.sum()), float(variance.sum()), *by_depth)
@@ -154,11 +154,16 @@ def rare_rounds(figures: Figures, texts: Texts, rule: str) -> tuple[int, float]:
     return found, expected_rounds
 
 
+def survival(figures: Figures, rule: str) -> Tensor:
+    """P(the text's token survives when it is drafted) under the token or the match rule -> (B, T)."""
+    return figures.logq.exp() if rule == "match" else predict.r_from(figures.logp, figures.logq)
+
+
 def reach(figures: Figures, rule: str) -> Tensor:
     """P(a round that starts at token t accepts at least n drafts | the text) -> (B, T, K+1)."""
     if rule == "block":
         return predict.reach_block(predict.l_from(figures.logp, figures.logq), figures.k, figures.lengths)
-    r = figures.logq.exp() if rule == "match" else predict.r_from(figures.logp, figures.logq)
+    r = survival(figures, rule)
     return predict.reach(r, figures.k, figures.lengths)
 
 
