@@ -126,7 +126,7 @@ def measure(plan: Plan, extra: dict[str, Any] | None = None) -> dict[str, Any]:
     engine = plan.engine(k)
     timing = _timed(plan, engine, plan.sampling)
     print("bench: exactness on these prompts, and parity on more tokens")
-    verdict = check(plan.engine(k, BATCH), timing.texts("speculative"), plan.sampling, size.new_tokens, size.seed)
+    verdict = check(engine, timing.texts("speculative"), plan.sampling, size.new_tokens, size.seed, BATCH)
     found = {
         "costs": asdict(costs),
         "compiled": plan.compiled._asdict(),

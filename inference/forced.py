@@ -4,6 +4,7 @@ The width decides the rounding: decoding makes passes of one id, verification of
 ones above all) differ between them. A rows, n positions, V vocabulary.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -13,28 +14,30 @@ from transformers import PreTrainedModel
 
 from inference.processors import needs_history, process
 from inference.proposers.independent import store_prompts
-from inference.sampling import Sampling
+from inference.sampling import Sampling, wide
 from inference.target import LM
 
 
 class Block(NamedTuple):
     """Logits (A, n, V) of tokens start .. start + n - 1 of the texts numbered `rows`; those past a text's end
-    are to be ignored. x (A, n): the tokens themselves, valid (A, n): which of them exist."""
+    are to be ignored. x (A, n): the tokens themselves, valid (A, n): which of them exist; scale (A, n): root mean
+    square of the model's own logits, before settings that read history."""
 
     rows: list[int]
     start: int
     logits: Tensor
     x: Tensor
     valid: Tensor
+    scale: Tensor
 
 
 def teacher_forced(
-    model: PreTrainedModel,
+    model: PreTrainedModel | LM,
     prompts: Sequence[list[int]],
     texts: Sequence[list[int]],
     sampling: Sampling,
     *,
-    vocabulary: int,
+    vocabulary: int | None = None,
     block: int = 64,
     width: int | None = None,
     rows: int = 8,
@@ -42,12 +45,14 @@ def teacher_forced(
     """Logits of every token of `texts` (new ids), given its prompt (at least one id) and the tokens before
     it.
 
-    The model runs in its own dtype on `rows` texts together, prompts stored as the engine stores them, then
-    passes of `width` ids (None: `block`). Settings that read history are applied, so `probs(logits,
+    A model runs in its own dtype on `rows` texts together; an `LM` runs as it is, on as many as it has rows, and its
+    slots are overwritten. Prompts are stored as the engine stores them, then come passes of `width` ids (None:
+    `block`). Settings that read history are applied, so `probs(logits,
     sampling)` is the law. Yields blocks of at most `block` tokens, batch after batch, so that (B, T, V) never
     exists whole.
     """
-    lm = LM(model, max(1, min(rows, len(texts))), vocabulary)
+    lm = model if isinstance(model, LM) else LM(model, max(1, min(rows, len(texts))), vocabulary)
+    rows = lm.rows
     for low in range(0, len(texts), rows):
         chosen = list(range(low, min(low + rows, len(texts))))
         yield from _batch(lm, [prompts[i] for i in chosen], [texts[i] for i in chosen], chosen, sampling, block, width)
@@ -70,9 +75,15 @@ def _batch(
         first = [len(prompt) - 1 + start for prompt in prompts]
         logits = _passes(lm, read, first, width or n)
         valid = torch.tensor([[start + j < len(text) for j in range(n)] for text in texts], device=lm.device)
+        scale = rms(logits[..., : lm.size])
         if needs_history(sampling):
             logits = _processed(logits, prompts, texts, start, sampling)
-        yield Block(numbers, start, logits, _columns(texts, start, n, lm.device), valid)
+        yield Block(numbers, start, logits, _columns(texts, start, n, lm.device), valid, scale)
+
+
+def rms(x: Tensor) -> Tensor:
+    """Root mean square (..., V) -> (...), float32 at least."""
+    return torch.linalg.vector_norm(x, dim=-1, dtype=wide(x[..., :0]).dtype) / math.sqrt(x.shape[-1])
 
 
 def _columns(rows: list[list[int]], start: int, n: int, device: torch.device) -> Tensor:

@@ -3,11 +3,12 @@
 B texts, T tokens of the longest, A texts of a batch, n tokens of a block, V vocabulary.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from inference import predict
 from inference.engine import Engine
@@ -16,7 +17,9 @@ from inference.measure import Texts
 from inference.proposers import Independent
 from inference.sampling import Sampling, one_hot, probs
 from inference.target import LM
-from inference.ties import compare_passes, near_ties
+from inference.ties import MARGIN, near_ties, noise_of
+
+RARE = 0.01
 
 
 @dataclass(frozen=True)
@@ -44,18 +47,25 @@ class Expected(NamedTuple):
 
 
 def pair_figures(
-    engine: Engine, draft: Independent, texts: Texts, sampling: Sampling, max_new_tokens: int, noise: float
+    engine: Engine,
+    draft: Independent,
+    texts: Texts,
+    sampling: Sampling,
+    max_new_tokens: int,
+    noise: float,
+    rows: int | None = None,
 ) -> Figures:
     """Teacher-forced passes of both models over prompts and texts, as wide as those of decoding: k + 1 ids
-    for the target, one for the draft. noise: of the target's score gaps, see `ties.compare_passes`."""
-    target, V = engine.target, engine.target.vocabulary
+    for the target, one for the draft, whose weights are rounded as they are served. noise: of the target's score gaps,
+    see `ties.compare_passes`; rows: texts together, those of the engine when None."""
+    V, rows = engine.target.vocabulary, min(rows or engine.rows, len(texts.tokens))
+    p_lm, q_lm = LM(engine.target.model, rows, V), LM(draft.model, rows, V, int8=draft.int8)
     k = draft_lengths(engine, draft, texts, max_new_tokens)
     block = int(k.max()) + 1
     certain = sampling.temperature == 0 or draft.greedy
-    noise_q = _draft_noise(engine, draft, texts, sampling) if certain else 0.0
-    settings = {"vocabulary": V, "block": block, "rows": engine.rows}
-    p_blocks = teacher_forced(target.model, texts.prompts, texts.tokens, sampling, **settings)
-    q_blocks = teacher_forced(draft.model, texts.prompts, texts.tokens, sampling, width=1, **settings)
+    noise_q = _draft_noise(q_lm, texts, sampling) if certain else 0.0
+    p_blocks = teacher_forced(p_lm, texts.prompts, texts.tokens, sampling, block=block)
+    q_blocks = teacher_forced(q_lm, texts.prompts, texts.tokens, sampling, block=block, width=1)
     values = torch.zeros(5, *k.shape, dtype=torch.float64)
     for p_block, q_block in zip(p_blocks, q_blocks, strict=True):
         found = _laws(p_block, q_block, sampling, draft.greedy)
@@ -83,19 +93,11 @@ def _laws(p_block: Block, q_block: Block, sampling: Sampling, greedy: bool) -> t
     return px.clamp(min=torch.finfo(torch.float32).tiny).log(), qx.log(), alpha
 
 
-def _draft_noise(engine: Engine, draft: Independent, texts: Texts, sampling: Sampling) -> float:
+def _draft_noise(lm: LM, texts: Texts, sampling: Sampling) -> float:
     """Of the draft's logit gaps, between the passes of one and of two ids that drafting makes; on the first
-    texts."""
-    first = slice(0, engine.rows)
-    return compare_passes(
-        draft.model,
-        texts.prompts[first],
-        texts.tokens[first],
-        sampling,
-        vocabulary=engine.target.vocabulary,
-        width=2,
-        rows=engine.rows,
-    )[0]
+    texts, as many as it has rows."""
+    greedy, first = replace(sampling, temperature=0), slice(0, lm.rows)
+    return MARGIN * noise_of(lm, texts.prompts[first], texts.tokens[first], greedy, width=2)
 
 
 def draft_lengths(engine: Engine, draft: Independent, texts: Texts, max_new_tokens: int) -> Tensor:
@@ -128,10 +130,41 @@ def expected(figures: Figures, rule: str) -> Expected | None:
             predict.calls_variance_block(l, k, lengths),
         )
         return Expected(float(calls.sum()), float(variance.sum()), None, None)
-    r = figures.logq.exp() if rule == "match" else predict.r_from(figures.logp, figures.logq)
+    r = survival(figures, rule)
     calls, variance = predict.expected_calls(r, k, lengths), predict.calls_variance(r, k, lengths)
     by_depth = predict.prefix(r, k, lengths).tolist(), predict.conditional(r, k, lengths).tolist()
     return Expected(float(calls.sum()), float(variance.sum()), *by_depth)
+
+
+def rare_rounds(figures: Figures, texts: Texts, rule: str) -> tuple[int, float]:
+    """Rounds that accepted a number of drafts whose probability, given the text, is below RARE; and how many of the
+    rounds that there were would do so.
+
+    Where q >= p the token rule never refuses the text's token: the residual has no mass there.
+    """
+    kept = reach(figures, rule)
+    chances = kept - F.pad(kept[..., 1:], (0, 1))  # (B, T, K+1) of accepting exactly n
+    seldom = chances < RARE
+    found, expected_rounds = 0, 0.0
+    for b, counts in enumerate(texts.counts):
+        starts = torch.tensor(counts.starts, dtype=torch.int64)
+        ends = torch.cat([starts[1:], figures.lengths[b : b + 1]])
+        found += int(seldom[b, starts, ends - starts - 1].sum())
+        expected_rounds += float((chances[b, starts] * seldom[b, starts]).sum())
+    return found, expected_rounds
+
+
+def survival(figures: Figures, rule: str) -> Tensor:
+    """P(the text's token survives when it is drafted) under the token or the match rule -> (B, T)."""
+    return figures.logq.exp() if rule == "match" else predict.r_from(figures.logp, figures.logq)
+
+
+def reach(figures: Figures, rule: str) -> Tensor:
+    """P(a round that starts at token t accepts at least n drafts | the text) -> (B, T, K+1)."""
+    if rule == "block":
+        return predict.reach_block(predict.l_from(figures.logp, figures.logq), figures.k, figures.lengths)
+    r = survival(figures, rule)
+    return predict.reach(r, figures.k, figures.lengths)
 
 
 def started(figures: Figures, texts: Texts) -> Tensor:

@@ -32,6 +32,7 @@ from inference.proposers import Independent
 from inference.sampling import Sampling
 from inference.schema import Many, Maybe, conform
 from inference.table import table
+from inference.verdict_schema import FIGURES
 
 __all__ = ["SCHEMA", "Report", "build", "environment", "table", "validate", "write"]
 
@@ -150,6 +151,8 @@ def build(
     }
     report = json.loads(json.dumps(_finite(found), default=str))
     validate(report)
+    if verdict:  # `SCHEMA` takes older reports too, whose verdicts had fewer figures
+        conform(report["exactness"]["figures"], FIGURES, "report.exactness.figures")
     return report
 
 
