@@ -3,7 +3,7 @@
 # fmt: off
 ROWS_OF_BUGS = [
     ('bootstrap_unpaired', 'inference/measure.py', 'y[drawn].sum(1)', 'y[drawn[::-1]].sum(1)', ['tests/test_measure.py::test_ratio_is_of_sums_and_its_interval_is_paired'], "an interval that the machine's drift widens"),
-    ('arms_in_a_fixed_order', 'inference/measure.py', '_rotated(arms, index + repeat)', '_rotated(arms, 0)', ['tests/test_measure.py::test_arms_take_turns_on_every_batch'], 'drift of the machine falls on one arm'),
+    ('arms_in_a_fixed_order', 'inference/measure.py', '_rotated(arms, place)', '_rotated(arms, 0)', ['tests/test_measure.py::test_arms_take_turns_on_every_batch'], 'drift of the machine falls on one arm'),
     ('timed_run_that_ends_early', 'inference/arms.py', 'ids=ids, ignore_eos=True', 'ids=ids, ignore_eos=False', ['tests/test_measure.py::test_engine_arm_ignores_end_tokens_and_counts'], 'speeds of texts of other lengths are compared'),
     ('transformers_defaults_leak', 'inference/arms.py', 'stack.enter_context(_using(model, config))', 'settings.setdefault("max_new_tokens", max_new_tokens)', ['tests/test_measure.py::test_transformers_arm_samples_from_the_regime_asked_for'], 10),
     ('conditional_is_prefix', 'inference/stats.py', 'self.tried[depth] += depth <= accepted', 'self.tried[depth] += 1', ['tests/test_measure.py::test_counts_by_depth_tell_prefix_from_conditional'], 27),
