@@ -151,6 +151,7 @@ def measure(plan: Plan, extra: dict[str, Any] | None = None) -> dict[str, Any]:
     timing, reached = _timed(plan, engine, plan.sampling, budget.until(TIMING))
     print("bench: exactness on these prompts, and parity on more tokens")
     verdict = check(plan.engine(k, BATCH), timing.texts("speculative"), plan.sampling, size.new_tokens, size.seed)
+    said = advice(length, timing.ratio("speculative", "plain"))
     found = {
         "costs": asdict(costs.costs),
         "costs_alone": asdict(costs.alone),
@@ -158,8 +159,9 @@ def measure(plan: Plan, extra: dict[str, Any] | None = None) -> dict[str, Any]:
         "compiled": plan.compiled._asdict(),
         "planned_k": k,
         "plain_is_faster": length.k == 0,
-        "advice": advice(length, timing.ratio("speculative", "plain")),
+        "advice": said,
         "timing": asdict(reached),
+        "said": [*([said] if said else []), *adaptive.lines(reached)],
         "prompts": plan.prompts.source,
         "predicted_speedups": list(length.speedups),
         "parity": parity(plan, k, budget.until(PARITY)),

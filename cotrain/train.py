@@ -132,7 +132,7 @@ def export(
         k=report["extra"]["planned_k"],
         objective=objective(job.cfg.objective),
         regime=regime(sampling(job.cfg.regime)),
-        made={"environment": report["environment"], **made},
+        made={"environment": report["environment"], "advice": report["extra"]["advice"], **made},
         int8=plan.int8,
     )
     save(plan.served, job.tokenizer, job.folder / "draft", metadata, report, replace=True)

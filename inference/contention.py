@@ -6,6 +6,7 @@ reads how its threads wait when it is first imported.
 """
 
 import os
+import sys
 import time
 from collections.abc import MutableMapping
 from pathlib import Path
@@ -76,13 +77,15 @@ def line(used: float | None, of: int) -> str:
 
 def set_waiting(environ: MutableMapping[str, str] = os.environ, stat: Path = STAT, look: float = LOOK) -> str:
     """Let threads that wait for each other sleep, unless the machine is idle or the user chose; before torch is first
-    imported. Returns what was found: "chosen", "idle" or "passive".
+    imported. Returns what was found: "chosen", "late" (torch has read it), "idle" or "passive".
 
     Threads that spin take the cores from whoever they wait for: beside another process on as many cores a pass takes
     ten times as long. On an idle machine they answer sooner, and the library's own default stands.
     """
     if any(name in environ for name in WAITS):
         return "chosen"
+    if "torch" in sys.modules:
+        return "late"
     before = reading(stat)
     if before.busy is not None:
         time.sleep(look)

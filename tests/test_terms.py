@@ -36,6 +36,7 @@ def test_sequence_losses_are_those_of_acceptance() -> None:
         "length": acceptance.length(r, 3, lengths).mean(),
         "length_block": acceptance.length_block(l, 3, lengths).mean(),
         "calls": 1 / acceptance.tau(r, 3, lengths),
+        "calls_block": 1 / acceptance.tau_block(l, 3, lengths),
     }
     for name, value in wanted.items():
         found = parse(f"0.5*{name}+kl")
