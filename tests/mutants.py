@@ -11,6 +11,7 @@ from tests.planted import (
     baselines,
     commands,
     core,
+    costs,
     engine,
     folders,
     measurement,
@@ -19,7 +20,7 @@ from tests.planted import (
     training,
 )
 
-PARTS = (core, engine, prediction, measurement, folders, commands, training, baselines, packaging)
+PARTS = (core, engine, prediction, measurement, costs, folders, commands, training, baselines, packaging)
 
 
 @dataclass(frozen=True)

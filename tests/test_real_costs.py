@@ -54,6 +54,20 @@ def test_rounds_are_timed_in_real_calls_of_the_engine() -> None:
     assert calibrated(TABLE, found).drafting(4) == pytest.approx(found[4].draft)
 
 
+def test_the_call_that_warms_up_is_not_counted() -> None:
+    """As one that compiles does; medians of two would be moved by it."""
+    calls = itertools.count()
+
+    def generate(*_, **__):
+        stats = Stats(seconds=dict.fromkeys(("prefill", "draft", "verify", "other"), 0.0))
+        stats.seconds["target"], stats.times["target"] = (9.0 if next(calls) == 0 else 1.0 + next(calls)), 1
+        return SimpleNamespace(stats=stats)
+
+    engine = SimpleNamespace(generate=generate, policy=Fixed(2), rows=1)
+    found = measure_rounds({2: engine}, [[1]], sampling=Sampling(), max_new_tokens=4, until=-1.0)  # type: ignore
+    assert found[2].target == (3.0 + 5.0) / 2
+
+
 def test_a_mean_round_holds_every_phase_but_the_prefill() -> None:
     stats = Stats(seconds={"prefill": 9.0, "draft": 2.0, "target": 4.0, "verify": 1.0, "other": 0.5})
     stats.times["target"] = 2

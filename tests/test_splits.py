@@ -12,6 +12,7 @@ from cotrain import splits
 from cotrain.acceptance import expected_calls, expected_calls_block
 from cotrain.evaluate import Scores, by_depth
 from cotrain.job import Job
+from cotrain.module import Distillation
 from cotrain.prompts import shipped_ids
 from cotrain.rollouts import read, texts
 from cotrain.splits import SPLITS, Prompts, apart, refuse_shared, shared, split_of
@@ -89,3 +90,11 @@ def test_two_drafts_that_the_rules_rank_differently() -> None:
     assert uneven.tau(4, "block") == pytest.approx(10 / calls) == by_depth(uneven)["tau_block"][3]
     assert uneven.tau(4) == pytest.approx(10 / expected_calls(uneven.r, 4, uneven.lengths).sum().item())
     assert uneven.r[1, 4:].eq(0).all()
+
+
+def test_checkpoints_are_ranked_by_the_rule_that_verifies() -> None:
+    found = scores(torch.tensor([math.log(2), math.log(0.5)]).double().repeat(2, 3))
+    module = SimpleNamespace(judged={1.0: {"all": found}}, temperature=1.0)
+    ranked = [Distillation.tau(module, 4, "sampled", rule) for rule in ("token", "block")]  # type: ignore[arg-type]
+    assert ranked == [found.tau(4), found.tau(4, "block")] and ranked[0] < ranked[1]
+    assert Distillation.tau(module, 4, "greedy", "block") == found.tau_greedy(4)  # type: ignore[arg-type]
