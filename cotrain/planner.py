@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 BATCH = 32  # rows where only counts matter, not clocks
 ALWAYS = (0, 1)  # draft lengths that are considered whatever bench.depths names
+SHAPE = 5  # repeats of each part alone: its level comes from real rounds
 TRIES = 3  # at a length that was chosen before it was run
 
 
@@ -92,7 +93,8 @@ def costs_of(plan: "Plan") -> Costs:
     size, prompts = plan.bench, plan.prompts.ranking
     context = sum(map(len, prompts)) // len(prompts) + size.new_tokens // 2
     target = plan.engine(1).target  # as rounds run it: other slots would be another graph
-    return measure_costs(target, plan.proposer(), max(size.depths), context=context, sampling=plan.sampling)
+    K = max(size.depths)
+    return measure_costs(target, plan.proposer(), K, context=context, sampling=plan.sampling, repeats=SHAPE)
 
 
 def planned(plan: "Plan", found: Measured, tau: Callable[[int], float], until: float = inf) -> tuple[Length, Measured]:

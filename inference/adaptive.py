@@ -34,8 +34,9 @@ class Wanted:
 @dataclass(frozen=True)
 class Reached:
     """within: how near the ends of the 95 % interval came to the value, None for one batch; wanted: how near they
-    should have come, None if that was not asked for; enough: whether they did; batches, runs of them, seconds;
-    others: cores that other processes used meanwhile, None if unknown, of `cores`."""
+    should have come, None if that was not asked for; enough: whether they did, over as many batches as were asked for;
+    batches, runs of them, seconds; others: cores that other processes used meanwhile, None if unknown, of `cores`.
+    """
 
     within: float | None
     wanted: float | None
@@ -67,7 +68,8 @@ def until_known(
     start, before = clock(), reading()
     warm(arms, batches[0], seed)
     runs: list[list[dict[str, ArmResult]]] = []
-    done, due = 0, max(wanted.batches, LEAST if wanted.within < inf else 1)
+    done, least = 0, max(wanted.batches, LEAST if wanted.within < inf else 1)
+    due = least
     while True:
         round, at = divmod(done, len(batches))
         result = turn(arms, batches[at], seed + round, done)
@@ -89,7 +91,8 @@ def until_known(
     timing = _timing(batches, runs)
     near = timing.ratio(*pair).within
     asked = wanted.within if wanted.within < inf else None
-    return timing, Reached(near if near < inf else None, asked, near <= wanted.within, len(runs), done,
+    enough = near <= wanted.within and done >= least
+    return timing, Reached(near if near < inf else None, asked, enough, len(runs), done,
                            clock() - start, others(before, reading()), cores())  # fmt: skip
 
 
@@ -108,4 +111,4 @@ def _reached(found: Reached, wanted: float) -> str:
     runs = f"{found.runs} runs of {found.batches} batches, {found.seconds:.0f} s"
     if found.enough:
         return f"interval {near}, {100 * wanted:.0f} % asked for: {runs}"
-    return f"interval {near}, not {100 * wanted:.0f} % as asked for when time was over (bench.minutes=): {runs}"
+    return f"interval {near}, time was over (bench.minutes=) before {100 * wanted:.0f} % was reached for sure: {runs}"

@@ -177,9 +177,11 @@ def test_when_time_is_over_what_was_reached_is_said() -> None:
     ticks = itertools.count()
     timing, found = timed(noisy(2.0, 1.0, 0), Wanted(30, 0.01, until=12.0), clock=lambda: float(next(ticks)))
     assert not found.enough and 2 <= found.batches < 12 and len(timing.runs) == found.batches
-    assert "not 1 % as asked for when time was over" in adaptive.lines(found)[1]
+    assert "time was over (bench.minutes=) before 1 % was reached for sure" in adaptive.lines(found)[1]
     two = timed(noisy(2.0, 1.0, 0), Wanted(30, 0.01, until=-1.0))[1]
     assert two.batches == 2
+    few = timed(noisy(2.0, 0.0001, 0), Wanted(30, 0.1, until=-1.0))[1]
+    assert few.within is not None and few.within < 0.1 and not few.enough  # two batches know nothing for sure
 
 
 def test_without_a_limit_exactly_what_is_asked_for_is_timed() -> None:
