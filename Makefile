@@ -14,7 +14,7 @@ VLLM = 0.32.0
 ENGINES = .venv-engines/bin
 ENGINES_READY = .venv-engines/ready
 
-# threads that share cores with other work must not spin; `demo` runs alone and lets them
+# tests share the cores, so their threads must not spin; cotrain itself looks whether the machine is idle
 export TOKENIZERS_PARALLELISM = false
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 

@@ -28,6 +28,7 @@ __all__ = [
     "break_even",
     "call_weights",
     "calls",
+    "calls_block",
     "calls_variance",
     "calls_variance_block",
     "conditional",
@@ -90,6 +91,11 @@ def calls(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
     Unlike `length` it weighs starts as often as rounds begin there.
     """
     return expected_calls(r, k, lengths)
+
+
+def calls_block(l: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
+    """`calls` under block verification, from l = log q - log p of the text's tokens -> (B,). Differentiable in l."""
+    return expected_calls_block(l, k, lengths)
 
 
 def call_weights(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:

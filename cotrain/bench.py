@@ -1,21 +1,25 @@
 """Measuring a pair with the bundled engine: quickly at each checkpoint, in full for what is exported."""
 
 import copy
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from math import inf
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cotrain.config import Bench
-from cotrain.prompts import shipped
-from inference import Engine, Sampling, predict
-from inference.costs import Costs, best_k, joined, measure_costs
+from cotrain.planner import BATCH, Compiled, advice, planned, settled, taus
+from cotrain.prompts import shipped_ids
+from cotrain.splits import Prompts, apart
+from inference import Engine, Sampling, adaptive
+from inference.adaptive import Reached, Wanted, until_known
 from inference.exactness import check, check_calls
 from inference.lean import can_round
-from inference.measure import Texts, Timing, engine_arm, interleave, transformers_arm
+from inference.measure import Texts, Timing, engine_arm, interleave, together, transformers_arm
 from inference.parity import pair_figures
 from inference.policy import Fixed
 from inference.precision import cast, widened
@@ -23,15 +27,8 @@ from inference.proposer import Proposer
 from inference.proposers import Independent, NGram
 from inference.report import build
 
-BATCH = 32  # rows where only counts matter, not clocks
-
-
-class Compiled(NamedTuple):
-    """What runs compiled: plain decoding's target, the target of rounds, the draft."""
-
-    plain: bool = False
-    target: bool = False
-    draft: bool = False
+# of bench.minutes, when each part ends: costs of rounds; timing; parity on more tokens. Greedy decoding has the rest.
+COSTS, TIMING, PARITY = 0.25, 0.65, 0.85
 
 
 @dataclass(frozen=True)
@@ -47,7 +44,7 @@ class Plan:
     names: tuple[str, str]  # of target and draft, to print
     objective: str = "sampled"  # how it drafts; "greedy": its likeliest tokens
     compiled: Compiled = Compiled()
-    own: Sequence[list[int]] = ()  # prompts of the user's, instead of those shipped
+    given: Prompts | None = None  # None: those shipped
 
     @cached_property
     def served(self) -> PreTrainedModel:
@@ -83,14 +80,34 @@ class Plan:
         compile = None if rows else self.compiled.plain
         return Engine(self.target, tokenizer=self.tokenizer, rows=rows or self.bench.rows, compile=compile)
 
-    def prompts(self, first: int, count: int) -> list[list[int]]:
-        """Prompts `first`, `first` + 1, ...: own ones, or shipped ones cut to the bench's length; they repeat when they
-        run out."""
-        if self.own:
-            return [self.own[(first + i) % len(self.own)] for i in range(count)]
-        texts = [row["text"] for row in shipped()]
-        chosen = [texts[(first + i) % len(texts)] for i in range(count)]
-        return [self.tokenizer(text)["input_ids"][: self.bench.prompt_tokens] for text in chosen]
+    @cached_property
+    def prompts(self) -> Prompts:
+        return self.given or apart(*shipped_ids(self.tokenizer, self.bench.prompt_tokens), [], "shipped")
+
+    def ranking(self, first: int, count: int) -> list[list[int]]:
+        """Prompts `first`, `first` + 1, ... of those that rank checkpoints and draft lengths; they repeat when they run
+        out."""
+        return _from(self.prompts.ranking, first, count)
+
+    def final(self, first: int, count: int) -> list[list[int]]:
+        """The same of those that time and check what is exported."""
+        return _from(self.prompts.final, first, count)
+
+
+def _from(prompts: Sequence[list[int]], first: int, count: int) -> list[list[int]]:
+    return [prompts[(first + i) % len(prompts)] for i in range(count)]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Seconds for a whole measurement, since a moment on the clock; none when they are 0."""
+
+    seconds: float
+    start: float
+
+    def until(self, share: float) -> float:
+        """When that share of them is over, on the clock; inf without a limit."""
+        return self.start + share * self.seconds if self.seconds else inf
 
 
 def quick(plan: Plan, k: int) -> dict[str, float]:
@@ -99,7 +116,7 @@ def quick(plan: Plan, k: int) -> dict[str, float]:
         engine_arm("speculative", plan.engine(k), plan.sampling, plan.bench.new_tokens),
         engine_arm("plain", plan.plain(), plan.sampling, plan.bench.new_tokens),
     ]
-    timing = interleave(arms, plan.prompts(0, plan.bench.quick_prompts), plan.bench.rows, plan.bench.seed)
+    timing = interleave(arms, plan.ranking(0, plan.bench.quick_prompts), plan.bench.rows, plan.bench.seed)
     stats = timing.stats("speculative")
     return {
         "speedup": timing.ratio("speculative", "plain").value,
@@ -112,28 +129,42 @@ def refuse(size: Bench) -> None:
     """Raise ValueError, naming the key, for sizes that cannot be measured."""
     if not size.depths or min(size.depths) < 1:
         raise ValueError(f"bench.depths: {list(size.depths)} must be draft lengths of at least 1")
+    if not size.minutes >= 0:
+        raise ValueError(f"bench.minutes: {size.minutes} must be minutes, or 0 to time bench.prompts and no more")
+    if not size.interval > 0:
+        raise ValueError(f"bench.interval: {size.interval} must be a share of the speed-up above 0, as .1")
 
 
 def measure(plan: Plan, extra: dict[str, Any] | None = None) -> dict[str, Any]:
     """The full report: draft length from measured costs, speed with intervals, exactness, parity, greedy beside."""
     size = plan.bench
     refuse(size)
-    print("bench: costs of passes, and the draft length that they and the acceptance call for")
-    plan, costs = settled(plan)
-    choice = best_k(costs, taus(plan).__getitem__)
-    k = max(size.depths, key=choice.speedups.__getitem__)
+    budget = Budget(60 * size.minutes, time.perf_counter())
+    print("bench: what rounds cost, and the draft length that this and the acceptance call for")
+    plan, costs = settled(plan, budget.until(COSTS))
+    length, costs = planned(plan, costs, taus(plan).__getitem__, budget.until(COSTS))
+    k = length.drafting
+    if not length.k:
+        print(f"bench: plain decoding is expected to be faster here, {length.speedups[k]:.2f}x with drafts at best")
     print(f"bench: draft length {k}; {size.prompts} prompts in turn: speculative, plain, transformers")
     engine = plan.engine(k)
-    timing = _timed(plan, engine, plan.sampling)
+    timing, reached = _timed(plan, engine, plan.sampling, budget.until(TIMING))
     print("bench: exactness on these prompts, and parity on more tokens")
     verdict = check(engine, timing.texts("speculative"), plan.sampling, size.new_tokens, size.seed, BATCH)
+    said = advice(length, timing.ratio("speculative", "plain"))
     found = {
-        "costs": asdict(costs),
+        "costs": asdict(costs.costs),
+        "costs_alone": asdict(costs.alone),
+        "rounds": {str(at): asdict(one) for at, one in sorted(costs.rounds.items())},
         "compiled": plan.compiled._asdict(),
         "planned_k": k,
-        "prompts": "own" if plan.own else "shipped",
-        "predicted_speedups": list(choice.speedups),
-        "parity": parity(plan, k),
+        "plain_is_faster": length.k == 0,
+        "advice": said,
+        "timing": asdict(reached),
+        "said": [*([said] if said else []), *adaptive.lines(reached)],
+        "prompts": plan.prompts.source,
+        "predicted_speedups": list(length.speedups),
+        "parity": parity(plan, k, budget.until(PARITY)),
         "greedy": greedy(plan, k),
         "plain_over_transformers": timing.ratio("plain", "transformers")._asdict(),
     }
@@ -144,66 +175,34 @@ def measure(plan: Plan, extra: dict[str, Any] | None = None) -> dict[str, Any]:
     )  # fmt: skip
 
 
-def _timed(plan: Plan, engine: Engine, sampling: Sampling) -> Timing:
+def _timed(plan: Plan, engine: Engine, sampling: Sampling, until: float) -> tuple[Timing, Reached]:
     size = plan.bench
     arms = [
         engine_arm("speculative", engine, sampling, size.new_tokens),
         engine_arm("plain", plan.plain(), sampling, size.new_tokens),
         transformers_arm("transformers", plan.target, sampling, size.new_tokens),
     ]
-    return interleave(arms, plan.prompts(size.quick_prompts, size.prompts), size.rows, size.seed, progress=_bar)
+    batches = -(-size.prompts // size.rows)
+    more = until < inf
+    wanted = Wanted(batches, size.interval if more else inf, until)
+    prompts = plan.prompts.final if more else plan.prompts.final[: size.prompts]
+    timing, reached = until_known(arms, prompts, size.rows, ("speculative", "plain"), wanted, size.seed, say=_bar)
+    print("bench: " + "; ".join(adaptive.lines(reached)))
+    return timing, reached
 
 
-def _bar(done: int, total: int) -> None:
-    print(f"\rbench: {done}/{total} runs", end="" if done < total else "\n", flush=True)
-
-
-def settled(plan: Plan) -> tuple[Plan, Costs]:
-    """Each part compiled where that measures faster (with bench.compile, or on a GPU), and the table of costs that
-    follows."""
-    eager = costs_of(replace(plan, compiled=Compiled()))
-    if not plan.bench.compile and plan.target.device.type != "cuda":
-        return plan, eager
-    both = eager, costs_of(replace(plan, compiled=Compiled(True, True, True)))
-    k = sorted(plan.bench.depths)[len(plan.bench.depths) // 2]
-    faster = Compiled(*(min(both, key=cost) is both[1] for cost in (
-        lambda costs: costs.target[0], lambda costs: costs.target[k], lambda costs: costs.drafting(k)
-    )))  # fmt: skip
-    return replace(plan, compiled=faster), joined(*(both[on] for on in faster))
-
-
-def costs_of(plan: Plan) -> Costs:
-    """Costs in the middle of a text of the bench's length."""
-    size = plan.bench
-    prompt = sum(map(len, plan.own)) // len(plan.own) if plan.own else size.prompt_tokens
-    context = prompt + size.new_tokens // 2
-    target = plan.engine(1).target  # as rounds run it: other slots would be another graph
-    return measure_costs(target, plan.proposer(), max(size.depths), context=context, sampling=plan.sampling)
-
-
-def rule(verify: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """tau of a verification rule, and what of the laws it takes."""
-    return (predict.tau_block, predict.l_from) if verify == "block" else (predict.tau, predict.r_from)
-
-
-def taus(plan: Plan) -> dict[int, float]:
-    """Predicted tau by draft length, from texts decoded plainly that are not timed."""
-    size, longest = plan.bench, max(plan.bench.depths)
-    prompts = plan.prompts(size.quick_prompts + size.prompts, BATCH)
-    arm = engine_arm("plain", plan.plain(BATCH), plan.sampling, size.new_tokens)
-    texts = interleave([arm], prompts, BATCH, size.seed, warmup=0).texts("plain")
-    figures = _figures(plan, plan.engine(longest, BATCH), texts)
-    tau, of = rule(plan.verify)
-    ratios = of(figures.logp, figures.logq)
-    return {k: float(tau(ratios, k, figures.lengths)) for k in range(1, longest + 1)}
+def _bar(done: int, near: float) -> None:
+    shown = f"interval within {100 * near:.0f} % of the speed-up" if near < inf else "no interval yet"
+    print(f"bench: {done} batches timed, {shown}", flush=True)
 
 
 def _figures(plan: Plan, engine: Engine, texts: Texts) -> Any:
     return pair_figures(engine, plan.proposer(counted=True), texts, plan.sampling, plan.bench.new_tokens, 0.0)
 
 
-def parity(plan: Plan, k: int) -> dict[str, Any] | None:
-    """Target calls predicted and measured on at least `parity_tokens` tokens, prompts not timed before.
+def parity(plan: Plan, k: int, until: float = inf) -> dict[str, Any] | None:
+    """Target calls predicted and measured on at least `parity_tokens` tokens, or as many as time allows; final prompts,
+    those not timed before first, with other noise. until: when time is over, on the clock.
 
     None for the coupled rule, whose calls cannot be predicted from the text.
     """
@@ -211,8 +210,13 @@ def parity(plan: Plan, k: int) -> dict[str, Any] | None:
     count = -(-size.parity_tokens // size.new_tokens)
     engine = plan.engine(k, BATCH)
     arm = engine_arm("speculative", engine, plan.sampling, size.new_tokens)
-    first = size.quick_prompts + size.prompts
-    texts = interleave([arm], plan.prompts(first, count), BATCH, size.seed + 1, warmup=0).texts("speculative")
+    parts: list[Texts] = []
+    for done in range(0, count, BATCH):
+        prompts = plan.final(size.prompts + done, min(BATCH, count - done))
+        parts.append(interleave([arm], prompts, BATCH, size.seed + 1 + done, warmup=0).texts("speculative"))
+        if time.perf_counter() > until:
+            break
+    texts = together(parts)
     calls = check_calls(_figures(plan, engine, texts), texts, plan.verify)
     if calls is None:
         return None
@@ -231,7 +235,7 @@ def greedy(plan: Plan, k: int) -> dict[str, Any]:
         engine_arm("ngram", plan.engine(k, proposer=NGram()), sampling, size.new_tokens),
         engine_arm("plain", plan.plain(), sampling, size.new_tokens),
     ]
-    prompts = plan.prompts(size.quick_prompts, max(size.prompts // 2, 2))
+    prompts = plan.final(0, max(size.prompts // 2, 2))
     timing = interleave(arms, prompts, size.rows, size.seed)
     found: dict[str, Any] = {"prompts": len(prompts)}
     for arm in ("speculative", "ngram"):

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from cotrain.bench import BATCH, Plan, rule
+from cotrain.bench import Plan
+from cotrain.planner import BATCH, rule
 from inference.measure import engine_arm, interleave
 from inference.parity import pair_figures
 from inference.proposers import Independent
@@ -78,7 +79,7 @@ def _with(plan: Plan, kind: str) -> Plan:
 
 def _texts(plan: Plan) -> Any:
     size = plan.bench
-    prompts = plan.prompts(size.quick_prompts + size.prompts, 2 * BATCH)
+    prompts = plan.ranking(size.quick_prompts, 2 * BATCH)
     arm = engine_arm("plain", plan.plain(BATCH), plan.sampling, size.new_tokens)
     return interleave([arm], prompts, BATCH, size.seed, warmup=0).texts("plain")
 
@@ -91,7 +92,7 @@ def _cell(plan: Plan, texts: Any, k: int) -> dict[str, Any]:
     tau, of = rule(plan.verify)
     arms = [engine_arm("speculative", plan.engine(k), sampling, size.new_tokens),
             engine_arm("plain", plan.plain(), sampling, size.new_tokens)]  # fmt: skip
-    timing = interleave(arms, plan.prompts(0, size.quick_prompts), size.rows, size.seed)
+    timing = interleave(arms, plan.ranking(0, size.quick_prompts), size.rows, size.seed)
     return {
         "alpha": float(figures.alpha.sum() / tokens),
         "tau": float(tau(of(figures.logp, figures.logq), k, figures.lengths)),

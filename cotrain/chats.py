@@ -14,7 +14,7 @@ import torch
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from cotrain.corpora import Document
+from cotrain.splits import split_of
 
 Message = dict[str, Any]
 Row = dict[str, Any]  # of rollouts.FEATURES
@@ -99,7 +99,7 @@ def cleaned(value: Any) -> Any:
 
 
 def chats_of(rows: Iterable[Mapping[str, Any]], split: str, template: Template) -> Chats:
-    """Turns of the conversations that fall to a split, "train" or "held_out", by a hash of what opens them.
+    """Turns of the conversations that fall to a split of `splits`, by a hash of what opens them.
 
     Raises ValueError naming the row for messages that are none and a template that fails, renders nothing or rewrites
     what it had rendered; and when nothing is left.
@@ -109,7 +109,7 @@ def chats_of(rows: Iterable[Mapping[str, Any]], split: str, template: Template) 
         try:
             messages = _messages(row)
             first = next((place for place, one in enumerate(messages) if one["role"] == "assistant"), len(messages))
-            if Document(json.dumps(messages[:first]), "").held_out == (split == "held_out"):
+            if split_of(json.dumps(messages[:first])) == split:
                 pairs = _turns(messages, row.get("tools"), template)
                 turns += [{"domain": str(row.get("domain") or "own"), "prompt": a, "completion": b} for a, b in pairs]
         except ValueError as error:

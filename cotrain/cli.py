@@ -17,6 +17,7 @@ from cotrain import __version__
 from cotrain.errors import UserError
 from cotrain.overrides import explain, is_setting, literal, quote
 from cotrain.paths import folder
+from inference.contention import set_waiting
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -73,6 +74,7 @@ def _command(name: str, arguments: list[str]) -> int:
     for flag in (argument.partition("=")[0] for argument in arguments if argument.startswith("--")):
         if not any(known.startswith(flag) for known in FLAGS):
             return _say(who, f"no flag {flag}: settings are key=value, as in {flag.lstrip('-')}=...", 2)
+    set_waiting()  # before torch is imported, which reads it
     try:
         status = _hydra(name, arguments)
         sys.stdout.flush()

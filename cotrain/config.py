@@ -178,7 +178,10 @@ class Trainer:
 @dataclass
 class Bench:
     """What is timed: prompts a domain, new tokens of each, rows decoded together, tokens for the parity check. The
-    draft is served in draft_dtype (auto: its own), its weights rounded to 8 bits on a CPU when draft_int8."""
+    draft is served in draft_dtype (auto: its own), its weights rounded to 8 bits on a CPU when draft_int8.
+
+    More prompts are timed, and parity tokens given up, until the speed-up's 95 % interval ends within `interval` of its
+    value, as a share of it, or `minutes` are over; minutes=0: exactly what is asked for, however long it takes."""
 
     prompts: int
     quick_prompts: int
@@ -186,7 +189,9 @@ class Bench:
     new_tokens: int
     parity_tokens: int
     rows: int
-    depths: list[int]  # draft lengths to choose from
+    minutes: float
+    interval: float
+    depths: list[int]  # draft lengths to choose from, beside 0 (plain decoding) and 1
     draft_dtype: str
     draft_int8: bool
     compile: bool  # both models' short passes, see inference/graph.py

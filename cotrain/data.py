@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerBase
 
 from cotrain.chats import Chats, Template, chats_of, cleaned, is_chat
 from cotrain.config import Data
-from cotrain.corpora import Document, embedded
+from cotrain.corpora import embedded
+from cotrain.splits import split_of
 
 LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text"}
 
@@ -113,8 +114,9 @@ def _open(path: str, split: str) -> datasets.Dataset:
 def source_of(
     data: Data, split: str, tokenizer: PreTrainedTokenizerBase, ends: Collection[int] = frozenset()
 ) -> Blocks | Chats:
-    """The configured texts, split "train" or "held_out"; own ones are split by a hash. Rows of messages, or of prompt
-    and response, are conversations, unless data.column names a column of text. ends: the target's end tokens.
+    """The configured texts of a split of `splits`; own ones are split by a hash, embedded ones have no "final". Rows of
+    messages, or of prompt and response, are conversations, unless data.column names a column of text. ends: the end
+    tokens of the target.
 
     Raises ValueError as `read_rows`, `texts_of`, `pack` and `chats_of`.
     """
@@ -125,7 +127,7 @@ def source_of(
     if data.column not in rows.column_names and is_chat(rows.column_names):
         return chats_of(_as_written(data.path, rows), split, Template(tokenizer, data.template, ends))
     texts = texts_of(rows, data.path, data.column)
-    mine = texts.filter(lambda row: Document(row["text"], "").held_out == (split == "held_out"))
+    mine = texts.filter(lambda row: split_of(row["text"]) == split)
     if not len(mine):
         raise ValueError(f"data.path: none of {len(texts)} texts falls to the split {split}: give more")
     return pack(mine, tokenizer, data.block)

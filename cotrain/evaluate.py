@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cotrain.acceptance import conditional, prefix, r_from, tau
+from cotrain.acceptance import conditional, l_from, prefix, tau, tau_block
 from cotrain.rollouts import Texts
 from cotrain.rows import Truncate, compared
 
@@ -32,10 +32,11 @@ class HeldOut:
 
 @dataclass
 class Scores:
-    """r (N, L): acceptance of each sampled token given that it was emitted, and r_greedy, where the draft's likeliest
-    token is drafted; confidence (N, L): of the draft in its likeliest token; lengths (N,); means over all tokens."""
+    """l (N, L): log q - log p of each sampled token, 0 past a row's length; r_greedy, acceptance where the draft's
+    likeliest token is drafted; confidence (N, L): of the draft in its likeliest token; lengths (N,); means over all
+    tokens."""
 
-    r: Tensor
+    l: Tensor
     r_greedy: Tensor
     confidence: Tensor
     lengths: Tensor
@@ -43,6 +44,23 @@ class Scores:
     alpha_greedy: float
     kl: float
     entropy: float  # of q, in nats
+
+    @property
+    def r(self) -> Tensor:
+        """(N, L): acceptance of each sampled token given that it was emitted, min(1, q / p); 0 past a row's length."""
+        inside = torch.arange(self.l.shape[1]) < self.lengths.unsqueeze(1)
+        return self.l.clamp(max=0).exp() * inside
+
+    def tau(self, k: int, verify: str = "token") -> float:
+        """Tokens per target call at draft length k under a rule of verification: of `block` its own, of any other the
+        token rule's."""
+        if verify == "block":
+            return float(tau_block(self.l, k, self.lengths))
+        return float(tau(self.r, k, self.lengths))
+
+    def tau_greedy(self, k: int) -> float:
+        """The same for greedy drafting. The law drafted from is certain: a token accepted by one rule is by all."""
+        return float(tau(self.r_greedy, k, self.lengths))
 
     @property
     def calibration(self) -> float:
@@ -70,8 +88,9 @@ def evaluate(held: HeldOut, read_draft: Read, head_draft: Head, head_target: Hea
 def figures(found: dict[str, Scores]) -> dict[str, float]:
     """Named `quantity/domain` and, for depth i, `quantity/domain/i`.
 
-    alpha, alpha_greedy_draft = p(argmax q), kl, entropy of q, calibration_error; tau at k = 1..8, tau_greedy_draft for
-    greedy drafting; conditional and prefix acceptance at depth 1..8. alpha/worst: of the domain that is accepted least.
+    alpha, alpha_greedy_draft = p(argmax q), kl, entropy of q, calibration_error; tau at k = 1..8 by the token rule,
+    tau_block by block verification, tau_greedy_draft for greedy drafting; conditional and prefix acceptance at depth
+    1..8. alpha/worst: of the domain that is accepted least.
     """
     alone = [scores.alpha for domain, scores in found.items() if domain != "all"] or [found["all"].alpha]
     named: dict[str, float] = {"alpha/worst": min(alone)}
@@ -87,11 +106,13 @@ def figures(found: dict[str, Scores]) -> dict[str, float]:
 
 
 def by_depth(scores: Scores) -> dict[str, list[float]]:
-    """tau(k), sampled and greedy drafting, conditional and prefix acceptance at depth k, for k = 1..8."""
+    """tau(k) by token and block verification and of greedy drafting, conditional and prefix acceptance at depth k, for
+    k = 1..8."""
     depths = range(1, DEPTHS + 1)
     return {
-        "tau": [tau(scores.r, k, scores.lengths).item() for k in depths],
-        "tau_greedy_draft": [tau(scores.r_greedy, k, scores.lengths).item() for k in depths],
+        "tau": [scores.tau(k) for k in depths],
+        "tau_block": [scores.tau(k, "block") for k in depths],
+        "tau_greedy_draft": [scores.tau_greedy(k) for k in depths],
         "conditional": conditional(scores.r, DEPTHS, scores.lengths).tolist(),
         "prefix": prefix(scores.r, DEPTHS, scores.lengths).tolist(),
     }
@@ -111,16 +132,16 @@ def score(held: HeldOut, domain: str, read_draft: Read, head_draft: Head, head_t
         ids, theirs, predicted = (part.to(ours.device) for part in parts)
         options: dict[str, Any] = {"temperature": held.temperature, "truncate": held.truncate}
         found = compared(theirs, head_target, ours, head_draft, ids[:, 1:], predicted, **options)
-        r = r_from(found.logp, found.logq)
-        for kept, values in ((ratios, r), (hits, found.hit), (sure, found.confidence)):
+        l = l_from(found.logp, found.logq)
+        for kept, values in ((ratios, l), (hits, found.hit), (sure, found.confidence)):
             kept.append(values.new_zeros(predicted.shape).masked_scatter(predicted, values).cpu())
         summed = (found.alpha, found.alpha_greedy, found.kl, found.entropy)
         means += torch.stack([part.double().sum() for part in summed]).cpu()
     first, length = held.texts.prompt[rows], held.texts.length[rows]
     aligned = (_aligned(torch.cat(kept), first - 1) for kept in (ratios, hits, sure))
-    r, r_greedy, confidence = aligned
+    l, r_greedy, confidence = aligned
     alpha, greedy, kl, entropy = (means / (length - first).sum()).tolist()
-    return Scores(r, r_greedy, confidence, length - first, alpha, greedy, kl, entropy)
+    return Scores(l, r_greedy, confidence, length - first, alpha, greedy, kl, entropy)
 
 
 def calibration_error(confidence: Tensor, hit: Tensor, bins: int = 15) -> float:
@@ -140,14 +161,14 @@ def _aligned(r: Tensor, start: Tensor) -> Tensor:
 def _together(parts: list[Scores]) -> Scores:
     tokens = torch.tensor([float(part.lengths.sum()) for part in parts])
     weights = tokens / tokens.sum()
-    width = max(part.r.shape[1] for part in parts)
+    width = max(part.l.shape[1] for part in parts)
 
     def joined(rs: list[Tensor]) -> Tensor:
         return torch.cat([torch.nn.functional.pad(r, (0, width - r.shape[1])) for r in rs])
 
     means = [[part.alpha, part.alpha_greedy, part.kl, part.entropy] for part in parts]
-    tensors = ([getattr(part, name) for part in parts] for name in ("r", "r_greedy", "confidence"))
+    tensors = ([getattr(part, name) for part in parts] for name in ("l", "r_greedy", "confidence"))
     lengths = torch.cat([part.lengths for part in parts])
-    r, r_greedy, confidence = map(joined, tensors)
+    l, r_greedy, confidence = map(joined, tensors)
     alpha, greedy, kl, entropy = (torch.tensor(means) * weights.unsqueeze(1)).sum(0).tolist()
-    return Scores(r, r_greedy, confidence, lengths, alpha, greedy, kl, entropy)
+    return Scores(l, r_greedy, confidence, lengths, alpha, greedy, kl, entropy)

@@ -15,11 +15,13 @@ from cotrain.chats import Chats
 from cotrain.config import BenchConfig, RolloutConfig, ServeCheckConfig, TrainConfig
 from cotrain.data import source_of
 from cotrain.evaluate import Head, Read
+from cotrain.prompts import shipped_ids
 from cotrain.regimes import sampling
 from cotrain.rollout import Ask, Faster, Mixed, Own, Remote, Sampler
 from cotrain.rollouts import Texts
 from cotrain.sets import WHOLE, Sampled, Share, Source, blocks_texts, logged, regime
 from cotrain.shards import Shards
+from cotrain.splits import SPLITS, Prompts, apart
 from cotrain.teacher import adapted, identity, load_pair, split
 from inference import load
 from inference.client import Client
@@ -76,10 +78,21 @@ class Job:
         return self.cfg.data.path is not None and isinstance(self.source("train"), Chats)
 
     @cached_property
-    def prompts(self) -> list[list[int]]:
-        """Own ones, to measure with; none: those shipped."""
+    def prompts(self) -> Prompts:
+        """To measure with: own ones, or those shipped; no final one is learnt from or ranks checkpoints."""
+        return self._own() if self.cfg.data.path else self._shipped()
+
+    def _own(self) -> Prompts:
         ask = self.cfg.rollout
-        return self.source("held_out").several(ask.prompt_tokens, ask.seed) if self.cfg.data.path else []
+        learnt, ranking, final = (self.source(split).several(ask.prompt_tokens, ask.seed) for split in SPLITS)
+        return apart(ranking, final, learnt, "own")
+
+    def _shipped(self) -> Prompts:
+        temperatures = self.cfg.rollout.train_temperatures or [self.cfg.regime.temperature]
+        learnt = self.texts("train", temperatures[0], Share(0, self.cfg.rollout.rounds))  # other rounds are of such too
+        judged = self.texts("held_out", self.cfg.regime.temperature)
+        ranking, final = shipped_ids(self.tokenizer, self.cfg.bench.prompt_tokens)
+        return apart(ranking, final, [*learnt.prompts, *judged.prompts], "shipped")
 
     def given(self, kind: str) -> Texts:
         """The configured texts as they stand."""
@@ -106,7 +119,7 @@ class Job:
             self.cfg.bench,
             names,
             objective(self.cfg.objective),
-            own=self.prompts,
+            given=self.prompts,
         )
 
 

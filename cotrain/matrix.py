@@ -7,10 +7,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cotrain.bench import Plan, settled, taus
+from cotrain.bench import Plan
+from cotrain.planner import choose, settled, taus
 from inference import Sampling
 from inference.arms import Arm
-from inference.costs import Costs, best_k
+from inference.costs import Costs
 from inference.floor import Machine, measure_machine, peak_memory, round_loads
 from inference.measure import Timing, engine_arm, interleave, transformers_arm
 from inference.proposers import NGram
@@ -62,9 +63,9 @@ def _servers(plan: Plan, grid: Grid, stack: ExitStack) -> dict[str, Server]:
 
 
 def _cell(plan: Plan, grid: Grid, servers: dict[str, Server], machine: Machine) -> dict[str, Any]:
-    plan, costs = settled(plan)
-    size, sampling = plan.bench, plan.sampling
-    k = max(best_k(costs, taus(plan).__getitem__).k, 1)
+    plan, measured = settled(plan)
+    size, sampling, costs = plan.bench, plan.sampling, measured.costs
+    k = choose(costs, taus(plan).__getitem__, range(1, max(size.depths) + 1)).drafting
     lengths = {"speculative": k, f"speculative k={grid.k}": grid.k, "plain": 0}
     token = replace(plan, verify="token")  # as other engines verify
     engines = {"speculative": plan.engine(k), f"speculative k={grid.k}": token.engine(grid.k), "plain": plan.plain()}
@@ -75,7 +76,7 @@ def _cell(plan: Plan, grid: Grid, servers: dict[str, Server], machine: Machine) 
         *[vllm_arm(name, server, sampling, size.new_tokens) for name, server in servers.items()],
     ]
     queue = size.rows if size.rows == 1 else QUEUE * size.rows  # ended rows make room, as when serving
-    prompts = plan.prompts(size.quick_prompts, max(size.prompts, BATCHES * queue))
+    prompts = plan.final(0, max(size.prompts, BATCHES * queue))
     timing = interleave(arms, prompts, queue, size.seed)
     models = engines["plain"].target, LM(plan.running, size.rows, int8=plan.int8)
     found = _found(timing, costs, lengths, sampling)

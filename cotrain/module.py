@@ -218,12 +218,11 @@ class Distillation(lightning.LightningModule):
         """Every figure of `evaluate`, named for its temperature."""
         return {_tag(name, t): value for t, found in self.judged.items() for name, value in figures(found).items()}
 
-    def tau(self, k: int, objective: str = "sampled") -> float:
+    def tau(self, k: int, objective: str = "sampled", verify: str = "token") -> float:
         """Tokens per target call at draft length k in the regime, as predicted on the held-out texts; objective: how
-        drafts are chosen, "sampled" or "greedy"."""
+        drafts are chosen, "sampled" or "greedy"; verify: the rule that decides about them."""
         found = self.judged[self.temperature]["all"]
-        r = found.r_greedy if objective == "greedy" else found.r
-        return float(acceptance.tau(r, k, found.lengths))
+        return found.tau_greedy(k) if objective == "greedy" else found.tau(k, verify)
 
     def scores(self) -> dict[float, Scores]:
         """Of all held-out texts together, by temperature."""

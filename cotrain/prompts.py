@@ -5,6 +5,8 @@ import random
 import sysconfig
 from pathlib import Path
 
+from transformers import PreTrainedTokenizerBase
+
 from cotrain.corpora import DOMAINS, Document, embedded
 from cotrain.paths import folder
 from inference.atomic import write_atomic
@@ -17,6 +19,16 @@ def shipped() -> list[dict[str, str]]:
     """Rows {"domain", "text"}, domains in turn, so that any first n are spread over them."""
     lines = (folder("data") / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines]
+
+
+def shipped_ids(tokenizer: PreTrainedTokenizerBase, tokens: int) -> tuple[list[list[int]], list[list[int]]]:
+    """The shipped prompts cut to `tokens` ids, each once: a third to rank checkpoints and draft lengths, the rest to
+    time what is exported; domains in turn in both."""
+    places: dict[tuple[int, ...], int] = {}
+    for place, row in enumerate(shipped()):
+        places.setdefault(tuple(tokenizer(row["text"])["input_ids"][:tokens]), place // len(DOMAINS))
+    ranking = [list(ids) for ids, place in places.items() if place % 3 == 0]
+    return ranking, [list(ids) for ids, place in places.items() if place % 3]
 
 
 def make(count: int, path: Path, seed: int = 0) -> None:

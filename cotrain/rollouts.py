@@ -45,6 +45,11 @@ class Texts:
         return self.ids[rows], None if self.position_ids is None else self.position_ids[rows]
 
     @property
+    def prompts(self) -> list[list[int]]:
+        """Ids of each prompt, without what was sampled after it."""
+        return [row[:length].tolist() for row, length in zip(self.ids, self.prompt.tolist(), strict=True)]
+
+    @property
     def predicted(self) -> torch.Tensor:
         """(N, T-1): True at t when token t+1 is a sampled one."""
         after = torch.arange(1, self.ids.shape[1])

@@ -80,7 +80,7 @@ def parity(plan: Plan, ask: Ask, k: int, at_once: int) -> Parity:
     """Served and own tau on the same prompts, drafting as the plan says. Raises ValueError for a server whose counters
     stood still."""
     draft = plan.proposer()
-    prompts = plan.prompts(0, plan.bench.prompts)
+    prompts = plan.final(0, plan.bench.prompts)
     tokens, seconds, counted = ask(prompts, at_once)
     if not counted or not counted.rounds:
         raise ValueError("url: the server counted no drafts: it serves without a draft, or hides its metrics")

@@ -3,6 +3,7 @@
 kl                    one loss
 0.1*kl + 0.9*tv       a weighted sum
 calls                 a sequence loss, from the log-probabilities of the text's tokens
+calls_block           the same under block verification
 calls_tv              tv, each position weighted by the target calls that acceptance there saves
 """
 
@@ -38,9 +39,16 @@ def calls(logp: Tensor, logq: Tensor, k: int, lengths: Tensor) -> tuple[Tensor, 
     return acceptance.calls(acceptance.r_from(logp, logq), k, lengths).sum(), lengths.sum()
 
 
+def calls_block(logp: Tensor, logq: Tensor, k: int, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """`acceptance.calls_block`, by tokens: their ratio is the inverse of block tau."""
+    return acceptance.calls_block(acceptance.l_from(logp, logq), k, lengths).sum(), lengths.sum()
+
+
 # also of laws merged outside some tokens, see `likeliest`
 MERGED = ("kl", "tv", "nla", "lk", "rkl", "jsd", "hellinger", "greedy", "mix")
-SEQUENCE: dict[str, Sequence] = {"length": length, "length_block": length_block, "calls": calls}
+SEQUENCE: dict[str, Sequence] = {
+    "length": length, "length_block": length_block, "calls": calls, "calls_block": calls_block,
+}  # fmt: skip
 NAMES = (*POSITION, *OF_TEXT, *DRAWN, *SEQUENCE, WEIGHTED)
 
 

@@ -40,10 +40,12 @@ def distil(cfg: TrainConfig, folder: Path) -> dict[str, Any]:
     settle(cfg.trainer.threads, cfg.trainer.seed)
     target, tokenizer = models(cfg)
     job, drafts = Job(cfg, folder, target, tokenizer), objective(cfg.objective)
+    if cfg.measure and cfg.data.path:
+        _ = job.prompts  # too few texts are refused before any is sampled
     network = initial(cfg, target)
     module = build(job, network)
     others = foreign(job)
-    tau = partial(module.tau, k, drafts)
+    tau = partial(module.tau, k, drafts, cfg.verify)
     speed = RealSpeed(lambda draft: bench.quick(job.plan(draft), k), tau, folder / "checkpoints", cfg.trainer.patience)
     fit(job, module, [speed] if cfg.measure else [])
     if rank():
@@ -69,7 +71,7 @@ def keep_figures(job: Job, module: Distillation) -> None:
     loss = job.cfg.loss
     label = job.cfg.label or (f"{loss.first}_then_{loss.then}" if loss.then else loss.first)
     k, settings = job.cfg.policy.k or DEPTHS, OmegaConf.to_container(cast(Any, job.cfg), resolve=True)
-    tau = module.tau(k, objective(job.cfg.objective))
+    tau = module.tau(k, objective(job.cfg.objective), job.cfg.verify)
     found = {"label": label, "seed": job.cfg.trainer.seed, "steps": job.cfg.trainer.steps, "tau": tau,
              "texts": compare.per_text(module.scores()), "environment": environment()}  # fmt: skip
     write_atomic(job.folder / compare.FIGURES, json.dumps(found) + "\n")
@@ -130,7 +132,7 @@ def export(
         k=report["extra"]["planned_k"],
         objective=objective(job.cfg.objective),
         regime=regime(sampling(job.cfg.regime)),
-        made={"environment": report["environment"], **made},
+        made={"environment": report["environment"], "advice": report["extra"]["advice"], **made},
         int8=plan.int8,
     )
     save(plan.served, job.tokenizer, job.folder / "draft", metadata, report, replace=True)

@@ -1,7 +1,22 @@
-"""Exact batched speculative decoding of Hugging Face causal LMs; needs torch, transformers and safetensors."""
+"""Exact batched speculative decoding of Hugging Face causal LMs; needs torch, transformers and safetensors.
 
-from inference.engine import Engine, Event, Output
-from inference.loading import load
-from inference.sampling import Sampling
+What it offers is imported when it is first asked for: how threads wait is read by torch when that is imported, and is
+set before (see `contention`).
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from inference.engine import Engine, Event, Output
+    from inference.loading import load
+    from inference.sampling import Sampling
 
 __all__ = ["Engine", "Event", "Output", "Sampling", "load"]
+_HOMES = {"Engine": "engine", "Event": "engine", "Output": "engine", "load": "loading", "Sampling": "sampling"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

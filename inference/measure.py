@@ -22,11 +22,13 @@ __all__ = [
     "Timing",
     "engine_arm",
     "interleave",
+    "together",
     "transformers_arm",
 ]
 
 RESAMPLES, LEVEL = 2000, 0.95
 Progress = Callable[[int, int], None]  # runs done, runs in all
+Batch = tuple[list[list[int]], list[int]]  # prompts, and the keys of their noise
 
 
 class Interval(NamedTuple):
@@ -35,6 +37,12 @@ class Interval(NamedTuple):
     value: float
     low: float
     high: float
+
+    @property
+    def within(self) -> float:
+        """How far the interval's farther end is from the value, as a share of it; infinite for one batch."""
+        far = max(self.value - self.low, self.high - self.value) / self.value
+        return far if far == far else float("inf")
 
 
 class Texts(NamedTuple):
@@ -47,11 +55,23 @@ class Texts(NamedTuple):
     counts: list[Counts]
 
 
+def together(parts: Sequence[Texts]) -> Texts:
+    """Texts of several timings, one after the other."""
+    found = Texts([], [], [], [])
+    for part in parts:
+        found.prompts.extend(part.prompts)
+        found.ids.extend(part.ids)
+        found.tokens.extend(part.tokens)
+        found.counts.extend(part.counts)
+    return found
+
+
 @dataclass(frozen=True)
 class Timing:
-    """Results of interleaved runs: runs[batch][repeat][arm name], batches[batch] = (prompts, ids)."""
+    """Results of interleaved runs: runs[batch][repeat][arm name], batches[batch] = (prompts, ids). Some batches may
+    have been repeated once more than others."""
 
-    batches: list[tuple[list[list[int]], list[int]]]
+    batches: list[Batch]
     runs: list[list[dict[str, ArmResult]]]
 
     @property
@@ -102,8 +122,8 @@ class Timing:
 
     def _paid(self, arm: str, decode: bool) -> np.ndarray:
         """(batches, 2): tokens and seconds."""
-        per_run = np.array([result.paid(decode) for result in self.results(arm)], dtype=np.float64)
-        return per_run.reshape(len(self.runs), -1, 2).sum(1)
+        paid = iter([result.paid(decode) for result in self.results(arm)])
+        return np.array([np.sum([next(paid) for _ in repeats], axis=0) for repeats in self.runs], dtype=np.float64)
 
 
 def _ratio(x: np.ndarray, y: np.ndarray) -> np.ndarray:
@@ -127,28 +147,41 @@ def interleave(
     when there is nothing to time, or when arms differ in how many tokens they emit for a prompt: speeds of
     other texts are not comparable.
     """
+    batches = batched(arms, prompts, rows, repeats)
+    warm(arms, batches[0], seed, warmup)
+    total, done = len(batches) * repeats * len(arms), 0
+    runs: list[list[dict[str, ArmResult]]] = [[] for _ in batches]
+    for repeat in range(repeats):
+        for index, batch in enumerate(batches):
+            runs[index].append(turn(arms, batch, seed + repeat, index + repeat))
+            done += len(arms)
+            if progress:
+                progress(done, total)
+    return Timing(batches, runs)
+
+
+def batched(arms: Sequence[Arm], prompts: Sequence[list[int]], rows: int, repeats: int = 1) -> list[Batch]:
+    """Prompts by `rows`, with the keys of their noise. Raises ValueError as `interleave`."""
     if not arms or len({arm.name for arm in arms}) < len(arms):
         raise ValueError(f"arms: at least one, of different names, not {[arm.name for arm in arms]}")
     if not prompts or rows < 1 or repeats < 1:
         raise ValueError(f"{len(prompts)} prompts, rows={rows}, repeats={repeats}: nothing to time")
     keys = row_ids(prompts)
-    batches = [(list(prompts[i : i + rows]), keys[i : i + rows]) for i in range(0, len(prompts), rows)]
-    for _ in range(warmup):
+    return [(list(prompts[i : i + rows]), keys[i : i + rows]) for i in range(0, len(prompts), rows)]
+
+
+def warm(arms: Sequence[Arm], batch: Batch, seed: int, times: int = 1) -> None:
+    """Runs that are not recorded."""
+    for _ in range(times):
         for arm in arms:
-            arm.run(*batches[0], seed)
-    total, done = len(batches) * repeats * len(arms), 0
-    runs: list[list[dict[str, ArmResult]]] = [[] for _ in batches]
-    for repeat in range(repeats):
-        for index, batch in enumerate(batches):
-            found = {}
-            for arm in _rotated(arms, index + repeat):
-                found[arm.name] = arm.run(*batch, seed + repeat)
-                done += 1
-                if progress:
-                    progress(done, total)
-            runs[index].append({arm.name: found[arm.name] for arm in arms})
-            _same_lengths(runs[index][-1])
-    return Timing(batches, runs)
+            arm.run(*batch, seed)
+
+
+def turn(arms: Sequence[Arm], batch: Batch, seed: int, place: int) -> dict[str, ArmResult]:
+    """Every arm once on one batch; `place`, which rotates, says who is first. Raises ValueError as `interleave`."""
+    found = {arm.name: arm.run(*batch, seed) for arm in _rotated(arms, place)}
+    _same_lengths(found)
+    return {arm.name: found[arm.name] for arm in arms}
 
 
 def _rotated(arms: Sequence[Arm], by: int) -> list[Arm]:

@@ -52,8 +52,18 @@ def _speedup(report: Mapping[str, Any]) -> str:
     s = report["speedup"]
     if s is None:
         return ""
-    return (f"speed-up of {s['of']} over {s['over']}: {_range(s['whole'])} with prefill, {_range(s['decode'])} "
+    line = (f"speed-up of {s['of']} over {s['over']}: {_range(s['whole'])} with prefill, {_range(s['decode'])} "
             f"decode only (95 % bootstrap intervals over batches)")  # fmt: skip
+    return "\n".join([line, *_words(s), *report["extra"].get("said", [])])
+
+
+def _words(speedup: Mapping[str, Any]) -> list[str]:
+    """What a ratio at or below 1 means."""
+    whole, (of, over) = speedup["whole"], (speedup["of"], speedup["over"])
+    low, high = whole["low"] or whole["value"], whole["high"] or whole["value"]
+    if high < 1:
+        return [f"a slow-down: {over} decoding is faster than {of}, {1 / whole['value']:.2f} times"]
+    return [f"no speed-up is shown: {of} may be as fast as {over}, the interval holds 1"] if low <= 1 else []
 
 
 def _range(interval: Mapping[str, float | None]) -> str:

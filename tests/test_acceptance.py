@@ -226,7 +226,7 @@ def test_sequence_losses_by_hand():
     assert acceptance.calls(r, 2, torch.tensor([3])).item() == pytest.approx(calls)
 
 
-SEQUENCE = [acceptance.length, acceptance.length_block, acceptance.calls, predict.expected_calls_block]
+SEQUENCE = [acceptance.length, acceptance.length_block, acceptance.calls, acceptance.calls_block]
 
 
 @pytest.mark.parametrize("loss", SEQUENCE, ids=lambda f: f.__name__)

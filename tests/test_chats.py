@@ -14,6 +14,7 @@ from cotrain.config import Data
 from cotrain.data import Blocks, source_of
 from cotrain.rollout import Ask
 from cotrain.sets import logged
+from cotrain.splits import SPLITS
 from tests.folders import tokenizer
 
 END = "<|endoftext|>"
@@ -44,10 +45,10 @@ def chat(*contents: str, system: str | None = None) -> dict[str, Any]:
 
 
 def turns(template: Template, *rows: dict[str, Any]) -> list[tuple[str, str]]:
-    """(prompt, completion) as text, of both splits."""
+    """(prompt, completion) as text, of all splits."""
     found = []
     for row in rows:
-        for split in ("train", "held_out"):
+        for split in SPLITS:
             try:
                 made = chats_of([row], split, template).rows
             except ValueError as error:
@@ -129,10 +130,10 @@ def test_files_of_conversations_are_known_by_their_columns(tmp_path: Path, endin
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     else:
         datasets.Dataset.from_list(rows).to_parquet(str(path))
-    train, held_out = (source_of(settings(path), split, of(PLAIN).tokenizer) for split in ("train", "held_out"))
-    assert isinstance(train, Chats) and isinstance(held_out, Chats)
-    assert len(train.rows) + len(held_out.rows) == 60 and {row["domain"] for row in train.rows} == {"a", "b"}
-    assert not {tuple(row["prompt"]) for row in train.rows} & {tuple(row["prompt"]) for row in held_out.rows}
+    parts = [source_of(settings(path), split, of(PLAIN).tokenizer) for split in SPLITS]
+    found = [part.rows for part in parts if isinstance(part, Chats)]
+    assert sum(map(len, found)) == 60 and {row["domain"] for row in found[0]} == {"a", "b"}
+    assert len({tuple(row["prompt"]) for rows in found for row in rows}) == 60
 
 
 def test_one_prompt_is_never_in_both_splits(tmp_path: Path) -> None:

@@ -82,7 +82,8 @@ def plan_of(verify: str = "token") -> Plan:
     for model in (target, draft):
         model.generation_config.eos_token_id = None
     size = SimpleNamespace(
-        prompts=2, quick_prompts=1, prompt_tokens=8, new_tokens=8, parity_tokens=10, rows=1, depths=[2, 3],
+        prompts=2, quick_prompts=1, prompt_tokens=8, new_tokens=8, parity_tokens=10, rows=1, depths=[2, 3], minutes=0,
+        interval=0.1,
         draft_dtype="bfloat16", draft_int8=True, compile=False, seed=0,
     )  # fmt: skip
     return Plan(target, tokenizer(), draft, Sampling(), verify, size, ("t", "d"))  # type: ignore[arg-type]

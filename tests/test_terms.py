@@ -36,6 +36,7 @@ def test_sequence_losses_are_those_of_acceptance() -> None:
         "length": acceptance.length(r, 3, lengths).mean(),
         "length_block": acceptance.length_block(l, 3, lengths).mean(),
         "calls": 1 / acceptance.tau(r, 3, lengths),
+        "calls_block": 1 / acceptance.tau_block(l, 3, lengths),
     }
     for name, value in wanted.items():
         found = parse(f"0.5*{name}+kl")
@@ -59,3 +60,15 @@ def test_sequence_losses_are_those_of_acceptance() -> None:
 def test_other_expressions_are_refused(expression: str, said: str) -> None:
     with pytest.raises(ValueError, match=f"loss: .*{said}"):
         parse(expression)
+
+
+def test_calls_under_block_verification_by_hand() -> None:
+    """q is twice p, then a quarter of it: a round of two drafts keeps both half the time, where the token rule keeps
+    both a quarter of the time; the third token then costs a call of its own."""
+    logp = torch.full((1, 3), 0.1, dtype=torch.float64).log()
+    logq = (logp + torch.tensor([2, 0.25, 1.0]).log()).requires_grad_()
+    ((_, loss),) = parse("calls_block").sequence
+    total, count = loss(logp, logq, 2, torch.tensor([3]))
+    assert total.item() == pytest.approx(1.5) and count == 3
+    total.backward()
+    assert logq.grad is not None and logq.grad[0].tolist() == pytest.approx([-0.5, -0.5, 0])  # both in one product

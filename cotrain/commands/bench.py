@@ -14,7 +14,9 @@ from cotrain.errors import UserError
 from cotrain.folders import claim
 from cotrain.job import models, settle, source
 from cotrain.matrix import Grid, matrix
+from cotrain.prompts import shipped_ids
 from cotrain.regimes import sampling
+from cotrain.splits import SPLITS, Prompts, apart
 from inference.atomic import write_atomic
 from inference.bundled import resolve
 from inference.environment import device, environment
@@ -33,11 +35,13 @@ def _grid(cfg: BenchConfig, logs: Path) -> Grid:
     return Grid(asked.temperatures, asked.batches, asked.k, servers, logs)
 
 
-def _prompts(cfg: BenchConfig, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Of data.path, no text that a draft was trained on by these settings; none: those shipped."""
+def _prompts(cfg: BenchConfig, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Prompts:
+    """Of data.path, no text that a draft was trained on by these settings; without it, those shipped."""
+    tokens, seed = cfg.bench.prompt_tokens, cfg.bench.seed
     if cfg.data.path is None:
-        return []
-    return source(cfg, "held_out", target, tokenizer).several(cfg.bench.prompt_tokens, cfg.bench.seed)
+        return apart(*shipped_ids(tokenizer, tokens), [], "shipped")
+    ranking, final = (source(cfg, split, target, tokenizer).several(tokens, seed) for split in SPLITS[1:])
+    return apart(ranking, final, [], "own")
 
 
 def _bits(cfg: BenchConfig, plan: bench.Plan) -> list[dict[str, Any]]:
@@ -80,8 +84,10 @@ def run(cfg: BenchConfig) -> None:
     with claim(cfg.output, cfg.overwrite) as folder:
         names = (cfg.target.path, cfg.draft.path)
         drafts = made.objective if made else "sampled"
-        own = _prompts(cfg, target, tokenizer)
-        plan = bench.Plan(target, tokenizer, draft, sampling(cfg.regime), cfg.verify, cfg.bench, names, drafts, own=own)
+        given = _prompts(cfg, target, tokenizer)
+        plan = bench.Plan(
+            target, tokenizer, draft, sampling(cfg.regime), cfg.verify, cfg.bench, names, drafts, given=given
+        )
         report = bench.measure(plan)
         if cfg.matrix.targets:
             report["extra"]["bits"] = _bits(cfg, plan)

@@ -46,4 +46,6 @@ def run(cfg: ExportConfig) -> None:
     assert written is not None
     place = str(Path(resolve(NAME))) if served == NAME else str(served)
     print(f"wrote {path}")
+    if written.made.get("advice"):
+        print(f"where it was measured, {written.made['advice']}")
     print(launch(cfg.engine, str(path), place, written.k, written.objective))

@@ -32,8 +32,8 @@ def run(cfg: ServeCheckConfig) -> None:
         raise UserError(f"{cfg.draft.path} names no draft length: give k=, as the server has it")
     drafts = objective(cfg.objective) if cfg.objective else made.objective if made else "sampled"
     size = Bench(prompts=cfg.prompts, quick_prompts=0, prompt_tokens=cfg.prompt_tokens, new_tokens=cfg.new_tokens,
-                 parity_tokens=0, rows=cfg.at_once, depths=[k], draft_dtype="auto", draft_int8=False, compile=False,
-                 seed=0)  # fmt: skip
+                 parity_tokens=0, rows=cfg.at_once, minutes=0, interval=0.1, depths=[k], draft_dtype="auto",
+                 draft_int8=False, compile=False, seed=0)  # fmt: skip
     plan = bench.Plan(target, tokenizer, draft, sampling(cfg.regime), "token", size, (cfg.target.path, cfg.draft.path),
                       drafts)  # fmt: skip
     with claim(cfg.output, cfg.overwrite) as folder:

@@ -36,8 +36,8 @@ from tests.engines.conftest import CASES, OUTPUT, K, draft_folder
 from tests.engines.servers import serving
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
-SIZE = Bench(prompts=48, quick_prompts=0, prompt_tokens=48, new_tokens=128, parity_tokens=0, rows=8, depths=[K],
-             draft_dtype="auto", draft_int8=False, compile=False, seed=0)  # fmt: skip
+SIZE = Bench(prompts=48, quick_prompts=0, prompt_tokens=48, new_tokens=128, parity_tokens=0, rows=8, minutes=0,
+             interval=0.1, depths=[K], draft_dtype="auto", draft_int8=False, compile=False, seed=0)  # fmt: skip
 TEMPERATURES = (1.0, 0.0)
 ALONE, TOGETHER = 6, 24  # prompts that are served one by one, and eight at a time, for their speed
 
@@ -51,7 +51,7 @@ def plain(found: dict[str, Any]) -> Iterator[dict[str, Any]]:
     asked = ["rollout", "kind=held_out", "rollout.held_out_texts=8", "rollout.rows=8", f"output={OUTPUT / 'rollouts'}"]
     with serving(resolve("bundled"), None, OUTPUT / "plain.log") as url:
         ask = checked.over_http(Client(url), replace(plan, sampling=Sampling(temperature=0)))
-        texts = ask(plan.prompts(0, SIZE.prompts), 8)[0]
+        texts = ask(plan.final(0, SIZE.prompts), 8)[0]
         found["plain"] = speeds(Client(url), plan)
         shutil.rmtree(OUTPUT / "rollouts", ignore_errors=True)
         assert main([*asked, f"rollout.url={url}"]) == 0
@@ -60,7 +60,7 @@ def plain(found: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def speeds(client: Client, plan: Plan) -> dict[str, float]:
     """Tokens per second at temperature 1, one request at a time and eight."""
-    prompts, speed = plan.prompts(0, SIZE.prompts), {}
+    prompts, speed = plan.final(0, SIZE.prompts), {}
     for at_once, part in ((1, prompts[:ALONE]), (8, prompts[:TOGETHER])):
         client.complete(part[:at_once], 8, Sampling(), row_ids(part[:at_once]), at_once, ignore_eos=True)  # warm
         begun = time.perf_counter()
@@ -71,7 +71,7 @@ def speeds(client: Client, plan: Plan) -> dict[str, float]:
 
 def same_text(plan: Plan, plain: list[list[int]], served: list[list[int]]) -> Any:
     """Of greedy texts: equal ones, ties, and differences that rounding, as the server rounds, does not explain."""
-    prompts = plan.prompts(0, SIZE.prompts)
+    prompts = plan.final(0, SIZE.prompts)
     keys, target = (row_ids(prompts), 0), cast(copy.deepcopy(plan.target), torch.bfloat16)
     return check_text(target, prompts, plain, served, keys, Sampling(temperature=0), 4096, K)
 
@@ -125,10 +125,10 @@ def test_ngram_serves_the_targets_text(plain: dict[str, Any], found: dict[str, A
     config = {"method": "ngram", "num_speculative_tokens": K, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
     plan = replace(plain["plan"], sampling=Sampling(temperature=0))
     with serving(resolve("bundled"), config, OUTPUT / "ngram.log") as url:
-        texts, _, counted = checked.over_http(Client(url), plan)(plan.prompts(0, SIZE.prompts), 8)
+        texts, _, counted = checked.over_http(Client(url), plan)(plan.final(0, SIZE.prompts), 8)
         speed = speeds(Client(url), plan)
     own = engine_arm("own", plan.engine(K, BATCH, proposer=NGram()), plan.sampling, SIZE.new_tokens)
-    ours = interleave([own], plan.prompts(0, SIZE.prompts), BATCH, warmup=0).stats("own")
+    ours = interleave([own], plan.final(0, SIZE.prompts), BATCH, warmup=0).stats("own")
     text = same_text(plan, plain["texts"], texts)
     assert counted is not None and ours is not None
     drafted = 1 + sum(ours.accepted) / ours.drafted[0]  # of rounds that drafted, as the server counts
@@ -142,7 +142,7 @@ def test_transformers_accepts_a_draft_as_here(plain: dict[str, Any], found: dict
     draft, _, _ = load_draft(draft_folder("four layers", "sampled"))
     for temperature in TEMPERATURES:
         plan = replace(plain["plan"], draft=draft, sampling=Sampling(temperature=temperature))
-        prompts = plan.prompts(0, 24)
+        prompts = plan.final(0, 24)
         arm = transformers_arm("assisted", plan.target, plan.sampling, SIZE.new_tokens, assistant=plan.running, k=K)
         timing = interleave([arm], prompts, 24, warmup=0)
         texts, stats = timing.texts("assisted"), timing.stats("assisted")

@@ -3,7 +3,7 @@
 # fmt: off
 ROWS_OF_BUGS = [
     ('bootstrap_unpaired', 'inference/measure.py', 'y[drawn].sum(1)', 'y[drawn[::-1]].sum(1)', ['tests/test_measure.py::test_ratio_is_of_sums_and_its_interval_is_paired'], "an interval that the machine's drift widens"),
-    ('arms_in_a_fixed_order', 'inference/measure.py', '_rotated(arms, index + repeat)', '_rotated(arms, 0)', ['tests/test_measure.py::test_arms_take_turns_on_every_batch'], 'drift of the machine falls on one arm'),
+    ('arms_in_a_fixed_order', 'inference/measure.py', '_rotated(arms, place)', '_rotated(arms, 0)', ['tests/test_measure.py::test_arms_take_turns_on_every_batch'], 'drift of the machine falls on one arm'),
     ('timed_run_that_ends_early', 'inference/arms.py', 'ids=ids, ignore_eos=True', 'ids=ids, ignore_eos=False', ['tests/test_measure.py::test_engine_arm_ignores_end_tokens_and_counts'], 'speeds of texts of other lengths are compared'),
     ('transformers_defaults_leak', 'inference/arms.py', 'stack.enter_context(_using(model, config))', 'settings.setdefault("max_new_tokens", max_new_tokens)', ['tests/test_measure.py::test_transformers_arm_samples_from_the_regime_asked_for'], 10),
     ('conditional_is_prefix', 'inference/stats.py', 'self.tried[depth] += depth <= accepted', 'self.tried[depth] += 1', ['tests/test_measure.py::test_counts_by_depth_tell_prefix_from_conditional'], 27),
@@ -16,7 +16,7 @@ ROWS_OF_BUGS = [
     ('noise_of_equal_passes', 'inference/ties.py', 'sampling, width=width, **settings', 'sampling, width=1, **settings', ['tests/test_verdict.py::test_noise_is_what_wide_passes_change'], 29),
     ('teacher_forced_one_late', 'inference/forced.py', '[len(prompt) - 1 + start for prompt', '[len(prompt) + start for prompt', ['tests/test_verdict.py::test_teacher_forcing_gives_the_logits_of_whole_texts'], 14),
     ('history_ignored_in_the_check', 'inference/forced.py', 'if needs_history(sampling):', 'if not needs_history(sampling):', ['tests/test_verdict.py::test_teacher_forcing_applies_the_history_of_each_token'], 11),
-    ('lengths_planned_for_the_token_rule', 'cotrain/bench.py', 'if verify == "block" else', 'if False else', ['tests/test_matrix.py::test_the_length_is_planned_for_the_rule_that_verifies'], 'block verification drafts too few'),
+    ('lengths_planned_for_the_token_rule', 'cotrain/planner.py', 'if verify == "block" else', 'if False else', ['tests/test_matrix.py::test_the_length_is_planned_for_the_rule_that_verifies'], 'block verification drafts too few'),
     ('short_drafts_timed_as_long_ones', 'inference/costs.py', 'draft.longest = 0', 'pass', ['tests/test_drafting.py::test_costs_are_of_as_many_drafts_as_are_asked_for'], 'each draft seems free, and the longest length is chosen'),
     ('drafting_measured_through_the_origin', 'inference/costs.py', 'found["draft", short] - short * step', '0.0', ['tests/test_measure.py::test_drafting_is_a_line_through_two_lengths'], 'the first draft of a round seems free'),
     ('table_of_one_way_alone', 'inference/costs.py', 'target=(plain.target[0], *target.target[1:])', 'target=target.target', ['tests/test_measure.py::test_a_table_is_joined_of_the_ways_that_are_run'], 'the bound is of a plain path that nobody runs'),

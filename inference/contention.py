@@ -1,0 +1,96 @@
+"""Whether other processes used the processor while something was timed, and how threads should wait for each other.
+
+Busy time of the CPUs that this process may use, by /proc/stat, less what this process and its ended children used, is
+what others used. Where the system does not tell (macOS, some containers) the answer is None: unknown. No torch here: it
+reads how its threads wait when it is first imported.
+"""
+
+import os
+import sys
+import time
+from collections.abc import MutableMapping
+from pathlib import Path
+from typing import NamedTuple
+
+STAT = Path("/proc/stat")
+SHARE = 0.05  # of the cores: less than this is what any idle machine does
+LOOK = 0.2  # seconds
+WAITS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # of libgomp and of LLVM's and Intel's libraries
+
+
+class Reading(NamedTuple):
+    """Seconds since some moment: on the clock, of this process on any core, of all processes on the cores that this one
+    may use, those of a hypervisor's other guests included; None where the system does not tell."""
+
+    wall: float
+    own: float
+    busy: float | None
+
+
+def cores() -> int:
+    """How many this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def reading(stat: Path = STAT) -> Reading:
+    spent = os.times()
+    own = spent.user + spent.system + spent.children_user + spent.children_system
+    return Reading(time.perf_counter(), own, _busy(stat))
+
+
+def _busy(stat: Path) -> float | None:
+    """Sum over cores of user, nice, system, irq, softirq and steal."""
+    if not stat.exists() or not hasattr(os, "sched_getaffinity"):
+        return None
+    mine, total, idle = {f"cpu{number}" for number in os.sched_getaffinity(0)}, 0, 0
+    for line in stat.read_text(encoding="ascii", errors="replace").splitlines():
+        name, *ticks = line.split()
+        if name in mine and len(ticks) >= 8:
+            user, nice, system, waits, io, irq, soft, steal = map(int, ticks[:8])
+            total, idle = total + user + nice + system + irq + soft + steal, idle + waits + io
+    return total / os.sysconf("SC_CLK_TCK") if total + idle else None
+
+
+def others(before: Reading, after: Reading) -> float | None:
+    """How many cores other processes kept busy between two readings, on average; None where that is unknown, or too
+    little time has passed to tell."""
+    if before.busy is None or after.busy is None or after.wall - before.wall < LOOK / 2:
+        return None
+    spent = (after.busy - before.busy) - (after.own - before.own)
+    return max(spent, 0.0) / (after.wall - before.wall)
+
+
+def disturbed(used: float | None, of: int) -> bool | None:
+    """Whether that is more than an idle machine's own housekeeping; None where unknown."""
+    return None if used is None else used > SHARE * of
+
+
+def line(used: float | None, of: int) -> str:
+    """One line for a report: whether what was timed had the machine for itself."""
+    if used is None:
+        return "other work on this machine meanwhile: unknown, the system does not tell"
+    if disturbed(used, of):
+        return (f"measured beside other work: other processes used {used:.2f} of {of} cores meanwhile; speeds are "
+                "lower and noisier than on a quiet machine")  # fmt: skip
+    return f"no other work meanwhile: other processes used {used:.2f} of {of} cores"
+
+
+def set_waiting(environ: MutableMapping[str, str] = os.environ, stat: Path = STAT, look: float = LOOK) -> str:
+    """Let threads that wait for each other sleep, unless the machine is idle or the user chose; before torch is first
+    imported. Returns what was found: "chosen", "late" (torch has read it), "idle" or "passive".
+
+    Threads that spin take the cores from whoever they wait for: beside another process on as many cores a pass takes
+    ten times as long. On an idle machine they answer sooner, and the library's own default stands.
+    """
+    if any(name in environ for name in WAITS):
+        return "chosen"
+    if "torch" in sys.modules:
+        return "late"
+    before = reading(stat)
+    if before.busy is not None:
+        time.sleep(look)
+        if disturbed(others(before, reading(stat)), cores()) is False:
+            return "idle"
+    environ["OMP_WAIT_POLICY"] = "PASSIVE"
+    environ["KMP_BLOCKTIME"] = "0"
+    return "passive"
