@@ -122,7 +122,9 @@ class Data:
     on_target: bool  # the texts were sampled from this very target: conversations need no sampling then
     shares: dict[str, float]
     config: str | None  # of a data set that has several
-    chat: bool  # texts and prompts are what a user says, in the target's chat template; false: they are given as they are
+    chat: (
+        bool  # texts and prompts are what a user says, in the target's chat template; false: they are given as they are
+    )
     streaming: bool  # read only the first `take` rows, for what does not fit memory
     take: int
 

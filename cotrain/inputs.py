@@ -5,15 +5,12 @@ Everything is read by `datasets`. Patterns' characters in a name that exists are
 
 import glob
 import json
-from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import datasets
-import fsspec
-from pyarrow import ArrowException
 
 from cotrain.config import Data
 from cotrain.fingerprints import contents, stamps
@@ -24,6 +21,7 @@ COMPRESSED = {".gz", ".bz2", ".xz", ".zst"}
 LINES = {".jsonl", ".ndjson"}
 SAVED = ("dataset_dict.json", "state.json")  # of `save_to_disk`: several splits, or one
 MAGIC = set("*?[")
+UNREADABLE = (ValueError, OSError, EOFError, StopIteration, RuntimeError, datasets.exceptions.DatasetsError)
 
 
 def kind_of(path: Path) -> str | None:
@@ -63,6 +61,8 @@ def read_rows(data: Data) -> datasets.Dataset:
 
     Raises ValueError, naming the key to change, for what cannot be found or read.
     """
+    if data.streaming and data.take < 1:
+        raise ValueError(f"data.take: {data.take} rows of a stream are none: at least 1")
     files = files_of(data.path or "")
     for path in files.values():
         if not path.stat().st_size and kind_of(path):
@@ -71,7 +71,7 @@ def read_rows(data: Data) -> datasets.Dataset:
         rows = _opened(data, files)
         if isinstance(rows, datasets.IterableDataset):
             rows = datasets.Dataset.from_list(list(rows.take(data.take)))
-    except (ValueError, OSError, StopIteration, RuntimeError, ArrowException, datasets.exceptions.DatasetsError) as error:
+    except UNREADABLE as error:
         raise ValueError(f"data.path: {data.path} cannot be read: {_reason(data, error)}") from error
     if not len(rows):
         raise ValueError(f"data.path: {data.path} holds no rows")
@@ -106,15 +106,14 @@ def lines_of(data: Data) -> Iterator[dict[str, Any]] | None:
     files = files_of(data.path or "")
     if not files or {kind_of(path) for path in files.values()} - LINES or Path(data.path or "").is_dir():
         return None
-    return islice(_lines(list(files.values())), data.take if data.streaming else None)
+    lines = datasets.load_dataset("text", data_files=_literal(files), split="train", streaming=True)
+    rows = (json.loads(line["text"]) for line in lines if line["text"].strip())
+    return islice(rows, data.take if data.streaming else None)
 
 
-def _lines(files: list[Path]) -> Iterator[dict[str, Any]]:
-    for path in files:
-        with fsspec.open(f"file://{path.absolute()}", "rt", encoding="utf-8", compression="infer", expand=False) as file:
-            for line in file:
-                if line.strip():
-                    yield json.loads(line)
+def _literal(files: dict[str, Path]) -> list[str]:
+    """As `datasets` takes files by patterns."""
+    return [glob.escape(str(file)) for file in files.values()]
 
 
 def _opened(data: Data, files: dict[str, Path]) -> datasets.Dataset | datasets.IterableDataset:
@@ -123,17 +122,23 @@ def _opened(data: Data, files: dict[str, Path]) -> datasets.Dataset | datasets.I
         return _saved(data, path)
     if not files or data.config:
         return datasets.load_dataset(path, name=data.config, split=data.split, streaming=data.streaming)
-    kinds = Counter(kind for kind in map(kind_of, files.values()) if kind)
-    if not kinds:
-        raise ValueError(f"it ends in none of {', '.join(LOADERS)}")
-    loader = LOADERS[kinds.most_common(1)[0][0]]
-    if {LOADERS[kind] for kind in kinds} != {loader}:
-        raise ValueError(f"it holds files of several kinds, {', '.join(kinds)}: give a pattern, as in {path}/*{kinds.most_common(1)[0][0]}")
-    options: dict[str, Any] = {"streaming": data.streaming}
+    loader = _loader(path, files)
     if Path(path).is_dir():  # its files' names may say of which split they are
-        return datasets.load_dataset(loader, data_dir=glob.escape(path), split=data.split, **options)
-    escaped = [glob.escape(str(file)) for file in files.values()]
-    return datasets.load_dataset(loader, data_files=escaped, split="train", **options)
+        return datasets.load_dataset(loader, data_dir=glob.escape(path), split=data.split, streaming=data.streaming)
+    return datasets.load_dataset(loader, data_files=_literal(files), split="train", streaming=data.streaming)
+
+
+def _loader(path: str, files: dict[str, Path]) -> str:
+    """What reads all of the files."""
+    kinds = sorted({kind for kind in map(kind_of, files.values()) if kind})
+    loaders = {LOADERS[kind] for kind in kinds}
+    if not loaders:
+        raise ValueError(f"it ends in none of {', '.join(LOADERS)}")
+    if len(loaders) > 1:
+        raise ValueError(
+            f"it holds files of several kinds, {', '.join(kinds)}: give a pattern, as in {path}/*{kinds[0]}"
+        )
+    return loaders.pop()
 
 
 def _saved(data: Data, path: str) -> datasets.Dataset | datasets.IterableDataset:
@@ -151,5 +156,7 @@ def _reason(data: Data, error: BaseException) -> str:
         return "it holds no rows"
     first = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
     if "JSON parse error" in first:
-        return f"it holds no JSON objects, one a line ({first}); plain text, a prompt a line, is a file that ends in .txt"
+        return (
+            f"it holds no JSON objects, one a line ({first}); plain text, a prompt a line, is a file that ends in .txt"
+        )
     return first

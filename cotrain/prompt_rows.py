@@ -74,7 +74,7 @@ class TextStarts:
         return 0
 
     def prompts(self, count: int, tokens: int, seed: int) -> list[tuple[str, list[int]]]:
-        """(domain, prompt ids) of `count` texts of each domain, chosen by seed. Raises ValueError when one has fewer."""
+        """(domain, prompt ids) of `count` texts of each domain, by seed. Raises ValueError when one has fewer."""
         generator, found = torch.Generator().manual_seed(seed), []
         domains: list[str] = list(self.starts["domain"])
         for domain in sorted(set(domains)):
@@ -102,5 +102,7 @@ def encoded(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> Iterato
 def prompt_rows(texts: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, skipped: int = 0) -> PromptRows:
     """Rows (text, domain), each a whole prompt, as it is."""
     ids = encoded(texts["text"], tokenizer)
-    rows = [{"domain": domain, "prompt": one, "completion": []} for domain, one in zip(texts["domain"], ids, strict=True)]
+    rows = [
+        {"domain": domain, "prompt": one, "completion": []} for domain, one in zip(texts["domain"], ids, strict=True)
+    ]
     return PromptRows(rows, skipped)

@@ -1,8 +1,8 @@
 """What the target says of texts, on disk, so that runs over the same texts read them once.
 
-A shard holds the states of the texts of one pass, each under a name that its own ids give it: a run that was stopped, or
-the next one, finds what is there in whatever batches it asks. `teacher.json` says whose states they are. States are kept
-in the target's own dtype: what is read back is what the target said, and the loss is the one of a live target.
+A shard holds the states of the texts of one pass, each under a name that its own ids give it: a run that was stopped,
+or the next one, finds what is there in whatever batches it asks. `teacher.json` says whose states they are. States are
+kept in the target's own dtype: what is read back is what the target said, and the loss is the one of a live target.
 """
 
 import hashlib
@@ -86,7 +86,9 @@ class Shards:
     def _keep(self, names: list[str], states: Tensor) -> dict[str, Tensor]:
         """Write states (B, T, D) of texts as one shard."""
         found = {name: one.contiguous() for name, one in zip(names, states, strict=True)}
-        sums = {name + SUM: torch.frombuffer(bytearray(_checksum(one)), dtype=torch.uint8) for name, one in found.items()}
+        sums = {
+            name + SUM: torch.frombuffer(bytearray(_checksum(one)), dtype=torch.uint8) for name, one in found.items()
+        }
         shard = self.folder / f"{hashlib.blake2b(' '.join(found).encode(), digest_size=16).hexdigest()}.safetensors"
         write_atomic(shard, save(found | sums))
         self.places |= dict.fromkeys(found, shard)
@@ -97,7 +99,7 @@ def _names(shard: Path) -> list[str]:
     """The texts of a shard; none of one that is cut short."""
     try:
         with safe_open(shard, "pt") as found:
-            return [name for name in found.keys() if not name.endswith(SUM)]  # noqa: SIM118
+            return [name for name in found.keys() if not name.endswith(SUM)]
     except (SafetensorError, OSError):
         return []
 

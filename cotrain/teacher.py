@@ -180,9 +180,7 @@ class Remembering:
         return [(key, width) for key in keys.tolist()]
 
     @torch.no_grad()
-    def _looked_up(
-        self, ids: Tensor, names: list[tuple[int, int]], position_ids: Tensor | None = None
-    ) -> Tensor:
+    def _looked_up(self, ids: Tensor, names: list[tuple[int, int]], position_ids: Tensor | None = None) -> Tensor:
         if any(name not in self.kept for name in names):
             states = self.read(ids, position_ids)
             self._keep(names, states)

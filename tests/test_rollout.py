@@ -157,7 +157,9 @@ def test_shipped_sets_come_first(sampled: Sampled, prompts: PromptRows, tmp_path
 
 
 def test_what_was_begun_with_other_settings_is_not_mixed_in(sampled: Sampled, prompts: PromptRows) -> None:
-    whole = rollouts.read(replace(sampled, folder=sampled.folder.parent / "whole").sample("train", WARM, prompts, quiet))
+    whole = rollouts.read(
+        replace(sampled, folder=sampled.folder.parent / "whole").sample("train", WARM, prompts, quiet)
+    )
     with pytest.raises(Killed):
         replace(sampled, seed=2).sample("train", WARM, prompts, killed_after(1))
     with pytest.raises(Killed):
