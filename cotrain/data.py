@@ -93,10 +93,9 @@ def source_of(
     mine = texts.filter(lambda row: Document(row["text"], "").held_out == (split == "held_out"))
     if not len(mine):
         raise ValueError(f"data.path: none of {len(texts)} texts falls to the split {split}: give more")
-    skipped = len(rows) - len(texts)
     if column == PROMPT:
-        return prompt_rows(mine, tokenizer, skipped)
-    return TextStarts(mine, mine, tokenizer, skipped)
+        return prompt_rows(mine, tokenizer)
+    return TextStarts(mine, mine, tokenizer)
 
 
 def _asked(texts: datasets.Dataset, template: Template) -> Iterator[dict[str, Any]]:

@@ -18,14 +18,19 @@ BATCH = 1000  # texts that are tokenized at once
 @dataclass(frozen=True)
 class PromptRows:
     """Prompts, each with the completion that the logs hold, if they do: rows of `rollouts.FEATURES`. A prompt that is
-    cut would be none, so longer ones than asked for are dropped. skipped: rows that held no text."""
+    cut would be none, so longer ones than asked for are left out."""
 
     rows: list[Row]
-    skipped: int = 0
 
-    def dropped(self, tokens: int) -> int:
-        """Prompts of more than `tokens` ids, which are not used."""
-        return sum(len(row["prompt"]) > tokens for row in self.rows)
+    def left_out(self, tokens: int, split: str) -> str:
+        """A line that says how many prompts have more than `tokens` ids or none, and are not used; nothing where all
+        are."""
+        sizes = [len(row["prompt"]) for row in self.rows]
+        long, empty = sum(size > tokens for size in sizes), sizes.count(0)
+        found = [f"{long} are longer than rollout.prompt_tokens={tokens}"] * (long > 0)
+        found += [f"{empty} are empty"] * (empty > 0)
+        said = f"data.path: of {len(sizes)} prompts of the split {split}, {' and '.join(found)}: left out\n"
+        return said if found else ""
 
     def prompts(self, count: int, tokens: int, seed: int) -> list[tuple[str, list[int]]]:
         """(domain, prompt ids) of `count` rows of each domain, as `chosen`. Raises ValueError when one has fewer."""
@@ -55,23 +60,18 @@ class PromptRows:
 
     def _fitting(self, tokens: int, seed: int) -> list[Row]:
         order = torch.randperm(len(self.rows), generator=torch.Generator().manual_seed(seed)).tolist()
-        return [self.rows[i] for i in order if len(self.rows[i]["prompt"]) <= tokens]
+        return [self.rows[i] for i in order if 0 < len(self.rows[i]["prompt"]) <= tokens]
 
 
 @dataclass(frozen=True)
 class TextStarts:
     """Texts: each is a prompt, from its start; of one longer than asked for, as many ids as asked for are the prompt,
     and the target writes on. starts: rows (text, domain); texts: the same rows, or those that the starts are parts of,
-    for steps that learn from the texts themselves. skipped: rows that held no text."""
+    for steps that learn from the texts themselves."""
 
     starts: datasets.Dataset
     texts: datasets.Dataset
     tokenizer: PreTrainedTokenizerBase
-    skipped: int = 0
-
-    def dropped(self, tokens: int) -> int:
-        """None: a text that is longer is begun."""
-        return 0
 
     def prompts(self, count: int, tokens: int, seed: int) -> list[tuple[str, list[int]]]:
         """(domain, prompt ids) of `count` texts of each domain, by seed. Raises ValueError when one has fewer."""
@@ -99,10 +99,10 @@ def encoded(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> Iterato
         yield from tokenizer(list(texts[first : first + BATCH]), verbose=False)["input_ids"]
 
 
-def prompt_rows(texts: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, skipped: int = 0) -> PromptRows:
+def prompt_rows(texts: datasets.Dataset, tokenizer: PreTrainedTokenizerBase) -> PromptRows:
     """Rows (text, domain), each a whole prompt, as it is."""
     ids = encoded(texts["text"], tokenizer)
     rows = [
         {"domain": domain, "prompt": one, "completion": []} for domain, one in zip(texts["domain"], ids, strict=True)
     ]
-    return PromptRows(rows, skipped)
+    return PromptRows(rows)

@@ -13,13 +13,14 @@ from tests.planted import (
     core,
     engine,
     folders,
+    inputs,
     measurement,
     packaging,
     prediction,
     training,
 )
 
-PARTS = (core, engine, prediction, measurement, folders, commands, training, baselines, packaging)
+PARTS = (core, engine, prediction, measurement, folders, commands, training, baselines, packaging, inputs)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from cotrain.chats import Chats
 from cotrain.config import Data
 from cotrain.data import source_of
 from cotrain.inputs import made_from, read_rows
-from cotrain.prompt_rows import PromptRows
 from tests.folders import tokenizer
 
 
@@ -177,10 +176,3 @@ def test_a_stream_counts_by_size_and_time_files_by_their_contents(tmp_path: Path
     (again / "own.jsonl").write_text(lines("a"))
     assert made_from(given(again / "own.jsonl"), "train") == whole
     assert made_from(given(path, streaming=True, take=2), "train") != streamed != whole
-
-
-def test_rows_without_text_are_counted(tmp_path: Path) -> None:
-    path = tmp_path / "own.jsonl"
-    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ["", " ", *map(str, range(60))]))
-    found = source_of(given(path), "train", tokenizer())
-    assert isinstance(found, PromptRows) and found.skipped == 2

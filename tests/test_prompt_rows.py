@@ -60,7 +60,8 @@ def test_a_text_that_is_longer_is_begun_and_a_prompt_is_dropped(tmp_path: Path) 
     long = sum(len(ids) > limit for ids in whole)
     assert 0 < long < len(whole) and sorted(text.several(limit, 0)) == sorted(ids[:limit] for ids in whole)
     assert sorted(prompt.several(limit, 0)) == sorted(ids for ids in whole if len(ids) <= limit)
-    assert prompt.dropped(limit) == long and text.dropped(limit) == 0 == prompt.dropped(1000)
+    said = f"of {len(whole)} prompts of the split train, {long} are longer than rollout.prompt_tokens=20: left out"
+    assert said in prompt.left_out(limit, "train") and prompt.left_out(1000, "train") == ""
 
 
 def test_the_context_that_is_learnt_from_is_the_one_that_is_served(tmp_path: Path) -> None:
