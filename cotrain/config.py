@@ -108,9 +108,9 @@ class Loss:
 @dataclass
 class Data:
     """Texts: a jsonl, parquet, csv or text file (.gz too), a pattern, a folder of such files or a saved data set, or a
-    hub id; null: the embedded corpora, so many bytes of each. A row of text is the start of a prompt or all of it, a row
-    with a prompt is that prompt; conversations: see cotrain.chats. shares: how many of a domain's rollouts are learnt
-    from, all when it is not named."""
+    hub id; null: the embedded corpora, so many bytes of each. A row of text is a prompt or begins with one, a row with
+    a prompt is that prompt; conversations: see cotrain.chats. shares: how many of a domain's rollouts are learnt from,
+    all when it is not named."""
 
     path: str | None
     column: str

@@ -72,7 +72,7 @@ def read_rows(data: Data) -> datasets.Dataset:
         if isinstance(rows, datasets.IterableDataset):
             rows = datasets.Dataset.from_list(list(rows.take(data.take)))
     except UNREADABLE as error:
-        raise ValueError(f"data.path: {data.path} cannot be read: {_reason(data, error)}") from error
+        raise _refused(data, error) from error
     if not len(rows):
         raise ValueError(f"data.path: {data.path} holds no rows")
     return rows
@@ -84,13 +84,9 @@ def made_from(data: Data, split: str) -> dict[str, Any]:
     if data.path is None:
         return {"path": "embedded", "bytes": dict(data.bytes if split == "train" else data.held_out_bytes)}
     files = files_of(data.path)
-    if not files:
-        builder = datasets.load_dataset_builder(data.path, name=data.config)
-        held = f"{data.path} {builder.config.name} {builder.hash}"
-    else:
-        held = stamps(files) if data.streaming else contents(files)
+    held = stamps if data.streaming else contents
     return {
-        "contents": held,
+        "contents": held(files) if files else _revision(data),
         "config": data.config,
         "split": data.split,
         "column": data.column,
@@ -98,6 +94,15 @@ def made_from(data: Data, split: str) -> dict[str, Any]:
         "template": json.loads(json.dumps(dict(data.template), default=str)),
         "take": data.take if data.streaming else None,
     }
+
+
+def _revision(data: Data) -> str:
+    """Of a data set of the hub: its name, config and what the hub has now. Raises ValueError as `read_rows`."""
+    try:
+        builder = datasets.load_dataset_builder(str(data.path), name=data.config)
+    except UNREADABLE as error:
+        raise _refused(data, error) from error
+    return f"{data.path} {builder.config.name} {builder.hash}"
 
 
 def lines_of(data: Data) -> Iterator[dict[str, Any]] | None:
@@ -150,6 +155,10 @@ def _saved(data: Data, path: str) -> datasets.Dataset | datasets.IterableDataset
     return found.to_iterable_dataset() if data.streaming else found
 
 
+def _refused(data: Data, error: BaseException) -> ValueError:
+    return ValueError(f"data.path: {data.path} cannot be read: {_reason(data, error)}")
+
+
 def _reason(data: Data, error: BaseException) -> str:
     cause = error.__cause__ or error
     if isinstance(cause, StopIteration):
@@ -159,4 +168,6 @@ def _reason(data: Data, error: BaseException) -> str:
         return (
             f"it holds no JSON objects, one a line ({first}); plain text, a prompt a line, is a file that ends in .txt"
         )
+    if not files_of(str(data.path)):
+        return f"it is no file, no folder, and no data set that the hub gave: {first}"
     return first

@@ -155,6 +155,12 @@ def test_a_path_that_is_no_hub_id_is_no_such_file(tmp_path: Path) -> None:
             read_rows(given(path))
 
 
+def test_a_name_that_is_nothing_here_and_not_on_the_hub_is_said_so() -> None:
+    for ask in (read_rows, lambda data: made_from(data, "train")):
+        with pytest.raises(ValueError, match="data.path: promtps cannot be read: it is no file, no folder, and no"):
+            ask(given("promtps"))
+
+
 def test_conversations_are_found_in_each_kind_of_file(tmp_path: Path) -> None:
     rows = [{"messages": [{"role": "user", "content": f"number {i}"}]} for i in range(60)]
     content = "".join(json.dumps(row) + "\n" for row in rows)
