@@ -20,7 +20,7 @@ ROWS_OF_BUGS = [
     ("any_config_of_a_data_set", INPUTS, "datasets.load_dataset(path, name=data.config,", "datasets.load_dataset(path, name=None,", [I + "a_data_set_of_several_configs_is_asked_for_one"], "the config that is asked for is ignored"),
     ("kept_texts_of_another_column", INPUTS, '        "column": data.column,\n', "", [K + "of_other_data_they_are_not"], 45),
     ("kept_texts_of_another_template", INPUTS, '        "template": json.loads(json.dumps(dict(data.template), default=str)),\n', "", [K + "of_other_data_they_are_not"], 45),
-    ("kept_texts_of_other_contents", INPUTS, "held = stamps(files) if data.streaming else contents(files)", "held = str(sorted(files))", [K + "of_other_data_they_are_not"], 45),
+    ("kept_texts_of_other_contents", INPUTS, "held = stamps if data.streaming else contents", "held = lambda files: str(sorted(files))", [K + "of_other_data_they_are_not"], 45),
     ("kept_texts_of_the_shipped_corpora", INPUTS, '"bytes": dict(data.bytes if split == "train" else data.held_out_bytes)', '"bytes": {}', [K + "the_shipped_texts_are_what_the_defaults_ask_for"], "the shipped texts, or none of them, serve whatever is asked"),
     ("kept_texts_by_some_keys_of_a_config", PRINTS, '"config": settings(model.config),', '"config": {"model_type": model.config.model_type},', [K + "of_another_config_they_are_not"], 45),
     ("kept_texts_of_other_ends", PRINTS, '        "ends": sorted(ends_of(model)),\n', "", [K + "of_another_config_they_are_not"], 45),
