@@ -50,7 +50,7 @@ def build(job: Job, network: PreTrainedModel) -> Distillation:
     }
     _own(job, judged)
     rate = cfg.optimizer
-    return Distillation(
+    module = Distillation(
         network,
         job.target,
         taught,
@@ -67,6 +67,8 @@ def build(job: Job, network: PreTrainedModel) -> Distillation:
         steps=cfg.trainer.steps,
         top=cfg.trainer.top,
     )
+    module.teacher.read = job.taught(module.teacher.read)
+    return module
 
 
 def _refuse(job: Job, network: PreTrainedModel, taught: list[Stage]) -> None:

@@ -10,53 +10,19 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from cotrain.prompt_rows import PromptRows
 from cotrain.splits import split_of
 
 Message = dict[str, Any]
-Row = dict[str, Any]  # of rollouts.FEATURES
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True)
-class Chats:
-    """Prompts, each with the completion that the logs hold, if they do: rows of `rollouts.FEATURES`."""
-
-    rows: list[Row]
-
-    def prompts(self, count: int, tokens: int, seed: int) -> list[tuple[str, list[int]]]:
-        """(domain, prompt ids) of `count` rows of each domain, as `chosen`. Raises ValueError when one has fewer."""
-        chosen = self.chosen(count, tokens, seed)
-        for domain in {row["domain"] for row in self.rows}:
-            found = sum(row["domain"] == domain for row in chosen)
-            if found < count:
-                raise ValueError(f"rollout.texts, rollout.held_out_texts: {count} prompts asked of {domain}, there are "
-                                 f"{found} of at most rollout.prompt_tokens={tokens}: ask for fewer, or allow longer "
-                                 "ones")  # fmt: skip
-        return [(row["domain"], row["prompt"]) for row in chosen]
-
-    def chosen(self, count: int, tokens: int, seed: int) -> list[Row]:
-        """At most `count` rows of each domain, chosen by seed among those with at most `tokens` ids of prompt: a prompt
-        that is cut would be none."""
-        fitting = self._fitting(tokens, seed)
-        domains = sorted({row["domain"] for row in fitting})
-        return [row for domain in domains for row in [one for one in fitting if one["domain"] == domain][:count]]
-
-    def several(self, tokens: int, seed: int) -> list[list[int]]:
-        """Every prompt of at most `tokens` ids, in an order of the seed. Raises ValueError without any."""
-        fitting = self._fitting(tokens, seed)
-        if not fitting:
-            shortest = min(len(row["prompt"]) for row in self.rows)
-            raise ValueError(f"data.path: no prompt of at most {tokens} tokens, the shortest has {shortest}: raise "
-                             "rollout.prompt_tokens (of cotrain bench, bench.prompt_tokens)")  # fmt: skip
-        return [row["prompt"] for row in fitting]
-
-    def _fitting(self, tokens: int, seed: int) -> list[Row]:
-        order = torch.randperm(len(self.rows), generator=torch.Generator().manual_seed(seed)).tolist()
-        return [self.rows[i] for i in order if len(self.rows[i]["prompt"]) <= tokens]
+class Chats(PromptRows):
+    """Turns of conversations: only what was generated is learnt from."""
 
 
 @dataclass(frozen=True)
@@ -86,9 +52,9 @@ class Template:
         return ids[: next((place + 1 for place, token in enumerate(ids) if token in self.ends), len(ids))]
 
 
-def is_chat(columns: Collection[str]) -> bool:
-    """Whether rows of these columns are conversations: messages, or prompt and response."""
-    return "messages" in columns or {"prompt", "response"} <= set(columns)
+def is_chat(columns: Collection[str], first: Mapping[str, Any]) -> bool:
+    """Whether rows of these columns are conversations: messages, also under prompt, or prompt and response."""
+    return "messages" in columns or {"prompt", "response"} <= set(columns) or isinstance(first.get("prompt"), list)
 
 
 def cleaned(value: Any) -> Any:
@@ -120,8 +86,11 @@ def chats_of(rows: Iterable[Mapping[str, Any]], split: str, template: Template) 
 
 
 def _messages(row: Mapping[str, Any]) -> list[Message]:
-    pair = (("user", row.get("prompt")), ("assistant", row.get("response")))
+    opened, said = row.get("prompt"), row.get("response")
+    pair = (("user", opened), ("assistant", said))
     messages = row.get("messages") or [{"role": role, "content": text} for role, text in pair if text is not None]
+    if not row.get("messages") and isinstance(opened, list):
+        messages = opened + ([{"role": "assistant", "content": said}] if isinstance(said, str) else said or [])
     if not isinstance(messages, list) or not messages or not all(isinstance(one, dict) for one in messages):
         raise ValueError("it holds no list of messages, each with role and content")
     for one in messages:

@@ -107,9 +107,10 @@ class Loss:
 
 @dataclass
 class Data:
-    """Texts: a jsonl, parquet or text file, a folder or hub id; null: the embedded corpora, so many bytes of each.
-    Conversations too, see cotrain.chats. shares: how many of a domain's rollouts are learnt from, all when it is not
-    named."""
+    """Texts: a jsonl, parquet, csv or text file (.gz too), a pattern, a folder of such files or a saved data set, or a
+    hub id; null: the embedded corpora, so many bytes of each. A row of text is a prompt or begins with one, a row with
+    a prompt is that prompt; conversations: see cotrain.chats. shares: how many of a domain's rollouts are learnt from,
+    all when it is not named."""
 
     path: str | None
     column: str
@@ -120,6 +121,12 @@ class Data:
     template: dict[str, Any]  # handed to the target's chat template, as enable_thinking
     on_target: bool  # the texts were sampled from this very target: conversations need no sampling then
     shares: dict[str, float]
+    config: str | None  # of a data set that has several
+    chat: (
+        bool  # texts and prompts are what a user says, in the target's chat template; false: they are given as they are
+    )
+    streaming: bool  # read only the first `take` rows, for what does not fit memory
+    take: int
 
 
 @dataclass

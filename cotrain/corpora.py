@@ -32,6 +32,7 @@ SKIPPED = {
 }
 FILE_BYTES = (400, 120_000)  # shorter files say nothing, longer ones are tables
 DOCSTRING_LENGTH = 160
+PIECE = 400  # characters, about 120 tokens: what a prompt is the start of
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,18 @@ def embedded(domain: str, split: str, max_bytes: int) -> list[Document]:
     if not documents:
         raise ValueError(f"embedded corpus {domain!r}: no text found on this machine for split {split!r}")
     return documents
+
+
+def pieces(text: str) -> list[str]:
+    """A text cut where lines start, each piece of at least `PIECE` characters but the last; none that is blank."""
+    found, lines, size = [], list[str](), 0
+    for line in text.splitlines(keepends=True):
+        lines.append(line)
+        size += len(line)
+        if size >= PIECE:
+            found.append("".join(lines))
+            lines, size = [], 0
+    return [piece for piece in [*found, "".join(lines)] if piece.strip()]
 
 
 def manifest(documents: Iterable[Document]) -> dict[str, int | str]:

@@ -1,9 +1,7 @@
-"""Text to token blocks, or to conversations: embedded corpora, jsonl, parquet or any Hugging Face data set."""
+"""Texts to prompts, conversations or packed token blocks: of the embedded corpora, or what `inputs` opens."""
 
-import json
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import datasets
@@ -11,12 +9,14 @@ import torch
 from torch.utils.data import Dataset, Sampler
 from transformers import PreTrainedTokenizerBase
 
-from cotrain.chats import Chats, Template, chats_of, cleaned, is_chat
+from cotrain.chats import Template, chats_of, cleaned, is_chat
 from cotrain.config import Data
-from cotrain.corpora import embedded
+from cotrain.corpora import embedded, pieces
+from cotrain.inputs import lines_of, read_rows
+from cotrain.prompt_rows import PromptRows, TextStarts, prompt_rows
 from cotrain.splits import split_of
 
-LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text"}
+PROMPT = "prompt"  # the column whose rows are whole prompts
 
 
 @dataclass
@@ -35,28 +35,6 @@ class Blocks(Dataset[dict[str, torch.Tensor]]):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return {"ids": self.ids[index].long(), "domain": self.domain[index]}
 
-    def prompts(self, count: int, tokens: int, seed: int) -> list[tuple[str, list[int]]]:
-        """(domain, prompt ids): the first `tokens` of blocks chosen by seed, `count` of each domain.
-
-        Raises ValueError when a domain has fewer blocks, or blocks are shorter.
-        """
-        if tokens > self.ids.shape[1]:
-            raise ValueError(f"rollout.prompt_tokens: {tokens} do not fit data.block={self.ids.shape[1]}")
-        generator, found = torch.Generator().manual_seed(seed), []
-        for index, domain in enumerate(self.domains):
-            mine = (self.domain == index).nonzero().squeeze(1)
-            if len(mine) < count:
-                raise ValueError(f"rollout.texts, rollout.held_out_texts: {count} prompts asked of {domain}, there are "
-                                 f"{len(mine)} blocks: ask for fewer, lower data.block, or give more text")  # fmt: skip
-            chosen = mine[torch.randperm(len(mine), generator=generator)[:count]].tolist()
-            found += [(domain, self.ids[at, :tokens].tolist()) for at in chosen]
-        return found
-
-    def several(self, tokens: int, seed: int) -> list[list[int]]:
-        """The first `tokens` of every block, in an order of the seed."""
-        order = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))
-        return [row.tolist() for row in self.ids[order, :tokens]]
-
 
 def embedded_texts(max_bytes: dict[str, int], split: str) -> datasets.Dataset:
     """Rows (text, domain) of the embedded corpora, each domain up to its own number of bytes."""
@@ -67,22 +45,6 @@ def embedded_texts(max_bytes: dict[str, int], split: str) -> datasets.Dataset:
         for document in embedded(domain, split, size)
     ]
     return datasets.Dataset.from_list(rows)
-
-
-def read_rows(path: str, split: str = "train") -> datasets.Dataset:
-    """A jsonl, parquet or text file, or a data set by hub id or local folder.
-
-    Raises ValueError, naming the key to change, for what cannot be found or read.
-    """
-    loader = LOADERS.get(Path(path).suffix)
-    if loader and not Path(path).is_file():
-        raise ValueError(f"data.path: no such file: {path}")
-    if loader and not Path(path).stat().st_size:
-        raise ValueError(f"data.path: {path} is empty")
-    try:
-        return datasets.load_dataset(loader, data_files=path, split="train") if loader else _open(path, split)
-    except (ValueError, OSError, datasets.exceptions.DatasetGenerationError) as error:
-        raise ValueError(f"data.path: {path} cannot be read: {error.__cause__ or error}") from error
 
 
 def texts_of(rows: datasets.Dataset, path: str, column: str = "text") -> datasets.Dataset:
@@ -107,71 +69,90 @@ def texts_of(rows: datasets.Dataset, path: str, column: str = "text") -> dataset
     return datasets.Dataset.from_dict({"text": [text for text, _ in kept], "domain": names})
 
 
-def _open(path: str, split: str) -> datasets.Dataset:
-    return datasets.load_from_disk(path) if Path(path).is_dir() else datasets.load_dataset(path, split=split)
-
-
 def source_of(
     data: Data, split: str, tokenizer: PreTrainedTokenizerBase, ends: Collection[int] = frozenset()
-) -> Blocks | Chats:
-    """The configured texts of a split of `splits`; own ones are split by a hash, embedded ones have no "final". Rows of
-    messages, or of prompt and response, are conversations, unless data.column names a column of text. ends: the end
-    tokens of the target.
+) -> PromptRows | TextStarts:
+    """The configured prompts of a split of `splits`; own ones are split by a hash, embedded ones have no "final". Rows of
+    messages, or of prompt and response, are conversations, rows with a prompt alone are prompts, unless data.column=
+    names a column of text. data.chat: a text is what a user says to the target, in its chat template. ends: the
+    target's end tokens.
 
-    Raises ValueError as `read_rows`, `texts_of`, `pack` and `chats_of`.
+    Raises ValueError as `inputs.read_rows`, `texts_of` and `chats_of`.
     """
     if data.path is None:
         sizes = data.bytes if split == "train" else data.held_out_bytes
-        return pack(embedded_texts(sizes, split), tokenizer, data.block)
-    rows = read_rows(data.path, data.split)
-    if data.column not in rows.column_names and is_chat(rows.column_names):
-        return chats_of(_as_written(data.path, rows), split, Template(tokenizer, data.template, ends))
-    texts = texts_of(rows, data.path, data.column)
+        texts = embedded_texts(sizes, split)
+        return TextStarts(_cut(texts), texts, tokenizer)
+    rows, template = read_rows(data), Template(tokenizer, data.template, ends)
+    columns, column = rows.column_names, data.column
+    if column not in columns and is_chat(columns, rows[0]):
+        return chats_of(lines_of(data) or map(cleaned, rows), split, template)
+    if column not in columns and PROMPT in columns:
+        column = PROMPT
+    texts = texts_of(rows, data.path, column)
+    if data.chat:
+        return chats_of(_asked(texts, template), split, template)
     mine = texts.filter(lambda row: split_of(row["text"]) == split)
     if not len(mine):
         raise ValueError(f"data.path: none of {len(texts)} texts falls to the split {split}: give more")
-    return pack(mine, tokenizer, data.block)
+    if column == PROMPT:
+        return prompt_rows(mine, tokenizer)
+    return TextStarts(mine, mine, tokenizer)
 
 
-def _as_written(path: str, rows: datasets.Dataset) -> Iterable[dict[str, Any]]:
-    """Rows whose objects have the keys that were written: a table gives all the keys of any."""
-    if Path(path).suffix != ".jsonl":
-        return map(cleaned, rows)
-    with open(path, encoding="utf-8") as file:
-        return [json.loads(line) for line in file if line.strip()]
+def _asked(texts: datasets.Dataset, template: Template) -> Iterator[dict[str, Any]]:
+    """Each text as the only message of a user. Raises ValueError where the target has no chat template."""
+    if template.tokenizer.chat_template is None:
+        raise ValueError("data.chat: the target's tokenizer has no chat template; with data.chat=false it is given the "
+                         "texts as they are")  # fmt: skip
+    for row in texts:
+        yield {"messages": [{"role": "user", "content": row["text"]}], "domain": row["domain"]}
+
+
+def _cut(texts: datasets.Dataset) -> datasets.Dataset:
+    """The pieces of long documents, which are what prompts start."""
+    found = [{"text": piece, "domain": row["domain"]} for row in texts for piece in pieces(row["text"])]
+    return datasets.Dataset.from_list(found)
 
 
 def pack(texts: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, length: int) -> Blocks:
-    """Tokenize each domain into one stream, an end token before every text, cut in blocks of `length`.
+    """Tokenize each domain into one stream, cut in blocks of `length`: what corpus steps learn from. Every text follows
+    the token that the tokenizer starts a text with; an end token where it writes none.
 
     Raises ValueError when there is less text than one block, or the tokenizer has no end token.
     """
     if tokenizer.eos_token_id is None:
         raise ValueError("target.path: its tokenizer has no end token, which separates texts")
-    ids, domain, names = [], [], sorted(set(texts["domain"]))
+    ids, domain, names, start = [], [], sorted(set(texts["domain"])), _start(tokenizer)
     for index, name in enumerate(names):
         part = texts.filter(lambda row, name=name: row["domain"] == name)
-        stream = torch.tensor(list(_stream(part["text"], tokenizer)), dtype=torch.int32)
+        stream = torch.tensor(list(_stream(part["text"], tokenizer, start)), dtype=torch.int32)
         blocks = stream[: len(stream) // length * length].view(-1, length)
         ids.append(blocks)
         domain.append(torch.full((len(blocks),), index))
     if not any(map(len, ids)):
         raise ValueError(f"data.block: {len(texts)} texts make less than one block of {length} tokens")
     whole = torch.cat(ids)
-    return Blocks(whole, torch.cat(domain), names, restarted(whole, tokenizer.eos_token_id))
+    return Blocks(whole, torch.cat(domain), names, restarted(whole, start))
 
 
-def restarted(ids: torch.Tensor, end: int) -> torch.Tensor:
-    """Places that begin anew at every end token, which a text in a block starts with; ids (N, T) -> (N, T)."""
+def restarted(ids: torch.Tensor, start: int) -> torch.Tensor:
+    """Places that begin anew at every token which a text in a block starts with; ids (N, T) -> (N, T)."""
     places = torch.arange(ids.shape[1], dtype=torch.int32).expand(ids.shape)
-    return places - torch.where(ids == end, places, 0).cummax(1).values
+    return places - torch.where(ids == start, places, 0).cummax(1).values
 
 
-def _stream(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[int]:
-    for start in range(0, len(texts), 1000):
-        encoded = tokenizer(list(texts[start : start + 1000]), add_special_tokens=False, verbose=False)["input_ids"]
+def _start(tokenizer: PreTrainedTokenizerBase) -> int:
+    """What a text starts with in a block: the token that the tokenizer writes before any text, as a server sees it."""
+    first = tokenizer("a")["input_ids"][0]
+    return int(first if first == tokenizer.bos_token_id else tokenizer.eos_token_id)
+
+
+def _stream(texts: list[str], tokenizer: PreTrainedTokenizerBase, start: int) -> Iterator[int]:
+    for first in range(0, len(texts), 1000):
+        encoded = tokenizer(list(texts[first : first + 1000]), add_special_tokens=False, verbose=False)["input_ids"]
         for text in encoded:
-            yield tokenizer.eos_token_id
+            yield start
             yield from text
 
 

@@ -152,12 +152,12 @@ def _remember(job: Job, module: Distillation, corpus: Part, sampled: Part) -> No
     trainer = job.cfg.trainer
     if trainer.steps * trainer.batch * trainer.accumulate < len(corpus) + len(sampled):
         return
-    keys, read = sampled.first + torch.arange(len(sampled)), job.cached(module.teacher.read)
+    keys, read = sampled.first + torch.arange(len(sampled)), module.teacher.read
     if isinstance(read, Shards):
         states = job.target.config.get_text_config().hidden_size * job.target.dtype.itemsize
         each = size(trainer.top) * torch.float32.itemsize if trainer.top else states
         print(read.estimate(len(sampled), sampled.ids.shape[1] * each))
-    module.teacher.fill(sampled.ids.long(), keys, progress=_reading, read=read)
+    module.teacher.fill(sampled.ids.long(), keys, progress=_reading)
 
 
 def _reading(done: int, total: int) -> None:

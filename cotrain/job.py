@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import datasets
 import lightning
@@ -11,10 +12,12 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cotrain import bench
-from cotrain.chats import Chats
 from cotrain.config import BenchConfig, RolloutConfig, ServeCheckConfig, TrainConfig
-from cotrain.data import source_of
+from cotrain.data import pack, source_of
 from cotrain.evaluate import Head, Read
+from cotrain.fingerprints import identity
+from cotrain.inputs import made_from
+from cotrain.prompt_rows import PromptRows
 from cotrain.prompts import shipped_ids
 from cotrain.regimes import sampling
 from cotrain.rollout import Ask, Faster, Mixed, Own, Remote, Sampler
@@ -22,7 +25,7 @@ from cotrain.rollouts import Texts
 from cotrain.sets import WHOLE, Sampled, Share, Source, blocks_texts, logged, regime
 from cotrain.shards import Shards
 from cotrain.splits import SPLITS, Prompts, apart
-from cotrain.teacher import adapted, identity, load_pair, split
+from cotrain.teacher import adapted, load_pair, split
 from inference import load
 from inference.client import Client
 from inference.engine import ends_of
@@ -38,6 +41,7 @@ class Job:
     target: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     sources: dict[str, Source] = field(default_factory=dict)
+    texts_given: dict[str, Texts] = field(default_factory=dict)
     faster: Faster | Mixed | None = None  # what samples the next texts: the target alone, when None
 
     @cached_property
@@ -46,24 +50,36 @@ class Job:
         return split(self.target)
 
     @cached_property
-    def read(self) -> Read:
-        """Hidden states of texts: what is on disk, unless laws are kept there."""
-        live, _ = self.halves
-        return live if self.cfg.trainer.top else self.cached(live)
+    def identity(self) -> dict[str, Any]:
+        """The target's: whose texts and states this run's are."""
+        return identity(self.target, self.tokenizer)
 
-    def cached(self, read: Read) -> Read:
-        """What the target says of texts, on disk where trainer.cache= names a folder: hidden states, or kept laws."""
+    @cached_property
+    def read(self) -> Read:
+        """Hidden states of texts, from disk where trainer.cache= names a folder; beside kept laws in a folder of their
+        own."""
+        live, _ = self.halves
+        cache = self.cfg.trainer.cache
+        if not cache:
+            return live
+        return self._shards(live, Path(cache) / "states" if self.cfg.trainer.top else Path(cache), {})
+
+    def taught(self, read: Read) -> Read:
+        """What training reads of texts, from disk where trainer.cache= names a folder: hidden states, or kept laws.
+        read: of the live target."""
         cache, top = self.cfg.trainer.cache, self.cfg.trainer.top
         if not cache:
             return read
-        maker = identity(self.target, self.tokenizer) | {"dtype": str(self.target.dtype)}
-        if top:
-            maker["laws"] = f"top {top} of {regime(sampling(self.cfg.regime))}"
-        return Shards(read, Path(cache), maker)
+        if not top:
+            return self.read
+        return self._shards(read, Path(cache), {"laws": f"top {top} of {regime(sampling(self.cfg.regime))}"})
+
+    def _shards(self, read: Read, folder: Path, what: dict[str, str]) -> Shards:
+        return Shards(read, folder, self.identity | {"dtype": str(self.target.dtype)} | what)
 
     def sampled(self) -> Sampled:
         place = Path(self.cfg.rollout.folder or self.folder / "rollouts")
-        found = sampled(self.cfg, self.target, self.tokenizer, place)
+        found = replace(sampled(self.cfg, self.target, self.tokenizer, place), identity=self.identity)
         faster = self.faster
         return found if faster is None else replace(found, by=lambda: faster)
 
@@ -75,7 +91,8 @@ class Job:
 
     @property
     def chats(self) -> bool:
-        return self.cfg.data.path is not None and isinstance(self.source("train"), Chats)
+        """Whether the given texts are prompts, with or without completions, of which prompts are not learnt."""
+        return self.cfg.data.path is not None and isinstance(self.source("train"), PromptRows)
 
     @cached_property
     def prompts(self) -> Prompts:
@@ -95,11 +112,15 @@ class Job:
         return apart(ranking, final, [*learnt.prompts, *judged.prompts], "shipped")
 
     def given(self, kind: str) -> Texts:
-        """The configured texts as they stand."""
-        source, ask = self.source(kind), self.sampled().ask
-        if isinstance(source, Chats):
-            return logged(source, ask.texts[kind], ask, self.cfg.rollout.seed)
-        return blocks_texts(source)
+        """The configured texts as they stand, packed into blocks where they are no prompts."""
+        if kind not in self.texts_given:
+            source, ask = self.source(kind), self.sampled().ask
+            self.texts_given[kind] = (
+                logged(source, ask.texts[kind], ask, self.cfg.rollout.seed)
+                if isinstance(source, PromptRows)
+                else blocks_texts(pack(source.texts, self.tokenizer, self.cfg.data.block))
+            )
+        return self.texts_given[kind]
 
     def texts(self, kind: str, temperature: float, part: Share = WHOLE) -> Texts:
         """Of the target at a temperature: logs of its own in the regime, else sampled."""
@@ -134,7 +155,7 @@ def sampled(
 
     Raises ValueError for a draft beside a server, which samples as it does.
     """
-    ask, source = cfg.rollout, cfg.data.path or "embedded"
+    ask, source = cfg.rollout, {kind: made_from(cfg.data, kind) for kind in ("train", "held_out")}
     texts = {"train": ask.texts, "held_out": ask.held_out_texts}
     wanted = Ask(texts, ask.prompt_tokens, ask.new_tokens)
     if ask.url and draft_path:

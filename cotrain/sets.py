@@ -9,22 +9,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import Dataset, Sampler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cotrain import rollout, rollouts
-from cotrain.chats import Chats
 from cotrain.data import Blocks, SeededOrder
+from cotrain.fingerprints import identity, said
 from cotrain.paths import folder
+from cotrain.prompt_rows import PromptRows, TextStarts
 from cotrain.ranks import rank
-from cotrain.teacher import identity
 from inference import Engine, Sampling
 
 Announce = Callable[[str], None]
-Source = Blocks | Chats
+Source = PromptRows | TextStarts
 
 
 class Share(NamedTuple):
@@ -36,6 +36,7 @@ class Share(NamedTuple):
 
 WHOLE = Share(0, 1)
 DRAFTED = "on_draft"  # in a manifest: the share of its texts that a draft continued, which are nobody else's
+FOUND = {"rows", "tokens", "prompts"}  # in a manifest: what a set came to
 
 
 class Part(Dataset[dict[str, torch.Tensor]]):
@@ -70,7 +71,7 @@ def blocks_texts(blocks: Blocks) -> rollouts.Texts:
     return rollouts.Texts(blocks.ids.long(), first, length, domains, blocks.position_ids)
 
 
-def logged(chats: Chats, count: int, ask: rollout.Ask, seed: int) -> rollouts.Texts:
+def logged(chats: PromptRows, count: int, ask: rollout.Ask, seed: int) -> rollouts.Texts:
     """Prompts with the completions that the logs hold, at most `count` a domain, as long as those asked for.
 
     Raises ValueError when there is none.
@@ -78,7 +79,8 @@ def logged(chats: Chats, count: int, ask: rollout.Ask, seed: int) -> rollouts.Te
     rows = [row for row in chats.chosen(count, ask.prompt_tokens, seed) if row["completion"]]
     if not rows:
         raise ValueError("data.path: its conversations hold no completion of a prompt of at most "
-                         f"rollout.prompt_tokens={ask.prompt_tokens}")  # fmt: skip
+                         f"rollout.prompt_tokens={ask.prompt_tokens}; prompts alone: trainer.corpus_steps=0, "
+                         "data.on_target=false")  # fmt: skip
     return rollouts.texts([row | {"completion": row["completion"][: ask.new_tokens]} for row in rows])
 
 
@@ -153,9 +155,10 @@ class Curriculum(Sampler[int]):
 class Sampled:
     """Texts of the target: shipped ones when they are what would be sampled here, else sampled here and kept.
 
-    kind: "train" or "held_out" (the split that the prompts come from). folder: where own sets are kept. source: where
-    prompts come from, a path or "embedded". by: who samples, this engine when None; server: its model, as the set's
-    manifest says it; on_draft: share of the texts of all parts but the first that the draft under training continues.
+    kind: "train" or "held_out" (the split that the prompts come from). folder: where own sets are kept. source: what
+    prompts are made from, see `inputs.made_from`, by kind. by: who samples, this engine when None; server: its model,
+    as the set's manifest says it; on_draft: share of the texts of all parts but the first that the draft under training
+    continues. identity: the target's, see `fingerprints.identity`, found out when None.
     """
 
     target: PreTrainedModel
@@ -164,10 +167,11 @@ class Sampled:
     ask: rollout.Ask
     rows: int
     seed: int
-    source: str
+    source: Mapping[str, Any]
     by: Callable[[], rollout.Sampler] | None = None
     server: str | None = None
     on_draft: float = 0.0
+    identity: Mapping[str, Any] | None = None
 
     def texts(
         self, kind: str, sampling: Sampling, source: Callable[[], Source], say: Announce = print, part: Share = WHOLE
@@ -177,6 +181,8 @@ class Sampled:
             path = place / name(kind, sampling, part)
             if self._fits(path, kind, sampling, part):
                 return rollouts.texts(rollouts.read(path))
+        if other := self._apart(self.folder / name(kind, sampling, part), kind, sampling, part):
+            say(f"kept texts are not used, new ones are sampled: {other}")
         return rollouts.texts(rollouts.read(self.sample(kind, sampling, source(), say, part)))
 
     def sample(self, kind: str, sampling: Sampling, source: Source, say: Announce = print, part: Share = WHOLE) -> Path:
@@ -205,18 +211,33 @@ class Sampled:
     def _sampler(self) -> rollout.Sampler:
         return self.by() if self.by else rollout.Own(Engine(self.target, tokenizer=self.tokenizer, rows=self.rows))
 
+    def _target(self) -> Mapping[str, Any]:
+        return self.identity or identity(self.target, self.tokenizer)
+
     def _manifest(self, kind: str, sampling: Sampling, part: Share) -> dict[str, object]:
-        target = identity(self.target, self.tokenizer)
-        return {"kind": kind, "regime": regime(sampling), "target": target, "seed": self.seed, "source": self.source,
-                "texts": self.ask.texts[kind], "prompt_tokens": self.ask.prompt_tokens,
+        made = {"kind": kind, "regime": regime(sampling), "target": self._target(), "seed": self.seed,
+                "source": self.source[kind], "texts": self.ask.texts[kind], "prompt_tokens": self.ask.prompt_tokens,
                 "new_tokens": self.ask.new_tokens} | ({"server": self.server} if self.server else {}) | (
                 {"part": list(part)} if part.of > 1 else {}) | (
                 {DRAFTED: self.on_draft} if self.on_draft and part.place else {})  # fmt: skip
+        return dict(json.loads(json.dumps(made)))  # as it is read back
 
     def _fits(self, path: Path, kind: str, sampling: Sampling, part: Share) -> bool:
         """Made by this very target in this regime from such prompts: any other set is no data for this run."""
-        found, made = rollouts.manifest(path), self._manifest(kind, sampling, part)
-        return found is not None and made.items() <= found.items() and found.get(DRAFTED) == made.get(DRAFTED)
+        found = _made(rollouts.manifest(path))
+        return found is not None and found == self._manifest(kind, sampling, part)
+
+    def _apart(self, path: Path, kind: str, sampling: Sampling, part: Share) -> str | None:
+        """What keeps a kept set from being used, in words; None without one."""
+        found = _made(rollouts.manifest(path))
+        if found is None:
+            return None
+        return f"{rollouts.beside(path, 'parquet')}: {said(found, self._manifest(kind, sampling, part))}"
+
+
+def _made(manifest: dict[str, Any] | None) -> dict[str, Any] | None:
+    """What made a set, without what it came to."""
+    return None if manifest is None else {key: value for key, value in manifest.items() if key not in FOUND}
 
 
 def _digest(manifest: dict[str, object]) -> str:

@@ -1,6 +1,5 @@
 """The frozen target as a teacher: loaded in the precision that is served, read as hidden states and a head."""
 
-import hashlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +20,6 @@ from transformers import (
 from cotrain.evaluate import Head, Read
 from cotrain.ranks import local_rank
 from inference.bundled import resolve
-from inference.pair import hash_target
 from inference.precision import quantised, widened
 from inference.store import load_tokenizer
 from inference.weights import weight_files
@@ -34,7 +32,6 @@ QUANTISATIONS: dict[str, dict[str, Any]] = {
 
 
 PACKS = "support_avx512bf16_for_cpu"  # of bitsandbytes' 4-bit layers
-SAMPLE = 1024  # values of a tensor that its fingerprint reads
 
 
 def load_target(
@@ -136,24 +133,6 @@ def _hub_tokenizer(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBas
         raise ValueError(f"target.path: {name} is no folder, and no model that the hub gave: {error}") from error
 
 
-def identity(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, str | None]:
-    """Whose texts and states something is: hashes of the shape, the tokenizer and the weights."""
-    return hash_target(model.config, tokenizer) | {"weights": fingerprint(model)}
-
-
-def fingerprint(model: PreTrainedModel) -> str:
-    """A hash that changes when the target is trained further or quantised: of values spread over each of its tensors,
-    in bfloat16, and its quantisation settings. Shapes are `hash_target`'s business."""
-    digest = hashlib.blake2b(digest_size=16)
-    for tensor in model.state_dict().values():
-        values = tensor.flatten()[:: max(tensor.numel() // SAMPLE, 1)]
-        values = values.to(torch.bfloat16).view(torch.int16) if values.is_floating_point() else values
-        digest.update(values.cpu().numpy().tobytes())
-    how = quantised(model.config)
-    digest.update(str(how and how.get("quant_method")).encode())
-    return digest.hexdigest()
-
-
 class Remembering:
     """Hidden states of the target, kept by text: a text that is seen again is not read again.
 
@@ -172,10 +151,8 @@ class Remembering:
         keys: Tensor,
         batch: int = 16,
         progress: Callable[[int, int], None] | None = None,
-        read: Read | None = None,
     ) -> None:
-        """Read all texts (N, T) with their keys (N,) at once, as far as there is room: cheaper than few at a time.
-        read: what reads them instead, as `shards.Shards`."""
+        """Read all texts (N, T) with their keys (N,) at once, as far as there is room: cheaper than few at a time."""
         for start in range(0, len(ids), batch):
             if progress:
                 progress(start, len(ids))
@@ -183,7 +160,7 @@ class Remembering:
             names, known = self._names(ids[part], keys[part]), len(self.kept)
             if all(name in self.kept for name in names):
                 continue
-            self._looked_up(ids[part], names, read or self.read)
+            self._looked_up(ids[part], names)
             if len(self.kept) == known:
                 break  # full
         if progress:
@@ -191,7 +168,7 @@ class Remembering:
 
     def __call__(self, ids: Tensor, keys: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """ids (B, T), keys (B,) one a text, the same ids whenever it comes -> (B, T, D)."""
-        return self._looked_up(ids, self._names(ids, keys), self.read, position_ids)
+        return self._looked_up(ids, self._names(ids, keys), position_ids)
 
     def _names(self, ids: Tensor, keys: Tensor) -> list[tuple[int, int]]:
         """States of a text that was padded to another width are given up: they will not be asked for again."""
@@ -203,11 +180,9 @@ class Remembering:
         return [(key, width) for key in keys.tolist()]
 
     @torch.no_grad()
-    def _looked_up(
-        self, ids: Tensor, names: list[tuple[int, int]], read: Read, position_ids: Tensor | None = None
-    ) -> Tensor:
+    def _looked_up(self, ids: Tensor, names: list[tuple[int, int]], position_ids: Tensor | None = None) -> Tensor:
         if any(name not in self.kept for name in names):
-            states = read(ids, position_ids)
+            states = self.read(ids, position_ids)
             self._keep(names, states)
             return states
         return torch.stack([self.kept[name] for name in names]).to(ids.device, non_blocking=True)

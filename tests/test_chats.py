@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerFast
 
 from cotrain.chats import Chats, Template, chats_of
 from cotrain.config import Data
-from cotrain.data import Blocks, source_of
+from cotrain.data import source_of
+from cotrain.prompt_rows import PromptRows
 from cotrain.rollout import Ask
 from cotrain.sets import logged
 from cotrain.splits import SPLITS
@@ -119,7 +120,7 @@ def test_what_cannot_be_rendered_names_the_row(template: str | None, row: dict[s
 
 
 def settings(path: Path, column: str = "text") -> Data:
-    return Data(str(path), column, "train", {}, {}, 8, {}, False, {})
+    return Data(str(path), column, "train", {}, {}, 8, {}, False, {}, None, False, False, 1000)
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "parquet"])
@@ -148,7 +149,8 @@ def test_one_prompt_is_never_in_both_splits(tmp_path: Path) -> None:
 def test_a_column_of_text_that_is_named_is_text(tmp_path: Path) -> None:
     path = tmp_path / "own.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"number {i}", "response": "b"}) + "\n" for i in range(40)))
-    assert isinstance(source_of(settings(path, "prompt"), "train", tokenizer()), Blocks)
+    found = source_of(settings(path, "prompt"), "train", tokenizer())
+    assert isinstance(found, PromptRows) and not isinstance(found, Chats)
 
 
 def chats(lengths: dict[str, list[int]]) -> Chats:

@@ -20,7 +20,8 @@ from transformers import (
 )
 
 from cotrain import draft
-from cotrain.teacher import adapted, fingerprint, load_pair, load_target, split
+from cotrain.fingerprints import fingerprint
+from cotrain.teacher import adapted, load_pair, load_target, split
 from tests.folders import VOCABULARY, network, target_folder
 
 IDS = torch.tensor([[5, 9, 250, 17, 0, 3]])

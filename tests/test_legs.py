@@ -18,7 +18,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 from cotrain import bench, fit, rounds
 from cotrain.callbacks import Averaged
-from cotrain.data import Blocks
+from cotrain.prompt_rows import PromptRows
 from cotrain.rollout import Ask, Faster, Mixed, Own
 from cotrain.rounds import Leg, legs
 from cotrain.sets import Curriculum, Sampled, Share, Strided
@@ -79,13 +79,17 @@ def test_a_share_of_prompts_goes_to_the_draft_whatever_the_batch() -> None:
     assert Mixed(faster, own, 0.3).speeds is faster.speeds
 
 
+PROMPTS = PromptRows(
+    [{"domain": "ab"[i % 2], "prompt": list(range(8 * i + 2, 8 * i + 6)), "completion": []} for i in range(12)]
+)
+
+
 def test_the_rounds_of_a_set_are_the_set(tmp_path: Path) -> None:
-    blocks = Blocks(torch.arange(2, 98, dtype=torch.int32).view(12, 8), torch.tensor([0, 1] * 6), ["a", "b"])
-    whole = Sampled(network(), tokenizer(), tmp_path / "whole", Ask({"train": 5}, 4, 6), 4, 1, "own")
+    whole = Sampled(network(), tokenizer(), tmp_path / "whole", Ask({"train": 5}, 4, 6), 4, 1, {"train": "own"})
     parted, regime = replace(whole, folder=tmp_path / "parts"), Sampling(1.0)
     rows = [datasets.Dataset.from_parquet(f"{path}.parquet").to_list() for path in (
-        whole.sample("train", regime, blocks, lambda _: None),
-        *(parted.sample("train", regime, blocks, lambda _: None, Share(i, 2)) for i in range(2)),
+        whole.sample("train", regime, PROMPTS, lambda _: None),
+        *(parted.sample("train", regime, PROMPTS, lambda _: None, Share(i, 2)) for i in range(2)),
     )]  # fmt: skip
     assert [rows[1][i // 2] if i % 2 == 0 else rows[2][i // 2] for i in range(10)] == rows[0]
     assert {row["domain"] for row in rows[1]} == {"a", "b"}
@@ -129,12 +133,11 @@ def test_later_rounds_learn_where_the_draft_leads_itself(place: Path) -> None:  
 
 
 def test_texts_that_a_draft_wrote_are_no_others(tmp_path: Path) -> None:
-    blocks = Blocks(torch.arange(2, 98, dtype=torch.int32).view(12, 8), torch.tensor([0, 1] * 6), ["a", "b"])
-    ours = Sampled(network(), tokenizer(), tmp_path, Ask({"train": 5}, 4, 6), 4, 1, "own")
+    ours = Sampled(network(), tokenizer(), tmp_path, Ask({"train": 5}, 4, 6), 4, 1, {"train": "own"})
     drafted, part = replace(ours, on_draft=0.5), Share(1, 2)
-    path = drafted.sample("train", Sampling(1.0), blocks, lambda _: None, part)
+    path = drafted.sample("train", Sampling(1.0), PROMPTS, lambda _: None, part)
     assert drafted._fits(path, "train", Sampling(1.0), part) and not ours._fits(path, "train", Sampling(1.0), part)
-    path = ours.sample("train", Sampling(1.0), blocks, lambda _: None, part)
+    path = ours.sample("train", Sampling(1.0), PROMPTS, lambda _: None, part)
     assert ours._fits(path, "train", Sampling(1.0), part) and not drafted._fits(path, "train", Sampling(1.0), part)
 
 

@@ -143,7 +143,8 @@ def test_runs_share_laws_on_disk_of_one_regime(place: Path, capsys: pytest.Captu
                     for name in ("laws first", "laws second"))  # fmt: skip
     assert same(ours, theirs)
     capsys.readouterr()
-    for other, key in (("trainer.top=4", "laws"), ("regime.top_p=0.9", "laws"), ("target.dtype=bfloat16", "dtype")):
+    others = (("trainer.top=4", "laws"), ("regime.top_p=0.9", "laws"), ("target.dtype=bfloat16", "dtype, weights"))
+    for other, key in others:
         assert job(place, "laws third", *settings, other, "overwrite=true") == 1
         assert f"made by another target, its {key} differ" in capsys.readouterr().err
     assert job(place, "laws third", *settings, "rollout.train_temperatures=[0.5,1]", "overwrite=true") == 1

@@ -10,6 +10,7 @@ from transformers import LlamaForCausalLM
 
 from cotrain import rollouts, sets
 from cotrain.data import Blocks
+from cotrain.prompt_rows import PromptRows
 from cotrain.rollout import Ask, Own, Remote, collect
 from cotrain.sets import Sampled, blocks_texts, corpus_part, name
 from inference import Engine, Sampling
@@ -32,9 +33,10 @@ def target() -> LlamaForCausalLM:
 
 
 @pytest.fixture
-def blocks() -> Blocks:
-    """6 blocks of 8 tokens, domains in turn."""
-    return Blocks(torch.arange(4, 52, dtype=torch.int32).view(6, 8), torch.tensor([0, 1] * 3), ["a", "b"])
+def prompts() -> PromptRows:
+    """6 prompts of 4 tokens, domains in turn."""
+    return PromptRows([{"domain": "ab"[i % 2], "prompt": list(range(4 * i + 4, 4 * i + 8)), "completion": []}
+                       for i in range(6)])  # fmt: skip
 
 
 @pytest.fixture
@@ -42,7 +44,8 @@ def sampled(target: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.Monkey
     """Sets of this target in an empty folder, with no shipped ones."""
     monkeypatch.setattr(sets, "folder", lambda _: tmp_path / "data")
     ask = Ask({"train": 3, "held_out": 2}, prompt_tokens=4, new_tokens=6)
-    return Sampled(target, tokenizer(), tmp_path / "own", ask, rows=2, seed=1, source="embedded")
+    source = {"train": "own", "held_out": "own"}
+    return Sampled(target, tokenizer(), tmp_path / "own", ask, rows=2, seed=1, source=source)
 
 
 def quiet(_: str) -> None:
@@ -59,22 +62,6 @@ def killed_after(lines: int) -> object:
             raise Killed
 
     return say
-
-
-def test_prompts_are_starts_of_blocks_spread_over_domains(blocks: Blocks) -> None:
-    found = blocks.prompts(2, 3, seed=0)
-    assert [domain for domain, _ in found] == ["a", "a", "b", "b"]
-    starts = {domain: blocks.ids[blocks.domain == i, :3].tolist() for i, domain in enumerate("ab")}
-    assert all(prompt in starts[domain] for domain, prompt in found)
-    assert len({tuple(prompt) for _, prompt in found}) == 4
-    assert found == blocks.prompts(2, 3, seed=0) != blocks.prompts(2, 3, seed=2)
-
-
-def test_prompts_that_cannot_be_had_name_the_key(blocks: Blocks) -> None:
-    with pytest.raises(ValueError, match="rollout.texts, rollout.held_out_texts: 4 prompts asked of a, there are 3"):
-        blocks.prompts(4, 3, seed=0)
-    with pytest.raises(ValueError, match="rollout.prompt_tokens: 9 do not fit data.block=8"):
-        blocks.prompts(1, 9, seed=0)
 
 
 def test_an_interrupted_collection_goes_on_as_if_it_had_not_been(target: LlamaForCausalLM, tmp_path: Path) -> None:
@@ -125,8 +112,8 @@ def test_sets_are_named_for_their_regime() -> None:
     assert names == ["train_T1", "train_T0.5", "train_T1_k20_p0.95"]
 
 
-def test_a_set_is_sampled_once(sampled: Sampled, blocks: Blocks) -> None:
-    first = sampled.texts("train", WARM, lambda: blocks, quiet)
+def test_a_set_is_sampled_once(sampled: Sampled, prompts: PromptRows) -> None:
+    first = sampled.texts("train", WARM, lambda: prompts, quiet)
     assert len(first) == 6 and first.prompt.tolist() == [4] * 6
     again = sampled.texts("train", WARM, lambda: 1 / 0, quiet)
     assert torch.equal(again.ids, first.ids)
@@ -137,24 +124,24 @@ def test_a_set_is_sampled_once(sampled: Sampled, blocks: Blocks) -> None:
     "change",
     [
         lambda s: replace(s, seed=2),
-        lambda s: replace(s, source="own.jsonl"),
+        lambda s: replace(s, source={"train": "other", "held_out": "own"}),
         lambda s: replace(s, ask=replace(s.ask, new_tokens=5)),
         lambda s: replace(s, ask=replace(s.ask, texts={"train": 2, "held_out": 2})),
         lambda s: replace(s, target=tiny(vocab=VOCABULARY, layers=1, eos=3, seed=1)),
     ],
     ids=["seed", "source", "length", "count", "target"],
 )
-def test_a_set_of_other_making_is_not_used(sampled: Sampled, blocks: Blocks, change: object) -> None:
-    sampled.texts("train", WARM, lambda: blocks, quiet)
+def test_a_set_of_other_making_is_not_used(sampled: Sampled, prompts: PromptRows, change: object) -> None:
+    sampled.texts("train", WARM, lambda: prompts, quiet)
     asked = []
     other = change(sampled)
-    other.texts("train", WARM, lambda: asked.append(1) or blocks, quiet)
+    other.texts("train", WARM, lambda: asked.append(1) or prompts, quiet)
     assert asked == [1]
     other.texts("train", WARM, lambda: 1 / 0, quiet)
 
 
-def test_a_set_of_another_regime_under_the_same_name_is_not_used(sampled: Sampled, blocks: Blocks) -> None:
-    path = sampled.sample("train", WARM, blocks, quiet)
+def test_a_set_of_another_regime_under_the_same_name_is_not_used(sampled: Sampled, prompts: PromptRows) -> None:
+    path = sampled.sample("train", WARM, prompts, quiet)
     file = rollouts.beside(path, "json")
     file.write_text(
         json.dumps(json.loads(file.read_text()) | {"regime": {"temperature": 0.8, "top_k": 0, "top_p": 1.0}})
@@ -163,35 +150,39 @@ def test_a_set_of_another_regime_under_the_same_name_is_not_used(sampled: Sample
         sampled.texts("train", WARM, lambda: 1 / 0, quiet)
 
 
-def test_shipped_sets_come_first(sampled: Sampled, blocks: Blocks, tmp_path: Path) -> None:
-    replace(sampled, folder=tmp_path / "data" / "rollouts").sample("train", WARM, blocks, quiet)
+def test_shipped_sets_come_first(sampled: Sampled, prompts: PromptRows, tmp_path: Path) -> None:
+    replace(sampled, folder=tmp_path / "data" / "rollouts").sample("train", WARM, prompts, quiet)
     assert len(sampled.texts("train", WARM, lambda: 1 / 0, quiet)) == 6
     assert not sampled.folder.exists()
 
 
-def test_what_was_begun_with_other_settings_is_not_mixed_in(sampled: Sampled, blocks: Blocks) -> None:
-    whole = rollouts.read(replace(sampled, folder=sampled.folder.parent / "whole").sample("train", WARM, blocks, quiet))
+def test_what_was_begun_with_other_settings_is_not_mixed_in(sampled: Sampled, prompts: PromptRows) -> None:
+    whole = rollouts.read(
+        replace(sampled, folder=sampled.folder.parent / "whole").sample("train", WARM, prompts, quiet)
+    )
     with pytest.raises(Killed):
-        replace(sampled, seed=2).sample("train", WARM, blocks, killed_after(1))
+        replace(sampled, seed=2).sample("train", WARM, prompts, killed_after(1))
     with pytest.raises(Killed):
-        sampled.sample("train", WARM, blocks, killed_after(1))
-    assert rollouts.read(sampled.sample("train", WARM, blocks, quiet)).to_list() == whole.to_list()
+        sampled.sample("train", WARM, prompts, killed_after(1))
+    assert rollouts.read(sampled.sample("train", WARM, prompts, quiet)).to_list() == whole.to_list()
 
 
 def test_what_was_sampled_outlives_a_failed_save(
-    sampled: Sampled, blocks: Blocks, monkeypatch: pytest.MonkeyPatch
+    sampled: Sampled, prompts: PromptRows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rollouts, "save", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        sampled.sample("train", WARM, blocks, quiet)
+        sampled.sample("train", WARM, prompts, quiet)
     monkeypatch.undo()
     said: list[str] = []
     monkeypatch.setattr(sets, "folder", lambda _: sampled.folder)
-    sampled.sample("train", WARM, blocks, said.append)
+    sampled.sample("train", WARM, prompts, said.append)
     assert said == []
 
 
-def test_every_position_of_a_corpus_block_counts(blocks: Blocks) -> None:
+def test_every_position_of_a_corpus_block_counts() -> None:
+    """Of 6 blocks of 8 tokens, domains in turn."""
+    blocks = Blocks(torch.arange(4, 52, dtype=torch.int32).view(6, 8), torch.tensor([0, 1] * 3), ["a", "b"])
     part = corpus_part(blocks_texts(blocks))
     assert len(part) == 6 and part[1]["ids"].tolist() == list(range(12, 20))
     assert part[1]["predicted"].tolist() == [True] * 7
@@ -240,8 +231,8 @@ def test_a_server_samples_by_ids_or_by_text() -> None:
     assert asked[0] == (prompt, [2**32 + 3]) and asked[1][0] == "import os"
 
 
-def test_sets_of_a_server_are_not_taken_for_this_engines(sampled: Sampled, blocks: Blocks) -> None:
-    sampled.sample("train", WARM, blocks, quiet)
+def test_sets_of_a_server_are_not_taken_for_this_engines(sampled: Sampled, prompts: PromptRows) -> None:
+    sampled.sample("train", WARM, prompts, quiet)
     served = replace(sampled, server="http://127.0.0.1:9", by=lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        served.texts("train", WARM, lambda: blocks, quiet)
+        served.texts("train", WARM, lambda: prompts, quiet)

@@ -29,9 +29,12 @@ def test_what_is_on_disk_is_not_read_again(tmp_path: Path) -> None:
     said = Shards(first, tmp_path, MAKER)(IDS)
     kept = Shards(second, tmp_path, MAKER)(IDS)
     assert torch.equal(said, kept) and kept.dtype == said.dtype and (first.count, second.count) == (1, 0)
-    Shards(second, tmp_path, MAKER)(IDS.flip(0))
+    assert torch.equal(Shards(second, tmp_path, MAKER)(IDS.flip(0)), said.flip(0))
+    Shards(second, tmp_path, MAKER)(IDS[1:])
+    assert second.count == 0  # the same texts in other batches
     Shards(second, tmp_path, MAKER)(IDS.view(1, 6))  # the same ids in a row are another text
     Shards(second, tmp_path, MAKER)(IDS, torch.tensor([[0, 1, 2], [0, 0, 1]]))  # two texts in a row too
+    Shards(second, tmp_path, MAKER)(torch.tensor([[1, 2, 3, 0, 1, 2]]))  # ids that are no places
     assert second.count == 3
 
 

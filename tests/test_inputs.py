@@ -1,0 +1,184 @@
+"""What people have as data: files of each kind, compressed, by pattern, in folders, saved, streamed, oddly named."""
+
+import bz2
+import copy
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import datasets
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from cotrain.chats import Chats
+from cotrain.config import Data
+from cotrain.data import source_of
+from cotrain.inputs import made_from, read_rows
+from tests.folders import tokenizer
+
+
+def given(path: Path | str, **changed: object) -> Data:
+    settings = {"path": str(path), "column": "text", "split": "train", "bytes": {}, "held_out_bytes": {}, "block": 8,
+                "template": {}, "on_target": False, "shares": {}, "config": None, "chat": False, "streaming": False,
+                "take": 1000}  # fmt: skip
+    return Data(**(settings | changed))  # type: ignore[arg-type]
+
+
+def lines(*texts: str) -> str:
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts)
+
+
+def texts(path: Path | str, **changed: object) -> list[str]:
+    return list(read_rows(given(path, **changed))["text"])
+
+
+def templated() -> PreTrainedTokenizerFast:
+    one = copy.deepcopy(tokenizer())
+    one.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+    return one
+
+
+def csv(path: Path) -> None:
+    path.write_text('text,other\n"a, b",1\nc,2\n')
+
+
+def parquet(path: Path) -> None:
+    datasets.Dataset.from_dict({"text": ["a, b", "c"]}).to_parquet(str(path))
+
+
+WRITTEN: dict[str, Callable[[Path], object]] = {
+    "own.csv": csv,
+    "own.parquet": parquet,
+    "own.ndjson": lambda path: path.write_text(lines("a, b", "c")),
+    "own.json": lambda path: path.write_text(json.dumps([{"text": "a, b"}, {"text": "c"}])),
+    "own.txt": lambda path: path.write_text("a, b\nc\n"),
+    "own.jsonl.gz": lambda path: path.write_bytes(gzip.compress(lines("a, b", "c").encode())),
+    "own.jsonl.bz2": lambda path: path.write_bytes(bz2.compress(lines("a, b", "c").encode())),
+    "own.csv.gz": lambda path: path.write_bytes(gzip.compress(b'text,other\n"a, b",1\nc,2\n')),
+    "own.txt.gz": lambda path: path.write_bytes(gzip.compress(b"a, b\nc\n")),
+    "a [1] {b}?*.jsonl": lambda path: path.write_text(lines("a, b", "c")),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_file_of_each_kind_is_read_and_streamed(tmp_path: Path, name: str) -> None:
+    WRITTEN[name](tmp_path / name)
+    assert texts(tmp_path / name) == ["a, b", "c"]
+    assert texts(tmp_path / name, streaming=True, take=1) == ["a, b"]
+
+
+def test_a_pattern_names_all_that_match_in_their_order(tmp_path: Path) -> None:
+    for number in (2, 1, 10):
+        (tmp_path / f"part-{number:02d}.jsonl").write_text(lines(f"text {number}"))
+    (tmp_path / "other.jsonl").write_text(lines("other"))
+    assert texts(tmp_path / "part-*.jsonl") == ["text 1", "text 2", "text 10"]
+    with pytest.raises(ValueError, match=r"data.path: no such file, and none that matches: .*none-\*"):
+        texts(tmp_path / "none-*.jsonl")
+
+
+@pytest.mark.parametrize("folder", ["plain", "a [x] b"])
+def test_a_folder_of_files_may_hold_splits(tmp_path: Path, folder: str) -> None:
+    place = tmp_path / folder
+    place.mkdir()
+    (place / "train-0.jsonl").write_text(lines("a", "b"))
+    (place / "train-1.jsonl.gz").write_bytes(gzip.compress(lines("c").encode()))
+    (place / "test.jsonl").write_text(lines("T"))
+    (place / "README.md").write_text("# Ours\n")
+    assert texts(place) == ["a", "b", "c"] and texts(place, split="test") == ["T"]
+    with pytest.raises(ValueError, match="data.path: .* cannot be read: .*'?dev"):
+        texts(place, split="dev")
+
+
+def test_a_folder_of_parquet_is_read(tmp_path: Path) -> None:
+    for number in range(2):
+        datasets.Dataset.from_dict({"text": [f"{number}"]}).to_parquet(str(tmp_path / f"{number:04d}.parquet"))
+    assert texts(tmp_path) == ["0", "1"]
+
+
+def test_a_folder_of_two_kinds_of_files_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(lines("a"))
+    csv(tmp_path / "b.csv")
+    with pytest.raises(ValueError, match=r"data.path: .* several kinds, .csv, .jsonl: give a pattern, as in .*/\*.csv"):
+        texts(tmp_path)
+
+
+def test_saved_data_sets_of_one_split_and_of_several_are_read(tmp_path: Path) -> None:
+    one, two = (datasets.Dataset.from_dict({"text": [text]}) for text in "ab")
+    datasets.DatasetDict({"train": one, "test": two}).save_to_disk(str(tmp_path / "dict"))
+    assert texts(tmp_path / "dict") == ["a"] and texts(tmp_path / "dict", split="test") == ["b"]
+    assert texts(tmp_path / "dict" / "test", streaming=True) == ["b"]
+    with pytest.raises(ValueError, match="data.path: .*no split 'dev', it has train, test: data.split="):
+        texts(tmp_path / "dict", split="dev")
+
+
+def test_a_data_set_of_several_configs_is_asked_for_one(tmp_path: Path) -> None:
+    for name in ("en", "de"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x.jsonl").write_text(lines(name))
+    configs = "".join(f"- config_name: {name}\n  data_files: {name}/*.jsonl\n" for name in ("en", "de"))
+    (tmp_path / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
+    assert texts(tmp_path, config="de") == ["de"]
+    with pytest.raises(ValueError, match="data.path: .* cannot be read: .*'fr' not found"):
+        texts(tmp_path, config="fr")
+
+
+def test_of_a_stream_only_the_first_rows_are_read(tmp_path: Path) -> None:
+    """What lies behind them, here no JSON at all, is never parsed."""
+    path = tmp_path / "large.jsonl"
+    path.write_text(lines(*("x" * 1000 + str(i) for i in range(40_000))) + "no JSON\n")
+    assert len(texts(path, streaming=True, take=50)) == 50
+    with pytest.raises(ValueError, match="data.path: .* cannot be read"):
+        texts(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("own.jsonl", b"\n", "holds no rows|cannot be read"),
+        ("own.jsonl.gz", gzip.compress(b""), "holds no rows"),
+        ("own.jsonl", b"Tell me a joke\nAnd one more\n", "no JSON objects, one a line .*; plain text, .* ends in .txt"),
+        ("own.docx", b"PK", "ends in none of .jsonl, .ndjson"),
+        ("own.csv", b"", "is empty"),
+    ],
+)
+def test_what_cannot_be_read_is_said_in_one_line(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=f"data.path: .*{name}.*({message})") as raised:
+        read_rows(given(tmp_path / name))
+    assert "\n" not in str(raised.value)
+
+
+def test_a_path_that_is_no_hub_id_is_no_such_file(tmp_path: Path) -> None:
+    for path in ("none.jsonl.gz", "./none", str(tmp_path / "none"), "a/b/c"):
+        with pytest.raises(ValueError, match=f"data.path: no such file: {path}"):
+            read_rows(given(path))
+
+
+def test_a_name_that_is_nothing_here_and_not_on_the_hub_is_said_so() -> None:
+    for ask in (read_rows, lambda data: made_from(data, "train")):
+        with pytest.raises(ValueError, match="data.path: promtps cannot be read: it is no file, no folder, and no"):
+            ask(given("promtps"))
+
+
+def test_conversations_are_found_in_each_kind_of_file(tmp_path: Path) -> None:
+    rows = [{"messages": [{"role": "user", "content": f"number {i}"}]} for i in range(60)]
+    content = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(content.encode()))
+    (tmp_path / "folder").mkdir()
+    datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / "folder" / "a.parquet"))
+    for name in ("a.jsonl.gz", "folder"):
+        for streaming in (False, True):
+            found = source_of(given(tmp_path / name, streaming=streaming), "train", templated())
+            assert isinstance(found, Chats) and 40 < len(found.rows) < 60
+
+
+def test_a_stream_counts_by_size_and_time_files_by_their_contents(tmp_path: Path) -> None:
+    path = tmp_path / "own.jsonl"
+    path.write_text(lines("a"))
+    whole, streamed = made_from(given(path), "train"), made_from(given(path, streaming=True), "train")
+    again = tmp_path / "again"
+    again.mkdir()
+    (again / "own.jsonl").write_text(lines("a"))
+    assert made_from(given(again / "own.jsonl"), "train") == whole
+    assert made_from(given(path, streaming=True, take=2), "train") != streamed != whole
