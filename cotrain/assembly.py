@@ -78,15 +78,31 @@ def _refuse(job: Job, network: PreTrainedModel, taught: list[Stage]) -> None:
         if {*cfg.rollout.train_temperatures} - {cfg.regime.temperature}:
             raise ValueError("trainer.top: laws are kept at one temperature, the regime's: "
                              "rollout.train_temperatures=[]")  # fmt: skip
-    if cfg.rollout.on_draft and any(s.loss.sequence or s.loss.weighted or s.loss.takes == "text" for s in taught):
+    if cfg.rollout.on_draft and any(_emitted(s) or s.loss.takes == "text" for s in taught):
         raise ValueError("rollout.on_draft: a loss of the tokens that were emitted (calls, length, mix) is of texts of "
                          "the target")  # fmt: skip
+    if not (cfg.data.on_target and job.chats):
+        _refuse_given(cfg, taught)
     if not cfg.trainer.corpus_steps or job.chats:
         return
     for key, model in (("target.path", job.target), ("draft", network)):
         if not keeps_apart(model, halves(model)[0]):
             raise ValueError(f"{key}: {type(model).__name__} reads texts packed into blocks as one text; "
                              "learn from texts of the target alone: trainer.corpus_steps=0")  # fmt: skip
+
+
+def _emitted(stage: Stage) -> bool:
+    """Whether its loss is of target calls, which are of the tokens that the target emitted."""
+    return bool(stage.loss.sequence) or stage.loss.weighted
+
+
+def _refuse_given(cfg: TrainConfig, taught: list[Stage]) -> None:
+    """Raise ValueError where steps that learn from given texts have a loss of texts that the target sampled."""
+    corpus, begins = cfg.trainer.corpus_steps, [0.0, *(stage.until * cfg.trainer.steps for stage in taught[:-1])]
+    early = bool(cfg.trainer.minutes)  # a budget of time may end a stage before its steps
+    if any(_emitted(stage) and (corpus > begin or (corpus and early)) for stage, begin in zip(taught, begins, strict=True)):
+        raise ValueError("trainer.corpus_steps: calls, calls_tv, length and length_block are of texts that the target "
+                         "sampled, not of given ones: trainer.corpus_steps=0")  # fmt: skip
 
 
 def _own(job: Job, judged: dict[float, HeldOut]) -> None:

@@ -14,6 +14,7 @@ from cotrain.bits import KINDS
 from cotrain.callbacks import Averaged, Bar, RealSpeed, Rounded
 from cotrain.config import TrainConfig
 from cotrain.config import Trainer as TrainerSettings
+from cotrain.counts import Grouped
 from cotrain.job import Job
 from cotrain.likeliest import size
 from cotrain.module import WATCHED, Distillation
@@ -138,13 +139,14 @@ def _trainer(job: Job, extra: list[Callback], leg: Leg, every: int) -> lightning
 
 def _loader(
     cfg: TrainerSettings, leg: Leg, done: int, corpus: Part, sampled: Part, trainer: lightning.Trainer
-) -> DataLoader[Any]:
+) -> DataLoader[Any] | Grouped:
     """This process's texts of a leg, from step `done` on."""
     world, texts = trainer.world_size, cfg.batch * cfg.accumulate  # of a step
     before = max(cfg.corpus_steps - leg.first, 0) * texts
     order = Curriculum((len(corpus), len(sampled)), before, cfg.seed + leg.round, (done - leg.first) * texts)
     mine = Strided(order, trainer.global_rank, world)
-    return DataLoader(ConcatDataset([corpus, sampled]), cfg.batch // world, sampler=mine)
+    batches = DataLoader(ConcatDataset([corpus, sampled]), cfg.batch // world, sampler=mine)
+    return Grouped(batches, cfg.accumulate) if cfg.accumulate > 1 else batches
 
 
 def _remember(job: Job, module: Distillation, corpus: Part, sampled: Part) -> None:

@@ -4,6 +4,8 @@ kl                    one loss
 0.1*kl + 0.9*tv       a weighted sum
 calls                 a sequence loss, from the log-probabilities of the text's tokens
 calls_tv              tv, each position weighted by the target calls that acceptance there saves
+
+Sequence losses, calls_tv among them, are of the tokens that the target sampled: neither of prompts nor of given texts.
 """
 
 from collections.abc import Callable
@@ -40,6 +42,7 @@ def calls(logp: Tensor, logq: Tensor, k: int, lengths: Tensor) -> tuple[Tensor, 
 
 # also of laws merged outside some tokens, see `likeliest`
 MERGED = ("kl", "tv", "nla", "lk", "rkl", "jsd", "hellinger", "greedy", "mix")
+BY_TEXT = (length, length_block)  # means over texts; the others are over tokens
 SEQUENCE: dict[str, Sequence] = {"length": length, "length_block": length_block, "calls": calls}
 NAMES = (*POSITION, *OF_TEXT, *DRAWN, *SEQUENCE, WEIGHTED)
 
