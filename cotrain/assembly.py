@@ -10,6 +10,7 @@ from cotrain.config import Loss, TrainConfig
 from cotrain.evaluate import DEPTHS, HeldOut, held_out
 from cotrain.job import Job
 from cotrain.module import Distillation, Stage, refuse_merged
+from cotrain.progress import Progress, trapezoid
 from cotrain.regimes import truncation
 from cotrain.sets import Part, Share, corpus_part, joined, sampled_part
 from cotrain.surprise import Surprise, surprise
@@ -49,13 +50,13 @@ def build(job: Job, network: PreTrainedModel) -> Distillation:
         for t in sorted({*cfg.rollout.temperatures, *cfg.rollout.train_temperatures, cfg.regime.temperature})
     }
     _own(job, judged)
-    rate = cfg.optimizer
+    rate, progress = cfg.optimizer, Progress(cfg.trainer.steps, cfg.trainer.minutes)
     return Distillation(
         network,
         job.target,
         taught,
         partial(optim.adamw, lr=rate.lr, weight_decay=rate.weight_decay, betas=rate.betas),
-        partial(optim.trapezoid, steps=cfg.trainer.steps, warmup=rate.warmup, decay=rate.decay),
+        partial(trapezoid, progress=progress, warmup=rate.warmup, decay=rate.decay),
         judged,
         cfg.regime.temperature,
         cut,
@@ -64,7 +65,7 @@ def build(job: Job, network: PreTrainedModel) -> Distillation:
         k=cfg.policy.k or DEPTHS,
         hardest=cfg.loss.hardest,
         seed=cfg.trainer.seed,
-        steps=cfg.trainer.steps,
+        progress=progress,
         top=cfg.trainer.top,
     )
 

@@ -15,6 +15,7 @@ from cotrain.chats import Chats
 from cotrain.config import BenchConfig, RolloutConfig, ServeCheckConfig, TrainConfig
 from cotrain.data import source_of
 from cotrain.evaluate import Head, Read
+from cotrain.interrupts import Signals
 from cotrain.regimes import sampling
 from cotrain.rollout import Ask, Faster, Mixed, Own, Remote, Sampler
 from cotrain.rollouts import Texts
@@ -37,6 +38,7 @@ class Job:
     tokenizer: PreTrainedTokenizerBase
     sources: dict[str, Source] = field(default_factory=dict)
     faster: Faster | Mixed | None = None  # what samples the next texts: the target alone, when None
+    signals: Signals = field(default_factory=Signals)
 
     @cached_property
     def halves(self) -> tuple[Read, Head]:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from cotrain import acceptance, losses
 from cotrain.completions import columns, placed, possible, taken
 from cotrain.counts import Counts, counted, divisors, sampled
+from cotrain.errors import NotFinite
 from cotrain.evaluate import HeldOut, Scores, evaluate, figures
 from cotrain.likeliest import Likeliest, completed, outside
 from cotrain.profile import profile
@@ -128,12 +129,12 @@ class Distillation(lightning.LightningModule):
             self.read_draft, self.head_draft = halves(self.draft)
 
     def training_step(self, batch: dict[str, Any], _: int) -> Tensor:
-        """The loss, see `learn`. Raises ValueError, naming step and texts, for one that is not finite: before the step,
-        so the weights are still those of the last good one."""
+        """The loss, see `learn`. Raises NotFinite, naming step and texts, where it is no number: before the step, so the
+        weights are still those of the last good one."""
         loss = within(self.draft, lambda: self.learn(batch))
         if not bool(torch.isfinite(loss.detach())):
-            raise ValueError(f"trainer: the loss of step {self.global_step + 1} is {loss.item():g}, on the texts "
-                             f"{', '.join(map(str, batch['key'].tolist()))}")  # fmt: skip
+            said = f"the loss of step {self.global_step + 1} is {loss.item():g}, on texts "
+            raise NotFinite(said + ", ".join(map(str, batch["key"].tolist())), batch["ids"].tolist())
         return loss
 
     def learn(self, batch: dict[str, Any]) -> Tensor:

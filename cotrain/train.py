@@ -18,6 +18,7 @@ from cotrain.callbacks import RealSpeed
 from cotrain.config import TrainConfig
 from cotrain.evaluate import DEPTHS, HeldOut
 from cotrain.fit import fit, refuse
+from cotrain.interrupts import Signals, listening
 from cotrain.job import Job, models, objective, settle
 from cotrain.module import Distillation
 from cotrain.ranks import rank
@@ -31,7 +32,15 @@ from inference.store import Metadata, save
 
 
 def distil(cfg: TrainConfig, folder: Path) -> dict[str, Any]:
-    """Run or resume the job in `folder`; returns the report of the exported draft, nothing with measure=false."""
+    """Run or resume the job in `folder`; returns the report of the exported draft, nothing with measure=false.
+
+    Raises Interrupted when a signal ends it: what is done is kept.
+    """
+    with listening() as signals:
+        return _distilled(cfg, folder, signals)
+
+
+def _distilled(cfg: TrainConfig, folder: Path, signals: Signals) -> dict[str, Any]:
     k = cfg.policy.k
     if k is None:
         raise ValueError("policy.k: checkpoints are compared at a draft length that is given, as in policy=fixed")
@@ -39,7 +48,7 @@ def distil(cfg: TrainConfig, folder: Path) -> dict[str, Any]:
     refuse(cfg)
     settle(cfg.trainer.threads, cfg.trainer.seed)
     target, tokenizer = models(cfg)
-    job, drafts = Job(cfg, folder, target, tokenizer), objective(cfg.objective)
+    job, drafts = Job(cfg, folder, target, tokenizer, signals=signals), objective(cfg.objective)
     network = initial(cfg, target)
     module = build(job, network)
     others = foreign(job)

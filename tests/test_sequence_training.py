@@ -143,7 +143,7 @@ def test_two_ragged_batches_are_the_large_one(target: LlamaForCausalLM, name: st
 
 def test_a_loss_that_is_no_number_names_step_and_texts(target: LlamaForCausalLM) -> None:
     module = alone(module_of(target, tiny(layers=1, seed=3), [Stage(1.0, Terms(broken))], 9), steps=9, at=6)
-    with pytest.raises(ValueError, match="the loss of step 7 is nan, on the texts 1, 3$"):
+    with pytest.raises(ValueError, match="the loss of step 7 is nan, on texts 1, 3$"):
         module.training_step(batch([1, 3]), 0)
 
 
