@@ -6,6 +6,7 @@ from functools import partial
 from transformers import PreTrainedModel
 
 from cotrain import draft, optim
+from cotrain.bits import refuse_unknown
 from cotrain.config import Loss, TrainConfig
 from cotrain.evaluate import DEPTHS, HeldOut, held_out
 from cotrain.job import Job
@@ -67,6 +68,7 @@ def build(job: Job, network: PreTrainedModel) -> Distillation:
         seed=cfg.trainer.seed,
         progress=progress,
         top=cfg.trainer.top,
+        vocabulary=job.vocabulary,
     )
 
 
@@ -74,6 +76,8 @@ def _refuse(job: Job, network: PreTrainedModel, taught: list[Stage]) -> None:
     """Raises ValueError, before texts are sampled, for losses that texts or kept laws do not have, and where a model
     would read texts that are packed into blocks as one."""
     cfg = job.cfg
+    if cfg.draft.held != "none":
+        refuse_unknown(network)
     if cfg.trainer.top:
         refuse_merged(taught, cfg.init.cosine)
         if {*cfg.rollout.train_temperatures} - {cfg.regime.temperature}:
@@ -101,7 +105,8 @@ def _refuse_given(cfg: TrainConfig, taught: list[Stage]) -> None:
     """Raise ValueError where steps that learn from given texts have a loss of texts that the target sampled."""
     corpus, begins = cfg.trainer.corpus_steps, [0.0, *(stage.until * cfg.trainer.steps for stage in taught[:-1])]
     early = bool(cfg.trainer.minutes)  # a budget of time may end a stage before its steps
-    if any(_emitted(stage) and (corpus > begin or (corpus and early)) for stage, begin in zip(taught, begins, strict=True)):
+    met = [stage for stage, begin in zip(taught, begins, strict=True) if corpus > begin or (corpus and early)]
+    if any(map(_emitted, met)):
         raise ValueError("trainer.corpus_steps: calls, calls_tv, length and length_block are of texts that the target "
                          "sampled, not of given ones: trainer.corpus_steps=0")  # fmt: skip
 
@@ -122,8 +127,9 @@ def parts(job: Job, rounds: int) -> tuple[Part, Part]:
     own temperature, the regime's or several. A later round's come behind the others."""
     cfg = job.cfg
     corpus = corpus_part(job.given("train") if cfg.trainer.corpus_steps else None, cfg.regime.temperature)
+    shares = cfg.data.shares if cfg.data.path else {**cfg.data.embedded_shares, **cfg.data.shares}
     sampled = [
-        sampled_part(job.texts("train", t, Share(i, cfg.rollout.rounds)), cfg.data.shares, t, prompts=not job.chats)
+        sampled_part(job.texts("train", t, Share(i, cfg.rollout.rounds)), shares, t, prompts=not job.chats)
         for i in range(rounds)
         for t in cfg.rollout.train_temperatures or [cfg.regime.temperature]
     ]

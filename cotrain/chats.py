@@ -45,6 +45,20 @@ class Chats:
         domains = sorted({row["domain"] for row in fitting})
         return [row for domain in domains for row in [one for one in fitting if one["domain"] == domain][:count]]
 
+    def left_out(self, tokens: int, split: str) -> str:
+        """A line that says how many prompts have more than `tokens` ids or none, and are not used; nothing where all
+        are."""
+        sizes = [len(row["prompt"]) for row in self.rows]
+        long, empty = sum(size > tokens for size in sizes), sizes.count(0)
+        found = [f"{long} are longer than rollout.prompt_tokens={tokens}"] * (long > 0) + [f"{empty} are empty"] * (
+            empty > 0
+        )
+        return (
+            f"data.path: of {len(sizes)} prompts of the split {split}, {' and '.join(found)}: left out\n"
+            if found
+            else ""
+        )
+
     def several(self, tokens: int, seed: int) -> list[list[int]]:
         """Every prompt of at most `tokens` ids, in an order of the seed. Raises ValueError without any."""
         fitting = self._fitting(tokens, seed)
@@ -56,7 +70,7 @@ class Chats:
 
     def _fitting(self, tokens: int, seed: int) -> list[Row]:
         order = torch.randperm(len(self.rows), generator=torch.Generator().manual_seed(seed)).tolist()
-        return [self.rows[i] for i in order if len(self.rows[i]["prompt"]) <= tokens]
+        return [self.rows[i] for i in order if 0 < len(self.rows[i]["prompt"]) <= tokens]
 
 
 @dataclass(frozen=True)

@@ -90,8 +90,15 @@ class Bar(TQDMProgressBar):
         bar.bar_format = "{desc}{percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} steps, {remaining} left{postfix}"
         return bar
 
+    def on_train_start(self, trainer: Any, *_: Any) -> None:
+        super().on_train_start(trainer, *_)
+        self._begin(trainer)  # a run that goes on begins no epoch
+
     def on_train_epoch_start(self, trainer: Any, *_: Any) -> None:
         super().on_train_epoch_start(trainer)
+        self._begin(trainer)
+
+    def _begin(self, trainer: Any) -> None:
         bar = self.train_progress_bar
         bar.set_description("training", refresh=False)
         bar.initial = bar.n = trainer.global_step

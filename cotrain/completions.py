@@ -1,7 +1,7 @@
 """The sampled tokens of texts, laid out from column 0: what the sequence losses and their recursion speak of.
 
-Expected target calls are of the tokens that the target sampled: a round never starts in the prompt. B rows, T positions,
-L tokens of the longest completion.
+Expected target calls are of the tokens that the target sampled: a round never starts in the prompt. B rows,
+T positions, L tokens of the longest completion.
 """
 
 import math

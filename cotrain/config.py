@@ -121,6 +121,7 @@ class Data:
     template: dict[str, Any]  # handed to the target's chat template, as enable_thinking
     on_target: bool  # the texts were sampled from this very target: conversations need no sampling then
     shares: dict[str, float]
+    embedded_shares: dict[str, float]  # of the embedded domains, where `shares` does not name them
 
 
 @dataclass

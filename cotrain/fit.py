@@ -61,8 +61,10 @@ def _trained(job: Job, module: Distillation, extra: list[Callback], leg: Leg, ev
         return False
     averaged = [Averaged(cfg.ema)] if cfg.ema else []
     rounded = [Rounded(job.cfg.draft.held)] if job.cfg.draft.held != "none" else []
-    clock = Clock(module.progress, cfg.validations)
-    trainer = _trainer(job, [*extra, *averaged, *rounded, clock], leg, every, module.progress)
+    progress = module.progress
+    assert progress is not None
+    clock = Clock(progress, cfg.validations)
+    trainer = _trainer(job, [*extra, *averaged, *rounded, clock], leg, every, progress)
     if leg.round and done == leg.first:  # else its texts were sampled before
         module.load_state_dict(kept["state_dict"])  # this process may be a new one
         job.faster = swapped(job, module.to(job.target.device).draft)
@@ -96,15 +98,15 @@ def _trained(job: Job, module: Distillation, extra: list[Callback], leg: Leg, ev
 def _named(error: NotFinite, job: Job) -> str:
     """What is known of a step that went wrong, and what can be changed."""
     begin = [repr(job.tokenizer.decode(ids[:SHOWN])) for ids in error.ids]
-    return (f"{error} ({', '.join(begin)}): lower optimizer.lr, or another loss; output={job.folder} keeps the last good "
-            "checkpoint")  # fmt: skip
+    return (f"{error} ({', '.join(begin)}): lower optimizer.lr, or another loss; output={job.folder} keeps the last "
+            "good checkpoint")  # fmt: skip
 
 
 def _ended(kept: dict[str, Any], callbacks: list[Callback], module: Distillation, cfg: TrainerSettings) -> bool:
     """Whether a callback had ended the training that a checkpoint is of, or its time had run out."""
     states, ended = kept.get("callbacks", {}), False
     progress = module.progress
-    if cfg.minutes and Clock.__name__ in states:
+    if progress and cfg.minutes and Clock.__name__ in states:
         progress.elapsed = states[Clock.__name__]["elapsed"]
         ended = progress.at(kept["global_step"]) >= 1
     for callback in callbacks:
@@ -123,7 +125,9 @@ def refuse(cfg: TrainConfig) -> None:
         raise ValueError(f"trainer.devices, trainer.nodes: at least 1, not {trainer.devices} and {trainer.nodes}")
     refuse_fractions(cfg.optimizer.warmup, cfg.optimizer.decay, trainer.steps)
     if trainer.minutes is not None and (trainer.minutes <= 0 or cfg.rollout.rounds > 1):
-        raise ValueError("trainer.minutes: above 0, and with rollout.rounds=1: rounds end at steps; null for steps alone")
+        raise ValueError(
+            "trainer.minutes: above 0, and with rollout.rounds=1, as rounds end at steps; null: steps alone"
+        )
     if trainer.batch % world:
         raise ValueError(f"trainer.batch: {trainer.batch} texts are not as many for each of {world} devices")
     if kind not in KINDS:
@@ -172,7 +176,7 @@ def _loader(
     before = max(cfg.corpus_steps - leg.first, 0) * texts
     order = Curriculum((len(corpus), len(sampled)), before, cfg.seed + leg.round, (done - leg.first) * texts)
     mine = Strided(order, trainer.global_rank, world)
-    batches = DataLoader(ConcatDataset([corpus, sampled]), cfg.batch // world, sampler=mine)
+    batches: DataLoader[Any] = DataLoader(ConcatDataset([corpus, sampled]), cfg.batch // world, sampler=mine)
     return Grouped(batches, cfg.accumulate) if cfg.accumulate > 1 else batches
 
 

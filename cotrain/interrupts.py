@@ -63,7 +63,8 @@ def listening() -> Iterator[Signals]:
 
 
 class Keeper(Callback):
-    """Keeps a checkpoint every so many minutes, and when a signal ends the run. Behind the callbacks whose state is kept.
+    """Keeps a checkpoint every so many minutes, and when a signal ends the run. Behind the callbacks whose
+    state is kept.
 
     A step that a validation follows is left to it: it keeps one itself, with its figures.
     """
@@ -117,4 +118,5 @@ class Keeper(Callback):
 def _validates(trainer: lightning.Trainer) -> bool:
     """Whether a validation follows this batch."""
     batches = trainer.fit_loop.epoch_loop.total_batch_idx + 1
-    return bool(trainer.should_stop) or batches % trainer.val_check_batch == 0
+    every = trainer.val_check_batch
+    return bool(trainer.should_stop) or (every is not None and batches % every == 0)

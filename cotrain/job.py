@@ -21,7 +21,7 @@ from cotrain.rollout import Ask, Faster, Mixed, Own, Remote, Sampler
 from cotrain.rollouts import Texts
 from cotrain.sets import WHOLE, Sampled, Share, Source, blocks_texts, logged, regime
 from cotrain.shards import Shards
-from cotrain.teacher import adapted, identity, load_pair, split
+from cotrain.teacher import adapted, identity, load_pair, served, split
 from inference import load
 from inference.client import Client
 from inference.engine import ends_of
@@ -43,7 +43,13 @@ class Job:
     @cached_property
     def halves(self) -> tuple[Read, Head]:
         """The target's, see `teacher.split`, which tries them."""
-        return split(self.target)
+        return served(*split(self.target, self.vocabulary))
+
+    @property
+    def vocabulary(self) -> int:
+        """Ids that have mass, in training as when served: rows behind the tokenizer's last id only pad."""
+        size: int = self.target.config.get_text_config().vocab_size
+        return min(size, 1 + max(self.tokenizer.get_vocab().values()))
 
     @cached_property
     def read(self) -> Read:
@@ -70,7 +76,10 @@ class Job:
     def source(self, split: str) -> Source:
         """The configured texts of a split, read once."""
         if split not in self.sources:
-            self.sources[split] = source(self.cfg, split, self.target, self.tokenizer)
+            found = source(self.cfg, split, self.target, self.tokenizer)
+            self.sources[split] = found
+            if isinstance(found, Chats):
+                print(found.left_out(self.cfg.rollout.prompt_tokens, split), end="")
         return self.sources[split]
 
     @property

@@ -20,7 +20,7 @@ from cotrain.profile import profile
 from cotrain.progress import Progress
 from cotrain.rows import Law, Truncate, chunked, positions, token_logs
 from cotrain.sharding import gathered, rest, sharded, within
-from cotrain.teacher import Remembering, halves, split
+from cotrain.teacher import Remembering, halves, served, split
 from cotrain.terms import BY_TEXT, MERGED, Terms
 from inference import streams
 
@@ -56,7 +56,7 @@ class Distillation(lightning.LightningModule):
     chunk: positions whose laws exist at once, by default `rows.positions`. k: draft length that sequence losses
     speak of. hardest: see `rows.chunked`. seed: of tokens drawn for a loss. progress: of the whole training, which
     stages are parts of; None: the trainer's steps. top: so many of each law's likeliest tokens are kept instead of
-    hidden states, see `likeliest`; 0: states.
+    hidden states, see `likeliest`; 0: states. vocabulary: ids that have mass, see `teacher.split`.
 
     Raises ValueError for a cosine between states of different widths, and for one, or a loss that merged laws do not
     have, beside top.
@@ -80,23 +80,27 @@ class Distillation(lightning.LightningModule):
         seed: int = 0,
         progress: Progress | None = None,
         top: int = 0,
+        vocabulary: int | None = None,
     ) -> None:
         super().__init__()
         self.draft, self.stages = draft, stages
         self.make_optimizer, self.make_scheduler, self.held_out = optimizer, scheduler, held_out
         self.temperature, self.truncate, self.cosine = temperature, truncate, cosine
-        vocabulary = target.config.get_text_config().vocab_size
-        self.chunk = chunk or positions(vocabulary)
+        self.vocabulary = vocabulary or target.config.get_text_config().vocab_size
+        self.chunk = chunk or positions(self.vocabulary)
         self.k, self.hardest, self.seed, self.progress = k, hardest, seed, progress
         self.noted: dict[str, Tensor] = {}  # what the batches of a step add up to
-        self.read_draft, self.head_draft = split(draft)
+        self.read_draft, self.head_draft = split(draft, self.vocabulary)
         self.whole: list[PreTrainedModel] = []  # the draft, while `draft` is it in parts; no module of this one's
-        read_target, self.head_target = split(target)  # plain functions: the target is not saved
+        # plain functions: the target is not saved
+        read_target, self.head_target = served(*split(target, self.vocabulary))
         self.law: Law | None = None
         if top:
             refuse_merged(stages, cosine)
             self.law = completed
-            read_target = Likeliest(read_target, self.head_target, top, vocabulary, temperature, truncate, self.chunk)
+            read_target = Likeliest(
+                read_target, self.head_target, top, self.vocabulary, temperature, truncate, self.chunk
+            )
         self.teacher = Remembering(read_target, remember)
         self.judged: dict[float, dict[str, Scores]] = {}
         widths = [model.config.get_text_config().hidden_size for model in (draft, target)]
@@ -108,7 +112,7 @@ class Distillation(lightning.LightningModule):
         if self.device_mesh is not None and not self.whole:
             self.whole = [self.draft]
             self.draft = sharded(self.draft, self.device_mesh["data_parallel"])
-            self.read_draft, self.head_draft = halves(self.draft)
+            self.read_draft, self.head_draft = halves(self.draft, self.vocabulary)
 
     @contextmanager
     def assembled(self) -> Iterator[PreTrainedModel]:
@@ -126,11 +130,11 @@ class Distillation(lightning.LightningModule):
         """No parts any more."""
         if self.whole:
             self.draft, self.whole = gathered(self.draft, self.whole[0]), []
-            self.read_draft, self.head_draft = halves(self.draft)
+            self.read_draft, self.head_draft = halves(self.draft, self.vocabulary)
 
     def training_step(self, batch: dict[str, Any], _: int) -> Tensor:
-        """The loss, see `learn`. Raises NotFinite, naming step and texts, where it is no number: before the step, so the
-        weights are still those of the last good one."""
+        """The loss, see `learn`. Raises NotFinite, naming step and texts, where it is no number: before the step, so
+        the weights are still those of the last good one."""
         loss = within(self.draft, lambda: self.learn(batch))
         if not bool(torch.isfinite(loss.detach())):
             said = f"the loss of step {self.global_step + 1} is {loss.item():g}, on texts "

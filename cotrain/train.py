@@ -112,7 +112,8 @@ def export(
     made = {
         "loss": {"first": loss.first, "then": loss.then, "switch": loss.switch, "hardest": loss.hardest},
         "temperatures": list(job.cfg.rollout.train_temperatures) or [job.cfg.regime.temperature],
-        "steps": job.cfg.trainer.steps,
+        "steps": speed.kept[-1].step,  # patience or trainer.minutes may have ended it before trainer.steps
+        "minutes": job.cfg.trainer.minutes,
         "rounds": job.cfg.rollout.rounds,
         "on_draft": job.cfg.rollout.on_draft,
         "top": job.cfg.trainer.top,

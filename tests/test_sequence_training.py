@@ -86,7 +86,9 @@ def slopes(value: Tensor, small: LlamaForCausalLM) -> Tensor:
 @pytest.mark.parametrize("prompts", [False, True])
 def test_calls_are_those_of_the_completion_alone(target: LlamaForCausalLM, prompts: bool) -> None:
     small = tiny(layers=1, seed=3)
-    value, slope = learnt(alone(module_of(target, small, [Stage(1.0, parse("calls"))], 1)), batch([0, 1, 2, 3], prompts))
+    value, slope = learnt(
+        alone(module_of(target, small, [Stage(1.0, parse("calls"))], 1)), batch([0, 1, 2, 3], prompts)
+    )
     tokens = sum(end - start for start, end in zip(PROMPTS, LENGTHS, strict=True))
     wanted = sum(calls(ratios(target, small, row)) for row in range(4)) / tokens
     assert value == pytest.approx(wanted.item(), abs=1e-6)
@@ -107,7 +109,9 @@ def test_length_is_that_of_the_completion_alone(target: LlamaForCausalLM) -> Non
 
 def test_positions_weigh_the_calls_that_they_save(target: LlamaForCausalLM) -> None:
     small, wanted = tiny(layers=1, seed=3), []
-    value, slope = learnt(alone(module_of(target, small, [Stage(1.0, parse("calls_tv"))], 1)), batch([0, 1, 2, 3], True))
+    value, slope = learnt(
+        alone(module_of(target, small, [Stage(1.0, parse("calls_tv"))], 1)), batch([0, 1, 2, 3], True)
+    )
     for row in range(4):
         r = ratios(target, small, row).detach().requires_grad_()
         (saved,) = torch.autograd.grad(-calls(r), r)
