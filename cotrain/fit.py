@@ -125,9 +125,7 @@ def refuse(cfg: TrainConfig) -> None:
         raise ValueError(f"trainer.devices, trainer.nodes: at least 1, not {trainer.devices} and {trainer.nodes}")
     refuse_fractions(cfg.optimizer.warmup, cfg.optimizer.decay, trainer.steps)
     if trainer.minutes is not None and (trainer.minutes <= 0 or cfg.rollout.rounds > 1):
-        raise ValueError(
-            "trainer.minutes: above 0, and with rollout.rounds=1, as rounds end at steps; null: steps alone"
-        )
+        raise ValueError("trainer.minutes: above 0, with rollout.rounds=1 (rounds end at steps), or null")
     if trainer.batch % world:
         raise ValueError(f"trainer.batch: {trainer.batch} texts are not as many for each of {world} devices")
     if kind not in KINDS:

@@ -21,7 +21,7 @@ from cotrain.rollout import Ask, Faster, Mixed, Own, Remote, Sampler
 from cotrain.rollouts import Texts
 from cotrain.sets import WHOLE, Sampled, Share, Source, blocks_texts, logged, regime
 from cotrain.shards import Shards
-from cotrain.teacher import adapted, identity, load_pair, served, split
+from cotrain.teacher import adapted, identity, load_pair, served
 from inference import load
 from inference.client import Client
 from inference.engine import ends_of
@@ -43,7 +43,7 @@ class Job:
     @cached_property
     def halves(self) -> tuple[Read, Head]:
         """The target's, see `teacher.split`, which tries them."""
-        return served(*split(self.target, self.vocabulary))
+        return served(self.target, self.vocabulary)
 
     @property
     def vocabulary(self) -> int:

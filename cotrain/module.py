@@ -93,7 +93,7 @@ class Distillation(lightning.LightningModule):
         self.read_draft, self.head_draft = split(draft, self.vocabulary)
         self.whole: list[PreTrainedModel] = []  # the draft, while `draft` is it in parts; no module of this one's
         # plain functions: the target is not saved
-        read_target, self.head_target = served(*split(target, self.vocabulary))
+        read_target, self.head_target = served(target, self.vocabulary)
         self.law: Law | None = None
         if top:
             refuse_merged(stages, cosine)

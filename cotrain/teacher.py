@@ -3,6 +3,7 @@
 import hashlib
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -253,22 +254,21 @@ def halves(model: PreTrainedModel, vocabulary: int | None = None) -> tuple[Read,
     return hidden, logits
 
 
-def served(read: Read, head: Head) -> tuple[Read, Head]:
-    """A target's halves in its own numbers, as it is served, whatever those are that the draft's step is computed in."""
+def served(model: PreTrainedModel, vocabulary: int | None = None) -> tuple[Read, Head]:
+    """`split` of a target, computed in its own numbers as it is when served, whatever the draft's step is computed in.
+    A float32 target teaches in float32 beside a draft in mixed precision."""
+    read, head = split(model, vocabulary)
+    own = partial(torch.autocast, model.device.type, enabled=False)
 
     def hidden(ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        with _without_autocast(ids.device.type):
+        with own():
             return read(ids, position_ids)
 
     def logits(states: Tensor) -> Tensor:
-        with _without_autocast(states.device.type):
+        with own():
             return head(states)
 
     return hidden, logits
-
-
-def _without_autocast(device: str) -> torch.autocast:
-    return torch.autocast(device, enabled=False)
 
 
 @torch.no_grad()

@@ -52,7 +52,7 @@ def test_a_budget_of_time_ends_the_schedule_with_it() -> None:
 
 @pytest.mark.parametrize(
     ("warmup", "decay", "said"),
-    [(50, 0.5, "optimizer.warmup: .* 50 of 200 steps are optimizer.warmup=0.25"), (0.1, -1, "optimizer.decay: .* not -1")],
+    [(50, 0.5, "warmup: .* 50 of 200 steps are optimizer.warmup=0.25"), (0.1, -1, "optimizer.decay: .* not -1")],
 )
 def test_steps_are_no_fractions(warmup: float, decay: float, said: str) -> None:
     with pytest.raises(ValueError, match=said):
@@ -61,7 +61,7 @@ def test_steps_are_no_fractions(warmup: float, decay: float, said: str) -> None:
 
 def test_only_what_changes_weights_makes_another_run() -> None:
     assert {kind(key, 1, 2) for key in ("label", "bench.rows", "trainer.validations", "trainer.threads")} == {"free"}
-    assert {kind(key, 1, 2) for key in ("optimizer.lr", "trainer.batch", "policy.k", "measure", "data.path")} == {"other"}
+    assert {kind(key, 1, 2) for key in ("optimizer.lr", "trainer.batch", "policy.k", "data.path")} == {"other"}
     assert [kind("trainer.steps", *pair) for pair in ((5, 8), (8, 5))] == ["longer", "other"]
     minutes = ((1.0, 2.0), (1.0, None), (None, 1.0))
     assert [kind("trainer.minutes", *pair) for pair in minutes] == ["longer", "longer", "other"]
@@ -97,7 +97,10 @@ def at(patch: pytest.MonkeyPatch, owner: type, name: str, when: Callable[[Any], 
 
 
 def test_signals_keep_the_step_and_the_same_command_resumes(
-    place: Path, whole: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]  # noqa: F811
+    place: Path,
+    whole: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],  # noqa: F811
 ) -> None:
     begun: list[tuple[int, int]] = []
     true = clocks.Bar.on_train_start
@@ -127,7 +130,9 @@ def test_signals_keep_the_step_and_the_same_command_resumes(
 
 
 def test_a_finished_run_is_made_longer_and_no_other(
-    place: Path, whole: Path, capsys: pytest.CaptureFixture[str]  # noqa: F811
+    place: Path,
+    whole: Path,
+    capsys: pytest.CaptureFixture[str],  # noqa: F811
 ) -> None:
     assert quick(place, "whole", "optimizer.lr=0.5", "label=x") == 1
     said = capsys.readouterr().err
@@ -159,7 +164,7 @@ def test_checkpoints_are_kept_by_time_but_where_a_validation_keeps_one(tmp_path:
     saved: list[int] = []
     keeper = Keeper(tmp_path / "last.ckpt", 0.0, Signals())
     loop = SimpleNamespace(epoch_loop=SimpleNamespace(total_batch_idx=0))
-    trainer: Any = SimpleNamespace(world_size=1, should_stop=False, val_check_batch=4, fit_loop=loop, global_step=0,
+    trainer: Any = SimpleNamespace(world_size=1, should_stop=False, val_check_batch=4, fit_loop=loop,
                                    save_checkpoint=lambda path: saved.append(loop.epoch_loop.total_batch_idx))  # fmt: skip
     for index in range(8):
         loop.epoch_loop.total_batch_idx = index

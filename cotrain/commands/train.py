@@ -40,8 +40,8 @@ def run(cfg: TrainConfig) -> float | None:
             distil(cfg, folder.path)
             folder.finish()
         elif folder.changed:
-            print(f"output={cfg.output} is finished, {', '.join(folder.changed)} came too late: cotrain bench measures its "
-                  "draft anew, more trainer.steps= go on")  # fmt: skip
+            print(f"output={cfg.output} is finished, {', '.join(folder.changed)} came too late: cotrain bench measures "
+                  "its draft anew, more trainer.steps= go on")  # fmt: skip
     print(f"curves: tensorboard --logdir {folder.path}")
     if cfg.measure:
         print(table(json.loads((folder.path / "draft" / "report.json").read_text())))
