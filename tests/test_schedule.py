@@ -97,10 +97,10 @@ def at(patch: pytest.MonkeyPatch, owner: type, name: str, when: Callable[[Any], 
 
 
 def test_signals_keep_the_step_and_the_same_command_resumes(
-    place: Path,
+    place: Path,  # noqa: F811
     whole: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],  # noqa: F811
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     begun: list[tuple[int, int]] = []
     true = clocks.Bar.on_train_start
@@ -130,9 +130,9 @@ def test_signals_keep_the_step_and_the_same_command_resumes(
 
 
 def test_a_finished_run_is_made_longer_and_no_other(
-    place: Path,
+    place: Path,  # noqa: F811
     whole: Path,
-    capsys: pytest.CaptureFixture[str],  # noqa: F811
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert quick(place, "whole", "optimizer.lr=0.5", "label=x") == 1
     said = capsys.readouterr().err
@@ -164,8 +164,8 @@ def test_checkpoints_are_kept_by_time_but_where_a_validation_keeps_one(tmp_path:
     saved: list[int] = []
     keeper = Keeper(tmp_path / "last.ckpt", 0.0, Signals())
     loop = SimpleNamespace(epoch_loop=SimpleNamespace(total_batch_idx=0))
-    trainer: Any = SimpleNamespace(world_size=1, should_stop=False, val_check_batch=4, fit_loop=loop,
-                                   save_checkpoint=lambda path: saved.append(loop.epoch_loop.total_batch_idx))  # fmt: skip
+    trainer: Any = SimpleNamespace(world_size=1, should_stop=False, val_check_batch=4, fit_loop=loop)
+    trainer.save_checkpoint = lambda path: saved.append(loop.epoch_loop.total_batch_idx)
     for index in range(8):
         loop.epoch_loop.total_batch_idx = index
         keeper.on_train_batch_end(trainer, None, None, {"group": (index % 2, 2)}, index)
