@@ -6,10 +6,12 @@ from functools import partial
 from transformers import PreTrainedModel
 
 from cotrain import draft, optim
+from cotrain.bits import refuse_unknown
 from cotrain.config import Loss, TrainConfig
 from cotrain.evaluate import DEPTHS, HeldOut, held_out
 from cotrain.job import Job
 from cotrain.module import Distillation, Stage, refuse_merged
+from cotrain.progress import Progress, trapezoid
 from cotrain.regimes import truncation
 from cotrain.sets import Part, Share, corpus_part, joined, sampled_part
 from cotrain.surprise import Surprise, surprise
@@ -49,13 +51,13 @@ def build(job: Job, network: PreTrainedModel) -> Distillation:
         for t in sorted({*cfg.rollout.temperatures, *cfg.rollout.train_temperatures, cfg.regime.temperature})
     }
     _own(job, judged)
-    rate = cfg.optimizer
+    rate, progress = cfg.optimizer, Progress(cfg.trainer.steps, cfg.trainer.minutes)
     module = Distillation(
         network,
         job.target,
         taught,
         partial(optim.adamw, lr=rate.lr, weight_decay=rate.weight_decay, betas=rate.betas),
-        partial(optim.trapezoid, steps=cfg.trainer.steps, warmup=rate.warmup, decay=rate.decay),
+        partial(trapezoid, progress=progress, warmup=rate.warmup, decay=rate.decay),
         judged,
         cfg.regime.temperature,
         cut,
@@ -64,8 +66,9 @@ def build(job: Job, network: PreTrainedModel) -> Distillation:
         k=cfg.policy.k or DEPTHS,
         hardest=cfg.loss.hardest,
         seed=cfg.trainer.seed,
-        steps=cfg.trainer.steps,
+        progress=progress,
         top=cfg.trainer.top,
+        vocabulary=job.vocabulary,
     )
     module.teacher.read = job.taught(module.teacher.read)
     return module
@@ -75,20 +78,39 @@ def _refuse(job: Job, network: PreTrainedModel, taught: list[Stage]) -> None:
     """Raises ValueError, before texts are sampled, for losses that texts or kept laws do not have, and where a model
     would read texts that are packed into blocks as one."""
     cfg = job.cfg
+    if cfg.draft.held != "none":
+        refuse_unknown(network)
     if cfg.trainer.top:
         refuse_merged(taught, cfg.init.cosine)
         if {*cfg.rollout.train_temperatures} - {cfg.regime.temperature}:
             raise ValueError("trainer.top: laws are kept at one temperature, the regime's: "
                              "rollout.train_temperatures=[]")  # fmt: skip
-    if cfg.rollout.on_draft and any(s.loss.sequence or s.loss.weighted or s.loss.takes == "text" for s in taught):
+    if cfg.rollout.on_draft and any(_emitted(s) or s.loss.takes == "text" for s in taught):
         raise ValueError("rollout.on_draft: a loss of the tokens that were emitted (calls, length, mix) is of texts of "
                          "the target")  # fmt: skip
+    if not (cfg.data.on_target and job.chats):
+        _refuse_given(cfg, taught)
     if not cfg.trainer.corpus_steps or job.chats:
         return
     for key, model in (("target.path", job.target), ("draft", network)):
         if not keeps_apart(model, halves(model)[0]):
             raise ValueError(f"{key}: {type(model).__name__} reads texts packed into blocks as one text; "
                              "learn from texts of the target alone: trainer.corpus_steps=0")  # fmt: skip
+
+
+def _emitted(stage: Stage) -> bool:
+    """Whether its loss is of target calls, which are of the tokens that the target emitted."""
+    return bool(stage.loss.sequence) or stage.loss.weighted
+
+
+def _refuse_given(cfg: TrainConfig, taught: list[Stage]) -> None:
+    """Raise ValueError where steps that learn from given texts have a loss of texts that the target sampled."""
+    corpus, begins = cfg.trainer.corpus_steps, [0.0, *(stage.until * cfg.trainer.steps for stage in taught[:-1])]
+    early = bool(cfg.trainer.minutes)  # a budget of time may end a stage before its steps
+    met = [stage for stage, begin in zip(taught, begins, strict=True) if corpus > begin or (corpus and early)]
+    if any(map(_emitted, met)):
+        raise ValueError("trainer.corpus_steps: calls, calls_tv, length and length_block are of texts that the target "
+                         "sampled, not of given ones: trainer.corpus_steps=0")  # fmt: skip
 
 
 def _own(job: Job, judged: dict[float, HeldOut]) -> None:
@@ -107,8 +129,9 @@ def parts(job: Job, rounds: int) -> tuple[Part, Part]:
     own temperature, the regime's or several. A later round's come behind the others."""
     cfg = job.cfg
     corpus = corpus_part(job.given("train") if cfg.trainer.corpus_steps else None, cfg.regime.temperature)
+    shares = cfg.data.shares if cfg.data.path else {**cfg.data.embedded_shares, **cfg.data.shares}
     sampled = [
-        sampled_part(job.texts("train", t, Share(i, cfg.rollout.rounds)), cfg.data.shares, t, prompts=not job.chats)
+        sampled_part(job.texts("train", t, Share(i, cfg.rollout.rounds)), shares, t, prompts=not job.chats)
         for i in range(rounds)
         for t in cfg.rollout.train_temperatures or [cfg.regime.temperature]
     ]

@@ -54,6 +54,18 @@ def projections(draft: PreTrainedModel) -> dict[str, Tensor]:
     return {name: module.weight for name, module in linear if module is not head}
 
 
+def refuse_unknown(draft: PreTrainedModel) -> None:
+    """Raise ValueError, naming the key, for a draft with matrices that are no `nn.Linear`, as those of GPT-2 or fused
+    experts: they would stay whole here, and be rounded, or refused, where it is served."""
+    known = {id(weight) for weight in projections(draft).values()}
+    known |= {id(module.weight) for module in draft.modules() if isinstance(module, nn.Embedding)}
+    known.add(id(draft.get_output_embeddings().weight))
+    others = [name for name, weight in draft.named_parameters() if weight.ndim > 1 and id(weight) not in known]
+    if others:
+        raise ValueError(f"draft.held: {type(draft).__name__} has {len(others)} matrices that are no nn.Linear, whose "
+                         f"rounding is not known ({others[0]}): draft.held=none")  # fmt: skip
+
+
 def table(plan: Plan, load: Load, targets: Sequence[str], drafts: Sequence[str], temperatures: Sequence[float], k: int,
           say: Callable[[str], None] = print) -> list[dict[str, Any]]:  # fmt: skip
     """One entry a target, temperature and draft: alpha = sum_v min(p, q) and tau(k) on texts of that very target, and

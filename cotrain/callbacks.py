@@ -8,8 +8,7 @@ from typing import Any
 
 import lightning
 import torch
-from lightning.pytorch.callbacks import Callback, TQDMProgressBar
-from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
@@ -152,23 +151,3 @@ class Rounded(Callback):
     def hide(self, module: Any) -> None:
         for name, weight in projections(module.draft).items():
             weight.copy_(self.whole.pop(name))
-
-
-class Bar(TQDMProgressBar):
-    """One bar for the whole training, with time left; validations, which are one call each, have none."""
-
-    def init_validation_tqdm(self) -> Any:
-        return Tqdm(disable=True)
-
-    def init_train_tqdm(self) -> Any:
-        bar = super().init_train_tqdm()
-        bar.bar_format = "{desc}{percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} steps, {remaining} left{postfix}"
-        return bar
-
-    def on_train_epoch_start(self, trainer: Any, *_: Any) -> None:
-        super().on_train_epoch_start(trainer)
-        self.train_progress_bar.set_description("training")
-
-    def get_metrics(self, *arguments: Any) -> dict[str, Any]:
-        found = super().get_metrics(*arguments)
-        return {name: value for name, value in found.items() if name != "v_num"}

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from cotrain import __version__
-from cotrain.errors import UserError
+from cotrain.errors import Interrupted, UserError
 from cotrain.overrides import explain, is_setting, literal, quote
 from cotrain.paths import folder
 from inference.contention import set_waiting
@@ -40,7 +40,7 @@ FLAGS = ("--help", "--hydra-help", "--version", "--resolve", "--cfg", "--package
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: this process's) and return the exit status.
 
-    0 done; 1 failed; 2 not understood; 130 interrupted; 141 the reader of the output went away.
+    0 done; 1 failed; 2 not understood; 130 interrupted, 143 by SIGTERM; 141 the reader of the output went away.
     """
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
@@ -79,6 +79,8 @@ def _command(name: str, arguments: list[str]) -> int:
         status = _hydra(name, arguments)
         sys.stdout.flush()
         return status
+    except Interrupted as stop:
+        return _say(who, str(stop), 128 + stop.signum)
     except KeyboardInterrupt:
         return _say(who, "interrupted", 130)
     except SystemExit as stop:  # from --help and the like

@@ -87,7 +87,8 @@ class Draft:
 @dataclass
 class Init:
     """Where the draft's first weights come from: scratch, target_layers (which ones) or pretrained; cosine: weight of
-    1 - cosine of both final hidden states beside the loss, for a draft with the target's width and head."""
+    1 - cosine of both final hidden states beside the loss at first, falling to 0 where the loss switches, for a draft
+    with the target's width and head."""
 
     kind: str
     layers: list[int]
@@ -121,10 +122,9 @@ class Data:
     template: dict[str, Any]  # handed to the target's chat template, as enable_thinking
     on_target: bool  # the texts were sampled from this very target: conversations need no sampling then
     shares: dict[str, float]
+    embedded_shares: dict[str, float]  # of the embedded domains, where `shares` does not name them
     config: str | None  # of a data set that has several
-    chat: (
-        bool  # texts and prompts are what a user says, in the target's chat template; false: they are given as they are
-    )
+    chat: bool  # texts and prompts are what a user says, in the target's chat template; false: given as they are
     streaming: bool  # read only the first `take` rows, for what does not fit memory
     take: int
 
@@ -149,13 +149,13 @@ class Rollout:
 
 @dataclass
 class Optimizer:
-    """AdamW and its trapezoidal schedule; warm-up and decay in steps."""
+    """AdamW and its trapezoidal schedule; warm-up and decay as fractions of the training."""
 
     lr: float
     weight_decay: float
     betas: list[float]
-    warmup: int
-    decay: int
+    warmup: float
+    decay: float
 
 
 @dataclass
@@ -164,11 +164,13 @@ class Trainer:
     target's hidden states are kept for texts that come again. batch: of all devices together."""
 
     steps: int
+    minutes: float | None  # of training: it ends with whichever comes first, and its schedule with it; null: with steps
     corpus_steps: int
     batch: int
     validations: int
     patience: int  # end when so many validations in a row brought no higher tau; 0: never (with measure=true)
     remember_mb: int
+    checkpoint_minutes: float  # a checkpoint at least as often, besides those of validations
     cache: str | None  # a folder of the target's hidden states, for runs that read the same texts
     top: int  # keep so many likeliest tokens of each law instead of hidden states, see cotrain.likeliest; 0: states
     precision: str  # of Lightning: bf16-mixed, 32-true, ...; auto: the first, unless a CPU would emulate it

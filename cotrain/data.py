@@ -65,6 +65,8 @@ def texts_of(rows: datasets.Dataset, path: str, column: str = "text") -> dataset
     kept = [(text, domain) for text, domain in zip(values, domains, strict=True) if text and text.strip()]
     if not kept:
         raise ValueError(f"data.path: {path} holds no text in column {column!r}")
+    if len(kept) < len(values):
+        print(f"data.path: {len(values) - len(kept)} of {len(values)} rows of {path} hold no text: left out")
     names = ["own" if domain is None else str(domain) for _, domain in kept]
     return datasets.Dataset.from_dict({"text": [text for text, _ in kept], "domain": names})
 

@@ -11,18 +11,25 @@ from torch.utils.data import ConcatDataset, DataLoader
 
 from cotrain.assembly import parts
 from cotrain.bits import KINDS
-from cotrain.callbacks import Averaged, Bar, RealSpeed, Rounded
+from cotrain.callbacks import Averaged, RealSpeed, Rounded
+from cotrain.clock import NEVER, Bar, Clock
 from cotrain.config import TrainConfig
 from cotrain.config import Trainer as TrainerSettings
+from cotrain.counts import Grouped
+from cotrain.errors import NotFinite, UserError
+from cotrain.interrupts import Keeper
 from cotrain.job import Job
 from cotrain.likeliest import size
 from cotrain.module import WATCHED, Distillation
 from cotrain.optim import precision
+from cotrain.progress import Progress
+from cotrain.progress import refuse as refuse_fractions
 from cotrain.rounds import Leg, legs, swapped
 from cotrain.sets import Curriculum, Part, Strided
 from cotrain.shards import Shards
 
 CHECKPOINT, SHARDED = "checkpoints/last.ckpt", "fsdp2"
+SHOWN = 12  # tokens of a text that went wrong
 
 
 def fit(job: Job, module: Distillation, extra: list[Callback]) -> None:
@@ -46,7 +53,7 @@ def _trained(job: Job, module: Distillation, extra: list[Callback], leg: Leg, ev
     if last.exists():
         kept = torch.load(last, weights_only=True, map_location="cpu")
     done = kept["global_step"]
-    if _ended(kept, extra):
+    if _ended(kept, extra, module, cfg):
         module.load_state_dict(kept["state_dict"])
         module.to(job.target.device).eval()
         return True
@@ -54,7 +61,10 @@ def _trained(job: Job, module: Distillation, extra: list[Callback], leg: Leg, ev
         return False
     averaged = [Averaged(cfg.ema)] if cfg.ema else []
     rounded = [Rounded(job.cfg.draft.held)] if job.cfg.draft.held != "none" else []
-    trainer = _trainer(job, [*extra, *averaged, *rounded], leg, every)
+    progress = module.progress
+    assert progress is not None
+    clock = Clock(progress, cfg.validations)
+    trainer = _trainer(job, [*extra, *averaged, *rounded, clock], leg, every, progress)
     if leg.round and done == leg.first:  # else its texts were sampled before
         module.load_state_dict(kept["state_dict"])  # this process may be a new one
         job.faster = swapped(job, module.to(job.target.device).draft)
@@ -71,23 +81,39 @@ def _trained(job: Job, module: Distillation, extra: list[Callback], leg: Leg, ev
         trainer.validate(module, asks, verbose=False)
     _remember(job, module, corpus, sampled)
     texts = _loader(cfg, leg, done, corpus, sampled, trainer)
-    trainer.fit(module, texts, asks, ckpt_path=last if done else None)
+    try:
+        trainer.fit(module, texts, asks, ckpt_path=last if done else None)
+    except NotFinite as error:
+        raise UserError(_named(error, job)) from error
+    job.signals.check(f"interrupted at step {trainer.global_step}, kept; the same command resumes")
     for average in averaged:
         average.show(module)
-    if trainer.global_step % every:  # the last validation was not at the last step
+    if not cfg.minutes and trainer.global_step % every:  # the last validation was not at the last step
         trainer.validate(module, asks, verbose=False)
     module.assemble()
     module.to(job.target.device).eval()  # the trainer leaves it on the CPU
     return bool(trainer.should_stop)
 
 
-def _ended(kept: dict[str, Any], callbacks: list[Callback]) -> bool:
-    """Whether a callback had ended the training that a checkpoint is of."""
+def _named(error: NotFinite, job: Job) -> str:
+    """What is known of a step that went wrong, and what can be changed."""
+    begin = [repr(job.tokenizer.decode(ids[:SHOWN])) for ids in error.ids]
+    return (f"{error} ({', '.join(begin)}): lower optimizer.lr, or another loss; output={job.folder} keeps the last "
+            "good checkpoint")  # fmt: skip
+
+
+def _ended(kept: dict[str, Any], callbacks: list[Callback], module: Distillation, cfg: TrainerSettings) -> bool:
+    """Whether a callback had ended the training that a checkpoint is of, or its time had run out."""
+    states, ended = kept.get("callbacks", {}), False
+    progress = module.progress
+    if progress and cfg.minutes and Clock.__name__ in states:
+        progress.elapsed = states[Clock.__name__]["elapsed"]
+        ended = progress.at(kept["global_step"]) >= 1
     for callback in callbacks:
-        if isinstance(callback, RealSpeed) and callback.state_key in kept.get("callbacks", {}):
-            callback.load_state_dict(kept["callbacks"][callback.state_key])
-            return callback.stale
-    return False
+        if isinstance(callback, RealSpeed) and callback.state_key in states:
+            callback.load_state_dict(states[callback.state_key])
+            return ended or callback.stale
+    return ended
 
 
 def refuse(cfg: TrainConfig) -> None:
@@ -97,6 +123,9 @@ def refuse(cfg: TrainConfig) -> None:
     world = trainer.devices * trainer.nodes
     if trainer.devices < 1 or trainer.nodes < 1:
         raise ValueError(f"trainer.devices, trainer.nodes: at least 1, not {trainer.devices} and {trainer.nodes}")
+    refuse_fractions(cfg.optimizer.warmup, cfg.optimizer.decay, trainer.steps)
+    if trainer.minutes is not None and (trainer.minutes <= 0 or cfg.rollout.rounds > 1):
+        raise ValueError("trainer.minutes: above 0, with rollout.rounds=1 (rounds end at steps), or null")
     if trainer.batch % world:
         raise ValueError(f"trainer.batch: {trainer.batch} texts are not as many for each of {world} devices")
     if kind not in KINDS:
@@ -119,7 +148,7 @@ def _strategy(cfg: TrainerSettings) -> str | Strategy:
     return ModelParallelStrategy(data_parallel_size=parts, tensor_parallel_size=1, save_distributed_checkpoint=False)
 
 
-def _trainer(job: Job, extra: list[Callback], leg: Leg, every: int) -> lightning.Trainer:
+def _trainer(job: Job, extra: list[Callback], leg: Leg, every: int, progress: Progress) -> lightning.Trainer:
     cfg, last = job.cfg.trainer, job.folder / CHECKPOINT
     return lightning.Trainer(
         accelerator=job.target.device.type, devices=cfg.devices, num_nodes=cfg.nodes, strategy=_strategy(cfg),
@@ -127,10 +156,11 @@ def _trainer(job: Job, extra: list[Callback], leg: Leg, every: int) -> lightning
         precision=cast(Any, precision(cfg.precision, job.target.device.type)),
         accumulate_grad_batches=cfg.accumulate, use_distributed_sampler=False,
         max_steps=leg.last, max_epochs=-1,
-        gradient_clip_val=cfg.clip, val_check_interval=every * cfg.accumulate, check_val_every_n_epoch=None,
+        gradient_clip_val=cfg.clip, check_val_every_n_epoch=None,
+        val_check_interval=NEVER if cfg.minutes else every * cfg.accumulate,
         num_sanity_val_steps=0, log_every_n_steps=WATCHED, enable_model_summary=False,
         logger=TensorBoardLogger(job.folder, name="", version="tensorboard"),
-        callbacks=[*extra, Bar(refresh_rate=5),
+        callbacks=[*extra, Bar(progress), Keeper(last, cfg.checkpoint_minutes, job.signals),
                    ModelCheckpoint(last.parent, "last", every_n_epochs=1, save_on_train_epoch_end=False,
                                    enable_version_counter=False)],
     )  # fmt: skip
@@ -138,13 +168,14 @@ def _trainer(job: Job, extra: list[Callback], leg: Leg, every: int) -> lightning
 
 def _loader(
     cfg: TrainerSettings, leg: Leg, done: int, corpus: Part, sampled: Part, trainer: lightning.Trainer
-) -> DataLoader[Any]:
+) -> DataLoader[Any] | Grouped:
     """This process's texts of a leg, from step `done` on."""
     world, texts = trainer.world_size, cfg.batch * cfg.accumulate  # of a step
     before = max(cfg.corpus_steps - leg.first, 0) * texts
     order = Curriculum((len(corpus), len(sampled)), before, cfg.seed + leg.round, (done - leg.first) * texts)
     mine = Strided(order, trainer.global_rank, world)
-    return DataLoader(ConcatDataset([corpus, sampled]), cfg.batch // world, sampler=mine)
+    batches: DataLoader[Any] = DataLoader(ConcatDataset([corpus, sampled]), cfg.batch // world, sampler=mine)
+    return Grouped(batches, cfg.accumulate) if cfg.accumulate > 1 else batches
 
 
 def _remember(job: Job, module: Distillation, corpus: Part, sampled: Part) -> None:

@@ -7,7 +7,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from cotrain.overrides import flat
 from inference.atomic import write_atomic
 
 State = Literal["new", "unfinished", "finished"]
+Judge = Callable[[str, Any, Any], str]  # key, old value, new value -> "free", "longer" or "other"
 MARKER, LOCK = "run.json", "run.lock"
 
 
@@ -29,6 +30,7 @@ class Run:
     path: Path
     state: State
     settings: dict[str, Any]
+    changed: tuple[str, ...] = ()  # settings of a finished run that come too late, and change nothing
 
     def finish(self) -> None:
         """Mark the run finished; a later claim without `overwrite` finds it so."""
@@ -36,12 +38,15 @@ class Run:
 
 
 @contextmanager
-def claim(path: str | Path, overwrite: bool = False, settings: Mapping[str, Any] | None = None) -> Iterator[Run]:
+def claim(
+    path: str | Path, overwrite: bool = False, settings: Mapping[str, Any] | None = None, kind: Judge | None = None
+) -> Iterator[Run]:
     """Hold the output folder `path` of a run until the block ends; `finish()` marks the run done.
 
     An absent or empty folder is made "new"; a run of ours comes back "unfinished" (to resume) or "finished",
     or, with `overwrite`, emptied and "new". `settings` (JSON values) are what makes it this run: they are
-    kept in `run.json` and, where given, must be the same when the folder is claimed again.
+    kept in `run.json` and, where given, must be the same when the folder is claimed again, but for those that `kind`
+    (of key, old and new value) calls "free", or "longer": a finished run is then "unfinished" again.
 
     Raises UserError, naming the key to change, when another process holds the folder, when it holds files
     that are not ours (with `overwrite` too: they are never deleted), or when the settings differ.
@@ -50,7 +55,7 @@ def claim(path: str | Path, overwrite: bool = False, settings: Mapping[str, Any]
     wanted = None if settings is None else json.loads(json.dumps(dict(settings)))  # tuples become lists
     _make(path)
     with _locked(path):
-        run = _open(path, overwrite, wanted)
+        run = _open(path, overwrite, wanted, kind or (lambda *_: "other"))
         if run.state == "new":
             _mark(path, "unfinished", run.settings)
         try:
@@ -78,7 +83,7 @@ def _make(path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
 
 
-def _open(path: Path, overwrite: bool, settings: dict[str, Any] | None) -> Run:
+def _open(path: Path, overwrite: bool, settings: dict[str, Any] | None, kind: Judge) -> Run:
     """The run in the folder `path`, which this process holds; emptied where it is to be replaced."""
     marker = _read(path)
     if marker is not None and (overwrite or marker["state"] == "emptying"):
@@ -86,18 +91,27 @@ def _open(path: Path, overwrite: bool, settings: dict[str, Any] | None) -> Run:
         marker = None
     if marker is None:
         return Run(path, "new", settings or {})
-    if settings is not None:
-        _compare(path, marker["settings"], settings)
-    return Run(path, marker["state"], marker["settings"])
+    if settings is None:
+        return Run(path, marker["state"], marker["settings"])
+    changed = _compare(path, marker["settings"], settings, kind)
+    state: State = "unfinished" if "longer" in changed.values() else marker["state"]
+    if state == "finished":
+        return Run(path, state, marker["settings"], tuple(changed))
+    if changed:
+        _mark(path, state, settings)
+    return Run(path, state, settings)
 
 
-def _compare(path: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
+def _compare(path: Path, found: dict[str, Any], wanted: dict[str, Any], kind: Judge) -> dict[str, str]:
+    """What changed, by key, with its kind. Raises UserError for what makes it another run."""
     old, new = ({key: value for key, value in flat(values) if not isinstance(value, dict)}
                 for values in (found, wanted))  # fmt: skip
     keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
-    if keys:
-        changes = ", ".join(f"{key}={old.get(key)} (now {new.get(key)})" for key in keys)
+    kinds = {key: kind(key, old.get(key), new.get(key)) for key in keys}
+    if "other" in kinds.values():
+        changes = ", ".join(f"{key}={old.get(key)} (now {new.get(key)})" for key in keys if kinds[key] == "other")
         raise UserError(f"output={path} holds a run with {changes}: name another folder, or overwrite=true")
+    return kinds
 
 
 def _empty(path: Path, settings: Mapping[str, Any]) -> None:

@@ -17,6 +17,7 @@ from cotrain.data import pack, source_of
 from cotrain.evaluate import Head, Read
 from cotrain.fingerprints import identity
 from cotrain.inputs import made_from
+from cotrain.interrupts import Signals
 from cotrain.prompt_rows import PromptRows
 from cotrain.prompts import shipped_ids
 from cotrain.regimes import sampling
@@ -25,7 +26,7 @@ from cotrain.rollouts import Texts
 from cotrain.sets import WHOLE, Sampled, Share, Source, blocks_texts, logged, regime
 from cotrain.shards import Shards
 from cotrain.splits import SPLITS, Prompts, apart
-from cotrain.teacher import adapted, load_pair, split
+from cotrain.teacher import adapted, load_pair, served
 from inference import load
 from inference.client import Client
 from inference.engine import ends_of
@@ -43,11 +44,18 @@ class Job:
     sources: dict[str, Source] = field(default_factory=dict)
     texts_given: dict[str, Texts] = field(default_factory=dict)
     faster: Faster | Mixed | None = None  # what samples the next texts: the target alone, when None
+    signals: Signals = field(default_factory=Signals)
 
     @cached_property
     def halves(self) -> tuple[Read, Head]:
         """The target's, see `teacher.split`, which tries them."""
-        return split(self.target)
+        return served(self.target, self.vocabulary)
+
+    @property
+    def vocabulary(self) -> int:
+        """Ids that have mass, in training as when served: rows behind the tokenizer's last id only pad."""
+        size: int = self.target.config.get_text_config().vocab_size
+        return min(size, 1 + max(self.tokenizer.get_vocab().values()))
 
     @cached_property
     def identity(self) -> dict[str, Any]:
@@ -86,7 +94,10 @@ class Job:
     def source(self, split: str) -> Source:
         """The configured texts of a split, read once."""
         if split not in self.sources:
-            self.sources[split] = source(self.cfg, split, self.target, self.tokenizer)
+            found = source(self.cfg, split, self.target, self.tokenizer)
+            self.sources[split] = found
+            if isinstance(found, Chats):
+                print(found.left_out(self.cfg.rollout.prompt_tokens, split), end="")
         return self.sources[split]
 
     @property

@@ -11,13 +11,17 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from cotrain import acceptance, losses
+from cotrain.completions import columns, placed, possible, taken
+from cotrain.counts import Counts, counted, divisors, sampled
+from cotrain.errors import NotFinite
 from cotrain.evaluate import HeldOut, Scores, evaluate, figures
 from cotrain.likeliest import Likeliest, completed, outside
 from cotrain.profile import profile
+from cotrain.progress import Progress
 from cotrain.rows import Law, Truncate, chunked, positions, token_logs
 from cotrain.sharding import gathered, rest, sharded, within
-from cotrain.teacher import Remembering, halves, split
-from cotrain.terms import MERGED, Terms
+from cotrain.teacher import Remembering, halves, served, split
+from cotrain.terms import BY_TEXT, MERGED, Terms
 from inference import streams
 
 WATCHED = 5  # every so many steps, what a step found is logged
@@ -36,17 +40,23 @@ def current(stages: Sequence[Stage], progress: float) -> Terms:
     return next((stage.loss for stage in stages if progress < stage.until), stages[-1].loss)
 
 
+def leading(weight: float, stages: Sequence[Stage], done: float) -> float:
+    """The cosine's weight: it leads early on, and falls in a line to 0 where the first stage ends."""
+    return weight * max(0.0, 1 - done / stages[0].until) if stages[0].until else 0.0
+
+
 class Distillation(lightning.LightningModule):
     """Trains `draft` to be accepted by `target` under a regime.
 
     stages: losses of `cotrain.terms`, one after the other. optimizer, scheduler: factories that take the draft,
     and the optimiser. temperature, truncate: the regime, see `rows.chunked`. held_out: texts sampled from the target,
-    by temperature; acceptance on them is logged at every validation, by domain. cosine: weight of
-    `losses.misaligned` on the final hidden states, 0 for none. remember: bytes of the target's hidden states to keep.
+    by temperature; acceptance on them is logged at every validation, by domain. cosine: weight at first of
+    `losses.misaligned` on the final hidden states, see `leading`, 0 for none. remember: bytes of the target's hidden
+    states to keep.
     chunk: positions whose laws exist at once, by default `rows.positions`. k: draft length that sequence losses
-    speak of. hardest: see `rows.chunked`. seed: of tokens drawn for a loss. steps: of the whole training, which stages
-    are parts of; None: the trainer's. top: so many of each law's likeliest tokens are kept instead of hidden states,
-    see `likeliest`; 0: states.
+    speak of. hardest: see `rows.chunked`. seed: of tokens drawn for a loss. progress: of the whole training, which
+    stages are parts of; None: the trainer's steps. top: so many of each law's likeliest tokens are kept instead of
+    hidden states, see `likeliest`; 0: states. vocabulary: ids that have mass, see `teacher.split`.
 
     Raises ValueError for a cosine between states of different widths, and for one, or a loss that merged laws do not
     have, beside top.
@@ -68,24 +78,29 @@ class Distillation(lightning.LightningModule):
         k: int = 4,
         hardest: float = 1.0,
         seed: int = 0,
-        steps: int | None = None,
+        progress: Progress | None = None,
         top: int = 0,
+        vocabulary: int | None = None,
     ) -> None:
         super().__init__()
         self.draft, self.stages = draft, stages
         self.make_optimizer, self.make_scheduler, self.held_out = optimizer, scheduler, held_out
         self.temperature, self.truncate, self.cosine = temperature, truncate, cosine
-        vocabulary = target.config.get_text_config().vocab_size
-        self.chunk = chunk or positions(vocabulary)
-        self.k, self.hardest, self.seed, self.steps = k, hardest, seed, steps
-        self.read_draft, self.head_draft = split(draft)
+        self.vocabulary = vocabulary or target.config.get_text_config().vocab_size
+        self.chunk = chunk or positions(self.vocabulary)
+        self.k, self.hardest, self.seed, self.progress = k, hardest, seed, progress
+        self.noted: dict[str, Tensor] = {}  # what the batches of a step add up to
+        self.read_draft, self.head_draft = split(draft, self.vocabulary)
         self.whole: list[PreTrainedModel] = []  # the draft, while `draft` is it in parts; no module of this one's
-        read_target, self.head_target = split(target)  # plain functions: the target is not saved
+        # plain functions: the target is not saved
+        read_target, self.head_target = served(target, self.vocabulary)
         self.law: Law | None = None
         if top:
             refuse_merged(stages, cosine)
             self.law = completed
-            read_target = Likeliest(read_target, self.head_target, top, vocabulary, temperature, truncate, self.chunk)
+            read_target = Likeliest(
+                read_target, self.head_target, top, self.vocabulary, temperature, truncate, self.chunk
+            )
         self.teacher = Remembering(read_target, remember)
         self.judged: dict[float, dict[str, Scores]] = {}
         widths = [model.config.get_text_config().hidden_size for model in (draft, target)]
@@ -97,7 +112,7 @@ class Distillation(lightning.LightningModule):
         if self.device_mesh is not None and not self.whole:
             self.whole = [self.draft]
             self.draft = sharded(self.draft, self.device_mesh["data_parallel"])
-            self.read_draft, self.head_draft = halves(self.draft)
+            self.read_draft, self.head_draft = halves(self.draft, self.vocabulary)
 
     @contextmanager
     def assembled(self) -> Iterator[PreTrainedModel]:
@@ -115,38 +130,60 @@ class Distillation(lightning.LightningModule):
         """No parts any more."""
         if self.whole:
             self.draft, self.whole = gathered(self.draft, self.whole[0]), []
-            self.read_draft, self.head_draft = halves(self.draft)
+            self.read_draft, self.head_draft = halves(self.draft, self.vocabulary)
 
-    def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
-        """The loss, see `learn`."""
-        return within(self.draft, lambda: self.learn(batch))
+    def training_step(self, batch: dict[str, Any], _: int) -> Tensor:
+        """The loss, see `learn`. Raises NotFinite, naming step and texts, where it is no number: before the step, so
+        the weights are still those of the last good one."""
+        loss = within(self.draft, lambda: self.learn(batch))
+        if not bool(torch.isfinite(loss.detach())):
+            said = f"the loss of step {self.global_step + 1} is {loss.item():g}, on texts "
+            raise NotFinite(said + ", ".join(map(str, batch["key"].tolist())), batch["ids"].tolist())
+        return loss
 
-    def learn(self, batch: dict[str, Tensor]) -> Tensor:
-        """batch: ids (B, T), predicted (B, T-1) bool, key and temperature (B,), position_ids (B, T) of packed texts."""
+    def learn(self, batch: dict[str, Any]) -> Tensor:
+        """batch: ids (B, T), predicted (B, T-1) bool, key and temperature (B,), position_ids (B, T) of packed texts,
+        sampled (B, T-1) bool, see `counts.sampled`, counts and group of a step of several, see `counts.Grouped`."""
         ids, weight, places = batch["ids"], batch["predicted"], batch.get("position_ids")
         theirs = self.teacher(ids, batch["key"], places)[:, :-1]
         ours = self.read_draft(ids, places)[:, :-1]
         watched = (self.global_step + 1) % WATCHED == 0
-        terms = current(self.stages, self.global_step / max(self.steps or self.trainer.max_steps, 1))
-        mean = ours.new_zeros(())
+        done = self.done
+        terms, counts, found = current(self.stages, done), self._counts(batch), dict[str, Tensor]()
         if terms.sequence or terms.weighted:
-            mean, weight = self._sequence(terms, batch, theirs, ours)
+            found["sequence"], weight = self._sequence(terms, batch, theirs, ours, counts)
         if terms.position:
-            mean = mean + self._position(terms, batch, theirs, ours, weight, watched)
-        if watched:
-            self.log("train/loss", mean, prog_bar=True)
-        if self.cosine:
-            inside = batch["predicted"]
-            apart = losses.misaligned(ours, theirs)[inside].sum() / self._counted(inside.sum()).clamp(min=1)
-            if watched:
-                self.log("train/misaligned", apart)
-            mean = mean + self.cosine * apart
+            total = self._position(terms, batch, theirs, ours, weight, watched)
+            found["position"] = total / (counts.tokens if terms.weighted else counts.positions)
+        lead = leading(self.cosine, self.stages, done)
+        if lead:
+            apart = losses.misaligned(ours, theirs)[batch["predicted"]].sum() / counts.positions
+            found["cosine"] = lead * apart
+        first, *others = found.values()
+        mean = sum(others, first)
+        self._note({"train/loss": mean} | {f"train/loss_{name}": part for name, part in found.items()}, batch, watched)
         return mean
 
+    @property
+    def done(self) -> float:
+        """The share of the training that is done, in [0, 1]."""
+        return (self.progress or Progress(self.trainer.max_steps)).at(self.global_step)
+
+    def _note(self, found: dict[str, Tensor], batch: dict[str, Any], watched: bool) -> None:
+        """Log what the batches of a step add up to, behind the last of them."""
+        index, number = batch.get("group", (0, 1))
+        for name, value in found.items():
+            self.noted[name] = self.noted.get(name, 0.0) + value.detach() / number
+        if index + 1 < number:
+            return
+        for name, value in self.noted.items() if watched else ():
+            self.log(name, value, prog_bar=name == "train/loss")
+        self.noted = {}
+
     def _position(
-        self, terms: Terms, batch: dict[str, Tensor], theirs: Tensor, ours: Tensor, weight: Tensor, watched: bool
+        self, terms: Terms, batch: dict[str, Any], theirs: Tensor, ours: Tensor, weight: Tensor, watched: bool
     ) -> Tensor:
-        """The mean over positions, and what acceptance it stands for, logged."""
+        """The sum over positions, and what acceptance it stands for, logged."""
         assert terms.position is not None
         total, found = chunked(
             terms.position, theirs, self.head_target, ours, self.head_draft, weight, batch["temperature"],
@@ -160,33 +197,34 @@ class Distillation(lightning.LightningModule):
             self.log("train/alpha_greedy_draft", found.alpha_greedy)
             if self.law:  # which alpha is too high by at most
                 self.log("train/outside", outside(theirs)[batch["predicted"]].mean())
-        return total / self._counted(batch["predicted"].sum()).clamp(min=1)
+        return total
 
-    def _counted(self, counts: Tensor) -> Tensor:
-        """What a process divides by, on average over all: gradients are averaged over processes, so that sums over all
-        of them are divided by what all of them count."""
-        counts = counts.detach().float()
+    def _counts(self, batch: dict[str, Any]) -> Counts:
+        """What the losses are divided by: of this process's batches of the step, or the mean over processes, since
+        gradients are averaged over these."""
+        _, number = batch.get("group", (0, 1))
+        total = batch["counts"] if number > 1 else counted(batch)
         if self.trainer.world_size == 1:
-            return counts
-        return cast(Tensor, self.trainer.strategy.reduce(counts, reduce_op="mean"))
+            return divisors(total, number)
+        return divisors(cast(Tensor, self.trainer.strategy.reduce(total, reduce_op="mean")), number)
 
-    def _sequence(self, terms: Terms, batch: dict[str, Tensor], theirs: Tensor, ours: Tensor) -> tuple[Tensor, Tensor]:
-        """The sequence losses, and the weight of each position (B, T-1) for those a position."""
-        inside, x = batch["predicted"], batch["ids"][:, 1:]
-        logs = token_logs(
-            theirs, self.head_target, ours, self.head_draft, x, batch["temperature"],
-            chunk=self.chunk, truncate=self.truncate,
-        )  # fmt: skip
-        lengths = inside.sum(1)
+    def _sequence(
+        self, terms: Terms, batch: dict[str, Any], theirs: Tensor, ours: Tensor, counts: Counts
+    ) -> tuple[Tensor, Tensor]:
+        """The sequence losses of the completions, and the weight of each position (B, T-1) for those a position: the
+        calls that a unit of acceptance there saves, so that their mean has the slope of calls a token."""
+        inside = sampled(batch)
+        at, lengths = columns(inside), inside.sum(1)
+        logs = possible(*token_logs(
+            taken(theirs, at), self.head_target, taken(ours, at), self.head_draft, taken(batch["ids"][:, 1:], at),
+            batch["temperature"], chunk=self.chunk, truncate=self.truncate,
+        ))  # fmt: skip
         total = ours.new_zeros(())
         for w, loss in terms.sequence:
-            found, count = loss(*logs, self.k, lengths)
-            total = total + w * found / self._counted(count).clamp(min=1)
+            total = total + w * loss(*logs, self.k, lengths)[0] / (counts.texts if loss in BY_TEXT else counts.tokens)
         if not terms.weighted:
-            return total, inside
-        saved = acceptance.call_weights(acceptance.r_from(*logs), self.k, lengths) * inside
-        tokens, calls = self._counted(torch.stack([lengths.sum().to(saved), saved.sum()]))
-        return total, saved * (tokens / calls.clamp(min=torch.finfo(saved.dtype).tiny))
+            return total, batch["predicted"]
+        return total, placed(acceptance.call_weights(acceptance.r_from(*logs), self.k, lengths), inside)
 
     def _uniforms(self, keys: Tensor, positions: int) -> Tensor:
         """A function of seed, step, text and position alone: a resumed run draws what it would have -> (B, T)."""

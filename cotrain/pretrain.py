@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from cotrain.callbacks import Bar
+from cotrain.clock import Bar
 from cotrain.data import Blocks, SeededOrder
 from cotrain.model_card import model_card
 from inference.atomic import new_folder
@@ -129,7 +129,7 @@ def fit(
         logger=TensorBoardLogger(folder, name="", version="tensorboard"),
         callbacks=[
             Leg(minutes),
-            Bar(refresh_rate=5),
+            Bar(),
             ModelCheckpoint(folder, filename="last", every_n_train_steps=every, enable_version_counter=False),
         ],
     )  # fmt: skip

@@ -41,7 +41,8 @@ FOUND = {"rows", "tokens", "prompts"}  # in a manifest: what a set came to
 
 class Part(Dataset[dict[str, torch.Tensor]]):
     """Texts to learn from: ids (N, T), which positions count, predicted (N, T-1), and the temperature (N,) that each is
-    learnt at, one number for all; `key` tells texts apart, from `first` on; position_ids (N, T) of packed texts."""
+    learnt at, one number for all; `key` tells texts apart, from `first` on; position_ids (N, T) of packed texts;
+    sampled (N, T-1): which the target sampled, by default those that count."""
 
     def __init__(
         self,
@@ -50,8 +51,10 @@ class Part(Dataset[dict[str, torch.Tensor]]):
         temperature: float | torch.Tensor = 1.0,
         first: int = 0,
         position_ids: torch.Tensor | None = None,
+        sampled: torch.Tensor | None = None,
     ) -> None:
         self.ids, self.predicted, self.first, self.position_ids = ids, predicted, first, position_ids
+        self.sampled = predicted if sampled is None else sampled
         self.temperature = torch.as_tensor(temperature, dtype=torch.float32).expand(len(ids))
 
     def __len__(self) -> int:
@@ -59,7 +62,7 @@ class Part(Dataset[dict[str, torch.Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         places = {} if self.position_ids is None else {"position_ids": self.position_ids[index].long()}
-        return {"ids": self.ids[index].long(), "predicted": self.predicted[index],
+        return {"ids": self.ids[index].long(), "predicted": self.predicted[index], "sampled": self.sampled[index],
                 "key": torch.tensor(self.first + index), "temperature": self.temperature[index]} | places  # fmt: skip
 
 
@@ -95,11 +98,11 @@ def joined(parts: Sequence[Part], first: int) -> Part:
     """Parts laid end to end, padded on the right to one width, their keys from `first` on."""
     width = max(part.ids.shape[1] for part in parts)
     pads = [(0, width - part.ids.shape[1]) for part in parts]
-    ids, predicted = (
+    ids, predicted, sampled = (
         torch.cat([torch.nn.functional.pad(getattr(part, name), pad) for part, pad in zip(parts, pads, strict=True)])
-        for name in ("ids", "predicted")
+        for name in ("ids", "predicted", "sampled")
     )
-    return Part(ids, predicted, torch.cat([part.temperature for part in parts]), first)
+    return Part(ids, predicted, torch.cat([part.temperature for part in parts]), first, sampled=sampled)
 
 
 def sampled_part(
@@ -121,7 +124,8 @@ def sampled_part(
     if not kept:
         raise ValueError(f"data.shares: {dict(shares)} leave no text to learn from")
     inside = torch.arange(1, texts.ids.shape[1]) < texts.length.unsqueeze(1)
-    return Part(texts.ids[kept], (inside if prompts else texts.predicted)[kept], temperature)
+    predicted = inside if prompts else texts.predicted
+    return Part(texts.ids[kept], predicted[kept], temperature, sampled=texts.predicted[kept])
 
 
 class Strided(Sampler[int]):

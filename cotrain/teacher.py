@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -194,19 +195,20 @@ class Remembering:
                 self.room -= one.nbytes
 
 
-def split(model: PreTrainedModel) -> tuple[Read, Head]:
+def split(model: PreTrainedModel, vocabulary: int | None = None) -> tuple[Read, Head]:
     """(ids (B, T) -> hidden states (B, T, D), hidden states (..., D) -> logits (..., V)) of a causal LM. With
-    position_ids (B, T), attention begins anew wherever they do not go on by one: see `keeps_apart`.
+    position_ids (B, T), attention begins anew wherever they do not go on by one: see `keeps_apart`. vocabulary: ids
+    that have mass, V; the rows behind them only pad the head (None: all have some).
 
     Heads that cap or scale their logits are followed; any other way is refused with a ValueError, since the two
     halves are compared with the whole on a few ids first.
     """
-    hidden, logits = halves(model)
+    hidden, logits = halves(model, vocabulary)
     _agree(model, hidden, logits)
     return hidden, logits
 
 
-def halves(model: PreTrainedModel) -> tuple[Read, Head]:
+def halves(model: PreTrainedModel, vocabulary: int | None = None) -> tuple[Read, Head]:
     """`split` of a model that was tried before."""
     head: Any
     head, config = model.get_output_embeddings(), model.config.get_text_config().to_dict()
@@ -217,9 +219,29 @@ def halves(model: PreTrainedModel) -> tuple[Read, Head]:
         return model.base_model(input_ids=ids.to(model.device), use_cache=False, **places).last_hidden_state
 
     def logits(states: Tensor) -> Tensor:
-        out = head(states.to(head.weight.dtype) if not torch.is_autocast_enabled(states.device.type) else states)
+        out: Tensor = head(
+            states.to(head.weight.dtype) if not torch.is_autocast_enabled(states.device.type) else states
+        )
         out = out if scale == 1.0 else out * scale
-        return torch.tanh(out / cap) * cap if cap else out
+        out = torch.tanh(out / cap) * cap if cap else out
+        return out[..., :vocabulary]
+
+    return hidden, logits
+
+
+def served(model: PreTrainedModel, vocabulary: int | None = None) -> tuple[Read, Head]:
+    """`split` of a target, computed in its own numbers as it is when served, whatever the draft's step is computed in.
+    A float32 target teaches in float32 beside a draft in mixed precision."""
+    read, head = split(model, vocabulary)
+    own = partial(torch.autocast, model.device.type, enabled=False)
+
+    def hidden(ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        with own():
+            return read(ids, position_ids)
+
+    def logits(states: Tensor) -> Tensor:
+        with own():
+            return head(states)
 
     return hidden, logits
 
@@ -244,6 +266,7 @@ def _agree(model: PreTrainedModel, hidden: Read, logits: Head) -> None:
     model.eval()  # dropout would make any two passes differ
     ids = torch.arange(min(8, model.config.get_text_config().vocab_size), device=model.device).unsqueeze(0)
     halves, whole = logits(hidden(ids)).float(), model(input_ids=ids, use_cache=False).logits.float()
+    whole = whole[..., : halves.shape[-1]]
     model.train(training)
     if not torch.allclose(halves, whole, rtol=1e-2, atol=1e-2):
         raise ValueError(f"{type(model).__name__}: its head does more than project; it cannot be read in chunks")

@@ -5,6 +5,8 @@ kl                    one loss
 calls                 a sequence loss, from the log-probabilities of the text's tokens
 calls_block           the same under block verification
 calls_tv              tv, each position weighted by the target calls that acceptance there saves
+
+Sequence losses, calls_tv among them, are of the tokens that the target sampled: neither of prompts nor of given texts.
 """
 
 from collections.abc import Callable
@@ -49,6 +51,7 @@ MERGED = ("kl", "tv", "nla", "lk", "rkl", "jsd", "hellinger", "greedy", "mix")
 SEQUENCE: dict[str, Sequence] = {
     "length": length, "length_block": length_block, "calls": calls, "calls_block": calls_block,
 }  # fmt: skip
+BY_TEXT = (length, length_block)  # means over texts; the others are over tokens
 NAMES = (*POSITION, *OF_TEXT, *DRAWN, *SEQUENCE, WEIGHTED)
 
 

@@ -18,6 +18,7 @@ from cotrain.callbacks import RealSpeed
 from cotrain.config import TrainConfig
 from cotrain.evaluate import DEPTHS, HeldOut
 from cotrain.fit import fit, refuse
+from cotrain.interrupts import Signals, listening
 from cotrain.job import Job, models, objective, settle
 from cotrain.module import Distillation
 from cotrain.ranks import rank
@@ -31,7 +32,15 @@ from inference.store import Metadata, save
 
 
 def distil(cfg: TrainConfig, folder: Path) -> dict[str, Any]:
-    """Run or resume the job in `folder`; returns the report of the exported draft, nothing with measure=false."""
+    """Run or resume the job in `folder`; returns the report of the exported draft, nothing with measure=false.
+
+    Raises Interrupted when a signal ends it: what is done is kept.
+    """
+    with listening() as signals:
+        return _distilled(cfg, folder, signals)
+
+
+def _distilled(cfg: TrainConfig, folder: Path, signals: Signals) -> dict[str, Any]:
     k = cfg.policy.k
     if k is None:
         raise ValueError("policy.k: checkpoints are compared at a draft length that is given, as in policy=fixed")
@@ -39,7 +48,7 @@ def distil(cfg: TrainConfig, folder: Path) -> dict[str, Any]:
     refuse(cfg)
     settle(cfg.trainer.threads, cfg.trainer.seed)
     target, tokenizer = models(cfg)
-    job, drafts = Job(cfg, folder, target, tokenizer), objective(cfg.objective)
+    job, drafts = Job(cfg, folder, target, tokenizer, signals=signals), objective(cfg.objective)
     if cfg.measure and cfg.data.path:
         _ = job.prompts  # too few texts are refused before any is sampled
     network = initial(cfg, target)
@@ -105,7 +114,8 @@ def export(
     made = {
         "loss": {"first": loss.first, "then": loss.then, "switch": loss.switch, "hardest": loss.hardest},
         "temperatures": list(job.cfg.rollout.train_temperatures) or [job.cfg.regime.temperature],
-        "steps": job.cfg.trainer.steps,
+        "steps": speed.kept[-1].step,  # patience or trainer.minutes may have ended it before trainer.steps
+        "minutes": job.cfg.trainer.minutes,
         "rounds": job.cfg.rollout.rounds,
         "on_draft": job.cfg.rollout.on_draft,
         "top": job.cfg.trainer.top,

@@ -141,7 +141,7 @@ def test_bad_input_names_the_key(tmp_path: Path, name: str, content: bytes | Non
 
 
 def settings(path: str | None, block: int = 8, **sizes: int) -> Data:
-    return Data(path, "text", "train", sizes, sizes, block, {}, False, {}, None, False, False, 1000)
+    return Data(path, "text", "train", sizes, sizes, block, {}, False, {}, {}, None, False, False, 1000)
 
 
 def test_own_texts_are_split_by_their_hash(tmp_path: Path) -> None:

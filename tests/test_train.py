@@ -23,7 +23,7 @@ from tests.folders import own_texts, target_folder
 
 SIZES = """data.block=64 rollout.texts=8 rollout.held_out_texts=2 rollout.prompt_tokens=8 rollout.new_tokens=24
 rollout.temperatures=[0.0,1.0] trainer.steps=5 trainer.corpus_steps=2 trainer.batch=2 trainer.validations=2
-optimizer.warmup=1 optimizer.decay=2 bench.prompts=2 bench.quick_prompts=1 bench.prompt_tokens=8 bench.new_tokens=8
+optimizer.warmup=0.2 optimizer.decay=0.4 bench.prompts=2 bench.quick_prompts=1 bench.prompt_tokens=8 bench.new_tokens=8
 bench.parity_tokens=100 bench.minutes=0 bench.depths=[2] policy.k=2""".split()
 
 

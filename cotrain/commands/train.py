@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,6 +15,7 @@ from cotrain.config import TrainConfig
 from cotrain.errors import UserError
 from cotrain.folders import claim, finished
 from cotrain.ranks import rank
+from cotrain.resume import kind
 from cotrain.train import distil
 from inference.report import table
 
@@ -33,10 +35,13 @@ def run(cfg: TrainConfig) -> float | None:
         if cfg.overwrite or not finished(cfg.output):
             distil(cfg, Path(cfg.output))
         return None
-    with claim(cfg.output, cfg.overwrite, settings) as folder:
+    with claim(cfg.output, cfg.overwrite, settings, partial(kind, rounds=cfg.rollout.rounds)) as folder:
         if folder.state != "finished":
             distil(cfg, folder.path)
             folder.finish()
+        elif folder.changed:
+            print(f"output={cfg.output} is finished, {', '.join(folder.changed)} came too late: cotrain bench measures "
+                  "its draft anew, more trainer.steps= go on")  # fmt: skip
     print(f"curves: tensorboard --logdir {folder.path}")
     if cfg.measure:
         print(table(json.loads((folder.path / "draft" / "report.json").read_text())))

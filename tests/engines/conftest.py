@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 OUTPUT = ROOT / "outputs" / "engines"
 K = 4
 # minutes on two cores: parity holds for a draft however little it learnt
-QUICK = f"""experiment=demo verify=token trainer.steps=120 optimizer.decay=60 trainer.validations=1
+QUICK = f"""experiment=demo verify=token trainer.steps=120 trainer.validations=1
 trainer.remember_mb=0 bench.compile=false bench.prompts=2 bench.quick_prompts=1 bench.minutes=0 bench.parity_tokens=256
 bench.depths=[{K}] policy.k={K} rollout.temperatures=[1.0]""".split()
 SIZES = {"two layers": "init.layers=[0,-1]", "four layers": "init.layers=[0,1,-2,-1]"}

@@ -1,0 +1,122 @@
+"""Signals that end a run: what it has learnt is kept, and the same command goes on from there."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import lightning
+import torch
+from lightning.pytorch.callbacks import Callback
+
+from cotrain.errors import Interrupted
+
+ENDING = (signal.SIGINT, signal.SIGTERM)
+TIME = 1  # a checkpoint is due, in what processes agree on; signals have larger numbers
+
+
+class Signals:
+    """The first SIGINT or SIGTERM ends the run: at once, or, while training is `deferring`, behind the step that it is
+    at. A second one ends the process at once, whatever it is doing."""
+
+    def __init__(self) -> None:
+        self.received, self.deferring = 0, False
+
+    def __call__(self, number: int, _: FrameType | None = None) -> None:
+        if self.received:
+            os._exit(128 + number)
+        self.received = number
+        if not self.deferring:
+            self.check()
+        print("\nstopping behind this step; once more ends at once", file=sys.stderr, flush=True)
+
+    def check(self, said: str = "interrupted; the same command resumes") -> None:
+        """Raise Interrupted where a signal has come."""
+        if self.received:
+            raise Interrupted(self.received, said)
+
+    def listen(self) -> None:
+        """Take both signals, from whoever had them. Signals reach the main thread alone."""
+        if threading.current_thread() is threading.main_thread():
+            for number in ENDING:
+                signal.signal(number, self)
+
+
+@contextmanager
+def listening() -> Iterator[Signals]:
+    """Signals end a run in order until the block ends."""
+    before = {number: signal.getsignal(number) for number in ENDING}
+    signals = Signals()
+    signals.listen()
+    try:
+        yield signals
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+class Keeper(Callback):
+    """Keeps a checkpoint every so many minutes, and when a signal ends the run. Behind the callbacks whose
+    state is kept.
+
+    A step that a validation follows is left to it: it keeps one itself, with its figures.
+    """
+
+    def __init__(self, path: Path, minutes: float, signals: Signals) -> None:
+        self.path, self.seconds, self.signals = path, 60 * minutes, signals
+        self.saved, self.validated = 0.0, -1
+
+    def on_train_start(self, trainer: lightning.Trainer, module: Any) -> None:
+        self.saved = time.monotonic()
+        self.signals.listen()  # the trainer takes SIGTERM, and would end between batches of a step
+        self.signals.deferring = True
+
+    def on_train_batch_start(self, trainer: lightning.Trainer, *_: Any) -> None:
+        if self.validated == trainer.global_step and self._agreed(trainer) > TIME:
+            self._end(trainer.global_step)
+
+    def on_train_batch_end(self, trainer: lightning.Trainer, module: Any, _: Any, batch: Any, __: int) -> None:
+        index, number = batch.get("group", (0, 1))
+        if index + 1 < number or _validates(trainer):
+            return
+        wanted = self._agreed(trainer)
+        if wanted:
+            trainer.save_checkpoint(self.path)
+            self.saved = time.monotonic()
+        if wanted > TIME:
+            self._end(trainer.global_step)
+
+    def on_validation_end(self, trainer: lightning.Trainer, module: Any) -> None:
+        self.validated, self.saved = trainer.global_step, time.monotonic()
+
+    def on_train_end(self, *_: Any) -> None:
+        self.signals.deferring = False
+
+    def on_exception(self, *_: Any) -> None:
+        self.signals.deferring = False
+
+    def _end(self, step: int) -> None:
+        self.signals.received = self.signals.received or signal.SIGTERM  # another process's
+        self.signals.check(f"interrupted at step {step}, kept; the same command resumes")
+
+    def _agreed(self, trainer: lightning.Trainer) -> int:
+        """The signal that has come, or TIME, to any process."""
+        mine = self.signals.received or TIME * (time.monotonic() - self.saved >= self.seconds)
+        if trainer.world_size == 1:
+            return mine
+        found = torch.tensor(float(mine), device=trainer.strategy.root_device)
+        return int(trainer.strategy.reduce(found, reduce_op="max"))
+
+
+def _validates(trainer: lightning.Trainer) -> bool:
+    """Whether a validation follows this batch."""
+    batches = trainer.fit_loop.epoch_loop.total_batch_idx + 1
+    every = trainer.val_check_batch
+    return bool(trainer.should_stop) or (every is not None and batches % every == 0)

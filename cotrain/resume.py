@@ -1,0 +1,24 @@
+"""Which settings a run may be called again with: those that change no weights, and more training."""
+
+from typing import Any, Literal
+
+Kind = Literal["free", "longer", "other"]
+
+# of measuring, logging and speed; texts and states are the same wherever they are kept
+FREE = ("label", "verify", "rollout.temperatures", "rollout.folder", "trainer.validations", "trainer.patience",
+        "trainer.checkpoint_minutes", "trainer.threads", "trainer.remember_mb", "trainer.cache")  # fmt: skip
+MEASURED = "bench."
+BUDGETS = ("trainer.steps", "trainer.minutes")
+BY_ROUNDS = ("trainer.validations", *BUDGETS)  # what decides which texts a step of several rounds learns from
+
+
+def kind(key: str, old: Any, new: Any, rounds: int = 1) -> Kind:
+    """What a changed setting does to a run: nothing to its weights, more training, or another run. rounds: of
+    sampling; budgets: a number, or None for one without end."""
+    if rounds > 1 and key in BY_ROUNDS:
+        return "other"
+    if key in FREE or key.startswith(MEASURED):
+        return "free"
+    if key in BUDGETS and old is not None and (new is None or new > old):
+        return "longer"
+    return "other"
