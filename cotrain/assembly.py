@@ -28,6 +28,8 @@ def initial(cfg: TrainConfig, target: PreTrainedModel) -> PreTrainedModel:
         return draft.from_layers(target, cfg.init.layers)
     if cfg.init.kind == "pretrained" and shape.path:
         return draft.pretrained(shape.path, target)
+    if cfg.init.kind == "pretrained":
+        raise ValueError("init.kind: 'pretrained' takes its weights from a folder or hub id: name it with draft.path=")
     raise ValueError(f"init.kind: {cfg.init.kind!r} is none of scratch, target_layers, pretrained (with draft.path=)")
 
 
@@ -69,10 +71,8 @@ def build(job: Job, network: PreTrainedModel) -> Distillation:
     )
 
 
-def _refuse(job: Job, network: PreTrainedModel, taught: list[Stage]) -> None:
-    """Raises ValueError, before texts are sampled, for losses that texts or kept laws do not have, and where a model
-    would read texts that are packed into blocks as one."""
-    cfg = job.cfg
+def refuse(cfg: TrainConfig, taught: list[Stage]) -> None:
+    """Raise ValueError for losses that texts or kept laws do not have."""
     if cfg.trainer.top:
         refuse_merged(taught, cfg.init.cosine)
         if {*cfg.rollout.train_temperatures} - {cfg.regime.temperature}:
@@ -81,7 +81,13 @@ def _refuse(job: Job, network: PreTrainedModel, taught: list[Stage]) -> None:
     if cfg.rollout.on_draft and any(s.loss.sequence or s.loss.weighted or s.loss.takes == "text" for s in taught):
         raise ValueError("rollout.on_draft: a loss of the tokens that were emitted (calls, length, mix) is of texts of "
                          "the target")  # fmt: skip
-    if not cfg.trainer.corpus_steps or job.chats:
+
+
+def _refuse(job: Job, network: PreTrainedModel, taught: list[Stage]) -> None:
+    """Raises ValueError, before texts are sampled, as `refuse`, and where a model would read texts that are packed into
+    blocks as one."""
+    refuse(job.cfg, taught)
+    if not job.cfg.trainer.corpus_steps or job.chats:
         return
     for key, model in (("target.path", job.target), ("draft", network)):
         if not keeps_apart(model, halves(model)[0]):

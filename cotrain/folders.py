@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from cotrain import __version__
@@ -61,6 +62,41 @@ def claim(path: str | Path, overwrite: bool = False, settings: Mapping[str, Any]
             raise
 
 
+def refuse(path: str | Path, overwrite: bool = False, settings: Mapping[str, Any] | None = None) -> None:
+    """Raise UserError where `claim` would, and change nothing: what a command asks before minutes of work."""
+    path = Path(path)
+    _usable(path)
+    marker = _read(path)
+    if marker is not None and settings is not None and not overwrite and marker["state"] != "emptying":
+        _compare(path, marker["settings"], json.loads(json.dumps(dict(settings))))
+    writable("output", path)
+    if (path / LOCK).exists():
+        with _locked(path):
+            pass
+
+
+def writable(key: str, path: str | Path) -> None:
+    """Raise UserError, naming the key, where a folder `path` could not be made and written to. Leaves nothing."""
+    path = Path(path)
+    try:
+        place = path.absolute()
+        while not place.exists() and not place.is_symlink():
+            place = place.parent
+        with TemporaryDirectory(prefix=".cotrain-", dir=place):
+            pass
+    except OSError as error:
+        raise UserError(f"{key}={path} cannot be written ({error.strerror}): name another place") from error
+
+
+@contextmanager
+def held(path: str | Path) -> Iterator[Path]:
+    """Hold a folder that is no run and may hold others' files: made where it is absent, used by one process."""
+    path = Path(path)
+    _folder(path)
+    with _locked(path):
+        yield path
+
+
 def finished(path: str | Path) -> bool:
     """Whether the folder holds a run that is done."""
     marker = _read(Path(path))
@@ -68,6 +104,19 @@ def finished(path: str | Path) -> bool:
 
 
 def _make(path: Path) -> None:
+    _usable(path)
+    _folder(path)
+
+
+def _folder(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"output={path} cannot be written ({error.strerror}): name another place") from error
+
+
+def _usable(path: Path) -> None:
+    """Not a file, and not a folder of others."""
     if path.exists() and not path.is_dir():
         raise UserError(f"output={path} is a file: name a folder")
     if path.is_dir() and _foreign(path):
@@ -75,7 +124,6 @@ def _make(path: Path) -> None:
             f"output={path} holds files but no {MARKER} of cotrain: name another folder"
             " (overwrite=true replaces only runs of cotrain)"
         )
-    path.mkdir(parents=True, exist_ok=True)
 
 
 def _open(path: Path, overwrite: bool, settings: dict[str, Any] | None) -> Run:

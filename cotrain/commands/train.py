@@ -8,11 +8,13 @@ from typing import Any, cast
 
 from omegaconf import OmegaConf
 
+from cotrain.check import check
 from cotrain.compare import FIGURES, compare, read
 from cotrain.compare import table as compared
 from cotrain.config import TrainConfig
 from cotrain.errors import UserError
-from cotrain.folders import claim, finished
+from cotrain.folders import claim, finished, refuse
+from cotrain.preconditions import require
 from cotrain.ranks import rank
 from cotrain.train import distil
 from inference.report import table
@@ -21,11 +23,6 @@ from inference.report import table
 def run(cfg: TrainConfig) -> float | None:
     """Check, or distil into `output` and print the table; a finished run only prints its table again. tau at the draft
     length of the checkpoints, in the regime, at the last step."""
-    if cfg.check:
-        from cotrain.check import check
-
-        print("\n".join(check(cfg)))
-        return None
     settings = dict(cast(dict[str, Any], OmegaConf.to_container(cast(Any, cfg), resolve=True)))
     for key in ("overwrite", "check", "output"):
         del settings[key]
@@ -33,9 +30,14 @@ def run(cfg: TrainConfig) -> float | None:
         if cfg.overwrite or not finished(cfg.output):
             distil(cfg, Path(cfg.output))
         return None
+    refuse(cfg.output, cfg.overwrite, settings)
+    known = None if finished(cfg.output) and not (cfg.overwrite or cfg.check) else require(cfg)  # before a folder is emptied
+    if cfg.check and known:
+        print("\n".join(check(cfg, known)))
+        return None
     with claim(cfg.output, cfg.overwrite, settings) as folder:
         if folder.state != "finished":
-            distil(cfg, folder.path)
+            distil(cfg, folder.path, known.sources if known else None)
             folder.finish()
     print(f"curves: tensorboard --logdir {folder.path}")
     if cfg.measure:
