@@ -12,7 +12,7 @@ from cotrain.config import TrainConfig
 from cotrain.durations import Durations, durations
 from cotrain.errors import UserError
 from cotrain.job import source
-from cotrain.preconditions import Known
+from cotrain.preconditions import Known, ids_of
 from cotrain.rows import positions
 from cotrain.sizes import size_of
 from inference.engine import MOST_SPARE
@@ -38,13 +38,12 @@ class Need:
 
 def check(cfg: TrainConfig, known: Known) -> list[str]:
     """Lines to print of a run whose preconditions hold. Raises UserError, naming the key, for what will not fit."""
-    vocabulary = _vocabulary(cfg.target.path, known)
     need, rows = estimate(cfg, known), known.target.config.get_text_config().vocab_size
     memory, disk = _memory(), shutil.disk_usage(_parent(Path(cfg.output))).free
     lines = [
         f"target        {need.target / 1e6:.1f} M parameters, {cfg.quantisation.kind} quantisation",
         f"draft         {need.draft / 1e6:.2f} M parameters, init {cfg.init.kind}",
-        f"vocabulary    tokenizer {vocabulary}, model {rows} (padded rows get no mass)",
+        f"vocabulary    tokenizer {ids_of(known.tokenizer)}, model {rows} (padded rows get no mass)",
         f"memory        {need.memory / GIB:.2f} GiB of {memory / GIB:.1f} available",
         f"disk          {need.disk / GIB:.2f} GiB of {disk / GIB:.1f} free at {cfg.output}",
         f"steps         {cfg.trainer.steps} of {cfg.trainer.batch * cfg.trainer.accumulate} x {cfg.data.block} tokens",
@@ -80,15 +79,6 @@ def _prompt(cfg: TrainConfig, known: Known) -> str:
     text = str(known.tokenizer.decode(ids))
     shown = text if len(text) <= 2 * SHOWN else f"{text[:SHOWN]} ... {text[-SHOWN:]}"
     return f"prompt        of {len(ids)} tokens, as the target sees it: {shown!r}"
-
-
-def _vocabulary(place: str, known: Known) -> int:
-    """Ids of the tokenizer, which must all have a row in the model."""
-    size = 1 + max(known.tokenizer.get_vocab().values(), default=-1)
-    rows = known.target.config.get_text_config().vocab_size
-    if not 0 < size <= rows:
-        raise UserError(f"target.path: {place} has a tokenizer of {size} ids and a model of {rows}")
-    return size
 
 
 def estimate(cfg: TrainConfig, known: Known) -> Need:

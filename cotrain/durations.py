@@ -17,7 +17,7 @@ from inference.environment import device
 from inference.precision import half
 
 REACHED = 1 / 3  # of the speed of one large product, by whole models
-ARMS = 4.0  # decodings of the timed prompts: speculative, plain, transformers', and half of them greedily with two drafts
+ARMS = 4.0  # times the timed prompts are decoded: speculatively, plainly, by transformers, some greedily
 COUNTED = 32  # rows where only counts matter, of the taus of the plan and the parity check
 
 

@@ -157,7 +157,7 @@ def models(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The target as it will be served, and its tokenizer. Raises as `teacher.load_pair` and `teacher.adapted`."""
     asked = cfg.target
-    target, tokenizer = load_pair(asked.path, cfg.quantisation.kind, asked.dtype, asked.trust_remote_code)
+    target, tokenizer = load_pair(str(asked.path), cfg.quantisation.kind, asked.dtype, asked.trust_remote_code)
     return adapted(target, asked.adapter) if asked.adapter else target, tokenizer
 
 

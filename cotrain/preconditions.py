@@ -1,11 +1,11 @@
-"""What a training run asks of its settings, files and machine. `check=true` and the run call the same function first, so
-that what one refuses the other does too; no weight of the target is read here."""
+"""What a training run asks of its settings, files and machine. `check=true` and the run call the same function first,
+so that what one refuses the other does too; no weight of the target is read here."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 from lightning.fabric.connector import _PRECISION_INPUT
@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from cotrain import assembly, bench, fit
 from cotrain.chats import Chats
-from cotrain.config import TrainConfig
+from cotrain.config import Bench, TrainConfig
 from cotrain.errors import UserError
 from cotrain.folders import writable
 from cotrain.job import source
@@ -49,7 +49,7 @@ def require(cfg: TrainConfig) -> Known:
         _settings(cfg)
         _places(cfg)
         target, tokenizer = outline(cfg.target.path, cfg.target.trust_remote_code)
-        _target(cfg, target)
+        _target(cfg, target, tokenizer)
         draft = _draft(cfg, target, tokenizer)
         sources = _texts(cfg, target, tokenizer)
         _lengths(cfg, target, draft, sources)
@@ -63,13 +63,20 @@ def require(cfg: TrainConfig) -> Known:
 def outline(path: str, trust_remote_code: bool = False) -> tuple[PreTrainedModel, Tokenizer]:
     """A target without storage, and its tokenizer. Raises as `load_config`, and for weights that are not there."""
     config, tokenizer = load_config(path, trust_remote_code)
+    return sketch(path, config, trust_remote_code), tokenizer
+
+
+def sketch(
+    path: str, config: PretrainedConfig, trust_remote_code: bool = False, key: str = "target.path"
+) -> PreTrainedModel:
+    """A model without storage. Raises UserError, naming the key, where a folder holds no weights."""
     place = Path(resolve(path))
-    _weights("target.path", place)
+    _weights(key, place)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     if (place / GENERATION).is_file():  # which names the ids that end a text
         model.generation_config = GenerationConfig.from_pretrained(place)
-    return model.eval(), tokenizer
+    return model.eval()
 
 
 def _weights(key: str, place: Path) -> None:
@@ -120,8 +127,17 @@ def server(key: str, url: str, model: str | None = None) -> Client:
         raise UserError(f"{key}={url}: no OpenAI-compatible server answers there: {error}") from error
 
 
-def _target(cfg: TrainConfig, target: PreTrainedModel) -> None:
+def _target(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> None:
+    """Can be held as asked, and has a row for every id of its tokenizer."""
     refuse_quantisation(cfg.target.path, cfg.quantisation.kind, target.config)
+    size, rows = ids_of(tokenizer), target.config.get_text_config().vocab_size
+    if not 0 < size <= rows:
+        raise UserError(f"target.path: {cfg.target.path} has a tokenizer of {size} ids and a model of {rows}")
+
+
+def ids_of(tokenizer: Tokenizer) -> int:
+    """How many ids a tokenizer has."""
+    return 1 + max(tokenizer.get_vocab().values(), default=-1)
 
 
 def _draft(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> PreTrainedModel:
@@ -178,31 +194,33 @@ def _texts(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> d
     return found
 
 
-def _lengths(
-    cfg: TrainConfig, target: PreTrainedModel, draft: PreTrainedModel, sources: Mapping[str, Source]
-) -> None:
+def _lengths(cfg: TrainConfig, target: PreTrainedModel, draft: PreTrainedModel, sources: Mapping[str, Source]) -> None:
     """Texts that are to be sampled, learnt from and timed must fit what the models hold."""
     ask, size = cfg.rollout, cfg.bench
-    long, short = (_positions(model) for model in (target, draft))
+    long, short = holds(target.config), holds(draft.config)
     fits("rollout.prompt_tokens", ask.prompt_tokens, "rollout.new_tokens", ask.new_tokens, long)
     chats = any(isinstance(one, Chats) for one in sources.values())
     if cfg.trainer.corpus_steps and not chats and cfg.data.block > long:
         raise UserError(f"data.block={cfg.data.block}: the target holds texts of at most {long} tokens")
     if cfg.measure:
-        key = "rollout.prompt_tokens" if sources else "bench.prompt_tokens"
-        prompt = ask.prompt_tokens if sources else size.prompt_tokens
-        drafted = max(*size.depths, *SPANS) + 1  # as costs are measured in the middle of a text
-        fits(key, prompt, "bench.new_tokens", max(size.new_tokens, size.new_tokens // 2 + drafted), min(long, short))
+        key, prompt = "bench.prompt_tokens", size.prompt_tokens
+        if sources:
+            key, prompt = "rollout.prompt_tokens", ask.prompt_tokens
+        fits(key, prompt, "bench.new_tokens", timed(size), min(long, short))
+
+
+def timed(size: Bench) -> int:
+    """Tokens behind a prompt that a measurement reaches: of its text, or where the costs of drafts are timed."""
+    return max(size.new_tokens, size.new_tokens // 2 + max(*size.depths, *SPANS) + 1)
 
 
 def fits(key: str, prompt: int, other: str, new: int, room: int) -> None:
-    """Raise UserError for prompts and new tokens that are more than a model holds."""
+    """Raise UserError for prompts and what comes behind them that are more than a model holds."""
     if prompt + new > room:
-        raise UserError(f"{key}, {other}: prompts of {prompt} tokens and {new} more, drafts included, are above "
-                        f"the {room} that both models hold")  # fmt: skip
+        raise UserError(f"{key}, {other}: prompts of {prompt} tokens and {new} behind them are more than the {room} "
+                        "that a text may have")  # fmt: skip
 
 
-def _positions(model: PreTrainedModel) -> int:
-    """Tokens of a text that a model holds."""
-    found: Any = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return int(found or 2**31)
+def holds(config: PretrainedConfig) -> int:
+    """Tokens of a text that a model of this configuration holds."""
+    return int(getattr(config.get_text_config(), "max_position_embeddings", None) or 2**31)

@@ -85,7 +85,7 @@ def refuse_quantisation(path: str, quantisation: str, config: PretrainedConfig) 
     if quantised(config):
         raise ValueError(f"quantisation: {path} is quantised as it is; quantisation=none")
     if find_spec("bitsandbytes") is None:
-        raise ValueError(f"quantisation={quantisation} needs bitsandbytes: pip install bitsandbytes, or quantisation=none")
+        raise ValueError(f"quantisation={quantisation} needs bitsandbytes: pip install bitsandbytes, or =none")
 
 
 def _unpacked(model: PreTrainedModel) -> None:

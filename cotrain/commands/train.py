@@ -31,7 +31,8 @@ def run(cfg: TrainConfig) -> float | None:
             distil(cfg, Path(cfg.output))
         return None
     refuse(cfg.output, cfg.overwrite, settings)
-    known = None if finished(cfg.output) and not (cfg.overwrite or cfg.check) else require(cfg)  # before a folder is emptied
+    done = finished(cfg.output) and not (cfg.overwrite or cfg.check)
+    known = None if done else require(cfg)  # before what is there is replaced
     if cfg.check and known:
         print("\n".join(check(cfg, known)))
         return None
