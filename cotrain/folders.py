@@ -76,10 +76,10 @@ def refuse(path: str | Path, overwrite: bool = False, settings: Mapping[str, Any
 
 
 def writable(key: str, path: str | Path) -> None:
-    """Raise UserError, naming the key, where a folder `path` could not be made and written to. Leaves nothing."""
+    """Raise UserError, naming the key, where a file or folder could not be made or written to. Leaves nothing."""
     path = Path(path)
     try:
-        place = path.absolute()
+        place = path.absolute().parent if path.is_file() else path.absolute()
         while not place.exists() and not place.is_symlink():
             place = place.parent
         with TemporaryDirectory(prefix=".cotrain-", dir=place):
@@ -170,7 +170,7 @@ def _read(path: Path) -> dict[str, Any] | None:
     """Our marker in `path`, or None where there is none or another program's."""
     try:
         marker = json.loads((path / MARKER).read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
     return marker if isinstance(marker, dict) and "cotrain" in marker else None
 

@@ -1,6 +1,7 @@
 """What a training run asks of its settings, files and machine. `check=true` and the run call the same function first,
 so that what one refuses the other does too; no weight of the target is read here."""
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -27,6 +28,7 @@ from cotrain.teacher import load_config, refuse_quantisation
 from inference.bundled import resolve
 from inference.client import Client
 from inference.costs import SPANS
+from inference.environment import device
 from inference.pair import check_pair
 from inference.store import GENERATION
 from inference.weights import weight_files
@@ -51,8 +53,8 @@ def require(cfg: TrainConfig) -> Known:
         target, tokenizer = outline(cfg.target.path, cfg.target.trust_remote_code)
         _target(cfg, target, tokenizer)
         draft = _draft(cfg, target, tokenizer)
+        _lengths(cfg, target, draft)
         sources = _texts(cfg, target, tokenizer)
-        _lengths(cfg, target, draft, sources)
     except UserError:
         raise
     except (ValueError, OSError) as error:
@@ -96,12 +98,12 @@ def _settings(cfg: TrainConfig) -> None:
     fit.refuse(cfg)
     assembly.refuse(cfg, assembly.stages(cfg.loss))
     legs(cfg, max(cfg.trainer.steps // cfg.trainer.validations, 1))
-    known = [str(name) for one in get_args(_PRECISION_INPUT) for name in get_args(one)]
+    known = {str(name): None for one in get_args(_PRECISION_INPUT) for name in get_args(one)}
     if precision(cfg.trainer.precision) not in known:
         raise UserError(f"trainer.precision={cfg.trainer.precision}: it must be auto or one of {', '.join(known)}")
-    strategies = ["auto", fit.SHARDED, *StrategyRegistry.available_strategies()]
-    if cfg.trainer.strategy not in strategies:
-        raise UserError(f"trainer.strategy={cfg.trainer.strategy}: it must be one of {', '.join(strategies)}")
+    if cfg.trainer.strategy not in ("auto", fit.SHARDED, *StrategyRegistry.available_strategies()):
+        raise UserError(f"trainer.strategy={cfg.trainer.strategy}: it must be auto, ddp, {fit.SHARDED} or another "
+                        "that Lightning knows")  # fmt: skip
 
 
 def _places(cfg: TrainConfig) -> None:
@@ -133,6 +135,9 @@ def _target(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> 
     size, rows = ids_of(tokenizer), target.config.get_text_config().vocab_size
     if not 0 < size <= rows:
         raise UserError(f"target.path: {cfg.target.path} has a tokenizer of {size} ids and a model of {rows}")
+    if cfg.quantisation.kind != "none" and device() == "cpu":
+        print(f"warning: quantisation={cfg.quantisation.kind} on a CPU: acceptance is as on a GPU, speeds are not",
+              file=sys.stderr)  # fmt: skip
 
 
 def ids_of(tokenizer: Tokenizer) -> int:
@@ -191,20 +196,20 @@ def _texts(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> d
     for split, count in (("train", ask.texts), ("held_out", ask.held_out_texts)):
         if not (cfg.data.on_target and isinstance(found[split], Chats)):
             found[split].prompts(count, ask.prompt_tokens, ask.seed)
+    long = holds(target.config)
+    if cfg.trainer.corpus_steps and cfg.data.block > long and not isinstance(found["train"], Chats):
+        raise UserError(f"data.block={cfg.data.block}: the target holds texts of at most {long} tokens")
     return found
 
 
-def _lengths(cfg: TrainConfig, target: PreTrainedModel, draft: PreTrainedModel, sources: Mapping[str, Source]) -> None:
+def _lengths(cfg: TrainConfig, target: PreTrainedModel, draft: PreTrainedModel) -> None:
     """Texts that are to be sampled, learnt from and timed must fit what the models hold."""
     ask, size = cfg.rollout, cfg.bench
     long, short = holds(target.config), holds(draft.config)
     fits("rollout.prompt_tokens", ask.prompt_tokens, "rollout.new_tokens", ask.new_tokens, long)
-    chats = any(isinstance(one, Chats) for one in sources.values())
-    if cfg.trainer.corpus_steps and not chats and cfg.data.block > long:
-        raise UserError(f"data.block={cfg.data.block}: the target holds texts of at most {long} tokens")
     if cfg.measure:
         key, prompt = "bench.prompt_tokens", size.prompt_tokens
-        if sources:
+        if cfg.data.path:
             key, prompt = "rollout.prompt_tokens", ask.prompt_tokens
         fits(key, prompt, "bench.new_tokens", timed(size), min(long, short))
 

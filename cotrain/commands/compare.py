@@ -14,7 +14,7 @@ from inference.report import environment
 def run(cfg: CompareConfig) -> None:
     """Print the table; with `report=`, keep it with all figures as JSON."""
     if cfg.report:
-        writable("report", Path(cfg.report).parent)
+        writable("report", cfg.report)
     gains = compare(read(Path(cfg.folder)), cfg.baseline)
     print(table(gains, cfg.baseline))
     if cfg.report:

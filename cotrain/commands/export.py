@@ -63,4 +63,4 @@ def _refuse(cfg: ExportConfig) -> None:
         raise UserError(f"output={path} is a file: name a folder")
     if path.is_dir() and any(path.iterdir()) and not cfg.overwrite:
         raise UserError(f"output={path} exists and is not empty: name another folder, or overwrite=true")
-    writable("output", path.parent)
+    writable("output", path)
