@@ -86,7 +86,6 @@ RULES: dict[str, Rule] = {
     "bench.new_tokens": SOME,
     "bench.parity_tokens": SOME,
     "bench.rows": SOME,
-    "bench.depths": SOME,
     "bench.draft_dtype": DTYPE,
     "matrix.temperatures": TEMPERATURE,
     "matrix.batches": SOME,

@@ -17,9 +17,10 @@ from tests.planted import (
     packaging,
     prediction,
     training,
+    truth_commands,
 )
 
-PARTS = (core, engine, prediction, measurement, folders, commands, training, baselines, packaging)
+PARTS = (core, engine, prediction, measurement, folders, commands, training, baselines, packaging, truth_commands)
 
 
 @dataclass(frozen=True)
