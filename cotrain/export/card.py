@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cotrain.export.engines import caveats, engine_named, launch, place
+from inference.bundled import resolve
 from inference.store import Metadata
 from inference.table import table
 
@@ -22,7 +23,7 @@ def card(metadata: Metadata, engine: str, draft_path: str, report: Mapping[str, 
         f"# Draft for {target}",
         f"Guesses {k} tokens a round for speculative decoding; the target checks them all.",
         f"## Serve ({engine_named(engine).versions})",
-        f"```sh\n{launch(engine, draft_path, place(target), k, objective)}\n```",
+        f"```sh\n{launch(engine, draft_path, place(resolve(target)), k, objective)}\n```",
         "\n".join(f"- {line}" for line in caveats(engine, objective) + remarks),
         "## Trained for",
         "\n".join(f"- {key}: {value}" for key, value in {"objective": objective, **metadata.regime}.items()),
