@@ -30,6 +30,8 @@ def initial(cfg: TrainConfig, target: PreTrainedModel) -> PreTrainedModel:
         return draft.from_layers(target, cfg.init.layers)
     if cfg.init.kind == "pretrained" and shape.path:
         return draft.pretrained(shape.path, target)
+    if cfg.init.kind == "pretrained":
+        raise ValueError("init.kind: 'pretrained' takes its weights from a folder or hub id: name it with draft.path=")
     raise ValueError(f"init.kind: {cfg.init.kind!r} is none of scratch, target_layers, pretrained (with draft.path=)")
 
 
@@ -74,12 +76,8 @@ def build(job: Job, network: PreTrainedModel) -> Distillation:
     return module
 
 
-def _refuse(job: Job, network: PreTrainedModel, taught: list[Stage]) -> None:
-    """Raises ValueError, before texts are sampled, for losses that texts or kept laws do not have, and where a model
-    would read texts that are packed into blocks as one."""
-    cfg = job.cfg
-    if cfg.draft.held != "none":
-        refuse_unknown(network)
+def refuse(cfg: TrainConfig, taught: list[Stage]) -> None:
+    """Raise ValueError for losses that texts or kept laws do not have."""
     if cfg.trainer.top:
         refuse_merged(taught, cfg.init.cosine)
         if {*cfg.rollout.train_temperatures} - {cfg.regime.temperature}:
@@ -88,9 +86,22 @@ def _refuse(job: Job, network: PreTrainedModel, taught: list[Stage]) -> None:
     if cfg.rollout.on_draft and any(_emitted(s) or s.loss.takes == "text" for s in taught):
         raise ValueError("rollout.on_draft: a loss of the tokens that were emitted (calls, length, mix) is of texts of "
                          "the target")  # fmt: skip
-    if not (cfg.data.on_target and job.chats):
-        _refuse_given(cfg, taught)
-    if not cfg.trainer.corpus_steps or job.chats:
+
+
+def refuse_draft(cfg: TrainConfig, network: PreTrainedModel) -> None:
+    """Raise ValueError where a draft's projections are not ones that can be quantised as asked."""
+    if cfg.draft.held != "none":
+        refuse_unknown(network)
+
+
+def _refuse(job: Job, network: PreTrainedModel, taught: list[Stage]) -> None:
+    """Raises ValueError, before texts are sampled, as `refuse`, and where a model would read texts that are packed into
+    blocks as one."""
+    refuse(job.cfg, taught)
+    refuse_draft(job.cfg, network)
+    if not (job.cfg.data.on_target and job.chats):
+        refuse_given(job.cfg, taught)
+    if not job.cfg.trainer.corpus_steps or job.chats:
         return
     for key, model in (("target.path", job.target), ("draft", network)):
         if not keeps_apart(model, halves(model)[0]):
@@ -103,7 +114,7 @@ def _emitted(stage: Stage) -> bool:
     return bool(stage.loss.sequence) or stage.loss.weighted
 
 
-def _refuse_given(cfg: TrainConfig, taught: list[Stage]) -> None:
+def refuse_given(cfg: TrainConfig, taught: list[Stage]) -> None:
     """Raise ValueError where steps that learn from given texts have a loss of texts that the target sampled."""
     corpus, begins = cfg.trainer.corpus_steps, [0.0, *(stage.until * cfg.trainer.steps for stage in taught[:-1])]
     early = bool(cfg.trainer.minutes)  # a budget of time may end a stage before its steps

@@ -1,20 +1,21 @@
-"""`check=true`: what a run would need, told before any weight is loaded whole."""
+"""`check=true`: what a run would need and how long it would take, told before any weight is loaded whole."""
 
 import os
 import re
 import shutil
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig
 
-from cotrain.assembly import initial
 from cotrain.config import TrainConfig
+from cotrain.durations import Durations, durations
 from cotrain.errors import UserError
+from cotrain.job import source
+from cotrain.preconditions import Known, ids_of
 from cotrain.rows import positions
-from cotrain.teacher import load_config
+from cotrain.sizes import size_of
 from inference.environment import device
 from inference.memory import cache_bytes
 from inference.precision import half
@@ -23,70 +24,76 @@ WEIGHT_BYTES = {"int8": 1.0, "nf4": 0.5}
 TRAINED_BYTES = 16  # float32 weights, gradients and two moments of AdamW
 GIB = 2**30
 MEMINFO = Path("/proc/meminfo")
+SHOWN = 300  # characters of a prompt, from either end
 
 
 @dataclass(frozen=True)
 class Need:
-    """Parameters, bytes of memory and disk, and seconds that a run is expected to take."""
+    """Parameters, and bytes of memory and disk, that a run takes."""
 
     target: int
     draft: int
     memory: float
     disk: float
-    seconds: float
 
 
-def check(cfg: TrainConfig) -> list[str]:
-    """Lines to print. Raises UserError, naming the key to change, for what will not work or fit."""
-    if cfg.init.kind == "pretrained" and cfg.draft.path is None:
-        raise UserError("init=pretrained: name the draft with draft.path=")
-    config, tokenizer = load_config(cfg.target.path, cfg.target.trust_remote_code)
-    vocabulary = _vocabulary(cfg.target.path, config, tokenizer)
-    need = estimate(cfg, config)
+def check(cfg: TrainConfig, known: Known) -> list[str]:
+    """Lines to print of a run whose preconditions hold. Raises UserError, naming the key, for what will not fit."""
+    need, rows = estimate(cfg, known), known.target.config.get_text_config().vocab_size
     memory, disk = _memory(), shutil.disk_usage(_parent(Path(cfg.output))).free
     lines = [
         f"target        {need.target / 1e6:.1f} M parameters, {cfg.quantisation.kind} quantisation",
         f"draft         {need.draft / 1e6:.2f} M parameters, init {cfg.init.kind}",
-        f"vocabulary    tokenizer {vocabulary}, model {config.get_text_config().vocab_size} (padded rows get no mass)",
+        f"vocabulary    tokenizer {ids_of(known.tokenizer)}, model {rows} (padded rows get no mass)",
         f"memory        {need.memory / GIB:.2f} GiB of {memory / GIB:.1f} available",
         f"disk          {need.disk / GIB:.2f} GiB of {disk / GIB:.1f} free at {cfg.output}",
         f"steps         {cfg.trainer.steps} of {cfg.trainer.batch * cfg.trainer.accumulate} x {cfg.data.block} tokens",
-        f"duration      about {need.seconds / 60:.0f} minutes of training, from a quick measure of this machine",
+        *_durations(durations(cfg, known)),
     ]
     if need.memory > memory:
-        raise UserError(
-            "\n".join(lines) + "\nnot enough memory: lower trainer.batch or data.block, or quantisation=nf4"
-        )
+        raise UserError("\n".join(lines) + "\nnot enough memory: lower trainer.batch, data.block or rollout.rows, or "
+                                           "quantisation=nf4")  # fmt: skip
     if need.disk > disk:
         raise UserError("\n".join(lines) + f"\nnot enough disk at output={cfg.output}: name another folder")
-    return lines
+    return [*lines, _prompt(cfg, known)]
 
 
-def _vocabulary(place: str, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Ids of the tokenizer, which must all have a row in the model."""
-    size, rows = 1 + max(tokenizer.get_vocab().values(), default=-1), config.get_text_config().vocab_size
-    if not 0 < size <= rows:
-        raise UserError(f"target.path: {place} has a tokenizer of {size} ids and a model of {rows}")
-    return size
+def _durations(found: Durations) -> list[str]:
+    """Minutes in all and by phase."""
+    return [
+        f"duration      about {_minutes(found.total)}, from a quick measure of this machine:",
+        f"  sampling    {_minutes(found.sampling)}: {found.texts} texts, those kept from earlier runs included",
+        f"  training    {_minutes(found.training)}",
+        f"  measuring   {_minutes(found.measuring)}, with validations",
+    ]
 
 
-def estimate(cfg: TrainConfig, config: PretrainedConfig) -> Need:
-    """Sizes from models without storage, time from a quick matrix product on this machine."""
-    with torch.device("meta"):
-        target = AutoModelForCausalLM.from_config(config)
-        draft = initial(cfg, target) if cfg.init.kind != "pretrained" else target
-    big, small = _count(target), _count(draft)
-    text = config.get_text_config()
-    whole = cfg.trainer.batch * cfg.data.block  # of all devices
-    tokens = whole // (cfg.trainer.devices * cfg.trainer.nodes)
-    activations = tokens * text.hidden_size * text.num_hidden_layers * 4.0
-    laws = min(tokens, positions(text.vocab_size)) * text.vocab_size * 4 * 8.0  # of a chunk, there and back
+def _minutes(seconds: float) -> str:
+    return f"{seconds / 60:.0f} minutes" if seconds >= 90 else f"{seconds:.0f} seconds"
+
+
+def _prompt(cfg: TrainConfig, known: Known) -> str:
+    """The first prompt that texts are sampled from, special tokens included, as the target sees it."""
+    split = "train" if known.sources else "held_out"
+    texts = known.sources.get(split) or source(cfg, split, known.target, known.tokenizer)
+    ((_, ids), *_) = texts.prompts(1, cfg.rollout.prompt_tokens, cfg.rollout.seed)
+    text = str(known.tokenizer.decode(ids))
+    shown = text if len(text) <= 2 * SHOWN else f"{text[:SHOWN]} ... {text[-SHOWN:]}"
+    return f"prompt        of {len(ids)} tokens, as the target sees it: {shown!r}"
+
+
+def estimate(cfg: TrainConfig, known: Known) -> Need:
+    """Of models without storage. Sampling and training follow one another: memory is of the larger of the two."""
+    config = known.target.config.get_text_config()
+    big, small = size_of(known.target).parameters, size_of(known.draft).parameters
+    tokens = cfg.trainer.batch * cfg.data.block // (cfg.trainer.devices * cfg.trainer.nodes)
+    activations = tokens * config.hidden_size * config.num_hidden_layers * 4.0
+    laws = min(tokens, positions(config.vocab_size)) * config.vocab_size * 4 * 8.0  # of a chunk, there and back
     learnt = small * (TRAINED_BYTES + 4.0 * bool(cfg.trainer.ema))
-    memory = big * WEIGHT_BYTES.get(cfg.quantisation.kind, half(device()).itemsize) + learnt + activations + laws
-    memory += decoding(cfg, config, draft.config)
+    held = big * WEIGHT_BYTES.get(cfg.quantisation.kind, half(device()).itemsize)
+    sampling = small * 4.0 + decoding(cfg, known.target.config, known.draft.config)
     disk = small * 4.0 * (cfg.trainer.validations + 4)
-    work = cfg.trainer.steps * cfg.trainer.accumulate * tokens * (2.0 * big + 6.0 * small)
-    return Need(big, small, memory, disk, work / _flops())
+    return Need(big, small, held + max(learnt + activations + laws, sampling), disk)
 
 
 def decoding(cfg: TrainConfig, target: PretrainedConfig, draft: PretrainedConfig) -> float:
@@ -95,20 +102,6 @@ def decoding(cfg: TrainConfig, target: PretrainedConfig, draft: PretrainedConfig
     held = torch.float32 if device() == "cpu" else half(device())  # see `inference.lean.shape_of`
     shapes = [(ask.rows, ask.prompt_tokens + ask.new_tokens) for ask in (cfg.rollout, cfg.bench)]
     return max(float(sum(cache_bytes(config, *shape, held) for config in (target, draft))) for shape in shapes)
-
-
-def _count(model: PreTrainedModel) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-def _flops(size: int = 1024, repeats: int = 3) -> float:
-    """Operations per second of a matrix product, a third of it, as whole models reach."""
-    a = torch.randn(size, size, device=device(), dtype=half(device()))
-    float((a @ a)[0, 0])
-    start = time.perf_counter()
-    for _ in range(repeats):
-        float((a @ a)[0, 0])
-    return 2.0 * size**3 * repeats / (time.perf_counter() - start) / 3
 
 
 def _memory() -> float:

@@ -33,6 +33,7 @@ COMMANDS = {
     "serve_check": "compare a running server's acceptance with this engine's",
     "generate": "generate text, the drafted tokens marked",
 }
+SEEDS = ("trainer.seed",)  # runs that differ in these alone are one label's: `cotrain compare` pairs them
 FLAGS = ("--help", "--hydra-help", "--version", "--resolve", "--cfg", "--package", "--run", "--multirun",
          "--shell-completion", "--config-path", "--config-name", "--config-dir", "--info")  # fmt: skip
 
@@ -181,7 +182,7 @@ def _own_folder(name: str, cfg: "DictConfig", arguments: Sequence[str]) -> None:
     if "trainer" in cfg and cfg.trainer.get("devices", 1) * cfg.trainer.get("nodes", 1) > 1:
         raise UserError("trainer.devices, trainer.nodes: the jobs of a sweep run in one process each")
     if "label" in cfg and cfg.label is None:
-        cfg.label = title
+        cfg.label = ",".join(text for text in values if text.partition("=")[0] not in SEEDS) or None
     if "output" in cfg and "output" not in swept:
         cfg.output = os.path.join(cfg.output, re.sub(r"[^\w.,=+-]", "_", title))
 

@@ -2,7 +2,7 @@
 
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,14 +68,31 @@ def compare(runs: dict[str, list[dict[str, Any]]], baseline: str) -> list[Gain]:
     Each resample draws seeds, and texts, with replacement, the same for both sides. Raises UserError when the
     baseline is missing, or runs were not judged on the same texts.
     """
-    if baseline not in runs:
-        raise UserError(f"baseline={baseline}: the runs are {', '.join(sorted(runs))}")
+    baseline = named(baseline, runs)
     gains = []
     for label, mine in runs.items():
         for temperature in (t for t in mine[0]["texts"] if t in runs[baseline][0]["texts"]):
             for k in DEPTHS:
                 gains.append(_gain(label, mine, runs[baseline], temperature, k))
     return sorted(gains, key=lambda gain: (gain.temperature, gain.k, -gain.tau))
+
+
+def named(baseline: str, labels: Collection[str]) -> str:
+    """The label called so: as it stands, or the only one of a sweep with that setting (`loss=kl`) or value (`kl`).
+    Raises UserError, with those there are, for none and for several."""
+    if baseline in labels:
+        return baseline
+    found = [label for label in labels if baseline in _settings(label)]
+    if len(found) == 1:
+        return found[0]
+    which = f"it is in {', '.join(sorted(found))}" if found else f"the runs are {', '.join(sorted(labels))}"
+    raise UserError(f"baseline={baseline}: {which}")
+
+
+def _settings(label: str) -> set[str]:
+    """The settings of a sweep that a label is made of, and their values."""
+    parts = label.split(",")
+    return {*parts, *(part.partition("=")[2] for part in parts)}
 
 
 def _gain(label: str, mine: Sequence[dict[str, Any]], base: Sequence[dict[str, Any]], temperature: str, k: int) -> Gain:

@@ -64,6 +64,16 @@ class Target:
 
 
 @dataclass
+class ServedTarget:
+    """As Target; path null: the one that the draft folder names, with its adapter."""
+
+    path: str | None
+    adapter: str | None
+    dtype: str
+    trust_remote_code: bool
+
+
+@dataclass
 class Quantisation:
     """How the target's weights are held while it teaches and serves: none, int8 or nf4 (bitsandbytes)."""
 
@@ -307,7 +317,7 @@ class Matrix:
 class BenchConfig:
     """`cotrain bench`: measure a draft folder against plain decoding on the same engine."""
 
-    target: Target
+    target: ServedTarget
     quantisation: Quantisation
     draft: Model
     regime: Regime
@@ -352,7 +362,7 @@ class ServeCheckConfig:
     url: str | None  # the server's root
     model: str | None  # null: the first that the server lists
     draft: Model
-    target: Target
+    target: ServedTarget
     quantisation: Quantisation
     regime: Regime
     k: int | None  # null: the draft length that was planned
@@ -389,11 +399,13 @@ def register() -> None:
 def checked(name: str, cfg: "DictConfig") -> "DictConfig":
     """`cfg` by the schema of the command `name`, every value there.
 
-    Raises UserError for a key that the schema lacks (`+key=` adds what nothing reads) and for one without a
-    value (`~key`, or `???` in a file).
+    Raises UserError for a key that the schema lacks (`+key=` adds what nothing reads), for one without a
+    value (`~key`, or `???` in a file) and for a value outside its range, see `cotrain.ranges`.
     """
     from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import ConfigKeyError
+
+    from cotrain.ranges import refuse
 
     try:
         typed = OmegaConf.merge(OmegaConf.structured(SCHEMAS[name]), OmegaConf.to_container(cfg))
@@ -403,4 +415,5 @@ def checked(name: str, cfg: "DictConfig") -> "DictConfig":
     missing = sorted(OmegaConf.missing_keys(typed))
     if missing:
         raise UserError(f"give a value to {', '.join(f'{key}=' for key in missing)}")
+    refuse(name, typed)
     return typed

@@ -74,8 +74,8 @@ def texts_of(rows: datasets.Dataset, path: str, column: str = "text") -> dataset
 def source_of(
     data: Data, split: str, tokenizer: PreTrainedTokenizerBase, ends: Collection[int] = frozenset()
 ) -> PromptRows | TextStarts:
-    """The configured prompts of a split of `splits`; own ones are split by a hash, embedded ones have no "final". Rows of
-    messages, or of prompt and response, are conversations, rows with a prompt alone are prompts, unless data.column=
+    """The configured prompts of a split of `splits`; own ones are split by a hash, embedded ones have no "final". Rows
+    of messages, or of prompt and response, are conversations, rows with a prompt alone are prompts, unless data.column=
     names a column of text. data.chat: a text is what a user says to the target, in its chat template. ends: the
     target's end tokens.
 

@@ -98,12 +98,17 @@ def _renumber(name: str, chosen: Sequence[int]) -> str:
 def pretrained(path: str, target: PreTrainedModel) -> PreTrainedModel:
     """Any causal LM from a folder or hub id, in float32, without the vocabulary rows that the target lacks.
 
-    Raises ValueError when its vocabulary is the smaller one.
+    Of a target on the meta device, which has no weights, sizes alone. Raises ValueError when its vocabulary is the
+    smaller one.
     """
-    theirs = target.config.get_text_config().vocab_size
-    ours = AutoConfig.from_pretrained(path).get_text_config().vocab_size
+    theirs, config = target.config.get_text_config().vocab_size, AutoConfig.from_pretrained(path)
+    ours = config.get_text_config().vocab_size
     if ours < theirs:
         raise ValueError(f"draft.path: {path} has {ours} ids, the target {theirs}")
+    if target.device.type == "meta":
+        config.get_text_config().vocab_size = theirs
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config)
     draft = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, use_safetensors=True)
     if ours > theirs:
         draft.resize_token_embeddings(theirs)

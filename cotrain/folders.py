@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from cotrain import __version__
@@ -66,6 +67,48 @@ def claim(
             raise
 
 
+def refuse(
+    path: str | Path, overwrite: bool = False, settings: Mapping[str, Any] | None = None, kind: Judge | None = None
+) -> State:
+    """Raise UserError where `claim` would, and change nothing: what a command asks before minutes of work. Returns the
+    state that `claim` would find."""
+    path = Path(path)
+    _usable(path)
+    state: State = "new"
+    marker = _read(path)
+    if marker is not None and not overwrite and marker["state"] != "emptying":
+        wanted = marker["settings"] if settings is None else json.loads(json.dumps(dict(settings)))
+        changed = _compare(path, marker["settings"], wanted, kind or (lambda *_: "other"))
+        state = "unfinished" if "longer" in changed.values() else marker["state"]
+    writable("output", path)
+    if (path / LOCK).exists():
+        with _locked(path):
+            pass
+    return state
+
+
+def writable(key: str, path: str | Path) -> None:
+    """Raise UserError, naming the key, where a file or folder could not be made or written to. Leaves nothing."""
+    path = Path(path)
+    try:
+        place = path.absolute().parent if path.is_file() else path.absolute()
+        while not place.exists() and not place.is_symlink():
+            place = place.parent
+        with TemporaryDirectory(prefix=".cotrain-", dir=place):
+            pass
+    except OSError as error:
+        raise UserError(f"{key}={path} cannot be written ({error.strerror}): name another place") from error
+
+
+@contextmanager
+def held(path: str | Path) -> Iterator[Path]:
+    """Hold a folder that is no run and may hold others' files: made where it is absent, used by one process."""
+    path = Path(path)
+    _folder(path)
+    with _locked(path):
+        yield path
+
+
 def finished(path: str | Path) -> bool:
     """Whether the folder holds a run that is done."""
     marker = _read(Path(path))
@@ -73,6 +116,19 @@ def finished(path: str | Path) -> bool:
 
 
 def _make(path: Path) -> None:
+    _usable(path)
+    _folder(path)
+
+
+def _folder(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"output={path} cannot be written ({error.strerror}): name another place") from error
+
+
+def _usable(path: Path) -> None:
+    """Not a file, and not a folder of others."""
     if path.exists() and not path.is_dir():
         raise UserError(f"output={path} is a file: name a folder")
     if path.is_dir() and _foreign(path):
@@ -80,7 +136,6 @@ def _make(path: Path) -> None:
             f"output={path} holds files but no {MARKER} of cotrain: name another folder"
             " (overwrite=true replaces only runs of cotrain)"
         )
-    path.mkdir(parents=True, exist_ok=True)
 
 
 def _open(path: Path, overwrite: bool, settings: dict[str, Any] | None, kind: Judge) -> Run:
@@ -136,7 +191,7 @@ def _read(path: Path) -> dict[str, Any] | None:
     """Our marker in `path`, or None where there is none or another program's."""
     try:
         marker = json.loads((path / MARKER).read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
     return marker if isinstance(marker, dict) and "cotrain" in marker else None
 

@@ -96,7 +96,7 @@ class Job:
         if split not in self.sources:
             found = source(self.cfg, split, self.target, self.tokenizer)
             self.sources[split] = found
-            if isinstance(found, Chats):
+            if isinstance(found, PromptRows):
                 print(found.left_out(self.cfg.rollout.prompt_tokens, split), end="")
         return self.sources[split]
 
@@ -202,7 +202,7 @@ def models(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The target as it will be served, and its tokenizer. Raises as `teacher.load_pair` and `teacher.adapted`."""
     asked = cfg.target
-    target, tokenizer = load_pair(asked.path, cfg.quantisation.kind, asked.dtype, asked.trust_remote_code)
+    target, tokenizer = load_pair(str(asked.path), cfg.quantisation.kind, asked.dtype, asked.trust_remote_code)
     return adapted(target, asked.adapter) if asked.adapter else target, tokenizer
 
 

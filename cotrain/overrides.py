@@ -9,7 +9,8 @@ from cotrain.paths import folder
 
 # Keys, by their last name, whose value is taken literally. `null` unsets all but the text.
 TEXT = frozenset({"prompt"})
-FREE_TEXT = TEXT | {"prompts", "path", "adapter", "folder", "cache", "output", "log", "url", "check"}
+FREE_TEXT = TEXT | {"prompts", "path", "adapter", "folder", "cache", "output", "log", "url", "check", "report",
+                    "export", "vllm"}  # fmt: skip
 _SETTING = re.compile(r"(?P<sign>\+{0,2})(?P<key>\w[\w.@:/-]*)=(?P<value>.*)", re.DOTALL)
 
 

@@ -53,8 +53,8 @@ class Length:
 
 
 def settled(plan: "Plan", until: float = inf) -> tuple["Plan", Measured]:
-    """Each part compiled where real rounds are faster with it (with bench.compile, or on a GPU), and what rounds then cost. until:
-    when time is over, on the clock."""
+    """Each part compiled where real rounds are faster with it (with bench.compile, or on a GPU), and what rounds then cost.
+    until: when time is over, on the clock."""
     eager = measured(replace(plan, compiled=Compiled()), until)
     if not plan.bench.compile and plan.target.device.type != "cuda":
         return replace(plan, compiled=Compiled()), eager

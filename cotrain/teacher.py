@@ -1,8 +1,10 @@
 """The frozen target as a teacher: loaded in the precision that is served, read as hidden states and a head."""
 
+import re
 import sys
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,7 +25,7 @@ from cotrain.ranks import local_rank
 from inference.bundled import resolve
 from inference.precision import quantised, widened
 from inference.store import load_tokenizer
-from inference.weights import weight_files
+from inference.weights import CONFIG, weight_files
 
 QUANTISATIONS: dict[str, dict[str, Any]] = {
     "none": {},
@@ -33,6 +35,7 @@ QUANTISATIONS: dict[str, dict[str, Any]] = {
 
 
 PACKS = "support_avx512bf16_for_cpu"  # of bitsandbytes' 4-bit layers
+REPOSITORY = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")  # what the hub calls a model
 
 
 def load_target(
@@ -46,11 +49,8 @@ def load_target(
     Raises ValueError for an unknown quantisation, one of a checkpoint that has its own, and for weights that are
     missing or not finite.
     """
-    if quantisation not in QUANTISATIONS:
-        raise ValueError(f"quantisation: {quantisation!r} is none of {', '.join(QUANTISATIONS)}")
-    options, config = QUANTISATIONS[quantisation], AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    if options and quantised(config):
-        raise ValueError(f"quantisation: {path} is quantised as it is; quantisation=none")
+    refuse_quantisation(path, quantisation, AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code))
+    options = QUANTISATIONS[quantisation]
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         path,
         dtype=dtype,
@@ -72,6 +72,18 @@ def load_target(
         dtype = str(own).removeprefix("torch.")
         print(f"this CPU would emulate {dtype}, so the target runs in float32", file=sys.stderr)
     return model.eval().requires_grad_(False)
+
+
+def refuse_quantisation(path: str, quantisation: str, config: PretrainedConfig) -> None:
+    """Raise ValueError for a quantisation that is unknown, cannot be made here, or is not the checkpoint's own."""
+    if quantisation not in QUANTISATIONS:
+        raise ValueError(f"quantisation: {quantisation!r} is none of {', '.join(QUANTISATIONS)}")
+    if quantisation == "none":
+        return
+    if quantised(config):
+        raise ValueError(f"quantisation: {path} is quantised as it is; quantisation=none")
+    if find_spec("bitsandbytes") is None:
+        raise ValueError(f"quantisation={quantisation} needs bitsandbytes: pip install bitsandbytes, or =none")
 
 
 def _unpacked(model: PreTrainedModel) -> None:
@@ -101,18 +113,22 @@ def adapted(model: PreTrainedModel, adapter: str) -> PreTrainedModel:
     return cast(PreTrainedModel, merged.eval().requires_grad_(False))
 
 
-def load_config(path: str, trust_remote_code: bool = False) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
-    """Configuration and tokenizer of a target, without its weights; "bundled" is the one shipped.
+def load_config(
+    path: str, trust_remote_code: bool = False, key: str = "target.path"
+) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
+    """Configuration and tokenizer of a model, without its weights; "bundled" is the target that is shipped.
 
-    Raises ValueError or OSError, naming the key or file, for a target that is not there or lacks a tokenizer.
+    Raises ValueError or OSError, naming the key or file, for a model that is not there or lacks a tokenizer.
     """
     place = resolve(path)
     if Path(place).is_dir():
         tokenizer = load_tokenizer(Path(place), trust_remote_code)
+        if not (Path(place) / CONFIG).is_file():
+            raise ValueError(f"{key}: {path} holds no model: it has no {CONFIG}")
     else:
-        tokenizer = _hub_tokenizer(place, trust_remote_code)
+        tokenizer = _hub_tokenizer(place, trust_remote_code, key)
     if tokenizer is None:
-        raise ValueError(f"target.path: {path} has no tokenizer files (tokenizer.json, tokenizer_config.json)")
+        raise ValueError(f"{key}: {path} has no tokenizer files (tokenizer.json, tokenizer_config.json)")
     return AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code), tokenizer
 
 
@@ -127,11 +143,14 @@ def load_pair(
     return load_target(place, quantisation, dtype, trust_remote_code), tokenizer
 
 
-def _hub_tokenizer(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+def _hub_tokenizer(name: str, trust_remote_code: bool, key: str) -> PreTrainedTokenizerBase:
+    if not REPOSITORY.fullmatch(name):
+        raise ValueError(f"{key}: {name} is no folder")
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except OSError as error:
-        raise ValueError(f"target.path: {name} is no folder, and no model that the hub gave: {error}") from error
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"{key}: {name} is no folder, and no model that the hub gave: {reason}") from error
 
 
 class Remembering:

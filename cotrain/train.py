@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -17,13 +18,13 @@ from cotrain.assembly import build, foreign, initial
 from cotrain.callbacks import RealSpeed
 from cotrain.config import TrainConfig
 from cotrain.evaluate import DEPTHS, HeldOut
-from cotrain.fit import fit, refuse
+from cotrain.fit import fit
 from cotrain.interrupts import Signals, listening
 from cotrain.job import Job, models, objective, settle
 from cotrain.module import Distillation
 from cotrain.ranks import rank
 from cotrain.regimes import sampling
-from cotrain.sets import regime
+from cotrain.sets import Source, regime
 from cotrain.surprise import Surprise
 from inference.atomic import write_atomic
 from inference.environment import environment
@@ -31,26 +32,22 @@ from inference.pair import hash_target
 from inference.store import Metadata, save
 
 
-def distil(cfg: TrainConfig, folder: Path) -> dict[str, Any]:
-    """Run or resume the job in `folder`; returns the report of the exported draft, nothing with measure=false.
+def distil(cfg: TrainConfig, folder: Path, sources: Mapping[str, Source] | None = None) -> dict[str, Any]:
+    """Run or resume the job in `folder`, whose settings `preconditions.require` passed; returns the report of the
+    exported draft, nothing with measure=false. sources: texts that were read already.
 
     Raises Interrupted when a signal ends it: what is done is kept.
     """
     with listening() as signals:
-        return _distilled(cfg, folder, signals)
+        return _distilled(cfg, folder, dict(sources or {}), signals)
 
 
-def _distilled(cfg: TrainConfig, folder: Path, signals: Signals) -> dict[str, Any]:
+def _distilled(cfg: TrainConfig, folder: Path, sources: dict[str, Source], signals: Signals) -> dict[str, Any]:
     k = cfg.policy.k
-    if k is None:
-        raise ValueError("policy.k: checkpoints are compared at a draft length that is given, as in policy=fixed")
-    bench.refuse(cfg.bench)
-    refuse(cfg)
+    assert k is not None
     settle(cfg.trainer.threads, cfg.trainer.seed)
     target, tokenizer = models(cfg)
-    job, drafts = Job(cfg, folder, target, tokenizer, signals=signals), objective(cfg.objective)
-    if cfg.measure and cfg.data.path:
-        _ = job.prompts  # too few texts are refused before any is sampled
+    job, drafts = Job(cfg, folder, target, tokenizer, sources, signals=signals), objective(cfg.objective)
     network = initial(cfg, target)
     module = build(job, network)
     others = foreign(job)

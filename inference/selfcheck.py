@@ -32,8 +32,8 @@ WINDOWS = ("sliding_window", "attention_chunk_size")  # config keys
 # Largest difference, in standard deviations of the model's own logits at that place: in a dtype of many digits nothing
 # but the order of sums differs (1e-6 measured in float32 and 1e-14 in float64, a thousand times less than the bound,
 # which leaves room for TF32). In half precision and with quantised weights correct forwards differ: by .02 mostly, by
-# .08 in a random model that amplifies every rounding. What is allowed there is FACTOR times the noise of the model's own
-# passes, within bounds: the noise is never measured with the forward that is judged. Scores times 1.5 differ by .15 in
+# .08 in a random model that amplifies every rounding. What is allowed there is FACTOR times the noise of the model's
+# own passes, within bounds: the noise is never measured with the forward that is judged. Scores times 1.5 differ by .15 in
 # the bundled target and by .3 to .6 in random models, masks and positions that are off by one by .4 to 2.
 FINE, COARSE, MOST, FACTOR = 1e-3, 0.05, 0.2, 2.0
 
@@ -55,7 +55,8 @@ class Found(NamedTuple):
 
     def __str__(self) -> str:
         return self.error or (
-            f"logits differ from the model's own by {self.difference:.2g} of their deviation (allowed {self.allowed:.2g})"
+            f"logits differ from the model's own by {self.difference:.2g} of their deviation "
+            f"(allowed {self.allowed:.2g})"
         )
 
 
@@ -125,7 +126,7 @@ def narrow(config: PreTrainedConfig, context: int) -> Iterator[bool]:
     wide = {key: width for key, width in wide.items() if isinstance(width, int) and 0 < width < context}
     try:
         for key, width in wide.items():
-            setattr(config, key, min(width, NARROW))
+            setattr(config, key, min(int(width), NARROW))
         yield bool(wide)
     finally:
         for key, width in wide.items():

@@ -90,7 +90,8 @@ class Uniforms:
         """Streams DRAFT, ACCEPT and RESIDUAL of each row id at its start, depths 0 .. depths - 1 -> (S, A, D)."""
         places, fresh = self.places(rows, starts, depths)
         if fresh:
-            self.make(*(torch.tensor(part, device=self.device) for part in (rows, starts)), depths)
+            row, start = (torch.tensor(part, device=self.device) for part in (rows, starts))
+            self.make(row, start, depths)
         return self.at(torch.tensor(places, device=self.device), depths)
 
     def places(self, rows: list[int], starts: list[int], depths: int) -> tuple[list[int], bool]:

@@ -24,7 +24,7 @@ from tests.folders import own_texts, target_folder
 SIZES = """data.block=64 rollout.texts=8 rollout.held_out_texts=2 rollout.prompt_tokens=8 rollout.new_tokens=24
 rollout.temperatures=[0.0,1.0] trainer.steps=5 trainer.corpus_steps=2 trainer.batch=2 trainer.validations=2
 optimizer.warmup=0.2 optimizer.decay=0.4 bench.prompts=2 bench.quick_prompts=1 bench.prompt_tokens=8 bench.new_tokens=8
-bench.parity_tokens=100 bench.minutes=0 bench.depths=[2] policy.k=2""".split()
+bench.parity_tokens=100 bench.minutes=0 bench.depths=[2] policy.k=2 init.layers=[0,1]""".split()
 
 
 @pytest.fixture(scope="session")
@@ -269,7 +269,7 @@ def test_a_bad_target_is_one_line_and_leaves_nothing(
     assert job(place, "spoilt", target=name) == 1
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("cotrain train: ")]
     assert len(said) == 1 and "target.path: " in said[0] and message in said[0]
-    assert list((place / "spoilt").iterdir()) == []
+    assert not (place / "spoilt").exists() or list((place / "spoilt").iterdir()) == []
 
 
 @pytest.mark.parametrize(

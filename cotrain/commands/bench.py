@@ -6,17 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from cotrain import bench, bits, synthetic
 from cotrain.config import BenchConfig
 from cotrain.errors import UserError
-from cotrain.folders import claim
+from cotrain.folders import claim, refuse
 from cotrain.job import models, settle, source
 from cotrain.matrix import Grid, matrix
+from cotrain.preconditions import fits, holds, timed
 from cotrain.prompts import shipped_ids
 from cotrain.regimes import sampling
+from cotrain.served import refuse_pair, resolved
 from cotrain.splits import SPLITS, Prompts, apart
+from cotrain.teacher import refuse_quantisation
 from inference.atomic import write_atomic
 from inference.bundled import resolve
 from inference.environment import device, environment
@@ -31,8 +34,14 @@ def _grid(cfg: BenchConfig, logs: Path) -> Grid:
     asked = cfg.matrix
     if asked.vllm and cfg.target.adapter:
         raise UserError("matrix.vllm: it would serve the target without target.adapter=; merge it into a folder first")
-    servers = None if asked.vllm is None else (asked.vllm, str(resolve(cfg.target.path)), str(cfg.draft.path))
+    servers = None if asked.vllm is None else (asked.vllm, resolve(str(cfg.target.path)), str(cfg.draft.path))
     return Grid(asked.temperatures, asked.batches, asked.k, servers, logs)
+
+
+def _fits(cfg: BenchConfig, config: PretrainedConfig) -> None:
+    """Prompts and what is decoded of them fit both models, see `preconditions.fits`."""
+    size, draft = cfg.bench, AutoConfig.from_pretrained(str(cfg.draft.path))
+    fits("bench.prompt_tokens", size.prompt_tokens, "bench.new_tokens", timed(size), min(map(holds, (config, draft))))
 
 
 def _prompts(cfg: BenchConfig, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Prompts:
@@ -58,6 +67,9 @@ def _synthetic(cfg: BenchConfig, alpha: float) -> None:
     """Shapes alone: config.json of both, weights drawn here."""
     place = device()
     dtype = half(place) if cfg.target.dtype == "auto" else getattr(torch, cfg.target.dtype)
+    if cfg.target.path is None:
+        raise UserError("synthetic: name a folder of the target's config.json with target.path=")
+    refuse(cfg.output, cfg.overwrite)
     target, draft = (
         random_model(resolve(str(path)), dtype, place, cfg.target.trust_remote_code)
         for path in (cfg.target.path, cfg.draft.path)
@@ -78,13 +90,19 @@ def run(cfg: BenchConfig) -> None:
     if cfg.synthetic is not None:
         _synthetic(cfg, cfg.synthetic)
         return
+    path = resolved(cfg)
+    bench.refuse(cfg.bench)
+    refuse(cfg.output, cfg.overwrite)
+    outline, tokenizer = refuse_pair(cfg.draft.path, path, cfg.target.trust_remote_code)
+    refuse_quantisation(path, cfg.quantisation.kind, outline.config)
+    _fits(cfg, outline.config)
+    given = _prompts(cfg, outline, tokenizer)
     target, tokenizer = models(cfg)
     draft, _, made = load_draft(Path(cfg.draft.path), target=hash_target(target.config, tokenizer))
     torch.nn.Module.to(draft, target.device)
     with claim(cfg.output, cfg.overwrite) as folder:
-        names = (cfg.target.path, cfg.draft.path)
+        names = (path, cfg.draft.path)
         drafts = made.objective if made else "sampled"
-        given = _prompts(cfg, target, tokenizer)
         plan = bench.Plan(
             target, tokenizer, draft, sampling(cfg.regime), cfg.verify, cfg.bench, names, drafts, given=given
         )

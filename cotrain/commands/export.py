@@ -5,11 +5,14 @@ from pathlib import Path
 from cotrain.config import ExportConfig
 from cotrain.errors import UserError
 from cotrain.export import check, hf
-from cotrain.export.engines import launch, refuse_layout
+from cotrain.export.card import tau_by_length
+from cotrain.export.engines import launch, place, refuse_layout
+from cotrain.folders import writable
 from cotrain.job import objective
+from cotrain.served import folder
 from cotrain.teacher import load_config
-from inference.bundled import NAME, resolve
-from inference.store import read
+from inference.store import REPORT, read
+from inference.weights import read_json
 
 
 def run(cfg: ExportConfig) -> None:
@@ -23,7 +26,8 @@ def run(cfg: ExportConfig) -> None:
     if cfg.draft.path is None:
         raise UserError("name the draft folder with draft.path=")
     refuse_layout(cfg.engine, cfg.layout)
-    made = read(cfg.draft.path).metadata
+    made = folder(cfg.draft.path).metadata
+    _refuse(cfg)
     served = cfg.target.path or (made.target["name"] if made else None)
     if made and made.made.get("adapter") and cfg.target.path is None:
         both = f"{served} with the adapter {made.made['adapter']}"
@@ -44,8 +48,21 @@ def run(cfg: ExportConfig) -> None:
     )
     written = read(path).metadata
     assert written is not None
-    place = str(Path(resolve(NAME))) if served == NAME else str(served)
     print(f"wrote {path}")
     if written.made.get("advice"):
         print(f"where it was measured, {written.made['advice']}")
-    print(launch(cfg.engine, str(path), place, written.k, written.objective))
+    report = path / REPORT
+    lengths = tau_by_length(read_json(report), written) if report.is_file() else ""
+    if lengths:
+        print(f"tau by draft length, predicted on held-out texts:\n{lengths}")
+    print(launch(cfg.engine, str(path.absolute()), place(str(served)), written.k, written.objective))
+
+
+def _refuse(cfg: ExportConfig) -> None:
+    """Raise UserError for an output that holds files or cannot be written, before weights are read."""
+    path = Path(cfg.output)
+    if path.exists() and not path.is_dir():
+        raise UserError(f"output={path} is a file: name a folder")
+    if path.is_dir() and any(path.iterdir()) and not cfg.overwrite:
+        raise UserError(f"output={path} exists and is not empty: name another folder, or overwrite=true")
+    writable("output", path)

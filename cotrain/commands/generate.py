@@ -9,8 +9,10 @@ from transformers import PreTrainedTokenizerBase
 
 from cotrain.config import GenerateConfig
 from cotrain.errors import UserError
+from cotrain.preconditions import holds
 from cotrain.regimes import sampling
-from cotrain.teacher import load_pair
+from cotrain.served import folder, refuse_pair
+from cotrain.teacher import load_config, load_pair
 from inference import Engine, Event, load
 from inference.policy import Fixed
 
@@ -21,6 +23,7 @@ COLORS = {"drafted": "\033[32m", "corrected": "\033[33m", "bonus": PLAIN}
 def run(cfg: GenerateConfig) -> None:
     """Print the continuation of every prompt; in colour, accepted drafts are green and corrections yellow."""
     prompts = _prompts(cfg.prompt, cfg.prompts)
+    _refuse(cfg, prompts)
     engine = _engine(cfg)
     settings: dict[str, Any] = {
         "max_new_tokens": cfg.max_new_tokens,
@@ -38,14 +41,33 @@ def run(cfg: GenerateConfig) -> None:
         print(PLAIN)
 
 
+def _refuse(cfg: GenerateConfig, prompts: list[str]) -> None:
+    """Raise UserError, before weights are loaded, for a pair that cannot be and prompts that do not fit."""
+    made = folder(cfg.draft.path).metadata if cfg.draft.path else None
+    path = cfg.target.path or (made.target["name"] if made else None)
+    if path is None and cfg.draft.path:
+        raise UserError(f"draft.path={cfg.draft.path} does not name its target: give target.path=")
+    if path is None:
+        raise UserError("name a draft folder with draft.path=, or a target for plain decoding with target.path=")
+    if cfg.draft.path:
+        target, tokenizer = refuse_pair(cfg.draft.path, path)
+        room = holds(target.config)
+    else:
+        config, tokenizer = load_config(path)
+        room = holds(config)
+    for number, prompt in enumerate(prompts, 1):
+        tokens, key = len(tokenizer(prompt)["input_ids"]), f"prompts: number {number}" if cfg.prompts else "prompt"
+        if not 0 < tokens < room:
+            raise UserError(f"{key} has {tokens} tokens: it must have at least one and leave room for one in the "
+                            f"{room} of the target")  # fmt: skip
+
+
 def _engine(cfg: GenerateConfig) -> Engine:
     """From a draft folder, which knows its target and draft length, or plain decoding with a target."""
     if cfg.draft.path:
         policy = {} if cfg.policy.k is None else {"policy": Fixed(cfg.policy.k)}
         return load(cfg.draft.path, cfg.target.path, verify=cfg.verify, **policy)
-    if cfg.target.path is None:
-        raise UserError("name a draft folder with draft.path=, or a target for plain decoding with target.path=")
-    target, tokenizer = load_pair(cfg.target.path)
+    target, tokenizer = load_pair(str(cfg.target.path))
     return Engine(target, tokenizer=tokenizer)
 
 
@@ -53,6 +75,8 @@ def _prompts(prompt: str | None, prompts: str | None) -> list[str]:
     """One prompt, a file of one a line, or standard input: all of it is one prompt unless `prompts=-` was said."""
     if prompt is not None and prompts is not None:
         raise UserError("give the text as prompt=, or one prompt a line in the file prompts=, not both")
+    if prompt is not None and not prompt:
+        raise UserError("prompt= is empty: give the text that is to be continued")
     if prompt is not None:
         return [prompt]
     if prompts is None and sys.stdin.isatty():
@@ -60,12 +84,18 @@ def _prompts(prompt: str | None, prompts: str | None) -> list[str]:
     if prompts is None:
         lines = [sys.stdin.read()]
     else:
-        text = sys.stdin.read() if prompts == "-" else Path(prompts).read_text(encoding="utf-8")
-        lines = text.split("\n")
+        lines = (sys.stdin.read() if prompts == "-" else _read(prompts)).split("\n")
     lines = [line for line in lines if line.strip()]
     if not lines:
         raise UserError(f"prompts={prompts} holds no prompt" if prompts else "standard input holds no prompt")
     return lines
+
+
+def _read(prompts: str) -> str:
+    try:
+        return Path(prompts).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"prompts={prompts} cannot be read as text: {error}") from error
 
 
 def _colored(events: Iterable[Event], tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:

@@ -1,12 +1,15 @@
 """`cotrain rollout`: sample texts of the target, to train and to be judged on."""
 
-from pathlib import Path
-
 from cotrain.config import RolloutConfig
 from cotrain.errors import UserError
+from cotrain.folders import held
 from cotrain.job import models, sampled, settle, source
+from cotrain.preconditions import fits, holds, outline, server
 from cotrain.regimes import sampling
 from cotrain.rollouts import beside
+from cotrain.served import refuse_pair
+from cotrain.sets import Source
+from cotrain.teacher import refuse_quantisation
 
 
 def run(cfg: RolloutConfig) -> None:
@@ -14,7 +17,26 @@ def run(cfg: RolloutConfig) -> None:
     if cfg.rollout.on_draft or cfg.rollout.rounds > 1:
         raise UserError("rollout.rounds, rollout.on_draft: for cotrain train, whose draft learns meanwhile")
     settle(cfg.threads, cfg.rollout.seed)
-    target, tokenizer = models(cfg)
-    texts = sampled(cfg, target, tokenizer, Path(cfg.output), cfg.draft.path)
-    path = texts.sample(cfg.kind, sampling(cfg.regime), source(cfg, cfg.kind, target, tokenizer))
+    with held(cfg.output) as folder:
+        asked, found = cfg.rollout, _prompts(cfg)
+        found.prompts(asked.texts if cfg.kind == "train" else asked.held_out_texts, asked.prompt_tokens, asked.seed)
+        target, tokenizer = models(cfg)
+        texts = sampled(cfg, target, tokenizer, folder, cfg.draft.path)
+        path = texts.sample(cfg.kind, sampling(cfg.regime), found)
     print(f"wrote {beside(path, 'parquet')}")
+
+
+def _prompts(cfg: RolloutConfig) -> Source:
+    """Where they come from, read before weights are loaded. Raises UserError for what cannot be sampled from."""
+    try:
+        target, tokenizer = outline(cfg.target.path, cfg.target.trust_remote_code)
+        refuse_quantisation(cfg.target.path, cfg.quantisation.kind, target.config)
+        if cfg.rollout.url:
+            server("rollout.url", cfg.rollout.url)
+        if cfg.draft.path:
+            refuse_pair(cfg.draft.path, cfg.target.path, cfg.target.trust_remote_code)
+        asked = cfg.rollout
+        fits("rollout.prompt_tokens", asked.prompt_tokens, "rollout.new_tokens", asked.new_tokens, holds(target.config))
+        return source(cfg, cfg.kind, target, tokenizer)
+    except (ValueError, OSError) as error:
+        raise UserError(" ".join(str(error).split())) from error

@@ -8,11 +8,12 @@ import torch
 from cotrain import bench, serving
 from cotrain.config import Bench, ServeCheckConfig
 from cotrain.errors import UserError
-from cotrain.folders import claim
+from cotrain.folders import claim, refuse
 from cotrain.job import models, objective, settle
+from cotrain.preconditions import server
 from cotrain.regimes import sampling
+from cotrain.served import refuse_pair, resolved
 from inference.atomic import write_atomic
-from inference.client import Client
 from inference.environment import environment
 from inference.pair import hash_target
 from inference.store import load_draft
@@ -23,7 +24,9 @@ def run(cfg: ServeCheckConfig) -> None:
     if cfg.url is None or cfg.draft.path is None:
         raise UserError("name the server with url= and the draft that it serves with draft.path=")
     settle(cfg.threads, 0)
-    client = Client(cfg.url, cfg.model)
+    refuse(cfg.output, cfg.overwrite)
+    client, path = server("url", cfg.url, cfg.model), resolved(cfg)
+    refuse_pair(cfg.draft.path, path, cfg.target.trust_remote_code)
     target, tokenizer = models(cfg)
     draft, _, made = load_draft(Path(cfg.draft.path), target=hash_target(target.config, tokenizer))
     torch.nn.Module.to(draft, target.device)
@@ -34,7 +37,7 @@ def run(cfg: ServeCheckConfig) -> None:
     size = Bench(prompts=cfg.prompts, quick_prompts=0, prompt_tokens=cfg.prompt_tokens, new_tokens=cfg.new_tokens,
                  parity_tokens=0, rows=cfg.at_once, minutes=0, interval=0.1, depths=[k], draft_dtype="auto",
                  draft_int8=False, compile=False, seed=0)  # fmt: skip
-    plan = bench.Plan(target, tokenizer, draft, sampling(cfg.regime), "token", size, (cfg.target.path, cfg.draft.path),
+    plan = bench.Plan(target, tokenizer, draft, sampling(cfg.regime), "token", size, (path, cfg.draft.path),
                       drafts)  # fmt: skip
     with claim(cfg.output, cfg.overwrite) as folder:
         found = serving.parity(plan, serving.over_http(client, plan), k, cfg.at_once)

@@ -9,11 +9,13 @@ from typing import Any, cast
 
 from omegaconf import OmegaConf
 
+from cotrain.check import check
 from cotrain.compare import FIGURES, compare, read
 from cotrain.compare import table as compared
 from cotrain.config import TrainConfig
 from cotrain.errors import UserError
-from cotrain.folders import claim, finished
+from cotrain.folders import claim, finished, refuse
+from cotrain.preconditions import require
 from cotrain.ranks import rank
 from cotrain.resume import kind
 from cotrain.train import distil
@@ -23,11 +25,6 @@ from inference.report import table
 def run(cfg: TrainConfig) -> float | None:
     """Check, or distil into `output` and print the table; a finished run only prints its table again. tau at the draft
     length of the checkpoints, in the regime, at the last step."""
-    if cfg.check:
-        from cotrain.check import check
-
-        print("\n".join(check(cfg)))
-        return None
     settings = dict(cast(dict[str, Any], OmegaConf.to_container(cast(Any, cfg), resolve=True)))
     for key in ("overwrite", "check", "output"):
         del settings[key]
@@ -35,9 +32,15 @@ def run(cfg: TrainConfig) -> float | None:
         if cfg.overwrite or not finished(cfg.output):
             distil(cfg, Path(cfg.output))
         return None
-    with claim(cfg.output, cfg.overwrite, settings, partial(kind, rounds=cfg.rollout.rounds)) as folder:
+    kinds = partial(kind, rounds=cfg.rollout.rounds)
+    state = refuse(cfg.output, cfg.overwrite, settings, kinds)
+    known = None if state == "finished" and not cfg.check else require(cfg)  # before what is there is replaced
+    if cfg.check and known:
+        print("\n".join(check(cfg, known)))
+        return None
+    with claim(cfg.output, cfg.overwrite, settings, kinds) as folder:
         if folder.state != "finished":
-            distil(cfg, folder.path)
+            distil(cfg, folder.path, known.sources if known else None)
             folder.finish()
         elif folder.changed:
             print(f"output={cfg.output} is finished, {', '.join(folder.changed)} came too late: cotrain bench measures "

@@ -10,8 +10,10 @@ import json
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from inference.bundled import resolve
 from inference.store import OBJECTIVES
 from inference.vllm_server import draft_model
 
@@ -123,6 +125,12 @@ def launch(engine: str, draft_path: str, target: str, k: int, objective: str) ->
     if k < 1:
         raise ValueError(f"export.k must be at least 1, not {k}")
     return row.command(draft_path, target, k, objective)
+
+
+def place(target: str) -> str:
+    """Where a server finds the target from any working folder: the absolute path of a folder, else the hub id."""
+    found = Path(resolve(target))
+    return str(found.absolute()) if found.is_dir() else target
 
 
 def caveats(engine: str, objective: str) -> list[str]:

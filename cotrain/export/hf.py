@@ -55,7 +55,9 @@ def export(
     metadata = changed(metadata, made={**metadata.made, "export": _made(engine, model)})
     with new_folder(Path(output), replace=replace) as new:
         write(model, tokenizer, new, metadata, report)
-        (new / "README.md").write_text(card(metadata, engine, str(output), report, remarks), encoding="utf-8")
+        (new / "README.md").write_text(
+            card(metadata, engine, str(Path(output).absolute()), report, remarks), encoding="utf-8"
+        )
         if problems := check(new):
             raise ValueError(f"{source} makes no folder that loads: " + "; ".join(problems))
     return Path(output)

@@ -24,6 +24,6 @@ ROWS_OF_BUGS = [
     ("padded_rows_anything", VOCABULARY, "0 if least is None else table.weight[least]", "table.weight[:1]", [X + "padded_rows_have_next_to_no_mass"], 22),
     ("padded_bias_zero", VOCABULARY, "BIAS = -1e4", "BIAS = 0.0", [X + "a_head_with_a_bias_gives_padded_rows_no_mass"], 22),
     ("export_any_report", HF, "digest(file) != found.report", "not found.report", [X + "what_cannot_serve_is_refused_and_nothing_written"], "a card shows figures that were not measured"),
-    ("card_names_no_folder", "cotrain/export/card.py", "resolve(target), k", "target, k", [X + "the_bundled_target_is_served_by_its_folder"], "the launch command serves a name that is no model"),
+    ("card_names_no_folder", "cotrain/export/card.py", "place(resolve(target)), k", "target, k", [X + "the_bundled_target_is_served_by_its_folder"], "the launch command serves a name that is no model"),
     ("check_extra_tensors_pass", "cotrain/export/check.py", "for name in unexpected]", "for name in []]", [X + "check_names_the_file[extra tensor]"], "config.json with fewer layers than the weights passes"),
 ]

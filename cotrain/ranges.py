@@ -1,0 +1,138 @@
+"""What the value of a setting may be. Every command checks its settings here before it does anything else."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from cotrain.errors import UserError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+DTYPES = ("auto", "float64", "float32", "bfloat16", "float16")
+COLDEST = 1e-5  # of inference.sampling, which takes torch to import; a test compares them
+
+
+class Rule(NamedTuple):
+    """fits: whether a value is one; words: what it may be, as an error says it."""
+
+    fits: Callable[[Any], bool]
+    words: str
+
+
+def _at_least(least: float) -> Rule:
+    return Rule(lambda value: value >= least, f"at least {least}")
+
+
+def _one_of(names: tuple[str, ...]) -> Rule:
+    return Rule(lambda value: value in names, f"one of {', '.join(names)}")
+
+
+SOME, ANY = _at_least(1), _at_least(0)  # counts that may not, and may, be 0
+POSITIVE = Rule(lambda value: 0 < value < math.inf, "above 0")
+SHARE = Rule(lambda value: 0 <= value <= 1, "from 0 to 1")
+FRACTION = Rule(lambda value: 0 < value <= 1, "above 0, at most 1")
+TEMPERATURE = Rule(lambda value: value == 0 or COLDEST <= value < math.inf, f"0 (greedy) or at least {COLDEST:g}")
+VERIFY = _one_of(("token", "block", "match", "coupled"))
+DTYPE = _one_of(DTYPES)
+
+# By key; of a list, each value. A key of one command alone is written `command:key`.
+RULES: dict[str, Rule] = {
+    "regime.temperature": TEMPERATURE,
+    "regime.top_k": ANY,
+    "regime.top_p": FRACTION,
+    "policy.k": SOME,
+    "generate:policy.k": ANY,
+    "verify": VERIFY,
+    "objective": _one_of(("sampled_draft", "greedy_draft")),
+    "target.dtype": DTYPE,
+    "draft.width": SOME,
+    "draft.layers": SOME,
+    "draft.intermediate": SOME,
+    "draft.head_dim": SOME,
+    "draft.kv_heads": SOME,
+    "loss.switch": SHARE,
+    "loss.hardest": FRACTION,
+    "init.cosine": ANY,
+    "data.block": _at_least(2),
+    "data.shares": SHARE,
+    "rollout.texts": SOME,
+    "rollout.held_out_texts": SOME,
+    "rollout.prompt_tokens": SOME,
+    "rollout.new_tokens": SOME,
+    "rollout.temperatures": TEMPERATURE,
+    "rollout.train_temperatures": TEMPERATURE,
+    "rollout.rows": SOME,
+    "rollout.rounds": SOME,
+    "rollout.on_draft": SHARE,
+    "optimizer.lr": POSITIVE,
+    "optimizer.weight_decay": ANY,
+    "trainer.steps": SOME,
+    "trainer.corpus_steps": ANY,
+    "trainer.batch": SOME,
+    "trainer.validations": SOME,
+    "trainer.patience": ANY,
+    "trainer.remember_mb": ANY,
+    "trainer.top": ANY,
+    "trainer.accumulate": SOME,
+    "trainer.clip": ANY,
+    "trainer.ema": Rule(lambda value: 0 <= value < 1, "from 0 (no average) to below 1"),
+    "trainer.devices": SOME,
+    "trainer.nodes": SOME,
+    "trainer.threads": ANY,
+    "bench.prompts": SOME,
+    "bench.quick_prompts": SOME,
+    "bench.prompt_tokens": SOME,
+    "bench.new_tokens": SOME,
+    "bench.parity_tokens": SOME,
+    "bench.rows": SOME,
+    "bench.draft_dtype": DTYPE,
+    "matrix.temperatures": TEMPERATURE,
+    "matrix.batches": SOME,
+    "matrix.k": SOME,
+    "synthetic": SHARE,
+    "max_new_tokens": SOME,
+    "k": SOME,
+    "prompts": SOME,
+    "generate:prompts": Rule(lambda value: True, "a file"),
+    "prompt_tokens": SOME,
+    "new_tokens": SOME,
+    "at_once": SOME,
+    "threads": ANY,
+    "rollout:kind": _one_of(("train", "held_out")),
+    "pretraining.steps": SOME,
+    "pretraining.batch": SOME,
+    "pretraining.minutes": POSITIVE,
+    "pretraining.validate_every": SOME,
+}
+
+
+def refuse(command: str, cfg: "DictConfig") -> None:
+    """Raise UserError for the first setting of `command` that is outside its range, with its key and value.
+
+    null is left to the types: where a key may be null, it means that nothing was chosen.
+    """
+    from omegaconf import OmegaConf
+
+    for key in (key for key in RULES if ":" not in key):
+        _refuse(key, rule(command, key), OmegaConf.select(cfg, key))
+    for key in (key.partition(":")[2] for key in RULES if key.startswith(f"{command}:")):
+        _refuse(key, rule(command, key), OmegaConf.select(cfg, key))
+
+
+def rule(command: str, key: str) -> Rule:
+    """The command's own, else that of all commands."""
+    return RULES.get(f"{command}:{key}") or RULES[key]
+
+
+def _refuse(key: str, rule: Rule, value: Any) -> None:
+    from omegaconf import ListConfig
+
+    if isinstance(value, Mapping):
+        for name, one in value.items():
+            _refuse(f"{key}.{name}", rule, one)
+    elif isinstance(value, ListConfig):
+        if not all(one is not None and rule.fits(one) for one in value):
+            raise UserError(f"{key}={list(value)}: each must be {rule.words}")
+    elif value is not None and not rule.fits(value):
+        raise UserError(f"{key}={value}: it must be {rule.words}")

@@ -1,0 +1,188 @@
+"""What a training run would stop at is refused before any weight is read, by `check=true` and by the run alike."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedModel
+
+from cotrain import check, ranges
+from cotrain.cli import main
+from cotrain.config import SCHEMAS
+from cotrain.sizes import size_of
+from cotrain.tokenizer import train_tokenizer
+from inference import sampling, turn
+from tests.folders import CONTEXT, network, own_texts, target_folder
+
+SIZES = """data.block=64 rollout.texts=8 rollout.held_out_texts=2 rollout.prompt_tokens=8 rollout.new_tokens=24
+rollout.temperatures=[1.0] trainer.steps=4 trainer.batch=2 trainer.validations=2 bench.prompts=2 bench.quick_prompts=1
+bench.prompt_tokens=8 bench.new_tokens=8 bench.depths=[2] policy.k=2 init.layers=[0]""".split()
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target, texts of its own, and what people name by mistake."""
+    place = tmp_path_factory.mktemp("mistakes")
+    target_folder(place / "target")
+    own_texts(place / "own.jsonl")
+    (place / "empty.jsonl").write_text("")
+    (place / "text.jsonl").write_text("no json\n")
+    (place / "file").write_text("")
+    shutil.copytree(place / "target", place / "bare")
+    (place / "bare" / "model.safetensors").unlink()
+    target_folder(place / "large", layers=3, hidden=128)
+    target_folder(place / "other", layers=1)
+    train_tokenizer(["another text, again and again " * 40], 290, CONTEXT).save_pretrained(place / "other")
+    (place / "foreign").mkdir()
+    (place / "foreign" / "thesis.tex").write_text("mine")
+    return place
+
+
+def command(place: Path, *settings: str) -> list[str]:
+    paths = [f"target.path={place / 'target'}", f"data.path={place / 'own.jsonl'}", f"output={place / 'out'}"]
+    return ["train", *paths, *SIZES, *(setting.replace("PLACE", str(place)) for setting in settings)]
+
+
+MISTAKES = {
+    "target.path=PLACE/nowhere": "target.path: ",
+    "target.path=PLACE/bare": "target.path: ",
+    "target.adapter=/nowhere": "target.adapter: /nowhere is no adapter",
+    "data.path=PLACE/none.jsonl": "data.path: no such file",
+    "data.path=PLACE/empty.jsonl": "data.path: ",
+    "data.column=body": "data.column: ",
+    "regime.temperature=-1": "regime.temperature=-1.0: it must be 0 (greedy) or at least",
+    "rollout.prompt_tokens=120": "rollout.prompt_tokens, rollout.new_tokens: prompts of 120 tokens and 24",
+    "rollout.texts=100000": "rollout.texts, rollout.held_out_texts: 100000 prompts asked",
+    "rollout.rounds=9": "rollout.rounds: ",
+    "rollout.url=http://127.0.0.1:9": "rollout.url=http://127.0.0.1:9: no OpenAI-compatible server answers",
+    "policy.k=-3 measure=false": "policy.k=-3: it must be at least 1",
+    "bench.new_tokens=121": "rollout.prompt_tokens, bench.new_tokens: prompts of 8 tokens and 121",
+    "trainer.batch=0": "trainer.batch=0: it must be at least 1",
+    "trainer.precision=bf17": "trainer.precision=bf17: ",
+    "trainer.cache=PLACE/file/x": "trainer.cache=",
+    "trainer.top=4 init.cosine=1 loss=kl": "trainer.top: ",
+    "loss.first=klx": "loss: 'klx'",
+    "quantisation.kind=nf3": "quantisation: 'nf3'",
+    "init=pretrained": "init.kind: 'pretrained'",
+    "init=pretrained draft.path=PLACE/large": "draft.path=PLACE/large: the draft has ",
+    "init=pretrained draft.path=PLACE/other": "draft.path=PLACE/other: a draft must use the target's token ids",
+    "init.layers=[0,1,0]": "init.layers=[0, 1, 0]: the draft has ",
+    "output=PLACE/foreign": "output=PLACE/foreign holds files",
+    "output=PLACE/foreign overwrite=true": "output=PLACE/foreign holds files",
+    "output=PLACE/file/x": "output=PLACE/file/x cannot be written",
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_check_and_run_refuse_alike_before_a_weight_is_read(
+    mistake: str, place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PreTrainedModel, "from_pretrained", None)
+    said = []
+    for way in ("check=true", "check=false"):
+        assert main(command(place, *mistake.split(), way)) in (1, 2)
+        said.append(capsys.readouterr().err.removeprefix("cotrain train: "))
+    assert said[0] == said[1]
+    assert said[0].startswith(MISTAKES[mistake].replace("PLACE", str(place))) and said[0].count("\n") == 1
+    assert not (place / "out").exists() and (place / "foreign" / "thesis.tex").read_text() == "mine"
+
+
+def test_a_mistake_leaves_the_run_that_was_to_be_replaced(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = place / "kept"
+    monkeypatch.setattr("cotrain.commands.train.distil", lambda cfg, path, sources: (path / "figures").write_text("1"))
+    main(command(place, f"output={run}", "measure=false"))  # which has no figures to print
+    assert (run / "figures").is_file()
+    assert main(command(place, f"output={run}", "overwrite=true", "data.path=/none.jsonl")) == 1
+    assert (run / "figures").is_file()
+    assert main(command(place, f"output={run}", "measure=false", "trainer.seed=7", "check=true")) == 1
+    assert "holds a run with trainer.seed=0 (now 7)" in capsys.readouterr().err
+
+
+def test_texts_that_were_read_by_the_preconditions_are_those_of_the_run(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    met: list[object] = []
+    monkeypatch.setattr("cotrain.commands.train.distil", lambda cfg, path, sources: met.append(sources))
+    main(command(place, "output=" + str(place / "texts")))
+    assert set(met[0]) == {"train", "held_out"}  # type: ignore[call-overload]
+
+
+def test_check_tells_the_drafts_own_size_a_prompt_and_time_by_phase(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target_folder(place / "small", layers=1)
+    assert main(command(place, "init=pretrained", f"draft.path={place / 'small'}", "check=true")) == 0
+    said = capsys.readouterr().out
+    small, target = (size_of(network(layers=layers)).parameters for layers in (1, 2))
+    assert f"{small / 1e6:.2f} M parameters, init pretrained" in said and f"{target / 1e6:.1f} M parameters" in said
+    assert all(f"  {phase}" in said for phase in ("sampling", "training", "measuring"))
+    assert "prompt        of 8 tokens, as the target sees it: '" in said and "10 texts" in said
+
+
+def test_memory_is_of_the_pretrained_draft_not_of_the_target(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hydra import compose, initialize_config_dir
+
+    from cotrain.config import register
+    from cotrain.overrides import quote
+    from cotrain.paths import folder
+    from cotrain.preconditions import require
+
+    target_folder(place / "tiny", layers=1)
+    register()
+    with initialize_config_dir(str(folder("conf")), version_base="1.3"):
+        ways = [compose("train", quote(command(place, *setting)[1:])) for setting in (
+            ["init=pretrained", f"draft.path={place / 'tiny'}"], ["init.layers=[0,1]"])]  # fmt: skip
+    one, whole = (check.estimate(cfg, require(cfg)) for cfg in ways)
+    parameters = [size_of(network(layers=layers)).parameters for layers in (1, 2)]
+    assert [one.draft, whole.draft] == parameters
+    assert whole.memory - one.memory == (parameters[1] - parameters[0]) * check.TRAINED_BYTES
+
+
+def test_experts_that_are_not_chosen_cost_nothing() -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, MixtralConfig
+
+    shape = {"hidden_size": 8, "intermediate_size": 4, "num_hidden_layers": 1, "num_attention_heads": 2,
+             "num_key_value_heads": 1, "vocab_size": 16, "num_experts_per_tok": 2}  # fmt: skip
+    with torch.device("meta"):
+        few, many = (AutoModelForCausalLM.from_config(MixtralConfig(**shape, num_local_experts=n)) for n in (4, 8))
+    assert size_of(many).parameters > size_of(few).parameters
+    router = 8 * 4  # a row an expert
+    assert size_of(many).active - size_of(few).active == router
+
+
+def test_every_rule_is_of_a_setting_that_there_is() -> None:
+    from omegaconf import OmegaConf
+
+    for key in ranges.RULES:
+        name, _, bare = key.rpartition(":")
+        schemas = [SCHEMAS[name]] if name else list(SCHEMAS.values())
+        found = [_has(OmegaConf.structured(schema), bare) for schema in schemas]
+        assert any(found), key
+    assert sampling.COLDEST == ranges.COLDEST and ranges.VERIFY.words == f"one of {', '.join(turn.RULES)}"
+
+
+def _has(schema: object, key: str) -> bool:
+    for part in key.split("."):
+        if part not in schema:  # type: ignore[operator]
+            return False
+        schema = schema._get_node(part)  # type: ignore[attr-defined]
+    return True
+
+
+def test_a_range_names_key_and_value(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, message in (
+        (["bench", "bench.rows=0"], "bench.rows=0: it must be at least 1"),
+        (["train", "trainer.steps=0"], "trainer.steps=0: it must be at least 1"),
+        (["train", "rollout.temperatures=[1,-1]"], "rollout.temperatures=[1.0, -1.0]: each must be 0 (greedy)"),
+        (["train", "policy.k=0"], "policy.k=0: it must be at least 1"),
+        (["generate", "policy.k=-1"], "policy.k=-1: it must be at least 0"),
+        (["rollout", "kind=test"], "kind=test: it must be one of train, held_out"),
+        (["serve_check", "k=0"], "k=0: it must be at least 1"),
+        (["pretrain", "pretraining.steps=0"], "pretraining.steps=0: "),
+        (["train", "data.shares={a: 2.0}"], "data.shares.a=2.0: "),
+    ):
+        assert main(arguments) == 1
+        assert capsys.readouterr().err.startswith(f"cotrain {arguments[0]}: {message}")
