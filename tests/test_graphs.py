@@ -42,7 +42,7 @@ def test_a_pass_is_one_copy_and_one_launch() -> None:
         lm = captured()
         assert isinstance(lm.run, Captured)
         for only in (None, torch.tensor([1, 0, 1, 1], device="cuda")):
-            window = lm._window(ids(4, 2), [1, 2, 3, 3], 0)
+            window = lm._window(ids(4, 2), [1, 2, 3, 3], 0, None)
             lm.run.logits(ids(4, 2), window, only)
             given = ids(4, 2)
             gpu.clear()
@@ -110,7 +110,7 @@ def test_graphs_are_gone_before_the_cache_grows() -> None:
         rest = gpu.live - old
         gpu.peak = gpu.live
         made = ids(4, 2)
-        lm.cache.aim(lm._window(made, [100, 2, 3, 3], 0))
+        lm.cache.aim(lm._window(made, [100, 2, 3, 3], 0, None))
         new = sum(store.keys.nbytes + store.values.nbytes for store in lm.cache.stores)
         assert new == 102 / 16 * old and gpu.peak < rest + new + old / 2
         lm.forward(made, [100, 2, 3, 3])

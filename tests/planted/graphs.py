@@ -21,5 +21,5 @@ ROWS_OF_BUGS = [
     ('folded_heads_in_another_order', 'inference/grouped_query.py', 'permute(0, 3, 1, 2, 4)', 'permute(0, 3, 2, 1, 4)', ['tests/test_graphs.py::test_masked_attention_reads_keys_and_values_once[5-101-2-sm80]'], 'heads change places'),
     ('slots_double_past_the_context', 'inference/cache.py', 'return min(max(window.limit, 2 * self.slots), self.context)', 'return max(window.limit, 2 * self.slots)', ['tests/test_memory.py::test_slots_stay_within_the_context_and_the_drafts_of_a_round'], 'twice the memory that a context can fill'),
     ('spare_slots_not_counted', 'inference/memory.py', 'return (rows + spare_slots(rows)) * slots', 'return rows * slots', ['tests/test_memory.py::test_estimates_are_what_is_held_with_waiting_prompts'], 'a third of the keys and values is not in the estimate'),
-    ('outgrown_rows_take_slots', 'inference/proposers/independent.py', 'len(text) + depth if wanted else stored', 'len(text) + depth', ['tests/test_memory.py::test_a_row_longer_than_the_draft_can_hold_takes_no_slots_there'], 'slots for a text that is not drafted for'),
+    ('outgrown_rows_take_slots', 'inference/proposers/independent.py', 'follows = [len(text) if wanted else stored for', 'follows = [len(text) for', ['tests/test_memory.py::test_a_row_longer_than_the_draft_can_hold_takes_no_slots_there'], 'slots for a text that is not drafted for'),
 ]

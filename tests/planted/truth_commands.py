@@ -13,7 +13,7 @@ ROWS_OF_BUGS = [
     ("larger_draft_passes", WAYS, "        if ours > theirs:", "        if ours > 100 * theirs:", [ALIKE + "[init=pretrained draft.path=PLACE/large]"], "a draft larger than its target is trained in silence"),
     ("data_is_read_late", WAYS, "    if cfg.data.path is None:\n        return {}", "    if True:\n        return {}", [ALIKE + "[data.column=body]"], 50),
     ("weights_are_missed_late", WAYS, "    _weights(key, place)\n", "", [ALIKE + "[target.path=PLACE/bare]"], 50),
-    ("check_overlooks_the_output", "cotrain/commands/train.py", "    refuse(cfg.output, cfg.overwrite, settings)\n", "", [ALIKE + "[output=PLACE/foreign]"], 50),
+    ("check_overlooks_the_output", "cotrain/commands/train.py", "state = refuse(cfg.output, cfg.overwrite, settings, kinds)", 'state = "new"', [ALIKE + "[output=PLACE/foreign]"], 50),
     ("pretrained_draft_sized_as_the_target", "cotrain/draft.py", "            return AutoModelForCausalLM.from_config(config)\n", "            return AutoModelForCausalLM.from_config(target.config)\n", [P + "check_tells_the_drafts_own_size_a_prompt_and_time_by_phase"], "139 GiB are asked for a recipe of 35"),
     ("all_experts_are_active", "cotrain/sizes.py", '(share if ".experts." in name else 1.0)', "1.0", [P + "experts_that_are_not_chosen_cost_nothing"], "a dense draft of a sparse target passes for the cheaper model"),
     ("bench_forgets_the_folders_target", "cotrain/served.py", '        cfg.target.path = made.target["name"]\n', '        cfg.target.path = "bundled"\n', [CLI + "the_target_is_the_one_that_the_folder_names"], "a draft is measured against another target"),
