@@ -74,6 +74,9 @@ def refuse(
     state that `claim` would find."""
     path = Path(path)
     _usable(path)
+    if (path / LOCK).exists():
+        with _locked(path):
+            pass
     state: State = "new"
     marker = _read(path)
     if marker is not None and not overwrite and marker["state"] != "emptying":
@@ -81,9 +84,6 @@ def refuse(
         changed = _compare(path, marker["settings"], wanted, kind or (lambda *_: "other"))
         state = "unfinished" if "longer" in changed.values() else marker["state"]
     writable("output", path)
-    if (path / LOCK).exists():
-        with _locked(path):
-            pass
     return state
 
 

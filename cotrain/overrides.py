@@ -11,6 +11,7 @@ from cotrain.paths import folder
 TEXT = frozenset({"prompt"})
 FREE_TEXT = TEXT | {"prompts", "path", "adapter", "folder", "cache", "output", "log", "url", "check", "report",
                     "export", "vllm"}  # fmt: skip
+MAPPINGS = ("data.template", "data.shares", "data.embedded_shares", "data.bytes", "data.held_out_bytes")
 _SETTING = re.compile(r"(?P<sign>\+{0,2})(?P<key>\w[\w.@:/-]*)=(?P<value>.*)", re.DOTALL)
 
 
@@ -29,9 +30,16 @@ def is_setting(argument: str) -> bool:
 
 def _quoted(argument: str) -> str:
     setting = _SETTING.fullmatch(argument)
+    if setting is not None and not setting["sign"] and _opens(setting["key"], setting["value"]):
+        return f"++{argument}"
     if setting is None or not _literal(setting["key"], setting["value"]):
         return argument
     return f"{setting['sign']}{setting['key']}={literal(setting['value'])}"
+
+
+def _opens(key: str, value: str) -> bool:
+    """Whether a mapping is given names of the user's own, which Hydra takes for keys that are not there."""
+    return (key in MAPPINGS and value.startswith("{")) or key.startswith(tuple(f"{name}." for name in MAPPINGS))
 
 
 def _literal(key: str, value: str) -> bool:

@@ -30,6 +30,7 @@ def _one_of(names: tuple[str, ...]) -> Rule:
 
 SOME, ANY = _at_least(1), _at_least(0)  # counts that may not, and may, be 0
 POSITIVE = Rule(lambda value: 0 < value < math.inf, "above 0")
+NOT_NEGATIVE = Rule(lambda value: 0 <= value < math.inf, "at least 0")
 SHARE = Rule(lambda value: 0 <= value <= 1, "from 0 to 1")
 FRACTION = Rule(lambda value: 0 < value <= 1, "above 0, at most 1")
 TEMPERATURE = Rule(lambda value: value == 0 or COLDEST <= value < math.inf, f"0 (greedy) or at least {COLDEST:g}")
@@ -102,7 +103,7 @@ RULES: dict[str, Rule] = {
     "rollout:kind": _one_of(("train", "held_out")),
     "pretraining.steps": SOME,
     "pretraining.batch": SOME,
-    "pretraining.minutes": POSITIVE,
+    "pretraining.minutes": NOT_NEGATIVE,
     "pretraining.validate_every": SOME,
 }
 

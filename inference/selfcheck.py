@@ -122,11 +122,11 @@ def _form(model: PreTrainedModel, context: int) -> tuple[str | None, str]:
 def narrow(config: PreTrainedConfig, context: int) -> Iterator[bool]:
     """While it lasts, windows of a config that are wider than the rows of the check are narrow; whether it has any that
     a text of `context` ids can leave."""
-    wide = {key: getattr(config, key, None) for key in WINDOWS}
-    wide = {key: width for key, width in wide.items() if isinstance(width, int) and 0 < width < context}
+    found = ((key, getattr(config, key, None)) for key in WINDOWS)
+    wide = {key: width for key, width in found if isinstance(width, int) and 0 < width < context}
     try:
         for key, width in wide.items():
-            setattr(config, key, min(int(width), NARROW))
+            setattr(config, key, min(width, NARROW))
         yield bool(wide)
     finally:
         for key, width in wide.items():

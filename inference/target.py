@@ -149,7 +149,7 @@ class LM:
 
     def _known(self, ids: Tensor) -> Tensor:
         """Ids that the model has no row for, as its last one."""
-        return ids.clamp(max=self.size - 1) if self.vocabulary > self.size else ids
+        return ids.clamp(max=self.size - 1) if self.vocabulary != self.size else ids
 
     def _aimed(self, ids: Tensor, start: Sequence[int], low: int, at: Tensor | None) -> Window:
         window = self._window(ids, start, low, at)

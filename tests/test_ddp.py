@@ -51,9 +51,11 @@ def test_two_processes_train_what_one_would(place: Path, name: str, request: pyt
     two, one = request.getfixturevalue(name), trained(place, "alone")  # a finished run says its table again
     for step in (2, 5):
         ours, theirs = weights(one, step), weights(two, step)
-        moved = max((ours[name] - weights(one, 0)[name]).abs().max() for name in ours)
-        apart = max((ours[name] - theirs[name]).abs().max() for name in ours)
-        assert apart < 0.02 * moved and moved > 1e-4
+        start = weights(one, 0)
+        # by their norms: Adam moves a weight whose gradient is mere rounding as far as any other
+        moved = sum((ours[name] - start[name]).double().square().sum() for name in ours).sqrt()
+        apart = sum((ours[name] - theirs[name]).double().square().sum() for name in ours).sqrt()
+        assert apart < 0.02 * moved and moved > 1e-2
     assert (two / "draft" / "report.json").exists() and not list(two.rglob("*.lock"))
 
 
@@ -79,7 +81,7 @@ def test_parts_that_were_killed_end_as_if_they_had_not_been(place: Path, parts: 
     ("settings", "said"),
     [
         (("trainer.devices=2", "trainer.batch=3"), "trainer.batch: 3 texts are not as many for each of 2 devices"),
-        (("trainer.devices=0",), "trainer.devices, trainer.nodes: at least 1, not 0 and 1"),
+        (("trainer.devices=0",), "trainer.devices=0: it must be at least 1"),
         (("draft.held=int3",), "draft.held: 'int3' is none of none, int8, nf4"),
         (("draft.held=int8", "trainer.ema=0.9"), "draft.held, trainer.ema: one of them"),
         (("trainer.strategy=fsdp2", "trainer.ema=0.9"), "trainer.ema, trainer.strategy: one of them"),

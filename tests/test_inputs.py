@@ -19,9 +19,22 @@ from tests.folders import tokenizer
 
 
 def given(path: Path | str, **changed: object) -> Data:
-    settings = {"path": str(path), "column": "text", "split": "train", "bytes": {}, "held_out_bytes": {}, "block": 8,
-                "template": {}, "on_target": False, "shares": {}, "config": None, "chat": False, "streaming": False,
-                "take": 1000}  # fmt: skip
+    settings = {
+        "path": str(path),
+        "column": "text",
+        "split": "train",
+        "bytes": {},
+        "held_out_bytes": {},
+        "block": 8,
+        "template": {},
+        "on_target": False,
+        "shares": {},
+        "embedded_shares": {},
+        "config": None,
+        "chat": False,
+        "streaming": False,
+        "take": 1000,
+    }
     return Data(**(settings | changed))  # type: ignore[arg-type]
 
 

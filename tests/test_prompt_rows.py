@@ -18,6 +18,7 @@ from cotrain.inputs import made_from
 from cotrain.prompt_rows import PromptRows, TextStarts
 from cotrain.rollout import Ask, Own
 from cotrain.sets import Sampled, joined, sampled_part
+from cotrain.splits import SPLITS
 from cotrain.teacher import split
 from inference import Engine, Sampling
 from tests.folders import few_files, network, tokenizer
@@ -46,7 +47,7 @@ TEXTS = [f"number {i} " + "of many words " * (i % 9) for i in range(80)]
 def test_a_row_is_one_prompt_from_its_start(tmp_path: Path, column: str) -> None:
     words = starting()
     path = rows(tmp_path / "own.jsonl", column, TEXTS)
-    found = [ids for part in ("train", "held_out") for ids in source_of(given(path), part, words).several(1000, 0)]
+    found = [ids for part in SPLITS for ids in source_of(given(path), part, words).several(1000, 0)]
     assert sorted(found) == sorted(words(text)["input_ids"] for text in TEXTS) and {ids[0] for ids in found} == {START}
 
 

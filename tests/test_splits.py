@@ -18,6 +18,7 @@ from cotrain.rollouts import read, texts
 from cotrain.splits import SPLITS, Prompts, apart, refuse_shared, shared, split_of
 from inference.bundled import NAME, resolve
 from tests.folders import tokenizer
+from tests.test_inputs import given
 
 
 def test_content_decides_about_the_split() -> None:
@@ -57,7 +58,7 @@ def test_a_run_with_own_data_times_on_prompts_of_no_other_split(tmp_path: Path, 
     """Every row comes twice, so that no order and no index could keep them apart."""
     path = tmp_path / "own.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows_of(kind) * 2), encoding="utf-8")
-    data = SimpleNamespace(path=str(path), column="text", split="train", block=16, template={})
+    data = given(path, column="text", block=16)
     ask = SimpleNamespace(prompt_tokens=40 if kind == "conversations" else 16, seed=0)
     target = SimpleNamespace(generation_config=None, config=SimpleNamespace(eos_token_id=None))
     job = Job(SimpleNamespace(data=data, rollout=ask), tmp_path, target, tokenizer())  # type: ignore[arg-type]

@@ -332,7 +332,18 @@ def test_rollout_writes_a_set(place: Path) -> None:
 
 
 def test_check_says_what_a_run_needs_and_writes_nothing(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert job(place, "checked", "check=true", "init=scratch") == 0
+    assert (
+        job(
+            place,
+            "checked",
+            "check=true",
+            "init=scratch",
+            "draft.width=32",
+            "draft.head_dim=16",
+            "draft.intermediate=64",
+        )
+        == 0
+    )
     lines = capsys.readouterr().out.splitlines()
     said = {line.split()[0]: line for line in lines}
     assert {"target", "draft", "vocabulary", "memory", "disk", "steps", "duration"} <= set(said)

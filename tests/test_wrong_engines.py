@@ -24,6 +24,13 @@ HALF, SINGLE, DOUBLE = torch.bfloat16, torch.float32, torch.float64
 DTYPES = pytest.mark.parametrize("dtype", [SINGLE, HALF], ids=["float32", "bfloat16"])
 
 
+@pytest.fixture(autouse=True)
+def unchecked(monkeypatch):
+    """The verdict must see by itself what the check of a new engine sees too."""
+    monkeypatch.setattr("inference.target.lean_agrees", lambda model, context: True)
+    monkeypatch.setattr("inference.target.form_of", lambda model, context: "one")
+
+
 def prompts(rows):
     return [[1 + i % 7, (3 * i) % V, i % 5] for i in range(rows)]
 
