@@ -13,7 +13,7 @@ from torch import Tensor
 
 from inference.recording import pool_for, recorded
 
-MOST = 64  # recordings that are kept
+MOST = 256  # recordings that are kept
 
 Inputs = Mapping[str, Tensor]
 Run = Callable[[Inputs], Any]  # inputs -> tensors, without a read on the host

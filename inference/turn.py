@@ -128,7 +128,7 @@ class Turn:
 
     @cached_property
     def _gumbel(self) -> Tensor:
-        start, depth = self.send()["start"], torch.arange(max(self.k) + 1, device=self.device)
+        start, depth = self.send()["start"], torch.arange(self._numbers.shape[-1], device=self.device)
         return streams.gumbel_after(self._states, start.unsqueeze(1) + depth, self.vocabulary)
 
     @cached_property
@@ -137,12 +137,13 @@ class Turn:
 
     @cached_property
     def _numbers(self) -> Tensor:
-        """Uniforms (S, A, K+1)."""
-        return self._streams(max(self.k) + 1)
+        """Uniforms (S, A, K+1), on a GPU as many as there are, so that a recording serves rounds of any K."""
+        made = 0 if self.device.type == "cpu" else self.noise.table.shape[-1]
+        return self._streams(max(max(self.k) + 1, made))
 
     @property
     def _uniforms(self) -> dict[int, Tensor]:
-        """Uniforms (A, K+1) of each stream."""
+        """Uniforms (A, K+1 or more) of each stream."""
         return dict(zip((streams.DRAFT, streams.ACCEPT, streams.RESIDUAL), self._numbers, strict=True))
 
     def _streams(self, depths: int) -> Tensor:
@@ -198,7 +199,7 @@ class Turn:
     @property
     def key(self) -> Hashable:
         """All that laws, draws and verdict depend on but tensors."""
-        return type(self), self.rule, max(self.k), self.batch.key
+        return type(self), self.rule, self.batch.key
 
     @property
     def steady(self) -> frozenset[str]:

@@ -91,16 +91,14 @@ class Independent:
         # single steps may still follow, with no copy of their own
         lacking = self._lacking(turn.texts, k)
         sent = self.sent = turn.send(k, last=[text[-2:] for text in turn.texts], ends=ends, **lacking)
-        found, made = None, self.longest
+        found, (last, at) = None, self._here(sent["last"], sent["ends"])
         if simple:
-            last, at, u, temperature = self._here(sent["last"], sent["ends"], *turn.simple(made))
-            found = self.lm.draft(last, ends, u, temperature, greedy, at)
+            found = self.lm.draft(last, ends, *self._here(*turn.simple(self.longest)), greedy, at)
         if found is None:
-            made, (last, at) = K, self._here(sent["last"], sent["ends"])
-            found = self.lm.draft_for(turn, K, self.greedy, last, ends, at)
+            found = self.lm.draft_for(turn, self.longest, self.greedy, last, ends, at)
         if found is None:
             return None
-        self.stored = [end + made - 1 for end in ends]
+        self.stored = [end + self.longest - 1 for end in ends]
         return Proposal(found[0][:, :K], found[1][:, :K], k)
 
     def _stepwise(self, turn: Round, k: list[int], K: int) -> Proposal:
