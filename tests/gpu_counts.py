@@ -100,7 +100,7 @@ if __name__ == "__main__":
     report = {
         "rows": ROWS, "k": K, "unit": "a round", "estimate": f"arithmetic, not measured: {LAUNCH} us a launch, "
         f"{COPY} us a copy, {WAIT} us a call that waits; a launch costs the same at 8B; "
-        f"the {HOST} us of Python a round are not in it, before or after", "after": table(), "environment": environment(),
+        f"{HOST} us of Python a round are not in it, before or after", "after": table(), "environment": environment(),
     }  # fmt: skip
     if len(sys.argv) > 1:
         place = Path(sys.argv[1])

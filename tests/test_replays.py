@@ -98,12 +98,16 @@ def test_inputs_have_one_place_and_recordings_one_bound(monkeypatch: pytest.Monk
         assert len(replays.recordings) <= 3
 
 
-def test_ngrams_and_padded_vocabularies_are_recorded_too() -> None:
+@pytest.mark.parametrize("kind", ["ngram", "padded"])
+def test_ngrams_and_padded_vocabularies_are_recorded_too(kind: str) -> None:
     """A draft with more rows than there are ids drafts at once; n-gram drafts have no laws."""
-    for make in (NGram, lambda: Independent(near(tiny(vocab=40, layers=1)).to(here), compile=here != "cpu")):
-        found = []
-        for here in ("cpu", "cuda"):
-            with standin.device() as gpu:
-                engine = Engine(tiny().to(here), make(), policy=Fixed(2), rows=2, compile=here == "cuda")
-                found.append(engine.generate(PROMPTS, max_new_tokens=4, sampling=CUTS[:4], ignore_eos=True).tokens)
-        assert found[0] == found[1] and gpu.recordings
+
+    def found(device: str) -> list[list[int]]:
+        draft = Independent(near(tiny(vocab=40, layers=1)).to(device), compile=device != "cpu")
+        proposer = NGram() if kind == "ngram" else draft
+        engine = Engine(tiny().to(device), proposer, policy=Fixed(3), rows=3, compile=device != "cpu")
+        return engine.generate(PROMPTS, max_new_tokens=4, sampling=CUTS[:4], ignore_eos=True).tokens
+
+    wanted = found("cpu")
+    with standin.device() as gpu:
+        assert found("cuda") == wanted and gpu.recordings
