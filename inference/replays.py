@@ -20,7 +20,8 @@ Run = Callable[[Inputs], Any]  # inputs -> tensors, without a read on the host
 
 
 class Replays:
-    """device: of all inputs, a GPU. Where recording fails, nothing is recorded any more, with one warning."""
+    """device: of all inputs; on a CPU functions run without a graph. Where recording fails, nothing is
+    recorded any more, with one warning."""
 
     failed = False
 
@@ -45,9 +46,7 @@ class Replays:
             except RuntimeError as error:
                 self._fail(error)
                 return None
-        graph, result = self.recordings[key]
-        graph.replay()
-        return result
+        return self.recordings[key]()
 
     def _given(self, inputs: Inputs, steady: frozenset[str]) -> dict[str, Tensor]:
         """The inputs where recordings read them."""
@@ -75,11 +74,20 @@ class Replays:
             self._forget()
         if not self.recordings:
             self.pool = pool_for(self.device)
+        if self.device.type != "cuda":
+            self.recordings[key] = lambda: run(given)
+            return
         with torch.cuda.device(self.device):  # a capture is of the current device's stream
-            self.recordings[key] = recorded(lambda: run(given), self.pool)
+            graph, result = recorded(lambda: run(given), self.pool)
+
+        def replayed() -> Any:
+            graph.replay()
+            return result
+
+        self.recordings[key] = replayed
 
     def _forget(self) -> None:
-        self.recordings: dict[Hashable, tuple[Any, Any]] = {}
+        self.recordings: dict[Hashable, Callable[[], Any]] = {}
         self.held: dict[str, Tensor] = {}  # what was last copied to each place
 
     def _fail(self, error: RuntimeError) -> None:
