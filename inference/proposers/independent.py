@@ -93,7 +93,8 @@ class Independent:
         sent = self.sent = turn.send(k, last=[text[-2:] for text in turn.texts], ends=ends, **lacking)
         found, (last, at) = None, self._here(sent["last"], sent["ends"])
         if simple:
-            found = self.lm.draft(last, ends, *self._here(*turn.simple(self.longest)), greedy, at)
+            u, temperature = self._here(*turn.simple(self.longest))
+            found = self.lm.draft(last, ends, u, temperature, greedy, at)
         if found is None:
             found = self.lm.draft_for(turn, self.longest, self.greedy, last, ends, at)
         if found is None:
