@@ -4,7 +4,8 @@ A rows. Settings are copied when rows come or go; what changes from round to rou
 in one buffer, pinned where there is a GPU, so that the copy does not wait for the device.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from copy import copy
 from functools import cached_property
 
 import torch
@@ -14,6 +15,7 @@ from inference.history import History
 from inference.processors import needs_history
 from inference.regimes import Regimes
 from inference.rows import Row
+from inference.streams import gumbel_states
 
 Numbers = Sequence[int] | Sequence[list[int]]  # one a row, or a list of one length a row
 
@@ -26,6 +28,7 @@ class Batch:
         sampling = [row.sampling for row in rows]
         self.regimes = Regimes(sampling, device)
         self.history = History(rows, vocabulary, device) if any(map(needs_history, sampling)) else None
+        self.states: dict[int, Tensor] = {}  # by seed
         self.own = [a for a, one in enumerate(sampling) if one.processors]  # rows with processors of their own
 
     def holds(self, rows: Sequence[Row]) -> bool:
@@ -36,6 +39,34 @@ class Batch:
     def ids(self) -> Tensor:
         """Row ids (A,)."""
         return torch.tensor([row.id for row in self.rows], device=self.device)
+
+    @property
+    def key(self) -> Hashable:
+        """All that laws depend on but logits, ids and tensors."""
+        return self.regimes.key, self.history.key if self.history else None
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Settings on the device, by name."""
+        parts = {"regimes": self.regimes, "history": self.history} if self.history else {"regimes": self.regimes}
+        return {f"{part}.{name}": value for part, settings in parts.items() for name, value in vars(settings).items()
+                if isinstance(value, Tensor)}  # fmt: skip
+
+    def on(self, tensors: Mapping[str, Tensor]) -> "Batch":
+        """These settings, read from other tensors of the names and shapes of `tensors`."""
+        made = copy(self)
+        made.regimes, made.history = self.regimes.general(), copy(self.history)
+        for name, value in tensors.items():
+            part, _, field = name.partition(".")
+            if field:
+                setattr(getattr(made, part), field, value)
+        return made
+
+    def gumbel_states(self, seed: int) -> Tensor:
+        """`streams.gumbel_states` of the rows, made once."""
+        if seed not in self.states:
+            self.states = {seed: gumbel_states(seed, self.ids)}
+        return self.states[seed]
 
 
 def send(device: torch.device, **numbers: Numbers) -> dict[str, Tensor]:

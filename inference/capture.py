@@ -10,7 +10,7 @@ one test covers both.
 
 import warnings
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, arange
@@ -18,7 +18,10 @@ from transformers import PreTrainedModel
 
 from inference.cache import SlotCache, Window
 from inference.forward import SHORT, Lean
+from inference.proposer import Round
 from inference.recording import Recording, bits, numbers_of, pool_for, repeated
+from inference.replays import Replays
+from inference.sampling import certain
 from inference.step import Drafting, Step
 
 FEWEST = 64  # slots of the smallest bucket
@@ -61,6 +64,36 @@ class Captured(Lean):
         bucket = self._rows(A), f"{k} drafts", self._slots(window), greedy
         found = self._called(bucket, columns, lambda *bucket: self._drafting(k, *bucket))
         return None if found is None else (found[0][:A], found[1][:A])
+
+    def draft_for(
+        self, turn: Round, k: int, greedy: bool, tails: Tensor, ends: Tensor, window: Window, fit: Callable[..., Tensor]
+    ) -> tuple[Tensor, Tensor] | None:
+        """As `draft`, k drafts by the round's own laws and draws, whatever its settings; greedy: the likeliest tokens.
+        fit: logits of the model -> of the round's vocabulary. None also where the round is of another device."""
+        inputs = turn.inputs() if self._ready(tails, window) else None
+        if inputs is None or inputs["start"].device != self.model.device:
+            return None
+        slots = self._slots(window)
+        found: tuple[Tensor, Tensor] | None = self.replays(
+            ("drafts", k, greedy, slots, turn.key), inputs | {"last": tails, "ends": ends}, turn.steady,
+            lambda: self._choosing(turn, k, greedy, slots, fit),
+        )  # fmt: skip
+        return found
+
+    def _choosing(self, turn: Round, k: int, greedy: bool, slots: int, fit: Callable[..., Tensor]) -> Any:
+        step, stored = Drafting(self.weights, self.shape, k), self._stored(slots)
+
+        def run(given: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+            here = turn.on(given)
+
+            def chosen(logits: Tensor, drafts: list[Tensor]) -> tuple[Tensor, Tensor]:
+                law = here.law(fit(logits), drafts)
+                law = certain(law) if greedy else law
+                return here.draw(law, len(drafts)), law
+
+            return step.chosen(chosen, given["last"], given["ends"], *stored)
+
+        return run
 
     def _ready(self, ids: Tensor, window: Window) -> bool:
         """Whether a pass is replayed. Finds new weights, and angles for new slots, which drop the graphs."""
@@ -125,6 +158,7 @@ class Captured(Lean):
 
     def _forget(self) -> None:
         self.graphs: dict[Bucket, Recording] = {}
+        self.replays = Replays(self.model.device)
 
 
 def _power(size: int) -> int:

@@ -16,6 +16,7 @@ from inference.memory import spare_slots
 from inference.policy import Fixed, Policy, lengths_of
 from inference.proposer import Proposal, Proposer
 from inference.proposers.independent import store_prompts
+from inference.replays import Replays
 from inference.rows import Row
 from inference.sampling import Sampling
 from inference.stats import Counts, Stats
@@ -111,6 +112,7 @@ class Engine:
         self.spare = spare_slots(rows)
         vocabulary = _vocabulary(target, tokenizer)
         self.target = LM(target, rows, vocabulary, context, compile=compile, spare=self.spare)
+        self.replays = Replays(self.target.device) if self.target.replayed else None
         self.ends = ends_of(target)
         self.current: _Run | None = None  # whose rows hold the slots
 
@@ -221,7 +223,8 @@ class Engine:
         # a draft past a row's last token could never be emitted
         k = [0 if row.alone else min(length, row.limit - row.emitted - 1)
              for length, row in zip(wanted, run.active, strict=True)]  # fmt: skip
-        turn = Turn(run.active, k, self.rule, run.noise, self.target.vocabulary, self.target.device, run.batch)
+        turn = Turn(run.active, k, self.rule, run.noise, self.target.vocabulary, self.target.device, run.batch,
+                    self.replays)  # fmt: skip
         run.batch = turn.batch
         return turn
 

@@ -5,15 +5,13 @@ order: bias, repetition, presence, frequency, banned, minimum length. Own proces
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from inference.rows import Row
 from inference.sampling import wide
-
-Words = tuple[Tensor, Tensor, Tensor]  # rows (M,), prefixes (M, L) padded with -1 on the left, last ids (M,)
 
 
 class History:
@@ -34,7 +32,7 @@ class History:
         table = torch.tensor(penalties, dtype=torch.float64, device=device)
         self.repetition, self.presence, self.frequency, self.least = table.view(-1, 4, 1, 1).unbind(1)
         self.words = self._words()
-        self.width = self.words[1].shape[1] if self.words else 0  # ids before a place that bans read
+        self.width = 0 if self.words is None else self.words.shape[1] - 2  # ids before a place that bans read
         self.counted = [len(row.text) for row in rows]
         if self.penalised:
             self.prompt = self._counts([row.text[: row.prompt] for row in rows]) > 0  # (A, V)
@@ -73,6 +71,11 @@ class History:
             out = out.masked_fill(early.unsqueeze(-1) & self.held.unsqueeze(1), -math.inf)
         return out
 
+    @property
+    def key(self) -> Hashable:
+        """All that `__call__` depends on but its arguments and tensors."""
+        return self.penalised
+
     def _penalise(self, logits: Tensor, made: Tensor) -> Tensor:
         """made (A, n, V): how often each id was generated before each place."""
         there, dtype = made > 0, logits.dtype
@@ -90,9 +93,10 @@ class History:
         before = (torch.arange(K, device=x.device) < place).to(found.dtype)  # (n, K)
         return found.scatter_add_(2, x.unsqueeze(1).expand(A, n, K), before.expand(A, n, K))
 
-    def _ban(self, logits: Tensor, text: Tensor, first: int, words: Words) -> Tensor:
-        """-inf on ids that would complete a word: text (A, L + K), tails and drafts."""
-        rows, prefixes, last = words
+    def _ban(self, logits: Tensor, text: Tensor, first: int, words: Tensor) -> Tensor:
+        """-inf on ids that would complete a word: text (A, L + K), tails and drafts; words as
+        `_words`."""
+        rows, last, prefixes = words[:, 0], words[:, 1], words[:, 2:]
         n, L = logits.shape[1], prefixes.shape[1]
         if L:
             read = text.unfold(1, L, 1)[:, first : first + n][rows]  # (M, n, L)
@@ -104,16 +108,15 @@ class History:
         lost = torch.zeros_like(completes, dtype=logits.dtype).masked_fill_(completes, -math.inf)
         return logits.flatten().scatter_add(0, flat.flatten(), lost.flatten()).view_as(logits)
 
-    def _words(self) -> Words | None:
-        """All banned words of all rows."""
+    def _words(self) -> Tensor | None:
+        """All banned words of all rows (M, 2 + L): row, last id, and the ids before it, padded with -1 on the left."""
         found = [(a, word) for a, row in enumerate(self.rows) for word in row.sampling.banned]
         if not found:
             return None
         width = max(len(word) for _, word in found) - 1
         prefixes = [_last(list(word[:-1]), width) for _, word in found]
-        rows = torch.tensor([[a, word[-1], *prefix] for (a, word), prefix in zip(found, prefixes, strict=True)],
-                            device=self.device)  # fmt: skip
-        return rows[:, 0].contiguous(), rows[:, 2:].contiguous(), rows[:, 1].contiguous()
+        rows = zip(found, prefixes, strict=True)
+        return torch.tensor([[a, word[-1], *prefix] for (a, word), prefix in rows], device=self.device)
 
     def _held(self, ends: list[frozenset[int]]) -> Tensor | None:
         """Which ids (A, V) end a row that must go on for a while."""

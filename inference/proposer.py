@@ -1,6 +1,6 @@
 """What a proposer kind reads and returns: the interface between drafting and the engine."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -45,6 +45,20 @@ class Round(Protocol):
 
     def draw(self, law: Tensor, depth: int) -> Tensor:
         """Ids (A,) drawn from law (A, V) with the noise of this depth (0-based)."""
+
+    def inputs(self) -> dict[str, Tensor] | None:
+        """By name, the tensors that laws and draws read; None where they read more than tensors."""
+
+    def on(self, given: Mapping[str, Tensor]) -> "Round":
+        """Its laws and draws, read from other tensors of the names and shapes of `inputs`."""
+
+    @property
+    def key(self) -> Hashable:
+        """All that laws and draws depend on but tensors."""
+
+    @property
+    def steady(self) -> frozenset[str]:
+        """Of `inputs`, those whose values change only together with their tensor."""
 
 
 class Proposer(Protocol):

@@ -28,7 +28,7 @@ class Recording:
         self.buffer[: len(first)] = first
         if self.buffer.device.type == "cuda":
             with torch.cuda.device(self.buffer.device):  # a capture is of the current device's stream
-                self.graph, self.result = _recorded(lambda: run(self.buffer), pool)
+                self.graph, self.result = recorded(lambda: run(self.buffer), pool)
 
     def __call__(self, columns: Sequence[Tensor]) -> Any:
         """parts (A, c), A <= rows -> what `run` gives for them and for the rows after; valid until the next call of
@@ -45,7 +45,7 @@ def pool_for(device: torch.device) -> Any:
     return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
 
-def _recorded(run: Callable[[], Any], pool: Any) -> tuple[Any, Any]:
+def recorded(run: Callable[[], Any], pool: Any) -> tuple[Any, Any]:
     """A CUDA graph of `run` and where it leaves its results."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

@@ -4,7 +4,8 @@ A rows, V vocabulary. `sampling.probs` of each row alone is the reference: the s
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -47,6 +48,26 @@ class Regimes:
         if self.some_greedy:
             law = torch.where(self._by_row(self.greedy, law), certain(logits), law)
         return law
+
+    @property
+    def key(self) -> Hashable:
+        """All that the laws of `general` depend on but its tensors."""
+        return self._likeliest, self.some_greedy, self.least, self._rounded
+
+    def general(self) -> "Regimes":
+        """The same laws by tensors alone, for all rows with this `key` and tensors of these shapes."""
+        made = copy(self)
+        made.most, made.alike = self._rounded, Sampling(0.0) if self._likeliest else None
+        return made
+
+    @property
+    def _likeliest(self) -> bool:
+        return self.alike is not None and self.alike.temperature == 0
+
+    @property
+    def _rounded(self) -> int:
+        """The largest top-k, up to a power of two."""
+        return self.most and 1 << (self.most - 1).bit_length()
 
     def _cut(self, logits: Tensor) -> Tensor:
         if self.most:

@@ -1,5 +1,6 @@
 """Passes of a model, and all drafts of a round, as functions of tensors, to be compiled or captured."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -87,6 +88,29 @@ class Drafting(Step):
         uniforms; temperature (A,) above 0; the rest as for a pass -> drafts (A, k) and the laws (A, k, V) that they
         were drawn from."""
 
+        def chosen(logits: Tensor, drafts: list[Tensor]) -> tuple[Tensor, Tensor]:
+            if self.greedy:
+                ids = logits.argmax(-1)
+                return ids, one_hot(ids, logits)
+            law = (logits / temperature.to(logits.dtype).unsqueeze(-1)).softmax(-1)
+            return draw(law, u[:, len(drafts)]), law
+
+        return self.chosen(chosen, tails, ends, cos, sin, slots, keys, values)
+
+    def chosen(
+        self,
+        choose: Callable[[Tensor, list[Tensor]], tuple[Tensor, Tensor]],
+        tails: Tensor,
+        ends: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        slots: Tensor,
+        keys: list[Tensor],
+        values: list[Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        """As `forward`; choose: logits (A, V), float32 at least, and the drafts (A,) before -> the next ones (A,) and
+        the law (A, V) that they were drawn from."""
+
         def after(ids: Tensor, start: Tensor) -> Tensor:
             positions = start.unsqueeze(1) + torch.arange(ids.shape[1], device=ids.device)
             return wide(super(Drafting, self).forward(ids, positions, cos, sin, slots, keys, values)[:, -1])
@@ -95,12 +119,9 @@ class Drafting(Step):
         laws: list[Tensor] = []
         logits = after(tails, ends - 2)
         for depth in range(self.k):
-            if self.greedy:
-                drafts.append(logits.argmax(-1))
-                laws.append(one_hot(drafts[-1], logits))
-            else:
-                laws.append((logits / temperature.to(logits.dtype).unsqueeze(-1)).softmax(-1))
-                drafts.append(draw(laws[-1], u[:, depth]))
+            ids, law = choose(logits, drafts)
+            drafts.append(ids)
+            laws.append(law)
             if depth + 1 < self.k:
                 logits = after(drafts[-1].unsqueeze(1), ends + depth)
         return torch.stack(drafts, 1), torch.stack(laws, 1)

@@ -122,8 +122,18 @@ def gumbel(seed: int, row: Tensor, position: Tensor, V: int) -> Tensor:
     row (B,), position (B, n) places in the generated text, int64; V the vocabulary. Returns (B, n, V)
     float64 on row's device.
     """
-    state = _absorb(_start(seed, (NOISE,), row)[0].unsqueeze(-1), position)  # (B, n)
-    bits = _absorb(state.unsqueeze(-1), torch.arange(V, device=row.device))  # (B, n, V)
+    return gumbel_after(gumbel_states(seed, row), position, V)
+
+
+def gumbel_states(seed: int, row: Tensor) -> Tensor:
+    """What `gumbel` knows of rows (B,) before it sees a position."""
+    return _start(seed, (NOISE,), row)[0]
+
+
+def gumbel_after(states: Tensor, position: Tensor, V: int) -> Tensor:
+    """`gumbel` of rows by their `gumbel_states` (B,)."""
+    state = _absorb(states.unsqueeze(-1), position)  # (B, n)
+    bits = _absorb(state.unsqueeze(-1), torch.arange(V, device=states.device))  # (B, n, V)
     u = (_shifted(bits, 12).to(torch.float64) + 0.5) * 2.0**-52  # in [2^-53, 1 - 2^-53]
     return u.log_().neg_().log_().neg_()
 

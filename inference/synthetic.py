@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from inference.engine import Engine, _Run
+from inference.streams import ACCEPT
 from inference.turn import Turn
 from inference.verify import Verdict
 
@@ -29,7 +30,8 @@ class Synthetic(Engine):
 
     def _turn(self, run: _Run) -> Turn:
         turn = super()._turn(run)
-        return _Coins(self.alpha, turn.rows, turn.k, turn.rule, turn.noise, turn.vocabulary, turn.device, turn.batch)
+        return _Coins(self.alpha, turn.rows, turn.k, turn.rule, turn.noise, turn.vocabulary, turn.device, turn.batch,
+                      turn.replays)  # fmt: skip
 
 
 class _Coins(Turn):
@@ -41,7 +43,7 @@ class _Coins(Turn):
         super().verdict(p, q, x, k)  # its time counts
         length = k if isinstance(k, Tensor) else self.length(k)
         depth = torch.arange(x.shape[1], device=self.device)
-        coins = self._streams(max(self.k) + 1)[1]  # (A, K+1), of the acceptance test
+        coins = self._uniforms[ACCEPT]  # (A, K+1)
         passed = (coins[:, : x.shape[1]] < self.alpha) & (depth < length.unsqueeze(1))
         accepted = passed.long().cumprod(1).sum(1)
         return Verdict(accepted, p[torch.arange(len(p), device=self.device), accepted])

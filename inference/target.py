@@ -15,6 +15,7 @@ from inference.forward import Forward, Lean, Stock
 from inference.graph import Compiled
 from inference.lean import applies, can_round
 from inference.precision import widened
+from inference.proposer import Round
 from inference.selfcheck import form_of, lean_agrees
 
 FIRST_SLOTS = 256
@@ -70,6 +71,11 @@ class LM:
         """Whether short passes are compiled or replayed, so that all drafts of a round may be made at once."""
         return isinstance(self.run, Captured | Compiled)
 
+    @property
+    def replayed(self) -> bool:
+        """Whether short passes are replayed as CUDA graphs."""
+        return isinstance(self.run, Captured)
+
     def _forward(self, stock: bool, compile: bool | None, int8: bool) -> Forward:
         if int8 and (stock or not can_round(self.model)):
             raise ValueError(
@@ -113,7 +119,10 @@ class LM:
         pass.
         """
         asked = only if ids.shape[1] > 1 else None  # of one id there is nothing to choose
-        logits = self.run.logits(self._known(ids), self._aimed(ids, start, low, at), asked)
+        return self._fitted(self.run.logits(self._known(ids), self._aimed(ids, start, low, at), asked))
+
+    def _fitted(self, logits: Tensor) -> Tensor:
+        """Logits (..., size) -> (..., V) of the vocabulary."""
         missing = self.vocabulary - logits.shape[-1]
         if missing > 0:
             return torch.nn.functional.pad(logits, (0, missing), value=-math.inf)
@@ -138,10 +147,24 @@ class LM:
         if not isinstance(self.run, Lean) or self.vocabulary != self.size:
             return None
         at = torch.tensor(ends, device=self.device) if at is None else at
-        window = Window(0, len(ends), at.unsqueeze(1), None, max(ends) + u.shape[1] - 1)
-        self.cache.aim(window)
+        window = self._ahead(ends, at, u.shape[1])
         even = u.reshape(-1).view(u.shape)  # one stride for every number of uniforms that were made
         return self.run.draft(tails, at, even, temperature, greedy, window)
+
+    def draft_for(
+        self, turn: Round, k: int, greedy: bool, tails: Tensor, ends: Sequence[int], at: Tensor
+    ) -> tuple[Tensor, Tensor] | None:
+        """As `draft`, k drafts with the round's own laws and draws, where passes are replayed: None where they are not,
+        or where drafts are ids that the model has no row for."""
+        if not isinstance(self.run, Captured) or self.vocabulary > self.size:
+            return None
+        return self.run.draft_for(turn, k, greedy, tails, at, self._ahead(ends, at, k), self._fitted)
+
+    def _ahead(self, ends: Sequence[int], at: Tensor, k: int) -> Window:
+        """Where k drafts of texts of `ends` tokens go."""
+        window = Window(0, len(ends), at.unsqueeze(1), None, max(ends) + k - 1)
+        self.cache.aim(window)
+        return window
 
     def store(self, ids: Tensor, start: Sequence[int], low: int = 0) -> None:
         """As forward, without the head: prompts are stored, nothing is predicted."""

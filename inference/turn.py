@@ -5,7 +5,8 @@ when the round began, depth, stream), see `streams`; only the coupled rule keys 
 goes to the device in one copy (`send`), and what it must know comes back in one (`settle`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from copy import copy
 from functools import cached_property
 
 import torch
@@ -15,6 +16,7 @@ from inference import streams, verify
 from inference.batch import Batch, Numbers, send
 from inference.own import processed
 from inference.proposer import Proposal
+from inference.replays import Replays
 from inference.rows import Row
 from inference.sampling import draw, one_hot, wide
 
@@ -24,7 +26,8 @@ RULES = ("token", "block", "match", "coupled")
 class Turn:
     """What the engine and a proposer share during one round; implements `proposer.Round`.
 
-    batch: of an earlier round of the same rows, so that their settings are not copied again.
+    batch: of an earlier round of the same rows, so that their settings are not copied again. replays: where laws,
+    verdict and last draw are recorded; None: they run as they are, as those of rows with own processors do.
     """
 
     def __init__(
@@ -36,9 +39,10 @@ class Turn:
         vocabulary: int,
         device: torch.device,
         batch: Batch | None = None,
+        replays: Replays | None = None,
     ) -> None:
         self.rows, self.k, self.rule, self.noise = rows, k, rule, noise
-        self.vocabulary, self.device = vocabulary, device
+        self.vocabulary, self.device, self.replays = vocabulary, device, replays
         self.batch = batch if batch and batch.holds(rows) else Batch(rows, vocabulary, device)
         self.texts = [row.text for row in rows]
         self.ids, self.starts = [row.id for row in rows], [row.emitted for row in rows]
@@ -124,14 +128,23 @@ class Turn:
 
     @cached_property
     def _gumbel(self) -> Tensor:
-        start, depth = self.send()["start"], torch.arange(max(self.k) + 1, device=self.device)
-        return streams.gumbel(self.noise.seed, self.batch.ids, start.unsqueeze(1) + depth, self.vocabulary)
+        start, depth = self.send()["start"], torch.arange(self._numbers.shape[-1], device=self.device)
+        return streams.gumbel_after(self._states, start.unsqueeze(1) + depth, self.vocabulary)
 
     @cached_property
+    def _states(self) -> Tensor:
+        return self.batch.gumbel_states(self.noise.seed)
+
+    @cached_property
+    def _numbers(self) -> Tensor:
+        """Uniforms (S, A, K+1), on a GPU as many as there are, so that a recording serves rounds of any K."""
+        made = 0 if self.device.type == "cpu" else self.noise.table.shape[-1]
+        return self._streams(max(max(self.k) + 1, made))
+
+    @property
     def _uniforms(self) -> dict[int, Tensor]:
-        """Uniforms (A, K+1) of each stream."""
-        made = self._streams(max(self.k) + 1)
-        return dict(zip((streams.DRAFT, streams.ACCEPT, streams.RESIDUAL), made, strict=True))
+        """Uniforms (A, K+1 or more) of each stream."""
+        return dict(zip((streams.DRAFT, streams.ACCEPT, streams.RESIDUAL), self._numbers, strict=True))
 
     def _streams(self, depths: int) -> Tensor:
         """Uniforms (S, A, depths)."""
@@ -162,12 +175,55 @@ class Turn:
     def settle(self, logits: Tensor, proposal: Proposal) -> Tensor:
         """All that the host must know of the round, in one tensor (A, 4 + K): drafts accepted, the token after them,
         drafts that had laws, whether there was no law for that token (it is then no token), and the drafts."""
+        length, inputs = self.length(proposal.k), self.inputs() if self.replays else None
+        if self.replays and inputs is not None:
+            inputs |= {"logits": logits, "x": proposal.x, "length": length}
+            inputs |= {} if proposal.q is None else {"q": proposal.q}
+            found: Tensor | None = self.replays(self.key, inputs, self.steady, lambda: self._settled_on)
+            if found is not None:
+                return found
+        return self._settled(logits, proposal, length)
+
+    def _settled(self, logits: Tensor, proposal: Proposal, asked: Tensor) -> Tensor:
         p = self.laws(logits, proposal.x, proposal.k)
-        length = sound(p, proposal.q, self.length(proposal.k))
+        length = sound(p, proposal.q, asked)
         verdict = self.verdict(p, proposal.q, proposal.x, length)
         lost = without_law(p).gather(1, verdict.accepted.unsqueeze(1))
         columns = verdict.accepted.unsqueeze(1), self.last(verdict.law).unsqueeze(1), length.unsqueeze(1), lost
         return torch.cat((*columns, proposal.x), 1)
+
+    def _settled_on(self, given: Mapping[str, Tensor]) -> Tensor:
+        proposal = Proposal(given["x"], given.get("q"), [])
+        return self.on(given)._settled(given["logits"], proposal, given["length"])
+
+    @property
+    def key(self) -> Hashable:
+        """All that laws, draws and verdict depend on but tensors."""
+        return type(self), self.rule, self.batch.key
+
+    @property
+    def steady(self) -> frozenset[str]:
+        """Of `inputs`, what changes only when rows come or go."""
+        return frozenset({*self.batch.tensors, "states"} - {"history.made"})
+
+    def inputs(self) -> dict[str, Tensor] | None:
+        """The tensors by name that laws, draws and verdict read of this round; None where own processors read more."""
+        if self.batch.own:
+            return None
+        sent = self.send()
+        found = self.batch.tensors | {"start": sent["start"], "uniforms": self._numbers}
+        found |= {"tails": sent["tails"]} if self.batch.history else {}
+        return found | ({"states": self._states} if self.rule == "coupled" else {})
+
+    def on(self, given: Mapping[str, Tensor]) -> "Turn":
+        """This round, read from other tensors of the names and shapes of `inputs`."""
+        turn = copy(self)
+        turn.replays, turn.batch = None, self.batch.on(given)
+        turn.sent = {name: given[name] for name in ("start", "tails") if name in given}
+        made = {"_numbers": given["uniforms"]} | ({"_states": given["states"]} if "states" in given else {})
+        vars(turn).pop("_gumbel", None)
+        vars(turn).update(made)
+        return turn
 
     def reason(self, row: int, logits: Tensor) -> str:
         """Why a row has no law, given the target's logits (V,) at that place; reads from the device."""

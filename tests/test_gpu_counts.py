@@ -1,15 +1,20 @@
 """A round on a GPU, counted on the stand-in: bounds that may only be lowered."""
 
+import json
+from pathlib import Path
+
 import pytest
 
 from tests import gpu_counts
 
-# launches outside graphs: the laws, the verdict and single steps of drafts run by themselves here
+# launches outside graphs, each replay one of them: copies to where recordings read, counts of ids that are new
 MOST = {
-    "plain": 60,
-    "draft, token": 160,
-    "draft, penalties, bias, bans, minimum length": 365,
-    "n-gram look-up": 66,
+    "plain": 10,
+    "draft, token": 16,
+    "draft, coupled": 17,
+    "draft, mixed top-k, top-p, min-p": 17,
+    "draft, penalties, bias, bans, minimum length": 25,
+    "n-gram look-up": 12,
 }
 
 
@@ -17,6 +22,20 @@ MOST = {
 def test_a_round_copies_once_and_reads_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One pinned copy to the device, which nothing waits for, and one read, whatever the settings."""
     monkeypatch.setattr(gpu_counts, "ROUNDS", 2)
+    monkeypatch.setattr(gpu_counts, "FIRST", 2)
+    monkeypatch.setattr("inference.recording.WARMUP", 0)
     found = gpu_counts.counted(name, "sm80")["worst"]
     assert (found["copies"], found["blocking"], found["reads"]) == (1, 0, 1)
     assert found["launches"] <= MOST[name]
+
+
+def test_the_report_holds_every_setting_within_its_goal() -> None:
+    report = json.loads((Path(__file__).parent.parent / "outputs/results/gpu_counts.json").read_text())
+    assert report["before"]["source"] and set(report["after"]) == set(gpu_counts.SETTINGS)
+    for name, by_arch in report["after"].items():
+        assert set(by_arch) == {"sm80", "sm90"}
+        for one in by_arch.values():
+            worst = one["worst"]
+            assert worst["launches"] <= min(40, MOST.get(name, 40)), name
+            assert (worst["copies"], worst["blocking"], worst["reads"]) == (1, 0, 1)
+            assert one["estimated_ms"] == gpu_counts.milliseconds(one) <= 0.25

@@ -77,22 +77,26 @@ class Independent:
         return self._at_once(turn, k) or self._stepwise(turn, k, K)
 
     def _at_once(self, turn: Round, k: list[int]) -> Proposal | None:
-        """None where the model has no such call, rows lack more than two ids, or laws take more than a temperature."""
+        """None where the model has no such call, rows lack more than two ids, or laws take more than a temperature and
+        passes are not replayed."""
         self.longest, K, ends = max(self.longest, *k), max(k), [len(text) for text in turn.texts]
-        lacking = max(end - stored for end, stored in zip(ends, self.stored, strict=True))
-        if not self.lm.compiled or lacking > 2 or min(ends) < 2 or max(ends) + self.longest > self.lm.context:
+        behind = max(end - stored for end, stored in zip(ends, self.stored, strict=True))
+        if not self.lm.compiled or behind > 2 or min(ends) < 2 or max(ends) + self.longest > self.lm.context:
             return None
         temperatures = turn.temperatures
-        if temperatures is None:
+        greedy = self.greedy or temperatures is not None and not any(temperatures)
+        simple = temperatures is not None and (greedy or all(temperatures))
+        if not simple and not self.lm.replayed:
             return None
-        greedy = self.greedy or not any(temperatures)
-        if not greedy and not all(temperatures):
-            return None
-        tails = [text[-2:] for text in turn.texts]
         # single steps may still follow, with no copy of their own
-        sent = self.sent = turn.send(k, tails=tails, ends=ends, **self._lacking(turn.texts, k))
-        last, at, u, temperature = self._here(sent["tails"], sent["ends"], *turn.simple(self.longest))
-        found = self.lm.draft(last, ends, u, temperature, greedy, at)
+        lacking = self._lacking(turn.texts, k)
+        sent = self.sent = turn.send(k, last=[text[-2:] for text in turn.texts], ends=ends, **lacking)
+        found, (last, at) = None, self._here(sent["last"], sent["ends"])
+        if simple:
+            u, temperature = self._here(*turn.simple(self.longest))
+            found = self.lm.draft(last, ends, u, temperature, greedy, at)
+        if found is None:
+            found = self.lm.draft_for(turn, self.longest, self.greedy, last, ends, at)
         if found is None:
             return None
         self.stored = [end + self.longest - 1 for end in ends]
