@@ -22,9 +22,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from cotrain.errors import UserError
 from cotrain.export.card import card
 from cotrain.export.check import check
-from cotrain.errors import UserError
 from cotrain.export.engines import ENGINES, caveats, launch, refuse_layout
 from cotrain.export.hf import export
 from cotrain.export.vocabulary import resize
