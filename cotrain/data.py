@@ -16,7 +16,7 @@ from cotrain.inputs import lines_of, read_rows
 from cotrain.prompt_rows import PromptRows, TextStarts, prompt_rows
 from cotrain.splits import split_of
 
-PROMPT = "prompt"  # the column whose rows are whole prompts
+PROMPT, TEXT = "prompt", "text"  # the column whose rows are whole prompts; data.column= where none is named
 
 
 @dataclass
@@ -87,10 +87,10 @@ def source_of(
         return TextStarts(_cut(texts), texts, tokenizer)
     rows, template = read_rows(data), Template(tokenizer, data.template, ends)
     columns, column = rows.column_names, data.column
-    if column not in columns and is_chat(columns, rows[0]):
-        return chats_of(lines_of(data) or map(cleaned, rows), split, template)
-    if column not in columns and PROMPT in columns:
-        column = PROMPT
+    if column == TEXT not in columns:  # no column was named
+        if is_chat(columns, _first(rows, data.path)):
+            return chats_of(lines_of(data) or map(cleaned, rows), split, template)
+        column = PROMPT if PROMPT in columns else TEXT
     texts = texts_of(rows, data.path, column)
     if data.chat:
         return chats_of(_asked(texts, template), split, template)
@@ -100,6 +100,14 @@ def source_of(
     if column == PROMPT:
         return prompt_rows(mine, tokenizer)
     return TextStarts(mine, mine, tokenizer)
+
+
+def _first(rows: datasets.Dataset, path: str) -> dict[str, Any]:
+    """Raises ValueError, naming the key, for bytes that are no UTF-8."""
+    try:
+        return dict(rows[0])
+    except UnicodeDecodeError as error:
+        raise ValueError(f"data.path: {path} cannot be read: {error}") from error
 
 
 def _asked(texts: datasets.Dataset, template: Template) -> Iterator[dict[str, Any]]:

@@ -11,6 +11,7 @@ def quiet() -> None:
 
     disable_progress_bar()
     datasets.disable_progress_bars()
-    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.seed"):
+    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.seed",
+                 "lightning.pytorch.trainer.connectors.checkpoint_connector"):  # fmt: skip
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"lightning\..*")

@@ -25,7 +25,7 @@ from cotrain.ranks import local_rank
 from inference.bundled import resolve
 from inference.precision import quantised, widened
 from inference.store import load_tokenizer
-from inference.weights import CONFIG, weight_files
+from inference.weights import CONFIG, read_json, weight_files
 
 QUANTISATIONS: dict[str, dict[str, Any]] = {
     "none": {},
@@ -122,7 +122,12 @@ def load_config(
     """
     place = resolve(path)
     if Path(place).is_dir():
-        tokenizer = load_tokenizer(Path(place), trust_remote_code)
+        try:
+            if (Path(place) / CONFIG).is_file():
+                read_json(Path(place) / CONFIG)
+            tokenizer = load_tokenizer(Path(place), trust_remote_code)
+        except ValueError as error:
+            raise ValueError(f"{key}: {error}") from error
         if not (Path(place) / CONFIG).is_file():
             raise ValueError(f"{key}: {path} holds no model: it has no {CONFIG}")
     else:

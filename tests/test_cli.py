@@ -1,6 +1,7 @@
 """The command line: what is typed arrives unchanged, what is wrong is named, nothing is left lying about."""
 
 import errno
+import logging
 import os
 import random
 import subprocess
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 from hydra import compose, initialize_config_dir
+from lightning.pytorch.trainer.connectors import checkpoint_connector
 from omegaconf import DictConfig
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -21,6 +23,7 @@ from cotrain.config import SCHEMAS, register
 from cotrain.errors import UserError
 from cotrain.overrides import nearest, quote
 from cotrain.paths import folder
+from cotrain.quiet import quiet
 from inference import Engine, Sampling
 from tests.tiny import tiny
 
@@ -249,3 +252,8 @@ def test_generate_continues_the_prompt_it_was_given(tmp_path: Path, capsys: pyte
     arguments = [f"target.path={target}", f"draft.path={target}", f"prompt={prompt}", "max_new_tokens=6", "regime=t0"]
     assert main(["generate", *arguments]) == 0
     assert capsys.readouterr().out == f"{plain[0]}\n"
+
+
+def test_what_lightning_says_while_it_keeps_a_checkpoint_is_not_shown() -> None:
+    quiet()
+    assert not checkpoint_connector.log.isEnabledFor(logging.INFO)

@@ -1,5 +1,6 @@
 """Embedded corpora and the user's own texts: splits, caps, every bad input, token blocks, endless orders."""
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from itertools import islice
@@ -142,6 +143,19 @@ def test_bad_input_names_the_key(tmp_path: Path, name: str, content: bytes | Non
 
 def settings(path: str | None, block: int = 8, **sizes: int) -> Data:
     return Data(path, "text", "train", sizes, sizes, block, {}, False, {}, {}, None, False, False, 1000)
+
+
+@pytest.mark.parametrize("row", [{"prompt": "a"}, {"prompt": "a", "response": "b"}, {"messages": []}])
+def test_a_column_that_is_named_must_be_there(tmp_path: Path, row: dict[str, object]) -> None:
+    named = dataclasses.replace(settings(own(tmp_path, row)), column="nope")
+    with pytest.raises(ValueError, match="data.column: .* no column 'nope'"):
+        source_of(named, "train", tokenizer())
+
+
+def test_a_prompt_that_is_no_utf8_names_the_key(tmp_path: Path) -> None:
+    (tmp_path / "own.jsonl").write_bytes(b'{"prompt": "caf\xe9"}\n')
+    with pytest.raises(ValueError, match="data.path: .* cannot be read"):
+        source_of(settings(str(tmp_path / "own.jsonl")), "train", tokenizer())
 
 
 def test_own_texts_are_split_by_their_hash(tmp_path: Path) -> None:

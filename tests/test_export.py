@@ -22,6 +22,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from cotrain.errors import UserError
 from cotrain.export.card import card
 from cotrain.export.check import check
 from cotrain.export.engines import ENGINES, caveats, launch, refuse_layout
@@ -162,7 +163,7 @@ def test_the_card_says_how_to_serve_and_what_was_measured(served: Path) -> None:
 def test_a_layout_that_an_engine_does_not_load_is_refused() -> None:
     for engine in ENGINES:
         refuse_layout(engine, ENGINES[engine].layout)
-    with pytest.raises(ValueError, match="export.layout: vllm loads hf, not 'medusa'"):
+    with pytest.raises(UserError, match="^layout=medusa: vllm loads hf"):
         refuse_layout("vllm", "medusa")
 
 
@@ -210,7 +211,7 @@ def test_a_draft_made_elsewhere_is_exported_once_k_and_target_are_given(
 def test_what_cannot_serve_is_refused_and_nothing_written(
     draft: Path, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    with pytest.raises(ValueError, match=r"export\.engine: no engine 'llama\.cpp'; there are vllm"):
+    with pytest.raises(UserError, match=r"^engine=llama\.cpp: no such engine; there are vllm"):
         export(draft, tmp_path / "out", "llama.cpp")
     other = train_tokenizer(["zyx wvu zyx wvu tsr tsr"], VOCAB, 256)
     with pytest.raises(ValueError, match="vocabularies differ, first at token"):

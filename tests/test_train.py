@@ -258,10 +258,15 @@ def no_tokenizer(folder: Path) -> None:
         (folder / name).unlink()
 
 
+def no_config(folder: Path) -> None:
+    (folder / "config.json").write_text("{oops")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
-    [(no_number, "NaN or infinite weights"), (no_tokenizer, "has no tokenizer files"), (shutil.rmtree, "is no folder")],
-)
+    [(no_number, "NaN or infinite weights"), (no_tokenizer, "has no tokenizer files"), (shutil.rmtree, "is no folder"),
+     (no_config, "config.json")],
+)  # fmt: skip
 def test_a_bad_target_is_one_line_and_leaves_nothing(
     place: Path, change: Callable[[Path], None], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cotrain.errors import UserError
 from inference.bundled import resolve
 from inference.store import OBJECTIVES
 from inference.vllm_server import draft_model
@@ -100,17 +101,17 @@ ENGINES = {
 
 
 def engine_named(name: str) -> ServingEngine:
-    """The row of the table. Raises ValueError naming the key and the engines there are."""
+    """The row of the table. Raises UserError naming the key and the engines there are."""
     if name not in ENGINES:
-        raise ValueError(f"export.engine: no engine {name!r}; there are {', '.join(ENGINES)}")
+        raise UserError(f"engine={name}: no such engine; there are {', '.join(ENGINES)}")
     return ENGINES[name]
 
 
 def refuse_layout(engine: str, layout: str) -> None:
-    """Raise ValueError naming the key for a layout that the engine does not load."""
+    """Raise UserError naming the key for a layout that the engine does not load."""
     loads = engine_named(engine).layout
     if layout != loads:
-        raise ValueError(f"export.layout: {engine} loads {loads}, not {layout!r}")
+        raise UserError(f"layout={layout}: {engine} loads {loads}")
 
 
 def launch(engine: str, draft_path: str, target: str, k: int, objective: str) -> str:
