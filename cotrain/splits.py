@@ -73,7 +73,9 @@ def refuse_shared(final: Sequence[Prompt], others: Sequence[Prompt], used: str) 
 
 
 def apart(ranking: Sequence[Prompt], final: Sequence[Prompt], learnt: Sequence[Prompt], source: str) -> Prompts:
-    """Prompts of a run: final ones that rank, or are learnt from, are left out. Raises as `Prompts`."""
+    """Prompts of a run: final ones that rank, or are learnt from, are left out, and own ones that rank and are learnt
+    from (texts that begin alike are one prompt once they are cut). Raises as `Prompts`."""
+    ranking = without(ranking, learnt) if source == "own" else ranking
     found = Prompts(ranking, without(final, [*ranking, *learnt]), source)
     refuse_shared(found.final, learnt, "were learnt from")
     return found

@@ -186,7 +186,8 @@ class Engine:
             if min(text) < 0 or max(text) >= self.target.vocabulary:
                 raise ValueError(f"prompt {index}: ids from {min(text)} to {max(text)} are not all in "
                                  f"[0, {self.target.vocabulary})")  # fmt: skip
-            foreign = {*(regime.logit_bias or ()), *chain(*regime.banned)} - set(range(self.target.vocabulary))
+            named = {*(regime.logit_bias or ()), *chain(*regime.banned)}
+            foreign = [token for token in named if not 0 <= token < self.target.vocabulary]
             if foreign:
                 raise ValueError(f"prompt {index}: Sampling.logit_bias or banned has ids {sorted(foreign)[:5]}, the "
                                  f"vocabulary size is {self.target.vocabulary}")  # fmt: skip

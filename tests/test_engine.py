@@ -1,5 +1,6 @@
 """The batched engine says what each row says alone, and what plain decoding says."""
 
+import tracemalloc
 from collections.abc import Sequence
 
 import pytest
@@ -205,3 +206,16 @@ def test_prompts_that_wait_in_spare_slots_are_left_alone(verify: str) -> None:
         alone = one.generate([prompt], max_new_tokens=limit, ids=[key], **settings)
         assert found.tokens[key] == alone.tokens[0] and found.stats.rows[key] == alone.stats.rows[0]
     assert sum(staged) >= 4 and max(staged) == 2
+
+
+def test_settings_are_checked_without_listing_the_vocabulary() -> None:
+    engine = Engine(tiny(), rows=1)
+    engine.target.vocabulary = 10**6  # a set of them is 60 MB, and takes longer to make than a round
+    tracemalloc.start()
+    rows = engine._rows([[1]], 2, Sampling(logit_bias={10**6 - 1: 1.0}, banned=((0, 1),)), None, False)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(rows) == 1 and peak < 10**6
+    for wrong in (Sampling(logit_bias={10**6: 1.0}), Sampling(banned=((3, 10**6),))):
+        with pytest.raises(ValueError, match="vocabulary size is 1000000"):
+            engine._rows([[1]], 2, wrong, None, False)

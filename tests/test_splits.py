@@ -99,3 +99,11 @@ def test_checkpoints_are_ranked_by_the_rule_that_verifies() -> None:
     ranked = [Distillation.tau(module, 4, "sampled", rule) for rule in ("token", "block")]  # type: ignore[arg-type]
     assert ranked == [found.tau(4), found.tau(4, "block")] and ranked[0] < ranked[1]
     assert Distillation.tau(module, 4, "greedy", "block") == found.tau_greedy(4)  # type: ignore[arg-type]
+
+
+def test_own_prompts_that_rank_are_not_learnt_from() -> None:
+    learnt, ranking, final = [[1, 2, 3], [7]], [[1, 2, 3], [1, 2], [7, 8], [4], [4]], [[5], [4, 5]]
+    found = apart(ranking, final, learnt, "own")
+    assert (found.ranking, found.final) == ([[4]], [[5]])
+    with pytest.raises(ValueError, match="rank checkpoints"):
+        apart([[7, 1]], final, learnt, "own")
