@@ -53,7 +53,7 @@ class Length:
 
 
 def settled(plan: "Plan", until: float = inf) -> tuple["Plan", Measured]:
-    """Each part compiled where real rounds are faster with it (with bench.compile, or on a GPU), and what rounds then cost.
+    """Each part compiled where real rounds are faster with it (with bench.compile, or on a GPU), and what rounds cost then.
     until: when time is over, on the clock."""
     eager = measured(replace(plan, compiled=Compiled()), until)
     if not plan.bench.compile and plan.target.device.type != "cuda":

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from cotrain.errors import UserError
 from inference import Engine, Sampling, streams
 from inference.atomic import write_atomic
 from inference.client import Client, Completion
@@ -52,7 +53,10 @@ class Own:
     def __call__(
         self, prompts: list[list[int]], sampling: Sampling, new_tokens: int, seed: int, keys: list[int]
     ) -> list[list[int]]:
-        return self.engine.generate(prompts, max_new_tokens=new_tokens, sampling=sampling, seed=seed, ids=keys).tokens
+        out = self.engine.generate(prompts, max_new_tokens=new_tokens, sampling=sampling, seed=seed, ids=keys)
+        for message in filter(None, out.errors):  # what came before would be kept as a short text
+            raise UserError(f"the target cannot continue a prompt, {message}")
+        return out.tokens
 
 
 @dataclass

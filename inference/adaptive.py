@@ -82,7 +82,7 @@ def until_known(
             near = _timing(batches, runs).ratio(*pair).within
             if say:
                 say(done, near)
-            if near <= wanted.within:
+            if near <= wanted.within and len(runs) >= min(least, LEAST, len(batches)):
                 break
             due = max(done + 1, int(done * GROWTH))
         spent = clock() - start
@@ -91,7 +91,7 @@ def until_known(
     timing = _timing(batches, runs)
     near = timing.ratio(*pair).within
     asked = wanted.within if wanted.within < inf else None
-    enough = near <= wanted.within and done >= least
+    enough = near <= wanted.within and done >= least and (asked is None or len(runs) >= LEAST)
     return timing, Reached(near if near < inf else None, asked, enough, len(runs), done,
                            clock() - start, others(before, reading()), cores())  # fmt: skip
 
@@ -111,4 +111,5 @@ def _reached(found: Reached, wanted: float) -> str:
     runs = f"{found.runs} runs of {found.batches} batches, {found.seconds:.0f} s"
     if found.enough:
         return f"interval {near}, {100 * wanted:.0f} % asked for: {runs}"
-    return f"interval {near}, time was over (bench.minutes=) before {100 * wanted:.0f} % was reached for sure: {runs}"
+    why = "time was over (bench.minutes=)" if found.batches >= LEAST else "there are too few prompts for an interval"
+    return f"interval {near}, {why} before {100 * wanted:.0f} % was reached for sure: {runs}"

@@ -52,14 +52,15 @@ class Arm:
 
 
 def engine_arm(name: str, engine: Engine, sampling: Sampling, max_new_tokens: int) -> Arm:
-    """Engine.generate with end tokens ignored. Raises ValueError for a regime that may end early."""
+    """Engine.generate with end tokens ignored. Raises ValueError for a regime that may end early; its calls raise
+    RuntimeError where a prompt ends in an error, since its text is no sample."""
     refuse(sampling, *ENDS)
 
     def run(prompts: Sequence[list[int]], ids: Sequence[int], seed: int) -> ArmResult:
         start = time.perf_counter()
         out = engine.generate(
             prompts, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed, ids=ids, ignore_eos=True
-        )
+        ).whole()
         seconds = time.perf_counter() - start
         return ArmResult(out.tokens, seconds, seconds - out.stats.seconds["prefill"], out.stats)
 

@@ -27,6 +27,10 @@ from inference.turn import RULES, Turn
 Prompt = str | Sequence[int]
 
 
+class RequestError(RuntimeError, ValueError):
+    """A prompt that ended in an error where whole texts are wanted."""
+
+
 @dataclass
 class Output:
     """tokens: B lists of new ids, prompt excluded, stop token included; text: B strings, None without a tokenizer;
@@ -39,10 +43,10 @@ class Output:
     errors: list[str | None] = field(default_factory=list)
 
     def whole(self) -> "Output":
-        """Itself; raises RuntimeError naming the first prompt that ended in an error."""
+        """Itself; raises RequestError naming the first prompt that ended in an error."""
         for index, message in enumerate(self.errors):
             if message is not None:
-                raise RuntimeError(f"prompt {index}: {message}")
+                raise RequestError(f"prompt {index}: {message}")
         return self
 
 
@@ -153,7 +157,7 @@ class Engine:
         for events in self._rounds(self._run(rows, seed)):
             yield from events
         if rows[0].error:
-            raise RuntimeError(f"Engine.stream: {rows[0].error}")
+            raise RequestError(f"Engine.stream: {rows[0].error}")
 
     def _run(self, rows: list[Row], seed: int) -> _Run:
         self.current = _Run(deque(rows), Uniforms(seed, self.target.device), Stats(rows=[Counts() for _ in rows]))
@@ -212,7 +216,7 @@ class Engine:
             turn = self._turn(run)
             proposal = self._propose(turn)
         with stats.clock("target"):
-            logits = self._target(turn, proposal.x)
+            logits = self._target(turn, proposal)
         with stats.clock("verify"):
             settled = turn.settle(logits, proposal).tolist()  # the round's one read
         with stats.clock("other"):
@@ -241,23 +245,26 @@ class Engine:
         turn.send(k)
         return Proposal(x.to(self.target.device), q if q is None else q.to(self.target.device), k)
 
-    def _target(self, turn: Turn, x: Tensor) -> Tensor:
+    def _target(self, turn: Turn, proposal: Proposal) -> Tensor:
         """Logits (A, K+1, V) after each row's anchor, its last token, and after each draft."""
-        start = [len(text) - 1 for text in turn.texts]
-        return self.target.forward(torch.cat([turn.sent["anchor"], x], 1), start, at=turn.sent["read"])
+        start, anchor, x = [len(text) - 1 for text in turn.texts], turn.sent["anchor"], proposal.x
+        if min(proposal.k) < x.shape[1]:  # behind its drafts a row reads what it has read, which leaves no NaN
+            drafted = torch.arange(x.shape[1], device=x.device) < turn.length(proposal.k).unsqueeze(1)
+            x = torch.where(drafted, x, anchor)
+        return self.target.forward(torch.cat([anchor, x], 1), start, at=turn.sent["read"])
 
     def _commit(
         self, run: _Run, turn: Turn, proposal: Proposal, logits: Tensor, settled: list[list[int]]
     ) -> list[Event]:
         """settled: `Turn.settle`."""
         events, valid = [], []
-        for slot, (row, (n, token, k, lost, *draft)) in enumerate(zip(run.active, settled, strict=True)):
-            before = len(row.text)
-            row.stained |= bool(lost) or k < proposal.k[slot]
+        for slot, (row, (n, token, k, lost, stains, *draft)) in enumerate(zip(run.active, settled, strict=True)):
+            before, doubtful = len(row.text), row.stained or proposal.k[slot] > 0
+            row.stained |= bool(stains) or k < proposal.k[slot]
             taken = len(row.take(draft[:n] if lost else [*draft[:n], token]))
             drafted = min(k, taken) if row.finish else k  # drafts beyond a row's last token do not count
             if lost and not row.finish:
-                self._without_law(slot, row, turn, proposal.k[slot], logits[slot, n])
+                self._without_law(slot, row, turn, doubtful, logits[slot, n])
             run.stats.count(row.index, taken, drafted, min(taken, n))
             kinds = ["drafted"] * n + ["bonus" if n == k else "corrected"]
             if taken:
@@ -268,10 +275,11 @@ class Engine:
         self._leave(run)
         return events
 
-    def _without_law(self, slot: int, row: Row, turn: Turn, drafted: int, logits: Tensor) -> None:
-        """A row that has come to a place without a law ends there. With drafts it is not certain yet: what one of them
-        left in the slot may be to blame. The row then goes on without any, from a slot that is stored again."""
-        if drafted:
+    def _without_law(self, slot: int, row: Row, turn: Turn, doubtful: bool, logits: Tensor) -> None:
+        """A row that has come to a place without a law ends there. With drafts, of this round or of earlier ones, it is
+        not certain yet: what one of them left in the slot may be to blame. The row then goes on without any, from a
+        slot that is stored again."""
+        if doubtful and not row.alone:
             row.alone = True
             self.target.clear(slot)
             store_prompts(self.target, slot, [row.text])

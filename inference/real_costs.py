@@ -57,7 +57,8 @@ def measure_rounds(
     """Rounds at each draft length, by the engine that runs it: medians over calls that take turns, the first of each
     left out. As many prompts as there are rows are decoded, other ones in every call; policies are left as they were.
 
-    until: when time is over, on the clock; each length is run at least `LEAST` times. Raises ValueError without any.
+    until: when time is over, on the clock; each length is run at least `LEAST` times. Raises ValueError without any,
+    RuntimeError where a prompt ends in an error.
     """
     if not prompts or not engines:
         raise ValueError(f"{len(prompts)} prompts and {len(engines)} draft lengths: nothing to time")
@@ -70,7 +71,7 @@ def measure_rounds(
             with _drafting(engine, k):
                 out = engine.generate(
                     batch, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed + repeat, ignore_eos=True
-                )
+                ).whole()
             if repeat:  # the first makes graphs and warms up
                 found[k].append(of_stats(out.stats, k))
     return {k: _middle(rounds) for k, rounds in found.items()}

@@ -173,8 +173,9 @@ class Turn:
         return draw(law, self._uniforms[streams.RESIDUAL][:, 0])
 
     def settle(self, logits: Tensor, proposal: Proposal) -> Tensor:
-        """All that the host must know of the round, in one tensor (A, 4 + K): drafts accepted, the token after them,
-        drafts that had laws, whether there was no law for that token (it is then no token), and the drafts."""
+        """All that the host must know of the round, in one tensor (A, 5 + K): drafts accepted, the token after them,
+        drafts that had laws, whether there was no law for that token (it is then no token), whether there was none at
+        any place that the target's pass wrote, and the drafts."""
         length, inputs = self.length(proposal.k), self.inputs() if self.replays else None
         if self.replays and inputs is not None:
             inputs |= {"logits": logits, "x": proposal.x, "length": length}
@@ -188,8 +189,9 @@ class Turn:
         p = self.laws(logits, proposal.x, proposal.k)
         length = sound(p, proposal.q, asked)
         verdict = self.verdict(p, proposal.q, proposal.x, length)
-        lost = without_law(p).gather(1, verdict.accepted.unsqueeze(1))
-        columns = verdict.accepted.unsqueeze(1), self.last(verdict.law).unsqueeze(1), length.unsqueeze(1), lost
+        missing = without_law(p)  # (A, K+1)
+        lost, stains = missing.gather(1, verdict.accepted.unsqueeze(1)), missing.any(1, keepdim=True)
+        columns = verdict.accepted.unsqueeze(1), self.last(verdict.law).unsqueeze(1), length.unsqueeze(1), lost, stains
         return torch.cat((*columns, proposal.x), 1)
 
     def _settled_on(self, given: Mapping[str, Tensor]) -> Tensor:

@@ -136,6 +136,27 @@ def test_a_draft_with_nan_is_only_refused() -> None:
         assert found.tokens == wanted.tokens and found.errors == [None] * 3
 
 
+class Sometimes:
+    """Drafts in some rounds alone, so that what one left in a slot is read, masked, by the next ones."""
+
+    def lengths(self, texts: Any) -> list[int]:
+        return [(0, 4, 0, 2, 0)[len(text) % 5] for text in texts]
+
+
+@pytest.mark.parametrize("rows", [2, 3])
+def test_nan_of_refused_drafts_is_never_held_against_a_text(rows: int) -> None:
+    """Nor against a later one of that slot: a draft that leaves NaN behind may be followed by rounds without drafts."""
+    prompts = [[3, 5, 7], [9, 2] * 9, [4] * 12, [6], [12, 1], [8] * 5, [2, 2] * 14, [1], [5], [7, 8, 9]]
+    run = RUN | {"max_new_tokens": [16, 25, 7, 16, 12, 9, 16, 22, 16, 5]}
+    sampling = Sampling(0.9, logit_bias={30: -1e9})
+    wanted = Engine(no_logits(tiny(), 30), verify="coupled").generate(prompts, sampling=sampling, **run)
+    for proposer in (Always(30), Always(11)):
+        engine = Engine(no_logits(tiny(), 30), proposer, verify="coupled", policy=Sometimes(), rows=rows)
+        for _ in range(2):
+            found = engine.generate(prompts, sampling=sampling, **run)
+            assert found.tokens == wanted.tokens and found.errors == [None] * 10
+
+
 class Always(NGram):
     """Drafts one id, whatever the text."""
 

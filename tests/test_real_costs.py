@@ -15,7 +15,7 @@ import pytest
 
 from cotrain import bench, planner
 from cotrain.planner import Compiled, Length, Measured, advice, choose, planned
-from inference import Engine, Sampling, adaptive, contention
+from inference import Engine, Output, Sampling, adaptive, contention
 from inference.adaptive import LEAST, Wanted, until_known
 from inference.arms import Arm, ArmResult
 from inference.contention import Reading, disturbed, others, set_waiting
@@ -61,7 +61,7 @@ def test_the_call_that_warms_up_is_not_counted() -> None:
     def generate(*_, **__):
         stats = Stats(seconds=dict.fromkeys(("prefill", "draft", "verify", "other"), 0.0))
         stats.seconds["target"], stats.times["target"] = (9.0 if next(calls) == 0 else 1.0 + next(calls)), 1
-        return SimpleNamespace(stats=stats)
+        return Output([], None, [], stats)
 
     engine = SimpleNamespace(generate=generate, policy=Fixed(2), rows=1)
     found = measure_rounds({2: engine}, [[1]], sampling=Sampling(), max_new_tokens=4, until=-1.0)  # type: ignore

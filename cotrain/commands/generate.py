@@ -1,7 +1,7 @@
 """`cotrain generate`: continue prompts with a draft, or by plain decoding without one."""
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +32,24 @@ def run(cfg: GenerateConfig) -> None:
     }
     color = sys.stdout.isatty() if cfg.color is None else cfg.color
     if not color:
-        print(*engine.generate(prompts, **settings).text or (), sep="\n")
+        out = engine.generate(prompts, **settings)
+        print(*out.text or (), sep="\n")
+        _refuse_errors(out.errors)
         return
     assert engine.tokenizer is not None
     for prompt in prompts:
-        for piece in _colored(engine.stream(prompt, **settings), engine.tokenizer):
-            print(piece, end="", flush=True)
-        print(PLAIN)
+        try:
+            for piece in _colored(engine.stream(prompt, **settings), engine.tokenizer):
+                print(piece, end="", flush=True)
+        finally:
+            print(PLAIN)
+
+
+def _refuse_errors(errors: Sequence[str | None]) -> None:
+    """Raise UserError that names the first prompt whose text ended in an error."""
+    for number, message in enumerate(errors, 1):
+        if message is not None:
+            raise UserError(f"the text of prompt {number} ends early, {message}")
 
 
 def _refuse(cfg: GenerateConfig, prompts: list[str]) -> None:
