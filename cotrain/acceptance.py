@@ -1,6 +1,6 @@
 """What acceptance buys: predicted tokens per call, speed-up, and the sequence losses.
 
-The recursion itself is `inference.predict` (the serving side needs it for its exactness verdict and never
+The recursion itself is `inference.verify.prediction` (the serving side needs it for its exactness verdict and never
 imports this package); its public functions are re-exported here. Shapes of r, l, k and lengths as there.
 """
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cotrain.losses import alpha
-from inference.predict import (
+from inference.verify.prediction import (
     calls_variance,
     calls_variance_block,
     conditional,

@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from cotrain import __version__
+from cotrain.config.overrides import explain, is_setting, literal, quote
 from cotrain.errors import Interrupted, UserError
-from cotrain.overrides import explain, is_setting, literal, quote
 from cotrain.paths import folder
-from inference.contention import set_waiting
+from inference.measure.contention import set_waiting
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -94,7 +94,7 @@ def _hydra(name: str, arguments: list[str]) -> int:
     """Hand the quoted arguments to Hydra and return the worst status of the jobs it ran."""
     import hydra
 
-    from cotrain.config import register
+    from cotrain.config.settings import register
 
     register()
     quoted, statuses, outputs = quote(arguments), [0], list[str]()
@@ -151,7 +151,7 @@ def _job(name: str, cfg: "DictConfig", arguments: Sequence[str], outputs: list[s
     wrap what it raises in lines of its own: it is told here."""
     from omegaconf import OmegaConf
 
-    from cotrain.config import checked
+    from cotrain.config.settings import checked
     from cotrain.quiet import quiet
 
     quiet()
@@ -208,7 +208,7 @@ def _failed(name: str, error: BaseException, output: str | None = None) -> int:
     if isinstance(error, BrokenPipeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered goes nowhere
         return 141
-    from inference.atomic import disk_full
+    from inference.drafts.atomic import disk_full
 
     full = disk_full(error)
     if _traced() or not (full or isinstance(error, ValueError | OSError)):

@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from inference.batch import Batch
-from inference.memory import spare_slots
+from inference.batched.batch import Batch
+from inference.models.lm import LM, load_model
+from inference.models.memory import spare_slots
+from inference.models.replays import Replays
+from inference.noise import Uniforms, row_ids
 from inference.policy import Fixed, Policy, lengths_of
-from inference.proposer import Proposal, Proposer
+from inference.proposers.base import Proposal, Proposer
 from inference.proposers.independent import store_prompts
-from inference.replays import Replays
-from inference.rows import Row
+from inference.request import Request
+from inference.round import RULES, DecodingRound
 from inference.sampling import Sampling
 from inference.stats import Counts, Stats
-from inference.streams import Uniforms, row_ids
-from inference.target import LM, load_model
-from inference.turn import RULES, Turn
 
 Prompt = str | Sequence[int]
 
@@ -65,11 +65,11 @@ class _Run:
     """State of one call: rows waiting, those whose prompts are stored already and in which slot, rows being decoded,
     counts."""
 
-    waiting: deque[Row]
+    waiting: deque[Request]
     noise: Uniforms
     stats: Stats
-    staged: deque[tuple[Row, int]] = field(default_factory=deque)
-    active: list[Row] = field(default_factory=list)
+    staged: deque[tuple[Request, int]] = field(default_factory=deque)
+    active: list[Request] = field(default_factory=list)
     batch: Batch | None = None  # settings of the active rows on the device
 
 
@@ -84,8 +84,8 @@ class Engine:
     or float32 on a CPU that would emulate it). proposer: what drafts; None is plain decoding by the same machinery.
     verify: one of token, block, match, coupled. rows: how many prompts are decoded together; more wait, and half as
     many again, 8 at most, are stored several at a time before their turn comes, since one by one they take twice as
-    long. context: most tokens a row may hold. compile: the target's short passes are compiled (see `graph`), which
-    costs seconds at the first ones, on a GPU replayed as CUDA graphs (see `capture`); None: on a GPU alone.
+    long. context: most tokens a row may hold. compile: the target's short passes are compiled (see `compiled`), which
+    costs seconds at the first ones, on a GPU replayed as CUDA graphs (see `cuda_graphs`); None: on a GPU alone.
     A row that comes to a place without a law (its settings leave no token, a processor of its own raises, the target's
     logits are NaN or infinite) ends there, alone, with finish "error". One proposer may serve several engines one call
     after the other.
@@ -159,7 +159,7 @@ class Engine:
         if rows[0].error:
             raise RequestError(f"Engine.stream: {rows[0].error}")
 
-    def _run(self, rows: list[Row], seed: int) -> _Run:
+    def _run(self, rows: list[Request], seed: int) -> _Run:
         self.current = _Run(deque(rows), Uniforms(seed, self.target.device), Stats(rows=[Counts() for _ in rows]))
         if self.proposer:
             self.proposer.open(self.rows, self.target.vocabulary, self.target.context, self.spare)
@@ -173,7 +173,7 @@ class Engine:
         sampling: Sampling | Sequence[Sampling],
         ids: Sequence[int] | None,
         ignore_eos: bool,
-    ) -> list[Row]:
+    ) -> list[Request]:
         if isinstance(prompts, str):
             raise ValueError("prompts: a list is wanted, not one string")
         texts = [self._encode(prompt) for prompt in prompts]
@@ -198,7 +198,7 @@ class Engine:
             if regime.stop and self.tokenizer is None:
                 raise ValueError("Sampling.stop: stop strings need a tokenizer")
             stops = ends | frozenset(regime.stop_ids)
-            rows.append(Row(index, key, text, min(limit, room), regime, stops, self.tokenizer))
+            rows.append(Request(index, key, text, min(limit, room), regime, stops, self.tokenizer))
         return rows
 
     def _encode(self, prompt: Prompt) -> list[int]:
@@ -222,18 +222,18 @@ class Engine:
         with stats.clock("other"):
             return self._commit(run, turn, proposal, logits, settled)
 
-    def _turn(self, run: _Run) -> Turn:
+    def _turn(self, run: _Run) -> DecodingRound:
         texts = [row.text for row in run.active]
         wanted = lengths_of(self.policy, texts) if self.proposer else [0] * len(texts)
         # a draft past a row's last token could never be emitted
         k = [0 if row.alone else min(length, row.limit - row.emitted - 1)
              for length, row in zip(wanted, run.active, strict=True)]  # fmt: skip
-        turn = Turn(run.active, k, self.rule, run.noise, self.target.vocabulary, self.target.device, run.batch,
+        turn = DecodingRound(run.active, k, self.rule, run.noise, self.target.vocabulary, self.target.device, run.batch,
                     self.replays)  # fmt: skip
         run.batch = turn.batch
         return turn
 
-    def _propose(self, turn: Turn) -> Proposal:
+    def _propose(self, turn: DecodingRound) -> Proposal:
         if not self.proposer or not max(turn.k):
             turn.send([0] * len(turn.k))
             nothing = torch.empty(len(turn.k), 0, dtype=torch.int64, device=self.target.device)
@@ -245,7 +245,7 @@ class Engine:
         turn.send(k)
         return Proposal(x.to(self.target.device), q if q is None else q.to(self.target.device), k)
 
-    def _target(self, turn: Turn, proposal: Proposal) -> Tensor:
+    def _target(self, turn: DecodingRound, proposal: Proposal) -> Tensor:
         """Logits (A, K+1, V) after each row's anchor, its last token, and after each draft."""
         start, anchor, x = [len(text) - 1 for text in turn.texts], turn.sent["anchor"], proposal.x
         if min(proposal.k) < x.shape[1]:  # behind its drafts a row reads what it has read, which leaves no NaN
@@ -254,9 +254,9 @@ class Engine:
         return self.target.forward(torch.cat([anchor, x], 1), start, at=turn.sent["read"])
 
     def _commit(
-        self, run: _Run, turn: Turn, proposal: Proposal, logits: Tensor, settled: list[list[int]]
+        self, run: _Run, turn: DecodingRound, proposal: Proposal, logits: Tensor, settled: list[list[int]]
     ) -> list[Event]:
-        """settled: `Turn.settle`."""
+        """settled: `DecodingRound.settle`."""
         events, valid = [], []
         for slot, (row, (n, token, k, lost, stains, *draft)) in enumerate(zip(run.active, settled, strict=True)):
             before, doubtful = len(row.text), row.stained or proposal.k[slot] > 0
@@ -275,7 +275,7 @@ class Engine:
         self._leave(run)
         return events
 
-    def _without_law(self, slot: int, row: Row, turn: Turn, doubtful: bool, logits: Tensor) -> None:
+    def _without_law(self, slot: int, row: Request, turn: DecodingRound, doubtful: bool, logits: Tensor) -> None:
         """A row that has come to a place without a law ends there. With drafts, of this round or of earlier ones, it is
         not certain yet: what one of them left in the slot may be to blame. The row then goes on without any, from a
         slot that is stored again."""
@@ -335,7 +335,7 @@ class Engine:
             self.proposer.stage(self.rows, prompts)
         run.staged.extend((row, self.rows + place) for place, row in enumerate(new))
 
-    def _enter(self, run: _Run, row: Row, slot: int) -> None:
+    def _enter(self, run: _Run, row: Request, slot: int) -> None:
         self.target.move(slot, len(run.active), len(row.text) - 1)
         if self.proposer:
             self.proposer.enter(slot, len(run.active), row.text)

@@ -6,15 +6,15 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from inference.bundled import resolve
+from inference.drafts.bundled_target import resolve
+from inference.drafts.compatibility import hash_target
+from inference.drafts.draft_folder import load_draft, load_tokenizer, read
 from inference.engine import Engine
-from inference.lean import can_round
-from inference.pair import hash_target
+from inference.models.dtypes import widened
+from inference.models.llama import can_round
+from inference.models.lm import load_model
 from inference.policy import Fixed
-from inference.precision import widened
 from inference.proposers.independent import Independent
-from inference.store import load_draft, load_tokenizer, read
-from inference.target import load_model
 
 
 def load(folder: str | Path, target: PreTrainedModel | str | None = None, **settings: Any) -> Engine:

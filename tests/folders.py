@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from cotrain import corpora
-from cotrain.records import records
-from cotrain.tokenizer import train_tokenizer
+from cotrain.bundled.tokenizer import train_tokenizer
+from cotrain.data import corpora
+from cotrain.data.records import records
 
 VOCABULARY, CONTEXT = 300, 128
 

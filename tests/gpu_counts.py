@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from inference import Engine, Sampling
-from inference.environment import environment
+from inference.measure.environment import environment
 from inference.policy import Fixed
 from inference.proposers import Independent, NGram
 from tests import standin

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from cotrain import acceptance
-from inference import predict
+from inference.verify import prediction
 
 V, L = 2, 4
-CALLS = {"token": predict.expected_calls, "block": predict.expected_calls_block}
-VARIANCE = {"token": predict.calls_variance, "block": predict.calls_variance_block}
+CALLS = {"token": prediction.expected_calls, "block": prediction.expected_calls_block}
+VARIANCE = {"token": prediction.calls_variance, "block": prediction.calls_variance_block}
 
 
 def law(*key):
@@ -122,8 +122,8 @@ def test_a_draft_length_that_depends_on_the_text_stays_exact(rule):
 
 def test_a_draft_length_for_each_row():
     r = torch.rand(3, 9, dtype=torch.float64)
-    each = torch.stack([predict.expected_calls(r[b : b + 1], b)[0] for b in range(3)])
-    torch.testing.assert_close(predict.expected_calls(r, torch.arange(3)), each)
+    each = torch.stack([prediction.expected_calls(r[b : b + 1], b)[0] for b in range(3)])
+    torch.testing.assert_close(prediction.expected_calls(r, torch.arange(3)), each)
     assert each[0] == 9
 
 
@@ -149,42 +149,42 @@ def simulate(r, k, runs):
 def test_simulation_of_one_text():
     r, k, runs = torch.rand(40, generator=torch.Generator().manual_seed(3)).double() ** 0.5, 4, 20_000
     calls, (accepted, drafted, tried) = simulate(r.numpy(), k, runs)
-    variance = predict.calls_variance(r[None], k).item()
-    assert abs(calls.mean() - predict.expected_calls(r[None], k).item()) < 4 * math.sqrt(variance / runs)
+    variance = prediction.calls_variance(r[None], k).item()
+    assert abs(calls.mean() - prediction.expected_calls(r[None], k).item()) < 4 * math.sqrt(variance / runs)
     assert calls.var() == pytest.approx(variance, rel=4 * math.sqrt(2 / runs))
-    np.testing.assert_allclose(predict.prefix(r[None], k), accepted / drafted, atol=0.006)
-    np.testing.assert_allclose(predict.conditional(r[None], k), accepted / tried, atol=0.006)
+    np.testing.assert_allclose(prediction.prefix(r[None], k), accepted / drafted, atol=0.006)
+    np.testing.assert_allclose(prediction.conditional(r[None], k), accepted / tried, atol=0.006)
 
 
 def test_backward_and_forward_recursions_agree():
     r = torch.rand(5, 30, 6, dtype=torch.float64)
     lengths = torch.tensor([0, 1, 7, 29, 30])
-    mean, variance = predict._moments(predict.reach(r, 6, lengths), lengths)
-    torch.testing.assert_close(mean, predict.expected_calls(r, 6, lengths))
+    mean, variance = prediction._moments(prediction.reach(r, 6, lengths), lengths)
+    torch.testing.assert_close(mean, prediction.expected_calls(r, 6, lengths))
     assert (variance >= 0).all() and variance[0] == 0
 
 
 def test_no_draft_costs_a_call_a_token():
     lengths = torch.tensor([2, 5])
     r = torch.rand(2, 5)
-    assert predict.expected_calls(r, 0, lengths).tolist() == [2, 5]
-    assert predict.calls_variance(r, 0, lengths).tolist() == [0, 0]
-    assert predict.tau(r, 0, lengths).item() == 1
-    assert predict.expected_calls(torch.zeros(2, 5), 4, lengths).tolist() == [2, 5]
-    assert predict.expected_calls(torch.ones(1, 11), 4).tolist() == [3]  # 5 + 5 + 1 tokens
-    assert predict.expected_calls(torch.ones(1, 3), 8).tolist() == [1]  # more drafts than tokens
+    assert prediction.expected_calls(r, 0, lengths).tolist() == [2, 5]
+    assert prediction.calls_variance(r, 0, lengths).tolist() == [0, 0]
+    assert prediction.tau(r, 0, lengths).item() == 1
+    assert prediction.expected_calls(torch.zeros(2, 5), 4, lengths).tolist() == [2, 5]
+    assert prediction.expected_calls(torch.ones(1, 11), 4).tolist() == [3]  # 5 + 5 + 1 tokens
+    assert prediction.expected_calls(torch.ones(1, 3), 8).tolist() == [1]  # more drafts than tokens
 
 
 def test_tau_is_a_ratio_of_sums():
     r, lengths = torch.rand(3, 20).double(), torch.tensor([4, 20, 11])
-    calls = predict.expected_calls(r, 3, lengths)
-    assert predict.tau(r, 3, lengths).item() == pytest.approx(35 / calls.sum().item())
+    calls = prediction.expected_calls(r, 3, lengths)
+    assert prediction.tau(r, 3, lengths).item() == pytest.approx(35 / calls.sum().item())
     l = r.log()
-    assert predict.tau_block(l, 3, lengths).item() == pytest.approx(predict.tau(r, 3, lengths).item())  # l <= 0
+    assert prediction.tau_block(l, 3, lengths).item() == pytest.approx(prediction.tau(r, 3, lengths).item())  # l <= 0
 
 
 def test_constant_acceptance_gives_the_iid_formula():
-    found = predict.tau(torch.full((1, 4000), 0.8).double(), 5).item()
+    found = prediction.tau(torch.full((1, 4000), 0.8).double(), 5).item()
     assert found == pytest.approx((1 - 0.8**6) / (1 - 0.8), rel=1e-3)
     assert acceptance.iid_tau(0.8, 5) == pytest.approx((1 - 0.8**6) / (1 - 0.8))
     assert acceptance.iid_tau(1.0, 5) == 6
@@ -209,9 +209,9 @@ def test_ratio_edges():
 
 def test_shapes_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="K >= k = 3"):
-        predict.expected_calls(torch.rand(1, 5, 2), 3)
+        prediction.expected_calls(torch.rand(1, 5, 2), 3)
     with pytest.raises(ValueError, match="at most 5"):
-        predict.expected_calls(torch.rand(1, 5), 2, torch.tensor([6]))
+        prediction.expected_calls(torch.rand(1, 5), 2, torch.tensor([6]))
 
 
 def test_sequence_losses_by_hand():

@@ -5,11 +5,11 @@ from itertools import cycle, islice
 import pytest
 import torch
 
-from inference.batch import Batch, send
+from inference.batched.batch import Batch, send
 from inference.processors import process
-from inference.rows import Row
+from inference.request import Request
+from inference.round import sound
 from inference.sampling import Sampling, probs
-from inference.turn import sound
 
 V = 24
 REGIMES = [Sampling(0), Sampling(), Sampling(0.7), Sampling(1.3, top_k=5), Sampling(0.9, top_p=0.8),
@@ -28,7 +28,7 @@ HISTORIES = [
 def test_mixed_regimes_give_the_laws_of_each_alone(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     logits = (3 * torch.randn(len(REGIMES), *shape)).round(decimals=1).to(dtype)  # with ties
-    batch = Batch([Row(i, i, [1], 9, one, frozenset()) for i, one in enumerate(REGIMES)], V, logits.device)
+    batch = Batch([Request(i, i, [1], 9, one, frozenset()) for i, one in enumerate(REGIMES)], V, logits.device)
     made = batch.regimes.law(logits)
     for row, one in enumerate(REGIMES):
         assert torch.equal(made[row], probs(logits[row : row + 1], one)[0]), one
@@ -39,7 +39,7 @@ def test_mixed_regimes_give_the_laws_of_each_alone(dtype: torch.dtype, shape: tu
                                           ("min_p", (0.0, 0.5))])  # fmt: skip
 def test_rows_that_differ_in_one_setting_alone(name: str, values: tuple[float, float]) -> None:
     both, logits = [Sampling(**{name: value}) for value in values], torch.linspace(-3, 3, V).expand(2, V)
-    made = Batch([Row(i, i, [1], 9, one, frozenset()) for i, one in enumerate(both)], V, logits.device).regimes
+    made = Batch([Request(i, i, [1], 9, one, frozenset()) for i, one in enumerate(both)], V, logits.device).regimes
     for row, one in enumerate(both):
         assert torch.equal(made.law(logits)[row], probs(logits[row], one))
     assert not torch.equal(*made.law(logits))
@@ -48,7 +48,9 @@ def test_rows_that_differ_in_one_setting_alone(name: str, values: tuple[float, f
 def test_no_law_is_nan_throughout() -> None:
     logits = torch.zeros(4, V)
     logits[0, 3], logits[1, 4], logits[2] = torch.nan, torch.inf, -torch.inf
-    mixed = Batch([Row(i, i, [1], 9, Sampling(t), frozenset()) for i, t in enumerate((0, 1, 0, 0.5))], V, logits.device)
+    mixed = Batch(
+        [Request(i, i, [1], 9, Sampling(t), frozenset()) for i, t in enumerate((0, 1, 0, 0.5))], V, logits.device
+    )
     for law in (mixed.regimes.law(logits), *(probs(logits, one) for one in REGIMES)):
         assert law[:3].isnan().all() and not law[3].isnan().any()
 
@@ -58,7 +60,7 @@ def test_histories_are_processed_as_one_by_one(dtype: torch.dtype) -> None:
     """Over rounds that emit a few tokens each, at every place of the drafts."""
     torch.manual_seed(1)
     texts = [torch.randint(9, (n,)).tolist() for n in (4, 1, 6, 2, 5, 3, 7, 2)]
-    rows = [Row(i, i, text, 50, one, frozenset({0, *one.stop_ids}))
+    rows = [Request(i, i, text, 50, one, frozenset({0, *one.stop_ids}))
             for i, (text, one) in enumerate(zip(texts, HISTORIES, strict=True))]  # fmt: skip
     history, K = Batch(rows, V, torch.device("cpu")).history, 3
     assert history is not None

@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from cotrain.bits import held, rounded, table
-from cotrain.callbacks import Rounded
+from cotrain.bench.quantisation_table import quantised, rounded, table
 from cotrain.cli import main
-from inference.target import LM
+from cotrain.training.callbacks import QuantisationAware
+from inference.models.lm import LM
 from tests.folders import network, own_texts, target_folder
 from tests.test_matrix import plan_of
 from tests.test_train import SIZES
@@ -22,13 +22,13 @@ WEIGHT = torch.randn(8, 128, generator=torch.Generator().manual_seed(0))
 
 
 def test_each_way_holds_few_numbers_near_the_weights() -> None:
-    assert held(WEIGHT, "none") is WEIGHT
-    int8, nf4 = held(WEIGHT, "int8"), held(WEIGHT, "nf4")
+    assert quantised(WEIGHT, "none") is WEIGHT
+    int8, nf4 = quantised(WEIGHT, "int8"), quantised(WEIGHT, "nf4")
     assert all(len(row.unique()) <= 255 for row in int8) and all(len(part.unique()) <= 16 for part in nf4.view(16, 64))
     errors = [(one - WEIGHT).abs().mean() for one in (int8, nf4)]
     assert 0 < errors[0] < 0.02 and errors[0] < errors[1] < 0.15
     with pytest.raises(ValueError, match="matrix.drafts: 'int3' is none of none, int8, nf4"):
-        held(WEIGHT, "int3")
+        quantised(WEIGHT, "int3")
 
 
 def test_an_int8_draft_has_the_law_that_a_cpu_serves() -> None:
@@ -84,7 +84,7 @@ def test_the_bench_writes_it(tmp_path: Path) -> None:
 
 def test_gradients_of_rounded_weights_move_the_whole_ones() -> None:
     draft, ids = network(layers=1), torch.arange(2, 12).view(1, 10)
-    module, callback = SimpleNamespace(draft=draft), Rounded("nf4")
+    module, callback = SimpleNamespace(draft=draft), QuantisationAware("nf4")
     whole = copy.deepcopy(draft.state_dict())
     callback.on_train_batch_start(None, module)
     reference = rounded(draft, "nf4")  # once rounded, rounding changes nothing
@@ -102,8 +102,8 @@ def test_a_draft_trained_for_how_it_is_held_is_exported_so(tmp_path: Path) -> No
     target_folder(tmp_path / "target")
     own_texts(tmp_path / "own.jsonl")
     paths = [f"target.path={tmp_path / 'target'}", f"data.path={tmp_path / 'own.jsonl'}", f"output={tmp_path / 'run'}"]
-    assert main(["train", *paths, *SIZES, "draft.held=nf4", "trainer.steps=2"]) == 0
+    assert main(["train", *paths, *SIZES, "draft.quantisation=nf4", "trainer.steps=2"]) == 0
     made = json.loads((tmp_path / "run" / "draft" / "cotrain.json").read_text())["made"]
     weights = load_file(tmp_path / "run" / "draft" / "model.safetensors")
     few = [len(part.unique()) <= 16 for part in weights["model.layers.0.mlp.up_proj.weight"].view(-1, 64)]
-    assert made["held"] == "nf4" and all(few)
+    assert made["draft_quantisation"] == "nf4" and all(few)

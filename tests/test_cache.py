@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from inference.target import LM
+from inference.models.lm import LM
 from tests.tiny import tiny
 
 

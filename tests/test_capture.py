@@ -5,12 +5,12 @@ import copy
 import pytest
 import torch
 
-import inference.target as target_module
+import inference.models.lm as target_module
 from inference import Engine, Sampling
-from inference.capture import Captured
+from inference.models.cuda_graphs import Captured
+from inference.models.lm import LM
 from inference.policy import Fixed
 from inference.proposers import Independent
-from inference.target import LM
 from tests.tiny import near, tiny
 
 PROMPTS = [[i % 30 + 1 for i in range(n)] for n in (3, 9, 1, 6, 14)]
@@ -21,7 +21,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models are run by bucket, in slots that start few."""
     monkeypatch.setattr(target_module, "Compiled", Captured)
     monkeypatch.setattr(target_module, "FIRST_SLOTS", 16)
-    monkeypatch.setattr("inference.capture.FEWEST", 8)
+    monkeypatch.setattr("inference.models.cuda_graphs.FEWEST", 8)
     monkeypatch.setattr(Captured, "failed", False)
 
 

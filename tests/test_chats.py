@@ -9,13 +9,13 @@ import datasets
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from cotrain.chats import Chats, Template, chats_of
-from cotrain.config import Data
-from cotrain.data import source_of
-from cotrain.prompt_rows import PromptRows
-from cotrain.rollout import Ask
-from cotrain.sets import logged
-from cotrain.splits import SPLITS
+from cotrain.config.settings import Data
+from cotrain.data.conversations import Chats, Template, chats_of
+from cotrain.data.prompt_rows import PromptRows
+from cotrain.data.sources import source_of
+from cotrain.data.splits import SPLITS
+from cotrain.data.training_texts import logged
+from cotrain.rollout.samplers import Ask
 from tests.folders import tokenizer
 
 END = "<|endoftext|>"

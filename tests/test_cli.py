@@ -19,9 +19,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from cotrain.cli import COMMANDS, main
-from cotrain.config import SCHEMAS, register
+from cotrain.config.overrides import nearest, quote
+from cotrain.config.settings import SCHEMAS, register
 from cotrain.errors import UserError
-from cotrain.overrides import nearest, quote
 from cotrain.paths import folder
 from cotrain.quiet import quiet
 from inference import Engine, Sampling

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from cotrain import serving
-from cotrain.bench import Plan
+from cotrain.bench import server_parity
+from cotrain.bench.measurement import Plan
 from cotrain.cli import main
 from inference import Engine, Sampling
-from inference.client import Client, Served, settled
+from inference.noise import row_ids
 from inference.policy import Fixed
 from inference.proposers import Independent
-from inference.streams import row_ids
+from inference.servers.openai_client import Client, Served, settled
 from tests.folders import network, tokenizer
 
 METRICS = """# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
@@ -124,10 +124,10 @@ def plan() -> Plan:
     return Plan(target, tokenizer(), draft, Sampling(), "token", size, ("t", "d"))  # type: ignore[arg-type]
 
 
-def served_by(plan: Plan, greedy: bool, k: int = 2) -> serving.Ask:
+def served_by(plan: Plan, greedy: bool, k: int = 2) -> server_parity.Ask:
     """A server that is this engine: one token of each text without a round, as from a prefill, then rounds."""
 
-    def ask(prompts: list[list[int]], at_once: int) -> serving.Answer:
+    def ask(prompts: list[list[int]], at_once: int) -> server_parity.Answer:
         engine = Engine(plan.target, Independent(plan.draft, greedy), policy=Fixed(k), rows=at_once)
         plain = Engine(plan.target, rows=at_once)
         first = plain.generate(prompts, max_new_tokens=1, seed=5, ignore_eos=True).tokens
@@ -141,7 +141,7 @@ def served_by(plan: Plan, greedy: bool, k: int = 2) -> serving.Ask:
 
 
 def test_a_server_that_is_this_engine_has_its_acceptance(plan: Plan) -> None:
-    found = serving.parity(plan, served_by(plan, greedy=False), 2, at_once=8)
+    found = server_parity.parity(plan, served_by(plan, greedy=False), 2, at_once=8)
     assert found.tokens == 24 * 23 and abs(found.z) < 4
     assert found.ratio.low < 1 < found.ratio.high and found.served == pytest.approx(found.tokens / found.rounds)
     assert "served" in found.line() and json.loads(json.dumps(found.report()))["passed"] == found.passed
@@ -150,26 +150,26 @@ def test_a_server_that_is_this_engine_has_its_acceptance(plan: Plan) -> None:
 def test_a_texts_first_token_takes_no_round(plan: Plan) -> None:
     sure = Plan(plan.target, plan.tokenizer, plan.target, Sampling(), "token", plan.bench, ("t", "t"))
     prompts, tokens = [[1, 2]], [[3] * 19]
-    rounds, sigma = serving.rounds_expected(sure, sure.proposer(), 2, prompts, tokens)
+    rounds, sigma = server_parity.rounds_expected(sure, sure.proposer(), 2, prompts, tokens)
     assert rounds.tolist() == pytest.approx([6.0], abs=1e-3)  # 18 tokens, three a round
     assert sigma == pytest.approx(0, abs=1e-2)
 
 
 def test_a_server_that_drafts_otherwise_is_told_from_it(plan: Plan) -> None:
-    found = serving.parity(plan, served_by(plan, greedy=True), 2, at_once=8)
+    found = server_parity.parity(plan, served_by(plan, greedy=True), 2, at_once=8)
     assert not found.passed and abs(found.z) > 4
 
 
 def test_counters_that_stand_still_are_refused(plan: Plan) -> None:
-    def silent(prompts: list[list[int]], at_once: int) -> serving.Answer:
+    def silent(prompts: list[list[int]], at_once: int) -> server_parity.Answer:
         return [[1] * 24 for _ in prompts], 1.0, Served(0, 0, 0)
 
     with pytest.raises(ValueError, match="counted no drafts"):
-        serving.parity(plan, silent, 2, at_once=8)
+        server_parity.parity(plan, silent, 2, at_once=8)
 
 
 def test_a_server_that_tells_no_ids_is_refused(url: str, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Lookalike, "owner", "somebody")
-    monkeypatch.setattr("cotrain.serving.settled", lambda client: client.counted())
+    monkeypatch.setattr("cotrain.bench.server_parity.settled", lambda client: client.counted())
     with pytest.raises(ValueError, match="tells no token ids"):
-        serving.over_http(Client(url), plan)([[1, 2]], 1)
+        server_parity.over_http(Client(url), plan)([[1, 2]], 1)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from cotrain.cli import main
-from cotrain.compare import compare, read, table
 from cotrain.errors import UserError
+from cotrain.evaluation.comparison import compare, read, table
 
 LENGTHS = [40] * 30
 

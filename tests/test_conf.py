@@ -10,8 +10,8 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from cotrain.cli import COMMANDS
-from cotrain.config import checked, register
-from cotrain.overrides import quote
+from cotrain.config.overrides import quote
+from cotrain.config.settings import checked, register
 from cotrain.paths import folder
 
 CONF = folder("conf")

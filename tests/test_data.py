@@ -11,16 +11,16 @@ import datasets
 import pytest
 import torch
 
-from cotrain import corpora
-from cotrain.config import Data
-from cotrain.corpora import Document, embedded, manifest
-from cotrain.data import SeededOrder, embedded_texts, pack, source_of, texts_of
-from cotrain.inputs import read_rows
-from cotrain.prompt_rows import TextStarts
-from cotrain.records import records
-from cotrain.rollouts import Texts
-from cotrain.sets import Curriculum, corpus_part, joined, sampled_part
-from cotrain.tokenizer import token_bytes
+from cotrain.bundled.tokenizer import token_bytes
+from cotrain.config.settings import Data
+from cotrain.data import corpora
+from cotrain.data.corpora import Document, embedded, manifest
+from cotrain.data.inputs import read_rows
+from cotrain.data.prompt_rows import TextStarts
+from cotrain.data.records import records
+from cotrain.data.sources import SeededOrder, embedded_texts, pack, source_of, texts_of
+from cotrain.data.training_texts import Curriculum, corpus_part, joined, sampled_part
+from cotrain.rollout.kept_texts import Texts
 from tests.folders import few_files, tokenizer
 
 CAP = 40_000

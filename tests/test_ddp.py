@@ -82,10 +82,10 @@ def test_parts_that_were_killed_end_as_if_they_had_not_been(place: Path, parts: 
     [
         (("trainer.devices=2", "trainer.batch=3"), "trainer.batch: 3 texts are not as many for each of 2 devices"),
         (("trainer.devices=0",), "trainer.devices=0: it must be at least 1"),
-        (("draft.held=int3",), "draft.held: 'int3' is none of none, int8, nf4"),
-        (("draft.held=int8", "trainer.ema=0.9"), "draft.held, trainer.ema: one of them"),
+        (("draft.quantisation=int3",), "draft.quantisation: 'int3' is none of none, int8, nf4"),
+        (("draft.quantisation=int8", "trainer.ema=0.9"), "draft.quantisation, trainer.ema: one of them"),
         (("trainer.strategy=fsdp2", "trainer.ema=0.9"), "trainer.ema, trainer.strategy: one of them"),
-        (("trainer.strategy=fsdp2", "draft.held=nf4"), "draft.held, trainer.strategy: one of them"),
+        (("trainer.strategy=fsdp2", "draft.quantisation=nf4"), "draft.quantisation, trainer.strategy: one of them"),
     ],
 )
 def test_what_does_not_go_together_is_refused_before_anything_is_loaded(

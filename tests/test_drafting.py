@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from inference import Engine, Sampling
-from inference.costs import measure_costs
-from inference.graph import Compiled
+from inference.measure.costs import measure_costs
+from inference.models.compiled import Compiled
+from inference.models.lm import LM
+from inference.models.step import Drafting
 from inference.policy import Fixed
 from inference.proposers import Independent
 from inference.sampling import draw
-from inference.step import Drafting
-from inference.target import LM
 from tests.tiny import compiles, near, tiny
 
 PROMPTS = [[i % 30 + 1 for i in range(n)] for n in (3, 9, 2, 6, 14)]

@@ -108,7 +108,7 @@ def test_tensors_are_prompts_too(target):
 @by_draft(*KINDS)
 @pytest.mark.parametrize("policy", [Fixed(1), Fixed(4), Uneven()], ids=["1", "4", "uneven"])
 def test_coupled_text_is_that_of_plain_decoding(target, proposer, policy):
-    """Row 21 too: ends by token, own stop ids, minimum lengths and limits fall inside accepted drafts."""
+    """Request 21 too: ends by token, own stop ids, minimum lengths and limits fall inside accepted drafts."""
     regimes = [Sampling(0.9, min_new_tokens=n, stop_ids=(n, 20)) for n in range(7)]
     run = {"max_new_tokens": LIMITS, "sampling": regimes, "seed": 3}
     plain = Engine(target, verify="coupled").generate(PROMPTS, **run)

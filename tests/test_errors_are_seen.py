@@ -7,13 +7,13 @@ import torch
 
 from cotrain.cli import main
 from cotrain.errors import UserError
-from cotrain.rollout import Own
+from cotrain.rollout.samplers import Own
 from inference import Engine, Sampling
-from inference.exactness import check_coupled
-from inference.measure import engine_arm
+from inference.exactness.checks import check_coupled
+from inference.measure.real_costs import measure_rounds
+from inference.measure.timing import engine_arm
 from inference.policy import Fixed
 from inference.proposers import Independent
-from inference.real_costs import measure_rounds
 from tests.test_cli import saved
 from tests.tiny import tiny
 

@@ -105,14 +105,14 @@ def test_noise_of_earlier_rounds_is_never_met_again(rule):
 
 
 def test_draft_and_residual_are_drawn_with_different_noise():
-    """Row 2: with shared numbers a 3-token law moves by some hundredths."""
+    """Request 2: with shared numbers a 3-token law moves by some hundredths."""
     target, draft = constant([0.6, 0.3, 0.1]), constant([0.3, 0.2, 0.5])
     assert p_value(target, Independent(draft), "token", 20_000, tokens=2, k=1, regime=Sampling()) > 1e-4
 
 
 @pytest.mark.parametrize("rule", ["token", "block", "match", "coupled"])
 def test_acceptance_at_depth_one_is_what_the_laws_say(rule):
-    """Row 28: sum min(p, q) for token and block, sum p q for match, and at most the former for any rule."""
+    """Request 28: sum min(p, q) for token and block, sum p q for match, and at most the former for any rule."""
     target, draft = pair()
     p, q = joint(target, 1, 1.0), joint(draft, 1, 1.0)
     engine = Engine(target, Independent(draft), verify=rule, policy=Fixed(1), rows=ROWS)

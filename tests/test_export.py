@@ -22,15 +22,15 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from cotrain.bundled.tokenizer import train_tokenizer
 from cotrain.errors import UserError
 from cotrain.export.card import card
-from cotrain.export.check import check
 from cotrain.export.engines import ENGINES, caveats, launch, refuse_layout
 from cotrain.export.hf import export
+from cotrain.export.layout_check import check
 from cotrain.export.vocabulary import resize
-from cotrain.tokenizer import train_tokenizer
-from inference.store import Metadata, hash_target, load_draft, save
-from inference.table import table
+from inference.drafts.draft_folder import Metadata, hash_target, load_draft, save
+from inference.report.table import table
 from tests.tiny import tiny
 
 TEXTS = ["def add(a, b):\n    return a + b\n", "the cat sat on the mat and the dog sat on the cat"]

@@ -10,7 +10,7 @@ from torch import Tensor
 from inference import Engine, Sampling
 from inference.policy import Fixed
 from inference.proposers import Independent, NGram
-from inference.proposers.ngram import Seen
+from inference.proposers.retrieval import Seen
 from tests import standin
 from tests.tiny import near, tiny
 

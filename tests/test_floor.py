@@ -2,8 +2,8 @@
 
 import torch
 
-from inference.floor import Load, Machine, measure_machine, pass_load, round_loads, weight_bytes
-from inference.target import LM
+from inference.measure.floor import Load, Machine, measure_machine, pass_load, round_loads, weight_bytes
+from inference.models.lm import LM
 from tests.test_lean import WIDE, build
 from tests.tiny import tiny
 

@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import save_file
 
 from cotrain.errors import UserError
-from cotrain.folders import LOCK, MARKER, claim
-from inference import atomic
-from inference.atomic import disk_full, new_folder, write_atomic
+from cotrain.run_folder import LOCK, MARKER, claim
+from inference.drafts import atomic
+from inference.drafts.atomic import disk_full, new_folder, write_atomic
 
 
 @contextmanager

@@ -5,22 +5,22 @@ import warnings
 import pytest
 import torch
 
-import inference.capture as capture
-import inference.target as target_module
+import inference.models.cuda_graphs as capture
+import inference.models.lm as target_module
 from inference import Engine, Sampling
-from inference.capture import Captured
-from inference.forward import additive, attention, seen_from
-from inference.lean import Shape, flash
+from inference.models.cuda_graphs import Captured
+from inference.models.forward import additive, attention, seen_from
+from inference.models.llama import Shape, flash
+from inference.models.lm import LM
 from inference.policy import Fixed
 from inference.proposers import Independent
-from inference.target import LM
 from tests import standin
 from tests.tiny import near, tiny
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference.recording.WARMUP", 1)
+    monkeypatch.setattr("inference.models.recording.WARMUP", 1)
     monkeypatch.setattr(target_module, "FIRST_SLOTS", 16)
     monkeypatch.setattr(capture, "FEWEST", 8)
 

@@ -1,6 +1,6 @@
 """The benchmark of heads, at a size that the suite can afford."""
 
-from tests.heads import run
+from tests.studies.heads import run
 
 
 def test_both_sides_agree_and_chunks_take_less_memory() -> None:

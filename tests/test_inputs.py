@@ -11,10 +11,10 @@ import datasets
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from cotrain.chats import Chats
-from cotrain.config import Data
-from cotrain.data import source_of
-from cotrain.inputs import made_from, read_rows
+from cotrain.config.settings import Data
+from cotrain.data.conversations import Chats
+from cotrain.data.inputs import made_from, read_rows
+from cotrain.data.sources import source_of
 from tests.folders import tokenizer
 
 

@@ -13,15 +13,16 @@ from hydra import compose, initialize_config_dir
 from tokenizers.processors import TemplateProcessing
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from cotrain import sets, train
-from cotrain.config import Data, register
-from cotrain.fingerprints import fingerprint, identity, settings
-from cotrain.inputs import made_from
-from cotrain.job import sampled
+from cotrain.config.settings import Data, register
+from cotrain.data import training_texts
+from cotrain.data.inputs import made_from
+from cotrain.data.training_texts import Sampled
 from cotrain.paths import folder
-from cotrain.rollout import Ask
-from cotrain.sets import Sampled
-from cotrain.teacher import load_pair
+from cotrain.rollout.fingerprints import fingerprint, identity, settings
+from cotrain.rollout.samplers import Ask
+from cotrain.teacher.target_model import load_pair
+from cotrain.training import distil
+from cotrain.training.job import sampled
 from inference import Sampling
 from tests.folders import network, tokenizer
 from tests.test_inputs import given
@@ -61,7 +62,7 @@ def anew(one: Sampled) -> tuple[bool, str]:
 
     def source() -> Any:
         asked.append(1)
-        return sets.PromptRows([{"domain": "a", "prompt": [i, 5], "completion": []} for i in range(9)])
+        return training_texts.PromptRows([{"domain": "a", "prompt": [i, 5], "completion": []} for i in range(9)])
 
     one.texts("train", Sampling(1.0), source, said.append)
     return bool(asked), said[0] if said else ""
@@ -237,7 +238,7 @@ def test_over_a_full_cache_the_target_reads_no_text(place: Path, monkeypatch: py
     """Neither before training nor in its steps, though nothing is remembered in memory; but for the few ids by which
     the halves of the target are tried."""
     passes: list[tuple[int, ...]] = []
-    models = train.models
+    models = distil.models
 
     def counted(cfg: Any) -> Any:
         target, words = models(cfg)
@@ -246,7 +247,7 @@ def test_over_a_full_cache_the_target_reads_no_text(place: Path, monkeypatch: py
         )
         return target, words
 
-    monkeypatch.setattr(train, "models", counted)
+    monkeypatch.setattr(distil, "models", counted)
     settings = ("measure=false", "trainer.steps=6", "trainer.remember_mb=0", f"rollout.folder={place / 'kept texts'}",
                 f"trainer.cache={place / 'kept states'}", "loss=kl")  # fmt: skip
     assert job(place, "fills the cache", *settings) == 0

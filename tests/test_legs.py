@@ -16,32 +16,33 @@ from lightning.pytorch.trainer.states import TrainerFn
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import LlamaForCausalLM, PreTrainedModel
 
-from cotrain import bench, fit, rounds
-from cotrain.callbacks import Averaged
-from cotrain.prompt_rows import PromptRows
-from cotrain.rollout import Ask, Faster, Mixed, Own
-from cotrain.rounds import Leg, legs
-from cotrain.sets import Curriculum, Sampled, Share, Strided
+from cotrain.bench import measurement
+from cotrain.data.prompt_rows import PromptRows
+from cotrain.data.training_texts import Curriculum, Sampled, Share, Strided
+from cotrain.rollout.samplers import Ask, Faster, Mixed, Own
+from cotrain.training import fit, phases
+from cotrain.training.callbacks import Averaged
+from cotrain.training.phases import Phase, phases_of
 from inference import Engine, Sampling
-from inference.precision import widened
+from inference.models.dtypes import widened
 from tests.folders import network, tokenizer
 from tests.test_train import job, place, run, same, weights  # noqa: F401 - fixtures
 
 
-def settings(steps: int, rounds: int, url: str | None = None) -> Any:
-    trainer, rollout = SimpleNamespace(steps=steps), SimpleNamespace(rounds=rounds, url=url, on_draft=0.0, folder=None)
+def settings(steps: int, phases: int, url: str | None = None) -> Any:
+    trainer, rollout = SimpleNamespace(steps=steps), SimpleNamespace(rounds=phases, url=url, on_draft=0.0, folder=None)
     return SimpleNamespace(trainer=trainer, rollout=rollout, data=SimpleNamespace(on_target=False))
 
 
 def test_legs_end_at_validations() -> None:
-    assert legs(settings(10, 1), 3) == [Leg(0, 0, 10)]
-    assert legs(settings(10, 2), 3) == [Leg(0, 0, 6), Leg(1, 6, 10)]
-    assert legs(settings(9, 3), 3) == [Leg(0, 0, 3), Leg(1, 3, 6), Leg(2, 6, 9)]
+    assert phases_of(settings(10, 1), 3) == [Phase(0, 0, 10)]
+    assert phases_of(settings(10, 2), 3) == [Phase(0, 0, 6), Phase(1, 6, 10)]
+    assert phases_of(settings(9, 3), 3) == [Phase(0, 0, 3), Phase(1, 3, 6), Phase(2, 6, 9)]
     for wrong in (0, 5):
         with pytest.raises(ValueError, match=f"rollout.rounds: from 1 to .* 4, not {wrong}"):
-            legs(settings(10, wrong), 3)
+            phases_of(settings(10, wrong), 3)
     with pytest.raises(ValueError, match="rollout.rounds: this engine samples no texts"):
-        legs(settings(10, 2, url="http://server"), 3)
+        phases_of(settings(10, 2, url="http://server"), 3)
 
 
 class Slow:
@@ -145,9 +146,9 @@ def test_a_draft_ends_texts_where_the_target_does() -> None:
     target, small = network(), network(1)
     target.generation_config.eos_token_id = [0, 5]
     size = SimpleNamespace(draft_dtype="auto", draft_int8=False, rows=1)
-    plan = bench.Plan(target, tokenizer(), small, Sampling(), "token", size, ("t", "d"))  # type: ignore[arg-type]
+    plan = measurement.Plan(target, tokenizer(), small, Sampling(), "token", size, ("t", "d"))  # type: ignore[arg-type]
     cfg = SimpleNamespace(policy=SimpleNamespace(k=2), rollout=SimpleNamespace(rows=2, on_draft=0.5))
-    found = rounds.swapped(SimpleNamespace(cfg=cfg, plan=lambda _: plan, target=target, tokenizer=tokenizer()), small)  # type: ignore
+    found = phases.swapped(SimpleNamespace(cfg=cfg, plan=lambda _: plan, target=target, tokenizer=tokenizer()), small)  # type: ignore
     assert isinstance(found, Mixed) and isinstance(found.draft, Own) and found.draft.engine.ends == {0, 5}
 
 
@@ -172,10 +173,10 @@ def test_a_run_that_stopped_before_its_second_round_samples_with_what_it_had_lea
         met.append({name: value.clone() for name, value in draft.state_dict().items()})
         if len(met) == 1:
             raise OSError("the machine went down")
-        return rounds.swapped(job, draft)
+        return phases.swapped(job, draft)
 
     monkeypatch.setattr(fit, "swapped", noted)
-    monkeypatch.setattr(bench, "quick", lambda plan, k: {"speedup": 1.0})
+    monkeypatch.setattr(measurement, "quick", lambda plan, k: {"speedup": 1.0})
     settings = (*ROUNDS, "measure=false", "rollout.temperatures=[1.0]")
     assert job(place, "stopped", *settings) == 1 and job(place, "stopped", *settings) == 0
     assert same(*met)
@@ -226,7 +227,7 @@ def test_an_averaged_run_resumes_and_exports_its_average(
             raise OSError("the machine went down at step 4")
         return {"speedup": 1.0}
 
-    monkeypatch.setattr(bench, "quick", quick)
+    monkeypatch.setattr(measurement, "quick", quick)
     settings = ("trainer.ema=0.9", "rollout.temperatures=[1.0]")
     assert job(place, "averaged", *settings) == 0
     assert job(place, "went down", *settings) == 1 and job(place, "went down", *settings) == 0

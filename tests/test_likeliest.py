@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from cotrain import losses
-from cotrain.likeliest import Likeliest, completed, kept, outside
-from cotrain.module import Distillation, Stage
-from cotrain.teacher import split
-from cotrain.terms import Terms, parse
+from cotrain.losses.spec import LossSpec, parse
+from cotrain.teacher.target_model import split
+from cotrain.teacher.top_k import TopKLaws, completed, kept, outside
+from cotrain.training.module import Distillation, Stage
 from inference.sampling import keep_top_p
 from tests.test_module import module_of
 from tests.test_train import job, place, same, weights  # noqa: F401 - fixtures
@@ -91,7 +91,7 @@ def test_what_is_read_are_the_laws_as_served(temperature: float) -> None:
     target = tiny()
     read, head = split(target)
     ids = torch.randint(32, (3, 9), generator=torch.Generator().manual_seed(0))
-    cut = Likeliest(read, head, 5, 32, temperature, lambda logits: keep_top_p(logits, 0.8), chunk=4)(ids)
+    cut = TopKLaws(read, head, 5, 32, temperature, lambda logits: keep_top_p(logits, 0.8), chunk=4)(ids)
     with torch.no_grad():
         logits = target(ids).logits
     if temperature:
@@ -102,7 +102,7 @@ def test_what_is_read_are_the_laws_as_served(temperature: float) -> None:
     assert torch.equal(cut[..., 5].long(), logits.argmax(-1))
     for wrong in (0, 33):
         with pytest.raises(ValueError, match=f"trainer.top: {wrong} tokens of 32"):
-            Likeliest(read, head, wrong, 32, 1.0, None, 4)
+            TopKLaws(read, head, wrong, 32, 1.0, None, 4)
 
 
 def learnt(module: Distillation) -> Tensor:
@@ -128,7 +128,7 @@ def test_what_merged_laws_do_not_have_is_refused() -> None:
         with pytest.raises(ValueError, match="trainer.top: the loss is not one of kl, tv"):
             module_of(tiny(), tiny(layers=1), [Stage(1.0, parse(name))], 1, top=4)
     with pytest.raises(ValueError, match="trainer.top: .* init.cosine=0"):
-        module_of(tiny(), tiny(layers=1), [Stage(1.0, Terms(losses.kl, merged=True))], 1, cosine=1.0, top=4)
+        module_of(tiny(), tiny(layers=1), [Stage(1.0, LossSpec(losses.kl, merged=True))], 1, cosine=1.0, top=4)
 
 
 def test_runs_share_laws_on_disk_of_one_regime(place: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811

@@ -1,6 +1,6 @@
 """The queue under load, at a size the suite can afford."""
 
-from tests import load
+from tests.studies import load
 
 
 def test_none_is_lost_and_each_is_as_if_alone():

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from cotrain import matrix
-from cotrain.bench import Plan, taus
+from cotrain.bench import matrix
+from cotrain.bench.measurement import Plan, taus
 from inference import Sampling
-from inference.measure import interleave
-from inference.vllm_server import Server, draft_model, vllm_arm
+from inference.measure.timing import interleave
+from inference.servers.vllm_server import Server, draft_model, vllm_arm
 from tests.folders import network, tokenizer
 
 LOOKALIKE = """
@@ -46,7 +46,7 @@ def lookalike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (folder / "__init__.py").write_text(text)
     (sampler / "rejection_sampler.py").write_text(REPAIRED)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
-    monkeypatch.setattr("inference.vllm_server.SETTLE", 0.0)
+    monkeypatch.setattr("inference.servers.vllm_server.SETTLE", 0.0)
     return tmp_path
 
 

@@ -9,13 +9,13 @@ import torch
 from transformers import GenerationConfig
 
 from inference import Engine, Sampling
-from inference.costs import Costs, best_k, interleaved, joined, measure_costs
-from inference.measure import Arm, ArmResult, Timing, engine_arm, interleave, transformers_arm
+from inference.measure.costs import Costs, best_k, interleaved, joined, measure_costs
+from inference.measure.timing import Arm, ArmResult, Timing, engine_arm, interleave, transformers_arm
+from inference.models.lm import LM
+from inference.noise import row_ids
 from inference.policy import Fixed
 from inference.proposers import Independent
 from inference.stats import Counts, Stats, pooled
-from inference.streams import row_ids
-from inference.target import LM
 from tests.tiny import tiny
 
 PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
@@ -229,7 +229,7 @@ def test_drafting_is_a_line_through_two_lengths(pair, monkeypatch):
         return {key: {("draft", 2): 7.0, ("draft", 6): 15.0}.get(key, 1.0) for key in tasks}
 
     monkeypatch.setattr(Independent, "propose", noted)
-    monkeypatch.setattr("inference.costs.interleaved", timed)
+    monkeypatch.setattr("inference.measure.costs.interleaved", timed)
     found = measure_costs(LM(pair[0], 1), Independent(pair[1]), 2, context=10)
     assert (found.draft, found.first, found.drafting(0), found.drafting(4)) == (2, 3, 0, 11)
     assert drafted == [([2], [9]), ([6], [9])]

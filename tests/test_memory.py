@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from inference import Engine, Sampling
-from inference.cache import SlotCache
-from inference.memory import cache_bytes, spare_slots
+from inference.models.cache import SlotCache
+from inference.models.lm import LM
+from inference.models.memory import cache_bytes, spare_slots
 from inference.policy import Fixed
 from inference.proposers import Independent
-from inference.target import LM
 from tests.tiny import near, tiny
 
 

@@ -15,17 +15,19 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import LlamaForCausalLM
 
-from cotrain import draft, losses, optim
-from cotrain.callbacks import Kept, RealSpeed
-from cotrain.data import Blocks
-from cotrain.evaluate import HeldOut, calibration_error, evaluate, held_out
-from cotrain.evaluate import figures as named
-from cotrain.module import Distillation, Stage, current
-from cotrain.rollouts import Texts
-from cotrain.sets import blocks_texts, corpus_part
-from cotrain.teacher import Remembering, load_target, split
-from cotrain.terms import NAMES, Terms, parse
-from inference import predict
+from cotrain import losses
+from cotrain.data.sources import Blocks
+from cotrain.data.training_texts import blocks_texts, corpus_part
+from cotrain.evaluation.held_out import HeldOut, calibration_error, evaluate, held_out
+from cotrain.evaluation.held_out import figures as named
+from cotrain.losses.spec import NAMES, LossSpec, parse
+from cotrain.rollout.kept_texts import Texts
+from cotrain.students import independent_student
+from cotrain.teacher.target_model import Remembering, load_target, split
+from cotrain.training import optim
+from cotrain.training.callbacks import Kept, MeasureSpeed
+from cotrain.training.module import Distillation, Stage, current
+from inference.verify import prediction
 from tests.folders import VOCABULARY, network, target_folder
 from tests.tiny import tiny
 
@@ -69,8 +71,8 @@ def test_figures_are_those_of_passes_made_by_hand(target: LlamaForCausalLM) -> N
         size = torch.tensor(lengths)[rows]
         alpha = torch.cat([alphas[b] for b in rows]).mean().item()
         assert figures[f"alpha/{domain}"] == pytest.approx(alpha, abs=1e-6)
-        assert figures[f"tau/{domain}/3"] == pytest.approx(predict.tau(r[rows], 3, size).item(), rel=1e-6)
-        depths = predict.prefix(r[rows], 8, size)
+        assert figures[f"tau/{domain}/3"] == pytest.approx(prediction.tau(r[rows], 3, size).item(), rel=1e-6)
+        depths = prediction.prefix(r[rows], 8, size)
         assert figures[f"prefix/{domain}/2"] == pytest.approx(depths[1].item(), rel=1e-6)
     assert figures["kl/all"] > 0.1 and figures["alpha/worst"] == min(figures["alpha/a"], figures["alpha/b"])
 
@@ -111,7 +113,7 @@ def test_calibration_is_judged_bin_by_bin() -> None:
 
 
 def test_stages_follow_one_another() -> None:
-    stages = [Stage(0.25, Terms(losses.kl)), Stage(1.0, Terms(losses.tv))]
+    stages = [Stage(0.25, LossSpec(losses.kl)), Stage(1.0, LossSpec(losses.tv))]
     found = [current(stages, at).position for at in (0, 0.24, 0.25, 0.9, 1.0)]
     assert found == [losses.kl] * 2 + [losses.tv] * 3
 
@@ -163,7 +165,9 @@ def test_training_moves_the_draft_and_nothing_else(target: LlamaForCausalLM, tmp
 
     small, theirs = tiny(layers=1, seed=3), copy.deepcopy(target.state_dict())
     before = copy.deepcopy(small.state_dict())
-    module = module_of(target, small, [Stage(0.5, Terms(noted("first"))), Stage(1.0, Terms(noted("then")))], steps=4)
+    module = module_of(
+        target, small, [Stage(0.5, LossSpec(noted("first"))), Stage(1.0, LossSpec(noted("then")))], steps=4
+    )
     run = trainer(tmp_path, 4)
     (start,) = run.validate(module, DataLoader([0]), verbose=False)
     assert start["alpha_T1/all"] == pytest.approx(judge(module))
@@ -181,10 +185,10 @@ def test_training_moves_the_draft_and_nothing_else(target: LlamaForCausalLM, tmp
 @pytest.mark.parametrize("quantisation", ["int8", "nf4"])
 def test_a_draft_learns_from_a_quantised_target(quantisation: str, tmp_path: Path) -> None:
     target = load_target(str(target_folder(tmp_path / "target")), quantisation)
-    small = draft.from_layers(target, [0])
+    small = independent_student.from_layers(target, [0])
     ids = torch.randint(VOCABULARY, (8, 16), generator=torch.Generator().manual_seed(1))
     blocks = Texts(ids, torch.ones(8, dtype=torch.int64), torch.full((8,), 16), ["a"] * 8)
-    module = module_of(target, small, [Stage(1.0, Terms(losses.kl))], steps=16)
+    module = module_of(target, small, [Stage(1.0, LossSpec(losses.kl))], steps=16)
     module.held_out = {1.0: judged(target, blocks)}
     before = judge(module)
     theirs = copy.deepcopy(target.state_dict())  # after a pass: on a CPU the first one rounds the scales of nf4
@@ -196,18 +200,18 @@ def test_a_draft_learns_from_a_quantised_target(quantisation: str, tmp_path: Pat
 
 def test_speed_is_measured_at_validations_and_survives_a_checkpoint(tmp_path: Path) -> None:
     speeds, taus = iter([1.2, 1.4]), iter([2.0, 1.8])
-    found = RealSpeed(lambda draft: {"speedup": next(speeds)}, lambda: next(taus), tmp_path / "one")
+    found = MeasureSpeed(lambda independent_student: {"speedup": next(speeds)}, lambda: next(taus), tmp_path / "one")
     with pytest.raises(ValueError, match="trainer.steps"):
         found.fastest()
     small = tiny(layers=1, seed=3)
-    module = module_of(tiny(), small, [Stage(1.0, Terms(losses.kl))], steps=2)
+    module = module_of(tiny(), small, [Stage(1.0, LossSpec(losses.kl))], steps=2)
     run = trainer(tmp_path, 2, found)
     run.validate(module, DataLoader([0]), verbose=False)
     run.fit(module, loader(), DataLoader([0]))
     assert found.fastest() == Kept(0, tmp_path / "one" / "step-0", 1.2, 2.0)  # a clock on few prompts does not rank
     kept = LlamaForCausalLM.from_pretrained(found.kept[1].path)
     assert all(torch.equal(value, small.state_dict()[name]) for name, value in kept.state_dict().items())
-    other = RealSpeed(lambda draft: {}, lambda: 0.0, tmp_path / "moved")
+    other = MeasureSpeed(lambda independent_student: {}, lambda: 0.0, tmp_path / "moved")
     other.load_state_dict(found.state_dict())
     moved = tmp_path / "moved"
     assert other.kept == [Kept(0, moved / "step-0", 1.2, 2.0), Kept(2, moved / "step-2", 1.4, 1.8)]
@@ -215,7 +219,9 @@ def test_speed_is_measured_at_validations_and_survives_a_checkpoint(tmp_path: Pa
 
 def test_training_ends_when_tau_no_longer_rises(tmp_path: Path) -> None:
     taus = [2.0, 2.5, 2.4, 2.6, 2.6, 2.5]
-    found = RealSpeed(lambda draft: {"speedup": 1.0}, lambda: taus[len(found.kept)], tmp_path, patience=2)
+    found = MeasureSpeed(
+        lambda independent_student: {"speedup": 1.0}, lambda: taus[len(found.kept)], tmp_path, patience=2
+    )
     alone = SimpleNamespace(barrier=lambda: None)
     run: Any = SimpleNamespace(logger=None, global_step=0, should_stop=False, is_global_zero=True, strategy=alone)
     ends = []
@@ -297,7 +303,7 @@ def test_a_draft_as_wide_as_the_target_is_led_by_its_hidden_states(target: Llama
         return 0 * losses.kl(logp, logq)
 
     small = tiny(layers=1, seed=3)
-    module = module_of(target, small, [Stage(1.0, Terms(zero))], steps=30, cosine=1.0)
+    module = module_of(target, small, [Stage(1.0, LossSpec(zero))], steps=30, cosine=1.0)
     ids = next(iter(loader()))["ids"]
     states = [split(model)[0] for model in (small, target)]
 
@@ -308,7 +314,7 @@ def test_a_draft_as_wide_as_the_target_is_led_by_its_hidden_states(target: Llama
     trainer(tmp_path, 30).fit(module, loader())
     assert apart() < before - 0.1
     with pytest.raises(ValueError, match="init.cosine: the draft's hidden states are 8 wide, the target's 16"):
-        module_of(target, tiny(layers=1, hidden=8), [Stage(1.0, Terms(losses.kl))], steps=1, cosine=1.0)
+        module_of(target, tiny(layers=1, hidden=8), [Stage(1.0, LossSpec(losses.kl))], steps=1, cosine=1.0)
 
 
 def test_texts_read_ahead_are_not_read_again() -> None:
@@ -363,7 +369,7 @@ def test_texts_are_learnt_at_their_own_temperature() -> None:
         met.append(losses.entropy(logp))
         return losses.kl(logp, logq)
 
-    module = module_of(tiny(), tiny(layers=1), [Stage(1.0, Terms(noted))], steps=1)
+    module = module_of(tiny(), tiny(layers=1), [Stage(1.0, LossSpec(noted))], steps=1)
     module._trainer = SimpleNamespace(global_step=0, max_steps=1, world_size=1)  # type: ignore[assignment]
     ids = torch.randint(32, (1, 9), generator=torch.Generator().manual_seed(1)).expand(2, 9)
     batch = {"ids": ids, "predicted": torch.ones(2, 8, dtype=torch.bool), "key": torch.tensor([0, 1]),

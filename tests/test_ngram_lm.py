@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from cotrain.data import Blocks
-from cotrain.ngram_lm import KneserNey, bigram, bigram_alpha, bits_per_byte, discounts, evaluate
+from cotrain.bundled.ngram_lm import KneserNey, bigram, bigram_alpha, bits_per_byte, discounts, evaluate
+from cotrain.data.sources import Blocks
 
 
 def zipf(size: int, vocabulary: int, seed: int = 0) -> np.ndarray:

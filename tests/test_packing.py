@@ -8,13 +8,13 @@ import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedModel
 
 from cotrain import losses
-from cotrain.data import restarted
-from cotrain.evaluate import evaluate, held_out
-from cotrain.module import Stage
-from cotrain.rollouts import Texts
-from cotrain.sets import Part
-from cotrain.teacher import keeps_apart, split
-from cotrain.terms import Terms, parse
+from cotrain.data.sources import restarted
+from cotrain.data.training_texts import Part
+from cotrain.evaluation.held_out import evaluate, held_out
+from cotrain.losses.spec import LossSpec, parse
+from cotrain.rollout.kept_texts import Texts
+from cotrain.teacher.target_model import keeps_apart, split
+from cotrain.training.module import Stage
 from tests.test_module import module_of
 from tests.tiny import tiny
 
@@ -76,7 +76,7 @@ def batch(ids: torch.Tensor, **more: torch.Tensor) -> dict[str, torch.Tensor]:
 def test_a_step_on_a_block_is_a_step_on_its_texts() -> None:
     """But for what follows a text, the next one's end token, which only a block has."""
     target, small = tiny(), tiny(layers=1, seed=3)
-    module = module_of(target, small, [Stage(1.0, Terms(losses.kl))], steps=1)
+    module = module_of(target, small, [Stage(1.0, LossSpec(losses.kl))], steps=1)
     module._trainer = SimpleNamespace(global_step=0, max_steps=1, world_size=1)  # type: ignore[assignment]
     inside = torch.ones(1, 15, dtype=torch.bool)
     inside[:, [6, 10]] = False

@@ -6,19 +6,21 @@ from typing import Any
 import pytest
 import torch
 
-from cotrain import bench, optim
-from cotrain.teacher import load_target
-from inference import Sampling, lean, load, precision
-from inference.pair import hash_target
+from cotrain.bench import measurement
+from cotrain.teacher.target_model import load_target
+from cotrain.training import optim
+from inference import Sampling, load
+from inference.drafts.compatibility import hash_target
+from inference.drafts.draft_folder import Metadata, load_draft, save
+from inference.models import dtypes, llama
+from inference.models.lm import load_model
 from inference.proposers.independent import Independent
-from inference.store import Metadata, load_draft, save
-from inference.target import load_model
 from tests.folders import network, target_folder, tokenizer
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, kernels: bool, avx512: bool, bf16: bool) -> None:
     """A CPU for which oneDNN has kernels in half precision or not, with AVX-512 and its instructions for bfloat16."""
-    for name in precision.SUPPORTED.values():
+    for name in dtypes.SUPPORTED.values():
         monkeypatch.setattr(torch.ops.mkldnn, name, lambda: kernels, raising=False)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
     monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: avx512)
@@ -30,23 +32,23 @@ def emulates(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     """A CPU without such instructions, and one with them."""
     pretend(monkeypatch, kernels=not request.param, avx512=not request.param, bf16=not request.param)
     # this machine may not be able to pack
-    monkeypatch.setattr(lean, "_packed", lambda linear: linear._replace(packed=None))
+    monkeypatch.setattr(llama, "_packed", lambda linear: linear._replace(packed=None))
     return bool(request.param)
 
 
 def test_nothing_is_packed_where_bfloat16_is_emulated(emulates: bool) -> None:
-    assert lean.can_pack(network().bfloat16()) is not emulates and not lean.can_pack(network())
+    assert llama.can_pack(network().bfloat16()) is not emulates and not llama.can_pack(network())
 
 
 def test_which_dtypes_are_emulated(emulates: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert precision.emulated(torch.bfloat16) is emulates and precision.emulated(torch.float16) is emulates
-    assert not precision.emulated(torch.float32) and not precision.emulated(torch.float64)
-    assert precision.half("cpu") == (torch.float32 if emulates else torch.bfloat16)
-    assert precision.half("cuda") == torch.bfloat16
+    assert dtypes.emulated(torch.bfloat16) is emulates and dtypes.emulated(torch.float16) is emulates
+    assert not dtypes.emulated(torch.float32) and not dtypes.emulated(torch.float64)
+    assert dtypes.half("cpu") == (torch.float32 if emulates else torch.bfloat16)
+    assert dtypes.half("cuda") == torch.bfloat16
     assert optim.precision("auto", "cpu") == ("32-true" if emulates else "bf16-mixed")
     assert optim.precision("auto", "cuda") == "bf16-mixed" and optim.precision("16-true", "cpu") == "16-true"
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    assert precision.emulated(torch.bfloat16)
+    assert dtypes.emulated(torch.bfloat16)
 
 
 @pytest.mark.parametrize("avx512, bf16, wanted", [(True, False, True), (True, True, False), (False, False, False)])
@@ -55,7 +57,7 @@ def test_kernels_that_convert_are_no_instructions(
 ) -> None:
     """Of x86 before and after bfloat16, and of a CPU of another kind."""
     pretend(monkeypatch, True, avx512, bf16)
-    assert precision.emulated(torch.bfloat16) is wanted and not precision.emulated(torch.float16)
+    assert dtypes.emulated(torch.bfloat16) is wanted and not dtypes.emulated(torch.float16)
 
 
 @pytest.fixture
@@ -96,7 +98,7 @@ def test_a_draft_keeps_bfloat16_for_the_8_bit_kernel_alone(emulates: bool, int8:
 def test_what_is_measured_is_what_is_loaded(target: Path) -> None:
     """To the last bit: rotary frequencies too, which no file holds."""
     draft, size = network(1), type("Size", (), {"draft_dtype": "bfloat16"})
-    plan = bench.Plan(load_target(str(target)), tokenizer(), draft, Sampling(), "token", size(), ("t", "d"))  # type: ignore
+    plan = measurement.Plan(load_target(str(target)), tokenizer(), draft, Sampling(), "token", size(), ("t", "d"))  # type: ignore
     metadata = Metadata(target={"name": "t", **hash_target(draft.config, tokenizer())}, k=2, regime={}, made={})
     loaded = load_draft(save(plan.served, tokenizer(), target.parent / "kept", metadata, {}))[0]
     ids = torch.arange(100)[None]
@@ -109,7 +111,7 @@ def test_what_is_measured_fast_is_exported_as_asked(emulates: bool, target: Path
     draft = network(1)
     for rounded in (True, False):
         size: Any = type("Size", (), {"draft_dtype": "bfloat16", "draft_int8": rounded, "rows": 1})
-        plan = bench.Plan(load_target(str(target)), tokenizer(), draft, Sampling(), "token", size, ("t", "d"))
+        plan = measurement.Plan(load_target(str(target)), tokenizer(), draft, Sampling(), "token", size, ("t", "d"))
         assert plan.served.dtype == torch.bfloat16 and draft.dtype == torch.float32
         wanted = torch.float32 if emulates and not rounded else torch.bfloat16
         assert plan.proposer().model.dtype == wanted and plan.proposer().int8 is rounded

@@ -8,12 +8,14 @@ from typing import get_type_hints
 import pytest
 from transformers import PreTrainedModel
 
-from cotrain import check, ranges
+from cotrain.bundled.tokenizer import train_tokenizer
 from cotrain.cli import main
-from cotrain.config import SCHEMAS
-from cotrain.sizes import size_of
-from cotrain.tokenizer import train_tokenizer
-from inference import sampling, turn
+from cotrain.config import ranges
+from cotrain.config.settings import SCHEMAS
+from cotrain.training import preflight
+from cotrain.training.sizes import size_of
+from inference import sampling
+from inference.round import RULES
 from tests.folders import CONTEXT, network, own_texts, target_folder
 
 SIZES = """data.block=64 rollout.texts=8 rollout.held_out_texts=2 rollout.prompt_tokens=8 rollout.new_tokens=24
@@ -126,10 +128,10 @@ def test_check_tells_the_drafts_own_size_a_prompt_and_time_by_phase(
 def test_memory_is_of_the_pretrained_draft_not_of_the_target(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from hydra import compose, initialize_config_dir
 
-    from cotrain.config import register
-    from cotrain.overrides import quote
+    from cotrain.config.overrides import quote
+    from cotrain.config.settings import register
     from cotrain.paths import folder
-    from cotrain.preconditions import require
+    from cotrain.training.preconditions import require
 
     target_folder(place / "tiny", layers=1)
     register()
@@ -137,10 +139,10 @@ def test_memory_is_of_the_pretrained_draft_not_of_the_target(place: Path, monkey
         ways = [compose("train", quote(command(place, *setting)[1:])) for setting in (
             ["trainer.batch=256", "init=pretrained", f"draft.path={place / 'tiny'}"],
             ["trainer.batch=256", "init.layers=[0,1]"])]  # fmt: skip
-    one, whole = (check.estimate(cfg, require(cfg)) for cfg in ways)
+    one, whole = (preflight.estimate(cfg, require(cfg)) for cfg in ways)
     parameters = [size_of(network(layers=layers)).parameters for layers in (1, 2)]
     assert [one.draft, whole.draft] == parameters
-    assert whole.memory - one.memory == (parameters[1] - parameters[0]) * check.TRAINED_BYTES
+    assert whole.memory - one.memory == (parameters[1] - parameters[0]) * preflight.TRAINED_BYTES
 
 
 def test_experts_that_are_not_chosen_cost_nothing() -> None:
@@ -162,7 +164,7 @@ def test_every_rule_is_of_a_setting_that_there_is() -> None:
         schemas = [SCHEMAS[name]] if name else list(SCHEMAS.values())
         found = [_has(schema, bare) for schema in schemas]
         assert any(found), key
-    assert sampling.COLDEST == ranges.COLDEST and ranges.VERIFY.words == f"one of {', '.join(turn.RULES)}"
+    assert sampling.COLDEST == ranges.COLDEST and ranges.VERIFY.words == f"one of {', '.join(RULES)}"
 
 
 def _has(schema: type, key: str) -> bool:

@@ -1,4 +1,4 @@
-"""The bundled target's pretraining at tiny size through the command line: legs, folder and card."""
+"""The bundled target's pretraining at tiny size through the command line: phases, folder and card."""
 
 import json
 from collections.abc import Iterator
@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cotrain import teacher
+from cotrain.bundled.pretraining import LanguageModel
 from cotrain.cli import main
-from cotrain.data import Blocks
-from cotrain.pretrain import LanguageModel
+from cotrain.data.sources import Blocks
+from cotrain.teacher import target_model
 from tests.folders import few_files, network
 
 BYTES = "{code: 30000, prose: 20000, records: 20000}"
@@ -35,11 +35,11 @@ def pretrain(place: Path, output: str, *settings: str) -> int:
 
 @pytest.fixture(scope="module")
 def target(place: Path) -> Path:
-    """What two legs make: the first ends after its first step, for want of time."""
-    assert pretrain(place, "legs", "pretraining.minutes=0", f"export={place / 'target'}") == 0
+    """What two phases make: the first ends after its first step, for want of time."""
+    assert pretrain(place, "phases", "pretraining.minutes=0", f"export={place / 'target'}") == 0
     assert not (place / "target").exists()
-    assert torch.load(place / "legs" / "last.ckpt", weights_only=True)["global_step"] == 1
-    assert pretrain(place, "legs", f"export={place / 'target'}") == 0
+    assert torch.load(place / "phases" / "last.ckpt", weights_only=True)["global_step"] == 1
+    assert pretrain(place, "phases", f"export={place / 'target'}") == 0
     return place / "target"
 
 
@@ -55,18 +55,18 @@ def test_the_target_folder_loads_and_has_its_card(target: Path) -> None:
     assert (model.dtype, model.config.eos_token_id, tokenizer.eos_token_id) == (torch.bfloat16, 0, 0)
     assert tokenizer.decode(tokenizer.encode("def né(x):")) == "def né(x):"
     card = json.loads((target / "card.json").read_text())
-    assert (card["steps"], card["tokens_seen"], [leg["step"] for leg in card["legs"]]) == (4, 4 * 2 * 32, [1, 4])
+    assert (card["steps"], card["tokens_seen"], [phase["step"] for phase in card["phases"]]) == (4, 4 * 2 * 32, [1, 4])
     assert card["parameters"] == model.num_parameters()
     assert set(card["bits_per_byte"]) == set(card["five_gram"]) == {"code", "prose", "records"}
     assert all(0.5 < bits < 9 for bits in card["bits_per_byte"].values()) and 0 < card["bigram_alpha"] < 1
     readme = (target / "README.md").read_text()
     assert f"| code | {card['bits_per_byte']['code']:.3f} |" in readme
-    assert f"`{card['corpora']['records']['hash']}`" in readme and "2 leg(s)" in readme
+    assert f"`{card['corpora']['records']['hash']}`" in readme and "2 phase(s)" in readme
 
 
 def test_a_bundled_target_can_teach(target: Path) -> None:
-    model, tokenizer = teacher.load_pair(str(target))
-    hidden, head = teacher.split(model)
+    model, tokenizer = target_model.load_pair(str(target))
+    hidden, head = target_model.split(model)
     assert head(hidden(torch.tensor([tokenizer.encode("import os")]))).shape[-1] == 300
 
 

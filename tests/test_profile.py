@@ -2,10 +2,10 @@
 
 import torch
 
-from cotrain.evaluate import HeldOut, evaluate, held_out
-from cotrain.profile import line, profile
-from cotrain.rollouts import Texts
-from cotrain.teacher import split
+from cotrain.evaluation.held_out import HeldOut, evaluate, held_out
+from cotrain.evaluation.profile import line, profile
+from cotrain.rollout.kept_texts import Texts
+from cotrain.teacher.target_model import split
 from inference import Sampling
 from inference.sampling import keep_top_p, probs
 from tests.folders import network

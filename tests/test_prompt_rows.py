@@ -11,15 +11,15 @@ import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from cotrain.chats import Chats
-from cotrain.corpora import PIECE, pieces
-from cotrain.data import pack, source_of
-from cotrain.inputs import made_from
-from cotrain.prompt_rows import PromptRows, TextStarts
-from cotrain.rollout import Ask, Own
-from cotrain.sets import Sampled, joined, sampled_part
-from cotrain.splits import SPLITS
-from cotrain.teacher import split
+from cotrain.data.conversations import Chats
+from cotrain.data.corpora import PIECE, pieces
+from cotrain.data.inputs import made_from
+from cotrain.data.prompt_rows import PromptRows, TextStarts
+from cotrain.data.sources import pack, source_of
+from cotrain.data.splits import SPLITS
+from cotrain.data.training_texts import Sampled, joined, sampled_part
+from cotrain.rollout.samplers import Ask, Own
+from cotrain.teacher.target_model import split
 from inference import Engine, Sampling
 from tests.folders import few_files, network, tokenizer
 from tests.test_inputs import given, templated

@@ -13,17 +13,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from cotrain import bench, planner
-from cotrain.planner import Compiled, Length, Measured, advice, choose, planned
-from inference import Engine, Output, Sampling, adaptive, contention
-from inference.adaptive import LEAST, Wanted, until_known
-from inference.arms import Arm, ArmResult
-from inference.contention import Reading, disturbed, others, set_waiting
-from inference.costs import Costs
-from inference.measure import Interval, Timing
+from cotrain.bench import measurement, planner
+from cotrain.bench.planner import Compiled, Length, Measured, advice, choose, planned
+from inference import Engine, Output, Sampling
+from inference.measure import adaptive, contention
+from inference.measure.adaptive import LEAST, Wanted, until_known
+from inference.measure.arms import Arm, ArmResult
+from inference.measure.contention import Reading, disturbed, others, set_waiting
+from inference.measure.costs import Costs
+from inference.measure.real_costs import RealRound, calibrated, measure_rounds, of_stats
+from inference.measure.timing import Interval, Timing
 from inference.policy import Fixed
 from inference.proposers import Independent
-from inference.real_costs import RealRound, calibrated, measure_rounds, of_stats
 from inference.stats import Stats
 from tests.tiny import near, tiny
 
@@ -138,7 +139,7 @@ def test_each_part_runs_compiled_where_real_rounds_are_faster_so(monkeypatch) ->
     monkeypatch.setattr(planner, "rounds_of", rounds_of)
     monkeypatch.setattr(planner, "costs_of", costs_of)
     size = SimpleNamespace(depths=[2, 3, 4], compile=True)
-    plan, found = planner.settled(bench.Plan(*[None] * 5, size, ("t", "d")))  # type: ignore[arg-type]
+    plan, found = planner.settled(measurement.Plan(*[None] * 5, size, ("t", "d")))  # type: ignore[arg-type]
     assert plan.compiled == Compiled(plain=True, target=True, draft=False)
     assert ran == [Compiled(), Compiled(True, True, True), plan.compiled]  # the engine that serves is run too
     assert found.costs.target[0] == pytest.approx(2.0)
@@ -261,11 +262,13 @@ def test_threads_wait_passively_unless_the_machine_is_idle(tmp_path: Path, monke
 
 
 def test_the_command_line_decides_before_torch_is_there() -> None:
-    code = "import sys, cotrain.cli\nassert 'inference.contention' in sys.modules and 'torch' not in sys.modules"
+    code = (
+        "import sys, cotrain.cli\nassert 'inference.measure.contention' in sys.modules and 'torch' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
     source = Path(planner.__file__).with_name("cli.py").read_text(encoding="utf-8")
     assert source.index("set_waiting()") < source.index("status = _hydra(name")
 
 
 def test_a_budget_is_shared_out_and_none_is_no_limit() -> None:
-    assert bench.Budget(100.0, 5.0).until(0.25) == 30.0 and bench.Budget(0, 5.0).until(0.25) == inf
+    assert measurement.Budget(100.0, 5.0).until(0.25) == 30.0 and measurement.Budget(0, 5.0).until(0.25) == inf

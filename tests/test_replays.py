@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from inference import Engine, Sampling
+from inference.models.replays import Replays
 from inference.policy import Fixed
 from inference.proposers import Independent, NGram
-from inference.replays import Replays
-from inference.turn import Turn
+from inference.round import DecodingRound
 from tests import standin
 from tests.gpu_counts import CUTS, PENALTIES
 from tests.tiny import near, tiny
@@ -23,7 +23,7 @@ EACH_ITS_OWN = [CUTS[5], *OTHERS]
 
 @pytest.fixture(autouse=True)
 def not_warmed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference.recording.WARMUP", 0)  # what one writes shows in test_standin.py
+    monkeypatch.setattr("inference.models.recording.WARMUP", 0)  # what one writes shows in test_standin.py
 
 
 def texts(device: str, rule: str, sampling: object, draft_device: str = "", **settings: object) -> list[list[int]]:
@@ -67,7 +67,7 @@ def test_where_recording_fails_rounds_run_on_with_one_warning(monkeypatch: pytes
     def broken(*_: object) -> object:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(Turn, "_settled_on", broken)
+    monkeypatch.setattr(DecodingRound, "_settled_on", broken)
     with standin.device(), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         assert texts("cuda", "token", Sampling(0.8)) == wanted
@@ -79,7 +79,7 @@ def test_where_recording_fails_rounds_run_on_with_one_warning(monkeypatch: pytes
 @torch.inference_mode()
 def test_inputs_have_one_place_and_recordings_one_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shapes share memory, a larger one moves it, a settled input is copied when it is another tensor alone."""
-    monkeypatch.setattr("inference.replays.MOST", 3)
+    monkeypatch.setattr("inference.models.replays.MOST", 3)
     with standin.device() as gpu:
         replays = Replays(torch.device("cuda", 0))
 

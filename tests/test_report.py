@@ -6,13 +6,14 @@ import re
 import pytest
 import torch
 
-from inference import Engine, Sampling, environment
-from inference.exactness import check
-from inference.measure import Timing, engine_arm, interleave
+from inference import Engine, Sampling
+from inference.exactness.checks import check
+from inference.exactness.verdict import CallsCheck, DepthCheck, TextCheck, Verdict
+from inference.measure import environment
+from inference.measure.timing import Timing, engine_arm, interleave
 from inference.policy import Fixed
 from inference.proposers import Independent
-from inference.report import build, table, validate, write
-from inference.verdict import CallsCheck, DepthCheck, TextCheck, Verdict
+from inference.report.build import build, table, validate, write
 from tests.tiny import tiny
 
 SAMPLING = Sampling(temperature=0.9, logit_bias={3: 0.5})

@@ -1,14 +1,14 @@
-"""What planted bugs survived elsewhere: settings, caches and checks where only one case in many tells the difference."""
+"""What planted bugs survived elsewhere: settings, caches and checks where one case in many tells them apart."""
 
 import pytest
 import torch
 
 from inference import Engine, Sampling
-from inference.agreement import check_logits
-from inference.graph import Compiled
+from inference.exactness.agreement import check_logits
+from inference.exactness.ties import Difference, is_tie
+from inference.models.compiled import Compiled
+from inference.models.lm import LM
 from inference.proposers import Independent, NGram
-from inference.target import LM
-from inference.ties import Difference, is_tie
 from tests.tiny import tiny
 
 

@@ -8,14 +8,15 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from cotrain import rollouts, sets
-from cotrain.data import Blocks
-from cotrain.prompt_rows import PromptRows
-from cotrain.rollout import Ask, Own, Remote, collect
-from cotrain.sets import Sampled, blocks_texts, corpus_part, name
+from cotrain.data import training_texts
+from cotrain.data.prompt_rows import PromptRows
+from cotrain.data.sources import Blocks
+from cotrain.data.training_texts import Sampled, blocks_texts, corpus_part, name
+from cotrain.rollout import kept_texts
+from cotrain.rollout.samplers import Ask, Own, Remote, collect
 from inference import Engine, Sampling
-from inference.client import Completion
 from inference.proposers import Independent
+from inference.servers.openai_client import Completion
 from tests.folders import tokenizer
 from tests.tiny import tiny
 
@@ -42,7 +43,7 @@ def prompts() -> PromptRows:
 @pytest.fixture
 def sampled(target: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sampled:
     """Sets of this target in an empty folder, with no shipped ones."""
-    monkeypatch.setattr(sets, "folder", lambda _: tmp_path / "data")
+    monkeypatch.setattr(training_texts, "folder", lambda _: tmp_path / "data")
     ask = Ask({"train": 3, "held_out": 2}, prompt_tokens=4, new_tokens=6)
     source = {"train": "own", "held_out": "own"}
     return Sampled(target, tokenizer(), tmp_path / "own", ask, rows=2, seed=1, source=source)
@@ -97,14 +98,14 @@ def test_a_set_is_read_as_it_was_saved(tmp_path: Path) -> None:
         {"domain": "b", "prompt": [4], "completion": [2]},
     ]
     path = tmp_path / "held_out_T0.5"
-    rollouts.save(rows, path, {"seed": 3})
-    assert rollouts.manifest(path) == {"seed": 3, "rows": 2, "tokens": 4}
-    texts = rollouts.texts(rollouts.read(path))
+    kept_texts.save(rows, path, {"seed": 3})
+    assert kept_texts.manifest(path) == {"seed": 3, "rows": 2, "tokens": 4}
+    texts = kept_texts.texts(kept_texts.read(path))
     assert texts.ids.tolist() == [[5, 6, 7, 8, 9], [4, 2, 0, 0, 0]]
     assert (texts.prompt.tolist(), texts.length.tolist(), texts.domain) == ([2, 1], [5, 2], ["a", "b"])
     assert texts.predicted.tolist() == [[False, True, True, True], [True, False, False, False]]
     with pytest.raises(ValueError, match="there is no .*train_T1.parquet"):
-        rollouts.read(tmp_path / "train_T1")
+        kept_texts.read(tmp_path / "train_T1")
 
 
 def test_sets_are_named_for_their_regime() -> None:
@@ -142,7 +143,7 @@ def test_a_set_of_other_making_is_not_used(sampled: Sampled, prompts: PromptRows
 
 def test_a_set_of_another_regime_under_the_same_name_is_not_used(sampled: Sampled, prompts: PromptRows) -> None:
     path = sampled.sample("train", WARM, prompts, quiet)
-    file = rollouts.beside(path, "json")
+    file = kept_texts.beside(path, "json")
     file.write_text(
         json.dumps(json.loads(file.read_text()) | {"regime": {"temperature": 0.8, "top_k": 0, "top_p": 1.0}})
     )
@@ -157,25 +158,25 @@ def test_shipped_sets_come_first(sampled: Sampled, prompts: PromptRows, tmp_path
 
 
 def test_what_was_begun_with_other_settings_is_not_mixed_in(sampled: Sampled, prompts: PromptRows) -> None:
-    whole = rollouts.read(
+    whole = kept_texts.read(
         replace(sampled, folder=sampled.folder.parent / "whole").sample("train", WARM, prompts, quiet)
     )
     with pytest.raises(Killed):
         replace(sampled, seed=2).sample("train", WARM, prompts, killed_after(1))
     with pytest.raises(Killed):
         sampled.sample("train", WARM, prompts, killed_after(1))
-    assert rollouts.read(sampled.sample("train", WARM, prompts, quiet)).to_list() == whole.to_list()
+    assert kept_texts.read(sampled.sample("train", WARM, prompts, quiet)).to_list() == whole.to_list()
 
 
 def test_what_was_sampled_outlives_a_failed_save(
     sampled: Sampled, prompts: PromptRows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rollouts, "save", lambda *_: 1 / 0)
+    monkeypatch.setattr(kept_texts, "save", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         sampled.sample("train", WARM, prompts, quiet)
     monkeypatch.undo()
     said: list[str] = []
-    monkeypatch.setattr(sets, "folder", lambda _: sampled.folder)
+    monkeypatch.setattr(training_texts, "folder", lambda _: sampled.folder)
     sampled.sample("train", WARM, prompts, said.append)
     assert said == []
 

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from cotrain import clock as clocks
-from cotrain import progress as schedules
 from cotrain.cli import main
-from cotrain.interrupts import Keeper, Signals
-from cotrain.module import Distillation
-from cotrain.progress import Progress, trapezoid
-from cotrain.resume import kind
+from cotrain.training import clock as clocks
+from cotrain.training import progress as schedules
+from cotrain.training.interrupts import Keeper, Signals
+from cotrain.training.module import Distillation
+from cotrain.training.progress import Progress, trapezoid
+from cotrain.training.resume import kind
 from tests.test_train import job, place  # noqa: F401 - a fixture
 
 QUICK = ("measure=false", "rollout.temperatures=[1.0]", "trainer.corpus_steps=0", "trainer.accumulate=2")

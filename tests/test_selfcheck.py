@@ -7,10 +7,10 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from inference import forward, lean, selfcheck
-from inference.forward import Lean, Stock
-from inference.selfcheck import Disagreement, Found, _Probe, lean_agrees
-from inference.target import LM
+from inference.models import forward, llama, selfcheck
+from inference.models.forward import Lean, Stock
+from inference.models.lm import LM
+from inference.models.selfcheck import Disagreement, Found, _Probe, lean_agrees
 from tests.test_families import HEADS, LLAMA4, build
 from tests.tiny import tiny
 
@@ -18,7 +18,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 
 
 def wrong_scale(monkeypatch):
-    right = lean.shape_of
+    right = llama.shape_of
     monkeypatch.setattr(forward.lean, "shape_of", lambda m: right(m)._replace(scale=1.5 * right(m).scale))
 
 
@@ -93,7 +93,7 @@ def test_a_part_of_another_class_is_not_bypassed():
     model = tiny()
     norm = model.model.layers[0].input_layernorm
     norm.__class__ = type("LlamaRMSNorm", (type(norm),), {"__module__": __name__})
-    assert not lean.applies(model)
+    assert not llama.applies(model)
 
 
 def test_a_patched_class_is_found_by_its_logits(monkeypatch):
@@ -109,7 +109,7 @@ def test_one_length_for_all_rows_is_refused(monkeypatch):
     """Llama 4 scales attention by the cache's one length; within its first range by 1."""
     model = build("Llama4Text", {**LLAMA4, "floor_scale": 16})
     assert LM(model, 2).context == 15
-    monkeypatch.setattr("inference.target._positions", lambda config: config.max_position_embeddings)
+    monkeypatch.setattr("inference.models.lm._positions", lambda config: config.max_position_embeddings)
     with pytest.raises(
         ValueError, match="Llama4ForCausalLM: rows of different lengths cannot share its passes: logits"
     ):

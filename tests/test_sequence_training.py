@@ -10,11 +10,11 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from cotrain import losses
-from cotrain.counts import Grouped
-from cotrain.module import Distillation, Stage
-from cotrain.rollouts import Texts
-from cotrain.sets import joined, sampled_part
-from cotrain.terms import Terms, parse
+from cotrain.data.training_texts import joined, sampled_part
+from cotrain.losses.spec import LossSpec, parse
+from cotrain.rollout.kept_texts import Texts
+from cotrain.training.counts import Grouped
+from cotrain.training.module import Distillation, Stage
 from tests.test_module import module_of
 from tests.tiny import tiny
 
@@ -146,7 +146,7 @@ def test_two_ragged_batches_are_the_large_one(target: LlamaForCausalLM, name: st
 
 
 def test_a_loss_that_is_no_number_names_step_and_texts(target: LlamaForCausalLM) -> None:
-    module = alone(module_of(target, tiny(layers=1, seed=3), [Stage(1.0, Terms(broken))], 9), steps=9, at=6)
+    module = alone(module_of(target, tiny(layers=1, seed=3), [Stage(1.0, LossSpec(broken))], 9), steps=9, at=6)
     with pytest.raises(ValueError, match="the loss of step 7 is nan, on texts 1, 3$"):
         module.training_step(batch([1, 3]), 0)
 

@@ -5,15 +5,15 @@ from pathlib import Path
 import pytest
 from omegaconf import DictConfig
 
+from cotrain.bench.served_pair import refuse_pair, resolved
 from cotrain.cli import main
-from cotrain.compare import named
+from cotrain.config.overrides import quote
 from cotrain.errors import UserError
+from cotrain.evaluation.comparison import named
 from cotrain.export.card import tau_by_length
 from cotrain.export.engines import place
-from cotrain.folders import claim, held, writable
-from cotrain.overrides import quote
-from cotrain.served import refuse_pair, resolved
-from inference.store import Metadata, save
+from cotrain.run_folder import claim, held, writable
+from inference.drafts.draft_folder import Metadata, save
 from tests.folders import network, target_folder, tokenizer
 from tests.test_cli import ran  # noqa: F401
 

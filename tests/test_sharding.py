@@ -10,10 +10,10 @@ from torch import Tensor, distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from cotrain.module import Distillation, Stage
-from cotrain.sharding import gathered, sharded, within
-from cotrain.teacher import halves
-from cotrain.terms import parse
+from cotrain.losses.spec import parse
+from cotrain.teacher.target_model import halves
+from cotrain.training.distributed import gathered, sharded, within
+from cotrain.training.module import Distillation, Stage
 from tests.test_module import module_of
 from tests.tiny import tiny
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cotrain.shards import Shards
+from cotrain.teacher.states_cache import Shards
 
 MAKER = {"config": "c", "tokenizer": "t", "weights": "w"}
 IDS = torch.tensor([[1, 2, 3], [4, 5, 6]])

@@ -8,15 +8,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cotrain import splits
 from cotrain.acceptance import expected_calls, expected_calls_block
-from cotrain.evaluate import Scores, by_depth
-from cotrain.job import Job
-from cotrain.module import Distillation
-from cotrain.prompts import shipped_ids
-from cotrain.rollouts import read, texts
-from cotrain.splits import SPLITS, Prompts, apart, refuse_shared, shared, split_of
-from inference.bundled import NAME, resolve
+from cotrain.data import splits
+from cotrain.data.prompts import shipped_ids
+from cotrain.data.splits import SPLITS, Prompts, apart, refuse_shared, shared, split_of
+from cotrain.evaluation.held_out import Scores, by_depth
+from cotrain.rollout.kept_texts import read, texts
+from cotrain.training.job import Job
+from cotrain.training.module import Distillation
+from inference.drafts.bundled_target import NAME, resolve
 from tests.folders import tokenizer
 from tests.test_inputs import given
 

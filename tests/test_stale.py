@@ -4,10 +4,10 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from inference import lean
-from inference.fingerprint import fingerprint
-from inference.step import Step
-from inference.target import LM
+from inference.models import llama
+from inference.models.checksum import fingerprint
+from inference.models.lm import LM
+from inference.models.step import Step
 from tests.test_lean import WIDE, build, passes
 from tests.tiny import tiny
 
@@ -15,12 +15,12 @@ from tests.tiny import tiny
 @pytest.fixture(autouse=True)
 def packs(monkeypatch):
     """As a CPU that packs bfloat16 weights does, whatever this one can."""
-    monkeypatch.setattr(lean, "can_pack", lambda model: True)
-    monkeypatch.setattr(lean, "_packed", lambda linear: linear._replace(packed=linear.weight.clone()))
-    monkeypatch.setattr(lean.Linear, "__call__", _call)
+    monkeypatch.setattr(llama, "can_pack", lambda model: True)
+    monkeypatch.setattr(llama, "_packed", lambda linear: linear._replace(packed=linear.weight.clone()))
+    monkeypatch.setattr(llama.Linear, "__call__", _call)
 
 
-_plain = lean.Linear.__call__
+_plain = llama.Linear.__call__
 
 
 def _call(self, x):

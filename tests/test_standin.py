@@ -5,8 +5,8 @@ from itertools import product
 
 import pytest
 
-import inference.capture as capture
-import inference.target as target_module
+import inference.models.cuda_graphs as capture
+import inference.models.lm as target_module
 from inference import Engine, Sampling
 from inference.policy import Fixed
 from inference.proposers import Independent, NGram
@@ -24,7 +24,7 @@ FULL = Sampling(
 @pytest.fixture(autouse=True)
 def warmed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a warm-up run writes shows after one."""
-    monkeypatch.setattr("inference.recording.WARMUP", 1)
+    monkeypatch.setattr("inference.models.recording.WARMUP", 1)
 
 
 def engine(device: str, kind: str, rule: str, rows: int, compile: bool | None) -> Engine:

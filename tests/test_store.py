@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from cotrain.tokenizer import train_tokenizer
-from inference.store import Metadata, check_pair, hash_target, load_draft, read, save
+from cotrain.bundled.tokenizer import train_tokenizer
+from inference.drafts.draft_folder import Metadata, check_pair, hash_target, load_draft, read, save
 from tests.tiny import tiny
 
 TEXTS = ["def add(a, b):\n    return a + b\n", "the cat sat on the mat and the dog sat on the cat"]
@@ -100,7 +100,7 @@ def test_a_crash_in_the_middle_leaves_the_old_folder(
     folder: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
-    monkeypatch.setattr("inference.store.asdict", lambda _: 1 / 0)  # the last file of all
+    monkeypatch.setattr("inference.drafts.draft_folder.asdict", lambda _: 1 / 0)  # the last file of all
     with pytest.raises(ZeroDivisionError):
         save(tiny(VOCAB, seed=2), tokenizer, folder, metadata(tokenizer), None, replace=True)
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before

@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
+from inference.noise import ACCEPT, DRAFT, NOISE, RESIDUAL, Uniforms, gumbel, row_ids, uniform, uniforms
 from inference.sampling import draw
-from inference.streams import ACCEPT, DRAFT, NOISE, RESIDUAL, Uniforms, gumbel, row_ids, uniform, uniforms
 from tests.exact import chi_square
 
 # From splitmix64 in unbounded integers: saved runs can be repeated only while these hold.

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from cotrain.evaluate import held_out
-from cotrain.rollouts import Texts
-from cotrain.surprise import Surprise, surprise
-from cotrain.teacher import split
+from cotrain.evaluation.held_out import held_out
+from cotrain.rollout.kept_texts import Texts
+from cotrain.teacher.provenance import Provenance, provenance
+from cotrain.teacher.target_model import split
 from inference import Engine, Sampling
 from inference.sampling import keep_top_p
 from tests.folders import network
@@ -22,10 +22,10 @@ def sampled(temperature: float, top_p: float = 1.0, seed: int = 0) -> Texts:
     return Texts(ids, torch.full((40,), 3), torch.full((40,), ids.shape[1]), ["a"] * 40)
 
 
-def of(texts: Texts, temperature: float, top_p: float = 1.0) -> Surprise:
+def of(texts: Texts, temperature: float, top_p: float = 1.0) -> Provenance:
     cut = (lambda logits: keep_top_p(logits, top_p)) if top_p < 1 else None
     read, head = split(network())
-    return surprise(held_out(read, texts, temperature, cut), head)
+    return provenance(held_out(read, texts, temperature, cut), head)
 
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.6, 1.0), (1.0, 0.8), (0.0, 1.0)])

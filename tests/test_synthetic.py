@@ -8,9 +8,9 @@ import torch
 
 from cotrain.acceptance import iid_tau
 from cotrain.cli import main
+from inference.measure.random_shapes import Synthetic, random_model
 from inference.policy import Fixed
 from inference.proposers import Independent
-from inference.synthetic import Synthetic, random_model
 from tests.tiny import tiny
 
 

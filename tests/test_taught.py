@@ -9,16 +9,17 @@ import torch
 from hydra import compose, initialize_config_dir
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from cotrain import assembly, losses
-from cotrain.bits import refuse_unknown
-from cotrain.chats import Chats
-from cotrain.config import register
-from cotrain.data import texts_of
-from cotrain.job import Job
-from cotrain.module import Distillation, Stage
+from cotrain import losses
+from cotrain.bench.quantisation_table import refuse_unknown
+from cotrain.config.settings import register
+from cotrain.data.conversations import Chats
+from cotrain.data.sources import texts_of
+from cotrain.losses.spec import LossSpec
 from cotrain.paths import folder
-from cotrain.rollouts import Texts
-from cotrain.terms import Terms
+from cotrain.rollout.kept_texts import Texts
+from cotrain.training import assembly
+from cotrain.training.job import Job
+from cotrain.training.module import Distillation, Stage
 from tests.folders import network, tokenizer
 from tests.test_module import module_of
 from tests.test_sequence_training import alone, batch
@@ -45,7 +46,7 @@ def padded(module: Distillation, vocabulary: int) -> Distillation:
 
 def test_padded_rows_have_no_mass_and_learn_nothing() -> None:
     noted, small = Noted(), tiny(layers=1, seed=3)
-    module = padded(module_of(tiny(), small, [Stage(1.0, Terms(noted))], 1), 29)
+    module = padded(module_of(tiny(), small, [Stage(1.0, LossSpec(noted))], 1), 29)
     texts = batch([0, 1, 2, 3])
     texts["ids"] = texts["ids"] % 29
     module.training_step(texts, 0).backward()
@@ -75,7 +76,7 @@ def test_a_target_teaches_in_its_own_numbers() -> None:
     target, noted = network(), Noted()
     texts = Texts(torch.arange(24).view(2, 12) * 7 % 300, torch.tensor([1, 1]), torch.tensor([12, 12]), ["a", "a"])
     optimizer: Any = None
-    module = alone(Distillation(network(1, seed=3), target, [Stage(1.0, Terms(noted))], optimizer, optimizer, {}))
+    module = alone(Distillation(network(1, seed=3), target, [Stage(1.0, LossSpec(noted))], optimizer, optimizer, {}))
     part = {"ids": texts.ids, "predicted": texts.predicted, "key": torch.arange(2), "temperature": torch.ones(2)}
     with torch.autocast("cpu", torch.bfloat16):
         module.training_step(part, 0)
@@ -108,7 +109,7 @@ def test_prompts_that_are_left_out_are_counted(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [{"domain": "own", "prompt": [1] * n, "completion": []} for n in (3, 9, 0, 4, 12)]
-    monkeypatch.setattr("cotrain.job.source", lambda *_: Chats(rows))
+    monkeypatch.setattr("cotrain.training.job.source", lambda *_: Chats(rows))
     cfg: Any = SimpleNamespace(rollout=SimpleNamespace(prompt_tokens=8))
     job = Job(cfg, Path(), network(), tokenizer())
     job.source("train")
@@ -128,5 +129,5 @@ def test_rounding_that_is_not_known_is_refused() -> None:
     refuse_unknown(tiny())
     refuse_unknown(network())
     small = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_embd=8, n_layer=1, n_head=1, n_positions=16))
-    with pytest.raises(ValueError, match=r"draft.held: GPT2LMHeadModel has 4 matrices .*c_attn.weight\)"):
+    with pytest.raises(ValueError, match=r"draft.quantisation: GPT2LMHeadModel has 4 matrices .*c_attn.weight\)"):
         refuse_unknown(small)

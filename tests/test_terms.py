@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cotrain import acceptance, losses
-from cotrain.terms import parse
+from cotrain.losses.spec import parse
 
 
 def laws() -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,12 +13,14 @@ from safetensors.torch import load_file, save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cotrain import bench, check, fit, rollout, train
+from cotrain.bench import measurement
 from cotrain.cli import main
-from cotrain.folders import claim
-from cotrain.sets import Part
+from cotrain.data.training_texts import Part
+from cotrain.rollout import samplers
+from cotrain.run_folder import claim
+from cotrain.training import distil, fit, preflight
 from inference import Sampling, load
-from inference.report import validate
+from inference.report.build import validate
 from tests.folders import own_texts, target_folder
 
 SIZES = """data.block=64 rollout.texts=8 rollout.held_out_texts=2 rollout.prompt_tokens=8 rollout.new_tokens=24
@@ -116,7 +118,7 @@ def test_transformers_takes_the_draft_as_its_assistant(run: Path, place: Path) -
 def test_a_finished_run_prints_its_table_again(
     run: Path, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(train, "models", lambda *_: 1 / 0)
+    monkeypatch.setattr(distil, "models", lambda *_: 1 / 0)
     assert job(place, "run") == 0
     printed = capsys.readouterr().out
     assert "exactness: passed" in printed and f"draft: {run / 'draft'}" in printed
@@ -135,8 +137,8 @@ def test_an_interrupted_run_ends_as_if_it_had_not_been(
             raise OSError("the machine went down at step 4")
         return {"speedup": 1.0 + len(calls)}
 
-    monkeypatch.setattr(bench, "quick", quick)
-    monkeypatch.setattr(train, "export", lambda job, module, speed, others: exported.extend(speed.kept) or {})
+    monkeypatch.setattr(measurement, "quick", quick)
+    monkeypatch.setattr(distil, "export", lambda job, module, speed, others: exported.extend(speed.kept) or {})
     exported: list = []
     assert job(place, "resumed", "measure=true") == 1 and "went down" in capsys.readouterr().err
     assert not exported
@@ -152,13 +154,13 @@ def went_down(*_: object) -> None:
 def test_a_run_that_lost_its_patience_stays_ended(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(bench, "quick", lambda plan, k: {"speedup": 1.0})
-    monkeypatch.setattr(train.Distillation, "tau", lambda *_: 2.0)  # it never rises
-    monkeypatch.setattr(train, "export", went_down)
+    monkeypatch.setattr(measurement, "quick", lambda plan, k: {"speedup": 1.0})
+    monkeypatch.setattr(distil.Distillation, "tau", lambda *_: 2.0)  # it never rises
+    monkeypatch.setattr(distil, "export", went_down)
     settings = ("trainer.patience=1", "trainer.steps=6", "trainer.validations=3")
     assert job(place, "patience", *settings) == 1
     kept: list = []
-    monkeypatch.setattr(train, "export", lambda job, module, speed, others: kept.extend(speed.kept) or {})
+    monkeypatch.setattr(distil, "export", lambda job, module, speed, others: kept.extend(speed.kept) or {})
     job(place, "patience", *settings)
     assert [one.step for one in kept] == [0, 2] and not (place / "patience" / "checkpoints" / "step-4").exists()
 
@@ -166,14 +168,14 @@ def test_a_run_that_lost_its_patience_stays_ended(
 def test_a_run_that_stopped_after_its_last_step_still_reports_its_acceptance(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(bench, "quick", lambda plan, k: {"speedup": 1.0})
-    monkeypatch.setattr(train, "export", went_down)
+    monkeypatch.setattr(measurement, "quick", lambda plan, k: {"speedup": 1.0})
+    monkeypatch.setattr(distil, "export", went_down)
     # of four steps the last is a validation's: nothing else is left to do when the run goes on
     assert job(place, "late", "trainer.steps=4") == 1 and "went down" in capsys.readouterr().err
     figures = place / "late" / "held_out.json"
     first = json.loads(figures.read_text())["texts"]
     figures.unlink()
-    monkeypatch.setattr(train, "export", lambda job, module, speed, others: found.update(module.acceptance()) or {})
+    monkeypatch.setattr(distil, "export", lambda job, module, speed, others: found.update(module.acceptance()) or {})
     found: dict[str, float] = {}
     job(place, "late", "trainer.steps=4")
     assert {"alpha_T0/own", "alpha_T1/all"} <= set(found)
@@ -193,7 +195,7 @@ def test_texts_that_a_server_did_not_sample_from_the_target_are_told(
     def wrong(self: object, prompts: list[list[int]], *_: object) -> list[list[int]]:
         return [torch.randint(2, 300, (24,)).tolist() for _ in prompts]
 
-    monkeypatch.setattr(rollout.Own, "__call__", wrong)
+    monkeypatch.setattr(samplers.Own, "__call__", wrong)
     settings = ("measure=false", "rollout.temperatures=[1.0]", "trainer.steps=1", "trainer.corpus_steps=0")
     assert job(place, "wrong", *settings) == 0
     assert "warning: texts sampled at temperature 1 are not the target's own" in capsys.readouterr().err
@@ -372,7 +374,7 @@ def test_check_refuses_what_does_not_fit(
     if name == "shutil":
         monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1, 0, 1))
     else:
-        monkeypatch.setattr(check, name, lambda: value)
+        monkeypatch.setattr(preflight, name, lambda: value)
     assert job(place, "checked", "check=true") == 1
     assert message in capsys.readouterr().err and not (place / "checked").exists()
 
@@ -387,10 +389,10 @@ def test_check_names_a_target_without_a_tokenizer(place: Path, capsys: pytest.Ca
 
 def test_memory_is_what_is_available_not_what_is_unused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(check, "MEMINFO", tmp_path / "meminfo")
-    whole = check._memory()
+    monkeypatch.setattr(preflight, "MEMINFO", tmp_path / "meminfo")
+    whole = preflight._memory()
     (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemFree:  1 kB\nMemAvailable:    5 kB\n")
-    assert check._memory() == 5 * 1024 < whole
+    assert preflight._memory() == 5 * 1024 < whole
 
 
 TEMPLATE = (

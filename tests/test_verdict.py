@@ -4,15 +4,15 @@ import pytest
 import torch
 
 from inference import Engine, Sampling
-from inference.exactness import check, check_text
-from inference.forced import teacher_forced
-from inference.measure import Texts
+from inference.exactness.checks import check, check_text
+from inference.exactness.teacher_forced import teacher_forced
+from inference.exactness.ties import Difference, compare_passes, is_tie
+from inference.measure.timing import Texts
+from inference.noise import row_ids
 from inference.policy import Fixed
-from inference.proposer import Proposal
 from inference.proposers import Independent, NGram
+from inference.proposers.base import Proposal
 from inference.sampling import one_hot, probs
-from inference.streams import row_ids
-from inference.ties import Difference, compare_passes, is_tie
 from tests.tiny import tiny
 
 V, NEW = 8, 24

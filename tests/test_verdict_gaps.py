@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from inference import Engine, Sampling
-from inference.measure import ArmResult, Timing
+from inference.measure.timing import ArmResult, Timing
 from inference.processors import process
-from inference.report import build, table
+from inference.report.build import build, table
 from inference.sampling import probs
 from tests.tiny import tiny
 

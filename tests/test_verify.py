@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from inference.fused import token_from_logits
+from inference.noise import ACCEPT, DRAFT, RESIDUAL, gumbel, uniform
 from inference.sampling import Sampling, draw, probs
-from inference.streams import ACCEPT, DRAFT, RESIDUAL, gumbel, uniform
 from inference.verify import block, coupled, match, token
 from tests.exact import F64, Tree, all_lengths, chi_square, enumerate_rule, laws
 

@@ -6,16 +6,17 @@ import dataclasses
 import pytest
 import torch
 
-from inference import Engine, Sampling, forward, graph, lean, turn, verify
-from inference.exactness import check, check_calls, check_depth
-from inference.measure import Texts
-from inference.parity import Figures, pair_figures
+from inference import Engine, Sampling, round, verify
+from inference.exactness.checks import check, check_calls, check_depth
+from inference.exactness.side_by_side import Figures, pair_figures
+from inference.exactness.ties import Difference, excused
+from inference.measure.timing import Texts
+from inference.models import compiled, forward, llama
+from inference.noise import row_ids
 from inference.policy import Fixed
-from inference.proposer import Proposal
 from inference.proposers import Independent
+from inference.proposers.base import Proposal
 from inference.stats import Counts
-from inference.streams import row_ids
-from inference.ties import Difference, excused
 from tests.test_exactness import constant
 from tests.tiny import near, tiny
 
@@ -27,8 +28,8 @@ DTYPES = pytest.mark.parametrize("dtype", [SINGLE, HALF], ids=["float32", "bfloa
 @pytest.fixture(autouse=True)
 def unchecked(monkeypatch):
     """The verdict must see by itself what the check of a new engine sees too."""
-    monkeypatch.setattr("inference.target.lean_agrees", lambda model, context: True)
-    monkeypatch.setattr("inference.target.form_of", lambda model, context: "one")
+    monkeypatch.setattr("inference.models.lm.lean_agrees", lambda model, context: True)
+    monkeypatch.setattr("inference.models.lm.form_of", lambda model, context: "one")
 
 
 def prompts(rows):
@@ -85,8 +86,8 @@ def test_verifying_passes_that_see_the_last_tokens_alone_fail(dtype, monkeypatch
 
 @DTYPES
 def test_attention_of_another_scale_in_every_pass_fails(dtype, monkeypatch):
-    shape_of = lean.shape_of
-    monkeypatch.setattr(lean, "shape_of", lambda model: shape_of(model)._replace(scale=1.5 * shape_of(model).scale))
+    shape_of = llama.shape_of
+    monkeypatch.setattr(llama, "shape_of", lambda model: shape_of(model)._replace(scale=1.5 * shape_of(model).scale))
     target, draft = pair(dtype)
     found = verdict(target, Independent(draft))
     assert found.text.passed  # its passes agree with each other
@@ -111,7 +112,7 @@ def test_verifying_passes_one_position_off_fail(dtype, monkeypatch):
 
 
 def test_what_is_judged_is_the_compiled_engine(monkeypatch):
-    step = graph.Step.forward
+    step = compiled.Step.forward
 
     def wrong(self, *inputs):
         logits = step(self, *inputs).clone()
@@ -121,7 +122,7 @@ def test_what_is_judged_is_the_compiled_engine(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda module: module)
     target, draft = pair(SINGLE)
     assert verdict(target, Independent(draft), compile=True).passed
-    monkeypatch.setattr(graph.Step, "forward", wrong)
+    monkeypatch.setattr(compiled.Step, "forward", wrong)
     assert verdict(target, Independent(draft)).passed
     found = verdict(target, Independent(draft), compile=True)
     assert not found.logits.passed and not found.passed
@@ -144,8 +145,8 @@ def test_the_coins_of_an_exact_engine_are_those_expected(rule, dtype):
 class Warmer(Independent):
     """Says that its law was warmer than the one that it drew from."""
 
-    def propose(self, turn):
-        x, q, k = super().propose(turn)
+    def propose(self, round):
+        x, q, k = super().propose(round)
         return Proposal(x, (q.log() / 1.1).softmax(-1), k)
 
 
@@ -165,7 +166,7 @@ def test_the_residual_of_another_rule_fails(monkeypatch):
 
 def test_coins_that_are_the_drafts_own_numbers_fail(monkeypatch):
     """Of one law after every text: with laws that differ by context the error averages out in the counts."""
-    monkeypatch.setattr(turn.streams, "ACCEPT", turn.streams.DRAFT)
+    monkeypatch.setattr(round.streams, "ACCEPT", round.streams.DRAFT)
     target, draft = constant([0.6, 0.3, 0.1]), constant([0.3, 0.2, 0.5])
     engine = Engine(target, Independent(draft), policy=Fixed(K), rows=128)
     texts = [[token % 3] for token in range(128)]
@@ -225,7 +226,7 @@ def test_texts_are_those_of_rounds_with_drafts(monkeypatch):
     target, draft = pair(SINGLE)
     engine, texts = run(target, Independent(draft))
     propose = engine.proposer.propose
-    monkeypatch.setattr(engine.proposer, "propose", lambda turn: asked.append(turn.rule) or propose(turn))
+    monkeypatch.setattr(engine.proposer, "propose", lambda round: asked.append(round.rule) or propose(round))
     found = check(engine, texts, Sampling(), NEW)
     assert set(asked) == {"coupled"} and engine.rule == "token"
     assert (found.text.prompts, found.text.compared, found.text.tokens) == (8, 8 * NEW, 8 * NEW)

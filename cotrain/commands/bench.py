@@ -8,26 +8,26 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from cotrain import bench, bits, synthetic
-from cotrain.config import BenchConfig
+from cotrain.bench import measurement, quantisation_table, random_weights
+from cotrain.bench.matrix import Grid, matrix
+from cotrain.bench.served_pair import refuse_pair, resolved
+from cotrain.config.regimes import sampling
+from cotrain.config.settings import BenchConfig
+from cotrain.data.prompts import shipped_ids
+from cotrain.data.splits import SPLITS, Prompts, apart
 from cotrain.errors import UserError
-from cotrain.folders import claim, refuse
-from cotrain.job import models, settle, source
-from cotrain.matrix import Grid, matrix
-from cotrain.preconditions import fits, holds, timed
-from cotrain.prompts import shipped_ids
-from cotrain.regimes import sampling
-from cotrain.served import refuse_pair, resolved
-from cotrain.splits import SPLITS, Prompts, apart
-from cotrain.teacher import refuse_quantisation
-from inference.atomic import write_atomic
-from inference.bundled import resolve
-from inference.environment import device, environment
-from inference.pair import hash_target
-from inference.precision import half
-from inference.report import table
-from inference.store import load_draft
-from inference.synthetic import random_model
+from cotrain.run_folder import claim, refuse
+from cotrain.teacher.target_model import refuse_quantisation
+from cotrain.training.job import models, settle, source
+from cotrain.training.preconditions import fits, holds, timed
+from inference.drafts.atomic import write_atomic
+from inference.drafts.bundled_target import resolve
+from inference.drafts.compatibility import hash_target
+from inference.drafts.draft_folder import load_draft
+from inference.measure.environment import device, environment
+from inference.measure.random_shapes import random_model
+from inference.models.dtypes import half
+from inference.report.build import table
 
 
 def _grid(cfg: BenchConfig, logs: Path) -> Grid:
@@ -53,14 +53,14 @@ def _prompts(cfg: BenchConfig, target: PreTrainedModel, tokenizer: PreTrainedTok
     return apart(ranking, final, [], "own")
 
 
-def _bits(cfg: BenchConfig, plan: bench.Plan) -> list[dict[str, Any]]:
+def _bits(cfg: BenchConfig, plan: measurement.Plan) -> list[dict[str, Any]]:
     def load(kind: str) -> PreTrainedModel:
         held = copy.deepcopy(cfg)
         held.quantisation.kind = kind
         return models(held)[0]
 
     asked, temperatures = cfg.matrix, cfg.matrix.temperatures or [plan.sampling.temperature]
-    return bits.table(plan, load, asked.targets, asked.drafts, temperatures, asked.k)
+    return quantisation_table.table(plan, load, asked.targets, asked.drafts, temperatures, asked.k)
 
 
 def _synthetic(cfg: BenchConfig, alpha: float) -> None:
@@ -75,7 +75,7 @@ def _synthetic(cfg: BenchConfig, alpha: float) -> None:
         for path in (cfg.target.path, cfg.draft.path)
     )
     with claim(cfg.output, cfg.overwrite) as folder:
-        cells = synthetic.measure(target, draft, alpha, sampling(cfg.regime), cfg.bench, cfg.matrix.batches)
+        cells = random_weights.measure(target, draft, alpha, sampling(cfg.regime), cfg.bench, cfg.matrix.batches)
         names = {"target": cfg.target.path, "draft": cfg.draft.path}
         report = {"synthetic": True, "environment": environment(), **names, "cells": cells}
         write_atomic(folder.path / "report.json", json.dumps(report, indent=2) + "\n")
@@ -91,7 +91,7 @@ def run(cfg: BenchConfig) -> None:
         _synthetic(cfg, cfg.synthetic)
         return
     path = resolved(cfg)
-    bench.refuse(cfg.bench)
+    measurement.refuse(cfg.bench)
     refuse(cfg.output, cfg.overwrite)
     outline, tokenizer = refuse_pair(cfg.draft.path, path, cfg.target.trust_remote_code)
     refuse_quantisation(path, cfg.quantisation.kind, outline.config)
@@ -103,10 +103,10 @@ def run(cfg: BenchConfig) -> None:
     with claim(cfg.output, cfg.overwrite) as folder:
         names = (path, cfg.draft.path)
         drafts = made.objective if made else "sampled"
-        plan = bench.Plan(
+        plan = measurement.Plan(
             target, tokenizer, draft, sampling(cfg.regime), cfg.verify, cfg.bench, names, drafts, given=given
         )
-        report = bench.measure(plan)
+        report = measurement.measure(plan)
         if cfg.matrix.targets:
             report["extra"]["bits"] = _bits(cfg, plan)
         elif cfg.matrix.temperatures:

@@ -4,11 +4,11 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from cotrain.compare import compare, read, table
-from cotrain.config import CompareConfig
-from cotrain.folders import writable
-from inference.atomic import write_atomic
-from inference.report import environment
+from cotrain.config.settings import CompareConfig
+from cotrain.evaluation.comparison import compare, read, table
+from cotrain.run_folder import writable
+from inference.drafts.atomic import write_atomic
+from inference.report.build import environment
 
 
 def run(cfg: CompareConfig) -> None:

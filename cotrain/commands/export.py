@@ -2,23 +2,23 @@
 
 from pathlib import Path
 
-from cotrain.config import ExportConfig
+from cotrain.bench.served_pair import folder
+from cotrain.config.settings import ExportConfig
 from cotrain.errors import UserError
-from cotrain.export import check, hf
+from cotrain.export import hf, layout_check
 from cotrain.export.card import tau_by_length
 from cotrain.export.engines import launch, place, refuse_layout
-from cotrain.folders import writable
-from cotrain.job import objective
-from cotrain.served import folder
-from cotrain.teacher import load_config
-from inference.store import REPORT, read
-from inference.weights import read_json
+from cotrain.run_folder import writable
+from cotrain.teacher.target_model import load_config
+from cotrain.training.job import objective
+from inference.drafts.draft_folder import REPORT, read
+from inference.drafts.weight_files import read_json
 
 
 def run(cfg: ExportConfig) -> None:
     """Write `output` and print the launch command; with `check=<folder>`, only say what is wrong with that folder."""
     if cfg.check:
-        problems = check.check(cfg.check)
+        problems = layout_check.check(cfg.check)
         if problems:
             raise UserError("\n".join([f"{cfg.check} would not load:", *problems]))
         print(f"{cfg.check}: complete, every tensor as config.json says")

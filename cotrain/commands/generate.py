@@ -7,12 +7,12 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from cotrain.config import GenerateConfig
+from cotrain.bench.served_pair import folder, refuse_pair
+from cotrain.config.regimes import sampling
+from cotrain.config.settings import GenerateConfig
 from cotrain.errors import UserError
-from cotrain.preconditions import holds
-from cotrain.regimes import sampling
-from cotrain.served import folder, refuse_pair
-from cotrain.teacher import load_config, load_pair
+from cotrain.teacher.target_model import load_config, load_pair
+from cotrain.training.preconditions import holds
 from inference import Engine, Event, load
 from inference.policy import Fixed
 

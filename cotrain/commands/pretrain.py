@@ -1,4 +1,4 @@
-"""`cotrain pretrain`: train the bundled target in resumable legs, then write its folder and model card."""
+"""`cotrain pretrain`: train the bundled target in resumable phases, then write its folder and model card."""
 
 import json
 import time
@@ -9,21 +9,22 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from cotrain import optim, pretrain
-from cotrain.config import PretrainConfig
-from cotrain.corpora import embedded, manifest
-from cotrain.data import Blocks, embedded_texts, pack
-from cotrain.folders import claim
-from cotrain.job import settle
-from cotrain.ngram_lm import bigram, bigram_alpha, evaluate
-from cotrain.tokenizer import token_bytes, train_tokenizer
-from inference.report import environment
+from cotrain.bundled import pretraining
+from cotrain.bundled.ngram_lm import bigram, bigram_alpha, evaluate
+from cotrain.bundled.tokenizer import token_bytes, train_tokenizer
+from cotrain.config.settings import PretrainConfig
+from cotrain.data.corpora import embedded, manifest
+from cotrain.data.sources import Blocks, embedded_texts, pack
+from cotrain.run_folder import claim
+from cotrain.training import optim
+from cotrain.training.job import settle
+from inference.report.build import environment
 
 VALIDATION_BLOCKS = 40  # of each domain, while training; the card is measured on all
 
 
 def run(cfg: PretrainConfig) -> None:
-    """Train for a leg; when all steps are done, measure and, with `export=`, write the target's folder."""
+    """Train for a phase; when all steps are done, measure and, with `export=`, write the target's folder."""
     settle(cfg.pretraining.threads, cfg.pretraining.seed)
     with claim(cfg.output) as folder:
         tokenizer = _tokenizer(cfg, folder.path / "tokenizer")
@@ -48,7 +49,7 @@ def _tokenizer(cfg: PretrainConfig, folder: Path) -> PreTrainedTokenizerBase:
 
 
 def _blocks(cfg: PretrainConfig, split: str, tokenizer: PreTrainedTokenizerBase, folder: Path) -> Blocks:
-    """Packed once a run, so that later legs see the data of the first."""
+    """Packed once a run, so that later phases see the data of the first."""
     file = folder / f"{split}.pt"
     if not file.exists():
         sizes = cfg.data.bytes if split == "train" else cfg.data.held_out_bytes
@@ -63,53 +64,53 @@ def _first(blocks: Blocks) -> Blocks:
     return Blocks(blocks.ids[rows], blocks.domain[rows], blocks.domains)
 
 
-def _module(cfg: PretrainConfig, tokenizer: PreTrainedTokenizerBase, domains: list[str]) -> pretrain.LanguageModel:
+def _module(cfg: PretrainConfig, tokenizer: PreTrainedTokenizerBase, domains: list[str]) -> pretraining.LanguageModel:
     shape, rate = cfg.shape, cfg.pretraining
-    network = pretrain.llama(
+    network = pretraining.llama(
         shape.vocabulary, shape.width, shape.layers, shape.intermediate, shape.kv_heads, shape.context
     )
     if rate.compile:
-        pretrain.compile_layers(network)
+        pretraining.compile_layers(network)
     optimizer = partial(optim.MuonAdamW, lr=rate.lr, embedding_lr=rate.embedding_lr, weight_decay=rate.weight_decay)
     schedule = partial(optim.trapezoid, steps=rate.steps, warmup=rate.warmup, decay=rate.decay)
-    return pretrain.LanguageModel(network, optimizer, schedule, token_bytes(tokenizer), domains)
+    return pretraining.LanguageModel(network, optimizer, schedule, token_bytes(tokenizer), domains)
 
 
-def _leg(cfg: PretrainConfig, module: pretrain.LanguageModel, train: Blocks, held_out: Blocks, folder: Path) -> None:
-    """One leg; seconds of all legs add up in legs.jsonl."""
+def _leg(cfg: PretrainConfig, module: pretraining.LanguageModel, train: Blocks, held_out: Blocks, folder: Path) -> None:
+    """One phase; seconds of all phases add up in phases.jsonl."""
     rate = cfg.pretraining
-    seconds = pretrain.fit(
+    seconds = pretraining.fit(
         module, train, held_out, folder, batch=rate.batch, steps=rate.steps, minutes=rate.minutes, seed=rate.seed,
         every=rate.validate_every, precision=optim.precision(rate.precision),
     )  # fmt: skip
-    leg = {
+    phase = {
         "step": module.trainer.global_step,
         "seconds": round(seconds),
         "ended": time.strftime("%Y-%m-%d %H:%M"),
     }
-    with (folder / "legs.jsonl").open("a") as file:
-        file.write(json.dumps(leg) + "\n")
+    with (folder / "phases.jsonl").open("a") as file:
+        file.write(json.dumps(phase) + "\n")
 
 
 def _card(
     cfg: PretrainConfig,
-    module: pretrain.LanguageModel,
+    module: pretraining.LanguageModel,
     train: Blocks,
     held_out: Blocks,
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
 ) -> dict[str, Any]:
     """What the model is: held-out bits per byte by domain beside a 5-gram's, tokens, seconds, machine, corpora."""
-    legs = [json.loads(line) for line in (folder / "legs.jsonl").read_text().splitlines()]
+    phases = [json.loads(line) for line in (folder / "phases.jsonl").read_text().splitlines()]
     rate = cfg.pretraining
     found = evaluate(train, held_out, token_bytes(tokenizer))  # trained on all domains, or on each alone
     return {
         "parameters": sum(p.numel() for p in module.network.parameters()),
         "steps": rate.steps,
         "tokens_seen": rate.steps * rate.batch * (cfg.data.block - 1),
-        "seconds": sum(leg["seconds"] for leg in legs),
-        "legs": legs,
-        "bits_per_byte": pretrain.measure(module, held_out, rate.batch, optim.precision(rate.precision)),
+        "seconds": sum(phase["seconds"] for phase in phases),
+        "phases": phases,
+        "bits_per_byte": pretraining.measure(module, held_out, rate.batch, optim.precision(rate.precision)),
         "five_gram": {d: min(found[f"all/{d}"], found[f"{d}/{d}"]) for d in held_out.domains},
         "bigram_alpha": _bigram_alpha(module, train, _first(held_out), tokenizer),
         "corpora": {d: manifest(embedded(d, "train", size)) for d, size in cfg.data.bytes.items()},
@@ -119,7 +120,7 @@ def _card(
 
 @torch.no_grad()
 def _bigram_alpha(
-    module: pretrain.LanguageModel, train: Blocks, held_out: Blocks, tokenizer: PreTrainedTokenizerBase
+    module: pretraining.LanguageModel, train: Blocks, held_out: Blocks, tokenizer: PreTrainedTokenizerBase
 ) -> float:
     """Mean acceptance of a bigram table of the train split's code, on held-out code."""
     code = train.domains.index("code")
@@ -128,6 +129,6 @@ def _bigram_alpha(
     return bigram_alpha(table, ((ids, module.network(ids).logits.float().log_softmax(-1)) for ids in blocks))
 
 
-def _export(module: pretrain.LanguageModel, tokenizer: PreTrainedTokenizerBase, folder: Path, card: dict) -> None:
-    pretrain.write_target(module.network, tokenizer, folder, card)
+def _export(module: pretraining.LanguageModel, tokenizer: PreTrainedTokenizerBase, folder: Path, card: dict) -> None:
+    pretraining.write_target(module.network, tokenizer, folder, card)
     print(f"wrote {folder}")

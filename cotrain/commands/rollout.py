@@ -1,15 +1,15 @@
 """`cotrain rollout`: sample texts of the target, to train and to be judged on."""
 
-from cotrain.config import RolloutConfig
+from cotrain.bench.served_pair import refuse_pair
+from cotrain.config.regimes import sampling
+from cotrain.config.settings import RolloutConfig
+from cotrain.data.training_texts import Source
 from cotrain.errors import UserError
-from cotrain.folders import held
-from cotrain.job import models, sampled, settle, source
-from cotrain.preconditions import fits, holds, outline, server
-from cotrain.regimes import sampling
-from cotrain.rollouts import beside
-from cotrain.served import refuse_pair
-from cotrain.sets import Source
-from cotrain.teacher import refuse_quantisation
+from cotrain.rollout.kept_texts import beside
+from cotrain.run_folder import held
+from cotrain.teacher.target_model import refuse_quantisation
+from cotrain.training.job import models, sampled, settle, source
+from cotrain.training.preconditions import fits, holds, outline, server
 
 
 def run(cfg: RolloutConfig) -> None:

@@ -5,18 +5,18 @@ from pathlib import Path
 
 import torch
 
-from cotrain import bench, serving
-from cotrain.config import Bench, ServeCheckConfig
+from cotrain.bench import measurement, server_parity
+from cotrain.bench.served_pair import refuse_pair, resolved
+from cotrain.config.regimes import sampling
+from cotrain.config.settings import Bench, ServeCheckConfig
 from cotrain.errors import UserError
-from cotrain.folders import claim, refuse
-from cotrain.job import models, objective, settle
-from cotrain.preconditions import server
-from cotrain.regimes import sampling
-from cotrain.served import refuse_pair, resolved
-from inference.atomic import write_atomic
-from inference.environment import environment
-from inference.pair import hash_target
-from inference.store import load_draft
+from cotrain.run_folder import claim, refuse
+from cotrain.training.job import models, objective, settle
+from cotrain.training.preconditions import server
+from inference.drafts.atomic import write_atomic
+from inference.drafts.compatibility import hash_target
+from inference.drafts.draft_folder import load_draft
+from inference.measure.environment import environment
 
 
 def run(cfg: ServeCheckConfig) -> None:
@@ -37,16 +37,17 @@ def run(cfg: ServeCheckConfig) -> None:
     size = Bench(prompts=cfg.prompts, quick_prompts=0, prompt_tokens=cfg.prompt_tokens, new_tokens=cfg.new_tokens,
                  parity_tokens=0, rows=cfg.at_once, minutes=0, interval=0.1, depths=[k], draft_dtype="auto",
                  draft_int8=False, compile=False, seed=0)  # fmt: skip
-    plan = bench.Plan(target, tokenizer, draft, sampling(cfg.regime), "token", size, (path, cfg.draft.path),
+    plan = measurement.Plan(target, tokenizer, draft, sampling(cfg.regime), "token", size, (path, cfg.draft.path),
                       drafts)  # fmt: skip
     with claim(cfg.output, cfg.overwrite) as folder:
-        found = serving.parity(plan, serving.over_http(client, plan), k, cfg.at_once)
+        found = server_parity.parity(plan, server_parity.over_http(client, plan), k, cfg.at_once)
         report = {"environment": environment(), "url": cfg.url, "k": k, "objective": drafts, "parity": found.report()}
         write_atomic(folder.path / "report.json", json.dumps(report, indent=2) + "\n")
         folder.finish()
     print(f"{cfg.url}: {found.line()}")
     if not found.passed:
         raise UserError(
-            f"{cfg.url}: acceptance is more than {serving.TOLERANCE:.0%} from this engine's or the prediction for "
+            f"{cfg.url}: acceptance is more than {server_parity.TOLERANCE:.0%} from this engine's or the "
+            "prediction for "
             f"{drafts} drafting with k={k}: does the server draft so, and with this draft?"
         )

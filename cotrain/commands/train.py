@@ -9,17 +9,17 @@ from typing import Any, cast
 
 from omegaconf import OmegaConf
 
-from cotrain.check import check
-from cotrain.compare import FIGURES, compare, read
-from cotrain.compare import table as compared
-from cotrain.config import TrainConfig
+from cotrain.config.settings import TrainConfig
 from cotrain.errors import UserError
-from cotrain.folders import claim, finished, refuse
-from cotrain.preconditions import require
-from cotrain.ranks import rank
-from cotrain.resume import kind
-from cotrain.train import distil
-from inference.report import table
+from cotrain.evaluation.comparison import FIGURES, compare, read
+from cotrain.evaluation.comparison import table as compared
+from cotrain.run_folder import claim, finished, refuse
+from cotrain.training.distil import distil
+from cotrain.training.preconditions import require
+from cotrain.training.preflight import check
+from cotrain.training.ranks import rank
+from cotrain.training.resume import kind
+from inference.report.build import table
 
 
 def run(cfg: TrainConfig) -> float | None:

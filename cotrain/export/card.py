@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from cotrain.export.engines import caveats, engine_named, launch, place
-from inference.bundled import resolve
-from inference.store import Metadata
-from inference.table import table
+from inference.drafts.bundled_target import resolve
+from inference.drafts.draft_folder import Metadata
+from inference.report.table import table
 
 LONGEST = 8  # drafts a round that held-out texts are judged for
 FRONT = "---\nlibrary_name: transformers\ntags: [speculative-decoding, draft-model]\n---"
@@ -15,7 +15,7 @@ FRONT = "---\nlibrary_name: transformers\ntags: [speculative-decoding, draft-mod
 def card(metadata: Metadata, engine: str, draft_path: str, report: Mapping[str, Any] | None, remarks: list[str]) -> str:
     """Markdown: launch command, caveats, remarks on the export, regime, measured table, licence note.
 
-    report: one that `inference.report.validate` accepts, or None.
+    report: one that `inference.report.build.validate` accepts, or None.
     """
     target, objective, k = str(metadata.target["name"]), metadata.objective, metadata.k
     parts = [

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from cotrain.errors import UserError
-from inference.bundled import resolve
-from inference.store import OBJECTIVES
-from inference.vllm_server import draft_model
+from inference.drafts.bundled_target import resolve
+from inference.drafts.draft_folder import OBJECTIVES
+from inference.servers.vllm_server import draft_model
 
 Command = Callable[[str, str, int, str], str]
 

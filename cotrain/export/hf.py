@@ -9,14 +9,14 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from cotrain.export.card import card
-from cotrain.export.check import check
 from cotrain.export.engines import engine_named
+from cotrain.export.layout_check import check
 from cotrain.export.vocabulary import resize
-from inference.atomic import new_folder
-from inference.pair import check_pair, hash_target
-from inference.report import validate
-from inference.store import METADATA, REPORT, Metadata, digest, load_draft, write
-from inference.weights import read_json
+from inference.drafts.atomic import new_folder
+from inference.drafts.compatibility import check_pair, hash_target
+from inference.drafts.draft_folder import METADATA, REPORT, Metadata, digest, load_draft, write
+from inference.drafts.weight_files import read_json
+from inference.report.build import validate
 
 
 def export(
@@ -40,7 +40,7 @@ def export(
     `target_tokenizer` vocabularies are compared. dtype: of the weights, by default their own. Rope and
     maximum positions are kept. The folder passes `check` or is not written.
 
-    Raises ValueError naming the key or file to change, FileExistsError as `inference.store.save`.
+    Raises ValueError naming the key or file to change, FileExistsError as `inference.drafts.draft_folder.save`.
     """
     engine_named(engine)
     model, tokenizer, found = load_draft(source, dtype)

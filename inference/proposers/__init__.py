@@ -1,6 +1,6 @@
 """Proposer kinds, one class a file."""
 
 from inference.proposers.independent import Independent
-from inference.proposers.ngram import NGram
+from inference.proposers.retrieval import NGram
 
 __all__ = ["Independent", "NGram"]

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from inference.precision import widened
-from inference.proposer import Proposal, Round
+from inference.drafts.draft_folder import load_draft
+from inference.models.dtypes import widened
+from inference.models.lm import LM, load_model
+from inference.proposers.base import Proposal, Round
 from inference.sampling import certain
-from inference.store import load_draft
-from inference.target import LM, load_model
 
 
 class Independent:
@@ -20,8 +20,8 @@ class Independent:
 
     model: a transformers model, used as it is, or a path / hub id. greedy: draft argmax q with a one-hot law,
     as serving engines do by default, instead of drawing from q. compile: its passes are compiled, see
-    `graph`, or replayed, see `capture`; None: on a GPU alone. int8: its weights are rounded to 8 bits, see `lean`: q is
-    then the rounded draft's law.
+    `compiled`, or replayed, see `cuda_graphs`; None: on a GPU alone. int8: its weights are rounded to 8 bits, see
+    `llama`: q is then the rounded draft's law.
     """
 
     def __init__(

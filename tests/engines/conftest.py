@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from cotrain.cli import main
-from inference.atomic import write_atomic
-from inference.environment import environment
+from inference.drafts.atomic import write_atomic
+from inference.measure.environment import environment
 
 ROOT = Path(__file__).parents[2]
 OUTPUT = ROOT / "outputs" / "engines"

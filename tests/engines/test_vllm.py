@@ -12,26 +12,26 @@ from typing import Any
 import pytest
 import torch
 
-from cotrain import rollouts
-from cotrain import serving as checked
-from cotrain.bench import BATCH, Plan
+from cotrain.bench import server_parity as checked
+from cotrain.bench.measurement import BATCH, Plan
 from cotrain.cli import main
-from cotrain.config import Bench
-from cotrain.evaluate import held_out
+from cotrain.config.settings import Bench
+from cotrain.evaluation.held_out import held_out
 from cotrain.export.hf import export
-from cotrain.surprise import surprise
-from cotrain.teacher import load_pair, split
+from cotrain.rollout import kept_texts
+from cotrain.teacher.provenance import provenance
+from cotrain.teacher.target_model import load_pair, split
 from inference import Sampling
-from inference.bundled import resolve
-from inference.client import Client
-from inference.exactness import check_text
-from inference.measure import engine_arm, interleave, transformers_arm
-from inference.parity import expected, pair_figures
-from inference.precision import cast
+from inference.drafts.bundled_target import resolve
+from inference.drafts.draft_folder import load_draft, read
+from inference.exactness.checks import check_text
+from inference.exactness.side_by_side import expected, pair_figures
+from inference.measure.timing import engine_arm, interleave, transformers_arm
+from inference.models.dtypes import cast
+from inference.noise import row_ids
 from inference.proposers import NGram
-from inference.store import load_draft, read
-from inference.streams import row_ids
-from inference.vllm_server import draft_model
+from inference.servers.openai_client import Client
+from inference.servers.vllm_server import draft_model
 from tests.engines.conftest import CASES, OUTPUT, K, draft_folder
 from tests.engines.servers import serving
 
@@ -113,9 +113,9 @@ def test_a_draft_is_accepted_as_here(
 
 def test_texts_that_it_samples_are_the_targets_own(plain: dict[str, Any], found: dict[str, Any]) -> None:
     """rollout.url=: by the target's surprise at them."""
-    texts = rollouts.texts(rollouts.read(OUTPUT / "rollouts" / "held_out_T1"))
+    texts = kept_texts.texts(kept_texts.read(OUTPUT / "rollouts" / "held_out_T1"))
     read, head = split(plain["plan"].target)
-    own = surprise(held_out(read, texts, 1.0), head)
+    own = provenance(held_out(read, texts, 1.0), head)
     found["rollout.url"] = vars(own)
     print(f"\nvllm, rollout.url: {own.line()}")
     assert own.own and own.tokens > 3000

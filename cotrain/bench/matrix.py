@@ -1,0 +1,161 @@
+"""Many arms over temperatures and batch sizes, each cell timed interleaved, beside what the cost table allows."""
+
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from cotrain.bench.measurement import Plan
+from cotrain.bench.planner import choose, settled, taus
+from inference import Sampling
+from inference.measure.arms import Arm
+from inference.measure.costs import Costs
+from inference.measure.floor import Machine, measure_machine, peak_memory, round_loads
+from inference.measure.timing import Timing, engine_arm, interleave, transformers_arm
+from inference.models.lm import LM
+from inference.proposers import NGram
+from inference.servers.vllm_server import Server, draft_model, vllm_arm
+
+BATCHES = 3  # at least so many batches of prompts, or there is no interval
+QUEUE = 6  # prompts a row that each run of an arm is given: at its end rows stand empty, as when serving they would not
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """temperatures and batch sizes; vllm: the interpreter of a vLLM installation with target and draft as folders, or
+    None; k: the draft length that is timed beside the planned one, with the token rule, and in every other engine."""
+
+    temperatures: Sequence[float]
+    batches: Sequence[int]
+    k: int
+    vllm: tuple[str, str, str] | None
+    logs: Path
+
+
+def matrix(plan: Plan, grid: Grid, say: Say = print) -> list[dict[str, Any]]:
+    """One entry a temperature and batch size: speeds, ratios with intervals, costs, and share of what they allow."""
+    cells, machine = [], measure_machine(plan.target.device, plan.target.dtype)
+    for rows in grid.batches:
+        bench = copy.copy(plan.bench)
+        bench.rows = rows
+        plan = replace(plan, draft=plan.served, bench=bench)
+        with ExitStack() as stack:
+            servers = _servers(plan, grid, stack) if grid.vllm else {}
+            for temperature in grid.temperatures:
+                say(f"matrix: temperature {temperature:g}, {rows} rows")
+                cells.append(_cell(replace(plan, sampling=Sampling(temperature=temperature)), grid, servers, machine))
+                say(line(cells[-1]))
+    return cells
+
+
+def _servers(plan: Plan, grid: Grid, stack: ExitStack) -> dict[str, Server]:
+    assert grid.vllm is not None
+    python, target, draft = grid.vllm
+    rows, context = plan.bench.rows, plan.bench.prompt_tokens + plan.bench.new_tokens + 16
+    asked = {"vllm": None, "vllm speculative": draft_model(draft, grid.k)}
+    return {
+        name: stack.enter_context(Server(python, target, config, rows, context, grid.logs / f"{name}, {rows} rows.log"))
+        for name, config in asked.items()
+    }
+
+
+def _cell(plan: Plan, grid: Grid, servers: dict[str, Server], machine: Machine) -> dict[str, Any]:
+    plan, measured = settled(plan)
+    size, sampling, costs = plan.bench, plan.sampling, measured.costs
+    k = choose(costs, taus(plan).__getitem__, range(1, max(size.depths) + 1)).drafting
+    lengths = {"speculative": k, f"speculative k={grid.k}": grid.k, "plain": 0}
+    token = replace(plan, verify="token")  # as other engines verify
+    engines = {"speculative": plan.engine(k), f"speculative k={grid.k}": token.engine(grid.k), "plain": plan.plain()}
+    arms = [
+        *[engine_arm(name, engine, sampling, size.new_tokens) for name, engine in engines.items()],
+        engine_arm("ngram", plan.engine(grid.k, proposer=NGram()), sampling, size.new_tokens),
+        *_transformers(plan, grid.k),
+        *[vllm_arm(name, server, sampling, size.new_tokens) for name, server in servers.items()],
+    ]
+    queue = size.rows if size.rows == 1 else QUEUE * size.rows  # ended rows make room, as when serving
+    prompts = plan.final(0, max(size.prompts, BATCHES * queue))
+    timing = interleave(arms, prompts, queue, size.seed)
+    models = engines["plain"].target, LM(plan.running, size.rows, int8=plan.int8)
+    found = _found(timing, costs, lengths, sampling)
+    return found | {"compiled": plan.compiled._asdict(), "floor": _floor(models, costs, k, machine)}
+
+
+def _transformers(plan: Plan, k: int) -> list[Arm]:
+    """Plain, and at batch 1, which is all that assisted generation takes, with the draft: at its defaults and with
+    constant k and no confidence threshold."""
+    new, sampling = plan.bench.new_tokens, plan.sampling
+    rows = plan.bench.rows
+    arms = [transformers_arm("transformers", plan.target, sampling, new, rows=rows)]
+    if plan.bench.compile and rows == 1:  # it compiles for one shape at a time, for minutes
+        arms.append(transformers_arm("transformers compiled", plan.target, sampling, new, rows=rows, compile=True))
+    if plan.bench.rows == 1:
+        arms += [
+            transformers_arm("transformers assisted", plan.target, sampling, new, assistant=plan.running),
+            transformers_arm("transformers matched", plan.target, sampling, new, assistant=plan.running, k=k),
+        ]
+    return arms
+
+
+def _floor(models: tuple[LM, LM], costs: Costs, k: int, machine: Machine) -> dict[str, Any]:
+    """Shares of measured rounds that the machine could not do without, bytes of each, and what memory was used."""
+    found: dict[str, Any] = {"machine": asdict(machine), "peak_memory_mib": peak_memory() / 2**20}
+    for name, drafted in (("plain", 0), ("round", k)):
+        loads = round_loads(*models, drafted, costs.rows, costs.context)
+        found[f"{name}_share"] = sum(load.seconds(machine) for load in loads) / costs.round(drafted)
+        found[f"{name}_bytes"] = sum(load.bytes for load in loads)
+    return found
+
+
+def _found(timing: Timing, costs: Costs, lengths: dict[str, int], sampling: Sampling) -> dict[str, Any]:
+    """Every arm over plain decoding, under the faster speculative one; what the table allows for the tokens that a call
+    really gave. lengths: of this engine's own arms, the drafts of a round."""
+    speculative = max((name for name, k in lengths.items() if k), key=timing.speed)
+    arms: dict[str, Any] = {}
+    for name in timing.arms:
+        stats = timing.stats(name)
+        arms[name] = {
+            "speed": timing.speed(name),
+            "tau": stats.tau if stats else None,
+            "over_plain": timing.ratio(name, "plain")._asdict(),
+            "under_speculative": timing.ratio(speculative, name)._asdict(),
+        }
+        if lengths.get(name) and stats:
+            allowed = stats.tau * costs.round(0) / costs.round(lengths[name])
+            decoding = timing.ratio(name, "plain", decode=True)
+            arms[name] |= {"k": lengths[name], "allowed": allowed, "of_allowed": decoding.value / allowed}
+    return {
+        "temperature": sampling.temperature,
+        "rows": costs.rows,
+        "prompts": sum(len(batch) for batch, _ in timing.batches),
+        "speculative": speculative,
+        "arms": arms,
+        "costs": asdict(costs),
+    }
+
+
+def line(cell: dict[str, Any]) -> str:
+    """A cell as one aligned block of text."""
+    rows = [f"temperature {cell['temperature']:g}, {cell['rows']} rows, {cell['prompts']} prompts"]
+    for name, arm in cell["arms"].items():
+        ratio = arm["over_plain"]
+        interval = f" [{ratio['low']:.2f}, {ratio['high']:.2f}]"
+        share = f", {100 * arm['of_allowed']:.0f} % of what costs allow" if "of_allowed" in arm else ""
+        k = f", k {arm['k']}" if "k" in arm else ""
+        tau = f", tau {arm['tau']:.2f}" if arm["tau"] else ""
+        rows.append(f"  {name:24}{arm['speed']:8.1f} tokens/s  {ratio['value']:5.2f}x{interval}{tau}{k}{share}")
+    costs, on = cell["costs"], [name for name, compiled in cell["compiled"].items() if compiled]
+    target, rest = (", ".join(f"{1e3 * value:.2f}" for value in costs[part]) for part in ("target", "rest"))
+    rows.append(
+        f"  milliseconds: target {target}; draft {1e3 * costs['draft']:.2f}, first {1e3 * costs['first']:+.2f}; rest "
+        f"{rest}; compiled: {', '.join(on) or 'nothing'}"
+    )
+    floor = cell["floor"]
+    rows.append(
+        f"  floor: {100 * floor['plain_share']:.0f} % of a plain step, {100 * floor['round_share']:.0f} % of a round; "
+        f"{floor['plain_bytes'] / 1e6:.0f} and {floor['round_bytes'] / 1e6:.0f} MB moved at "
+        f"{floor['machine']['bandwidth'] / 1e9:.0f} GB/s; peak memory {floor['peak_memory_mib']:.0f} MiB"
+    )
+    return "\n".join(rows)

@@ -1,0 +1,245 @@
+"""Measuring a pair with the bundled engine: quickly at each checkpoint, in full for what is exported."""
+
+import copy
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from math import inf
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from cotrain.bench.planner import BATCH, Compiled, advice, planned, settled, taus
+from cotrain.config.settings import Bench
+from cotrain.data.prompts import shipped_ids
+from cotrain.data.splits import Prompts, apart
+from inference import Engine, Sampling
+from inference.exactness.checks import check, check_calls
+from inference.exactness.side_by_side import pair_figures
+from inference.measure import adaptive
+from inference.measure.adaptive import Reached, Wanted, until_known
+from inference.measure.timing import Texts, Timing, engine_arm, interleave, together, transformers_arm
+from inference.models.dtypes import cast, widened
+from inference.models.llama import can_round
+from inference.policy import Fixed
+from inference.proposers import Independent, NGram
+from inference.proposers.base import Proposer
+from inference.report.build import build
+
+# of bench.minutes, when each part ends: costs of rounds; timing; parity on more tokens. Greedy decoding has the rest.
+COSTS, TIMING, PARITY = 0.25, 0.65, 0.85
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured: a pair, its regime, its rule and how much."""
+
+    target: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    draft: PreTrainedModel
+    sampling: Sampling
+    verify: str
+    bench: Bench
+    names: tuple[str, str]  # of target and draft, to print
+    objective: str = "sampled"  # how it drafts; "greedy": its likeliest tokens
+    compiled: Compiled = Compiled()
+    given: Prompts | None = None  # None: those shipped
+
+    @cached_property
+    def served(self) -> PreTrainedModel:
+        """The draft as it will be served, a copy unless it is that already."""
+        wanted = self.bench.draft_dtype
+        dtype = self.draft.dtype if wanted == "auto" else getattr(torch, wanted)
+        if self.draft.dtype == dtype and not self.draft.training:
+            return self.draft
+        return cast(copy.deepcopy(self.draft).eval(), dtype)
+
+    @property
+    def int8(self) -> bool:
+        return self.bench.draft_int8 and can_round(self.served)
+
+    @cached_property
+    def running(self) -> PreTrainedModel:
+        """The served draft's numbers, in float32 where this machine would emulate their dtype; the 8-bit kernel does
+        not."""
+        return self.served if self.int8 else widened(self.served, copied=True)
+
+    def proposer(self, counted: bool = False) -> Independent:
+        """counted: for counts alone, which are not worth compiling on a CPU."""
+        compile = None if counted else self.compiled.draft
+        return Independent(self.running, self.objective == "greedy", compile=compile, int8=self.int8)
+
+    def engine(self, k: int, rows: int | None = None, proposer: Proposer | None = None) -> Engine:
+        """rows: for counts alone, so many at a time."""
+        return Engine(self.target, proposer or self.proposer(bool(rows)), verify=self.verify, policy=Fixed(k),
+                      tokenizer=self.tokenizer, rows=rows or self.bench.rows,
+                      compile=None if rows else self.compiled.target)  # fmt: skip
+
+    def plain(self, rows: int | None = None) -> Engine:
+        compile = None if rows else self.compiled.plain
+        return Engine(self.target, tokenizer=self.tokenizer, rows=rows or self.bench.rows, compile=compile)
+
+    @cached_property
+    def prompts(self) -> Prompts:
+        return self.given or apart(*shipped_ids(self.tokenizer, self.bench.prompt_tokens), [], "shipped")
+
+    def ranking(self, first: int, count: int) -> list[list[int]]:
+        """Prompts `first`, `first` + 1, ... of those that rank checkpoints and draft lengths; they repeat when they run
+        out."""
+        return _from(self.prompts.ranking, first, count)
+
+    def final(self, first: int, count: int) -> list[list[int]]:
+        """The same of those that time and check what is exported."""
+        return _from(self.prompts.final, first, count)
+
+
+def _from(prompts: Sequence[list[int]], first: int, count: int) -> list[list[int]]:
+    return [prompts[(first + i) % len(prompts)] for i in range(count)]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Seconds for a whole measurement, since a moment on the clock; none when they are 0."""
+
+    seconds: float
+    start: float
+
+    def until(self, share: float) -> float:
+        """When that share of them is over, on the clock; inf without a limit."""
+        return self.start + share * self.seconds if self.seconds else inf
+
+
+def quick(plan: Plan, k: int) -> dict[str, float]:
+    """Speed-up, tau and tokens per second on a few prompts, both sides interleaved: ranks checkpoints."""
+    arms = [
+        engine_arm("speculative", plan.engine(k), plan.sampling, plan.bench.new_tokens),
+        engine_arm("plain", plan.plain(), plan.sampling, plan.bench.new_tokens),
+    ]
+    timing = interleave(arms, plan.ranking(0, plan.bench.quick_prompts), plan.bench.rows, plan.bench.seed)
+    stats = timing.stats("speculative")
+    return {
+        "speedup": timing.ratio("speculative", "plain").value,
+        "tau": stats.tau if stats else float("nan"),
+        "tokens_per_second": timing.speed("speculative"),
+    }
+
+
+def refuse(size: Bench) -> None:
+    """Raise ValueError, naming the key, for sizes that cannot be measured."""
+    if not size.depths or min(size.depths) < 1:
+        raise ValueError(f"bench.depths: {list(size.depths)} must be draft lengths of at least 1")
+    if not size.minutes >= 0:
+        raise ValueError(f"bench.minutes: {size.minutes} must be minutes, or 0 to time bench.prompts and no more")
+    if not size.interval > 0:
+        raise ValueError(f"bench.interval: {size.interval} must be a share of the speed-up above 0, as .1")
+
+
+def measure(plan: Plan, extra: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The full report: draft length from measured costs, speed with intervals, exactness, parity, greedy beside."""
+    size = plan.bench
+    refuse(size)
+    budget = Budget(60 * size.minutes, time.perf_counter())
+    print("bench: what rounds cost, and the draft length that this and the acceptance call for")
+    plan, costs = settled(plan, budget.until(COSTS))
+    length, costs = planned(plan, costs, taus(plan).__getitem__, budget.until(COSTS))
+    k = length.drafting
+    if not length.k:
+        print(f"bench: plain decoding is expected to be faster here, {length.speedups[k]:.2f}x with drafts at best")
+    print(f"bench: draft length {k}; {size.prompts} prompts in turn: speculative, plain, transformers")
+    engine = plan.engine(k)
+    timing, reached = _timed(plan, engine, plan.sampling, budget.until(TIMING))
+    print("bench: exactness on these prompts, and parity on more tokens")
+    verdict = check(engine, timing.texts("speculative"), plan.sampling, size.new_tokens, size.seed, BATCH)
+    said = advice(length, timing.ratio("speculative", "plain"))
+    found = {
+        "costs": asdict(costs.costs),
+        "costs_alone": asdict(costs.alone),
+        "rounds": {str(at): asdict(one) for at, one in sorted(costs.rounds.items())},
+        "compiled": plan.compiled._asdict(),
+        "planned_k": k,
+        "plain_is_faster": length.k == 0,
+        "advice": said,
+        "timing": asdict(reached),
+        "said": [*([said] if said else []), *adaptive.lines(reached)],
+        "prompts": plan.prompts.source,
+        "predicted_speedups": list(length.speedups),
+        "parity": parity(plan, k, budget.until(PARITY)),
+        "greedy": greedy(plan, k),
+        "plain_over_transformers": timing.ratio("plain", "transformers")._asdict(),
+    }
+    target, draft = plan.names
+    return build(
+        timing, engine, "speculative", "plain", sampling=plan.sampling, max_new_tokens=size.new_tokens,
+        target=target, draft=draft, verdict=verdict, extra=found | (extra or {}),
+    )  # fmt: skip
+
+
+def _timed(plan: Plan, engine: Engine, sampling: Sampling, until: float) -> tuple[Timing, Reached]:
+    size = plan.bench
+    arms = [
+        engine_arm("speculative", engine, sampling, size.new_tokens),
+        engine_arm("plain", plan.plain(), sampling, size.new_tokens),
+        transformers_arm("transformers", plan.target, sampling, size.new_tokens),
+    ]
+    batches = -(-size.prompts // size.rows)
+    more = until < inf
+    wanted = Wanted(batches, size.interval if more else inf, until)
+    prompts = plan.prompts.final if more else plan.prompts.final[: size.prompts]
+    timing, reached = until_known(arms, prompts, size.rows, ("speculative", "plain"), wanted, size.seed, say=_bar)
+    print("bench: " + "; ".join(adaptive.lines(reached)))
+    return timing, reached
+
+
+def _bar(done: int, near: float) -> None:
+    shown = f"interval within {100 * near:.0f} % of the speed-up" if near < inf else "no interval yet"
+    print(f"bench: {done} batches timed, {shown}", flush=True)
+
+
+def _figures(plan: Plan, engine: Engine, texts: Texts) -> Any:
+    return pair_figures(engine, plan.proposer(counted=True), texts, plan.sampling, plan.bench.new_tokens, 0.0)
+
+
+def parity(plan: Plan, k: int, until: float = inf) -> dict[str, Any] | None:
+    """Target calls predicted and measured on at least `parity_tokens` tokens, or as many as time allows; final prompts,
+    those not timed before first, with other noise. until: when time is over, on the clock.
+
+    None for the coupled rule, whose calls cannot be predicted from the text.
+    """
+    size = plan.bench
+    count = -(-size.parity_tokens // size.new_tokens)
+    engine = plan.engine(k, BATCH)
+    arm = engine_arm("speculative", engine, plan.sampling, size.new_tokens)
+    parts: list[Texts] = []
+    for done in range(0, count, BATCH):
+        prompts = plan.final(size.prompts + done, min(BATCH, count - done))
+        parts.append(interleave([arm], prompts, BATCH, size.seed + 1 + done, warmup=0).texts("speculative"))
+        if time.perf_counter() > until:
+            break
+    texts = together(parts)
+    calls = check_calls(_figures(plan, engine, texts), texts, plan.verify)
+    if calls is None:
+        return None
+    measured = calls.tokens / calls.measured
+    return asdict(calls) | {
+        "tau_measured": measured, "tau_predicted": calls.tau, "z": calls.z, "relative": calls.tau / measured - 1,
+        "passed": calls.passed, "line": calls.line(),
+    }  # fmt: skip
+
+
+def greedy(plan: Plan, k: int) -> dict[str, Any]:
+    """Temperature 0: speculative and n-gram look-up beside plain decoding; small models loop there."""
+    size, sampling = plan.bench, Sampling(temperature=0)
+    arms = [
+        engine_arm("speculative", plan.engine(k), sampling, size.new_tokens),
+        engine_arm("ngram", plan.engine(k, proposer=NGram()), sampling, size.new_tokens),
+        engine_arm("plain", plan.plain(), sampling, size.new_tokens),
+    ]
+    prompts = plan.final(0, max(size.prompts // 2, 2))
+    timing = interleave(arms, prompts, size.rows, size.seed)
+    found: dict[str, Any] = {"prompts": len(prompts)}
+    for arm in ("speculative", "ngram"):
+        stats = timing.stats(arm)
+        found[arm] = {"speedup": timing.ratio(arm, "plain")._asdict(), "tau": stats.tau if stats else None}
+    return found

@@ -1,0 +1,147 @@
+"""Which parts run compiled, what rounds then cost, and the draft length that this and the acceptance call for."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import inf
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from inference.exactness.side_by_side import pair_figures
+from inference.measure.costs import SPANS, Costs, best_k, joined, measure_costs
+from inference.measure.real_costs import RealRound, calibrated, measure_rounds
+from inference.measure.timing import Interval, engine_arm, interleave
+from inference.verify import prediction
+
+if TYPE_CHECKING:
+    from cotrain.bench.measurement import Plan
+
+BATCH = 32  # rows where only counts matter, not clocks
+ALWAYS = (0, 1)  # draft lengths that are considered whatever bench.depths names
+SHAPE = 5  # repeats of each part alone: its level comes from real rounds
+TRIES = 3  # at a length that was chosen before it was run
+
+
+class Compiled(NamedTuple):
+    """What runs compiled: plain decoding's target, the target of rounds, the draft."""
+
+    plain: bool = False
+    target: bool = False
+    draft: bool = False
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Costs at the level of real rounds, those of each part alone and warm, and the real rounds by draft length."""
+
+    costs: Costs
+    alone: Costs
+    rounds: dict[int, RealRound]
+
+    def at(self, rounds: dict[int, RealRound]) -> "Measured":
+        """With more rounds that were run."""
+        together = self.rounds | rounds
+        return Measured(calibrated(self.alone, together), self.alone, together)
+
+
+@dataclass(frozen=True)
+class Length:
+    """k: the draft length that pays best, 0 where plain decoding does; drafting: the best of at least 1, which is what
+    is measured and exported; speedups[k]: predicted, over plain decoding, k = 0..K."""
+
+    k: int
+    drafting: int
+    speedups: tuple[float, ...]
+
+
+def settled(plan: "Plan", until: float = inf) -> tuple["Plan", Measured]:
+    """Each part compiled where real rounds are faster with it (with bench.compile, or on a GPU), and what rounds cost.
+    until: when time is over, on the clock."""
+    eager = measured(replace(plan, compiled=Compiled()), until)
+    if not plan.bench.compile and plan.target.device.type != "cuda":
+        return replace(plan, compiled=Compiled()), eager
+    both = eager, measured(replace(plan, compiled=Compiled(True, True, True)), until)
+    k = sorted(plan.bench.depths)[len(plan.bench.depths) // 2]
+    parts: tuple[Callable[[Costs], float], ...] = (
+        lambda costs: costs.target[0], lambda costs: costs.target[k], lambda costs: costs.drafting(k),
+    )  # fmt: skip
+    faster = Compiled(*(part(both[1].costs) < part(both[0].costs) for part in parts))
+    plan = replace(plan, compiled=faster)
+    if len(set(faster)) == 1:
+        return plan, both[faster.plain]
+    mixed = Measured(both[0].costs, joined(*(both[on].alone for on in faster)), {})  # another engine than either
+    return plan, mixed.at(rounds_of(plan, (0, *SPANS), until))
+
+
+def measured(plan: "Plan", until: float = inf) -> Measured:
+    """The table of parts, at the level of real rounds of the plan's engines."""
+    table = costs_of(plan)
+    return Measured(table, table, {}).at(rounds_of(plan, (0, *SPANS), until))
+
+
+def rounds_of(plan: "Plan", lengths: tuple[int, ...], until: float = inf) -> dict[int, RealRound]:
+    """Real rounds at these draft lengths, 0 by the plain engine, on prompts that rank."""
+    size = plan.bench
+    drafting = plan.engine(max(1, *lengths)) if any(lengths) else None
+    engines = {k: plan.plain() if not k or drafting is None else drafting for k in lengths}
+    prompts = plan.ranking(0, max(size.quick_prompts, size.rows))
+    return measure_rounds(
+        engines, prompts, sampling=plan.sampling, max_new_tokens=size.new_tokens, seed=size.seed, until=until
+    )
+
+
+def costs_of(plan: "Plan") -> Costs:
+    """Costs of each part alone, in the middle of a text of the bench's length."""
+    size, prompts = plan.bench, plan.prompts.ranking
+    context = sum(map(len, prompts)) // len(prompts) + size.new_tokens // 2
+    target = plan.engine(1).target  # as rounds run it: other slots would be another graph
+    K = max(size.depths)
+    return measure_costs(target, plan.proposer(), K, context=context, sampling=plan.sampling, repeats=SHAPE)
+
+
+def planned(plan: "Plan", found: Measured, tau: Callable[[int], float], until: float = inf) -> tuple[Length, Measured]:
+    """The draft length that pays best among 0, 1 and bench.depths. One that real rounds were not run at is run, and the
+    choice made again with what it then costs."""
+    for _ in range(TRIES):
+        length = choose(found.costs, tau, plan.bench.depths)
+        if length.drafting in found.rounds:
+            break
+        found = found.at(rounds_of(plan, (length.drafting,), until))
+    return choose(found.costs, tau, plan.bench.depths), found
+
+
+def choose(costs: Costs, tau: Callable[[int], float], depths: Any) -> Length:
+    """The lengths of least seconds a token, see `measure.costs.best_k`; drafting nothing is considered too."""
+    speedups = best_k(costs, tau).speedups
+    allowed = sorted({*ALWAYS, *depths})
+    best, drafting = (max(lengths, key=speedups.__getitem__) for lengths in (allowed, allowed[1:]))
+    return Length(best, drafting, speedups)
+
+
+def advice(length: Length, measured: Interval) -> str | None:
+    """What to say, in words, where drafting does not make decoding faster here; None where it does. measured: the
+    speed-up at length.drafting over plain decoding."""
+    low, high = (measured.low, measured.high) if measured.within < inf else (measured.value, measured.value)
+    found = f"{measured.value:.2f}x at k = {length.drafting}"
+    if high < 1 or (length.k == 0 and low <= 1):
+        return (f"plain decoding is faster here: {found}, {length.speedups[length.drafting]:.2f}x predicted, and no "
+                "draft length does better; serve without this draft, or train a smaller or better one")  # fmt: skip
+    if low <= 1:
+        return f"no speed-up is shown: {found}, and its interval holds 1; time more prompts (bench.minutes=)"
+    return None
+
+
+def rule(verify: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """tau of a verification rule, and what of the laws it takes."""
+    return (prediction.tau_block, prediction.l_from) if verify == "block" else (prediction.tau, prediction.r_from)
+
+
+def taus(plan: "Plan") -> dict[int, float]:
+    """Predicted tau by draft length, from texts decoded plainly that are not timed."""
+    size, longest = plan.bench, max(plan.bench.depths)
+    prompts = plan.ranking(size.quick_prompts, BATCH)
+    arm = engine_arm("plain", plan.plain(BATCH), plan.sampling, size.new_tokens)
+    texts = interleave([arm], prompts, BATCH, size.seed, warmup=0).texts("plain")
+    proposer = plan.proposer(counted=True)
+    figures = pair_figures(plan.engine(longest, BATCH), proposer, texts, plan.sampling, size.new_tokens, 0.0)
+    tau, of = rule(plan.verify)
+    ratios = of(figures.logp, figures.logq)
+    return {k: float(tau(ratios, k, figures.lengths)) for k in range(1, longest + 1)}

@@ -1,0 +1,1 @@
+"""The shipped target and its tokenizer, and how they were made."""

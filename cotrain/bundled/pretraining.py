@@ -1,0 +1,164 @@
+"""Training the bundled target: a small Llama on the embedded corpora, in resumable phases."""
+
+import copy
+import json
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.loggers import TensorBoardLogger
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from cotrain.bundled.model_card import model_card
+from cotrain.data.sources import Blocks, SeededOrder
+from cotrain.training.clock import Bar
+from inference.drafts.atomic import new_folder
+
+Factory = Callable[..., Any]
+
+
+class LanguageModel(lightning.LightningModule):
+    """Next-token cross-entropy; validation in bits per byte of text, one figure a domain."""
+
+    def __init__(
+        self,
+        network: PreTrainedModel,
+        optimizer: Factory,
+        scheduler: Factory,
+        sizes: torch.Tensor,
+        domains: list[str],
+    ) -> None:
+        super().__init__()
+        self.network, self.make_optimizer, self.make_scheduler = network, optimizer, scheduler
+        self.sizes, self.domains = sizes, domains  # bytes of each id (V,)
+
+    def nats(self, ids: torch.Tensor) -> torch.Tensor:
+        """-log p of ids[:, 1:], (B, T-1), in nats."""
+        logits = self.network(ids[:, :-1], use_cache=False).logits
+        return F.cross_entropy(logits.float().transpose(1, 2), ids[:, 1:], reduction="none")
+
+    def training_step(self, batch: dict[str, torch.Tensor], _: int) -> torch.Tensor:
+        loss = self.nats(batch["ids"]).mean()
+        self.log("train/nats_per_token", loss, prog_bar=True)
+        return loss
+
+    def on_validation_epoch_start(self) -> None:
+        self.totals = torch.zeros(len(self.domains), 2, dtype=torch.float64)  # nats, bytes
+
+    def validation_step(self, batch: dict[str, torch.Tensor], _: int) -> None:
+        nats = self.nats(batch["ids"]).sum(1).cpu().double()
+        size = self.sizes[batch["ids"][:, 1:].cpu()].sum(1).double()
+        self.totals.index_add_(0, batch["domain"].cpu(), torch.stack([nats, size], 1))
+
+    def on_validation_epoch_end(self) -> None:
+        for name, bits in self.bits_per_byte().items():
+            self.log(f"bits_per_byte/{name}", bits, prog_bar=True)
+
+    def bits_per_byte(self) -> dict[str, float]:
+        nats, size = self.totals.unbind(1)
+        return dict(zip(self.domains, (nats / size / math.log(2)).tolist(), strict=True))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.make_optimizer(self.network)
+        schedule = self.make_scheduler(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def llama(
+    vocabulary: int,
+    width: int,
+    layers: int,
+    intermediate: int,
+    kv_heads: int,
+    context: int,
+    head_dim: int = 64,
+) -> LlamaForCausalLM:
+    """A Llama with random weights and tied embeddings; ids 0 and 1 end and pad (see tokenizer.py)."""
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=width // head_dim,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=context,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=1,
+    )
+    return LlamaForCausalLM(config)
+
+
+def compile_layers(network: PreTrainedModel) -> None:
+    """Compile each decoder layer once; all share one graph, so this costs seconds, not minutes."""
+    for layer in network.model.layers:
+        layer.compile()
+
+
+class Phase(Callback):
+    """Ends a training phase after so many minutes; the next phase resumes from its checkpoint."""
+
+    def __init__(self, minutes: float) -> None:
+        self.end = time.monotonic() + 60 * minutes
+
+    def on_train_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
+        trainer.should_stop = trainer.should_stop or time.monotonic() > self.end
+
+
+def fit(
+    module: LanguageModel, train: Blocks, held_out: Blocks, folder: Path, *, batch: int, steps: int, minutes: float,
+    seed: int, every: int, precision: Any,
+) -> float:  # fmt: skip
+    """Train to `steps` optimiser steps or for `minutes` in this phase; resumes folder/last.ckpt. Returns seconds."""
+    last = folder / "last.ckpt"
+    done = torch.load(last, weights_only=True)["global_step"] if last.exists() else 0
+    order = SeededOrder(len(train), seed, start=done * batch)
+    trainer = lightning.Trainer(
+        accelerator="auto", devices=1, precision=precision, max_steps=steps, max_epochs=-1,
+        gradient_clip_val=1.0, val_check_interval=every, check_val_every_n_epoch=None, num_sanity_val_steps=0,
+        log_every_n_steps=10, default_root_dir=folder, enable_model_summary=False,
+        logger=TensorBoardLogger(folder, name="", version="tensorboard"),
+        callbacks=[
+            Phase(minutes),
+            Bar(),
+            ModelCheckpoint(folder, filename="last", every_n_train_steps=every, enable_version_counter=False),
+        ],
+    )  # fmt: skip
+    start = time.perf_counter()
+    trainer.fit(
+        module,
+        DataLoader(train, batch_size=batch, sampler=order),
+        DataLoader(held_out, batch_size=batch),
+        ckpt_path=last if last.exists() else None,
+    )
+    trainer.save_checkpoint(last)
+    return time.perf_counter() - start
+
+
+def measure(module: LanguageModel, held_out: Blocks, batch: int, precision: Any) -> dict[str, float]:
+    """Held-out bits per byte by domain, over every block."""
+    trainer = lightning.Trainer(devices=1, precision=precision, logger=False, enable_checkpointing=False)
+    trainer.validate(module, DataLoader(held_out, batch_size=batch), verbose=False)
+    return module.bits_per_byte()
+
+
+def write_target(
+    network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, card: dict[str, Any]
+) -> None:
+    """The finished target in bfloat16 with its tokenizer and model card, replacing what is there."""
+    with new_folder(folder, replace=True) as new:
+        half: Any = copy.deepcopy(network)
+        half.to(torch.bfloat16)
+        half.save_pretrained(new)
+        tokenizer.save_pretrained(new)
+        (new / "README.md").write_text(model_card(card), encoding="utf-8")
+        (new / "card.json").write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")

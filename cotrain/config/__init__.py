@@ -1,0 +1,1 @@
+"""Types of settings, what values they may have, and what is typed on a command line."""

@@ -1,0 +1,24 @@
+"""A configured regime as the engine and the losses take it."""
+
+from collections.abc import Callable
+from functools import partial
+
+from torch import Tensor
+
+from cotrain.config.settings import Regime
+from inference import Sampling
+from inference.sampling import keep_top_k, keep_top_p
+
+
+def sampling(regime: Regime, temperature: float | None = None) -> Sampling:
+    """The regime as the engine takes it, at its own temperature or another."""
+    return Sampling(regime.temperature if temperature is None else temperature, regime.top_k, regime.top_p)
+
+
+def truncation(regime: Regime) -> Callable[[Tensor], Tensor] | None:
+    """What the regime cuts from a law, logits (n, V) -> (n, V), or None."""
+    cuts: list[Callable[[Tensor], Tensor]] = [partial(keep_top_k, k=regime.top_k)] if regime.top_k else []
+    cuts += [partial(keep_top_p, p=regime.top_p)] if regime.top_p < 1 else []
+    if not cuts:
+        return None
+    return cuts[0] if len(cuts) == 1 else lambda logits: cuts[1](cuts[0](logits))

@@ -1,0 +1,1 @@
+"""Sources of text: prompts, conversations, corpora, and the parts that training reads."""

@@ -1,0 +1,136 @@
+"""Conversations of the user's own logs, as the target is served them: rendered by its chat template.
+
+Each turn of the assistant is one text: the prompt is everything before it, rendered with the generation prompt, and the
+completion is what the template adds for the turn. So the history stands as the template shows it at that moment
+(without the thoughts of earlier turns, where it drops them), and only what was generated is learnt from.
+"""
+
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jinja2.exceptions import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from cotrain.data.prompt_rows import PromptRows
+from cotrain.data.splits import split_of
+
+Message = dict[str, Any]
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+@dataclass(frozen=True)
+class Chats(PromptRows):
+    """Turns of conversations: only what was generated is learnt from."""
+
+
+@dataclass(frozen=True)
+class Template:
+    """How the target is shown messages. options: handed to its chat template, as enable_thinking. ends: ids that end a
+    completion; what the template adds behind one (a line break, say) was never generated."""
+
+    tokenizer: PreTrainedTokenizerBase
+    options: Mapping[str, Any]
+    ends: Collection[int]
+
+    def text(self, messages: list[Message], tools: Any, prompt: bool) -> str:
+        """prompt: with what opens the assistant's turn. Raises ValueError when the template fails."""
+        try:
+            return str(self.tokenizer.apply_chat_template(
+                messages, tools=tools or None, add_generation_prompt=prompt, tokenize=False, **self.options
+            ))  # fmt: skip
+        except (TemplateError, TypeError, KeyError, ValueError) as error:
+            raise ValueError(f"the target's chat template fails: {error}") from error
+
+    def ids(self, text: str) -> list[int]:
+        """The template has written the special tokens already."""
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def ended(self, ids: list[int]) -> list[int]:
+        """Up to the first end token, which is kept."""
+        return ids[: next((place + 1 for place, token in enumerate(ids) if token in self.ends), len(ids))]
+
+
+def is_chat(columns: Collection[str], first: Mapping[str, Any]) -> bool:
+    """Whether rows of these columns are conversations: messages, also under prompt, or prompt and response."""
+    return "messages" in columns or {"prompt", "response"} <= set(columns) or isinstance(first.get("prompt"), list)
+
+
+def cleaned(value: Any) -> Any:
+    """Without the keys that are null."""
+    if isinstance(value, Mapping):
+        return {key: cleaned(one) for key, one in value.items() if one is not None}
+    return [cleaned(one) for one in value] if isinstance(value, list) else value
+
+
+def chats_of(rows: Iterable[Mapping[str, Any]], split: str, template: Template) -> Chats:
+    """Turns of the conversations that fall to a split of `splits`, by a hash of what opens them.
+
+    Raises ValueError naming the row for messages that are none and a template that fails, renders nothing or rewrites
+    what it had rendered; and when nothing is left.
+    """
+    turns, number = [], 0
+    for number, row in enumerate(rows, 1):
+        try:
+            messages = _messages(row)
+            first = next((place for place, one in enumerate(messages) if one["role"] == "assistant"), len(messages))
+            if split_of(json.dumps(messages[:first])) == split:
+                pairs = _turns(messages, row.get("tools"), template)
+                turns += [{"domain": str(row.get("domain") or "own"), "prompt": a, "completion": b} for a, b in pairs]
+        except ValueError as error:
+            raise ValueError(f"data.path: row {number}: {error}") from error
+    if not turns:
+        raise ValueError(f"data.path: none of {number} conversations falls to the split {split}: give more")
+    return Chats(turns)
+
+
+def _messages(row: Mapping[str, Any]) -> list[Message]:
+    opened, said = row.get("prompt"), row.get("response")
+    pair = (("user", opened), ("assistant", said))
+    messages = row.get("messages") or [{"role": role, "content": text} for role, text in pair if text is not None]
+    if not row.get("messages") and isinstance(opened, list):
+        messages = opened + ([{"role": "assistant", "content": said}] if isinstance(said, str) else said or [])
+    if not isinstance(messages, list) or not messages or not all(isinstance(one, dict) for one in messages):
+        raise ValueError("it holds no list of messages, each with role and content")
+    for one in messages:
+        if one.get("role") not in ROLES:
+            raise ValueError(f"role {one.get('role')!r} is none of {', '.join(ROLES)}")
+    return messages
+
+
+def _turns(messages: list[Message], tools: Any, template: Template) -> Iterator[tuple[list[int], list[int]]]:
+    """(prompt, completion) of each turn of the assistant; of an open conversation also the prompt it ends with."""
+    if template.tokenizer.chat_template is None:
+        yield _plain(messages, template)
+        return
+    for place, message in enumerate(messages):
+        if message["role"] == "assistant":
+            before = _said(template.text(messages[:place], tools, prompt=True))
+            whole = template.text(messages[: place + 1], tools, prompt=False)
+            if not whole.startswith(before):
+                raise ValueError(f"the target's chat template renders what is before message {place + 1} otherwise "
+                                 f"once that is there: {_apart(before, whole)}")  # fmt: skip
+            yield template.ids(before), template.ended(template.ids(_said(whole[len(before) :])))
+    if messages[-1]["role"] != "assistant":
+        yield template.ids(_said(template.text(messages, tools, prompt=True))), []
+
+
+def _plain(messages: list[Message], template: Template) -> tuple[list[int], list[int]]:
+    """Of a target without a template: a prompt, as it is served, and its response."""
+    if [message["role"] for message in messages] not in (["user"], ["user", "assistant"]):
+        raise ValueError("the target's tokenizer has no chat template, by which conversations are rendered")
+    prompt, *said = (str(message["content"]) for message in messages)
+    end = template.tokenizer.eos_token_id
+    return list(template.tokenizer(prompt)["input_ids"]), [*template.ids(said[0]), end] if said else []
+
+
+def _said(text: str) -> str:
+    if not text.strip():
+        raise ValueError("the target's chat template renders nothing for it")
+    return text
+
+
+def _apart(before: str, whole: str) -> str:
+    at = next((i for i, (a, b) in enumerate(zip(before, whole, strict=False)) if a != b), len(whole))
+    return f"{before[max(at - 20, 0) : at + 20]!r} becomes {whole[max(at - 20, 0) : at + 20]!r}"

@@ -1,0 +1,108 @@
+"""Prompts as a server gets them: whole, from their start, with the special tokens that the tokenizer writes.
+
+Two kinds of sources hold them: rows that are prompts, and texts whose starts are prompts.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import datasets
+import torch
+from transformers import PreTrainedTokenizerBase
+
+Row = dict[str, Any]  # of rollouts.FEATURES
+BATCH = 1000  # texts that are tokenized at once
+
+
+@dataclass(frozen=True)
+class PromptRows:
+    """Prompts, each with the completion that the logs hold, if they do: rows of `kept_texts.FEATURES`. A prompt that is
+    cut would be none, so longer ones than asked for are left out."""
+
+    rows: list[Row]
+
+    def left_out(self, tokens: int, split: str) -> str:
+        """A line that says how many prompts have more than `tokens` ids or none, and are not used; nothing where all
+        are."""
+        sizes = [len(row["prompt"]) for row in self.rows]
+        long, empty = sum(size > tokens for size in sizes), sizes.count(0)
+        found = [f"{long} are longer than rollout.prompt_tokens={tokens}"] * (long > 0)
+        found += [f"{empty} are empty"] * (empty > 0)
+        said = f"data.path: of {len(sizes)} prompts of the split {split}, {' and '.join(found)}: left out\n"
+        return said if found else ""
+
+    def prompts(self, count: int, tokens: int, seed: int) -> list[tuple[str, list[int]]]:
+        """(domain, prompt ids) of `count` rows of each domain, as `chosen`. Raises ValueError when one has fewer."""
+        chosen = self.chosen(count, tokens, seed)
+        for domain in {row["domain"] for row in self.rows}:
+            found = sum(row["domain"] == domain for row in chosen)
+            if found < count:
+                raise ValueError(f"rollout.texts, rollout.held_out_texts: {count} prompts asked of {domain}, there are "
+                                 f"{found} of at most rollout.prompt_tokens={tokens}: ask for fewer, or allow longer "
+                                 "ones")  # fmt: skip
+        return [(row["domain"], row["prompt"]) for row in chosen]
+
+    def chosen(self, count: int, tokens: int, seed: int) -> list[Row]:
+        """At most `count` rows of each domain, chosen by seed among those with at most `tokens` ids of prompt."""
+        fitting = self._fitting(tokens, seed)
+        domains = sorted({row["domain"] for row in fitting})
+        return [row for domain in domains for row in [one for one in fitting if one["domain"] == domain][:count]]
+
+    def several(self, tokens: int, seed: int) -> list[list[int]]:
+        """Every prompt of at most `tokens` ids, in an order of the seed. Raises ValueError without any."""
+        fitting = self._fitting(tokens, seed)
+        if not fitting:
+            shortest = min(len(row["prompt"]) for row in self.rows)
+            raise ValueError(f"data.path: no prompt of at most {tokens} tokens, the shortest has {shortest}: raise "
+                             "rollout.prompt_tokens (of cotrain bench, bench.prompt_tokens)")  # fmt: skip
+        return [row["prompt"] for row in fitting]
+
+    def _fitting(self, tokens: int, seed: int) -> list[Row]:
+        order = torch.randperm(len(self.rows), generator=torch.Generator().manual_seed(seed)).tolist()
+        return [self.rows[i] for i in order if 0 < len(self.rows[i]["prompt"]) <= tokens]
+
+
+@dataclass(frozen=True)
+class TextStarts:
+    """Texts: each is a prompt, from its start; of one longer than asked for, as many ids as asked for are the prompt,
+    and the target writes on. starts: rows (text, domain); texts: the same rows, or those that the starts are parts of,
+    for steps that learn from the texts themselves."""
+
+    starts: datasets.Dataset
+    texts: datasets.Dataset
+    tokenizer: PreTrainedTokenizerBase
+
+    def prompts(self, count: int, tokens: int, seed: int) -> list[tuple[str, list[int]]]:
+        """(domain, prompt ids) of `count` texts of each domain, by seed. Raises ValueError when one has fewer."""
+        generator, found = torch.Generator().manual_seed(seed), []
+        domains: list[str] = list(self.starts["domain"])
+        for domain in sorted(set(domains)):
+            mine = [place for place, name in enumerate(domains) if name == domain]
+            if len(mine) < count:
+                raise ValueError(f"rollout.texts, rollout.held_out_texts: {count} prompts asked of {domain}, there are "
+                                 f"{len(mine)}: ask for fewer, or give more text")  # fmt: skip
+            order = torch.randperm(len(mine), generator=generator)[:count].tolist()
+            texts = self.starts[[mine[i] for i in order]]["text"]
+            found += [(domain, ids[:tokens]) for ids in encoded(texts, self.tokenizer)]
+        return found
+
+    def several(self, tokens: int, seed: int) -> list[list[int]]:
+        """The start of every text, in an order of the seed."""
+        order = torch.randperm(len(self.starts), generator=torch.Generator().manual_seed(seed)).tolist()
+        return [ids[:tokens] for ids in encoded(self.starts[order]["text"], self.tokenizer)]
+
+
+def encoded(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
+    """Ids of each text as a server sees it: with the tokenizer's own special tokens."""
+    for first in range(0, len(texts), BATCH):
+        yield from tokenizer(list(texts[first : first + BATCH]), verbose=False)["input_ids"]
+
+
+def prompt_rows(texts: datasets.Dataset, tokenizer: PreTrainedTokenizerBase) -> PromptRows:
+    """Rows (text, domain), each a whole prompt, as it is."""
+    ids = encoded(texts["text"], tokenizer)
+    rows = [
+        {"domain": domain, "prompt": one, "completion": []} for domain, one in zip(texts["domain"], ids, strict=True)
+    ]
+    return PromptRows(rows)

@@ -1,0 +1,1 @@
+"""Acceptance on held-out texts, and runs compared."""

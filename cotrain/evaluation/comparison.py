@@ -1,0 +1,130 @@
+"""Comparing runs on the same held-out texts: tau of each, and paired intervals of the differences."""
+
+import json
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cotrain.acceptance import expected_calls
+from cotrain.errors import UserError
+from cotrain.evaluation.held_out import Scores
+
+FIGURES = "held_out.json"
+DEPTHS = (4, 8)
+RESAMPLES = 2000
+LIKE = ("alpha", "kl", "entropy", "calibration")
+
+
+def per_text(scores: dict[float, Scores]) -> dict[str, Any]:
+    """What a comparison needs of one run: by temperature, what the draft is like, and lengths and exact expected calls
+    of each text at k = 4, 8."""
+    return {
+        f"{temperature:g}": {
+            **{name: getattr(found, name) for name in LIKE},
+            "lengths": found.lengths.tolist(),
+            "calls": {str(k): expected_calls(found.r, k, found.lengths).tolist() for k in DEPTHS},
+        }
+        for temperature, found in scores.items()
+    }
+
+
+@dataclass(frozen=True)
+class Gain:
+    """tau of a label (its runs pooled) and how much larger it is than the baseline's, with a 95 % interval. alpha, kl
+    (nats), entropy of q (nats) and calibration error: means over its runs."""
+
+    label: str
+    temperature: str
+    k: int
+    seeds: int
+    alpha: float
+    kl: float
+    entropy: float
+    calibration: float
+    tau: float
+    gain: float
+    low: float
+    high: float
+
+
+def read(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """Runs below a folder by label, in the order of their seeds. Raises UserError when there is none."""
+    runs = [json.loads(file.read_text(encoding="utf-8")) for file in folder.rglob(FIGURES)]
+    if not runs:
+        raise UserError(f"folder={folder}: no run with a {FIGURES} in it")
+    found = defaultdict(list)
+    for run in sorted(runs, key=lambda run: run["seed"]):
+        found[run["label"]].append(run)
+    return dict(found)
+
+
+def compare(runs: dict[str, list[dict[str, Any]]], baseline: str) -> list[Gain]:
+    """Every label at every temperature that the baseline has too, and k, paired by seed and text with the baseline.
+
+    Each resample draws seeds, and texts, with replacement, the same for both sides. Raises UserError when the
+    baseline is missing, or runs were not judged on the same texts.
+    """
+    baseline = named(baseline, runs)
+    gains = []
+    for label, mine in runs.items():
+        for temperature in (t for t in mine[0]["texts"] if t in runs[baseline][0]["texts"]):
+            for k in DEPTHS:
+                gains.append(_gain(label, mine, runs[baseline], temperature, k))
+    return sorted(gains, key=lambda gain: (gain.temperature, gain.k, -gain.tau))
+
+
+def named(baseline: str, labels: Collection[str]) -> str:
+    """The label called so: as it stands, or the only one of a sweep with that setting (`loss=kl`) or value (`kl`).
+    Raises UserError, with those there are, for none and for several."""
+    if baseline in labels:
+        return baseline
+    found = [label for label in labels if baseline in _settings(label)]
+    if len(found) == 1:
+        return found[0]
+    which = f"it is in {', '.join(sorted(found))}" if found else f"the runs are {', '.join(sorted(labels))}"
+    raise UserError(f"baseline={baseline}: {which}")
+
+
+def _settings(label: str) -> set[str]:
+    """The settings of a sweep that a label is made of, and their values."""
+    parts = label.split(",")
+    return {*parts, *(part.partition("=")[2] for part in parts)}
+
+
+def _gain(label: str, mine: Sequence[dict[str, Any]], base: Sequence[dict[str, Any]], temperature: str, k: int) -> Gain:
+    seeds = min(len(mine), len(base))
+    ours, theirs = (_calls(side[:seeds], temperature, k) for side in (mine, base))  # (seeds, texts)
+    lengths = np.array(mine[0]["texts"][temperature]["lengths"], dtype=np.float64)
+    if ours.shape != theirs.shape or [run["texts"][temperature]["lengths"] for run in base][0] != lengths.tolist():
+        raise UserError(f"{label}: judged on other texts than the baseline; share rollouts between the runs")
+    rng = np.random.default_rng(0)
+    draws = [(rng.integers(seeds, size=seeds), rng.integers(len(lengths), size=len(lengths))) for _ in range(RESAMPLES)]
+    ratios = [theirs[np.ix_(s, t)].sum() / ours[np.ix_(s, t)].sum() - 1 for s, t in draws]
+    low, high = np.quantile(ratios, [0.025, 0.975])
+    like = {name: float(np.mean([run["texts"][temperature][name] for run in mine])) for name in LIKE}
+    tau, gain = float(seeds * lengths.sum() / ours.sum()), float(theirs.sum() / ours.sum() - 1)
+    return Gain(label, temperature, k, seeds, **like, tau=tau, gain=gain, low=float(low), high=float(high))
+
+
+def _calls(runs: Sequence[dict[str, Any]], temperature: str, k: int) -> np.ndarray:
+    return np.array([run["texts"][temperature]["calls"][str(k)] for run in runs], dtype=np.float64)
+
+
+def table(gains: Sequence[Gain], baseline: str) -> str:
+    """Aligned text, one line a label, temperature and draft length."""
+    wide = max(len("label"), *(len(gain.label) for gain in gains))
+    lines = [
+        f"{'T':>4}  {'k':>2}  {'label':<{wide}} seeds  alpha     kl  H(q)    ECE    tau  over {baseline} "
+        "[95 % interval]"
+    ]
+    for g in gains:
+        interval = f"{g.gain:+.2%} [{g.low:+.2%}, {g.high:+.2%}]"
+        lines.append(
+            f"{g.temperature:>4}  {g.k:>2}  {g.label:<{wide}} {g.seeds:>5}  {g.alpha:.3f}  {g.kl:5.3f}"
+            f"  {g.entropy:4.2f}  {g.calibration:.3f}  {g.tau:.3f}  {interval}"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""Texts sampled from the target, and what made those that are kept."""

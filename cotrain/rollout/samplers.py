@@ -1,0 +1,183 @@
+"""Sampling continuations of prompts from the target: with this project's own engine, sped up by a draft if there is
+one, or by a server."""
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from cotrain.errors import UserError
+from inference import Engine, Sampling, noise
+from inference.drafts.atomic import write_atomic
+from inference.servers.openai_client import Client, Completion
+
+SEEDS = 2**32  # keys of a set are fewer
+
+
+@dataclass(frozen=True)
+class Ask:
+    """How much to sample: texts of each domain by split, tokens of a prompt and of its continuation."""
+
+    texts: dict[str, int]  # train, held_out
+    prompt_tokens: int
+    new_tokens: int
+
+
+class Sampler(Protocol):
+    """Continues prompts; rows: as many at once. A key a prompt decides its noise."""
+
+    @property
+    def rows(self) -> int: ...
+
+    def __call__(
+        self, prompts: list[list[int]], sampling: Sampling, new_tokens: int, seed: int, keys: list[int]
+    ) -> list[list[int]]:
+        """New ids of each prompt, end tokens kept."""
+
+
+@dataclass(frozen=True)
+class Own:
+    """This engine; with a proposer it is faster, and the texts' law is the same."""
+
+    engine: Engine
+
+    @property
+    def rows(self) -> int:
+        return self.engine.rows
+
+    def __call__(
+        self, prompts: list[list[int]], sampling: Sampling, new_tokens: int, seed: int, keys: list[int]
+    ) -> list[list[int]]:
+        out = self.engine.generate(prompts, max_new_tokens=new_tokens, sampling=sampling, seed=seed, ids=keys)
+        for message in filter(None, out.errors):  # what came before would be kept as a short text
+            raise UserError(f"the target cannot continue a prompt, {message}")
+        return out.tokens
+
+
+@dataclass
+class Faster:
+    """Samplers of one law, by name: each continues one batch, then one against the clock, then the fastest goes on.
+    Every text counts: the law is the same. speeds: tokens a second, as last measured."""
+
+    samplers: Mapping[str, Sampler]
+    speeds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def rows(self) -> int:
+        return min(sampler.rows for sampler in self.samplers.values())
+
+    def __call__(
+        self, prompts: list[list[int]], sampling: Sampling, new_tokens: int, seed: int, keys: list[int]
+    ) -> list[list[int]]:
+        name = next((one for one in self.samplers if self.speeds.get(one, 0.0) <= 0.0), None)
+        name = name or max(self.speeds, key=self.speeds.__getitem__)
+        clock = time.perf_counter()
+        found = self.samplers[name](prompts, sampling, new_tokens, seed, keys)
+        speed = sum(map(len, found)) / (time.perf_counter() - clock)
+        self.speeds[name] = speed if name in self.speeds else 0.0  # the first batch warms up
+        return found
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """Prompts continued by the target, a share of them by the draft under training instead: contexts that it leads
+    itself into, where the target then teaches (Agarwal et al. 2024, 2306.13649). Which ones depends on seed and key."""
+
+    target: Faster
+    draft: Sampler
+    share: float
+
+    @property
+    def rows(self) -> int:
+        """As many that the busier one has its rows full."""
+        return round(self.target.rows / max(self.share, 1 - self.share))
+
+    @property
+    def speeds(self) -> dict[str, float]:
+        return self.target.speeds
+
+    def __call__(
+        self, prompts: list[list[int]], sampling: Sampling, new_tokens: int, seed: int, keys: list[int]
+    ) -> list[list[int]]:
+        zero, rows = torch.zeros(len(keys), dtype=torch.int64), torch.tensor(keys)
+        drafted = (noise.uniform(seed, rows, zero, zero[:1], noise.DRAFT)[:, 0] < self.share).tolist()
+        found: dict[int, list[int]] = {}
+        for sampler, mine in ((self.draft, True), (self.target, False)):
+            at = [i for i, one in enumerate(drafted) if one is mine]
+            if at:
+                part = [prompts[i] for i in at], sampling, new_tokens, seed, [keys[i] for i in at]
+                found |= dict(zip(at, sampler(*part), strict=True))
+        return [found[i] for i in range(len(keys))]
+
+
+@dataclass(frozen=True)
+class Remote:
+    """An OpenAI-compatible server. One that tells no ids is asked in text, and its text is encoded again: where that
+    does not give back what it sampled, the text is the target's still and its cut into tokens is not."""
+
+    client: Client
+    tokenizer: PreTrainedTokenizerBase
+    rows: int
+
+    def __call__(
+        self, prompts: list[list[int]], sampling: Sampling, new_tokens: int, seed: int, keys: list[int]
+    ) -> list[list[int]]:
+        told = self.client.tells_ids
+        asked: Any = prompts if told else [str(self.tokenizer.decode(prompt)) for prompt in prompts]
+        seeds = [seed * SEEDS + key for key in keys]
+        found = self.client.complete(asked, new_tokens, sampling, seeds, at_once=self.rows)
+        return [self._ids(one, new_tokens) for one in found]
+
+    def _ids(self, one: Completion, new_tokens: int) -> list[int]:
+        if one.ids is not None:
+            return one.ids
+        ids = list(self.tokenizer(one.text, add_special_tokens=False)["input_ids"])
+        end = self.tokenizer.eos_token_id
+        return (ids + [end] * (one.finish == "stop" and end is not None))[:new_tokens]
+
+
+def collect(
+    sampler: Sampler, asked: list[tuple[str, list[int]]], sampling: Sampling, new_tokens: int, seed: int, partial: Path,
+    say: Callable[[str], None] = print, keys: Sequence[int] | None = None,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Sample a continuation of every (domain, prompt); rows of rollouts.FEATURES, end tokens kept.
+
+    Finished batches are kept in the file `partial`, so an interrupted run goes on with the next one. keys: of the
+    noise, by default the place in the list: a resumed run samples what an uninterrupted one would have.
+    """
+    keys = range(len(asked)) if keys is None else keys
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    rows = _whole_lines(partial)
+    begun, clock = len(rows), time.perf_counter()
+    with partial.open("a", encoding="utf-8") as file:
+        for start in range(begun, len(asked), sampler.rows):
+            batch = asked[start : start + sampler.rows]
+            texts = [prompt for _, prompt in batch]
+            completions = sampler(texts, sampling, new_tokens, seed, list(keys[start : start + len(batch)]))
+            made = [
+                {"domain": domain, "prompt": prompt, "completion": completion}
+                for (domain, prompt), completion in zip(batch, completions, strict=True)
+            ]
+            file.writelines(json.dumps(row) + "\n" for row in made)
+            file.flush()
+            rows += made
+            seconds = time.perf_counter() - clock
+            speed = sum(len(row["completion"]) for row in rows[begun:]) / seconds
+            left = seconds / (len(rows) - begun) * (len(asked) - len(rows))
+            say(f"rollout T={sampling.temperature:g}: {len(rows)}/{len(asked)} texts, {speed:.0f} tokens/s, "
+                f"{left:.0f} s left")  # fmt: skip
+    return rows
+
+
+def _whole_lines(partial: Path) -> list[dict[str, Any]]:
+    """Rows of an interrupted run; a last line cut short by its death is dropped, from the file too."""
+    if not partial.exists():
+        return []
+    lines = [line for line in partial.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
+    write_atomic(partial, "".join(lines))
+    return [json.loads(line) for line in lines]

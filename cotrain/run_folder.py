@@ -1,0 +1,235 @@
+"""The output folder of a run: held by one process at a time, resumed when unfinished, only ours replaced.
+
+`run.json` marks a folder as ours and says how far it is; `run.lock` is there while a process works in it.
+"""
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
+
+from cotrain import __version__
+from cotrain.config.overrides import flat
+from cotrain.errors import UserError
+from inference.drafts.atomic import write_atomic
+
+State = Literal["new", "unfinished", "finished"]
+Judge = Callable[[str, Any, Any], str]  # key, old value, new value -> "free", "longer" or "other"
+MARKER, LOCK = "run.json", "run.lock"
+
+
+@dataclass
+class Run:
+    """A claimed folder: `path`, and `state` as it was found."""
+
+    path: Path
+    state: State
+    settings: dict[str, Any]
+    changed: tuple[str, ...] = ()  # settings of a finished run that come too late, and change nothing
+
+    def finish(self) -> None:
+        """Mark the run finished; a later claim without `overwrite` finds it so."""
+        _mark(self.path, "finished", self.settings)
+
+
+@contextmanager
+def claim(
+    path: str | Path, overwrite: bool = False, settings: Mapping[str, Any] | None = None, kind: Judge | None = None
+) -> Iterator[Run]:
+    """Hold the output folder `path` of a run until the block ends; `finish()` marks the run done.
+
+    An absent or empty folder is made "new"; a run of ours comes back "unfinished" (to resume) or "finished",
+    or, with `overwrite`, emptied and "new". `settings` (JSON values) are what makes it this run: they are
+    kept in `run.json` and, where given, must be the same when the folder is claimed again, but for those that `kind`
+    (of key, old and new value) calls "free", or "longer": a finished run is then "unfinished" again.
+
+    Raises UserError, naming the key to change, when another process holds the folder, when it holds files
+    that are not ours (with `overwrite` too: they are never deleted), or when the settings differ.
+    """
+    path = Path(path)
+    wanted = None if settings is None else json.loads(json.dumps(dict(settings)))  # tuples become lists
+    _make(path)
+    with _locked(path):
+        run = _open(path, overwrite, wanted, kind or (lambda *_: "other"))
+        if run.state == "new":
+            _mark(path, "unfinished", run.settings)
+        try:
+            yield run
+        except BaseException:
+            if run.state == "new" and {entry.name for entry in path.iterdir()} <= {MARKER, LOCK}:
+                (path / MARKER).unlink()  # nothing was made: other settings may take the folder
+            raise
+
+
+def refuse(
+    path: str | Path, overwrite: bool = False, settings: Mapping[str, Any] | None = None, kind: Judge | None = None
+) -> State:
+    """Raise UserError where `claim` would, and change nothing: what a command asks before minutes of work. Returns the
+    state that `claim` would find."""
+    path = Path(path)
+    _usable(path)
+    if (path / LOCK).exists():
+        with _locked(path):
+            pass
+    state: State = "new"
+    marker = _read(path)
+    if marker is not None and not overwrite and marker["state"] != "emptying":
+        wanted = marker["settings"] if settings is None else json.loads(json.dumps(dict(settings)))
+        changed = _compare(path, marker["settings"], wanted, kind or (lambda *_: "other"))
+        state = "unfinished" if "longer" in changed.values() else marker["state"]
+    writable("output", path)
+    return state
+
+
+def writable(key: str, path: str | Path) -> None:
+    """Raise UserError, naming the key, where a file or folder could not be made or written to. Leaves nothing."""
+    path = Path(path)
+    try:
+        place = path.absolute().parent if path.is_file() else path.absolute()
+        while not place.exists() and not place.is_symlink():
+            place = place.parent
+        with TemporaryDirectory(prefix=".cotrain-", dir=place):
+            pass
+    except OSError as error:
+        raise UserError(f"{key}={path} cannot be written ({error.strerror}): name another place") from error
+
+
+@contextmanager
+def held(path: str | Path) -> Iterator[Path]:
+    """Hold a folder that is no run and may hold others' files: made where it is absent, used by one process."""
+    path = Path(path)
+    _folder(path)
+    with _locked(path):
+        yield path
+
+
+def finished(path: str | Path) -> bool:
+    """Whether the folder holds a run that is done."""
+    marker = _read(Path(path))
+    return marker is not None and marker["state"] == "finished"
+
+
+def _make(path: Path) -> None:
+    _usable(path)
+    _folder(path)
+
+
+def _folder(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"output={path} cannot be written ({error.strerror}): name another place") from error
+
+
+def _usable(path: Path) -> None:
+    """Not a file, and not a folder of others."""
+    if path.exists() and not path.is_dir():
+        raise UserError(f"output={path} is a file: name a folder")
+    if path.is_dir() and _foreign(path):
+        raise UserError(
+            f"output={path} holds files but no {MARKER} of cotrain: name another folder"
+            " (overwrite=true replaces only runs of cotrain)"
+        )
+
+
+def _open(path: Path, overwrite: bool, settings: dict[str, Any] | None, kind: Judge) -> Run:
+    """The run in the folder `path`, which this process holds; emptied where it is to be replaced."""
+    marker = _read(path)
+    if marker is not None and (overwrite or marker["state"] == "emptying"):
+        _empty(path, marker["settings"])
+        marker = None
+    if marker is None:
+        return Run(path, "new", settings or {})
+    if settings is None:
+        return Run(path, marker["state"], marker["settings"])
+    changed = _compare(path, marker["settings"], settings, kind)
+    state: State = "unfinished" if "longer" in changed.values() else marker["state"]
+    if state == "finished":
+        return Run(path, state, marker["settings"], tuple(changed))
+    if changed:
+        _mark(path, state, settings)
+    return Run(path, state, settings)
+
+
+def _compare(path: Path, found: dict[str, Any], wanted: dict[str, Any], kind: Judge) -> dict[str, str]:
+    """What changed, by key, with its kind. Raises UserError for what makes it another run."""
+    old, new = ({key: value for key, value in flat(values) if not isinstance(value, dict)}
+                for values in (found, wanted))  # fmt: skip
+    keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+    kinds = {key: kind(key, old.get(key), new.get(key)) for key in keys}
+    if "other" in kinds.values():
+        changes = ", ".join(f"{key}={old.get(key)} (now {new.get(key)})" for key in keys if kinds[key] == "other")
+        raise UserError(f"output={path} holds a run with {changes}: name another folder, or overwrite=true")
+    return kinds
+
+
+def _empty(path: Path, settings: Mapping[str, Any]) -> None:
+    """Delete all but marker and lock. The marker says so first: killed half-way, the next claim goes on."""
+    _mark(path, "emptying", settings)
+    for entry in path.iterdir():
+        if entry.name in (MARKER, LOCK):
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
+
+
+def _foreign(path: Path) -> bool:
+    """Whether `path` holds files without our marker; a lock or a half-written marker alone is ours."""
+    ours = all(entry.name == LOCK or entry.name.startswith(f".{MARKER}.") for entry in path.iterdir())
+    return not ours and _read(path) is None
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """Our marker in `path`, or None where there is none or another program's."""
+    try:
+        marker = json.loads((path / MARKER).read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
+    return marker if isinstance(marker, dict) and "cotrain" in marker else None
+
+
+def _mark(path: Path, state: str, settings: Mapping[str, Any]) -> None:
+    marker = {"cotrain": __version__, "state": state, "settings": settings}
+    write_atomic(path / MARKER, json.dumps(marker, indent=2) + "\n")
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold `run.lock`. The system frees the lock of a dead process, so a file left behind stops nobody."""
+    file = path / LOCK
+    while True:
+        handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(handle, 100).decode().strip() or "another process"
+            os.close(handle)
+            message = f"output={path} is in use by {holder}: wait for it, or name another folder"
+            raise UserError(message) from None
+        if _is(file, handle):
+            break
+        os.close(handle)  # its holder ended and removed it between our open and our lock
+    try:
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, f"process {os.getpid()}\n".encode(), 0)
+        yield
+    finally:
+        with suppress(OSError):  # left behind, it stops nobody
+            file.unlink()
+        os.close(handle)
+
+
+def _is(file: Path, handle: int) -> bool:
+    """Whether the open `handle` is still the file of that name."""
+    try:
+        return os.path.samestat(file.stat(), os.fstat(handle))
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,1 @@
+"""A training run: what it asks, how it is wired, its steps, phases, checkpoints and signals."""

@@ -1,0 +1,153 @@
+"""What happens at a validation beyond acceptance: a real measurement, and the checkpoint it belongs to."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+from transformers import PreTrainedModel
+
+from cotrain.bench.quantisation_table import projections, quantised
+
+Measure = Callable[[PreTrainedModel], dict[str, float]]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A checkpoint's folder of weights, its quick speed-up, and tau predicted on the held-out texts."""
+
+    step: int
+    path: Path
+    speedup: float
+    tau: float
+
+
+class MeasureSpeed(Callback):
+    """Measures the draft with the engine at every validation, logs it, and keeps the weights of each.
+
+    measure: draft -> figures with a `speedup`, timed on few prompts, so noisy. tau: of the draft as the held-out texts
+    were last scored, exact and from thousands of tokens. It is what ranks checkpoints: their rounds cost the same.
+    patience: training ends when so many validations in a row brought no higher tau, 0 for never.
+    """
+
+    def __init__(self, measure: Measure, tau: Callable[[], float], folder: Path, patience: int = 0) -> None:
+        self.measure, self.tau, self.folder, self.patience = measure, tau, folder, patience
+        self.kept: list[Kept] = []
+
+    def on_validation_end(self, trainer: lightning.Trainer, module: Any) -> None:
+        figures, path = {"speedup": math.nan}, self.folder / f"step-{trainer.global_step}"
+        with module.assembled() as draft:
+            if trainer.is_global_zero:
+                figures = self.measure(draft)
+                draft.save_pretrained(path)
+        trainer.strategy.barrier()  # timings are disturbed by whoever goes on
+        if trainer.logger:
+            trainer.logger.log_metrics({f"speed/{name}": value for name, value in figures.items()}, trainer.global_step)
+        self.kept.append(Kept(trainer.global_step, path, figures["speedup"], self.tau()))
+        if self.stale:
+            trainer.should_stop = True
+
+    @property
+    def stale(self) -> bool:
+        """Whether patience has run out."""
+        return bool(self.patience) and len(self.kept) - 1 - self.kept.index(self.fastest()) >= self.patience
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kept": [(k.step, str(k.path.name), k.speedup, k.tau) for k in self.kept]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.kept = [Kept(step, self.folder / name, *found) for step, name, *found in state_dict["kept"]]
+
+    def fastest(self) -> Kept:
+        """The checkpoint to measure afresh. Raises ValueError before any validation."""
+        if not self.kept:
+            raise ValueError("no checkpoint was measured: trainer.steps ended before a validation")
+        return max(self.kept, key=lambda kept: kept.tau)
+
+
+class Averaged(Callback):
+    """An exponential moving average of the draft's weights: what is judged, measured, kept and exported. Steps go on
+    from the weights themselves. Behind the callbacks that measure: it gives the weights back as validation ends.
+
+    decay: the share of the average that a step leaves.
+    """
+
+    def __init__(self, decay: float) -> None:
+        self.update, self.average = get_ema_multi_avg_fn(decay), list[Tensor]()
+        self.step, self.shown = 0, False
+
+    def on_fit_start(self, trainer: lightning.Trainer, module: Any) -> None:
+        weights = list(module.draft.parameters())
+        kept = self.average or [weight.detach().clone() for weight in weights]
+        self.average = [one.to(weight) for one, weight in zip(kept, weights, strict=True)]
+        self.shown = False
+
+    def on_train_start(self, trainer: lightning.Trainer, module: Any) -> None:
+        self.step = trainer.global_step  # a resumed trainer knows it by now
+
+    def on_train_batch_end(self, trainer: lightning.Trainer, module: Any, *_: Any) -> None:
+        if trainer.global_step > self.step:  # not every batch ends a step
+            self.step = trainer.global_step
+            self.update(self.average, [weight.detach() for weight in module.draft.parameters()], torch.tensor(1))
+
+    def on_validation_start(self, trainer: lightning.Trainer, module: Any) -> None:
+        self.show(module)
+
+    def on_validation_end(self, trainer: lightning.Trainer, module: Any) -> None:
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.show(module, False)
+
+    @torch.no_grad()
+    def show(self, module: Any, shown: bool = True) -> None:
+        """Put the average in the draft's place, or take it away again."""
+        if self.shown == shown or not self.average:
+            return
+        for one, weight in zip(self.average, module.draft.parameters(), strict=True):
+            kept = weight.detach().clone()
+            weight.copy_(one)
+            one.copy_(kept)
+        self.shown = shown
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"average": self.average}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.average = state_dict["average"]
+
+
+class QuantisationAware(Callback):
+    """Passes of a draft whose projections, but the head, are quantised, see `quantisation_table.quantised`; gradients
+    move the whole weights (straight through, Bengio et al. 2013, 1308.3432). Judged, measured and kept so."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind, self.whole = kind, dict[str, Tensor]()
+
+    def on_train_batch_start(self, trainer: lightning.Trainer, module: Any, *_: Any) -> None:
+        self.show(module)
+
+    def on_after_backward(self, trainer: lightning.Trainer, module: Any) -> None:
+        self.hide(module)
+
+    def on_validation_start(self, trainer: lightning.Trainer, module: Any) -> None:
+        self.show(module)
+
+    def on_validation_end(self, trainer: lightning.Trainer, module: Any) -> None:
+        self.hide(module)
+
+    @torch.no_grad()
+    def show(self, module: Any) -> None:
+        for name, weight in projections(module.draft).items():
+            self.whole[name] = weight.detach().clone()
+            weight.copy_(quantised(weight, self.kind))
+
+    @torch.no_grad()
+    def hide(self, module: Any) -> None:
+        for name, weight in projections(module.draft).items():
+            weight.copy_(self.whole.pop(name))

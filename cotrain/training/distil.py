@@ -1,0 +1,149 @@
+"""The main job: distil a draft, measure each checkpoint with the real engine, export the fastest."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from lightning.pytorch.loggers import TensorBoardLogger
+from omegaconf import OmegaConf
+from transformers import PreTrainedTokenizerBase
+
+from cotrain.bench import measurement
+from cotrain.config.regimes import sampling
+from cotrain.config.settings import TrainConfig
+from cotrain.data.training_texts import Source, regime
+from cotrain.evaluation import comparison, profile
+from cotrain.evaluation.held_out import DEPTHS, HeldOut
+from cotrain.teacher.provenance import Provenance
+from cotrain.training.assembly import build, foreign, initial
+from cotrain.training.callbacks import MeasureSpeed
+from cotrain.training.fit import fit
+from cotrain.training.interrupts import Signals, listening
+from cotrain.training.job import Job, models, objective, settle
+from cotrain.training.module import Distillation
+from cotrain.training.ranks import rank
+from inference.drafts.atomic import write_atomic
+from inference.drafts.compatibility import hash_target
+from inference.drafts.draft_folder import Metadata, save
+from inference.measure.environment import environment
+
+
+def distil(cfg: TrainConfig, folder: Path, sources: Mapping[str, Source] | None = None) -> dict[str, Any]:
+    """Run or resume the job in `folder`, whose settings `preconditions.require` passed; returns the report of the
+    exported draft, nothing with measure=false. sources: texts that were read already.
+
+    Raises Interrupted when a signal ends it: what is done is kept.
+    """
+    with listening() as signals:
+        return _distilled(cfg, folder, dict(sources or {}), signals)
+
+
+def _distilled(cfg: TrainConfig, folder: Path, sources: dict[str, Source], signals: Signals) -> dict[str, Any]:
+    k = cfg.policy.k
+    assert k is not None
+    settle(cfg.trainer.threads, cfg.trainer.seed)
+    target, tokenizer = models(cfg)
+    job, drafts = Job(cfg, folder, target, tokenizer, sources, signals=signals), objective(cfg.objective)
+    network = initial(cfg, target)
+    module = build(job, network)
+    others = foreign(job)
+    tau = partial(module.tau, k, drafts, cfg.verify)
+    speed = MeasureSpeed(
+        lambda draft: measurement.quick(job.plan(draft), k), tau, folder / "checkpoints", cfg.trainer.patience
+    )
+    fit(job, module, [speed] if cfg.measure else [])
+    if rank():
+        return {}
+    keep_figures(job, module)
+    if not cfg.measure:
+        return {}
+    fastest = speed.fastest()
+    print(f"measuring the checkpoint of the highest tau, step {fastest.step}, on other prompts")
+    if fastest.step < cfg.trainer.steps or cfg.draft.quantisation != "none":  # kept as it is served
+        network.load_state_dict(type(network).from_pretrained(fastest.path, dtype=torch.float32).state_dict())
+        module.judge()
+    return export(job, module, speed, others)
+
+
+def _digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Of the chat template, which decides what was learnt."""
+    return hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()
+
+
+def keep_figures(job: Job, module: Distillation) -> None:
+    """What `cotrain compare` reads: held-out figures of the last step, text by text."""
+    loss = job.cfg.loss
+    label = job.cfg.label or (f"{loss.first}_then_{loss.then}" if loss.then else loss.first)
+    k, settings = job.cfg.policy.k or DEPTHS, OmegaConf.to_container(cast(Any, job.cfg), resolve=True)
+    tau = module.tau(k, objective(job.cfg.objective), job.cfg.verify)
+    found = {"label": label, "seed": job.cfg.trainer.seed, "steps": job.cfg.trainer.steps, "tau": tau,
+             "texts": comparison.per_text(module.scores()), "environment": environment()}  # fmt: skip
+    write_atomic(job.folder / comparison.FIGURES, json.dumps(found) + "\n")
+    alpha = module.scores()[module.temperature].alpha
+    logger = TensorBoardLogger(job.folder, name="", version="tensorboard")
+    logger.log_hyperparams(cast(dict[str, Any], settings), {f"held_out/tau_{k}": tau, "held_out/alpha": alpha})
+    logger.finalize("success")
+
+
+def biased(module: Distillation, others: tuple[HeldOut, Provenance]) -> dict[str, Any]:
+    """What acceptance would seem to be on texts that the target did not sample, beside what it is."""
+    held, found = others
+    alpha = module.on(held)["all"].alpha
+    own = module.judged[module.temperature]["all"].alpha
+    print(f"on given texts, which the target did not sample, acceptance is {alpha:.3f}; on its own {own:.3f}")
+    return asdict(found) | {"alpha": alpha, "alpha_own": own}
+
+
+def _profiles(module: Distillation) -> dict[str, Any]:
+    """Acceptance by draft temperature and context, at each temperature of the target, and said."""
+    found = module.profiles()
+    print("\n".join(profile.line(t, one) for t, one in found.items()))
+    return {f"{t:g}": one for t, one in found.items()}
+
+
+def export(
+    job: Job, module: Distillation, speed: MeasureSpeed, others: tuple[HeldOut, Provenance] | None = None
+) -> dict[str, Any]:
+    """Measure the module's draft afresh and write the draft folder; returns its report."""
+    plan, loss = job.plan(module.draft), job.cfg.loss
+    made = {
+        "loss": {"first": loss.first, "then": loss.then, "switch": loss.switch, "hardest": loss.hardest},
+        "temperatures": list(job.cfg.rollout.train_temperatures) or [job.cfg.regime.temperature],
+        "steps": speed.kept[-1].step,  # patience or trainer.minutes may have ended it before trainer.steps
+        "minutes": job.cfg.trainer.minutes,
+        "rounds": job.cfg.rollout.rounds,
+        "on_draft": job.cfg.rollout.on_draft,
+        "top": job.cfg.trainer.top,
+        "adapter": job.cfg.target.adapter,
+        "draft_quantisation": job.cfg.draft.quantisation,
+        "learnt": {
+            "completions": job.chats,
+            "template": OmegaConf.to_container(cast(Any, job.cfg.data.template)),
+            "chat_template": _digest(job.tokenizer) if job.chats else None,
+        },
+        "init": {"kind": job.cfg.init.kind, "layers": list(job.cfg.init.layers), "cosine": job.cfg.init.cosine},
+    }
+    extra: dict[str, Any] = {
+        "held_out": module.acceptance(),
+        "checkpoints": [{"step": kept.step, "speedup": kept.speedup, "tau": kept.tau} for kept in speed.kept],
+        "exported_step": speed.fastest().step,
+        "profiles": _profiles(module),
+        "training": made,
+        "given_texts": biased(module, others) if others else None,
+    }
+    report = measurement.measure(plan, extra)
+    metadata = Metadata(
+        target={"name": job.cfg.target.path, **hash_target(job.target.config, job.tokenizer)},
+        k=report["extra"]["planned_k"],
+        objective=objective(job.cfg.objective),
+        regime=regime(sampling(job.cfg.regime)),
+        made={"environment": report["environment"], "advice": report["extra"]["advice"], **made},
+        int8=plan.int8,
+    )
+    save(plan.served, job.tokenizer, job.folder / "draft", metadata, report, replace=True)
+    return report

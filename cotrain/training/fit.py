@@ -1,0 +1,195 @@
+"""Training in phases, each with the texts of a round more, and checkpoints that the next call goes on from."""
+
+from typing import Any, cast
+
+import lightning
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
+from torch.utils.data import ConcatDataset, DataLoader
+
+from cotrain.bench.quantisation_table import KINDS
+from cotrain.config.settings import TrainConfig
+from cotrain.config.settings import Trainer as TrainerSettings
+from cotrain.data.training_texts import Curriculum, Part, Strided
+from cotrain.errors import NotFinite, UserError
+from cotrain.teacher.states_cache import Shards
+from cotrain.teacher.top_k import size
+from cotrain.training.assembly import parts
+from cotrain.training.callbacks import Averaged, MeasureSpeed, QuantisationAware
+from cotrain.training.clock import NEVER, Bar, Clock
+from cotrain.training.counts import Grouped
+from cotrain.training.interrupts import Keeper
+from cotrain.training.job import Job
+from cotrain.training.module import WATCHED, Distillation
+from cotrain.training.optim import precision
+from cotrain.training.phases import Phase, phases_of, swapped
+from cotrain.training.progress import Progress
+from cotrain.training.progress import refuse as refuse_fractions
+
+CHECKPOINT, SHARDED = "checkpoints/last.ckpt", "fsdp2"
+SHOWN = 12  # tokens of a text that went wrong
+
+
+def fit(job: Job, module: Distillation, extra: list[Callback]) -> None:
+    """Train, with acceptance (and `extra`) before the first step, at every validation and after the last step.
+
+    A checkpoint is kept after each validation, its figures included; the next call goes on there. Leaves the draft
+    in eval mode where the target is.
+    """
+    every = max(job.cfg.trainer.steps // max(job.cfg.trainer.validations, 1), 1)
+    for phase in phases_of(job.cfg, every):
+        if _trained(job, module, extra, phase, every):
+            break
+    if not module.judged:  # the run had stopped between its last step and its report
+        module.judge()
+
+
+def _trained(job: Job, module: Distillation, extra: list[Callback], phase: Phase, every: int) -> bool:
+    """Sample the phase's texts and train to its end; whether training is to stop there."""
+    cfg, last = job.cfg.trainer, job.folder / CHECKPOINT
+    kept: dict[str, Any] = {"global_step": 0}
+    if last.exists():
+        kept = torch.load(last, weights_only=True, map_location="cpu")
+    done = kept["global_step"]
+    if _ended(kept, extra, module, cfg):
+        module.load_state_dict(kept["state_dict"])
+        module.to(job.target.device).eval()
+        return True
+    if done >= phase.last < cfg.steps:
+        return False
+    averaged = [Averaged(cfg.ema)] if cfg.ema else []
+    rounded = [QuantisationAware(job.cfg.draft.quantisation)] if job.cfg.draft.quantisation != "none" else []
+    progress = module.progress
+    assert progress is not None
+    clock = Clock(progress, cfg.validations)
+    trainer = _trainer(job, [*extra, *averaged, *rounded, clock], phase, every, progress)
+    if phase.round and done == phase.first:  # else its texts were sampled before
+        module.load_state_dict(kept["state_dict"])  # this process may be a new one
+        job.faster = swapped(job, module.to(job.target.device).draft)
+    del kept  # the trainer reads its own
+    corpus, sampled = parts(job, phase.round + 1)
+    if job.faster and trainer.logger:
+        speeds = {f"rollout/{name}": speed for name, speed in job.faster.speeds.items()}
+        trainer.logger.log_metrics(speeds, phase.first)
+    job.faster = None
+    asks: DataLoader[Any] = DataLoader(
+        Part(torch.zeros(1, 2), torch.zeros(1, 1))
+    )  # a validation is one call: the texts are the module's own
+    if not done:
+        trainer.validate(module, asks, verbose=False)
+    _remember(job, module, corpus, sampled)
+    texts = _loader(cfg, phase, done, corpus, sampled, trainer)
+    try:
+        trainer.fit(module, texts, asks, ckpt_path=last if done else None)
+    except NotFinite as error:
+        raise UserError(_named(error, job)) from error
+    job.signals.check(f"interrupted at step {trainer.global_step}, kept; the same command resumes")
+    for average in averaged:
+        average.show(module)
+    if not cfg.minutes and trainer.global_step % every:  # the last validation was not at the last step
+        trainer.validate(module, asks, verbose=False)
+    module.assemble()
+    module.to(job.target.device).eval()  # the trainer leaves it on the CPU
+    return bool(trainer.should_stop)
+
+
+def _named(error: NotFinite, job: Job) -> str:
+    """What is known of a step that went wrong, and what can be changed."""
+    begin = [repr(job.tokenizer.decode(ids[:SHOWN])) for ids in error.ids]
+    return (f"{error} ({', '.join(begin)}): lower optimizer.lr, or another loss; output={job.folder} keeps the last "
+            "good checkpoint")  # fmt: skip
+
+
+def _ended(kept: dict[str, Any], callbacks: list[Callback], module: Distillation, cfg: TrainerSettings) -> bool:
+    """Whether a callback had ended the training that a checkpoint is of, or its time had run out."""
+    states, ended = kept.get("callbacks", {}), False
+    progress = module.progress
+    if progress and cfg.minutes and Clock.__name__ in states:
+        progress.elapsed = states[Clock.__name__]["elapsed"]
+        ended = progress.at(kept["global_step"]) >= 1
+    for callback in callbacks:
+        if isinstance(callback, MeasureSpeed) and callback.state_key in states:
+            callback.load_state_dict(states[callback.state_key])
+            return ended or callback.stale
+    return ended
+
+
+def refuse(cfg: TrainConfig) -> None:
+    """Raise ValueError, naming the keys, for a batch that processes cannot share, for a way to hold the draft that is
+    not known, and for two of what stand in for weights: averages, rounded ones, parts of them."""
+    trainer, kind = cfg.trainer, cfg.draft.quantisation
+    world = trainer.devices * trainer.nodes
+    if trainer.devices < 1 or trainer.nodes < 1:
+        raise ValueError(f"trainer.devices, trainer.nodes: at least 1, not {trainer.devices} and {trainer.nodes}")
+    refuse_fractions(cfg.optimizer.warmup, cfg.optimizer.decay, trainer.steps)
+    if trainer.minutes is not None and (trainer.minutes <= 0 or cfg.rollout.rounds > 1):
+        raise ValueError("trainer.minutes: above 0, with rollout.rounds=1 (rounds end at steps), or null")
+    if trainer.batch % world:
+        raise ValueError(f"trainer.batch: {trainer.batch} texts are not as many for each of {world} devices")
+    if kind not in KINDS:
+        raise ValueError(f"draft.quantisation: {kind!r} is none of {', '.join(KINDS)}")
+    beside = {
+        "draft.quantisation": kind != "none",
+        "trainer.ema": trainer.ema > 0,
+        "trainer.strategy": trainer.strategy == SHARDED,
+    }
+    found = [key for key, used in beside.items() if used]
+    if len(found) > 1:
+        raise ValueError(f"{', '.join(found)}: one of them: rounded weights, an average, or (fsdp2) parts of them")
+
+
+def _strategy(cfg: TrainerSettings) -> str | Strategy:
+    """Lightning's, by its name; "fsdp2": the draft in parts, checkpoints in one file."""
+    if cfg.strategy != SHARDED:
+        return cfg.strategy
+    parts = cfg.devices * cfg.nodes
+    return ModelParallelStrategy(data_parallel_size=parts, tensor_parallel_size=1, save_distributed_checkpoint=False)
+
+
+def _trainer(job: Job, extra: list[Callback], phase: Phase, every: int, progress: Progress) -> lightning.Trainer:
+    cfg, last = job.cfg.trainer, job.folder / CHECKPOINT
+    return lightning.Trainer(
+        accelerator=job.target.device.type, devices=cfg.devices, num_nodes=cfg.nodes, strategy=_strategy(cfg),
+        inference_mode=cfg.strategy != SHARDED,  # weights gathered in it could not be learnt later
+        precision=cast(Any, precision(cfg.precision, job.target.device.type)),
+        accumulate_grad_batches=cfg.accumulate, use_distributed_sampler=False,
+        max_steps=phase.last, max_epochs=-1,
+        gradient_clip_val=cfg.clip, check_val_every_n_epoch=None,
+        val_check_interval=NEVER if cfg.minutes else every * cfg.accumulate,
+        num_sanity_val_steps=0, log_every_n_steps=WATCHED, enable_model_summary=False,
+        logger=TensorBoardLogger(job.folder, name="", version="tensorboard"),
+        callbacks=[*extra, Bar(progress), Keeper(last, cfg.checkpoint_minutes, job.signals),
+                   ModelCheckpoint(last.parent, "last", every_n_epochs=1, save_on_train_epoch_end=False,
+                                   enable_version_counter=False)],
+    )  # fmt: skip
+
+
+def _loader(
+    cfg: TrainerSettings, phase: Phase, done: int, corpus: Part, sampled: Part, trainer: lightning.Trainer
+) -> DataLoader[Any] | Grouped:
+    """This process's texts of a phase, from step `done` on."""
+    world, texts = trainer.world_size, cfg.batch * cfg.accumulate  # of a step
+    before = max(cfg.corpus_steps - phase.first, 0) * texts
+    order = Curriculum((len(corpus), len(sampled)), before, cfg.seed + phase.round, (done - phase.first) * texts)
+    mine = Strided(order, trainer.global_rank, world)
+    batches: DataLoader[Any] = DataLoader(ConcatDataset([corpus, sampled]), cfg.batch // world, sampler=mine)
+    return Grouped(batches, cfg.accumulate) if cfg.accumulate > 1 else batches
+
+
+def _remember(job: Job, module: Distillation, corpus: Part, sampled: Part) -> None:
+    """Read the texts before training where every one comes, most of them again."""
+    trainer = job.cfg.trainer
+    if trainer.steps * trainer.batch * trainer.accumulate < len(corpus) + len(sampled):
+        return
+    keys, read = sampled.first + torch.arange(len(sampled)), module.teacher.read
+    if isinstance(read, Shards):
+        states = job.target.config.get_text_config().hidden_size * job.target.dtype.itemsize
+        each = size(trainer.top) * torch.float32.itemsize if trainer.top else states
+        print(read.estimate(len(sampled), sampled.ids.shape[1] * each))
+    module.teacher.fill(sampled.ids.long(), keys, progress=_reading)
+
+
+def _reading(done: int, total: int) -> None:
+    print(f"\rthe target reads the texts: {done}/{total}", end="" if done < total else "\n", flush=True)

@@ -1,0 +1,242 @@
+"""What a training run asks of its settings, files and machine. `check=true` and the run call the same function first,
+so that what one refuses the other does too; no weight of the target is read here."""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import get_args
+
+import torch
+from lightning.fabric.connector import _PRECISION_INPUT
+from lightning.pytorch.strategies import StrategyRegistry
+from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from cotrain.bench import measurement
+from cotrain.config.settings import Bench, TrainConfig
+from cotrain.data.prompt_rows import PromptRows
+from cotrain.data.splits import SPLITS, apart
+from cotrain.data.training_texts import Source
+from cotrain.errors import UserError
+from cotrain.run_folder import writable
+from cotrain.teacher.target_model import load_config, refuse_quantisation
+from cotrain.training import assembly, fit
+from cotrain.training.job import source
+from cotrain.training.optim import precision
+from cotrain.training.phases import phases_of
+from cotrain.training.sizes import Size, size_of
+from inference.drafts.bundled_target import resolve
+from inference.drafts.compatibility import check_pair
+from inference.drafts.draft_folder import GENERATION
+from inference.drafts.weight_files import weight_files
+from inference.measure.costs import SPANS
+from inference.measure.environment import device
+from inference.servers.openai_client import Client
+
+
+@dataclass(frozen=True)
+class Known:
+    """What a run knows before it loads weights: both models without storage, the target's tokenizer, own texts."""
+
+    target: PreTrainedModel
+    tokenizer: Tokenizer
+    draft: PreTrainedModel
+    sources: Mapping[str, Source] = field(default_factory=dict)
+
+
+def require(cfg: TrainConfig) -> Known:
+    """Raise UserError, naming the key to change, for what would stop the run later. Its output folder is for
+    `run_folder.refuse`; whether the embedded corpora hold as many prompts as asked is found when they are read."""
+    try:
+        _settings(cfg)
+        _places(cfg)
+        target, tokenizer = outline(cfg.target.path, cfg.target.trust_remote_code)
+        _target(cfg, target, tokenizer)
+        draft = _draft(cfg, target, tokenizer)
+        _lengths(cfg, target, draft)
+        sources = _texts(cfg, target, tokenizer)
+    except UserError:
+        raise
+    except (ValueError, OSError) as error:
+        raise UserError(" ".join(str(error).split())) from error
+    return Known(target, tokenizer, draft, sources)
+
+
+def outline(path: str, trust_remote_code: bool = False) -> tuple[PreTrainedModel, Tokenizer]:
+    """A target without storage, and its tokenizer. Raises as `load_config`, and for weights that are not there."""
+    config, tokenizer = load_config(path, trust_remote_code)
+    return sketch(path, config, trust_remote_code), tokenizer
+
+
+def sketch(
+    path: str, config: PretrainedConfig, trust_remote_code: bool = False, key: str = "target.path"
+) -> PreTrainedModel:
+    """A model without storage. Raises UserError, naming the key, where a folder holds no weights."""
+    place = Path(resolve(path))
+    _weights(key, place)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    if (place / GENERATION).is_file():  # which names the ids that end a text
+        model.generation_config = GenerationConfig.from_pretrained(place)
+    return model.eval()
+
+
+def _weights(key: str, place: Path) -> None:
+    """Of a folder; what the hub has is known when it is loaded."""
+    try:
+        if place.is_dir():
+            weight_files(place)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{key}: {error}") from error
+
+
+def _settings(cfg: TrainConfig) -> None:
+    """What settings alone tell."""
+    if cfg.policy.k is None:
+        raise UserError("policy.k: checkpoints are compared at a draft length that is given, as in policy=fixed")
+    measurement.refuse(cfg.bench)
+    fit.refuse(cfg)
+    assembly.refuse(cfg, assembly.stages(cfg.loss))
+    phases_of(cfg, max(cfg.trainer.steps // cfg.trainer.validations, 1))
+    known = {str(name): None for one in get_args(_PRECISION_INPUT) for name in get_args(one)}
+    if precision(cfg.trainer.precision) not in known:
+        raise UserError(f"trainer.precision={cfg.trainer.precision}: it must be auto or one of {', '.join(known)}")
+    if cfg.trainer.strategy not in ("auto", fit.SHARDED, *StrategyRegistry.available_strategies()):
+        raise UserError(f"trainer.strategy={cfg.trainer.strategy}: it must be auto, ddp, {fit.SHARDED} or another "
+                        "that Lightning knows")  # fmt: skip
+
+
+def _places(cfg: TrainConfig) -> None:
+    """Folders to write to besides the run's own, the adapter, the server."""
+    for key, place in (("trainer.cache", cfg.trainer.cache), ("rollout.folder", cfg.rollout.folder)):
+        if place:
+            writable(key, place)
+    adapter = cfg.target.adapter
+    if adapter and find_spec("peft") is None:
+        raise UserError("target.adapter: it needs peft: pip install 'cotrain[adapter]'")
+    local = adapter and (Path(adapter).is_absolute() or Path(adapter).exists())
+    if adapter and local and not (Path(adapter) / "adapter_config.json").is_file():
+        raise UserError(f"target.adapter: {adapter} is no adapter: it has no adapter_config.json")
+    if cfg.rollout.url:
+        server("rollout.url", cfg.rollout.url)
+
+
+def server(key: str, url: str, model: str | None = None) -> Client:
+    """A server that answers. Raises UserError naming the key for any other."""
+    try:
+        return Client(url, model)
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise UserError(f"{key}={url}: no OpenAI-compatible server answers there: {error}") from error
+
+
+def _target(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> None:
+    """Can be held as asked, and has a row for every id of its tokenizer."""
+    refuse_quantisation(cfg.target.path, cfg.quantisation.kind, target.config)
+    size, rows = ids_of(tokenizer), target.config.get_text_config().vocab_size
+    if not 0 < size <= rows:
+        raise UserError(f"target.path: {cfg.target.path} has a tokenizer of {size} ids and a model of {rows}")
+    if cfg.quantisation.kind != "none" and device() == "cpu":
+        print(f"warning: quantisation={cfg.quantisation.kind} on a CPU: acceptance is as on a GPU, speeds are not",
+              file=sys.stderr)  # fmt: skip
+
+
+def ids_of(tokenizer: Tokenizer) -> int:
+    """How many ids a tokenizer has."""
+    return 1 + max(tokenizer.get_vocab().values(), default=-1)
+
+
+def _draft(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> PreTrainedModel:
+    """Without storage. Raises for one that shares no tokenizer with the target, or is the larger of the two."""
+    path = cfg.draft.path
+    if cfg.init.kind == "pretrained" and path:
+        config, own = load_config(path, key="draft.path")
+        _weights("draft.path", Path(path))
+        same_tokenizer(path, target.config, tokenizer, config, own)
+    with torch.device("meta"):
+        draft = assembly.initial(cfg, target)
+    assembly.refuse_draft(cfg, draft)
+    not_larger(_origin(cfg), size_of(target), size_of(draft))
+    return draft
+
+
+def _origin(cfg: TrainConfig) -> str:
+    """The settings that decide a draft's size, as an error names them."""
+    shape = cfg.draft
+    if cfg.init.kind == "pretrained":
+        return f"draft.path={shape.path}"
+    if cfg.init.kind == "target_layers":
+        return f"init.layers={list(cfg.init.layers)}"
+    return f"draft.width={shape.width}, draft.layers={shape.layers}, draft.intermediate={shape.intermediate}"
+
+
+def same_tokenizer(
+    path: str, target: PretrainedConfig, tokenizer: Tokenizer, draft: PretrainedConfig, own: Tokenizer
+) -> None:
+    """Raise UserError for a draft whose token ids are not the target's. Padded rows of its embedding may differ."""
+    problems = [one for one in check_pair(target, tokenizer, draft, own) if one.startswith("tokenizer:")]
+    if problems:
+        raise UserError(f"draft.path={path}: a draft must use the target's token ids; {problems[0]}")
+
+
+def not_larger(origin: str, target: Size, draft: Size) -> None:
+    """Raise UserError for a draft of more parameters than its target, or one that computes with more for a token."""
+    for what, ours, theirs in (
+        ("parameters", draft.parameters, target.parameters),
+        ("parameters a token is computed with", draft.active, target.active),
+    ):
+        if ours > theirs:
+            raise UserError(f"{origin}: the draft has {ours / 1e6:.2f} M {what}, the target {theirs / 1e6:.2f} M: a "
+                            "draft must be the smaller model")  # fmt: skip
+
+
+def _texts(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> dict[str, Source]:
+    """Own texts, read as the run reads them, and as many prompts as it samples from; none of the embedded corpora."""
+    if cfg.data.path is None:
+        return {}
+    found, ask = {split: source(cfg, split, target, tokenizer) for split in SPLITS}, cfg.rollout
+    for split, texts in found.items():
+        if isinstance(texts, PromptRows):
+            print(texts.left_out(ask.prompt_tokens, split), end="")
+    for split, count in (("train", ask.texts), ("held_out", ask.held_out_texts)):
+        if not (cfg.data.on_target and isinstance(found[split], PromptRows)):
+            found[split].prompts(count, ask.prompt_tokens, ask.seed)
+    if cfg.measure:
+        learnt, ranking, final = (found[split].several(ask.prompt_tokens, ask.seed) for split in SPLITS)
+        apart(ranking, final, learnt, "own")
+    if not (cfg.data.on_target and isinstance(found["train"], PromptRows)):
+        assembly.refuse_given(cfg, assembly.stages(cfg.loss))
+    long = holds(target.config)
+    if cfg.trainer.corpus_steps and cfg.data.block > long and not isinstance(found["train"], PromptRows):
+        raise UserError(f"data.block={cfg.data.block}: the target holds texts of at most {long} tokens")
+    return found
+
+
+def _lengths(cfg: TrainConfig, target: PreTrainedModel, draft: PreTrainedModel) -> None:
+    """Texts that are to be sampled, learnt from and timed must fit what the models hold."""
+    ask, size = cfg.rollout, cfg.bench
+    long, short = holds(target.config), holds(draft.config)
+    fits("rollout.prompt_tokens", ask.prompt_tokens, "rollout.new_tokens", ask.new_tokens, long)
+    if cfg.measure:
+        key, prompt = "bench.prompt_tokens", size.prompt_tokens
+        if cfg.data.path:
+            key, prompt = "rollout.prompt_tokens", ask.prompt_tokens
+        fits(key, prompt, "bench.new_tokens", timed(size), min(long, short))
+
+
+def timed(size: Bench) -> int:
+    """Tokens behind a prompt that a measurement reaches: of its text, or where the costs of drafts are timed."""
+    return max(size.new_tokens, size.new_tokens // 2 + max(*size.depths, *SPANS) + 1)
+
+
+def fits(key: str, prompt: int, other: str, new: int, room: int) -> None:
+    """Raise UserError for prompts and what comes behind them that are more than a model holds."""
+    if prompt + new > room:
+        raise UserError(f"{key}, {other}: prompts of {prompt} tokens and {new} behind them are more than the {room} "
+                        "that a text may have")  # fmt: skip
+
+
+def holds(config: PretrainedConfig) -> int:
+    """Tokens of a text that a model of this configuration holds."""
+    return int(getattr(config.get_text_config(), "max_position_embeddings", None) or 2**31)

@@ -1,0 +1,1 @@
+"""Draft folders: read, write, compatibility, whole files."""

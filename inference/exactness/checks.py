@@ -1,0 +1,192 @@
+"""Whether a run was exact: three checks on the very prompts and texts that were measured.
+
+(a) Coupled decoding, in which plain and speculative decoding share their noise, gives the plain text token
+for token, up to ties: differences whose gap is below what rounding can move. At every token of a coupled text
+plain decoding is asked what it chooses there, so the comparison goes on behind a tie. (b) The target calls of
+the run are those that its texts must cost (`inference.verify.prediction`), within 4 sigma. (c) Drafts at depth 1 pass
+no more often than sum_v min(p, q) allows, within 3 sigma. (b) and (c) need q at every token of a text, so a
+draft that is a model of its own. (d) Logits of the engine's passes are those of transformers' own forward
+(`inference.exactness.agreement`). (a) and (d) run the very passes that were timed; (b) and (c) compare the run with
+passes of the same weights, dtypes and rounding in an engine of their own.
+"""
+
+import copy
+import math
+from dataclasses import replace
+
+from transformers import PreTrainedModel
+
+from inference.engine import Engine
+from inference.exactness.agreement import GAP, check_logits, most, step
+from inference.exactness.side_by_side import Figures, expected, pair_figures, rare_rounds, started
+from inference.exactness.teacher_forced import teacher_forced
+from inference.exactness.ties import MARGIN, Difference, compare_passes, compare_text, excused, first_difference
+from inference.exactness.verdict import CallsCheck, DepthCheck, LogitsCheck, TextCheck, Verdict
+from inference.measure.timing import Texts
+from inference.proposers import Independent
+from inference.sampling import Sampling
+
+COMPARED = 1024  # tokens of (a): plain decoding of all that was timed would take as long again
+
+__all__ = [
+    "CallsCheck",
+    "DepthCheck",
+    "LogitsCheck",
+    "TextCheck",
+    "Verdict",
+    "check",
+    "check_calls",
+    "check_coupled",
+    "check_depth",
+    "check_logits",
+    "check_text",
+    "teacher_forced",
+]
+
+
+def check(
+    engine: Engine, texts: Texts, sampling: Sampling, max_new_tokens: int, seed: int = 0, rows: int | None = None
+) -> Verdict:
+    """The verdict on a speculative engine, the very one that was timed, from what it emitted then (`Timing.texts`).
+
+    The run ignored end tokens and had the limit max_new_tokens; seed: of the coupled run made here; rows: texts
+    together in the passes of (b) and (c), those of the engine when None. A stream of the engine ends here.
+    Raises ValueError when the counts are not those of the texts, or when the engine has no proposer.
+    """
+    if engine.proposer is None:
+        raise ValueError("exactness: an engine without a proposer is plain decoding, there is nothing to check")
+    if [row.tokens for row in texts.counts] != [len(text) for text in texts.tokens]:
+        raise ValueError("exactness: the counts do not belong to these texts")
+    prompts = dict(zip(texts.ids, texts.prompts, strict=True))  # without repeats
+    keys = list(prompts)[: max(engine.rows, -(-COMPARED // max_new_tokens))]
+    logits = check_logits(engine.target, texts.prompts, texts.tokens, _width(engine, texts.prompts))
+    bound = GAP * min(max(logits.own, step(engine.target.model)), most(engine.target.model))
+    text = check_coupled(engine, [prompts[key] for key in keys], keys, sampling, max_new_tokens, seed, bound)
+    text = replace(text, tokens=sum(len(one) for one in dict(zip(texts.ids, texts.tokens, strict=True)).values()))
+    if not isinstance(engine.proposer, Independent):
+        why = f"not applicable, {type(engine.proposer).__name__} has no law for every token of a text"
+        return Verdict(
+            text, logits=logits, missing={"calls": f"target calls: {why}", "depth": f"acceptance at depth 1: {why}"}
+        )
+    noise = min(MARGIN * text.noise, text.limit)
+    figures = pair_figures(engine, engine.proposer, texts, sampling, max_new_tokens, noise, rows)
+    calls, depth = check_calls(figures, texts, engine.rule), check_depth(figures, texts)
+    missing = {
+        "calls": "target calls: not applicable, the coupled rule has no coins of its own",
+        "depth": "acceptance at depth 1: not applicable, no round drafted",
+    }
+    absent = {name: why for name, why in missing.items() if {"calls": calls, "depth": depth}[name] is None}
+    return Verdict(text, calls, depth, logits, absent)
+
+
+def check_coupled(
+    engine: Engine,
+    prompts: list[list[int]],
+    ids: list[int],
+    sampling: Sampling,
+    max_new_tokens: int,
+    seed: int,
+    bound: float,
+) -> TextCheck:
+    """(a): decode the prompts with shared noise, by the engine itself, then ask its passes of one id for plain
+    decoding's choice at every token (`ties.compare_text`). bound: the largest gap that rounding may explain, in root
+    mean squares of the logits."""
+    coupled = copy.copy(engine)  # the same target and proposer, slots and compiled passes included
+    coupled.rule = "coupled"
+    out = coupled.generate(
+        prompts, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed, ids=ids, ignore_eos=True
+    )
+    engine.current = None
+    made = out.whole().tokens  # a text that ends in an error is a part of the plain one, not equal to it
+    found = compare_text(
+        engine.target, prompts, made, sampling, width=_width(engine, prompts), noise_keys=(ids, seed), bound=bound
+    )
+    equal = len(prompts) - len({difference.text for difference in found.differences})
+    ties, gap = _judged(found.differences, found.noise, sampling)
+    unexplained = len(found.differences) - ties
+    emitted = sum(map(len, made))
+    return TextCheck(len(prompts), equal, ties, unexplained, found.noise, gap, found.limit, found.tokens, emitted)
+
+
+def _width(engine: Engine, prompts: list[list[int]]) -> int:
+    """Ids of a row in the engine's verifying passes."""
+    return max(engine.policy.lengths(prompts)) + 1
+
+
+def _judged(differences: list[Difference], noise: float, sampling: Sampling) -> tuple[int, float]:
+    """How many are ties, and the largest gap of all."""
+    ties = sum(excused(difference, noise, sampling) for difference in differences)
+    return ties, max((difference.gap for difference in differences), default=0.0)
+
+
+def check_text(
+    model: PreTrainedModel,
+    prompts: list[list[int]],
+    plain: list[list[int]],
+    coupled: list[list[int]],
+    noise_keys: tuple[list[int], int],
+    sampling: Sampling,
+    vocabulary: int,
+    k: int,
+    rows: int = 8,
+) -> TextCheck:
+    """(a) for texts that were made elsewhere, of coupled decoding and plain ones made from the same noise, noise_keys =
+    (ids, seed): their first differences, since what plain decoding chooses behind them is not known.
+
+    The noise is measured on the texts that differ and on the first `rows` ones.
+    """
+    differ = [i for i in range(len(prompts)) if first_difference(plain[i], coupled[i]) is not None]
+    chosen = sorted({*range(min(rows, len(prompts))), *differ})
+    noise, found = compare_passes(
+        model,
+        [prompts[i] for i in chosen],
+        [plain[i] for i in chosen],
+        sampling,
+        vocabulary=vocabulary,
+        width=k + 1,
+        rows=rows,
+        noise_keys=([noise_keys[0][i] for i in chosen], noise_keys[1]),
+        others=[coupled[i] for i in chosen],
+        bound=GAP * most(model),
+    )
+    ties, gap = _judged(found, noise, sampling)
+    limit = max((difference.limit for difference in found), default=math.inf)
+    return TextCheck(len(prompts), len(prompts) - len(differ), ties, len(differ) - ties, noise, gap, limit)
+
+
+def check_calls(figures: Figures, texts: Texts, rule: str) -> CallsCheck | None:
+    """(b) for a run under `rule`; None for the coupled one."""
+    found = expected(figures, rule)
+    if found is None:
+        return None
+    near = int(figures.near_q.sum())
+    rare, rare_expected = rare_rounds(figures, texts, rule)
+    return CallsCheck(
+        tokens=sum(map(len, texts.tokens)),
+        measured=sum(row.target_calls for row in texts.counts),
+        predicted=found.calls,
+        sigma=math.sqrt(found.variance + near),
+        near=near,
+        prefix=found.prefix,
+        conditional=found.conditional,
+        rare=rare,
+        rare_expected=rare_expected,
+    )
+
+
+def check_depth(figures: Figures, texts: Texts) -> DepthCheck | None:
+    """(c): alpha = sum_v min(p, q) where rounds began, sigma^2 = sum alpha (1 - alpha) / rounds^2, plus one
+    coin for each of those positions that rounding decides. None when no round drafted.
+
+    Raises ValueError when the counts are not those of the texts.
+    """
+    at = started(figures, texts)
+    rounds = int(at.sum())
+    if rounds != sum(sum(row.drafted[:1]) for row in texts.counts):
+        raise ValueError("exactness: the counts do not belong to these texts under this policy and limit")
+    if rounds == 0:
+        return None
+    alpha, near = figures.alpha[at], (figures.near_p | figures.near_q)[at]
+    sigma = math.sqrt(float((alpha * (1 - alpha)).sum()) + int(near.sum())) / rounds
+    accepted = sum(sum(row.accepted[:1]) for row in texts.counts)
+    return DepthCheck(rounds, accepted, float(alpha.mean()), sigma)

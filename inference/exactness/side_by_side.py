@@ -1,0 +1,175 @@
+"""Target and draft side by side on emitted texts: the laws at every token, and the target calls they predict.
+
+B texts, T tokens of the longest, A texts of a batch, n tokens of a block, V vocabulary.
+"""
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from inference.engine import Engine
+from inference.exactness.teacher_forced import Block, teacher_forced
+from inference.exactness.ties import MARGIN, near_ties, noise_of
+from inference.measure.timing import Texts
+from inference.models.lm import LM
+from inference.proposers import Independent
+from inference.sampling import Sampling, one_hot, probs
+from inference.verify import prediction
+
+RARE = 0.01
+
+
+@dataclass(frozen=True)
+class Figures:
+    """logp, logq (B, T): of each emitted token; alpha (B, T): sum_v min(p, q) there, all float64; near_p,
+    near_q (B, T): the law is one-hot and rounding could move it; k (B, T): drafts of a round that would start
+    there; lengths (B,). Zero past a text's end; all on the CPU."""
+
+    logp: Tensor
+    logq: Tensor
+    alpha: Tensor
+    near_p: Tensor
+    near_q: Tensor
+    k: Tensor
+    lengths: Tensor
+
+
+class Expected(NamedTuple):
+    """Target calls of all texts together, their variance, and acceptance by depth (None: not predicted)."""
+
+    calls: float
+    variance: float
+    prefix: list[float] | None
+    conditional: list[float] | None
+
+
+def pair_figures(
+    engine: Engine,
+    draft: Independent,
+    texts: Texts,
+    sampling: Sampling,
+    max_new_tokens: int,
+    noise: float,
+    rows: int | None = None,
+) -> Figures:
+    """Teacher-forced passes of both models over prompts and texts, as wide as those of decoding: k + 1 ids
+    for the target, one for the draft, whose weights are rounded as they are served. noise: of the target's score gaps,
+    see `ties.compare_passes`; rows: texts together, those of the engine when None."""
+    V, rows = engine.target.vocabulary, min(rows or engine.rows, len(texts.tokens))
+    p_lm, q_lm = LM(engine.target.model, rows, V), LM(draft.model, rows, V, int8=draft.int8)
+    k = draft_lengths(engine, draft, texts, max_new_tokens)
+    block = int(k.max()) + 1
+    certain = sampling.temperature == 0 or draft.greedy
+    noise_q = _draft_noise(q_lm, texts, sampling) if certain else 0.0
+    p_blocks = teacher_forced(p_lm, texts.prompts, texts.tokens, sampling, block=block)
+    q_blocks = teacher_forced(q_lm, texts.prompts, texts.tokens, sampling, block=block, width=1)
+    values = torch.zeros(5, *k.shape, dtype=torch.float64)
+    for p_block, q_block in zip(p_blocks, q_blocks, strict=True):
+        found = _laws(p_block, q_block, sampling, draft.greedy)
+        near_p = near_ties(p_block.logits, noise) & (sampling.temperature == 0)
+        near_q = near_ties(q_block.logits, noise_q) & certain
+        columns = slice(p_block.start, p_block.start + p_block.x.shape[1])
+        for value, one in zip(values, (*found, near_p, near_q), strict=True):
+            value[p_block.rows, columns] = one.double().cpu()
+    lengths = torch.tensor([len(text) for text in texts.tokens])
+    inside = torch.arange(k.shape[1]) < lengths[:, None]
+    values = values.masked_fill(~inside, 0.0)
+    logp, logq, alpha, near_p, near_q = values
+    return Figures(logp, logq, alpha, near_p > 0, near_q > 0, k, lengths)
+
+
+def _laws(p_block: Block, q_block: Block, sampling: Sampling, greedy: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """log p(x), log q(x), alpha, each (A, n). p(x) = 0, where rounding moved an edge, counts as the least
+    number."""
+    p, q = probs(p_block.logits, sampling), probs(q_block.logits, sampling).to(p_block.logits.device)
+    if greedy:
+        q = one_hot(q.argmax(-1), q)
+    at = p_block.x.unsqueeze(-1)
+    px, qx = p.gather(-1, at).squeeze(-1).double(), q.gather(-1, at).squeeze(-1).double()
+    alpha = torch.minimum(p, q).sum(-1).clamp(max=1)  # float32 laws sum to one but for rounding
+    return px.clamp(min=torch.finfo(torch.float32).tiny).log(), qx.log(), alpha
+
+
+def _draft_noise(lm: LM, texts: Texts, sampling: Sampling) -> float:
+    """Of the draft's logit gaps, between the passes of one and of two ids that drafting makes; on the first
+    texts, as many as it has rows."""
+    greedy, first = replace(sampling, temperature=0), slice(0, lm.rows)
+    return MARGIN * noise_of(lm, texts.prompts[first], texts.tokens[first], greedy, width=2)
+
+
+def draft_lengths(engine: Engine, draft: Independent, texts: Texts, max_new_tokens: int) -> Tensor:
+    """How many tokens a round that starts at token t of a text drafts -> (B, T) int64: what the policy wants,
+    no further than the limit, nor than the draft's own context."""
+    context = LM(draft.model, 1, engine.target.vocabulary, engine.target.context).context
+    k = torch.zeros(len(texts.tokens), max(map(len, texts.tokens)), dtype=torch.int64)
+    for b, (prompt, text) in enumerate(zip(texts.prompts, texts.tokens, strict=True)):
+        limit = min(max_new_tokens, engine.target.context - len(prompt))
+        wanted = engine.policy.lengths([prompt + text[:t] for t in range(len(text))])
+        room = [min(limit - t - 1, context - len(prompt) - t) for t in range(len(text))]
+        k[b, : len(text)] = torch.tensor([max(0, min(pair)) for pair in zip(wanted, room, strict=True)])
+    return k
+
+
+def expected(figures: Figures, rule: str) -> Expected | None:
+    """Target calls of the texts under a rule (Leviathan et al. 2023; Sun et al. 2024; see
+    `inference.verify.prediction`).
+
+    match: a draft is the target's own draw x with probability q(x). None for the coupled rule, whose
+    acceptance hangs on the noise that made the text.
+    """
+    k, lengths = figures.k, figures.lengths
+    if rule == "coupled":
+        return None
+    if rule == "block":
+        l = prediction.l_from(figures.logp, figures.logq)
+        calls, variance = (
+            prediction.expected_calls_block(l, k, lengths),
+            prediction.calls_variance_block(l, k, lengths),
+        )
+        return Expected(float(calls.sum()), float(variance.sum()), None, None)
+    r = survival(figures, rule)
+    calls, variance = prediction.expected_calls(r, k, lengths), prediction.calls_variance(r, k, lengths)
+    by_depth = prediction.prefix(r, k, lengths).tolist(), prediction.conditional(r, k, lengths).tolist()
+    return Expected(float(calls.sum()), float(variance.sum()), *by_depth)
+
+
+def rare_rounds(figures: Figures, texts: Texts, rule: str) -> tuple[int, float]:
+    """Rounds that accepted a number of drafts whose probability, given the text, is below RARE; and how many of the
+    rounds that there were would do so.
+
+    Where q >= p the token rule never refuses the text's token: the residual has no mass there.
+    """
+    kept = reach(figures, rule)
+    chances = kept - F.pad(kept[..., 1:], (0, 1))  # (B, T, K+1) of accepting exactly n
+    seldom = chances < RARE
+    found, expected_rounds = 0, 0.0
+    for b, counts in enumerate(texts.counts):
+        starts = torch.tensor(counts.starts, dtype=torch.int64)
+        ends = torch.cat([starts[1:], figures.lengths[b : b + 1]])
+        found += int(seldom[b, starts, ends - starts - 1].sum())
+        expected_rounds += float((chances[b, starts] * seldom[b, starts]).sum())
+    return found, expected_rounds
+
+
+def survival(figures: Figures, rule: str) -> Tensor:
+    """P(the text's token survives when it is drafted) under the token or the match rule -> (B, T)."""
+    return figures.logq.exp() if rule == "match" else prediction.r_from(figures.logp, figures.logq)
+
+
+def reach(figures: Figures, rule: str) -> Tensor:
+    """P(a round that starts at token t accepts at least n drafts | the text) -> (B, T, K+1)."""
+    if rule == "block":
+        return prediction.reach_block(prediction.l_from(figures.logp, figures.logq), figures.k, figures.lengths)
+    r = survival(figures, rule)
+    return prediction.reach(r, figures.k, figures.lengths)
+
+
+def started(figures: Figures, texts: Texts) -> Tensor:
+    """Tokens at which a round of the run began that drafted -> (B, T) bool."""
+    began = torch.zeros_like(figures.k, dtype=torch.bool)
+    for row, counts in zip(began, texts.counts, strict=True):
+        row[counts.starts] = True
+    return began & (figures.k > 0)

@@ -1,0 +1,1 @@
+"""Timing, costs of rounds, and the least time that a machine needs."""

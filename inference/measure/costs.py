@@ -1,0 +1,209 @@
+"""What passes cost on this machine, and the draft length that pays best.
+
+B rows, K longest draft. All times are wall seconds of B rows together, medians of interleaved repeats.
+"""
+
+import time
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import median
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from inference.models.lm import LM
+from inference.noise import Uniforms
+from inference.proposers.independent import Independent, store_prompts
+from inference.request import Request
+from inference.round import DecodingRound
+from inference.sampling import Sampling
+
+Key = TypeVar("Key", bound=Hashable)
+SPANS = (2, 6)  # draft lengths that are timed; every other one lies on their line
+SPREAD = 7  # tokens between the lengths of one text and the next
+
+
+@dataclass(frozen=True)
+class Costs:
+    """target[n-1]: a target pass over n ids a row, n = 1..K+1; draft: one draft step (pass, law, draw) of several;
+    first: what drafting takes in a round besides its steps: ids that it lacked, weights that are not at hand; rest[k]:
+    the rest of a round that drafted k, k = 0..K (laws, verification, draws, results on the host).
+
+    rows, context: the shapes measured; target_dtype, draft_dtype: of the models' weights.
+    """
+
+    target: tuple[float, ...]
+    draft: float
+    rest: tuple[float, ...]
+    rows: int = 1
+    context: int = 0
+    target_dtype: str = ""
+    draft_dtype: str = ""
+    first: float = 0.0
+
+    def round(self, k: int) -> float:
+        """Seconds of a round that drafts k tokens: k t_draft + t_target(k+1) + t_round(k)."""
+        return self.drafting(k) + self.target[k] + self.rest[k]
+
+    def drafting(self, k: int) -> float:
+        """Seconds of k drafts."""
+        return k * self.draft + self.first * (k > 0)
+
+    @property
+    def ratio(self) -> float:
+        """`cost`: seconds of one draft step / seconds of one plain target step."""
+        return self.draft / self.round(0)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """k: the draft length of least seconds a token, 0 for none; speedup: predicted, over plain decoding;
+    speedups[k]: of every length, k = 0..K."""
+
+    k: int
+    speedup: float
+    speedups: tuple[float, ...]
+
+
+def joined(plain: Costs, target: Costs, draft: Costs) -> Costs:
+    """The table of an engine whose single target steps, passes over drafts and drafting are run in the ways that these
+    were measured in."""
+    return replace(
+        target, target=(plain.target[0], *target.target[1:]),
+        draft=draft.draft, first=draft.first, draft_dtype=draft.draft_dtype,
+    )  # fmt: skip
+
+
+def best_k(costs: Costs, tau: Callable[[int], float]) -> Choice:
+    """Draft length by argmin over the whole table, which may have cliffs (Leviathan et al. 2023, arXiv
+    2211.17192, with measured times): seconds per token = (k t_draft + t_target(k+1) + t_round(k)) / tau(k).
+
+    tau(k): tokens per target call at draft length k, k = 1..K; plain decoding, k = 0, emits one a call by
+    definition.
+    """
+    plain = costs.round(0)
+    speedups = [1.0] + [plain * tau(k) / costs.round(k) for k in range(1, len(costs.target))]
+    k = max(range(len(speedups)), key=speedups.__getitem__)
+    return Choice(k, speedups[k], tuple(speedups))
+
+
+def interleaved(
+    tasks: Mapping[Key, Callable[[], object]],
+    repeats: int = 9,
+    warmup: int = 2,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[Key, float]:
+    """Median seconds of each task; each round runs every task once, so that drift of the machine falls on
+    all."""
+    seconds: dict[Key, list[float]] = {key: [] for key in tasks}
+    for repeat in range(warmup + repeats):
+        for key, task in tasks.items():
+            start = clock()
+            task()
+            if repeat >= warmup:
+                seconds[key].append(clock() - start)
+    return {key: median(values) for key, values in seconds.items()}
+
+
+@torch.inference_mode()
+def measure_costs(
+    target: LM,
+    draft: Independent,
+    K: int,
+    *,
+    context: int = 256,
+    sampling: Sampling = Sampling(),  # noqa: B008 - frozen
+    repeats: int = 9,
+    warmup: int = 2,
+) -> Costs:
+    """Time both models, as they will be run, on as many texts as they have rows, for k = 0..K: texts of about `context`
+    tokens, no two of the same length, as after some rounds.
+
+    Raises ValueError when context and the longest drafts that are timed do not fit a model.
+    """
+    draft.open(target.rows, target.vocabulary, target.context, target.spare)
+    room = min(target.context, draft.lm.context)
+    longest = max(K, *SPANS)
+    if context < 1 or context + longest + 1 > room:
+        raise ValueError(f"context={context} and K={K}: both models must hold context + {longest + 1}, at most {room}")
+    seeded = torch.Generator().manual_seed(0)
+    apart = min(SPREAD, context // target.rows)
+    lengths = [context + apart * (row - target.rows // 2) for row in range(target.rows)]
+    texts = [
+        torch.randint(target.vocabulary, (min(length, room - longest - 1),), generator=seeded).tolist()
+        for length in lengths
+    ]
+    store_prompts(target, 0, texts)
+    draft.admit(0, texts)
+    found = interleaved(_tasks(target, draft, texts, K, sampling), repeats, warmup)
+    short, long = SPANS
+    step = (found["draft", long] - found["draft", short]) / (long - short)
+    return Costs(
+        tuple(found["target", n] for n in range(1, K + 2)),
+        step,
+        tuple(found["rest", k] for k in range(K + 1)),
+        target.rows,
+        context,
+        target.weights,
+        draft.weights,
+        found["draft", short] - short * step,
+    )
+
+
+def _tasks(
+    target: LM, draft: Independent, texts: list[list[int]], K: int, sampling: Sampling
+) -> dict[tuple[str, int], Callable[[], object]]:
+    """Every part of a round, as the engine makes it and after what comes before it there: what a processor keeps at
+    hand is what was used last."""
+    rows = [Request(i, i, text, K + 1, sampling, frozenset()) for i, text in enumerate(texts)]
+    at = [len(text) - 1 for text in texts]
+    ids = torch.tensor([text[-1:] * (K + 1) for text in texts], device=target.device)
+    logits = target.forward(ids, at).clone()  # (B, K+1, V)
+
+    noise = Uniforms(0, target.device)
+
+    def turn(k: int, lm: LM) -> DecodingRound:
+        return DecodingRound(rows, [k] * len(rows), "token", noise, lm.vocabulary, lm.device)
+
+    # of several rows, some accepted every draft and lacks two ids
+    stored = [len(text) - 1 - (len(texts) > 1) for text in texts]
+
+    def drafts(k: int) -> None:
+        draft.longest = 0  # as if it had never made more
+        draft.propose(turn(k, draft.lm))
+        draft.lm.wait()
+        draft.commit(stored)
+
+    spans = dict(enumerate(SPANS, 2))
+    tasks: dict[tuple[str, int], Callable[[], object]] = {("before", 1): _pass(target, ids[:, :1], at)}
+    for n in range(1, max(K + 1, *spans) + 1):
+        if n > 1:
+            tasks["draft" if n in spans else "before", spans.get(n, n)] = partial(drafts, spans.get(n, SPANS[0]))
+        if n <= K + 1:
+            tasks["target", n] = _pass(target, ids[:, :n], at)
+            tasks["rest", n - 1] = _rest(turn, target, logits[:, :n], ids[:, : n - 1])
+    return tasks
+
+
+def _pass(lm: LM, ids: Tensor, at: list[int]) -> Callable[[], object]:
+    def run() -> None:
+        lm.forward(ids, at)
+        lm.wait()
+
+    return run
+
+
+def _rest(turn: Callable[[int, LM], DecodingRound], lm: LM, logits: Tensor, x: Tensor) -> Callable[[], object]:
+    """Laws, verdict and the last draw of a round; the draft's law is the target's own, since cost is all that
+    counts."""
+    k = [x.shape[1]] * x.shape[0]
+
+    def run() -> object:
+        one = turn(x.shape[1], lm)
+        p = one.laws(logits, x, k)
+        verdict = one.verdict(p, p[:, :-1], x, k)
+        return one.last(verdict.law).tolist(), verdict.accepted.tolist()
+
+    return run

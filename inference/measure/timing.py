@@ -1,0 +1,197 @@
+"""Interleaved timing: every arm continues the same prompts in turn, and speeds are compared in pairs.
+
+A machine's speed drifts, so arms are never timed one after the other: for each batch of prompts every arm
+runs once, in an order that rotates, and intervals come from resampling whole batches, both sides together.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from inference.measure.arms import Arm, ArmResult, engine_arm, transformers_arm
+from inference.noise import row_ids
+from inference.stats import Counts, Stats, pooled
+
+__all__ = [
+    "Arm",
+    "ArmResult",
+    "Interval",
+    "Texts",
+    "Timing",
+    "engine_arm",
+    "interleave",
+    "together",
+    "transformers_arm",
+]
+
+RESAMPLES, LEVEL = 2000, 0.95
+Progress = Callable[[int, int], None]  # runs done, runs in all
+Batch = tuple[list[list[int]], list[int]]  # prompts, and the keys of their noise
+
+
+class Interval(NamedTuple):
+    """A value and its 95 % bootstrap interval; low and high are nan where one batch cannot tell."""
+
+    value: float
+    low: float
+    high: float
+
+    @property
+    def within(self) -> float:
+        """How far the interval's farther end is from the value, as a share of it; infinite for one batch."""
+        far = max(self.value - self.low, self.high - self.value) / self.value
+        return far if far == far else float("inf")
+
+
+class Texts(NamedTuple):
+    """What an arm emitted, one entry a prompt and repeat: prompt, its noise key, new ids, the row's
+    counts."""
+
+    prompts: list[list[int]]
+    ids: list[int]
+    tokens: list[list[int]]
+    counts: list[Counts]
+
+
+def together(parts: Sequence[Texts]) -> Texts:
+    """Texts of several timings, one after the other."""
+    found = Texts([], [], [], [])
+    for part in parts:
+        found.prompts.extend(part.prompts)
+        found.ids.extend(part.ids)
+        found.tokens.extend(part.tokens)
+        found.counts.extend(part.counts)
+    return found
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Results of interleaved runs: runs[batch][repeat][arm name], batches[batch] = (prompts, ids). Some batches may
+    have been repeated once more than others."""
+
+    batches: list[Batch]
+    runs: list[list[dict[str, ArmResult]]]
+
+    @property
+    def arms(self) -> list[str]:
+        return list(self.runs[0][0])
+
+    def results(self, arm: str) -> list[ArmResult]:
+        """Of one arm, repeats of a batch side by side. Raises ValueError for a name that was not timed."""
+        if arm not in self.runs[0][0]:
+            raise ValueError(f"no arm {arm!r}; there are {', '.join(self.arms)}")
+        return [repeat[arm] for batch in self.runs for repeat in batch]
+
+    def speed(self, arm: str, decode: bool = False) -> float:
+        """Tokens per second: sum of tokens / sum of wall seconds, with prefill or of decoding only."""
+        tokens, seconds = self._paid(arm, decode).sum(0)
+        return float(tokens / seconds)
+
+    def ratio(self, a: str, b: str, decode: bool = False, resamples: int = RESAMPLES, seed: int = 0) -> Interval:
+        """speed(a) / speed(b), with the 95 % percentile interval of a paired bootstrap over batches.
+
+        Each resample draws batches with replacement (all repeats of a batch together) and takes the ratio of
+        sums on the same batches for both arms.
+        """
+        x, y = self._paid(a, decode), self._paid(b, decode)  # (batches, 2)
+        value = float(_ratio(x.sum(0), y.sum(0)))
+        if len(x) < 2:
+            return Interval(value, float("nan"), float("nan"))
+        drawn = np.random.default_rng(seed).integers(len(x), size=(resamples, len(x)))
+        ratios = _ratio(x[drawn].sum(1), y[drawn].sum(1))
+        low, high = np.quantile(ratios, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+        return Interval(value, float(low), float(high))
+
+    def stats(self, arm: str) -> Stats | None:
+        """Counts and clocks of all runs of an arm; None when it counts nothing."""
+        parts = [result.stats for result in self.results(arm) if result.stats]
+        return pooled(parts) if parts else None
+
+    def texts(self, arm: str) -> Texts:
+        """Prompts, noise keys, emitted ids and row counts of all runs of an arm that counts."""
+        found = Texts([], [], [], [])
+        for (prompts, ids), repeats in zip(self.batches, self.runs, strict=True):
+            for result in (repeat[arm] for repeat in repeats):
+                found.prompts.extend(prompts)
+                found.ids.extend(ids)
+                found.tokens.extend(result.tokens)
+                found.counts.extend(result.stats.rows if result.stats else [])
+        return found
+
+    def _paid(self, arm: str, decode: bool) -> np.ndarray:
+        """(batches, 2): tokens and seconds."""
+        paid = iter([result.paid(decode) for result in self.results(arm)])
+        return np.array([np.sum([next(paid) for _ in repeats], axis=0) for repeats in self.runs], dtype=np.float64)
+
+
+def _ratio(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Speed of x over speed of y, (..., 2) tokens and seconds each."""
+    return (x[..., 0] / x[..., 1]) / (y[..., 0] / y[..., 1])
+
+
+def interleave(
+    arms: Sequence[Arm],
+    prompts: Sequence[list[int]],
+    rows: int,
+    seed: int = 0,
+    repeats: int = 1,
+    warmup: int = 1,
+    progress: Progress | None = None,
+) -> Timing:
+    """Time all arms on prompts (lists of ids), `rows` at a time, each batch `repeats` times with seeds seed,
+    seed+1..
+
+    warmup: runs of each arm on the first batch that are not recorded. Raises ValueError when names repeat,
+    when there is nothing to time, or when arms differ in how many tokens they emit for a prompt: speeds of
+    other texts are not comparable.
+    """
+    batches = batched(arms, prompts, rows, repeats)
+    warm(arms, batches[0], seed, warmup)
+    total, done = len(batches) * repeats * len(arms), 0
+    runs: list[list[dict[str, ArmResult]]] = [[] for _ in batches]
+    for repeat in range(repeats):
+        for index, batch in enumerate(batches):
+            runs[index].append(turn(arms, batch, seed + repeat, index + repeat))
+            done += len(arms)
+            if progress:
+                progress(done, total)
+    return Timing(batches, runs)
+
+
+def batched(arms: Sequence[Arm], prompts: Sequence[list[int]], rows: int, repeats: int = 1) -> list[Batch]:
+    """Prompts by `rows`, with the keys of their noise. Raises ValueError as `interleave`."""
+    if not arms or len({arm.name for arm in arms}) < len(arms):
+        raise ValueError(f"arms: at least one, of different names, not {[arm.name for arm in arms]}")
+    if not prompts or rows < 1 or repeats < 1:
+        raise ValueError(f"{len(prompts)} prompts, rows={rows}, repeats={repeats}: nothing to time")
+    keys = row_ids(prompts)
+    return [(list(prompts[i : i + rows]), keys[i : i + rows]) for i in range(0, len(prompts), rows)]
+
+
+def warm(arms: Sequence[Arm], batch: Batch, seed: int, times: int = 1) -> None:
+    """Runs that are not recorded."""
+    for _ in range(times):
+        for arm in arms:
+            arm.run(*batch, seed)
+
+
+def turn(arms: Sequence[Arm], batch: Batch, seed: int, place: int) -> dict[str, ArmResult]:
+    """Every arm once on one batch; `place`, which rotates, says who is first. Raises ValueError as `interleave`."""
+    found = {arm.name: arm.run(*batch, seed) for arm in _rotated(arms, place)}
+    _same_lengths(found)
+    return {arm.name: found[arm.name] for arm in arms}
+
+
+def _rotated(arms: Sequence[Arm], by: int) -> list[Arm]:
+    first = by % len(arms)
+    return [*arms[first:], *arms[:first]]
+
+
+def _same_lengths(results: dict[str, ArmResult]) -> None:
+    lengths = {name: [len(text) for text in result.tokens] for name, result in results.items()}
+    (first, expected), *others = lengths.items()
+    for name, found in others:
+        if found != expected:
+            raise ValueError(f"arm {name!r} emitted {found} tokens, arm {first!r} {expected}: not comparable")

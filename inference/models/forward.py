@@ -1,0 +1,206 @@
+"""How a model's passes are run: by transformers' own forward, or in few operations where those are known."""
+
+from functools import partial
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from inference.models import llama
+from inference.models.cache import SlotCache, Window
+from inference.models.checksum import fingerprint
+from inference.models.grouped_query import folded, folded_mask
+
+FORMS = ("kinds", "near", "one")  # of mask: one for each kind of layer, one of the window, one of the whole past
+Origin = tuple[llama.Places, bytes]
+SHORT = 16  # ids a row: longer passes are prefills, bound by arithmetic and not by launches
+
+
+class Forward(Protocol):
+    """One pass over ids (A, n) at a window's positions; new keys and values go to the cache."""
+
+    def logits(self, ids: Tensor, window: Window, only: Tensor | None = None) -> Tensor:
+        """-> (A, n, V), or (A, 1, V) after id `only` (A,) of each row."""
+
+    def store(self, ids: Tensor, window: Window) -> None:
+        """As `logits`, without the head."""
+
+
+class Stock:
+    """transformers' own forward. context: positions past it, where only padding stands, are read as its last.
+
+    A window that slides is a narrower mask over the same slots, which hold the whole text: nothing is dropped, so a
+    length that goes back finds what it needs. form: of `FORMS`, what the model's code takes (see `selfcheck`).
+    """
+
+    def __init__(self, model: PreTrainedModel, cache: SlotCache, context: int, form: str = "one") -> None:
+        self.model, self.cache, self.context, self.form = model, cache, context, form
+        config = model.config.get_text_config()
+        self.sdpa = config._attn_implementation == "sdpa"
+        self.width, self.chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
+
+    def logits(self, ids: Tensor, window: Window, only: Tensor | None = None) -> Tensor:
+        logits: Tensor = self._call(self.model, ids, window).logits
+        return logits if only is None else picked(logits, only)
+
+    def store(self, ids: Tensor, window: Window) -> None:
+        self._call(self.model.base_model, ids, window)
+
+    def _call(self, module: torch.nn.Module, ids: Tensor, window: Window) -> Any:
+        window = self._inside(window)
+        return module(
+            input_ids=ids,
+            position_ids=window.positions.clamp(max=self.context - 1),
+            attention_mask=self._masks(window, ids.device),
+            past_key_values=self.cache,
+            use_cache=True,
+        )
+
+    def _inside(self, window: Window) -> Window:
+        """Slots past the context hold padding alone: one is enough, and a table as long as the context (MPT's
+        biases) has no more."""
+        if window.limit <= self.context + 1:
+            return window
+        short = Window(window.low, window.high, window.positions.clamp(max=self.context), None, self.context + 1)
+        self.cache.aim(short)
+        return short
+
+    def _masks(self, window: Window, device: torch.device) -> Tensor | dict[str, Tensor]:
+        if self.form == "one":
+            return self._mask(visible(window, device))
+        near = self._mask(visible(window, device, self.width))
+        if self.form == "near":
+            return near
+        chunked = self._mask(visible(window, device, chunk=self.chunk)) if self.chunk else near
+        return {
+            "full_attention": self._mask(visible(window, device)),
+            "sliding_attention": near,
+            "chunked_attention": chunked,
+        }
+
+    def _mask(self, seen: Tensor) -> Tensor:
+        return seen if self.sdpa else additive(seen, self.model.dtype)
+
+
+class Lean:
+    """`llama.hidden` of a model for which `llama.applies`. int8: with its projections rounded, see `llama.int8`."""
+
+    def __init__(self, model: PreTrainedModel, cache: SlotCache, int8: bool = False) -> None:
+        self.model, self.cache, self.int8 = model, cache, int8
+        self._read()
+
+    def logits(self, ids: Tensor, window: Window, only: Tensor | None = None) -> Tensor:
+        states = self._hidden(ids, window)  # before the head is looked up: it may find new weights
+        return self.weights.head(states if only is None else picked(states, only))
+
+    def store(self, ids: Tensor, window: Window) -> None:
+        self._hidden(ids, window, stored=True)
+
+    def draft(
+        self, tails: Tensor, ends: Tensor, u: Tensor, temperature: Tensor, greedy: bool, window: Window
+    ) -> tuple[Tensor, Tensor] | None:
+        """All drafts of a round at once, see `LM.draft`: None where single passes are all there is."""
+        return None
+
+    def _hidden(self, ids: Tensor, window: Window, stored: bool = False) -> Tensor:
+        cos, sin = self.rotation(window)
+        return llama.hidden(ids, self.weights, self.shape, cos, sin, self._keep, self._attend(window), stored)
+
+    def _attend(self, window: Window) -> llama.Attend:
+        return attention(self.mask(window), self.shape)
+
+    def _keep(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        return self.cache.stores[layer].update(keys, values)
+
+    def _read(self) -> None:
+        self.weights, self.shape = prepared(self.model, self.int8), llama.shape_of(self.model)
+        self.parameters = list(self.model.parameters())
+        self.state = llama.state(self.model, self.parameters)  # joining projections may have moved them
+        self.origin = made_of(self.model)
+        self._turn()
+
+    def _turn(self) -> None:
+        with torch.inference_mode(False):  # whoever asks: graphs tell the two kinds of tensors apart
+            cos, sin = llama.angles(self.model, self.cache.slots)
+            self.angles = cos.to(self.shape.held), sin.to(self.shape.held)
+
+    def rotation(self, window: Window) -> tuple[Tensor, Tensor]:
+        """cos and sin (A or 1, n, 1, D) of the window's positions, from a table that grows with the slots."""
+        self._refresh(window.limit)
+        if window.start is not None:
+            cos, sin = (part[None, window.start : window.limit, None] for part in self.angles)
+        else:
+            cos, sin = (part[window.positions].unsqueeze(2) for part in self.angles)
+        return cos, sin
+
+    def _refresh(self, limit: int) -> None:
+        """Find weights that have changed, and angles for new slots."""
+        if self.state != llama.state(self.model, self.parameters):
+            self._read()
+        if self.angles[0].shape[0] < limit:
+            self._turn()
+
+    def mask(self, window: Window) -> Tensor | None:
+        if window.limit - 1 == window.start:
+            return None  # one id a row, after everything that is read
+        return additive(visible(window, self.model.device), self.shape.held)
+
+
+# weights as they are multiplied by, of every model that is run, and which ones they were made of; by whether rounded
+_PREPARED: WeakKeyDictionary[PreTrainedModel, dict[bool, tuple[Origin, llama.Weights]]] = WeakKeyDictionary()
+
+
+def made_of(model: PreTrainedModel) -> Origin:
+    """What a copy of the model's weights was made of: where they were in memory, and their values, since not every
+    change of those is counted."""
+    return llama.origin(model), fingerprint(model)
+
+
+def prepared(model: PreTrainedModel, int8: bool) -> llama.Weights:
+    """The model's weights rounded, packed or as they are; copies are made once for all that run it, and again when its
+    own have changed."""
+    weights, kept = llama.weights_of(model), _PREPARED.setdefault(model, {})
+    change = llama.int8 if int8 else llama.packed if llama.can_pack(model) else None
+    if change is None:
+        return weights
+    origin = made_of(model)
+    if int8 not in kept or kept[int8][0] != origin:
+        kept[int8] = origin, change(weights)
+    return kept[int8][1]
+
+
+def attention(mask: Tensor | None, shape: llama.Shape) -> llama.Attend:
+    """The cheapest way to attend under a mask (A, 1, n, L), None: all is seen."""
+    if mask is not None and mask.device.type != "cpu":
+        return partial(folded, mask=folded_mask(mask, shape.heads // shape.groups), scale=shape.scale)
+    if mask is None or mask.shape[2] > SHORT:
+        return partial(llama.flash, mask=mask, shape=shape)
+    return partial(llama.batched, mask=llama.grouped(mask, shape), shape=shape)
+
+
+def picked(states: Tensor, only: Tensor) -> Tensor:
+    """(A, n, ...) at `only` (A,) -> (A, 1, ...)."""
+    return states[torch.arange(len(only), device=only.device), only].unsqueeze(1)
+
+
+def visible(window: Window, device: torch.device, width: int | None = None, *, chunk: int | None = None) -> Tensor:
+    """(A, 1, n, limit): a token sees the slots up to its own position; the last `width` of them, or those of its own
+    `chunk` of so many positions, when given."""
+    return seen_from(window.positions, torch.arange(window.limit, device=device), width, chunk)
+
+
+def seen_from(positions: Tensor, slots: Tensor, width: int | None = None, chunk: int | None = None) -> Tensor:
+    """positions (A, n), slots (L,) -> (A, 1, n, L), see `visible`."""
+    seen = slots <= positions.unsqueeze(-1)
+    if width:
+        seen &= slots > positions.unsqueeze(-1) - width
+    if chunk:
+        seen &= slots // chunk == positions.unsqueeze(-1) // chunk
+    return seen.unsqueeze(1)
+
+
+def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where seen, the lowest number elsewhere: made once, where a bool mask would be converted by every layer."""
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, torch.finfo(dtype).min)

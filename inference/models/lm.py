@@ -1,0 +1,251 @@
+"""Any Hugging Face causal LM behind one forward on ragged rows."""
+
+import math
+import warnings
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from inference.models.cache import SlotCache, Window
+from inference.models.checksum import unchanged
+from inference.models.compiled import Compiled
+from inference.models.cuda_graphs import Captured
+from inference.models.dtypes import widened
+from inference.models.forward import Forward, Lean, Stock
+from inference.models.llama import applies, can_round
+from inference.models.selfcheck import form_of, lean_agrees
+from inference.proposers.base import Round
+
+FIRST_SLOTS = 256
+MASKED_ATTENTION = ("sdpa", "eager")
+# kinds of layer, of `layer_types` or `attention_layers`, whose masks are known
+KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
+LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")  # config keys
+UNLIMITED = 2048  # tokens of a text where a config has none of them
+
+
+class LM:
+    """A causal LM with slots for `rows` sequences; used as it is, never cast or moved.
+
+    vocabulary: ids in [0, V) have mass; logits past V are cut (padded vocabulary rows), missing ones are -inf,
+    and ids that the model has no row for are read as its last one (a draft's guess is worse, never wrong).
+    context: most tokens a row may hold, at most the model's `max_position_embeddings`. stock: always run
+    transformers' own forward, also for models that `llama` runs in fewer operations. compile: compile what `llama`
+    runs, see `compiled`, on a GPU replay it, see `cuda_graphs`; None: on a GPU alone. int8: weights rounded to 8 bits,
+    for a draft: a rounded target has another law. spare: slots after those of the rows, where prompts wait.
+    Raises ValueError for an attention implementation or a state that rows of different lengths cannot use.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        rows: int,
+        vocabulary: int | None = None,
+        context: int | None = None,
+        *,
+        stock: bool = False,
+        compile: bool | None = False,
+        int8: bool = False,
+        spare: int = 0,
+    ) -> None:
+        self.model = model.eval()
+        config = model.config.get_text_config()
+        _refuse_unsupported(model, config)
+        self.size = config.vocab_size
+        self.vocabulary = vocabulary or self.size
+        positions = _positions(config)
+        self.context = min(context or positions, positions)
+        slots = min(FIRST_SLOTS, self.context)
+        self.cache = SlotCache(config.num_hidden_layers, rows + spare, slots, self.context)
+        self.rows, self.spare = rows, spare
+        with unchanged(model):
+            self.run = self._forward(stock, compile, int8)
+        self.device, self.dtype = model.device, model.dtype
+        self.offsets = torch.arange(0, device=self.device)  # 0, 1, ...: as many as a pass had ids
+        self.weights = "int8" if int8 else str(model.dtype).removeprefix("torch.")
+
+    @property
+    def compiled(self) -> bool:
+        """Whether short passes are compiled or replayed, so that all drafts of a round may be made at once."""
+        return isinstance(self.run, Captured | Compiled)
+
+    @property
+    def replayed(self) -> bool:
+        """Whether short passes are replayed as CUDA graphs."""
+        return isinstance(self.run, Captured)
+
+    def _forward(self, stock: bool, compile: bool | None, int8: bool) -> Forward:
+        if int8 and (stock or not can_round(self.model)):
+            raise ValueError(
+                f"{type(self.model).__name__}: int8 weights need a bfloat16 model of a known family on a CPU, "
+                f"widths multiples of 16"
+            )
+        on_gpu = self.model.device.type == "cuda"
+        wanted = on_gpu if compile is None else compile
+        if not stock and applies(self.model) and lean_agrees(self.model, self.context):
+            fast = Captured if on_gpu else Compiled
+            return fast(self.model, self.cache, int8, self.rows) if wanted else Lean(self.model, self.cache, int8)
+        if int8:
+            raise ValueError(f"{type(self.model).__name__}: int8 weights need the forward in few operations")
+        if wanted and not stock:
+            kind = "replayed as CUDA graphs" if on_gpu else "compiled"
+            warnings.warn(
+                f"{type(self.model).__name__}: its passes cannot be {kind} and run through transformers' own forward, "
+                f"which takes longer; compile=False asks for that without this warning",
+                stacklevel=4,
+            )
+        return Stock(self.model, self.cache, self.context, form_of(self.model, self.context))
+
+    @property
+    def held(self) -> torch.dtype:
+        """What keys and values are held in."""
+        return self.run.shape.held if isinstance(self.run, Lean) else self.dtype
+
+    def forward(
+        self,
+        ids: Tensor,
+        start: Sequence[int],
+        low: int = 0,
+        only: Tensor | None = None,
+        at: Tensor | None = None,
+    ) -> Tensor:
+        """One pass: ids (A, n) of slots [low, low + A) at positions start_b, start_b + 1, ...
+
+        Returns logits (A, n, V), or (A, 1, V) after id `only` (A,) of each row. at (A,): `start` where it is on the
+        device already. Where passes are replayed, the next pass of this LM overwrites them: copy what must last.
+        Entries of a row past its real tokens are computed from whatever ids stand there and overwritten by its next
+        pass.
+        """
+        asked = only if ids.shape[1] > 1 else None  # of one id there is nothing to choose
+        return self._fitted(self.run.logits(self._known(ids), self._aimed(ids, start, low, at), asked))
+
+    def _fitted(self, logits: Tensor) -> Tensor:
+        """Logits (..., size) -> (..., V) of the vocabulary."""
+        missing = self.vocabulary - logits.shape[-1]
+        if missing > 0:
+            return torch.nn.functional.pad(logits, (0, missing), value=-math.inf)
+        return logits[..., : self.vocabulary]
+
+    def draft(
+        self,
+        tails: Tensor,
+        ends: Sequence[int],
+        u: Tensor,
+        temperature: Tensor,
+        greedy: bool = False,
+        at: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor] | None:
+        """All drafts of a round in one call, where passes are compiled: None where they are not.
+
+        tails (A, 2): the last two ids of texts of ends_b tokens in slots [0, A), stored but for these; u (A, k)
+        uniforms, temperature (A,) above 0. Returns drafts (A, k) and their laws (A, k, V); greedy: the likeliest
+        tokens, one-hot laws. at (A,): `ends` where it is on the device already. Where passes are replayed, the next
+        call overwrites them.
+        """
+        if not isinstance(self.run, Lean) or self.vocabulary != self.size:
+            return None
+        at = torch.tensor(ends, device=self.device) if at is None else at
+        window = self._ahead(ends, at, u.shape[1])
+        even = u.reshape(-1).view(u.shape)  # one stride for every number of uniforms that were made
+        return self.run.draft(tails, at, even, temperature, greedy, window)
+
+    def draft_for(
+        self, turn: Round, k: int, greedy: bool, tails: Tensor, ends: Sequence[int], at: Tensor
+    ) -> tuple[Tensor, Tensor] | None:
+        """As `draft`, k drafts with the round's own laws and draws, where passes are replayed: None where they are not,
+        or where drafts are ids that the model has no row for."""
+        if not isinstance(self.run, Captured) or self.vocabulary > self.size:
+            return None
+        return self.run.draft_for(turn, k, greedy, tails, at, self._ahead(ends, at, k), self._fitted)
+
+    def _ahead(self, ends: Sequence[int], at: Tensor, k: int) -> Window:
+        """Where k drafts of texts of `ends` tokens go."""
+        window = Window(0, len(ends), at.unsqueeze(1), None, max(ends) + k - 1)
+        self.cache.aim(window)
+        return window
+
+    def store(self, ids: Tensor, start: Sequence[int], low: int = 0) -> None:
+        """As forward, without the head: prompts are stored, nothing is predicted."""
+        self.run.store(self._known(ids), self._aimed(ids, start, low, None))
+
+    def _known(self, ids: Tensor) -> Tensor:
+        """Ids that the model has no row for, as its last one."""
+        return ids.clamp(max=self.size - 1) if self.vocabulary != self.size else ids
+
+    def _aimed(self, ids: Tensor, start: Sequence[int], low: int, at: Tensor | None) -> Window:
+        window = self._window(ids, start, low, at)
+        self.cache.aim(window)
+        return window
+
+    def _window(self, ids: Tensor, start: Sequence[int], low: int, at: Tensor | None) -> Window:
+        first, width = max(start), ids.shape[1]
+        if width > len(self.offsets):
+            self.offsets = torch.arange(width, device=self.device)
+        offsets = self.offsets[:width]
+        if first == min(start):
+            positions = (offsets + first).expand(len(start), width)
+            return Window(low, low + len(start), positions, first, first + width)
+        at = torch.tensor(start, device=self.device) if at is None else at
+        positions = at.unsqueeze(1) + offsets
+        return Window(low, low + len(start), positions, None, first + width)
+
+    def wait(self) -> None:
+        """Wait for the device, so that a clock sees the work and not its launch; draws on the host do so anyway."""
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Copy slot `source` (its first `length` tokens) to slot `target`."""
+        self.cache.move(source, target, length)
+
+    def clear(self, slot: int) -> None:
+        """Zero a slot in which NaN may stand: what is masked is multiplied by 0, and 0 times NaN is NaN."""
+        for layer in self.cache.stores:
+            if layer.is_initialized:
+                layer.keys[slot].zero_()
+                layer.values[slot].zero_()
+
+
+def _refuse_unsupported(model: PreTrainedModel, config: PreTrainedConfig) -> None:
+    """Raise ValueError for a model whose state cannot be cut back, or which overlooks a 4-d mask."""
+    settings, name = config.to_dict(), type(model).__name__
+    if config._attn_implementation not in MASKED_ATTENTION:
+        raise ValueError(f"{name}: attention {config._attn_implementation!r} takes no 4-d mask; "
+                         f"load it with attn_implementation='sdpa'")  # fmt: skip
+    if model._is_stateful or config.is_encoder_decoder:
+        raise ValueError(f"{name}: only the keys and values of a causal decoder can be rolled back here")
+    kinds = {*(settings.get("layer_types") or ()), *(settings.get("attention_layers") or ())}
+    if kinds - KINDS:
+        raise ValueError(f"{name}: layers of kind {', '.join(sorted(kinds - KINDS))} cannot be given a mask a row; "
+                         f"{', '.join(sorted(KINDS))} can")  # fmt: skip
+
+
+def _positions(config: PreTrainedConfig) -> int:
+    """Most tokens of a text. Past LongRoPE's first range a row's rotation would depend on the longest row's; Llama 4
+    scales attention by one position for all rows, by 1 in the first range."""
+    settings = config.to_dict()
+    rope, limit = settings.get("rope_parameters") or {}, length_of(config)
+    if rope.get("rope_type") == "longrope":
+        limit = min(rope["original_max_position_embeddings"], limit)
+    if "max_seq_len" in settings:
+        limit -= 1  # MPT's biases are a table of so many slots, one of which is for padding
+    if settings.get("attn_temperature_tuning") and settings.get("floor_scale"):
+        limit = min(settings["floor_scale"] - 1, limit)
+    return limit
+
+
+def length_of(config: PreTrainedConfig) -> int:
+    """The longest text that a config allows, in tokens."""
+    lengths = [getattr(config, key, None) for key in LENGTHS]
+    return next((length for length in lengths if length), UNLIMITED)
+
+
+def load_model(path: str, dtype: torch.dtype | str | None = None, trust_remote_code: bool = False) -> PreTrainedModel:
+    """A causal LM from a folder or hub id, safetensors only, in `dtype`; None: the checkpoint's own, or float32, see
+    `widened`."""
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=dtype or "auto", use_safetensors=True, trust_remote_code=trust_remote_code
+    ).eval()
+    return model if dtype else widened(model)

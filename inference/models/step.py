@@ -1,0 +1,127 @@
+"""Passes of a model, and all drafts of a round, as functions of tensors, to be compiled or captured."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from inference.models import llama
+from inference.models.forward import additive, attention, picked, seen_from
+from inference.sampling import draw, one_hot, wide
+
+
+class Step(nn.Module):
+    """A pass as a function of tensors; the weights are its parameters."""
+
+    def __init__(self, weights: llama.Weights, shape: llama.Shape) -> None:
+        super().__init__()
+        self.shape, self.count = shape, 0
+        self.weights = self._registered(weights)
+
+    def _registered(self, value: Any) -> Any:
+        """The same structure, each tensor a parameter."""
+        if isinstance(value, Tensor):
+            self.count += 1
+            self.register_parameter(f"weight{self.count}", nn.Parameter(value, requires_grad=False))
+            return f"weight{self.count}"
+        if isinstance(value, list):
+            return [self._registered(item) for item in value]
+        return value if value is None else type(value)(*map(self._registered, value))
+
+    def _tensors(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return getattr(self, value)
+        if isinstance(value, list):
+            return [self._tensors(item) for item in value]
+        return value if value is None else type(value)(*[self._tensors(item) for item in value])
+
+    def forward(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        slots: Tensor,
+        keys: list[Tensor],
+        values: list[Tensor],
+        only: Tensor | None = None,
+    ) -> Tensor:
+        """ids, positions (A, n); cos, sin (S, D) of all positions; slots (L,): 0 .. L - 1, those that are read; keys,
+        values (rows, G, S, D) a layer -> logits (A, n, V), or (A, 1, V) of `only` (A,)."""
+        A, L = ids.shape[0], slots.shape[0]
+        mask = additive(seen_from(positions, slots), self.shape.held)
+        cos, sin = (part[positions].unsqueeze(2) for part in (cos, sin))
+        row = torch.arange(A, device=ids.device).unsqueeze(1)
+        weights = self._tensors(self.weights)
+
+        def keep(layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            for store, new in ((keys[layer], k), (values[layer], v)):
+                store.transpose(1, 2).index_put_((row, positions), new.transpose(1, 2))
+            return keys[layer][:A, :, :L], values[layer][:A, :, :L]
+
+        states = llama.hidden(ids, weights, self.shape, cos, sin, keep, attention(mask, self.shape))
+        return weights.head(states if only is None else picked(states, only))
+
+
+class Drafting(Step):
+    """All drafts of a round: `k` passes of a draft with its laws and draws between them. Step by step, a small draft
+    takes longer to launch than to compute. greedy: the likeliest token each time, its law one-hot."""
+
+    def __init__(self, weights: llama.Weights, shape: llama.Shape, k: int, greedy: bool = False) -> None:
+        super().__init__(weights, shape)
+        self.k, self.greedy = k, greedy
+
+    def forward(  # type: ignore[override]
+        self,
+        tails: Tensor,
+        ends: Tensor,
+        u: Tensor,
+        temperature: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        slots: Tensor,
+        keys: list[Tensor],
+        values: list[Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        """tails (A, 2): the last two ids of texts of `ends` (A,) tokens, whose ids before those are stored; u (A, k)
+        uniforms; temperature (A,) above 0; the rest as for a pass -> drafts (A, k) and the laws (A, k, V) that they
+        were drawn from."""
+
+        def chosen(logits: Tensor, drafts: list[Tensor]) -> tuple[Tensor, Tensor]:
+            if self.greedy:
+                ids = logits.argmax(-1)
+                return ids, one_hot(ids, logits)
+            law = (logits / temperature.to(logits.dtype).unsqueeze(-1)).softmax(-1)
+            return draw(law, u[:, len(drafts)]), law
+
+        return self.chosen(chosen, tails, ends, cos, sin, slots, keys, values)
+
+    def chosen(
+        self,
+        choose: Callable[[Tensor, list[Tensor]], tuple[Tensor, Tensor]],
+        tails: Tensor,
+        ends: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        slots: Tensor,
+        keys: list[Tensor],
+        values: list[Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        """As `forward`; choose: logits (A, V), float32 at least, and the drafts (A,) before -> the next ones (A,) and
+        the law (A, V) that they were drawn from."""
+
+        def after(ids: Tensor, start: Tensor) -> Tensor:
+            positions = start.unsqueeze(1) + torch.arange(ids.shape[1], device=ids.device)
+            return wide(super(Drafting, self).forward(ids, positions, cos, sin, slots, keys, values)[:, -1])
+
+        drafts: list[Tensor] = []
+        laws: list[Tensor] = []
+        logits = after(tails, ends - 2)
+        for depth in range(self.k):
+            ids, law = choose(logits, drafts)
+            drafts.append(ids)
+            laws.append(law)
+            if depth + 1 < self.k:
+                logits = after(drafts[-1].unsqueeze(1), ends + depth)
+        return torch.stack(drafts, 1), torch.stack(laws, 1)

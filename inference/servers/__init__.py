@@ -1,0 +1,1 @@
+"""Serving engines seen from here: clients, and vLLM."""

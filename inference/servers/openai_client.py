@@ -1,0 +1,150 @@
+"""An OpenAI-compatible server seen from here: completions of prompts, and what vLLM counts of its drafts."""
+
+import json
+import os
+import re
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from inference.measure.arms import refuse
+from inference.sampling import Sampling
+
+UNTRANSLATED = ("banned", "processors")  # no such field in a request
+COUNTER = re.compile(r"^vllm:spec_decode_(num_\w+?)(?:_total)?(?:\{(.*)\})? (\S+)$", re.MULTILINE)
+POSITION = re.compile(r'position="(\d+)"')
+
+
+@dataclass(frozen=True)
+class Completion:
+    """text; ids of its tokens, None from a server that does not tell them; finish: "stop" or "length"."""
+
+    text: str
+    ids: list[int] | None
+    finish: str
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a server counted: rounds that drafted, tokens drafted and accepted, and accepted at each depth."""
+
+    rounds: int
+    drafted: int
+    accepted: int
+    by_depth: tuple[int, ...] = ()
+
+    def __sub__(self, earlier: "Served") -> "Served":
+        depths = earlier.by_depth or (0,) * len(self.by_depth)
+        return Served(
+            self.rounds - earlier.rounds,
+            self.drafted - earlier.drafted,
+            self.accepted - earlier.accepted,
+            tuple(now - then for now, then in zip(self.by_depth, depths, strict=True)),
+        )
+
+    @property
+    def tau(self) -> float:
+        """Tokens per target call, of the calls that checked drafts; nan before any."""
+        return 1 + self.accepted / self.rounds if self.rounds else float("nan")
+
+
+class Client:
+    """url: the server's root, with or without /v1. model: what it calls the model, None for the first that it lists.
+    key: sent as its API key, by default the environment's OPENAI_API_KEY. Raises ConnectionError, naming the address
+    and what it answered, for a server that does not answer or refuses a request."""
+
+    def __init__(self, url: str, model: str | None = None, key: str | None = None, timeout: float = 600.0) -> None:
+        self.root = url.rstrip("/").removesuffix("/v1")
+        self.key, self.timeout = key or os.environ.get("OPENAI_API_KEY"), timeout
+        listed = json.loads(self._read("/v1/models"))["data"][0]
+        self.model = model or str(listed["id"])
+        self.tells_ids = listed.get("owned_by") == "vllm"  # others may refuse a field that they do not know
+
+    def complete(
+        self,
+        prompts: Sequence[str] | Sequence[list[int]],
+        max_new_tokens: int,
+        sampling: Sampling,
+        seeds: Iterable[int],
+        at_once: int = 8,
+        ignore_eos: bool = False,
+    ) -> list[Completion]:
+        """Continue every prompt (strings or ids), at most `at_once` requests under way; one seed a prompt.
+
+        ignore_eos: only lengths end a text, for servers that know the word, as vLLM does. Raises ValueError for
+        sampling settings that no request can express.
+        """
+        refuse(sampling, *UNTRANSLATED)
+        common = _request(sampling) | {"model": self.model, "max_tokens": max_new_tokens}
+        if self.tells_ids:
+            common["return_token_ids"] = True
+        if ignore_eos:
+            common |= {"ignore_eos": True, "min_tokens": max_new_tokens}
+
+        def one(asked: tuple[Any, int]) -> Completion:
+            prompt, seed = asked
+            answer = self._read("/v1/completions", common | {"prompt": prompt, "seed": seed % 2**63})
+            choice = json.loads(answer)["choices"][0]
+            return Completion(choice["text"], choice.get("token_ids"), choice.get("finish_reason") or "length")
+
+        with ThreadPoolExecutor(at_once) as pool:
+            return list(pool.map(one, zip(prompts, seeds, strict=True)))
+
+    def counted(self) -> Served | None:
+        """The drafting counters since the server started, from its Prometheus page; None where it shows none."""
+        found: dict[str, int] = {}
+        depths: dict[int, int] = {}
+        for name, labels, value in COUNTER.findall(self._read("/metrics")):
+            at = POSITION.search(labels)
+            if name == "num_accepted_tokens_per_pos" and at:
+                depths[int(at[1])] = depths.get(int(at[1]), 0) + int(float(value))
+            elif not at:
+                found[name] = found.get(name, 0) + int(float(value))  # summed over engines of one server
+        if "num_drafts" not in found:
+            return None
+        return Served(found["num_drafts"], found["num_draft_tokens"], found["num_accepted_tokens"],
+                      tuple(depths[depth] for depth in sorted(depths)))  # fmt: skip
+
+    def _read(self, path: str, body: dict[str, Any] | None = None) -> str:
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self.key}"} if self.key else {})
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.root + path, data, headers)
+        try:
+            with urllib.request.urlopen(request, timeout=self.timeout) as response:
+                answer: str = response.read().decode()
+                return answer
+        except urllib.error.HTTPError as error:
+            said = error.read().decode(errors="replace")[:500]
+            raise ConnectionError(f"{self.root}{path} answered {error.code}: {said}") from error
+        except (urllib.error.URLError, TimeoutError) as error:
+            raise ConnectionError(f"{self.root}{path}: {error}") from error
+
+
+def settled(client: Client, quiet: float = 2.0, limit: float = 30.0) -> Served | None:
+    """The counters once they stand still: a server writes its page some time after it answered."""
+    found, since, end = client.counted(), time.monotonic(), time.monotonic() + limit
+    while found and time.monotonic() - since < quiet and time.monotonic() < end:
+        time.sleep(0.2)
+        now = client.counted()
+        if now != found:
+            found, since = now, time.monotonic()
+    return found
+
+
+def _request(sampling: Sampling) -> dict[str, Any]:
+    """Fields of a request; those that OpenAI's API lacks are sent only when they are not at their default."""
+    default = Sampling()
+    asked: dict[str, Any] = {"temperature": sampling.temperature, "top_p": sampling.top_p}
+    for name in ("top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+        if getattr(sampling, name) != getattr(default, name):
+            asked[name] = getattr(sampling, name)
+    if sampling.logit_bias:
+        asked["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
+    for name, field in (("stop", "stop"), ("stop_ids", "stop_token_ids"), ("min_new_tokens", "min_tokens")):
+        if getattr(sampling, name):
+            asked[field] = getattr(sampling, name)
+    return asked

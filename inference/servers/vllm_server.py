@@ -1,0 +1,97 @@
+"""A vLLM installation as something to time: a process of its own interpreter that answers request by request."""
+
+import json
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from inference.measure.arms import Arm, ArmResult, refuse
+from inference.sampling import Sampling
+from inference.stats import Counts, Stats
+
+WORKER = Path(__file__).with_name("vllm_worker.py")
+TRANSLATED = ("temperature",)
+SETTLE = 0.3  # seconds that idle threads of either process may still spin on the cores that both use
+
+
+class Server:
+    """vLLM with a target folder and, when given, a speculative_config; see `vllm_worker` for what it understands.
+
+    python: the interpreter of the environment that vLLM is installed in. Raises RuntimeError, with the last lines that
+    vLLM wrote, when it does not start or ends early.
+    """
+
+    def __init__(
+        self, python: str, target: str, speculative: dict[str, Any] | None, rows: int, context: int, log: Path
+    ) -> None:
+        settings = {"target": target, "speculative": speculative, "rows": rows, "context": context}
+        self.log = log
+        with log.open("w") as errors:
+            self.process = subprocess.Popen(
+                [python, str(WORKER), json.dumps(settings)],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
+            )  # fmt: skip
+        self.version: str = self._read()["version"]
+
+    def generate(
+        self, prompts: Sequence[list[int]], max_new_tokens: int, temperature: float, seed: int
+    ) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        request = {
+            "prompts": list(prompts),
+            "max_new_tokens": max_new_tokens,
+            "temperature": temperature,
+            "seed": seed,
+        }
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        return self._read()
+
+    def _read(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            self.process.wait()
+            tail = self.log.read_text(errors="replace").splitlines()[-8:]
+            raise RuntimeError("vllm ended: " + "\n".join(tail))
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def __enter__(self) -> "Server":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        try:
+            self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+
+
+def draft_model(folder: str, k: int, objective: str = "sampled") -> dict[str, Any]:
+    """speculative_config of an independent draft, which drafts as it was trained to: vLLM's own default is greedy."""
+    sample = "probabilistic" if objective == "sampled" else "greedy"
+    return {"method": "draft_model", "model": folder, "num_speculative_tokens": k, "draft_sample_method": sample}
+
+
+def vllm_arm(name: str, server: Server, sampling: Sampling, max_new_tokens: int) -> Arm:
+    """A server as an arm; seconds are those that vLLM spent, without the way there. Raises ValueError for sampling
+    settings other than the temperature."""
+    refuse(sampling, *(field for field in vars(sampling) if field not in TRANSLATED))
+
+    def run(prompts: Sequence[list[int]], ids: Sequence[int], seed: int) -> ArmResult:
+        time.sleep(SETTLE)
+        found = server.generate(prompts, max_new_tokens, sampling.temperature, seed)
+        time.sleep(SETTLE)
+        tokens, rounds = found["tokens"], found["drafts"]
+        total = sum(map(len, tokens))
+        # its counters speak of rounds that drafted: each gives the accepted ones and one more
+        counted = (rounds + found["accepted"], rounds) if rounds else (total, total)
+        stats = Stats(tokens=counted[0], target_calls=counted[1], rows=[Counts(len(text)) for text in tokens])
+        return ArmResult(tokens, found["seconds"], found["seconds"], stats)
+
+    return Arm(name, run)

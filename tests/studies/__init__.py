@@ -1,0 +1,1 @@
+"""Studies behind the reports in outputs/results, run by hand."""

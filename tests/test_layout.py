@@ -1,0 +1,80 @@
+"""The layout of the two packages: what a newcomer relies on to find the one file to open."""
+
+import ast
+import statistics
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FILES = [path for top in ("cotrain", "inference") for path in sorted((ROOT / top).rglob("*.py"))]
+MOST = {"cotrain": 12, "inference": 14}  # files at the top of each
+LONGEST, MEDIAN = 60, 8  # lines of a function
+
+
+def module(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def functions() -> list[tuple[str, int]]:
+    """Place and lines of every function, its docstring included."""
+    found = []
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                found.append((f"{module(path)}.{node.name}", (node.end_lineno or 0) - node.lineno + 1))
+    return found
+
+
+def imported(path: Path) -> set[str]:
+    """Our modules that a file imports when it is itself imported."""
+    names = {module(other) for other in FILES}
+    found: set[str] = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+    return found & names
+
+
+@pytest.mark.parametrize("top", MOST)
+def test_few_files_lie_at_the_top(top: str) -> None:
+    assert len(list((ROOT / top).glob("*.py"))) <= MOST[top]
+
+
+def test_no_two_files_share_a_name() -> None:
+    places = defaultdict(list)
+    for path in FILES:
+        if path.stem != "__init__":
+            places[path.stem].append(path)
+    assert not {name: found for name, found in places.items() if len(found) > 1}
+
+
+def test_functions_are_short() -> None:
+    lengths = functions()
+    assert not [name for name, length in lengths if length > LONGEST]
+    assert statistics.median(length for _, length in lengths) <= MEDIAN
+
+
+def test_no_imports_go_in_a_circle() -> None:
+    arrows = {module(path): imported(path) - {module(path)} for path in FILES}
+    done: set[str] = set()
+
+    def visit(name: str, way: tuple[str, ...]) -> None:
+        assert name not in way, " -> ".join((*way[way.index(name) :], name))
+        if name in done:
+            return
+        for other in sorted(arrows[name]):
+            visit(other, (*way, name))
+        done.add(name)
+
+    for name in arrows:
+        visit(name, ())
+
+
+@pytest.mark.parametrize("top", MOST)
+def test_every_package_says_what_lives_there(top: str) -> None:
+    folders = {path.parent for path in FILES if path.is_relative_to(ROOT / top)}
+    assert not [folder for folder in folders if not ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))]
