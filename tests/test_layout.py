@@ -36,7 +36,9 @@ def imported(path: Path) -> set[str]:
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
-    return found & names
+    packages = {".".join(name.split(".")[:n]) for name in found for n in range(1, name.count(".") + 1)}
+    own = {".".join(module(path).split(".")[:n]) for n in range(1, module(path).count(".") + 1)}
+    return (found | packages - own) & names
 
 
 @pytest.mark.parametrize("top", MOST)

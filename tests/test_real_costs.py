@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from cotrain import cli
 from cotrain.bench import measurement, planner
 from cotrain.bench.planner import Compiled, Length, Measured, advice, choose, planned
 from inference import Engine, Output, Sampling
@@ -178,7 +179,9 @@ def test_when_time_is_over_what_was_reached_is_said() -> None:
     ticks = itertools.count()
     timing, found = timed(noisy(2.0, 1.0, 0), Wanted(30, 0.01, until=12.0), clock=lambda: float(next(ticks)))
     assert not found.enough and 2 <= found.batches < 12 and len(timing.runs) == found.batches
-    assert "time was over (bench.minutes=) before 1 % was reached for sure" in adaptive.lines(found)[1]
+    assert "there are too few prompts for an interval before 1 % was reached for sure" in adaptive.lines(found)[1]
+    many = timed(noisy(2.0, 1.0, 0), Wanted(30, 0.01, until=40.0), clock=lambda: float(next(ticks)))[1]
+    assert "time was over (bench.minutes=) before 1 % was reached for sure" in adaptive.lines(many)[1]
     two = timed(noisy(2.0, 1.0, 0), Wanted(30, 0.01, until=-1.0))[1]
     assert two.batches == 2
     few = timed(noisy(2.0, 0.0001, 0), Wanted(30, 0.1, until=-1.0))[1]
@@ -266,7 +269,7 @@ def test_the_command_line_decides_before_torch_is_there() -> None:
         "import sys, cotrain.cli\nassert 'inference.measure.contention' in sys.modules and 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-    source = Path(planner.__file__).with_name("cli.py").read_text(encoding="utf-8")
+    source = Path(cli.__file__).read_text(encoding="utf-8")
     assert source.index("set_waiting()") < source.index("status = _hydra(name")
 
 

@@ -19,7 +19,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 
 def wrong_scale(monkeypatch):
     right = llama.shape_of
-    monkeypatch.setattr(forward.lean, "shape_of", lambda m: right(m)._replace(scale=1.5 * right(m).scale))
+    monkeypatch.setattr(forward.llama, "shape_of", lambda m: right(m)._replace(scale=1.5 * right(m).scale))
 
 
 def wrong_mask(change):
@@ -166,3 +166,19 @@ def test_logits_that_are_not_finite_decide_nothing():
     model.lm_head.weight.data[3] = torch.nan
     assert isinstance(LM(model, 2).run, Lean)
     assert not Found(float("inf"), 1.0).agrees
+
+
+def test_a_forward_that_is_wrong_at_one_place_is_caught(monkeypatch):
+    """By less than all places together would show."""
+    right = Lean.logits
+
+    def last(self, ids, window, only=None):
+        found = right(self, ids, window, only).clone()
+        signs = torch.ones_like(found[-1, -1])
+        signs[::2] = -1
+        found[-1, -1] += 0.006 * found.std() * signs
+        return found
+
+    monkeypatch.setattr(Lean, "logits", last)
+    with pytest.warns(Disagreement, match="logits differ"):
+        assert not lean_agrees(tiny(dtype=torch.float32), 256)

@@ -71,7 +71,7 @@ def test_shipped_prompts_share_nothing_with_shipped_texts() -> None:
     from transformers import AutoTokenizer
 
     ranking, final = shipped_ids(AutoTokenizer.from_pretrained(resolve(NAME)), 48)
-    data = Path(splits.__file__).parents[1] / "data" / "rollouts"
+    data = Path(splits.__file__).parents[2] / "data" / "rollouts"
     others = [row for kind in ("train_T1", "held_out_T1", "held_out_T0") for row in texts(read(data / kind)).prompts]
     found = apart(ranking, final, others, "shipped")
     assert (len(found.ranking), len(found.final)) == (len(ranking), len(final)) and len(final) > 150 > len(ranking) > 60

@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 import torch
 
-from inference import Engine, Sampling, round, verify
+from inference import Engine, Sampling, round
 from inference.exactness.checks import check, check_calls, check_depth
 from inference.exactness.side_by_side import Figures, pair_figures
 from inference.exactness.ties import Difference, excused
@@ -17,6 +17,7 @@ from inference.policy import Fixed
 from inference.proposers import Independent
 from inference.proposers.base import Proposal
 from inference.stats import Counts
+from inference.verify import chain
 from tests.test_exactness import constant
 from tests.tiny import near, tiny
 
@@ -157,16 +158,16 @@ def test_a_draft_law_of_another_temperature_fails(dtype):
 
 
 def test_the_residual_of_another_rule_fails(monkeypatch):
-    residual = verify._residual
-    monkeypatch.setattr(verify, "_residual", lambda p, q, n, k, w: residual(p, q, n, k, None))
+    residual = chain._residual
+    monkeypatch.setattr(chain, "_residual", lambda p, q, n, k, w: residual(p, q, n, k, None))
     assert not calls(rule="block", noise=0.1)[0].passed
-    monkeypatch.setattr(verify, "_residual", lambda p, q, n, k, w: verify._at(p, n))
+    monkeypatch.setattr(chain, "_residual", lambda p, q, n, k, w: chain._at(p, n))
     assert calls(noise=0.1, rows=32)[0].z > 4
 
 
 def test_coins_that_are_the_drafts_own_numbers_fail(monkeypatch):
     """Of one law after every text: with laws that differ by context the error averages out in the counts."""
-    monkeypatch.setattr(round.streams, "ACCEPT", round.streams.DRAFT)
+    monkeypatch.setattr(round, "ACCEPT", round.DRAFT)
     target, draft = constant([0.6, 0.3, 0.1]), constant([0.3, 0.2, 0.5])
     engine = Engine(target, Independent(draft), policy=Fixed(K), rows=128)
     texts = [[token % 3] for token in range(128)]

@@ -9,7 +9,7 @@ def resolve(path: str) -> str:
     """The folder of the bundled target for "bundled", else `path` as it is. Raises FileNotFoundError."""
     if path != NAME:
         return path
-    root = Path(__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parents[2]
     places = (root / "data" / "target", root / "cotrain" / "_data" / "target")
     for place in places:
         if (place / "config.json").is_file():

@@ -11,7 +11,7 @@ one test covers both.
 import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, arange
 from transformers import PreTrainedModel
@@ -21,8 +21,10 @@ from inference.models.forward import SHORT, Lean
 from inference.models.recording import Recording, bits, numbers_of, pool_for, repeated
 from inference.models.replays import Replays
 from inference.models.step import Drafting, Step
-from inference.proposers.base import Round
 from inference.sampling import certain
+
+if TYPE_CHECKING:
+    from inference.proposers.base import Round
 
 FEWEST = 64  # slots of the smallest bucket
 WIDTHS = (1, 2, 3, 5, 9, SHORT)  # ids a row of a bucket: an anchor and 0, 1, 2, 4, 8 drafts, or more
@@ -66,7 +68,14 @@ class Captured(Lean):
         return None if found is None else (found[0][:A], found[1][:A])
 
     def draft_for(
-        self, turn: Round, k: int, greedy: bool, tails: Tensor, ends: Tensor, window: Window, fit: Callable[..., Tensor]
+        self,
+        turn: "Round",
+        k: int,
+        greedy: bool,
+        tails: Tensor,
+        ends: Tensor,
+        window: Window,
+        fit: Callable[..., Tensor],
     ) -> tuple[Tensor, Tensor] | None:
         """As `draft`, k drafts by the round's own laws and draws, whatever its settings; greedy: the likeliest tokens.
         fit: logits of the model -> of the round's vocabulary. None also where the round is of another device."""
@@ -80,7 +89,7 @@ class Captured(Lean):
         )  # fmt: skip
         return found
 
-    def _choosing(self, turn: Round, k: int, greedy: bool, slots: int, fit: Callable[..., Tensor]) -> Any:
+    def _choosing(self, turn: "Round", k: int, greedy: bool, slots: int, fit: Callable[..., Tensor]) -> Any:
         step, stored = Drafting(self.weights, self.shape, k), self._stored(slots)
 
         def run(given: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:

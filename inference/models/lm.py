@@ -3,6 +3,7 @@
 import math
 import warnings
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,7 +17,9 @@ from inference.models.dtypes import widened
 from inference.models.forward import Forward, Lean, Stock
 from inference.models.llama import applies, can_round
 from inference.models.selfcheck import form_of, lean_agrees
-from inference.proposers.base import Round
+
+if TYPE_CHECKING:
+    from inference.proposers.base import Round
 
 FIRST_SLOTS = 256
 MASKED_ATTENTION = ("sdpa", "eager")
@@ -152,7 +155,7 @@ class LM:
         return self.run.draft(tails, at, even, temperature, greedy, window)
 
     def draft_for(
-        self, turn: Round, k: int, greedy: bool, tails: Tensor, ends: Sequence[int], at: Tensor
+        self, turn: "Round", k: int, greedy: bool, tails: Tensor, ends: Sequence[int], at: Tensor
     ) -> tuple[Tensor, Tensor] | None:
         """As `draft`, k drafts with the round's own laws and draws, where passes are replayed: None where they are not,
         or where drafts are ids that the model has no row for."""
