@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from inference import Engine, Sampling, round
+from inference.exactness import checks
 from inference.exactness.checks import check, check_calls, check_depth
 from inference.exactness.side_by_side import Figures, pair_figures
 from inference.exactness.ties import Difference, excused
@@ -260,3 +261,15 @@ def test_a_draft_with_a_smaller_context_is_predicted_as_it_drafts():
     found = verdict(target, Independent(draft))
     assert found.passed, found.lines()
     assert found.calls.measured > 8 * (NEW - 32)  # a call a token, past it
+
+
+@pytest.mark.parametrize(("noise", "limit"), [(1e-9, 0.5), (0.5, 1e-9)])
+def test_neither_noisy_passes_nor_a_wide_bound_alone_excuse(noise, limit, monkeypatch):
+    """Where certain laws are compared, what may be rounding is the smaller of the two."""
+    asked, right = [], checks.check_coupled
+    found = {"noise": noise, "limit": limit}
+    monkeypatch.setattr(checks, "check_coupled", lambda *given: dataclasses.replace(right(*given), **found))
+    monkeypatch.setattr(checks, "pair_figures", lambda *given: asked.append(given[5]) or pair_figures(*given))
+    target, draft = pair(SINGLE)
+    assert verdict(target, Independent(draft), Sampling(0)).calls.near == 0
+    assert asked[0] < 1e-8

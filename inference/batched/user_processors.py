@@ -22,7 +22,7 @@ def processed(
     messages: dict[int, str],
 ) -> Tensor:
     """Logits (A, n, V) of the places after first, first + 1, ... drafted ids x (A, K), own processors applied in rows
-    `user_processors`; a new tensor.
+    `own`; a new tensor.
 
     None is asked about a text that cannot be: behind a row's own k, behind an end, or behind a draft without mass. What
     one raises is kept in `messages` by row, and leaves no token there.
