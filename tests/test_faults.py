@@ -157,6 +157,16 @@ def test_nan_of_refused_drafts_is_never_held_against_a_text(rows: int) -> None:
             assert found.tokens == wanted.tokens and found.errors == [None] * 10
 
 
+def test_no_slot_keeps_nan() -> None:
+    """Of a row that ended for it: a shorter text that comes next does not write over all that it left."""
+    prompts, run = [[4, 4], [5] * 6 + [30] + [5] * 5, [9]], RUN | {"max_new_tokens": [20, 20, 2]}
+    engine = Engine(no_logits(tiny(), 30), verify="coupled", rows=2)
+    found = engine.generate(prompts, sampling=Sampling(0.9, logit_bias={30: -1e9}), **run)
+    assert found.finish == ["length", "error", "length"]
+    kept = [part for store in engine.target.cache.stores for part in (store.keys, store.values)]
+    assert all(bool(part.isfinite().all()) for part in kept)
+
+
 class Always(NGram):
     """Drafts one id, whatever the text."""
 

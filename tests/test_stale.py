@@ -77,3 +77,13 @@ def test_every_change_of_one_element_is_seen(dtype):
     seen.add(fingerprint(layer))
     layer.bias.data[52] += 0.25
     assert len(seen | {fingerprint(layer)}) == 8
+
+
+def test_values_that_change_places_are_seen():
+    """Rows of a matrix, whose columns then add up as before, and columns, whose rows do."""
+    layer = torch.nn.Linear(128, 128, bias=False, dtype=torch.float64)
+    order, seen = [1, 0, *range(2, 128)], {fingerprint(layer)}
+    layer.weight.data.copy_(layer.weight.data[order])
+    seen.add(fingerprint(layer))
+    layer.weight.data.copy_(layer.weight.data[:, order])
+    assert len(seen | {fingerprint(layer)}) == 3

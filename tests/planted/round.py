@@ -12,7 +12,7 @@ ROWS_OF_BUGS = [
     ('drafts_without_a_law_are_tested', 'inference/round.py', 'missing = missing | without_law(q)', 'pass', ['tests/test_batched_settings.py::test_drafts_end_where_a_law_is_missing'], 40),
     ('processors_asked_behind_a_rows_drafts', 'inference/batched/user_processors.py', 'if len(draft) > k[a] or not', 'if not', ['tests/test_faults.py::test_processors_are_not_asked_behind_a_rows_own_drafts[draft]'], 40),
     ('nan_becomes_a_greedy_token', 'inference/sampling.py', 'none = top - top  # 0, or NaN', 'none = torch.zeros_like(top)', ['tests/test_batched_settings.py::test_no_law_is_nan_throughout'], 41),
-    ('poisoned_slots_are_handed_on', 'inference/engine.py', 'if run.active[slot].stained:', 'if False:', ['tests/test_faults.py::test_nan_in_a_prompt_ends_its_row_and_leaves_no_trace'], 41),
+    ('poisoned_slots_are_handed_on', 'inference/engine.py', 'if run.active[slot].stained:', 'if False:', ['tests/test_faults.py::test_no_slot_keeps_nan'], 41),
     ('a_draft_with_nan_ends_its_row', 'inference/engine.py', '        if doubtful and not row.alone:\n            row.alone = True', '        if False:\n            row.alone = True', ['tests/test_faults.py::test_a_draft_with_nan_is_only_refused'], 40),
     ('processors_errors_end_the_call', 'inference/batched/user_processors.py', 'except Exception as error:', 'except NotImplementedError as error:', ['tests/test_faults.py::test_a_row_that_cannot_go_on_ends_alone[plain-token-raises]'], 42),
     ('streams_end_in_silence', 'inference/engine.py', 'if rows[0].error:', 'if False:', ['tests/test_faults.py::test_a_stream_raises_with_the_message_of_its_row'], 42),
