@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-SERVE = Path(__file__).parents[2] / "inference" / "vllm_serve.py"
+SERVE = Path(__file__).parents[2] / "inference" / "servers" / "vllm_serve.py"
 START = 180  # seconds
 
 
