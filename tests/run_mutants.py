@@ -215,9 +215,11 @@ def main(names: list[str]) -> int:
             print("The named tests must pass on the unmodified tree first.", file=sys.stderr)
             return 1
         results = run([Job(mutant, mutant.tests) for mutant in rows], slots)
-    failed = sum(result.status != CAUGHT for result in results)
-    print(f"{len(results) - failed} passed, {failed} failed")
-    return int(failed > 0)
+    failed = [result for result in results if result.status != CAUGHT]
+    for result in failed:
+        report(result)  # again, where a long log ends
+    print(f"{len(results) - len(failed)} passed, {len(failed)} failed")
+    return int(bool(failed))
 
 
 if __name__ == "__main__":
