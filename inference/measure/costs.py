@@ -21,7 +21,7 @@ from inference.round import DecodingRound
 from inference.sampling import Sampling
 
 Key = TypeVar("Key", bound=Hashable)
-SPANS = (2, 6)  # draft lengths that are timed; every other one lies on their line
+SPANS = (2, 8)  # draft lengths that are timed; every other one lies on their line
 SPREAD = 7  # tokens between the lengths of one text and the next
 
 
