@@ -160,7 +160,7 @@ def _tasks(
     rows = [Request(i, i, text, K + 1, sampling, frozenset()) for i, text in enumerate(texts)]
     at = [len(text) - 1 for text in texts]
     ids = torch.tensor([text[-1:] * (K + 1) for text in texts], device=target.device)
-    logits = target.forward(ids, at).clone()  # (B, K+1, V)
+    logits = target.forward(ids, at).logits.clone()  # (B, K+1, V)
 
     noise = Uniforms(0, target.device)
 
