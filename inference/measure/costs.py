@@ -19,6 +19,7 @@ from inference.proposers.independent import Independent, store_prompts
 from inference.request import Request
 from inference.round import DecodingRound
 from inference.sampling import Sampling
+from inference.verify.rules import RULES
 
 Key = TypeVar("Key", bound=Hashable)
 SPANS = (2, 6)  # draft lengths that are timed; every other one lies on their line
@@ -165,7 +166,7 @@ def _tasks(
     noise = Uniforms(0, target.device)
 
     def turn(k: int, lm: LM) -> DecodingRound:
-        return DecodingRound(rows, [k] * len(rows), "token", noise, lm.vocabulary, lm.device)
+        return DecodingRound(rows, [k] * len(rows), RULES["token"], noise, lm.vocabulary, lm.device)
 
     # of several rows, some accepted every draft and lacks two ids
     stored = [len(text) - 1 - (len(texts) > 1) for text in texts]
