@@ -14,6 +14,7 @@ from inference.models.llama import Shape, flash
 from inference.models.lm import LM
 from inference.policy import Fixed
 from inference.proposers import Independent
+from inference.proposers.base import Host
 from tests import standin
 from tests.tiny import near, tiny
 
@@ -120,7 +121,7 @@ def test_graphs_are_gone_before_the_cache_grows() -> None:
 def test_graphs_are_the_default_on_a_gpu_alone() -> None:
     assert not Engine(tiny()).target.compiled
     host = Independent(tiny())
-    host.open(1, 32, 64)
+    host.open(Host(1, 0, 32, 64, LM(host.model, 1)))
     assert not host.lm.compiled
     with standin.device() as gpu:
         target, draft = tiny().to("cuda"), Independent(near(tiny()).to("cuda"))

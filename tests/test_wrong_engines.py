@@ -148,7 +148,7 @@ class Warmer(Independent):
     """Says that its law was warmer than the one that it drew from."""
 
     def propose(self, round):
-        x, q, k = super().propose(round)
+        x, q, k, _ = super().propose(round)
         return Proposal(x, (q.log() / 1.1).softmax(-1), k)
 
 

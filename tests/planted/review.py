@@ -2,7 +2,7 @@
 
 # fmt: off
 ROWS_OF_BUGS = [
-    ('row_stored_again_without_its_text', 'inference/engine.py', 'store_prompts(self.target, slot, [row.text])', 'store_prompts(self.target, slot, [row.text[: row.prompt]])', ['tests/test_faults.py::test_nan_of_refused_drafts_is_never_held_against_a_text'], 41),
+    ('row_stored_again_without_its_text', 'inference/slots.py', 'store_prompts(self.target, slot, [row.text])', 'store_prompts(self.target, slot, [row.text[: row.prompt]])', ['tests/test_faults.py::test_nan_of_refused_drafts_is_never_held_against_a_text'], 41),
     ('ids_behind_a_rows_drafts_are_read', 'inference/engine.py', '            x = torch.where(drafted, x, anchor)\n', '', ['tests/test_faults.py::test_nan_of_refused_drafts_is_never_held_against_a_text'], 41),
     ('banned_word_forgets_the_prompt', 'inference/batched/history.py', 'return [_last(row.text, self.width)', 'return [_last(row.new, self.width)', ['tests/test_review_gaps.py::test_a_banned_word_may_begin_in_the_prompt'], 11),
     ('last_processor_alone_counts', 'inference/batched/user_processors.py', 'scores = processor(ids, scores)', 'scores = processor(ids, place.clone())', ['tests/test_review_gaps.py::test_own_processors_act_one_after_the_other'], 11),
