@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from inference.drafts.draft_folder import load_draft
 from inference.models.dtypes import widened
 from inference.models.lm import LM, load_model
+from inference.models.passes import Layers, States
 from inference.proposers.base import Proposal, Round
 from inference.sampling import certain
 
@@ -161,8 +162,15 @@ def padded(rows: Sequence[list[int]]) -> list[list[int]]:
     return [row + row[-1:] * (width - len(row)) for row in rows]
 
 
-def store_prompts(lm: LM, low: int, prompts: Sequence[list[int]], chunk: int = 512) -> None:
-    """Store all but the last token of each prompt in slots low, low + 1, ..., `chunk` positions a pass."""
+def store_prompts(lm: LM, low: int, prompts: Sequence[list[int]], chunk: int = 512, *, states: Layers = ()) -> States:
+    """Store all but the last token of each prompt in slots low, low + 1, ..., `chunk` positions a pass.
+
+    Returns the states (A, n, D) of the layers `states`: column j is of a prompt's token j; those past its own are of no
+    token.
+    """
+    parts = [lm.no_states(len(prompts), states)]
     for start in range(0, max(map(len, prompts)) - 1, chunk):
         tails = [prompt[:-1][start : start + chunk] or prompt[:1] for prompt in prompts]
-        lm.store(torch.tensor(padded(tails), device=lm.device), [start] * len(prompts), low)
+        ids = torch.tensor(padded(tails), device=lm.device)
+        parts.append(lm.store(ids, [start] * len(prompts), low, states=states))
+    return {layer: torch.cat([part[layer] for part in parts], 1) for layer in states}
