@@ -181,7 +181,8 @@ class Engine:
         if min(proposal.k) < x.shape[1]:  # behind its drafts a row reads what it has read, which leaves no NaN
             drafted = torch.arange(x.shape[1], device=x.device) < turn.length(proposal.k).unsqueeze(1)
             x = torch.where(drafted, x, anchor)
-        return self.target.forward(torch.cat([anchor, x], 1), start, at=turn.sent["read"])
+        reads = self.proposer.reads if self.proposer else ()
+        return self.target.forward(torch.cat([anchor, x], 1), start, at=turn.sent["read"], states=reads)
 
     def _commit(
         self, run: Run, turn: DecodingRound, proposal: Proposal, found: Pass, table: list[list[int]]

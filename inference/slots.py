@@ -13,9 +13,9 @@ import torch
 
 from inference.batched.batch import Batch
 from inference.models.lm import LM
+from inference.models.prefill import store_prompts
 from inference.noise import Uniforms
 from inference.proposers.base import Host, Proposer
-from inference.proposers.independent import store_prompts
 from inference.request import Request
 from inference.stats import Counts, Stats
 
@@ -89,18 +89,18 @@ class Slots:
         low = len(run.active)
         new = _taken(run.waiting, self.target.rows - low)
         prompts = [row.text for row in new]
-        store_prompts(self.target, low, prompts)
+        states = store_prompts(self.target, low, prompts, states=run.reads)
         if run.proposer:
-            run.proposer.admit(low, prompts, {})
+            run.proposer.admit(low, prompts, states)
         run.active += new
 
     def _stage(self, run: Run) -> None:
         """Prompts of waiting rows, in spare slots."""
         low, new = self.target.rows, _taken(run.waiting, self.target.spare)
         prompts = [row.text for row in new]
-        store_prompts(self.target, low, prompts)
+        states = store_prompts(self.target, low, prompts, states=run.reads)
         if run.proposer:
-            run.proposer.stage(low, prompts, {})
+            run.proposer.stage(low, prompts, states)
         run.staged.extend((row, low + place) for place, row in enumerate(new))
 
     def _enter(self, run: Run, row: Request, slot: int) -> None:

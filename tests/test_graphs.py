@@ -44,10 +44,10 @@ def test_a_pass_is_one_copy_and_one_launch() -> None:
         assert isinstance(lm.run, Captured)
         for only in (None, torch.tensor([1, 0, 1, 1], device="cuda")):
             window = lm._window(ids(4, 2), [1, 2, 3, 3], 0, None)
-            lm.run.logits(ids(4, 2), window, only)
+            lm.run.forward(ids(4, 2), window, only)
             given = ids(4, 2)
             gpu.clear()
-            lm.run.logits(given, window, only)
+            lm.run.forward(given, window, only)
             assert gpu.ops["-"] == {"cat": 1} and sum(gpu.launches.values()) == 2
             assert not gpu.h2d and not gpu.d2h
 

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from inference.models.lm import LM
+from inference.models.prefill import store_prompts
 from inference.noise import Uniforms
 from inference.proposers.base import Host, Outcome
-from inference.proposers.independent import Independent, store_prompts
+from inference.proposers.independent import Independent
 from inference.request import Request
 from inference.round import DecodingRound
 from inference.sampling import Sampling

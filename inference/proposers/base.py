@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from inference.models.passes import States
+
 if TYPE_CHECKING:
     from inference.models.lm import LM
-
-States = Mapping[int, Tensor]  # layer of the target -> its states
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,9 @@ from transformers import PreTrainedModel
 from inference.drafts.draft_folder import load_draft
 from inference.models.dtypes import widened
 from inference.models.lm import LM, load_model
-from inference.proposers.base import Host, Outcome, Proposal, Proposer, Round, States
+from inference.models.passes import States
+from inference.models.prefill import padded, store_prompts
+from inference.proposers.base import Host, Outcome, Proposal, Proposer, Round
 from inference.sampling import certain
 
 
@@ -153,16 +155,3 @@ class Independent(Proposer):
 def _load(path: str) -> PreTrainedModel:
     """A local folder is checked as a draft folder; anything else is a hub id."""
     return widened(load_draft(path)[0]) if Path(path).is_dir() else load_model(path)
-
-
-def padded(rows: Sequence[list[int]]) -> list[list[int]]:
-    """Rows of one length, each padded on the right with its own last id: no row reads an id that is not its own."""
-    width = max(map(len, rows))
-    return [row + row[-1:] * (width - len(row)) for row in rows]
-
-
-def store_prompts(lm: LM, low: int, prompts: Sequence[list[int]], chunk: int = 512) -> None:
-    """Store all but the last token of each prompt in slots low, low + 1, ..., `chunk` positions a pass."""
-    for start in range(0, max(map(len, prompts)) - 1, chunk):
-        tails = [prompt[:-1][start : start + chunk] or prompt[:1] for prompt in prompts]
-        lm.store(torch.tensor(padded(tails), device=lm.device), [start] * len(prompts), low)
