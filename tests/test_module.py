@@ -22,7 +22,7 @@ from cotrain.evaluation.held_out import HeldOut, calibration_error, evaluate, he
 from cotrain.evaluation.held_out import figures as named
 from cotrain.losses.spec import NAMES, LossSpec, parse
 from cotrain.rollout.kept_texts import Texts
-from cotrain.students import independent_student
+from cotrain.students import independent
 from cotrain.teacher.target_model import Remembering, load_target, split
 from cotrain.training import optim
 from cotrain.training.callbacks import Kept, MeasureSpeed
@@ -185,7 +185,7 @@ def test_training_moves_the_draft_and_nothing_else(target: LlamaForCausalLM, tmp
 @pytest.mark.parametrize("quantisation", ["int8", "nf4"])
 def test_a_draft_learns_from_a_quantised_target(quantisation: str, tmp_path: Path) -> None:
     target = load_target(str(target_folder(tmp_path / "target")), quantisation)
-    small = independent_student.from_layers(target, [0])
+    small = independent.from_layers(target, [0])
     ids = torch.randint(VOCABULARY, (8, 16), generator=torch.Generator().manual_seed(1))
     blocks = Texts(ids, torch.ones(8, dtype=torch.int64), torch.full((8,), 16), ["a"] * 8)
     module = module_of(target, small, [Stage(1.0, LossSpec(losses.kl))], steps=16)
@@ -200,7 +200,7 @@ def test_a_draft_learns_from_a_quantised_target(quantisation: str, tmp_path: Pat
 
 def test_speed_is_measured_at_validations_and_survives_a_checkpoint(tmp_path: Path) -> None:
     speeds, taus = iter([1.2, 1.4]), iter([2.0, 1.8])
-    found = MeasureSpeed(lambda independent_student: {"speedup": next(speeds)}, lambda: next(taus), tmp_path / "one")
+    found = MeasureSpeed(lambda draft: {"speedup": next(speeds)}, lambda: next(taus), tmp_path / "one")
     with pytest.raises(ValueError, match="trainer.steps"):
         found.fastest()
     small = tiny(layers=1, seed=3)
@@ -211,7 +211,7 @@ def test_speed_is_measured_at_validations_and_survives_a_checkpoint(tmp_path: Pa
     assert found.fastest() == Kept(0, tmp_path / "one" / "step-0", 1.2, 2.0)  # a clock on few prompts does not rank
     kept = LlamaForCausalLM.from_pretrained(found.kept[1].path)
     assert all(torch.equal(value, small.state_dict()[name]) for name, value in kept.state_dict().items())
-    other = MeasureSpeed(lambda independent_student: {}, lambda: 0.0, tmp_path / "moved")
+    other = MeasureSpeed(lambda draft: {}, lambda: 0.0, tmp_path / "moved")
     other.load_state_dict(found.state_dict())
     moved = tmp_path / "moved"
     assert other.kept == [Kept(0, moved / "step-0", 1.2, 2.0), Kept(2, moved / "step-2", 1.4, 1.8)]
@@ -219,9 +219,7 @@ def test_speed_is_measured_at_validations_and_survives_a_checkpoint(tmp_path: Pa
 
 def test_training_ends_when_tau_no_longer_rises(tmp_path: Path) -> None:
     taus = [2.0, 2.5, 2.4, 2.6, 2.6, 2.5]
-    found = MeasureSpeed(
-        lambda independent_student: {"speedup": 1.0}, lambda: taus[len(found.kept)], tmp_path, patience=2
-    )
+    found = MeasureSpeed(lambda draft: {"speedup": 1.0}, lambda: taus[len(found.kept)], tmp_path, patience=2)
     alone = SimpleNamespace(barrier=lambda: None)
     run: Any = SimpleNamespace(logger=None, global_step=0, should_stop=False, is_global_zero=True, strategy=alone)
     ends = []

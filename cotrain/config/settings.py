@@ -82,9 +82,11 @@ class Quantisation:
 
 @dataclass
 class Draft:
-    """The shape of a draft that starts from random weights; `path` for init=pretrained. quantisation:
-    of its projections when it is served (none, int8, nf4): training is then quantisation-aware."""
+    """kind: of draft, see `cotrain.students.base`. The shape of one that starts from random weights; `path` for
+    init=pretrained. quantisation: of its projections when it is served (none, int8, nf4): training is then
+    quantisation-aware."""
 
+    kind: str
     path: str | None
     width: int
     layers: int

@@ -144,6 +144,7 @@ def export(
         regime=regime(sampling(job.cfg.regime)),
         made={"environment": report["environment"], "advice": report["extra"]["advice"], **made},
         int8=plan.int8,
+        kind=job.cfg.draft.kind,
     )
     save(plan.served, job.tokenizer, job.folder / "draft", metadata, report, replace=True)
     return report

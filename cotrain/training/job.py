@@ -152,6 +152,7 @@ class Job:
             names,
             objective(self.cfg.objective),
             given=self.prompts,
+            kind=self.cfg.draft.kind,
         )
 
 

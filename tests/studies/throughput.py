@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from cotrain.losses.spec import parse
-from cotrain.students import independent_student
+from cotrain.students import independent
 from cotrain.teacher.target_model import load_pair
 from cotrain.training import optim
 from cotrain.training.module import Distillation, Stage
@@ -95,7 +95,7 @@ def trl(target: Any, network: Any, tokenizer: Any, folder: str) -> Step:
 
 def run() -> dict[str, Any]:
     target, tokenizer = load_pair("bundled")
-    network = independent_student.from_layers(target, [0, 1, -2, -1]).train()
+    network = independent.from_layers(target, [0, 1, -2, -1]).train()
     ids = torch.randint(2, target.config.vocab_size, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
     steps = {"bare": bare(target, network), "kl": ours(target, network, "kl"), "tv": ours(target, network, "tv"),
              "kl, again": ours(target, network, "kl", 2**30)}  # fmt: skip
