@@ -65,6 +65,7 @@ class Student(Protocol):
     kind: str
     reads: tuple[int, ...]
     network: PreTrainedModel
+    vocabulary: int | None
 
     def __init__(
         self, network: PreTrainedModel, target: PreTrainedModel | None, vocabulary: int | None = None

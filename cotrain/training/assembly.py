@@ -16,8 +16,9 @@ from cotrain.teacher.provenance import Provenance, provenance
 from cotrain.teacher.target_model import halves, keeps_apart
 from cotrain.training import optim
 from cotrain.training.job import Job
-from cotrain.training.module import Distillation, Stage, refuse_merged
+from cotrain.training.module import Distillation
 from cotrain.training.progress import Progress, trapezoid
+from cotrain.training.stages import Stage, refuse_merged
 
 CHECKED = 32  # texts that are asked whether they are the target's own
 
@@ -47,7 +48,7 @@ def build(job: Job, network: PreTrainedModel) -> Distillation:
     _own(job, judged)
     rate, progress = cfg.optimizer, Progress(cfg.trainer.steps, cfg.trainer.minutes)
     module = Distillation(
-        network,
+        student_class(cfg.draft.kind)(network, job.target, job.vocabulary),
         job.target,
         taught,
         partial(optim.adamw, lr=rate.lr, weight_decay=rate.weight_decay, betas=rate.betas),
@@ -62,7 +63,7 @@ def build(job: Job, network: PreTrainedModel) -> Distillation:
         seed=cfg.trainer.seed,
         progress=progress,
         top=cfg.trainer.top,
-        vocabulary=job.vocabulary,
+        decay=cfg.loss.decay,
     )
     module.teacher.read = job.taught(module.teacher.read)
     return module
