@@ -52,6 +52,9 @@ class Heads:
 
     def refuse(self) -> None: ...
 
+    def keeps_apart(self) -> bool:
+        return True  # it reads no text but through the target
+
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
         states = seen.states[LAST]
         places = torch.arange(states.shape[0] * states.shape[1]).view(states.shape[:2])
