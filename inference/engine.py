@@ -20,9 +20,10 @@ from inference.policy import Fixed, Policy, lengths_of
 from inference.proposers.base import Proposal, Proposer
 from inference.proposers.independent import store_prompts
 from inference.request import Request
-from inference.round import RULES, DecodingRound
+from inference.round import DecodingRound
 from inference.sampling import Sampling
 from inference.stats import Counts, Stats
+from inference.verify.rules import Rule, rule_of
 
 Prompt = str | Sequence[int]
 
@@ -97,7 +98,7 @@ class Engine:
         target: PreTrainedModel | str,
         proposer: Proposer | None = None,
         *,
-        verify: str = "token",
+        verify: str | Rule = "token",
         policy: Policy = Fixed(4),  # noqa: B008 - frozen
         tokenizer: PreTrainedTokenizerBase | None = None,
         rows: int = 8,
@@ -105,14 +106,13 @@ class Engine:
         dtype: torch.dtype | str | None = None,
         compile: bool | None = None,
     ) -> None:
-        if verify not in RULES:
-            raise ValueError(f"verify: no rule {verify!r}; there are {', '.join(RULES)}")
+        rule = rule_of(verify)
         if rows < 1:
             raise ValueError(f"rows: at least one row, not {rows}")
         if isinstance(target, str):
             tokenizer = tokenizer or AutoTokenizer.from_pretrained(target)
             target = load_model(target, dtype)
-        self.proposer, self.rule, self.policy, self.tokenizer, self.rows = proposer, verify, policy, tokenizer, rows
+        self.proposer, self.rule, self.policy, self.tokenizer, self.rows = proposer, rule, policy, tokenizer, rows
         self.spare = spare_slots(rows)
         vocabulary = _vocabulary(target, tokenizer)
         self.target = LM(target, rows, vocabulary, context, compile=compile, spare=self.spare)
@@ -251,7 +251,7 @@ class Engine:
         if min(proposal.k) < x.shape[1]:  # behind its drafts a row reads what it has read, which leaves no NaN
             drafted = torch.arange(x.shape[1], device=x.device) < turn.length(proposal.k).unsqueeze(1)
             x = torch.where(drafted, x, anchor)
-        return self.target.forward(torch.cat([anchor, x], 1), start, at=turn.sent["read"])
+        return self.target.forward(torch.cat([anchor, x], 1), start, at=turn.sent["read"]).logits
 
     def _commit(
         self, run: _Run, turn: DecodingRound, proposal: Proposal, logits: Tensor, settled: list[list[int]]

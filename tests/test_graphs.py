@@ -67,7 +67,7 @@ def test_all_drafts_of_a_round_are_one_copy_and_one_launch() -> None:
         drafts, laws = (x.to("cpu") for x in found)
     host = LM(tiny(), 4, compile=False)
     host.store(torch.arange(4).view(4, 1), [0] * 4)
-    logits = host.forward(torch.arange(8).view(4, 2), [1, 2, 3, 1])[:, -1]
+    logits = host.forward(torch.arange(8).view(4, 2), [1, 2, 3, 1]).logits[:, -1]
     torch.testing.assert_close(laws[:, 0], (logits / temperature[:, None]).softmax(-1))
     assert drafts.shape == (4, 3)
 
@@ -79,7 +79,7 @@ def test_widths_share_a_graph_and_added_ids_change_nothing() -> None:
         lm, eager = captured(), LM(tiny().to("cuda"), 4)
         eager.store(ids(4, 1), [0] * 4)
         for n, start in ((4, [1, 2, 1, 2]), (5, [5, 6, 5, 6]), (4, [10, 11, 12, 12])):
-            found, wanted = lm.forward(ids(4, n), start), eager.forward(ids(4, n), start)
+            found, wanted = lm.forward(ids(4, n), start).logits, eager.forward(ids(4, n), start).logits
             torch.testing.assert_close(found.to("cpu"), wanted.to("cpu"))
         assert {bucket[1] for bucket in lm.run.graphs} == {5}
         before = gpu.recordings

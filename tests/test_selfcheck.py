@@ -71,7 +71,7 @@ def test_what_disagrees_runs_through_transformers(monkeypatch):
         lm = LM(model, 2)
     assert isinstance(lm.run, Stock)
     with torch.no_grad():
-        torch.testing.assert_close(lm.forward(ids, [0, 0]), model(input_ids=ids).logits)
+        torch.testing.assert_close(lm.forward(ids, [0, 0]).logits, model(input_ids=ids).logits)
 
 
 class Doubled(LlamaForCausalLM):
@@ -86,7 +86,7 @@ def test_a_subclass_with_a_forward_of_its_own_is_not_bypassed():
     model, ids = tiny(), torch.arange(14).view(2, 7)
     model.__class__ = Doubled
     with torch.no_grad():
-        torch.testing.assert_close(LM(model, 2).forward(ids, [0, 0]), model(input_ids=ids).logits)
+        torch.testing.assert_close(LM(model, 2).forward(ids, [0, 0]).logits, model(input_ids=ids).logits)
 
 
 def test_a_part_of_another_class_is_not_bypassed():

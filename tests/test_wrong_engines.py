@@ -228,9 +228,9 @@ def test_texts_are_those_of_rounds_with_drafts(monkeypatch):
     target, draft = pair(SINGLE)
     engine, texts = run(target, Independent(draft))
     propose = engine.proposer.propose
-    monkeypatch.setattr(engine.proposer, "propose", lambda round: asked.append(round.rule) or propose(round))
+    monkeypatch.setattr(engine.proposer, "propose", lambda round: asked.append(round.rule.name) or propose(round))
     found = check(engine, texts, Sampling(), NEW)
-    assert set(asked) == {"coupled"} and engine.rule == "token"
+    assert set(asked) == {"coupled"} and engine.rule.name == "token"
     assert (found.text.prompts, found.text.compared, found.text.tokens) == (8, 8 * NEW, 8 * NEW)
 
 

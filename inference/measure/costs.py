@@ -19,6 +19,7 @@ from inference.proposers.independent import Independent, store_prompts
 from inference.request import Request
 from inference.round import DecodingRound
 from inference.sampling import Sampling
+from inference.verify.rules import RULES
 
 Key = TypeVar("Key", bound=Hashable)
 SPANS = (2, 6)  # draft lengths that are timed; every other one lies on their line
@@ -160,12 +161,12 @@ def _tasks(
     rows = [Request(i, i, text, K + 1, sampling, frozenset()) for i, text in enumerate(texts)]
     at = [len(text) - 1 for text in texts]
     ids = torch.tensor([text[-1:] * (K + 1) for text in texts], device=target.device)
-    logits = target.forward(ids, at).clone()  # (B, K+1, V)
+    logits = target.forward(ids, at).logits.clone()  # (B, K+1, V)
 
     noise = Uniforms(0, target.device)
 
     def turn(k: int, lm: LM) -> DecodingRound:
-        return DecodingRound(rows, [k] * len(rows), "token", noise, lm.vocabulary, lm.device)
+        return DecodingRound(rows, [k] * len(rows), RULES["token"], noise, lm.vocabulary, lm.device)
 
     # of several rows, some accepted every draft and lacks two ids
     stored = [len(text) - 1 - (len(texts) > 1) for text in texts]

@@ -16,6 +16,7 @@ from inference.models.cuda_graphs import Captured
 from inference.models.dtypes import widened
 from inference.models.forward import Forward, Lean, Stock
 from inference.models.llama import applies, can_round
+from inference.models.passes import Pass
 from inference.models.selfcheck import form_of, lean_agrees
 
 if TYPE_CHECKING:
@@ -113,16 +114,16 @@ class LM:
         low: int = 0,
         only: Tensor | None = None,
         at: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Pass:
         """One pass: ids (A, n) of slots [low, low + A) at positions start_b, start_b + 1, ...
 
-        Returns logits (A, n, V), or (A, 1, V) after id `only` (A,) of each row. at (A,): `start` where it is on the
+        Its logits are (A, n, V), or (A, 1, V) after id `only` (A,) of each row. at (A,): `start` where it is on the
         device already. Where passes are replayed, the next pass of this LM overwrites them: copy what must last.
         Entries of a row past its real tokens are computed from whatever ids stand there and overwritten by its next
         pass.
         """
         asked = only if ids.shape[1] > 1 else None  # of one id there is nothing to choose
-        return self._fitted(self.run.logits(self._known(ids), self._aimed(ids, start, low, at), asked))
+        return Pass(self._fitted(self.run.logits(self._known(ids), self._aimed(ids, start, low, at), asked)))
 
     def _fitted(self, logits: Tensor) -> Tensor:
         """Logits (..., size) -> (..., V) of the vocabulary."""

@@ -113,7 +113,7 @@ class Independent:
             drafted.append(turn.draw(laws[-1], depth))
             if depth + 1 < K:
                 ids, at = self._here(drafted[-1].unsqueeze(1), turn.send()["follows"] + depth)
-                logits = self.lm.forward(ids, [end + depth for end in follows], at=at)[:, -1]
+                logits = self.lm.forward(ids, [end + depth for end in follows], at=at).logits[:, -1]
         rows = zip(turn.texts, k, self.stored, strict=True)
         self.stored = [len(text) + K - 1 if wanted else stored for text, wanted, stored in rows]
         return Proposal(torch.stack(drafted, 1), torch.stack(laws, 1), k)
@@ -122,7 +122,7 @@ class Independent:
         """Logits (A, V) after each whole text; ragged tails are padded on the right, past what is read."""
         sent = self.sent or turn.send(k, **self._lacking(turn.texts, k))
         ids, only, at = self._here(sent["lacking"], sent["only"], sent["stored"])
-        return self.lm.forward(ids, self.stored, only=only, at=at)[:, 0]
+        return self.lm.forward(ids, self.stored, only=only, at=at).logits[:, 0]
 
     def _lacking(self, texts: Sequence[list[int]], k: list[int]) -> dict[str, Any]:
         """Ids that the slots lack, which of them is the last one, where they go, and where the first draft goes: of a
