@@ -10,7 +10,6 @@ import torch
 from tests.exact import F64, Tree
 
 MODES = ("without", "with", "deterministic")  # replacement; or the likeliest children
-RANDOM = (("dense", "dense"),)
 
 
 def topologies(N: int) -> list[tuple[int, ...]]:
@@ -37,9 +36,11 @@ class Case:
     p (B, N+1, V), q (B, N, V), x (B, N), weight (B,).
     """
 
-    def __init__(self, parents: tuple[int, ...], mode: str, V: int = 3, kinds: tuple[str, str] = RANDOM[0]) -> None:
+    def __init__(
+        self, parents: tuple[int, ...], mode: str, V: int = 3, kinds=("dense", "dense"), like: Tree | None = None
+    ) -> None:
         self.parents, self.mode, self.N, self.V, self.D = parents, mode, len(parents), V, depth(parents)
-        self.laws = Tree(V, self.D, kinds)
+        self.laws = like or Tree(V, self.D, kinds)
         rows = [found for x in itertools.product(range(V), repeat=self.N) if (found := self.row(x))]
         self.p, self.q, self.x = (torch.stack([row[i] for row in rows]) for i in range(3))
         self.weight = torch.tensor([row[3] for row in rows], dtype=F64)
