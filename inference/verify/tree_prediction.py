@@ -77,7 +77,7 @@ def reach_tree(
     if most > accept.shape[-1] or (accept.ndim == 4 and levels > accept.shape[2]):
         found = f"(B, T{', K' * (accept.ndim == 4)}, C) = {tuple(accept.shape)}"
         raise ValueError(f"the tree has {levels} levels and up to {most} children of a node, accept is {found}")
-    tables = [_of_rounds(accept, level, lengths) for level in range(levels)]
+    tables = [of_rounds(accept, level, lengths) for level in range(levels)]
     whole = torch.ones_like(accept[:, :, 0] if accept.ndim == 3 else accept[:, :, 0, 0])
     reach = [torch.zeros_like(whole) for _ in range(levels)]
     chances: list[Tensor] = []
@@ -109,7 +109,7 @@ def tau_tree(
     return tau_from(reach_tree(accept, parents, lengths, k), lengths)
 
 
-def _of_rounds(accept: Tensor, level: int, lengths: Tensor | None) -> Tensor:
+def of_rounds(accept: Tensor, level: int, lengths: Tensor | None) -> Tensor:
     """Chances (B, T, C) of token t + level, for the round that starts at t; 0 past the text's end."""
     now = accept if accept.ndim == 3 else accept[:, :, level]
     if lengths is not None:
