@@ -22,7 +22,7 @@ from inference.verify.prediction import (
     tau,
     tau_block,
 )
-from inference.verify.tree_prediction import calls_variance_tree, expected_calls_tree, reach_tree, tau_tree
+from inference.verify.tree_prediction import calls_variance_tree, expected_calls_tree
 
 __all__ = [
     "alpha",

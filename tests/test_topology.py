@@ -18,9 +18,9 @@ from inference.proposers.topology import (
     pruned,
     sampled,
 )
-from inference.verify.tree import traversal, tree
+from inference.verify import traversal, tree
 from inference.verify.tree_prediction import rank_of
-from tests.exact import F64, Tree, chi_square, laws
+from tests.exact import F64, Tree, chi_square
 from tests.trees import depth, judged, topologies
 
 
@@ -116,7 +116,7 @@ def test_pruning_keeps_whole_paths():
 
 
 def grown(laws_: Tree, V: int):
-    """All drafts of a tree of two levels of two nodes, the second level's parents chosen by laws; each with its chance."""
+    """All drafts of two levels of two nodes, the second level's parents chosen by laws, each with its chance."""
     first = [(ids, chance) for ids, chance in orders(laws_.q[0][0], 2)]
     pair = torch.tensor([ids for ids, _ in first])  # (A, 2)
     score = child_scores(torch.zeros(len(first), 1, dtype=F64), laws_.q[0].expand(len(first), 1, V), 2)[:, 0]

@@ -6,14 +6,15 @@ import pytest
 import torch
 
 from cotrain import acceptance
-from inference.verify import prediction, tree_prediction
-from inference.verify.tree import tree
+from inference.verify import prediction, tree, tree_prediction
 from inference.verify.tree_prediction import by_draw, by_rank, expected_calls_tree, rank_of, reach_tree
 from tests.exact import F64, laws
 from tests.test_tree_rules import cells
 from tests.trees import Case, depth, siblings_before, topologies
 
-TREES: list[tuple[int, ...]] = [parents for N in (1, 2, 3) for parents in topologies(N)] + topologies(4)[::4] + [(-1, -1, 0, 0, 1, 1)]
+TREES: list[tuple[int, ...]] = (
+    [parents for N in (1, 2, 3) for parents in topologies(N)] + topologies(4)[::4] + [(-1, -1, 0, 0, 1, 1)]
+)
 
 
 def most_children(parents) -> int:

@@ -6,13 +6,17 @@ import math
 import pytest
 import torch
 
-from inference.verify import block, token, tree
+from inference.models.replays import Replays
+from inference.noise import ACCEPT, RESIDUAL, children_states, gumbel_after, uniform
+from inference.proposers.topology import likeliest, sampled
+from inference.sampling import draw
+from inference.verify import block, token, traversal, tree
 from inference.verify.lossy_typical import EXACT, lossy_typical
-from inference.verify.tree import traversal
-from tests.exact import F64, laws
+from tests import standin
+from tests.exact import F64, chi_square, laws
 from tests.trees import MODES, Case, decided, judged, path_of, topologies
 
-RULES = {"tree": tree.tree, "traversal": traversal}
+RULES = {"tree": tree, "traversal": traversal}
 SMALL = [parents for N in range(1, 4) for parents in topologies(N)]
 FOUR = topologies(4)
 LATER_DEEPER = (-1, 0, 0, 2)  # the second of two siblings has a child, the first has none
@@ -127,11 +131,11 @@ def test_on_a_chain_the_rules_are_token_and_block(dtype, rowwise):
     x, u, k = torch.randint(V, (B, K)), torch.rand(B, K, dtype=F64), torch.randint(K + 1, (B,))
     chain = (-1, 0, 1, 2)
     parents = torch.tensor(chain).expand(B, -1) if rowwise else chain
-    for rule, other in ((tree.tree, token), (traversal, block)):
+    for rule, other in ((tree, token), (traversal, block)):
         one, same = rule(p, q, x, parents, u, k), other(p, q, x, u, k)
         assert torch.equal(one.accepted, same.accepted) and torch.equal(one.law, same.law)
         assert torch.equal(one.path, torch.where(torch.arange(K) < one.accepted.unsqueeze(-1), torch.arange(K), -1))
-    none = tree.tree(p[:, :1], q[:, :0], x[:, :0], (), u[:, :0])
+    none = tree(p[:, :1], q[:, :0], x[:, :0], (), u[:, :0])
     assert none.path.shape == (B, 0) and torch.equal(none.law, p[:, 0]) and not none.accepted.any()
 
 
@@ -179,3 +183,80 @@ def test_equal_laws_accept_the_first_children(rule):
     x[:, 1], x[:, 3], x[:, 5] = (x[:, 0] + 1) % 6, (x[:, 2] + 1) % 6, (x[:, 4] + 1) % 6
     accepted, path, law = RULES[rule](p.expand(-1, 7, -1), p.expand(-1, 6, -1), x, parents, torch.rand(30, 6))
     assert (accepted == 3).all() and (path == torch.tensor([0, 2, 4])).all() and torch.equal(law, p[:, 0])
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("mode", ["without", "deterministic"])
+def test_generation_over_rounds_has_the_law_of_the_target(rule, mode):
+    """The joint of four tokens of an i.i.d. pair, two or more rounds, with the library's streams."""
+    p, q = torch.tensor([0.5, 0.3, 0.2], dtype=F64), torch.tensor([0.2, 0.3, 0.5], dtype=F64)
+    rows, length, parents = 20_000, 4, (-1, -1, 0, 0)
+    row, start = torch.arange(rows), torch.zeros(rows, dtype=torch.int64)
+    text = torch.zeros(rows, length + 3, dtype=torch.int64)
+    node = torch.tensor([[0, 1]]).expand(rows, -1)
+    while (start < length).any():
+        g = gumbel_after(children_states(0, row, start), node, 3)
+        law = q.expand(rows, 2, -1)
+        x = (sampled(law, g, 2) if mode == "without" else likeliest(law, 2)).flatten(1)  # of the anchor, of node 0
+        u = uniform(0, row, start, torch.arange(4), ACCEPT)
+        draft = q.expand(rows, 4, -1) if mode == "without" else None
+        accepted, path, last = RULES[rule](p.expand(rows, 5, -1), draft, x, parents, u)
+        end = draw(last, uniform(0, row, start, torch.zeros(1, dtype=torch.int64), RESIDUAL)[:, 0])
+        new = torch.cat([x.gather(1, path.clamp(min=0)), end.unsqueeze(1)], 1)
+        new = new.scatter(1, accepted.unsqueeze(1), end.unsqueeze(1))
+        for i in range(3):
+            going = (i <= accepted) & (start < length)
+            text[row[going], start[going] + i] = new[going, i]
+        start = torch.where(start < length, start + accepted + 1, start)
+    cells = torch.bincount((text[:, :length] * 3 ** torch.arange(length)).sum(-1), minlength=3**length).double()
+    expected = torch.ones(1, dtype=F64)
+    for _ in range(length):
+        expected = torch.outer(p, expected).flatten()
+    assert chi_square(cells, expected * rows) > 1e-3
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rowwise", [False, True])
+def test_a_recorded_verdict_reads_nothing_and_copies_nothing(rule, rowwise):
+    """On the stand-in device, as a CUDA graph, replayed with other numbers: those of the host."""
+    B, V, parents = 5, 6, (-1, -1, 0, 0, 1, 4)
+    N = len(parents)
+
+    def drafts() -> dict[str, torch.Tensor]:
+        x = torch.rand(B, N, V).argsort(-1)[..., 0]
+        found = {"p": laws("dense", V, B * (N + 1)).view(B, N + 1, V), "q": laws("dense", V, B * N).view(B, N, V)}
+        found |= {"x": x, "u": torch.rand(B, N), "k": torch.randint(N + 1, (B,))}
+        return found | {"parents": torch.tensor(parents).expand(B, -1).contiguous()}
+
+    def verdict(at):
+        shape = at["parents"] if rowwise else parents
+        return RULES[rule](at["p"], at["q"], at["x"], shape, at["u"], at["k"])
+
+    with standin.device() as gpu:
+        replays = Replays(torch.device("cuda:0"))
+        for n in range(3):
+            given = drafts()
+            there = {name: value.to("cuda:0") for name, value in given.items()}
+            before = (sum(gpu.d2h.values()), sum(gpu.h2d.values()))
+            found = replays("verdict", there, frozenset(), lambda: verdict)
+            moved = (sum(gpu.d2h.values()), sum(gpu.h2d.values()))
+            assert n == 0 or moved == before
+            assert not replays.failed
+            for one, other in zip(found, verdict(given), strict=True):
+                torch.testing.assert_close(one.cpu(), other)
+
+
+def test_typical_acceptance_is_named_lossy_and_takes_the_deepest_path():
+    assert EXACT is False
+    p = torch.tensor([0.7, 0.2, 0.1]).expand(3, 5, 3)  # threshold .09: all but nothing; .3 exp(-H) = .135
+    x = torch.tensor([[1, 0, 2, 0], [2, 0, 0, 0], [1, 1, 1, 2]])
+    parents = (-1, -1, 0, 1)
+    kept = lossy_typical(p, x, parents, torch.tensor([4, 4, 1]), epsilon=0.15, delta=0.3)
+    assert kept.path.tolist() == [[1, 3], [1, 3], [0, -1]] and kept.accepted.tolist() == [2, 2, 1]
+    assert torch.equal(kept.law, p[:, 0])
+    strict = lossy_typical(p, x, parents, epsilon=0.9, delta=3.0)
+    assert strict.accepted.tolist() == [0, 0, 0]
+    assert lossy_typical(p[:, :1], x[:, :0], ()).accepted.tolist() == [0, 0, 0]
+    case = Case((-1,), "without")
+    verdict = lossy_typical(case.p, case.x, case.parents)
+    assert (case.emitted(case.x, verdict, case.weight) - case.laws.joint()).abs().max() > 0.01

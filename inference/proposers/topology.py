@@ -1,8 +1,8 @@
 """Shapes of trees of drafts, and the children of their nodes: pure functions of laws and noise.
 
-A shape is its parents: node i hangs on parents[i] < i, on the anchor where that is -1; siblings are tried in the order of
-their numbers. A static shape is a tuple, whose levels are drafted with one pass each (`levels`); a dynamic one is grown
-level by level, a tensor (A, N) with a shape a row (`best`, `pruned`).
+A shape is its parents: node i hangs on parents[i] < i, on the anchor where that is -1; siblings are tried in the order
+of their numbers. A static shape is a tuple, whose levels are drafted with one pass each (`levels`); a dynamic one is
+grown level by level, a tensor (A, N) with a shape a row (`best`, `pruned`).
 
 A rows, n nodes of a level, C or m children of a node, N nodes, V vocabulary.
 """
@@ -106,7 +106,7 @@ def child_scores(score: Tensor, law: Tensor, C: int) -> Tensor:
 
 def best(score: Tensor, width: int) -> Tensor:
     """Places (A, width), in rising order, of the highest scores (A, M), of equal ones the first: which nodes a level
-    expands, or which children (A, n * C) it gets, node by node, so that a child never stands without those before it."""
+    expands, or which children (A, n * C) it gets, node by node, so that no child stands without those before it."""
     return score.sort(dim=-1, descending=True, stable=True).indices[:, :width].sort(dim=-1).values
 
 

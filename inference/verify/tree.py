@@ -3,11 +3,11 @@
 B rows, N nodes, V vocabulary, D levels. Node i hangs on node parents[i] < i, or on the anchor where that is -1; nodes
 of one parent are siblings, tried in the order of their numbers. p (B, N+1, V): column 0 is the target's law after the
 anchor, column i + 1 that after node i. q (B, N, V): the draft's law at node i's parent, the same for all its children;
-None where children are deterministic (the likeliest ones), each child's law being one-hot then. x (B, N) drafted ids; u
-(B, N) uniforms in [0, 1), node i is tested with u[:, i] and passes where u < threshold, strictly; k (B,) nodes in use: a
-row has its first k_b nodes, nothing past them is read. Children of a parent were drawn without replacement unless
-`replacement` says so. A node whose own draft gives it no mass (more children than tokens) is never accepted and changes
-nothing. Computed in the inputs' dtype, float32 at least; nothing is read on the host.
+None where children are deterministic (the likeliest ones), each child's law being one-hot then. x (B, N) drafted ids.
+u (B, N) uniforms in [0, 1): node i is tested with u[:, i] and passes where u < threshold, strictly. k (B,) nodes in
+use: a row has its first k_b nodes, nothing past them is read. Children of a parent were drawn without replacement
+unless `replacement` says so. A node whose own draft gives it no mass (more children than tokens) is never accepted and
+changes nothing. Computed in the inputs' dtype, float32 at least; nothing is read on the host.
 """
 
 from functools import lru_cache
@@ -60,7 +60,10 @@ def traversal(
     p: Tensor, q: Tensor | None, x: Tensor, parents: Parents, u: Tensor, k: Tensor | None = None, *,
     replacement: bool = False,
 ) -> TreeVerdict:  # fmt: skip
-    """Traversal verification from the leaves up (Weng et al. 2025, 2505.12398): never fewer tokens than `tree`.
+    """Traversal verification from the leaves up (Weng et al. 2025, 2505.12398).
+
+    Never fewer tokens than `tree` where each sibling's subtree holds the shapes of later ones' (as grown shapes do);
+    where a later sibling goes deeper it can be fewer, since an earlier one takes acceptance from it.
 
     visit(node, w): each child x in order is visited with w_c = min(w p(x)/q(x), 1); where its subtree accepts, done;
     else R = max(w p - q, 0), w = sum R / (sum R + 1 - w) with 0/0 = 1, p = norm(R), q as in `tree`. Then the node is
