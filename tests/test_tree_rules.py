@@ -257,6 +257,5 @@ def test_typical_acceptance_is_named_lossy_and_takes_the_deepest_path():
     strict = lossy_typical(p, x, parents, epsilon=0.9, delta=3.0)
     assert strict.accepted.tolist() == [0, 0, 0]
     assert lossy_typical(p[:, :1], x[:, :0], ()).accepted.tolist() == [0, 0, 0]
-    case = Case((-1,), "without")
-    verdict = lossy_typical(case.p, case.x, case.parents)
-    assert (case.emitted(case.x, verdict, case.weight) - case.laws.joint()).abs().max() > 0.01
+    drawn = lossy_typical(p[:, :2], torch.arange(3).unsqueeze(1), (-1,))
+    assert drawn.accepted.tolist() == [1, 1, 1]  # whatever the draft drew: the text has the draft's law
