@@ -22,7 +22,7 @@ from inference.verify.prediction import (
     tau,
     tau_block,
 )
-from inference.verify.tree_prediction import calls_variance_tree, expected_calls_tree
+from inference.verify.tree_prediction import calls_variance_tree, expected_calls_tree, reach_tree, tau_tree
 
 __all__ = [
     "alpha",
@@ -43,9 +43,11 @@ __all__ = [
     "length_block",
     "prefix",
     "r_from",
+    "reach_tree",
     "speedup",
     "tau",
     "tau_block",
+    "tau_tree",
 ]
 
 

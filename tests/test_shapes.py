@@ -9,6 +9,8 @@ from inference.measure.costs import Costs
 from inference.measure.shapes import (
     best_shape,
     calls_left,
+    candidates,
+    gains,
     grow,
     positional,
     rated,
@@ -17,7 +19,7 @@ from inference.measure.shapes import (
 )
 from inference.proposers.topology import chain, from_paths, paths_of
 from inference.verify import prediction
-from inference.verify.tree_prediction import expected_calls_tree, reach_tree
+from inference.verify.tree_prediction import expected_calls_tree, of_rounds, reach_tree
 from tests.exact import F64
 from tests.trees import depth, path_of, siblings_before, topologies
 
@@ -57,6 +59,22 @@ def test_growth_takes_the_better_of_siblings_and_levels():
     first, second = torch.tensor([0.9, 0.02]).expand(2, 12, 2), torch.tensor([0.3, 0.6]).expand(2, 12, 2)
     assert grow(first.double(), 3, 4) == (-1, 0, 1)
     assert grow(second.double(), 3, 4) == (-1, -1, 1)
+
+
+def test_first_order_gains_are_derivatives_of_the_calls():
+    """A node that is there with a small chance saves that share of its gain."""
+    accept, lengths, small = accepts(3, 20, 2), torch.tensor([20, 9, 15]), 1e-6
+    parents = (-1, 0, -1, 0)
+    tables = [of_rounds(accept, level, lengths) for level in range(3)]
+    found = candidates(parents, tables, torch.ones(3, 20, dtype=F64))
+    assert {node: level for node, (level, _) in found.items()} == {1: 3, 2: 2, 3: 3}  # the anchor and node 0 have two
+    for node, gain in gains(accept, parents, found, lengths).items():
+        level, chance = found[node]
+        reach = torch.nn.functional.pad(reach_tree(accept, parents, lengths), (0, 1))
+        more = reach.clone()
+        more[..., level] += small * chance
+        saved = (prediction.calls_from(reach, lengths) - prediction.calls_from(more, lengths)).sum() / small
+        assert gain == pytest.approx(float(saved), rel=1e-4)
 
 
 def test_costs_decide_the_size():

@@ -20,7 +20,7 @@ from inference.proposers.topology import (
 )
 from inference.verify import traversal, tree
 from inference.verify.tree_prediction import rank_of
-from tests.exact import F64, Tree, chi_square
+from tests.exact import F64, Tree, chi_square, laws
 from tests.trees import depth, judged, topologies
 
 
@@ -113,6 +113,14 @@ def test_pruning_keeps_whole_paths():
         assert kept == sorted(sorted(range(M), key=lambda i: (-score[a, i], i))[:N])
         assert [kept[i] if i >= 0 else -1 for i in above[a].tolist()] == parents[a, kept].tolist()
         assert (above[a] < torch.arange(N)).all()
+
+
+def test_a_child_is_decided_by_the_largest_masses():
+    """Scores are the same whatever ids the masses stand at: which token a child is decides nothing."""
+    law, score = laws("dense", 6, 8).view(4, 2, 6), torch.rand(4, 2, dtype=F64).log()
+    found = child_scores(score, law, 3)
+    torch.testing.assert_close(found, score.unsqueeze(-1) + law.sort(-1, descending=True).values[..., :3].log())
+    assert torch.equal(found, child_scores(score, law[..., torch.randperm(6)], 3))
 
 
 def grown(laws_: Tree, V: int):

@@ -76,16 +76,16 @@ def grow(accept: Tensor, most: int, depth: int, lengths: Tensor | None = None, t
     whole = torch.ones_like(of_rounds(accept, 0, lengths)[..., 0])
     parents: Parents = ()
     for _ in range(most):
-        found = _candidates(parents, tables, whole)
+        found = candidates(parents, tables, whole)
         if not found:
             break
-        gains = _gains(accept, parents, found, lengths)
-        order = sorted(found, key=gains.__getitem__, reverse=True)[:tries]
+        saved = gains(accept, parents, found, lengths)
+        order = sorted(found, key=saved.__getitem__, reverse=True)[:tries]
         parents = (*parents, min(order, key=lambda parent: _calls(accept, (*parents, parent), lengths)))
     return parents
 
 
-def _candidates(parents: Parents, tables: Sequence[Tensor], whole: Tensor) -> dict[int, tuple[int, Tensor]]:
+def candidates(parents: Parents, tables: Sequence[Tensor], whole: Tensor) -> dict[int, tuple[int, Tensor]]:
     """By parent, the depth of its next child and P(a round that starts at t reaches it | text) (B, T)."""
     depths, ranks = (0, *depths_of(parents)), ranks_of(parents)
     chances = [whole]
@@ -99,8 +99,8 @@ def _candidates(parents: Parents, tables: Sequence[Tensor], whole: Tensor) -> di
     return found
 
 
-def _gains(
-    accept: Tensor, parents: Parents, candidates: dict[int, tuple[int, Tensor]], lengths: Tensor | None
+def gains(
+    accept: Tensor, parents: Parents, found: dict[int, tuple[int, Tensor]], lengths: Tensor | None
 ) -> dict[int, float]:
     """Calls that each candidate saves, to first order: a round at t that reaches it goes on at t + depth + 1 in place
     of t + depth, sum_t s_t chance_t (E_{t+depth} - E_{t+depth+1}) with E the calls that remain."""
@@ -110,7 +110,7 @@ def _gains(
     left = F.pad(left, (0, T))
     return {
         node: float((s * chance * (left[:, depth : depth + T] - left[:, depth + 1 : depth + 1 + T])).sum())
-        for node, (depth, chance) in candidates.items()
+        for node, (depth, chance) in found.items()
     }
 
 
