@@ -6,15 +6,14 @@ import pytest
 import torch
 
 from cotrain import acceptance
-from inference.verify import prediction, tree, tree_prediction
-from inference.verify.tree_prediction import by_draw, by_rank, expected_calls_tree, rank_of, reach_tree
+from inference.verify import prediction, traversal, tree, tree_prediction
+from inference.verify.tree_prediction import by_draw, by_rank, expected_calls_tree, rank_of, reach_traversal, reach_tree
 from tests.exact import F64, laws
 from tests.test_tree_rules import cells
 from tests.trees import Case, depth, siblings_before, topologies
 
-TREES: list[tuple[int, ...]] = (
-    [parents for N in (1, 2, 3) for parents in topologies(N)] + topologies(4)[::4] + [(-1, -1, 0, 0, 1, 1)]
-)
+SMALL = [parents for N in (1, 2, 3) for parents in topologies(N)]
+TREES = [*SMALL, *topologies(4)[::4], (-1, -1, 0, 0, 1, 1)]
 
 
 def most_children(parents) -> int:
@@ -54,6 +53,47 @@ def test_the_joint_of_text_and_accepted_is_that_of_the_rule(mode):
             joint = case.emitted(case.x[at][of], one, chance[of])
             assert (joint - case.laws.joint() * reach[:, n]).abs().max() < 1e-12, (parents, n)
         assert reach.shape[1] == depth(parents) + 1
+
+
+def test_traversal_is_predicted_on_the_texts_of_the_rule():
+    """As above. Of two tokens only one can be refused, so that nothing is left to draw and the joint is exact."""
+    for parents, V in [
+        *((parents, 2) for parents in SMALL + topologies(4)[1::3]),
+        ((-1, -1, 0), 3),
+        ((-1, -1, -1, 0), 3),
+    ]:
+        for mode in ("without", "with"):
+            if V == 2 and mode == "with" and most_children(parents) > 2:
+                continue
+            case = Case(parents, mode, V)
+            x, p, q = texts(case)
+            reach = reach_traversal(p, q, x, parents, replacement=case.replacement, samples=1 if V == 2 else 64)
+            at, u, chance = cells("traversal", case)
+            verdict = traversal(case.p[at], case.q[at], case.x[at], parents, u, replacement=case.replacement)
+            for n in range(case.D + 1):
+                of = verdict.accepted >= n
+                one = type(verdict)(verdict.accepted[of], verdict.path[of], verdict.law[of])
+                joint = case.emitted(case.x[at][of], one, chance[of])
+                error = (joint - case.laws.joint() * reach[:, 0, n]).abs().max()
+                assert error < (1e-12 if V == 2 else 1e-3), (parents, mode, n)
+
+
+def test_traversal_of_a_chain_is_predicted_as_block():
+    B, T, V, K = 3, 9, 4, 3
+    p, q = laws("dense", V, B * T).view(B, T, V), laws("dense", V, B * T * K).view(B, T, K, V)
+    x = torch.randint(V, (B, T))
+    lengths = torch.tensor([9, 2, 6])
+    at = x.unsqueeze(-1), x.view(B, T, 1, 1).expand(B, T, K, 1)
+    logs = [law.log().gather(-1, ids).squeeze(-1) for law, ids in zip((p, q), at, strict=True)]
+    l = logs[1] - logs[0].unsqueeze(-1)
+    wanted = prediction.reach_block(l, K, lengths)
+    past = torch.arange(T) >= lengths.unsqueeze(-1)
+    p[past], q[past] = torch.nan, torch.nan
+    torch.testing.assert_close(reach_traversal(p, q, x, (-1, 0, 1), lengths, samples=2), wanted, rtol=0, atol=1e-12)
+    each = torch.randint(K + 1, (B, T))
+    some, wanted = reach_traversal(p, q, x, (-1, 0, 1), lengths, each), prediction.reach_block(l, each, lengths)
+    assert torch.equal(some[..., :1], wanted[..., :1]) and wanted.shape[-1] <= K + 1
+    torch.testing.assert_close(some[..., : wanted.shape[-1]], wanted, rtol=0, atol=1e-12)
 
 
 def refused_orders(p, q, count):
