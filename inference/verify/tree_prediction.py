@@ -45,7 +45,7 @@ def by_rank(rank: Tensor, children: int, dtype: torch.dtype = torch.float64) -> 
 
 
 def by_draw(
-    p: Tensor, q: Tensor, x: Tensor, children: int, *, replacement: bool = False, samples: int = 32, seed: int = 0
+    p: Tensor, q: Tensor, x: Tensor, children: int, *, replacement: bool = False, samples: int = 8, seed: int = 0
 ) -> Tensor:
     """accept (..., C) of children drawn from q, of the text's tokens x (...) with laws p, q (..., V).
 
@@ -113,7 +113,7 @@ def tau_tree(
 
 def reach_traversal(
     p: Tensor, q: Tensor, x: Tensor, parents: tuple[int, ...], lengths: Tensor | None = None,
-    k: int | Tensor | None = None, *, replacement: bool = False, samples: int = 32, seed: int = 0,
+    k: int | Tensor | None = None, *, replacement: bool = False, samples: int = 8, seed: int = 0,
 ) -> Tensor:  # fmt: skip
     """`reach_tree` under `tree.traversal` of children drawn from q -> (B, T, D+1).
 
