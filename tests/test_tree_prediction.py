@@ -87,6 +87,7 @@ def test_traversal_of_a_chain_is_predicted_as_block():
     logs = [law.log().gather(-1, ids).squeeze(-1) for law, ids in zip((p, q), at, strict=True)]
     l = logs[1] - logs[0].unsqueeze(-1)
     wanted = prediction.reach_block(l, K, lengths)
+    torch.testing.assert_close(reach_traversal(p, q, x, (-1, 0, 1), lengths), wanted, rtol=0, atol=1e-12)
     past = torch.arange(T) >= lengths.unsqueeze(-1)
     p[past], q[past] = torch.nan, torch.nan
     torch.testing.assert_close(reach_traversal(p, q, x, (-1, 0, 1), lengths, samples=2), wanted, rtol=0, atol=1e-12)
