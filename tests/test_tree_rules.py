@@ -121,6 +121,8 @@ def test_any_uniforms_decide_as_the_rule_node_by_node(rule, mode):
         depth = same.path.shape[1]
         assert torch.equal(same.path, verdicts.path[of][:, :depth])
         torch.testing.assert_close(same.law, verdicts.law[of], rtol=0, atol=1e-14)
+        rows = p[of], None if one_hot else q[of], x[of], torch.tensor(parents), u[of], k[of]
+        assert torch.equal(RULES[rule](*rows, replacement=mode == "with").path, verdicts.path[of])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, F64])

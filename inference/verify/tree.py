@@ -49,7 +49,8 @@ def tree(
     At a node with laws p and q its children are tried in order: child x is accepted where u < p(x) / q(x); a refusal
     makes p = norm(max(p - q, 0)) and takes x out of q, renormalised, where children were drawn without replacement.
     The token emitted at the end has the p of the last accepted node after its children's refusals. On a chain this is
-    `chain.token`. Shapes as above; parents: N ints, or (B, N) where rows differ.
+    `chain.token`. Shapes as above; parents: a tuple of N ints, whose siblings are judged at once, or (B, N) where rows
+    differ ((1, N) or (N,) of all rows alike).
     """
     steps, there = steps_of(parents, x, by_level=False), used(x, k)
     chances, rest = _judge(p, q, x, steps, there, replacement, carry=False)
@@ -175,7 +176,8 @@ def steps_of(parents: Parents, x: Tensor, by_level: bool) -> Steps:
     that differ by row: node after node."""
     if isinstance(parents, Tensor):
         nodes = torch.arange(x.shape[1], device=x.device).split(1)
-        return Steps(parents, nodes, tuple(i == 0 for i in range(len(nodes))), len(nodes))
+        above = parents if parents.ndim == 2 else parents.unsqueeze(0)
+        return Steps(above, nodes, tuple(i == 0 for i in range(len(nodes))), len(nodes))
     if len(parents) != x.shape[1]:
         raise ValueError(f"parents names {len(parents)} nodes, x has {x.shape[1]}: one parent a node")
     return _static_steps(parents, x.device, by_level)
