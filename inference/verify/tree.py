@@ -176,8 +176,8 @@ def steps_of(parents: Parents, x: Tensor, by_level: bool) -> Steps:
     that differ by row: node after node."""
     if isinstance(parents, Tensor):
         nodes = torch.arange(x.shape[1], device=x.device).split(1)
-        above = parents if parents.ndim == 2 else parents.unsqueeze(0)
-        return Steps(above, nodes, tuple(i == 0 for i in range(len(nodes))), len(nodes))
+        each = parents if parents.ndim == 2 else parents.unsqueeze(0)
+        return Steps(each, nodes, tuple(i == 0 for i in range(len(nodes))), len(nodes))
     if len(parents) != x.shape[1]:
         raise ValueError(f"parents names {len(parents)} nodes, x has {x.shape[1]}: one parent a node")
     return _static_steps(parents, x.device, by_level)
