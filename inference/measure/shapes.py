@@ -1,7 +1,7 @@
 """Which tree of drafts to serve: grown by the exact calls that each node saves on texts, under measured costs.
 
 accept (B, T, C) or (B, T, K, C), lengths (B,): as in `verify.tree_prediction`, on texts of the target. parents: as in
-`proposers.topology`. Texts are those of the rule `tree`; positional acceptance (`sequoia`) is beside it for comparison.
+`proposers.topology`. Rounds are verified by `verify.tree`; positional acceptance (`sequoia`) is there to compare with.
 """
 
 from collections.abc import Callable, Iterable, Sequence
