@@ -31,7 +31,7 @@ from cotrain.teacher.top_k import TopKAndRest
 from cotrain.training.interrupts import Signals
 from inference import load
 from inference.drafts.draft_folder import OBJECTIVES
-from inference.engine import ends_of
+from inference.request import ends_of
 from inference.servers.openai_client import Client
 
 

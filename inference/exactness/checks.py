@@ -4,10 +4,11 @@
 for token, up to ties: differences whose gap is below what rounding can move. At every token of a coupled text
 plain decoding is asked what it chooses there, so the comparison goes on behind a tie. (b) The target calls of
 the run are those that its texts must cost (`inference.verify.prediction`), within 4 sigma. (c) Drafts at depth 1 pass
-no more often than sum_v min(p, q) allows, within 3 sigma. (b) and (c) need q at every token of a text, so a
-draft that is a model of its own. (d) Logits of the engine's passes are those of transformers' own forward
-(`inference.exactness.agreement`). (a) and (d) run the very passes that were timed; (b) and (c) compare the run with
-passes of the same weights, dtypes and rounding in an engine of their own.
+no more often than sum_v min(p, q) allows, within 3 sigma. (b) and (c) read q at every token of a text: forced rounds
+find it for any kind of proposer (`forced`), one teacher-forced pass for a language model (`side_by_side`). (d) Logits
+of the engine's passes are those of transformers' own forward (`inference.exactness.agreement`). (a), (d) and forced
+rounds run the very passes that were timed; teacher-forced passes are of the same weights, dtypes and rounding, in an
+engine of their own.
 """
 
 import copy
@@ -18,13 +19,13 @@ from transformers import PreTrainedModel
 
 from inference.engine import Engine
 from inference.exactness.agreement import GAP, check_logits, most, step
-from inference.exactness.side_by_side import Figures, expected, pair_figures, rare_rounds, started
+from inference.exactness.side_by_side import Figures, expected, pair_figures, rare_rounds, reach_of, started
 from inference.exactness.teacher_forced import teacher_forced
 from inference.exactness.ties import MARGIN, Difference, compare_passes, compare_text, excused, first_difference
 from inference.exactness.verdict import CallsCheck, DepthCheck, LogitsCheck, TextCheck, Verdict
 from inference.measure.timing import Texts
-from inference.proposers import Independent
 from inference.sampling import Sampling
+from inference.verify.rules import RULES, Rule
 
 COMPARED = 1024  # tokens of (a): plain decoding of all that was timed would take as long again
 
@@ -63,16 +64,11 @@ def check(
     bound = GAP * min(max(logits.own, step(engine.target.model)), most(engine.target.model))
     text = check_coupled(engine, [prompts[key] for key in keys], keys, sampling, max_new_tokens, seed, bound)
     text = replace(text, tokens=sum(len(one) for one in dict(zip(texts.ids, texts.tokens, strict=True)).values()))
-    if not isinstance(engine.proposer, Independent):
-        why = f"not applicable, {type(engine.proposer).__name__} has no law for every token of a text"
-        return Verdict(
-            text, logits=logits, missing={"calls": f"target calls: {why}", "depth": f"acceptance at depth 1: {why}"}
-        )
     noise = min(MARGIN * text.noise, text.limit)
     figures = pair_figures(engine, engine.proposer, texts, sampling, max_new_tokens, noise, rows)
     calls, depth = check_calls(figures, texts, engine.rule), check_depth(figures, texts)
     missing = {
-        "calls": "target calls: not applicable, the coupled rule has no coins of its own",
+        "calls": f"target calls: not applicable, acceptance under {engine.rule.name} hangs on the noise of the text",
         "depth": "acceptance at depth 1: not applicable, no round drafted",
     }
     absent = {name: why for name, why in missing.items() if {"calls": calls, "depth": depth}[name] is None}
@@ -92,11 +88,11 @@ def check_coupled(
     decoding's choice at every token (`ties.compare_text`). bound: the largest gap that rounding may explain, in root
     mean squares of the logits."""
     coupled = copy.copy(engine)  # the same target and proposer, slots and compiled passes included
-    coupled.rule = "coupled"
+    coupled.rule = RULES["coupled"]
     out = coupled.generate(
         prompts, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed, ids=ids, ignore_eos=True
     )
-    engine.current = None
+    engine.slots.current = None
     made = out.whole().tokens  # a text that ends in an error is a part of the plain one, not equal to it
     found = compare_text(
         engine.target, prompts, made, sampling, width=_width(engine, prompts), noise_keys=(ids, seed), bound=bound
@@ -154,13 +150,13 @@ def check_text(
     return TextCheck(len(prompts), len(prompts) - len(differ), ties, len(differ) - ties, noise, gap, limit)
 
 
-def check_calls(figures: Figures, texts: Texts, rule: str) -> CallsCheck | None:
-    """(b) for a run under `rule`; None for the coupled one."""
-    found = expected(figures, rule)
-    if found is None:
+def check_calls(figures: Figures, texts: Texts, rule: Rule | str) -> CallsCheck | None:
+    """(b) for a run under `rule`; None where its calls hang on the noise that made the text."""
+    found, kept = expected(figures, rule), reach_of(figures, rule)
+    if found is None or kept is None:
         return None
-    near = int(figures.near_q.sum())
-    rare, rare_expected = rare_rounds(figures, texts, rule)
+    near = figures.near
+    rare, rare_expected = rare_rounds(figures, texts, kept)
     return CallsCheck(
         tokens=sum(map(len, texts.tokens)),
         measured=sum(row.target_calls for row in texts.counts),
@@ -186,7 +182,7 @@ def check_depth(figures: Figures, texts: Texts) -> DepthCheck | None:
         raise ValueError("exactness: the counts do not belong to these texts under this policy and limit")
     if rounds == 0:
         return None
-    alpha, near = figures.alpha[at], (figures.near_p | figures.near_q)[at]
+    alpha, near = figures.first(figures.alpha)[at], (figures.near_p | (figures.first(figures.near_q) > 0))[at]
     sigma = math.sqrt(float((alpha * (1 - alpha)).sum()) + int(near.sum())) / rounds
     accepted = sum(sum(row.accepted[:1]) for row in texts.counts)
     return DepthCheck(rounds, accepted, float(alpha.mean()), sigma)
