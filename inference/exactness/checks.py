@@ -1,4 +1,4 @@
-"""Whether a run was exact: three checks on the very prompts and texts that were measured.
+"""Whether a run was exact: five checks on the very prompts and texts that were measured.
 
 (a) Coupled decoding, in which plain and speculative decoding share their noise, gives the plain text token
 for token, up to ties: differences whose gap is below what rounding can move. At every token of a coupled text
@@ -6,7 +6,8 @@ plain decoding is asked what it chooses there, so the comparison goes on behind 
 the run are those that its texts must cost (`inference.verify.prediction`), within 4 sigma. (c) Drafts at depth 1 pass
 no more often than sum_v min(p, q) allows, within 3 sigma. (b) and (c) need q at every token of a text, so a
 draft that is a model of its own. (d) Logits of the engine's passes are those of transformers' own forward
-(`inference.exactness.agreement`). (a) and (d) run the very passes that were timed; (b) and (c) compare the run with
+(`inference.exactness.agreement`). (e) The target's surprise at the emitted tokens is that at its own
+(`inference.exactness.surprise`). (a) and (d) run the very passes that were timed; (b), (c) and (e) compare the run with
 passes of the same weights, dtypes and rounding in an engine of their own.
 """
 
@@ -19,9 +20,10 @@ from transformers import PreTrainedModel
 from inference.engine import Engine
 from inference.exactness.agreement import GAP, check_logits, most, step
 from inference.exactness.side_by_side import Figures, expected, pair_figures, rare_rounds, started
+from inference.exactness.surprise import check_surprise
 from inference.exactness.teacher_forced import teacher_forced
 from inference.exactness.ties import MARGIN, Difference, compare_passes, compare_text, excused, first_difference
-from inference.exactness.verdict import CallsCheck, DepthCheck, LogitsCheck, TextCheck, Verdict
+from inference.exactness.verdict import CallsCheck, DepthCheck, LogitsCheck, SurpriseCheck, TextCheck, Verdict
 from inference.measure.timing import Texts
 from inference.proposers import Independent
 from inference.sampling import Sampling
@@ -32,6 +34,7 @@ __all__ = [
     "CallsCheck",
     "DepthCheck",
     "LogitsCheck",
+    "SurpriseCheck",
     "TextCheck",
     "Verdict",
     "check",
@@ -39,6 +42,7 @@ __all__ = [
     "check_coupled",
     "check_depth",
     "check_logits",
+    "check_surprise",
     "check_text",
     "teacher_forced",
 ]
@@ -63,11 +67,11 @@ def check(
     bound = GAP * min(max(logits.own, step(engine.target.model)), most(engine.target.model))
     text = check_coupled(engine, [prompts[key] for key in keys], keys, sampling, max_new_tokens, seed, bound)
     text = replace(text, tokens=sum(len(one) for one in dict(zip(texts.ids, texts.tokens, strict=True)).values()))
+    surprise = check_surprise(engine, texts, sampling, _width(engine, texts.prompts), rows)
     if not isinstance(engine.proposer, Independent):
         why = f"not applicable, {type(engine.proposer).__name__} has no law for every token of a text"
-        return Verdict(
-            text, logits=logits, missing={"calls": f"target calls: {why}", "depth": f"acceptance at depth 1: {why}"}
-        )
+        missing = {"calls": f"target calls: {why}", "depth": f"acceptance at depth 1: {why}"}
+        return Verdict(text, logits=logits, missing=missing, surprise=surprise)
     noise = min(MARGIN * text.noise, text.limit)
     figures = pair_figures(engine, engine.proposer, texts, sampling, max_new_tokens, noise, rows)
     calls, depth = check_calls(figures, texts, engine.rule), check_depth(figures, texts)
@@ -76,7 +80,7 @@ def check(
         "depth": "acceptance at depth 1: not applicable, no round drafted",
     }
     absent = {name: why for name, why in missing.items() if {"calls": calls, "depth": depth}[name] is None}
-    return Verdict(text, calls, depth, logits, absent)
+    return Verdict(text, calls, depth, logits, absent, surprise)
 
 
 def check_coupled(
