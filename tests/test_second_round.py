@@ -12,6 +12,8 @@ from cotrain.config.settings import Bench
 from cotrain.data import prompts as shipped_prompts
 from cotrain.data.corpora import DOMAINS
 from cotrain.data.splits import Prompts
+from cotrain.losses import kl
+from cotrain.losses.spec import parse
 from inference import Engine, Sampling, round
 from inference.exactness.checks import Verdict, check
 from inference.exactness.surprise import check_surprise, moments
@@ -33,11 +35,15 @@ PROMPTS = [[1 + i % 7, (3 * i) % V, i % 5] for i in range(ROWS)]
 # --- texts whose law is not the target's
 
 
-def run(proposer: type[Independent | NGram], times: int = 1) -> tuple[Engine, Texts]:
+def run(
+    proposer: type[Independent | NGram],
+    times: int = 1,
+    sampling: Sampling = Sampling(),  # noqa: B008
+) -> tuple[Engine, Texts]:
     target = tiny(vocab=V, layers=1, seed=3, dtype=torch.float32)
     drafts = NGram() if proposer is NGram else Independent(near(target))
     engine, keys = Engine(target, drafts, policy=Fixed(K), rows=times * ROWS), row_ids(times * PROMPTS)
-    out = engine.generate(times * PROMPTS, max_new_tokens=NEW, seed=5, ids=keys, ignore_eos=True)
+    out = engine.generate(times * PROMPTS, max_new_tokens=NEW, sampling=sampling, seed=5, ids=keys, ignore_eos=True)
     return engine, Texts(times * PROMPTS, keys, out.tokens, out.stats.rows)
 
 
@@ -169,7 +175,20 @@ def test_an_end_id_of_zero_ends_a_text() -> None:
         assert (found.tokens, found.finish) == ([[0]], ["stop"])
 
 
-def test_sigma_of_acceptance_falls_with_the_rounds() -> None:
-    """It is at most that of fair coins, one a round, and above half of it here."""
-    depth = verdict(Independent).depth
-    assert depth and 0.25 < depth.sigma * depth.rounds**0.5 < 0.5
+def test_penalties_count_the_tokens_of_every_block() -> None:
+    """An exact engine passes: the laws that it is judged by know all that was generated, however long ago."""
+    sampling = Sampling(presence_penalty=2.0, frequency_penalty=0.5)
+    engine, texts = run(Independent, sampling=sampling)
+    found = check(engine, texts, sampling, NEW, seed=5)
+    assert found.passed and found.text.ties == 0, found.lines()
+
+
+def test_a_loss_that_stands_alone_has_its_weight() -> None:
+    logp, logq = torch.randn(2, 5, 7, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
+    for name in ("tv", "kl"):
+        alone, weighted = (parse(text).position for text in (name, f"0.25*{name}"))
+        assert alone is not None and weighted is not None
+        torch.testing.assert_close(weighted(logp, logq), 0.25 * alone(logp, logq))
+    both = parse("0.5*kl + 2*calls")
+    assert both.position is not None and [weight for weight, _ in both.sequence] == [2.0]
+    torch.testing.assert_close(both.position(logp, logq), 0.5 * kl(logp, logq))

@@ -17,5 +17,6 @@ ROWS_OF_BUGS = [
     ('place_is_the_end_of_a_token', 'inference/exactness/surprise.py', '+ px / 2 - 0.5', '+ px - 0.5', [F + 'test_moments_are_those_of_the_law'], 2),
     ('places_are_not_judged', 'inference/exactness/verdict.py', 'max(abs(self.z), abs(self.place_z))', 'abs(self.z)', [F + 'test_coins_that_are_the_drafts_own_numbers_fail'], 2),
     ('an_end_id_of_zero_is_none', 'inference/engine.py', 'ends = model.config.eos_token_id if ends is None else ends', 'ends = ends or model.config.eos_token_id', [F + 'test_an_end_id_of_zero_ends_a_text'], 21),
-    ('sigma_of_acceptance_of_one_round', 'inference/exactness/checks.py', 'sigma = math.sqrt(float((alpha * (1 - alpha)).sum()) + int(near.sum())) / rounds', 'sigma = math.sqrt((float((alpha * (1 - alpha)).sum()) + int(near.sum())) / rounds)', [F + 'test_sigma_of_acceptance_falls_with_the_rounds'], 28),
+    ('tokens_made_are_counted_from_the_block', 'inference/exactness/teacher_forced.py', 'histories, [start + j for _, j in places], sampling)', 'histories, [j for _, j in places], sampling)', [F + 'test_penalties_count_the_tokens_of_every_block'], 11),
+    ('lone_weight_of_a_loss_is_dropped', 'cotrain/losses/spec.py', 'if len(named) == 1 and named[0][0] == 1:', 'if len(named) == 1:', [F + 'test_a_loss_that_stands_alone_has_its_weight'], 'loss.first=0.1*tv trains as tv'),
 ]
