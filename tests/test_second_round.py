@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from cotrain.data.corpora import DOMAINS
 from cotrain.data.splits import Prompts
 from cotrain.losses import kl
 from cotrain.losses.spec import parse
+from cotrain.rollout import kept_texts
 from inference import Engine, Sampling, round
 from inference.exactness.checks import Verdict, check
 from inference.exactness.surprise import check_surprise, moments
@@ -192,3 +194,18 @@ def test_a_loss_that_stands_alone_has_its_weight() -> None:
     both = parse("0.5*kl + 2*calls")
     assert both.position is not None and [term.weight for term in both.sequence] == [2.0]
     torch.testing.assert_close(both.position(logp, logq), 0.5 * kl(logp, logq))
+
+
+def test_a_set_stopped_before_its_manifest_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The manifest of the set that it replaces says what other rows were made from."""
+    rows = [{"domain": "a", "prompt": [1], "completion": [2]}]
+    kept_texts.save(rows, tmp_path / "train_T1", {"seed": 0})
+    assert (kept_texts.manifest(tmp_path / "train_T1") or {})["seed"] == 0
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(kept_texts, "write_atomic", killed)
+    with pytest.raises(KeyboardInterrupt):
+        kept_texts.save(2 * rows, tmp_path / "train_T1", {"seed": 1})
+    assert kept_texts.manifest(tmp_path / "train_T1") is None

@@ -19,4 +19,5 @@ ROWS_OF_BUGS = [
     ('an_end_id_of_zero_is_none', 'inference/request.py', 'ends = model.config.eos_token_id if ends is None else ends', 'ends = ends or model.config.eos_token_id', [F + 'test_an_end_id_of_zero_ends_a_text'], 21),
     ('tokens_made_are_counted_from_the_block', 'inference/exactness/teacher_forced.py', 'histories, [start + j for _, j in places], sampling)', 'histories, [j for _, j in places], sampling)', [F + 'test_penalties_count_the_tokens_of_every_block'], 11),
     ('lone_weight_of_a_loss_is_dropped', 'cotrain/losses/spec.py', 'if len(terms) == 1 and terms[0].weight == 1:', 'if len(terms) == 1:', [F + 'test_a_loss_that_stands_alone_has_its_weight'], 'loss.first=0.1*tv trains as tv'),
+    ('manifest_outlives_its_rows', 'cotrain/rollout/kept_texts.py', '    beside(path, "json").unlink(missing_ok=True)', '    beside(path, "json")', [F + 'test_a_set_stopped_before_its_manifest_has_none'], 45),
 ]
