@@ -26,10 +26,10 @@ def profile(
     temperatures = sorted({*drafting, held.temperature})
     totals = torch.zeros(len(temperatures), dtype=torch.float64)
     buckets: defaultdict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for theirs, ours, context in _positions(held, read_draft):
-        p = _law(head_target(theirs), held.temperature, held)
+    for theirs, ours, context in positions(held, read_draft):
+        p = law(head_target(theirs), held.temperature, held)
         logits = head_draft(ours)
-        alphas = torch.stack([losses.alpha(p, _law(logits, t, held)) for t in temperatures]).double().cpu()
+        alphas = torch.stack([losses.alpha(p, law(logits, t, held)) for t in temperatures]).double().cpu()
         totals += alphas.sum(1)
         own = alphas[temperatures.index(held.temperature)]
         for length, alpha in zip(context.tolist(), own.tolist(), strict=True):
@@ -44,13 +44,13 @@ def profile(
     }  # fmt: skip
 
 
-def _law(logits: Tensor, temperature: float, held: HeldOut) -> Tensor:
+def law(logits: Tensor, temperature: float, held: HeldOut) -> Tensor:
     """As it is served, log (n, V)."""
     t = torch.full((len(logits),), temperature, device=logits.device)
     return served(log_law(logits, t), t, held.truncate)
 
 
-def _positions(held: HeldOut, read_draft: Read, batch: int = 16) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def positions(held: HeldOut, read_draft: Read, batch: int = 16) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Hidden states of target (n, D) and draft (n, D') that predict sampled tokens, and the tokens before each (n,)."""
     for at in torch.arange(len(held.texts)).split(batch):
         inside = held.texts.predicted[at]

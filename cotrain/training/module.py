@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from cotrain import acceptance, losses
 from cotrain.errors import NotFinite
+from cotrain.evaluation.divergence import Decode, divergence
 from cotrain.evaluation.held_out import HeldOut, Scores, evaluate, figures
 from cotrain.evaluation.profile import profile
 from cotrain.losses.chunked import Law, Truncate, chunked, positions, token_logs
@@ -251,6 +252,11 @@ class Distillation(lightning.LightningModule):
         """Of the held-out texts of each temperature, see `profile`."""
         heads = (self.read_draft, self.head_draft, self.head_target)
         return {t: profile(held_out, *heads) for t, held_out in self.held_out.items()}
+
+    def divergence(self, decode: Decode) -> dict[str, Any]:
+        """Of the held-out texts of the regime, see `divergence`."""
+        heads = (self.read_draft, self.head_draft, self.head_target)
+        return divergence(self.held_out[self.temperature], *heads, decode)
 
     def acceptance(self) -> dict[str, float]:
         """Every figure of `held_out`, named for its temperature."""
