@@ -27,7 +27,7 @@ def divergence(held: HeldOut, read_draft: Read, head_draft: Head, head_target: H
     apart: list[float] = []
     worst: dict[int, dict[str, Any]] = {}
     for theirs, ours, _ in positions(held, read_draft):
-        p, q = (law(head(states), held.temperature, held) for head, states in ((head_target, theirs), (head_draft, ours)))
+        p, q = (law(logits, held.temperature, held) for logits in (head_target(theirs), head_draft(ours)))
         found = (1 - losses.alpha(p, q)).clamp(min=0).tolist()
         for n, (row, column) in enumerate(places[len(apart) : len(apart) + len(found)]):
             if found[n] > worst.get(row, {"tv": -1.0})["tv"]:

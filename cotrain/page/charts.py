@@ -31,9 +31,9 @@ class Series:
 
 @dataclass(frozen=True)
 class Chart:
-    """name: its id on the page; x, y: what the axes say; at: a value of y that everything is compared with; heat: series
-    are the rows of a heat map; stacked: bars on each other; log: axes that are logarithmic; tabled: whether its
-    numbers stand in a table too."""
+    """name: its id on the page; x, y: what the axes say; at: a value of y that all is compared with; heat: series are
+    the rows of a heat map; stacked: bars on each other; log: axes that are logarithmic; tabled: whether its numbers
+    stand in a table too."""
 
     name: str
     title: str
@@ -59,8 +59,9 @@ def number(value: Number, spec: str = ".3f") -> Html:
                data_times=None if value.times == 1 else repr(value.times))  # fmt: skip
 
 
-def interval(value: Number, low: Number, high: Number, spec: str = ".2f", unit: str = "x") -> Html:
-    """`2.05x [1.70, 2.40]`; without an interval the value alone."""
+def interval(ends: Sequence[Number], spec: str = ".2f", unit: str = "x") -> Html:
+    """`2.05x [1.70, 2.40]` of value, low and high; without an interval the value alone."""
+    value, low, high = ends
     whole = joined(number(value, spec), unit if value.value is not None else "")
     if value.value is None or low.value is None or high.value is None:
         return whole
@@ -95,7 +96,7 @@ def _cell(series: Series, at: int | None, spec: str) -> Html:
     if at is None:
         return escaped("")
     if series.low:
-        return interval(series.y[at], series.low[at], series.high[at], spec, "")
+        return interval((series.y[at], series.low[at], series.high[at]), spec, "")
     return number(series.y[at], spec)
 
 
@@ -107,6 +108,8 @@ def plotly(chart: Chart) -> dict[str, Any]:
             for axis, text in (("xaxis", chart.x), ("yaxis", chart.y))}  # fmt: skip
     if chart.heat or any(isinstance(x, str) for one in chart.series for x in one.x):
         axes["xaxis"]["type"] = "category"
+    elif "x" not in chart.log and all(isinstance(x, int) and x <= 20 for one in chart.series for x in one.x):
+        axes["xaxis"]["dtick"] = 1
     if chart.range:
         axes["yaxis"]["range"] = list(chart.range)
     layout: dict[str, Any] = {**axes, "barmode": "stack" if chart.stacked else "group", "showlegend": not chart.heat}

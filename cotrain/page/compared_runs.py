@@ -19,7 +19,8 @@ def comparison(runs: Sequence[Run]) -> Section:
     if len(runs) < 2:
         return Section("runs", "Runs compared", None, lacking)
     charts = [chart for chart in (_temperatures(runs), _depths(runs), _speeds(runs)) if chart]
-    return Section("runs", "Runs compared", joined(tag("div", *map(drawn, charts), class_="grid"), _made(runs), _gains(runs)))
+    drawings = tag("div", *map(drawn, charts), class_="grid")
+    return Section("runs", "Runs compared", joined(drawings, _made(runs), _gains(runs)))
 
 
 def _temperatures(runs: Sequence[Run]) -> Chart | None:
@@ -32,7 +33,9 @@ def _temperatures(runs: Sequence[Run]) -> Chart | None:
         if found:
             series.append(Series(run.name, [f"T {t}" for t in places], found, mode="bar", colour=run.number))
     note = "alpha = Σ min(p, q) on held-out texts, which are the same only where the paired gains are shown."
-    return Chart("runs-alpha", "Acceptance", "temperature", "acceptance", series, note, range=(0, 1)) if series else None
+    if not series:
+        return None
+    return Chart("runs-alpha", "Acceptance", "temperature", "acceptance", series, note, range=(0, 1))
 
 
 def _judged(run: Run) -> tuple[list[str], list[Number]]:
@@ -117,5 +120,5 @@ def _row(gain: Gain) -> list[object]:
     """Figures of `cotrain compare`, computed from held_out.json."""
     values = [Number(value) for value in (gain.gain, gain.low, gain.high)]
     return [f"{gain.label}, T {gain.temperature}, k = {gain.k}", number(Number(gain.tau)),
-            interval(*values, spec="+.1%", unit=""), number(Number(gain.alpha)), number(Number(gain.kl)),
+            interval(values, "+.1%", ""), number(Number(gain.alpha)), number(Number(gain.kl)),
             number(Number(gain.calibration))]  # fmt: skip

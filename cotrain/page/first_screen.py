@@ -42,7 +42,7 @@ def _unmeasured(run: Run) -> Html:
 
 
 def _interval(run: Run, *path: str, spec: str = ".2f", unit: str = "x") -> Html:
-    return interval(*(run.at(*path, end) for end in ("value", "low", "high")), spec=spec, unit=unit)
+    return interval([run.at(*path, end) for end in ("value", "low", "high")], spec, unit)
 
 
 def alpha(run: Run) -> Number:
@@ -74,7 +74,8 @@ def first_screen(runs: Sequence[Run]) -> Section:
     """Tiles of one run, and a table with a column a run."""
     tiles = tag("div", *_tiles(runs[0]), class_="tiles") if len(runs) == 1 else None
     head: list[object] = ["", *[run.name for run in runs]]
-    rows = [[name, *cells] for name, part in ROWS if any(cells := [part(run) for run in runs])]
+    cells = {name: [part(run) for run in runs] for name, part in ROWS}
+    rows = [[name, *[cell or DASH for cell in found]] for name, found in cells.items() if any(found)]
     made = table(head, rows) if rows else None
     return Section("figures", "What was measured", joined(tiles, made, tag("p", WORDS, class_="note")))
 
@@ -156,6 +157,7 @@ ROWS: list[tuple[str, Callable[[Run], Html | None]]] = [
     ("the same by n-gram look-up, without a draft", _ranged("report", "extra", "greedy", "ngram", "speedup")),
     ("exactness", _exact),
 ]
-WORDS = ("Speed-up: tokens per wall second of both sides on the same engine, prompts and machine, in turns; in brackets "
-         "its 95 % bootstrap interval over batches. tau: sum of new tokens / sum of target calls, the one after the "
+DASH = tag("span", "–", title="not measured in this run")
+WORDS = ("Speed-up: tokens per wall second of both sides on the same engine, prompts and machine, in turns; in "
+         "brackets its 95 % bootstrap interval over batches. tau: sum of new tokens / sum of target calls, the one after the "
          "accepted ones included. A dash: not measured.")  # fmt: skip

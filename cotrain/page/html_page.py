@@ -9,7 +9,7 @@ from cotrain.page.acceptance_charts import acceptance
 from cotrain.page.compared_runs import comparison
 from cotrain.page.first_screen import first_screen, headline
 from cotrain.page.loaded_run import Run
-from cotrain.page.markup import Html, joined, tag
+from cotrain.page.markup import Html, tag
 from cotrain.page.origin import exactness, origin
 from cotrain.page.quantised_weights import quantisation
 from cotrain.page.replay_scene import replay
@@ -22,7 +22,7 @@ from inference.drafts.atomic import write_atomic
 ASSETS = Path(__file__).resolve().parent / "assets"
 GENERATOR = "cotrain report"
 # no request leaves the page, whatever stands in it
-POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; font-src data:"
+POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 SECTIONS: tuple[Callable[[Sequence[Run]], Section], ...] = (
     first_screen, comparison, acceptance, speed, batches, quantisation, costs, training, differences, replay, exactness,
     origin,
@@ -35,16 +35,19 @@ def page(runs: Sequence[Run]) -> str:
     shown = [section for section in sections if section.body is not None]
     title = ", ".join(run.name for run in runs)
     head = tag(
-        "head", tag("meta", charset="utf-8"), tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("meta", http_equiv="Content-Security-Policy", content=POLICY),
-        tag("meta", name="generator", content=f"{GENERATOR} {__version__}"), tag("meta", name="color-scheme", content="light dark"),
+        "head", tag("meta", charset="utf-8"), tag("meta", http_equiv="Content-Security-Policy", content=POLICY),
+        tag("meta", name="generator", content=f"{GENERATOR} {__version__}"),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("meta", name="color-scheme", content="light dark"),
         tag("title", f"{title}: speculative decoding"), tag("style", _asset("page.css")),
     )  # fmt: skip
     links = [tag("a", section.title, href=f"#{section.name}") for section in shown]
     body = tag(
         "body", tag("a", "to the figures", href="#figures", class_="skip"), tag("header", *_heads(runs)),
-        tag("nav", *links, aria_label="sections"), tag("main", *[section.html() for section in shown], _left_out(sections)),
-        tag("footer", f"cotrain {__version__}"), tag("script", _plotly(), type="text/plain", id="plotly"), tag("script", _asset("page.js")),
+        tag("nav", *links, aria_label="sections"),
+        tag("main", *[section.html() for section in shown], _left_out(sections)),
+        tag("footer", f"cotrain {__version__}"), tag("script", _plotly(), type="text/plain", id="plotly"),
+        tag("script", _asset("page.js")),
         tag("script", _asset("replay.js")),
     )  # fmt: skip
     return f"<!DOCTYPE html>\n{tag('html', head, body, lang='en')}\n"

@@ -6,6 +6,7 @@ Texts of models and corpora may hold anything: markup, control characters, marks
 import html as library
 import json
 import re
+from collections.abc import Sequence
 from typing import Any
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
@@ -65,7 +66,7 @@ def data_block(name: str, value: Any) -> Html:
     return Html(f'<script type="application/json" id="{escaped(name)}">{text}</script>')
 
 
-def table(head: list[object], rows: list[list[object]], caption: object = None) -> Html:
+def table(head: Sequence[object], rows: Sequence[Sequence[object]], caption: object = None) -> Html:
     """A table whose first column names its rows; it scrolls by itself where the window is narrow."""
     cells = [tag("th", cell, scope="col") for cell in head]
     body = [tag("tr", tag("th", row[0], scope="row"), *[tag("td", cell) for cell in row[1:]]) for row in rows]

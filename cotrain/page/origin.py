@@ -27,7 +27,7 @@ def _parity(run: Run) -> list[str]:
 
 def origin(runs: Sequence[Run]) -> Section:
     """Machine, versions, date, commit, command and settings of each run."""
-    return Section("origin", "Where the figures come from", by_run(runs, _origin), "nothing is known of the runs' machine")
+    return Section("origin", "Where the figures come from", by_run(runs, _origin), "nothing is known of the machine")
 
 
 def _origin(run: Run) -> Html | None:

@@ -30,10 +30,11 @@ def _player(run: Run) -> Html | None:
         return None
     name = f"replay-{run.number}"
     buttons = [tag("button", shown, type="button", data_do=do, aria_label=label) for do, shown, label in BUTTONS]
-    rows = [tag("option", "all rows" if row < 0 else f"row {row + 1}", value=row) for row in range(-1, len(found["rows"]))]
+    rows = [tag("option", f"row {row + 1}", value=row) for row in range(len(found["rows"]))]
+    last = len(found["rounds"]) - 1
     choices = (
-        tag("label", "row ", tag("select", *rows[1:], rows[0], data_do="row")),
-        tag("label", "round ", tag("input", type="range", min=0, max=len(found["rounds"]) - 1, value=0, data_do="round")),
+        tag("label", "row ", tag("select", *rows, tag("option", "all rows", value=-1), data_do="row")),
+        tag("label", "round ", tag("input", type="range", min=0, max=last, value=0, data_do="round")),
         tag("label", "speed ", tag("input", type="range", min=-2, max=3, step=1, value=0, data_do="speed")),
     )
     legend = [tag("li", tag("span", class_=f"key {kind}"), said) for kind, said in LEGEND]

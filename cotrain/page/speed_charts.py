@@ -47,7 +47,9 @@ def tau_by_length(run: Run) -> Chart | None:
     series = [Series("predicted on held-out texts", range(1, len(predicted) + 1), predicted)] if predicted else []
     series += [Series(name, [run.k], [one], mode="markers") for name, one in measured if one.value and run.k]
     note = "Held-out texts are other texts than those timed; on the timed ones see tau in the table above."
-    return Chart(f"tau-{run.number}", "Tokens per target call", "draft length k", "tau", series, note) if series else None
+    if not series:
+        return None
+    return Chart(f"tau-{run.number}", "Tokens per target call", "draft length k", "tau", series, note)
 
 
 def speed_by_length(run: Run) -> Chart | None:
@@ -89,7 +91,8 @@ def _batches(run: Run) -> Html | None:
         return None
     series = [one for i, t in enumerate(sorted({t for _, t, _ in found})) for one in _of_temperature(run, t, i)]
     chart = Chart(f"batch-{run.number}", "Speed-up by batch size", "rows decoded together", "speed-up", series,
-                  "Allowed: what tau and the costs of a round's parts would give.", 1.0, log="x", spec=".2f")  # fmt: skip
+                  "Allowed: what tau and the costs of a round's parts would give.", 1.0, log="x",
+                  spec=".2f")  # fmt: skip
     said = [tag("li", joined(f"temperature {t:g}: ", crossing(run, t))) for t in sorted({t for _, t, _ in found})]
     return joined(tag("div", drawn(chart), class_="grid wide"), tag("ul", *said), _matrix(run))
 
@@ -129,8 +132,9 @@ def _matrix(run: Run) -> Html:
             ends = [run.at(*arm, "over_plain", end) for end in ("value", "low", "high")]
             floor = run.at(*base, "floor", "round_share" if run.get(*arm, "k") else "plain_share")
             shown = number(floor, ".0%") if name == "plain" or run.get(*arm, "k") else ""
-            rows.append([f"T {t:g}, {count} rows: {name}", number(run.at(*arm, "speed"), ".0f"), interval(*ends),
-                         number(run.at(*arm, "tau"), ".2f"), number(run.at(*arm, "of_allowed"), ".0%"), shown])  # fmt: skip
+            rows.append([f"T {t:g}, {count} rows: {name}", number(run.at(*arm, "speed"), ".0f"), interval(ends),
+                         number(run.at(*arm, "tau"), ".2f"), number(run.at(*arm, "of_allowed"), ".0%"),
+                         shown])  # fmt: skip
     head: list[object] = ["", "tokens/s", "over plain", "tau", "of what costs allow", "floor's share"]
     return tag("details", tag("summary", "all arms"), table(head, rows))
 

@@ -21,17 +21,20 @@ def _differences(run: Run) -> Html | None:
         return None
     values = run.all("report", "extra", "divergence", "lorenz")
     shares = [i / (len(values) - 1) for i in range(len(values))]
-    even = Series("if all positions differed alike", shares, [Number(share, run.number) for share in shares], mode="lines")
+    alike = [Number(share, run.number) for share in shares]
+    even = Series("if all positions differed alike", shares, alike, mode="lines")
     measured = Series("measured", shares, values)
     chart = Chart(f"lorenz-{run.number}", "Total variation by position", "share of positions, the worst first",
                   "share of all that is lost", [measured, even], range=(0, 1))  # fmt: skip
     fifth = values[len(values) // 5]
-    said = ("The fifth of the positions where the laws differ most holds ", number(fifth, ".0%"), " of what is lost; "
-            "on average ", number(run.at("report", "extra", "divergence", "mean")), " of a token's mass is, over ",
-            number(run.at("report", "extra", "divergence", "positions"), ".0f"), " positions.")  # fmt: skip
+    said = ("The fifth of the positions where the laws differ most holds ", number(fifth, ".0%"), " of what is lost. "
+            "Total variation, which is 1 - acceptance, is ", number(run.at("report", "extra", "divergence", "mean")),
+            " on average over ", number(run.at("report", "extra", "divergence", "positions"), ".0f"),
+            " positions.")  # fmt: skip
     worst = [_context(run, place, one) for place, one in enumerate(found["worst"])]
     return joined(tag("p", *said), tag("div", drawn(chart), class_="grid"),
-                  tag("h3", "The worst place of each of the worst texts"), tag("ol", *worst, class_="contexts"))  # fmt: skip
+                  tag("h3", "The worst place of each of the worst texts"),
+                  tag("ol", *worst, class_="contexts"))  # fmt: skip
 
 
 def _context(run: Run, place: int, one: dict[str, Any]) -> Html:
