@@ -159,5 +159,5 @@ ROWS: list[tuple[str, Callable[[Run], Html | None]]] = [
 ]
 DASH = tag("span", "–", title="not measured in this run")
 WORDS = ("Speed-up: tokens per wall second of both sides on the same engine, prompts and machine, in turns; in "
-         "brackets its 95 % bootstrap interval over batches. tau: sum of new tokens / sum of target calls, the one after the "
-         "accepted ones included. A dash: not measured.")  # fmt: skip
+         "brackets its 95 % bootstrap interval over batches. tau: sum of new tokens / sum of target calls, "
+         "the one after the accepted ones included. A dash: not measured.")  # fmt: skip

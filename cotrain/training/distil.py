@@ -133,7 +133,7 @@ def export(
         "checkpoints": [{"step": kept.step, "speedup": kept.speedup, "tau": kept.tau} for kept in speed.kept],
         "exported_step": speed.fastest().step,
         "profiles": _profiles(module),
-        "divergence": module.divergence(lambda ids: str(job.tokenizer.decode(ids))),
+        "divergence": module.divergence(lambda ids: str(job.tokenizer.decode(list(ids)))),
         "training": made,
         "given_texts": biased(module, others) if others else None,
     }
