@@ -12,16 +12,15 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from inference import verify
 from inference.batched.batch import Batch, Numbers, send
 from inference.batched.user_processors import processed
 from inference.models.replays import Replays
 from inference.noise import ACCEPT, DRAFT, RESIDUAL, Uniforms, gumbel_after
 from inference.proposers.base import Proposal
 from inference.request import Request
-from inference.sampling import draw, one_hot, wide
-
-RULES = ("token", "block", "match", "coupled")
+from inference.sampling import draw, wide
+from inference.verify import Verdict
+from inference.verify.rules import Rule
 
 
 class DecodingRound:
@@ -35,7 +34,7 @@ class DecodingRound:
         self,
         rows: Sequence[Request],
         k: list[int],
-        rule: str,
+        rule: Rule,
         noise: Uniforms,
         vocabulary: int,
         device: torch.device,
@@ -113,7 +112,7 @@ class DecodingRound:
     @property
     def temperatures(self) -> list[float] | None:
         """Of each row, where laws and draws need no more than these."""
-        if self.rule == "coupled" or self.batch.history or self.batch.regimes.cut:
+        if self.rule.shared or self.batch.history or self.batch.regimes.cut:
             return None
         return self.batch.regimes.temperatures
 
@@ -123,7 +122,7 @@ class DecodingRound:
 
     def draw(self, law: Tensor, depth: int) -> Tensor:
         """Ids (A,) from law (A, V): the draft's own stream, or the noise shared with the target."""
-        if self.rule == "coupled":
+        if self.rule.shared:
             return (law.log() + self._gumbel[:, depth]).argmax(-1)
         return draw(law, self._uniforms[DRAFT][:, depth])
 
@@ -156,18 +155,11 @@ class DecodingRound:
             sent["place"] = send(self.device, place=places)["place"]
         return self.noise.at(sent["place"], depths)
 
-    def verdict(self, p: Tensor, q: Tensor | None, x: Tensor, k: list[int] | Tensor) -> verify.Verdict:
+    def verdict(self, p: Tensor, q: Tensor | None, x: Tensor, k: list[int] | Tensor) -> Verdict:
         """The rule on p (A, K+1, V), q (A, K, V) or None for certain drafts, x (A, K), k (A,)."""
         length = k if isinstance(k, Tensor) else self.length(k)
-        if self.rule == "coupled":
-            return verify.coupled(p, x, self._gumbel[:, : x.shape[1] + 1], length)
-        u = self._uniforms[ACCEPT]
-        if self.rule == "match":
-            return verify.match(p, x, u[:, : x.shape[1] + 1], length)
-        if q is None:
-            q = one_hot(x, p[:, :-1])
-        rule = verify.token if self.rule == "token" else verify.block
-        return rule(p, q, x, u[:, : x.shape[1]], length)
+        noise = self._gumbel if self.rule.shared else self._uniforms[ACCEPT]
+        return self.rule.verify(p, q, x, noise, length)
 
     def last(self, law: Tensor) -> Tensor:
         """The token (A,) emitted after the accepted ones, drawn from the verdict's law (A, V)."""
@@ -216,7 +208,7 @@ class DecodingRound:
         sent = self.send()
         found = self.batch.tensors | {"start": sent["start"], "uniforms": self._numbers}
         found |= {"tails": sent["tails"]} if self.batch.history else {}
-        return found | ({"states": self._states} if self.rule == "coupled" else {})
+        return found | ({"states": self._states} if self.rule.shared else {})
 
     def on(self, given: Mapping[str, Tensor]) -> "DecodingRound":
         """This round, read from other tensors of the names and shapes of `inputs`."""

@@ -14,6 +14,7 @@ from inference.models.llama import Shape, flash
 from inference.models.lm import LM
 from inference.policy import Fixed
 from inference.proposers import Independent
+from inference.proposers.base import Host
 from tests import standin
 from tests.tiny import near, tiny
 
@@ -43,10 +44,10 @@ def test_a_pass_is_one_copy_and_one_launch() -> None:
         assert isinstance(lm.run, Captured)
         for only in (None, torch.tensor([1, 0, 1, 1], device="cuda")):
             window = lm._window(ids(4, 2), [1, 2, 3, 3], 0, None)
-            lm.run.logits(ids(4, 2), window, only)
+            lm.run.forward(ids(4, 2), window, only)
             given = ids(4, 2)
             gpu.clear()
-            lm.run.logits(given, window, only)
+            lm.run.forward(given, window, only)
             assert gpu.ops["-"] == {"cat": 1} and sum(gpu.launches.values()) == 2
             assert not gpu.h2d and not gpu.d2h
 
@@ -67,7 +68,7 @@ def test_all_drafts_of_a_round_are_one_copy_and_one_launch() -> None:
         drafts, laws = (x.to("cpu") for x in found)
     host = LM(tiny(), 4, compile=False)
     host.store(torch.arange(4).view(4, 1), [0] * 4)
-    logits = host.forward(torch.arange(8).view(4, 2), [1, 2, 3, 1])[:, -1]
+    logits = host.forward(torch.arange(8).view(4, 2), [1, 2, 3, 1]).logits[:, -1]
     torch.testing.assert_close(laws[:, 0], (logits / temperature[:, None]).softmax(-1))
     assert drafts.shape == (4, 3)
 
@@ -79,7 +80,7 @@ def test_widths_share_a_graph_and_added_ids_change_nothing() -> None:
         lm, eager = captured(), LM(tiny().to("cuda"), 4)
         eager.store(ids(4, 1), [0] * 4)
         for n, start in ((4, [1, 2, 1, 2]), (5, [5, 6, 5, 6]), (4, [10, 11, 12, 12])):
-            found, wanted = lm.forward(ids(4, n), start), eager.forward(ids(4, n), start)
+            found, wanted = lm.forward(ids(4, n), start).logits, eager.forward(ids(4, n), start).logits
             torch.testing.assert_close(found.to("cpu"), wanted.to("cpu"))
         assert {bucket[1] for bucket in lm.run.graphs} == {5}
         before = gpu.recordings
@@ -120,7 +121,7 @@ def test_graphs_are_gone_before_the_cache_grows() -> None:
 def test_graphs_are_the_default_on_a_gpu_alone() -> None:
     assert not Engine(tiny()).target.compiled
     host = Independent(tiny())
-    host.open(1, 32, 64)
+    host.open(Host(1, 0, 32, 64, LM(host.model, 1)))
     assert not host.lm.compiled
     with standin.device() as gpu:
         target, draft = tiny().to("cuda"), Independent(near(tiny()).to("cuda"))

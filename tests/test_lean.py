@@ -48,7 +48,7 @@ def passes(lm: LM) -> torch.Tensor:
     with torch.inference_mode():
         found = [lm.forward(ids, [0, 0, 0]), lm.forward(ids[:, :4], [9, 5, 7]), lm.forward(ids[:, :1], [10, 9, 11])]
         found.append(lm.forward(ids[1:, :2], [8, 8], low=1))
-    return torch.cat([logits.reshape(-1, 32) for logits in found])
+    return torch.cat([made.logits.reshape(-1, 32) for made in found])
 
 
 @pytest.mark.parametrize(("family", "settings"), FAMILIES, ids=[f"{n}-{'-'.join(s) or 'plain'}" for n, s in FAMILIES])

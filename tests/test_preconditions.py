@@ -15,7 +15,7 @@ from cotrain.config.settings import SCHEMAS
 from cotrain.training import preflight
 from cotrain.training.sizes import size_of
 from inference import sampling
-from inference.round import RULES
+from inference.verify.rules import RULES
 from tests.folders import CONTEXT, network, own_texts, target_folder
 
 SIZES = """data.block=64 rollout.texts=8 rollout.held_out_texts=2 rollout.prompt_tokens=8 rollout.new_tokens=24

@@ -37,11 +37,12 @@ def test_a_wrong_token_of_wide_passes_alone_is_held_against_the_worst(monkeypatc
     model, right = tiny(), LM.forward
 
     def wrong(self, ids, start, *rest, **settings):  # type: ignore[no-untyped-def]
-        logits = right(self, ids, start, *rest, **settings)
-        if ids.shape[1] > 1:
-            logits = logits.clone()
-            logits[:, -1, 3] += 5.0
-        return logits
+        made = right(self, ids, start, *rest, **settings)
+        if ids.shape[1] == 1:
+            return made
+        logits = made.logits.clone()
+        logits[:, -1, 3] += 5.0
+        return made._replace(logits=logits)
 
     monkeypatch.setattr(LM, "forward", wrong)
     found = check_logits(LM(model, 2), [[3, 5], [4]], [[1, 2, 3, 4], [5, 6, 7, 8]], 4)

@@ -117,9 +117,10 @@ def test_what_is_judged_is_the_compiled_engine(monkeypatch):
     step = compiled.Step.forward
 
     def wrong(self, *inputs):
-        logits = step(self, *inputs).clone()
+        logits, *states = step(self, *inputs)
+        logits = logits.clone()
         logits[..., 0] += 1
-        return logits
+        return [logits, *states]
 
     monkeypatch.setattr(torch, "compile", lambda module: module)
     target, draft = pair(SINGLE)
@@ -148,7 +149,7 @@ class Warmer(Independent):
     """Says that its law was warmer than the one that it drew from."""
 
     def propose(self, round):
-        x, q, k = super().propose(round)
+        x, q, k, _ = super().propose(round)
         return Proposal(x, (q.log() / 1.1).softmax(-1), k)
 
 
@@ -228,9 +229,9 @@ def test_texts_are_those_of_rounds_with_drafts(monkeypatch):
     target, draft = pair(SINGLE)
     engine, texts = run(target, Independent(draft))
     propose = engine.proposer.propose
-    monkeypatch.setattr(engine.proposer, "propose", lambda round: asked.append(round.rule) or propose(round))
+    monkeypatch.setattr(engine.proposer, "propose", lambda round: asked.append(round.rule.name) or propose(round))
     found = check(engine, texts, Sampling(), NEW)
-    assert set(asked) == {"coupled"} and engine.rule == "token"
+    assert set(asked) == {"coupled"} and engine.rule.name == "token"
     assert (found.text.prompts, found.text.compared, found.text.tokens) == (8, 8 * NEW, 8 * NEW)
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from inference.exactness.side_by_side import pair_figures
+from inference.exactness.side_by_side import Figures, pair_figures, reach_of
 from inference.measure.costs import SPANS, Costs, best_k, joined, measure_costs
 from inference.measure.real_costs import RealRound, calibrated, measure_rounds
 from inference.measure.timing import Interval, engine_arm, interleave
@@ -129,9 +129,13 @@ def advice(length: Length, measured: Interval) -> str | None:
     return None
 
 
-def rule(verify: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """tau of a verification rule, and what of the laws it takes."""
-    return (prediction.tau_block, prediction.l_from) if verify == "block" else (prediction.tau, prediction.r_from)
+def tau_of(figures: Figures, verify: str, k: int) -> float:
+    """Predicted tokens per target call at draft length k; by the token rule's acceptance where a rule's own hangs on
+    the noise that made the text."""
+    reach = reach_of(figures, verify, k)
+    reach = reach_of(figures, "token", k) if reach is None else reach
+    assert reach is not None
+    return float(prediction.tau_from(reach, figures.lengths))
 
 
 def taus(plan: "Plan") -> dict[int, float]:
@@ -142,6 +146,4 @@ def taus(plan: "Plan") -> dict[int, float]:
     texts = interleave([arm], prompts, BATCH, size.seed, warmup=0).texts("plain")
     proposer = plan.proposer(counted=True)
     figures = pair_figures(plan.engine(longest, BATCH), proposer, texts, plan.sampling, size.new_tokens, 0.0)
-    tau, of = rule(plan.verify)
-    ratios = of(figures.logp, figures.logq)
-    return {k: float(tau(ratios, k, figures.lengths)) for k in range(1, longest + 1)}
+    return {k: tau_of(figures, plan.verify, k) for k in range(1, longest + 1)}

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from cotrain.bench.measurement import Plan
-from cotrain.bench.planner import BATCH, rule
+from cotrain.bench.planner import BATCH, tau_of
 from inference.exactness.side_by_side import pair_figures
 from inference.measure.timing import engine_arm, interleave
 from inference.proposers import Independent
@@ -101,13 +101,12 @@ def _cell(plan: Plan, texts: Any, k: int) -> dict[str, Any]:
     counted = Independent(plan.draft, plan.objective == "greedy")
     figures = pair_figures(plan.engine(k, BATCH), counted, texts, sampling, size.new_tokens, 0.0)
     tokens = figures.lengths.sum()
-    tau, of = rule(plan.verify)
     arms = [engine_arm("speculative", plan.engine(k), sampling, size.new_tokens),
             engine_arm("plain", plan.plain(), sampling, size.new_tokens)]  # fmt: skip
     timing = interleave(arms, plan.ranking(0, size.quick_prompts), size.rows, size.seed)
     return {
         "alpha": float(figures.alpha.sum() / tokens),
-        "tau": float(tau(of(figures.logp, figures.logq), k, figures.lengths)),
+        "tau": tau_of(figures, plan.verify, k),
         "tokens": int(tokens),
         "speedup": timing.ratio("speculative", "plain")._asdict(),
         "plain": timing.speed("plain"),

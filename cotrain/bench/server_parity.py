@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from cotrain.bench.measurement import BATCH, Plan
-from inference.exactness.side_by_side import pair_figures
+from inference.exactness.side_by_side import pair_figures, reach_of
 from inference.measure.timing import LEVEL, RESAMPLES, Interval, Texts, engine_arm, interleave
 from inference.noise import row_ids
 from inference.proposers import Independent
@@ -110,9 +110,10 @@ def rounds_expected(
     rest = Texts(begun, row_ids(begun), [text[1:] for text in tokens], [Counts() for _ in tokens])
     engine = plan.engine(k, BATCH, proposer=draft)
     figures = pair_figures(engine, draft, rest, plan.sampling, plan.bench.new_tokens, 0.0)
-    r = prediction.r_from(figures.logp, figures.logq)
-    calls = prediction.expected_calls(r, figures.k, figures.lengths)
-    return calls.numpy(), float(prediction.calls_variance(r, figures.k, figures.lengths).sum().sqrt())
+    reach = reach_of(figures, "token")  # as servers verify
+    assert reach is not None
+    calls = prediction.calls_from(reach, figures.lengths)
+    return calls.numpy(), float(prediction.variance_from(reach, figures.lengths).sum().sqrt())
 
 
 def _ratio(served: np.ndarray, ours: np.ndarray) -> Interval:

@@ -18,13 +18,14 @@ from transformers import PreTrainedModel
 
 from inference.engine import Engine
 from inference.exactness.agreement import GAP, check_logits, most, step
-from inference.exactness.side_by_side import Figures, expected, pair_figures, rare_rounds, started
+from inference.exactness.side_by_side import Figures, expected, pair_figures, rare_rounds, reach_of, started
 from inference.exactness.teacher_forced import teacher_forced
 from inference.exactness.ties import MARGIN, Difference, compare_passes, compare_text, excused, first_difference
 from inference.exactness.verdict import CallsCheck, DepthCheck, LogitsCheck, TextCheck, Verdict
 from inference.measure.timing import Texts
 from inference.proposers import Independent
 from inference.sampling import Sampling
+from inference.verify.rules import RULES, Rule
 
 COMPARED = 1024  # tokens of (a): plain decoding of all that was timed would take as long again
 
@@ -92,11 +93,11 @@ def check_coupled(
     decoding's choice at every token (`ties.compare_text`). bound: the largest gap that rounding may explain, in root
     mean squares of the logits."""
     coupled = copy.copy(engine)  # the same target and proposer, slots and compiled passes included
-    coupled.rule = "coupled"
+    coupled.rule = RULES["coupled"]
     out = coupled.generate(
         prompts, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed, ids=ids, ignore_eos=True
     )
-    engine.current = None
+    engine.slots.current = None
     made = out.whole().tokens  # a text that ends in an error is a part of the plain one, not equal to it
     found = compare_text(
         engine.target, prompts, made, sampling, width=_width(engine, prompts), noise_keys=(ids, seed), bound=bound
@@ -154,13 +155,13 @@ def check_text(
     return TextCheck(len(prompts), len(prompts) - len(differ), ties, len(differ) - ties, noise, gap, limit)
 
 
-def check_calls(figures: Figures, texts: Texts, rule: str) -> CallsCheck | None:
-    """(b) for a run under `rule`; None for the coupled one."""
-    found = expected(figures, rule)
-    if found is None:
+def check_calls(figures: Figures, texts: Texts, rule: Rule | str) -> CallsCheck | None:
+    """(b) for a run under `rule`; None where its calls hang on the noise that made the text."""
+    found, kept = expected(figures, rule), reach_of(figures, rule)
+    if found is None or kept is None:
         return None
     near = int(figures.near_q.sum())
-    rare, rare_expected = rare_rounds(figures, texts, rule)
+    rare, rare_expected = rare_rounds(figures, texts, kept)
     return CallsCheck(
         tokens=sum(map(len, texts.tokens)),
         measured=sum(row.target_calls for row in texts.counts),

@@ -18,6 +18,7 @@ from inference.models.lm import LM
 from inference.proposers import Independent
 from inference.sampling import Sampling, one_hot, probs
 from inference.verify import prediction
+from inference.verify.rules import Rule, rule_of
 
 RARE = 0.01
 
@@ -38,12 +39,12 @@ class Figures:
 
 
 class Expected(NamedTuple):
-    """Target calls of all texts together, their variance, and acceptance by depth (None: not predicted)."""
+    """Target calls of all texts together, their variance, and acceptance by depth."""
 
     calls: float
     variance: float
-    prefix: list[float] | None
-    conditional: list[float] | None
+    prefix: list[float]
+    conditional: list[float]
 
 
 def pair_figures(
@@ -113,36 +114,30 @@ def draft_lengths(engine: Engine, draft: Independent, texts: Texts, max_new_toke
     return k
 
 
-def expected(figures: Figures, rule: str) -> Expected | None:
-    """Target calls of the texts under a rule (Leviathan et al. 2023; Sun et al. 2024; see
-    `inference.verify.prediction`).
-
-    match: a draft is the target's own draw x with probability q(x). None for the coupled rule, whose
-    acceptance hangs on the noise that made the text.
-    """
-    k, lengths = figures.k, figures.lengths
-    if rule == "coupled":
+def expected(figures: Figures, rule: Rule | str) -> Expected | None:
+    """Target calls of the texts under a rule, and acceptance by depth (see `inference.verify.prediction`). None for a
+    rule whose acceptance hangs on the noise that made the text."""
+    reach, lengths = reach_of(figures, rule), figures.lengths
+    if reach is None:
         return None
-    if rule == "block":
-        l = prediction.l_from(figures.logp, figures.logq)
-        calls, variance = (
-            prediction.expected_calls_block(l, k, lengths),
-            prediction.calls_variance_block(l, k, lengths),
-        )
-        return Expected(float(calls.sum()), float(variance.sum()), None, None)
-    r = survival(figures, rule)
-    calls, variance = prediction.expected_calls(r, k, lengths), prediction.calls_variance(r, k, lengths)
-    by_depth = prediction.prefix(r, k, lengths).tolist(), prediction.conditional(r, k, lengths).tolist()
+    calls, variance = prediction.calls_from(reach, lengths), prediction.variance_from(reach, lengths)
+    by_depth = (part.tolist() for part in prediction.depths_from(reach, figures.k, lengths))
     return Expected(float(calls.sum()), float(variance.sum()), *by_depth)
 
 
-def rare_rounds(figures: Figures, texts: Texts, rule: str) -> tuple[int, float]:
+def reach_of(figures: Figures, rule: Rule | str, most: int | None = None) -> Tensor | None:
+    """P(a round that starts at token t accepts at least n drafts | the text) -> (B, T, K+1), drafting no more than
+    `most`; None for a rule whose acceptance hangs on the noise that made the text."""
+    k = figures.k if most is None else figures.k.clamp(max=most)
+    return rule_of(rule).reach(figures.logp, figures.logq, k, figures.lengths)
+
+
+def rare_rounds(figures: Figures, texts: Texts, kept: Tensor) -> tuple[int, float]:
     """Rounds that accepted a number of drafts whose probability, given the text, is below RARE; and how many of the
-    rounds that there were would do so.
+    rounds that there were would do so. kept (B, T, K+1): `reach_of` the run's rule.
 
     Where q >= p the token rule never refuses the text's token: the residual has no mass there.
     """
-    kept = reach(figures, rule)
     chances = kept - F.pad(kept[..., 1:], (0, 1))  # (B, T, K+1) of accepting exactly n
     seldom = chances < RARE
     found, expected_rounds = 0, 0.0
@@ -152,19 +147,6 @@ def rare_rounds(figures: Figures, texts: Texts, rule: str) -> tuple[int, float]:
         found += int(seldom[b, starts, ends - starts - 1].sum())
         expected_rounds += float((chances[b, starts] * seldom[b, starts]).sum())
     return found, expected_rounds
-
-
-def survival(figures: Figures, rule: str) -> Tensor:
-    """P(the text's token survives when it is drafted) under the token or the match rule -> (B, T)."""
-    return figures.logq.exp() if rule == "match" else prediction.r_from(figures.logp, figures.logq)
-
-
-def reach(figures: Figures, rule: str) -> Tensor:
-    """P(a round that starts at token t accepts at least n drafts | the text) -> (B, T, K+1)."""
-    if rule == "block":
-        return prediction.reach_block(prediction.l_from(figures.logp, figures.logq), figures.k, figures.lengths)
-    r = survival(figures, rule)
-    return prediction.reach(r, figures.k, figures.lengths)
 
 
 def started(figures: Figures, texts: Texts) -> Tensor:

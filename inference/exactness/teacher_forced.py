@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from inference.models.lm import LM
+from inference.models.prefill import store_prompts
 from inference.processors import needs_history, process
-from inference.proposers.independent import store_prompts
 from inference.sampling import Sampling, wide
 
 
@@ -94,7 +94,7 @@ def _columns(rows: list[list[int]], start: int, n: int, device: torch.device) ->
 def _passes(lm: LM, ids: Tensor, first: list[int], width: int) -> Tensor:
     """Logits (A, n, V) after ids (A, n), `width` of them a pass, row b from position first[b]."""
     parts = [
-        lm.forward(ids[:, at : at + width], [position + at for position in first])
+        lm.forward(ids[:, at : at + width], [position + at for position in first]).logits
         for at in range(0, ids.shape[1], width)
     ]
     return torch.cat(parts, 1)

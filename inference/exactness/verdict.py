@@ -40,7 +40,7 @@ class TextCheck:
 class CallsCheck:
     """(b) target calls counted and expected for the same texts; sigma of the acceptance coins and of the
     `near` drafts whose law is certain but that rounding could turn, one call each. prefix, conditional:
-    predicted acceptance by depth, None where not predicted (block). rare, rare_expected: rounds that accepted a number
+    predicted acceptance by depth. rare, rare_expected: rounds that accepted a number
     of drafts which, given the text, has less than one chance in a hundred, counted and expected: a wrong residual or
     a wrong q shows there first."""
 

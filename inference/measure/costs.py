@@ -14,11 +14,14 @@ import torch
 from torch import Tensor
 
 from inference.models.lm import LM
+from inference.models.prefill import store_prompts
 from inference.noise import Uniforms
-from inference.proposers.independent import Independent, store_prompts
+from inference.proposers.base import Host, Outcome
+from inference.proposers.independent import Independent
 from inference.request import Request
 from inference.round import DecodingRound
 from inference.sampling import Sampling
+from inference.verify.rules import RULES
 
 Key = TypeVar("Key", bound=Hashable)
 SPANS = (2, 6)  # draft lengths that are timed; every other one lies on their line
@@ -123,7 +126,7 @@ def measure_costs(
 
     Raises ValueError when context and the longest drafts that are timed do not fit a model.
     """
-    draft.open(target.rows, target.vocabulary, target.context, target.spare)
+    draft.open(Host(target.rows, target.spare, target.vocabulary, target.context, target))
     room = min(target.context, draft.lm.context)
     longest = max(K, *SPANS)
     if context < 1 or context + longest + 1 > room:
@@ -136,7 +139,7 @@ def measure_costs(
         for length in lengths
     ]
     store_prompts(target, 0, texts)
-    draft.admit(0, texts)
+    draft.admit(0, texts, {})
     found = interleaved(_tasks(target, draft, texts, K, sampling), repeats, warmup)
     short, long = SPANS
     step = (found["draft", long] - found["draft", short]) / (long - short)
@@ -160,12 +163,12 @@ def _tasks(
     rows = [Request(i, i, text, K + 1, sampling, frozenset()) for i, text in enumerate(texts)]
     at = [len(text) - 1 for text in texts]
     ids = torch.tensor([text[-1:] * (K + 1) for text in texts], device=target.device)
-    logits = target.forward(ids, at).clone()  # (B, K+1, V)
+    logits = target.forward(ids, at).logits.clone()  # (B, K+1, V)
 
     noise = Uniforms(0, target.device)
 
     def turn(k: int, lm: LM) -> DecodingRound:
-        return DecodingRound(rows, [k] * len(rows), "token", noise, lm.vocabulary, lm.device)
+        return DecodingRound(rows, [k] * len(rows), RULES["token"], noise, lm.vocabulary, lm.device)
 
     # of several rows, some accepted every draft and lacks two ids
     stored = [len(text) - 1 - (len(texts) > 1) for text in texts]
@@ -174,7 +177,7 @@ def _tasks(
         draft.longest = 0  # as if it had never made more
         draft.propose(turn(k, draft.lm))
         draft.lm.wait()
-        draft.commit(stored)
+        draft.commit(Outcome(stored, torch.zeros(len(stored), dtype=torch.int64), {}))
 
     spans = dict(enumerate(SPANS, 2))
     tasks: dict[tuple[str, int], Callable[[], object]] = {("before", 1): _pass(target, ids[:, :1], at)}

@@ -160,7 +160,7 @@ def _of_engine(engine: Engine) -> dict[str, Any]:
     proposer = engine.proposer
     return {
         "proposer": type(proposer).__name__ if proposer else None,
-        "verify": engine.rule,
+        "verify": engine.rule.name,
         "policy": repr(engine.policy),
         "rows": engine.rows,
         "target_dtype": engine.target.weights,

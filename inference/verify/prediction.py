@@ -7,6 +7,8 @@ Letters: B rows, T positions, k drafts of a round, K their maximum, L tokens of 
 r (B,T) or (B,T,K): chance min(1, q/p) that the text's token t survives; with a third axis, when token t
 is drafted at depth j (0-based), that is by a round that starts at t - j; entries with j > t are never read.
 l, same shapes: log q - log p of the text's token. Tokens past a row's length are never read either.
+What rules differ in is `reach` (B,T,K+1) alone (see `rules`); calls, their variance, tau and acceptance by depth follow
+from it (`calls_from`, `variance_from`, `tau_from`, `depths_from`).
 """
 
 import torch
@@ -16,9 +18,11 @@ from torch import Tensor
 from inference.sampling import wide
 
 __all__ = [
+    "calls_from",
     "calls_variance",
     "calls_variance_block",
     "conditional",
+    "depths_from",
     "expected_calls",
     "expected_calls_block",
     "l_from",
@@ -29,6 +33,8 @@ __all__ = [
     "starts",
     "tau",
     "tau_block",
+    "tau_from",
+    "variance_from",
 ]
 
 
@@ -82,17 +88,32 @@ def starts(reach: Tensor) -> Tensor:
     return torch.stack(found, 1)
 
 
+def calls_from(reach: Tensor, lengths: Tensor | None = None) -> Tensor:
+    """Expected target calls of each text -> (B,): sum over t < L of P(round at t), from `reach` (B,T,K+1)."""
+    return _count(starts(reach), lengths)
+
+
+def variance_from(reach: Tensor, lengths: Tensor | None = None) -> Tensor:
+    """Variance of the target calls of each text, over the acceptance coins alone -> (B,), from `reach` (B,T,K+1)."""
+    return _moments(reach, lengths)[1]
+
+
+def tau_from(reach: Tensor, lengths: Tensor | None = None) -> Tensor:
+    """Tokens per target call, sum(lengths) / sum(expected calls), a scalar, from `reach` (B,T,K+1)."""
+    return _lengths(reach, lengths).sum() / calls_from(reach, lengths).sum()
+
+
 def expected_calls(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
     """Expected target calls for each text under the token rule -> (B,): sum over t < L of P(round at t).
 
     lengths (B,) tokens of each text, default T. k = 0 gives lengths. Differentiable in r.
     """
-    return _count(starts(reach(r, k, lengths)), lengths)
+    return calls_from(reach(r, k, lengths), lengths)
 
 
 def expected_calls_block(l: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
     """`expected_calls` under block verification, from l = log q - log p -> (B,)."""
-    return _count(starts(reach_block(l, k, lengths)), lengths)
+    return calls_from(reach_block(l, k, lengths), lengths)
 
 
 def calls_variance(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
@@ -100,48 +121,46 @@ def calls_variance(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) ->
 
     Over the acceptance coins alone. Coins of rows are independent: the variance of a sum is the sum.
     """
-    return _moments(reach(r, k, lengths), lengths)[1]
+    return variance_from(reach(r, k, lengths), lengths)
 
 
 def calls_variance_block(l: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
     """`calls_variance` under block verification -> (B,)."""
-    return _moments(reach_block(l, k, lengths), lengths)[1]
+    return variance_from(reach_block(l, k, lengths), lengths)
 
 
 def tau(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
     """Tokens per target call, the emitted one included: sum(lengths) / sum(expected calls), a scalar."""
-    return _lengths(r, lengths).sum() / expected_calls(r, k, lengths).sum()
+    return tau_from(reach(r, k, lengths), lengths)
 
 
 def tau_block(l: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
     """`tau` under block verification."""
-    return _lengths(l, lengths).sum() / expected_calls_block(l, k, lengths).sum()
+    return tau_from(reach_block(l, k, lengths), lengths)
 
 
 def prefix(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
-    """P(accept drafts 1..i) over the rounds that will run -> (K,): expected accepted / drafted at depth i.
-
-    Starts weigh as often as they occur, sum_t s_t reach_i / sum_t s_t, over the rounds that draft a depth i
-    inside the text. NaN at a depth that no round drafts.
-    """
-    accepted, drafted, _ = _by_depth(r, k, lengths)
-    return accepted / drafted
+    """P(accept drafts 1..i) over the rounds that will run, token rule -> (K,); see `depths_from`."""
+    return depths_from(reach(r, k, lengths), k, lengths)[0]
 
 
 def conditional(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
-    """P(accept draft i given all before) over the rounds that will run -> (K,); see `prefix`."""
-    accepted, _, tried = _by_depth(r, k, lengths)
-    return accepted / tried
+    """P(accept draft i given all before) over the rounds that will run, token rule -> (K,); see `depths_from`."""
+    return depths_from(reach(r, k, lengths), k, lengths)[1]
 
 
-def _by_depth(r: Tensor, k: int | Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Expected rounds that accept 1..i, that draft i, and that draft i having accepted 1..i-1, each (K,)."""
-    kept = reach(r, k, lengths)
-    depths = torch.arange(1, kept.shape[-1], device=r.device)
-    ends = torch.arange(r.shape[1], device=r.device)[:, None] + depths  # (T,K) tokens up to draft i
-    drafts = _within((ends <= _lengths(r, lengths)[:, None, None]).to(kept.dtype), k, first=1)
-    s = starts(kept)[..., None] * drafts
-    return (s * kept[..., 1:]).sum((0, 1)), s.sum((0, 1)), (s * kept[..., :-1]).sum((0, 1))
+def depths_from(reach: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """P(accept drafts 1..i), and P(accept draft i given all before), over the rounds that will run -> (K,) each.
+
+    Starts weigh as often as they occur, sum_t s_t reach_i / sum_t s_t, over the rounds that draft a depth i
+    inside the text. NaN at a depth that no round drafts, or tries.
+    """
+    depths = torch.arange(1, reach.shape[-1], device=reach.device)
+    ends = torch.arange(reach.shape[1], device=reach.device)[:, None] + depths  # (T,K) tokens up to draft i
+    drafts = _within((ends <= _lengths(reach, lengths)[:, None, None]).to(reach.dtype), k, first=1)
+    s = starts(reach)[..., None] * drafts
+    accepted, drafted, tried = (s * reach[..., 1:]).sum((0, 1)), s.sum((0, 1)), (s * reach[..., :-1]).sum((0, 1))
+    return accepted / drafted, accepted / tried
 
 
 def _moments(reach: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:

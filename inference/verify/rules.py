@@ -1,0 +1,103 @@
+"""Verification rules as objects: all that an engine, its verdict and a planner must know of one.
+
+A rule decides about the drafts of a round (`verify`), and says how many of them rounds accept, given the text that came
+out (`reach`). The formulas are in `chain` and `prediction`; a new rule is one more entry of `RULES`.
+A rows, N drafts, V vocabulary; B texts, T tokens, K drafts of a round.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from inference.sampling import one_hot
+from inference.verify import chain, prediction
+
+Reach = Callable[[Tensor, Tensor, int | Tensor, Tensor | None], Tensor | None]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """name: as `Engine(verify=)` takes it.
+
+    verify(p, q, x, noise, k) -> `chain.Verdict`: p (A, N+1, V) target laws, q (A, N, V) draft laws or None where every
+    draft was certain, x (A, N) drafts, k (A,) how many of each row; noise: uniforms (A, N+1), or where it is `shared`
+    Gumbel noise (A, N+1, V). With `trees` it also takes `tree=`, their shape, p column i + 1 being the law after node
+    i; its verdict then has a `path` (A, D) of nodes, of which the accepted ones are read.
+    reach(logp, logq, k, lengths) -> (B, T, K+1): P(a round that starts at token t accepts at least n drafts), given
+    the text, from log p (B, T) and log q (B, T) or (B, T, K) of its tokens, see `prediction.reach`; None where that
+    hangs on the noise that made the text.
+    shared: drafts are drawn with the noise that the target's tokens are chosen with, keyed by position.
+    exact: the text's law is the target's.
+    """
+
+    name: str
+    verify: Callable[..., Any]
+    reach: Reach
+    shared: bool = False
+    trees: bool = False
+    exact: bool = True
+
+
+def _token(p: Tensor, q: Tensor | None, x: Tensor, u: Tensor, k: Tensor) -> chain.Verdict:
+    return chain.token(p, _known(q, p, x), x, u[:, : x.shape[1]], k)
+
+
+def _block(p: Tensor, q: Tensor | None, x: Tensor, u: Tensor, k: Tensor) -> chain.Verdict:
+    return chain.block(p, _known(q, p, x), x, u[:, : x.shape[1]], k)
+
+
+def _match(p: Tensor, q: Tensor | None, x: Tensor, u: Tensor, k: Tensor) -> chain.Verdict:
+    return chain.match(p, x, u[:, : x.shape[1] + 1], k)
+
+
+def _coupled(p: Tensor, q: Tensor | None, x: Tensor, g: Tensor, k: Tensor) -> chain.Verdict:
+    return chain.coupled(p, x, g[:, : x.shape[1] + 1], k)
+
+
+def _known(q: Tensor | None, p: Tensor, x: Tensor) -> Tensor:
+    """Draft laws (A, N, V), one-hot where every draft was certain."""
+    return one_hot(x, p[:, :-1]) if q is None else q
+
+
+def _token_reach(logp: Tensor, logq: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
+    return prediction.reach(prediction.r_from(_wide(logp, logq), logq), k, lengths)
+
+
+def _block_reach(logp: Tensor, logq: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
+    return prediction.reach_block(prediction.l_from(_wide(logp, logq), logq), k, lengths)
+
+
+def _match_reach(logp: Tensor, logq: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
+    """A draft survives where it is the target's own draw x, with probability q(x)."""
+    return prediction.reach(logq.exp(), k, lengths)
+
+
+def _hangs_on_noise(logp: Tensor, logq: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> None:
+    return None
+
+
+def _wide(logp: Tensor, logq: Tensor) -> Tensor:
+    """log p (B, T) beside log q (B, T) or (B, T, K)."""
+    return logp.unsqueeze(-1) if logq.ndim > logp.ndim else logp
+
+
+RULES = {
+    rule.name: rule
+    for rule in (
+        Rule("token", _token, _token_reach),
+        Rule("block", _block, _block_reach),
+        Rule("match", _match, _match_reach),
+        Rule("coupled", _coupled, _hangs_on_noise, shared=True),
+    )
+}
+
+
+def rule_of(verify: str | Rule) -> Rule:
+    """The rule of that name, or the one that is given. Raises ValueError for an unknown name."""
+    if isinstance(verify, Rule):
+        return verify
+    if verify not in RULES:
+        raise ValueError(f"verify: no rule {verify!r}; there are {', '.join(RULES)}")
+    return RULES[verify]
