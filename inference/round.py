@@ -8,6 +8,7 @@ goes to the device in one copy (`send`), and what it must know comes back in one
 from collections.abc import Hashable, Mapping, Sequence
 from copy import copy
 from functools import cached_property
+from math import nan
 
 import torch
 from torch import Tensor
@@ -27,7 +28,8 @@ class DecodingRound:
     """What the engine and a proposer share during one round; implements `base.Round`.
 
     batch: of an earlier round of the same rows, so that their settings are not copied again. replays: where laws,
-    verdict and last draw are recorded; None: they run as they are, as those of rows with own processors do.
+    verdict and last draw are recorded; None: they run as they are, as those of rows with own processors do. traced:
+    `settle` tells p, q and u of each draft too.
     """
 
     def __init__(
@@ -40,9 +42,10 @@ class DecodingRound:
         device: torch.device,
         batch: Batch | None = None,
         replays: Replays | None = None,
+        traced: bool = False,
     ) -> None:
         self.rows, self.k, self.rule, self.noise = rows, k, rule, noise
-        self.vocabulary, self.device, self.replays = vocabulary, device, replays
+        self.vocabulary, self.device, self.replays, self.traced = vocabulary, device, replays, traced
         self.batch = batch if batch and batch.holds(rows) else Batch(rows, vocabulary, device)
         self.texts = [row.text for row in rows]
         self.ids, self.starts = [row.id for row in rows], [row.emitted for row in rows]
@@ -168,7 +171,7 @@ class DecodingRound:
     def settle(self, logits: Tensor, proposal: Proposal) -> Tensor:
         """All that the host must know of the round, in one tensor (A, 5 + K): drafts accepted, the token after them,
         drafts that had laws, whether there was no law for that token (it is then no token), whether there was none at
-        any place that the target's pass wrote, and the drafts."""
+        any place that the target's pass wrote, and the drafts; of a traced round `_trace` of them behind, (A, 5 + 4K)."""
         length, inputs = self.length(proposal.k), self.inputs() if self.replays else None
         if self.replays and inputs is not None:
             inputs |= {"logits": logits, "x": proposal.x, "length": length}
@@ -185,7 +188,18 @@ class DecodingRound:
         missing = without_law(p)  # (A, K+1)
         lost, stains = missing.gather(1, verdict.accepted.unsqueeze(1)), missing.any(1, keepdim=True)
         columns = verdict.accepted.unsqueeze(1), self.last(verdict.law).unsqueeze(1), length.unsqueeze(1), lost, stains
-        return torch.cat((*columns, proposal.x), 1)
+        return torch.cat((*columns, proposal.x, *(self._trace(p, proposal) if self.traced else ())), 1)
+
+    def _trace(self, p: Tensor, proposal: Proposal) -> list[Tensor]:
+        """p, q and u of every draft (A, K each), the bits of float64; u NaN where the rule tests no uniform. Past k_b
+        they say nothing."""
+        x, rows = proposal.x.clamp(0, p.shape[-1] - 1), torch.arange(len(p), device=p.device).unsqueeze(1)
+        node = torch.arange(x.shape[1], device=p.device)
+        above = node if proposal.tree is None else proposal.tree.parents.to(p.device) + 1  # p column i + 1 is node i's
+        px = p[rows, above, x]
+        qx = torch.ones_like(px) if proposal.q is None else proposal.q[rows, node, x]
+        u = torch.full_like(px, nan) if self.rule.shared else self._uniforms[ACCEPT][:, : x.shape[1]]
+        return [part.double().contiguous().view(torch.int64) for part in (px, qx, u)]
 
     def _settled_on(self, given: Mapping[str, Tensor]) -> Tensor:
         proposal = Proposal(given["x"], given.get("q"), [])
@@ -194,7 +208,7 @@ class DecodingRound:
     @property
     def key(self) -> Hashable:
         """All that laws, draws and verdict depend on but tensors."""
-        return type(self), self.rule, self.batch.key
+        return type(self), self.rule, self.batch.key, self.traced
 
     @property
     def steady(self) -> frozenset[str]:

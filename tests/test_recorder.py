@@ -1,0 +1,168 @@
+"""What a recorder keeps is what the engine did: the same texts, and p, q and u by which each draft was judged."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from inference import Engine, Sampling
+from inference.policy import Fixed
+from inference.proposers import Independent, NGram
+from inference.proposers.base import Proposal
+from inference.report.recorder import Recorder
+from inference.report.replay import validate
+from tests.folders import tokenizer
+from tests.tiny import near, tiny
+
+TARGET = tiny(vocab=12)
+DRAFT = near(TARGET)
+PROMPTS = [[1, 2, 3], [4], [5, 6, 5, 6, 5], [7, 1], [2, 2, 2]]
+SAMPLING = Sampling(temperature=0.8)
+STOPS = (0, 3, 7, 9)
+
+
+def recorded(rule: str = "token", proposer: Any = None, sampling: Sampling = SAMPLING) -> tuple[dict[str, Any], Any]:
+    record = Recorder()
+    engine = Engine(TARGET, proposer or Independent(DRAFT), verify=rule, policy=Fixed(3), rows=2, record=record)
+    out = engine.generate(PROMPTS, max_new_tokens=14, sampling=sampling, seed=3)
+    replay = record.replay()
+    validate(replay)
+    return replay, out
+
+
+def steps(replay: dict[str, Any]) -> list[dict[str, Any]]:
+    return [row for rounds in replay["rounds"] for row in rounds]
+
+
+def drafts(replay: dict[str, Any]) -> list[tuple[dict[str, Any], list[int], list[int]]]:
+    """(draft, text before the round, drafts before it), of chains."""
+    texts, found = [list(prompt) for prompt in PROMPTS], []
+    for row in steps(replay):
+        ids = [draft["id"] for draft in row["drafts"]]
+        found += [(draft, list(texts[row["row"]]), ids[:i]) for i, draft in enumerate(row["drafts"])]
+        texts[row["row"]] += emitted(row)
+    return found
+
+
+def emitted(row: dict[str, Any]) -> list[int]:
+    last = [row["last"]["id"]] if row["last"] else []
+    return [draft["id"] for draft in row["drafts"] if draft["state"] == "accepted"] + last
+
+
+@pytest.mark.parametrize("rule", ["token", "block", "match", "coupled"])
+def test_the_record_is_the_text_and_recording_changes_none_of_it(rule: str) -> None:
+    replay, out = recorded(rule)
+    plain = Engine(TARGET, Independent(DRAFT), verify=rule, policy=Fixed(3), rows=2)
+    same = plain.generate(PROMPTS, max_new_tokens=14, sampling=SAMPLING, seed=3)
+    assert out.tokens == same.tokens
+    texts: list[list[int]] = [[] for _ in PROMPTS]
+    for row in steps(replay):
+        assert row["start"] == len(texts[row["row"]])
+        texts[row["row"]] += emitted(row)
+    assert texts == out.tokens
+    assert len(steps(replay)) == out.stats.target_calls
+    kinds = {row["last"]["kind"] for row in steps(replay) if row["last"]}
+    assert kinds == {"corrected", "bonus"} and replay["rule"] == rule
+
+
+def test_p_and_q_are_the_laws_that_each_draft_was_made_and_judged_by() -> None:
+    for rule in ("token", "block", "coupled"):
+        found = drafts(recorded(rule)[0])
+        assert len(found) > 40
+        for draft, text, before in found:
+            with torch.no_grad():
+                p, q = (model(torch.tensor([text + before])).logits[0, -1].div(0.8).softmax(-1)[draft["id"]]
+                        for model in (TARGET, DRAFT))  # fmt: skip
+            assert (draft["p"], draft["q"]) == pytest.approx((float(p), float(q)), rel=1e-9)
+            assert draft["ratio"] == pytest.approx(float(p / q), rel=1e-9)
+
+
+def test_u_is_what_the_token_rule_compared_with_the_ratio() -> None:
+    found = [draft for draft, _, _ in drafts(recorded()[0])]
+    states = [draft["state"] for draft in found]
+    assert min(map(states.count, ("accepted", "refused", "unread"))) > 2
+    for draft in found:
+        if draft["state"] != "unread":
+            assert (draft["u"] < draft["ratio"]) == (draft["state"] == "accepted")
+    assert all(draft["u"] is None for draft, _, _ in drafts(recorded("coupled")[0]))
+
+
+def test_certain_drafts_have_q_1() -> None:
+    found = [draft for draft, _, _ in drafts(recorded(proposer=NGram())[0])]
+    assert found and all(draft["q"] == 1 and draft["ratio"] == draft["p"] for draft in found)
+
+
+def test_a_row_that_ends_on_a_draft_has_no_last_token_and_no_refusal() -> None:
+    replay, out = recorded(proposer=Independent(TARGET), sampling=Sampling(temperature=0.8, stop_ids=STOPS))
+    ends = [row for row in steps(replay) if row["last"] is None]
+    assert ends and all(out.finish[row["row"]] == "stop" for row in ends)
+    assert all(emitted(row)[-1] in STOPS for row in ends)
+    assert not [draft for row in ends for draft in row["drafts"] if draft["state"] == "refused"]
+    assert any(draft["state"] == "unread" for row in ends for draft in row["drafts"])
+
+
+def test_a_call_is_recorded_anew_up_to_so_many_rounds_and_nothing_without_a_recorder() -> None:
+    record = Recorder(most=2)
+    engine = Engine(TARGET, Independent(DRAFT), policy=Fixed(2), rows=2, record=record)
+    for prompts in (PROMPTS, [[3, 4]]):
+        engine.generate(prompts, max_new_tokens=12, sampling=SAMPLING)
+        assert len(record.rounds) == 2 and record.prompts == prompts
+    engine.record = None
+    engine.generate(PROMPTS, max_new_tokens=4)
+    assert record.prompts == [[3, 4]]
+
+
+def test_nodes_of_a_tree_are_refused_before_an_accepted_sibling_and_at_the_end_of_the_path() -> None:
+    #  0   1        the anchor's children
+    #      2 3 4    of 1
+    #        5      of 3
+    parents = [-1, -1, 1, 1, 1, 3]
+    proposal = Proposal(torch.tensor([[10, 11, 12, 13, 14, 15]]), None, [6], SimpleNamespace(parents=parents))
+    traced = torch.full((18,), 0.5, dtype=torch.float64).view(torch.int64).tolist()
+    states = {}
+    for path, emitted in (([1, 3, 5], 4), ([1], 2), ([], 1), ([1, 3], 3)):
+        record = Recorder()
+        row: Any = SimpleNamespace(text=[7], prompt=1, index=0, emitted=emitted)
+        record.begin("tree", [row])
+        record.note([row], [0], proposal, [[len(path), 8, 6, 0, 0, 10, 11, 12, 13, 14, 15, *traced]], [path])
+        replay = record.replay()
+        validate(replay)
+        (one,) = steps(replay)
+        states[tuple(path)] = "".join(draft["state"][0] for draft in one["drafts"]), one["last"]["kind"]
+        assert [draft["parent"] for draft in one["drafts"]] == parents
+    assert states == {(1, 3, 5): ("raraua", "bonus"), (1,): ("rarrru", "corrected"),
+                      (): ("rruuuu", "corrected"), (1, 3): ("raraur", "corrected")}  # fmt: skip
+
+
+def test_texts_are_pieces_of_the_whole_text() -> None:
+    words = tokenizer()
+    ids = words("count the values, and count them")["input_ids"]
+    row: Any = SimpleNamespace(text=ids[:2], prompt=2, index=0, emitted=len(ids) - 2)
+    record, proposal = Recorder(), Proposal(torch.tensor([ids[2:-1]]), None, [len(ids) - 3])
+    record.begin("token", [row])
+    line = [len(ids) - 3, ids[-1], len(ids) - 3, 0, 0, *ids[2:-1], *[0] * (3 * (len(ids) - 3))]
+    record.note([row], [0], proposal, [line])
+    replay = record.replay(words)
+    (one,) = steps(replay)
+    said = replay["rows"][0]["prompt"] + "".join(draft["text"] for draft in one["drafts"]) + one["last"]["text"]
+    assert said == words.decode(ids)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda one: one.update(rule=None), "replay.rule must be str"),
+        (lambda one: one["rounds"][0][0].update(row=9), r"rounds\[0\]\[0\].row is 9, there are 5 rows"),
+        (lambda one: one["rounds"][0][0]["drafts"][1].update(parent=1), "parent is 1: it must be -1 or an earlier"),
+        (lambda one: one["rounds"][0][0]["drafts"][0].update(state="won"), "state is 'won'"),
+        (lambda one: one["rounds"][0][0]["last"].update(kind="won"), "kind is 'won'"),
+        (lambda one: [d.update(state=s) for d, s in zip(one["rounds"][0][0]["drafts"], ("refused", "accepted"), strict=False)],
+         "is accepted, draft 0 before it is refused"),
+    ],
+)  # fmt: skip
+def test_a_record_that_cannot_be_is_refused(change: Any, message: str) -> None:
+    replay, _ = recorded()
+    change(replay)
+    with pytest.raises(ValueError, match=message):
+        validate(replay)
