@@ -3,11 +3,9 @@
 from pathlib import Path
 
 from cotrain.config.settings import ReportConfig
-from cotrain.page.html_page import refuse, write
+from cotrain.page.html_page import PAGE, refuse, write
 from cotrain.page.loaded_run import load
 from cotrain.run_folder import writable
-
-PAGE = "report.html"
 
 
 def run(cfg: ReportConfig) -> None:

@@ -8,7 +8,7 @@ from cotrain.errors import UserError
 from cotrain.page.acceptance_charts import acceptance
 from cotrain.page.compared_runs import comparison
 from cotrain.page.first_screen import first_screen, headline
-from cotrain.page.loaded_run import Run
+from cotrain.page.loaded_run import Run, load
 from cotrain.page.markup import Html, tag
 from cotrain.page.origin import exactness, origin
 from cotrain.page.quantised_weights import quantisation
@@ -20,7 +20,7 @@ from cotrain.page.worst_contexts import differences
 from inference.drafts.atomic import write_atomic
 
 ASSETS = Path(__file__).resolve().parent / "assets"
-GENERATOR = "cotrain report"
+GENERATOR, PAGE = "cotrain report", "report.html"
 # no request leaves the page, whatever stands in it
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 SECTIONS: tuple[Callable[[Sequence[Run]], Section], ...] = (
@@ -57,6 +57,13 @@ def write(runs: Sequence[Run], path: Path) -> None:
     """Write the page wholly or not at all. Raises UserError where another program's file stands."""
     refuse(path)
     write_atomic(path, page(runs).encode("utf-8", "replace").decode("utf-8"))
+
+
+def written(folder: Path) -> Path:
+    """The page of the run in `folder`, written there; its path."""
+    path = folder / PAGE
+    write(load([str(folder)]), path)
+    return path
 
 
 def refuse(path: Path) -> None:
