@@ -171,7 +171,7 @@ class DecodingRound:
     def settle(self, logits: Tensor, proposal: Proposal) -> Tensor:
         """All that the host must know of the round, in one tensor (A, 5 + K): drafts accepted, the token after them,
         drafts that had laws, whether there was no law for that token (it is then no token), whether there was none at
-        any place that the target's pass wrote, and the drafts; of a traced round `_trace` of them behind, (A, 5 + 4K)."""
+        any place that the target's pass wrote, and the drafts; of a traced round, behind them `_trace`: (A, 5 + 4K)."""
         length, inputs = self.length(proposal.k), self.inputs() if self.replays else None
         if self.replays and inputs is not None:
             inputs |= {"logits": logits, "x": proposal.x, "length": length}

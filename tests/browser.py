@@ -82,7 +82,8 @@ class Browser:
 
     def _note(self, method: str | None, told: dict[str, Any]) -> None:
         if method == "Network.requestWillBeSent":
-            self.requests.append(told["request"]["url"])
+            if not told["request"]["url"].startswith(("data:", "blob:")):  # which ask nobody
+                self.requests.append(told["request"]["url"])
         elif method == "Runtime.exceptionThrown":
             details = told["exceptionDetails"]
             self.messages.append(f"{details['text']} {details.get('exception', {}).get('description', '')}")

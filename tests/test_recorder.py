@@ -157,7 +157,8 @@ def test_texts_are_pieces_of_the_whole_text() -> None:
         (lambda one: one["rounds"][0][0]["drafts"][1].update(parent=1), "parent is 1: it must be -1 or an earlier"),
         (lambda one: one["rounds"][0][0]["drafts"][0].update(state="won"), "state is 'won'"),
         (lambda one: one["rounds"][0][0]["last"].update(kind="won"), "kind is 'won'"),
-        (lambda one: [d.update(state=s) for d, s in zip(one["rounds"][0][0]["drafts"], ("refused", "accepted"), strict=False)],
+        (lambda one: [draft.update(state=state) for draft, state in
+                      zip(one["rounds"][0][0]["drafts"], ("refused", "accepted"), strict=False)],
          "is accepted, draft 0 before it is refused"),
     ],
 )  # fmt: skip

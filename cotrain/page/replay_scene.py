@@ -8,6 +8,11 @@ from cotrain.page.section import Section, by_run
 
 KEYS = ("Keys: space plays and pauses, ← → step, ↑ ↓ change the row, - and + the speed, shift with an arrow turns the "
         "scene; drag turns it too.")  # fmt: skip
+RULES = {
+    "block": "The block rule tests drafts together: u is compared with another number than p / q. ",
+    "match": "The match rule draws the target's own token at u and keeps a draft that is the same. ",
+    "coupled": "The coupled rule draws both sides with the same noise and keeps a draft where they agree. ",
+}
 LEGEND = (
     ("accepted", "accepted"),
     ("refused", "first refused"),
@@ -39,7 +44,11 @@ def _player(run: Run) -> Html | None:
     )
     legend = [tag("li", tag("span", class_=f"key {kind}"), said) for kind, said in LEGEND]
     scene = tag("div", class_="scene", tabindex=0, role="application", aria_label=f"replay: {KEYS}")
-    note = ("Above: the draft's candidates. Below: the target's pass, one cell a candidate. ", KEYS)
+    note = (
+        RULES.get(found["rule"], ""),
+        "Above: the draft's candidates. Below: the target's pass, one cell a candidate. ",
+        KEYS,
+    )
     return joined(
         tag("div", tag("div", *buttons, *choices, class_="controls"), scene, tag("ul", *legend, class_="legend"),
             tag("p", class_="said", aria_live="polite"), tag("div", class_="text"), tag("div", class_="drafts"),

@@ -17,9 +17,10 @@ TRACED = 3  # of every draft behind them: p, q, u
 
 
 class _Row(NamedTuple):
-    """A row's part of a round. path: the nodes it accepted, in order; taken: how many tokens joined its text."""
+    """A row's part of a round. place: of its prompt in the call; path: the nodes it accepted, in order; taken: how many
+    tokens joined its text."""
 
-    index: int
+    place: int
     start: int
     taken: int
     drafted: int
@@ -69,10 +70,10 @@ class Recorder:
         texts = [list(prompt) for prompt in self.prompts]
         rounds = []
         for kept in self.rounds:
-            rounds.append([_told(row, texts[row.index][-1], tokenizer) for row in kept])
+            rounds.append([_told(row, texts[row.place][-1], tokenizer) for row in kept])
             for row in kept:
                 emitted = [*(row.drafts[node] for node in row.path), row.last][: row.taken]
-                texts[row.index] += emitted
+                texts[row.place] += emitted
         rows = [{"prompt": _text(prompt, tokenizer)} for prompt in self.prompts]
         return {"format": FORMAT, "rule": self.rule, "rows": rows, "rounds": rounds}
 
@@ -103,7 +104,7 @@ def _told(row: _Row, anchor: int, tokenizer: "PreTrainedTokenizerBase | None") -
         kind = "corrected" if any(row.parents[i] == (row.path[-1] if row.path else -1) for i in refused) else "bonus"
         before = row.drafts[row.path[-1]] if row.path else anchor
         last = {"id": row.last, "text": _text([row.last], tokenizer, before), "kind": kind}
-    return {"row": row.index, "start": row.start, "drafts": drafts, "last": last}
+    return {"row": row.place, "start": row.start, "drafts": drafts, "last": last}
 
 
 def _refused(row: _Row) -> set[int]:

@@ -4,10 +4,10 @@
 (() => {
   const STEPS = ["drafted", "read by the target", "judged", "committed"];
   const SVG = "http://www.w3.org/2000/svg";
-  const ABOVE = 1.5, BELOW = -1.5, APART = 2.2, SIBLING = 0.8, SHOWN = 6;
+  const ABOVE = 1.4, BELOW = -1.4, APART = 2.4, SIBLING = 0.9, SHOWN = 6, AWAY = 22; // AWAY: of the eye
   const still = matchMedia("(prefers-reduced-motion: reduce)");
   const clean = (text) => text.replaceAll("\n", "⏎").replaceAll("\t", "⇥");
-  const number = (value) => (value === null ? "–" : value.toFixed(3));
+  const number = (value) => (value === null ? "–" : value && value < 0.001 ? value.toExponential(1) : value.toFixed(3));
 
   function element(name, attributes, text) {
     const made = document.createElementNS(SVG, name);
@@ -43,15 +43,13 @@
   }
 
   function placed(drafts) { // depth and sideways place of every node of a tree
-    const depth = drafts.map(() => 0), count = new Map();
-    drafts.forEach((draft, i) => { depth[i] = draft.parent < 0 ? 1 : depth[draft.parent] + 1; });
-    depth.forEach((d) => count.set(d, (count.get(d) || 0) + 1));
-    const seen = new Map();
-    return depth.map((d) => {
-      const place = seen.get(d) || 0;
-      seen.set(d, place + 1);
-      return [d, (place - (count.get(d) - 1) / 2) * SIBLING];
-    });
+    const places = [];
+    let level = [-1];
+    for (let depth = 1; level.length; depth += 1) { // children of a node lie side by side
+      level = level.flatMap((parent) => [...drafts.keys()].filter((i) => drafts[i].parent === parent));
+      level.forEach((i, place) => { places[i] = [depth, (place - (level.length - 1) / 2) * SIBLING]; });
+    }
+    return places;
   }
 
   class Player {
@@ -64,7 +62,7 @@
       this.tip.className = "tip";
       this.tip.hidden = true;
       this.scene.append(this.svg, this.tip);
-      Object.assign(this, { frame: 2, row: 0, speed: 0, yaw: -0.35, pitch: 0.3, timer: null, moved: 1 });
+      Object.assign(this, { frame: 2, row: 0, speed: 0, yaw: -0.3, pitch: 0.35, timer: null, moved: 1 });
       box.addEventListener("click", (event) => this.clicked(event.target.dataset.do));
       box.addEventListener("input", (event) => this.chosen(event.target));
       this.scene.addEventListener("keydown", (event) => this.pressed(event));
@@ -240,41 +238,49 @@
       const { clientWidth: width, clientHeight: height } = this.scene;
       if (!width) return;
       this.svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
-      const rows = this.shownRows(), things = [];
-      rows.forEach((one, i) => this.row_(one, (i - (rows.length - 1) / 2) * APART * 1.4, things));
-      const points = things.flatMap((thing) => thing.ends || [thing.at]);
-      const bounds = [0, 2].map((axis) => points.map((point) => point[axis]));
-      const middle = bounds.map((values) => (Math.min(...values, 0) + Math.max(...values, 0)) / 2);
-      const turned = (point) => this.turned(point, middle);
-      const scale = this.fit(points.map(turned), width, height);
-      for (const thing of things) thing.far = Math.max(...(thing.ends || [thing.at]).map((point) => turned(point)[2]));
-      things.sort((a, b) => b.far - a.far || (a.ends ? -1 : 1));
+      const rows = this.shownRows(), things = this.planes(rows);
+      rows.forEach((one, i) => this.row_(one, (i - (rows.length - 1) / 2) * APART, width < 600 ? 3 : SHOWN, things));
+      const seen = new Map(); // point -> where it is seen, at scale 1
+      for (const thing of things) {
+        for (const point of thing.ends || [thing.at]) seen.set(point, this.seen(point));
+        thing.far = Math.max(...(thing.ends || [thing.at]).map((point) => seen.get(point)[2]));
+      }
+      const [xs, ys] = [0, 1].map((axis) => [...seen.values()].map((place) => place[axis]));
+      const [left, right, low, high] = [Math.min(...xs), Math.max(...xs), Math.min(...ys), Math.max(...ys)];
+      const scale = Math.min((width - 70) / (right - left || 1), (height - 80) / (high - low || 1), 110);
       const project = (point) => {
-        const [x, y, z] = turned(point), near = 12 / (12 + z);
-        return [width / 2 + x * scale * near, height / 2 - y * scale * near, near];
+        const [x, y, far] = seen.get(point);
+        return [width / 2 + (x - (left + right) / 2) * scale, height / 2 - (y - (low + high) / 2) * scale, AWAY / (AWAY + far)];
       };
+      const order = (thing) => (thing.plane ? 0 : thing.ends ? 1 : 2);
+      things.sort((a, b) => order(a) - order(b) || b.far - a.far);
       this.svg.replaceChildren(...things.flatMap((thing) => this.shape(thing, project)));
     }
 
-    turned([x, y, z], [mx, mz]) {
+    planes(rows) { // the draft's above and the target's below
+      if (!rows.length) return [];
+      const long = 0.6 + Math.max(1, ...rows.map((one) => Math.max(0, ...placed(one.drafts).map(([depth]) => depth)) + 1));
+      const side = Math.max(0.6, ...rows.flatMap((one) => placed(one.drafts).map(([, aside]) => Math.abs(aside) + 0.5)));
+      const half = ((rows.length - 1) / 2) * APART + side;
+      return [[ABOVE, "draft"], [BELOW, "target"]].map(([y, label]) => (
+        { plane: label, ends: [[0.4, y, -half], [long, y, -half], [long, y, half], [0.4, y, half]] }));
+    }
+
+    seen([x, y, z]) { // turned about the origin, nearer is larger
       const [cy, sy, cp, sp] = [Math.cos(this.yaw), Math.sin(this.yaw), Math.cos(this.pitch), Math.sin(this.pitch)];
-      const [a, c] = [(x - mx) * cy + (z - mz) * sy, -(x - mx) * sy + (z - mz) * cy];
-      return [a, y * cp + c * sp, -y * sp + c * cp];
+      const [a, c] = [x * cy + z * sy, -x * sy + z * cy];
+      const far = -y * sp + c * cp, near = AWAY / (AWAY + far);
+      return [a * near, (y * cp + c * sp) * near, far];
     }
 
-    fit(points, width, height) {
-      const wide = Math.max(1, ...points.map(([x, , z]) => Math.abs(x) * 12 / (12 + z)));
-      const high = Math.max(1, ...points.map(([, y, z]) => Math.abs(y) * 12 / (12 + z)));
-      return Math.min((width / 2 - 45) / wide, (height / 2 - 30) / high, 110);
-    }
-
-    row_(one, z, things) { // what there is to draw of a row
+    row_(one, z, most, things) { // what there is to draw of a row
       const before = this.text(one.row), committed = this.step === 3, fresh = committed ? taken(one).length : 0;
-      const old = before.slice(0, before.length - fresh).slice(-SHOWN);
+      const old = before.slice(0, before.length - fresh).slice(-most);
       old.forEach(([text, kind], i) => {
-        things.push({ at: [i - old.length, 0, z], kind: "old", tint: kind, label: clean(text), dim: true });
+        const shape = kind === "accepted" ? "old" : kind, at = [0.8 * (i - old.length + 1), 0, z];
+        things.push({ at, kind: shape, small: true, tint: kind, label: clean(text), dim: true, said: `“${clean(text)}”\n${kind}` });
       });
-      things.push({ at: [0, 0, z], kind: "cell", label: old.length ? "" : "prompt", small: true, said: "the text so far" });
+      if (!old.length) things.push({ at: [0, 0, z], kind: "cell", label: "prompt", dim: true, small: true });
       const place = placed(one.drafts);
       const where = (i, y) => [place[i][0], y, z + place[i][1]];
       let depth = 0;
@@ -304,12 +310,18 @@
 
     shape(thing, project) {
       const tint = `var(--${thing.tint === "drafted" || !thing.tint ? "dim" : thing.tint})`;
+      if (thing.plane) {
+        const corners = thing.ends.map(project), points = corners.map(([x, y]) => `${x},${y}`).join(" ");
+        const [x, y] = corners[3];
+        return [element("polygon", { points, fill: "var(--dim)", "fill-opacity": 0.08, stroke: "var(--line)" }),
+          element("text", { x: x + 4, y: y - 4, class: "dim", "pointer-events": "none" }, thing.plane)];
+      }
       if (thing.ends) {
         const [[x1, y1, near], [x2, y2]] = thing.ends.map(project);
         const dash = thing.tint === "unread" || thing.tint === "drafted" ? "3 4" : "none";
         return [element("line", { x1, y1, x2, y2, stroke: tint, "stroke-width": (thing.thin ? 1 : 2) * near, "stroke-dasharray": dash, opacity: thing.thin ? 0.5 : 0.9 })];
       }
-      const [x, y, near] = project(thing.at), r = (thing.kind === "old" || thing.small ? 4 : 7) * near * (thing.size || 1);
+      const [x, y, near] = project(thing.at), r = (thing.small ? 4 : 7) * near * (thing.size || 1);
       const full = ["accepted", "corrected", "bonus", "old", "cell"].includes(thing.kind);
       const made = element("path", { d: path(thing.kind, r), transform: `translate(${x},${y})`, fill: full ? tint : "var(--panel)",
         stroke: tint, "stroke-width": thing.kind === "refused" ? 4 : 2, "fill-opacity": thing.kind === "cell" ? 0.35 : 1 });
