@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from inference import Engine, Sampling
+from inference.models.passes import Tree
 from inference.policy import Fixed
 from inference.proposers import Independent, NGram
 from inference.proposers.base import Proposal
-from inference.report.recorder import Recorder
+from inference.report.recorder import Recorder, trace
 from inference.report.replay import validate
 from tests.folders import tokenizer
 from tests.tiny import near, tiny
@@ -117,20 +118,23 @@ def test_nodes_of_a_tree_are_refused_before_an_accepted_sibling_and_at_the_end_o
     #  0   1        the anchor's children
     #      2 3 4    of 1
     #        5      of 3
-    parents = [-1, -1, 1, 1, 1, 3]
-    proposal = Proposal(torch.tensor([[10, 11, 12, 13, 14, 15]]), None, [6], SimpleNamespace(parents=parents))
-    traced = torch.full((18,), 0.5, dtype=torch.float64).view(torch.int64).tolist()
+    parents, x = [-1, -1, 1, 1, 1, 3], torch.tensor([[10, 11, 12, 13, 14, 15]])
+    proposal = Proposal(x, None, [6], Tree(parents))
+    p, u = (torch.rand(1, 7, 20).softmax(-1), torch.rand(1, 6))
     states = {}
     for path, emitted in (([1, 3, 5], 4), ([1], 2), ([], 1), ([1, 3], 3)):
-        record = Recorder()
+        record, padded = Recorder(), torch.tensor([(path + [-1] * 3)[:3]])
         row: Any = SimpleNamespace(text=[7], prompt=1, index=0, emitted=emitted)
         record.begin("tree", [row])
-        record.note([row], [0], proposal, [[len(path), 8, 6, 0, 0, 10, 11, 12, 13, 14, 15, *traced]], [path])
+        told = trace(p, proposal, u, torch.tensor([6]), padded)
+        record.note([row], [0], proposal, [[len(path), 8, 3, 0, 0, *x[0, padded[0]].tolist(), *told[0].tolist()]])
         replay = record.replay()
         validate(replay)
         (one,) = steps(replay)
         states[tuple(path)] = "".join(draft["state"][0] for draft in one["drafts"]), one["last"]["kind"]
         assert [draft["parent"] for draft in one["drafts"]] == parents
+        assert [draft["p"] for draft in one["drafts"]] == [float(p[0, on + 1, 10 + i]) for i, on in enumerate(parents)]
+        assert [draft["u"] for draft in one["drafts"]] == [float(number) for number in u[0]]
     assert states == {(1, 3, 5): ("raraua", "bonus"), (1,): ("rarrru", "corrected"),
                       (): ("rruuuu", "corrected"), (1, 3): ("raraur", "corrected")}  # fmt: skip
 
@@ -139,10 +143,11 @@ def test_texts_are_pieces_of_the_whole_text() -> None:
     words = tokenizer()
     ids = words("count the values, and count them")["input_ids"]
     row: Any = SimpleNamespace(text=ids[:2], prompt=2, index=0, emitted=len(ids) - 2)
-    record, proposal = Recorder(), Proposal(torch.tensor([ids[2:-1]]), None, [len(ids) - 3])
+    x = torch.tensor([ids[2:-1]])
+    record, proposal = Recorder(), Proposal(x, None, [len(x[0])])
     record.begin("token", [row])
-    line = [len(ids) - 3, ids[-1], len(ids) - 3, 0, 0, *ids[2:-1], *[0] * (3 * (len(ids) - 3))]
-    record.note([row], [0], proposal, [line])
+    told = trace(torch.rand(1, len(x[0]) + 1, 300), proposal, None, torch.tensor([len(x[0])]), None)
+    record.note([row], [0], proposal, [[len(x[0]), ids[-1], len(x[0]), 0, 0, *ids[2:-1], *told[0].tolist()]])
     replay = record.replay(words)
     (one,) = steps(replay)
     said = replay["rows"][0]["prompt"] + "".join(draft["text"] for draft in one["drafts"]) + one["last"]["text"]

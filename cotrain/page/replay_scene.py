@@ -9,6 +9,8 @@ from cotrain.page.section import Section, by_run
 KEYS = ("Keys: space plays and pauses, ← → step, ↑ ↓ change the row, - and + the speed, shift with an arrow turns the "
         "scene; drag turns it too.")  # fmt: skip
 RULES = {
+    "tree": "Siblings are tried in turn: p / q is that of the first, and falls with every refusal. ",
+    "traversal": "The traversal rule tests from the leaves up: u is compared with another number than p / q. ",
     "block": "The block rule tests drafts together: u is compared with another number than p / q. ",
     "match": "The match rule draws the target's own token at u and keeps a draft that is the same. ",
     "coupled": "The coupled rule draws both sides with the same noise and keeps a draft where they agree. ",

@@ -1,8 +1,12 @@
 """What an engine keeps of a call while it is asked to, and the replay made of it afterwards."""
 
+import math
 import struct
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from inference.report.replay import FORMAT
 
@@ -12,13 +16,33 @@ if TYPE_CHECKING:
     from inference.proposers.base import Proposal
     from inference.request import Request
 
-FIRST = 5  # columns of `DecodingRound.settle` before the drafts
-TRACED = 3  # of every draft behind them: p, q, u
+COLUMNS = 5  # of `settled.Settled.table` before its drafts
+PARTS = 3  # floats of a draft: p, q, u
+
+
+def trace(p: Tensor, proposal: "Proposal", u: Tensor | None, length: Tensor, path: Tensor | None) -> Tensor:
+    """What a record needs of a round, in whole numbers (A, ...): length, the drafts that had laws; the drafts (N); p, q
+    and u of each (3N), the bits of float64; of a tree the nodes that they hang on (N) and those accepted (D), -1 past
+    the last.
+
+    p (A, N+1, V), u (A, N), None where the rule tests none; length (A,); path (A, D), None of a chain. Past a row's
+    drafts it says nothing.
+    """
+    x, rows = proposal.x, torch.arange(len(p), device=p.device).unsqueeze(1)
+    ids, node = x.clamp(0, p.shape[-1] - 1), torch.arange(x.shape[1], device=p.device)
+    parents = node.unsqueeze(0) - 1 if proposal.tree is None else proposal.tree.on(p.device).parents.view(-1, len(node))
+    px = p[rows, parents + 1, ids]
+    qx = torch.ones_like(px) if proposal.q is None else proposal.q[rows, node, ids]
+    floats = (px, qx, torch.full_like(px, math.nan) if u is None else u)
+    bits = [part.double().contiguous().view(torch.int64) for part in floats]
+    shape = [] if path is None else [parents.expand(len(x), -1), path]
+    return torch.cat((length.unsqueeze(1), x, *bits, *shape), 1)
 
 
 class _Row(NamedTuple):
-    """A row's part of a round. place: of its prompt in the call; path: the nodes it accepted, in order; taken: how many
-    tokens joined its text."""
+    """A row's part of a round. place: of its prompt in the call; start: tokens it had emitted; path: the nodes it
+    accepted, in order; taken: how many tokens joined its text; drafted: how many of the drafts are its own; floats:
+    bits of p, q and u of the drafts."""
 
     place: int
     start: int
@@ -27,7 +51,7 @@ class _Row(NamedTuple):
     path: Sequence[int]
     last: int
     drafts: Sequence[int]
-    traced: Sequence[int]
+    floats: Sequence[int]
     parents: Sequence[int]
 
 
@@ -49,21 +73,16 @@ class Recorder:
         self.prompts = [row.text[: row.prompt] for row in rows]
 
     def note(
-        self, rows: Sequence["Request"], starts: Sequence[int], proposal: "Proposal", table: Sequence[Sequence[int]],
-        paths: Sequence[Sequence[int]] | None = None,
+        self, rows: Sequence["Request"], starts: Sequence[int], proposal: "Proposal", table: Sequence[Sequence[int]]
     ) -> None:  # fmt: skip
         """A round, after its tokens joined the texts. starts: tokens that each row had emitted before it; table: of
-        `DecodingRound.settle`; paths: of a tree, the nodes that each row accepted, in order."""
-        if len(self.rounds) >= self.most:
-            return
-        N = proposal.x.shape[1]
-        parents = _parents(proposal, len(rows))
-        found = []
-        for slot, (row, start, line) in enumerate(zip(rows, starts, table, strict=True)):
-            path = range(line[0]) if paths is None else paths[slot][: line[0]]
-            found.append(_Row(row.index, start, row.emitted - start, line[2], path, line[1], line[FIRST : FIRST + N],
-                              line[-TRACED * N :] if N else (), parents[slot]))  # fmt: skip
-        self.rounds.append(found)
+        `DecodingRound.settle`, `trace` at its end."""
+        if len(self.rounds) < self.most:
+            N, tree = proposal.x.shape[1], proposal.tree is not None
+            lines = zip(rows, starts, table, strict=True)
+            self.rounds.append(
+                [_row(row.index, start, row.emitted - start, line, N, tree) for row, start, line in lines]
+            )
 
     def replay(self, tokenizer: "PreTrainedTokenizerBase | None" = None) -> dict[str, Any]:
         """The record as `inference.report.replay` describes it; without a tokenizer, texts are the ids."""
@@ -78,13 +97,14 @@ class Recorder:
         return {"format": FORMAT, "rule": self.rule, "rows": rows, "rounds": rounds}
 
 
-def _parents(proposal: "Proposal", rows: int) -> Sequence[Sequence[int]]:
-    """On which node each hangs, of every row."""
-    if proposal.tree is None:
-        return [range(-1, proposal.x.shape[1] - 1)] * rows
-    found = proposal.tree.parents
-    found = found.tolist() if hasattr(found, "tolist") else list(found)
-    return found if found and isinstance(found[0], list) else [found] * rows
+def _row(place: int, start: int, taken: int, line: Sequence[int], N: int, tree: bool) -> _Row:
+    """line: of the table, its first columns the number of accepted drafts and the token after them."""
+    accepted, last = line[0], line[1]
+    deep = (len(line) - COLUMNS - 1 - (1 + PARTS) * N - N) // 2 if tree else N  # the drafts' columns and the path's
+    told = line[COLUMNS + deep :]
+    drafts, floats, rest = told[1 : 1 + N], told[1 + N : 1 + (1 + PARTS) * N], told[1 + (1 + PARTS) * N :]
+    path, parents = (rest[N : N + accepted], rest[:N]) if tree else (range(accepted), range(-1, N - 1))
+    return _Row(place, start, taken, told[0], path, last, drafts, floats, parents)
 
 
 def _told(row: _Row, anchor: int, tokenizer: "PreTrainedTokenizerBase | None") -> dict[str, Any]:
@@ -93,7 +113,7 @@ def _told(row: _Row, anchor: int, tokenizer: "PreTrainedTokenizerBase | None") -
     drafts = []
     for i in range(row.drafted):
         token, parent = row.drafts[i], row.parents[i]
-        p, q, u = (_number(row.traced[part * len(row.drafts) + i]) for part in range(TRACED))
+        p, q, u = (_number(row.floats[part * len(row.drafts) + i]) for part in range(PARTS))
         state = "accepted" if i in kept else "refused" if i in refused else "unread"
         ratio = None if p is None or q is None or (p and not q) else p / q if p else 0.0
         before = row.drafts[parent] if parent >= 0 else anchor
