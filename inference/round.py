@@ -208,7 +208,7 @@ class DecodingRound:
         found = settled(p, proposal, verdict, self.last(verdict.law), length, asked)
         if not self.traced:
             return found
-        u = None if self.rule.shared else self._uniforms[ACCEPT][:, : proposal.x.shape[1]]
+        u = None if self.rule.shared else self._uniforms[ACCEPT]
         return found._replace(table=torch.cat((found.table, trace(p, proposal, u, length, found.path)), 1))
 
     def _settled_on(self, given: Mapping[str, Tensor], tree: Tree | None = None) -> Settled:

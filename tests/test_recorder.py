@@ -15,6 +15,7 @@ from inference.proposers import Independent, NGram
 from inference.proposers.base import Proposal
 from inference.report.recorder import Recorder, trace
 from inference.report.replay import validate
+from tests import test_tree_rounds as trees
 from tests.folders import tokenizer
 from tests.tiny import near, tiny
 
@@ -137,6 +138,23 @@ def test_nodes_of_a_tree_are_refused_before_an_accepted_sibling_and_at_the_end_o
         assert [draft["u"] for draft in one["drafts"]] == [float(number) for number in u[0]]
     assert states == {(1, 3, 5): ("raraua", "bonus"), (1,): ("rarrru", "corrected"),
                       (): ("rruuuu", "corrected"), (1, 3): ("raraur", "corrected")}  # fmt: skip
+
+
+def test_rounds_of_trees_are_recorded_as_trees() -> None:
+    target, record = tiny(hidden=32, seed=27), Recorder()
+    limits: dict[str, Any] = {"max_new_tokens": [14, 20, 9, 17], "sampling": Sampling(0)}
+    plain = Engine(target, rows=2).generate(trees.PROMPTS, **limits).tokens
+    whole = [prompt + text for prompt, text in zip(trees.PROMPTS, plain, strict=True)]
+    engine = Engine(target, trees.Scripted(whole), verify=trees.WALK, policy=Fixed(2), rows=2, record=record)
+    engine.generate(trees.PROMPTS, **limits)
+    replay = record.replay()
+    validate(replay)
+    texts: list[list[int]] = [[] for _ in plain]
+    for row in steps(replay):
+        texts[row["row"]] += emitted(row)
+        assert [draft["parent"] for draft in row["drafts"]] == list(trees.PARENTS[: len(row["drafts"])])
+        assert all(draft["p"] == 1 for draft in row["drafts"] if draft["state"] == "accepted")  # one-hot laws
+    assert texts == plain and any(len(row["drafts"]) == 4 for row in steps(replay))
 
 
 def test_texts_are_pieces_of_the_whole_text() -> None:

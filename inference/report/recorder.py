@@ -25,7 +25,7 @@ def trace(p: Tensor, proposal: "Proposal", u: Tensor | None, length: Tensor, pat
     and u of each (3N), the bits of float64; of a tree the nodes that they hang on (N) and those accepted (D), -1 past
     the last.
 
-    p (A, N+1, V), u (A, N), None where the rule tests none; length (A,); path (A, D), None of a chain. Past a row's
+    p (A, N+1, V), u (A, N or fewer), None where the rule tests none; length (A,); path (A, D), None of a chain. Past a row's
     drafts it says nothing.
     """
     x, rows = proposal.x, torch.arange(len(p), device=p.device).unsqueeze(1)
@@ -33,7 +33,9 @@ def trace(p: Tensor, proposal: "Proposal", u: Tensor | None, length: Tensor, pat
     parents = node.unsqueeze(0) - 1 if proposal.tree is None else proposal.tree.on(p.device).parents.view(-1, len(node))
     px = p[rows, parents + 1, ids]
     qx = torch.ones_like(px) if proposal.q is None else proposal.q[rows, node, ids]
-    floats = (px, qx, torch.full_like(px, math.nan) if u is None else u)
+    tested = px.new_zeros(len(x), 0) if u is None else u[:, : len(node)]
+    tested = torch.nn.functional.pad(tested, (0, len(node) - tested.shape[1]), value=math.nan)  # where rows have fewer
+    floats = (px, qx, tested)
     bits = [part.double().contiguous().view(torch.int64) for part in floats]
     shape = [] if path is None else [parents.expand(len(x), -1), path]
     return torch.cat((length.unsqueeze(1), x, *bits, *shape), 1)
