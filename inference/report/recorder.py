@@ -25,8 +25,8 @@ def trace(p: Tensor, proposal: "Proposal", u: Tensor | None, length: Tensor, pat
     and u of each (3N), the bits of float64; of a tree the nodes that they hang on (N) and those accepted (D), -1 past
     the last.
 
-    p (A, N+1, V), u (A, N or fewer), None where the rule tests none; length (A,); path (A, D), None of a chain. Past a row's
-    drafts it says nothing.
+    p (A, N+1, V), u (A, N or fewer), None where the rule tests none; length (A,); path (A, D), None of a chain. Past a
+    row's drafts it says nothing.
     """
     x, rows = proposal.x, torch.arange(len(p), device=p.device).unsqueeze(1)
     ids, node = x.clamp(0, p.shape[-1] - 1), torch.arange(x.shape[1], device=p.device)
