@@ -5,6 +5,7 @@ import torch
 
 from cotrain.evaluation.divergence import divergence, lorenz
 from cotrain.evaluation.held_out import evaluate
+from cotrain.students.independent import Independent
 from cotrain.teacher.target_model import split
 from tests.test_profile import DRAFT, IDS, TARGET, TEXTS, direct, held
 
@@ -17,9 +18,9 @@ def test_the_curve_gives_the_share_of_the_largest_values() -> None:
 
 def test_its_mean_and_its_worst_places_are_those_of_the_whole_laws() -> None:
     one = held(0.7)
-    found = divergence(one, *split(DRAFT), split(TARGET)[1], lambda ids: " ".join(map(str, ids)))
+    found = divergence(one, Independent(DRAFT), split(TARGET)[1], lambda ids: " ".join(map(str, ids)))
     assert found["positions"] == int(TEXTS.predicted.sum())
-    assert abs(found["mean"] - 1 + evaluate(one, *split(DRAFT), split(TARGET)[1])["all"].alpha) < 1e-5
+    assert abs(found["mean"] - 1 + evaluate(one, Independent(DRAFT), split(TARGET)[1])["all"].alpha) < 1e-5
     tv = torch.zeros(TEXTS.predicted.shape, dtype=direct(0.7, 0.7).dtype)
     tv[TEXTS.predicted] = 1 - direct(0.7, 0.7)
     for one, row in zip(found["worst"], tv.amax(1).argsort(descending=True).tolist(), strict=True):

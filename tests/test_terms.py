@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from cotrain import acceptance, losses
+from cotrain.losses import registry
 from cotrain.losses.spec import parse
 
 
@@ -28,6 +29,33 @@ def test_a_name_is_the_loss_and_a_sum_is_weighted() -> None:
     )
 
 
+def test_a_named_sum_is_written_out() -> None:
+    """mix is .1 ce + 1.8 tv, which is DSpark's .1 (-log q(x)) + .9 sum |p - q|; a name that comes twice is one term."""
+    (logp, logq), x = laws(), torch.tensor([1, 0, 4])
+    found = parse("ce+0.5*mix")
+    assert [(term.name, term.weight) for term in found.terms] == [("ce", pytest.approx(1.05)), ("tv", 0.9)]
+    assert found.takes == "text" and found.merged and found.position is not None
+    text = -logq.gather(-1, x[:, None])[:, 0]
+    wanted = 1.05 * text + 0.45 * (logp.exp() - logq.exp()).abs().sum(-1)
+    torch.testing.assert_close(found.position(logp, logq, x), wanted, atol=1e-12, rtol=0)
+
+
+def test_a_loss_is_one_function() -> None:
+    @registry.loss(takes="text")
+    def surprise(logp: torch.Tensor, logq: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return -losses.ce(logp, logq, x)
+
+    try:
+        found = parse("2*surprise+kl")
+    finally:
+        del registry.LOSSES["surprise"]
+    (logp, logq), x = laws(), torch.tensor([1, 0, 4])
+    assert found.takes == "text" and not found.merged and found.position is not None
+    torch.testing.assert_close(
+        found.position(logp, logq, x), losses.kl(logp, logq) - 2 * losses.ce(logp, logq, x), atol=1e-12, rtol=0
+    )
+
+
 def test_sequence_losses_are_those_of_acceptance() -> None:
     logp, logq = -torch.rand(2, 2, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     lengths = torch.tensor([6, 4])
@@ -40,10 +68,10 @@ def test_sequence_losses_are_those_of_acceptance() -> None:
     }
     for name, value in wanted.items():
         found = parse(f"0.5*{name}+kl")
-        ((weight, loss),) = found.sequence
-        assert weight == 0.5 and found.position is losses.kl and not found.weighted
-        total, count = loss(logp, logq, 3, lengths)
-        torch.testing.assert_close(total / count, value)
+        (term,) = found.sequence
+        assert term.weight == 0.5 and found.position is losses.kl and not found.weighted
+        count = {"texts": len(lengths), "tokens": lengths.sum()}[term.loss.over]
+        torch.testing.assert_close(term.loss.function(logp, logq, 3, lengths) / count, value)
     assert parse("calls").position is None and parse("calls_tv").weighted and parse("calls_tv").position is losses.tv
 
 
@@ -67,8 +95,8 @@ def test_calls_under_block_verification_by_hand() -> None:
     both a quarter of the time; the third token then costs a call of its own."""
     logp = torch.full((1, 3), 0.1, dtype=torch.float64).log()
     logq = (logp + torch.tensor([2, 0.25, 1.0]).log()).requires_grad_()
-    ((_, loss),) = parse("calls_block").sequence
-    total, count = loss(logp, logq, 2, torch.tensor([3]))
-    assert total.item() == pytest.approx(1.5) and count == 3
+    (term,) = parse("calls_block").sequence
+    total = term.loss.function(logp, logq, 2, torch.tensor([3]))
+    assert total.item() == pytest.approx(1.5) and term.loss.over == "tokens"
     total.backward()
     assert logq.grad is not None and logq.grad[0].tolist() == pytest.approx([-0.5, -0.5, 0])  # both in one product

@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 from cotrain import losses
-from cotrain.evaluation.held_out import Head, HeldOut, Read
+from cotrain.evaluation.held_out import HeldOut
 from cotrain.evaluation.profile import law, positions
+from cotrain.students.base import Student
+from cotrain.teacher.target_laws import Head
 
 WORST, LIKELIEST, SHOWN = 12, 3, 48  # contexts, tokens of each law, tokens of text before
 PARTS = 20  # of the Lorenz curve
@@ -16,22 +18,22 @@ Decode = Callable[[Sequence[int]], str]
 
 
 @torch.no_grad()
-def divergence(held: HeldOut, read_draft: Read, head_draft: Head, head_target: Head, decode: Decode) -> dict[str, Any]:
+def divergence(held: HeldOut, student: Student, head_target: Head, decode: Decode) -> dict[str, Any]:
     """Total variation 1 - sum_v min(p, q) over the held-out texts of one temperature, both laws drawn at it.
 
     lorenz[i]: the share of the whole that the i / 20 of all positions with the most hold. worst: the place of the most
     in each text, those with the most first: the text before it and what came, and the likeliest tokens of both laws
-    with p and q of each. A target that branches leaves few such places: all else agrees.
+    with p and q of each. A target that branches leaves few such places: all else agrees. Of a draft whose law depends
+    on the depth, all of its first draft.
     """
-    places = held.texts.predicted.nonzero().tolist()
     apart: list[float] = []
     worst: dict[int, dict[str, Any]] = {}
-    for theirs, ours, _ in positions(held, read_draft):
-        p, q = (law(logits, held.temperature, held) for logits in (head_target(theirs), head_draft(ours)))
+    for theirs, guess, contexts, rows in positions(held, student):
+        p, q = (law(logits, held.temperature, held) for logits in (head_target(theirs), guess.head(guess.states)))
         found = (1 - losses.alpha(p, q)).clamp(min=0).tolist()
-        for n, (row, column) in enumerate(places[len(apart) : len(apart) + len(found)]):
+        for n, (row, context) in enumerate(zip(rows.tolist(), contexts.tolist(), strict=True)):
             if found[n] > worst.get(row, {"tv": -1.0})["tv"]:
-                worst[row] = {"tv": found[n], "at": column, **_likeliest(p[n], q[n])}
+                worst[row] = {"tv": found[n], "at": context, **_likeliest(p[n], q[n])}
         apart += found
     most = sorted(worst.items(), key=lambda one: -one[1]["tv"])[:WORST]
     return {
@@ -61,7 +63,7 @@ def _likeliest(p: Tensor, q: Tensor) -> dict[str, list[tuple[int, float, float]]
 
 
 def _said(held: HeldOut, row: int, found: dict[str, Any], decode: Decode) -> dict[str, Any]:
-    ids, at = held.texts.ids[row].tolist(), found["at"] + 1
+    ids, at = held.texts.ids[row].tolist(), found["at"]  # so many tokens come before
 
     def tokens(side: str) -> list[dict[str, Any]]:
         return [{"text": decode([token]), "p": p, "q": q} for token, p, q in found[side]]

@@ -11,31 +11,22 @@ from cotrain.config.settings import Loss, TrainConfig
 from cotrain.data.training_texts import Part, Share, corpus_part, joined, sampled_part
 from cotrain.evaluation.held_out import DEPTHS, HeldOut, held_out
 from cotrain.losses.spec import parse
-from cotrain.students import independent_student
+from cotrain.rollout.samplers import Sampler
+from cotrain.students.base import Student, student_class
 from cotrain.teacher.provenance import Provenance, provenance
 from cotrain.teacher.target_model import halves, keeps_apart
 from cotrain.training import optim
 from cotrain.training.job import Job
-from cotrain.training.module import Distillation, Stage, refuse_merged
+from cotrain.training.module import Distillation
 from cotrain.training.progress import Progress, trapezoid
+from cotrain.training.stages import Stage, refuse_merged
 
 CHECKED = 32  # texts that are asked whether they are the target's own
 
 
 def initial(cfg: TrainConfig, target: PreTrainedModel) -> PreTrainedModel:
     """The draft before training. Raises ValueError naming the key that is wrong."""
-    shape = cfg.draft
-    if cfg.init.kind == "scratch":
-        return independent_student.scratch(
-            target, shape.width, shape.layers, shape.intermediate, shape.head_dim, shape.kv_heads
-        )
-    if cfg.init.kind == "target_layers":
-        return independent_student.from_layers(target, cfg.init.layers)
-    if cfg.init.kind == "pretrained" and shape.path:
-        return independent_student.pretrained(shape.path, target)
-    if cfg.init.kind == "pretrained":
-        raise ValueError("init.kind: 'pretrained' takes its weights from a folder or hub id: name it with draft.path=")
-    raise ValueError(f"init.kind: {cfg.init.kind!r} is none of scratch, target_layers, pretrained (with draft.path=)")
+    return student_class(cfg.draft.kind).initial(cfg.draft, cfg.init, target)
 
 
 def stages(loss: Loss) -> list[Stage]:
@@ -44,28 +35,36 @@ def stages(loss: Loss) -> list[Stage]:
     return [first, Stage(1.0, parse(loss.then))] if loss.then else [first]
 
 
-def build(job: Job, network: PreTrainedModel) -> Distillation:
-    """Wire the module: losses, optimiser, held-out texts of each temperature."""
+def begun(cfg: TrainConfig, target: PreTrainedModel, vocabulary: int) -> Student:
+    """The student before training; vocabulary: ids that have mass. Raises as `initial`."""
+    return student_class(cfg.draft.kind)(initial(cfg, target), target, vocabulary)
+
+
+def held_out_texts(job: Job) -> dict[float, HeldOut]:
+    """Texts of the target to judge on, by temperature; says so where they are not its own."""
     cfg = job.cfg
-    taught = stages(cfg.loss)  # a wrong name is refused before texts are sampled
-    _refuse(job, network, taught)
-    cut = truncation(cfg.regime)
     judged = {
-        t: held_out(job.read, job.texts("held_out", t), t, cut)
+        t: held_out(job.read, job.texts("held_out", t), t, truncation(cfg.regime))
         # checkpoints are ranked in the regime
         for t in sorted({*cfg.rollout.temperatures, *cfg.rollout.train_temperatures, cfg.regime.temperature})
     }
     _own(job, judged)
+    return judged
+
+
+def trained_by(job: Job, student: Student, taught: list[Stage], judged: dict[float, HeldOut]) -> Distillation:
+    """The module: the student, its losses, optimiser, and what it is judged on."""
+    cfg = job.cfg
     rate, progress = cfg.optimizer, Progress(cfg.trainer.steps, cfg.trainer.minutes)
     module = Distillation(
-        network,
+        student,
         job.target,
         taught,
         partial(optim.adamw, lr=rate.lr, weight_decay=rate.weight_decay, betas=rate.betas),
         partial(trapezoid, progress=progress, warmup=rate.warmup, decay=rate.decay),
         judged,
         cfg.regime.temperature,
-        cut,
+        truncation(cfg.regime),
         cosine=cfg.init.cosine,
         remember=cfg.trainer.remember_mb * 2**20,
         k=cfg.policy.k or DEPTHS,
@@ -73,7 +72,7 @@ def build(job: Job, network: PreTrainedModel) -> Distillation:
         seed=cfg.trainer.seed,
         progress=progress,
         top=cfg.trainer.top,
-        vocabulary=job.vocabulary,
+        decay=cfg.loss.decay,
     )
     module.teacher.read = job.taught(module.teacher.read)
     return module
@@ -97,17 +96,18 @@ def refuse_draft(cfg: TrainConfig, network: PreTrainedModel) -> None:
         refuse_unknown(network)
 
 
-def _refuse(job: Job, network: PreTrainedModel, taught: list[Stage]) -> None:
+def refuse_run(job: Job, student: Student, taught: list[Stage]) -> None:
     """Raises ValueError, before texts are sampled, as `refuse`, and where a model would read texts that are packed into
     blocks as one."""
     refuse(job.cfg, taught)
-    refuse_draft(job.cfg, network)
+    refuse_draft(job.cfg, student.network)
     if not (job.cfg.data.on_target and job.chats):
         refuse_given(job.cfg, taught)
     if not job.cfg.trainer.corpus_steps or job.chats:
         return
-    for key, model in (("target.path", job.target), ("draft", network)):
-        if not keeps_apart(model, halves(model)[0]):
+    apart = keeps_apart(job.target, halves(job.target)[0])
+    for key, model, fits in (("target.path", job.target, apart), ("draft", student.network, student.keeps_apart())):
+        if not fits:
             raise ValueError(f"{key}: {type(model).__name__} reads texts packed into blocks as one text; "
                              "learn from texts of the target alone: trainer.corpus_steps=0")  # fmt: skip
 
@@ -138,14 +138,15 @@ def _own(job: Job, judged: dict[float, HeldOut]) -> None:
             print(f"warning: {said}", file=sys.stderr)
 
 
-def parts(job: Job, rounds: int) -> tuple[Part, Part]:
+def parts(job: Job, rounds: int, by: Sampler | None = None) -> tuple[Part, Part]:
     """The texts as they were given, where steps learn from them, and texts of the target of so many rounds, each at its
-    own temperature, the regime's or several. A later round's come behind the others."""
+    own temperature, the regime's or several. A later round's come behind the others. by: samples those that are not
+    kept; the target alone, when None."""
     cfg = job.cfg
     corpus = corpus_part(job.given("train") if cfg.trainer.corpus_steps else None, cfg.regime.temperature)
     shares = cfg.data.shares if cfg.data.path else {**cfg.data.embedded_shares, **cfg.data.shares}
     sampled = [
-        sampled_part(job.texts("train", t, Share(i, cfg.rollout.rounds)), shares, t, prompts=not job.chats)
+        sampled_part(job.texts("train", t, Share(i, cfg.rollout.rounds), by), shares, t, prompts=not job.chats)
         for i in range(rounds)
         for t in cfg.rollout.train_temperatures or [cfg.regime.temperature]
     ]

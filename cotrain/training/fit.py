@@ -14,6 +14,7 @@ from cotrain.config.settings import TrainConfig
 from cotrain.config.settings import Trainer as TrainerSettings
 from cotrain.data.training_texts import Curriculum, Part, Strided
 from cotrain.errors import NotFinite, UserError
+from cotrain.rollout.samplers import Faster, Mixed
 from cotrain.teacher.states_cache import Shards
 from cotrain.teacher.top_k import size
 from cotrain.training.assembly import parts
@@ -65,15 +66,15 @@ def _trained(job: Job, module: Distillation, extra: list[Callback], phase: Phase
     assert progress is not None
     clock = Clock(progress, cfg.validations)
     trainer = _trainer(job, [*extra, *averaged, *rounded, clock], phase, every, progress)
+    sampler: Faster | Mixed | None = None  # of the phase's texts: the target alone
     if phase.round and done == phase.first:  # else its texts were sampled before
         module.load_state_dict(kept["state_dict"])  # this process may be a new one
-        job.faster = swapped(job, module.to(job.target.device).draft)
+        sampler = swapped(job, module.to(job.target.device).draft)
     del kept  # the trainer reads its own
-    corpus, sampled = parts(job, phase.round + 1)
-    if job.faster and trainer.logger:
-        speeds = {f"rollout/{name}": speed for name, speed in job.faster.speeds.items()}
+    corpus, sampled = parts(job, phase.round + 1, sampler)
+    if sampler and trainer.logger:
+        speeds = {f"rollout/{name}": speed for name, speed in sampler.speeds.items()}
         trainer.logger.log_metrics(speeds, phase.first)
-    job.faster = None
     asks: DataLoader[Any] = DataLoader(
         Part(torch.zeros(1, 2), torch.zeros(1, 1))
     )  # a validation is one call: the texts are the module's own
@@ -185,8 +186,9 @@ def _remember(job: Job, module: Distillation, corpus: Part, sampled: Part) -> No
         return
     keys, read = sampled.first + torch.arange(len(sampled)), module.teacher.read
     if isinstance(read, Shards):
-        states = job.target.config.get_text_config().hidden_size * job.target.dtype.itemsize
-        each = size(trainer.top) * torch.float32.itemsize if trainer.top else states
+        states = job.target.config.get_text_config().hidden_size * job.target.dtype.itemsize  # of a layer
+        laws = size(trainer.top) * torch.float32.itemsize if trainer.top else states
+        each = laws + len(job.reads) * states
         print(read.estimate(len(sampled), sampled.ids.shape[1] * each))
     module.teacher.fill(sampled.ids.long(), keys, progress=_reading)
 

@@ -20,12 +20,14 @@ from cotrain.data.prompts import shipped_ids
 from cotrain.data.sources import pack, source_of
 from cotrain.data.splits import SPLITS, Prompts, apart
 from cotrain.data.training_texts import WHOLE, Sampled, Share, Source, blocks_texts, logged, regime
-from cotrain.evaluation.held_out import Head, Read
 from cotrain.rollout.fingerprints import identity
 from cotrain.rollout.kept_texts import Texts
-from cotrain.rollout.samplers import Ask, Faster, Mixed, Own, Remote, Sampler
+from cotrain.rollout.samplers import Ask, Own, Remote, Sampler
+from cotrain.students.base import LAST, student_class
 from cotrain.teacher.states_cache import Shards
+from cotrain.teacher.target_laws import Head, Reader
 from cotrain.teacher.target_model import adapted, load_pair, served
+from cotrain.teacher.top_k import TopKAndRest
 from cotrain.training.interrupts import Signals
 from inference import load
 from inference.drafts.draft_folder import OBJECTIVES
@@ -43,13 +45,17 @@ class Job:
     tokenizer: PreTrainedTokenizerBase
     sources: dict[str, Source] = field(default_factory=dict)
     texts_given: dict[str, Texts] = field(default_factory=dict)
-    faster: Faster | Mixed | None = None  # what samples the next texts: the target alone, when None
     signals: Signals = field(default_factory=Signals)
 
     @cached_property
-    def halves(self) -> tuple[Read, Head]:
-        """The target's, see `target_model.split`, which tries them."""
-        return served(self.target, self.vocabulary)
+    def halves(self) -> tuple[Reader, Head]:
+        """The target's, see `target_model.served`, which tries them."""
+        return served(self.target, self.vocabulary, self.reads)
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """Layers of the target that the student reads beyond the last."""
+        return student_class(self.cfg.draft.kind).reads
 
     @property
     def vocabulary(self) -> int:
@@ -63,33 +69,34 @@ class Job:
         return identity(self.target, self.tokenizer)
 
     @cached_property
-    def read(self) -> Read:
-        """Hidden states of texts, from disk where trainer.cache= names a folder; beside kept laws in a folder of their
-        own."""
+    def read(self) -> Reader:
+        """States of texts, from disk where trainer.cache= names a folder; beside kept laws in a folder of their own."""
         live, _ = self.halves
         cache = self.cfg.trainer.cache
         if not cache:
             return live
-        return self._shards(live, Path(cache) / "states" if self.cfg.trainer.top else Path(cache), {})
+        folder = Path(cache) / "states" if self.cfg.trainer.top else Path(cache)
+        return self._shards(live, folder, {}, (LAST, *self.reads))
 
-    def taught(self, read: Read) -> Read:
-        """What training reads of texts, from disk where trainer.cache= names a folder: hidden states, or kept laws.
+    def taught(self, read: Reader) -> Reader:
+        """What training reads of texts, from disk where trainer.cache= names a folder: states, or kept laws.
         read: of the live target."""
         cache, top = self.cfg.trainer.cache, self.cfg.trainer.top
         if not cache:
             return read
         if not top:
             return self.read
-        return self._shards(read, Path(cache), {"laws": f"top {top} of {regime(sampling(self.cfg.regime))}"})
+        parts: tuple[int | str, ...] = (*self.reads, *TopKAndRest._fields)
+        return self._shards(read, Path(cache), {"laws": f"top {top} of {regime(sampling(self.cfg.regime))}"}, parts)
 
-    def _shards(self, read: Read, folder: Path, what: dict[str, str]) -> Shards:
-        return Shards(read, folder, self.identity | {"dtype": str(self.target.dtype)} | what)
+    def _shards(self, read: Reader, folder: Path, what: dict[str, str], parts: tuple[int | str, ...]) -> Shards:
+        return Shards(read, folder, self.identity | {"dtype": str(self.target.dtype)} | what, parts)
 
-    def sampled(self) -> Sampled:
+    def sampled(self, by: Sampler | None = None) -> Sampled:
+        """Texts of the target, those that are not kept sampled by `by`: by the target alone, or a server, when None."""
         place = Path(self.cfg.rollout.folder or self.folder / "rollouts")
         found = replace(sampled(self.cfg, self.target, self.tokenizer, place), identity=self.identity)
-        faster = self.faster
-        return found if faster is None else replace(found, by=lambda: faster)
+        return found if by is None else replace(found, by=lambda: by)
 
     def source(self, split: str) -> Source:
         """The configured texts of a split, read once."""
@@ -133,12 +140,12 @@ class Job:
             )
         return self.texts_given[kind]
 
-    def texts(self, kind: str, temperature: float, part: Share = WHOLE) -> Texts:
-        """Of the target at a temperature: logs of its own in the regime, else sampled."""
+    def texts(self, kind: str, temperature: float, part: Share = WHOLE, by: Sampler | None = None) -> Texts:
+        """Of the target at a temperature: logs of its own in the regime, else sampled, see `sampled`."""
         data, regime = self.cfg.data, self.cfg.regime
         if data.on_target and temperature == regime.temperature and self.chats:
             return self.given(kind)
-        return self.sampled().texts(kind, sampling(regime, temperature), partial(self.source, kind), part=part)
+        return self.sampled(by).texts(kind, sampling(regime, temperature), partial(self.source, kind), part=part)
 
     def plan(self, draft: PreTrainedModel) -> measurement.Plan:
         names = (self.cfg.target.path, f"{self.cfg.init.kind}, {self.cfg.loss.first}")
@@ -152,6 +159,7 @@ class Job:
             names,
             objective(self.cfg.objective),
             given=self.prompts,
+            kind=self.cfg.draft.kind,
         )
 
 

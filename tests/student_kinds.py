@@ -1,0 +1,116 @@
+"""Students of every kind that tests can afford, each beside its target: a new kind adds a line."""
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM, PretrainedConfig, PreTrainedModel
+
+from cotrain.students.base import LAST, Guess, Seen, Student
+from cotrain.students.independent import Independent
+from cotrain.teacher.target_model import halves
+from tests import kinds
+from tests.tiny import near, tiny
+
+VOCABULARY = 32
+
+
+class HeadsConfig(PretrainedConfig):
+    model_type = "heads"
+
+    def __init__(self, width: int = 16, depths: int = 3, **other: Any) -> None:
+        super().__init__(**other)
+        self.width, self.depths = width, depths
+
+
+class HeadsNetwork(PreTrainedModel):
+    """A residual block a depth (Cai et al. 2024, 2401.10774)."""
+
+    config_class = HeadsConfig
+
+    def __init__(self, config: HeadsConfig) -> None:
+        super().__init__(config)
+        self.blocks = nn.ModuleList(nn.Linear(config.width, config.width) for _ in range(config.depths))
+        self.post_init()
+
+
+class Heads(Student):
+    """Heads on the target's last state, each with the target's own output layer. The newest state at a round's start is
+    that of the token before the anchor: the guess of depth j at place t is made from the state at place t - 1 - j."""
+
+    kind = "heads"
+
+    @property
+    def head(self) -> Any:
+        return halves(self.target, self.vocabulary)[1]
+
+    def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
+        states = seen.states[LAST]
+        places = torch.arange(states.shape[0] * states.shape[1]).view(states.shape[:2])
+        return [self._guess(depth, states[:, : -1 - depth], places[:, 1 + depth :]) for depth in range(self.depths)]
+
+    @property
+    def depths(self) -> int:
+        return int(self.network.config.depths)
+
+    def _guess(self, depth: int, states: Tensor, places: Tensor) -> Guess:
+        block = self.network.blocks[depth]
+        made = states + nn.functional.silu(block(states))
+        return Guess(depth, places.flatten().to(states.device), made.flatten(0, 1), self.head)
+
+    @classmethod
+    def load(cls, folder: Path, target: PreTrainedModel | None, vocabulary: int | None = None) -> "Heads":
+        return cls(HeadsNetwork.from_pretrained(folder, dtype=torch.float32), target, vocabulary)
+
+
+def independent(target: LlamaForCausalLM) -> Student:
+    return Independent(near(target, 0.3), target)
+
+
+def heads(target: LlamaForCausalLM, depths: int = 3) -> Any:
+    torch.manual_seed(5)
+    network = HeadsNetwork(HeadsConfig(16, depths)).double()
+    for weight in network.parameters():
+        nn.init.normal_(weight, std=0.3)
+    return Heads(network, target)
+
+
+class HeadNetwork(PreTrainedModel):
+    config_class = HeadsConfig
+
+    def __init__(self, config: HeadsConfig) -> None:
+        super().__init__(config)
+        self.head = nn.Linear(config.width, VOCABULARY, bias=False)
+        self.post_init()
+
+
+def example(target: LlamaForCausalLM) -> Any:
+    """The student of CONTRIBUTING.md."""
+    found = dict(kinds.example())
+    (code,) = re.findall(r"```python\n(# cotrain/.*?)```", kinds.CONTRIBUTING.read_text(encoding="utf-8"), re.S)
+    assert len((kinds.example_code() + code).splitlines()) <= 60
+    exec(compile(code, str(kinds.CONTRIBUTING), "exec"), found)
+
+    class Loaded(found["NextHeadStudent"]):  # type: ignore[misc]
+        @classmethod
+        def load(cls, folder: Path, target: Any, vocabulary: int | None = None) -> Any:
+            return cls(HeadNetwork.from_pretrained(folder, dtype=torch.float32), target, vocabulary)
+
+    torch.manual_seed(6)
+    network = HeadNetwork(HeadsConfig(16)).double()
+    with torch.no_grad():
+        network.head.weight.copy_(0.5 * target.lm_head.weight)
+    return Loaded(network, target)
+
+
+STUDENTS: dict[str, Callable[[LlamaForCausalLM], Any]] = {
+    "independent": independent, "heads": heads, "example": example,
+}  # fmt: skip
+SERVED = ("independent", "example")  # those that tests can run in an engine
+
+
+def target() -> LlamaForCausalLM:
+    return tiny(VOCABULARY)
