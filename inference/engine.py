@@ -15,6 +15,7 @@ commit      accepted drafts and that token join the text; what is stored of refu
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -33,6 +34,9 @@ from inference.settled import kept
 from inference.slots import Run, Slots
 from inference.verify.rules import Rule, rule_of
 
+if TYPE_CHECKING:
+    from inference.report.recorder import Recorder
+
 
 class Engine:
     """Speculative decoding of many rows at once; the law of the text is exactly the target's.
@@ -42,6 +46,7 @@ class Engine:
     verify: one of token, block, match, coupled, or a rule of one's own. rows: how many prompts are decoded together;
     more wait (see `slots`). context: most tokens a row may hold. compile: the target's short passes are compiled (see
     `compiled`), which costs seconds at the first ones, on a GPU replayed (see `cuda_graphs`); None: on a GPU alone.
+    record: keeps the rounds of the last call, with p, q and u of each draft (see `report.recorder`); None: nothing is.
     A row that comes to a place without a law (its settings leave no token, a processor of its own raises, the target's
     logits are NaN or infinite) ends there, alone, with finish "error". One proposer may serve several engines one call
     after the other.
@@ -60,6 +65,7 @@ class Engine:
         context: int | None = None,
         dtype: torch.dtype | str | None = None,
         compile: bool | None = None,
+        record: "Recorder | None" = None,
     ) -> None:
         rule = rule_of(verify)
         if rows < 1:
@@ -71,7 +77,7 @@ class Engine:
         vocabulary = vocabulary_of(target, tokenizer)
         self.target = LM(target, rows, vocabulary, context, compile=compile, spare=spare_slots(rows))
         self.replays = Replays(self.target.device) if self.target.replayed else None
-        self.ends, self.slots = ends_of(target), Slots(self.target)
+        self.ends, self.slots, self.record = ends_of(target), Slots(self.target), record
 
     def generate(
         self,
@@ -123,6 +129,8 @@ class Engine:
         rows = Accepts(self.target, self.ends, self.tokenizer).requests(
             prompts, max_new_tokens, sampling, ids, ignore_eos
         )
+        if self.record:
+            self.record.begin(self.rule.name, rows)
         return self.slots.begin(rows, self.proposer, seed)
 
     def rounds(self, run: Run) -> Iterator[list[Event]]:
@@ -148,14 +156,17 @@ class Engine:
             events, valid = self._commit(run, turn, proposal, found, table)
             if run.proposer:
                 run.proposer.commit(Outcome(valid, settled.table[:, 0], states))
+            if self.record:
+                self.record.note(run.active, turn.starts, proposal, table)
             self.slots.leave(run)
             return events
 
     def _turn(self, run: Run) -> DecodingRound:
         target, k = self.target, run.lengths(self.policy)
         turn = DecodingRound(
-            run.active, k, self.rule, run.noise, target.vocabulary, target.device, run.batch, self.replays
-        )
+            run.active, k, self.rule, run.noise, target.vocabulary, target.device, run.batch, self.replays,
+            self.record is not None,
+        )  # fmt: skip
         run.batch = turn.batch
         return turn
 

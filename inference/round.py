@@ -18,6 +18,7 @@ from inference.models.passes import Tree
 from inference.models.replays import Replays
 from inference.noise import ACCEPT, DRAFT, RESIDUAL, Uniforms, gumbel_after
 from inference.proposers.base import Proposal
+from inference.report.recorder import trace
 from inference.request import Request
 from inference.sampling import draw, wide
 from inference.settled import Settled, paths_of, settled, shape_of, sound
@@ -29,7 +30,8 @@ class DecodingRound:
     """What the engine and a proposer share during one round; implements `base.Round`.
 
     batch: of an earlier round of the same rows, so that their settings are not copied again. replays: where laws,
-    verdict and last draw are recorded; None: they run as they are, as those of rows with own processors do.
+    verdict and last draw are recorded; None: they run as they are, as those of rows with own processors do. traced:
+    its table tells p, q and u of each draft too.
     """
 
     def __init__(
@@ -42,9 +44,10 @@ class DecodingRound:
         device: torch.device,
         batch: Batch | None = None,
         replays: Replays | None = None,
+        traced: bool = False,
     ) -> None:
         self.rows, self.k, self.rule, self.noise = rows, k, rule, noise
-        self.vocabulary, self.device, self.replays = vocabulary, device, replays
+        self.vocabulary, self.device, self.replays, self.traced = vocabulary, device, replays, traced
         self.batch = batch if batch and batch.holds(rows) else Batch(rows, vocabulary, device)
         self.texts = [row.text for row in rows]
         self.ids, self.starts = [row.id for row in rows], [row.emitted for row in rows]
@@ -186,7 +189,7 @@ class DecodingRound:
         return draw(law, self._uniforms[RESIDUAL][:, 0])
 
     def settle(self, logits: Tensor, proposal: Proposal) -> Settled:
-        """The verdict, for the host in one tensor, see `settled.Settled`."""
+        """The verdict, for the host in one tensor, see `settled.Settled`; traced, `recorder.trace` stands behind it."""
         length, inputs = self.length(proposal.k), self.inputs() if self.replays else None
         shape = None if proposal.tree is None else shape_of(proposal.tree)
         if self.replays and inputs is not None and (proposal.tree is None or shape):
@@ -202,7 +205,11 @@ class DecodingRound:
         p = self.laws(logits, proposal.x, proposal.k, proposal.tree)
         length = sound(p, proposal.q, asked, proposal.tree)
         verdict = self.verdict(p, proposal.q, proposal.x, length, proposal.tree)
-        return settled(p, proposal, verdict, self.last(verdict.law), length, asked)
+        found = settled(p, proposal, verdict, self.last(verdict.law), length, asked)
+        if not self.traced:
+            return found
+        u = None if self.rule.shared else self._uniforms[ACCEPT]
+        return found._replace(table=torch.cat((found.table, trace(p, proposal, u, length, found.path)), 1))
 
     def _settled_on(self, given: Mapping[str, Tensor], tree: Tree | None = None) -> Settled:
         proposal = Proposal(given["x"], given.get("q"), [], tree)
@@ -211,7 +218,7 @@ class DecodingRound:
     @property
     def key(self) -> Hashable:
         """All that laws, draws and verdict depend on but tensors."""
-        return type(self), self.rule, self.batch.key
+        return type(self), self.rule, self.batch.key, self.traced
 
     @property
     def steady(self) -> frozenset[str]:
