@@ -20,4 +20,6 @@ ROWS_OF_BUGS = [
     ('tokens_made_are_counted_from_the_block', 'inference/exactness/teacher_forced.py', 'histories, [start + j for _, j in places], sampling)', 'histories, [j for _, j in places], sampling)', [F + 'test_penalties_count_the_tokens_of_every_block'], 11),
     ('lone_weight_of_a_loss_is_dropped', 'cotrain/losses/spec.py', 'if len(terms) == 1 and terms[0].weight == 1:', 'if len(terms) == 1:', [F + 'test_a_loss_that_stands_alone_has_its_weight'], 'loss.first=0.1*tv trains as tv'),
     ('manifest_outlives_its_rows', 'cotrain/rollout/kept_texts.py', '    beside(path, "json").unlink(missing_ok=True)', '    beside(path, "json")', [F + 'test_a_set_stopped_before_its_manifest_has_none'], 45),
+    ('min_p_is_no_cut', 'inference/batched/laws.py', 's.top_p < 1 or s.min_p for s in sampling)\n        nucleus', 's.top_p < 1 for s in sampling)\n        nucleus', ['tests/test_drafting.py::test_text_and_counts_are_those_of_single_steps[truncated by min-p-3]'], 1),
+    ('top_p_is_no_cut', 'inference/batched/laws.py', 's.top_p < 1 or s.min_p for s in sampling)\n        nucleus', 's.min_p for s in sampling)\n        nucleus', ['tests/test_drafting.py::test_text_and_counts_are_those_of_single_steps[truncated by top-p-3]'], 1),
 ]
