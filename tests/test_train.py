@@ -22,6 +22,7 @@ from cotrain.training import distil, fit, preflight
 from inference import Sampling, load
 from inference.report.build import validate
 from tests.folders import own_texts, target_folder
+from tests.pages import Parsed
 
 SIZES = """data.block=64 rollout.texts=8 rollout.held_out_texts=2 rollout.prompt_tokens=8 rollout.new_tokens=24
 rollout.temperatures=[0.0,1.0] trainer.steps=5 trainer.corpus_steps=2 trainer.batch=2 trainer.validations=2
@@ -66,6 +67,16 @@ def test_the_report_is_whole(run: Path) -> None:
     assert extra["planned_k"] == 2 and report["settings"]["policy"] == "Fixed(k=2)"
     assert report["exactness"]["passed"] and extra["parity"]["tokens"] >= 100
     assert {"alpha_T0/own", "alpha_T1/all", "tau_T1/all/2"} <= set(extra["held_out"])
+
+
+def test_a_run_leaves_its_page_with_a_replay_and_where_laws_differ(run: Path) -> None:
+    page = Parsed((run / "report.html").read_text(encoding="utf-8"))
+    assert {"figures", "acceptance", "speed", "costs", "training", "differences", "replay"} <= set(page.texts)
+    assert "partial" not in page.texts[""]
+    replay = json.loads((run / "replay.json").read_text())
+    assert page.blocks["replay-0-data"] == replay and len(replay["rows"]) == 4
+    extra = json.loads((run / "draft" / "report.json").read_text())["extra"]
+    assert abs(extra["divergence"]["mean"] - 1 + extra["held_out"]["alpha_T1/all"]) < 1e-4
 
 
 def test_the_draft_is_the_checkpoint_of_the_highest_tau(run: Path) -> None:
@@ -122,6 +133,7 @@ def test_a_finished_run_prints_its_table_again(
     assert job(place, "run") == 0
     printed = capsys.readouterr().out
     assert "exactness: passed" in printed and f"draft: {run / 'draft'}" in printed
+    assert printed.endswith(f"page: {run / 'report.html'}\ncurves: tensorboard --logdir {run}\n")
     assert job(place, "run", "trainer.seed=1") == 1
     assert "trainer.seed=0 (now 1)" in capsys.readouterr().err
 
