@@ -8,12 +8,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from inference.engine import Engine, Event, Output
+    from inference.engine import Engine
     from inference.loading import load
+    from inference.output import Event, Output
     from inference.sampling import Sampling
 
 __all__ = ["Engine", "Event", "Output", "Sampling", "load"]
-_HOMES = {"Engine": "engine", "Event": "engine", "Output": "engine", "load": "loading", "Sampling": "sampling"}
+_HOMES = {"Engine": "engine", "Event": "output", "Output": "output", "load": "loading", "Sampling": "sampling"}
 
 
 def __getattr__(name: str) -> Any:

@@ -63,8 +63,7 @@ def counted(name: str, arch: str) -> dict[str, Any]:
     make, rule, sampling = SETTINGS[name]
     with standin.device(arch) as gpu:
         engine = Engine(tiny().to("cuda"), make(), verify=rule, policy=Fixed(K), rows=ROWS, compile=True)
-        run = engine._run(engine._rows(PROMPTS, 200, sampling, None, True), 0)
-        rounds = engine._rounds(run)
+        rounds = engine.rounds(engine.begin(PROMPTS, 200, sampling, ignore_eos=True))
         for _ in range(FIRST):
             next(rounds)
         found = []

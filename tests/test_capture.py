@@ -46,13 +46,13 @@ def test_buckets_are_few_and_dropped_when_the_cache_grows(captured: None) -> Non
         lm.forward(ids, [0, 0, 0])  # the first pass makes the cache
         for start in range(5):
             lm.forward(ids, [start, start + 1, start])
-        assert set(lm.run.graphs) == {(4, 2, 8, False)}
+        assert {bucket[:4] for bucket in lm.run.graphs} == {(4, 2, 8, False)}
         every = lm.forward(ids * torch.tensor([[3, 7]]), [5, 6, 7]).logits
         asked = lm.forward(ids * torch.tensor([[3, 7]]), [5, 6, 7], only=torch.tensor([0, 1, 1])).logits
         torch.testing.assert_close(asked, torch.stack([every[0, :1], every[1, 1:], every[2, 1:]]))
-        assert set(lm.run.graphs) == {(4, 2, 8, False), (4, 2, 16, False), (4, 2, 16, True)}
+        assert {bucket[:4] for bucket in lm.run.graphs} == {(4, 2, 8, False), (4, 2, 16, False), (4, 2, 16, True)}
         lm.forward(ids[:1], [20])
-        assert set(lm.run.graphs) == {(1, 2, 32, False)}
+        assert {bucket[:4] for bucket in lm.run.graphs} == {(1, 2, 32, False)}
 
 
 def test_padding_leaves_waiting_prompts_alone(captured: None) -> None:

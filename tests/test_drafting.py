@@ -13,6 +13,7 @@ from inference.models.lm import LM
 from inference.models.step import Drafting
 from inference.policy import Fixed
 from inference.proposers import Independent
+from inference.proposers.base import Host
 from inference.sampling import draw
 from tests.tiny import compiles, near, tiny
 
@@ -102,9 +103,9 @@ def test_shared_noise_is_drawn_step_by_step(calls: list[int]) -> None:
 def test_compiled_drafts_are_drawn_from_the_laws_they_come_with() -> None:
     """What is returned as q must be what the graph drew from, to the last bit: the engine's exactness rests on it."""
     proposer = Independent(tiny(layers=1, seed=3), compile=True)
-    proposer.open(2, 32, 64)
+    proposer.open(Host(2, 0, 32, 64, LM(proposer.model, 2)))
     prompts = [[1, 2, 3, 4], [5, 6, 7]]
-    proposer.admit(0, prompts)
+    proposer.admit(0, prompts, {})
     u = torch.rand(2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         found = proposer.lm.draft(

@@ -9,6 +9,7 @@ import torch
 from inference import Engine, Sampling
 from inference.policy import Fixed
 from inference.proposers import Independent, NGram
+from inference.proposers.base import States
 from tests.tiny import continued, near, tiny
 
 END = 31
@@ -194,10 +195,10 @@ def test_prompts_that_wait_in_spare_slots_are_left_alone(verify: str) -> None:
     staged: list[int] = []
 
     class Noted(Independent):
-        def stage(self, low: int, prompts: Sequence[list[int]]) -> None:
+        def stage(self, low: int, prompts: Sequence[list[int]], states: States) -> None:
             if low >= 4:
                 staged.append(len(prompts))
-            super().stage(low, prompts)
+            super().stage(low, prompts, states)
 
     many = Engine(model, Noted(near(model)), rows=4, verify=verify)
     found = many.generate(prompts, max_new_tokens=limits, ids=range(11), **settings)
@@ -212,10 +213,10 @@ def test_settings_are_checked_without_listing_the_vocabulary() -> None:
     engine = Engine(tiny(), rows=1)
     engine.target.vocabulary = 10**6  # a set of them is 60 MB, and takes longer to make than a round
     tracemalloc.start()
-    rows = engine._rows([[1]], 2, Sampling(logit_bias={10**6 - 1: 1.0}, banned=((0, 1),)), None, False)
+    rows = engine.begin([[1]], 2, Sampling(logit_bias={10**6 - 1: 1.0}, banned=((0, 1),))).rows
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(rows) == 1 and peak < 10**6
     for wrong in (Sampling(logit_bias={10**6: 1.0}), Sampling(banned=((3, 10**6),))):
         with pytest.raises(ValueError, match="vocabulary size is 1000000"):
-            engine._rows([[1]], 2, wrong, None, False)
+            engine.begin([[1]], 2, wrong)

@@ -14,6 +14,7 @@ from inference.models.llama import Shape, flash
 from inference.models.lm import LM
 from inference.policy import Fixed
 from inference.proposers import Independent
+from inference.proposers.base import Host
 from tests import standin
 from tests.tiny import near, tiny
 
@@ -43,10 +44,10 @@ def test_a_pass_is_one_copy_and_one_launch() -> None:
         assert isinstance(lm.run, Captured)
         for only in (None, torch.tensor([1, 0, 1, 1], device="cuda")):
             window = lm._window(ids(4, 2), [1, 2, 3, 3], 0, None)
-            lm.run.logits(ids(4, 2), window, only)
+            lm.run.forward(ids(4, 2), window, only)
             given = ids(4, 2)
             gpu.clear()
-            lm.run.logits(given, window, only)
+            lm.run.forward(given, window, only)
             assert gpu.ops["-"] == {"cat": 1} and sum(gpu.launches.values()) == 2
             assert not gpu.h2d and not gpu.d2h
 
@@ -120,7 +121,7 @@ def test_graphs_are_gone_before_the_cache_grows() -> None:
 def test_graphs_are_the_default_on_a_gpu_alone() -> None:
     assert not Engine(tiny()).target.compiled
     host = Independent(tiny())
-    host.open(1, 32, 64)
+    host.open(Host(1, 0, 32, 64, LM(host.model, 1)))
     assert not host.lm.compiled
     with standin.device() as gpu:
         target, draft = tiny().to("cuda"), Independent(near(tiny()).to("cuda"))

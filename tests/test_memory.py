@@ -21,7 +21,7 @@ def test_estimates_are_what_is_held_with_waiting_prompts(rows: int, length: int)
     """The most that a call of so many tokens a row makes an engine hold; spare slots count."""
     model = tiny(positions=2048)
     engine = Engine(model, rows=rows, policy=Fixed(0))
-    assert engine.spare == spare_slots(rows)
+    assert engine.target.spare == spare_slots(rows)
     prompts = [[1] * (length - 1)] * (rows + 1)
     engine.generate(prompts, max_new_tokens=1, ignore_eos=True)
     assert held(engine.target.cache) == cache_bytes(model.config, rows, length, torch.float64)

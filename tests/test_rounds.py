@@ -8,30 +8,18 @@ from cotrain.bundled.tokenizer import train_tokenizer
 from inference import Engine, Sampling
 from inference.policy import Fixed
 from inference.proposers import Independent, NGram
-from inference.proposers.base import Proposal
+from inference.proposers.base import Proposal, Proposer
 from tests.tiny import continued, near, tiny
 
 GREEDY = Sampling(0)
 PROMPT = [3, 5, 7]
 
 
-class Script:
+class Script(Proposer):
     """Proposes a known text, except at the places where it is told to err."""
 
     def __init__(self, text, wrong=()):
         self.text, self.wrong = text, wrong
-
-    def open(self, rows, vocabulary, context, spare=0): ...
-
-    def admit(self, low, prompts): ...
-
-    def stage(self, low, prompts): ...
-
-    def enter(self, source, target, prompt): ...
-
-    def commit(self, valid): ...
-
-    def move(self, source, target): ...
 
     def propose(self, turn):
         (text,), (k,) = turn.texts, turn.k

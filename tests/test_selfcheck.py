@@ -7,10 +7,12 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from inference.models import forward, llama, selfcheck
+from inference.models import forward, llama, probe
 from inference.models.forward import Lean, Stock
 from inference.models.lm import LM
-from inference.models.selfcheck import Disagreement, Found, _Probe, lean_agrees
+from inference.models.passes import Pass
+from inference.models.probe import Found, Probe
+from inference.models.selfcheck import Disagreement, lean_agrees
 from tests.test_families import HEADS, LLAMA4, build
 from tests.tiny import tiny
 
@@ -109,7 +111,7 @@ def test_one_length_for_all_rows_is_refused(monkeypatch):
     """Llama 4 scales attention by the cache's one length; within its first range by 1."""
     model = build("Llama4Text", {**LLAMA4, "floor_scale": 16})
     assert LM(model, 2).context == 15
-    monkeypatch.setattr("inference.models.lm._positions", lambda config: config.max_position_embeddings)
+    monkeypatch.setattr("inference.models.lm.positions_of", lambda config: config.max_position_embeddings)
     with pytest.raises(
         ValueError, match="Llama4ForCausalLM: rows of different lengths cannot share its passes: logits"
     ):
@@ -144,15 +146,15 @@ def test_random_numbers_of_others_are_left_alone():
 
 
 def test_the_noise_that_excuses_is_bounded(monkeypatch):
-    monkeypatch.setattr(_Probe, "_noise", lambda self: 100.0)
-    found = _Probe(tiny(dtype=torch.bfloat16), 256).found(lambda cache: Lean(tiny(seed=9, dtype=torch.bfloat16), cache))
-    assert found.difference > found.allowed == selfcheck.MOST
+    monkeypatch.setattr(Probe, "_noise", lambda self: 100.0)
+    found = Probe(tiny(dtype=torch.bfloat16), 256).found(lambda cache: Lean(tiny(seed=9, dtype=torch.bfloat16), cache))
+    assert found.difference > found.allowed == probe.MOST
 
 
 def test_it_is_done_once_for_weights_that_stay(monkeypatch):
     made = []
-    right = _Probe.found
-    monkeypatch.setattr(_Probe, "found", lambda self, make: made.append(1) or right(self, make))
+    right = Probe.found
+    monkeypatch.setattr(Probe, "found", lambda self, make: made.append(1) or right(self, make))
     model = tiny()
     LM(model, 1), LM(model, 3)
     assert len(made) == 1
@@ -170,15 +172,15 @@ def test_logits_that_are_not_finite_decide_nothing():
 
 def test_a_forward_that_is_wrong_at_one_place_is_caught(monkeypatch):
     """By less than all places together would show."""
-    right = Lean.logits
+    right = Lean.forward
 
-    def last(self, ids, window, only=None):
-        found = right(self, ids, window, only).clone()
+    def last(self, ids, window, **settings):
+        found = right(self, ids, window, **settings).logits.clone()
         signs = torch.ones_like(found[-1, -1])
         signs[::2] = -1
         found[-1, -1] += 0.0025 * found.std() * signs
-        return found
+        return Pass(found)
 
-    monkeypatch.setattr(Lean, "logits", last)
+    monkeypatch.setattr(Lean, "forward", last)
     with pytest.warns(Disagreement, match="logits differ"):
         assert not lean_agrees(tiny(dtype=torch.float32), 256)

@@ -80,8 +80,7 @@ def test_a_round_waits_seldom() -> None:
     """Bounds that may only be lowered: launches, copies to the device and reads of a round, four rows, k = 3."""
     with standin.device() as gpu:
         made = engine("cuda", "draft", "token", 4, True)
-        run = made._run(made._rows(PROMPTS[:4], 60, COOL, None, True), 0)
-        rounds = made._rounds(run)
+        rounds = made.rounds(made.begin(PROMPTS[:4], 60, COOL, ignore_eos=True))
         for _ in range(3):
             next(rounds)
         least = None

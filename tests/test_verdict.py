@@ -79,7 +79,7 @@ class Flattened(Independent):
     """Returns a uniform law, though it drew from another: accepts too much."""
 
     def propose(self, turn):
-        x, q, k = super().propose(turn)
+        x, q, k, _ = super().propose(turn)
         return Proposal(x, torch.full_like(q, 1 / V), k)
 
 
@@ -87,7 +87,7 @@ class Certain(Independent):
     """Says that its drafts were certain: accepts too little, p(x) instead of min(1, p/q)."""
 
     def propose(self, turn):
-        x, q, k = super().propose(turn)
+        x, q, k, _ = super().propose(turn)
         return Proposal(x, one_hot(x, q), k)
 
 

@@ -117,9 +117,10 @@ def test_what_is_judged_is_the_compiled_engine(monkeypatch):
     step = compiled.Step.forward
 
     def wrong(self, *inputs):
-        logits = step(self, *inputs).clone()
+        logits, *states = step(self, *inputs)
+        logits = logits.clone()
         logits[..., 0] += 1
-        return logits
+        return [logits, *states]
 
     monkeypatch.setattr(torch, "compile", lambda module: module)
     target, draft = pair(SINGLE)
@@ -148,7 +149,7 @@ class Warmer(Independent):
     """Says that its law was warmer than the one that it drew from."""
 
     def propose(self, round):
-        x, q, k = super().propose(round)
+        x, q, k, _ = super().propose(round)
         return Proposal(x, (q.log() / 1.1).softmax(-1), k)
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from inference.drafts.compatibility import hash_tokenizer
-from inference.engine import ends_of
 from inference.models.dtypes import quantised
+from inference.request import ends_of
 
 SAMPLE = 1024  # values of a tensor that are hashed one by one
 CHUNK = 2**24  # values that are summed at once

@@ -29,7 +29,7 @@ from cotrain.teacher.target_model import adapted, load_pair, served
 from cotrain.training.interrupts import Signals
 from inference import load
 from inference.drafts.draft_folder import OBJECTIVES
-from inference.engine import ends_of
+from inference.request import ends_of
 from inference.servers.openai_client import Client
 
 

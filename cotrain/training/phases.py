@@ -13,8 +13,8 @@ from cotrain.config.settings import TrainConfig
 from cotrain.rollout.samplers import Faster, Mixed, Own
 from cotrain.training.job import Job
 from inference import Engine
-from inference.engine import ends_of
 from inference.models.dtypes import widened
+from inference.request import ends_of
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,7 @@ def check_coupled(
     out = coupled.generate(
         prompts, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed, ids=ids, ignore_eos=True
     )
-    engine.current = None
+    engine.slots.current = None
     made = out.whole().tokens  # a text that ends in an error is a part of the plain one, not equal to it
     found = compare_text(
         engine.target, prompts, made, sampling, width=_width(engine, prompts), noise_keys=(ids, seed), bound=bound

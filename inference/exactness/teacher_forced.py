@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from inference.models.lm import LM
+from inference.models.prefill import store_prompts
 from inference.processors import needs_history, process
-from inference.proposers.independent import store_prompts
 from inference.sampling import Sampling, wide
 
 

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from inference.models.lm import LM
+from inference.models.prefill import store_prompts
 from inference.noise import Uniforms
-from inference.proposers.independent import Independent, store_prompts
+from inference.proposers.base import Host, Outcome
+from inference.proposers.independent import Independent
 from inference.request import Request
 from inference.round import DecodingRound
 from inference.sampling import Sampling
@@ -124,7 +126,7 @@ def measure_costs(
 
     Raises ValueError when context and the longest drafts that are timed do not fit a model.
     """
-    draft.open(target.rows, target.vocabulary, target.context, target.spare)
+    draft.open(Host(target.rows, target.spare, target.vocabulary, target.context, target))
     room = min(target.context, draft.lm.context)
     longest = max(K, *SPANS)
     if context < 1 or context + longest + 1 > room:
@@ -137,7 +139,7 @@ def measure_costs(
         for length in lengths
     ]
     store_prompts(target, 0, texts)
-    draft.admit(0, texts)
+    draft.admit(0, texts, {})
     found = interleaved(_tasks(target, draft, texts, K, sampling), repeats, warmup)
     short, long = SPANS
     step = (found["draft", long] - found["draft", short]) / (long - short)
@@ -175,7 +177,7 @@ def _tasks(
         draft.longest = 0  # as if it had never made more
         draft.propose(turn(k, draft.lm))
         draft.lm.wait()
-        draft.commit(stored)
+        draft.commit(Outcome(stored, torch.zeros(len(stored), dtype=torch.int64), {}))
 
     spans = dict(enumerate(SPANS, 2))
     tasks: dict[tuple[str, int], Callable[[], object]] = {("before", 1): _pass(target, ids[:, :1], at)}

@@ -3,16 +3,16 @@
 Nothing here says anything about acceptance, or about text: only time is real.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from inference.engine import Engine, _Run
-from inference.noise import ACCEPT
-from inference.round import DecodingRound
+from inference.engine import Engine
 from inference.verify import Verdict
+from inference.verify.rules import Rule, rule_of
 
 
 class Synthetic(Engine):
@@ -22,31 +22,24 @@ class Synthetic(Engine):
     [0, 1].
     """
 
-    def __init__(self, target: PreTrainedModel, *, alpha: float, **settings: Any) -> None:
+    def __init__(self, target: PreTrainedModel, *, alpha: float, verify: str = "token", **settings: Any) -> None:
         if not 0 <= alpha <= 1:
             raise ValueError(f"alpha: an acceptance in [0, 1], not {alpha}")
-        super().__init__(target, **settings)
-        self.alpha = alpha
-
-    def _turn(self, run: _Run) -> DecodingRound:
-        turn = super()._turn(run)
-        return _Coins(self.alpha, turn.rows, turn.k, turn.rule, turn.noise, turn.vocabulary, turn.device, turn.batch,
-                      turn.replays)  # fmt: skip
+        if rule_of(verify).shared:
+            raise ValueError(f"verify={verify}: accepts by the noise of the text, not by coins")
+        super().__init__(target, verify=coins(alpha, rule_of(verify)), **settings)
 
 
-class _Coins(DecodingRound):
-    def __init__(self, alpha: float, *settings: Any) -> None:
-        super().__init__(*settings)
-        self.alpha = alpha
+def coins(alpha: float, timed: Rule) -> Rule:
+    """Acceptance by coins alone, beside the rule whose time counts."""
 
-    def verdict(self, p: Tensor, q: Tensor | None, x: Tensor, k: list[int] | Tensor) -> Verdict:
-        super().verdict(p, q, x, k)  # its time counts
-        length = k if isinstance(k, Tensor) else self.length(k)
-        depth = torch.arange(x.shape[1], device=self.device)
-        coins = self._uniforms[ACCEPT]  # (A, K+1)
-        passed = (coins[:, : x.shape[1]] < self.alpha) & (depth < length.unsqueeze(1))
-        accepted = passed.long().cumprod(1).sum(1)
-        return Verdict(accepted, p[torch.arange(len(p), device=self.device), accepted])
+    def verify(p: Tensor, q: Tensor | None, x: Tensor, u: Tensor, k: Tensor) -> Verdict:
+        timed.verify(p, q, x, u, k)
+        drafted = torch.arange(x.shape[1], device=x.device) < k.unsqueeze(1)
+        accepted = ((u[:, : x.shape[1]] < alpha) & drafted).long().cumprod(1).sum(1)
+        return Verdict(accepted, p[torch.arange(len(p), device=p.device), accepted])
+
+    return replace(timed, name=f"{timed.name}, accepted by coins", verify=verify, exact=False)
 
 
 def random_model(

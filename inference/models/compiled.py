@@ -8,6 +8,7 @@ batch that is not full, as at the end of a queue, runs uncompiled: no graph is m
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,6 +20,7 @@ from transformers import PreTrainedModel
 from inference.models import llama
 from inference.models.cache import SlotCache, Window
 from inference.models.forward import SHORT, Lean
+from inference.models.passes import Layers, Pass
 from inference.models.step import Drafting, Step
 
 Kind = tuple[Any, ...]  # of a graph
@@ -41,12 +43,21 @@ class Compiled(Lean):
         super()._read()
         self.seen: set[Kind] = set()
 
-    def logits(self, ids: Tensor, window: Window, only: Tensor | None = None) -> Tensor:
-        if self._ready(ids, window):
-            found: Tensor | None = self._tried(lambda: self._compiled(ids, window, only))
-            if found is not None:
-                return found
-        return super().logits(ids, window, only)
+    def forward(self, ids: Tensor, window: Window, only: Tensor | None = None, layers: Layers = ()) -> Pass:
+        found = self._tried(lambda: self._compiled(ids, window, only, layers)) if self._ready(ids, window) else None
+        if found is None:
+            return super().forward(ids, window, only, layers)
+        return Pass(found[0], dict(zip(layers, found[1:], strict=True)))
+
+    def hidden(self, ids: Tensor, window: Window, depth: int) -> Tensor:
+        layers = (depth,)
+        found = (
+            self._tried(lambda: self._compiled(ids, window, None, layers, False)) if self._ready(ids, window) else None
+        )
+        if found is None:
+            return super().hidden(ids, window, depth)
+        states: Tensor = found[0]
+        return states
 
     def draft(
         self, tails: Tensor, ends: Tensor, u: Tensor, temperature: Tensor, greedy: bool, window: Window
@@ -73,13 +84,18 @@ class Compiled(Lean):
             warnings.warn(f"torch.compile failed, passes run uncompiled: {reason}", stacklevel=2)
             return None
 
-    def _compiled(self, ids: Tensor, window: Window, only: Tensor | None) -> Tensor:
+    def _compiled(
+        self, ids: Tensor, window: Window, only: Tensor | None, layers: Layers, head: bool = True
+    ) -> list[Tensor]:
+        """What a `Step` with these layers and head gives; of each such kind there are graphs of its own."""
         self._refresh(window.limit)
         slots, positions = torch.arange(window.limit, device=ids.device), window.positions.contiguous()
         inputs = (ids, positions, *self.angles, slots, *self._stores(), only)
         several = [(ids, 1), (positions, 1), *((part, 0) for part in (*self.angles, slots))]
-        logits: Tensor = self._called("pass", Step, (ids.shape[1] > 1, only is not None), inputs, several)
-        return logits
+        name = ("pass", layers, head) if layers else "pass"
+        make = partial(Step, layers=layers, head=head)
+        found: list[Tensor] = self._called(name, make, (ids.shape[1] > 1, only is not None), inputs, several)
+        return found
 
     def _drafted(
         self, tails: Tensor, ends: Tensor, u: Tensor, temperature: Tensor, greedy: bool, limit: int

@@ -1,11 +1,11 @@
 """Short passes, and all drafts of a round, recorded once as CUDA graphs and replayed: on a GPU a pass over a few ids is
 bound by its launches.
 
-A graph belongs to a bucket of shapes: rows, ids a row and slots read, each rounded up, and whether one id of each row
-is asked for. What it reads and writes stays where it was when it was recorded: inputs and results have memory of their
-own, keys and values are the cache's. Graphs are dropped before the cache grows, so that the old one can be freed, and
-when weights change. All graphs of a model share one memory pool. On a CPU the same buckets run without a graph, so that
-one test covers both.
+A graph belongs to a bucket of shapes: rows, ids a row and slots read, each rounded up, and to what is asked for: one id
+of each row, states of layers. What it reads and writes stays where it was when it was recorded: inputs and results have
+memory of their own, keys and values are the cache's. Graphs are dropped before the cache grows, so that the old one can
+be freed, and when weights change. All graphs of a model share one memory pool. On a CPU the same buckets run without a
+graph, so that one test covers both.
 """
 
 import warnings
@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from inference.models.cache import SlotCache, Window
 from inference.models.forward import SHORT, Lean
+from inference.models.passes import Layers, Pass
 from inference.models.recording import Recording, bits, numbers_of, pool_for, repeated
 from inference.models.replays import Replays
 from inference.models.step import Drafting, Step
@@ -34,8 +35,8 @@ Run = Callable[[Tensor], Any]  # the buffer of a recording -> its results
 
 
 class Captured(Lean):
-    """As `Lean`, short passes over the first slots replayed: logits, drafts and laws are then views that the next call
-    overwrites. Where recording fails, this model's passes run as they are, with one warning."""
+    """As `Lean`, short passes over the first slots replayed: logits, states, drafts and laws are then views that the
+    next call overwrites. Where recording fails, this model's passes run as they are, with one warning."""
 
     failed = False
 
@@ -44,16 +45,29 @@ class Captured(Lean):
         super().__init__(model, cache, int8)
         cache.before_growth(self._forget)
 
-    def logits(self, ids: Tensor, window: Window, only: Tensor | None = None) -> Tensor:
+    def forward(self, ids: Tensor, window: Window, only: Tensor | None = None, layers: Layers = ()) -> Pass:
+        found = self._replayed(ids, window, only, layers)
+        if found is None:
+            return super().forward(ids, window, only, layers)
+        return Pass(found[0], dict(zip(layers, found[1:], strict=True)))
+
+    def hidden(self, ids: Tensor, window: Window, depth: int) -> Tensor:
+        found = self._replayed(ids, window, None, (depth,), head=False)
+        return super().hidden(ids, window, depth) if found is None else found[0]
+
+    def _replayed(
+        self, ids: Tensor, window: Window, only: Tensor | None, layers: Layers, head: bool = True
+    ) -> list[Tensor] | None:
+        """What a `Step` with these layers and head gives; None where the pass is not replayed."""
         if not self._ready(ids, window):
-            return super().logits(ids, window, only)
+            return None
         A, n = ids.shape
         width = WIDTHS[bisect_left(WIDTHS, n)]
         columns = [part for whole in (ids, window.positions) for part in (whole, repeated(whole, width))]
         columns += [] if only is None else [only.unsqueeze(1)]
-        bucket = self._rows(A), width, self._slots(window), only is not None
+        bucket = self._rows(A), width, self._slots(window), only is not None, layers, head
         found = self._called(bucket, columns, self._pass)
-        return super().logits(ids, window, only) if found is None else found[:A, :n]
+        return None if found is None else [part[:A, :n] for part in found]
 
     def draft(
         self, tails: Tensor, ends: Tensor, u: Tensor, temperature: Tensor, greedy: bool, window: Window
@@ -139,8 +153,8 @@ class Captured(Lean):
         name = type(self.model).__name__
         warnings.warn(f"{name}: CUDA graphs failed, passes run without: {reason}", stacklevel=5)
 
-    def _pass(self, rows: int, width: int, slots: int, one: bool) -> Run:
-        step, stored = Step(self.weights, self.shape), self._stored(slots)
+    def _pass(self, rows: int, width: int, slots: int, one: bool, layers: Layers, head: bool) -> Run:
+        step, stored = Step(self.weights, self.shape, layers, head), self._stored(slots)
 
         def run(columns: Tensor) -> Any:
             ids, positions = columns[:, :width], columns[:, width : 2 * width]

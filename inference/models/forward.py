@@ -12,6 +12,8 @@ from inference.models import llama
 from inference.models.cache import SlotCache, Window
 from inference.models.checksum import fingerprint
 from inference.models.grouped_query import folded, folded_mask
+from inference.models.passes import LAST, Layers, Pass, States
+from inference.models.taps import left_behind, tapped
 
 FORMS = ("kinds", "near", "one")  # of mask: one for each kind of layer, one of the window, one of the whole past
 Origin = tuple[llama.Places, bytes]
@@ -21,11 +23,14 @@ SHORT = 16  # ids a row: longer passes are prefills, bound by arithmetic and not
 class Forward(Protocol):
     """One pass over ids (A, n) at a window's positions; new keys and values go to the cache."""
 
-    def logits(self, ids: Tensor, window: Window, only: Tensor | None = None) -> Tensor:
-        """-> (A, n, V), or (A, 1, V) after id `only` (A,) of each row."""
+    def forward(self, ids: Tensor, window: Window, only: Tensor | None = None, layers: Layers = ()) -> Pass:
+        """Logits (A, n, V), or (A, 1, V) after id `only` (A,) of each row, and the states of `layers`."""
 
-    def store(self, ids: Tensor, window: Window) -> None:
-        """As `logits`, without the head."""
+    def store(self, ids: Tensor, window: Window, layers: Layers = ()) -> States:
+        """As `forward`, without the head."""
+
+    def hidden(self, ids: Tensor, window: Window, depth: int) -> Tensor:
+        """States (A, n, D) behind the first `depth` decoder layers; the others are not run."""
 
 
 class Stock:
@@ -41,12 +46,18 @@ class Stock:
         self.sdpa = config._attn_implementation == "sdpa"
         self.width, self.chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
 
-    def logits(self, ids: Tensor, window: Window, only: Tensor | None = None) -> Tensor:
-        logits: Tensor = self._call(self.model, ids, window).logits
-        return logits if only is None else picked(logits, only)
+    def forward(self, ids: Tensor, window: Window, only: Tensor | None = None, layers: Layers = ()) -> Pass:
+        with tapped(self.model, layers) as states:
+            logits: Tensor = self._call(self.model, ids, window).logits
+        return Pass(logits if only is None else picked(logits, only), states)
 
-    def store(self, ids: Tensor, window: Window) -> None:
-        self._call(self.model.base_model, ids, window)
+    def store(self, ids: Tensor, window: Window, layers: Layers = ()) -> States:
+        with tapped(self.model, layers) as states:
+            self._call(self.model.base_model, ids, window)
+        return states
+
+    def hidden(self, ids: Tensor, window: Window, depth: int) -> Tensor:
+        return left_behind(self.model, depth, lambda: self._call(self.model.base_model, ids, window))
 
     def _call(self, module: torch.nn.Module, ids: Tensor, window: Window) -> Any:
         window = self._inside(window)
@@ -85,18 +96,22 @@ class Stock:
 
 
 class Lean:
-    """`llama.hidden` of a model for which `llama.applies`. int8: with its projections rounded, see `llama.int8`."""
+    """`llama.states` of a model for which `llama.applies`. int8: with its projections rounded, see `llama.int8`."""
 
     def __init__(self, model: PreTrainedModel, cache: SlotCache, int8: bool = False) -> None:
         self.model, self.cache, self.int8 = model, cache, int8
         self._read()
 
-    def logits(self, ids: Tensor, window: Window, only: Tensor | None = None) -> Tensor:
-        states = self._hidden(ids, window)  # before the head is looked up: it may find new weights
-        return self.weights.head(states if only is None else picked(states, only))
+    def forward(self, ids: Tensor, window: Window, only: Tensor | None = None, layers: Layers = ()) -> Pass:
+        states = self._states(ids, window, (*layers, LAST))  # before the head is looked up: it may find new weights
+        last = states[LAST] if only is None else picked(states[LAST], only)
+        return Pass(self.weights.head(last), {layer: states[layer] for layer in layers})
 
-    def store(self, ids: Tensor, window: Window) -> None:
-        self._hidden(ids, window, stored=True)
+    def store(self, ids: Tensor, window: Window, layers: Layers = ()) -> States:
+        return self._states(ids, window, layers, stored=True)
+
+    def hidden(self, ids: Tensor, window: Window, depth: int) -> Tensor:
+        return self._states(ids, window, (depth,))[depth]
 
     def draft(
         self, tails: Tensor, ends: Tensor, u: Tensor, temperature: Tensor, greedy: bool, window: Window
@@ -104,9 +119,9 @@ class Lean:
         """All drafts of a round at once, see `LM.draft`: None where single passes are all there is."""
         return None
 
-    def _hidden(self, ids: Tensor, window: Window, stored: bool = False) -> Tensor:
+    def _states(self, ids: Tensor, window: Window, layers: Layers, stored: bool = False) -> dict[int, Tensor]:
         cos, sin = self.rotation(window)
-        return llama.hidden(ids, self.weights, self.shape, cos, sin, self._keep, self._attend(window), stored)
+        return llama.states(ids, self.weights, self.shape, cos, sin, self._keep, self._attend(window), layers, stored)
 
     def _attend(self, window: Window) -> llama.Attend:
         return attention(self.mask(window), self.shape)

@@ -9,7 +9,7 @@ Being a function of tensors alone, it is compiled once for all models of a shape
 A rows, n ids a row, H query heads, G key/value heads, D head size, L slots read.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from inference.models.cache import sliding_window
 from inference.models.dtypes import emulated
+from inference.models.passes import LAST
 
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 ROTATIONS = ("default", "linear", "llama3", "yarn")  # angles that depend on a token's own position alone
@@ -108,7 +109,7 @@ def _known(model: PreTrainedModel) -> bool:
     return ours and all(name.startswith("torch.nn.modules.") for name in homes)
 
 
-def hidden(
+def states(
     ids: Tensor,
     weights: Weights,
     shape: Shape,
@@ -116,27 +117,35 @@ def hidden(
     sin: Tensor,
     keep: Keep,
     attend: Attend,
+    layers: Collection[int] = (LAST,),
     stored: bool = False,
-) -> Tensor:
-    """ids (A, n) -> final hidden states (A, n, W).
+) -> dict[int, Tensor]:
+    """ids (A, n) -> states (A, n, W) of `layers`, see `passes`; what is behind the last of them is not run.
 
     cos, sin (A or 1, n, 1, D): see `angles`. keep(i, k, v): stores layer i's new keys and values (A, G, n, D), returns
     all it may read (A, G, L, D). attend(q, k, v): of `flash`, `batched` or
-    `grouped_query.folded`, queries (A, H, n, D) -> (A, n, H D). stored: only what is kept matters, and the last layer
-    goes no further.
+    `grouped_query.folded`, queries (A, H, n, D) -> (A, n, H D). stored: all keys and values are kept nevertheless, of
+    the last decoder layer nothing more.
     """
-    x = F.embedding(ids, weights.embedding)
-    for i, w in enumerate(weights.layers):
+    x, found = F.embedding(ids, weights.embedding), {}
+    needed = len(weights.layers) if LAST in layers else max(layers, default=0)
+    for i, w in enumerate(weights.layers if stored else weights.layers[:needed]):
+        if i in layers:
+            found[i] = x
         A, n, _ = x.shape
-        states = w.qkv(_norm(x, w.first, shape.eps)).view(A, n, -1, shape.size).to(shape.held)
-        q, k, v = (part.transpose(1, 2) for part in _rotated(states, w, shape, cos, sin))
+        turned = w.qkv(_norm(x, w.first, shape.eps)).view(A, n, -1, shape.size).to(shape.held)
+        q, k, v = (part.transpose(1, 2) for part in _rotated(turned, w, shape, cos, sin))
         k, v = keep(i, k, v)
-        if stored and i + 1 == len(weights.layers):
-            return x
+        if stored and i + 1 == len(weights.layers) > needed:
+            return found
         x = x + w.out(attend(q, k, v).to(x.dtype))
         gate, up = w.gate_up(_norm(x, w.second, shape.eps)).chunk(2, -1)
         x = x + w.down(F.silu(gate) * up)
-    return _norm(x, weights.norm, shape.eps)
+    if needed in layers:
+        found[needed] = x
+    if LAST in layers:
+        found[LAST] = _norm(x, weights.norm, shape.eps)
+    return found
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, shape: Shape) -> Tensor:

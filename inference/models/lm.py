@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from inference.models.cache import SlotCache, Window
 from inference.models.checksum import unchanged
@@ -15,19 +15,15 @@ from inference.models.compiled import Compiled
 from inference.models.cuda_graphs import Captured
 from inference.models.dtypes import widened
 from inference.models.forward import Forward, Lean, Stock
+from inference.models.limits import positions_of, refuse_unsupported
 from inference.models.llama import applies, can_round
-from inference.models.passes import Pass
-from inference.models.selfcheck import form_of, lean_agrees
+from inference.models.passes import LAST, Layers, Pass, States
+from inference.models.selfcheck import check_states, form_of, lean_agrees
 
 if TYPE_CHECKING:
     from inference.proposers.base import Round
 
 FIRST_SLOTS = 256
-MASKED_ATTENTION = ("sdpa", "eager")
-# kinds of layer, of `layer_types` or `attention_layers`, whose masks are known
-KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
-LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")  # config keys
-UNLIMITED = 2048  # tokens of a text where a config has none of them
 
 
 class LM:
@@ -56,14 +52,15 @@ class LM:
     ) -> None:
         self.model = model.eval()
         config = model.config.get_text_config()
-        _refuse_unsupported(model, config)
+        refuse_unsupported(model, config)
         self.size = config.vocab_size
         self.vocabulary = vocabulary or self.size
-        positions = _positions(config)
+        positions = positions_of(config)
         self.context = min(context or positions, positions)
         slots = min(FIRST_SLOTS, self.context)
         self.cache = SlotCache(config.num_hidden_layers, rows + spare, slots, self.context)
-        self.rows, self.spare = rows, spare
+        self.rows, self.spare, self.depth = rows, spare, config.num_hidden_layers
+        self.read = False  # whether states were, which is when they are checked
         with unchanged(model):
             self.run = self._forward(stock, compile, int8)
         self.device, self.dtype = model.device, model.dtype
@@ -114,16 +111,21 @@ class LM:
         low: int = 0,
         only: Tensor | None = None,
         at: Tensor | None = None,
+        *,
+        states: Layers = (),
     ) -> Pass:
         """One pass: ids (A, n) of slots [low, low + A) at positions start_b, start_b + 1, ...
 
-        Its logits are (A, n, V), or (A, 1, V) after id `only` (A,) of each row. at (A,): `start` where it is on the
-        device already. Where passes are replayed, the next pass of this LM overwrites them: copy what must last.
-        Entries of a row past its real tokens are computed from whatever ids stand there and overwritten by its next
-        pass.
+        Its logits are (A, n, V), or (A, 1, V) after id `only` (A,) of each row; its states (A, n, D) those of the
+        layers `states`, see `passes`. at (A,): `start` where it is on the device already. Where passes are replayed,
+        the next pass of this LM overwrites both: copy what must last. Entries of a row past its real tokens are
+        computed from whatever ids stand there and overwritten by its next pass.
+        Raises ValueError for a layer that the model has not, or whose states cannot be read.
         """
         asked = only if ids.shape[1] > 1 else None  # of one id there is nothing to choose
-        return Pass(self._fitted(self.run.logits(self._known(ids), self._aimed(ids, start, low, at), asked)))
+        window = self._aimed(ids, start, low, at)
+        found = self.run.forward(self._known(ids), window, asked, self._readable(states))
+        return Pass(self._fitted(found.logits), found.states)
 
     def _fitted(self, logits: Tensor) -> Tensor:
         """Logits (..., size) -> (..., V) of the vocabulary."""
@@ -170,9 +172,35 @@ class LM:
         self.cache.aim(window)
         return window
 
-    def store(self, ids: Tensor, start: Sequence[int], low: int = 0) -> None:
+    def store(self, ids: Tensor, start: Sequence[int], low: int = 0, *, states: Layers = ()) -> States:
         """As forward, without the head: prompts are stored, nothing is predicted."""
-        self.run.store(self._known(ids), self._aimed(ids, start, low, None))
+        return self.run.store(self._known(ids), self._aimed(ids, start, low, None), self._readable(states))
+
+    def hidden(self, ids: Tensor, start: Sequence[int], layers: int, low: int = 0, at: Tensor | None = None) -> Tensor:
+        """As forward, left behind the first `layers` decoder layers (early exit: Elhoushi et al. 2024, 2404.16710): the
+        residual stream (A, n, D) there, whose keys and values are stored; what the other layers hold of these
+        positions is stale until a whole pass writes them.
+        """
+        if not 0 < layers <= self.depth:
+            raise ValueError(f"layers={layers}: {type(self.model).__name__} has {self.depth} decoder layers; 1 or more")
+        self._readable((layers,))
+        return self.run.hidden(self._known(ids), self._aimed(ids, start, low, at), layers)
+
+    def no_states(self, rows: int, layers: Layers) -> States:
+        """States of no token, (rows, 0, D) each."""
+        width = self.model.config.get_text_config().hidden_size
+        return {layer: torch.empty(rows, 0, width, dtype=self.dtype, device=self.device) for layer in layers}
+
+    def _readable(self, layers: Layers) -> Layers:
+        """The layers, whose states were compared with the model's own when they were first asked for."""
+        unknown = [layer for layer in layers if not LAST <= layer <= self.depth]
+        if unknown:
+            raise ValueError(f"states: {type(self.model).__name__} has layers 0 .. {self.depth}, and {LAST} for what "
+                             f"its head reads; not {unknown[0]}")  # fmt: skip
+        if layers and not self.read:
+            check_states(self.model, self.context, isinstance(self.run, Lean))
+            self.read = True
+        return layers
 
     def _known(self, ids: Tensor) -> Tensor:
         """Ids that the model has no row for, as its last one."""
@@ -210,40 +238,6 @@ class LM:
             if layer.is_initialized:
                 layer.keys[slot].zero_()
                 layer.values[slot].zero_()
-
-
-def _refuse_unsupported(model: PreTrainedModel, config: PreTrainedConfig) -> None:
-    """Raise ValueError for a model whose state cannot be cut back, or which overlooks a 4-d mask."""
-    settings, name = config.to_dict(), type(model).__name__
-    if config._attn_implementation not in MASKED_ATTENTION:
-        raise ValueError(f"{name}: attention {config._attn_implementation!r} takes no 4-d mask; "
-                         f"load it with attn_implementation='sdpa'")  # fmt: skip
-    if model._is_stateful or config.is_encoder_decoder:
-        raise ValueError(f"{name}: only the keys and values of a causal decoder can be rolled back here")
-    kinds = {*(settings.get("layer_types") or ()), *(settings.get("attention_layers") or ())}
-    if kinds - KINDS:
-        raise ValueError(f"{name}: layers of kind {', '.join(sorted(kinds - KINDS))} cannot be given a mask a row; "
-                         f"{', '.join(sorted(KINDS))} can")  # fmt: skip
-
-
-def _positions(config: PreTrainedConfig) -> int:
-    """Most tokens of a text. Past LongRoPE's first range a row's rotation would depend on the longest row's; Llama 4
-    scales attention by one position for all rows, by 1 in the first range."""
-    settings = config.to_dict()
-    rope, limit = settings.get("rope_parameters") or {}, length_of(config)
-    if rope.get("rope_type") == "longrope":
-        limit = min(rope["original_max_position_embeddings"], limit)
-    if "max_seq_len" in settings:
-        limit -= 1  # MPT's biases are a table of so many slots, one of which is for padding
-    if settings.get("attn_temperature_tuning") and settings.get("floor_scale"):
-        limit = min(settings["floor_scale"] - 1, limit)
-    return limit
-
-
-def length_of(config: PreTrainedConfig) -> int:
-    """The longest text that a config allows, in tokens."""
-    lengths = [getattr(config, key, None) for key in LENGTHS]
-    return next((length for length in lengths if length), UNLIMITED)
 
 
 def load_model(path: str, dtype: torch.dtype | str | None = None, trust_remote_code: bool = False) -> PreTrainedModel:

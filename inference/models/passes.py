@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+Layers = tuple[int, ...]
+States = Mapping[int, Tensor]  # of layers, each (A, n, D)
 LAST = -1  # the states that the head reads, behind the final norm
 
 
@@ -17,4 +19,4 @@ class Pass(NamedTuple):
     """
 
     logits: Tensor
-    states: Mapping[int, Tensor] = {}
+    states: States = {}

@@ -8,56 +8,28 @@ forward under the first form of mask that agrees, else nothing: the model is ref
 Windows that slide are wider than two short rows, so while the check runs the model's config says a narrow one: a model
 that reads it there follows, and the masks must follow with it.
 
-B = 2 rows, T ids a row, V vocabulary.
+What an engine asks of a model beside logits is compared in the same way when it is first asked for: states of layers.
 """
 
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
-from torch import Tensor
-from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from inference.models.cache import SlotCache, Window, sliding_window
+from inference.models.cache import sliding_window
 from inference.models.checksum import fingerprint
-from inference.models.dtypes import quantised
-from inference.models.forward import FORMS, Forward, Lean, Stock
+from inference.models.forward import FORMS, Lean, Stock
+from inference.models.probe import Found, Make, Probe
 
-LENGTH, LATER, NARROW = 12, 5, 4  # ids of a row, ids of its second pass, the window while the check runs
+NARROW = 4  # the window while the check runs
 WINDOWS = ("sliding_window", "attention_chunk_size")  # config keys
-
-# Largest difference, in standard deviations of the model's own logits at that place: in a dtype of many digits nothing
-# but the order of sums differs (1e-6 measured in float32 and 1e-14 in float64, a thousand times less than the bound,
-# which leaves room for TF32). In half precision and with quantised weights correct forwards differ: by .02 mostly, by
-# .08 in a random model that amplifies every rounding. What is allowed there is FACTOR times the noise of the model's
-# own passes, within bounds: the noise is never measured with the forward that is judged. Scores times 1.5 differ by .15
-# in the bundled target and by .3 to .6 in random models, masks and positions that are off by one by .4 to 2.
-FINE, COARSE, MOST, FACTOR = 1e-3, 0.05, 0.2, 2.0
 
 
 class Disagreement(UserWarning):
     """Logits of the forward in few operations are not the model's own."""
-
-
-class Found(NamedTuple):
-    """What was found of a model: the largest difference to its own logits, what is allowed, or what it raised."""
-
-    difference: float
-    allowed: float
-    error: str | None = None
-
-    @property
-    def agrees(self) -> bool:
-        return self.error is None and self.difference <= self.allowed
-
-    def __str__(self) -> str:
-        return self.error or (
-            f"logits differ from the model's own by {self.difference:.2g} of their deviation "
-            f"(allowed {self.allowed:.2g})"
-        )
 
 
 # what was found, by model and by what it depends on: values, classes, settings
@@ -66,7 +38,7 @@ _FOUND: WeakKeyDictionary[PreTrainedModel, dict[Any, Any]] = WeakKeyDictionary()
 
 def lean_agrees(model: PreTrainedModel, context: int) -> bool:
     """Whether `Lean` gives the model's own logits; warns once a model when it does not."""
-    found: Found = _kept(model, ("lean", context), lambda: _Probe(model, context).found(lambda c: Lean(model, c)))
+    found: Found = _kept(model, ("lean", context), lambda: Probe(model, context).found(lambda c: Lean(model, c)))
     if not found.agrees:
         message = f"{type(model).__name__}: in few operations, {found}; transformers' own forward runs it"
         warnings.warn(message, Disagreement, stacklevel=2)
@@ -82,6 +54,23 @@ def form_of(model: PreTrainedModel, context: int) -> str:
     if form is None:
         raise ValueError(f"{type(model).__name__}: {reason}")
     return str(form)
+
+
+def check_states(model: PreTrainedModel, context: int, lean: bool) -> None:
+    """Raise ValueError with the reason where the states of layers that passes give are not the model's own; lean: of
+    `Lean`, else of `Stock`."""
+    _check(model, context, "states", lean, Probe.states)
+
+
+def _check(model: PreTrainedModel, context: int, asked: str, lean: bool, look: Callable[[Probe, Make], Found]) -> None:
+    def find() -> Found:
+        form = "" if lean else form_of(model, context)
+        with narrow(model.config.get_text_config(), context):
+            return look(Probe(model, context), lambda c: Lean(model, c) if lean else Stock(model, c, context, form))
+
+    found: Found = _kept(model, (f"{asked} {lean}", context), find)
+    if not found.agrees:
+        raise ValueError(f"{type(model).__name__}: its {asked} cannot be used here: {found}")
 
 
 def _kept(model: PreTrainedModel, asked: tuple[str, int], find: Callable[[], Any]) -> Any:
@@ -107,7 +96,7 @@ def _form(model: PreTrainedModel, context: int) -> tuple[str | None, str]:
     """The first form that agrees, or None and why."""
     config, reasons = model.config.get_text_config(), []
     with narrow(config, context) as shrunk:
-        probe = _Probe(model, context)
+        probe = Probe(model, context)
         for form in FORMS if shrunk else ("one",):
             found = probe.found(lambda cache, form=form: Stock(model, cache, context, form))  # type: ignore[misc]
             if found.agrees and form == "one" and shrunk and sliding_window(config):
@@ -131,129 +120,3 @@ def narrow(config: PreTrainedConfig, context: int) -> Iterator[bool]:
     finally:
         for key, width in wide.items():
             setattr(config, key, width)
-
-
-class _Claiming(SlotCache):
-    """A cache that says at all times that as much is stored as can be. Rows have lengths of their own, so a model that
-    computes with the one length that a cache gives has other logits than its own."""
-
-    claimed = 0
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.claimed
-
-
-class _Probe:
-    """The check of one model: its own logits are computed once for all forwards that are tried."""
-
-    def __init__(self, model: PreTrainedModel, context: int) -> None:
-        self.model, self.context = model, context
-        T = min(LENGTH, context)
-        self.later = min(LATER, T // 2)
-        self.starts = max(1, (T - self.later) // 2), T - self.later
-        size = model.config.get_text_config().vocab_size
-        mixed = torch.arange(2 * T, device=model.device).view(2, T) * 7919 + 31
-        self.ids = mixed % 1009 % size
-        self.own = self._own(self.ids)
-
-    def found(self, make: Callable[[SlotCache], Forward]) -> Found:
-        """How the logits of a forward over the cache that it is given compare with the model's own."""
-        try:
-            ours = self._ours(make)
-        except Exception as error:  # whatever a model's code raises at arguments that it does not take
-            return Found(0.0, 0.0, f"with a mask a row its forward raises {_first_line(error)}")
-        difference, fine = self._apart(ours), _fine(self.model)
-        if fine or difference <= COARSE:
-            return Found(difference, FINE if fine else COARSE)
-        return Found(difference, min(MOST, max(COARSE, FACTOR * self._noise())))
-
-    def reason(self, found: Found) -> str:
-        """Why a model cannot be run, where `found` is the best that was."""
-        low = self.starts[0]
-        alone = self._own(self.ids[:, :low])
-        if float((alone - self.own[:, :low]).abs().max()) > MOST * float(self.own.std()):
-            return "it is not causal: logits change with the tokens after them"
-        base, config = self.model.base_model, self.model.config.get_text_config()
-        if found.error and (getattr(config, "alibi", False) or hasattr(base, "build_alibi_tensor")):
-            return f"its ALiBi is computed from a 2-d padding mask, which cannot be one a row: {found}"
-        return f"rows of different lengths cannot share its passes: {found}"
-
-    def _own(self, ids: Tensor) -> Tensor:
-        try:
-            with torch.no_grad():
-                logits: Tensor = self.model(input_ids=ids, use_cache=False).logits
-        except (RuntimeError, TypeError, AttributeError) as error:  # as of a dtype that an expert's kernel lacks
-            name = type(self.model).__name__
-            raise ValueError(f"{name}: the model's own forward raises {_first_line(error)}") from error
-        return logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-    def _noise(self) -> float:
-        """How far the model's own logits are from each other, by two passes for one and by embeddings with one rounding
-        more: its weights amplify it as they do those of every layer."""
-        generator = torch.Generator().manual_seed(0)
-
-        def rounded(_: Any, __: Any, states: Tensor) -> Tensor:
-            signs = torch.rand(states.shape, generator=generator).to(states.device) - 0.5
-            return (states.float() * (1 + signs * torch.finfo(torch.bfloat16).eps)).to(states.dtype)
-
-        hook = self.model.get_input_embeddings().register_forward_hook(rounded)
-        try:
-            other = self._own(self.ids)
-        finally:
-            hook.remove()
-        return max(self._apart([*other]), self._apart(self._stepped()))
-
-    def _stepped(self) -> list[Tensor]:
-        """The model's own passes by the same two steps, row by row, its own cache and masks."""
-        rows = []
-        for row, start in enumerate(self.starts):
-            cache = DynamicCache(config=self.model.config)
-            ids = self.ids[row : row + 1, : start + self.later]
-            with torch.no_grad():
-                parts = [self.model(input_ids=part, past_key_values=cache, use_cache=True).logits
-                         for part in (ids[:, :start], ids[:, start:])]  # fmt: skip
-            rows.append(torch.cat(parts, 1)[0])
-        return rows
-
-    def _ours(self, make: Callable[[SlotCache], Forward]) -> list[Tensor]:
-        """(start_b + later, V) of each row b."""
-        count = self.model.config.get_text_config().num_hidden_layers
-        cache = _Claiming(count, 2, self.ids.shape[1])
-        cache.claimed = self.context - self.starts[1]
-        forward = make(cache)
-        device, high = self.ids.device, self.starts[1]
-        first = torch.arange(high, device=device).expand(2, high)
-        begins = torch.tensor(self.starts, device=device).unsqueeze(1)
-        second = begins + torch.arange(self.later, device=device)
-        with torch.no_grad():
-            parts = [self._pass(forward, cache, Window(0, 2, first, 0, high)),
-                     self._pass(forward, cache, Window(0, 2, second, None, high + self.later))]  # fmt: skip
-        return [torch.cat((parts[0][b, :start], parts[1][b])) for b, start in enumerate(self.starts)]
-
-    def _pass(self, forward: Forward, cache: SlotCache, window: Window) -> Tensor:
-        cache.aim(window)
-        return forward.logits(self.ids.gather(1, window.positions), window)
-
-    def _apart(self, rows: list[Tensor]) -> float:
-        """The largest of the differences of all places, each the root mean square over the vocabulary in standard
-        deviations of the model's own logits there; infinite where only one of the two is finite. Places where the
-        model's own are not finite say nothing."""
-        worst = 0.0
-        for row, own in zip(rows, self.own, strict=True):
-            own = own[: len(row)]
-            known = own.isfinite().all(-1)
-            error = (row.to(own.dtype) - own).square().mean(-1).sqrt()
-            apart = torch.where(known, error / own.std(-1).clamp(min=1e-9), 0.0)
-            worst = max(worst, float(apart.nan_to_num(nan=torch.inf).max()))
-        return worst
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"
-
-
-def _fine(model: PreTrainedModel) -> bool:
-    """Whether a model computes in float32 or more throughout."""
-    dtypes = {p.dtype for p in model.parameters()}
-    return not quantised(model.config) and all(d.is_floating_point and torch.finfo(d).bits >= 32 for d in dtypes)

@@ -8,15 +8,17 @@ from torch import Tensor, nn
 
 from inference.models import llama
 from inference.models.forward import additive, attention, picked, seen_from
+from inference.models.passes import LAST, Layers
 from inference.sampling import draw, one_hot, wide
 
 
 class Step(nn.Module):
-    """A pass as a function of tensors; the weights are its parameters."""
+    """A pass as a function of tensors; the weights are its parameters. layers: whose states it gives; without the head,
+    no decoder layer is run behind the last of them."""
 
-    def __init__(self, weights: llama.Weights, shape: llama.Shape) -> None:
+    def __init__(self, weights: llama.Weights, shape: llama.Shape, layers: Layers = (), head: bool = True) -> None:
         super().__init__()
-        self.shape, self.count = shape, 0
+        self.shape, self.layers, self.head, self.count = shape, layers, head, 0
         self.weights = self._registered(weights)
 
     def _registered(self, value: Any) -> Any:
@@ -46,9 +48,9 @@ class Step(nn.Module):
         keys: list[Tensor],
         values: list[Tensor],
         only: Tensor | None = None,
-    ) -> Tensor:
+    ) -> list[Tensor]:
         """ids, positions (A, n); cos, sin (S, D) of all positions; slots (L,): 0 .. L - 1, those that are read; keys,
-        values (rows, G, S, D) a layer -> logits (A, n, V), or (A, 1, V) of `only` (A,)."""
+        values (rows, G, S, D) a layer -> logits (A, n, V), or (A, 1, V) of `only` (A,), and states (A, n, W)."""
         A, L = ids.shape[0], slots.shape[0]
         mask = additive(seen_from(positions, slots), self.shape.held)
         cos, sin = (part[positions].unsqueeze(2) for part in (cos, sin))
@@ -60,8 +62,12 @@ class Step(nn.Module):
                 store.transpose(1, 2).index_put_((row, positions), new.transpose(1, 2))
             return keys[layer][:A, :, :L], values[layer][:A, :, :L]
 
-        states = llama.hidden(ids, weights, self.shape, cos, sin, keep, attention(mask, self.shape))
-        return weights.head(states if only is None else picked(states, only))
+        layers = (*self.layers, LAST) if self.head else self.layers
+        found = llama.states(ids, weights, self.shape, cos, sin, keep, attention(mask, self.shape), layers)
+        states = [found[layer] for layer in self.layers]
+        if not self.head:
+            return states
+        return [weights.head(found[LAST] if only is None else picked(found[LAST], only)), *states]
 
 
 class Drafting(Step):
@@ -113,7 +119,8 @@ class Drafting(Step):
 
         def after(ids: Tensor, start: Tensor) -> Tensor:
             positions = start.unsqueeze(1) + torch.arange(ids.shape[1], device=ids.device)
-            return wide(super(Drafting, self).forward(ids, positions, cos, sin, slots, keys, values)[:, -1])
+            logits, *_ = super(Drafting, self).forward(ids, positions, cos, sin, slots, keys, values)
+            return wide(logits[:, -1])
 
         drafts: list[Tensor] = []
         laws: list[Tensor] = []

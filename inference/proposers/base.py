@@ -1,21 +1,55 @@
 """What a proposer kind reads and returns: the interface between drafting and the engine."""
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from inference.models.passes import States
+
+if TYPE_CHECKING:
+    from inference.models.lm import LM
+
+
+@dataclass(frozen=True)
+class Host:
+    """What a proposer works beside: an engine with `rows` slots for rows and `spare` ones for prompts that wait, ids in
+    [0, vocabulary), texts of at most `context` tokens. target: it may share its embeddings, head, layers and cache."""
+
+    rows: int
+    spare: int
+    vocabulary: int
+    context: int
+    target: "LM"
+
 
 class Proposal(NamedTuple):
-    """x (A, K) drafted ids; q (A, K, V) the very laws they were drawn from; k how many each row drafted.
+    """x (A, N) drafted ids; q (A, N, V) the very laws they were drawn from; k how many each row drafted.
 
     Entries past k_b are ignored, and so is what follows a law of NaN: the draft had no token there. q None: every draft
-    was certain, its law is one-hot. Either may be on another device than the target: it is moved.
+    was certain, its law is one-hot. Either may be on another device than the target: it is moved. tree: on which node
+    each hangs (see `passes.Tree`), None for a chain, whose node i hangs on i - 1.
     """
 
     x: Tensor
     q: Tensor | None
     k: list[int]
+    tree: Any = None
+
+
+class Outcome(NamedTuple):
+    """What became of a round.
+
+    valid: how many tokens of each row's text certainly agree with what was stored; 0: forget all of the row's slot, NaN
+    may stand in it. accepted (A,) int64: drafts that each row accepted, on the target's device. states: layer ->
+    (A, K+1, D) of the target's pass, column 0 at the anchor and column j at the j-th draft, along the accepted path of
+    a tree; of row b columns 0 .. accepted_b hold. Valid until the target's next pass: copy what must last.
+    """
+
+    valid: Sequence[int]
+    accepted: Tensor
+    states: States
 
 
 class Round(Protocol):
@@ -61,27 +95,39 @@ class Round(Protocol):
         """Of `inputs`, those whose values change only together with their tensor."""
 
 
-class Proposer(Protocol):
-    """Slots [0, A) hold the active rows, in the order of every list here."""
+class Proposer:
+    """What drafts. Slots [0, A) hold the active rows, in the order of every list here.
 
-    def open(self, rows: int, vocabulary: int, context: int, spare: int = 0) -> None:
-        """Make room for `rows` rows and, in slots after theirs, `spare` prompts; forget everything."""
+    A kind subclasses this: it must have `propose`, and whatever else it needs to hear of. In the order of a call:
+    `open`; `admit`, or `stage` and later `enter`, as prompts come; then round by round `propose` and `commit`, and
+    `move` as rows leave.
+    reads: layers of the target's states that it wants (see `passes.Pass`), () for none: only these are made.
+    """
 
-    def admit(self, low: int, prompts: Sequence[list[int]]) -> None:
-        """New rows in slots low, low + 1, ...; all tokens of a prompt but its last may be stored now."""
+    reads: tuple[int, ...] = ()
 
-    def stage(self, low: int, prompts: Sequence[list[int]]) -> None:
-        """Prompts that may be stored now in spare slots low, low + 1, ..., to become rows later."""
+    def open(self, host: Host) -> None:
+        """Make room for the host's rows and, in slots after theirs, its spare prompts; forget everything."""
+
+    def admit(self, low: int, prompts: Sequence[list[int]], states: States) -> None:
+        """New rows in slots low, low + 1, ...; all tokens of a prompt but its last may be stored now.
+
+        states: layer -> (A, n, D) of the target, column j at token j of a prompt; columns past its last token but one
+        are to be ignored. Valid until the target's next pass: copy what must last.
+        """
+
+    def stage(self, low: int, prompts: Sequence[list[int]], states: States) -> None:
+        """As `admit`, in spare slots, of prompts that become rows later."""
 
     def enter(self, source: int, target: int, prompt: list[int]) -> None:
         """The prompt staged in slot `source` becomes the row of slot `target`, the first that is free."""
 
     def propose(self, turn: Round) -> Proposal:
         """Draft up to turn.k[b] tokens a row."""
+        raise NotImplementedError(f"{type(self).__name__}.propose")
 
-    def commit(self, valid: Sequence[int]) -> None:
-        """valid[b] tokens of row b's text are now certain to agree with what was stored; drop the rest. 0: forget all
-        of the row, NaN may stand in what was stored."""
+    def commit(self, outcome: Outcome) -> None:
+        """What became of the round's drafts; what was stored of the others is dropped."""
 
     def move(self, source: int, target: int) -> None:
-        """Request `source` takes slot `target`; its old slot is free."""
+        """Row `source`, the last one, takes slot `target`; its old slot is free."""

@@ -11,11 +11,13 @@ from transformers import PreTrainedModel
 from inference.drafts.draft_folder import load_draft
 from inference.models.dtypes import widened
 from inference.models.lm import LM, load_model
-from inference.proposers.base import Proposal, Round
+from inference.models.passes import States
+from inference.models.prefill import padded, store_prompts
+from inference.proposers.base import Host, Outcome, Proposal, Proposer, Round
 from inference.sampling import certain
 
 
-class Independent:
+class Independent(Proposer):
     """Drafts with a causal LM (Leviathan et al. 2023, 2211.17192).
 
     model: a transformers model, used as it is, or a path / hub id. greedy: draft argmax q with a one-hot law,
@@ -40,14 +42,14 @@ class Independent:
         """What its weights are held in."""
         return "int8" if self.int8 else str(self.model.dtype).removeprefix("torch.")
 
-    def open(self, rows: int, vocabulary: int, context: int, spare: int = 0) -> None:
-        shape = rows, vocabulary, context, spare
+    def open(self, host: Host) -> None:
+        shape = host.rows, host.vocabulary, host.context, host.spare
         if shape != self.shape:  # slots are kept from call to call
             self.shape = shape
-            self.lm = LM(self.model, *shape[:3], compile=self.compile, int8=self.int8, spare=spare)
+            self.lm = LM(self.model, *shape[:3], compile=self.compile, int8=self.int8, spare=host.spare)
         self.stored, self.longest = [], 0
 
-    def stage(self, low: int, prompts: Sequence[list[int]]) -> None:
+    def stage(self, low: int, prompts: Sequence[list[int]], states: States) -> None:
         store_prompts(self.lm, low, [prompt[: self.lm.context] for prompt in prompts])
 
     def enter(self, source: int, target: int, prompt: list[int]) -> None:
@@ -55,8 +57,8 @@ class Independent:
         self.lm.move(source, target, held)
         self.stored.append(held)
 
-    def admit(self, low: int, prompts: Sequence[list[int]]) -> None:
-        self.stage(low, prompts)
+    def admit(self, low: int, prompts: Sequence[list[int]], states: States) -> None:
+        self.stage(low, prompts, states)
         self.stored[low:] = map(self._held, prompts)
 
     def _held(self, prompt: list[int]) -> int:
@@ -137,9 +139,9 @@ class Independent:
         """The tensors on the draft's own device."""
         return [tensor.to(self.lm.device) for tensor in tensors]
 
-    def commit(self, valid: Sequence[int]) -> None:
-        self.stored = [min(stored, length) for stored, length in zip(self.stored, valid, strict=True)]
-        for slot, length in enumerate(valid):
+    def commit(self, outcome: Outcome) -> None:
+        self.stored = [min(stored, length) for stored, length in zip(self.stored, outcome.valid, strict=True)]
+        for slot, length in enumerate(outcome.valid):
             if length == 0:
                 self.lm.clear(slot)
 
@@ -153,16 +155,3 @@ class Independent:
 def _load(path: str) -> PreTrainedModel:
     """A local folder is checked as a draft folder; anything else is a hub id."""
     return widened(load_draft(path)[0]) if Path(path).is_dir() else load_model(path)
-
-
-def padded(rows: Sequence[list[int]]) -> list[list[int]]:
-    """Rows of one length, each padded on the right with its own last id: no row reads an id that is not its own."""
-    width = max(map(len, rows))
-    return [row + row[-1:] * (width - len(row)) for row in rows]
-
-
-def store_prompts(lm: LM, low: int, prompts: Sequence[list[int]], chunk: int = 512) -> None:
-    """Store all but the last token of each prompt in slots low, low + 1, ..., `chunk` positions a pass."""
-    for start in range(0, max(map(len, prompts)) - 1, chunk):
-        tails = [prompt[:-1][start : start + chunk] or prompt[:1] for prompt in prompts]
-        lm.store(torch.tensor(padded(tails), device=lm.device), [start] * len(prompts), low)

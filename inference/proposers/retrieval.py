@@ -1,13 +1,11 @@
 """Prompt look-up: the draft is what followed the last n tokens the last time they stood in the text."""
 
-from collections.abc import Sequence
-
 import torch
 
-from inference.proposers.base import Proposal, Round
+from inference.proposers.base import Host, Proposal, Proposer, Round
 
 
-class NGram:
+class NGram(Proposer):
     """Drafts by n-gram look-up in the row's own text (Saxena 2023, prompt lookup decoding).
 
     Tries the longest n first, n = max_n .. 1, and the most recent earlier occurrence; certain drafts, no model.
@@ -18,21 +16,10 @@ class NGram:
         if max_n < 1:
             raise ValueError(f"NGram.max_n must be at least 1, not {max_n}")
         self.max_n = max_n
-
         self.seen: dict[int, Seen] = {}  # by id of a row's text, which is held there
 
-    def open(self, rows: int, vocabulary: int, context: int, spare: int = 0) -> None:
+    def open(self, host: Host) -> None:
         self.seen = {}
-
-    def admit(self, low: int, prompts: Sequence[list[int]]) -> None: ...
-
-    def stage(self, low: int, prompts: Sequence[list[int]]) -> None: ...
-
-    def enter(self, source: int, target: int, prompt: list[int]) -> None: ...
-
-    def commit(self, valid: Sequence[int]) -> None: ...
-
-    def move(self, source: int, target: int) -> None: ...
 
     def propose(self, turn: Round) -> Proposal:
         self.seen = {id(text): self._seen(text) for text in turn.texts}

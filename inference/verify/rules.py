@@ -26,8 +26,8 @@ class Rule:
     Gumbel noise (A, N+1, V). With `trees` it also takes `tree=`, their shape, p column i + 1 being the law after node
     i; its verdict then has a `path` (A, D) of nodes, of which the accepted ones are read.
     reach(logp, logq, k, lengths) -> (B, T, K+1): P(a round that starts at token t accepts at least n drafts), given
-    the text, from log p (B, T) and log q (B, T) or (B, T, K) of the text's tokens, see `prediction.reach`; None where that hangs
-    on the noise that made the text.
+    the text, from log p (B, T) and log q (B, T) or (B, T, K) of its tokens, see `prediction.reach`; None where that
+    hangs on the noise that made the text.
     shared: drafts are drawn with the noise that the target's tokens are chosen with, keyed by position.
     exact: the text's law is the target's.
     """

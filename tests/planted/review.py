@@ -2,7 +2,7 @@
 
 # fmt: off
 ROWS_OF_BUGS = [
-    ('row_stored_again_without_its_text', 'inference/engine.py', 'store_prompts(self.target, slot, [row.text])', 'store_prompts(self.target, slot, [row.text[: row.prompt]])', ['tests/test_faults.py::test_nan_of_refused_drafts_is_never_held_against_a_text'], 41),
+    ('row_stored_again_without_its_text', 'inference/slots.py', 'store_prompts(self.target, slot, [row.text])', 'store_prompts(self.target, slot, [row.text[: row.prompt]])', ['tests/test_faults.py::test_nan_of_refused_drafts_is_never_held_against_a_text'], 41),
     ('ids_behind_a_rows_drafts_are_read', 'inference/engine.py', '            x = torch.where(drafted, x, anchor)\n', '', ['tests/test_faults.py::test_nan_of_refused_drafts_is_never_held_against_a_text'], 41),
     ('banned_word_forgets_the_prompt', 'inference/batched/history.py', 'return [_last(row.text, self.width)', 'return [_last(row.new, self.width)', ['tests/test_review_gaps.py::test_a_banned_word_may_begin_in_the_prompt'], 11),
     ('last_processor_alone_counts', 'inference/batched/user_processors.py', 'scores = processor(ids, scores)', 'scores = processor(ids, place.clone())', ['tests/test_review_gaps.py::test_own_processors_act_one_after_the_other'], 11),
@@ -12,6 +12,6 @@ ROWS_OF_BUGS = [
     ('error_row_is_timed', 'inference/measure/arms.py', '        ).whole()\n', '        )\n', ['tests/test_errors_are_seen.py::test_what_is_timed_is_whole'], 41),
     ('error_row_is_compared', 'inference/exactness/checks.py', 'out.whole().tokens', 'out.tokens', ['tests/test_errors_are_seen.py::test_a_text_that_is_compared_is_whole'], 41),
     ('error_row_is_kept_as_a_sample', 'cotrain/rollout/samplers.py', 'filter(None, out.errors)', 'filter(None, ())', ['tests/test_errors_are_seen.py::test_a_sampled_text_is_whole'], 41),
-    ('a_wrong_place_drowned_in_right_ones', 'inference/models/selfcheck.py', 'float(apart.nan_to_num(nan=torch.inf).max())', 'float(apart.nan_to_num(nan=torch.inf).mean())', ['tests/test_selfcheck.py::test_a_forward_that_is_wrong_at_one_place_is_caught'], 'a forward that is wrong at one place is taken for rounding'),
+    ('a_wrong_place_drowned_in_right_ones', 'inference/models/probe.py', 'float(apart.nan_to_num(nan=torch.inf).max())', 'float(apart.nan_to_num(nan=torch.inf).mean())', ['tests/test_selfcheck.py::test_a_forward_that_is_wrong_at_one_place_is_caught'], 'a forward that is wrong at one place is taken for rounding'),
     ('the_larger_of_noise_and_bound_excuses', 'inference/exactness/checks.py', 'noise = min(MARGIN * text.noise, text.limit)', 'noise = max(MARGIN * text.noise, text.limit)', ['tests/test_wrong_engines.py::test_neither_noisy_passes_nor_a_wide_bound_alone_excuse'], 35),
 ]

@@ -1,0 +1,190 @@
+"""What passes over two rows of different lengths give, beside what the model's own forward gives for the whole rows.
+
+B = 2 rows, T ids a row, V vocabulary.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from inference.models.cache import SlotCache, Window
+from inference.models.dtypes import quantised
+from inference.models.forward import Forward
+from inference.models.passes import LAST, Layers, Pass
+from inference.models.taps import tapped
+
+LENGTH, LATER = 12, 5  # ids of a row, ids of its second pass
+
+# Largest difference, in standard deviations of the model's own logits at that place: in a dtype of many digits nothing
+# but the order of sums differs (1e-6 measured in float32 and 1e-14 in float64, a thousand times less than the bound,
+# which leaves room for TF32). In half precision and with quantised weights correct forwards differ: by .02 mostly, by
+# .08 in a random model that amplifies every rounding. What is allowed there is FACTOR times the noise of the model's
+# own passes, within bounds: the noise is never measured with the forward that is judged. Scores times 1.5 differ by .15
+# in the bundled target and by .3 to .6 in random models, masks and positions that are off by one by .4 to 2.
+FINE, COARSE, MOST, FACTOR = 1e-3, 0.05, 0.2, 2.0
+
+
+Make = Callable[[SlotCache], Forward]
+
+
+class Found(NamedTuple):
+    """What was found of a model: the largest difference to its own logits, what is allowed, or what it raised."""
+
+    difference: float
+    allowed: float
+    error: str | None = None
+    what: str = "logits"
+
+    @property
+    def agrees(self) -> bool:
+        return self.error is None and self.difference <= self.allowed
+
+    def __str__(self) -> str:
+        return self.error or (
+            f"{self.what} differ from the model's own by {self.difference:.2g} of their deviation "
+            f"(allowed {self.allowed:.2g})"
+        )
+
+
+class Claiming(SlotCache):
+    """A cache that says at all times that as much is stored as can be. Rows have lengths of their own, so a model that
+    computes with the one length that a cache gives has other logits than its own."""
+
+    claimed = 0
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.claimed
+
+
+class Probe:
+    """The check of one model: its own logits are computed once for all forwards that are tried."""
+
+    def __init__(self, model: PreTrainedModel, context: int) -> None:
+        self.model, self.context = model, context
+        T = min(LENGTH, context)
+        self.later = min(LATER, T // 2)
+        self.starts = max(1, (T - self.later) // 2), T - self.later
+        size = model.config.get_text_config().vocab_size
+        mixed = torch.arange(2 * T, device=model.device).view(2, T) * 7919 + 31
+        self.ids = mixed % 1009 % size
+        self.own = self._own(self.ids)
+
+    def found(self, make: Make) -> Found:
+        """How the logits of a forward over the cache that it is given compare with the model's own."""
+        try:
+            ours = self._rows([made.logits for made in self._passes(make)])
+        except Exception as error:  # whatever a model's code raises at arguments that it does not take
+            return Found(0.0, 0.0, f"with a mask a row its forward raises {_first_line(error)}")
+        difference, fine = self._apart(ours, self.own), _fine(self.model)
+        if fine or difference <= COARSE:
+            return Found(difference, FINE if fine else COARSE)
+        return Found(difference, min(MOST, max(COARSE, FACTOR * self._noise())))
+
+    def reason(self, found: Found) -> str:
+        """Why a model cannot be run, where `found` is the best that was."""
+        low = self.starts[0]
+        alone = self._own(self.ids[:, :low])
+        if float((alone - self.own[:, :low]).abs().max()) > MOST * float(self.own.std()):
+            return "it is not causal: logits change with the tokens after them"
+        base, config = self.model.base_model, self.model.config.get_text_config()
+        if found.error and (getattr(config, "alibi", False) or hasattr(base, "build_alibi_tensor")):
+            return f"its ALiBi is computed from a 2-d padding mask, which cannot be one a row: {found}"
+        return f"rows of different lengths cannot share its passes: {found}"
+
+    def _own(self, ids: Tensor) -> Tensor:
+        try:
+            with torch.no_grad():
+                logits: Tensor = self.model(input_ids=ids, use_cache=False).logits
+        except (RuntimeError, TypeError, AttributeError) as error:  # as of a dtype that an expert's kernel lacks
+            name = type(self.model).__name__
+            raise ValueError(f"{name}: the model's own forward raises {_first_line(error)}") from error
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    def _noise(self) -> float:
+        """How far the model's own logits are from each other, by two passes for one and by embeddings with one rounding
+        more: its weights amplify it as they do those of every layer."""
+        generator = torch.Generator().manual_seed(0)
+
+        def rounded(_: Any, __: Any, states: Tensor) -> Tensor:
+            signs = torch.rand(states.shape, generator=generator).to(states.device) - 0.5
+            return (states.float() * (1 + signs * torch.finfo(torch.bfloat16).eps)).to(states.dtype)
+
+        hook = self.model.get_input_embeddings().register_forward_hook(rounded)
+        try:
+            other = self._own(self.ids)
+        finally:
+            hook.remove()
+        return max(self._apart([*other], self.own), self._apart(self._stepped(), self.own))
+
+    def _stepped(self) -> list[Tensor]:
+        """The model's own passes by the same two steps, row by row, its own cache and masks."""
+        rows = []
+        for row, start in enumerate(self.starts):
+            cache = DynamicCache(config=self.model.config)
+            ids = self.ids[row : row + 1, : start + self.later]
+            with torch.no_grad():
+                parts = [self.model(input_ids=part, past_key_values=cache, use_cache=True).logits
+                         for part in (ids[:, :start], ids[:, start:])]  # fmt: skip
+            rows.append(torch.cat(parts, 1)[0])
+        return rows
+
+    def states(self, make: Make) -> Found:
+        """How the states of all layers compare with those that the model's own forward has there."""
+        count = self.model.config.get_text_config().num_hidden_layers
+        layers = (*range(count + 1), LAST)
+        try:
+            with tapped(self.model, layers) as own:
+                self._own(self.ids)
+            passes = self._passes(make, layers)
+        except Exception as error:
+            return Found(0.0, 0.0, _first_line(error))
+        each = (self._apart(self._rows([made.states[layer] for made in passes]), own[layer]) for layer in layers)
+        return Found(max(each), FINE if _fine(self.model) else MOST, what="states")
+
+    def _rows(self, parts: list[Tensor]) -> list[Tensor]:
+        """Of two passes, (start_b + later, W) of each row b."""
+        return [torch.cat((parts[0][b, :start], parts[1][b])) for b, start in enumerate(self.starts)]
+
+    def _passes(self, make: Make, layers: Layers = ()) -> list[Pass]:
+        count = self.model.config.get_text_config().num_hidden_layers
+        cache = Claiming(count, 2, self.ids.shape[1])
+        cache.claimed = self.context - self.starts[1]
+        forward = make(cache)
+        device, high = self.ids.device, self.starts[1]
+        first = torch.arange(high, device=device).expand(2, high)
+        begins = torch.tensor(self.starts, device=device).unsqueeze(1)
+        second = begins + torch.arange(self.later, device=device)
+        with torch.no_grad():
+            windows = Window(0, 2, first, 0, high), Window(0, 2, second, None, high + self.later)
+            return [self._pass(forward, cache, window, layers) for window in windows]
+
+    def _pass(self, forward: Forward, cache: SlotCache, window: Window, layers: Layers) -> Pass:
+        cache.aim(window)
+        return forward.forward(self.ids.gather(1, window.positions), window, layers=layers)
+
+    def _apart(self, rows: list[Tensor], whole: Tensor) -> float:
+        """The largest of the differences of all places, each the root mean square over the vocabulary, or the width, in
+        standard deviations of the model's own numbers there, `whole`; infinite where only one of the two is finite.
+        Places where the model's own are not finite say nothing."""
+        worst = 0.0
+        for row, own in zip(rows, whole, strict=True):
+            own = own[: len(row)].to(torch.promote_types(own.dtype, torch.float32))
+            known = own.isfinite().all(-1)
+            error = (row.to(own.dtype) - own).square().mean(-1).sqrt()
+            apart = torch.where(known, error / own.std(-1).clamp(min=1e-9), 0.0)
+            worst = max(worst, float(apart.nan_to_num(nan=torch.inf).max()))
+        return worst
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"
+
+
+def _fine(model: PreTrainedModel) -> bool:
+    """Whether a model computes in float32 or more throughout."""
+    dtypes = {p.dtype for p in model.parameters()}
+    return not quantised(model.config) and all(d.is_floating_point and torch.finfo(d).bits >= 32 for d in dtypes)
