@@ -101,7 +101,7 @@ class Datastore:
         high = first_place(self.tokens, self.order, backwards[:length], near, behind=True)
         places = self.order[low : high : -(-(high - low) // MOST)]
         drafts, share = _most_frequent([self._following(int(place), k) for place in places], k)
-        return Match(drafts, length, high - low, share)
+        return Match(drafts, length, high - low, share, stored=True)
 
     def _longest(self, backwards: list[int]) -> tuple[int, int]:
         """Length of the longest end of a text that stands in the corpus, and one place of it in the order."""

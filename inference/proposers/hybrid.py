@@ -1,0 +1,109 @@
+"""Look-up where it pays, a model elsewhere: each row's drafts of a round come from one of the two."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inference.batched.batch import Numbers
+from inference.proposers.base import Host, Outcome, Proposal, Proposer, Round, States
+from inference.proposers.gate import Gate
+from inference.proposers.retrieval import Retrieval, chains
+from inference.sampling import one_hot
+
+
+class Hybrid(Proposer):
+    """Retrieval first, `model` where the gate says so (as Hu et al. 2024, 2411.10666, join SAM decoding with a model).
+
+    The gate decides before anything is drawn, from earlier text alone, so each row's drafts are drawn from the laws
+    that are returned: one-hot ones for look-up, else the model's. Rows that look-up drafts for cost the model nothing;
+    it reads what they gained when it next drafts for them. The model drafts chains, at most `gate.k` a round; look-up
+    as many as the engine's policy asks for.
+    """
+
+    def __init__(self, model: Proposer, retrieval: Retrieval, gate: Gate) -> None:
+        self.model, self.retrieval, self.gate = model, retrieval, gate
+        self.reads = model.reads
+        self.parts = (retrieval, model)
+
+    def open(self, host: Host) -> None:
+        for part in self.parts:
+            part.open(host)
+
+    def admit(self, low: int, prompts: Sequence[list[int]], states: States) -> None:
+        for part in self.parts:
+            part.admit(low, prompts, states)
+
+    def stage(self, low: int, prompts: Sequence[list[int]], states: States) -> None:
+        for part in self.parts:
+            part.stage(low, prompts, states)
+
+    def enter(self, source: int, target: int, prompt: list[int]) -> None:
+        for part in self.parts:
+            part.enter(source, target, prompt)
+
+    def commit(self, outcome: Outcome) -> None:
+        for part in self.parts:
+            part.commit(outcome)
+
+    def move(self, source: int, target: int) -> None:
+        for part in self.parts:
+            part.move(source, target)
+
+    def propose(self, turn: Round) -> Proposal:
+        found = self.retrieval.find(turn.texts, turn.k)
+        drafts = [match.drafts[: self.gate.looked_up(match)] for match in found]
+        asked = [0 if draft else min(k, self.gate.k) for draft, k in zip(drafts, turn.k, strict=True)]
+        if not max(asked):
+            return chains(drafts, turn.texts)
+        if not any(drafts):
+            return self.model.propose(Part(turn, asked))
+        sure = chains(drafts, turn.texts)
+        part = Part(turn, asked, sure.x.tolist())
+        return mixed(sure, self.model.propose(part), part.carried())
+
+
+class Part:
+    """A round as a proposer sees it that drafts for some rows only: k_b = 0 of the others. carries: numbers of each row
+    that travel to the device with its own."""
+
+    def __init__(self, turn: Round, k: list[int], carries: list[list[int]] | None = None) -> None:
+        self.turn, self.k, self.carries = turn, k, carries
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.turn, name)
+
+    def send(self, k: list[int] | None = None, **numbers: Numbers) -> dict[str, Tensor]:
+        if self.carries is not None:
+            numbers, self.carries = numbers | {"carried": self.carries}, None
+        return self.turn.send(self.k if k is None else k, **numbers)
+
+    def carried(self) -> Tensor:
+        """The numbers on the device."""
+        return self.send()["carried"]
+
+    def on(self, given: Any) -> "Part":
+        return Part(self.turn.on(given), self.k)
+
+
+def mixed(sure: Proposal, drawn: Proposal, x: Tensor) -> Proposal:
+    """One proposal of certain drafts, which are x (A, N) on the device, and of drawn ones, each row's from one of them.
+
+    Raises ValueError for a tree: rows of one round have one shape of drafts.
+    """
+    if drawn.tree is not None:
+        raise ValueError("Hybrid: its model drafts trees; give it one that drafts chains")
+    width = max(x.shape[1], drawn.x.shape[1])
+    k = [a + b for a, b in zip(sure.k, drawn.k, strict=True)]
+    certain = torch.tensor([n > 0 for n in sure.k], device=x.device).unsqueeze(1)
+    ids = torch.where(certain, _wider(x, width), _wider(drawn.x.to(x.device), width))
+    if drawn.q is None:
+        return Proposal(ids, None, k)
+    q = _wider(drawn.q.to(x.device), width)
+    return Proposal(ids, torch.where(certain.unsqueeze(2), one_hot(ids, q), q), k)
+
+
+def _wider(x: Tensor, width: int) -> Tensor:
+    """x (A, n, ...) -> (A, width, ...), zeros behind: a row's drafts end before them."""
+    return x if x.shape[1] == width else torch.cat((x, x.new_zeros(x.shape[0], width - x.shape[1], *x.shape[2:])), 1)
