@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from cotrain.rollout.fingerprints import fingerprint
-from cotrain.students import independent_student
+from cotrain.students import independent
 from cotrain.teacher.target_model import adapted, load_pair, load_target, split
 from tests.folders import VOCABULARY, network, target_folder
 
@@ -43,11 +43,11 @@ def logits(model: PreTrainedModel) -> Tensor:
 
 
 def test_all_layers_are_the_target(target: LlamaForCausalLM) -> None:
-    assert torch.equal(logits(independent_student.from_layers(target, [0, 1, 2])), logits(target))
+    assert torch.equal(logits(independent.from_layers(target, [0, 1, 2])), logits(target))
 
 
 def test_the_chosen_layers_are_copied_in_their_order(target: LlamaForCausalLM) -> None:
-    cut = independent_student.from_layers(target, [-1, 1])
+    cut = independent.from_layers(target, [-1, 1])
     assert cut.config.num_hidden_layers == 2
     for ours, theirs in zip(cut.model.layers, (target.model.layers[2], target.model.layers[1]), strict=True):
         assert torch.equal(ours.mlp.up_proj.weight, theirs.mlp.up_proj.weight)
@@ -58,7 +58,7 @@ def test_the_chosen_layers_are_copied_in_their_order(target: LlamaForCausalLM) -
 def test_a_draft_shares_no_memory_with_its_target(target: LlamaForCausalLM) -> None:
     before = logits(target)
     with torch.no_grad():
-        for parameter in independent_student.from_layers(target, [0]).parameters():
+        for parameter in independent.from_layers(target, [0]).parameters():
             parameter.zero_()
     assert torch.equal(logits(target), before)
 
@@ -66,14 +66,14 @@ def test_a_draft_shares_no_memory_with_its_target(target: LlamaForCausalLM) -> N
 @pytest.mark.parametrize("layers", [[], [3], [0, -4]])
 def test_layers_that_are_not_there_are_refused(target: LlamaForCausalLM, layers: list[int]) -> None:
     with pytest.raises(ValueError, match="init.layers: .* target of 3"):
-        independent_student.from_layers(target, layers)
+        independent.from_layers(target, layers)
 
 
 def test_a_gpt2_is_cut_too_and_read_in_halves() -> None:
     config = GPT2Config(vocab_size=40, n_embd=16, n_layer=2, n_head=2, n_positions=32, initializer_range=0.5)
     torch.manual_seed(0)
     whole = AutoModelForCausalLM.from_config(config).eval()
-    cut = independent_student.from_layers(whole, [1])
+    cut = independent.from_layers(whole, [1])
     assert torch.equal(cut.transformer.h[0].mlp.c_fc.weight, whole.transformer.h[1].mlp.c_fc.weight)
     cut.train()  # dropout 0.1
     split(cut)
@@ -82,7 +82,7 @@ def test_a_gpt2_is_cut_too_and_read_in_halves() -> None:
 
 def test_scratch_has_the_shapes_asked_for_and_the_targets_ids(target: LlamaForCausalLM) -> None:
     target.config.rope_parameters = {"rope_type": "default", "rope_theta": 5e5}
-    made = independent_student.scratch(target, width=128, layers=2, intermediate=96, head_dim=32, kv_heads=2)
+    made = independent.scratch(target, width=128, layers=2, intermediate=96, head_dim=32, kv_heads=2)
     assert made.model.layers[1].self_attn.q_proj.weight.shape == (128, 128)
     assert made.model.layers[1].self_attn.k_proj.weight.shape == (64, 128)
     assert made.model.layers[1].mlp.up_proj.weight.shape == (96, 128)
@@ -95,7 +95,7 @@ def test_scratch_has_the_shapes_asked_for_and_the_targets_ids(target: LlamaForCa
 def test_shapes_that_do_not_fit_are_named(target: LlamaForCausalLM, change: dict[str, int], key: str) -> None:
     shape = {"width": 128, "layers": 1, "intermediate": 64, "head_dim": 64, "kv_heads": 1} | change
     with pytest.raises(ValueError, match=key):
-        independent_student.scratch(target, **shape)
+        independent.scratch(target, **shape)
 
 
 @pytest.mark.parametrize("rows", [299, 300, 320])
@@ -105,9 +105,9 @@ def test_a_pretrained_draft_gets_the_targets_rows(tmp_path: Path, target: LlamaF
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     if rows < VOCABULARY:
         with pytest.raises(ValueError, match="draft.path: .* has 299 ids, the target 300"):
-            independent_student.pretrained(str(tmp_path), target)
+            independent.pretrained(str(tmp_path), target)
     else:
-        assert logits(independent_student.pretrained(str(tmp_path), target)).shape[-1] == VOCABULARY
+        assert logits(independent.pretrained(str(tmp_path), target)).shape[-1] == VOCABULARY
 
 
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
@@ -117,7 +117,7 @@ def test_a_checkpoint_that_is_quantised_is_loaded_as_it_is(tmp_path: Path, kind:
     found = load_target(str(tmp_path / "held"))
     assert found.config.to_dict()["quantization_config"]["quant_method"] == "bitsandbytes"
     assert torch.equal(logits(found), logits(made)) and fingerprint(found) == fingerprint(made)
-    small = independent_student.from_layers(found, [0])
+    small = independent.from_layers(found, [0])
     assert small.dtype == torch.float32 and "quantization_config" not in small.config.to_dict()
     with pytest.raises(ValueError, match="is quantised as it is; quantisation=none"):
         load_target(str(tmp_path / "held"), "int8")
@@ -127,7 +127,7 @@ def test_a_checkpoint_that_is_quantised_is_loaded_as_it_is(tmp_path: Path, kind:
 def test_layers_of_a_quantised_target_are_plain_numbers(folder: Path, quantisation: str, tmp_path: Path) -> None:
     whole, quantised = load_target(str(folder), "none"), load_target(str(folder), quantisation)
     logits(quantised)  # passes move and pack the weights of bitsandbytes
-    cut = independent_student.from_layers(quantised, [1])
+    cut = independent.from_layers(quantised, [1])
     ours, theirs = cut.model.layers[0].mlp.up_proj.weight, whole.model.layers[1].mlp.up_proj.weight
     assert ours.requires_grad and ours.dtype == torch.float32
     assert 0 < (ours - theirs).abs().max() < 0.2 * theirs.abs().max()
@@ -141,7 +141,7 @@ def test_a_quantised_target_stays_as_it_is_while_it_is_read(tmp_path: Path, quan
     model = load_target(str(target_folder(tmp_path, hidden=128)), quantisation)
     before = logits(model)
     fingerprint(model)
-    independent_student.from_layers(model, [0])
+    independent.from_layers(model, [0])
     assert torch.equal(logits(model), before)
     split(model)
     assert torch.equal(logits(model), before)

@@ -47,9 +47,10 @@ def test_few_files_lie_at_the_top(top: str) -> None:
 
 
 def test_no_two_files_share_a_name() -> None:
+    """But for a kind of draft, whose two sides are called alike: students/X.py learns what proposers/X.py serves."""
     places = defaultdict(list)
     for path in FILES:
-        if path.stem != "__init__":
+        if path.stem != "__init__" and path.parent.name != "students":
             places[path.stem].append(path)
     assert not {name: found for name, found in places.items() if len(found) > 1}
 

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from cotrain import losses
 from cotrain.losses.spec import LossSpec, parse
-from cotrain.teacher.target_model import split
-from cotrain.teacher.top_k import TopKLaws, completed, kept, outside
-from cotrain.training.module import Distillation, Stage
+from cotrain.teacher.target_model import served
+from cotrain.teacher.top_k import TopKTeacher, completed, kept
+from cotrain.training.module import Distillation
+from cotrain.training.stages import Stage
 from inference.sampling import keep_top_p
 from tests.test_module import module_of
 from tests.test_train import job, place, same, weights  # noqa: F401 - fixtures
@@ -61,7 +62,7 @@ def test_divergences_are_at_most_the_whole_ones_and_alpha_at_most_the_mass_outsi
         assert gap.min() > -1e-6 and gap.max() > 1e-3, name
     besides = 1 - logq.exp().gather(-1, logp.topk(K, -1).indices).sum(-1)
     tail = 1 - logp.exp().topk(K, -1).values.sum(-1)
-    torch.testing.assert_close(outside(law).double(), tail, atol=1e-6, rtol=0)
+    torch.testing.assert_close(law.rest.exp().double(), tail, atol=1e-6, rtol=0)
     high = losses.alpha(cut, logq) - losses.alpha(logp, logq)
     assert (high > -1e-6).all() and (high <= torch.minimum(tail, besides) + 1e-6).all() and high.max() > 1e-3
 
@@ -80,7 +81,7 @@ def test_a_mass_outside_that_float32_cannot_tell_from_none_is_kept() -> None:
     logp, logq = logits.log_softmax(-1), (0.5 * logits).log_softmax(-1)
     law = kept(logp.float(), K)
     torch.testing.assert_close(
-        outside(law).double(), logp.exp().topk(V - K, largest=False).values.sum(-1), atol=0, rtol=1e-4
+        law.rest.exp().double(), logp.exp().topk(V - K, largest=False).values.sum(-1), atol=0, rtol=1e-4
     )
     whole, cut = (losses.rkl(one, logq) for one in (logp, completed(law, logq)))
     assert 0.5 * whole < cut <= whole + 1e-6
@@ -89,20 +90,20 @@ def test_a_mass_outside_that_float32_cannot_tell_from_none_is_kept() -> None:
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_what_is_read_are_the_laws_as_served(temperature: float) -> None:
     target = tiny()
-    read, head = split(target)
+    read, head = served(target)
     ids = torch.randint(32, (3, 9), generator=torch.Generator().manual_seed(0))
-    cut = TopKLaws(read, head, 5, 32, temperature, lambda logits: keep_top_p(logits, 0.8), chunk=4)(ids)
+    cut = TopKTeacher(read, head, 5, 32, temperature, lambda logits: keep_top_p(logits, 0.8), chunk=4).read(ids)
     with torch.no_grad():
         logits = target(ids).logits
     if temperature:
         wanted = keep_top_p((logits / temperature).log_softmax(-1), 0.8).softmax(-1)
-        torch.testing.assert_close(cut[..., :5].exp().double(), wanted.topk(5, -1).values, atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(cut["logs"].exp().double(), wanted.topk(5, -1).values, atol=1e-6, rtol=1e-6)
     else:
-        assert torch.equal(cut[..., 0], torch.zeros(3, 9)) and (cut[..., 1:5] == -math.inf).all()
-    assert torch.equal(cut[..., 5].long(), logits.argmax(-1))
+        assert torch.equal(cut["logs"][..., 0], torch.zeros(3, 9)) and (cut["logs"][..., 1:] == -math.inf).all()
+    assert torch.equal(cut["ids"][..., 0].long(), logits.argmax(-1))
     for wrong in (0, 33):
         with pytest.raises(ValueError, match=f"trainer.top: {wrong} tokens of 32"):
-            TopKLaws(read, head, wrong, 32, 1.0, None, 4)
+            TopKTeacher(read, head, wrong, 32, 1.0, None, 4)
 
 
 def learnt(module: Distillation) -> Tensor:

@@ -22,11 +22,16 @@ from cotrain.evaluation.held_out import HeldOut, calibration_error, evaluate, he
 from cotrain.evaluation.held_out import figures as named
 from cotrain.losses.spec import NAMES, LossSpec, parse
 from cotrain.rollout.kept_texts import Texts
-from cotrain.students import independent_student
-from cotrain.teacher.target_model import Remembering, load_target, split
+from cotrain.students import independent
+from cotrain.students.base import LAST
+from cotrain.students.independent import Independent
+from cotrain.teacher.memory_cache import Remembering
+from cotrain.teacher.target_laws import Record
+from cotrain.teacher.target_model import load_target, served, split
 from cotrain.training import optim
 from cotrain.training.callbacks import Kept, MeasureSpeed
-from cotrain.training.module import Distillation, Stage, current
+from cotrain.training.module import Distillation
+from cotrain.training.stages import Stage, current
 from inference.verify import prediction
 from tests.folders import VOCABULARY, network, target_folder
 from tests.tiny import tiny
@@ -45,7 +50,7 @@ def texts(lengths: list[int], prompts: list[int], domains: list[str]) -> Texts:
 
 
 def judged(target: LlamaForCausalLM, found: Texts, temperature: float = 1.0) -> HeldOut:
-    return held_out(split(target)[0], found, temperature, batch=2)
+    return held_out(served(target)[0], found, temperature, batch=2)
 
 
 def laws(model: LlamaForCausalLM, ids: Tensor, temperature: float) -> Tensor:
@@ -58,7 +63,7 @@ def laws(model: LlamaForCausalLM, ids: Tensor, temperature: float) -> Tensor:
 def test_figures_are_those_of_passes_made_by_hand(target: LlamaForCausalLM) -> None:
     small, temperature = tiny(layers=1, hidden=8, seed=3), 0.7
     found = texts([9, 14, 11], [2, 5, 1], ["b", "a", "b"])
-    figures = named(evaluate(judged(target, found, temperature), *split(small), split(target)[1]))
+    figures = named(evaluate(judged(target, found, temperature), Independent(small), split(target)[1]))
     r, alphas, lengths = torch.zeros(3, 10, dtype=torch.float64), [], []
     for b in range(3):
         ids = found.ids[b, : found.length[b]]
@@ -79,7 +84,7 @@ def test_figures_are_those_of_passes_made_by_hand(target: LlamaForCausalLM) -> N
 
 def test_what_stands_in_the_prompt_or_the_padding_does_not_count(target: LlamaForCausalLM) -> None:
     small, found = tiny(layers=1, seed=3), texts([8, 12], [3, 4], ["a", "a"])
-    heads = (*split(small), split(target)[1])
+    heads = (Independent(small), split(target)[1])
     scores = evaluate(judged(target, found), *heads)["all"]
     assert scores.lengths.tolist() == [5, 8] and scores.r[0, 5:].eq(0).all() and scores.r[0, :5].gt(0).all()
     found.ids[0, 8:] = 7
@@ -89,7 +94,7 @@ def test_what_stands_in_the_prompt_or_the_padding_does_not_count(target: LlamaFo
 
 def test_the_target_as_its_own_draft_is_always_accepted(target: LlamaForCausalLM) -> None:
     found = texts([14, 26], [2, 2], ["a", "b"])
-    figures = named(evaluate(judged(target, found), *split(target), split(target)[1]))
+    figures = named(evaluate(judged(target, found), Independent(target), split(target)[1]))
     assert figures["alpha/all"] == pytest.approx(1)
     assert [figures[f"tau/all/{k}"] for k in (1, 2, 3, 5)] == pytest.approx([2, 3, 4, 6])
     assert figures["kl/all"] == pytest.approx(0, abs=1e-9)
@@ -100,7 +105,7 @@ def test_greedy_drafts_are_accepted_where_the_argmax_agrees(target: LlamaForCaus
     p, q = (laws(model, found.ids[0], 1.0)[1:] for model in (target, small))
     found.ids[0, 1:] = p.argmax(-1)  # not what the target would say next, but what r is asked of
     p, q = (laws(model, found.ids[0], 1.0)[1:] for model in (target, small))
-    figures = named(evaluate(judged(target, found, 0.0), *split(small), split(target)[1]))
+    figures = named(evaluate(judged(target, found, 0.0), Independent(small), split(target)[1]))
     agree = (p.argmax(-1) == q.argmax(-1)).double().mean().item()
     assert figures["alpha/a"] == pytest.approx(agree) and figures["alpha_greedy_draft/a"] == pytest.approx(agree)
 
@@ -130,7 +135,7 @@ def module_of(
     optimizer = partial(optim.adamw, lr=1e-2, weight_decay=0.0, betas=[0.9, 0.95])
     schedule = partial(optim.trapezoid, steps=steps, warmup=1, decay=1)
     taught = stages, optimizer, schedule, {1.0: judged(target, found)}
-    return Distillation(network, target, *taught, cosine=cosine, remember=2**20, top=top)
+    return Distillation(Independent(network), target, *taught, cosine=cosine, remember=2**20, top=top)
 
 
 def judge(module: Distillation) -> float:
@@ -185,7 +190,7 @@ def test_training_moves_the_draft_and_nothing_else(target: LlamaForCausalLM, tmp
 @pytest.mark.parametrize("quantisation", ["int8", "nf4"])
 def test_a_draft_learns_from_a_quantised_target(quantisation: str, tmp_path: Path) -> None:
     target = load_target(str(target_folder(tmp_path / "target")), quantisation)
-    small = independent_student.from_layers(target, [0])
+    small = independent.from_layers(target, [0])
     ids = torch.randint(VOCABULARY, (8, 16), generator=torch.Generator().manual_seed(1))
     blocks = Texts(ids, torch.ones(8, dtype=torch.int64), torch.full((8,), 16), ["a"] * 8)
     module = module_of(target, small, [Stage(1.0, LossSpec(losses.kl))], steps=16)
@@ -200,7 +205,7 @@ def test_a_draft_learns_from_a_quantised_target(quantisation: str, tmp_path: Pat
 
 def test_speed_is_measured_at_validations_and_survives_a_checkpoint(tmp_path: Path) -> None:
     speeds, taus = iter([1.2, 1.4]), iter([2.0, 1.8])
-    found = MeasureSpeed(lambda independent_student: {"speedup": next(speeds)}, lambda: next(taus), tmp_path / "one")
+    found = MeasureSpeed(lambda draft: {"speedup": next(speeds)}, lambda: next(taus), tmp_path / "one")
     with pytest.raises(ValueError, match="trainer.steps"):
         found.fastest()
     small = tiny(layers=1, seed=3)
@@ -211,7 +216,7 @@ def test_speed_is_measured_at_validations_and_survives_a_checkpoint(tmp_path: Pa
     assert found.fastest() == Kept(0, tmp_path / "one" / "step-0", 1.2, 2.0)  # a clock on few prompts does not rank
     kept = LlamaForCausalLM.from_pretrained(found.kept[1].path)
     assert all(torch.equal(value, small.state_dict()[name]) for name, value in kept.state_dict().items())
-    other = MeasureSpeed(lambda independent_student: {}, lambda: 0.0, tmp_path / "moved")
+    other = MeasureSpeed(lambda draft: {}, lambda: 0.0, tmp_path / "moved")
     other.load_state_dict(found.state_dict())
     moved = tmp_path / "moved"
     assert other.kept == [Kept(0, moved / "step-0", 1.2, 2.0), Kept(2, moved / "step-2", 1.4, 1.8)]
@@ -219,9 +224,7 @@ def test_speed_is_measured_at_validations_and_survives_a_checkpoint(tmp_path: Pa
 
 def test_training_ends_when_tau_no_longer_rises(tmp_path: Path) -> None:
     taus = [2.0, 2.5, 2.4, 2.6, 2.6, 2.5]
-    found = MeasureSpeed(
-        lambda independent_student: {"speedup": 1.0}, lambda: taus[len(found.kept)], tmp_path, patience=2
-    )
+    found = MeasureSpeed(lambda draft: {"speedup": 1.0}, lambda: taus[len(found.kept)], tmp_path, patience=2)
     alone = SimpleNamespace(barrier=lambda: None)
     run: Any = SimpleNamespace(logger=None, global_step=0, should_stop=False, is_global_zero=True, strategy=alone)
     ends = []
@@ -286,14 +289,14 @@ def test_the_trapezoid_rises_stays_and_falls_to_zero() -> None:
 def test_hidden_states_are_remembered_by_text_until_the_room_is_full() -> None:
     asked: list[list[int]] = []
 
-    def read(ids: Tensor, _: object = None) -> Tensor:
+    def read(ids: Tensor, _: object = None) -> Record:
         asked.append(ids[:, 0].tolist())
-        return ids.unsqueeze(-1).float().expand(-1, -1, 4)
+        return {LAST: ids.unsqueeze(-1).float().expand(-1, -1, 4)}
 
     texts, keys = torch.arange(3)[:, None].repeat(1, 5), torch.tensor([10, 11, 12])
     teacher = Remembering(read, limit=2 * 5 * 4 * 4)  # two texts' worth of bytes
     for at in ([0, 1], [1, 0], [1], [2], [0, 2], [2]):
-        assert torch.equal(teacher(texts[at], keys[at]), read(texts[at]))
+        assert torch.equal(teacher(texts[at], keys[at])[LAST], read(texts[at])[LAST])
         asked.pop()
     assert asked == [[0, 1], [2], [0, 2], [2]]
 
@@ -320,22 +323,23 @@ def test_a_draft_as_wide_as_the_target_is_led_by_its_hidden_states(target: Llama
 def test_texts_read_ahead_are_not_read_again() -> None:
     asked: list[int] = []
 
-    def read(ids: Tensor, _: object = None) -> Tensor:
+    def read(ids: Tensor, _: object = None) -> Record:
         asked.append(len(ids))
-        return ids.unsqueeze(-1).float()
+        return {LAST: ids.unsqueeze(-1).float()}
 
     texts, keys = torch.arange(5)[:, None].repeat(1, 4), torch.arange(5) + 3
     teacher = Remembering(read, limit=10**6)
     teacher.fill(texts, keys, batch=2)
     assert asked == [2, 2, 1]
-    assert torch.equal(teacher(texts[[4, 0]], keys[[4, 0]]), read(texts[[4, 0]])) and asked == [2, 2, 1, 2]
+    assert torch.equal(teacher(texts[[4, 0]], keys[[4, 0]])[LAST], read(texts[[4, 0]])[LAST])
+    assert asked == [2, 2, 1, 2]
     small = Remembering(read, limit=2 * 4 * 4)
     small.fill(texts, keys, batch=2)
     assert len(small.kept) == 2 and asked[4:] == [2, 2]  # full: what is left is read when it comes
 
 
 # what follows another end than alpha, or a sampled gradient that needs more steps
-AT_OTHER_ENDS = ("greedy", "greedy_draft", "match", "rkl", "mix", "tvpp", "0.5*tvpp+length")
+AT_OTHER_ENDS = ("greedy", "greedy_draft", "match", "rkl", "ce", "mix", "tvpp", "0.5*tvpp+length")
 
 
 @pytest.mark.parametrize("name", [*NAMES, "0.1*kl + 0.9*calls", "0.5*tvpp+length"])
@@ -383,9 +387,9 @@ def test_texts_that_are_padded_to_another_width_are_read_anew() -> None:
     """As those of the first round are once a longer text came in the second."""
     asked: list[tuple[int, ...]] = []
 
-    def read(ids: torch.Tensor, _: object = None) -> torch.Tensor:
+    def read(ids: torch.Tensor, _: object = None) -> Record:
         asked.append(tuple(ids.shape))
-        return ids[..., None].float()
+        return {LAST: ids[..., None].float()}
 
     short, keys = torch.arange(8).view(4, 2), torch.arange(4)
     teacher = Remembering(read, limit=4 * 3 * 4 + 2 * 3 * 4)  # bytes of six texts of three tokens
@@ -394,4 +398,4 @@ def test_texts_that_are_padded_to_another_width_are_read_anew() -> None:
     teacher.fill(long[:2], keys[:2], batch=2)
     teacher.fill(long, torch.arange(6), batch=2)  # the first batch is known: the others are read all the same
     assert asked == [(2, 2), (2, 2), (2, 3), (2, 3), (2, 3)]
-    assert torch.equal(teacher(long, torch.arange(6))[..., 0], long.float()) and len(asked) == 5
+    assert torch.equal(teacher(long, torch.arange(6))[LAST][..., 0], long.float()) and len(asked) == 5

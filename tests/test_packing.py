@@ -13,8 +13,9 @@ from cotrain.data.training_texts import Part
 from cotrain.evaluation.held_out import evaluate, held_out
 from cotrain.losses.spec import LossSpec, parse
 from cotrain.rollout.kept_texts import Texts
-from cotrain.teacher.target_model import keeps_apart, split
-from cotrain.training.module import Stage
+from cotrain.students.independent import Independent
+from cotrain.teacher.target_model import keeps_apart, served, split
+from cotrain.training.stages import Stage
 from tests.test_module import module_of
 from tests.tiny import tiny
 
@@ -98,8 +99,7 @@ def test_a_step_on_a_block_is_a_step_on_its_texts() -> None:
 def test_blocks_are_judged_text_by_text() -> None:
     target, small = tiny(), tiny(layers=1, seed=3)
     one = Texts(IDS, torch.tensor([1]), torch.tensor([16]), ["a"], PLACES)
-    heads = (*split(small), split(target)[1])
-    found = evaluate(held_out(split(target)[0], one, 1.0), *heads)["all"]
+    found = evaluate(held_out(served(target)[0], one, 1.0), Independent(small), split(target)[1])["all"]
     each = [torch.cat([model(part).logits[0] for part in IDS.split(LENGTHS, 1)]) for model in (target, small)]
     p, q = (logits.log_softmax(-1) for logits in each)
     assert found.alpha == pytest.approx(losses.alpha(p, q)[:15].mean().item(), abs=1e-6)

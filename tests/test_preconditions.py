@@ -59,6 +59,7 @@ MISTAKES = {
     "rollout.texts=100000": "rollout.texts, rollout.held_out_texts: 100000 prompts asked",
     "rollout.rounds=9": "rollout.rounds: ",
     "rollout.url=http://127.0.0.1:9": "rollout.url=http://127.0.0.1:9: no OpenAI-compatible server answers",
+    "data.shares={cod:0.5}": "data.shares: no text is of cod; the domains are own",
     "policy.k=-3 measure=false": "policy.k=-3: it must be at least 1",
     "bench.new_tokens=121": "rollout.prompt_tokens, bench.new_tokens: prompts of 8 tokens and 121",
     "trainer.batch=0": "trainer.batch=0: it must be at least 1",

@@ -5,7 +5,8 @@ import torch
 from cotrain.evaluation.held_out import HeldOut, evaluate, held_out
 from cotrain.evaluation.profile import line, profile
 from cotrain.rollout.kept_texts import Texts
-from cotrain.teacher.target_model import split
+from cotrain.students.independent import Independent
+from cotrain.teacher.target_model import served, split
 from inference import Sampling
 from inference.sampling import keep_top_p, probs
 from tests.folders import network
@@ -17,11 +18,11 @@ TARGET, DRAFT = network(), network(layers=1, seed=1)
 
 def held(temperature: float, top_p: float = 1.0) -> HeldOut:
     cut = (lambda logits: keep_top_p(logits, top_p)) if top_p < 1 else None
-    return held_out(split(TARGET)[0], TEXTS, temperature, cut)
+    return held_out(served(TARGET)[0], TEXTS, temperature, cut)
 
 
 def found(one: HeldOut) -> dict:
-    return profile(one, *split(DRAFT), split(TARGET)[1], (0.0, 0.5, 1.0))
+    return profile(one, Independent(DRAFT), split(TARGET)[1], (0.0, 0.5, 1.0))
 
 
 def direct(t: float, drafted: float, top_p: float = 1.0) -> torch.Tensor:
@@ -42,7 +43,7 @@ def test_alpha_over_both_temperatures_is_the_overlap_of_the_laws_served() -> Non
 
 def test_at_the_targets_temperature_it_is_what_evaluation_says() -> None:
     one = held(0.7)
-    scores = evaluate(one, *split(DRAFT), split(TARGET)[1])
+    scores = evaluate(one, Independent(DRAFT), split(TARGET)[1])
     assert abs(found(one)["by_draft_temperature"]["0.7"] - scores["all"].alpha) < 1e-5
 
 

@@ -52,7 +52,8 @@ def test_rounds_are_timed_in_real_calls_of_the_engine() -> None:
     engines, prompts = {0: plain, 1: engine, 4: engine}, [[1, 2, 3], [4, 5]]
     found = measure_rounds(engines, prompts, sampling=Sampling(), max_new_tokens=20, until=0.0)
     assert list(found) == [0, 1, 4] and engine.policy == Fixed(3)
-    assert found[0].draft == 0 and found[1].draft > 0.004 and found[4].draft > 0.01 > found[4].target
+    assert found[0].draft == 0 and found[1].draft > 0.004 and found[4].draft > 0.016
+    assert found[4].draft > 2 * found[1].draft and found[4].draft > found[4].target
     assert calibrated(TABLE, found).drafting(4) == pytest.approx(found[4].draft)
 
 

@@ -14,7 +14,8 @@ from cotrain.data.training_texts import joined, sampled_part
 from cotrain.losses.spec import LossSpec, parse
 from cotrain.rollout.kept_texts import Texts
 from cotrain.training.counts import Grouped
-from cotrain.training.module import Distillation, Stage
+from cotrain.training.module import Distillation
+from cotrain.training.stages import Stage
 from tests.test_module import module_of
 from tests.tiny import tiny
 
@@ -162,8 +163,8 @@ def test_the_parts_that_are_logged_add_up(target: LlamaForCausalLM) -> None:
     module.log = lambda name, value, **_: logged.update({name: float(value)})  # type: ignore[method-assign,assignment]
     value, _ = learnt(module, *Grouped([batch([0, 2]), batch([1, 3])], 2))
     parts = [found for name, found in logged.items() if name.startswith("train/loss_")]
-    assert sorted(logged) == ["train/alpha", "train/alpha_greedy_draft", "train/loss", "train/loss_cosine",
-                              "train/loss_position", "train/loss_sequence"]  # fmt: skip
+    assert sorted(logged) == ["train/alpha", "train/alpha_greedy_draft", "train/loss", "train/loss_calls",
+                              "train/loss_cosine", "train/loss_kl"]  # fmt: skip
     assert sum(parts) == pytest.approx(logged["train/loss"]) and logged["train/loss"] == pytest.approx(value)
 
 

@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 from cotrain.losses.spec import parse
 from cotrain.teacher.target_model import halves
 from cotrain.training.distributed import gathered, sharded, within
-from cotrain.training.module import Distillation, Stage
+from cotrain.training.module import Distillation
+from cotrain.training.stages import Stage
 from tests.test_module import module_of
 from tests.tiny import tiny
 

@@ -6,7 +6,7 @@ import torch
 from cotrain.evaluation.held_out import held_out
 from cotrain.rollout.kept_texts import Texts
 from cotrain.teacher.provenance import Provenance, provenance
-from cotrain.teacher.target_model import split
+from cotrain.teacher.target_model import served
 from inference import Engine, Sampling
 from inference.sampling import keep_top_p
 from tests.folders import network
@@ -24,7 +24,7 @@ def sampled(temperature: float, top_p: float = 1.0, seed: int = 0) -> Texts:
 
 def of(texts: Texts, temperature: float, top_p: float = 1.0) -> Provenance:
     cut = (lambda logits: keep_top_p(logits, top_p)) if top_p < 1 else None
-    read, head = split(network())
+    read, head = served(network())
     return provenance(held_out(read, texts, temperature, cut), head)
 
 

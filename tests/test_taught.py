@@ -17,9 +17,11 @@ from cotrain.data.sources import texts_of
 from cotrain.losses.spec import LossSpec
 from cotrain.paths import folder
 from cotrain.rollout.kept_texts import Texts
+from cotrain.students.independent import Independent
 from cotrain.training import assembly
 from cotrain.training.job import Job
-from cotrain.training.module import Distillation, Stage
+from cotrain.training.module import Distillation
+from cotrain.training.stages import Stage
 from tests.folders import network, tokenizer
 from tests.test_module import module_of
 from tests.test_sequence_training import alone, batch
@@ -41,7 +43,7 @@ def padded(module: Distillation, vocabulary: int) -> Distillation:
     """Of the same parts, but for the ids behind `vocabulary`, which only pad."""
     taught = module.stages, module.make_optimizer, module.make_scheduler, module.held_out
     target = tiny(seed=0)
-    return alone(Distillation(module.draft, target, *taught, vocabulary=vocabulary))
+    return alone(Distillation(Independent(module.draft, vocabulary=vocabulary), target, *taught))
 
 
 def test_padded_rows_have_no_mass_and_learn_nothing() -> None:
@@ -64,10 +66,11 @@ def test_padded_rows_have_no_mass_and_learn_nothing() -> None:
 
 def test_a_run_knows_which_rows_only_pad() -> None:
     target = network()
-    job: Any = Job(SimpleNamespace(), Path(), target, tokenizer())  # type: ignore[arg-type]
+    cfg: Any = SimpleNamespace(draft=SimpleNamespace(kind="independent"))
+    job: Any = Job(cfg, Path(), target, tokenizer())
     assert job.vocabulary == target.config.vocab_size == 1 + max(tokenizer().get_vocab().values())
     few = SimpleNamespace(get_vocab=lambda: {"a": 0, "b": 211})
-    assert Job(SimpleNamespace(), Path(), target, few).vocabulary == 212  # type: ignore[arg-type]
+    assert Job(cfg, Path(), target, few).vocabulary == 212  # type: ignore[arg-type]
     assert job.halves[1](torch.zeros(2, 64)).shape == (2, 300)
 
 
@@ -76,7 +79,9 @@ def test_a_target_teaches_in_its_own_numbers() -> None:
     target, noted = network(), Noted()
     texts = Texts(torch.arange(24).view(2, 12) * 7 % 300, torch.tensor([1, 1]), torch.tensor([12, 12]), ["a", "a"])
     optimizer: Any = None
-    module = alone(Distillation(network(1, seed=3), target, [Stage(1.0, LossSpec(noted))], optimizer, optimizer, {}))
+    module = alone(
+        Distillation(Independent(network(1, seed=3)), target, [Stage(1.0, LossSpec(noted))], optimizer, optimizer, {})
+    )
     part = {"ids": texts.ids, "predicted": texts.predicted, "key": torch.arange(2), "temperature": torch.ones(2)}
     with torch.autocast("cpu", torch.bfloat16):
         module.training_step(part, 0)

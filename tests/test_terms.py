@@ -40,10 +40,10 @@ def test_sequence_losses_are_those_of_acceptance() -> None:
     }
     for name, value in wanted.items():
         found = parse(f"0.5*{name}+kl")
-        ((weight, loss),) = found.sequence
-        assert weight == 0.5 and found.position is losses.kl and not found.weighted
-        total, count = loss(logp, logq, 3, lengths)
-        torch.testing.assert_close(total / count, value)
+        (term,) = found.sequence
+        assert term.weight == 0.5 and found.position is losses.kl and not found.weighted
+        count = {"texts": len(lengths), "tokens": lengths.sum()}[term.loss.over]
+        torch.testing.assert_close(term.loss.function(logp, logq, 3, lengths) / count, value)
     assert parse("calls").position is None and parse("calls_tv").weighted and parse("calls_tv").position is losses.tv
 
 
@@ -67,8 +67,8 @@ def test_calls_under_block_verification_by_hand() -> None:
     both a quarter of the time; the third token then costs a call of its own."""
     logp = torch.full((1, 3), 0.1, dtype=torch.float64).log()
     logq = (logp + torch.tensor([2, 0.25, 1.0]).log()).requires_grad_()
-    ((_, loss),) = parse("calls_block").sequence
-    total, count = loss(logp, logq, 2, torch.tensor([3]))
-    assert total.item() == pytest.approx(1.5) and count == 3
+    (term,) = parse("calls_block").sequence
+    total = term.loss.function(logp, logq, 2, torch.tensor([3]))
+    assert total.item() == pytest.approx(1.5) and term.loss.over == "tokens"
     total.backward()
     assert logq.grad is not None and logq.grad[0].tolist() == pytest.approx([-0.5, -0.5, 0])  # both in one product

@@ -15,6 +15,7 @@ from cotrain.bench.planner import BATCH, Compiled, advice, planned, settled, tau
 from cotrain.config.settings import Bench
 from cotrain.data.prompts import shipped_ids
 from cotrain.data.splits import Prompts, apart
+from cotrain.students.base import DEFAULT, Student, student_class
 from inference import Engine, Sampling
 from inference.exactness.checks import check, check_calls
 from inference.exactness.side_by_side import pair_figures
@@ -24,7 +25,7 @@ from inference.measure.timing import Texts, Timing, engine_arm, interleave, toge
 from inference.models.dtypes import cast, widened
 from inference.models.llama import can_round
 from inference.policy import Fixed
-from inference.proposers import Independent, NGram
+from inference.proposers import NGram
 from inference.proposers.base import Proposer
 from inference.report.build import build
 
@@ -46,6 +47,7 @@ class Plan:
     objective: str = "sampled"  # how it drafts; "greedy": its likeliest tokens
     compiled: Compiled = Compiled()
     given: Prompts | None = None  # None: those shipped
+    kind: str = DEFAULT  # of draft
 
     @cached_property
     def served(self) -> PreTrainedModel:
@@ -66,10 +68,15 @@ class Plan:
         not."""
         return self.served if self.int8 else widened(self.served, copied=True)
 
-    def proposer(self, counted: bool = False) -> Independent:
+    def student(self, network: PreTrainedModel) -> Student:
+        """Of the draft's kind, with other weights."""
+        return student_class(self.kind)(network, self.target)
+
+    def proposer(self, counted: bool = False) -> Any:
         """counted: for counts alone, which are not worth compiling on a CPU."""
         compile = None if counted else self.compiled.draft
-        return Independent(self.running, self.objective == "greedy", compile=compile, int8=self.int8)
+        greedy = self.objective == "greedy"
+        return self.student(self.running).proposer(greedy=greedy, compile=compile, int8=self.int8)
 
     def engine(self, k: int, rows: int | None = None, proposer: Proposer | None = None) -> Engine:
         """rows: for counts alone, so many at a time."""

@@ -13,7 +13,6 @@ from cotrain.bench.measurement import Plan
 from cotrain.bench.planner import BATCH, tau_of
 from inference.exactness.side_by_side import pair_figures
 from inference.measure.timing import engine_arm, interleave
-from inference.proposers import Independent
 
 KINDS = ("none", "int8", "nf4")
 Load = Callable[[str], PreTrainedModel]  # the target, held as a quantisation of `target_model.QUANTISATIONS`
@@ -98,7 +97,7 @@ def _texts(plan: Plan) -> Any:
 
 def _cell(plan: Plan, texts: Any, k: int) -> dict[str, Any]:
     size, sampling = plan.bench, plan.sampling
-    counted = Independent(plan.draft, plan.objective == "greedy")
+    counted = plan.student(plan.draft).proposer(greedy=plan.objective == "greedy")
     figures = pair_figures(plan.engine(k, BATCH), counted, texts, sampling, size.new_tokens, 0.0)
     tokens = figures.lengths.sum()
     arms = [engine_arm("speculative", plan.engine(k), sampling, size.new_tokens),

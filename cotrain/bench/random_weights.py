@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from cotrain.acceptance import iid_tau
 from cotrain.config.settings import Bench
+from cotrain.students.base import DEFAULT, student_class
 from inference import Sampling
 from inference.engine import Engine
 from inference.measure.costs import best_k, measure_costs
@@ -17,7 +18,6 @@ from inference.measure.random_shapes import Synthetic
 from inference.measure.timing import engine_arm, interleave
 from inference.models.lm import LM
 from inference.policy import Fixed
-from inference.proposers import Independent
 
 BATCHES = 3  # of prompts, at least, for an interval
 
@@ -53,7 +53,8 @@ def _cell(
     target: PreTrainedModel, draft: PreTrainedModel, alpha: float, sampling: Sampling, size: Bench, rows: int
 ) -> dict[str, Any]:
     settings: dict[str, Any] = {"rows": rows, "compile": size.compile}
-    plain, proposer = Engine(target, **settings), Independent(draft, compile=size.compile)
+    plain = Engine(target, **settings)
+    proposer = student_class(DEFAULT)(draft, target).proposer(compile=size.compile)
     costs = measure_costs(plain.target, proposer, max(size.depths), context=_context(size), sampling=sampling)
     choice = best_k(costs, lambda k: iid_tau(alpha, k))
     k = max(choice.k, 1)

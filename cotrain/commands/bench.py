@@ -17,6 +17,7 @@ from cotrain.data.prompts import shipped_ids
 from cotrain.data.splits import SPLITS, Prompts, apart
 from cotrain.errors import UserError
 from cotrain.run_folder import claim, refuse
+from cotrain.students.base import DEFAULT
 from cotrain.teacher.target_model import refuse_quantisation
 from cotrain.training.job import models, settle, source
 from cotrain.training.preconditions import fits, holds, timed
@@ -104,8 +105,9 @@ def run(cfg: BenchConfig) -> None:
         names = (path, cfg.draft.path)
         drafts = made.objective if made else "sampled"
         plan = measurement.Plan(
-            target, tokenizer, draft, sampling(cfg.regime), cfg.verify, cfg.bench, names, drafts, given=given
-        )
+            target, tokenizer, draft, sampling(cfg.regime), cfg.verify, cfg.bench, names, drafts, given=given,
+            kind=made.kind if made else DEFAULT,
+        )  # fmt: skip
         report = measurement.measure(plan)
         if cfg.matrix.targets:
             report["extra"]["bits"] = _bits(cfg, plan)

@@ -11,6 +11,7 @@ from cotrain.config.regimes import sampling
 from cotrain.config.settings import Bench, ServeCheckConfig
 from cotrain.errors import UserError
 from cotrain.run_folder import claim, refuse
+from cotrain.students.base import DEFAULT
 from cotrain.training.job import models, objective, settle
 from cotrain.training.preconditions import server
 from inference.drafts.atomic import write_atomic
@@ -38,7 +39,7 @@ def run(cfg: ServeCheckConfig) -> None:
                  parity_tokens=0, rows=cfg.at_once, minutes=0, interval=0.1, depths=[k], draft_dtype="auto",
                  draft_int8=False, compile=False, seed=0)  # fmt: skip
     plan = measurement.Plan(target, tokenizer, draft, sampling(cfg.regime), "token", size, (path, cfg.draft.path),
-                      drafts)  # fmt: skip
+                      drafts, kind=made.kind if made else DEFAULT)  # fmt: skip
     with claim(cfg.output, cfg.overwrite) as folder:
         found = server_parity.parity(plan, server_parity.over_http(client, plan), k, cfg.at_once)
         report = {"environment": environment(), "url": cfg.url, "k": k, "objective": drafts, "parity": found.report()}

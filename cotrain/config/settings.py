@@ -82,9 +82,11 @@ class Quantisation:
 
 @dataclass
 class Draft:
-    """The shape of a draft that starts from random weights; `path` for init=pretrained. quantisation:
-    of its projections when it is served (none, int8, nf4): training is then quantisation-aware."""
+    """kind: of draft, see `cotrain.students.base`. The shape of one that starts from random weights; `path` for
+    init=pretrained. quantisation: of its projections when it is served (none, int8, nf4): training is then
+    quantisation-aware."""
 
+    kind: str
     path: str | None
     width: int
     layers: int
@@ -108,12 +110,14 @@ class Init:
 @dataclass
 class Loss:
     """`first` until the fraction `switch` of the steps is done, then `then`, see losses.spec; hardest: the fraction
-    of a batch's positions (of each process), those of the largest loss, that counts."""
+    of a batch's positions (of each process), those of the largest loss, that counts. decay: of a depth's weight, of
+    drafts whose law depends on the depth, decay ** depth; null: as many target calls as acceptance there saves."""
 
     first: str
     then: str | None
     switch: float
     hardest: float
+    decay: float | None
 
 
 @dataclass

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from cotrain.acceptance import expected_calls
 from cotrain.errors import UserError
 from cotrain.evaluation.held_out import Scores
 
@@ -26,7 +25,7 @@ def per_text(scores: dict[float, Scores]) -> dict[str, Any]:
         f"{temperature:g}": {
             **{name: getattr(found, name) for name in LIKE},
             "lengths": found.lengths.tolist(),
-            "calls": {str(k): expected_calls(found.r, k, found.lengths).tolist() for k in DEPTHS},
+            "calls": {str(k): found.calls(k).tolist() for k in DEPTHS},
         }
         for temperature, found in scores.items()
     }

@@ -4,37 +4,46 @@ All figures of MATH section 4 come from one teacher-forced pass: they are unbias
 that they speak of, and on no other.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cotrain.acceptance import conditional, l_from, prefix, tau, tau_block
-from cotrain.losses.chunked import Truncate, compared
+from cotrain.acceptance import conditional, expected_calls, l_from, prefix, tau, tau_block
+from cotrain.losses.chunked import Comparison, Truncate, compared
 from cotrain.rollout.kept_texts import Texts
+from cotrain.students.base import ANY, LAST, Guess, Student
+from cotrain.teacher.target_laws import FromStates, Head, Reader, Record, seen
 
 DEPTHS = 8  # tau(k) and acceptance by position for k = 1..8
-Head = Callable[[Tensor], Tensor]
-Read = Callable[..., Tensor]  # ids (B, T), position_ids (B, T) or None -> hidden states (B, T, D)
 
 
 @dataclass
 class HeldOut:
-    """Texts of one regime with the target's hidden states (N, T, D), which no draft changes."""
+    """Texts of one regime with what was read of the target, which no draft changes: states (N, T, D) by layer."""
 
     texts: Texts
-    hidden: Tensor
+    states: Record
     temperature: float
     truncate: Truncate | None = None
+
+    def at(self, rows: Tensor, device: torch.device) -> Record:
+        """The states of some texts, on a device."""
+        return {layer: states[rows].to(device) for layer, states in self.states.items()}
+
+    @property
+    def hidden(self) -> Tensor:
+        """The last states (N, T-1, D) of places that predict a token."""
+        return self.states[LAST][:, :-1]
 
 
 @dataclass
 class Scores:
     """l (N, L): log q - log p of each sampled token, 0 past a row's length; r_greedy, acceptance where the draft's
     likeliest token is drafted; confidence (N, L): of the draft in its likeliest token; lengths (N,); means over all
-    tokens."""
+    tokens. Of a draft whose law depends on the depth all three are (N, L, K), see `acceptance`, alpha to entropy are of
+    its first draft, and alphas has alpha of each of the K depths."""
 
     l: Tensor
     r_greedy: Tensor
@@ -44,45 +53,67 @@ class Scores:
     alpha_greedy: float
     kl: float
     entropy: float  # of q, in nats
+    alphas: tuple[float, ...] = ()
 
     @property
     def r(self) -> Tensor:
-        """(N, L): acceptance of each sampled token given that it was emitted, min(1, q / p); 0 past a row's length."""
-        inside = torch.arange(self.l.shape[1]) < self.lengths.unsqueeze(1)
-        return self.l.clamp(max=0).exp() * inside
+        """(N, L) or (N, L, K): acceptance of each sampled token given that it was emitted, min(1, q / p); 0 past a
+        row's length."""
+        return self.l.clamp(max=0).exp() * self.inside.view(self.inside.shape + (1,) * (self.l.ndim - 2))
+
+    @property
+    def inside(self) -> Tensor:
+        """(N, L): which tokens there are."""
+        return torch.arange(self.l.shape[1]) < self.lengths.unsqueeze(1)
+
+    def drafted(self, k: int) -> int:
+        """How many of k tokens the draft can draft: no more than the depths that it has laws for."""
+        return k if self.l.ndim == 2 else min(k, self.l.shape[2])
+
+    def calls(self, k: int) -> Tensor:
+        """Expected target calls of each text at draft length k, token rule -> (N,)."""
+        return expected_calls(self.r, self.drafted(k), self.lengths)
 
     def tau(self, k: int, verify: str = "token") -> float:
         """Tokens per target call at draft length k under a rule of verification: of `block` its own, of any other the
         token rule's."""
         if verify == "block":
-            return float(tau_block(self.l, k, self.lengths))
-        return float(tau(self.r, k, self.lengths))
+            return float(tau_block(self.l, self.drafted(k), self.lengths))
+        return float(tau(self.r, self.drafted(k), self.lengths))
 
     def tau_greedy(self, k: int) -> float:
         """The same for greedy drafting. The law drafted from is certain: a token accepted by one rule is by all."""
-        return float(tau(self.r_greedy, k, self.lengths))
+        return float(tau(self.r_greedy, self.drafted(k), self.lengths))
 
     @property
     def calibration(self) -> float:
-        inside = torch.arange(self.r.shape[1]) < self.lengths.unsqueeze(1)
-        return calibration_error(self.confidence[inside], self.r_greedy[inside])
+        sure, hit = (one if one.ndim == 2 else one[..., 0] for one in (self.confidence, self.r_greedy))
+        return calibration_error(sure[self.inside], hit[self.inside])
 
 
 @torch.no_grad()
 def held_out(
-    read_target: Read, texts: Texts, temperature: float, truncate: Truncate | None = None, batch: int = 16
+    read_target: Reader, texts: Texts, temperature: float, truncate: Truncate | None = None, batch: int = 16
 ) -> HeldOut:
     """Read the target once over the texts."""
-    rows = torch.arange(len(texts)).split(batch)
-    hidden = torch.cat([read_target(*texts.read(part))[:, :-1].cpu() for part in rows])
-    return HeldOut(texts, hidden, temperature, truncate)
+    found = [read_target(*texts.read(part)) for part in torch.arange(len(texts)).split(batch)]
+    states = {layer: torch.cat([record[layer].cpu() for record in found]) for layer in found[0]}
+    return HeldOut(texts, states, temperature, truncate)
 
 
-def evaluate(held: HeldOut, read_draft: Read, head_draft: Head, head_target: Head) -> dict[str, Scores]:
+def evaluate(held: HeldOut, student: Student, head_target: Head) -> dict[str, Scores]:
     """Scores of each domain, in alphabetical order, and of all texts together under "all"."""
     domains = sorted(set(held.texts.domain))
-    found = {domain: score(held, domain, read_draft, head_draft, head_target) for domain in domains}
+    found = {domain: score(held, domain, student, head_target) for domain in domains}
     return found | {"all": _together(list(found.values()))}
+
+
+def guessed(held: HeldOut, rows: Tensor, student: Student) -> tuple[list[Guess], Record]:
+    """What a student guesses of some texts, and what was read of the target there, on the student's device."""
+    ids, places = held.texts.read(rows)
+    record = held.at(rows, student.network.device)
+    batch = {"ids": ids} if places is None else {"ids": ids, "position_ids": places}
+    return student.guesses(batch, seen(record)), record
 
 
 def figures(found: dict[str, Scores]) -> dict[str, float]:
@@ -90,7 +121,8 @@ def figures(found: dict[str, Scores]) -> dict[str, float]:
 
     alpha, alpha_greedy_draft = p(argmax q), kl, entropy of q, calibration_error; tau at k = 1..8 by the token rule,
     tau_block by block verification, tau_greedy_draft for greedy drafting; conditional and prefix acceptance at depth
-    1..8. alpha/worst: of the domain that is accepted least.
+    1..8. alpha/worst: of the domain that is accepted least. Of a draft whose law depends on the depth, as many depths
+    as it has, and alpha_by_depth.
     """
     alone = [scores.alpha for domain, scores in found.items() if domain != "all"] or [found["all"].alpha]
     named: dict[str, float] = {"alpha/worst": min(alone)}
@@ -107,41 +139,58 @@ def figures(found: dict[str, Scores]) -> dict[str, float]:
 
 def by_depth(scores: Scores) -> dict[str, list[float]]:
     """tau(k) by token and block verification and of greedy drafting, conditional and prefix acceptance at depth k, for
-    k = 1..8."""
-    depths = range(1, DEPTHS + 1)
-    return {
+    k = 1..8, or as many as there are; alpha of each depth where they differ."""
+    most = scores.drafted(DEPTHS)
+    depths, apart = range(1, most + 1), {"alpha_by_depth": list(scores.alphas)} if scores.alphas else {}
+    return apart | {
         "tau": [scores.tau(k) for k in depths],
         "tau_block": [scores.tau(k, "block") for k in depths],
         "tau_greedy_draft": [scores.tau_greedy(k) for k in depths],
-        "conditional": conditional(scores.r, DEPTHS, scores.lengths).tolist(),
-        "prefix": prefix(scores.r, DEPTHS, scores.lengths).tolist(),
+        "conditional": conditional(scores.r, most, scores.lengths).tolist(),
+        "prefix": prefix(scores.r, most, scores.lengths).tolist(),
     }
 
 
 @torch.no_grad()
-def score(held: HeldOut, domain: str, read_draft: Read, head_draft: Head, head_target: Head, batch: int = 16) -> Scores:
+def score(held: HeldOut, domain: str, student: Student, head_target: Head, batch: int = 16) -> Scores:
     """One teacher-forced pass of the draft over the texts of a domain."""
-    rows = [i for i, name in enumerate(held.texts.domain) if name == domain]
-    ratios: list[Tensor] = []
-    hits: list[Tensor] = []
-    sure: list[Tensor] = []
-    means = torch.zeros(4, dtype=torch.float64)
-    for at in torch.tensor(rows).split(batch):
-        ours = read_draft(*held.texts.read(at))[:, :-1]
-        parts = (held.texts.ids[at], held.hidden[at], held.texts.predicted[at])
-        ids, theirs, predicted = (part.to(ours.device) for part in parts)
-        options: dict[str, Any] = {"temperature": held.temperature, "truncate": held.truncate}
-        found = compared(theirs, head_target, ours, head_draft, ids[:, 1:], predicted, **options)
-        l = l_from(found.logp, found.logq)
-        for kept, values in ((ratios, l), (hits, found.hit), (sure, found.confidence)):
-            kept.append(values.new_zeros(predicted.shape).masked_scatter(predicted, values).cpu())
-        summed = (found.alpha, found.alpha_greedy, found.kl, found.entropy)
-        means += torch.stack([part.double().sum() for part in summed]).cpu()
+    rows = torch.tensor([i for i, name in enumerate(held.texts.domain) if name == domain])
+    parts = [_compared(held, at, student, head_target) for at in rows.split(batch)]
     first, length = held.texts.prompt[rows], held.texts.length[rows]
-    aligned = (_aligned(torch.cat(kept), first - 1) for kept in (ratios, hits, sure))
-    l, r_greedy, confidence = aligned
-    alpha, greedy, kl, entropy = (means / (length - first).sum()).tolist()
-    return Scores(l, r_greedy, confidence, length - first, alpha, greedy, kl, entropy)
+    laid = (_aligned(torch.cat(one), first - 1) for one in zip(*(grids for grids, _ in parts), strict=True))
+    l, r_greedy, confidence = laid
+    sums = torch.stack([sums for _, sums in parts]).sum(0)  # (depths, 4)
+    means = (sums / (length - first).sum()).tolist()
+    alpha, greedy, kl, entropy = means[0]
+    alphas = tuple(one[0] for one in means) if l.ndim == 3 else ()
+    return Scores(l, r_greedy, confidence, length - first, alpha, greedy, kl, entropy, alphas)
+
+
+def _compared(held: HeldOut, at: Tensor, student: Student, head_target: Head) -> tuple[list[Tensor], Tensor]:
+    """Of some texts: l, whether the likeliest token is the text's, and max q, (B, T) each, or (B, T, K) where laws
+    depend on the depth; sums of alpha, p(argmax q), KL and entropy by depth."""
+    guesses, record = guessed(held, at, student)
+    ids = held.texts.ids[at].to(student.network.device)
+    mask = torch.nn.functional.pad(held.texts.predicted[at], (0, 1)).to(ids.device)
+    target, next_one = FromStates(record[LAST], head_target), ids.roll(-1, 1)
+    options: dict[str, Any] = {"temperature": held.temperature, "truncate": held.truncate}
+    found = [compared(target, guess, next_one, mask, **options) for guess in guesses]
+    grids = [[_placed(values, one.at, mask, never) for values, never in _of_tokens(one)] for one in found]
+    summed = [[part.double().sum() for part in (one.alpha, one.alpha_greedy, one.kl, one.entropy)] for one in found]
+    figures = map(list, zip(*grids, strict=True))  # of all depths
+    by_depth = [one[0] if guesses[0].depth == ANY else torch.stack(one, -1) for one in figures]
+    return by_depth, torch.tensor(summed, dtype=torch.float64)
+
+
+def _of_tokens(found: Comparison) -> list[tuple[Tensor, float]]:
+    """l, hit and confidence of guesses, and what each is where none was made: nothing is drafted there."""
+    return [(l_from(found.logp, found.logq), -torch.inf), (found.hit, 0.0), (found.confidence, 0.0)]
+
+
+def _placed(values: Tensor, at: Tensor, mask: Tensor, never: float) -> Tensor:
+    """Values (n,) at flat places at (n,) -> (B, T), on the CPU; `never` at other places of the mask, 0 outside it."""
+    grid = values.new_zeros(mask.shape).masked_fill(mask, never)
+    return grid.flatten().index_copy(0, at, values).view(mask.shape).cpu()
 
 
 def calibration_error(confidence: Tensor, hit: Tensor, bins: int = 15) -> float:
@@ -153,9 +202,10 @@ def calibration_error(confidence: Tensor, hit: Tensor, bins: int = 15) -> float:
 
 
 def _aligned(r: Tensor, start: Tensor) -> Tensor:
-    """Shift each row left so that column 0 is its first sampled token; what comes in is past its length."""
-    columns = torch.arange(r.shape[1]) + start.unsqueeze(1)
-    return r.gather(1, columns.clamp(max=r.shape[1] - 1))
+    """Shift each row left so that column 0 is its first sampled token; what comes in is past its length. (N, T) or
+    (N, T, K): the last place predicts no token and is left out."""
+    columns = torch.arange(r.shape[1] - 1) + start.unsqueeze(1)
+    return r.take_along_dim(columns.clamp(max=r.shape[1] - 1).view(columns.shape + (1,) * (r.ndim - 2)), 1)
 
 
 def _together(parts: list[Scores]) -> Scores:
@@ -164,11 +214,12 @@ def _together(parts: list[Scores]) -> Scores:
     width = max(part.l.shape[1] for part in parts)
 
     def joined(rs: list[Tensor]) -> Tensor:
-        return torch.cat([torch.nn.functional.pad(r, (0, width - r.shape[1])) for r in rs])
+        return torch.cat([torch.nn.functional.pad(r, (0, 0) * (r.ndim - 2) + (0, width - r.shape[1])) for r in rs])
 
     means = [[part.alpha, part.alpha_greedy, part.kl, part.entropy] for part in parts]
     tensors = ([getattr(part, name) for part in parts] for name in ("l", "r_greedy", "confidence"))
     lengths = torch.cat([part.lengths for part in parts])
     l, r_greedy, confidence = map(joined, tensors)
     alpha, greedy, kl, entropy = (torch.tensor(means) * weights.unsqueeze(1)).sum(0).tolist()
-    return Scores(l, r_greedy, confidence, lengths, alpha, greedy, kl, entropy)
+    alphas = (torch.tensor([part.alphas for part in parts]) * weights.unsqueeze(1)).sum(0).tolist()
+    return Scores(l, r_greedy, confidence, lengths, alpha, greedy, kl, entropy, tuple(alphas))

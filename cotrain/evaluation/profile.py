@@ -8,27 +8,28 @@ import torch
 from torch import Tensor
 
 from cotrain import losses
-from cotrain.evaluation.held_out import Head, HeldOut, Read
+from cotrain.evaluation.held_out import HeldOut, guessed
 from cotrain.losses.chunked import CHUNK, log_law, served
+from cotrain.students.base import LAST, Guess, Student
+from cotrain.teacher.target_laws import Head
 
 DRAFTING = (0.0, 0.3, 0.5, 0.7, 0.85, 1.0, 1.2)
 
 
 @torch.no_grad()
-def profile(
-    held: HeldOut, read_draft: Read, head_draft: Head, head_target: Head, drafting: Sequence[float] = DRAFTING
-) -> dict[str, Any]:
+def profile(held: HeldOut, student: Student, head_target: Head, drafting: Sequence[float] = DRAFTING) -> dict[str, Any]:
     """alpha = sum_v min(p, q) over the held-out texts of one temperature of the target: by the temperature of the draft
     (0: its likeliest token), and, both at the target's, by the tokens of context, in buckets that double.
 
-    Verification is exact whatever the draft's temperature is; acceptance alone depends on it.
+    Verification is exact whatever the draft's temperature is; acceptance alone depends on it. Of a draft whose law
+    depends on the depth, both are of its first draft; acceptance by depth is `held_out.by_depth`'s.
     """
     temperatures = sorted({*drafting, held.temperature})
     totals = torch.zeros(len(temperatures), dtype=torch.float64)
     buckets: defaultdict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for theirs, ours, context in _positions(held, read_draft):
+    for theirs, guess, context in _positions(held, student):
         p = _law(head_target(theirs), held.temperature, held)
-        logits = head_draft(ours)
+        logits = guess.head(guess.states)
         alphas = torch.stack([losses.alpha(p, _law(logits, t, held)) for t in temperatures]).double().cpu()
         totals += alphas.sum(1)
         own = alphas[temperatures.index(held.temperature)]
@@ -50,15 +51,17 @@ def _law(logits: Tensor, temperature: float, held: HeldOut) -> Tensor:
     return served(log_law(logits, t), t, held.truncate)
 
 
-def _positions(held: HeldOut, read_draft: Read, batch: int = 16) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Hidden states of target (n, D) and draft (n, D') that predict sampled tokens, and the tokens before each (n,)."""
-    for at in torch.arange(len(held.texts)).split(batch):
-        inside = held.texts.predicted[at]
-        ours = read_draft(*held.texts.read(at))[:, :-1]
-        theirs = held.hidden[at].to(ours.device)
-        context = torch.arange(1, inside.shape[1] + 1).expand_as(inside)[inside]
-        mask = inside.to(ours.device)
-        yield from zip(theirs[mask].split(CHUNK), ours[mask].split(CHUNK), context.split(CHUNK), strict=True)
+def _positions(held: HeldOut, student: Student, batch: int = 16) -> Iterator[tuple[Tensor, Guess, Tensor]]:
+    """Hidden states of the target (n, D) and first guesses n of the student that predict sampled tokens, and the tokens
+    before each (n,)."""
+    for rows in torch.arange(len(held.texts)).split(batch):
+        (guess, *_), record = guessed(held, rows, student)
+        inside = torch.nn.functional.pad(held.texts.predicted[rows], (0, 1))
+        context = torch.arange(1, inside.shape[1] + 1).expand_as(inside).flatten()
+        for i in inside.flatten()[guess.at.cpu()].nonzero().squeeze(-1).to(guess.at.device).split(CHUNK):
+            at = guess.at[i]
+            part = Guess(guess.depth, at, guess.states[i], guess.head)
+            yield record[LAST].flatten(0, 1)[at], part, context[at.cpu()]
 
 
 def line(temperature: float, found: dict[str, Any]) -> str:

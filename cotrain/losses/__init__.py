@@ -1,8 +1,10 @@
-"""Losses between a target law and a draft law: formulas in `divergences`, sums in `spec`, chunks in `chunked`."""
+"""Losses between a target law and a draft law: formulas in `divergences`, of texts in `sequence`, all by name in
+`registry`, sums in `spec`, chunks in `chunked`, depths in `over_guesses`."""
 
 from cotrain.losses.divergences import (
     alpha,
     alpha_greedy,
+    ce,
     entropy,
     greedy,
     greedy_draft,
@@ -22,6 +24,7 @@ from cotrain.losses.divergences import (
 __all__ = [
     "alpha",
     "alpha_greedy",
+    "ce",
     "entropy",
     "greedy",
     "greedy_draft",

@@ -1,14 +1,14 @@
-"""Losses from hidden states, a chunk of positions at a time, so that (B,T,V) pairs never exist whole.
+"""Losses from states, a chunk of guesses at a time, so that (B,T,V) pairs never exist whole.
 
 Each of several chunks applies both heads, makes the two laws, and is forgotten. Its gradients are made at once where
-the head's parameters are given (`eager_backward`), else backward computes it again. Only the draft's hidden states and
-head receive gradients. B rows, T positions, V vocabulary, N counted positions.
+the head's parameters are given (`eager_backward`), else backward computes it again. Only the draft's states and head
+receive gradients. B rows, T positions, V vocabulary, N guesses, n of them in a chunk.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -16,11 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 from cotrain import losses
 from cotrain.losses.eager_backward import summed
+from cotrain.students.base import Guess
 from inference.sampling import draw, one_hot, wide
 
-Head = Callable[[Tensor], Tensor]  # (n,D) -> logits (n,V)
 Truncate = Callable[[Tensor], Tensor]  # logits (n,V) -> logits (n,V) with -inf where cut
-Law = Callable[[Tensor, Tensor], Tensor]  # what stands for the target's states (n,D), log q (n,V) -> log p (n,V)
 
 CHUNK = 512  # positions whose laws exist at once, where nothing else is said
 LAWS, FEWEST = 2**21, 192  # values of a law of one chunk: 8 MiB in float32 stay in a processor's cache
@@ -31,12 +30,20 @@ def positions(vocabulary: int) -> int:
     return max(LAWS // vocabulary, FEWEST)
 
 
+class Laws(Protocol):
+    """The target's laws of a batch of texts, see `cotrain.teacher.target_laws`."""
+
+    def logs(self, at: Tensor, logq: Tensor, temperature: Tensor, truncate: Truncate | None) -> Tensor:
+        """log p as served at flat places at (n,), beside log q there (n,V); temperature (n,) -> (n,V)."""
+
+
 @dataclass(frozen=True)
 class Statistics:
-    """Detached means over the N counted positions, unweighted; zeros when N = 0.
+    """Detached means over the counted guesses, unweighted; zeros when there is none.
 
     alpha: sum min(p, q), both laws as they are served. alpha_greedy: p(argmax q). entropy: of p, in nats.
-    alphas (B,T): alpha by position, 0 where the mask is.
+    alphas (B,T): alpha by place, 0 where nothing was counted. terms (m,): sums of the terms that were asked
+    for, weighted as the loss is.
     """
 
     positions: int
@@ -44,14 +51,13 @@ class Statistics:
     alpha_greedy: Tensor
     entropy: Tensor
     alphas: Tensor
+    terms: Tensor
 
 
 def chunked(
     loss: Callable[..., Tensor],
-    hidden_p: Tensor,
-    head_p: Head,
-    hidden_q: Tensor,
-    head_q: Head,
+    target: Laws,
+    guess: Guess,
     mask: Tensor,
     temperature: float | Tensor = 1.0,
     *,
@@ -61,59 +67,59 @@ def chunked(
     truncate: Truncate | None = None,
     measured: bool = True,
     hardest: float = 1.0,
-    parameters: Sequence[Tensor] = (),
-    law: Law | None = None,
+    terms: Sequence[Callable[..., Tensor]] = (),
 ) -> tuple[Tensor, Statistics]:
-    """Sum of a loss of `cotrain.losses` over positions (a scalar), and what acceptance it stands for.
+    """Sum of a loss of `cotrain.losses` over guesses (a scalar), and what acceptance it stands for.
 
-    hidden_p (B,T,Dp), hidden_q (B,T,Dq); heads map (n,D) to logits (n,V). mask (B,T): bool, or weights >= 0
-    by which each position's loss is multiplied; positions of weight 0 are never computed.
-    temperature: a number, (B,) or (B,T), divides the logits of both sides. At 0 the loss meets the one-hot
-    law of argmax p with q at temperature 1, and the reported alpha is 1[argmax p = argmax q].
+    mask (B,T) at places: bool, or weights >= 0 by which each guess's loss is multiplied; guesses at places of weight 0
+    are never computed. temperature: a number, (B,) or (B,T), divides the logits of both sides. At 0 the loss meets the
+    one-hot law of argmax p with q at temperature 1, and the reported alpha is 1[argmax p = argmax q].
     truncate: -inf on the logits that top-k / top-p cut, as `partial(keep_top_p, p=.9)` of
     `inference.sampling`; on p in the loss, on p and q in the reported alpha (a truncated q would have no
     gradient outside its own nucleus).
-    x (B,T): tokens handed to a loss that takes them (`mix`). u (B,T): uniforms by which such tokens are
+    x (B,T): tokens handed to a loss that takes them (`ce`). u (B,T): uniforms by which such tokens are
     drawn from q instead (`tvpp`). measured: off, the statistics but `positions` are NaN, and a quarter cheaper.
-    hardest: only this fraction of the positions, those of the largest loss, counts, each 1 / hardest as much, so that
-    the sum keeps its size. parameters: of head_q; with all of them given, and hardest 1, several chunks are computed
-    once and not twice. law: makes log p, as served, of hidden_p and log q; head_p is then not asked. Raises ValueError
+    hardest: only this fraction of the guesses, those of the largest loss, counts, each 1 / hardest as much, so that
+    the sum keeps its size. terms: parts of the loss, called as it is, whose sums are wanted alone. With all parameters
+    of the head in `guess`, and hardest 1, several chunks are computed once and not twice. Raises ValueError
     for both x and u, a fraction outside (0, 1], and shapes that do not fit.
     """
     if not 0 < hardest <= 1:
         raise ValueError(f"hardest: a fraction in (0, 1], not {hardest}")
     if x is not None and u is not None:
         raise ValueError("give x (the text's tokens) or u (uniforms to draw tokens from q), not both")
-    rows = _Rows(hidden_p, head_p, hidden_q, head_q, _spread(temperature, mask.shape, hidden_q), truncate, law)
+    rows = _Rows(target, guess, _spread(temperature, mask.shape, guess.states), truncate)
+    weight = mask.flatten()[guess.at]  # (N,)
 
     def part(i: Tensor, ours: Tensor | None = None) -> tuple[Tensor, Tensor]:
         logp, logq = rows.laws(i, ours)
-        tokens = None if x is None else x.flatten()[i]
+        given = () if x is None else (x.flatten()[guess.at[i]],)
         if u is not None:
-            tokens = draw(logq.detach().exp(), u.flatten()[i])
-        values = (loss(logp, logq) if tokens is None else loss(logp, logq, tokens)) * mask.flatten()[i]
+            given = (draw(logq.detach().exp(), u.flatten()[guess.at[i]]),)
+        values = loss(logp, logq, *given) * weight[i]
         if not measured:
-            return values, values.new_full((len(i), 3), math.nan)
-        return values, rows.statistics(logp, logq, i)  # last, so that backward need not repeat it
+            return values, values.new_full((len(i), 3 + len(terms)), math.nan)
+        apart = [term(logp, logq.detach(), *given) * weight[i] for term in terms]
+        return values, rows.statistics(logp, logq, i, apart)  # last, so that backward need not repeat it
 
-    counted = mask.flatten().nonzero().squeeze(-1)  # (N,)
+    counted = weight.nonzero().squeeze(-1)  # (n,)
     chunks = counted.split(chunk)
-    if parameters and hardest == 1 and len(chunks) > 1 and torch.is_grad_enabled():
-        total, found = summed(part, hidden_q.flatten(0, 1), chunks, parameters)
-        return total, _statistics(found, counted, mask)
+    if guess.parameters and hardest == 1 and len(chunks) > 1 and torch.is_grad_enabled():
+        total, found = summed(part, guess.states, chunks, guess.parameters)
+        return total, _statistics(found, guess.at[counted], mask, found[:, 3:].sum(0))
     parts = _each(part, chunks)
-    values = torch.cat([values for values, _ in parts])
-    if hardest < 1 and len(counted):
-        values = values.topk(max(round(hardest * len(values)), 1)).values / hardest
-    return values.sum(), _statistics(torch.cat([found for _, found in parts]), counted, mask)
+    values, found = (torch.cat(list(one)) for one in zip(*parts, strict=True))
+    if hardest == 1 or not len(counted):
+        return values.sum(), _statistics(found, guess.at[counted], mask, found[:, 3:].sum(0))
+    values, top = values.topk(max(round(hardest * len(values)), 1))
+    return (values / hardest).sum(), _statistics(found, guess.at[counted], mask, found[top, 3:].sum(0) / hardest)
 
 
 def token_logs(
-    hidden_p: Tensor,
-    head_p: Head,
-    hidden_q: Tensor,
-    head_q: Head,
+    target: Laws,
+    guess: Guess,
     x: Tensor,
+    mask: Tensor,
     temperature: float | Tensor = 1.0,
     *,
     chunk: int = CHUNK,
@@ -121,25 +127,28 @@ def token_logs(
 ) -> tuple[Tensor, Tensor]:
     """log p(x) and log q(x) of the text's tokens x (B,T) -> (B,T) each, for the sequence losses' `r_from`, `l_from`.
 
-    Temperature and truncation as in `chunked`; q as trained. -inf where a law has no mass. Differentiable in hidden_q
-    and head_q.
+    Temperature and truncation as in `chunked`; q as trained. -inf where a law has no mass; 0 and -inf at places that
+    mask (B,T) leaves out and that no guess is made at: a token that is never drafted. Differentiable in the guess.
     """
-    rows = _Rows(hidden_p, head_p, hidden_q, head_q, _spread(temperature, x.shape, hidden_q), truncate)
+    rows = _Rows(target, guess, _spread(temperature, x.shape, guess.states), truncate)
 
     def part(i: Tensor) -> Tensor:
         logp, logq = rows.laws(i)
-        return _logs_of(x.flatten()[i], logp, logq)
+        return _logs_of(x.flatten()[guess.at[i]], logp, logq)
 
-    every = torch.arange(x.numel(), device=x.device)
-    found = torch.cat(_each(part, every.split(chunk))).view(*x.shape, 2)
-    return found[..., 0], found[..., 1]
+    counted = mask.flatten()[guess.at].nonzero().squeeze(-1)
+    found, at = torch.cat(_each(part, counted.split(chunk))), guess.at[counted]  # (n,2), (n,)
+    logp, logq = (found.new_full((x.numel(),), never).index_put((at,), one)
+                  for never, one in zip((0.0, -math.inf), found.unbind(-1), strict=True))  # fmt: skip
+    return logp.view(x.shape), logq.view(x.shape)
 
 
 class Comparison(NamedTuple):
-    """At N counted positions, q as the engine will draft from it: log p(x) and log q(x), -inf without mass; KL(p || q)
-    with q as trained; alpha = sum min(p, q); p(argmax q); entropy of q as trained, in nats; whether x = argmax q, 1 or
-    0, and max q as trained, which says how often that should be so."""
+    """At n counted guesses, q as the engine will draft from it: at (n,), their flat places; log p(x) and log q(x), -inf
+    without mass; KL(p || q) with q as trained; alpha = sum min(p, q); p(argmax q); entropy of q as trained, in nats;
+    whether x = argmax q, 1 or 0, and max q as trained, which says how often that should be so."""
 
+    at: Tensor
     logp: Tensor
     logq: Tensor
     kl: Tensor
@@ -152,10 +161,8 @@ class Comparison(NamedTuple):
 
 @torch.no_grad()
 def compared(
-    hidden_p: Tensor,
-    head_p: Head,
-    hidden_q: Tensor,
-    head_q: Head,
+    target: Laws,
+    guess: Guess,
     x: Tensor,
     mask: Tensor,
     temperature: float | Tensor = 1.0,
@@ -163,23 +170,23 @@ def compared(
     chunk: int = CHUNK,
     truncate: Truncate | None = None,
 ) -> Comparison:
-    """All that evaluation asks of the positions where mask (B,T) is set, from one pass through both heads.
+    """All that evaluation asks of the guesses at places where mask (B,T) is set, from one pass through both heads.
 
     Shapes, temperature and truncation as in `chunked`; x (B,T) the text's tokens.
     """
-    rows = _Rows(hidden_p, head_p, hidden_q, head_q, _spread(temperature, mask.shape, hidden_q), truncate)
+    rows = _Rows(target, guess, _spread(temperature, mask.shape, guess.states), truncate)
 
     def part(i: Tensor) -> Tensor:
         logp, logq = rows.laws(i)
-        served = rows.served(logq, i)
+        served, tokens = rows.served(logq, i), x.flatten()[guess.at[i]]
         top = logq.max(-1)
-        hit = (top.indices == x.flatten()[i]).to(logq)
+        hit = (top.indices == tokens).to(logq)
         values = [losses.kl(logp, logq), losses.alpha(logp, served), losses.alpha_greedy(logp, logq)]
         values += [losses.entropy(logq), hit, top.values.exp()]
-        return torch.cat([_logs_of(x.flatten()[i], logp, served), torch.stack(values, -1)], -1)  # (n,8)
+        return torch.cat([_logs_of(tokens, logp, served), torch.stack(values, -1)], -1)  # (n,8)
 
-    counted = mask.flatten().nonzero().squeeze(-1)
-    return Comparison(*torch.cat([part(i) for i in counted.split(chunk)]).unbind(-1))
+    counted = mask.flatten()[guess.at].nonzero().squeeze(-1)
+    return Comparison(guess.at[counted], *torch.cat([part(i) for i in counted.split(chunk)]).unbind(-1))
 
 
 def _logs_of(x: Tensor, *laws: Tensor) -> Tensor:
@@ -217,41 +224,35 @@ def served(logs: Tensor, temperature: Tensor, truncate: Truncate | None) -> Tens
 
 @dataclass(frozen=True)
 class _Rows:
-    """The two models at flattened positions."""
-
-    hidden_p: Tensor  # (B,T,Dp)
-    head_p: Head
-    hidden_q: Tensor  # (B,T,Dq)
-    head_q: Head
+    target: Laws
+    guess: Guess
     temperature: Tensor  # (B*T,)
     truncate: Truncate | None
-    law: Law | None = None
 
     def laws(self, i: Tensor, ours: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """log p as served, without gradient, and log q as trained, at positions i (n,) -> (n,V) each. ours (n,Dq): the
-        draft's hidden states there, when they are at hand."""
-        ours = self.hidden_q.flatten(0, 1)[i] if ours is None else ours
-        logq = log_law(self.head_q(ours), self.temperature[i])
+        """log p as served, without gradient, and log q as trained, of guesses i (n,) -> (n,V) each. ours (n,Dq): the
+        draft's states there, when they are at hand."""
+        ours, at = self.guess.states[i] if ours is None else ours, self.guess.at[i]
+        logq = log_law(self.guess.head(ours), self.temperature[at])
         with torch.no_grad():
-            theirs = self.hidden_p.flatten(0, 1)[i]
-            if self.law:
-                return self.law(theirs, logq), logq
-            return self.served(log_law(self.head_p(theirs), self.temperature[i]), i), logq
+            logp = self.target.logs(at, logq, self.temperature[at], self.truncate)
+        return logp, logq
 
     @torch.no_grad()
-    def statistics(self, logp: Tensor, logq: Tensor, i: Tensor) -> Tensor:
-        """alpha, p(argmax q) and the entropy of p -> (n,3)."""
+    def statistics(self, logp: Tensor, logq: Tensor, i: Tensor, terms: Sequence[Tensor]) -> Tensor:
+        """alpha, p(argmax q), the entropy of p, and terms of the loss, (n,) each -> (n,3+m)."""
         alpha = losses.alpha(logp, self.served(logq, i))
-        return torch.stack([alpha, losses.alpha_greedy(logp, logq), losses.entropy(logp)], -1)
+        return torch.stack([alpha, losses.alpha_greedy(logp, logq), losses.entropy(logp), *terms], -1)
 
     def served(self, logs: Tensor, i: Tensor) -> Tensor:
-        return served(logs, self.temperature[i], self.truncate)
+        return served(logs, self.temperature[self.guess.at[i]], self.truncate)
 
 
-def _statistics(found: Tensor, counted: Tensor, mask: Tensor) -> Statistics:
-    alphas = found.new_zeros(mask.numel()).scatter(0, counted, found[:, 0]).view(mask.shape)
-    mean = found.sum(0) / max(len(counted), 1)
-    return Statistics(len(counted), mean[0], mean[1], mean[2], alphas)
+def _statistics(found: Tensor, at: Tensor, mask: Tensor, terms: Tensor) -> Statistics:
+    """found (n,3+m) at flat places at (n,), terms (m,)."""
+    alphas = found.new_zeros(mask.numel()).scatter(0, at, found[:, 0]).view(mask.shape)
+    mean = found.sum(0) / max(len(at), 1)
+    return Statistics(len(at), mean[0], mean[1], mean[2], alphas, terms)
 
 
 def _spread(temperature: float | Tensor, shape: torch.Size, like: Tensor) -> Tensor:

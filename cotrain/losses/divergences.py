@@ -1,5 +1,8 @@
 """Losses between a target law p and a draft law q, one value a position, no reduction.
 
+Each docstring says the formula, the source, the gradient, why one would use it, and when it fails. `registry.LOSSES`
+holds those that an expression may name: a new one is one function here.
+
 Every function takes log p and log q, (..., V), normalised and already at the temperature of the regime, and
 returns (...,). Half precision is raised to float32. Gradients are given in the draft's logits z,
 q = softmax(z), with I_v = 1[q_v <= p_v] and S = sum_v q_v I_v; at a tie q_v = p_v `minimum` splits them.
@@ -12,6 +15,7 @@ import math
 import torch
 from torch import Tensor
 
+from cotrain.losses.registry import loss
 from inference.sampling import wide
 
 
@@ -37,45 +41,56 @@ def entropy(logp: Tensor) -> Tensor:
     return -(logp.exp() * _finite(logp)).sum(-1)
 
 
+@loss(merged=True)
 def kl(logp: Tensor, logq: Tensor) -> Tensor:
-    """KL(p || q) = sum_v p log(p / q), a stable start and the baseline. dL/dz = q - p.
+    """KL(p || q) = sum_v p log(p / q) (Kullback and Leibler 1951). dL/dz = q - p.
 
-    Where q = 0 < p the divergence is infinite: log q is then log(tiny), constant (a pruned draft vocabulary).
+    Why: convex in z, its gradient is bounded and never vanishes while q differs from p: a stable start, and the
+    baseline. Fails a small draft: it pays for covering all of p, where acceptance wants the overlap alone. Where
+    q = 0 < p the divergence is infinite: log q is then log(tiny), constant (a pruned draft vocabulary).
     """
     logp, logq = wide(logp), wide(logq)
     return (logp.exp() * (_finite(logp) - _finite(logq))).sum(-1)
 
 
+@loss(merged=True)
 def tv(logp: Tensor, logq: Tensor) -> Tensor:
-    """Total variation 1 - sum_v min(p, q), the probability of refusal. dL/dz = -q (I - S).
+    """Total variation 1 - sum_v min(p, q), the probability of refusal (Leviathan et al. 2023). dL/dz = -q (I - S).
 
-    Its gradient vanishes where overlap is small: best from a warm start (Leviathan et al. 2023).
+    Why: it is what the token rule pays for, to the letter. Fails where overlap is small: its gradient vanishes there,
+    so it wants a warm start, by `kl`; and gains next to nothing on a target that decodes at temperature 0.
     """
     return 1 - alpha(logp, logq)
 
 
+@loss(merged=True)
 def nla(logp: Tensor, logq: Tensor) -> Tensor:
-    """-log alpha = -log sum_v min(p, q), cross-entropy when p is one-hot. dL/dz = -q (I - S) / alpha.
+    """-log alpha = -log sum_v min(p, q) (arXiv 2602.23881). dL/dz = -q (I - S) / alpha.
 
-    (arXiv 2602.23881.) Zero overlap gives -log(tiny) with zero gradient.
+    Why: `tv` whose gradient does not vanish where overlap is small; cross-entropy when p is one-hot; no knob. Fails on
+    texts with hopeless places, which it weighs most. Zero overlap gives -log(tiny) with zero gradient.
     """
     return _neg_log_sum(torch.minimum(wide(logp), wide(logq)))
 
 
+@loss(merged=True)
 def lk(logp: Tensor, logq: Tensor, eta: float = 3.0, alpha: Tensor | None = None) -> Tensor:
-    """w KL + (1 - w) TV, w = exp(-eta alpha): divergence where overlap is low (LK, arXiv 2602.23881).
+    """w KL + (1 - w) TV, w = exp(-eta alpha) (LK, arXiv 2602.23881).
 
-    alpha: an aggregated acceptance that broadcasts to (...,), default this position's own. It is a
-    constant to the gradient, w (q - p) - (1 - w) q (I - S). eta: 3, or 10 for Medusa heads.
+    Why: `kl` where overlap is low, `tv` where it is high, without a switch in time. Fails to be a gradient: w is a
+    constant to it, w (q - p) - (1 - w) q (I - S), so its value may rise while the draft improves. alpha: an aggregated
+    acceptance that broadcasts to (...,), default this position's own. eta: 3, or 10 for Medusa heads.
     """
     distance = tv(logp, logq)
     w = torch.exp(-eta * (1 - distance if alpha is None else alpha).detach())
     return w * kl(logp, logq) + (1 - w) * distance
 
 
+@loss(merged=True)
 def rkl(logp: Tensor, logq: Tensor) -> Tensor:
-    """KL(q || p) = sum_v q log(q / p). dL/dz = q (log(q/p) - L).
+    """KL(q || p) = sum_v q log(q / p), the reverse (Gu et al. 2024, arXiv 2306.08543). dL/dz = q (log(q/p) - L).
 
+    Why: it keeps a draft that cannot cover p on p's largest tokens. Fails by forgetting the others, and with cut laws.
     Raises ValueError where p = 0 < q (a truncated or greedy p): infinite whatever the draft does.
     """
     if bool(((logp == -torch.inf) & (logq > -torch.inf)).any()):
@@ -83,18 +98,22 @@ def rkl(logp: Tensor, logq: Tensor) -> Tensor:
     return kl(logq, logp)
 
 
+@loss(merged=True)
 def jsd(logp: Tensor, logq: Tensor) -> Tensor:
     """Jensen-Shannon KL(p || m)/2 + KL(q || m)/2, m = (p + q)/2 (Lin 1991). At most log 2.
 
+    Why: between `kl` and `rkl`, bounded, finite for cut laws. Fails where overlap is small: its gradient vanishes.
     dL/dz = q/2 (log(2q/(p+q)) - sum_v q log(2q/(p+q))).
     """
     logm = torch.logaddexp(_finite(wide(logp)), _finite(wide(logq))) - math.log(2)
     return (kl(logp, logm) + kl(logq, logm)) / 2
 
 
+@loss(takes="drawn")
 def tvpp(logp: Tensor, logq: Tensor, x: Tensor) -> Tensor:
     """Score-function form of TV (TVD++, arXiv 2403.00858): -A log q(x), x (...,) drawn from q.
 
+    Why: each place counts alike, whatever its overlap. Fails by its variance, one token a place: more steps than `tv`.
     A = (1[p(x) >= q(x)] - mu) / sigma, a constant; mu = S, sigma = sqrt(S (1 - S)); 0 where sigma = 0.
     Its gradient has expectation -q (I - S) / sigma: tv's over sigma.
     """
@@ -107,39 +126,61 @@ def tvpp(logp: Tensor, logq: Tensor, x: Tensor) -> Tensor:
     return -advantage * _at(_finite(logq), x)
 
 
-def mix(logp: Tensor, logq: Tensor, x: Tensor) -> Tensor:
-    """.1 (-log q(x)) + .9 sum_v abs(p - q), x (...,) the text's token: the production mix of DSpark.
+@loss(takes="text", merged=True)
+def ce(logp: Tensor, logq: Tensor, x: Tensor) -> Tensor:
+    """Cross-entropy -log q(x), x (...,) the text's token; p is not read. dL/dz = q - e_x.
 
-    dL/dz = .1 (q - e_x) + .9 q (s - sum_v q s), s = sign(q - p).
+    Why: it wants no target while training, and on texts of the target it is `kl` + H(p) in expectation. Fails by its
+    variance, one token a place where `kl` has the whole law, and on texts that the target did not write, which it
+    teaches instead of the target. q(x) = 0 gives -log(tiny) with zero gradient.
     """
-    logp, logq = wide(logp), wide(logq)
-    return -0.1 * _at(_finite(logq), x) + 0.9 * (logp.exp() - logq.exp()).abs().sum(-1)
+    return -_at(_finite(wide(logq)), x)
 
 
+def mix(logp: Tensor, logq: Tensor, x: Tensor) -> Tensor:
+    """.1 ce + 1.8 tv = .1 (-log q(x)) + .9 sum_v abs(p - q), x (...,) the text's token: the production mix of DSpark.
+
+    dL/dz = .1 (q - e_x) + .9 q (s - sum_v q s), s = sign(q - p). Why: `tv` with a gradient everywhere. Fails as `ce`
+    does on texts that the target did not write. An expression may call it mix, see `spec.EXPRESSIONS`.
+    """
+    return 0.1 * ce(logp, logq, x) + 1.8 * tv(logp, logq)
+
+
+@loss(merged=True)
 def hellinger(logp: Tensor, logq: Tensor) -> Tensor:
-    """Squared Hellinger distance 1 - sum_v sqrt(p q), smooth: H^2 <= TV <= sqrt(2) H.
+    """Squared Hellinger distance 1 - sum_v sqrt(p q) (Hellinger 1909): H^2 <= TV <= sqrt(2) H.
 
+    Why: a smooth stand-in for `tv`, whose slope does not jump where q = p. Fails as `tv` does where overlap is small.
     dL/dz = -(sqrt(p q) - q sum_v sqrt(p q)) / 2.
     """
     return 1 - ((wide(logp) + wide(logq)) / 2).exp().sum(-1)
 
 
+@loss(merged=True)
 def greedy(logp: Tensor, logq: Tensor) -> Tensor:
-    """-log q(argmax p), for a target that decodes at temperature 0. dL/dz = q - e."""
+    """-log q(argmax p), cross-entropy with the target's likeliest token. dL/dz = q - e, e one-hot there.
+
+    Why: a target that decodes at temperature 0, whose law is one-hot. Fails at any other temperature, where the draft
+    grows surer than p is.
+    """
     return -_at(_finite(wide(logq)), logp.argmax(-1))
 
 
+@loss()
 def match(logp: Tensor, logq: Tensor) -> Tensor:
-    """-log sum_v p q, for engines that sample both and compare. dL/dz = q - p q / sum_v p q.
+    """-log sum_v p q, the chance that a draw of p and one of q agree. dL/dz = q - p q / sum_v p q.
 
-    Zero overlap gives -log(tiny) with zero gradient.
+    Why: engines that sample both sides and compare (the rule `match`). Fails for rules that test p / q: its optimum is
+    argmax p with probability 1. Zero overlap gives -log(tiny) with zero gradient.
     """
     return _neg_log_sum(wide(logp) + wide(logq))
 
 
+@loss()
 def greedy_draft(logp: Tensor, logq: Tensor, sharp: float = 4.0) -> Tensor:
-    """1 - sum_v p q', q' = softmax(sharp log q), for engines that draft argmax q and accept with p of it.
+    """1 - sum_v p q', q' = softmax(sharp log q), a smooth 1 - p(argmax q).
 
+    Why: engines that draft argmax q and accept with p of it. Fails as a law: q may be anything but for its maximum.
     dL/dz = -sharp q' (p - sum_v p q'); as sharp grows the loss tends to 1 - p(argmax q).
     """
     return 1 - (wide(logp).exp() * torch.softmax(sharp * wide(logq), -1)).sum(-1)

@@ -1,7 +1,6 @@
 """Whether texts are the target's own: its surprise at their tokens beside what its own tokens would surprise it."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -10,8 +9,8 @@ from torch import Tensor
 from cotrain import losses
 from cotrain.evaluation.held_out import HeldOut
 from cotrain.losses.chunked import CHUNK, log_law, served
+from cotrain.teacher.target_laws import Head
 
-Head = Callable[[Tensor], Tensor]
 IMPOSSIBLE, SIGMAS = 0.02, 6.0  # kernels differ a little between machines: what is refused differs much
 
 

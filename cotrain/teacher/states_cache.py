@@ -1,14 +1,15 @@
 """What the target says of texts, on disk, so that runs over the same texts read them once.
 
-A shard holds the states of the texts of one pass, each under a name that its own ids give it: a run that was stopped,
-or the next one, finds what is there in whatever batches it asks. `teacher.json` says whose states they are. States are
-kept in the target's own dtype: what is read back is what the target said, and the loss is the one of a live target.
+A shard holds what was read of the texts of one pass, each under a name that its own ids give it: a run that was
+stopped, or the next one, finds what is there in whatever batches it asks. `teacher.json` says whose states they are.
+States are kept in the target's own dtype: what is read back is what the target said, and the loss is the one of a live
+target. A text's last states have its name alone, anything else its name and the layer or part.
 """
 
 import hashlib
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from cotrain.evaluation.held_out import Read
 from cotrain.rollout.fingerprints import differences
+from cotrain.students.base import LAST
+from cotrain.teacher.memory_cache import rows_of, stacked
+from cotrain.teacher.target_laws import Reader, Record
 from inference.drafts.atomic import write_atomic
 
 MANIFEST = "teacher.json"
@@ -26,13 +29,16 @@ SUM = " checksum"  # behind the name of a text
 
 
 class Shards:
-    """read: ids (B, T) -> hidden states (B, T, D), asked for the texts that `folder` lacks. maker: what identifies the
-    target and its tokenizer (JSON values).
+    """read: ids (B, T) -> a record, asked for the texts that `folder` lacks. maker: what identifies the target and its
+    tokenizer (JSON values). parts: layers, or other names, that a record has.
 
     Raises ValueError naming trainer.cache when the folder was made by another target or tokenizer.
     """
 
-    def __init__(self, read: Read, folder: Path, maker: Mapping[str, Any]) -> None:
+    def __init__(
+        self, read: Reader, folder: Path, maker: Mapping[str, Any], parts: Sequence[int | str] = (LAST,)
+    ) -> None:
+        self.parts = tuple(parts)
         self.read, self.folder = read, folder
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / MANIFEST
@@ -42,9 +48,11 @@ class Shards:
         if differ := differences(found, wanted):
             raise ValueError(f"trainer.cache={folder}: made by another target, its {', '.join(sorted(differ))} differ: "
                              "name another folder")  # fmt: skip
-        self.places: dict[str, Path] = {}  # of each text, its shard
+        self.places: dict[str, Path] = {}  # of each text and part, its shard
         for shard in sorted(folder.glob("*.safetensors")):
             self.places |= dict.fromkeys(_names(shard), shard)
+        if LAST not in self.parts and any(" " not in place for place in self.places):
+            print(f"trainer.cache={folder}: laws that an earlier version kept are not read, they are made anew")
 
     def estimate(self, texts: int, each: int) -> str:
         """What texts of `each` bytes take. Raises OSError, before anything is written, when the disk has less."""
@@ -55,44 +63,63 @@ class Shards:
         return said
 
     @torch.no_grad()
-    def __call__(self, ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """ids (B, T) -> (B, T, D), from disk where they are; a damaged shard is made anew."""
+    def __call__(self, ids: Tensor, position_ids: Tensor | None = None) -> Record:
+        """ids (B, T) -> (B, T, ...) each, from disk where they are; a damaged shard is made anew."""
         names = [_digest(ids[row], None if position_ids is None else position_ids[row]) for row in range(len(ids))]
-        found = {name: states for name in names if (states := self._kept(name)) is not None}
-        missing = [row for row, name in enumerate(names) if name not in self.places]
+        found = {name: record for name in names if (record := self._kept(name)) is not None}
+        missing = [row for row, name in enumerate(names) if not self._whole(name)]
         if missing:
             places = None if position_ids is None else position_ids[missing]
             with torch.autocast(ids.device.type, enabled=False):  # a step's precision is the draft's
-                states = self.read(ids[missing], places).detach().cpu()
-            found |= self._keep([names[row] for row in missing], states)
-        return torch.stack([found[name] for name in names]).to(ids.device)
+                record = self.read(ids[missing], places)
+            found |= self._keep([names[row] for row in missing], record)
+        return stacked([found[name] for name in names], ids.device)
 
-    def _kept(self, name: str) -> Tensor | None:
-        """States of a text; None where there are none. A damaged shard is forgotten."""
-        if name not in self.places:
+    def _whole(self, name: str) -> bool:
+        return all(_place(name, part) in self.places for part in self.parts)
+
+    def _kept(self, name: str) -> Record | None:
+        """What was read of a text; None where any part is not there. A damaged shard is forgotten."""
+        record: dict[int | str, Tensor] = {}
+        for part in self.parts:
+            values = self._tensor(_place(name, part))
+            if values is None:
+                return None
+            record[part] = values
+        return record
+
+    def _tensor(self, place: str) -> Tensor | None:
+        if place not in self.places:
             return None
         try:
-            with safe_open(self.places[name], "pt") as shard:
-                states, checksum = shard.get_tensor(name), shard.get_tensor(name + SUM)
-            if _checksum(states) == checksum.numpy().tobytes():
-                return states
+            with safe_open(self.places[place], "pt") as shard:
+                values, checksum = shard.get_tensor(place), shard.get_tensor(place + SUM)
+            if _checksum(values) == checksum.numpy().tobytes():
+                return values
         except (SafetensorError, OSError):
             pass
-        damaged = self.places[name]
+        damaged = self.places[place]
         damaged.unlink(missing_ok=True)
-        self.places = {other: place for other, place in self.places.items() if place != damaged}
+        self.places = {other: shard for other, shard in self.places.items() if shard != damaged}
         return None
 
-    def _keep(self, names: list[str], states: Tensor) -> dict[str, Tensor]:
-        """Write states (B, T, D) of texts as one shard."""
-        found = {name: one.contiguous() for name, one in zip(names, states, strict=True)}
+    def _keep(self, names: list[str], record: Record) -> dict[str, Record]:
+        """Write a record of texts as one shard."""
+        held = {part: record[part].detach().cpu() for part in self.parts}
+        found = dict(zip(names, rows_of(held), strict=True))
+        flat = {_place(name, part): one.contiguous() for name, row in found.items() for part, one in row.items()}
         sums = {
-            name + SUM: torch.frombuffer(bytearray(_checksum(one)), dtype=torch.uint8) for name, one in found.items()
+            name + SUM: torch.frombuffer(bytearray(_checksum(one)), dtype=torch.uint8) for name, one in flat.items()
         }
-        shard = self.folder / f"{hashlib.blake2b(' '.join(found).encode(), digest_size=16).hexdigest()}.safetensors"
-        write_atomic(shard, save(found | sums))
-        self.places |= dict.fromkeys(found, shard)
+        shard = self.folder / f"{hashlib.blake2b(' '.join(flat).encode(), digest_size=16).hexdigest()}.safetensors"
+        write_atomic(shard, save(flat | sums))
+        self.places |= dict.fromkeys(flat, shard)
         return found
+
+
+def _place(name: str, part: int | str) -> str:
+    """Under which name a shard has a part of a text."""
+    return name if part == LAST else f"{name} {part}"
 
 
 def _names(shard: Path) -> list[str]:
@@ -112,5 +139,5 @@ def _digest(ids: Tensor, position_ids: Tensor | None) -> str:
     return named.hexdigest()
 
 
-def _checksum(states: Tensor) -> bytes:
-    return hashlib.blake2b(states.flatten().view(torch.uint8).numpy().tobytes(), digest_size=16).digest()
+def _checksum(values: Tensor) -> bytes:
+    return hashlib.blake2b(values.contiguous().flatten().view(torch.uint8).numpy().tobytes(), digest_size=16).digest()

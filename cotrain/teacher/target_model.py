@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,7 +20,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from cotrain.evaluation.held_out import Head, Read
+from cotrain.students.base import LAST
+from cotrain.teacher.target_laws import Head, Reader, Record
 from cotrain.training.ranks import local_rank
 from inference.drafts.bundled_target import resolve
 from inference.drafts.draft_folder import load_tokenizer
@@ -35,6 +36,7 @@ QUANTISATIONS: dict[str, dict[str, Any]] = {
 
 
 PACKS = "support_avx512bf16_for_cpu"  # of bitsandbytes' 4-bit layers
+Read = Callable[..., Tensor]  # ids (B, T), position_ids (B, T) or None -> last hidden states (B, T, D)
 REPOSITORY = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")  # what the hub calls a model
 
 
@@ -158,67 +160,6 @@ def _hub_tokenizer(name: str, trust_remote_code: bool, key: str) -> PreTrainedTo
         raise ValueError(f"{key}: {name} is no folder, and no model that the hub gave: {reason}") from error
 
 
-class Remembering:
-    """Hidden states of the target, kept by text: a text that is seen again is not read again.
-
-    read: ids (B, T) -> hidden states (B, T, D). limit: bytes kept, in the target's dtype on the host; what comes after
-    is read live.
-    """
-
-    def __init__(self, read: Read, limit: int) -> None:
-        self.read, self.room = read, limit
-        self.kept: dict[tuple[int, int], Tensor] = {}  # by text and the width that it was padded to
-        self.widths: set[int] = set()
-
-    def fill(
-        self,
-        ids: Tensor,
-        keys: Tensor,
-        batch: int = 16,
-        progress: Callable[[int, int], None] | None = None,
-    ) -> None:
-        """Read all texts (N, T) with their keys (N,) at once, as far as there is room: cheaper than few at a time."""
-        for start in range(0, len(ids), batch):
-            if progress:
-                progress(start, len(ids))
-            part = slice(start, start + batch)
-            names, known = self._names(ids[part], keys[part]), len(self.kept)
-            if all(name in self.kept for name in names):
-                continue
-            self._looked_up(ids[part], names)
-            if len(self.kept) == known:
-                break  # full
-        if progress:
-            progress(len(ids), len(ids))
-
-    def __call__(self, ids: Tensor, keys: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """ids (B, T), keys (B,) one a text, the same ids whenever it comes -> (B, T, D)."""
-        return self._looked_up(ids, self._names(ids, keys), position_ids)
-
-    def _names(self, ids: Tensor, keys: Tensor) -> list[tuple[int, int]]:
-        """States of a text that was padded to another width are given up: they will not be asked for again."""
-        width = ids.shape[1]
-        for key in keys.tolist():
-            for name in [(key, other) for other in self.widths - {width} if (key, other) in self.kept]:
-                self.room += self.kept.pop(name).nbytes
-        self.widths.add(width)
-        return [(key, width) for key in keys.tolist()]
-
-    @torch.no_grad()
-    def _looked_up(self, ids: Tensor, names: list[tuple[int, int]], position_ids: Tensor | None = None) -> Tensor:
-        if any(name not in self.kept for name in names):
-            states = self.read(ids, position_ids)
-            self._keep(names, states)
-            return states
-        return torch.stack([self.kept[name] for name in names]).to(ids.device, non_blocking=True)
-
-    def _keep(self, names: list[tuple[int, int]], states: Tensor) -> None:
-        for name, one in zip(names, states, strict=True):
-            if name not in self.kept and one.nbytes <= self.room:
-                self.kept[name] = one.to("cpu", copy=True)
-                self.room -= one.nbytes
-
-
 def split(model: PreTrainedModel, vocabulary: int | None = None) -> tuple[Read, Head]:
     """(ids (B, T) -> hidden states (B, T, D), hidden states (..., D) -> logits (..., V)) of a causal LM. With
     position_ids (B, T), attention begins anew wherever they do not go on by one: see `keeps_apart`. vocabulary: ids
@@ -253,21 +194,41 @@ def halves(model: PreTrainedModel, vocabulary: int | None = None) -> tuple[Read,
     return hidden, logits
 
 
-def served(model: PreTrainedModel, vocabulary: int | None = None) -> tuple[Read, Head]:
+def served(model: PreTrainedModel, vocabulary: int | None = None, layers: Sequence[int] = ()) -> tuple[Reader, Head]:
     """`split` of a target, computed in its own numbers as it is when served, whatever the draft's step is computed in.
-    A float32 target teaches in float32 beside a draft in mixed precision."""
+    A float32 target teaches in float32 beside a draft in mixed precision. The reader gives the last states and those of
+    `layers`, numbered as in `students.base`. Raises ValueError for a layer that is not there."""
     read, head = split(model, vocabulary)
     own = partial(torch.autocast, model.device.type, enabled=False)
+    inner = sorted({*layers} - {LAST})
+    if inner:
+        read_layers = by_layer(model, inner)
 
-    def hidden(ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+    def states(ids: Tensor, position_ids: Tensor | None = None) -> Record:
         with own():
-            return read(ids, position_ids)
+            return read_layers(ids, position_ids) if inner else {LAST: read(ids, position_ids)}
 
     def logits(states: Tensor) -> Tensor:
         with own():
             return head(states)
 
-    return hidden, logits
+    return states, logits
+
+
+def by_layer(model: PreTrainedModel, layers: Sequence[int]) -> Reader:
+    """Reads the last states and those of some layers, all of one pass. Raises ValueError for a layer that is not there:
+    behind the last decoder layer a model says its states behind the final norm alone, as LAST."""
+    count = model.config.get_text_config().num_hidden_layers
+    if wrong := [layer for layer in layers if not 0 <= layer < count]:
+        raise ValueError(f"states of layers {wrong}: the target has 0 (embeddings) to {count - 1}, and {LAST} (last)")
+
+    def read(ids: Tensor, position_ids: Tensor | None = None) -> Record:
+        places = {} if position_ids is None else {"position_ids": position_ids.to(model.device)}
+        out = model.base_model(input_ids=ids.to(model.device), use_cache=False, output_hidden_states=True, **places)
+        found: dict[int | str, Tensor] = {layer: out.hidden_states[layer] for layer in layers}
+        return {LAST: out.last_hidden_state} | found
+
+    return read
 
 
 @torch.no_grad()

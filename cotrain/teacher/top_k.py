@@ -6,79 +6,107 @@ laws (f-divergences: kl, rkl, tv, jsd, hellinger) are at most those of the whole
 inequality (Csiszar 1967), and alpha is at least the whole ones', by at most the smaller of both masses outside. So
 those losses are lower bounds, and what training sees as accepted an upper one; held-out figures are of whole laws.
 
-n positions, V vocabulary, K kept tokens. Kept laws are (n, 2K + 1) in float32: log-probabilities, ids (below 2^24) and
-the logarithm of the mass outside.
+n positions, V vocabulary, K kept tokens.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from cotrain.evaluation.held_out import Head, Read
-from cotrain.losses.chunked import log_law, served
-
-LARGEST = 2**24  # ids that float32 tells apart
+from cotrain.losses.chunked import Laws, Truncate, log_law, served
+from cotrain.students.base import LAST
+from cotrain.teacher.target_laws import Head, Reader, Record
 
 
 def size(count: int) -> int:
-    """Numbers of a kept law."""
+    """Numbers of four bytes in a kept law."""
     return 2 * count + 1
 
 
-@dataclass(frozen=True)
-class TopKLaws:
-    """Reads texts as kept laws: ids (B, T) -> (B, T, 2K + 1). read, head: the target's halves, see `split`;
-    count: K; temperature, truncate: the regime; chunk: positions whose whole laws exist at once.
+class TopKAndRest(NamedTuple):
+    """ids (..., K) int32 of the likeliest tokens, logs (..., K) of their probabilities, rest (...,): the logarithm of
+    the mass of all others, both float32."""
 
-    Raises ValueError for more kept tokens than there are, and ids that float32 cannot tell apart.
+    ids: Tensor
+    logs: Tensor
+    rest: Tensor
+
+
+@dataclass(frozen=True)
+class KeptLaws:
+    """Laws (B, T) of which the likeliest tokens were kept, as served: no temperature or cut is applied again."""
+
+    kept: TopKAndRest
+
+    def logs(self, at: Tensor, logq: Tensor, temperature: Tensor, truncate: Truncate | None) -> Tensor:
+        ids, logs, rest = self.kept
+        return completed(TopKAndRest(ids.flatten(0, 1)[at], logs.flatten(0, 1)[at], rest.flatten()[at]), logq)
+
+
+class TopKTeacher:
+    """Reads texts as kept laws, and the states that the student reads. states, head: of the target, see `served`;
+    count: K; temperature, truncate: the regime; chunk: positions whose whole laws exist at once; reads: layers kept
+    beside the laws.
+
+    Raises ValueError for more kept tokens than there are.
     """
 
-    read: Read
-    head: Head
-    count: int
-    vocabulary: int
-    temperature: float
-    truncate: Callable[[Tensor], Tensor] | None
-    chunk: int
-
-    def __post_init__(self) -> None:
-        if not 0 < self.count <= self.vocabulary <= LARGEST:
-            raise ValueError(f"trainer.top: {self.count} tokens of {self.vocabulary}, of at most {LARGEST}")
+    def __init__(
+        self,
+        states: Reader,
+        head: Head,
+        count: int,
+        vocabulary: int,
+        temperature: float,
+        truncate: Truncate | None,
+        chunk: int,
+        reads: tuple[int, ...] = (),
+    ) -> None:
+        if not 0 < count <= vocabulary:
+            raise ValueError(f"trainer.top: {count} tokens of {vocabulary}")
+        self.states, self.head, self.count, self.reads = states, head, count, reads
+        self.temperature, self.truncate, self.chunk = temperature, truncate, chunk
+        self.read: Reader = self.kept
 
     @torch.no_grad()
-    def __call__(self, ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        states = self.read(ids, position_ids)
-        parts = [self._kept(part) for part in states.flatten(0, 1).split(self.chunk)]
-        return torch.cat(parts).view(*states.shape[:2], size(self.count))
+    def kept(self, ids: Tensor, position_ids: Tensor | None = None) -> Record:
+        record = self.states(ids, position_ids)
+        last = record[LAST]
+        parts = [self._kept(part) for part in last.flatten(0, 1).split(self.chunk)]
+        whole = (torch.cat(one) for one in zip(*parts, strict=True))
+        found = {name: one.unflatten(0, last.shape[:2]) for name, one in zip(TopKAndRest._fields, whole, strict=True)}
+        return {layer: record[layer] for layer in self.reads} | found
 
-    def _kept(self, states: Tensor) -> Tensor:
+    def _kept(self, states: Tensor) -> TopKAndRest:
         t = torch.full((len(states),), self.temperature, device=states.device)
         return kept(served(log_law(self.head(states), t), t, self.truncate), self.count)
 
+    def laws(self, record: Record) -> Laws:
+        return KeptLaws(TopKAndRest(*(record[name] for name in TopKAndRest._fields)))
 
-def kept(logp: Tensor, count: int) -> Tensor:
-    """The likeliest tokens of laws (n, V) -> (n, 2K + 1)."""
+
+def kept(logp: Tensor, count: int) -> TopKAndRest:
+    """The likeliest tokens of laws (n, V)."""
     top = logp.topk(count, -1)
-    rest = logp.scatter(-1, top.indices, -math.inf).logsumexp(-1, keepdim=True)
-    return torch.cat([top.values.float(), top.indices.float(), rest.float()], -1)
+    rest = logp.scatter(-1, top.indices, -math.inf).logsumexp(-1)
+    return TopKAndRest(top.indices.int(), top.values.float(), rest.float())
 
 
-def outside(law: Tensor) -> Tensor:
-    """The mass of the tokens that were not kept; (n, 2K + 1) -> (n,)."""
-    return law[..., -1].exp()
+def outside(record: Record) -> Tensor:
+    """The mass of the tokens that were not kept -> (B, T)."""
+    return record["rest"].exp()
 
 
 @torch.no_grad()
-def completed(law: Tensor, logq: Tensor) -> Tensor:
-    """Kept laws (n, 2K + 1) as whole ones: the mass outside is spread as q spreads its own, so that every loss a
+def completed(law: TopKAndRest, logq: Tensor) -> Tensor:
+    """Kept laws of n positions as whole ones: the mass outside is spread as q spreads its own, so that every loss a
     position is that of the merged laws, in value and in gradient. logq (n, V) -> log p (n, V); where q has nothing
     outside, the mass is left out."""
-    logs, ids = law[..., :-1].to(logq).chunk(2, -1)
-    inside = ids.long()
+    inside = law.ids.long()
     others = logq.scatter(-1, inside, -math.inf)
     total = others.logsumexp(-1, keepdim=True)
-    spread = torch.where(total.isfinite(), others - total, -math.inf) + law[..., -1:].to(logq)
-    return spread.scatter(-1, inside, logs)
+    spread = torch.where(total.isfinite(), others - total, -math.inf) + law.rest[..., None].to(logq)
+    return spread.scatter(-1, inside, law.logs.to(logq))

@@ -11,31 +11,21 @@ from cotrain.config.settings import Loss, TrainConfig
 from cotrain.data.training_texts import Part, Share, corpus_part, joined, sampled_part
 from cotrain.evaluation.held_out import DEPTHS, HeldOut, held_out
 from cotrain.losses.spec import parse
-from cotrain.students import independent_student
+from cotrain.students.base import student_class
 from cotrain.teacher.provenance import Provenance, provenance
 from cotrain.teacher.target_model import halves, keeps_apart
 from cotrain.training import optim
 from cotrain.training.job import Job
-from cotrain.training.module import Distillation, Stage, refuse_merged
+from cotrain.training.module import Distillation
 from cotrain.training.progress import Progress, trapezoid
+from cotrain.training.stages import Stage, refuse_merged
 
 CHECKED = 32  # texts that are asked whether they are the target's own
 
 
 def initial(cfg: TrainConfig, target: PreTrainedModel) -> PreTrainedModel:
     """The draft before training. Raises ValueError naming the key that is wrong."""
-    shape = cfg.draft
-    if cfg.init.kind == "scratch":
-        return independent_student.scratch(
-            target, shape.width, shape.layers, shape.intermediate, shape.head_dim, shape.kv_heads
-        )
-    if cfg.init.kind == "target_layers":
-        return independent_student.from_layers(target, cfg.init.layers)
-    if cfg.init.kind == "pretrained" and shape.path:
-        return independent_student.pretrained(shape.path, target)
-    if cfg.init.kind == "pretrained":
-        raise ValueError("init.kind: 'pretrained' takes its weights from a folder or hub id: name it with draft.path=")
-    raise ValueError(f"init.kind: {cfg.init.kind!r} is none of scratch, target_layers, pretrained (with draft.path=)")
+    return student_class(cfg.draft.kind).initial(cfg.draft, cfg.init, target)
 
 
 def stages(loss: Loss) -> list[Stage]:
@@ -58,7 +48,7 @@ def build(job: Job, network: PreTrainedModel) -> Distillation:
     _own(job, judged)
     rate, progress = cfg.optimizer, Progress(cfg.trainer.steps, cfg.trainer.minutes)
     module = Distillation(
-        network,
+        student_class(cfg.draft.kind)(network, job.target, job.vocabulary),
         job.target,
         taught,
         partial(optim.adamw, lr=rate.lr, weight_decay=rate.weight_decay, betas=rate.betas),
@@ -73,7 +63,7 @@ def build(job: Job, network: PreTrainedModel) -> Distillation:
         seed=cfg.trainer.seed,
         progress=progress,
         top=cfg.trainer.top,
-        vocabulary=job.vocabulary,
+        decay=cfg.loss.decay,
     )
     module.teacher.read = job.taught(module.teacher.read)
     return module

@@ -112,7 +112,13 @@ def export(
     """Measure the module's draft afresh and write the draft folder; returns its report."""
     plan, loss = job.plan(module.draft), job.cfg.loss
     made = {
-        "loss": {"first": loss.first, "then": loss.then, "switch": loss.switch, "hardest": loss.hardest},
+        "loss": {
+            "first": loss.first,
+            "then": loss.then,
+            "switch": loss.switch,
+            "hardest": loss.hardest,
+            "decay": loss.decay,
+        },
         "temperatures": list(job.cfg.rollout.train_temperatures) or [job.cfg.regime.temperature],
         "steps": speed.kept[-1].step,  # patience or trainer.minutes may have ended it before trainer.steps
         "minutes": job.cfg.trainer.minutes,
@@ -144,6 +150,7 @@ def export(
         regime=regime(sampling(job.cfg.regime)),
         made={"environment": report["environment"], "advice": report["extra"]["advice"], **made},
         int8=plan.int8,
+        kind=job.cfg.draft.kind,
     )
     save(plan.served, job.tokenizer, job.folder / "draft", metadata, report, replace=True)
     return report

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from cotrain.config.settings import TrainConfig
-from cotrain.training.preconditions import Known
+from cotrain.training.preconditions import Known, domains
 from cotrain.training.sizes import size_of
 from inference.measure.environment import device
 from inference.models.dtypes import half
@@ -78,17 +78,9 @@ def _count(cfg: TrainConfig, known: Known, split: str) -> int:
     """Texts of a split that are sampled, over its domains and temperatures."""
     ask, regime = cfg.rollout, cfg.regime.temperature
     if split == "train":
-        return ask.texts * len(_domains(cfg, known, split)) * len(ask.train_temperatures or [regime])
+        return ask.texts * len(domains(cfg, known.sources, split)) * len(ask.train_temperatures or [regime])
     kinds = {*ask.temperatures, *ask.train_temperatures, regime}
-    return ask.held_out_texts * len(_domains(cfg, known, split)) * len(kinds)
-
-
-def _domains(cfg: TrainConfig, known: Known, split: str) -> set[str]:
-    """Of own texts those that their rows name; of the embedded corpora those that are asked for."""
-    if split in known.sources:
-        return {domain for domain, _ in known.sources[split].prompts(1, cfg.rollout.prompt_tokens, 0)}
-    sizes = cfg.data.bytes if split == "train" else cfg.data.held_out_bytes
-    return {domain for domain, size in sizes.items() if size}
+    return ask.held_out_texts * len(domains(cfg, known.sources, split)) * len(kinds)
 
 
 def measured(size: int = 1024, repeats: int = 3) -> Machine:

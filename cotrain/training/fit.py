@@ -185,8 +185,9 @@ def _remember(job: Job, module: Distillation, corpus: Part, sampled: Part) -> No
         return
     keys, read = sampled.first + torch.arange(len(sampled)), module.teacher.read
     if isinstance(read, Shards):
-        states = job.target.config.get_text_config().hidden_size * job.target.dtype.itemsize
-        each = size(trainer.top) * torch.float32.itemsize if trainer.top else states
+        states = job.target.config.get_text_config().hidden_size * job.target.dtype.itemsize  # of a layer
+        laws = size(trainer.top) * torch.float32.itemsize if trainer.top else states
+        each = laws + len(job.reads) * states
         print(read.estimate(len(sampled), sampled.ids.shape[1] * each))
     module.teacher.fill(sampled.ids.long(), keys, progress=_reading)
 

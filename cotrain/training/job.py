@@ -20,12 +20,14 @@ from cotrain.data.prompts import shipped_ids
 from cotrain.data.sources import pack, source_of
 from cotrain.data.splits import SPLITS, Prompts, apart
 from cotrain.data.training_texts import WHOLE, Sampled, Share, Source, blocks_texts, logged, regime
-from cotrain.evaluation.held_out import Head, Read
 from cotrain.rollout.fingerprints import identity
 from cotrain.rollout.kept_texts import Texts
 from cotrain.rollout.samplers import Ask, Faster, Mixed, Own, Remote, Sampler
+from cotrain.students.base import LAST, student_class
 from cotrain.teacher.states_cache import Shards
+from cotrain.teacher.target_laws import Head, Reader
 from cotrain.teacher.target_model import adapted, load_pair, served
+from cotrain.teacher.top_k import TopKAndRest
 from cotrain.training.interrupts import Signals
 from inference import load
 from inference.drafts.draft_folder import OBJECTIVES
@@ -47,9 +49,14 @@ class Job:
     signals: Signals = field(default_factory=Signals)
 
     @cached_property
-    def halves(self) -> tuple[Read, Head]:
-        """The target's, see `target_model.split`, which tries them."""
-        return served(self.target, self.vocabulary)
+    def halves(self) -> tuple[Reader, Head]:
+        """The target's, see `target_model.served`, which tries them."""
+        return served(self.target, self.vocabulary, self.reads)
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """Layers of the target that the student reads beyond the last."""
+        return student_class(self.cfg.draft.kind).reads
 
     @property
     def vocabulary(self) -> int:
@@ -63,27 +70,28 @@ class Job:
         return identity(self.target, self.tokenizer)
 
     @cached_property
-    def read(self) -> Read:
-        """Hidden states of texts, from disk where trainer.cache= names a folder; beside kept laws in a folder of their
-        own."""
+    def read(self) -> Reader:
+        """States of texts, from disk where trainer.cache= names a folder; beside kept laws in a folder of their own."""
         live, _ = self.halves
         cache = self.cfg.trainer.cache
         if not cache:
             return live
-        return self._shards(live, Path(cache) / "states" if self.cfg.trainer.top else Path(cache), {})
+        folder = Path(cache) / "states" if self.cfg.trainer.top else Path(cache)
+        return self._shards(live, folder, {}, (LAST, *self.reads))
 
-    def taught(self, read: Read) -> Read:
-        """What training reads of texts, from disk where trainer.cache= names a folder: hidden states, or kept laws.
+    def taught(self, read: Reader) -> Reader:
+        """What training reads of texts, from disk where trainer.cache= names a folder: states, or kept laws.
         read: of the live target."""
         cache, top = self.cfg.trainer.cache, self.cfg.trainer.top
         if not cache:
             return read
         if not top:
             return self.read
-        return self._shards(read, Path(cache), {"laws": f"top {top} of {regime(sampling(self.cfg.regime))}"})
+        parts: tuple[int | str, ...] = (*self.reads, *TopKAndRest._fields)
+        return self._shards(read, Path(cache), {"laws": f"top {top} of {regime(sampling(self.cfg.regime))}"}, parts)
 
-    def _shards(self, read: Read, folder: Path, what: dict[str, str]) -> Shards:
-        return Shards(read, folder, self.identity | {"dtype": str(self.target.dtype)} | what)
+    def _shards(self, read: Reader, folder: Path, what: dict[str, str], parts: tuple[int | str, ...]) -> Shards:
+        return Shards(read, folder, self.identity | {"dtype": str(self.target.dtype)} | what, parts)
 
     def sampled(self) -> Sampled:
         place = Path(self.cfg.rollout.folder or self.folder / "rollouts")
@@ -152,6 +160,7 @@ class Job:
             names,
             objective(self.cfg.objective),
             given=self.prompts,
+            kind=self.cfg.draft.kind,
         )
 
 

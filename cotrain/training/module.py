@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, cast
 
 import lightning
@@ -10,61 +9,46 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from cotrain import acceptance, losses
+from cotrain import losses
 from cotrain.errors import NotFinite
 from cotrain.evaluation.held_out import HeldOut, Scores, evaluate, figures
 from cotrain.evaluation.profile import profile
-from cotrain.losses.chunked import Law, Truncate, chunked, positions, token_logs
-from cotrain.losses.completions import columns, placed, possible, taken
-from cotrain.losses.spec import BY_TEXT, MERGED, LossSpec
-from cotrain.teacher.target_model import Remembering, halves, served, split
-from cotrain.teacher.top_k import TopKLaws, completed, outside
+from cotrain.losses.chunked import Statistics, Truncate, positions
+from cotrain.losses.over_guesses import Asked, shares
+from cotrain.losses.spec import LossSpec
+from cotrain.students.base import LAST, Guess, Student, refuse_mixed
+from cotrain.teacher.memory_cache import Remembering
+from cotrain.teacher.target_laws import Record, StatesTeacher, Teacher, seen
+from cotrain.teacher.target_model import served
+from cotrain.teacher.top_k import TopKTeacher, outside
 from cotrain.training.counts import Counts, counted, divisors, sampled
 from cotrain.training.distributed import gathered, rest, sharded, within
 from cotrain.training.progress import Progress
+from cotrain.training.stages import Stage, current, leading, refuse_merged
 from inference import noise
 
 WATCHED = 5  # every so many steps, what a step found is logged
 
 
-@dataclass(frozen=True)
-class Stage:
-    """A loss that is used until this fraction of the steps is done."""
-
-    until: float
-    loss: LossSpec
-
-
-def current(stages: Sequence[Stage], progress: float) -> LossSpec:
-    """The loss at a progress in [0, 1]: the first stage that has not ended, else the last."""
-    return next((stage.loss for stage in stages if progress < stage.until), stages[-1].loss)
-
-
-def leading(weight: float, stages: Sequence[Stage], done: float) -> float:
-    """The cosine's weight: it leads early on, and falls in a line to 0 where the first stage ends."""
-    return weight * max(0.0, 1 - done / stages[0].until) if stages[0].until else 0.0
-
-
 class Distillation(lightning.LightningModule):
-    """Trains `draft` to be accepted by `target` under a regime.
+    """Trains a student to be accepted by `target` under a regime.
 
     stages: losses of `cotrain.losses.spec`, one after the other. optimizer, scheduler: factories that take the draft,
-    and the optimiser. temperature, truncate: the regime, see `rows.chunked`. held_out: texts sampled from the target,
+    and the optimiser. temperature, truncate: the regime, see `chunked`. held_out: texts sampled from the target,
     by temperature; acceptance on them is logged at every validation, by domain. cosine: weight at first of
-    `losses.misaligned` on the final hidden states, see `leading`, 0 for none. remember: bytes of the target's hidden
-    states to keep.
-    chunk: positions whose laws exist at once, by default `rows.positions`. k: draft length that sequence losses
-    speak of. hardest: see `rows.chunked`. seed: of tokens drawn for a loss. progress: of the whole training, which
-    stages are parts of; None: the trainer's steps. top: so many of each law's likeliest tokens are kept instead of
-    hidden states, see `top_k`; 0: states. vocabulary: ids that have mass, see `target_model.split`.
+    `losses.misaligned` on the final hidden states, see `leading`, 0 for none. remember: bytes of what is read of the
+    target to keep. chunk: guesses whose laws exist at once, by default `chunked.positions`. k: draft length that
+    sequence losses speak of. hardest: see `chunked`. seed: of tokens drawn for a loss. progress: of the whole training,
+    which stages are parts of; None: the trainer's steps. top: so many of each law's likeliest tokens are kept instead
+    of hidden states, see `top_k`; 0: states. decay: of a depth's weight, None: exact, see `over_guesses.shares`.
 
-    Raises ValueError for a cosine between states of different widths, and for one, or a loss that merged laws do not
-    have, beside top.
+    Raises ValueError for a student that cannot be trained so, for a cosine between states of different widths, and for
+    one, or a loss that merged laws do not have, beside top.
     """
 
     def __init__(
         self,
-        draft: PreTrainedModel,
+        student: Student,
         target: PreTrainedModel,
         stages: Sequence[Stage],
         optimizer: Callable[..., Any],
@@ -80,30 +64,29 @@ class Distillation(lightning.LightningModule):
         seed: int = 0,
         progress: Progress | None = None,
         top: int = 0,
-        vocabulary: int | None = None,
+        decay: float | None = None,
     ) -> None:
         super().__init__()
-        self.draft, self.stages = draft, stages
+        student.refuse()
+        self.student, self.draft, self.stages = student, student.network, stages
         self.make_optimizer, self.make_scheduler, self.held_out = optimizer, scheduler, held_out
-        self.temperature, self.truncate, self.cosine = temperature, truncate, cosine
-        self.vocabulary = vocabulary or target.config.get_text_config().vocab_size
-        self.chunk = chunk or positions(self.vocabulary)
-        self.k, self.hardest, self.seed, self.progress = k, hardest, seed, progress
+        self.temperature, self.truncate, self.cosine, self.decay = temperature, truncate, cosine, decay
+        vocabulary = student.vocabulary or target.config.get_text_config().vocab_size
+        self.chunk = chunk or positions(vocabulary)
+        self.k, self.hardest, self.seed, self.progress, self.top = k, hardest, seed, progress, top
         self.noted: dict[str, Tensor] = {}  # what the batches of a step add up to
-        self.read_draft, self.head_draft = split(draft, self.vocabulary)
         self.whole: list[PreTrainedModel] = []  # the draft, while `draft` is it in parts; no module of this one's
         # plain functions: the target is not saved
-        read_target, self.head_target = served(target, self.vocabulary)
-        self.law: Law | None = None
+        read, self.head_target = served(target, vocabulary, student.reads)
+        self.laws_of: Teacher = StatesTeacher(read, self.head_target)
         if top:
             refuse_merged(stages, cosine)
-            self.law = completed
-            read_target = TopKLaws(
-                read_target, self.head_target, top, self.vocabulary, temperature, truncate, self.chunk
+            self.laws_of = TopKTeacher(
+                read, self.head_target, top, vocabulary, temperature, truncate, self.chunk, student.reads
             )
-        self.teacher = Remembering(read_target, remember)
+        self.teacher = Remembering(self.laws_of.read, remember)
         self.judged: dict[float, dict[str, Scores]] = {}
-        widths = [model.config.get_text_config().hidden_size for model in (draft, target)]
+        widths = [model.config.get_text_config().hidden_size for model in (self.draft, target)]
         if cosine and len(set(widths)) > 1:
             raise ValueError(f"init.cosine: the draft's hidden states are {widths[0]} wide, the target's {widths[1]}")
 
@@ -111,8 +94,10 @@ class Distillation(lightning.LightningModule):
         """Where a strategy shards, the draft in parts; `assemble` ends that."""
         if self.device_mesh is not None and not self.whole:
             self.whole = [self.draft]
-            self.draft = sharded(self.draft, self.device_mesh["data_parallel"])
-            self.read_draft, self.head_draft = halves(self.draft, self.vocabulary)
+            self._replace(sharded(self.draft, self.device_mesh["data_parallel"]))
+
+    def _replace(self, draft: PreTrainedModel) -> None:
+        self.draft, self.student = draft, self.student.of(draft)
 
     @contextmanager
     def assembled(self) -> Iterator[PreTrainedModel]:
@@ -129,8 +114,8 @@ class Distillation(lightning.LightningModule):
     def assemble(self) -> None:
         """No parts any more."""
         if self.whole:
-            self.draft, self.whole = gathered(self.draft, self.whole[0]), []
-            self.read_draft, self.head_draft = halves(self.draft, self.vocabulary)
+            self._replace(gathered(self.draft, self.whole[0]))
+            self.whole = []
 
     def training_step(self, batch: dict[str, Any], _: int) -> Tensor:
         """The loss, see `learn`. Raises NotFinite, naming step and texts, where it is no number: before the step, so
@@ -144,25 +129,30 @@ class Distillation(lightning.LightningModule):
     def learn(self, batch: dict[str, Any]) -> Tensor:
         """batch: ids (B, T), predicted (B, T-1) bool, key and temperature (B,), position_ids (B, T) of packed texts,
         sampled (B, T-1) bool, see `counts.sampled`, counts and group of a step of several, see `counts.Grouped`."""
-        ids, weight, places = batch["ids"], batch["predicted"], batch.get("position_ids")
-        theirs = self.teacher(ids, batch["key"], places)[:, :-1]
-        ours = self.read_draft(ids, places)[:, :-1]
-        watched = (self.global_step + 1) % WATCHED == 0
-        done = self.done
-        spec, counts, found = current(self.stages, done), self._counts(batch), dict[str, Tensor]()
-        if spec.sequence or spec.weighted:
-            found["sequence"], weight = self._sequence(spec, batch, theirs, ours, counts)
+        record = self.teacher(batch["ids"], batch["key"], batch.get("position_ids"))
+        guesses = self.student.guesses(batch, seen(record))
+        refuse_mixed(guesses)
+        laws = self.laws_of.laws(record)
+        asked = Asked(laws, batch["ids"], batch["temperature"], sampled(batch), self.truncate, self.chunk)
+        spec, counts, watched = current(self.stages, self.done), self._counts(batch), self._watched
+        logs = self._logs(spec, asked, guesses)
+        found = self._of_texts(spec, asked, logs, counts)
+        wholes = list(found.values())
         if spec.position:
-            total = self._position(spec, batch, theirs, ours, weight, watched)
-            found["position"] = total / (counts.tokens if spec.weighted else counts.positions)
-        lead = leading(self.cosine, self.stages, done)
-        if lead:
-            apart = losses.misaligned(ours, theirs)[batch["predicted"]].sum() / counts.positions
-            found["cosine"] = lead * apart
-        first, *others = found.values()
-        mean = sum(others, first)
+            whole, terms = self._of_places(spec, asked, guesses, logs, batch, counts)
+            wholes, found = [*wholes, whole], found | terms
+        if lead := leading(self.cosine, self.stages, self.done):
+            found["cosine"] = lead * _apart(record, guesses[0], batch["predicted"]) / counts.positions
+            wholes.append(found["cosine"])
+        mean = sum(wholes[1:], wholes[0])
         self._note({"train/loss": mean} | {f"train/loss_{name}": part for name, part in found.items()}, batch, watched)
+        if watched and self.top:  # which alpha is too high by at most
+            self.log("train/outside", outside(record)[:, :-1][batch["predicted"]].mean())
         return mean
+
+    @property
+    def _watched(self) -> bool:
+        return (self.global_step + 1) % WATCHED == 0
 
     @property
     def done(self) -> float:
@@ -180,24 +170,66 @@ class Distillation(lightning.LightningModule):
             self.log(name, value, prog_bar=name == "train/loss")
         self.noted = {}
 
-    def _position(
-        self, spec: LossSpec, batch: dict[str, Any], theirs: Tensor, ours: Tensor, weight: Tensor, watched: bool
-    ) -> Tensor:
-        """The sum over positions, and what acceptance it stands for, logged."""
-        assert spec.position is not None
-        total, found = chunked(
-            spec.position, theirs, self.head_target, ours, self.head_draft, weight, batch["temperature"],
-            chunk=self.chunk, truncate=self.truncate, measured=watched, hardest=self.hardest,
-            parameters=list(self.draft.get_output_embeddings().parameters()), law=self.law,
-            x=batch["ids"][:, 1:] if spec.takes == "text" else None,
-            u=self._uniforms(batch["key"], weight.shape[1]) if spec.takes == "drawn" else None,
-        )  # fmt: skip
-        if watched:
-            self.log("train/alpha", found.alpha, prog_bar=True)
-            self.log("train/alpha_greedy_draft", found.alpha_greedy)
-            if self.law:  # which alpha is too high by at most
-                self.log("train/outside", outside(theirs)[batch["predicted"]].mean())
-        return total
+    def _logs(self, spec: LossSpec, asked: Asked, guesses: list[Guess]) -> tuple[Tensor, Tensor] | None:
+        """Of the sampled tokens, where a loss or the weights of depths ask for them."""
+        if spec.sequence:
+            return asked.logs(guesses)
+        exact = len(guesses) > 1 and self.decay is None and not self.top  # kept laws lack the text's tokens
+        if not spec.weighted and not exact:
+            return None
+        with torch.no_grad():
+            return asked.logs(guesses)
+
+    def _of_texts(
+        self, spec: LossSpec, asked: Asked, logs: tuple[Tensor, Tensor] | None, counts: Counts
+    ) -> dict[str, Tensor]:
+        """Means of the sequence losses over texts or tokens, by name."""
+        found = {}
+        for term in spec.sequence:
+            assert logs is not None
+            found[term.name] = asked.of_texts(term, logs, self.k) / (
+                counts.texts if term.loss.over == "texts" else counts.tokens
+            )
+        return found
+
+    def _of_places(
+        self, spec: LossSpec, asked: Asked, guesses: list[Guess], logs: tuple[Tensor, Tensor] | None,
+        batch: dict[str, Any], counts: Counts,
+    ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
+        """The mean of the losses a position, and its terms by name, over positions and depths: by the share of each
+        depth; of a weighted loss, over tokens, by the calls that acceptance saves there."""
+        saved = None if logs is None else asked.saved(logs, self.k)
+        every = torch.nn.functional.pad(batch["predicted"], (0, 1))
+        u, weighted = self._uniforms(batch["key"], every.shape[1]), saved if spec.weighted else None
+        share = torch.ones(len(guesses)) if spec.weighted or len(guesses) == 1 else self._shares(guesses, saved)
+        total, watched = asked.ids.new_zeros((), dtype=torch.float32), self._watched
+        terms: list[Tensor] = []
+        for guess, part in zip(guesses, share.tolist(), strict=True):
+            weight = every if weighted is None else asked.weight(weighted, guess.depth)
+            value, seen_here = asked.of_places(spec, guess, weight, watched, self.hardest, u)
+            total, terms = total + part * value, [*terms, part * seen_here.terms]
+            if watched:
+                self._show(guess, seen_here)
+        count = counts.tokens if spec.weighted else counts.positions
+        if len(spec.terms) < 2:
+            return total / count, {spec.terms[0].name if spec.terms else "position": total.detach() / count}
+        sums = torch.stack(terms).sum(0) / count
+        return total / count, {term.name: one for term, one in zip(spec.terms, sums, strict=True)}
+
+    def _shares(self, guesses: list[Guess], saved: Tensor | None) -> Tensor:
+        """Of each depth, the same on every process."""
+        by_depth = None if saved is None else saved.sum((0, 1))
+        if by_depth is not None and self.trainer.world_size > 1:
+            by_depth = cast(Tensor, self.trainer.strategy.reduce(by_depth, reduce_op="mean"))
+        return shares(guesses, self.decay, by_depth)
+
+    def _show(self, guess: Guess, found: Statistics) -> None:
+        """Log what acceptance a guess stands for, of later depths by their number."""
+        if guess.depth > 0:
+            self.log(f"train/alpha_by_depth/{guess.depth + 1}", found.alpha)
+            return
+        self.log("train/alpha", found.alpha, prog_bar=True)
+        self.log("train/alpha_greedy_draft", found.alpha_greedy)
 
     def _counts(self, batch: dict[str, Any]) -> Counts:
         """What the losses are divided by: of this process's batches of the step, or the mean over processes, since
@@ -207,24 +239,6 @@ class Distillation(lightning.LightningModule):
         if self.trainer.world_size == 1:
             return divisors(total, number)
         return divisors(cast(Tensor, self.trainer.strategy.reduce(total, reduce_op="mean")), number)
-
-    def _sequence(
-        self, spec: LossSpec, batch: dict[str, Any], theirs: Tensor, ours: Tensor, counts: Counts
-    ) -> tuple[Tensor, Tensor]:
-        """The sequence losses of the completions, and the weight of each position (B, T-1) for those a position: the
-        calls that a unit of acceptance there saves, so that their mean has the slope of calls a token."""
-        inside = sampled(batch)
-        at, lengths = columns(inside), inside.sum(1)
-        logs = possible(*token_logs(
-            taken(theirs, at), self.head_target, taken(ours, at), self.head_draft, taken(batch["ids"][:, 1:], at),
-            batch["temperature"], chunk=self.chunk, truncate=self.truncate,
-        ))  # fmt: skip
-        total = ours.new_zeros(())
-        for w, loss in spec.sequence:
-            total = total + w * loss(*logs, self.k, lengths)[0] / (counts.texts if loss in BY_TEXT else counts.tokens)
-        if not spec.weighted:
-            return total, batch["predicted"]
-        return total, placed(acceptance.call_weights(acceptance.r_from(*logs), self.k, lengths), inside)
 
     def _uniforms(self, keys: Tensor, positions: int) -> Tensor:
         """A function of seed, step, text and position alone: a resumed run draws what it would have -> (B, T)."""
@@ -245,12 +259,11 @@ class Distillation(lightning.LightningModule):
 
     def on(self, held_out: HeldOut) -> dict[str, Scores]:
         """The draft's scores on other texts."""
-        return evaluate(held_out, self.read_draft, self.head_draft, self.head_target)
+        return evaluate(held_out, self.student, self.head_target)
 
     def profiles(self) -> dict[float, dict[str, Any]]:
         """Of the held-out texts of each temperature, see `profile`."""
-        heads = (self.read_draft, self.head_draft, self.head_target)
-        return {t: profile(held_out, *heads) for t, held_out in self.held_out.items()}
+        return {t: profile(held_out, self.student, self.head_target) for t, held_out in self.held_out.items()}
 
     def acceptance(self) -> dict[str, float]:
         """Every figure of `held_out`, named for its temperature."""
@@ -272,12 +285,11 @@ class Distillation(lightning.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-def refuse_merged(stages: Sequence[Stage], cosine: float) -> None:
-    """Raise ValueError for what merged laws do not have: some losses, and hidden states to compare."""
-    if not all(stage.loss.merged for stage in stages):
-        raise ValueError(f"trainer.top: the loss is not one of {', '.join(MERGED)}, which kept laws have")
-    if cosine:
-        raise ValueError("trainer.top: laws are kept, not hidden states: init.cosine=0")
+def _apart(record: Record, guess: Guess, predicted: Tensor) -> Tensor:
+    """The sum of `losses.misaligned` over predicted places of a guess."""
+    theirs = record[LAST].flatten(0, 1)[guess.at]
+    inside = torch.nn.functional.pad(predicted, (0, 1)).flatten()[guess.at]
+    return losses.misaligned(guess.states, theirs)[inside].sum()
 
 
 def _tag(name: str, temperature: float) -> str:

@@ -57,6 +57,7 @@ def require(cfg: TrainConfig) -> Known:
         draft = _draft(cfg, target, tokenizer)
         _lengths(cfg, target, draft)
         sources = _texts(cfg, target, tokenizer)
+        _shares(cfg, sources)
     except UserError:
         raise
     except (ValueError, OSError) as error:
@@ -211,6 +212,23 @@ def _texts(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> d
     if cfg.trainer.corpus_steps and cfg.data.block > long and not isinstance(found["train"], PromptRows):
         raise UserError(f"data.block={cfg.data.block}: the target holds texts of at most {long} tokens")
     return found
+
+
+def domains(cfg: TrainConfig, sources: Mapping[str, Source], split: str) -> set[str]:
+    """Of own texts those that their rows name; of the embedded corpora those that are asked for."""
+    if split in sources:
+        return {domain for domain, _ in sources[split].prompts(1, cfg.rollout.prompt_tokens, 0)}
+    sizes = cfg.data.bytes if split == "train" else cfg.data.held_out_bytes
+    return {domain for domain, size in sizes.items() if size}
+
+
+def _shares(cfg: TrainConfig, sources: Mapping[str, Source]) -> None:
+    """A share of a domain that no text is of would change nothing, in silence."""
+    if not cfg.data.shares:
+        return
+    known = domains(cfg, sources, "train")
+    if unknown := sorted(set(cfg.data.shares) - known):
+        raise UserError(f"data.shares: no text is of {', '.join(unknown)}; the domains are {', '.join(sorted(known))}")
 
 
 def _lengths(cfg: TrainConfig, target: PreTrainedModel, draft: PreTrainedModel) -> None:

@@ -1,5 +1,6 @@
 """`check=true`: what a run would need and how long it would take, told before any weight is loaded whole."""
 
+import math
 import os
 import re
 import shutil
@@ -69,7 +70,7 @@ def _durations(found: Durations) -> list[str]:
 
 
 def _minutes(seconds: float) -> str:
-    return f"{seconds / 60:.0f} minutes" if seconds >= 90 else f"{seconds:.0f} seconds"
+    return f"{seconds / 60:.0f} minutes" if seconds >= 90 else f"{max(math.ceil(seconds), 1)} seconds"
 
 
 def _prompt(cfg: TrainConfig, known: Known) -> str:

@@ -24,7 +24,7 @@ from inference.sampling import Sampling
 from inference.verify.rules import RULES
 
 Key = TypeVar("Key", bound=Hashable)
-SPANS = (2, 6)  # draft lengths that are timed; every other one lies on their line
+SPANS = (2, 8)  # draft lengths that are timed; every other one lies on their line
 SPREAD = 7  # tokens between the lengths of one text and the next
 
 

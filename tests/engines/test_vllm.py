@@ -20,7 +20,7 @@ from cotrain.evaluation.held_out import held_out
 from cotrain.export.hf import export
 from cotrain.rollout import kept_texts
 from cotrain.teacher.provenance import provenance
-from cotrain.teacher.target_model import load_pair, split
+from cotrain.teacher.target_model import load_pair, served
 from inference import Sampling
 from inference.drafts.bundled_target import resolve
 from inference.drafts.draft_folder import load_draft, read
@@ -114,7 +114,7 @@ def test_a_draft_is_accepted_as_here(
 def test_texts_that_it_samples_are_the_targets_own(plain: dict[str, Any], found: dict[str, Any]) -> None:
     """rollout.url=: by the target's surprise at them."""
     texts = kept_texts.texts(kept_texts.read(OUTPUT / "rollouts" / "held_out_T1"))
-    read, head = split(plain["plan"].target)
+    read, head = served(plain["plan"].target)
     own = provenance(held_out(read, texts, 1.0), head)
     found["rollout.url"] = vars(own)
     print(f"\nvllm, rollout.url: {own.line()}")

@@ -14,4 +14,5 @@ ROWS_OF_BUGS = [
     ('error_row_is_kept_as_a_sample', 'cotrain/rollout/samplers.py', 'filter(None, out.errors)', 'filter(None, ())', ['tests/test_errors_are_seen.py::test_a_sampled_text_is_whole'], 41),
     ('a_wrong_place_drowned_in_right_ones', 'inference/models/probe.py', 'float(apart.nan_to_num(nan=torch.inf).max())', 'float(apart.nan_to_num(nan=torch.inf).mean())', ['tests/test_selfcheck.py::test_a_forward_that_is_wrong_at_one_place_is_caught'], 'a forward that is wrong at one place is taken for rounding'),
     ('the_larger_of_noise_and_bound_excuses', 'inference/exactness/checks.py', 'noise = min(MARGIN * text.noise, text.limit)', 'noise = max(MARGIN * text.noise, text.limit)', ['tests/test_wrong_engines.py::test_neither_noisy_passes_nor_a_wide_bound_alone_excuse'], 35),
+    ('shares_of_no_domain', 'cotrain/training/preconditions.py', 'if unknown := sorted(set(cfg.data.shares) - known):', 'if unknown := sorted(set(cfg.data.shares) & known):', ['tests/test_preconditions.py::test_check_and_run_refuse_alike_before_a_weight_is_read[data.shares={cod:0.5}]'], 'a misspelt domain changes nothing, in silence'),
 ]

@@ -22,7 +22,9 @@ from cotrain.evaluation.held_out import HeldOut, held_out
 from cotrain.losses.chunked import chunked, compared
 from cotrain.paths import folder
 from cotrain.rollout.kept_texts import Texts, read, texts
-from cotrain.teacher.target_model import load_target, split
+from cotrain.students.base import Guess
+from cotrain.teacher.target_laws import FromStates
+from cotrain.teacher.target_model import load_target, served
 from inference.drafts.bundled_target import resolve
 from inference.measure.environment import environment
 
@@ -54,7 +56,8 @@ def trained(set_: Texts, states: Tensor, head: Any, ahead: int, then: Any) -> Bl
         at = torch.randint(len(set_), (BATCH,))
         seen, wanted = states[at, : states.shape[1] - ahead].float(), states[at, ahead:]
         loss = losses.kl if step < STEPS / 2 else then
-        total, found = chunked(loss, wanted, head, network(seen), head, inside(set_, at, ahead), measured=False)
+        laws, guess = FromStates(wanted, head), Guess.everywhere(network(seen), head)
+        total, found = chunked(loss, laws, guess, inside(set_, at, ahead), measured=False)
         (total / max(found.positions, 1)).backward()
         optimizer.step()
         schedule.step()
@@ -70,7 +73,7 @@ def alphas(held: HeldOut, head: Any, network: Blind, ahead: int) -> np.ndarray:
         states, mask = held.hidden[at][None], inside(held.texts, at[None], ahead)
         ours = network(states[:, : states.shape[1] - ahead].float())
         x = held.texts.ids[at][None, 1 + ahead :]
-        alpha = compared(states[:, ahead:], head, ours, head, x, mask).alpha
+        alpha = compared(FromStates(states[:, ahead:], head), Guess.everywhere(ours, head), x, mask).alpha
         found.append([float(alpha.sum()), len(alpha)])
     return np.array(found)
 
@@ -87,7 +90,7 @@ def gain(kl: np.ndarray, other: np.ndarray) -> dict[str, float]:
 
 def main(report: str) -> None:
     target = load_target(resolve("bundled"))
-    readings, head = split(target)
+    readings, head = served(target)
     place = folder("data") / "rollouts"
     learnt, judged = (texts(read(place / f"{kind}_T1")) for kind in ("train", "held_out"))
     states, held = (held_out(readings, one, 1.0) for one in (learnt, judged))

@@ -22,6 +22,8 @@ from torch import Tensor
 
 from cotrain import losses
 from cotrain.losses.chunked import chunked, positions
+from cotrain.students.base import Guess
+from cotrain.teacher.target_laws import FromStates
 from inference.measure.environment import environment
 from inference.models.dtypes import half
 
@@ -51,8 +53,8 @@ def whole(hidden: list[Tensor], heads: list[torch.nn.Linear], mask: Tensor) -> T
 
 def in_chunks(hidden: list[Tensor], heads: list[torch.nn.Linear], mask: Tensor) -> Tensor:
     value, _ = chunked(
-        losses.kl, hidden[0], heads[0], hidden[1], heads[1], mask, measured=False,
-        chunk=positions(heads[1].out_features), parameters=list(heads[1].parameters()),
+        losses.kl, FromStates(hidden[0], heads[0]), Guess.everywhere(hidden[1], heads[1], tuple(heads[1].parameters())),
+        mask, measured=False, chunk=positions(heads[1].out_features),
     )  # fmt: skip
     return value
 

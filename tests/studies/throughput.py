@@ -24,10 +24,11 @@ import torch
 from torch import Tensor
 
 from cotrain.losses.spec import parse
-from cotrain.students import independent_student
+from cotrain.students import independent
 from cotrain.teacher.target_model import load_pair
 from cotrain.training import optim
-from cotrain.training.module import Distillation, Stage
+from cotrain.training.module import Distillation
+from cotrain.training.stages import Stage
 from inference.measure.environment import environment
 
 BATCH, LENGTH, REPEATS, WARMUP = 8, 256, 30, 3
@@ -36,7 +37,9 @@ Step = Callable[[Tensor], None]
 
 def ours(target: Any, network: Any, loss: str, remember: int = 0) -> Step:
     factories = partial(optim.adamw, lr=1e-3, weight_decay=0.0, betas=(0.9, 0.95)), lambda optimizer: None
-    module: Any = Distillation(network, target, [Stage(1.0, parse(loss))], *factories, {}, remember=remember)
+    module: Any = Distillation(
+        independent.Independent(network), target, [Stage(1.0, parse(loss))], *factories, {}, remember=remember
+    )
     module.log = lambda *_, **__: None
     module._trainer = SimpleNamespace(max_steps=1, global_step=0, world_size=1)
     type(module).global_step = 0
@@ -95,7 +98,7 @@ def trl(target: Any, network: Any, tokenizer: Any, folder: str) -> Step:
 
 def run() -> dict[str, Any]:
     target, tokenizer = load_pair("bundled")
-    network = independent_student.from_layers(target, [0, 1, -2, -1]).train()
+    network = independent.from_layers(target, [0, 1, -2, -1]).train()
     ids = torch.randint(2, target.config.vocab_size, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
     steps = {"bare": bare(target, network), "kl": ours(target, network, "kl"), "tv": ours(target, network, "tv"),
              "kl, again": ours(target, network, "kl", 2**30)}  # fmt: skip

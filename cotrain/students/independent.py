@@ -1,14 +1,74 @@
-"""The independent draft's starting weights: random, layers of the target, or any Hugging Face model."""
+"""An independent draft: a small causal LM of its own, that reads the text and nothing of the target.
+
+Its starting weights are random, layers of the target, or those of any Hugging Face model.
+"""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from cotrain.config.settings import Draft, Init
+from cotrain.students.base import DEFAULT, Guess, Seen
+from cotrain.teacher.target_model import halves, split
+from inference import proposers
 from inference.models.dtypes import quantised
 
 ROPES = ("default", "linear", "dynamic", "llama3", "yarn")  # those that any head size can use
+
+
+class Independent:
+    """The student of `inference.proposers.independent`: one guess, the same at every depth (Leviathan et al. 2023,
+    arXiv 2211.17192)."""
+
+    kind = DEFAULT
+    reads: tuple[int, ...] = ()
+
+    def __init__(
+        self, network: PreTrainedModel, target: PreTrainedModel | None = None, vocabulary: int | None = None
+    ) -> None:
+        self.network, self.vocabulary = network, vocabulary
+        self.read, self.head = halves(network, vocabulary)
+
+    @classmethod
+    def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
+        """The network before training. Raises ValueError naming the key that is wrong."""
+        if init.kind == "scratch":
+            return scratch(target, draft.width, draft.layers, draft.intermediate, draft.head_dim, draft.kv_heads)
+        if init.kind == "target_layers":
+            return from_layers(target, init.layers)
+        if init.kind == "pretrained" and draft.path:
+            return pretrained(draft.path, target)
+        if init.kind == "pretrained":
+            raise ValueError("init.kind: 'pretrained' takes its weights from a folder or hub id: name it with "
+                             "draft.path=")  # fmt: skip
+        raise ValueError(f"init.kind: {init.kind!r} is none of scratch, target_layers, pretrained (with draft.path=)")
+
+    def of(self, network: PreTrainedModel) -> "Independent":
+        return Independent(network, vocabulary=self.vocabulary)
+
+    def refuse(self) -> None:
+        """Raises ValueError for a head that does more than project, see `target_model.split`."""
+        split(self.network, self.vocabulary)
+
+    def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
+        states = self.read(batch["ids"], batch.get("position_ids"))
+        return [Guess.everywhere(states, self.head, tuple(self.network.get_output_embeddings().parameters()))]
+
+    def proposer(
+        self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False
+    ) -> proposers.Independent:
+        return proposers.Independent(self.network, greedy, compile=compile, int8=int8)
+
+    def save(self, folder: Path) -> None:
+        self.network.save_pretrained(folder)
+
+    @classmethod
+    def load(cls, folder: Path, target: PreTrainedModel | None = None, vocabulary: int | None = None) -> "Independent":
+        return cls(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), target, vocabulary)
 
 
 def scratch(

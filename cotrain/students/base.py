@@ -1,0 +1,116 @@
+"""What a kind of draft is while it trains: what it reads of the target, its guesses, the proposer that serves it.
+
+B texts, T tokens, D width of the target's states, V vocabulary, N guesses. A place t of a text speaks of the law of its
+token t + 1, given the tokens 0 .. t; flat places are b * T + t.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+if TYPE_CHECKING:
+    from cotrain.config.settings import Draft, Init
+
+LAST = -1  # the layer whose states the target's head reads, behind its final norm
+ANY = -1  # the depth of a guess that is the same at every depth
+DEFAULT = "independent"  # the kind of a draft folder that does not say it
+KINDS = {DEFAULT: "cotrain.students.independent:Independent"}  # kind -> module:class, imported when asked for
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The target's states of a batch of texts, by layer: 0 the embeddings, i the residual stream behind i decoder
+    layers, LAST. states: layer -> (B, T, D)."""
+
+    states: Mapping[int, Tensor]
+
+
+@dataclass(frozen=True)
+class Guess:
+    """Laws that a student guesses, each from a state of its own.
+
+    depth: 0-based: a round whose first new token is t + 1 - depth makes the guess at place t, of token t + 1; ANY: its
+    law at a place is the same at every depth. at (N,) int64: flat places, none twice. states (N, Dq). head:
+    (n, Dq) -> logits (n, V). parameters: all that head learns; with them a loss in chunks computes each chunk once.
+    """
+
+    depth: int
+    at: Tensor
+    states: Tensor
+    head: Callable[[Tensor], Tensor]
+    parameters: tuple[Tensor, ...] = field(default=())
+
+    @classmethod
+    def everywhere(
+        cls, states: Tensor, head: Callable[[Tensor], Tensor], parameters: tuple[Tensor, ...] = (), depth: int = ANY
+    ) -> "Guess":
+        """At every place, from states (B, T, Dq)."""
+        places = torch.arange(states.shape[0] * states.shape[1], device=states.device)
+        return cls(depth, places, states.flatten(0, 1), head, parameters)
+
+
+class Student(Protocol):
+    """A kind of draft. Its class is made from (network, target, vocabulary): the target whose head, layers or
+    embeddings it may share, and the number of ids that have mass (None: all of the head's).
+
+    reads: layers of the target's states that it wants beyond LAST, which losses read anyway.
+    """
+
+    kind: str
+    reads: tuple[int, ...]
+    network: PreTrainedModel
+    vocabulary: int | None
+
+    def __init__(
+        self, network: PreTrainedModel, target: PreTrainedModel | None, vocabulary: int | None = None
+    ) -> None: ...
+
+    @classmethod
+    def initial(cls, draft: "Draft", init: "Init", target: PreTrainedModel) -> PreTrainedModel:
+        """The network before training. Raises ValueError naming the key that is wrong."""
+
+    def of(self, network: PreTrainedModel) -> "Student":
+        """The same student with other weights: in parts, rounded, or cast for serving."""
+
+    def refuse(self) -> None:
+        """Raise ValueError for a network that this kind cannot train."""
+
+    def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
+        """What it guesses of a batch, by depth from 0 on, or one guess of depth ANY. batch: ids (B, T), position_ids
+        (B, T) of packed texts. No guess may depend on a token from its round's first new one on, but through the
+        drafts before it, which are the text's own."""
+
+    def proposer(self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False) -> Any:
+        """What drafts with the network in the engine. greedy: the likeliest tokens; compile: its passes, None: on a GPU
+        alone; int8: weights rounded to 8 bits."""
+
+    def save(self, folder: Path) -> None:
+        """Write the network, so that `load` finds it."""
+
+    @classmethod
+    def load(cls, folder: Path, target: PreTrainedModel | None, vocabulary: int | None = None) -> "Student":
+        """What `save` wrote, in float32."""
+
+
+def student_class(kind: str) -> type[Student]:
+    """The class of a kind. Raises ValueError for one that is not registered."""
+    if kind not in KINDS:
+        raise ValueError(f"draft.kind: {kind!r} is none of {', '.join(KINDS)}")
+    module, _, name = KINDS[kind].partition(":")
+    found: type[Student] = getattr(import_module(module), name)
+    return found
+
+
+def refuse_mixed(guesses: list[Guess]) -> None:
+    """Raise ValueError for guesses that are neither one of depth ANY nor of depths 0, 1, ... in order."""
+    depths = [guess.depth for guess in guesses]
+    if depths not in ([ANY], list(range(len(depths)))) or not depths:
+        raise ValueError(
+            f"guesses of depths {depths}: a student makes one of depth ANY, or those of 0, 1, ... in order"
+        )
