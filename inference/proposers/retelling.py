@@ -138,4 +138,4 @@ class Retelling:
         return codecs.getincrementaldecoder("utf-8")("replace").decode(self._joined(ids))
 
     def _encode(self, text: str) -> list[int]:
-        return list(self.draft(text, add_special_tokens=False)["input_ids"])
+        return list(self.draft(text, add_special_tokens=False, verbose=False)["input_ids"])
