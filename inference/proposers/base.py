@@ -102,9 +102,25 @@ class Proposer:
     `open`; `admit`, or `stage` and later `enter`, as prompts come; then round by round `propose` and `commit`, and
     `move` as rows leave.
     reads: layers of the target's states that it wants (see `passes.Pass`), () for none: only these are made.
+    greedy: whether it drafts the likeliest token, with a one-hot law. weights: what its own are held in, None for none.
     """
 
     reads: tuple[int, ...] = ()
+    greedy: bool = False
+
+    @property
+    def weights(self) -> str | None:
+        return None
+
+    @property
+    def context(self) -> int | None:
+        """Once it is open, the most tokens of a text that it drafts for; None: no bound of its own."""
+        return None
+
+    def language_model(self, rows: int, vocabulary: int) -> "LM | None":
+        """A causal LM, with slots for `rows` texts, whose law after a text is this proposer's at every depth: one
+        teacher-forced pass then finds all of its laws. None: forced rounds do (`exactness.forced`)."""
+        return None
 
     def open(self, host: Host) -> None:
         """Make room for the host's rows and, in slots after theirs, its spare prompts; forget everything."""

@@ -37,8 +37,15 @@ class Independent(Proposer):
         self.sent: dict[str, Tensor] = {}  # this round's numbers, once they are on the device
         self.longest = 0  # drafts of a round that are made at once, as many each time: other lengths are other graphs
 
+    def language_model(self, rows: int, vocabulary: int) -> LM | None:
+        return LM(self.model, rows, vocabulary, int8=self.int8)
+
     @property
-    def weights(self) -> str:
+    def context(self) -> int | None:
+        return self.lm.context
+
+    @property
+    def weights(self) -> str | None:
         """What its weights are held in."""
         return "int8" if self.int8 else str(self.model.dtype).removeprefix("torch.")
 
