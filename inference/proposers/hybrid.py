@@ -24,8 +24,16 @@ class Hybrid(Proposer):
 
     def __init__(self, model: Proposer, retrieval: Retrieval, gate: Gate) -> None:
         self.model, self.retrieval, self.gate = model, retrieval, gate
-        self.reads = model.reads
+        self.reads, self.greedy = model.reads, model.greedy
         self.parts = (retrieval, model)
+
+    @property
+    def weights(self) -> str | None:
+        return self.model.weights
+
+    @property
+    def context(self) -> int | None:
+        return self.model.context
 
     def open(self, host: Host) -> None:
         for part in self.parts:
@@ -60,43 +68,51 @@ class Hybrid(Proposer):
         if not any(drafts):
             return self.model.propose(Part(turn, asked))
         sure = chains(drafts, turn.texts)
-        part = Part(turn, asked, sure.x.tolist())
-        return mixed(sure, self.model.propose(part), part.carried())
+        part = Part(turn, asked, sure)
+        return mixed(part, self.model.propose(part))
 
 
 class Part:
-    """A round as a proposer sees it that drafts for some rows only: k_b = 0 of the others. carries: numbers of each row
-    that travel to the device with its own."""
+    """A round as a model sees it that drafts for some rows only: k_b = 0 of the others, which have the drafts `sure`.
+    These travel to the device with what the model sends."""
 
-    def __init__(self, turn: Round, k: list[int], carries: list[list[int]] | None = None) -> None:
-        self.turn, self.k, self.carries = turn, k, carries
+    def __init__(self, turn: Round, k: list[int], sure: Proposal | None = None) -> None:
+        self.turn, self.k, self.sure = turn, k, sure
+        self.sent: dict[str, Tensor] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.turn, name)
 
     def send(self, k: list[int] | None = None, **numbers: Numbers) -> dict[str, Tensor]:
-        if self.carries is not None:
-            numbers, self.carries = numbers | {"carried": self.carries}, None
-        return self.turn.send(self.k if k is None else k, **numbers)
+        if self.sure is not None and not self.sent:
+            numbers |= {"sure": self.sure.x.tolist(), "looked_up": self.sure.k}
+        self.sent = self.turn.send(self.k if k is None else k, **numbers)
+        return self.sent
 
-    def carried(self) -> Tensor:
-        """The numbers on the device."""
-        return self.send()["carried"]
+    def draw(self, law: Tensor, depth: int) -> Tensor:
+        """Of rows that look-up drafts for, its draft for certain: what the model makes of them is not used."""
+        if self.sure is not None and depth < self.sure.x.shape[1]:
+            sent = self.send()
+            certain = one_hot(sent["sure"][:, depth], law)
+            law = torch.where((sent["looked_up"] > depth).unsqueeze(1), certain, law)
+        return self.turn.draw(law, depth)
 
     def on(self, given: Any) -> "Part":
         return Part(self.turn.on(given), self.k)
 
 
-def mixed(sure: Proposal, drawn: Proposal, x: Tensor) -> Proposal:
-    """One proposal of certain drafts, which are x (A, N) on the device, and of drawn ones, each row's from one of them.
+def mixed(part: Part, drawn: Proposal) -> Proposal:
+    """One proposal of a round's certain drafts and of those that the model drew: each row's are of one kind.
 
     Raises ValueError for a tree: rows of one round have one shape of drafts.
     """
     if drawn.tree is not None:
         raise ValueError("Hybrid: its model drafts trees; give it one that drafts chains")
+    assert part.sure is not None
+    sent = part.send()
+    x, certain = sent["sure"], sent["looked_up"].unsqueeze(1) > 0
     width = max(x.shape[1], drawn.x.shape[1])
-    k = [a + b for a, b in zip(sure.k, drawn.k, strict=True)]
-    certain = torch.tensor([n > 0 for n in sure.k], device=x.device).unsqueeze(1)
+    k = [a + b for a, b in zip(part.sure.k, drawn.k, strict=True)]
     ids = torch.where(certain, _wider(x, width), _wider(drawn.x.to(x.device), width))
     if drawn.q is None:
         return Proposal(ids, None, k)
