@@ -11,7 +11,6 @@ from inference.policy import Fixed
 from inference.proposers.base import Host
 from inference.proposers.other_tokenizer import OtherTokenizer, Told
 from inference.proposers.retelling import WINDOW, Retelling, Shared, byte_strings
-from tests.exact import chi_square
 from tests.tiny import tiny
 
 TEXT = "the cat sat on the mat and the dog ran to the red barn, naïve café 日本 über; " * 3
@@ -107,7 +106,7 @@ def test_coupled_texts_are_those_of_plain_decoding(
     target = tiny(len(theirs), seed=3, positions=128)
     prompts = ["the cat", "naïve café", "日", " the dog ran to the red barn and the cat sat", "a"]
     settings = {"max_new_tokens": [9, 30, 17, 60, 12], "sampling": sampling, "seed": 2}
-    proposer = OtherTokenizer(tiny(len(ours), seed=4, positions=512), ours, theirs)
+    proposer = OtherTokenizer.between(tiny(len(ours), seed=4, positions=512), ours, theirs)
     plain = Engine(target, verify="coupled", rows=2, tokenizer=theirs).generate(prompts, **settings)
     engine = Engine(target, proposer, verify="coupled", rows=2, policy=Fixed(3), tokenizer=theirs)
     fast = engine.generate(prompts, **settings)
@@ -129,8 +128,34 @@ class AsItIs:
 def test_a_draft_with_the_targets_own_tokens_and_weights_is_accepted(theirs: PreTrainedTokenizerFast) -> None:
     """No hole in the draft's slots, and laws of its own."""
     target = tiny(len(theirs), seed=3)
-    proposer = OtherTokenizer(target, theirs, theirs)
-    proposer.retelling = AsItIs()
+    proposer = OtherTokenizer(target, Shared.of(theirs, theirs), AsItIs())
     engine = Engine(target, proposer, policy=Fixed(3), tokenizer=theirs)
     stats = engine.generate(["the cat", "the dog sat on"], max_new_tokens=16, sampling=Sampling(0.7)).stats
     assert stats.tau == 4
+
+
+def test_laws_are_those_after_the_text_as_it_is_told(
+    theirs: PreTrainedTokenizerFast, ours: PreTrainedTokenizerFast
+) -> None:
+    """In every round, though what was stored is told in other tokens once the text goes on."""
+    target, draft = tiny(len(theirs), seed=3, positions=128), tiny(len(ours), seed=4, positions=512)
+    proposer, moved = OtherTokenizer.between(draft, ours, theirs), []
+    to_target, to_draft = proposer.shared.tables(len(theirs), len(ours), torch.device("cpu"))
+    propose = proposer.propose
+
+    def watched(turn):
+        before = proposer.rows
+        made = propose(turn)
+        for told, old, q, k in zip(proposer.rows, before, made.q, made.k, strict=True):
+            moved.append(told[: len(old)] != old)
+            if k:
+                with torch.no_grad():
+                    logits = draft(torch.tensor([told])).logits[:, -1]
+                found = Told(Regime(), [], [], to_target, to_draft).law(logits, [])[0]
+                torch.testing.assert_close(q[0], found, rtol=0, atol=1e-9)
+        return made
+
+    proposer.propose = watched
+    engine = Engine(target, proposer, rows=2, policy=Fixed(2), tokenizer=theirs)
+    engine.generate(["the cat", "a mat and", "ba"], max_new_tokens=40, seed=1)
+    assert sum(moved) > 5

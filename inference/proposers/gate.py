@@ -5,7 +5,7 @@ token that a model drew: to drop or swap such a draft after a look would change 
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from inference.lookup.match import Match
@@ -17,26 +17,32 @@ WEIGHT = 8.0  # rounds that what is known of ends one token shorter counts as
 @dataclass(frozen=True)
 class Gate:
     """found[where][n][j]: P(a look-up's first j + 1 drafts are accepted), where 0 is the row's own text and 1 a
-    datastore, n = 0 .. LONGEST the tokens of the end that stood there. model[where][n]: tokens that a round of the
-    model's drafts accepts at such a place. drafting: what the model's drafting takes in a round, column: what each
-    draft of any kind adds to the target's pass, both in plain target steps. k: drafts of the model in a round.
+    datastore, n = 0 .. LONGEST the tokens of the end that stood there; model[where][n][j]: the same of the model's
+    drafts at such places. step: what a draft of the model takes; column: what each draft of any kind adds to the
+    target's pass; both in plain target steps.
     """
 
     found: Sequence[Sequence[Sequence[float]]]
-    model: Sequence[Sequence[float]]
-    drafting: float
+    model: Sequence[Sequence[Sequence[float]]]
+    step: float
     column: float
-    k: int
 
-    def looked_up(self, match: Match) -> int:
-        """How many of a look-up's drafts are taken; 0: the model drafts. The number of most tokens a second, if that
+    @classmethod
+    def uncalibrated(cls, depths: int = 16) -> "Gate":
+        """Before anything was counted: a model of acceptance 0.7, and of a look-up n / (n + 2), a step a tenth."""
+        found = [[(n / (n + 2)) ** (j + 1) for j in range(depths)] for n in range(LONGEST + 1)]
+        model = [[0.7 ** (j + 1) for j in range(depths)]] * (LONGEST + 1)
+        return cls([found, found], [model, model], 0.1, 0.02)
+
+    def looked_up(self, match: Match, k: int) -> int:
+        """How many of a look-up's drafts are taken, 0: the model drafts k. The number of most tokens a second, if that
         is at least the model's."""
         where, n = int(match.stored), min(match.length, LONGEST)
-        survival = self.found[where][n]
-        best, most = 0, (1 + self.model[where][n]) / (1 + self.drafting + self.column * self.k)
+        drafted = sum(self.model[where][n][:k])
+        best, most = 0, (1 + drafted) / (1 + (self.step + self.column) * k)
         accepted = 0.0
-        for count in range(1, min(len(match.drafts), len(survival)) + 1):
-            accepted += survival[count - 1]
+        for count, survival in enumerate(self.found[where][n][: min(len(match.drafts), k)], 1):
+            accepted += survival
             rate = (1 + accepted) / (1 + self.column * count)
             if rate >= most:
                 best, most = count, rate
@@ -48,7 +54,7 @@ class Gate:
     @classmethod
     def of_json(cls, values: Mapping[str, Any]) -> "Gate":
         """Raises ValueError for keys that are missing or unknown."""
-        names = set(cls.__dataclass_fields__)
+        names = {item.name for item in fields(cls)}
         if odd := set(values) ^ names:
             raise ValueError(f"gate: keys missing or unknown: {', '.join(sorted(odd))}")
         return cls(**values)
@@ -64,46 +70,42 @@ class Place:
     accepted: int | None = None
 
 
-def calibrated(places: Iterable[Place], depths: int, drafting: float, column: float, k: int) -> Gate:
+def calibrated(places: Iterable[Place], depths: int, step: float, column: float) -> Gate:
     """The gate of what was counted at places of held-out text that the target wrote under the settings to be served.
 
     A look-up's draft is certain, so on text of the target's law a draft is accepted as often as the text has that
-    token there. Counts of ends of n tokens lean on those of n - 1 tokens, see `WEIGHT`. depths: drafts of a look-up.
+    token there. A look-up's counts of ends of n tokens lean on those of n - 1 tokens, the model's on those of all
+    places, see `WEIGHT`. depths: drafts of a round, of either.
     """
-    parts: list[list[list[Place]]] = [[[] for _ in range(LONGEST + 1)] for _ in range(2)]
+    cells: list[list[list[Place]]] = [[[] for _ in range(LONGEST + 1)] for _ in range(2)]
     for place in places:
-        parts[place.match.stored][min(place.match.length, LONGEST)].append(place)
-    everywhere = [place for part in parts for cell in part for place in cell]
-    found = [_leaning([[_survives(cell, j) for cell in part] for j in range(depths)], depths) for part in parts]
-    model = _means([_accepted(cell) for part in parts for cell in part], _accepted(everywhere))
-    return Gate(found, [model[: LONGEST + 1], model[LONGEST + 1 :]], drafting, column, k)
+        cells[place.match.stored][min(place.match.length, LONGEST)].append(place)
+    pooled = [place for part in cells for cell in part for place in cell]
+    always = _leaning([_accepted(pooled, depths)], [0.0] * depths)[0]
+    model = [[_leaning([_accepted(cell, depths)], always)[0] for cell in part] for part in cells]
+    found = [_leaning([_found(cell, depths) for cell in part], [0.0] * depths) for part in cells]
+    return Gate(found, model, step, column)
 
 
-def _survives(cell: list[Place], depth: int) -> tuple[float, int]:
-    """Rounds that had all drafts up to that depth right, of those that drafted it."""
-    drafted = [place for place in cell if len(place.match.drafts) > depth]
-    return float(sum(place.right > depth for place in drafted)), len(drafted)
+Counts = list[tuple[int, int]]  # by depth: rounds that accepted all drafts up to it, and rounds that drafted it
 
 
-def _accepted(cell: list[Place]) -> tuple[float, int]:
-    """Drafts of the model that were accepted, and the rounds."""
+def _found(cell: list[Place], depths: int) -> Counts:
+    """Of look-up's drafts."""
+    return [(sum(place.right > depth for place in cell), sum(len(place.match.drafts) > depth for place in cell))
+            for depth in range(depths)]  # fmt: skip
+
+
+def _accepted(cell: list[Place], depths: int) -> Counts:
+    """Of the model's drafts."""
     counts = [place.accepted for place in cell if place.accepted is not None]
-    return float(sum(counts)), len(counts)
+    return [(sum(count > depth for count in counts), len(counts)) for depth in range(depths)]
 
 
-def _leaning(counts: list[list[tuple[float, int]]], depths: int) -> list[list[float]]:
-    """Survival [n][depth] of counts [depth][n], each with `WEIGHT` rounds of the cell one token shorter."""
-    shares: list[list[float]] = []
-    for depth in range(depths):
-        mean, column = 0.0, []
-        for hits, rounds in counts[depth]:
-            mean = (hits + WEIGHT * mean) / (rounds + WEIGHT)
-            column.append(mean)
-        shares.append(column)
-    return [list(row) for row in zip(*shares, strict=True)] if depths else [[] for _ in range(LONGEST + 1)]
-
-
-def _means(counts: list[tuple[float, int]], pooled: tuple[float, int]) -> list[float]:
-    """Mean of each cell, with `WEIGHT` rounds of all."""
-    mean = pooled[0] / pooled[1] if pooled[1] else 0.0
-    return [(total + WEIGHT * mean) / (rounds + WEIGHT) for total, rounds in counts]
+def _leaning(counts: list[Counts], first: list[float]) -> list[list[float]]:
+    """Survival of each cell by depth, with `WEIGHT` rounds of the cell before it, `first` before all."""
+    shares, before = [], first
+    for cell in counts:
+        before = [(hits + WEIGHT * mean) / (rounds + WEIGHT) for (hits, rounds), mean in zip(cell, before, strict=True)]
+        shares.append(before)
+    return shares

@@ -18,14 +18,13 @@ class Hybrid(Proposer):
 
     The gate decides before anything is drawn, from earlier text alone, so each row's drafts are drawn from the laws
     that are returned: one-hot ones for look-up, else the model's. Rows that look-up drafts for cost the model nothing;
-    it reads what they gained when it next drafts for them. The model drafts chains, at most `gate.k` a round; look-up
-    as many as the engine's policy asks for.
+    it reads what they gained when it next drafts for them. The model drafts chains.
     """
 
-    def __init__(self, model: Proposer, retrieval: Retrieval, gate: Gate) -> None:
-        self.model, self.retrieval, self.gate = model, retrieval, gate
+    def __init__(self, model: Proposer, retrieval: Retrieval | None = None, gate: Gate | None = None) -> None:
+        self.model, self.retrieval, self.gate = model, retrieval or Retrieval(), gate or Gate.uncalibrated()
         self.reads, self.greedy = model.reads, model.greedy
-        self.parts = (retrieval, model)
+        self.parts: tuple[Proposer, ...] = (self.retrieval, model)
 
     @property
     def weights(self) -> str | None:
@@ -61,8 +60,8 @@ class Hybrid(Proposer):
 
     def propose(self, turn: Round) -> Proposal:
         found = self.retrieval.find(turn.texts, turn.k)
-        drafts = [match.drafts[: self.gate.looked_up(match)] for match in found]
-        asked = [0 if draft else min(k, self.gate.k) for draft, k in zip(drafts, turn.k, strict=True)]
+        drafts = [match.drafts[: self.gate.looked_up(match, k)] for match, k in zip(found, turn.k, strict=True)]
+        asked = [0 if draft else k for draft, k in zip(drafts, turn.k, strict=True)]
         if not max(asked):
             return chains(drafts, turn.texts)
         if not any(drafts):

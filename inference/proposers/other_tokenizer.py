@@ -18,27 +18,32 @@ class OtherTokenizer(Proposer):
     that of its own model over the tokens that both have, as equal byte strings, renormalised under the row's settings.
     Drafts are drawn from that very law, so the text's law is the target's.
 
-    model, tokenizer: the draft's. target_tokenizer: of the target. greedy: as of `Independent`.
-    Raises ValueError for tokenizers without a byte string a token, or that share none.
+    model: the draft's, of its own ids. shared, retelling: see `between`. greedy: as of `Independent`.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        target_tokenizer: PreTrainedTokenizerBase,
-        greedy: bool = False,
-    ) -> None:
-        self.inner = Independent(model, greedy, compile=False)
-        self.shared = Shared.of(target_tokenizer, tokenizer)
-        self.retelling = Retelling(target_tokenizer, tokenizer)
+    def __init__(self, model: PreTrainedModel, shared: Shared, retelling: Retelling, greedy: bool = False) -> None:
+        self.inner, self.greedy = Independent(model, greedy, compile=False), greedy
+        self.shared, self.retelling = shared, retelling
         self.size = model.config.get_text_config().vocab_size
         self.host: Host
         self.rows: list[list[int]] = []  # of each row, its text in draft ids, as it was when last drafted for
         self.staged: dict[int, list[int]] = {}
 
+    @classmethod
+    def between(
+        cls,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        target_tokenizer: PreTrainedTokenizerBase,
+        greedy: bool = False,
+    ) -> "OtherTokenizer":
+        """A draft and its tokenizer beside a target's. Raises ValueError for tokenizers without a byte string a token,
+        or that share none."""
+        shared = Shared.of(target_tokenizer, tokenizer)
+        return cls(model, shared, Retelling(target_tokenizer, tokenizer), greedy)
+
     @property
-    def weights(self) -> str:
+    def weights(self) -> str | None:
         return self.inner.weights
 
     def open(self, host: Host) -> None:

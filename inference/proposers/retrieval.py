@@ -123,3 +123,11 @@ class Retrieval(Proposer):
             return own
         stored = self.datastore.look_up(text, k, max(self.shortest, own.length + 1))
         return stored if stored.drafts else own
+
+    def along(self, prompt: list[int], text: Sequence[int], k: int) -> list[Match]:
+        """What it finds before each token of a text that followed a prompt."""
+        row, whole, found = SuffixAutomaton(), list(prompt), []
+        for token in text:
+            found.append(self._found(row, whole, k))
+            whole.append(token)
+        return found
