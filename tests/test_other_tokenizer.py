@@ -11,7 +11,7 @@ from inference.policy import Fixed
 from inference.proposers.base import Host
 from inference.proposers.other_tokenizer import OtherTokenizer, Told
 from inference.proposers.retelling import WINDOW, Retelling, Shared, byte_strings
-from tests.tiny import tiny
+from tests.tiny import near, tiny
 
 TEXT = "the cat sat on the mat and the dog ran to the red barn, naïve café 日本 über; " * 3
 
@@ -105,12 +105,12 @@ def test_coupled_texts_are_those_of_plain_decoding(
 ) -> None:
     target = tiny(len(theirs), seed=3, positions=128)
     prompts = ["the cat", "naïve café", "日", " the dog ran to the red barn and the cat sat", "a"]
-    settings = {"max_new_tokens": [9, 30, 17, 60, 12], "sampling": sampling, "seed": 2}
+    settings = {"max_new_tokens": [9, 20, 7, 30, 12], "sampling": sampling, "seed": 2}
     proposer = OtherTokenizer.between(tiny(len(ours), seed=4, positions=512), ours, theirs)
     plain = Engine(target, verify="coupled", rows=2, tokenizer=theirs).generate(prompts, **settings)
     engine = Engine(target, proposer, verify="coupled", rows=2, policy=Fixed(3), tokenizer=theirs)
     fast = engine.generate(prompts, **settings)
-    assert fast.tokens == plain.tokens and fast.stats.drafted[2] > 20
+    assert fast.tokens == plain.tokens and fast.stats.drafted[2] > 10
 
 
 class AsItIs:
@@ -134,28 +134,32 @@ def test_a_draft_with_the_targets_own_tokens_and_weights_is_accepted(theirs: Pre
     assert stats.tau == 4
 
 
-def test_laws_are_those_after_the_text_as_it_is_told(
-    theirs: PreTrainedTokenizerFast, ours: PreTrainedTokenizerFast
-) -> None:
+class Fickle(AsItIs):
+    """Tells a text's last token as the next id, until another follows."""
+
+    def __call__(self, text: list[int]) -> list[int]:
+        return [*text[:-1], (text[-1] + 1) % 300]
+
+
+def test_laws_are_those_after_the_text_as_it_is_told(theirs: PreTrainedTokenizerFast) -> None:
     """In every round, though what was stored is told in other tokens once the text goes on."""
-    target, draft = tiny(len(theirs), seed=3, positions=128), tiny(len(ours), seed=4, positions=512)
-    proposer, moved = OtherTokenizer.between(draft, ours, theirs), []
-    to_target, to_draft = proposer.shared.tables(len(theirs), len(ours), torch.device("cpu"))
+    target = tiny(len(theirs), seed=3, positions=128)
+    draft = near(target)
+    proposer, rounds = OtherTokenizer(draft, Shared.of(theirs, theirs), Fickle()), []
     propose = proposer.propose
 
     def watched(turn):
-        before = proposer.rows
         made = propose(turn)
-        for told, old, q, k in zip(proposer.rows, before, made.q, made.k, strict=True):
-            moved.append(told[: len(old)] != old)
+        for text, q, k in zip(turn.texts, [] if made.q is None else made.q, made.k, strict=False):
             if k:
                 with torch.no_grad():
-                    logits = draft(torch.tensor([told])).logits[:, -1]
-                found = Told(Regime(), [], [], to_target, to_draft).law(logits, [])[0]
-                torch.testing.assert_close(q[0], found, rtol=0, atol=1e-9)
+                    logits = draft(torch.tensor([Fickle()(text)])).logits[0, -1]
+                logits[1] = -torch.inf  # the pad token, which is not shared
+                torch.testing.assert_close(q[0], logits.softmax(-1), rtol=0, atol=1e-9)
+                rounds.append(k)
         return made
 
     proposer.propose = watched
     engine = Engine(target, proposer, rows=2, policy=Fixed(2), tokenizer=theirs)
-    engine.generate(["the cat", "a mat and", "ba"], max_new_tokens=40, seed=1)
-    assert sum(moved) > 5
+    engine.generate(["the cat", "a mat and", "ba"], max_new_tokens=24, seed=1)
+    assert len(rounds) > 20
