@@ -159,6 +159,25 @@ def test_a_draft_law_of_another_temperature_fails(dtype):
     assert not found.passed and found.rare > 2 * found.rare_expected
 
 
+@DTYPES
+def test_rounding_does_not_excuse_a_draft_law_of_another_temperature(dtype):
+    target, draft = pair(dtype, 0.02)
+    engine, texts = run(target, Warmer(draft), rows=160)
+    found = check(engine, texts, Sampling(), NEW)
+    assert not found.calls.passed and not found.passed
+
+
+def test_a_draft_that_is_nearly_the_target_raises_no_alarm():
+    """Whether such a draft may be refused at all is a matter of rounding: laws that moved by as much since the run."""
+    target, draft = pair(SINGLE, 0.001)
+    engine, texts = run(target, Independent(draft), rows=400)
+    found = pair_figures(engine, engine.proposer, texts, Sampling(), NEW, 0.0)
+    moved = 0.01 * torch.randn(found.logq.shape, generator=torch.Generator().manual_seed(1)).double()
+    other = dataclasses.replace(found, logq=found.logq + moved)
+    assert check_calls(found, texts, "token").passed and not check_calls(other, texts, "token").passed
+    assert check_calls(dataclasses.replace(other, rounding=0.01), texts, "token").passed
+
+
 def test_the_residual_of_another_rule_fails(monkeypatch):
     residual = chain._residual
     monkeypatch.setattr(chain, "_residual", lambda p, q, n, k, w: residual(p, q, n, k, None))

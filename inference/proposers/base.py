@@ -2,13 +2,16 @@
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from inference.models.passes import States
 
 if TYPE_CHECKING:
+    from inference.drafts.draft_folder import Metadata
     from inference.models.lm import LM
 
 
@@ -22,6 +25,17 @@ class Host:
     vocabulary: int
     context: int
     target: "LM"
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What a folder is loaded beside: the target with its `compatibility.hash_target`, and what the folder says of
+    itself, where it was made here. compile: of passes, see `Engine`."""
+
+    target: PreTrainedModel
+    hashes: Mapping[str, str | None]
+    made: "Metadata | None"
+    compile: bool | None
 
 
 class Proposal(NamedTuple):
@@ -107,6 +121,11 @@ class Proposer:
 
     reads: tuple[int, ...] = ()
     greedy: bool = False
+
+    @classmethod
+    def load(cls, folder: Path, beside: Beside) -> "Proposer":
+        """From a draft folder of this kind (`proposers.KINDS`); `inference.load` asks for it."""
+        raise NotImplementedError(f"{cls.__name__}.load")
 
     @property
     def weights(self) -> str | None:
