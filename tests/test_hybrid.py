@@ -74,6 +74,15 @@ def test_every_row_chooses_for_itself() -> None:
             assert (row.starts[:2], row.drafted[:3]) == ([0, 4], [1, 1, 1])
 
 
+def test_a_model_that_look_up_never_relieves_drafts_as_it_does_alone() -> None:
+    """To the count: it hears of every round."""
+    target = tiny(seed=3)
+    both = Independent(near(target)), Hybrid(Independent(near(target)), Retrieval(shortest=1), gate(set()))
+    settings = {"max_new_tokens": 20, "seed": 1}
+    alone, beside = (Engine(target, one, rows=3, policy=Fixed(3)).generate(prompts(), **settings) for one in both)
+    assert (beside.tokens, beside.stats.rows) == (alone.tokens, alone.stats.rows) and alone.stats.accepted[1] > 5
+
+
 def test_a_gate_takes_the_better_rate() -> None:
     found = [[0.0] * 3] * 5 + [[0.9, 0.8, 0.1]] * (LONGEST - 4)
     model = [[0.6, 0.4, 0.0]] * (LONGEST + 1)

@@ -51,6 +51,7 @@ def test_the_automaton_finds_the_longest_end_that_stood_earlier_at_every_token()
 
 def test_the_latest_place_is_drafted_from() -> None:
     assert SuffixAutomaton([7, 1, 5, 7, 2, 5, 7]).look_up(2).drafts == [2, 5]
+    assert SuffixAutomaton([7, 1, 7, 2, 7]).look_up(2).drafts == [2, 7]
     assert SuffixAutomaton([1, 2, 3, 1, 2]).look_up(7).drafts == [3, 1, 2, 3, 1, 2, 3]
     assert SuffixAutomaton([1, 2, 3, 1, 2]).look_up(3, shortest=3).drafts == []
     assert SuffixAutomaton([1, 2, 3]).look_up(3).drafts == []

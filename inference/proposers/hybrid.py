@@ -1,14 +1,17 @@
 """Look-up where it pays, a model elsewhere: each row's drafts of a round come from one of the two."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from inference.batched.batch import Numbers
-from inference.proposers.base import Host, Outcome, Proposal, Proposer, Round, States
+from inference.drafts.weight_files import CONFIG, read_json
+from inference.proposers.base import Beside, Host, Outcome, Proposal, Proposer, Round, States
 from inference.proposers.gate import Gate
+from inference.proposers.independent import Independent
 from inference.proposers.retrieval import Retrieval, chains
 from inference.sampling import one_hot
 
@@ -25,6 +28,17 @@ class Hybrid(Proposer):
         self.model, self.retrieval, self.gate = model, retrieval or Retrieval(), gate or Gate.uncalibrated()
         self.reads, self.greedy = model.reads, model.greedy
         self.parts: tuple[Proposer, ...] = (self.retrieval, model)
+
+    @classmethod
+    def load(cls, folder: Path, beside: Beside) -> "Hybrid":
+        """An independent draft whose config.json says under `lookup` how look-up stands beside it, gate included."""
+        return cls.of_settings(Independent.load(folder, beside), read_json(folder / CONFIG).get("lookup") or {})
+
+    @classmethod
+    def of_settings(cls, model: Proposer, lookup: Mapping[str, Any]) -> "Hybrid":
+        """A model, and what a config says of look-up."""
+        gate = lookup.get("gate")
+        return cls(model, Retrieval.of_settings(lookup), Gate.of_json(gate) if gate else None)
 
     @property
     def weights(self) -> str | None:

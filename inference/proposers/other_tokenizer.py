@@ -1,14 +1,18 @@
 """A draft with a tokenizer of its own: it drafts the tokens that both vocabularies have, of text told in its own."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from inference.drafts.draft_folder import load_tokenizer
+from inference.drafts.weight_files import load_weights
 from inference.lookup.suffix_array import common
-from inference.proposers.base import Host, Outcome, Proposal, Proposer, Round, States
+from inference.models.dtypes import widened
+from inference.proposers.base import Beside, Host, Outcome, Proposal, Proposer, Round, States
 from inference.proposers.independent import Independent
 from inference.proposers.retelling import Retelling, Shared
 
@@ -41,6 +45,17 @@ class OtherTokenizer(Proposer):
         or that share none."""
         shared = Shared.of(target_tokenizer, tokenizer)
         return cls(model, shared, Retelling(target_tokenizer, tokenizer), greedy)
+
+    @classmethod
+    def load(cls, folder: Path, beside: Beside) -> "OtherTokenizer":
+        """A Hugging Face folder with a tokenizer of its own. Raises ValueError where it or the target has none."""
+        model, problems, _ = load_weights(folder)
+        tokenizer = load_tokenizer(folder)
+        if problems or tokenizer is None or beside.tokenizer is None:
+            raise ValueError("; ".join(problems) or f"{folder}: the draft and its target each need a tokenizer")
+        torch.nn.Module.to(model, beside.target.device)
+        greedy = beside.made is not None and beside.made.objective == "greedy"
+        return cls.between(widened(model), tokenizer, beside.tokenizer, greedy)
 
     @property
     def weights(self) -> str | None:

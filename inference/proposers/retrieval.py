@@ -1,10 +1,12 @@
 """Drafts from look-up: what followed the end of the text earlier, in the text itself or in a corpus. No model."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from inference.drafts.weight_files import CONFIG, read_json
 from inference.lookup.datastore import Datastore
 from inference.lookup.match import Match
 from inference.lookup.suffix_automaton import SuffixAutomaton
@@ -92,6 +94,16 @@ class Retrieval(Proposer):
         self.shortest = shortest
         self.rows: list[SuffixAutomaton] = []
         self.staged: dict[int, SuffixAutomaton] = {}
+
+    @classmethod
+    def load(cls, folder: Path, beside: Beside) -> "Retrieval":
+        """With the settings under `lookup` in the folder's config.json: shortest, and the datastore's folder."""
+        return cls.of_settings(read_json(folder / CONFIG).get("lookup") or {})
+
+    @classmethod
+    def of_settings(cls, lookup: Mapping[str, Any]) -> "Retrieval":
+        """Of what a config says of look-up."""
+        return cls(lookup.get("datastore"), lookup.get("shortest", 2))
 
     def open(self, host: Host) -> None:
         """Raises ValueError for a datastore with ids that the target lacks."""
