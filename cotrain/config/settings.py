@@ -84,10 +84,13 @@ class Quantisation:
 class Draft:
     """kind: of draft, see `cotrain.students.base`. The shape of one that starts from random weights; `path` for
     init=pretrained. quantisation: of its projections when it is served (none, int8, nf4): training is then
-    quantisation-aware."""
+    quantisation-aware. datastore: a folder of `cotrain datastore`, of kinds that look up; shortest: tokens of a text's
+    end that must have stood before."""
 
     kind: str
     path: str | None
+    datastore: str | None
+    shortest: int
     width: int
     layers: int
     intermediate: int
