@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM, PretrainedConfig, PreTrainedModel
 
 from cotrain.students.base import LAST, Guess, Seen, Student
+from cotrain.students.hybrid import Hybrid
 from cotrain.students.independent import Independent
 from cotrain.teacher.target_model import halves
 from tests.tiny import near, tiny
@@ -89,7 +90,17 @@ def heads(target: LlamaForCausalLM, depths: int = 3) -> Any:
     return Heads(network, target)
 
 
-STUDENTS: dict[str, Callable[[LlamaForCausalLM], Any]] = {"independent": independent, "heads": heads}
+def hybrid(target: LlamaForCausalLM) -> Student:
+    network = near(target, 0.3)
+    network.config.lookup = {"shortest": 2, "datastore": None}
+    return Hybrid(network, target)
+
+
+STUDENTS: dict[str, Callable[[LlamaForCausalLM], Any]] = {
+    "independent": independent,
+    "heads": heads,
+    "hybrid": hybrid,
+}
 SERVED = ("independent",)  # those that tests can run in an engine
 
 

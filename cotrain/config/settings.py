@@ -308,6 +308,18 @@ class RolloutConfig:
 
 
 @dataclass
+class DatastoreConfig:
+    """`cotrain datastore`: ids of texts in which drafts are looked up. depth: tokens of a text's end that are told
+    apart."""
+
+    target: Target
+    data: Data
+    depth: int
+    output: str
+    overwrite: bool
+
+
+@dataclass
 class Matrix:
     """Many arms over temperatures (none: no matrix) and batch sizes; k: the draft length of engines that plan none;
     vllm: the interpreter of a vLLM installation. targets, drafts: instead, weight quantisations (none, int8, nf4)."""
@@ -390,6 +402,7 @@ SCHEMAS = {
     "bench": BenchConfig,
     "generate": GenerateConfig,
     "pretrain": PretrainConfig,
+    "datastore": DatastoreConfig,
     "rollout": RolloutConfig,
     "train": TrainConfig,
 }

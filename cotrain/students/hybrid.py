@@ -1,5 +1,6 @@
 """A hybrid: an independent draft beside look-up, and a gate between the two that is counted on held-out text."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
@@ -50,6 +51,7 @@ def prepare(plan: "Plan") -> None:
 
 def lookup(draft: Draft) -> dict[str, Any]:
     """What a config says of look-up. Raises FileNotFoundError or ValueError for a datastore that is none."""
-    found = {"datastore": draft.datastore, "shortest": draft.shortest}
+    place = str(Path(draft.datastore).resolve()) if draft.datastore else None
+    found = {"datastore": place, "shortest": draft.shortest}
     Retrieval.of_settings(found)
     return found
