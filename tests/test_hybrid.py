@@ -122,7 +122,7 @@ def test_calibration_counts_what_was_right() -> None:
 
 @pytest.mark.parametrize("kind", ["retrieval", "hybrid"])
 def test_calls_and_acceptance_are_those_that_the_texts_foretell(kind: str) -> None:
-    """The verdict of (b) and (c): with rows of both kinds in one round, and look-up's drafts longer than the model's."""
+    """Verdict (b) and (c): with rows of both kinds in one round, and look-up's drafts longer than the model's."""
     target = tiny(vocab=8, layers=1, hidden=8, seed=3)
     retrieval, texts = Retrieval(shortest=1), [[1, 2, 3], [4], [5, 6], [7, 1, 2, 3, 7, 1]] * 4
     proposer = Hybrid(Independent(near(target, 0.15)), retrieval, gate({2, 3, 4})) if kind == "hybrid" else retrieval

@@ -11,11 +11,26 @@ from inference.proposers.gate import Gate
 from inference.proposers.hybrid import Hybrid
 from inference.proposers.retrieval import Retrieval
 from inference.report.build import validate
-from tests.test_train import job, place  # noqa: F401 - a fixture
+from tests.folders import own_texts, target_folder
+from tests.test_train import SIZES
+
+
+def job(place: Path, output: str, *settings: str) -> int:
+    paths = (f"target.path={place / 'target'}", f"data.path={place / 'own.jsonl'}", f"output={place / output}")
+    return main(["train", *paths, *SIZES, *settings])
 
 
 @pytest.fixture(scope="module")
-def store(place: Path) -> Path:  # noqa: F811
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a target and own texts."""
+    place = tmp_path_factory.mktemp("lookup")
+    target_folder(place / "target")
+    own_texts(place / "own.jsonl")
+    return place
+
+
+@pytest.fixture(scope="module")
+def store(place: Path) -> Path:
     where = place / "store"
     assert main(["datastore", f"target.path={place / 'target'}", f"data.path={place / 'own.jsonl'}", f"output={where}",
                  "overwrite=true"]) == 0  # fmt: skip
@@ -23,11 +38,7 @@ def store(place: Path) -> Path:  # noqa: F811
 
 
 @pytest.mark.parametrize("kind", ["retrieval", "hybrid"])
-def test_a_kind_that_looks_up_is_made_measured_and_served(
-    kind: str,
-    place: Path,  # noqa: F811
-    store: Path,
-) -> None:
+def test_a_kind_that_looks_up_is_made_measured_and_served(kind: str, place: Path, store: Path) -> None:
     settings = (f"draft={kind}", f"draft.datastore={store}", "draft.shortest=1", "trainer.steps=2", "overwrite=true")
     assert job(place, kind, *settings) == 0
     folder = place / kind / "draft"
@@ -47,6 +58,6 @@ def test_a_kind_that_looks_up_is_made_measured_and_served(
     assert engine.generate(["0001 ", "on"], **settled).tokens == plain.generate(["0001 ", "on"], **settled).tokens
 
 
-def test_a_datastore_of_another_vocabulary_is_refused(place: Path, store: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: E501, F811
+def test_a_folder_that_is_no_datastore_is_refused(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert job(place, "none", "draft=retrieval", f"draft.datastore={place / 'target'}") == 1
     assert "is no datastore" in capsys.readouterr().err and not (place / "none").exists()

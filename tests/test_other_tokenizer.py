@@ -8,7 +8,6 @@ from transformers import PreTrainedTokenizerFast
 from cotrain.bundled.tokenizer import train_tokenizer
 from inference import Engine, Sampling
 from inference.policy import Fixed
-from inference.proposers.base import Host
 from inference.proposers.other_tokenizer import OtherTokenizer, Told
 from inference.proposers.retelling import WINDOW, Retelling, Shared, byte_strings
 from tests.tiny import near, tiny

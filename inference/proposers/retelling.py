@@ -20,8 +20,8 @@ def byte_strings(tokenizer: PreTrainedTokenizerBase) -> dict[int, bytes]:
     Raises ValueError for other tokenizers, whose tokens are no parts of the text."""
     kinds = _decoders(tokenizer)
     if "ByteLevel" not in kinds and not kinds & {"ByteFallback", "Metaspace", "Replace"}:
-        raise ValueError(f"{type(tokenizer).__name__}: its tokens are no byte strings (decoder "
-                         f"{', '.join(sorted(kinds)) or 'none'}); a draft needs byte-level BPE or SentencePiece")  # fmt: skip
+        raise ValueError(f"{type(tokenizer).__name__}: its tokens are no byte strings, by its decoder "
+                         f"({', '.join(sorted(kinds)) or 'none'}); byte-level BPE and SentencePiece are")  # fmt: skip
     table = _alphabet() if "ByteLevel" in kinds else None
     special = {*tokenizer.all_special_ids}
     literal = {token.content for token in tokenizer.added_tokens_decoder.values()}

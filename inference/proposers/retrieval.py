@@ -131,9 +131,10 @@ class Retrieval(Proposer):
 
     def find(self, texts: Sequence[list[int]], k: Sequence[int]) -> list[Match]:
         """What each row's text ends with that stood earlier, and at most k_b tokens that followed."""
-        return [self._found(row, text, most) for row, text, most in zip(self.rows, texts, k, strict=True)]
+        return [self.of_row(row, text, most) for row, text, most in zip(self.rows, texts, k, strict=True)]
 
-    def _found(self, row: SuffixAutomaton, text: list[int], k: int) -> Match:
+    def of_row(self, row: SuffixAutomaton, text: list[int], k: int) -> Match:
+        """What it finds for a text, of which `row` is the automaton or that of an earlier part."""
         row.follow(text)
         own = row.look_up(k, self.shortest)
         if not self.datastore or own.length >= self.datastore.about.depth:
@@ -145,6 +146,6 @@ class Retrieval(Proposer):
         """What it finds before each token of a text that followed a prompt."""
         row, whole, found = SuffixAutomaton(), list(prompt), []
         for token in text:
-            found.append(self._found(row, whole, k))
+            found.append(self.of_row(row, whole, k))
             whole.append(token)
         return found
