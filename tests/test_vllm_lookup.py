@@ -49,7 +49,8 @@ def test_drafts_are_those_of_this_engine(kind: str, tmp_path: Path, monkeypatch:
     retrieval, proposer = Retrieval(shortest=1), None
     if kind == "hybrid":
         draft = near(target)
-        proposer = Hybrid(Independent(copy.deepcopy(draft), greedy=True), retrieval, KINDS["hybrid"].proposer(target).gate)
+        gate = KINDS["hybrid"].proposer(target).gate
+        proposer = Hybrid(Independent(copy.deepcopy(draft), greedy=True), retrieval, gate)
         draft.config.lookup = {"shortest": 1, "gate": proposer.gate.to_json()}
         draft.save_pretrained(tmp_path)
     else:
@@ -61,7 +62,7 @@ def test_drafts_are_those_of_this_engine(kind: str, tmp_path: Path, monkeypatch:
     served = Lookup(config())
     assert (served.gate is None) == (kind == "retrieval")
     texts = [text for text in found if len(text) + K < CONTEXT]
-    for low in range(0, len(texts) - 3):
+    for low in range(len(texts) - 3):
         part = [texts[low + (one * (low + 1)) % 3] for one in range(3)]  # rows change places
         ids = np.zeros((3, CONTEXT), dtype=np.int32)
         for row, text in enumerate(part):
