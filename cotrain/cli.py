@@ -31,6 +31,7 @@ COMMANDS = {
     "bench": "measure speculative decoding beside plain decoding",
     "export": "write a draft in the layout a serving engine loads",
     "compare": "paired intervals of tau between runs",
+    "report": "write a page of one run or several: speed, acceptance, where it fails, a replay",
     "serve_check": "compare a running server's acceptance with this engine's",
     "generate": "generate text, the drafted tokens marked",
 }

@@ -15,6 +15,7 @@ commit      accepted drafts and that token join the text; what is stored of refu
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -24,13 +25,17 @@ from inference.models.memory import spare_slots
 from inference.models.passes import Pass
 from inference.models.replays import Replays
 from inference.output import Event, Output, RequestError
-from inference.policy import Fixed, Policy, lengths_of
+from inference.policy import Fixed, Policy
 from inference.proposers.base import Outcome, Proposal, Proposer
-from inference.request import Accepts, Prompt, Request, ends_of, vocabulary_of
+from inference.request import Accepts, Prompt, ends_of, vocabulary_of
 from inference.round import DecodingRound
 from inference.sampling import Sampling
+from inference.settled import kept
 from inference.slots import Run, Slots
 from inference.verify.rules import Rule, rule_of
+
+if TYPE_CHECKING:
+    from inference.report.recorder import Recorder
 
 
 class Engine:
@@ -41,6 +46,7 @@ class Engine:
     verify: one of token, block, match, coupled, or a rule of one's own. rows: how many prompts are decoded together;
     more wait (see `slots`). context: most tokens a row may hold. compile: the target's short passes are compiled (see
     `compiled`), which costs seconds at the first ones, on a GPU replayed (see `cuda_graphs`); None: on a GPU alone.
+    record: keeps the rounds of the last call, with p, q and u of each draft (see `report.recorder`); None: nothing is.
     A row that comes to a place without a law (its settings leave no token, a processor of its own raises, the target's
     logits are NaN or infinite) ends there, alone, with finish "error". One proposer may serve several engines one call
     after the other.
@@ -59,6 +65,7 @@ class Engine:
         context: int | None = None,
         dtype: torch.dtype | str | None = None,
         compile: bool | None = None,
+        record: "Recorder | None" = None,
     ) -> None:
         rule = rule_of(verify)
         if rows < 1:
@@ -70,7 +77,7 @@ class Engine:
         vocabulary = vocabulary_of(target, tokenizer)
         self.target = LM(target, rows, vocabulary, context, compile=compile, spare=spare_slots(rows))
         self.replays = Replays(self.target.device) if self.target.replayed else None
-        self.ends, self.slots = ends_of(target), Slots(self.target)
+        self.ends, self.slots, self.record = ends_of(target), Slots(self.target), record
 
     def generate(
         self,
@@ -119,8 +126,11 @@ class Engine:
         seed: int = 0, ids: Sequence[int] | None = None, ignore_eos: bool = False,
     ) -> Run:  # fmt: skip
         """A call that is to decode these prompts, see `generate`; it takes the slots of the call before it."""
-        accepts = Accepts(self.target, self.ends, self.tokenizer)
-        rows = accepts.requests(prompts, max_new_tokens, sampling, ids, ignore_eos)
+        rows = Accepts(self.target, self.ends, self.tokenizer).requests(
+            prompts, max_new_tokens, sampling, ids, ignore_eos
+        )
+        if self.record:
+            self.record.begin(self.rule.name, rows)
         return self.slots.begin(rows, self.proposer, seed)
 
     def rounds(self, run: Run) -> Iterator[list[Event]]:
@@ -140,26 +150,25 @@ class Engine:
             found = self.read(turn, proposal)
         with run.stats.clock("verify"):
             settled = turn.settle(found.logits, proposal)
-            table = settled.tolist()  # the round's one read
+            states = kept(self.target, turn.texts, turn.sent["read"], found.states, settled.path)
+            table = settled.table.tolist()  # the round's one read
         with run.stats.clock("other"):
             events, valid = self._commit(run, turn, proposal, found, table)
             if run.proposer:
-                run.proposer.commit(Outcome(valid, settled[:, 0], found.states))
+                run.proposer.commit(Outcome(valid, settled.table[:, 0], states))
+            if self.record:
+                self.record.note(run.active, turn.starts, proposal, table)
             self.slots.leave(run)
             return events
 
     def _turn(self, run: Run) -> DecodingRound:
-        k = self.lengths(run.active) if run.proposer else [0] * len(run.active)
-        turn = DecodingRound(run.active, k, self.rule, run.noise, self.target.vocabulary, self.target.device, run.batch,
-                             self.replays)  # fmt: skip
+        target, k = self.target, run.lengths(self.policy)
+        turn = DecodingRound(
+            run.active, k, self.rule, run.noise, target.vocabulary, target.device, run.batch, self.replays,
+            self.record is not None,
+        )  # fmt: skip
         run.batch = turn.batch
         return turn
-
-    def lengths(self, rows: Sequence[Request]) -> list[int]:
-        """How many tokens to draft for each row: what the policy wants, but none that could not be emitted."""
-        wanted = lengths_of(self.policy, [row.text for row in rows])
-        return [0 if row.alone else min(length, row.limit - row.emitted - 1)
-                for length, row in zip(wanted, rows, strict=True)]  # fmt: skip
 
     def propose(self, turn: DecodingRound) -> Proposal:
         """The proposer's drafts, on the target's device."""
@@ -168,6 +177,7 @@ class Engine:
             nothing = torch.empty(len(turn.k), 0, dtype=torch.int64, device=self.target.device)
             return Proposal(nothing, None, [0] * len(turn.k))
         x, q, k, tree = self.proposer.propose(turn)
+        self.rule.require(self.proposer, tree)
         if x.device.type == "cpu" != self.target.device.type:
             turn.send(k, x=x.tolist())  # with all else that goes to the device, where nothing was sent yet
             x = turn.sent["x"]
@@ -182,7 +192,8 @@ class Engine:
             drafted = torch.arange(x.shape[1], device=x.device) < turn.length(proposal.k).unsqueeze(1)
             x = torch.where(drafted, x, anchor)
         reads = self.proposer.reads if self.proposer else ()
-        return self.target.forward(torch.cat([anchor, x], 1), start, at=turn.sent["read"], states=reads)
+        return self.target.forward(torch.cat([anchor, x], 1), start, at=turn.sent["read"], states=reads,
+                                   tree=proposal.tree)  # fmt: skip
 
     def _commit(
         self, run: Run, turn: DecodingRound, proposal: Proposal, found: Pass, table: list[list[int]]
@@ -191,7 +202,7 @@ class Engine:
         events, valid = [], []
         for slot, (row, (n, token, k, lost, stains, *draft)) in enumerate(zip(run.active, table, strict=True)):
             before, doubtful = len(row.text), row.stained or proposal.k[slot] > 0
-            row.stained |= bool(stains) or k < proposal.k[slot]
+            row.stained |= bool(stains) or (proposal.tree is None and k < proposal.k[slot])
             taken = len(row.take(draft[:n] if lost else [*draft[:n], token]))
             drafted = min(k, taken) if row.finish else k  # drafts beyond a row's last token do not count
             if lost and not row.finish:

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.browser import CHROMIUM
+
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
 
 
@@ -24,9 +26,11 @@ def seeds() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Without a CUDA device, tests marked `gpu` are skipped; without a vLLM, those marked `engine`."""
+    """Without a CUDA device, tests marked `gpu` are skipped; without a vLLM, those marked `engine`, without Chromium
+    those marked `browser`."""
     wanted = {
         "gpu": (torch.cuda.is_available(), "needs a CUDA GPU"),
+        "browser": (CHROMIUM is not None, "needs Chromium: apt-get install chromium"),
         "engine": ("COTRAIN_VLLM" in os.environ, "needs a vLLM: make test-engines"),
     }
     for item in items:

@@ -45,7 +45,8 @@ def example() -> dict[str, Any]:
 
 def next_head(target: LlamaForCausalLM) -> Proposer:
     """A head for the token after the next, from the target's own: enough to be right now and then."""
-    head = torch.nn.Linear(target.config.hidden_size, target.config.vocab_size, bias=False, dtype=target.dtype)
+    sizes = target.config.hidden_size, target.config.vocab_size
+    head = torch.nn.Linear(*sizes, bias=False, dtype=target.dtype, device=target.device)
     with torch.no_grad():
         head.weight.copy_(0.5 * target.lm_head.weight)
     made: Proposer = example()["NextHead"](head)
@@ -80,7 +81,6 @@ def other_tokenizer(target: LlamaForCausalLM) -> OtherTokenizer:
 
 KINDS = {
     "independent": Kind(lambda target: Independent(near(target, 0.15))),
-    "independent, greedy": Kind(lambda target: Independent(near(target, 0.15), greedy=True)),
     "ngram": Kind(lambda target: NGram()),
     "retrieval": Kind(lambda target: Retrieval(shortest=1)),
     "hybrid": Kind(hybrid),

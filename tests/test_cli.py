@@ -84,6 +84,10 @@ def test_paths_are_literal_but_null_unsets_them(key: str) -> None:
     ]
 
 
+def test_a_key_of_a_list_is_typed_several_times() -> None:
+    assert quote(["run=a, b", "page=p", "run=[c]", "rows=1"]) == ["run=['a, b','[c]']", "page='p'", "rows=1"]
+
+
 def test_other_settings_and_flags_are_left_to_hydra() -> None:
     arguments = [
         "-m",

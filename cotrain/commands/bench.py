@@ -10,12 +10,14 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrain
 
 from cotrain.bench import measurement, quantisation_table, random_weights
 from cotrain.bench.matrix import Grid, matrix
+from cotrain.bench.recorded_replay import recorded
 from cotrain.bench.served_pair import refuse_pair, resolved
 from cotrain.config.regimes import sampling
 from cotrain.config.settings import BenchConfig
 from cotrain.data.prompts import shipped_ids
 from cotrain.data.splits import SPLITS, Prompts, apart
 from cotrain.errors import UserError
+from cotrain.page.html_page import written
 from cotrain.run_folder import claim, refuse
 from cotrain.students.base import DEFAULT
 from cotrain.teacher.target_model import refuse_quantisation
@@ -28,6 +30,7 @@ from inference.drafts.draft_folder import load_draft
 from inference.measure.environment import device, environment
 from inference.measure.random_shapes import random_model
 from inference.models.dtypes import half
+from inference.report import replay
 from inference.report.build import table
 
 
@@ -114,5 +117,7 @@ def run(cfg: BenchConfig) -> None:
         elif cfg.matrix.temperatures:
             report["extra"]["matrix"] = matrix(plan, _grid(cfg, folder.path))
         write_atomic(folder.path / "report.json", json.dumps(report, indent=2) + "\n")
+        replay.write(recorded(plan, report["extra"]["planned_k"]), folder.path / replay.FILE)
         folder.finish()
     print(table(report))
+    print(f"page: {written(folder.path)}")

@@ -13,6 +13,7 @@ from cotrain.config.settings import TrainConfig
 from cotrain.errors import UserError
 from cotrain.evaluation.comparison import FIGURES, compare, read
 from cotrain.evaluation.comparison import table as compared
+from cotrain.page.html_page import written
 from cotrain.run_folder import claim, finished, refuse
 from cotrain.training.distil import distil
 from cotrain.training.preconditions import require
@@ -45,10 +46,10 @@ def run(cfg: TrainConfig) -> float | None:
         elif folder.changed:
             print(f"output={cfg.output} is finished, {', '.join(folder.changed)} came too late: cotrain bench measures "
                   "its draft anew, more trainer.steps= go on")  # fmt: skip
-    print(f"curves: tensorboard --logdir {folder.path}")
     if cfg.measure:
         print(table(json.loads((folder.path / "draft" / "report.json").read_text())))
         print(f"draft: {folder.path / 'draft'}")
+    print(f"page: {written(folder.path)}\ncurves: tensorboard --logdir {folder.path}")
     return float(json.loads((folder.path / FIGURES).read_text(encoding="utf-8")).get("tau", math.nan))
 
 

@@ -10,7 +10,8 @@ from cotrain.paths import folder
 # Keys, by their last name, whose value is taken literally. `null` unsets all but the text.
 TEXT = frozenset({"prompt"})
 FREE_TEXT = TEXT | {"prompts", "path", "adapter", "folder", "cache", "output", "log", "url", "check", "report",
-                    "export", "vllm"}  # fmt: skip
+                    "export", "vllm", "page"}  # fmt: skip
+LISTS = frozenset({"run"})  # such a key may be typed several times: the values become one list
 MAPPINGS = ("data.template", "data.shares", "data.embedded_shares", "data.bytes", "data.held_out_bytes")
 _SETTING = re.compile(r"(?P<sign>\+{0,2})(?P<key>\w[\w.@:/-]*)=(?P<value>.*)", re.DOTALL)
 
@@ -20,7 +21,23 @@ def quote(arguments: Sequence[str]) -> list[str]:
 
     Whatever follows `=` is the value, quotes, commas and `${...}` included: such a key takes no sweep.
     """
-    return [_quoted(argument) for argument in arguments]
+    return [_quoted(argument) for argument in _gathered(arguments)]
+
+
+def _gathered(arguments: Sequence[str]) -> list[str]:
+    """`run=a run=b` as one argument, `run=['a','b']`, where the first stood."""
+    found: dict[str, list[str]] = {}
+    gathered: list[str] = []
+    for argument in arguments:
+        key, _, value = argument.partition("=")
+        if key not in LISTS:
+            gathered.append(argument)
+        elif key in found:
+            found[key].append(value)
+        else:
+            found[key] = [value]
+            gathered.append(key)
+    return [f"{one}=[{','.join(map(literal, found[one]))}]" if one in found else one for one in gathered]
 
 
 def is_setting(argument: str) -> bool:

@@ -360,6 +360,14 @@ class CompareConfig:
 
 
 @dataclass
+class ReportConfig:
+    """`cotrain report`."""
+
+    run: list[str]  # folders of cotrain train or bench, or their report.json; run= may be typed several times
+    page: str | None  # the HTML file; null: report.html in the first run's folder
+
+
+@dataclass
 class ExportConfig:
     """`cotrain export`."""
 
@@ -399,6 +407,7 @@ SCHEMAS = {
     "serve_check": ServeCheckConfig,
     "export": ExportConfig,
     "compare": CompareConfig,
+    "report": ReportConfig,
     "bench": BenchConfig,
     "generate": GenerateConfig,
     "pretrain": PretrainConfig,

@@ -27,10 +27,10 @@ def profile(held: HeldOut, student: Student, head_target: Head, drafting: Sequen
     temperatures = sorted({*drafting, held.temperature})
     totals = torch.zeros(len(temperatures), dtype=torch.float64)
     buckets: defaultdict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for theirs, guess, context in _positions(held, student):
-        p = _law(head_target(theirs), held.temperature, held)
+    for theirs, guess, context, _ in positions(held, student):
+        p = law(head_target(theirs), held.temperature, held)
         logits = guess.head(guess.states)
-        alphas = torch.stack([losses.alpha(p, _law(logits, t, held)) for t in temperatures]).double().cpu()
+        alphas = torch.stack([losses.alpha(p, law(logits, t, held)) for t in temperatures]).double().cpu()
         totals += alphas.sum(1)
         own = alphas[temperatures.index(held.temperature)]
         for length, alpha in zip(context.tolist(), own.tolist(), strict=True):
@@ -45,15 +45,15 @@ def profile(held: HeldOut, student: Student, head_target: Head, drafting: Sequen
     }  # fmt: skip
 
 
-def _law(logits: Tensor, temperature: float, held: HeldOut) -> Tensor:
+def law(logits: Tensor, temperature: float, held: HeldOut) -> Tensor:
     """As it is served, log (n, V)."""
     t = torch.full((len(logits),), temperature, device=logits.device)
     return served(log_law(logits, t), t, held.truncate)
 
 
-def _positions(held: HeldOut, student: Student, batch: int = 16) -> Iterator[tuple[Tensor, Guess, Tensor]]:
-    """Hidden states of the target (n, D) and first guesses n of the student that predict sampled tokens, and the tokens
-    before each (n,)."""
+def positions(held: HeldOut, student: Student, batch: int = 16) -> Iterator[tuple[Tensor, Guess, Tensor, Tensor]]:
+    """Hidden states of the target (n, D) and first guesses n of the student that predict sampled tokens, the tokens
+    before each (n,) and its text's number (n,)."""
     for rows in torch.arange(len(held.texts)).split(batch):
         (guess, *_), record = guessed(held, rows, student)
         inside = torch.nn.functional.pad(held.texts.predicted[rows], (0, 1))
@@ -61,7 +61,7 @@ def _positions(held: HeldOut, student: Student, batch: int = 16) -> Iterator[tup
         for i in inside.flatten()[guess.at.cpu()].nonzero().squeeze(-1).to(guess.at.device).split(CHUNK):
             at = guess.at[i]
             part = Guess(guess.depth, at, guess.states[i], guess.head)
-            yield record[LAST].flatten(0, 1)[at], part, context[at.cpu()]
+            yield record[LAST].flatten(0, 1)[at], part, context[at.cpu()], rows[at.cpu() // inside.shape[1]]
 
 
 def line(temperature: float, found: dict[str, Any]) -> str:

@@ -66,6 +66,7 @@ def save(rows: list[dict[str, Any]], path: Path, manifest: dict[str, Any]) -> No
     table = datasets.Dataset.from_list(rows, features=FEATURES)
     temporary = beside(path, "parquet.new")
     table.to_parquet(str(temporary))
+    beside(path, "json").unlink(missing_ok=True)  # stopped between both, the set before would vouch for these rows
     temporary.replace(beside(path, "parquet"))
     tokens = sum(len(row["completion"]) for row in rows)
     write_atomic(beside(path, "json"), json.dumps(manifest | {"rows": len(rows), "tokens": tokens}, indent=2) + "\n")

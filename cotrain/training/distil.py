@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from transformers import PreTrainedTokenizerBase
 
 from cotrain.bench import measurement
+from cotrain.bench.recorded_replay import recorded
 from cotrain.config.regimes import sampling
 from cotrain.config.settings import TrainConfig
 from cotrain.data.training_texts import Source, regime
@@ -31,6 +32,7 @@ from inference.drafts.atomic import write_atomic
 from inference.drafts.compatibility import hash_target
 from inference.drafts.draft_folder import Metadata, save
 from inference.measure.environment import environment
+from inference.report import replay
 
 
 def distil(cfg: TrainConfig, folder: Path, sources: Mapping[str, Source] | None = None) -> dict[str, Any]:
@@ -156,6 +158,7 @@ def export(
         "checkpoints": [{"step": kept.step, "speedup": kept.speedup, "tau": kept.tau} for kept in speed.kept],
         "exported_step": speed.fastest().step,
         "profiles": _profiles(module),
+        "divergence": module.divergence(lambda ids: str(job.tokenizer.decode(list(ids)))),
         "training": made,
         "given_texts": biased(module, others) if others else None,
     }
@@ -182,6 +185,7 @@ def measured(job: Job, plan: measurement.Plan, made: dict[str, Any], extra: dict
     """The report of a plan, written with its draft as the run's draft folder."""
     prepare(plan)
     report = measurement.measure(plan, extra)
+    replay.write(recorded(plan, report["extra"]["planned_k"]), job.folder / replay.FILE)
     metadata = Metadata(
         target={"name": job.cfg.target.path, **hash_target(job.target.config, job.tokenizer)},
         k=report["extra"]["planned_k"],

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from cotrain import losses
 from cotrain.errors import NotFinite
+from cotrain.evaluation.divergence import Decode, divergence
 from cotrain.evaluation.held_out import HeldOut, Scores, evaluate, figures
 from cotrain.evaluation.profile import profile
 from cotrain.losses.chunked import Statistics, Truncate, positions
@@ -263,6 +264,10 @@ class Distillation(lightning.LightningModule):
     def profiles(self) -> dict[float, dict[str, Any]]:
         """Of the held-out texts of each temperature, see `profile`."""
         return {t: profile(held_out, self.student, self.head_target) for t, held_out in self.held_out.items()}
+
+    def divergence(self, decode: Decode) -> dict[str, Any]:
+        """Of the held-out texts of the regime, see `divergence`."""
+        return divergence(self.held_out[self.temperature], self.student, self.head_target, decode)
 
     def acceptance(self) -> dict[str, float]:
         """Every figure of `held_out`, named for its temperature."""

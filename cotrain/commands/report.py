@@ -1,0 +1,21 @@
+"""`cotrain report`: the page of a run, or of several side by side."""
+
+from pathlib import Path
+
+from cotrain.config.settings import ReportConfig
+from cotrain.page.html_page import PAGE, refuse, write
+from cotrain.page.loaded_run import load
+from cotrain.run_folder import writable
+
+
+def run(cfg: ReportConfig) -> None:
+    """Write the page and say where it is."""
+    runs = load(cfg.run)
+    first = runs[0].path
+    path = Path(cfg.page) if cfg.page else (first if first.is_dir() else first.parent) / PAGE
+    refuse(path)
+    writable("page", path)
+    write(runs, path)
+    for one in runs:
+        print(f"{one.path}: not finished, the page is marked partial") if one.partial else None
+    print(f"page: {path}")

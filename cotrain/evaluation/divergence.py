@@ -1,0 +1,72 @@
+"""Where target and draft differ: how few positions hold most of it, and the worst of them as text."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cotrain import losses
+from cotrain.evaluation.held_out import HeldOut
+from cotrain.evaluation.profile import law, positions
+from cotrain.students.base import Student
+from cotrain.teacher.target_laws import Head
+
+WORST, LIKELIEST, SHOWN = 12, 3, 48  # contexts, tokens of each law, tokens of text before
+PARTS = 20  # of the Lorenz curve
+Decode = Callable[[Sequence[int]], str]
+
+
+@torch.no_grad()
+def divergence(held: HeldOut, student: Student, head_target: Head, decode: Decode) -> dict[str, Any]:
+    """Total variation 1 - sum_v min(p, q) over the held-out texts of one temperature, both laws drawn at it.
+
+    lorenz[i]: the share of the whole that the i / 20 of all positions with the most hold. worst: the place of the most
+    in each text, those with the most first: the text before it and what came, and the likeliest tokens of both laws
+    with p and q of each. A target that branches leaves few such places: all else agrees. Of a draft whose law depends
+    on the depth, all of its first draft.
+    """
+    apart: list[float] = []
+    worst: dict[int, dict[str, Any]] = {}
+    for theirs, guess, contexts, rows in positions(held, student):
+        p, q = (law(logits, held.temperature, held) for logits in (head_target(theirs), guess.head(guess.states)))
+        found = (1 - losses.alpha(p, q)).clamp(min=0).tolist()
+        for n, (row, context) in enumerate(zip(rows.tolist(), contexts.tolist(), strict=True)):
+            if found[n] > worst.get(row, {"tv": -1.0})["tv"]:
+                worst[row] = {"tv": found[n], "at": context, **_likeliest(p[n], q[n])}
+        apart += found
+    most = sorted(worst.items(), key=lambda one: -one[1]["tv"])[:WORST]
+    return {
+        "positions": len(apart),
+        "mean": sum(apart) / max(len(apart), 1),
+        "lorenz": lorenz(apart),
+        "worst": [_said(held, row, found, decode) for row, found in most],
+    }
+
+
+def lorenz(values: Sequence[float], parts: int = PARTS) -> list[float]:
+    """Share of the sum that the largest i / parts of the values hold, i = 0 .. parts (Lorenz 1905, largest first); a
+    fraction of a value counts in part. Of nothing, or of zeros, i / parts."""
+    whole = sum(values)
+    if not whole:
+        return [i / parts for i in range(parts + 1)]
+    sums = torch.cumsum(torch.tensor([0.0, *sorted(values, reverse=True)], dtype=torch.float64), 0)
+    at = torch.arange(parts + 1, dtype=torch.float64) * len(values) / parts
+    low = at.long().clamp(max=len(values) - 1)
+    return ((sums[low] + (at - low) * (sums[low + 1] - sums[low])) / whole).clamp(max=1).tolist()
+
+
+def _likeliest(p: Tensor, q: Tensor) -> dict[str, list[tuple[int, float, float]]]:
+    """(id, p, q) of the likeliest tokens of log laws (V,), the target's and the draft's."""
+    tops = {"target": p.topk(LIKELIEST).indices, "draft": q.topk(LIKELIEST).indices}
+    return {name: [(int(i), float(p[i].exp()), float(q[i].exp())) for i in ids] for name, ids in tops.items()}
+
+
+def _said(held: HeldOut, row: int, found: dict[str, Any], decode: Decode) -> dict[str, Any]:
+    ids, at = held.texts.ids[row].tolist(), found["at"]  # so many tokens come before
+
+    def tokens(side: str) -> list[dict[str, Any]]:
+        return [{"text": decode([token]), "p": p, "q": q} for token, p, q in found[side]]
+
+    return {"tv": found["tv"], "domain": held.texts.domain[row], "before": decode(ids[max(at - SHOWN, 0) : at]),
+            "next": decode([ids[at]]), "target": tokens("target"), "draft": tokens("draft")}  # fmt: skip
