@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 COMMANDS = {
     "pretrain": "train the bundled target on the embedded corpora",
     "rollout": "sample continuations from the target: text to train a draft on",
+    "datastore": "index a corpus in which drafts are looked up",
     "train": "distil a draft from a target and measure its speed-up",
     "bench": "measure speculative decoding beside plain decoding",
     "export": "write a draft in the layout a serving engine loads",

@@ -15,10 +15,13 @@ from inference.proposers import kind_of
 from inference.proposers.base import Beside
 
 
-def load(folder: str | Path, target: PreTrainedModel | str | None = None, **settings: Any) -> Engine:
+def load(
+    folder: str | Path, target: PreTrainedModel | str | None = None, *, kind: str | None = None, **settings: Any
+) -> Engine:
     """An engine from a draft folder, which knows its target and draft length; `settings` as for Engine.
 
-    target: a model (then give `tokenizer=`, or decode ids) or a path, when not the one that the folder names.
+    target: a model (then give `tokenizer=`, or decode ids) or a path, when not the one that the folder names. kind: of
+    a folder that was made elsewhere, as "other_tokenizer" of any causal LM; None: as the folder says.
     Raises ValueError for a folder that names no target, or one with an adapter, or an unknown kind, and whatever the
     kind's `load` refuses.
     """
@@ -35,10 +38,10 @@ def load(folder: str | Path, target: PreTrainedModel | str | None = None, **sett
         tokenizer = tokenizer or load_tokenizer(Path(place))
         target = load_model(place, settings.pop("dtype", None))
     settings.setdefault("policy", Fixed(made.k if made else 4))
-    beside = Beside(target, hash_target(target.config, tokenizer), made, settings.get("compile"))
+    beside = Beside(target, hash_target(target.config, tokenizer), made, settings.get("compile"), tokenizer)
     try:
-        kind = kind_of(found.kind)
+        proposes = kind_of(kind or found.kind)
     except ValueError as error:
-        raise ValueError(f"{found.path / METADATA}: {error}") from error
-    proposer = kind.load(found.path, beside)
+        raise ValueError(f"{'load(kind=)' if kind else found.path / METADATA}: {error}") from error
+    proposer = proposes.load(found.path, beside)
     return Engine(target, proposer, tokenizer=tokenizer or load_tokenizer(found.path), **settings)

@@ -12,6 +12,11 @@ from transformers import LlamaForCausalLM
 
 from inference.proposers import Independent, NGram
 from inference.proposers.base import Proposer
+from inference.proposers.gate import LONGEST, Gate
+from inference.proposers.hybrid import Hybrid
+from inference.proposers.other_tokenizer import OtherTokenizer
+from inference.proposers.retelling import Shared
+from inference.proposers.retrieval import Retrieval
 from tests.tiny import near
 
 CONTRIBUTING = Path(__file__).resolve().parent.parent / "CONTRIBUTING.md"
@@ -48,8 +53,37 @@ def next_head(target: LlamaForCausalLM) -> Proposer:
     return made
 
 
+def hybrid(target: LlamaForCausalLM) -> Hybrid:
+    """Look-up drafts behind ends of one, three and more tokens that stood earlier, the model elsewhere."""
+    found = [[float(n not in (0, 2))] * 4 for n in range(LONGEST + 1)]
+    gate = Gate([found, found], [[[0.5] * 4] * (LONGEST + 1)] * 2, 0.1, 0.0)
+    return Hybrid(Independent(near(target, 0.15)), Retrieval(shortest=1), gate)
+
+
+class Swapped:
+    """Tells ids 1 and 2 as each other, and whatever else as it is."""
+
+    def keep(self, texts: list[list[int]]) -> None: ...
+
+    def whole(self, text: list[int]) -> bool:
+        return len(text) % 5 > 0
+
+    def __call__(self, text: list[int]) -> list[int]:
+        return [{1: 2, 2: 1}.get(token, token) for token in text]
+
+
+def other_tokenizer(target: LlamaForCausalLM) -> OtherTokenizer:
+    """All ids but 3 are shared, 1 and 2 crosswise."""
+    size = target.config.vocab_size
+    pairs = tuple((n, {1: 2, 2: 1}.get(n, n)) for n in range(size) if n != 3)
+    return OtherTokenizer(near(target, 0.15), Shared(pairs), Swapped())  # type: ignore[arg-type]
+
+
 KINDS = {
     "independent": Kind(lambda target: Independent(near(target, 0.15))),
     "ngram": Kind(lambda target: NGram()),
+    "retrieval": Kind(lambda target: Retrieval(shortest=1)),
+    "hybrid": Kind(hybrid),
+    "other_tokenizer": Kind(other_tokenizer),
     "example": Kind(next_head),
 }

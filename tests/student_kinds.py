@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM, PretrainedConfig, PreTrainedModel
 
 from cotrain.students.base import LAST, Guess, Seen, Student
+from cotrain.students.hybrid import Hybrid
 from cotrain.students.independent import Independent
 from cotrain.teacher.target_model import halves
 from tests import kinds
@@ -78,6 +79,12 @@ def heads(target: LlamaForCausalLM, depths: int = 3) -> Any:
     return Heads(network, target)
 
 
+def hybrid(target: LlamaForCausalLM) -> Student:
+    network = near(target, 0.3)
+    network.config.lookup = {"shortest": 2, "datastore": None}
+    return Hybrid(network, target)
+
+
 class HeadNetwork(PreTrainedModel):
     config_class = HeadsConfig
 
@@ -107,7 +114,7 @@ def example(target: LlamaForCausalLM) -> Any:
 
 
 STUDENTS: dict[str, Callable[[LlamaForCausalLM], Any]] = {
-    "independent": independent, "heads": heads, "example": example,
+    "independent": independent, "heads": heads, "example": example, "hybrid": hybrid,
 }  # fmt: skip
 SERVED = ("independent", "example")  # those that tests can run in an engine
 

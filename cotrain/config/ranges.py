@@ -101,6 +101,8 @@ RULES: dict[str, Rule] = {
     "at_once": SOME,
     "threads": ANY,
     "rollout:kind": _one_of(("train", "held_out")),
+    "datastore:depth": SOME,
+    "draft.shortest": SOME,
     "pretraining.steps": SOME,
     "pretraining.batch": SOME,
     "pretraining.minutes": NOT_NEGATIVE,

@@ -84,10 +84,13 @@ class Quantisation:
 class Draft:
     """kind: of draft, see `cotrain.students.base`. The shape of one that starts from random weights; `path` for
     init=pretrained. quantisation: of its projections when it is served (none, int8, nf4): training is then
-    quantisation-aware."""
+    quantisation-aware. datastore: a folder of `cotrain datastore`, of kinds that look up; shortest: tokens of a text's
+    end that must have stood before."""
 
     kind: str
     path: str | None
+    datastore: str | None
+    shortest: int
     width: int
     layers: int
     intermediate: int
@@ -305,6 +308,18 @@ class RolloutConfig:
 
 
 @dataclass
+class DatastoreConfig:
+    """`cotrain datastore`: ids of texts in which drafts are looked up. depth: tokens of a text's end that are told
+    apart."""
+
+    target: Target
+    data: Data
+    depth: int
+    output: str
+    overwrite: bool
+
+
+@dataclass
 class Matrix:
     """Many arms over temperatures (none: no matrix) and batch sizes; k: the draft length of engines that plan none;
     vllm: the interpreter of a vLLM installation. targets, drafts: instead, weight quantisations (none, int8, nf4)."""
@@ -396,6 +411,7 @@ SCHEMAS = {
     "bench": BenchConfig,
     "generate": GenerateConfig,
     "pretrain": PretrainConfig,
+    "datastore": DatastoreConfig,
     "rollout": RolloutConfig,
     "train": TrainConfig,
 }

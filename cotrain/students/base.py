@@ -24,7 +24,14 @@ __all__ = ["ANY", "DEFAULT", "KINDS", "LAST", "Guess", "Seen", "Student", "refus
 
 ANY = -1  # the depth of a guess that is the same at every depth
 DEFAULT = "independent"  # the kind of a draft folder that does not say it
-KINDS = {DEFAULT: "cotrain.students.independent:Independent"}  # kind -> module:class, imported when asked for
+KINDS = {  # kind -> module:class, imported when asked for
+    DEFAULT: "cotrain.students.independent:Independent",
+    "retrieval": "cotrain.students.retrieval:Retrieval",
+    "hybrid": "cotrain.students.hybrid:Hybrid",
+}
+
+UNTRAINED = {"retrieval"}  # kinds that are measured and exported without training
+PREPARED = {"hybrid": "cotrain.students.hybrid:prepare"}  # what a kind settles on ranking prompts before it is measured
 
 
 @dataclass(frozen=True)
@@ -118,9 +125,20 @@ def student_class(kind: str) -> type[Student]:
     """The class of a kind. Raises ValueError for one that is not registered."""
     if kind not in KINDS:
         raise ValueError(f"draft.kind: {kind!r} is none of {', '.join(KINDS)}")
-    module, _, name = KINDS[kind].partition(":")
-    found: type[Student] = getattr(import_module(module), name)
+    found: type[Student] = _named(KINDS[kind])
     return found
+
+
+def prepare(plan: Any) -> None:
+    """What the kind of a `measurement.Plan` has to settle, with prompts that rank, before its draft is measured."""
+    if plan.kind in PREPARED:
+        _named(PREPARED[plan.kind])(plan)
+
+
+def _named(place: str) -> Any:
+    """The object at module:name."""
+    module, _, name = place.partition(":")
+    return getattr(import_module(module), name)
 
 
 def refuse_mixed(guesses: list[Guess]) -> None:

@@ -19,6 +19,7 @@ from cotrain.config.settings import TrainConfig
 from cotrain.data.training_texts import Source, regime
 from cotrain.evaluation import comparison, profile
 from cotrain.evaluation.held_out import DEPTHS, HeldOut
+from cotrain.students.base import UNTRAINED, Student, prepare
 from cotrain.teacher.provenance import Provenance
 from cotrain.training.assembly import begun, foreign, held_out_texts, refuse_run, stages, trained_by
 from cotrain.training.callbacks import MeasureSpeed
@@ -50,6 +51,8 @@ def _distilled(cfg: TrainConfig, folder: Path, sources: dict[str, Source], signa
     target, tokenizer = models(cfg)
     job = Job(cfg, folder, target, tokenizer, sources, signals=signals)
     student = begun(cfg, target, job.vocabulary)
+    if cfg.draft.kind in UNTRAINED:
+        return untrained(job, student)
     losses = stages(cfg.loss)
     refuse_run(job, student, losses)
     texts = held_out_texts(job)  # those that are learnt from are sampled phase by phase
@@ -159,6 +162,28 @@ def export(
         "training": made,
         "given_texts": biased(module, others) if others else None,
     }
+    return measured(job, plan, made, extra)
+
+
+def untrained(job: Job, student: Student) -> dict[str, Any]:
+    """Measure a draft that has nothing to learn, and write its folder; returns its report, nothing with
+    measure=false."""
+    found = {"label": job.cfg.label or job.cfg.draft.kind, "seed": job.cfg.trainer.seed, "steps": 0, "texts": {},
+             "environment": environment()}  # fmt: skip
+    if rank():
+        return {}
+    if not job.cfg.measure:
+        write_atomic(job.folder / comparison.FIGURES, json.dumps(found) + "\n")
+        return {}
+    report = measured(job, job.plan(student.network), {"adapter": job.cfg.target.adapter}, {})
+    found["tau"] = report["acceptance"]["tau"]["measured"]
+    write_atomic(job.folder / comparison.FIGURES, json.dumps(found) + "\n")
+    return report
+
+
+def measured(job: Job, plan: measurement.Plan, made: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+    """The report of a plan, written with its draft as the run's draft folder."""
+    prepare(plan)
     report = measurement.measure(plan, extra)
     replay.write(recorded(plan, report["extra"]["planned_k"]), job.folder / replay.FILE)
     metadata = Metadata(

@@ -33,6 +33,7 @@ FORMAT = 1
 METADATA, REPORT, GENERATION = "cotrain.json", "report.json", "generation_config.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
 OBJECTIVES = ("sampled", "greedy")
+MODELS = ("independent", "hybrid")  # kinds whose folder is a causal LM of the target's ids
 
 
 @dataclass(frozen=True)
@@ -203,7 +204,7 @@ def load_draft(
     another shape than config.json says, or not finite, and for a tokenizer that is broken or another one.
     """
     found = read(folder)
-    if found.kind != "independent":
+    if found.kind not in MODELS:
         raise ValueError(f"{found.path / METADATA}: kind is {found.kind!r}, only independent drafts load as a model")
     model, problems, _ = load_weights(found.path, dtype, trust_remote_code)
     if problems:

@@ -11,6 +11,9 @@ __all__ = ["KINDS", "Independent", "NGram", "kind_of"]
 KINDS = {  # as the metadata of a draft folder names them -> module:class
     "independent": "inference.proposers.independent:Independent",
     "ngram": "inference.proposers.retrieval:NGram",
+    "retrieval": "inference.proposers.retrieval:Retrieval",
+    "hybrid": "inference.proposers.hybrid:Hybrid",
+    "other_tokenizer": "inference.proposers.other_tokenizer:OtherTokenizer",
 }
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from inference.models.passes import States, Tree
 
@@ -30,12 +30,13 @@ class Host:
 @dataclass(frozen=True)
 class Beside:
     """What a folder is loaded beside: the target with its `compatibility.hash_target`, and what the folder says of
-    itself, where it was made here. compile: of passes, see `Engine`."""
+    itself, where it was made here. compile: of passes, see `Engine`. tokenizer: the target's, where it is known."""
 
     target: PreTrainedModel
     hashes: Mapping[str, str | None]
     made: "Metadata | None"
     compile: bool | None
+    tokenizer: PreTrainedTokenizerBase | None = None
 
 
 class Proposal(NamedTuple):

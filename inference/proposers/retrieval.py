@@ -1,10 +1,24 @@
-"""Prompt look-up: the draft is what followed the last n tokens the last time they stood in the text."""
+"""Drafts from look-up: what followed the end of the text earlier, in the text itself or in a corpus. No model."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from inference.proposers.base import Beside, Host, Proposal, Proposer, Round
+from inference.drafts.weight_files import CONFIG, read_json
+from inference.lookup.datastore import Datastore
+from inference.lookup.match import Match
+from inference.lookup.suffix_automaton import SuffixAutomaton
+from inference.proposers.base import Beside, Host, Proposal, Proposer, Round, States
+
+
+def chains(drafts: Sequence[list[int]], texts: Sequence[list[int]]) -> Proposal:
+    """Certain drafts of each row. Behind a draft stands the text's own last id, which the target has read already."""
+    lengths = [len(draft) for draft in drafts]
+    width = max(lengths)
+    whole = [draft + text[-1:] * (width - len(draft)) for draft, text in zip(drafts, texts, strict=True)]
+    return Proposal(torch.tensor(whole, dtype=torch.int64).view(len(drafts), width), None, lengths)
 
 
 class NGram(Proposer):
@@ -31,11 +45,7 @@ class NGram(Proposer):
     def propose(self, turn: Round) -> Proposal:
         self.seen = {id(text): self._seen(text) for text in turn.texts}
         drafts = [self.seen[id(text)].look_up(k) for text, k in zip(turn.texts, turn.k, strict=True)]
-        lengths = [len(draft) for draft in drafts]
-        width = max(lengths)
-        # behind a draft stands the text's own last id, which the target has read already
-        whole = [draft + text[-1:] * (width - len(draft)) for draft, text in zip(drafts, turn.texts, strict=True)]
-        return Proposal(torch.tensor(whole, dtype=torch.int64).view(len(drafts), width), None, lengths)
+        return chains(drafts, turn.texts)
 
     def _seen(self, text: list[int]) -> "Seen":
         found = self.seen.get(id(text))
@@ -66,3 +76,76 @@ class Seen:
             if start is not None:
                 return text[start + n : start + n + k]
         return []
+
+
+class Retrieval(Proposer):
+    """Drafts what followed the longest end of a text that stood earlier: in the row's own text, by a suffix automaton
+    (Hu et al. 2024, SAM decoding, 2411.10666), or in a datastore (He et al. 2023, REST, 2311.08252), whichever is the
+    longer; in its own text where they are equal. Certain drafts.
+
+    datastore: one, or its folder. shortest: tokens of the end that must have stood earlier.
+    Raises ValueError when shortest < 1.
+    """
+
+    def __init__(self, datastore: Datastore | str | Path | None = None, shortest: int = 2) -> None:
+        if shortest < 1:
+            raise ValueError(f"Retrieval.shortest must be at least 1, not {shortest}")
+        self.datastore = Datastore.open(datastore) if isinstance(datastore, str | Path) else datastore
+        self.shortest = shortest
+        self.rows: list[SuffixAutomaton] = []
+        self.staged: dict[int, SuffixAutomaton] = {}
+
+    @classmethod
+    def load(cls, folder: Path, beside: Beside) -> "Retrieval":
+        """With the settings under `lookup` in the folder's config.json: shortest, and the datastore's folder."""
+        return cls.of_settings(read_json(folder / CONFIG).get("lookup") or {})
+
+    @classmethod
+    def of_settings(cls, lookup: Mapping[str, Any]) -> "Retrieval":
+        """Of what a config says of look-up."""
+        return cls(lookup.get("datastore"), lookup.get("shortest", 2))
+
+    def open(self, host: Host) -> None:
+        """Raises ValueError for a datastore with ids that the target lacks."""
+        if self.datastore and self.datastore.about.vocabulary > host.vocabulary:
+            raise ValueError(f"Retrieval.datastore: made for {self.datastore.about.vocabulary} ids, the target has "
+                             f"{host.vocabulary}; make one with its tokenizer: cotrain datastore")  # fmt: skip
+        self.rows, self.staged = [], {}
+
+    def admit(self, low: int, prompts: Sequence[list[int]], states: States) -> None:
+        self.rows[low:] = map(SuffixAutomaton, prompts)
+
+    def stage(self, low: int, prompts: Sequence[list[int]], states: States) -> None:
+        self.staged |= {low + place: SuffixAutomaton(prompt) for place, prompt in enumerate(prompts)}
+
+    def enter(self, source: int, target: int, prompt: list[int]) -> None:
+        self.rows.append(self.staged.pop(source))
+
+    def move(self, source: int, target: int) -> None:
+        last = self.rows.pop()
+        if target < len(self.rows):
+            self.rows[target] = last
+
+    def propose(self, turn: Round) -> Proposal:
+        return chains([match.drafts for match in self.find(turn.texts, turn.k)], turn.texts)
+
+    def find(self, texts: Sequence[list[int]], k: Sequence[int]) -> list[Match]:
+        """What each row's text ends with that stood earlier, and at most k_b tokens that followed."""
+        return [self.of_row(row, text, most) for row, text, most in zip(self.rows, texts, k, strict=True)]
+
+    def of_row(self, row: SuffixAutomaton, text: list[int], k: int) -> Match:
+        """What it finds for a text, of which `row` is the automaton or that of an earlier part."""
+        row.follow(text)
+        own = row.look_up(k, self.shortest)
+        if not self.datastore or own.length >= self.datastore.about.depth:
+            return own
+        stored = self.datastore.look_up(text, k, max(self.shortest, own.length + 1))
+        return stored if stored.drafts else own
+
+    def along(self, prompt: list[int], text: Sequence[int], k: int) -> list[Match]:
+        """What it finds before each token of a text that followed a prompt."""
+        row, whole, found = SuffixAutomaton(), list(prompt), []
+        for token in text:
+            found.append(self.of_row(row, whole, k))
+            whole.append(token)
+        return found

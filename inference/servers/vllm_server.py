@@ -78,6 +78,11 @@ def draft_model(folder: str, k: int, objective: str = "sampled") -> dict[str, An
     return {"method": "draft_model", "model": folder, "num_speculative_tokens": k, "draft_sample_method": sample}
 
 
+def custom_class(k: int) -> dict[str, Any]:
+    """speculative_config of look-up, alone or beside a model: the environment names its folder, see `vllm_lookup`."""
+    return {"method": "custom_class", "model": "inference.servers.vllm_lookup.Lookup", "num_speculative_tokens": k}
+
+
 def vllm_arm(name: str, server: Server, sampling: Sampling, max_new_tokens: int) -> Arm:
     """A server as an arm; seconds are those that vLLM spent, without the way there. Raises ValueError for sampling
     settings other than the temperature."""

@@ -1,0 +1,40 @@
+"""`cotrain datastore`: a corpus in which drafts are looked up."""
+
+from collections.abc import Iterator
+
+from cotrain.config.settings import DatastoreConfig
+from cotrain.data.prompt_rows import PromptRows
+from cotrain.data.sources import source_of
+from cotrain.data.training_texts import Source
+from cotrain.errors import UserError
+from cotrain.training.preconditions import ids_of, outline
+from inference.drafts.compatibility import hash_tokenizer
+from inference.lookup.datastore import About, Datastore
+from inference.measure.environment import environment
+from inference.request import ends_of
+
+
+def run(cfg: DatastoreConfig) -> None:
+    """Tokenize the training split of the texts as the target does, and write the folder."""
+    try:
+        target, tokenizer = outline(cfg.target.path, cfg.target.trust_remote_code)
+        source = source_of(cfg.data, "train", tokenizer, ends_of(target))
+        made = {"target": cfg.target.path, "data": cfg.data.path, "environment": environment()}
+        about = About(ids_of(tokenizer), cfg.depth, tokenizer=hash_tokenizer(tokenizer), made=made)
+        store = Datastore.of(_documents(source), about)
+        place = store.save(cfg.output, replace=cfg.overwrite)
+    except FileExistsError as error:
+        raise UserError(f"{error}; overwrite=true replaces it") from error
+    except (ValueError, OSError) as error:
+        raise UserError(" ".join(str(error).split())) from error
+    print(f"wrote {place}: {store.about.tokens} tokens of {store.about.documents} documents; "
+          f"cotrain train draft=retrieval draft.datastore={place}")  # fmt: skip
+
+
+def _documents(source: Source) -> Iterator[list[int]]:
+    """Ids of each text, of conversations with their completions."""
+    if isinstance(source, PromptRows):
+        yield from ([*row["prompt"], *row["completion"]] for row in source.rows)
+        return
+    for text in source.texts["text"]:
+        yield list(source.tokenizer(text, verbose=False)["input_ids"])

@@ -1,0 +1,155 @@
+"""A corpus on disk in which the end of any text is found: what followed it there most often is the draft.
+
+A folder: `datastore.json` says what it is; `tokens.npy` holds the corpus's ids backwards, documents parted by an id
+that no text has; `order.npy` its suffix array. Backwards, what stands before a place comes behind it in the array, so
+one binary search finds the longest end of a text that stands anywhere. Both arrays are memory-mapped.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inference.drafts.atomic import new_folder
+from inference.drafts.weight_files import read_json
+from inference.lookup.match import NONE, Match
+from inference.lookup.suffix_array import Ids, common, first_place, suffix_array
+
+FORMAT = 1
+ABOUT, TOKENS, ORDER = "datastore.json", "tokens.npy", "order.npy"
+MOST = 64  # occurrences that are looked at, evenly spread over all of them
+
+
+@dataclass(frozen=True)
+class About:
+    """What `datastore.json` says. vocabulary: ids of the texts; depth: the longest end that is told apart, in tokens;
+    tokenizer: its hash, see `compatibility.hash_tokenizer`; made: command, sources, date."""
+
+    vocabulary: int
+    depth: int
+    documents: int = 0
+    tokens: int = 0
+    tokenizer: str | None = None
+    made: Mapping[str, Any] = field(default_factory=dict)
+    format: int = FORMAT
+
+
+class Datastore:
+    """Retrieval from a corpus (He et al. 2023, REST, 2311.08252), for greedy chains of the most frequent continuation.
+
+    tokens, order: see the module; of any integers that hold them.
+    """
+
+    def __init__(self, tokens: Ids, order: NDArray[np.integer], about: About) -> None:
+        self.tokens, self.order, self.about = tokens, order, about
+
+    @classmethod
+    def of(cls, documents: Iterable[Sequence[int]], about: About) -> "Datastore":
+        """Made of texts, in memory. Raises ValueError for ids outside the vocabulary, and without any token."""
+        border, flat, count = about.vocabulary, [about.vocabulary], 0
+        for document in documents:
+            if document and (min(document) < 0 or max(document) >= border):
+                raise ValueError(f"datastore: document {count} has ids outside [0, {border})")
+            flat += [*document, border]
+            count += 1
+        tokens = np.array(flat[::-1], dtype=_smallest(border))
+        if len(tokens) == count + 1:
+            raise ValueError("datastore: the texts have no token")
+        order = suffix_array(tokens, about.depth)
+        order = order[tokens[order] != border].astype(_smallest(len(tokens)))
+        made = asdict(about) | {"documents": count, "tokens": len(order)}
+        return cls(tokens, order, About(**made))
+
+    def save(self, folder: str | Path, replace: bool = False) -> Path:
+        """Write the folder, whole or not at all. Raises FileExistsError as `atomic.new_folder` does."""
+        with new_folder(Path(folder), replace=replace) as new:
+            np.save(new / TOKENS, self.tokens)
+            np.save(new / ORDER, self.order)
+            (new / ABOUT).write_text(json.dumps(asdict(self.about), indent=2) + "\n", encoding="utf-8")
+        return Path(folder)
+
+    @classmethod
+    def open(cls, folder: str | Path) -> "Datastore":
+        """Memory-mapped. Raises FileNotFoundError for a folder that is none, ValueError for one that is broken or of
+        another format."""
+        path = Path(folder)
+        if not (path / ABOUT).is_file():
+            raise FileNotFoundError(f"{path} is no datastore: it has no {ABOUT}; make one with `cotrain datastore`")
+        about = _about(path / ABOUT)
+        tokens, order = _mapped(path / TOKENS), _mapped(path / ORDER)
+        if len(order) != about.tokens or len(tokens) != about.tokens + about.documents + 1:
+            raise ValueError(f"{path}: {ABOUT} speaks of {about.tokens} tokens of {about.documents} documents, the "
+                             f"arrays hold {len(order)} and {len(tokens)}")  # fmt: skip
+        return cls(tokens, order, about)
+
+    def look_up(self, text: Sequence[int], k: int, shortest: int = 1) -> Match:
+        """At most k tokens that follow the longest end of the text that stands in the corpus, if it has at least
+        `shortest` tokens: at each step the most frequent next token of the places that agree so far, the smaller id
+        of equally frequent ones. Ends of more than `depth` tokens are not told apart."""
+        if k < 1 or not text:
+            return NONE
+        backwards = list(reversed(text[-self.about.depth :]))
+        length, near = self._longest(backwards)
+        if length < max(shortest, 1):
+            return NONE
+        low = first_place(self.tokens, self.order, backwards[:length], 0, near + 1)
+        high = first_place(self.tokens, self.order, backwards[:length], near, behind=True)
+        places = self.order[low : high : -(-(high - low) // MOST)]
+        drafts, share = _most_frequent([self._following(int(place), k) for place in places], k)
+        return Match(drafts, length, high - low, share, stored=True)
+
+    def _longest(self, backwards: list[int]) -> tuple[int, int]:
+        """Length of the longest end of a text that stands in the corpus, and one place of it in the order."""
+        at = first_place(self.tokens, self.order, backwards)
+        neighbours = [near for near in (at - 1, at) if 0 <= near < len(self.order)]
+        return max((self._shared(backwards, int(self.order[near])), near) for near in neighbours)
+
+    def _shared(self, backwards: list[int], place: int) -> int:
+        return common(backwards, self.tokens[place : place + len(backwards)].tolist())
+
+    def _following(self, place: int, k: int) -> list[int]:
+        """At most k ids of the document behind a place."""
+        found: list[int] = self.tokens[max(0, place - k) : place][::-1].tolist()
+        border = self.about.vocabulary
+        return found[: found.index(border)] if border in found else found
+
+
+def _most_frequent(followings: list[list[int]], k: int) -> tuple[list[int], float]:
+    """The most frequent next token, step by step among those that agree, and the share of the first one."""
+    drafts: list[int] = []
+    share, count = 0.0, len(followings)
+    for depth in range(k):
+        votes = Counter(following[depth] for following in followings if len(following) > depth)
+        if not votes:
+            break
+        token = min(votes, key=lambda one: (-votes[one], one))
+        share = share or votes[token] / count
+        drafts.append(token)
+        followings = [one for one in followings if len(one) > depth and one[depth] == token]
+    return drafts, share
+
+
+def _smallest(most: int) -> type[np.unsignedinteger]:
+    """The smallest unsigned integers that hold `most`."""
+    return next(kind for kind in (np.uint16, np.uint32, np.uint64) if most <= np.iinfo(kind).max)
+
+
+def _about(file: Path) -> About:
+    values, names = read_json(file), {item.name for item in fields(About)}
+    if values.get("format") != FORMAT:
+        raise ValueError(f"{file}: format is {values.get('format')!r}, this version reads {FORMAT}")
+    if odd := set(values) ^ names:
+        raise ValueError(f"{file}: keys missing or unknown: {', '.join(sorted(odd))}")
+    return About(**values)
+
+
+def _mapped(file: Path) -> NDArray[np.unsignedinteger]:
+    try:
+        return np.load(file, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise ValueError(f"{file}: cannot be read: {error}") from error

@@ -1,0 +1,19 @@
+"""Planted bugs of look-up, of the hybrid beside a model, and of drafts with a tokenizer of their own."""
+
+# fmt: off
+ROWS_OF_BUGS = [
+    ('split_state_forgets_where_it_stood', 'inference/lookup/suffix_automaton.py', 'self.latest[clone] = self.latest[found]', 'self.latest[clone] = len(self.text)', ['tests/test_lookup.py::test_the_automaton_finds_the_longest_end_that_stood_earlier_at_every_token'], 'look-up drafts what stands at the end itself'),
+    ('split_state_shares_its_transitions', 'inference/lookup/suffix_automaton.py', 'dict(self.next[found])', 'self.next[found]', ['tests/test_lookup.py::test_the_automaton_finds_the_longest_end_that_stood_earlier_at_every_token'], 'look-up misses longer ends'),
+    ('first_place_for_the_latest', 'inference/lookup/suffix_automaton.py', '            self.latest[state] = now\n', '', ['tests/test_lookup.py::test_the_latest_place_is_drafted_from'], 'look-up drafts from the first place'),
+    ('last_doubling_sees_too_far', 'inference/lookup/suffix_array.py', 'step = min(width, depth - width)', 'step = width', ['tests/test_lookup.py::test_a_suffix_array_sorts_by_its_depth_then_by_place'], 'order of places beyond the depth'),
+    ('drafts_cross_documents', 'inference/lookup/datastore.py', 'return found[: found.index(border)] if border in found else found', 'return found', ['tests/test_lookup.py::test_no_draft_and_no_match_crosses_documents'], 'a draft that is no token of the vocabulary'),
+    ('votes_of_places_that_disagree', 'inference/lookup/datastore.py', 'if len(one) > depth and one[depth] == token', 'if len(one) > depth', ['tests/test_lookup.py::test_a_datastore_drafts_what_followed_most_often[16]'], 'a draft that never followed the one before it'),
+    ('gate_peeks_at_what_the_model_drew', 'inference/proposers/hybrid.py', 'k = [a + b for a, b in zip(part.sure.k, drawn.k, strict=True)]', 'k = [a + b * (drawn.x[n, 0].item() in (0, 1)) for n, (a, b) in enumerate(zip(part.sure.k, drawn.k, strict=True))]', ['tests/test_hybrid.py::test_three_tokens_of_several_rounds_have_the_targets_law[block-taken1]'], 4),
+    ('certain_draft_with_the_models_law', 'inference/proposers/hybrid.py', 'return Proposal(ids, torch.where(certain.unsqueeze(2), one_hot(ids, q), q), k)', 'return Proposal(ids, q, k)', ['tests/test_hybrid.py::test_three_tokens_of_several_rounds_have_the_targets_law[token-taken0]'], 1),
+    ('model_hears_of_no_round', 'inference/proposers/hybrid.py', '        for part in self.parts:\n            part.commit(outcome)', '        self.retrieval.commit(outcome)', ['tests/test_hybrid.py::test_a_model_that_look_up_never_relieves_drafts_as_it_does_alone'], 17),
+    ('round_not_told_of_certain_drafts', 'inference/proposers/hybrid.py', 'law = torch.where((sent["looked_up"] > depth).unsqueeze(1), certain, law)', 'law = torch.where((sent["looked_up"] < 0).unsqueeze(1), certain, law)', ['tests/test_hybrid.py::test_calls_and_acceptance_are_those_that_the_texts_foretell[hybrid]'], 37),
+    ('calibration_counts_one_too_many', 'inference/proposers/gate.py', 'sum(place.right > depth for place in cell)', 'sum(place.right >= depth for place in cell)', ['tests/test_hybrid.py::test_calibration_counts_what_was_right'], 'a gate that trusts look-up too much'),
+    ('tokens_that_are_not_shared_have_mass', 'inference/proposers/other_tokenizer.py', 'value=-torch.inf', 'value=0.0', ['tests/test_other_tokenizer.py::test_laws_are_the_drafts_over_shared_tokens_renormalised'], 22),
+    ('told_anew_but_not_rolled_back', 'inference/proposers/other_tokenizer.py', 'min(common(old, new), len(new) - 1)', 'min(len(old), len(new) - 1)', ['tests/test_other_tokenizer.py::test_laws_are_those_after_the_text_as_it_is_told'], 17),
+    ('special_tokens_shared_by_their_names', 'inference/proposers/retelling.py', 'if number not in special:', 'if True:', ['tests/test_other_tokenizer.py::test_byte_strings_are_what_tokens_stand_for'], 'a control token drafted as text'),
+]
