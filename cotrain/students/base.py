@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 LAST = -1  # the layer whose states the target's head reads, behind its final norm
 ANY = -1  # the depth of a guess that is the same at every depth
 DEFAULT = "independent"  # the kind of a draft folder that does not say it
-KINDS = {DEFAULT: "cotrain.students.independent:Independent"}  # kind -> module:class, imported when asked for
+KINDS = {  # kind -> module:class, imported when asked for
+    DEFAULT: "cotrain.students.independent:Independent",
+    "eagle": "cotrain.students.eagle:Eagle",
+}
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,7 @@ def from_layers(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedMod
     if kinds:
         config.layer_types = [kinds[layer] for layer in chosen]
     draft = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    source, state = _plain(target), {}
+    source, state = plain(target), {}
     for name, value in draft.state_dict().items():
         origin = _renumber(name, chosen)
         if origin not in source or source[origin].shape != value.shape:
@@ -132,7 +132,7 @@ def from_layers(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedMod
     return draft
 
 
-def _plain(target: PreTrainedModel) -> dict[str, torch.Tensor]:
+def plain(target: PreTrainedModel) -> dict[str, torch.Tensor]:
     """The target's tensors by name; quantised ones (bitsandbytes) as the numbers that they stand for."""
     state = target.state_dict()  # on a CPU this also undoes the packing of 4-bit weights
     for name, weight in target.named_parameters():
