@@ -3,28 +3,27 @@
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from inference.drafts.bundled_target import resolve
 from inference.drafts.compatibility import hash_target
-from inference.drafts.draft_folder import load_draft, load_tokenizer, read
+from inference.drafts.draft_folder import METADATA, load_tokenizer, read
 from inference.engine import Engine
-from inference.models.dtypes import widened
-from inference.models.llama import can_round
 from inference.models.lm import load_model
 from inference.policy import Fixed
-from inference.proposers.independent import Independent
+from inference.proposers import kind_of
+from inference.proposers.base import Beside
 
 
 def load(folder: str | Path, target: PreTrainedModel | str | None = None, **settings: Any) -> Engine:
     """An engine from a draft folder, which knows its target and draft length; `settings` as for Engine.
 
     target: a model (then give `tokenizer=`, or decode ids) or a path, when not the one that the folder names.
-    Raises ValueError for a folder that names no target, or one with an adapter, and whatever `load_draft` refuses;
-    warns of a target of another shape than the draft was made for.
+    Raises ValueError for a folder that names no target, or one with an adapter, or an unknown kind, and whatever the
+    kind's `load` refuses.
     """
-    made = read(folder).metadata
+    found = read(folder)
+    made = found.metadata
     tokenizer = settings.pop("tokenizer", None)
     if not isinstance(target, PreTrainedModel):
         if target is None and made is None:
@@ -35,11 +34,11 @@ def load(folder: str | Path, target: PreTrainedModel | str | None = None, **sett
         place = resolve(str(target or (made.target["name"] if made else "")))
         tokenizer = tokenizer or load_tokenizer(Path(place))
         target = load_model(place, settings.pop("dtype", None))
-    draft, own, _ = load_draft(folder, target=hash_target(target.config, tokenizer))
     settings.setdefault("policy", Fixed(made.k if made else 4))
-    torch.nn.Module.to(draft, target.device)
-    greedy, rounded = (made.objective == "greedy", made.int8) if made else (False, False)
-    compile = settings.get("compile")
-    int8 = rounded and can_round(draft)
-    proposer = Independent(draft if int8 else widened(draft), greedy, compile=compile, int8=int8)
-    return Engine(target, proposer, tokenizer=tokenizer or own, **settings)
+    beside = Beside(target, hash_target(target.config, tokenizer), made, settings.get("compile"))
+    try:
+        kind = kind_of(found.kind)
+    except ValueError as error:
+        raise ValueError(f"{found.path / METADATA}: {error}") from error
+    proposer = kind.load(found.path, beside)
+    return Engine(target, proposer, tokenizer=tokenizer or load_tokenizer(found.path), **settings)

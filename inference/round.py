@@ -84,6 +84,10 @@ class DecodingRound:
 
     def law(self, logits: Tensor, drafted: list[Tensor]) -> Tensor:
         """Logits (A, V) after the texts and `drafted` ids (A,) -> law (A, V)."""
+        return self.batch.regimes.law(self.scores(logits, drafted))
+
+    def scores(self, logits: Tensor, drafted: list[Tensor]) -> Tensor:
+        """The logits, as settings that read history leave them."""
         logits = logits.to(self.device)
         if self.batch.history:
             x = torch.stack(drafted, 1) if drafted else self._nothing()
@@ -91,7 +95,7 @@ class DecodingRound:
             needed = [-1 if a in self.done else k - 1 for a, k in enumerate(self.lengths)]  # behind them none is drawn
             logits = self._processed(logits.unsqueeze(1), x, needed, len(drafted)).squeeze(1)
             self.done |= {a for a in self.batch.own if not bool(logits[a].amax().isfinite())}
-        return self.batch.regimes.law(logits)
+        return logits
 
     def laws(self, logits: Tensor, x: Tensor, k: list[int]) -> Tensor:
         """Target logits (A, K+1, V) of the texts and drafts x (A, K) -> p (A, K+1, V); past k_b unread."""

@@ -192,10 +192,10 @@ def test_noise_is_what_wide_passes_change(pair):
     assert noise == pytest.approx(0.25, abs=1e-9) and found == []
 
 
-def test_look_up_has_a_text_check_alone(pair):
+def test_look_up_is_checked_like_a_model(pair):
     found = verdict(pair[0], NGram())
-    assert found.passed and found.calls is None and found.depth is None
-    assert any("(b) target calls: not applicable, NGram" in line for line in found.lines())
+    assert found.passed and found.calls.sigma == 0 and found.depth.rounds > 30
+    assert found.calls.predicted == found.calls.measured
 
 
 def test_what_cannot_be_checked_is_refused(pair):

@@ -6,7 +6,6 @@ import math
 import pytest
 import torch
 
-from inference.fused import token_from_logits
 from inference.noise import ACCEPT, DRAFT, RESIDUAL, gumbel, uniform
 from inference.sampling import Sampling, draw, probs
 from inference.verify import block, coupled, match, token
@@ -171,8 +170,6 @@ def test_a_token_the_target_forbids_is_refused_at_u_zero(rule):
     p, q = torch.tensor([[[0.0, 1.0], [0.5, 0.5]]]), torch.tensor([[[0.5, 0.5]]])
     verdict = rule(p, q, torch.tensor([[0]]), torch.zeros(1, 1))
     assert verdict.accepted.item() == 0 and verdict.law.tolist() == [[0.0, 1.0]]
-    logits = [torch.tensor(law).log() for law in (p.tolist(), q.tolist())]
-    assert token_from_logits(*logits, torch.tensor([[0]]), torch.zeros(1, 1), None, torch.ones(1)).accepted == 0
 
 
 @pytest.mark.parametrize("rule", [token, block])
@@ -221,7 +218,7 @@ def test_nothing_past_a_rows_length_is_read(filler):
     B, K, V = 60, 3, 4
     p, q = laws("dense", V, B * (K + 1)).view(B, K + 1, V), laws("dense", V, B * K).view(B, K, V)
     x, u, k = torch.randint(V, (B, K)), torch.rand(B, K + 1, dtype=F64), torch.arange(B) % (K + 1)
-    g, temperature = torch.randn(B, K + 1, V, dtype=F64), torch.ones(B, dtype=F64)
+    g = torch.randn(B, K + 1, V, dtype=F64)
     bonus_past, past = torch.arange(K + 1) > k.unsqueeze(-1), torch.arange(K) >= k.unsqueeze(-1)
 
     def verdicts(p, q, x, u):
@@ -229,7 +226,6 @@ def test_nothing_past_a_rows_length_is_read(filler):
         yield block(p, q, x, u[:, :K], k)
         yield match(p, x, u, k)
         yield coupled(p, x, g, k)
-        yield token_from_logits(p.log(), q.log(), x, u[:, :K], k, temperature)
 
     clean = verdicts(p, q, x, u)
     filled = verdicts(
@@ -252,22 +248,3 @@ def test_inputs_are_left_as_they_were():
     match(p, x, u, k)
     coupled(p, x, torch.zeros(2, 3, 3), k)
     assert all(torch.equal(a, b) for a, b in zip(given, (p, q, x, u, k), strict=True))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, F64])
-def test_the_fused_token_rule_is_the_reference(dtype):
-    B, K, V = 300, 3, 7
-    target, draft = (3 * torch.randn(2, B, K + 1, V)).to(dtype)
-    target[:, :, 5] = -math.inf
-    draft, x, k = draft[:, :K].clone(), torch.randint(V, (B, K)), torch.randint(K + 1, (B,))
-    temperature, u = torch.rand(B, dtype=dtype) + 0.3, torch.rand(B, K, dtype=F64)
-    past = torch.arange(K + 1) > k.unsqueeze(-1)
-    target[past] = math.nan
-    draft[past[:, 1:]] = math.nan
-    x[past[:, 1:]] = -1
-    regimes = [Sampling(t.item()) for t in temperature]
-    reference = token(probs(target, regimes), probs(draft, regimes), x, u, k)
-    fused = token_from_logits(target, draft, x, u, k, temperature)
-    assert torch.equal(fused.accepted, reference.accepted)
-    torch.testing.assert_close(fused.law, reference.law, rtol=1e-4 if dtype == torch.float32 else 1e-11, atol=1e-6)
-    assert 0 < (reference.accepted < k).double().mean() < 1

@@ -4,10 +4,11 @@
 for token, up to ties: differences whose gap is below what rounding can move. At every token of a coupled text
 plain decoding is asked what it chooses there, so the comparison goes on behind a tie. (b) The target calls of
 the run are those that its texts must cost (`inference.verify.prediction`), within 4 sigma. (c) Drafts at depth 1 pass
-no more often than sum_v min(p, q) allows, within 3 sigma. (b) and (c) need q at every token of a text, so a
-draft that is a model of its own. (d) Logits of the engine's passes are those of transformers' own forward
-(`inference.exactness.agreement`). (a) and (d) run the very passes that were timed; (b) and (c) compare the run with
-passes of the same weights, dtypes and rounding in an engine of their own.
+no more often than sum_v min(p, q) allows, within 3 sigma. (b) and (c) read q at every token of a text: forced rounds
+find it for any kind of proposer (`forced`), one teacher-forced pass for a language model (`side_by_side`). (d) Logits
+of the engine's passes are those of transformers' own forward (`inference.exactness.agreement`). (a), (d) and forced
+rounds run the very passes that were timed; teacher-forced passes are of the same weights, dtypes and rounding, in an
+engine of their own.
 """
 
 import copy
@@ -23,7 +24,6 @@ from inference.exactness.teacher_forced import teacher_forced
 from inference.exactness.ties import MARGIN, Difference, compare_passes, compare_text, excused, first_difference
 from inference.exactness.verdict import CallsCheck, DepthCheck, LogitsCheck, TextCheck, Verdict
 from inference.measure.timing import Texts
-from inference.proposers import Independent
 from inference.sampling import Sampling
 from inference.verify.rules import RULES, Rule
 
@@ -64,16 +64,11 @@ def check(
     bound = GAP * min(max(logits.own, step(engine.target.model)), most(engine.target.model))
     text = check_coupled(engine, [prompts[key] for key in keys], keys, sampling, max_new_tokens, seed, bound)
     text = replace(text, tokens=sum(len(one) for one in dict(zip(texts.ids, texts.tokens, strict=True)).values()))
-    if not isinstance(engine.proposer, Independent):
-        why = f"not applicable, {type(engine.proposer).__name__} has no law for every token of a text"
-        return Verdict(
-            text, logits=logits, missing={"calls": f"target calls: {why}", "depth": f"acceptance at depth 1: {why}"}
-        )
     noise = min(MARGIN * text.noise, text.limit)
     figures = pair_figures(engine, engine.proposer, texts, sampling, max_new_tokens, noise, rows)
     calls, depth = check_calls(figures, texts, engine.rule), check_depth(figures, texts)
     missing = {
-        "calls": "target calls: not applicable, the coupled rule has no coins of its own",
+        "calls": f"target calls: not applicable, acceptance under {engine.rule.name} hangs on the noise of the text",
         "depth": "acceptance at depth 1: not applicable, no round drafted",
     }
     absent = {name: why for name, why in missing.items() if {"calls": calls, "depth": depth}[name] is None}
@@ -160,7 +155,7 @@ def check_calls(figures: Figures, texts: Texts, rule: Rule | str) -> CallsCheck 
     found, kept = expected(figures, rule), reach_of(figures, rule)
     if found is None or kept is None:
         return None
-    near = int(figures.near_q.sum())
+    near = figures.near
     rare, rare_expected = rare_rounds(figures, texts, kept)
     return CallsCheck(
         tokens=sum(map(len, texts.tokens)),
@@ -187,7 +182,7 @@ def check_depth(figures: Figures, texts: Texts) -> DepthCheck | None:
         raise ValueError("exactness: the counts do not belong to these texts under this policy and limit")
     if rounds == 0:
         return None
-    alpha, near = figures.alpha[at], (figures.near_p | figures.near_q)[at]
+    alpha, near = figures.first(figures.alpha)[at], (figures.near_p | (figures.first(figures.near_q) > 0))[at]
     sigma = math.sqrt(float((alpha * (1 - alpha)).sum()) + int(near.sum())) / rounds
     accepted = sum(sum(row.accepted[:1]) for row in texts.counts)
     return DepthCheck(rounds, accepted, float(alpha.mean()), sigma)

@@ -3,6 +3,7 @@
 B texts, T tokens of the longest, A texts of a batch, n tokens of a block, V vocabulary.
 """
 
+import copy
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -11,11 +12,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from inference.engine import Engine
+from inference.exactness.forced import forced
 from inference.exactness.teacher_forced import Block, teacher_forced
 from inference.exactness.ties import MARGIN, near_ties, noise_of
 from inference.measure.timing import Texts
 from inference.models.lm import LM
-from inference.proposers import Independent
+from inference.proposers.base import Proposer
 from inference.sampling import Sampling, one_hot, probs
 from inference.verify import prediction
 from inference.verify.rules import Rule, rule_of
@@ -25,9 +27,10 @@ RARE = 0.01
 
 @dataclass(frozen=True)
 class Figures:
-    """logp, logq (B, T): of each emitted token; alpha (B, T): sum_v min(p, q) there, all float64; near_p,
-    near_q (B, T): the law is one-hot and rounding could move it; k (B, T): drafts of a round that would start
-    there; lengths (B,). Zero past a text's end; all on the CPU."""
+    """logp (B, T): of each emitted token; logq and alpha, sum_v min(p, q) there, (B, T), or (B, T, K) where they differ
+    by the depth at which token t is drafted (`forced.Forced`), all float64; near_p (B, T), near_q: the law is one-hot
+    and rounding could move it; k (B, T): drafts of a round that would start there; lengths (B,). Zero past a text's
+    end; all on the CPU."""
 
     logp: Tensor
     logq: Tensor
@@ -36,6 +39,17 @@ class Figures:
     near_q: Tensor
     k: Tensor
     lengths: Tensor
+
+    def first(self, values: Tensor) -> Tensor:
+        """Of a round's first draft: (B, T) or (B, T, K) -> (B, T)."""
+        if values.ndim == 2:
+            return values
+        return values[..., 0] if values.shape[-1] else torch.zeros_like(self.logp)
+
+    @property
+    def near(self) -> int:
+        """Drafts whose law is certain but that rounding could turn, at whatever depth."""
+        return int((self.near_q if self.near_q.ndim == 2 else self.near_q.any(-1)).sum())
 
 
 class Expected(NamedTuple):
@@ -49,27 +63,36 @@ class Expected(NamedTuple):
 
 def pair_figures(
     engine: Engine,
-    draft: Independent,
+    proposer: Proposer,
     texts: Texts,
     sampling: Sampling,
     max_new_tokens: int,
     noise: float,
     rows: int | None = None,
 ) -> Figures:
-    """Teacher-forced passes of both models over prompts and texts, as wide as those of decoding: k + 1 ids
-    for the target, one for the draft, whose weights are rounded as they are served. noise: of the target's score gaps,
-    see `ties.compare_passes`; rows: texts together, those of the engine when None."""
+    """The laws of target and drafts at every token of the texts, in passes as wide as those of decoding.
+
+    Of a proposer that is a language model: teacher-forced passes of both, k + 1 ids for the target, one for the draft,
+    whose weights are rounded as they are served. Of any other: forced rounds of it beside the engine's target, on whose
+    slots they run. noise: of the target's score gaps, see `ties.compare_passes`; rows: texts together, those of the
+    engine when None (of forced rounds always those).
+    """
     V, rows = engine.target.vocabulary, min(rows or engine.rows, len(texts.tokens))
-    p_lm, q_lm = LM(engine.target.model, rows, V), LM(draft.model, rows, V, int8=draft.int8)
-    k = draft_lengths(engine, draft, texts, max_new_tokens)
-    block = int(k.max()) + 1
-    certain = sampling.temperature == 0 or draft.greedy
+    q_lm = proposer.language_model(rows, V)
+    if q_lm is None:
+        beside = copy.copy(engine)  # the same target, slots and compiled passes included
+        beside.proposer = proposer
+        return Figures(*forced(beside, texts, sampling, max_new_tokens, noise))
+    p_lm = LM(engine.target.model, rows, V)
+    k = draft_lengths(engine, min(q_lm.context, engine.target.context), texts, max_new_tokens)
+    certain = sampling.temperature == 0 or proposer.greedy
     noise_q = _draft_noise(q_lm, texts, sampling) if certain else 0.0
+    block = int(k.max()) + 1
     p_blocks = teacher_forced(p_lm, texts.prompts, texts.tokens, sampling, block=block)
     q_blocks = teacher_forced(q_lm, texts.prompts, texts.tokens, sampling, block=block, width=1)
     values = torch.zeros(5, *k.shape, dtype=torch.float64)
     for p_block, q_block in zip(p_blocks, q_blocks, strict=True):
-        found = _laws(p_block, q_block, sampling, draft.greedy)
+        found = _laws(p_block, q_block, sampling, proposer.greedy)
         near_p = near_ties(p_block.logits, noise) & (sampling.temperature == 0)
         near_q = near_ties(q_block.logits, noise_q) & certain
         columns = slice(p_block.start, p_block.start + p_block.x.shape[1])
@@ -101,10 +124,9 @@ def _draft_noise(lm: LM, texts: Texts, sampling: Sampling) -> float:
     return MARGIN * noise_of(lm, texts.prompts[first], texts.tokens[first], greedy, width=2)
 
 
-def draft_lengths(engine: Engine, draft: Independent, texts: Texts, max_new_tokens: int) -> Tensor:
+def draft_lengths(engine: Engine, context: int, texts: Texts, max_new_tokens: int) -> Tensor:
     """How many tokens a round that starts at token t of a text drafts -> (B, T) int64: what the policy wants,
     no further than the limit, nor than the draft's own context."""
-    context = LM(draft.model, 1, engine.target.vocabulary, engine.target.context).context
     k = torch.zeros(len(texts.tokens), max(map(len, texts.tokens)), dtype=torch.int64)
     for b, (prompt, text) in enumerate(zip(texts.prompts, texts.tokens, strict=True)):
         limit = min(max_new_tokens, engine.target.context - len(prompt))

@@ -5,6 +5,7 @@ B rows, K longest draft. All times are wall seconds of B rows together, medians 
 
 import time
 from collections.abc import Callable, Hashable, Mapping
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
@@ -16,8 +17,7 @@ from torch import Tensor
 from inference.models.lm import LM
 from inference.models.prefill import store_prompts
 from inference.noise import Uniforms
-from inference.proposers.base import Host, Outcome
-from inference.proposers.independent import Independent
+from inference.proposers.base import Host, Outcome, Proposer
 from inference.request import Request
 from inference.round import DecodingRound
 from inference.sampling import Sampling
@@ -113,7 +113,7 @@ def interleaved(
 @torch.inference_mode()
 def measure_costs(
     target: LM,
-    draft: Independent,
+    proposer: Proposer,
     K: int,
     *,
     context: int = 256,
@@ -121,13 +121,14 @@ def measure_costs(
     repeats: int = 9,
     warmup: int = 2,
 ) -> Costs:
-    """Time both models, as they will be run, on as many texts as they have rows, for k = 0..K: texts of about `context`
-    tokens, no two of the same length, as after some rounds.
+    """Time target and proposer, as they will be run, on as many texts as there are rows, for k = 0..K: texts of about
+    `context` tokens, no two of the same length, as after some rounds.
 
-    Raises ValueError when context and the longest drafts that are timed do not fit a model.
+    Raises ValueError when context and the longest drafts that are timed do not fit the target, or the proposer drafts
+    fewer there.
     """
-    draft.open(Host(target.rows, target.spare, target.vocabulary, target.context, target))
-    room = min(target.context, draft.lm.context)
+    proposer.open(Host(target.rows, target.spare, target.vocabulary, target.context, target))
+    room = min(target.context, proposer.context or target.context)
     longest = max(K, *SPANS)
     if context < 1 or context + longest + 1 > room:
         raise ValueError(f"context={context} and K={K}: both models must hold context + {longest + 1}, at most {room}")
@@ -138,9 +139,8 @@ def measure_costs(
         torch.randint(target.vocabulary, (min(length, room - longest - 1),), generator=seeded).tolist()
         for length in lengths
     ]
-    store_prompts(target, 0, texts)
-    draft.admit(0, texts, {})
-    found = interleaved(_tasks(target, draft, texts, K, sampling), repeats, warmup)
+    proposer.admit(0, texts, store_prompts(target, 0, texts, states=proposer.reads))
+    found = interleaved(_tasks(target, proposer, texts, K, sampling), repeats, warmup)
     short, long = SPANS
     step = (found["draft", long] - found["draft", short]) / (long - short)
     return Costs(
@@ -150,34 +150,36 @@ def measure_costs(
         target.rows,
         context,
         target.weights,
-        draft.weights,
+        proposer.weights or "",
         found["draft", short] - short * step,
     )
 
 
 def _tasks(
-    target: LM, draft: Independent, texts: list[list[int]], K: int, sampling: Sampling
+    target: LM, proposer: Proposer, texts: list[list[int]], K: int, sampling: Sampling
 ) -> dict[tuple[str, int], Callable[[], object]]:
     """Every part of a round, as the engine makes it and after what comes before it there: what a processor keeps at
     hand is what was used last."""
     rows = [Request(i, i, text, K + 1, sampling, frozenset()) for i, text in enumerate(texts)]
     at = [len(text) - 1 for text in texts]
     ids = torch.tensor([text[-1:] * (K + 1) for text in texts], device=target.device)
-    logits = target.forward(ids, at).logits.clone()  # (B, K+1, V)
+    seen = target.forward(ids, at, states=proposer.reads)
+    logits, states = seen.logits.clone(), {layer: part.clone() for layer, part in seen.states.items()}  # (B, K+1, V)
 
     noise = Uniforms(0, target.device)
 
-    def turn(k: int, lm: LM) -> DecodingRound:
-        return DecodingRound(rows, [k] * len(rows), RULES["token"], noise, lm.vocabulary, lm.device)
+    def turn(k: int) -> DecodingRound:
+        return DecodingRound(rows, [k] * len(rows), RULES["token"], noise, target.vocabulary, target.device)
 
     # of several rows, some accepted every draft and lacks two ids
     stored = [len(text) - 1 - (len(texts) > 1) for text in texts]
+    outcome = Outcome(stored, torch.zeros(len(stored), dtype=torch.int64, device=target.device), states)
+    drafting = {k: copy(proposer) for k in SPANS}  # each as if it had never made more, on the same slots
 
     def drafts(k: int) -> None:
-        draft.longest = 0  # as if it had never made more
-        draft.propose(turn(k, draft.lm))
-        draft.lm.wait()
-        draft.commit(Outcome(stored, torch.zeros(len(stored), dtype=torch.int64), {}))
+        made = drafting[k].propose(turn(k))
+        wait_for(made.x.device)
+        drafting[k].commit(outcome)
 
     spans = dict(enumerate(SPANS, 2))
     tasks: dict[tuple[str, int], Callable[[], object]] = {("before", 1): _pass(target, ids[:, :1], at)}
@@ -186,7 +188,7 @@ def _tasks(
             tasks["draft" if n in spans else "before", spans.get(n, n)] = partial(drafts, spans.get(n, SPANS[0]))
         if n <= K + 1:
             tasks["target", n] = _pass(target, ids[:, :n], at)
-            tasks["rest", n - 1] = _rest(turn, target, logits[:, :n], ids[:, : n - 1])
+            tasks["rest", n - 1] = _rest(turn, logits[:, :n], ids[:, : n - 1])
     return tasks
 
 
@@ -198,15 +200,21 @@ def _pass(lm: LM, ids: Tensor, at: list[int]) -> Callable[[], object]:
     return run
 
 
-def _rest(turn: Callable[[int, LM], DecodingRound], lm: LM, logits: Tensor, x: Tensor) -> Callable[[], object]:
+def _rest(turn: Callable[[int], DecodingRound], logits: Tensor, x: Tensor) -> Callable[[], object]:
     """Laws, verdict and the last draw of a round; the draft's law is the target's own, since cost is all that
     counts."""
     k = [x.shape[1]] * x.shape[0]
 
     def run() -> object:
-        one = turn(x.shape[1], lm)
+        one = turn(x.shape[1])
         p = one.laws(logits, x, k)
         verdict = one.verdict(p, p[:, :-1], x, k)
         return one.last(verdict.law).tolist(), verdict.accepted.tolist()
 
     return run
+
+
+def wait_for(device: torch.device) -> None:
+    """Until the work that was launched there is done."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

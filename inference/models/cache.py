@@ -3,9 +3,12 @@
 One slot a row, new keys and values are written at each row's own positions, and whatever lies past a row's
 length is masked, then overwritten: rolling back is lowering a length, nothing is copied or re-aligned.
 Active rows fill slots [0, A) without holes, so a pass over them reads plain views.
+
+A token of a text is in the slot of its position. Nodes of a tree of drafts are in slots of their own, siblings at one
+position, until `keep` makes the accepted path a text.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakMethod
@@ -15,12 +18,15 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from inference.models.passes import Branches, Tree
+
 
 @dataclass
 class Window:
-    """Where one pass writes and reads: slots [low, high), positions (A, n), slots read up to `limit`.
+    """Where one pass writes and reads: rows [low, high), positions (A, n), slots read up to `limit`.
 
-    `start` is the common first position of all rows, or None when rows differ.
+    `start` is the common first position of all rows, or None when rows differ. branches: of a tree, else slots are the
+    positions.
     """
 
     low: int
@@ -28,7 +34,13 @@ class Window:
     positions: Tensor
     start: int | None
     limit: int
+    branches: Branches | None = None
     _places: dict[tuple[int, int], Tensor] = field(default_factory=dict, repr=False)
+
+    @property
+    def slots(self) -> Tensor:
+        """Where each id's keys and values are written (A, n)."""
+        return self.positions if self.branches is None else self.branches.slots
 
     def places(self, heads: int, slots: int) -> Tensor:
         """Where new tokens stand in `heads` x `slots` of every row laid end to end -> (A heads n); made once a pass."""
@@ -36,9 +48,18 @@ class Window:
         if found is None:
             row = torch.arange(self.low, self.high, device=self.positions.device)[:, None, None] * heads
             head = torch.arange(heads, device=self.positions.device)[:, None]
-            found = ((row + head) * slots + self.positions.unsqueeze(1)).flatten()
+            found = ((row + head) * slots + self.slots.unsqueeze(1)).flatten()
             self._places[heads, slots] = found
         return found
+
+
+def tree_window(tree: Tree, n: int, anchor: Tensor, longest: int, low: int = 0) -> Window:
+    """Where the last n columns of a tree go, whose anchors are in slots anchor (A,), `longest` the last of these."""
+    rows, anchor, first = len(anchor), anchor.unsqueeze(1), tree.nodes + 1 - n
+    slots = anchor + torch.arange(first, tree.nodes + 1, device=anchor.device)
+    seen, depths = (part.expand(rows, -1) for part in (tree.seen, tree.depths))
+    branches = Branches(anchor, slots, seen[:, first:], depths)
+    return Window(low, low + rows, anchor + depths[:, first:], None, longest + 1 + tree.nodes, branches)
 
 
 class SlotLayer(CacheLayerMixin):
@@ -149,10 +170,27 @@ class SlotCache(Cache):
         """Keys, and values, of the first `rows` slots of every layer."""
         return [store.keys[:rows] for store in self.stores], [store.values[:rows] for store in self.stores]
 
+    def keep(self, start: Tensor, path: Tensor) -> None:
+        """See `kept`, of the rows [0, A)."""
+        stores = [store for store in self.stores if store.is_initialized]  # layers may share those of others
+        kept([part[: len(path)] for store in stores for part in (store.keys, store.values)], start, path)
+
     def move(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of one slot to another."""
         for layer in self.stores:
             layer.move(source, target, length)
+
+
+def kept(stores: Sequence[Tensor], start: Tensor, path: Tensor) -> None:
+    """Move what is stored of the nodes path (A, m) of each row's tree, whose anchor is in slot start (A,), to the slots
+    after the anchor, one after the other; -1: there is none. stores: keys or values (A or more, G, S, D)."""
+    row = torch.arange(len(path), device=path.device).unsqueeze(1)
+    order = torch.arange(1, path.shape[1] + 1, device=path.device)
+    start = start.unsqueeze(1)
+    source, target = start + (path + 1).clamp(min=0), start + torch.where(path < 0, 0, order)
+    for store in stores:
+        slots = store.transpose(1, 2)
+        slots.index_put_((row, target), slots[row, source])  # read whole before it is written
 
 
 def sliding_window(config: PreTrainedConfig) -> int | None:

@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 
 from inference.models import llama
 from inference.models.cache import SlotCache, Window
-from inference.models.forward import SHORT, Lean
-from inference.models.passes import Layers, Pass
+from inference.models.forward import SHORT, Lean, most_ids
+from inference.models.passes import Branches, Layers, Pass
 from inference.models.step import Drafting, Step
 
 Kind = tuple[Any, ...]  # of a graph
@@ -72,7 +72,7 @@ class Compiled(Lean):
 
     def _ready(self, ids: Tensor, window: Window) -> bool:
         whole = ids.shape[0] == self.rows and window.low == 0 and not Compiled.failed
-        return whole and ids.shape[1] <= SHORT and self.cache.stores[0].is_initialized
+        return whole and ids.shape[1] <= most_ids(window) and self.cache.stores[0].is_initialized
 
     def _tried(self, run: Callable[[], Any]) -> Any:
         """What `run` returns; None once compiling has failed."""
@@ -89,12 +89,17 @@ class Compiled(Lean):
     ) -> list[Tensor]:
         """What a `Step` with these layers and head gives; of each such kind there are graphs of its own."""
         self._refresh(window.limit)
-        slots, positions = torch.arange(window.limit, device=ids.device), window.positions.contiguous()
-        inputs = (ids, positions, *self.angles, slots, *self._stores(), only)
-        several = [(ids, 1), (positions, 1), *((part, 0) for part in (*self.angles, slots))]
+        slots, positions, branches = torch.arange(window.limit, device=ids.device), window.positions, window.branches
+        columns = [ids, positions.contiguous()]
+        kind: Kind = (ids.shape[1] > 1, only is not None)
+        if branches is not None:
+            columns += [branches.slots.contiguous(), branches.seen.contiguous()]
+            branches, kind = Branches(branches.anchor, *columns[2:]), (*kind, "tree", ids.shape[1] > SHORT)
+        inputs = (*columns[:2], *self.angles, slots, *self._stores(), only, branches)
+        several = [*((part, 1) for part in columns), *((part, 0) for part in (*self.angles, slots))]
         name = ("pass", layers, head) if layers else "pass"
         make = partial(Step, layers=layers, head=head)
-        found: list[Tensor] = self._called(name, make, (ids.shape[1] > 1, only is not None), inputs, several)
+        found: list[Tensor] = self._called(name, make, kind, inputs, several)
         return found
 
     def _drafted(

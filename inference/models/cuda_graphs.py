@@ -13,12 +13,13 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, arange
 from transformers import PreTrainedModel
 
-from inference.models.cache import SlotCache, Window
-from inference.models.forward import SHORT, Lean
-from inference.models.passes import Layers, Pass
+from inference.models.cache import SlotCache, Window, kept
+from inference.models.forward import SHORT, Lean, most_ids
+from inference.models.passes import MOST_NODES, Branches, Layers, Pass
 from inference.models.recording import Recording, bits, numbers_of, pool_for, repeated
 from inference.models.replays import Replays
 from inference.models.step import Drafting, Step
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 FEWEST = 64  # slots of the smallest bucket
 WIDTHS = (1, 2, 3, 5, 9, SHORT)  # ids a row of a bucket: an anchor and 0, 1, 2, 4, 8 drafts, or more
+TREE_WIDTHS = (*WIDTHS[:-1], 17, 33, MOST_NODES + 1)  # of one of a tree
 
 Bucket = tuple[Any, ...]
 Run = Callable[[Tensor], Any]  # the buffer of a recording -> its results
@@ -61,11 +63,14 @@ class Captured(Lean):
         """What a `Step` with these layers and head gives; None where the pass is not replayed."""
         if not self._ready(ids, window):
             return None
-        A, n = ids.shape
-        width = WIDTHS[bisect_left(WIDTHS, n)]
-        columns = [part for whole in (ids, window.positions) for part in (whole, repeated(whole, width))]
+        (A, n), branches = ids.shape, window.branches
+        widths = WIDTHS if branches is None else TREE_WIDTHS
+        width = widths[bisect_left(widths, n)]
+        wholes = [ids, window.positions] + ([] if branches is None else [branches.slots, branches.seen])
+        columns = [part for whole in wholes for part in (whole, repeated(whole, width))]
+        columns += [] if branches is None else [branches.anchor]
         columns += [] if only is None else [only.unsqueeze(1)]
-        bucket = self._rows(A), width, self._slots(window), only is not None, layers, head
+        bucket = self._rows(A), width, self._slots(window), only is not None, layers, head, branches is not None
         found = self._called(bucket, columns, self._pass)
         return None if found is None else [part[:A, :n] for part in found]
 
@@ -120,7 +125,7 @@ class Captured(Lean):
 
     def _ready(self, ids: Tensor, window: Window) -> bool:
         """Whether a pass is replayed. Finds new weights, and angles for new slots, which drop the graphs."""
-        if self.failed or window.low or ids.shape[1] > SHORT or not self.cache.stores[0].is_initialized:
+        if self.failed or window.low or ids.shape[1] > most_ids(window) or not self.cache.stores[0].is_initialized:
             return False
         self._refresh(window.limit)
         return True
@@ -153,12 +158,29 @@ class Captured(Lean):
         name = type(self.model).__name__
         warnings.warn(f"{name}: CUDA graphs failed, passes run without: {reason}", stacklevel=5)
 
-    def _pass(self, rows: int, width: int, slots: int, one: bool, layers: Layers, head: bool) -> Run:
+    def _pass(self, rows: int, width: int, slots: int, one: bool, layers: Layers, head: bool, tree: bool) -> Run:
         step, stored = Step(self.weights, self.shape, layers, head), self._stored(slots)
 
         def run(columns: Tensor) -> Any:
-            ids, positions = columns[:, :width], columns[:, width : 2 * width]
-            return step(ids, positions, *stored, columns[:, 2 * width] if one else None)
+            ids, positions, *more = (columns[:, at : at + width] for at in range(0, (4 if tree else 2) * width, width))
+            branches = Branches(columns[:, 4 * width : 4 * width + 1], *more) if tree else None
+            return step(ids, positions, *stored, columns[:, -1] if one else None, branches)
+
+        return run
+
+    def keep(self, start: Tensor, path: Tensor) -> None:
+        bucket, anchor = (self._rows(len(path)), f"{path.shape[1]} kept"), start.unsqueeze(1)
+        if not self.failed and bucket not in self.graphs:  # what is recorded runs more than once, a move must not
+            self._called(bucket, [anchor, torch.full_like(path, -1)], self._keeping)
+        if self.failed or self._called(bucket, [anchor, path], self._keeping) is None:
+            super().keep(start, path)
+
+    def _keeping(self, rows: int, _: str) -> Run:
+        keys, values = self.cache.held(rows)
+
+        def run(columns: Tensor) -> Tensor:
+            kept([*keys, *values], columns[:, 0], columns[:, 1:])
+            return columns
 
         return run
 

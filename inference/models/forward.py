@@ -12,12 +12,17 @@ from inference.models import llama
 from inference.models.cache import SlotCache, Window
 from inference.models.checksum import fingerprint
 from inference.models.grouped_query import folded, folded_mask
-from inference.models.passes import LAST, Layers, Pass, States
+from inference.models.passes import LAST, MOST_NODES, Branches, Layers, Pass, States
 from inference.models.taps import left_behind, tapped
 
 FORMS = ("kinds", "near", "one")  # of mask: one for each kind of layer, one of the window, one of the whole past
 Origin = tuple[llama.Places, bytes]
 SHORT = 16  # ids a row: longer passes are prefills, bound by arithmetic and not by launches
+
+
+def most_ids(window: Window) -> int:
+    """Ids a row of the passes that are compiled or replayed."""
+    return SHORT if window.branches is None else MOST_NODES + 1
 
 
 class Forward(Protocol):
@@ -31,6 +36,9 @@ class Forward(Protocol):
 
     def hidden(self, ids: Tensor, window: Window, depth: int) -> Tensor:
         """States (A, n, D) behind the first `depth` decoder layers; the others are not run."""
+
+    def keep(self, start: Tensor, path: Tensor) -> None:
+        """See `cache.kept`."""
 
 
 class Stock:
@@ -59,6 +67,9 @@ class Stock:
     def hidden(self, ids: Tensor, window: Window, depth: int) -> Tensor:
         return left_behind(self.model, depth, lambda: self._call(self.model.base_model, ids, window))
 
+    def keep(self, start: Tensor, path: Tensor) -> None:
+        self.cache.keep(start, path)
+
     def _call(self, module: torch.nn.Module, ids: Tensor, window: Window) -> Any:
         window = self._inside(window)
         return module(
@@ -70,9 +81,9 @@ class Stock:
         )
 
     def _inside(self, window: Window) -> Window:
-        """Slots past the context hold padding alone: one is enough, and a table as long as the context (MPT's
-        biases) has no more."""
-        if window.limit <= self.context + 1:
+        """Slots past the context hold padding alone, but where a tree ends: one is enough, and a table as long as the
+        context (MPT's biases) has no more."""
+        if window.limit <= self.context + 1 or window.branches is not None:
             return window
         short = Window(window.low, window.high, window.positions.clamp(max=self.context), None, self.context + 1)
         self.cache.aim(short)
@@ -112,6 +123,9 @@ class Lean:
 
     def hidden(self, ids: Tensor, window: Window, depth: int) -> Tensor:
         return self._states(ids, window, (depth,))[depth]
+
+    def keep(self, start: Tensor, path: Tensor) -> None:
+        self.cache.keep(start, path)
 
     def draft(
         self, tails: Tensor, ends: Tensor, u: Tensor, temperature: Tensor, greedy: bool, window: Window
@@ -203,17 +217,34 @@ def picked(states: Tensor, only: Tensor) -> Tensor:
 def visible(window: Window, device: torch.device, width: int | None = None, *, chunk: int | None = None) -> Tensor:
     """(A, 1, n, limit): a token sees the slots up to its own position; the last `width` of them, or those of its own
     `chunk` of so many positions, when given."""
-    return seen_from(window.positions, torch.arange(window.limit, device=device), width, chunk)
+    slots = torch.arange(window.limit, device=device)
+    if window.branches is not None:
+        return seen_on_paths(window.positions, slots, window.branches, width, chunk)
+    return seen_from(window.positions, slots, width, chunk)
 
 
 def seen_from(positions: Tensor, slots: Tensor, width: int | None = None, chunk: int | None = None) -> Tensor:
-    """positions (A, n), slots (L,) -> (A, 1, n, L), see `visible`."""
+    """positions (A, n), slots (L,), or the positions (A, 1, L) of what they hold -> (A, 1, n, L), see `visible`."""
     seen = slots <= positions.unsqueeze(-1)
     if width:
         seen &= slots > positions.unsqueeze(-1) - width
     if chunk:
         seen &= slots // chunk == positions.unsqueeze(-1) // chunk
     return seen.unsqueeze(1)
+
+
+def seen_on_paths(
+    positions: Tensor, slots: Tensor, branches: Branches, width: int | None = None, chunk: int | None = None
+) -> Tensor:
+    """positions (A, n) of nodes, slots (L,) -> (A, 1, n, L): a node sees the text up to the anchor, its ancestors and
+    itself. Widths and chunks count positions: along its path, not slots."""
+    column = (slots - branches.anchor).clamp(0, MOST_NODES + 1)  # (A, L); the text before the anchor is seen as it is
+    seen = (branches.seen.unsqueeze(-1) >> column.unsqueeze(1) & 1).bool().unsqueeze(1)
+    if (width or chunk) and branches.depths is not None:
+        depths = branches.depths.gather(1, column.clamp(max=branches.depths.shape[1] - 1))
+        held = torch.where(column > 0, branches.anchor + depths, slots)  # the position of what each slot holds
+        seen &= seen_from(positions, held.unsqueeze(1), width, chunk)
+    return seen
 
 
 def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:

@@ -23,6 +23,13 @@ def refuse_unsupported(model: PreTrainedModel, config: PreTrainedConfig) -> None
                          f"{', '.join(sorted(KINDS))} can")  # fmt: skip
 
 
+def biased_by_slots(config: PreTrainedConfig) -> bool:
+    """Whether attention is biased by the distance of slots, as MPT's: small biases, which the noise of half precision
+    would hide from a comparison of logits."""
+    settings = config.get_text_config().to_dict()
+    return bool(settings.get("alibi") or (settings.get("attn_config") or {}).get("alibi"))
+
+
 def positions_of(config: PreTrainedConfig) -> int:
     """Most tokens of a text. Past LongRoPE's first range a row's rotation would depend on the longest row's; Llama 4
     scales attention by one position for all rows, by 1 in the first range."""

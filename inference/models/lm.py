@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from inference.models.cache import SlotCache, Window
+from inference.models.cache import SlotCache, Window, tree_window
 from inference.models.checksum import unchanged
 from inference.models.compiled import Compiled
 from inference.models.cuda_graphs import Captured
@@ -17,8 +17,8 @@ from inference.models.dtypes import widened
 from inference.models.forward import Forward, Lean, Stock
 from inference.models.limits import positions_of, refuse_unsupported
 from inference.models.llama import applies, can_round
-from inference.models.passes import LAST, Layers, Pass, States
-from inference.models.selfcheck import check_states, form_of, lean_agrees
+from inference.models.passes import Layers, Pass, States, Tree
+from inference.models.selfcheck import Asked, form_of, lean_agrees
 
 if TYPE_CHECKING:
     from inference.proposers.base import Round
@@ -60,9 +60,9 @@ class LM:
         slots = min(FIRST_SLOTS, self.context)
         self.cache = SlotCache(config.num_hidden_layers, rows + spare, slots, self.context)
         self.rows, self.spare, self.depth = rows, spare, config.num_hidden_layers
-        self.read = False  # whether states were, which is when they are checked
         with unchanged(model):
             self.run = self._forward(stock, compile, int8)
+        self.asked = Asked(model, self.context, isinstance(self.run, Lean))
         self.device, self.dtype = model.device, model.dtype
         self.offsets = torch.arange(0, device=self.device)  # 0, 1, ...: as many as a pass had ids
         self.weights = "int8" if int8 else str(model.dtype).removeprefix("torch.")
@@ -113,6 +113,7 @@ class LM:
         at: Tensor | None = None,
         *,
         states: Layers = (),
+        tree: Tree | None = None,
     ) -> Pass:
         """One pass: ids (A, n) of slots [low, low + A) at positions start_b, start_b + 1, ...
 
@@ -120,11 +121,15 @@ class LM:
         layers `states`, see `passes`. at (A,): `start` where it is on the device already. Where passes are replayed,
         the next pass of this LM overwrites both: copy what must last. Entries of a row past its real tokens are
         computed from whatever ids stand there and overwritten by its next pass.
-        Raises ValueError for a layer that the model has not, or whose states cannot be read.
+        tree: ids are the anchor and the nodes of a tree of drafts (Miao et al. 2023, 2305.09781), or the last n of
+        these, where passes before stored the others. Node i is written at slot start_b + 1 + i, stands at the position
+        of its depth, start_b + 1 for the anchor's children, and sees the text up to the anchor, its ancestors and
+        itself; `keep` makes a path of it a text.
+        Raises ValueError for a layer that the model has not, and for states or trees that its code cannot give.
         """
         asked = only if ids.shape[1] > 1 else None  # of one id there is nothing to choose
-        window = self._aimed(ids, start, low, at)
-        found = self.run.forward(self._known(ids), window, asked, self._readable(states))
+        window = self._aimed(ids, start, low, at, tree)
+        found = self.run.forward(self._known(ids), window, asked, self.asked.states(states))
         return Pass(self._fitted(found.logits), found.states)
 
     def _fitted(self, logits: Tensor) -> Tensor:
@@ -174,42 +179,53 @@ class LM:
 
     def store(self, ids: Tensor, start: Sequence[int], low: int = 0, *, states: Layers = ()) -> States:
         """As forward, without the head: prompts are stored, nothing is predicted."""
-        return self.run.store(self._known(ids), self._aimed(ids, start, low, None), self._readable(states))
+        return self.run.store(self._known(ids), self._aimed(ids, start, low, None), self.asked.states(states))
 
-    def hidden(self, ids: Tensor, start: Sequence[int], layers: int, low: int = 0, at: Tensor | None = None) -> Tensor:
+    def hidden(
+        self,
+        ids: Tensor,
+        start: Sequence[int],
+        layers: int,
+        low: int = 0,
+        at: Tensor | None = None,
+        *,
+        tree: Tree | None = None,
+    ) -> Tensor:
         """As forward, left behind the first `layers` decoder layers (early exit: Elhoushi et al. 2024, 2404.16710): the
         residual stream (A, n, D) there, whose keys and values are stored; what the other layers hold of these
         positions is stale until a whole pass writes them.
         """
         if not 0 < layers <= self.depth:
             raise ValueError(f"layers={layers}: {type(self.model).__name__} has {self.depth} decoder layers; 1 or more")
-        self._readable((layers,))
-        return self.run.hidden(self._known(ids), self._aimed(ids, start, low, at), layers)
+        self.asked.states((layers,))
+        return self.run.hidden(self._known(ids), self._aimed(ids, start, low, at, tree), layers)
+
+    def keep(self, start: Sequence[int], path: Tensor, at: Tensor | None = None) -> None:
+        """After a pass over a tree with anchors at `start`: the nodes path (A, m) of each row, parents before children,
+        are moved to the slots after its anchor, one after the other, so that slots hold a plain text again; -1 where a
+        row has no more. at (A,): `start` where it is on the device already."""
+        self.run.keep(torch.tensor(start, device=self.device) if at is None else at, path)
 
     def no_states(self, rows: int, layers: Layers) -> States:
         """States of no token, (rows, 0, D) each."""
         width = self.model.config.get_text_config().hidden_size
         return {layer: torch.empty(rows, 0, width, dtype=self.dtype, device=self.device) for layer in layers}
 
-    def _readable(self, layers: Layers) -> Layers:
-        """The layers, whose states were compared with the model's own when they were first asked for."""
-        unknown = [layer for layer in layers if not LAST <= layer <= self.depth]
-        if unknown:
-            raise ValueError(f"states: {type(self.model).__name__} has layers 0 .. {self.depth}, and {LAST} for what "
-                             f"its head reads; not {unknown[0]}")  # fmt: skip
-        if layers and not self.read:
-            check_states(self.model, self.context, isinstance(self.run, Lean))
-            self.read = True
-        return layers
-
     def _known(self, ids: Tensor) -> Tensor:
         """Ids that the model has no row for, as its last one."""
         return ids.clamp(max=self.size - 1) if self.vocabulary != self.size else ids
 
-    def _aimed(self, ids: Tensor, start: Sequence[int], low: int, at: Tensor | None) -> Window:
-        window = self._window(ids, start, low, at)
+    def _aimed(
+        self, ids: Tensor, start: Sequence[int], low: int, at: Tensor | None, tree: Tree | None = None
+    ) -> Window:
+        window = self._window(ids, start, low, at) if tree is None else self._branching(ids, start, low, at, tree)
         self.cache.aim(window)
         return window
+
+    def _branching(self, ids: Tensor, start: Sequence[int], low: int, at: Tensor | None, tree: Tree) -> Window:
+        self.asked.trees()
+        at = torch.tensor(start, device=self.device) if at is None else at
+        return tree_window(tree.on(self.device), ids.shape[1], at, max(start), low)
 
     def _window(self, ids: Tensor, start: Sequence[int], low: int, at: Tensor | None) -> Window:
         first, width = max(start), ids.shape[1]

@@ -3,20 +3,22 @@
 B = 2 rows, T ids a row, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from inference.models.cache import SlotCache, Window
+from inference.models.cache import SlotCache, Window, tree_window
 from inference.models.dtypes import quantised
 from inference.models.forward import Forward
-from inference.models.passes import LAST, Layers, Pass
+from inference.models.limits import biased_by_slots
+from inference.models.passes import LAST, Layers, Pass, Tree
 from inference.models.taps import tapped
 
 LENGTH, LATER = 12, 5  # ids of a row, ids of its second pass
+BRANCHES = (-1, -1, 0, 1, 0, 2, 5)  # on which nodes those of the checked tree hang: no deeper than the second pass
 
 # Largest difference, in standard deviations of the model's own logits at that place: in a dtype of many digits nothing
 # but the order of sums differs (1e-6 measured in float32 and 1e-14 in float64, a thousand times less than the bound,
@@ -78,10 +80,14 @@ class Probe:
             ours = self._rows([made.logits for made in self._passes(make)])
         except Exception as error:  # whatever a model's code raises at arguments that it does not take
             return Found(0.0, 0.0, f"with a mask a row its forward raises {_first_line(error)}")
-        difference, fine = self._apart(ours, self.own), _fine(self.model)
+        difference = self._apart(ours, self.own)
+        return Found(difference, self._allowed(difference))
+
+    def _allowed(self, difference: float) -> float:
+        fine = _fine(self.model)
         if fine or difference <= COARSE:
-            return Found(difference, FINE if fine else COARSE)
-        return Found(difference, min(MOST, max(COARSE, FACTOR * self._noise())))
+            return FINE if fine else COARSE
+        return min(MOST, max(COARSE, FACTOR * self._noise()))
 
     def reason(self, found: Found) -> str:
         """Why a model cannot be run, where `found` is the best that was."""
@@ -141,29 +147,75 @@ class Probe:
             passes = self._passes(make, layers)
         except Exception as error:
             return Found(0.0, 0.0, _first_line(error))
-        each = (self._apart(self._rows([made.states[layer] for made in passes]), own[layer]) for layer in layers)
-        return Found(max(each), FINE if _fine(self.model) else MOST, what="states")
+        difference = max(
+            self._apart(self._rows([made.states[layer] for made in passes]), own[layer]) for layer in layers
+        )
+        return Found(difference, self._allowed(difference), what="states")
+
+    def trees(self, make: Make) -> Found:
+        """How the logits of all nodes of a tree compare with those of their paths alone."""
+        if biased_by_slots(self.model.config):
+            return Found(0.0, 0.0, "its biases by distance (ALiBi) count slots, where a tree has no positions")
+        parents = BRANCHES if self.later == LATER else BRANCHES[: 2 * (self.later > 1)]
+        if not parents:
+            return Found(0.0, FINE, what="trees")  # no text has room for one
+        count = torch.arange(len(parents), device=self.ids.device)
+        nodes = (self.ids[:, :1] + 3 * count + 1) % self.model.config.get_text_config().vocab_size
+        try:
+            ours = self._of_tree(make, parents, nodes)
+        except Exception as error:
+            return Found(0.0, 0.0, f"with a mask of a tree its forward raises {_first_line(error)}")
+        difference = self._apart([*ours], self._of_paths(Tree(parents).ancestors[0], nodes))
+        return Found(difference, self._allowed(difference), what="logits of a tree")
+
+    def _of_tree(self, make: Make, parents: Sequence[int], nodes: Tensor) -> Tensor:
+        """(2, N, V) of both rows' trees, the first two nodes in a pass of their own."""
+        cache, prompt = self._cache(), self._prompt()
+        forward, starts = make(cache), torch.tensor(self.starts, device=nodes.device)
+        self._pass(forward, cache, self.ids[:, : prompt.limit], prompt)
+        ids, made = torch.cat((self.ids.gather(1, starts.unsqueeze(1)), nodes), 1), []
+        for low, high in ((0, 3), (3, ids.shape[1]))[: 1 + (len(parents) > 2)]:
+            tree = Tree(parents[: high - 1]).on(nodes.device)
+            window = tree_window(tree, high - low, starts, max(self.starts))
+            made.append(self._pass(forward, cache, ids[:, low:high], window).logits)
+        return torch.cat(made, 1)[:, 1:]
+
+    def _of_paths(self, ancestors: Tensor, nodes: Tensor) -> Tensor:
+        """The model's own logits (2, N, V) after every node's path as a text."""
+        found = []
+        for row, start in enumerate(self.starts):
+            texts = [torch.cat((self.ids[row, : start + 1], nodes[row, path.to(nodes.device)])) for path in ancestors]
+            ends = torch.tensor([len(text) - 1 for text in texts], device=nodes.device)
+            whole = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)
+            found.append(self._own(whole)[torch.arange(len(texts), device=nodes.device), ends])
+        return torch.stack(found)
 
     def _rows(self, parts: list[Tensor]) -> list[Tensor]:
         """Of two passes, (start_b + later, W) of each row b."""
         return [torch.cat((parts[0][b, :start], parts[1][b])) for b, start in enumerate(self.starts)]
 
     def _passes(self, make: Make, layers: Layers = ()) -> list[Pass]:
+        cache, device, high = self._cache(), self.ids.device, self.starts[1]
+        begins = torch.tensor(self.starts, device=device).unsqueeze(1)
+        second = begins + torch.arange(self.later, device=device)
+        forward, windows = make(cache), (self._prompt(), Window(0, 2, second, None, high + self.later))
+        return [self._pass(forward, cache, self.ids.gather(1, window.positions), window, layers) for window in windows]
+
+    def _cache(self) -> SlotCache:
         count = self.model.config.get_text_config().num_hidden_layers
         cache = Claiming(count, 2, self.ids.shape[1])
         cache.claimed = self.context - self.starts[1]
-        forward = make(cache)
-        device, high = self.ids.device, self.starts[1]
-        first = torch.arange(high, device=device).expand(2, high)
-        begins = torch.tensor(self.starts, device=device).unsqueeze(1)
-        second = begins + torch.arange(self.later, device=device)
-        with torch.no_grad():
-            windows = Window(0, 2, first, 0, high), Window(0, 2, second, None, high + self.later)
-            return [self._pass(forward, cache, window, layers) for window in windows]
+        return cache
 
-    def _pass(self, forward: Forward, cache: SlotCache, window: Window, layers: Layers) -> Pass:
+    def _prompt(self) -> Window:
+        """Of the first pass: as much of both rows as is stored of the longer."""
+        high = self.starts[1]
+        return Window(0, 2, torch.arange(high, device=self.ids.device).expand(2, high), 0, high)
+
+    def _pass(self, forward: Forward, cache: SlotCache, ids: Tensor, window: Window, layers: Layers = ()) -> Pass:
         cache.aim(window)
-        return forward.forward(self.ids.gather(1, window.positions), window, layers=layers)
+        with torch.no_grad():
+            return forward.forward(ids, window, layers=layers)
 
     def _apart(self, rows: list[Tensor], whole: Tensor) -> float:
         """The largest of the differences of all places, each the root mean square over the vocabulary, or the width, in

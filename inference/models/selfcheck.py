@@ -8,7 +8,8 @@ forward under the first form of mask that agrees, else nothing: the model is ref
 Windows that slide are wider than two short rows, so while the check runs the model's config says a narrow one: a model
 that reads it there follows, and the masks must follow with it.
 
-What an engine asks of a model beside logits is compared in the same way when it is first asked for: states of layers.
+What an engine asks of a model beside logits is compared in the same way when it is first asked for: states of layers,
+and trees of drafts.
 """
 
 import warnings
@@ -22,6 +23,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from inference.models.cache import sliding_window
 from inference.models.checksum import fingerprint
 from inference.models.forward import FORMS, Lean, Stock
+from inference.models.passes import LAST, Layers
 from inference.models.probe import Found, Make, Probe
 
 NARROW = 4  # the window while the check runs
@@ -56,21 +58,43 @@ def form_of(model: PreTrainedModel, context: int) -> str:
     return str(form)
 
 
-def check_states(model: PreTrainedModel, context: int, lean: bool) -> None:
-    """Raise ValueError with the reason where the states of layers that passes give are not the model's own; lean: of
+class Asked:
+    """What is asked of a model beside logits, compared with the model's own when it is first asked for; lean: of
     `Lean`, else of `Stock`."""
-    _check(model, context, "states", lean, Probe.states)
 
+    def __init__(self, model: PreTrainedModel, context: int, lean: bool) -> None:
+        self.model, self.context, self.lean = model, context, lean
+        self.agreed: set[str | Layers] = {()}
 
-def _check(model: PreTrainedModel, context: int, asked: str, lean: bool, look: Callable[[Probe, Make], Found]) -> None:
-    def find() -> Found:
-        form = "" if lean else form_of(model, context)
+    def states(self, layers: Layers) -> Layers:
+        """The layers. Raises ValueError for one that is not there, and where states are not the model's own."""
+        if layers not in self.agreed:
+            depth, name = self.model.config.get_text_config().num_hidden_layers, type(self.model).__name__
+            unknown = [layer for layer in layers if not LAST <= layer <= depth]
+            if unknown:
+                raise ValueError(f"states: {name} has layers 0 .. {depth}, and {LAST} for what its head reads; "
+                                 f"not {unknown[0]}")  # fmt: skip
+            self._check("states", Probe.states)
+            self.agreed.add(layers)
+        return layers
+
+    def trees(self) -> None:
+        """Raises ValueError with the reason where a pass over a tree does not give what each of its paths gives."""
+        if "trees" not in self.agreed:
+            self._check("trees", Probe.trees)
+            self.agreed.add("trees")
+
+    def _check(self, asked: str, look: Callable[[Probe, Make], Found]) -> None:
+        found: Found = _kept(self.model, (f"{asked} {self.lean}", self.context), lambda: self._found(look))
+        if not found.agrees:
+            raise ValueError(f"{type(self.model).__name__}: its {asked} cannot be used here: {found}")
+
+    def _found(self, look: Callable[[Probe, Make], Found]) -> Found:
+        model, context = self.model, self.context
+        form = "" if self.lean else form_of(model, context)
         with narrow(model.config.get_text_config(), context):
-            return look(Probe(model, context), lambda c: Lean(model, c) if lean else Stock(model, c, context, form))
-
-    found: Found = _kept(model, (f"{asked} {lean}", context), find)
-    if not found.agrees:
-        raise ValueError(f"{type(model).__name__}: its {asked} cannot be used here: {found}")
+            probe = Probe(model, context)
+            return look(probe, lambda c: Lean(model, c) if self.lean else Stock(model, c, context, form))
 
 
 def _kept(model: PreTrainedModel, asked: tuple[str, int], find: Callable[[], Any]) -> Any:

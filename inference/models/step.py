@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from inference.models import llama
-from inference.models.forward import additive, attention, picked, seen_from
-from inference.models.passes import LAST, Layers
+from inference.models.forward import additive, attention, picked, seen_from, seen_on_paths
+from inference.models.passes import LAST, Branches, Layers
 from inference.sampling import draw, one_hot, wide
 
 
@@ -48,18 +48,21 @@ class Step(nn.Module):
         keys: list[Tensor],
         values: list[Tensor],
         only: Tensor | None = None,
+        branches: Branches | None = None,
     ) -> list[Tensor]:
         """ids, positions (A, n); cos, sin (S, D) of all positions; slots (L,): 0 .. L - 1, those that are read; keys,
-        values (rows, G, S, D) a layer -> logits (A, n, V), or (A, 1, V) of `only` (A,), and states (A, n, W)."""
+        values (rows, G, S, D) a layer -> logits (A, n, V), or (A, 1, V) of `only` (A,), and states (A, n, W).
+        branches: of a tree's columns."""
         A, L = ids.shape[0], slots.shape[0]
-        mask = additive(seen_from(positions, slots), self.shape.held)
+        seen = seen_from(positions, slots) if branches is None else seen_on_paths(positions, slots, branches)
+        mask, written = additive(seen, self.shape.held), positions if branches is None else branches.slots
         cos, sin = (part[positions].unsqueeze(2) for part in (cos, sin))
         row = torch.arange(A, device=ids.device).unsqueeze(1)
         weights = self._tensors(self.weights)
 
         def keep(layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
             for store, new in ((keys[layer], k), (values[layer], v)):
-                store.transpose(1, 2).index_put_((row, positions), new.transpose(1, 2))
+                store.transpose(1, 2).index_put_((row, written), new.transpose(1, 2))
             return keys[layer][:A, :, :L], values[layer][:A, :, :L]
 
         layers = (*self.layers, LAST) if self.head else self.layers

@@ -1,6 +1,23 @@
-"""Proposer kinds, one class a file."""
+"""Proposer kinds, one class a file; a kind is found by its name in `KINDS` and imported when it is asked for."""
 
+from importlib import import_module
+
+from inference.proposers.base import Proposer
 from inference.proposers.independent import Independent
 from inference.proposers.retrieval import NGram
 
-__all__ = ["Independent", "NGram"]
+__all__ = ["KINDS", "Independent", "NGram", "kind_of"]
+
+KINDS = {  # as the metadata of a draft folder names them -> module:class
+    "independent": "inference.proposers.independent:Independent",
+    "ngram": "inference.proposers.retrieval:NGram",
+}
+
+
+def kind_of(name: str) -> type[Proposer]:
+    """The class of a kind. Raises ValueError for an unknown one."""
+    if name not in KINDS:
+        raise ValueError(f"kind: there is no {name!r} proposer; there are {', '.join(KINDS)}")
+    module, _, found = KINDS[name].partition(":")
+    kind: type[Proposer] = getattr(import_module(module), found)
+    return kind

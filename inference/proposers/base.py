@@ -2,13 +2,16 @@
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from inference.models.passes import States
 
 if TYPE_CHECKING:
+    from inference.drafts.draft_folder import Metadata
     from inference.models.lm import LM
 
 
@@ -22,6 +25,17 @@ class Host:
     vocabulary: int
     context: int
     target: "LM"
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What a folder is loaded beside: the target with its `compatibility.hash_target`, and what the folder says of
+    itself, where it was made here. compile: of passes, see `Engine`."""
+
+    target: PreTrainedModel
+    hashes: Mapping[str, str | None]
+    made: "Metadata | None"
+    compile: bool | None
 
 
 class Proposal(NamedTuple):
@@ -102,9 +116,30 @@ class Proposer:
     `open`; `admit`, or `stage` and later `enter`, as prompts come; then round by round `propose` and `commit`, and
     `move` as rows leave.
     reads: layers of the target's states that it wants (see `passes.Pass`), () for none: only these are made.
+    greedy: whether it drafts the likeliest token, with a one-hot law. weights: what its own are held in, None for none.
     """
 
     reads: tuple[int, ...] = ()
+    greedy: bool = False
+
+    @classmethod
+    def load(cls, folder: Path, beside: Beside) -> "Proposer":
+        """From a draft folder of this kind (`proposers.KINDS`); `inference.load` asks for it."""
+        raise NotImplementedError(f"{cls.__name__}.load")
+
+    @property
+    def weights(self) -> str | None:
+        return None
+
+    @property
+    def context(self) -> int | None:
+        """Once it is open, the most tokens of a text that it drafts for; None: no bound of its own."""
+        return None
+
+    def language_model(self, rows: int, vocabulary: int) -> "LM | None":
+        """A causal LM, with slots for `rows` texts, whose law after a text is this proposer's at every depth: one
+        teacher-forced pass then finds all of its laws. None: forced rounds do (`exactness.forced`)."""
+        return None
 
     def open(self, host: Host) -> None:
         """Make room for the host's rows and, in slots after theirs, its spare prompts; forget everything."""

@@ -10,10 +10,11 @@ from transformers import PreTrainedModel
 
 from inference.drafts.draft_folder import load_draft
 from inference.models.dtypes import widened
+from inference.models.llama import can_round
 from inference.models.lm import LM, load_model
 from inference.models.passes import States
 from inference.models.prefill import padded, store_prompts
-from inference.proposers.base import Host, Outcome, Proposal, Proposer, Round
+from inference.proposers.base import Beside, Host, Outcome, Proposal, Proposer, Round
 from inference.sampling import certain
 
 
@@ -37,8 +38,24 @@ class Independent(Proposer):
         self.sent: dict[str, Tensor] = {}  # this round's numbers, once they are on the device
         self.longest = 0  # drafts of a round that are made at once, as many each time: other lengths are other graphs
 
+    @classmethod
+    def load(cls, folder: Path, beside: Beside) -> "Independent":
+        """Raises as `load_draft`; warns of a target of another shape than the draft was made for."""
+        draft, made = load_draft(folder, target=beside.hashes)[0], beside.made
+        torch.nn.Module.to(draft, beside.target.device)
+        greedy, rounded = (made.objective == "greedy", made.int8) if made else (False, False)
+        int8 = rounded and can_round(draft)
+        return cls(draft if int8 else widened(draft), greedy, compile=beside.compile, int8=int8)
+
+    def language_model(self, rows: int, vocabulary: int) -> LM | None:
+        return LM(self.model, rows, vocabulary, int8=self.int8)
+
     @property
-    def weights(self) -> str:
+    def context(self) -> int | None:
+        return self.lm.context
+
+    @property
+    def weights(self) -> str | None:
         """What its weights are held in."""
         return "int8" if self.int8 else str(self.model.dtype).removeprefix("torch.")
 

@@ -29,7 +29,6 @@ from inference.exactness.checks import Verdict
 from inference.exactness.verdict_schema import FIGURES
 from inference.measure.environment import environment
 from inference.measure.timing import Timing
-from inference.proposers import Independent
 from inference.report.schema import Many, Maybe, conform
 from inference.report.table import table
 from inference.sampling import Sampling
@@ -164,7 +163,7 @@ def _of_engine(engine: Engine) -> dict[str, Any]:
         "policy": repr(engine.policy),
         "rows": engine.rows,
         "target_dtype": engine.target.weights,
-        "draft_dtype": proposer.weights if isinstance(proposer, Independent) else None,
+        "draft_dtype": proposer.weights if proposer else None,
     }
 
 

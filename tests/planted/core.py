@@ -40,6 +40,5 @@ ROWS_OF_BUGS = [
     ('penalties_count_the_prompt', 'inference/processors.py', 'return ids[0, ids.shape[1] - new :]', 'return ids[0]', ['tests/test_processors.py::test_presence_and_frequency_count_generated_tokens_only'], 11),
     ('penalties_without_the_last_token', 'inference/processors.py', 'torch.tensor([list(history)],', 'torch.tensor([list(history)[:-1]],', ['tests/test_processors.py::test_greedy_text_is_that_of_transformers_generate[sampling0-theirs0]'], 11),
     ('a_banned_end_token_is_dropped', 'inference/processors.py', 'for word in sampling.banned])))', 'for word in sampling.banned], list(eos_ids) or None)))', ['tests/test_processors.py::test_banned_words_are_those_of_transformers_and_include_the_end_token'], 12),
-    ('fused_draft_at_temperature_1', 'inference/fused.py', '_log_prob(draft_logits[:, i], at, temperature)', '_log_prob(draft_logits[:, i], at, torch.ones_like(temperature))', ['tests/test_verify.py::test_the_fused_token_rule_is_the_reference[dtype1]'], 10),
     ('an_impossible_top-p_is_let_through', 'inference/sampling.py', '        _number("top_p", self.top_p, lambda t: 0 < t <= 1, "in (0, 1]")\n', '', ['tests/test_sampling.py::test_a_wrong_setting_is_refused_by_name_and_value[top_p-1.2-1.2]'], 12),
 ]

@@ -1,0 +1,184 @@
+"""Forced rounds: what a proposer of any kind would draft at every token of texts that are known, and with which laws.
+
+A round begins at every token of a text, and the real proposer drafts as it does when it serves, but each of its draws
+is replaced by the text's own next token. Its laws along the text are then those of a round that accepts every draft,
+which is all that the acceptance of the text depends on.
+B texts, T tokens of the longest, A rows of a round, K drafts of a round, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from inference.engine import Engine
+from inference.exactness.ties import near_ties
+from inference.measure.timing import Texts
+from inference.proposers.base import Outcome, Proposal
+from inference.round import DecodingRound
+from inference.sampling import Sampling, one_hot
+from inference.slots import Run
+
+
+class Forced(NamedTuple):
+    """What forced rounds record, float64 on the CPU, zero past a text's end.
+
+    logp (B, T): log p of each token; logq, alpha (B, T, K): log q of token t when it is drafted at depth j, that is by
+    the round that starts at token t - j, and sum_v min(p, q) there: as `verify.prediction` numbers them. A draft that
+    was certain and is another token has log q = -inf, and so have those behind it, which no round comes to. near_p
+    (B, T), near_q (B, T, K): the law is one-hot, and rounding could move it. k (B, T): drafts of the round that starts
+    at token t. lengths (B,).
+    """
+
+    logp: Tensor
+    logq: Tensor
+    alpha: Tensor
+    near_p: Tensor
+    near_q: Tensor
+    k: Tensor
+    lengths: Tensor
+
+
+class ForcedRound(DecodingRound):
+    """A round whose draws are the ids `follows` (A, K). By depth, drawn: laws (A, V) that were drawn from, and close
+    (A,): where the two best scores of the draft, as settings that read history leave them, are within `gap`."""
+
+    follows: Tensor
+    gap: float
+    drawn: dict[int, Tensor]
+    close: dict[int, Tensor]
+
+    @property
+    def temperatures(self) -> list[float] | None:
+        return None  # no draws but by `draw`
+
+    def inputs(self) -> dict[str, Tensor] | None:
+        return None
+
+    def scores(self, logits: Tensor, drafted: list[Tensor]) -> Tensor:
+        found = super().scores(logits, drafted)
+        self.close[len(drafted)] = near_ties(found, self.gap)
+        return found
+
+    def draw(self, law: Tensor, depth: int) -> Tensor:
+        self.drawn[depth] = law
+        return self.follows[:, depth]
+
+
+@torch.inference_mode()
+def forced(engine: Engine, texts: Texts, sampling: Sampling, max_new_tokens: int, noise: float = 0.0) -> Forced:
+    """Forced rounds of an engine's own proposer at every token of `texts`, each at the draft length that the engine's
+    policy and the limit `max_new_tokens` give it there. They take a pass of the target over k + 1 ids for every token,
+    on the engine's own slots: a stream of it ends here. noise: of score gaps, see `ties.compare_passes`.
+
+    Raises ValueError for a proposer that drafts trees, whose acceptance `logq` cannot tell.
+    """
+    lengths = torch.tensor([len(text) for text in texts.tokens])
+    B, T = len(texts.tokens), int(lengths.max())
+    rounds = [_batch(engine, texts, sampling, max_new_tokens, noise, low) for low in range(0, B, engine.rows)]
+    K = max((found.logq.shape[1] for batch in rounds for found in batch), default=0)
+    logp, near_p, k = torch.zeros(B, T), torch.zeros(B, T, dtype=torch.bool), torch.zeros(B, T, dtype=torch.int64)
+    logq = torch.full((B, T + K, K), -torch.inf, dtype=torch.float64)  # as far as rounds draft
+    alpha, near_q = torch.zeros(B, T + K, K, dtype=torch.float64), torch.zeros(B, T + K, K, dtype=torch.bool)
+    logp = logp.double()
+    for batch in rounds:
+        for t, found in enumerate(batch):
+            logp[found.rows, t], near_p[found.rows, t], k[found.rows, t] = found.logp, found.near_p, found.k
+            for j in range(found.logq.shape[1]):
+                logq[found.rows, t + j, j], alpha[found.rows, t + j, j] = found.logq[:, j], found.alpha[:, j]
+                near_q[found.rows, t + j, j] = found.near_q[:, j]
+    inside = torch.arange(T) < lengths[:, None]
+    logq, alpha, near_q = (part[:, :T].masked_fill(~inside[..., None], 0) for part in (logq, alpha, near_q))
+    return Forced(logp, logq, alpha, near_p, near_q, k, lengths)
+
+
+class _Found(NamedTuple):
+    """One round of the texts numbered `rows`: of its first token (A,), and of the drafts by depth (A, K)."""
+
+    rows: Tensor
+    logp: Tensor
+    near_p: Tensor
+    k: Tensor
+    logq: Tensor
+    alpha: Tensor
+    near_q: Tensor
+
+
+def _batch(
+    engine: Engine, texts: Texts, sampling: Sampling, max_new_tokens: int, noise: float, low: int
+) -> list[_Found]:
+    """The rounds of as many texts as the engine has rows, from number `low` on: one a token of the longest."""
+    part = slice(low, low + engine.rows)
+    run = engine.begin(texts.prompts[part], max_new_tokens, sampling, 0, texts.ids[part], True)
+    engine.slots.admit(run)
+    tokens, found = texts.tokens[part], []
+    while run.active:
+        one = _round(engine, run, [tokens[row.index] for row in run.active], sampling, noise)
+        found.append(one._replace(rows=torch.tensor([low + row.index for row in run.active])))
+        for row in run.active:
+            row.text.append(tokens[row.index][row.emitted])
+            if row.emitted == len(tokens[row.index]):
+                row.finish = "length"
+        engine.slots.leave(run)
+    return found
+
+
+def _round(engine: Engine, run: Run, tokens: Sequence[list[int]], sampling: Sampling, noise: float) -> _Found:
+    """One round of the active rows, whose texts go on with `tokens`; it accepts nothing."""
+    target, k = engine.target, engine.lengths(run.active)
+    turn = ForcedRound(run.active, k, engine.rule, run.noise, target.vocabulary, target.device, run.batch)
+    width = max(*k, 1)
+    nexts = [text[row.emitted : row.emitted + width] for row, text in zip(run.active, tokens, strict=True)]
+    turn.follows = torch.tensor([one + [0] * (width - len(one)) for one in nexts], device=target.device)
+    turn.gap, turn.drawn, turn.close, run.batch = noise, {}, {}, turn.batch
+    proposal = engine.propose(turn)
+    if proposal.tree is not None:
+        raise ValueError(f"{type(engine.proposer).__name__}: forced rounds predict chains of drafts, not trees")
+    seen = engine.read(turn, proposal)
+    p = turn.laws(seen.logits, proposal.x, proposal.k)
+    found = _recorded(turn, p, seen.logits, proposal, noise, sampling)
+    if run.proposer:
+        nothing = torch.zeros(len(k), dtype=torch.int64, device=target.device)
+        run.proposer.commit(Outcome([len(text) for text in turn.texts], nothing, seen.states))
+    return found
+
+
+def _recorded(
+    turn: ForcedRound, p: Tensor, logits: Tensor, proposal: Proposal, noise: float, sampling: Sampling
+) -> _Found:
+    """What a round says of the tokens that follow it. p (A, K+1, V), of which column j holds where the drafts before
+    were the text's tokens."""
+    x, K = proposal.x, proposal.x.shape[1]
+    follows, first = turn.follows[:, :K], turn.follows[:, 0]
+    q = _laws(turn, p, proposal)
+    drafted = torch.arange(K, device=x.device) < turn.length(proposal.k).unsqueeze(1)
+    along = pad((x == follows)[:, :-1].to(torch.int64).cumprod(1), (1, 0), value=1) if K else drafted
+    met = drafted & (along > 0)
+    qx = q.gather(-1, follows.unsqueeze(-1)).squeeze(-1).double()
+    px = p[:, 0].gather(-1, first.unsqueeze(-1)).squeeze(-1).double()
+    overlap = torch.minimum(p[:, :K], q).sum(-1).clamp(max=1).double()  # float32 laws sum to one but for rounding
+    close = [turn.close.get(j, torch.zeros_like(first, dtype=torch.bool)).to(x.device) for j in range(K)]
+    near_q = torch.stack(close, 1) & (q.amax(-1) == 1) if K else drafted
+    near_p = near_ties(logits[:, 0], noise) & (sampling.temperature == 0)
+    return _Found(
+        rows=torch.empty(0),
+        logp=px.clamp(min=torch.finfo(torch.float32).tiny).log().cpu(),
+        near_p=near_p.cpu(),
+        k=torch.tensor(proposal.k),
+        logq=torch.where(met, qx, 0).log().cpu(),
+        alpha=torch.where(met, overlap, 0).cpu(),
+        near_q=(near_q & met).cpu(),
+    )
+
+
+def _laws(turn: ForcedRound, p: Tensor, proposal: Proposal) -> Tensor:
+    """The laws (A, K, V) that drafts were drawn from, whatever the proposal says of them: a kind that misstates its
+    laws is then predicted as it drafts, and measured as it is verified. The proposal's own where it drew none."""
+    K = proposal.x.shape[1]
+    if proposal.q is None:
+        return one_hot(proposal.x, p[:, :K])
+    if K and set(range(K)) <= set(turn.drawn):
+        return torch.stack([turn.drawn[j].to(p.device) for j in range(K)], 1)
+    return proposal.q
