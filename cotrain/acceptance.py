@@ -25,7 +25,6 @@ from inference.verify.prediction import (
 
 __all__ = [
     "alpha",
-    "break_even",
     "call_weights",
     "calls",
     "calls_block",
@@ -40,7 +39,6 @@ __all__ = [
     "length_block",
     "prefix",
     "r_from",
-    "speedup",
     "tau",
     "tau_block",
 ]
@@ -52,24 +50,6 @@ def iid_tau(alpha: float, K: int) -> float:
     A sanity bound only: with varying alpha it under-predicts (Leviathan et al. 2023, arXiv 2211.17192).
     """
     return float(sum(alpha**i for i in range(K + 1)))
-
-
-def speedup(t_plain: float, t_draft: float, t_verify: float, t_round: float, tau: float, K: int) -> float:
-    """Speed-up over plain decoding, t_plain tau / (K t_draft + t_verify + t_round).
-
-    Seconds: t_plain a target pass over one token, t_verify over K + 1, t_draft a draft step, t_round the
-    rest of a round (draws, verification, host). tau: tokens per call at this K.
-    """
-    return t_plain * tau / (K * t_draft + t_verify + t_round)
-
-
-def break_even(t_plain: float, t_draft: float, t_verify: float, t_round: float, K: int) -> float:
-    """The tau at which drafting K tokens costs what plain decoding does; seconds as in `speedup`.
-
-    (K t_draft + t_verify + t_round) / t_plain. With i.i.d. acceptance, t_verify = t_plain, t_round = 0 and
-    K = 1 it reads alpha > t_draft / t_plain (Leviathan et al. 2023).
-    """
-    return (K * t_draft + t_verify + t_round) / t_plain
 
 
 def length(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:

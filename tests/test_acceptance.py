@@ -256,11 +256,3 @@ def test_call_weights_are_calls_saved():
         saved = (acceptance.calls(r, 4) - acceptance.calls(more, 4)) / 1e-6
         torch.testing.assert_close(weights[:, t], saved, atol=1e-5, rtol=0)
     assert (weights[:, -1] == 0).all()  # the last token comes with a call whether drafted or not
-
-
-def test_speedup_and_break_even():
-    costs = {"t_plain": 10.0, "t_draft": 1.0, "t_verify": 12.0, "t_round": 0.5}
-    even = acceptance.break_even(**costs, K=4)
-    assert even == pytest.approx(1.65)
-    assert acceptance.speedup(**costs, tau=even, K=4) == pytest.approx(1)
-    assert acceptance.speedup(**costs, tau=3.3, K=4) == pytest.approx(2)

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from cotrain import losses
-from cotrain.acceptance import iid_tau, speedup
+from cotrain.acceptance import iid_tau
+from inference.measure.costs import Costs, best_k
 
 TINY = -math.log(torch.finfo(torch.float32).tiny)
 X = torch.tensor([3, 0, 2, 4])
@@ -279,5 +280,6 @@ cnn small 1: 5 .53 .02 1.9 | cnn base 1: 3 .55 .04 1.8 | cnn large 1: 3 .56 .11 
 @pytest.mark.parametrize("row", [r.strip() for r in PUBLISHED.replace("\n", "|").split("|") if r.strip()])
 def test_published_table(row):
     K, alpha, cost, published = map(float, row.split(":")[1].split())
-    found = speedup(1.0, cost, 1.0, 0.0, iid_tau(alpha, int(K)), int(K))
+    costs = Costs(target=(1.0,) * (int(K) + 1), draft=cost, rest=(0.0,) * (int(K) + 1))
+    found = best_k(costs, lambda k: iid_tau(alpha, k)).speedups[int(K)]
     assert found == pytest.approx(published, abs=0.07)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from cotrain import acceptance, losses
+from cotrain.losses import registry
 from cotrain.losses.spec import parse
 
 
@@ -25,6 +26,33 @@ def test_a_name_is_the_loss_and_a_sum_is_weighted() -> None:
     assert mixed.position is not None and mixed.takes == "text" and parse("tvpp").takes == "drawn"
     torch.testing.assert_close(
         mixed.position(logp, logq, x), losses.kl(logp, logq) + 2 * losses.mix(logp, logq, x), atol=1e-12, rtol=0
+    )
+
+
+def test_a_named_sum_is_written_out() -> None:
+    """mix is .1 ce + 1.8 tv, which is DSpark's .1 (-log q(x)) + .9 sum |p - q|; a name that comes twice is one term."""
+    (logp, logq), x = laws(), torch.tensor([1, 0, 4])
+    found = parse("ce+0.5*mix")
+    assert [(term.name, term.weight) for term in found.terms] == [("ce", pytest.approx(1.05)), ("tv", 0.9)]
+    assert found.takes == "text" and found.merged and found.position is not None
+    text = -logq.gather(-1, x[:, None])[:, 0]
+    wanted = 1.05 * text + 0.45 * (logp.exp() - logq.exp()).abs().sum(-1)
+    torch.testing.assert_close(found.position(logp, logq, x), wanted, atol=1e-12, rtol=0)
+
+
+def test_a_loss_is_one_function() -> None:
+    @registry.loss(takes="text")
+    def surprise(logp: torch.Tensor, logq: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return -losses.ce(logp, logq, x)
+
+    try:
+        found = parse("2*surprise+kl")
+    finally:
+        del registry.LOSSES["surprise"]
+    (logp, logq), x = laws(), torch.tensor([1, 0, 4])
+    assert found.takes == "text" and not found.merged and found.position is not None
+    torch.testing.assert_close(
+        found.position(logp, logq, x), losses.kl(logp, logq) - 2 * losses.ce(logp, logq, x), atol=1e-12, rtol=0
     )
 
 

@@ -82,8 +82,8 @@ def _terms(expression: str) -> list[Term]:
 
 def _part(text: str) -> tuple[float, str]:
     weight, _, name = text.strip().rpartition("*")
-    if name.strip() not in NAMES:
-        raise ValueError(f"loss: {name.strip()!r} is none of {', '.join(NAMES)}")
+    if name.strip() not in (known := (*LOSSES, *EXPRESSIONS)):
+        raise ValueError(f"loss: {name.strip()!r} is none of {', '.join(known)}")
     try:
         return (float(weight) if weight.strip() else 1.0), name.strip()
     except ValueError:

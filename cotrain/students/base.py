@@ -84,6 +84,9 @@ class Student(Protocol):
     def refuse(self) -> None:
         """Raise ValueError for a network that this kind cannot train."""
 
+    def keeps_apart(self) -> bool:
+        """Whether texts that are packed into one row are read as if alone, see `target_model.keeps_apart`."""
+
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
         """What it guesses of a batch, by depth from 0 on, or one guess of depth ANY. batch: ids (B, T), position_ids
         (B, T) of packed texts. No guess may depend on a token from its round's first new one on, but through the

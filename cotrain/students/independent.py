@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 from cotrain.config.settings import Draft, Init
 from cotrain.students.base import DEFAULT, Guess, Seen
-from cotrain.teacher.target_model import halves, split
+from cotrain.teacher.target_model import halves, keeps_apart, split
 from inference import proposers
 from inference.models.dtypes import quantised
 
@@ -53,6 +53,9 @@ class Independent:
     def refuse(self) -> None:
         """Raises ValueError for a head that does more than project, see `target_model.split`."""
         split(self.network, self.vocabulary)
+
+    def keeps_apart(self) -> bool:
+        return keeps_apart(self.network, self.read)
 
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
         states = self.read(batch["ids"], batch.get("position_ids"))

@@ -11,7 +11,8 @@ from cotrain.config.settings import Loss, TrainConfig
 from cotrain.data.training_texts import Part, Share, corpus_part, joined, sampled_part
 from cotrain.evaluation.held_out import DEPTHS, HeldOut, held_out
 from cotrain.losses.spec import parse
-from cotrain.students.base import student_class
+from cotrain.rollout.samplers import Sampler
+from cotrain.students.base import Student, student_class
 from cotrain.teacher.provenance import Provenance, provenance
 from cotrain.teacher.target_model import halves, keeps_apart
 from cotrain.training import optim
@@ -34,28 +35,36 @@ def stages(loss: Loss) -> list[Stage]:
     return [first, Stage(1.0, parse(loss.then))] if loss.then else [first]
 
 
-def build(job: Job, network: PreTrainedModel) -> Distillation:
-    """Wire the module: losses, optimiser, held-out texts of each temperature."""
+def begun(cfg: TrainConfig, target: PreTrainedModel, vocabulary: int) -> Student:
+    """The student before training; vocabulary: ids that have mass. Raises as `initial`."""
+    return student_class(cfg.draft.kind)(initial(cfg, target), target, vocabulary)
+
+
+def held_out_texts(job: Job) -> dict[float, HeldOut]:
+    """Texts of the target to judge on, by temperature; says so where they are not its own."""
     cfg = job.cfg
-    taught = stages(cfg.loss)  # a wrong name is refused before texts are sampled
-    _refuse(job, network, taught)
-    cut = truncation(cfg.regime)
     judged = {
-        t: held_out(job.read, job.texts("held_out", t), t, cut)
+        t: held_out(job.read, job.texts("held_out", t), t, truncation(cfg.regime))
         # checkpoints are ranked in the regime
         for t in sorted({*cfg.rollout.temperatures, *cfg.rollout.train_temperatures, cfg.regime.temperature})
     }
     _own(job, judged)
+    return judged
+
+
+def trained_by(job: Job, student: Student, taught: list[Stage], judged: dict[float, HeldOut]) -> Distillation:
+    """The module: the student, its losses, optimiser, and what it is judged on."""
+    cfg = job.cfg
     rate, progress = cfg.optimizer, Progress(cfg.trainer.steps, cfg.trainer.minutes)
     module = Distillation(
-        student_class(cfg.draft.kind)(network, job.target, job.vocabulary),
+        student,
         job.target,
         taught,
         partial(optim.adamw, lr=rate.lr, weight_decay=rate.weight_decay, betas=rate.betas),
         partial(trapezoid, progress=progress, warmup=rate.warmup, decay=rate.decay),
         judged,
         cfg.regime.temperature,
-        cut,
+        truncation(cfg.regime),
         cosine=cfg.init.cosine,
         remember=cfg.trainer.remember_mb * 2**20,
         k=cfg.policy.k or DEPTHS,
@@ -87,17 +96,18 @@ def refuse_draft(cfg: TrainConfig, network: PreTrainedModel) -> None:
         refuse_unknown(network)
 
 
-def _refuse(job: Job, network: PreTrainedModel, taught: list[Stage]) -> None:
+def refuse_run(job: Job, student: Student, taught: list[Stage]) -> None:
     """Raises ValueError, before texts are sampled, as `refuse`, and where a model would read texts that are packed into
     blocks as one."""
     refuse(job.cfg, taught)
-    refuse_draft(job.cfg, network)
+    refuse_draft(job.cfg, student.network)
     if not (job.cfg.data.on_target and job.chats):
         refuse_given(job.cfg, taught)
     if not job.cfg.trainer.corpus_steps or job.chats:
         return
-    for key, model in (("target.path", job.target), ("draft", network)):
-        if not keeps_apart(model, halves(model)[0]):
+    apart = keeps_apart(job.target, halves(job.target)[0])
+    for key, model, fits in (("target.path", job.target, apart), ("draft", student.network, student.keeps_apart())):
+        if not fits:
             raise ValueError(f"{key}: {type(model).__name__} reads texts packed into blocks as one text; "
                              "learn from texts of the target alone: trainer.corpus_steps=0")  # fmt: skip
 
@@ -128,14 +138,15 @@ def _own(job: Job, judged: dict[float, HeldOut]) -> None:
             print(f"warning: {said}", file=sys.stderr)
 
 
-def parts(job: Job, rounds: int) -> tuple[Part, Part]:
+def parts(job: Job, rounds: int, by: Sampler | None = None) -> tuple[Part, Part]:
     """The texts as they were given, where steps learn from them, and texts of the target of so many rounds, each at its
-    own temperature, the regime's or several. A later round's come behind the others."""
+    own temperature, the regime's or several. A later round's come behind the others. by: samples those that are not
+    kept; the target alone, when None."""
     cfg = job.cfg
     corpus = corpus_part(job.given("train") if cfg.trainer.corpus_steps else None, cfg.regime.temperature)
     shares = cfg.data.shares if cfg.data.path else {**cfg.data.embedded_shares, **cfg.data.shares}
     sampled = [
-        sampled_part(job.texts("train", t, Share(i, cfg.rollout.rounds)), shares, t, prompts=not job.chats)
+        sampled_part(job.texts("train", t, Share(i, cfg.rollout.rounds), by), shares, t, prompts=not job.chats)
         for i in range(rounds)
         for t in cfg.rollout.train_temperatures or [cfg.regime.temperature]
     ]

@@ -10,11 +10,12 @@ import lightning
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 from transformers import PreTrainedModel
 
 from cotrain.bench.quantisation_table import projections, quantised
+from cotrain.training.stand_ins import Shown
 
 Measure = Callable[[PreTrainedModel], dict[str, float]]
 
@@ -72,7 +73,7 @@ class MeasureSpeed(Callback):
         return max(self.kept, key=lambda kept: kept.tau)
 
 
-class Averaged(Callback):
+class Averaged(Shown):
     """An exponential moving average of the draft's weights: what is judged, measured, kept and exported. Steps go on
     from the weights themselves. Behind the callbacks that measure: it gives the weights back as validation ends.
 
@@ -81,13 +82,17 @@ class Averaged(Callback):
 
     def __init__(self, decay: float) -> None:
         self.update, self.average = get_ema_multi_avg_fn(decay), list[Tensor]()
-        self.step, self.shown = 0, False
+        self.step = 0
+
+    def weights(self, module: nn.Module) -> dict[str, Tensor]:
+        names = (name for name, _ in module.named_parameters())
+        return dict(zip(names, self.average, strict=True))
 
     def on_fit_start(self, trainer: lightning.Trainer, module: Any) -> None:
         weights = list(module.draft.parameters())
         kept = self.average or [weight.detach().clone() for weight in weights]
         self.average = [one.to(weight) for one, weight in zip(kept, weights, strict=True)]
-        self.shown = False
+        self.shown = None
 
     def on_train_start(self, trainer: lightning.Trainer, module: Any) -> None:
         self.step = trainer.global_step  # a resumed trainer knows it by now
@@ -98,22 +103,12 @@ class Averaged(Callback):
             self.update(self.average, [weight.detach() for weight in module.draft.parameters()], torch.tensor(1))
 
     def on_validation_start(self, trainer: lightning.Trainer, module: Any) -> None:
-        self.show(module)
+        if self.average:
+            self.show(module)
 
     def on_validation_end(self, trainer: lightning.Trainer, module: Any) -> None:
         if trainer.state.fn == TrainerFn.FITTING:
-            self.show(module, False)
-
-    @torch.no_grad()
-    def show(self, module: Any, shown: bool = True) -> None:
-        """Put the average in the draft's place, or take it away again."""
-        if self.shown == shown or not self.average:
-            return
-        for one, weight in zip(self.average, module.draft.parameters(), strict=True):
-            kept = weight.detach().clone()
-            weight.copy_(one)
-            one.copy_(kept)
-        self.shown = shown
+            self.hide(module)
 
     def state_dict(self) -> dict[str, Any]:
         return {"average": self.average}
@@ -122,12 +117,16 @@ class Averaged(Callback):
         self.average = state_dict["average"]
 
 
-class QuantisationAware(Callback):
+class QuantisationAware(Shown):
     """Passes of a draft whose projections, but the head, are quantised, see `quantisation_table.quantised`; gradients
     move the whole weights (straight through, Bengio et al. 2013, 1308.3432). Judged, measured and kept so."""
 
     def __init__(self, kind: str) -> None:
-        self.kind, self.whole = kind, dict[str, Tensor]()
+        self.kind = kind
+
+    @torch.no_grad()
+    def weights(self, module: Any) -> dict[str, Tensor]:
+        return {f"{name}.weight": quantised(weight, self.kind) for name, weight in projections(module).items()}
 
     def on_train_batch_start(self, trainer: lightning.Trainer, module: Any, *_: Any) -> None:
         self.show(module)
@@ -140,14 +139,3 @@ class QuantisationAware(Callback):
 
     def on_validation_end(self, trainer: lightning.Trainer, module: Any) -> None:
         self.hide(module)
-
-    @torch.no_grad()
-    def show(self, module: Any) -> None:
-        for name, weight in projections(module.draft).items():
-            self.whole[name] = weight.detach().clone()
-            weight.copy_(quantised(weight, self.kind))
-
-    @torch.no_grad()
-    def hide(self, module: Any) -> None:
-        for name, weight in projections(module.draft).items():
-            weight.copy_(self.whole.pop(name))

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from omegaconf import OmegaConf
 from transformers import PreTrainedTokenizerBase
@@ -20,7 +19,7 @@ from cotrain.data.training_texts import Source, regime
 from cotrain.evaluation import comparison, profile
 from cotrain.evaluation.held_out import DEPTHS, HeldOut
 from cotrain.teacher.provenance import Provenance
-from cotrain.training.assembly import build, foreign, initial
+from cotrain.training.assembly import begun, foreign, held_out_texts, refuse_run, stages, trained_by
 from cotrain.training.callbacks import MeasureSpeed
 from cotrain.training.fit import fit
 from cotrain.training.interrupts import Signals, listening
@@ -44,30 +43,45 @@ def distil(cfg: TrainConfig, folder: Path, sources: Mapping[str, Source] | None 
 
 
 def _distilled(cfg: TrainConfig, folder: Path, sources: dict[str, Source], signals: Signals) -> dict[str, Any]:
-    k = cfg.policy.k
-    assert k is not None
+    assert cfg.policy.k is not None
     settle(cfg.trainer.threads, cfg.trainer.seed)
     target, tokenizer = models(cfg)
-    job, drafts = Job(cfg, folder, target, tokenizer, sources, signals=signals), objective(cfg.objective)
-    network = initial(cfg, target)
-    module = build(job, network)
+    job = Job(cfg, folder, target, tokenizer, sources, signals=signals)
+    student = begun(cfg, target, job.vocabulary)
+    losses = stages(cfg.loss)
+    refuse_run(job, student, losses)
+    texts = held_out_texts(job)  # those that are learnt from are sampled phase by phase
+    module = trained_by(job, student, losses, texts)
     others = foreign(job)
-    tau = partial(module.tau, k, drafts, cfg.verify)
-    speed = MeasureSpeed(
-        lambda draft: measurement.quick(job.plan(draft), k), tau, folder / "checkpoints", cfg.trainer.patience
-    )
+    speed = ranking(job, module)
     fit(job, module, [speed] if cfg.measure else [])
     if rank():
         return {}
     keep_figures(job, module)
     if not cfg.measure:
         return {}
+    choose_fastest(job, module, speed)
+    return export(job, module, speed, others)
+
+
+def ranking(job: Job, module: Distillation) -> MeasureSpeed:
+    """Measures each checkpoint, which tau of the held-out texts ranks."""
+    cfg, k = job.cfg, job.cfg.policy.k
+    assert k is not None
+    tau = partial(module.tau, k, objective(cfg.objective), cfg.verify)
+    return MeasureSpeed(
+        lambda draft: measurement.quick(job.plan(draft), k), tau, job.folder / "checkpoints", cfg.trainer.patience
+    )
+
+
+def choose_fastest(job: Job, module: Distillation, speed: MeasureSpeed) -> None:
+    """Give the module's draft the weights of the checkpoint that is exported, as it is served."""
     fastest = speed.fastest()
     print(f"measuring the checkpoint of the highest tau, step {fastest.step}, on other prompts")
-    if fastest.step < cfg.trainer.steps or cfg.draft.quantisation != "none":  # kept as it is served
-        network.load_state_dict(type(network).from_pretrained(fastest.path, dtype=torch.float32).state_dict())
+    if fastest.step < job.cfg.trainer.steps or job.cfg.draft.quantisation != "none":
+        best = type(module.student).load(fastest.path, job.target, job.vocabulary)
+        module.draft.load_state_dict(best.network.state_dict())
         module.judge()
-    return export(job, module, speed, others)
 
 
 def _digest(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -14,6 +14,7 @@ from cotrain.config.settings import TrainConfig
 from cotrain.config.settings import Trainer as TrainerSettings
 from cotrain.data.training_texts import Curriculum, Part, Strided
 from cotrain.errors import NotFinite, UserError
+from cotrain.rollout.samplers import Faster, Mixed
 from cotrain.teacher.states_cache import Shards
 from cotrain.teacher.top_k import size
 from cotrain.training.assembly import parts
@@ -65,15 +66,15 @@ def _trained(job: Job, module: Distillation, extra: list[Callback], phase: Phase
     assert progress is not None
     clock = Clock(progress, cfg.validations)
     trainer = _trainer(job, [*extra, *averaged, *rounded, clock], phase, every, progress)
+    sampler: Faster | Mixed | None = None  # of the phase's texts: the target alone
     if phase.round and done == phase.first:  # else its texts were sampled before
         module.load_state_dict(kept["state_dict"])  # this process may be a new one
-        job.faster = swapped(job, module.to(job.target.device).draft)
+        sampler = swapped(job, module.to(job.target.device).draft)
     del kept  # the trainer reads its own
-    corpus, sampled = parts(job, phase.round + 1)
-    if job.faster and trainer.logger:
-        speeds = {f"rollout/{name}": speed for name, speed in job.faster.speeds.items()}
+    corpus, sampled = parts(job, phase.round + 1, sampler)
+    if sampler and trainer.logger:
+        speeds = {f"rollout/{name}": speed for name, speed in sampler.speeds.items()}
         trainer.logger.log_metrics(speeds, phase.first)
-    job.faster = None
     asks: DataLoader[Any] = DataLoader(
         Part(torch.zeros(1, 2), torch.zeros(1, 1))
     )  # a validation is one call: the texts are the module's own

@@ -22,7 +22,7 @@ from cotrain.data.splits import SPLITS, Prompts, apart
 from cotrain.data.training_texts import WHOLE, Sampled, Share, Source, blocks_texts, logged, regime
 from cotrain.rollout.fingerprints import identity
 from cotrain.rollout.kept_texts import Texts
-from cotrain.rollout.samplers import Ask, Faster, Mixed, Own, Remote, Sampler
+from cotrain.rollout.samplers import Ask, Own, Remote, Sampler
 from cotrain.students.base import LAST, student_class
 from cotrain.teacher.states_cache import Shards
 from cotrain.teacher.target_laws import Head, Reader
@@ -45,7 +45,6 @@ class Job:
     tokenizer: PreTrainedTokenizerBase
     sources: dict[str, Source] = field(default_factory=dict)
     texts_given: dict[str, Texts] = field(default_factory=dict)
-    faster: Faster | Mixed | None = None  # what samples the next texts: the target alone, when None
     signals: Signals = field(default_factory=Signals)
 
     @cached_property
@@ -93,11 +92,11 @@ class Job:
     def _shards(self, read: Reader, folder: Path, what: dict[str, str], parts: tuple[int | str, ...]) -> Shards:
         return Shards(read, folder, self.identity | {"dtype": str(self.target.dtype)} | what, parts)
 
-    def sampled(self) -> Sampled:
+    def sampled(self, by: Sampler | None = None) -> Sampled:
+        """Texts of the target, those that are not kept sampled by `by`: by the target alone, or a server, when None."""
         place = Path(self.cfg.rollout.folder or self.folder / "rollouts")
         found = replace(sampled(self.cfg, self.target, self.tokenizer, place), identity=self.identity)
-        faster = self.faster
-        return found if faster is None else replace(found, by=lambda: faster)
+        return found if by is None else replace(found, by=lambda: by)
 
     def source(self, split: str) -> Source:
         """The configured texts of a split, read once."""
@@ -141,12 +140,12 @@ class Job:
             )
         return self.texts_given[kind]
 
-    def texts(self, kind: str, temperature: float, part: Share = WHOLE) -> Texts:
-        """Of the target at a temperature: logs of its own in the regime, else sampled."""
+    def texts(self, kind: str, temperature: float, part: Share = WHOLE, by: Sampler | None = None) -> Texts:
+        """Of the target at a temperature: logs of its own in the regime, else sampled, see `sampled`."""
         data, regime = self.cfg.data, self.cfg.regime
         if data.on_target and temperature == regime.temperature and self.chats:
             return self.given(kind)
-        return self.sampled().texts(kind, sampling(regime, temperature), partial(self.source, kind), part=part)
+        return self.sampled(by).texts(kind, sampling(regime, temperature), partial(self.source, kind), part=part)
 
     def plan(self, draft: PreTrainedModel) -> measurement.Plan:
         names = (self.cfg.target.path, f"{self.cfg.init.kind}, {self.cfg.loss.first}")

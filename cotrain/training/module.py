@@ -86,9 +86,8 @@ class Distillation(lightning.LightningModule):
             )
         self.teacher = Remembering(self.laws_of.read, remember)
         self.judged: dict[float, dict[str, Scores]] = {}
-        widths = [model.config.get_text_config().hidden_size for model in (self.draft, target)]
-        if cosine and len(set(widths)) > 1:
-            raise ValueError(f"init.cosine: the draft's hidden states are {widths[0]} wide, the target's {widths[1]}")
+        if cosine:
+            _refuse_widths(self.draft, target)
 
     def configure_model(self) -> None:
         """Where a strategy shards, the draft in parts; `assemble` ends that."""
@@ -283,6 +282,12 @@ class Distillation(lightning.LightningModule):
         optimizer = self.make_optimizer(self.draft)
         schedule = self.make_scheduler(optimizer)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def _refuse_widths(draft: PreTrainedModel, target: PreTrainedModel) -> None:
+    ours, theirs = (model.config.get_text_config().hidden_size for model in (draft, target))
+    if ours != theirs:
+        raise ValueError(f"init.cosine: the draft's hidden states are {ours} wide, the target's {theirs}")
 
 
 def _apart(record: Record, guess: Guess, predicted: Tensor) -> Tensor:

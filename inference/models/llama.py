@@ -260,10 +260,15 @@ def _each(weights: Weights, change: Callable[[Linear], Linear]) -> Weights:
 
 
 def _rounded(linear: Linear) -> Linear:
-    scale = linear.weight.float().abs().amax(1).clamp(min=1e-12) / 127
-    scale = scale.to(torch.bfloat16)  # what the kernel multiplies by
-    weight = (linear.weight.float() / scale.float().unsqueeze(1)).round().clamp(-127, 127).to(torch.int8)
+    weight, scale = int8_rows(linear.weight)
     return Linear(weight, linear.bias, scale)
+
+
+def int8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """weight (out, in) -> (whole numbers from -127 to 127, scale (out,)): row r stands for scale[r] * numbers[r]."""
+    scale = weight.float().abs().amax(1).clamp(min=1e-12) / 127
+    scale = scale.to(torch.bfloat16)  # what the kernel multiplies by
+    return (weight.float() / scale.float().unsqueeze(1)).round().clamp(-127, 127).to(torch.int8), scale
 
 
 def origin(model: PreTrainedModel) -> Places:

@@ -16,7 +16,7 @@ import torch
 from omegaconf import OmegaConf
 
 from cotrain.evaluation.comparison import compare, per_text
-from cotrain.training.assembly import build, initial
+from cotrain.training.assembly import begun, held_out_texts, stages, trained_by
 from cotrain.training.job import Job, models
 from inference.measure.environment import environment
 
@@ -27,7 +27,9 @@ def main(quantised: str, whole: str, report: str) -> None:
     settings = json.loads((Path(quantised) / "run.json").read_text(encoding="utf-8"))["settings"]
     cfg: Any = OmegaConf.create(settings)
     target, tokenizer = models(cfg)
-    module = build(Job(cfg, Path(quantised), target, tokenizer), initial(cfg, target))
+    job = Job(cfg, Path(quantised), target, tokenizer)
+    student = begun(cfg, target, job.vocabulary)
+    module = trained_by(job, student, stages(cfg.loss), held_out_texts(job))
     runs: dict[str, Any] = {}
     for name, run in zip(NAMES, (quantised, whole), strict=True):
         kept = torch.load(Path(run) / "checkpoints" / "last.ckpt", weights_only=True, map_location="cpu")

@@ -1,0 +1,14 @@
+"""Planted bugs of students, guesses by depth and what is read of the target by layer."""
+
+# fmt: off
+ROWS_OF_BUGS = [
+    ('every_depth_weighs_as_the_first', 'cotrain/losses/over_guesses.py', 'saved if depth == ANY else saved[..., depth]', 'saved if depth == ANY else saved[..., 0]', ['tests/test_over_guesses.py::test_depths_of_one_law_are_one_guess[calls_tv-512]'], 'later drafts are learnt as if every round reached them'),
+    ('depths_weigh_alike', 'cotrain/losses/over_guesses.py', 'return exact / exact.sum()', 'return torch.ones_like(exact) / len(exact)', ['tests/test_over_guesses.py::test_each_depth_weighs_the_calls_that_it_saves'], 'drafts that few rounds reach are learnt as much as first ones'),
+    ('what_is_never_drafted_is_accepted', 'cotrain/losses/chunked.py', 'zip((0.0, -math.inf), found.unbind(-1), strict=True)', 'zip((0.0, 0.0), found.unbind(-1), strict=True)', ['tests/test_over_guesses.py::test_calls_of_laws_by_depth_are_those_of_a_recursion_by_hand'], 'rounds that no head can draft for are for free'),
+    ('what_is_never_drafted_is_judged_accepted', 'cotrain/evaluation/held_out.py', '(l_from(found.logp, found.logq), -torch.inf)', '(l_from(found.logp, found.logq), 0.0)', ['tests/test_students.py::test_of_head_kinds_acceptance_has_a_depth'], 'tau is of drafts that nobody makes'),
+    ('guesses_at_the_places_of_others', 'cotrain/losses/chunked.py', 'given = () if x is None else (x.flatten()[guess.at[i]],)', 'given = () if x is None else (x.flatten()[i],)', ['tests/test_over_guesses.py::test_a_guess_is_asked_for_the_token_of_its_place'], 'a head learns the token of another place'),
+    ('layers_off_by_one', 'cotrain/teacher/target_model.py', '{layer: out.hidden_states[layer] for layer in layers}', '{layer: out.hidden_states[layer + 1] for layer in layers}', ['tests/test_teacher_layers.py::test_layers_are_those_of_transformers_wherever_they_are_kept'], 'a draft learns from other layers than it is served'),
+    ('a_layer_that_is_not_kept', 'cotrain/teacher/states_cache.py', 'return all(_place(name, part) in self.places', 'return any(_place(name, part) in self.places', ['tests/test_teacher_layers.py::test_shards_of_last_states_serve_students_that_read_more_in_part'], 'a cache of last states stops a run that reads more layers'),
+    ('memory_of_one_layer', 'cotrain/teacher/memory_cache.py', 'return sum(values.nbytes for values in record.values())', 'return next(iter(record.values())).nbytes', ['tests/test_teacher_layers.py::test_layers_are_those_of_transformers_wherever_they_are_kept'], 'three layers take three times the memory that was allowed'),
+    ('terms_of_a_sum_twice', 'cotrain/losses/spec.py', 'before + weight * term.weight', 'weight * term.weight', ['tests/test_terms.py::test_a_named_sum_is_written_out'], 'ce+mix is not ce and mix'),
+]
