@@ -9,8 +9,10 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM, PretrainedConfig, PreTrainedModel
 
 from cotrain.students.base import LAST, Guess, Seen, Student
+from cotrain.students.eagle import Eagle
 from cotrain.students.independent import Independent
 from cotrain.teacher.target_model import halves
+from tests import kinds
 from tests.tiny import near, tiny
 
 VOCABULARY = 32
@@ -89,8 +91,17 @@ def heads(target: LlamaForCausalLM, depths: int = 3) -> Any:
     return Heads(network, target)
 
 
-STUDENTS: dict[str, Callable[[LlamaForCausalLM], Any]] = {"independent": independent, "heads": heads}
-SERVED = ("independent",)  # those that tests can run in an engine
+def eagle(target: LlamaForCausalLM, **settings: Any) -> Any:
+    return Eagle(kinds.eagle(target, 0.3, **settings), target)
+
+
+STUDENTS: dict[str, Callable[[LlamaForCausalLM], Any]] = {
+    "independent": independent,
+    "heads": heads,
+    "eagle": eagle,
+    "eagle, pruned": lambda target: eagle(target, draft_vocab_size=20),
+}
+SERVED = ("independent", "eagle", "eagle, pruned")  # those that tests can run in an engine
 
 
 def target() -> LlamaForCausalLM:

@@ -84,7 +84,9 @@ class Quantisation:
 class Draft:
     """kind: of draft, see `cotrain.students.base`. The shape of one that starts from random weights; `path` for
     init=pretrained. quantisation: of its projections when it is served (none, int8, nf4): training is then
-    quantisation-aware."""
+    quantisation-aware. depths: drafts of a round that it is trained for, of a kind whose law depends on the depth.
+    vocabulary: so many tokens are all that it knows, of a kind with a head of its own; null: those of the target.
+    parallel: all drafts in one pass."""
 
     kind: str
     path: str | None
@@ -94,6 +96,9 @@ class Draft:
     head_dim: int
     kv_heads: int
     quantisation: str
+    depths: int | None
+    vocabulary: int | None
+    parallel: bool
 
 
 @dataclass

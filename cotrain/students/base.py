@@ -87,6 +87,13 @@ class Student(Protocol):
     def keeps_apart(self) -> bool:
         """Whether texts that are packed into one row are read as if alone, see `target_model.keeps_apart`."""
 
+    @property
+    def known(self) -> Tensor:
+        """Which ids (V,) it can draft, bool."""
+
+    def know(self, counts: Tensor) -> None:
+        """Choose those ids, of a kind that knows `draft.vocabulary` of them, by how often each is in texts (V,)."""
+
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
         """What it guesses of a batch, by depth from 0 on, or one guess of depth ANY. batch: ids (B, T), position_ids
         (B, T) of packed texts. No guess may depend on a token from its round's first new one on, but through the
@@ -111,6 +118,14 @@ def student_class(kind: str) -> type[Student]:
     module, _, name = KINDS[kind].partition(":")
     found: type[Student] = getattr(import_module(module), name)
     return found
+
+
+def refuse_keys(draft: "Draft", *keys: str) -> None:
+    """Raise ValueError for a setting that this kind of draft does not have."""
+    for key in keys:
+        if value := getattr(draft, key):
+            wanted = "false" if value is True else "null"
+            raise ValueError(f"draft.{key}={value}: {draft.kind} drafts do not have it; draft.{key}={wanted}")
 
 
 def refuse_mixed(guesses: list[Guess]) -> None:

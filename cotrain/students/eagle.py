@@ -45,7 +45,9 @@ class Eagle:
         """scratch: random; target_layers: the last of init.layers, over the highest features, and the target's norm and
         head; pretrained: an EAGLE-3 folder, draft.path."""
         if init.kind == "pretrained" and draft.path:
-            return _fits(EagleNetwork.from_pretrained(draft.path, dtype=torch.float32), target, draft.path)
+            found: EagleNetwork = EagleNetwork.from_pretrained(draft.path, dtype=torch.float32)
+            found.fits(target, draft.path)
+            return found
         if init.kind not in ("scratch", "target_layers"):
             raise ValueError(f"init.kind: {init.kind!r} is none of scratch, target_layers, pretrained (with draft.path=)")
         network = EagleNetwork(_config(draft, target, init.kind == "target_layers"))
@@ -60,7 +62,16 @@ class Eagle:
 
     def refuse(self) -> None:
         """Raises ValueError for states of another width, and for layers that the target does not have."""
-        _fits(self.network, self.target, "draft")
+        self.network.fits(self.target, "draft")
+
+    def keeps_apart(self) -> bool:
+        return True
+
+    @property
+    def known(self) -> Tensor:
+        if self.network.pruned:
+            return self.network.t2d[: self.vocabulary]
+        return torch.ones(self.vocabulary, dtype=torch.bool)
 
     def know(self, counts: Tensor) -> None:
         """Give a pruned vocabulary the tokens that are most in counts (V,), with their rows of the target's head."""
@@ -185,17 +196,6 @@ def _config(draft: Draft, target: PreTrainedModel, like: bool) -> EagleConfig:
         eos_token_id=theirs.eos_token_id,
         pad_token_id=theirs.pad_token_id,
     )
-
-
-def _fits(network: EagleNetwork, target: PreTrainedModel, where: str) -> EagleNetwork:
-    ours, theirs = network.config, target.config.get_text_config()
-    for key in ("hidden_size", "vocab_size"):
-        if getattr(ours, key) != getattr(theirs, key):
-            raise ValueError(f"{where}: {key} is {getattr(ours, key)}, the target's is {getattr(theirs, key)}: an eagle "
-                             "is made for one target")  # fmt: skip
-    if max(ours.layers) >= theirs.num_hidden_layers:
-        raise ValueError(f"{where}: reads layers {list(ours.layers)}; the target has {theirs.num_hidden_layers}")
-    return network
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from cotrain.config.settings import Draft, Init
-from cotrain.students.base import DEFAULT, Guess, Seen
+from cotrain.students.base import DEFAULT, Guess, Seen, refuse_keys
 from cotrain.teacher.target_model import halves, keeps_apart, split
 from inference import proposers
 from inference.models.dtypes import quantised
@@ -36,6 +36,7 @@ class Independent:
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
         """The network before training. Raises ValueError naming the key that is wrong."""
+        refuse_keys(draft, "depths", "vocabulary", "parallel")
         if init.kind == "scratch":
             return scratch(target, draft.width, draft.layers, draft.intermediate, draft.head_dim, draft.kv_heads)
         if init.kind == "target_layers":
@@ -56,6 +57,13 @@ class Independent:
 
     def keeps_apart(self) -> bool:
         return keeps_apart(self.network, self.read)
+
+    @property
+    def known(self) -> torch.Tensor:
+        return torch.ones(self.vocabulary or self.network.config.get_text_config().vocab_size, dtype=torch.bool)
+
+    def know(self, counts: torch.Tensor) -> None:
+        """It has the target's vocabulary."""
 
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
         states = self.read(batch["ids"], batch.get("position_ids"))

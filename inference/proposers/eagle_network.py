@@ -47,6 +47,7 @@ class EagleConfig(PretrainedConfig):
         eagle_config: Mapping[str, Any] | None = None,
         depths: int = 4,
         parallel: bool = False,
+        initializer_range: float = 0.02,
         **other: Any,
     ) -> None:
         self.hidden_size, self.intermediate_size, self.head_dim = hidden_size, intermediate_size, head_dim
@@ -57,7 +58,7 @@ class EagleConfig(PretrainedConfig):
         self.draft_vocab_size = draft_vocab_size or vocab_size
         self.num_hidden_layers, self.hidden_act, self.attention_bias, self.mlp_bias = 1, "silu", False, False
         self.eagle_config = dict(eagle_config or {})
-        self.depths, self.parallel = depths, parallel
+        self.depths, self.parallel, self.initializer_range = depths, parallel, initializer_range
         known = ("rope_parameters", "num_hidden_layers", "hidden_act", "attention_bias", "mlp_bias",
                  "tie_word_embeddings", "architectures")  # fmt: skip
         rest = {name: value for name, value in other.items() if name not in known}
@@ -99,6 +100,17 @@ class EagleNetwork(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=self.config.initializer_range)
+
+    def fits(self, target: PreTrainedModel, where: str) -> None:
+        """Raise ValueError, beginning with `where`, for a target of other sizes than this was made for."""
+        theirs = target.config.get_text_config()
+        for key in ("hidden_size", "vocab_size"):
+            if getattr(self.config, key) != getattr(theirs, key):
+                raise ValueError(f"{where}: its {key} is {getattr(self.config, key)}, the target's "
+                                 f"{getattr(theirs, key)}: a feature draft serves the target it was made for")  # fmt: skip
+        if max(self.config.layers) >= theirs.num_hidden_layers:
+            raise ValueError(f"{where}: it reads layers {list(self.config.layers)}, the target has "
+                             f"{theirs.num_hidden_layers}")  # fmt: skip
 
     def features(self, states: Mapping[int, Tensor]) -> Tensor:
         """The target's states (..., H) by layer -> features (..., H)."""
