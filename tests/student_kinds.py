@@ -99,7 +99,7 @@ STUDENTS: dict[str, Callable[[LlamaForCausalLM], Any]] = {
     "independent": independent,
     "heads": heads,
     "eagle": eagle,
-    "eagle, pruned": lambda target: eagle(target, draft_vocab_size=20),
+    "eagle, pruned": lambda target: eagle(target, draft_vocab_size=16),
 }
 SERVED = ("independent", "eagle", "eagle, pruned")  # those that tests can run in an engine
 

@@ -9,8 +9,8 @@ from inference.proposers.retrieval import NGram
 __all__ = ["KINDS", "Independent", "NGram", "kind_of"]
 
 KINDS = {  # as the metadata of a draft folder names them -> module:class
-    "eagle": "inference.proposers.eagle:Eagle",
     "independent": "inference.proposers.independent:Independent",
+    "eagle": "inference.proposers.eagle:Eagle",
     "ngram": "inference.proposers.retrieval:NGram",
 }
 
