@@ -22,6 +22,7 @@ from inference.verify.prediction import (
     tau,
     tau_block,
 )
+from inference.verify.tree_prediction import calls_variance_tree, expected_calls_tree, reach_tree, tau_tree
 
 __all__ = [
     "alpha",
@@ -30,17 +31,21 @@ __all__ = [
     "calls_block",
     "calls_variance",
     "calls_variance_block",
+    "calls_variance_tree",
     "conditional",
     "expected_calls",
     "expected_calls_block",
+    "expected_calls_tree",
     "iid_tau",
     "l_from",
     "length",
     "length_block",
     "prefix",
     "r_from",
+    "reach_tree",
     "tau",
     "tau_block",
+    "tau_tree",
 ]
 
 

@@ -24,11 +24,12 @@ from inference.models.memory import spare_slots
 from inference.models.passes import Pass
 from inference.models.replays import Replays
 from inference.output import Event, Output, RequestError
-from inference.policy import Fixed, Policy, lengths_of
+from inference.policy import Fixed, Policy
 from inference.proposers.base import Outcome, Proposal, Proposer
-from inference.request import Accepts, Prompt, Request, ends_of, vocabulary_of
+from inference.request import Accepts, Prompt, ends_of, vocabulary_of
 from inference.round import DecodingRound
 from inference.sampling import Sampling
+from inference.settled import kept
 from inference.slots import Run, Slots
 from inference.verify.rules import Rule, rule_of
 
@@ -119,8 +120,9 @@ class Engine:
         seed: int = 0, ids: Sequence[int] | None = None, ignore_eos: bool = False,
     ) -> Run:  # fmt: skip
         """A call that is to decode these prompts, see `generate`; it takes the slots of the call before it."""
-        accepts = Accepts(self.target, self.ends, self.tokenizer)
-        rows = accepts.requests(prompts, max_new_tokens, sampling, ids, ignore_eos)
+        rows = Accepts(self.target, self.ends, self.tokenizer).requests(
+            prompts, max_new_tokens, sampling, ids, ignore_eos
+        )
         return self.slots.begin(rows, self.proposer, seed)
 
     def rounds(self, run: Run) -> Iterator[list[Event]]:
@@ -140,26 +142,22 @@ class Engine:
             found = self.read(turn, proposal)
         with run.stats.clock("verify"):
             settled = turn.settle(found.logits, proposal)
-            table = settled.tolist()  # the round's one read
+            states = kept(self.target, turn.texts, turn.sent["read"], found.states, settled.path)
+            table = settled.table.tolist()  # the round's one read
         with run.stats.clock("other"):
             events, valid = self._commit(run, turn, proposal, found, table)
             if run.proposer:
-                run.proposer.commit(Outcome(valid, settled[:, 0], found.states))
+                run.proposer.commit(Outcome(valid, settled.table[:, 0], states))
             self.slots.leave(run)
             return events
 
     def _turn(self, run: Run) -> DecodingRound:
-        k = self.lengths(run.active) if run.proposer else [0] * len(run.active)
-        turn = DecodingRound(run.active, k, self.rule, run.noise, self.target.vocabulary, self.target.device, run.batch,
-                             self.replays)  # fmt: skip
+        target, k = self.target, run.lengths(self.policy)
+        turn = DecodingRound(
+            run.active, k, self.rule, run.noise, target.vocabulary, target.device, run.batch, self.replays
+        )
         run.batch = turn.batch
         return turn
-
-    def lengths(self, rows: Sequence[Request]) -> list[int]:
-        """How many tokens to draft for each row: what the policy wants, but none that could not be emitted."""
-        wanted = lengths_of(self.policy, [row.text for row in rows])
-        return [0 if row.alone else min(length, row.limit - row.emitted - 1)
-                for length, row in zip(wanted, rows, strict=True)]  # fmt: skip
 
     def propose(self, turn: DecodingRound) -> Proposal:
         """The proposer's drafts, on the target's device."""
@@ -168,6 +166,7 @@ class Engine:
             nothing = torch.empty(len(turn.k), 0, dtype=torch.int64, device=self.target.device)
             return Proposal(nothing, None, [0] * len(turn.k))
         x, q, k, tree = self.proposer.propose(turn)
+        self.rule.require(self.proposer, tree)
         if x.device.type == "cpu" != self.target.device.type:
             turn.send(k, x=x.tolist())  # with all else that goes to the device, where nothing was sent yet
             x = turn.sent["x"]
@@ -182,7 +181,8 @@ class Engine:
             drafted = torch.arange(x.shape[1], device=x.device) < turn.length(proposal.k).unsqueeze(1)
             x = torch.where(drafted, x, anchor)
         reads = self.proposer.reads if self.proposer else ()
-        return self.target.forward(torch.cat([anchor, x], 1), start, at=turn.sent["read"], states=reads)
+        return self.target.forward(torch.cat([anchor, x], 1), start, at=turn.sent["read"], states=reads,
+                                   tree=proposal.tree)  # fmt: skip
 
     def _commit(
         self, run: Run, turn: DecodingRound, proposal: Proposal, found: Pass, table: list[list[int]]
@@ -191,7 +191,7 @@ class Engine:
         events, valid = [], []
         for slot, (row, (n, token, k, lost, stains, *draft)) in enumerate(zip(run.active, table, strict=True)):
             before, doubtful = len(row.text), row.stained or proposal.k[slot] > 0
-            row.stained |= bool(stains) or k < proposal.k[slot]
+            row.stained |= bool(stains) or (proposal.tree is None and k < proposal.k[slot])
             taken = len(row.take(draft[:n] if lost else [*draft[:n], token]))
             drafted = min(k, taken) if row.finish else k  # drafts beyond a row's last token do not count
             if lost and not row.finish:

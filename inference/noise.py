@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 DRAFT, ACCEPT, RESIDUAL, NOISE = 1, 2, 3, 4
+CHILDREN, REFUSED = 5, 6
 
 
 def _signed(word: int) -> int:
@@ -128,6 +129,12 @@ def gumbel(seed: int, row: Tensor, position: Tensor, V: int) -> Tensor:
 def gumbel_states(seed: int, row: Tensor) -> Tensor:
     """What `gumbel` knows of rows (B,) before it sees a position."""
     return _start(seed, (NOISE,), row)[0]
+
+
+def children_states(seed: int, row: Tensor, start: Tensor) -> Tensor:
+    """What is known of the noise that draws children of a tree's nodes, of rows (B,) and the tokens (B,) that they had
+    emitted when the round began: `gumbel_after(states, node (B, n), V)` is the noise at each node (0 the anchor)."""
+    return _absorb(_start(seed, (CHILDREN,), row)[0], start)
 
 
 def gumbel_after(states: Tensor, position: Tensor, V: int) -> Tensor:

@@ -7,18 +7,20 @@ goes to the device in one copy (`send`), and what it must know comes back in one
 
 from collections.abc import Hashable, Mapping, Sequence
 from copy import copy
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
 from inference.batched.batch import Batch, Numbers, send
 from inference.batched.user_processors import processed
+from inference.models.passes import Tree
 from inference.models.replays import Replays
 from inference.noise import ACCEPT, DRAFT, RESIDUAL, Uniforms, gumbel_after
 from inference.proposers.base import Proposal
 from inference.request import Request
 from inference.sampling import draw, wide
+from inference.settled import Settled, paths_of, settled, shape_of, sound
 from inference.verify import Verdict
 from inference.verify.rules import Rule
 
@@ -60,7 +62,7 @@ class DecodingRound:
             self.sent |= send(self.device, **numbers) if numbers else {}
             return self.sent
         self.lengths = list(self.k if k is None else k)
-        depths = max(self.k) + 1
+        depths = max(*self.k, *self.lengths) + 1  # a tree has more nodes than levels
         places, fresh = self.noise.places(self.ids, self.starts, depths)
         read, history = self._read(), self.batch.history
         if history:
@@ -97,11 +99,21 @@ class DecodingRound:
             self.done |= {a for a in self.batch.own if not bool(logits[a].amax().isfinite())}
         return logits
 
-    def laws(self, logits: Tensor, x: Tensor, k: list[int]) -> Tensor:
+    def laws(self, logits: Tensor, x: Tensor, k: list[int], tree: Tree | None = None) -> Tensor:
         """Target logits (A, K+1, V) of the texts and drafts x (A, K) -> p (A, K+1, V); past k_b unread."""
-        if self.batch.history:
+        if self.batch.history and tree is not None:
+            logits = self._branched(logits, x, k, tree)
+        elif self.batch.history:
             logits = self._processed(logits, x, k, 0)
         return self.batch.regimes.law(logits)
+
+    def _branched(self, logits: Tensor, x: Tensor, k: list[int], tree: Tree) -> Tensor:
+        """As `_processed`, column by column: what stands before a node is the path to it."""
+        columns = [self._processed(logits[:, :1], x[:, :0], [0] * len(k), 0)]
+        for node, path in enumerate(paths_of(tree)):
+            before, needed = torch.stack([x[:, i] for i in path], 1), [len(path) if n > node else -1 for n in k]
+            columns.append(self._processed(logits[:, node + 1 : node + 2], before, needed, len(path)))
+        return torch.cat(columns, 1)
 
     def _processed(self, logits: Tensor, x: Tensor, k: list[int], first: int) -> Tensor:
         """Logits (A, n, V) of the places after first, first + 1, ... of the drafts x (A, K), as settings leave them."""
@@ -143,7 +155,7 @@ class DecodingRound:
     def _numbers(self) -> Tensor:
         """Uniforms (S, A, K+1), on a GPU as many as there are, so that a recording serves rounds of any K."""
         made = 0 if self.device.type == "cpu" else self.noise.table.shape[-1]
-        return self._streams(max(max(self.k) + 1, made))
+        return self._streams(max(max(*self.k, *self.lengths, 0) + 1, made))
 
     @property
     def _uniforms(self) -> dict[int, Tensor]:
@@ -159,40 +171,41 @@ class DecodingRound:
             sent["place"] = send(self.device, place=places)["place"]
         return self.noise.at(sent["place"], depths)
 
-    def verdict(self, p: Tensor, q: Tensor | None, x: Tensor, k: list[int] | Tensor) -> Verdict:
+    def verdict(
+        self, p: Tensor, q: Tensor | None, x: Tensor, k: list[int] | Tensor, tree: Tree | None = None
+    ) -> Verdict:
         """The rule on p (A, K+1, V), q (A, K, V) or None for certain drafts, x (A, K), k (A,)."""
         length = k if isinstance(k, Tensor) else self.length(k)
         noise = self._gumbel if self.rule.shared else self._uniforms[ACCEPT]
+        if tree is not None:
+            return self.rule.verify(p, q, x, noise, length, tree=tree)
         return self.rule.verify(p, q, x, noise, length)
 
     def last(self, law: Tensor) -> Tensor:
         """The token (A,) emitted after the accepted ones, drawn from the verdict's law (A, V)."""
         return draw(law, self._uniforms[RESIDUAL][:, 0])
 
-    def settle(self, logits: Tensor, proposal: Proposal) -> Tensor:
-        """All that the host must know of the round, in one tensor (A, 5 + K): drafts accepted, the token after them,
-        drafts that had laws, whether there was no law for that token (it is then no token), whether there was none at
-        any place that the target's pass wrote, and the drafts."""
+    def settle(self, logits: Tensor, proposal: Proposal) -> Settled:
+        """The verdict, for the host in one tensor, see `settled.Settled`."""
         length, inputs = self.length(proposal.k), self.inputs() if self.replays else None
-        if self.replays and inputs is not None:
+        shape = None if proposal.tree is None else shape_of(proposal.tree)
+        if self.replays and inputs is not None and (proposal.tree is None or shape):
             inputs |= {"logits": logits, "x": proposal.x, "length": length}
             inputs |= {} if proposal.q is None else {"q": proposal.q}
-            found: Tensor | None = self.replays(self.key, inputs, self.steady, lambda: self._settled_on)
+            run = partial(self._settled_on, tree=proposal.tree)
+            found: Settled | None = self.replays((self.key, shape), inputs, self.steady, lambda: run)
             if found is not None:
                 return found
         return self._settled(logits, proposal, length)
 
-    def _settled(self, logits: Tensor, proposal: Proposal, asked: Tensor) -> Tensor:
-        p = self.laws(logits, proposal.x, proposal.k)
-        length = sound(p, proposal.q, asked)
-        verdict = self.verdict(p, proposal.q, proposal.x, length)
-        missing = without_law(p)  # (A, K+1)
-        lost, stains = missing.gather(1, verdict.accepted.unsqueeze(1)), missing.any(1, keepdim=True)
-        columns = verdict.accepted.unsqueeze(1), self.last(verdict.law).unsqueeze(1), length.unsqueeze(1), lost, stains
-        return torch.cat((*columns, proposal.x), 1)
+    def _settled(self, logits: Tensor, proposal: Proposal, asked: Tensor) -> Settled:
+        p = self.laws(logits, proposal.x, proposal.k, proposal.tree)
+        length = sound(p, proposal.q, asked, proposal.tree)
+        verdict = self.verdict(p, proposal.q, proposal.x, length, proposal.tree)
+        return settled(p, proposal, verdict, self.last(verdict.law), length, asked)
 
-    def _settled_on(self, given: Mapping[str, Tensor]) -> Tensor:
-        proposal = Proposal(given["x"], given.get("q"), [])
+    def _settled_on(self, given: Mapping[str, Tensor], tree: Tree | None = None) -> Settled:
+        proposal = Proposal(given["x"], given.get("q"), [], tree)
         return self.on(given)._settled(given["logits"], proposal, given["length"])
 
     @property
@@ -233,19 +246,3 @@ class DecodingRound:
             return f"{place}: the target's logits are NaN, infinite or all -inf"
         return (f"{place}: no token is left; Sampling.banned, logit_bias, min_new_tokens or processors forbid every "
                 f"one that the model allows")  # fmt: skip
-
-
-def without_law(law: Tensor) -> Tensor:
-    """Laws (..., V) -> (...): whether it is none, see `sampling.probs`."""
-    return law[..., 0].isnan()
-
-
-def sound(p: Tensor, q: Tensor | None, k: Tensor) -> Tensor:
-    """Draft lengths (A,), cut where a law is missing: a draft needs its own law, and the target's before it.
-
-    Depends on the drafts before the cut alone, as a stop rule may: p (A, K+1, V), q (A, K, V), k (A,).
-    """
-    missing = without_law(p)[:, :-1]
-    if q is not None and q.shape[1]:
-        missing = missing | without_law(q)
-    return torch.minimum(k, (~missing).to(torch.int64).cumprod(1).sum(1))

@@ -15,6 +15,7 @@ from inference.batched.batch import Batch
 from inference.models.lm import LM
 from inference.models.prefill import store_prompts
 from inference.noise import Uniforms
+from inference.policy import Policy, lengths_of
 from inference.proposers.base import Host, Proposer
 from inference.request import Request
 from inference.stats import Counts, Stats
@@ -41,6 +42,14 @@ class Run:
     def reads(self) -> tuple[int, ...]:
         """Layers of the target's states that its proposer wants."""
         return self.proposer.reads if self.proposer else ()
+
+    def lengths(self, policy: Policy) -> list[int]:
+        """How many tokens to draft for each active row: what the policy wants, but none that could not be emitted."""
+        if not self.proposer:
+            return [0] * len(self.active)
+        wanted = lengths_of(policy, [row.text for row in self.active])
+        return [0 if row.alone else min(length, row.limit - row.emitted - 1)
+                for length, row in zip(wanted, self.active, strict=True)]  # fmt: skip
 
 
 # by id of a proposer: the run whose rows its slots hold, of whichever engine

@@ -8,8 +8,8 @@ import torch
 from inference.batched.batch import Batch, send
 from inference.processors import process
 from inference.request import Request
-from inference.round import sound
 from inference.sampling import Sampling, probs
+from inference.settled import sound
 
 V = 24
 REGIMES = [Sampling(0), Sampling(), Sampling(0.7), Sampling(1.3, top_k=5), Sampling(0.9, top_p=0.8),

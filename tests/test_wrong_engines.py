@@ -159,6 +159,26 @@ def test_a_draft_law_of_another_temperature_fails(dtype):
     assert not found.passed and found.rare > 2 * found.rare_expected
 
 
+@DTYPES
+def test_rounding_does_not_excuse_a_draft_law_of_another_temperature(dtype):
+    target, draft = pair(dtype, 0.02)
+    engine, texts = run(target, Warmer(draft), rows=160)
+    found = check(engine, texts, Sampling(), NEW)
+    assert not found.calls.passed and not found.passed
+
+
+def test_a_draft_that_is_nearly_the_target_raises_no_alarm():
+    """Where passes afterwards show no difference at all, and those of the run showed one by rounding."""
+    target, draft = pair(SINGLE, 0.001)
+    engine, texts = run(target, Independent(draft), rows=160)
+    found = pair_figures(engine, engine.proposer, texts, Sampling(), NEW, 0.0)
+    equal = dataclasses.replace(found, logq=found.logp)
+    spread = float((found.logq - found.logp).std())
+    assert not check_calls(equal, texts, "token").passed
+    told = check_calls(dataclasses.replace(equal, rounding=spread), texts, "token")
+    assert told.z_rare < 4 and told.rare_expected > told.rare / 2
+
+
 def test_the_residual_of_another_rule_fails(monkeypatch):
     residual = chain._residual
     monkeypatch.setattr(chain, "_residual", lambda p, q, n, k, w: residual(p, q, n, k, None))

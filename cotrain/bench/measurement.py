@@ -172,7 +172,7 @@ def measure(plan: Plan, extra: dict[str, Any] | None = None) -> dict[str, Any]:
         "said": [*([said] if said else []), *adaptive.lines(reached)],
         "prompts": plan.prompts.source,
         "predicted_speedups": list(length.speedups),
-        "parity": parity(plan, k, budget.until(PARITY)),
+        "parity": parity(plan, k, budget.until(PARITY), verdict.text.explained),
         "greedy": greedy(plan, k),
         "plain_over_transformers": timing.ratio("plain", "transformers")._asdict(),
     }
@@ -204,13 +204,10 @@ def _bar(done: int, near: float) -> None:
     print(f"bench: {done} batches timed, {shown}", flush=True)
 
 
-def _figures(plan: Plan, engine: Engine, texts: Texts) -> Any:
-    return pair_figures(engine, plan.proposer(counted=True), texts, plan.sampling, plan.bench.new_tokens, 0.0)
-
-
-def parity(plan: Plan, k: int, until: float = inf) -> dict[str, Any] | None:
+def parity(plan: Plan, k: int, until: float = inf, noise: float = 0.0) -> dict[str, Any] | None:
     """Target calls predicted and measured on at least `parity_tokens` tokens, or as many as time allows; final prompts,
-    those not timed before first, with other noise. until: when time is over, on the clock.
+    those not timed before first, with other noise. until: when time is over, on the clock; noise: of score gaps, as the
+    verdict found it.
 
     None for the coupled rule, whose calls cannot be predicted from the text.
     """
@@ -225,7 +222,9 @@ def parity(plan: Plan, k: int, until: float = inf) -> dict[str, Any] | None:
         if time.perf_counter() > until:
             break
     texts = together(parts)
-    calls = check_calls(_figures(plan, engine, texts), texts, plan.verify)
+    proposer = plan.proposer(counted=True)
+    figures = pair_figures(engine, proposer, texts, plan.sampling, size.new_tokens, noise)
+    calls = check_calls(figures, texts, plan.verify)
     if calls is None:
         return None
     measured = calls.tokens / calls.measured

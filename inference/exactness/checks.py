@@ -19,9 +19,9 @@ from transformers import PreTrainedModel
 
 from inference.engine import Engine
 from inference.exactness.agreement import GAP, check_logits, most, step
-from inference.exactness.side_by_side import Figures, expected, pair_figures, rare_rounds, reach_of, started
+from inference.exactness.side_by_side import Figures, expected, pair_figures, rare_rounds, rounded, started
 from inference.exactness.teacher_forced import teacher_forced
-from inference.exactness.ties import MARGIN, Difference, compare_passes, compare_text, excused, first_difference
+from inference.exactness.ties import Difference, compare_passes, compare_text, excused, first_difference
 from inference.exactness.verdict import CallsCheck, DepthCheck, LogitsCheck, TextCheck, Verdict
 from inference.measure.timing import Texts
 from inference.sampling import Sampling
@@ -64,8 +64,7 @@ def check(
     bound = GAP * min(max(logits.own, step(engine.target.model)), most(engine.target.model))
     text = check_coupled(engine, [prompts[key] for key in keys], keys, sampling, max_new_tokens, seed, bound)
     text = replace(text, tokens=sum(len(one) for one in dict(zip(texts.ids, texts.tokens, strict=True)).values()))
-    noise = min(MARGIN * text.noise, text.limit)
-    figures = pair_figures(engine, engine.proposer, texts, sampling, max_new_tokens, noise, rows)
+    figures = pair_figures(engine, engine.proposer, texts, sampling, max_new_tokens, text.explained, rows)
     calls, depth = check_calls(figures, texts, engine.rule), check_depth(figures, texts)
     missing = {
         "calls": f"target calls: not applicable, acceptance under {engine.rule.name} hangs on the noise of the text",
@@ -152,7 +151,7 @@ def check_text(
 
 def check_calls(figures: Figures, texts: Texts, rule: Rule | str) -> CallsCheck | None:
     """(b) for a run under `rule`; None where its calls hang on the noise that made the text."""
-    found, kept = expected(figures, rule), reach_of(figures, rule)
+    found, kept = expected(figures, rule), rounded(figures, rule)
     if found is None or kept is None:
         return None
     near = figures.near

@@ -127,7 +127,7 @@ def _batch(
 
 def _round(engine: Engine, run: Run, tokens: Sequence[list[int]], sampling: Sampling, noise: float) -> _Found:
     """One round of the active rows, whose texts go on with `tokens`; it accepts nothing."""
-    target, k = engine.target, engine.lengths(run.active)
+    target, k = engine.target, run.lengths(engine.policy)
     turn = ForcedRound(run.active, k, engine.rule, run.noise, target.vocabulary, target.device, run.batch)
     width = max(*k, 1)
     nexts = [text[row.emitted : row.emitted + width] for row, text in zip(run.active, tokens, strict=True)]

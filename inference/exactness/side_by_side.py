@@ -5,7 +5,7 @@ B texts, T tokens of the longest, A texts of a batch, n tokens of a block, V voc
 
 import copy
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ from inference.verify import prediction
 from inference.verify.rules import Rule, rule_of
 
 RARE = 0.01
+LARGEST = 3.3  # standard deviations: the largest of a thousand changes by rounding, as `ties` measures them
+DRAWS = 16  # of what rounding may have made of the laws in the run
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Figures:
     """logp (B, T): of each emitted token; logq and alpha, sum_v min(p, q) there, (B, T), or (B, T, K) where they differ
     by the depth at which token t is drafted (`forced.Forced`), all float64; near_p (B, T), near_q: the law is one-hot
     and rounding could move it; k (B, T): drafts of a round that would start there; lengths (B,). Zero past a text's
-    end; all on the CPU."""
+    end; all on the CPU. rounding: by about how much passes of the run had other log p - log q, in nats."""
 
     logp: Tensor
     logq: Tensor
@@ -39,6 +41,7 @@ class Figures:
     near_q: Tensor
     k: Tensor
     lengths: Tensor
+    rounding: float = 0.0
 
     def first(self, values: Tensor) -> Tensor:
         """Of a round's first draft: (B, T) or (B, T, K) -> (B, T)."""
@@ -82,7 +85,7 @@ def pair_figures(
     if q_lm is None:
         beside = copy.copy(engine)  # the same target, slots and compiled passes included
         beside.proposer = proposer
-        return Figures(*forced(beside, texts, sampling, max_new_tokens, noise))
+        return Figures(*forced(beside, texts, sampling, max_new_tokens, noise), rounding=_rounding(noise, sampling))
     p_lm = LM(engine.target.model, rows, V)
     k = draft_lengths(engine, min(q_lm.context, engine.target.context), texts, max_new_tokens)
     certain = sampling.temperature == 0 or proposer.greedy
@@ -102,7 +105,12 @@ def pair_figures(
     inside = torch.arange(k.shape[1]) < lengths[:, None]
     values = values.masked_fill(~inside, 0.0)
     logp, logq, alpha, near_p, near_q = values
-    return Figures(logp, logq, alpha, near_p > 0, near_q > 0, k, lengths)
+    return Figures(logp, logq, alpha, near_p > 0, near_q > 0, k, lengths, _rounding(noise, sampling))
+
+
+def _rounding(noise: float, sampling: Sampling) -> float:
+    """Standard deviation of log p - log q between passes, from the largest change of a score gap with its margin."""
+    return noise / (MARGIN * LARGEST * sampling.temperature) if sampling.temperature else 0.0
 
 
 def _laws(p_block: Block, q_block: Block, sampling: Sampling, greedy: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -154,9 +162,21 @@ def reach_of(figures: Figures, rule: Rule | str, most: int | None = None) -> Ten
     return rule_of(rule).reach(figures.logp, figures.logq, k, figures.lengths)
 
 
+def rounded(figures: Figures, rule: Rule | str) -> Tensor | None:
+    """`reach_of` with the laws that the run may have had: the mean over log q - log p moved by rounding. Where a draft
+    is nearly the target, rounding alone decides whether it may be refused at all."""
+    if not figures.rounding:
+        return reach_of(figures, rule)
+    generator, parts = torch.Generator().manual_seed(0), []
+    for _ in range(DRAWS):
+        moved = figures.logq + figures.rounding * torch.randn(figures.logq.shape, generator=generator).double()
+        parts.append(reach_of(replace(figures, logq=moved), rule))
+    return None if parts[0] is None else torch.stack(cast(list[Tensor], parts)).mean(0)
+
+
 def rare_rounds(figures: Figures, texts: Texts, kept: Tensor) -> tuple[int, float]:
     """Rounds that accepted a number of drafts whose probability, given the text, is below RARE; and how many of the
-    rounds that there were would do so. kept (B, T, K+1): `reach_of` the run's rule.
+    rounds that there were would do so. kept (B, T, K+1): `rounded` by the run's rule.
 
     Where q >= p the token rule never refuses the text's token: the residual has no mass there.
     """

@@ -4,6 +4,8 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from inference.exactness.ties import MARGIN
+
 CALLS_SIGMAS, DEPTH_SIGMAS = 4, 3
 
 
@@ -28,6 +30,11 @@ class TextCheck:
     @property
     def passed(self) -> bool:
         return self.unexplained == 0
+
+    @property
+    def explained(self) -> float:
+        """The largest score gap that rounding explains."""
+        return min(MARGIN * self.noise, self.limit)
 
     def line(self) -> str:
         share = f", {self.compared} of {self.tokens} tokens compared" if self.tokens else ""

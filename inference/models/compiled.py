@@ -1,7 +1,8 @@
 """Whole passes, and all drafts of a round, compiled into one graph by torch.compile, for models that run `llama`.
 
 Sizes that change (ids a row, slots read) are symbols: there are at most three graphs a model and number of rows, for
-one id a row or several, and one more where one id of several is asked for; and for a draft one more a draft length. A
+one id a row or several, and one more where one id of several is asked for; and for a draft one more a draft length.
+States of layers, passes that are left early and trees are graphs of their own, made when they are first asked for. A
 batch that is not full, as at the end of a queue, runs uncompiled: no graph is made for a few rounds.
 """
 

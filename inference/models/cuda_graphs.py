@@ -2,10 +2,10 @@
 bound by its launches.
 
 A graph belongs to a bucket of shapes: rows, ids a row and slots read, each rounded up, and to what is asked for: one id
-of each row, states of layers. What it reads and writes stays where it was when it was recorded: inputs and results have
-memory of their own, keys and values are the cache's. Graphs are dropped before the cache grows, so that the old one can
-be freed, and when weights change. All graphs of a model share one memory pool. On a CPU the same buckets run without a
-graph, so that one test covers both.
+of each row, states of layers, a tree. What it reads and writes stays where it was when it was recorded: inputs and
+results have memory of their own, keys and values are the cache's. Graphs are dropped before the cache grows, so that
+the old one can be freed, and when weights change. All graphs of a model share one memory pool. On a CPU the same
+buckets run without a graph, so that one test covers both.
 """
 
 import warnings

@@ -3,12 +3,12 @@
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from inference.models.passes import States
+from inference.models.passes import States, Tree
 
 if TYPE_CHECKING:
     from inference.drafts.draft_folder import Metadata
@@ -49,7 +49,7 @@ class Proposal(NamedTuple):
     x: Tensor
     q: Tensor | None
     k: list[int]
-    tree: Any = None
+    tree: Tree | None = None
 
 
 class Outcome(NamedTuple):

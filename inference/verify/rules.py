@@ -39,6 +39,12 @@ class Rule:
     trees: bool = False
     exact: bool = True
 
+    def require(self, who: object, tree: object) -> None:
+        """Raise ValueError for a tree of drafts that this rule does not verify."""
+        if tree is not None and not self.trees:
+            others = ", ".join(name for name, rule in RULES.items() if rule.trees) or "no rule here"
+            raise ValueError(f"verify={self.name}: {type(who).__name__} drafts trees; {others} verifies these")
+
 
 def _token(p: Tensor, q: Tensor | None, x: Tensor, u: Tensor, k: Tensor) -> chain.Verdict:
     return chain.token(p, _known(q, p, x), x, u[:, : x.shape[1]], k)
@@ -83,7 +89,7 @@ def _wide(logp: Tensor, logq: Tensor) -> Tensor:
     return logp.unsqueeze(-1) if logq.ndim > logp.ndim else logp
 
 
-RULES = {
+RULES: dict[str, Rule] = {
     rule.name: rule
     for rule in (
         Rule("token", _token, _token_reach),

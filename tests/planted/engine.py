@@ -29,7 +29,7 @@ ROWS_OF_BUGS = [
     ('bonus_counted_twice', 'inference/engine.py', 'run.stats.count(row.index, taken, drafted', 'run.stats.count(row.index, taken + (n == k), drafted', ['tests/test_rounds.py::test_counts_of_known_rounds'], 20),
     ('end_inside_accepted_drafts_overlooked', 'inference/request.py', 'if token in self.ends or self._stopped():', 'if (token in self.ends and count == len(tokens)) or self._stopped():', ['tests/test_rounds.py::test_drafts_beyond_the_last_token_do_not_count[8-3-drafted0-accepted0]'], 21),
     ('stop_string_read_from_one_token', 'inference/request.py', 'self.tokenizer.decode(self.new)', 'self.tokenizer.decode(self.new[-1:])', ['tests/test_rounds.py::test_stop_strings_and_ends_inside_accepted_drafts'], 21),
-    ('drafts_past_the_limit', 'inference/engine.py', 'row.limit - row.emitted - 1)', 'row.limit)', ['tests/test_rounds.py::test_no_draft_goes_past_the_limit[2]'], 21),
+    ('drafts_past_the_limit', 'inference/slots.py', 'row.limit - row.emitted - 1)', 'row.limit)', ['tests/test_rounds.py::test_no_draft_goes_past_the_limit[2]'], 21),
     ('padded_vocabulary_keeps_its_mass', 'inference/models/lm.py', 'return logits[..., : self.vocabulary]', 'return logits', ['tests/test_rounds.py::test_padded_vocabulary_rows_have_no_mass_on_either_side'], 22),
     ('ends_of_one_row_held_back_in_all', 'inference/batched/history.py', '[row.ends if row.sampling.min_new_tokens', '[frozenset().union(*(one.ends for one in rows)) if row.sampling.min_new_tokens', ['tests/test_rounds.py::test_stop_ids_of_one_row_do_not_hold_back_another'], 26),
     ('noise_keyed_by_the_slot', 'inference/round.py', '[row.id for row in rows]', 'list(range(len(rows)))', ['tests/test_engine.py::test_permuting_the_batch_permutes_the_output[token]'], 26),

@@ -2,14 +2,14 @@
 
 # fmt: off
 ROWS_OF_BUGS = [
-    ('rounds_read_twice', 'inference/engine.py', 'table = settled.tolist()  # the', 'proposal.x.tolist()\n            table = settled.tolist()  # the', ['tests/test_gpu_counts.py::test_a_round_copies_once_and_reads_once[draft, token]'], 34),
+    ('rounds_read_twice', 'inference/engine.py', 'table = settled.table.tolist()  # the', 'proposal.x.tolist()\n            table = settled.table.tolist()  # the', ['tests/test_gpu_counts.py::test_a_round_copies_once_and_reads_once[draft, token]'], 34),
     ('rounds_copy_lengths_by_themselves', 'inference/round.py', 'return sent["length"] if k == self.lengths else torch.tensor(k, device=self.device)', 'return torch.tensor(k, device=self.device)', ['tests/test_gpu_counts.py::test_a_round_copies_once_and_reads_once[draft, token]'], 34),
     ('copies_wait_for_the_device', 'inference/batched/batch.py', 'host.pin_memory().to(device, non_blocking=True)', 'host.to(device)', ['tests/test_gpu_counts.py::test_a_round_copies_once_and_reads_once[draft, token]'], 34),
     ('mixed_rows_share_a_top_k', 'inference/batched/laws.py', 'least = largest.gather(-1, (k - 1).clamp(0, largest.shape[-1] - 1))', 'least = largest[..., -1:]', ['tests/test_batched_settings.py::test_mixed_regimes_give_the_laws_of_each_alone'], 10),
     ('rows_that_differ_in_min_p_alike', 'inference/batched/laws.py', 'kinds = {(s.temperature, s.top_k, s.top_p, s.min_p) for s in sampling}', 'kinds = {(s.temperature, s.top_k, s.top_p) for s in sampling}', ['tests/test_batched_settings.py::test_rows_that_differ_in_one_setting_alone'], 10),
     ('bias_after_the_penalties', 'inference/batched/history.py', 'if self.bias is not None:\n            out = out + self.bias.unsqueeze(1)\n        if self.penalised:\n            out = self._penalise(out, self.made.unsqueeze(1) + self._drafted(x, first, n))', 'if self.penalised:\n            out = self._penalise(out, self.made.unsqueeze(1) + self._drafted(x, first, n))\n        if self.bias is not None:\n            out = out + self.bias.unsqueeze(1)', ['tests/test_batched_settings.py::test_histories_are_processed_as_one_by_one'], 10),
     ('newest_ids_uncounted', 'inference/round.py', 'history.count(self.sent["newest"])', 'pass', ['tests/test_rounds.py::test_penalties_on_the_text_see_the_accepted_drafts[sampling0]'], 11),
-    ('drafts_without_a_law_are_tested', 'inference/round.py', 'missing = missing | without_law(q)', 'pass', ['tests/test_batched_settings.py::test_drafts_end_where_a_law_is_missing'], 40),
+    ('drafts_without_a_law_are_tested', 'inference/settled.py', 'missing = missing | without_law(q)', 'pass', ['tests/test_batched_settings.py::test_drafts_end_where_a_law_is_missing'], 40),
     ('processors_asked_behind_a_rows_drafts', 'inference/batched/user_processors.py', 'if len(draft) > k[a] or not', 'if not', ['tests/test_faults.py::test_processors_are_not_asked_behind_a_rows_own_drafts[draft]'], 40),
     ('nan_becomes_a_greedy_token', 'inference/sampling.py', 'none = top - top  # 0, or NaN', 'none = torch.zeros_like(top)', ['tests/test_batched_settings.py::test_no_law_is_nan_throughout'], 41),
     ('poisoned_slots_are_handed_on', 'inference/slots.py', 'if run.active[slot].stained:', 'if False:', ['tests/test_faults.py::test_no_slot_keeps_nan'], 41),

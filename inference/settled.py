@@ -1,0 +1,93 @@
+"""What a round's verdict comes to, as the host reads it: of chains and of trees of drafts.
+
+A rows, N drafts, D drafts of the longest path (N of a chain), V vocabulary.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from inference.models.lm import LM
+from inference.models.passes import States, Tree
+from inference.proposers.base import Proposal
+
+
+class Settled(NamedTuple):
+    """table (A, 5 + D): drafts accepted, the token after them, how deep the drafts go that had laws, whether there was
+    no law for that token (it is then no token), whether there was none at any place that the target's pass wrote, and
+    the drafts, of a tree those of the accepted path. path (A, D): its nodes, -1 past the last; None for a chain."""
+
+    table: Tensor
+    path: Tensor | None = None
+
+
+def settled(p: Tensor, proposal: Proposal, verdict: Any, last: Tensor, length: Tensor, asked: Tensor) -> Settled:
+    """p (A, N+1, V); verdict: of the rule, with a `path` where the proposal is a tree; last (A,): the token after the
+    accepted drafts; length (A,): drafts that had laws, of those `asked` for."""
+    missing, accepted = without_law(p), verdict.accepted.unsqueeze(1)  # (A, N+1), (A, 1)
+    stains = missing.any(1, keepdim=True)
+    if proposal.tree is None:
+        columns = accepted, last.unsqueeze(1), length.unsqueeze(1), missing.gather(1, accepted), stains
+        return Settled(torch.cat((*columns, proposal.x), 1))
+    path, end = verdict.path, (verdict.path + 1).amax(1, keepdim=True)  # a node comes after those it hangs on
+    used = torch.arange(p.shape[1], device=p.device) <= length.unsqueeze(1)
+    depth = (proposal.tree.on(p.device).depths * used).amax(1, keepdim=True)
+    stains = stains | (length < asked).unsqueeze(1)
+    columns = accepted, last.unsqueeze(1), depth, missing.gather(1, end), stains
+    return Settled(torch.cat((*columns, proposal.x.gather(1, path.clamp(min=0))), 1), path)
+
+
+def sound(p: Tensor, q: Tensor | None, k: Tensor, tree: Tree | None = None) -> Tensor:
+    """Draft lengths (A,), cut where a law is missing: a draft needs its own law, and the target's before it.
+
+    Depends on the drafts before the cut alone, as a stop rule may: p (A, N+1, V), q (A, N, V), k (A,).
+    """
+    missing = without_law(p)
+    if tree is None:
+        missing = missing[:, :-1]
+    else:
+        before = tree.on(p.device).parents.view(-1, p.shape[1] - 1) + 1
+        missing = missing.gather(1, before.expand(len(p), -1))
+    if q is not None and q.shape[1]:
+        missing = missing | without_law(q)
+    return torch.minimum(k, (~missing).to(torch.int64).cumprod(1).sum(1))
+
+
+def without_law(law: Tensor) -> Tensor:
+    """Laws (..., V) -> (...): whether it is none, see `sampling.probs`."""
+    return law[..., 0].isnan()
+
+
+def shape_of(tree: Tree) -> tuple[int, ...] | None:
+    """The parents of a tree whose shape the host knows and all rows share; None of any other."""
+    known = tree.parents.ndim == 1 and tree.parents.device.type == "cpu"
+    return tuple(tree.parents.tolist()) if known else None
+
+
+def paths_of(tree: Tree) -> list[list[int]]:
+    """The nodes from the anchor down to each node. Raises ValueError for trees that differ by row."""
+    parents = shape_of(tree)
+    if parents is None:
+        raise ValueError("tree: settings that read what was generated (penalties, bans, minimum lengths, processors) "
+                         "need one shape for all rows, known on the host")  # fmt: skip
+    paths: list[list[int]] = []
+    for node, parent in enumerate(parents):
+        paths.append([*(paths[parent] if parent >= 0 else []), node])
+    return paths
+
+
+def kept(lm: LM, texts: Sequence[list[int]], at: Tensor, states: States, path: Tensor | None) -> States:
+    """A tree's accepted path, whose keys and values become those of a text after the anchors at `at` (A,); states along
+    it. A chain is a text already."""
+    if path is None:
+        return states
+    lm.keep([len(text) - 1 for text in texts], path, at=at)
+    return {layer: along(part, path) for layer, part in states.items()}
+
+
+def along(states: Tensor, path: Tensor) -> Tensor:
+    """States (A, N+1, D) of the anchor and the nodes -> (A, m+1, D) of the anchor and of the nodes path (A, m)."""
+    columns = torch.nn.functional.pad(path.clamp(min=0) + 1, (1, 0))
+    return states.gather(1, columns.unsqueeze(-1).expand(-1, -1, states.shape[-1]))

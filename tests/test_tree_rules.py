@@ -1,0 +1,263 @@
+"""Rules for trees are exact: every draft and every outcome of the coins, in float64, against the rules node by node."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from inference.models.replays import Replays
+from inference.noise import ACCEPT, RESIDUAL, children_states, gumbel_after, uniform
+from inference.proposers.topology import likeliest, sampled
+from inference.sampling import draw
+from inference.verify import block, token, traversal, tree
+from inference.verify.lossy_typical import EXACT, lossy_typical
+from tests import standin
+from tests.exact import F64, chi_square, laws
+from tests.trees import MODES, Case, decided, judged, path_of, topologies
+
+RULES = {"tree": tree, "traversal": traversal}
+SMALL = [parents for N in range(1, 4) for parents in topologies(N)]
+FOUR = topologies(4)
+LATER_DEEPER = (-1, 0, 0, 2)  # the second of two siblings has a child, the first has none
+
+
+def cells(rule: str, case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Each draft in each cell of its coins: which draft, uniforms in the middle of the cell, and the chance."""
+    found = [judged(rule, p, q, x, case.parents, case.replacement)[0] for p, q, x in rows(case)]
+    t = torch.tensor(found, dtype=F64).view(-1, 1, case.N)
+    passes = torch.tensor(list(itertools.product((True, False), repeat=case.N))).view(1, -1, case.N)
+    u = torch.where(passes, t / 2, (1 + t) / 2)
+    chance = case.weight.unsqueeze(-1) * torch.where(passes, t, 1 - t).prod(-1)
+    return torch.arange(len(t)).repeat_interleave(u.shape[1]), u.flatten(0, 1), chance.flatten()
+
+
+def rows(case: Case):
+    return zip(case.p.tolist(), case.q.tolist(), case.x.tolist(), strict=True)
+
+
+def enumerated(rule: str, case: Case) -> float:
+    """The emitted law is the target's; returns the expected number accepted."""
+    at, u, chance = cells(rule, case)
+    q = None if case.mode == "deterministic" else case.q[at]
+    verdict = RULES[rule](case.p[at], q, case.x[at], case.parents, u, replacement=case.replacement)
+    assert (case.emitted(case.x[at], verdict, chance) - case.laws.joint()).abs().max() < 1e-12
+    torch.testing.assert_close(verdict.law.sum(-1), torch.ones_like(chance), rtol=0, atol=1e-13)
+    assert torch.equal((verdict.path >= 0).sum(-1), verdict.accepted)
+    return (chance * verdict.accepted).sum().item()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kinds", [("dense", "dense"), ("truncated", "dense"), ("dense", "truncated")], ids="-".join)
+def test_trees_of_up_to_three_nodes_emit_the_target_law(mode, kinds):
+    for parents in SMALL:
+        case = Case(parents, mode, kinds=kinds)
+        by_tree, by_traversal = enumerated("tree", case), enumerated("traversal", case)
+        assert by_traversal >= by_tree - 1e-12, parents
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("V", [2, 3])
+def test_trees_of_four_nodes_emit_the_target_law(mode, V):
+    gains = []
+    for parents in FOUR if V == 2 else FOUR[::5]:
+        case = Case(parents, mode, V)
+        gains.append(enumerated("traversal", case) - enumerated("tree", case))
+        assert gains[-1] >= -1e-12 or parents == LATER_DEEPER, parents
+    assert mode == "deterministic" or max(gains) > 1e-3
+
+
+@pytest.mark.parametrize("mode", ["without", "with"])
+def test_traversal_may_lose_where_a_later_sibling_goes_deeper(mode):
+    """It is ahead of `tree` where each sibling's subtree holds those of later ones; else it can be behind."""
+    torch.manual_seed(1)
+    gaps = []
+    for _ in range(8):
+        case = Case(LATER_DEEPER, mode, 2)
+        gaps.append(enumerated("traversal", case) - enumerated("tree", case))
+        ordered = Case((-1, 0, 0, 1), mode, 2)
+        assert enumerated("traversal", ordered) >= enumerated("tree", ordered) - 1e-12
+    assert min(gaps) < -1e-4
+
+
+@pytest.mark.parametrize("parents", [(-1, -1, 0, 1), (-1, 0, 0, 1), (-1, 0, 0, 0)])
+def test_a_tree_accepts_at_least_what_its_best_chain_does(parents):
+    """Its first children are a chain; more siblings and the other rule only add to it."""
+    for _ in range(5):
+        case = Case(parents, "without")
+        chain = Case(tuple(range(-1, case.D - 1)), "without", like=case.laws)
+        for rule in RULES:
+            assert enumerated(rule, case) >= enumerated(rule, chain) - 1e-12
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("mode", MODES)
+def test_any_uniforms_decide_as_the_rule_node_by_node(rule, mode):
+    """Larger trees, one topology and one a row, ragged: the path, and the law behind it."""
+    trees = [(-1, -1, 0, 0, 1, 1, 2), (-1, 0, -1, 2, 1, 2, 0), (-1, 0, 0, 2, 2, -1, 5), (-1, 0, 1, 2, 3, 4, 5)]
+    B, N, V = 60, 7, 4
+    p, q, u = laws("dense", V, B * (N + 1)).view(B, N + 1, V), laws("dense", V, B * N).view(B, N, V), torch.rand(B, N)
+    x, k, each = torch.randint(V, (B, N)), torch.randint(N + 1, (B,)), [trees[b % 4] for b in range(B)]
+    for b, node in itertools.product(range(B), range(N)):
+        before = [i for i in range(node) if each[b][i] == each[b][node]]
+        q[b, node] = q[b, before[0]] if before else q[b, node]
+        if mode == "without":
+            x[b, node] = next(v for v in (x[b, node] + torch.arange(V)) % V if v not in x[b, before])
+    one_hot = mode == "deterministic"
+    soft = torch.nn.functional.one_hot(x, V).double() if one_hot else q
+    verdicts = RULES[rule](p, None if one_hot else q, x, torch.tensor(each), u, k, replacement=mode == "with")
+    for b in range(B):
+        used = each[b][: k[b]]
+        found = judged(rule, p[b].tolist(), soft[b].tolist(), x[b].tolist(), used, mode == "with")
+        end = decided(rule, found[0], u[b].tolist(), used)
+        path = path_of(used, end)
+        assert verdicts.accepted[b] == len(path)
+        assert verdicts.path[b].tolist() == path + [-1] * (N - len(path))
+        torch.testing.assert_close(verdicts.law[b], torch.tensor(found[1][end + 1], dtype=F64), rtol=0, atol=1e-13)
+    for i, parents in enumerate(trees):  # one topology for all its rows
+        of = [b for b in range(B) if b % 4 == i]
+        same = RULES[rule](p[of], None if one_hot else q[of], x[of], parents, u[of], k[of], replacement=mode == "with")
+        assert torch.equal(same.accepted, verdicts.accepted[of])
+        depth = same.path.shape[1]
+        assert torch.equal(same.path, verdicts.path[of][:, :depth])
+        torch.testing.assert_close(same.law, verdicts.law[of], rtol=0, atol=1e-14)
+        rows = p[of], None if one_hot else q[of], x[of], torch.tensor(parents), u[of], k[of]
+        assert torch.equal(RULES[rule](*rows, replacement=mode == "with").path, verdicts.path[of])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+@pytest.mark.parametrize("rowwise", [False, True])
+def test_on_a_chain_the_rules_are_token_and_block(dtype, rowwise):
+    B, K, V = 400, 4, 6
+    p, q = laws("dense", V, B * (K + 1)).view(B, K + 1, V).to(dtype), laws("dense", V, B * K).view(B, K, V).to(dtype)
+    x, u, k = torch.randint(V, (B, K)), torch.rand(B, K, dtype=F64), torch.randint(K + 1, (B,))
+    chain = (-1, 0, 1, 2)
+    parents = torch.tensor(chain).expand(B, -1) if rowwise else chain
+    for rule, other in ((tree, token), (traversal, block)):
+        one, same = rule(p, q, x, parents, u, k), other(p, q, x, u, k)
+        assert torch.equal(one.accepted, same.accepted) and torch.equal(one.law, same.law)
+        assert torch.equal(one.path, torch.where(torch.arange(K) < one.accepted.unsqueeze(-1), torch.arange(K), -1))
+    none = tree(p[:, :1], q[:, :0], x[:, :0], (), u[:, :0])
+    assert none.path.shape == (B, 0) and torch.equal(none.law, p[:, 0]) and not none.accepted.any()
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("filler", [math.nan, math.inf, 0.0, 1.0])
+def test_nothing_past_a_rows_nodes_is_read(rule, filler):
+    B, V, parents = 60, 5, (-1, -1, 0, 0, 1, 4)
+    N = len(parents)
+    p, q = laws("dense", V, B * (N + 1)).view(B, N + 1, V), laws("dense", V, B * N).view(B, N, V)
+    x, u, k = torch.rand(B, N, V).argsort(-1)[..., 0], torch.rand(B, N), torch.arange(B) % (N + 1)
+    clean = RULES[rule](p, q, x, parents, u, k)
+    past = torch.arange(N) >= k.unsqueeze(-1)
+    p_filled = torch.cat([p[:, :1], p[:, 1:].masked_fill(past.unsqueeze(-1), filler)], 1)
+    q_filled, x_filled = q.masked_fill(past.unsqueeze(-1), filler), x.masked_fill(past, -1)
+    given = [t.clone() for t in (p_filled, q_filled, x_filled)]
+    filled = RULES[rule](p_filled, q_filled, x_filled, parents, u.masked_fill(past, 0.0), k)
+    assert all(torch.equal(a, b) for a, b in zip(clean, filled, strict=True))
+    assert all(torch.allclose(a, b, equal_nan=True) for a, b in zip(given, (p_filled, q_filled, x_filled), strict=True))
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("dtype", [torch.float32, F64, torch.bfloat16])
+def test_edge_laws_give_finite_laws_that_sum_to_one(rule, dtype):
+    """Equal, one ulp apart, disjoint and one-hot laws; a node that its draft gives no mass; u = 0 where p = 0."""
+    base = laws("dense", 5, 1)[0].to(dtype)
+    ulp = torch.cat([torch.nextafter(base[:1], torch.ones(1, dtype=dtype)), base[1:]])
+    eye, left = torch.eye(5, dtype=dtype), torch.tensor([0.5, 0.5, 0, 0, 0], dtype=dtype)
+    pairs = [(base, base), (base, ulp), (ulp, base), (left, left.flip(0)), (left, eye[4]), (eye[1], eye[1])]
+    pairs += [(eye[1], eye[2]), (base, eye[0]), (eye[0], base), (base, torch.full_like(base, math.nan))]
+    for (p, q), first, coin in itertools.product(pairs, range(5), (0.0, 0.5, 1 - 2.0**-53)):
+        x = torch.tensor([[first, (first + 1) % 5, (first + 2) % 5, first]])
+        u, p4, q4 = torch.full((1, 4), coin, dtype=F64), p.expand(1, 5, 5), q.expand(1, 4, 5)
+        accepted, path, law = RULES[rule](p4, q4, x, (-1, -1, -1, 0), u)
+        assert law.dtype == torch.promote_types(dtype, torch.float32)
+        assert law.isfinite().all() and (law >= 0).all() and (law[0][p == 0] == 0).all()
+        assert abs(law.sum().item() - 1) < (1e-2 if dtype == torch.bfloat16 else 1e-6)
+        taken = x[0, path[0, : accepted[0]]]
+        assert (p[taken] > 0).all() and (q[taken] > 0).all()
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_equal_laws_accept_the_first_children(rule):
+    p, parents = laws("dense", 6, 30).view(30, 1, 6), (-1, -1, 0, 0, 2, 2)
+    x = torch.rand(30, 6, 6).argsort(-1)[..., 0]
+    x[:, 1], x[:, 3], x[:, 5] = (x[:, 0] + 1) % 6, (x[:, 2] + 1) % 6, (x[:, 4] + 1) % 6
+    accepted, path, law = RULES[rule](p.expand(-1, 7, -1), p.expand(-1, 6, -1), x, parents, torch.rand(30, 6))
+    assert (accepted == 3).all() and (path == torch.tensor([0, 2, 4])).all() and torch.equal(law, p[:, 0])
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("mode", ["without", "deterministic"])
+def test_generation_over_rounds_has_the_law_of_the_target(rule, mode):
+    """The joint of four tokens of an i.i.d. pair, two or more rounds, with the library's streams."""
+    p, q = torch.tensor([0.5, 0.3, 0.2], dtype=F64), torch.tensor([0.2, 0.3, 0.5], dtype=F64)
+    rows, length, parents = 20_000, 4, (-1, -1, 0, 0)
+    row, start = torch.arange(rows), torch.zeros(rows, dtype=torch.int64)
+    text = torch.zeros(rows, length + 3, dtype=torch.int64)
+    node = torch.tensor([[0, 1]]).expand(rows, -1)
+    while (start < length).any():
+        g = gumbel_after(children_states(0, row, start), node, 3)
+        law = q.expand(rows, 2, -1)
+        x = (sampled(law, g, 2) if mode == "without" else likeliest(law, 2)).flatten(1)  # of the anchor, of node 0
+        u = uniform(0, row, start, torch.arange(4), ACCEPT)
+        draft = q.expand(rows, 4, -1) if mode == "without" else None
+        accepted, path, last = RULES[rule](p.expand(rows, 5, -1), draft, x, parents, u)
+        end = draw(last, uniform(0, row, start, torch.zeros(1, dtype=torch.int64), RESIDUAL)[:, 0])
+        new = torch.cat([x.gather(1, path.clamp(min=0)), end.unsqueeze(1)], 1)
+        new = new.scatter(1, accepted.unsqueeze(1), end.unsqueeze(1))
+        for i in range(3):
+            going = (i <= accepted) & (start < length)
+            text[row[going], start[going] + i] = new[going, i]
+        start = torch.where(start < length, start + accepted + 1, start)
+    cells = torch.bincount((text[:, :length] * 3 ** torch.arange(length)).sum(-1), minlength=3**length).double()
+    expected = torch.ones(1, dtype=F64)
+    for _ in range(length):
+        expected = torch.outer(p, expected).flatten()
+    assert chi_square(cells, expected * rows) > 1e-3
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rowwise", [False, True])
+def test_a_recorded_verdict_reads_nothing_and_copies_nothing(rule, rowwise):
+    """On the stand-in device, as a CUDA graph, replayed with other numbers: those of the host."""
+    B, V, parents = 5, 6, (-1, -1, 0, 0, 1, 4)
+    N = len(parents)
+
+    def drafts() -> dict[str, torch.Tensor]:
+        x = torch.rand(B, N, V).argsort(-1)[..., 0]
+        found = {"p": laws("dense", V, B * (N + 1)).view(B, N + 1, V), "q": laws("dense", V, B * N).view(B, N, V)}
+        found |= {"x": x, "u": torch.rand(B, N), "k": torch.randint(N + 1, (B,))}
+        return found | {"parents": torch.tensor(parents).expand(B, -1).contiguous()}
+
+    def verdict(at):
+        shape = at["parents"] if rowwise else parents
+        return RULES[rule](at["p"], at["q"], at["x"], shape, at["u"], at["k"])
+
+    with standin.device() as gpu:
+        replays = Replays(torch.device("cuda:0"))
+        for n in range(3):
+            given = drafts()
+            there = {name: value.to("cuda:0") for name, value in given.items()}
+            before = (sum(gpu.d2h.values()), sum(gpu.h2d.values()))
+            found = replays("verdict", there, frozenset(), lambda: verdict)
+            moved = (sum(gpu.d2h.values()), sum(gpu.h2d.values()))
+            assert n == 0 or moved == before
+            assert not replays.failed
+            for one, other in zip(found, verdict(given), strict=True):
+                torch.testing.assert_close(one.cpu(), other)
+
+
+def test_typical_acceptance_is_named_lossy_and_takes_the_deepest_path():
+    assert EXACT is False
+    p = torch.tensor([0.7, 0.2, 0.1]).expand(3, 5, 3)  # threshold .09: all but nothing; .3 exp(-H) = .135
+    x = torch.tensor([[1, 0, 2, 0], [2, 0, 0, 0], [1, 1, 1, 2]])
+    parents = (-1, -1, 0, 1)
+    kept = lossy_typical(p, x, parents, torch.tensor([4, 4, 1]), epsilon=0.15, delta=0.3)
+    assert kept.path.tolist() == [[1, 3], [1, 3], [0, -1]] and kept.accepted.tolist() == [2, 2, 1]
+    assert torch.equal(kept.law, p[:, 0])
+    strict = lossy_typical(p, x, parents, epsilon=0.9, delta=3.0)
+    assert strict.accepted.tolist() == [0, 0, 0]
+    assert lossy_typical(p[:, :1], x[:, :0], ()).accepted.tolist() == [0, 0, 0]
+    drawn = lossy_typical(p[:, :2], torch.arange(3).unsqueeze(1), (-1,))
+    assert drawn.accepted.tolist() == [1, 1, 1]  # whatever the draft drew: the text has the draft's law
