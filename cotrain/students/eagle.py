@@ -23,6 +23,8 @@ from inference.proposers.eagle_network import EagleConfig, EagleNetwork, fused
 PARTS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj",
          "mlp.down_proj", "post_attention_layernorm")  # fmt: skip
 
+JUDGED = 8  # depths of guesses that are not learnt from: rounds may go on behind the depths that were trained
+
 
 class Eagle:
     """The student of `inference.proposers.eagle`."""
@@ -84,7 +86,8 @@ class Eagle:
         rounds = Rounds(ids, batch.get("position_ids"))
         features, first = network.features(seen.states), Attention(network.groups, network.scale)
         found = []
-        for depth in range(min(network.config.depths, ids.shape[1] - 1)):
+        depths = network.config.depths if torch.is_grad_enabled() else max(network.config.depths, JUDGED)
+        for depth in range(min(depths, ids.shape[1] - 1)):
             count = ids.shape[1] - 1 - depth
             embedded = self.embedded(ids[:, depth + 1 :])
             attend = first.at(depth, rounds.sees[:, :count])

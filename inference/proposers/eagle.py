@@ -30,8 +30,7 @@ Choose = Callable[[Tensor, list[Tensor]], tuple[Tensor, Tensor]]  # logits (A, V
 class Eagle(Proposer):
     """Drafts with the network of `eagle_network` beside the target that it was made for, on whose device it is.
 
-    At most `depths` drafts a round, those that it was trained for; none for a text of one token, of which the target
-    has read nothing. greedy: the likeliest tokens, one-hot laws. compile: on a GPU its rounds are replayed as CUDA
+    It drafts nothing for a text of one token, of which the target has read nothing. greedy: the likeliest tokens, one-hot laws. compile: on a GPU its rounds are replayed as CUDA
     graphs; None: as the target's passes are.
     """
 
@@ -114,28 +113,28 @@ class Eagle(Proposer):
 
     def propose(self, turn: Round) -> Proposal:
         """None for rows without a pair."""
-        most = self.network.config.depths
-        k = [min(k, most) if waiting else 0 for k, waiting in zip(turn.k, self.waiting, strict=True)]
+        pairs = [len(text) - 1 for text in turn.texts]
+        lacking = [one - stored for one, stored in zip(pairs, self.stored, strict=True)]
+        k = [k if one else 0 for k, one in zip(turn.k, pairs, strict=True)]
         self.longest = max(self.longest, *k)
         if not max(k):
             return Proposal(torch.empty(len(k), 0, dtype=torch.int64, device=self.features_device), None, k)
-        fixed = self.replays is not None and max(self.waiting) <= self.longest + 1
-        K, width = (self.longest, self.longest + 1) if fixed else (max(k), max(*self.waiting, 1))
-        given = self._given(turn, k, width)
+        fixed = self.replays is not None and max(lacking) <= self.longest + 1
+        K, width = (self.longest, self.longest + 1) if fixed else (max(k), max(*lacking, 1))
+        given = self._given(turn, k, lacking, width)
         limit = max(self.stored) + width + K
         found = self._replayed(turn, given, limit, K) if fixed else None
         if found is None:
             found = self._drafted(given, self._slots(limit), K, self._by(turn))
-        self.stored = [stored + waiting for stored, waiting in zip(self.stored, self.waiting, strict=True)]
-        self.waiting = [0] * len(k)
+        self.stored, self.waiting = pairs, [0] * len(k)
         return Proposal(found[0][:, : max(k)], found[1][:, : max(k)], k)
 
-    def _given(self, turn: Round, k: list[int], width: int) -> dict[str, Tensor]:
+    def _given(self, turn: Round, k: list[int], lacking: list[int], width: int) -> dict[str, Tensor]:
         """Of the pairs that slots lack, ids of their second tokens (A, width), features (A, width, H), the first's
         place `pairs` (A,) and the last's column `only` (A,); behind a row's last pair stands anything."""
-        texts = [text[stored + 1 :] or text[-1:] for text, stored in zip(turn.texts, self.stored, strict=True)]
-        lacking = [text + text[-1:] * (width - len(text)) for text in texts]
-        sent = turn.send(k, lacking=lacking, pairs=self.stored, only=[max(one - 1, 0) for one in self.waiting])
+        tails = [text[-one:] if one else text for text, one in zip(turn.texts, lacking, strict=True)]
+        ids = [tail + tail[-1:] * (width - len(tail)) for tail in tails]
+        sent = turn.send(k, lacking=ids, pairs=self.stored, only=[max(one - 1, 0) for one in lacking])
         self._room(width)
         found = {name: sent[name].to(self.features_device) for name in ("lacking", "pairs", "only")}
         return found | {"features": self.features[: len(k), :width]}
@@ -222,8 +221,8 @@ class Eagle(Proposer):
             self.features[row, columns + torch.arange(width, device=new.device)] = new
         else:
             self.features[:A, :width] = new
-        rows = zip(outcome.valid, self.stored, strict=True)
-        self.waiting = [max(valid - stored, 0) for valid, stored in rows]
+        self.stored = [max(min(stored, valid - 1), 0) for stored, valid in zip(self.stored, outcome.valid, strict=True)]
+        self.waiting = [max(valid - stored, 0) for stored, valid in zip(self.stored, outcome.valid, strict=True)]
 
     def _room(self, width: int) -> None:
         """For so many pairs that wait."""

@@ -27,8 +27,7 @@ def fused(layers: int) -> tuple[int, int, int]:
 
 
 class EagleConfig(PretrainedConfig):
-    """Of a folder in the EAGLE-3 format. depths: how many drafts of a round it was trained for, at most so many are
-    drafted. parallel: all of them in one pass (P-EAGLE), of pairs that hold `mask_token_id` and `mask_hidden`."""
+    """Of a folder in the EAGLE-3 format. depths: how many drafts of a round it was trained for. parallel: all of them in one pass (P-EAGLE), of pairs that hold `mask_token_id` and `mask_hidden`."""
 
     model_type = "llama"
 
@@ -81,7 +80,7 @@ class EagleNetwork(PreTrainedModel):
         width, size = config.hidden_size, config.head_dim
         self.fc = nn.Linear(len(config.layers) * width, width, bias=False)
         self.midlayer = _Layer(config)
-        self.norm = nn.RMSNorm(width, config.rms_norm_eps)
+        self.norm = Norm(width, config.rms_norm_eps)
         self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
         self.groups = config.num_attention_heads // config.num_key_value_heads
         self.scale = size**-0.5
@@ -164,13 +163,20 @@ class EagleNetwork(PreTrainedModel):
         return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
 
+class Norm(nn.RMSNorm):
+    """In the precision of its weight: of a step in mixed precision, float32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype)).to(x.dtype)
+
+
 class _Layer(nn.Module):
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
         width, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm, self.hidden_norm = nn.RMSNorm(width, eps), nn.RMSNorm(width, eps)
+        self.input_layernorm, self.hidden_norm = Norm(width, eps), Norm(width, eps)
         self.self_attn = _Projections(config)
-        self.post_attention_layernorm = nn.RMSNorm(width, eps)
+        self.post_attention_layernorm = Norm(width, eps)
         self.mlp = _Gated(width, config.intermediate_size)
 
 
