@@ -42,7 +42,8 @@ def example() -> dict[str, Any]:
 
 def next_head(target: LlamaForCausalLM) -> Proposer:
     """A head for the token after the next, from the target's own: enough to be right now and then."""
-    head = torch.nn.Linear(target.config.hidden_size, target.config.vocab_size, bias=False, dtype=target.dtype)
+    sizes = target.config.hidden_size, target.config.vocab_size
+    head = torch.nn.Linear(*sizes, bias=False, dtype=target.dtype, device=target.device)
     with torch.no_grad():
         head.weight.copy_(0.5 * target.lm_head.weight)
     made: Proposer = example()["NextHead"](head)
@@ -73,7 +74,6 @@ KINDS = {
     "eagle": Kind(lambda target: Eagle(eagle(target))),
     "eagle, pruned": Kind(lambda target: Eagle(eagle(target, draft_vocab_size=target.config.vocab_size // 2))),
     "independent": Kind(lambda target: Independent(near(target, 0.15))),
-    "independent, greedy": Kind(lambda target: Independent(near(target, 0.15), greedy=True)),
     "ngram": Kind(lambda target: NGram()),
     "example": Kind(next_head),
 }

@@ -27,7 +27,7 @@ from tests.mutants import MUTANTS, Mutant
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("cotrain", "inference", "conf", "data", "tests", "outputs/results")
-FILES = ("pyproject.toml", "constraints.txt", "Makefile", "README.md", "LICENSE")
+FILES = ("pyproject.toml", "constraints.txt", "Makefile", "README.md", "CONTRIBUTING.md", "LICENSE")
 OURS = {"cotrain", "inference", "tests"}
 HEAVY = ("torch", "transformers.models.llama.modeling_llama", "lightning", "hydra", "datasets")
 ENVIRONMENT = {

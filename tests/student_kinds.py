@@ -1,5 +1,6 @@
 """Students of every kind that tests can afford, each beside its target: a new kind adds a line."""
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -37,25 +38,15 @@ class HeadsNetwork(PreTrainedModel):
         self.post_init()
 
 
-class Heads:
+class Heads(Student):
     """Heads on the target's last state, each with the target's own output layer. The newest state at a round's start is
     that of the token before the anchor: the guess of depth j at place t is made from the state at place t - 1 - j."""
 
     kind = "heads"
-    reads: tuple[int, ...] = ()
 
-    def __init__(self, network: PreTrainedModel, target: PreTrainedModel | None, vocabulary: int | None = None) -> None:
-        assert target is not None
-        self.network, self.target, self.vocabulary = network, target, vocabulary
-        self.head = halves(target, vocabulary)[1]
-
-    def of(self, network: PreTrainedModel) -> "Heads":
-        return Heads(network, self.target, self.vocabulary)
-
-    def refuse(self) -> None: ...
-
-    def keeps_apart(self) -> bool:
-        return True  # it reads no text but through the target
+    @property
+    def head(self) -> Any:
+        return halves(self.target, self.vocabulary)[1]
 
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
         states = seen.states[LAST]
@@ -70,9 +61,6 @@ class Heads:
         block = self.network.blocks[depth]
         made = states + nn.functional.silu(block(states))
         return Guess(depth, places.flatten().to(states.device), made.flatten(0, 1), self.head)
-
-    def save(self, folder: Path) -> None:
-        self.network.save_pretrained(folder)
 
     @classmethod
     def load(cls, folder: Path, target: PreTrainedModel | None, vocabulary: int | None = None) -> "Heads":
@@ -95,13 +83,42 @@ def eagle(target: LlamaForCausalLM, **settings: Any) -> Any:
     return Eagle(kinds.eagle(target, 0.3, **settings), target)
 
 
+class HeadNetwork(PreTrainedModel):
+    config_class = HeadsConfig
+
+    def __init__(self, config: HeadsConfig) -> None:
+        super().__init__(config)
+        self.head = nn.Linear(config.width, VOCABULARY, bias=False)
+        self.post_init()
+
+
+def example(target: LlamaForCausalLM) -> Any:
+    """The student of CONTRIBUTING.md."""
+    found = dict(kinds.example())
+    (code,) = re.findall(r"```python\n(# cotrain/.*?)```", kinds.CONTRIBUTING.read_text(encoding="utf-8"), re.S)
+    assert len((kinds.example_code() + code).splitlines()) <= 60
+    exec(compile(code, str(kinds.CONTRIBUTING), "exec"), found)
+
+    class Loaded(found["NextHeadStudent"]):  # type: ignore[misc]
+        @classmethod
+        def load(cls, folder: Path, target: Any, vocabulary: int | None = None) -> Any:
+            return cls(HeadNetwork.from_pretrained(folder, dtype=torch.float32), target, vocabulary)
+
+    torch.manual_seed(6)
+    network = HeadNetwork(HeadsConfig(16)).double()
+    with torch.no_grad():
+        network.head.weight.copy_(0.5 * target.lm_head.weight)
+    return Loaded(network, target)
+
+
 STUDENTS: dict[str, Callable[[LlamaForCausalLM], Any]] = {
     "independent": independent,
     "heads": heads,
+    "example": example,
     "eagle": eagle,
     "eagle, pruned": lambda target: eagle(target, draft_vocab_size=16),
 }
-SERVED = ("independent", "eagle", "eagle, pruned")  # those that tests can run in an engine
+SERVED = ("independent", "example", "eagle", "eagle, pruned")  # those that tests can run in an engine
 
 
 def target() -> LlamaForCausalLM:

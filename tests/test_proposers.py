@@ -16,6 +16,7 @@ from inference.proposers import KINDS as REGISTERED
 from inference.proposers import kind_of
 from inference.proposers.base import Proposer
 from inference.round import DecodingRound
+from tests import standin
 from tests.kinds import KINDS, example_code
 from tests.test_exactness import p_value, pair
 from tests.tiny import tiny
@@ -67,6 +68,17 @@ def test_coupled_text_is_plain_text(kind: Any, policy: Any) -> None:
     found = Engine(target, kind(target), verify="coupled", rows=3, policy=policy).generate(PROMPTS, **whole)
     assert found.tokens == plain.tokens and found.finish == plain.finish
     assert [len(prompt) + len(text) for prompt, text in zip(PROMPTS, plain.tokens, strict=True)] == [24] * 11
+
+
+def test_text_on_a_device_is_that_of_the_host(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With passes and verdicts recorded there."""
+    monkeypatch.setattr("inference.models.recording.WARMUP", 1)
+    host, whole = tiny(), {"max_new_tokens": 8, "sampling": SAMPLING[:4], "ids": range(4)}
+    wanted = Engine(host, kind(host), rows=3).generate(PROMPTS[:4], **whole)
+    with standin.device():
+        target = tiny().to("cuda")
+        found = Engine(target, kind(target), rows=3, compile=True).generate(PROMPTS[:4], **whole)
+    assert found.tokens == wanted.tokens and found.stats.accepted == wanted.stats.accepted
 
 
 @pytest.mark.parametrize("rule", ["token", "match"])

@@ -72,7 +72,7 @@ class Plan:
         """Of the draft's kind, with other weights."""
         return student_class(self.kind)(network, self.target)
 
-    def proposer(self, counted: bool = False) -> Any:
+    def proposer(self, counted: bool = False) -> Proposer:
         """counted: for counts alone, which are not worth compiling on a CPU."""
         compile = None if counted else self.compiled.draft
         greedy = self.objective == "greedy"

@@ -15,6 +15,7 @@ from cotrain.bench.measurement import BATCH, Plan
 from inference.exactness.side_by_side import pair_figures, reach_of
 from inference.measure.timing import LEVEL, RESAMPLES, Interval, Texts, engine_arm, interleave
 from inference.noise import row_ids
+from inference.proposers.base import Proposer
 from inference.servers.openai_client import Client, Served, settled
 from inference.stats import Counts
 from inference.verify import prediction
@@ -102,7 +103,7 @@ def parity(plan: Plan, ask: Ask, k: int, at_once: int) -> Parity:
 
 
 def rounds_expected(
-    plan: Plan, draft: Any, k: int, prompts: list[list[int]], tokens: list[list[int]]
+    plan: Plan, draft: Proposer, k: int, prompts: list[list[int]], tokens: list[list[int]]
 ) -> tuple[np.ndarray, float]:
     """Rounds that each text was to take, its first token coming from the prefill -> (N,), and sigma of their sum."""
     begun = [[*prompt, text[0]] for prompt, text in zip(prompts, tokens, strict=True)]

@@ -8,16 +8,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from inference.models.passes import LAST
+from inference.proposers.base import Proposer
+
 if TYPE_CHECKING:
     from cotrain.config.settings import Draft, Init
 
-LAST = -1  # the layer whose states the target's head reads, behind its final norm
+__all__ = ["ANY", "DEFAULT", "KINDS", "LAST", "Guess", "Seen", "Student", "refuse_mixed", "student_class"]
+
 ANY = -1  # the depth of a guess that is the same at every depth
 DEFAULT = "independent"  # the kind of a draft folder that does not say it
 KINDS = {  # kind -> module:class, imported when asked for
@@ -60,54 +64,66 @@ class Guess:
 
 class Student(Protocol):
     """A kind of draft. Its class is made from (network, target, vocabulary): the target whose head, layers or
-    embeddings it may share, and the number of ids that have mass (None: all of the head's).
+    embeddings it may share, and the number of ids that have mass (None: all of the head's). What has a body here is
+    what a kind gets by naming this class as its base.
 
     reads: layers of the target's states that it wants beyond LAST, which losses read anyway.
     """
 
     kind: str
-    reads: tuple[int, ...]
+    reads: tuple[int, ...] = ()
     network: PreTrainedModel
+    target: PreTrainedModel | None
     vocabulary: int | None
 
     def __init__(
-        self, network: PreTrainedModel, target: PreTrainedModel | None, vocabulary: int | None = None
-    ) -> None: ...
+        self, network: PreTrainedModel, target: PreTrainedModel | None = None, vocabulary: int | None = None
+    ) -> None:
+        self.network, self.target, self.vocabulary = network, target, vocabulary
 
     @classmethod
     def initial(cls, draft: "Draft", init: "Init", target: PreTrainedModel) -> PreTrainedModel:
         """The network before training. Raises ValueError naming the key that is wrong."""
+        raise ValueError(f"draft.kind: {cls.kind} cannot be made from init={init.kind}")
 
-    def of(self, network: PreTrainedModel) -> "Student":
+    def of(self, network: PreTrainedModel) -> Self:
         """The same student with other weights: in parts, rounded, or cast for serving."""
+        return type(self)(network, self.target, self.vocabulary)
 
     def refuse(self) -> None:
         """Raise ValueError for a network that this kind cannot train."""
+        return None
 
     def keeps_apart(self) -> bool:
-        """Whether texts that are packed into one row are read as if alone, see `target_model.keeps_apart`."""
+        """Whether texts that are packed into one row are read as if alone, see `target_model.keeps_apart`; so they are
+        by a student that reads no text but through the target."""
+        return True
 
     @property
     def known(self) -> Tensor:
         """Which ids (V,) it can draft, bool."""
+        size = self.vocabulary or self.network.config.get_text_config().vocab_size
+        return torch.ones(size, dtype=torch.bool)
 
     def know(self, counts: Tensor) -> None:
         """Choose those ids, of a kind that knows `draft.vocabulary` of them, by how often each is in texts (V,)."""
+        return None
 
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
         """What it guesses of a batch, by depth from 0 on, or one guess of depth ANY. batch: ids (B, T), position_ids
         (B, T) of packed texts. No guess may depend on a token from its round's first new one on, but through the
         drafts before it, which are the text's own."""
 
-    def proposer(self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False) -> Any:
+    def proposer(self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False) -> Proposer:
         """What drafts with the network in the engine. greedy: the likeliest tokens; compile: its passes, None: on a GPU
         alone; int8: weights rounded to 8 bits."""
 
     def save(self, folder: Path) -> None:
         """Write the network, so that `load` finds it."""
+        self.network.save_pretrained(folder)
 
     @classmethod
-    def load(cls, folder: Path, target: PreTrainedModel | None, vocabulary: int | None = None) -> "Student":
+    def load(cls, folder: Path, target: PreTrainedModel | None = None, vocabulary: int | None = None) -> Self:
         """What `save` wrote, in float32."""
 
 

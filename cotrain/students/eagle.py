@@ -15,9 +15,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from cotrain.config.settings import Draft, Init
-from cotrain.students.base import Guess, Seen
+from cotrain.students.base import Guess, Seen, Student
 from cotrain.students.independent import plain
-from inference import proposers
+from inference.proposers import eagle
 from inference.proposers.eagle_network import EagleConfig, EagleNetwork, fused
 
 PARTS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj",
@@ -26,21 +26,21 @@ PARTS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.
 JUDGED = 8  # depths of guesses that are not learnt from: rounds may go on behind the depths that were trained
 
 
-class Eagle:
+class Eagle(Student):
     """The student of `inference.proposers.eagle`."""
 
     kind = "eagle"
 
-    def __init__(self, network: PreTrainedModel, target: PreTrainedModel | None, vocabulary: int | None = None) -> None:
-        if target is None or not isinstance(network, EagleNetwork):
-            raise ValueError(f"draft.kind: an eagle reads its target's embeddings; of {type(network).__name__} there "
-                             "is none")  # fmt: skip
-        self.network, self.target = network, target
-        self.vocabulary = vocabulary or network.config.vocab_size
+    network: EagleNetwork
+    target: PreTrainedModel
 
-    @property
-    def reads(self) -> tuple[int, ...]:
-        return tuple(sorted({*self.network.config.layers}))
+    def __init__(
+        self, network: PreTrainedModel, target: PreTrainedModel | None = None, vocabulary: int | None = None
+    ) -> None:
+        if target is None or not isinstance(network, EagleNetwork):
+            raise ValueError(f"draft.kind: an eagle is an EagleNetwork beside its target, not {type(network).__name__}")
+        super().__init__(network, target, vocabulary or network.config.vocab_size)
+        self.reads = tuple(sorted({*network.config.layers}))
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
@@ -59,21 +59,15 @@ class Eagle:
             _copied(network, target, init.layers)
         return network
 
-    def of(self, network: PreTrainedModel) -> "Eagle":
-        return Eagle(network, self.target, self.vocabulary)
-
     def refuse(self) -> None:
         """Raises ValueError for states of another width, and for layers that the target does not have."""
         self.network.fits(self.target, "draft")
-
-    def keeps_apart(self) -> bool:
-        return True
 
     @property
     def known(self) -> Tensor:
         if self.network.pruned:
             return self.network.t2d[: self.vocabulary]
-        return torch.ones(self.vocabulary, dtype=torch.bool)
+        return super().known
 
     def know(self, counts: Tensor) -> None:
         """Give a pruned vocabulary the tokens that are most in counts (V,), with their rows of the target's head."""
@@ -107,14 +101,11 @@ class Eagle:
     def head(self, states: Tensor) -> Tensor:
         return self.network.head(states, self.vocabulary)
 
-    def proposer(self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False) -> proposers.Proposer:
-        return proposers.kind_of(self.kind)(self.network, greedy, compile=compile)  # type: ignore[call-arg]
-
-    def save(self, folder: Path) -> None:
-        self.network.save_pretrained(folder)
+    def proposer(self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False) -> eagle.Eagle:
+        return eagle.Eagle(self.network, greedy, compile=compile)
 
     @classmethod
-    def load(cls, folder: Path, target: PreTrainedModel | None, vocabulary: int | None = None) -> "Eagle":
+    def load(cls, folder: Path, target: PreTrainedModel | None = None, vocabulary: int | None = None) -> "Eagle":
         return cls(EagleNetwork.from_pretrained(folder, dtype=torch.float32), target, vocabulary)
 
 

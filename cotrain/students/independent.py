@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from cotrain.config.settings import Draft, Init
-from cotrain.students.base import DEFAULT, Guess, Seen, refuse_keys
+from cotrain.students.base import DEFAULT, Guess, Seen, Student, refuse_keys
 from cotrain.teacher.target_model import halves, keeps_apart, split
 from inference import proposers
 from inference.models.dtypes import quantised
@@ -20,17 +20,16 @@ from inference.models.dtypes import quantised
 ROPES = ("default", "linear", "dynamic", "llama3", "yarn")  # those that any head size can use
 
 
-class Independent:
+class Independent(Student):
     """The student of `inference.proposers.independent`: one guess, the same at every depth (Leviathan et al. 2023,
     arXiv 2211.17192)."""
 
     kind = DEFAULT
-    reads: tuple[int, ...] = ()
 
     def __init__(
         self, network: PreTrainedModel, target: PreTrainedModel | None = None, vocabulary: int | None = None
     ) -> None:
-        self.network, self.vocabulary = network, vocabulary
+        super().__init__(network, target, vocabulary)
         self.read, self.head = halves(network, vocabulary)
 
     @classmethod
@@ -48,22 +47,12 @@ class Independent:
                              "draft.path=")  # fmt: skip
         raise ValueError(f"init.kind: {init.kind!r} is none of scratch, target_layers, pretrained (with draft.path=)")
 
-    def of(self, network: PreTrainedModel) -> "Independent":
-        return Independent(network, vocabulary=self.vocabulary)
-
     def refuse(self) -> None:
         """Raises ValueError for a head that does more than project, see `target_model.split`."""
         split(self.network, self.vocabulary)
 
     def keeps_apart(self) -> bool:
         return keeps_apart(self.network, self.read)
-
-    @property
-    def known(self) -> torch.Tensor:
-        return torch.ones(self.vocabulary or self.network.config.get_text_config().vocab_size, dtype=torch.bool)
-
-    def know(self, counts: torch.Tensor) -> None:
-        """It has the target's vocabulary."""
 
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
         states = self.read(batch["ids"], batch.get("position_ids"))
@@ -73,9 +62,6 @@ class Independent:
         self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False
     ) -> proposers.Independent:
         return proposers.Independent(self.network, greedy, compile=compile, int8=int8)
-
-    def save(self, folder: Path) -> None:
-        self.network.save_pretrained(folder)
 
     @classmethod
     def load(cls, folder: Path, target: PreTrainedModel | None = None, vocabulary: int | None = None) -> "Independent":

@@ -1,4 +1,4 @@
-"""Whether a run was exact: three checks on the very prompts and texts that were measured.
+"""Whether a run was exact: five checks on the very prompts and texts that were measured.
 
 (a) Coupled decoding, in which plain and speculative decoding share their noise, gives the plain text token
 for token, up to ties: differences whose gap is below what rounding can move. At every token of a coupled text
@@ -6,9 +6,10 @@ plain decoding is asked what it chooses there, so the comparison goes on behind 
 the run are those that its texts must cost (`inference.verify.prediction`), within 4 sigma. (c) Drafts at depth 1 pass
 no more often than sum_v min(p, q) allows, within 3 sigma. (b) and (c) read q at every token of a text: forced rounds
 find it for any kind of proposer (`forced`), one teacher-forced pass for a language model (`side_by_side`). (d) Logits
-of the engine's passes are those of transformers' own forward (`inference.exactness.agreement`). (a), (d) and forced
-rounds run the very passes that were timed; teacher-forced passes are of the same weights, dtypes and rounding, in an
-engine of their own.
+of the engine's passes are those of transformers' own forward (`inference.exactness.agreement`). (e) The target's
+surprise at the emitted tokens is that at its own (`inference.exactness.surprise`). (a), (d) and forced rounds run the
+very passes that were timed; teacher-forced passes are of the same weights, dtypes and rounding, in an engine of their
+own.
 """
 
 import copy
@@ -20,9 +21,10 @@ from transformers import PreTrainedModel
 from inference.engine import Engine
 from inference.exactness.agreement import GAP, check_logits, most, step
 from inference.exactness.side_by_side import Figures, expected, pair_figures, rare_rounds, rounded, started
+from inference.exactness.surprise import check_surprise
 from inference.exactness.teacher_forced import teacher_forced
 from inference.exactness.ties import Difference, compare_passes, compare_text, excused, first_difference
-from inference.exactness.verdict import CallsCheck, DepthCheck, LogitsCheck, TextCheck, Verdict
+from inference.exactness.verdict import CallsCheck, DepthCheck, LogitsCheck, SurpriseCheck, TextCheck, Verdict
 from inference.measure.timing import Texts
 from inference.sampling import Sampling
 from inference.verify.rules import RULES, Rule
@@ -33,6 +35,7 @@ __all__ = [
     "CallsCheck",
     "DepthCheck",
     "LogitsCheck",
+    "SurpriseCheck",
     "TextCheck",
     "Verdict",
     "check",
@@ -40,6 +43,7 @@ __all__ = [
     "check_coupled",
     "check_depth",
     "check_logits",
+    "check_surprise",
     "check_text",
     "teacher_forced",
 ]
@@ -64,6 +68,7 @@ def check(
     bound = GAP * min(max(logits.own, step(engine.target.model)), most(engine.target.model))
     text = check_coupled(engine, [prompts[key] for key in keys], keys, sampling, max_new_tokens, seed, bound)
     text = replace(text, tokens=sum(len(one) for one in dict(zip(texts.ids, texts.tokens, strict=True)).values()))
+    surprise = check_surprise(engine, texts, sampling, _width(engine, texts.prompts), rows)
     figures = pair_figures(engine, engine.proposer, texts, sampling, max_new_tokens, text.explained, rows)
     calls, depth = check_calls(figures, texts, engine.rule), check_depth(figures, texts)
     missing = {
@@ -71,7 +76,7 @@ def check(
         "depth": "acceptance at depth 1: not applicable, no round drafted",
     }
     absent = {name: why for name, why in missing.items() if {"calls": calls, "depth": depth}[name] is None}
-    return Verdict(text, calls, depth, logits, absent)
+    return Verdict(text, calls, depth, logits, absent, surprise)
 
 
 def check_coupled(

@@ -7,6 +7,7 @@ from typing import Any
 from inference.exactness.ties import MARGIN
 
 CALLS_SIGMAS, DEPTH_SIGMAS = 4, 3
+SURPRISE_SIGMAS, IMPOSSIBLE = 5, 0.02  # logarithms of laws have heavy tails, and rounding moves edges of cuts
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,31 @@ class LogitsCheck:
                 f"{self.worst_limit:.2g} (its own rounding {self.own:.2g})")  # fmt: skip
 
 
+@dataclass(frozen=True)
+class SurpriseCheck:
+    """(e) over `tokens` emitted tokens, in nats: means of -log p(x) and of the entropy of p, which is its expectation
+    if p drew x; z: their difference over its standard deviation. place_z: the same of the tokens' places in the
+    distribution function. impossible: tokens that p gives no mass, left out of the means; rounding at the edge of
+    top-k, top-p or min-p, or at a tie, makes few."""
+
+    tokens: int
+    surprise: float
+    entropy: float
+    z: float
+    place_z: float
+    impossible: int
+
+    @property
+    def passed(self) -> bool:
+        likely = max(abs(self.z), abs(self.place_z)) < SURPRISE_SIGMAS
+        return likely and self.impossible <= IMPOSSIBLE * self.tokens
+
+    def line(self) -> str:
+        return (f"emitted tokens surprise the target as its own would: {self.surprise:.3f} nats a token, "
+                f"{self.entropy:.3f} expected, z {self.z:+.2f}, of places z {self.place_z:+.2f}; {self.impossible} of "
+                f"{self.tokens} impossible")  # fmt: skip
+
+
 def _sigmas(difference: float, sigma: float, scale: float) -> float:
     """difference / sigma; a difference within the rounding of float32 laws is none."""
     if abs(difference) <= 1e-5 * scale:
@@ -147,24 +173,26 @@ def _sigmas(difference: float, sigma: float, scale: float) -> float:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The four checks; `missing` says of each one that is None why it does not apply."""
+    """The five checks; `missing` says of each one that is None why it does not apply."""
 
     text: TextCheck
     calls: CallsCheck | None = None
     depth: DepthCheck | None = None
     logits: LogitsCheck | None = None
     missing: dict[str, str] = field(default_factory=dict)
+    surprise: SurpriseCheck | None = None
 
     @property
     def passed(self) -> bool:
         """Every check that applies has passed."""
-        return all(check.passed for check in (self.text, self.calls, self.depth, self.logits) if check)
+        checks = (self.text, self.calls, self.depth, self.logits, self.surprise)
+        return all(check.passed for check in checks if check)
 
     @property
     def figures(self) -> dict[str, Any]:
         """All figures, with None for a check that does not apply."""
         text = {**asdict(self.text), "passed": self.text.passed}
-        calls = depth = logits = None
+        calls = depth = logits = surprise = None
         if self.calls:
             names = ("z", "z_rare", "relative", "tau", "passed")
             calls = {**asdict(self.calls), **{name: getattr(self.calls, name) for name in names}}
@@ -172,14 +200,16 @@ class Verdict:
             depth = {**asdict(self.depth), "measured": self.depth.measured, "passed": self.depth.passed}
         if self.logits:
             logits = {**asdict(self.logits), "passed": self.logits.passed}
-        found = {"text": text, "calls": calls, "depth": depth, "logits": logits}
+        if self.surprise:
+            surprise = {**asdict(self.surprise), "passed": self.surprise.passed}
+        found = {"text": text, "calls": calls, "depth": depth, "logits": logits, "surprise": surprise}
         return {"passed": self.passed, **found, "missing": dict(self.missing)}
 
     def lines(self) -> list[str]:
         """A line that sums up, then one a check."""
-        checks = {"a": self.text, "b": self.calls, "c": self.depth, "d": self.logits}
+        checks = {"a": self.text, "b": self.calls, "c": self.depth, "d": self.logits, "e": self.surprise}
         lines = [f"exactness: {_word(self.passed)}"]
-        for letter, name in zip(checks, ("text", "calls", "depth", "logits"), strict=True):
+        for letter, name in zip(checks, ("text", "calls", "depth", "logits", "surprise"), strict=True):
             one = checks[letter]
             said = f"{one.line()}: {_word(one.passed)}" if one else self.missing.get(name, f"{name}: not checked")
             lines.append(f"  ({letter}) {said}")

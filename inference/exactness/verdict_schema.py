@@ -29,11 +29,17 @@ _LOGITS = {
     **dict.fromkeys(("one", "many", "worst", "own", "limit", "worst_limit"), Maybe(float)),
     "passed": bool,
 }
+_SURPRISE = {
+    **dict.fromkeys(("tokens", "impossible"), int),
+    **dict.fromkeys(("surprise", "entropy", "z", "place_z"), Maybe(float)),
+    "passed": bool,
+}
 FIGURES: dict[str, Any] = {
     "passed": bool,
     "text": _TEXT,
     "calls": Maybe(_CALLS),
     "depth": Maybe(_DEPTH),
     "logits": Maybe(_LOGITS),
+    "surprise": Maybe(_SURPRISE),
     "missing": Many(str),
 }
