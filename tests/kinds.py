@@ -57,7 +57,8 @@ def eagle(target: LlamaForCausalLM, noise: float = 0.1, **settings: Any) -> Eagl
     network = EagleNetwork(EagleConfig(
         hidden_size=config.hidden_size, num_attention_heads=2, head_dim=config.hidden_size // 2,
         vocab_size=config.vocab_size, max_position_embeddings=config.max_position_embeddings,
-        eagle_config={"eagle_aux_hidden_state_layer_ids": list(fused(config.num_hidden_layers))}, depths=3, **settings,
+        eagle_config={"eagle_aux_hidden_state_layer_ids": list(fused(config.num_hidden_layers)),
+                      "use_aux_hidden_state": True}, depths=3, **settings,
     )).to(target.dtype).eval()  # fmt: skip
     with torch.no_grad():
         for weight in network.parameters():

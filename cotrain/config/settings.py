@@ -85,8 +85,7 @@ class Draft:
     """kind: of draft, see `cotrain.students.base`. The shape of one that starts from random weights; `path` for
     init=pretrained. quantisation: of its projections when it is served (none, int8, nf4): training is then
     quantisation-aware. depths: drafts of a round that it is trained for, of a kind whose law depends on the depth.
-    vocabulary: so many tokens are all that it knows, of a kind with a head of its own; null: those of the target.
-    parallel: all drafts in one pass."""
+    vocabulary: so many tokens are all that it knows, of a kind with a head of its own; null: those of the target."""
 
     kind: str
     path: str | None
@@ -98,7 +97,6 @@ class Draft:
     quantisation: str
     depths: int | None
     vocabulary: int | None
-    parallel: bool
 
 
 @dataclass

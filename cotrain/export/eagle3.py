@@ -76,7 +76,7 @@ def speculators_config(ours: Mapping[str, Any], metadata: Metadata, architecture
     proposal = {"proposal_type": "greedy", "speculative_tokens": metadata.k, "verifier_accept_k": 1,
                 "accept_tolerance": 0.0}  # fmt: skip
     verifier = {"name_or_path": metadata.target["name"], "architectures": [architecture]}
-    apart = ("architectures", "draft_vocab_size", "eagle_config", "depths", "parallel", "transformers_version")
+    apart = ("architectures", "draft_vocab_size", "eagle_config", "depths", "transformers_version")
     return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",

@@ -139,9 +139,8 @@ def student_class(kind: str) -> type[Student]:
 def refuse_keys(draft: "Draft", *keys: str) -> None:
     """Raise ValueError for a setting that this kind of draft does not have."""
     for key in keys:
-        if value := getattr(draft, key):
-            wanted = "false" if value is True else "null"
-            raise ValueError(f"draft.{key}={value}: {draft.kind} drafts do not have it; draft.{key}={wanted}")
+        if (value := getattr(draft, key)) is not None:
+            raise ValueError(f"draft.{key}={value}: {draft.kind} drafts do not have it; draft.{key}=null")
 
 
 def refuse_mixed(guesses: list[Guess]) -> None:

@@ -51,7 +51,9 @@ class Eagle(Student):
             found.fits(target, draft.path)
             return found
         if init.kind not in ("scratch", "target_layers"):
-            raise ValueError(f"init.kind: {init.kind!r} is none of scratch, target_layers, pretrained (with draft.path=)")
+            raise ValueError(
+                f"init.kind: {init.kind!r} is none of scratch, target_layers, pretrained (with draft.path=)"
+            )
         network = EagleNetwork(_config(draft, target, init.kind == "target_layers"))
         if network.pruned:  # until texts are counted
             network.know(range(network.config.draft_vocab_size))

@@ -35,7 +35,7 @@ class Independent(Student):
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
         """The network before training. Raises ValueError naming the key that is wrong."""
-        refuse_keys(draft, "depths", "vocabulary", "parallel")
+        refuse_keys(draft, "depths", "vocabulary")
         if init.kind == "scratch":
             return scratch(target, draft.width, draft.layers, draft.intermediate, draft.head_dim, draft.kv_heads)
         if init.kind == "target_layers":

@@ -23,7 +23,7 @@ from cotrain.data.training_texts import WHOLE, Sampled, Share, Source, blocks_te
 from cotrain.rollout.fingerprints import identity
 from cotrain.rollout.kept_texts import Texts
 from cotrain.rollout.samplers import Ask, Own, Remote, Sampler
-from cotrain.students.base import LAST, student_class
+from cotrain.students.base import LAST
 from cotrain.teacher.states_cache import Shards
 from cotrain.teacher.target_laws import Head, Reader
 from cotrain.teacher.target_model import adapted, load_pair, served

@@ -8,7 +8,6 @@ A rows, n pairs a row, H width, K drafts of a round, V vocabulary.
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,8 +29,8 @@ Choose = Callable[[Tensor, list[Tensor]], tuple[Tensor, Tensor]]  # logits (A, V
 class Eagle(Proposer):
     """Drafts with the network of `eagle_network` beside the target that it was made for, on whose device it is.
 
-    It drafts nothing for a text of one token, of which the target has read nothing. greedy: the likeliest tokens, one-hot laws. compile: on a GPU its rounds are replayed as CUDA
-    graphs; None: as the target's passes are.
+    It drafts nothing for a text of one token, of which the target has read nothing. greedy: the likeliest tokens,
+    one-hot laws. compile: on a GPU its rounds are replayed as CUDA graphs, None: where the target's passes are.
     """
 
     def __init__(self, network: EagleNetwork, greedy: bool = False, *, compile: bool | None = None) -> None:

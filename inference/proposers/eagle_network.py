@@ -17,7 +17,6 @@ from torch.nn import functional as F
 from transformers import PretrainedConfig, PreTrainedModel
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # queries (A, n, heads, D), keys, values -> (A, n, heads D)
-MASK_KEYS = ("mask_token_id", "ptd_token_id")  # what engines call the token of pairs whose token is not known yet
 
 
 def fused(layers: int) -> tuple[int, int, int]:
@@ -27,7 +26,7 @@ def fused(layers: int) -> tuple[int, int, int]:
 
 
 class EagleConfig(PretrainedConfig):
-    """Of a folder in the EAGLE-3 format. depths: how many drafts of a round it was trained for. parallel: all of them in one pass (P-EAGLE), of pairs that hold `mask_token_id` and `mask_hidden`."""
+    """Of a folder in the EAGLE-3 format. depths: how many drafts of a round it was trained for."""
 
     model_type = "llama"
 
@@ -45,7 +44,6 @@ class EagleConfig(PretrainedConfig):
         draft_vocab_size: int | None = None,
         eagle_config: Mapping[str, Any] | None = None,
         depths: int = 4,
-        parallel: bool = False,
         initializer_range: float = 0.02,
         **other: Any,
     ) -> None:
@@ -57,7 +55,7 @@ class EagleConfig(PretrainedConfig):
         self.draft_vocab_size = draft_vocab_size or vocab_size
         self.num_hidden_layers, self.hidden_act, self.attention_bias, self.mlp_bias = 1, "silu", False, False
         self.eagle_config = dict(eagle_config or {})
-        self.depths, self.parallel, self.initializer_range = depths, parallel, initializer_range
+        self.depths, self.initializer_range = depths, initializer_range
         known = ("rope_parameters", "num_hidden_layers", "hidden_act", "attention_bias", "mlp_bias",
                  "tie_word_embeddings", "architectures")  # fmt: skip
         rest = {name: value for name, value in other.items() if name not in known}
@@ -88,8 +86,6 @@ class EagleNetwork(PreTrainedModel):
         if self.pruned:  # token i of the draft is the target's i + d2t[i]
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
             self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size)
-        if config.parallel:
-            self.mask_hidden = nn.Parameter(torch.zeros(1, len(config.layers) * width))
         self.post_init()
 
     def get_input_embeddings(self) -> Any:
@@ -105,8 +101,8 @@ class EagleNetwork(PreTrainedModel):
         theirs = target.config.get_text_config()
         for key in ("hidden_size", "vocab_size"):
             if getattr(self.config, key) != getattr(theirs, key):
-                raise ValueError(f"{where}: its {key} is {getattr(self.config, key)}, the target's "
-                                 f"{getattr(theirs, key)}: a feature draft serves the target it was made for")  # fmt: skip
+                both = f"{getattr(self.config, key)}, the target's {getattr(theirs, key)}"
+                raise ValueError(f"{where}: its {key} is {both}: a feature draft serves the target it was made for")
         if max(self.config.layers) >= theirs.num_hidden_layers:
             raise ValueError(f"{where}: it reads layers {list(self.config.layers)}, the target has "
                              f"{theirs.num_hidden_layers}")  # fmt: skip
@@ -115,11 +111,6 @@ class EagleNetwork(PreTrainedModel):
         """The target's states (..., H) by layer -> features (..., H)."""
         joined = torch.cat([states[layer].to(self.fc.weight.dtype) for layer in self.config.layers], -1)
         found: Tensor = self.fc(joined)
-        return found
-
-    def unknown(self) -> Tensor:
-        """Features (1, H) of a pair whose token the target has not read, where all drafts are made in one pass."""
-        found: Tensor = self.fc(self.mask_hidden)
         return found
 
     def layer(self, embedded: Tensor, features: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
