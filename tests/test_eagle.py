@@ -196,6 +196,8 @@ def test_other_settings_are_refused() -> None:
     target = tiny()
     with pytest.raises(ValueError, match=r"draft\.vocabulary: 99 of 32 tokens"):
         started(target, vocabulary=99)
+    with pytest.raises(ValueError, match=r"draft\.depths"):
+        started(target, depths=None)
     with pytest.raises(ValueError, match=r"init\.layers: \[5\]"):
         started(target, SimpleNamespace(kind="target_layers", layers=[5]))
     with pytest.raises(ValueError, match=r"init\.kind: 'twin'"):

@@ -173,6 +173,8 @@ def _config(draft: Draft, target: PreTrainedModel, like: bool) -> EagleConfig:
     width, rope = theirs.hidden_size, theirs.to_dict().get("rope_parameters") or {}
     heads = theirs.num_attention_heads if like else max(width // draft.head_dim, 1)
     layers = fused(theirs.num_hidden_layers)
+    if draft.depths is None:
+        raise ValueError("draft.depths: drafts of a round that an eagle is trained for: give it, as draft.depths=6")
     if draft.vocabulary and draft.vocabulary > theirs.vocab_size:
         raise ValueError(f"draft.vocabulary: {draft.vocabulary} of {theirs.vocab_size} tokens; null for all")
     return EagleConfig(

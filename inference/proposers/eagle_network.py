@@ -18,6 +18,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # queries (A, n, heads, D), keys, values -> (A, n, heads D)
 
+ARCHITECTURES = ["LlamaForCausalLMEagle3"]
+
 
 def fused(layers: int) -> tuple[int, int, int]:
     """Which states a draft of a target of so many layers reads: low, middle and high ones, by the numbers of
@@ -59,7 +61,7 @@ class EagleConfig(PretrainedConfig):
         known = ("rope_parameters", "num_hidden_layers", "hidden_act", "attention_bias", "mlp_bias",
                  "tie_word_embeddings", "architectures")  # fmt: skip
         rest = {name: value for name, value in other.items() if name not in known}
-        super().__init__(tie_word_embeddings=False, architectures=["LlamaForCausalLMEagle3"], **rest)
+        super().__init__(tie_word_embeddings=False, architectures=ARCHITECTURES, **rest)
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -91,6 +93,12 @@ class EagleNetwork(PreTrainedModel):
     def get_input_embeddings(self) -> Any:
         """None: it reads the target's."""
         return None
+
+    def save_pretrained(self, save_directory: Any, **options: Any) -> None:
+        """Under the name that engines know."""
+        super().save_pretrained(save_directory, **options)
+        self.config.architectures = ARCHITECTURES
+        self.config.save_pretrained(save_directory)
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
