@@ -12,6 +12,8 @@ from transformers import LlamaForCausalLM
 
 from inference.proposers import Independent, NGram
 from inference.proposers.base import Proposer
+from inference.proposers.eagle import Eagle
+from inference.proposers.eagle_network import EagleConfig, EagleNetwork, fused
 from inference.proposers.gate import LONGEST, Gate
 from inference.proposers.hybrid import Hybrid
 from inference.proposers.other_tokenizer import OtherTokenizer
@@ -79,7 +81,30 @@ def other_tokenizer(target: LlamaForCausalLM) -> OtherTokenizer:
     return OtherTokenizer(near(target, 0.15), Shared(pairs), Swapped())  # type: ignore[arg-type]
 
 
+def eagle(target: LlamaForCausalLM, noise: float = 0.1, **settings: Any) -> EagleNetwork:
+    """Near to the target's last layer, norm and head."""
+    torch.manual_seed(7)
+    config = target.config
+    network = EagleNetwork(EagleConfig(
+        hidden_size=config.hidden_size, num_attention_heads=2, head_dim=config.hidden_size // 2,
+        vocab_size=config.vocab_size, max_position_embeddings=config.max_position_embeddings,
+        eagle_config={"eagle_aux_hidden_state_layer_ids": list(fused(config.num_hidden_layers)),
+                      "use_aux_hidden_state": True}, depths=3, **settings,
+    )).to(target.dtype).eval()  # fmt: skip
+    with torch.no_grad():
+        for weight in network.parameters():
+            weight += noise * torch.randn_like(weight)
+        network.fc.weight[:, -config.hidden_size :] += torch.eye(config.hidden_size)
+        ids = torch.arange(0, config.vocab_size, 2)[: network.config.draft_vocab_size]
+        if network.pruned:
+            network.know(ids.tolist())
+        network.lm_head.weight.copy_(target.lm_head.weight[ids if network.pruned else slice(None)])
+    return network
+
+
 KINDS = {
+    "eagle": Kind(lambda target: Eagle(eagle(target))),
+    "eagle, pruned": Kind(lambda target: Eagle(eagle(target, draft_vocab_size=target.config.vocab_size // 2))),
     "independent": Kind(lambda target: Independent(near(target, 0.15))),
     "ngram": Kind(lambda target: NGram()),
     "retrieval": Kind(lambda target: Retrieval(shortest=1)),

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM, PretrainedConfig, PreTrainedModel
 
 from cotrain.students.base import LAST, Guess, Seen, Student
+from cotrain.students.eagle import Eagle
 from cotrain.students.hybrid import Hybrid
 from cotrain.students.independent import Independent
 from cotrain.teacher.target_model import halves
@@ -85,6 +86,10 @@ def hybrid(target: LlamaForCausalLM) -> Student:
     return Hybrid(network, target)
 
 
+def eagle(target: LlamaForCausalLM, **settings: Any) -> Any:
+    return Eagle(kinds.eagle(target, 0.3, **settings), target)
+
+
 class HeadNetwork(PreTrainedModel):
     config_class = HeadsConfig
 
@@ -114,9 +119,14 @@ def example(target: LlamaForCausalLM) -> Any:
 
 
 STUDENTS: dict[str, Callable[[LlamaForCausalLM], Any]] = {
-    "independent": independent, "heads": heads, "example": example, "hybrid": hybrid,
-}  # fmt: skip
-SERVED = ("independent", "example")  # those that tests can run in an engine
+    "independent": independent,
+    "heads": heads,
+    "example": example,
+    "hybrid": hybrid,
+    "eagle": eagle,
+    "eagle, pruned": lambda target: eagle(target, draft_vocab_size=16),
+}
+SERVED = ("independent", "example", "eagle", "eagle, pruned")  # those that tests can run in an engine
 
 
 def target() -> LlamaForCausalLM:

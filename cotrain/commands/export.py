@@ -5,11 +5,11 @@ from pathlib import Path
 from cotrain.bench.served_pair import folder
 from cotrain.config.settings import ExportConfig
 from cotrain.errors import UserError
-from cotrain.export import hf, layout_check
+from cotrain.export import eagle3, hf, layout_check
 from cotrain.export.card import tau_by_length
-from cotrain.export.engines import launch, place, refuse_layout
+from cotrain.export.engines import FEATURES, launch, place, refuse_layout
 from cotrain.run_folder import writable
-from cotrain.teacher.target_model import load_config
+from cotrain.teacher.target_model import load_config, load_pair
 from cotrain.training.job import objective
 from inference.drafts.draft_folder import REPORT, read
 from inference.drafts.weight_files import read_json
@@ -34,18 +34,10 @@ def run(cfg: ExportConfig) -> None:
         raise UserError(f"{cfg.draft.path} was made for {both}: give target.path= a folder that it was merged into")
     if served is None:
         raise UserError(f"{cfg.draft.path} does not name its target: give target.path=")
-    config, tokenizer = load_config(str(served))
-    path = hf.export(
-        cfg.draft.path,
-        cfg.output,
-        cfg.engine,
-        cfg.k,
-        target=str(served),
-        target_config=config,
-        target_tokenizer=tokenizer,
-        objective=None if cfg.objective is None else objective(cfg.objective),
-        replace=cfg.overwrite,
-    )
+    if cfg.layout in FEATURES:
+        path = _features(cfg, str(served))
+    else:
+        path = _plain(cfg, str(served))
     written = read(path).metadata
     assert written is not None
     print(f"wrote {path}")
@@ -55,7 +47,38 @@ def run(cfg: ExportConfig) -> None:
     lengths = tau_by_length(read_json(report), written) if report.is_file() else ""
     if lengths:
         print(f"tau by draft length, predicted on held-out texts:\n{lengths}")
-    print(launch(cfg.engine, str(path.absolute()), place(str(served)), written.k, written.objective))
+    place_of = str(path.absolute()), place(str(served))
+    print(launch(cfg.engine, *place_of, written.k, written.objective, cfg.layout))
+
+
+def _features(cfg: ExportConfig, target: str) -> Path:
+    """A feature draft, whose embedding is the target's."""
+    asked = None if cfg.objective is None else objective(cfg.objective)
+    model, _ = load_pair(target)
+    assert cfg.draft.path
+    try:
+        return eagle3.export(
+            cfg.draft.path, cfg.output, cfg.layout, cfg.k, target=model, objective=asked, replace=cfg.overwrite
+        )
+    except ValueError as error:
+        raise UserError(f"layout={cfg.layout}: {error}") from error
+
+
+def _plain(cfg: ExportConfig, target: str) -> Path:
+    """A causal LM."""
+    config, tokenizer = load_config(target)
+    assert cfg.draft.path
+    return hf.export(
+        cfg.draft.path,
+        cfg.output,
+        cfg.engine,
+        cfg.k,
+        target=target,
+        target_config=config,
+        target_tokenizer=tokenizer,
+        objective=None if cfg.objective is None else objective(cfg.objective),
+        replace=cfg.overwrite,
+    )
 
 
 def _refuse(cfg: ExportConfig) -> None:

@@ -77,6 +77,25 @@ def _transformers(draft: str, target: str, k: int, objective: str) -> str:
     return shlex.join(["python", "-c", code])
 
 
+def _vllm_features(draft: str, target: str, k: int, objective: str) -> str:
+    settings = draft_model(draft, k, objective, "eagle3")
+    return shlex.join(["vllm", "serve", target, "--speculative-config", _json(settings)])
+
+
+def _sglang_features(draft: str, target: str, k: int, objective: str) -> str:
+    return _sglang(draft, target, k, objective).replace("STANDALONE", "EAGLE3")
+
+
+def _tensorrt_llm_features(draft: str, target: str, k: int, objective: str) -> str:
+    return _tensorrt_llm(draft, target, k, objective).replace("Draft_Target", "Eagle3")
+
+
+# feature drafts, by the layouts of `eagle3`: what serves them
+FEATURES: dict[str, dict[str, Command]] = {
+    "eagle3": {"vllm": _vllm_features, "sglang": _sglang_features, "tensorrt_llm": _tensorrt_llm_features},
+    "speculators": {"vllm": _vllm_features},
+}
+
 ENGINES = {
     "vllm": ServingEngine(
         "hf", "vllm>=0.28", ("sampled", "greedy"), _vllm,
@@ -109,12 +128,12 @@ def engine_named(name: str) -> ServingEngine:
 
 def refuse_layout(engine: str, layout: str) -> None:
     """Raise UserError naming the key for a layout that the engine does not load."""
-    loads = engine_named(engine).layout
-    if layout != loads:
-        raise UserError(f"layout={layout}: {engine} loads {loads}")
+    loads = [engine_named(engine).layout, *(name for name, serves in FEATURES.items() if engine in serves)]
+    if layout not in loads:
+        raise UserError(f"layout={layout}: {engine} loads {', '.join(loads)}")
 
 
-def launch(engine: str, draft_path: str, target: str, k: int, objective: str) -> str:
+def launch(engine: str, draft_path: str, target: str, k: int, objective: str, layout: str = "hf") -> str:
     """The command that serves `target` with the draft in `draft_path`, k drafts a round, for a POSIX shell.
 
     objective: "sampled" or "greedy", what the draft was trained for; it sets the engine's drafting. Raises
@@ -125,7 +144,8 @@ def launch(engine: str, draft_path: str, target: str, k: int, objective: str) ->
         raise ValueError(f"export.objective: {objective!r} is none of {', '.join(OBJECTIVES)}")
     if k < 1:
         raise ValueError(f"export.k must be at least 1, not {k}")
-    return row.command(draft_path, target, k, objective)
+    command = FEATURES[layout][engine] if layout in FEATURES else row.command
+    return command(draft_path, target, k, objective)
 
 
 def place(target: str) -> str:

@@ -26,6 +26,7 @@ ANY = -1  # the depth of a guess that is the same at every depth
 DEFAULT = "independent"  # the kind of a draft folder that does not say it
 KINDS = {  # kind -> module:class, imported when asked for
     DEFAULT: "cotrain.students.independent:Independent",
+    "eagle": "cotrain.students.eagle:Eagle",
     "retrieval": "cotrain.students.retrieval:Retrieval",
     "hybrid": "cotrain.students.hybrid:Hybrid",
 }
@@ -103,6 +104,16 @@ class Student(Protocol):
         by a student that reads no text but through the target."""
         return True
 
+    @property
+    def known(self) -> Tensor:
+        """Which ids (V,) it can draft, bool."""
+        size = self.vocabulary or self.network.config.get_text_config().vocab_size
+        return torch.ones(size, dtype=torch.bool)
+
+    def know(self, counts: Tensor) -> None:
+        """Choose those ids, of a kind that knows `draft.vocabulary` of them, by how often each is in texts (V,)."""
+        return None
+
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
         """What it guesses of a batch, by depth from 0 on, or one guess of depth ANY. batch: ids (B, T), position_ids
         (B, T) of packed texts. No guess may depend on a token from its round's first new one on, but through the
@@ -139,6 +150,13 @@ def _named(place: str) -> Any:
     """The object at module:name."""
     module, _, name = place.partition(":")
     return getattr(import_module(module), name)
+
+
+def refuse_keys(draft: "Draft", *keys: str) -> None:
+    """Raise ValueError for a setting that this kind of draft does not have."""
+    for key in keys:
+        if (value := getattr(draft, key)) is not None:
+            raise ValueError(f"draft.{key}={value}: {draft.kind} drafts do not have it; draft.{key}=null")
 
 
 def refuse_mixed(guesses: list[Guess]) -> None:

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from cotrain.config.settings import Draft, Init
-from cotrain.students.base import DEFAULT, Guess, Seen, Student
+from cotrain.students.base import DEFAULT, Guess, Seen, Student, refuse_keys
 from cotrain.teacher.target_model import halves, keeps_apart, split
 from inference import proposers
 from inference.models.dtypes import quantised
@@ -35,6 +35,7 @@ class Independent(Student):
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
         """The network before training. Raises ValueError naming the key that is wrong."""
+        refuse_keys(draft, "depths", "vocabulary")
         if init.kind == "scratch":
             return scratch(target, draft.width, draft.layers, draft.intermediate, draft.head_dim, draft.kv_heads)
         if init.kind == "target_layers":
@@ -117,7 +118,7 @@ def from_layers(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedMod
     if kinds:
         config.layer_types = [kinds[layer] for layer in chosen]
     draft = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    source, state = _plain(target), {}
+    source, state = plain(target), {}
     for name, value in draft.state_dict().items():
         origin = _renumber(name, chosen)
         if origin not in source or source[origin].shape != value.shape:
@@ -128,7 +129,7 @@ def from_layers(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedMod
     return draft
 
 
-def _plain(target: PreTrainedModel) -> dict[str, torch.Tensor]:
+def plain(target: PreTrainedModel) -> dict[str, torch.Tensor]:
     """The target's tensors by name; quantised ones (bitsandbytes) as the numbers that they stand for."""
     state = target.state_dict()  # on a CPU this also undoes the packing of 4-bit weights
     for name, weight in target.named_parameters():

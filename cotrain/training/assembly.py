@@ -3,6 +3,7 @@
 import sys
 from functools import partial
 
+import torch
 from transformers import PreTrainedModel
 
 from cotrain.bench.quantisation_table import refuse_unknown
@@ -50,6 +51,19 @@ def held_out_texts(job: Job) -> dict[float, HeldOut]:
     }
     _own(job, judged)
     return judged
+
+
+def prune(job: Job, student: Student) -> None:
+    """Give a draft of draft.vocabulary= tokens those that are most in the texts that it learns from."""
+    sampled = parts(job, 1)[1]
+    tokens = sampled.ids[:, 1:][sampled.predicted].long()
+    student.know(torch.bincount(tokens, minlength=job.vocabulary))
+
+
+def coverage(held: HeldOut, known: torch.Tensor) -> float:
+    """The share of sampled tokens that a draft knows, known (V,) bool: no other is ever drafted."""
+    tokens = held.texts.ids[:, 1:][held.texts.predicted]
+    return float(known.cpu()[tokens.long()].double().mean())
 
 
 def trained_by(job: Job, student: Student, taught: list[Stage], judged: dict[float, HeldOut]) -> Distillation:

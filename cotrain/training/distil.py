@@ -21,7 +21,16 @@ from cotrain.evaluation import comparison, profile
 from cotrain.evaluation.held_out import DEPTHS, HeldOut
 from cotrain.students.base import UNTRAINED, Student, prepare
 from cotrain.teacher.provenance import Provenance
-from cotrain.training.assembly import begun, foreign, held_out_texts, refuse_run, stages, trained_by
+from cotrain.training.assembly import (
+    begun,
+    coverage,
+    foreign,
+    held_out_texts,
+    prune,
+    refuse_run,
+    stages,
+    trained_by,
+)
 from cotrain.training.callbacks import MeasureSpeed
 from cotrain.training.fit import fit
 from cotrain.training.interrupts import Signals, listening
@@ -53,9 +62,14 @@ def _distilled(cfg: TrainConfig, folder: Path, sources: dict[str, Source], signa
     student = begun(cfg, target, job.vocabulary)
     if cfg.draft.kind in UNTRAINED:
         return untrained(job, student)
+    job.reads = student.reads
     losses = stages(cfg.loss)
     refuse_run(job, student, losses)
     texts = held_out_texts(job)  # those that are learnt from are sampled phase by phase
+    if cfg.draft.vocabulary:
+        prune(job, student)
+        covered = coverage(texts[cfg.regime.temperature], student.known)
+        print(f"the draft knows {cfg.draft.vocabulary} tokens, which are {100 * covered:.2f} % of held-out texts")
     module = trained_by(job, student, losses, texts)
     others = foreign(job)
     speed = ranking(job, module)
@@ -118,6 +132,13 @@ def biased(module: Distillation, others: tuple[HeldOut, Provenance]) -> dict[str
     return asdict(found) | {"alpha": alpha, "alpha_own": own}
 
 
+def _pruned(job: Job, module: Distillation) -> dict[str, Any] | None:
+    """Of a draft that knows some tokens alone, how many, and their share of held-out texts in the regime."""
+    size = job.cfg.draft.vocabulary
+    held = module.held_out[job.cfg.regime.temperature]
+    return {"tokens": size, "coverage": coverage(held, module.student.known)} if size else None
+
+
 def _profiles(module: Distillation) -> dict[str, Any]:
     """Acceptance by draft temperature and context, at each temperature of the target, and said."""
     found = module.profiles()
@@ -146,6 +167,7 @@ def export(
         "top": job.cfg.trainer.top,
         "adapter": job.cfg.target.adapter,
         "draft_quantisation": job.cfg.draft.quantisation,
+        "draft_vocabulary": _pruned(job, module),
         "learnt": {
             "completions": job.chats,
             "template": OmegaConf.to_container(cast(Any, job.cfg.data.template)),

@@ -23,7 +23,7 @@ from cotrain.data.training_texts import WHOLE, Sampled, Share, Source, blocks_te
 from cotrain.rollout.fingerprints import identity
 from cotrain.rollout.kept_texts import Texts
 from cotrain.rollout.samplers import Ask, Own, Remote, Sampler
-from cotrain.students.base import LAST, student_class
+from cotrain.students.base import LAST
 from cotrain.teacher.states_cache import Shards
 from cotrain.teacher.target_laws import Head, Reader
 from cotrain.teacher.target_model import adapted, load_pair, served
@@ -37,7 +37,7 @@ from inference.servers.openai_client import Client
 
 @dataclass
 class Job:
-    """A run's models, its folder and its settings."""
+    """A run's models, its folder and its settings. reads: layers of the target that its student reads beyond LAST."""
 
     cfg: TrainConfig
     folder: Path
@@ -46,16 +46,12 @@ class Job:
     sources: dict[str, Source] = field(default_factory=dict)
     texts_given: dict[str, Texts] = field(default_factory=dict)
     signals: Signals = field(default_factory=Signals)
+    reads: tuple[int, ...] = ()
 
     @cached_property
     def halves(self) -> tuple[Reader, Head]:
         """The target's, see `target_model.served`, which tries them."""
         return served(self.target, self.vocabulary, self.reads)
-
-    @property
-    def reads(self) -> tuple[int, ...]:
-        """Layers of the target that the student reads beyond the last."""
-        return student_class(self.cfg.draft.kind).reads
 
     @property
     def vocabulary(self) -> int:

@@ -114,7 +114,8 @@ def write(
     _same_tokenizer("the draft to save", tokenizer, metadata.target)
     model.save_pretrained(folder)
     _config(model).save_pretrained(folder)
-    _generation(model, metadata.k).save_pretrained(folder)
+    if model.can_generate():
+        _generation(model, metadata.k).save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     if report is not None:
@@ -131,7 +132,7 @@ def _config(model: PreTrainedModel) -> PretrainedConfig:
     """
     config = copy.deepcopy(model.config)
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    config.tie_word_embeddings = head is not None and head.weight is embedding.weight
+    config.tie_word_embeddings = None not in (head, embedding) and head.weight is embedding.weight
     return config
 
 

@@ -72,10 +72,11 @@ class Server:
             self.process.kill()
 
 
-def draft_model(folder: str, k: int, objective: str = "sampled") -> dict[str, Any]:
-    """speculative_config of an independent draft, which drafts as it was trained to: vLLM's own default is greedy."""
+def draft_model(folder: str, k: int, objective: str = "sampled", method: str = "draft_model") -> dict[str, Any]:
+    """speculative_config of an independent draft, or by another method of vLLM's, which drafts as it was trained to:
+    vLLM's own default is greedy."""
     sample = "probabilistic" if objective == "sampled" else "greedy"
-    return {"method": "draft_model", "model": folder, "num_speculative_tokens": k, "draft_sample_method": sample}
+    return {"method": method, "model": folder, "num_speculative_tokens": k, "draft_sample_method": sample}
 
 
 def custom_class(k: int) -> dict[str, Any]:

@@ -1,0 +1,94 @@
+"""Feature drafts as engines load them: the EAGLE-3 format (vLLM, SGLang, TensorRT-LLM), or that of speculators.
+
+A draft folder of this kind has the EAGLE-3 format as it is: names, d2t, and no embedding, which engines share with the
+target. speculators' differs in config.json and in `layers.0.`, and has the embedding.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace as changed
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from cotrain.errors import UserError
+from inference.drafts.atomic import new_folder
+from inference.drafts.draft_folder import Metadata, load_tokenizer, read, write
+from inference.drafts.weight_files import CONFIG, WEIGHTS, read_json
+from inference.proposers.eagle_network import EagleNetwork
+
+LAYOUTS = ("eagle3", "speculators")
+
+
+def export(
+    source: str | Path,
+    output: str | Path,
+    layout: str = "eagle3",
+    k: int | None = None,
+    *,
+    target: PreTrainedModel,
+    objective: str | None = None,
+    replace: bool = False,
+) -> Path:
+    """Copy a draft folder of kind eagle to one that engines load; target: the model that it was made for.
+
+    k: drafts a round, objective: "sampled" or "greedy", by default what cotrain.json says. Its metadata names the
+    target's layers both ways: as inputs of layers (vLLM, SGLang), and as outputs of those before (TensorRT-LLM).
+    Raises UserError for an unknown layout, ValueError for a folder of another kind or a target of other sizes.
+    """
+    if layout not in LAYOUTS:
+        raise UserError(f"layout={layout}: feature drafts have {', '.join(LAYOUTS)}")
+    found = read(source)
+    if found.kind != "eagle" or found.metadata is None:
+        raise ValueError(f"{source}: kind is {found.kind!r}, not eagle")
+    network: EagleNetwork = EagleNetwork.from_pretrained(source, dtype="auto", use_safetensors=True)
+    network.fits(target, str(source))
+    metadata = changed(found.metadata, k=k or found.metadata.k, objective=objective or found.metadata.objective)
+    layers = list(network.config.layers)
+    numbered = {"layout": layout, "inputs_of_layers": layers, "outputs_of_layers": [layer - 1 for layer in layers]}
+    metadata = changed(metadata, made={**metadata.made, "export": numbered})
+    with new_folder(Path(output), replace=replace) as new:
+        write(network, load_tokenizer(Path(source)), new, metadata, None)
+        if layout == "speculators":
+            _as_speculators(new, network, metadata, target)
+    return Path(output)
+
+
+def _as_speculators(folder: Path, network: EagleNetwork, metadata: Metadata, target: PreTrainedModel) -> None:
+    """The written folder in speculators' format."""
+    embedding: Any = target.get_input_embeddings()
+    save_file(renamed(load_file(folder / WEIGHTS)) | {"embed_tokens.weight": embedding.weight.detach().cpu().clone()},
+              folder / WEIGHTS, metadata={"format": "pt"})  # fmt: skip
+    config = speculators_config(read_json(folder / CONFIG), metadata, type(target).__name__)
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def renamed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of the EAGLE-3 format by speculators' names."""
+    return {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+
+
+def speculators_config(ours: Mapping[str, Any], metadata: Metadata, architecture: str) -> dict[str, Any]:
+    """config.json of an EAGLE-3 folder -> of speculators; architecture: of the target."""
+    proposal = {"proposal_type": "greedy", "speculative_tokens": metadata.k, "verifier_accept_k": 1,
+                "accept_tolerance": 0.0}  # fmt: skip
+    verifier = {"name_or_path": metadata.target["name"], "architectures": [architecture]}
+    apart = ("architectures", "draft_vocab_size", "eagle_config", "depths", "transformers_version")
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "draft_vocab_size": ours["draft_vocab_size"],
+        "norm_before_residual": False,
+        "target_hidden_size": ours["hidden_size"],
+        "eagle_aux_hidden_state_layer_ids": ours["eagle_config"]["eagle_aux_hidden_state_layer_ids"],
+        "transformer_layer_config": {name: value for name, value in ours.items() if name not in apart},
+        "speculators_config": {
+            "algorithm": "eagle3", "default_proposal_method": "greedy", "proposal_methods": [proposal],
+            "verifier": verifier,
+        },
+        "tie_word_embeddings": False,
+        "dtype": ours["dtype"],
+    }  # fmt: skip

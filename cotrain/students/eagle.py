@@ -1,0 +1,219 @@
+"""A feature draft, trained as it drafts: on features of the target first, then on its own outputs (EAGLE-3, Li et al.
+2025, 2503.01840, "training-time test").
+
+B texts, T tokens, H width. A round whose first new token is m + 2 has features of tokens 0 .. m: it makes the guess of
+depth j, at place m + 1 + j, from pairs 0 .. m of the target's features and j pairs of its own, see
+`inference.proposers.eagle_network`. All rounds of a text are made at once: n rounds a text, one for each m.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from cotrain.config.settings import Draft, Init
+from cotrain.students.base import Guess, Seen, Student
+from cotrain.students.independent import plain
+from inference.proposers import eagle
+from inference.proposers.eagle_network import EagleConfig, EagleNetwork, fused
+
+PARTS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj",
+         "mlp.down_proj", "post_attention_layernorm")  # fmt: skip
+
+JUDGED = 8  # depths of guesses that are not learnt from: rounds may go on behind the depths that were trained
+
+
+class Eagle(Student):
+    """The student of `inference.proposers.eagle`."""
+
+    kind = "eagle"
+
+    network: EagleNetwork
+    target: PreTrainedModel
+
+    def __init__(
+        self, network: PreTrainedModel, target: PreTrainedModel | None = None, vocabulary: int | None = None
+    ) -> None:
+        if target is None or not isinstance(network, EagleNetwork):
+            raise ValueError(f"draft.kind: an eagle is an EagleNetwork beside its target, not {type(network).__name__}")
+        super().__init__(network, target, vocabulary or network.config.vocab_size)
+        self.reads = tuple(sorted({*network.config.layers}))
+
+    @classmethod
+    def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
+        """scratch: random; target_layers: the last of init.layers, over the highest features, and the target's norm and
+        head; pretrained: an EAGLE-3 folder, draft.path."""
+        if init.kind == "pretrained" and draft.path:
+            found: EagleNetwork = EagleNetwork.from_pretrained(draft.path, dtype=torch.float32)
+            found.fits(target, draft.path)
+            return found
+        if init.kind not in ("scratch", "target_layers"):
+            raise ValueError(
+                f"init.kind: {init.kind!r} is none of scratch, target_layers, pretrained (with draft.path=)"
+            )
+        network = EagleNetwork(_config(draft, target, init.kind == "target_layers"))
+        if network.pruned:  # until texts are counted
+            network.know(range(network.config.draft_vocab_size))
+        if init.kind == "target_layers":
+            _copied(network, target, init.layers)
+        return network
+
+    def refuse(self) -> None:
+        """Raises ValueError for states of another width, and for layers that the target does not have."""
+        self.network.fits(self.target, "draft")
+
+    @property
+    def known(self) -> Tensor:
+        if self.network.pruned:
+            return self.network.t2d[: self.vocabulary]
+        return super().known
+
+    def know(self, counts: Tensor) -> None:
+        """Give a pruned vocabulary the tokens that are most in counts (V,), with their rows of the target's head."""
+        if self.network.pruned:
+            top = counts[: self.vocabulary].topk(self.network.config.draft_vocab_size).indices
+            self.network.know(sorted(top.tolist()), self.target.get_output_embeddings().weight)
+
+    def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
+        network, ids = self.network, batch["ids"]
+        rounds = Rounds(ids, batch.get("position_ids"))
+        features, first = network.features(seen.states), Attention(network.groups, network.scale)
+        found = []
+        depths = network.config.depths if torch.is_grad_enabled() else max(network.config.depths, JUDGED)
+        for depth in range(min(depths, ids.shape[1] - 1)):
+            count = ids.shape[1] - 1 - depth
+            embedded = self.embedded(ids[:, depth + 1 :])
+            attend = first.at(depth, rounds.sees[:, :count])
+            angles = network.angles(rounds.positions[:, :count] + depth)
+            features = network.layer(embedded, features[:, :count], *angles, attend)
+            at, inside = rounds.places(depth)
+            states = network.norm(features)[inside]
+            found.append(Guess(depth, at, states, self.head, tuple(network.lm_head.parameters())))
+        return found
+
+    def embedded(self, ids: Tensor) -> Tensor:
+        """The target's embeddings of ids (B, n) -> (B, n, H), in the draft's dtype."""
+        with torch.no_grad():
+            found: Tensor = self.target.get_input_embeddings()(ids)
+        return found.to(self.network.fc.weight.dtype)
+
+    def head(self, states: Tensor) -> Tensor:
+        return self.network.head(states, self.vocabulary)
+
+    def proposer(self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False) -> eagle.Eagle:
+        return eagle.Eagle(self.network, greedy, compile=compile)
+
+    @classmethod
+    def load(cls, folder: Path, target: PreTrainedModel | None = None, vocabulary: int | None = None) -> "Eagle":
+        return cls(EagleNetwork.from_pretrained(folder, dtype=torch.float32), target, vocabulary)
+
+
+class Rounds:
+    """The rounds of texts ids (B, T), of each place m but the last one; position_ids (B, T) of packed texts: a round
+    keeps to the text of its place.
+
+    positions (B, T-1) of pairs; sees (B, T-1, T-1): which pairs of the target a round has.
+    """
+
+    def __init__(self, ids: Tensor, position_ids: Tensor | None) -> None:
+        B, T = ids.shape
+        every = torch.arange(T, device=ids.device).expand(B, T)
+        positions = every if position_ids is None else position_ids
+        self.text = (positions == 0).cumsum(1)  # which of the row's texts a token is of
+        self.positions = positions[:, :-1]
+        of = self.text[:, :-1]
+        self.sees = (of.unsqueeze(2) == of.unsqueeze(1)) & (every[:, None, :-1] <= every[:, :-1, None])
+
+    def places(self, depth: int) -> tuple[Tensor, Tensor]:
+        """Of the guesses of a depth, flat places (N,) and which of the rounds (B, T-1-depth) make one: those whose
+        drafts are still of their text."""
+        T = self.text.shape[1]
+        inside = self.text[:, : T - 1 - depth] == self.text[:, depth + 1 :]
+        every = torch.arange(self.text.numel(), device=self.text.device).view(self.text.shape)
+        return every[:, depth + 1 :][inside], inside
+
+
+class Attention:
+    """Attention of rounds: at every depth over the pairs of the target that the round has, and its own pairs since."""
+
+    def __init__(self, groups: int, scale: float) -> None:
+        self.groups, self.scale = groups, scale
+        self.kept: list[tuple[Tensor, Tensor]] = []  # of each depth, keys and values (B, heads, n, D)
+
+    def at(self, depth: int, sees: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        """sees (B, n, T-1): of the n rounds of this depth."""
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+            self.kept.append((self._spread(k), self._spread(v)))
+            return self._attended(q * self.scale, depth, sees).transpose(1, 2).flatten(2)
+
+        return attend
+
+    def _spread(self, part: Tensor) -> Tensor:
+        """Of each group -> of each head."""
+        return part.repeat_interleave(self.groups, 1)
+
+    def _attended(self, q: Tensor, depth: int, sees: Tensor) -> Tensor:
+        """q (B, heads, n, D) -> the same: one softmax over the target's pairs and the round's own."""
+        (keys, values), own = self.kept[0], [(k[:, :, : q.shape[2]], v[:, :, : q.shape[2]]) for k, v in self.kept[1:]]
+        scores = (q @ keys.transpose(2, 3)).masked_fill(~sees.unsqueeze(1), -torch.inf)
+        mine = [(q * k).sum(-1, keepdim=True) for k, _ in own]
+        share = torch.cat((scores, *mine), -1).softmax(-1)
+        theirs, *each = share.split([keys.shape[2], *[1] * depth], -1)
+        return sum((w * v for w, (_, v) in zip(each, own, strict=True)), theirs @ values)
+
+
+def _config(draft: Draft, target: PreTrainedModel, like: bool) -> EagleConfig:
+    """like: the decoder layer has the shape of the target's."""
+    theirs = target.config.get_text_config()
+    width, rope = theirs.hidden_size, theirs.to_dict().get("rope_parameters") or {}
+    heads = theirs.num_attention_heads if like else max(width // draft.head_dim, 1)
+    layers = fused(theirs.num_hidden_layers)
+    if draft.depths is None:
+        raise ValueError("draft.depths: drafts of a round that an eagle is trained for: give it, as draft.depths=6")
+    if draft.vocabulary and draft.vocabulary > theirs.vocab_size:
+        raise ValueError(f"draft.vocabulary: {draft.vocabulary} of {theirs.vocab_size} tokens; null for all")
+    return EagleConfig(
+        hidden_size=width,
+        intermediate_size=theirs.intermediate_size if like else draft.intermediate,
+        num_attention_heads=heads,
+        num_key_value_heads=theirs.num_key_value_heads if like else min(draft.kv_heads, heads),
+        head_dim=(getattr(theirs, "head_dim", None) or width // heads) if like else draft.head_dim,
+        rms_norm_eps=getattr(theirs, "rms_norm_eps", 1e-6),
+        rope_theta=rope.get("rope_theta", 10000.0),
+        max_position_embeddings=theirs.max_position_embeddings,
+        vocab_size=theirs.vocab_size,
+        draft_vocab_size=draft.vocabulary,
+        eagle_config={"eagle_aux_hidden_state_layer_ids": list(layers), "use_aux_hidden_state": True},
+        depths=draft.depths,
+        bos_token_id=theirs.bos_token_id,
+        eos_token_id=theirs.eos_token_id,
+        pad_token_id=theirs.pad_token_id,
+    )
+
+
+@torch.no_grad()
+def _copied(network: EagleNetwork, target: PreTrainedModel, layers: list[int]) -> None:
+    """Start as that layer of the target over its highest features, blind to the embedding: half way to its last state,
+    which its norm and head read."""
+    count, width = target.config.get_text_config().num_hidden_layers, network.config.hidden_size
+    if not layers or not -count <= layers[-1] < count:
+        raise ValueError(f"init.layers: {list(layers)}: its last is none of the target's {count} layers")
+    source, place = plain(target), f"layers.{layers[-1] % count}."
+    named = {name.partition(place)[2]: weight for name, weight in source.items() if place in name}
+    for part in PARTS:
+        ours, theirs = network.midlayer.get_submodule(part).weight, named.get(f"{part}.weight")
+        if theirs is None or theirs.shape[0] != ours.shape[0]:
+            raise ValueError(f"init=target_layers: the target's {place} has no {part} that fits; init=scratch")
+        ours.zero_()[..., -theirs.shape[-1] :] = theirs
+    network.midlayer.hidden_norm.weight.copy_(named["input_layernorm.weight"])
+    network.fc.weight.zero_()[:, -width:] = torch.eye(width, device=network.fc.weight.device)
+    norms = [weight for name, weight in source.items() if name.endswith(".norm.weight") and weight.shape == (width,)]
+    if norms:
+        network.norm.weight.copy_(norms[-1])
+    rows = target.get_output_embeddings().weight
+    network.lm_head.weight.copy_(rows[network.known] if network.pruned else rows)

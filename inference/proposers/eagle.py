@@ -1,0 +1,244 @@
+"""A feature draft: one decoder layer over what the target knew of each token (EAGLE-3, Li et al. 2025, 2503.01840).
+
+Pair s of a text is the target's features of token s beside the embedding of token s + 1, see `eagle_network`; its keys
+and values are in slot s of a cache of one layer. A round first stores the pairs of the tokens that were accepted, with
+the features that the target's pass left, then goes on with pairs of its own, which the next round overwrites.
+A rows, n pairs a row, H width, K drafts of a round, V vocabulary.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from inference.models import llama
+from inference.models.cache import SlotCache, Window
+from inference.models.dtypes import widened
+from inference.models.forward import additive, attention, picked, seen_from
+from inference.models.passes import States
+from inference.models.replays import Replays
+from inference.proposers.base import Beside, Host, Outcome, Proposal, Proposer, Round
+from inference.proposers.eagle_network import EagleNetwork
+from inference.sampling import certain
+
+FIRST_SLOTS, CHUNK = 256, 512  # slots at first; pairs of a prompt that are stored at once
+Choose = Callable[[Tensor, list[Tensor]], tuple[Tensor, Tensor]]  # logits (A, V), drafts (A,) so far -> ids (A,), law
+
+
+class Eagle(Proposer):
+    """Drafts with the network of `eagle_network` beside the target that it was made for, on whose device it is.
+
+    It drafts nothing for a text of one token, of which the target has read nothing. greedy: the likeliest tokens,
+    one-hot laws. compile: on a GPU its rounds are replayed as CUDA graphs, None: where the target's passes are.
+    """
+
+    def __init__(self, network: EagleNetwork, greedy: bool = False, *, compile: bool | None = None) -> None:
+        self.network, self.greedy, self.compile = network.eval(), greedy, compile
+        self.reads = tuple(sorted({*network.config.layers}))
+        self.host: Host | None = None
+        self.stored: list[int] = []  # pairs of each row that its slot holds
+        self.waiting: list[int] = []  # pairs behind them whose features are known
+        self.longest = 0  # drafts of a replayed round, as many each time
+
+    @classmethod
+    def load(cls, folder: Path, beside: Beside) -> "Eagle":
+        """From a folder in the EAGLE-3 format. Raises ValueError for one that was made for a target of other sizes."""
+        network: EagleNetwork = EagleNetwork.from_pretrained(folder, dtype="auto", use_safetensors=True)
+        network.fits(beside.target, str(folder))
+        torch.nn.Module.to(network, beside.target.device)
+        greedy = bool(beside.made and beside.made.objective == "greedy")
+        return cls(widened(network), greedy, compile=beside.compile)
+
+    @property
+    def weights(self) -> str:
+        return str(self.network.dtype).removeprefix("torch.")
+
+    def open(self, host: Host) -> None:
+        config, device = self.network.config, host.target.device
+        held = self.network.dtype if device.type == "cuda" else torch.promote_types(self.network.dtype, torch.float32)
+        if host != self.host:  # slots are kept from call to call
+            self.host, rows = host, host.rows + host.spare
+            self.embedding = host.target.model.get_input_embeddings()
+            self.shape = llama.Shape(config.num_attention_heads, config.num_key_value_heads, config.head_dim,
+                                     self.network.scale, config.rms_norm_eps, held)  # fmt: skip
+            self.cache = SlotCache(1, rows, min(FIRST_SLOTS, host.context), host.context)
+            like = torch.empty(rows, config.num_key_value_heads, 0, config.head_dim, dtype=held, device=device)
+            self.cache.stores[0].lazy_initialization(like, like)
+            self.cache.before_growth(self._forget)
+            self._forget()
+        self.features = self.network.fc.weight.new_zeros(host.rows + host.spare, 1, config.hidden_size)
+        self.stored, self.waiting, self.longest = [], [], 0
+
+    def _forget(self) -> None:
+        """What was made for the slots that there were: angles, recordings."""
+        self.table: tuple[Tensor, Tensor] | None = None
+        replayed = self.host is not None and self.host.target.replayed and self.compile is not False
+        self.replays = Replays(self.features_device) if replayed else None
+
+    @property
+    def features_device(self) -> torch.device:
+        return self.network.fc.weight.device
+
+    def stage(self, low: int, prompts: Sequence[list[int]], states: States) -> None:
+        """All pairs of the prompts, and the features of their last ones, which begin the first round."""
+        A, features = len(prompts), self._features(states)
+        width = features.shape[1]
+        ids = [prompt[1:] + prompt[-1:] * (width + 1 - len(prompt)) for prompt in prompts]
+        every = torch.arange(width, device=features.device).expand(A, width)
+        for begin in range(0, width, CHUNK):
+            part = slice(begin, begin + CHUNK)
+            here = torch.tensor([one[part] for one in ids], device=features.device)
+            self._layer(here, features[:, part], every[:, part], self._slots(begin + here.shape[1]), low)
+        last = torch.tensor([max(len(prompt) - 2, 0) for prompt in prompts], device=features.device)
+        self.features[low : low + A, 0] = picked(features, last)[:, 0] if width else 0.0
+
+    def admit(self, low: int, prompts: Sequence[list[int]], states: States) -> None:
+        self.stage(low, prompts, states)
+        for prompt in prompts:
+            self._begin(prompt)
+
+    def enter(self, source: int, target: int, prompt: list[int]) -> None:
+        self._begin(prompt)
+        self._copy(source, target)
+
+    def _begin(self, prompt: list[int]) -> None:
+        self.stored.append(max(len(prompt) - 2, 0))
+        self.waiting.append(min(len(prompt) - 1, 1))
+
+    def _features(self, states: States) -> Tensor:
+        """Without what is not finite, which a slot would keep: such a row ends or goes on without drafts."""
+        return self.network.features(states).nan_to_num(0.0, 0.0, 0.0)
+
+    def propose(self, turn: Round) -> Proposal:
+        """None for rows without a pair."""
+        pairs = [len(text) - 1 for text in turn.texts]
+        lacking = [one - stored for one, stored in zip(pairs, self.stored, strict=True)]
+        k = [k if one else 0 for k, one in zip(turn.k, pairs, strict=True)]
+        self.longest = max(self.longest, *k)
+        if not max(k):
+            return Proposal(torch.empty(len(k), 0, dtype=torch.int64, device=self.features_device), None, k)
+        fixed = self.replays is not None and max(lacking) <= self.longest + 1
+        K, width = (self.longest, self.longest + 1) if fixed else (max(k), max(*lacking, 1))
+        given = self._given(turn, k, lacking, width)
+        limit = max(self.stored) + width + K
+        found = self._replayed(turn, given, limit, K) if fixed else None
+        if found is None:
+            found = self._drafted(given, self._slots(limit), K, self._by(turn))
+        self.stored, self.waiting = pairs, [0] * len(k)
+        return Proposal(found[0][:, : max(k)], found[1][:, : max(k)], k)
+
+    def _given(self, turn: Round, k: list[int], lacking: list[int], width: int) -> dict[str, Tensor]:
+        """Of the pairs that slots lack, ids of their second tokens (A, width), features (A, width, H), the first's
+        place `pairs` (A,) and the last's column `only` (A,); behind a row's last pair stands anything."""
+        tails = [text[-one:] if one else text for text, one in zip(turn.texts, lacking, strict=True)]
+        ids = [tail + tail[-1:] * (width - len(tail)) for tail in tails]
+        sent = turn.send(k, lacking=ids, pairs=self.stored, only=[max(one - 1, 0) for one in lacking])
+        self._room(width)
+        found = {name: sent[name].to(self.features_device) for name in ("lacking", "pairs", "only")}
+        return found | {"features": self.features[: len(k), :width]}
+
+    def _replayed(self, turn: Round, given: Mapping[str, Tensor], limit: int, K: int) -> tuple[Tensor, Tensor] | None:
+        """As `_drafted`, by a CUDA graph that was recorded for these shapes; None where laws take more than tensors."""
+        inputs = turn.inputs()
+        slots = self._slots(1 << (limit - 1).bit_length())
+        if inputs is None or self.replays is None:
+            return None
+
+        def run(here: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+            return self._drafted(here, slots, K, self._by(turn.on(here)))
+
+        found: tuple[Tensor, Tensor] | None = self.replays(
+            ("eagle", K, slots, turn.key), inputs | given, turn.steady, lambda: run
+        )
+        return found
+
+    def _by(self, turn: Round) -> Choose:
+        """By the round's laws and draws."""
+
+        def choose(logits: Tensor, drafted: list[Tensor]) -> tuple[Tensor, Tensor]:
+            law = turn.law(logits, drafted)
+            law = certain(law) if self.greedy else law
+            return turn.draw(law, len(drafted)), law
+
+        return choose
+
+    def _drafted(self, given: Mapping[str, Tensor], slots: int, K: int, choose: Choose) -> tuple[Tensor, Tensor]:
+        """Drafts (A, K) and the laws (A, K, V) that they were drawn from; a function of tensors."""
+        ids, features, pairs, only = (given[name] for name in ("lacking", "features", "pairs", "only"))
+        positions = pairs.unsqueeze(1) + torch.arange(ids.shape[1], device=ids.device)
+        made, follows = picked(self._layer(ids, features, positions, slots), only), (pairs + only + 1).unsqueeze(1)
+        drafts: list[Tensor] = []
+        laws: list[Tensor] = []
+        for depth in range(K):
+            logits = self.network.head(self.network.norm(made[:, 0]), self.vocabulary)
+            x, law = choose(logits, drafts)
+            drafts.append(x.to(ids.device))
+            laws.append(law)
+            if depth + 1 < K:
+                made = self._layer(drafts[-1].unsqueeze(1), made, follows + depth, slots)
+        return torch.stack(drafts, 1), torch.stack(laws, 1)
+
+    @property
+    def vocabulary(self) -> int:
+        assert self.host is not None
+        return self.host.vocabulary
+
+    def _slots(self, limit: int) -> int:
+        """So many slots are read; there are more where these are too few."""
+        self.cache.aim(Window(0, 0, torch.empty(0, 1), None, limit))
+        if self.table is None:
+            with torch.inference_mode(False), torch.no_grad():
+                self.table = self.network.angles(torch.arange(self.cache.slots, device=self.features_device))
+        return min(limit, self.cache.slots)
+
+    def _layer(self, ids: Tensor, features: Tensor, positions: Tensor, slots: int, low: int = 0) -> Tensor:
+        """Pairs of ids and positions (A, n), features (A, n, H) -> (A, n, H); stored in the rows from `low` on."""
+        rows, held = slice(low, low + len(ids)), self.shape.held
+        mask = additive(seen_from(positions, torch.arange(slots, device=ids.device)), held)
+        row = torch.arange(low, low + len(ids), device=ids.device).unsqueeze(1)
+        store = self.cache.stores[0]
+        assert self.table is not None
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            for kept, new in ((store.keys, k), (store.values, v)):
+                kept.transpose(1, 2).index_put_((row, positions), new.to(held))
+            seen = store.keys[rows, :, :slots], store.values[rows, :, :slots]
+            return attention(mask, self.shape)(q.to(held).transpose(1, 2), *seen).to(features.dtype)
+
+        cos, sin = (part[positions] for part in self.table)
+        embedded = self.embedding(ids).to(features.dtype)
+        return self.network.layer(embedded, features, cos, sin, attend)
+
+    def commit(self, outcome: Outcome) -> None:
+        new = self._features(outcome.states)
+        A, width = new.shape[:2]
+        self._room(max(self.waiting) + width)
+        if any(self.waiting):  # nothing was drafted for a while
+            row = torch.arange(A, device=new.device).unsqueeze(1)
+            columns = torch.tensor(self.waiting, device=new.device).unsqueeze(1)
+            self.features[row, columns + torch.arange(width, device=new.device)] = new
+        else:
+            self.features[:A, :width] = new
+        self.stored = [max(min(stored, valid - 1), 0) for stored, valid in zip(self.stored, outcome.valid, strict=True)]
+        self.waiting = [max(valid - stored, 0) for stored, valid in zip(self.stored, outcome.valid, strict=True)]
+
+    def _room(self, width: int) -> None:
+        """For so many pairs that wait."""
+        rows, held, size = self.features.shape
+        if width > held:
+            wider = self.features.new_zeros(rows, max(width, 2 * held), size)
+            wider[:, :held] = self.features
+            self.features = wider
+
+    def move(self, source: int, target: int) -> None:
+        if source != target:
+            self.stored[target], self.waiting[target] = self.stored[source], self.waiting[source]
+            self._copy(source, target)
+        self.stored.pop()
+        self.waiting.pop()
+
+    def _copy(self, source: int, target: int) -> None:
+        """The slot of a row whose place is `target` by now."""
+        self.cache.move(source, target, self.stored[target])
+        self.features[target] = self.features[source]

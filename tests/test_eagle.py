@@ -1,0 +1,206 @@
+"""What is special to feature drafts: where they begin, packed texts, tokens that they do not know, folders, rounds that
+are replayed."""
+
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+import inference.proposers.eagle as eagle_module
+from cotrain.losses.registry import LOSSES
+from cotrain.losses.spec import parse
+from cotrain.students.base import Guess, Seen
+from cotrain.students.eagle import Eagle
+from cotrain.teacher.target_model import served
+from cotrain.training.assembly import coverage
+from cotrain.training.module import Distillation
+from cotrain.training.stages import Stage
+from inference import Engine, Sampling, load, proposers
+from inference.drafts.draft_folder import Metadata, save
+from inference.policy import Fixed
+from inference.proposers.eagle_network import EagleNetwork, fused
+from tests import kinds, standin
+from tests.tiny import tiny
+
+IDS = torch.randint(32, (2, 12), generator=torch.Generator().manual_seed(4))
+PROMPTS = [[i % 30 + 1 for i in range(n)] for n in (3, 9, 1, 6, 14)]
+WHOLE: dict[str, Any] = {"max_new_tokens": [7, 3, 20, 2, 15], "seed": 2, "ignore_eos": True}
+
+
+def draft(**settings: Any) -> Any:
+    keys = {"kind": "eagle", "path": None, "width": 16, "layers": 1, "intermediate": 24, "head_dim": 8, "kv_heads": 1}
+    return SimpleNamespace(**keys | {"depths": 3, "vocabulary": None} | settings)
+
+
+def started(target: Any, init: Any = None, **settings: Any) -> Eagle:
+    init = init or SimpleNamespace(kind="target_layers", layers=[0, -1])
+    return Eagle(Eagle.initial(draft(**settings), init, target).to(target.dtype), target)  # type: ignore[arg-type]
+
+
+def guessed(student: Eagle, ids: Tensor, states: Seen | None = None, **batch: Tensor) -> list[Guess]:
+    if states is None:
+        states = Seen(served(student.target, layers=student.reads)[0](ids))  # type: ignore[arg-type]
+    return student.guesses({"ids": ids, **batch}, states)
+
+
+def laws(guess: Guess) -> Tensor:
+    return guess.head(guess.states).log_softmax(-1)
+
+
+def test_layers_are_low_middle_and_high_ones() -> None:
+    assert fused(16) == (2, 8, 13) and fused(32) == (2, 16, 29)
+    for count in range(1, 12):
+        assert all(low <= high < count for low, high in pairwise(fused(count)))
+
+
+def test_it_begins_as_the_targets_last_layer() -> None:
+    """Blind to the newest token: its first guess at a place is the target's law one place before."""
+    target = tiny()
+    (first, *_), p = guessed(started(target), IDS), target(IDS).logits.log_softmax(-1).detach()
+    at = torch.stack((first.at // 12, first.at % 12))
+    assert bool((at[1] > 0).all()) and len(first.at) == 22
+    torch.testing.assert_close(laws(first), p[at[0], at[1] - 1], atol=1e-5, rtol=1e-4)
+
+
+def test_packed_texts_are_as_if_alone() -> None:
+    student = Eagle(kinds.eagle(tiny(), 0.3), tiny())
+    packed = IDS[:1]
+    places = torch.tensor([[*range(7), *range(5)]])
+    states = served(student.target, layers=student.reads)[0]
+    parts = packed[:, :7], packed[:, 7:]
+    alone = [states(part) for part in parts]
+    whole = Seen({layer: torch.cat([one[layer] for one in alone], 1) for layer in student.reads})
+    found = guessed(student, packed, whole, position_ids=places)
+    assert len(found) == 3
+    for depth, guess in enumerate(found):
+        theirs = [guessed(student, part, Seen(one))[depth] for part, one in zip(parts, alone, strict=True)]  # type: ignore[arg-type]
+        assert guess.at.tolist() == [*theirs[0].at.tolist(), *(7 + theirs[1].at).tolist()]
+        torch.testing.assert_close(laws(guess), torch.cat([laws(one) for one in theirs]))
+
+
+@pytest.mark.parametrize("name", sorted({*LOSSES, "mix"} - {"rkl"}))
+def test_tokens_that_it_does_not_know_break_no_loss(name: str) -> None:
+    """q is 0 there; p is not cut."""
+    target = tiny()
+    student = Eagle(kinds.eagle(target, 0.3, draft_vocab_size=16), target)
+    module = Distillation(student, target, [Stage(1.0, parse(name))], *([None] * 2), {})  # type: ignore[arg-type]
+    module._trainer = SimpleNamespace(global_step=0, max_steps=1, world_size=1)  # type: ignore[assignment]
+    predicted = torch.ones(2, 11, dtype=torch.bool)
+    batch = {"ids": IDS, "predicted": predicted, "key": torch.arange(2), "temperature": torch.tensor([1.0, 0.6])}
+    module.training_step(batch, 0).backward()
+    slopes = [weight.grad for weight in student.network.parameters()]
+    assert all(slope is not None and bool(slope.isfinite().all()) for slope in slopes)
+    assert any(bool(slope.any()) for slope in slopes if slope is not None)
+
+
+def test_it_knows_the_tokens_that_are_most() -> None:
+    target = tiny()
+    student = started(target, vocabulary=4)
+    student.know(torch.bincount(torch.tensor([9] * 5 + [3] * 4 + [30] * 3 + [17, 17, 4]), minlength=32))
+    wanted = [3, 9, 17, 30]
+    assert student.network.known.tolist() == wanted and student.known.nonzero().flatten().tolist() == wanted
+    assert student.network.d2t.tolist() == [3, 8, 15, 27]
+    torch.testing.assert_close(student.network.lm_head.weight, target.lm_head.weight[wanted])
+    (first, *_), found = guessed(student, IDS), student.known
+    assert bool((laws(first).exp() > 0).eq(found).all())
+    texts = SimpleNamespace(ids=torch.tensor([[0, 3, 4, 9]]), predicted=torch.tensor([[True, True, False]]))
+    assert coverage(SimpleNamespace(texts=texts), found) == 0.5  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("size", [None, 16])
+def test_a_folder_holds_what_engines_load_and_serves(size: int | None, tmp_path: Path) -> None:
+    """Names of the EAGLE-3 format; the text of the draft that was saved."""
+    target = tiny(dtype=torch.float32)
+    network = kinds.eagle(target, draft_vocab_size=size)
+    hashes = {"name": "none", "config": None, "tokenizer": None}
+    save(network, None, tmp_path / "draft", Metadata(hashes, 3, kind="eagle"), None)
+    with safe_open(tmp_path / "draft" / "model.safetensors", "pt") as weights:
+        names = {*weights.keys()}
+    layer = ["hidden_norm", "input_layernorm", "post_attention_layernorm"]
+    layer += [f"self_attn.{part}_proj" for part in "qkvo"] + [f"mlp.{part}_proj" for part in ("gate", "up", "down")]
+    wanted = {f"midlayer.{part}.weight" for part in layer} | {"fc.weight", "norm.weight", "lm_head.weight"}
+    assert names == wanted | ({"d2t", "t2d"} if size else set())
+    engine = load(tmp_path / "draft", target, rows=3)
+    ours = Engine(target, proposers.kind_of("eagle")(network), policy=Fixed(3), rows=3)  # type: ignore[call-arg]
+    found, other = (one.generate(PROMPTS, **WHOLE) for one in (engine, ours))
+    assert found.tokens == other.tokens and found.stats.accepted == other.stats.accepted
+    with pytest.raises(ValueError, match="hidden_size is 16, the target's 32"):
+        load(tmp_path / "draft", tiny(hidden=32))
+
+
+def test_states_that_are_no_numbers_leave_nothing_behind() -> None:
+    proposer = eagle_module.Eagle(kinds.eagle(tiny()))
+    states = {layer: torch.full((1, 3, 16), torch.nan, dtype=torch.float64) for layer in proposer.reads}
+    assert bool(proposer._features(states).isfinite().all())
+
+
+class Sometimes:
+    """No drafts in some rounds, for any row; then accepted tokens wait."""
+
+    def lengths(self, texts: Any) -> list[int]:
+        return [3 * (sum(map(len, texts)) % 9 == 0)] * len(texts)
+
+
+def test_rounds_without_drafts_lose_no_features() -> None:
+    """Acceptance by a policy that pauses is that of the same rounds with every row alone."""
+    target = tiny()
+    proposer = eagle_module.Eagle(kinds.eagle(target))
+    engine = Engine(target, proposer, rows=1, policy=Sometimes())
+    out = engine.generate([PROMPTS[1]], max_new_tokens=60, seed=5, ignore_eos=True)
+    checked = []
+    propose = proposer.propose
+
+    def watched(turn: Any) -> Any:
+        texts, found = [list(text) for text in turn.texts], propose(turn)
+        (first, *_) = guessed(Eagle(proposer.network, target), torch.tensor(texts))
+        torch.testing.assert_close(found.q[:, 0], laws(first)[-1:].exp(), atol=1e-6, rtol=1e-5)
+        checked.append(len(texts[0]))
+        return found
+
+    proposer.propose = watched  # type: ignore[method-assign]
+    assert engine.generate([PROMPTS[1]], max_new_tokens=60, seed=5, ignore_eos=True).tokens == out.tokens
+    assert max(later - earlier for earlier, later in pairwise(checked)) > 4
+
+
+SETTINGS = [Sampling(0.8), Sampling(0.0), Sampling(0.9, repetition_penalty=1.2, top_k=9)]
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("sampling", SETTINGS)
+def test_text_on_a_device_is_that_of_the_host(
+    sampling: Sampling, compile: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replayed rounds too; slots grow under them."""
+    monkeypatch.setattr(eagle_module, "FIRST_SLOTS", 8)
+    monkeypatch.setattr("inference.models.recording.WARMUP", 1)
+
+    def text(device: str) -> list[list[int]]:
+        target = tiny().to(device)
+        proposer = eagle_module.Eagle(kinds.eagle(target, draft_vocab_size=16).to(device))
+        return Engine(target, proposer, policy=Fixed(3), rows=3, compile=compile and device != "cpu").generate(
+            PROMPTS, sampling=sampling, **WHOLE
+        ).tokens  # fmt: skip
+
+    wanted = text("cpu")
+    with standin.device() as gpu:
+        assert text("cuda") == wanted
+        assert not compile or gpu.recordings
+
+
+def test_other_settings_are_refused() -> None:
+    target = tiny()
+    with pytest.raises(ValueError, match=r"draft\.vocabulary: 99 of 32 tokens"):
+        started(target, vocabulary=99)
+    with pytest.raises(ValueError, match=r"draft\.depths"):
+        started(target, depths=None)
+    with pytest.raises(ValueError, match=r"init\.layers: \[5\]"):
+        started(target, SimpleNamespace(kind="target_layers", layers=[5]))
+    with pytest.raises(ValueError, match=r"init\.kind: 'twin'"):
+        started(target, SimpleNamespace(kind="twin", layers=[]))
+    network = started(target, SimpleNamespace(kind="scratch", layers=[])).network
+    assert isinstance(network, EagleNetwork) and network.config.intermediate_size == 24
