@@ -12,6 +12,8 @@ from transformers import LlamaForCausalLM
 
 from inference.proposers import Independent, NGram
 from inference.proposers.base import Proposer
+from inference.proposers.early_exit import EarlyExit
+from inference.proposers.early_exit_network import ExitNetwork, begun
 from tests.tiny import near
 
 CONTRIBUTING = Path(__file__).resolve().parent.parent / "CONTRIBUTING.md"
@@ -48,8 +50,19 @@ def next_head(target: LlamaForCausalLM) -> Proposer:
     return made
 
 
+def exit_network(target: LlamaForCausalLM, rank: int = 2) -> ExitNetwork:
+    """An exit behind the first layer but the last, changed at random."""
+    torch.manual_seed(4)
+    network = begun(target, max(len(target.model.layers) - 1, 1), rank, 3).to(target.device, target.dtype)
+    with torch.no_grad():
+        for weight in network.layers.parameters():
+            weight.normal_(std=0.2)
+    return network
+
+
 KINDS = {
     "independent": Kind(lambda target: Independent(near(target, 0.15))),
+    "early_exit": Kind(lambda target: EarlyExit(exit_network(target), target)),
     "ngram": Kind(lambda target: NGram()),
     "example": Kind(next_head),
 }

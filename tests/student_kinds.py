@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, PretrainedConfig, PreTrainedModel
 
+from cotrain.students import early_exit
 from cotrain.students.base import LAST, Guess, Seen, Student
 from cotrain.students.independent import Independent
 from cotrain.teacher.target_model import halves
@@ -108,8 +109,9 @@ def example(target: LlamaForCausalLM) -> Any:
 
 STUDENTS: dict[str, Callable[[LlamaForCausalLM], Any]] = {
     "independent": independent, "heads": heads, "example": example,
+    "early_exit": lambda target: early_exit.EarlyExit(kinds.exit_network(target), target),
 }  # fmt: skip
-SERVED = ("independent", "example")  # those that tests can run in an engine
+SERVED = ("independent", "example", "early_exit")  # those that tests can run in an engine
 
 
 def target() -> LlamaForCausalLM:

@@ -94,6 +94,8 @@ class Draft:
     head_dim: int
     kv_heads: int
     quantisation: str
+    rank: int  # of what an early exit adds to each projection of its layers; 0: nothing
+    depths: int  # drafts of a round that are learnt apart, where their laws differ
 
 
 @dataclass

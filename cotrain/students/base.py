@@ -24,7 +24,10 @@ __all__ = ["ANY", "DEFAULT", "KINDS", "LAST", "Guess", "Seen", "Student", "refus
 
 ANY = -1  # the depth of a guess that is the same at every depth
 DEFAULT = "independent"  # the kind of a draft folder that does not say it
-KINDS = {DEFAULT: "cotrain.students.independent:Independent"}  # kind -> module:class, imported when asked for
+KINDS = {  # kind -> module:class, imported when asked for
+    DEFAULT: "cotrain.students.independent:Independent",
+    "early_exit": "cotrain.students.early_exit:EarlyExit",
+}
 
 
 @dataclass(frozen=True)
