@@ -14,6 +14,8 @@ from inference.proposers import Independent, NGram
 from inference.proposers.base import Proposer
 from inference.proposers.eagle import Eagle
 from inference.proposers.eagle_network import EagleConfig, EagleNetwork, fused
+from inference.proposers.early_exit import EarlyExit
+from inference.proposers.early_exit_network import ExitNetwork, begun
 from inference.proposers.gate import LONGEST, Gate
 from inference.proposers.hybrid import Hybrid
 from inference.proposers.other_tokenizer import OtherTokenizer
@@ -99,6 +101,15 @@ def eagle(target: LlamaForCausalLM, noise: float = 0.1, **settings: Any) -> Eagl
         if network.pruned:
             network.know(ids.tolist())
         network.lm_head.weight.copy_(target.lm_head.weight[ids if network.pruned else slice(None)])
+
+
+def exit_network(target: LlamaForCausalLM, rank: int = 2) -> ExitNetwork:
+    """An exit behind the first layer but the last, changed at random."""
+    torch.manual_seed(4)
+    network = begun(target, max(len(target.model.layers) - 1, 1), rank, 3).to(target.device, target.dtype)
+    with torch.no_grad():
+        for weight in network.layers.parameters():
+            weight.normal_(std=0.2)
     return network
 
 
@@ -106,6 +117,7 @@ KINDS = {
     "eagle": Kind(lambda target: Eagle(eagle(target))),
     "eagle, pruned": Kind(lambda target: Eagle(eagle(target, draft_vocab_size=target.config.vocab_size // 2))),
     "independent": Kind(lambda target: Independent(near(target, 0.15))),
+    "early_exit": Kind(lambda target: EarlyExit(exit_network(target), target)),
     "ngram": Kind(lambda target: NGram()),
     "retrieval": Kind(lambda target: Retrieval(shortest=1)),
     "hybrid": Kind(hybrid),

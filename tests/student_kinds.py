@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, PretrainedConfig, PreTrainedModel
 
+from cotrain.students import early_exit
 from cotrain.students.base import LAST, Guess, Seen, Student
 from cotrain.students.eagle import Eagle
 from cotrain.students.hybrid import Hybrid
@@ -125,8 +126,9 @@ STUDENTS: dict[str, Callable[[LlamaForCausalLM], Any]] = {
     "hybrid": hybrid,
     "eagle": eagle,
     "eagle, pruned": lambda target: eagle(target, draft_vocab_size=16),
+    "early_exit": lambda target: early_exit.EarlyExit(kinds.exit_network(target), target),
 }
-SERVED = ("independent", "example", "eagle", "eagle, pruned")  # those that tests can run in an engine
+SERVED = ("independent", "example", "eagle", "eagle, pruned", "early_exit")  # those that tests can run in an engine
 
 
 def target() -> LlamaForCausalLM:

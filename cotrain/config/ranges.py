@@ -52,6 +52,7 @@ RULES: dict[str, Rule] = {
     "draft.intermediate": SOME,
     "draft.head_dim": SOME,
     "draft.kv_heads": SOME,
+    "draft.rank": ANY,
     "draft.depths": SOME,
     "draft.vocabulary": SOME,
     "loss.switch": SHARE,

@@ -99,6 +99,7 @@ class Draft:
     head_dim: int
     kv_heads: int
     quantisation: str
+    rank: int  # of what an early exit adds to each projection of its layers; 0: nothing
     depths: int | None
     vocabulary: int | None
 

@@ -27,6 +27,7 @@ DEFAULT = "independent"  # the kind of a draft folder that does not say it
 KINDS = {  # kind -> module:class, imported when asked for
     DEFAULT: "cotrain.students.independent:Independent",
     "eagle": "cotrain.students.eagle:Eagle",
+    "early_exit": "cotrain.students.early_exit:EarlyExit",
     "retrieval": "cotrain.students.retrieval:Retrieval",
     "hybrid": "cotrain.students.hybrid:Hybrid",
 }

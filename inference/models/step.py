@@ -93,7 +93,7 @@ class Drafting(Step):
         keys: list[Tensor],
         values: list[Tensor],
     ) -> tuple[Tensor, Tensor]:
-        """tails (A, 2): the last two ids of texts of `ends` (A,) tokens, whose ids before those are stored; u (A, k)
+        """tails (A, n): the last ids of texts of `ends` (A,) tokens, whose ids before those are stored; u (A, k)
         uniforms; temperature (A,) above 0; the rest as for a pass -> drafts (A, k) and the laws (A, k, V) that they
         were drawn from."""
 
@@ -127,7 +127,7 @@ class Drafting(Step):
 
         drafts: list[Tensor] = []
         laws: list[Tensor] = []
-        logits = after(tails, ends - 2)
+        logits = after(tails, ends - tails.shape[1])
         for depth in range(self.k):
             ids, law = choose(logits, drafts)
             drafts.append(ids)

@@ -11,6 +11,7 @@ __all__ = ["KINDS", "Independent", "NGram", "kind_of"]
 KINDS = {  # as the metadata of a draft folder names them -> module:class
     "independent": "inference.proposers.independent:Independent",
     "eagle": "inference.proposers.eagle:Eagle",
+    "early_exit": "inference.proposers.early_exit:EarlyExit",
     "ngram": "inference.proposers.retrieval:NGram",
     "retrieval": "inference.proposers.retrieval:Retrieval",
     "hybrid": "inference.proposers.hybrid:Hybrid",

@@ -27,6 +27,8 @@ class Independent(Proposer):
     `llama`: q is then the rounded draft's law.
     """
 
+    tail = 2  # ids of a text that a round feeds when all drafts are made at once: rounds that accept all lack so many
+
     def __init__(
         self, model: PreTrainedModel | str, greedy: bool = False, *, compile: bool | None = None, int8: bool = False
     ) -> None:
@@ -96,11 +98,16 @@ class Independent(Proposer):
         return self._at_once(turn, k) or self._stepwise(turn, k, K)
 
     def _at_once(self, turn: Round, k: list[int]) -> Proposal | None:
-        """None where the model has no such call, rows lack more than two ids, or laws take more than a temperature and
+        """None where the model has no such call, rows lack more than `tail` ids, or laws take more than a temperature and
         passes are not replayed."""
         self.longest, K, ends = max(self.longest, *k), max(k), [len(text) for text in turn.texts]
         behind = max(end - stored for end, stored in zip(ends, self.stored, strict=True))
-        if not self.lm.compiled or behind > 2 or min(ends) < 2 or max(ends) + self.longest > self.lm.context:
+        if (
+            not self.lm.compiled
+            or behind > self.tail
+            or min(ends) < self.tail
+            or max(ends) + self.longest > self.lm.context
+        ):
             return None
         temperatures = turn.temperatures
         greedy = self.greedy or temperatures is not None and not any(temperatures)
@@ -109,7 +116,7 @@ class Independent(Proposer):
             return None
         # single steps may still follow, with no copy of their own
         lacking = self._lacking(turn.texts, k)
-        sent = self.sent = turn.send(k, last=[text[-2:] for text in turn.texts], ends=ends, **lacking)
+        sent = self.sent = turn.send(k, last=[text[-self.tail :] for text in turn.texts], ends=ends, **lacking)
         found, (last, at) = None, self._here(sent["last"], sent["ends"])
         if simple:
             u, temperature = self._here(*turn.simple(self.longest))

@@ -1,0 +1,79 @@
+"""Early exit: the target's first layers draft, on the target's own keys and values.
+
+What the target stored of a text is what its first layers would store, so a draft begins from it: nothing is read twice,
+and nothing is held beside. Drafts are written into the target's slots, where the pass that verifies them writes its own
+keys and values before it reads any: its text is what it is without a draft, to the bit.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from transformers import PreTrainedModel
+
+from inference.models.forward import Lean
+from inference.models.lm import LM
+from inference.models.passes import States
+from inference.proposers.base import Beside, Host, Outcome, Proposal, Round
+from inference.proposers.early_exit_network import ExitNetwork, serving
+from inference.proposers.independent import Independent
+
+if TYPE_CHECKING:
+    from inference.models.cache import SlotCache
+
+
+class EarlyExit(Independent):
+    """Drafts with the first layers of the target that it stands beside (LayerSkip: Elhoushi et al. 2024, 2404.16710;
+    Draft & Verify: Zhang et al. 2023, 2309.08168), as `network` changes them.
+
+    With changes the law of a draft depends on its depth: the keys and values of the drafts before it are the changed
+    layers', those of the text the target's. greedy, compile: as of `Independent`. Raises ValueError beside another
+    target.
+    """
+
+    tail = 1  # the text but its last token is stored, and must stay as the target stored it
+
+    def __init__(
+        self, network: ExitNetwork, target: PreTrainedModel, greedy: bool = False, *, compile: bool | None = None
+    ) -> None:
+        super().__init__(serving(network, target), greedy, compile=compile)
+        self.target, self.rank = target, network.config.rank
+        self.cache: SlotCache | None = None
+
+    @classmethod
+    def load(cls, folder: Path, beside: Beside) -> "EarlyExit":
+        network = ExitNetwork.from_pretrained(folder, use_safetensors=True)
+        greedy = beside.made is not None and beside.made.objective == "greedy"
+        return cls(network, beside.target, greedy, compile=beside.compile)
+
+    def language_model(self, rows: int, vocabulary: int) -> LM | None:
+        return None if self.rank else super().language_model(rows, vocabulary)
+
+    def open(self, host: Host) -> None:
+        if host.target.model is not self.target:
+            raise ValueError("EarlyExit drafts with the layers of its own target: make it with the engine's model")
+        shape, shared = (host.rows, host.vocabulary, host.context, host.spare), host.target.cache
+        if shape != self.shape or self.cache is not shared:
+            stock = not isinstance(host.target.run, Lean)  # both hold keys and values in one way
+            self.shape, self.cache = shape, shared
+            self.lm = LM(self.model, *shape[:3], stock=stock, compile=self.compile, spare=host.spare, cache=shared)
+        self.stored, self.longest = [], 0
+
+    def stage(self, low: int, prompts: Sequence[list[int]], states: States) -> None:
+        """The target stores prompts."""
+
+    def admit(self, low: int, prompts: Sequence[list[int]], states: States) -> None:
+        """The target stores prompts."""
+
+    def enter(self, source: int, target: int, prompt: list[int]) -> None:
+        """The target's slots are moved."""
+
+    def propose(self, turn: Round) -> Proposal:
+        self.stored = [len(text) - 1 for text in turn.texts]
+        return super().propose(turn)
+
+    def commit(self, outcome: Outcome) -> None:
+        """Whatever was drafted is overwritten."""
+
+    def move(self, source: int, target: int) -> None:
+        """The target's slots are moved."""

@@ -1,0 +1,180 @@
+"""What an early exit learns beside the target: a norm, and low-rank changes of the first layers that only drafts see.
+
+The model that drafts is made of the target's own modules and tensors; what is changed is a copy, so that the target
+stays what it is. L layers, r the rank, D width.
+"""
+
+import copy
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+
+from inference.models.checksum import fingerprint
+from inference.models.taps import decoder_layers
+
+SIZES = ("hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size", "max_position_embeddings")
+IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+class ExitConfig(PretrainedConfig):
+    """num_hidden_layers: decoder layers of the target that draft. rank: of what is added to each of their projections,
+    0 for none. depths: how many drafts a round was trained for. projections: name in a layer -> (out, in)."""
+
+    model_type = "cotrain_early_exit"
+
+    def __init__(
+        self,
+        num_hidden_layers: int = 1,
+        rank: int = 0,
+        depths: int = 1,
+        projections: dict[str, list[int]] | None = None,
+        hidden_size: int = 1,
+        **others: Any,
+    ) -> None:
+        self.num_hidden_layers, self.rank, self.depths = num_hidden_layers, rank, depths
+        self.projections, self.hidden_size = projections or {}, hidden_size
+        super().__init__(**others)
+
+
+class Change(nn.Module):
+    """up @ down is added to a weight (out, in) (LoRA: Hu et al. 2021, 2106.09685); nothing at first."""
+
+    def __init__(self, out: int, inside: int, rank: int) -> None:
+        super().__init__()
+        self.down = nn.Parameter(torch.randn(rank, inside) * inside**-0.5)
+        self.up = nn.Parameter(torch.zeros(out, rank))
+
+
+class ExitNetwork(PreTrainedModel):
+    """norm (D,): the weight of the exit's norm. layers: by layer and projection, its `Change`."""
+
+    config_class = ExitConfig
+    base_model_prefix = "exit"
+
+    def __init__(self, config: ExitConfig) -> None:
+        super().__init__(config)
+        self.norm = nn.Parameter(torch.ones(config.hidden_size))
+        self.layers = nn.ModuleList(_changes(config) for _ in range(config.num_hidden_layers))
+        self.generation_config = GenerationConfig(**{name: getattr(config, name, None) for name in IDS})
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """They are what `__init__` made them."""
+
+    def get_input_embeddings(self) -> None:  # type: ignore[override]
+        """The target's serve."""
+
+    def get_output_embeddings(self) -> None:  # type: ignore[override]
+        """The target's serve."""
+
+
+def _changes(config: ExitConfig) -> nn.ModuleDict:
+    sizes = config.projections.items() if config.rank else ()
+    return nn.ModuleDict({_key(name): Change(*size, config.rank) for name, size in sizes})
+
+
+def _key(name: str) -> str:
+    return name.replace(".", "/")
+
+
+class Changed(nn.Module):
+    """A projection with its change, from column `first` of a pass on: what teachers and drafts see apart."""
+
+    def __init__(self, plain: nn.Module, change: Change, first: int = 0) -> None:
+        super().__init__()
+        self.plain, self.change, self.first = plain, change, first
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.plain(x)
+        down, up = (part.to(x.dtype) for part in (self.change.down, self.change.up))
+        late = x[:, self.first :]
+        added = nn.functional.linear(nn.functional.linear(late, down), up).to(found.dtype)
+        return found + nn.functional.pad(added, (0, 0, self.first, 0))
+
+
+def begun(target: PreTrainedModel, layers: int, rank: int, depths: int) -> ExitNetwork:
+    """The exit behind the first `layers` decoder layers before training: it says what the target's own norm and head
+    make of the states there. Raises ValueError for layers that are not there."""
+    settings, blocks = target.config.get_text_config(), decoder_layers(target)
+    if not 0 < layers <= len(blocks):
+        raise ValueError(f"an exit behind {layers} layers of a target of {len(blocks)}: 1 .. {len(blocks)}")
+    found = {name: [m.out_features, m.in_features] for name, m in blocks[0].named_modules() if isinstance(m, nn.Linear)}
+    known = {name: getattr(settings, name, None) for name in (*SIZES, *IDS)}
+    config = ExitConfig(num_hidden_layers=layers, rank=rank, depths=depths, projections=found, **known)
+    network = ExitNetwork(config)
+    with torch.no_grad():
+        network.norm.copy_(final_norm(target).weight)
+    return network
+
+
+def final_norm(model: PreTrainedModel) -> Any:
+    """The norm behind the decoder layers: the last module of the body beside them that has a weight of the model's
+    width. Raises ValueError where there is none."""
+    width, body = model.config.get_text_config().hidden_size, model.get_decoder()
+    for module in reversed([m for m in body.children() if not isinstance(m, nn.ModuleList)]):
+        if tuple(getattr(module, "weight", torch.empty(0)).shape) == (width,):
+            return module
+    raise ValueError(f"{type(model).__name__}: no norm of {width} numbers behind its decoder layers")
+
+
+def first_layers(target: PreTrainedModel, layers: int) -> PreTrainedModel:
+    """A model of the target's embeddings, first `layers` decoder layers, norm and head: modules of its own, with the
+    target's very tensors."""
+    shared = [*target.parameters(), *target.buffers()]
+    model: PreTrainedModel = copy.deepcopy(target, {id(tensor): tensor for tensor in shared})
+    del decoder_layers(model)[layers:]
+    config = model.config.get_text_config()
+    config.num_hidden_layers = layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:layers]
+    return model
+
+
+def learning(network: ExitNetwork, target: PreTrainedModel, first: int = 0) -> PreTrainedModel:
+    """The first layers as the network changes them, of its own parameters, so that these learn; columns of a pass
+    before `first` see the target's own."""
+    model = first_layers(target, network.config.num_hidden_layers)
+    final_norm(model).weight = network.norm
+    for block, changes in zip(decoder_layers(model), network.layers, strict=True):
+        for name in network.config.projections if network.config.rank else ():
+            block.set_submodule(name, Changed(block.get_submodule(name), changes[_key(name)], first))
+    return model
+
+
+_SERVING: WeakKeyDictionary[ExitNetwork, tuple[Any, bytes, PreTrainedModel]] = WeakKeyDictionary()
+
+
+def serving(network: ExitNetwork, target: PreTrainedModel) -> PreTrainedModel:
+    """The same with its changes added to copies of the weights, in the target's dtype; made once for all that run it,
+    and again when the network has changed. Projections that are no plain ones (quantised) keep theirs beside."""
+    made, found = fingerprint(network), _SERVING.get(network)
+    if found is None or found[0]() is not target or found[1] != made:
+        found = _SERVING[network] = ref(target), made, _merged(network, target)
+    return found[2]
+
+
+@torch.no_grad()
+def _merged(network: ExitNetwork, target: PreTrainedModel) -> PreTrainedModel:
+    model = learning(network, target)
+    for block in decoder_layers(model):
+        for name, module in list(block.named_modules()):
+            if isinstance(module, Changed) and type(module.plain) is nn.Linear:
+                block.set_submodule(name, _added(module.plain, module.change))
+    norm = final_norm(model)
+    norm.weight = _frozen(norm.weight, final_norm(target).weight)
+    return model.eval()
+
+
+def _added(plain: nn.Linear, change: Change) -> nn.Linear:
+    """The projection with its change in its weight."""
+    wide = torch.promote_types(plain.weight.dtype, torch.float32)
+    down, up = (part.to(plain.weight.device, wide) for part in (change.down, change.up))
+    plain.weight = _frozen(plain.weight.to(wide) + up @ down, plain.weight)  # of a module that is a copy
+    return plain
+
+
+def _frozen(value: Tensor, like: Tensor) -> nn.Parameter:
+    return nn.Parameter(value.detach().to(like.device, like.dtype, copy=True), requires_grad=False)
