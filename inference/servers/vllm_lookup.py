@@ -40,6 +40,9 @@ class Lookup:
         self.model = Greedy(folder, rows, self.context) if folder and self.gate else None
         self.rows = [SuffixAutomaton() for _ in range(rows)]
 
+    def load_model(self, model: Any) -> None:
+        """Nothing of the target's: the runner for CPUs asks every proposer."""
+
     def propose(
         self, sampled: Sequence[Sequence[int]], lengths: Any, token_ids: Any, slot_mappings: Any = None
     ) -> list[list[int]]:
