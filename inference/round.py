@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 
 from inference.batched.batch import Batch, Numbers, send
+from inference.batched.children import children
 from inference.batched.user_processors import processed
 from inference.models.passes import Tree
 from inference.models.replays import Replays
-from inference.noise import ACCEPT, DRAFT, RESIDUAL, Uniforms, gumbel_after
-from inference.proposers.base import Proposal
+from inference.noise import ACCEPT, DRAFT, RESIDUAL, Uniforms, children_states, gumbel_after
+from inference.proposers.base import Proposal, Siblings
 from inference.request import Request
 from inference.sampling import draw, wide
-from inference.settled import Settled, paths_of, settled, shape_of, sound
+from inference.settled import Settled, column_of, paths_of, settled, sound
 from inference.verify import Verdict
 from inference.verify.rules import Rule
 
@@ -142,6 +143,38 @@ class DecodingRound:
             return (law.log() + self._gumbel[:, depth]).argmax(-1)
         return draw(law, self._uniforms[DRAFT][:, depth])
 
+    def children(
+        self, logits: Tensor, x: Tensor, siblings: Siblings, likeliest: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """See `base.Round.children`."""
+        scores = self.branch_scores(logits.to(self.device), x.to(self.device), siblings)
+        keys, depth = siblings.keys.to(self.device), len(siblings.paths[0])
+        noise = partial(self._gumbel_of, keys, depth)
+        return children(self.batch.regimes, scores, siblings.most, noise, likeliest)
+
+    def branch_scores(self, logits: Tensor, x: Tensor, siblings: Siblings) -> Tensor:
+        """Logits (A, n, V) behind nodes, as settings that read history leave them."""
+        if not self.batch.history:
+            return logits
+        columns = []
+        for node, (path, first) in enumerate(zip(siblings.paths, siblings.first, strict=True)):
+            before = torch.stack([x[:, i] for i in path], 1) if path else self._nothing()
+            needed = [len(path) if n > first else -1 for n in self.lengths]
+            columns.append(self._processed(logits[:, node : node + 1], before, needed, len(path)))
+        return torch.cat(columns, 1)
+
+    def _gumbel_of(self, keys: Tensor, depth: int) -> Tensor:
+        """Noise that draws children of nodes keys (n,) of one depth -> (A, n or 1, V): of their own, or that of the
+        place, shared with the target."""
+        if self.rule.shared:
+            depth = min(depth, self._gumbel.shape[1] - 1)  # deeper than any row drafts
+            return self._gumbel[:, depth : depth + 1]
+        return gumbel_after(self._children, keys.unsqueeze(0), self.vocabulary)
+
+    @cached_property
+    def _children(self) -> Tensor:
+        return children_states(self.noise.seed, self.batch.ids, self.send()["start"])
+
     @cached_property
     def _gumbel(self) -> Tensor:
         start, depth = self.send()["start"], torch.arange(self._numbers.shape[-1], device=self.device)
@@ -188,7 +221,7 @@ class DecodingRound:
     def settle(self, logits: Tensor, proposal: Proposal) -> Settled:
         """The verdict, for the host in one tensor, see `settled.Settled`."""
         length, inputs = self.length(proposal.k), self.inputs() if self.replays else None
-        shape = None if proposal.tree is None else shape_of(proposal.tree)
+        shape = None if proposal.tree is None else proposal.tree.shape
         if self.replays and inputs is not None and (proposal.tree is None or shape):
             inputs |= {"logits": logits, "x": proposal.x, "length": length}
             inputs |= {} if proposal.q is None else {"q": proposal.q}
@@ -237,12 +270,13 @@ class DecodingRound:
         vars(turn).update(made)
         return turn
 
-    def reason(self, row: int, logits: Tensor) -> str:
-        """Why a row has no law, given the target's logits (V,) at that place; reads from the device."""
+    def reason(self, row: int, logits: Tensor, path: Tensor | None, n: int) -> str:
+        """Why a row has no law behind its n accepted drafts, given the logits (A, N+1, V) of the target's pass and the
+        `path` of `Settled`; reads from the device."""
         if row in self.messages:
             return self.messages[row]
         place = f"after {len(self.texts[row])} tokens"
-        if not bool(wide(logits).amax().isfinite()):
+        if not bool(wide(logits[row, column_of(path, row, n)]).amax().isfinite()):
             return f"{place}: the target's logits are NaN, infinite or all -inf"
         return (f"{place}: no token is left; Sampling.banned, logit_bias, min_new_tokens or processors forbid every "
                 f"one that the model allows")  # fmt: skip

@@ -11,7 +11,7 @@ depth j (0-based), that is by a round that starts at t - j; entries with j > t a
 length. parents: as in `tree`, of all rounds. k: nodes in use, of the round that starts at t: an int, (B,) or (B, T).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -22,8 +22,10 @@ from inference.sampling import draw, wide
 from inference.verify.prediction import calls_from, tau_from, variance_from
 from inference.verify.tree import depths_of, ranks_of
 
+Laws = tuple[Tensor, Tensor, Tensor]
 CHUNK = 2**22  # entries of a law's table that are worked on at once
 GOLDEN = 0.6180339887498949
+SAMPLES = 8  # of the refused children that are drawn
 
 
 def rank_of(law: Tensor, x: Tensor) -> Tensor:
@@ -45,7 +47,7 @@ def by_rank(rank: Tensor, children: int, dtype: torch.dtype = torch.float64) -> 
 
 
 def by_draw(
-    p: Tensor, q: Tensor, x: Tensor, children: int, *, replacement: bool = False, samples: int = 8, seed: int = 0
+    p: Tensor, q: Tensor, x: Tensor, children: int, *, replacement: bool = False, samples: int = SAMPLES, seed: int = 0
 ) -> Tensor:
     """accept (..., C) of children drawn from q, of the text's tokens x (...) with laws p, q (..., V).
 
@@ -79,9 +81,35 @@ def reach_tree(
     if most > accept.shape[-1] or (accept.ndim == 4 and levels > accept.shape[2]):
         found = f"(B, T{', K' * (accept.ndim == 4)}, C) = {tuple(accept.shape)}"
         raise ValueError(f"the tree has {levels} levels and up to {most} children of a node, accept is {found}")
-    tables = [of_rounds(accept, level, lengths) for level in range(levels)]
-    whole = torch.ones_like(accept[:, :, 0] if accept.ndim == 3 else accept[:, :, 0, 0])
-    reach = [torch.zeros_like(whole) for _ in range(levels)]
+    whole = accept.new_ones(accept.shape[:2])
+    return _reached([of_rounds(accept, level, lengths) for level in range(levels)], whole, parents, k)
+
+
+def reach_of_round(accept: Tensor, parents: tuple[int, ...], k: Tensor) -> Tensor:
+    """`reach_tree` of one round a row -> (A, D+1), from the chances accept (A, D, C) of its next tokens by level; k (A,)
+    nodes in use."""
+    tables = [part.unsqueeze(1) for part in accept.unbind(1)]
+    return _reached(tables, accept.new_ones(len(accept), 1), parents, k).squeeze(1)
+
+
+def by_levels(p: Tensor, q: Tensor, x: Tensor, parents: tuple[int, ...], k: Tensor, seed: int = 0) -> Tensor:
+    """`reach_of_round` of sampled children -> (A, D+1): p, q (A, D, V) laws of the next tokens x (A, D), which have no
+    mass past the text's end; k (A,) nodes in use; seed: of the refused ones that are drawn, see `by_draw`."""
+    return reach_of_round(by_draw(p, q, x, max(ranks_of(parents)) + 1, seed=seed), parents, k)
+
+
+def traversal_by_levels(p: Tensor, q: Tensor, x: Tensor, parents: tuple[int, ...], k: Tensor, seed: int = 0) -> Tensor:
+    """As `by_levels` under `tree.traversal`."""
+    later = len(parents) - len(set(parents))
+    u = _strata(len(x), later, SAMPLES, seed, x.device).unsqueeze(1)
+    laws = [(wide(p[:, j : j + 1]), wide(q[:, j : j + 1]), x[:, j : j + 1, None]) for j in range(p.shape[1])]
+    return _traversed(parents, False, laws, k.unsqueeze(1), u).squeeze(1)
+
+
+def _reached(tables: Sequence[Tensor], whole: Tensor, parents: tuple[int, ...], k: int | Tensor | None) -> Tensor:
+    """Of rounds whole (B, T), ones: chances of their next tokens by level, (B, T, C) each -> (B, T, D+1)."""
+    depths, ranks = depths_of(parents), ranks_of(parents)
+    reach = [torch.zeros_like(whole) for _ in range(max(depths, default=0))]
     chances: list[Tensor] = []
     for node, (parent, depth, rank) in enumerate(zip(parents, depths, ranks, strict=True)):
         chance = (chances[parent] if parent >= 0 else whole) * tables[depth - 1][..., rank]
@@ -113,7 +141,7 @@ def tau_tree(
 
 def reach_traversal(
     p: Tensor, q: Tensor, x: Tensor, parents: tuple[int, ...], lengths: Tensor | None = None,
-    k: int | Tensor | None = None, *, replacement: bool = False, samples: int = 8, seed: int = 0,
+    k: int | Tensor | None = None, *, replacement: bool = False, samples: int = SAMPLES, seed: int = 0,
 ) -> Tensor:  # fmt: skip
     """`reach_tree` under `tree.traversal` of children drawn from q -> (B, T, D+1).
 
@@ -124,13 +152,17 @@ def reach_traversal(
     For likeliest children the two rules accept the same: `by_rank`.
     """
     B, T, V = p.shape
+    levels = max(depths_of(parents), default=0)
     rows, later = max(1, CHUNK // max(1, T * V)), len(parents) - len(set(parents))
     u = _strata(B * T, later, samples, seed, x.device).view(B, T, samples, later)
     inside = torch.arange(T, device=x.device) < (T if lengths is None else lengths.to(x.device).unsqueeze(-1))
     k = torch.full((B, T), len(parents), device=x.device) if k is None else torch.as_tensor(k, device=x.device)
     k = (k.unsqueeze(-1) if k.ndim == 1 else k).expand(B, T)
     parts = [part.split(rows) for part in (p, q, x, inside.expand(B, T), k, u)]
-    return torch.cat([_traversed(parents, replacement, *part) for part in zip(*parts, strict=True)])
+    return torch.cat([
+        _traversed(parents, replacement, [_at_level(*part[:4], level) for level in range(levels)], *part[4:])
+        for part in zip(*parts, strict=True)
+    ])  # fmt: skip
 
 
 def of_rounds(accept: Tensor, level: int, lengths: Tensor | None) -> Tensor:
@@ -196,13 +228,11 @@ def _strata(places: int, draws: int, samples: int, seed: int, device: torch.devi
 
 
 def _traversed(
-    parents: tuple[int, ...], replacement: bool, p: Tensor, q: Tensor, x: Tensor, inside: Tensor, k: Tensor, u: Tensor
+    parents: tuple[int, ...], replacement: bool, laws: Sequence[Laws], k: Tensor, u: Tensor
 ) -> Tensor:
-    """`reach_traversal` of some rows, inside (B, T) their tokens, k (B, T), u (B, T, S, draws)."""
+    """`reach_traversal` of some rows by level: p, q (B, T, V) and ids (B, T, 1); k (B, T), u (B, T, S, draws)."""
     depths = depths_of(parents)
-    levels = max(depths, default=0)
-    laws = [_at_level(p, q, x, inside, level) for level in range(levels)]
-    reach = wide(p.new_zeros(*x.shape, levels + 1))
+    reach = torch.zeros(*u.shape[:2], len(laws) + 1, dtype=laws[0][0].dtype if laws else u.dtype, device=u.device)
     whole = torch.ones_like(reach[..., 0])
     for sample in u.unbind(2):
         numbers, entered = iter(sample.unbind(-1)), {-1: (whole, whole)}  # of each node, its weight and its chance
@@ -217,7 +247,7 @@ def _traversed(
     return reach
 
 
-def _at_level(p: Tensor, q: Tensor, x: Tensor, inside: Tensor, level: int) -> tuple[Tensor, Tensor, Tensor]:
+def _at_level(p: Tensor, q: Tensor, x: Tensor, inside: Tensor, level: int) -> Laws:
     """p, q (B, T, V) and ids (B, T, 1) of token t + level, for the round that starts at t; no mass past the end."""
     drafts = wide(q if q.ndim == 3 else q[:, :, level])
     held, gone = inside.unsqueeze(-1), min(level, x.shape[1])
