@@ -29,7 +29,7 @@ from inference.proposers.base import Outcome, Proposal, Proposer
 from inference.request import Accepts, Prompt, ends_of, vocabulary_of
 from inference.round import DecodingRound
 from inference.sampling import Sampling
-from inference.settled import Settled, column_of, kept
+from inference.settled import Settled, kept
 from inference.slots import Run, Slots
 from inference.verify.rules import Rule, rule_of
 

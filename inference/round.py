@@ -13,20 +13,20 @@ import torch
 from torch import Tensor
 
 from inference.batched.batch import Batch, Numbers, send
-from inference.batched.children import children
 from inference.batched.user_processors import processed
 from inference.models.passes import Tree
 from inference.models.replays import Replays
-from inference.noise import ACCEPT, DRAFT, RESIDUAL, Uniforms, children_states, gumbel_after
-from inference.proposers.base import Proposal, Siblings
+from inference.noise import ACCEPT, DRAFT, RESIDUAL, Uniforms, gumbel_after
+from inference.proposers.base import Proposal
 from inference.request import Request
 from inference.sampling import draw, wide
-from inference.settled import Settled, column_of, paths_of, settled, sound
+from inference.settled import Settled, column_of, settled, sound
+from inference.trees_of_round import TreesOfRound
 from inference.verify import Verdict
 from inference.verify.rules import Rule
 
 
-class DecodingRound:
+class DecodingRound(TreesOfRound):
     """What the engine and a proposer share during one round; implements `base.Round`.
 
     batch: of an earlier round of the same rows, so that their settings are not copied again. replays: where laws,
@@ -108,14 +108,6 @@ class DecodingRound:
             logits = self._processed(logits, x, k, 0)
         return self.batch.regimes.law(logits)
 
-    def _branched(self, logits: Tensor, x: Tensor, k: list[int], tree: Tree) -> Tensor:
-        """As `_processed`, column by column: what stands before a node is the path to it."""
-        columns = [self._processed(logits[:, :1], x[:, :0], [0] * len(k), 0)]
-        for node, path in enumerate(paths_of(tree)):
-            before, needed = torch.stack([x[:, i] for i in path], 1), [len(path) if n > node else -1 for n in k]
-            columns.append(self._processed(logits[:, node + 1 : node + 2], before, needed, len(path)))
-        return torch.cat(columns, 1)
-
     def _processed(self, logits: Tensor, x: Tensor, k: list[int], first: int) -> Tensor:
         """Logits (A, n, V) of the places after first, first + 1, ... of the drafts x (A, K), as settings leave them."""
         history, sent = self.batch.history, self.send()
@@ -142,38 +134,6 @@ class DecodingRound:
         if self.rule.shared:
             return (law.log() + self._gumbel[:, depth]).argmax(-1)
         return draw(law, self._uniforms[DRAFT][:, depth])
-
-    def children(
-        self, logits: Tensor, x: Tensor, siblings: Siblings, likeliest: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        """See `base.Round.children`."""
-        scores = self.branch_scores(logits.to(self.device), x.to(self.device), siblings)
-        keys, depth = siblings.keys.to(self.device), len(siblings.paths[0])
-        noise = partial(self._gumbel_of, keys, depth)
-        return children(self.batch.regimes, scores, siblings.most, noise, likeliest)
-
-    def branch_scores(self, logits: Tensor, x: Tensor, siblings: Siblings) -> Tensor:
-        """Logits (A, n, V) behind nodes, as settings that read history leave them."""
-        if not self.batch.history:
-            return logits
-        columns = []
-        for node, (path, first) in enumerate(zip(siblings.paths, siblings.first, strict=True)):
-            before = torch.stack([x[:, i] for i in path], 1) if path else self._nothing()
-            needed = [len(path) if n > first else -1 for n in self.lengths]
-            columns.append(self._processed(logits[:, node : node + 1], before, needed, len(path)))
-        return torch.cat(columns, 1)
-
-    def _gumbel_of(self, keys: Tensor, depth: int) -> Tensor:
-        """Noise that draws children of nodes keys (n,) of one depth -> (A, n or 1, V): of their own, or that of the
-        place, shared with the target."""
-        if self.rule.shared:
-            depth = min(depth, self._gumbel.shape[1] - 1)  # deeper than any row drafts
-            return self._gumbel[:, depth : depth + 1]
-        return gumbel_after(self._children, keys.unsqueeze(0), self.vocabulary)
-
-    @cached_property
-    def _children(self) -> Tensor:
-        return children_states(self.noise.seed, self.batch.ids, self.send()["start"])
 
     @cached_property
     def _gumbel(self) -> Tensor:

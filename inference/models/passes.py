@@ -33,9 +33,9 @@ class Tree:
 
     parents: N numbers, for all rows; or a tensor (N,) or (A, N), one shape a row, on the device of the model, where it
     is not checked. Columns are those of a pass: 0 is the anchor, i + 1 node i.
-    shape: the numbers where the host knows them, None of a tensor. depths: (1 or A, N + 1), 0 of the anchor, 1 of its children. seen: (1 or A, N + 1), of each column those that it
-    sees, itself and its ancestors, as bits. Raises ValueError for more than `MOST_NODES` nodes and for a parent that
-    does not come before its child.
+    shape: the numbers where the host knows them, None of a tensor. depths: (1 or A, N + 1), 0 of the anchor, 1 of its
+    children. seen: (1 or A, N + 1), of each column those that it sees, itself and its ancestors, as bits. Raises
+    ValueError for more than `MOST_NODES` nodes and for a parent that does not come before its child.
     """
 
     def __init__(self, parents: Sequence[int] | Tensor) -> None:

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from inference.models.passes import Tree
 from inference.sampling import one_hot
-from inference.verify import chain, prediction, tree_prediction
+from inference.verify import chain, prediction, round_prediction
 from inference.verify.tree import Parents, TreeVerdict
 from inference.verify.tree import coupled as coupled_tree
 from inference.verify.tree import traversal as traversal_tree
@@ -36,7 +36,7 @@ class Rule:
     the text, from log p (B, T) and log q (B, T) or (B, T, K) of its tokens, see `prediction.reach`; None where that
     hangs on the noise that made the text.
     branches(p, q, x, parents, k, seed) -> (A, D+1): the same of one round a row that drafts a tree of sampled children:
-    laws p, q (A, D, V) of the text's next tokens x (A, D), k (A,) nodes in use; see `tree_prediction.by_levels`.
+    laws p, q (A, D, V) of the text's next tokens x (A, D), k (A,) nodes in use; see `round_prediction.by_levels`.
     shared: drafts are drawn with the noise that the target's tokens are chosen with, keyed by position.
     exact: the text's law is the target's.
     """
@@ -133,8 +133,8 @@ RULES: dict[str, Rule] = {
         Rule("block", _block, _block_reach),
         Rule("match", _match, _match_reach),
         Rule("coupled", _coupled, _hangs_on_noise, shared=True, trees=True),
-        Rule("tree", _tree, _token_reach, tree_prediction.by_levels, trees=True),
-        Rule("traversal", _traversal, _block_reach, tree_prediction.traversal_by_levels, trees=True),
+        Rule("tree", _tree, _token_reach, round_prediction.by_levels, trees=True),
+        Rule("traversal", _traversal, _block_reach, round_prediction.traversal_by_levels, trees=True),
     )
 }
 

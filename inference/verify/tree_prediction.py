@@ -58,7 +58,7 @@ def by_draw(
     """
     shape, chunk = x.shape, max(1, CHUNK // p.shape[-1])
     parts = [part.flatten(0, -2).split(chunk) for part in (p.expand(*shape, -1), q.expand(*shape, -1))]
-    numbers = _strata(x.numel(), max(children - 2, 0), samples, seed, x.device).split(chunk)
+    numbers = strata(x.numel(), max(children - 2, 0), samples, seed, x.device).split(chunk)
     found = []
     for law, draft, token, u in zip(*parts, x.flatten().split(chunk), numbers, strict=True):
         law, draft, token = wide(law), wide(draft), token.unsqueeze(-1)
@@ -82,31 +82,10 @@ def reach_tree(
         found = f"(B, T{', K' * (accept.ndim == 4)}, C) = {tuple(accept.shape)}"
         raise ValueError(f"the tree has {levels} levels and up to {most} children of a node, accept is {found}")
     whole = accept.new_ones(accept.shape[:2])
-    return _reached([of_rounds(accept, level, lengths) for level in range(levels)], whole, parents, k)
+    return reached([of_rounds(accept, level, lengths) for level in range(levels)], whole, parents, k)
 
 
-def reach_of_round(accept: Tensor, parents: tuple[int, ...], k: Tensor) -> Tensor:
-    """`reach_tree` of one round a row -> (A, D+1), from the chances accept (A, D, C) of its next tokens by level; k (A,)
-    nodes in use."""
-    tables = [part.unsqueeze(1) for part in accept.unbind(1)]
-    return _reached(tables, accept.new_ones(len(accept), 1), parents, k).squeeze(1)
-
-
-def by_levels(p: Tensor, q: Tensor, x: Tensor, parents: tuple[int, ...], k: Tensor, seed: int = 0) -> Tensor:
-    """`reach_of_round` of sampled children -> (A, D+1): p, q (A, D, V) laws of the next tokens x (A, D), which have no
-    mass past the text's end; k (A,) nodes in use; seed: of the refused ones that are drawn, see `by_draw`."""
-    return reach_of_round(by_draw(p, q, x, max(ranks_of(parents)) + 1, seed=seed), parents, k)
-
-
-def traversal_by_levels(p: Tensor, q: Tensor, x: Tensor, parents: tuple[int, ...], k: Tensor, seed: int = 0) -> Tensor:
-    """As `by_levels` under `tree.traversal`."""
-    later = len(parents) - len(set(parents))
-    u = _strata(len(x), later, SAMPLES, seed, x.device).unsqueeze(1)
-    laws = [(wide(p[:, j : j + 1]), wide(q[:, j : j + 1]), x[:, j : j + 1, None]) for j in range(p.shape[1])]
-    return _traversed(parents, False, laws, k.unsqueeze(1), u).squeeze(1)
-
-
-def _reached(tables: Sequence[Tensor], whole: Tensor, parents: tuple[int, ...], k: int | Tensor | None) -> Tensor:
+def reached(tables: Sequence[Tensor], whole: Tensor, parents: tuple[int, ...], k: int | Tensor | None) -> Tensor:
     """Of rounds whole (B, T), ones: chances of their next tokens by level, (B, T, C) each -> (B, T, D+1)."""
     depths, ranks = depths_of(parents), ranks_of(parents)
     reach = [torch.zeros_like(whole) for _ in range(max(depths, default=0))]
@@ -154,13 +133,13 @@ def reach_traversal(
     B, T, V = p.shape
     levels = max(depths_of(parents), default=0)
     rows, later = max(1, CHUNK // max(1, T * V)), len(parents) - len(set(parents))
-    u = _strata(B * T, later, samples, seed, x.device).view(B, T, samples, later)
+    u = strata(B * T, later, samples, seed, x.device).view(B, T, samples, later)
     inside = torch.arange(T, device=x.device) < (T if lengths is None else lengths.to(x.device).unsqueeze(-1))
     k = torch.full((B, T), len(parents), device=x.device) if k is None else torch.as_tensor(k, device=x.device)
     k = (k.unsqueeze(-1) if k.ndim == 1 else k).expand(B, T)
     parts = [part.split(rows) for part in (p, q, x, inside.expand(B, T), k, u)]
     return torch.cat([
-        _traversed(parents, replacement, [_at_level(*part[:4], level) for level in range(levels)], *part[4:])
+        traversed(parents, replacement, [_at_level(*part[:4], level) for level in range(levels)], *part[4:])
         for part in zip(*parts, strict=True)
     ])  # fmt: skip
 
@@ -219,7 +198,7 @@ def _norm(rest: Tensor) -> Tensor:
     return torch.where(mass > 0, rest / mass, 0.0)
 
 
-def _strata(places: int, draws: int, samples: int, seed: int, device: torch.device) -> Tensor:
+def strata(places: int, draws: int, samples: int, seed: int, device: torch.device) -> Tensor:
     """Uniforms (n, S, draws): each one uniform, the S of a place and a draw spread evenly."""
     row, depth = torch.arange(places, device=device), torch.arange(draws, device=device)
     u = uniform(seed, row, torch.zeros_like(row), depth, REFUSED).unsqueeze(1)  # (n, 1, draws)
@@ -227,9 +206,7 @@ def _strata(places: int, draws: int, samples: int, seed: int, device: torch.devi
     return (u + shift) % 1
 
 
-def _traversed(
-    parents: tuple[int, ...], replacement: bool, laws: Sequence[Laws], k: Tensor, u: Tensor
-) -> Tensor:
+def traversed(parents: tuple[int, ...], replacement: bool, laws: Sequence[Laws], k: Tensor, u: Tensor) -> Tensor:
     """`reach_traversal` of some rows by level: p, q (B, T, V) and ids (B, T, 1); k (B, T), u (B, T, S, draws)."""
     depths = depths_of(parents)
     reach = torch.zeros(*u.shape[:2], len(laws) + 1, dtype=laws[0][0].dtype if laws else u.dtype, device=u.device)
