@@ -8,12 +8,19 @@ import torch
 
 from inference import Engine, Sampling
 from inference.exactness.checks import check
+from inference.exactness.forced_trees import reach_along
 from inference.measure.timing import Texts
+from inference.models.passes import Tree
 from inference.noise import row_ids
 from inference.policy import Fixed
 from inference.proposers import Independent
+from inference.proposers.base import Proposal, Siblings
 from inference.proposers.branching import Branching
 from inference.proposers.topology import chain, from_paths
+from inference.settled import column_of, settled
+from inference.verify import TreeVerdict
+from inference.verify.rules import RULES
+from inference.verify.tree_prediction import by_draw, reach_traversal, reach_tree
 from tests import standin
 from tests import test_families as families
 from tests.test_branches import NAMED
@@ -22,14 +29,14 @@ from tests.test_proposers import LIMITS, PROMPTS, SAMPLING, WHOLE, Uneven
 from tests.tiny import near, tiny
 
 SHAPE = (-1, 0, -1, 1, -1, 0, 2, 2, 6)  # uneven, and not numbered level by level
-RULES = ["tree", "traversal"]
+NAMES = ["tree", "traversal"]
 
 
 def drafts(target: Any, shape: tuple[int, ...] = SHAPE, noise: float = 0.15, **settings: Any) -> Independent:
     return Independent(near(target, noise), shape=shape, **settings)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", NAMES)
 @pytest.mark.parametrize("shape", [(-1, -1, 0, 0, 1), (-1, -1, -1, 1)], ids=["full", "later"])
 def test_sampled_children_leave_the_targets_law(rule: str, shape: tuple[int, ...]) -> None:
     """Three tokens of several rounds, by chi-square."""
@@ -37,13 +44,13 @@ def test_sampled_children_leave_the_targets_law(rule: str, shape: tuple[int, ...
     assert p_value(target, Independent(draft, shape=shape), rule, samples=4000) > 1e-4
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", NAMES)
 def test_likeliest_children_leave_the_targets_law(rule: str) -> None:
     target, draft = pair()
     assert p_value(target, Independent(draft, greedy=True, shape=(-1, -1, 0, 0, 1)), rule, samples=4000) > 1e-4
 
 
-@pytest.mark.parametrize("rule", [*RULES, "coupled"])
+@pytest.mark.parametrize("rule", [*NAMES, "coupled"])
 def test_rows_are_as_if_alone(rule: str) -> None:
     """Rows enter, wait in spare slots, leave and move; settings, with histories and temperature 0 among them, and
     levels are mixed."""
@@ -87,7 +94,7 @@ def test_greedy_text_of_families(name: str, settings: dict[str, Any]) -> None:
     assert found.stats.accepted[1] >= found.stats.drafted[1] > 0  # the draft is the target
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", NAMES)
 def test_a_draft_equal_to_the_target_is_never_refused(rule: str) -> None:
     """16, 17: nothing is lacking in its slots, though paths are kept again and again."""
     target = tiny()
@@ -97,7 +104,7 @@ def test_a_draft_equal_to_the_target_is_never_refused(rule: str) -> None:
     assert out.stats.accepted[0] == out.stats.drafted[0]
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", NAMES)
 def test_a_chain_is_a_tree(rule: str) -> None:
     """Deterministic drafts of one child a node are those of a chain, accepted alike under the chain's rule."""
     target, whole = tiny(layers=1), WHOLE | {"sampling": Sampling(0)}
@@ -121,7 +128,7 @@ def test_text_on_a_device_is_that_of_the_host(monkeypatch: pytest.MonkeyPatch) -
     assert found.tokens == wanted.tokens and found.stats.accepted == wanted.stats.accepted
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", NAMES)
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
 def test_forced_rounds_predict_measured_ones(rule: str, temperature: float) -> None:
     """Calls within 4 sigma and acceptance at depth 1 within 3, which is checks (b) and (c) of the verdict."""
@@ -142,6 +149,63 @@ def test_a_tree_saves_calls() -> None:
         engine = Engine(target, drafts(target, shape, 0.3), verify="tree", policy=Fixed(3), rows=16)
         counts.append(engine.generate([[1, 2, 3]] * 16, max_new_tokens=40, ids=range(16)).stats.target_calls)
     assert counts[1] < 0.95 * counts[0]
+
+
+def test_noise_of_each_node_is_its_own() -> None:
+    """Six of 32 tokens that are all as likely: at no two nodes, nor in two rounds, the same ones."""
+    seen = []
+
+    class Asking(Independent):
+        def propose(self, turn: Any) -> Any:
+            level = Siblings(6, ((0,), (1,), (2,)), (3, 4, 5), torch.tensor([1, 2, 3]))
+            seen.append(turn.children(torch.zeros(1, 3, 32), torch.zeros(1, 3, dtype=torch.int64), level)[0])
+            return super().propose(turn)
+
+    target = tiny(layers=1)
+    engine = Engine(target, Asking(near(target), shape=(-1, 0)), verify="tree", rows=1, policy=Fixed(2))
+    engine.generate(PROMPTS[:1], max_new_tokens=8)
+    drawn = [tuple(ids) for each in seen for ids in each[0].tolist()]
+    assert len(drawn) > 6 and len(set(drawn)) == len(drawn)
+
+
+def test_laws_of_a_round_say_what_laws_of_texts_do() -> None:
+    """Two children a node: `tree` to the last bit, `traversal` in the mean over the refused ones that are drawn."""
+    shape, A = (-1, -1, 0, 1, 1), 4000
+    p = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64).expand(2, -1)
+    q, x, k = p.flip(-1), torch.tensor([2, 0]), torch.full((A,), 5)
+    p, q, x = p.expand(A, -1, -1), q.expand(A, -1, -1), x.expand(A, -1)
+    wanted = reach_tree(by_draw(p, q, x, 2), shape)[:, 0]
+    multi_round, traversal = (RULES[name].branches for name in ("tree", "traversal"))
+    assert multi_round and traversal
+    torch.testing.assert_close(multi_round(p, q, x, shape, k, 3), wanted)
+    texts, rounds = reach_traversal(p, q, x, shape)[:, 0].mean(0), traversal(p, q, x, shape, k, 3).mean(0)
+    torch.testing.assert_close(rounds, texts, rtol=0, atol=2e-3)
+    assert (rounds - wanted.mean(0)).abs().max() > 5e-3
+
+
+def test_tokens_past_the_end_are_never_accepted() -> None:
+    x, inside = torch.tensor([[4, 0]]), torch.tensor([[True, False]])
+    offered = {0: torch.tensor([[4, 1]]), 1: torch.tensor([[0]])}
+    found = reach_along(torch.zeros(1, 4, 5), {}, offered, x, inside, (-1, -1, 0), torch.tensor([3]), RULES["tree"],
+                        True, 0)  # fmt: skip
+    assert found is not None and found.tolist() == [[1, 1, 0]]
+
+
+@pytest.mark.parametrize(("path", "k", "refused"), [([1, -1], 3, 0), ([0, -1], 3, 1), ([0, -1], 2, 0), ([0, 2], 3, 0),
+                                                    ([-1, -1], 3, 1), ([-1, -1], 0, 0)])  # fmt: skip
+def test_a_leaf_is_followed_by_a_bonus(path: list[int], k: int, refused: int) -> None:
+    """Nodes 0 and 1 at the anchor, node 2 at node 0: a token is a correction where a child was there to be refused."""
+    p, length = torch.full((1, 4, 5), 0.2), torch.tensor([k])
+    proposal = Proposal(torch.tensor([[1, 2, 3]]), None, [k], Tree((-1, -1, 0)))
+    accepted = torch.tensor([sum(node >= 0 for node in path)])
+    verdict = TreeVerdict(accepted, torch.tensor([path]), p[:, 0])
+    found = settled(p, proposal, verdict, torch.tensor([4]), length, length)
+    assert found.table[0, 5] == refused
+
+
+def test_the_reason_is_that_of_the_node() -> None:
+    assert column_of(torch.tensor([[-1, -1], [1, 3]]), 1, 2) == 4 and column_of(None, 1, 2) == 2
+    assert column_of(torch.tensor([[-1, -1]]), 0, 0) == 0
 
 
 def test_shapes_are_numbered_by_level() -> None:

@@ -159,9 +159,11 @@ def expected(figures: Figures, rule: Rule | str) -> Expected | None:
 
 def reach_of(figures: Figures, rule: Rule | str, most: int | None = None) -> Tensor | None:
     """P(a round that starts at token t accepts at least n drafts | the text) -> (B, T, K+1), drafting no more than
-    `most`; None for a rule whose acceptance hangs on the noise that made the text. Of trees it is that of the rule and
-    the shape that ran, whatever is asked for."""
+    `most`; None for a rule whose acceptance hangs on the noise that made the text. Of trees it is that of the rule
+    and the shape that ran. Raises ValueError for fewer levels of these."""
     if figures.reach is not None:
+        if most is not None:
+            raise ValueError("most: calls of trees are those of the shape that ran; see measure.shapes for others")
         return figures.reach
     k = figures.k if most is None else figures.k.clamp(max=most)
     return rule_of(rule).reach(figures.logp, figures.logq, k, figures.lengths)
