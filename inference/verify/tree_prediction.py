@@ -138,10 +138,11 @@ def reach_traversal(
     k = torch.full((B, T), len(parents), device=x.device) if k is None else torch.as_tensor(k, device=x.device)
     k = (k.unsqueeze(-1) if k.ndim == 1 else k).expand(B, T)
     parts = [part.split(rows) for part in (p, q, x, inside.expand(B, T), k, u)]
-    return torch.cat([
-        traversed(parents, replacement, [_at_level(*part[:4], level) for level in range(levels)], *part[4:])
-        for part in zip(*parts, strict=True)
-    ])  # fmt: skip
+    found = []
+    for law, draft, ids, held, nodes, number in zip(*parts, strict=True):
+        laws = [_at_level(law, draft, ids, held, level) for level in range(levels)]
+        found.append(traversed(parents, replacement, laws, nodes, number))
+    return torch.cat(found)
 
 
 def of_rounds(accept: Tensor, level: int, lengths: Tensor | None) -> Tensor:
