@@ -14,6 +14,7 @@ from inference.exactness.teacher_forced import teacher_forced
 from inference.measure.shapes import Parents, Seconds, Shape, best_shape, tokens_of
 from inference.measure.timing import Texts
 from inference.models.lm import LM
+from inference.proposers.branching import Branching
 from inference.sampling import Sampling, probs
 from inference.verify.prediction import calls_from
 from inference.verify.tree_prediction import by_draw, by_rank, rank_of, reach_traversal, reach_tree
@@ -69,9 +70,12 @@ def accept_of(laws: Laws, children: int, likeliest: bool) -> Tensor:
 
 
 def reach_under(laws: Laws, parents: Parents, rule: str, likeliest: bool) -> Tensor:
-    """P(a round that starts at t accepts at least n nodes | the text) -> (B, T, D+1)."""
+    """P(a round that starts at t accepts at least n nodes | the text) -> (B, T, D+1), of engines that draft no level
+    which the text's end leaves no room for."""
     if rule == "traversal" and not likeliest:
-        return reach_traversal(laws.p, laws.q, laws.x, parents, laws.lengths)
+        shape, T = Branching(parents), laws.x.shape[1]
+        nodes = torch.tensor([shape.nodes([max(0, end - t - 1) for t in range(T)]) for end in laws.lengths.tolist()])
+        return reach_traversal(laws.p, laws.q, laws.x, shape.parents, laws.lengths, nodes)
     return reach_tree(accept_of(laws, max(map(parents.count, parents)), likeliest), parents, laws.lengths)
 
 

@@ -1,6 +1,6 @@
-"""Trees of an independent draft: predicted tokens per call beside measured ones, and the planned shape beside others.
+"""Trees of an independent draft: predicted tokens per call beside measured ones, the planned shape beside others.
 
-    python -m tests.studies.trees DRAFT_FOLDER outputs/results/trees.json [prompts] [tokens] [temperature,...] [rows,...]
+    python -m tests.studies.trees DRAFT_FOLDER outputs/results/trees.json [prompts] [tokens] [heat,...] [rows,...]
 
 A cell is a temperature, a batch, a shape and a rule: tau measured on prompts that nothing was fitted on, tau predicted
 from the very texts that came out, with its standard error, and seconds. Shapes: nothing, chains, full trees, the
@@ -55,10 +55,8 @@ class Study:
         return Texts(prompts, keys, out.tokens, out.stats.rows), out.stats
 
     def laws(self, texts: Texts, sampling: Sampling) -> Any:
-        lms = (
-            LM(model, min(8, len(texts.prompts)), self.target.config.vocab_size) for model in (self.target, self.draft)
-        )
-        return laws_of(*lms, texts, sampling)
+        rows, V = min(8, len(texts.prompts)), self.target.config.vocab_size
+        return laws_of(LM(self.target, rows, V), LM(self.draft, rows, V), texts, sampling)
 
     def cells(self, temperature: float, rows: int) -> list[dict[str, Any]]:
         sampling = Sampling(temperature)
@@ -66,8 +64,8 @@ class Study:
         fitted = self.laws(self.run(plain, self.fitted, sampling)[0], sampling)
         costs = measure_costs(LM(self.target, rows), Independent(self.draft), MOST, context=96, repeats=3)
         best = plan(fitted, round_seconds(costs), MOST, CHILDREN, DEPTHS)
-        likeliest = temperature == 0
         whole = plan(fitted, lambda parents: 1.0, MOST, CHILDREN, DEPTHS)
+        likeliest = {"planned": best.likeliest, "most calls saved": whole.likeliest, "sequoia": whole.likeliest}
         ours = whole.shape.parents
         theirs = sequoia(
             positional(accept_of(fitted, CHILDREN, whole.likeliest), fitted.lengths), len(ours), max(DEPTHS)
@@ -77,9 +75,7 @@ class Study:
                   "planned_likeliest": best.likeliest, "costs": vars(costs)}]  # fmt: skip
         for name, parents in shapes.items():
             for rule in ("tree", "traversal") if parents else ():
-                sure = likeliest or (name == "planned" and best.likeliest) or (name != "planned" and "chain" not in name
-                                                                              and "full" not in name
-                                                                              and whole.likeliest)  # fmt: skip
+                sure = temperature == 0 or likeliest.get(name, False)
                 found.append({"temperature": temperature, "rows": rows, "shape": name, "parents": list(parents),
                               "rule": rule} | self.cell(parents, rule, sure, rows, sampling))  # fmt: skip
                 print(found[-1], flush=True)
@@ -98,11 +94,9 @@ class Study:
         tokens, calls = sum(map(len, texts.tokens)), float(calls_from(reach, laws.lengths).sum())
         measured = sum(row.target_calls for row in texts.counts)
         sigma = math.sqrt(float(variance_from(reach, laws.lengths).sum()))
-        return {
-            "likeliest": likeliest, "tokens": tokens, "calls": measured, "predicted_calls": calls, "sigma": sigma,
-            "z": (measured - calls) / sigma if sigma else 0.0, "tau": tokens / measured, "predicted_tau": tokens / calls,
-            "seconds": stats.seconds,
-        }  # fmt: skip
+        found = {"likeliest": likeliest, "tokens": tokens, "calls": measured, "predicted_calls": calls, "sigma": sigma}
+        found |= {"z": (measured - calls) / sigma if sigma else 0.0, "tau": tokens / measured}
+        return found | {"predicted_tau": tokens / calls, "seconds": stats.seconds}
 
 
 def main(folder: str, out: str, count: str = "8", tokens: str = "48", heat: str = "0,1", rows: str = "8") -> None:
