@@ -30,7 +30,7 @@ from inference.proposers.base import Outcome, Proposal, Proposer
 from inference.request import Accepts, Prompt, ends_of, vocabulary_of
 from inference.round import DecodingRound
 from inference.sampling import Sampling
-from inference.settled import kept
+from inference.settled import Settled, kept
 from inference.slots import Run, Slots
 from inference.verify.rules import Rule, rule_of
 
@@ -153,9 +153,9 @@ class Engine:
             states = kept(self.target, turn.texts, turn.sent["read"], found.states, settled.path)
             table = settled.table.tolist()  # the round's one read
         with run.stats.clock("other"):
-            events, valid = self._commit(run, turn, proposal, found, table)
+            events, valid = self._commit(run, turn, proposal, found, settled, table)
             if run.proposer:
-                run.proposer.commit(Outcome(valid, settled.table[:, 0], states))
+                run.proposer.commit(Outcome(valid, settled.table[:, 0], states, settled.path))
             if self.record:
                 self.record.note(run.active, turn.starts, proposal, table)
             self.slots.leave(run)
@@ -196,19 +196,19 @@ class Engine:
                                    tree=proposal.tree)  # fmt: skip
 
     def _commit(
-        self, run: Run, turn: DecodingRound, proposal: Proposal, found: Pass, table: list[list[int]]
+        self, run: Run, turn: DecodingRound, proposal: Proposal, found: Pass, settled: Settled, table: list[list[int]]
     ) -> tuple[list[Event], list[int]]:
-        """Each row takes its tokens; what of its text agrees with what is stored. table: of `DecodingRound.settle`."""
+        """Each row takes its tokens; what of its text agrees with what is stored. table: of `settled`."""
         events, valid = [], []
-        for slot, (row, (n, token, k, lost, stains, *draft)) in enumerate(zip(run.active, table, strict=True)):
+        for slot, (row, (n, token, k, lost, stains, refused, *draft)) in enumerate(zip(run.active, table, strict=True)):
             before, doubtful = len(row.text), row.stained or proposal.k[slot] > 0
             row.stained |= bool(stains) or (proposal.tree is None and k < proposal.k[slot])
             taken = len(row.take(draft[:n] if lost else [*draft[:n], token]))
             drafted = min(k, taken) if row.finish else k  # drafts beyond a row's last token do not count
             if lost and not row.finish:
-                self.slots.without_law(slot, row, doubtful, partial(turn.reason, slot, found.logits[slot, n]))
+                self.slots.without_law(slot, row, doubtful, partial(turn.reason, slot, found.logits, settled.path, n))
             run.stats.count(row.index, taken, drafted, min(taken, n))
-            kinds = ["drafted"] * n + ["bonus" if n == k else "corrected"]
+            kinds = ["drafted"] * n + ["corrected" if refused else "bonus"]
             if taken:
                 events.append(Event(row.index, row.text[before:], kinds[:taken]))
             valid.append(0 if row.finish and row.stained else before + n)

@@ -21,12 +21,13 @@ from inference.proposers.base import Proposal
 from inference.report.recorder import trace
 from inference.request import Request
 from inference.sampling import draw, wide
-from inference.settled import Settled, paths_of, settled, shape_of, sound
+from inference.settled import Settled, column_of, settled, sound
+from inference.trees_of_round import TreesOfRound
 from inference.verify import Verdict
 from inference.verify.rules import Rule
 
 
-class DecodingRound:
+class DecodingRound(TreesOfRound):
     """What the engine and a proposer share during one round; implements `base.Round`.
 
     batch: of an earlier round of the same rows, so that their settings are not copied again. replays: where laws,
@@ -110,14 +111,6 @@ class DecodingRound:
             logits = self._processed(logits, x, k, 0)
         return self.batch.regimes.law(logits)
 
-    def _branched(self, logits: Tensor, x: Tensor, k: list[int], tree: Tree) -> Tensor:
-        """As `_processed`, column by column: what stands before a node is the path to it."""
-        columns = [self._processed(logits[:, :1], x[:, :0], [0] * len(k), 0)]
-        for node, path in enumerate(paths_of(tree)):
-            before, needed = torch.stack([x[:, i] for i in path], 1), [len(path) if n > node else -1 for n in k]
-            columns.append(self._processed(logits[:, node + 1 : node + 2], before, needed, len(path)))
-        return torch.cat(columns, 1)
-
     def _processed(self, logits: Tensor, x: Tensor, k: list[int], first: int) -> Tensor:
         """Logits (A, n, V) of the places after first, first + 1, ... of the drafts x (A, K), as settings leave them."""
         history, sent = self.batch.history, self.send()
@@ -191,7 +184,7 @@ class DecodingRound:
     def settle(self, logits: Tensor, proposal: Proposal) -> Settled:
         """The verdict, for the host in one tensor, see `settled.Settled`; traced, `recorder.trace` stands behind it."""
         length, inputs = self.length(proposal.k), self.inputs() if self.replays else None
-        shape = None if proposal.tree is None else shape_of(proposal.tree)
+        shape = None if proposal.tree is None else proposal.tree.shape
         if self.replays and inputs is not None and (proposal.tree is None or shape):
             inputs |= {"logits": logits, "x": proposal.x, "length": length}
             inputs |= {} if proposal.q is None else {"q": proposal.q}
@@ -244,12 +237,13 @@ class DecodingRound:
         vars(turn).update(made)
         return turn
 
-    def reason(self, row: int, logits: Tensor) -> str:
-        """Why a row has no law, given the target's logits (V,) at that place; reads from the device."""
+    def reason(self, row: int, logits: Tensor, path: Tensor | None, n: int) -> str:
+        """Why a row has no law behind its n accepted drafts, given the logits (A, N+1, V) of the target's pass and the
+        `path` of `Settled`; reads from the device."""
         if row in self.messages:
             return self.messages[row]
         place = f"after {len(self.texts[row])} tokens"
-        if not bool(wide(logits).amax().isfinite()):
+        if not bool(wide(logits[row, column_of(path, row, n)]).amax().isfinite()):
             return f"{place}: the target's logits are NaN, infinite or all -inf"
         return (f"{place}: no token is left; Sampling.banned, logit_bias, min_new_tokens or processors forbid every "
                 f"one that the model allows")  # fmt: skip

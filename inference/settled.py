@@ -15,9 +15,10 @@ from inference.proposers.base import Proposal
 
 
 class Settled(NamedTuple):
-    """table (A, 5 + D): drafts accepted, the token after them, how deep the drafts go that had laws, whether there was
-    no law for that token (it is then no token), whether there was none at any place that the target's pass wrote, and
-    the drafts, of a tree those of the accepted path. path (A, D): its nodes, -1 past the last; None for a chain."""
+    """table (A, 6 + D): drafts accepted, the token after them, how deep the drafts go that had laws, whether there was
+    no law for that token (it is then no token), whether there was none at any place that the target's pass wrote,
+    whether a draft was refused where the accepted ones end, and the drafts, of a tree those of the accepted path.
+    path (A, D): its nodes, -1 past the last; None for a chain."""
 
     table: Tensor
     path: Tensor | None = None
@@ -29,13 +30,15 @@ def settled(p: Tensor, proposal: Proposal, verdict: Any, last: Tensor, length: T
     missing, accepted = without_law(p), verdict.accepted.unsqueeze(1)  # (A, N+1), (A, 1)
     stains = missing.any(1, keepdim=True)
     if proposal.tree is None:
-        columns = accepted, last.unsqueeze(1), length.unsqueeze(1), missing.gather(1, accepted), stains
+        k = length.unsqueeze(1)
+        columns = accepted, last.unsqueeze(1), k, missing.gather(1, accepted), stains, accepted < k
         return Settled(torch.cat((*columns, proposal.x), 1))
     path, end = verdict.path, (verdict.path + 1).amax(1, keepdim=True)  # a node comes after those it hangs on
     used = torch.arange(p.shape[1], device=p.device) <= length.unsqueeze(1)
     depth = (proposal.tree.on(p.device).depths * used).amax(1, keepdim=True)
     stains = stains | (length < asked).unsqueeze(1)
-    columns = accepted, last.unsqueeze(1), depth, missing.gather(1, end), stains
+    refused = (used[:, 1:] & (proposal.tree.on(p.device).parents + 1 == end)).any(1, keepdim=True)
+    columns = accepted, last.unsqueeze(1), depth, missing.gather(1, end), stains, refused
     return Settled(torch.cat((*columns, proposal.x.gather(1, path.clamp(min=0))), 1), path)
 
 
@@ -60,20 +63,18 @@ def without_law(law: Tensor) -> Tensor:
     return law[..., 0].isnan()
 
 
-def shape_of(tree: Tree) -> tuple[int, ...] | None:
-    """The parents of a tree whose shape the host knows and all rows share; None of any other."""
-    known = tree.parents.ndim == 1 and tree.parents.device.type == "cpu"
-    return tuple(tree.parents.tolist()) if known else None
+def column_of(path: Tensor | None, slot: int, n: int) -> int:
+    """The column of the pass where row `slot`'s n accepted drafts end; reads from the device where they are a path."""
+    return n if path is None else int(path[slot].amax()) + 1
 
 
 def paths_of(tree: Tree) -> list[list[int]]:
     """The nodes from the anchor down to each node. Raises ValueError for trees that differ by row."""
-    parents = shape_of(tree)
-    if parents is None:
+    if tree.shape is None:
         raise ValueError("tree: settings that read what was generated (penalties, bans, minimum lengths, processors) "
                          "need one shape for all rows, known on the host")  # fmt: skip
     paths: list[list[int]] = []
-    for node, parent in enumerate(parents):
+    for node, parent in enumerate(tree.shape):
         paths.append([*(paths[parent] if parent >= 0 else []), node])
     return paths
 

@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from inference.engine import Engine
+from inference.exactness.forced_trees import close_ranks, levels_of, reach_along
 from inference.exactness.ties import near_ties
 from inference.measure.timing import Texts
-from inference.proposers.base import Outcome, Proposal
+from inference.proposers.base import Outcome, Proposal, Siblings
 from inference.round import DecodingRound
 from inference.sampling import Sampling, one_hot
 from inference.slots import Run
@@ -29,7 +30,8 @@ class Forced(NamedTuple):
     the round that starts at token t - j, and sum_v min(p, q) there: as `verify.prediction` numbers them. A draft that
     was certain and is another token has log q = -inf, and so have those behind it, which no round comes to. near_p
     (B, T), near_q (B, T, K): the law is one-hot, and rounding could move it. k (B, T): drafts of the round that starts
-    at token t. lengths (B,).
+    at token t, of trees the levels. lengths (B,). reach (B, T, D+1): of trees alone, P(the round that starts at token t
+    accepts at least n nodes | the text); logq is then empty, alpha P(at least one), and near_q of the first level.
     """
 
     logp: Tensor
@@ -39,16 +41,20 @@ class Forced(NamedTuple):
     near_q: Tensor
     k: Tensor
     lengths: Tensor
+    reach: Tensor | None = None
 
 
 class ForcedRound(DecodingRound):
     """A round whose draws are the ids `follows` (A, K). By depth, drawn: laws (A, V) that were drawn from, and close
-    (A,): where the two best scores of the draft, as settings that read history leave them, are within `gap`."""
+    (A,): where the two best scores of the draft, as settings that read history leave them, are within `gap`. Of trees
+    also offered (A, m): the children that would have been drawn, and whether these are certain."""
 
     follows: Tensor
     gap: float
     drawn: dict[int, Tensor]
     close: dict[int, Tensor]
+    offered: dict[int, Tensor]
+    certain: bool
 
     @property
     def temperatures(self) -> list[float] | None:
@@ -66,6 +72,16 @@ class ForcedRound(DecodingRound):
         self.drawn[depth] = law
         return self.follows[:, depth]
 
+    def children(self, logits: Tensor, x: Tensor, siblings: Siblings, likeliest: bool = False) -> tuple[Tensor, Tensor]:
+        depth = len(siblings.paths[0])
+        ids, laws = super().children(logits, x, siblings, likeliest)
+        self.drawn[depth], self.offered[depth] = laws[:, 0, 0], ids[:, 0]
+        self.certain = likeliest or not any(self.batch.regimes.temperatures)
+        if self.certain:
+            self.close[depth] = close_ranks(self.branch_scores(logits, x, siblings)[:, 0], ids.shape[2], self.gap)
+        next_one = self.follows[:, min(depth, self.follows.shape[1] - 1)]
+        return next_one.view(-1, 1, 1).expand(ids.shape), laws
+
 
 @torch.inference_mode()
 def forced(engine: Engine, texts: Texts, sampling: Sampling, max_new_tokens: int, noise: float = 0.0) -> Forced:
@@ -73,12 +89,13 @@ def forced(engine: Engine, texts: Texts, sampling: Sampling, max_new_tokens: int
     policy and the limit `max_new_tokens` give it there. They take a pass of the target over k + 1 ids for every token,
     on the engine's own slots: a stream of it ends here. noise: of score gaps, see `ties.compare_passes`.
 
-    Raises ValueError for a proposer that drafts trees, whose acceptance `logq` cannot tell.
+    Raises ValueError for a proposer whose trees have a shape that the host does not know.
     """
     lengths = torch.tensor([len(text) for text in texts.tokens])
     B, T = len(texts.tokens), int(lengths.max())
     rounds = [_batch(engine, texts, sampling, max_new_tokens, noise, low) for low in range(0, B, engine.rows)]
     K = max((found.logq.shape[1] for batch in rounds for found in batch), default=0)
+    reach = _together([[found.reach for found in batch] for batch in rounds], rounds, B, T)
     logp, near_p, k = torch.zeros(B, T), torch.zeros(B, T, dtype=torch.bool), torch.zeros(B, T, dtype=torch.int64)
     logq = torch.full((B, T + K, K), -torch.inf, dtype=torch.float64)  # as far as rounds draft
     alpha, near_q = torch.zeros(B, T + K, K, dtype=torch.float64), torch.zeros(B, T + K, K, dtype=torch.bool)
@@ -91,7 +108,21 @@ def forced(engine: Engine, texts: Texts, sampling: Sampling, max_new_tokens: int
                 near_q[found.rows, t + j, j] = found.near_q[:, j]
     inside = torch.arange(T) < lengths[:, None]
     logq, alpha, near_q = (part[:, :T].masked_fill(~inside[..., None], 0) for part in (logq, alpha, near_q))
-    return Forced(logp, logq, alpha, near_p, near_q, k, lengths)
+    return Forced(logp, logq, alpha, near_p, near_q, k, lengths, reach)
+
+
+def _together(parts: list[list[Tensor | None]], rounds: list[list["_Found"]], B: int, T: int) -> Tensor | None:
+    """The reach of all rounds (B, T, D+1), 1 at no draft at all; None where no round has any."""
+    depths = [part.shape[1] for batch in parts for part in batch if part is not None]
+    if not depths:
+        return None
+    reach = torch.zeros(B, T, max(depths), dtype=torch.float64)
+    reach[..., 0] = 1
+    for batch, found in zip(parts, rounds, strict=True):
+        for t, (part, one) in enumerate(zip(batch, found, strict=True)):
+            if part is not None:
+                reach[one.rows, t, : part.shape[1]] = part
+    return reach
 
 
 class _Found(NamedTuple):
@@ -104,6 +135,7 @@ class _Found(NamedTuple):
     logq: Tensor
     alpha: Tensor
     near_q: Tensor
+    reach: Tensor | None = None
 
 
 def _batch(
@@ -132,17 +164,38 @@ def _round(engine: Engine, run: Run, tokens: Sequence[list[int]], sampling: Samp
     width = max(*k, 1)
     nexts = [text[row.emitted : row.emitted + width] for row, text in zip(run.active, tokens, strict=True)]
     turn.follows = torch.tensor([one + [0] * (width - len(one)) for one in nexts], device=target.device)
-    turn.gap, turn.drawn, turn.close, run.batch = noise, {}, {}, turn.batch
+    turn.gap, turn.drawn, turn.close, turn.offered, run.batch = noise, {}, {}, {}, turn.batch
     proposal = engine.propose(turn)
-    if proposal.tree is not None:
-        raise ValueError(f"{type(engine.proposer).__name__}: forced rounds predict chains of drafts, not trees")
     seen = engine.read(turn, proposal)
-    p = turn.laws(seen.logits, proposal.x, proposal.k)
-    found = _recorded(turn, p, seen.logits, proposal, noise, sampling)
+    p = turn.laws(seen.logits, proposal.x, proposal.k, proposal.tree)
+    chain = proposal if proposal.tree is None else Proposal(proposal.x[:, :0], None, [0] * len(k))
+    found = _recorded(turn, p, seen.logits, chain, noise, sampling)
+    if proposal.tree is not None:
+        left = torch.tensor([len(text) - row.emitted for row, text in zip(run.active, tokens, strict=True)])
+        found = _of_tree(turn, p, proposal, found, left.to(p.device))
     if run.proposer:
         nothing = torch.zeros(len(k), dtype=torch.int64, device=target.device)
         run.proposer.commit(Outcome([len(text) for text in turn.texts], nothing, seen.states))
     return found
+
+
+def _of_tree(turn: ForcedRound, p: Tensor, proposal: Proposal, found: _Found, left: Tensor) -> _Found:
+    """What the round says of its tree, beside what it says of its first token. left (A,): tokens of each text that
+    follow."""
+    levels, shape = levels_of(proposal), proposal.tree.shape if proposal.tree else None
+    assert shape is not None
+    D = len(turn.drawn)
+    x = turn.follows[:, [min(j, turn.follows.shape[1] - 1) for j in range(D)]]
+    inside = torch.arange(D, device=x.device) < left.unsqueeze(1)
+    nodes, seed = turn.length(proposal.k), turn.starts[0] * 2**20 + turn.ids[0] % 2**20
+    reach = reach_along(p, turn.drawn, turn.offered, x, inside, shape, nodes, turn.rule, turn.certain, seed)
+    first = reach[:, 1:2].cpu() if reach is not None else torch.zeros(len(x), 1, dtype=torch.float64)
+    near = torch.stack([turn.close[j] for j in range(D)], 1) if turn.certain else torch.zeros_like(inside)
+    drafted = torch.arange(D) < torch.tensor(levels).unsqueeze(1)
+    near = (near.cpu() & drafted & inside.cpu()).any(1, keepdim=True)
+    nothing = torch.zeros_like(first)
+    return found._replace(k=torch.tensor(levels), logq=nothing, alpha=first, near_q=near,
+                          reach=None if reach is None else reach.double().cpu())  # fmt: skip
 
 
 def _recorded(

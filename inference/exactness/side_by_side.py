@@ -32,7 +32,8 @@ class Figures:
     """logp (B, T): of each emitted token; logq and alpha, sum_v min(p, q) there, (B, T), or (B, T, K) where they differ
     by the depth at which token t is drafted (`forced.Forced`), all float64; near_p (B, T), near_q: the law is one-hot
     and rounding could move it; k (B, T): drafts of a round that would start there; lengths (B,). Zero past a text's
-    end; all on the CPU. rounding: by about how much passes of the run had other log p - log q, in nats."""
+    end; all on the CPU. reach (B, T, D+1): of rounds that draft trees, as `Forced` has it. rounding: by about how much
+    passes of the run had other log p - log q, in nats."""
 
     logp: Tensor
     logq: Tensor
@@ -41,6 +42,7 @@ class Figures:
     near_q: Tensor
     k: Tensor
     lengths: Tensor
+    reach: Tensor | None = None
     rounding: float = 0.0
 
     def first(self, values: Tensor) -> Tensor:
@@ -105,7 +107,7 @@ def pair_figures(
     inside = torch.arange(k.shape[1]) < lengths[:, None]
     values = values.masked_fill(~inside, 0.0)
     logp, logq, alpha, near_p, near_q = values
-    return Figures(logp, logq, alpha, near_p > 0, near_q > 0, k, lengths, _rounding(noise, sampling))
+    return Figures(logp, logq, alpha, near_p > 0, near_q > 0, k, lengths, rounding=_rounding(noise, sampling))
 
 
 def _rounding(noise: float, sampling: Sampling) -> float:
@@ -157,15 +159,21 @@ def expected(figures: Figures, rule: Rule | str) -> Expected | None:
 
 def reach_of(figures: Figures, rule: Rule | str, most: int | None = None) -> Tensor | None:
     """P(a round that starts at token t accepts at least n drafts | the text) -> (B, T, K+1), drafting no more than
-    `most`; None for a rule whose acceptance hangs on the noise that made the text."""
+    `most`; None for a rule whose acceptance hangs on the noise that made the text. Of trees it is that of the rule
+    and the shape that ran. Raises ValueError for fewer levels of these."""
+    if figures.reach is not None:
+        if most is not None:
+            raise ValueError("most: calls of trees are those of the shape that ran; see measure.shapes for others")
+        return figures.reach
     k = figures.k if most is None else figures.k.clamp(max=most)
     return rule_of(rule).reach(figures.logp, figures.logq, k, figures.lengths)
 
 
 def rounded(figures: Figures, rule: Rule | str) -> Tensor | None:
     """`reach_of` with the laws that the run may have had: the mean over log q - log p moved by rounding. Where a draft
-    is nearly the target, rounding alone decides whether it may be refused at all."""
-    if not figures.rounding:
+    is nearly the target, rounding alone decides whether it may be refused at all. Of trees the laws are taken as they
+    are."""
+    if not figures.rounding or figures.reach is not None:
         return reach_of(figures, rule)
     generator, parts = torch.Generator().manual_seed(0), []
     for _ in range(DRAWS):

@@ -33,9 +33,9 @@ class Tree:
 
     parents: N numbers, for all rows; or a tensor (N,) or (A, N), one shape a row, on the device of the model, where it
     is not checked. Columns are those of a pass: 0 is the anchor, i + 1 node i.
-    depths: (1 or A, N + 1), 0 of the anchor, 1 of its children. seen: (1 or A, N + 1), of each column those that it
-    sees, itself and its ancestors, as bits. Raises ValueError for more than `MOST_NODES` nodes and for a parent that
-    does not come before its child.
+    shape: the numbers where the host knows them, None of a tensor. depths: (1 or A, N + 1), 0 of the anchor, 1 of its
+    children. seen: (1 or A, N + 1), of each column those that it sees, itself and its ancestors, as bits. Raises
+    ValueError for more than `MOST_NODES` nodes and for a parent that does not come before its child.
     """
 
     def __init__(self, parents: Sequence[int] | Tensor) -> None:
@@ -43,8 +43,9 @@ class Tree:
         self.nodes = self.parents.shape[-1]
         if not 1 <= self.nodes <= MOST_NODES:
             raise ValueError(f"parents: a tree of {self.nodes} nodes; 1 .. {MOST_NODES} can be verified")
-        if not isinstance(parents, Tensor):
-            _refuse_late(parents)
+        self.shape = None if isinstance(parents, Tensor) else tuple(parents)
+        if self.shape is not None:
+            _refuse_late(self.shape)
         self.depths, self.seen = _ancestry(self.parents.view(-1, self.nodes))
         self._elsewhere: dict[torch.device, Tree] = {}
 
@@ -54,6 +55,7 @@ class Tree:
             return self
         if device not in self._elsewhere:
             self._elsewhere[device] = Tree(self.parents.to(device))
+            self._elsewhere[device].shape = self.shape
         return self._elsewhere[device]
 
     @property

@@ -53,18 +53,31 @@ class Proposal(NamedTuple):
     tree: Tree | None = None
 
 
+class Siblings(NamedTuple):
+    """Nodes of one level of a tree that have children. most: children of any of them; paths: of each the nodes from the
+    anchor down; first: the number of its first child; keys (n,): its column, that is 0 of the anchor, i + 1 of node i,
+    on the device of the draft."""
+
+    most: int
+    paths: tuple[tuple[int, ...], ...]
+    first: tuple[int, ...]
+    keys: Tensor
+
+
 class Outcome(NamedTuple):
     """What became of a round.
 
     valid: how many tokens of each row's text certainly agree with what was stored; 0: forget all of the row's slot, NaN
     may stand in it. accepted (A,) int64: drafts that each row accepted, on the target's device. states: layer ->
     (A, K+1, D) of the target's pass, column 0 at the anchor and column j at the j-th draft, along the accepted path of
-    a tree; of row b columns 0 .. accepted_b hold. Valid until the target's next pass: copy what must last.
+    a tree; of row b columns 0 .. accepted_b hold. Valid until the target's next pass: copy what must last. path (A, D):
+    of a tree, the nodes that each row accepted, -1 past the last; None after a chain.
     """
 
     valid: Sequence[int]
     accepted: Tensor
     states: States
+    path: Tensor | None = None
 
 
 class Round(Protocol):
@@ -94,6 +107,14 @@ class Round(Protocol):
 
     def draw(self, law: Tensor, depth: int) -> Tensor:
         """Ids (A,) drawn from law (A, V) with the noise of this depth (0-based)."""
+
+    def children(
+        self, logits: Tensor, x: Tensor, siblings: "Siblings", likeliest: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """The next level of a tree of drafts: logits (A, n, V) after n nodes, x (A, M) drafted so far -> children
+        (A, n, m), those to try first before the others, and the laws (A, n, m, V) that they were drawn from.
+
+        Drawn without replacement; the likeliest ones, with one-hot laws, in rows of temperature 0 and where asked."""
 
     def inputs(self) -> dict[str, Tensor] | None:
         """By name, the tensors that laws and draws read; None where they read more than tensors."""

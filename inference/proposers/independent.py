@@ -15,6 +15,7 @@ from inference.models.lm import LM, load_model
 from inference.models.passes import States
 from inference.models.prefill import padded, store_prompts
 from inference.proposers.base import Beside, Host, Outcome, Proposal, Proposer, Round
+from inference.proposers.branching import Branching
 from inference.sampling import certain
 
 
@@ -24,17 +25,21 @@ class Independent(Proposer):
     model: a transformers model, used as it is, or a path / hub id. greedy: draft argmax q with a one-hot law,
     as serving engines do by default, instead of drawing from q. compile: its passes are compiled, see
     `compiled`, or replayed, see `cuda_graphs`; None: on a GPU alone. int8: its weights are rounded to 8 bits, see
-    `llama`: q is then the rounded draft's law.
+    `llama`: q is then the rounded draft's law. shape: of the trees that it drafts, the parents of their nodes (see
+    `topology` and `branching`), to be verified by tree, traversal or coupled; None: chains.
     """
 
     tail = 2  # ids of a text that a round feeds when all drafts are made at once: rounds that accept all lack so many
 
     def __init__(
-        self, model: PreTrainedModel | str, greedy: bool = False, *, compile: bool | None = None, int8: bool = False
-    ) -> None:
+        self, model: PreTrainedModel | str, greedy: bool = False, *, compile: bool | None = None, int8: bool = False,
+        shape: Sequence[int] | None = None,
+    ) -> None:  # fmt: skip
         self.model = _load(model) if isinstance(model, str) else model
         self.greedy, self.compile, self.int8 = greedy, compile, int8
-        self.shape: tuple[int, int, int, int] | None = None
+        self.branching = Branching(shape) if shape else None
+        self.anchors: tuple[list[int], Tensor]  # of a round that drafts trees: their slots, here and on the device
+        self.opened: tuple[int, int, int, int] | None = None
         self.lm: LM
         self.stored: list[int] = []  # tokens of each row's text that its slot holds
         self.sent: dict[str, Tensor] = {}  # this round's numbers, once they are on the device
@@ -50,7 +55,7 @@ class Independent(Proposer):
         return cls(draft if int8 else widened(draft), greedy, compile=beside.compile, int8=int8)
 
     def language_model(self, rows: int, vocabulary: int) -> LM | None:
-        return LM(self.model, rows, vocabulary, int8=self.int8)
+        return None if self.branching else LM(self.model, rows, vocabulary, int8=self.int8)
 
     @property
     def context(self) -> int | None:
@@ -62,10 +67,12 @@ class Independent(Proposer):
         return "int8" if self.int8 else str(self.model.dtype).removeprefix("torch.")
 
     def open(self, host: Host) -> None:
-        shape = host.rows, host.vocabulary, host.context, host.spare
-        if shape != self.shape:  # slots are kept from call to call
-            self.shape = shape
-            self.lm = LM(self.model, *shape[:3], compile=self.compile, int8=self.int8, spare=host.spare)
+        if self.branching:
+            self.branching.require(host.vocabulary)
+        wanted = host.rows, host.vocabulary, host.context, host.spare
+        if wanted != self.opened:  # slots are kept from call to call
+            self.opened = wanted
+            self.lm = LM(self.model, *wanted[:3], compile=self.compile, int8=self.int8, spare=host.spare)
         self.stored, self.longest = [], 0
 
     def stage(self, low: int, prompts: Sequence[list[int]], states: States) -> None:
@@ -95,7 +102,23 @@ class Independent(Proposer):
         if K == 0:
             return Proposal(torch.empty(len(k), 0, dtype=torch.int64, device=self.lm.device), None, k)
         self.sent = {}
+        if self.branching:
+            return self._by_level(turn, k, self.branching)
         return self._at_once(turn, k) or self._stepwise(turn, k, K)
+
+    def _by_level(self, turn: Round, k: list[int], shape: Branching) -> Proposal:
+        """Trees, a pass a level; where passes are replayed always all levels, since other trees are other graphs."""
+        follows = self._lacking(turn.texts, k)["follows"]
+        logits, depth = self._catch_up(turn, shape.nodes(k)), shape.depth if self.lm.replayed else max(k)
+        start, (at,) = [end - 1 for end in follows], self._here(turn.send()["follows"] - 1)
+        proposal = shape.draft(
+            turn, k, logits, lambda ids, tree: self.lm.forward(ids, start, at=at, tree=tree).logits, self.greedy, depth
+        )
+        read = min(depth, shape.depth) - 1  # of the last level nothing is stored
+        self.anchors, self.read = (start, at), shape.counts[read]
+        rows = zip(turn.texts, k, self.stored, strict=True)
+        self.stored = [len(text) + read if wanted else stored for text, wanted, stored in rows]
+        return proposal
 
     def _at_once(self, turn: Round, k: list[int]) -> Proposal | None:
         """None where the model has no such call, rows lack more than `tail` ids, or laws take more than a temperature and
@@ -164,6 +187,10 @@ class Independent(Proposer):
         return [tensor.to(self.lm.device) for tensor in tensors]
 
     def commit(self, outcome: Outcome) -> None:
+        if outcome.path is not None:
+            (path,) = self._here(outcome.path)
+            start, at = self.anchors
+            self.lm.keep(start, torch.where(path < self.read, path, -1), at)
         self.stored = [min(stored, length) for stored, length in zip(self.stored, outcome.valid, strict=True)]
         for slot, length in enumerate(outcome.valid):
             if length == 0:

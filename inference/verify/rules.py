@@ -10,11 +10,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.nn.functional import pad
 
+from inference.models.passes import Tree
 from inference.sampling import one_hot
-from inference.verify import chain, prediction
+from inference.verify import chain, prediction, round_prediction
+from inference.verify.tree import Parents, TreeVerdict
+from inference.verify.tree import coupled as coupled_tree
+from inference.verify.tree import traversal as traversal_tree
+from inference.verify.tree import tree as multi_round
 
 Reach = Callable[[Tensor, Tensor, int | Tensor, Tensor | None], Tensor | None]
+Branches = Callable[[Tensor, Tensor, Tensor, tuple[int, ...], Tensor, int], Tensor]
 
 
 @dataclass(frozen=True)
@@ -28,6 +35,8 @@ class Rule:
     reach(logp, logq, k, lengths) -> (B, T, K+1): P(a round that starts at token t accepts at least n drafts), given
     the text, from log p (B, T) and log q (B, T) or (B, T, K) of its tokens, see `prediction.reach`; None where that
     hangs on the noise that made the text.
+    branches(p, q, x, parents, k, seed) -> (A, D+1): the same of one round a row that drafts a tree of sampled children:
+    laws p, q (A, D, V) of the text's next tokens x (A, D), k (A,) nodes in use; see `round_prediction.by_levels`.
     shared: drafts are drawn with the noise that the target's tokens are chosen with, keyed by position.
     exact: the text's law is the target's.
     """
@@ -35,6 +44,7 @@ class Rule:
     name: str
     verify: Callable[..., Any]
     reach: Reach
+    branches: Branches | None = None
     shared: bool = False
     trees: bool = False
     exact: bool = True
@@ -58,8 +68,35 @@ def _match(p: Tensor, q: Tensor | None, x: Tensor, u: Tensor, k: Tensor) -> chai
     return chain.match(p, x, u[:, : x.shape[1] + 1], k)
 
 
-def _coupled(p: Tensor, q: Tensor | None, x: Tensor, g: Tensor, k: Tensor) -> chain.Verdict:
-    return chain.coupled(p, x, g[:, : x.shape[1] + 1], k)
+def _coupled(
+    p: Tensor, q: Tensor | None, x: Tensor, g: Tensor, k: Tensor, tree: Tree | None = None
+) -> chain.Verdict | TreeVerdict:
+    if tree is None:
+        return chain.coupled(p, x, g[:, : x.shape[1] + 1], k)
+    depths = tree.on(p.device).depths.clamp(max=g.shape[1] - 1).expand(len(x), -1)
+    return coupled_tree(p, x, _parents(tree, x), g.gather(1, depths.unsqueeze(-1).expand(-1, -1, g.shape[-1])), k)
+
+
+def _tree(
+    p: Tensor, q: Tensor | None, x: Tensor, u: Tensor, k: Tensor, tree: Tree | None = None
+) -> chain.Verdict | TreeVerdict:
+    return _token(p, q, x, u, k) if tree is None else multi_round(p, q, x, _parents(tree, x), _coins(u, x), k)
+
+
+def _traversal(
+    p: Tensor, q: Tensor | None, x: Tensor, u: Tensor, k: Tensor, tree: Tree | None = None
+) -> chain.Verdict | TreeVerdict:
+    return _block(p, q, x, u, k) if tree is None else traversal_tree(p, q, x, _parents(tree, x), _coins(u, x), k)
+
+
+def _parents(tree: Tree, x: Tensor) -> Parents:
+    """As a rule takes them: fastest where the host knows them."""
+    return tree.on(x.device).parents if tree.shape is None else tree.shape
+
+
+def _coins(u: Tensor, x: Tensor) -> Tensor:
+    """Uniforms (A, N): there may be none of nodes that no row has."""
+    return pad(u, (0, max(0, x.shape[1] - u.shape[1])), value=1.0)[:, : x.shape[1]]
 
 
 def _known(q: Tensor | None, p: Tensor, x: Tensor) -> Tensor:
@@ -95,7 +132,9 @@ RULES: dict[str, Rule] = {
         Rule("token", _token, _token_reach),
         Rule("block", _block, _block_reach),
         Rule("match", _match, _match_reach),
-        Rule("coupled", _coupled, _hangs_on_noise, shared=True),
+        Rule("coupled", _coupled, _hangs_on_noise, shared=True, trees=True),
+        Rule("tree", _tree, _token_reach, round_prediction.by_levels, trees=True),
+        Rule("traversal", _traversal, _block_reach, round_prediction.traversal_by_levels, trees=True),
     )
 }
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from inference.sampling import wide
+from inference.sampling import one_hot, wide
 
 Parents = tuple[int, ...] | Tensor
 
@@ -74,6 +74,17 @@ def traversal(
     chances, rest = _judge(p, q, x, steps, there, replacement, carry=True)
     passed = there & (u < chances)
     return walk((subtrees(steps) & passed.unsqueeze(1)).any(-1), rest, steps)
+
+
+def coupled(p: Tensor, x: Tensor, parents: Parents, g: Tensor, k: Tensor | None = None) -> TreeVerdict:
+    """Gumbel coupling on a tree: down to each child that is y = argmax(log p + g) at its parent; the law is the one-hot
+    of the y where no child is. On a chain this is `chain.coupled`: the text is that of plain decoding with this noise.
+
+    g (B, N+1, V) Gumbel noise of the place behind each column, the same for all nodes of one depth.
+    """
+    y, steps = (wide(p).log() + g).argmax(-1), steps_of(parents, x, by_level=True)  # (B, N+1)
+    wanted = y.gather(1, (steps.parents + 1).expand_as(x))
+    return walk(used(x, k) & (x == wanted), one_hot(y, wide(p)), steps)
 
 
 def _judge(

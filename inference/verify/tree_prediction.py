@@ -11,7 +11,7 @@ depth j (0-based), that is by a round that starts at t - j; entries with j > t a
 length. parents: as in `tree`, of all rounds. k: nodes in use, of the round that starts at t: an int, (B,) or (B, T).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -22,8 +22,10 @@ from inference.sampling import draw, wide
 from inference.verify.prediction import calls_from, tau_from, variance_from
 from inference.verify.tree import depths_of, ranks_of
 
+Laws = tuple[Tensor, Tensor, Tensor]
 CHUNK = 2**22  # entries of a law's table that are worked on at once
 GOLDEN = 0.6180339887498949
+SAMPLES = 8  # of the refused children that are drawn
 
 
 def rank_of(law: Tensor, x: Tensor) -> Tensor:
@@ -45,7 +47,7 @@ def by_rank(rank: Tensor, children: int, dtype: torch.dtype = torch.float64) -> 
 
 
 def by_draw(
-    p: Tensor, q: Tensor, x: Tensor, children: int, *, replacement: bool = False, samples: int = 8, seed: int = 0
+    p: Tensor, q: Tensor, x: Tensor, children: int, *, replacement: bool = False, samples: int = SAMPLES, seed: int = 0
 ) -> Tensor:
     """accept (..., C) of children drawn from q, of the text's tokens x (...) with laws p, q (..., V).
 
@@ -56,7 +58,7 @@ def by_draw(
     """
     shape, chunk = x.shape, max(1, CHUNK // p.shape[-1])
     parts = [part.flatten(0, -2).split(chunk) for part in (p.expand(*shape, -1), q.expand(*shape, -1))]
-    numbers = _strata(x.numel(), max(children - 2, 0), samples, seed, x.device).split(chunk)
+    numbers = strata(x.numel(), max(children - 2, 0), samples, seed, x.device).split(chunk)
     found = []
     for law, draft, token, u in zip(*parts, x.flatten().split(chunk), numbers, strict=True):
         law, draft, token = wide(law), wide(draft), token.unsqueeze(-1)
@@ -79,9 +81,14 @@ def reach_tree(
     if most > accept.shape[-1] or (accept.ndim == 4 and levels > accept.shape[2]):
         found = f"(B, T{', K' * (accept.ndim == 4)}, C) = {tuple(accept.shape)}"
         raise ValueError(f"the tree has {levels} levels and up to {most} children of a node, accept is {found}")
-    tables = [of_rounds(accept, level, lengths) for level in range(levels)]
-    whole = torch.ones_like(accept[:, :, 0] if accept.ndim == 3 else accept[:, :, 0, 0])
-    reach = [torch.zeros_like(whole) for _ in range(levels)]
+    whole = accept.new_ones(accept.shape[:2])
+    return reached([of_rounds(accept, level, lengths) for level in range(levels)], whole, parents, k)
+
+
+def reached(tables: Sequence[Tensor], whole: Tensor, parents: tuple[int, ...], k: int | Tensor | None) -> Tensor:
+    """Of rounds whole (B, T), ones: chances of their next tokens by level, (B, T, C) each -> (B, T, D+1)."""
+    depths, ranks = depths_of(parents), ranks_of(parents)
+    reach = [torch.zeros_like(whole) for _ in range(max(depths, default=0))]
     chances: list[Tensor] = []
     for node, (parent, depth, rank) in enumerate(zip(parents, depths, ranks, strict=True)):
         chance = (chances[parent] if parent >= 0 else whole) * tables[depth - 1][..., rank]
@@ -113,7 +120,7 @@ def tau_tree(
 
 def reach_traversal(
     p: Tensor, q: Tensor, x: Tensor, parents: tuple[int, ...], lengths: Tensor | None = None,
-    k: int | Tensor | None = None, *, replacement: bool = False, samples: int = 8, seed: int = 0,
+    k: int | Tensor | None = None, *, replacement: bool = False, samples: int = SAMPLES, seed: int = 0,
 ) -> Tensor:  # fmt: skip
     """`reach_tree` under `tree.traversal` of children drawn from q -> (B, T, D+1).
 
@@ -124,13 +131,18 @@ def reach_traversal(
     For likeliest children the two rules accept the same: `by_rank`.
     """
     B, T, V = p.shape
+    levels = max(depths_of(parents), default=0)
     rows, later = max(1, CHUNK // max(1, T * V)), len(parents) - len(set(parents))
-    u = _strata(B * T, later, samples, seed, x.device).view(B, T, samples, later)
+    u = strata(B * T, later, samples, seed, x.device).view(B, T, samples, later)
     inside = torch.arange(T, device=x.device) < (T if lengths is None else lengths.to(x.device).unsqueeze(-1))
     k = torch.full((B, T), len(parents), device=x.device) if k is None else torch.as_tensor(k, device=x.device)
     k = (k.unsqueeze(-1) if k.ndim == 1 else k).expand(B, T)
     parts = [part.split(rows) for part in (p, q, x, inside.expand(B, T), k, u)]
-    return torch.cat([_traversed(parents, replacement, *part) for part in zip(*parts, strict=True)])
+    found = []
+    for law, draft, ids, held, nodes, number in zip(*parts, strict=True):
+        laws = [_at_level(law, draft, ids, held, level) for level in range(levels)]
+        found.append(traversed(parents, replacement, laws, nodes, number))
+    return torch.cat(found)
 
 
 def of_rounds(accept: Tensor, level: int, lengths: Tensor | None) -> Tensor:
@@ -187,7 +199,7 @@ def _norm(rest: Tensor) -> Tensor:
     return torch.where(mass > 0, rest / mass, 0.0)
 
 
-def _strata(places: int, draws: int, samples: int, seed: int, device: torch.device) -> Tensor:
+def strata(places: int, draws: int, samples: int, seed: int, device: torch.device) -> Tensor:
     """Uniforms (n, S, draws): each one uniform, the S of a place and a draw spread evenly."""
     row, depth = torch.arange(places, device=device), torch.arange(draws, device=device)
     u = uniform(seed, row, torch.zeros_like(row), depth, REFUSED).unsqueeze(1)  # (n, 1, draws)
@@ -195,14 +207,10 @@ def _strata(places: int, draws: int, samples: int, seed: int, device: torch.devi
     return (u + shift) % 1
 
 
-def _traversed(
-    parents: tuple[int, ...], replacement: bool, p: Tensor, q: Tensor, x: Tensor, inside: Tensor, k: Tensor, u: Tensor
-) -> Tensor:
-    """`reach_traversal` of some rows, inside (B, T) their tokens, k (B, T), u (B, T, S, draws)."""
+def traversed(parents: tuple[int, ...], replacement: bool, laws: Sequence[Laws], k: Tensor, u: Tensor) -> Tensor:
+    """`reach_traversal` of some rows by level: p, q (B, T, V) and ids (B, T, 1); k (B, T), u (B, T, S, draws)."""
     depths = depths_of(parents)
-    levels = max(depths, default=0)
-    laws = [_at_level(p, q, x, inside, level) for level in range(levels)]
-    reach = wide(p.new_zeros(*x.shape, levels + 1))
+    reach = torch.zeros(*u.shape[:2], len(laws) + 1, dtype=laws[0][0].dtype if laws else u.dtype, device=u.device)
     whole = torch.ones_like(reach[..., 0])
     for sample in u.unbind(2):
         numbers, entered = iter(sample.unbind(-1)), {-1: (whole, whole)}  # of each node, its weight and its chance
@@ -217,7 +225,7 @@ def _traversed(
     return reach
 
 
-def _at_level(p: Tensor, q: Tensor, x: Tensor, inside: Tensor, level: int) -> tuple[Tensor, Tensor, Tensor]:
+def _at_level(p: Tensor, q: Tensor, x: Tensor, inside: Tensor, level: int) -> Laws:
     """p, q (B, T, V) and ids (B, T, 1) of token t + level, for the round that starts at t; no mass past the end."""
     drafts = wide(q if q.ndim == 3 else q[:, :, level])
     held, gone = inside.unsqueeze(-1), min(level, x.shape[1])

@@ -1,0 +1,39 @@
+"""Children of the nodes of a tree of drafts, of rows with settings of their own.
+
+A rows, n nodes, m children of each, V vocabulary.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from inference.batched.laws import Regimes
+from inference.proposers.topology import likeliest, sampled
+from inference.sampling import one_hot
+
+
+def children(
+    regimes: Regimes, scores: Tensor, m: int, noise: Callable[[], Tensor], certain: bool
+) -> tuple[Tensor, Tensor]:
+    """Children (A, n, m) of nodes with logits scores (A, n, V), and the laws (A, n, m, V) they were drawn from.
+
+    Sampled without replacement from each row's law with Gumbel noise (A, n or 1, V); the likeliest, with one-hot laws,
+    in rows of temperature 0, or in all where `certain`. A law is NaN where there is none.
+    """
+    law = regimes.law(scores)  # (A, n, V)
+    shape = *law.shape[:2], m, law.shape[-1]
+    if certain or all(temperature == 0 for temperature in regimes.temperatures):
+        return _likeliest(scores, law, m)
+    ids, laws = sampled(law, noise(), m), law.unsqueeze(2).expand(shape)
+    if not regimes.some_greedy:
+        return ids, laws
+    best, sure = _likeliest(scores, law, m)
+    greedy = regimes.greedy.view(-1, 1, 1)
+    return torch.where(greedy, best, ids), torch.where(greedy.unsqueeze(-1), sure, laws)
+
+
+def _likeliest(scores: Tensor, law: Tensor, m: int) -> tuple[Tensor, Tensor]:
+    ids = likeliest(scores, m)
+    none = (law[..., :1] - law[..., :1]).unsqueeze(2)  # 0, or NaN
+    return ids, one_hot(ids, law.unsqueeze(2).expand(*ids.shape, -1)) + none
