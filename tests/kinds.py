@@ -12,6 +12,10 @@ from transformers import LlamaForCausalLM
 
 from inference.proposers import Independent, NGram
 from inference.proposers.base import Proposer
+from inference.proposers.hydra import Hydra
+from inference.proposers.hydra_network import HydraConfig, HydraNetwork
+from inference.proposers.medusa import Medusa
+from inference.proposers.medusa_network import MedusaConfig, MedusaNetwork
 from tests.tiny import near
 
 CONTRIBUTING = Path(__file__).resolve().parent.parent / "CONTRIBUTING.md"
@@ -47,9 +51,36 @@ def next_head(target: LlamaForCausalLM) -> Proposer:
     return made
 
 
+def medusa(target: LlamaForCausalLM, noise: float = 0.1) -> MedusaNetwork:
+    """Two blocks a head, of which all heads say nearly what the target's own says."""
+    torch.manual_seed(7)
+    network = MedusaNetwork(MedusaConfig(**_sizes(target), num_hidden_layers=2))
+    return _noisy(network.to(target.dtype), noise)
+
+
+def hydra(target: LlamaForCausalLM, noise: float = 0.1) -> HydraNetwork:
+    torch.manual_seed(7)
+    network = HydraNetwork(HydraConfig(**_sizes(target)))
+    return _noisy(network.to(target.dtype), noise)
+
+
+def _sizes(target: LlamaForCausalLM) -> dict[str, int]:
+    return {"hidden_size": target.config.hidden_size, "vocab_size": target.config.vocab_size, "num_heads": 3}
+
+
+def _noisy(network: Any, noise: float) -> Any:
+    with torch.no_grad():
+        for weight in network.parameters():
+            weight += noise * torch.randn_like(weight)
+    return network.eval()
+
+
 KINDS = {
     "independent": Kind(lambda target: Independent(near(target, 0.15))),
     "independent, greedy": Kind(lambda target: Independent(near(target, 0.15), greedy=True)),
+    "medusa": Kind(lambda target: Medusa(medusa(target))),
+    "medusa, greedy": Kind(lambda target: Medusa(medusa(target), greedy=True)),
+    "hydra": Kind(lambda target: Hydra(hydra(target))),
     "ngram": Kind(lambda target: NGram()),
     "example": Kind(next_head),
 }

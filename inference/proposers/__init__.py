@@ -9,7 +9,9 @@ from inference.proposers.retrieval import NGram
 __all__ = ["KINDS", "Independent", "NGram", "kind_of"]
 
 KINDS = {  # as the metadata of a draft folder names them -> module:class
+    "hydra": "inference.proposers.hydra:Hydra",
     "independent": "inference.proposers.independent:Independent",
+    "medusa": "inference.proposers.medusa:Medusa",
     "ngram": "inference.proposers.retrieval:NGram",
 }
 
