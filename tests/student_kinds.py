@@ -9,8 +9,11 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM, PretrainedConfig, PreTrainedModel
 
 from cotrain.students.base import LAST, Guess, Seen, Student
+from cotrain.students.hydra import Hydra
 from cotrain.students.independent import Independent
+from cotrain.students.medusa import Medusa
 from cotrain.teacher.target_model import halves
+from tests import kinds
 from tests.tiny import near, tiny
 
 VOCABULARY = 32
@@ -89,8 +92,13 @@ def heads(target: LlamaForCausalLM, depths: int = 3) -> Any:
     return Heads(network, target)
 
 
-STUDENTS: dict[str, Callable[[LlamaForCausalLM], Any]] = {"independent": independent, "heads": heads}
-SERVED = ("independent",)  # those that tests can run in an engine
+STUDENTS: dict[str, Callable[[LlamaForCausalLM], Any]] = {
+    "independent": independent,
+    "heads": heads,
+    "medusa": lambda target: Medusa(kinds.medusa(target, 0.3), target),
+    "hydra": lambda target: Hydra(kinds.hydra(target, 0.3), target),
+}
+SERVED = ("independent", "medusa", "hydra")  # those that tests can run in an engine
 
 
 def target() -> LlamaForCausalLM:

@@ -20,7 +20,11 @@ if TYPE_CHECKING:
 LAST = -1  # the layer whose states the target's head reads, behind its final norm
 ANY = -1  # the depth of a guess that is the same at every depth
 DEFAULT = "independent"  # the kind of a draft folder that does not say it
-KINDS = {DEFAULT: "cotrain.students.independent:Independent"}  # kind -> module:class, imported when asked for
+KINDS = {  # kind -> module:class, imported when asked for
+    DEFAULT: "cotrain.students.independent:Independent",
+    "medusa": "cotrain.students.medusa:Medusa",
+    "hydra": "cotrain.students.hydra:Hydra",
+}
 
 
 @dataclass(frozen=True)
@@ -108,6 +112,13 @@ def student_class(kind: str) -> type[Student]:
     module, _, name = KINDS[kind].partition(":")
     found: type[Student] = getattr(import_module(module), name)
     return found
+
+
+def refuse_keys(draft: "Draft", *keys: str) -> None:
+    """Raise ValueError for a setting that this kind of draft does not have."""
+    for key in keys:
+        if (value := getattr(draft, key)) is not None:
+            raise ValueError(f"draft.{key}={value}: {draft.kind} drafts do not have it; draft.{key}=null")
 
 
 def refuse_mixed(guesses: list[Guess]) -> None:

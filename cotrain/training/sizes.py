@@ -25,7 +25,7 @@ def size_of(model: PreTrainedModel) -> Size:
     total, active = 0, 0.0
     for name, weight in model.named_parameters():
         total += weight.numel()
-        if weight is looked_up.weight and (head is None or head.weight is not weight):
+        if looked_up is not None and weight is looked_up.weight and (head is None or head.weight is not weight):
             continue
         active += weight.numel() * (share if ".experts." in name else 1.0)
     return Size(total, int(active))
