@@ -55,24 +55,25 @@ def medusa(target: LlamaForCausalLM, noise: float = 0.1) -> MedusaNetwork:
     """Two blocks a head, of which all heads say nearly what the target's own says."""
     torch.manual_seed(7)
     network = MedusaNetwork(MedusaConfig(**_sizes(target), num_hidden_layers=2))
-    return _noisy(network.to(target.dtype), noise)
+    return _noisy(network, target, noise)
 
 
 def hydra(target: LlamaForCausalLM, noise: float = 0.1) -> HydraNetwork:
     torch.manual_seed(7)
     network = HydraNetwork(HydraConfig(**_sizes(target)))
-    return _noisy(network.to(target.dtype), noise)
+    return _noisy(network, target, noise)
 
 
 def _sizes(target: LlamaForCausalLM) -> dict[str, int]:
     return {"hidden_size": target.config.hidden_size, "vocab_size": target.config.vocab_size, "num_heads": 3}
 
 
-def _noisy(network: Any, noise: float) -> Any:
+def _noisy(network: Any, target: LlamaForCausalLM, noise: float) -> Any:
+    network = network.to(target.dtype)
     with torch.no_grad():
         for weight in network.parameters():
             weight += noise * torch.randn_like(weight)
-    return network.eval()
+    return network.eval().to(target.device)
 
 
 KINDS = {

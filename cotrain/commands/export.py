@@ -7,7 +7,7 @@ from cotrain.config.settings import ExportConfig
 from cotrain.errors import UserError
 from cotrain.export import hf, layout_check
 from cotrain.export.card import tau_by_length
-from cotrain.export.engines import launch, place, refuse_layout
+from cotrain.export.engines import launch, layout_of, place, refuse_layout
 from cotrain.run_folder import writable
 from cotrain.teacher.target_model import load_config
 from cotrain.training.job import objective
@@ -34,6 +34,10 @@ def run(cfg: ExportConfig) -> None:
         raise UserError(f"{cfg.draft.path} was made for {both}: give target.path= a folder that it was merged into")
     if served is None:
         raise UserError(f"{cfg.draft.path} does not name its target: give target.path=")
+    if layout := layout_of(made.kind if made else "independent", cfg.engine):
+        path = layout.export(cfg.draft.path, cfg.output, cfg.k, target=str(served), replace=cfg.overwrite)
+        print(f"wrote {path}\n{(path / 'README.md').read_text(encoding='utf-8')}")
+        return
     config, tokenizer = load_config(str(served))
     path = hf.export(
         cfg.draft.path,
