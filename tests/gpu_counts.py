@@ -20,7 +20,7 @@ from inference import Engine, Sampling
 from inference.measure.environment import environment
 from inference.policy import Fixed
 from inference.proposers import Independent, NGram
-from tests import standin
+from tests import kinds, standin
 from tests.tiny import near, tiny
 
 ROWS, K, FIRST, ROUNDS = 8, 4, 4, 4
@@ -35,6 +35,10 @@ Made = Callable[[], Any]
 
 def _draft(**settings: Any) -> Any:
     return Independent(near(tiny()).to("cuda"), compile=True, **settings)
+
+
+def _heads(kind: str) -> Any:
+    return kinds.KINDS[kind].proposer(tiny().to("cuda"))
 
 
 MIXED = [Sampling(t) for t in (0.5, 0.7, 1.0, 1.3, 0.9, 0.8, 1.1, 0.6)]
@@ -52,6 +56,8 @@ SETTINGS: dict[str, tuple[Made, str, Any]] = {
     "draft, nucleus": (_draft, "token", Sampling(0.9, top_p=0.9)),
     "draft, mixed top-k, top-p, min-p": (_draft, "token", CUTS),
     "draft, penalties, bias, bans, minimum length": (_draft, "token", PENALTIES),
+    "medusa, token": (lambda: _heads("medusa"), "token", Sampling(0.8)),
+    "hydra, token": (lambda: _heads("hydra"), "token", Sampling(0.8)),
     "n-gram look-up": (NGram, "token", Sampling(0.8)),
     "n-gram look-up, penalties, bias, bans, minimum length": (NGram, "token", PENALTIES),
 }

@@ -18,6 +18,10 @@ from inference.proposers.early_exit import EarlyExit
 from inference.proposers.early_exit_network import ExitNetwork, begun
 from inference.proposers.gate import LONGEST, Gate
 from inference.proposers.hybrid import Hybrid
+from inference.proposers.hydra import Hydra
+from inference.proposers.hydra_network import HydraConfig, HydraNetwork
+from inference.proposers.medusa import Medusa
+from inference.proposers.medusa_network import MedusaConfig, MedusaNetwork
 from inference.proposers.other_tokenizer import OtherTokenizer
 from inference.proposers.retelling import Shared
 from inference.proposers.retrieval import Retrieval
@@ -113,11 +117,40 @@ def exit_network(target: LlamaForCausalLM, rank: int = 2) -> ExitNetwork:
     return network
 
 
+def medusa(target: LlamaForCausalLM, noise: float = 0.1) -> MedusaNetwork:
+    """Two blocks a head, of which all heads say nearly what the target's own says."""
+    torch.manual_seed(7)
+    network = MedusaNetwork(MedusaConfig(**_sizes(target), num_hidden_layers=2))
+    return _noisy(network, target, noise)
+
+
+def hydra(target: LlamaForCausalLM, noise: float = 0.1) -> HydraNetwork:
+    torch.manual_seed(7)
+    network = HydraNetwork(HydraConfig(**_sizes(target)))
+    return _noisy(network, target, noise)
+
+
+def _sizes(target: LlamaForCausalLM) -> dict[str, int]:
+    return {"hidden_size": target.config.hidden_size, "vocab_size": target.config.vocab_size, "num_heads": 3}
+
+
+def _noisy(network: Any, target: LlamaForCausalLM, noise: float) -> Any:
+    network = network.to(target.dtype)
+    with torch.no_grad():
+        for weight in network.parameters():
+            weight += noise * torch.randn_like(weight)
+    return network.eval().to(target.device)
+
+
 KINDS = {
     "eagle": Kind(lambda target: Eagle(eagle(target))),
     "eagle, pruned": Kind(lambda target: Eagle(eagle(target, draft_vocab_size=target.config.vocab_size // 2))),
     "independent": Kind(lambda target: Independent(near(target, 0.15))),
     "early_exit": Kind(lambda target: EarlyExit(exit_network(target), target)),
+    "independent, greedy": Kind(lambda target: Independent(near(target, 0.15), greedy=True)),
+    "medusa": Kind(lambda target: Medusa(medusa(target))),
+    "medusa, greedy": Kind(lambda target: Medusa(medusa(target), greedy=True)),
+    "hydra": Kind(lambda target: Hydra(hydra(target))),
     "ngram": Kind(lambda target: NGram()),
     "retrieval": Kind(lambda target: Retrieval(shortest=1)),
     "hybrid": Kind(hybrid),

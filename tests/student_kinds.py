@@ -13,7 +13,9 @@ from cotrain.students import early_exit
 from cotrain.students.base import LAST, Guess, Seen, Student
 from cotrain.students.eagle import Eagle
 from cotrain.students.hybrid import Hybrid
+from cotrain.students.hydra import Hydra
 from cotrain.students.independent import Independent
+from cotrain.students.medusa import Medusa
 from cotrain.teacher.target_model import halves
 from tests import kinds
 from tests.tiny import near, tiny
@@ -126,9 +128,11 @@ STUDENTS: dict[str, Callable[[LlamaForCausalLM], Any]] = {
     "hybrid": hybrid,
     "eagle": eagle,
     "eagle, pruned": lambda target: eagle(target, draft_vocab_size=16),
+    "medusa": lambda target: Medusa(kinds.medusa(target, 0.3), target),
+    "hydra": lambda target: Hydra(kinds.hydra(target, 0.3), target),
     "early_exit": lambda target: early_exit.EarlyExit(kinds.exit_network(target), target),
 }
-SERVED = ("independent", "example", "eagle", "eagle, pruned", "early_exit")  # those that tests can run in an engine
+SERVED = ("independent", "example", "eagle", "eagle, pruned", "early_exit", "medusa", "hydra")  # those that tests can run in an engine
 
 
 def target() -> LlamaForCausalLM:

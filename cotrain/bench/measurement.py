@@ -78,6 +78,12 @@ class Plan:
         greedy = self.objective == "greedy"
         return self.student(self.running).proposer(greedy=greedy, compile=compile, int8=self.int8)
 
+    @cached_property
+    def depths(self) -> list[int]:
+        """Draft lengths to choose from: those of bench.depths that it drafts, or the most that it does."""
+        most = self.proposer(counted=True).depths or inf
+        return [k for k in self.bench.depths if k <= most] or [int(most)]
+
     def engine(self, k: int, rows: int | None = None, proposer: Proposer | None = None) -> Engine:
         """rows: for counts alone, so many at a time."""
         return Engine(self.target, proposer or self.proposer(bool(rows)), verify=self.verify, policy=Fixed(k),

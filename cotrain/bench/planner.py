@@ -6,7 +6,7 @@ from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from inference.exactness.side_by_side import Figures, pair_figures, reach_of
-from inference.measure.costs import SPANS, Costs, best_k, joined, measure_costs
+from inference.measure.costs import Costs, best_k, joined, measure_costs, spans_of
 from inference.measure.real_costs import RealRound, calibrated, measure_rounds
 from inference.measure.timing import Interval, engine_arm, interleave
 from inference.verify import prediction
@@ -59,7 +59,7 @@ def settled(plan: "Plan", until: float = inf) -> tuple["Plan", Measured]:
     if not plan.bench.compile and plan.target.device.type != "cuda":
         return replace(plan, compiled=Compiled()), eager
     both = eager, measured(replace(plan, compiled=Compiled(True, True, True)), until)
-    k = sorted(plan.bench.depths)[len(plan.bench.depths) // 2]
+    k = sorted(plan.depths)[len(plan.depths) // 2]
     parts: tuple[Callable[[Costs], float], ...] = (
         lambda costs: costs.target[0], lambda costs: costs.target[k], lambda costs: costs.drafting(k),
     )  # fmt: skip
@@ -68,13 +68,13 @@ def settled(plan: "Plan", until: float = inf) -> tuple["Plan", Measured]:
     if len(set(faster)) == 1:
         return plan, both[faster.plain]
     mixed = Measured(both[0].costs, joined(*(both[on].alone for on in faster)), {})  # another engine than either
-    return plan, mixed.at(rounds_of(plan, (0, *SPANS), until))
+    return plan, mixed.at(rounds_of(plan, (0, *spans_of(plan.proposer())), until))
 
 
 def measured(plan: "Plan", until: float = inf) -> Measured:
     """The table of parts, at the level of real rounds of the plan's engines."""
     table = costs_of(plan)
-    return Measured(table, table, {}).at(rounds_of(plan, (0, *SPANS), until))
+    return Measured(table, table, {}).at(rounds_of(plan, (0, *spans_of(plan.proposer())), until))
 
 
 def rounds_of(plan: "Plan", lengths: tuple[int, ...], until: float = inf) -> dict[int, RealRound]:
@@ -93,7 +93,7 @@ def costs_of(plan: "Plan") -> Costs:
     size, prompts = plan.bench, plan.prompts.ranking
     context = sum(map(len, prompts)) // len(prompts) + size.new_tokens // 2
     target = plan.engine(1).target  # as rounds run it: other slots would be another graph
-    K = max(size.depths)
+    K = max(plan.depths)
     return measure_costs(target, plan.proposer(), K, context=context, sampling=plan.sampling, repeats=SHAPE)
 
 
@@ -101,11 +101,11 @@ def planned(plan: "Plan", found: Measured, tau: Callable[[int], float], until: f
     """The draft length that pays best among 0, 1 and bench.depths. One that real rounds were not run at is run, and the
     choice made again with what it then costs."""
     for _ in range(TRIES):
-        length = choose(found.costs, tau, plan.bench.depths)
+        length = choose(found.costs, tau, plan.depths)
         if length.drafting in found.rounds:
             break
         found = found.at(rounds_of(plan, (length.drafting,), until))
-    return choose(found.costs, tau, plan.bench.depths), found
+    return choose(found.costs, tau, plan.depths), found
 
 
 def choose(costs: Costs, tau: Callable[[int], float], depths: Any) -> Length:
@@ -140,7 +140,7 @@ def tau_of(figures: Figures, verify: str, k: int) -> float:
 
 def taus(plan: "Plan") -> dict[int, float]:
     """Predicted tau by draft length, from texts decoded plainly that are not timed."""
-    size, longest = plan.bench, max(plan.bench.depths)
+    size, longest = plan.bench, max(plan.depths)
     prompts = plan.ranking(size.quick_prompts, BATCH)
     arm = engine_arm("plain", plan.plain(BATCH), plan.sampling, size.new_tokens)
     texts = interleave([arm], prompts, BATCH, size.seed, warmup=0).texts("plain")

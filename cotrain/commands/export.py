@@ -7,7 +7,7 @@ from cotrain.config.settings import ExportConfig
 from cotrain.errors import UserError
 from cotrain.export import eagle3, hf, layout_check
 from cotrain.export.card import tau_by_length
-from cotrain.export.engines import FEATURES, launch, place, refuse_layout
+from cotrain.export.engines import FEATURES, launch, layout_of, place, refuse_layout
 from cotrain.run_folder import writable
 from cotrain.teacher.target_model import load_config, load_pair
 from cotrain.training.job import objective
@@ -36,6 +36,10 @@ def run(cfg: ExportConfig) -> None:
         raise UserError(f"{cfg.draft.path} does not name its target: give target.path=")
     if cfg.layout in FEATURES:
         path = _features(cfg, str(served))
+    elif layout := layout_of(made.kind if made else "independent", cfg.engine):
+        path = layout.export(cfg.draft.path, cfg.output, cfg.k, target=str(served), replace=cfg.overwrite)
+        print(f"wrote {path}\n{(path / 'README.md').read_text(encoding='utf-8')}")
+        return
     else:
         path = _plain(cfg, str(served))
     written = read(path).metadata

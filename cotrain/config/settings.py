@@ -82,22 +82,22 @@ class Quantisation:
 
 @dataclass
 class Draft:
-    """kind: of draft, see `cotrain.students.base`. The shape of one that starts from random weights; `path` for
-    init=pretrained. quantisation: of its projections when it is served (none, int8, nf4): training is then
-    quantisation-aware. datastore: a folder of `cotrain datastore`, of kinds that look up; shortest: tokens of a text's
-    end that must have stood before. depths: drafts of a round that it is trained for, of a kind whose law depends on
-    the depth. vocabulary: so many tokens are all that it knows, of a kind with a head of its own; null: those of the
-    target."""
+    """kind: of draft, see `cotrain.students.base`. The shape of one that starts from random weights, null where it is the
+    target's; `path` for init=pretrained. quantisation: of its projections when it is served (none, int8, nf4): training
+    is then quantisation-aware. datastore: a folder of `cotrain datastore`, of kinds that look up; shortest: tokens of a
+    text's end that must have stood before. depths: drafts of a round that it is trained for, of a kind whose law
+    depends on the depth. vocabulary: so many tokens are all that it knows, of a kind with a head of its own; null:
+    those of the target."""
 
     kind: str
     path: str | None
     datastore: str | None
     shortest: int
-    width: int
+    width: int | None
     layers: int
-    intermediate: int
-    head_dim: int
-    kv_heads: int
+    intermediate: int | None
+    head_dim: int | None
+    kv_heads: int | None
     quantisation: str
     rank: int  # of what an early exit adds to each projection of its layers; 0: nothing
     depths: int | None

@@ -10,6 +10,7 @@ import json
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,22 @@ def engine_named(name: str) -> ServingEngine:
     if name not in ENGINES:
         raise UserError(f"engine={name}: no such engine; there are {', '.join(ENGINES)}")
     return ENGINES[name]
+
+
+# kind of draft -> engine -> module of cotrain/export that writes what it loads, where that is not the table's layout
+KINDS: dict[str, dict[str, str]] = {"medusa": {"vllm": "cotrain.export.medusa_layout"}, "hydra": {}}
+
+
+def layout_of(kind: str, engine: str) -> Any | None:
+    """The module that writes a kind of draft for an engine: `export`, `launch`; None for the table's own. Raises
+    UserError for a kind that the engine does not load."""
+    engine_named(engine)
+    if kind not in KINDS:
+        return None
+    if engine not in KINDS[kind]:
+        loads = ", ".join(KINDS[kind]) or "no engine of the table"
+        raise UserError(f"engine={engine}: it loads no {kind} drafts; {loads} does")
+    return import_module(KINDS[kind][engine])
 
 
 def refuse_layout(engine: str, layout: str) -> None:

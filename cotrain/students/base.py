@@ -28,6 +28,8 @@ KINDS = {  # kind -> module:class, imported when asked for
     DEFAULT: "cotrain.students.independent:Independent",
     "eagle": "cotrain.students.eagle:Eagle",
     "early_exit": "cotrain.students.early_exit:EarlyExit",
+    "medusa": "cotrain.students.medusa:Medusa",
+    "hydra": "cotrain.students.hydra:Hydra",
     "retrieval": "cotrain.students.retrieval:Retrieval",
     "hybrid": "cotrain.students.hybrid:Hybrid",
 }

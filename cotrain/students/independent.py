@@ -37,7 +37,7 @@ class Independent(Student):
         """The network before training. Raises ValueError naming the key that is wrong."""
         refuse_keys(draft, "depths", "vocabulary")
         if init.kind == "scratch":
-            return scratch(target, draft.width, draft.layers, draft.intermediate, draft.head_dim, draft.kv_heads)
+            return scratch(target, *_shape(draft))
         if init.kind == "target_layers":
             return from_layers(target, init.layers)
         if init.kind == "pretrained" and draft.path:
@@ -66,6 +66,15 @@ class Independent(Student):
     @classmethod
     def load(cls, folder: Path, target: PreTrainedModel | None = None, vocabulary: int | None = None) -> "Independent":
         return cls(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), target, vocabulary)
+
+
+def _shape(draft: Draft) -> tuple[int, int, int, int, int]:
+    """Of random weights, as `scratch` takes it. Raises ValueError for a size that is not given."""
+    sizes = {key: getattr(draft, key) for key in ("width", "layers", "intermediate", "head_dim", "kv_heads")}
+    for key, size in sizes.items():
+        if size is None:
+            raise ValueError(f"draft.{key}: a draft of random weights has one: give it, as draft.width=128")
+    return (*sizes.values(),)  # type: ignore[return-value]
 
 
 def scratch(

@@ -27,6 +27,7 @@ from inference.drafts.bundled_target import resolve
 from inference.drafts.draft_folder import load_tokenizer
 from inference.drafts.weight_files import CONFIG, read_json, weight_files
 from inference.models.dtypes import quantised, widened
+from inference.models.output_head import head_of
 
 QUANTISATIONS: dict[str, dict[str, Any]] = {
     "none": {},
@@ -175,21 +176,14 @@ def split(model: PreTrainedModel, vocabulary: int | None = None) -> tuple[Read, 
 
 def halves(model: PreTrainedModel, vocabulary: int | None = None) -> tuple[Read, Head]:
     """`split` of a model that was tried before."""
-    head: Any
-    head, config = model.get_output_embeddings(), model.config.get_text_config().to_dict()
-    cap, scale = config.get("final_logit_softcapping"), config.get("logit_scale") or 1.0
+    head = head_of(model)
 
     def hidden(ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
         places = {} if position_ids is None else {"position_ids": position_ids.to(model.device)}
         return model.base_model(input_ids=ids.to(model.device), use_cache=False, **places).last_hidden_state
 
     def logits(states: Tensor) -> Tensor:
-        out: Tensor = head(
-            states.to(head.weight.dtype) if not torch.is_autocast_enabled(states.device.type) else states
-        )
-        out = out if scale == 1.0 else out * scale
-        out = torch.tanh(out / cap) * cap if cap else out
-        return out[..., :vocabulary]
+        return head(states)[..., :vocabulary]
 
     return hidden, logits
 

@@ -25,6 +25,7 @@ from transformers import (
 
 from inference.drafts.atomic import new_folder
 from inference.drafts.compatibility import check_pair, hash_target, hash_tokenizer
+from inference.drafts.networks import network_of
 from inference.drafts.weight_files import CONFIG, load_weights, read_json, require_finite
 
 __all__ = ["Folder", "Metadata", "check_pair", "hash_target", "load_draft", "read", "save", "write"]
@@ -195,19 +196,25 @@ def load_draft(
     *,
     target: Mapping[str, str | None] | None = None,
     trust_remote_code: bool = False,
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None, Metadata | None]:
-    """An independent draft in eval mode on the CPU, its tokenizer and metadata where it has them.
+    kind: str | None = "independent",
+) -> tuple[Any, PreTrainedTokenizerBase | None, Metadata | None]:
+    """The network of a draft in eval mode on the CPU, its tokenizer and metadata where it has them.
 
-    dtype: by default the folder's own. target: `hash_target` of the target it is to serve; another tokenizer
-    is refused, another shape warned of. Code in the folder runs only with `trust_remote_code`.
+    kind: the one that it must be of; None: of any that has a network. dtype: by default the folder's own. target:
+    `hash_target` of the target it is to serve; another tokenizer is refused, another shape warned of. Code in the
+    folder runs only with `trust_remote_code`.
 
     Raises as `read`, and ValueError naming the file for weights that are pickled, truncated, missing, of
     another shape than config.json says, or not finite, and for a tokenizer that is broken or another one.
     """
     found = read(folder)
-    if found.kind not in MODELS:
-        raise ValueError(f"{found.path / METADATA}: kind is {found.kind!r}, only independent drafts load as a model")
-    model, problems, _ = load_weights(found.path, dtype, trust_remote_code)
+    if kind and found.kind != kind and not {found.kind, kind} <= {*MODELS}:
+        raise ValueError(f"{found.path / METADATA}: kind is {found.kind!r}, only {kind} drafts load as a model here")
+    try:
+        network = network_of(found.kind)
+    except ValueError as error:
+        raise ValueError(f"{found.path / METADATA}: {error}") from error
+    model, problems, _ = load_weights(found.path, dtype, trust_remote_code, network)
     if problems:
         raise ValueError("; ".join(problems))
     tokenizer = load_tokenizer(found.path, trust_remote_code)

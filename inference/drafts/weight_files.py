@@ -24,15 +24,15 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def load_weights(
-    path: Path, dtype: torch.dtype | None = None, trust_remote_code: bool = False
+    path: Path, dtype: torch.dtype | None = None, trust_remote_code: bool = False, network: Any = AutoModelForCausalLM
 ) -> tuple[PreTrainedModel, list[str], list[str]]:
-    """The model in a folder, problems (missing, misshapen or non-finite tensors), names config.json lacks.
+    """The model in a folder, of a class or another's making, problems (missing, misshapen or non-finite tensors), names config.json lacks.
 
     Raises FileNotFoundError or ValueError, naming the file, for weights that cannot be read at all.
     """
     files = weight_files(path)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = network.from_pretrained(
             path,
             dtype=dtype or "auto",
             use_safetensors=True,
@@ -43,7 +43,7 @@ def load_weights(
         )
     except (ValueError, KeyError, TypeError) as error:
         reason = " ".join(str(error).split())
-        raise ValueError(f"{path / CONFIG}: it makes no causal language model: {reason}") from error
+        raise ValueError(f"{path / CONFIG}: it makes no {_named(network)}: {reason}") from error
     model, info = loaded
     where = files[0] if len(files) == 1 else path
     problems = [f"{where}: tensor {name} is missing" for name in sorted(info["missing_keys"])]
@@ -55,6 +55,10 @@ def load_weights(
         except ValueError as error:
             problems.append(str(error))
     return model.eval(), problems, sorted(info["unexpected_keys"])
+
+
+def _named(network: Any) -> str:
+    return "causal language model" if network is AutoModelForCausalLM else str(network.__name__)
 
 
 def weight_files(path: Path) -> list[Path]:

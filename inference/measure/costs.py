@@ -24,7 +24,7 @@ from inference.sampling import Sampling
 from inference.verify.rules import RULES
 
 Key = TypeVar("Key", bound=Hashable)
-SPANS = (2, 8)  # draft lengths that are timed; every other one lies on their line
+SPANS = (2, 8)  # draft lengths that are timed, see `spans_of`; every other one lies on their line
 SPREAD = 7  # tokens between the lengths of one text and the next
 
 
@@ -129,7 +129,8 @@ def measure_costs(
     """
     proposer.open(Host(target.rows, target.spare, target.vocabulary, target.context, target))
     room = min(target.context, proposer.context or target.context)
-    longest = max(K, *SPANS)
+    spans = spans_of(proposer)
+    longest = max(K, *spans)
     if context < 1 or context + longest + 1 > room:
         raise ValueError(f"context={context} and K={K}: both models must hold context + {longest + 1}, at most {room}")
     seeded = torch.Generator().manual_seed(0)
@@ -140,8 +141,8 @@ def measure_costs(
         for length in lengths
     ]
     proposer.admit(0, texts, store_prompts(target, 0, texts, states=proposer.reads))
-    found = interleaved(_tasks(target, proposer, texts, K, sampling), repeats, warmup)
-    short, long = SPANS
+    found = interleaved(_tasks(target, proposer, texts, K, spans, sampling), repeats, warmup)
+    short, long = spans
     step = (found["draft", long] - found["draft", short]) / (long - short)
     return Costs(
         tuple(found["target", n] for n in range(1, K + 2)),
@@ -155,8 +156,15 @@ def measure_costs(
     )
 
 
+def spans_of(proposer: Proposer) -> tuple[int, int]:
+    """The two draft lengths that a proposer is timed at: `SPANS`, or as far apart as it drafts."""
+    short, long = SPANS
+    long = min(long, proposer.depths or long)
+    return min(short, long - 1), long
+
+
 def _tasks(
-    target: LM, proposer: Proposer, texts: list[list[int]], K: int, sampling: Sampling
+    target: LM, proposer: Proposer, texts: list[list[int]], K: int, lengths: tuple[int, int], sampling: Sampling
 ) -> dict[tuple[str, int], Callable[[], object]]:
     """Every part of a round, as the engine makes it and after what comes before it there: what a processor keeps at
     hand is what was used last."""
@@ -174,18 +182,18 @@ def _tasks(
     # of several rows, some accepted every draft and lacks two ids
     stored = [len(text) - 1 - (len(texts) > 1) for text in texts]
     outcome = Outcome(stored, torch.zeros(len(stored), dtype=torch.int64, device=target.device), states)
-    drafting = {k: copy(proposer) for k in SPANS}  # each as if it had never made more, on the same slots
+    drafting = {k: copy(proposer) for k in lengths}  # each as if it had never made more, on the same slots
 
     def drafts(k: int) -> None:
         made = drafting[k].propose(turn(k))
         wait_for(made.x.device)
         drafting[k].commit(outcome)
 
-    spans = dict(enumerate(SPANS, 2))
+    spans = dict(enumerate(lengths, 2))
     tasks: dict[tuple[str, int], Callable[[], object]] = {("before", 1): _pass(target, ids[:, :1], at)}
     for n in range(1, max(K + 1, *spans) + 1):
         if n > 1:
-            tasks["draft" if n in spans else "before", spans.get(n, n)] = partial(drafts, spans.get(n, SPANS[0]))
+            tasks["draft" if n in spans else "before", spans.get(n, n)] = partial(drafts, spans.get(n, lengths[0]))
         if n <= K + 1:
             tasks["target", n] = _pass(target, ids[:, :n], at)
             tasks["rest", n - 1] = _rest(turn, logits[:, :n], ids[:, : n - 1])

@@ -12,6 +12,7 @@ from inference.models import llama
 from inference.models.cache import SlotCache, Window
 from inference.models.checksum import fingerprint
 from inference.models.grouped_query import folded, folded_mask
+from inference.models.output_head import head_of
 from inference.models.passes import LAST, MOST_NODES, Branches, Layers, Pass, States
 from inference.models.taps import left_behind, tapped
 
@@ -40,6 +41,9 @@ class Forward(Protocol):
     def keep(self, start: Tensor, path: Tensor) -> None:
         """See `cache.kept`."""
 
+    def head(self, states: Tensor) -> Tensor:
+        """States (..., D) behind the final norm -> logits (..., V)."""
+
 
 class Stock:
     """transformers' own forward. context: positions past it, where only padding stands, are read as its last.
@@ -53,6 +57,7 @@ class Stock:
         config = model.config.get_text_config()
         self.sdpa = config._attn_implementation == "sdpa"
         self.width, self.chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
+        self.head = head_of(model)
 
     def forward(self, ids: Tensor, window: Window, only: Tensor | None = None, layers: Layers = ()) -> Pass:
         with tapped(self.model, layers) as states:
@@ -126,6 +131,9 @@ class Lean:
 
     def keep(self, start: Tensor, path: Tensor) -> None:
         self.cache.keep(start, path)
+
+    def head(self, states: Tensor) -> Tensor:
+        return self.weights.head(states)
 
     def draft(
         self, tails: Tensor, ends: Tensor, u: Tensor, temperature: Tensor, greedy: bool, window: Window

@@ -208,6 +208,15 @@ class LM:
         row has no more. at (A,): `start` where it is on the device already."""
         self.run.keep(torch.tensor(start, device=self.device) if at is None else at, path)
 
+    def head(self, states: Tensor) -> Tensor:
+        """States (..., D) as the model's head reads them, behind the final norm -> logits (..., V) of the vocabulary."""
+        return self._fitted(self.run.head(states.to(self.dtype)))
+
+    def embedded(self, ids: Tensor) -> Tensor:
+        """ids (...) -> the model's embeddings (..., D)."""
+        found: Tensor = self.model.get_input_embeddings()(self._known(ids))
+        return found
+
     def no_states(self, rows: int, layers: Layers) -> States:
         """States of no token, (rows, 0, D) each."""
         width = self.model.config.get_text_config().hidden_size

@@ -23,7 +23,9 @@ def token_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
 
 def cache_bytes(config: PreTrainedConfig, rows: int, length: int, dtype: torch.dtype) -> int:
     """Of an engine's keys and values once a row holds `length` tokens: every slot, spare ones too, has room for as many
-    tokens, doubled until they fit and at most those of the model's context."""
+    tokens, doubled until they fit and at most those of the model's context. A network without attention has none."""
+    if not getattr(config.get_text_config(), "num_attention_heads", 0):
+        return 0
     slots = FIRST_SLOTS
     while slots < length:
         slots *= 2

@@ -9,9 +9,11 @@ from inference.proposers.retrieval import NGram
 __all__ = ["KINDS", "Independent", "NGram", "kind_of"]
 
 KINDS = {  # as the metadata of a draft folder names them -> module:class
+    "hydra": "inference.proposers.hydra:Hydra",
     "independent": "inference.proposers.independent:Independent",
     "eagle": "inference.proposers.eagle:Eagle",
     "early_exit": "inference.proposers.early_exit:EarlyExit",
+    "medusa": "inference.proposers.medusa:Medusa",
     "ngram": "inference.proposers.retrieval:NGram",
     "retrieval": "inference.proposers.retrieval:Retrieval",
     "hybrid": "inference.proposers.hybrid:Hybrid",

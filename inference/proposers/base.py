@@ -95,7 +95,7 @@ class Round(Protocol):
     def send(self, k: list[int] | None = None, **numbers: Sequence[int] | Sequence[list[int]]) -> dict[str, Tensor]:
         """Whole numbers that the proposer needs on the device, one or as many a row: they travel with what the engine
         sends, in the round's one copy, when this is the round's first call. k: drafts of each row, where they are
-        not `k`. Returns them by name, and `read` (A,), the place of each text's last token."""
+        not `k`. Returns them by name, and of each text's last token `anchor` (A, 1), and `read` (A,), its place."""
 
     @property
     def temperatures(self) -> list[float] | None:
@@ -139,10 +139,12 @@ class Proposer:
     `move` as rows leave.
     reads: layers of the target's states that it wants (see `passes.Pass`), () for none: only these are made.
     greedy: whether it drafts the likeliest token, with a one-hot law. weights: what its own are held in, None for none.
+    depths: drafts of a round at most, None for no bound of its own.
     """
 
     reads: tuple[int, ...] = ()
     greedy: bool = False
+    depths: int | None = None
 
     @classmethod
     def load(cls, folder: Path, beside: Beside) -> "Proposer":

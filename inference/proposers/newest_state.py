@@ -1,0 +1,128 @@
+"""Kinds that draft from the target's newest state alone: which one that is, slot by slot, and rounds over it.
+
+A rows, K drafts, D width of the target's states, V vocabulary.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from inference.models.passes import LAST, States
+from inference.models.replays import Replays
+from inference.proposers.base import Host, Outcome, Proposal, Proposer, Round
+from inference.proposers.medusa_network import Heads
+from inference.sampling import certain
+
+# logits (A, V) and the drafts (A,) before -> the next ones (A,) and the law (A, V) that they were drawn from
+Choose = Callable[[Tensor, list[Tensor]], tuple[Tensor, Tensor]]
+Given = Mapping[str, Tensor]  # newest (A, D), the states; anchor (A, 1), the ids behind them
+
+
+class NewestState(Proposer):
+    """Drafts with heads on the state of the token before the anchor, the newest that there is as a round begins.
+
+    network: the heads, used as they are; greedy: draft argmax q with a one-hot law instead of drawing from q. A prompt
+    of one token has no state: its first round drafts nothing. Where the target's passes are replayed (`cuda_graphs`),
+    all drafts of a round are one graph.
+    """
+
+    reads = (LAST,)
+
+    def __init__(self, network: Heads, greedy: bool = False) -> None:
+        self.network, self.greedy = network.eval(), greedy
+        self.newest: Tensor  # (slots, D)
+        self.blank: list[bool] = []  # rows without a state
+        self.host: Host
+        self.replays: Replays | None = None
+
+    @property
+    def depths(self) -> int:
+        return self.network.depths
+
+    @property
+    def weights(self) -> str:
+        return str(self.network.dtype).removeprefix("torch.")
+
+    def open(self, host: Host) -> None:
+        """Raises ValueError for a target of other sizes than the heads were made for."""
+        target = host.target
+        self.network.fits(target.model, type(self).__name__)
+        self.host, self.blank = host, []
+        self.newest = target.no_states(host.rows + host.spare, (LAST,))[LAST].new_zeros(
+            host.rows + host.spare, self.network.config.hidden_size
+        )
+        if not target.replayed:
+            self.replays = None
+        elif self.replays is None or self.replays.device != target.device:
+            self.replays = Replays(target.device)
+
+    def admit(self, low: int, prompts: Sequence[list[int]], states: States) -> None:
+        self.stage(low, prompts, states)
+        self.blank += [len(prompt) == 1 for prompt in prompts]
+
+    def stage(self, low: int, prompts: Sequence[list[int]], states: States) -> None:
+        for row, prompt in enumerate(prompts):
+            self.newest[low + row] = states[LAST][row, len(prompt) - 2] if len(prompt) > 1 else 0.0
+
+    def enter(self, source: int, target: int, prompt: list[int]) -> None:
+        self.newest[target] = self.newest[source]
+        self.blank.append(len(prompt) == 1)
+
+    def propose(self, turn: Round) -> Proposal:
+        k = [0 if blank else min(k, self.depths) for k, blank in zip(turn.k, self.blank, strict=True)]
+        K = max(k)
+        if not K:
+            return Proposal(torch.empty(len(k), 0, dtype=torch.int64, device=self.newest.device), None, k)
+        given = {"newest": self.newest[: len(k)], "anchor": turn.send(k)["anchor"]}
+        found = self._replayed(turn, given, K)
+        return Proposal(*(self.drafts(given, K, self._choosing(turn)) if found is None else found), k)
+
+    def drafts(self, given: Given, K: int, choose: Choose) -> tuple[Tensor, Tensor]:
+        """Drafts (A, K) and the laws (A, K, V) that they were drawn from; a function of tensors."""
+        raise NotImplementedError(f"{type(self).__name__}.drafts")
+
+    def _choosing(self, turn: Round) -> Choose:
+        """By the round's laws and draws."""
+
+        def choose(logits: Tensor, drafted: list[Tensor]) -> tuple[Tensor, Tensor]:
+            law = turn.law(logits, drafted)
+            law = certain(law) if self.greedy else law
+            return turn.draw(law, len(drafted)), law
+
+        return choose
+
+    def _replayed(self, turn: Round, given: Given, K: int) -> tuple[Tensor, Tensor] | None:
+        """As `drafts`, by a CUDA graph that was recorded for these shapes; None where there are none, or laws and draws
+        take more than tensors."""
+        inputs = turn.inputs() if self.replays is not None else None
+        if inputs is None or self.replays is None:
+            return None
+
+        def run(here: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+            return self.drafts(here, K, self._choosing(turn.on(here)))
+
+        name = "drafts", K, self.greedy, turn.key
+        found: tuple[Tensor, Tensor] | None = self.replays(name, {**inputs, **given}, turn.steady, lambda: run)
+        return found
+
+    def commit(self, outcome: Outcome) -> None:
+        rows = torch.arange(len(outcome.accepted), device=self.newest.device)
+        self.newest[: len(rows)] = outcome.states[LAST][rows, outcome.accepted]
+        self.blank = [False] * len(rows)
+
+    def move(self, source: int, target: int) -> None:
+        if source != target:
+            self.newest[target], self.blank[target] = self.newest[source], self.blank[source]
+        self.blank.pop()
+
+
+def chosen(logits: Callable[[list[Tensor]], Tensor], K: int, choose: Choose) -> tuple[Tensor, Tensor]:
+    """K drafts in turn; logits (A, V) of the next one, by the ids (A,) drafted before -> drafts (A, K), laws (A, K, V)."""
+    drafts: list[Tensor] = []
+    laws: list[Tensor] = []
+    for _ in range(K):
+        ids, law = choose(logits(drafts), drafts)
+        drafts.append(ids)
+        laws.append(law)
+    return torch.stack(drafts, 1), torch.stack(laws, 1)
