@@ -1,5 +1,4 @@
-"""Feature drafts served by a real vLLM: whole vocabulary and pruned, accepted as often as here and as predicted, and the
-target's text."""
+"""Feature drafts served by a real vLLM, whole vocabulary and pruned: accepted as often as here and as predicted."""
 
 from dataclasses import replace
 from pathlib import Path
