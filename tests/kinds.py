@@ -14,6 +14,7 @@ from inference.proposers import Independent, NGram
 from inference.proposers.base import Proposer
 from inference.proposers.early_exit import EarlyExit
 from inference.proposers.early_exit_network import ExitNetwork, begun
+from inference.proposers.quantised import Quantised
 from tests.tiny import near
 
 CONTRIBUTING = Path(__file__).resolve().parent.parent / "CONTRIBUTING.md"
@@ -63,6 +64,7 @@ def exit_network(target: LlamaForCausalLM, rank: int = 2) -> ExitNetwork:
 KINDS = {
     "independent": Kind(lambda target: Independent(near(target, 0.15))),
     "early_exit": Kind(lambda target: EarlyExit(exit_network(target), target)),
+    "quantised": Kind(Quantised),
     "ngram": Kind(lambda target: NGram()),
     "example": Kind(next_head),
 }

@@ -11,6 +11,7 @@ __all__ = ["KINDS", "Independent", "NGram", "kind_of"]
 KINDS = {  # as the metadata of a draft folder names them -> module:class
     "independent": "inference.proposers.independent:Independent",
     "early_exit": "inference.proposers.early_exit:EarlyExit",
+    "quantised": "inference.proposers.quantised:Quantised",
     "ngram": "inference.proposers.retrieval:NGram",
 }
 
