@@ -23,6 +23,7 @@ from inference.proposers.hydra_network import HydraConfig, HydraNetwork
 from inference.proposers.medusa import Medusa
 from inference.proposers.medusa_network import MedusaConfig, MedusaNetwork
 from inference.proposers.other_tokenizer import OtherTokenizer
+from inference.proposers.quantised import Quantised
 from inference.proposers.retelling import Shared
 from inference.proposers.retrieval import Retrieval
 from tests.tiny import near
@@ -151,6 +152,7 @@ KINDS = {
     "medusa": Kind(lambda target: Medusa(medusa(target))),
     "medusa, greedy": Kind(lambda target: Medusa(medusa(target), greedy=True)),
     "hydra": Kind(lambda target: Hydra(hydra(target))),
+    "quantised": Kind(Quantised),
     "ngram": Kind(lambda target: NGram()),
     "retrieval": Kind(lambda target: Retrieval(shortest=1)),
     "hybrid": Kind(hybrid),

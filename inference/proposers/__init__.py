@@ -14,6 +14,7 @@ KINDS = {  # as the metadata of a draft folder names them -> module:class
     "eagle": "inference.proposers.eagle:Eagle",
     "early_exit": "inference.proposers.early_exit:EarlyExit",
     "medusa": "inference.proposers.medusa:Medusa",
+    "quantised": "inference.proposers.quantised:Quantised",
     "ngram": "inference.proposers.retrieval:NGram",
     "retrieval": "inference.proposers.retrieval:Retrieval",
     "hybrid": "inference.proposers.hybrid:Hybrid",

@@ -1,0 +1,84 @@
+"""The target in fewer bits as its own draft: nothing is trained, its acceptance is what rounding leaves."""
+
+import copy
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from inference.drafts.weight_files import CONFIG, read_json
+from inference.models.dtypes import quantised
+from inference.models.llama import can_round, int8_rows
+from inference.proposers.base import Beside
+from inference.proposers.independent import Independent
+
+BITS = ("int8", "nf4")
+
+
+class QuantisedConfig(PretrainedConfig):
+    """bits: of `BITS`."""
+
+    model_type = "cotrain_quantised"
+
+    def __init__(self, bits: str = "int8", **others: object) -> None:
+        self.bits = bits
+        super().__init__(**others)
+
+
+class Quantised(Independent):
+    """Drafts with the target's projections in 8 bits, or in nf4 (Dettmers et al. 2023, 2305.14314), with keys and
+    values of its own (self-speculation by rounding: QuantSpec, Tiwari et al. 2025, 2502.10424).
+
+    int8: by the CPU's own kernel where it serves the target, see `llama.can_round`; elsewhere the same whole numbers in
+    the target's dtype, which is the same law but for the kernel's sums, and no faster. nf4 takes bitsandbytes. greedy,
+    compile: as of `Independent`. Raises ValueError for other bits and for a target that is quantised itself.
+    """
+
+    def __init__(
+        self, target: PreTrainedModel, bits: str = "int8", greedy: bool = False, *, compile: bool | None = None
+    ) -> None:
+        if bits not in BITS:
+            raise ValueError(f"bits: {bits!r} is none of {', '.join(BITS)}")
+        if quantised(target.config):
+            raise ValueError(f"{type(target).__name__} is quantised as it is: it cannot be its own draft in {bits}")
+        kernel = bits == "int8" and can_round(target)
+        super().__init__(target if kernel else held_in(target, bits), greedy, compile=compile, int8=kernel)
+        self.bits = bits
+
+    @classmethod
+    def load(cls, folder: Path, beside: Beside) -> "Quantised":
+        """Its folder holds no weights: config.json says the bits."""
+        bits = str(read_json(folder / CONFIG).get("bits"))
+        greedy = beside.made is not None and beside.made.objective == "greedy"
+        try:
+            return cls(beside.target, bits, greedy, compile=beside.compile)
+        except ValueError as error:
+            raise ValueError(f"{folder / CONFIG}: {error}") from error
+
+    @property
+    def weights(self) -> str | None:
+        return self.bits
+
+
+@torch.no_grad()
+def held_in(target: PreTrainedModel, bits: str) -> PreTrainedModel:
+    """A copy of the target whose projections are numbers that `bits` can hold, in the target's dtype; its embeddings
+    keep theirs, tied to the head or not. Of nf4 the head stays whole, as bitsandbytes leaves it."""
+    model = copy.deepcopy(target)
+    head = model.get_output_embeddings()
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and (module is not head or bits == "int8"):
+            module.weight = nn.Parameter(rounded(module.weight, bits), requires_grad=False)  # not what is tied to it
+    return model.eval()
+
+
+def rounded(weight: torch.Tensor, bits: str) -> torch.Tensor:
+    """weight (out, in) as numbers that `bits` can hold, in its own dtype: int8, one scale a row, see `int8_rows`; nf4,
+    one scale 64 values."""
+    if bits == "int8":
+        numbers, scale = int8_rows(weight)
+        return (numbers.float() * scale.float().unsqueeze(1)).to(weight.dtype)
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    return dequantize_4bit(*quantize_4bit(weight.contiguous(), quant_type="nf4")).to(weight.dtype)
