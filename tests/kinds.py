@@ -12,6 +12,7 @@ from transformers import LlamaForCausalLM
 
 from inference.proposers import Independent, NGram
 from inference.proposers.base import Proposer
+from inference.proposers.parallel import Parallel
 from tests.tiny import near
 
 CONTRIBUTING = Path(__file__).resolve().parent.parent / "CONTRIBUTING.md"
@@ -47,9 +48,22 @@ def next_head(target: LlamaForCausalLM) -> Proposer:
     return made
 
 
+def masked(target: LlamaForCausalLM, noise: float = 0.15, depths: int = 4) -> LlamaForCausalLM:
+    """A model near the target that reads its last id as a mask: at depth 0 often right, behind it now and then."""
+    model = near(target, noise)
+    model.config.pard_token, model.config.pard_depths = target.config.vocab_size - 1, depths
+    return model
+
+
+def parallel(target: LlamaForCausalLM, greedy: bool = False, compile: bool = False) -> Parallel:
+    return Parallel(masked(target), greedy, compile=compile)
+
+
 KINDS = {
     "independent": Kind(lambda target: Independent(near(target, 0.15))),
     "independent, greedy": Kind(lambda target: Independent(near(target, 0.15), greedy=True)),
+    "parallel": Kind(parallel),
+    "parallel, greedy": Kind(lambda target: parallel(target, greedy=True)),
     "ngram": Kind(lambda target: NGram()),
     "example": Kind(next_head),
 }

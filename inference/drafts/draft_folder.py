@@ -33,6 +33,7 @@ FORMAT = 1
 METADATA, REPORT, GENERATION = "cotrain.json", "report.json", "generation_config.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
 OBJECTIVES = ("sampled", "greedy")
+PLAIN = ("independent", "parallel")  # kinds whose network is a causal LM of the plain layout
 
 
 @dataclass(frozen=True)
@@ -194,7 +195,7 @@ def load_draft(
     target: Mapping[str, str | None] | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None, Metadata | None]:
-    """An independent draft in eval mode on the CPU, its tokenizer and metadata where it has them.
+    """An independent or parallel draft in eval mode on the CPU, its tokenizer and metadata where it has them.
 
     dtype: by default the folder's own. target: `hash_target` of the target it is to serve; another tokenizer
     is refused, another shape warned of. Code in the folder runs only with `trust_remote_code`.
@@ -203,8 +204,9 @@ def load_draft(
     another shape than config.json says, or not finite, and for a tokenizer that is broken or another one.
     """
     found = read(folder)
-    if found.kind != "independent":
-        raise ValueError(f"{found.path / METADATA}: kind is {found.kind!r}, only independent drafts load as a model")
+    if found.kind not in PLAIN:
+        raise ValueError(f"{found.path / METADATA}: kind is {found.kind!r}, only {' and '.join(PLAIN)} drafts load as a "
+                         "model")  # fmt: skip
     model, problems, _ = load_weights(found.path, dtype, trust_remote_code)
     if problems:
         raise ValueError("; ".join(problems))

@@ -10,6 +10,7 @@ __all__ = ["KINDS", "Independent", "NGram", "kind_of"]
 
 KINDS = {  # as the metadata of a draft folder names them -> module:class
     "independent": "inference.proposers.independent:Independent",
+    "parallel": "inference.proposers.parallel:Parallel",
     "ngram": "inference.proposers.retrieval:NGram",
 }
 
