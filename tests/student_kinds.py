@@ -10,7 +10,9 @@ from transformers import LlamaForCausalLM, PretrainedConfig, PreTrainedModel
 
 from cotrain.students.base import LAST, Guess, Seen, Student
 from cotrain.students.independent import Independent
+from cotrain.students.parallel import Parallel
 from cotrain.teacher.target_model import halves
+from tests.kinds import masked
 from tests.tiny import near, tiny
 
 VOCABULARY = 32
@@ -89,8 +91,12 @@ def heads(target: LlamaForCausalLM, depths: int = 3) -> Any:
     return Heads(network, target)
 
 
-STUDENTS: dict[str, Callable[[LlamaForCausalLM], Any]] = {"independent": independent, "heads": heads}
-SERVED = ("independent",)  # those that tests can run in an engine
+def parallel(target: LlamaForCausalLM) -> Student:
+    return Parallel(masked(target, 0.3), target)
+
+
+STUDENTS: dict[str, Callable[[LlamaForCausalLM], Any]] = {"independent": independent, "parallel": parallel, "heads": heads}
+SERVED = ("independent", "parallel")  # those that tests can run in an engine
 
 
 def target() -> LlamaForCausalLM:

@@ -52,6 +52,7 @@ RULES: dict[str, Rule] = {
     "draft.intermediate": SOME,
     "draft.head_dim": SOME,
     "draft.kv_heads": SOME,
+    "draft.depths": SOME,
     "loss.switch": SHARE,
     "loss.hardest": FRACTION,
     "init.cosine": ANY,

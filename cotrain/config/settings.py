@@ -84,7 +84,7 @@ class Quantisation:
 class Draft:
     """kind: of draft, see `cotrain.students.base`. The shape of one that starts from random weights; `path` for
     init=pretrained. quantisation: of its projections when it is served (none, int8, nf4): training is then
-    quantisation-aware."""
+    quantisation-aware. depths: drafts of a round that it is trained for, of a kind whose law depends on the depth."""
 
     kind: str
     path: str | None
@@ -94,6 +94,7 @@ class Draft:
     head_dim: int
     kv_heads: int
     quantisation: str
+    depths: int | None
 
 
 @dataclass

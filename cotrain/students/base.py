@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 LAST = -1  # the layer whose states the target's head reads, behind its final norm
 ANY = -1  # the depth of a guess that is the same at every depth
 DEFAULT = "independent"  # the kind of a draft folder that does not say it
-KINDS = {DEFAULT: "cotrain.students.independent:Independent"}  # kind -> module:class, imported when asked for
+KINDS = {  # kind -> module:class, imported when asked for
+    DEFAULT: "cotrain.students.independent:Independent",
+    "parallel": "cotrain.students.parallel:Parallel",
+}
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class Guess:
     depth: 0-based: a round whose first new token is t + 1 - depth makes the guess at place t, of token t + 1; ANY: its
     law at a place is the same at every depth. at (N,) int64: flat places, none twice. states (N, Dq). head:
     (n, Dq) -> logits (n, V). parameters: all that head learns; with them a loss in chunks computes each chunk once.
+    share: of the places of its depth, those that it was made at, drawn at random: what it adds up to stands for all.
     """
 
     depth: int
@@ -45,6 +49,7 @@ class Guess:
     states: Tensor
     head: Callable[[Tensor], Tensor]
     parameters: tuple[Tensor, ...] = field(default=())
+    share: float = 1.0
 
     @classmethod
     def everywhere(
@@ -86,7 +91,7 @@ class Student(Protocol):
 
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
         """What it guesses of a batch, by depth from 0 on, or one guess of depth ANY. batch: ids (B, T), position_ids
-        (B, T) of packed texts. No guess may depend on a token from its round's first new one on, but through the
+        (B, T) of packed texts; uniforms (B, T), of a step of training alone, for what is drawn there. No guess may depend on a token from its round's first new one on, but through the
         drafts before it, which are the text's own."""
 
     def proposer(self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False) -> Any:
@@ -108,6 +113,14 @@ def student_class(kind: str) -> type[Student]:
     module, _, name = KINDS[kind].partition(":")
     found: type[Student] = getattr(import_module(module), name)
     return found
+
+
+def refuse_keys(draft: "Draft", *keys: str) -> None:
+    """Raise ValueError for a setting that this kind of draft does not have."""
+    for key in keys:
+        if value := getattr(draft, key):
+            wanted = "false" if value is True else "null"
+            raise ValueError(f"draft.{key}={value}: {draft.kind} drafts do not have it; draft.{key}={wanted}")
 
 
 def refuse_mixed(guesses: list[Guess]) -> None:

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from cotrain.config.settings import Draft, Init
-from cotrain.students.base import DEFAULT, Guess, Seen
+from cotrain.students.base import DEFAULT, Guess, Seen, refuse_keys
 from cotrain.teacher.target_model import halves, keeps_apart, split
 from inference import proposers
 from inference.models.dtypes import quantised
@@ -36,16 +36,8 @@ class Independent:
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
         """The network before training. Raises ValueError naming the key that is wrong."""
-        if init.kind == "scratch":
-            return scratch(target, draft.width, draft.layers, draft.intermediate, draft.head_dim, draft.kv_heads)
-        if init.kind == "target_layers":
-            return from_layers(target, init.layers)
-        if init.kind == "pretrained" and draft.path:
-            return pretrained(draft.path, target)
-        if init.kind == "pretrained":
-            raise ValueError("init.kind: 'pretrained' takes its weights from a folder or hub id: name it with "
-                             "draft.path=")  # fmt: skip
-        raise ValueError(f"init.kind: {init.kind!r} is none of scratch, target_layers, pretrained (with draft.path=)")
+        refuse_keys(draft, "depths")
+        return first_weights(draft, init, target)
 
     def of(self, network: PreTrainedModel) -> "Independent":
         return Independent(network, vocabulary=self.vocabulary)
@@ -72,6 +64,20 @@ class Independent:
     @classmethod
     def load(cls, folder: Path, target: PreTrainedModel | None = None, vocabulary: int | None = None) -> "Independent":
         return cls(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), target, vocabulary)
+
+
+def first_weights(draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
+    """A causal LM before training. Raises ValueError naming the key that is wrong."""
+    if init.kind == "scratch":
+        return scratch(target, draft.width, draft.layers, draft.intermediate, draft.head_dim, draft.kv_heads)
+    if init.kind == "target_layers":
+        return from_layers(target, init.layers)
+    if init.kind == "pretrained" and draft.path:
+        return pretrained(draft.path, target)
+    if init.kind == "pretrained":
+        raise ValueError("init.kind: 'pretrained' takes its weights from a folder or hub id: name it with "
+                         "draft.path=")  # fmt: skip
+    raise ValueError(f"init.kind: {init.kind!r} is none of scratch, target_layers, pretrained (with draft.path=)")
 
 
 def scratch(
