@@ -55,7 +55,7 @@ def run(cfg: ExportConfig) -> None:
     lengths = tau_by_length(read_json(report), written) if report.is_file() else ""
     if lengths:
         print(f"tau by draft length, predicted on held-out texts:\n{lengths}")
-    print(launch(cfg.engine, str(path.absolute()), place(str(served)), written.k, written.objective))
+    print(launch(cfg.engine, str(path.absolute()), place(str(served)), written.k, written.objective, written.kind))
 
 
 def _refuse(cfg: ExportConfig) -> None:

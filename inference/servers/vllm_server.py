@@ -72,10 +72,12 @@ class Server:
             self.process.kill()
 
 
-def draft_model(folder: str, k: int, objective: str = "sampled") -> dict[str, Any]:
-    """speculative_config of an independent draft, which drafts as it was trained to: vLLM's own default is greedy."""
+def draft_model(folder: str, k: int, objective: str = "sampled", parallel: bool = False) -> dict[str, Any]:
+    """speculative_config of a draft that is a causal LM, which drafts as it was trained to: vLLM's own default is
+    greedy. parallel: all tokens in one pass, at the mask that its config.json names."""
     sample = "probabilistic" if objective == "sampled" else "greedy"
-    return {"method": "draft_model", "model": folder, "num_speculative_tokens": k, "draft_sample_method": sample}
+    found = {"method": "draft_model", "model": folder, "num_speculative_tokens": k, "draft_sample_method": sample}
+    return found | ({"parallel_drafting": True} if parallel else {})
 
 
 def vllm_arm(name: str, server: Server, sampling: Sampling, max_new_tokens: int) -> Arm:
