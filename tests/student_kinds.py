@@ -95,7 +95,11 @@ def parallel(target: LlamaForCausalLM) -> Student:
     return Parallel(masked(target, 0.3), target)
 
 
-STUDENTS: dict[str, Callable[[LlamaForCausalLM], Any]] = {"independent": independent, "parallel": parallel, "heads": heads}
+STUDENTS: dict[str, Callable[[LlamaForCausalLM], Any]] = {
+    "independent": independent,
+    "parallel": parallel,
+    "heads": heads,
+}
 SERVED = ("independent", "parallel")  # those that tests can run in an engine
 
 

@@ -100,13 +100,13 @@ def shares(guesses: Sequence[Guess], decay: float | None, saved: Tensor | None) 
 
 
 def _completed(logp: Tensor, logq: Tensor, guess: Guess) -> tuple[Tensor, Tensor]:
-    """log p(x) and log q(x), (B, T), of a guess that was made at a share of its places: the others are accepted as it is
-    on average, and what it learns counts for them."""
+    """log p(x) and log q(x), (B, T), of a guess that was made at a share of its places: the others are accepted as
+    these are on average, and what is learnt here counts for them."""
     if guess.share == 1:
         return logp, logq
-    made = torch.zeros(logp.numel(), dtype=torch.bool, device=logp.device).index_fill(0, guess.at, True).view(logp.shape)
+    made = torch.zeros_like(logp, dtype=torch.bool).flatten().index_fill(0, guess.at, True).view(logp.shape)
     r = acceptance.r_from(logp.detach(), logq.detach())
-    mean = r[made & (logq > -torch.inf)].mean().clamp(min=torch.finfo(r.dtype).tiny)
+    mean = r[made & (logq > -torch.inf)].mean().nan_to_num().clamp(min=torch.finfo(r.dtype).tiny)  # of none: 0
     if logq.requires_grad:
         logq = logq.clone()
         logq.register_hook(lambda slope: slope / guess.share)  # type: ignore[no-untyped-call]

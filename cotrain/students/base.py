@@ -91,8 +91,9 @@ class Student(Protocol):
 
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
         """What it guesses of a batch, by depth from 0 on, or one guess of depth ANY. batch: ids (B, T), position_ids
-        (B, T) of packed texts; uniforms (B, T), of a step of training alone, for what is drawn there. No guess may depend on a token from its round's first new one on, but through the
-        drafts before it, which are the text's own."""
+        (B, T) of packed texts; of a step of training also uniforms (B, T), for what is drawn there, and predicted
+        (B, T-1), whose next tokens are learnt from. No guess may depend on a token from its round's first new one on,
+        but through the drafts before it, which are the text's own."""
 
     def proposer(self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False) -> Any:
         """What drafts with the network in the engine. greedy: the likeliest tokens; compile: its passes, None: on a GPU

@@ -27,8 +27,8 @@ class Blocks(NamedTuple):
 def blocks(starts: Tensor, length: int, depths: int, u: Tensor | None = None, keep: float = 1.0) -> Blocks:
     """Masks of depths 1 .. depths - 1 behind starts (S,), in order, as far as the text of `length` tokens goes.
 
-    u (length,): uniforms by place: a start keeps its mask at depth j while u < keep ** j, so that whoever has it has all
-    before it (conditional drop of tokens); None: all are kept.
+    u (length,): uniforms by place: a start keeps its mask at depth j while u < keep ** j, so that one that has it has
+    all before it (conditional drop of tokens); None: all are kept.
     """
     found = []
     for depth in range(1, depths):
@@ -46,8 +46,8 @@ def segments(position_ids: Tensor) -> Tensor:
 
 
 def visible(masks: Blocks, length: int, texts: Tensor | None = None) -> Tensor:
-    """(B or 1, 1, L, L) bool: a token sees those up to its own, a mask those up to its start and the masks of that start
-    up to its own depth. texts (B, T): see `segments`: nobody sees another text."""
+    """(B or 1, 1, L, L) bool: a token sees those up to its own, a mask those up to its start, and the masks of that
+    start up to its own depth. texts (B, T), see `segments`: none sees another text."""
     at = torch.arange(length, device=masks.start.device)
     until = torch.cat([at, masks.start])  # the last token that each sees
     tokens = at <= until.unsqueeze(1)  # (L, T)

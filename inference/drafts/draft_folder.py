@@ -205,8 +205,8 @@ def load_draft(
     """
     found = read(folder)
     if found.kind not in PLAIN:
-        raise ValueError(f"{found.path / METADATA}: kind is {found.kind!r}, only {' and '.join(PLAIN)} drafts load as a "
-                         "model")  # fmt: skip
+        plain = " and ".join(PLAIN)
+        raise ValueError(f"{found.path / METADATA}: kind is {found.kind!r}, only {plain} drafts load as a model")
     model, problems, _ = load_weights(found.path, dtype, trust_remote_code)
     if problems:
         raise ValueError("; ".join(problems))

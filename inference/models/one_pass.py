@@ -1,5 +1,5 @@
-"""All drafts of a round from one pass: its laws at the anchor and at the masks behind it, and the draws from these, as a
-function of tensors, compiled or replayed.
+"""All drafts of a round from one pass: its laws at the anchor and at the masks behind it, and the draws from these, as
+a function of tensors, compiled or replayed.
 
 A rows, n ids a row, k drafts, V vocabulary.
 """
@@ -40,7 +40,9 @@ class OnePass(Step):
         super().__init__(weights, shape, (LAST,), head=False)
         self.k, self.greedy = k, greedy
 
-    def forward(self, ids: Tensor, begins: Tensor, anchors: Tensor, u: Tensor, temperature: Tensor, *stored: Any) -> Drafts:  # type: ignore[override]  # fmt: skip
+    def forward(  # type: ignore[override]
+        self, ids: Tensor, begins: Tensor, anchors: Tensor, u: Tensor, temperature: Tensor, *stored: Any
+    ) -> Drafts:
         """u (A, k) uniforms, temperature (A,) above 0; stored: angles, slots, keys and values as for a pass."""
         logits = self.logits(Masked(ids, begins, anchors), *stored)
         if self.greedy:
@@ -103,10 +105,9 @@ def _replayed(
     if inputs is None or inputs["start"].device != lm.device:
         return None
     slots = run._slots(window)
-    found: Drafts | None = run.replays(
-        ("one pass", k, greedy, slots, turn.key), inputs | {f"masked_{name}": part for name, part in masked._asdict().items()},
-        turn.steady, lambda: _choosing(lm, run, turn, k, greedy, slots),
-    )  # fmt: skip
+    inputs |= {f"masked_{name}": part for name, part in masked._asdict().items()}
+    name = ("one pass", k, greedy, slots, turn.key)
+    found: Drafts | None = run.replays(name, inputs, turn.steady, lambda: _choosing(lm, run, turn, k, greedy, slots))
     return found
 
 

@@ -69,6 +69,8 @@ def mask_of(config: PreTrainedConfig) -> tuple[int, int]:
     """The id of the mask, and how many drafts were learnt. Raises ValueError where the config does not say."""
     mask, depths = (getattr(config, name, None) for name in (MASK, DEPTHS))
     if mask is None or depths is None:
-        raise ValueError(f"config.json: a parallel draft names {MASK}, the id that it reads as a mask, and {DEPTHS}, the "
-                         f"drafts that it has learnt; found {mask} and {depths}")  # fmt: skip
+        raise ValueError(
+            f"config.json: a parallel draft names {MASK}, the id that it reads as a mask, and {DEPTHS}, how many "
+            f"drafts it has learnt; found {mask} and {depths}"
+        )
     return int(mask), int(depths)
