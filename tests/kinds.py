@@ -23,6 +23,7 @@ from inference.proposers.hydra_network import HydraConfig, HydraNetwork
 from inference.proposers.medusa import Medusa
 from inference.proposers.medusa_network import MedusaConfig, MedusaNetwork
 from inference.proposers.other_tokenizer import OtherTokenizer
+from inference.proposers.parallel import Parallel
 from inference.proposers.quantised import Quantised
 from inference.proposers.retelling import Shared
 from inference.proposers.retrieval import Retrieval
@@ -143,6 +144,17 @@ def _noisy(network: Any, target: LlamaForCausalLM, noise: float) -> Any:
     return network.eval().to(target.device)
 
 
+def masked(target: LlamaForCausalLM, noise: float = 0.15, depths: int = 4) -> LlamaForCausalLM:
+    """A model near the target that reads its last id as a mask: at depth 0 often right, behind it now and then."""
+    model = near(target, noise)
+    model.config.pard_token, model.config.pard_depths = target.config.vocab_size - 1, depths
+    return model
+
+
+def parallel(target: LlamaForCausalLM, greedy: bool = False, compile: bool = False) -> Parallel:
+    return Parallel(masked(target), greedy, compile=compile)
+
+
 KINDS = {
     "eagle": Kind(lambda target: Eagle(eagle(target))),
     "eagle, pruned": Kind(lambda target: Eagle(eagle(target, draft_vocab_size=target.config.vocab_size // 2))),
@@ -153,6 +165,8 @@ KINDS = {
     "medusa, greedy": Kind(lambda target: Medusa(medusa(target), greedy=True)),
     "hydra": Kind(lambda target: Hydra(hydra(target))),
     "quantised": Kind(Quantised),
+    "parallel": Kind(parallel),
+    "parallel, greedy": Kind(lambda target: parallel(target, greedy=True)),
     "ngram": Kind(lambda target: NGram()),
     "retrieval": Kind(lambda target: Retrieval(shortest=1)),
     "hybrid": Kind(hybrid),

@@ -16,8 +16,10 @@ from cotrain.students.hybrid import Hybrid
 from cotrain.students.hydra import Hydra
 from cotrain.students.independent import Independent
 from cotrain.students.medusa import Medusa
+from cotrain.students.parallel import Parallel
 from cotrain.teacher.target_model import halves
 from tests import kinds
+from tests.kinds import masked
 from tests.tiny import near, tiny
 
 VOCABULARY = 32
@@ -121,8 +123,13 @@ def example(target: LlamaForCausalLM) -> Any:
     return Loaded(network, target)
 
 
+def parallel(target: LlamaForCausalLM) -> Student:
+    return Parallel(masked(target, 0.3), target)
+
+
 STUDENTS: dict[str, Callable[[LlamaForCausalLM], Any]] = {
     "independent": independent,
+    "parallel": parallel,
     "heads": heads,
     "example": example,
     "hybrid": hybrid,
@@ -132,7 +139,7 @@ STUDENTS: dict[str, Callable[[LlamaForCausalLM], Any]] = {
     "hydra": lambda target: Hydra(kinds.hydra(target, 0.3), target),
     "early_exit": lambda target: early_exit.EarlyExit(kinds.exit_network(target), target),
 }
-SERVED = ("independent", "example", "eagle", "eagle, pruned", "early_exit", "medusa", "hydra")  # those that tests can run in an engine
+SERVED = ("independent", "example", "eagle", "eagle, pruned", "early_exit", "medusa", "hydra", "parallel")  # those that tests can run in an engine
 
 
 def target() -> LlamaForCausalLM:

@@ -63,7 +63,8 @@ def test_a_guess_reads_nothing_that_its_round_does_not_have(kind: str) -> None:
             other = guesses(student, ids, Seen(changed))[j]
             here = guess.at % IDS.shape[1] <= cut if guess.depth == ANY else guess.at % IDS.shape[1] == cut
             torch.testing.assert_close(laws(other)[here], laws(guess)[here])
-            assert not torch.allclose(laws(other)[~here], laws(guess)[~here])  # what changes is seen where it may be
+            if cut + max(guess.depth, 0) + 1 < IDS.shape[1]:  # what changes is seen where it may be
+                assert not torch.allclose(laws(other)[~here], laws(guess)[~here])
 
 
 @EVERY

@@ -52,7 +52,7 @@ def run(cfg: ExportConfig) -> None:
     if lengths:
         print(f"tau by draft length, predicted on held-out texts:\n{lengths}")
     place_of = str(path.absolute()), place(str(served))
-    print(launch(cfg.engine, *place_of, written.k, written.objective, cfg.layout))
+    print(launch(cfg.engine, *place_of, written.k, written.objective, cfg.layout, written.kind))
 
 
 def _features(cfg: ExportConfig, target: str) -> Path:

@@ -10,6 +10,7 @@ import json
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,8 @@ class ServingEngine:
     """How one engine serves a draft.
 
     layout: module of cotrain/export that writes it. versions: that load it. drafts: objectives it serves.
-    command(draft, target, k, objective): a line for a POSIX shell. note: what a user should know.
+    command(draft, target, k, objective): a line for a POSIX shell. note: what a user should know. parallel: the command
+    of a parallel draft, None where none is served.
     """
 
     layout: str
@@ -35,14 +37,15 @@ class ServingEngine:
     drafts: tuple[str, ...]
     command: Command
     note: str
+    parallel: Command | None = None
 
 
 def _json(value: dict[str, Any]) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _vllm(draft: str, target: str, k: int, objective: str) -> str:
-    settings = draft_model(draft, k, objective)
+def _vllm(draft: str, target: str, k: int, objective: str, parallel: bool = False) -> str:
+    settings = draft_model(draft, k, objective, parallel)
     return shlex.join(["vllm", "serve", target, "--speculative-config", _json(settings)])
 
 
@@ -102,6 +105,7 @@ ENGINES = {
         "hf", "vllm>=0.28", ("sampled", "greedy"), _vllm,
         "vLLM drafts greedily unless draft_sample_method says otherwise. It needs the target's vocab_size "
         "and tensor parallel size.",
+        partial(_vllm, parallel=True),
     ),
     "sglang": ServingEngine(
         "hf", "sglang>=0.5.23", ("greedy",), _sglang,
@@ -150,18 +154,29 @@ def refuse_layout(engine: str, layout: str) -> None:
         raise UserError(f"layout={layout}: {engine} loads {', '.join(loads)}")
 
 
-def launch(engine: str, draft_path: str, target: str, k: int, objective: str, layout: str = "hf") -> str:
+def refuse_kind(engine: str, kind: str) -> None:
+    """Raise UserError naming the key for a kind of draft that the engine does not serve."""
+    if kind == "parallel" and engine_named(engine).parallel is None:
+        able = ", ".join(name for name, row in ENGINES.items() if row.parallel)
+        raise UserError(f"engine={engine}: it does not draft in parallel; engine={able}")
+
+
+def launch(engine: str, draft_path: str, target: str, k: int, objective: str, layout: str = "hf",
+           kind: str = "independent") -> str:
     """The command that serves `target` with the draft in `draft_path`, k drafts a round, for a POSIX shell.
 
-    objective: "sampled" or "greedy", what the draft was trained for; it sets the engine's drafting. Raises
-    ValueError naming the key for an unknown engine or objective, or a k below 1.
+    objective: "sampled" or "greedy", what the draft was trained for; it sets the engine's drafting. kind: of the draft,
+    independent or parallel. Raises ValueError naming the key for an unknown engine or objective, or a k below 1, and as
+    `refuse_kind`.
     """
+    refuse_kind(engine, kind)
     row = engine_named(engine)
     if objective not in OBJECTIVES:
         raise ValueError(f"export.objective: {objective!r} is none of {', '.join(OBJECTIVES)}")
     if k < 1:
         raise ValueError(f"export.k must be at least 1, not {k}")
-    command = FEATURES[layout][engine] if layout in FEATURES else row.command
+    parallel = row.parallel if kind == "parallel" and row.parallel else row.command
+    command = FEATURES[layout][engine] if layout in FEATURES else parallel
     return command(draft_path, target, k, objective)
 
 

@@ -1,4 +1,5 @@
-"""The plain Hugging Face layout of an independent draft, which every engine of the table loads."""
+"""The plain Hugging Face layout of a draft that is a causal LM: every engine of the table loads an independent one,
+some a parallel one."""
 
 from collections.abc import Mapping
 from dataclasses import replace as changed
@@ -9,7 +10,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from cotrain.export.card import card
-from cotrain.export.engines import engine_named
+from cotrain.export.engines import engine_named, refuse_kind
 from cotrain.export.layout_check import check
 from cotrain.export.vocabulary import resize
 from inference.drafts.atomic import new_folder
@@ -47,6 +48,7 @@ def export(
     if tokenizer is None:
         raise ValueError(f"{source}: it has no tokenizer, an engine needs the target's beside the draft")
     metadata = _metadata(found, k, target, objective)
+    refuse_kind(engine, metadata.kind)
     report = _report(Path(source), found)
     remarks = _fit(model, tokenizer, target_config, target_tokenizer)
     if target_config is not None:

@@ -48,6 +48,7 @@ class Asked:
         mask, at = pad(self.sampled, (0, 1)), columns(self.sampled)
         options = {"chunk": self.chunk, "truncate": self.truncate}
         each = [token_logs(self.target, guess, self.following, mask, self.temperature, **options) for guess in guesses]  # type: ignore[arg-type]
+        each = [_completed(*logs, guess) for logs, guess in zip(each, guesses, strict=True)]
         found = [possible(*(taken(one, at) for one in logs)) for logs in each]
         if guesses[0].depth == ANY:
             return found[0]
@@ -74,6 +75,7 @@ class Asked:
     ) -> tuple[Tensor, Statistics]:
         """The sum of a loss over places, weight (B, T) each, see `chunked`; u (B, T): uniforms to draw tokens by."""
         assert spec.position is not None
+        weight = weight if guess.share == 1 else weight / guess.share
         return chunked(
             spec.position, self.target, guess, weight, self.temperature, chunk=self.chunk, truncate=self.truncate,
             measured=measured, hardest=hardest, terms=spec.terms if len(spec.terms) > 1 else (),
@@ -95,6 +97,20 @@ def shares(guesses: Sequence[Guess], decay: float | None, saved: Tensor | None) 
             return exact / exact.sum()
     plain = (DECAY if decay is None else decay) ** torch.arange(len(guesses), device=device)
     return plain / plain.sum()
+
+
+def _completed(logp: Tensor, logq: Tensor, guess: Guess) -> tuple[Tensor, Tensor]:
+    """log p(x) and log q(x), (B, T), of a guess that was made at a share of its places: the others are accepted as
+    these are on average, and what is learnt here counts for them."""
+    if guess.share == 1:
+        return logp, logq
+    made = torch.zeros_like(logp, dtype=torch.bool).flatten().index_fill(0, guess.at, True).view(logp.shape)
+    r = acceptance.r_from(logp.detach(), logq.detach())
+    mean = r[made & (logq > -torch.inf)].mean().nan_to_num().clamp(min=torch.finfo(r.dtype).tiny)  # of none: 0
+    if logq.requires_grad:
+        logq = logq.clone()
+        logq.register_hook(lambda slope: slope / guess.share)  # type: ignore[no-untyped-call]
+    return logp, torch.where(made, logq, mean.log())
 
 
 def _drafted(logs: Tensor, k: int) -> int:

@@ -28,6 +28,7 @@ KINDS = {  # kind -> module:class, imported when asked for
     DEFAULT: "cotrain.students.independent:Independent",
     "eagle": "cotrain.students.eagle:Eagle",
     "early_exit": "cotrain.students.early_exit:EarlyExit",
+    "parallel": "cotrain.students.parallel:Parallel",
     "medusa": "cotrain.students.medusa:Medusa",
     "hydra": "cotrain.students.hydra:Hydra",
     "retrieval": "cotrain.students.retrieval:Retrieval",
@@ -53,6 +54,7 @@ class Guess:
     depth: 0-based: a round whose first new token is t + 1 - depth makes the guess at place t, of token t + 1; ANY: its
     law at a place is the same at every depth. at (N,) int64: flat places, none twice. states (N, Dq). head:
     (n, Dq) -> logits (n, V). parameters: all that head learns; with them a loss in chunks computes each chunk once.
+    share: of the places of its depth, those that it was made at, drawn at random: what it adds up to stands for all.
     """
 
     depth: int
@@ -60,6 +62,7 @@ class Guess:
     states: Tensor
     head: Callable[[Tensor], Tensor]
     parameters: tuple[Tensor, ...] = field(default=())
+    share: float = 1.0
 
     @classmethod
     def everywhere(
@@ -119,8 +122,9 @@ class Student(Protocol):
 
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
         """What it guesses of a batch, by depth from 0 on, or one guess of depth ANY. batch: ids (B, T), position_ids
-        (B, T) of packed texts. No guess may depend on a token from its round's first new one on, but through the
-        drafts before it, which are the text's own."""
+        (B, T) of packed texts; of a step of training also uniforms (B, T), for what is drawn there, and predicted
+        (B, T-1), whose next tokens are learnt from. No guess may depend on a token from its round's first new one on,
+        but through the drafts before it, which are the text's own."""
 
     def proposer(self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False) -> Proposer:
         """What drafts with the network in the engine. greedy: the likeliest tokens; compile: its passes, None: on a GPU
@@ -158,8 +162,9 @@ def _named(place: str) -> Any:
 def refuse_keys(draft: "Draft", *keys: str) -> None:
     """Raise ValueError for a setting that this kind of draft does not have."""
     for key in keys:
-        if (value := getattr(draft, key)) is not None:
-            raise ValueError(f"draft.{key}={value}: {draft.kind} drafts do not have it; draft.{key}=null")
+        if value := getattr(draft, key):
+            wanted = "false" if value is True else "null"
+            raise ValueError(f"draft.{key}={value}: {draft.kind} drafts do not have it; draft.{key}={wanted}")
 
 
 def refuse_mixed(guesses: list[Guess]) -> None:

@@ -36,16 +36,7 @@ class Independent(Student):
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
         """The network before training. Raises ValueError naming the key that is wrong."""
         refuse_keys(draft, "depths", "vocabulary")
-        if init.kind == "scratch":
-            return scratch(target, *_shape(draft))
-        if init.kind == "target_layers":
-            return from_layers(target, init.layers)
-        if init.kind == "pretrained" and draft.path:
-            return pretrained(draft.path, target)
-        if init.kind == "pretrained":
-            raise ValueError("init.kind: 'pretrained' takes its weights from a folder or hub id: name it with "
-                             "draft.path=")  # fmt: skip
-        raise ValueError(f"init.kind: {init.kind!r} is none of scratch, target_layers, pretrained (with draft.path=)")
+        return first_weights(draft, init, target)
 
     def refuse(self) -> None:
         """Raises ValueError for a head that does more than project, see `target_model.split`."""
@@ -66,6 +57,20 @@ class Independent(Student):
     @classmethod
     def load(cls, folder: Path, target: PreTrainedModel | None = None, vocabulary: int | None = None) -> "Independent":
         return cls(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), target, vocabulary)
+
+
+def first_weights(draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
+    """A causal LM before training. Raises ValueError naming the key that is wrong."""
+    if init.kind == "scratch":
+        return scratch(target, *_shape(draft))
+    if init.kind == "target_layers":
+        return from_layers(target, init.layers)
+    if init.kind == "pretrained" and draft.path:
+        return pretrained(draft.path, target)
+    if init.kind == "pretrained":
+        raise ValueError("init.kind: 'pretrained' takes its weights from a folder or hub id: name it with "
+                         "draft.path=")  # fmt: skip
+    raise ValueError(f"init.kind: {init.kind!r} is none of scratch, target_layers, pretrained (with draft.path=)")
 
 
 def _shape(draft: Draft) -> tuple[int, int, int, int, int]:

@@ -130,7 +130,8 @@ class Distillation(lightning.LightningModule):
         """batch: ids (B, T), predicted (B, T-1) bool, key and temperature (B,), position_ids (B, T) of packed texts,
         sampled (B, T-1) bool, see `counts.sampled`, counts and group of a step of several, see `counts.Grouped`."""
         record = self.teacher(batch["ids"], batch["key"], batch.get("position_ids"))
-        guesses = self.student.guesses(batch, seen(record))
+        uniforms = self._uniforms(batch["key"], batch["ids"].shape[1], noise.ACCEPT)
+        guesses = self.student.guesses(batch | {"uniforms": uniforms}, seen(record))
         refuse_mixed(guesses)
         laws = self.laws_of.laws(record)
         asked = Asked(laws, batch["ids"], batch["temperature"], sampled(batch), self.truncate, self.chunk)
@@ -240,10 +241,10 @@ class Distillation(lightning.LightningModule):
             return divisors(total, number)
         return divisors(cast(Tensor, self.trainer.strategy.reduce(total, reduce_op="mean")), number)
 
-    def _uniforms(self, keys: Tensor, positions: int) -> Tensor:
+    def _uniforms(self, keys: Tensor, positions: int, stream: int = noise.DRAFT) -> Tensor:
         """A function of seed, step, text and position alone: a resumed run draws what it would have -> (B, T)."""
         step = torch.full_like(keys, self.global_step)
-        return noise.uniform(self.seed, keys, step, torch.arange(positions, device=keys.device), noise.DRAFT)
+        return noise.uniform(self.seed, keys, step, torch.arange(positions, device=keys.device), stream)
 
     def validation_step(self, batch: Any, _: int) -> None:
         """The held-out texts are evaluated at the epoch's end, by regime; the loader only asks for it."""

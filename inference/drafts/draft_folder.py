@@ -34,7 +34,7 @@ FORMAT = 1
 METADATA, REPORT, GENERATION = "cotrain.json", "report.json", "generation_config.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
 OBJECTIVES = ("sampled", "greedy")
-MODELS = ("independent", "hybrid")  # kinds whose folder is a causal LM of the target's ids
+PLAIN = ("independent", "hybrid", "parallel")  # kinds whose folder is a causal LM of the plain layout
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ def load_draft(
     another shape than config.json says, or not finite, and for a tokenizer that is broken or another one.
     """
     found = read(folder)
-    if kind and found.kind != kind and not {found.kind, kind} <= {*MODELS}:
+    if kind and found.kind != kind and not {found.kind, kind} <= {*PLAIN}:
         raise ValueError(f"{found.path / METADATA}: kind is {found.kind!r}, only {kind} drafts load as a model here")
     try:
         network = network_of(found.kind)

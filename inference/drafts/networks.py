@@ -6,6 +6,7 @@ from typing import Any
 NETWORKS = {  # kind -> module:class, imported when asked for
     "independent": "transformers:AutoModelForCausalLM",
     "hybrid": "transformers:AutoModelForCausalLM",
+    "parallel": "transformers:AutoModelForCausalLM",
     "medusa": "inference.proposers.medusa_network:MedusaNetwork",
     "hydra": "inference.proposers.hydra_network:HydraNetwork",
 }

@@ -4,9 +4,10 @@ from importlib import import_module
 
 from inference.proposers.base import Proposer
 from inference.proposers.independent import Independent
+from inference.proposers.parallel import Parallel
 from inference.proposers.retrieval import NGram
 
-__all__ = ["KINDS", "Independent", "NGram", "kind_of"]
+__all__ = ["KINDS", "Independent", "NGram", "Parallel", "kind_of"]
 
 KINDS = {  # as the metadata of a draft folder names them -> module:class
     "hydra": "inference.proposers.hydra:Hydra",
@@ -15,6 +16,7 @@ KINDS = {  # as the metadata of a draft folder names them -> module:class
     "early_exit": "inference.proposers.early_exit:EarlyExit",
     "medusa": "inference.proposers.medusa:Medusa",
     "quantised": "inference.proposers.quantised:Quantised",
+    "parallel": "inference.proposers.parallel:Parallel",
     "ngram": "inference.proposers.retrieval:NGram",
     "retrieval": "inference.proposers.retrieval:Retrieval",
     "hybrid": "inference.proposers.hybrid:Hybrid",

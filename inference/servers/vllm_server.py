@@ -72,11 +72,14 @@ class Server:
             self.process.kill()
 
 
-def draft_model(folder: str, k: int, objective: str = "sampled", method: str = "draft_model") -> dict[str, Any]:
-    """speculative_config of an independent draft, or by another method of vLLM's, which drafts as it was trained to:
-    vLLM's own default is greedy."""
+def draft_model(
+    folder: str, k: int, objective: str = "sampled", method: str = "draft_model", parallel: bool = False
+) -> dict[str, Any]:
+    """speculative_config of a draft that is a causal LM, or by another method of vLLM's, which drafts as it was trained
+    to: vLLM's own default is greedy. parallel: all tokens in one pass, at the mask that its config.json names."""
     sample = "probabilistic" if objective == "sampled" else "greedy"
-    return {"method": method, "model": folder, "num_speculative_tokens": k, "draft_sample_method": sample}
+    found = {"method": method, "model": folder, "num_speculative_tokens": k, "draft_sample_method": sample}
+    return found | ({"parallel_drafting": True} if parallel else {})
 
 
 def custom_class(k: int) -> dict[str, Any]:

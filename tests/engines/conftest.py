@@ -18,16 +18,17 @@ K = 4
 QUICK = f"""experiment=demo verify=token trainer.steps=120 trainer.validations=1
 trainer.remember_mb=0 bench.compile=false bench.prompts=2 bench.quick_prompts=1 bench.minutes=0 bench.parity_tokens=256
 bench.depths=[{K}] policy.k={K} rollout.temperatures=[1.0]""".split()
-SIZES = {"two layers": "init.layers=[0,-1]", "four layers": "init.layers=[0,1,-2,-1]"}
+TWO, FOUR = "init.layers=[0,-1]", "init.layers=[0,1,-2,-1]"
+SIZES = {"two layers": [TWO], "four layers": [FOUR], "parallel": ["draft=parallel", TWO, f"draft.depths={K}"]}
 OBJECTIVES = {"sampled": [], "greedy": ["objective=greedy_draft", "loss.then=greedy_draft"]}
-CASES = [(size, objective) for size in SIZES for objective in OBJECTIVES]
+CASES = [(size, objective) for size in SIZES for objective in OBJECTIVES if (size, objective) != ("parallel", "greedy")]
 
 
 def draft_folder(size: str, objective: str) -> Path:
     """A draft of this size, trained for this way of drafting; once a session."""
     run = OUTPUT / f"{size}, {objective}"
     if not (run / "draft" / "cotrain.json").is_file():
-        settings = [f"output={run}", "overwrite=true", *QUICK, SIZES[size], *OBJECTIVES[objective]]
+        settings = [f"output={run}", "overwrite=true", *QUICK, *SIZES[size], *OBJECTIVES[objective]]
         assert main(["train", *settings]) == 0
     return run / "draft"
 

@@ -85,8 +85,8 @@ def test_a_draft_is_accepted_as_here(
     metadata = read(folder).metadata
     assert metadata is not None and metadata.objective == objective and metadata.k == K
     draft, _, _ = load_draft(folder)
-    plan = replace(plain["plan"], draft=draft, objective=objective)
-    config = draft_model(str(folder), metadata.k, metadata.objective)
+    plan = replace(plain["plan"], draft=draft, objective=objective, kind=metadata.kind)
+    config = draft_model(str(folder), metadata.k, metadata.objective, metadata.kind == "parallel")
     figures = found[f"{size}, {objective}"] = {}
     with serving(resolve("bundled"), config, OUTPUT / f"{size}, {objective}.log") as url:
         client = Client(url)

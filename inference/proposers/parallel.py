@@ -1,0 +1,76 @@
+"""A parallel draft: a small causal LM that guesses all tokens of a round in one pass, at masks behind the text."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from inference.models.cuda_graphs import WIDTHS
+from inference.models.lm import LM
+from inference.models.one_pass import Masked, at_once, behind, drawn
+from inference.proposers.base import Proposal, Round
+from inference.proposers.independent import Independent
+
+MASK, DEPTHS = "pard_token", "pard_depths"  # of config.json: the id that is read as a mask; drafts that it learnt
+
+
+class Parallel(Independent):
+    """Drafts k tokens in one pass over the anchor and k - 1 masks (PARD: An et al. 2025, 2504.18583).
+
+    The law at depth j sees the text and j masks, not the drafts before it, so it is the same whatever these are: it is
+    what the draft is drawn from, and verification is exact as ever. Keys and values of masks are overwritten by the
+    round after. Drafts no further than its config says that it has learnt. Arguments as `Independent`; raises
+    ValueError for a model whose config names no mask.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel | str, greedy: bool = False, *, compile: bool | None = None, int8: bool = False
+    ) -> None:
+        super().__init__(model, greedy, compile=compile, int8=int8)
+        self.mask, self.depths = mask_of(self.model.config)
+
+    def language_model(self, rows: int, vocabulary: int) -> LM | None:
+        return None  # its law after a text depends on the depth
+
+    def propose(self, turn: Round) -> Proposal:
+        """A row that has outgrown the draft's own context is not drafted for."""
+        most = [min(self.depths, self.lm.context - len(text)) for text in turn.texts]
+        k = [max(0, min(wanted, least)) for wanted, least in zip(turn.k, most, strict=True)]
+        K = max(k)
+        if K == 0:
+            return Proposal(torch.empty(len(k), 0, dtype=torch.int64, device=self.lm.device), None, k)
+        self.longest = max(self.longest, K)
+        made = self.longest if self.lm.compiled else K
+        sent, begins = turn.send(k, **self._masked(turn.texts, k, made)), list(self.stored)
+        masked = Masked(*self._here(sent["masked"], sent["begins"], sent["anchors"]))
+        x, q = at_once(self.lm, turn, masked, begins, made, self.greedy) or self._drafts(turn, masked, begins, K)
+        self.stored = [len(text) if k else begin for text, k, begin in zip(turn.texts, k, begins, strict=True)]
+        return Proposal(x[:, :K], q[:, :K], k)
+
+    def _drafts(self, turn: Round, masked: Masked, begins: list[int], k: int) -> tuple[Tensor, Tensor]:
+        logits = self.lm.forward(masked.ids, begins, at=masked.begins).logits
+        return drawn(turn, behind(logits, masked.anchors, k), self.greedy)
+
+    def _masked(self, texts: Sequence[list[int]], k: list[int], made: int) -> dict[str, Any]:
+        """Of each row what its slot lacks, and masks up to the longest row's last one; of a row that is not drafted
+        for, its last id, which is written where nothing of its text is."""
+        rows = zip(texts, k, self.stored, strict=True)
+        tails = [text[stored:] if wanted else text[-1:] for text, wanted, stored in rows]
+        width = max(map(len, tails)) + made - 1
+        if self.lm.replayed:  # few widths are recorded; masks behind the last one change nothing before them
+            width = min((wide for wide in WIDTHS if wide >= width), default=width)
+        masked = [tail + [self.mask] * (width - len(tail)) for tail in tails]
+        return {"masked": masked, "begins": list(self.stored), "anchors": [len(tail) - 1 for tail in tails]}
+
+
+def mask_of(config: PreTrainedConfig) -> tuple[int, int]:
+    """The id of the mask, and how many drafts were learnt. Raises ValueError where the config does not say."""
+    mask, depths = (getattr(config, name, None) for name in (MASK, DEPTHS))
+    if mask is None or depths is None:
+        raise ValueError(
+            f"config.json: a parallel draft names {MASK}, the id that it reads as a mask, and {DEPTHS}, how many "
+            f"drafts it has learnt; found {mask} and {depths}"
+        )
+    return int(mask), int(depths)
