@@ -151,6 +151,41 @@ def test_a_tree_saves_calls() -> None:
     assert counts[1] < 0.95 * counts[0]
 
 
+def test_nodes_come_with_the_laws_of_their_paths() -> None:
+    """Round after round: each child's law is the draft's own after the text and the path to its parent."""
+    seen = []
+
+    class Watched(Independent):
+        def propose(self, turn: Any) -> Any:
+            found = super().propose(turn)
+            seen.append(([list(text) for text in turn.texts], found.x.clone(), found.q, found.k, found.tree.shape))
+            return found
+
+    target = tiny(layers=1)
+    proposer = Watched(near(target, 0.05), shape=(-1, -1, 0, 1, 1, 3))
+    Engine(target, proposer, verify="tree", rows=2, policy=Fixed(3)).generate(PROMPTS[:2], max_new_tokens=9)
+    for texts, x, q, k, shape in seen:
+        for row, text in enumerate(texts):
+            for node in range(k[row]):
+                path, parent = [], shape[node]
+                while parent >= 0:
+                    path, parent = [int(x[row, parent]), *path], shape[parent]
+                with torch.inference_mode():
+                    logits = proposer.model(torch.tensor([text + path])).logits[0, -1]
+                torch.testing.assert_close(q[row, node], logits.softmax(-1), rtol=1e-6, atol=1e-9)
+    assert len(seen) > 3
+
+
+def test_paths_are_kept_at_the_end_of_the_context() -> None:
+    """The accepted child of the last level was never read by the draft: it has no slot there."""
+    target = tiny(positions=24)
+    engine = Engine(target, Independent(target, shape=(-1, -1, -1, -1, 0, 1, 2, 3)), verify="tree", policy=Fixed(2),
+                    rows=1)  # fmt: skip
+    out = engine.generate([[3, 5]], max_new_tokens=22, sampling=Sampling(0))
+    assert out.tokens == Engine(target, rows=1).generate([[3, 5]], max_new_tokens=22, sampling=Sampling(0)).tokens
+    assert out.stats.target_calls == 8
+
+
 def test_noise_of_each_node_is_its_own() -> None:
     """Six of 32 tokens that are all as likely: at no two nodes, nor in two rounds, the same ones."""
     seen = []
