@@ -82,12 +82,12 @@ class Quantisation:
 
 @dataclass
 class Draft:
-    """kind: of draft, see `cotrain.students.base`. The shape of one that starts from random weights, null where it is the
-    target's; `path` for init=pretrained. quantisation: of its projections when it is served (none, int8, nf4): training
-    is then quantisation-aware. datastore: a folder of `cotrain datastore`, of kinds that look up; shortest: tokens of a
-    text's end that must have stood before. depths: drafts of a round that it is trained for, of a kind whose law
-    depends on the depth. vocabulary: so many tokens are all that it knows, of a kind with a head of its own; null:
-    those of the target."""
+    """kind: of draft, see `cotrain.students.base`. The shape of one that starts from random weights, null where it is
+    the target's; `path` for init=pretrained. quantisation: of its projections when it is served (none, int8, nf4):
+    training is then quantisation-aware. datastore: a folder of `cotrain datastore`, of kinds that look up; shortest:
+    tokens of a text's end that must have stood before. depths: drafts of a round that it is trained for, of a kind
+    whose law depends on the depth. vocabulary: so many tokens are all that it knows, of a kind with a head of its own;
+    null: those of the target."""
 
     kind: str
     path: str | None

@@ -27,8 +27,8 @@ NOTE = ("vLLM drafts the likeliest token of each head: acceptance is p(argmax q)
 def export(
     source: str | Path, output: str | Path, k: int | None = None, *, target: str | None = None, replace: bool = False
 ) -> Path:
-    """Copy a folder of Medusa heads to one that vLLM serves, with the target's head, which they share, and a README that
-    holds the launch command. k: drafts a round, at most as many as there are heads; None: as planned. target: hub id or
+    """Copy a folder of Medusa heads to one that vLLM serves, with the target's head, which they share, and a README
+    with the launch command. k: drafts a round, at most as many as there are heads; None: as planned. target: hub id or
     path; None: the one that the folder names.
 
     Raises ValueError naming the key or file to change, FileExistsError for a folder that is not empty without replace.
@@ -98,5 +98,5 @@ def _same_target(source: Path, made: Any, found: Any) -> None:
 
 
 def _card(folder: str, target: str, k: int) -> str:
-    return (f"# Medusa heads for {target}\n\n{VERSIONS}; {k} drafts a round.\n\n```sh\n{launch(folder, target, k)}\n```\n\n"
-            f"{NOTE}\n")  # fmt: skip
+    command = f"```sh\n{launch(folder, target, k)}\n```"
+    return f"# Medusa heads for {target}\n\n{VERSIONS}; {k} drafts a round.\n\n{command}\n\n{NOTE}\n"

@@ -71,7 +71,7 @@ class Medusa:
         return [Guess(depth, *rounds.of(depth, states), self.head) for depth, states in enumerate(made)]
 
     def made(self, ids: Tensor, newest: Tensor, depths: int) -> list[Tensor]:
-        """What the target's head reads at each depth (B, T-1-depth, D), or more places behind these; newest (B, T-1, D)."""
+        """newest (B, T-1, D) -> what the target's head reads at each depth (B, T-1-depth or more, D), by round."""
         found: Tensor = self.network.states(newest.flatten(0, 1), depths)
         return list(found.unflatten(1, newest.shape[:2]))
 

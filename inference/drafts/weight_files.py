@@ -26,7 +26,8 @@ def read_json(file: Path) -> dict[str, Any]:
 def load_weights(
     path: Path, dtype: torch.dtype | None = None, trust_remote_code: bool = False, network: Any = AutoModelForCausalLM
 ) -> tuple[PreTrainedModel, list[str], list[str]]:
-    """The model in a folder, of a class or another's making, problems (missing, misshapen or non-finite tensors), names config.json lacks.
+    """The model in a folder, problems (missing, misshapen or non-finite tensors), names config.json lacks. network: the
+    class that it is of.
 
     Raises FileNotFoundError or ValueError, naming the file, for weights that cannot be read at all.
     """

@@ -209,7 +209,7 @@ class LM:
         self.run.keep(torch.tensor(start, device=self.device) if at is None else at, path)
 
     def head(self, states: Tensor) -> Tensor:
-        """States (..., D) as the model's head reads them, behind the final norm -> logits (..., V) of the vocabulary."""
+        """States (..., D) behind the final norm -> logits (..., V) of the vocabulary."""
         return self._fitted(self.run.head(states.to(self.dtype)))
 
     def embedded(self, ids: Tensor) -> Tensor:

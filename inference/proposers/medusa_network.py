@@ -1,8 +1,8 @@
 """The network of Medusa heads (Cai et al. 2024, 2401.10774), as it is trained and served.
 
 Head j guesses the token j + 2 places behind the one whose state it reads: a round's newest state is that of the token
-before the anchor, so head 0 guesses the first new token. A head is residual blocks over the state; the target's own head
-makes its logits. Heads do not see the anchor, nor each other's drafts.
+before the anchor, so head 0 guesses the first new token. A head is residual blocks over the state; the target's own
+head makes its logits. Heads do not see the anchor, nor each other's drafts.
 
 K heads, L blocks of each, D width of the target's states, N states.
 """

@@ -118,7 +118,7 @@ class NewestState(Proposer):
 
 
 def chosen(logits: Callable[[list[Tensor]], Tensor], K: int, choose: Choose) -> tuple[Tensor, Tensor]:
-    """K drafts in turn; logits (A, V) of the next one, by the ids (A,) drafted before -> drafts (A, K), laws (A, K, V)."""
+    """Drafts (A, K) in turn and their laws (A, K, V); logits: the ids (A,) drafted before -> the next one's (A, V)."""
     drafts: list[Tensor] = []
     laws: list[Tensor] = []
     for _ in range(K):
