@@ -35,8 +35,8 @@ def blocks(starts: Tensor, length: int, depths: int, u: Tensor | None = None, ke
         here = starts[starts + depth < length]
         found.append(here if u is None else here[u[here] < keep**depth])
     sizes = torch.tensor([len(here) for here in found], device=starts.device)
-    depth = torch.arange(1, depths, device=starts.device).repeat_interleave(sizes)
-    return Blocks(torch.cat([starts[:0], *found]), depth)
+    each = torch.arange(1, depths, device=starts.device).repeat_interleave(sizes)
+    return Blocks(torch.cat([starts[:0], *found]), each)
 
 
 def segments(position_ids: Tensor) -> Tensor:
