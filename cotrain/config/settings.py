@@ -82,10 +82,10 @@ class Quantisation:
 
 @dataclass
 class Draft:
-    """kind: of draft, see `cotrain.students.base`. The shape of one that starts from random weights, null where it is
-    the target's; `path` for init=pretrained. quantisation: of its projections when it is served (none, int8, nf4): training
-    is then quantisation-aware. depths: drafts of a round that it is trained for, of a kind whose law depends on the
-    depth."""
+    """kind: of draft, see `cotrain.students.base`. The shape of one that starts from random weights, null where it
+    is the target's; `path` for init=pretrained. quantisation: of its projections when it is served (none, int8,
+    nf4): training is then quantisation-aware. depths: drafts of a round that it is trained for, of a kind whose law
+    depends on the depth."""
 
     kind: str
     path: str | None

@@ -199,8 +199,9 @@ def load_draft(
 ) -> tuple[Any, PreTrainedTokenizerBase | None, Metadata | None]:
     """The network of a draft in eval mode on the CPU, its tokenizer and metadata where it has them.
 
-    kind: the one that it must be of; None: of any that has a network. dtype: by default the folder's own.
-    target: `hash_target` of the target it is to serve; another tokenizer is refused, another shape warned of. Code in the folder runs only with `trust_remote_code`.
+    kind: the one that it must be of; None: of any that has a network. dtype: by default the folder's own. target:
+    `hash_target` of the target it is to serve; another tokenizer is refused, another shape warned of. Code in the
+    folder runs only with `trust_remote_code`.
 
     Raises as `read`, and ValueError naming the file for weights that are pickled, truncated, missing, of
     another shape than config.json says, or not finite, and for a tokenizer that is broken or another one.
