@@ -1,5 +1,5 @@
-"""What is special about an early exit: it drafts in the target's slots and with the target's tensors, and leaves both as
-they were."""
+"""What is special about an early exit: it drafts in the target's slots and with the target's tensors, and leaves both
+as they were."""
 
 from typing import Any
 
