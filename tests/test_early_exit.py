@@ -1,5 +1,5 @@
-"""What is special about an early exit: it drafts in the target's slots and with the target's tensors, and leaves both as
-they were."""
+"""What is special about an early exit: it drafts in the target's slots and with the target's tensors, and leaves both
+as they were."""
 
 from typing import Any
 
@@ -122,7 +122,11 @@ def test_packed_texts_are_read_apart() -> None:
     alone = [student.guesses({"ids": part}, None) for part in (ids[:, :6], ids[:, 6:])]  # type: ignore[arg-type]
     for depth, guess in enumerate(packed):
         first, second = (part[depth] for part in alone)
-        assert guess.at.tolist() == [*first.at.tolist(), *(6 + second.at).tolist()]
+        assert (
+            guess.at.tolist()
+            == [*range(depth, 6), *range(6 + depth, 10)]
+            == [*first.at.tolist(), *(6 + second.at).tolist()]
+        )
         torch.testing.assert_close(guess.states, torch.cat([first.states, second.states]))
 
 

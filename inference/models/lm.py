@@ -34,8 +34,8 @@ class LM:
     context: most tokens a row may hold, at most the model's `max_position_embeddings`. stock: always run
     transformers' own forward, also for models that `llama` runs in fewer operations. compile: compile what `llama`
     runs, see `compiled`, on a GPU replay it, see `cuda_graphs`; None: on a GPU alone. int8: weights rounded to 8 bits,
-    for a draft: a rounded target has another law. spare: slots after those of the rows, where prompts wait. cache: that
-    of an LM of which this one is the first layers, which share its keys and values.
+    for a draft: a rounded target has another law. spare: slots after those of the rows, where prompts wait. cache:
+    that of an LM of which this one is the first layers, which share its keys and values.
     Raises ValueError for an attention implementation or a state that rows of different lengths cannot use.
     """
 
@@ -152,8 +152,8 @@ class LM:
     ) -> tuple[Tensor, Tensor] | None:
         """All drafts of a round in one call, where passes are compiled: None where they are not.
 
-        tails (A, n): the last ids, one or two, of texts of ends_b tokens in slots [0, A), stored but for these; u (A, k)
-        uniforms, temperature (A,) above 0. Returns drafts (A, k) and their laws (A, k, V); greedy: the likeliest
+        tails (A, n): the last ids, one or two, of texts of ends_b tokens in slots [0, A), stored but for these; u
+        (A, k) uniforms, temperature (A,) above 0. Returns drafts (A, k) and their laws (A, k, V); greedy: the likeliest
         tokens, one-hot laws. at (A,): `ends` where it is on the device already. Where passes are replayed, the next
         call overwrites them.
         """

@@ -121,16 +121,12 @@ class Independent(Proposer):
         return proposal
 
     def _at_once(self, turn: Round, k: list[int]) -> Proposal | None:
-        """None where the model has no such call, rows lack more than `tail` ids, or laws take more than a temperature and
-        passes are not replayed."""
+        """None where the model has no such call, rows lack more than `tail` ids, or laws take more than a temperature
+        and passes are not replayed."""
         self.longest, K, ends = max(self.longest, *k), max(k), [len(text) for text in turn.texts]
         behind = max(end - stored for end, stored in zip(ends, self.stored, strict=True))
-        if (
-            not self.lm.compiled
-            or behind > self.tail
-            or min(ends) < self.tail
-            or max(ends) + self.longest > self.lm.context
-        ):
+        fits = behind <= self.tail <= min(ends) and max(ends) + self.longest <= self.lm.context
+        if not self.lm.compiled or not fits:
             return None
         temperatures = turn.temperatures
         greedy = self.greedy or temperatures is not None and not any(temperatures)
