@@ -90,7 +90,9 @@ def by_level(parents: tuple[int, ...]) -> tuple[int, ...]:
 @lru_cache(maxsize=64)
 def _steps(parents: tuple[int, ...], device: torch.device) -> tuple[Step, ...]:
     """Kept by shape, so that no round copies it to the device again."""
-    found, above, paths = [], (-1,), {-1: ()}
+    found: list[Step] = []
+    above: tuple[int, ...] = (-1,)
+    paths: dict[int, tuple[int, ...]] = {-1: ()}
     for level in levels(parents):
         inner = sorted(set(level.above))
         own = [above[place] for place in inner]

@@ -11,6 +11,7 @@ run each and mean little where other processes share the cores; calls are exact.
 import json
 import math
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,8 @@ class Study:
         rows, V = min(8, len(texts.prompts)), self.target.config.vocab_size
         return laws_of(LM(self.target, rows, V), LM(self.draft, rows, V), texts, sampling)
 
-    def cells(self, temperature: float, rows: int) -> list[dict[str, Any]]:
+    def cells(self, temperature: float, rows: int) -> Iterator[dict[str, Any]]:
+        """What was planned with which costs, then every shape under every rule."""
         sampling = Sampling(temperature)
         plain = Engine(self.target, rows=rows)
         fitted = self.laws(self.run(plain, self.fitted, sampling)[0], sampling)
@@ -71,15 +73,13 @@ class Study:
             positional(accept_of(fitted, CHILDREN, whole.likeliest), fitted.lengths), len(ours), max(DEPTHS)
         )
         shapes = FIXED | {"planned": best.shape.parents, "most calls saved": ours, "sequoia": theirs}
-        found = [{"temperature": temperature, "rows": rows, "planned_rule": best.rule, "most_rule": whole.rule,
-                  "planned_likeliest": best.likeliest, "costs": vars(costs)}]  # fmt: skip
+        yield {"temperature": temperature, "rows": rows, "planned_rule": best.rule, "most_rule": whole.rule,
+                  "planned_likeliest": best.likeliest, "costs": vars(costs)}  # fmt: skip
         for name, parents in shapes.items():
             for rule in ("tree", "traversal") if parents else ():
                 sure = temperature == 0 or likeliest.get(name, False)
-                found.append({"temperature": temperature, "rows": rows, "shape": name, "parents": list(parents),
-                              "rule": rule} | self.cell(parents, rule, sure, rows, sampling))  # fmt: skip
-                print(found[-1], flush=True)
-        return found
+                cell = self.cell(parents, rule, sure, rows, sampling)
+                yield {"temperature": temperature, "rows": rows, "shape": name, "parents": parents, "rule": rule} | cell
 
     def cell(
         self, parents: tuple[int, ...], rule: str, likeliest: bool, rows: int, sampling: Sampling
@@ -100,12 +100,15 @@ class Study:
 
 
 def main(folder: str, out: str, count: str = "8", tokens: str = "48", heat: str = "0,1", rows: str = "8") -> None:
-    study, cells = Study(folder, int(count), int(tokens)), []
+    study = Study(folder, int(count), int(tokens))
+    cells: list[dict[str, Any]] = []
+    found = {"cells": cells, "draft": folder, "environment": environment()}
     for temperature in map(float, heat.split(",")):
         for batch in map(int, rows.split(",")):
-            cells += study.cells(temperature, batch)
-            found = {"cells": cells, "draft": folder, "environment": environment()}
-            Path(out).write_text(json.dumps(found, indent=2) + "\n")
+            for cell in study.cells(temperature, batch):
+                cells.append(cell)
+                print(cell, flush=True)
+                Path(out).write_text(json.dumps(found, indent=2) + "\n")
 
 
 if __name__ == "__main__":
