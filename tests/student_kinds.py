@@ -139,7 +139,8 @@ STUDENTS: dict[str, Callable[[LlamaForCausalLM], Any]] = {
     "hydra": lambda target: Hydra(kinds.hydra(target, 0.3), target),
     "early_exit": lambda target: early_exit.EarlyExit(kinds.exit_network(target), target),
 }
-SERVED = ("independent", "example", "eagle", "eagle, pruned", "early_exit", "medusa", "hydra", "parallel")  # those that tests can run in an engine
+# those that tests can run in an engine
+SERVED = ("independent", "example", "eagle", "eagle, pruned", "early_exit", "medusa", "hydra", "parallel")
 
 
 def target() -> LlamaForCausalLM:

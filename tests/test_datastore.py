@@ -8,7 +8,7 @@ import pytest
 from cotrain.cli import main
 from inference.drafts.compatibility import hash_tokenizer
 from inference.drafts.draft_folder import load_tokenizer
-from inference.lookup.datastore import Datastore
+from inference.lookup.corpus import Datastore
 from tests.folders import target_folder
 
 TEXTS = [f"the value of item {n} is {n * n} and no more" for n in range(60)]

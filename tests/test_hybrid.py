@@ -6,7 +6,7 @@ import pytest
 
 from inference import Engine, Sampling
 from inference.exactness.checks import check
-from inference.lookup.datastore import About, Datastore
+from inference.lookup.corpus import About, Datastore
 from inference.lookup.match import Match
 from inference.lookup.suffix_automaton import SuffixAutomaton
 from inference.measure.timing import Texts

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from inference.lookup.datastore import About, Datastore
+from inference.lookup.corpus import About, Datastore
 from inference.lookup.suffix_array import suffix_array
 from inference.lookup.suffix_automaton import CLIMB, SuffixAutomaton
 

@@ -9,7 +9,7 @@ from cotrain.data.training_texts import Source
 from cotrain.errors import UserError
 from cotrain.training.preconditions import ids_of, outline
 from inference.drafts.compatibility import hash_tokenizer
-from inference.lookup.datastore import About, Datastore
+from inference.lookup.corpus import About, Datastore
 from inference.measure.environment import environment
 from inference.request import ends_of
 

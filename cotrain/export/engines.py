@@ -45,7 +45,7 @@ def _json(value: dict[str, Any]) -> str:
 
 
 def _vllm(draft: str, target: str, k: int, objective: str, parallel: bool = False) -> str:
-    settings = draft_model(draft, k, objective, parallel)
+    settings = draft_model(draft, k, objective, parallel=parallel)
     return shlex.join(["vllm", "serve", target, "--speculative-config", _json(settings)])
 
 
@@ -161,8 +161,9 @@ def refuse_kind(engine: str, kind: str) -> None:
         raise UserError(f"engine={engine}: it does not draft in parallel; engine={able}")
 
 
-def launch(engine: str, draft_path: str, target: str, k: int, objective: str, layout: str = "hf",
-           kind: str = "independent") -> str:
+def launch(
+    engine: str, draft_path: str, target: str, k: int, objective: str, layout: str = "hf", kind: str = "independent"
+) -> str:
     """The command that serves `target` with the draft in `draft_path`, k drafts a round, for a POSIX shell.
 
     objective: "sampled" or "greedy", what the draft was trained for; it sets the engine's drafting. kind: of the draft,

@@ -109,7 +109,7 @@ def _completed(logp: Tensor, logq: Tensor, guess: Guess) -> tuple[Tensor, Tensor
     mean = r[made & (logq > -torch.inf)].mean().nan_to_num().clamp(min=torch.finfo(r.dtype).tiny)  # of none: 0
     if logq.requires_grad:
         logq = logq.clone()
-        logq.register_hook(lambda slope: slope / guess.share)  # type: ignore[no-untyped-call]
+        logq.register_hook(lambda slope: slope / guess.share)
     return logp, torch.where(made, logq, mean.log())
 
 

@@ -101,7 +101,7 @@ class Eagle(Student):
         return found.to(self.network.fc.weight.dtype)
 
     def head(self, states: Tensor) -> Tensor:
-        return self.network.head(states, self.vocabulary)
+        return self.network.head(states, self.vocabulary or self.network.config.vocab_size)
 
     def proposer(self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False) -> eagle.Eagle:
         return eagle.Eagle(self.network, greedy, compile=compile)
@@ -170,6 +170,8 @@ class Attention:
 def _config(draft: Draft, target: PreTrainedModel, like: bool) -> EagleConfig:
     """like: the decoder layer has the shape of the target's."""
     theirs = target.config.get_text_config()
+    if draft.intermediate is None or draft.head_dim is None or draft.kv_heads is None:
+        raise ValueError("draft.intermediate, head_dim, kv_heads: an eagle has them: give them, as draft.head_dim=64")
     width, rope = theirs.hidden_size, theirs.to_dict().get("rope_parameters") or {}
     heads = theirs.num_attention_heads if like else max(width // draft.head_dim, 1)
     layers = fused(theirs.num_hidden_layers)
@@ -206,7 +208,7 @@ def _copied(network: EagleNetwork, target: PreTrainedModel, layers: list[int]) -
     source, place = plain(target), f"layers.{layers[-1] % count}."
     named = {name.partition(place)[2]: weight for name, weight in source.items() if place in name}
     for part in PARTS:
-        ours, theirs = network.midlayer.get_submodule(part).weight, named.get(f"{part}.weight")
+        ours, theirs = network.midlayer.get_parameter(f"{part}.weight"), named.get(f"{part}.weight")
         if theirs is None or theirs.shape[0] != ours.shape[0]:
             raise ValueError(f"init=target_layers: the target's {place} has no {part} that fits; init=scratch")
         ours.zero_()[..., -theirs.shape[-1] :] = theirs

@@ -37,7 +37,7 @@ class EarlyExit(Student):
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
         """draft.layers, rank and depths say which exit; init does not matter."""
         if draft.depths is None:
-            raise ValueError("draft.depths: drafts of a round that an early exit is trained for: give it, as draft.depths=4")
+            raise ValueError("draft.depths: drafts of a round that the exit is trained for: give it, as draft.depths=4")
         return begun(target, draft.layers, draft.rank, draft.depths)
 
     @cached_property

@@ -40,7 +40,9 @@ class Hybrid(Independent):
 def prepare(plan: "Plan") -> None:
     """Count a gate on the prompts that rank, none of which is timed later, and keep it in the draft's config."""
     config, size = plan.draft.config, plan.bench
-    model = plan.engine(max(size.depths), proposer=plan.proposer().model)
+    drafting = plan.proposer()
+    assert isinstance(drafting, Serving)
+    model = plan.engine(max(size.depths), proposer=drafting.model)
     prompts = plan.ranking(0, max(4 * size.quick_prompts, size.rows))
     gate = calibrate(model, plan.plain(), Retrieval.of_settings(config.lookup), prompts, sampling=plan.sampling,
                      new_tokens=size.new_tokens, seed=size.seed)  # fmt: skip

@@ -79,7 +79,8 @@ def _shape(draft: Draft) -> tuple[int, int, int, int, int]:
     for key, size in sizes.items():
         if size is None:
             raise ValueError(f"draft.{key}: a draft of random weights has one: give it, as draft.width=128")
-    return (*sizes.values(),)  # type: ignore[return-value]
+    width, layers, intermediate, head_dim, kv_heads = sizes.values()
+    return width, layers, intermediate, head_dim, kv_heads
 
 
 def scratch(

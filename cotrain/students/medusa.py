@@ -6,7 +6,7 @@ m + 1, and its guess of depth j is at place m + 1 + j. All rounds of all texts a
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -40,9 +40,9 @@ class Medusa:
         refuse_keys(draft, *UNUSED)
         network = network_of(cls.kind)
         if init.kind == "pretrained" and draft.path:
-            found: PreTrainedModel = network.from_pretrained(draft.path, dtype=torch.float32)
+            found: Any = network.from_pretrained(draft.path, dtype=torch.float32)
             found.fits(target, f"draft.path={draft.path}")
-            return found
+            return cast(PreTrainedModel, found)
         if init.kind not in ("scratch", "target_layers"):
             raise ValueError(f"init.kind: {init.kind!r} is none of scratch, target_layers, pretrained (with "
                              "draft.path=)")  # fmt: skip

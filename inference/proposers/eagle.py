@@ -8,6 +8,7 @@ A rows, n pairs a row, H width, K drafts of a round, V vocabulary.
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -48,7 +49,7 @@ class Eagle(Proposer):
         network.fits(beside.target, str(folder))
         torch.nn.Module.to(network, beside.target.device)
         greedy = bool(beside.made and beside.made.objective == "greedy")
-        return cls(widened(network), greedy, compile=beside.compile)
+        return cls(cast(EagleNetwork, widened(network)), greedy, compile=beside.compile)
 
     @property
     def weights(self) -> str:
@@ -149,7 +150,7 @@ class Eagle(Proposer):
             return self._drafted(here, slots, K, self._by(turn.on(here)))
 
         found: tuple[Tensor, Tensor] | None = self.replays(
-            ("eagle", K, slots, turn.key), inputs | given, turn.steady, lambda: run
+            ("eagle", K, slots, turn.key), {**inputs, **given}, turn.steady, lambda: run
         )
         return found
 

@@ -61,7 +61,8 @@ class EagleConfig(PretrainedConfig):
         known = ("rope_parameters", "num_hidden_layers", "hidden_act", "attention_bias", "mlp_bias",
                  "tie_word_embeddings", "architectures")  # fmt: skip
         rest = {name: value for name, value in other.items() if name not in known}
-        super().__init__(tie_word_embeddings=False, architectures=ARCHITECTURES, **rest)
+        named: dict[str, Any] = {"tie_word_embeddings": False, "architectures": ARCHITECTURES}
+        super().__init__(**named, **rest)
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -74,6 +75,8 @@ class EagleNetwork(PreTrainedModel):
 
     config_class = EagleConfig
     base_model_prefix = ""
+    d2t: Tensor
+    t2d: Tensor
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__(config)
@@ -94,7 +97,7 @@ class EagleNetwork(PreTrainedModel):
         """None: it reads the target's."""
         return None
 
-    def save_pretrained(self, save_directory: Any, **options: Any) -> None:
+    def save_pretrained(self, save_directory: Any, **options: Any) -> None:  # type: ignore[override]
         """Under the name that engines know."""
         super().save_pretrained(save_directory, **options)
         self.config.architectures = ARCHITECTURES

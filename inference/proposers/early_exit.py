@@ -53,9 +53,9 @@ class EarlyExit(Independent):
         if host.target.model is not self.target:
             raise ValueError("EarlyExit drafts with the layers of its own target: make it with the engine's model")
         shape, shared = (host.rows, host.vocabulary, host.context, host.spare), host.target.cache
-        if shape != self.shape or self.cache is not shared:
+        if shape != self.opened or self.cache is not shared:
             stock = not isinstance(host.target.run, Lean)  # both hold keys and values in one way
-            self.shape, self.cache = shape, shared
+            self.opened, self.cache = shape, shared
             self.lm = LM(self.model, *shape[:3], stock=stock, compile=self.compile, spare=host.spare, cache=shared)
         self.stored, self.longest = [], 0
 

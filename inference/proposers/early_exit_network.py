@@ -5,7 +5,7 @@ stays what it is. L layers, r the rank, D width.
 """
 
 import copy
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -64,16 +64,16 @@ class ExitNetwork(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         """They are what `__init__` made them."""
 
-    def get_input_embeddings(self) -> None:  # type: ignore[override]
+    def get_input_embeddings(self) -> Any:
         """The target's serve."""
 
-    def get_output_embeddings(self) -> None:  # type: ignore[override]
+    def get_output_embeddings(self) -> Any:
         """The target's serve."""
 
 
 def _changes(config: ExitConfig) -> nn.ModuleDict:
     sizes = config.projections.items() if config.rank else ()
-    return nn.ModuleDict({_key(name): Change(*size, config.rank) for name, size in sizes})
+    return nn.ModuleDict({_key(name): Change(out, inside, config.rank) for name, (out, inside) in sizes})
 
 
 def _key(name: str) -> str:
@@ -102,7 +102,7 @@ def begun(target: PreTrainedModel, layers: int, rank: int, depths: int) -> ExitN
     if not 0 < layers <= len(blocks):
         raise ValueError(f"an exit behind {layers} layers of a target of {len(blocks)}: 1 .. {len(blocks)}")
     found = {name: [m.out_features, m.in_features] for name, m in blocks[0].named_modules() if isinstance(m, nn.Linear)}
-    known = {name: getattr(settings, name, None) for name in (*SIZES, *IDS)}
+    known: dict[str, Any] = {name: getattr(settings, name, None) for name in (*SIZES, *IDS)}
     config = ExitConfig(num_hidden_layers=layers, rank=rank, depths=depths, projections=found, **known)
     network = ExitNetwork(config)
     with torch.no_grad():
@@ -140,7 +140,8 @@ def learning(network: ExitNetwork, target: PreTrainedModel, first: int = 0) -> P
     final_norm(model).weight = network.norm
     for block, changes in zip(decoder_layers(model), network.layers, strict=True):
         for name in network.config.projections if network.config.rank else ():
-            block.set_submodule(name, Changed(block.get_submodule(name), changes[_key(name)], first))
+            change = cast(Change, changes.get_submodule(_key(name)))
+            block.set_submodule(name, Changed(block.get_submodule(name), change, first))
     return model
 
 

@@ -1,6 +1,7 @@
 """Medusa: heads on the target's newest state, each of which guesses the token at one distance."""
 
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -8,7 +9,7 @@ from torch import Tensor
 from inference.drafts.draft_folder import load_draft
 from inference.models.dtypes import widened
 from inference.proposers.base import Beside
-from inference.proposers.newest_state import Choose, Given, NewestState, chosen
+from inference.proposers.newest_state import Choose, Given, Heads, NewestState, chosen
 
 
 class Medusa(NewestState):
@@ -23,7 +24,7 @@ class Medusa(NewestState):
         network, made = load_draft(folder, target=beside.hashes, kind=cls.kind)[0], beside.made
         network.fits(beside.target, str(folder))
         torch.nn.Module.to(network, beside.target.device)
-        return cls(widened(network), made is not None and made.objective == "greedy")
+        return cls(cast(Heads, widened(network)), made is not None and made.objective == "greedy")
 
     def drafts(self, given: Given, K: int, choose: Choose) -> tuple[Tensor, Tensor]:
         logits = self.host.target.head(self.network.states(given["newest"], K))  # (K, A, V)

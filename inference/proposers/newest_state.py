@@ -31,14 +31,11 @@ class NewestState(Proposer):
 
     def __init__(self, network: Heads, greedy: bool = False) -> None:
         self.network, self.greedy = network.eval(), greedy
+        self.depths = self.most = network.depths
         self.newest: Tensor  # (slots, D)
         self.blank: list[bool] = []  # rows without a state
         self.host: Host
         self.replays: Replays | None = None
-
-    @property
-    def depths(self) -> int:
-        return self.network.depths
 
     @property
     def weights(self) -> str:
@@ -70,7 +67,7 @@ class NewestState(Proposer):
         self.blank.append(len(prompt) == 1)
 
     def propose(self, turn: Round) -> Proposal:
-        k = [0 if blank else min(k, self.depths) for k, blank in zip(turn.k, self.blank, strict=True)]
+        k = [0 if blank else min(k, self.most) for k, blank in zip(turn.k, self.blank, strict=True)]
         K = max(k)
         if not K:
             return Proposal(torch.empty(len(k), 0, dtype=torch.int64, device=self.newest.device), None, k)

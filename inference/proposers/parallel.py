@@ -29,14 +29,15 @@ class Parallel(Independent):
         self, model: PreTrainedModel | str, greedy: bool = False, *, compile: bool | None = None, int8: bool = False
     ) -> None:
         super().__init__(model, greedy, compile=compile, int8=int8)
-        self.mask, self.depths = mask_of(self.model.config)
+        self.mask, self.most = mask_of(self.model.config)
+        self.depths = self.most
 
     def language_model(self, rows: int, vocabulary: int) -> LM | None:
         return None  # its law after a text depends on the depth
 
     def propose(self, turn: Round) -> Proposal:
         """A row that has outgrown the draft's own context is not drafted for."""
-        most = [min(self.depths, self.lm.context - len(text)) for text in turn.texts]
+        most = [min(self.most, self.lm.context - len(text)) for text in turn.texts]
         k = [max(0, min(wanted, least)) for wanted, least in zip(turn.k, most, strict=True)]
         K = max(k)
         if K == 0:

@@ -2,6 +2,7 @@
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,7 +22,7 @@ class QuantisedConfig(PretrainedConfig):
 
     model_type = "cotrain_quantised"
 
-    def __init__(self, bits: str = "int8", **others: object) -> None:
+    def __init__(self, bits: str = "int8", **others: Any) -> None:
         self.bits = bits
         super().__init__(**others)
 

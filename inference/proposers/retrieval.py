@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from inference.drafts.weight_files import CONFIG, read_json
-from inference.lookup.datastore import Datastore
+from inference.lookup.corpus import Datastore
 from inference.lookup.match import Match
 from inference.lookup.suffix_automaton import SuffixAutomaton
 from inference.proposers.base import Beside, Host, Proposal, Proposer, Round, States
