@@ -54,7 +54,7 @@ def test_the_targets_texts_are_the_same_with_it_and_without() -> None:
 
 
 def test_what_verification_stores_is_the_targets_own() -> None:
-    """Keys and values of a whole text behind rounds with drafts: the target's but for rounding in a pass of as many ids, and
+    """Keys and values of a whole text behind rounds with drafts: the target's but for rounding, and
     not the changed layers'."""
     target = tiny(layers=3)
     engine = Engine(target, EarlyExit(exit_network(target), target), policy=Fixed(3), rows=1)

@@ -109,9 +109,12 @@ def test_a_folder_is_served_as_it_was(kind: str, tmp_path: Path) -> None:
         load_draft(tmp_path / "draft")
 
 
+NONE = {"datastore": None, "shortest": 2, "rank": 0, "vocabulary": None}
+
+
 def settings(**changed: Any) -> Draft:
     sizes = {"width": None, "layers": 1, "intermediate": None, "head_dim": None, "kv_heads": None}
-    return Draft(**{"kind": "medusa", "path": None, "quantisation": "none", "depths": 2} | sizes | changed)
+    return Draft(**{"kind": "medusa", "path": None, "quantisation": "none", "depths": 2} | NONE | sizes | changed)
 
 
 @HEADS

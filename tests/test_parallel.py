@@ -63,7 +63,7 @@ def test_compiled_it_gives_the_same_text_and_counts(calls: list[int], name: str,
     ours, wanted = (texts(parallel(target, compile=compile), target, REGIMES[name], rows) for compile in (True, False))
     assert ours.tokens == wanted.tokens
     assert (ours.stats.drafted, ours.stats.accepted) == (wanted.stats.drafted, wanted.stats.accepted)
-    by_itself = name in ("truncated", "with history", "mixed with greedy")
+    by_itself = name.startswith("truncated") or name in ("with history", "mixed with greedy")
     assert not calls if by_itself else 4 <= min(calls) < max(calls) <= 8  # one id and three masks, up to all accepted
 
 

@@ -112,7 +112,7 @@ def test_a_length_that_was_chosen_is_run_before_it_is_believed(monkeypatch) -> N
     monkeypatch.setattr(planner, "rounds_of", rounds_of)
     start = Measured(calibrated(TABLE, SLOW), TABLE, SLOW)
     assert choose(start.costs, tau, [2, 3, 4]).drafting == 3
-    length, found = planned(SimpleNamespace(bench=SimpleNamespace(depths=[2, 3, 4])), start, tau)
+    length, found = planned(SimpleNamespace(depths=[2, 3, 4]), start, tau)
     assert ran[0] == 3 and 3 in found.rounds and length.speedups[3] < choose(start.costs, tau, [3]).speedups[3]
 
 
@@ -140,7 +140,8 @@ def test_each_part_runs_compiled_where_real_rounds_are_faster_so(monkeypatch) ->
 
     monkeypatch.setattr(planner, "rounds_of", rounds_of)
     monkeypatch.setattr(planner, "costs_of", costs_of)
-    size = SimpleNamespace(depths=[2, 3, 4], compile=True)
+    monkeypatch.setattr(measurement.Plan, "depths", [2, 3, 4])
+    size = SimpleNamespace(compile=True)
     plan, found = planner.settled(measurement.Plan(*[None] * 5, size, ("t", "d")))  # type: ignore[arg-type]
     assert plan.compiled == Compiled(plain=True, target=True, draft=False)
     assert ran == [Compiled(), Compiled(True, True, True), plan.compiled]  # the engine that serves is run too

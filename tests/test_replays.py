@@ -64,7 +64,7 @@ def test_own_processors_run_as_they_are() -> None:
 def test_where_recording_fails_rounds_run_on_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = texts("cpu", "token", Sampling(0.8))
 
-    def broken(*_: object) -> object:
+    def broken(*_: object, **__: object) -> object:
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(DecodingRound, "_settled_on", broken)

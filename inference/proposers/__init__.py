@@ -10,8 +10,8 @@ from inference.proposers.retrieval import NGram
 __all__ = ["KINDS", "Independent", "NGram", "Parallel", "kind_of"]
 
 KINDS = {  # as the metadata of a draft folder names them -> module:class
-    "hydra": "inference.proposers.hydra:Hydra",
     "independent": "inference.proposers.independent:Independent",
+    "hydra": "inference.proposers.hydra:Hydra",
     "eagle": "inference.proposers.eagle:Eagle",
     "early_exit": "inference.proposers.early_exit:EarlyExit",
     "medusa": "inference.proposers.medusa:Medusa",

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from inference.proposers.base import Proposal
     from inference.request import Request
 
-COLUMNS = 5  # of `settled.Settled.table` before its drafts
+COLUMNS = 6  # of `settled.Settled.table` before its drafts
 PARTS = 3  # floats of a draft: p, q, u
 
 
