@@ -141,6 +141,7 @@ def test_each_part_runs_compiled_where_real_rounds_are_faster_so(monkeypatch) ->
     monkeypatch.setattr(planner, "rounds_of", rounds_of)
     monkeypatch.setattr(planner, "costs_of", costs_of)
     monkeypatch.setattr(measurement.Plan, "depths", [2, 3, 4])
+    monkeypatch.setattr(measurement.Plan, "proposer", lambda self: SimpleNamespace(depths=None))
     size = SimpleNamespace(compile=True)
     plan, found = planner.settled(measurement.Plan(*[None] * 5, size, ("t", "d")))  # type: ignore[arg-type]
     assert plan.compiled == Compiled(plain=True, target=True, draft=False)

@@ -165,7 +165,7 @@ def test_texts_are_pieces_of_the_whole_text() -> None:
     record, proposal = Recorder(), Proposal(x, None, [len(x[0])])
     record.begin("token", [row])
     told = trace(torch.rand(1, len(x[0]) + 1, 300), proposal, None, torch.tensor([len(x[0])]), None)
-    record.note([row], [0], proposal, [[len(x[0]), ids[-1], len(x[0]), 0, 0, *ids[2:-1], *told[0].tolist()]])
+    record.note([row], [0], proposal, [[len(x[0]), ids[-1], len(x[0]), 0, 0, 0, *ids[2:-1], *told[0].tolist()]])
     replay = record.replay(words)
     (one,) = steps(replay)
     said = replay["rows"][0]["prompt"] + "".join(draft["text"] for draft in one["drafts"]) + one["last"]["text"]
