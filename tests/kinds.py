@@ -107,7 +107,7 @@ def eagle(target: LlamaForCausalLM, noise: float = 0.1, **settings: Any) -> Eagl
         if network.pruned:
             network.know(ids.tolist())
         network.lm_head.weight.copy_(target.lm_head.weight[ids if network.pruned else slice(None)])
-    return network
+    return network.to(target.device)
 
 
 def exit_network(target: LlamaForCausalLM, rank: int = 2) -> ExitNetwork:
