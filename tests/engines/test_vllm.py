@@ -86,7 +86,7 @@ def test_a_draft_is_accepted_as_here(
     assert metadata is not None and metadata.objective == objective and metadata.k == K
     draft, _, _ = load_draft(folder)
     plan = replace(plain["plan"], draft=draft, objective=objective, kind=metadata.kind)
-    config = draft_model(str(folder), metadata.k, metadata.objective, metadata.kind == "parallel")
+    config = draft_model(str(folder), metadata.k, metadata.objective, parallel=metadata.kind == "parallel")
     figures = found[f"{size}, {objective}"] = {}
     with serving(resolve("bundled"), config, OUTPUT / f"{size}, {objective}.log") as url:
         client = Client(url)
