@@ -13,10 +13,12 @@ from inference.models.lm import LM
 from inference.models.passes import States, Tree
 from inference.proposers.base import Proposal
 
+COLUMNS = 6  # of a table before its drafts
+
 
 class Settled(NamedTuple):
-    """table (A, 6 + D): drafts accepted, the token after them, how deep the drafts go that had laws, whether there was
-    no law for that token (it is then no token), whether there was none at any place that the target's pass wrote,
+    """table (A, COLUMNS + D): drafts accepted, the token after them, how deep the drafts go that had laws, whether
+    there was no law for that token (it is then no token), or at any place that the target's pass wrote,
     whether a draft was refused where the accepted ones end, and the drafts, of a tree those of the accepted path.
     path (A, D): its nodes, -1 past the last; None for a chain."""
 

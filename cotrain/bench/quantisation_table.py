@@ -13,24 +13,19 @@ from cotrain.bench.measurement import Plan
 from cotrain.bench.planner import BATCH, tau_of
 from inference.exactness.side_by_side import pair_figures
 from inference.measure.timing import engine_arm, interleave
-from inference.models.llama import int8_rows
+from inference.proposers.quantised import BITS, in_bits
 
 KINDS = ("none", "int8", "nf4")
 Load = Callable[[str], PreTrainedModel]  # the target, held as a quantisation of `target_model.QUANTISATIONS`
 
 
 def quantised(weight: Tensor, kind: str) -> Tensor:
-    """weight (out, in) as numbers that `kind` can hold, in its own dtype: int8, one scale a row, see `llama.int8_rows`;
-    nf4, one scale 64 values (Dettmers et al. 2023, 2305.14314). Raises ValueError for another kind."""
+    """weight (out, in) as numbers that `kind` can hold, in its own dtype, see `quantised.in_bits`. Raises ValueError
+    for another kind."""
     if kind == "none":
         return weight
-    if kind == "int8":
-        numbers, scale = int8_rows(weight)
-        return (numbers.float() * scale.float().unsqueeze(1)).to(weight.dtype)
-    if kind == "nf4":
-        from bitsandbytes.functional import dequantize_4bit, quantize_4bit
-
-        return dequantize_4bit(*quantize_4bit(weight.contiguous(), quant_type="nf4")).to(weight.dtype)
+    if kind in BITS:
+        return in_bits(weight, kind)
     raise ValueError(f"matrix.drafts: {kind!r} is none of {', '.join(KINDS)}")
 
 

@@ -18,8 +18,3 @@ def network_of(kind: str) -> Any:
         raise ValueError(f"kind is {kind!r}, which has no weights; those of {', '.join(NETWORKS)} are read")
     module, _, name = NETWORKS[kind].partition(":")
     return getattr(import_module(module), name)
-
-
-def config_of(kind: str) -> Any:
-    """What reads the configuration of a kind's network. Raises as `network_of`."""
-    return getattr(network_of(kind), "config_class", None) or import_module("transformers").AutoConfig

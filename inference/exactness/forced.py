@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from inference.engine import Engine
+from inference.exactness.figures import Figures
 from inference.exactness.forced_trees import close_ranks, levels_of, reach_along
 from inference.exactness.ties import near_ties
 from inference.measure.timing import Texts
@@ -21,27 +22,6 @@ from inference.proposers.base import Outcome, Proposal, Siblings
 from inference.round import DecodingRound
 from inference.sampling import Sampling, one_hot
 from inference.slots import Run
-
-
-class Forced(NamedTuple):
-    """What forced rounds record, float64 on the CPU, zero past a text's end.
-
-    logp (B, T): log p of each token; logq, alpha (B, T, K): log q of token t when it is drafted at depth j, that is by
-    the round that starts at token t - j, and sum_v min(p, q) there: as `verify.prediction` numbers them. A draft that
-    was certain and is another token has log q = -inf, and so have those behind it, which no round comes to. near_p
-    (B, T), near_q (B, T, K): the law is one-hot, and rounding could move it. k (B, T): drafts of the round that starts
-    at token t, of trees the levels. lengths (B,). reach (B, T, D+1): of trees alone, P(the round that starts at token t
-    accepts at least n nodes | the text); logq is then empty, alpha P(at least one), and near_q of the first level.
-    """
-
-    logp: Tensor
-    logq: Tensor
-    alpha: Tensor
-    near_p: Tensor
-    near_q: Tensor
-    k: Tensor
-    lengths: Tensor
-    reach: Tensor | None = None
 
 
 class ForcedRound(DecodingRound):
@@ -84,7 +64,7 @@ class ForcedRound(DecodingRound):
 
 
 @torch.inference_mode()
-def forced(engine: Engine, texts: Texts, sampling: Sampling, max_new_tokens: int, noise: float = 0.0) -> Forced:
+def forced(engine: Engine, texts: Texts, sampling: Sampling, max_new_tokens: int, noise: float = 0.0) -> Figures:
     """Forced rounds of an engine's own proposer at every token of `texts`, each at the draft length that the engine's
     policy and the limit `max_new_tokens` give it there. They take a pass of the target over k + 1 ids for every token,
     on the engine's own slots: a stream of it ends here. noise: of score gaps, see `ties.compare_passes`.
@@ -108,7 +88,7 @@ def forced(engine: Engine, texts: Texts, sampling: Sampling, max_new_tokens: int
                 near_q[found.rows, t + j, j] = found.near_q[:, j]
     inside = torch.arange(T) < lengths[:, None]
     logq, alpha, near_q = (part[:, :T].masked_fill(~inside[..., None], 0) for part in (logq, alpha, near_q))
-    return Forced(logp, logq, alpha, near_p, near_q, k, lengths, reach)
+    return Figures(logp, logq, alpha, near_p, near_q, k, lengths, reach)
 
 
 def _together(parts: list[list[Tensor | None]], rounds: list[list["_Found"]], B: int, T: int) -> Tensor | None:

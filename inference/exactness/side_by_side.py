@@ -4,7 +4,7 @@ B texts, T tokens of the longest, A texts of a batch, n tokens of a block, V voc
 """
 
 import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple, cast
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from inference.engine import Engine
+from inference.exactness.figures import Figures
 from inference.exactness.forced import forced
 from inference.exactness.teacher_forced import Block, teacher_forced
 from inference.exactness.ties import MARGIN, near_ties, noise_of
@@ -25,36 +26,6 @@ from inference.verify.rules import Rule, rule_of
 RARE = 0.01
 LARGEST = 3.3  # standard deviations: the largest of a thousand changes by rounding, as `ties` measures them
 DRAWS = 16  # of what rounding may have made of the laws in the run
-
-
-@dataclass(frozen=True)
-class Figures:
-    """logp (B, T): of each emitted token; logq and alpha, sum_v min(p, q) there, (B, T), or (B, T, K) where they differ
-    by the depth at which token t is drafted (`forced.Forced`), all float64; near_p (B, T), near_q: the law is one-hot
-    and rounding could move it; k (B, T): drafts of a round that would start there; lengths (B,). Zero past a text's
-    end; all on the CPU. reach (B, T, D+1): of rounds that draft trees, as `Forced` has it. rounding: by about how much
-    passes of the run had other log p - log q, in nats."""
-
-    logp: Tensor
-    logq: Tensor
-    alpha: Tensor
-    near_p: Tensor
-    near_q: Tensor
-    k: Tensor
-    lengths: Tensor
-    reach: Tensor | None = None
-    rounding: float = 0.0
-
-    def first(self, values: Tensor) -> Tensor:
-        """Of a round's first draft: (B, T) or (B, T, K) -> (B, T)."""
-        if values.ndim == 2:
-            return values
-        return values[..., 0] if values.shape[-1] else torch.zeros_like(self.logp)
-
-    @property
-    def near(self) -> int:
-        """Drafts whose law is certain but that rounding could turn, at whatever depth."""
-        return int((self.near_q if self.near_q.ndim == 2 else self.near_q.any(-1)).sum())
 
 
 class Expected(NamedTuple):
@@ -87,7 +58,7 @@ def pair_figures(
     if q_lm is None:
         beside = copy.copy(engine)  # the same target, slots and compiled passes included
         beside.proposer = proposer
-        return Figures(*forced(beside, texts, sampling, max_new_tokens, noise), rounding=_rounding(noise, sampling))
+        return replace(forced(beside, texts, sampling, max_new_tokens, noise), rounding=_rounding(noise, sampling))
     p_lm = LM(engine.target.model, rows, V)
     k = draft_lengths(engine, min(q_lm.context, engine.target.context), texts, max_new_tokens)
     certain = sampling.temperature == 0 or proposer.greedy

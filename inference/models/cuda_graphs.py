@@ -22,8 +22,7 @@ from inference.models.forward import SHORT, Lean, most_ids
 from inference.models.passes import MOST_NODES, Branches, Layers, Pass
 from inference.models.recording import Recording, bits, numbers_of, pool_for, repeated
 from inference.models.replays import Replays
-from inference.models.step import Drafting, Step
-from inference.sampling import certain
+from inference.models.step import Drafting, Step, by_round
 
 if TYPE_CHECKING:
     from inference.proposers.base import Round
@@ -112,14 +111,8 @@ class Captured(Lean):
         step, stored = Drafting(self.weights, self.shape, k), self._stored(slots)
 
         def run(given: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-            here = turn.on(given)
-
-            def chosen(logits: Tensor, drafts: list[Tensor]) -> tuple[Tensor, Tensor]:
-                law = here.law(fit(logits), drafts)
-                law = certain(law) if greedy else law
-                return here.draw(law, len(drafts)), law
-
-            return step.chosen(chosen, given["last"], given["ends"], *stored)
+            choose = by_round(turn.on(given), greedy)
+            return step.chosen(lambda z, x: choose(fit(z), x), given["last"], given["ends"], *stored)
 
         return run
 

@@ -1,7 +1,7 @@
 """Passes of a model, and all drafts of a round, as functions of tensors, to be compiled or captured."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +9,24 @@ from torch import Tensor, nn
 from inference.models import llama
 from inference.models.forward import additive, attention, picked, seen_from, seen_on_paths
 from inference.models.passes import LAST, Branches, Layers
-from inference.sampling import draw, one_hot, wide
+from inference.sampling import certain, draw, one_hot, wide
+
+if TYPE_CHECKING:
+    from inference.proposers.base import Round
+
+# logits (A, V) and the drafts (A,) before -> the next ones (A,) and the law (A, V) that they were drawn from
+Choose = Callable[[Tensor, list[Tensor]], tuple[Tensor, Tensor]]
+
+
+def by_round(turn: "Round", greedy: bool) -> Choose:
+    """Drafts by the round's own laws and draws, whatever its settings; greedy: the likeliest tokens, one-hot laws."""
+
+    def choose(logits: Tensor, drafts: list[Tensor]) -> tuple[Tensor, Tensor]:
+        law = turn.law(logits, drafts)
+        law = certain(law) if greedy else law
+        return turn.draw(law, len(drafts)), law
+
+    return choose
 
 
 class Step(nn.Module):

@@ -6,7 +6,7 @@ the features that the target's pass left, then goes on with pairs of its own, wh
 A rows, n pairs a row, H width, K drafts of a round, V vocabulary.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -19,12 +19,11 @@ from inference.models.dtypes import widened
 from inference.models.forward import additive, attention, picked, seen_from
 from inference.models.passes import States
 from inference.models.replays import Replays
+from inference.models.step import Choose, by_round
 from inference.proposers.base import Beside, Host, Outcome, Proposal, Proposer, Round
 from inference.proposers.eagle_network import EagleNetwork
-from inference.sampling import certain
 
 FIRST_SLOTS, CHUNK = 256, 512  # slots at first; pairs of a prompt that are stored at once
-Choose = Callable[[Tensor, list[Tensor]], tuple[Tensor, Tensor]]  # logits (A, V), drafts (A,) so far -> ids (A,), law
 
 
 class Eagle(Proposer):
@@ -125,7 +124,7 @@ class Eagle(Proposer):
         limit = max(self.stored) + width + K
         found = self._replayed(turn, given, limit, K) if fixed else None
         if found is None:
-            found = self._drafted(given, self._slots(limit), K, self._by(turn))
+            found = self._drafted(given, self._slots(limit), K, by_round(turn, self.greedy))
         self.stored, self.waiting = pairs, [0] * len(k)
         return Proposal(found[0][:, : max(k)], found[1][:, : max(k)], k)
 
@@ -147,22 +146,12 @@ class Eagle(Proposer):
             return None
 
         def run(here: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-            return self._drafted(here, slots, K, self._by(turn.on(here)))
+            return self._drafted(here, slots, K, by_round(turn.on(here), self.greedy))
 
         found: tuple[Tensor, Tensor] | None = self.replays(
             ("eagle", K, slots, turn.key), {**inputs, **given}, turn.steady, lambda: run
         )
         return found
-
-    def _by(self, turn: Round) -> Choose:
-        """By the round's laws and draws."""
-
-        def choose(logits: Tensor, drafted: list[Tensor]) -> tuple[Tensor, Tensor]:
-            law = turn.law(logits, drafted)
-            law = certain(law) if self.greedy else law
-            return turn.draw(law, len(drafted)), law
-
-        return choose
 
     def _drafted(self, given: Mapping[str, Tensor], slots: int, K: int, choose: Choose) -> tuple[Tensor, Tensor]:
         """Drafts (A, K) and the laws (A, K, V) that they were drawn from; a function of tensors."""

@@ -10,12 +10,10 @@ from torch import Tensor
 
 from inference.models.passes import LAST, States
 from inference.models.replays import Replays
+from inference.models.step import Choose, by_round
 from inference.proposers.base import Host, Outcome, Proposal, Proposer, Round
 from inference.proposers.medusa_network import Heads
-from inference.sampling import certain
 
-# logits (A, V) and the drafts (A,) before -> the next ones (A,) and the law (A, V) that they were drawn from
-Choose = Callable[[Tensor, list[Tensor]], tuple[Tensor, Tensor]]
 Given = Mapping[str, Tensor]  # newest (A, D), the states; anchor (A, 1), the ids behind them
 
 
@@ -73,21 +71,11 @@ class NewestState(Proposer):
             return Proposal(torch.empty(len(k), 0, dtype=torch.int64, device=self.newest.device), None, k)
         given = {"newest": self.newest[: len(k)], "anchor": turn.send(k)["anchor"]}
         found = self._replayed(turn, given, K)
-        return Proposal(*(self.drafts(given, K, self._choosing(turn)) if found is None else found), k)
+        return Proposal(*(self.drafts(given, K, by_round(turn, self.greedy)) if found is None else found), k)
 
     def drafts(self, given: Given, K: int, choose: Choose) -> tuple[Tensor, Tensor]:
         """Drafts (A, K) and the laws (A, K, V) that they were drawn from; a function of tensors."""
         raise NotImplementedError(f"{type(self).__name__}.drafts")
-
-    def _choosing(self, turn: Round) -> Choose:
-        """By the round's laws and draws."""
-
-        def choose(logits: Tensor, drafted: list[Tensor]) -> tuple[Tensor, Tensor]:
-            law = turn.law(logits, drafted)
-            law = certain(law) if self.greedy else law
-            return turn.draw(law, len(drafted)), law
-
-        return choose
 
     def _replayed(self, turn: Round, given: Given, K: int) -> tuple[Tensor, Tensor] | None:
         """As `drafts`, by a CUDA graph that was recorded for these shapes; None where there are none, or laws and draws
@@ -97,7 +85,7 @@ class NewestState(Proposer):
             return None
 
         def run(here: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-            return self.drafts(here, K, self._choosing(turn.on(here)))
+            return self.drafts(here, K, by_round(turn.on(here), self.greedy))
 
         name = "drafts", K, self.greedy, turn.key
         found: tuple[Tensor, Tensor] | None = self.replays(name, {**inputs, **given}, turn.steady, lambda: run)

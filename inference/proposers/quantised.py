@@ -70,13 +70,13 @@ def held_in(target: PreTrainedModel, bits: str) -> PreTrainedModel:
     head = model.get_output_embeddings()
     for module in model.modules():
         if isinstance(module, nn.Linear) and (module is not head or bits == "int8"):
-            module.weight = nn.Parameter(rounded(module.weight, bits), requires_grad=False)  # not what is tied to it
+            module.weight = nn.Parameter(in_bits(module.weight, bits), requires_grad=False)  # not what is tied to it
     return model.eval()
 
 
-def rounded(weight: torch.Tensor, bits: str) -> torch.Tensor:
+def in_bits(weight: torch.Tensor, bits: str) -> torch.Tensor:
     """weight (out, in) as numbers that `bits` can hold, in its own dtype: int8, one scale a row, see `int8_rows`; nf4,
-    one scale 64 values."""
+    one scale 64 values (Dettmers et al. 2023, 2305.14314)."""
     if bits == "int8":
         numbers, scale = int8_rows(weight)
         return (numbers.float() * scale.float().unsqueeze(1)).to(weight.dtype)

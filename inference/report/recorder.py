@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from inference.report.replay import FORMAT
+from inference.settled import COLUMNS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from inference.proposers.base import Proposal
     from inference.request import Request
 
-COLUMNS = 6  # of `settled.Settled.table` before its drafts
 PARTS = 3  # floats of a draft: p, q, u
 
 

@@ -28,5 +28,5 @@ ROWS_OF_BUGS = [
     ('counts_copied_once', 'inference/round.py', ' - {"history.made"}', '', ['tests/test_replays.py::test_recorded_rounds_give_the_text_of_the_host[token]'], 11),
     ('rounds_settled_launch_by_launch', 'inference/engine.py', 'Replays(self.target.device) if self.target.replayed else None', 'None', ['tests/test_gpu_counts.py::test_a_round_copies_once_and_reads_once[plain]'], 34),
     ('drafts_of_most_settings_step_by_step', 'inference/proposers/independent.py', 'if not simple and not self.lm.replayed:', 'if not simple:', ['tests/test_gpu_counts.py::test_a_round_copies_once_and_reads_once[draft, coupled]'], 34),
-    ('likeliest_drafts_drawn_when_recorded', 'inference/models/cuda_graphs.py', 'law = certain(law) if greedy else law', 'pass', ['tests/test_replays.py::test_recorded_rounds_give_the_text_of_the_host[block]'], 1),
+    ('likeliest_drafts_drawn_when_recorded', 'inference/models/step.py', 'law = certain(law) if greedy else law', 'pass', ['tests/test_replays.py::test_recorded_rounds_give_the_text_of_the_host[block]'], 1),
 ]
