@@ -55,6 +55,11 @@ def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
     return load_file(run / "checkpoints" / f"step-{step}" / "model.safetensors")
 
 
+def planned(run: Path) -> int:
+    """The draft length that this machine's costs call for: 1, or the only other one that was asked for."""
+    return int(json.loads((run / "draft" / "report.json").read_text())["extra"]["planned_k"])
+
+
 def same(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
     return one.keys() == two.keys() and all(torch.equal(value, two[name]) for name, value in one.items())
 
@@ -64,7 +69,7 @@ def test_the_report_is_whole(run: Path) -> None:
     validate(report)
     extra = report["extra"]
     assert [kept["step"] for kept in extra["checkpoints"]] == [0, 2, 4, 5]
-    assert extra["planned_k"] == 2 and report["settings"]["policy"] == "Fixed(k=2)"
+    assert extra["planned_k"] in (1, 2) and report["settings"]["policy"] == f"Fixed(k={extra['planned_k']})"
     assert report["exactness"]["passed"] and extra["parity"]["tokens"] >= 100
     assert {"alpha_T0/own", "alpha_T1/all", "tau_T1/all/2"} <= set(extra["held_out"])
 
@@ -100,7 +105,7 @@ def test_acceptance_and_speed_before_training_are_logged(run: Path) -> None:
 def test_the_draft_folder_decodes(run: Path, place: Path) -> None:
     engine = load(run / "draft")
     out = engine.generate(['{"order": '], max_new_tokens=12, sampling=Sampling(0.0))
-    assert engine.policy.k == 2 and out.stats.drafted and out.text is not None and len(out.tokens[0]) <= 12
+    assert engine.policy.k == planned(run) and out.stats.drafted and out.text is not None and len(out.tokens[0]) <= 12
     plain = AutoModelForCausalLM.from_pretrained(place / "target", dtype=torch.float32)
     ids = torch.tensor([engine.tokenizer.encode('{"order": ')])
     wanted = plain.generate(ids, do_sample=False, max_new_tokens=12)[0, ids.shape[1] :].tolist()
@@ -114,7 +119,7 @@ def test_a_draft_of_an_adapted_target_does_not_load_the_bare_one(run: Path, plac
     file.write_text(json.dumps(found | {"made": found["made"] | {"adapter": "/some/lora"}}))
     with pytest.raises(ValueError, match="with the adapter /some/lora: give target="):
         load(folder)
-    assert load(folder, str(place / "target")).policy.k == 2
+    assert load(folder, str(place / "target")).policy.k == planned(run)
 
 
 def test_transformers_takes_the_draft_as_its_assistant(run: Path, place: Path) -> None:
