@@ -19,8 +19,7 @@ from cotrain.data.inputs import read_rows
 from cotrain.data.prompt_rows import TextStarts
 from cotrain.data.records import records
 from cotrain.data.sources import SeededOrder, embedded_texts, pack, source_of, texts_of
-from cotrain.data.training_texts import Curriculum, corpus_part, joined, sampled_part
-from cotrain.rollout.kept_texts import Texts
+from cotrain.data.texts import Curriculum, Learnt, Texts, joined, none, shared
 from tests.folders import few_files, tokenizer
 
 CAP = 40_000
@@ -222,14 +221,14 @@ def test_a_curriculum_resumes_anywhere(start: int) -> None:
 def test_of_a_domain_only_its_share_is_learnt_from() -> None:
     ids = torch.arange(1, 7)[:, None].repeat(1, 4)
     texts = Texts(ids, torch.full((6,), 2), torch.tensor([4, 3, 4, 4, 4, 4]), ["a", "b", "a", "a", "b", "a"])
-    part = joined([sampled_part(texts, {"a": 0.5}, 0.5)], first=7)
-    assert part.ids[:, 0].tolist() == [1, 2, 3, 5] and [part[i]["key"] for i in range(4)] == [7, 8, 9, 10]
+    part = Learnt(joined([shared(texts, {"a": 0.5}).at(0.5, whole=True)]), first=7)
+    assert part.texts.ids[:, 0].tolist() == [1, 2, 3, 5] and [part[i]["key"] for i in range(4)] == [7, 8, 9, 10]
     assert part.predicted.tolist() == [[True] * 3, [True, True, False], [True] * 3, [True] * 3]
     for wrong in ({"a": 1.5}, {"a": 0.0, "b": 0.0}):
         with pytest.raises(ValueError, match="data.shares"):
-            sampled_part(texts, wrong)
+            shared(texts, wrong)
 
 
 def test_without_corpus_steps_no_corpus_is_read() -> None:
-    assert len(corpus_part(None)) == 0
+    assert len(Learnt(none())) == 0
     assert sorted(islice(Curriculum((0, 3), 0, seed=0), 3)) == [0, 1, 2]

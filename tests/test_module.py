@@ -17,11 +17,10 @@ from transformers import LlamaForCausalLM
 
 from cotrain import losses
 from cotrain.data.sources import Blocks
-from cotrain.data.training_texts import blocks_texts, corpus_part
+from cotrain.data.texts import Learnt, Texts, of_blocks
 from cotrain.evaluation.held_out import HeldOut, calibration_error, evaluate, held_out
 from cotrain.evaluation.held_out import figures as named
 from cotrain.losses.spec import NAMES, LossSpec, parse
-from cotrain.rollout.kept_texts import Texts
 from cotrain.students import independent
 from cotrain.students.base import LAST
 from cotrain.students.independent import Independent
@@ -155,7 +154,7 @@ def trainer(folder: Path, steps: int, *callbacks: lightning.Callback) -> lightni
 
 def loader(vocabulary: int = 32) -> DataLoader:
     ids = torch.randint(vocabulary, (8, 16), generator=torch.Generator().manual_seed(1), dtype=torch.int32)
-    return DataLoader(corpus_part(blocks_texts(Blocks(ids, torch.zeros(8, dtype=torch.int64), ["a"]))), batch_size=2)
+    return DataLoader(Learnt(of_blocks(Blocks(ids, torch.zeros(8, dtype=torch.int64), ["a"]))), batch_size=2)
 
 
 def test_training_moves_the_draft_and_nothing_else(target: LlamaForCausalLM, tmp_path: Path) -> None:

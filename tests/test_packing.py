@@ -9,10 +9,9 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedModel
 
 from cotrain import losses
 from cotrain.data.sources import restarted
-from cotrain.data.training_texts import Part
+from cotrain.data.texts import Learnt, Texts
 from cotrain.evaluation.held_out import evaluate, held_out
 from cotrain.losses.spec import LossSpec, parse
-from cotrain.rollout.kept_texts import Texts
 from cotrain.students.independent import Independent
 from cotrain.teacher.target_model import keeps_apart, served, split
 from cotrain.training.stages import Stage
@@ -107,10 +106,10 @@ def test_blocks_are_judged_text_by_text() -> None:
     assert torch.equal(many.spread(3).position_ids, PLACES.expand(3, 16))
 
 
-def test_a_part_says_places_only_of_packed_texts() -> None:
-    inside = torch.ones(1, 15, dtype=torch.bool)
-    assert torch.equal(Part(IDS, inside, position_ids=PLACES)[0]["position_ids"], PLACES[0])
-    assert "position_ids" not in Part(IDS, inside)[0]
+def test_a_batch_says_places_only_of_packed_texts() -> None:
+    one = torch.tensor([1]), torch.tensor([16]), ["a"]
+    assert torch.equal(Learnt(Texts(IDS, *one, PLACES))[0]["position_ids"], PLACES[0])
+    assert "position_ids" not in Learnt(Texts(IDS, *one))[0]
 
 
 @pytest.mark.parametrize("name", ["kl", "calls", "0.5*length+kl", "length_block", "calls_tv"])

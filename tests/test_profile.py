@@ -2,9 +2,9 @@
 
 import torch
 
+from cotrain.data.texts import Texts
 from cotrain.evaluation.held_out import HeldOut, evaluate, held_out
 from cotrain.evaluation.profile import line, profile
-from cotrain.rollout.kept_texts import Texts
 from cotrain.students.independent import Independent
 from cotrain.teacher.target_model import served, split
 from inference import Sampling

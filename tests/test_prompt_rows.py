@@ -17,7 +17,8 @@ from cotrain.data.inputs import made_from
 from cotrain.data.prompt_rows import PromptRows, TextStarts
 from cotrain.data.sources import pack, source_of
 from cotrain.data.splits import SPLITS
-from cotrain.data.training_texts import Sampled, joined, sampled_part
+from cotrain.data.texts import Learnt, joined
+from cotrain.data.training_texts import Sampled
 from cotrain.rollout.samplers import Ask, Own
 from cotrain.teacher.target_model import split
 from inference import Engine, Sampling
@@ -84,7 +85,7 @@ def test_the_context_that_is_learnt_from_is_the_one_that_is_served(tmp_path: Pat
     engine.generate = generate  # type: ignore[method-assign]
     asked = [words.decode(ids[1:]) for ids in served]
     assert len(asked) == 3 and set(asked) <= set(TEXTS) and served == [words(text)["input_ids"] for text in asked]
-    part = joined([sampled_part(texts, {})], 0)
+    part = Learnt(joined([texts.at(1.0, whole=True)]))
     read, _ = split(target)
     out = engine.generate(asked, max_new_tokens=4, sampling=Sampling(0.0))
     for place, ids in enumerate(served):

@@ -11,7 +11,8 @@ from transformers import LlamaForCausalLM
 from cotrain.data import training_texts
 from cotrain.data.prompt_rows import PromptRows
 from cotrain.data.sources import Blocks
-from cotrain.data.training_texts import Sampled, blocks_texts, corpus_part, name
+from cotrain.data.texts import Learnt, of_blocks
+from cotrain.data.training_texts import Sampled, name
 from cotrain.rollout import kept_texts
 from cotrain.rollout.samplers import Ask, Own, Remote, collect
 from inference import Engine, Sampling
@@ -184,7 +185,7 @@ def test_what_was_sampled_outlives_a_failed_save(
 def test_every_position_of_a_corpus_block_counts() -> None:
     """Of 6 blocks of 8 tokens, domains in turn."""
     blocks = Blocks(torch.arange(4, 52, dtype=torch.int32).view(6, 8), torch.tensor([0, 1] * 3), ["a", "b"])
-    part = corpus_part(blocks_texts(blocks))
+    part = Learnt(of_blocks(blocks))
     assert len(part) == 6 and part[1]["ids"].tolist() == list(range(12, 20))
     assert part[1]["predicted"].tolist() == [True] * 7
 

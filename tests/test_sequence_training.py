@@ -10,9 +10,8 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from cotrain import losses
-from cotrain.data.training_texts import joined, sampled_part
+from cotrain.data.texts import Learnt, Texts, joined
 from cotrain.losses.spec import LossSpec, parse
-from cotrain.rollout.kept_texts import Texts
 from cotrain.training.counts import Grouped
 from cotrain.training.module import Distillation
 from cotrain.training.stages import Stage
@@ -34,7 +33,7 @@ def conversations() -> Texts:
 
 
 def batch(rows: list[int], prompts: bool = False) -> dict[str, Any]:
-    part = joined([sampled_part(conversations(), {}, prompts=prompts)], 0)
+    part = Learnt(joined([conversations().at(1.0, whole=prompts)]))
     items = [part[row] for row in rows]
     return {name: torch.stack([item[name] for item in items]) for name in items[0]}
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from cotrain.data.texts import Texts
 from cotrain.evaluation.held_out import evaluate, held_out
 from cotrain.losses.spec import parse
-from cotrain.rollout.kept_texts import Texts
 from cotrain.students.base import ANY, KINDS, UNTRAINED, Guess, Seen, refuse_mixed, student_class
 from cotrain.teacher.target_model import served, split
 from cotrain.training.module import Distillation

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from cotrain.data.texts import Texts
 from cotrain.evaluation.held_out import held_out
-from cotrain.rollout.kept_texts import Texts
 from cotrain.teacher.provenance import Provenance, provenance
 from cotrain.teacher.target_model import served
 from inference import Engine, Sampling

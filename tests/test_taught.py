@@ -14,9 +14,9 @@ from cotrain.bench.quantisation_table import refuse_unknown
 from cotrain.config.settings import register
 from cotrain.data.conversations import Chats
 from cotrain.data.sources import texts_of
+from cotrain.data.texts import Texts
 from cotrain.losses.spec import LossSpec
 from cotrain.paths import folder
-from cotrain.rollout.kept_texts import Texts
 from cotrain.students.independent import Independent
 from cotrain.training import assembly
 from cotrain.training.job import Job
@@ -93,12 +93,13 @@ def test_a_target_teaches_in_its_own_numbers() -> None:
 
 def shares(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> dict[str, float]:
     met: list[dict[str, float]] = []
-    monkeypatch.setattr(assembly, "sampled_part", lambda texts, found, *_, **__: met.append(dict(found)))
+    monkeypatch.setattr(assembly, "shared", lambda texts, found: (met.append(dict(found)), texts)[1])
     monkeypatch.setattr(assembly, "joined", lambda *_: None)
     register()
     with initialize_config_dir(str(folder("conf")), version_base="1.3"):
         cfg: Any = compose("train", overrides=list(overrides))
-    job: Any = SimpleNamespace(cfg=cfg, texts=lambda *_: None, chats=False)
+    texts = Texts(torch.zeros(1, 2), torch.ones(1), torch.ones(1), ["a"])
+    job: Any = SimpleNamespace(cfg=cfg, texts=lambda *_: texts, chats=False)
     assembly.parts(job, 1)
     return met[0]
 

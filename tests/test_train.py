@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cotrain.bench import measurement
 from cotrain.cli import main
-from cotrain.data.training_texts import Part
+from cotrain.data.texts import Texts
 from cotrain.rollout import samplers
 from cotrain.run_folder import claim
 from cotrain.training import distil, fit, preflight
@@ -435,7 +435,7 @@ def chatting(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_conversations_are_prompts_and_only_completions_are_learnt(
     chatting: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    learnt_from: list[Part] = []
+    learnt_from: list[Texts] = []
     parts = fit.parts
     monkeypatch.setattr(fit, "parts", lambda *job: (learnt_from.extend(parts(*job)), tuple(learnt_from))[1])
     settings = ["rollout.prompt_tokens=60", "trainer.corpus_steps=0", "rollout.temperatures=[1.0]"]

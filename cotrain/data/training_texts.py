@@ -1,22 +1,18 @@
-"""What a run learns from and is judged on: corpus blocks and texts sampled from the target."""
+"""What a run learns from and is judged on: texts sampled from the target, kept for the next run, or logs of it."""
 
 import hashlib
 import json
 import os
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-from torch.utils.data import Dataset, Sampler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cotrain.data.prompt_rows import PromptRows, TextStarts
-from cotrain.data.sources import Blocks, SeededOrder
+from cotrain.data.texts import Texts
 from cotrain.paths import folder
 from cotrain.rollout import kept_texts, samplers
 from cotrain.rollout.fingerprints import identity, said
@@ -39,42 +35,7 @@ DRAFTED = "on_draft"  # in a manifest: the share of its texts that a draft conti
 FOUND = {"rows", "tokens", "prompts"}  # in a manifest: what a set came to
 
 
-class Part(Dataset[dict[str, torch.Tensor]]):
-    """Texts to learn from: ids (N, T), which positions count, predicted (N, T-1), and the temperature (N,) that each is
-    learnt at, one number for all; `key` tells texts apart, from `first` on; position_ids (N, T) of packed texts;
-    sampled (N, T-1): which the target sampled, by default those that count."""
-
-    def __init__(
-        self,
-        ids: torch.Tensor,
-        predicted: torch.Tensor,
-        temperature: float | torch.Tensor = 1.0,
-        first: int = 0,
-        position_ids: torch.Tensor | None = None,
-        sampled: torch.Tensor | None = None,
-    ) -> None:
-        self.ids, self.predicted, self.first, self.position_ids = ids, predicted, first, position_ids
-        self.sampled = predicted if sampled is None else sampled
-        self.temperature = torch.as_tensor(temperature, dtype=torch.float32).expand(len(ids))
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        places = {} if self.position_ids is None else {"position_ids": self.position_ids[index].long()}
-        return {"ids": self.ids[index].long(), "predicted": self.predicted[index], "sampled": self.sampled[index],
-                "key": torch.tensor(self.first + index), "temperature": self.temperature[index]} | places  # fmt: skip
-
-
-def blocks_texts(blocks: Blocks) -> kept_texts.Texts:
-    """Corpus blocks as texts: every position counts, p is the target's whole law there too."""
-    n, width = blocks.ids.shape
-    domains = [blocks.domains[index] for index in blocks.domain.tolist()]
-    first, length = torch.ones(n, dtype=torch.int64), torch.full((n,), width)
-    return kept_texts.Texts(blocks.ids.long(), first, length, domains, blocks.position_ids)
-
-
-def logged(chats: PromptRows, count: int, ask: samplers.Ask, seed: int) -> kept_texts.Texts:
+def logged(chats: PromptRows, count: int, ask: samplers.Ask, seed: int) -> Texts:
     """Prompts with the completions that the logs hold, at most `count` a domain, as long as those asked for.
 
     Raises ValueError when there is none.
@@ -85,74 +46,6 @@ def logged(chats: PromptRows, count: int, ask: samplers.Ask, seed: int) -> kept_
                          f"rollout.prompt_tokens={ask.prompt_tokens}; prompts alone: trainer.corpus_steps=0, "
                          "data.on_target=false")  # fmt: skip
     return kept_texts.texts([row | {"completion": row["completion"][: ask.new_tokens]} for row in rows])
-
-
-def corpus_part(texts: kept_texts.Texts | None, temperature: float = 1.0) -> Part:
-    """Texts as they were given, what is not prompt of them. None: no texts."""
-    if texts is None:
-        return Part(torch.empty(0, 2), torch.empty(0, 1))
-    return Part(texts.ids, texts.predicted, temperature, position_ids=texts.position_ids)
-
-
-def joined(parts: Sequence[Part], first: int) -> Part:
-    """Parts laid end to end, padded on the right to one width, their keys from `first` on."""
-    width = max(part.ids.shape[1] for part in parts)
-    pads = [(0, width - part.ids.shape[1]) for part in parts]
-    ids, predicted, sampled = (
-        torch.cat([torch.nn.functional.pad(getattr(part, name), pad) for part, pad in zip(parts, pads, strict=True)])
-        for name in ("ids", "predicted", "sampled")
-    )
-    return Part(ids, predicted, torch.cat([part.temperature for part in parts]), first, sampled=sampled)
-
-
-def sampled_part(
-    texts: kept_texts.Texts, shares: Mapping[str, float], temperature: float = 1.0, prompts: bool = True
-) -> Part:
-    """Sampled texts, every position of them and, with prompts, of their prompts; of a domain in `shares` only that
-    share of them.
-
-    Raises ValueError for a share outside [0, 1] and when nothing is left.
-    """
-    if not all(0 <= share <= 1 for share in shares.values()):
-        raise ValueError(f"data.shares: {dict(shares)} must lie in [0, 1]")
-    seen: Counter[str] = Counter()
-    kept = []
-    for row, domain in enumerate(texts.domain):
-        seen[domain] += 1
-        if seen[domain] <= shares.get(domain, 1.0) * texts.domain.count(domain):
-            kept.append(row)
-    if not kept:
-        raise ValueError(f"data.shares: {dict(shares)} leave no text to learn from")
-    inside = torch.arange(1, texts.ids.shape[1]) < texts.length.unsqueeze(1)
-    predicted = inside if prompts else texts.predicted
-    return Part(texts.ids[kept], predicted[kept], temperature, sampled=texts.predicted[kept])
-
-
-class Strided(Sampler[int]):
-    """One process's share of an endless order: of every batch of all `world` processes, the same number to each."""
-
-    def __init__(self, order: Sampler[int], rank: int, world: int) -> None:
-        self.order, self.rank, self.world = order, rank, world
-
-    def __iter__(self) -> Iterator[int]:
-        return islice(self.order, self.rank, None, self.world)
-
-
-class Curriculum(Sampler[int]):
-    """Indices into two parts laid end to end: `first` samples of part one, shuffled, then part two without end.
-
-    A pure function of (seed, start), so a resumed run sees the samples that an uninterrupted one would have.
-    """
-
-    def __init__(self, sizes: tuple[int, int], first: int, seed: int, start: int = 0) -> None:
-        self.sizes, self.first, self.seed, self.start = sizes, first, seed, start
-
-    def __iter__(self) -> Iterator[int]:
-        one = iter(SeededOrder(self.sizes[0], self.seed, self.start))
-        for _ in range(max(self.first - self.start, 0)):
-            yield next(one)
-        for index in SeededOrder(self.sizes[1], self.seed + 1, max(self.start - self.first, 0)):
-            yield self.sizes[0] + index
 
 
 @dataclass(frozen=True)
@@ -179,7 +72,7 @@ class Sampled:
 
     def texts(
         self, kind: str, sampling: Sampling, source: Callable[[], Source], say: Announce = print, part: Share = WHOLE
-    ) -> kept_texts.Texts:
+    ) -> Texts:
         """The texts of a regime; `source` gives prompts if they must be sampled, and is not called otherwise."""
         for place in (folder("data") / "rollouts", self.folder):
             path = place / name(kind, sampling, part)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from cotrain.acceptance import conditional, expected_calls, l_from, prefix, tau, tau_block
+from cotrain.data.texts import Texts
 from cotrain.losses.chunked import Comparison, Truncate, compared
-from cotrain.rollout.kept_texts import Texts
 from cotrain.students.base import ANY, LAST, Guess, Student
 from cotrain.teacher.target_laws import FromStates, Head, Reader, Record, seen
 

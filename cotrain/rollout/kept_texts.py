@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import datasets
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from cotrain.data.texts import Texts
 from inference.drafts.atomic import write_atomic
 
 FEATURES = datasets.Features(
@@ -19,41 +19,6 @@ FEATURES = datasets.Features(
         "completion": datasets.Sequence(datasets.Value("int32")),
     }
 )
-
-
-@dataclass
-class Texts:
-    """Texts ids (N, T), padded with 0 on the right; prompt (N,) and length (N,) in tokens; domain of each;
-    position_ids (N, T) where a row is several texts, see `data.Blocks`."""
-
-    ids: torch.Tensor
-    prompt: torch.Tensor
-    length: torch.Tensor
-    domain: list[str]
-    position_ids: torch.Tensor | None = None
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def spread(self, count: int) -> "Texts":
-        """About `count` of them, of every domain."""
-        rows = slice(None, None, max(len(self) // count, 1))
-        return Texts(self.ids[rows], self.prompt[rows], self.length[rows], self.domain[rows], self.read(rows)[1])
-
-    def read(self, rows: torch.Tensor | slice) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What a model is given to read some rows: ids and position_ids."""
-        return self.ids[rows], None if self.position_ids is None else self.position_ids[rows]
-
-    @property
-    def prompts(self) -> list[list[int]]:
-        """Ids of each prompt, without what was sampled after it."""
-        return [row[:length].tolist() for row, length in zip(self.ids, self.prompt.tolist(), strict=True)]
-
-    @property
-    def predicted(self) -> torch.Tensor:
-        """(N, T-1): True at t when token t+1 is a sampled one."""
-        after = torch.arange(1, self.ids.shape[1])
-        return (after >= self.prompt.unsqueeze(1)) & (after < self.length.unsqueeze(1))
 
 
 def beside(path: Path, ending: str) -> Path:

@@ -9,7 +9,8 @@ from transformers import PreTrainedModel
 from cotrain.bench.quantisation_table import refuse_unknown
 from cotrain.config.regimes import truncation
 from cotrain.config.settings import Loss, TrainConfig
-from cotrain.data.training_texts import Part, Share, corpus_part, joined, sampled_part
+from cotrain.data.texts import Texts, joined, none, shared
+from cotrain.data.training_texts import Share
 from cotrain.evaluation.held_out import DEPTHS, HeldOut, held_out
 from cotrain.losses.spec import parse
 from cotrain.rollout.samplers import Sampler
@@ -55,8 +56,8 @@ def held_out_texts(job: Job) -> dict[float, HeldOut]:
 
 def prune(job: Job, student: Student) -> None:
     """Give a draft of draft.vocabulary= tokens those that are most in the texts that it learns from."""
-    sampled = parts(job, 1)[1]
-    tokens = sampled.ids[:, 1:][sampled.predicted].long()
+    learnt = parts(job, 1)[1]
+    tokens = learnt.ids[:, 1:][learnt.predicted].long()
     student.know(torch.bincount(tokens, minlength=job.vocabulary))
 
 
@@ -152,19 +153,19 @@ def _own(job: Job, judged: dict[float, HeldOut]) -> None:
             print(f"warning: {said}", file=sys.stderr)
 
 
-def parts(job: Job, rounds: int, by: Sampler | None = None) -> tuple[Part, Part]:
+def parts(job: Job, rounds: int, by: Sampler | None = None) -> tuple[Texts, Texts]:
     """The texts as they were given, where steps learn from them, and texts of the target of so many rounds, each at its
     own temperature, the regime's or several. A later round's come behind the others. by: samples those that are not
     kept; the target alone, when None."""
     cfg = job.cfg
-    corpus = corpus_part(job.given("train") if cfg.trainer.corpus_steps else None, cfg.regime.temperature)
+    corpus = job.given("train").at(cfg.regime.temperature) if cfg.trainer.corpus_steps else none()
     shares = cfg.data.shares if cfg.data.path else {**cfg.data.embedded_shares, **cfg.data.shares}
     sampled = [
-        sampled_part(job.texts("train", t, Share(i, cfg.rollout.rounds), by), shares, t, prompts=not job.chats)
+        shared(job.texts("train", t, Share(i, cfg.rollout.rounds), by), shares).at(t, whole=not job.chats)
         for i in range(rounds)
         for t in cfg.rollout.train_temperatures or [cfg.regime.temperature]
     ]
-    return corpus, joined(sampled, len(corpus))
+    return corpus, joined(sampled)
 
 
 def foreign(job: Job) -> tuple[HeldOut, Provenance] | None:

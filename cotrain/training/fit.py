@@ -12,7 +12,7 @@ from torch.utils.data import ConcatDataset, DataLoader
 from cotrain.bench.quantisation_table import KINDS
 from cotrain.config.settings import TrainConfig
 from cotrain.config.settings import Trainer as TrainerSettings
-from cotrain.data.training_texts import Curriculum, Part, Strided
+from cotrain.data.texts import Curriculum, Learnt, Strided, Texts
 from cotrain.errors import NotFinite, UserError
 from cotrain.rollout.samplers import Faster, Mixed
 from cotrain.teacher.states_cache import Shards
@@ -75,9 +75,7 @@ def _trained(job: Job, module: Distillation, extra: list[Callback], phase: Phase
     if sampler and trainer.logger:
         speeds = {f"rollout/{name}": speed for name, speed in sampler.speeds.items()}
         trainer.logger.log_metrics(speeds, phase.first)
-    asks: DataLoader[Any] = DataLoader(
-        Part(torch.zeros(1, 2), torch.zeros(1, 1))
-    )  # a validation is one call: the texts are the module's own
+    asks: DataLoader[Any] = DataLoader([torch.zeros(1)])  # type: ignore[arg-type]  # one call: the texts are the module's
     if not done:
         trainer.validate(module, asks, verbose=False)
     _remember(job, module, corpus, sampled)
@@ -168,23 +166,24 @@ def _trainer(job: Job, extra: list[Callback], phase: Phase, every: int, progress
 
 
 def _loader(
-    cfg: TrainerSettings, phase: Phase, done: int, corpus: Part, sampled: Part, trainer: lightning.Trainer
+    cfg: TrainerSettings, phase: Phase, done: int, corpus: Texts, sampled: Texts, trainer: lightning.Trainer
 ) -> DataLoader[Any] | Grouped:
     """This process's texts of a phase, from step `done` on."""
     world, texts = trainer.world_size, cfg.batch * cfg.accumulate  # of a step
     before = max(cfg.corpus_steps - phase.first, 0) * texts
     order = Curriculum((len(corpus), len(sampled)), before, cfg.seed + phase.round, (done - phase.first) * texts)
     mine = Strided(order, trainer.global_rank, world)
-    batches: DataLoader[Any] = DataLoader(ConcatDataset([corpus, sampled]), cfg.batch // world, sampler=mine)
+    sets = [Learnt(corpus), Learnt(sampled, first=len(corpus))]
+    batches: DataLoader[Any] = DataLoader(ConcatDataset(sets), cfg.batch // world, sampler=mine)
     return Grouped(batches, cfg.accumulate) if cfg.accumulate > 1 else batches
 
 
-def _remember(job: Job, module: Distillation, corpus: Part, sampled: Part) -> None:
+def _remember(job: Job, module: Distillation, corpus: Texts, sampled: Texts) -> None:
     """Read the texts before training where every one comes, most of them again."""
     trainer = job.cfg.trainer
     if trainer.steps * trainer.batch * trainer.accumulate < len(corpus) + len(sampled):
         return
-    keys, read = sampled.first + torch.arange(len(sampled)), module.teacher.read
+    keys, read = len(corpus) + torch.arange(len(sampled)), module.teacher.read
     if isinstance(read, Shards):
         states = job.target.config.get_text_config().hidden_size * job.target.dtype.itemsize  # of a layer
         laws = size(trainer.top) * torch.float32.itemsize if trainer.top else states

@@ -19,9 +19,9 @@ from cotrain.data.prompt_rows import PromptRows
 from cotrain.data.prompts import shipped_ids
 from cotrain.data.sources import pack, source_of
 from cotrain.data.splits import SPLITS, Prompts, apart
-from cotrain.data.training_texts import WHOLE, Sampled, Share, Source, blocks_texts, logged, regime
+from cotrain.data.texts import Texts, of_blocks
+from cotrain.data.training_texts import WHOLE, Sampled, Share, Source, logged, regime
 from cotrain.rollout.fingerprints import identity
-from cotrain.rollout.kept_texts import Texts
 from cotrain.rollout.samplers import Ask, Own, Remote, Sampler
 from cotrain.students.base import LAST
 from cotrain.teacher.states_cache import Shards
@@ -132,7 +132,7 @@ class Job:
             self.texts_given[kind] = (
                 logged(source, ask.texts[kind], ask, self.cfg.rollout.seed)
                 if isinstance(source, PromptRows)
-                else blocks_texts(pack(source.texts, self.tokenizer, self.cfg.data.block))
+                else of_blocks(pack(source.texts, self.tokenizer, self.cfg.data.block))
             )
         return self.texts_given[kind]
 

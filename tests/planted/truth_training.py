@@ -3,7 +3,7 @@
 # fmt: off
 ROWS_OF_BUGS = [
     ('completions_from_column_0', 'cotrain/losses/completions.py', 'start = sampled.int().argmax(1, keepdim=True)', 'start = sampled.int().argmax(1, keepdim=True) * 0', ['tests/test_sequence_training.py::test_calls_are_those_of_the_completion_alone'], 43),
-    ('calls_of_prompts', 'cotrain/data/training_texts.py', 'sampled=texts.predicted[kept])', 'sampled=predicted[kept])', ['tests/test_sequence_training.py::test_calls_are_those_of_the_completion_alone'], 43),
+    ('calls_of_prompts', 'cotrain/data/texts.py', 'self.predicted, self.sampled = texts.predicted, texts.sampled', 'self.predicted = self.sampled = texts.predicted', ['tests/test_sequence_training.py::test_calls_are_those_of_the_completion_alone'], 43),
     ('weights_of_calls_misplaced', 'cotrain/losses/completions.py', 'masked_scatter(sampled, values[inside])', 'masked_scatter(sampled, values.flatten())', ['tests/test_sequence_training.py::test_positions_weigh_the_calls_that_they_save'], 43),
     ('no_number_goes_on', 'cotrain/training/module.py', 'if not bool(torch.isfinite(loss.detach())):', 'if False:', ['tests/test_sequence_training.py::test_a_loss_that_is_no_number_names_step_and_texts'], 'weights become NaN in silence'),
     ('means_of_means', 'cotrain/training/counts.py', 'torch.stack([counted(batch) for batch in group]).sum(0)', 'counted(group[0]) * len(group)', ['tests/test_sequence_training.py::test_two_ragged_batches_are_the_large_one'], 47),

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from cotrain import losses
+from cotrain.data.texts import Texts
 from cotrain.evaluation.held_out import HeldOut, held_out
 from cotrain.losses.chunked import chunked, compared
 from cotrain.paths import folder
-from cotrain.rollout.kept_texts import Texts, read, texts
+from cotrain.rollout.kept_texts import read, texts
 from cotrain.students.base import Guess
 from cotrain.teacher.target_laws import FromStates
 from cotrain.teacher.target_model import load_target, served
