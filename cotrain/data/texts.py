@@ -1,0 +1,156 @@
+"""The record of texts that travels from logs and samplers to the loss, and the order in which they are learnt."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Self
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, Sampler
+
+from cotrain.data.sources import Blocks, SeededOrder
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Texts ids (N, T), padded with 0 on the right; prompt (N,) and length (N,) in tokens; domain of each;
+    position_ids (N, T) where a row is several texts, see `Blocks`; temperature (N,): what each is learnt at, one number
+    for all; whole: whether prompts are learnt from too."""
+
+    ids: Tensor
+    prompt: Tensor
+    length: Tensor
+    domain: list[str]
+    position_ids: Tensor | None = None
+    temperature: Tensor = field(default_factory=lambda: torch.tensor(1.0))
+    whole: bool = False
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def at(self, temperature: float, whole: bool = False) -> Self:
+        """The same texts, to be learnt at a temperature."""
+        return replace(self, temperature=torch.tensor(float(temperature)), whole=whole)
+
+    def spread(self, count: int) -> Self:
+        """About `count` of them, of every domain."""
+        return self.rows(list(range(0, len(self), max(len(self) // count, 1))))
+
+    def rows(self, kept: Sequence[int]) -> Self:
+        """Some of them."""
+        at = torch.tensor(kept, dtype=torch.int64)
+        ids, places = self.read(at)
+        temperature = self.temperature.expand(len(self))[at]
+        return replace(self, ids=ids, prompt=self.prompt[at], length=self.length[at], position_ids=places,
+                       domain=[self.domain[row] for row in kept], temperature=temperature)  # fmt: skip
+
+    def read(self, rows: Tensor | slice) -> tuple[Tensor, Tensor | None]:
+        """What a model is given to read some rows: ids and position_ids."""
+        return self.ids[rows], None if self.position_ids is None else self.position_ids[rows]
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        """Ids of each prompt, without what was sampled after it."""
+        return [row[:length].tolist() for row, length in zip(self.ids, self.prompt.tolist(), strict=True)]
+
+    @property
+    def sampled(self) -> Tensor:
+        """(N, T-1): True at t when token t+1 is behind the prompt: in texts of the target, one that it sampled."""
+        after = torch.arange(1, self.ids.shape[1])
+        return (after >= self.prompt.unsqueeze(1)) & (after < self.length.unsqueeze(1))
+
+    @property
+    def predicted(self) -> Tensor:
+        """(N, T-1): True at t when token t+1 is one that counts: a sampled one, or any when whole."""
+        inside = torch.arange(1, self.ids.shape[1]) < self.length.unsqueeze(1)
+        return inside if self.whole else self.sampled
+
+
+def of_blocks(blocks: Blocks) -> Texts:
+    """Corpus blocks as texts: every position counts, p is the target's whole law there too."""
+    n, width = blocks.ids.shape
+    domains = [blocks.domains[index] for index in blocks.domain.tolist()]
+    first, length = torch.ones(n, dtype=torch.int64), torch.full((n,), width)
+    return Texts(blocks.ids.long(), first, length, domains, blocks.position_ids)
+
+
+def none() -> Texts:
+    """No texts."""
+    empty = torch.empty(0, dtype=torch.int64)
+    return Texts(empty.view(0, 2), empty, empty, [])
+
+
+def joined(sets: Sequence[Texts]) -> Texts:
+    """Sets laid end to end, padded on the right to one width; of one kind, whole or not."""
+    width = max(texts.ids.shape[1] for texts in sets)
+    ids = torch.cat([torch.nn.functional.pad(texts.ids, (0, width - texts.ids.shape[1])) for texts in sets])
+    prompt, length = (torch.cat([getattr(texts, name) for texts in sets]) for name in ("prompt", "length"))
+    temperature = torch.cat([texts.temperature.expand(len(texts)) for texts in sets])
+    domains = [domain for texts in sets for domain in texts.domain]
+    return Texts(ids, prompt, length, domains, None, temperature, sets[0].whole)
+
+
+def shared(texts: Texts, shares: Mapping[str, float]) -> Texts:
+    """Of a domain in `shares` only that share of its texts.
+
+    Raises ValueError for a share outside [0, 1] and when nothing is left.
+    """
+    if not all(0 <= share <= 1 for share in shares.values()):
+        raise ValueError(f"data.shares: {dict(shares)} must lie in [0, 1]")
+    seen: Counter[str] = Counter()
+    kept = []
+    for row, domain in enumerate(texts.domain):
+        seen[domain] += 1
+        if seen[domain] <= shares.get(domain, 1.0) * texts.domain.count(domain):
+            kept.append(row)
+    if not kept:
+        raise ValueError(f"data.shares: {dict(shares)} leave no text to learn from")
+    return texts.rows(kept)
+
+
+class Learnt(Dataset[dict[str, Tensor]]):
+    """Texts as batches of them are made: ids (B, T), predicted and sampled (B, T-1), temperature (B,), position_ids
+    (B, T) of packed texts, and key (B,), which tells texts apart, from `first` on."""
+
+    def __init__(self, texts: Texts, first: int = 0) -> None:
+        self.texts, self.first = texts, first
+        self.predicted, self.sampled = texts.predicted, texts.sampled
+        self.temperature = texts.temperature.float().expand(len(texts))
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        ids, places = self.texts.read(torch.tensor(index))
+        packed = {} if places is None else {"position_ids": places.long()}
+        return {"ids": ids.long(), "predicted": self.predicted[index], "sampled": self.sampled[index],
+                "key": torch.tensor(self.first + index), "temperature": self.temperature[index]} | packed  # fmt: skip
+
+
+class Strided(Sampler[int]):
+    """One process's share of an endless order: of every batch of all `world` processes, the same number to each."""
+
+    def __init__(self, order: Sampler[int], rank: int, world: int) -> None:
+        self.order, self.rank, self.world = order, rank, world
+
+    def __iter__(self) -> Iterator[int]:
+        return islice(self.order, self.rank, None, self.world)
+
+
+class Curriculum(Sampler[int]):
+    """Indices into two sets laid end to end: `first` samples of set one, shuffled, then set two without end.
+
+    A pure function of (seed, start), so a resumed run sees the samples that an uninterrupted one would have.
+    """
+
+    def __init__(self, sizes: tuple[int, int], first: int, seed: int, start: int = 0) -> None:
+        self.sizes, self.first, self.seed, self.start = sizes, first, seed, start
+
+    def __iter__(self) -> Iterator[int]:
+        one = iter(SeededOrder(self.sizes[0], self.seed, self.start))
+        for _ in range(max(self.first - self.start, 0)):
+            yield next(one)
+        for index in SeededOrder(self.sizes[1], self.seed + 1, max(self.start - self.first, 0)):
+            yield self.sizes[0] + index
