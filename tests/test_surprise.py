@@ -1,5 +1,7 @@
 """Texts that the target sampled, and those that it did not, told apart by its own surprise."""
 
+from functools import cache
+
 import pytest
 import torch
 
@@ -11,20 +13,25 @@ from inference import Engine, Sampling
 from inference.sampling import keep_top_p
 from tests.folders import network
 
+TARGET = network()
 PROMPTS = [[2 + i % 7, 3, 5] for i in range(40)]
 
 
+@cache
+def engine() -> Engine:
+    return Engine(TARGET, rows=40)
+
+
 def sampled(temperature: float, top_p: float = 1.0, seed: int = 0) -> Texts:
-    engine = Engine(network(), rows=40)
     settings = Sampling(temperature, top_p=top_p)
-    new = engine.generate(PROMPTS, max_new_tokens=40, sampling=settings, ignore_eos=True, seed=seed).tokens
+    new = engine().generate(PROMPTS, max_new_tokens=40, sampling=settings, ignore_eos=True, seed=seed).tokens
     ids = torch.tensor([[*prompt, *text] for prompt, text in zip(PROMPTS, new, strict=True)])
     return Texts(ids, torch.full((40,), 3), torch.full((40,), ids.shape[1]), ["a"] * 40)
 
 
 def of(texts: Texts, temperature: float, top_p: float = 1.0) -> Provenance:
     cut = (lambda logits: keep_top_p(logits, top_p)) if top_p < 1 else None
-    read, head = served(network())
+    read, head = served(TARGET)
     return provenance(held_out(read, texts, temperature, cut), head)
 
 
@@ -35,8 +42,8 @@ def test_own_texts_are_known(temperature: float, top_p: float) -> None:
 
 
 def test_z_of_own_texts_has_the_spread_of_a_standard_normal() -> None:
-    z = torch.tensor([of(sampled(1.0, seed=seed), 1.0).z for seed in range(24)])
-    assert 0.6 < z.std() < 1.5 and z.mean().abs() < 0.7
+    z = torch.tensor([of(sampled(1.0, seed=seed), 1.0).z for seed in range(16)])
+    assert 0.6 < z.std() < 1.5 and z.mean().abs() < 0.8
 
 
 OTHERS = [(1.0, 1.0, 0.6, 1.0), (0.6, 1.0, 1.0, 1.0), (1.0, 1.0, 0.0, 1.0), (1.0, 1.0, 1.0, 0.5), (1.0, 0.5, 1.0, 1.0)]
