@@ -16,6 +16,7 @@ from inference.measure.contention import cores, others, reading
 from inference.measure.timing import Batch, Timing, batched, turn, warm
 
 LEAST = 8  # batches: a bootstrap over fewer is too narrow
+FEWEST = 5  # timed when time is over already: of two, a bootstrap has three values and says nothing
 GROWTH = 1.25
 Clock = Callable[[], float]
 Say = Callable[[int, float], None]  # batches timed, and how near the ends of the interval are to the value
@@ -24,7 +25,7 @@ Say = Callable[[int, float], None]  # batches timed, and how near the ends of th
 @dataclass(frozen=True)
 class Wanted:
     """within: the interval's ends as near to the value, as a share of it; until: when time is over, on the clock; at
-    least `batches` are timed if there is time, and two in any case. within = inf: exactly `batches`."""
+    least `batches` are timed if there is time, and FEWEST in any case. within = inf: exactly `batches`."""
 
     batches: int
     within: float = inf
@@ -86,7 +87,7 @@ def until_known(
                 break
             due = max(done + 1, int(done * GROWTH))
         spent = clock() - start
-        if done >= 2 and clock() + spent / (done + 1) > wanted.until:
+        if done >= FEWEST and clock() + spent / (done + 1) > wanted.until:
             break
     timing = _timing(batches, runs)
     near = timing.ratio(*pair).within
