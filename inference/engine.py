@@ -43,7 +43,7 @@ class Engine:
 
     target: a transformers causal LM, used as it is, or a path / hub id loaded in `dtype` (None: the checkpoint's own,
     or float32 on a CPU that would emulate it). proposer: what drafts; None is plain decoding by the same machinery.
-    verify: one of token, block, match, coupled, or a rule of one's own. rows: how many prompts are decoded together;
+    verify: a name of `verify.rules.RULES`, or a rule of one's own. rows: how many prompts are decoded together;
     more wait (see `slots`). context: most tokens a row may hold. compile: the target's short passes are compiled (see
     `compiled`), which costs seconds at the first ones, on a GPU replayed (see `cuda_graphs`); None: on a GPU alone.
     record: keeps the rounds of the last call, with p, q and u of each draft (see `report.recorder`); None: nothing is.

@@ -1,7 +1,8 @@
 """Logits to laws, and draws from laws by given uniforms.
 
-B rows, V vocabulary. `probs` is the only place where temperature and truncation act: the same call
-makes the target law p and the draft law q, in plain decoding, drafting and verification.
+B rows, V vocabulary. `law_of` is where temperature and truncation act on the rows of one setting. Three more say the
+same and are tested against it: `batched.laws.Regimes` (rows of several settings, on the device), and, at a temperature
+alone, one compiled pass (`models.step`, `models.one_pass`) and the losses (`cotrain.losses.chunked`).
 """
 
 import math

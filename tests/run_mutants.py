@@ -180,9 +180,9 @@ def chosen(names: list[str]) -> list[Mutant]:
     unknown = sorted(set(names) - set(known))
     doubled = sorted({name for name in known if known.count(name) > 1})
     if unknown:
-        raise ValueError(f"tests/mutants.py has no mutant named {', '.join(unknown)}")
+        raise ValueError(f"tests/planted has no mutant named {', '.join(unknown)}")
     if doubled:
-        raise ValueError(f"tests/mutants.py: more than one mutant is named {', '.join(doubled)}")
+        raise ValueError(f"tests/planted: more than one mutant is named {', '.join(doubled)}")
     rows = [mutant for mutant in MUTANTS if not names or mutant.name in names]
     for mutant in rows:
         mutated(mutant)

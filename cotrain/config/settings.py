@@ -231,7 +231,7 @@ class Bench:
 
 @dataclass
 class TrainConfig:
-    """`cotrain train`: distil, measure every checkpoint, export the fastest."""
+    """`cotrain train`: distil, measure every checkpoint, export the one of the highest tau."""
 
     target: Target
     quantisation: Quantisation

@@ -11,7 +11,7 @@ import datasets
 import torch
 from transformers import PreTrainedTokenizerBase
 
-Row = dict[str, Any]  # of rollouts.FEATURES
+Row = dict[str, Any]  # of kept_texts.FEATURES
 BATCH = 1000  # texts that are tokenized at once
 
 

@@ -1,6 +1,6 @@
 """Acceptance on held-out text that the target sampled: what is accepted, where, and what it is worth.
 
-All figures of MATH section 4 come from one teacher-forced pass: they are unbiased on text sampled in the regime
+Acceptance by depth, predicted calls and tau come from one teacher-forced pass: they are unbiased on text sampled in the regime
 that they speak of, and on no other.
 """
 

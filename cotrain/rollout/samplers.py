@@ -145,7 +145,7 @@ def collect(
     sampler: Sampler, asked: list[tuple[str, list[int]]], sampling: Sampling, new_tokens: int, seed: int, partial: Path,
     say: Callable[[str], None] = print, keys: Sequence[int] | None = None,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Sample a continuation of every (domain, prompt); rows of rollouts.FEATURES, end tokens kept.
+    """Sample a continuation of every (domain, prompt); rows of `kept_texts.FEATURES`, end tokens kept.
 
     Finished batches are kept in the file `partial`, so an interrupted run goes on with the next one. keys: of the
     noise, by default the place in the list: a resumed run samples what an uninterrupted one would have.

@@ -1,4 +1,4 @@
-"""The main job: distil a draft, measure each checkpoint with the real engine, export the fastest."""
+"""The main job: distil a draft, measure each checkpoint with the real engine, export the one of the highest tau."""
 
 import hashlib
 import json

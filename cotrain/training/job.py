@@ -197,7 +197,7 @@ def source(
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
 ) -> Source:
-    """The configured texts of a split, see `data.source_of`."""
+    """The configured texts of a split, see `data.prompt_rows`."""
     return source_of(cfg.data, split, tokenizer, ends_of(target))
 
 
