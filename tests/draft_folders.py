@@ -1,4 +1,4 @@
-"""Draft folders of every kind that is trained here, as `cotrain train` begins them beside a target of `tests.folders`."""
+"""Draft folders of every kind that is trained here, as `cotrain train` begins them, of a target of `tests.folders`."""
 
 from pathlib import Path
 from typing import Any
@@ -10,9 +10,9 @@ from inference.drafts.draft_folder import Metadata, save
 from inference.models.lm import load_model
 from tests.folders import VOCABULARY, tokenizer
 
-BARE: dict[str, Any] = {"path": None, "datastore": None, "shortest": 1, "width": None, "layers": 1, "quantisation": "none",
-                        "intermediate": None, "head_dim": None, "kv_heads": None, "rank": 0, "depths": None,
-                        "vocabulary": None}  # fmt: skip
+BARE: dict[str, Any] = dict.fromkeys(
+    ("path", "datastore", "width", "intermediate", "head_dim", "kv_heads", "depths", "vocabulary")
+) | {"shortest": 1, "layers": 1, "rank": 0, "quantisation": "none"}
 SIZES: dict[str, dict[str, Any]] = {
     "eagle": {"depths": 3, "intermediate": 64, "head_dim": 64, "kv_heads": 1},
     "early_exit": {"depths": 3, "rank": 2},

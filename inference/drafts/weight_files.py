@@ -62,7 +62,7 @@ def named(network: Any) -> str:
     """A class of networks as a message calls it; None: of a folder without weights."""
     if network is AutoModelForCausalLM:
         return "a causal language model"
-    return "no weights" if network is None else f"weights of a {network.__name__}"
+    return "no weights" if network is None else f"weights of {network.__name__}"
 
 
 def weight_files(path: Path) -> list[Path]:
