@@ -13,6 +13,7 @@ from datasets import Dataset
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
+from transformers import configuration_utils
 
 from cotrain.bench import server_parity
 from cotrain.bench.measurement import Plan
@@ -22,7 +23,7 @@ from cotrain.errors import UserError
 from cotrain.paths import folder
 from cotrain.students.base import KINDS
 from inference import Engine, Sampling, load
-from inference.drafts.draft_folder import METADATA, Metadata
+from inference.drafts.draft_folder import METADATA, Metadata, load_tokenizer
 from inference.lookup.corpus import About, Datastore
 from inference.proposers.quantised import QuantisedConfig
 from inference.report.build import validate
@@ -220,16 +221,27 @@ def test_a_folder_is_read_as_what_it_says(place: Path) -> None:
         load(copied)
 
 
+def test_a_tokenizer_is_read_beside_any_network(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a warning of a model that transformers does not know."""
+    said: list[str] = []
+    monkeypatch.setattr(configuration_utils.logger, "warning", said.append)
+    for kind in ("medusa", "retrieval"):
+        words = load_tokenizer(drafted(place, kind))
+        assert words is not None and words.get_vocab() == tokenizer().get_vocab()
+    assert not said
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
+        ({"synthetic": 0.8, "target__path": "TARGET"}, "synthetic: rounds of independent drafts alone .* is medusa"),
         ({"matrix__vllm": "python"}, "matrix.vllm: only independent drafts are served here, draft.path=.* is medusa"),
         (
             {"matrix__targets": ["none"], "matrix__drafts": ["int8"]},
             "matrix.drafts: MedusaNetwork has 2 matrices that are no nn.Linear",
         ),
     ],
-    ids=["vllm", "rounded"],
+    ids=["shapes", "vllm", "rounded"],
 )
 def test_what_heads_do_not_have_is_refused(
     values: dict[str, Any], message: str, place: Path, settings: dict[str, Any]

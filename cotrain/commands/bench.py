@@ -12,6 +12,7 @@ from cotrain.bench import measurement, quantisation_table, random_weights
 from cotrain.bench.matrix import Grid, matrix
 from cotrain.bench.recorded_replay import recorded
 from cotrain.bench.served_pair import Pair, load_network, measured, refuse_pair, resolved
+from cotrain.bench.served_pair import folder as folder_of
 from cotrain.config.regimes import sampling
 from cotrain.config.settings import BenchConfig
 from cotrain.data.prompts import shipped_ids
@@ -77,6 +78,10 @@ def _synthetic(cfg: BenchConfig, alpha: float) -> None:
     dtype = half(place) if cfg.target.dtype == "auto" else getattr(torch, cfg.target.dtype)
     if cfg.target.path is None:
         raise UserError("synthetic: name a folder of the target's config.json with target.path=")
+    if Path(str(cfg.draft.path)).is_dir() and (kind := folder_of(str(cfg.draft.path)).kind) != DEFAULT:
+        raise UserError(
+            f"synthetic: rounds of {DEFAULT} drafts alone are timed so, draft.path={cfg.draft.path} is {kind}"
+        )
     refuse(cfg.output, cfg.overwrite)
     target, draft = (
         random_model(resolve(str(path)), dtype, place, cfg.target.trust_remote_code)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from transformers import (
+    CONFIG_MAPPING,
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
@@ -244,8 +245,13 @@ def load_tokenizer(path: Path, trust_remote_code: bool = False) -> PreTrainedTok
     for name in TOKENIZER_FILES:
         if name.endswith(".json") and (path / name).is_file():
             read_json(path / name)
+    about = read_json(path / CONFIG) if (path / CONFIG).is_file() else {}
+    # transformers warns of a kind of model that it does not know; a tokenizer does not ask for it
+    ours = None if about.get("model_type", "") in CONFIG_MAPPING or "auto_map" in about else PretrainedConfig()
     try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
+        return AutoTokenizer.from_pretrained(
+            path, config=ours, local_files_only=True, trust_remote_code=trust_remote_code
+        )
     except Exception as error:  # the Rust tokenizers raise the bare class
         raise ValueError(f"{path}: its tokenizer files cannot be read: {error}") from error
 
