@@ -3,15 +3,18 @@
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from cotrain.bench import matrix
 from cotrain.bench.measurement import Plan, taus
 from inference import Sampling
+from inference.measure.floor import Machine
 from inference.measure.timing import interleave
 from inference.servers.vllm_server import Server, draft_model, vllm_arm
 from tests.folders import network, tokenizer
+from tests.kinds import medusa
 
 LOOKALIKE = """
 from types import SimpleNamespace as N
@@ -77,16 +80,17 @@ def test_settings_that_are_not_translated_are_refused(lookalike: Path) -> None:
         vllm_arm("vllm", SimpleNamespace(), Sampling(top_k=5), 4)  # type: ignore[arg-type]
 
 
-def plan_of(verify: str = "token") -> Plan:
-    target, draft = network(), network(layers=1, seed=0)
-    for model in (target, draft):
+def plan_of(verify: str = "token", kind: str = "independent") -> Plan:
+    target = network()
+    draft: Any = medusa(target) if kind == "medusa" else network(layers=1, seed=0)
+    for model in (target, draft)[: 1 if kind == "medusa" else 2]:
         model.generation_config.eos_token_id = None
     size = SimpleNamespace(
         prompts=2, quick_prompts=1, prompt_tokens=8, new_tokens=8, parity_tokens=10, rows=1, depths=[2, 3], minutes=0,
         interval=0.1,
         draft_dtype="bfloat16", draft_int8=True, compile=False, seed=0,
     )  # fmt: skip
-    return Plan(target, tokenizer(), draft, Sampling(), verify, size, ("t", "d"))  # type: ignore[arg-type]
+    return Plan(target, tokenizer(), draft, Sampling(), verify, size, ("t", "d"), kind=kind)  # type: ignore[arg-type]
 
 
 def test_the_length_is_planned_for_the_rule_that_verifies() -> None:
@@ -114,3 +118,16 @@ def test_every_cell_is_timed_beside_what_its_costs_allow(tmp_path: Path) -> None
         )
         assert chosen["allowed"] == pytest.approx(chosen["tau"] * plain / whole)
     assert any("of what costs allow" in text for text in said)
+
+
+def test_heads_have_no_assistant_and_no_more_drafts_than_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inference.measure.real_costs.MOST", 1)
+    monkeypatch.setattr("cotrain.bench.planner.SHAPE", 1)
+    machine = Machine(1e9, 1e9)
+    plan, grid = plan_of(kind="medusa"), matrix.Grid([1.0], [1], 4, None, tmp_path)
+    plan.bench.depths = [2, 3, 8]  # of three heads
+    cell = matrix._cell(plan, grid, {}, machine)
+    assert set(cell["arms"]) == {"speculative", "speculative k=3", "plain", "ngram", "transformers"}
+    assert cell["arms"]["speculative k=3"]["of_allowed"] > 0 and len(cell["costs"]["target"]) == 4
+    (plain, whole) = (cell["floor"][f"{name}_bytes"] for name in ("plain", "round"))
+    assert 0 < whole - plain < 0.1 * plain  # the target's pass over more ids, and nothing of the heads

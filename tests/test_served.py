@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 from omegaconf import DictConfig
 
 from cotrain.bench.served_pair import refuse_pair, resolved
@@ -44,8 +45,8 @@ def test_the_target_is_the_one_that_the_folder_names(
 
 
 def test_a_larger_draft_is_measured_and_said_to_be(draft: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    target, _ = refuse_pair(str(draft), str(draft.parent / "target"))
-    assert target.device.type == "meta" and capsys.readouterr().err == ""
+    target, _, small = refuse_pair(str(draft), str(draft.parent / "target"))
+    assert small is not None and target.device == small.device == torch.device("meta") and capsys.readouterr().err == ""
     refuse_pair(str(draft.parent / "target"), str(draft))
     assert "is the larger model" in capsys.readouterr().err
 

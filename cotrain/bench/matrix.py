@@ -65,45 +65,48 @@ def _servers(plan: Plan, grid: Grid, stack: ExitStack) -> dict[str, Server]:
 def _cell(plan: Plan, grid: Grid, servers: dict[str, Server], machine: Machine) -> dict[str, Any]:
     plan, measured = settled(plan)
     size, sampling, costs = plan.bench, plan.sampling, measured.costs
-    k = choose(costs, taus(plan).__getitem__, range(1, max(size.depths) + 1)).drafting
-    lengths = {"speculative": k, f"speculative k={grid.k}": grid.k, "plain": 0}
+    most = max(plan.depths)
+    k, fixed = choose(costs, taus(plan).__getitem__, range(1, most + 1)).drafting, min(grid.k, most)
+    lengths = {"speculative": k, f"speculative k={fixed}": fixed, "plain": 0}
     token = replace(plan, verify="token")  # as other engines verify
-    engines = {"speculative": plan.engine(k), f"speculative k={grid.k}": token.engine(grid.k), "plain": plan.plain()}
+    engines = {"speculative": plan.engine(k), f"speculative k={fixed}": token.engine(fixed), "plain": plan.plain()}
+    lm = plan.proposer(counted=True).language_model(size.rows, engines["plain"].target.vocabulary)
     arms = [
         *[engine_arm(name, engine, sampling, size.new_tokens) for name, engine in engines.items()],
-        engine_arm("ngram", plan.engine(grid.k, proposer=NGram()), sampling, size.new_tokens),
-        *_transformers(plan, grid.k),
+        engine_arm("ngram", plan.engine(fixed, proposer=NGram()), sampling, size.new_tokens),
+        *_transformers(plan, fixed, lm),
         *[vllm_arm(name, server, sampling, size.new_tokens) for name, server in servers.items()],
     ]
     queue = size.rows if size.rows == 1 else QUEUE * size.rows  # ended rows make room, as when serving
     prompts = plan.final(0, max(size.prompts, BATCHES * queue))
     timing = interleave(arms, prompts, queue, size.seed)
-    models = engines["plain"].target, LM(plan.running, size.rows, int8=plan.int8)
     found = _found(timing, costs, lengths, sampling)
-    return found | {"compiled": plan.compiled._asdict(), "floor": _floor(models, costs, k, machine)}
+    floor = _floor(engines["plain"].target, lm, costs, k, machine)
+    return found | {"compiled": plan.compiled._asdict(), "floor": floor}
 
 
-def _transformers(plan: Plan, k: int) -> list[Arm]:
-    """Plain, and at batch 1, which is all that assisted generation takes, with the draft: at its defaults and with
-    constant k and no confidence threshold."""
+def _transformers(plan: Plan, k: int, lm: LM | None) -> list[Arm]:
+    """Plain, and at batch 1, which is all that assisted generation takes, with a draft that is a language model: at its
+    defaults and with constant k and no confidence threshold."""
     new, sampling = plan.bench.new_tokens, plan.sampling
     rows = plan.bench.rows
     arms = [transformers_arm("transformers", plan.target, sampling, new, rows=rows)]
     if plan.bench.compile and rows == 1:  # it compiles for one shape at a time, for minutes
         arms.append(transformers_arm("transformers compiled", plan.target, sampling, new, rows=rows, compile=True))
-    if plan.bench.rows == 1:
+    if rows == 1 and lm is not None:
         arms += [
-            transformers_arm("transformers assisted", plan.target, sampling, new, assistant=plan.running),
-            transformers_arm("transformers matched", plan.target, sampling, new, assistant=plan.running, k=k),
+            transformers_arm("transformers assisted", plan.target, sampling, new, assistant=lm.model),
+            transformers_arm("transformers matched", plan.target, sampling, new, assistant=lm.model, k=k),
         ]
     return arms
 
 
-def _floor(models: tuple[LM, LM], costs: Costs, k: int, machine: Machine) -> dict[str, Any]:
-    """Shares of measured rounds that the machine could not do without, bytes of each, and what memory was used."""
+def _floor(target: LM, draft: LM | None, costs: Costs, k: int, machine: Machine) -> dict[str, Any]:
+    """Shares of measured rounds that the machine could not do without, bytes of each, and what memory was used. Of
+    rounds that no language model drafts for, the target's pass alone."""
     found: dict[str, Any] = {"machine": asdict(machine), "peak_memory_mib": peak_memory() / 2**20}
     for name, drafted in (("plain", 0), ("round", k)):
-        loads = round_loads(*models, drafted, costs.rows, costs.context)
+        loads = round_loads(target, draft, drafted, costs.rows, costs.context)
         found[f"{name}_share"] = sum(load.seconds(machine) for load in loads) / costs.round(drafted)
         found[f"{name}_bytes"] = sum(load.bytes for load in loads)
     return found

@@ -167,6 +167,7 @@ def measure(plan: Plan, extra: dict[str, Any] | None = None) -> dict[str, Any]:
     verdict = check(engine, timing.texts("speculative"), plan.sampling, size.new_tokens, size.seed, BATCH)
     said = advice(length, timing.ratio("speculative", "plain"))
     found = {
+        "kind": plan.kind,
         "costs": asdict(costs.costs),
         "costs_alone": asdict(costs.alone),
         "rounds": {str(at): asdict(one) for at, one in sorted(costs.rounds.items())},

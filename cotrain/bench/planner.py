@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from inference.exactness.side_by_side import Figures, pair_figures, reach_of
 from inference.measure.costs import Costs, best_k, joined, measure_costs, spans_of
 from inference.measure.real_costs import RealRound, calibrated, measure_rounds
-from inference.measure.timing import Interval, engine_arm, interleave
+from inference.measure.timing import Interval, Texts, engine_arm, interleave
 from inference.verify import prediction
 
 if TYPE_CHECKING:
@@ -138,12 +138,22 @@ def tau_of(figures: Figures, verify: str, k: int) -> float:
     return float(prediction.tau_from(reach, figures.lengths))
 
 
-def taus(plan: "Plan") -> dict[int, float]:
-    """Predicted tau by draft length, from texts decoded plainly that are not timed."""
-    size, longest = plan.bench, max(plan.depths)
+def plain_texts(plan: "Plan") -> Texts:
+    """Texts decoded plainly that are not timed: what is predicted, is predicted from them."""
+    size = plan.bench
     prompts = plan.ranking(size.quick_prompts, BATCH)
     arm = engine_arm("plain", plan.plain(BATCH), plan.sampling, size.new_tokens)
-    texts = interleave([arm], prompts, BATCH, size.seed, warmup=0).texts("plain")
-    proposer = plan.proposer(counted=True)
-    figures = pair_figures(plan.engine(longest, BATCH), proposer, texts, plan.sampling, size.new_tokens, 0.0)
+    return interleave([arm], prompts, BATCH, size.seed, warmup=0).texts("plain")
+
+
+def counted(plan: "Plan", texts: Texts, k: int) -> Figures:
+    """What target and draft say of texts, at draft length k: no clock is looked at, many rows go together."""
+    engine, proposer = plan.engine(k, BATCH), plan.proposer(counted=True)
+    return pair_figures(engine, proposer, texts, plan.sampling, plan.bench.new_tokens, 0.0)
+
+
+def taus(plan: "Plan") -> dict[int, float]:
+    """Predicted tau by draft length."""
+    longest = max(plan.depths)
+    figures = counted(plan, plain_texts(plan), longest)
     return {k: tau_of(figures, plan.verify, k) for k in range(1, longest + 1)}

@@ -37,7 +37,7 @@ def rounded(draft: PreTrainedModel, kind: str) -> PreTrainedModel:
     head = made.get_output_embeddings()
     for weight in projections(made).values():
         weight.copy_(quantised(weight, kind))
-    if kind == "int8":
+    if kind == "int8" and head is not None:
         head.weight = nn.Parameter(quantised(head.weight, kind), requires_grad=False)  # not the embeddings tied to it
     return made
 
@@ -49,16 +49,17 @@ def projections(draft: PreTrainedModel) -> dict[str, Tensor]:
     return {name: module.weight for name, module in linear if module is not head}
 
 
-def refuse_unknown(draft: PreTrainedModel) -> None:
-    """Raise ValueError, naming the key, for a draft with matrices that are no `nn.Linear`, as those of GPT-2 or fused
-    experts: they would stay whole here, and be rounded, or refused, where it is served."""
+def refuse_unknown(draft: PreTrainedModel, key: str = "draft.quantisation") -> None:
+    """Raise ValueError, beginning with the key, for a draft with matrices that are no `nn.Linear`, as those of GPT-2 or
+    fused experts: they would stay whole here, and be rounded, or refused, where it is served."""
     known = {id(weight) for weight in projections(draft).values()}
     known |= {id(module.weight) for module in draft.modules() if isinstance(module, nn.Embedding)}
-    known.add(id(draft.get_output_embeddings().weight))
+    if (head := draft.get_output_embeddings()) is not None:
+        known.add(id(head.weight))
     others = [name for name, weight in draft.named_parameters() if weight.ndim > 1 and id(weight) not in known]
     if others:
-        raise ValueError(f"draft.quantisation: {type(draft).__name__} has {len(others)} matrices that are no "
-                         f"nn.Linear, whose rounding is not known ({others[0]}): draft.quantisation=none")  # fmt: skip
+        raise ValueError(f"{key}: {type(draft).__name__} has {len(others)} matrices that are no nn.Linear, whose "
+                         f"rounding is not known ({others[0]}): ask for none")  # fmt: skip
 
 
 def table(plan: Plan, load: Load, targets: Sequence[str], drafts: Sequence[str], temperatures: Sequence[float], k: int,

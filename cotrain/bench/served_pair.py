@@ -2,14 +2,29 @@
 
 import sys
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from cotrain.config.settings import BenchConfig, ServeCheckConfig
 from cotrain.errors import UserError
+from cotrain.students.base import KINDS
 from cotrain.training.preconditions import outline, same_tokenizer, sketch
 from cotrain.training.sizes import size_of
-from inference.drafts.draft_folder import Folder, load_tokenizer, read
+from inference.drafts.compatibility import hash_target
+from inference.drafts.draft_folder import Folder, load_draft, load_tokenizer, read
+from inference.drafts.weight_files import weight_files
+from inference.proposers import kind_of
+
+
+class Pair(NamedTuple):
+    """What is known before weights are loaded: target and draft without storage, the target's tokenizer. draft: None of
+    a kind whose folder has no weights."""
+
+    target: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    draft: PreTrainedModel | None
 
 
 def resolved(cfg: BenchConfig | ServeCheckConfig) -> str:
@@ -34,22 +49,51 @@ def folder(path: str) -> Folder:
         raise UserError(f"draft.path: {error}") from error
 
 
-def refuse_pair(
-    draft_path: str, target_path: str, trust_remote_code: bool = False
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The target without storage, and its tokenizer. A draft that is larger than it is measured, and said to be.
+def refuse_pair(draft_path: str, target_path: str, trust_remote_code: bool = False) -> Pair:
+    """Both without storage. A draft that is larger than its target is measured, and said to be.
 
-    Raises UserError, before weights are loaded, for a target that is not there and for a draft of other token ids.
+    Raises UserError, before weights are loaded, for a target that is not there, a draft of other token ids, and what
+    the draft's kind refuses (`Proposer.fits`).
     """
     try:
         target, tokenizer = outline(target_path, trust_remote_code)
-        own = load_tokenizer(Path(draft_path))
-        draft = sketch(draft_path, AutoConfig.from_pretrained(draft_path), key="draft.path")
+        found = folder(draft_path)
+        kind = kind_of(found.kind)
+        own, draft = load_tokenizer(found.path), _sketch(found.path, kind.network_class)
+        if draft is not None:
+            kind.fits(draft, target, f"draft.path={draft_path}")
     except (ValueError, OSError) as error:
         raise UserError(" ".join(str(error).split())) from error
-    if own is not None:
-        same_tokenizer(draft_path, target.config, tokenizer, draft.config, own)
-    if size_of(draft).active > size_of(target).active:
+    if own is not None and not kind.own_tokenizer:
+        same_tokenizer(draft_path, tokenizer, own)
+    if draft is not None and size_of(draft).active > size_of(target).active:
         print(f"warning: draft.path={draft_path} is the larger model: it cannot make {target_path} faster",
               file=sys.stderr)  # fmt: skip
-    return target, tokenizer
+    return Pair(target, tokenizer, draft)
+
+
+def _sketch(path: Path, network: Any) -> PreTrainedModel | None:
+    """A folder's network without storage, None without one. Raises where the folder lacks it."""
+    if network is None:
+        return None
+    if network is AutoModelForCausalLM:
+        return sketch(str(path), AutoConfig.from_pretrained(path), key="draft.path")
+    weight_files(path)
+    with torch.device("meta"):
+        return network(network.config_class.from_pretrained(path))
+
+
+def measured(path: str) -> Folder:
+    """A draft folder of a kind that is measured: one with a student. Raises UserError naming draft.path for others."""
+    found = folder(path)
+    if found.kind not in KINDS:
+        raise UserError(f"draft.path: {path} is of kind {found.kind!r}; what is measured is {', '.join(KINDS)}")
+    return found
+
+
+def load_network(found: Folder, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """What a draft folder holds, on the target's device. Raises as `load_draft`."""
+    made = kind_of(found.kind).network_class
+    draft = load_draft(found.path, network=made, target=hash_target(target.config, tokenizer))[0]
+    torch.nn.Module.to(draft, target.device)
+    return draft

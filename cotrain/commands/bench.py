@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cotrain.bench import measurement, quantisation_table, random_weights
 from cotrain.bench.matrix import Grid, matrix
 from cotrain.bench.recorded_replay import recorded
-from cotrain.bench.served_pair import refuse_pair, resolved
+from cotrain.bench.served_pair import Pair, load_network, measured, refuse_pair, resolved
+from cotrain.bench.served_pair import folder as folder_of
 from cotrain.config.regimes import sampling
 from cotrain.config.settings import BenchConfig
 from cotrain.data.prompts import shipped_ids
@@ -25,8 +26,6 @@ from cotrain.training.job import models, settle, source
 from cotrain.training.preconditions import fits, holds, timed
 from inference.drafts.atomic import write_atomic
 from inference.drafts.bundled_target import resolve
-from inference.drafts.compatibility import hash_target
-from inference.drafts.draft_folder import load_draft
 from inference.measure.environment import device, environment
 from inference.measure.random_shapes import random_model
 from inference.models.dtypes import half
@@ -36,16 +35,22 @@ from inference.report.build import table
 
 def _grid(cfg: BenchConfig, logs: Path) -> Grid:
     asked = cfg.matrix
-    if asked.vllm and cfg.target.adapter:
-        raise UserError("matrix.vllm: it would serve the target without target.adapter=; merge it into a folder first")
     servers = None if asked.vllm is None else (asked.vllm, resolve(str(cfg.target.path)), str(cfg.draft.path))
     return Grid(asked.temperatures, asked.batches, asked.k, servers, logs)
 
 
-def _fits(cfg: BenchConfig, config: PretrainedConfig) -> None:
-    """Prompts and what is decoded of them fit both models, see `preconditions.fits`."""
-    size, draft = cfg.bench, AutoConfig.from_pretrained(str(cfg.draft.path))
-    fits("bench.prompt_tokens", size.prompt_tokens, "bench.new_tokens", timed(size), min(map(holds, (config, draft))))
+def _refuse(cfg: BenchConfig, kind: str, pair: Pair) -> None:
+    """Raise UserError or ValueError, before weights are loaded, for texts that do not fit both models, weights that
+    cannot be held as asked, and a server that does not serve this pair."""
+    size, room = cfg.bench, min(holds(model.config) for model in (pair.target, pair.draft) if model is not None)
+    fits("bench.prompt_tokens", size.prompt_tokens, "bench.new_tokens", timed(size), room)
+    refuse_quantisation(str(cfg.target.path), cfg.quantisation.kind, pair.target.config)
+    if cfg.matrix.targets and {*cfg.matrix.drafts} - {"none"} and pair.draft is not None:
+        quantisation_table.refuse_unknown(pair.draft, "matrix.drafts")
+    if cfg.matrix.vllm and kind != DEFAULT:
+        raise UserError(f"matrix.vllm: only {DEFAULT} drafts are served here, draft.path={cfg.draft.path} is {kind}")
+    if cfg.matrix.vllm and cfg.target.adapter:
+        raise UserError("matrix.vllm: it would serve the target without target.adapter=; merge it into a folder first")
 
 
 def _prompts(cfg: BenchConfig, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Prompts:
@@ -73,6 +78,10 @@ def _synthetic(cfg: BenchConfig, alpha: float) -> None:
     dtype = half(place) if cfg.target.dtype == "auto" else getattr(torch, cfg.target.dtype)
     if cfg.target.path is None:
         raise UserError("synthetic: name a folder of the target's config.json with target.path=")
+    if Path(str(cfg.draft.path)).is_dir() and (kind := folder_of(str(cfg.draft.path)).kind) != DEFAULT:
+        raise UserError(
+            f"synthetic: rounds of {DEFAULT} drafts alone are timed so, draft.path={cfg.draft.path} is {kind}"
+        )
     refuse(cfg.output, cfg.overwrite)
     target, draft = (
         random_model(resolve(str(path)), dtype, place, cfg.target.trust_remote_code)
@@ -97,19 +106,18 @@ def run(cfg: BenchConfig) -> None:
     path = resolved(cfg)
     measurement.refuse(cfg.bench)
     refuse(cfg.output, cfg.overwrite)
-    outline, tokenizer = refuse_pair(cfg.draft.path, path, cfg.target.trust_remote_code)
-    refuse_quantisation(path, cfg.quantisation.kind, outline.config)
-    _fits(cfg, outline.config)
-    given = _prompts(cfg, outline, tokenizer)
+    found = measured(cfg.draft.path)
+    pair = refuse_pair(cfg.draft.path, path, cfg.target.trust_remote_code)
+    _refuse(cfg, found.kind, pair)
+    given = _prompts(cfg, pair.target, pair.tokenizer)
     target, tokenizer = models(cfg)
-    draft, _, made = load_draft(Path(cfg.draft.path), target=hash_target(target.config, tokenizer))
-    torch.nn.Module.to(draft, target.device)
+    draft, made = load_network(found, target, tokenizer), found.metadata
     with claim(cfg.output, cfg.overwrite) as folder:
         names = (path, cfg.draft.path)
         drafts = made.objective if made else "sampled"
         plan = measurement.Plan(
             target, tokenizer, draft, sampling(cfg.regime), cfg.verify, cfg.bench, names, drafts, given=given,
-            kind=made.kind if made else DEFAULT,
+            kind=found.kind,
         )  # fmt: skip
         report = measurement.measure(plan)
         if cfg.matrix.targets:

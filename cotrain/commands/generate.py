@@ -61,7 +61,7 @@ def _refuse(cfg: GenerateConfig, prompts: list[str]) -> None:
     if path is None:
         raise UserError("name a draft folder with draft.path=, or a target for plain decoding with target.path=")
     if cfg.draft.path:
-        target, tokenizer = refuse_pair(cfg.draft.path, path)
+        target, tokenizer, _ = refuse_pair(cfg.draft.path, path)
         room = holds(target.config)
     else:
         config, tokenizer = load_config(path)

@@ -1,22 +1,16 @@
 """`cotrain serve_check`: does a server accept a draft as often as this engine does, and as predicted?"""
 
 import json
-from pathlib import Path
-
-import torch
 
 from cotrain.bench import measurement, server_parity
-from cotrain.bench.served_pair import refuse_pair, resolved
+from cotrain.bench.served_pair import load_network, measured, refuse_pair, resolved
 from cotrain.config.regimes import sampling
 from cotrain.config.settings import Bench, ServeCheckConfig
 from cotrain.errors import UserError
 from cotrain.run_folder import claim, refuse
-from cotrain.students.base import DEFAULT
 from cotrain.training.job import models, objective, settle
 from cotrain.training.preconditions import server
 from inference.drafts.atomic import write_atomic
-from inference.drafts.compatibility import hash_target
-from inference.drafts.draft_folder import load_draft
 from inference.measure.environment import environment
 
 
@@ -27,10 +21,10 @@ def run(cfg: ServeCheckConfig) -> None:
     settle(cfg.threads, 0)
     refuse(cfg.output, cfg.overwrite)
     client, path = server("url", cfg.url, cfg.model), resolved(cfg)
+    found = measured(cfg.draft.path)
     refuse_pair(cfg.draft.path, path, cfg.target.trust_remote_code)
     target, tokenizer = models(cfg)
-    draft, _, made = load_draft(Path(cfg.draft.path), target=hash_target(target.config, tokenizer))
-    torch.nn.Module.to(draft, target.device)
+    draft, made = load_network(found, target, tokenizer), found.metadata
     k = cfg.k or (made.k if made else None)
     if k is None:
         raise UserError(f"{cfg.draft.path} names no draft length: give k=, as the server has it")
@@ -39,14 +33,15 @@ def run(cfg: ServeCheckConfig) -> None:
                  parity_tokens=0, rows=cfg.at_once, minutes=0, interval=0.1, depths=[k], draft_dtype="auto",
                  draft_int8=False, compile=False, seed=0)  # fmt: skip
     plan = measurement.Plan(target, tokenizer, draft, sampling(cfg.regime), "token", size, (path, cfg.draft.path),
-                      drafts, kind=made.kind if made else DEFAULT)  # fmt: skip
+                      drafts, kind=found.kind)  # fmt: skip
     with claim(cfg.output, cfg.overwrite) as folder:
-        found = server_parity.parity(plan, server_parity.over_http(client, plan), k, cfg.at_once)
-        report = {"environment": environment(), "url": cfg.url, "k": k, "objective": drafts, "parity": found.report()}
+        parity = server_parity.parity(plan, server_parity.over_http(client, plan), k, cfg.at_once)
+        report = {"environment": environment(), "url": cfg.url, "kind": found.kind, "k": k, "objective": drafts,
+                  "parity": parity.report()}  # fmt: skip
         write_atomic(folder.path / "report.json", json.dumps(report, indent=2) + "\n")
         folder.finish()
-    print(f"{cfg.url}: {found.line()}")
-    if not found.passed:
+    print(f"{cfg.url}: {parity.line()}")
+    if not parity.passed:
         raise UserError(
             f"{cfg.url}: acceptance is more than {server_parity.TOLERANCE:.0%} from this engine's or the "
             "prediction for "

@@ -17,6 +17,7 @@ from inference.drafts.compatibility import hash_target
 from inference.drafts.draft_folder import REPORT, load_draft, load_tokenizer
 from inference.drafts.weight_files import CONFIG, WEIGHTS
 from inference.models.lm import load_model
+from inference.proposers.medusa_network import MedusaNetwork
 
 SCALES = ("final_logit_softcapping", "logit_scale")  # of logits
 VERSIONS = "vllm>=0.28,<=0.32"
@@ -33,7 +34,7 @@ def export(
 
     Raises ValueError naming the key or file to change, FileExistsError for a folder that is not empty without replace.
     """
-    network, _, made = load_draft(source, kind="medusa")
+    network, _, made = load_draft(source, network=MedusaNetwork)
     served = target or (made.target["name"] if made else None)
     if served is None:
         raise ValueError(f"{source} does not name its target: give target.path=")

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from inference.models.passes import LAST
+from inference.proposers import kind_of
 from inference.proposers.base import Proposer
 
 if TYPE_CHECKING:
@@ -137,6 +138,8 @@ class Student(Protocol):
     @classmethod
     def load(cls, folder: Path, target: PreTrainedModel | None = None, vocabulary: int | None = None) -> Self:
         """What `save` wrote, in float32."""
+        network = kind_of(cls.kind).network_class.from_pretrained(folder, dtype=torch.float32)
+        return cls(network, target, vocabulary)
 
 
 def student_class(kind: str) -> type[Student]:

@@ -7,7 +7,6 @@ depth j, at place m + 1 + j, from pairs 0 .. m of the target's features and j pa
 """
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -105,10 +104,6 @@ class Eagle(Student):
 
     def proposer(self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False) -> eagle.Eagle:
         return eagle.Eagle(self.network, greedy, compile=compile)
-
-    @classmethod
-    def load(cls, folder: Path, target: PreTrainedModel | None = None, vocabulary: int | None = None) -> "Eagle":
-        return cls(EagleNetwork.from_pretrained(folder, dtype=torch.float32), target, vocabulary)
 
 
 class Rounds:

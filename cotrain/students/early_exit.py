@@ -9,7 +9,6 @@ B texts, T tokens, K depths, H heads, D size of a head.
 
 from collections.abc import Mapping
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -96,10 +95,6 @@ class EarlyExit(Student):
         """int8 changes nothing: its weights are the target's."""
         assert self.target is not None
         return Proposer(self.network, self.target, greedy, compile=compile)
-
-    @classmethod
-    def load(cls, folder: Path, target: PreTrainedModel | None = None, vocabulary: int | None = None) -> "EarlyExit":
-        return cls(ExitNetwork.from_pretrained(folder, dtype=torch.float32), target, vocabulary)
 
 
 def _within(ids: Tensor, places: Tensor | None) -> Tensor:

@@ -5,7 +5,6 @@ Its starting weights are random, layers of the target, or those of any Hugging F
 
 import copy
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -53,10 +52,6 @@ class Independent(Student):
         self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False
     ) -> proposers.Independent:
         return proposers.Independent(self.network, greedy, compile=compile, int8=int8)
-
-    @classmethod
-    def load(cls, folder: Path, target: PreTrainedModel | None = None, vocabulary: int | None = None) -> "Independent":
-        return cls(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), target, vocabulary)
 
 
 def first_weights(draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:

@@ -5,7 +5,6 @@ m + 1, and its guess of depth j is at place m + 1 + j. All rounds of all texts a
 """
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -13,32 +12,33 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from cotrain.config.settings import Draft, Init
-from cotrain.students.base import LAST, Guess, Seen, refuse_keys
+from cotrain.students.base import LAST, Guess, Seen, Student, refuse_keys
 from cotrain.teacher.target_model import halves
-from inference.drafts.networks import network_of
 from inference.proposers import kind_of
 
-UNUSED = ("width", "intermediate", "head_dim", "kv_heads")  # of drafts that are models of their own
+UNUSED = ("width", "intermediate", "head_dim", "kv_heads", "vocabulary")  # of drafts that are models of their own
 
 
-class Medusa:
+class Medusa(Student):
     """The student of `inference.proposers.medusa` (Cai et al. 2024, 2401.10774), with the target's own head, frozen."""
 
     kind = "medusa"
-    reads: tuple[int, ...] = ()
+    network: Any
+    target: PreTrainedModel
 
-    def __init__(self, network: PreTrainedModel, target: PreTrainedModel | None, vocabulary: int | None = None) -> None:
+    def __init__(
+        self, network: PreTrainedModel, target: PreTrainedModel | None = None, vocabulary: int | None = None
+    ) -> None:
         if target is None:
             raise ValueError(f"draft.kind={self.kind}: heads read the states of a target, and none is given")
-        self.network: Any = network
-        self.target, self.vocabulary = target, vocabulary
+        super().__init__(network, target, vocabulary)
         self.head = halves(target, vocabulary)[1]
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
         """Heads that say what the target's own head says (init=scratch or target_layers), or those of a folder."""
         refuse_keys(draft, *UNUSED)
-        network = network_of(cls.kind)
+        network = kind_of(cls.kind).network_class
         if init.kind == "pretrained" and draft.path:
             found: Any = network.from_pretrained(draft.path, dtype=torch.float32)
             found.fits(target, f"draft.path={draft.path}")
@@ -55,15 +55,9 @@ class Medusa:
         ))  # fmt: skip
         return made
 
-    def of(self, network: PreTrainedModel) -> "Medusa":
-        return type(self)(network, self.target, self.vocabulary)
-
     def refuse(self) -> None:
         """Raises ValueError for a target of other sizes."""
         self.network.fits(self.target, "draft")
-
-    def keeps_apart(self) -> bool:
-        return True  # it reads no text but through the target
 
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
         rounds = Rounds(batch["ids"], batch.get("position_ids"), self.network.depths)
@@ -78,13 +72,6 @@ class Medusa:
     def proposer(self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False) -> Any:
         proposes: Any = kind_of(self.kind)
         return proposes(self.network, greedy)
-
-    def save(self, folder: Path) -> None:
-        self.network.save_pretrained(folder)
-
-    @classmethod
-    def load(cls, folder: Path, target: PreTrainedModel | None, vocabulary: int | None = None) -> "Medusa":
-        return cls(network_of(cls.kind).from_pretrained(folder, dtype=torch.float32), target, vocabulary)
 
 
 class Rounds:

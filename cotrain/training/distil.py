@@ -162,6 +162,7 @@ def export(
         "temperatures": list(job.cfg.rollout.train_temperatures) or [job.cfg.regime.temperature],
         "steps": speed.kept[-1].step,  # patience or trainer.minutes may have ended it before trainer.steps
         "minutes": job.cfg.trainer.minutes,
+        "seconds": module.progress.elapsed if module.progress else None,  # of training alone
         "rounds": job.cfg.rollout.rounds,
         "on_draft": job.cfg.rollout.on_draft,
         "top": job.cfg.trainer.top,

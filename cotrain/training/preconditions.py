@@ -28,7 +28,7 @@ from cotrain.training.optim import precision
 from cotrain.training.phases import phases_of
 from cotrain.training.sizes import Size, size_of
 from inference.drafts.bundled_target import resolve
-from inference.drafts.compatibility import check_pair
+from inference.drafts.compatibility import tokenizer_problems
 from inference.drafts.draft_folder import GENERATION
 from inference.drafts.weight_files import weight_files
 from inference.measure.costs import SPANS
@@ -152,9 +152,9 @@ def _draft(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> P
     """Without storage. Raises for one that shares no tokenizer with the target, or is the larger of the two."""
     path = cfg.draft.path
     if cfg.init.kind == "pretrained" and path:
-        config, own = load_config(path, key="draft.path")
+        _, own = load_config(path, key="draft.path")
         _weights("draft.path", Path(path))
-        same_tokenizer(path, target.config, tokenizer, config, own)
+        same_tokenizer(path, tokenizer, own)
     with torch.device("meta"):
         draft = assembly.initial(cfg, target)
     assembly.refuse_draft(cfg, draft)
@@ -172,12 +172,9 @@ def _origin(cfg: TrainConfig) -> str:
     return f"draft.width={shape.width}, draft.layers={shape.layers}, draft.intermediate={shape.intermediate}"
 
 
-def same_tokenizer(
-    path: str, target: PretrainedConfig, tokenizer: Tokenizer, draft: PretrainedConfig, own: Tokenizer
-) -> None:
-    """Raise UserError for a draft whose token ids are not the target's. Padded rows of its embedding may differ."""
-    problems = [one for one in check_pair(target, tokenizer, draft, own) if one.startswith("tokenizer:")]
-    if problems:
+def same_tokenizer(path: str, tokenizer: Tokenizer, own: Tokenizer) -> None:
+    """Raise UserError for a draft whose token ids are not the target's."""
+    if problems := tokenizer_problems(tokenizer, own):
         raise UserError(f"draft.path={path}: a draft must use the target's token ids; {problems[0]}")
 
 

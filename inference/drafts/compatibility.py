@@ -4,7 +4,7 @@ import hashlib
 import json
 from typing import Any
 
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 # What a draft depends on. A list of what counts, not of what does not: names, paths, versions, dtype and
 # whatever key a later transformers adds stay out of the hash.
@@ -59,7 +59,7 @@ def check_pair(
     target, draft = target_config.get_text_config(decoder=True), draft_config.get_text_config(decoder=True)
     problems = []
     if target_tokenizer is not None and draft_tokenizer is not None:
-        problems += _tokenizers(target_tokenizer, draft_tokenizer)
+        problems += tokenizer_problems(target_tokenizer, draft_tokenizer)
     for side, config, tokenizer in (("target", target, target_tokenizer), ("draft", draft, draft_tokenizer)):
         if tokenizer is not None and (size := max(tokenizer.get_vocab().values()) + 1) > config.vocab_size:
             problems.append(f"vocab_size: the {side}'s {config.vocab_size} is below its tokenizer's {size}")
@@ -71,7 +71,19 @@ def check_pair(
     return problems + _positions(target, draft)
 
 
-def _tokenizers(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> list[str]:
+def same_sizes(config: PretrainedConfig, target: PreTrainedModel, where: str) -> None:
+    """Raise ValueError, beginning with `where`, for a target of another width or vocabulary than the one that a network
+    of this configuration reads the states of. The target may be without storage."""
+    theirs = target.config.get_text_config()
+    for key in ("hidden_size", "vocab_size"):
+        ours, other = getattr(config, key), getattr(theirs, key)
+        if ours != other:
+            raise ValueError(f"{where}: its {key} is {ours}, the target's {other}: it serves the target that it was "
+                             "made for")  # fmt: skip
+
+
+def tokenizer_problems(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> list[str]:
+    """What differs between two tokenizers that must give the same ids, one sentence each."""
     problems, (p, q) = [], (target.get_vocab(), draft.get_vocab())
     if p != q:
         token, _ = min(p.items() ^ q.items(), key=lambda item: (item[1], item[0]))

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
     PretrainedConfig,
@@ -25,8 +27,7 @@ from transformers import (
 
 from inference.drafts.atomic import new_folder
 from inference.drafts.compatibility import check_pair, hash_target, hash_tokenizer
-from inference.drafts.networks import network_of
-from inference.drafts.weight_files import CONFIG, load_weights, read_json, require_finite
+from inference.drafts.weight_files import CONFIG, load_weights, named, read_json, require_finite
 
 __all__ = ["Folder", "Metadata", "check_pair", "hash_target", "load_draft", "read", "save", "write"]
 
@@ -34,7 +35,6 @@ FORMAT = 1
 METADATA, REPORT, GENERATION = "cotrain.json", "report.json", "generation_config.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
 OBJECTIVES = ("sampled", "greedy")
-PLAIN = ("independent", "hybrid", "parallel")  # kinds whose folder is a causal LM of the plain layout
 
 
 @dataclass(frozen=True)
@@ -194,26 +194,22 @@ def load_draft(
     folder: str | Path,
     dtype: torch.dtype | None = None,
     *,
+    network: Any = AutoModelForCausalLM,
     target: Mapping[str, str | None] | None = None,
     trust_remote_code: bool = False,
-    kind: str | None = "independent",
 ) -> tuple[Any, PreTrainedTokenizerBase | None, Metadata | None]:
     """The network of a draft in eval mode on the CPU, its tokenizer and metadata where it has them.
 
-    kind: the one that it must be of; None: of any that has a network. dtype: by default the folder's own. target:
-    `hash_target` of the target it is to serve; another tokenizer is refused, another shape warned of. Code in the
-    folder runs only with `trust_remote_code`.
+    dtype: by default the folder's own. network: the class that it is of, the `Proposer.network_class` of the folder's
+    kind. target: `hash_target` of the target it is to serve; another tokenizer is refused, another shape warned of.
+    Code in the folder runs only with `trust_remote_code`.
 
-    Raises as `read`, and ValueError naming the file for weights that are pickled, truncated, missing, of
-    another shape than config.json says, or not finite, and for a tokenizer that is broken or another one.
+    Raises as `read`, and ValueError naming the file for a kind of another class, for weights that are pickled,
+    truncated, missing, of another shape than config.json says, or not finite, and for a tokenizer that is broken or
+    another one.
     """
     found = read(folder)
-    if kind and found.kind != kind and not {found.kind, kind} <= {*PLAIN}:
-        raise ValueError(f"{found.path / METADATA}: kind is {found.kind!r}, only {kind} drafts load as a model here")
-    try:
-        network = network_of(found.kind)
-    except ValueError as error:
-        raise ValueError(f"{found.path / METADATA}: {error}") from error
+    _of_class(found, network)
     model, problems, _ = load_weights(found.path, dtype, trust_remote_code, network)
     if problems:
         raise ValueError("; ".join(problems))
@@ -226,6 +222,22 @@ def load_draft(
     return model, tokenizer, found.metadata
 
 
+def _of_class(found: Folder, network: Any) -> None:
+    """Raise ValueError where a folder says that it holds something else; one that was made elsewhere says nothing."""
+    from inference.proposers import kind_of  # which import this module
+
+    if found.metadata is None:
+        return
+    try:
+        held = kind_of(found.kind).network_class
+    except ValueError as error:
+        raise ValueError(f"{found.path / METADATA}: {error}") from error
+    if held is not network:
+        raise ValueError(
+            f"{found.path / METADATA}: kind is {found.kind!r}, whose folder holds {named(held)}, not {named(network)}"
+        )
+
+
 def load_tokenizer(path: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase | None:
     """The tokenizer in a folder, None when it has no files of one. Raises ValueError for broken ones."""
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
@@ -233,8 +245,13 @@ def load_tokenizer(path: Path, trust_remote_code: bool = False) -> PreTrainedTok
     for name in TOKENIZER_FILES:
         if name.endswith(".json") and (path / name).is_file():
             read_json(path / name)
+    about = read_json(path / CONFIG) if (path / CONFIG).is_file() else {}
+    # transformers warns of a kind of model that it does not know; a tokenizer does not ask for it
+    ours = None if about.get("model_type", "") in CONFIG_MAPPING or "auto_map" in about else PretrainedConfig()
     try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
+        return AutoTokenizer.from_pretrained(
+            path, config=ours, local_files_only=True, trust_remote_code=trust_remote_code
+        )
     except Exception as error:  # the Rust tokenizers raise the bare class
         raise ValueError(f"{path}: its tokenizer files cannot be read: {error}") from error
 

@@ -44,7 +44,7 @@ def load_weights(
         )
     except (ValueError, KeyError, TypeError) as error:
         reason = " ".join(str(error).split())
-        raise ValueError(f"{path / CONFIG}: it makes no {_named(network)}: {reason}") from error
+        raise ValueError(f"{path / CONFIG}: it does not make {named(network)}: {reason}") from error
     model, info = loaded
     where = files[0] if len(files) == 1 else path
     problems = [f"{where}: tensor {name} is missing" for name in sorted(info["missing_keys"])]
@@ -58,8 +58,11 @@ def load_weights(
     return model.eval(), problems, sorted(info["unexpected_keys"])
 
 
-def _named(network: Any) -> str:
-    return "causal language model" if network is AutoModelForCausalLM else str(network.__name__)
+def named(network: Any) -> str:
+    """A class of networks as a message calls it; None: of a folder without weights."""
+    if network is AutoModelForCausalLM:
+        return "a causal language model"
+    return "no weights" if network is None else f"weights of {network.__name__}"
 
 
 def weight_files(path: Path) -> list[Path]:

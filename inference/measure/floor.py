@@ -81,9 +81,10 @@ def pass_load(lm: LM, rows: int, n: int, context: int) -> Load:
     return Load(moved, 2.0 * rows * n * count)
 
 
-def round_loads(target: LM, draft: LM, k: int, rows: int, context: int) -> list[Load]:
-    """Every pass of a round that drafts k tokens; k = 0 is a plain step."""
-    return [pass_load(target, rows, k + 1, context)] + k * [pass_load(draft, rows, 1, context)]
+def round_loads(target: LM, draft: LM | None, k: int, rows: int, context: int) -> list[Load]:
+    """Every pass of a round that drafts k tokens; k = 0 is a plain step. draft None: the target's pass alone."""
+    own = [] if draft is None else k * [pass_load(draft, rows, 1, context)]
+    return [pass_load(target, rows, k + 1, context), *own]
 
 
 def peak_memory() -> float:

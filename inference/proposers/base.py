@@ -3,15 +3,16 @@
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from inference.drafts.draft_folder import Metadata, load_draft
 from inference.models.passes import States, Tree
 
 if TYPE_CHECKING:
-    from inference.drafts.draft_folder import Metadata
     from inference.models.lm import LM
 
 
@@ -34,9 +35,14 @@ class Beside:
 
     target: PreTrainedModel
     hashes: Mapping[str, str | None]
-    made: "Metadata | None"
+    made: Metadata | None
     compile: bool | None
     tokenizer: PreTrainedTokenizerBase | None = None
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the draft was made for drafting its likeliest tokens."""
+        return self.made is not None and self.made.objective == "greedy"
 
 
 class Proposal(NamedTuple):
@@ -140,16 +146,32 @@ class Proposer:
     reads: layers of the target's states that it wants (see `passes.Pass`), () for none: only these are made.
     greedy: whether it drafts the likeliest token, with a one-hot law. weights: what its own are held in, None for none.
     depths: drafts of a round at most, None for no bound of its own.
+    network_class: what a draft folder of this kind holds, a class with `from_pretrained`; None: no weights.
+    own_tokenizer: whether the folder's tokenizer may be another than the target's.
     """
 
     reads: tuple[int, ...] = ()
     greedy: bool = False
     depths: int | None = None
+    network_class: Any = None
+    own_tokenizer = False
 
     @classmethod
     def load(cls, folder: Path, beside: Beside) -> "Proposer":
         """From a draft folder of this kind (`proposers.KINDS`); `inference.load` asks for it."""
         raise NotImplementedError(f"{cls.__name__}.load")
+
+    @classmethod
+    def fits(cls, network: PreTrainedModel, target: PreTrainedModel, where: str) -> None:
+        """Raise ValueError, beginning with `where`, for a target that a folder's network cannot draft for. Either may
+        be without storage."""
+
+    @classmethod
+    def network_beside(cls, folder: Path, beside: Beside) -> Any:
+        """The network of a folder of this kind, on the target's device. Raises as `load_draft`, and as `fits`."""
+        network = load_draft(folder, network=cls.network_class, target=beside.hashes)[0]
+        cls.fits(network, beside.target, str(folder))
+        return torch.nn.Module.to(network, beside.target.device)
 
     @property
     def weights(self) -> str | None:

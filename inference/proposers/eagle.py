@@ -8,10 +8,11 @@ A rows, n pairs a row, H width, K drafts of a round, V vocabulary.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from inference.models import llama
 from inference.models.cache import SlotCache, Window
@@ -33,6 +34,8 @@ class Eagle(Proposer):
     one-hot laws. compile: on a GPU its rounds are replayed as CUDA graphs, None: where the target's passes are.
     """
 
+    network_class = EagleNetwork
+
     def __init__(self, network: EagleNetwork, greedy: bool = False, *, compile: bool | None = None) -> None:
         self.network, self.greedy, self.compile = network.eval(), greedy, compile
         self.reads = tuple(sorted({*network.config.layers}))
@@ -43,12 +46,14 @@ class Eagle(Proposer):
 
     @classmethod
     def load(cls, folder: Path, beside: Beside) -> "Eagle":
-        """From a folder in the EAGLE-3 format. Raises ValueError for one that was made for a target of other sizes."""
-        network: EagleNetwork = EagleNetwork.from_pretrained(folder, dtype="auto", use_safetensors=True)
-        network.fits(beside.target, str(folder))
-        torch.nn.Module.to(network, beside.target.device)
-        greedy = bool(beside.made and beside.made.objective == "greedy")
-        return cls(cast(EagleNetwork, widened(network)), greedy, compile=beside.compile)
+        """From a folder in the EAGLE-3 format. Raises as `load_draft`, and ValueError for one that was made for a
+        target of other sizes."""
+        network = widened(cls.network_beside(folder, beside))
+        return cls(cast(EagleNetwork, network), beside.greedy, compile=beside.compile)
+
+    @classmethod
+    def fits(cls, network: Any, target: PreTrainedModel, where: str) -> None:
+        network.fits(target, where)
 
     @property
     def weights(self) -> str:

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PretrainedConfig, PreTrainedModel
 
+from inference.drafts.compatibility import same_sizes
+
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # queries (A, n, heads, D), keys, values -> (A, n, heads D)
 
 ARCHITECTURES = ["LlamaForCausalLMEagle3"]
@@ -109,14 +111,10 @@ class EagleNetwork(PreTrainedModel):
 
     def fits(self, target: PreTrainedModel, where: str) -> None:
         """Raise ValueError, beginning with `where`, for a target of other sizes than this was made for."""
-        theirs = target.config.get_text_config()
-        for key in ("hidden_size", "vocab_size"):
-            if getattr(self.config, key) != getattr(theirs, key):
-                both = f"{getattr(self.config, key)}, the target's {getattr(theirs, key)}"
-                raise ValueError(f"{where}: its {key} is {both}: a feature draft serves the target it was made for")
-        if max(self.config.layers) >= theirs.num_hidden_layers:
-            raise ValueError(f"{where}: it reads layers {list(self.config.layers)}, the target has "
-                             f"{theirs.num_hidden_layers}")  # fmt: skip
+        same_sizes(self.config, target, where)
+        layers = target.config.get_text_config().num_hidden_layers
+        if max(self.config.layers) >= layers:
+            raise ValueError(f"{where}: it reads layers {list(self.config.layers)}, the target has {layers}")
 
     def features(self, states: Mapping[int, Tensor]) -> Tensor:
         """The target's states (..., H) by layer -> features (..., H)."""

@@ -7,7 +7,7 @@ keys and values before it reads any: its text is what it is without a draft, to 
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
 
@@ -31,6 +31,7 @@ class EarlyExit(Independent):
     target.
     """
 
+    network_class: Any = ExitNetwork
     tail = 1  # the text but its last token is stored, and must stay as the target stored it
 
     def __init__(
@@ -42,9 +43,12 @@ class EarlyExit(Independent):
 
     @classmethod
     def load(cls, folder: Path, beside: Beside) -> "EarlyExit":
-        network = ExitNetwork.from_pretrained(folder, use_safetensors=True)
-        greedy = beside.made is not None and beside.made.objective == "greedy"
-        return cls(network, beside.target, greedy, compile=beside.compile)
+        """Raises as `load_draft`, and ValueError for one that was made for a target of other sizes."""
+        return cls(cls.network_beside(folder, beside), beside.target, beside.greedy, compile=beside.compile)
+
+    @classmethod
+    def fits(cls, network: Any, target: PreTrainedModel, where: str) -> None:
+        network.fits(target, where)
 
     def language_model(self, rows: int, vocabulary: int) -> LM | None:
         return None if self.rank else super().language_model(rows, vocabulary)

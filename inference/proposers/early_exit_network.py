@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
+from inference.drafts.compatibility import same_sizes
 from inference.models.checksum import fingerprint
 from inference.models.taps import decoder_layers
 
@@ -64,6 +65,18 @@ class ExitNetwork(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         """They are what `__init__` made them."""
 
+    def fits(self, target: PreTrainedModel, where: str) -> None:
+        """Raise ValueError, beginning with `where`, for a target of other sizes than this was made for."""
+        same_sizes(self.config, target, where)
+        blocks, layers = decoder_layers(target), self.config.num_hidden_layers
+        if layers > len(blocks):
+            raise ValueError(f"{where}: an exit behind {layers} layers, the target has {len(blocks)}")
+        theirs = projections(blocks[0])  # an adapter beside them gives them other names
+        for name, size in self.config.projections.items():
+            if theirs.get(name, size) != size:
+                raise ValueError(f"{where}: its {name} is {size}, the target's {theirs[name]}: it serves the target "
+                                 "that it was made for")  # fmt: skip
+
     def get_input_embeddings(self) -> Any:
         """The target's serve."""
 
@@ -101,13 +114,18 @@ def begun(target: PreTrainedModel, layers: int, rank: int, depths: int) -> ExitN
     settings, blocks = target.config.get_text_config(), decoder_layers(target)
     if not 0 < layers <= len(blocks):
         raise ValueError(f"an exit behind {layers} layers of a target of {len(blocks)}: 1 .. {len(blocks)}")
-    found = {name: [m.out_features, m.in_features] for name, m in blocks[0].named_modules() if isinstance(m, nn.Linear)}
     known: dict[str, Any] = {name: getattr(settings, name, None) for name in (*SIZES, *IDS)}
-    config = ExitConfig(num_hidden_layers=layers, rank=rank, depths=depths, projections=found, **known)
+    changed = projections(blocks[0])
+    config = ExitConfig(num_hidden_layers=layers, rank=rank, depths=depths, projections=changed, **known)
     network = ExitNetwork(config)
     with torch.no_grad():
         network.norm.copy_(final_norm(target).weight)
     return network
+
+
+def projections(block: nn.Module) -> dict[str, list[int]]:
+    """Of a decoder layer, name -> [out, in]."""
+    return {name: [m.out_features, m.in_features] for name, m in block.named_modules() if isinstance(m, nn.Linear)}
 
 
 def final_norm(model: PreTrainedModel) -> Any:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from inference.batched.batch import Numbers
 from inference.drafts.weight_files import CONFIG, read_json
@@ -24,10 +25,16 @@ class Hybrid(Proposer):
     it reads what they gained when it next drafts for them. The model drafts chains.
     """
 
+    network_class = AutoModelForCausalLM
+
     def __init__(self, model: Proposer, retrieval: Retrieval | None = None, gate: Gate | None = None) -> None:
         self.model, self.retrieval, self.gate = model, retrieval or Retrieval(), gate or Gate.uncalibrated()
         self.reads, self.greedy = model.reads, model.greedy
         self.parts: tuple[Proposer, ...] = (self.retrieval, model)
+
+    @classmethod
+    def fits(cls, network: PreTrainedModel, target: PreTrainedModel, where: str) -> None:
+        Retrieval.fits(network, target, where)
 
     @classmethod
     def load(cls, folder: Path, beside: Beside) -> "Hybrid":

@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from inference.proposers.hydra_network import HydraNetwork
 from inference.proposers.medusa import Medusa
 from inference.proposers.newest_state import Choose, Given, chosen
 
@@ -9,7 +10,7 @@ from inference.proposers.newest_state import Choose, Given, chosen
 class Hydra(Medusa):
     """Sequential heads (Ankner et al. 2024, 2402.05109), see `hydra_network`: a draft costs four small products."""
 
-    kind = "hydra"
+    network_class = HydraNetwork
 
     def drafts(self, given: Given, K: int, choose: Choose) -> tuple[Tensor, Tensor]:
         network, target, newest = self.network, self.host.target, given["newest"]

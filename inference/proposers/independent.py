@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from inference.drafts.draft_folder import load_draft
 from inference.models.dtypes import widened
@@ -29,6 +29,7 @@ class Independent(Proposer):
     `topology` and `branching`), to be verified by tree, traversal or coupled; None: chains.
     """
 
+    network_class = AutoModelForCausalLM
     tail = 2  # ids of a text that a round feeds when all drafts are made at once: rounds that accept all lack so many
 
     def __init__(
@@ -48,11 +49,9 @@ class Independent(Proposer):
     @classmethod
     def load(cls, folder: Path, beside: Beside) -> "Independent":
         """Raises as `load_draft`; warns of a target of another shape than the draft was made for."""
-        draft, made = load_draft(folder, target=beside.hashes)[0], beside.made
-        torch.nn.Module.to(draft, beside.target.device)
-        greedy, rounded = (made.objective == "greedy", made.int8) if made else (False, False)
-        int8 = rounded and can_round(draft)
-        return cls(draft if int8 else widened(draft), greedy, compile=beside.compile, int8=int8)
+        draft = cls.network_beside(folder, beside)
+        int8 = beside.made is not None and beside.made.int8 and can_round(draft)
+        return cls(draft if int8 else widened(draft), beside.greedy, compile=beside.compile, int8=int8)
 
     def language_model(self, rows: int, vocabulary: int) -> LM | None:
         return None if self.branching else LM(self.model, rows, vocabulary, int8=self.int8)

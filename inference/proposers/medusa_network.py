@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PretrainedConfig, PreTrainedModel
 
+from inference.drafts.compatibility import same_sizes
+
 
 class MedusaConfig(PretrainedConfig):
     """hidden_size D and vocab_size of the target; num_heads K; num_hidden_layers L. vLLM's keys."""
@@ -51,12 +53,7 @@ class Heads(PreTrainedModel):
 
     def fits(self, target: PreTrainedModel, where: str) -> None:
         """Raise ValueError, beginning with `where`, for a target of other sizes than the heads were made for."""
-        theirs = target.config.get_text_config()
-        for key in ("hidden_size", "vocab_size"):
-            ours = getattr(self.config, key)
-            if ours != getattr(theirs, key):
-                raise ValueError(f"{where}: heads of {key} {ours}, the target has {getattr(theirs, key)}: heads serve "
-                                 "the target that they were made for")  # fmt: skip
+        same_sizes(self.config, target, where)
 
 
 class MedusaNetwork(Heads):

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from inference.drafts.draft_folder import load_tokenizer
 from inference.drafts.weight_files import load_weights
@@ -24,6 +24,9 @@ class OtherTokenizer(Proposer):
 
     model: the draft's, of its own ids. shared, retelling: see `between`. greedy: as of `Independent`.
     """
+
+    network_class = AutoModelForCausalLM
+    own_tokenizer = True
 
     def __init__(self, model: PreTrainedModel, shared: Shared, retelling: Retelling, greedy: bool = False) -> None:
         self.inner, self.greedy = Independent(model, greedy, compile=False), greedy
@@ -54,8 +57,7 @@ class OtherTokenizer(Proposer):
         if problems or tokenizer is None or beside.tokenizer is None:
             raise ValueError("; ".join(problems) or f"{folder}: the draft and its target each need a tokenizer")
         torch.nn.Module.to(model, beside.target.device)
-        greedy = beside.made is not None and beside.made.objective == "greedy"
-        return cls.between(widened(model), tokenizer, beside.tokenizer, greedy)
+        return cls.between(widened(model), tokenizer, beside.tokenizer, beside.greedy)
 
     @property
     def weights(self) -> str | None:

@@ -36,6 +36,8 @@ class Quantised(Independent):
     compile: as of `Independent`. Raises ValueError for other bits and for a target that is quantised itself.
     """
 
+    network_class: Any = None  # the target's weights are all that it has
+
     def __init__(
         self, target: PreTrainedModel, bits: str = "int8", greedy: bool = False, *, compile: bool | None = None
     ) -> None:
@@ -51,9 +53,8 @@ class Quantised(Independent):
     def load(cls, folder: Path, beside: Beside) -> "Quantised":
         """Its folder holds no weights: config.json says the bits."""
         bits = str(read_json(folder / CONFIG).get("bits"))
-        greedy = beside.made is not None and beside.made.objective == "greedy"
         try:
-            return cls(beside.target, bits, greedy, compile=beside.compile)
+            return cls(beside.target, bits, beside.greedy, compile=beside.compile)
         except ValueError as error:
             raise ValueError(f"{folder / CONFIG}: {error}") from error
 

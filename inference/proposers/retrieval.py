@@ -5,12 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from inference.drafts.weight_files import CONFIG, read_json
 from inference.lookup.corpus import Datastore
 from inference.lookup.match import Match
 from inference.lookup.suffix_automaton import SuffixAutomaton
 from inference.proposers.base import Beside, Host, Proposal, Proposer, Round, States
+from inference.proposers.lookup_network import LookupNetwork
 
 
 def chains(drafts: Sequence[list[int]], texts: Sequence[list[int]]) -> Proposal:
@@ -87,6 +89,8 @@ class Retrieval(Proposer):
     Raises ValueError when shortest < 1.
     """
 
+    network_class = LookupNetwork
+
     def __init__(self, datastore: Datastore | str | Path | None = None, shortest: int = 2) -> None:
         if shortest < 1:
             raise ValueError(f"Retrieval.shortest must be at least 1, not {shortest}")
@@ -101,16 +105,26 @@ class Retrieval(Proposer):
         return cls.of_settings(read_json(folder / CONFIG).get("lookup") or {})
 
     @classmethod
+    def fits(cls, network: PreTrainedModel, target: PreTrainedModel, where: str) -> None:
+        """Raises as `of_settings` too."""
+        found = cls.of_settings(getattr(network.config, "lookup", None) or {})
+        found.refuse(target.config.get_text_config().vocab_size, where)
+
+    @classmethod
     def of_settings(cls, lookup: Mapping[str, Any]) -> "Retrieval":
         """Of what a config says of look-up."""
         return cls(lookup.get("datastore"), lookup.get("shortest", 2))
 
     def open(self, host: Host) -> None:
         """Raises ValueError for a datastore with ids that the target lacks."""
-        if self.datastore and self.datastore.about.vocabulary > host.vocabulary:
-            raise ValueError(f"Retrieval.datastore: made for {self.datastore.about.vocabulary} ids, the target has "
-                             f"{host.vocabulary}; make one with its tokenizer: cotrain datastore")  # fmt: skip
+        self.refuse(host.vocabulary, "Retrieval")
         self.rows, self.staged = [], {}
+
+    def refuse(self, vocabulary: int, where: str) -> None:
+        """Raise ValueError, beginning with `where`, for a datastore with ids outside [0, vocabulary)."""
+        if self.datastore and self.datastore.about.vocabulary > vocabulary:
+            raise ValueError(f"{where}: its datastore is made for {self.datastore.about.vocabulary} ids, the target "
+                             f"has {vocabulary}; make one with its tokenizer: cotrain datastore")  # fmt: skip
 
     def admit(self, low: int, prompts: Sequence[list[int]], states: States) -> None:
         self.rows[low:] = map(SuffixAutomaton, prompts)

@@ -15,6 +15,7 @@ from cotrain.teacher.target_model import load_pair
 from inference import Sampling
 from inference.drafts.bundled_target import resolve
 from inference.drafts.draft_folder import load_draft
+from inference.proposers.medusa_network import MedusaNetwork
 from inference.servers.openai_client import Client
 from tests.engines.conftest import OUTPUT, QUICK, K
 from tests.engines.servers import serving
@@ -31,7 +32,7 @@ def test_heads_are_accepted_as_here(found: dict[str, Any], tmp_path: Path) -> No
         assert main(asked) == 0
     folder = export(run / "draft", tmp_path / "served", K)
     target, tokenizer = load_pair("bundled")
-    draft = load_draft(run / "draft", kind="medusa")[0]
+    draft = load_draft(run / "draft", network=MedusaNetwork)[0]
     plan = Plan(target, tokenizer, draft, Sampling(), "token", SIZE, ("bundled", "medusa"), "greedy", kind="medusa")
     with serving(resolve("bundled"), speculative(str(folder), K), OUTPUT / "medusa.log") as url:
         for temperature in (1.0, 0.0):
