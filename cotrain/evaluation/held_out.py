@@ -32,6 +32,14 @@ class HeldOut:
         """The states of some texts, on a device."""
         return {layer: states[rows].to(device) for layer, states in self.states.items()}
 
+    def spread(self, count: int) -> "HeldOut":
+        """At most `count` of the texts, evenly over all."""
+        rows = torch.arange(0, len(self.texts), -(-len(self.texts) // count))
+        texts, (ids, places) = self.texts, self.texts.read(rows)
+        domains = [texts.domain[row] for row in rows.tolist()]
+        part = Texts(ids, texts.prompt[rows], texts.length[rows], domains, places)
+        return HeldOut(part, self.at(rows, self.states[LAST].device), self.temperature, self.truncate)
+
     @property
     def hidden(self) -> Tensor:
         """The last states (N, T-1, D) of places that predict a token."""

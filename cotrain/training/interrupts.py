@@ -84,7 +84,7 @@ class Keeper(Callback):
 
     def on_train_batch_end(self, trainer: lightning.Trainer, module: Any, _: Any, batch: Any, __: int) -> None:
         index, number = batch.get("group", (0, 1))
-        if index + 1 < number or _validates(trainer):
+        if index + 1 < number or validates(trainer):
             return
         wanted = self._agreed(trainer)
         if wanted:
@@ -115,7 +115,7 @@ class Keeper(Callback):
         return int(trainer.strategy.reduce(found, reduce_op="max"))
 
 
-def _validates(trainer: lightning.Trainer) -> bool:
+def validates(trainer: lightning.Trainer) -> bool:
     """Whether a validation follows this batch."""
     batches = trainer.fit_loop.epoch_loop.total_batch_idx + 1
     every = trainer.val_check_batch

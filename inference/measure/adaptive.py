@@ -57,10 +57,11 @@ def until_known(
     seed: int = 0,
     clock: Clock = time.perf_counter,
     say: Say | None = None,
+    turned: Callable[[int], None] | None = None,
 ) -> tuple[Timing, Reached]:
     """Time the arms as `measure.interleave` does, on as many batches of prompts as it takes to know the ratio of
     speeds pair[0] / pair[1]. Behind the last prompt the first comes again, with the next seed: repeats of a batch are
-    one draw of the bootstrap.
+    one draw of the bootstrap. turned: told, behind each batch, how many were timed.
 
     Raises ValueError as `measure.interleave`.
     """
@@ -78,6 +79,8 @@ def until_known(
         else:
             runs.append([result])
         done += 1
+        if turned:
+            turned(done)
         if done >= due:
             near = _timing(batches, runs).ratio(*pair).within
             if say:
