@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -29,7 +29,7 @@ class Display:
         if say is None and not hidden and sys.stdout.isatty():
             self._open(Console(file=sys.stdout))
 
-    def __enter__(self) -> "Display":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

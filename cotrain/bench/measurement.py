@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from cotrain.bench.planner import BATCH, Compiled, advice, costs_of, planned, settled, taus
+from cotrain.bench.planner import BATCH, Compiled, advice, planned, rounds_of, settled, taus
 from cotrain.bench.timing_display import TimingDisplay
 from cotrain.config.settings import Bench
 from cotrain.data.prompts import shipped_ids
@@ -23,7 +23,7 @@ from inference.exactness.checks import check, check_calls
 from inference.exactness.side_by_side import pair_figures
 from inference.measure import adaptive
 from inference.measure.adaptive import Reached, Wanted, until_known
-from inference.measure.costs import Costs
+from inference.measure.real_costs import RealRound
 from inference.measure.timing import Texts, Timing, engine_arm, interleave, together, transformers_arm
 from inference.models.dtypes import cast, widened
 from inference.models.llama import can_round
@@ -51,7 +51,7 @@ class Plan:
     compiled: Compiled = Compiled()
     given: Prompts | None = None  # None: those shipped
     kind: str = DEFAULT  # of draft
-    known: dict[int, Costs] = field(default_factory=dict)  # by draft length, of drafts of one shape: measured once
+    known: dict[int, RealRound] = field(default_factory=dict)  # by draft length, of one shape of draft: measured once
 
     @cached_property
     def served(self) -> PreTrainedModel:
@@ -130,8 +130,8 @@ class Budget:
 
 def quick(plan: Plan, k: int) -> dict[str, float]:
     """Speed-up with its 95 % interval (nan ends for one batch), tau and tokens per second on a few prompts, both sides
-    interleaved; share_of_cost_table: what of the decoding speed-up that tau and the parts of a round, timed alone,
-    would give was measured."""
+    interleaved; share_of_cost_table: what was measured of the decoding speed-up that tau and the seconds of a round,
+    timed apart from it and once for all checkpoints, predict."""
     arms = [
         engine_arm("speculative", plan.engine(k), plan.sampling, plan.bench.new_tokens),
         engine_arm("plain", plan.plain(), plan.sampling, plan.bench.new_tokens),
@@ -141,13 +141,13 @@ def quick(plan: Plan, k: int) -> dict[str, float]:
     tau, decoding = stats.tau if stats else nan, timing.ratio("speculative", "plain", decode=True).value
     k = min(k, plan.proposer(counted=True).depths or k)
     if k not in plan.known:
-        plan.known[k] = costs_of(plan, k)
-    costs = plan.known[k]
+        plan.known.update(rounds_of(plan, (0, k), until=0.0))
+    predicted = tau * plan.known[0].seconds / plan.known[k].seconds
     return {
         "speedup": speedup.value,
         "low": speedup.low,
         "high": speedup.high,
-        "share_of_cost_table": decoding / (tau * costs.round(0) / costs.round(k)),
+        "share_of_cost_table": decoding / predicted,
         "tau": tau,
         "tokens_per_second": timing.speed("speculative"),
     }

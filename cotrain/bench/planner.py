@@ -88,13 +88,12 @@ def rounds_of(plan: "Plan", lengths: tuple[int, ...], until: float = inf) -> dic
     )
 
 
-def costs_of(plan: "Plan", longest: int | None = None) -> Costs:
-    """Costs of each part alone, in the middle of a text of the bench's length, up to the longest draft; None: of those
-    to choose from."""
+def costs_of(plan: "Plan") -> Costs:
+    """Costs of each part alone, in the middle of a text of the bench's length."""
     size, prompts = plan.bench, plan.prompts.ranking
     context = sum(map(len, prompts)) // len(prompts) + size.new_tokens // 2
     target = plan.engine(1).target  # as rounds run it: other slots would be another graph
-    K = longest or max(plan.depths)
+    K = max(plan.depths)
     return measure_costs(target, plan.proposer(), K, context=context, sampling=plan.sampling, repeats=SHAPE)
 
 

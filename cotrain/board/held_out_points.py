@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import Callback
 
 from cotrain.acceptance import conditional
 from cotrain.board import tags
-from cotrain.evaluation.held_out import DEPTHS, HeldOut, Scores
+from cotrain.evaluation.held_out import HeldOut, Scores
 from cotrain.training.clock import Clock
 from cotrain.training.distributed import rest, within
 from cotrain.training.interrupts import validates
@@ -18,7 +18,7 @@ from cotrain.training.module import tau_of
 from cotrain.training.stand_ins import Shown
 
 POINTS = 24  # over a whole training, besides validations
-TOKENS, MOST = 0.05, 2**14  # what all points score, of the tokens of training, and one; without gradients, so cheaper
+TOKENS, MOST = 0.1, 2**14  # what all points score, of the tokens of training, and one; without gradients, so cheaper
 MOST_TIME = 0.05  # of the time of training
 
 
@@ -99,7 +99,9 @@ class HeldOutPoints(Callback):
         self.at, self.last = trainer.global_step, time.monotonic() - begin
         if trainer.logger:
             tau = tau_of(scores, *self.served)
-            trainer.logger.log_metrics({tags.ACCEPTANCE: scores.alpha, tags.TAU: tau, **depths(scores)}, self.at)
+            trainer.logger.log_metrics(
+                {tags.ACCEPTANCE: scores.alpha, tags.TAU: tau, **depths(scores, self.served[0])}, self.at
+            )
 
 
 def part_of(held: HeldOut, training_tokens: float) -> HeldOut:
@@ -110,9 +112,9 @@ def part_of(held: HeldOut, training_tokens: float) -> HeldOut:
     return held.spread(min(max(count, 1), len(held.texts)))
 
 
-def depths(scores: Scores) -> dict[str, float]:
-    """Of draft i, given that those before it were accepted."""
-    found = conditional(scores.r, scores.drafted(DEPTHS), scores.lengths).tolist()
+def depths(scores: Scores, k: int) -> dict[str, float]:
+    """Of draft i of k, given that those before it were accepted."""
+    found = conditional(scores.r, scores.drafted(k), scores.lengths).tolist()
     return {f"{tags.DEPTH}/acceptance_{depth}": value for depth, value in enumerate(found, 1)}
 
 

@@ -171,7 +171,9 @@ def _trainer(
     job: Job, extra: list[Callback], phase: Phase, every: int, progress: Progress, done: int
 ) -> lightning.Trainer:
     cfg, last = job.cfg.trainer, job.folder / CHECKPOINT
-    again = {"purge_step": done + 1} if done else {}  # what was written behind the checkpoint is made anew
+    again: dict[str, Any] = (
+        {"purge_step": done + 1} if done else {}
+    )  # what was written behind the checkpoint is made anew
     return lightning.Trainer(
         accelerator=job.target.device.type, devices=cfg.devices, num_nodes=cfg.nodes, strategy=_strategy(cfg),
         inference_mode=cfg.strategy != SHARDED,  # weights gathered in it could not be learnt later

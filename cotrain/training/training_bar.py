@@ -52,4 +52,4 @@ class Bar(ProgressBar):
     def _note(self, trainer: Any, module: Any) -> str:
         found = {name: value for name, value in self.get_metrics(trainer, module).items() if name != "v_num"}
         found |= {name: value for name, value in getattr(module, "found", {}).items() if name in SHOWN}
-        return ", ".join(f"{name} {float(value):.3f}" for name, value in found.items())
+        return ", ".join(f"{name} {value:.3f}" for name, value in found.items() if isinstance(value, float))
