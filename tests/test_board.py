@@ -11,7 +11,7 @@ from tensorboard.plugin_util import markdown_to_safe_html
 
 from cotrain.board import held_out_points, tags
 from cotrain.board.held_out_points import HeldOutPoints, depths, part_of, whole
-from cotrain.board.learning import gradient_norm
+from cotrain.board.learning import Learning, gradient_norm
 from cotrain.board.marked_text import escaped
 from cotrain.evaluation.held_out import HeldOut, Scores
 from cotrain.rollout.kept_texts import Texts
@@ -54,7 +54,8 @@ def trained(
 
     draft = torch.nn.Linear(1, 1)
     module: Any = SimpleNamespace(draft=draft, on=on, judged={1.0: {"all": scores()}}, temperature=1.0)
-    logger = SimpleNamespace(log_metrics=lambda values, step: found.append(step) if tags.TAU in values else None)
+    judged = list[int]()
+    logger = SimpleNamespace(log_metrics=lambda values, step: (found if tags.TAU in values else judged).append(step))
     strategy, every = SimpleNamespace(broadcast=lambda value: value), STEPS // validations
     trainer: Any = SimpleNamespace(logger=logger, global_step=0, should_stop=False, val_check_batch=every,
                                    strategy=strategy, world_size=1, lr_scheduler_configs=[])  # fmt: skip
@@ -69,7 +70,9 @@ def trained(
         points.on_train_batch_end(trainer, module, None, {}, 0)
         if step % every == 0:
             points.on_validation_epoch_end(trainer, module)
+            points.on_validation_end(trainer, module)
             clock.on_validation_end()
+    assert judged == [every * (i + 1) for i in range(validations)]
     assert clock.progress.elapsed == pytest.approx(0.1 * STEPS)  # points are no training
     return found, points, clock
 
@@ -127,6 +130,29 @@ def test_acceptance_by_depth_is_of_drafts_that_are_reached() -> None:
 def test_ends_that_one_batch_cannot_tell_are_left_out() -> None:
     found = tags.speed({"speedup": 1.5, "low": math.nan, "high": math.nan, "tau": 2.0})
     assert found == {tags.SPEEDUP: 1.5, "6_timed/tau": 2.0}
+
+
+def test_training_is_logged_at_the_steps_done_with_the_rate_that_made_them() -> None:
+    learning, logged = Learning(Progress(20)), list[tuple[int, dict[str, float]]]()
+    logger = SimpleNamespace(log_metrics=lambda values, step: logged.append((step, values)))
+    trainer: Any = SimpleNamespace(logger=logger, global_step=0, world_size=2)
+    draft = torch.nn.Linear(1, 1)
+    draft.weight.grad = torch.full((1, 1), 3.0)
+    module: Any = SimpleNamespace(draft=draft, device=torch.device("cpu"), found={}, watched=False)
+    learning.on_train_start(trainer, module)
+    for step in range(10):
+        module.watched, module.found = step % 5 == 4, {"loss": float(step)} if step % 5 == 4 else {}
+        optimizer = SimpleNamespace(param_groups=[{"lr": 0.1 * step}])
+        for index in range(2):  # of a step
+            if index:
+                learning.on_before_optimizer_step(trainer, module, optimizer)
+                trainer.global_step += 1
+            learning.progress.elapsed += 0.5
+            batch = {"predicted": torch.ones(2, 3, dtype=torch.bool), "group": (index, 2)}
+            learning.on_train_batch_end(trainer, module, None, batch, 0)
+    assert [step for step, _ in logged] == [5, 10]
+    wanted = {tags.LOSS: 9.0, tags.RATE: pytest.approx(0.9), tags.NORM: 3.0, tags.TOKENS_PER_SECOND: 2 * 12.0}
+    assert logged[1][1] == wanted
 
 
 def test_the_gradient_norm_is_of_all_weights_together() -> None:

@@ -96,7 +96,8 @@ def _trained(job: Job, module: Distillation, extra: list[Callback], phase: Phase
     except NotFinite as error:
         raise UserError(_named(error, job)) from error
     job.signals.check(f"interrupted at step {trainer.global_step}, kept; the same command resumes")
-    print(points.line())
+    if not rank():
+        print(points.line())
     for average in averaged:
         average.show(module)
     if not cfg.minutes and trainer.global_step % every:  # the last validation was not at the last step
