@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import Callback
 from cotrain.errors import Interrupted
 
 ENDING = (signal.SIGINT, signal.SIGTERM)
+CURSOR = b"\x1b[?25h"  # shows it again: a display hides it
 TIME = 1  # a checkpoint is due, in what processes agree on; signals have larger numbers
 
 
@@ -30,6 +31,8 @@ class Signals:
 
     def __call__(self, number: int, _: FrameType | None = None) -> None:
         if self.received:
+            if sys.stdout.isatty():
+                os.write(sys.stdout.fileno(), CURSOR)
             os._exit(128 + number)
         self.received = number
         if not self.deferring:
