@@ -94,8 +94,8 @@ def test_a_timing_says_how_near_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     display.turned(1)
     display.known(2, 0.25)
     display.turned(2)
-    assert said[0].startswith("bench: timing: 1/4 batches") and said[0].endswith("1 batches, no interval yet")
-    assert said[1].endswith("2 batches, interval within 25 % of the speed-up")
+    assert said[0].startswith("bench: timing: 1/4 batches") and said[0].endswith("left, no interval yet")
+    assert said[1].endswith("left, interval within 25 % of the speed-up")
     assert (
         TimingDisplay(4, progress_display.time.perf_counter() + 60).line().startswith("bench: timing: 0/60 s at most")
     )

@@ -21,4 +21,7 @@ class TimingDisplay(Display):
 
     def turned(self, done: int) -> None:
         """So many batches were timed."""
-        self.to(time.perf_counter() - self.first if self.limited else done, f"{done} batches, {self.near}")
+        if self.limited:
+            self.to(time.perf_counter() - self.first, f"{done} batches, {self.near}")
+        else:
+            self.to(done, self.near)

@@ -79,12 +79,13 @@ def until_known(
         else:
             runs.append([result])
         done += 1
-        if turned:
-            turned(done)
         if done >= due:
             near = _timing(batches, runs).ratio(*pair).within
             if say:
                 say(done, near)
+        if turned:
+            turned(done)
+        if done >= due:
             if near <= wanted.within and len(runs) >= min(least, LEAST, len(batches)):
                 break
             due = max(done + 1, int(done * GROWTH))
