@@ -1,5 +1,6 @@
 """What an engine returns: whole texts with their counts, or events as rounds end."""
 
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from inference.stats import Stats
@@ -36,3 +37,19 @@ class Event:
     row: int
     ids: list[int]
     kinds: list[str]
+
+
+def pieces(events: Iterable[Event], decode: Callable[[list[int]], str]) -> Iterator[tuple[str, str]]:
+    """(kind, text) of one row as it comes; bytes that end inside a character wait for the rest of it, and what is left
+    of one at the end is the last token's."""
+    ids: list[int] = []
+    shown = text = kind = ""
+    for event in events:
+        for token, kind in zip(event.ids, event.kinds, strict=True):
+            ids.append(token)
+            text = decode(ids)
+            if not text.endswith("\ufffd"):
+                piece, shown = text[len(shown) :], text
+                yield kind, piece
+    if text[len(shown) :]:
+        yield kind, text[len(shown) :]

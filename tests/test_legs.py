@@ -115,7 +115,7 @@ def test_rounds_sample_with_the_draft_that_learns(place: Path) -> None:  # noqa:
     events = EventAccumulator(str(place / "rounds" / "tensorboard"))
     events.Reload()
     for name in ("plain", "with the draft"):
-        assert [(event.step, event.value > 0) for event in events.Scalars(f"rollout/{name}")] == [(2, True)]
+        assert [(event.step, event.value > 0) for event in events.Scalars(f"7_rollout/{name}")] == [(2, True)]
 
 
 def test_later_rounds_learn_where_the_draft_leads_itself(place: Path) -> None:  # noqa: F811

@@ -175,14 +175,12 @@ def test_weighted_calls_of_depths_have_the_slope_of_calls() -> None:
 
 
 def test_parts_of_a_sum_are_logged_by_name_and_add_up_over_depths(target: LlamaForCausalLM) -> None:
-    logged: dict[str, float] = {}
     made: Any = Distillation(
         STUDENTS["heads"](target), target, [Stage(1.0, parse("mix+0.5*calls"))], *([None] * 2), {}, k=K  # type: ignore[arg-type]
     )  # fmt: skip
     alone(made, 100, at=24)
-    made.log = lambda name, value, **_: logged.update({name: float(value)})
     value, _ = learnt(made, batch(CONVERSATIONS))
-    parts = {name: one for name, one in logged.items() if name.startswith("train/loss_")}
-    assert set(parts) == {"train/loss_ce", "train/loss_tv", "train/loss_calls"}
-    assert sum(parts.values()) == pytest.approx(value) == pytest.approx(logged["train/loss"])
-    assert {"train/alpha", "train/alpha_by_depth/2", "train/alpha_by_depth/3"} <= set(logged)
+    parts = {name: one for name, one in made.found.items() if name.startswith("loss_")}
+    assert set(parts) == {"loss_ce", "loss_tv", "loss_calls"}
+    assert sum(parts.values()) == pytest.approx(value) == pytest.approx(made.found["loss"])
+    assert {"acceptance", "acceptance_depth_2", "acceptance_depth_3"} <= set(made.found)

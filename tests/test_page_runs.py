@@ -29,14 +29,14 @@ def events(place: Path, name: str, steps: dict[int, float], second: int) -> None
 
 
 def test_of_a_step_made_twice_the_later_value_counts(tmp_path: Path) -> None:
-    events(tmp_path, "train/loss", {0: 4.0, 5: 3.0, 10: 2.5}, 1)
-    events(tmp_path, "train/loss", {5: 2.0, 15: 1.0, 20: float("nan")}, 2)
-    assert event_curves.read(tmp_path) == {"train/loss": [(0, 4.0), (5, 2.0), (10, 2.5), (15, 1.0)]}
+    events(tmp_path, "2_training/loss", {0: 4.0, 5: 3.0, 10: 2.5}, 1)
+    events(tmp_path, "2_training/loss", {5: 2.0, 15: 1.0, 20: float("nan")}, 2)
+    assert event_curves.read(tmp_path) == {"2_training/loss": [(0, 4.0), (5, 2.0), (10, 2.5), (15, 1.0)]}
     assert event_curves.read(tmp_path / "none") == {}
 
 
 def test_an_event_file_cut_short_gives_what_is_whole(tmp_path: Path) -> None:
-    events(tmp_path, "train/loss", {step: float(step) for step in range(20)}, 1)
+    events(tmp_path, "2_training/loss", {step: float(step) for step in range(20)}, 1)
     (file,) = tmp_path.iterdir()
     os.truncate(file, file.stat().st_size - 7)
     (curve,) = event_curves.read(tmp_path).values()
@@ -52,8 +52,8 @@ def test_thinned_curves_keep_their_end() -> None:
 
 def test_a_killed_run_shows_how_far_it_came(tmp_path: Path) -> None:
     place = folder(tmp_path / "run", None, run=marker("unfinished", trainer={"steps": 40}))
-    events(tmp_path / "run" / "tensorboard", "train/loss", {4: 2.0, 9: 1.0}, 1)
-    events(tmp_path / "run" / "tensorboard", "alpha_T1/all", {0: 0.25, 10: 0.5}, 2)
+    events(tmp_path / "run" / "tensorboard", "2_training/loss", {4: 2.0, 9: 1.0}, 1)
+    events(tmp_path / "run" / "tensorboard", "4_held_out/acceptance_T1", {0: 0.25, 10: 0.5}, 2)
     page = Parsed(html_page.page(load([place])))
     assert "not finished: step 9 of 40; the same command resumes it" in page.texts[""]
     assert "0.250 → 0.500" in page.texts["figures"]

@@ -13,6 +13,7 @@ import torch
 from cotrain.cli import main
 from cotrain.training import clock as clocks
 from cotrain.training import progress as schedules
+from cotrain.training import training_bar
 from cotrain.training.interrupts import Keeper, Signals
 from cotrain.training.module import Distillation
 from cotrain.training.progress import Progress, trapezoid
@@ -103,21 +104,21 @@ def test_signals_keep_the_step_and_the_same_command_resumes(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     begun: list[tuple[int, int]] = []
-    true = clocks.Bar.on_train_start
+    true = training_bar.Bar.on_train_start
 
     def noted(self: Any, *arguments: Any) -> None:
         true(self, *arguments)
-        begun.append((self.train_progress_bar.initial, self.train_progress_bar.n))
+        begun.append((self.display.begun, self.display.done))
 
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     with monkeypatch.context() as patch:
-        patch.setattr(clocks.Bar, "on_train_start", noted)
+        patch.setattr(training_bar.Bar, "on_train_start", noted)
         at(patch, Distillation, "learn", lambda module: module.global_step == 1, signal.SIGTERM)
         assert quick(place, "stopped") == 143
     assert "cotrain train: interrupted at step 2, kept; the same command resumes" in capsys.readouterr().err
     assert kept(place / "stopped")["global_step"] == 2
     with monkeypatch.context() as patch:
-        patch.setattr(clocks.Bar, "on_train_start", noted)
+        patch.setattr(training_bar.Bar, "on_train_start", noted)
         at(patch, Distillation, "judge", lambda module: module.global_step == 3, signal.SIGINT)
         assert quick(place, "stopped") == 130
     assert "interrupted at step 3, kept" in capsys.readouterr().err

@@ -156,15 +156,13 @@ def broken(logp: Tensor, logq: Tensor) -> Tensor:
 
 
 def test_the_parts_that_are_logged_add_up(target: LlamaForCausalLM) -> None:
-    logged: dict[str, float] = {}
     module = alone(module_of(target, tiny(layers=1, seed=3), [Stage(1.0, parse("0.1*kl+0.9*calls"))], 100, cosine=4.0),
                    steps=100, at=24)  # fmt: skip
-    module.log = lambda name, value, **_: logged.update({name: float(value)})  # type: ignore[method-assign,assignment]
     value, _ = learnt(module, *Grouped([batch([0, 2]), batch([1, 3])], 2))
-    parts = [found for name, found in logged.items() if name.startswith("train/loss_")]
-    assert sorted(logged) == ["train/alpha", "train/alpha_greedy_draft", "train/loss", "train/loss_calls",
-                              "train/loss_cosine", "train/loss_kl"]  # fmt: skip
-    assert sum(parts) == pytest.approx(logged["train/loss"]) and logged["train/loss"] == pytest.approx(value)
+    parts = [found for name, found in module.found.items() if name.startswith("loss_")]
+    assert sorted(module.found) == ["acceptance", "acceptance_greedy_draft", "loss", "loss_calls", "loss_cosine",
+                                    "loss_kl"]  # fmt: skip
+    assert sum(parts) == pytest.approx(module.found["loss"]) and module.found["loss"] == pytest.approx(value)
 
 
 def test_the_cosine_falls_to_nothing_where_the_losses_switch(target: LlamaForCausalLM) -> None:

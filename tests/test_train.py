@@ -14,6 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cotrain.bench import measurement
+from cotrain.board import tags
 from cotrain.cli import main
 from cotrain.data.texts import Texts
 from cotrain.rollout import samplers
@@ -93,13 +94,43 @@ def test_the_draft_is_the_checkpoint_of_the_highest_tau(run: Path) -> None:
     assert not same(weights(run, 0), weights(run, 5))
 
 
-def test_acceptance_and_speed_before_training_are_logged(run: Path) -> None:
-    events = EventAccumulator(str(run / "tensorboard"))
-    events.Reload()
-    assert [event.step for event in events.Scalars("speed/speedup")] == [0, 2, 4, 5]
-    logged = events.Scalars("alpha_T1/all")
-    assert (logged[0].step, len(logged)) == (0, 4)
-    assert {"train/loss", "train/alpha"} <= set(events.Tags()["scalars"])
+def events_of(run: Path) -> EventAccumulator:
+    events = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0})
+    return events.Reload()
+
+
+def test_figures_are_logged_at_the_steps_that_they_are_of(run: Path) -> None:
+    events = events_of(run)
+    extra = json.loads((run / "draft" / "report.json").read_text())["extra"]
+    for name in (tags.SPEEDUP, tags.SHARE, "4_held_out/acceptance_T1", "4_held_out/acceptance_T0"):
+        assert [event.step for event in events.Scalars(name)] == [0, 2, 4, 5]
+    for name in (tags.ACCEPTANCE, tags.TAU, "3_depth/acceptance_1"):
+        assert {0, 2, 4, 5} <= {event.step for event in events.Scalars(name)}
+    judged = {event.step: event.value for event in events.Scalars("4_held_out/acceptance_T1")}
+    assert judged[extra["exported_step"]] == pytest.approx(extra["held_out"]["alpha_T1/all"], abs=1e-6)
+    speeds = [event.value for event in events.Scalars(tags.SPEEDUP)]
+    assert speeds == pytest.approx([kept["speedup"] for kept in extra["checkpoints"]], rel=1e-6)
+    lr = json.loads((run / "run.json").read_text())["settings"]["optimizer"]["lr"]
+    (rate,) = events.Scalars(tags.RATE)  # of step 5, with four fifths of the training done and a decay over two
+    assert (rate.step, rate.value) == (5, pytest.approx(lr / 2))
+    assert all(events.Scalars(name)[0].value > 0 for name in (tags.LOSS, tags.NORM, tags.TOKENS_PER_SECOND))
+
+
+def test_tensorboard_answers_in_few_groups_and_one_run(run: Path) -> None:
+    events = events_of(run)
+    names = events.Tags()["scalars"]
+    groups = sorted({name.partition("/")[0] for name in names})
+    assert groups[:2] == [tags.SERVING, tags.TRAINING] and len(groups) <= 8 and len(names) <= 40
+    assert not [name for name in names if name.startswith(tags.DOMAINS)]  # there is one
+    assert {path.parent for path in run.rglob("*tfevents*")} == {run / "tensorboard"}
+    report = json.loads((run / "draft" / "report.json").read_text())
+    (final,) = events.Scalars("9_final/speedup")
+    assert (final.step, final.value) == (5, pytest.approx(report["speedup"]["whole"]["value"]))
+    assert "_hparams_/session_start_info" in events.summary_metadata
+    assert "custom_scalars__config__" in events.summary_metadata
+    texts = events.Tensors("8_text/fixed_prompt/text_summary")
+    assert [event.step for event in texts] == [0, 2, 4, 5]
+    assert all(b"target calls" in event.tensor_proto.string_val[0] for event in texts)
 
 
 def test_the_draft_folder_decodes(run: Path, place: Path) -> None:
@@ -162,6 +193,10 @@ def test_an_interrupted_run_ends_as_if_it_had_not_been(
     job(place, "resumed")
     assert [kept.step for kept in exported] == [0, 2, 4, 5] and exported[1].speedup == 3.0
     assert all(same(weights(place / "resumed", step), weights(run, step)) for step in (2, 4, 5))
+    events = events_of(place / "resumed")
+    assert [event.step for event in events.Scalars("4_held_out/acceptance_T1")] == [0, 2, 4, 5]
+    points = [event.step for event in events.Scalars(tags.ACCEPTANCE)]  # that of step 4 was written twice
+    assert points == sorted(set(points)) and {0, 2, 4, 5} <= set(points)
 
 
 def went_down(*_: object) -> None:
@@ -233,9 +268,8 @@ def test_a_sweep_ends_in_one_table(place: Path, capsys: pytest.CaptureFixture[st
         f"loss={a},regime={b}" for a in ("kl", "tv") for b in ("t1", "t05")
     }
     assert {row[0] for row in rows} == {"1"}  # the first run was not judged at 0.5
-    events = EventAccumulator(str(place / "swept" / "loss=tv,regime=t1" / "tensorboard"))
-    events.Reload()
-    assert events.Scalars("held_out/tau_2")[0].value > 1
+    events = events_of(place / "swept" / "loss=tv,regime=t1")
+    assert events.Scalars("9_final/tau")[0].value > 1 and "9_final/speedup" not in events.Tags()["scalars"]
     assert "_hparams_/session_start_info" in events.summary_metadata
 
 
@@ -339,8 +373,11 @@ def test_bench_measures_a_draft_folder(run: Path, place: Path, capsys: pytest.Ca
     paths = [f"target.path={place / 'target'}", f"draft.path={run / 'draft'}", f"output={place / 'bench'}"]
     assert main(["bench", *paths, *sizes]) == 0
     validate(json.loads((place / "bench" / "report.json").read_text()))
-    assert "exactness: passed" in capsys.readouterr().out
-    assert main(["bench", *paths[:2], f"output={place / 'coupled'}", *sizes, "verify=coupled"]) == 0
+    said = capsys.readouterr().out
+    assert "exactness: passed" in said and said.index("\nverdict: ") < said.index("\ntarget ")
+    assert main(["bench", *paths[:2], f"output={place / 'coupled'}", *sizes, "verify=coupled", "json=true"]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["verdict"].startswith("verdict: ") and "bench: draft length" in said.err
     assert json.loads((place / "coupled" / "report.json").read_text())["extra"]["parity"] is None
     assert main(["bench", f"output={place / 'none'}"]) == 1
     assert "draft.path=" in capsys.readouterr().err and not (place / "none").exists()

@@ -3,24 +3,27 @@
 import copy
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from math import inf
+from math import inf, nan
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from cotrain.bench.planner import BATCH, Compiled, advice, planned, settled, taus
+from cotrain.bench.planner import BATCH, Compiled, advice, planned, rounds_of, settled, taus
+from cotrain.bench.timing_display import TimingDisplay
 from cotrain.config.settings import Bench
 from cotrain.data.prompts import shipped_ids
 from cotrain.data.splits import Prompts, apart
+from cotrain.progress_display import Display
 from cotrain.students.base import DEFAULT, Student, student_class
 from inference import Engine, Sampling
 from inference.exactness.checks import check, check_calls
 from inference.exactness.side_by_side import pair_figures
 from inference.measure import adaptive
 from inference.measure.adaptive import Reached, Wanted, until_known
+from inference.measure.real_costs import RealRound
 from inference.measure.timing import Texts, Timing, engine_arm, interleave, together, transformers_arm
 from inference.models.dtypes import cast, widened
 from inference.models.llama import can_round
@@ -48,6 +51,7 @@ class Plan:
     compiled: Compiled = Compiled()
     given: Prompts | None = None  # None: those shipped
     kind: str = DEFAULT  # of draft
+    known: dict[int, RealRound] = field(default_factory=dict)  # by draft length, of one shape of draft: measured once
 
     @cached_property
     def served(self) -> PreTrainedModel:
@@ -125,16 +129,26 @@ class Budget:
 
 
 def quick(plan: Plan, k: int) -> dict[str, float]:
-    """Speed-up, tau and tokens per second on a few prompts, both sides interleaved: ranks checkpoints."""
+    """Speed-up with its 95 % interval (nan ends for one batch), tau and tokens per second on a few prompts, both sides
+    interleaved; share_of_cost_table: what was measured of the decoding speed-up that tau and the seconds of a round,
+    timed apart from it and once for all checkpoints, predict."""
     arms = [
         engine_arm("speculative", plan.engine(k), plan.sampling, plan.bench.new_tokens),
         engine_arm("plain", plan.plain(), plan.sampling, plan.bench.new_tokens),
     ]
     timing = interleave(arms, plan.ranking(0, plan.bench.quick_prompts), plan.bench.rows, plan.bench.seed)
-    stats = timing.stats("speculative")
+    stats, speedup = timing.stats("speculative"), timing.ratio("speculative", "plain")
+    tau, decoding = stats.tau if stats else nan, timing.ratio("speculative", "plain", decode=True).value
+    k = min(k, plan.proposer(counted=True).depths or k)
+    if k not in plan.known:
+        plan.known.update(rounds_of(plan, (0, k), until=0.0))
+    predicted = tau * plan.known[0].seconds / plan.known[k].seconds
     return {
-        "speedup": timing.ratio("speculative", "plain").value,
-        "tau": stats.tau if stats else float("nan"),
+        "speedup": speedup.value,
+        "low": speedup.low,
+        "high": speedup.high,
+        "share_of_cost_table": decoding / predicted,
+        "tau": tau,
         "tokens_per_second": timing.speed("speculative"),
     }
 
@@ -201,14 +215,19 @@ def _timed(plan: Plan, engine: Engine, sampling: Sampling, until: float) -> tupl
     more = until < inf
     wanted = Wanted(batches, size.interval if more else inf, until)
     prompts = plan.prompts.final if more else plan.prompts.final[: size.prompts]
-    timing, reached = until_known(arms, prompts, size.rows, ("speculative", "plain"), wanted, size.seed, say=_bar)
+    with TimingDisplay(batches, until) as display:
+        timing, reached = until_known(
+            arms,
+            prompts,
+            size.rows,
+            ("speculative", "plain"),
+            wanted,
+            size.seed,
+            say=display.known,
+            turned=display.turned,
+        )
     print("bench: " + "; ".join(adaptive.lines(reached)))
     return timing, reached
-
-
-def _bar(done: int, near: float) -> None:
-    shown = f"interval within {100 * near:.0f} % of the speed-up" if near < inf else "no interval yet"
-    print(f"bench: {done} batches timed, {shown}", flush=True)
 
 
 def parity(plan: Plan, k: int, until: float = inf, noise: float = 0.0) -> dict[str, Any] | None:
@@ -223,11 +242,13 @@ def parity(plan: Plan, k: int, until: float = inf, noise: float = 0.0) -> dict[s
     engine = plan.engine(k, BATCH)
     arm = engine_arm("speculative", engine, plan.sampling, size.new_tokens)
     parts: list[Texts] = []
-    for done in range(0, count, BATCH):
-        prompts = plan.final(size.prompts + done, min(BATCH, count - done))
-        parts.append(interleave([arm], prompts, BATCH, size.seed + 1 + done, warmup=0).texts("speculative"))
-        if time.perf_counter() > until:
-            break
+    with Display("bench: parity", count, "texts") as display:
+        for done in range(0, count, BATCH):
+            prompts = plan.final(size.prompts + done, min(BATCH, count - done))
+            parts.append(interleave([arm], prompts, BATCH, size.seed + 1 + done, warmup=0).texts("speculative"))
+            display.to(done + len(prompts))
+            if time.perf_counter() > until:
+                break
     texts = together(parts)
     proposer = plan.proposer(counted=True)
     figures = pair_figures(engine, proposer, texts, plan.sampling, size.new_tokens, noise)

@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrai
 
 from cotrain.bundled.model_card import model_card
 from cotrain.data.sources import Blocks, SeededOrder
-from cotrain.training.clock import Bar
+from cotrain.training.training_bar import Bar
 from inference.drafts.atomic import new_folder
 
 Factory = Callable[..., Any]

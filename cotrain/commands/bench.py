@@ -18,6 +18,7 @@ from cotrain.config.settings import BenchConfig
 from cotrain.data.prompts import shipped_ids
 from cotrain.data.splits import SPLITS, Prompts, apart
 from cotrain.errors import UserError
+from cotrain.machine_output import answering
 from cotrain.page.html_page import written
 from cotrain.run_folder import claim, refuse
 from cotrain.students.base import DEFAULT
@@ -30,7 +31,7 @@ from inference.measure.environment import device, environment
 from inference.measure.random_shapes import random_model
 from inference.models.dtypes import half
 from inference.report import replay
-from inference.report.build import table
+from inference.report.table import headline, table
 
 
 def _grid(cfg: BenchConfig, logs: Path) -> Grid:
@@ -72,8 +73,8 @@ def _bits(cfg: BenchConfig, plan: measurement.Plan) -> list[dict[str, Any]]:
     return quantisation_table.table(plan, load, asked.targets, asked.drafts, temperatures, asked.k)
 
 
-def _synthetic(cfg: BenchConfig, alpha: float) -> None:
-    """Shapes alone: config.json of both, weights drawn here."""
+def _synthetic(cfg: BenchConfig, alpha: float) -> dict[str, Any]:
+    """Shapes alone: config.json of both, weights drawn here; the report, which is written too."""
     place = device()
     dtype = half(place) if cfg.target.dtype == "auto" else getattr(torch, cfg.target.dtype)
     if cfg.target.path is None:
@@ -93,6 +94,7 @@ def _synthetic(cfg: BenchConfig, alpha: float) -> None:
         report = {"synthetic": True, "environment": environment(), **names, "cells": cells}
         write_atomic(folder.path / "report.json", json.dumps(report, indent=2) + "\n")
         folder.finish()
+    return report
 
 
 def run(cfg: BenchConfig) -> None:
@@ -100,20 +102,28 @@ def run(cfg: BenchConfig) -> None:
     if cfg.draft.path is None:
         raise UserError("name the draft folder with draft.path=")
     settle(cfg.threads, cfg.bench.seed)
-    if cfg.synthetic is not None:
-        _synthetic(cfg, cfg.synthetic)
-        return
+    with answering(cfg.json) as answer:
+        if cfg.synthetic is not None:
+            answer(_synthetic(cfg, cfg.synthetic), f"wrote {Path(cfg.output) / 'report.json'}")
+            return
+        report = _measured(cfg, cfg.draft.path)
+        page = written(Path(cfg.output))
+        answer(report | {"verdict": headline(report), "page": str(page)}, f"{table(report)}\npage: {page}")
+
+
+def _measured(cfg: BenchConfig, draft_path: str) -> dict[str, Any]:
+    """The report, which is written too."""
     path = resolved(cfg)
     measurement.refuse(cfg.bench)
     refuse(cfg.output, cfg.overwrite)
-    found = measured(cfg.draft.path)
-    pair = refuse_pair(cfg.draft.path, path, cfg.target.trust_remote_code)
+    found = measured(draft_path)
+    pair = refuse_pair(draft_path, path, cfg.target.trust_remote_code)
     _refuse(cfg, found.kind, pair)
     given = _prompts(cfg, pair.target, pair.tokenizer)
     target, tokenizer = models(cfg)
     draft, made = load_network(found, target, tokenizer), found.metadata
     with claim(cfg.output, cfg.overwrite) as folder:
-        names = (path, cfg.draft.path)
+        names = (path, draft_path)
         drafts = made.objective if made else "sampled"
         plan = measurement.Plan(
             target, tokenizer, draft, sampling(cfg.regime), cfg.verify, cfg.bench, names, drafts, given=given,
@@ -127,5 +137,4 @@ def run(cfg: BenchConfig) -> None:
         write_atomic(folder.path / "report.json", json.dumps(report, indent=2) + "\n")
         replay.write(recorded(plan, report["extra"]["planned_k"]), folder.path / replay.FILE)
         folder.finish()
-    print(table(report))
-    print(f"page: {written(folder.path)}")
+    return report

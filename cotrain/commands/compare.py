@@ -6,6 +6,7 @@ from pathlib import Path
 
 from cotrain.config.settings import CompareConfig
 from cotrain.evaluation.comparison import compare, read, table
+from cotrain.machine_output import answering
 from cotrain.run_folder import writable
 from inference.drafts.atomic import write_atomic
 from inference.report.build import environment
@@ -15,8 +16,9 @@ def run(cfg: CompareConfig) -> None:
     """Print the table; with `report=`, keep it with all figures as JSON."""
     if cfg.report:
         writable("report", cfg.report)
-    gains = compare(read(Path(cfg.folder)), cfg.baseline)
-    print(table(gains, cfg.baseline))
-    if cfg.report:
+    with answering(cfg.json) as answer:
+        gains = compare(read(Path(cfg.folder)), cfg.baseline)
         found = {"environment": environment(), "baseline": cfg.baseline, "gains": [asdict(gain) for gain in gains]}
+        answer(found, table(gains, cfg.baseline))
+    if cfg.report:
         write_atomic(Path(cfg.report), json.dumps(found, indent=2) + "\n")

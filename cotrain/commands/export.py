@@ -8,6 +8,7 @@ from cotrain.errors import UserError
 from cotrain.export import eagle3, hf, layout_check
 from cotrain.export.card import tau_by_length
 from cotrain.export.engines import FEATURES, launch, layout_of, place, refuse_layout
+from cotrain.machine_output import answering
 from cotrain.run_folder import writable
 from cotrain.teacher.target_model import load_config, load_pair
 from cotrain.training.job import objective
@@ -18,11 +19,10 @@ from inference.drafts.weight_files import read_json
 def run(cfg: ExportConfig) -> None:
     """Write `output` and print the launch command; with `check=<folder>`, only say what is wrong with that folder."""
     if cfg.check:
-        problems = layout_check.check(cfg.check)
-        if problems:
-            raise UserError("\n".join([f"{cfg.check} would not load:", *problems]))
-        print(f"{cfg.check}: complete, every tensor as config.json says")
+        _check(cfg.check, cfg.json)
         return
+    if cfg.json:
+        raise UserError("json: for check=, which answers; an export writes a folder")
     if cfg.draft.path is None:
         raise UserError("name the draft folder with draft.path=")
     refuse_layout(cfg.engine, cfg.layout)
@@ -53,6 +53,17 @@ def run(cfg: ExportConfig) -> None:
         print(f"tau by draft length, predicted on held-out texts:\n{lengths}")
     place_of = str(path.absolute()), place(str(served))
     print(launch(cfg.engine, *place_of, written.k, written.objective, cfg.layout, written.kind))
+
+
+def _check(path: str, as_json: bool) -> None:
+    """Raises UserError for a folder that would not load, with what is wrong; as JSON, says it first."""
+    with answering(as_json) as answer:
+        problems = layout_check.check(path)
+        if as_json or not problems:
+            found = {"folder": path, "passed": not problems, "problems": problems}
+            answer(found, f"{path}: complete, every tensor as config.json says")
+    if problems:
+        raise UserError("\n".join([f"{path} would not load:", *problems]))
 
 
 def _features(cfg: ExportConfig, target: str) -> Path:

@@ -1,11 +1,9 @@
 """`cotrain generate`: continue prompts with a draft, or by plain decoding without one."""
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-from transformers import PreTrainedTokenizerBase
 
 from cotrain.bench.served_pair import folder, refuse_pair
 from cotrain.config.regimes import sampling
@@ -13,7 +11,8 @@ from cotrain.config.settings import GenerateConfig
 from cotrain.errors import UserError
 from cotrain.teacher.target_model import load_config, load_pair
 from cotrain.training.preconditions import holds
-from inference import Engine, Event, load
+from inference import Engine, load
+from inference.output import pieces
 from inference.policy import Fixed
 
 PLAIN = "\033[0m"
@@ -37,10 +36,11 @@ def run(cfg: GenerateConfig) -> None:
         _refuse_errors(out.errors)
         return
     assert engine.tokenizer is not None
+    decode: Any = engine.tokenizer.decode
     for prompt in prompts:
         try:
-            for piece in _colored(engine.stream(prompt, **settings), engine.tokenizer):
-                print(piece, end="", flush=True)
+            for kind, piece in pieces(engine.stream(prompt, **settings), decode):
+                print(f"{COLORS[kind]}{piece}", end="", flush=True)
         finally:
             print(PLAIN)
 
@@ -107,17 +107,3 @@ def _read(prompts: str) -> str:
         return Path(prompts).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"prompts={prompts} cannot be read as text: {error}") from error
-
-
-def _colored(events: Iterable[Event], tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    """The text as it comes; bytes that end inside a character wait for the rest of it."""
-    ids: list[int] = []
-    shown = text = ""
-    for event in events:
-        for token, kind in zip(event.ids, event.kinds, strict=True):
-            ids.append(token)
-            text = str(tokenizer.decode(ids))
-            if not text.endswith("\ufffd"):
-                piece, shown = text[len(shown) :], text
-                yield f"{COLORS[kind]}{piece}"
-    yield text[len(shown) :]

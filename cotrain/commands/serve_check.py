@@ -1,12 +1,14 @@
 """`cotrain serve_check`: does a server accept a draft as often as this engine does, and as predicted?"""
 
 import json
+from typing import Any
 
 from cotrain.bench import measurement, server_parity
 from cotrain.bench.served_pair import load_network, measured, refuse_pair, resolved
 from cotrain.config.regimes import sampling
 from cotrain.config.settings import Bench, ServeCheckConfig
 from cotrain.errors import UserError
+from cotrain.machine_output import answering
 from cotrain.run_folder import claim, refuse
 from cotrain.training.job import models, objective, settle
 from cotrain.training.preconditions import server
@@ -18,32 +20,39 @@ def run(cfg: ServeCheckConfig) -> None:
     """Ask the server, write report.json in `output`, and fail when its acceptance is not this engine's."""
     if cfg.url is None or cfg.draft.path is None:
         raise UserError("name the server with url= and the draft that it serves with draft.path=")
+    with answering(cfg.json) as answer:
+        report, found = _compared(cfg, cfg.url, cfg.draft.path)
+        answer(report, f"{cfg.url}: {found.line()}")
+    if not found.passed:
+        raise UserError(
+            f"{cfg.url}: acceptance is more than {server_parity.TOLERANCE:.0%} from this engine's or the "
+            f"prediction for {report['objective']} drafting with k={report['k']}: does the server draft so, and with "
+            "this draft?"
+        )
+
+
+def _compared(cfg: ServeCheckConfig, url: str, draft_path: str) -> tuple[dict[str, Any], server_parity.Parity]:
+    """The report, which is written too, and what it is made of."""
     settle(cfg.threads, 0)
     refuse(cfg.output, cfg.overwrite)
-    client, path = server("url", cfg.url, cfg.model), resolved(cfg)
-    found = measured(cfg.draft.path)
-    refuse_pair(cfg.draft.path, path, cfg.target.trust_remote_code)
+    client, path = server("url", url, cfg.model), resolved(cfg)
+    found = measured(draft_path)
+    refuse_pair(draft_path, path, cfg.target.trust_remote_code)
     target, tokenizer = models(cfg)
     draft, made = load_network(found, target, tokenizer), found.metadata
     k = cfg.k or (made.k if made else None)
     if k is None:
-        raise UserError(f"{cfg.draft.path} names no draft length: give k=, as the server has it")
+        raise UserError(f"{draft_path} names no draft length: give k=, as the server has it")
     drafts = objective(cfg.objective) if cfg.objective else made.objective if made else "sampled"
     size = Bench(prompts=cfg.prompts, quick_prompts=0, prompt_tokens=cfg.prompt_tokens, new_tokens=cfg.new_tokens,
                  parity_tokens=0, rows=cfg.at_once, minutes=0, interval=0.1, depths=[k], draft_dtype="auto",
                  draft_int8=False, compile=False, seed=0)  # fmt: skip
-    plan = measurement.Plan(target, tokenizer, draft, sampling(cfg.regime), "token", size, (path, cfg.draft.path),
-                      drafts, kind=found.kind)  # fmt: skip
+    plan = measurement.Plan(target, tokenizer, draft, sampling(cfg.regime), "token", size, (path, draft_path),
+                            drafts, kind=found.kind)  # fmt: skip
     with claim(cfg.output, cfg.overwrite) as folder:
         parity = server_parity.parity(plan, server_parity.over_http(client, plan), k, cfg.at_once)
-        report = {"environment": environment(), "url": cfg.url, "kind": found.kind, "k": k, "objective": drafts,
+        report = {"environment": environment(), "url": url, "kind": found.kind, "k": k, "objective": drafts,
                   "parity": parity.report()}  # fmt: skip
         write_atomic(folder.path / "report.json", json.dumps(report, indent=2) + "\n")
         folder.finish()
-    print(f"{cfg.url}: {parity.line()}")
-    if not parity.passed:
-        raise UserError(
-            f"{cfg.url}: acceptance is more than {server_parity.TOLERANCE:.0%} from this engine's or the "
-            "prediction for "
-            f"{drafts} drafting with k={k}: does the server draft so, and with this draft?"
-        )
+    return report, parity

@@ -353,6 +353,7 @@ class BenchConfig:
     output: str
     overwrite: bool
     threads: int
+    json: bool  # one JSON object on standard output, all words on standard error
 
 
 @dataclass
@@ -362,6 +363,7 @@ class CompareConfig:
     folder: str  # runs of cotrain train below it
     baseline: str  # the label that others are compared with
     report: str | None  # a JSON file to write
+    json: bool  # as of BenchConfig
 
 
 @dataclass
@@ -385,6 +387,7 @@ class ExportConfig:
     check: str | None  # a folder to check instead
     output: str
     overwrite: bool
+    json: bool  # as of BenchConfig, with check=
 
 
 @dataclass
@@ -406,6 +409,7 @@ class ServeCheckConfig:
     output: str
     overwrite: bool
     threads: int
+    json: bool  # one JSON object on standard output, all words on standard error
 
 
 SCHEMAS = {

@@ -14,12 +14,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from cotrain.data.prompt_rows import PromptRows, TextStarts
 from cotrain.data.texts import Texts
 from cotrain.paths import folder
+from cotrain.progress_display import Say
 from cotrain.rollout import kept_texts, samplers
 from cotrain.rollout.fingerprints import identity, said
 from cotrain.training.ranks import rank
 from inference import Engine, Sampling
 
-Announce = Callable[[str], None]
 Source = PromptRows | TextStarts
 
 
@@ -71,7 +71,7 @@ class Sampled:
     identity: Mapping[str, Any] | None = None
 
     def texts(
-        self, kind: str, sampling: Sampling, source: Callable[[], Source], say: Announce = print, part: Share = WHOLE
+        self, kind: str, sampling: Sampling, source: Callable[[], Source], say: Say | None = None, part: Share = WHOLE
     ) -> Texts:
         """The texts of a regime; `source` gives prompts if they must be sampled, and is not called otherwise."""
         for place in (folder("data") / "rollouts", self.folder):
@@ -79,10 +79,12 @@ class Sampled:
             if self._fits(path, kind, sampling, part):
                 return kept_texts.texts(kept_texts.read(path))
         if other := self._apart(self.folder / name(kind, sampling, part), kind, sampling, part):
-            say(f"kept texts are not used, new ones are sampled: {other}")
+            (say or print)(f"kept texts are not used, new ones are sampled: {other}")
         return kept_texts.texts(kept_texts.read(self.sample(kind, sampling, source(), say, part)))
 
-    def sample(self, kind: str, sampling: Sampling, source: Source, say: Announce = print, part: Share = WHOLE) -> Path:
+    def sample(
+        self, kind: str, sampling: Sampling, source: Source, say: Say | None = None, part: Share = WHOLE
+    ) -> Path:
         """Sample a set and keep it; interrupted, the next call goes on where this one stopped."""
         path, made = self.folder / name(kind, sampling, part), self._manifest(kind, sampling, part)
         if rank():

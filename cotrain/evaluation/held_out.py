@@ -1,7 +1,7 @@
 """Acceptance on held-out text that the target sampled: what is accepted, where, and what it is worth.
 
-Acceptance by depth, predicted calls and tau come from one teacher-forced pass: they are unbiased on text sampled in the regime
-that they speak of, and on no other.
+Acceptance by depth, predicted calls and tau come from one teacher-forced pass: they are unbiased on text sampled in the
+regime that they speak of, and on no other.
 """
 
 from dataclasses import dataclass
@@ -31,6 +31,14 @@ class HeldOut:
     def at(self, rows: Tensor, device: torch.device) -> Record:
         """The states of some texts, on a device."""
         return {layer: states[rows].to(device) for layer, states in self.states.items()}
+
+    def spread(self, count: int) -> "HeldOut":
+        """At most `count` of the texts, evenly over all."""
+        rows = torch.arange(0, len(self.texts), -(-len(self.texts) // count))
+        texts, (ids, places) = self.texts, self.texts.read(rows)
+        domains = [texts.domain[row] for row in rows.tolist()]
+        part = Texts(ids, texts.prompt[rows], texts.length[rows], domains, places)
+        return HeldOut(part, self.at(rows, self.states[LAST].device), self.temperature, self.truncate)
 
     @property
     def hidden(self) -> Tensor:

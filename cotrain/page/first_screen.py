@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+from cotrain.board import tags
 from cotrain.page.charts import interval, number
 from cotrain.page.loaded_run import Number, Run
 from cotrain.page.markup import Html, joined, table, tag
@@ -32,11 +33,10 @@ def _length(run: Run) -> Html:
 
 
 def _unmeasured(run: Run) -> Html:
-    loss = run.curves.get("train/loss")
+    loss = run.curves.get(tags.LOSS)
     steps = run.get("run", "settings", "trainer", "steps")
-    done = max((curve[-1][0] for name, curve in run.curves.items() if name.startswith("train/") and curve), default=0)
     if run.partial:
-        return joined("not finished: ", f"step {done}" if loss else "no step", f" of {steps}" if steps else "",
+        return joined("not finished: ", f"step {loss[-1][0]}" if loss else "no step", f" of {steps}" if steps else "",
                       "; the same command resumes it")  # fmt: skip
     return joined("no speed was measured in this run (measure=false): acceptance alone")
 
@@ -111,7 +111,7 @@ def _exported_tau(run: Run) -> Number:
 
 def _alphas(run: Run) -> Html:
     own = alpha(run)
-    curve = run.curves.get(f"alpha_T{run.temperature:g}/all")
+    curve = run.curves.get(tags.at("acceptance", run.temperature))
     if own.value is None and curve:
         first, last = (Number(value, run.number) for _, value in (curve[0], curve[-1]))
         return joined(number(first), " → ", number(last))

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 
+from cotrain.board import tags
 from cotrain.page.charts import Chart, Series, drawn
 from cotrain.page.event_curves import thinned
 from cotrain.page.loaded_run import Number, Run
@@ -11,13 +12,16 @@ from cotrain.page.section import Section, by_run
 
 # title, what the y axis says, the tags' pattern with the series' name in it
 GROUPS = (
-    ("Loss", "loss", r"train/(loss\w*)"),
-    ("Acceptance on the training texts", "acceptance", r"train/(alpha\w*)"),
-    ("Acceptance on held-out texts", "acceptance", r"alpha_(T[\d.]+)/all"),
-    ("Tokens per target call, timed at checkpoints", "tau", r"speed/(tau)"),
-    ("Speed-up, timed at checkpoints on few prompts", "speed-up", r"speed/(speedup)"),
-    ("Learning rate", "rate", r"(lr-\w+|optimizer/lr|\w*/?learning_rate)"),
-    ("Gradient norm", "norm", r"(\w*/?grad\w*_norm\w*)"),
+    ("Loss", "loss", rf"{tags.TRAINING}/(loss\w*)"),
+    ("Acceptance on the training texts", "acceptance", rf"{tags.TRAINING}/(acceptance\w*)"),
+    ("Acceptance on a part of the held-out texts", "acceptance", rf"{tags.SERVING}/(acceptance)"),
+    ("Acceptance on all held-out texts", "acceptance", rf"{tags.HELD_OUT}/acceptance_(T[\d.]+)"),
+    ("Acceptance by depth, given the drafts before", "acceptance", rf"{tags.DEPTH}/acceptance_(\d+)"),
+    ("Tokens per target call, predicted on held-out texts", "tau", rf"{tags.SERVING}/(tau)"),
+    ("Tokens per target call, timed at checkpoints", "tau", rf"{tags.TIMED}/(tau)"),
+    ("Speed-up, timed at checkpoints on few prompts", "speed-up", rf"{tags.SERVING}/(speedup\w*)"),
+    ("Learning rate", "rate", rf"{tags.TRAINING}/(learning_rate)"),
+    ("Gradient norm", "norm", rf"{tags.TRAINING}/(gradient_norm)"),
 )
 
 

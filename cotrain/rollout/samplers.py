@@ -3,7 +3,7 @@ one, or by a server."""
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from cotrain.errors import UserError
+from cotrain.progress_display import Display, Say
 from inference import Engine, Sampling, noise
 from inference.drafts.atomic import write_atomic
 from inference.servers.openai_client import Client, Completion
@@ -143,18 +144,20 @@ class Remote:
 
 def collect(
     sampler: Sampler, asked: list[tuple[str, list[int]]], sampling: Sampling, new_tokens: int, seed: int, partial: Path,
-    say: Callable[[str], None] = print, keys: Sequence[int] | None = None,
+    say: Say | None = None, keys: Sequence[int] | None = None,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Sample a continuation of every (domain, prompt); rows of `kept_texts.FEATURES`, end tokens kept.
 
-    Finished batches are kept in the file `partial`, so an interrupted run goes on with the next one. keys: of the
-    noise, by default the place in the list: a resumed run samples what an uninterrupted one would have.
+    Finished batches are kept in the file `partial`, so an interrupted run goes on with the next one. say: takes a line
+    a batch; None: see `Display`. keys: of the noise, by default the place in the
+    list: a resumed run samples what an uninterrupted one would have.
     """
     keys = range(len(asked)) if keys is None else keys
     partial.parent.mkdir(parents=True, exist_ok=True)
     rows = _whole_lines(partial)
     begun, clock = len(rows), time.perf_counter()
-    with partial.open("a", encoding="utf-8") as file:
+    display = Display(f"rollout T={sampling.temperature:g}", len(asked), "texts", begun, say)
+    with display, partial.open("a", encoding="utf-8") as file:
         for start in range(begun, len(asked), sampler.rows):
             batch = asked[start : start + sampler.rows]
             texts = [prompt for _, prompt in batch]
@@ -166,11 +169,8 @@ def collect(
             file.writelines(json.dumps(row) + "\n" for row in made)
             file.flush()
             rows += made
-            seconds = time.perf_counter() - clock
-            speed = sum(len(row["completion"]) for row in rows[begun:]) / seconds
-            left = seconds / (len(rows) - begun) * (len(asked) - len(rows))
-            say(f"rollout T={sampling.temperature:g}: {len(rows)}/{len(asked)} texts, {speed:.0f} tokens/s, "
-                f"{left:.0f} s left")  # fmt: skip
+            speed = sum(len(row["completion"]) for row in rows[begun:]) / (time.perf_counter() - clock)
+            display.to(len(rows), f"{speed:.0f} tokens/s")
     return rows
 
 

@@ -15,9 +15,11 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from transformers import PreTrainedModel
 
 from cotrain.bench.quantisation_table import projections, quantised
+from cotrain.board import tags
 from cotrain.training.stand_ins import Shown
 
 Measure = Callable[[PreTrainedModel], dict[str, float]]
+Show = Callable[[PreTrainedModel], str]
 
 
 @dataclass(frozen=True)
@@ -35,25 +37,35 @@ class MeasureSpeed(Callback):
 
     measure: draft -> figures with a `speedup`, timed on few prompts, so noisy. tau: of the draft as the held-out texts
     were last scored, exact and from thousands of tokens. It is what ranks checkpoints: their rounds cost the same.
+    show: draft -> a text that it drafted for, in Markdown, written beside its figures.
     patience: training ends when so many validations in a row brought no higher tau, 0 for never.
     """
 
-    def __init__(self, measure: Measure, tau: Callable[[], float], folder: Path, patience: int = 0) -> None:
-        self.measure, self.tau, self.folder, self.patience = measure, tau, folder, patience
+    def __init__(
+        self, measure: Measure, tau: Callable[[], float], folder: Path, patience: int = 0, show: Show | None = None
+    ) -> None:
+        self.measure, self.tau, self.folder, self.patience, self.show = measure, tau, folder, patience, show
         self.kept: list[Kept] = []
 
     def on_validation_end(self, trainer: lightning.Trainer, module: Any) -> None:
         figures, path = {"speedup": math.nan}, self.folder / f"step-{trainer.global_step}"
         with module.assembled() as draft:
             if trainer.is_global_zero:
-                figures = self.measure(draft)
+                with torch.inference_mode(False), torch.no_grad():  # a copy made in it could not be read by two engines
+                    figures = self.measure(draft)
+                    self._show(trainer, draft)
                 draft.save_pretrained(path)
         trainer.strategy.barrier()  # timings are disturbed by whoever goes on
         if trainer.logger:
-            trainer.logger.log_metrics({f"speed/{name}": value for name, value in figures.items()}, trainer.global_step)
+            trainer.logger.log_metrics(tags.speed(figures), trainer.global_step)
         self.kept.append(Kept(trainer.global_step, path, figures["speedup"], self.tau()))
         if self.stale:
             trainer.should_stop = True
+
+    def _show(self, trainer: lightning.Trainer, draft: PreTrainedModel) -> None:
+        logger: Any = trainer.logger
+        if logger and self.show:
+            logger.experiment.add_text(f"{tags.TEXT}/fixed_prompt", self.show(draft), trainer.global_step)
 
     @property
     def stale(self) -> bool:

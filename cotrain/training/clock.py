@@ -1,13 +1,14 @@
-"""The time that training has taken, in checkpoints too, and the bar that shows what is left of it."""
+"""The time that training has taken, in checkpoints too."""
 
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import lightning
 import torch
-from lightning.pytorch.callbacks import Callback, TQDMProgressBar
-from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
+from lightning.pytorch.callbacks import Callback
 
 from cotrain.training.progress import Progress
 
@@ -39,6 +40,12 @@ class Clock(Callback):
     def on_validation_end(self, *_: Any) -> None:
         self.since = time.monotonic()
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What happens within, behind this callback's turn, is no training."""
+        yield
+        self.since = time.monotonic()
+
     def state_dict(self) -> dict[str, Any]:
         return {"elapsed": self.progress.elapsed}
 
@@ -68,50 +75,3 @@ class Clock(Callback):
             rates = zip(scheduler.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
             for group, base, factor in rates:
                 group["lr"] = base * factor(scheduler.last_epoch)
-
-
-class Bar(TQDMProgressBar):
-    """One bar for the whole training in steps, with time left; a resumed one begins where the run does. Validations,
-    which are one call each, have none."""
-
-    def __init__(self, progress: Progress | None = None) -> None:
-        super().__init__(refresh_rate=5)
-        self.progress = progress
-
-    def total(self, trainer: Any) -> int:
-        """Steps that there will be."""
-        return self.progress.expected(trainer.global_step) if self.progress else trainer.max_steps
-
-    def init_validation_tqdm(self) -> Any:
-        return Tqdm(disable=True)
-
-    def init_train_tqdm(self) -> Any:
-        bar = super().init_train_tqdm()
-        bar.bar_format = "{desc}{percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} steps, {remaining} left{postfix}"
-        return bar
-
-    def on_train_start(self, trainer: Any, *_: Any) -> None:
-        super().on_train_start(trainer, *_)
-        self._begin(trainer)  # a run that goes on begins no epoch
-
-    def on_train_epoch_start(self, trainer: Any, *_: Any) -> None:
-        super().on_train_epoch_start(trainer)
-        self._begin(trainer)
-
-    def _begin(self, trainer: Any) -> None:
-        bar = self.train_progress_bar
-        bar.set_description("training", refresh=False)
-        bar.initial = bar.n = trainer.global_step
-        bar.total = self.total(trainer)
-        bar.refresh()
-
-    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
-        bar, step = self.train_progress_bar, trainer.global_step
-        if step == bar.n or (step % self.refresh_rate and step < trainer.max_steps):
-            return
-        bar.n, bar.total = step, self.total(trainer)
-        bar.set_postfix(self.get_metrics(trainer, module))
-
-    def get_metrics(self, *arguments: Any) -> dict[str, Any]:
-        found = super().get_metrics(*arguments)
-        return {name: value for name, value in found.items() if name != "v_num"}

@@ -2,18 +2,19 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from lightning.pytorch.loggers import TensorBoardLogger
 from omegaconf import OmegaConf
 from transformers import PreTrainedTokenizerBase
 
 from cotrain.bench import measurement
 from cotrain.bench.recorded_replay import recorded
+from cotrain.board import final_figures
+from cotrain.board.marked_text import marked
 from cotrain.config.regimes import sampling
 from cotrain.config.settings import TrainConfig
 from cotrain.data.training_texts import Source, regime
@@ -77,20 +78,27 @@ def _distilled(cfg: TrainConfig, folder: Path, sources: dict[str, Source], signa
     if rank():
         return {}
     keep_figures(job, module)
-    if not cfg.measure:
-        return {}
-    choose_fastest(job, module, speed)
-    return export(job, module, speed, others)
+    report: dict[str, Any] = {}
+    if cfg.measure:
+        choose_fastest(job, module, speed)
+        report = export(job, module, speed, others)
+    final_figures.write(cfg, job.folder, module.scores()[module.temperature].alpha, ranking_tau(job, module)(), report)
+    return report
 
 
 def ranking(job: Job, module: Distillation) -> MeasureSpeed:
     """Measures each checkpoint, which tau of the held-out texts ranks."""
-    cfg, k = job.cfg, job.cfg.policy.k
+    cfg, k, tau = job.cfg, job.cfg.policy.k, ranking_tau(job, module)
     assert k is not None
-    tau = partial(module.tau, k, objective(cfg.objective), cfg.verify)
     return MeasureSpeed(
-        lambda draft: measurement.quick(job.plan(draft), k), tau, job.folder / "checkpoints", cfg.trainer.patience
-    )
+        lambda draft: measurement.quick(job.plan(draft), k), tau, job.folder / "checkpoints", cfg.trainer.patience,
+        lambda draft: marked(job.plan(draft), k),
+    )  # fmt: skip
+
+
+def ranking_tau(job: Job, module: Distillation) -> Callable[[], float]:
+    """Of the draft as it was last judged, at the draft length and by the rule of the settings."""
+    return partial(module.tau, job.cfg.policy.k or DEPTHS, objective(job.cfg.objective), job.cfg.verify)
 
 
 def choose_fastest(job: Job, module: Distillation, speed: MeasureSpeed) -> None:
@@ -112,15 +120,10 @@ def keep_figures(job: Job, module: Distillation) -> None:
     """What `cotrain compare` reads: held-out figures of the last step, text by text."""
     loss = job.cfg.loss
     label = job.cfg.label or (f"{loss.first}_then_{loss.then}" if loss.then else loss.first)
-    k, settings = job.cfg.policy.k or DEPTHS, OmegaConf.to_container(cast(Any, job.cfg), resolve=True)
-    tau = module.tau(k, objective(job.cfg.objective), job.cfg.verify)
-    found = {"label": label, "seed": job.cfg.trainer.seed, "steps": job.cfg.trainer.steps, "tau": tau,
+    found = {"label": label, "seed": job.cfg.trainer.seed, "steps": job.cfg.trainer.steps,
+             "tau": ranking_tau(job, module)(),
              "texts": comparison.per_text(module.scores()), "environment": environment()}  # fmt: skip
     write_atomic(job.folder / comparison.FIGURES, json.dumps(found) + "\n")
-    alpha = module.scores()[module.temperature].alpha
-    logger = TensorBoardLogger(job.folder, name="", version="tensorboard")
-    logger.log_hyperparams(cast(dict[str, Any], settings), {f"held_out/tau_{k}": tau, "held_out/alpha": alpha})
-    logger.finalize("success")
 
 
 def biased(module: Distillation, others: tuple[HeldOut, Provenance]) -> dict[str, Any]:

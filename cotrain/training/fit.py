@@ -10,24 +10,31 @@ from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from torch.utils.data import ConcatDataset, DataLoader
 
 from cotrain.bench.quantisation_table import KINDS
+from cotrain.board import tags
+from cotrain.board.held_out_points import HeldOutPoints, part_of
+from cotrain.board.learning import Learning
 from cotrain.config.settings import TrainConfig
 from cotrain.config.settings import Trainer as TrainerSettings
 from cotrain.data.texts import Curriculum, Learnt, Strided, Texts
 from cotrain.errors import NotFinite, UserError
+from cotrain.progress_display import Display
 from cotrain.rollout.samplers import Faster, Mixed
 from cotrain.teacher.states_cache import Shards
 from cotrain.teacher.top_k import size
 from cotrain.training.assembly import parts
 from cotrain.training.callbacks import Averaged, MeasureSpeed, QuantisationAware
-from cotrain.training.clock import NEVER, Bar, Clock
+from cotrain.training.clock import NEVER, Clock
 from cotrain.training.counts import Grouped
 from cotrain.training.interrupts import Keeper
-from cotrain.training.job import Job
+from cotrain.training.job import Job, objective
 from cotrain.training.module import WATCHED, Distillation
 from cotrain.training.optim import precision
 from cotrain.training.phases import Phase, phases_of, swapped
 from cotrain.training.progress import Progress
 from cotrain.training.progress import refuse as refuse_fractions
+from cotrain.training.ranks import rank
+from cotrain.training.stand_ins import Shown
+from cotrain.training.training_bar import Bar
 
 CHECKPOINT, SHARDED = "checkpoints/last.ckpt", "fsdp2"
 SHOWN = 12  # tokens of a text that went wrong
@@ -65,7 +72,9 @@ def _trained(job: Job, module: Distillation, extra: list[Callback], phase: Phase
     progress = module.progress
     assert progress is not None
     clock = Clock(progress, cfg.validations)
-    trainer = _trainer(job, [*extra, *averaged, *rounded, clock], phase, every, progress)
+    points = _points(job, module, clock, [*averaged, *rounded])
+    callbacks = [*extra, *averaged, *rounded, clock, Learning(progress), points]
+    trainer = _trainer(job, callbacks, phase, every, progress, done)
     sampler: Faster | Mixed | None = None  # of the phase's texts: the target alone
     if phase.round and done == phase.first:  # else its texts were sampled before
         module.load_state_dict(kept["state_dict"])  # this process may be a new one
@@ -73,7 +82,7 @@ def _trained(job: Job, module: Distillation, extra: list[Callback], phase: Phase
     del kept  # the trainer reads its own
     corpus, sampled = parts(job, phase.round + 1, sampler)
     if sampler and trainer.logger:
-        speeds = {f"rollout/{name}": speed for name, speed in sampler.speeds.items()}
+        speeds = {f"{tags.ROLLOUT}/{name}": speed for name, speed in sampler.speeds.items()}
         trainer.logger.log_metrics(speeds, phase.first)
     asks: DataLoader[Any] = DataLoader([torch.zeros(1)])  # type: ignore[arg-type]  # one call: the texts are the module's
     if not done:
@@ -85,6 +94,8 @@ def _trained(job: Job, module: Distillation, extra: list[Callback], phase: Phase
     except NotFinite as error:
         raise UserError(_named(error, job)) from error
     job.signals.check(f"interrupted at step {trainer.global_step}, kept; the same command resumes")
+    if not rank():
+        print(points.line())
     for average in averaged:
         average.show(module)
     if not cfg.minutes and trainer.global_step % every:  # the last validation was not at the last step
@@ -92,6 +103,14 @@ def _trained(job: Job, module: Distillation, extra: list[Callback], phase: Phase
     module.assemble()
     module.to(job.target.device).eval()  # the trainer leaves it on the CPU
     return bool(trainer.should_stop)
+
+
+def _points(job: Job, module: Distillation, clock: Clock, shown: list[Shown]) -> HeldOutPoints:
+    cfg = job.cfg
+    assert cfg.policy.k is not None
+    tokens = cfg.trainer.steps * cfg.trainer.accumulate * cfg.trainer.batch * cfg.rollout.new_tokens
+    part = part_of(module.held_out[module.temperature], tokens)
+    return HeldOutPoints(part, clock, shown, cfg.policy.k, objective(cfg.objective), cfg.verify)
 
 
 def _named(error: NotFinite, job: Job) -> str:
@@ -147,8 +166,13 @@ def _strategy(cfg: TrainerSettings) -> str | Strategy:
     return ModelParallelStrategy(data_parallel_size=parts, tensor_parallel_size=1, save_distributed_checkpoint=False)
 
 
-def _trainer(job: Job, extra: list[Callback], phase: Phase, every: int, progress: Progress) -> lightning.Trainer:
+def _trainer(
+    job: Job, extra: list[Callback], phase: Phase, every: int, progress: Progress, done: int
+) -> lightning.Trainer:
     cfg, last = job.cfg.trainer, job.folder / CHECKPOINT
+    again: dict[str, Any] = (
+        {"purge_step": done + 1} if done else {}
+    )  # what was written behind the checkpoint is made anew
     return lightning.Trainer(
         accelerator=job.target.device.type, devices=cfg.devices, num_nodes=cfg.nodes, strategy=_strategy(cfg),
         inference_mode=cfg.strategy != SHARDED,  # weights gathered in it could not be learnt later
@@ -158,7 +182,7 @@ def _trainer(job: Job, extra: list[Callback], phase: Phase, every: int, progress
         gradient_clip_val=cfg.clip, check_val_every_n_epoch=None,
         val_check_interval=NEVER if cfg.minutes else every * cfg.accumulate,
         num_sanity_val_steps=0, log_every_n_steps=WATCHED, enable_model_summary=False,
-        logger=TensorBoardLogger(job.folder, name="", version="tensorboard"),
+        logger=TensorBoardLogger(job.folder, name="", version="tensorboard", **again),
         callbacks=[*extra, Bar(progress), Keeper(last, cfg.checkpoint_minutes, job.signals),
                    ModelCheckpoint(last.parent, "last", every_n_epochs=1, save_on_train_epoch_end=False,
                                    enable_version_counter=False)],
@@ -189,8 +213,5 @@ def _remember(job: Job, module: Distillation, corpus: Texts, sampled: Texts) -> 
         laws = size(trainer.top) * torch.float32.itemsize if trainer.top else states
         each = laws + len(job.reads) * states
         print(read.estimate(len(sampled), sampled.ids.shape[1] * each))
-    module.teacher.fill(sampled.ids.long(), keys, progress=_reading)
-
-
-def _reading(done: int, total: int) -> None:
-    print(f"\rthe target reads the texts: {done}/{total}", end="" if done < total else "\n", flush=True)
+    with Display("the target reads the texts", len(sampled), "texts", hidden=bool(rank())) as display:
+        module.teacher.fill(sampled.ids.long(), keys, progress=lambda done, _: display.to(done))

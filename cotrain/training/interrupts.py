@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import Callback
 from cotrain.errors import Interrupted
 
 ENDING = (signal.SIGINT, signal.SIGTERM)
+CURSOR = b"\x1b[?25h"  # shows it again: a display hides it
 TIME = 1  # a checkpoint is due, in what processes agree on; signals have larger numbers
 
 
@@ -30,6 +31,8 @@ class Signals:
 
     def __call__(self, number: int, _: FrameType | None = None) -> None:
         if self.received:
+            if sys.stdout.isatty():
+                os.write(sys.stdout.fileno(), CURSOR)
             os._exit(128 + number)
         self.received = number
         if not self.deferring:
@@ -84,7 +87,7 @@ class Keeper(Callback):
 
     def on_train_batch_end(self, trainer: lightning.Trainer, module: Any, _: Any, batch: Any, __: int) -> None:
         index, number = batch.get("group", (0, 1))
-        if index + 1 < number or _validates(trainer):
+        if index + 1 < number or validates(trainer):
             return
         wanted = self._agreed(trainer)
         if wanted:
@@ -115,7 +118,7 @@ class Keeper(Callback):
         return int(trainer.strategy.reduce(found, reduce_op="max"))
 
 
-def _validates(trainer: lightning.Trainer) -> bool:
+def validates(trainer: lightning.Trainer) -> bool:
     """Whether a validation follows this batch."""
     batches = trainer.fit_loop.epoch_loop.total_batch_idx + 1
     every = trainer.val_check_batch

@@ -31,6 +31,7 @@ from cotrain.teacher.top_k import TopKAndRest
 from cotrain.training.interrupts import Signals
 from inference import load
 from inference.drafts.draft_folder import OBJECTIVES
+from inference.measure.real_costs import RealRound
 from inference.request import ends_of
 from inference.servers.openai_client import Client
 
@@ -47,6 +48,7 @@ class Job:
     texts_given: dict[str, Texts] = field(default_factory=dict)
     signals: Signals = field(default_factory=Signals)
     reads: tuple[int, ...] = ()
+    rounds: dict[int, RealRound] = field(default_factory=dict)  # by draft length: all checkpoints have one shape
 
     @cached_property
     def halves(self) -> tuple[Reader, Head]:
@@ -156,6 +158,7 @@ class Job:
             objective(self.cfg.objective),
             given=self.prompts,
             kind=self.cfg.draft.kind,
+            known=self.rounds,
         )
 
 

@@ -36,7 +36,7 @@ class Distillation(lightning.LightningModule):
 
     stages: losses of `cotrain.losses.spec`, one after the other. optimizer, scheduler: factories that take the draft,
     and the optimiser. temperature, truncate: the regime, see `chunked`. held_out: texts sampled from the target,
-    by temperature; acceptance on them is logged at every validation, by domain. cosine: weight at first of
+    by temperature, judged at every validation. cosine: weight at first of
     `losses.misaligned` on the final hidden states, see `leading`, 0 for none. remember: bytes of what is read of the
     target to keep. chunk: guesses whose laws exist at once, by default `chunked.positions`. k: draft length that
     sequence losses speak of. hardest: see `chunked`. seed: of tokens drawn for a loss. progress: of the whole training,
@@ -76,6 +76,7 @@ class Distillation(lightning.LightningModule):
         self.chunk = chunk or positions(vocabulary)
         self.k, self.hardest, self.seed, self.progress, self.top = k, hardest, seed, progress, top
         self.noted: dict[str, Tensor] = {}  # what the batches of a step add up to
+        self.found: dict[str, float] = {}  # what the last step found, if it was watched, by name
         self.whole: list[PreTrainedModel] = []  # the draft, while `draft` is it in parts; no module of this one's
         # plain functions: the target is not saved
         read, self.head_target = served(target, vocabulary, student.reads)
@@ -129,13 +130,15 @@ class Distillation(lightning.LightningModule):
     def learn(self, batch: dict[str, Any]) -> Tensor:
         """batch: ids (B, T), predicted (B, T-1) bool, key and temperature (B,), position_ids (B, T) of packed texts,
         sampled (B, T-1) bool, see `counts.sampled`, counts and group of a step of several, see `counts.Grouped`."""
+        if not self.noted:
+            self.found = {}
         record = self.teacher(batch["ids"], batch["key"], batch.get("position_ids"))
         uniforms = self._uniforms(batch["key"], batch["ids"].shape[1], noise.ACCEPT)
         guesses = self.student.guesses(batch | {"uniforms": uniforms}, seen(record))
         refuse_mixed(guesses)
         laws = self.laws_of.laws(record)
         asked = Asked(laws, batch["ids"], batch["temperature"], sampled(batch), self.truncate, self.chunk)
-        spec, counts, watched = current(self.stages, self.done), self._counts(batch), self._watched
+        spec, counts, watched = current(self.stages, self.done), self._counts(batch), self.watched
         logs = self._logs(spec, asked, guesses)
         found = self._of_texts(spec, asked, logs, counts)
         wholes = list(found.values())
@@ -146,13 +149,14 @@ class Distillation(lightning.LightningModule):
             found["cosine"] = lead * _apart(record, guesses[0], batch["predicted"]) / counts.positions
             wholes.append(found["cosine"])
         mean = sum(wholes[1:], wholes[0])
-        self._note({"train/loss": mean} | {f"train/loss_{name}": part for name, part in found.items()}, batch, watched)
+        self._note({"loss": mean} | {f"loss_{name}": part for name, part in found.items()}, batch, watched)
         if watched and self.top:  # which alpha is too high by at most
-            self.log("train/outside", outside(record)[:, :-1][batch["predicted"]].mean())
+            self.found["outside"] = float(outside(record)[:, :-1][batch["predicted"]].mean())
         return mean
 
     @property
-    def _watched(self) -> bool:
+    def watched(self) -> bool:
+        """Whether the step that is made next, or now, is one whose figures are kept in `found`."""
         return (self.global_step + 1) % WATCHED == 0
 
     @property
@@ -161,14 +165,14 @@ class Distillation(lightning.LightningModule):
         return (self.progress or Progress(self.trainer.max_steps)).at(self.global_step)
 
     def _note(self, found: dict[str, Tensor], batch: dict[str, Any], watched: bool) -> None:
-        """Log what the batches of a step add up to, behind the last of them."""
+        """Keep what the batches of a step add up to, behind the last of them."""
         index, number = batch.get("group", (0, 1))
         for name, value in found.items():
             self.noted[name] = self.noted.get(name, 0.0) + value.detach() / number
         if index + 1 < number:
             return
-        for name, value in self.noted.items() if watched else ():
-            self.log(name, value, prog_bar=name == "train/loss")
+        if watched:
+            self.found |= {name: float(value) for name, value in self.noted.items()}
         self.noted = {}
 
     def _logs(self, spec: LossSpec, asked: Asked, guesses: list[Guess]) -> tuple[Tensor, Tensor] | None:
@@ -203,7 +207,7 @@ class Distillation(lightning.LightningModule):
         every = torch.nn.functional.pad(batch["predicted"], (0, 1))
         u, weighted = self._uniforms(batch["key"], every.shape[1]), saved if spec.weighted else None
         share = torch.ones(len(guesses)) if spec.weighted or len(guesses) == 1 else self._shares(guesses, saved)
-        total, watched = asked.ids.new_zeros((), dtype=torch.float32), self._watched
+        total, watched = asked.ids.new_zeros((), dtype=torch.float32), self.watched
         terms: list[Tensor] = []
         for guess, part in zip(guesses, share.tolist(), strict=True):
             weight = every if weighted is None else asked.weight(weighted, guess.depth)
@@ -225,12 +229,11 @@ class Distillation(lightning.LightningModule):
         return shares(guesses, self.decay, by_depth)
 
     def _show(self, guess: Guess, found: Statistics) -> None:
-        """Log what acceptance a guess stands for, of later depths by their number."""
+        """Keep what acceptance a guess stands for, of later depths by their number."""
         if guess.depth > 0:
-            self.log(f"train/alpha_by_depth/{guess.depth + 1}", found.alpha)
+            self.found[f"acceptance_depth_{guess.depth + 1}"] = float(found.alpha)
             return
-        self.log("train/alpha", found.alpha, prog_bar=True)
-        self.log("train/alpha_greedy_draft", found.alpha_greedy)
+        self.found |= {"acceptance": float(found.alpha), "acceptance_greedy_draft": float(found.alpha_greedy)}
 
     def _counts(self, batch: dict[str, Any]) -> Counts:
         """What the losses are divided by: of this process's batches of the step, or the mean over processes, since
@@ -251,7 +254,6 @@ class Distillation(lightning.LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         self.judge()
-        self.log_dict(self.acceptance(), sync_dist=True)  # every process judges the same texts
 
     def judge(self) -> None:
         """Score the draft as it now is on the held-out texts; `acceptance` and `scores` tell what was found last."""
@@ -277,8 +279,7 @@ class Distillation(lightning.LightningModule):
     def tau(self, k: int, objective: str = "sampled", verify: str = "token") -> float:
         """Tokens per target call at draft length k in the regime, as predicted on the held-out texts; objective: how
         drafts are chosen, "sampled" or "greedy"; verify: the rule that decides about them."""
-        found = self.judged[self.temperature]["all"]
-        return found.tau_greedy(k) if objective == "greedy" else found.tau(k, verify)
+        return tau_of(self.judged[self.temperature]["all"], k, objective, verify)
 
     def scores(self) -> dict[float, Scores]:
         """Of all held-out texts together, by temperature."""
@@ -288,6 +289,11 @@ class Distillation(lightning.LightningModule):
         optimizer = self.make_optimizer(self.draft)
         schedule = self.make_scheduler(optimizer)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def tau_of(found: Scores, k: int, objective: str = "sampled", verify: str = "token") -> float:
+    """As `Distillation.tau`, of other scores."""
+    return found.tau_greedy(k) if objective == "greedy" else found.tau(k, verify)
 
 
 def _refuse_widths(draft: PreTrainedModel, target: PreTrainedModel) -> None:

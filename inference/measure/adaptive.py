@@ -58,10 +58,11 @@ def until_known(
     seed: int = 0,
     clock: Clock = time.perf_counter,
     say: Say | None = None,
+    turned: Callable[[int], None] | None = None,
 ) -> tuple[Timing, Reached]:
     """Time the arms as `measure.interleave` does, on as many batches of prompts as it takes to know the ratio of
     speeds pair[0] / pair[1]. Behind the last prompt the first comes again, with the next seed: repeats of a batch are
-    one draw of the bootstrap.
+    one draw of the bootstrap. turned: told, behind each batch, how many were timed.
 
     Raises ValueError as `measure.interleave`.
     """
@@ -83,6 +84,9 @@ def until_known(
             near = _timing(batches, runs).ratio(*pair).within
             if say:
                 say(done, near)
+        if turned:
+            turned(done)
+        if done >= due:
             if near <= wanted.within and len(runs) >= min(least, LEAST, len(batches)):
                 break
             due = max(done + 1, int(done * GROWTH))

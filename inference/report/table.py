@@ -7,6 +7,7 @@ from typing import Any
 def table(report: Mapping[str, Any]) -> str:
     """The report as aligned plain text, with the formulas of its terms underneath."""
     parts = [
+        headline(report),
         _head(report),
         _speeds(report),
         _speedup(report),
@@ -15,6 +16,22 @@ def table(report: Mapping[str, Any]) -> str:
         _exactness(report),
     ]
     return "\n\n".join([part for part in parts if part] + [FORMULAS]) + "\n"
+
+
+def headline(report: Mapping[str, Any]) -> str:
+    """The verdict in a line: how much faster, in which regime, whether it is exact, and what to serve."""
+    speedup, exact = report["speedup"], report["exactness"]
+    said = (
+        "exactness was not checked" if exact is None else "exact" if exact["passed"] else "NOT EXACT: do not serve it"
+    )
+    if speedup is None:
+        return f"verdict: no speed-up was measured; {said}"
+    whole, over = speedup["whole"], speedup["over"]
+    low, high = (whole["value"] if whole[end] is None else whole[end] for end in ("low", "high"))
+    found = f"{whole['value']:.2f}x [{low:.2f}, {high:.2f}] the speed of {over} decoding"
+    found += f" at temperature {report['settings']['sampling']['temperature']:g}, {report['settings']['policy']}"
+    shown = "faster" if low > 1 else "SLOWER" if high < 1 else "no speed-up is shown"
+    return f"verdict: {shown}, {found}; {said}"
 
 
 FORMULAS = """\

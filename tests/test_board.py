@@ -1,0 +1,183 @@
+"""What TensorBoard gets beside a run: how often, for how much time, and text that it shows as it stands."""
+
+import html
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.plugin_util import markdown_to_safe_html
+
+from cotrain.board import held_out_points, tags
+from cotrain.board.held_out_points import HeldOutPoints, depths, part_of, whole
+from cotrain.board.learning import Learning, gradient_norm
+from cotrain.board.marked_text import escaped
+from cotrain.evaluation.held_out import HeldOut, Scores
+from cotrain.rollout.kept_texts import Texts
+from cotrain.students.base import LAST
+from cotrain.training.clock import Clock
+from cotrain.training.progress import Progress
+from inference import Event
+from inference.output import pieces
+from tests.folders import tokenizer
+
+STEPS = 2300
+
+
+def held(texts: int = 40, domains: int = 2, tokens: int = 10) -> HeldOut:
+    """Texts of 10 sampled tokens behind a prompt of two."""
+    ids, length = torch.arange(texts).unsqueeze(1).expand(texts, tokens + 2), torch.full((texts,), tokens + 2)
+    names = [f"d{i * domains // texts}" for i in range(texts)]
+    states = {LAST: ids.unsqueeze(2).float()}
+    return HeldOut(Texts(ids, torch.full((texts,), 2), length, names), states, 1.0)
+
+
+def scores(alpha: float = 0.5) -> Scores:
+    l = torch.tensor([[0.0, math.log(0.5), math.log(0.25), 0.0]], dtype=torch.float64)
+    return Scores(l, l.exp(), l.exp(), torch.tensor([4]), alpha, alpha, 0.1, 0.2)
+
+
+def trained(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, validations: int = 2
+) -> tuple[list[int], HeldOutPoints, Clock]:
+    """The steps of a run of ordinary length at which a draft that takes so many seconds a point is judged; a step takes
+    a tenth of one."""
+    clock = Clock(Progress(STEPS), validations)
+    points = HeldOutPoints(held(), clock, [], k=4)
+    time, found = [0.0], list[int]()
+    monkeypatch.setattr(held_out_points.time, "monotonic", lambda: time[0])
+
+    def on(_: HeldOut) -> dict[str, Scores]:
+        time[0] += seconds
+        return {"all": scores()}
+
+    draft = torch.nn.Linear(1, 1)
+    module: Any = SimpleNamespace(draft=draft, on=on, judged={1.0: {"all": scores()}}, temperature=1.0)
+    judged = list[int]()
+    logger = SimpleNamespace(log_metrics=lambda values, step: (found if tags.TAU in values else judged).append(step))
+    strategy, every = SimpleNamespace(broadcast=lambda value: value), STEPS // validations
+    trainer: Any = SimpleNamespace(logger=logger, global_step=0, should_stop=False, val_check_batch=every,
+                                   strategy=strategy, world_size=1, lr_scheduler_configs=[])  # fmt: skip
+    points.on_validation_epoch_end(trainer, module)
+    clock.on_train_start(trainer, module)
+    points.on_train_start(trainer, module)
+    for step in range(1, STEPS + 1):
+        time[0] += 0.1
+        trainer.global_step = step
+        trainer.fit_loop = SimpleNamespace(epoch_loop=SimpleNamespace(total_batch_idx=step - 1))
+        clock.on_train_batch_end(trainer, module, None, {}, 0)
+        points.on_train_batch_end(trainer, module, None, {}, 0)
+        if step % every == 0:
+            points.on_validation_epoch_end(trainer, module)
+            points.on_validation_end(trainer, module)
+            clock.on_validation_end()
+    assert judged == [every * (i + 1) for i in range(validations)]
+    assert clock.progress.elapsed == pytest.approx(0.1 * STEPS)  # points are no training
+    return found, points, clock
+
+
+def test_a_run_of_ordinary_length_has_twenty_points_and_no_step_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, points, _ = trained(monkeypatch, 0.1)
+    assert len(found) >= 20 and found == sorted(set(found)) and found[0] == 0 and found[-1] == STEPS
+    assert max(b - a for a, b in zip(found, found[1:], strict=False)) <= STEPS / 20
+    assert f"{points.count} points of 40 texts, {0.1 * points.count:.1f} s" in points.line()
+
+
+@pytest.mark.parametrize("seconds", [0.5, 2.0, 60.0])
+def test_points_never_take_more_than_their_share_of_time(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    found, points, clock = trained(monkeypatch, seconds)
+    assert points.seconds <= 0.05 * clock.progress.elapsed
+    assert {0, STEPS // 2, STEPS} <= set(found) and points.count < 24
+
+
+def test_a_resumed_run_counts_the_points_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, points, clock = trained(monkeypatch, 0.1)
+    other = HeldOutPoints(held(), clock, [], k=4)
+    other.load_state_dict(points.state_dict())
+    assert other.line() == points.line()
+
+
+@pytest.mark.parametrize(("tokens", "count"), [(0, 1), (24 * 10 * 100, 10), (10**9, 40)])
+def test_the_part_is_as_large_as_the_training_allows(tokens: float, count: int) -> None:
+    whole_set = held()
+    part = part_of(whole_set, tokens)
+    assert len(part.texts) == count == len(part.states[LAST])
+    assert torch.equal(part.states[LAST][:, 0, 0].long(), part.texts.ids[:, 0])
+    if count > 1:
+        assert set(part.texts.domain) == {"d0", "d1"}
+
+
+def test_a_part_is_never_more_than_asked_for() -> None:
+    assert [len(held(10).spread(count).texts) for count in (1, 3, 6, 9, 10)] == [1, 3, 5, 5, 10]
+
+
+def test_domains_are_told_apart_where_there_are_several() -> None:
+    one = whole({1.0: {"all": scores(0.5), "a": scores(0.5)}, 0.0: {"all": scores(0.9), "a": scores(0.9)}}, 1.0)
+    two = whole({1.0: {"all": scores(0.5), "a": scores(0.4), "b": scores(0.6)}}, 1.0)
+    assert one["4_held_out/acceptance_T0"] == 0.9 and one["4_held_out/kl"] == 0.1
+    assert not [name for name in one if name.startswith(tags.DOMAINS)]
+    assert (two["5_domains/acceptance_a"], two["5_domains/acceptance_b"]) == (0.4, 0.6)
+
+
+def test_acceptance_by_depth_is_of_drafts_that_are_reached() -> None:
+    starts = {0: 1.0, 2: 0.5, 3: 0.75}  # of rounds, where tokens are accepted with 1, 1/2, 1/4 and 1
+    wanted = (starts[0] * 1 + starts[2] / 4 + starts[3] * 1) / sum(starts.values())
+    found = depths(scores(), 3)
+    assert len(found) == 3 and found["3_depth/acceptance_1"] == pytest.approx(wanted)
+
+
+def test_ends_that_one_batch_cannot_tell_are_left_out() -> None:
+    found = tags.speed({"speedup": 1.5, "low": math.nan, "high": math.nan, "tau": 2.0})
+    assert found == {tags.SPEEDUP: 1.5, "6_timed/tau": 2.0}
+
+
+def test_training_is_logged_at_the_steps_done_with_the_rate_that_made_them() -> None:
+    learning, logged = Learning(Progress(20)), list[tuple[int, dict[str, float]]]()
+    logger = SimpleNamespace(log_metrics=lambda values, step: logged.append((step, values)))
+    trainer: Any = SimpleNamespace(logger=logger, global_step=0, world_size=2)
+    draft = torch.nn.Linear(1, 1)
+    draft.weight.grad = torch.full((1, 1), 3.0)
+    module: Any = SimpleNamespace(draft=draft, device=torch.device("cpu"), found={}, watched=False)
+    learning.on_train_start(trainer, module)
+    for step in range(10):
+        module.watched, module.found = step % 5 == 4, {"loss": float(step)} if step % 5 == 4 else {}
+        optimizer = SimpleNamespace(param_groups=[{"lr": 0.1 * step}])
+        for index in range(2):  # of a step
+            if index:
+                learning.on_before_optimizer_step(trainer, module, optimizer)
+                trainer.global_step += 1
+            learning.progress.elapsed += 0.5
+            batch = {"predicted": torch.ones(2, 3, dtype=torch.bool), "group": (index, 2)}
+            learning.on_train_batch_end(trainer, module, None, batch, 0)
+    assert [step for step, _ in logged] == [5, 10]
+    wanted = {tags.LOSS: 9.0, tags.RATE: pytest.approx(0.9), tags.NORM: 3.0, tags.TOKENS_PER_SECOND: 2 * 12.0}
+    assert logged[1][1] == wanted
+
+
+def test_the_gradient_norm_is_of_all_weights_together() -> None:
+    draft = torch.nn.Linear(2, 1)
+    draft.weight.grad, draft.bias.grad = torch.tensor([[2.0, 3.0]]), torch.tensor([6.0])
+    assert gradient_norm(draft) == pytest.approx(7.0)
+
+
+TEXTS = ["<script>alert(1)</script>", "# a *b* _c_ `d` [e](f)", "- 1\n\n    code &amp; <br>", "ü|é"]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_text_is_shown_as_it_stands(text: str) -> None:
+    shown = markdown_to_safe_html(f"<strong>{escaped(text)}</strong>")
+    assert "<script" not in shown and shown.startswith("<p><strong>") and shown.endswith("</strong></p>")
+    inner = shown.removeprefix("<p><strong>").removesuffix("</strong></p>")
+    plain = html.unescape(inner.replace("<br>", "")).replace("\u21b5", "\n")
+    assert "<" not in inner.replace("<br>", "")
+    assert plain == text
+
+
+def test_pieces_of_a_text_wait_for_whole_characters() -> None:
+    ids = tokenizer().encode("a ü", add_special_tokens=False)
+    events = [Event(0, ids[:-1], ["drafted"] * (len(ids) - 1)), Event(0, ids[-1:], ["corrected"])]
+    found = list(pieces(events, tokenizer().decode))
+    assert "".join(text for _, text in found) == "a ü" and found[-1] == ("corrected", "ü")
+    cut = list(pieces(events[:1], tokenizer().decode))
+    assert cut[-1] == ("drafted", "\ufffd")
