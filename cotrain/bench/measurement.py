@@ -11,14 +11,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from cotrain.bench.planner import BATCH, Compiled, advice, planned, settled, taus
+from cotrain.bench.planner import BATCH, Compiled, advice, counted, planned, settled, taus
 from cotrain.config.settings import Bench
 from cotrain.data.prompts import shipped_ids
 from cotrain.data.splits import Prompts, apart
 from cotrain.students.base import DEFAULT, Student, student_class
 from inference import Engine, Sampling
 from inference.exactness.checks import check, check_calls
-from inference.exactness.side_by_side import pair_figures
 from inference.measure import adaptive
 from inference.measure.adaptive import Reached, Wanted, until_known
 from inference.measure.timing import Texts, Timing, engine_arm, interleave, together, transformers_arm
@@ -220,8 +219,7 @@ def parity(plan: Plan, k: int, until: float = inf, noise: float = 0.0) -> dict[s
     """
     size = plan.bench
     count = -(-size.parity_tokens // size.new_tokens)
-    engine = plan.engine(k, BATCH)
-    arm = engine_arm("speculative", engine, plan.sampling, size.new_tokens)
+    arm = engine_arm("speculative", plan.engine(k, BATCH), plan.sampling, size.new_tokens)
     parts: list[Texts] = []
     for done in range(0, count, BATCH):
         prompts = plan.final(size.prompts + done, min(BATCH, count - done))
@@ -229,9 +227,7 @@ def parity(plan: Plan, k: int, until: float = inf, noise: float = 0.0) -> dict[s
         if time.perf_counter() > until:
             break
     texts = together(parts)
-    proposer = plan.proposer(counted=True)
-    figures = pair_figures(engine, proposer, texts, plan.sampling, size.new_tokens, noise)
-    calls = check_calls(figures, texts, plan.verify)
+    calls = check_calls(counted(plan, texts, k, noise), texts, plan.verify)
     if calls is None:
         return None
     measured = calls.tokens / calls.measured

@@ -15,7 +15,7 @@ import json
 import math
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from math import inf
 from pathlib import Path
@@ -31,7 +31,7 @@ from cotrain.config.settings import checked, register
 from cotrain.paths import folder as shipped
 from cotrain.students.base import DEFAULT, UNTRAINED
 from cotrain.training.job import models
-from inference import Sampling
+from inference import Engine, Sampling
 from inference.drafts.atomic import write_atomic
 from inference.drafts.draft_folder import REPORT, Folder
 from inference.drafts.weight_files import read_json
@@ -45,6 +45,7 @@ from inference.verify.rules import rule_of
 QUEUE, BATCHES = 3, 6  # prompts a row that a run is given, and how many runs of each arm there are at least
 PLANNING, TIMING = 0.4, 0.85  # of the time of a shape, when each part ends; checks have the rest
 COMPARED = 4  # texts whose tokens are compared with plain decoding's
+Costs = dict[str, tuple[Plan, Measured]]  # by name of the kind
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,8 @@ def drafts(folders: dict[str, str], settings: list[str]) -> list[Draft]:
     for name, place in folders.items():
         folder = measured(place)
         network = load_network(folder, target, tokenizer)
-        greedy = folder.metadata.objective if folder.metadata else "sampled"
-        plan = Plan(target, tokenizer, network, Sampling(), cfg.verify, cfg.bench, (path, place), greedy,
+        objective = folder.metadata.objective if folder.metadata else "sampled"
+        plan = Plan(target, tokenizer, network, Sampling(), cfg.verify, cfg.bench, (path, place), objective,
                     kind=folder.kind)  # fmt: skip
         size = sum(weight.numel() for weight in network.parameters() if weight.requires_grad)
         found.append(Draft(name, folder, plan, size, trained(folder)))
@@ -106,14 +107,8 @@ class Study:
 
     drafts: list[Draft]
     until: float
-    figures: dict[tuple[str, float], Figures]
-    texts: dict[float, Texts]
-
-    def at(self, draft: Draft, temperature: float, rows: int, rule: str = "token") -> Plan:
-        bench = copy.copy(draft.plan.bench)
-        bench.rows = rows
-        sampling = Sampling(temperature=temperature)
-        return replace(draft.plan, draft=draft.plan.served, sampling=sampling, verify=rule, bench=bench)
+    texts: dict[float, Texts] = field(default_factory=dict)  # by temperature
+    figures: dict[tuple[str, float], Figures] = field(default_factory=dict)
 
     def said(self, draft: Draft, plan: Plan) -> Figures:
         """Of texts of the temperature, the same for every kind."""
@@ -132,62 +127,87 @@ class Study:
             if (now := time.perf_counter()) > self.until:
                 return
             share = (self.until - now) / (len(shapes) - number)
-            costs = {
-                draft.name: settled(
-                    self.at(draft, temperature, rows), now + share * PLANNING * (i + 1) / len(self.drafts)
-                )
-                for i, draft in enumerate(self.drafts)
-            }
+            costs = {}
+            for i, draft in enumerate(self.drafts):
+                ends = now + share * PLANNING * (i + 1) / len(self.drafts)
+                costs[draft.name] = settled(at(draft.plan, temperature, rows), ends)
             for i, rule in enumerate(rules):
                 ends = now + share * (PLANNING + (TIMING - PLANNING) * (i + 1) / len(rules))
                 yield self.cell(temperature, rows, rule, costs, ends)
 
-    def cell(
-        self, temperature: float, rows: int, rule: str, costs: dict[str, tuple[Plan, Measured]], until: float
-    ) -> Any:
-        """One interleaved run."""
-        chosen: dict[str, tuple[Plan, int, float]] = {}
-        for draft in self.drafts:
-            plan, cost = costs[draft.name]
-            plan = replace(plan, verify=rule)
-            figures = self.said(draft, plan)
-            length, cost = planned(plan, cost, lambda k: tau_of(figures, rule, k), until)  # noqa: B023 - called at once
-            costs[draft.name] = plan, cost
-            chosen[draft.name] = plan, length.drafting, length.speedups[length.drafting]
-        size, first = plan.bench, self.drafts[0]
-        engines = {name: one.engine(k) for name, (one, k, _) in chosen.items()}
-        arms = [engine_arm("plain", plan.plain(), plan.sampling, size.new_tokens)]
-        arms += [engine_arm(name, engine, plan.sampling, size.new_tokens) for name, engine in engines.items()]
-        queue = rows if rows == 1 else QUEUE * rows
-        prompts = plan.final(0, max(size.prompts, BATCHES * queue))
-        wanted = Wanted(-(-len(prompts) // queue), inf, until)
-        timing, _ = until_known(arms, prompts, queue, (first.name, "plain"), wanted, size.seed)
+    def cell(self, temperature: float, rows: int, rule: str, costs: Costs, until: float) -> list[dict[str, Any]]:
+        """One interleaved run. costs: of each kind at this temperature and number of rows, as far as they are known."""
         about = {"temperature": temperature, "rows": rows, "rule": rule}
+        chosen = [self.chosen(draft, rule, costs, until) for draft in self.drafts]
+        timing = timed(chosen, until)
         base = next((draft.name for draft in self.drafts if draft.folder.kind == DEFAULT), None)
         found = []
-        for draft in self.drafts:
-            plan, k, predicted = chosen[draft.name]
-            over = {"speedup": timing.ratio(draft.name, "plain")._asdict() | {"predicted": predicted},
+        for one in chosen:
+            draft = one.draft
+            over = {"speedup": timing.ratio(draft.name, "plain")._asdict() | {"predicted": one.predicted},
                     "over_independent": timing.ratio(draft.name, base)._asdict() if base else None}  # fmt: skip
-            found.append({"kind": draft.name, **about, "k": k, "parameters": draft.parameters,
-                          "train_seconds": draft.seconds, "alpha": alphas(self.said(draft, plan)), **over}
-                         | judged(plan, engines[draft.name], k, timing, draft.name))  # fmt: skip
+            said = {"parameters": draft.parameters, "train_seconds": draft.seconds,
+                    "alpha": alphas(self.said(draft, one.plan))}  # fmt: skip
+            found.append({"kind": draft.name, **about, "k": one.k, **said, **over, **judged(one, timing)})
         return found
 
+    def chosen(self, draft: Draft, rule: str, costs: Costs, until: float) -> "Chosen":
+        """The draft length, by the planner that `cotrain bench` has."""
+        plan, cost = costs[draft.name]
+        plan = replace(plan, verify=rule)
+        figures = self.said(draft, plan)
+        length, cost = planned(plan, cost, lambda k: tau_of(figures, rule, k), until)
+        costs[draft.name] = plan, cost
+        k = length.drafting
+        return Chosen(draft, plan, k, plan.engine(k), length.speedups[k])
 
-def judged(plan: Plan, engine: Any, k: int, timing: Timing, name: str) -> dict[str, Any]:
+
+@dataclass(frozen=True)
+class Chosen:
+    """A kind in a cell. engine: that is timed; predicted: its speed-up."""
+
+    draft: Draft
+    plan: Plan
+    k: int
+    engine: Engine
+    predicted: float
+
+
+def at(plan: Plan, temperature: float, rows: int) -> Plan:
+    bench = copy.copy(plan.bench)
+    bench.rows = rows
+    return replace(plan, draft=plan.served, sampling=Sampling(temperature=temperature), bench=bench)
+
+
+def timed(chosen: list[Chosen], until: float) -> Timing:
+    """Plain decoding and every kind in turn."""
+    plan = chosen[0].plan
+    size, rows = plan.bench, plan.bench.rows
+    engines = {"plain": plan.plain()} | {one.draft.name: one.engine for one in chosen}
+    arms = [engine_arm(name, engine, plan.sampling, size.new_tokens) for name, engine in engines.items()]
+    queue = rows if rows == 1 else QUEUE * rows
+    prompts = plan.final(0, max(size.prompts, BATCHES * queue))
+    wanted = Wanted(-(-len(prompts) // queue), inf, until)
+    return until_known(arms, prompts, queue, (chosen[0].draft.name, "plain"), wanted, size.seed)[0]
+
+
+def judged(one: Chosen, timing: Timing) -> dict[str, Any]:
     """Tokens per call beside what the very texts must cost, and whether the engine that was timed is exact: the calls
     of all texts, and everything else of some."""
-    texts, new = timing.texts(name), plan.bench.new_tokens
+    plan, texts, stats = one.plan, timing.texts(one.draft.name), timing.stats(one.draft.name)
+    assert stats is not None
     some = Texts(*(part[:COMPARED] for part in texts))
-    verdict = check(engine, some, plan.sampling, new, plan.bench.seed)
-    stats = timing.stats(name)
-    calls = check_calls(counted(plan, texts, k), texts, plan.verify)
-    tau = {"measured": stats.tau if stats else None, "predicted": calls.tau if calls else None,
-           "z": calls.z if calls else None}  # fmt: skip
+    verdict = check(one.engine, some, plan.sampling, plan.bench.new_tokens, plan.bench.seed)
+    calls = check_calls(counted(plan, texts, one.k, verdict.text.explained), texts, plan.verify)
+    tau = {"measured": stats.tau} | (
+        {"predicted": calls.tau, "z": calls.z} if calls else {"predicted": None, "z": None}
+    )
     exact = verdict.passed and (calls is None or calls.passed)
-    lines = [] if exact else [*verdict.lines(), *([calls.line()] if calls else [])]
-    return {"tau": tau, "exact": exact, "wrong": lines}
+    return {
+        "tau": tau,
+        "exact": exact,
+        "wrong": [] if exact else [*verdict.lines(), *([calls.line()] if calls else [])],
+    }
 
 
 def finite(value: Any) -> Any:
@@ -224,7 +244,7 @@ def main(arguments: list[str]) -> None:
     for rule in rules:
         rule_of(rule)
     found = drafts(dict(one.split("=", 1) for one in asked.folders), asked.set)
-    study = Study(found, start + 60 * asked.minutes, {}, {})
+    study = Study(found, start + 60 * asked.minutes)
     about = environment()
     command = " ".join(["python -m tests.studies.proposers", *arguments])
     report = {"environment": about, "commit": about["commit"], "command": command, "target": found[0].plan.names[0],
