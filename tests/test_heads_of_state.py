@@ -125,7 +125,11 @@ def test_heads_begin_as_the_targets_own(kind: str) -> None:
     states = torch.randn(1, 6, 16)
     for depth, guess in enumerate(made.guesses({"ids": torch.zeros(1, 6, dtype=torch.int64)}, Seen({LAST: states}))):
         torch.testing.assert_close(guess.states, states[0, : 5 - depth])
-    for wrong, said in (({"width": 8}, "draft.width=8"), ({"depths": None}, "draft.depths")):
+    for wrong, said in (
+        ({"width": 8}, "draft.width=8"),
+        ({"depths": None}, "draft.depths"),
+        ({"vocabulary": 9}, "draft.vocabulary=9: "),
+    ):
         with pytest.raises(ValueError, match=said):
             student.initial(settings(**wrong), Init("scratch", [], 0.0), target)
 

@@ -10,7 +10,7 @@ import torch
 from inference.exactness.figures import Figures
 from tests.draft_folders import draft_folder
 from tests.folders import target_folder
-from tests.studies import proposers
+from tests.studies import kinds_in_turn, proposers
 
 TINY = "prompts=2 quick_prompts=1 prompt_tokens=8 new_tokens=8 depths=[2]".split()
 KEYS = {"kind", "rule", "temperature", "rows", "k", "parameters", "train_seconds", "alpha", "tau", "speedup",
@@ -23,8 +23,8 @@ def test_kinds_take_turns_and_cells_that_are_done_are_kept(tmp_path: Path, monke
         draft_folder(tmp_path / kind, target, kind)
     monkeypatch.setattr("inference.measure.real_costs.MOST", 1)
     monkeypatch.setattr("cotrain.bench.planner.SHAPE", 1)
-    monkeypatch.setattr(proposers, "BATCHES", 2)
-    cell, calls = proposers.Study.cell, []
+    monkeypatch.setattr(kinds_in_turn, "BATCHES", 2)
+    cell, calls = kinds_in_turn.Study.cell, []
 
     def interrupted(*given: Any) -> Any:
         if calls:
@@ -32,7 +32,7 @@ def test_kinds_take_turns_and_cells_that_are_done_are_kept(tmp_path: Path, monke
         calls.append(given)
         return cell(*given)
 
-    monkeypatch.setattr(proposers.Study, "cell", interrupted)
+    monkeypatch.setattr(kinds_in_turn.Study, "cell", interrupted)
     sizes = [part for one in TINY for part in ("--set", f"bench.{one}")]
     folders = [f"medusa, small={tmp_path / 'medusa'}", f"independent={tmp_path / 'independent'}"]
     with pytest.raises(KeyboardInterrupt):
@@ -54,4 +54,4 @@ def test_acceptance_of_a_depth_is_over_the_rounds_that_draft_so_far() -> None:
     k, alpha = torch.tensor([[2, 1, 0]]), torch.tensor([[[0.5, 0.0], [0.7, 0.9], [0.1, 0.8]]])
     nothing = torch.zeros(0)
     figures = Figures(nothing, nothing, alpha, nothing, nothing, k, torch.tensor([3]))
-    assert proposers.alphas(figures) == pytest.approx([0.6, 0.9])
+    assert kinds_in_turn.alphas(figures) == pytest.approx([0.6, 0.9])

@@ -4,6 +4,7 @@ import copy
 import json
 import pickle
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -233,6 +234,14 @@ def test_a_target_with_another_tokenizer_is_refused(good: Path, tokenizer: PreTr
 def test_a_target_of_another_shape_is_warned_of(good: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.warns(UserWarning, match=r"cotrain\.json: .*another shape, some/target"):
         load_draft(good, target=hash_target(tiny(VOCAB, layers=2).config, tokenizer))
+
+
+def test_a_target_of_unknown_shape_is_not_warned_of(tmp_path: Path) -> None:
+    model, made_for = tiny(VOCAB, layers=1), {"name": "some/target", "config": None, "tokenizer": None}
+    save(model, None, tmp_path / "draft", Metadata(made_for, 3), None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_draft(tmp_path / "draft", target=hash_target(model.config, None))
 
 
 def test_hash_is_of_what_matters(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:

@@ -73,6 +73,7 @@ def test_the_report_is_whole(run: Path) -> None:
     assert extra["planned_k"] in (1, 2) and report["settings"]["policy"] == f"Fixed(k={extra['planned_k']})"
     assert report["exactness"]["passed"] and extra["parity"]["tokens"] >= 100
     assert {"alpha_T0/own", "alpha_T1/all", "tau_T1/all/2"} <= set(extra["held_out"])
+    assert extra["kind"] == "independent" and 0 < extra["training"]["seconds"] < 600
 
 
 def test_a_run_leaves_its_page_with_a_replay_and_where_laws_differ(run: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from cotrain.bench.planner import BATCH, Compiled, advice, planned, rounds_of, settled, taus
+from cotrain.bench.planner import BATCH, Compiled, advice, counted, planned, rounds_of, settled, taus
 from cotrain.bench.timing_display import TimingDisplay
 from cotrain.config.settings import Bench
 from cotrain.data.prompts import shipped_ids
@@ -20,7 +20,6 @@ from cotrain.progress_display import Display
 from cotrain.students.base import DEFAULT, Student, student_class
 from inference import Engine, Sampling
 from inference.exactness.checks import check, check_calls
-from inference.exactness.side_by_side import pair_figures
 from inference.measure import adaptive
 from inference.measure.adaptive import Reached, Wanted, until_known
 from inference.measure.real_costs import RealRound
@@ -239,8 +238,7 @@ def parity(plan: Plan, k: int, until: float = inf, noise: float = 0.0) -> dict[s
     """
     size = plan.bench
     count = -(-size.parity_tokens // size.new_tokens)
-    engine = plan.engine(k, BATCH)
-    arm = engine_arm("speculative", engine, plan.sampling, size.new_tokens)
+    arm = engine_arm("speculative", plan.engine(k, BATCH), plan.sampling, size.new_tokens)
     parts: list[Texts] = []
     with Display("bench: parity", count, "texts") as display:
         for done in range(0, count, BATCH):
@@ -250,9 +248,7 @@ def parity(plan: Plan, k: int, until: float = inf, noise: float = 0.0) -> dict[s
             if time.perf_counter() > until:
                 break
     texts = together(parts)
-    proposer = plan.proposer(counted=True)
-    figures = pair_figures(engine, proposer, texts, plan.sampling, size.new_tokens, noise)
-    calls = check_calls(figures, texts, plan.verify)
+    calls = check_calls(counted(plan, texts, k, noise), texts, plan.verify)
     if calls is None:
         return None
     measured = calls.tokens / calls.measured

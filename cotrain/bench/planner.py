@@ -146,10 +146,11 @@ def plain_texts(plan: "Plan") -> Texts:
     return interleave([arm], prompts, BATCH, size.seed, warmup=0).texts("plain")
 
 
-def counted(plan: "Plan", texts: Texts, k: int) -> Figures:
-    """What target and draft say of texts, at draft length k: no clock is looked at, many rows go together."""
+def counted(plan: "Plan", texts: Texts, k: int, noise: float = 0.0) -> Figures:
+    """What target and draft say of texts, at draft length k: no clock is looked at, many rows go together. noise: of
+    score gaps, as a verdict found it."""
     engine, proposer = plan.engine(k, BATCH), plan.proposer(counted=True)
-    return pair_figures(engine, proposer, texts, plan.sampling, plan.bench.new_tokens, 0.0)
+    return pair_figures(engine, proposer, texts, plan.sampling, plan.bench.new_tokens, noise)
 
 
 def taus(plan: "Plan") -> dict[int, float]:

@@ -270,7 +270,7 @@ def _same_tokenizer(
 
 
 def _same_shape(file: Path, made_for: Mapping[str, str | None], target: Mapping[str, str | None]) -> None:
-    if made_for["config"] != target["config"]:
+    if made_for["config"] not in (None, target["config"]):
         warnings.warn(
             f"{file}: the draft was made for a target of another shape, {made_for['name']}: text stays "
             "exact, acceptance may be low",

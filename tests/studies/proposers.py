@@ -10,21 +10,16 @@ holds the cells that are done; a cell is begun if there is time left of --minute
 """
 
 import argparse
-import copy
 import json
 import math
 import sys
 import time
-from dataclasses import dataclass, replace
-from itertools import product
-from math import inf
 from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
 
 from cotrain.bench.measurement import Plan
-from cotrain.bench.planner import Measured, counted, plain_texts, planned, settled, tau_of
 from cotrain.bench.served_pair import load_network, measured, refuse_pair, resolved
 from cotrain.config.overrides import quote
 from cotrain.config.settings import checked, register
@@ -35,27 +30,9 @@ from inference import Sampling
 from inference.drafts.atomic import write_atomic
 from inference.drafts.draft_folder import REPORT, Folder
 from inference.drafts.weight_files import read_json
-from inference.exactness.checks import check, check_calls
-from inference.exactness.figures import Figures
-from inference.measure.adaptive import Wanted, until_known
 from inference.measure.environment import environment
-from inference.measure.timing import Texts, Timing, engine_arm
 from inference.verify.rules import rule_of
-
-QUEUE, BATCHES = 3, 6  # prompts a row that a run is given, and how many runs of each arm there are at least
-PLANNING, TIMING = 0.4, 0.85  # of the time of a shape, when each part ends; checks have the rest
-COMPARED = 4  # texts whose tokens are compared with plain decoding's
-
-
-@dataclass(frozen=True)
-class Draft:
-    """plan: of the kind, at any temperature and number of rows. seconds: of its training, None if not known."""
-
-    name: str
-    folder: Folder
-    plan: Plan
-    parameters: int
-    seconds: float | None
+from tests.studies.kinds_in_turn import Draft, Study
 
 
 def drafts(folders: dict[str, str], settings: list[str]) -> list[Draft]:
@@ -73,8 +50,8 @@ def drafts(folders: dict[str, str], settings: list[str]) -> list[Draft]:
     for name, place in folders.items():
         folder = measured(place)
         network = load_network(folder, target, tokenizer)
-        greedy = folder.metadata.objective if folder.metadata else "sampled"
-        plan = Plan(target, tokenizer, network, Sampling(), cfg.verify, cfg.bench, (path, place), greedy,
+        objective = folder.metadata.objective if folder.metadata else "sampled"
+        plan = Plan(target, tokenizer, network, Sampling(), cfg.verify, cfg.bench, (path, place), objective,
                     kind=folder.kind)  # fmt: skip
         size = sum(weight.numel() for weight in network.parameters() if weight.requires_grad)
         found.append(Draft(name, folder, plan, size, trained(folder)))
@@ -88,106 +65,6 @@ def trained(folder: Folder) -> float | None:
     report = read_json(folder.path / REPORT) if (folder.path / REPORT).is_file() else {}
     seconds: float | None = report.get("extra", {}).get("training", {}).get("seconds")
     return seconds
-
-
-def alphas(figures: Figures) -> list[float]:
-    """sum_v min(p, q) by depth, the mean over rounds that draft so far."""
-    rounds, found = figures.k, []
-    for j in range(int(rounds.max())):
-        law = figures.alpha if figures.alpha.ndim == 2 else figures.alpha[..., j]
-        drafting = rounds[:, : rounds.shape[1] - j] > j  # rounds that start at t draft token t + j at this depth
-        found.append(float(law[:, j:][drafting].mean()))
-    return found
-
-
-@dataclass
-class Study:
-    """drafts of one target, what is known of each, and the deadline of the whole on the clock."""
-
-    drafts: list[Draft]
-    until: float
-    figures: dict[tuple[str, float], Figures]
-    texts: dict[float, Texts]
-
-    def at(self, draft: Draft, temperature: float, rows: int, rule: str = "token") -> Plan:
-        bench = copy.copy(draft.plan.bench)
-        bench.rows = rows
-        sampling = Sampling(temperature=temperature)
-        return replace(draft.plan, draft=draft.plan.served, sampling=sampling, verify=rule, bench=bench)
-
-    def said(self, draft: Draft, plan: Plan) -> Figures:
-        """Of texts of the temperature, the same for every kind."""
-        temperature = plan.sampling.temperature
-        if temperature not in self.texts:
-            self.texts[temperature] = plain_texts(plan)
-        key = draft.name, temperature
-        if key not in self.figures:
-            self.figures[key] = counted(plan, self.texts[temperature], max(plan.depths))
-        return self.figures[key]
-
-    def cells(self, temperatures: list[float], batches: list[int], rules: list[str]) -> Any:
-        """Rows of each cell in turn, while there is time."""
-        shapes = list(product(batches, temperatures))
-        for number, (rows, temperature) in enumerate(shapes):
-            if (now := time.perf_counter()) > self.until:
-                return
-            share = (self.until - now) / (len(shapes) - number)
-            costs = {
-                draft.name: settled(
-                    self.at(draft, temperature, rows), now + share * PLANNING * (i + 1) / len(self.drafts)
-                )
-                for i, draft in enumerate(self.drafts)
-            }
-            for i, rule in enumerate(rules):
-                ends = now + share * (PLANNING + (TIMING - PLANNING) * (i + 1) / len(rules))
-                yield self.cell(temperature, rows, rule, costs, ends)
-
-    def cell(
-        self, temperature: float, rows: int, rule: str, costs: dict[str, tuple[Plan, Measured]], until: float
-    ) -> Any:
-        """One interleaved run."""
-        chosen: dict[str, tuple[Plan, int, float]] = {}
-        for draft in self.drafts:
-            plan, cost = costs[draft.name]
-            plan = replace(plan, verify=rule)
-            figures = self.said(draft, plan)
-            length, cost = planned(plan, cost, lambda k: tau_of(figures, rule, k), until)  # noqa: B023 - called at once
-            costs[draft.name] = plan, cost
-            chosen[draft.name] = plan, length.drafting, length.speedups[length.drafting]
-        size, first = plan.bench, self.drafts[0]
-        engines = {name: one.engine(k) for name, (one, k, _) in chosen.items()}
-        arms = [engine_arm("plain", plan.plain(), plan.sampling, size.new_tokens)]
-        arms += [engine_arm(name, engine, plan.sampling, size.new_tokens) for name, engine in engines.items()]
-        queue = rows if rows == 1 else QUEUE * rows
-        prompts = plan.final(0, max(size.prompts, BATCHES * queue))
-        wanted = Wanted(-(-len(prompts) // queue), inf, until)
-        timing, _ = until_known(arms, prompts, queue, (first.name, "plain"), wanted, size.seed)
-        about = {"temperature": temperature, "rows": rows, "rule": rule}
-        base = next((draft.name for draft in self.drafts if draft.folder.kind == DEFAULT), None)
-        found = []
-        for draft in self.drafts:
-            plan, k, predicted = chosen[draft.name]
-            over = {"speedup": timing.ratio(draft.name, "plain")._asdict() | {"predicted": predicted},
-                    "over_independent": timing.ratio(draft.name, base)._asdict() if base else None}  # fmt: skip
-            found.append({"kind": draft.name, **about, "k": k, "parameters": draft.parameters,
-                          "train_seconds": draft.seconds, "alpha": alphas(self.said(draft, plan)), **over}
-                         | judged(plan, engines[draft.name], k, timing, draft.name))  # fmt: skip
-        return found
-
-
-def judged(plan: Plan, engine: Any, k: int, timing: Timing, name: str) -> dict[str, Any]:
-    """Tokens per call beside what the very texts must cost, and whether the engine that was timed is exact: the calls
-    of all texts, and everything else of some."""
-    texts, new = timing.texts(name), plan.bench.new_tokens
-    some = Texts(*(part[:COMPARED] for part in texts))
-    verdict = check(engine, some, plan.sampling, new, plan.bench.seed)
-    stats = timing.stats(name)
-    calls = check_calls(counted(plan, texts, k), texts, plan.verify)
-    tau = {"measured": stats.tau if stats else None, "predicted": calls.tau if calls else None,
-           "z": calls.z if calls else None}  # fmt: skip
-    exact = verdict.passed and (calls is None or calls.passed)
-    lines = [] if exact else [*verdict.lines(), *([calls.line()] if calls else [])]
-    return {"tau": tau, "exact": exact, "wrong": lines}
 
 
 def finite(value: Any) -> Any:
@@ -224,7 +101,7 @@ def main(arguments: list[str]) -> None:
     for rule in rules:
         rule_of(rule)
     found = drafts(dict(one.split("=", 1) for one in asked.folders), asked.set)
-    study = Study(found, start + 60 * asked.minutes, {}, {})
+    study = Study(found, start + 60 * asked.minutes)
     about = environment()
     command = " ".join(["python -m tests.studies.proposers", *arguments])
     report = {"environment": about, "commit": about["commit"], "command": command, "target": found[0].plan.names[0],
@@ -233,7 +110,7 @@ def main(arguments: list[str]) -> None:
     for rows in study.cells(*lists, rules):
         report["rows"] += finite(rows)
         write_atomic(asked.out, json.dumps(report, indent=2, allow_nan=False) + "\n")
-        print("\n".join(map(line, report["rows"][-len(rows) :])), flush=True)
+        print("\n".join(map(line, rows)), flush=True)
 
 
 if __name__ == "__main__":
