@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from cotrain.config.settings import Draft, Init
+from cotrain.config.groups import Draft, Init
 from cotrain.students.base import student_class
 from inference.drafts.compatibility import hash_target
 from inference.drafts.draft_folder import Metadata, save

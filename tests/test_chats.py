@@ -9,7 +9,7 @@ import datasets
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from cotrain.config.settings import Data
+from cotrain.config.groups import Data
 from cotrain.data.conversations import Chats, Template, chats_of
 from cotrain.data.prompt_rows import PromptRows
 from cotrain.data.sources import source_of

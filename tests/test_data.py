@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cotrain.bundled.tokenizer import token_bytes
-from cotrain.config.settings import Data
+from cotrain.config.groups import Data
 from cotrain.data import corpora
 from cotrain.data.corpora import Document, embedded, manifest
 from cotrain.data.inputs import read_rows

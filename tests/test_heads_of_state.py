@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import silu
 
-from cotrain.config.settings import Draft, Init
+from cotrain.config.groups import Draft, Init
 from cotrain.export import medusa_layout
 from cotrain.export.engines import layout_of
 from cotrain.students.base import LAST, Seen, student_class

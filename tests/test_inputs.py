@@ -11,7 +11,7 @@ import datasets
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from cotrain.config.settings import Data
+from cotrain.config.groups import Data
 from cotrain.data.conversations import Chats
 from cotrain.data.inputs import made_from, read_rows
 from cotrain.data.sources import source_of

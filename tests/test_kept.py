@@ -13,7 +13,8 @@ from hydra import compose, initialize_config_dir
 from tokenizers.processors import TemplateProcessing
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from cotrain.config.settings import Data, register
+from cotrain.config.groups import Data
+from cotrain.config.settings import register
 from cotrain.data import training_texts
 from cotrain.data.inputs import made_from
 from cotrain.data.training_texts import Sampled

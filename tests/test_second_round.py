@@ -9,7 +9,7 @@ import torch
 
 from cotrain.bench.measurement import Plan
 from cotrain.bench.planner import rounds_of, taus
-from cotrain.config.settings import Bench
+from cotrain.config.groups import Bench
 from cotrain.data import prompts as shipped_prompts
 from cotrain.data.corpora import DOMAINS
 from cotrain.data.splits import Prompts

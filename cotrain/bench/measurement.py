@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cotrain.bench.planner import BATCH, Compiled, advice, counted, planned, rounds_of, settled, taus
 from cotrain.bench.timing_display import TimingDisplay
-from cotrain.config.settings import Bench
+from cotrain.config.groups import Bench
 from cotrain.data.prompts import shipped_ids
 from cotrain.data.splits import Prompts, apart
 from cotrain.progress_display import Display

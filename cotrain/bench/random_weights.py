@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from cotrain.acceptance import iid_tau
-from cotrain.config.settings import Bench
+from cotrain.config.groups import Bench
 from cotrain.students.base import DEFAULT, student_class
 from inference import Sampling
 from inference.engine import Engine

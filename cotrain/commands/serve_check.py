@@ -5,8 +5,9 @@ from typing import Any
 
 from cotrain.bench import measurement, server_parity
 from cotrain.bench.served_pair import load_network, measured, refuse_pair, resolved
+from cotrain.config.groups import Bench
 from cotrain.config.regimes import sampling
-from cotrain.config.settings import Bench, ServeCheckConfig
+from cotrain.config.settings import ServeCheckConfig
 from cotrain.errors import UserError
 from cotrain.machine_output import answering
 from cotrain.run_folder import claim, refuse

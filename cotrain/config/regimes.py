@@ -5,7 +5,7 @@ from functools import partial
 
 from torch import Tensor
 
-from cotrain.config.settings import Regime
+from cotrain.config.groups import Regime
 from inference import Sampling
 from inference.sampling import keep_top_k, keep_top_p
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import datasets
 
-from cotrain.config.settings import Data
+from cotrain.config.groups import Data
 from cotrain.rollout.fingerprints import contents, stamps
 
 LOADERS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv",

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import Dataset, Sampler
 from transformers import PreTrainedTokenizerBase
 
-from cotrain.config.settings import Data
+from cotrain.config.groups import Data
 from cotrain.data.conversations import Template, chats_of, cleaned, is_chat
 from cotrain.data.corpora import embedded, pieces
 from cotrain.data.inputs import lines_of, read_rows

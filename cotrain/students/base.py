@@ -19,7 +19,7 @@ from inference.proposers import kind_of
 from inference.proposers.base import Proposer
 
 if TYPE_CHECKING:
-    from cotrain.config.settings import Draft, Init
+    from cotrain.config.groups import Draft, Init
 
 __all__ = ["ANY", "DEFAULT", "KINDS", "LAST", "Guess", "Seen", "Student", "refuse_mixed", "student_class"]
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from cotrain.config.settings import Draft, Init
+from cotrain.config.groups import Draft, Init
 from cotrain.students.base import Guess, Seen, Student
 from cotrain.teacher.target_model import Read, halves
 from inference.models.cache import sliding_window

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
 
-from cotrain.config.settings import Draft, Init
+from cotrain.config.groups import Draft, Init
 from cotrain.students.independent import Independent
 from inference import proposers
 from inference.measure.gating import calibrate

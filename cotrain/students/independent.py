@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from cotrain.config.settings import Draft, Init
+from cotrain.config.groups import Draft, Init
 from cotrain.students.base import DEFAULT, Guess, Seen, Student, refuse_keys
 from cotrain.teacher.target_model import halves, keeps_apart, split
 from inference import proposers

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from cotrain.config.settings import Draft, Init
+from cotrain.config.groups import Draft, Init
 from cotrain.students.base import LAST, Guess, Seen, Student, refuse_keys
 from cotrain.teacher.target_model import halves
 from inference.proposers import kind_of

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from cotrain.config.settings import Draft, Init
+from cotrain.config.groups import Draft, Init
 from cotrain.students.base import Guess, Seen
 from cotrain.students.independent import Independent, first_weights
 from cotrain.students.mask_blocks import Blocks, blocks, segments, visible

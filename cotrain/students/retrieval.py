@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from cotrain.config.settings import Draft, Init
+from cotrain.config.groups import Draft, Init
 from cotrain.students.base import Guess, Seen, Student
 from cotrain.students.hybrid import lookup
 from inference.proposers.lookup_network import LookupConfig, LookupNetwork

@@ -7,8 +7,9 @@ import torch
 from transformers import PreTrainedModel
 
 from cotrain.bench.quantisation_table import refuse_unknown
+from cotrain.config.groups import Loss
 from cotrain.config.regimes import truncation
-from cotrain.config.settings import Loss, TrainConfig
+from cotrain.config.settings import TrainConfig
 from cotrain.data.texts import Texts, joined, none, shared
 from cotrain.data.training_texts import Share
 from cotrain.evaluation.held_out import DEPTHS, HeldOut, held_out

@@ -13,8 +13,8 @@ from cotrain.bench.quantisation_table import KINDS
 from cotrain.board import tags
 from cotrain.board.held_out_points import HeldOutPoints, part_of
 from cotrain.board.learning import Learning
+from cotrain.config.groups import Trainer as TrainerSettings
 from cotrain.config.settings import TrainConfig
-from cotrain.config.settings import Trainer as TrainerSettings
 from cotrain.data.texts import Curriculum, Learnt, Strided, Texts
 from cotrain.errors import NotFinite, UserError
 from cotrain.progress_display import Display

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfi
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from cotrain.bench import measurement
-from cotrain.config.settings import Bench, TrainConfig
+from cotrain.config.groups import Bench
+from cotrain.config.settings import TrainConfig
 from cotrain.data.prompt_rows import PromptRows
 from cotrain.data.splits import SPLITS, apart
 from cotrain.data.training_texts import Source

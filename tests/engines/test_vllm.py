@@ -15,7 +15,7 @@ import torch
 from cotrain.bench import server_parity as checked
 from cotrain.bench.measurement import BATCH, Plan
 from cotrain.cli import main
-from cotrain.config.settings import Bench
+from cotrain.config.groups import Bench
 from cotrain.evaluation.held_out import held_out
 from cotrain.export.hf import export
 from cotrain.rollout import kept_texts
