@@ -54,7 +54,8 @@ def refuse_unknown(draft: PreTrainedModel) -> None:
     experts: they would stay whole here, and be rounded, or refused, where it is served."""
     known = {id(weight) for weight in projections(draft).values()}
     known |= {id(module.weight) for module in draft.modules() if isinstance(module, nn.Embedding)}
-    known.add(id(draft.get_output_embeddings().weight))
+    if (head := draft.get_output_embeddings()) is not None:  # heads that read a target's states have none
+        known.add(id(head.weight))
     others = [name for name, weight in draft.named_parameters() if weight.ndim > 1 and id(weight) not in known]
     if others:
         raise ValueError(f"draft.quantisation: {type(draft).__name__} has {len(others)} matrices that are no "

@@ -2,6 +2,8 @@
 
 import copy
 import json
+import shutil
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +36,28 @@ from inference.report import replay
 from inference.report.build import table
 
 
-def _grid(cfg: BenchConfig, logs: Path) -> Grid:
-    asked = cfg.matrix
+def _refuse_matrix(cfg: BenchConfig, path: str, config: PretrainedConfig) -> None:
+    """Raise UserError, naming the key, for a matrix that could not be measured once all else was."""
+    asked, regime = cfg.matrix, cfg.regime
     if asked.vllm and cfg.target.adapter:
         raise UserError("matrix.vllm: it would serve the target without target.adapter=; merge it into a folder first")
+    if asked.vllm and (regime.top_k or regime.top_p < 1):
+        raise UserError("matrix.vllm: it is asked for a temperature alone: regime.top_k=0 regime.top_p=1")
+    if asked.vllm and shutil.which(asked.vllm) is None:
+        raise UserError(f"matrix.vllm={asked.vllm} is no interpreter: name that of a vLLM installation")
+    if wrong := sorted(set(asked.drafts) - set(quantisation_table.KINDS)):
+        raise UserError(f"matrix.drafts: {wrong[0]!r} is none of {', '.join(quantisation_table.KINDS)}")
+    if asked.targets and "nf4" in asked.drafts and find_spec("bitsandbytes") is None:
+        raise UserError("matrix.drafts: nf4 needs bitsandbytes: pip install bitsandbytes, or matrix.drafts=[none,int8]")
+    for kind in asked.targets:
+        try:
+            refuse_quantisation(path, kind, config)
+        except ValueError as error:
+            raise UserError(f"matrix.targets: {error}") from error
+
+
+def _grid(cfg: BenchConfig, logs: Path) -> Grid:
+    asked = cfg.matrix
     servers = None if asked.vllm is None else (asked.vllm, resolve(str(cfg.target.path)), str(cfg.draft.path))
     return Grid(asked.temperatures, asked.batches, asked.k, servers, logs)
 
@@ -99,6 +119,7 @@ def run(cfg: BenchConfig) -> None:
     refuse(cfg.output, cfg.overwrite)
     outline, tokenizer = refuse_pair(cfg.draft.path, path, cfg.target.trust_remote_code)
     refuse_quantisation(path, cfg.quantisation.kind, outline.config)
+    _refuse_matrix(cfg, path, outline.config)
     _fits(cfg, outline.config)
     given = _prompts(cfg, outline, tokenizer)
     target, tokenizer = models(cfg)

@@ -35,9 +35,10 @@ class EarlyExit(Student):
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
-        """draft.layers, rank and depths say which exit; init does not matter."""
+        """draft.layers, rank and depths say which exit; init does not matter. Raises as `refuse`."""
         if draft.depths is None:
             raise ValueError("draft.depths: drafts of a round that the exit is trained for: give it, as draft.depths=4")
+        _refuse_windows(target, draft.rank)
         return begun(target, draft.layers, draft.rank, draft.depths)
 
     @cached_property
@@ -53,9 +54,7 @@ class EarlyExit(Student):
         """Raises ValueError for a target whose layers see a window of the text alone: rounds are not told apart
         there."""
         assert self.target is not None
-        if self.network.config.rank and sliding_window(self.target.config.get_text_config()):
-            raise ValueError(f"draft.kind: {type(self.target).__name__} has layers of sliding windows, whose rounds "
-                             "cannot be trained: draft.rank=0")  # fmt: skip
+        _refuse_windows(self.target, self.network.config.rank)
 
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
         ids, places = batch["ids"].to(self.model.device), batch.get("position_ids")
@@ -100,6 +99,12 @@ class EarlyExit(Student):
     @classmethod
     def load(cls, folder: Path, target: PreTrainedModel | None = None, vocabulary: int | None = None) -> "EarlyExit":
         return cls(ExitNetwork.from_pretrained(folder, dtype=torch.float32), target, vocabulary)
+
+
+def _refuse_windows(target: PreTrainedModel, rank: int) -> None:
+    if rank and sliding_window(target.config.get_text_config()):
+        raise ValueError(f"draft.kind: {type(target).__name__} has layers of sliding windows, whose rounds cannot be "
+                         "trained: draft.rank=0")  # fmt: skip
 
 
 def _within(ids: Tensor, places: Tensor | None) -> Tensor:

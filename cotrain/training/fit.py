@@ -44,7 +44,22 @@ def fit(job: Job, module: Distillation, extra: list[Callback]) -> None:
         if _trained(job, module, extra, phase, every):
             break
     if not module.judged:  # the run had stopped between its last step and its report
-        module.judge()
+        _judge(job, module)
+
+
+def _judge(job: Job, module: Distillation) -> None:
+    """As at a validation: with rounded weights where the draft is served with such."""
+    rounded = _rounded(job)
+    for one in rounded:
+        one.show(module)
+    module.judge()
+    for one in rounded:
+        one.hide(module)
+
+
+def _rounded(job: Job) -> list[QuantisationAware]:
+    kind = job.cfg.draft.quantisation
+    return [QuantisationAware(kind)] if kind != "none" else []
 
 
 def _trained(job: Job, module: Distillation, extra: list[Callback], phase: Phase, every: int) -> bool:
@@ -57,15 +72,18 @@ def _trained(job: Job, module: Distillation, extra: list[Callback], phase: Phase
     if _ended(kept, extra, module, cfg):
         module.load_state_dict(kept["state_dict"])
         module.to(job.target.device).eval()
+        if cfg.ema:  # which is what was judged and is exported
+            average = Averaged(cfg.ema)
+            average.load_state_dict(kept["callbacks"][average.state_key])
+            average.show(module)
         return True
     if done >= phase.last < cfg.steps:
         return False
     averaged = [Averaged(cfg.ema)] if cfg.ema else []
-    rounded = [QuantisationAware(job.cfg.draft.quantisation)] if job.cfg.draft.quantisation != "none" else []
     progress = module.progress
     assert progress is not None
     clock = Clock(progress, cfg.validations)
-    trainer = _trainer(job, [*extra, *averaged, *rounded, clock], phase, every, progress)
+    trainer = _trainer(job, [*extra, *averaged, *_rounded(job), clock], phase, every, progress)
     sampler: Faster | Mixed | None = None  # of the phase's texts: the target alone
     if phase.round and done == phase.first:  # else its texts were sampled before
         module.load_state_dict(kept["state_dict"])  # this process may be a new one
@@ -125,6 +143,8 @@ def refuse(cfg: TrainConfig) -> None:
     if trainer.devices < 1 or trainer.nodes < 1:
         raise ValueError(f"trainer.devices, trainer.nodes: at least 1, not {trainer.devices} and {trainer.nodes}")
     refuse_fractions(cfg.optimizer.warmup, cfg.optimizer.decay, trainer.steps)
+    if len(cfg.optimizer.betas) != 2:
+        raise ValueError(f"optimizer.betas: two numbers, of both moments, not {list(cfg.optimizer.betas)}")
     if trainer.minutes is not None and (trainer.minutes <= 0 or cfg.rollout.rounds > 1):
         raise ValueError("trainer.minutes: above 0, with rollout.rounds=1 (rounds end at steps), or null")
     if trainer.batch % world:

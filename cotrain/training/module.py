@@ -88,7 +88,7 @@ class Distillation(lightning.LightningModule):
         self.teacher = Remembering(self.laws_of.read, remember)
         self.judged: dict[float, dict[str, Scores]] = {}
         if cosine:
-            _refuse_widths(self.draft, target)
+            refuse_widths(self.draft, target)
 
     def configure_model(self) -> None:
         """Where a strategy shards, the draft in parts; `assemble` ends that."""
@@ -290,7 +290,8 @@ class Distillation(lightning.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-def _refuse_widths(draft: PreTrainedModel, target: PreTrainedModel) -> None:
+def refuse_widths(draft: PreTrainedModel, target: PreTrainedModel) -> None:
+    """Raise ValueError for states of two widths, which have no cosine."""
     ours, theirs = (model.config.get_text_config().hidden_size for model in (draft, target))
     if ours != theirs:
         raise ValueError(f"init.cosine: the draft's hidden states are {ours} wide, the target's {theirs}")
