@@ -1,6 +1,7 @@
 """Settings of many rows at once on their device: what each row's own, one by one, give."""
 
-from itertools import cycle, islice
+from collections.abc import Hashable
+from itertools import cycle, islice, product
 
 import pytest
 import torch
@@ -43,6 +44,18 @@ def test_rows_that_differ_in_one_setting_alone(name: str, values: tuple[float, f
     for row, one in enumerate(both):
         assert torch.equal(made.law(logits)[row], probs(logits[row], one))
     assert not torch.equal(*made.law(logits))
+
+
+def test_batches_of_one_key_differ_in_tensors_alone() -> None:
+    """What was recorded of one batch's laws is replayed for every other of its key and shapes."""
+    logits, first = 3 * torch.randn(2, V, generator=torch.Generator().manual_seed(2)), dict[Hashable, Batch]()
+    for pair in product(REGIMES, repeat=2):
+        batch = Batch([Request(i, i, [1], 9, one, frozenset()) for i, one in enumerate(pair)], V, logits.device)
+        name = batch.key, tuple((part, value.shape) for part, value in batch.tensors.items())
+        recorded = first.setdefault(name, batch)
+        law = recorded.on(batch.tensors).regimes.law(logits)
+        torch.testing.assert_close(law, batch.regimes.law(logits), msg=lambda said, pair=pair: f"{pair}: {said}")
+    assert len(first) < len(REGIMES) ** 2 / 2
 
 
 def test_no_law_is_nan_throughout() -> None:

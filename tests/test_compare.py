@@ -54,6 +54,13 @@ def test_independent_noise_has_width(tmp_path: Path) -> None:
     assert found.low < 0 < found.high
 
 
+def test_runs_are_paired_by_their_seeds(tmp_path: Path) -> None:
+    """Of seed 0 there is no run of tv: one that failed is not made up for by another."""
+    runs = [run("kl", s, 1.0) for s in range(3)] + [run("tv", s, 1 / 1.05) for s in (1, 2)]
+    found = {g.label: g for g in compare(read(write(tmp_path, runs)), "kl")}["tv"]
+    assert found.seeds == 2 and (found.gain, found.low, found.high) == pytest.approx((0.05, 0.05, 0.05))
+
+
 def test_tau_is_a_ratio_of_sums(tmp_path: Path) -> None:
     one = run("kl", 0, 1.0)
     calls = one["texts"]["1"]["calls"]["4"]  # type: ignore[index]
@@ -62,9 +69,13 @@ def test_tau_is_a_ratio_of_sums(tmp_path: Path) -> None:
 
 
 def test_other_texts_are_refused(tmp_path: Path) -> None:
-    runs = [run("kl", 0, 1.0), run("tv", 0, 1.0, [40] * 29 + [41])]
-    with pytest.raises(UserError, match="judged on other texts"):
-        compare(read(write(tmp_path, runs)), "kl")
+    for place, runs in enumerate((
+        [run("kl", 0, 1.0), run("tv", 0, 1.0, [40] * 29 + [41])],
+        [run("kl", 0, 1.0), run("kl", 1, 1.0), run("tv", 0, 1.0), run("tv", 1, 1.0, [40] * 29 + [41])],
+    )):  # fmt: skip
+        (folder := tmp_path / str(place)).mkdir()
+        with pytest.raises(UserError, match="judged on other texts"):
+            compare(read(write(folder, runs)), "kl")
 
 
 def test_what_is_missing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,9 +1,10 @@
 """What a training run would stop at is refused before any weight is read, by `check=true` and by the run alike."""
 
 import shutil
+from collections.abc import Iterator
 from dataclasses import is_dataclass
 from pathlib import Path
-from typing import get_type_hints
+from typing import cast, get_args, get_type_hints
 
 import pytest
 from transformers import PreTrainedModel
@@ -60,12 +61,17 @@ MISTAKES = {
     "rollout.rounds=9": "rollout.rounds: ",
     "rollout.url=http://127.0.0.1:9": "rollout.url=http://127.0.0.1:9: no OpenAI-compatible server answers",
     "data.shares={cod:0.5}": "data.shares: no text is of cod; the domains are own",
+    "data.shares={own:0.1}": "data.shares: {'own': 0.1} leave no text of 8 a domain to learn from",
     "policy.k=-3 measure=false": "policy.k=-3: it must be at least 1",
     "bench.new_tokens=121": "rollout.prompt_tokens, bench.new_tokens: prompts of 8 tokens and 121",
     "trainer.batch=0": "trainer.batch=0: it must be at least 1",
     "trainer.precision=bf17": "trainer.precision=bf17: ",
     "trainer.cache=PLACE/file/x": "trainer.cache=",
     "trainer.top=4 init.cosine=1 loss=kl": "trainer.top: ",
+    "trainer.top=301 loss=kl": "trainer.top: 301 tokens of 300",
+    "init=scratch draft.width=32 draft.head_dim=16 init.cosine=1": "init.cosine: the draft's hidden states are 32 wide",
+    "optimizer.betas=[0.9]": "optimizer.betas: two numbers, of both moments, not [0.9]",
+    "draft=medusa draft.quantisation=int8": "draft.quantisation: MedusaNetwork has 2 matrices that are no nn.Linear",
     "loss.first=klx": "loss: 'klx'",
     "quantisation.kind=nf3": "quantisation: 'nf3'",
     "init=pretrained": "init.kind: 'pretrained'",
@@ -168,6 +174,30 @@ def test_every_rule_is_of_a_setting_that_there_is() -> None:
     assert sampling.COLDEST == ranges.COLDEST and ranges.VERIFY.words == f"one of {', '.join(RULES)}"
 
 
+# numbers that are checked elsewhere, together with others or with what is there, or of which any will do
+ELSEWHERE = {"seed", "optimizer.warmup", "optimizer.decay", "trainer.minutes", "init.layers", "data.take",
+             "bench.depths", "bench.minutes", "bench.interval"}  # fmt: skip
+# of the bundled target alone, which its own settings make; bytes of corpora, where none is none
+MADE_HERE = ("shape.", "pretraining.", "data.bytes", "data.held_out_bytes", "tokenizer_bytes")
+
+
+def test_every_number_has_a_range() -> None:
+    """Or a check of its own: one that has neither is taken whatever it is."""
+    numbers = {key for schema in SCHEMAS.values() for key in _numbers(schema)}
+    ruled = {key.rpartition(":")[2] for key in ranges.RULES}
+    free = {key for key in numbers - ruled if key.rpartition(".")[2] not in ELSEWHERE and key not in ELSEWHERE}
+    assert {key for key in free if not key.startswith(MADE_HERE)} == set()
+
+
+def _numbers(schema: type, before: str = "") -> Iterator[str]:
+    """Keys of whole numbers and numbers with a point, alone, in lists and in mappings."""
+    for name, kind in get_type_hints(schema).items():
+        if is_dataclass(kind):
+            yield from _numbers(cast(type, kind), f"{before}{name}.")
+        elif {*get_args(kind), kind} & {int, float}:
+            yield f"{before}{name}"
+
+
 def _has(schema: type, key: str) -> bool:
     for part in key.split("."):
         hints = get_type_hints(schema) if is_dataclass(schema) else {part: str}  # any name in a mapping
@@ -183,6 +213,10 @@ def test_a_range_names_key_and_value(capsys: pytest.CaptureFixture[str]) -> None
         (["train", "trainer.steps=0"], "trainer.steps=0: it must be at least 1"),
         (["train", "rollout.temperatures=[1,-1]"], "rollout.temperatures=[1.0, -1.0]: each must be 0 (greedy)"),
         (["train", "policy.k=0"], "policy.k=0: it must be at least 1"),
+        (["train", "loss.switch=200"], "loss.switch=200.0: it must be from 0 to 1"),
+        (["train", "loss.decay=-0.5"], "loss.decay=-0.5: it must be at least 0"),
+        (["train", "optimizer.betas=[0.9,1.0]"], "optimizer.betas=[0.9, 1.0]: each must be from 0 to below 1"),
+        (["train", "trainer.checkpoint_minutes=-1"], "trainer.checkpoint_minutes=-1.0: it must be at least 0"),
         (["generate", "policy.k=-1"], "policy.k=-1: it must be at least 0"),
         (["rollout", "kind=test"], "kind=test: it must be one of train, held_out"),
         (["serve_check", "k=0"], "k=0: it must be at least 1"),

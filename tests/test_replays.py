@@ -45,10 +45,12 @@ def test_recorded_rounds_give_the_text_of_the_host(rule: str) -> None:
         assert gpu.recordings
 
 
-def test_a_draft_on_another_device_goes_step_by_step() -> None:
-    wanted = texts("cpu", "token", CUTS[: len(PROMPTS)])
+@pytest.mark.parametrize("rule", ["token", "coupled"])
+def test_a_draft_on_another_device_goes_step_by_step(rule: str) -> None:
+    """What it draws by is made before the round is settled, and is no part of what is recorded then."""
+    wanted = texts("cpu", rule, CUTS[: len(PROMPTS)])
     with standin.device():
-        assert texts("cuda:0", "token", CUTS[: len(PROMPTS)], "cuda:1") == wanted
+        assert texts("cuda:0", rule, CUTS[: len(PROMPTS)], "cuda:1") == wanted
 
 
 def test_own_processors_run_as_they_are() -> None:

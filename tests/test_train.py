@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -218,19 +219,24 @@ def test_a_run_that_lost_its_patience_stays_ended(
     assert [one.step for one in kept] == [0, 2] and not (place / "patience" / "checkpoints" / "step-4").exists()
 
 
+@pytest.mark.parametrize("settings", ["", "draft.quantisation=int8", "trainer.ema=0.5 trainer.patience=1"])
 def test_a_run_that_stopped_after_its_last_step_still_reports_its_acceptance(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    settings: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Of the weights that are judged: rounded ones, an average, of a run that its patience ended too."""
     monkeypatch.setattr(measurement, "quick", lambda plan, k: {"speedup": 1.0})
     monkeypatch.setattr(distil, "export", went_down)
+    if "patience" in settings:
+        monkeypatch.setattr(distil.Distillation, "tau", lambda *_: 2.0)  # it never rises
     # of four steps the last is a validation's: nothing else is left to do when the run goes on
-    assert job(place, "late", "trainer.steps=4") == 1 and "went down" in capsys.readouterr().err
-    figures = place / "late" / "held_out.json"
+    asked, name = ("trainer.steps=4", *settings.split()), f"late {settings}"
+    assert job(place, name, *asked) == 1 and "went down" in capsys.readouterr().err
+    figures = place / name / "held_out.json"
     first = json.loads(figures.read_text())["texts"]
     figures.unlink()
     monkeypatch.setattr(distil, "export", lambda job, module, speed, others: found.update(module.acceptance()) or {})
     found: dict[str, float] = {}
-    job(place, "late", "trainer.steps=4")
+    job(place, name, *asked)
     assert {"alpha_T0/own", "alpha_T1/all"} <= set(found)
     assert first and json.loads(figures.read_text())["texts"] == first
 
@@ -382,6 +388,24 @@ def test_bench_measures_a_draft_folder(run: Path, place: Path, capsys: pytest.Ca
     assert json.loads((place / "coupled" / "report.json").read_text())["extra"]["parity"] is None
     assert main(["bench", f"output={place / 'none'}"]) == 1
     assert "draft.path=" in capsys.readouterr().err and not (place / "none").exists()
+
+
+@pytest.mark.parametrize(
+    ("mistake", "said"),
+    [
+        ("matrix.targets=[none] matrix.drafts=[int3]", "matrix.drafts: 'int3' is none of none, int8, nf4"),
+        ("matrix.targets=[int3]", "matrix.targets: quantisation: 'int3' is none of"),
+        ("matrix.temperatures=[1] matrix.vllm=/no/python", "matrix.vllm=/no/python is no interpreter"),
+        (f"regime=nucleus matrix.vllm={sys.executable}", "matrix.vllm: it is asked for a temperature alone"),
+    ],
+)
+def test_a_matrix_that_cannot_be_is_refused_before_anything_is_timed(
+    mistake: str, said: str, run: Path, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("cotrain.commands.bench.models", lambda *_: 1 / 0)
+    paths = (f"draft.path={run / 'draft'}", f"output={place / 'no bench'}", "bench.prompt_tokens=8")
+    assert main(["bench", *paths, "bench.new_tokens=8", "bench.depths=[2]", *mistake.split()]) == 1
+    assert capsys.readouterr().err.startswith(f"cotrain bench: {said}") and not (place / "no bench").exists()
 
 
 def test_rollout_writes_a_set(place: Path) -> None:

@@ -36,7 +36,8 @@ class Grid:
 
 
 def matrix(plan: Plan, grid: Grid, say: Say = print) -> list[dict[str, Any]]:
-    """One entry a temperature and batch size: speeds, ratios with intervals, costs, and share of what they allow."""
+    """One entry a temperature and batch size, under the plan's other sampling settings: speeds, ratios with intervals,
+    costs, and share of what they allow."""
     cells, machine = [], measure_machine(plan.target.device, plan.target.dtype)
     for rows in grid.batches:
         bench = copy.copy(plan.bench)
@@ -46,7 +47,8 @@ def matrix(plan: Plan, grid: Grid, say: Say = print) -> list[dict[str, Any]]:
             servers = _servers(plan, grid, stack) if grid.vllm else {}
             for temperature in grid.temperatures:
                 say(f"matrix: temperature {temperature:g}, {rows} rows")
-                cells.append(_cell(replace(plan, sampling=Sampling(temperature=temperature)), grid, servers, machine))
+                here = replace(plan, sampling=replace(plan.sampling, temperature=temperature))
+                cells.append(_cell(here, grid, servers, machine))
                 say(line(cells[-1]))
     return cells
 

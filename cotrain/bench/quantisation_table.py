@@ -54,7 +54,7 @@ def refuse_unknown(draft: PreTrainedModel, key: str = "draft.quantisation") -> N
     fused experts: they would stay whole here, and be rounded, or refused, where it is served."""
     known = {id(weight) for weight in projections(draft).values()}
     known |= {id(module.weight) for module in draft.modules() if isinstance(module, nn.Embedding)}
-    if (head := draft.get_output_embeddings()) is not None:
+    if (head := draft.get_output_embeddings()) is not None:  # heads that read a target's states have none
         known.add(id(head.weight))
     others = [name for name, weight in draft.named_parameters() if weight.ndim > 1 and id(weight) not in known]
     if others:

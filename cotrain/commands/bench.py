@@ -2,6 +2,8 @@
 
 import copy
 import json
+import shutil
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -34,24 +36,42 @@ from inference.report import replay
 from inference.report.table import headline, table
 
 
+def _refuse_matrix(cfg: BenchConfig, kind: str, pair: Pair) -> None:
+    """Raise UserError, naming the key, for a matrix that could not be measured once all else was."""
+    asked, regime = cfg.matrix, cfg.regime
+    if asked.vllm and kind != DEFAULT:
+        raise UserError(f"matrix.vllm: only {DEFAULT} drafts are served here, draft.path={cfg.draft.path} is {kind}")
+    if asked.vllm and cfg.target.adapter:
+        raise UserError("matrix.vllm: it would serve the target without target.adapter=; merge it into a folder first")
+    if asked.vllm and (regime.top_k or regime.top_p < 1):
+        raise UserError("matrix.vllm: it is asked for a temperature alone: regime.top_k=0 regime.top_p=1")
+    if asked.vllm and shutil.which(asked.vllm) is None:
+        raise UserError(f"matrix.vllm={asked.vllm} is no interpreter: name that of a vLLM installation")
+    if wrong := sorted(set(asked.drafts) - set(quantisation_table.KINDS)):
+        raise UserError(f"matrix.drafts: {wrong[0]!r} is none of {', '.join(quantisation_table.KINDS)}")
+    if asked.targets and "nf4" in asked.drafts and find_spec("bitsandbytes") is None:
+        raise UserError("matrix.drafts: nf4 needs bitsandbytes: pip install bitsandbytes, or matrix.drafts=[none,int8]")
+    if asked.targets and {*asked.drafts} - {"none"} and pair.draft is not None:
+        quantisation_table.refuse_unknown(pair.draft, "matrix.drafts")
+    for bits in asked.targets:
+        try:
+            refuse_quantisation(str(cfg.target.path), bits, pair.target.config)
+        except ValueError as error:
+            raise UserError(f"matrix.targets: {error}") from error
+
+
 def _grid(cfg: BenchConfig, logs: Path) -> Grid:
     asked = cfg.matrix
     servers = None if asked.vllm is None else (asked.vllm, resolve(str(cfg.target.path)), str(cfg.draft.path))
     return Grid(asked.temperatures, asked.batches, asked.k, servers, logs)
 
 
-def _refuse(cfg: BenchConfig, kind: str, pair: Pair) -> None:
-    """Raise UserError or ValueError, before weights are loaded, for texts that do not fit both models, weights that
-    cannot be held as asked, and a server that does not serve this pair."""
+def _refuse(cfg: BenchConfig, pair: Pair) -> None:
+    """Raise UserError or ValueError, before weights are loaded, for texts that do not fit both models and weights that
+    cannot be held as asked."""
     size, room = cfg.bench, min(holds(model.config) for model in (pair.target, pair.draft) if model is not None)
     fits("bench.prompt_tokens", size.prompt_tokens, "bench.new_tokens", timed(size), room)
     refuse_quantisation(str(cfg.target.path), cfg.quantisation.kind, pair.target.config)
-    if cfg.matrix.targets and {*cfg.matrix.drafts} - {"none"} and pair.draft is not None:
-        quantisation_table.refuse_unknown(pair.draft, "matrix.drafts")
-    if cfg.matrix.vllm and kind != DEFAULT:
-        raise UserError(f"matrix.vllm: only {DEFAULT} drafts are served here, draft.path={cfg.draft.path} is {kind}")
-    if cfg.matrix.vllm and cfg.target.adapter:
-        raise UserError("matrix.vllm: it would serve the target without target.adapter=; merge it into a folder first")
 
 
 def _prompts(cfg: BenchConfig, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Prompts:
@@ -118,7 +138,8 @@ def _measured(cfg: BenchConfig, draft_path: str) -> dict[str, Any]:
     refuse(cfg.output, cfg.overwrite)
     found = measured(draft_path)
     pair = refuse_pair(draft_path, path, cfg.target.trust_remote_code)
-    _refuse(cfg, found.kind, pair)
+    _refuse(cfg, pair)
+    _refuse_matrix(cfg, found.kind, pair)
     given = _prompts(cfg, pair.target, pair.tokenizer)
     target, tokenizer = models(cfg)
     draft, made = load_network(found, target, tokenizer), found.metadata

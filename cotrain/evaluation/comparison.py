@@ -16,6 +16,7 @@ FIGURES = "held_out.json"
 DEPTHS = (4, 8)
 RESAMPLES = 2000
 LIKE = ("alpha", "kl", "entropy", "calibration")
+Run = dict[str, Any]  # what a run keeps in `FIGURES`
 
 
 def per_text(scores: dict[float, Scores]) -> dict[str, Any]:
@@ -62,7 +63,8 @@ def read(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def compare(runs: dict[str, list[dict[str, Any]]], baseline: str) -> list[Gain]:
-    """Every label at every temperature that the baseline has too, and k, paired by seed and text with the baseline.
+    """Every label at every temperature that the baseline has too, and k, paired by seed and text with the baseline:
+    runs of the seeds that both have, in the order of seeds where they share none.
 
     Each resample draws seeds, and texts, with replacement, the same for both sides. Raises UserError when the
     baseline is missing, or runs were not judged on the same texts.
@@ -95,18 +97,31 @@ def _settings(label: str) -> set[str]:
 
 
 def _gain(label: str, mine: Sequence[dict[str, Any]], base: Sequence[dict[str, Any]], temperature: str, k: int) -> Gain:
-    seeds = min(len(mine), len(base))
-    ours, theirs = (_calls(side[:seeds], temperature, k) for side in (mine, base))  # (seeds, texts)
-    lengths = np.array(mine[0]["texts"][temperature]["lengths"], dtype=np.float64)
-    if ours.shape != theirs.shape or [run["texts"][temperature]["lengths"] for run in base][0] != lengths.tolist():
+    pairs = paired(mine, base)
+    judged = [[run["texts"][temperature]["lengths"] for run in pair] for pair in pairs]
+    if any(one != two or len(one) != len(judged[0][0]) for one, two in judged):
         raise UserError(f"{label}: judged on other texts than the baseline; share rollouts between the runs")
-    rng = np.random.default_rng(0)
-    draws = [(rng.integers(seeds, size=seeds), rng.integers(len(lengths), size=len(lengths))) for _ in range(RESAMPLES)]
+    seeds, lengths = len(pairs), np.array([one for one, _ in judged], dtype=np.float64)  # (seeds, texts)
+    ours, theirs = (_calls(side, temperature, k) for side in zip(*pairs, strict=True))
+    rng, texts = np.random.default_rng(0), lengths.shape[1]
+    draws = [(rng.integers(seeds, size=seeds), rng.integers(texts, size=texts)) for _ in range(RESAMPLES)]
     ratios = [theirs[np.ix_(s, t)].sum() / ours[np.ix_(s, t)].sum() - 1 for s, t in draws]
     low, high = np.quantile(ratios, [0.025, 0.975])
     like = {name: float(np.mean([run["texts"][temperature][name] for run in mine])) for name in LIKE}
-    tau, gain = float(seeds * lengths.sum() / ours.sum()), float(theirs.sum() / ours.sum() - 1)
+    tau, gain = float(lengths.sum() / ours.sum()), float(theirs.sum() / ours.sum() - 1)
     return Gain(label, temperature, k, seeds, **like, tau=tau, gain=gain, low=float(low), high=float(high))
+
+
+def paired(mine: Sequence[Run], base: Sequence[Run]) -> list[tuple[Run, Run]]:
+    """Runs of one seed, of the seeds that both sides have; one by one where they share none."""
+    ours, theirs = map(_by_seed, (mine, base))
+    return [(ours[key], theirs[key]) for key in ours if key in theirs] or list(zip(mine, base, strict=False))
+
+
+def _by_seed(runs: Sequence[Run]) -> dict[tuple[Any, int], Run]:
+    """By seed and how many runs of the same seed come before."""
+    seeds = [run.get("seed") for run in runs]
+    return {(seed, seeds[:place].count(seed)): run for place, (seed, run) in enumerate(zip(seeds, runs, strict=True))}
 
 
 def _calls(runs: Sequence[dict[str, Any]], temperature: str, k: int) -> np.ndarray:

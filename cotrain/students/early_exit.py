@@ -34,9 +34,10 @@ class EarlyExit(Student):
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
-        """draft.layers, rank and depths say which exit; init does not matter."""
+        """draft.layers, rank and depths say which exit; init does not matter. Raises as `refuse`."""
         if draft.depths is None:
             raise ValueError("draft.depths: drafts of a round that the exit is trained for: give it, as draft.depths=4")
+        _refuse_windows(target, draft.rank)
         return begun(target, draft.layers, draft.rank, draft.depths)
 
     @cached_property
@@ -52,9 +53,7 @@ class EarlyExit(Student):
         """Raises ValueError for a target whose layers see a window of the text alone: rounds are not told apart
         there."""
         assert self.target is not None
-        if self.network.config.rank and sliding_window(self.target.config.get_text_config()):
-            raise ValueError(f"draft.kind: {type(self.target).__name__} has layers of sliding windows, whose rounds "
-                             "cannot be trained: draft.rank=0")  # fmt: skip
+        _refuse_windows(self.target, self.network.config.rank)
 
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
         ids, places = batch["ids"].to(self.model.device), batch.get("position_ids")
@@ -95,6 +94,12 @@ class EarlyExit(Student):
         """int8 changes nothing: its weights are the target's."""
         assert self.target is not None
         return Proposer(self.network, self.target, greedy, compile=compile)
+
+
+def _refuse_windows(target: PreTrainedModel, rank: int) -> None:
+    if rank and sliding_window(target.config.get_text_config()):
+        raise ValueError(f"draft.kind: {type(target).__name__} has layers of sliding windows, whose rounds cannot be "
+                         "trained: draft.rank=0")  # fmt: skip
 
 
 def _within(ids: Tensor, places: Tensor | None) -> Tensor:

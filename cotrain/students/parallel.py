@@ -36,8 +36,10 @@ class Parallel(Independent):
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
-        """As the independent draft's: draft.path may name one of either kind."""
+        """As the independent draft's: draft.path may name one of either kind. Raises ValueError for one that sees a
+        window of the text alone."""
         network = first_weights(draft, init, target)
+        _refuse_window(network)
         learnt = getattr(network.config, parallel.DEPTHS, None)
         setattr(network.config, parallel.DEPTHS, draft.depths or learnt or DEPTHS)
         return network
@@ -48,13 +50,10 @@ class Parallel(Independent):
     def refuse(self) -> None:
         """Raises as the independent draft, and for a network that cannot be told what each token sees."""
         super().refuse()
-        name, window = type(self.network).__name__, sliding_window(self.network.config)
-        if window:
-            raise ValueError(f"draft: {name} sees the last {window} tokens; a parallel draft's masks are read behind a "
-                             "text that all of it sees: another family, or draft=independent")  # fmt: skip
+        _refuse_window(self.network)
         if not self._told():
-            raise ValueError(f"draft: {name} does not follow a mask of what each token sees; another family, or "
-                             "draft=independent")  # fmt: skip
+            raise ValueError(f"draft: {type(self.network).__name__} does not follow a mask of what each token sees; "
+                             "another family, or draft=independent")  # fmt: skip
 
     @torch.no_grad()
     def _told(self) -> bool:
@@ -105,6 +104,12 @@ class Parallel(Independent):
 
     def proposer(self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False) -> proposers.Parallel:
         return proposers.Parallel(self.network, greedy, compile=compile, int8=int8)
+
+
+def _refuse_window(network: PreTrainedModel) -> None:
+    if window := sliding_window(network.config):
+        raise ValueError(f"draft: {type(network).__name__} sees the last {window} tokens; a parallel draft's masks are "
+                         "read behind a text that all of it sees: another family, or draft=independent")  # fmt: skip
 
 
 def _starts(batch: Mapping[str, Any], device: torch.device) -> Tensor:

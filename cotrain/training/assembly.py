@@ -15,12 +15,12 @@ from cotrain.data.training_texts import Share
 from cotrain.evaluation.held_out import DEPTHS, HeldOut, held_out
 from cotrain.losses.spec import parse
 from cotrain.rollout.samplers import Sampler
-from cotrain.students.base import Student, student_class
+from cotrain.students.base import UNTRAINED, Student, student_class
 from cotrain.teacher.provenance import Provenance, provenance
 from cotrain.teacher.target_model import halves, keeps_apart
 from cotrain.training import optim
 from cotrain.training.job import Job
-from cotrain.training.module import Distillation
+from cotrain.training.module import Distillation, refuse_widths
 from cotrain.training.progress import Progress, trapezoid
 from cotrain.training.stages import Stage, refuse_merged
 
@@ -106,17 +106,21 @@ def refuse(cfg: TrainConfig, taught: list[Stage]) -> None:
                          "the target")  # fmt: skip
 
 
-def refuse_draft(cfg: TrainConfig, network: PreTrainedModel) -> None:
-    """Raise ValueError where a draft's projections are not ones that can be quantised as asked."""
+def refuse_draft(cfg: TrainConfig, network: PreTrainedModel, target: PreTrainedModel) -> None:
+    """Raise ValueError where a draft's projections are not ones that can be quantised as asked, or its states are not
+    as wide as init.cosine= wants them."""
     if cfg.draft.quantisation != "none":
         refuse_unknown(network)
+    if cfg.init.cosine and cfg.draft.kind not in UNTRAINED:
+        refuse_widths(network, target)
 
 
 def refuse_run(job: Job, student: Student, taught: list[Stage]) -> None:
-    """Raises ValueError, before texts are sampled, as `refuse`, and where a model would read texts that are packed into
-    blocks as one."""
+    """Raises ValueError, before texts are sampled, as `refuse`, for a network that its kind cannot train, and where a
+    model would read texts that are packed into blocks as one."""
     refuse(job.cfg, taught)
-    refuse_draft(job.cfg, student.network)
+    refuse_draft(job.cfg, student.network, job.target)
+    student.refuse()
     if not (job.cfg.data.on_target and job.chats):
         refuse_given(job.cfg, taught)
     if not job.cfg.trainer.corpus_steps or job.chats:
@@ -160,13 +164,17 @@ def parts(job: Job, rounds: int, by: Sampler | None = None) -> tuple[Texts, Text
     kept; the target alone, when None."""
     cfg = job.cfg
     corpus = job.given("train").at(cfg.regime.temperature) if cfg.trainer.corpus_steps else none()
-    shares = cfg.data.shares if cfg.data.path else {**cfg.data.embedded_shares, **cfg.data.shares}
     sampled = [
-        shared(job.texts("train", t, Share(i, cfg.rollout.rounds), by), shares).at(t, whole=not job.chats)
+        shared(job.texts("train", t, Share(i, cfg.rollout.rounds), by), shares_of(cfg)).at(t, whole=not job.chats)
         for i in range(rounds)
         for t in cfg.rollout.train_temperatures or [cfg.regime.temperature]
     ]
     return corpus, joined(sampled)
+
+
+def shares_of(cfg: TrainConfig) -> dict[str, float]:
+    """How many of a domain's texts are learnt from, all of one that is not named."""
+    return dict(cfg.data.shares if cfg.data.path else {**cfg.data.embedded_shares, **cfg.data.shares})
 
 
 def foreign(job: Job) -> tuple[HeldOut, Provenance] | None:

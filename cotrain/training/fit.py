@@ -51,7 +51,33 @@ def fit(job: Job, module: Distillation, extra: list[Callback]) -> None:
         if _trained(job, module, extra, phase, every):
             break
     if not module.judged:  # the run had stopped between its last step and its report
-        module.judge()
+        _judge(job, module)
+
+
+def _judge(job: Job, module: Distillation) -> None:
+    """As at a validation: with rounded weights where the draft is served with such."""
+    rounded = _rounded(job)
+    for one in rounded:
+        one.show(module)
+    module.judge()
+    for one in rounded:
+        one.hide(module)
+
+
+def _rounded(job: Job) -> list[QuantisationAware]:
+    kind = job.cfg.draft.quantisation
+    return [QuantisationAware(kind)] if kind != "none" else []
+
+
+def _take(kept: dict[str, Any], job: Job, module: Distillation) -> None:
+    """Give the module what a checkpoint of a finished training holds: its weights, or their average where that is what
+    was judged and is exported."""
+    module.load_state_dict(kept["state_dict"])
+    module.to(job.target.device).eval()
+    if job.cfg.trainer.ema:
+        average = Averaged(job.cfg.trainer.ema)
+        average.load_state_dict(kept["callbacks"][average.state_key])
+        average.show(module)
 
 
 def _trained(job: Job, module: Distillation, extra: list[Callback], phase: Phase, every: int) -> bool:
@@ -62,16 +88,15 @@ def _trained(job: Job, module: Distillation, extra: list[Callback], phase: Phase
         kept = torch.load(last, weights_only=True, map_location="cpu")
     done = kept["global_step"]
     if _ended(kept, extra, module, cfg):
-        module.load_state_dict(kept["state_dict"])
-        module.to(job.target.device).eval()
+        _take(kept, job, module)
         return True
     if done >= phase.last < cfg.steps:
         return False
     averaged = [Averaged(cfg.ema)] if cfg.ema else []
-    rounded = [QuantisationAware(job.cfg.draft.quantisation)] if job.cfg.draft.quantisation != "none" else []
     progress = module.progress
     assert progress is not None
     clock = Clock(progress, cfg.validations)
+    rounded = _rounded(job)
     points = _points(job, module, clock, [*averaged, *rounded])
     callbacks = [*extra, *averaged, *rounded, clock, Learning(progress), points]
     trainer = _trainer(job, callbacks, phase, every, progress, done)
@@ -142,6 +167,8 @@ def refuse(cfg: TrainConfig) -> None:
     if trainer.devices < 1 or trainer.nodes < 1:
         raise ValueError(f"trainer.devices, trainer.nodes: at least 1, not {trainer.devices} and {trainer.nodes}")
     refuse_fractions(cfg.optimizer.warmup, cfg.optimizer.decay, trainer.steps)
+    if len(cfg.optimizer.betas) != 2:
+        raise ValueError(f"optimizer.betas: two numbers, of both moments, not {list(cfg.optimizer.betas)}")
     if trainer.minutes is not None and (trainer.minutes <= 0 or cfg.rollout.rounds > 1):
         raise ValueError("trainer.minutes: above 0, with rollout.rounds=1 (rounds end at steps), or null")
     if trainer.batch % world:

@@ -89,7 +89,7 @@ class Distillation(lightning.LightningModule):
         self.teacher = Remembering(self.laws_of.read, remember)
         self.judged: dict[float, dict[str, Scores]] = {}
         if cosine:
-            _refuse_widths(self.draft, target)
+            refuse_widths(self.draft, target)
 
     def configure_model(self) -> None:
         """Where a strategy shards, the draft in parts; `assemble` ends that."""
@@ -296,7 +296,8 @@ def tau_of(found: Scores, k: int, objective: str = "sampled", verify: str = "tok
     return found.tau_greedy(k) if objective == "greedy" else found.tau(k, verify)
 
 
-def _refuse_widths(draft: PreTrainedModel, target: PreTrainedModel) -> None:
+def refuse_widths(draft: PreTrainedModel, target: PreTrainedModel) -> None:
+    """Raise ValueError for states of two widths, which have no cosine."""
     ours, theirs = (model.config.get_text_config().hidden_size for model in (draft, target))
     if ours != theirs:
         raise ValueError(f"init.cosine: the draft's hidden states are {ours} wide, the target's {theirs}")

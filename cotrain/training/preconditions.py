@@ -139,6 +139,8 @@ def _target(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> 
     size, rows = ids_of(tokenizer), target.config.get_text_config().vocab_size
     if not 0 < size <= rows:
         raise UserError(f"target.path: {cfg.target.path} has a tokenizer of {size} ids and a model of {rows}")
+    if cfg.trainer.top > size:
+        raise UserError(f"trainer.top: {cfg.trainer.top} tokens of {size}")
     if cfg.quantisation.kind != "none" and device() == "cpu":
         print(f"warning: quantisation={cfg.quantisation.kind} on a CPU: acceptance is as on a GPU, speeds are not",
               file=sys.stderr)  # fmt: skip
@@ -158,7 +160,7 @@ def _draft(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> P
         same_tokenizer(path, tokenizer, own)
     with torch.device("meta"):
         draft = assembly.initial(cfg, target)
-    assembly.refuse_draft(cfg, draft)
+    assembly.refuse_draft(cfg, draft, target)
     not_larger(_origin(cfg), size_of(target), size_of(draft))
     return draft
 
@@ -221,12 +223,15 @@ def domains(cfg: TrainConfig, sources: Mapping[str, Source], split: str) -> set[
 
 
 def _shares(cfg: TrainConfig, sources: Mapping[str, Source]) -> None:
-    """A share of a domain that no text is of would change nothing, in silence."""
+    """A share of a domain that no text is of would change nothing, in silence; too small ones leave nothing."""
     if not cfg.data.shares:
         return
-    known = domains(cfg, sources, "train")
+    known, shares = domains(cfg, sources, "train"), assembly.shares_of(cfg)
     if unknown := sorted(set(cfg.data.shares) - known):
         raise UserError(f"data.shares: no text is of {', '.join(unknown)}; the domains are {', '.join(sorted(known))}")
+    each = cfg.rollout.texts // cfg.rollout.rounds  # of a domain in a round, at least
+    if all(shares.get(domain, 1.0) * each < 1 for domain in known):
+        raise UserError(f"data.shares: {shares} leave no text of {each} a domain to learn from")
 
 
 def _lengths(cfg: TrainConfig, target: PreTrainedModel, draft: PreTrainedModel) -> None:

@@ -5,7 +5,7 @@ from typing import Any, Literal
 Kind = Literal["free", "longer", "other"]
 
 # of measuring, logging and speed; texts and states are the same wherever they are kept
-FREE = ("label", "verify", "rollout.temperatures", "rollout.folder", "trainer.validations", "trainer.patience",
+FREE = ("label", "rollout.temperatures", "rollout.folder", "trainer.validations", "trainer.patience",
         "trainer.checkpoint_minutes", "trainer.threads", "trainer.remember_mb", "trainer.cache")  # fmt: skip
 MEASURED = "bench."
 BUDGETS = ("trainer.steps", "trainer.minutes")

@@ -20,7 +20,7 @@ ROWS_OF_BUGS = [
     ('a_signal_keeps_nothing', 'cotrain/training/interrupts.py', 'trainer.save_checkpoint(self.path)', 'pass', ['tests/test_schedule.py::test_checkpoints_are_kept_by_time_but_where_a_validation_keeps_one'], 49),
     ('padded_rows_are_taught', 'cotrain/teacher/target_model.py', 'return head(states)[..., :vocabulary]', 'return head(states)', ['tests/test_taught.py::test_padded_rows_have_no_mass_and_learn_nothing'], 22),
     ('taught_in_the_drafts_numbers', 'cotrain/teacher/target_model.py', 'enabled=False)', 'enabled=True)', ['tests/test_taught.py::test_a_target_teaches_in_its_own_numbers'], 'a float32 target teaches in bfloat16'),
-    ('shares_of_ones_own', 'cotrain/training/assembly.py', 'shares = cfg.data.shares if cfg.data.path else', 'shares =', ['tests/test_taught.py::test_shares_of_embedded_domains_do_not_touch_ones_own'], "nine tenths of a user's texts are left out"),
+    ('shares_of_ones_own', 'cotrain/training/assembly.py', 'return dict(cfg.data.shares if cfg.data.path else', 'return dict(', ['tests/test_taught.py::test_shares_of_embedded_domains_do_not_touch_ones_own'], "nine tenths of a user's texts are left out"),
     ('left_out_in_silence', 'cotrain/training/job.py', 'print(found.left_out(self.cfg.rollout.prompt_tokens, split), end="")', 'pass', ['tests/test_taught.py::test_prompts_that_are_left_out_are_counted'], 'prompts are dropped and nobody knows'),
     ('unknown_rounding_passes', 'cotrain/bench/quantisation_table.py', 'weight.ndim > 1 and id(weight) not in known]', 'weight.ndim > 2 and id(weight) not in known]', ['tests/test_taught.py::test_rounding_that_is_not_known_is_refused'], 'a draft that is not rounded is said to be'),
 ]
