@@ -61,13 +61,13 @@ def plan(kind: str = "independent") -> Plan:
 def test_parity_counts_no_text_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """More texts are asked for than there are prompts: one that comes again is decoded with other noise."""
     met: list[Texts] = []
-    true = measurement.pair_figures
+    true = measurement.counted
 
-    def noted(engine: Engine, proposer: Any, texts: Texts, *others: Any) -> Any:
+    def noted(plan: Plan, texts: Texts, *others: Any) -> Any:
         met.append(texts)
-        return true(engine, proposer, texts, *others)
+        return true(plan, texts, *others)
 
-    monkeypatch.setattr(measurement, "pair_figures", noted)
+    monkeypatch.setattr(measurement, "counted", noted)
     monkeypatch.setattr(measurement, "BATCH", 2)
     found = parity(plan(), 2)
     made = [(*prompt, *text) for prompt, text in zip(met[0].prompts, met[0].tokens, strict=True)]
