@@ -10,7 +10,7 @@ from inference import Engine, Sampling, round
 from inference.exactness import checks
 from inference.exactness.checks import check, check_calls, check_depth
 from inference.exactness.side_by_side import Figures, pair_figures
-from inference.exactness.ties import Difference, excused
+from inference.exactness.ties import Compared, Difference, excused
 from inference.measure.timing import Texts
 from inference.models import compiled, forward, llama
 from inference.noise import row_ids
@@ -294,3 +294,13 @@ def test_neither_noisy_passes_nor_a_wide_bound_alone_excuse(noise, limit, monkey
     target, draft = pair(SINGLE)
     assert verdict(target, Independent(draft), Sampling(0)).calls.near == 0
     assert asked[0] < 1e-8
+
+
+@pytest.mark.parametrize(("gap", "ties"), [(0.08, 1), (0.2, 0)])
+def test_texts_that_show_no_noise_have_the_rounding_of_their_logits(gap, ties, monkeypatch):
+    """In a short text passes of all widths may agree to the bit. The dtype allows .4 here, an eighth of it always."""
+    one = Difference(gap, torch.tensor([gap, 0.0]), torch.zeros(2), plain=0, other=1, limit=0.4)
+    monkeypatch.setattr(checks, "compare_text", lambda *_, **__: Compared([one], 24, 0.0, 0.4))
+    target, draft = pair(SINGLE)
+    found = verdict(target, Independent(draft)).text
+    assert (found.ties, found.unexplained) == (ties, 1 - ties)

@@ -90,7 +90,7 @@ def check_coupled(
 ) -> TextCheck:
     """(a): decode the prompts with shared noise, by the engine itself, then ask its passes of one id for plain
     decoding's choice at every token (`ties.compare_text`). bound: the largest gap that rounding may explain, in root
-    mean squares of the logits."""
+    mean squares of the logits: GAP times the rounding that they have in any case, which is the least noise."""
     coupled = copy.copy(engine)  # the same target and proposer, slots and compiled passes included
     coupled.rule = RULES["coupled"]
     out = coupled.generate(
@@ -102,10 +102,11 @@ def check_coupled(
         engine.target, prompts, made, sampling, width=_width(engine, prompts), noise_keys=(ids, seed), bound=bound
     )
     equal = len(prompts) - len({difference.text for difference in found.differences})
-    ties, gap = _judged(found.differences, found.noise, sampling)
+    noise = max(found.noise, found.limit / GAP)  # short texts may show none: logits are rounded all the same
+    ties, gap = _judged(found.differences, noise, sampling)
     unexplained = len(found.differences) - ties
     emitted = sum(map(len, made))
-    return TextCheck(len(prompts), equal, ties, unexplained, found.noise, gap, found.limit, found.tokens, emitted)
+    return TextCheck(len(prompts), equal, ties, unexplained, noise, gap, found.limit, found.tokens, emitted)
 
 
 def _width(engine: Engine, prompts: list[list[int]]) -> int:

@@ -14,9 +14,9 @@ SURPRISE_SIGMAS, IMPOSSIBLE = 5, 0.02  # logarithms of laws have heavy tails, an
 class TextCheck:
     """(a) equal: prompts whose text is the plain one; ties, unexplained: tokens that plain decoding, given the text
     before them, chooses otherwise, by whether rounding explains that. noise: largest change, between passes of one id
-    and of k + 1, of the gap between a position's two best scores (`ties`); gap: largest one at a difference,
-    0 without; limit: the largest that the dtype may explain, whatever was measured; compared: tokens, of the `tokens`
-    that the measured prompts were given."""
+    and of k + 1, of the gap between a position's two best scores (`ties`), at least the rounding that logits have in
+    any case; gap: largest one at a difference, 0 without; limit: the largest that the dtype may explain, whatever was
+    measured; compared: tokens, of the `tokens` that the measured prompts were given."""
 
     prompts: int
     equal: int
