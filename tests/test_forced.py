@@ -7,7 +7,7 @@ from inference import Engine, Sampling
 from inference.exactness.checks import check
 from inference.exactness.forced import forced
 from inference.exactness.side_by_side import pair_figures
-from inference.measure.timing import Texts
+from inference.measure.timing import Emitted
 from inference.models.lm import LM
 from inference.noise import row_ids
 from inference.policy import Fixed
@@ -31,7 +31,7 @@ def run(proposer, sampling=Sampling(), rule="token", rows=16, prompts=PROMPTS): 
     engine = Engine(target, proposer(near(target, 0.15)), verify=rule, policy=Fixed(K), rows=rows)
     keys = row_ids(prompts)
     out = engine.generate(prompts, max_new_tokens=NEW, sampling=sampling, seed=5, ids=keys, ignore_eos=True)
-    return engine, Texts(prompts, keys, out.tokens, out.stats.rows)
+    return engine, Emitted(prompts, keys, out.tokens, out.stats.rows)
 
 
 @pytest.mark.parametrize("greedy", [False, True])

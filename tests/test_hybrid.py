@@ -9,7 +9,7 @@ from inference.exactness.checks import check
 from inference.lookup.corpus import About, Datastore
 from inference.lookup.match import Match
 from inference.lookup.suffix_automaton import SuffixAutomaton
-from inference.measure.timing import Texts
+from inference.measure.timing import Emitted
 from inference.noise import row_ids
 from inference.policy import Fixed
 from inference.proposers.gate import LONGEST, Gate, Place, calibrated
@@ -129,7 +129,7 @@ def test_calls_and_acceptance_are_those_that_the_texts_foretell(kind: str) -> No
     engine = Engine(target, proposer, policy=Fixed(4), rows=8)
     keys = row_ids(texts)
     out = engine.generate(texts, max_new_tokens=24, seed=5, ids=keys, ignore_eos=True)
-    found = check(engine, Texts(texts, keys, out.tokens, out.stats.rows), Sampling(), 24)
+    found = check(engine, Emitted(texts, keys, out.tokens, out.stats.rows), Sampling(), 24)
     assert found.passed, found.lines()
     assert found.calls is not None and found.calls.measured < 16 * 24
     assert (found.calls.sigma == 0) == (kind == "retrieval")

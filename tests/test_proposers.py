@@ -9,7 +9,7 @@ import torch
 
 from inference import Engine, Sampling
 from inference.exactness.checks import check
-from inference.measure.timing import Texts
+from inference.measure.timing import Emitted
 from inference.noise import row_ids
 from inference.policy import Fixed
 from inference.proposers import KINDS as REGISTERED
@@ -90,7 +90,7 @@ def test_forced_rounds_predict_measured_ones(kind: Any, rule: str) -> None:
     prompts = [[1, 2, 3], [4], [5, 6], [7, 1, 2, 3]] * 8
     keys = row_ids(prompts)
     out = engine.generate(prompts, max_new_tokens=24, seed=5, ids=keys, ignore_eos=True)
-    found = check(engine, Texts(prompts, keys, out.tokens, out.stats.rows), Sampling(), 24)
+    found = check(engine, Emitted(prompts, keys, out.tokens, out.stats.rows), Sampling(), 24)
     assert found.passed and found.calls and found.depth, found.lines()
     assert found.depth.rounds > 50 and 0 < found.depth.alpha < 1
 

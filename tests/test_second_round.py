@@ -21,7 +21,7 @@ from inference.exactness.checks import Verdict, check
 from inference.exactness.surprise import check_surprise, moments
 from inference.exactness.verdict import SurpriseCheck
 from inference.measure.floor import peak_memory
-from inference.measure.timing import Texts
+from inference.measure.timing import Emitted
 from inference.noise import row_ids
 from inference.policy import Fixed
 from inference.proposers import Independent, NGram
@@ -41,12 +41,12 @@ def run(
     proposer: type[Independent | NGram],
     times: int = 1,
     sampling: Sampling = Sampling(),  # noqa: B008
-) -> tuple[Engine, Texts]:
+) -> tuple[Engine, Emitted]:
     target = tiny(vocab=V, layers=1, seed=3, dtype=torch.float32)
     drafts = NGram() if proposer is NGram else Independent(near(target))
     engine, keys = Engine(target, drafts, policy=Fixed(K), rows=times * ROWS), row_ids(times * PROMPTS)
     out = engine.generate(times * PROMPTS, max_new_tokens=NEW, sampling=sampling, seed=5, ids=keys, ignore_eos=True)
-    return engine, Texts(times * PROMPTS, keys, out.tokens, out.stats.rows)
+    return engine, Emitted(times * PROMPTS, keys, out.tokens, out.stats.rows)
 
 
 def verdict(proposer: type[Independent | NGram], times: int = 1) -> Verdict:
@@ -92,7 +92,7 @@ def test_z_of_right_texts_has_the_spread_of_a_standard_normal() -> None:
     found = []
     for seed in range(6):
         out = engine.generate(PROMPTS, max_new_tokens=NEW, sampling=Sampling(0.8), seed=seed, ignore_eos=True)
-        texts = Texts(PROMPTS, row_ids(PROMPTS), out.tokens, out.stats.rows)
+        texts = Emitted(PROMPTS, row_ids(PROMPTS), out.tokens, out.stats.rows)
         one = check_surprise(engine, texts, Sampling(0.8), K + 1)
         assert one.passed and one.tokens == ROWS * NEW and one.impossible == 0
         found.append((one.z, one.place_z))

@@ -18,7 +18,7 @@ from cotrain.students import hybrid
 from cotrain.students.early_exit import EarlyExit
 from cotrain.students.parallel import Parallel
 from inference import Engine, Sampling
-from inference.measure.timing import Texts
+from inference.measure.timing import Emitted
 from inference.proposers.gate import Gate
 from inference.request import Request
 from tests import folders
@@ -60,10 +60,10 @@ def plan(kind: str = "independent") -> Plan:
 
 def test_parity_counts_no_text_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """More texts are asked for than there are prompts: one that comes again is decoded with other noise."""
-    met: list[Texts] = []
+    met: list[Emitted] = []
     true = measurement.counted
 
-    def noted(plan: Plan, texts: Texts, *others: Any) -> Any:
+    def noted(plan: Plan, texts: Emitted, *others: Any) -> Any:
         met.append(texts)
         return true(plan, texts, *others)
 

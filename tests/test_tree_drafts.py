@@ -9,7 +9,7 @@ import torch
 from inference import Engine, Sampling
 from inference.exactness.checks import check
 from inference.exactness.forced_trees import reach_along
-from inference.measure.timing import Texts
+from inference.measure.timing import Emitted
 from inference.models.passes import Tree
 from inference.noise import row_ids
 from inference.policy import Fixed
@@ -137,7 +137,7 @@ def test_forced_rounds_predict_measured_ones(rule: str, temperature: float) -> N
     prompts = [[1, 2, 3], [4], [5, 6], [7, 1, 2, 3]] * 4
     keys = row_ids(prompts)
     out = engine.generate(prompts, max_new_tokens=24, sampling=sampling, seed=5, ids=keys, ignore_eos=True)
-    found = check(engine, Texts(prompts, keys, out.tokens, out.stats.rows), sampling, 24)
+    found = check(engine, Emitted(prompts, keys, out.tokens, out.stats.rows), sampling, 24)
     assert found.passed and found.calls and found.depth, found.lines()
     assert found.depth.rounds > 40 and 0 < found.depth.alpha < 1
     assert temperature or found.calls.measured == found.calls.predicted

@@ -6,7 +6,7 @@ import torch
 from inference import Engine, Sampling
 from inference.measure.costs import Costs
 from inference.measure.shapes import round_seconds
-from inference.measure.timing import Texts
+from inference.measure.timing import Emitted
 from inference.measure.tree_plan import Laws, laws_of, plan, reach_under
 from inference.models.lm import LM
 from inference.noise import row_ids
@@ -25,7 +25,7 @@ def test_calls_from_two_passes_are_those_that_were_made(rule: str, temperature: 
     draft = near(target, 0.3)
     engine = Engine(target, Independent(draft, shape=SHAPE), verify=rule, policy=Fixed(3), rows=16)
     out = engine.generate(PROMPTS, max_new_tokens=20, sampling=sampling, ids=keys, ignore_eos=True)
-    texts = Texts(PROMPTS, keys, out.tokens, out.stats.rows)
+    texts = Emitted(PROMPTS, keys, out.tokens, out.stats.rows)
     laws = laws_of(LM(target, 8), LM(draft, 8), texts, sampling)
     reach = reach_under(laws, SHAPE, rule, temperature == 0)
     calls, sigma = calls_from(reach, laws.lengths).sum(), variance_from(reach, laws.lengths).sum().sqrt()

@@ -7,7 +7,7 @@ from inference import Engine, Sampling
 from inference.exactness.checks import check, check_text
 from inference.exactness.teacher_forced import teacher_forced
 from inference.exactness.ties import Difference, compare_passes, is_tie
-from inference.measure.timing import Texts
+from inference.measure.timing import Emitted
 from inference.noise import row_ids
 from inference.policy import Fixed
 from inference.proposers import Independent, NGram
@@ -34,7 +34,7 @@ def run(target, proposer, sampling, rule="token", k=3):
     engine = Engine(target, proposer, verify=rule, policy=Fixed(k), rows=len(PROMPTS))
     keys = row_ids(PROMPTS)
     out = engine.generate(PROMPTS, max_new_tokens=NEW, sampling=sampling, seed=5, ids=keys, ignore_eos=True)
-    return engine, Texts(PROMPTS, keys, out.tokens, out.stats.rows)
+    return engine, Emitted(PROMPTS, keys, out.tokens, out.stats.rows)
 
 
 def verdict(target, proposer, sampling=Sampling(), rule="token"):  # noqa: B008

@@ -11,7 +11,7 @@ from inference.exactness import checks
 from inference.exactness.checks import check, check_calls, check_depth
 from inference.exactness.side_by_side import Figures, pair_figures
 from inference.exactness.ties import Compared, Difference, excused
-from inference.measure.timing import Texts
+from inference.measure.timing import Emitted
 from inference.models import compiled, forward, llama
 from inference.noise import row_ids
 from inference.policy import Fixed
@@ -47,7 +47,7 @@ def run(target, proposer, sampling=Sampling(), rule="token", rows=8, new=NEW, se
     engine = Engine(target, proposer, verify=rule, policy=Fixed(K), rows=rows, **settings)
     keys = row_ids(prompts(rows))
     out = engine.generate(prompts(rows), max_new_tokens=new, sampling=sampling, seed=seed, ids=keys, ignore_eos=True)
-    return engine, Texts(prompts(rows), keys, out.tokens, out.stats.rows)
+    return engine, Emitted(prompts(rows), keys, out.tokens, out.stats.rows)
 
 
 def verdict(target, proposer, sampling=Sampling(), rule="token", **settings):  # noqa: B008
@@ -195,7 +195,7 @@ def test_coins_that_are_the_drafts_own_numbers_fail(monkeypatch):
     texts = [[token % 3] for token in range(128)]
     keys = row_ids(texts)
     out = engine.generate(texts, max_new_tokens=12, ids=keys)
-    emitted = Texts(texts, keys, out.tokens, out.stats.rows)
+    emitted = Emitted(texts, keys, out.tokens, out.stats.rows)
     figures = pair_figures(engine, engine.proposer, emitted, Sampling(), 12, 0.0)
     assert not check_calls(figures, emitted, "token").passed
 
@@ -272,7 +272,7 @@ def test_sigma_is_that_of_the_coins():
         inside = torch.stack([at + i + 1 < length for i in range(2)], 1)
         at = torch.where(going, at + (n & inside).long().cumprod(1).sum(1) + 1, at)
     counts = [Counts(length, length, starts=list(range(length))) for _ in range(texts)]
-    found = check_calls(figures, Texts([[1]] * texts, [0] * texts, [[1] * length] * texts, counts), "token")
+    found = check_calls(figures, Emitted([[1]] * texts, [0] * texts, [[1] * length] * texts, counts), "token")
     assert found.predicted == pytest.approx(texts * rounds.mean().item(), rel=0.01)
     assert found.sigma == pytest.approx(texts**0.5 * rounds.std().item(), rel=0.05)
 

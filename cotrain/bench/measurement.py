@@ -23,7 +23,7 @@ from inference.exactness.checks import check, check_calls
 from inference.measure import adaptive
 from inference.measure.adaptive import Reached, Wanted, until_known
 from inference.measure.real_costs import RealRound
-from inference.measure.timing import Texts, Timing, engine_arm, interleave, together, transformers_arm
+from inference.measure.timing import Emitted, Timing, engine_arm, interleave, together, transformers_arm
 from inference.models.dtypes import cast, widened
 from inference.models.llama import can_round
 from inference.policy import Fixed
@@ -239,7 +239,7 @@ def parity(plan: Plan, k: int, until: float = inf, noise: float = 0.0) -> dict[s
     size = plan.bench
     count = -(-size.parity_tokens // size.new_tokens)
     arm = engine_arm("speculative", plan.engine(k, BATCH), plan.sampling, size.new_tokens)
-    parts: list[Texts] = []
+    parts: list[Emitted] = []
     with Display("bench: parity", count, "texts") as display:
         for done in range(0, count, BATCH):
             prompts = plan.final(size.prompts + done, min(BATCH, count - done))

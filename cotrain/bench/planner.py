@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from inference.exactness.side_by_side import Figures, pair_figures, reach_of
 from inference.measure.costs import Costs, best_k, joined, measure_costs, spans_of
 from inference.measure.real_costs import RealRound, calibrated, measure_rounds
-from inference.measure.timing import Interval, Texts, engine_arm, interleave
+from inference.measure.timing import Emitted, Interval, engine_arm, interleave
 from inference.verify import prediction
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def tau_of(figures: Figures, verify: str, k: int) -> float:
     return float(prediction.tau_from(reach, figures.lengths))
 
 
-def plain_texts(plan: "Plan") -> Texts:
+def plain_texts(plan: "Plan") -> Emitted:
     """Texts decoded plainly that are not timed: what is predicted, is predicted from them."""
     size = plan.bench
     prompts = plan.ranking(size.quick_prompts, BATCH)
@@ -146,7 +146,7 @@ def plain_texts(plan: "Plan") -> Texts:
     return interleave([arm], prompts, BATCH, size.seed, warmup=0).texts("plain")
 
 
-def counted(plan: "Plan", texts: Texts, k: int, noise: float = 0.0) -> Figures:
+def counted(plan: "Plan", texts: Emitted, k: int, noise: float = 0.0) -> Figures:
     """What target and draft say of texts, at draft length k: no clock is looked at, many rows go together. noise: of
     score gaps, as a verdict found it."""
     engine, proposer = plan.engine(k, BATCH), plan.proposer(counted=True)

@@ -13,7 +13,7 @@ import numpy as np
 
 from cotrain.bench.measurement import BATCH, Plan
 from inference.exactness.side_by_side import pair_figures, reach_of
-from inference.measure.timing import LEVEL, RESAMPLES, Interval, Texts, engine_arm, interleave
+from inference.measure.timing import LEVEL, RESAMPLES, Emitted, Interval, engine_arm, interleave
 from inference.noise import row_ids
 from inference.proposers.base import Proposer
 from inference.servers.openai_client import Client, Served, settled
@@ -107,7 +107,7 @@ def rounds_expected(
 ) -> tuple[np.ndarray, float]:
     """Rounds that each text was to take, its first token coming from the prefill -> (N,), and sigma of their sum."""
     begun = [[*prompt, text[0]] for prompt, text in zip(prompts, tokens, strict=True)]
-    rest = Texts(begun, row_ids(begun), [text[1:] for text in tokens], [Counts() for _ in tokens])
+    rest = Emitted(begun, row_ids(begun), [text[1:] for text in tokens], [Counts() for _ in tokens])
     engine = plan.engine(k, BATCH, proposer=draft)
     figures = pair_figures(engine, draft, rest, plan.sampling, plan.bench.new_tokens, 0.0)
     reach = reach_of(figures, "token")  # as servers verify

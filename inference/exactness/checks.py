@@ -25,7 +25,7 @@ from inference.exactness.surprise import check_surprise
 from inference.exactness.teacher_forced import teacher_forced
 from inference.exactness.ties import Difference, compare_passes, compare_text, excused, first_difference
 from inference.exactness.verdict import CallsCheck, DepthCheck, LogitsCheck, SurpriseCheck, TextCheck, Verdict
-from inference.measure.timing import Texts
+from inference.measure.timing import Emitted
 from inference.sampling import Sampling
 from inference.verify.rules import RULES, Rule
 
@@ -50,7 +50,7 @@ __all__ = [
 
 
 def check(
-    engine: Engine, texts: Texts, sampling: Sampling, max_new_tokens: int, seed: int = 0, rows: int | None = None
+    engine: Engine, texts: Emitted, sampling: Sampling, max_new_tokens: int, seed: int = 0, rows: int | None = None
 ) -> Verdict:
     """The verdict on a speculative engine, the very one that was timed, from what it emitted then (`Timing.texts`).
 
@@ -155,7 +155,7 @@ def check_text(
     return TextCheck(len(prompts), len(prompts) - len(differ), ties, len(differ) - ties, noise, gap, limit)
 
 
-def check_calls(figures: Figures, texts: Texts, rule: Rule | str) -> CallsCheck | None:
+def check_calls(figures: Figures, texts: Emitted, rule: Rule | str) -> CallsCheck | None:
     """(b) for a run under `rule`; None where its calls hang on the noise that made the text."""
     found, kept = expected(figures, rule), rounded(figures, rule)
     if found is None or kept is None:
@@ -175,7 +175,7 @@ def check_calls(figures: Figures, texts: Texts, rule: Rule | str) -> CallsCheck 
     )
 
 
-def check_depth(figures: Figures, texts: Texts) -> DepthCheck | None:
+def check_depth(figures: Figures, texts: Emitted) -> DepthCheck | None:
     """(c): alpha = sum_v min(p, q) where rounds began, sigma^2 = sum alpha (1 - alpha) / rounds^2, plus one
     coin for each of those positions that rounding decides. None when no round drafted.
 

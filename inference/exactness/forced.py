@@ -17,7 +17,7 @@ from inference.engine import Engine
 from inference.exactness.figures import Figures
 from inference.exactness.forced_trees import close_ranks, levels_of, reach_along
 from inference.exactness.ties import near_ties
-from inference.measure.timing import Texts
+from inference.measure.timing import Emitted
 from inference.proposers.base import Outcome, Proposal, Siblings
 from inference.round import DecodingRound
 from inference.sampling import Sampling, one_hot
@@ -64,7 +64,7 @@ class ForcedRound(DecodingRound):
 
 
 @torch.inference_mode()
-def forced(engine: Engine, texts: Texts, sampling: Sampling, max_new_tokens: int, noise: float = 0.0) -> Figures:
+def forced(engine: Engine, texts: Emitted, sampling: Sampling, max_new_tokens: int, noise: float = 0.0) -> Figures:
     """Forced rounds of an engine's own proposer at every token of `texts`, each at the draft length that the engine's
     policy and the limit `max_new_tokens` give it there. They take a pass of the target over k + 1 ids for every token,
     on the engine's own slots: a stream of it ends here. noise: of score gaps, see `ties.compare_passes`.
@@ -119,7 +119,7 @@ class _Found(NamedTuple):
 
 
 def _batch(
-    engine: Engine, texts: Texts, sampling: Sampling, max_new_tokens: int, noise: float, low: int
+    engine: Engine, texts: Emitted, sampling: Sampling, max_new_tokens: int, noise: float, low: int
 ) -> list[_Found]:
     """The rounds of as many texts as the engine has rows, from number `low` on: one a token of the longest."""
     part = slice(low, low + engine.rows)

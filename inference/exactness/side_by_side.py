@@ -16,7 +16,7 @@ from inference.exactness.figures import Figures
 from inference.exactness.forced import forced
 from inference.exactness.teacher_forced import Block, teacher_forced
 from inference.exactness.ties import MARGIN, near_ties, noise_of
-from inference.measure.timing import Texts
+from inference.measure.timing import Emitted
 from inference.models.lm import LM
 from inference.proposers.base import Proposer
 from inference.sampling import Sampling, one_hot, probs
@@ -40,7 +40,7 @@ class Expected(NamedTuple):
 def pair_figures(
     engine: Engine,
     proposer: Proposer,
-    texts: Texts,
+    texts: Emitted,
     sampling: Sampling,
     max_new_tokens: int,
     noise: float,
@@ -98,14 +98,14 @@ def _laws(p_block: Block, q_block: Block, sampling: Sampling, greedy: bool) -> t
     return px.clamp(min=torch.finfo(torch.float32).tiny).log(), qx.log(), alpha
 
 
-def _draft_noise(lm: LM, texts: Texts, sampling: Sampling) -> float:
+def _draft_noise(lm: LM, texts: Emitted, sampling: Sampling) -> float:
     """Of the draft's logit gaps, between the passes of one and of two ids that drafting makes; on the first
     texts, as many as it has rows."""
     greedy, first = replace(sampling, temperature=0), slice(0, lm.rows)
     return MARGIN * noise_of(lm, texts.prompts[first], texts.tokens[first], greedy, width=2)
 
 
-def draft_lengths(engine: Engine, context: int, texts: Texts, max_new_tokens: int) -> Tensor:
+def draft_lengths(engine: Engine, context: int, texts: Emitted, max_new_tokens: int) -> Tensor:
     """How many tokens a round that starts at token t of a text drafts -> (B, T) int64: what the policy wants,
     no further than the limit, nor than the draft's own context."""
     k = torch.zeros(len(texts.tokens), max(map(len, texts.tokens)), dtype=torch.int64)
@@ -153,7 +153,7 @@ def rounded(figures: Figures, rule: Rule | str) -> Tensor | None:
     return None if parts[0] is None else torch.stack(cast(list[Tensor], parts)).mean(0)
 
 
-def rare_rounds(figures: Figures, texts: Texts, kept: Tensor) -> tuple[int, float]:
+def rare_rounds(figures: Figures, texts: Emitted, kept: Tensor) -> tuple[int, float]:
     """Rounds that accepted a number of drafts whose probability, given the text, is below RARE; and how many of the
     rounds that there were would do so. kept (B, T, K+1): `rounded` by the run's rule.
 
@@ -170,7 +170,7 @@ def rare_rounds(figures: Figures, texts: Texts, kept: Tensor) -> tuple[int, floa
     return found, expected_rounds
 
 
-def started(figures: Figures, texts: Texts) -> Tensor:
+def started(figures: Figures, texts: Emitted) -> Tensor:
     """Tokens at which a round of the run began that drafted -> (B, T) bool."""
     began = torch.zeros_like(figures.k, dtype=torch.bool)
     for row, counts in zip(began, texts.counts, strict=True):

@@ -16,12 +16,12 @@ from torch import Tensor
 from inference.engine import Engine
 from inference.exactness.teacher_forced import teacher_forced
 from inference.exactness.verdict import SurpriseCheck
-from inference.measure.timing import Texts
+from inference.measure.timing import Emitted
 from inference.sampling import Sampling, probs
 
 
 def check_surprise(
-    engine: Engine, texts: Texts, sampling: Sampling, width: int, rows: int | None = None
+    engine: Engine, texts: Emitted, sampling: Sampling, width: int, rows: int | None = None
 ) -> SurpriseCheck:
     """Over all tokens of the texts, in passes of `width` ids by an `LM` of the engine's target; rows: texts together,
     those of the engine when None."""

@@ -18,7 +18,7 @@ __all__ = [
     "Arm",
     "ArmResult",
     "Interval",
-    "Texts",
+    "Emitted",
     "Timing",
     "engine_arm",
     "interleave",
@@ -45,7 +45,7 @@ class Interval(NamedTuple):
         return far if far == far else float("inf")
 
 
-class Texts(NamedTuple):
+class Emitted(NamedTuple):
     """What an arm emitted, one entry a prompt and repeat: prompt, its noise key, new ids, the row's
     counts."""
 
@@ -55,9 +55,9 @@ class Texts(NamedTuple):
     counts: list[Counts]
 
 
-def together(parts: Sequence[Texts]) -> Texts:
+def together(parts: Sequence[Emitted]) -> Emitted:
     """Texts of several timings, one after the other."""
-    found = Texts([], [], [], [])
+    found = Emitted([], [], [], [])
     for part in parts:
         found.prompts.extend(part.prompts)
         found.ids.extend(part.ids)
@@ -109,9 +109,9 @@ class Timing:
         parts = [result.stats for result in self.results(arm) if result.stats]
         return pooled(parts) if parts else None
 
-    def texts(self, arm: str) -> Texts:
+    def texts(self, arm: str) -> Emitted:
         """Prompts, noise keys, emitted ids and row counts of all runs of an arm that counts."""
-        found = Texts([], [], [], [])
+        found = Emitted([], [], [], [])
         for (prompts, ids), repeats in zip(self.batches, self.runs, strict=True):
             for result in (repeat[arm] for repeat in repeats):
                 found.prompts.extend(prompts)

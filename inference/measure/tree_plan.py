@@ -12,7 +12,7 @@ from torch import Tensor
 
 from inference.exactness.teacher_forced import teacher_forced
 from inference.measure.shapes import Parents, Seconds, Shape, best_shape, tokens_of
-from inference.measure.timing import Texts
+from inference.measure.timing import Emitted
 from inference.models.lm import LM
 from inference.proposers.branching import Branching
 from inference.sampling import Sampling, probs
@@ -41,7 +41,7 @@ class TreePlan:
     likeliest: bool
 
 
-def laws_of(target: LM, draft: LM, texts: Texts, sampling: Sampling) -> Laws:
+def laws_of(target: LM, draft: LM, texts: Emitted, sampling: Sampling) -> Laws:
     """The laws of a target and of a draft that is a language model at every token of texts."""
     lengths = torch.tensor([len(text) for text in texts.tokens])
     (p, _), (q, rank) = (_laws(lm, texts, sampling, int(lengths.max())) for lm in (target, draft))
@@ -49,7 +49,7 @@ def laws_of(target: LM, draft: LM, texts: Texts, sampling: Sampling) -> Laws:
     return Laws(p, q, x, lengths, rank)
 
 
-def _laws(lm: LM, texts: Texts, sampling: Sampling, T: int) -> tuple[Tensor, Tensor]:
+def _laws(lm: LM, texts: Emitted, sampling: Sampling, T: int) -> tuple[Tensor, Tensor]:
     """Laws (B, T, V) and ranks (B, T); at temperature 0 laws are one-hot, and ranks still those of all tokens."""
     found = torch.zeros(len(texts.tokens), T, lm.vocabulary)
     rank = torch.zeros(len(texts.tokens), T, dtype=torch.int64)

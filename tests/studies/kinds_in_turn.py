@@ -17,7 +17,7 @@ from inference.drafts.draft_folder import Folder
 from inference.exactness.checks import check, check_calls
 from inference.exactness.figures import Figures
 from inference.measure.adaptive import Wanted, until_known
-from inference.measure.timing import Texts, Timing, engine_arm
+from inference.measure.timing import Emitted, Timing, engine_arm
 
 QUEUE, BATCHES = 3, 6  # prompts a row that a run is given, and how many runs of each arm there are at least
 PLANNING, TIMING = 0.4, 0.85  # of the time of a shape, when each part ends; checks have the rest
@@ -52,7 +52,7 @@ class Study:
 
     drafts: list[Draft]
     until: float
-    texts: dict[float, Texts] = field(default_factory=dict)  # by temperature
+    texts: dict[float, Emitted] = field(default_factory=dict)  # by temperature
     figures: dict[tuple[str, float], Figures] = field(default_factory=dict)
 
     def said(self, draft: Draft, plan: Plan) -> Figures:
@@ -141,7 +141,7 @@ def judged(one: Chosen, timing: Timing) -> dict[str, Any]:
     of all texts, and everything else of some."""
     plan, texts, stats = one.plan, timing.texts(one.draft.name), timing.stats(one.draft.name)
     assert stats is not None
-    some = Texts(*(part[:COMPARED] for part in texts))
+    some = Emitted(*(part[:COMPARED] for part in texts))
     verdict = check(one.engine, some, plan.sampling, plan.bench.new_tokens, plan.bench.seed)
     calls = check_calls(counted(plan, texts, one.k, verdict.text.explained), texts, plan.verify)
     tau = {"measured": stats.tau} | (

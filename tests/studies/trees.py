@@ -24,7 +24,7 @@ from inference.drafts.draft_folder import load_draft
 from inference.measure.costs import measure_costs
 from inference.measure.environment import environment
 from inference.measure.shapes import positional, round_seconds, sequoia
-from inference.measure.timing import Texts
+from inference.measure.timing import Emitted
 from inference.measure.tree_plan import accept_of, laws_of, plan, reach_under
 from inference.models.dtypes import widened
 from inference.models.lm import LM, load_model
@@ -50,12 +50,12 @@ class Study:
         prompts = [tokenizer(text).input_ids[:64] for text in texts][: 2 * count]
         self.fitted, self.held = prompts[:count], prompts[count:]
 
-    def run(self, engine: Engine, prompts: list[list[int]], sampling: Sampling) -> tuple[Texts, Any]:
+    def run(self, engine: Engine, prompts: list[list[int]], sampling: Sampling) -> tuple[Emitted, Any]:
         keys = row_ids(prompts)
         out = engine.generate(prompts, max_new_tokens=self.tokens, sampling=sampling, ids=keys, ignore_eos=True)
-        return Texts(prompts, keys, out.tokens, out.stats.rows), out.stats
+        return Emitted(prompts, keys, out.tokens, out.stats.rows), out.stats
 
-    def laws(self, texts: Texts, sampling: Sampling) -> Any:
+    def laws(self, texts: Emitted, sampling: Sampling) -> Any:
         rows, V = min(8, len(texts.prompts)), self.target.config.vocab_size
         return laws_of(LM(self.target, rows, V), LM(self.draft, rows, V), texts, sampling)
 
