@@ -14,8 +14,8 @@ from cotrain.data.conversations import Chats, Template, chats_of
 from cotrain.data.prompt_rows import PromptRows
 from cotrain.data.sources import source_of
 from cotrain.data.splits import SPLITS
-from cotrain.data.training_texts import logged
 from cotrain.rollout.samplers import Ask
+from cotrain.rollout.training_texts import logged
 from tests.folders import tokenizer
 
 END = "<|endoftext|>"

@@ -19,7 +19,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from cotrain.rollout.fingerprints import fingerprint
+from cotrain.data.fingerprints import fingerprint
 from cotrain.students import independent
 from cotrain.teacher.target_model import adapted, load_pair, load_target, split
 from tests.folders import VOCABULARY, network, target_folder

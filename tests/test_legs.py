@@ -19,8 +19,8 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 from cotrain.bench import measurement
 from cotrain.data.prompt_rows import PromptRows
 from cotrain.data.texts import Curriculum, Strided
-from cotrain.data.training_texts import Sampled, Share
 from cotrain.rollout.samplers import Ask, Faster, Mixed, Own
+from cotrain.rollout.training_texts import Sampled, Share
 from cotrain.training import fit, phases
 from cotrain.training.callbacks import Averaged
 from cotrain.training.phases import Phase, phases_of

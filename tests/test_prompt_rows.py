@@ -18,8 +18,8 @@ from cotrain.data.prompt_rows import PromptRows, TextStarts
 from cotrain.data.sources import pack, source_of
 from cotrain.data.splits import SPLITS
 from cotrain.data.texts import Learnt, joined
-from cotrain.data.training_texts import Sampled
 from cotrain.rollout.samplers import Ask, Own
+from cotrain.rollout.training_texts import Sampled
 from cotrain.teacher.target_model import split
 from inference import Engine, Sampling
 from tests.folders import few_files, network, tokenizer

@@ -7,7 +7,7 @@ import torch
 
 from cotrain.data.texts import Texts
 from cotrain.evaluation.held_out import held_out
-from cotrain.teacher.provenance import Provenance, provenance
+from cotrain.evaluation.provenance import Provenance, provenance
 from cotrain.teacher.target_model import served
 from inference import Engine, Sampling
 from inference.sampling import keep_top_p

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from cotrain.config.settings import DatastoreConfig
 from cotrain.data.prompt_rows import PromptRows
 from cotrain.data.sources import source_of
-from cotrain.data.training_texts import Source
 from cotrain.errors import UserError
+from cotrain.rollout.training_texts import Source
 from cotrain.training.preconditions import ids_of, outline
 from inference.drafts.compatibility import hash_tokenizer
 from inference.lookup.corpus import About, Datastore

@@ -3,9 +3,9 @@
 from cotrain.bench.served_pair import refuse_pair
 from cotrain.config.regimes import sampling
 from cotrain.config.settings import RolloutConfig
-from cotrain.data.training_texts import Source
 from cotrain.errors import UserError
 from cotrain.rollout.kept_texts import beside
+from cotrain.rollout.training_texts import Source
 from cotrain.run_folder import held
 from cotrain.teacher.target_model import refuse_quantisation
 from cotrain.training.job import models, sampled, settle, source

@@ -14,11 +14,11 @@ from cotrain.errors import UserError
 from cotrain.evaluation.comparison import FIGURES, compare, read
 from cotrain.evaluation.comparison import table as compared
 from cotrain.page.html_page import written
+from cotrain.ranks import rank
 from cotrain.run_folder import claim, finished, refuse
 from cotrain.training.distil import distil
 from cotrain.training.preconditions import require
 from cotrain.training.preflight import check
-from cotrain.training.ranks import rank
 from cotrain.training.resume import kind
 from inference.report.build import table
 

@@ -13,7 +13,7 @@ from typing import Any
 import datasets
 
 from cotrain.config.groups import Data
-from cotrain.rollout.fingerprints import contents, stamps
+from cotrain.data.fingerprints import contents, stamps
 
 LOADERS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv",
            ".txt": "text"}  # fmt: skip

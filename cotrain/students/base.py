@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from cotrain.teacher.seen import Seen
 from inference.models.passes import LAST
 from inference.proposers import kind_of
 from inference.proposers.base import Proposer
@@ -38,14 +39,6 @@ KINDS = {  # kind -> module:class, imported when asked for
 
 UNTRAINED = {"retrieval"}  # kinds that are measured and exported without training
 PREPARED = {"hybrid": "cotrain.students.hybrid:prepare"}  # what a kind settles on ranking prompts before it is measured
-
-
-@dataclass(frozen=True)
-class Seen:
-    """The target's states of a batch of texts, by layer: 0 the embeddings, i the residual stream behind i decoder
-    layers, LAST. states: layer -> (B, T, D)."""
-
-    states: Mapping[int, Tensor]
 
 
 @dataclass(frozen=True)

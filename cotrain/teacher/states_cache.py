@@ -18,11 +18,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from cotrain.rollout.fingerprints import differences
-from cotrain.students.base import LAST
+from cotrain.data.fingerprints import differences
 from cotrain.teacher.memory_cache import rows_of, stacked
 from cotrain.teacher.target_laws import Reader, Record
 from inference.drafts.atomic import write_atomic
+from inference.models.passes import LAST
 
 MANIFEST = "teacher.json"
 SUM = " checksum"  # behind the name of a text

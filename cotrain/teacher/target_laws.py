@@ -12,7 +12,8 @@ from typing import Protocol
 from torch import Tensor
 
 from cotrain.losses.chunked import Laws, Truncate, log_law, served
-from cotrain.students.base import LAST, Seen
+from cotrain.teacher.seen import Seen
+from inference.models.passes import LAST
 
 Head = Callable[[Tensor], Tensor]  # (n, D) -> logits (n, V)
 Record = Mapping[int | str, Tensor]  # layer -> states (B, T, D); other names: whatever else a teacher reads

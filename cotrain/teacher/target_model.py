@@ -20,14 +20,14 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from cotrain.students.base import LAST
+from cotrain.ranks import local_rank
 from cotrain.teacher.target_laws import Head, Reader, Record
-from cotrain.training.ranks import local_rank
 from inference.drafts.bundled_target import resolve
 from inference.drafts.draft_folder import load_tokenizer
 from inference.drafts.weight_files import CONFIG, read_json, weight_files
 from inference.models.dtypes import quantised, widened
 from inference.models.output_head import head_of
+from inference.models.passes import LAST
 
 QUANTISATIONS: dict[str, dict[str, Any]] = {
     "none": {},

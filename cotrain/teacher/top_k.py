@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from cotrain.losses.chunked import Laws, Truncate, log_law, served
-from cotrain.students.base import LAST
 from cotrain.teacher.target_laws import Head, Reader, Record
+from inference.models.passes import LAST
 
 
 def size(count: int) -> int:

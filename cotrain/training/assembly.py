@@ -11,12 +11,12 @@ from cotrain.config.groups import Loss
 from cotrain.config.regimes import truncation
 from cotrain.config.settings import TrainConfig
 from cotrain.data.texts import Texts, joined, none, shared
-from cotrain.data.training_texts import Share
 from cotrain.evaluation.held_out import DEPTHS, HeldOut, held_out
+from cotrain.evaluation.provenance import Provenance, provenance
 from cotrain.losses.spec import parse
 from cotrain.rollout.samplers import Sampler
+from cotrain.rollout.training_texts import Share
 from cotrain.students.base import UNTRAINED, Student, student_class
-from cotrain.teacher.provenance import Provenance, provenance
 from cotrain.teacher.target_model import halves, keeps_apart
 from cotrain.training import optim
 from cotrain.training.job import Job

@@ -17,11 +17,12 @@ from cotrain.board import final_figures
 from cotrain.board.marked_text import marked
 from cotrain.config.regimes import sampling
 from cotrain.config.settings import TrainConfig
-from cotrain.data.training_texts import Source, regime
 from cotrain.evaluation import comparison, profile
 from cotrain.evaluation.held_out import DEPTHS, HeldOut
+from cotrain.evaluation.provenance import Provenance
+from cotrain.ranks import rank
+from cotrain.rollout.training_texts import Source, regime
 from cotrain.students.base import UNTRAINED, Student, prepare
-from cotrain.teacher.provenance import Provenance
 from cotrain.training.assembly import (
     begun,
     coverage,
@@ -37,7 +38,6 @@ from cotrain.training.fit import fit
 from cotrain.training.interrupts import Signals, listening
 from cotrain.training.job import Job, models, objective, settle
 from cotrain.training.module import Distillation
-from cotrain.training.ranks import rank
 from inference.drafts.atomic import write_atomic
 from inference.drafts.compatibility import hash_target
 from inference.drafts.draft_folder import Metadata, save

@@ -18,6 +18,7 @@ from cotrain.config.settings import TrainConfig
 from cotrain.data.texts import Curriculum, Learnt, Strided, Texts
 from cotrain.errors import NotFinite, UserError
 from cotrain.progress_display import Display
+from cotrain.ranks import rank
 from cotrain.rollout.samplers import Faster, Mixed
 from cotrain.teacher.states_cache import Shards
 from cotrain.teacher.top_k import size
@@ -32,7 +33,6 @@ from cotrain.training.optim import precision
 from cotrain.training.phases import Phase, phases_of, swapped
 from cotrain.training.progress import Progress
 from cotrain.training.progress import refuse as refuse_fractions
-from cotrain.training.ranks import rank
 from cotrain.training.stand_ins import Shown
 from cotrain.training.training_bar import Bar
 

@@ -14,15 +14,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from cotrain.bench import measurement
 from cotrain.config.regimes import sampling
 from cotrain.config.settings import BenchConfig, RolloutConfig, ServeCheckConfig, TrainConfig
+from cotrain.data.fingerprints import identity
 from cotrain.data.inputs import made_from
 from cotrain.data.prompt_rows import PromptRows
 from cotrain.data.prompts import shipped_ids
 from cotrain.data.sources import pack, source_of
 from cotrain.data.splits import SPLITS, Prompts, apart
 from cotrain.data.texts import Texts, of_blocks
-from cotrain.data.training_texts import WHOLE, Sampled, Share, Source, logged, regime
-from cotrain.rollout.fingerprints import identity
 from cotrain.rollout.samplers import Ask, Own, Remote, Sampler
+from cotrain.rollout.training_texts import WHOLE, Sampled, Share, Source, logged, regime
 from cotrain.students.base import LAST
 from cotrain.teacher.states_cache import Shards
 from cotrain.teacher.target_laws import Head, Reader

@@ -19,8 +19,8 @@ from cotrain.config.groups import Bench
 from cotrain.config.settings import TrainConfig
 from cotrain.data.prompt_rows import PromptRows
 from cotrain.data.splits import SPLITS, apart
-from cotrain.data.training_texts import Source
 from cotrain.errors import UserError
+from cotrain.rollout.training_texts import Source
 from cotrain.run_folder import writable
 from cotrain.teacher.target_model import load_config, refuse_quantisation
 from cotrain.training import assembly, fit

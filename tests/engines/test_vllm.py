@@ -17,9 +17,9 @@ from cotrain.bench.measurement import BATCH, Plan
 from cotrain.cli import main
 from cotrain.config.groups import Bench
 from cotrain.evaluation.held_out import held_out
+from cotrain.evaluation.provenance import provenance
 from cotrain.export.hf import export
 from cotrain.rollout import kept_texts
-from cotrain.teacher.provenance import provenance
 from cotrain.teacher.target_model import load_pair, served
 from inference import Sampling
 from inference.drafts.bundled_target import resolve

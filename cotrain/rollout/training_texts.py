@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from cotrain.data.fingerprints import identity, said
 from cotrain.data.prompt_rows import PromptRows, TextStarts
 from cotrain.data.texts import Texts
 from cotrain.paths import folder
 from cotrain.progress_display import Say
+from cotrain.ranks import rank
 from cotrain.rollout import kept_texts, samplers
-from cotrain.rollout.fingerprints import identity, said
-from cotrain.training.ranks import rank
 from inference import Engine, Sampling
 
 Source = PromptRows | TextStarts
