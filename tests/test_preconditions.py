@@ -68,7 +68,7 @@ MISTAKES = {
     "trainer.precision=bf17": "trainer.precision=bf17: ",
     "trainer.cache=PLACE/file/x": "trainer.cache=",
     "trainer.top=4 init.cosine=1 loss=kl": "trainer.top: ",
-    "trainer.top=301 loss=kl": "trainer.top: 301 tokens of 300",
+    "trainer.top=301 loss=kl init.cosine=0": "trainer.top: 301 tokens of 300",
     "init=scratch draft.width=32 draft.head_dim=16 init.cosine=1": "init.cosine: the draft's hidden states are 32 wide",
     "optimizer.betas=[0.9]": "optimizer.betas: two numbers, of both moments, not [0.9]",
     "draft=medusa draft.quantisation=int8": "draft.quantisation: MedusaNetwork has 2 matrices that are no nn.Linear",
