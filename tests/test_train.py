@@ -356,6 +356,18 @@ def test_a_setting_that_cannot_work_is_named(
     assert not (place / "spoilt" / "draft").exists()
 
 
+def test_a_draft_that_cannot_be_trained_is_refused_before_texts_are_sampled(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(_: object) -> None:
+        raise ValueError("draft: its head does more than project")
+
+    monkeypatch.setattr("cotrain.students.independent.Independent.refuse", refuse)
+    monkeypatch.setattr(distil, "held_out_texts", lambda _: 1 / 0)
+    assert job(place, "untrainable") == 1
+    assert "draft: its head does more than project" in capsys.readouterr().err
+
+
 def test_a_folder_in_use_is_refused(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with claim(place / "held"):
         assert job(place, "held") == 1

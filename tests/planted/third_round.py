@@ -26,4 +26,5 @@ ROWS_OF_BUGS = [
     ('windows_are_refused_late', 'cotrain/students/early_exit.py', '        _refuse_windows(target, draft.rank)\n', '', ['tests/test_third_round.py::test_windows_that_slide_are_refused_before_there_are_weights'], 50),
     ('a_window_is_refused_late', 'cotrain/students/parallel.py', '        _refuse_window(network)\n', '', ['tests/test_third_round.py::test_windows_that_slide_are_refused_before_there_are_weights'], 50),
     ('negative_weights_of_depths', 'cotrain/config/ranges.py', '    "loss.decay": NOT_NEGATIVE,\n', '', ['tests/test_preconditions.py::test_every_number_has_a_range'], 'training climbs at every other depth, in silence'),
+    ('a_draft_is_refused_late', 'cotrain/training/assembly.py', '    student.refuse()\n', '', ['tests/test_train.py::test_a_draft_that_cannot_be_trained_is_refused_before_texts_are_sampled'], 'minutes of sampling for a draft that cannot be trained'),
 ]
