@@ -15,10 +15,10 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from cotrain.config.groups import Data
 from cotrain.config.settings import register
-from cotrain.rollout import training_texts
 from cotrain.data.fingerprints import fingerprint, identity, settings
 from cotrain.data.inputs import made_from
 from cotrain.paths import folder
+from cotrain.rollout import training_texts
 from cotrain.rollout.samplers import Ask
 from cotrain.rollout.training_texts import Sampled
 from cotrain.teacher.target_model import load_pair

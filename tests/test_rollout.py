@@ -8,11 +8,10 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from cotrain.rollout import training_texts
 from cotrain.data.prompt_rows import PromptRows
 from cotrain.data.sources import Blocks
 from cotrain.data.texts import Learnt, of_blocks
-from cotrain.rollout import kept_texts
+from cotrain.rollout import kept_texts, training_texts
 from cotrain.rollout.samplers import Ask, Own, Remote, collect
 from cotrain.rollout.training_texts import Sampled, name
 from inference import Engine, Sampling
