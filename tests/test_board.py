@@ -9,14 +9,15 @@ import pytest
 import torch
 from tensorboard.plugin_util import markdown_to_safe_html
 
-from cotrain.board import held_out_points, tags
-from cotrain.board.held_out_points import HeldOutPoints, depths, part_of, whole
-from cotrain.board.learning import Learning, gradient_norm
+from cotrain.board import tags
 from cotrain.board.marked_text import escaped
 from cotrain.evaluation.held_out import HeldOut, Scores
 from cotrain.rollout.kept_texts import Texts
 from cotrain.students.base import LAST
+from cotrain.training import held_out_points
 from cotrain.training.clock import Clock
+from cotrain.training.held_out_points import HeldOutPoints, depths, part_of, whole
+from cotrain.training.learning_curves import Learning, gradient_norm
 from cotrain.training.progress import Progress
 from inference import Event
 from inference.output import pieces

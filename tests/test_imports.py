@@ -43,3 +43,40 @@ def test_importing_inference_loads_no_training_library() -> None:
     loaded = {name.partition(".")[0] for name in done.stdout.split()}
     assert {"inference", "torch"} <= loaded
     assert loaded & FORBIDDEN == set()
+
+
+def packages(path: Path) -> tuple[str, set[str]]:
+    """The package of cotrain that a file is in, and those that it imports when it runs. The sequence losses' formulas
+    are `cotrain.acceptance`, which is counted with them."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body = []
+    found = {part for node in ast.walk(tree) for part in of_cotrain(node)}
+    own = path.relative_to(ROOT / "cotrain").parts[0].removesuffix(".py")
+    return named(own), {named(part) for part in found} - {named(own)}
+
+
+def of_cotrain(node: ast.AST) -> list[str]:
+    if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("cotrain"):
+        return []
+    parts = str(node.module).split(".")
+    found = [parts[1]] if len(parts) > 1 else [alias.name for alias in node.names]
+    return [name for name in found if name != "__version__"]
+
+
+def named(package: str) -> str:
+    return "losses" if package == "acceptance" else package
+
+
+def test_packages_of_cotrain_import_one_way() -> None:
+    uses: dict[str, set[str]] = {}
+    for path in (ROOT / "cotrain").rglob("*.py"):
+        own, found = packages(path)
+        uses.setdefault(own, set()).update(found)
+    assert {"training", "data", "bench", "losses"} <= uses.keys() and "data" in uses["training"]
+    order: list[str] = []
+    while left := {name: found - set(order) for name, found in uses.items() if name not in order}:
+        free = sorted(name for name, found in left.items() if not found)
+        assert free, f"a circle among {left}"
+        order += free

@@ -6,8 +6,8 @@ import pytest
 import torch
 from omegaconf import DictConfig
 
-from cotrain.bench.served_pair import refuse_pair, resolved
 from cotrain.cli import main
+from cotrain.commands.served_pair import refuse_pair, resolved
 from cotrain.config.overrides import quote
 from cotrain.errors import UserError
 from cotrain.evaluation.comparison import named

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from cotrain.bench import measurement, quantisation_table, random_weights
 from cotrain.bench.matrix import Grid, matrix
 from cotrain.bench.recorded_replay import recorded
-from cotrain.bench.served_pair import Pair, load_network, measured, refuse_pair, resolved
-from cotrain.bench.served_pair import folder as folder_of
+from cotrain.commands.served_pair import Pair, load_network, measured, refuse_pair, resolved
+from cotrain.commands.served_pair import folder as folder_of
 from cotrain.config.regimes import sampling
 from cotrain.config.settings import BenchConfig
 from cotrain.data.prompts import shipped_ids

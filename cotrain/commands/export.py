@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from cotrain.bench.served_pair import folder
+from cotrain.commands.served_pair import folder
 from cotrain.config.settings import ExportConfig
 from cotrain.errors import UserError
 from cotrain.export import eagle3, hf, layout_check

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cotrain.bench.served_pair import folder, refuse_pair
+from cotrain.commands.served_pair import folder, refuse_pair
 from cotrain.config.regimes import sampling
 from cotrain.config.settings import GenerateConfig
 from cotrain.errors import UserError

@@ -1,6 +1,6 @@
 """`cotrain rollout`: sample texts of the target, to train and to be judged on."""
 
-from cotrain.bench.served_pair import refuse_pair
+from cotrain.commands.served_pair import refuse_pair
 from cotrain.config.regimes import sampling
 from cotrain.config.settings import RolloutConfig
 from cotrain.errors import UserError

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from cotrain.bench import measurement, server_parity
-from cotrain.bench.served_pair import load_network, measured, refuse_pair, resolved
+from cotrain.commands.served_pair import load_network, measured, refuse_pair, resolved
 from cotrain.config.groups import Bench
 from cotrain.config.regimes import sampling
 from cotrain.config.settings import ServeCheckConfig

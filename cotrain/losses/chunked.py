@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cotrain import losses
 from cotrain.losses.eager_backward import summed
-from cotrain.students.base import Guess
+from cotrain.losses.guess import Guess
 from inference.sampling import draw, one_hot, wide
 
 Truncate = Callable[[Tensor], Tensor]  # logits (n,V) -> logits (n,V) with -inf where cut

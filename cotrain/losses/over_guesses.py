@@ -14,8 +14,8 @@ from torch.nn.functional import pad
 from cotrain import acceptance
 from cotrain.losses.chunked import Laws, Statistics, Truncate, chunked, token_logs
 from cotrain.losses.completions import columns, placed, possible, taken
+from cotrain.losses.guess import ANY, Guess
 from cotrain.losses.spec import LossSpec, Term
-from cotrain.students.base import ANY, Guess
 
 DECAY = 0.8  # of a depth's weight, where the exact one is not known (Medusa, Cai et al. 2024, 2401.10774)
 

@@ -4,8 +4,7 @@ B texts, T tokens, D width of the target's states, V vocabulary, N guesses. A pl
 token t + 1, given the tokens 0 .. t; flat places are b * T + t.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from cotrain.losses.guess import ANY, Guess
 from cotrain.teacher.seen import Seen
 from inference.models.passes import LAST
 from inference.proposers import kind_of
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ANY", "DEFAULT", "KINDS", "LAST", "Guess", "Seen", "Student", "refuse_mixed", "student_class"]
 
-ANY = -1  # the depth of a guess that is the same at every depth
 DEFAULT = "independent"  # the kind of a draft folder that does not say it
 KINDS = {  # kind -> module:class, imported when asked for
     DEFAULT: "cotrain.students.independent:Independent",
@@ -39,32 +38,6 @@ KINDS = {  # kind -> module:class, imported when asked for
 
 UNTRAINED = {"retrieval"}  # kinds that are measured and exported without training
 PREPARED = {"hybrid": "cotrain.students.hybrid:prepare"}  # what a kind settles on ranking prompts before it is measured
-
-
-@dataclass(frozen=True)
-class Guess:
-    """Laws that a student guesses, each from a state of its own.
-
-    depth: 0-based: a round whose first new token is t + 1 - depth makes the guess at place t, of token t + 1; ANY: its
-    law at a place is the same at every depth. at (N,) int64: flat places, none twice. states (N, Dq). head:
-    (n, Dq) -> logits (n, V). parameters: all that head learns; with them a loss in chunks computes each chunk once.
-    share: of the places of its depth, those that it was made at, drawn at random: what it adds up to stands for all.
-    """
-
-    depth: int
-    at: Tensor
-    states: Tensor
-    head: Callable[[Tensor], Tensor]
-    parameters: tuple[Tensor, ...] = field(default=())
-    share: float = 1.0
-
-    @classmethod
-    def everywhere(
-        cls, states: Tensor, head: Callable[[Tensor], Tensor], parameters: tuple[Tensor, ...] = (), depth: int = ANY
-    ) -> "Guess":
-        """At every place, from states (B, T, Dq)."""
-        places = torch.arange(states.shape[0] * states.shape[1], device=states.device)
-        return cls(depth, places, states.flatten(0, 1), head, parameters)
 
 
 class Student(Protocol):

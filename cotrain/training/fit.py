@@ -11,8 +11,6 @@ from torch.utils.data import ConcatDataset, DataLoader
 
 from cotrain.bench.quantisation_table import KINDS
 from cotrain.board import tags
-from cotrain.board.held_out_points import HeldOutPoints, part_of
-from cotrain.board.learning import Learning
 from cotrain.config.groups import Trainer as TrainerSettings
 from cotrain.config.settings import TrainConfig
 from cotrain.data.texts import Curriculum, Learnt, Strided, Texts
@@ -26,8 +24,10 @@ from cotrain.training.assembly import parts
 from cotrain.training.callbacks import Averaged, MeasureSpeed, QuantisationAware
 from cotrain.training.clock import NEVER, Clock
 from cotrain.training.counts import Grouped
+from cotrain.training.held_out_points import HeldOutPoints, part_of
 from cotrain.training.interrupts import Keeper
 from cotrain.training.job import Job, objective
+from cotrain.training.learning_curves import Learning
 from cotrain.training.module import WATCHED, Distillation
 from cotrain.training.optim import precision
 from cotrain.training.phases import Phase, phases_of, swapped

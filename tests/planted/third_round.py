@@ -2,6 +2,7 @@
 
 # fmt: off
 ROWS_OF_BUGS = [
+    ('data_knows_training', 'cotrain/data/texts.py', 'from cotrain.data.sources import Blocks, SeededOrder\n', 'from cotrain.data.sources import Blocks, SeededOrder\nfrom cotrain.training.progress import trapezoid  # noqa: F401\n', ['tests/test_imports.py::test_packages_of_cotrain_import_one_way'], 'packages import each other'),
     ('no_rounding_where_none_was_seen', 'inference/exactness/checks.py', 'noise = max(found.noise, found.limit / GAP)', 'noise = found.noise', ['tests/test_wrong_engines.py::test_texts_that_show_no_noise_have_the_rounding_of_their_logits[0.08-1]'], 'an exact engine fails on two short texts'),
     ('as_many_ids_as_tokens', 'inference/request.py', '1 + max(tokenizer.get_vocab().values())', 'len(tokenizer)', ['tests/test_third_round.py::test_ids_behind_a_gap_of_the_tokenizer_have_mass'], 'tokens added at high ids are never emitted'),
     ('stops_in_the_last_tokens', 'inference/request.py', 'self.tokenizer.decode(self.new)', 'self.tokenizer.decode(self.new[-64:])', ['tests/test_third_round.py::test_a_stop_string_of_many_tokens_ends_a_text'], 21),

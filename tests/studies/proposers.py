@@ -20,7 +20,7 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 
 from cotrain.bench.measurement import Plan
-from cotrain.bench.served_pair import load_network, measured, refuse_pair, resolved
+from cotrain.commands.served_pair import load_network, measured, refuse_pair, resolved
 from cotrain.config.overrides import quote
 from cotrain.config.settings import checked, register
 from cotrain.paths import folder as shipped
