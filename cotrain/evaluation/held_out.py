@@ -35,10 +35,8 @@ class HeldOut:
     def spread(self, count: int) -> "HeldOut":
         """At most `count` of the texts, evenly over all."""
         rows = torch.arange(0, len(self.texts), -(-len(self.texts) // count))
-        texts, (ids, places) = self.texts, self.texts.read(rows)
-        domains = [texts.domain[row] for row in rows.tolist()]
-        part = Texts(ids, texts.prompt[rows], texts.length[rows], domains, places)
-        return HeldOut(part, self.at(rows, self.states[LAST].device), self.temperature, self.truncate)
+        states = self.at(rows, self.states[LAST].device)
+        return HeldOut(self.texts.rows(rows.tolist()), states, self.temperature, self.truncate)
 
     @property
     def hidden(self) -> Tensor:

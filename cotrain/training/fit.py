@@ -33,7 +33,7 @@ from cotrain.training.optim import precision
 from cotrain.training.phases import Phase, phases_of, swapped
 from cotrain.training.progress import Progress
 from cotrain.training.progress import refuse as refuse_fractions
-from cotrain.training.stand_ins import Shown
+from cotrain.training.stand_ins import Shown, showing
 from cotrain.training.training_bar import Bar
 
 CHECKPOINT, SHARDED = "checkpoints/last.ckpt", "fsdp2"
@@ -56,12 +56,8 @@ def fit(job: Job, module: Distillation, extra: list[Callback]) -> None:
 
 def _judge(job: Job, module: Distillation) -> None:
     """As at a validation: with rounded weights where the draft is served with such."""
-    rounded = _rounded(job)
-    for one in rounded:
-        one.show(module)
-    module.judge()
-    for one in rounded:
-        one.hide(module)
+    with showing(_rounded(job), module):
+        module.judge()
 
 
 def _rounded(job: Job) -> list[QuantisationAware]:
@@ -197,9 +193,7 @@ def _trainer(
     job: Job, extra: list[Callback], phase: Phase, every: int, progress: Progress, done: int
 ) -> lightning.Trainer:
     cfg, last = job.cfg.trainer, job.folder / CHECKPOINT
-    again: dict[str, Any] = (
-        {"purge_step": done + 1} if done else {}
-    )  # what was written behind the checkpoint is made anew
+    again = done + 1 if done else None  # what was written behind the checkpoint is made anew
     return lightning.Trainer(
         accelerator=job.target.device.type, devices=cfg.devices, num_nodes=cfg.nodes, strategy=_strategy(cfg),
         inference_mode=cfg.strategy != SHARDED,  # weights gathered in it could not be learnt later
@@ -209,7 +203,7 @@ def _trainer(
         gradient_clip_val=cfg.clip, check_val_every_n_epoch=None,
         val_check_interval=NEVER if cfg.minutes else every * cfg.accumulate,
         num_sanity_val_steps=0, log_every_n_steps=WATCHED, enable_model_summary=False,
-        logger=TensorBoardLogger(job.folder, name="", version="tensorboard", **again),
+        logger=TensorBoardLogger(job.folder, name="", version="tensorboard", purge_step=again),
         callbacks=[*extra, Bar(progress), Keeper(last, cfg.checkpoint_minutes, job.signals),
                    ModelCheckpoint(last.parent, "last", every_n_epochs=1, save_on_train_epoch_end=False,
                                    enable_version_counter=False)],

@@ -15,7 +15,7 @@ from cotrain.training.clock import Clock
 from cotrain.training.distributed import rest, within
 from cotrain.training.interrupts import validates
 from cotrain.training.module import tau_of
-from cotrain.training.stand_ins import Shown
+from cotrain.training.stand_ins import Shown, showing
 
 POINTS = 24  # over a whole training, besides validations
 TOKENS, MOST = 0.1, 2**14  # what all points score, of the tokens of training, and one; without gradients, so cheaper
@@ -84,13 +84,10 @@ class HeldOutPoints(Callback):
     def _shown(self, module: Any) -> Iterator[None]:
         """As a validation sees the draft."""
         training = module.draft.training
-        for one in self.shown:
-            one.show(module)
-        module.draft.eval()
-        yield
-        module.draft.train(training)
-        for one in self.shown:
-            one.hide(module)
+        with showing(self.shown, module):
+            module.draft.eval()
+            yield
+            module.draft.train(training)
 
     def _point(self, trainer: lightning.Trainer, module: Any) -> None:
         begin = time.monotonic()

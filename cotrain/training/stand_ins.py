@@ -1,6 +1,7 @@
 """Weights that stand in a draft's place while something looks: an average, or what rounding leaves of them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -56,3 +57,13 @@ class Shown(Callback):
         if self.shown is not None:
             self.shown.__exit__()
             self.shown = None
+
+
+@contextmanager
+def showing(others: Sequence[Shown], module: Any) -> Iterator[None]:
+    """What looks at the module's draft within sees the weights of all these."""
+    for one in others:
+        one.show(module)
+    yield
+    for one in others:
+        one.hide(module)
