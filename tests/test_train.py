@@ -405,18 +405,24 @@ def test_bench_measures_a_draft_folder(run: Path, place: Path, capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("mistake", "said"),
     [
-        ("matrix.targets=[none] matrix.drafts=[int3]", "matrix.drafts: 'int3' is none of none, int8, nf4"),
-        ("matrix.targets=[int3]", "matrix.targets: quantisation: 'int3' is none of"),
-        ("matrix.temperatures=[1] matrix.vllm=/no/python", "matrix.vllm=/no/python is no interpreter"),
-        (f"regime=nucleus matrix.vllm={sys.executable}", "matrix.vllm: it is asked for a temperature alone"),
+        (["matrix.targets=[none]", "matrix.drafts=[int3]"], "matrix.drafts: 'int3' is none of none, int8, nf4"),
+        (["matrix.targets=[int3]"], "matrix.targets: quantisation: 'int3' is none of"),
+        (["matrix.temperatures=[1]", "matrix.vllm=/no/python"], "matrix.vllm=/no/python is no interpreter"),
+        (["regime=nucleus", f"matrix.vllm={sys.executable}"], "matrix.vllm: it is asked for a temperature alone"),
     ],
+    ids=["drafts", "targets", "interpreter", "regime"],
 )
 def test_a_matrix_that_cannot_be_is_refused_before_anything_is_timed(
-    mistake: str, said: str, run: Path, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    mistake: list[str],
+    said: str,
+    run: Path,
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr("cotrain.commands.bench.models", lambda *_: 1 / 0)
     paths = (f"draft.path={run / 'draft'}", f"output={place / 'no bench'}", "bench.prompt_tokens=8")
-    assert main(["bench", *paths, "bench.new_tokens=8", "bench.depths=[2]", *mistake.split()]) == 1
+    assert main(["bench", *paths, "bench.new_tokens=8", "bench.depths=[2]", *mistake]) == 1
     assert capsys.readouterr().err.startswith(f"cotrain bench: {said}") and not (place / "no bench").exists()
 
 
