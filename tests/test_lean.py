@@ -9,10 +9,10 @@ import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from inference.models import llama
+from inference.models import llama_weights
 from inference.models.compiled import Compiled
 from inference.models.forward import Stock
-from inference.models.llama import applies
+from inference.models.llama_weights import applies
 from inference.models.lm import LM
 from inference.models.step import Step
 from tests.tiny import compiles, tiny
@@ -117,8 +117,8 @@ def test_what_it_does_not_know_runs_through_transformers():
 
 def test_eight_bit_weights_are_the_nearest_ones_and_change_the_law_little():
     model = build("Qwen2", WIDE | {"initializer_range": 0.1}, torch.bfloat16)
-    weights = llama.weights_of(model)
-    rounded = llama.int8(weights)
+    weights = llama_weights.weights_of(model)
+    rounded = llama_weights.int8(weights)
     for linear, exact in ((rounded.layers[1].gate_up, weights.layers[1].gate_up), (rounded.head, weights.head)):
         assert linear.weight.dtype == torch.int8 and linear.scale is not None
         step = linear.scale.float().unsqueeze(1)
@@ -177,8 +177,8 @@ def test_engines_of_a_model_share_what_is_compiled_until_it_is_trained():
 
 
 def test_copies_of_weights_are_made_once_a_model_until_it_is_trained(monkeypatch):
-    monkeypatch.setattr(llama, "can_pack", lambda _: True)  # whatever this CPU can
-    monkeypatch.setattr(llama, "_packed", lambda linear: linear._replace(packed=linear.weight.clone()))
+    monkeypatch.setattr(llama_weights, "can_pack", lambda _: True)  # whatever this CPU can
+    monkeypatch.setattr(llama_weights, "_packed", lambda linear: linear._replace(packed=linear.weight.clone()))
     model = build("Llama", WIDE, torch.bfloat16)
     first, second = LM(model, 1).run.weights, LM(model, 3).run.weights
     assert first.head.packed is not None and second.head.packed is first.head.packed

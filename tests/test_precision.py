@@ -12,7 +12,7 @@ from cotrain.training import optim
 from inference import Sampling, load
 from inference.drafts.compatibility import hash_target
 from inference.drafts.draft_folder import Metadata, load_draft, save
-from inference.models import dtypes, llama
+from inference.models import dtypes, llama_weights
 from inference.models.lm import load_model
 from inference.proposers.independent import Independent
 from tests.folders import network, target_folder, tokenizer
@@ -32,12 +32,12 @@ def emulates(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     """A CPU without such instructions, and one with them."""
     pretend(monkeypatch, kernels=not request.param, avx512=not request.param, bf16=not request.param)
     # this machine may not be able to pack
-    monkeypatch.setattr(llama, "_packed", lambda linear: linear._replace(packed=None))
+    monkeypatch.setattr(llama_weights, "_packed", lambda linear: linear._replace(packed=None))
     return bool(request.param)
 
 
 def test_nothing_is_packed_where_bfloat16_is_emulated(emulates: bool) -> None:
-    assert llama.can_pack(network().bfloat16()) is not emulates and not llama.can_pack(network())
+    assert llama_weights.can_pack(network().bfloat16()) is not emulates and not llama_weights.can_pack(network())
 
 
 def test_which_dtypes_are_emulated(emulates: bool, monkeypatch: pytest.MonkeyPatch) -> None:

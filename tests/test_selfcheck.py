@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from inference.models import forward, llama, probe
+from inference.models import forward, llama_weights, probe
 from inference.models.forward import Lean, Stock
 from inference.models.lm import LM
 from inference.models.passes import Pass
@@ -20,8 +20,8 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 
 
 def wrong_scale(monkeypatch):
-    right = llama.shape_of
-    monkeypatch.setattr(forward.llama, "shape_of", lambda m: right(m)._replace(scale=1.5 * right(m).scale))
+    right = llama_weights.shape_of
+    monkeypatch.setattr(forward.llama_weights, "shape_of", lambda m: right(m)._replace(scale=1.5 * right(m).scale))
 
 
 def wrong_mask(change):
@@ -95,7 +95,7 @@ def test_a_part_of_another_class_is_not_bypassed():
     model = tiny()
     norm = model.model.layers[0].input_layernorm
     norm.__class__ = type("LlamaRMSNorm", (type(norm),), {"__module__": __name__})
-    assert not llama.applies(model)
+    assert not llama_weights.applies(model)
 
 
 def test_a_patched_class_is_found_by_its_logits(monkeypatch):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from inference.models import llama
+from inference.models import llama, llama_weights
 from inference.models.checksum import fingerprint
 from inference.models.lm import LM
 from inference.models.step import Step
@@ -15,8 +15,8 @@ from tests.tiny import tiny
 @pytest.fixture(autouse=True)
 def packs(monkeypatch):
     """As a CPU that packs bfloat16 weights does, whatever this one can."""
-    monkeypatch.setattr(llama, "can_pack", lambda model: True)
-    monkeypatch.setattr(llama, "_packed", lambda linear: linear._replace(packed=linear.weight.clone()))
+    monkeypatch.setattr(llama_weights, "can_pack", lambda model: True)
+    monkeypatch.setattr(llama_weights, "_packed", lambda linear: linear._replace(packed=linear.weight.clone()))
     monkeypatch.setattr(llama.Linear, "__call__", _call)
 
 

@@ -12,7 +12,7 @@ from inference.exactness.checks import check, check_calls, check_depth
 from inference.exactness.side_by_side import Figures, pair_figures
 from inference.exactness.ties import Compared, Difference, excused
 from inference.measure.timing import Emitted
-from inference.models import compiled, forward, llama
+from inference.models import compiled, forward, llama_weights
 from inference.noise import row_ids
 from inference.policy import Fixed
 from inference.proposers import Independent
@@ -88,8 +88,10 @@ def test_verifying_passes_that_see_the_last_tokens_alone_fail(dtype, monkeypatch
 
 @DTYPES
 def test_attention_of_another_scale_in_every_pass_fails(dtype, monkeypatch):
-    shape_of = llama.shape_of
-    monkeypatch.setattr(llama, "shape_of", lambda model: shape_of(model)._replace(scale=1.5 * shape_of(model).scale))
+    shape_of = llama_weights.shape_of
+    monkeypatch.setattr(
+        llama_weights, "shape_of", lambda model: shape_of(model)._replace(scale=1.5 * shape_of(model).scale)
+    )
     target, draft = pair(dtype)
     found = verdict(target, Independent(draft))
     assert found.text.passed  # its passes agree with each other

@@ -25,7 +25,7 @@ from inference.measure.adaptive import Reached, Wanted, until_known
 from inference.measure.real_costs import RealRound
 from inference.measure.timing import Emitted, Timing, engine_arm, interleave, together, transformers_arm
 from inference.models.dtypes import cast, widened
-from inference.models.llama import can_round
+from inference.models.llama_weights import can_round
 from inference.policy import Fixed
 from inference.proposers import NGram
 from inference.proposers.base import Proposer

@@ -100,7 +100,7 @@ def estimate(cfg: TrainConfig, known: Known) -> Need:
 def decoding(cfg: TrainConfig, target: PretrainedConfig, draft: PretrainedConfig) -> float:
     """Bytes of keys and values, waiting prompts' too, while texts are sampled or a checkpoint is timed, whichever are
     more."""
-    held = torch.float32 if device() == "cpu" else half(device())  # see `inference.models.llama.shape_of`
+    held = torch.float32 if device() == "cpu" else half(device())  # see `inference.models.llama_weights.shape_of`
     shapes = [(ask.rows, ask.prompt_tokens + ask.new_tokens) for ask in (cfg.rollout, cfg.bench)]
     return max(float(sum(cache_bytes(config, *shape, held) for config in (target, draft))) for shape in shapes)
 

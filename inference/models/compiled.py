@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._inductor import config
 from transformers import PreTrainedModel
 
-from inference.models import llama
+from inference.models import llama_weights
 from inference.models.cache import SlotCache, Window
 from inference.models.forward import SHORT, Lean, most_ids
 from inference.models.passes import Branches, Layers, Pass
@@ -139,14 +139,15 @@ class Compiled(Lean):
         origin, step = _STEPS.setdefault(self.model, {}).get((self.int8, name), (None, None))
         if step is None or origin != self.origin:
             torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)  # for all models
-            weights = self.weights if self.int8 else llama.weights_of(self.model)  # it packs its own
+            weights = self.weights if self.int8 else llama_weights.weights_of(self.model)  # it packs its own
             step = torch.compile(make(weights, self.shape))
             _STEPS[self.model][self.int8, name] = (self.origin, step)
         return step
 
     def _packing(self) -> AbstractContextManager[Any]:
-        """While a graph is made: weights that `llama.packed` would pack become its constants, in the kernels' order."""
-        fits = not self.int8 and llama.can_pack(self.model)
+        """While a graph is made: weights that `llama_weights.packed` would pack become its constants, in the kernels'
+        order."""
+        fits = not self.int8 and llama_weights.can_pack(self.model)
         return config.patch(freezing=True) if fits else nullcontext()
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from inference.models import llama
+from inference.models import llama, llama_weights
 from inference.models.cache import SlotCache, Window
 from inference.models.checksum import fingerprint
 from inference.models.grouped_query import folded, folded_mask
@@ -17,7 +17,7 @@ from inference.models.passes import LAST, MOST_NODES, Branches, Layers, Pass, St
 from inference.models.taps import left_behind, tapped
 
 FORMS = ("kinds", "near", "one")  # of mask: one for each kind of layer, one of the window, one of the whole past
-Origin = tuple[llama.Places, bytes]
+Origin = tuple[llama_weights.Places, bytes]
 SHORT = 16  # ids a row: longer passes are prefills, bound by arithmetic and not by launches
 
 
@@ -112,7 +112,8 @@ class Stock:
 
 
 class Lean:
-    """`llama.states` of a model for which `llama.applies`. int8: with its projections rounded, see `llama.int8`."""
+    """`llama.states` of a model for which `llama_weights.applies`. int8: with its projections rounded, see
+    `llama_weights.int8`."""
 
     def __init__(self, model: PreTrainedModel, cache: SlotCache, int8: bool = False) -> None:
         self.model, self.cache, self.int8 = model, cache, int8
@@ -152,9 +153,9 @@ class Lean:
         return self.cache.stores[layer].update(keys, values)
 
     def _read(self) -> None:
-        self.weights, self.shape = prepared(self.model, self.int8), llama.shape_of(self.model)
+        self.weights, self.shape = prepared(self.model, self.int8), llama_weights.shape_of(self.model)
         self.parameters = list(self.model.parameters())
-        self.state = llama.state(self.model, self.parameters)  # joining projections may have moved them
+        self.state = llama_weights.state(self.model, self.parameters)  # joining projections may have moved them
         self.origin = made_of(self.model)
         self._turn()
 
@@ -174,7 +175,7 @@ class Lean:
 
     def _refresh(self, limit: int) -> None:
         """Find weights that have changed, and angles for new slots."""
-        if self.state != llama.state(self.model, self.parameters):
+        if self.state != llama_weights.state(self.model, self.parameters):
             self._read()
         if self.angles[0].shape[0] < limit:
             self._turn()
@@ -192,14 +193,14 @@ _PREPARED: WeakKeyDictionary[PreTrainedModel, dict[bool, tuple[Origin, llama.Wei
 def made_of(model: PreTrainedModel) -> Origin:
     """What a copy of the model's weights was made of: where they were in memory, and their values, since not every
     change of those is counted."""
-    return llama.origin(model), fingerprint(model)
+    return llama_weights.origin(model), fingerprint(model)
 
 
 def prepared(model: PreTrainedModel, int8: bool) -> llama.Weights:
     """The model's weights rounded, packed or as they are; copies are made once for all that run it, and again when its
     own have changed."""
-    weights, kept = llama.weights_of(model), _PREPARED.setdefault(model, {})
-    change = llama.int8 if int8 else llama.packed if llama.can_pack(model) else None
+    weights, kept = llama_weights.weights_of(model), _PREPARED.setdefault(model, {})
+    change = llama_weights.int8 if int8 else llama_weights.packed if llama_weights.can_pack(model) else None
     if change is None:
         return weights
     origin = made_of(model)

@@ -16,7 +16,7 @@ from inference.models.cuda_graphs import Captured
 from inference.models.dtypes import widened
 from inference.models.forward import Forward, Lean, Stock
 from inference.models.limits import positions_of, refuse_unsupported
-from inference.models.llama import applies, can_round
+from inference.models.llama_weights import applies, can_round
 from inference.models.passes import Layers, Pass, States, Tree
 from inference.models.selfcheck import Asked, form_of, lean_agrees
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from inference.drafts.draft_folder import load_draft
 from inference.models.dtypes import widened
-from inference.models.llama import can_round
+from inference.models.llama_weights import can_round
 from inference.models.lm import LM, load_model
 from inference.models.passes import States
 from inference.models.prefill import padded, store_prompts

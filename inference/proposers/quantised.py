@@ -10,7 +10,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from inference.drafts.weight_files import CONFIG, read_json
 from inference.models.dtypes import quantised
-from inference.models.llama import can_round, int8_rows
+from inference.models.llama_weights import can_round, int8_rows
 from inference.proposers.base import Beside
 from inference.proposers.independent import Independent
 
@@ -31,9 +31,10 @@ class Quantised(Independent):
     """Drafts with the target's projections in 8 bits, or in nf4 (Dettmers et al. 2023, 2305.14314), with keys and
     values of its own (self-speculation by rounding: QuantSpec, Tiwari et al. 2025, 2502.10424).
 
-    int8: by the CPU's own kernel where it serves the target, see `llama.can_round`; elsewhere the same whole numbers in
-    the target's dtype, which is the same law but for the kernel's sums, and no faster. nf4 takes bitsandbytes. greedy,
-    compile: as of `Independent`. Raises ValueError for other bits and for a target that is quantised itself.
+    int8: by the CPU's own kernel where it serves the target, see `llama_weights.can_round`; elsewhere the same whole
+    numbers in the target's dtype, which is the same law but for the kernel's sums, and no faster. nf4 takes
+    bitsandbytes. greedy, compile: as of `Independent`. Raises ValueError for other bits and for a target that is
+    quantised itself.
     """
 
     network_class: Any = None  # the target's weights are all that it has

@@ -3,7 +3,7 @@
 # fmt: off
 ROWS_OF_BUGS = [
     ('verifying_passes_see_the_last_24', 'inference/models/forward.py', 'return additive(visible(window, self.model.device), self.shape.held)', 'return additive(visible(window, self.model.device, 24), self.shape.held)', ['tests/test_wrong_engines.py::test_an_exact_engine_passes_in_every_dtype[float64-1]'], 35),
-    ('attention_scaled_in_every_pass', 'inference/models/llama.py', 'attention.head_dim, attention.scaling, eps, held', 'attention.head_dim, 1.5 * attention.scaling, eps, held', ['tests/test_wrong_engines.py::test_an_exact_engine_passes_in_every_dtype[float64-1]'], 35),
+    ('attention_scaled_in_every_pass', 'inference/models/llama_weights.py', 'attention.head_dim, attention.scaling, eps, held', 'attention.head_dim, 1.5 * attention.scaling, eps, held', ['tests/test_wrong_engines.py::test_an_exact_engine_passes_in_every_dtype[float64-1]'], 35),
     ('noise_excuses_itself', 'inference/exactness/ties.py', 'min(MARGIN * noise, difference.limit)', 'MARGIN * noise', ['tests/test_wrong_engines.py::test_a_gap_beyond_the_dtype_is_no_tie_however_noisy_the_passes'], 35),
     ('gaps_beyond_the_dtype_are_kept_as_ties', 'inference/exactness/ties.py', 'g=one.g.new_empty(0), limit=-math.inf', 'g=one.g.new_empty(0), limit=math.inf', ['tests/test_wrong_engines.py::test_the_comparison_goes_on_behind_a_tie[0.3-False]'], 35),
     ('logits_judged_without_a_dtype_bound', 'inference/exactness/agreement.py', 'limit=min(max(MARGIN * _mean(own), least), bound)', 'limit=max(MARGIN * _mean(many), least)', ['tests/test_wrong_engines.py::test_attention_of_another_scale_in_every_pass_fails[bfloat16]'], 35),
