@@ -16,7 +16,6 @@ from cotrain.evaluation.held_out import HeldOut, Scores, evaluate, figures
 from cotrain.evaluation.profile import profile
 from cotrain.losses.chunked import Statistics, Truncate, positions
 from cotrain.losses.over_guesses import Asked, shares
-from cotrain.losses.spec import LossSpec
 from cotrain.students.base import LAST, Guess, Student, refuse_mixed
 from cotrain.teacher.memory_cache import Remembering
 from cotrain.teacher.target_laws import Record, StatesTeacher, Teacher, seen
@@ -26,6 +25,7 @@ from cotrain.training.counts import Counts, counted, divisors, sampled
 from cotrain.training.distributed import gathered, rest, sharded, within
 from cotrain.training.progress import Progress
 from cotrain.training.stages import Stage, current, leading, refuse_merged
+from cotrain.training.step_loss import StepLoss, logs_for
 from inference import noise
 
 WATCHED = 5  # every so many steps, what a step found is logged
@@ -139,12 +139,17 @@ class Distillation(lightning.LightningModule):
         laws = self.laws_of.laws(record)
         asked = Asked(laws, batch["ids"], batch["temperature"], sampled(batch), self.truncate, self.chunk)
         spec, counts, watched = current(self.stages, self.done), self._counts(batch), self.watched
-        logs = self._logs(spec, asked, guesses)
-        found = self._of_texts(spec, asked, logs, counts)
+        by_depth = self.decay is None and not self.top  # kept laws lack the text's tokens
+        logs = logs_for(spec, asked, guesses, by_depth)
+        step = StepLoss(spec, asked, guesses, logs, counts, self.k, self.hardest)
+        found = step.of_texts()
         wholes = list(found.values())
         if spec.position:
-            whole, terms = self._of_places(spec, asked, guesses, logs, batch, counts)
-            wholes, found = [*wholes, whole], found | terms
+            u = self._uniforms(batch["key"], batch["ids"].shape[1])
+            places = step.of_places(batch["predicted"], self._shares(step), u, watched)
+            wholes, found = [*wholes, places.mean], found | places.terms
+            if watched:
+                self._show(guesses, places.statistics)
         if lead := leading(self.cosine, self.stages, self.done):
             found["cosine"] = lead * _apart(record, guesses[0], batch["predicted"]) / counts.positions
             wholes.append(found["cosine"])
@@ -175,65 +180,22 @@ class Distillation(lightning.LightningModule):
             self.found |= {name: float(value) for name, value in self.noted.items()}
         self.noted = {}
 
-    def _logs(self, spec: LossSpec, asked: Asked, guesses: list[Guess]) -> tuple[Tensor, Tensor] | None:
-        """Of the sampled tokens, where a loss or the weights of depths ask for them."""
-        if spec.sequence:
-            return asked.logs(guesses)
-        exact = len(guesses) > 1 and self.decay is None and not self.top  # kept laws lack the text's tokens
-        if not spec.weighted and not exact:
-            return None
-        with torch.no_grad():
-            return asked.logs(guesses)
-
-    def _of_texts(
-        self, spec: LossSpec, asked: Asked, logs: tuple[Tensor, Tensor] | None, counts: Counts
-    ) -> dict[str, Tensor]:
-        """Means of the sequence losses over texts or tokens, by name."""
-        found = {}
-        for term in spec.sequence:
-            assert logs is not None
-            found[term.name] = asked.of_texts(term, logs, self.k) / (
-                counts.texts if term.loss.over == "texts" else counts.tokens
-            )
-        return found
-
-    def _of_places(
-        self, spec: LossSpec, asked: Asked, guesses: list[Guess], logs: tuple[Tensor, Tensor] | None,
-        batch: dict[str, Any], counts: Counts,
-    ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
-        """The mean of the losses a position, and its terms by name, over positions and depths: by the share of each
-        depth; of a weighted loss, over tokens, by the calls that acceptance saves there."""
-        saved = None if logs is None else asked.saved(logs, self.k)
-        every = torch.nn.functional.pad(batch["predicted"], (0, 1))
-        u, weighted = self._uniforms(batch["key"], every.shape[1]), saved if spec.weighted else None
-        share = torch.ones(len(guesses)) if spec.weighted or len(guesses) == 1 else self._shares(guesses, saved)
-        total, watched = asked.ids.new_zeros((), dtype=torch.float32), self.watched
-        terms: list[Tensor] = []
-        for guess, part in zip(guesses, share.tolist(), strict=True):
-            weight = every if weighted is None else asked.weight(weighted, guess.depth)
-            value, seen_here = asked.of_places(spec, guess, weight, watched, self.hardest, u)
-            total, terms = total + part * value, [*terms, part * seen_here.terms]
-            if watched:
-                self._show(guess, seen_here)
-        count = counts.tokens if spec.weighted else counts.positions
-        if len(spec.terms) < 2:
-            return total / count, {spec.terms[0].name if spec.terms else "position": total.detach() / count}
-        sums = torch.stack(terms).sum(0) / count
-        return total / count, {term.name: one for term, one in zip(spec.terms, sums, strict=True)}
-
-    def _shares(self, guesses: list[Guess], saved: Tensor | None) -> Tensor:
-        """Of each depth, the same on every process."""
-        by_depth = None if saved is None else saved.sum((0, 1))
+    def _shares(self, step: StepLoss) -> Tensor:
+        """Of each guess, the same on every process."""
+        if step.spec.weighted or len(step.guesses) == 1:
+            return torch.ones(len(step.guesses))
+        by_depth = None if step.saved is None else step.saved.sum((0, 1))
         if by_depth is not None and self.trainer.world_size > 1:
             by_depth = cast(Tensor, self.trainer.strategy.reduce(by_depth, reduce_op="mean"))
-        return shares(guesses, self.decay, by_depth)
+        return shares(step.guesses, self.decay, by_depth)
 
-    def _show(self, guess: Guess, found: Statistics) -> None:
-        """Keep what acceptance a guess stands for, of later depths by their number."""
-        if guess.depth > 0:
-            self.found[f"acceptance_depth_{guess.depth + 1}"] = float(found.alpha)
-            return
-        self.found |= {"acceptance": float(found.alpha), "acceptance_greedy_draft": float(found.alpha_greedy)}
+    def _show(self, guesses: Sequence[Guess], statistics: Sequence[Statistics]) -> None:
+        """Keep what acceptance each guess stands for, of later depths by their number."""
+        for guess, found in zip(guesses, statistics, strict=True):
+            if guess.depth > 0:
+                self.found[f"acceptance_depth_{guess.depth + 1}"] = float(found.alpha)
+            else:
+                self.found |= {"acceptance": float(found.alpha), "acceptance_greedy_draft": float(found.alpha_greedy)}
 
     def _counts(self, batch: dict[str, Any]) -> Counts:
         """What the losses are divided by: of this process's batches of the step, or the mean over processes, since
