@@ -126,12 +126,13 @@ def test_a_slow_down_is_said_in_words() -> None:
     assert advice(Length(2, 2, (1.0, 1.1, 1.2)), Interval(1.2, 1.1, 1.3)) is None
 
 
-def test_each_part_runs_compiled_where_real_rounds_are_faster_so(monkeypatch) -> None:
-    """Alone, the compiled draft is faster; in a run it is not, and its target is."""
-    ran = []
+@pytest.fixture
+def ran(monkeypatch) -> list[Compiled]:
+    """What was compiled when rounds were run: alone the compiled draft is faster, in a run its target."""
+    found = []
 
     def rounds_of(plan, lengths, until):
-        ran.append(plan.compiled)
+        found.append(plan.compiled)
         draft, target = (3.0, 0.5) if plan.compiled.draft else (1.0, 2.0)
         return {k: RealRound(draft * (k > 0), target, 0.1) for k in lengths}
 
@@ -142,11 +143,28 @@ def test_each_part_runs_compiled_where_real_rounds_are_faster_so(monkeypatch) ->
     monkeypatch.setattr(planner, "costs_of", costs_of)
     monkeypatch.setattr(measurement.Plan, "depths", [2, 3, 4])
     monkeypatch.setattr(measurement.Plan, "proposer", lambda self: SimpleNamespace(depths=None))
-    size = SimpleNamespace(compile=True)
-    plan, found = planner.settled(measurement.Plan(*[None] * 5, size, ("t", "d")))  # type: ignore[arg-type]
+    return found
+
+
+def compiling() -> measurement.Plan:
+    return measurement.Plan(*[None] * 5, SimpleNamespace(compile=True), ("t", "d"))  # type: ignore[arg-type]
+
+
+def test_each_part_runs_compiled_where_real_rounds_are_faster_so(ran) -> None:
+    plan, found = planner.settled(compiling())
     assert plan.compiled == Compiled(plain=True, target=True, draft=False)
     assert ran == [Compiled(), Compiled(True, True, True), plan.compiled]  # the engine that serves is run too
     assert found.costs.target[0] == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(("until", "tried"), [(59.0, False), (61.0, True)])
+def test_nothing_is_compiled_that_there_is_no_time_to_measure(until, tried, ran, monkeypatch, capsys) -> None:
+    """The parts as they are took until 30; as long again ends at 60."""
+    times = iter((0.0, 30.0))
+    monkeypatch.setattr(planner, "time", SimpleNamespace(perf_counter=lambda: next(times)))
+    plan, _ = planner.settled(compiling(), until)
+    assert (Compiled(True, True, True) in ran) is tried and ("for want of time" in capsys.readouterr().out) is not tried
+    assert tried or plan.compiled == Compiled()
 
 
 # --- timing until it is known

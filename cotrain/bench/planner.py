@@ -1,5 +1,6 @@
 """Which parts run compiled, what rounds then cost, and the draft length that this and the acceptance call for."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import inf
@@ -54,10 +55,14 @@ class Length:
 
 def settled(plan: "Plan", until: float = inf) -> tuple["Plan", Measured]:
     """Each part compiled where real rounds are faster with it (with bench.compile, or on a GPU), and what rounds cost.
-    until: when time is over, on the clock."""
-    eager = measured(replace(plan, compiled=Compiled()), until)
+    until: when time is over, on the clock; nothing is compiled where that would leave no time to measure it."""
+    plan, began = replace(plan, compiled=Compiled()), time.perf_counter()
+    eager, now = measured(plan, until), time.perf_counter()
     if not plan.bench.compile and plan.target.device.type != "cuda":
-        return replace(plan, compiled=Compiled()), eager
+        return plan, eager
+    if now + (now - began) > until:  # compiled, all of this is measured again
+        print("bench: nothing is compiled, for want of time: more bench.minutes= would try it")
+        return plan, eager
     both = eager, measured(replace(plan, compiled=Compiled(True, True, True)), until)
     k = sorted(plan.depths)[len(plan.depths) // 2]
     parts: tuple[Callable[[Costs], float], ...] = (
