@@ -1,7 +1,7 @@
-"""What acceptance buys: predicted tokens per call, speed-up, and the sequence losses.
+"""What acceptance buys: predicted target calls and tokens per call, which the sequence losses are made of.
 
 The recursion itself is `inference.verify.prediction` (the serving side needs it for its exactness verdict and never
-imports this package); its public functions are re-exported here. Shapes of r, l, k and lengths as there.
+imports this package); its documented functions are re-exported here. Shapes of r, l, k and lengths as there.
 """
 
 import torch

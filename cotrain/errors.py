@@ -1,4 +1,4 @@
-"""The error that is the user's to mend."""
+"""Errors that the user can fix."""
 
 
 class UserError(ValueError):

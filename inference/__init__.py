@@ -1,7 +1,6 @@
-"""Exact batched speculative decoding of Hugging Face causal LMs; needs torch, transformers and safetensors.
+"""Exact batched speculative decoding of Hugging Face causal LMs; needs torch, transformers, safetensors and numpy.
 
-What it offers is imported when it is first asked for: how threads wait is read by torch when that is imported, and is
-set before (see `contention`).
+Imports are lazy: how threads wait must be set before torch is imported (see `contention`).
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""What a round's verdict comes to, as the host reads it: of chains and of trees of drafts.
+"""A round's outcome in one tensor, which the CPU reads once: of chains and of trees of drafts.
 
 A rows, N drafts, D drafts of the longest path (N of a chain), V vocabulary.
 """

@@ -10,8 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from cotrain.bench.quantisation_table import quantised, rounded, table
+from cotrain.bench.quantisation_table import table
 from cotrain.cli import main
+from cotrain.students.rounding import quantised, rounded
 from cotrain.training.callbacks import QuantisationAware
 from inference.models.lm import LM
 from tests.folders import network, own_texts, target_folder

@@ -30,6 +30,7 @@ from cotrain.teacher.target_model import load_target, served, split
 from cotrain.training import optim
 from cotrain.training.callbacks import Kept, MeasureSpeed
 from cotrain.training.module import Distillation
+from cotrain.training.progress import Progress, trapezoid
 from cotrain.training.stages import Stage, current
 from inference.verify import prediction
 from tests.folders import VOCABULARY, network, target_folder
@@ -132,7 +133,7 @@ def module_of(
 ) -> Distillation:
     found = texts([16, 16], [1, 1], ["a", "a"])
     optimizer = partial(optim.adamw, lr=1e-2, weight_decay=0.0, betas=[0.9, 0.95])
-    schedule = partial(optim.trapezoid, steps=steps, warmup=1, decay=1)
+    schedule = partial(trapezoid, progress=Progress(steps), warmup=1 / steps, decay=1 / steps)
     taught = stages, optimizer, schedule, {1.0: judged(target, found)}
     return Distillation(Independent(network), target, *taught, cosine=cosine, remember=2**20, top=top)
 
@@ -211,13 +212,13 @@ def test_speed_is_measured_at_validations_and_survives_a_checkpoint(tmp_path: Pa
         tmp_path / "one",
     )
     with pytest.raises(ValueError, match="trainer.steps"):
-        found.fastest()
+        found.best()
     small = tiny(layers=1, seed=3)
     module = module_of(tiny(), small, [Stage(1.0, LossSpec(losses.kl))], steps=2)
     run = trainer(tmp_path, 2, found)
     run.validate(module, DataLoader([0]), verbose=False)
     run.fit(module, loader(), DataLoader([0]))
-    assert found.fastest() == Kept(0, tmp_path / "one" / "step-0", 1.2, 2.0)  # a clock on few prompts does not rank
+    assert found.best() == Kept(0, tmp_path / "one" / "step-0", 1.2, 2.0)  # a clock on few prompts does not rank
     kept = LlamaForCausalLM.from_pretrained(found.kept[1].path)
     assert all(torch.equal(value, small.state_dict()[name]) for name, value in kept.state_dict().items())
     other = MeasureSpeed(lambda draft: {}, lambda: 0.0, tmp_path / "moved")
@@ -235,7 +236,7 @@ def test_training_ends_when_tau_no_longer_rises(tmp_path: Path) -> None:
     for run.global_step in range(6):
         found.on_validation_end(run, SimpleNamespace(assembled=lambda: nullcontext(tiny(layers=1))))
         ends.append(run.should_stop)
-    assert ends == [False] * 5 + [True] and found.fastest().step == 3
+    assert ends == [False] * 5 + [True] and found.best().step == 3
 
 
 def stepped(model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, seed: int) -> None:
@@ -268,7 +269,7 @@ def test_muon_takes_the_matrices_of_the_layers_and_one_schedule_drives_both() ->
     muon, rest = (group["params"] for group in optimizer.param_groups)
     assert len(muon) == 2 * 7 and {p.ndim for p in muon} == {2}
     assert any(p is model.model.embed_tokens.weight for p in rest) and len(rest) == 2 * 2 + 2
-    schedule = optim.trapezoid(optimizer, steps=10, warmup=2, decay=4)
+    schedule = trapezoid(optimizer, Progress(10), warmup=0.2, decay=0.4)
     assert [group["lr"] for group in optimizer.param_groups] == [5e-3, 5e-4]
     optimizer.step()
     schedule.step()
@@ -282,7 +283,7 @@ def test_adamw_decays_matrices_only() -> None:
 
 def test_the_trapezoid_rises_stays_and_falls_to_zero() -> None:
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
-    schedule, rates = optim.trapezoid(optimizer, steps=10, warmup=4, decay=3), []
+    schedule, rates = trapezoid(optimizer, Progress(10), warmup=0.4, decay=0.3), []
     for _ in range(11):
         rates.append(schedule.get_last_lr()[0])
         optimizer.step()

@@ -10,7 +10,6 @@ from hydra import compose, initialize_config_dir
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from cotrain import losses
-from cotrain.bench.quantisation_table import refuse_unknown
 from cotrain.config.settings import register
 from cotrain.data.conversations import Chats
 from cotrain.data.sources import texts_of
@@ -18,6 +17,7 @@ from cotrain.data.texts import Texts
 from cotrain.losses.spec import LossSpec
 from cotrain.paths import folder
 from cotrain.students.independent import Independent
+from cotrain.students.rounding import refuse_unknown
 from cotrain.training import assembly
 from cotrain.training.job import Job
 from cotrain.training.module import Distillation

@@ -89,9 +89,9 @@ def test_a_run_leaves_its_page_with_a_replay_and_where_laws_differ(run: Path) ->
 
 def test_the_draft_is_the_checkpoint_of_the_highest_tau(run: Path) -> None:
     extra = json.loads((run / "draft" / "report.json").read_text())["extra"]
-    fastest = max(extra["checkpoints"], key=lambda kept: kept["tau"])["step"]
-    assert extra["exported_step"] == fastest
-    served = {name: value.to(torch.bfloat16) for name, value in weights(run, fastest).items()}
+    best = max(extra["checkpoints"], key=lambda kept: kept["tau"])["step"]
+    assert extra["exported_step"] == best
+    served = {name: value.to(torch.bfloat16) for name, value in weights(run, best).items()}
     assert same(load_file(run / "draft" / "model.safetensors"), served)
     assert not same(weights(run, 0), weights(run, 5))
 

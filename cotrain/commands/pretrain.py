@@ -18,6 +18,7 @@ from cotrain.data.sources import Blocks, embedded_texts, pack
 from cotrain.run_folder import claim
 from cotrain.training import optim
 from cotrain.training.job import settle
+from cotrain.training.progress import Progress, trapezoid
 from inference.report.build import environment
 
 VALIDATION_BLOCKS = 40  # of each domain, while training; the card is measured on all
@@ -72,7 +73,8 @@ def _module(cfg: PretrainConfig, tokenizer: PreTrainedTokenizerBase, domains: li
     if rate.compile:
         pretraining.compile_layers(network)
     optimizer = partial(optim.MuonAdamW, lr=rate.lr, embedding_lr=rate.embedding_lr, weight_decay=rate.weight_decay)
-    schedule = partial(optim.trapezoid, steps=rate.steps, warmup=rate.warmup, decay=rate.decay)
+    schedule = partial(trapezoid, progress=Progress(rate.steps), warmup=rate.warmup / rate.steps,
+                       decay=rate.decay / rate.steps)  # fmt: skip
     return pretraining.LanguageModel(network, optimizer, schedule, token_bytes(tokenizer), domains)
 
 

@@ -67,7 +67,7 @@ class TrainConfig:
     verify: str
     bench: Bench
     label: str | None  # what `cotrain compare` calls the run; null: the loss
-    measure: bool  # the fastest checkpoint in full; false in sweeps, where held-out acceptance is compared
+    measure: bool  # the best checkpoint in full; false in sweeps, where held-out acceptance is compared
     output: str
     overwrite: bool
     check: bool  # only say what the run would need

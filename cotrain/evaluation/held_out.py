@@ -12,7 +12,8 @@ from torch import Tensor
 
 from cotrain.acceptance import conditional, expected_calls, l_from, prefix, tau, tau_block
 from cotrain.data.texts import Texts
-from cotrain.losses.chunked import Comparison, Truncate, compared
+from cotrain.losses.chunked import Comparison, compared
+from cotrain.losses.served_laws import Truncate
 from cotrain.students.base import ANY, LAST, Guess, Student
 from cotrain.teacher.target_laws import FromStates, Head, Reader, Record, seen
 

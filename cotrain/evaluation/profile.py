@@ -9,7 +9,8 @@ from torch import Tensor
 
 from cotrain import losses
 from cotrain.evaluation.held_out import HeldOut, guessed
-from cotrain.losses.chunked import CHUNK, log_law, served
+from cotrain.losses.chunked import CHUNK
+from cotrain.losses.served_laws import log_law, served
 from cotrain.students.base import LAST, Guess, Student
 from cotrain.teacher.target_laws import Head
 

@@ -1,4 +1,4 @@
-"""Whether texts are the target's own: its surprise at their tokens beside what its own tokens would surprise it."""
+"""Whether texts were sampled from the target: their mean negative log-likelihood beside the entropy of its laws."""
 
 import math
 from dataclasses import dataclass
@@ -8,7 +8,8 @@ from torch import Tensor
 
 from cotrain import losses
 from cotrain.evaluation.held_out import HeldOut
-from cotrain.losses.chunked import CHUNK, log_law, served
+from cotrain.losses.chunked import CHUNK
+from cotrain.losses.served_laws import log_law, served
 from cotrain.teacher.target_laws import Head
 
 IMPOSSIBLE, SIGMAS = 0.02, 6.0  # kernels differ a little between machines: what is refused differs much

@@ -8,7 +8,7 @@ receive gradients. B rows, T positions, V vocabulary, N guesses, n of them in a 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,9 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from cotrain import losses
 from cotrain.losses.eager_backward import summed
 from cotrain.losses.guess import Guess
-from inference.sampling import draw, one_hot, wide
-
-Truncate = Callable[[Tensor], Tensor]  # logits (n,V) -> logits (n,V) with -inf where cut
+from cotrain.losses.served_laws import Laws, Truncate, log_law, served
+from inference.sampling import draw, wide
 
 CHUNK = 512  # positions whose laws exist at once, where nothing else is said
 LAWS, FEWEST = 2**21, 192  # values of a law of one chunk: 8 MiB in float32 stay in a processor's cache
@@ -28,13 +27,6 @@ LAWS, FEWEST = 2**21, 192  # values of a law of one chunk: 8 MiB in float32 stay
 def positions(vocabulary: int) -> int:
     """Of one chunk; of a large vocabulary as many as a matrix product wants: 192 of 151,936 tokens, 111 MiB a law."""
     return max(LAWS // vocabulary, FEWEST)
-
-
-class Laws(Protocol):
-    """The target's laws of a batch of texts, see `cotrain.teacher.target_laws`."""
-
-    def logs(self, at: Tensor, logq: Tensor, temperature: Tensor, truncate: Truncate | None) -> Tensor:
-        """log p as served at flat places at (n,), beside log q there (n,V); temperature (n,) -> (n,V)."""
 
 
 @dataclass(frozen=True)
@@ -200,26 +192,6 @@ def _each(part: Callable[[Tensor], Any], chunks: Sequence[Tensor]) -> list[Any]:
     if len(chunks) == 1:
         return [part(chunks[0])]
     return [checkpoint(part, i, use_reentrant=False, preserve_rng_state=False) for i in chunks]
-
-
-def log_law(logits: Tensor, temperature: Tensor) -> Tensor:
-    """log softmax(logits / temperature) in float32 at least, (n,V) and (n,) -> (n,V); at 0 as at 1."""
-    t = temperature.masked_fill(temperature == 0, 1.0)
-    return torch.log_softmax(wide(logits) / t.to(wide(logits))[:, None], -1)
-
-
-def greedy_law(logs: Tensor, temperature: Tensor) -> Tensor:
-    """The one-hot log law of the first maximum where the temperature is 0, else logs, (n,V)."""
-    zero = temperature == 0
-    if not bool(zero.any()):
-        return logs
-    return torch.where(zero[:, None], one_hot(logs.argmax(-1), logs).log(), logs)
-
-
-def served(logs: Tensor, temperature: Tensor, truncate: Truncate | None) -> Tensor:
-    """The log law that is sampled from, of log laws (n,V) made at a temperature (n,) -> (n,V)."""
-    logs = greedy_law(logs, temperature)
-    return logs if truncate is None else torch.log_softmax(truncate(logs), -1)
 
 
 @dataclass(frozen=True)

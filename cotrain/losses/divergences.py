@@ -3,7 +3,7 @@
 Each docstring says the formula, the source, the gradient, why one would use it, and when it fails. `registry.LOSSES`
 holds those that an expression may name: a new one is one function here.
 
-Every function takes log p and log q, (..., V), normalised and already at the temperature of the regime, and
+Every loss takes log p and log q, (..., V), normalised and already at the temperature of the regime, and
 returns (...,). Half precision is raised to float32. Gradients are given in the draft's logits z,
 q = softmax(z), with I_v = 1[q_v <= p_v] and S = sum_v q_v I_v; at a tie q_v = p_v `minimum` splits them.
 Zero probabilities are log = -inf, on either side, and give finite values and gradients: 0 log 0 = 0, and a

@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from cotrain import acceptance
-from cotrain.losses.chunked import Laws, Statistics, Truncate, chunked, token_logs
+from cotrain.losses.chunked import Statistics, chunked, token_logs
 from cotrain.losses.completions import columns, placed, possible, taken
 from cotrain.losses.guess import ANY, Guess
+from cotrain.losses.served_laws import Laws, Truncate
 from cotrain.losses.spec import LossSpec, Term
 
 DECAY = 0.8  # of a depth's weight, where the exact one is not known (Medusa, Cai et al. 2024, 2401.10774)

@@ -1,4 +1,4 @@
-"""What one came for: how much faster, whether it accepts more than before training, whether it is exact."""
+"""The page's summary: how much faster, whether it accepts more than before training, whether it is exact."""
 
 from collections.abc import Callable, Sequence
 

@@ -1,4 +1,4 @@
-"""Look-up alone: there is nothing to train, what there is to know is how it is set."""
+"""Look-up alone: no trained weights, settings alone."""
 
 from collections.abc import Mapping
 from typing import Any

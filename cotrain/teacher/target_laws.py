@@ -1,6 +1,6 @@
-"""What a teacher is: something read of the target for texts, that is kept as it is, and the laws that it stands for.
+"""A teacher: outputs of the target for texts, which may be cached, and the next-token laws computed from them.
 
-What is read is a record of tensors by name, (B, T, ...) each: the target's states by layer, of which the last layer's
+The outputs are a record of tensors by name, (B, T, ...) each: the target's states by layer, of which the last layer's
 give whole laws through its head, or the likeliest tokens of each law beside the mass of the others (`top_k`). Caches
 keep records without knowing what they hold.
 """
@@ -11,7 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from cotrain.losses.chunked import Laws, Truncate, log_law, served
+from cotrain.losses.served_laws import Laws, Truncate, log_law, served
 from cotrain.teacher.seen import Seen
 from inference.models.passes import LAST
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cotrain.losses.chunked import Laws, Truncate, log_law, served
+from cotrain.losses.served_laws import Laws, Truncate, log_law, served
 from cotrain.teacher.target_laws import Head, Reader, Record
 from inference.models.passes import LAST
 

@@ -6,7 +6,6 @@ from functools import partial
 import torch
 from transformers import PreTrainedModel
 
-from cotrain.bench.quantisation_table import refuse_unknown
 from cotrain.config.groups import Loss
 from cotrain.config.regimes import truncation
 from cotrain.config.settings import TrainConfig
@@ -17,6 +16,7 @@ from cotrain.losses.spec import parse
 from cotrain.rollout.samplers import Sampler
 from cotrain.rollout.training_texts import Share
 from cotrain.students.base import UNTRAINED, Student, student_class
+from cotrain.students.rounding import refuse_unknown
 from cotrain.teacher.target_model import halves, keeps_apart
 from cotrain.training import optim
 from cotrain.training.job import Job
@@ -143,8 +143,8 @@ def refuse_given(cfg: TrainConfig, taught: list[Stage]) -> None:
     early = bool(cfg.trainer.minutes)  # a budget of time may end a stage before its steps
     met = [stage for stage, begin in zip(taught, begins, strict=True) if corpus > begin or (corpus and early)]
     if any(map(_emitted, met)):
-        raise ValueError("trainer.corpus_steps: calls, calls_tv, length and length_block are of texts that the target "
-                         "sampled, not of given ones: trainer.corpus_steps=0")  # fmt: skip
+        raise ValueError("trainer.corpus_steps: calls, calls_block, calls_tv, length and length_block are of texts "
+                         "that the target sampled, not of given ones: trainer.corpus_steps=0")  # fmt: skip
 
 
 def _own(job: Job, judged: dict[float, HeldOut]) -> None:

@@ -1,4 +1,4 @@
-"""What happens at a validation beyond acceptance: a real measurement, and the checkpoint it belongs to."""
+"""At a validation: a measurement by the engine and its checkpoint; between: averaged and rounded weights."""
 
 import math
 from collections.abc import Callable
@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 from transformers import PreTrainedModel
 
-from cotrain.bench.quantisation_table import projections, quantised
 from cotrain.board import tags
+from cotrain.students.rounding import projections, quantised
 from cotrain.training.stand_ins import Shown
 
 Measure = Callable[[PreTrainedModel], dict[str, float]]
@@ -70,7 +70,7 @@ class MeasureSpeed(Callback):
     @property
     def stale(self) -> bool:
         """Whether patience has run out."""
-        return bool(self.patience) and len(self.kept) - 1 - self.kept.index(self.fastest()) >= self.patience
+        return bool(self.patience) and len(self.kept) - 1 - self.kept.index(self.best()) >= self.patience
 
     def state_dict(self) -> dict[str, Any]:
         return {"kept": [(k.step, str(k.path.name), k.speedup, k.tau) for k in self.kept]}
@@ -78,7 +78,7 @@ class MeasureSpeed(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.kept = [Kept(step, self.folder / name, *found) for step, name, *found in state_dict["kept"]]
 
-    def fastest(self) -> Kept:
+    def best(self) -> Kept:
         """The checkpoint to measure afresh. Raises ValueError before any validation."""
         if not self.kept:
             raise ValueError("no checkpoint was measured: trainer.steps ended before a validation")

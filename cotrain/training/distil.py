@@ -80,7 +80,7 @@ def _distilled(cfg: TrainConfig, folder: Path, sources: dict[str, Source], signa
     keep_figures(job, module)
     report: dict[str, Any] = {}
     if cfg.measure:
-        choose_fastest(job, module, speed)
+        choose_best(job, module, speed)
         report = export(job, module, speed, others)
     final_figures.write(cfg, job.folder, module.scores()[module.temperature].alpha, ranking_tau(job, module)(), report)
     return report
@@ -101,12 +101,12 @@ def ranking_tau(job: Job, module: Distillation) -> Callable[[], float]:
     return partial(module.tau, job.cfg.policy.k or DEPTHS, objective(job.cfg.objective), job.cfg.verify)
 
 
-def choose_fastest(job: Job, module: Distillation, speed: MeasureSpeed) -> None:
+def choose_best(job: Job, module: Distillation, speed: MeasureSpeed) -> None:
     """Give the module's draft the weights of the checkpoint that is exported, as it is served."""
-    fastest = speed.fastest()
-    print(f"measuring the checkpoint of the highest tau, step {fastest.step}, on other prompts")
-    if fastest.step < job.cfg.trainer.steps or job.cfg.draft.quantisation != "none":
-        best = type(module.student).load(fastest.path, job.target, job.vocabulary)
+    chosen = speed.best()
+    print(f"measuring the checkpoint of the highest tau, step {chosen.step}, on other prompts")
+    if chosen.step < job.cfg.trainer.steps or job.cfg.draft.quantisation != "none":
+        best = type(module.student).load(chosen.path, job.target, job.vocabulary)
         module.draft.load_state_dict(best.network.state_dict())
         module.judge()
 
@@ -182,7 +182,7 @@ def export(
     extra: dict[str, Any] = {
         "held_out": module.acceptance(),
         "checkpoints": [{"step": kept.step, "speedup": kept.speedup, "tau": kept.tau} for kept in speed.kept],
-        "exported_step": speed.fastest().step,
+        "exported_step": speed.best().step,
         "profiles": _profiles(module),
         "divergence": module.divergence(lambda ids: str(job.tokenizer.decode(list(ids)))),
         "training": made,

@@ -9,7 +9,6 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from torch.utils.data import ConcatDataset, DataLoader
 
-from cotrain.bench.quantisation_table import KINDS
 from cotrain.board import tags
 from cotrain.config.groups import Trainer as TrainerSettings
 from cotrain.config.settings import TrainConfig
@@ -18,6 +17,7 @@ from cotrain.errors import NotFinite, UserError
 from cotrain.progress_display import Display
 from cotrain.ranks import rank
 from cotrain.rollout.samplers import Faster, Mixed
+from cotrain.students.rounding import KINDS
 from cotrain.teacher.states_cache import Shards
 from cotrain.teacher.top_k import size
 from cotrain.training.assembly import parts
@@ -156,8 +156,8 @@ def _ended(kept: dict[str, Any], callbacks: list[Callback], module: Distillation
 
 
 def refuse(cfg: TrainConfig) -> None:
-    """Raise ValueError, naming the keys, for a batch that processes cannot share, for a way to hold the draft that is
-    not known, and for two of what stand in for weights: averages, rounded ones, parts of them."""
+    """Raise ValueError, naming the keys, for counts of processes, fractions, betas and minutes out of range, a batch
+    that processes cannot share, an unknown quantisation, and two at once of averaged, rounded and sharded weights."""
     trainer, kind = cfg.trainer, cfg.draft.quantisation
     world = trainer.devices * trainer.nodes
     if trainer.devices < 1 or trainer.nodes < 1:

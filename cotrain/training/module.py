@@ -14,8 +14,9 @@ from cotrain.errors import NotFinite
 from cotrain.evaluation.divergence import Decode, divergence
 from cotrain.evaluation.held_out import HeldOut, Scores, evaluate, figures
 from cotrain.evaluation.profile import profile
-from cotrain.losses.chunked import Statistics, Truncate, positions
+from cotrain.losses.chunked import Statistics, positions
 from cotrain.losses.over_guesses import Asked, shares
+from cotrain.losses.served_laws import Truncate
 from cotrain.students.base import LAST, Guess, Student, refuse_mixed
 from cotrain.teacher.memory_cache import Remembering
 from cotrain.teacher.target_laws import Record, StatesTeacher, Teacher, seen
@@ -273,6 +274,6 @@ def _apart(record: Record, guess: Guess, predicted: Tensor) -> Tensor:
 
 
 def _tag(name: str, temperature: float) -> str:
-    """alpha/code at 0.5 -> alpha_T0.5/code: TensorBoard draws one section a quantity and temperature."""
+    """alpha/code at 0.5 -> alpha_T0.5/code, a key of the report."""
     kind, rest = name.split("/", 1)
     return f"{kind}_T{temperature:g}/{rest}"

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
 
 from inference.measure import environment
 from inference.models.dtypes import half
@@ -57,18 +56,6 @@ def adamw(model: nn.Module, lr: float, weight_decay: float, betas: Iterable[floa
     ]
     first, second = betas
     return torch.optim.AdamW(groups, lr=lr, betas=(first, second))
-
-
-def trapezoid(optimizer: torch.optim.Optimizer, steps: int, warmup: int, decay: int) -> LambdaLR:
-    """Linear warm-up, a constant, then a linear decay to 0 over the last `decay` of `steps` steps.
-
-    A run may be stopped and resumed with another `steps`: the constant part simply grows or ends.
-    """
-
-    def factor(step: int) -> float:
-        return max(0.0, min(1.0, (step + 1) / max(warmup, 1), (steps - step) / max(decay, 1)))
-
-    return LambdaLR(optimizer, factor)
 
 
 def precision(name: str, device: str | None = None) -> str:

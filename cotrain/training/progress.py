@@ -1,4 +1,4 @@
-"""How far a training is: what its schedule (warm-up, decay, the switch of losses, the cosine) is a function of."""
+"""Progress of a training in [0, 1], which drives warm-up, decay, the switch of losses and the cosine."""
 
 from dataclasses import dataclass
 

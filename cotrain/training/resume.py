@@ -1,4 +1,4 @@
-"""Which settings a run may be called again with: those that change no weights, and more training."""
+"""Which settings may change on resume: those that change no weights, and more training."""
 
 from typing import Any, Literal
 

@@ -1,4 +1,4 @@
-"""Weights that stand in a draft's place while something looks: an average, or what rounding leaves of them."""
+"""A draft's weights swapped for a while: for their average, or as rounded, while they are judged or measured."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

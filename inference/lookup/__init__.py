@@ -1,1 +1,1 @@
-"""Where the end of a text stood before: in the text itself, or in a corpus on disk."""
+"""Earlier occurrences of a text's suffix: in the text itself, or in a corpus on disk."""

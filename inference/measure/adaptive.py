@@ -1,4 +1,4 @@
-"""Timing that goes on until it knows: batches are added until the interval of the ratio is narrow, or time is over.
+"""Timing batches until the confidence interval of the speed-up is narrow enough, or time is over.
 
 When it stops depends on how wide the interval is, relative to its value, and on the clock; never on where the value
 lies, so a fast or a slow draft is not stopped at a lucky moment. An interval that is narrow by chance would stop it too

@@ -1,7 +1,7 @@
-"""Static key/value slots with a length per row.
+"""Static key/value slots, a row of them for each text; callers say how long each text is.
 
-One slot a row, new keys and values are written at each row's own positions, and whatever lies past a row's
-length is masked, then overwritten: rolling back is lowering a length, nothing is copied or re-aligned.
+New keys and values are written at each row's own positions, and whatever lies past a row's length is masked, then
+overwritten: rolling back a chain is lowering that length, and nothing is copied or re-aligned.
 Active rows fill slots [0, A) without holes, so a pass over them reads plain views.
 
 A token of a text is in the slot of its position. Nodes of a tree of drafts are in slots of their own, siblings at one

@@ -1,4 +1,4 @@
-"""What of a model no pass over rows of different lengths can be right for, and how long its texts may be."""
+"""Features of a model that passes over rows of different lengths cannot support, and its longest context."""
 
 from transformers import PreTrainedConfig, PreTrainedModel
 

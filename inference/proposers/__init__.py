@@ -1,4 +1,4 @@
-"""Proposer kinds, one class a file; a kind is found by its name in `KINDS` and imported when it is asked for."""
+"""Proposer kinds: found by name in `KINDS`, and most of them imported when they are asked for."""
 
 from importlib import import_module
 

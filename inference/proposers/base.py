@@ -144,7 +144,7 @@ class Proposer:
     `open`; `admit`, or `stage` and later `enter`, as prompts come; then round by round `propose` and `commit`, and
     `move` as rows leave.
     reads: layers of the target's states that it wants (see `passes.Pass`), () for none: only these are made.
-    greedy: whether it drafts the likeliest token, with a one-hot law. weights: what its own are held in, None for none.
+    greedy: whether it drafts the likeliest token, with a one-hot law. weights: the dtype of its own, None for none.
     depths: drafts of a round at most, None for no bound of its own.
     network_class: what a draft folder of this kind holds, a class with `from_pretrained`; None: no weights.
     own_tokenizer: whether the folder's tokenizer may be another than the target's.

@@ -1,4 +1,4 @@
-"""Tokens of one tokenizer as those of another: which are the same byte strings, and how a text is told in the other."""
+"""Token ids of one tokenizer converted to those of another: tokens of the same bytes, and texts."""
 
 import codecs
 import json

@@ -1,7 +1,8 @@
 """Verification rules as objects: all that an engine, its verdict and a planner must know of one.
 
 A rule decides about the drafts of a round (`verify`), and says how many of them rounds accept, given the text that came
-out (`reach`). The formulas are in `chain` and `prediction`; a new rule is one more entry of `RULES`.
+out (`reach`). The formulas are in `chain` and `prediction`; a new rule is one more entry of `RULES`,
+and its name in `cotrain.config.ranges`.
 A rows, N drafts, V vocabulary; B texts, T tokens, K drafts of a round.
 """
 

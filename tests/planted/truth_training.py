@@ -22,5 +22,5 @@ ROWS_OF_BUGS = [
     ('taught_in_the_drafts_numbers', 'cotrain/teacher/target_model.py', 'enabled=False)', 'enabled=True)', ['tests/test_taught.py::test_a_target_teaches_in_its_own_numbers'], 'a float32 target teaches in bfloat16'),
     ('shares_of_ones_own', 'cotrain/training/assembly.py', 'return dict(cfg.data.shares if cfg.data.path else', 'return dict(', ['tests/test_taught.py::test_shares_of_embedded_domains_do_not_touch_ones_own'], "nine tenths of a user's texts are left out"),
     ('left_out_in_silence', 'cotrain/training/job.py', 'print(found.left_out(self.cfg.rollout.prompt_tokens, split), end="")', 'pass', ['tests/test_taught.py::test_prompts_that_are_left_out_are_counted'], 'prompts are dropped and nobody knows'),
-    ('unknown_rounding_passes', 'cotrain/bench/quantisation_table.py', 'weight.ndim > 1 and id(weight) not in known]', 'weight.ndim > 2 and id(weight) not in known]', ['tests/test_taught.py::test_rounding_that_is_not_known_is_refused'], 'a draft that is not rounded is said to be'),
+    ('unknown_rounding_passes', 'cotrain/students/rounding.py', 'weight.ndim > 1 and id(weight) not in known]', 'weight.ndim > 2 and id(weight) not in known]', ['tests/test_taught.py::test_rounding_that_is_not_known_is_refused'], 'a draft that is not rounded is said to be'),
 ]
