@@ -1,6 +1,5 @@
 """What a fourth round of planted bugs survived, and faults that were found on the way."""
 
-from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from cotrain.config.groups import Trainer
 from cotrain.page.first_screen import floor
 from cotrain.page.loaded_run import load
 from cotrain.training.resume import kind
-from inference import Engine, Sampling, proposers
+from inference import Engine, Sampling
 from inference.drafts.compatibility import hash_target
 from inference.exactness.figures import Figures
 from inference.exactness.forced_trees import close_ranks
@@ -23,15 +22,16 @@ from inference.lookup.suffix_automaton import SuffixAutomaton
 from inference.measure import gating
 from inference.measure.adaptive import Wanted, until_known
 from inference.measure.arms import Arm, ArmResult
+from inference.measure.costs import measure_costs
 from inference.measure.real_costs import RealRound
-from inference.models.compiled import Compiled
-from inference.models.step import Drafting
+from inference.models.lm import LM
 from inference.policy import Fixed
 from inference.proposers import Independent
 from inference.proposers.eagle import Eagle
 from inference.proposers.hybrid import Hybrid
 from inference.proposers.retrieval import Retrieval
 from tests import kinds, pages, standin
+from tests.test_drafting import calls  # noqa: F401 - a fixture
 from tests.test_hybrid import gate, prompts
 from tests.test_third_round import plan
 from tests.tiny import near, tiny
@@ -39,21 +39,20 @@ from tests.tiny import near, tiny
 # --- engine and proposers
 
 
-def test_what_look_up_drafts_is_not_taken_for_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_look_up_drafts_is_not_taken_for_stored(calls: list[int]) -> None:  # noqa: F811
     """A draft that makes all of its tokens at once makes them for rows, too, that look-up drafts for."""
-    made: list[int] = []
-
-    def plainly(module: Any, *_: Any) -> Callable[..., Any]:
-        return lambda *inputs: (made.append(1) if isinstance(module, Drafting) else None) or module(*inputs)
-
-    monkeypatch.setattr(torch, "compile", plainly)
-    monkeypatch.setattr(Compiled, "failed", False)
     found, target = [], tiny(seed=3)
     for compile in (False, True):
         hybrid = Hybrid(Independent(target, compile=compile), Retrieval(shortest=1), gate({1, 2, 3, 5}))
         engine = Engine(target, hybrid, rows=7, policy=Fixed(4))
         found.append(engine.generate(prompts(), max_new_tokens=80, seed=3, ignore_eos=True))
-    assert made and found[0].tokens == found[1].tokens and found[0].stats.rows == found[1].stats.rows
+    assert calls and found[0].tokens == found[1].tokens and found[0].stats.rows == found[1].stats.rows
+
+
+def test_costs_beside_look_up_are_of_as_many_drafts_as_are_asked_for(calls: list[int]) -> None:  # noqa: F811
+    hybrid = Hybrid(Independent(near(tiny()), compile=True), Retrieval(), gate(set()))
+    measure_costs(LM(tiny(), 2), hybrid, 3, context=20, repeats=2)
+    assert set(calls) == {2, 8} and calls.count(2) > calls.count(8)
 
 
 def test_a_row_whose_slot_may_hold_nan_gets_a_second_try(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,21 +87,6 @@ def test_a_feature_draft_reads_all_of_a_text_that_grows() -> None:
     wanted = text("cpu")
     with standin.device():
         assert text("cuda") == wanted
-
-
-class Turns:
-    """Row 0 drafts in every round, row 1 in every fourth."""
-
-    def lengths(self, texts: list[list[int]]) -> list[int]:
-        return [1, *(int(len(text) % 4 == 0) for text in texts[1:])]
-
-
-def test_a_parallel_draft_catches_up_with_rows_that_were_left_out() -> None:
-    """Beside others that were not: a draft that is the target is right in its first guess."""
-    target = tiny()
-    engine = Engine(target, proposers.Parallel(kinds.masked(target, 0.0)), policy=Turns(), rows=2, verify="coupled")
-    _, beside = engine.generate([[3, 5, 7], [9, 2]], max_new_tokens=24, seed=1, ignore_eos=True).stats.rows
-    assert beside.accepted == beside.drafted and beside.drafted[0] > 3 and beside.target_calls > 12
 
 
 def test_the_longer_match_is_taken_wherever_it_stood() -> None:
