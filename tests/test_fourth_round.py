@@ -1,5 +1,6 @@
 """What a fourth round of planted bugs survived, and faults that were found on the way."""
 
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from cotrain.bench import measurement, quantisation_table
 from cotrain.config.groups import Trainer
 from cotrain.page.first_screen import floor
 from cotrain.page.loaded_run import load
+from cotrain.students import hybrid
 from cotrain.training.resume import kind
 from inference import Engine, Sampling
 from inference.drafts.compatibility import hash_target
@@ -28,6 +30,7 @@ from inference.models.lm import LM
 from inference.policy import Fixed
 from inference.proposers import Independent
 from inference.proposers.eagle import Eagle
+from inference.proposers.gate import Gate
 from inference.proposers.hybrid import Hybrid
 from inference.proposers.retrieval import Retrieval
 from tests import kinds, pages, standin
@@ -43,15 +46,15 @@ def test_what_look_up_drafts_is_not_taken_for_stored(calls: list[int]) -> None: 
     """A draft that makes all of its tokens at once makes them for rows, too, that look-up drafts for."""
     found, target = [], tiny(seed=3)
     for compile in (False, True):
-        hybrid = Hybrid(Independent(target, compile=compile), Retrieval(shortest=1), gate({1, 2, 3, 5}))
-        engine = Engine(target, hybrid, rows=7, policy=Fixed(4))
+        beside = Hybrid(Independent(target, compile=compile), Retrieval(shortest=1), gate({1, 2, 3, 5}))
+        engine = Engine(target, beside, rows=7, policy=Fixed(4))
         found.append(engine.generate(prompts(), max_new_tokens=80, seed=3, ignore_eos=True))
     assert calls and found[0].tokens == found[1].tokens and found[0].stats.rows == found[1].stats.rows
 
 
 def test_costs_beside_look_up_are_of_as_many_drafts_as_are_asked_for(calls: list[int]) -> None:  # noqa: F811
-    hybrid = Hybrid(Independent(near(tiny()), compile=True), Retrieval(), gate(set()))
-    measure_costs(LM(tiny(), 2), hybrid, 3, context=20, repeats=2)
+    beside = Hybrid(Independent(near(tiny()), compile=True), Retrieval(), gate(set()))
+    measure_costs(LM(tiny(), 2), beside, 3, context=20, repeats=2)
     assert set(calls) == {2, 8} and calls.count(2) > calls.count(8)
 
 
@@ -149,6 +152,21 @@ def test_a_gate_knows_what_one_column_costs(monkeypatch: pytest.MonkeyPatch) -> 
         drafting, Engine(tiny()), Retrieval(), [[3, 5], [7]], sampling=Sampling(), new_tokens=8
     )  # fmt: skip
     assert (found.step, found.column) == pytest.approx((0.1, 0.125))  # of a plain step of 1.25 s
+
+
+def test_a_gate_on_a_gpu_is_of_rounds_as_they_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replayed there, where single launches take several times as long."""
+    met: list[Any] = []
+    monkeypatch.setattr(hybrid, "calibrate", lambda *engines, **_: met.extend(engines[:2]) or Gate.uncalibrated())
+    for device in ("cpu", "cuda"):
+        with standin.device() if device == "cuda" else nullcontext():
+            asked = plan("hybrid")
+            for model in (asked.target, asked.draft):
+                torch.nn.Module.to(model, device)
+            asked.draft.config.lookup = {"datastore": None, "shortest": 2}
+            hybrid.prepare(asked)
+            drafting, plain = met[-2:]
+            assert {drafting.target.compiled, plain.target.compiled, drafting.proposer.compile} == {device == "cuda"}
 
 
 def test_acceptance_in_the_table_of_weights_is_of_one_draft() -> None:
