@@ -19,7 +19,8 @@ Load = Callable[[str], PreTrainedModel]  # the target, held as a quantisation of
 def table(plan: Plan, load: Load, targets: Sequence[str], drafts: Sequence[str], temperatures: Sequence[float], k: int,
           say: Callable[[str], None] = print) -> list[dict[str, Any]]:  # fmt: skip
     """One entry a target, temperature and draft: alpha = sum_v min(p, q) and tau(k) on texts of that very target, and
-    the speed-up over its own plain decoding on a few prompts; nf4 drafts are timed as what they hold, in bfloat16."""
+    the speed-up over its own plain decoding on a few prompts; nf4 drafts are timed as what they hold, in bfloat16. Of a
+    draft whose law depends on the depth alpha is of its first draft."""
     cells = []
     for target in targets:
         plan = replace(plan, target=load(target))
@@ -50,12 +51,12 @@ def _cell(plan: Plan, texts: Any, k: int) -> dict[str, Any]:
     size, sampling = plan.bench, plan.sampling
     counted = plan.student(plan.draft).proposer(greedy=plan.objective == "greedy")
     figures = pair_figures(plan.engine(k, BATCH), counted, texts, sampling, size.new_tokens, 0.0)
-    tokens = figures.lengths.sum()
+    tokens, drafted = figures.lengths.sum(), figures.k > 0  # where a round drafts
     arms = [engine_arm("speculative", plan.engine(k), sampling, size.new_tokens),
             engine_arm("plain", plan.plain(), sampling, size.new_tokens)]  # fmt: skip
     timing = interleave(arms, plan.ranking(0, size.quick_prompts), size.rows, size.seed)
     return {
-        "alpha": float(figures.alpha.sum() / tokens),
+        "alpha": float(figures.first(figures.alpha)[drafted].sum() / max(int(drafted.sum()), 1)),
         "tau": tau_of(figures, plan.verify, k),
         "tokens": int(tokens),
         "speedup": timing.ratio("speculative", "plain")._asdict(),

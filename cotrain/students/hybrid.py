@@ -1,5 +1,6 @@
 """A hybrid: an independent draft beside look-up, and a gate between the two that is counted on held-out text."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,12 +40,13 @@ class Hybrid(Independent):
 
 def prepare(plan: "Plan") -> None:
     """Count a gate on the prompts that rank, none of which is timed later, and keep it in the draft's config."""
-    config, size = plan.draft.config, plan.bench
-    drafting = plan.proposer()
+    config, size, replayed = plan.draft.config, plan.bench, plan.target.device.type == "cuda"
+    timed = replace(plan, compiled=plan.compiled._replace(plain=replayed, target=replayed, draft=replayed))  # as served
+    drafting = timed.proposer()
     assert isinstance(drafting, Serving)
-    model = plan.engine(max(size.depths), proposer=drafting.model)
+    model = timed.engine(max(size.depths), proposer=drafting.model)
     prompts = plan.ranking(0, max(4 * size.quick_prompts, size.rows))
-    gate = calibrate(model, plan.plain(), Retrieval.of_settings(config.lookup), prompts, sampling=plan.sampling,
+    gate = calibrate(model, timed.plain(), Retrieval.of_settings(config.lookup), prompts, sampling=plan.sampling,
                      new_tokens=size.new_tokens, seed=size.seed)  # fmt: skip
     print(f"gate: a draft of the model takes {gate.step:.3f} of a plain step, a column of the pass {gate.column:.3f}")
     for network in (plan.draft, plan.served, plan.running):

@@ -1,6 +1,7 @@
 """Look-up where it pays, a model elsewhere: each row's drafts of a round come from one of the two."""
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,10 @@ class Hybrid(Proposer):
         self.model, self.retrieval, self.gate = model, retrieval or Retrieval(), gate or Gate.uncalibrated()
         self.reads, self.greedy = model.reads, model.greedy
         self.parts: tuple[Proposer, ...] = (self.retrieval, model)
+
+    def __copy__(self) -> "Hybrid":
+        """With parts of its own, so that what one copy drafts is nothing to another."""
+        return Hybrid(copy(self.model), copy(self.retrieval), self.gate)
 
     @classmethod
     def fits(cls, network: PreTrainedModel, target: PreTrainedModel, where: str) -> None:

@@ -143,7 +143,8 @@ class Independent(Proposer):
             found = self.lm.draft_for(turn, self.longest, self.greedy, last, ends, at)
         if found is None:
             return None
-        self.stored = [end + self.longest - 1 for end in ends]
+        # of a row that is not drafted for, no draft of its own: another part may draft for it
+        self.stored = [end + self.longest - 1 if wanted else end for end, wanted in zip(ends, k, strict=True)]
         return Proposal(found[0][:, :K], found[1][:, :K], k)
 
     def _stepwise(self, turn: Round, k: list[int], K: int) -> Proposal:
