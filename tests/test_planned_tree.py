@@ -3,16 +3,26 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from inference import Engine, load
+from inference import Engine, Sampling, load
 from inference.drafts.draft_folder import Metadata, read, save
 from inference.drafts.planned_tree import PlannedTree
+from inference.exactness.checks import check
+from inference.exactness.teacher_forced import teacher_forced
+from inference.exactness.tree_passes import routes, tree_of
 from inference.loading import takes_shape
+from inference.measure.timing import Emitted
+from inference.models.passes import Pass, Tree
+from inference.noise import row_ids
 from inference.policy import Fixed
 from inference.proposers import Independent, NGram
+from inference.proposers.topology import chain
 from tests.folders import network, target_folder, tokenizer
+from tests.tiny import near, tiny
 
 TREE = PlannedTree((-1, -1, 0, 0, 1), "traversal")
 TEXT = "the record"
@@ -74,3 +84,63 @@ def test_a_kind_that_drafts_chains_alone_refuses_a_tree(place: Path, tmp_path: P
     folder = changed(place / "draft", tmp_path / "ngram", kind="ngram")
     with pytest.raises(ValueError, match=r"cotrain\.json: tree: ngram drafts chains alone"):
         load(folder)
+
+
+# --- what is timed is what is checked
+
+
+SHAPE = (-1, 0, -1, 1, -1, 0, 2, 2, 6)  # uneven, and not numbered level by level
+
+
+def run(engine: Engine, temperature: float = 1.0) -> Emitted:
+    prompts = [[1, 2, 3], [4], [5, 6], [7, 8, 9]]
+    keys = row_ids(prompts)
+    out = engine.generate(prompts, max_new_tokens=16, sampling=Sampling(temperature), ids=keys, ignore_eos=True)
+    return Emitted(prompts, keys, out.tokens, out.stats.rows)
+
+
+def drafting(shape: tuple[int, ...] | None = SHAPE) -> Engine:
+    target = tiny()
+    rule = "tree" if shape else "token"
+    return Engine(target, Independent(near(target), shape=shape), verify=rule, policy=Fixed(3), rows=4)
+
+
+def test_the_shape_is_found_in_a_round() -> None:
+    assert tree_of(drafting(), [1, 2]) == (-1, -1, -1, 0, 0, 1, 1, 3, 5)  # level by level
+    assert tree_of(drafting(None), [1, 2]) is tree_of(drafting(chain(3)), [1, 2]) is None
+
+
+def test_routes_come_to_every_node() -> None:
+    ways = routes(SHAPE)
+    found = [next(ways) for _ in range(5)]
+    assert found == [(0, 1, 3), (2, 6, 8), (0, 5), (2, 7), (4,)] and next(ways) == found[0]
+    assert {node for way in found for node in way} == set(range(9))
+
+
+@pytest.mark.parametrize("shape", [SHAPE, (-1, -1, -1), (-1, 0, 0, 1, 2)])
+def test_passes_over_trees_give_the_logits_of_whole_texts(shape: tuple[int, ...]) -> None:
+    """Ragged texts, route after route: what a pass accepts is what the next one stands on."""
+    target, texts = tiny(), [list(range(1, 21)), list(range(5, 22)), [9] * 9]
+    prompts = [[1, 2, 3], [4], [5, 6]]
+    passes = teacher_forced(target, prompts, texts, Sampling(), block=4, tree=shape)
+    found = torch.cat([part.logits for part in passes], 1)
+    for row, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
+        wanted = target(torch.tensor([prompt + text[:-1]])).logits[0, len(prompt) - 1 :]
+        torch.testing.assert_close(found[row, : len(text)], wanted, rtol=1e-9, atol=1e-9)
+
+
+def test_an_engine_that_drafts_trees_is_checked_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A target whose passes over trees are wrong, those over chains not, fails (d); its texts differ by no tie."""
+    engine = drafting()
+    texts = run(engine)
+    assert check(engine, texts, Sampling(), 16).passed
+    forward = engine.target.forward
+
+    def wrong(ids: torch.Tensor, *args: Any, tree: Tree | None = None, **settings: Any) -> Pass:
+        found = forward(ids, *args, tree=tree, **settings)
+        return found if tree is None else found._replace(logits=found.logits * 1.01)
+
+    monkeypatch.setattr(engine.target, "forward", wrong)
+    verdict = check(engine, texts, Sampling(), 16)
+    assert verdict.logits and not verdict.logits.passed and verdict.logits.one < 1e-9 < verdict.logits.many
+    assert verdict.text.noise > 1e-3  # that of passes over trees

@@ -192,8 +192,14 @@ DAMAGE = {
     "objective": (key("objective", "best"), r"cotrain\.json: objective must be one of sampled, greedy"),
     "tree": (key("tree", [-1, 0]), r"cotrain\.json: tree must hold parents, rule and likeliest, or be null"),
     "tree's nodes": (key("tree", {**TREE, "parents": [-1, 1]}), r"cotrain\.json: tree\.parents: node 1 hangs on 1"),
-    "tree's numbers": (key("tree", {**TREE, "parents": ["-1"]}), r"cotrain\.json: tree\.parents must be a list of whole"),
-    "tree's rule": (key("tree", {**TREE, "rule": "block"}), r"cotrain\.json: tree\.rule must be one that verifies trees"),
+    "tree's numbers": (
+        key("tree", {**TREE, "parents": ["-1"]}),
+        r"cotrain\.json: tree\.parents must be a list of whole",
+    ),
+    "tree's rule": (
+        key("tree", {**TREE, "rule": "block"}),
+        r"cotrain\.json: tree\.rule must be one that verifies trees",
+    ),
     "tree's children": (key("tree", {**TREE, "likeliest": 1}), r"cotrain\.json: tree\.likeliest must be true or false"),
     "target": (key("target", {"name": "x"}), r"cotrain\.json: target must hold name, config and tokenizer"),
     "kind": (key("kind", "medusa"), r"cotrain\.json: kind is 'medusa'"),
