@@ -2,12 +2,20 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from cotrain.bench import measurement, tree_planner
+from cotrain.bench.measurement import Plan
+from cotrain.bench.planner import Length, advice, plain_texts
+from cotrain.bench.recorded_replay import recorded
+from cotrain.bench.tree_planner import Grown, best_tree, candidates, plain_laws, served_tree, tau_of
+from cotrain.config.groups import Bench
+from cotrain.data.splits import Prompts
 from inference import Engine, Sampling, load
 from inference.drafts.draft_folder import Metadata, read, save
 from inference.drafts.planned_tree import PlannedTree
@@ -15,12 +23,17 @@ from inference.exactness.checks import check
 from inference.exactness.teacher_forced import teacher_forced
 from inference.exactness.tree_passes import routes, tree_of
 from inference.loading import takes_shape
-from inference.measure.timing import Emitted
+from inference.measure.costs import Costs
+from inference.measure.real_costs import RealRound
+from inference.measure.timing import Emitted, Interval
+from inference.measure.tree_costs import fitted, probes
 from inference.models.passes import Pass, Tree
 from inference.noise import row_ids
 from inference.policy import Fixed
 from inference.proposers import Independent, NGram
-from inference.proposers.topology import chain
+from inference.proposers.medusa_network import MedusaConfig, MedusaNetwork
+from inference.proposers.topology import chain, full
+from inference.verify.tree import depths_of
 from tests.folders import network, target_folder, tokenizer
 from tests.tiny import near, tiny
 
@@ -144,3 +157,131 @@ def test_an_engine_that_drafts_trees_is_checked_with_them(monkeypatch: pytest.Mo
     verdict = check(engine, texts, Sampling(), 16)
     assert verdict.logits and not verdict.logits.passed and verdict.logits.one < 1e-9 < verdict.logits.many
     assert verdict.text.noise > 1e-3  # that of passes over trees
+
+
+# --- the plan
+
+
+def test_costs_of_trees_are_those_of_rounds_that_were_run() -> None:
+    """Drafting by levels and nodes that are read, target and rest by the table at the level of rounds."""
+    table = Costs(tuple(1 + 0.1 * n for n in range(17)), 0.5, (0.2,) * 17)
+
+    def took(tree: tuple[int, ...]) -> RealRound:
+        levels = max(depths_of(tree))
+        wide = sum(depth < levels for depth in depths_of(tree)) - (levels - 1)
+        return RealRound(0.3 + 0.5 * levels + 0.07 * wide, 2 * table.target[len(tree)], 0.4)
+
+    trees = probes(16, 4)
+    assert trees[0] == chain(4) and full((8, 1)) in trees and full((8, 2)) not in trees
+    seconds = fitted(table, {tree: took(tree) for tree in trees})
+    for tree in [*trees, (-1, -1, 0, 0, 1, 3), full((3, 3))]:
+        assert seconds(tree) == pytest.approx(took(tree).seconds)
+    with pytest.raises(ValueError, match="measured up to 16 drafts, a tree has 20 nodes"):
+        seconds(full((4, 4)))
+
+
+def test_no_part_of_drafting_costs_less_than_nothing() -> None:
+    rounds = {chain(2): RealRound(0.4, 1, 1), chain(3): RealRound(0.3, 1, 1), full((2, 1)): RealRound(0.5, 1, 1)}
+    seconds = fitted(Costs((1.0,) * 9, 0.1, (1.0,) * 9), rounds)
+    assert seconds(chain(8)) >= seconds(chain(2)) > 2 and seconds((-1, -1, 0, 1)) > seconds(chain(2))
+
+
+def plan_of(size: dict[str, Any] | None = None, draft: Any = None, **settings: Any) -> Plan:
+    found = {"prompts": 2, "quick_prompts": 1, "prompt_tokens": 8, "new_tokens": 8, "parity_tokens": 16, "rows": 1,
+             "minutes": 0.0, "interval": 0.1, "depths": [2], "draft_dtype": "auto", "draft_int8": False,
+             "compile": False, "seed": 0, "trees": 4} | (size or {})  # fmt: skip
+    given = Prompts([[1, 2, 3], [4, 5]], [[6, 7], [8, 9, 3]], "own")
+    parts = {"target": network(), "draft": draft or near(network(), 0.02), "sampling": Sampling(), "verify": "block"}
+    return Plan(
+        **parts | {"tokenizer": tokenizer(), "bench": Bench(**found), "names": ("t", "d"), "given": given} | settings
+    )
+
+
+def measured(plan: Plan, monkeypatch: pytest.MonkeyPatch, tree: float) -> dict[str, Any]:
+    """A report where rounds with trees take `tree` seconds, others one."""
+    monkeypatch.setattr("cotrain.bench.planner.SHAPE", 1)
+    monkeypatch.setattr("inference.measure.real_costs.MOST", 1)
+    whole = tree_planner.measure_drafting
+
+    def rounds(engines: Any, *given: Any, **settings: Any) -> Any:
+        asked.append(list(engines))
+        found = whole(engines, *given, **settings)
+        return {key: RealRound(0.1, tree - 0.2 if isinstance(key, PlannedTree) else 0.8, 0.1) for key in found}
+
+    asked: list[Any] = []
+    monkeypatch.setattr(tree_planner, "measure_drafting", rounds)
+    report = measurement.measure(plan)
+    assert {0, 2} < set(asked[-1]) or {0, 1} < set(asked[-1])  # plain and the chain in turn with the trees
+    return report
+
+
+def test_a_tree_is_measured_where_it_is_expected_to_be_faster(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = plan_of()
+    report = measured(plan, monkeypatch, tree=0.5)
+    extra, tree = report["extra"], served_tree(report["extra"])
+    assert tree and 2 <= len(tree.parents) <= 4 and tree.parents != chain(len(tree.parents))
+    assert report["settings"]["verify"] == tree.rule == extra["planned_rule"]
+    assert report["settings"]["policy"] == f"Fixed(k={tree.depth})" and extra["planned_k"] in (1, 2)
+    assert extra["planned_speedups"]["tree"] > extra["planned_speedups"]["chain"] and extra["parity"]["passed"]
+    assert report["exactness"]["passed"] and report["exactness"]["figures"]["calls"]
+    (line,) = [line for line in extra["said"] if line.startswith("a tree of ")]
+    assert f"{extra['planned_speedups']['tree']:.2f}x, the chain of" in line and line in capsys.readouterr().out
+    drafts = recorded(plan, extra)["rounds"][0][0]["drafts"]
+    assert [draft["parent"] for draft in drafts] == list(tree.parents)
+
+
+def test_the_chain_is_measured_where_trees_are_slower(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = measured(plan_of(tree=TREE), monkeypatch, tree=9.0)
+    extra = report["extra"]
+    assert extra["planned_shape"] is extra["planned_likeliest"] is None is served_tree(extra)
+    assert report["settings"]["verify"] == extra["planned_rule"] == "block"
+    found = extra["planned_speedups"]
+    said = f"bench: draft length {extra['planned_k']}: trees would give {found['tree']:.2f}x, the chain {found['chain']:.2f}x"
+    assert found["tree"] < found["chain"] and said in capsys.readouterr().out
+
+
+def test_the_tree_of_the_folder_is_considered_though_no_other_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = measured(plan_of({"trees": 0}, tree=TREE), monkeypatch, tree=0.3)
+    assert served_tree(report["extra"]) == TREE
+
+
+def test_without_trees_none_is_rated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree_planner, "plain_laws", lambda *_: 1 / 0)
+    assert best_tree(plan_of({"trees": 0}), Length(2, 2, (1.0, 1.1, 1.2)), {}, Emitted([], [], [], [])) is None
+
+
+def test_a_kind_without_a_law_of_texts_is_planned_as_chains(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = plan_of(kind="medusa", draft=MedusaNetwork(MedusaConfig(hidden_size=64, vocab_size=300, num_heads=2)))
+    texts = Emitted([[1, 2]], [0], [[3, 4, 5]], [])
+    assert best_tree(plan, Length(2, 2, (1.0, 1.1, 1.2)), {2: 1.5}, texts) is None
+    assert "bench: medusa drafts are planned as chains" in capsys.readouterr().out
+
+
+def test_children_are_those_that_the_draft_was_made_for() -> None:
+    """Greedily drafting: the likeliest alone; else both sorts, each under the rules that differ for it."""
+    plan, texts = plan_of(), plain_texts(plan_of())
+    laws = plain_laws(plan, texts)
+    assert laws
+    flat = candidates(plan, laws, lambda parents: 1.0)
+    assert {(tree.rule, tree.likeliest) for tree in flat} == {("tree", False), ("traversal", False), ("tree", True)}
+    taus = [tau_of(laws, tree) for tree in flat]
+    assert taus == sorted(taus, reverse=True) and all(len(tree.parents) == 4 for tree in flat)
+    assert all(tree.likeliest for tree in candidates(replace(plan, objective="greedy"), laws, lambda parents: 1.0))
+    assert candidates(plan, laws, lambda parents: 1.0 if parents == (-1, -1) else 99.0)[0].parents == (-1, -1)
+
+
+def test_few_texts_are_read_of_large_vocabularies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree_planner, "ENTRIES", 2 * 300 * 8)
+    plan = plan_of()
+    laws = plain_laws(plan, plain_texts(plan))
+    assert laws and laws.x.shape == (2, 8)
+
+
+def test_advice_names_the_tree_that_was_measured() -> None:
+    tree = Grown(TREE, 2.0, RealRound(1, 1, 1), 0.8, 0.7)
+    said = advice(Length(0, 2, (1.0, 0.6, 0.7)), Interval(0.9, 0.8, 0.95), tree)
+    assert said and "0.90x with a tree of 5 nodes in 2 levels, sampled children, traversal, 0.80x predicted" in said

@@ -148,7 +148,7 @@ def _measured(cfg: BenchConfig, draft_path: str) -> dict[str, Any]:
         drafts = made.objective if made else "sampled"
         plan = measurement.Plan(
             target, tokenizer, draft, sampling(cfg.regime), cfg.verify, cfg.bench, names, drafts, given=given,
-            kind=found.kind,
+            kind=found.kind, tree=made.tree if made else None,
         )  # fmt: skip
         report = measurement.measure(plan)
         if cfg.matrix.targets:
@@ -156,6 +156,6 @@ def _measured(cfg: BenchConfig, draft_path: str) -> dict[str, Any]:
         elif cfg.matrix.temperatures:
             report["extra"]["matrix"] = matrix(plan, _grid(cfg, folder.path))
         write_atomic(folder.path / "report.json", json.dumps(report, indent=2) + "\n")
-        replay.write(recorded(plan, report["extra"]["planned_k"]), folder.path / replay.FILE)
+        replay.write(recorded(plan, report["extra"]), folder.path / replay.FILE)
         folder.finish()
     return report

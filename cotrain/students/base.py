@@ -45,11 +45,13 @@ class Student(Protocol):
     embeddings it may share, and the number of ids that have mass (None: all of the head's). What has a body here is
     what a kind gets by naming this class as its base.
 
-    reads: layers of the target's states that it wants beyond LAST, which losses read anyway.
+    reads: layers of the target's states that it wants beyond LAST, which losses read anyway. trees: whether `proposer`
+    takes `shape`, the parents of the nodes of the trees that it is to draft.
     """
 
     kind: str
     reads: tuple[int, ...] = ()
+    trees: bool = False
     network: PreTrainedModel
     target: PreTrainedModel | None
     vocabulary: int | None
