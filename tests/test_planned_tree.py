@@ -240,8 +240,8 @@ def test_the_chain_is_measured_where_trees_are_slower(
     assert extra["planned_shape"] is extra["planned_likeliest"] is None is served_tree(extra)
     assert report["settings"]["verify"] == extra["planned_rule"] == "block"
     found = extra["planned_speedups"]
-    said = f"bench: draft length {extra['planned_k']}: trees would give {found['tree']:.2f}x, the chain {found['chain']:.2f}x"
-    assert found["tree"] < found["chain"] and said in capsys.readouterr().out
+    said = f"{extra['planned_k']}: trees would give {found['tree']:.2f}x, the chain {found['chain']:.2f}x"
+    assert found["tree"] < found["chain"] and f"bench: draft length {said}" in capsys.readouterr().out
 
 
 def test_the_tree_of_the_folder_is_considered_though_no_other_is(monkeypatch: pytest.MonkeyPatch) -> None:
