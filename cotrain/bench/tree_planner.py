@@ -25,6 +25,7 @@ from inference.verify.prediction import calls_from
 if TYPE_CHECKING:
     from cotrain.bench.measurement import Plan
 
+REPLACED = ("token", "block", "tree", "traversal")  # a tree has its own rule; coupled and match are asked for by name
 CHILDREN = 4  # of a node, at most
 ENTRIES = 2**27  # of a law's table of the texts that shapes are rated on: of large vocabularies, fewer texts
 RUN = 2  # candidates that are run
@@ -53,9 +54,9 @@ def best_tree(
 ) -> Grown | None:
     """The tree of at most bench.trees nodes that is fastest by rounds of its own, or the plan's own tree; None where
     there is none, as for kinds whose law after a text depends on more than the text. length: of the best chain; chains:
-    tau by draft length; texts: decoded plainly, which these are of."""
+    tau by draft length; texts: decoded plainly, which these are of. Rules that a tree's own would replace: `REPLACED`."""
     given, plan = plan.tree, replace(plan, tree=None)
-    if not plan.bench.trees and given is None:
+    if plan.verify not in REPLACED or not plan.bench.trees and given is None:
         return None
     laws = plain_laws(plan, texts)
     if laws is None:

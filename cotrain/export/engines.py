@@ -177,8 +177,8 @@ def launch(
 
     objective: "sampled" or "greedy", what the draft was trained for; it sets the engine's drafting. kind: of the draft,
     independent or parallel. tree: what the draft was planned with, for engines that serve trees of its layout
-    (`TREES`); others draft k in a row. Raises ValueError naming the key for an unknown engine or objective, or a k below 1, and as
-    `refuse_kind`.
+    (`TREES`); others draft k in a row. Raises ValueError naming the key for an unknown engine or objective, or a k
+    below 1, and as `refuse_kind`.
     """
     refuse_kind(engine, kind)
     row = engine_named(engine)
