@@ -4,18 +4,31 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from cotrain.bench import measurement, tree_planner
 from cotrain.bench.measurement import Plan
 from cotrain.bench.planner import Length, advice, plain_texts
 from cotrain.bench.recorded_replay import recorded
-from cotrain.bench.tree_planner import Grown, best_tree, candidates, plain_laws, served_tree, tau_of
+from cotrain.bench.tree_planner import (
+    Grown,
+    best_tree,
+    candidates,
+    decided,
+    plain_laws,
+    served_tree,
+    tau_of,
+    told,
+)
+from cotrain.commands import generate
 from cotrain.config.groups import Bench
 from cotrain.data.splits import Prompts
+from cotrain.training import distil
 from inference import Engine, Sampling, load
 from inference.drafts.draft_folder import Metadata, read, save
 from inference.drafts.planned_tree import PlannedTree
@@ -108,7 +121,7 @@ SHAPE = (-1, 0, -1, 1, -1, 0, 2, 2, 6)  # uneven, and not numbered level by leve
 def run(engine: Engine, temperature: float = 1.0) -> Emitted:
     prompts = [[1, 2, 3], [4], [5, 6], [7, 8, 9]]
     keys = row_ids(prompts)
-    out = engine.generate(prompts, max_new_tokens=16, sampling=Sampling(temperature), ids=keys, ignore_eos=True)
+    out = engine.generate(prompts, max_new_tokens=8, sampling=Sampling(temperature), ids=keys, ignore_eos=True)
     return Emitted(prompts, keys, out.tokens, out.stats.rows)
 
 
@@ -146,7 +159,7 @@ def test_an_engine_that_drafts_trees_is_checked_with_them(monkeypatch: pytest.Mo
     """A target whose passes over trees are wrong, those over chains not, fails (d); its texts differ by no tie."""
     engine = drafting()
     texts = run(engine)
-    assert check(engine, texts, Sampling(), 16).passed
+    assert check(engine, texts, Sampling(), 8).passed
     forward = engine.target.forward
 
     def wrong(ids: torch.Tensor, *args: Any, tree: Tree | None = None, **settings: Any) -> Pass:
@@ -154,7 +167,7 @@ def test_an_engine_that_drafts_trees_is_checked_with_them(monkeypatch: pytest.Mo
         return found if tree is None else found._replace(logits=found.logits * 1.01)
 
     monkeypatch.setattr(engine.target, "forward", wrong)
-    verdict = check(engine, texts, Sampling(), 16)
+    verdict = check(engine, texts, Sampling(), 8)
     assert verdict.logits and not verdict.logits.passed and verdict.logits.one < 1e-9 < verdict.logits.many
     assert verdict.text.noise > 1e-3  # that of passes over trees
 
@@ -197,29 +210,32 @@ def plan_of(size: dict[str, Any] | None = None, draft: Any = None, **settings: A
     )
 
 
-def measured(plan: Plan, monkeypatch: pytest.MonkeyPatch, tree: float) -> dict[str, Any]:
-    """A report where rounds with trees take `tree` seconds, others one."""
-    monkeypatch.setattr("cotrain.bench.planner.SHAPE", 1)
-    monkeypatch.setattr("inference.measure.real_costs.MOST", 1)
-    whole = tree_planner.measure_drafting
+def rounds(monkeypatch: pytest.MonkeyPatch, tree: float) -> list[list[Any]]:
+    """Rounds with trees take `tree` seconds, others one; what is run in turn."""
+    asked: list[list[Any]] = []
 
-    def rounds(engines: Any, *given: Any, **settings: Any) -> Any:
+    def taken(engines: Any, *_: Any, **__: Any) -> Any:
         asked.append(list(engines))
-        found = whole(engines, *given, **settings)
-        return {key: RealRound(0.1, tree - 0.2 if isinstance(key, PlannedTree) else 0.8, 0.1) for key in found}
+        assert [engine.rule.name for engine, _ in engines.values()] == [
+            key.rule if isinstance(key, PlannedTree) else "block" if key else "token" for key in engines
+        ]
+        return {key: RealRound(0.1, tree - 0.2 if isinstance(key, PlannedTree) else 0.8, 0.1) for key in engines}
 
-    asked: list[Any] = []
-    monkeypatch.setattr(tree_planner, "measure_drafting", rounds)
-    report = measurement.measure(plan)
-    assert {0, 2} < set(asked[-1]) or {0, 1} < set(asked[-1])  # plain and the chain in turn with the trees
-    return report
+    monkeypatch.setattr("cotrain.bench.planner.SHAPE", 1)
+    monkeypatch.setattr(tree_planner, "measure_drafting", taken)
+    return asked
+
+
+LENGTH, TAUS = Length(2, 2, (1.0, 1.1, 1.2)), {1: 1.3, 2: 1.6}
 
 
 def test_a_tree_is_measured_where_it_is_expected_to_be_faster(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr("inference.measure.real_costs.MOST", 1)
+    rounds(monkeypatch, tree=0.5)
     plan = plan_of()
-    report = measured(plan, monkeypatch, tree=0.5)
+    report = measurement.measure(plan)
     extra, tree = report["extra"], served_tree(report["extra"])
     assert tree and 2 <= len(tree.parents) <= 4 and tree.parents != chain(len(tree.parents))
     assert report["settings"]["verify"] == tree.rule == extra["planned_rule"]
@@ -232,32 +248,65 @@ def test_a_tree_is_measured_where_it_is_expected_to_be_faster(
     assert [draft["parent"] for draft in drafts] == list(tree.parents)
 
 
-def test_the_chain_is_measured_where_trees_are_slower(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    report = measured(plan_of(tree=TREE), monkeypatch, tree=9.0)
-    extra = report["extra"]
+def test_the_chain_is_served_where_trees_are_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them ran in turn, with plain decoding."""
+    asked, plan = rounds(monkeypatch, tree=9.0), plan_of(tree=TREE)
+    found = best_tree(plan, LENGTH, TAUS, plain_texts(plan))
+    assert found and found.chain == pytest.approx(1.6) and found.speedup < 1
+    assert asked[-1][:2] == [0, 2] and asked[-1][-1] == TREE and len(asked[-1]) == 5
+    served, line = decided(LENGTH, found)
+    assert served is None and line == f"draft length 2: trees would give {found.speedup:.2f}x, the chain 1.60x"
+    extra = told(LENGTH, found, served, "block")
     assert extra["planned_shape"] is extra["planned_likeliest"] is None is served_tree(extra)
-    assert report["settings"]["verify"] == extra["planned_rule"] == "block"
-    found = extra["planned_speedups"]
-    said = f"{extra['planned_k']}: trees would give {found['tree']:.2f}x, the chain {found['chain']:.2f}x"
-    assert found["tree"] < found["chain"] and f"bench: draft length {said}" in capsys.readouterr().out
+    assert extra["planned_rule"] == "block" and extra["planned_k"] == 2
 
 
 def test_the_tree_of_the_folder_is_considered_though_no_other_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    report = measured(plan_of({"trees": 0}, tree=TREE), monkeypatch, tree=0.3)
-    assert served_tree(report["extra"]) == TREE
+    asked, plan = rounds(monkeypatch, tree=0.5), plan_of({"trees": 0}, tree=TREE)
+    found = best_tree(plan, LENGTH, TAUS, plain_texts(plan))
+    assert found and asked == [[0, 2, TREE]] and found.speedup == pytest.approx(2 * found.tau)
+    served, _ = decided(LENGTH, found)
+    assert served is found and served_tree(told(LENGTH, found, served, "block")) == TREE
+
+
+@pytest.mark.parametrize("rule", ["coupled", "match"])
+def test_rules_that_are_asked_for_by_name_are_kept(rule: str) -> None:
+    assert best_tree(plan_of(tree=TREE, verify=rule), LENGTH, TAUS, Emitted([], [], [], [])) is None
+
+
+def test_training_keeps_the_tree_that_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    extra = {"planned_k": 3, "planned_shape": [-1, -1, 0], "planned_rule": "tree", "planned_likeliest": True}
+    report = {"extra": extra | {"advice": None}, "environment": {}}
+    for name, found in (("measurement.measure", report), ("recorded", {}), ("replay.write", None), ("prepare", None)):
+        monkeypatch.setattr(f"cotrain.training.distil.{name}", lambda *_, found=found: found)
+    plan = plan_of()
+    keys = {"target": {"path": "t"}, "objective": "sampled_draft", "draft": {"kind": "independent"},
+            "regime": {"temperature": 1.0, "top_k": 0, "top_p": 1.0}}  # fmt: skip
+    job = SimpleNamespace(cfg=OmegaConf.create(keys), folder=tmp_path, target=plan.target, tokenizer=tokenizer())
+    distil.measured(job, plan, {}, {})  # type: ignore[arg-type]
+    made = read(tmp_path / "draft").metadata
+    assert made and made.k == 3 and made.tree == PlannedTree((-1, -1, 0), "tree", True)
+
+
+@pytest.mark.parametrize(
+    ("k", "verify", "wanted"),
+    [(None, None, ("traversal", Fixed(2), TREE.parents)), (4, None, ("token", Fixed(4), None)),
+     (None, "block", ("block", Fixed(3), None)), (None, "tree", ("tree", Fixed(2), TREE.parents))],
+)  # fmt: skip
+def test_generate_serves_what_was_planned(place: Path, k: int | None, verify: str | None, wanted: tuple[Any]) -> None:
+    cfg = {"draft": {"path": str(place / "draft")}, "target": {"path": None}, "policy": {"k": k}, "verify": verify}
+    assert served(generate._engine(OmegaConf.create(cfg)))[:3] == wanted  # type: ignore[arg-type]
 
 
 def test_without_trees_none_is_rated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tree_planner, "plain_laws", lambda *_: 1 / 0)
-    assert best_tree(plan_of({"trees": 0}), Length(2, 2, (1.0, 1.1, 1.2)), {}, Emitted([], [], [], [])) is None
+    assert best_tree(plan_of({"trees": 0}), LENGTH, TAUS, Emitted([], [], [], [])) is None
 
 
 def test_a_kind_without_a_law_of_texts_is_planned_as_chains(capsys: pytest.CaptureFixture[str]) -> None:
     plan = plan_of(kind="medusa", draft=MedusaNetwork(MedusaConfig(hidden_size=64, vocab_size=300, num_heads=2)))
     texts = Emitted([[1, 2]], [0], [[3, 4, 5]], [])
-    assert best_tree(plan, Length(2, 2, (1.0, 1.1, 1.2)), {2: 1.5}, texts) is None
+    assert best_tree(plan, LENGTH, TAUS, texts) is None
     assert "bench: medusa drafts are planned as chains" in capsys.readouterr().out
 
 

@@ -54,7 +54,7 @@ def best_tree(
 ) -> Grown | None:
     """The tree of at most bench.trees nodes that is fastest by rounds of its own, or the plan's own tree; None where
     there is none, as for kinds whose law after a text depends on more than the text. length: of the best chain; chains:
-    tau by draft length; texts: decoded plainly, which these are of. Rules that a tree's own would replace: `REPLACED`."""
+    tau by draft length; texts: decoded plainly, which these are of. Rules that a tree's own may replace: `REPLACED`."""
     given, plan = plan.tree, replace(plan, tree=None)
     if plan.verify not in REPLACED or not plan.bench.trees and given is None:
         return None
