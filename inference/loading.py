@@ -1,6 +1,7 @@
 """From a draft folder to an engine."""
 
 import inspect
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,6 @@ def _drafting(made: Metadata | None, settings: dict[str, Any]) -> Metadata | Non
     return made
 
 
-def takes_shape(kind: type[Proposer]) -> bool:
-    """Whether a kind can draft trees: its class is made with `shape=`."""
-    return "shape" in inspect.signature(kind).parameters
+def takes_shape(maker: Callable[..., Proposer]) -> bool:
+    """Whether a kind can draft trees: its class, or what makes one of it, takes `shape`."""
+    return "shape" in inspect.signature(maker).parameters

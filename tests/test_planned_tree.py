@@ -321,6 +321,8 @@ def test_children_are_those_that_the_draft_was_made_for() -> None:
     assert taus == sorted(taus, reverse=True) and all(len(tree.parents) == 4 for tree in flat)
     assert all(tree.likeliest for tree in candidates(replace(plan, objective="greedy"), laws, lambda parents: 1.0))
     assert candidates(plan, laws, lambda parents: 1.0 if parents == (-1, -1) else 99.0)[0].parents == (-1, -1)
+    cheap_chains = candidates(plan, laws, lambda parents: 0.01 if parents == chain(len(parents)) else 1.0)
+    assert all(len(set(tree.parents)) < len(tree.parents) for tree in cheap_chains)  # each branches
 
 
 def test_few_texts_are_read_of_large_vocabularies(monkeypatch: pytest.MonkeyPatch) -> None:

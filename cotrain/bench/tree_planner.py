@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from cotrain.bench.planner import BATCH, Length, costs_of
 from inference import Engine
 from inference.drafts.planned_tree import PlannedTree
+from inference.loading import takes_shape
 from inference.measure.real_costs import RealRound, measure_drafting
 from inference.measure.shapes import Parents, Seconds, grown, rated, tokens_of
 from inference.measure.timing import Emitted
@@ -80,10 +81,10 @@ def plain_laws(plan: "Plan", texts: Emitted) -> Laws | None:
     language model."""
     vocabulary = plan.plain(1).target.vocabulary
     size = max(1, ENTRIES // (vocabulary * plan.bench.new_tokens))
-    some = Emitted(*(list(part)[:size] for part in (texts.prompts, texts.ids, texts.tokens, texts.counts)))
+    some = Emitted(texts.prompts[:size], texts.ids[:size], texts.tokens[:size], texts.counts[:size])
     rows = min(BATCH, len(some.tokens))
     draft = plan.proposer(counted=True).language_model(rows, vocabulary)
-    if draft is None or not plan.student(plan.running).trees:
+    if draft is None or not takes_shape(plan.student(plan.running).proposer):
         return None
     return laws_of(LM(plan.target, rows, vocabulary), draft, some, plan.sampling)
 

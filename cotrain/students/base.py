@@ -45,13 +45,11 @@ class Student(Protocol):
     embeddings it may share, and the number of ids that have mass (None: all of the head's). What has a body here is
     what a kind gets by naming this class as its base.
 
-    reads: layers of the target's states that it wants beyond LAST, which losses read anyway. trees: whether `proposer`
-    takes `shape`, the parents of the nodes of the trees that it is to draft.
+    reads: layers of the target's states that it wants beyond LAST, which losses read anyway.
     """
 
     kind: str
     reads: tuple[int, ...] = ()
-    trees: bool = False
     network: PreTrainedModel
     target: PreTrainedModel | None
     vocabulary: int | None
@@ -97,7 +95,8 @@ class Student(Protocol):
 
     def proposer(self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False) -> Proposer:
         """What drafts with the network in the engine. greedy: the likeliest tokens; compile: its passes, None: on a GPU
-        alone; int8: weights rounded to 8 bits."""
+        alone; int8: weights rounded to 8 bits. A kind that drafts trees also takes `shape`, the parents of their nodes
+        (`loading.takes_shape`)."""
 
     def save(self, folder: Path) -> None:
         """Write the network, so that `load` finds it."""

@@ -24,7 +24,6 @@ class Independent(Student):
     arXiv 2211.17192)."""
 
     kind = DEFAULT
-    trees = True
 
     def __init__(
         self, network: PreTrainedModel, target: PreTrainedModel | None = None, vocabulary: int | None = None

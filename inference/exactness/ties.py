@@ -74,7 +74,7 @@ def compare_passes(
     seed) of the Gumbel noise, None for no noise. bound: `Difference.limit`, in root mean squares of the logits. A text
     that is merely shorter has no place at which its tokens differ.
     """
-    settings = {"vocabulary": vocabulary, "block": width, "rows": rows}
+    settings: dict[str, Any] = {"vocabulary": vocabulary, "block": width, "rows": rows}
     narrow = teacher_forced(model, prompts, texts, sampling, width=1, **settings)
     wide = teacher_forced(model, prompts, texts, sampling, width=width, **settings)
     noise, found = 0.0, []
