@@ -6,11 +6,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from cotrain.commands import export as commands
+from cotrain.config.groups import Model
+from cotrain.config.settings import ExportConfig
 from cotrain.errors import UserError
 from cotrain.export.eagle3 import export
+from cotrain.export.engines import launch
 from inference import load
 from inference.drafts.draft_folder import Metadata, read, save
+from inference.drafts.planned_tree import PlannedTree
 from inference.drafts.weight_files import read_json
+from inference.proposers.topology import full
 from tests import kinds
 from tests.tiny import tiny
 
@@ -61,3 +67,34 @@ def test_what_cannot_be_exported_is_refused(made: Path, tmp_path: Path) -> None:
         export(made, tmp_path / "out", "gguf", target=tiny())
     with pytest.raises(ValueError, match="hidden_size is 16, the target's 32"):
         export(made, tmp_path / "out", target=tiny(hidden=32))
+
+
+def test_a_planned_tree_is_what_the_engine_is_told_that_drafts_trees(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Levels, most children of a node, and nodes with the anchor; the others get the planned length of chains, and so
+    does everyone who is asked for one."""
+    target, tree = tiny(dtype=torch.float32), PlannedTree((-1, -1, -1, 0, 0, 3), "tree")
+    metadata = Metadata(TARGET, 4, kind="eagle", tree=tree)
+    made = save(kinds.eagle(target, draft_vocab_size=16), None, tmp_path / "draft", metadata, None)
+    monkeypatch.setattr(commands, "load_pair", lambda path: (target, None))
+
+    def said(engine: str, k: int | None = None) -> str:
+        commands.run(ExportConfig(
+            draft=Model(str(made)), target=Model("the-target"), engine=engine, layout="eagle3", k=k, objective=None,
+            check=None, output=str(tmp_path / "out"), overwrite=True, json=False,
+        ))  # fmt: skip
+        return capsys.readouterr().out
+
+    flags = "--speculative-num-steps {} --speculative-eagle-topk {} --speculative-num-draft-tokens {}"
+    assert flags.format(3, 3, 7) in said("sglang") and "not its shape" in said("sglang")
+    assert flags.format(2, 1, 3) in said("sglang", k=2)
+    assert '"num_speculative_tokens": 4' in said("vllm") and '"max_draft_len": 4' in said("tensorrt_llm")
+    folder = read(tmp_path / "out").metadata
+    assert folder is not None and folder.tree == tree
+
+
+def test_no_more_nodes_are_asked_for_than_the_engine_grows() -> None:
+    """Two children of two nodes a step, where the planned tree has eight nodes in its third level."""
+    tree = PlannedTree(full((2, 2, 2)), "tree")
+    assert "--speculative-num-draft-tokens 11" in launch("sglang", "d", "t", 4, "greedy", "eagle3", "eagle", tree)

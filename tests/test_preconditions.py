@@ -16,6 +16,7 @@ from cotrain.config.settings import SCHEMAS
 from cotrain.training import preflight
 from cotrain.training.sizes import size_of
 from inference import sampling
+from inference.models import passes
 from inference.verify.rules import RULES
 from tests.folders import CONTEXT, network, own_texts, target_folder
 
@@ -171,7 +172,8 @@ def test_every_rule_is_of_a_setting_that_there_is() -> None:
         schemas = [SCHEMAS[name]] if name else list(SCHEMAS.values())
         found = [_has(schema, bare) for schema in schemas]
         assert any(found), key
-    assert sampling.COLDEST == ranges.COLDEST and ranges.VERIFY.words == f"one of {', '.join(RULES)}"
+    assert sampling.COLDEST == ranges.COLDEST and passes.MOST_NODES == ranges.MOST_NODES
+    assert ranges.VERIFY.words == f"one of {', '.join(RULES)}"
 
 
 # numbers that are checked elsewhere, together with others or with what is there, or of which any will do

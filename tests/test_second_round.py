@@ -147,7 +147,7 @@ def test_no_final_prompt_has_a_say_in_the_draft_length(monkeypatch: pytest.Monke
     ranking, final = ([[5 + i, side] for i in range(3)] for side in (7, 9))
     plan = Plan(
         network(), tokenizer(), network(layers=1, seed=1), Sampling(), "token",
-        Bench(4, 2, 8, 4, 8, 2, 0.0, 0.1, [2], "auto", False, False, 0), ("target", "draft"),
+        Bench(4, 2, 8, 4, 8, 2, 0.0, 0.1, [2], "auto", False, False, 0, 0), ("target", "draft"),
         given=Prompts(ranking, final, "own"),
     )  # fmt: skip
     decoded, generate = list[list[int]](), Engine.generate

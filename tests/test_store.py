@@ -19,6 +19,7 @@ from tests.tiny import tiny
 
 TEXTS = ["def add(a, b):\n    return a + b\n", "the cat sat on the mat and the dog sat on the cat"]
 VOCAB = 300
+TREE = {"parents": [-1, -1, 0], "rule": "tree", "likeliest": False}
 
 
 @pytest.fixture(scope="module")
@@ -189,6 +190,17 @@ DAMAGE = {
     "unknown key": (key("colour", 2), r"cotrain\.json: keys missing or unknown: colour"),
     "draft length": (key("k", 0), r"cotrain\.json: k must be"),
     "objective": (key("objective", "best"), r"cotrain\.json: objective must be one of sampled, greedy"),
+    "tree": (key("tree", [-1, 0]), r"cotrain\.json: tree must hold parents, rule and likeliest, or be null"),
+    "tree's nodes": (key("tree", {**TREE, "parents": [-1, 1]}), r"cotrain\.json: tree\.parents: node 1 hangs on 1"),
+    "tree's numbers": (
+        key("tree", {**TREE, "parents": ["-1"]}),
+        r"cotrain\.json: tree\.parents must be a list of whole",
+    ),
+    "tree's rule": (
+        key("tree", {**TREE, "rule": "block"}),
+        r"cotrain\.json: tree\.rule must be one that verifies trees",
+    ),
+    "tree's children": (key("tree", {**TREE, "likeliest": 1}), r"cotrain\.json: tree\.likeliest must be true or false"),
     "target": (key("target", {"name": "x"}), r"cotrain\.json: target must hold name, config and tokenizer"),
     "kind": (key("kind", "medusa"), r"cotrain\.json: kind is 'medusa'"),
     "model type": (key("model_type", "none_such", "config.json"), r"config\.json: .*none_such"),

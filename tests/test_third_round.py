@@ -52,7 +52,7 @@ def test_a_stop_string_of_many_tokens_ends_a_text() -> None:
 def plan(kind: str = "independent") -> Plan:
     """Of few prompts, three that rank and three that time."""
     ranking, final = ([[5 + i, side] for i in range(3)] for side in (7, 9))
-    size = Bench(2, 2, 8, 4, 28, 2, 0.0, 0.1, [2], "auto", False, False, 0)
+    size = Bench(2, 2, 8, 4, 28, 2, 0.0, 0.1, [2], "auto", False, False, 0, 0)
     given = Prompts(ranking, final, "own")
     draft = network(layers=1, seed=1)
     return Plan(network(), folders.tokenizer(), draft, Sampling(), "token", size, ("t", "d"), given=given, kind=kind)

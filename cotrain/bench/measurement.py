@@ -3,7 +3,7 @@
 import copy
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from math import inf, nan
 from typing import Any
@@ -11,14 +11,16 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from cotrain.bench.planner import BATCH, Compiled, advice, counted, planned, rounds_of, settled, taus
+from cotrain.bench.planner import BATCH, Compiled, advice, counted, plain_texts, planned, rounds_of, settled, taus
 from cotrain.bench.timing_display import TimingDisplay
+from cotrain.bench.tree_planner import best_tree, decided, told
 from cotrain.config.groups import Bench
 from cotrain.data.prompts import shipped_ids
 from cotrain.data.splits import Prompts, apart
 from cotrain.progress_display import Display
 from cotrain.students.base import DEFAULT, Student, student_class
 from inference import Engine, Sampling
+from inference.drafts.planned_tree import PlannedTree
 from inference.exactness.checks import check, check_calls
 from inference.measure import adaptive
 from inference.measure.adaptive import Reached, Wanted, until_known
@@ -33,6 +35,7 @@ from inference.report.build import build
 
 # of bench.minutes, when each part ends: costs of rounds; timing; parity on more tokens. Greedy decoding has the rest.
 COSTS, TIMING, PARITY = 0.25, 0.65, 0.85
+FORCED = 6  # times that a text takes to be made, to predict its calls: every token of it begins a round with a tree
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,7 @@ class Plan:
     given: Prompts | None = None  # None: those shipped
     kind: str = DEFAULT  # of draft
     known: dict[int, RealRound] = field(default_factory=dict)  # by draft length, of one shape of draft: measured once
+    tree: PlannedTree | None = None  # what is drafted in place of a chain; before it is measured, one to consider
 
     @cached_property
     def served(self) -> PreTrainedModel:
@@ -78,8 +82,10 @@ class Plan:
     def proposer(self, counted: bool = False) -> Proposer:
         """counted: for counts alone, which are not worth compiling on a CPU."""
         compile = None if counted else self.compiled.draft
-        greedy = self.objective == "greedy"
-        return self.student(self.running).proposer(greedy=greedy, compile=compile, int8=self.int8)
+        greedy, shape = self.objective == "greedy", {}
+        if self.tree is not None:
+            greedy, shape = greedy or self.tree.likeliest, {"shape": self.tree.parents}
+        return self.student(self.running).proposer(greedy=greedy, compile=compile, int8=self.int8, **shape)
 
     @cached_property
     def depths(self) -> list[int]:
@@ -88,8 +94,10 @@ class Plan:
         return [k for k in self.bench.depths if k <= most] or [int(most)]
 
     def engine(self, k: int, rows: int | None = None, proposer: Proposer | None = None) -> Engine:
-        """rows: for counts alone, so many at a time."""
-        return Engine(self.target, proposer or self.proposer(bool(rows)), verify=self.verify, policy=Fixed(k),
+        """k: drafts of a round, of trees the levels. rows: for counts alone, so many at a time. proposer: another one,
+        of chains."""
+        rule = self.tree.rule if self.tree and proposer is None else self.verify
+        return Engine(self.target, proposer or self.proposer(bool(rows)), verify=rule, policy=Fixed(k),
                       tokenizer=self.tokenizer, rows=rows or self.bench.rows,
                       compile=None if rows else self.compiled.target)  # fmt: skip
 
@@ -168,30 +176,34 @@ def measure(plan: Plan, extra: dict[str, Any] | None = None) -> dict[str, Any]:
     refuse(size)
     budget = Budget(60 * size.minutes, time.perf_counter())
     print("bench: what rounds cost, and the draft length that this and the acceptance call for")
+    given, plan = plan.tree, replace(plan, tree=None)
     plan, costs = settled(plan, budget.until(COSTS))
-    length, costs = planned(plan, costs, taus(plan).__getitem__, budget.until(COSTS))
-    k = length.drafting
-    if not length.k:
-        print(f"bench: plain decoding is expected to be faster here, {length.speedups[k]:.2f}x with drafts at best")
-    print(f"bench: draft length {k}; {size.prompts} prompts in turn: speculative, plain, transformers")
+    texts = plain_texts(plan)
+    chains = taus(plan, texts)
+    length, costs = planned(plan, costs, chains.__getitem__, budget.until(COSTS))
+    grown = best_tree(replace(plan, tree=given), length, chains, texts, budget.until(COSTS))
+    served, line = decided(length, grown)
+    choice, k = told(length, grown, served, plan.verify), served.tree.depth if served else length.drafting
+    plan = replace(plan, tree=served.tree) if served else plan
+    if choice["plain_is_faster"]:
+        best = served.speedup if served else length.speedups[k]
+        print(f"bench: plain decoding is expected to be faster here, {best:.2f}x with drafts at best")
+    print(f"bench: {line}; {size.prompts} prompts in turn: speculative, plain, transformers")
     engine = plan.engine(k)
     timing, reached = _timed(plan, engine, plan.sampling, budget.until(TIMING))
     print("bench: exactness on these prompts, and parity on more tokens")
     verdict = check(engine, timing.texts("speculative"), plan.sampling, size.new_tokens, size.seed, BATCH)
-    said = advice(length, timing.ratio("speculative", "plain"))
-    found = {
+    said = advice(length, timing.ratio("speculative", "plain"), served)
+    found = choice | {
         "kind": plan.kind,
         "costs": asdict(costs.costs),
         "costs_alone": asdict(costs.alone),
         "rounds": {str(at): asdict(one) for at, one in sorted(costs.rounds.items())},
         "compiled": plan.compiled._asdict(),
-        "planned_k": k,
-        "plain_is_faster": length.k == 0,
         "advice": said,
         "timing": asdict(reached),
-        "said": [*([said] if said else []), *adaptive.lines(reached)],
+        "said": [*([said] if said else []), *([line] if grown else []), *adaptive.lines(reached)],
         "prompts": plan.prompts.source,
-        "predicted_speedups": list(length.speedups),
         "parity": parity(plan, k, budget.until(PARITY), verdict.text.explained),
         "greedy": greedy(plan, k),
         "plain_over_transformers": timing.ratio("plain", "transformers")._asdict(),
@@ -238,6 +250,8 @@ def parity(plan: Plan, k: int, until: float = inf, noise: float = 0.0) -> dict[s
     """
     size = plan.bench
     count = -(-size.parity_tokens // size.new_tokens)
+    if plan.tree:
+        until = time.perf_counter() + (until - time.perf_counter()) / FORCED
     arm = engine_arm("speculative", plan.engine(k, BATCH), plan.sampling, size.new_tokens)
     parts: list[Emitted] = []
     with Display("bench: parity", count, "texts") as display:
@@ -248,7 +262,7 @@ def parity(plan: Plan, k: int, until: float = inf, noise: float = 0.0) -> dict[s
             if time.perf_counter() > until:
                 break
     texts = together(parts)
-    calls = check_calls(counted(plan, texts, k, noise), texts, plan.verify)
+    calls = check_calls(counted(plan, texts, k, noise), texts, plan.tree.rule if plan.tree else plan.verify)
     if calls is None:
         return None
     measured = calls.tokens / calls.measured

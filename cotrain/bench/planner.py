@@ -14,6 +14,7 @@ from inference.verify import prediction
 
 if TYPE_CHECKING:
     from cotrain.bench.measurement import Plan
+    from cotrain.bench.tree_planner import Grown
 
 BATCH = 32  # rows where only counts matter, not clocks
 ALWAYS = (0, 1)  # draft lengths that are considered whatever bench.depths names
@@ -93,12 +94,13 @@ def rounds_of(plan: "Plan", lengths: tuple[int, ...], until: float = inf) -> dic
     )
 
 
-def costs_of(plan: "Plan") -> Costs:
-    """Costs of each part alone, in the middle of a text of the bench's length."""
+def costs_of(plan: "Plan", most: int | None = None) -> Costs:
+    """Costs of each part alone, in the middle of a text of the bench's length; most: drafts of a round, by default the
+    longest of the plan's depths."""
     size, prompts = plan.bench, plan.prompts.ranking
     context = sum(map(len, prompts)) // len(prompts) + size.new_tokens // 2
     target = plan.engine(1).target  # as rounds run it: other slots would be another graph
-    K = max(plan.depths)
+    K = most or max(plan.depths)
     return measure_costs(target, plan.proposer(), K, context=context, sampling=plan.sampling, repeats=SHAPE)
 
 
@@ -121,13 +123,14 @@ def choose(costs: Costs, tau: Callable[[int], float], depths: Any) -> Length:
     return Length(best, drafting, speedups)
 
 
-def advice(length: Length, measured: Interval) -> str | None:
+def advice(length: Length, measured: Interval, tree: "Grown | None" = None) -> str | None:
     """What to say, in words, where drafting does not make decoding faster here; None where it does. measured: the
-    speed-up at length.drafting over plain decoding."""
+    speed-up over plain decoding at length.drafting, or with the tree that is served in its place."""
     low, high = (measured.low, measured.high) if measured.within < inf else (measured.value, measured.value)
-    found = f"{measured.value:.2f}x at k = {length.drafting}"
-    if high < 1 or (length.k == 0 and low <= 1):
-        return (f"plain decoding is faster here: {found}, {length.speedups[length.drafting]:.2f}x predicted, and no "
+    found = f"{measured.value:.2f}x " + (f"with {tree.words()}" if tree else f"at k = {length.drafting}")
+    predicted = tree.speedup if tree else length.speedups[length.drafting]
+    if high < 1 or (predicted <= 1 and low <= 1):
+        return (f"plain decoding is faster here: {found}, {predicted:.2f}x predicted, and no "
                 "draft length does better; serve without this draft, or train a smaller or better one")  # fmt: skip
     if low <= 1:
         return f"no speed-up is shown: {found}, and its interval holds 1; time more prompts (bench.minutes=)"
@@ -158,8 +161,8 @@ def counted(plan: "Plan", texts: Emitted, k: int, noise: float = 0.0) -> Figures
     return pair_figures(engine, proposer, texts, plan.sampling, plan.bench.new_tokens, noise)
 
 
-def taus(plan: "Plan") -> dict[int, float]:
-    """Predicted tau by draft length."""
+def taus(plan: "Plan", texts: Emitted | None = None) -> dict[int, float]:
+    """Predicted tau by draft length. texts: decoded plainly, by default here."""
     longest = max(plan.depths)
-    figures = counted(plan, plain_texts(plan), longest)
+    figures = counted(plan, texts or plain_texts(plan), longest)
     return {k: tau_of(figures, plan.verify, k) for k in range(1, longest + 1)}

@@ -3,6 +3,7 @@
 import copy
 import json
 import shutil
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -148,14 +149,15 @@ def _measured(cfg: BenchConfig, draft_path: str) -> dict[str, Any]:
         drafts = made.objective if made else "sampled"
         plan = measurement.Plan(
             target, tokenizer, draft, sampling(cfg.regime), cfg.verify, cfg.bench, names, drafts, given=given,
-            kind=found.kind,
+            kind=found.kind, tree=made.tree if made else None,
         )  # fmt: skip
         report = measurement.measure(plan)
+        chains = replace(plan, tree=None)
         if cfg.matrix.targets:
-            report["extra"]["bits"] = _bits(cfg, plan)
+            report["extra"]["bits"] = _bits(cfg, chains)
         elif cfg.matrix.temperatures:
-            report["extra"]["matrix"] = matrix(plan, _grid(cfg, folder.path))
+            report["extra"]["matrix"] = matrix(chains, _grid(cfg, folder.path))
         write_atomic(folder.path / "report.json", json.dumps(report, indent=2) + "\n")
-        replay.write(recorded(plan, report["extra"]["planned_k"]), folder.path / replay.FILE)
+        replay.write(recorded(plan, report["extra"]), folder.path / replay.FILE)
         folder.finish()
     return report

@@ -7,7 +7,7 @@ from cotrain.config.settings import ExportConfig
 from cotrain.errors import UserError
 from cotrain.export import eagle3, hf, layout_check
 from cotrain.export.card import tau_by_length
-from cotrain.export.engines import FEATURES, launch, layout_of, place, refuse_layout
+from cotrain.export.engines import FEATURES, TREES, launch, layout_of, place, refuse_layout
 from cotrain.machine_output import answering
 from cotrain.run_folder import writable
 from cotrain.teacher.target_model import load_config, load_pair
@@ -52,7 +52,10 @@ def run(cfg: ExportConfig) -> None:
     if lengths:
         print(f"tau by draft length, predicted on held-out texts:\n{lengths}")
     place_of = str(path.absolute()), place(str(served))
-    print(launch(cfg.engine, *place_of, written.k, written.objective, cfg.layout, written.kind))
+    tree = written.tree if cfg.k is None else None  # a length that was asked for is one of chains
+    if tree and (cfg.engine, cfg.layout) in TREES:
+        print(TREES[cfg.engine, cfg.layout])
+    print(launch(cfg.engine, *place_of, written.k, written.objective, cfg.layout, written.kind, tree))
 
 
 def _check(path: str, as_json: bool) -> None:

@@ -74,10 +74,11 @@ def _refuse(cfg: GenerateConfig, prompts: list[str]) -> None:
 
 
 def _engine(cfg: GenerateConfig) -> Engine:
-    """From a draft folder, which knows its target and draft length, or plain decoding with a target."""
+    """From a draft folder, which knows its target and what to draft, or plain decoding with a target."""
     if cfg.draft.path:
-        policy: dict[str, Any] = {} if cfg.policy.k is None else {"policy": Fixed(cfg.policy.k)}
-        return load(cfg.draft.path, cfg.target.path, verify=cfg.verify, **policy)
+        settings: dict[str, Any] = {} if cfg.policy.k is None else {"policy": Fixed(cfg.policy.k)}
+        settings |= {} if cfg.verify is None else {"verify": cfg.verify}
+        return load(cfg.draft.path, cfg.target.path, **settings)
     target, tokenizer = load_pair(str(cfg.target.path))
     return Engine(target, tokenizer=tokenizer)
 

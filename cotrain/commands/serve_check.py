@@ -47,7 +47,7 @@ def _compared(cfg: ServeCheckConfig, url: str, draft_path: str) -> tuple[dict[st
     drafts = objective(cfg.objective) if cfg.objective else made.objective if made else "sampled"
     size = Bench(prompts=cfg.prompts, quick_prompts=0, prompt_tokens=cfg.prompt_tokens, new_tokens=cfg.new_tokens,
                  parity_tokens=0, rows=cfg.at_once, minutes=0, interval=0.1, depths=[k], draft_dtype="auto",
-                 draft_int8=False, compile=False, seed=0)  # fmt: skip
+                 draft_int8=False, compile=False, seed=0, trees=0)  # fmt: skip
     plan = measurement.Plan(target, tokenizer, draft, sampling(cfg.regime), "token", size, (path, draft_path),
                             drafts, kind=found.kind)  # fmt: skip
     with claim(cfg.output, cfg.overwrite) as folder:

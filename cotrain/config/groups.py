@@ -187,7 +187,8 @@ class Bench:
     draft is served in draft_dtype (auto: its own), its weights rounded to 8 bits on a CPU when draft_int8.
 
     More prompts are timed, and parity tokens given up, until the speed-up's 95 % interval ends within `interval` of its
-    value, as a share of it, or `minutes` are over; minutes=0: exactly what is asked for, however long it takes."""
+    value, as a share of it, or `minutes` are over; minutes=0: exactly what is asked for, however long it takes. trees:
+    nodes of a round, at most, of trees that are considered in place of chains; 0: chains, and the folder's own tree."""
 
     prompts: int
     quick_prompts: int
@@ -202,6 +203,7 @@ class Bench:
     draft_int8: bool
     compile: bool  # both models' short passes, see inference/models/compiled.py
     seed: int
+    trees: int
 
 
 @dataclass

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 DTYPES = ("auto", "float64", "float32", "bfloat16", "float16")
+MOST_NODES = 62  # of inference.models.passes, a test compares them
 COLDEST = 1e-5  # of inference.sampling, which takes torch to import; a test compares them
 
 
@@ -95,6 +96,7 @@ RULES: dict[str, Rule] = {
     "bench.parity_tokens": SOME,
     "bench.rows": SOME,
     "bench.draft_dtype": DTYPE,
+    "bench.trees": Rule(lambda value: value == 0 or 2 <= value <= MOST_NODES, f"0, or from 2 to {MOST_NODES} nodes"),
     "matrix.temperatures": TEMPERATURE,
     "matrix.batches": SOME,
     "matrix.k": SOME,

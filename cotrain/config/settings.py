@@ -43,7 +43,7 @@ class GenerateConfig:
     max_new_tokens: int
     regime: Regime
     policy: Policy
-    verify: str
+    verify: str | None  # null: the rule that the draft folder was planned with, token for chains
     seed: int
     color: bool | None  # null: when standard output is a terminal
 

@@ -18,6 +18,7 @@ from typing import Any
 from cotrain.errors import UserError
 from inference.drafts.bundled_target import resolve
 from inference.drafts.draft_folder import OBJECTIVES
+from inference.drafts.planned_tree import PlannedTree
 from inference.servers.vllm_server import draft_model
 
 Command = Callable[[str, str, int, str], str]
@@ -49,12 +50,14 @@ def _vllm(draft: str, target: str, k: int, objective: str, parallel: bool = Fals
     return shlex.join(["vllm", "serve", target, "--speculative-config", _json(settings)])
 
 
-def _sglang(draft: str, target: str, k: int, objective: str) -> str:
+def _sglang(draft: str, target: str, k: int, objective: str, tree: PlannedTree | None = None) -> str:
+    steps, children, nodes = (k, 1, k) if tree is None else (tree.depth, tree.most_children, len(tree.parents))
+    rated = children + (steps - 1) * children**2  # nodes that it may choose from: of each step, children of `children`
     return shlex.join([
         "python", "-m", "sglang.launch_server", "--model-path", target,
         "--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", draft,
-        "--speculative-num-steps", str(k), "--speculative-eagle-topk", "1",
-        "--speculative-num-draft-tokens", str(k + 1),
+        "--speculative-num-steps", str(steps), "--speculative-eagle-topk", str(children),
+        "--speculative-num-draft-tokens", str(min(nodes, rated) + 1),
     ])  # fmt: skip
 
 
@@ -86,8 +89,8 @@ def _vllm_features(draft: str, target: str, k: int, objective: str) -> str:
     return shlex.join(["vllm", "serve", target, "--speculative-config", _json(settings)])
 
 
-def _sglang_features(draft: str, target: str, k: int, objective: str) -> str:
-    return _sglang(draft, target, k, objective).replace("STANDALONE", "EAGLE3")
+def _sglang_features(draft: str, target: str, k: int, objective: str, tree: PlannedTree | None = None) -> str:
+    return _sglang(draft, target, k, objective, tree).replace("STANDALONE", "EAGLE3")
 
 
 def _tensorrt_llm_features(draft: str, target: str, k: int, objective: str) -> str:
@@ -98,6 +101,11 @@ def _tensorrt_llm_features(draft: str, target: str, k: int, objective: str) -> s
 FEATURES: dict[str, dict[str, Command]] = {
     "eagle3": {"vllm": _vllm_features, "sglang": _sglang_features, "tensorrt_llm": _tensorrt_llm_features},
     "speculators": {"vllm": _vllm_features},
+}
+# engine and layout -> what to know where a tree was planned; all others draft in a row
+TREES = {
+    ("sglang", "eagle3"): "SGLang grows its trees anew in every round, of its likeliest tokens: the flags give it the "
+    "levels, the most children of a node and the nodes of the planned tree, not its shape.",
 }
 
 ENGINES = {
@@ -162,13 +170,15 @@ def refuse_kind(engine: str, kind: str) -> None:
 
 
 def launch(
-    engine: str, draft_path: str, target: str, k: int, objective: str, layout: str = "hf", kind: str = "independent"
-) -> str:
+    engine: str, draft_path: str, target: str, k: int, objective: str, layout: str = "hf", kind: str = "independent",
+    tree: PlannedTree | None = None,
+) -> str:  # fmt: skip
     """The command that serves `target` with the draft in `draft_path`, k drafts a round, for a POSIX shell.
 
     objective: "sampled" or "greedy", what the draft was trained for; it sets the engine's drafting. kind: of the draft,
-    independent or parallel. Raises ValueError naming the key for an unknown engine or objective, or a k below 1, and as
-    `refuse_kind`.
+    independent or parallel. tree: what the draft was planned with, for engines that serve trees of its layout
+    (`TREES`); others draft k in a row. Raises ValueError naming the key for an unknown engine or objective, or a k
+    below 1, and as `refuse_kind`.
     """
     refuse_kind(engine, kind)
     row = engine_named(engine)
@@ -177,6 +187,8 @@ def launch(
     if k < 1:
         raise ValueError(f"export.k must be at least 1, not {k}")
     parallel = row.parallel if kind == "parallel" and row.parallel else row.command
+    if tree is not None and (engine, layout) in TREES:
+        return _sglang_features(draft_path, target, k, objective, tree)
     command = FEATURES[layout][engine] if layout in FEATURES else parallel
     return command(draft_path, target, k, objective)
 

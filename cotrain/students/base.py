@@ -95,7 +95,8 @@ class Student(Protocol):
 
     def proposer(self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False) -> Proposer:
         """What drafts with the network in the engine. greedy: the likeliest tokens; compile: its passes, None: on a GPU
-        alone; int8: weights rounded to 8 bits."""
+        alone; int8: weights rounded to 8 bits. A kind that drafts trees also takes `shape`, the parents of their nodes
+        (`loading.takes_shape`)."""
 
     def save(self, folder: Path) -> None:
         """Write the network, so that `load` finds it."""

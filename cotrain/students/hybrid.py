@@ -33,7 +33,9 @@ class Hybrid(Independent):
     def of(self, network: PreTrainedModel) -> "Hybrid":
         return Hybrid(network, vocabulary=self.vocabulary)
 
-    def proposer(self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False) -> Any:
+    def proposer(  # type: ignore[override]  # chains alone
+        self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False
+    ) -> Any:
         model = proposers.Independent(self.network, greedy, compile=compile, int8=int8)
         return Serving.of_settings(model, self.network.config.lookup)
 

@@ -49,9 +49,10 @@ class Independent(Student):
         return [Guess.everywhere(states, self.head, tuple(self.network.get_output_embeddings().parameters()))]
 
     def proposer(
-        self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False
-    ) -> proposers.Independent:
-        return proposers.Independent(self.network, greedy, compile=compile, int8=int8)
+        self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False,
+        shape: Sequence[int] | None = None,
+    ) -> proposers.Independent:  # fmt: skip
+        return proposers.Independent(self.network, greedy, compile=compile, int8=int8, shape=shape)
 
 
 def first_weights(draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:

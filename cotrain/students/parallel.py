@@ -102,7 +102,9 @@ class Parallel(Independent):
         ).last_hidden_state
         return found
 
-    def proposer(self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False) -> proposers.Parallel:
+    def proposer(  # type: ignore[override]  # chains alone
+        self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False
+    ) -> proposers.Parallel:
         return proposers.Parallel(self.network, greedy, compile=compile, int8=int8)
 
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from cotrain.bench import measurement
 from cotrain.bench.recorded_replay import recorded
+from cotrain.bench.tree_planner import served_tree
 from cotrain.board import final_figures
 from cotrain.board.marked_text import marked
 from cotrain.config.regimes import sampling
@@ -211,7 +212,7 @@ def measured(job: Job, plan: measurement.Plan, made: dict[str, Any], extra: dict
     """The report of a plan, written with its draft as the run's draft folder."""
     prepare(plan)
     report = measurement.measure(plan, extra)
-    replay.write(recorded(plan, report["extra"]["planned_k"]), job.folder / replay.FILE)
+    replay.write(recorded(plan, report["extra"]), job.folder / replay.FILE)
     metadata = Metadata(
         target={"name": job.cfg.target.path, **hash_target(job.target.config, job.tokenizer)},
         k=report["extra"]["planned_k"],
@@ -220,6 +221,7 @@ def measured(job: Job, plan: measurement.Plan, made: dict[str, Any], extra: dict
         made={"environment": report["environment"], "advice": report["extra"]["advice"], **made},
         int8=plan.int8,
         kind=job.cfg.draft.kind,
+        tree=served_tree(report["extra"]),
     )
     save(plan.served, job.tokenizer, job.folder / "draft", metadata, report, replace=True)
     return report

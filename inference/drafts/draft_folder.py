@@ -27,6 +27,7 @@ from transformers import (
 
 from inference.drafts.atomic import new_folder
 from inference.drafts.compatibility import check_pair, hash_target, hash_tokenizer
+from inference.drafts.planned_tree import PlannedTree
 from inference.drafts.weight_files import CONFIG, load_weights, named, read_json, require_finite
 
 __all__ = ["Folder", "Metadata", "check_pair", "hash_target", "load_draft", "read", "save", "write"]
@@ -35,6 +36,7 @@ FORMAT = 1
 METADATA, REPORT, GENERATION = "cotrain.json", "report.json", "generation_config.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
 OBJECTIVES = ("sampled", "greedy")
+LATER = {"tree"}  # keys that folders of this format may lack: made before there were any
 
 
 @dataclass(frozen=True)
@@ -42,10 +44,11 @@ class Metadata:
     """What `cotrain.json` says of a draft.
 
     target: {"name": hub id, path or "bundled", "config": hash, "tokenizer": hash}, see `hash_target`.
-    k: planned draft length in tokens. objective: "sampled", trained for acceptance sum_v min(p, q), or
+    k: planned draft length in tokens, of chains. objective: "sampled", trained for acceptance sum_v min(p, q), or
     "greedy", for p(argmax q). regime: the sampling settings it was trained for. made: command, commit,
     versions, date, loss. kind: of proposer. report: SHA-256 of report.json, filled in by `save`. int8: whether it was
-    measured with its weights rounded to 8 bits, as `inference.load` then runs it on a CPU.
+    measured with its weights rounded to 8 bits, as `inference.load` then runs it on a CPU. tree: what is drafted in
+    place of a chain, None where chains were faster.
 
     Raises ValueError naming the key and what was found.
     """
@@ -58,6 +61,7 @@ class Metadata:
     kind: str = "independent"
     report: str | None = None
     int8: bool = False
+    tree: PlannedTree | None = None
     format: int = FORMAT
 
     def __post_init__(self) -> None:
@@ -183,9 +187,9 @@ def _metadata(file: Path) -> Metadata:
         # the version first: another one may well have other keys
         if values.get("format") != FORMAT:
             raise ValueError(f"format is {values.get('format')!r}, this version reads {FORMAT}")
-        if odd := set(values) ^ names:
+        if odd := (set(values) ^ names) - (LATER - set(values)):
             raise ValueError(f"keys missing or unknown: {', '.join(sorted(odd))}")
-        return Metadata(**values)
+        return Metadata(**values | {"tree": PlannedTree.read(values.get("tree"))})
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
 

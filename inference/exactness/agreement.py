@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from inference.exactness.teacher_forced import rms, teacher_forced
+from inference.exactness.tree_passes import Parents, depth_of
 from inference.exactness.verdict import LogitsCheck
 from inference.models.lm import LM
 from inference.sampling import Sampling
@@ -45,9 +46,11 @@ def _unit(model: PreTrainedModel) -> torch.dtype:
 
 
 @torch.inference_mode()
-def check_logits(lm: LM, prompts: Sequence[list[int]], texts: Sequence[list[int]], width: int) -> LogitsCheck:
-    """Passes of one id and of `width` ids over the first texts, as many as `lm` has rows and at least three, beside
-    model(input_ids) of up to four of them.
+def check_logits(
+    lm: LM, prompts: Sequence[list[int]], texts: Sequence[list[int]], width: int, tree: Parents | None = None
+) -> LogitsCheck:
+    """Passes of one id and of `width` ids, or over trees of a shape, over the first texts, as many as `lm` has rows and
+    at least three, beside model(input_ids) of up to four of them.
 
     lm: the one that runs, of the engine in question; its slots are overwritten.
     """
@@ -57,7 +60,9 @@ def check_logits(lm: LM, prompts: Sequence[list[int]], texts: Sequence[list[int]
     known = {i: _forward(lm.model, prompts[i], texts[i])[:, : lm.vocabulary] for i in compared}
     moved = {i: _forward(lm.model, prompts[i], texts[i], moved=True)[:, : lm.vocabulary] for i in compared}
     own = torch.cat([difference(moved[i], known[i]) for i in compared])
-    one, many = (_passes(lm, prompts, texts, known, width, ids) for ids in (1, width))
+    block = width if tree is None else 1 + depth_of(tree)
+    one = _passes(lm, prompts, texts, known, block, 1)
+    many = _passes(lm, prompts, texts, known, block, width, tree)
     least, bound = LEAST * step(lm.model), most(lm.model)
     return LogitsCheck(
         tokens=len(own),
@@ -78,11 +83,12 @@ def difference(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _passes(
-    lm: LM, prompts: list[list[int]], texts: list[list[int]], known: dict[int, Tensor], block: int, width: int
-) -> Tensor:
-    """Differences of all tokens of the known texts, in passes of `width` ids."""
+    lm: LM, prompts: list[list[int]], texts: list[list[int]], known: dict[int, Tensor], block: int, width: int,
+    tree: Parents | None = None,
+) -> Tensor:  # fmt: skip
+    """Differences of all tokens of the known texts, in passes of `width` ids or over trees."""
     found = []
-    for part in teacher_forced(lm, prompts, texts, Sampling(), block=block, width=width):
+    for part in teacher_forced(lm, prompts, texts, Sampling(), block=block, width=width, tree=tree):
         for a, i in enumerate(part.rows):
             if i in known:
                 right = known[i][part.start : part.start + part.x.shape[1]]

@@ -24,6 +24,7 @@ from inference.exactness.side_by_side import Figures, expected, pair_figures, ra
 from inference.exactness.surprise import check_surprise
 from inference.exactness.teacher_forced import teacher_forced
 from inference.exactness.ties import Difference, compare_passes, compare_text, excused, first_difference
+from inference.exactness.tree_passes import Parents, tree_of
 from inference.exactness.verdict import CallsCheck, DepthCheck, LogitsCheck, SurpriseCheck, TextCheck, Verdict
 from inference.measure.timing import Emitted
 from inference.sampling import Sampling
@@ -64,9 +65,10 @@ def check(
         raise ValueError("exactness: the counts do not belong to these texts")
     prompts = dict(zip(texts.ids, texts.prompts, strict=True))  # without repeats
     keys = list(prompts)[: max(engine.rows, -(-COMPARED // max_new_tokens))]
-    logits = check_logits(engine.target, texts.prompts, texts.tokens, _width(engine, texts.prompts))
+    tree = tree_of(engine, texts.prompts[0])
+    logits = check_logits(engine.target, texts.prompts, texts.tokens, _width(engine, texts.prompts), tree)
     bound = GAP * min(max(logits.own, step(engine.target.model)), most(engine.target.model))
-    text = check_coupled(engine, [prompts[key] for key in keys], keys, sampling, max_new_tokens, seed, bound)
+    text = check_coupled(engine, [prompts[key] for key in keys], keys, sampling, max_new_tokens, seed, bound, tree)
     text = replace(text, tokens=sum(len(one) for one in dict(zip(texts.ids, texts.tokens, strict=True)).values()))
     surprise = check_surprise(engine, texts, sampling, _width(engine, texts.prompts), rows)
     figures = pair_figures(engine, engine.proposer, texts, sampling, max_new_tokens, text.explained, rows)
@@ -87,9 +89,11 @@ def check_coupled(
     max_new_tokens: int,
     seed: int,
     bound: float,
+    tree: Parents | None = None,
 ) -> TextCheck:
     """(a): decode the prompts with shared noise, by the engine itself, then ask its passes of one id for plain
-    decoding's choice at every token (`ties.compare_text`). bound: the largest gap that rounding may explain, in root
+    decoding's choice at every token (`ties.compare_text`). tree: the shape that it drafts, if it does not draft chains.
+    bound: the largest gap that rounding may explain, in root
     mean squares of the logits: GAP times the rounding that they have in any case, which is the least noise."""
     coupled = copy.copy(engine)  # the same target and proposer, slots and compiled passes included
     coupled.rule = RULES["coupled"]
@@ -99,8 +103,9 @@ def check_coupled(
     engine.slots.current = None
     made = out.whole().tokens  # a text that ends in an error is a part of the plain one, not equal to it
     found = compare_text(
-        engine.target, prompts, made, sampling, width=_width(engine, prompts), noise_keys=(ids, seed), bound=bound
-    )
+        engine.target, prompts, made, sampling, width=_width(engine, prompts), noise_keys=(ids, seed), bound=bound,
+        tree=tree,
+    )  # fmt: skip
     equal = len(prompts) - len({difference.text for difference in found.differences})
     noise = max(found.noise, found.limit / GAP)  # short texts may show none: logits are rounded all the same
     ties, gap = _judged(found.differences, noise, sampling)

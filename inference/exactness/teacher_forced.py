@@ -5,14 +5,17 @@ ones above all) differ between them. A rows, n positions, V vocabulary.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from inference.exactness.tree_passes import Parents, along_tree, routes
 from inference.models.lm import LM
+from inference.models.passes import Tree
 from inference.models.prefill import store_prompts
 from inference.processors import needs_history, process
 from inference.sampling import Sampling, wide
@@ -41,21 +44,25 @@ def teacher_forced(
     block: int = 64,
     width: int | None = None,
     rows: int = 8,
+    tree: Parents | None = None,
 ) -> Iterator[Block]:
     """Logits of every token of `texts` (new ids), given its prompt (at least one id) and the tokens before
     it.
 
     A model runs in its own dtype on `rows` texts together; an `LM` runs as it is, on as many as it has rows, and its
     slots are overwritten. Prompts are stored as the engine stores them, then come passes of `width` ids (None:
-    `block`). Settings that read history are applied, so `probs(logits,
-    sampling)` is the law. Yields blocks of at most `block` tokens, batch after batch, so that (B, T, V) never
-    exists whole.
+    `block`), or over trees of the shape `tree`, whose routes the text takes in turn. Settings that read history are
+    applied, so `probs(logits, sampling)` is the law. Yields blocks of at most `block` tokens, batch after batch, so
+    that (B, T, V) never exists whole.
     """
     lm = model if isinstance(model, LM) else LM(model, max(1, min(rows, len(texts))), vocabulary)
     rows = lm.rows
+    passes = partial(_passes, width=width or block)
+    if tree is not None:
+        passes = partial(along_tree, tree=Tree(tree), ways=routes(tree))
     for low in range(0, len(texts), rows):
         chosen = list(range(low, min(low + rows, len(texts))))
-        yield from _batch(lm, [prompts[i] for i in chosen], [texts[i] for i in chosen], chosen, sampling, block, width)
+        yield from _batch(lm, [prompts[i] for i in chosen], [texts[i] for i in chosen], chosen, sampling, block, passes)
 
 
 @torch.inference_mode()
@@ -66,14 +73,14 @@ def _batch(
     numbers: list[int],
     sampling: Sampling,
     block: int,
-    width: int | None,
+    passes: Callable[[LM, Tensor, list[int]], Tensor],
 ) -> Iterator[Block]:
     store_prompts(lm, 0, prompts)
     for start in range(0, max(map(len, texts)), block):
         n = min(block, max(map(len, texts)) - start)
         read = _columns([[p[-1], *text[:-1]] for p, text in zip(prompts, texts, strict=True)], start, n, lm.device)
         first = [len(prompt) - 1 + start for prompt in prompts]
-        logits = _passes(lm, read, first, width or n)
+        logits = passes(lm, read, first)
         valid = torch.tensor([[start + j < len(text) for j in range(n)] for text in texts], device=lm.device)
         scale = rms(logits[..., : lm.size])
         if needs_history(sampling):

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from inference.exactness.teacher_forced import Block, teacher_forced
+from inference.exactness.tree_passes import Parents, depth_of
 from inference.models.lm import LM
 from inference.noise import gumbel
 from inference.sampling import Sampling, probs
@@ -73,7 +74,7 @@ def compare_passes(
     seed) of the Gumbel noise, None for no noise. bound: `Difference.limit`, in root mean squares of the logits. A text
     that is merely shorter has no place at which its tokens differ.
     """
-    settings = {"vocabulary": vocabulary, "block": width, "rows": rows}
+    settings: dict[str, Any] = {"vocabulary": vocabulary, "block": width, "rows": rows}
     narrow = teacher_forced(model, prompts, texts, sampling, width=1, **settings)
     wide = teacher_forced(model, prompts, texts, sampling, width=width, **settings)
     noise, found = 0.0, []
@@ -95,19 +96,21 @@ def compare_text(
     width: int,
     bound: float,
     noise_keys: tuple[list[int], int] | None = None,
+    tree: Parents | None = None,
 ) -> Compared:
     """What plain decoding chooses at every token of `texts`, given the text before it and noise_keys, the (ids, seed)
-    of the Gumbel noise; and the noise of passes of `width` ids, as in `compare_passes`.
+    of the Gumbel noise; and the noise of passes of `width` ids, or over trees of a shape, as in `compare_passes`.
 
     lm: the one that runs, of the engine in question. bound: as in `compare_passes`; differences beyond it come without
     logits and noise, so that those of a wrong engine are not all held.
     """
     best, found, tokens, limit = [], [], 0, 0.0
-    for block, scores, g in _scored(lm, prompts, texts, sampling, width, 1, noise_keys):
+    size = width if tree is None else 1 + depth_of(tree)
+    for block, scores, g in _scored(lm, prompts, texts, sampling, size, 1, noise_keys):
         best.append(scores.topk(2, -1))
         found += _chosen_otherwise(block, scores, g, sampling, bound)
         tokens, limit = tokens + int(block.valid.sum()), max(limit, float(bound * block.scale[block.valid].max()))
-    noise = _noise(best, _scored(lm, prompts, texts, sampling, width, width, noise_keys))
+    noise = _noise(best, _scored(lm, prompts, texts, sampling, size, width, noise_keys, tree))
     return Compared(found, tokens, noise, limit)
 
 
@@ -125,9 +128,10 @@ def _scored(
     block: int,
     width: int,
     noise_keys: tuple[list[int], int] | None,
+    tree: Parents | None = None,
 ) -> Iterator[tuple[Block, Tensor, Tensor]]:
-    """Blocks of passes of `width` ids, with their scores and their noise, (A, n, V) each."""
-    for part in teacher_forced(lm, prompts, texts, sampling, block=block, width=width):
+    """Blocks of passes of `width` ids or over trees, with their scores and their noise, (A, n, V) each."""
+    for part in teacher_forced(lm, prompts, texts, sampling, block=block, width=width, tree=tree):
         g = _gumbel(part, noise_keys)
         yield part, part.logits.double() + sampling.temperature * g, g
 

@@ -6,11 +6,12 @@ table keeps its shape over draft lengths, and its level comes from here.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import inf
 from statistics import median
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from inference.policy import Fixed
 from inference.sampling import Sampling
 from inference.stats import Stats
 
+Key = TypeVar("Key", bound=Hashable)
 LEAST, MOST = 2, 5  # calls at each length
 
 
@@ -45,7 +47,14 @@ def of_stats(stats: Stats, k: int) -> RealRound:
 
 
 def measure_rounds(
-    engines: Mapping[int, Engine],
+    engines: Mapping[int, Engine], prompts: Sequence[list[int]], **settings: Any
+) -> dict[int, RealRound]:
+    """Rounds at each draft length, by the engine that runs it, see `measure_drafting`."""
+    return measure_drafting({k: (engine, k) for k, engine in engines.items()}, prompts, **settings)
+
+
+def measure_drafting(
+    engines: Mapping[Key, tuple[Engine, int]],
     prompts: Sequence[list[int]],
     *,
     sampling: Sampling,
@@ -53,28 +62,29 @@ def measure_rounds(
     seed: int = 0,
     until: float = inf,
     clock: Callable[[], float] = time.perf_counter,
-) -> dict[int, RealRound]:
-    """Rounds at each draft length, by the engine that runs it: medians over calls that take turns, the first of each
-    left out. As many prompts as there are rows are decoded, other ones in every call; policies are left as they were.
+) -> dict[Key, RealRound]:
+    """Rounds of engines that draft so many tokens, of trees so many levels: medians over calls that take turns, the
+    first of each left out. As many prompts as there are rows are decoded, other ones in every call; policies are left
+    as they were.
 
-    until: when time is over, on the clock; each length is run at least `LEAST` times. Raises ValueError without any,
+    until: when time is over, on the clock; each engine is run at least `LEAST` times. Raises ValueError without any,
     RuntimeError where a prompt ends in an error.
     """
     if not prompts or not engines:
         raise ValueError(f"{len(prompts)} prompts and {len(engines)} draft lengths: nothing to time")
-    found: dict[int, list[RealRound]] = {k: [] for k in engines}
+    found: dict[Key, list[RealRound]] = {key: [] for key in engines}
     for repeat in range(MOST + 1):
         if repeat > LEAST and clock() > until:
             break
-        for k, engine in engines.items():
+        for key, (engine, k) in engines.items():
             batch = [prompts[(repeat * engine.rows + row) % len(prompts)] for row in range(engine.rows)]
             with _drafting(engine, k):
                 out = engine.generate(
                     batch, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed + repeat, ignore_eos=True
                 ).whole()
             if repeat:  # the first makes graphs and warms up
-                found[k].append(of_stats(out.stats, k))
-    return {k: _middle(rounds) for k, rounds in found.items()}
+                found[key].append(of_stats(out.stats, k))
+    return {key: _middle(rounds) for key, rounds in found.items()}
 
 
 @contextmanager

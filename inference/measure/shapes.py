@@ -56,12 +56,15 @@ def best_shape(
     """The shape of least seconds a token among trees grown to `most` nodes within each of `depths` levels, chains of
     these lengths and no drafts at all: a cost table may have cliffs, so every size is rated."""
     limits = sorted(set(depths))
-    trees: dict[Parents, None] = {(): None}
-    for depth in limits:
-        whole = grow(accept, most, depth, lengths)
-        trees |= {whole[:n]: None for n in range(len(whole) + 1)}
-        trees |= {chain(n): None for n in range(min(depth, most) + 1)}
+    trees = dict.fromkeys([(), *grown(accept, most, limits, lengths)])
+    trees |= {chain(n): None for depth in limits for n in range(min(depth, most) + 1)}
     return min((rated(accept, parents, seconds, lengths) for parents in trees), key=lambda shape: shape.seconds)
+
+
+def grown(accept: Tensor, most: int, depths: Iterable[int], lengths: Tensor | None = None) -> list[Parents]:
+    """Trees of every size up to `most`, grown within each of `depths` levels."""
+    whole = [grow(accept, most, depth, lengths) for depth in depths]
+    return list(dict.fromkeys(tree[:n] for tree in whole for n in range(1, len(tree) + 1)))
 
 
 def grow(accept: Tensor, most: int, depth: int, lengths: Tensor | None = None, tries: int = 4) -> Parents:

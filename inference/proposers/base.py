@@ -41,8 +41,15 @@ class Beside:
 
     @property
     def greedy(self) -> bool:
-        """Whether the draft was made for drafting its likeliest tokens."""
-        return self.made is not None and self.made.objective == "greedy"
+        """Whether the draft was made for drafting its likeliest tokens, or planned with them as children."""
+        return self.made is not None and (
+            self.made.objective == "greedy" or self.made.tree is not None and self.made.tree.likeliest
+        )
+
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """Of the trees that it is to draft, as `Independent(shape=)` takes it; None: chains."""
+        return None if self.made is None or self.made.tree is None else tuple(self.made.tree.parents)
 
 
 class Proposal(NamedTuple):

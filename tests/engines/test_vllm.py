@@ -37,7 +37,8 @@ from tests.engines.servers import serving
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 SIZE = Bench(prompts=48, quick_prompts=0, prompt_tokens=48, new_tokens=128, parity_tokens=0, rows=8, minutes=0,
-             interval=0.1, depths=[K], draft_dtype="auto", draft_int8=False, compile=False, seed=0)  # fmt: skip
+             interval=0.1, depths=[K], draft_dtype="auto", draft_int8=False, compile=False, seed=0,
+             trees=0)  # fmt: skip
 TEMPERATURES = (1.0, 0.0)
 ALONE, TOGETHER = 6, 24  # prompts that are served one by one, and eight at a time, for their speed
 

@@ -4,7 +4,7 @@
 FIT = 'tests/test_every_kind.py::test_a_folder_that_does_not_fit_is_refused_by_name'
 RUN = 'tests/test_every_kind.py::test_a_folder_is_measured_and_decodes'
 ROWS_OF_BUGS = [
-    ('every_draft_measured_as_a_model', 'cotrain/commands/bench.py', '            kind=found.kind,\n', '', [f'{RUN}[medusa]'], 'heads are run as a causal LM'),
+    ('every_draft_measured_as_a_model', 'cotrain/commands/bench.py', 'kind=found.kind, tree=', 'tree=', [f'{RUN}[medusa]'], 'heads are run as a causal LM'),
     ('every_draft_served_as_a_model', 'cotrain/commands/serve_check.py', 'drafts, kind=found.kind)', 'drafts)', ['tests/test_every_kind.py::test_a_server_of_any_kind_is_compared[hydra]'], 'heads are run as a causal LM'),
     ('a_folder_read_as_any_kind', 'inference/drafts/draft_folder.py', '    if held is not network:\n', '    if False:\n', ['tests/test_every_kind.py::test_a_folder_is_read_as_what_it_says'], 'a feature draft is read as a Llama, whose missing weights are named one by one'),
     ('missing_features_are_random', 'inference/proposers/eagle.py', 'widened(cls.network_beside(folder, beside))', 'widened(EagleNetwork.from_pretrained(folder))', ['tests/test_every_kind.py::test_a_folder_is_read_as_what_it_says'], 'a missing tensor is filled with random numbers'),

@@ -15,7 +15,7 @@ ROWS_OF_BUGS = [
     ('pair_hashes_the_pad_id', 'inference/drafts/compatibility.py', '"unk": tokenizer.unk_token_id}', '"unk": tokenizer.unk_token_id, "pad": tokenizer.pad_token_id}', ['tests/test_store.py::test_hash_is_of_what_matters'], 'setting the pad token makes a draft refuse its target'),
     ('pair_lengths_alone', 'inference/drafts/compatibility.py', '    if p != q:\n', '    if len(p) != len(q):\n', ['tests/test_store.py::test_vocabularies_of_one_size_may_differ'], 'vocabularies compared by size'),
     ('vllm_drafts_greedily', 'inference/servers/vllm_server.py', '"probabilistic" if objective == "sampled" else "greedy"', '"greedy"', ['tests/test_export.py::test_vllm_drafts_as_the_draft_was_trained'], 'a draft trained for sampling is served greedily'),
-    ('sglang_forgets_the_anchor', 'cotrain/export/engines.py', 'str(k + 1)', 'str(k)', ['tests/test_export.py::test_sglang_counts_the_anchor_among_its_draft_tokens'], 27),
+    ('sglang_forgets_the_anchor', 'cotrain/export/engines.py', 'str(min(nodes, rated) + 1)', 'str(min(nodes, rated))', ['tests/test_export.py::test_sglang_counts_the_anchor_among_its_draft_tokens'], 27),
     ('padded_rows_anything', 'cotrain/export/vocabulary.py', '0 if least is None else table.weight[least]', 'table.weight[:1]', ['tests/test_export.py::test_padded_rows_have_next_to_no_mass'], 22),
     ('padded_bias_zero', 'cotrain/export/vocabulary.py', 'BIAS = -1e4', 'BIAS = 0.0', ['tests/test_export.py::test_a_head_with_a_bias_gives_padded_rows_no_mass'], 22),
     ('export_any_report', 'cotrain/export/hf.py', 'digest(file) != found.report', 'not found.report', ['tests/test_export.py::test_what_cannot_serve_is_refused_and_nothing_written'], 'a card shows figures that were not measured'),

@@ -1,0 +1,338 @@
+"""A tree that was planned: it is kept by the draft folder, served from there, and measured as it is served."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from cotrain.bench import measurement, tree_planner
+from cotrain.bench.measurement import Plan
+from cotrain.bench.planner import Length, advice, plain_texts
+from cotrain.bench.recorded_replay import recorded
+from cotrain.bench.tree_planner import (
+    Grown,
+    best_tree,
+    candidates,
+    decided,
+    plain_laws,
+    served_tree,
+    tau_of,
+    told,
+)
+from cotrain.commands import generate
+from cotrain.config.groups import Bench
+from cotrain.data.splits import Prompts
+from cotrain.training import distil
+from inference import Engine, Sampling, load
+from inference.drafts.draft_folder import Metadata, read, save
+from inference.drafts.planned_tree import PlannedTree
+from inference.exactness.checks import check
+from inference.exactness.teacher_forced import teacher_forced
+from inference.exactness.tree_passes import routes, tree_of
+from inference.loading import takes_shape
+from inference.measure.costs import Costs
+from inference.measure.real_costs import RealRound
+from inference.measure.timing import Emitted, Interval
+from inference.measure.tree_costs import fitted, probes
+from inference.models.passes import Pass, Tree
+from inference.noise import row_ids
+from inference.policy import Fixed
+from inference.proposers import Independent, NGram
+from inference.proposers.medusa_network import MedusaConfig, MedusaNetwork
+from inference.proposers.topology import chain, full
+from inference.verify.tree import depths_of
+from tests.folders import network, target_folder, tokenizer
+from tests.tiny import near, tiny
+
+TREE = PlannedTree((-1, -1, 0, 0, 1), "traversal")
+TEXT = "the record"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target, and a draft of its own weights that was planned with a tree."""
+    root = tmp_path_factory.mktemp("planned")
+    metadata = Metadata({"name": str(target_folder(root / "target")), "config": None, "tokenizer": None}, 3, tree=TREE)
+    save(network(), tokenizer(), root / "draft", metadata, None)
+    return root
+
+
+def changed(folder: Path, to: Path, **keys: object) -> Path:
+    """A copy of a draft folder with other metadata; None: without the key."""
+    shutil.copytree(folder, to)
+    values = json.loads((to / "cotrain.json").read_text()) | keys
+    kept = {name: value for name, value in values.items() if value is not None}
+    (to / "cotrain.json").write_text(json.dumps(kept | {"report": None}))
+    return to
+
+
+def served(engine: Engine) -> tuple[object, ...]:
+    """Rule, policy, shape and children."""
+    assert isinstance(engine.proposer, Independent)
+    branching = engine.proposer.branching
+    return engine.rule.name, engine.policy, branching and branching.parents, engine.proposer.greedy
+
+
+def test_a_folder_says_which_tree_it_was_planned_with(place: Path, tmp_path: Path) -> None:
+    found = read(place / "draft").metadata
+    assert found and found.tree == TREE and (TREE.depth, TREE.most_children, found.k) == (2, 2, 3)
+    older = read(changed(place / "draft", tmp_path / "older", tree=None)).metadata
+    assert older and older.tree is None
+
+
+def test_a_folder_is_served_as_it_was_planned(place: Path, tmp_path: Path) -> None:
+    assert served(load(place / "draft")) == ("traversal", Fixed(2), (-1, -1, 0, 0, 1), False)
+    assert served(load(place / "draft", verify="coupled"))[2] == (-1, -1, 0, 0, 1)
+    likeliest = {"parents": [-1, -1], "rule": "tree", "likeliest": True}
+    folder = changed(place / "draft", tmp_path / "likeliest", tree=likeliest)
+    assert served(load(folder)) == ("tree", Fixed(1), (-1, -1), True)
+
+
+def test_rounds_of_a_folder_draft_its_nodes(place: Path) -> None:
+    """The draft is the target: rounds accept two levels of three and emit three tokens."""
+    stats = load(place / "draft").generate([TEXT], max_new_tokens=30, ignore_eos=True).stats
+    assert stats.target_calls == 10 and stats.drafted[0] == stats.accepted[0]
+
+
+def test_a_policy_or_a_rule_of_chains_drafts_chains(place: Path) -> None:
+    assert served(load(place / "draft", policy=Fixed(4))) == ("token", Fixed(4), None, False)
+    assert served(load(place / "draft", verify="block")) == ("block", Fixed(3), None, False)
+
+
+def test_a_kind_that_drafts_chains_alone_refuses_a_tree(place: Path, tmp_path: Path) -> None:
+    assert takes_shape(Independent) and not takes_shape(NGram)
+    folder = changed(place / "draft", tmp_path / "ngram", kind="ngram")
+    with pytest.raises(ValueError, match=r"cotrain\.json: tree: ngram drafts chains alone"):
+        load(folder)
+
+
+# --- what is timed is what is checked
+
+
+SHAPE = (-1, 0, -1, 1, -1, 0, 2, 2, 6)  # uneven, and not numbered level by level
+
+
+def run(engine: Engine, temperature: float = 1.0) -> Emitted:
+    prompts = [[1, 2, 3], [4], [5, 6], [7, 8, 9]]
+    keys = row_ids(prompts)
+    out = engine.generate(prompts, max_new_tokens=8, sampling=Sampling(temperature), ids=keys, ignore_eos=True)
+    return Emitted(prompts, keys, out.tokens, out.stats.rows)
+
+
+def drafting(shape: tuple[int, ...] | None = SHAPE) -> Engine:
+    target = tiny()
+    rule = "tree" if shape else "token"
+    return Engine(target, Independent(near(target), shape=shape), verify=rule, policy=Fixed(3), rows=4)
+
+
+def test_the_shape_is_found_in_a_round() -> None:
+    assert tree_of(drafting(), [1, 2]) == (-1, -1, -1, 0, 0, 1, 1, 3, 5)  # level by level
+    assert tree_of(drafting(None), [1, 2]) is tree_of(drafting(chain(3)), [1, 2]) is None
+
+
+def test_routes_come_to_every_node() -> None:
+    ways = routes(SHAPE)
+    found = [next(ways) for _ in range(5)]
+    assert found == [(0, 1, 3), (2, 6, 8), (0, 5), (2, 7), (4,)] and next(ways) == found[0]
+    assert {node for way in found for node in way} == set(range(9))
+
+
+@pytest.mark.parametrize("shape", [SHAPE, (-1, -1, -1), (-1, 0, 0, 1, 2)])
+def test_passes_over_trees_give_the_logits_of_whole_texts(shape: tuple[int, ...]) -> None:
+    """Ragged texts, route after route: what a pass accepts is what the next one stands on."""
+    target, texts = tiny(), [list(range(1, 21)), list(range(5, 22)), [9] * 9]
+    prompts = [[1, 2, 3], [4], [5, 6]]
+    passes = teacher_forced(target, prompts, texts, Sampling(), block=4, tree=shape)
+    found = torch.cat([part.logits for part in passes], 1)
+    for row, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
+        wanted = target(torch.tensor([prompt + text[:-1]])).logits[0, len(prompt) - 1 :]
+        torch.testing.assert_close(found[row, : len(text)], wanted, rtol=1e-9, atol=1e-9)
+
+
+def test_an_engine_that_drafts_trees_is_checked_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A target whose passes over trees are wrong, those over chains not, fails (d); its texts differ by no tie."""
+    engine = drafting()
+    texts = run(engine)
+    assert check(engine, texts, Sampling(), 8).passed
+    forward = engine.target.forward
+
+    def wrong(ids: torch.Tensor, *args: Any, tree: Tree | None = None, **settings: Any) -> Pass:
+        found = forward(ids, *args, tree=tree, **settings)
+        return found if tree is None else found._replace(logits=found.logits * 1.01)
+
+    monkeypatch.setattr(engine.target, "forward", wrong)
+    verdict = check(engine, texts, Sampling(), 8)
+    assert verdict.logits and not verdict.logits.passed and verdict.logits.one < 1e-9 < verdict.logits.many
+    assert verdict.text.noise > 1e-3  # that of passes over trees
+
+
+# --- the plan
+
+
+def test_costs_of_trees_are_those_of_rounds_that_were_run() -> None:
+    """Drafting by levels and nodes that are read, target and rest by the table at the level of rounds."""
+    table = Costs(tuple(1 + 0.1 * n for n in range(17)), 0.5, (0.2,) * 17)
+
+    def took(tree: tuple[int, ...]) -> RealRound:
+        levels = max(depths_of(tree))
+        wide = sum(depth < levels for depth in depths_of(tree)) - (levels - 1)
+        return RealRound(0.3 + 0.5 * levels + 0.07 * wide, 2 * table.target[len(tree)], 0.4)
+
+    trees = probes(16, 4)
+    assert trees[0] == chain(4) and full((8, 1)) in trees and full((8, 2)) not in trees
+    seconds = fitted(table, {tree: took(tree) for tree in trees})
+    for tree in [*trees, (-1, -1, 0, 0, 1, 3), full((3, 3))]:
+        assert seconds(tree) == pytest.approx(took(tree).seconds)
+    with pytest.raises(ValueError, match="measured up to 16 drafts, a tree has 20 nodes"):
+        seconds(full((4, 4)))
+
+
+def test_no_part_of_drafting_costs_less_than_nothing() -> None:
+    rounds = {chain(2): RealRound(0.4, 1, 1), chain(3): RealRound(0.3, 1, 1), full((2, 1)): RealRound(0.5, 1, 1)}
+    seconds = fitted(Costs((1.0,) * 9, 0.1, (1.0,) * 9), rounds)
+    assert seconds(chain(8)) >= seconds(chain(2)) > 2 and seconds((-1, -1, 0, 1)) > seconds(chain(2))
+
+
+def plan_of(size: dict[str, Any] | None = None, draft: Any = None, **settings: Any) -> Plan:
+    found = {"prompts": 2, "quick_prompts": 1, "prompt_tokens": 8, "new_tokens": 8, "parity_tokens": 16, "rows": 1,
+             "minutes": 0.0, "interval": 0.1, "depths": [2], "draft_dtype": "auto", "draft_int8": False,
+             "compile": False, "seed": 0, "trees": 4} | (size or {})  # fmt: skip
+    given = Prompts([[1, 2, 3], [4, 5]], [[6, 7], [8, 9, 3]], "own")
+    parts = {"target": network(), "draft": draft or near(network(), 0.02), "sampling": Sampling(), "verify": "block"}
+    return Plan(
+        **parts | {"tokenizer": tokenizer(), "bench": Bench(**found), "names": ("t", "d"), "given": given} | settings
+    )
+
+
+def rounds(monkeypatch: pytest.MonkeyPatch, tree: float) -> list[list[Any]]:
+    """Rounds with trees take `tree` seconds, others one; what is run in turn."""
+    asked: list[list[Any]] = []
+
+    def taken(engines: Any, *_: Any, **__: Any) -> Any:
+        asked.append(list(engines))
+        assert [engine.rule.name for engine, _ in engines.values()] == [
+            key.rule if isinstance(key, PlannedTree) else "block" if key else "token" for key in engines
+        ]
+        return {key: RealRound(0.1, tree - 0.2 if isinstance(key, PlannedTree) else 0.8, 0.1) for key in engines}
+
+    monkeypatch.setattr("cotrain.bench.planner.SHAPE", 1)
+    monkeypatch.setattr(tree_planner, "measure_drafting", taken)
+    return asked
+
+
+LENGTH, TAUS = Length(2, 2, (1.0, 1.1, 1.2)), {1: 1.3, 2: 1.6}
+
+
+def test_a_tree_is_measured_where_it_is_expected_to_be_faster(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("inference.measure.real_costs.MOST", 1)
+    rounds(monkeypatch, tree=0.5)
+    plan = plan_of()
+    report = measurement.measure(plan)
+    extra, tree = report["extra"], served_tree(report["extra"])
+    assert tree and 2 <= len(tree.parents) <= 4 and tree.parents != chain(len(tree.parents))
+    assert report["settings"]["verify"] == tree.rule == extra["planned_rule"]
+    assert report["settings"]["policy"] == f"Fixed(k={tree.depth})" and extra["planned_k"] in (1, 2)
+    assert extra["planned_speedups"]["tree"] > extra["planned_speedups"]["chain"] and extra["parity"]["passed"]
+    assert report["exactness"]["passed"] and report["exactness"]["figures"]["calls"]
+    (line,) = [line for line in extra["said"] if line.startswith("a tree of ")]
+    assert f"{extra['planned_speedups']['tree']:.2f}x, the chain of" in line and line in capsys.readouterr().out
+    drafts = recorded(plan, extra)["rounds"][0][0]["drafts"]
+    assert [draft["parent"] for draft in drafts] == list(tree.parents)
+
+
+def test_the_chain_is_served_where_trees_are_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them ran in turn, with plain decoding."""
+    asked, plan = rounds(monkeypatch, tree=9.0), plan_of(tree=TREE)
+    found = best_tree(plan, LENGTH, TAUS, plain_texts(plan))
+    assert found and found.chain == pytest.approx(1.6) and found.speedup < 1
+    assert asked[-1][:2] == [0, 2] and asked[-1][-1] == TREE and len(asked[-1]) == 5
+    served, line = decided(LENGTH, found)
+    assert served is None and line == f"draft length 2: trees would give {found.speedup:.2f}x, the chain 1.60x"
+    extra = told(LENGTH, found, served, "block")
+    assert extra["planned_shape"] is extra["planned_likeliest"] is None is served_tree(extra)
+    assert extra["planned_rule"] == "block" and extra["planned_k"] == 2
+
+
+def test_the_tree_of_the_folder_is_considered_though_no_other_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, plan = rounds(monkeypatch, tree=0.5), plan_of({"trees": 0}, tree=TREE)
+    found = best_tree(plan, LENGTH, TAUS, plain_texts(plan))
+    assert found and asked == [[0, 2, TREE]] and found.speedup == pytest.approx(2 * found.tau)
+    served, _ = decided(LENGTH, found)
+    assert served is found and served_tree(told(LENGTH, found, served, "block")) == TREE
+
+
+@pytest.mark.parametrize("rule", ["coupled", "match"])
+def test_rules_that_are_asked_for_by_name_are_kept(rule: str) -> None:
+    assert best_tree(plan_of(tree=TREE, verify=rule), LENGTH, TAUS, Emitted([], [], [], [])) is None
+
+
+def test_training_keeps_the_tree_that_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    extra = {"planned_k": 3, "planned_shape": [-1, -1, 0], "planned_rule": "tree", "planned_likeliest": True}
+    report = {"extra": extra | {"advice": None}, "environment": {}}
+    for name, found in (("measurement.measure", report), ("recorded", {}), ("replay.write", None), ("prepare", None)):
+        monkeypatch.setattr(f"cotrain.training.distil.{name}", lambda *_, found=found: found)
+    plan = plan_of()
+    keys = {"target": {"path": "t"}, "objective": "sampled_draft", "draft": {"kind": "independent"},
+            "regime": {"temperature": 1.0, "top_k": 0, "top_p": 1.0}}  # fmt: skip
+    job = SimpleNamespace(cfg=OmegaConf.create(keys), folder=tmp_path, target=plan.target, tokenizer=tokenizer())
+    distil.measured(job, plan, {}, {})  # type: ignore[arg-type]
+    made = read(tmp_path / "draft").metadata
+    assert made and made.k == 3 and made.tree == PlannedTree((-1, -1, 0), "tree", True)
+
+
+@pytest.mark.parametrize(
+    ("k", "verify", "wanted"),
+    [(None, None, ("traversal", Fixed(2), TREE.parents)), (4, None, ("token", Fixed(4), None)),
+     (None, "block", ("block", Fixed(3), None)), (None, "tree", ("tree", Fixed(2), TREE.parents))],
+)  # fmt: skip
+def test_generate_serves_what_was_planned(place: Path, k: int | None, verify: str | None, wanted: tuple[Any]) -> None:
+    cfg = {"draft": {"path": str(place / "draft")}, "target": {"path": None}, "policy": {"k": k}, "verify": verify}
+    assert served(generate._engine(OmegaConf.create(cfg)))[:3] == wanted  # type: ignore[arg-type]
+
+
+def test_without_trees_none_is_rated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree_planner, "plain_laws", lambda *_: 1 / 0)
+    assert best_tree(plan_of({"trees": 0}), LENGTH, TAUS, Emitted([], [], [], [])) is None
+
+
+def test_a_kind_without_a_law_of_texts_is_planned_as_chains(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = plan_of(kind="medusa", draft=MedusaNetwork(MedusaConfig(hidden_size=64, vocab_size=300, num_heads=2)))
+    texts = Emitted([[1, 2]], [0], [[3, 4, 5]], [])
+    assert best_tree(plan, LENGTH, TAUS, texts) is None
+    assert "bench: medusa drafts are planned as chains" in capsys.readouterr().out
+
+
+def test_children_are_those_that_the_draft_was_made_for() -> None:
+    """Greedily drafting: the likeliest alone; else both sorts, each under the rules that differ for it."""
+    plan, texts = plan_of(), plain_texts(plan_of())
+    laws = plain_laws(plan, texts)
+    assert laws
+    flat = candidates(plan, laws, lambda parents: 1.0)
+    assert {(tree.rule, tree.likeliest) for tree in flat} == {("tree", False), ("traversal", False), ("tree", True)}
+    taus = [tau_of(laws, tree) for tree in flat]
+    assert taus == sorted(taus, reverse=True) and all(len(tree.parents) == 4 for tree in flat)
+    assert all(tree.likeliest for tree in candidates(replace(plan, objective="greedy"), laws, lambda parents: 1.0))
+    assert candidates(plan, laws, lambda parents: 1.0 if parents == (-1, -1) else 99.0)[0].parents == (-1, -1)
+    cheap_chains = candidates(plan, laws, lambda parents: 0.01 if parents == chain(len(parents)) else 1.0)
+    assert all(len(set(tree.parents)) < len(tree.parents) for tree in cheap_chains)  # each branches
+
+
+def test_few_texts_are_read_of_large_vocabularies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree_planner, "ENTRIES", 2 * 300 * 8)
+    plan = plan_of()
+    laws = plain_laws(plan, plain_texts(plan))
+    assert laws and laws.x.shape == (2, 8)
+
+
+def test_advice_names_the_tree_that_was_measured() -> None:
+    tree = Grown(TREE, 2.0, RealRound(1, 1, 1), 0.8, 0.7)
+    said = advice(Length(0, 2, (1.0, 0.6, 0.7)), Interval(0.9, 0.8, 0.95), tree)
+    assert said and "0.90x with a tree of 5 nodes in 2 levels, sampled children, traversal, 0.80x predicted" in said
