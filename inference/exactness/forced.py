@@ -40,7 +40,7 @@ class ForcedRound(DecodingRound):
     def temperatures(self) -> list[float] | None:
         return None  # no draws but by `draw`
 
-    def inputs(self) -> dict[str, Tensor] | None:
+    def inputs(self, trees: bool = False) -> dict[str, Tensor] | None:
         return None
 
     def scores(self, logits: Tensor, drafted: list[Tensor]) -> Tensor:

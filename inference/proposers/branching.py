@@ -1,7 +1,8 @@
-"""Trees drafted level by level: what every kind that runs a model shares.
+"""Trees drafted level by level, chains a token at a time: what every kind that runs a model shares.
 
-A kind gives the logits behind the text and a pass over the nodes of a level; which nodes there are, their children and
-laws, and how many a row has are the same for all. A rows, n nodes of a level, N nodes, D levels, V vocabulary.
+A kind gives the logits behind the text and a pass over the nodes of a level (`Follow`); which nodes there are, their
+children and laws, and how many a row has are the same for all. A rows, n nodes of a level, N nodes, D levels, V
+vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,11 +13,13 @@ import torch
 from torch import Tensor
 
 from inference.models.passes import Tree
+from inference.models.step import Choose
 from inference.proposers.base import Proposal, Round, Siblings
 from inference.proposers.topology import levels
 from inference.verify.tree import depths_of, ranks_of
 
-Follow = Callable[[Tensor, Tree], Tensor]
+# ids (A, n) of all nodes of depth `level`, 1 or more -> logits (A, n, V) behind them; asked of each level in turn
+Follow = Callable[[Tensor, int], Tensor]
 
 
 class Branching:
@@ -36,43 +39,69 @@ class Branching:
         Tree(self.parents)
         self.trees = [Tree(self.parents[:count]) for count in self.counts[1:]]
 
-    def require(self, vocabulary: int) -> None:
-        """Raise ValueError where a node has more children than there are tokens."""
+    def require(self, vocabulary: int, depths: int | None = None) -> None:
+        """Raise ValueError where a node has more children than there are tokens, and for more levels than `depths`."""
         most = max(ranks_of(self.parents)) + 1
         if most > vocabulary:
             raise ValueError(f"shape: a node has {most} children, the vocabulary {vocabulary} tokens; leave some out")
+        if depths is not None and self.depth > depths:
+            raise ValueError(f"shape: its trees have {self.depth} levels, the draft guesses {depths}; leave some out")
 
     def nodes(self, k: Sequence[int]) -> list[int]:
         """Nodes of each row that is to draft k levels: all of these."""
         return [self.counts[min(levels, self.depth)] for levels in k]
 
-    def draft(
-        self, turn: Round, k: Sequence[int], logits: Tensor, follow: Follow, likeliest: bool = False,
-        depth: int | None = None,
-    ) -> Proposal:  # fmt: skip
-        """Trees of k levels a row, all drafted to the deepest of these, or to `depth`. logits (A, V) behind each text;
-        follow(ids (A, n), tree) -> logits (A, n, V) behind the last n nodes of `tree`, one level. likeliest: children
-        are the likeliest tokens, else drawn without replacement (see `Round.children`)."""
-        depth = min(max(k) if depth is None else depth, self.depth)
+    def above(self, level: int, device: torch.device) -> Tensor:
+        """Of each node of depth `level`, the place (n,) of its parent among the nodes of the level above."""
+        return _steps(self.parents, device)[level - 1].above
+
+    def grown(
+        self, turn: Round, depth: int, logits: Tensor, follow: Follow, likeliest: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Nodes (A, N) of the first `depth` levels, 1 or more, and the laws (A, N, V) that they were drawn from; a
+        function of tensors. logits (A, V) behind each text. likeliest: children are the likeliest tokens, else drawn
+        without replacement (see `Round.children`)."""
         x, q, behind = logits.new_empty(len(logits), 0, dtype=torch.int64), [], logits.unsqueeze(1)
         for level, step in enumerate(_steps(self.parents, logits.device)[:depth]):
             if level:
-                behind = follow(x[:, self.counts[level - 1] :], self.trees[level - 1])
+                behind = follow(x[:, self.counts[level - 1] :], level)
             ids, laws = turn.children(step.of_parents(behind), x, step.siblings, likeliest)
             parent, rank = step.parent.to(ids.device), step.rank.to(ids.device)
             x = torch.cat((x, ids[:, parent, rank].to(x.device)), 1)
             q.append(laws[:, parent, rank])
-        return Proposal(x, torch.cat(q, 1), self.nodes(k), self.trees[depth - 1])
+        return x, torch.cat(q, 1)
+
+    def proposal(self, k: Sequence[int], x: Tensor, q: Tensor) -> Proposal:
+        """Of rows that were to draft k levels, from what was `grown`."""
+        return Proposal(x, q, self.nodes(k), self.trees[self.counts.index(x.shape[1]) - 1])
+
+
+def one_by_one(K: int, logits: Tensor, follow: Follow, choose: Choose) -> tuple[Tensor, Tensor]:
+    """A chain: K drafts (A, K) in turn and the laws (A, K, V) that they were drawn from; logits (A, V) behind texts."""
+    drafts: list[Tensor] = []
+    laws: list[Tensor] = []
+    for depth in range(K):
+        behind = logits if depth == 0 else follow(drafts[-1].to(logits.device).unsqueeze(1), depth)[:, 0]
+        ids, law = choose(behind, drafts)
+        drafts.append(ids)
+        laws.append(law)
+    return torch.stack(drafts, 1), torch.stack(laws, 1)
+
+
+def of_depths(logits: Tensor) -> Follow:
+    """Where a law hangs on the depth alone: logits (A, K, V), entry j behind all nodes of depth j."""
+    return lambda ids, level: logits[:, level : level + 1].expand(-1, ids.shape[1], -1)
 
 
 class Step(NamedTuple):
     """A level: the nodes above that have children; where these stand in the level above, None: all do; of each node,
-    which of them its parent is, and how many siblings stand before it."""
+    which of them its parent is, how many siblings stand before it, and where its parent stands in the level above."""
 
     siblings: Siblings
     inner: Tensor | None
     parent: Tensor
     rank: Tensor
+    above: Tensor
 
     def of_parents(self, logits: Tensor) -> Tensor:
         """Logits of a level -> of those of its nodes that have children."""
@@ -100,8 +129,8 @@ def _steps(parents: tuple[int, ...], device: torch.device) -> tuple[Step, ...]:
         keys = torch.tensor([node + 1 for node in own], device=device)
         siblings = Siblings(max(level.rank) + 1, tuple(paths[node] for node in own), first, keys)
         paths |= {node: (*paths[parents[node]], node) for node in level.nodes}
-        places = [inner, [inner.index(place) for place in level.above], list(level.rank)]
-        here, parent, rank = (torch.tensor(part, device=device) for part in places)
-        found.append(Step(siblings, None if len(inner) == len(above) else here, parent, rank))
+        places = [inner, [inner.index(place) for place in level.above], list(level.rank), list(level.above)]
+        here, *of_nodes = (torch.tensor(part, device=device) for part in places)
+        found.append(Step(siblings, None if len(inner) == len(above) else here, *of_nodes))
         above = level.nodes
     return tuple(found)

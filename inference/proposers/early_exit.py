@@ -27,17 +27,18 @@ class EarlyExit(Independent):
     Draft & Verify: Zhang et al. 2023, 2309.08168), as `network` changes them.
 
     With changes the law of a draft depends on its depth: the keys and values of the drafts before it are the changed
-    layers', those of the text the target's. greedy, compile: as of `Independent`. Raises ValueError beside another
-    target.
+    layers', those of the text the target's. greedy, compile, shape: as of `Independent`. Raises ValueError beside
+    another target.
     """
 
     network_class: Any = ExitNetwork
     tail = 1  # the text but its last token is stored, and must stay as the target stored it
 
     def __init__(
-        self, network: ExitNetwork, target: PreTrainedModel, greedy: bool = False, *, compile: bool | None = None
-    ) -> None:
-        super().__init__(serving(network, target), greedy, compile=compile)
+        self, network: ExitNetwork, target: PreTrainedModel, greedy: bool = False, *, compile: bool | None = None,
+        shape: Sequence[int] | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(serving(network, target), greedy, compile=compile, shape=shape)
         self.target, self.rank = target, network.config.rank
         self.cache: SlotCache | None = None
 

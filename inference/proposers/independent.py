@@ -67,7 +67,7 @@ class Independent(Proposer):
 
     def open(self, host: Host) -> None:
         if self.branching:
-            self.branching.require(host.vocabulary)
+            self.branching.require(host.vocabulary, self.depths)
         wanted = host.rows, host.vocabulary, host.context, host.spare
         if wanted != self.opened:  # slots are kept from call to call
             self.opened = wanted
@@ -110,14 +110,16 @@ class Independent(Proposer):
         follows = self._lacking(turn.texts, k)["follows"]
         logits, depth = self._catch_up(turn, shape.nodes(k)), shape.depth if self.lm.replayed else max(k)
         start, (at,) = [end - 1 for end in follows], self._here(turn.send()["follows"] - 1)
-        proposal = shape.draft(
-            turn, k, logits, lambda ids, tree: self.lm.forward(ids, start, at=at, tree=tree).logits, self.greedy, depth
-        )
+
+        def follow(ids: Tensor, level: int) -> Tensor:
+            return self.lm.forward(ids, start, at=at, tree=shape.trees[level - 1]).logits
+
+        x, q = shape.grown(turn, depth, logits, follow, self.greedy)
         read = min(depth, shape.depth) - 1  # of the last level nothing is stored
         self.anchors, self.read = (start, at), shape.counts[read]
         rows = zip(turn.texts, k, self.stored, strict=True)
         self.stored = [len(text) + read if wanted else stored for text, wanted, stored in rows]
-        return proposal
+        return shape.proposal(k, x, q)
 
     def _at_once(self, turn: Round, k: list[int]) -> Proposal | None:
         """None where the model has no such call, rows lack more than `tail` ids, or laws take more than a temperature

@@ -1,6 +1,7 @@
 """The target in fewer bits as its own draft: nothing is trained, its acceptance is what rounding leaves."""
 
 import copy
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,20 +34,22 @@ class Quantised(Independent):
 
     int8: by the CPU's own kernel where it serves the target, see `llama.can_round`; elsewhere the same whole numbers in
     the target's dtype, which is the same law but for the kernel's sums, and no faster. nf4 takes bitsandbytes. greedy,
-    compile: as of `Independent`. Raises ValueError for other bits and for a target that is quantised itself.
+    compile, shape: as of `Independent`. Raises ValueError for other bits and for a target that is quantised itself.
     """
 
     network_class: Any = None  # the target's weights are all that it has
 
     def __init__(
-        self, target: PreTrainedModel, bits: str = "int8", greedy: bool = False, *, compile: bool | None = None
-    ) -> None:
+        self, target: PreTrainedModel, bits: str = "int8", greedy: bool = False, *, compile: bool | None = None,
+        shape: Sequence[int] | None = None,
+    ) -> None:  # fmt: skip
         if bits not in BITS:
             raise ValueError(f"bits: {bits!r} is none of {', '.join(BITS)}")
         if quantised(target.config):
             raise ValueError(f"{type(target).__name__} is quantised as it is: it cannot be its own draft in {bits}")
         kernel = bits == "int8" and can_round(target)
-        super().__init__(target if kernel else held_in(target, bits), greedy, compile=compile, int8=kernel)
+        super().__init__(target if kernel else held_in(target, bits), greedy, compile=compile, int8=kernel,
+                         shape=shape)  # fmt: skip
         self.bits = bits
 
     @classmethod

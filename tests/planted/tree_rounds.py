@@ -4,7 +4,7 @@
 ROWS_OF_BUGS = [
     ('children_take_the_draft_of_their_parents_parent', 'inference/proposers/branching.py', 'q.append(laws[:, parent, rank])', 'q.append(laws[:, 0 * parent, rank])', ['tests/test_tree_drafts.py::test_nodes_come_with_the_laws_of_their_paths'], 1),
     ('children_of_a_level_share_their_noise', 'inference/trees_of_round.py', 'gumbel_after(self._children, keys.unsqueeze(0)', 'gumbel_after(self._children, keys.unsqueeze(0) * 0', ['tests/test_tree_drafts.py::test_noise_of_each_node_is_its_own'], 2),
-    ('children_of_all_rounds_alike', 'inference/trees_of_round.py', 'self.batch.ids, self.send()["start"])', 'self.batch.ids, 0 * self.send()["start"])', ['tests/test_tree_drafts.py::test_noise_of_each_node_is_its_own'], 30),
+    ('children_of_all_rounds_alike', 'inference/trees_of_round.py', 'started(self._branches, self.send()["start"])', 'started(self._branches, 0 * self.send()["start"])', ['tests/test_tree_drafts.py::test_noise_of_each_node_is_its_own'], 30),
     ('likeliest_children_with_a_soft_law', 'inference/batched/children.py', 'return ids, one_hot(ids, law.unsqueeze(2).expand(*ids.shape, -1)) + none', 'return ids, law.unsqueeze(2).expand(*ids.shape, -1) + none', ['tests/test_tree_drafts.py::test_likeliest_children_leave_the_targets_law[tree]'], 1),
     ('greedy_rows_draw_their_children', 'inference/batched/children.py', 'return torch.where(greedy, best, ids), ', 'return ids, ', ['tests/test_tree_drafts.py::test_likeliest_children_and_their_laws_by_row'], 'temperature 0 drafts at random'),
     ('draft_keeps_no_path', 'inference/proposers/independent.py', 'self.lm.keep(start, torch.where(path < self.read, path, -1), at)', 'pass', ['tests/test_tree_drafts.py::test_a_draft_equal_to_the_target_is_never_refused[tree]'], 16),
