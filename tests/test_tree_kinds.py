@@ -9,7 +9,10 @@ from torch import Tensor
 
 from inference import Engine, Sampling
 from inference.exactness.checks import check
+from inference.exactness.forced import forced
 from inference.measure.timing import Emitted
+from inference.measure.tree_laws import laws_of_rounds
+from inference.measure.tree_plan import reach_under
 from inference.noise import row_ids
 from inference.policy import Fixed
 from inference.proposers import KINDS as REGISTERED
@@ -17,6 +20,7 @@ from inference.proposers.base import Proposer
 from inference.proposers.branching import Branching
 from inference.proposers.topology import chain
 from inference.round import DecodingRound
+from inference.verify.prediction import calls_from, variance_from
 from tests import standin
 from tests.kinds import KINDS, SHAPED, takes_shape
 from tests.test_exactness import p_value, pair
@@ -24,6 +28,7 @@ from tests.test_proposers import LIMITS, PROMPTS, SAMPLING, WHOLE, Uneven
 from tests.tiny import tiny
 
 SHAPE = (-1, 0, -1, 1, -1, 0, 2, 2, 6)  # uneven, and not numbered level by level
+TWO = (-1, -1, 0, 0, 1, 2)  # no more than two children of a node: predicted to the last bit
 NAMES = ["tree", "traversal"]
 
 each_kind = pytest.mark.parametrize("kind", SHAPED)
@@ -51,11 +56,11 @@ def test_the_law_of_the_text_is_the_targets(kind: str, rule: str, greedy: bool) 
 @each_kind
 def test_greedy_text_is_that_of_plain_decoding(kind: str, rule: str) -> None:
     """Ragged rows that come and go, rounds without drafts, prompts of one token, up to the end of the context."""
-    target, whole = tiny(positions=20), {"max_new_tokens": 20, "sampling": Sampling(0)}
-    plain = Engine(target, rows=2).generate(PROMPTS[:5], **whole)
-    found = Engine(target, drafts(kind, target), verify=rule, rows=2, policy=Uneven()).generate(PROMPTS[:5], **whole)
+    target, whole = tiny(positions=18), {"max_new_tokens": 18, "sampling": Sampling(0)}
+    plain = Engine(target, rows=2).generate(PROMPTS[:3], **whole)
+    found = Engine(target, drafts(kind, target), verify=rule, rows=2, policy=Uneven()).generate(PROMPTS[:3], **whole)
     assert found.tokens == plain.tokens and found.finish == plain.finish
-    assert sum(found.stats.accepted) > 2
+    assert sum(found.stats.accepted) > 0
 
 
 @each_kind
@@ -70,15 +75,15 @@ def test_rows_are_as_if_alone(kind: str) -> None:
     for n, prompt in list(enumerate(PROMPTS))[::3]:
         alone = one.generate([prompt], max_new_tokens=limits[n], sampling=SAMPLING[n], ids=[n], ignore_eos=True)
         assert (found.tokens[n], found.stats.rows[n]) == (alone.tokens[0], alone.stats.rows[0]), n
-    assert sum(found.stats.accepted) > 2
+    assert sum(found.stats.accepted) > 0
 
 
 @each_kind
 def test_coupled_text_is_plain_text(kind: str) -> None:
-    target, whole = tiny(positions=20), {"max_new_tokens": 20, "sampling": SAMPLING[:5]}
-    plain = Engine(target, verify="coupled", rows=2).generate(PROMPTS[:5], **whole)
+    target, whole = tiny(positions=18), {"max_new_tokens": 18, "sampling": SAMPLING[1:4]}
+    plain = Engine(target, verify="coupled", rows=2).generate(PROMPTS[:3], **whole)
     engine = Engine(target, drafts(kind, target), verify="coupled", rows=2, policy=Uneven())
-    found = engine.generate(PROMPTS[:5], **whole)
+    found = engine.generate(PROMPTS[:3], **whole)
     assert found.tokens == plain.tokens and found.finish == plain.finish
 
 
@@ -98,19 +103,18 @@ def test_text_on_a_device_is_that_of_the_host(kind: str, monkeypatch: pytest.Mon
     assert [one.stats.accepted for one in found] == [one.stats.accepted for one in wanted]
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.0])
-@each_rule
+@pytest.mark.parametrize(("rule", "temperature"), [("traversal", 1.0), ("tree", 0.0)])
 @each_kind
 def test_forced_rounds_predict_measured_ones(kind: str, rule: str, temperature: float) -> None:
     """Calls within 4 sigma and acceptance at depth 1 within 3, which is checks (b) and (c) of the verdict."""
     target, sampling = tiny(vocab=8, layers=1, hidden=8, seed=3), Sampling(temperature)
-    engine = Engine(target, drafts(kind, target), verify=rule, policy=Fixed(3), rows=16)
-    prompts = [[1, 2, 3], [4], [5, 6], [7, 1, 2, 3]] * 4
+    engine = Engine(target, drafts(kind, target), verify=rule, policy=Fixed(3), rows=12)
+    prompts = [[1, 2, 3], [4], [5, 6], [7, 1, 2, 3]] * 3
     keys = row_ids(prompts)
     out = engine.generate(prompts, max_new_tokens=20, sampling=sampling, seed=5, ids=keys, ignore_eos=True)
     found = check(engine, Emitted(prompts, keys, out.tokens, out.stats.rows), sampling, 20)
     assert found.passed and found.calls and found.depth, found.lines()
-    assert found.depth.rounds > 30 and 0 < found.depth.alpha <= 1
+    assert found.depth.rounds > 20 and 0 < found.depth.alpha <= 1
     assert temperature or found.calls.measured == found.calls.predicted
 
 
@@ -159,3 +163,21 @@ def test_no_deeper_than_was_learnt(kind: str) -> None:
     assert most
     with pytest.raises(ValueError, match=f"shape: its trees have {most + 1} levels, the draft guesses {most}; leave "):
         Engine(target, drafts(kind, target, chain(most + 1)), verify="tree").generate([[1, 2]], max_new_tokens=4)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+@each_kind
+def test_laws_by_depth_say_what_every_shape_accepts(kind: str, temperature: float) -> None:
+    """From chains alone: what forced rounds of the trees say round by round, and calls within 4 sigma of those made."""
+    target, sampling, prompts = tiny(vocab=8, layers=1, hidden=8, seed=3), Sampling(temperature), [[1, 2, 3], [5, 6]] * 4
+    engine = Engine(target, drafts(kind, target, TWO), verify="tree", policy=Fixed(3), rows=8)
+    keys = row_ids(prompts)
+    out = engine.generate(prompts, max_new_tokens=16, sampling=sampling, seed=5, ids=keys, ignore_eos=True)
+    texts = Emitted(prompts, keys, out.tokens, out.stats.rows)
+    laws = laws_of_rounds(engine, KINDS[kind].proposer(target), 3, texts, sampling, 16)
+    found, wanted = reach_under(laws, TWO, "tree", temperature == 0), forced(engine, texts, sampling, 16).reach
+    assert wanted is not None
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-5)
+    calls, sigma = calls_from(found, laws.lengths).sum(), variance_from(found, laws.lengths).sum().sqrt()
+    assert abs(out.stats.target_calls - calls) <= 4 * sigma + 1e-3
+    assert bool(temperature) == bool(sigma > 0)

@@ -18,8 +18,24 @@ from inference.proposers.base import Proposal, Round, Siblings
 from inference.proposers.topology import levels
 from inference.verify.tree import depths_of, ranks_of
 
-# ids (A, n) of all nodes of depth `level`, 1 or more -> logits (A, n, V) behind them; asked of each level in turn
-Follow = Callable[[Tensor, int], Tensor]
+
+class Nodes(NamedTuple):
+    """Drafts that one pass reads. depth: of them all, 1 or more; above (1 or A, n): where the parent of each stands among
+    the nodes of the pass before, None: there is one of each; tree: whose last n nodes they are, None of a chain."""
+
+    depth: int
+    above: Tensor | None = None
+    tree: Tree | None = None
+
+    def of_parents(self, values: Tensor) -> Tensor:
+        """Values (A, m, ...) of the nodes of the pass before -> (A, n, ...) of these nodes' parents."""
+        if self.above is None:
+            return values
+        return values[torch.arange(len(values), device=values.device).unsqueeze(1), self.above]
+
+
+# ids (A, n) of nodes -> logits (A, n, V) behind them; asked of level after level
+Follow = Callable[[Tensor, Nodes], Tensor]
 
 
 class Branching:
@@ -30,6 +46,8 @@ class Branching:
     depth 0 .. depth. trees: the shape down to each depth 1 .. depth. Raises ValueError for no nodes, for a node before
     its parent and for more nodes than a pass takes.
     """
+
+    unread = 0  # of an accepted path above the last level, how many nodes the draft may not have read
 
     def __init__(self, parents: Sequence[int]) -> None:
         self.parents = by_level(tuple(parents))
@@ -51,9 +69,9 @@ class Branching:
         """Nodes of each row that is to draft k levels: all of these."""
         return [self.counts[min(levels, self.depth)] for levels in k]
 
-    def above(self, level: int, device: torch.device) -> Tensor:
-        """Of each node of depth `level`, the place (n,) of its parent among the nodes of the level above."""
-        return _steps(self.parents, device)[level - 1].above
+    def numbers(self, k: Sequence[int]) -> dict[str, list[int]]:
+        """What `grown` needs on the device beside the rows' nodes."""
+        return {}
 
     def grown(
         self, turn: Round, depth: int, logits: Tensor, follow: Follow, likeliest: bool = False
@@ -62,14 +80,20 @@ class Branching:
         function of tensors. logits (A, V) behind each text. likeliest: children are the likeliest tokens, else drawn
         without replacement (see `Round.children`)."""
         x, q, behind = logits.new_empty(len(logits), 0, dtype=torch.int64), [], logits.unsqueeze(1)
-        for level, step in enumerate(_steps(self.parents, logits.device)[:depth]):
+        steps = _steps(self.parents, logits.device)
+        for level, step in enumerate(steps[:depth]):
             if level:
-                behind = follow(x[:, self.counts[level - 1] :], level)
+                nodes = Nodes(level, steps[level - 1].above, self.trees[level - 1])
+                behind = follow(x[:, self.counts[level - 1] :], nodes)
             ids, laws = turn.children(step.of_parents(behind), x, step.siblings, likeliest)
             parent, rank = step.parent.to(ids.device), step.rank.to(ids.device)
             x = torch.cat((x, ids[:, parent, rank].to(x.device)), 1)
             q.append(laws[:, parent, rank])
         return x, torch.cat(q, 1)
+
+    def stored(self, path: Tensor, depth: int) -> Tensor:
+        """Nodes path (A, D) that were accepted, those of the last of `depth` levels, which no pass read, as -1."""
+        return torch.where(path < self.counts[min(depth, self.depth) - 1], path, -1)
 
     def proposal(self, k: Sequence[int], x: Tensor, q: Tensor) -> Proposal:
         """Of rows that were to draft k levels, from what was `grown`."""
@@ -81,7 +105,7 @@ def one_by_one(K: int, logits: Tensor, follow: Follow, choose: Choose) -> tuple[
     drafts: list[Tensor] = []
     laws: list[Tensor] = []
     for depth in range(K):
-        behind = logits if depth == 0 else follow(drafts[-1].to(logits.device).unsqueeze(1), depth)[:, 0]
+        behind = logits if depth == 0 else follow(drafts[-1].to(logits.device).unsqueeze(1), Nodes(depth))[:, 0]
         ids, law = choose(behind, drafts)
         drafts.append(ids)
         laws.append(law)
@@ -90,12 +114,12 @@ def one_by_one(K: int, logits: Tensor, follow: Follow, choose: Choose) -> tuple[
 
 def of_depths(logits: Tensor) -> Follow:
     """Where a law hangs on the depth alone: logits (A, K, V), entry j behind all nodes of depth j."""
-    return lambda ids, level: logits[:, level : level + 1].expand(-1, ids.shape[1], -1)
+    return lambda ids, nodes: logits[:, nodes.depth : nodes.depth + 1].expand(-1, ids.shape[1], -1)
 
 
 class Step(NamedTuple):
     """A level: the nodes above that have children; where these stand in the level above, None: all do; of each node,
-    which of them its parent is, how many siblings stand before it, and where its parent stands in the level above."""
+    which of them its parent is, how many siblings stand before it, and (1, n) where its parent is in the level above."""
 
     siblings: Siblings
     inner: Tensor | None
@@ -130,7 +154,7 @@ def _steps(parents: tuple[int, ...], device: torch.device) -> tuple[Step, ...]:
         siblings = Siblings(max(level.rank) + 1, tuple(paths[node] for node in own), first, keys)
         paths |= {node: (*paths[parents[node]], node) for node in level.nodes}
         places = [inner, [inner.index(place) for place in level.above], list(level.rank), list(level.above)]
-        here, *of_nodes = (torch.tensor(part, device=device) for part in places)
-        found.append(Step(siblings, None if len(inner) == len(above) else here, *of_nodes))
+        here, parent, rank, place = (torch.tensor(part, device=device) for part in places)
+        found.append(Step(siblings, None if len(inner) == len(above) else here, parent, rank, place.unsqueeze(0)))
         above = level.nodes
     return tuple(found)

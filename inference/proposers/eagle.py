@@ -20,11 +20,12 @@ from inference.models import llama
 from inference.models.cache import SlotCache, Window, tree_window
 from inference.models.dtypes import widened
 from inference.models.forward import additive, attention, picked, visible
-from inference.models.passes import States
+from inference.models.passes import MOST_NODES, States
 from inference.models.replays import Replays
 from inference.models.step import by_round
 from inference.proposers.base import Beside, Host, Outcome, Proposal, Proposer, Round
-from inference.proposers.branching import Branching, one_by_one
+from inference.proposers.branching import Nodes, one_by_one
+from inference.proposers.growing import Growing, Shape, trees_of
 from inference.proposers.eagle_network import EagleNetwork
 
 FIRST_SLOTS, CHUNK = 256, 512  # slots at first; pairs of a prompt that are stored at once
@@ -42,10 +43,10 @@ class Eagle(Proposer):
 
     def __init__(
         self, network: EagleNetwork, greedy: bool = False, *, compile: bool | None = None,
-        shape: Sequence[int] | None = None,
+        shape: Shape = None,
     ) -> None:  # fmt: skip
         self.network, self.greedy, self.compile = network.eval(), greedy, compile
-        self.branching = Branching(shape) if shape else None
+        self.branching = trees_of(shape)
         self.reads = tuple(sorted({*network.config.layers}))
         self.host: Host | None = None
         self.stored: list[int] = []  # pairs of each row that its slot holds
@@ -134,11 +135,12 @@ class Eagle(Proposer):
         self.longest = max(self.longest, *k)
         if not max(k):
             return Proposal(torch.empty(len(k), 0, dtype=torch.int64, device=self.features_device), None, k)
-        fixed = self.replays is not None and max(lacking) <= self.longest + 1
+        shape, short = self.branching, max(lacking) <= self.longest + 1
+        fixed = self.replays is not None and short and not isinstance(shape, Growing)
         K, width = (self.longest, self.longest + 1) if fixed else (max(k), max(*lacking, 1))
-        shape = self.branching
-        given = self._given(turn, shape.nodes(k) if shape else k, lacking, width)
-        limit = max(self.stored) + width + (max(shape.nodes([K])) if shape else K)
+        K = min(K, shape.depth) if shape else K
+        given = self._given(turn, k, lacking, width)
+        limit = max(self.stored) + width + (MOST_NODES if shape else K)
         found = self._replayed(turn, given, limit, K) if fixed else None
         x, q = self._drafted(turn, given, self._slots(limit), K) if found is None else found
         self.stored, self.waiting = pairs, [0] * len(k)
@@ -149,7 +151,9 @@ class Eagle(Proposer):
         place `pairs` (A,) and the last's column `only` (A,); behind a row's last pair stands anything."""
         tails = [text[-one:] if one else text for text, one in zip(turn.texts, lacking, strict=True)]
         ids = [tail + tail[-1:] * (width - len(tail)) for tail in tails]
-        sent = turn.send(k, lacking=ids, pairs=self.stored, only=[max(one - 1, 0) for one in lacking])
+        shape, only = self.branching, [max(one - 1, 0) for one in lacking]
+        nodes, numbers = (shape.nodes(k), shape.numbers(k)) if shape else (k, {})
+        sent = turn.send(nodes, lacking=ids, pairs=self.stored, only=only, **numbers)
         self._room(width)
         found = {name: sent[name].to(self.features_device) for name in ("lacking", "pairs", "only")}
         return found | {"features": self.features[: len(k), :width]}
@@ -176,24 +180,15 @@ class Eagle(Proposer):
         A, anchor = len(ids), pairs + only
         made = picked(self._layer(ids, features, Window(0, A, positions, None, slots)), only)  # of the level above
 
-        def follow(ids: Tensor, level: int) -> Tensor:
+        def follow(ids: Tensor, nodes: Nodes) -> Tensor:
             nonlocal made
-            made = self._level(ids, made, anchor, level, slots)
+            made = self._layer(ids, nodes.of_parents(made), behind(anchor, nodes, ids.shape[1], slots))
             return self._logits(made)
 
         logits = self._logits(made)[:, 0]
         if self.branching:
             return self.branching.grown(turn, K, logits, follow, self.greedy)
         return one_by_one(K, logits, follow, by_round(turn, self.greedy))
-
-    def _level(self, ids: Tensor, made: Tensor, anchor: Tensor, level: int, slots: int) -> Tensor:
-        """Drafts (A, n) of one level, beside what was made of the pairs of the level above (A, m, H) -> (A, n, H).
-        anchor (A,): of each text's last pair."""
-        A, shape = len(ids), self.branching
-        if shape is None:
-            return self._layer(ids, made, Window(0, A, anchor.unsqueeze(1) + level, None, slots))
-        window = tree_window(shape.trees[level - 1].on(ids.device), ids.shape[1], anchor, 0)
-        return self._layer(ids, made[:, shape.above(level, ids.device)], replace(window, limit=slots))
 
     def _logits(self, made: Tensor) -> Tensor:
         """(A, n, H) -> (A, n, V)."""
@@ -263,3 +258,10 @@ class Eagle(Proposer):
         """The slot of a row whose place is `target` by now."""
         self.cache.move(source, target, self.stored[target])
         self.features[target] = self.features[source]
+
+
+def behind(anchor: Tensor, nodes: Nodes, n: int, limit: int) -> Window:
+    """Where the pairs of n drafts of each row go. anchor (A,): slots of the texts' last pairs; limit: slots to read."""
+    if nodes.tree is None:
+        return Window(0, len(anchor), anchor.unsqueeze(1) + nodes.depth, None, limit)
+    return replace(tree_window(nodes.tree.on(anchor.device), n, anchor, 0), limit=limit)

@@ -16,6 +16,7 @@ from inference.models.lm import LM
 from inference.models.passes import States
 from inference.proposers.base import Beside, Host, Outcome, Proposal, Round
 from inference.proposers.early_exit_network import ExitNetwork, serving
+from inference.proposers.growing import Shape
 from inference.proposers.independent import Independent
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class EarlyExit(Independent):
 
     def __init__(
         self, network: ExitNetwork, target: PreTrainedModel, greedy: bool = False, *, compile: bool | None = None,
-        shape: Sequence[int] | None = None,
+        shape: Shape = None,
     ) -> None:  # fmt: skip
         super().__init__(serving(network, target), greedy, compile=compile, shape=shape)
         self.target, self.rank = target, network.config.rank

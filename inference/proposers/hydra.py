@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from inference.proposers.branching import Follow
+from inference.proposers.branching import Follow, Nodes
 from inference.proposers.hydra_network import HydraNetwork
 from inference.proposers.medusa import Medusa
 from inference.proposers.newest_state import Given
@@ -17,17 +17,17 @@ class Hydra(Medusa):
     def unrolled(self, given: Given, K: int) -> tuple[Tensor, Follow]:
         network, target, newest = self.network, self.host.target, given["newest"]
         sums = network.read(network.begun(newest, K), target.embedded(given["anchor"][:, 0]), 0)
-        sums = sums.unsqueeze(2)  # (heads to come, A, nodes of the level, D): what each has read along a node's path
+        sums = sums.transpose(0, 1).unsqueeze(1)  # (A, nodes, heads to come, D): what each has read along a node's path
 
-        def follow(ids: Tensor, level: int) -> Tensor:
+        def follow(ids: Tensor, nodes: Nodes) -> Tensor:
             nonlocal sums
-            above = self.branching.above(level, ids.device) if self.branching else slice(None)
-            before = sums[1:, :, above].flatten(1, 2)
-            sums = network.read(before, target.embedded(ids).flatten(0, 1), level).unflatten(1, ids.shape)
-            return logits(level)
+            before = nodes.of_parents(sums)[:, :, 1:].flatten(0, 1).transpose(0, 1)
+            read = network.read(before, target.embedded(ids).flatten(0, 1), nodes.depth)
+            sums = read.transpose(0, 1).unflatten(0, ids.shape)
+            return logits(nodes.depth)
 
-        def logits(level: int) -> Tensor:
-            states = newest.repeat_interleave(sums.shape[2], 0)
-            return target.head(network.made(sums[0].flatten(0, 1), states, level)).unflatten(0, sums.shape[1:3])
+        def logits(depth: int) -> Tensor:
+            states = newest.repeat_interleave(sums.shape[1], 0)
+            return target.head(network.made(sums[:, :, 0].flatten(0, 1), states, depth)).unflatten(0, sums.shape[:2])
 
         return logits(0)[:, 0], follow

@@ -12,7 +12,8 @@ from inference.models.passes import LAST, States
 from inference.models.replays import Replays
 from inference.models.step import by_round
 from inference.proposers.base import Host, Outcome, Proposal, Proposer, Round
-from inference.proposers.branching import Branching, Follow, one_by_one
+from inference.proposers.branching import Follow, one_by_one
+from inference.proposers.growing import Growing, Shape, trees_of
 from inference.proposers.medusa_network import Heads
 
 Given = Mapping[str, Tensor]  # newest (A, D), the states; anchor (A, 1), the ids behind them
@@ -28,9 +29,9 @@ class NewestState(Proposer):
 
     reads = (LAST,)
 
-    def __init__(self, network: Heads, greedy: bool = False, *, shape: Sequence[int] | None = None) -> None:
+    def __init__(self, network: Heads, greedy: bool = False, *, shape: Shape = None) -> None:
         self.network, self.greedy = network.eval(), greedy
-        self.branching = Branching(shape) if shape else None
+        self.branching = trees_of(shape)
         self.depths = self.most = network.depths
         self.newest: Tensor  # (slots, D)
         self.blank: list[bool] = []  # rows without a state
@@ -74,11 +75,12 @@ class NewestState(Proposer):
         K = min(max(k), self.branching.depth) if self.branching else max(k)
         if not K:
             return Proposal(torch.empty(len(k), 0, dtype=torch.int64, device=self.newest.device), None, k)
-        sent = turn.send(self.branching.nodes(k) if self.branching else k)
+        shape = self.branching
+        sent = turn.send(shape.nodes(k), **shape.numbers(k)) if shape else turn.send(k)
         given = {"newest": self.newest[: len(k)], "anchor": sent["anchor"]}
-        found = self._replayed(turn, given, K)
+        found = None if isinstance(shape, Growing) else self._replayed(turn, given, K)
         x, q = self._drafted(turn, given, K) if found is None else found
-        return self.branching.proposal(k, x, q) if self.branching else Proposal(x, q, k)
+        return shape.proposal(k, x, q) if shape else Proposal(x, q, k)
 
     def _drafted(self, turn: Round, given: Given, K: int) -> tuple[Tensor, Tensor]:
         """Drafts of K depths and the laws that they were drawn from; a function of tensors."""

@@ -12,6 +12,7 @@ from inference.models.lm import LM
 from inference.models.one_pass import Masked, at_once, behind, drawn
 from inference.proposers.base import Outcome, Proposal, Round
 from inference.proposers.branching import Branching, of_depths
+from inference.proposers.growing import Growing, Shape
 from inference.proposers.independent import Independent
 
 MASK, DEPTHS = "pard_token", "pard_depths"  # of config.json: the id that is read as a mask; drafts that it learnt
@@ -22,14 +23,15 @@ class Parallel(Independent):
 
     The law at depth j sees the text and j masks, not the drafts before it, so it is the same whatever these are: it is
     what the draft is drawn from, and verification is exact as ever. Keys and values of masks are overwritten by the
-    round after. Drafts no further than its config says that it has learnt. Arguments as `Independent`; raises
-    ValueError for a model whose config names no mask.
+    round after. Drafts no further than its config says that it has learnt. Trees take the same pass: all nodes of one
+    depth have one law. Arguments as `Independent`; raises ValueError for a model whose config names no mask.
     """
 
     def __init__(
-        self, model: PreTrainedModel | str, greedy: bool = False, *, compile: bool | None = None, int8: bool = False
-    ) -> None:
-        super().__init__(model, greedy, compile=compile, int8=int8)
+        self, model: PreTrainedModel | str, greedy: bool = False, *, compile: bool | None = None, int8: bool = False,
+        shape: Shape = None,
+    ) -> None:  # fmt: skip
+        super().__init__(model, greedy, compile=compile, int8=int8, shape=shape)
         self.mask, self.most = mask_of(self.model.config)
         self.depths = self.most
 
@@ -45,7 +47,8 @@ class Parallel(Independent):
             return Proposal(torch.empty(len(k), 0, dtype=torch.int64, device=self.lm.device), None, k)
         self.longest = max(self.longest, K)
         made, shape = self.longest if self.lm.compiled else K, self.branching
-        sent = turn.send(shape.nodes(k) if shape else k, **self._masked(turn.texts, k, made))
+        numbers = self._masked(turn.texts, k, made) | (shape.numbers(k) if shape else {})
+        sent = turn.send(shape.nodes(k) if shape else k, **numbers)
         masked, begins = Masked(*self._here(sent["masked"], sent["begins"], sent["anchors"])), list(self.stored)
         self.stored = [len(text) if k else begin for text, k, begin in zip(turn.texts, k, begins, strict=True)]
         if shape:
@@ -59,7 +62,7 @@ class Parallel(Independent):
         """(A, k, V) at the anchor and the k - 1 masks behind it."""
         return behind(self.lm.forward(masked.ids, begins, at=masked.begins).logits, masked.anchors, k)
 
-    def _trees(self, turn: Round, logits: Tensor, shape: Branching) -> tuple[Tensor, Tensor]:
+    def _trees(self, turn: Round, logits: Tensor, shape: Branching | Growing) -> tuple[Tensor, Tensor]:
         """Nodes and laws as `Branching.grown`, from logits (A, k, V) by depth."""
         return shape.grown(turn, logits.shape[1], logits[:, 0], of_depths(logits), self.greedy)
 

@@ -1,7 +1,6 @@
 """The target in fewer bits as its own draft: nothing is trained, its acceptance is what rounding leaves."""
 
 import copy
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from inference.drafts.weight_files import CONFIG, read_json
 from inference.models.dtypes import quantised
 from inference.models.llama import can_round, int8_rows
 from inference.proposers.base import Beside
+from inference.proposers.growing import Shape
 from inference.proposers.independent import Independent
 
 BITS = ("int8", "nf4")
@@ -41,7 +41,7 @@ class Quantised(Independent):
 
     def __init__(
         self, target: PreTrainedModel, bits: str = "int8", greedy: bool = False, *, compile: bool | None = None,
-        shape: Sequence[int] | None = None,
+        shape: Shape = None,
     ) -> None:  # fmt: skip
         if bits not in BITS:
             raise ValueError(f"bits: {bits!r} is none of {', '.join(BITS)}")
