@@ -1,5 +1,5 @@
-"""Trees that each row's own laws decide: exact whatever they come to, of a fixed number of nodes, those of the likeliest
-paths among what was read."""
+"""Trees that each row's own laws decide: exact whatever they come to, of a fixed number of nodes, those of the
+likeliest paths among what was read."""
 
 from typing import Any
 
@@ -67,7 +67,7 @@ def test_rows_are_as_if_alone(kind: str) -> None:
 
 
 def test_a_draft_equal_to_the_target_is_never_refused() -> None:
-    """All paths of two children are in the tree: what was read of accepted ones stays stored, no more counts as stored."""
+    """All paths of two children are in the tree: what was read of accepted ones stays stored, and no more than that."""
     target = tiny()
     engine = Engine(target, Independent(target, shape=Dynamic(14, 3, 4, 2)), verify="tree", policy=Fixed(3), rows=3)
     out = engine.generate(PROMPTS[:3], max_new_tokens=28, sampling=Sampling(0), ignore_eos=True)

@@ -1,5 +1,5 @@
-"""Trees that every kind with a `shape` drafts: exact, batched and ragged, with the laws that its chains have; their calls
-are those that forced rounds predict. A kind is tested here once `tests.kinds` has a maker for it."""
+"""Trees that every kind with a `shape` drafts: exact, batched and ragged, with the laws that its chains have; their
+calls are those that forced rounds predict. A kind is tested here once `tests.kinds` has a maker for it."""
 
 from typing import Any
 
@@ -169,7 +169,8 @@ def test_no_deeper_than_was_learnt(kind: str) -> None:
 @each_kind
 def test_laws_by_depth_say_what_every_shape_accepts(kind: str, temperature: float) -> None:
     """From chains alone: what forced rounds of the trees say round by round, and calls within 4 sigma of those made."""
-    target, sampling, prompts = tiny(vocab=8, layers=1, hidden=8, seed=3), Sampling(temperature), [[1, 2, 3], [5, 6]] * 4
+    prompts, sampling = [[1, 2, 3], [5, 6]] * 4, Sampling(temperature)
+    target = tiny(vocab=8, layers=1, hidden=8, seed=3)
     engine = Engine(target, drafts(kind, target, TWO), verify="tree", policy=Fixed(3), rows=8)
     keys = row_ids(prompts)
     out = engine.generate(prompts, max_new_tokens=16, sampling=sampling, seed=5, ids=keys, ignore_eos=True)

@@ -25,9 +25,10 @@ from inference.slots import Run
 
 
 class ForcedRound(DecodingRound):
-    """A round whose draws are the ids `follows` (A, K). By depth, drawn: laws (A, V) that were drawn from, scored (A, V):
-    the draft's scores, as settings that read history leave them, and close (A,): where the two best of these are within
-    `gap`. Of trees also offered (A, m): the children that would have been drawn, and whether these are certain."""
+    """A round whose draws are the ids `follows` (A, K). By depth, drawn: laws (A, V) of the draws, scored (A, V):
+    the draft's scores, as settings that read history leave them, and close (A,): where the two best of these are less
+    than `gap` apart. Of trees also offered (A, m): the children that would have been drawn, and whether these are
+    certain."""
 
     follows: Tensor
     gap: float

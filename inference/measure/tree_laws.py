@@ -1,7 +1,7 @@
 """Laws of a draft of any kind at every token of texts, by depth: from them every shape is rated, none of which ran.
 
-A law at depth j of a round that begins at token t may hang on t, on j and on the text's tokens between: forced rounds of
-chains find it, one round a token. B texts, T tokens of the longest, K depths, V vocabulary.
+A law at depth j of a round that begins at token t may hang on t, on j and on the text's tokens between: forced rounds
+of chains find it, one round a token. B texts, T tokens of the longest, K depths, V vocabulary.
 """
 
 import copy

@@ -20,8 +20,9 @@ from inference.verify.tree import depths_of, ranks_of
 
 
 class Nodes(NamedTuple):
-    """Drafts that one pass reads. depth: of them all, 1 or more; above (1 or A, n): where the parent of each stands among
-    the nodes of the pass before, None: there is one of each; tree: whose last n nodes they are, None of a chain."""
+    """Drafts that one pass reads. depth: of them all, 1 or more; above (1 or A, n): where the parent of each stands
+    among the nodes of the pass before, None: there is one of each; tree: whose last n nodes they are, None of a
+    chain."""
 
     depth: int
     above: Tensor | None = None
@@ -119,7 +120,7 @@ def of_depths(logits: Tensor) -> Follow:
 
 class Step(NamedTuple):
     """A level: the nodes above that have children; where these stand in the level above, None: all do; of each node,
-    which of them its parent is, how many siblings stand before it, and (1, n) where its parent is in the level above."""
+    which of them its parent is, how many siblings stand before it, and above (1, n) as of `Nodes`."""
 
     siblings: Siblings
     inner: Tensor | None

@@ -25,8 +25,8 @@ from inference.models.replays import Replays
 from inference.models.step import by_round
 from inference.proposers.base import Beside, Host, Outcome, Proposal, Proposer, Round
 from inference.proposers.branching import Nodes, one_by_one
-from inference.proposers.growing import Growing, Shape, trees_of
 from inference.proposers.eagle_network import EagleNetwork
+from inference.proposers.growing import Growing, Shape, trees_of
 
 FIRST_SLOTS, CHUNK = 256, 512  # slots at first; pairs of a prompt that are stored at once
 

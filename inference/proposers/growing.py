@@ -22,8 +22,8 @@ from inference.sampling import wide
 
 @dataclass(frozen=True)
 class Dynamic:
-    """nodes: of a round, all that are verified; depth: levels; width: nodes of a level that are read; children: of each.
-    Raises ValueError for sizes below 1 and for more nodes than a pass takes."""
+    """nodes: of a round, all that are verified; depth: levels; width: nodes of a level that are read; children: of
+    each. Raises ValueError for sizes below 1 and for more nodes than a pass takes."""
 
     nodes: int
     depth: int
@@ -51,7 +51,9 @@ class Growing:
         for _ in range(1, shape.depth):
             self.widths.append(min(shape.width, self.widths[-1] * shape.children))
             self.counts.append(self.counts[-1] + self.widths[-1] * shape.children)
-        self.passes: Tensor  # (A, N) of the last round's nodes, their numbers among those that were read, -1: it was not
+        self.passes: (
+            Tensor  # (A, N) of the last round's nodes, their numbers among those that were read, -1: it was not
+        )
 
     def require(self, vocabulary: int, depths: int | None = None) -> None:
         """Raise ValueError for more children than tokens, and for more levels than `depths`."""
@@ -71,8 +73,8 @@ class Growing:
     def grown(
         self, turn: Round, depth: int, logits: Tensor, follow: Follow, likeliest: bool = True
     ) -> tuple[Tensor, Tensor]:
-        """Ids and parents (A, N) of the nodes, of at most `depth` levels, from logits (A, V) behind each text; none of a
-        row is deeper than its own levels. Children are the likeliest, also where that is not asked."""
+        """Ids and parents (A, N) of the nodes, of at most `depth` levels, from logits (A, V) behind each text; none of
+        a row is deeper than its own levels. Children are the likeliest, also where that is not asked."""
         levels, candidates = turn.send()["levels"].to(logits.device), Candidates(logits)
         behind, C = logits.unsqueeze(1), self.shape.children
         for level in range(depth):

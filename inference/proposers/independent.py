@@ -120,7 +120,9 @@ class Independent(Proposer):
 
         x, q = shape.grown(turn, depth, logits, follow, self.greedy)
         self.anchors, rows = (start, at, depth), zip(turn.texts, k, self.stored, strict=True)
-        self.stored = [len(text) + depth - 1 if wanted else stored for text, wanted, stored in rows]  # not the last level
+        self.stored = [
+            len(text) + depth - 1 if wanted else stored for text, wanted, stored in rows
+        ]  # not the last level
         return shape.proposal(k, x, q)
 
     def _at_once(self, turn: Round, k: list[int]) -> Proposal | None:

@@ -93,8 +93,8 @@ class NewestState(Proposer):
         raise NotImplementedError(f"{type(self).__name__}.unrolled")
 
     def _replayed(self, turn: Round, given: Given, K: int) -> tuple[Tensor, Tensor] | None:
-        """As `_drafted`, by a CUDA graph that was recorded for these shapes; None where there are none, or laws and draws
-        take more than tensors."""
+        """As `_drafted`, by a CUDA graph that was recorded for these shapes; None where there are none, or laws and
+        draws take more than tensors."""
         inputs = turn.inputs(bool(self.branching)) if self.replays is not None else None
         if inputs is None or self.replays is None:
             return None
@@ -115,4 +115,3 @@ class NewestState(Proposer):
         if source != target:
             self.newest[target], self.blank[target] = self.newest[source], self.blank[source]
         self.blank.pop()
-

@@ -4,10 +4,10 @@
         [--temperatures 0,0.3,0.7,1] [--batches 1,8] [--rules tree,traversal]
 
 Folders are of `cotrain train`, for the bundled target. A row is a kind, a temperature, a batch, a shape and a rule: tau
-measured on prompts that nothing was fitted on, tau predicted from the very texts that came out, with its standard error,
-and seconds. Shapes: nothing, chains, full trees, the planned one (grown by exact calls on other texts under the cost
-table), Sequoia's of as many nodes, and one that each row's own laws decide, whose calls are not predicted. Speeds are of
-one run each and mean little where other processes share the cores; calls are exact.
+measured on prompts that nothing was fitted on, tau predicted from the very texts that came out, with its standard
+error, and seconds. Shapes: nothing, chains, full trees, the planned one (grown by exact calls on other texts under the
+cost table), Sequoia's of as many nodes, and one that each row's own laws decide, whose calls are not predicted. Speeds
+are of one run each and mean little where other processes share the cores; calls are exact.
 """
 
 import argparse
@@ -128,9 +128,7 @@ class Study:
 
     def row(self, shape: Shape, rule: str, likeliest: bool, batch: int, sampling: Sampling) -> dict[str, Any]:
         """One shape under one rule, and its prediction where there is one."""
-        engine = Engine(
-            self.target.model, self.drafts(shape, likeliest), verify=rule, policy=Fixed(DEPTH), rows=batch
-        )
+        engine = Engine(self.target.model, self.drafts(shape, likeliest), verify=rule, policy=Fixed(DEPTH), rows=batch)
         texts, seconds = self.target.run(engine, self.target.held, sampling)
         tokens, calls = sum(map(len, texts.tokens)), sum(row.target_calls for row in texts.counts)
         found = {"likeliest": likeliest, "tokens": tokens, "calls": calls, "tau": tokens / calls, "seconds": seconds}
