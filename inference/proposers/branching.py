@@ -55,6 +55,7 @@ class Branching:
         depths = depths_of(self.parents)
         self.depth = max(depths, default=0)
         self.counts = [sum(own <= depth for own in depths) for depth in range(self.depth + 1)]
+        self.room = self.counts[-1]  # slots of the draft that a round may take
         Tree(self.parents)
         self.trees = [Tree(self.parents[:count]) for count in self.counts[1:]]
 

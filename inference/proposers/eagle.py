@@ -20,7 +20,7 @@ from inference.models import llama
 from inference.models.cache import SlotCache, Window, tree_window
 from inference.models.dtypes import widened
 from inference.models.forward import additive, attention, picked, visible
-from inference.models.passes import MOST_NODES, States
+from inference.models.passes import States
 from inference.models.replays import Replays
 from inference.models.step import by_round
 from inference.proposers.base import Beside, Host, Outcome, Proposal, Proposer, Round
@@ -140,7 +140,7 @@ class Eagle(Proposer):
         K, width = (self.longest, self.longest + 1) if fixed else (max(k), max(*lacking, 1))
         K = min(K, shape.depth) if shape else K
         given = self._given(turn, k, lacking, width)
-        limit = max(self.stored) + width + (MOST_NODES if shape else K)
+        limit = max(self.stored) + width + (shape.room if shape else K)
         found = self._replayed(turn, given, limit, K) if fixed else None
         x, q = self._drafted(turn, given, self._slots(limit), K) if found is None else found
         self.stored, self.waiting = pairs, [0] * len(k)

@@ -120,9 +120,8 @@ class Independent(Proposer):
 
         x, q = shape.grown(turn, depth, logits, follow, self.greedy)
         self.anchors, rows = (start, at, depth), zip(turn.texts, k, self.stored, strict=True)
-        self.stored = [
-            len(text) + depth - 1 if wanted else stored for text, wanted, stored in rows
-        ]  # not the last level
+        # of the last level nothing is stored
+        self.stored = [len(text) + depth - 1 if wanted else stored for text, wanted, stored in rows]
         return shape.proposal(k, x, q)
 
     def _at_once(self, turn: Round, k: list[int]) -> Proposal | None:
