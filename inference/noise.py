@@ -134,7 +134,17 @@ def gumbel_states(seed: int, row: Tensor) -> Tensor:
 def children_states(seed: int, row: Tensor, start: Tensor) -> Tensor:
     """What is known of the noise that draws children of a tree's nodes, of rows (B,) and the tokens (B,) that they had
     emitted when the round began: `gumbel_after(states, node (B, n), V)` is the noise at each node (0 the anchor)."""
-    return _absorb(_start(seed, (CHILDREN,), row)[0], start)
+    return started(branch_states(seed, row), start)
+
+
+def branch_states(seed: int, row: Tensor) -> Tensor:
+    """What `children_states` knows of rows (B,) before a round begins."""
+    return _start(seed, (CHILDREN,), row)[0]
+
+
+def started(states: Tensor, start: Tensor) -> Tensor:
+    """`children_states` of rows by their `branch_states` (B,)."""
+    return _absorb(states, start)
 
 
 def gumbel_after(states: Tensor, position: Tensor, V: int) -> Tensor:

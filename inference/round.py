@@ -216,15 +216,17 @@ class DecodingRound(TreesOfRound):
     @property
     def steady(self) -> frozenset[str]:
         """Of `inputs`, what changes only when rows come or go."""
-        return frozenset({*self.batch.tensors, "states"} - {"history.made"})
+        return frozenset({*self.batch.tensors, "states", "branches"} - {"history.made"})
 
-    def inputs(self) -> dict[str, Tensor] | None:
-        """The tensors by name that laws, draws and verdict read of this round; None where own processors read more."""
+    def inputs(self, trees: bool = False) -> dict[str, Tensor] | None:
+        """The tensors by name that laws, draws and verdict read of this round, and with `trees` the children of nodes;
+        None where own processors read more."""
         if self.batch.own:
             return None
         sent = self.send()
         found = self.batch.tensors | {"start": sent["start"], "uniforms": self._numbers}
         found |= {"tails": sent["tails"]} if self.batch.history else {}
+        found |= {"branches": self._branches} if trees else {}
         return found | ({"states": self._states} if self.rule.shared else {})
 
     def on(self, given: Mapping[str, Tensor]) -> "DecodingRound":
@@ -232,8 +234,10 @@ class DecodingRound(TreesOfRound):
         turn = copy(self)
         turn.replays, turn.batch = None, self.batch.on(given)
         turn.sent = {name: given[name] for name in ("start", "tails") if name in given}
-        made = {"_numbers": given["uniforms"]} | ({"_states": given["states"]} if "states" in given else {})
-        vars(turn).pop("_gumbel", None)
+        made = {f"_{name}": given[name] for name in ("states", "branches") if name in given}
+        made |= {"_numbers": given["uniforms"]}
+        for name in ("_gumbel", "_children"):
+            vars(turn).pop(name, None)
         vars(turn).update(made)
         return turn
 

@@ -86,8 +86,9 @@ def kept(lm: LM, texts: Sequence[list[int]], at: Tensor, states: States, path: T
     it. A chain is a text already."""
     if path is None:
         return states
+    found = {layer: along(part, path) for layer, part in states.items()}  # first: what follows may overwrite states
     lm.keep([len(text) - 1 for text in texts], path, at=at)
-    return {layer: along(part, path) for layer, part in states.items()}
+    return found
 
 
 def along(states: Tensor, path: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from inference.batched.batch import Batch
 from inference.batched.children import children
 from inference.models.passes import Tree
-from inference.noise import Uniforms, children_states, gumbel_after
+from inference.noise import Uniforms, gumbel_after, started
 from inference.proposers.base import Siblings
 from inference.settled import paths_of
 from inference.verify.rules import Rule
@@ -73,4 +73,8 @@ class TreesOfRound:
 
     @cached_property
     def _children(self) -> Tensor:
-        return children_states(self.noise.seed, self.batch.ids, self.send()["start"])
+        return started(self._branches, self.send()["start"])
+
+    @cached_property
+    def _branches(self) -> Tensor:
+        return self.batch.branch_states(self.noise.seed)

@@ -1,5 +1,6 @@
 """Kinds of drafts, as small as a test can afford: every kind in this table passes the conformance suites."""
 
+import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +11,8 @@ from typing import Any
 import torch
 from transformers import LlamaForCausalLM
 
-from inference.proposers import Independent, NGram
+from inference.proposers import KINDS as REGISTERED
+from inference.proposers import Independent, NGram, kind_of
 from inference.proposers.base import Proposer
 from inference.proposers.eagle import Eagle
 from inference.proposers.eagle_network import EagleConfig, EagleNetwork, fused
@@ -34,9 +36,10 @@ CONTRIBUTING = Path(__file__).resolve().parent.parent / "CONTRIBUTING.md"
 
 @dataclass(frozen=True)
 class Kind:
-    """proposer: made for a tiny target, so that its drafts are often right and not always."""
+    """proposer: made for a tiny target, so that its drafts are often right and not always. Of a kind that drafts trees
+    (`SHAPED`) it passes `shape` and `greedy` on."""
 
-    proposer: Callable[[LlamaForCausalLM], Proposer]
+    proposer: Callable[..., Proposer]
 
 
 def example_code() -> str:
@@ -152,19 +155,24 @@ def masked(target: LlamaForCausalLM, noise: float = 0.15, depths: int = 4) -> Ll
     return model
 
 
-def parallel(target: LlamaForCausalLM, greedy: bool = False, compile: bool = False) -> Parallel:
-    return Parallel(masked(target), greedy, compile=compile)
+def parallel(target: LlamaForCausalLM, greedy: bool = False, **settings: Any) -> Parallel:
+    return Parallel(masked(target), greedy, **settings)
+
+
+def pruned(target: LlamaForCausalLM, **settings: Any) -> Eagle:
+    """It knows every other token."""
+    return Eagle(eagle(target, draft_vocab_size=target.config.vocab_size // 2), **settings)
 
 
 KINDS = {
-    "eagle": Kind(lambda target: Eagle(eagle(target))),
-    "eagle, pruned": Kind(lambda target: Eagle(eagle(target, draft_vocab_size=target.config.vocab_size // 2))),
-    "independent": Kind(lambda target: Independent(near(target, 0.15))),
-    "early_exit": Kind(lambda target: EarlyExit(exit_network(target), target)),
+    "eagle": Kind(lambda target, **settings: Eagle(eagle(target), **settings)),
+    "eagle, pruned": Kind(pruned),
+    "independent": Kind(lambda target, **settings: Independent(near(target, 0.15), **settings)),
+    "early_exit": Kind(lambda target, **settings: EarlyExit(exit_network(target), target, **settings)),
     "independent, greedy": Kind(lambda target: Independent(near(target, 0.15), greedy=True)),
-    "medusa": Kind(lambda target: Medusa(medusa(target))),
+    "medusa": Kind(lambda target, **settings: Medusa(medusa(target), **settings)),
     "medusa, greedy": Kind(lambda target: Medusa(medusa(target), greedy=True)),
-    "hydra": Kind(lambda target: Hydra(hydra(target))),
+    "hydra": Kind(lambda target, **settings: Hydra(hydra(target), **settings)),
     "quantised": Kind(Quantised),
     "parallel": Kind(parallel),
     "parallel, greedy": Kind(lambda target: parallel(target, greedy=True)),
@@ -174,3 +182,12 @@ KINDS = {
     "other_tokenizer": Kind(other_tokenizer),
     "example": Kind(next_head),
 }
+
+
+def takes_shape(name: str) -> bool:
+    """Whether a class of `proposers.KINDS` drafts trees."""
+    return "shape" in inspect.signature(kind_of(name).__init__).parameters
+
+
+SHAPED = [name for name in KINDS if name.split(", ")[0] in REGISTERED and takes_shape(name.split(", ")[0])]
+SHAPED = [name for name in SHAPED if not name.endswith("greedy")]  # `greedy=` makes these of the others

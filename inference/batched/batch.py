@@ -13,7 +13,7 @@ from torch import Tensor
 
 from inference.batched.history import History
 from inference.batched.laws import Regimes
-from inference.noise import gumbel_states
+from inference.noise import branch_states, gumbel_states
 from inference.processors import needs_history
 from inference.request import Request
 
@@ -29,6 +29,7 @@ class Batch:
         self.regimes = Regimes(sampling, device)
         self.history = History(rows, vocabulary, device) if any(map(needs_history, sampling)) else None
         self.states: dict[int, Tensor] = {}  # by seed
+        self.branches: dict[int, Tensor] = {}
         self.own = [a for a, one in enumerate(sampling) if one.processors]  # rows with processors of their own
 
     def holds(self, rows: Sequence[Request]) -> bool:
@@ -67,6 +68,12 @@ class Batch:
         if seed not in self.states:
             self.states = {seed: gumbel_states(seed, self.ids)}
         return self.states[seed]
+
+    def branch_states(self, seed: int) -> Tensor:
+        """`noise.branch_states` of the rows, made once."""
+        if seed not in self.branches:
+            self.branches = {seed: branch_states(seed, self.ids)}
+        return self.branches[seed]
 
 
 def send(device: torch.device, **numbers: Numbers) -> dict[str, Tensor]:

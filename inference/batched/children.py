@@ -23,7 +23,7 @@ def children(
     """
     law = regimes.law(scores)  # (A, n, V)
     shape = *law.shape[:2], m, law.shape[-1]
-    if certain or all(temperature == 0 for temperature in regimes.temperatures):
+    if certain or regimes.sure:
         return _likeliest(scores, law, m)
     ids, laws = sampled(law, noise(), m), law.unsqueeze(2).expand(shape)
     if not regimes.some_greedy:

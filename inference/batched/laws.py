@@ -52,16 +52,17 @@ class Regimes:
     @property
     def key(self) -> Hashable:
         """All that the laws of `general` depend on but its tensors."""
-        return self._likeliest, self.some_greedy, self.least, self._rounded
+        return self.sure, self.some_greedy, self.least, self._rounded
 
     def general(self) -> "Regimes":
         """The same laws by tensors alone, for all rows with this `key` and tensors of these shapes."""
         made = copy(self)
-        made.most, made.alike = self._rounded, Sampling(0.0) if self._likeliest else None
+        made.most, made.alike = self._rounded, Sampling(0.0) if self.sure else None
         return made
 
     @property
-    def _likeliest(self) -> bool:
+    def sure(self) -> bool:
+        """Whether all rows are of one setting, of temperature 0."""
         return self.alike is not None and self.alike.temperature == 0
 
     @property

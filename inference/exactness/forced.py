@@ -6,7 +6,7 @@ which is all that the acceptance of the text depends on.
 B texts, T tokens of the longest, A rows of a round, K drafts of a round, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -25,13 +25,15 @@ from inference.slots import Run
 
 
 class ForcedRound(DecodingRound):
-    """A round whose draws are the ids `follows` (A, K). By depth, drawn: laws (A, V) that were drawn from, and close
-    (A,): where the two best scores of the draft, as settings that read history leave them, are within `gap`. Of trees
-    also offered (A, m): the children that would have been drawn, and whether these are certain."""
+    """A round whose draws are the ids `follows` (A, K). By depth, drawn: laws (A, V) of the draws, scored (A, V):
+    the draft's scores, as settings that read history leave them, and close (A,): where the two best of these are less
+    than `gap` apart. Of trees also offered (A, m): the children that would have been drawn, and whether these are
+    certain."""
 
     follows: Tensor
     gap: float
     drawn: dict[int, Tensor]
+    scored: dict[int, Tensor]
     close: dict[int, Tensor]
     offered: dict[int, Tensor]
     certain: bool
@@ -40,12 +42,12 @@ class ForcedRound(DecodingRound):
     def temperatures(self) -> list[float] | None:
         return None  # no draws but by `draw`
 
-    def inputs(self) -> dict[str, Tensor] | None:
+    def inputs(self, trees: bool = False) -> dict[str, Tensor] | None:
         return None
 
     def scores(self, logits: Tensor, drafted: list[Tensor]) -> Tensor:
         found = super().scores(logits, drafted)
-        self.close[len(drafted)] = near_ties(found, self.gap)
+        self.scored[len(drafted)], self.close[len(drafted)] = found, near_ties(found, self.gap)
         return found
 
     def draw(self, law: Tensor, depth: int) -> Tensor:
@@ -105,6 +107,18 @@ def _together(parts: list[list[Tensor | None]], rounds: list[list["_Found"]], B:
     return reach
 
 
+class Along(NamedTuple):
+    """A forced round of the texts numbered `rows` (A,), which accepts nothing: logits and p (A, N+1, V) of the target's
+    pass, and how many tokens of each text follow, left (A,)."""
+
+    rows: Tensor
+    turn: ForcedRound
+    proposal: Proposal
+    logits: Tensor
+    p: Tensor
+    left: Tensor
+
+
 class _Found(NamedTuple):
     """One round of the texts numbered `rows`: of its first token (A,), and of the drafts by depth (A, K)."""
 
@@ -121,42 +135,52 @@ class _Found(NamedTuple):
 def _batch(
     engine: Engine, texts: Emitted, sampling: Sampling, max_new_tokens: int, noise: float, low: int
 ) -> list[_Found]:
-    """The rounds of as many texts as the engine has rows, from number `low` on: one a token of the longest."""
+    """What the rounds of as many texts as the engine has rows say, from number `low` on."""
+    found = []
+    for one in rounds_along(engine, texts, sampling, max_new_tokens, low, noise):
+        turn, p, drafts = one.turn, one.p, one.proposal
+        chain = drafts if drafts.tree is None else Proposal(drafts.x[:, :0], None, [0] * len(drafts.k))
+        here = _recorded(turn, p, one.logits, chain, noise, sampling)
+        here = here if drafts.tree is None else _of_tree(turn, p, drafts, here, one.left)
+        found.append(here._replace(rows=one.rows))
+    return found
+
+
+def rounds_along(
+    engine: Engine, texts: Emitted, sampling: Sampling, max_new_tokens: int, low: int = 0, noise: float = 0.0
+) -> Iterator[Along]:
+    """Forced rounds of as many texts as the engine has rows, from number `low` on: one a token of the longest. noise:
+    the `gap` of their scores."""
     part = slice(low, low + engine.rows)
     run = engine.begin(texts.prompts[part], max_new_tokens, sampling, 0, texts.ids[part], True)
     engine.slots.admit(run)
-    tokens, found = texts.tokens[part], []
+    tokens = texts.tokens[part]
     while run.active:
-        one = _round(engine, run, [tokens[row.index] for row in run.active], sampling, noise)
-        found.append(one._replace(rows=torch.tensor([low + row.index for row in run.active])))
+        yield _round(engine, run, [tokens[row.index] for row in run.active], noise, low)
         for row in run.active:
             row.text.append(tokens[row.index][row.emitted])
             if row.emitted == len(tokens[row.index]):
                 row.finish = "length"
         engine.slots.leave(run)
-    return found
 
 
-def _round(engine: Engine, run: Run, tokens: Sequence[list[int]], sampling: Sampling, noise: float) -> _Found:
-    """One round of the active rows, whose texts go on with `tokens`; it accepts nothing."""
+def _round(engine: Engine, run: Run, tokens: Sequence[list[int]], noise: float, low: int) -> Along:
+    """One round of the active rows, whose texts go on with `tokens`."""
     target, k = engine.target, run.lengths(engine.policy)
     turn = ForcedRound(run.active, k, engine.rule, run.noise, target.vocabulary, target.device, run.batch)
     width = max(*k, 1)
     nexts = [text[row.emitted : row.emitted + width] for row, text in zip(run.active, tokens, strict=True)]
     turn.follows = torch.tensor([one + [0] * (width - len(one)) for one in nexts], device=target.device)
-    turn.gap, turn.drawn, turn.close, turn.offered, run.batch = noise, {}, {}, {}, turn.batch
+    turn.gap, turn.drawn, turn.scored, turn.close, turn.offered, run.batch = noise, {}, {}, {}, {}, turn.batch
     proposal = engine.propose(turn)
     seen = engine.read(turn, proposal)
     p = turn.laws(seen.logits, proposal.x, proposal.k, proposal.tree)
-    chain = proposal if proposal.tree is None else Proposal(proposal.x[:, :0], None, [0] * len(k))
-    found = _recorded(turn, p, seen.logits, chain, noise, sampling)
-    if proposal.tree is not None:
-        left = torch.tensor([len(text) - row.emitted for row, text in zip(run.active, tokens, strict=True)])
-        found = _of_tree(turn, p, proposal, found, left.to(p.device))
     if run.proposer:
         nothing = torch.zeros(len(k), dtype=torch.int64, device=target.device)
         run.proposer.commit(Outcome([len(text) for text in turn.texts], nothing, seen.states))
-    return found
+    rows = torch.tensor([low + row.index for row in run.active])
+    left = [len(text) - row.emitted for row, text in zip(run.active, tokens, strict=True)]
+    return Along(rows, turn, proposal, seen.logits, p, torch.tensor(left, device=p.device))
 
 
 def _of_tree(turn: ForcedRound, p: Tensor, proposal: Proposal, found: _Found, left: Tensor) -> _Found:

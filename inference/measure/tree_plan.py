@@ -22,7 +22,8 @@ from inference.verify.tree_prediction import by_draw, by_rank, rank_of, reach_tr
 
 class Laws(NamedTuple):
     """Laws p, q (B, T, V) of the texts' tokens x (B, T), which is 0 past their lengths (B,); rank (B, T): how many
-    tokens the draft holds likelier than x."""
+    tokens the draft holds likelier than x. Where a draft's law hangs on where its round began, q (B, T, K, V) and rank
+    (B, T, K), by depth (see `tree_laws`)."""
 
     p: Tensor
     q: Tensor
@@ -62,10 +63,12 @@ def _laws(lm: LM, texts: Emitted, sampling: Sampling, T: int) -> tuple[Tensor, T
 
 
 def accept_of(laws: Laws, children: int, likeliest: bool) -> Tensor:
-    """Chances (B, T, C) of the texts' tokens as each of a node's children, see `tree_prediction`. At
+    """Chances (B, T, C), or (B, T, K, C), of the texts' tokens as each of a node's children, see `tree_prediction`. At
     temperature 0 drafts serve the likeliest children."""
     if likeliest:
         return by_rank(laws.rank, children)
+    if laws.q.ndim == 4:  # (B, T, K, V)
+        return by_draw(laws.p.unsqueeze(2), laws.q, laws.x.unsqueeze(-1).expand(laws.rank.shape), children)
     return by_draw(laws.p, laws.q, laws.x, children)
 
 

@@ -129,8 +129,9 @@ class Round(Protocol):
 
         Drawn without replacement; the likeliest ones, with one-hot laws, in rows of temperature 0 and where asked."""
 
-    def inputs(self) -> dict[str, Tensor] | None:
-        """By name, the tensors that laws and draws read; None where they read more than tensors."""
+    def inputs(self, trees: bool = False) -> dict[str, Tensor] | None:
+        """By name, the tensors that laws and draws read, with `trees` those of children too; None where they read more
+        than tensors."""
 
     def on(self, given: Mapping[str, Tensor]) -> "Round":
         """Its laws and draws, read from other tensors of the names and shapes of `inputs`."""

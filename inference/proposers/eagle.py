@@ -2,11 +2,13 @@
 
 Pair s of a text is the target's features of token s beside the embedding of token s + 1, see `eagle_network`; its keys
 and values are in slot s of a cache of one layer. A round first stores the pairs of the tokens that were accepted, with
-the features that the target's pass left, then goes on with pairs of its own, which the next round overwrites.
+the features that the target's pass left, then goes on with pairs of its own, which the next round overwrites. Of a tree
+of drafts the pair of node i is in slot anchor + 1 + i, the anchor being the text's last pair (see `passes.Tree`).
 A rows, n pairs a row, H width, K drafts of a round, V vocabulary.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,14 +17,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from inference.models import llama
-from inference.models.cache import SlotCache, Window
+from inference.models.cache import SlotCache, Window, tree_window
 from inference.models.dtypes import widened
-from inference.models.forward import additive, attention, picked, seen_from
+from inference.models.forward import additive, attention, picked, visible
 from inference.models.passes import States
 from inference.models.replays import Replays
-from inference.models.step import Choose, by_round
+from inference.models.step import by_round
 from inference.proposers.base import Beside, Host, Outcome, Proposal, Proposer, Round
+from inference.proposers.branching import Nodes, one_by_one
 from inference.proposers.eagle_network import EagleNetwork
+from inference.proposers.growing import Growing, Shape, trees_of
 
 FIRST_SLOTS, CHUNK = 256, 512  # slots at first; pairs of a prompt that are stored at once
 
@@ -31,13 +35,18 @@ class Eagle(Proposer):
     """Drafts with the network of `eagle_network` beside the target that it was made for, on whose device it is.
 
     It drafts nothing for a text of one token, of which the target has read nothing. greedy: the likeliest tokens,
-    one-hot laws. compile: on a GPU its rounds are replayed as CUDA graphs, None: where the target's passes are.
+    one-hot laws. compile: on a GPU its rounds are replayed as CUDA graphs, None: where the target's passes are. shape:
+    of the trees that it drafts, as of `Independent`; None: chains.
     """
 
     network_class = EagleNetwork
 
-    def __init__(self, network: EagleNetwork, greedy: bool = False, *, compile: bool | None = None) -> None:
+    def __init__(
+        self, network: EagleNetwork, greedy: bool = False, *, compile: bool | None = None,
+        shape: Shape = None,
+    ) -> None:  # fmt: skip
         self.network, self.greedy, self.compile = network.eval(), greedy, compile
+        self.branching = trees_of(shape)
         self.reads = tuple(sorted({*network.config.layers}))
         self.host: Host | None = None
         self.stored: list[int] = []  # pairs of each row that its slot holds
@@ -61,6 +70,8 @@ class Eagle(Proposer):
 
     def open(self, host: Host) -> None:
         config, device = self.network.config, host.target.device
+        if self.branching:
+            self.branching.require(host.vocabulary)
         held = self.network.dtype if device.type == "cuda" else torch.promote_types(self.network.dtype, torch.float32)
         if host != self.host:  # slots are kept from call to call
             self.host, rows = host, host.rows + host.spare
@@ -94,7 +105,8 @@ class Eagle(Proposer):
         for begin in range(0, width, CHUNK):
             part = slice(begin, begin + CHUNK)
             here = torch.tensor([one[part] for one in ids], device=features.device)
-            self._layer(here, features[:, part], every[:, part], self._slots(begin + here.shape[1]), low)
+            limit = self._slots(begin + here.shape[1])
+            self._layer(here, features[:, part], Window(low, low + A, every[:, part], None, limit))
         last = torch.tensor([max(len(prompt) - 2, 0) for prompt in prompts], device=features.device)
         self.features[low : low + A, 0] = picked(features, last)[:, 0] if width else 0.0
 
@@ -123,56 +135,64 @@ class Eagle(Proposer):
         self.longest = max(self.longest, *k)
         if not max(k):
             return Proposal(torch.empty(len(k), 0, dtype=torch.int64, device=self.features_device), None, k)
-        fixed = self.replays is not None and max(lacking) <= self.longest + 1
+        shape, short = self.branching, max(lacking) <= self.longest + 1
+        fixed = self.replays is not None and short and not isinstance(shape, Growing)
         K, width = (self.longest, self.longest + 1) if fixed else (max(k), max(*lacking, 1))
+        K = min(K, shape.depth) if shape else K
         given = self._given(turn, k, lacking, width)
-        limit = max(self.stored) + width + K
+        limit = max(self.stored) + width + (shape.room if shape else K)
         found = self._replayed(turn, given, limit, K) if fixed else None
-        if found is None:
-            found = self._drafted(given, self._slots(limit), K, by_round(turn, self.greedy))
+        x, q = self._drafted(turn, given, self._slots(limit), K) if found is None else found
         self.stored, self.waiting = pairs, [0] * len(k)
-        return Proposal(found[0][:, : max(k)], found[1][:, : max(k)], k)
+        return shape.proposal(k, x, q) if shape else Proposal(x[:, : max(k)], q[:, : max(k)], k)
 
     def _given(self, turn: Round, k: list[int], lacking: list[int], width: int) -> dict[str, Tensor]:
         """Of the pairs that slots lack, ids of their second tokens (A, width), features (A, width, H), the first's
         place `pairs` (A,) and the last's column `only` (A,); behind a row's last pair stands anything."""
         tails = [text[-one:] if one else text for text, one in zip(turn.texts, lacking, strict=True)]
         ids = [tail + tail[-1:] * (width - len(tail)) for tail in tails]
-        sent = turn.send(k, lacking=ids, pairs=self.stored, only=[max(one - 1, 0) for one in lacking])
+        shape, only = self.branching, [max(one - 1, 0) for one in lacking]
+        nodes, numbers = (shape.nodes(k), shape.numbers(k)) if shape else (k, {})
+        sent = turn.send(nodes, lacking=ids, pairs=self.stored, only=only, **numbers)
         self._room(width)
         found = {name: sent[name].to(self.features_device) for name in ("lacking", "pairs", "only")}
         return found | {"features": self.features[: len(k), :width]}
 
     def _replayed(self, turn: Round, given: Mapping[str, Tensor], limit: int, K: int) -> tuple[Tensor, Tensor] | None:
         """As `_drafted`, by a CUDA graph that was recorded for these shapes; None where laws take more than tensors."""
-        inputs = turn.inputs()
+        inputs = turn.inputs(bool(self.branching))
         slots = self._slots(1 << (limit - 1).bit_length())
         if inputs is None or self.replays is None:
             return None
 
         def run(here: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-            return self._drafted(here, slots, K, by_round(turn.on(here), self.greedy))
+            return self._drafted(turn.on(here), here, slots, K)
 
         found: tuple[Tensor, Tensor] | None = self.replays(
             ("eagle", K, slots, turn.key), {**inputs, **given}, turn.steady, lambda: run
         )
         return found
 
-    def _drafted(self, given: Mapping[str, Tensor], slots: int, K: int, choose: Choose) -> tuple[Tensor, Tensor]:
-        """Drafts (A, K) and the laws (A, K, V) that they were drawn from; a function of tensors."""
+    def _drafted(self, turn: Round, given: Mapping[str, Tensor], slots: int, K: int) -> tuple[Tensor, Tensor]:
+        """Drafts of K depths and the laws that they were drawn from; a function of tensors."""
         ids, features, pairs, only = (given[name] for name in ("lacking", "features", "pairs", "only"))
         positions = pairs.unsqueeze(1) + torch.arange(ids.shape[1], device=ids.device)
-        made, follows = picked(self._layer(ids, features, positions, slots), only), (pairs + only + 1).unsqueeze(1)
-        drafts: list[Tensor] = []
-        laws: list[Tensor] = []
-        for depth in range(K):
-            logits = self.network.head(self.network.norm(made[:, 0]), self.vocabulary)
-            x, law = choose(logits, drafts)
-            drafts.append(x.to(ids.device))
-            laws.append(law)
-            if depth + 1 < K:
-                made = self._layer(drafts[-1].unsqueeze(1), made, follows + depth, slots)
-        return torch.stack(drafts, 1), torch.stack(laws, 1)
+        A, anchor = len(ids), pairs + only
+        made = picked(self._layer(ids, features, Window(0, A, positions, None, slots)), only)  # of the level above
+
+        def follow(ids: Tensor, nodes: Nodes) -> Tensor:
+            nonlocal made
+            made = self._layer(ids, nodes.of_parents(made), behind(anchor, nodes, ids.shape[1], slots))
+            return self._logits(made)
+
+        logits = self._logits(made)[:, 0]
+        if self.branching:
+            return self.branching.grown(turn, K, logits, follow, self.greedy)
+        return one_by_one(K, logits, follow, by_round(turn, self.greedy))
+
+    def _logits(self, made: Tensor) -> Tensor:
+        """(A, n, H) -> (A, n, V)."""
+        return self.network.head(self.network.norm(made), self.vocabulary)
 
     @property
     def vocabulary(self) -> int:
@@ -187,21 +207,22 @@ class Eagle(Proposer):
                 self.table = self.network.angles(torch.arange(self.cache.slots, device=self.features_device))
         return min(limit, self.cache.slots)
 
-    def _layer(self, ids: Tensor, features: Tensor, positions: Tensor, slots: int, low: int = 0) -> Tensor:
-        """Pairs of ids and positions (A, n), features (A, n, H) -> (A, n, H); stored in the rows from `low` on."""
-        rows, held = slice(low, low + len(ids)), self.shape.held
-        mask = additive(seen_from(positions, torch.arange(slots, device=ids.device)), held)
-        row = torch.arange(low, low + len(ids), device=ids.device).unsqueeze(1)
+    def _layer(self, ids: Tensor, features: Tensor, window: Window) -> Tensor:
+        """Pairs of ids (A, n), features (A, n, H) -> (A, n, H); stored at the window's slots, those up to its limit are
+        read."""
+        rows, held = slice(window.low, window.high), self.shape.held
+        mask = additive(visible(window, ids.device), held)
+        row = torch.arange(window.low, window.high, device=ids.device).unsqueeze(1)
         store = self.cache.stores[0]
         assert self.table is not None
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             for kept, new in ((store.keys, k), (store.values, v)):
-                kept.transpose(1, 2).index_put_((row, positions), new.to(held))
-            seen = store.keys[rows, :, :slots], store.values[rows, :, :slots]
+                kept.transpose(1, 2).index_put_((row, window.slots), new.to(held))
+            seen = store.keys[rows, :, : window.limit], store.values[rows, :, : window.limit]
             return attention(mask, self.shape)(q.to(held).transpose(1, 2), *seen).to(features.dtype)
 
-        cos, sin = (part[positions] for part in self.table)
+        cos, sin = (part[window.positions] for part in self.table)
         embedded = self.embedding(ids).to(features.dtype)
         return self.network.layer(embedded, features, cos, sin, attend)
 
@@ -237,3 +258,10 @@ class Eagle(Proposer):
         """The slot of a row whose place is `target` by now."""
         self.cache.move(source, target, self.stored[target])
         self.features[target] = self.features[source]
+
+
+def behind(anchor: Tensor, nodes: Nodes, n: int, limit: int) -> Window:
+    """Where the pairs of n drafts of each row go. anchor (A,): slots of the texts' last pairs; limit: slots to read."""
+    if nodes.tree is None:
+        return Window(0, len(anchor), anchor.unsqueeze(1) + nodes.depth, None, limit)
+    return replace(tree_window(nodes.tree.on(anchor.device), n, anchor, 0), limit=limit)

@@ -16,6 +16,7 @@ from inference.models.lm import LM
 from inference.models.passes import States
 from inference.proposers.base import Beside, Host, Outcome, Proposal, Round
 from inference.proposers.early_exit_network import ExitNetwork, serving
+from inference.proposers.growing import Shape
 from inference.proposers.independent import Independent
 
 if TYPE_CHECKING:
@@ -27,17 +28,18 @@ class EarlyExit(Independent):
     Draft & Verify: Zhang et al. 2023, 2309.08168), as `network` changes them.
 
     With changes the law of a draft depends on its depth: the keys and values of the drafts before it are the changed
-    layers', those of the text the target's. greedy, compile: as of `Independent`. Raises ValueError beside another
-    target.
+    layers', those of the text the target's. greedy, compile, shape: as of `Independent`. Raises ValueError beside
+    another target.
     """
 
     network_class: Any = ExitNetwork
     tail = 1  # the text but its last token is stored, and must stay as the target stored it
 
     def __init__(
-        self, network: ExitNetwork, target: PreTrainedModel, greedy: bool = False, *, compile: bool | None = None
-    ) -> None:
-        super().__init__(serving(network, target), greedy, compile=compile)
+        self, network: ExitNetwork, target: PreTrainedModel, greedy: bool = False, *, compile: bool | None = None,
+        shape: Shape = None,
+    ) -> None:  # fmt: skip
+        super().__init__(serving(network, target), greedy, compile=compile, shape=shape)
         self.target, self.rank = target, network.config.rank
         self.cache: SlotCache | None = None
 

@@ -2,25 +2,32 @@
 
 from torch import Tensor
 
+from inference.proposers.branching import Follow, Nodes
 from inference.proposers.hydra_network import HydraNetwork
 from inference.proposers.medusa import Medusa
-from inference.proposers.newest_state import Choose, Given, chosen
+from inference.proposers.newest_state import Given
 
 
 class Hydra(Medusa):
-    """Sequential heads (Ankner et al. 2024, 2402.05109), see `hydra_network`: a draft costs four small products."""
+    """Sequential heads (Ankner et al. 2024, 2402.05109), see `hydra_network`: a draft costs four small products, all
+    nodes of one depth of a tree the same few."""
 
     network_class = HydraNetwork
 
-    def drafts(self, given: Given, K: int, choose: Choose) -> tuple[Tensor, Tensor]:
+    def unrolled(self, given: Given, K: int) -> tuple[Tensor, Follow]:
         network, target, newest = self.network, self.host.target, given["newest"]
-        sums = network.begun(newest, K)  # of the heads that are to come
+        sums = network.read(network.begun(newest, K), target.embedded(given["anchor"][:, 0]), 0)
+        sums = sums.transpose(0, 1).unsqueeze(1)  # (A, nodes, heads to come, D): what each has read along a node's path
 
-        def logits(drafted: list[Tensor]) -> Tensor:
+        def follow(ids: Tensor, nodes: Nodes) -> Tensor:
             nonlocal sums
-            j = len(drafted)
-            token = drafted[-1] if drafted else given["anchor"][:, 0]
-            sums = network.read(sums[1:] if drafted else sums, target.embedded(token), j)
-            return target.head(network.made(sums[0], newest, j))
+            before = nodes.of_parents(sums)[:, :, 1:].flatten(0, 1).transpose(0, 1)
+            read = network.read(before, target.embedded(ids).flatten(0, 1), nodes.depth)
+            sums = read.transpose(0, 1).unflatten(0, ids.shape)
+            return logits(nodes.depth)
 
-        return chosen(logits, K, choose)
+        def logits(depth: int) -> Tensor:
+            states = newest.repeat_interleave(sums.shape[1], 0)
+            return target.head(network.made(sums[:, :, 0].flatten(0, 1), states, depth)).unflatten(0, sums.shape[:2])
+
+        return logits(0)[:, 0], follow

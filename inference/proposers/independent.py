@@ -15,7 +15,8 @@ from inference.models.lm import LM, load_model
 from inference.models.passes import States
 from inference.models.prefill import padded, store_prompts
 from inference.proposers.base import Beside, Host, Outcome, Proposal, Proposer, Round
-from inference.proposers.branching import Branching
+from inference.proposers.branching import Branching, Nodes
+from inference.proposers.growing import Growing, Shape, trees_of
 from inference.sampling import certain
 
 
@@ -26,7 +27,7 @@ class Independent(Proposer):
     as serving engines do by default, instead of drawing from q. compile: its passes are compiled, see
     `compiled`, or replayed, see `cuda_graphs`; None: on a GPU alone. int8: its weights are rounded to 8 bits, see
     `llama`: q is then the rounded draft's law. shape: of the trees that it drafts, the parents of their nodes (see
-    `topology` and `branching`), to be verified by tree, traversal or coupled; None: chains.
+    `topology` and `branching`) or a `growing.Dynamic`, to be verified by tree, traversal or coupled; None: chains.
     """
 
     network_class = AutoModelForCausalLM
@@ -34,12 +35,13 @@ class Independent(Proposer):
 
     def __init__(
         self, model: PreTrainedModel | str, greedy: bool = False, *, compile: bool | None = None, int8: bool = False,
-        shape: Sequence[int] | None = None,
+        shape: Shape = None,
     ) -> None:  # fmt: skip
         self.model = _load(model) if isinstance(model, str) else model
         self.greedy, self.compile, self.int8 = greedy, compile, int8
-        self.branching = Branching(shape) if shape else None
-        self.anchors: tuple[list[int], Tensor]  # of a round that drafts trees: their slots, here and on the device
+        self.branching = trees_of(shape)
+        # of a round that drafts trees: the anchors' slots, here and on the device, and its levels
+        self.anchors: tuple[list[int], Tensor, int]
         self.opened: tuple[int, int, int, int] | None = None
         self.lm: LM
         self.stored: list[int] = []  # tokens of each row's text that its slot holds
@@ -68,7 +70,7 @@ class Independent(Proposer):
 
     def open(self, host: Host) -> None:
         if self.branching:
-            self.branching.require(host.vocabulary)
+            self.branching.require(host.vocabulary, self.depths)
         wanted = host.rows, host.vocabulary, host.context, host.spare
         if wanted != self.opened:  # slots are kept from call to call
             self.opened = wanted
@@ -106,19 +108,22 @@ class Independent(Proposer):
             return self._by_level(turn, k, self.branching)
         return self._at_once(turn, k) or self._stepwise(turn, k, K)
 
-    def _by_level(self, turn: Round, k: list[int], shape: Branching) -> Proposal:
+    def _by_level(self, turn: Round, k: list[int], shape: Branching | Growing) -> Proposal:
         """Trees, a pass a level; where passes are replayed always all levels, since other trees are other graphs."""
-        follows = self._lacking(turn.texts, k)["follows"]
-        logits, depth = self._catch_up(turn, shape.nodes(k)), shape.depth if self.lm.replayed else max(k)
+        lacking = self._lacking(turn.texts, k)
+        self.sent = turn.send(shape.nodes(k), **lacking, **shape.numbers(k))
+        depth = shape.depth if self.lm.replayed else min(max(k), shape.depth)
+        logits, follows = self._catch_up(turn, k), lacking["follows"]
         start, (at,) = [end - 1 for end in follows], self._here(turn.send()["follows"] - 1)
-        proposal = shape.draft(
-            turn, k, logits, lambda ids, tree: self.lm.forward(ids, start, at=at, tree=tree).logits, self.greedy, depth
-        )
-        read = min(depth, shape.depth) - 1  # of the last level nothing is stored
-        self.anchors, self.read = (start, at), shape.counts[read]
-        rows = zip(turn.texts, k, self.stored, strict=True)
-        self.stored = [len(text) + read if wanted else stored for text, wanted, stored in rows]
-        return proposal
+
+        def follow(ids: Tensor, nodes: Nodes) -> Tensor:
+            return self.lm.forward(ids, start, at=at, tree=nodes.tree).logits
+
+        x, q = shape.grown(turn, depth, logits, follow, self.greedy)
+        self.anchors, rows = (start, at, depth), zip(turn.texts, k, self.stored, strict=True)
+        # of the last level nothing is stored
+        self.stored = [len(text) + depth - 1 if wanted else stored for text, wanted, stored in rows]
+        return shape.proposal(k, x, q)
 
     def _at_once(self, turn: Round, k: list[int]) -> Proposal | None:
         """None where the model has no such call, rows lack more than `tail` ids, or laws take more than a temperature
@@ -185,13 +190,19 @@ class Independent(Proposer):
 
     def commit(self, outcome: Outcome) -> None:
         if outcome.path is not None:
-            (path,) = self._here(outcome.path)
-            start, at = self.anchors
-            self.lm.keep(start, torch.where(path < self.read, path, -1), at)
+            self._keep(outcome.path, outcome.valid)
         self.stored = [min(stored, length) for stored, length in zip(self.stored, outcome.valid, strict=True)]
         for slot, length in enumerate(outcome.valid):
             if length == 0:
                 self.lm.clear(slot)
+
+    def _keep(self, path: Tensor, valid: Sequence[int]) -> None:
+        """Of the accepted nodes path (A, D), those that were read become text."""
+        assert self.branching is not None
+        (path,), (start, at, depth) = self._here(path), self.anchors
+        self.lm.keep(start, self.branching.stored(path, depth), at)
+        read = [max(length - self.branching.unread, anchor + 1) for length, anchor in zip(valid, start, strict=True)]
+        self.stored = list(map(min, self.stored, read))
 
     def move(self, source: int, target: int) -> None:
         if source != target:

@@ -8,13 +8,14 @@ from transformers import PreTrainedModel
 
 from inference.models.dtypes import widened
 from inference.proposers.base import Beside
+from inference.proposers.branching import Follow, of_depths
 from inference.proposers.medusa_network import MedusaNetwork
-from inference.proposers.newest_state import Choose, Given, Heads, NewestState, chosen
+from inference.proposers.newest_state import Given, Heads, NewestState
 
 
 class Medusa(NewestState):
     """Heads that see neither the anchor nor the drafts before theirs (Cai et al. 2024, 2401.10774), see
-    `medusa_network`; a chain of drafts, verified by any rule."""
+    `medusa_network`: all nodes of one depth of a tree have one law, that of their head."""
 
     network_class: Any = MedusaNetwork
 
@@ -27,6 +28,6 @@ class Medusa(NewestState):
     def fits(cls, network: Any, target: PreTrainedModel, where: str) -> None:
         network.fits(target, where)
 
-    def drafts(self, given: Given, K: int, choose: Choose) -> tuple[Tensor, Tensor]:
-        logits = self.host.target.head(self.network.states(given["newest"], K))  # (K, A, V)
-        return chosen(lambda drafted: logits[len(drafted)], K, choose)
+    def unrolled(self, given: Given, K: int) -> tuple[Tensor, Follow]:
+        logits = self.host.target.head(self.network.states(given["newest"], K)).transpose(0, 1)  # (A, K, V)
+        return logits[:, 0], of_depths(logits)

@@ -3,15 +3,17 @@
 A rows, K drafts, D width of the target's states, V vocabulary.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from inference.models.passes import LAST, States
 from inference.models.replays import Replays
-from inference.models.step import Choose, by_round
+from inference.models.step import by_round
 from inference.proposers.base import Host, Outcome, Proposal, Proposer, Round
+from inference.proposers.branching import Follow, one_by_one
+from inference.proposers.growing import Growing, Shape, trees_of
 from inference.proposers.medusa_network import Heads
 
 Given = Mapping[str, Tensor]  # newest (A, D), the states; anchor (A, 1), the ids behind them
@@ -20,15 +22,16 @@ Given = Mapping[str, Tensor]  # newest (A, D), the states; anchor (A, 1), the id
 class NewestState(Proposer):
     """Drafts with heads on the state of the token before the anchor, the newest that there is as a round begins.
 
-    network: the heads, used as they are; greedy: draft argmax q with a one-hot law instead of drawing from q. A prompt
-    of one token has no state: its first round drafts nothing. Where the target's passes are replayed (`cuda_graphs`),
-    all drafts of a round are one graph.
+    network: the heads, used as they are; greedy: draft argmax q with a one-hot law instead of drawing from q. shape: of
+    the trees that it drafts, as of `Independent`; None: chains. A prompt of one token has no state: its first round
+    drafts nothing. Where the target's passes are replayed (`cuda_graphs`), all drafts of a round are one graph.
     """
 
     reads = (LAST,)
 
-    def __init__(self, network: Heads, greedy: bool = False) -> None:
+    def __init__(self, network: Heads, greedy: bool = False, *, shape: Shape = None) -> None:
         self.network, self.greedy = network.eval(), greedy
+        self.branching = trees_of(shape)
         self.depths = self.most = network.depths
         self.newest: Tensor  # (slots, D)
         self.blank: list[bool] = []  # rows without a state
@@ -40,8 +43,11 @@ class NewestState(Proposer):
         return str(self.network.dtype).removeprefix("torch.")
 
     def open(self, host: Host) -> None:
-        """Raises ValueError for a target of other sizes than the heads were made for."""
+        """Raises ValueError for a target of other sizes than the heads were made for, and for a shape that they cannot
+        draft."""
         target = host.target
+        if self.branching:
+            self.branching.require(host.vocabulary, self.depths)
         self.network.fits(target.model, type(self).__name__)
         self.host, self.blank = host, []
         self.newest = target.no_states(host.rows + host.spare, (LAST,))[LAST].new_zeros(
@@ -66,26 +72,35 @@ class NewestState(Proposer):
 
     def propose(self, turn: Round) -> Proposal:
         k = [0 if blank else min(k, self.most) for k, blank in zip(turn.k, self.blank, strict=True)]
-        K = max(k)
+        K = min(max(k), self.branching.depth) if self.branching else max(k)
         if not K:
             return Proposal(torch.empty(len(k), 0, dtype=torch.int64, device=self.newest.device), None, k)
-        given = {"newest": self.newest[: len(k)], "anchor": turn.send(k)["anchor"]}
-        found = self._replayed(turn, given, K)
-        return Proposal(*(self.drafts(given, K, by_round(turn, self.greedy)) if found is None else found), k)
+        shape = self.branching
+        sent = turn.send(shape.nodes(k), **shape.numbers(k)) if shape else turn.send(k)
+        given = {"newest": self.newest[: len(k)], "anchor": sent["anchor"]}
+        found = None if isinstance(shape, Growing) else self._replayed(turn, given, K)
+        x, q = self._drafted(turn, given, K) if found is None else found
+        return shape.proposal(k, x, q) if shape else Proposal(x, q, k)
 
-    def drafts(self, given: Given, K: int, choose: Choose) -> tuple[Tensor, Tensor]:
-        """Drafts (A, K) and the laws (A, K, V) that they were drawn from; a function of tensors."""
-        raise NotImplementedError(f"{type(self).__name__}.drafts")
+    def _drafted(self, turn: Round, given: Given, K: int) -> tuple[Tensor, Tensor]:
+        """Drafts of K depths and the laws that they were drawn from; a function of tensors."""
+        if self.branching:
+            return self.branching.grown(turn, K, *self.unrolled(given, K), self.greedy)
+        return one_by_one(K, *self.unrolled(given, K), by_round(turn, self.greedy))
+
+    def unrolled(self, given: Given, K: int) -> tuple[Tensor, Follow]:
+        """Logits (A, V) behind the texts, and what K - 1 more levels are asked of; functions of tensors."""
+        raise NotImplementedError(f"{type(self).__name__}.unrolled")
 
     def _replayed(self, turn: Round, given: Given, K: int) -> tuple[Tensor, Tensor] | None:
-        """As `drafts`, by a CUDA graph that was recorded for these shapes; None where there are none, or laws and draws
-        take more than tensors."""
-        inputs = turn.inputs() if self.replays is not None else None
+        """As `_drafted`, by a CUDA graph that was recorded for these shapes; None where there are none, or laws and
+        draws take more than tensors."""
+        inputs = turn.inputs(bool(self.branching)) if self.replays is not None else None
         if inputs is None or self.replays is None:
             return None
 
         def run(here: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-            return self.drafts(here, K, by_round(turn.on(here), self.greedy))
+            return self._drafted(turn.on(here), here, K)
 
         name = "drafts", K, self.greedy, turn.key
         found: tuple[Tensor, Tensor] | None = self.replays(name, {**inputs, **given}, turn.steady, lambda: run)
@@ -100,14 +115,3 @@ class NewestState(Proposer):
         if source != target:
             self.newest[target], self.blank[target] = self.newest[source], self.blank[source]
         self.blank.pop()
-
-
-def chosen(logits: Callable[[list[Tensor]], Tensor], K: int, choose: Choose) -> tuple[Tensor, Tensor]:
-    """Drafts (A, K) in turn and their laws (A, K, V); logits: the ids (A,) drafted before -> the next one's (A, V)."""
-    drafts: list[Tensor] = []
-    laws: list[Tensor] = []
-    for _ in range(K):
-        ids, law = choose(logits(drafts), drafts)
-        drafts.append(ids)
-        laws.append(law)
-    return torch.stack(drafts, 1), torch.stack(laws, 1)

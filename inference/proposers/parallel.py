@@ -10,7 +10,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from inference.models.cuda_graphs import WIDTHS
 from inference.models.lm import LM
 from inference.models.one_pass import Masked, at_once, behind, drawn
-from inference.proposers.base import Proposal, Round
+from inference.proposers.base import Outcome, Proposal, Round
+from inference.proposers.branching import Branching, of_depths
+from inference.proposers.growing import Growing, Shape
 from inference.proposers.independent import Independent
 
 MASK, DEPTHS = "pard_token", "pard_depths"  # of config.json: the id that is read as a mask; drafts that it learnt
@@ -21,14 +23,15 @@ class Parallel(Independent):
 
     The law at depth j sees the text and j masks, not the drafts before it, so it is the same whatever these are: it is
     what the draft is drawn from, and verification is exact as ever. Keys and values of masks are overwritten by the
-    round after. Drafts no further than its config says that it has learnt. Arguments as `Independent`; raises
-    ValueError for a model whose config names no mask.
+    round after. Drafts no further than its config says that it has learnt. Trees take the same pass: all nodes of one
+    depth have one law. Arguments as `Independent`; raises ValueError for a model whose config names no mask.
     """
 
     def __init__(
-        self, model: PreTrainedModel | str, greedy: bool = False, *, compile: bool | None = None, int8: bool = False
-    ) -> None:
-        super().__init__(model, greedy, compile=compile, int8=int8)
+        self, model: PreTrainedModel | str, greedy: bool = False, *, compile: bool | None = None, int8: bool = False,
+        shape: Shape = None,
+    ) -> None:  # fmt: skip
+        super().__init__(model, greedy, compile=compile, int8=int8, shape=shape)
         self.mask, self.most = mask_of(self.model.config)
         self.depths = self.most
 
@@ -39,20 +42,33 @@ class Parallel(Independent):
         """A row that has outgrown the draft's own context is not drafted for."""
         most = [min(self.most, self.lm.context - len(text)) for text in turn.texts]
         k = [max(0, min(wanted, least)) for wanted, least in zip(turn.k, most, strict=True)]
-        K = max(k)
+        K = min(max(k), self.branching.depth) if self.branching else max(k)
         if K == 0:
             return Proposal(torch.empty(len(k), 0, dtype=torch.int64, device=self.lm.device), None, k)
         self.longest = max(self.longest, K)
-        made = self.longest if self.lm.compiled else K
-        sent, begins = turn.send(k, **self._masked(turn.texts, k, made)), list(self.stored)
-        masked = Masked(*self._here(sent["masked"], sent["begins"], sent["anchors"]))
-        x, q = at_once(self.lm, turn, masked, begins, made, self.greedy) or self._drafts(turn, masked, begins, K)
+        made, shape = self.longest if self.lm.compiled else K, self.branching
+        numbers = self._masked(turn.texts, k, made) | (shape.numbers(k) if shape else {})
+        sent = turn.send(shape.nodes(k) if shape else k, **numbers)
+        masked, begins = Masked(*self._here(sent["masked"], sent["begins"], sent["anchors"])), list(self.stored)
         self.stored = [len(text) if k else begin for text, k, begin in zip(turn.texts, k, begins, strict=True)]
+        if shape:
+            return shape.proposal(k, *self._trees(turn, self._logits(masked, begins, K), shape))
+        x, q = at_once(self.lm, turn, masked, begins, made, self.greedy) or drawn(
+            turn, self._logits(masked, begins, K), self.greedy
+        )
         return Proposal(x[:, :K], q[:, :K], k)
 
-    def _drafts(self, turn: Round, masked: Masked, begins: list[int], k: int) -> tuple[Tensor, Tensor]:
-        logits = self.lm.forward(masked.ids, begins, at=masked.begins).logits
-        return drawn(turn, behind(logits, masked.anchors, k), self.greedy)
+    def _logits(self, masked: Masked, begins: list[int], k: int) -> Tensor:
+        """(A, k, V) at the anchor and the k - 1 masks behind it."""
+        return behind(self.lm.forward(masked.ids, begins, at=masked.begins).logits, masked.anchors, k)
+
+    def _trees(self, turn: Round, logits: Tensor, shape: Branching | Growing) -> tuple[Tensor, Tensor]:
+        """Nodes and laws as `Branching.grown`, from logits (A, k, V) by depth."""
+        return shape.grown(turn, logits.shape[1], logits[:, 0], of_depths(logits), self.greedy)
+
+    def commit(self, outcome: Outcome) -> None:
+        """Its slots hold text alone: nodes were never read."""
+        super().commit(outcome._replace(path=None))
 
     def _masked(self, texts: Sequence[list[int]], k: list[int], made: int) -> dict[str, Any]:
         """Of each row what its slot lacks, and masks up to the longest row's last one; of a row that is not drafted

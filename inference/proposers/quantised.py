@@ -12,6 +12,7 @@ from inference.drafts.weight_files import CONFIG, read_json
 from inference.models.dtypes import quantised
 from inference.models.llama_weights import can_round, int8_rows
 from inference.proposers.base import Beside
+from inference.proposers.growing import Shape
 from inference.proposers.independent import Independent
 
 BITS = ("int8", "nf4")
@@ -33,21 +34,23 @@ class Quantised(Independent):
 
     int8: by the CPU's own kernel where it serves the target, see `llama_weights.can_round`; elsewhere the same whole
     numbers in the target's dtype, which is the same law but for the kernel's sums, and no faster. nf4 takes
-    bitsandbytes. greedy, compile: as of `Independent`. Raises ValueError for other bits and for a target that is
+    bitsandbytes. greedy, compile, shape: as of `Independent`. Raises ValueError for other bits and for a target that is
     quantised itself.
     """
 
     network_class: Any = None  # the target's weights are all that it has
 
     def __init__(
-        self, target: PreTrainedModel, bits: str = "int8", greedy: bool = False, *, compile: bool | None = None
-    ) -> None:
+        self, target: PreTrainedModel, bits: str = "int8", greedy: bool = False, *, compile: bool | None = None,
+        shape: Shape = None,
+    ) -> None:  # fmt: skip
         if bits not in BITS:
             raise ValueError(f"bits: {bits!r} is none of {', '.join(BITS)}")
         if quantised(target.config):
             raise ValueError(f"{type(target).__name__} is quantised as it is: it cannot be its own draft in {bits}")
         kernel = bits == "int8" and can_round(target)
-        super().__init__(target if kernel else held_in(target, bits), greedy, compile=compile, int8=kernel)
+        super().__init__(target if kernel else held_in(target, bits), greedy, compile=compile, int8=kernel,
+                         shape=shape)  # fmt: skip
         self.bits = bits
 
     @classmethod

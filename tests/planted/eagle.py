@@ -3,7 +3,7 @@
 # fmt: off
 SERVED = 'tests/test_students.py::test_the_law_that_learns_is_the_law_that_is_served[eagle]'
 ROWS_OF_BUGS = [
-    ('own_features_of_the_next_pair', 'inference/proposers/eagle.py', 'made = self._layer(drafts[-1].unsqueeze(1), made, follows + depth, slots)', 'made = self._layer(drafts[-1].unsqueeze(1), made, follows, slots)', [SERVED], 'every draft of a round stands at the place of the first'),
+    ('own_features_of_the_next_pair', 'inference/proposers/eagle.py', 'anchor.unsqueeze(1) + nodes.depth, None', 'anchor.unsqueeze(1) + 1, None', [SERVED], 'every draft of a round stands at the place of the first'),
     ('features_of_the_token_itself', 'inference/proposers/eagle.py', 'tails = [text[-one:] if one else text for', 'tails = [text[-one - 1 : -1] or text if one else text for', [SERVED], 'features are beside the embedding of their own token'),
     ('accepted_tokens_keep_own_features', 'inference/proposers/eagle.py', 'self.waiting = [max(valid - stored, 0) for', 'self.waiting = [min(valid - stored, 1) for', ['tests/test_eagle.py::test_rounds_without_drafts_lose_no_features'], 'features of rounds without drafts are written over each other'),
     ('features_of_the_row_that_left', 'inference/proposers/eagle.py', '        self.features[target] = self.features[source]\n', '', ['tests/test_proposers.py::test_rows_are_as_if_alone[eagle]'], '14: a row goes on with what another one was'),

@@ -10,7 +10,7 @@ ROWS_OF_BUGS = [
     ('proposers_rows_do_not_move', 'inference/slots.py', 'run.proposer.move(len(run.active), slot)', 'run.proposer.move(slot, slot)', ['tests/test_proposers.py::test_rows_are_as_if_alone[example]'], 26),
     ('outcome_without_what_was_accepted', 'inference/engine.py', 'Outcome(valid, settled.table[:, 0], states, ', 'Outcome(valid, 0 * settled.table[:, 0], states, ', ['tests/test_tree_rounds.py::test_states_are_those_of_the_path'], 'a proposer goes on from the state of an older token'),
     ('accepted_path_left_where_it_was', 'inference/settled.py', '    lm.keep([len(text) - 1 for text in texts], path, at=at)\n', '', ['tests/test_tree_rounds.py::test_the_path_that_is_accepted_is_the_text[cpu-sampling0]'], 16),
-    ('states_of_siblings', 'inference/settled.py', 'return {layer: along(part, path) for layer, part in states.items()}', 'return states', ['tests/test_tree_rounds.py::test_states_are_those_of_the_path'], 'a proposer reads what a refused sibling left'),
+    ('states_of_siblings', 'inference/settled.py', 'found = {layer: along(part, path) for layer, part in states.items()}', 'found = dict(states)', ['tests/test_tree_rounds.py::test_states_are_those_of_the_path'], 'a proposer reads what a refused sibling left'),
     ('penalties_see_siblings', 'inference/settled.py', '[*(paths[parent] if parent >= 0 else []), node]', 'list(range(node + 1))', ['tests/test_tree_rounds.py::test_the_path_that_is_accepted_is_the_text[cpu-sampling1]'], 11),
     ('draws_beside_the_laws_of_a_kind', 'inference/proposers/independent.py', 'drafted.append(turn.draw(laws[-1], depth))', 'drafted.append(turn.draw(laws[0], depth))', ['tests/test_proposers.py::test_drafts_are_drawn_from_the_laws_that_they_come_with[independent]'], 1),
 ]
