@@ -1,0 +1,14 @@
+"""Presets of trainers, loggers, pushing to the hub, examples."""
+
+P, L = "tests/test_trainer_presets.py::", "tests/test_loggers.py::"
+
+# fmt: off
+ROWS_OF_BUGS = [
+    ('gpu_preset_trains_on_a_cpu', 'cotrain/training/preconditions.py', '        if cfg.accelerator == "gpu":', '        if False:', [P + 'test_a_gpu_that_is_not_there_is_refused_by_check_and_run_alike'], 'a run of GPU size crawls on a CPU'),
+    ('processes_share_a_gpu', 'cotrain/training/preconditions.py', 'elif cfg.devices > (found', 'elif cfg.devices > 8 * (found', [P + 'test_more_processes_than_gpus_are_refused'], 'Lightning fails after the target was loaded'),
+    ('preset_of_its_own_steps', 'conf/trainer/gpu.yaml', 'batch: 16', 'batch: 16\nclip: 0.5', [P + 'test_a_preset_changes_what_its_machine_asks_for_and_nothing_else'], 'a preset changes what is learnt in silence'),
+    ('curves_to_the_first_logger', 'cotrain/board/loggers.py', 'for logger in trainer.loggers:', 'for logger in trainer.loggers[:1]:', [L + 'test_wandb_gets_the_curves_of_tensorboard'], 'what was asked for stays empty'),
+    ('run_left_open', 'cotrain/board/loggers.py', '        raise\n    logger.experiment.finish()', '        raise', [L + 'test_wandb_gets_the_curves_of_tensorboard'], 'the next run of a sweep goes on with the curves of this one'),
+    ('failed_run_is_a_success', 'cotrain/board/loggers.py', 'finish(exit_code=1)', 'finish()', [L + 'test_a_resumed_run_is_the_same_one_and_a_failed_one_says_so'], 'a run that was killed looks finished'),
+    ('resumed_run_is_a_new_one', 'cotrain/board/loggers.py', 'if file.exists() else', 'if not file else', [L + 'test_a_resumed_run_is_the_same_one_and_a_failed_one_says_so'], 'curves of one run are two'),
+]  # fmt: on
