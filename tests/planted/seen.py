@@ -1,6 +1,6 @@
 """Presets of trainers, loggers, pushing to the hub, examples."""
 
-P, L = "tests/test_trainer_presets.py::", "tests/test_loggers.py::"
+P, L, H = "tests/test_trainer_presets.py::", "tests/test_loggers.py::", "tests/test_hub.py::"
 
 # fmt: off
 ROWS_OF_BUGS = [
@@ -11,4 +11,10 @@ ROWS_OF_BUGS = [
     ('run_left_open', 'cotrain/board/loggers.py', '        raise\n    logger.experiment.finish()', '        raise', [L + 'test_wandb_gets_the_curves_of_tensorboard'], 'the next run of a sweep goes on with the curves of this one'),
     ('failed_run_is_a_success', 'cotrain/board/loggers.py', 'finish(exit_code=1)', 'finish()', [L + 'test_a_resumed_run_is_the_same_one_and_a_failed_one_says_so'], 'a run that was killed looks finished'),
     ('resumed_run_is_a_new_one', 'cotrain/board/loggers.py', 'if file.exists() else', 'if not file else', [L + 'test_a_resumed_run_is_the_same_one_and_a_failed_one_says_so'], 'curves of one run are two'),
+    ('pushed_without_asking_first', 'cotrain/commands/export.py', '        hub.require(cfg.push_to_hub)', '        pass', [H + 'test_who_may_not_push_is_told_before_anything_is_written'], 'minutes of export before a missing token is found'),
+    ('card_names_a_place_of_this_machine', 'cotrain/export/hf.py', 'name or str(Path(output).absolute())', 'str(Path(output).absolute())', [H + 'test_the_hub_gets_the_folder_with_a_card_that_names_it'], 'the launch command on the hub runs nowhere'),
+    ('feature_card_names_a_place_of_this_machine', 'cotrain/commands/export.py', 'cfg.push_to_hub or str(path.absolute())', 'str(path.absolute())', [H + 'test_the_hub_gets_the_folder_with_a_card_that_names_it'], 'the launch command on the hub runs nowhere'),
+    ('local_target_unsaid', 'cotrain/commands/export.py', 'if hub.local(target):', 'if False:', [H + 'test_the_hub_gets_the_folder_with_a_card_that_names_it'], 'the card names a target that nobody finds'),
+    ('hub_that_is_down_is_a_traceback', 'cotrain/export/hub.py', 'except (HTTPError, OSError, RuntimeError)', 'except KeyError', [H + 'test_a_hub_that_is_down_is_one_line'], 'no key to change is named'),
+    ('no_word_of_the_folder_that_is_whole', 'cotrain/export/hub.py', 'with _told(repo, f"', 'with _told(repo + f"', [H + 'test_no_rights_are_one_line_and_the_folder_stays'], 'an export is made again that was there'),
 ]  # fmt: on
