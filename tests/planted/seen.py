@@ -18,4 +18,5 @@ ROWS_OF_BUGS = [
     ('hub_that_is_down_is_a_traceback', 'cotrain/export/hub.py', 'except (HTTPError, OSError, RuntimeError)', 'except KeyError', [H + 'test_a_hub_that_is_down_is_one_line'], 'no key to change is named'),
     ('no_word_of_the_folder_that_is_whole', 'cotrain/export/hub.py', 'with _told(repo, f"', 'with _told(repo + f"', [H + 'test_no_rights_are_one_line_and_the_folder_stays'], 'an export is made again that was there'),
     ('longest_prompt_is_the_shortest', 'cotrain/data/prompt_rows.py', 'longest = max(len(row["prompt"])', 'longest = min(len(row["prompt"])', ['tests/test_chats.py::test_prompts_are_never_cut'], 'the mend that an error names does not help'),
+    ('label_of_a_sweep_cannot_be_typed', 'cotrain/config/overrides.py', '"push_to_hub",\n                    "baseline"', '"push_to_hub"', ['tests/test_compare.py::test_what_is_missing_is_named'], 'the table of a sweep cannot be made again'),
 ]  # fmt: on
