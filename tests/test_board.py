@@ -182,3 +182,8 @@ def test_pieces_of_a_text_wait_for_whole_characters() -> None:
     assert "".join(text for _, text in found) == "a ü" and found[-1] == ("corrected", "ü")
     cut = list(pieces(events[:1], tokenizer().decode))
     assert cut[-1] == ("drafted", "\ufffd")
+
+
+def test_the_first_charts_are_acceptance_and_speed_up() -> None:
+    serving = [tags.TAU, tags.SHARE, tags.LOW, tags.HIGH, tags.SPEEDUP, tags.ACCEPTANCE]
+    assert sorted(serving)[:2] == [tags.ACCEPTANCE, tags.SPEEDUP]

@@ -19,4 +19,5 @@ ROWS_OF_BUGS = [
     ('no_word_of_the_folder_that_is_whole', 'cotrain/export/hub.py', 'with _told(repo, f"', 'with _told(repo + f"', [H + 'test_no_rights_are_one_line_and_the_folder_stays'], 'an export is made again that was there'),
     ('longest_prompt_is_the_shortest', 'cotrain/data/prompt_rows.py', 'longest = max(len(row["prompt"])', 'longest = min(len(row["prompt"])', ['tests/test_chats.py::test_prompts_are_never_cut'], 'the mend that an error names does not help'),
     ('label_of_a_sweep_cannot_be_typed', 'cotrain/config/overrides.py', '"push_to_hub",\n                    "baseline"', '"push_to_hub"', ['tests/test_compare.py::test_what_is_missing_is_named'], 'the table of a sweep cannot be made again'),
+    ('share_before_the_speedup', 'cotrain/board/tags.py', '/speedup_share_of_cost_table"', '/share_of_cost_table"', ['tests/test_board.py::test_the_first_charts_are_acceptance_and_speed_up'], 'the first screen hides the speed-up behind a share of it'),
 ]  # fmt: on
