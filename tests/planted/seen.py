@@ -20,4 +20,6 @@ ROWS_OF_BUGS = [
     ('longest_prompt_is_the_shortest', 'cotrain/data/prompt_rows.py', 'longest = max(len(row["prompt"])', 'longest = min(len(row["prompt"])', ['tests/test_chats.py::test_prompts_are_never_cut'], 'the mend that an error names does not help'),
     ('label_of_a_sweep_cannot_be_typed', 'cotrain/config/overrides.py', '"push_to_hub",\n                    "baseline"', '"push_to_hub"', ['tests/test_compare.py::test_what_is_missing_is_named'], 'the table of a sweep cannot be made again'),
     ('share_before_the_speedup', 'cotrain/board/tags.py', '/speedup_share_of_cost_table"', '/share_of_cost_table"', ['tests/test_board.py::test_the_first_charts_are_acceptance_and_speed_up'], 'the first screen hides the speed-up behind a share of it'),
+    ('timing_of_negative_seconds', 'cotrain/bench/timing_display.py', 'max(until - self.first, 0.0)', 'until - self.first', ['tests/test_answers.py::test_a_timing_that_takes_longer_than_it_may_says_why'], '18/-11 s at most'),
+    ('tau_without_its_draft_length', 'cotrain/page/first_screen.py', 'if length else ""', 'if not length else ""', ['tests/test_page.py::test_tau_of_checkpoints_says_its_draft_length'], 'two values of tau on a page that seem to contradict each other'),
 ]  # fmt: on
