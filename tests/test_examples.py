@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(400)  # seconds each when nothing else runs; wh
 EXAMPLES = Path(__file__).resolve().parent.parent / "docs" / "examples"
 TINY = """trainer.steps=4 trainer.batch=2 rollout.texts=8 rollout.held_out_texts=2 rollout.new_tokens=16 policy.k=2
 bench.prompts=2 bench.quick_prompts=1 bench.new_tokens=8 bench.parity_tokens=60 bench.minutes=0
-bench.depths=[2]""".split()
+bench.depths=[2] rollout.temperatures=[1.0]""".split()
 
 
 @pytest.fixture
