@@ -101,6 +101,15 @@ def test_a_timing_says_how_near_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+def test_a_timing_that_takes_longer_than_it_may_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    display = TimingDisplay(4, progress_display.time.perf_counter() - 11)
+    said: list[str] = []
+    display.say = said.append
+    display.turned(3)
+    over = "time is over: the fewest that tell something come all the same"
+    assert said == [f"bench: timing: 0/0 s at most, 3 batches, no interval yet, {over}"]
+
+
 def test_json_alone_goes_to_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
     with answering(True) as answer:
         print("a word")

@@ -58,7 +58,7 @@ def trained(
     judged = list[int]()
     logger = SimpleNamespace(log_metrics=lambda values, step: (found if tags.TAU in values else judged).append(step))
     strategy, every = SimpleNamespace(broadcast=lambda value: value), STEPS // validations
-    trainer: Any = SimpleNamespace(logger=logger, global_step=0, should_stop=False, val_check_batch=every,
+    trainer: Any = SimpleNamespace(loggers=[logger], global_step=0, should_stop=False, val_check_batch=every,
                                    strategy=strategy, world_size=1, lr_scheduler_configs=[])  # fmt: skip
     points.on_validation_epoch_end(trainer, module)
     clock.on_train_start(trainer, module)
@@ -136,7 +136,7 @@ def test_ends_that_one_batch_cannot_tell_are_left_out() -> None:
 def test_training_is_logged_at_the_steps_done_with_the_rate_that_made_them() -> None:
     learning, logged = Learning(Progress(20)), list[tuple[int, dict[str, float]]]()
     logger = SimpleNamespace(log_metrics=lambda values, step: logged.append((step, values)))
-    trainer: Any = SimpleNamespace(logger=logger, global_step=0, world_size=2)
+    trainer: Any = SimpleNamespace(loggers=[logger], global_step=0, world_size=2)
     draft = torch.nn.Linear(1, 1)
     draft.weight.grad = torch.full((1, 1), 3.0)
     module: Any = SimpleNamespace(draft=draft, device=torch.device("cpu"), found={}, watched=False)
@@ -182,3 +182,8 @@ def test_pieces_of_a_text_wait_for_whole_characters() -> None:
     assert "".join(text for _, text in found) == "a ü" and found[-1] == ("corrected", "ü")
     cut = list(pieces(events[:1], tokenizer().decode))
     assert cut[-1] == ("drafted", "\ufffd")
+
+
+def test_the_first_charts_are_acceptance_and_speed_up() -> None:
+    serving = [tags.TAU, tags.SHARE, tags.LOW, tags.HIGH, tags.SPEEDUP, tags.ACCEPTANCE]
+    assert sorted(serving)[:2] == [tags.ACCEPTANCE, tags.SPEEDUP]

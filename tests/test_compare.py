@@ -84,6 +84,8 @@ def test_what_is_missing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[
     write(tmp_path, [run("tv", 0, 1.0)])
     assert main(["compare", f"folder={tmp_path}", "baseline=kl"]) == 1
     assert "baseline=kl: the runs are tv" in capsys.readouterr().err
+    assert main(["compare", f"folder={tmp_path}", "baseline=loss=kl"]) == 1  # as a sweep labels its runs
+    assert "baseline=loss=kl: the runs are tv" in capsys.readouterr().err
 
 
 def test_the_table_says_interval_and_baseline(tmp_path: Path) -> None:

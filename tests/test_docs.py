@@ -15,7 +15,7 @@ from cotrain.config.settings import checked, register
 from cotrain.paths import folder
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LAUNCHERS = ("torchrun", "srun")
 
 

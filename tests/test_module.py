@@ -231,7 +231,9 @@ def test_training_ends_when_tau_no_longer_rises(tmp_path: Path) -> None:
     taus = [2.0, 2.5, 2.4, 2.6, 2.6, 2.5]
     found = MeasureSpeed(lambda draft: {"speedup": 1.0}, lambda: taus[len(found.kept)], tmp_path, patience=2)
     alone = SimpleNamespace(barrier=lambda: None)
-    run: Any = SimpleNamespace(logger=None, global_step=0, should_stop=False, is_global_zero=True, strategy=alone)
+    run: Any = SimpleNamespace(
+        logger=None, loggers=[], global_step=0, should_stop=False, is_global_zero=True, strategy=alone
+    )
     ends = []
     for run.global_step in range(6):
         found.on_validation_end(run, SimpleNamespace(assembled=lambda: nullcontext(tiny(layers=1))))

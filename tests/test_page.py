@@ -70,6 +70,12 @@ def test_no_figure_of_the_first_table_stands_without_its_source(tmp_path: Path) 
     assert len(derived) == 1  # the share of what costs allow, which the page computes
 
 
+def test_tau_of_checkpoints_says_its_draft_length(tmp_path: Path) -> None:
+    run = marker("finished", policy={"k": 7})
+    page = parsed(folder(tmp_path / "run", full_report(), run=run))
+    assert "tokens per target call with k = 7, before training" in page.texts["figures"]
+
+
 def test_a_chart_draws_the_numbers_of_its_table(tmp_path: Path) -> None:
     runs = load([folder(tmp_path / "run", full_report(), replay=record())])
     text = html_page.page(runs)

@@ -11,7 +11,8 @@ class TimingDisplay(Display):
 
     def __init__(self, batches: int, until: float) -> None:
         self.limited, self.near, self.first = until < inf, "no interval yet", time.perf_counter()
-        total, unit = (until - self.first, "s at most") if self.limited else (batches, "batches")
+        self.seconds = max(until - self.first, 0.0)
+        total, unit = (self.seconds, "s at most") if self.limited else (batches, "batches")
         super().__init__("bench: timing", total, unit)
 
     def known(self, _: int, within: float) -> None:
@@ -21,7 +22,10 @@ class TimingDisplay(Display):
 
     def turned(self, done: int) -> None:
         """So many batches were timed."""
-        if self.limited:
-            self.to(time.perf_counter() - self.first, f"{done} batches, {self.near}")
-        else:
+        if not self.limited:
             self.to(done, self.near)
+            return
+        taken, note = time.perf_counter() - self.first, f"{done} batches, {self.near}"
+        if taken > self.seconds:
+            note += ", time is over: the fewest that tell something come all the same"
+        self.to(min(taken, self.seconds), note)

@@ -1,10 +1,9 @@
 """What a run was made with and what came of it: a row of TensorBoard's table of hyperparameters."""
 
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from omegaconf import OmegaConf
 
 from cotrain.board import tags
@@ -19,19 +18,22 @@ SHOWN = ("label", "target.path", "quantisation.kind", "draft.kind", "draft.layer
          "regime.top_p", "objective", "verify", "policy.k")  # fmt: skip
 
 
-def write(cfg: TrainConfig, folder: Path, alpha: float, tau: float, report: Mapping[str, Any]) -> None:
-    """Into the run's own folder of events. alpha, tau: of all held-out texts in the regime; report: of the measurement,
-    empty without one."""
+def write(cfg: TrainConfig, loggers: Sequence[Logger], figures: Mapping[str, float]) -> None:
+    """To each logger; to TensorBoard with the settings that make a row of its table."""
     settings = dict(flat(OmegaConf.to_container(cast(Any, cfg), resolve=True)))
-    logger = TensorBoardLogger(folder, name="", version="tensorboard")
-    found = {f"{tags.FINAL}/{name}": value for name, value in figures(alpha, tau, report).items()}
-    logger.log_hyperparams({name: settings[name] for name in SHOWN}, found, cfg.trainer.steps)
-    logger.finalize("success")
+    found = {f"{tags.FINAL}/{name}": value for name, value in figures.items()}
+    for logger in loggers:
+        if isinstance(logger, TensorBoardLogger):
+            logger.log_hyperparams({name: settings[name] for name in SHOWN}, found, cfg.trainer.steps)
+        else:
+            logger.log_metrics(found, cfg.trainer.steps)
+        logger.finalize("success")
 
 
 def figures(alpha: float, tau: float, report: Mapping[str, Any]) -> dict[str, float]:
-    """Of the draft that is exported, or the last one: acceptance and tau; where it was measured, the speed-up with its
-    interval, tau as timed, and whether it is exact, 1 or 0."""
+    """Of the draft that is exported, or the last one: acceptance and tau of all held-out texts in the regime; where it
+    was measured (report is empty without), the speed-up with its interval, tau as timed, and whether it is exact, 1 or
+    0."""
     found = {"acceptance": alpha, "tau": tau}
     if not report:
         return found

@@ -1,12 +1,13 @@
 """`cotrain export`: the folder that a serving engine loads, or a check of any such folder."""
 
+import sys
 from pathlib import Path
 
 from cotrain.commands.served_pair import folder
 from cotrain.config.settings import ExportConfig
 from cotrain.errors import UserError
-from cotrain.export import eagle3, hf, layout_check
-from cotrain.export.card import tau_by_length
+from cotrain.export import eagle3, hf, hub, layout_check
+from cotrain.export.card import card, tau_by_length
 from cotrain.export.engines import FEATURES, TREES, launch, layout_of, place, refuse_layout
 from cotrain.machine_output import answering
 from cotrain.run_folder import writable
@@ -19,6 +20,8 @@ from inference.drafts.weight_files import read_json
 def run(cfg: ExportConfig) -> None:
     """Write `output` and print the launch command; with `check=<folder>`, only say what is wrong with that folder."""
     if cfg.check:
+        if cfg.push_to_hub:
+            raise UserError("push_to_hub: of an export; check= writes none")
         _check(cfg.check, cfg.json)
         return
     if cfg.json:
@@ -26,6 +29,8 @@ def run(cfg: ExportConfig) -> None:
     if cfg.draft.path is None:
         raise UserError("name the draft folder with draft.path=")
     refuse_layout(cfg.engine, cfg.layout)
+    if cfg.push_to_hub:
+        hub.require(cfg.push_to_hub)
     made = folder(cfg.draft.path).metadata
     _refuse(cfg)
     served = cfg.target.path or (made.target["name"] if made else None)
@@ -36,12 +41,21 @@ def run(cfg: ExportConfig) -> None:
         raise UserError(f"{cfg.draft.path} does not name its target: give target.path=")
     if cfg.layout in FEATURES:
         path = _features(cfg, str(served))
+        _told(path, cfg)
     elif layout := layout_of(made.kind if made else "independent", cfg.engine):
-        path = layout.export(cfg.draft.path, cfg.output, cfg.k, target=str(served), replace=cfg.overwrite)
+        path = layout.export(
+            cfg.draft.path, cfg.output, cfg.k, target=str(served), replace=cfg.overwrite, name=cfg.push_to_hub
+        )
         print(f"wrote {path}\n{(path / 'README.md').read_text(encoding='utf-8')}")
-        return
     else:
         path = _plain(cfg, str(served))
+        _told(path, cfg)
+    if cfg.push_to_hub:
+        _push(path, cfg.push_to_hub, str(served))
+
+
+def _told(path: Path, cfg: ExportConfig) -> None:
+    """Print what was written and the launch command."""
     written = read(path).metadata
     assert written is not None
     print(f"wrote {path}")
@@ -51,11 +65,18 @@ def run(cfg: ExportConfig) -> None:
     lengths = tau_by_length(read_json(report), written) if report.is_file() else ""
     if lengths:
         print(f"tau by draft length, predicted on held-out texts:\n{lengths}")
-    place_of = str(path.absolute()), place(str(served))
+    place_of = str(path.absolute()), place(str(written.target["name"]))
     tree = written.tree if cfg.k is None else None  # a length that was asked for is one of chains
     if tree and (cfg.engine, cfg.layout) in TREES:
         print(TREES[cfg.engine, cfg.layout])
     print(launch(cfg.engine, *place_of, written.k, written.objective, cfg.layout, written.kind, tree))
+
+
+def _push(path: Path, repo: str, target: str) -> None:
+    if hub.local(target):
+        print(f"warning: the card names the target by its place on this machine, {place(target)}: target.path=<hub id> "
+              "names one that others find", file=sys.stderr)  # fmt: skip
+    print(f"pushed: {hub.push(path, repo)}")
 
 
 def _check(path: str, as_json: bool) -> None:
@@ -70,16 +91,21 @@ def _check(path: str, as_json: bool) -> None:
 
 
 def _features(cfg: ExportConfig, target: str) -> Path:
-    """A feature draft, whose embedding is the target's."""
+    """A feature draft, whose embedding is the target's, with its card."""
     asked = None if cfg.objective is None else objective(cfg.objective)
     model, _ = load_pair(target)
     assert cfg.draft.path
     try:
-        return eagle3.export(
+        path = eagle3.export(
             cfg.draft.path, cfg.output, cfg.layout, cfg.k, target=model, objective=asked, replace=cfg.overwrite
         )
     except ValueError as error:
         raise UserError(f"layout={cfg.layout}: {error}") from error
+    written = read(path).metadata
+    assert written is not None
+    called = cfg.push_to_hub or str(path.absolute())
+    (path / "README.md").write_text(card(written, cfg.engine, called, None, [], cfg.layout), encoding="utf-8")
+    return path
 
 
 def _plain(cfg: ExportConfig, target: str) -> Path:
@@ -96,6 +122,7 @@ def _plain(cfg: ExportConfig, target: str) -> Path:
         target_tokenizer=tokenizer,
         objective=None if cfg.objective is None else objective(cfg.objective),
         replace=cfg.overwrite,
+        name=cfg.push_to_hub,
     )
 
 

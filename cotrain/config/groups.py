@@ -174,11 +174,13 @@ class Trainer:
     accumulate: int  # batches a step
     clip: float
     ema: float  # decay of the average of weights that is judged and exported; 0: the weights themselves
+    accelerator: str  # auto: the GPU where there is one; gpu: refused without one
     devices: int  # processes of this machine, one a GPU
     nodes: int  # machines
     strategy: str  # of Lightning: auto, ddp; fsdp2: the draft, its gradients and moments in parts
     threads: int  # 0: as many as torch finds
     seed: int
+    logger: str  # tensorboard; wandb: to Weights & Biases too
 
 
 @dataclass

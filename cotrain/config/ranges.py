@@ -86,6 +86,8 @@ RULES: dict[str, Rule] = {
     "trainer.accumulate": SOME,
     "trainer.clip": ANY,
     "trainer.ema": Rule(lambda value: 0 <= value < 1, "from 0 (no average) to below 1"),
+    "trainer.accelerator": _one_of(("auto", "gpu")),
+    "trainer.logger": _one_of(("tensorboard", "wandb")),
     "trainer.devices": SOME,
     "trainer.nodes": SOME,
     "trainer.threads": ANY,

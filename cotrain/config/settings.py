@@ -160,6 +160,7 @@ class ExportConfig:
     k: int | None
     objective: str | None  # sampled_draft or greedy_draft
     check: str | None  # a folder to check instead
+    push_to_hub: str | None  # user/name of a model repository that gets the folder
     output: str
     overwrite: bool
     json: bool  # as of BenchConfig, with check=

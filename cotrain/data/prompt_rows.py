@@ -38,9 +38,10 @@ class PromptRows:
         for domain in {row["domain"] for row in self.rows}:
             found = sum(row["domain"] == domain for row in chosen)
             if found < count:
+                longest = max(len(row["prompt"]) for row in self.rows if row["domain"] == domain)
                 raise ValueError(f"rollout.texts, rollout.held_out_texts: {count} prompts asked of {domain}, there are "
-                                 f"{found} of at most rollout.prompt_tokens={tokens}: ask for fewer, or allow longer "
-                                 "ones")  # fmt: skip
+                                 f"{found} of at most rollout.prompt_tokens={tokens}: ask for {found} or fewer, or "
+                                 f"raise rollout.prompt_tokens: the longest has {longest}")  # fmt: skip
         return [(row["domain"], row["prompt"]) for row in chosen]
 
     def chosen(self, count: int, tokens: int, seed: int) -> list[Row]:
@@ -81,7 +82,7 @@ class TextStarts:
             mine = [place for place, name in enumerate(domains) if name == domain]
             if len(mine) < count:
                 raise ValueError(f"rollout.texts, rollout.held_out_texts: {count} prompts asked of {domain}, there are "
-                                 f"{len(mine)}: ask for fewer, or give more text")  # fmt: skip
+                                 f"{len(mine)}: ask for {len(mine)} or fewer, or give more text")  # fmt: skip
             order = torch.randperm(len(mine), generator=generator)[:count].tolist()
             texts = self.starts[[mine[i] for i in order]]["text"]
             found += [(domain, ids[:tokens]) for ids in encoded(texts, self.tokenizer)]

@@ -12,18 +12,27 @@ LONGEST = 8  # drafts a round that held-out texts are judged for
 FRONT = "---\nlibrary_name: transformers\ntags: [speculative-decoding, draft-model]\n---"
 
 
-def card(metadata: Metadata, engine: str, draft_path: str, report: Mapping[str, Any] | None, remarks: list[str]) -> str:
+def card(
+    metadata: Metadata,
+    engine: str,
+    draft_path: str,
+    report: Mapping[str, Any] | None,
+    remarks: list[str],
+    layout: str = "hf",
+) -> str:
     """Markdown: launch command, caveats, remarks on the export, regime, measured table, licence note.
 
-    report: one that `inference.report.build.validate` accepts, or None.
+    draft_path: the folder, or its name on the hub; report: one that `inference.report.build.validate` accepts, or None;
+    layout: of the folder.
     """
     target, objective, k = str(metadata.target["name"]), metadata.objective, metadata.k
+    command = launch(engine, draft_path, place(resolve(target)), k, objective, layout, metadata.kind)
     parts = [
         FRONT,
         f"# Draft for {target}",
         f"Guesses {k} tokens a round for speculative decoding; the target checks them all.",
         f"## Serve ({engine_named(engine).versions})",
-        f"```sh\n{launch(engine, draft_path, place(resolve(target)), k, objective, kind=metadata.kind)}\n```",
+        f"```sh\n{command}\n```",
         "\n".join(f"- {line}" for line in caveats(engine, objective) + remarks),
         "## Trained for",
         "\n".join(f"- {key}: {value}" for key, value in {"objective": objective, **metadata.regime}.items()),

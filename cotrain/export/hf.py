@@ -32,6 +32,7 @@ def export(
     objective: str | None = None,
     dtype: torch.dtype | None = None,
     replace: bool = False,
+    name: str | None = None,
 ) -> Path:
     """Copy a draft folder to one that `engine` serves, with a README that holds the launch command.
 
@@ -39,7 +40,8 @@ def export(
     cotrain.json says, and they must be given for a folder made elsewhere (objective: sampled). With
     `target_config` the embedding gets the target's vocab_size (see `vocabulary.resize`); with
     `target_tokenizer` vocabularies are compared. dtype: of the weights, by default their own. Rope and
-    maximum positions are kept. The folder passes `check` or is not written.
+    maximum positions are kept. name: what the card calls the folder, by default its place.
+    The folder passes `check` or is not written.
 
     Raises ValueError naming the key or file to change, FileExistsError as `inference.drafts.draft_folder.save`.
     """
@@ -58,7 +60,7 @@ def export(
     with new_folder(Path(output), replace=replace) as new:
         write(model, tokenizer, new, metadata, report)
         (new / "README.md").write_text(
-            card(metadata, engine, str(Path(output).absolute()), report, remarks), encoding="utf-8"
+            card(metadata, engine, name or str(Path(output).absolute()), report, remarks), encoding="utf-8"
         )
         if problems := check(new):
             raise ValueError(f"{source} makes no folder that loads: " + "; ".join(problems))

@@ -26,11 +26,17 @@ NOTE = ("vLLM drafts the likeliest token of each head: acceptance is p(argmax q)
 
 
 def export(
-    source: str | Path, output: str | Path, k: int | None = None, *, target: str | None = None, replace: bool = False
+    source: str | Path,
+    output: str | Path,
+    k: int | None = None,
+    *,
+    target: str | None = None,
+    replace: bool = False,
+    name: str | None = None,
 ) -> Path:
     """Copy a folder of Medusa heads to one that vLLM serves, with the target's head, which they share, and a README
     with the launch command. k: drafts a round, at most as many as there are heads; None: as planned. target: hub id or
-    path; None: the one that the folder names.
+    path; None: the one that the folder names. name: what the README calls the folder, by default its place.
 
     Raises ValueError naming the key or file to change, FileExistsError for a folder that is not empty without replace.
     """
@@ -51,7 +57,8 @@ def export(
         save_file(tensors(network, model), new / WEIGHTS, metadata={"format": "pt"})
         if (Path(source) / REPORT).is_file():
             shutil.copy(Path(source) / REPORT, new / REPORT)
-        (new / "README.md").write_text(_card(str(Path(output).absolute()), str(served), k), encoding="utf-8")
+        card = _card(name or str(Path(output).absolute()), str(served), k)
+        (new / "README.md").write_text(card, encoding="utf-8")
     return Path(output)
 
 

@@ -88,7 +88,9 @@ def _tiles(run: Run) -> list[Html]:
     more = joined(number(before, ".2f"), " → ", number(after, ".2f")) if after.value is not None else _alphas(run)
     passed = run.get("report", "exactness", "passed")
     exact = {True: "yes, checked", False: "no: see exactness"}.get(passed, "not checked")
-    what = "tokens per target call, before training → now" if after.value is not None else "acceptance"
+    length = run.get("run", "settings", "policy", "k")  # at which checkpoints are ranked, not the one that was planned
+    at = f" with k = {length}" if length else ""
+    what = f"tokens per target call{at}, before training → now" if after.value is not None else "acceptance"
     return [
         _tile("faster", faster, "over plain decoding, with its 95 % interval"),
         _tile("accepts more", more, what),

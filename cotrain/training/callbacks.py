@@ -15,6 +15,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from transformers import PreTrainedModel
 
 from cotrain.board import tags
+from cotrain.board.loggers import log
 from cotrain.students.rounding import projections, quantised
 from cotrain.training.stand_ins import Shown
 
@@ -56,8 +57,7 @@ class MeasureSpeed(Callback):
                     self._show(trainer, draft)
                 draft.save_pretrained(path)
         trainer.strategy.barrier()  # timings are disturbed by whoever goes on
-        if trainer.logger:
-            trainer.logger.log_metrics(tags.speed(figures), trainer.global_step)
+        log(trainer, tags.speed(figures), trainer.global_step)
         self.kept.append(Kept(trainer.global_step, path, figures["speedup"], self.tau()))
         if self.stale:
             trainer.should_stop = True

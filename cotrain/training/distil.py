@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+from lightning.pytorch.loggers import Logger
 from omegaconf import OmegaConf
 from transformers import PreTrainedTokenizerBase
 
@@ -15,6 +16,7 @@ from cotrain.bench import measurement
 from cotrain.bench.recorded_replay import recorded
 from cotrain.bench.tree_planner import served_tree
 from cotrain.board import final_figures
+from cotrain.board.loggers import others, tensorboard
 from cotrain.board.marked_text import marked
 from cotrain.config.regimes import sampling
 from cotrain.config.settings import TrainConfig
@@ -52,15 +54,17 @@ def distil(cfg: TrainConfig, folder: Path, sources: Mapping[str, Source] | None 
 
     Raises Interrupted when a signal ends it: what is done is kept.
     """
-    with listening() as signals:
-        return _distilled(cfg, folder, dict(sources or {}), signals)
+    with listening() as signals, others(cfg, folder) as loggers:
+        return _distilled(cfg, folder, dict(sources or {}), signals, loggers)
 
 
-def _distilled(cfg: TrainConfig, folder: Path, sources: dict[str, Source], signals: Signals) -> dict[str, Any]:
+def _distilled(
+    cfg: TrainConfig, folder: Path, sources: dict[str, Source], signals: Signals, loggers: list[Logger]
+) -> dict[str, Any]:
     assert cfg.policy.k is not None
     settle(cfg.trainer.threads, cfg.trainer.seed)
     target, tokenizer = models(cfg)
-    job = Job(cfg, folder, target, tokenizer, sources, signals=signals)
+    job = Job(cfg, folder, target, tokenizer, sources, signals=signals, loggers=loggers)
     student = begun(cfg, target, job.vocabulary)
     if cfg.draft.kind in UNTRAINED:
         return untrained(job, student)
@@ -83,7 +87,8 @@ def _distilled(cfg: TrainConfig, folder: Path, sources: dict[str, Source], signa
     if cfg.measure:
         choose_best(job, module, speed)
         report = export(job, module, speed, others)
-    final_figures.write(cfg, job.folder, module.scores()[module.temperature].alpha, ranking_tau(job, module)(), report)
+    alpha, tau = module.scores()[module.temperature].alpha, ranking_tau(job, module)()
+    final_figures.write(cfg, [tensorboard(job.folder), *loggers], final_figures.figures(alpha, tau, report))
     return report
 
 

@@ -5,11 +5,11 @@ from typing import Any, cast
 import lightning
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from torch.utils.data import ConcatDataset, DataLoader
 
 from cotrain.board import tags
+from cotrain.board.loggers import log, tensorboard
 from cotrain.config.groups import Trainer as TrainerSettings
 from cotrain.config.settings import TrainConfig
 from cotrain.data.texts import Curriculum, Learnt, Strided, Texts
@@ -102,9 +102,8 @@ def _trained(job: Job, module: Distillation, extra: list[Callback], phase: Phase
         sampler = swapped(job, module.to(job.target.device).draft)
     del kept  # the trainer reads its own
     corpus, sampled = parts(job, phase.round + 1, sampler)
-    if sampler and trainer.logger:
-        speeds = {f"{tags.ROLLOUT}/{name}": speed for name, speed in sampler.speeds.items()}
-        trainer.logger.log_metrics(speeds, phase.first)
+    if sampler:
+        log(trainer, {f"{tags.ROLLOUT}/{name}": speed for name, speed in sampler.speeds.items()}, phase.first)
     asks: DataLoader[Any] = DataLoader([torch.zeros(1)])  # type: ignore[arg-type]  # one call: the texts are the module's
     if not done:
         trainer.validate(module, asks, verbose=False)
@@ -181,7 +180,7 @@ def refuse(cfg: TrainConfig) -> None:
         raise ValueError(f"{', '.join(found)}: one of them: rounded weights, an average, or (fsdp2) parts of them")
 
 
-def _strategy(cfg: TrainerSettings) -> str | Strategy:
+def strategy_of(cfg: TrainerSettings) -> str | Strategy:
     """Lightning's, by its name; "fsdp2": the draft in parts, checkpoints in one file."""
     if cfg.strategy != SHARDED:
         return cfg.strategy
@@ -195,7 +194,7 @@ def _trainer(
     cfg, last = job.cfg.trainer, job.folder / CHECKPOINT
     again = done + 1 if done else None  # what was written behind the checkpoint is made anew
     return lightning.Trainer(
-        accelerator=job.target.device.type, devices=cfg.devices, num_nodes=cfg.nodes, strategy=_strategy(cfg),
+        accelerator=job.target.device.type, devices=cfg.devices, num_nodes=cfg.nodes, strategy=strategy_of(cfg),
         inference_mode=cfg.strategy != SHARDED,  # weights gathered in it could not be learnt later
         precision=cast(Any, precision(cfg.precision, job.target.device.type)),
         accumulate_grad_batches=cfg.accumulate, use_distributed_sampler=False,
@@ -203,7 +202,7 @@ def _trainer(
         gradient_clip_val=cfg.clip, check_val_every_n_epoch=None,
         val_check_interval=NEVER if cfg.minutes else every * cfg.accumulate,
         num_sanity_val_steps=0, log_every_n_steps=WATCHED, enable_model_summary=False,
-        logger=TensorBoardLogger(job.folder, name="", version="tensorboard", purge_step=again),
+        logger=[tensorboard(job.folder, again), *job.loggers],
         callbacks=[*extra, Bar(progress), Keeper(last, cfg.checkpoint_minutes, job.signals),
                    ModelCheckpoint(last.parent, "last", every_n_epochs=1, save_on_train_epoch_end=False,
                                    enable_version_counter=False)],

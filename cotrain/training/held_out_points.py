@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import Callback
 
 from cotrain.acceptance import conditional
 from cotrain.board import tags
+from cotrain.board.loggers import log
 from cotrain.evaluation.held_out import HeldOut, Scores
 from cotrain.training.clock import Clock
 from cotrain.training.distributed import rest, within
@@ -59,8 +60,7 @@ class HeldOutPoints(Callback):
             self._point(trainer, module)
 
     def on_validation_end(self, trainer: lightning.Trainer, module: Any) -> None:
-        if trainer.logger:
-            trainer.logger.log_metrics(whole(module.judged, module.temperature), trainer.global_step)
+        log(trainer, whole(module.judged, module.temperature), trainer.global_step)
 
     def state_dict(self) -> dict[str, Any]:
         return {"count": self.count, "seconds": self.seconds, "last": self.last}
@@ -94,11 +94,8 @@ class HeldOutPoints(Callback):
         scores = within(module.draft, lambda: module.on(self.part))["all"]
         rest(module.draft)
         self.at, self.last = trainer.global_step, time.monotonic() - begin
-        if trainer.logger:
-            tau = tau_of(scores, *self.served)
-            trainer.logger.log_metrics(
-                {tags.ACCEPTANCE: scores.alpha, tags.TAU: tau, **depths(scores, self.served[0])}, self.at
-            )
+        figures = {tags.ACCEPTANCE: scores.alpha, tags.TAU: tau_of(scores, *self.served)}
+        log(trainer, figures | depths(scores, self.served[0]), self.at)
 
 
 def part_of(held: HeldOut, training_tokens: float) -> HeldOut:

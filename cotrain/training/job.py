@@ -9,6 +9,7 @@ from typing import Any
 import datasets
 import lightning
 import torch
+from lightning.pytorch.loggers import Logger
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cotrain.bench import measurement
@@ -47,6 +48,7 @@ class Job:
     sources: dict[str, Source] = field(default_factory=dict)
     texts_given: dict[str, Texts] = field(default_factory=dict)
     signals: Signals = field(default_factory=Signals)
+    loggers: list[Logger] = field(default_factory=list)  # beside TensorBoard's
     reads: tuple[int, ...] = ()
     rounds: dict[int, RealRound] = field(default_factory=dict)  # by draft length: all checkpoints have one shape
 

@@ -8,6 +8,7 @@ from lightning.pytorch.callbacks import Callback
 from torch.distributed.tensor import DTensor
 
 from cotrain.board import tags
+from cotrain.board.loggers import log
 from cotrain.training.progress import Progress
 
 
@@ -43,10 +44,9 @@ class Learning(Callback):
         seconds = self.progress.elapsed - self.since
         speed = float(self.tokens) * trainer.world_size / seconds if seconds else 0.0
         self.tokens, self.since = torch.zeros_like(self.tokens), self.progress.elapsed
-        if trainer.logger:
-            found = {f"{tags.TRAINING}/{name}": value for name, value in module.found.items()}
-            own = {tags.RATE: self.rate, tags.NORM: self.norm, tags.TOKENS_PER_SECOND: speed}
-            trainer.logger.log_metrics(found | own, trainer.global_step)
+        found = {f"{tags.TRAINING}/{name}": value for name, value in module.found.items()}
+        own = {tags.RATE: self.rate, tags.NORM: self.norm, tags.TOKENS_PER_SECOND: speed}
+        log(trainer, found | own, trainer.global_step)
 
 
 def gradient_norm(draft: torch.nn.Module) -> float:

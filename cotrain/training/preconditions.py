@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfi
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from cotrain.bench import measurement
-from cotrain.config.groups import Bench
+from cotrain.board.loggers import WANDB
+from cotrain.config.groups import Bench, Trainer
 from cotrain.config.settings import TrainConfig
 from cotrain.data.prompt_rows import PromptRows
 from cotrain.data.splits import SPLITS, apart
@@ -108,6 +109,19 @@ def _settings(cfg: TrainConfig) -> None:
     if cfg.trainer.strategy not in ("auto", fit.SHARDED, *StrategyRegistry.available_strategies()):
         raise UserError(f"trainer.strategy={cfg.trainer.strategy}: it must be auto, ddp, {fit.SHARDED} or another "
                         "that Lightning knows")  # fmt: skip
+    if cfg.trainer.logger == WANDB and find_spec("wandb") is None:
+        raise UserError("trainer.logger=wandb: it needs wandb: pip install wandb")
+    machine(cfg.trainer)
+
+
+def machine(cfg: Trainer) -> None:
+    """GPUs that are asked for are there; without one, processes share the CPU."""
+    if device() == "cpu":
+        if cfg.accelerator == "gpu":
+            raise UserError("trainer.accelerator=gpu: this machine has no GPU that torch can use; trainer=cpu trains "
+                            "without one")  # fmt: skip
+    elif cfg.devices > (found := torch.cuda.device_count()):
+        raise UserError(f"trainer.devices={cfg.devices}: one process a GPU, and this machine has {found}")
 
 
 def _places(cfg: TrainConfig) -> None:

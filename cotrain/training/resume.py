@@ -6,7 +6,8 @@ Kind = Literal["free", "longer", "other"]
 
 # of measuring, logging and speed; texts and states are the same wherever they are kept
 FREE = ("label", "rollout.temperatures", "rollout.folder", "trainer.validations", "trainer.patience",
-        "trainer.checkpoint_minutes", "trainer.threads", "trainer.remember_mb", "trainer.cache")  # fmt: skip
+        "trainer.checkpoint_minutes", "trainer.threads", "trainer.remember_mb", "trainer.cache", "trainer.accelerator",
+        "trainer.logger")  # fmt: skip
 MEASURED = "bench."
 BUDGETS = ("trainer.steps", "trainer.minutes")
 BY_ROUNDS = ("trainer.validations", *BUDGETS)  # what decides which texts a step of several rounds learns from
