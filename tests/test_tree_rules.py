@@ -11,7 +11,7 @@ from inference.noise import ACCEPT, RESIDUAL, children_states, gumbel_after, uni
 from inference.proposers.topology import likeliest, sampled
 from inference.sampling import draw
 from inference.verify import block, token, traversal, tree
-from inference.verify.lossy_typical import EXACT, lossy_typical
+from inference.verify.lossy_typical import lossy_typical
 from tests import standin
 from tests.exact import F64, chi_square, laws
 from tests.trees import MODES, Case, decided, judged, path_of, topologies
@@ -248,8 +248,7 @@ def test_a_recorded_verdict_reads_nothing_and_copies_nothing(rule, rowwise):
                 torch.testing.assert_close(one.cpu(), other)
 
 
-def test_typical_acceptance_is_named_lossy_and_takes_the_deepest_path():
-    assert EXACT is False
+def test_typical_acceptance_takes_the_deepest_path():
     p = torch.tensor([0.7, 0.2, 0.1]).expand(3, 5, 3)  # threshold .09: all but nothing; .3 exp(-H) = .135
     x = torch.tensor([[1, 0, 2, 0], [2, 0, 0, 0], [1, 1, 1, 2]])
     parents = (-1, -1, 0, 1)

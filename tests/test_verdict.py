@@ -58,6 +58,15 @@ def test_an_exact_engine_passes(pair, rule, sampling):
     assert found.depth.rounds > 100
 
 
+@pytest.mark.parametrize("shape", [None, (-1, -1, 0)])
+def test_a_lossy_rule_is_never_called_exact(pair, shape):
+    """Not even with a perfect draft, where its texts show nothing."""
+    found = verdict(pair[0], Independent(pair[0], shape=shape), rule="lossy_typical")
+    assert not found.passed and not found.figures["passed"]
+    assert found.lines()[0] == "exactness: no, lossy_typical changes the text's law"
+    assert found.calls is None and "lossy_typical" in found.missing["calls"]
+
+
 @pytest.mark.parametrize("greedy", [Sampling(temperature=0), Sampling()])
 def test_certain_drafts_are_predicted_to_the_call(pair, greedy):
     """One-hot draft laws leave no coins: the calls of a text are known."""

@@ -35,7 +35,7 @@ NOT_NEGATIVE = Rule(lambda value: 0 <= value < math.inf, "at least 0")
 SHARE = Rule(lambda value: 0 <= value <= 1, "from 0 to 1")
 FRACTION = Rule(lambda value: 0 < value <= 1, "above 0, at most 1")
 TEMPERATURE = Rule(lambda value: value == 0 or COLDEST <= value < math.inf, f"0 (greedy) or at least {COLDEST:g}")
-VERIFY = _one_of(("token", "block", "match", "coupled", "tree", "traversal"))
+VERIFY = _one_of(("token", "block", "match", "coupled", "tree", "traversal", "lossy_typical"))
 DTYPE = _one_of(DTYPES)
 
 # By key; of a list, each value. A key of one command alone is written `command:key`.

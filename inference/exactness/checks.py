@@ -78,7 +78,8 @@ def check(
         "depth": "acceptance at depth 1: not applicable, no round drafted",
     }
     absent = {name: why for name, why in missing.items() if {"calls": calls, "depth": depth}[name] is None}
-    return Verdict(text, calls, depth, logits, absent, surprise)
+    lossy = None if engine.rule.exact else engine.rule.name
+    return Verdict(text, calls, depth, logits, absent, surprise, lossy)
 
 
 def check_coupled(

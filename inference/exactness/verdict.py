@@ -173,7 +173,8 @@ def _sigmas(difference: float, sigma: float, scale: float) -> float:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The five checks; `missing` says of each one that is None why it does not apply."""
+    """The five checks; `missing` says of each one that is None why it does not apply. lossy: the rule that verified, if
+    it is one that changes the text's law."""
 
     text: TextCheck
     calls: CallsCheck | None = None
@@ -181,12 +182,13 @@ class Verdict:
     logits: LogitsCheck | None = None
     missing: dict[str, str] = field(default_factory=dict)
     surprise: SurpriseCheck | None = None
+    lossy: str | None = None
 
     @property
     def passed(self) -> bool:
-        """Every check that applies has passed."""
+        """Every check that applies has passed, and the rule is exact."""
         checks = (self.text, self.calls, self.depth, self.logits, self.surprise)
-        return all(check.passed for check in checks if check)
+        return not self.lossy and all(check.passed for check in checks if check)
 
     @property
     def figures(self) -> dict[str, Any]:
@@ -208,7 +210,8 @@ class Verdict:
     def lines(self) -> list[str]:
         """A line that sums up, then one a check."""
         checks = {"a": self.text, "b": self.calls, "c": self.depth, "d": self.logits, "e": self.surprise}
-        lines = [f"exactness: {_word(self.passed)}"]
+        whole = f"no, {self.lossy} changes the text's law" if self.lossy else _word(self.passed)
+        lines = [f"exactness: {whole}"]
         for letter, name in zip(checks, ("text", "calls", "depth", "logits", "surprise"), strict=True):
             one = checks[letter]
             said = f"{one.line()}: {_word(one.passed)}" if one else self.missing.get(name, f"{name}: not checked")

@@ -1,12 +1,10 @@
-"""A rule that changes the text's law: no engine uses it unless it is asked for by name."""
+"""A rule that changes the text's law: `verify="lossy_typical"` asks for it, and its verdict says "exactness: no"."""
 
 import torch
 from torch import Tensor
 
 from inference.sampling import wide
 from inference.verify.tree import Parents, TreeVerdict, steps_of, subtrees, used, walk
-
-EXACT = False
 
 
 def lossy_typical(

@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 from inference.models.passes import Tree
 from inference.sampling import one_hot
 from inference.verify import chain, prediction, round_prediction
+from inference.verify.lossy_typical import lossy_typical
 from inference.verify.tree import Parents, TreeVerdict
 from inference.verify.tree import coupled as coupled_tree
 from inference.verify.tree import traversal as traversal_tree
@@ -39,7 +40,7 @@ class Rule:
     branches(p, q, x, parents, k, seed) -> (A, D+1): the same of one round a row that drafts a tree of sampled children:
     laws p, q (A, D, V) of the text's next tokens x (A, D), k (A,) nodes in use; see `round_prediction.by_levels`.
     shared: drafts are drawn with the noise that the target's tokens are chosen with, keyed by position.
-    exact: the text's law is the target's.
+    exact: the text's law is the target's; a verdict says so of the others, whatever their texts show.
     """
 
     name: str
@@ -90,6 +91,15 @@ def _traversal(
     return _block(p, q, x, u, k) if tree is None else traversal_tree(p, q, x, _parents(tree, x), _coins(u, x), k)
 
 
+def _typical(
+    p: Tensor, q: Tensor | None, x: Tensor, u: Tensor, k: Tensor, tree: Tree | None = None
+) -> chain.Verdict | TreeVerdict:
+    if tree is not None:
+        return lossy_typical(p, x, _parents(tree, x), k)
+    found = lossy_typical(p, x, tuple(range(-1, x.shape[1] - 1)), k)
+    return chain.Verdict(found.accepted, found.law)
+
+
 def _parents(tree: Tree, x: Tensor) -> Parents:
     """As a rule takes them: fastest where the host knows them."""
     return tree.on(x.device).parents if tree.shape is None else tree.shape
@@ -136,6 +146,7 @@ RULES: dict[str, Rule] = {
         Rule("coupled", _coupled, _hangs_on_noise, shared=True, trees=True),
         Rule("tree", _tree, _token_reach, round_prediction.by_levels, trees=True),
         Rule("traversal", _traversal, _block_reach, round_prediction.traversal_by_levels, trees=True),
+        Rule("lossy_typical", _typical, _hangs_on_noise, trees=True, exact=False),
     )
 }
 

@@ -23,4 +23,5 @@ ROWS_OF_BUGS = [
     ('decode_only_speedup_with_prefill', 'inference/report/build.py', 'timing.ratio(arm, over, decode=True)', 'timing.ratio(arm, over)', ['tests/test_verdict_gaps.py::test_decode_only_figures_are_without_prefill'], 27),
     ('rounding_alarms', 'inference/exactness/side_by_side.py', 'moved = figures.logq + figures.rounding *', 'moved = figures.logq + 0 * figures.rounding *', ['tests/test_wrong_engines.py::test_a_draft_that_is_nearly_the_target_raises_no_alarm'], 'an exact engine with a draft that is nearly its target is called inexact'),
     ('rounding_excuses_too_much', 'inference/exactness/side_by_side.py', 'return noise / (MARGIN * LARGEST * sampling.temperature)', 'return 50 * noise / (MARGIN * LARGEST * sampling.temperature)', ['tests/test_wrong_engines.py::test_rounding_does_not_excuse_a_draft_law_of_another_temperature'], 'a draft law of another temperature passes as rounding'),
+    ('lossy_rules_pass', 'inference/exactness/verdict.py', 'return not self.lossy and all(', 'return all(', ['tests/test_verdict.py::test_a_lossy_rule_is_never_called_exact'], 'a rule that changes the text is called exact'),
 ]
