@@ -13,7 +13,7 @@ ROWS_OF_BUGS = [
     ('surprise_of_entropy_squared', 'inference/exactness/surprise.py', 'square - entropy.square()', 'square', [F + 'test_moments_are_those_of_the_law'], 28),
     ('tokens_without_mass_are_forgotten', 'inference/exactness/verdict.py', 'likely and self.impossible <= IMPOSSIBLE * self.tokens', 'likely', [F + 'test_tokens_that_settings_cut_are_counted'], 9),
     ('too_likely_texts_pass', 'inference/exactness/verdict.py', 'max(abs(self.z), abs(self.place_z)) < SURPRISE_SIGMAS', 'max(self.z, self.place_z) < SURPRISE_SIGMAS', [F + 'test_tokens_after_the_accepted_ones_must_have_the_targets_law[likeliest_correction]'], 28),
-    ('look_up_is_not_surprised', 'inference/exactness/checks.py', 'return Verdict(text, calls, depth, logits, absent, surprise)', 'return Verdict(text, calls, depth, logits, absent)', [F + 'test_texts_of_a_look_up_are_judged_too'], 28),
+    ('look_up_is_not_surprised', 'inference/exactness/checks.py', 'return Verdict(text, calls, depth, logits, absent, surprise, lossy)', 'return Verdict(text, calls, depth, logits, absent, None, lossy)', [F + 'test_texts_of_a_look_up_are_judged_too'], 28),
     ('place_is_the_end_of_a_token', 'inference/exactness/surprise.py', '+ px / 2 - 0.5', '+ px - 0.5', [F + 'test_moments_are_those_of_the_law'], 2),
     ('places_are_not_judged', 'inference/exactness/verdict.py', 'max(abs(self.z), abs(self.place_z))', 'abs(self.z)', [F + 'test_coins_that_are_the_drafts_own_numbers_fail'], 2),
     ('an_end_id_of_zero_is_none', 'inference/request.py', 'ends = model.config.eos_token_id if ends is None else ends', 'ends = ends or model.config.eos_token_id', [F + 'test_an_end_id_of_zero_ends_a_text'], 21),
