@@ -16,6 +16,7 @@ from inference.models.lm import LM
 from inference.models.passes import Tree
 from inference.proposers.topology import chain
 from inference.report.recorder import Recorder
+from inference.verify.rules import RULES
 from inference.verify.tree import depths_of
 
 Parents = tuple[int, ...]
@@ -25,7 +26,7 @@ Routes = Iterator[Parents]
 def tree_of(engine: Engine, prompt: list[int]) -> Parents | None:
     """The shape of the trees that an engine drafts, found out in a call of its own; None where they do not branch."""
     beside, levels = copy.copy(engine), max(engine.policy.lengths([prompt]))
-    beside.record = Recorder(1)
+    beside.rule, beside.record = RULES["coupled"], Recorder(1)  # as the texts of (a) are made
     beside.generate([prompt], max_new_tokens=levels + 1, ignore_eos=True)
     rounds = beside.record.replay()["rounds"]
     parents = tuple(draft["parent"] for draft in rounds[0][0]["drafts"]) if rounds else ()
