@@ -44,6 +44,9 @@ from inference.models.passes import Pass, Tree
 from inference.noise import row_ids
 from inference.policy import Fixed
 from inference.proposers import Independent, NGram
+from inference.proposers.base import Beside
+from inference.proposers.branching import Branching
+from inference.proposers.medusa import Medusa
 from inference.proposers.medusa_network import MedusaConfig, MedusaNetwork
 from inference.proposers.topology import chain, full
 from inference.verify.tree import depths_of
@@ -303,11 +306,28 @@ def test_without_trees_none_is_rated(monkeypatch: pytest.MonkeyPatch) -> None:
     assert best_tree(plan_of({"trees": 0}), LENGTH, TAUS, Emitted([], [], [], [])) is None
 
 
-def test_a_kind_without_a_law_of_texts_is_planned_as_chains(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_kind_that_drafts_no_trees_is_planned_as_chains(capsys: pytest.CaptureFixture[str]) -> None:
+    assert best_tree(plan_of(kind="retrieval"), LENGTH, TAUS, Emitted([[1, 2]], [0], [[3, 4, 5]], [])) is None
+    assert "bench: retrieval drafts are planned as chains" in capsys.readouterr().out
+
+
+def test_heads_are_loaded_with_the_tree_that_was_planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    network = MedusaNetwork(MedusaConfig(hidden_size=64, vocab_size=300, num_heads=2))
+    monkeypatch.setattr(Medusa, "network_beside", lambda folder, beside: network)
+    made = Metadata({"name": "x", "config": None, "tokenizer": None}, 3, tree=PlannedTree((-1, -1, 0), "tree"))
+    found = Medusa.load(tmp_path, Beside(tiny(), {}, made, None))
+    assert isinstance(found.branching, Branching) and found.branching.parents == (-1, -1, 0)
+
+
+def test_a_kind_without_a_law_of_texts_is_rated_by_rounds_that_are_forced() -> None:
+    """Laws by depth: at a text's first token those of the first depth alone, elsewhere all."""
     plan = plan_of(kind="medusa", draft=MedusaNetwork(MedusaConfig(hidden_size=64, vocab_size=300, num_heads=2)))
-    texts = Emitted([[1, 2]], [0], [[3, 4, 5]], [])
-    assert best_tree(plan, LENGTH, TAUS, texts) is None
-    assert "bench: medusa drafts are planned as chains" in capsys.readouterr().out
+    laws = plain_laws(plan, plain_texts(plan))
+    assert laws is not None and laws.q.shape == (*laws.x.shape, 2, 300)
+    alone = laws.q[:, 0].sum(-1)  # of a text's first token: no round begins before it
+    assert bool((alone[:, 1] == 0).all()) and bool((laws.q[:, 1:-2].sum(-1) > 0.99).all())
+    found = candidates(plan, laws, lambda parents: 1.0)
+    assert found and max(tree.depth for tree in found) <= 2
 
 
 def test_children_are_those_that_the_draft_was_made_for() -> None:

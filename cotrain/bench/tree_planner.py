@@ -17,6 +17,7 @@ from inference.measure.real_costs import RealRound, measure_drafting
 from inference.measure.shapes import Parents, Seconds, grown, rated, tokens_of
 from inference.measure.timing import Emitted
 from inference.measure.tree_costs import fitted, probes
+from inference.measure.tree_laws import laws_of_rounds
 from inference.measure.tree_plan import Laws, accept_of, laws_of, reach_under
 from inference.models.lm import LM
 from inference.proposers.branching import by_level
@@ -54,14 +55,14 @@ def best_tree(
     plan: "Plan", length: Length, chains: Mapping[int, float], texts: Emitted, until: float = inf
 ) -> Grown | None:
     """The tree of at most bench.trees nodes that is fastest by rounds of its own, or the plan's own tree; None where
-    there is none, as for kinds whose law after a text depends on more than the text. length: of the best chain; chains:
+    there is none, as for kinds that draft no trees. length: of the best chain; chains:
     tau by draft length; texts: decoded plainly, which these are of. Rules that a tree's own may replace: `REPLACED`."""
     given, plan = plan.tree, replace(plan, tree=None)
     if plan.verify not in REPLACED or not plan.bench.trees and given is None:
         return None
     laws = plain_laws(plan, texts)
     if laws is None:
-        print(f"bench: {plan.kind} drafts are planned as chains: bench.trees is for those that are language models")
+        print(f"bench: {plan.kind} drafts are planned as chains: they draft no trees")
         return None
     found = candidates(plan, laws, tree_seconds(plan, until))[:RUN] if plan.bench.trees else []
     found += [given] if given is not None and given not in found else []
@@ -77,15 +78,20 @@ def best_tree(
 
 
 def plain_laws(plan: "Plan", texts: Emitted) -> Laws | None:
-    """Of both models at the texts, as many as `ENTRIES` hold; None for drafts that cannot branch, or that are no
-    language model."""
-    vocabulary = plan.plain(1).target.vocabulary
-    size = max(1, ENTRIES // (vocabulary * plan.bench.new_tokens))
-    some = Emitted(texts.prompts[:size], texts.ids[:size], texts.tokens[:size], texts.counts[:size])
-    rows = min(BATCH, len(some.tokens))
-    draft = plan.proposer(counted=True).language_model(rows, vocabulary)
-    if draft is None or not takes_shape(plan.student(plan.running).proposer):
+    """Of both models at the texts, as many as `ENTRIES` hold; None for drafts that cannot branch. Of those that are no
+    language model, by depth, from forced rounds of chains."""
+    if not takes_shape(plan.student(plan.running).proposer):
         return None
+    vocabulary, new = plan.plain(1).target.vocabulary, plan.bench.new_tokens
+    chains = replace(plan, tree=None).proposer(counted=True)
+    draft = chains.language_model(min(BATCH, len(texts.tokens)), vocabulary)
+    depths = 1 if draft else max(plan.depths)
+    size = max(1, ENTRIES // (vocabulary * new * depths))
+    some = Emitted(texts.prompts[:size], texts.ids[:size], texts.tokens[:size], texts.counts[:size])
+    if draft is None:
+        engine = plan.engine(depths, min(BATCH, len(some.tokens)), chains)
+        return laws_of_rounds(engine, chains, depths, some, plan.sampling, new)
+    rows = min(BATCH, len(some.tokens))
     return laws_of(LM(plan.target, rows, vocabulary), draft, some, plan.sampling)
 
 

@@ -24,6 +24,7 @@ from cotrain.errors import UserError
 from cotrain.machine_output import answering
 from cotrain.page.html_page import written
 from cotrain.run_folder import claim, refuse
+from cotrain.students import rounding
 from cotrain.students.base import DEFAULT
 from cotrain.teacher.target_model import refuse_quantisation
 from cotrain.training.job import models, settle, source
@@ -48,12 +49,12 @@ def _refuse_matrix(cfg: BenchConfig, kind: str, pair: Pair) -> None:
         raise UserError("matrix.vllm: it is asked for a temperature alone: regime.top_k=0 regime.top_p=1")
     if asked.vllm and shutil.which(asked.vllm) is None:
         raise UserError(f"matrix.vllm={asked.vllm} is no interpreter: name that of a vLLM installation")
-    if wrong := sorted(set(asked.drafts) - set(quantisation_table.KINDS)):
-        raise UserError(f"matrix.drafts: {wrong[0]!r} is none of {', '.join(quantisation_table.KINDS)}")
+    if wrong := sorted(set(asked.drafts) - set(rounding.KINDS)):
+        raise UserError(f"matrix.drafts: {wrong[0]!r} is none of {', '.join(rounding.KINDS)}")
     if asked.targets and "nf4" in asked.drafts and find_spec("bitsandbytes") is None:
         raise UserError("matrix.drafts: nf4 needs bitsandbytes: pip install bitsandbytes, or matrix.drafts=[none,int8]")
     if asked.targets and {*asked.drafts} - {"none"} and pair.draft is not None:
-        quantisation_table.refuse_unknown(pair.draft, "matrix.drafts")
+        rounding.refuse_unknown(pair.draft, "matrix.drafts")
     for bits in asked.targets:
         try:
             refuse_quantisation(str(cfg.target.path), bits, pair.target.config)

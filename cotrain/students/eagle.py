@@ -6,7 +6,7 @@ depth j, at place m + 1 + j, from pairs 0 .. m of the target's features and j pa
 `inference.proposers.eagle_network`. All rounds of a text are made at once: n rounds a text, one for each m.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -102,8 +102,11 @@ class Eagle(Student):
     def head(self, states: Tensor) -> Tensor:
         return self.network.head(states, self.vocabulary or self.network.config.vocab_size)
 
-    def proposer(self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False) -> eagle.Eagle:
-        return eagle.Eagle(self.network, greedy, compile=compile)
+    def proposer(
+        self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False,
+        shape: Sequence[int] | None = None,
+    ) -> eagle.Eagle:  # fmt: skip
+        return eagle.Eagle(self.network, greedy, compile=compile, shape=shape)
 
 
 class Rounds:

@@ -7,7 +7,7 @@ those of the depths before it from there on.
 B texts, T tokens, K depths, H heads, D size of a head.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -90,10 +90,13 @@ class EarlyExit(Student):
             self.__dict__["kept"] = kept = T, model
         return kept[1]
 
-    def proposer(self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False) -> Proposer:
+    def proposer(
+        self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False,
+        shape: Sequence[int] | None = None,
+    ) -> Proposer:  # fmt: skip
         """int8 changes nothing: its weights are the target's."""
         assert self.target is not None
-        return Proposer(self.network, self.target, greedy, compile=compile)
+        return Proposer(self.network, self.target, greedy, compile=compile, shape=shape)
 
 
 def _refuse_windows(target: PreTrainedModel, rank: int) -> None:

@@ -4,7 +4,7 @@ B texts, T tokens, D width of the target's states, K heads. A round whose newest
 m + 1, and its guess of depth j is at place m + 1 + j. All rounds of all texts are made in one pass over the heads.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -69,9 +69,12 @@ class Medusa(Student):
         found: Tensor = self.network.states(newest.flatten(0, 1), depths)
         return list(found.unflatten(1, newest.shape[:2]))
 
-    def proposer(self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False) -> Any:
+    def proposer(
+        self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False,
+        shape: Sequence[int] | None = None,
+    ) -> Any:  # fmt: skip
         proposes: Any = kind_of(self.kind)
-        return proposes(self.network, greedy)
+        return proposes(self.network, greedy, shape=shape)
 
 
 class Rounds:

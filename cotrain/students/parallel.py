@@ -1,6 +1,6 @@
 """A parallel draft: a small causal LM that guesses all tokens of a round in one pass, at masks behind the text."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -102,10 +102,11 @@ class Parallel(Independent):
         ).last_hidden_state
         return found
 
-    def proposer(  # type: ignore[override]  # chains alone
-        self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False
-    ) -> proposers.Parallel:
-        return proposers.Parallel(self.network, greedy, compile=compile, int8=int8)
+    def proposer(
+        self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False,
+        shape: Sequence[int] | None = None,
+    ) -> proposers.Parallel:  # fmt: skip
+        return proposers.Parallel(self.network, greedy, compile=compile, int8=int8, shape=shape)
 
 
 def _refuse_window(network: PreTrainedModel) -> None:

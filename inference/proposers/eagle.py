@@ -58,7 +58,7 @@ class Eagle(Proposer):
         """From a folder in the EAGLE-3 format. Raises as `load_draft`, and ValueError for one that was made for a
         target of other sizes."""
         network = widened(cls.network_beside(folder, beside))
-        return cls(cast(EagleNetwork, network), beside.greedy, compile=beside.compile)
+        return cls(cast(EagleNetwork, network), beside.greedy, compile=beside.compile, shape=beside.shape)
 
     @classmethod
     def fits(cls, network: Any, target: PreTrainedModel, where: str) -> None:

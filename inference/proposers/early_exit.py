@@ -46,7 +46,8 @@ class EarlyExit(Independent):
     @classmethod
     def load(cls, folder: Path, beside: Beside) -> "EarlyExit":
         """Raises as `load_draft`, and ValueError for one that was made for a target of other sizes."""
-        return cls(cls.network_beside(folder, beside), beside.target, beside.greedy, compile=beside.compile)
+        network = cls.network_beside(folder, beside)
+        return cls(network, beside.target, beside.greedy, compile=beside.compile, shape=beside.shape)
 
     @classmethod
     def fits(cls, network: Any, target: PreTrainedModel, where: str) -> None:

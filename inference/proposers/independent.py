@@ -53,8 +53,8 @@ class Independent(Proposer):
         """Raises as `load_draft`; warns of a target of another shape than the draft was made for."""
         draft = cls.network_beside(folder, beside)
         int8 = beside.made is not None and beside.made.int8 and can_round(draft)
-        shape: dict[str, Any] = {"shape": beside.shape} if beside.shape else {}  # not every kind below takes one
-        return cls(draft if int8 else widened(draft), beside.greedy, compile=beside.compile, int8=int8, **shape)
+        network = draft if int8 else widened(draft)
+        return cls(network, beside.greedy, compile=beside.compile, int8=int8, shape=beside.shape)
 
     def language_model(self, rows: int, vocabulary: int) -> LM | None:
         return None if self.branching else LM(self.model, rows, vocabulary, int8=self.int8)

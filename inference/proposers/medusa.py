@@ -22,7 +22,8 @@ class Medusa(NewestState):
     @classmethod
     def load(cls, folder: Path, beside: Beside) -> "Medusa":
         """Raises as `load_draft`, and ValueError for heads of another target's sizes."""
-        return cls(cast(Heads, widened(cls.network_beside(folder, beside))), beside.greedy)
+        network = cast(Heads, widened(cls.network_beside(folder, beside)))
+        return cls(network, beside.greedy, shape=beside.shape)
 
     @classmethod
     def fits(cls, network: Any, target: PreTrainedModel, where: str) -> None:

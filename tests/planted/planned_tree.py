@@ -24,4 +24,6 @@ ROWS_OF_BUGS = [
     ('trained_tree_not_kept', 'cotrain/training/distil.py', '        tree=served_tree(report["extra"]),\n', '', ['tests/test_planned_tree.py::test_training_keeps_the_tree_that_it_measured'], 'the folder drafts something else than was measured'),
     ('coupled_replaced_by_a_tree', 'cotrain/bench/tree_planner.py', 'if plan.verify not in REPLACED or ', 'if ', ['tests/test_planned_tree.py::test_rules_that_are_asked_for_by_name_are_kept'], 'another rule is measured than was asked for'),
     ('planned_rule_overridden', 'cotrain/commands/generate.py', 'settings |= {} if cfg.verify is None else', 'settings |= {"verify": "token"} if cfg.verify is None else', ['tests/test_planned_tree.py::test_generate_serves_what_was_planned'], 'policy=planned drafts a chain of another length'),
+    ('heads_forget_their_tree', 'inference/proposers/medusa.py', 'beside.greedy, shape=beside.shape)', 'beside.greedy)', ['tests/test_planned_tree.py::test_heads_are_loaded_with_the_tree_that_was_planned'], 'a planned tree of heads is served as a chain'),
+    ('laws_of_the_first_depth_alone', 'cotrain/bench/tree_planner.py', 'depths = 1 if draft else max(plan.depths)', 'depths = 1', ['tests/test_planned_tree.py::test_a_kind_without_a_law_of_texts_is_rated_by_rounds_that_are_forced'], 'deep nodes of heads are rated as if nothing were drafted there'),
 ]
