@@ -140,18 +140,27 @@ def engine_named(name: str) -> ServingEngine:
 
 
 # kind of draft -> engine -> module of cotrain/export that writes what it loads, where that is not the table's layout
-KINDS: dict[str, dict[str, str]] = {"medusa": {"vllm": "cotrain.export.medusa_layout"}, "hydra": {}}
+LOOKUP = {"vllm": "cotrain.export.lookup_layout"}
+KINDS: dict[str, dict[str, str]] = {
+    "medusa": {"vllm": "cotrain.export.medusa_layout"},
+    "retrieval": LOOKUP,
+    "hybrid": LOOKUP,
+    "hydra": {},
+    "early_exit": {},
+}
 
 
 def layout_of(kind: str, engine: str) -> Any | None:
     """The module that writes a kind of draft for an engine: `export`, `launch`; None for the table's own. Raises
     UserError for a kind that the engine does not load."""
     engine_named(engine)
+    if kind == "eagle":
+        raise UserError(f"layout=hf: feature drafts are written with layout={' or '.join(FEATURES)}")
     if kind not in KINDS:
         return None
     if engine not in KINDS[kind]:
         loads = ", ".join(KINDS[kind]) or "no engine of the table"
-        raise UserError(f"engine={engine}: it loads no {kind} drafts; {loads} does")
+        raise UserError(f"engine={engine}: it loads no {kind} drafts, {loads} does")
     return import_module(KINDS[kind][engine])
 
 

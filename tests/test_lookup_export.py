@@ -1,0 +1,50 @@
+"""Kinds of draft that engines load by other ways than a plain folder: what is written for them, and what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cotrain.errors import UserError
+from cotrain.export import lookup_layout
+from cotrain.export.engines import ENGINES, layout_of
+from inference.drafts.draft_folder import Metadata, read, save
+from tests.folders import network, tokenizer
+
+LOOKUP = {"shortest": 3, "gate": None}
+
+
+@pytest.fixture
+def draft(tmp_path: Path) -> Path:
+    """A folder of kind hybrid, planned with 5 drafts a round."""
+    model = network()
+    model.config.lookup = LOOKUP
+    made = Metadata({"name": "their/target", "config": None, "tokenizer": None}, 5, kind="hybrid")
+    save(model, tokenizer(), tmp_path / "draft", made, None)
+    return tmp_path / "draft"
+
+
+def test_look_up_beside_a_model_goes_to_vllm_with_its_settings(draft: Path, tmp_path: Path) -> None:
+    module = layout_of("hybrid", "vllm")
+    assert module is lookup_layout and layout_of("retrieval", "vllm") is lookup_layout
+    folder = module.export(draft, tmp_path / "out put")
+    assert json.loads((folder / "config.json").read_text())["lookup"] == LOOKUP
+    metadata = read(folder).metadata
+    assert metadata and metadata.kind == "hybrid" and (folder / "model.safetensors").is_file()
+    card = (folder / "README.md").read_text()
+    assert f"COTRAIN_DRAFT='{folder}' vllm serve their/target" in card and '"num_speculative_tokens": 5' in card
+    assert '"method": "custom_class"' in card
+    other = (module.export(draft, tmp_path / "other", 3, target="mine", name="me/draft") / "README.md").read_text()
+    assert "COTRAIN_DRAFT=me/draft vllm serve mine" in other and '"num_speculative_tokens": 3' in other
+
+
+def test_no_kind_is_written_as_a_plain_draft_that_it_is_not() -> None:
+    for kind in ("retrieval", "hybrid"):
+        with pytest.raises(UserError, match=f"engine=sglang: it loads no {kind} drafts, vllm does"):
+            layout_of(kind, "sglang")
+    for engine in ENGINES:
+        with pytest.raises(UserError, match=f"engine={engine}: it loads no early_exit drafts, no engine of the table"):
+            layout_of("early_exit", engine)
+        with pytest.raises(UserError, match="layout=hf: feature drafts are written with layout=eagle3"):
+            layout_of("eagle", engine)
+        assert layout_of("independent", engine) is None
