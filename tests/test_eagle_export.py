@@ -82,7 +82,7 @@ def test_a_planned_tree_is_what_the_engine_is_told_that_drafts_trees(
     def said(engine: str, k: int | None = None) -> str:
         commands.run(ExportConfig(
             draft=Model(str(made)), target=Model("the-target"), engine=engine, layout="eagle3", k=k, objective=None,
-            check=None, output=str(tmp_path / "out"), overwrite=True, json=False,
+            check=None, output=str(tmp_path / "out"), overwrite=True, json=False, push_to_hub=None,
         ))  # fmt: skip
         return capsys.readouterr().out
 

@@ -175,7 +175,7 @@ def test_acceptance_in_the_table_of_weights_is_of_one_draft() -> None:
 
 
 def test_whatever_a_trainer_is_told_makes_another_run_but_where_it_only_keeps_or_looks() -> None:
-    free = {"validations", "patience", "remember_mb", "checkpoint_minutes", "cache", "threads"}
+    free = {"validations", "patience", "remember_mb", "checkpoint_minutes", "cache", "threads", "accelerator", "logger"}
     longer = {"steps", "minutes"}
     others = {field.name for field in fields(Trainer)} - free - longer
     assert {kind(f"trainer.{name}", 1, 2) for name in free} == {"free"}
