@@ -2,7 +2,7 @@
 
 B rows, V vocabulary. `law_of` is where temperature and truncation act on the rows of one setting. Three more say the
 same and are tested against it: `batched.laws.Regimes` (rows of several settings, on the device), and, at a temperature
-alone, one compiled pass (`models.step`, `models.one_pass`) and the losses (`cotrain.losses.chunked`).
+alone, one compiled pass (`models.step`, `models.one_pass`) and the losses (`cotrain.losses.served_laws`).
 """
 
 import math
