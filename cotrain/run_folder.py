@@ -166,7 +166,7 @@ def _compare(path: Path, found: dict[str, Any], wanted: dict[str, Any], kind: Ju
     if "other" in kinds.values():
         changes = ", ".join(f"{key}={old.get(key)} (now {new.get(key)})" for key in keys if kinds[key] == "other")
         raise UserError(f"output={path} holds a run with {changes}: name another folder, or overwrite=true")
-    return kinds
+    return {key: found for key, found in kinds.items() if key in old or found != "free"}  # a setting newer than the run
 
 
 def _empty(path: Path, settings: Mapping[str, Any]) -> None:

@@ -35,7 +35,10 @@ def test_look_up_beside_a_model_goes_to_vllm_with_its_settings(draft: Path, tmp_
     assert f"COTRAIN_DRAFT='{folder}' vllm serve their/target" in card and '"num_speculative_tokens": 5' in card
     assert '"method": "custom_class"' in card
     other = (module.export(draft, tmp_path / "other", 3, target="mine", name="me/draft") / "README.md").read_text()
-    assert "COTRAIN_DRAFT=me/draft vllm serve mine" in other and '"num_speculative_tokens": 3' in other
+    assert (
+        "hf download me/draft --local-dir draft\nCOTRAIN_DRAFT=draft vllm serve mine" in other
+        and '"num_speculative_tokens": 3' in other
+    )
 
 
 def test_no_kind_is_written_as_a_plain_draft_that_it_is_not() -> None:

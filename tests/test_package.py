@@ -79,8 +79,18 @@ def distribution(requirement: str) -> str:
 
 
 def test_every_import_is_declared() -> None:
-    roots = {"hydra": "hydra-core", "huggingface_hub": "huggingface-hub", **dict.fromkeys((*PACKAGES, *sys.stdlib_module_names), "")}
-    lazy = {"peft", "triton", "vllm", "vllm_repair", "wandb"}  # imported where asked for, never needed; the last is a file
+    roots = {
+        "hydra": "hydra-core",
+        "huggingface_hub": "huggingface-hub",
+        **dict.fromkeys((*PACKAGES, *sys.stdlib_module_names), ""),
+    }
+    lazy = {
+        "peft",
+        "triton",
+        "vllm",
+        "vllm_repair",
+        "wandb",
+    }  # imported where asked for, never needed; the last is a file
     sources = (path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
     names = set().union(*(imported(path.read_text(encoding="utf-8")) for path in sources))
     used = {roots.get(name, name) for name in names} - {""}

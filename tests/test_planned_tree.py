@@ -311,6 +311,32 @@ def test_a_kind_that_drafts_no_trees_is_planned_as_chains(capsys: pytest.Capture
     assert "bench: retrieval drafts are planned as chains" in capsys.readouterr().out
 
 
+def test_the_shape_is_found_where_a_first_round_drafts_nothing() -> None:
+    """Heads have no state behind a prompt of one token."""
+    target = tiny(vocab=300, hidden=64)
+    heads = Medusa(MedusaNetwork(MedusaConfig(hidden_size=64, vocab_size=300, num_heads=2)), shape=(-1, -1, 0))
+    engine = Engine(target, heads, verify="tree", policy=Fixed(2), rows=1)
+    assert tree_of(engine, [1]) == tree_of(engine, [2, 3]) == (-1, -1, 0)
+
+
+def test_at_temperature_0_a_planned_tree_is_rated_as_it_is_drafted() -> None:
+    """With the likeliest children, whatever was planned."""
+    plan = replace(plan_of(), sampling=Sampling(temperature=0))
+    texts = plain_texts(plan)
+    tree = PlannedTree((-1, -1, -1, 0, 0, 1), "tree")
+    found = best_tree(replace(plan, tree=tree), LENGTH, TAUS, texts)
+    laws = plain_laws(plan, texts)
+    assert found and laws and found.tree == replace(tree, likeliest=True)
+    assert found.tau == tau_of(laws, found.tree)
+
+
+def test_a_planned_tree_deeper_than_the_lengths_that_are_asked_for_is_rated() -> None:
+    plan = plan_of(kind="medusa", draft=MedusaNetwork(MedusaConfig(hidden_size=64, vocab_size=300, num_heads=3)))
+    shallow = replace(plan, bench=replace(plan.bench, depths=[1], trees=0), tree=PlannedTree((-1, -1, 0, 2), "tree"))
+    found = best_tree(shallow, LENGTH, TAUS, plain_texts(plan))
+    assert found and found.tree.depth == 3 and found.tau > 1
+
+
 def test_heads_are_loaded_with_the_tree_that_was_planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     network = MedusaNetwork(MedusaConfig(hidden_size=64, vocab_size=300, num_heads=2))
     monkeypatch.setattr(Medusa, "network_beside", lambda folder, beside: network)

@@ -1,7 +1,8 @@
-"""Whether a tree of drafts is faster than the best chain, and which: exact calls on ranking texts, measured costs.
+"""Whether a tree of drafts is faster than the best chain, and which: expected calls on ranking texts, measured costs.
 
-Every candidate is rated by its exact calls and by costs fitted to rounds with a few trees that were run; the best ones
-are then run themselves, as a chain is, and compared with the chain by what their own rounds took.
+Every candidate is rated by its expected calls, see `tree_prediction`, and by costs fitted to rounds with a few trees
+that were run; the best ones are then run themselves, as a chain is, and compared with the chain by what their own
+rounds took.
 """
 
 from collections.abc import Mapping, Sequence
@@ -60,7 +61,9 @@ def best_tree(
     given, plan = plan.tree, replace(plan, tree=None)
     if plan.verify not in REPLACED or not plan.bench.trees and given is None:
         return None
-    laws = plain_laws(plan, texts)
+    if given is not None and _certain(plan):
+        given = replace(given, likeliest=True)
+    laws = plain_laws(plan, texts, given.depth if given else 0)
     if laws is None:
         print(f"bench: {plan.kind} drafts are planned as chains: they draft no trees")
         return None
@@ -77,15 +80,15 @@ def best_tree(
     return Grown(tree, taus[tree], rounds[tree], speeds[tree], chained)
 
 
-def plain_laws(plan: "Plan", texts: Emitted) -> Laws | None:
+def plain_laws(plan: "Plan", texts: Emitted, levels: int = 0) -> Laws | None:
     """Of both models at the texts, as many as `ENTRIES` hold; None for drafts that cannot branch. Of those that are no
-    language model, by depth, from forced rounds of chains."""
+    language model, by depth, from forced rounds of chains: of bench.depths, and of at least so many levels."""
     if not takes_shape(plan.student(plan.running).proposer):
         return None
     vocabulary, new = plan.plain(1).target.vocabulary, plan.bench.new_tokens
     chains = replace(plan, tree=None).proposer(counted=True)
     draft = chains.language_model(min(BATCH, len(texts.tokens)), vocabulary)
-    depths = 1 if draft else max(plan.depths)
+    depths = 1 if draft else max(*plan.depths, levels)
     size = max(1, ENTRIES // (vocabulary * new * depths))
     some = Emitted(texts.prompts[:size], texts.ids[:size], texts.tokens[:size], texts.counts[:size])
     if draft is None:
@@ -121,7 +124,7 @@ def run(plan: "Plan", drafted: Sequence[PlannedTree | int], until: float) -> dic
 def candidates(plan: "Plan", laws: Laws, seconds: Seconds) -> list[PlannedTree]:
     """The best tree under each rule and with each sort of children, in the order of seconds a token. A draft that was
     made for greedy drafting drafts its likeliest tokens; at temperature 0 all children are."""
-    certain = plan.objective == "greedy" or plan.sampling.temperature == 0
+    certain = _certain(plan)
     rates: dict[PlannedTree, float] = {}
     for likeliest in (True,) if certain else (False, True):
         parents = fastest(laws, seconds, plan.bench.trees, plan.depths, likeliest)
@@ -129,6 +132,11 @@ def candidates(plan: "Plan", laws: Laws, seconds: Seconds) -> list[PlannedTree]:
             tree = PlannedTree(parents, rule, likeliest)
             rates[tree] = seconds(parents) / tau_of(laws, tree)
     return sorted(rates, key=rates.__getitem__)
+
+
+def _certain(plan: "Plan") -> bool:
+    """Whether all children are the likeliest tokens, whatever was planned."""
+    return plan.objective == "greedy" or plan.sampling.temperature == 0
 
 
 def fastest(laws: Laws, seconds: Seconds, most: int, depths: Sequence[int], likeliest: bool) -> Parents:

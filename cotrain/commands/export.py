@@ -66,10 +66,9 @@ def _told(path: Path, cfg: ExportConfig) -> None:
     if lengths:
         print(f"tau by draft length, predicted on held-out texts:\n{lengths}")
     place_of = str(path.absolute()), place(str(written.target["name"]))
-    tree = written.tree if cfg.k is None else None  # a length that was asked for is one of chains
-    if tree and (cfg.engine, cfg.layout) in TREES:
+    if written.tree and (cfg.engine, cfg.layout) in TREES:
         print(TREES[cfg.engine, cfg.layout])
-    print(launch(cfg.engine, *place_of, written.k, written.objective, cfg.layout, written.kind, tree))
+    print(launch(cfg.engine, *place_of, written.k, written.objective, cfg.layout, written.kind, written.tree))
 
 
 def _push(path: Path, repo: str, target: str) -> None:

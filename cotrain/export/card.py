@@ -26,7 +26,7 @@ def card(
     layout: of the folder.
     """
     target, objective, k = str(metadata.target["name"]), metadata.objective, metadata.k
-    command = launch(engine, draft_path, place(resolve(target)), k, objective, layout, metadata.kind)
+    command = launch(engine, draft_path, place(resolve(target)), k, objective, layout, metadata.kind, metadata.tree)
     parts = [
         FRONT,
         f"# Draft for {target}",

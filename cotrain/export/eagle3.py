@@ -46,7 +46,8 @@ def export(
         raise ValueError(f"{source}: kind is {found.kind!r}, not eagle")
     network: EagleNetwork = EagleNetwork.from_pretrained(source, dtype="auto", use_safetensors=True)
     network.fits(target, str(source))
-    metadata = changed(found.metadata, k=k or found.metadata.k, objective=objective or found.metadata.objective)
+    made, tree = found.metadata, None if k else found.metadata.tree  # a length that is asked for is one of chains
+    metadata = changed(made, k=k or made.k, tree=tree, objective=objective or made.objective)
     layers = list(network.config.layers)
     numbered = {"layout": layout, "inputs_of_layers": layers, "outputs_of_layers": [layer - 1 for layer in layers]}
     metadata = changed(metadata, made={**metadata.made, "export": numbered})

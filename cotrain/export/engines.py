@@ -147,6 +147,8 @@ KINDS: dict[str, dict[str, str]] = {
     "hybrid": LOOKUP,
     "hydra": {},
     "early_exit": {},
+    "quantised": {},
+    "other_tokenizer": {},
 }
 
 

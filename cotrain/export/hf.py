@@ -57,6 +57,9 @@ def export(
         hashes = hash_target(target_config, target_tokenizer if target_tokenizer is not None else tokenizer)
         metadata = changed(metadata, target={"name": metadata.target["name"], **hashes})
     metadata = changed(metadata, made={**metadata.made, "export": _made(engine, model)})
+    if found is not None and found.tree:
+        remarks.append(f"It was measured with a tree of {len(found.tree.parents)} nodes a round; the command above "
+                       f"drafts {metadata.k} tokens in a row.")  # fmt: skip
     with new_folder(Path(output), replace=replace) as new:
         write(model, tokenizer, new, metadata, report)
         (new / "README.md").write_text(
@@ -76,6 +79,7 @@ def _metadata(found: Metadata | None, k: int | None, target: str | None, objecti
     return changed(
         found,
         k=found.k if k is None else k,
+        tree=found.tree if k is None else None,
         target={**found.target, **name},
         objective=objective or found.objective,
     )

@@ -24,7 +24,14 @@ def headline(run: Run) -> Html:
     shown = "serve" if (value if low is None else low) > 1 else "no speed-up is shown yet; if you serve it, do so"
     if run.k is None:
         return joined(*said, f"{shown} with this draft" if shown == "serve" else "no speed-up is shown yet")
-    return joined(*said, f"{shown} with k = ", _length(run))
+    return joined(*said, f"{shown} with ", _drafted(run))
+
+
+def _drafted(run: Run) -> Html:
+    """What was timed, and is to be served: a chain of k drafts or the planned tree."""
+    if run.tree:
+        return joined(f"its planned tree of {len(run.tree)} nodes")
+    return joined("k = ", _length(run))
 
 
 def _length(run: Run) -> Html:
@@ -55,7 +62,7 @@ def share_of_costs(run: Run) -> Number:
     round(k))."""
     costs, tau = run.get("report", "extra", "costs"), run.get("report", "acceptance", "tau", "measured")
     speedup = run.get("report", "speedup", "decode", "value")
-    if not costs or not tau or not speedup or run.k is None or run.k >= len(costs["target"]):
+    if not costs or not tau or not speedup or run.tree or run.k is None or run.k >= len(costs["target"]):
         return Number(None, run.number)
     parts = {**costs, "target": tuple(costs["target"]), "rest": tuple(costs["rest"])}
     found = Costs(**parts)
@@ -154,7 +161,7 @@ ROWS: list[tuple[str, Callable[[Run], Html | None]]] = [
     ("tau measured on more tokens", _plain("report", "extra", "parity", "tau_measured")),
     ("tau predicted on those", _plain("report", "extra", "parity", "tau_predicted")),
     ("acceptance rate on held-out texts", lambda run: number(alpha(run)) if alpha(run).value is not None else None),
-    ("draft length planned", _plain("report", "extra", "planned_k", spec=".0f")),
+    ("draft length planned, of chains", _plain("report", "extra", "planned_k", spec=".0f")),
     ("speed-up at temperature 0", _ranged("report", "extra", "greedy", "speculative", "speedup")),
     ("the same by n-gram look-up, without a draft", _ranged("report", "extra", "greedy", "ngram", "speedup")),
     ("exactness", _exact),

@@ -66,6 +66,12 @@ class Run:
         return 1.0 if found is None else float(found)
 
     @property
+    def tree(self) -> list[int] | None:
+        """Parents of the nodes of the tree that was timed; None: chains."""
+        found: list[int] | None = self.get("report", "extra", "planned_shape")
+        return found
+
+    @property
     def k(self) -> int | None:
         """The draft length that was planned, or that the timed policy had."""
         planned = self.get("report", "extra", "planned_k")

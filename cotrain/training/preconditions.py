@@ -262,7 +262,7 @@ def _lengths(cfg: TrainConfig, target: PreTrainedModel, draft: PreTrainedModel) 
 
 def timed(size: Bench) -> int:
     """Tokens behind a prompt that a measurement reaches: of its text, or where the costs of drafts are timed."""
-    return max(size.new_tokens, size.new_tokens // 2 + max(*size.depths, *SPANS) + 1)
+    return max(size.new_tokens, size.new_tokens // 2 + max(*size.depths, *SPANS, size.trees) + 1)
 
 
 def fits(key: str, prompt: int, other: str, new: int, room: int) -> None:

@@ -65,17 +65,19 @@ def check(
         raise ValueError("exactness: the counts do not belong to these texts")
     prompts = dict(zip(texts.ids, texts.prompts, strict=True))  # without repeats
     keys = list(prompts)[: max(engine.rows, -(-COMPARED // max_new_tokens))]
-    tree = tree_of(engine, texts.prompts[0])
+    tree = tree_of(engine, max(texts.prompts[: engine.rows], key=len))
     logits = check_logits(engine.target, texts.prompts, texts.tokens, _width(engine, texts.prompts), tree)
     bound = GAP * min(max(logits.own, step(engine.target.model)), most(engine.target.model))
     text = check_coupled(engine, [prompts[key] for key in keys], keys, sampling, max_new_tokens, seed, bound, tree)
     text = replace(text, tokens=sum(len(one) for one in dict(zip(texts.ids, texts.tokens, strict=True)).values()))
     surprise = check_surprise(engine, texts, sampling, _width(engine, texts.prompts), rows)
     figures = pair_figures(engine, engine.proposer, texts, sampling, max_new_tokens, text.explained, rows)
-    calls, depth = check_calls(figures, texts, engine.rule), check_depth(figures, texts)
+    known = tree is None or engine.rule.branches is not None
+    calls, depth = check_calls(figures, texts, engine.rule), check_depth(figures, texts) if known else None
+    unknown = f"not applicable, acceptance under {engine.rule.name} is not known from the text alone"
     missing = {
-        "calls": f"target calls: not applicable, acceptance under {engine.rule.name} hangs on the noise of the text",
-        "depth": "acceptance at depth 1: not applicable, no round drafted",
+        "calls": f"target calls: {unknown}",
+        "depth": f"acceptance at depth 1: {'not applicable, no round drafted' if known else unknown}",
     }
     absent = {name: why for name, why in missing.items() if {"calls": calls, "depth": depth}[name] is None}
     lossy = None if engine.rule.exact else engine.rule.name

@@ -29,7 +29,8 @@ def tree_of(engine: Engine, prompt: list[int]) -> Parents | None:
     beside.rule, beside.record = RULES["coupled"], Recorder(1)  # as the texts of (a) are made
     beside.generate([prompt], max_new_tokens=levels + 1, ignore_eos=True)
     rounds = beside.record.replay()["rounds"]
-    parents = tuple(draft["parent"] for draft in rounds[0][0]["drafts"]) if rounds else ()
+    shapes = [tuple(draft["parent"] for draft in one[0]["drafts"]) for one in rounds]
+    parents = max(shapes, key=len, default=())  # a kind that reads states has none yet behind a prompt of one token
     return None if parents == chain(len(parents)) else parents
 
 

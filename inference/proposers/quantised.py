@@ -58,7 +58,7 @@ class Quantised(Independent):
         """Its folder holds no weights: config.json says the bits."""
         bits = str(read_json(folder / CONFIG).get("bits"))
         try:
-            return cls(beside.target, bits, beside.greedy, compile=beside.compile)
+            return cls(beside.target, bits, beside.greedy, compile=beside.compile, shape=beside.shape)
         except ValueError as error:
             raise ValueError(f"{folder / CONFIG}: {error}") from error
 

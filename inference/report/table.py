@@ -29,7 +29,7 @@ def headline(report: Mapping[str, Any]) -> str:
     whole, over = speedup["whole"], speedup["over"]
     low, high = (whole["value"] if whole[end] is None else whole[end] for end in ("low", "high"))
     found = f"{whole['value']:.2f}x [{low:.2f}, {high:.2f}] the speed of {over} decoding"
-    found += f" at temperature {report['settings']['sampling']['temperature']:g}, {report['settings']['policy']}"
+    found += f" at temperature {report['settings']['sampling']['temperature']:g}, {_drafting(report)}"
     shown = "faster" if low > 1 else "SLOWER" if high < 1 else "no speed-up is shown"
     return f"verdict: {shown}, {found}; {said}"
 
@@ -41,6 +41,12 @@ conditional acceptance at i = rounds that accepted draft i / rounds that drafted
 speed-up = tokens per wall second / those of the other arm, end tokens ignored so that all arms emit as many"""
 
 
+def _drafting(report: Mapping[str, Any]) -> str:
+    """How many drafts a round had: of a tree, its nodes."""
+    tree = (report.get("extra") or {}).get("planned_shape")
+    return f"trees of {len(tree)} nodes" if tree else str(report["settings"]["policy"])
+
+
 def _head(report: Mapping[str, Any]) -> str:
     s, e = report["settings"], report["environment"]
     sampling = ", ".join(f"{name} {s['sampling'][name]}" for name in ("temperature", "top_k", "top_p"))
@@ -49,7 +55,7 @@ def _head(report: Mapping[str, Any]) -> str:
     return "\n".join(
         [
             models + (f" ({s['draft_dtype']})" if s["draft_dtype"] else ""),
-            f"{s['verify']} verification, {s['policy']}, {sampling}",
+            f"{s['verify']} verification, {_drafting(report)}, {sampling}",
             f"{s['prompts']} prompts, {s['rows']} rows, {s['max_new_tokens']} new tokens each, {s['repeats']} times",
             f"{e['accelerator'] or e['cpu']}, {e['cores']} cores, {e['threads']} threads",
             f"torch {e['torch']}, transformers {e['transformers']}, {e['date']}, {commit}",
