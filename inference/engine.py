@@ -10,7 +10,8 @@ pass        one forward of the target over the anchors and all drafts; it gives 
 verdict     how many drafts of a row are accepted, and the law of the one token that follows them
 correction  that token where a draft was refused; where none was, it is the bonus
 commit      accepted drafts and that token join the text; what is stored of refused ones lies past the row's
-            length, where it is masked and overwritten: rolling back is no more than that
+            length, where it is masked and overwritten: rolling back is no more than that; of a tree, the accepted
+            path is moved behind the anchor first (`settled.kept`)
 """
 
 from collections.abc import Iterator, Sequence

@@ -24,12 +24,15 @@ from cotrain.paths import folder
 from cotrain.students.base import KINDS
 from inference import Engine, Sampling, load
 from inference.drafts.draft_folder import METADATA, Metadata, load_tokenizer
+from inference.drafts.planned_tree import PlannedTree
 from inference.lookup.corpus import About, Datastore
-from inference.proposers.quantised import QuantisedConfig
+from inference.proposers.base import Beside
+from inference.proposers.branching import Branching
+from inference.proposers.quantised import Quantised, QuantisedConfig
 from inference.report.build import validate
 from inference.servers.openai_client import Served
 from tests.draft_folders import draft_folder
-from tests.folders import VOCABULARY, own_texts, target_folder, tokenizer
+from tests.folders import VOCABULARY, network, own_texts, target_folder, tokenizer
 from tests.test_cli import saved
 
 EVERY = [*KINDS, "retrieval, datastore"]
@@ -111,6 +114,13 @@ def test_a_folder_is_measured_and_decodes(
     assert capsys.readouterr().out == f"{tokenizer().decode(plain)}\n"
     engine = load(path)
     assert said(engine) == plain and engine.policy.k == 2
+
+
+def test_a_rounded_target_is_loaded_with_the_tree_that_was_planned(tmp_path: Path) -> None:
+    path = foreign(tmp_path / "draft", tmp_path / "target", "quantised")
+    made = Metadata({"name": "x", "config": None, "tokenizer": None}, 2, tree=PlannedTree((-1, -1, 0), "tree"))
+    found = Quantised.load(path, Beside(network(), {}, made, None))
+    assert isinstance(found.branching, Branching) and found.branching.parents == (-1, -1, 0)
 
 
 def foreign(path: Path, target: Path, kind: str) -> Path:

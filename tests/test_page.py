@@ -9,10 +9,11 @@ import pytest
 
 from cotrain.cli import main
 from cotrain.page import html_page
-from cotrain.page.first_screen import share_of_costs
+from cotrain.page.first_screen import headline, share_of_costs
 from cotrain.page.loaded_run import load
 from cotrain.page.markup import visible
 from cotrain.page.speed_charts import crossing
+from inference.report.build import table
 from tests.pages import HOSTILE, RESULTS, Parsed, folder, full_report, marker, record
 
 
@@ -194,6 +195,17 @@ def test_the_share_of_what_costs_allow(tmp_path: Path) -> None:
     report["acceptance"]["tau"]["measured"], report["speedup"]["decode"]["value"] = 2.5, 0.4
     (run,) = load([folder(tmp_path / "run", report)])
     assert share_of_costs(run).value == pytest.approx(0.4 / (2.5 * 1 / 5))
+
+
+def test_a_run_that_timed_trees_names_them(tmp_path: Path) -> None:
+    report = full_report()
+    (run,) = load([folder(tmp_path / "chains", report)])
+    assert "serve with k = " in str(headline(run)) and run.k and "Fixed(k=" in table(report)
+    report["extra"] |= {"planned_shape": [-1, -1, 0]}
+    (run,) = load([folder(tmp_path / "trees", report)])
+    assert "serve with its planned tree of 3 nodes" in str(headline(run))
+    assert run.k is None and share_of_costs(run).value is None  # the table's k is of chains
+    assert "trees of 3 nodes" in table(report) and "Fixed(k=" not in table(report)
 
 
 def test_the_batch_size_where_drafting_stops_paying(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ def headline(run: Run) -> Html:
     if run.get("report", "extra", "plain_is_faster") or value <= 1:
         return joined(*said, "plain decoding is as fast or faster; serve without this draft")
     shown = "serve" if (value if low is None else low) > 1 else "no speed-up is shown yet; if you serve it, do so"
-    if run.k is None:
+    if run.k is None and not run.tree:
         return joined(*said, f"{shown} with this draft" if shown == "serve" else "no speed-up is shown yet")
     return joined(*said, f"{shown} with ", _drafted(run))
 
@@ -62,7 +62,7 @@ def share_of_costs(run: Run) -> Number:
     round(k))."""
     costs, tau = run.get("report", "extra", "costs"), run.get("report", "acceptance", "tau", "measured")
     speedup = run.get("report", "speedup", "decode", "value")
-    if not costs or not tau or not speedup or run.tree or run.k is None or run.k >= len(costs["target"]):
+    if not costs or not tau or not speedup or run.k is None or run.k >= len(costs["target"]):
         return Number(None, run.number)
     parts = {**costs, "target": tuple(costs["target"]), "rest": tuple(costs["rest"])}
     found = Costs(**parts)

@@ -73,7 +73,9 @@ class Run:
 
     @property
     def k(self) -> int | None:
-        """The draft length that was planned, or that the timed policy had."""
+        """The draft length that was planned, or that the timed policy had; None where trees were timed."""
+        if self.tree:
+            return None
         planned = self.get("report", "extra", "planned_k")
         policy = str(self.get("report", "settings", "policy") or "")
         digits = policy.removeprefix("Fixed(k=").removesuffix(")")

@@ -1,7 +1,7 @@
 """Draft folders: plain Hugging Face files, `report.json` (measured) and `cotrain.json` (what it is).
 
-A folder is written whole or not at all. Reading runs no code of the folder, takes weights from safetensors
-only, and refuses what transformers would fill with random numbers.
+A folder is written whole or not at all, by `save` (the main job) and `write` (exports). Reading runs no code of the
+folder, takes weights from safetensors only, and refuses what transformers would fill with random numbers.
 """
 
 import copy
