@@ -321,7 +321,7 @@ def test_the_shape_is_found_where_a_first_round_drafts_nothing() -> None:
 
 def test_at_temperature_0_a_planned_tree_is_rated_as_it_is_drafted() -> None:
     """With the likeliest children, whatever was planned."""
-    plan = replace(plan_of(), sampling=Sampling(temperature=0))
+    plan = plan_of({"trees": 0}, sampling=Sampling(temperature=0))
     texts = plain_texts(plan)
     tree = PlannedTree((-1, -1, -1, 0, 0, 1), "tree")
     found = best_tree(replace(plan, tree=tree), LENGTH, TAUS, texts)

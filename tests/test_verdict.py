@@ -58,7 +58,6 @@ def test_an_exact_engine_passes(pair, rule, sampling):
     assert found.depth.rounds > 100
 
 
-@pytest.mark.parametrize("shape", [None, (-1, -1, 0)])
 def test_coupled_trees_are_judged_by_what_is_known_of_them(pair):
     """Their acceptance hangs on the noise of the text: neither (b) nor (c) applies."""
     found = verdict(pair[0], Independent(pair[1], shape=(-1, -1, 0, 0)), rule="coupled")
@@ -66,6 +65,7 @@ def test_coupled_trees_are_judged_by_what_is_known_of_them(pair):
     assert found.depth is None and "coupled is not known from the text alone" in found.missing["depth"]
 
 
+@pytest.mark.parametrize("shape", [None, (-1, -1, 0)])
 def test_a_lossy_rule_is_never_called_exact(pair, shape):
     """Not even with a perfect draft, where its texts show nothing."""
     found = verdict(pair[0], Independent(pair[0], shape=shape), rule="lossy_typical")

@@ -26,8 +26,8 @@ Routes = Iterator[Parents]
 def tree_of(engine: Engine, prompt: list[int]) -> Parents | None:
     """The shape of the trees that an engine drafts, found out in a call of its own; None where they do not branch."""
     beside, levels = copy.copy(engine), max(engine.policy.lengths([prompt]))
-    beside.rule, beside.record = RULES["coupled"], Recorder(1)  # as the texts of (a) are made
-    beside.generate([prompt], max_new_tokens=levels + 1, ignore_eos=True)
+    beside.rule, beside.record = RULES["coupled"], Recorder(2)  # as the texts of (a) are made
+    beside.generate([prompt], max_new_tokens=levels + 2, ignore_eos=True)
     rounds = beside.record.replay()["rounds"]
     shapes = [tuple(draft["parent"] for draft in one[0]["drafts"]) for one in rounds]
     parents = max(shapes, key=len, default=())  # a kind that reads states has none yet behind a prompt of one token
