@@ -13,7 +13,7 @@ from inference.verify.tree import depths_of
 class PlannedTree:
     """What a round drafts in place of a chain.
 
-    parents: node i hangs on parents[i] < i, on the text where that is -1, as `Independent(shape=)` takes it. rule:
+    parents: node i hangs on parents[i] < i, on the text where that is -1, as `shape=` of a proposer takes it. rule:
     tree or traversal, what verifies it. likeliest: whether children are the likeliest tokens, or sampled.
     Raises ValueError naming the key for anything else.
     """
