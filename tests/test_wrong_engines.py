@@ -251,9 +251,12 @@ def test_texts_are_those_of_rounds_with_drafts(monkeypatch):
     target, draft = pair(SINGLE)
     engine, texts = run(target, Independent(draft))
     propose = engine.proposer.propose
-    monkeypatch.setattr(engine.proposer, "propose", lambda round: asked.append(round.rule.name) or propose(round))
+    monkeypatch.setattr(
+        engine.proposer, "propose", lambda turn: asked.append((turn.rule.name, len(turn.k))) or propose(turn)
+    )
     found = check(engine, texts, Sampling(), NEW)
-    assert set(asked) == {"coupled"} and engine.rule.name == "token"
+    assert {rule for rule, _ in asked} == {"coupled"} and engine.rule.name == "token"
+    assert max(rows for _, rows in asked) == 8  # one row alone is asked for the shape
     assert (found.text.prompts, found.text.compared, found.text.tokens) == (8, 8 * NEW, 8 * NEW)
 
 

@@ -96,8 +96,8 @@ def check_coupled(
 ) -> TextCheck:
     """(a): decode the prompts with shared noise, by the engine itself, then ask its passes of one id for plain
     decoding's choice at every token (`ties.compare_text`). tree: the shape that it drafts, if it does not draft chains.
-    bound: the largest gap that rounding may explain, in root
-    mean squares of the logits: GAP times the rounding that they have in any case, which is the least noise."""
+    bound: the largest gap that rounding may explain, in root mean squares of the logits: GAP times the rounding that
+    they have in any case, which is the least noise."""
     coupled = copy.copy(engine)  # the same target and proposer, slots and compiled passes included
     coupled.rule = RULES["coupled"]
     out = coupled.generate(
