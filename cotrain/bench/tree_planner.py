@@ -36,9 +36,9 @@ RUN = 2  # candidates that are run
 
 @dataclass(frozen=True)
 class Grown:
-    """A tree that was run in turn with plain decoding and the best chain. tau: tokens per target call, exact on the
-    ranking texts; round: what it took; speedup, chain: predicted from such rounds, over plain decoding, of the tree and
-    of the best chain."""
+    """A tree that was run in turn with plain decoding and the best chain. tau: tokens per target call, expected on
+    the ranking texts; round: what it took; speedup, chain: predicted from such rounds, over plain decoding, of the tree
+    and of the best chain."""
 
     tree: PlannedTree
     tau: float
@@ -56,8 +56,8 @@ def best_tree(
     plan: "Plan", length: Length, chains: Mapping[int, float], texts: Emitted, until: float = inf
 ) -> Grown | None:
     """The tree of at most bench.trees nodes that is fastest by rounds of its own, or the plan's own tree; None where
-    there is none, as for kinds that draft no trees. length: of the best chain; chains:
-    tau by draft length; texts: decoded plainly, which these are of. Rules that a tree's own may replace: `REPLACED`."""
+    there is none, as for kinds that draft no trees. length: of the best chain; chains: tau by draft length; texts:
+    decoded plainly, which these are of. Rules that a tree's own may replace: `REPLACED`."""
     given, plan = plan.tree, replace(plan, tree=None)
     if plan.verify not in REPLACED or not plan.bench.trees and given is None:
         return None
@@ -87,14 +87,14 @@ def plain_laws(plan: "Plan", texts: Emitted, levels: int = 0) -> Laws | None:
         return None
     vocabulary, new = plan.plain(1).target.vocabulary, plan.bench.new_tokens
     chains = replace(plan, tree=None).proposer(counted=True)
-    draft = chains.language_model(min(BATCH, len(texts.tokens)), vocabulary)
-    depths = 1 if draft else max(*plan.depths, levels)
+    by_depth = chains.language_model(1, vocabulary) is None
+    depths = max(*plan.depths, levels) if by_depth else 1
     size = max(1, ENTRIES // (vocabulary * new * depths))
     some = Emitted(texts.prompts[:size], texts.ids[:size], texts.tokens[:size], texts.counts[:size])
-    if draft is None:
-        engine = plan.engine(depths, min(BATCH, len(some.tokens)), chains)
-        return laws_of_rounds(engine, chains, depths, some, plan.sampling, new)
     rows = min(BATCH, len(some.tokens))
+    draft = chains.language_model(rows, vocabulary)
+    if draft is None:
+        return laws_of_rounds(plan.engine(depths, rows, chains), chains, depths, some, plan.sampling, new)
     return laws_of(LM(plan.target, rows, vocabulary), draft, some, plan.sampling)
 
 
@@ -148,7 +148,7 @@ def fastest(laws: Laws, seconds: Seconds, most: int, depths: Sequence[int], like
 
 
 def tau_of(laws: Laws, tree: PlannedTree) -> float:
-    """Tokens per target call, exact on the texts."""
+    """Tokens per target call expected on the texts, see `reach_under`."""
     reach = reach_under(laws, tuple(tree.parents), tree.rule, tree.likeliest)
     return tokens_of(laws.p, laws.lengths) / float(calls_from(reach, laws.lengths).sum())
 

@@ -139,8 +139,8 @@ def engine_named(name: str) -> ServingEngine:
     return ENGINES[name]
 
 
-# kind of draft -> engine -> module of cotrain/export that writes what it loads, where that is not the table's layout
 LOOKUP = {"vllm": "cotrain.export.lookup_layout"}
+# kind of draft -> engine -> module of cotrain/export that writes what it loads, where that is not the table's layout
 KINDS: dict[str, dict[str, str]] = {
     "medusa": {"vllm": "cotrain.export.medusa_layout"},
     "retrieval": LOOKUP,

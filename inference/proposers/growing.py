@@ -52,9 +52,8 @@ class Growing:
             self.widths.append(min(shape.width, self.widths[-1] * shape.children))
             self.counts.append(self.counts[-1] + self.widths[-1] * shape.children)
         self.room = sum(self.widths[1:])  # slots of the draft that a round may take
-        self.passes: (
-            Tensor  # (A, N) of the last round's nodes, their numbers among those that were read, -1: it was not
-        )
+        # (A, N) of the last round's nodes, their numbers among those that were read, -1: it was not
+        self.passes: Tensor
 
     def require(self, vocabulary: int, depths: int | None = None) -> None:
         """Raise ValueError for more children than tokens, and for more levels than `depths`."""
