@@ -1,5 +1,6 @@
 """Fractions of a training and its budget of time, signals, checkpoints by time, and runs that go on."""
 
+import json
 import os
 import signal
 from collections.abc import Callable
@@ -10,11 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from cotrain.cli import main
 from cotrain.training import clock as clocks
+from cotrain.training import distil as distils
+from cotrain.training import fit as fits
+from cotrain.training import job as jobs
 from cotrain.training import progress as schedules
-from cotrain.training import training_bar
+from cotrain.training import run_budget, training_bar
 from cotrain.training.interrupts import Keeper, Signals
 from cotrain.training.module import Distillation
 from cotrain.training.progress import Progress, trapezoid
@@ -161,9 +166,71 @@ def test_training_ends_with_its_minutes(place: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Distillation, "judge", judge)
     assert quick(place, "minutes", "trainer.minutes=0.1", "trainer.steps=1000") == 0
     found = kept(place / "minutes")
-    assert found["global_step"] == 3 and judged == [0, 2, 3] and found["callbacks"]["Clock"] == {"elapsed": 6.0}
+    assert found["global_step"] == 3 and judged == [0, 2, 3] and found["callbacks"]["Clock"]["elapsed"] == 6.0
+    figures = json.loads((place / "minutes" / "held_out.json").read_text())
+    assert figures["steps"] == 3  # of those that were taken, not of those asked for
     assert found["lr_schedulers"][0]["_last_lr"] == [pytest.approx(1e-3 * (1 - 5 / 6) / 0.4)] * 2
     assert main(["train", "target.path=nowhere", f"output={place / 'no'}", "trainer.minutes=0"]) == 1
+
+
+def test_a_run_leaves_time_for_what_comes_behind_its_training(
+    place: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A clock that says a second a batch and ten a validation. The run has 60 seconds: ten were spent before the first
+    step, and one validation follows; training has 60 - 10 - 10, up to ticks between."""
+    now, true = [0.0], Distillation.judge
+
+    def monotonic() -> float:
+        now[0] += 1.0
+        return now[0]
+
+    def judge(self: Any) -> None:
+        now[0] += 10.0
+        true(self)
+
+    monkeypatch.setattr(clocks, "time", SimpleNamespace(monotonic=monotonic))
+    monkeypatch.setattr(fits, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(jobs, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(distils, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(Distillation, "judge", judge)
+    settings = ("minutes=1.0", "trainer.steps=1000", "trainer.validations=1", "measure=false")
+    assert quick(place, "in time", *settings) == 0
+    clock = kept(place / "in time")["callbacks"]["Clock"]
+    assert 60 * clock["minutes"] == pytest.approx(40, abs=3)
+    assert 60 * clock["minutes"] <= clock["elapsed"] <= 60 * clock["minutes"] + 2
+
+
+BUDGET = {"trainer": {"minutes": None, "validations": 2}, "bench": {"minutes": 1.5}, "minutes": 10.0, "measure": True}
+
+
+@pytest.mark.parametrize(
+    ("settings", "minutes"),
+    [
+        ({}, 10 - 2 - 4.5 * 0.5 - 1.5),
+        ({"measure": False}, 10 - 2 - 2 * 0.5),
+        ({"trainer": {"minutes": 3.0, "validations": 2}}, 3),
+        ({"trainer": {"minutes": 30.0, "validations": 2}}, 10 - 2 - 4.5 * 0.5 - 1.5),
+        ({"minutes": 5.0}, 1),
+        ({"minutes": None}, None),
+        ({"minutes": None, "trainer": {"minutes": 3.0, "validations": 2}}, 3),
+    ],
+)
+def test_training_has_what_the_rest_of_the_run_leaves(settings: dict[str, Any], minutes: float | None) -> None:
+    """Two minutes are spent before the first step, half of one on each validation; a fifth is the training's whatever
+    else takes."""
+    cfg: Any = OmegaConf.create(BUDGET | settings)
+    assert run_budget.of_training(cfg, 120.0, 30.0) == (minutes and pytest.approx(minutes))
+
+
+def test_minutes_that_a_run_is_given_later_are_its_training_s() -> None:
+    progress = Progress(100, whole=20.0)
+    progress.resume({"elapsed": 7.0, "minutes": 4.0, "whole": 10.0})
+    assert (progress.elapsed, progress.minutes) == (7.0, 14.0)
+    assert progress.state() == {"elapsed": 7.0, "minutes": 14.0, "whole": 20.0}
+    without = Progress(100, 3.0)
+    without.resume({"elapsed": 7.0, "minutes": 4.0, "whole": 10.0})
+    assert without.minutes == 3.0 and kind("minutes", 10.0, 20.0) == kind("minutes", 10.0, None) == "longer"
 
 
 def test_checkpoints_are_kept_by_time_but_where_a_validation_keeps_one(tmp_path: Path) -> None:

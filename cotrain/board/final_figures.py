@@ -13,20 +13,20 @@ from cotrain.config.settings import TrainConfig
 # settings that tell runs of one user apart
 SHOWN = ("label", "target.path", "quantisation.kind", "draft.kind", "draft.layers", "draft.width", "draft.quantisation",
          "init.kind", "init.layers", "init.cosine", "loss.first", "loss.then", "loss.switch", "optimizer.lr",
-         "optimizer.weight_decay", "trainer.steps", "trainer.minutes", "trainer.batch", "trainer.accumulate",
+         "optimizer.weight_decay", "trainer.steps", "trainer.minutes", "minutes", "trainer.batch", "trainer.accumulate",
          "trainer.ema", "trainer.seed", "rollout.texts", "rollout.rounds", "regime.temperature", "regime.top_k",
          "regime.top_p", "objective", "verify", "policy.k")  # fmt: skip
 
 
-def write(cfg: TrainConfig, loggers: Sequence[Logger], figures: Mapping[str, float]) -> None:
-    """To each logger; to TensorBoard with the settings that make a row of its table."""
+def write(cfg: TrainConfig, loggers: Sequence[Logger], step: int, figures: Mapping[str, float]) -> None:
+    """To each logger, at the last step; to TensorBoard with the settings that make a row of its table."""
     settings = dict(flat(OmegaConf.to_container(cast(Any, cfg), resolve=True)))
     found = {f"{tags.FINAL}/{name}": value for name, value in figures.items()}
     for logger in loggers:
         if isinstance(logger, TensorBoardLogger):
-            logger.log_hyperparams({name: settings[name] for name in SHOWN}, found, cfg.trainer.steps)
+            logger.log_hyperparams({name: settings[name] for name in SHOWN}, found, step)
         else:
-            logger.log_metrics(found, cfg.trainer.steps)
+            logger.log_metrics(found, step)
         logger.finalize("success")
 
 

@@ -103,6 +103,7 @@ RULES: dict[str, Rule] = {
     "matrix.batches": SOME,
     "matrix.k": SOME,
     "synthetic": SHARE,
+    "minutes": POSITIVE,
     "max_new_tokens": SOME,
     "k": SOME,
     "prompts": SOME,

@@ -71,6 +71,7 @@ class TrainConfig:
     output: str
     overwrite: bool
     check: bool  # only say what the run would need
+    minutes: float | None  # of the whole run: training ends in time for the measurement; null: no budget
 
 
 @dataclass

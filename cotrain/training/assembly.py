@@ -22,6 +22,7 @@ from cotrain.training import optim
 from cotrain.training.job import Job
 from cotrain.training.module import Distillation, refuse_widths
 from cotrain.training.progress import Progress, trapezoid
+from cotrain.training.run_budget import timed
 from cotrain.training.stages import Stage, refuse_merged
 
 CHECKED = 32  # texts that are asked whether they are the target's own
@@ -71,7 +72,7 @@ def coverage(held: HeldOut, known: torch.Tensor) -> float:
 def trained_by(job: Job, student: Student, taught: list[Stage], judged: dict[float, HeldOut]) -> Distillation:
     """The module: the student, its losses, optimiser, and what it is judged on."""
     cfg = job.cfg
-    rate, progress = cfg.optimizer, Progress(cfg.trainer.steps, cfg.trainer.minutes)
+    rate, progress = cfg.optimizer, Progress(cfg.trainer.steps, cfg.trainer.minutes, whole=cfg.minutes)
     module = Distillation(
         student,
         job.target,
@@ -140,7 +141,7 @@ def _emitted(stage: Stage) -> bool:
 def refuse_given(cfg: TrainConfig, taught: list[Stage]) -> None:
     """Raise ValueError where steps that learn from given texts have a loss of texts that the target sampled."""
     corpus, begins = cfg.trainer.corpus_steps, [0.0, *(stage.until * cfg.trainer.steps for stage in taught[:-1])]
-    early = bool(cfg.trainer.minutes)  # a budget of time may end a stage before its steps
+    early = timed(cfg)  # a budget of time may end a stage before its steps
     met = [stage for stage, begin in zip(taught, begins, strict=True) if corpus > begin or (corpus and early)]
     if any(map(_emitted, met)):
         raise ValueError("trainer.corpus_steps: calls, calls_block, calls_tv, length and length_block are of texts "

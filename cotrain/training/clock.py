@@ -47,10 +47,10 @@ class Clock(Callback):
         self.since = time.monotonic()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"elapsed": self.progress.elapsed}
+        return self.progress.state()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.progress.elapsed = state_dict["elapsed"]
+        self.progress.resume(state_dict)
 
     def _agree(self, trainer: lightning.Trainer) -> None:
         """One time for all processes, which must end at one step."""

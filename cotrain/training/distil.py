@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
@@ -62,9 +63,10 @@ def _distilled(
     cfg: TrainConfig, folder: Path, sources: dict[str, Source], signals: Signals, loggers: list[Logger]
 ) -> dict[str, Any]:
     assert cfg.policy.k is not None
+    start = time.monotonic()
     settle(cfg.trainer.threads, cfg.trainer.seed)
     target, tokenizer = models(cfg)
-    job = Job(cfg, folder, target, tokenizer, sources, signals=signals, loggers=loggers)
+    job = Job(cfg, folder, target, tokenizer, sources, signals=signals, loggers=loggers, start=start)
     student = begun(cfg, target, job.vocabulary)
     if cfg.draft.kind in UNTRAINED:
         return untrained(job, student)
@@ -79,16 +81,16 @@ def _distilled(
     module = trained_by(job, student, losses, texts)
     others = foreign(job)
     speed = ranking(job, module)
-    fit(job, module, [speed] if cfg.measure else [])
+    steps = fit(job, module, [speed] if cfg.measure else [])
     if rank():
         return {}
-    keep_figures(job, module)
+    keep_figures(job, module, steps)
     report: dict[str, Any] = {}
     if cfg.measure:
         choose_best(job, module, speed)
         report = export(job, module, speed, others)
     alpha, tau = module.scores()[module.temperature].alpha, ranking_tau(job, module)()
-    final_figures.write(cfg, [tensorboard(job.folder), *loggers], final_figures.figures(alpha, tau, report))
+    final_figures.write(cfg, [tensorboard(job.folder), *loggers], steps, final_figures.figures(alpha, tau, report))
     return report
 
 
@@ -122,11 +124,12 @@ def _digest(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()
 
 
-def keep_figures(job: Job, module: Distillation) -> None:
-    """What `cotrain compare` reads: held-out figures of the last step, text by text."""
+def keep_figures(job: Job, module: Distillation, steps: int) -> None:
+    """What `cotrain compare` reads: held-out figures of the last step, text by text. steps: that were taken; patience
+    or a budget of time may have ended the run before trainer.steps."""
     loss = job.cfg.loss
     label = job.cfg.label or (f"{loss.first}_then_{loss.then}" if loss.then else loss.first)
-    found = {"label": label, "seed": job.cfg.trainer.seed, "steps": job.cfg.trainer.steps,
+    found = {"label": label, "seed": job.cfg.trainer.seed, "steps": steps,
              "tau": ranking_tau(job, module)(),
              "texts": comparison.per_text(module.scores()), "environment": environment()}  # fmt: skip
     write_atomic(job.folder / comparison.FIGURES, json.dumps(found) + "\n")
@@ -169,8 +172,8 @@ def export(
             "decay": loss.decay,
         },
         "temperatures": list(job.cfg.rollout.train_temperatures) or [job.cfg.regime.temperature],
-        "steps": speed.kept[-1].step,  # patience or trainer.minutes may have ended it before trainer.steps
-        "minutes": job.cfg.trainer.minutes,
+        "steps": speed.kept[-1].step,
+        "minutes": module.progress.minutes if module.progress else None,
         "seconds": module.progress.elapsed if module.progress else None,  # of training alone
         "rounds": job.cfg.rollout.rounds,
         "on_draft": job.cfg.rollout.on_draft,

@@ -1,6 +1,8 @@
 """Training in phases, each with the texts of a round more, and checkpoints that the next call goes on from."""
 
-from typing import Any, cast
+import time
+from pathlib import Path
+from typing import Any, NamedTuple, cast
 
 import lightning
 import torch
@@ -20,6 +22,7 @@ from cotrain.rollout.samplers import Faster, Mixed
 from cotrain.students.rounding import KINDS
 from cotrain.teacher.states_cache import Shards
 from cotrain.teacher.top_k import size
+from cotrain.training import run_budget
 from cotrain.training.assembly import parts
 from cotrain.training.callbacks import Averaged, MeasureSpeed, QuantisationAware
 from cotrain.training.clock import NEVER, Clock
@@ -40,18 +43,29 @@ CHECKPOINT, SHARDED = "checkpoints/last.ckpt", "fsdp2"
 SHOWN = 12  # tokens of a text that went wrong
 
 
-def fit(job: Job, module: Distillation, extra: list[Callback]) -> None:
-    """Train, with acceptance (and `extra`) before the first step, at every validation and after the last step.
+class Reached(NamedTuple):
+    """step: the last one that was taken. ended: by patience, a signal or time, or training was over before."""
+
+    step: int
+    ended: bool
+
+
+def fit(job: Job, module: Distillation, extra: list[Callback]) -> int:
+    """Train, with acceptance (and `extra`) before the first step, at every validation and after the last step; returns
+    the steps that were taken.
 
     A checkpoint is kept after each validation, its figures included; the next call goes on there. Leaves the draft
     in eval mode where the target is.
     """
     every = max(job.cfg.trainer.steps // max(job.cfg.trainer.validations, 1), 1)
+    reached = Reached(0, False)
     for phase in phases_of(job.cfg, every):
-        if _trained(job, module, extra, phase, every):
+        reached = _trained(job, module, extra, phase, every)
+        if reached.ended:
             break
     if not module.judged:  # the run had stopped between its last step and its report
         _judge(job, module)
+    return reached.step
 
 
 def _judge(job: Job, module: Distillation) -> None:
@@ -76,18 +90,18 @@ def _take(kept: dict[str, Any], job: Job, module: Distillation) -> None:
         average.show(module)
 
 
-def _trained(job: Job, module: Distillation, extra: list[Callback], phase: Phase, every: int) -> bool:
-    """Sample the phase's texts and train to its end; whether training is to stop there."""
+def _trained(job: Job, module: Distillation, extra: list[Callback], phase: Phase, every: int) -> Reached:
+    """Sample the phase's texts and train to its end."""
     cfg, last = job.cfg.trainer, job.folder / CHECKPOINT
     kept: dict[str, Any] = {"global_step": 0}
     if last.exists():
         kept = torch.load(last, weights_only=True, map_location="cpu")
     done = kept["global_step"]
-    if _ended(kept, extra, module, cfg):
+    if _ended(kept, extra, module, job.cfg):
         _take(kept, job, module)
-        return True
+        return Reached(done, True)
     if done >= phase.last < cfg.steps:
-        return False
+        return Reached(done, False)
     averaged = [Averaged(cfg.ema)] if cfg.ema else []
     progress = module.progress
     assert progress is not None
@@ -105,24 +119,43 @@ def _trained(job: Job, module: Distillation, extra: list[Callback], phase: Phase
     if sampler:
         log(trainer, {f"{tags.ROLLOUT}/{name}": speed for name, speed in sampler.speeds.items()}, phase.first)
     asks: DataLoader[Any] = DataLoader([torch.zeros(1)])  # type: ignore[arg-type]  # one call: the texts are the module's
+    began = time.monotonic()
     if not done:
         trainer.validate(module, asks, verbose=False)
+    validation = time.monotonic() - began
     _remember(job, module, corpus, sampled)
+    if not done:
+        _budgeted(job, progress, trainer, validation)
     texts = _loader(cfg, phase, done, corpus, sampled, trainer)
-    try:
-        trainer.fit(module, texts, asks, ckpt_path=last if done else None)
-    except NotFinite as error:
-        raise UserError(_named(error, job)) from error
-    job.signals.check(f"interrupted at step {trainer.global_step}, kept; the same command resumes")
+    _stepped(job, trainer, module, (texts, asks), last if done else None)
     if not rank():
         print(points.line())
     for average in averaged:
         average.show(module)
-    if not cfg.minutes and trainer.global_step % every:  # the last validation was not at the last step
+    if not run_budget.timed(job.cfg) and trainer.global_step % every:  # the last validation was not at the last step
         trainer.validate(module, asks, verbose=False)
     module.assemble()
     module.to(job.target.device).eval()  # the trainer leaves it on the CPU
-    return bool(trainer.should_stop)
+    return Reached(trainer.global_step, bool(trainer.should_stop))
+
+
+def _stepped(
+    job: Job, trainer: lightning.Trainer, module: Distillation, loaders: tuple[Any, DataLoader[Any]], last: Path | None
+) -> None:
+    """All steps of a phase, from a checkpoint on. loaders: of texts, and of validations. Raises Interrupted."""
+    try:
+        trainer.fit(module, *loaders, ckpt_path=last)
+    except NotFinite as error:
+        raise UserError(_named(error, job)) from error
+    job.signals.check(f"interrupted at step {trainer.global_step}, kept; the same command resumes")
+
+
+def _budgeted(job: Job, progress: Progress, trainer: lightning.Trainer, validation: float) -> None:
+    """Give the training its minutes, the same in every process. validation: seconds of that before the first step."""
+    minutes = run_budget.of_training(job.cfg, time.monotonic() - job.start, validation)
+    progress.minutes = trainer.strategy.broadcast(minutes)
+    if job.cfg.minutes and not rank():
+        print(f"training has {progress.minutes:.1f} of minutes={job.cfg.minutes:g}, or its steps if they are fewer")
 
 
 def _points(job: Job, module: Distillation, clock: Clock, shown: list[Shown]) -> HeldOutPoints:
@@ -140,12 +173,12 @@ def _named(error: NotFinite, job: Job) -> str:
             "good checkpoint")  # fmt: skip
 
 
-def _ended(kept: dict[str, Any], callbacks: list[Callback], module: Distillation, cfg: TrainerSettings) -> bool:
+def _ended(kept: dict[str, Any], callbacks: list[Callback], module: Distillation, cfg: TrainConfig) -> bool:
     """Whether a callback had ended the training that a checkpoint is of, or its time had run out."""
     states, ended = kept.get("callbacks", {}), False
     progress = module.progress
-    if progress and cfg.minutes and Clock.__name__ in states:
-        progress.elapsed = states[Clock.__name__]["elapsed"]
+    if progress and run_budget.timed(cfg) and Clock.__name__ in states:
+        progress.resume(states[Clock.__name__])
         ended = progress.at(kept["global_step"]) >= 1
     for callback in callbacks:
         if isinstance(callback, MeasureSpeed) and callback.state_key in states:
@@ -164,8 +197,7 @@ def refuse(cfg: TrainConfig) -> None:
     refuse_fractions(cfg.optimizer.warmup, cfg.optimizer.decay, trainer.steps)
     if len(cfg.optimizer.betas) != 2:
         raise ValueError(f"optimizer.betas: two numbers, of both moments, not {list(cfg.optimizer.betas)}")
-    if trainer.minutes is not None and (trainer.minutes <= 0 or cfg.rollout.rounds > 1):
-        raise ValueError("trainer.minutes: above 0, with rollout.rounds=1 (rounds end at steps), or null")
+    run_budget.refuse(cfg)
     if trainer.batch % world:
         raise ValueError(f"trainer.batch: {trainer.batch} texts are not as many for each of {world} devices")
     if kind not in KINDS:
@@ -200,7 +232,7 @@ def _trainer(
         accumulate_grad_batches=cfg.accumulate, use_distributed_sampler=False,
         max_steps=phase.last, max_epochs=-1,
         gradient_clip_val=cfg.clip, check_val_every_n_epoch=None,
-        val_check_interval=NEVER if cfg.minutes else every * cfg.accumulate,
+        val_check_interval=NEVER if run_budget.timed(job.cfg) else every * cfg.accumulate,
         num_sanity_val_steps=0, log_every_n_steps=WATCHED, enable_model_summary=False,
         logger=[tensorboard(job.folder, again), *job.loggers],
         callbacks=[*extra, Bar(progress), Keeper(last, cfg.checkpoint_minutes, job.signals),

@@ -1,5 +1,6 @@
 """What a training run has, from its settings: the target, texts of it, and a plan to measure with."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -39,7 +40,8 @@ from inference.servers.openai_client import Client
 
 @dataclass
 class Job:
-    """A run's models, its folder and its settings. reads: layers of the target that its student reads beyond LAST."""
+    """A run's models, its folder and its settings. reads: layers of the target that its student reads beyond LAST;
+    start: when the run began, on the monotonic clock."""
 
     cfg: TrainConfig
     folder: Path
@@ -51,6 +53,7 @@ class Job:
     loggers: list[Logger] = field(default_factory=list)  # beside TensorBoard's
     reads: tuple[int, ...] = ()
     rounds: dict[int, RealRound] = field(default_factory=dict)  # by draft length: all checkpoints have one shape
+    start: float = field(default_factory=time.monotonic)
 
     @cached_property
     def halves(self) -> tuple[Reader, Head]:

@@ -1,6 +1,8 @@
 """Progress of a training in [0, 1], which drives warm-up, decay, the switch of losses and the cosine."""
 
 from dataclasses import dataclass
+from math import inf
+from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
@@ -10,6 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 class Progress:
     """steps: of the whole training. minutes: its budget of time, None without one; elapsed: seconds of it that are
     spent, kept in checkpoints. Only training counts, not texts sampled before it, validations and measurements.
+    whole: minutes of the run, of which those of the training are what the rest leaves, see `run_budget`.
 
     Whichever of both is further decides: training ends after its steps or its minutes, and its schedule with it.
     """
@@ -17,11 +20,22 @@ class Progress:
     steps: int
     minutes: float | None = None
     elapsed: float = 0.0
+    whole: float | None = None
 
     def at(self, step: int) -> float:
         """The share of the training that is done behind so many steps, in [0, 1]."""
         spent = self.elapsed / (60 * self.minutes) if self.minutes else 0.0
         return min(max(step / max(self.steps, 1), spent), 1.0)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {"elapsed": self.elapsed, "minutes": self.minutes, "whole": self.whole}
+
+    def resume(self, kept: dict[str, Any]) -> None:
+        """Go on from a checkpoint's state. Minutes that the run was given since are all the training's."""
+        self.elapsed = kept["elapsed"]
+        if self.whole and kept["whole"]:
+            self.minutes = min(kept["minutes"] + self.whole - kept["whole"], self.minutes or inf)
 
     def expected(self, step: int) -> int:
         """Steps that there will be, at the speed so far."""

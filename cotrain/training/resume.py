@@ -9,7 +9,7 @@ FREE = ("label", "rollout.temperatures", "rollout.folder", "trainer.validations"
         "trainer.checkpoint_minutes", "trainer.threads", "trainer.remember_mb", "trainer.cache", "trainer.accelerator",
         "trainer.logger")  # fmt: skip
 MEASURED = "bench."
-BUDGETS = ("trainer.steps", "trainer.minutes")
+BUDGETS = ("trainer.steps", "trainer.minutes", "minutes")
 BY_ROUNDS = ("trainer.validations", *BUDGETS)  # what decides which texts a step of several rounds learns from
 
 
