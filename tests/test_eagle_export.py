@@ -49,6 +49,21 @@ def test_the_eagle3_format(made: Path, tmp_path: Path) -> None:
     assert load(folder, target).generate([[1, 2, 3]], max_new_tokens=5).stats.tokens == 5
 
 
+def test_an_export_is_for_the_target_that_was_named(made: Path, tmp_path: Path) -> None:
+    """Into which the adapter of the old one was merged: nobody may load it twice."""
+    target = tiny(dtype=torch.float32)
+    network = kinds.eagle(target, draft_vocab_size=16)
+    save(network, None, tmp_path / "adapted", Metadata(TARGET, 3, made={"adapter": "ours"}, kind="eagle"), None)
+    for layout in ("eagle3", "speculators"):
+        folder = export(tmp_path / "adapted", tmp_path / layout, layout, target=target, name="merged")
+        written = read(folder).metadata
+        assert written and (written.target["name"], written.made["adapter"]) == ("merged", None)
+    found = read_json(folder / "config.json")["speculators_config"]
+    assert found["verifier"]["name_or_path"] == "merged"
+    own = read(export(tmp_path / "adapted", tmp_path / "own", target=target)).metadata
+    assert own and (own.target["name"], own.made["adapter"]) == ("the-target", "ours")
+
+
 def test_the_format_of_speculators(made: Path, tmp_path: Path) -> None:
     target = tiny(dtype=torch.float32)
     folder = export(made, tmp_path / "out", "speculators", target=target)
@@ -81,7 +96,7 @@ def test_a_planned_tree_is_what_the_engine_is_told_that_drafts_trees(
 
     def said(engine: str, k: int | None = None) -> str:
         commands.run(ExportConfig(
-            draft=Model(str(made)), target=Model("the-target"), engine=engine, layout="eagle3", k=k, objective=None,
+            draft=Model(str(made)), target=Model("merged/one"), engine=engine, layout="eagle3", k=k, objective=None,
             check=None, output=str(tmp_path / "out"), overwrite=True, json=False, push_to_hub=None,
         ))  # fmt: skip
         return capsys.readouterr().out
@@ -90,6 +105,7 @@ def test_a_planned_tree_is_what_the_engine_is_told_that_drafts_trees(
     assert flags.format(3, 3, 7) in said("sglang") and "not its shape" in said("sglang")
     assert flags.format(2, 1, 3) in said("sglang", k=2)
     assert '"num_speculative_tokens": 4' in said("vllm") and '"max_draft_len": 4' in said("tensorrt_llm")
+    assert "vllm serve merged/one" in said("vllm") and "merged/one" in (tmp_path / "out" / "README.md").read_text()
     folder = read(tmp_path / "out").metadata
     assert folder is not None and folder.tree == tree
 

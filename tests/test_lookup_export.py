@@ -34,7 +34,10 @@ def test_look_up_beside_a_model_goes_to_vllm_with_its_settings(draft: Path, tmp_
     card = (folder / "README.md").read_text()
     assert f"COTRAIN_DRAFT='{folder}' vllm serve their/target" in card and '"num_speculative_tokens": 5' in card
     assert '"method": "custom_class"' in card
-    other = (module.export(draft, tmp_path / "other", 3, target="mine", name="me/draft") / "README.md").read_text()
+    asked = module.export(draft, tmp_path / "other", 3, target="mine", name="me/draft")
+    said = read(asked).metadata
+    assert said and (said.target["name"], said.k) == ("mine", 3)
+    other = (asked / "README.md").read_text()
     assert (
         "hf download me/draft --local-dir draft\nCOTRAIN_DRAFT=draft vllm serve mine" in other
         and '"num_speculative_tokens": 3' in other

@@ -96,8 +96,9 @@ def _features(cfg: ExportConfig, target: str) -> Path:
     assert cfg.draft.path
     try:
         path = eagle3.export(
-            cfg.draft.path, cfg.output, cfg.layout, cfg.k, target=model, objective=asked, replace=cfg.overwrite
-        )
+            cfg.draft.path, cfg.output, cfg.layout, cfg.k, target=model, objective=asked, name=target,
+            replace=cfg.overwrite,
+        )  # fmt: skip
     except ValueError as error:
         raise UserError(f"layout={cfg.layout}: {error}") from error
     written = read(path).metadata

@@ -31,9 +31,11 @@ def export(
     *,
     target: PreTrainedModel,
     objective: str | None = None,
+    name: str | None = None,
     replace: bool = False,
 ) -> Path:
-    """Copy a draft folder of kind eagle to one that engines load; target: the model that it was made for.
+    """Copy a draft folder of kind eagle to one that engines load; target: the model that it was made for; name: its hub
+    id or path, by default what cotrain.json says.
 
     k: drafts a round, objective: "sampled" or "greedy", by default what cotrain.json says. Its metadata names the
     target's layers both ways: as inputs of layers (vLLM, SGLang), and as outputs of those before (TensorRT-LLM).
@@ -46,8 +48,7 @@ def export(
         raise ValueError(f"{source}: kind is {found.kind!r}, not eagle")
     network: EagleNetwork = EagleNetwork.from_pretrained(source, dtype="auto", use_safetensors=True)
     network.fits(target, str(source))
-    made, tree = found.metadata, None if k else found.metadata.tree  # a length that is asked for is one of chains
-    metadata = changed(made, k=k or made.k, tree=tree, objective=objective or made.objective)
+    metadata = found.metadata.exported(name, k, objective)
     layers = list(network.config.layers)
     numbered = {"layout": layout, "inputs_of_layers": layers, "outputs_of_layers": [layer - 1 for layer in layers]}
     metadata = changed(metadata, made={**metadata.made, "export": numbered})

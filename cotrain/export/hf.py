@@ -75,14 +75,7 @@ def _metadata(found: Metadata | None, k: int | None, target: str | None, objecti
         if k is None or target is None:
             raise ValueError(f"export.{'k' if k is None else 'target'}: give it, the draft has no {METADATA}")
         return Metadata({"name": target, "config": None, "tokenizer": None}, k, objective or "sampled")
-    name = {"name": target or found.target["name"]}
-    return changed(
-        found,
-        k=found.k if k is None else k,
-        tree=found.tree if k is None else None,
-        target={**found.target, **name},
-        objective=objective or found.objective,
-    )
+    return found.exported(target, k, objective)
 
 
 def _report(source: Path, found: Metadata | None) -> Mapping[str, Any] | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from cotrain.export.engines import place
 from inference.drafts.atomic import new_folder
-from inference.drafts.draft_folder import read
+from inference.drafts.draft_folder import describe, read
 from inference.drafts.weight_files import CONFIG, read_json
 from inference.servers.vllm_lookup import FOLDER
 from inference.servers.vllm_server import custom_class
@@ -48,10 +48,12 @@ def export(
         raise ValueError(f"draft.path={source}: it does not say what it is, there is no cotrain.json")
     if name and (read_json(Path(source) / CONFIG).get("lookup") or {}).get("datastore"):
         raise ValueError(f"push_to_hub: {source} looks up a datastore of this machine, which others do not have")
-    served = target or made.target["name"]
+    metadata = made.exported(target, k, None)
+    served = metadata.target["name"]
     with new_folder(Path(output), replace=replace) as new:
         shutil.copytree(source, new, dirs_exist_ok=True)
-        command = launch(name.split("/")[-1] if name else str(Path(output).absolute()), str(served), k or made.k)
+        describe(new, metadata)
+        command = launch(name.split("/")[-1] if name else str(Path(output).absolute()), str(served), metadata.k)
         fetched = f"hf download {name} --local-dir {name.split('/')[-1]}\n" if name else ""
         (new / "README.md").write_text(SECTION.format(target=served, command=fetched + command), encoding="utf-8")
     return Path(output)

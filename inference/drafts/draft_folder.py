@@ -77,6 +77,19 @@ class Metadata:
         if self.objective not in OBJECTIVES:
             raise ValueError(f"objective must be one of {', '.join(OBJECTIVES)}, not {self.objective!r}")
 
+    def exported(self, target: str | None, k: int | None, objective: str | None) -> "Metadata":
+        """As an export says it, with what was asked for in place of its own. A target that is named has the adapter, if
+        there was one, merged into its weights; a length that is asked for is one of chains."""
+        made = {**self.made, "adapter": None} if target and self.made.get("adapter") else self.made
+        return changed(
+            self,
+            target={**self.target, "name": target or self.target["name"]},
+            k=k or self.k,
+            tree=None if k else self.tree,
+            objective=objective or self.objective,
+            made=made,
+        )
+
 
 @dataclass(frozen=True)
 class Folder:
@@ -126,6 +139,11 @@ def write(
     if report is not None:
         (folder / REPORT).write_text(_json(report), encoding="utf-8")
     metadata = changed(metadata, report=digest(folder / REPORT) if report is not None else None)
+    describe(folder, metadata)
+
+
+def describe(folder: Path, metadata: Metadata) -> None:
+    """Write what a folder of weights is."""
     (folder / METADATA).write_text(_json(asdict(metadata)), encoding="utf-8")
 
 

@@ -41,10 +41,11 @@ def calibrate(
 
 
 def places_of(retrieval: Retrieval, prompt: list[int], out: Output, row: int, k: int) -> list[Place]:
-    """What look-up finds at each token of a row's text, and what the model's rounds came to where they began. The last
-    round is left out: it may have ended with the text."""
+    """What look-up finds at each token of a row's text, and what the model's rounds came to where they began, of those
+    that drafted k: near the text's end fewer are drafted. The text is as long as was asked for."""
     text, starts = out.tokens[row], out.stats.rows[row].starts
-    accepted = {start: after - start - 1 for start, after in zip(starts, starts[1:], strict=False)}
+    ends = zip(starts, [*starts[1:], len(text)], strict=True)
+    accepted = {start: end - start - 1 for start, end in ends if start + k < len(text)}
     found = retrieval.along(prompt, text, k)
     return [Place(match, _right(match.drafts, text[t:]), accepted.get(t)) for t, match in enumerate(found)]
 
