@@ -14,6 +14,11 @@ MOST = {
     "draft, coupled": 17,
     "draft, mixed top-k, top-p, min-p": 17,
     "draft, penalties, bias, bans, minimum length": 25,
+    "eagle, token": 23,
+    "parallel, token": 19,
+    "early_exit, token": 16,
+    "hybrid, token": 24,  # of a round that catches up with what look-up drafted
+    "other_tokenizer, token": 24,
     "n-gram look-up": 20,  # rows of different draft lengths read their anchor behind their own
 }
 

@@ -79,10 +79,10 @@ class Captured(Lean):
         """By `Drafting`; window.limit: the slots of the longest text with its drafts."""
         if not self._ready(tails, window):
             return None
-        A, k = u.shape
+        (A, k), tail = u.shape, tails.shape[1]
         columns = [tails, ends.unsqueeze(1), bits(u), bits(temperature.unsqueeze(1))]
         bucket = self._rows(A), f"{k} drafts", self._slots(window), greedy
-        found = self._called(bucket, columns, lambda *bucket: self._drafting(k, *bucket))
+        found = self._called(bucket, columns, lambda *bucket: self._drafting(k, tail, *bucket))
         return None if found is None else (found[0][:A], found[1][:A])
 
     def draft_for(
@@ -177,12 +177,12 @@ class Captured(Lean):
 
         return run
 
-    def _drafting(self, k: int, rows: int, _: str, slots: int, greedy: bool) -> Run:
+    def _drafting(self, k: int, tail: int, rows: int, _: str, slots: int, greedy: bool) -> Run:
         step, stored = Drafting(self.weights, self.shape, k, greedy), self._stored(slots)
 
         def run(columns: Tensor) -> Any:
-            u, temperature = numbers_of(columns[:, 3 : 3 + k]), numbers_of(columns[:, 3 + k])
-            return step(columns[:, :2], columns[:, 2], u, temperature, *stored)
+            tails, ends, u, temperature = columns.split((tail, 1, k, 1), 1)
+            return step(tails, ends[:, 0], numbers_of(u), numbers_of(temperature[:, 0]), *stored)
 
         return run
 

@@ -109,9 +109,11 @@ class Part:
         return getattr(self.turn, name)
 
     def send(self, k: list[int] | None = None, **numbers: Numbers) -> dict[str, Tensor]:
-        if self.sure is not None and not self.sent:
-            numbers |= {"sure": self.sure.x.tolist(), "looked_up": self.sure.k}
-        self.sent = self.turn.send(self.k if k is None else k, **numbers)
+        own = self.k if k is None else k
+        if self.sure is not None:
+            own = [a + b for a, b in zip(own, self.sure.k, strict=True)]
+            numbers |= {} if self.sent else {"sure": self.sure.x.tolist(), "looked_up": self.sure.k}
+        self.sent = self.turn.send(own, **numbers)
         return self.sent
 
     def draw(self, law: Tensor, depth: int) -> Tensor:

@@ -22,14 +22,21 @@ class OtherTokenizer(Proposer):
     that of its own model over the tokens that both have, as equal byte strings, renormalised under the row's settings.
     Drafts are drawn from that very law, so the text's law is the target's.
 
-    model: the draft's, of its own ids. shared, retelling: see `between`. greedy: as of `Independent`.
+    model: the draft's, of its own ids. shared, retelling: see `between`. greedy, compile: as of `Independent`.
     """
 
     network_class = AutoModelForCausalLM
     own_tokenizer = True
 
-    def __init__(self, model: PreTrainedModel, shared: Shared, retelling: Retelling, greedy: bool = False) -> None:
-        self.inner, self.greedy = Independent(model, greedy, compile=False), greedy
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        shared: Shared,
+        retelling: Retelling,
+        greedy: bool = False,
+        compile: bool | None = None,
+    ) -> None:
+        self.inner, self.greedy = Independent(model, greedy, compile=compile), greedy
         self.shared, self.retelling = shared, retelling
         self.size = model.config.get_text_config().vocab_size
         self.host: Host
@@ -43,11 +50,12 @@ class OtherTokenizer(Proposer):
         tokenizer: PreTrainedTokenizerBase,
         target_tokenizer: PreTrainedTokenizerBase,
         greedy: bool = False,
+        compile: bool | None = None,
     ) -> "OtherTokenizer":
         """A draft and its tokenizer beside a target's. Raises ValueError for tokenizers without a byte string a token,
         or that share none."""
         shared = Shared.of(target_tokenizer, tokenizer)
-        return cls(model, shared, Retelling(target_tokenizer, tokenizer), greedy)
+        return cls(model, shared, Retelling(target_tokenizer, tokenizer), greedy, compile)
 
     @classmethod
     def load(cls, folder: Path, beside: Beside) -> "OtherTokenizer":
@@ -57,7 +65,7 @@ class OtherTokenizer(Proposer):
         if problems or tokenizer is None or beside.tokenizer is None:
             raise ValueError("; ".join(problems) or f"{folder}: the draft and its target each need a tokenizer")
         torch.nn.Module.to(model, beside.target.device)
-        return cls.between(widened(model), tokenizer, beside.tokenizer, beside.greedy)
+        return cls.between(widened(model), tokenizer, beside.tokenizer, beside.greedy, beside.compile)
 
     @property
     def weights(self) -> str | None:
@@ -121,6 +129,10 @@ class Told:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.turn, name)
+
+    def on(self, given: Any) -> "Told":
+        """As it is recorded; see `Round.on`."""
+        return Told(self.turn.on(given), self.texts, self.k, self.to_target, self.to_draft)
 
     def law(self, logits: Tensor, drafted: list[Tensor]) -> Tensor:
         """Logits (A, Vd) -> law (A, V): tokens that the draft lacks have no mass."""

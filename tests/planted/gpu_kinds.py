@@ -1,0 +1,9 @@
+"""Kinds of draft on a GPU."""
+
+# fmt: off
+ROWS_OF_BUGS = [
+    ('one_lacking_id_read_as_two', 'inference/models/cuda_graphs.py', 'tails, ends, u, temperature = columns.split((tail, 1, k, 1), 1)', 'tails, ends, u, temperature = columns.split((2, 1, k, 1), 1)', ['tests/test_gpu_kinds.py::test_replayed_drafts_are_those_of_single_steps[early_exit-one temperature]'], 'early exit fails on every GPU'),
+    ('lengths_of_one_part_sent', 'inference/proposers/hybrid.py', 'own = [a + b for a, b in zip(own, self.sure.k, strict=True)]', 'pass', ['tests/test_gpu_counts.py::test_a_round_copies_once_and_reads_once[hybrid, token]'], 'a copy that the device waits for in every round'),
+    ('recorded_in_the_other_vocabulary', 'inference/proposers/other_tokenizer.py', 'return Told(self.turn.on(given), self.texts, self.k, self.to_target, self.to_draft)', 'return self.turn.on(given)', ['tests/test_gpu_kinds.py::test_replayed_drafts_are_those_of_single_steps[other_tokenizer-cuts]'], 'drafts of another vocabulary are taken as they are'),
+    ('a_row_left_out_is_stored_whole', 'inference/proposers/independent.py', 'left = [end if lack <= self.tail else end - lack for', 'left = [end for', ['tests/test_fourth_round.py::test_what_look_up_drafts_is_not_taken_for_stored'], 'the draft reads a hole behind what look-up drafted'),
+]
