@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from inference import Engine, Sampling
-from inference.noise import ACCEPT, DRAFT, RESIDUAL, Uniforms, uniforms
+from inference.batched.batch import Batch
+from inference.noise import ACCEPT, DRAFT, RESIDUAL, Uniforms, branch_states, gumbel, gumbel_states, uniforms
 from inference.policy import Fixed
 from inference.processors import process
 from inference.proposers import Independent
@@ -70,6 +71,19 @@ def test_numbers_of_every_start_are_their_own() -> None:
         key = torch.tensor([7, 9]), torch.tensor([start, start + 3]), torch.arange(depths)
         assert torch.equal(noise([7, 9], [start, start + 3], depths), uniforms(5, *key, (DRAFT, ACCEPT, RESIDUAL))), start
     assert Uniforms(5, cpu).table.numel() == 0
+
+
+def test_noise_of_rows_is_of_the_seed_that_is_asked_for() -> None:
+    """Also where the rows are those of an earlier call with another seed."""
+    rows = [Request(i, 90 + i, [1, 2], 9, Sampling(), frozenset()) for i in range(2)]
+    batch, ids = Batch(rows, V, torch.device("cpu")), torch.tensor([90, 91])
+    for seed in (5, 0, 6):
+        assert torch.equal(batch.gumbel_states(seed), gumbel_states(seed, ids))
+        assert torch.equal(batch.branch_states(seed), branch_states(seed, ids))
+        turn = DecodingRound(rows, [2, 2], RULES["coupled"], Uniforms(seed, ids.device), V, ids.device, batch)
+        place = torch.arange(3).expand(2, 3)
+        assert torch.equal(turn._gumbel, gumbel(seed, ids, place, V))
+        assert turn.batch is batch
 
 
 CALL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # of a stream: what it is given, and beside what

@@ -10,7 +10,7 @@ from inference.policy import Fixed
 from tests.kinds import KINDS
 from tests.tiny import tiny
 
-PROMPTS = [[1, 2, 3, 1, 2], [4], [5, 6, 5, 6]]
+PROMPTS = [[1, 2, 3, 1, 2], [4], [5, 6, 5, 6], [7, 8], [9, 9, 9]]
 
 
 class Short:
@@ -40,7 +40,7 @@ def test_a_proposer_is_as_new_for_each_engine(kind: str) -> None:
         found = []
         for proposer in (shared, KINDS[kind].proposer(target)):
             out = Engine(target, proposer, policy=Fixed(2), **sizes).generate(
-                PROMPTS, max_new_tokens=11, sampling=regime, seed=n, ignore_eos=True
+                PROMPTS, max_new_tokens=[10, 3, 6, 10, 5], sampling=regime, seed=n, ignore_eos=True
             )
             found.append((out.tokens, out.finish, out.stats.drafted, out.stats.accepted, out.errors))
         assert found[0] == found[1], sizes

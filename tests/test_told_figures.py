@@ -12,6 +12,7 @@ from inference import Engine, Sampling
 from inference.exactness import agreement, checks
 from inference.exactness.checks import check_calls, check_depth
 from inference.exactness.figures import Figures
+from inference.exactness.ties import Compared, Difference
 from inference.exactness.verdict import CallsCheck, DepthCheck, LogitsCheck, SurpriseCheck, TextCheck, Verdict
 from inference.measure.arms import ArmResult
 from inference.measure.costs import Costs
@@ -153,6 +154,29 @@ def test_a_gap_is_excused_by_the_rounding_that_logits_have(own: float, monkeypat
     assert (chosen, ids) == (prompts[:2], [4, 5])  # 1,024 tokens, each prompt once
     assert (sampling, limit, seed, tree) == (Sampling(0.5), 600, 11, None)
     assert bound == pytest.approx(8 * min(max(own, torch.finfo(torch.float32).eps), 1e-3))
+
+
+def test_texts_that_differ_are_counted_once_and_places_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three places in two of four texts; one is further apart than rounding explains."""
+    places = ((0.2, 1), (0.3, 1), (5.0, 3))
+    apart = [Difference(gap, torch.tensor([0.0, -gap]), torch.zeros(2), 0, 1, text, 9.0) for gap, text in places]
+    given: list[Any] = []
+
+    def compared(*told: Any, **named: Any) -> Compared:
+        given.append((told, named))
+        return Compared(apart, 17, 0.5, 8.0)
+
+    monkeypatch.setattr(checks, "compare_text", compared)
+    model, regime = tiny(), Sampling(0.5)
+    engine, prompts = Engine(model, Independent(near(model)), policy=Fixed(3), rows=2), [[n, 2] for n in range(4)]
+    found = checks.check_coupled(engine, prompts, [7, 8, 9, 6], regime, 5, 21, 0.25)
+    assert found == TextCheck(4, 2, 2, 1, 1.0, 5.0, 8.0, 17, 20) and not found.passed
+    ((lm, read, made, sampling), named), = given
+    coupled = Engine(model, verify="coupled", rows=2)
+    wanted = coupled.generate(prompts, max_new_tokens=5, sampling=regime, seed=21, ids=[7, 8, 9, 6], ignore_eos=True)
+    assert (lm, read, made, sampling) == (engine.target, prompts, wanted.tokens, regime)
+    assert named == {"width": 4, "noise_keys": ([7, 8, 9, 6], 21), "bound": 0.25, "tree": None}
+    assert engine.rule.name == "token"
 
 
 def stats(first: int) -> Stats:
