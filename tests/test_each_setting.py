@@ -69,7 +69,9 @@ def test_numbers_of_every_start_are_their_own() -> None:
     for start in range(2 * Uniforms.AHEAD + 2):
         depths = 2 + (start > 20) + 2 * (start > 90)
         key = torch.tensor([7, 9]), torch.tensor([start, start + 3]), torch.arange(depths)
-        assert torch.equal(noise([7, 9], [start, start + 3], depths), uniforms(5, *key, (DRAFT, ACCEPT, RESIDUAL))), start
+        assert torch.equal(noise([7, 9], [start, start + 3], depths), uniforms(5, *key, (DRAFT, ACCEPT, RESIDUAL))), (
+            start
+        )
     assert Uniforms(5, cpu).table.numel() == 0
 
 
@@ -114,7 +116,9 @@ def test_a_stream_passes_on_all_that_it_is_given() -> None:
 
 @pytest.mark.parametrize("shape", [None, (-1, -1, 0, 0, 1)], ids=["chain", "tree"])
 @pytest.mark.parametrize("kind", SHAPED)
-def test_a_greedy_draft_is_certain_whatever_the_temperature(kind: str, shape: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_greedy_draft_is_certain_whatever_the_temperature(
+    kind: str, shape: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its laws are one-hot at its drafts, siblings are different tokens; those of one that samples are not."""
     target, proposals = tiny(layers=2), []
     propose = Engine.propose

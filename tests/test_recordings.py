@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from inference import Engine, Sampling
 import inference.models.lm as lm_module
+from inference import Engine, Sampling
 from inference.models.cuda_graphs import Captured
 from inference.models.replays import Replays
 from inference.policy import Fixed

@@ -15,7 +15,7 @@ from inference.exactness.figures import Figures
 from inference.exactness.ties import Compared, Difference
 from inference.exactness.verdict import CallsCheck, DepthCheck, LogitsCheck, SurpriseCheck, TextCheck, Verdict
 from inference.measure.arms import ArmResult
-from inference.measure.costs import Costs
+from inference.measure.costs import Costs, joined
 from inference.measure.real_costs import RealRound, of_stats
 from inference.measure.timing import Emitted, Interval, Timing, together
 from inference.policy import Fixed
@@ -62,7 +62,11 @@ def test_figures_of_a_verdict_are_its_counts_and_what_follows_from_them() -> Non
     for name, value in made.items():
         assert figures["calls"][name] == pytest.approx(value)
     assert figures["depth"]["measured"] == 0.57
-    assert TEXT.explained == 0.5 and replace(TEXT, limit=9.0).explained == 0.5 and replace(TEXT, noise=0.1).explained == 0.2
+    assert (
+        TEXT.explained == 0.5
+        and replace(TEXT, limit=9.0).explained == 0.5
+        and replace(TEXT, noise=0.1).explained == 0.2
+    )
     assert replace(VERDICT, calls=None, depth=None).figures["calls"] is None
 
 
@@ -124,7 +128,9 @@ def test_limits_of_logits_follow_from_rounding_and_the_dtype(own: float, monkeyp
     """own: units in the last place that transformers' forward moves by; none, some, and more than a dtype excuses."""
     model, unit = tiny(dtype=torch.float32), torch.finfo(torch.float32).eps
     moved = own * unit * torch.tensor([1.0, 2.0, 2.0])
-    sides = iter([torch.tensor([3.0, 4.0]).double(), torch.tensor([6.0, 8.0]).double()])  # of passes of one id, and of several
+    sides = iter(
+        [torch.tensor([3.0, 4.0]).double(), torch.tensor([6.0, 8.0]).double()]
+    )  # of passes of one id, and of several
     monkeypatch.setattr(agreement, "difference", lambda a, b: moved.double())
     monkeypatch.setattr(agreement, "_passes", lambda *_: next(sides))
     found = agreement.check_logits(Engine(model, rows=1).target, [[1, 2]], [[3, 4, 5]], 3)
@@ -150,7 +156,7 @@ def test_a_gap_is_excused_by_the_rounding_that_logits_have(own: float, monkeypat
     texts = Emitted([*prompts, prompts[0]], [4, 5, 6, 4], [[1] * 9] * 4, [Counts(9)] * 4)
     with pytest.raises(KeyError):
         checks.check(engine, texts, Sampling(0.5), 600, seed=11)
-    (_, chosen, ids, sampling, limit, seed, bound, tree), = told
+    ((_, chosen, ids, sampling, limit, seed, bound, tree),) = told
     assert (chosen, ids) == (prompts[:2], [4, 5])  # 1,024 tokens, each prompt once
     assert (sampling, limit, seed, tree) == (Sampling(0.5), 600, 11, None)
     assert bound == pytest.approx(8 * min(max(own, torch.finfo(torch.float32).eps), 1e-3))
@@ -171,7 +177,7 @@ def test_texts_that_differ_are_counted_once_and_places_each_time(monkeypatch: py
     engine, prompts = Engine(model, Independent(near(model)), policy=Fixed(3), rows=2), [[n, 2] for n in range(4)]
     found = checks.check_coupled(engine, prompts, [7, 8, 9, 6], regime, 5, 21, 0.25)
     assert found == TextCheck(4, 2, 2, 1, 1.0, 5.0, 8.0, 17, 20) and not found.passed
-    ((lm, read, made, sampling), named), = given
+    (((lm, read, made, sampling), named),) = given
     coupled = Engine(model, verify="coupled", rows=2)
     wanted = coupled.generate(prompts, max_new_tokens=5, sampling=regime, seed=21, ids=[7, 8, 9, 6], ignore_eos=True)
     assert (lm, read, made, sampling) == (engine.target, prompts, wanted.tokens, regime)
@@ -199,7 +205,9 @@ def test_pooled_runs_are_sums_of_each_figure() -> None:
 
 def test_texts_of_several_timings_keep_every_part() -> None:
     parts = [Emitted([[n]], [n + 10], [[n, n]], [Counts(n)]) for n in range(3)]
-    assert together(parts) == Emitted([[0], [1], [2]], [10, 11, 12], [[0, 0], [1, 1], [2, 2]], [Counts(n) for n in range(3)])
+    assert together(parts) == Emitted(
+        [[0], [1], [2]], [10, 11, 12], [[0, 0], [1, 1], [2, 2]], [Counts(n) for n in range(3)]
+    )
 
 
 def timing() -> Timing:
@@ -261,7 +269,13 @@ def test_a_report_says_what_was_timed() -> None:
 def test_an_interval_is_that_of_batches_drawn_together() -> None:
     timed, x = timing(), []
     for batch in timed.runs:
-        x.append([sum(values) for name in ("ours", "plain") for values in zip(*(r[name].paid(True) for r in batch), strict=True)])
+        x.append(
+            [
+                sum(values)
+                for name in ("ours", "plain")
+                for values in zip(*(r[name].paid(True) for r in batch), strict=True)
+            ]
+        )
     drawn = np.random.default_rng(4).integers(2, size=(50, 2))
     sums = [[sum(x[i][part] for i in one) for part in range(4)] for one in drawn]
     ratios = sorted((a / b) / (c / d) for a, b, c, d in sums)
@@ -284,3 +298,12 @@ def test_seconds_of_a_round_are_all_of_its_parts() -> None:
     assert astuple(drafted) == pytest.approx((seconds[0], seconds[1], seconds[2] + seconds[3]))
     assert astuple(plain) == pytest.approx((0.0, seconds[1], seconds[0] + seconds[2] + seconds[3]))
     assert drafted.seconds == pytest.approx(sum(seconds)) == plain.seconds and isinstance(plain, RealRound)
+
+
+def test_a_table_is_joined_of_the_parts_that_run() -> None:
+    plain, target, draft = (
+        Costs((n, n + 1.0, n + 2.0), n + 3.0, (n + 4.0, n + 5.0, n + 6.0), n, 10 * n, f"t{n}", f"d{n}", n + 7.0)
+        for n in (100, 200, 300)
+    )
+    wanted = Costs((100, 201.0, 202.0), 303.0, (204.0, 205.0, 206.0), 200, 2000, "t200", "d300", 307.0)
+    assert joined(plain, target, draft) == wanted
