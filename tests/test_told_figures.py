@@ -189,14 +189,14 @@ def stats(first: int) -> Stats:
     """All numbers different."""
     rows = [Counts(first + 1, first + 2, [4, first], [3, 1], [4, 2], [first])]
     seconds, times = ({phase: scale * (first + n) for n, phase in enumerate(PHASES)} for scale in (0.5, 1))
-    return Stats(first + 1, first + 2, [4, first], [3, 1], [4, 2], [], rows, seconds, times)  # type: ignore[arg-type]
+    return Stats(first + 1, first + 7, [4, first], [3, 1], [4, 2], [], rows, seconds, times)  # type: ignore[arg-type]
 
 
 def test_pooled_runs_are_sums_of_each_figure() -> None:
     a, b, c = stats(10), stats(20), stats(40)
     c.drafted, c.accepted, c.tried = [5, 40, 2], [2, 2, 1], [5, 3, 2]
     whole = pooled([a, b, c])
-    assert (whole.tokens, whole.target_calls) == (11 + 21 + 41, 12 + 22 + 42)
+    assert (whole.tokens, whole.target_calls) == (11 + 21 + 41, 17 + 27 + 47)
     assert (whole.drafted, whole.accepted, whole.tried) == ([13, 70, 2], [8, 4, 1], [13, 7, 2])
     assert whole.rows == [*a.rows, *b.rows, *c.rows]
     for n, phase in enumerate(PHASES):
@@ -217,7 +217,7 @@ def timing() -> Timing:
         runs.append([])
         for repeat in range(repeats):
             arms = {}
-            for n, name in enumerate(("ours", "plain")):
+            for n, name in enumerate(("plain", "ours")):
                 seconds, one = 1.0 + batch + 0.25 * repeat + 2 * n + n * batch, stats(30 * n + 10 * batch + repeat)
                 tokens = [[0] * (5 + batch)] * prompts
                 arms[name] = ArmResult(tokens, seconds, 0.75 * seconds - 0.1 * batch, one, prompts * (4 + batch) - n)
@@ -248,6 +248,7 @@ def test_a_report_says_what_was_timed() -> None:
     assert [found["speedup"][part]["value"] for part in ("whole", "decode")] == pytest.approx(ratios)
     settings = found["settings"]
     assert (settings["prompts"], settings["target_dtype"], settings["draft_dtype"]) == (3, "float64", "float32")
+    assert [settings[name] for name in ("repeats", "max_new_tokens", "rows", "verify")] == [1, 5, 2, "token"]
     ours, acceptance = timed.stats("ours"), found["acceptance"]
     assert ours is not None
     assert (acceptance["drafted"], acceptance["accepted"]) == (ours.drafted, ours.accepted)
