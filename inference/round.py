@@ -119,7 +119,7 @@ class DecodingRound(TreesOfRound):
         return processed(found, self.rows, self.batch.own, x, k, first, self.messages) if self.batch.own else found
 
     def _nothing(self) -> Tensor:
-        return torch.empty(len(self.rows), 0, dtype=torch.int64, device=self.device)
+        return torch.empty(len(self.ids), 0, dtype=torch.int64, device=self.device)
 
     @property
     def temperatures(self) -> list[float] | None:

@@ -138,7 +138,9 @@ class EagleNetwork(PreTrainedModel):
         logits: Tensor = self.lm_head(states)
         if not self.pruned:
             return logits[..., :vocabulary]
-        return logits.new_full((*logits.shape[:-1], vocabulary), -torch.inf).index_copy(-1, self.known, logits)
+        size = max(vocabulary, self.config.vocab_size)  # it may know rows of the target that no token has
+        found = logits.new_full((*logits.shape[:-1], size), -torch.inf).index_copy(-1, self.known, logits)
+        return found[..., :vocabulary]
 
     @property
     def known(self) -> Tensor:

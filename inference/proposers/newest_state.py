@@ -49,14 +49,13 @@ class NewestState(Proposer):
         if self.branching:
             self.branching.require(host.vocabulary, self.depths)
         self.network.fits(target.model, type(self).__name__)
+        again = self.replays is not None and self.host == host
         self.host, self.blank = host, []
         self.newest = target.no_states(host.rows + host.spare, (LAST,))[LAST].new_zeros(
             host.rows + host.spare, self.network.config.hidden_size
         )
-        if not target.replayed:
-            self.replays = None
-        elif self.replays is None or self.replays.device != target.device:
-            self.replays = Replays(target.device)
+        if not again:  # recordings run the head of the target that they were made beside
+            self.replays = Replays(target.device) if target.replayed else None
 
     def admit(self, low: int, prompts: Sequence[list[int]], states: States) -> None:
         self.stage(low, prompts, states)

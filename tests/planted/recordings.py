@@ -1,0 +1,14 @@
+"""Planted bugs of what is replayed: keys without a part, inputs that stay, recordings of another engine."""
+
+# fmt: off
+ROWS_OF_BUGS = [
+    ('recorded_for_other_lengths', 'inference/models/cuda_graphs.py', '("drafts", k, greedy, slots, turn.key)', '("drafts", greedy, slots, turn.key)', ['tests/test_recordings.py::test_a_recording_gives_what_its_function_gives_now[independent, later]'], '33: a recording of one draft serves rounds of three'),
+    ('recorded_for_other_slots', 'inference/models/cuda_graphs.py', '("drafts", k, greedy, slots, turn.key)', '("drafts", k, greedy, turn.key)', ['tests/test_recordings.py::test_a_recording_gives_what_its_function_gives_now[independent, token]'], '33: a recording for short texts serves long ones'),
+    ('masks_recorded_for_other_lengths', 'inference/models/one_pass.py', '("one pass", k, greedy, slots, turn.key)', '("one pass", greedy, slots, turn.key)', ['tests/test_recordings.py::test_a_recording_gives_what_its_function_gives_now[parallel, later]'], '33: a recording of one draft serves rounds of three'),
+    ('masks_recorded_for_other_slots', 'inference/models/one_pass.py', '("one pass", k, greedy, slots, turn.key)', '("one pass", k, greedy, turn.key)', ['tests/test_recordings.py::test_a_recording_gives_what_its_function_gives_now[parallel, block]'], '33: a recording for short texts serves long ones'),
+    ('heads_recorded_for_other_lengths', 'inference/proposers/newest_state.py', 'name = "drafts", K, self.greedy, turn.key', 'name = "drafts", self.greedy, turn.key', ['tests/test_recordings.py::test_a_recording_gives_what_its_function_gives_now[medusa, trees]'], '33: a recording of two levels serves rounds of one'),
+    ('heads_keep_recordings_of_another_target', 'inference/proposers/newest_state.py', 'again = self.replays is not None and self.host == host', 'again = self.replays is not None', ['tests/test_recordings.py::test_a_recording_is_of_the_target_that_its_engine_has'], '33: drafts by the output head of the engine before'),
+    ('laws_recorded_without_greedy_rows', 'inference/batched/laws.py', 'return self.sure, self.some_greedy, self.least, self._rounded', 'return self.sure, self.least, self._rounded', ['tests/test_recordings.py::test_a_recording_gives_what_its_function_gives_now[independent, token]'], '33: temperature 0 is ignored where laws are replayed'),
+    ('laws_recorded_without_their_top_k', 'inference/batched/laws.py', 'return self.sure, self.some_greedy, self.least, self._rounded', 'return self.sure, self.some_greedy, self.least', ['tests/test_recordings.py::test_a_recording_gives_what_its_function_gives_now[independent, token]'], '33: top-k is ignored where laws are replayed'),
+    ('penalties_of_the_first_recorded_round', 'inference/round.py', ' - {"history.made"})', ')', ['tests/test_recordings.py::test_a_recording_gives_what_its_function_gives_now[independent, token]'], '11: penalties of a replayed round count the tokens of its first'),
+]

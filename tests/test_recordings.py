@@ -1,0 +1,148 @@
+"""Whatever is replayed is what the same function, made now, gives for the inputs of now: no recording outlives what it
+depends on, and no input is left as it was."""
+
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import inference.models.lm as lm_module
+from inference import Engine, Sampling
+from inference.models.cuda_graphs import Captured
+from inference.models.replays import Replays
+from inference.policy import Fixed
+from inference.proposers import Independent, NGram, Parallel
+from inference.proposers.base import Host, Proposal, Proposer
+from inference.proposers.hybrid import Part
+from inference.round import DecodingRound
+from tests import kinds, standin
+from tests.tiny import near, tiny
+
+PROMPTS = [[i % 30 + 1 for i in range(n)] for n in (3, 7)]
+# one after the other on one engine: neighbours differ in one setting, and share the shapes of what is recorded
+CALLS: list[Any] = [
+    Sampling(0.0),
+    Sampling(0.8),
+    Sampling(0.8, top_k=3),
+    Sampling(0.8, top_k=4),
+    Sampling(0.8, top_k=5),
+    [Sampling(0.5, top_k=2), Sampling(0.8)],
+    [Sampling(0.8), Sampling(0.0)],
+    [Sampling(0.0, min_p=0.2), Sampling(0.8, min_p=0.4)],
+    Sampling(0.8, min_p=0.3),
+    Sampling(0.8, top_p=0.5),
+    Sampling(0.8, presence_penalty=2.0),
+    Sampling(0.8, frequency_penalty=2.0),
+    Sampling(0.8, repetition_penalty=2.0),
+    Sampling(0.8, logit_bias={3: 4.0}),
+    Sampling(0.8, logit_bias={4: 4.0}, presence_penalty=1.0),
+    Sampling(0.8, banned=((4,), (5,))),
+    Sampling(0.8, min_new_tokens=3, stop_ids=(7,)),
+]
+
+
+def flat(found: Any) -> Iterator[Tensor]:
+    if isinstance(found, Tensor):
+        yield found
+    elif found is not None:
+        for part in found:
+            yield from flat(part)
+
+
+@pytest.fixture
+def compared(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Names of what was replayed, on a CPU without graphs, each time beside the function itself."""
+    monkeypatch.setattr(lm_module, "Compiled", Captured)
+    monkeypatch.setattr(lm_module, "FIRST_SLOTS", 8)
+    monkeypatch.setattr("inference.models.cuda_graphs.FEWEST", 8)
+    monkeypatch.setattr("inference.proposers.eagle.FIRST_SLOTS", 8)
+    monkeypatch.setattr(Captured, "failed", False)
+    monkeypatch.setattr(Replays, "failed", False)
+    numbers = cached_property(lambda turn: (turn.send(), turn._streams(turn.noise.table.shape[-1]))[1])
+    numbers.__set_name__(DecodingRound, "_numbers")
+    monkeypatch.setattr(DecodingRound, "_numbers", numbers)  # as many as there are, as on a GPU
+    replayed, names = Replays.__call__, []
+
+    def both(self: Replays, name: Any, inputs: Any, steady: Any, make: Callable[[], Any]) -> Any:
+        found = replayed(self, name, inputs, steady, make)
+        if found is not None:
+            names.append(name)
+            for one, other in zip(flat(found), flat(make()(inputs)), strict=True):
+                assert torch.allclose(one.double(), other.double(), rtol=0, atol=1e-9, equal_nan=True), name
+        return found
+
+    monkeypatch.setattr(Replays, "__call__", both)
+    return names
+
+
+Make = Callable[..., Proposer]
+
+
+def independent(target: Any, **settings: Any) -> Proposer:
+    return Independent(near(tiny(layers=1)), compile=True, **settings)
+
+
+def kind(name: str, shape: Any = None) -> Make:
+    return lambda target: kinds.KINDS[name].proposer(target, **({"shape": shape} if shape else {}))
+
+
+class Later(Independent):
+    """Asked for one draft in its first round, for two in the next: of others, as in a hybrid, look-up takes care."""
+
+    def open(self, host: Host) -> None:
+        super().open(host)
+        self.rounds = 0
+
+    def propose(self, turn: Any) -> Proposal:
+        self.rounds += 1
+        return super().propose(Part(turn, [min(k, self.rounds) for k in turn.k]))
+
+
+class LaterAtOnce(Later, Parallel): ...
+
+
+DRAFTS: dict[str, tuple[Make, str]] = {
+    "independent, token": (independent, "token"),
+    "independent, coupled": (independent, "coupled"),
+    "parallel, block": (lambda target: Parallel(kinds.masked(target), compile=True), "block"),
+    "independent, later": (lambda target: Later(near(tiny(layers=1)), compile=True), "token"),
+    "parallel, later": (lambda target: LaterAtOnce(kinds.masked(target), compile=True), "token"),
+    "ngram, token": (lambda target: NGram(1), "token"),
+    "medusa, trees": (kind("medusa", (-1, -1, 0)), "tree"),
+    "eagle, trees": (kind("eagle", (-1, -1, 0)), "traversal"),
+    "eagle, token": (kind("eagle"), "token"),
+}
+
+
+@pytest.mark.parametrize("drafts", DRAFTS)
+def test_a_recording_gives_what_its_function_gives_now(drafts: str, compared: list[object]) -> None:
+    """Calls on one engine that differ in a setting, and then in the draft length."""
+    make, rule = DRAFTS[drafts]
+    target = tiny()
+    engine = Engine(target, make(target), verify=rule, policy=Fixed(2), rows=2, compile=True)
+    for n, sampling in enumerate(CALLS):
+        engine.generate(PROMPTS, max_new_tokens=3, sampling=sampling, seed=n, ignore_eos=True)
+    for k in (1, 3):
+        engine.policy = Fixed(k)
+        engine.generate(PROMPTS[::-1], max_new_tokens=6, sampling=Sampling(0.8, top_k=9), ignore_eos=True)
+    assert len(compared) > 2 * len(CALLS)
+
+
+def test_a_recording_is_of_the_target_that_its_engine_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads that serve two engines in turn read the states, and run the output head, of the one that they serve."""
+    monkeypatch.setattr("inference.models.recording.WARMUP", 0)
+
+    def accepted(device: str) -> list[list[int]]:
+        targets, found = [tiny(layers=1, hidden=8, seed=seed).to(device) for seed in (0, 5)], []
+        heads = kinds.KINDS["medusa"].proposer(targets[0])
+        for target in targets:
+            engine = Engine(target, heads, policy=Fixed(2), rows=2, compile=device != "cpu")
+            found.append(engine.generate(PROMPTS, max_new_tokens=9, seed=2, ignore_eos=True).stats.accepted)
+        return found
+
+    wanted = accepted("cpu")
+    with standin.device():
+        assert accepted("cuda") == wanted

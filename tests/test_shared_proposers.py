@@ -1,0 +1,46 @@
+"""One proposer that serves engines of other sizes in turn drafts for each as a new one would: nothing of an earlier
+engine, or of an earlier call, is left."""
+
+from typing import Any
+
+import pytest
+
+from inference import Engine, Sampling
+from inference.policy import Fixed
+from tests.kinds import KINDS
+from tests.tiny import tiny
+
+PROMPTS = [[1, 2, 3, 1, 2], [4], [5, 6, 5, 6], [7, 8], [9, 9, 9]]
+
+
+class Short:
+    """A tokenizer of fewer ids than the target has rows."""
+
+    def get_vocab(self) -> dict[str, int]:
+        return {str(number): number for number in range(24)}
+
+    def decode(self, ids: list[int]) -> str:
+        return " ".join(map(str, ids))
+
+
+# neighbours differ in one size: context, rows, vocabulary
+SIZES: list[dict[str, Any]] = [
+    {"rows": 2, "context": 14},
+    {"rows": 2, "context": 40},
+    {"rows": 3, "context": 40},
+    {"rows": 3, "context": 40, "tokenizer": Short()},
+]
+
+
+@pytest.mark.parametrize("kind", [name for name in KINDS if not name.endswith("greedy") and name != "quantised"])
+def test_a_proposer_is_as_new_for_each_engine(kind: str) -> None:
+    target = tiny(positions=64)
+    shared, regime = KINDS[kind].proposer(target), Sampling(0.7)
+    for n, sizes in enumerate(SIZES):
+        found = []
+        for proposer in (shared, KINDS[kind].proposer(target)):
+            out = Engine(target, proposer, policy=Fixed(2), **sizes).generate(
+                PROMPTS, max_new_tokens=[10, 3, 6, 10, 5], sampling=regime, seed=n, ignore_eos=True
+            )
+            found.append((out.tokens, out.finish, out.stats.drafted, out.stats.accepted, out.errors))
+        assert found[0] == found[1], sizes
