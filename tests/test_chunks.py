@@ -1,4 +1,4 @@
-"""A loss in chunks with all of its options together, against one pass over whole laws: value, slopes, terms, figures."""
+"""A loss in chunks with all of its options together, against one pass over whole laws: value, slopes, figures."""
 
 from functools import partial
 from typing import Any
