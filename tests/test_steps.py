@@ -1,6 +1,7 @@
 """Steps one after the other, and what they log; losses of texts beside laws by depth, shares and cut tokens."""
 
 import math
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from cotrain.acceptance import expected_calls_block
 from cotrain.board import tags
 from cotrain.losses.guess import Guess
 from cotrain.losses.over_guesses import Asked
@@ -152,7 +154,7 @@ def asked(cut: bool = False) -> tuple[Asked, Tensor, nn.Linear, Tensor]:
     return found, logp.gather(-1, ids.roll(-1, 1).unsqueeze(-1))[..., 0], head_q, ours.requires_grad_()
 
 
-def guessed(head: nn.Linear, states: Tensor, at: Tensor | None = None) -> list[Guess]:
+def guessed(head: Callable[[Tensor], Tensor], states: Tensor, at: Tensor | None = None) -> list[Guess]:
     """Of three depths; the last at some places alone, which stand for all."""
     every = torch.arange(B * T)
     some = every if at is None else at
@@ -194,6 +196,25 @@ def test_calls_of_a_text_are_of_as_many_drafts_as_a_round_has(k: int, cut: bool)
     truth = 2 * sum(calls(r, min(k, 3)) for r in chances(logp, one.ids, head, states))
     torch.testing.assert_close(value, truth)
     torch.testing.assert_close(torch.autograd.grad(value, states), torch.autograd.grad(truth, states))
+
+
+def test_edges_of_a_cut_leave_block_calls_a_number() -> None:
+    """A token that p gives nothing, before one that a draft of few tokens does not know."""
+    one, logp, head, states = asked(cut=True)
+
+    def pruned(given: Tensor) -> Tensor:
+        return head(given).masked_fill(torch.arange(V) > 3, -math.inf)
+
+    (term,) = parse("calls_block").sequence
+    value = one.of_texts(term, one.logs(guessed(pruned, states)), 3)
+    x = one.ids.roll(-1, 1).unsqueeze(-1)
+    logq = torch.stack([pruned(part).log_softmax(-1).gather(-1, x)[..., 0] for part in states.detach()], -1)
+    edge = (logp == -math.inf).unsqueeze(-1).expand_as(logq)
+    assert bool((edge[:, :-1][SAMPLED] & (logq[:, :-1][SAMPLED] > -math.inf)).any())
+    l = (logq - logp.masked_fill(logp == -math.inf, 0.0).unsqueeze(-1)).masked_fill(edge, 0.0)
+    truth = sum(expected_calls_block(l[row, :-1][SAMPLED[row]][None], 3).sum() for row in range(B))
+    torch.testing.assert_close(value.detach(), truth)
+    assert torch.autograd.grad(value, states)[0].isfinite().all()
 
 
 @pytest.mark.parametrize("k", [2, 3])
