@@ -55,6 +55,14 @@ def test_a_watched_step_is_logged_alone(accumulated: int) -> None:
     assert [bool(one) for one in found] == [at % 5 == 4 for at in range(10)]
     assert found[4] == pytest.approx(found[9])  # the weights stay: nothing adds up over steps
     assert found[4]["loss"] == pytest.approx(found[4]["loss_kl"] + found[4]["loss_tv"])
+    if accumulated == 1:
+        part = parts[0]
+        with torch.no_grad():
+            p, q = (model(part["ids"]).logits.softmax(-1)[:, :-1][part["predicted"]]
+                    for model in (tiny(), tiny(layers=1, seed=3)))  # fmt: skip
+        assert found[4]["acceptance"] == pytest.approx(float(torch.minimum(p, q).sum(-1).mean()), rel=1e-5)
+        best = p.gather(-1, q.argmax(-1, keepdim=True)).mean()
+        assert found[4]["acceptance_greedy_draft"] == pytest.approx(float(best), rel=1e-5)
     fresh = alone(module_of(tiny(), tiny(layers=1, seed=3), stages, 20), 20)
     assert stepped(fresh, 4, *parts) == pytest.approx(found[4])
     together = alone(module_of(tiny(), tiny(layers=1, seed=3), stages, 20), 20)
