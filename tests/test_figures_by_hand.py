@@ -12,6 +12,8 @@ import torch
 from cotrain.data.texts import Texts
 from cotrain.evaluation import comparison
 from cotrain.evaluation.held_out import HeldOut, evaluate, figures
+from cotrain.evaluation.profile import profile
+from cotrain.evaluation.provenance import provenance
 from cotrain.losses.guess import Guess
 from cotrain.students.base import LAST
 from cotrain.training.held_out_points import depths, part_of, whole
@@ -236,3 +238,30 @@ def test_a_gain_is_of_sums_over_paired_runs(monkeypatch: pytest.MonkeyPatch) -> 
         for name in comparison.LIKE:
             assert getattr(gain, name) == pytest.approx(sum(m["texts"][t][name] for m in mine) / len(mine))
     assert len(comparison.compare(runs, "base")) == 8
+
+
+def test_surprise_is_a_mean_over_tokens_that_can_be() -> None:
+    held, head_p, _, _ = parts()
+    laws = [(cut(softmax(head_p(held.states[LAST][row, at]))), int(held.texts.ids[row, at + 1]))
+            for row in range(N) for at in range(PROMPT[row] - 1, LENGTH[row] - 1)]  # fmt: skip
+    some = [(p, x) for p, x in laws if p[x] > 0]
+    found = provenance(held, head_p)
+    assert 0 < len(some) < len(laws) == found.tokens and found.impossible == pytest.approx(1 - len(some) / len(laws))
+    assert found.surprise == pytest.approx(np.mean([-math.log(p[x]) for p, x in some]), rel=1e-5)
+    assert found.entropy == pytest.approx(np.mean([-(p[p > 0] * np.log(p[p > 0])).sum() for p, _ in some]), rel=1e-5)
+
+
+def test_acceptance_by_context_is_at_the_targets_own_temperature() -> None:
+    held, head_p, states, head_q = parts()
+    student: Any = Drawn(held.texts.ids, states, head_q, deep=False)
+    by: dict[int, list[float]] = {}
+    for row in range(N):
+        for at in range(PROMPT[row] - 1, LENGTH[row] - 1):
+            one = Token(held, head_p, states, head_q, row, at, deep=False).found[0]
+            assert one is not None
+            by.setdefault((at + 1).bit_length(), []).append(one["alpha"])
+    found = profile(held, student, head_p)
+    wanted = {f"{2 ** (bits - 1)}-{2**bits - 1}": sum(alphas) / len(alphas) for bits, alphas in sorted(by.items())}
+    assert found["by_context"] == pytest.approx(wanted, rel=1e-5)
+    whole = [alpha for alphas in by.values() for alpha in alphas]
+    assert found["by_draft_temperature"]["0.7"] == pytest.approx(sum(whole) / len(whole), rel=1e-5)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cotrain.data.texts import Curriculum, Texts
-from cotrain.training import fit
+from cotrain.training import fit, phases
 from cotrain.training.clock import Clock
 from cotrain.training.phases import Phase
 from cotrain.training.progress import Progress
@@ -72,3 +72,18 @@ def test_a_text_that_is_given_has_its_place_in_its_block() -> None:
     assert two.position_ids is not None and one.position_ids is not None
     assert torch.equal(two.position_ids, one.position_ids[[2, 0]]) and two.ids[:, 0].tolist() == [12, 10]
     torch.testing.assert_close(two.temperature, torch.tensor([0.3, 0.1]))
+
+
+def test_the_next_texts_are_sampled_as_rounds_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the draft length of the settings, as many at once as the settings say; a share by the draft alone."""
+    job = job_of("rollout.on_draft=0.25")
+    plan = SimpleNamespace(plain=lambda rows: ("plain", rows), engine=lambda k, rows: ("drafted", k, rows), served="it")
+    monkeypatch.setattr(type(job), "plan", lambda self, draft: plan)
+    monkeypatch.setattr(phases, "widened", lambda network, copied: network)
+    monkeypatch.setattr(phases, "Engine", lambda target, **settings: SimpleNamespace(target=target, **settings))
+    found: Any = phases.swapped(job, None)  # type: ignore[arg-type]
+    engines = {name: sampler.engine for name, sampler in found.target.samplers.items()}
+    assert engines == {"plain": ("plain", 9), "with the draft": ("drafted", 3, 9)}
+    alone = found.draft.engine
+    assert (found.share, alone.target, alone.rows, alone.tokenizer) == (0.25, "it", 9, job.tokenizer)
+    assert alone.ends == phases.ends_of(job.target)
