@@ -21,7 +21,7 @@ from cotrain.config.settings import BenchConfig
 from cotrain.data.prompts import shipped_ids
 from cotrain.data.splits import SPLITS, Prompts, apart
 from cotrain.errors import UserError
-from cotrain.machine_output import answering
+from cotrain.machine_output import answering, strict
 from cotrain.page.html_page import written
 from cotrain.run_folder import claim, refuse
 from cotrain.students import rounding
@@ -114,9 +114,14 @@ def _synthetic(cfg: BenchConfig, alpha: float) -> dict[str, Any]:
         cells = random_weights.measure(target, draft, alpha, sampling(cfg.regime), cfg.bench, cfg.matrix.batches)
         names = {"target": cfg.target.path, "draft": cfg.draft.path}
         report = {"synthetic": True, "environment": environment(), **names, "cells": cells}
-        write_atomic(folder.path / "report.json", json.dumps(report, indent=2) + "\n")
+        _write(folder.path, report)
         folder.finish()
     return report
+
+
+def _write(folder: Path, report: dict[str, Any]) -> None:
+    """report.json; ends of intervals that one batch cannot tell are null: NaN is no JSON."""
+    write_atomic(folder / "report.json", json.dumps(strict(report), indent=2, allow_nan=False) + "\n")
 
 
 def run(cfg: BenchConfig) -> None:
@@ -158,7 +163,7 @@ def _measured(cfg: BenchConfig, draft_path: str) -> dict[str, Any]:
             report["extra"]["bits"] = _bits(cfg, chains)
         elif cfg.matrix.temperatures:
             report["extra"]["matrix"] = matrix(chains, _grid(cfg, folder.path))
-        write_atomic(folder.path / "report.json", json.dumps(report, indent=2) + "\n")
+        _write(folder.path, report)
         replay.write(recorded(plan, report["extra"]), folder.path / replay.FILE)
         folder.finish()
     return report

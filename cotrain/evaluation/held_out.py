@@ -190,8 +190,10 @@ def _compared(held: HeldOut, at: Tensor, student: Student, head_target: Head) ->
 
 
 def _of_tokens(found: Comparison) -> list[tuple[Tensor, float]]:
-    """l, hit and confidence of guesses, and what each is where none was made: nothing is drafted there."""
-    return [(l_from(found.logp, found.logq), -torch.inf), (found.hit, 0.0), (found.confidence, 0.0)]
+    """l, hit and confidence of guesses, and what each is where none was made: nothing is drafted there. A token at the
+    edge of a cut, p(x) = 0 < q(x), is accepted as if p = q there: infinity would leave sums without a value."""
+    l = l_from(found.logp, found.logq)
+    return [(l.masked_fill(l == torch.inf, 0.0), -torch.inf), (found.hit, 0.0), (found.confidence, 0.0)]
 
 
 def _placed(values: Tensor, at: Tensor, mask: Tensor, never: float) -> Tensor:

@@ -1,0 +1,94 @@
+"""Stand-ins for engines and clocks of a bench: what is timed is noted, and every figure tells what it is of."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cotrain.bench import matrix, measurement, planner, quantisation_table
+from cotrain.bench.measurement import Plan
+from cotrain.config.settings import Bench
+from cotrain.data.splits import Prompts
+from inference import Sampling
+from inference.drafts.planned_tree import PlannedTree
+from inference.measure.timing import Emitted, Interval
+from tests.tiny import tiny
+
+RANKING, FINAL = [[i, 2] for i in range(5)], [[i, 3, 4, 5, 6, 7] for i in range(5)]
+SPEEDS = {"speculative": 30.0, "speculative k=2": 26.0, "plain": 20.0, "transformers": 12.0, "ngram": 22.0,
+          "transformers assisted": 9.0, "transformers matched": 8.0}  # fmt: skip
+TAUS = {"speculative": 1.75, "speculative k=2": 1.5, "ngram": 1.25, "plain": 1.0}
+REGIME = Sampling(0.7, top_k=9, top_p=0.8)
+LIMIT: dict[str, int | None] = {"depths": None}  # of the draft
+TREE = PlannedTree((-1, -1, 0), "traversal", True)
+
+
+class Timed:
+    """A timing whose every figure tells what was asked for."""
+
+    def __init__(self, arms: Any, prompts: Any, rows: int, seed: int) -> None:
+        self.arms = [arm.name for arm in arms]
+        self.batches = [(prompts, [])]
+
+    def speed(self, name: str, decode: bool = False) -> float:
+        return SPEEDS[name] + 0.25 * decode
+
+    def ratio(self, a: str, b: str, decode: bool = False) -> Interval:
+        value = SPEEDS[a] / SPEEDS[b] + 0.125 * decode
+        return Interval(value, value - 0.0625, value + 0.03125)
+
+    def stats(self, name: str) -> Any:
+        return SimpleNamespace(tau=TAUS[name]) if name in TAUS else None
+
+    def texts(self, name: str) -> Any:
+        return Emitted([[name]], [], [], [])  # type: ignore[list-item]
+
+
+def engine(target: Any, proposer: Any = None, **settings: Any) -> Any:
+    return SimpleNamespace(target=target, proposer=proposer, **settings)
+
+
+@pytest.fixture
+def met(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What is timed or decoded, in order."""
+    found: list[dict[str, Any]] = []
+
+    monkeypatch.setitem(LIMIT, "depths", None)
+
+    def noted(arms: Any, prompts: Any, rows: int, seed: int = 0, **settings: Any) -> Any:
+        found.append(
+            {"arms": {arm.name: arm for arm in arms}, "prompts": prompts, "rows": rows, "seed": seed} | settings
+        )
+        return Timed(arms, prompts, rows, seed)
+
+    def until_known(arms: Any, prompts: Any, rows: int, pair: Any, wanted: Any, seed: int, **_: Any) -> Any:
+        return noted(arms, prompts, rows, seed, pair=pair, wanted=wanted), "reached"
+
+    def engine_arm(name: str, engine: Any, sampling: Sampling, new: int) -> Any:
+        return SimpleNamespace(name=name, engine=engine, sampling=sampling, new=new)
+
+    def transformers_arm(name: str, model: Any, sampling: Sampling, new: int, **others: Any) -> Any:
+        return SimpleNamespace(name=name, model=model, sampling=sampling, new=new, others=others)
+
+    for module in (measurement, planner, quantisation_table, matrix):
+        monkeypatch.setattr(module, "interleave", noted)
+        monkeypatch.setattr(module, "engine_arm", engine_arm)
+    for module in (measurement, matrix):
+        monkeypatch.setattr(module, "transformers_arm", transformers_arm)
+    monkeypatch.setattr(measurement, "until_known", until_known)
+    monkeypatch.setattr(measurement, "Engine", engine)
+    monkeypatch.setattr(measurement.adaptive, "lines", lambda reached: [f"said {reached}"])
+    monkeypatch.setattr(Plan, "student", lambda self, network: SimpleNamespace(
+        proposer=lambda **settings: SimpleNamespace(network=network, depths=LIMIT["depths"], **settings)))  # fmt: skip
+    return found
+
+
+def plan_of(**changed: Any) -> Plan:
+    size = Bench(prompts=4, quick_prompts=2, prompt_tokens=8, new_tokens=6, parity_tokens=400, rows=3, minutes=0,
+                 interval=0.1, depths=[2, 4], draft_dtype="float64", draft_int8=False, compile=False, seed=17,
+                 trees=0)  # fmt: skip
+    given = Prompts(RANKING, FINAL, "own")
+    words: Any = "tokenizer"
+    plan = Plan(tiny(), words, tiny(seed=1), REGIME, "block", size, ("t", "d"), given=given)
+    return replace(plan, **changed)

@@ -1,0 +1,230 @@
+"""What draft lengths, tables of costs and the cells of tables are made of: every number comes from where it should."""
+
+from dataclasses import replace
+from math import inf, nan
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from cotrain.bench import planner, quantisation_table
+from cotrain.bench.planner import Compiled, Length, Measured, advice, choose
+from inference.measure.costs import Costs
+from inference.measure.real_costs import RealRound, calibrated
+from inference.measure.timing import Interval
+from tests.bench_stubs import FINAL, LIMIT, RANKING, REGIME, SPEEDS, TAUS, TREE, Timed, met, plan_of  # noqa: F401
+
+EAGER = Costs((1.0, 1.5, 2.5, 3.0, 3.5), 0.5, (0.1, 0.2, 0.3, 0.4, 0.5), 3, 40, first=0.25)
+OTHER = Costs((2.0, 1.25, 2.25, 2.75, 3.25), 0.375, (0.2, 0.3, 0.4, 0.5, 0.6), 3, 40, first=0.125)
+SLOW = Costs((2.0, 3.0, 5.0, 6.0, 7.0), 1.0, (0.2, 0.4, 0.6, 0.8, 1.0), 3, 40, first=0.5)
+
+
+def test_each_part_is_compiled_where_it_is_faster_so(
+    met: list[Any],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plan, rounds = plan_of(), {0: RealRound(0.0, 4.0, 1.0)}
+    asked: list[Any] = []
+
+    def measured_as(compiled: Costs) -> Any:
+        def measured(plan: Any, until: float = inf) -> Measured:
+            found = compiled if plan.compiled == Compiled(True, True, True) else EAGER
+            asked.append((plan.compiled, until))
+            return Measured(found, found, {})
+
+        return measured
+
+    def rounds_of(plan: Any, lengths: Any, until: float) -> Any:
+        asked.append((plan.compiled, lengths, until))
+        return rounds
+
+    monkeypatch.setattr(planner, "rounds_of", rounds_of)
+    monkeypatch.setattr(planner, "measured", measured_as(OTHER))
+    assert planner.settled(plan)[0].compiled == Compiled() and asked == [(Compiled(), inf)]  # not asked to, on a CPU
+    plan = replace(plan, bench=replace(plan.bench, compile=True), compiled=Compiled(True, False, True))
+    asked.clear()
+    found, table = planner.settled(plan, 1e18)
+    assert found.compiled == Compiled(False, True, True)
+    alone = replace(OTHER, target=(1.0, *OTHER.target[1:]))
+    assert table == Measured(calibrated(alone, rounds), alone, rounds)
+    assert asked[-1] == (found.compiled, (0, 2, 8), 1e18) and asked[1] == (Compiled(True, True, True), 1e18)
+    for costs, on in ((replace(EAGER, target=(0.5,) * 5, draft=0.1), True), (SLOW, False)):
+        monkeypatch.setattr(planner, "measured", measured_as(costs))
+        found, table = planner.settled(plan)
+        assert found.compiled == Compiled(on, on, on) and table.alone == (costs if on else EAGER)
+    monkeypatch.setattr(planner, "time", SimpleNamespace(perf_counter=iter([0.0, 10.0]).__next__))
+    assert planner.settled(plan, 19.0)[0].compiled == Compiled()  # another ten seconds would be too late
+    monkeypatch.setattr(planner, "time", SimpleNamespace(perf_counter=iter([0.0, 10.0]).__next__))
+    assert planner.settled(plan, 21.0)[0].compiled == Compiled()  # measured, and slower
+    assert len([one for one in asked if one[0] == Compiled(True, True, True)]) == 4
+
+
+def test_a_part_is_judged_where_rounds_are(met: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """The pass over drafts and drafting at the middle of the lengths, not plain decoding's pass."""
+    plan = plan_of(bench=replace(plan_of().bench, compile=True, depths=[1, 3, 2]))
+    fast = replace(EAGER, target=(9.0, 1.5, 2.0, 9.0, 9.0), draft=0.6, first=-0.1)  # 2 drafts: 1.1 for 1.25
+
+    def measured(plan: Any, until: float = inf) -> Measured:
+        found = fast if plan.compiled.plain else EAGER
+        return Measured(found, found, {})
+
+    monkeypatch.setattr(planner, "measured", measured)
+    monkeypatch.setattr(planner, "rounds_of", lambda *_: {0: RealRound(0.0, 1.0, 0.1)})
+    assert planner.settled(plan)[0].compiled == Compiled(False, True, True)
+
+
+def test_rounds_are_run_by_the_engines_that_serve(
+    met: list[Any],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(planner, "measure_rounds", lambda *given, **settings: asked.append((given, settings)) or {})
+    monkeypatch.setattr(planner, "measure_costs", lambda *given, **settings: asked.append((given, settings)) or EAGER)
+    plan = plan_of(compiled=Compiled("plain", "target", "draft"))  # type: ignore[arg-type]
+    planner.rounds_of(plan, (0, 2, 5), 3.0)
+    ((engines, prompts), settings) = asked.pop()
+    assert list(engines) == [0, 2, 5] and engines[2] is engines[5]
+    assert engines[0].proposer is None and engines[0].compile == "plain" and engines[2].compile == "target"
+    assert engines[2].proposer.compile == "draft" and prompts == RANKING[:3]
+    assert settings == {"sampling": REGIME, "max_new_tokens": 6, "seed": 17, "until": 3.0}
+    planner.rounds_of(plan, (0,))
+    assert [one.proposer for one in asked.pop()[0][0].values()] == [None]
+    for most, wanted in ((None, 4), (9, 9)):
+        planner.costs_of(plan, most)
+        ((target, proposer, K), settings) = asked.pop()
+        assert (target, proposer.compile, K) == (plan.target, "draft", wanted)
+        assert settings == {"context": 2 + 3, "sampling": REGIME, "repeats": planner.SHAPE}
+
+
+def test_a_length_is_run_before_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What seemed best is chosen again with what its rounds then cost."""
+    plan, asked = plan_of(), list[Any]()
+    dear = {4: RealRound(50.0, 40.0, 1.0), 2: RealRound(1.25, 2.5, 0.3)}
+
+    def rounds_of(plan: Any, lengths: Any, until: float) -> Any:
+        asked.append((lengths, until))
+        return {k: dear[k] for k in lengths}
+
+    monkeypatch.setattr(planner, "rounds_of", rounds_of)
+    at = {0: RealRound(0.0, 1.0, 0.1), 1: RealRound(0.75, 1.5, 0.2)}
+    found = Measured(EAGER, EAGER, at)
+    length, table = planner.planned(plan, found, {1: 1.2, 2: 3.0, 3: 99.0, 4: 9.0}.__getitem__, 8.0)
+    assert asked[0] == ((4,), 8.0) and set(table.rounds) >= {0, 1, 4} and length.drafting != 4
+    assert table.costs == calibrated(EAGER, table.rounds) and table.alone == EAGER
+    assert length == choose(table.costs, {1: 1.2, 2: 3.0, 3: 99.0, 4: 9.0}.__getitem__, plan.depths)
+
+
+def test_the_last_length_that_was_run_is_chosen_with_its_cost_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_of(bench=replace(plan_of().bench, depths=[2, 3, 4]))
+    dear = {k: RealRound(50.0 * k, 40.0 * k, 1.0) for k in (2, 3, 4)}
+    monkeypatch.setattr(planner, "rounds_of", lambda plan, lengths, until: {k: dear[k] for k in lengths})
+
+    def as_run(alone: Costs, rounds: Any) -> Costs:
+        return replace(
+            alone, target=tuple(rounds[k].target if k in rounds else one for k, one in enumerate(alone.target))
+        )
+
+    monkeypatch.setattr(planner, "calibrated", as_run)
+    length, table = planner.planned(plan, Measured(EAGER, EAGER, {}), {1: 1.2, 2: 3.0, 3: 5.0, 4: 9.0}.__getitem__)
+    assert set(table.rounds) == {2, 3, 4} and length.drafting == 1 and length.speedups[4] < 1
+
+
+def test_of_lengths_that_are_allowed_the_best() -> None:
+    """Nothing and one draft always are; what is exported drafts one at least, though plain decoding be faster."""
+    tau = {1: 1.1, 2: 2.0, 3: 99.0, 4: 2.1}.__getitem__
+    found = choose(EAGER, tau, [4])
+    plain = EAGER.round(0)
+    wanted = [1.0, *(plain * tau(k) / EAGER.round(k) for k in (1, 2, 3, 4))]
+    assert found.speedups == pytest.approx(wanted) and wanted[1] > wanted[4]
+    assert (found.k, found.drafting) == (0, 1)
+    assert choose(EAGER, tau, [3, 2]).k == 3 and choose(EAGER, tau, [2]).drafting == 2
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "predicted", "said"),
+    [
+        (1.1, 1.3, 1.2, None),
+        (1.1, 1.3, 0.9, None),  # shown, whatever was predicted
+        (0.9, 1.3, 1.2, "no speed-up is shown: 1.10x at k = 2"),
+        (1.0, 1.3, 1.2, "no speed-up is shown"),
+        (0.9, 1.3, 1.0, "plain decoding is faster here: 1.10x at k = 2, 1.00x predicted"),
+        (1.0, 1.3, 1.0, "plain decoding is faster here"),
+        (0.8, 0.9, 1.2, "plain decoding is faster here"),
+        (nan, nan, 1.2, None),
+        (nan, nan, 0.9, None),
+    ],
+)
+def test_what_is_said_where_drafting_does_not_pay(low: float, high: float, predicted: float, said: str | None) -> None:
+    length = Length(3, 2, (1.0, 7.0, predicted, 9.0))
+    value = 1.1 if not high < 1 else 0.85
+    found = advice(length, Interval(value, low, high))
+    assert (found is None and said is None) or (said is not None and found is not None and found.startswith(said))
+    tree: Any = SimpleNamespace(speedup=predicted, words=lambda: "a tree")
+    again = advice(Length(3, 2, (1.0, 7.0, 5.0, 9.0)), Interval(value, low, high), tree)
+    assert again == (found and found.replace("at k = 2", "with a tree"))
+
+
+def test_one_batch_below_1_is_slower() -> None:
+    found = advice(Length(2, 2, (1, 1, 1.5)), Interval(0.9, nan, nan))
+    assert found is not None and found.startswith("plain decoding is faster here: 0.90x")
+
+
+def test_texts_that_are_planned_with(met: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    plan, asked = plan_of(), list[Any]()
+    assert planner.plain_texts(plan).prompts == [["plain"]]
+    (turn,) = met
+    assert turn["prompts"] == plan.ranking(2, 32) and (turn["rows"], turn["seed"], turn["warmup"]) == (32, 17, 0)
+    arm = turn["arms"]["plain"]
+    assert (arm.engine.proposer, arm.engine.rows, arm.sampling, arm.new) == (None, 32, REGIME, 6)
+    monkeypatch.setattr(planner, "pair_figures", lambda *given: asked.append(given) or "figures")
+    assert planner.counted(plan, "texts", 3, 0.5) == "figures"  # type: ignore[arg-type]
+    engine, proposer, *rest = asked.pop()
+    assert (engine.policy.k, engine.rows, engine.verify, proposer.compile) == (3, 32, "block", None)
+    assert rest == ["texts", REGIME, 6, 0.5]
+    figures = SimpleNamespace(lengths="lengths")
+    monkeypatch.setattr(planner, "pair_figures", lambda *given: asked.append(given) or figures)
+    monkeypatch.setattr(planner, "reach_of", lambda figures, *rule: None if rule[0] == "match" else rule)
+    monkeypatch.setattr(planner.prediction, "tau_from", lambda reach, lengths: reach[1] + 0.5 * (reach[0] == "block"))
+    assert planner.taus(plan, "texts") == {k: k + 0.5 for k in (1, 2, 3, 4)}  # type: ignore[arg-type]
+    assert len(asked) == 1 and asked[0][0].policy.k == 4 and asked[0][2] == "texts"
+    assert planner.tau_of(figures, "match", 3) == 3 == planner.tau_of(figures, "token", 3)  # type: ignore[arg-type]
+
+
+def test_a_cell_of_weights_is_of_the_draft_as_it_is_held(
+    met: list[Any],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drafted = torch.tensor([[1, 2, 0], [2, 0, 0]])
+    alpha = torch.tensor([[0.5, 0.25, 9], [0.75, 9, 9]])
+    figures = SimpleNamespace(lengths=torch.tensor([3, 2]), k=drafted, alpha=alpha)
+    figures.first = lambda one: one
+    asked, seen = list[Any](), list[Any]()
+    monkeypatch.setattr(quantisation_table, "pair_figures", lambda *given: asked.append(given) or figures)
+    monkeypatch.setattr(quantisation_table, "tau_of", lambda figures, verify, k: (verify, k))
+    monkeypatch.setattr(quantisation_table, "rounded", lambda draft, kind: seen.append((draft, kind)) or draft)
+    monkeypatch.setattr(quantisation_table, "line", lambda cell: "")
+    plan = plan_of(objective="greedy", bench=replace(plan_of().bench, draft_dtype="float32"))
+    held: Any = lambda kind: f"target {kind}"  # noqa: E731
+    cells = quantisation_table.table(plan, held, ["none", "nf4"], ["none", "int8"], [0.0, 0.5], 2)
+    wanted = [(t, at, d) for t in ("none", "nf4") for at in (0.0, 0.5) for d in ("none", "int8")]
+    assert [(cell["target"], cell["temperature"], cell["draft"]) for cell in cells] == wanted
+    assert {kind for _, kind in seen} == {"none", "int8"} and {draft.dtype for draft, _ in seen} == {torch.float32}
+    texts = [turn for turn in met if list(turn["arms"]) == ["plain"]]
+    timed = [turn for turn in met if "speculative" in turn["arms"]]
+    assert len(texts) == 4 and len(timed) == len(asked) == 8
+    for turn, (target, at, _) in zip(texts, wanted[::2], strict=True):
+        assert turn["prompts"] == plan.ranking(2, 64) and (turn["rows"], turn["seed"]) == (32, 17)
+        arm = turn["arms"]["plain"]
+        assert (arm.engine.target, arm.sampling) == (f"target {target}", replace(REGIME, temperature=at))
+    for turn, given, cell, (target, at, draft) in zip(timed, asked, cells, wanted, strict=True):
+        fast, slow = (turn["arms"][name] for name in ("speculative", "plain"))
+        assert turn["prompts"] == RANKING[:2] and (turn["rows"], turn["seed"]) == (3, 17)
+        assert {fast.engine.target, slow.engine.target, given[0].target} == {f"target {target}"}
+        assert {fast.sampling.temperature, slow.sampling.temperature, given[3].temperature} == {at}
+        assert given[1].greedy and given[0].rows == 32 and fast.engine.rows == slow.engine.rows == 3
+        assert (given[2].prompts, given[4:]) == ([["plain"]], (6, 0.0)) and fast.engine.policy.k == 2
+        figures_of = {"alpha": pytest.approx(0.5), "tau": ("block", 2), "tokens": 5, "plain": 20.0, "k": 2,
+                      "speedup": Timed([], [], 0, 0).ratio("speculative", "plain")._asdict()}  # fmt: skip
+        assert cell == figures_of | {"target": target, "temperature": at, "draft": draft}
+    assert plan.bench.draft_int8 is False

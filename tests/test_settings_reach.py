@@ -1,0 +1,247 @@
+"""Each setting of a training run reaches what it names, and no other: parts are made from settings that all differ."""
+
+import copy
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from hydra import compose, initialize_config_dir
+from lightning.pytorch.callbacks import ModelCheckpoint
+from omegaconf import OmegaConf
+
+from cotrain.config.groups import Data, Rollout
+from cotrain.config.overrides import flat
+from cotrain.config.settings import register
+from cotrain.data.sources import Blocks
+from cotrain.data.texts import of_blocks
+from cotrain.evaluation.held_out import DEPTHS
+from cotrain.paths import folder
+from cotrain.rollout.training_texts import WHOLE, Share
+from cotrain.students.independent import Independent
+from cotrain.training import assembly, fit
+from cotrain.training import job as jobs
+from cotrain.training.interrupts import Keeper
+from cotrain.training.job import Job, objective
+from cotrain.training.phases import Phase
+from cotrain.training.progress import Progress
+from cotrain.training.resume import kind
+from inference import Sampling
+from tests.folders import network, tokenizer
+
+ODD = """regime.temperature=0.8 regime.top_k=7 regime.top_p=0.9 objective=greedy_draft verify=block policy.k=3
+optimizer.lr=0.003 optimizer.weight_decay=0.04 optimizer.betas=[0.85,0.97] optimizer.warmup=0.25 optimizer.decay=0.3125
+trainer.steps=160 trainer.minutes=9 trainer.batch=6 trainer.accumulate=3 trainer.remember_mb=5 trainer.seed=11
+trainer.clip=0.7 trainer.validations=5 trainer.checkpoint_minutes=4 trainer.corpus_steps=20 loss=kl_then_tv
+loss.switch=0.4 loss.hardest=0.6 loss.decay=0.9 init.cosine=0.2 rollout.seed=5 rollout.rows=9 bench.rows=3""".split()
+
+
+@cache
+def _composed(*overrides: str) -> Any:
+    register()
+    with initialize_config_dir(str(folder("conf")), version_base="1.3"):
+        return compose("train", overrides=list(overrides))
+
+
+def composed(*overrides: str) -> Any:
+    """Settings of `cotrain train`, to be changed."""
+    return copy.deepcopy(_composed(*overrides))
+
+
+def job_of(*overrides: str) -> Job:
+    """Of settings that all differ from the defaults; overrides: more of them, key=value."""
+    cfg = composed(*ODD)
+    for key, _, value in (one.partition("=") for one in overrides):
+        OmegaConf.update(cfg, key, yaml.safe_load(value))
+    return Job(cfg, Path("place"), network(), tokenizer())
+
+
+def test_a_module_is_made_as_the_settings_say() -> None:
+    job = job_of()
+    cfg = job.cfg
+    stages = assembly.stages(cfg.loss)
+    assert [stage.until for stage in stages] == [0.4, 1.0]
+    assert [stage.loss.terms[0].name for stage in stages] == [cfg.loss.first, cfg.loss.then] == ["kl", "tv"]
+    judged: Any = {0.8: "held"}
+    module = assembly.trained_by(job, Independent(network(1)), stages, judged)
+    assert (module.stages, module.held_out, module.temperature) == (stages, judged, 0.8)
+    assert (module.cosine, module.teacher.room, module.k, module.hardest) == (0.2, 5 * 2**20, 3, 0.6)
+    assert (module.seed, module.top, module.decay) == (11, 0, 0.9)
+    assert module.progress == Progress(160, 9)
+    logits = torch.randn(1, 300, generator=torch.Generator().manual_seed(0))
+    assert module.truncate is not None and 0 < int(module.truncate(logits).isfinite().sum()) <= 7
+    found = module.configure_optimizers()
+    groups = found["optimizer"].param_groups
+    assert [group["weight_decay"] for group in groups] == [0.04, 0.0]
+    assert all(group["initial_lr"] == 0.003 and group["betas"] == (0.85, 0.97) for group in groups)
+    (factor,) = {*found["lr_scheduler"]["scheduler"].lr_lambdas}
+    assert factor(0) == pytest.approx(1 / 160 / 0.25) and factor(19) == pytest.approx(20 / 160 / 0.25)
+    assert factor(80) == 1 and factor(135) == pytest.approx(25 / 160 / 0.3125)
+    assert found["lr_scheduler"]["interval"] == "step"
+
+
+def test_a_module_of_defaults_judges_as_deep_as_figures_go() -> None:
+    job = job_of("policy.k=null", "loss.then=null")
+    (stage,) = assembly.stages(job.cfg.loss)
+    module = assembly.trained_by(job, Independent(network(1)), [stage], {})
+    assert stage.until == 1 and module.k == DEPTHS
+
+
+def test_texts_are_judged_at_every_temperature_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    job, met = job_of("rollout.temperatures=[0.0]", "rollout.train_temperatures=[0.3]"), list[Any]()
+    monkeypatch.setattr(Job, "texts", lambda self, *asked: asked)
+    monkeypatch.setattr(assembly, "held_out", lambda *asked: met.append(asked) or asked[2])
+    monkeypatch.setattr(assembly, "_own", lambda *_: None)
+    assert assembly.held_out_texts(job) == {0.0: 0.0, 0.3: 0.3, 0.8: 0.8}
+    assert [(texts, t) for _, texts, t, _ in met] == [(("held_out", t), t) for t in (0.0, 0.3, 0.8)]
+    logits = torch.arange(30.0)[None]
+    assert all(read == job.read and int(cut(logits).isfinite().sum()) <= 7 for read, *_, cut in met)
+
+
+def test_what_is_learnt_from_is_of_every_temperature_and_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = job_of("rollout.train_temperatures=[0.3,0.6]", "rollout.rounds=3", "trainer.corpus_steps=1")
+    ids = torch.arange(6).view(2, 3)
+    given, met = of_blocks(Blocks(ids, torch.zeros(2, dtype=torch.int64), ["a"])), list[Any]()
+    monkeypatch.setattr(Job, "chats", False)
+    monkeypatch.setattr(Job, "given", lambda self, kind: met.append(kind) or given)
+    monkeypatch.setattr(Job, "texts", lambda self, *asked: met.append(asked) or given)
+    by: Any = object()
+    corpus, sampled = assembly.parts(job, 2, by)
+    asked = [("train", t, Share(i, 3), by) for i in (0, 1) for t in (0.3, 0.6)]
+    assert met == ["train", *asked]
+    assert float(corpus.temperature) == pytest.approx(0.8) and not corpus.whole and sampled.whole
+    torch.testing.assert_close(sampled.temperature, torch.tensor([0.3, 0.3, 0.6, 0.6] * 2))
+    monkeypatch.setattr(Job, "chats", True)
+    job.cfg.trainer.corpus_steps, job.cfg.rollout.train_temperatures = 0, []
+    met.clear()
+    corpus, sampled = assembly.parts(job, 1)
+    assert met == [("train", 0.8, Share(0, 3), None)] and not len(corpus) and not sampled.whole
+    torch.testing.assert_close(sampled.temperature, torch.full((2,), 0.8))
+
+
+def test_the_trainer_is_made_as_the_settings_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: dict[str, Any] = {}
+    monkeypatch.setattr(fit.lightning, "Trainer", lambda **settings: made.update(settings))
+    job = job_of("trainer.minutes=null", "trainer.precision=16-mixed", "trainer.devices=2", "trainer.nodes=3")
+    extra: Any = [object()]
+    job.loggers = extra
+    fit._trainer(job, extra, Phase(1, 20, 70), 11, Progress(160), 20)
+    assert (made["devices"], made["num_nodes"], made["strategy"]) == (2, 3, "auto")
+    assert (made["accelerator"], made["precision"], made["inference_mode"]) == ("cpu", "16-mixed", True)
+    assert (made["accumulate_grad_batches"], made["gradient_clip_val"]) == (3, 0.7)
+    assert (made["max_steps"], made["max_epochs"], made["val_check_interval"]) == (70, -1, 33)
+    assert made["check_val_every_n_epoch"] is None and not made["use_distributed_sampler"]
+    board, *others = made["logger"]
+    assert others == extra and board._kwargs["purge_step"] == 21
+    (keeper,) = (one for one in made["callbacks"] if isinstance(one, Keeper))
+    assert keeper.seconds == 240 and keeper.path == Path("place") / fit.CHECKPOINT and keeper.signals is job.signals
+    assert made["callbacks"][0] is extra[0] and isinstance(made["callbacks"][-1], ModelCheckpoint)
+    assert made["callbacks"].index(keeper) == len(made["callbacks"]) - 2  # behind all whose state is kept
+    job.cfg.trainer.minutes = 2
+    fit._trainer(job, extra, Phase(0, 0, 70), 11, Progress(160), 0)
+    assert made["val_check_interval"] == fit.NEVER and made["logger"][0]._kwargs["purge_step"] is None
+
+
+def test_a_plan_is_made_as_the_settings_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    job, draft = job_of("draft.kind=medusa"), network(1)
+    given: Any = object()
+    monkeypatch.setattr(Job, "prompts", given)
+    plan = job.plan(draft)
+    assert (plan.target, plan.tokenizer, plan.draft) == (job.target, job.tokenizer, draft)
+    assert (plan.sampling, plan.verify, plan.objective) == (Sampling(0.8, 7, 0.9), "block", "greedy")
+    assert plan.bench == job.cfg.bench and plan.given is given and plan.kind == "medusa" and plan.tree is None
+    assert plan.known is job.rounds  # measured once for all checkpoints
+    assert plan.names == ("bundled", f"{job.cfg.init.kind}, kl")
+    assert [objective(f"{name}_draft") for name in ("sampled", "greedy")] == ["sampled", "greedy"]
+
+
+def test_a_ranking_speaks_of_what_will_be_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cotrain.training import distil
+
+    job, met = job_of("trainer.patience=4"), list[Any]()
+    module: Any = SimpleNamespace(tau=lambda *asked: met.append(asked) or 2.5)
+    monkeypatch.setattr(Job, "plan", lambda self, draft: draft)
+    monkeypatch.setattr(distil.measurement, "quick", lambda plan, k: {"speedup": (plan, k)})
+    monkeypatch.setattr(distil, "marked", lambda plan, k: (plan, k))
+    speed = distil.ranking(job, module)
+    assert speed.tau() == 2.5 and met == [(3, "greedy", "block")]
+    draft: Any = object()
+    assert speed.measure(draft) == {"speedup": (draft, 3)} and speed.show and speed.show(draft) == (draft, 3)
+    assert speed.folder == Path("place") / "checkpoints" and speed.patience == 4
+    job.cfg.policy.k = None
+    assert distil.ranking_tau(job, module)() == 2.5 and met[-1] == (DEPTHS, "greedy", "block")
+
+
+# --- what made kept texts, and whether a run goes on
+
+OTHERS: dict[type, Any] = {int: 977, float: 0.37, bool: True, str: "other", type(None): "other"}
+FREE_DATA = {"block", "on_target", "shares", "embedded_shares", "take"}  # take: without a stream
+FREE_ROLLOUT = {"rows", "temperatures", "train_temperatures", "rounds", "folder", "held_out_texts", "on_draft"}
+
+
+def other(value: Any) -> Any:
+    """Another value of the kind."""
+    if OmegaConf.is_dict(value):
+        return {**value, "code": 977}
+    if OmegaConf.is_list(value):
+        return [*value, 0.37]
+    return (not value) if isinstance(value, bool) else OTHERS[type(value)]
+
+
+def manifest(cfg: Any, target: Any, kind: str = "train", part: Share = WHOLE) -> dict[str, Any]:
+    found = jobs.sampled(cfg, target, tokenizer(), Path("texts"))
+    object.__setattr__(found, "identity", {"target": "this"})
+    return dict(found._manifest(kind, jobs.sampling(cfg.regime), part))
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_whatever_makes_texts_is_in_what_is_kept_beside_them(own: bool, tmp_path: Path) -> None:
+    """Every setting of texts is changed alone: sets are told apart, but for what changes no text."""
+    (tmp_path / "own.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "other.jsonl").write_text('{"text": "b"}\n')
+    target = network()
+    free = set[str]()
+    for group, of in (("data", Data), ("rollout", Rollout), ("regime", None)):
+        for name in (field.name for field in fields(of)) if of else ("temperature", "top_k", "top_p"):
+            cfg = composed()
+            cfg.data.path = str(tmp_path / "own.jsonl") if own else None
+            before = manifest(cfg, target)
+            value = str(tmp_path / "other.jsonl") if name == "path" else other(cfg[group][name])
+            OmegaConf.update(cfg, f"{group}.{name}", value, force_add=True)
+            if manifest(cfg, target) == before:
+                free.add(name)
+    embedded = {"column", "split", "template", "config", "chat", "streaming", "held_out_bytes"}
+    assert free == FREE_DATA | FREE_ROLLOUT | ({"bytes", "held_out_bytes"} if own else embedded)
+    for kind_, key in (("train", "bytes"), ("held_out", "held_out_bytes")):
+        cfg = composed()
+        before = manifest(cfg, target, kind_)
+        OmegaConf.update(cfg, f"data.{key}.code", 977)
+        assert (manifest(cfg, target, kind_) != before) and before["kind"] == kind_
+    cfg = composed()
+    cfg.rollout.held_out_texts, cfg.rollout.texts, cfg.rollout.rounds, cfg.rollout.on_draft = 7, 9, 3, 0.5
+    assert [manifest(cfg, target, kind_)["texts"] for kind_ in ("train", "held_out")] == [9, 7]
+    parts = [manifest(cfg, target, "train", Share(i, 3)) for i in range(3)]
+    assert [part.get("on_draft") for part in parts] == [None, 0.5, 0.5]
+    assert len({tuple(part["part"]) for part in parts}) == 3  # type: ignore[arg-type]
+
+
+FREE = {
+    "label", "rollout.temperatures", "rollout.folder", "trainer.validations", "trainer.patience",
+    "trainer.checkpoint_minutes", "trainer.threads", "trainer.remember_mb", "trainer.cache", "trainer.accelerator",
+    "trainer.logger",
+}  # fmt: skip
+
+
+def test_a_run_goes_on_under_other_settings_only_where_they_change_no_weight() -> None:
+    """Of all settings that there are: a run is another one, but for these."""
+    cfg = OmegaConf.to_container(composed(), resolve=True)
+    keys = {key for key, value in flat(cfg) if not isinstance(value, dict)}
+    free = {key for key in keys if kind(key, 1, 2) == "free"}
+    assert {key for key in free if not key.startswith("bench.")} == FREE
+    assert {key for key in keys if key.startswith("bench.")} <= free
+    assert {key for key in keys if kind(key, 1, 2) == "longer"} == {"trainer.steps", "trainer.minutes"}
+    assert {key for key in keys if kind(key, 1, 2, rounds=2) == "free"} == free - {"trainer.validations"}
