@@ -37,6 +37,15 @@ def quantised(config: PretrainedConfig) -> dict[str, Any] | None:
     return config.to_dict().get("quantization_config")
 
 
+def quantisation_of(config: PretrainedConfig) -> str:
+    """In a word: none, int8 and nf4 as bitsandbytes makes them, else the method that the checkpoint names."""
+    found = quantised(config)
+    if not found:
+        return "none"
+    named = "int8" if found.get("load_in_8bit") else found.get("bnb_4bit_quant_type") if found.get("load_in_4bit") else None
+    return str(named or found.get("quant_method") or "unknown")
+
+
 def widened(model: PreTrainedModel, copied: bool = False) -> PreTrainedModel:
     """The model itself, its weights now in float32 if it is on a CPU that would emulate their dtype. Quantised ones
     stay as they are. copied: those of a copy are, and the model stays."""
