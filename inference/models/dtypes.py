@@ -42,8 +42,9 @@ def quantisation_of(config: PretrainedConfig) -> str:
     found = quantised(config)
     if not found:
         return "none"
-    named = "int8" if found.get("load_in_8bit") else found.get("bnb_4bit_quant_type") if found.get("load_in_4bit") else None
-    return str(named or found.get("quant_method") or "unknown")
+    if found.get("load_in_8bit"):
+        return "int8"
+    return str((found.get("load_in_4bit") and found.get("bnb_4bit_quant_type")) or found.get("quant_method", "unknown"))
 
 
 def widened(model: PreTrainedModel, copied: bool = False) -> PreTrainedModel:
