@@ -62,10 +62,11 @@ def _kept(events: Iterator[Event], into: list[Event]) -> Iterator[Event]:
 
 def _summary(events: Sequence[Event], seconds: float) -> str:
     """seconds: of all texts, prefill included."""
-    tokens, drafts = sum(len(event.ids) for event in events), sum(event.kinds.count("drafted") for event in events)
+    tokens = sum(len(event.ids) for event in events)
+    drafts = sum(event.kinds.count("drafted") for event in events)
     mean = tokens / max(len(events), 1)
-    return (f"{tokens} tokens in {len(events)} target calls, {mean:.2f} a call; {tokens / seconds:.0f} tokens a second; "
-            f"{COLORS['drafted']}{drafts} accepted drafts{PLAIN}, {COLORS['corrected']}corrected{PLAIN}, bonus")  # fmt: skip
+    return (f"{tokens} tokens in {len(events)} target calls, {mean:.2f} a call; {tokens / seconds:.0f} tokens a "
+            f"second; {COLORS['drafted']}{drafts} accepted drafts{PLAIN}, {COLORS['corrected']}corrected{PLAIN}, bonus")  # fmt: skip
 
 
 def _refuse_errors(errors: Sequence[str | None]) -> None:

@@ -8,8 +8,9 @@ MOST = 400  # points of a curve that are drawn
 
 
 def read(folder: Path) -> dict[str, Curve]:
-    """Every scalar by its tag, of a run that was resumed too, under another name perhaps: of a step that was made twice, what came last. Nothing
-    where there are no event files, and what was written of one that ends in the middle of a record."""
+    """Every scalar by its tag, of a run that was resumed too, under another name perhaps: of a step that was made
+    twice, what came last. Nothing where there are no event files, and what was written of one that ends in the middle
+    of a record."""
     files = sorted(folder.rglob("*tfevents*"), key=lambda file: file.name)  # in the order of time
     if not files:
         return {}
