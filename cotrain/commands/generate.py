@@ -65,8 +65,9 @@ def _summary(events: Sequence[Event], seconds: float) -> str:
     tokens = sum(len(event.ids) for event in events)
     drafts = sum(event.kinds.count("drafted") for event in events)
     mean = tokens / max(len(events), 1)
-    return (f"{tokens} tokens in {len(events)} target calls, {mean:.2f} a call; {tokens / seconds:.0f} tokens a "
-            f"second; {COLORS['drafted']}{drafts} accepted drafts{PLAIN}, {COLORS['corrected']}corrected{PLAIN}, bonus")  # fmt: skip
+    kinds = f"{COLORS['drafted']}{drafts} accepted drafts{PLAIN}, {COLORS['corrected']}corrected{PLAIN}, bonus"
+    speed = f"{mean:.2f} a call; {tokens / seconds:.0f} tokens a second"
+    return f"{tokens} tokens in {len(events)} target calls, {speed}; {kinds}"
 
 
 def _refuse_errors(errors: Sequence[str | None]) -> None:
