@@ -2,6 +2,7 @@
 
 import html
 import math
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,8 +10,8 @@ import pytest
 import torch
 from tensorboard.plugin_util import markdown_to_safe_html
 
-from cotrain.board import tags
-from cotrain.board.marked_text import escaped
+from cotrain.board import final_figures, tags
+from cotrain.board.marked_text import escaped, marked
 from cotrain.evaluation.held_out import HeldOut, Scores
 from cotrain.rollout.kept_texts import Texts
 from cotrain.students.base import LAST
@@ -133,6 +134,29 @@ def test_ends_that_one_batch_cannot_tell_are_left_out() -> None:
     assert found == {tags.SPEEDUP: 1.5, "6_timed/tau": 2.0}
 
 
+def test_ends_of_an_interval_keep_their_names() -> None:
+    found = tags.speed({"speedup": 1.5, "low": 1.2, "high": 1.9})
+    assert found == {f"1_serving/speedup{end}": value for end, value in (("", 1.5), ("_low", 1.2), ("_high", 1.9))}
+    report = {"speedup": {"whole": {"value": 1.5, "low": 1.2, "high": 1.9}}, "acceptance": {"tau": {"measured": 2.5}},
+              "exactness": {"passed": False}}  # fmt: skip
+    wanted = {"acceptance": 0.5, "tau": 2.0, "speedup": 1.5, "speedup_low": 1.2, "speedup_high": 1.9, "tau_timed": 2.5}
+    assert final_figures.figures(0.5, 2.0, report) == wanted | {"exact": 0.0}
+    assert final_figures.figures(0.5, 2.0, {}) == {"acceptance": 0.5, "tau": 2.0}
+
+
+def test_marks_are_those_that_the_legend_shows() -> None:
+    ids, kinds = tokenizer().encode("abc", add_special_tokens=False), ["drafted", "corrected", "bonus"]
+    ids = [ids[0]] * 3
+    engine = SimpleNamespace(stream=lambda *_, **__: [Event(0, ids[:2], kinds[:2]), Event(0, ids[2:], kinds[2:])])
+    plan: Any = SimpleNamespace(tokenizer=tokenizer(), ranking=lambda *_: [ids], engine=lambda *_: engine,
+                                sampling=None, bench=SimpleNamespace(new_tokens=3, seed=0))  # fmt: skip
+    shown = markdown_to_safe_html(marked(plan, 1))
+    legend = dict(re.findall(r"<(\w+)>(accepted|corrected|bonus)", shown))
+    made = re.findall(r"<(strong|em|code)>", shown.partition("target calls")[2])
+    assert [legend[tag] for tag in made] == ["accepted", "corrected", "bonus"]
+    assert "3 new tokens in 2 target calls" in shown
+
+
 def test_training_is_logged_at_the_steps_done_with_the_rate_that_made_them() -> None:
     learning, logged = Learning(Progress(20)), list[tuple[int, dict[str, float]]]()
     logger = SimpleNamespace(log_metrics=lambda values, step: logged.append((step, values)))
@@ -149,10 +173,10 @@ def test_training_is_logged_at_the_steps_done_with_the_rate_that_made_them() -> 
                 learning.on_before_optimizer_step(trainer, module, optimizer)
                 trainer.global_step += 1
             learning.progress.elapsed += 0.5
-            batch = {"predicted": torch.ones(2, 3, dtype=torch.bool), "group": (index, 2)}
+            batch = {"predicted": torch.tensor([[True, True, False]] * 2), "group": (index, 2)}
             learning.on_train_batch_end(trainer, module, None, batch, 0)
     assert [step for step, _ in logged] == [5, 10]
-    wanted = {tags.LOSS: 9.0, tags.RATE: pytest.approx(0.9), tags.NORM: 3.0, tags.TOKENS_PER_SECOND: 2 * 12.0}
+    wanted = {tags.LOSS: 9.0, tags.RATE: pytest.approx(0.9), tags.NORM: 3.0, tags.TOKENS_PER_SECOND: 2 * 8.0}
     assert logged[1][1] == wanted
 
 

@@ -53,6 +53,19 @@ def test_it_opens_without_a_request_or_an_error_light_and_dark_wide_and_narrow(b
     assert browser.requests == [page.as_uri()] and browser.messages == []
 
 
+def cells(browser: Browser) -> list[list[str]]:
+    """Of the table beneath the scene: draft, token, what it hangs on, q, p, p / q, u, state."""
+    rows = f"{PLAYER}.querySelectorAll('.drafts tbody tr')"
+    return list(browser.run(f"[...{rows}].map(row => [...row.cells].map(cell => cell.textContent))"))
+
+
+def go(browser: Browser, frame: int, row: int) -> str:
+    """At a step of all, with one row or all (-1): the text beneath the scene."""
+    browser.run(f"{PLAYER}.player.chosen(Object.assign({PLAYER}.player.control('row'), {{value: {row}}}))")
+    browser.run(f"{PLAYER}.player.go({frame})")
+    return str(browser.run(f"{PLAYER}.querySelector('.text').textContent"))
+
+
 def test_keys_and_buttons_move_the_replay(browser: Browser, page: Path) -> None:
     browser.look(1200, 900)
     browser.open(page)
@@ -60,6 +73,7 @@ def test_keys_and_buttons_move_the_replay(browser: Browser, page: Path) -> None:
     browser.run(f"{PLAYER}.querySelector('.scene').focus()")
     seen = [shown(browser)]
     assert seen[0][0].startswith("Round 1 of 2, judged. 1 of 3 accepted")
+    assert cells(browser)[1][3:] == ["0.500", "0.100", "0.200", "0.900", "refused"]
     for key in ("ArrowRight", "ArrowRight", "ArrowDown", "ArrowLeft"):
         browser.press(key)
         seen.append(shown(browser))
@@ -97,6 +111,36 @@ def test_rows_stand_alone_or_together_and_trees_as_trees(browser: Browser, page:
     lines = "document.querySelectorAll('.scene line')"
     ends = browser.run(f"[...{lines}].map(line => [line.getAttribute('x1'), line.getAttribute('stroke')])")
     assert len(ends) == 8 and len({x for x, _ in ends[:4]}) >= 3  # two hang on the text, two on nodes of their own
+
+
+def test_every_step_shows_what_is_known_by_then(browser: Browser, page: Path) -> None:
+    browser.look(1200, 900)
+    browser.open(page)
+    before = go(browser, 0, 1)
+    assert cells(browser)[0][4:] == ["–", "–", "–", ""]
+    assert go(browser, 1, 1) == before and cells(browser)[0][4:] == ["0.400", "0.800", "–", ""]
+    tips = "[...document.querySelectorAll('.scene .cell')].map(one => one.dataset.said || '')"
+    assert [tip for tip in browser.run(tips) if "p / q 0.800" in tip]
+    assert not [tip for tip in browser.run(tips) if "u " in tip or "accepted" in tip]
+    assert go(browser, 2, 1) == before and cells(browser)[0][6:] == ["0.250", "accepted"]
+    after = go(browser, 3, 1)
+    assert after.startswith(before.rstrip("\n")) and after.rstrip("\n").endswith("b") and len(after) > len(before)
+    assert go(browser, 4, 1) == after  # the next round begins behind it
+
+
+def test_a_row_is_found_by_its_name_and_each_table_has_it(browser: Browser, tmp_path: Path) -> None:
+    told = record()
+    told["rounds"][1] = told["rounds"][1][1:]  # the first row has ended
+    browser.look(1200, 900)
+    browser.open(written(Path(folder(tmp_path / "run", full_report(), replay=told))))
+    go(browser, 6, 1)
+    said = f"{PLAYER}.querySelector('.said').textContent"
+    assert browser.run(said) == "Round 2 of 2, judged. 0 of 0 accepted; bonus: “p”."
+    go(browser, 6, 0)
+    assert "Row 1 is not decoded in this round" in browser.run(said)
+    go(browser, 2, -1)
+    names = "[...document.querySelectorAll('.drafts caption')].map(one => one.textContent)"
+    assert browser.run(names) == ["row 1", "row 2"]
 
 
 def test_it_prints_without_controls(browser: Browser, page: Path) -> None:

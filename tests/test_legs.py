@@ -112,7 +112,7 @@ def test_rounds_sample_with_the_draft_that_learns(place: Path) -> None:  # noqa:
     made = sorted(path.name for path in (place / "rounds" / "rollouts").glob("train*.parquet"))
     assert made == ["train_T1_1of2.parquet", "train_T1_2of2.parquet"]
     assert (place / "rounds" / "draft" / "report.json").exists()
-    events = EventAccumulator(str(place / "rounds" / "tensorboard"))
+    events = EventAccumulator(str(place / "rounds" / "tensorboard" / "rounds"))
     events.Reload()
     for name in ("plain", "with the draft"):
         assert [(event.step, event.value > 0) for event in events.Scalars(f"7_rollout/{name}")] == [(2, True)]

@@ -102,6 +102,12 @@ def test_the_first_line_says_the_speed_and_what_to_serve(tmp_path: Path) -> None
     assert "0.80x [0.70, 0.90] at temperature 1: plain decoding is as fast or faster; serve without this draft" in slow
     report["speedup"]["whole"] = {"value": 1.2, "low": 0.9, "high": 1.5}
     assert "no speed-up is shown yet" in parsed(folder(tmp_path / "c", report)).texts[""]
+    report["extra"]["plain_is_faster"] = True  # what was predicted decides where the measurement does not
+    assert "serve without this draft" in parsed(folder(tmp_path / "d", report)).texts[""]
+    report["speedup"]["whole"] = {"value": 1.2, "low": 1.1, "high": 1.5}
+    assert "1.20x [1.10, 1.50] at temperature 1: serve with k = 8" in parsed(folder(tmp_path / "e", report)).texts[""]
+    report["exactness"]["passed"] = False
+    assert "at temperature 1: not exact, do not serve it" in parsed(folder(tmp_path / "f", report)).texts[""]
 
 
 def test_what_a_run_lacks_is_left_out_with_a_word_why(tmp_path: Path) -> None:

@@ -35,6 +35,14 @@ def test_of_a_step_made_twice_the_later_value_counts(tmp_path: Path) -> None:
     assert event_curves.read(tmp_path / "none") == {}
 
 
+def test_curves_are_found_under_any_name_in_the_order_of_time(tmp_path: Path) -> None:
+    events(tmp_path / "new", "2_training/loss", {5: 2.0}, 2)  # resumed where the folder has another name
+    events(tmp_path / "old", "2_training/loss", {0: 4.0, 5: 3.0}, 1)
+    assert event_curves.read(tmp_path) == {"2_training/loss": [(0, 4.0), (5, 2.0)]}
+    events(tmp_path, "2_training/loss", {5: 1.0}, 3)
+    assert event_curves.read(tmp_path) == {"2_training/loss": [(0, 4.0), (5, 1.0)]}
+
+
 def test_an_event_file_cut_short_gives_what_is_whole(tmp_path: Path) -> None:
     events(tmp_path, "2_training/loss", {step: float(step) for step in range(20)}, 1)
     (file,) = tmp_path.iterdir()
@@ -65,11 +73,13 @@ def test_runs_without_speed_are_compared_by_their_texts(tmp_path: Path) -> None:
     places, found = [], {}
     for name, factor in (("kl", 1.0), ("tv", 0.8)):
         found[name] = judged(name, 0, factor)
+        found[name]["texts"]["1"]["calls"]["4"][:9] = [20.0] * 9  # so that the gain is not the same everywhere
         places.append(folder(tmp_path / name, None, held_out=found[name], run=marker("finished")))
     page = Parsed(html_page.page(load(places)))
     assert "no speed was measured in this run (measure=false)" in page.texts[""]
     gains = compare({name: [json.loads(json.dumps(one))] for name, one in found.items()}, "kl")
     for gain in (gain for gain in gains if gain.label == "tv"):
+        assert gain.low < gain.gain < gain.high or gain.k != 4
         assert f"{gain.gain:+.1%} [{gain.low:+.1%}, {gain.high:+.1%}]" in page.texts["runs"]
     assert "judged on other texts" in _other(tmp_path, places[0])
 

@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from cotrain.bench import recorded_replay
+from cotrain.bench.measurement import Plan
+from cotrain.data.splits import Prompts
 from inference import Engine, Sampling
 from inference.models.passes import Tree
 from inference.policy import Fixed
@@ -190,3 +193,25 @@ def test_a_record_that_cannot_be_is_refused(change: Any, message: str) -> None:
     change(replay)
     with pytest.raises(ValueError, match=message):
         validate(replay)
+
+
+@pytest.mark.parametrize("tree", [None, [-1, -1, 0]])
+def test_the_recorded_texts_are_drafted_and_sampled_as_those_that_were_timed(tree: Any) -> None:
+    record, asked = Recorder(), dict[str, Any]()
+    engine = SimpleNamespace(record=None, generate=lambda prompts, **told: asked.update(told, prompts=prompts))
+    record.begin("token", [])
+
+    class Known(Plan):
+        def engine(self, k: int, rows: int | None = None, proposer: Any = None) -> Any:
+            asked.update(k=k, rows=rows, tree=self.tree)
+            return engine
+
+    bench: Any = SimpleNamespace(new_tokens=40, seed=5)
+    nothing: Any = None
+    plan = Known(nothing, nothing, nothing, SAMPLING, "block", bench, ("target", "draft"),
+                 given=Prompts(((1, 2),), ((3, 4), (5, 6)), "own"))  # fmt: skip
+    extra = {"planned_k": 3, "planned_shape": tree, "planned_rule": "tree", "planned_likeliest": False}
+    recorded_replay.recorded(plan, extra)
+    assert (asked["sampling"], asked["seed"], asked["max_new_tokens"]) == (SAMPLING, 5, 40)
+    assert [tuple(one) for one in asked["prompts"]] == [(3, 4), (5, 6)] * 2  # of those that time what is exported
+    assert (asked["k"], asked["tree"] and list(asked["tree"].parents)) == (2 if tree else 3, tree)

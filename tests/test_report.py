@@ -5,12 +5,14 @@ import re
 
 import pytest
 import torch
+from transformers import BitsAndBytesConfig, PretrainedConfig
 
 from inference import Engine, Sampling
 from inference.exactness.checks import check
 from inference.exactness.verdict import CallsCheck, DepthCheck, TextCheck, Verdict
 from inference.measure import environment
 from inference.measure.timing import Timing, engine_arm, interleave
+from inference.models.dtypes import quantisation_of
 from inference.policy import Fixed
 from inference.proposers import Independent
 from inference.report.build import build, table, validate, write
@@ -125,6 +127,15 @@ def test_the_table_says_what_the_report_holds(report):
     assert re.search(r"^speculative +2\.000 +3\.000 +1\.000 +0\.000 +10 +500\.0$", text, re.M)
     assert "(a) coupled text equals plain text: 3 of 3 prompts" in text
     assert "tau = sum of new tokens / sum of target calls" in text
+
+
+def test_a_quantised_target_is_named(report):
+    dtype = report["settings"]["target_dtype"]
+    assert f"({dtype}), draft" in table(report)
+    assert f"(int8, {dtype}), draft" in table({**report, "extra": {"target_quantisation": "int8"}})
+    made = [BitsAndBytesConfig(load_in_8bit=True), BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")]
+    found = [PretrainedConfig(quantization_config=one) for one in (*made, {"quant_method": "awq"})]
+    assert [quantisation_of(one) for one in (*found, PretrainedConfig())] == ["int8", "nf4", "awq", "none"]
 
 
 def test_a_report_of_plain_decoding_has_a_table():

@@ -97,7 +97,7 @@ def test_the_draft_is_the_checkpoint_of_the_highest_tau(run: Path) -> None:
 
 
 def events_of(run: Path) -> EventAccumulator:
-    events = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0})
+    events = EventAccumulator(str(run / "tensorboard" / run.name), size_guidance={"scalars": 0, "tensors": 0})
     return events.Reload()
 
 
@@ -124,7 +124,7 @@ def test_tensorboard_answers_in_few_groups_and_one_run(run: Path) -> None:
     groups = sorted({name.partition("/")[0] for name in names})
     assert groups[:2] == [tags.SERVING, tags.TRAINING] and len(groups) <= 8 and len(names) <= 40
     assert not [name for name in names if name.startswith(tags.DOMAINS)]  # there is one
-    assert {path.parent for path in run.rglob("*tfevents*")} == {run / "tensorboard"}
+    assert {path.parent for path in run.rglob("*tfevents*")} == {run / "tensorboard" / run.name}
     report = json.loads((run / "draft" / "report.json").read_text())
     (final,) = events.Scalars("9_final/speedup")
     assert (final.step, final.value) == (5, pytest.approx(report["speedup"]["whole"]["value"]))
@@ -171,7 +171,7 @@ def test_a_finished_run_prints_its_table_again(
     assert job(place, "run") == 0
     printed = capsys.readouterr().out
     assert "exactness: passed" in printed and f"draft: {run / 'draft'}" in printed
-    assert printed.endswith(f"page: {run / 'report.html'}\ncurves: tensorboard --logdir {run}\n")
+    assert printed.endswith(f"page: {run / 'report.html'}\ncurves: tensorboard --logdir {run / 'tensorboard'}\n")
     assert job(place, "run", "trainer.seed=1") == 1
     assert "trainer.seed=0 (now 1)" in capsys.readouterr().err
 

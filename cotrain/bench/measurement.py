@@ -26,7 +26,7 @@ from inference.measure import adaptive
 from inference.measure.adaptive import Reached, Wanted, until_known
 from inference.measure.real_costs import RealRound
 from inference.measure.timing import Emitted, Timing, engine_arm, interleave, together, transformers_arm
-from inference.models.dtypes import cast, widened
+from inference.models.dtypes import cast, quantisation_of, widened
 from inference.models.llama_weights import can_round
 from inference.policy import Fixed
 from inference.proposers import NGram
@@ -196,6 +196,7 @@ def measure(plan: Plan, extra: dict[str, Any] | None = None) -> dict[str, Any]:
     said = advice(length, timing.ratio("speculative", "plain"), served)
     found = choice | {
         "kind": plan.kind,
+        "target_quantisation": quantisation_of(plan.target.config),
         "costs": asdict(costs.costs),
         "costs_alone": asdict(costs.alone),
         "rounds": {str(at): asdict(one) for at, one in sorted(costs.rounds.items())},

@@ -11,6 +11,7 @@ import lightning
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from omegaconf import OmegaConf
 
+from cotrain.board.tags import CURVES
 from cotrain.config.settings import TrainConfig
 from cotrain.errors import UserError
 from cotrain.ranks import rank
@@ -26,8 +27,9 @@ def log(trainer: lightning.Trainer, figures: Mapping[str, float], step: int) -> 
 
 
 def tensorboard(folder: Path, again: int | None = None) -> TensorBoardLogger:
-    """Of a run's folder; again: the step from which curves are made anew."""
-    return TensorBoardLogger(folder, name="", version="tensorboard", purge_step=again)
+    """Of a run's folder, under its name, which is what TensorBoard shows; again: the step from which curves are made
+    anew."""
+    return TensorBoardLogger(folder / CURVES, name="", version=folder.absolute().name, purge_step=again)
 
 
 @contextmanager

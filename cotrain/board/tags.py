@@ -7,6 +7,7 @@ from typing import Any
 SERVING, TRAINING, DEPTH, HELD_OUT, DOMAINS, TIMED, ROLLOUT, TEXT, FINAL = (
     "1_serving", "2_training", "3_depth", "4_held_out", "5_domains", "6_timed", "7_rollout", "8_text", "9_final",
 )  # fmt: skip
+CURVES = "tensorboard"  # folder of a run: all that TensorBoard is to show, in one named as the run
 ACCEPTANCE, TAU, SPEEDUP = f"{SERVING}/acceptance", f"{SERVING}/tau", f"{SERVING}/speedup"
 LOW, HIGH = f"{SERVING}/speedup_low", f"{SERVING}/speedup_high"
 SHARE = f"{SERVING}/speedup_share_of_cost_table"  # charts come in the order of their names: behind the speed-up

@@ -11,11 +11,11 @@ from typing import Any
 import lightning
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from lightning.pytorch.loggers import TensorBoardLogger
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
+from cotrain.board.loggers import tensorboard
 from cotrain.bundled.model_card import model_card
 from cotrain.data.sources import Blocks, SeededOrder
 from cotrain.training.training_bar import Bar
@@ -126,7 +126,7 @@ def fit(
         accelerator="auto", devices=1, precision=precision, max_steps=steps, max_epochs=-1,
         gradient_clip_val=1.0, val_check_interval=every, check_val_every_n_epoch=None, num_sanity_val_steps=0,
         log_every_n_steps=10, default_root_dir=folder, enable_model_summary=False,
-        logger=TensorBoardLogger(folder, name="", version="tensorboard"),
+        logger=tensorboard(folder),
         callbacks=[
             Phase(minutes),
             Bar(),

@@ -1,7 +1,8 @@
 """`cotrain generate`: continue prompts with a draft, or by plain decoding without one."""
 
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from cotrain.errors import UserError
 from cotrain.teacher.target_model import load_config, load_pair
 from cotrain.training.preconditions import holds
 from inference import Engine, load
-from inference.output import pieces
+from inference.output import Event, pieces
 from inference.policy import Fixed
 
 PLAIN = "\033[0m"
@@ -20,7 +21,8 @@ COLORS = {"drafted": "\033[32m", "corrected": "\033[33m", "bonus": PLAIN}
 
 
 def run(cfg: GenerateConfig) -> None:
-    """Print the continuation of every prompt; in colour, accepted drafts are green and corrections yellow."""
+    """Print the continuation of every prompt; in colour, accepted drafts are green and corrections yellow, and a line
+    behind them says what they took."""
     prompts = _prompts(cfg.prompt, cfg.prompts)
     _refuse(cfg, prompts)
     engine = _engine(cfg)
@@ -35,14 +37,37 @@ def run(cfg: GenerateConfig) -> None:
         print(*out.text or (), sep="\n")
         _refuse_errors(out.errors)
         return
+    _colored(engine, prompts, settings)
+
+
+def _colored(engine: Engine, prompts: list[str], settings: dict[str, Any]) -> None:
+    """Each text as it comes, and a line of what it took behind all of them."""
     assert engine.tokenizer is not None
     decode: Any = engine.tokenizer.decode
+    events, began = list[Event](), time.perf_counter()
     for prompt in prompts:
         try:
-            for kind, piece in pieces(engine.stream(prompt, **settings), decode):
+            for kind, piece in pieces(_kept(engine.stream(prompt, **settings), events), decode):
                 print(f"{COLORS[kind]}{piece}", end="", flush=True)
         finally:
             print(PLAIN)
+    print(_summary(events, time.perf_counter() - began))
+
+
+def _kept(events: Iterator[Event], into: list[Event]) -> Iterator[Event]:
+    for event in events:
+        into.append(event)
+        yield event
+
+
+def _summary(events: Sequence[Event], seconds: float) -> str:
+    """seconds: of all texts, prefill included."""
+    tokens = sum(len(event.ids) for event in events)
+    drafts = sum(event.kinds.count("drafted") for event in events)
+    mean = tokens / max(len(events), 1)
+    kinds = f"{COLORS['drafted']}{drafts} accepted drafts{PLAIN}, {COLORS['corrected']}corrected{PLAIN}, bonus"
+    speed = f"{mean:.2f} a call; {tokens / seconds:.0f} tokens a second"
+    return f"{tokens} tokens in {len(events)} target calls, {speed}; {kinds}"
 
 
 def _refuse_errors(errors: Sequence[str | None]) -> None:

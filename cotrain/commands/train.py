@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from omegaconf import OmegaConf
 
+from cotrain.board import tags
 from cotrain.config.settings import TrainConfig
 from cotrain.errors import UserError
 from cotrain.evaluation.comparison import FIGURES, compare, read
@@ -49,7 +50,7 @@ def run(cfg: TrainConfig) -> float | None:
     if cfg.measure:
         print(table(json.loads((folder.path / "draft" / "report.json").read_text())))
         print(f"draft: {folder.path / 'draft'}")
-    print(f"page: {written(folder.path)}\ncurves: tensorboard --logdir {folder.path}")
+    print(f"page: {written(folder.path)}\ncurves: tensorboard --logdir {folder.path / tags.CURVES}")
     return float(json.loads((folder.path / FIGURES).read_text(encoding="utf-8")).get("tau", math.nan))
 
 

@@ -8,14 +8,16 @@ MOST = 400  # points of a curve that are drawn
 
 
 def read(folder: Path) -> dict[str, Curve]:
-    """Every scalar by its tag, of a run that was resumed too: of a step that was made twice, what came last. Nothing
-    where there are no event files, and what was written of one that ends in the middle of a record."""
-    if not any(folder.glob("*tfevents*")):
+    """Every scalar by its tag, of a run that was resumed too, under another name perhaps: of a step that was made
+    twice, what came last. Nothing where there are no event files, and what was written of one that ends in the middle
+    of a record."""
+    files = sorted(folder.rglob("*tfevents*"), key=lambda file: file.name)  # in the order of time
+    if not files:
         return {}
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     found: dict[str, dict[int, float]] = {}
-    for file in sorted(folder.glob("*tfevents*")):
+    for file in files:
         events = EventAccumulator(str(file), size_guidance={"scalars": 0})
         events.Reload()
         for name in events.Tags()["scalars"]:

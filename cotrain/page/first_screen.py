@@ -19,11 +19,14 @@ def headline(run: Run) -> Html:
     value, low = run.get("report", "speedup", "whole", "value"), run.get("report", "speedup", "whole", "low")
     if value is None:
         return joined("no speed-up was measured")
-    if run.get("report", "extra", "plain_is_faster") or value <= 1:
+    if run.get("report", "exactness", "passed") is False:
+        return joined(*said, "not exact, do not serve it")
+    known = (value if low is None else low) > 1  # what was measured counts for more than what the costs predict
+    if not known and (run.get("report", "extra", "plain_is_faster") or value <= 1):
         return joined(*said, "plain decoding is as fast or faster; serve without this draft")
-    shown = "serve" if (value if low is None else low) > 1 else "no speed-up is shown yet; if you serve it, do so"
     if run.k is None and not run.tree:
-        return joined(*said, f"{shown} with this draft" if shown == "serve" else "no speed-up is shown yet")
+        return joined(*said, "serve with this draft" if known else "no speed-up is shown yet")
+    shown = "serve" if known else "no speed-up is shown yet; if you serve it, do so"
     return joined(*said, f"{shown} with ", _drafted(run))
 
 

@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from cotrain.board import tags
 from cotrain.errors import UserError
 from cotrain.evaluation.comparison import FIGURES
 from cotrain.page import event_curves
@@ -127,7 +128,7 @@ def _load(number: int, path: Path) -> Run:
     place = path if path.is_dir() else path.parent
     report = _report(path if path.is_file() else next(filter(Path.is_file, (place / "draft" / REPORT, place / REPORT)), None))  # fmt: skip # noqa: E501
     marker, figures = (_json(place / name, name) for name in (MARKER, FIGURES))
-    curves = event_curves.read(place / "tensorboard")
+    curves = event_curves.read(place / tags.CURVES)
     if path.is_file():
         marker, figures, curves = None, None, {}
     elif report is None and marker is None and figures is None and not curves:

@@ -34,6 +34,8 @@ def _origin(run: Run) -> Html | None:
     environment = run.get("report", "environment") or run.get("held_out", "environment") or {}
     made: list[list[object]] = [["folder", str(run.path)], *_rows(environment)]
     said = [tag("p", line, class_="note") for line in run.get("report", "extra", "said") or []]
+    if weights := run.get("report", "extra", "target_quantisation"):
+        made.append(["the target's weight quantisation", weights])
     parts = [(name, found) for name, path in PARTS if (found := run.get(*path))]
     folded = [tag("details", tag("summary", name), table(["", ""], _rows(found))) for name, found in parts]
     return joined(table(["", ""], made), *said, *folded)

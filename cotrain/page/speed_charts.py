@@ -43,7 +43,7 @@ def tau_by_length(run: Run) -> Chart | None:
     predicted = (depths(run, f"tau_block_{stem}") if block else []) or depths(run, f"tau_{stem}")
     measured = [("measured while timed", run.at("report", "acceptance", "tau", "measured")),
                 ("measured on more tokens", run.at("report", "extra", "parity", "tau_measured")),
-                ("predicted on these", run.at("report", "extra", "parity", "tau_predicted"))]  # fmt: skip
+                ("predicted on those", run.at("report", "extra", "parity", "tau_predicted"))]  # fmt: skip
     series = [Series("predicted on held-out texts", range(1, len(predicted) + 1), predicted)] if predicted else []
     series += [Series(name, [run.k], [one], mode="markers") for name, one in measured if one.value and run.k]
     note = "Held-out texts are other texts than those timed; on the timed ones see tau in the table above."

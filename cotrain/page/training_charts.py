@@ -27,7 +27,7 @@ GROUPS = (
 
 def training(runs: Sequence[Run]) -> Section:
     """Charts of the curves that a run has."""
-    lacking = "no TensorBoard event files: cotrain train writes them, beside its draft"
+    lacking = "no TensorBoard event files of this version: cotrain train writes them, beside its draft"
     return Section("training", "Training", by_run(runs, _charts), lacking)
 
 

@@ -37,6 +37,16 @@ def quantised(config: PretrainedConfig) -> dict[str, Any] | None:
     return config.to_dict().get("quantization_config")
 
 
+def quantisation_of(config: PretrainedConfig) -> str:
+    """In a word: none, int8 and nf4 as bitsandbytes makes them, else the method that the checkpoint names."""
+    found = quantised(config)
+    if not found:
+        return "none"
+    if found.get("load_in_8bit"):
+        return "int8"
+    return str((found.get("load_in_4bit") and found.get("bnb_4bit_quant_type")) or found.get("quant_method", "unknown"))
+
+
 def widened(model: PreTrainedModel, copied: bool = False) -> PreTrainedModel:
     """The model itself, its weights now in float32 if it is on a CPU that would emulate their dtype. Quantised ones
     stay as they are. copied: those of a copy are, and the model stays."""

@@ -51,7 +51,9 @@ def _head(report: Mapping[str, Any]) -> str:
     s, e = report["settings"], report["environment"]
     sampling = ", ".join(f"{name} {s['sampling'][name]}" for name in ("temperature", "top_k", "top_p"))
     commit = f"commit {e['commit'][:12]}{' + changes' if e['dirty'] else ''}" if e["commit"] else "no commit"
-    models = f"target {s['target']} ({s['target_dtype']}), draft {s['draft'] or s['proposer'] or 'none'}"
+    weights = (report.get("extra") or {}).get("target_quantisation") or "none"
+    held = s["target_dtype"] if weights == "none" else f"{weights}, {s['target_dtype']}"
+    models = f"target {s['target']} ({held}), draft {s['draft'] or s['proposer'] or 'none'}"
     return "\n".join(
         [
             models + (f" ({s['draft_dtype']})" if s["draft_dtype"] else ""),

@@ -219,6 +219,7 @@
 
     table(one) {
       const made = document.createElement("table"), head = made.createTHead().insertRow();
+      if (this.row < 0) made.createCaption().textContent = `row ${one.row + 1}`;
       for (const name of ["draft", "token", "hangs on", "q", "p", "p / q", "u", ""]) {
         const cell = document.createElement("th");
         cell.textContent = name;
@@ -227,8 +228,9 @@
       const body = made.createTBody();
       one.drafts.forEach((draft, i) => {
         const row = body.insertRow(), on = draft.parent < 0 ? "text" : draft.parent + 1;
-        const seen = this.step < 2 ? ["–", "–", "–", ""] : [number(draft.p), number(draft.ratio), number(draft.u), draft.state];
-        const cells = [i + 1, clean(draft.text), on, number(draft.q), ...seen];
+        const read = this.step < 1 ? ["–", "–"] : [number(draft.p), number(draft.ratio)];
+        const judged = this.step < 2 ? ["–", ""] : [number(draft.u), draft.state];
+        const cells = [i + 1, clean(draft.text), on, number(draft.q), ...read, ...judged];
         for (const value of cells) row.insertCell().textContent = value;
       });
       return made;
@@ -292,9 +294,9 @@
         things.push({ ends: [from, where(i, y)], tint: state });
         if (this.step >= 1) {
           things.push({ ends: [where(i, y), where(i, BELOW)], tint: state, thin: true });
-          things.push({ at: where(i, BELOW), kind: "cell", tint: state, said: this.said(draft, true), size: 0.5 + draft.p });
+          things.push({ at: where(i, BELOW), kind: "cell", tint: state, said: this.said(draft), size: 0.5 + draft.p });
         }
-        things.push({ at: where(i, y), kind: state, tint: state, label: clean(draft.text), said: this.said(draft, judged) });
+        things.push({ at: where(i, y), kind: state, tint: state, label: clean(draft.text), said: this.said(draft) });
       });
       if (one.last && this.step >= 2) {
         const y = committed ? BELOW * (1 - this.moved) : BELOW, kind = one.last.kind;
@@ -302,9 +304,10 @@
       }
     }
 
-    said(draft, judged) {
+    said(draft) { // p is known once the target has read, u decides behind it
       const lines = [`“${clean(draft.text)}”`, `q ${number(draft.q)}`];
-      if (judged) lines.push(`p ${number(draft.p)}`, `p / q ${number(draft.ratio)}`, `u ${number(draft.u)}`, draft.state);
+      if (this.step >= 1) lines.push(`p ${number(draft.p)}`, `p / q ${number(draft.ratio)}`);
+      if (this.step >= 2) lines.push(`u ${number(draft.u)}`, draft.state);
       return lines.join("\n");
     }
 

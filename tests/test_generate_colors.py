@@ -1,0 +1,38 @@
+"""`cotrain generate` in colour: what each colour says, and the line behind the texts."""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cotrain.commands import generate
+from inference import Event
+from tests.folders import tokenizer
+
+GREEN, YELLOW, PLAIN = "\033[32m", "\033[33m", "\033[0m"
+
+
+def test_colours_tell_how_each_token_came_and_a_line_sums_up(capsys: pytest.CaptureFixture[str]) -> None:
+    a, b, c = (tokenizer().encode(one, add_special_tokens=False)[-1] for one in "abc")
+    events = [Event(0, [a, b], ["drafted", "corrected"]), Event(0, [a, c], ["drafted", "bonus"])]
+    engine: Any = SimpleNamespace(tokenizer=tokenizer(), stream=lambda prompt, **_: iter(events))
+    generate._colored(engine, ["x", "y"], {})
+    *texts, line, end = capsys.readouterr().out.split("\n")
+    assert texts == [f"{GREEN}a{YELLOW}b{GREEN}a{PLAIN}c{PLAIN}"] * 2 and end == ""
+    assert line.startswith("8 tokens in 4 target calls, 2.00 a call; ")
+    assert f"{GREEN}4 accepted drafts{PLAIN}, {YELLOW}corrected{PLAIN}, bonus" in line
+
+
+def test_without_colour_nothing_but_the_texts_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = SimpleNamespace(text=["one", "two"], errors=[None, None])
+    monkeypatch.setattr(generate, "_refuse", lambda *_: None)
+    monkeypatch.setattr(generate, "_engine", lambda _: SimpleNamespace(generate=lambda *_, **__: out))
+    monkeypatch.setattr(generate, "sampling", lambda _: None)
+    cfg: Any = SimpleNamespace(prompt="x", prompts=None, max_new_tokens=4, regime=None, seed=0, color=None)
+    generate.run(cfg)
+    printed = capsys.readouterr()
+    assert printed.out == "one\ntwo\n" and not re.search(r"\033", printed.out + printed.err)
