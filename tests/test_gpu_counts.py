@@ -15,7 +15,7 @@ MOST = {
     "draft, mixed top-k, top-p, min-p": 17,
     "draft, penalties, bias, bans, minimum length": 25,
     "eagle, token": 23,
-    "parallel, token": 19,
+    "parallel, token": 24,  # of a round that catches up
     "early_exit, token": 16,
     "hybrid, token": 24,  # of a round that catches up with what look-up drafted
     "other_tokenizer, token": 24,
