@@ -7,7 +7,8 @@ import torch
 
 from cotrain import acceptance
 from inference.verify import prediction, traversal, tree, tree_prediction
-from inference.verify.tree_prediction import by_draw, by_rank, expected_calls_tree, rank_of, reach_traversal, reach_tree
+from inference.verify.traversal_prediction import chances_traversal, reach_traversal
+from inference.verify.tree_prediction import by_draw, by_rank, expected_calls_tree, rank_of, reach_tree
 from tests.exact import F64, laws
 from tests.test_tree_rules import cells
 from tests.trees import Case, depth, siblings_before, topologies

@@ -3,21 +3,27 @@
 B texts, T tokens of the longest, C children, V vocabulary.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from inference.exactness.teacher_forced import teacher_forced
-from inference.measure.shapes import Parents, Seconds, Shape, best_shape, tokens_of
+from inference.measure.shapes import Parents, Seconds, Shape, grown
 from inference.measure.timing import Emitted
+from inference.measure.tree_rates import Paths, calls_of, every, products, union
 from inference.models.lm import LM
 from inference.proposers.branching import Branching
+from inference.proposers.topology import chain, from_paths, paths_of
 from inference.sampling import Sampling, probs
-from inference.verify.prediction import calls_from
-from inference.verify.tree_prediction import by_draw, by_rank, rank_of, reach_traversal, reach_tree
+from inference.verify.traversal_prediction import chances_traversal, reach_traversal
+from inference.verify.tree_prediction import by_draw, by_rank, rank_of, reach_tree
+
+SMALL = 5  # nodes of trees that are all considered
+FEW = 8  # shapes that are rated under traversal too
 
 
 class Laws(NamedTuple):
@@ -62,14 +68,22 @@ def _laws(lm: LM, texts: Emitted, sampling: Sampling, T: int) -> tuple[Tensor, T
     return found, rank
 
 
-def accept_of(laws: Laws, children: int, likeliest: bool) -> Tensor:
+def accept_of(laws: Laws, children: int, likeliest: bool, levels: int | None = None) -> Tensor:
     """Chances (B, T, C), or (B, T, K, C), of the texts' tokens as each of a node's children, see `tree_prediction`. At
-    temperature 0 drafts serve the likeliest children."""
+    temperature 0 drafts serve the likeliest children. levels: below these, first children alone, which costs less."""
     if likeliest:
         return by_rank(laws.rank, children)
     if laws.q.ndim == 4:  # (B, T, K, V)
-        return by_draw(laws.p.unsqueeze(2), laws.q, laws.x.unsqueeze(-1).expand(laws.rank.shape), children)
+        high, low = slice(0, levels), slice(laws.q.shape[2] if levels is None else levels, None)
+        whole, first = _drawn(laws, high, children), _drawn(laws, low, 1)
+        return torch.cat((whole, F.pad(first, (0, children - 1))), 2)
     return by_draw(laws.p, laws.q, laws.x, children)
+
+
+def _drawn(laws: Laws, depths: slice, children: int) -> Tensor:
+    """(B, T, K, C) of some depths."""
+    q = laws.q[:, :, depths]
+    return by_draw(laws.p.unsqueeze(2), q, laws.x.unsqueeze(-1).expand(q.shape[:3]), children)
 
 
 def reach_under(laws: Laws, parents: Parents, rule: str, likeliest: bool) -> Tensor:
@@ -83,15 +97,67 @@ def reach_under(laws: Laws, parents: Parents, rule: str, likeliest: bool) -> Ten
 
 
 def plan(laws: Laws, seconds: Seconds, most: int, children: int, depths: Iterable[int]) -> TreePlan:
-    """The shape of least seconds a token of at most `most` nodes: chains and trees, of sampled and of likeliest
-    children, grown by exact calls under `tree` and then rated under `traversal` too, whose calls may be fewer."""
-    depths, plans = list(depths), []
-    for likeliest in (False, True):
-        accept = accept_of(laws, children, likeliest)
-        best = best_shape(accept, seconds, most, depths, laws.lengths)
-        plans.append(TreePlan(best, "tree", likeliest))
-        if best.parents and not likeliest:
-            calls = calls_from(reach_under(laws, best.parents, "traversal", likeliest), laws.lengths).sum()
-            tau = tokens_of(accept, laws.lengths) / float(calls)
-            plans.append(TreePlan(Shape(best.parents, tau, seconds(best.parents) / tau), "traversal", likeliest))
-    return min(plans, key=lambda found: found.shape.seconds)
+    """The shape of least seconds a token of at most `most` nodes, see `plans`."""
+    return plans(laws, [seconds], most, children, depths)[0]
+
+
+def plans(
+    laws: Laws, tables: Sequence[Seconds], most: int, children: int, depths: Iterable[int], longest: int = 0,
+    sorts: Sequence[bool] = (False, True),
+) -> list[TreePlan]:  # fmt: skip
+    """Under each table of costs the shape of least seconds a token: nothing, chains of up to `longest` drafts or the
+    largest of `depths`, and trees of at most `most` nodes within `depths` levels (`considered`); of each
+    of `sorts` of children (whether they are the likeliest), under `tree` and, of sampled ones, the `FEW` fastest under
+    `traversal` too."""
+    levels, found = sorted(set(depths)), [list[TreePlan]() for _ in tables]
+    for likeliest in sorts:
+        accept = accept_of(laws, children, likeliest, max(levels))
+        shapes = considered(accept, most, levels, longest, laws.lengths)
+        rated = rate(laws, shapes, "tree", likeliest, accept)
+        for own, seconds in zip(found, tables, strict=True):
+            own.append(_fastest(rated, seconds, "tree", likeliest, laws)[0])
+        if not likeliest:
+            few = [[plan.shape.parents for plan in _fastest(rated, seconds, "tree", likeliest, laws)[:FEW]]
+                   for seconds in tables]  # fmt: skip
+            again = rate(laws, list(dict.fromkeys(sum(few, []))), "traversal", likeliest)
+            for own, seconds in zip(found, tables, strict=True):
+                own.append(_fastest(again, seconds, "traversal", likeliest, laws)[0])
+    return [min(own, key=lambda plan: plan.shape.seconds) for own in found]
+
+
+def considered(
+    accept: Tensor, most: int, levels: Sequence[int], longest: int, lengths: Tensor | None = None
+) -> list[Parents]:
+    """Nothing, chains, all trees of up to `SMALL` nodes, and those grown to every size within each of `levels`."""
+    chains = [chain(n) for n in range(min(max(longest, *levels), most) + 1)]
+    small = every(min(SMALL, most), accept.shape[-1], max(levels))
+    return list(dict.fromkeys([*chains, *small, *(from_paths(paths_of(tree)) for tree in grown(accept, most, levels, lengths))]))
+
+
+def rate(
+    laws: Laws, shapes: Sequence[Parents], rule: str, likeliest: bool, accept: Tensor | None = None, samples: int = 4
+) -> dict[Parents, Tensor]:
+    """Expected calls (B,) of each text with each shape. accept: as of `accept_of`, where it is at hand; samples: of the
+    refused children under `traversal`."""
+    whole = union(shapes)
+    if not whole:
+        return {shape: laws.lengths.double() for shape in shapes}
+    if rule == "traversal" and not likeliest:
+        chances = chances_traversal(laws.p, laws.q, laws.x, whole, laws.lengths, samples=samples)
+    else:
+        accept = accept_of(laws, max(map(whole.count, whole)), likeliest) if accept is None else accept
+        chances = products(accept, whole, laws.lengths)
+    paths = Paths({path: n for n, path in enumerate(paths_of(whole))}, chances, laws.lengths)
+    return dict(zip(shapes, calls_of(paths, shapes), strict=True))
+
+
+def _fastest(
+    calls: Mapping[Parents, Tensor], seconds: Seconds, rule: str, likeliest: bool, laws: Laws
+) -> list[TreePlan]:
+    """Shapes in the order of seconds a token."""
+    tokens = int(laws.lengths.sum())
+    found = []
+    for parents, own in calls.items():
+        tau = tokens / float(own.sum())
+        found.append(TreePlan(Shape(parents, tau, seconds(parents) / tau), rule, likeliest))
+    return sorted(found, key=lambda plan: plan.shape.seconds)
