@@ -3,7 +3,7 @@
 B texts, T tokens of the longest, C children, V vocabulary.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,9 +20,10 @@ from inference.proposers.branching import Branching
 from inference.proposers.topology import chain, from_paths, paths_of
 from inference.sampling import Sampling, probs
 from inference.verify.traversal_prediction import chances_traversal, reach_traversal
-from inference.verify.tree_prediction import by_draw, by_rank, rank_of, reach_tree
+from inference.verify.tree_prediction import SAMPLES, by_draw, by_rank, rank_of, reach_tree
 
 SMALL = 5  # nodes of trees that are all considered
+WIDE = 4  # levels in which a node may have more than two children, of drafts whose laws hang on the depth
 FEW = 8  # shapes that are rated under traversal too
 
 
@@ -68,22 +69,19 @@ def _laws(lm: LM, texts: Emitted, sampling: Sampling, T: int) -> tuple[Tensor, T
     return found, rank
 
 
-def accept_of(laws: Laws, children: int, likeliest: bool, levels: int | None = None) -> Tensor:
+def accept_of(laws: Laws, children: int, likeliest: bool, levels: int | None = None, samples: int = SAMPLES) -> Tensor:
     """Chances (B, T, C), or (B, T, K, C), of the texts' tokens as each of a node's children, see `tree_prediction`. At
-    temperature 0 drafts serve the likeliest children. levels: below these, first children alone, which costs less."""
+    temperature 0 drafts serve the likeliest children. levels: below these, two children at most, which are in closed
+    form; samples: of the refused children before a third one."""
     if likeliest:
         return by_rank(laws.rank, children)
-    if laws.q.ndim == 4:  # (B, T, K, V)
-        high, low = slice(0, levels), slice(laws.q.shape[2] if levels is None else levels, None)
-        whole, first = _drawn(laws, high, children), _drawn(laws, low, 1)
-        return torch.cat((whole, F.pad(first, (0, children - 1))), 2)
-    return by_draw(laws.p, laws.q, laws.x, children)
-
-
-def _drawn(laws: Laws, depths: slice, children: int) -> Tensor:
-    """(B, T, K, C) of some depths."""
-    q = laws.q[:, :, depths]
-    return by_draw(laws.p.unsqueeze(2), q, laws.x.unsqueeze(-1).expand(q.shape[:3]), children)
+    if laws.q.ndim == 3:
+        return by_draw(laws.p, laws.q, laws.x, children, samples=samples)
+    high, low = (laws.q[:, :, part] for part in (slice(0, levels), slice(levels or laws.q.shape[2], None)))
+    places = [laws.x.unsqueeze(-1).expand(q.shape[:3]) for q in (high, low)]
+    whole = by_draw(laws.p.unsqueeze(2), high, places[0], children, samples=samples)
+    pair = by_draw(laws.p.unsqueeze(2), low, places[1], min(children, 2))
+    return torch.cat((whole, F.pad(pair, (0, children - pair.shape[-1]))), 2)
 
 
 def reach_under(laws: Laws, parents: Parents, rule: str, likeliest: bool) -> Tensor:
@@ -97,46 +95,70 @@ def reach_under(laws: Laws, parents: Parents, rule: str, likeliest: bool) -> Ten
 
 
 def plan(laws: Laws, seconds: Seconds, most: int, children: int, depths: Iterable[int]) -> TreePlan:
-    """The shape of least seconds a token of at most `most` nodes, see `plans`."""
-    return plans(laws, [seconds], most, children, depths)[0]
+    """The shape of least seconds a token of at most `most` nodes within so many levels: nothing, a chain or a tree, of
+    sampled or of likeliest children, verified by `tree` or `traversal`."""
+    return Search(laws, most, children, depths).plan(seconds)
 
 
-def plans(
-    laws: Laws, tables: Sequence[Seconds], most: int, children: int, depths: Iterable[int], longest: int = 0,
-    sorts: Sequence[bool] = (False, True),
-) -> list[TreePlan]:  # fmt: skip
-    """Under each table of costs the shape of least seconds a token: nothing, chains of up to `longest` drafts or the
-    largest of `depths`, and trees of at most `most` nodes within `depths` levels (`considered`); of each
-    of `sorts` of children (whether they are the likeliest), under `tree` and, of sampled ones, the `FEW` fastest under
-    `traversal` too."""
-    levels, found = sorted(set(depths)), [list[TreePlan]() for _ in tables]
-    for likeliest in sorts:
-        accept = accept_of(laws, children, likeliest, max(levels))
-        shapes = considered(accept, most, levels, longest, laws.lengths)
-        rated = rate(laws, shapes, "tree", likeliest, accept)
-        for own, seconds in zip(found, tables, strict=True):
-            own.append(_fastest(rated, seconds, "tree", likeliest, laws)[0])
-        if not likeliest:
-            few = [[plan.shape.parents for plan in _fastest(rated, seconds, "tree", likeliest, laws)[:FEW]]
-                   for seconds in tables]  # fmt: skip
-            again = rate(laws, list(dict.fromkeys(sum(few, []))), "traversal", likeliest)
-            for own, seconds in zip(found, tables, strict=True):
-                own.append(_fastest(again, seconds, "traversal", likeliest, laws)[0])
-    return [min(own, key=lambda plan: plan.shape.seconds) for own in found]
+class Search:
+    """Shapes and their expected calls on texts, under any costs: nothing, chains, all trees of up to `SMALL` nodes, and
+    those grown to every size within each of `depths` levels.
+
+    longest: of chains, where that is more than `depths`; sorts: of children, whether they are the likeliest. By sort,
+    accept: see `accept_of`; calls: expected under the rule `tree`, (B,) of each shape. Under `traversal` the `FEW`
+    shapes that are fastest under `tree` are rated too; of likeliest children both rules accept the same.
+    """
+
+    def __init__(
+        self, laws: Laws, most: int, children: int, depths: Iterable[int], longest: int = 0,
+        sorts: Sequence[bool] = (False, True),
+    ) -> None:  # fmt: skip
+        self.laws, self.most, levels = laws, most, sorted(set(depths))
+        self.accept = {sort: accept_of(laws, children, sort, WIDE, samples=4) for sort in sorts}
+        self.calls: dict[bool, dict[Parents, Tensor]] = {}
+        self._traversal: dict[Parents, Tensor] = {}
+        for sort, accept in self.accept.items():
+            chains = [chain(n) for n in range(min(max(longest, *levels), most) + 1)]
+            small = every(min(SMALL, most), children, levels[-1])
+            trees = [from_paths(paths_of(tree)) for tree in grown(accept, most, levels, laws.lengths)]
+            shapes = list(dict.fromkeys([*chains, *small, *trees]))
+            self.calls[sort] = rate(laws, shapes, "tree", sort, accept)
+
+    def plan(self, seconds: Seconds) -> TreePlan:
+        """The fastest of all."""
+        return self.ranked(seconds)[0]
+
+    def ranked(self, seconds: Seconds, branching: bool = False) -> list[TreePlan]:
+        """The fastest shape of each sort of children under each rule, fastest first. branching: of trees that are no
+        chain."""
+        found = []
+        for sort, table in self.calls.items():
+            some = {own: calls for own, calls in table.items() if not branching or own != chain(len(own))}
+            order = sorted((self._of(own, calls, seconds, "tree", sort) for own, calls in some.items()), key=_seconds)
+            found += order[:1]
+            if not sort:
+                few = self._traversed([one.shape.parents for one in order[:FEW]])
+                found += [min((self._of(own, few[own], seconds, "traversal", sort) for own in few), key=_seconds)]
+        return sorted(found, key=_seconds)
+
+    def _traversed(self, shapes: Sequence[Parents]) -> dict[Parents, Tensor]:
+        new = [own for own in shapes if own not in self._traversal]
+        self._traversal |= rate(self.laws, new, "traversal", False, samples=4)
+        return {own: self._traversal[own] for own in shapes}
+
+    def _of(self, parents: Parents, calls: Tensor, seconds: Seconds, rule: str, sort: bool) -> TreePlan:
+        tau = int(self.laws.lengths.sum()) / float(calls.sum())
+        return TreePlan(Shape(parents, tau, seconds(parents) / tau), rule, sort)
 
 
-def considered(
-    accept: Tensor, most: int, levels: Sequence[int], longest: int, lengths: Tensor | None = None
-) -> list[Parents]:
-    """Nothing, chains, all trees of up to `SMALL` nodes, and those grown to every size within each of `levels`."""
-    chains = [chain(n) for n in range(min(max(longest, *levels), most) + 1)]
-    small = every(min(SMALL, most), accept.shape[-1], max(levels))
-    return list(dict.fromkeys([*chains, *small, *(from_paths(paths_of(tree)) for tree in grown(accept, most, levels, lengths))]))
+def _seconds(plan: TreePlan) -> float:
+    return plan.shape.seconds
 
 
 def rate(
-    laws: Laws, shapes: Sequence[Parents], rule: str, likeliest: bool, accept: Tensor | None = None, samples: int = 4
-) -> dict[Parents, Tensor]:
+    laws: Laws, shapes: Sequence[Parents], rule: str, likeliest: bool, accept: Tensor | None = None,
+    samples: int = SAMPLES,
+) -> dict[Parents, Tensor]:  # fmt: skip
     """Expected calls (B,) of each text with each shape. accept: as of `accept_of`, where it is at hand; samples: of the
     refused children under `traversal`."""
     whole = union(shapes)
@@ -149,15 +171,3 @@ def rate(
         chances = products(accept, whole, laws.lengths)
     paths = Paths({path: n for n, path in enumerate(paths_of(whole))}, chances, laws.lengths)
     return dict(zip(shapes, calls_of(paths, shapes), strict=True))
-
-
-def _fastest(
-    calls: Mapping[Parents, Tensor], seconds: Seconds, rule: str, likeliest: bool, laws: Laws
-) -> list[TreePlan]:
-    """Shapes in the order of seconds a token."""
-    tokens = int(laws.lengths.sum())
-    found = []
-    for parents, own in calls.items():
-        tau = tokens / float(own.sum())
-        found.append(TreePlan(Shape(parents, tau, seconds(parents) / tau), rule, likeliest))
-    return sorted(found, key=lambda plan: plan.shape.seconds)

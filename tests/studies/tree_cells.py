@@ -5,20 +5,20 @@ B texts; a choice is a shape, its rule and whether its children are the likelies
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
 from inference.measure.costs import Costs
-from inference.measure.shapes import Parents, Seconds, grown, positional, round_seconds, sequoia
-from inference.measure.tree_plan import Laws, TreePlan, accept_of, plans, rate
+from inference.measure.shapes import Parents, Seconds, positional, round_seconds, sequoia
+from inference.measure.tree_plan import Laws, Search, TreePlan, rate
 from inference.measure.tree_rates import every
 from inference.proposers.topology import chain, from_paths, full, paths_of
 from inference.verify.tree import depths_of
 
-MOST, CHILDREN, LEVELS, LONGEST = 16, 4, 5, 8
+MOST, CHILDREN, LONGEST = 16, 4, 8
+LEVELS = (1, 2, 3, 4, 5, 6, 8)  # of grown trees
 FULL = [full(widths) for widths in ((2, 2), (2, 2, 2), (3, 2), (3, 3), (4, 2), (4, 3), (4, 2, 1), (4, 1, 1), (3, 2, 1),
                                     (2, 1, 1, 1), (2, 2, 1, 1), (3, 1, 1, 1, 1))]  # fmt: skip
 Choice = tuple[Parents, str, bool]
@@ -47,34 +47,30 @@ class Exact:
     """Expected calls of every shape on the held texts, and plans made on the fitted ones. by: calls (B,) by choice."""
 
     def __init__(self, fitted: Laws, held: Laws, temperature: float, most: int, small: int) -> None:
-        self.fitted, self.held, self.temperature, self.most = fitted, held, temperature, most
-        self.depth = held.q.shape[2] if held.q.ndim == 4 else LONGEST
-        self.levels = range(1, min(LEVELS, self.depth) + 1)
-        self.sorts = sorted({likeliest for _, likeliest in settings(temperature)})
-        self.sequoias = {likeliest: self._sequoias(likeliest) for likeliest in self.sorts}
+        self.held, self.temperature, self.most = held, temperature, most
+        self.depth = min(LONGEST, held.q.shape[2] if held.q.ndim == 4 else LONGEST)
+        levels = [level for level in LEVELS if level <= self.depth]
+        sorts = sorted({likeliest for _, likeliest in settings(temperature)})
+        self.fitted, self.search = (Search(laws, most, CHILDREN, levels, self.depth, sorts) for laws in (fitted, held))
+        self.sequoias = {sort: self._sequoias(sort) for sort in sorts}
         self.by: dict[Choice, Tensor] = {}
-        for likeliest in self.sorts:
-            accept = accept_of(held, CHILDREN, likeliest, self.levels[-1])
-            shapes = self._all(likeliest, accept, small)
-            for rule in [rule for rule, own in settings(temperature) if own == likeliest]:
-                table = rate(held, shapes, rule, likeliest, accept, samples=2)
-                self.by |= {(shape, rule, likeliest): calls for shape, calls in table.items()}
+        for rule, sort in settings(temperature):
+            shapes = self._all(sort, small)
+            table = rate(held, shapes, rule, sort, self.search.accept[sort], samples=2)
+            self.by |= {(shape, rule, sort): calls for shape, calls in table.items()}
 
-    def _all(self, likeliest: bool, accept: Tensor, small: int) -> list[Parents]:
-        """Shapes that brute force looks at: all small ones, chains, full trees, and those grown on either texts."""
-        own = accept_of(self.fitted, CHILDREN, likeliest, self.levels[-1])
-        trees = [*grown(accept, self.most, self.levels, self.held.lengths),
-                 *grown(own, self.most, self.levels, self.fitted.lengths), *self.sequoias[likeliest], *FULL]  # fmt: skip
-        fit = [tree for tree in trees if len(tree) <= self.most and max(depths_of(tree)) <= self.levels[-1]]
-        chains = [chain(n) for n in range(min(LONGEST, self.depth, self.most) + 1)]
-        whole = [*chains, *every(min(small, self.most), CHILDREN, self.levels[-1]), *fit]
-        return list(dict.fromkeys(from_paths(paths_of(shape)) for shape in whole))
+    def _all(self, sort: bool, small: int) -> list[Parents]:
+        """Shapes that brute force looks at: all small ones, full trees, Sequoia's, and all that searches on either
+        texts find, chains among them."""
+        trees = [*self.search.calls[sort], *self.fitted.calls[sort], *self.sequoias[sort], *FULL,
+                 *every(min(small, self.most), CHILDREN, self.depth)]  # fmt: skip
+        fit = [tree for tree in trees if len(tree) <= self.most and max(depths_of(tree), default=0) <= self.depth]
+        return list(dict.fromkeys(from_paths(paths_of(tree)) for tree in fit))
 
-    def _sequoias(self, likeliest: bool) -> dict[Parents, float]:
+    def _sequoias(self, sort: bool) -> dict[Parents, float]:
         """Its trees of every size and depth, and the tokens that positional acceptance says a call gives."""
-        accept = accept_of(self.fitted, CHILDREN, likeliest, 1)
-        chances = positional(accept, self.fitted.lengths)
-        trees = {sequoia(chances, n, depth) for n in range(1, self.most + 1) for depth in self.levels}
+        chances = positional(self.fitted.accept[sort], self.fitted.laws.lengths)
+        trees = {sequoia(chances, n, depth) for n in range(1, self.most + 1) for depth in range(1, self.depth + 1)}
         return {tree: 1 + sum(math.prod(chances[rank] for rank in path) for path in paths_of(tree)) for tree in trees}
 
     @property
@@ -84,8 +80,6 @@ class Exact:
     def calls(self, choice: Choice) -> Tensor:
         """Expected calls (B,) with a choice, made sure of where brute force has not looked at it."""
         shape, rule, likeliest = from_paths(paths_of(choice[0])), choice[1], choice[2]
-        if not shape:
-            return self.held.lengths.double()
         if (shape, rule, likeliest) not in self.by:
             rule = "tree" if likeliest else rule
             self.by[shape, rule, likeliest] = rate(self.held, [shape], rule, likeliest)[shape]
@@ -93,11 +87,6 @@ class Exact:
 
     def tau(self, choice: Choice) -> float:
         return self.tokens / float(self.calls(choice).sum())
-
-    def planned(self, tables: Sequence[Seconds], held: bool = False) -> list[TreePlan]:
-        """By the fitted texts, or by the held ones themselves, under each table of costs."""
-        laws, longest = self.held if held else self.fitted, min(LONGEST, self.depth)
-        return plans(laws, tables, self.most, CHILDREN, self.levels, longest, self.sorts)
 
     def best(self, seconds: Seconds, chains: bool = False) -> Choice:
         """The fastest choice of all, or of chains."""
@@ -114,20 +103,14 @@ class Exact:
     def largest(self, rule: str | None = None) -> Choice:
         """Of the trees that save the most calls of the fitted texts within `most` nodes, which saves most of the held
         ones' too; under one rule, with sampled children where there are any."""
-        found = [(self.grown_fitted(likeliest), own, likeliest) for own, likeliest in settings(self.temperature)
-                 if rule is None or (own == rule and likeliest == (self.temperature == 0))]  # fmt: skip
+        found = [(self._saving(sort), own, sort) for own, sort in settings(self.temperature)
+                 if rule is None or (own == rule and sort == (self.temperature == 0))]  # fmt: skip
         return max(found, key=self.tau)
 
-    def grown_fitted(self, likeliest: bool) -> Parents:
+    def _saving(self, sort: bool) -> Parents:
         """The tree that saves the most calls of the fitted texts."""
-        if not hasattr(self, "_grown"):
-            self._grown: dict[bool, Parents] = {}
-        if likeliest not in self._grown:
-            accept = accept_of(self.fitted, CHILDREN, likeliest, self.levels[-1])
-            trees = [from_paths(paths_of(tree)) for tree in grown(accept, self.most, self.levels, self.fitted.lengths)]
-            rated = rate(self.fitted, trees, "tree", likeliest, accept)
-            self._grown[likeliest] = min(rated, key=lambda tree: float(rated[tree].sum()))
-        return self._grown[likeliest]
+        calls = self.fitted.calls[sort]
+        return min((own for own in calls if own != chain(len(own))), key=lambda own: float(calls[own].sum()))
 
     def chain(self) -> Choice:
         """The chain with the most tokens a call."""
@@ -152,16 +135,18 @@ class Speeds:
         return {"parents": choice[0], "rule": choice[1], "likeliest": choice[2], "tau": tau, "speed": speed}
 
 
-def cell(exact: Exact, costs: Costs, planned: TreePlan, on_held: TreePlan) -> dict[str, Any]:
+def cell(exact: Exact, costs: Costs) -> dict[str, Any]:
     """The plan beside the best there is, Sequoia's tree and the chains, under one table of costs."""
     speeds = Speeds(exact, costs)
+    planned, on_held = (search.plan(speeds.seconds) for search in (exact.fitted, exact.search))
     named = {"planned": _of(planned), "planned on held": _of(on_held), "best": exact.best(speeds.seconds),
              "sequoia": exact.sequoia(speeds.seconds), "fastest chain": exact.best(speeds.seconds, chains=True),
              "best chain": exact.chain(), "largest tree": exact.largest()}  # fmt: skip
     told = {name: speeds.told(choice) for name, choice in named.items()}
     of_best = {name: told[name]["speed"] / max(one["speed"] for one in told.values()) for name in told}
-    return {"choices": told, "of_best": of_best, "over_sequoia": told["planned"]["speed"] / told["sequoia"]["speed"],
-            "pass_over_16": costs.target[exact.most] / costs.target[0], "draft_step": costs.draft / costs.target[0]}  # fmt: skip
+    passes = {"pass_over_16": costs.target[exact.most] / costs.target[0], "draft_step": costs.draft / costs.target[0]}
+    over = told["planned"]["speed"] / told["sequoia"]["speed"]
+    return {"choices": told, "of_best": of_best, "over_sequoia": over} | passes
 
 
 def _of(plan: TreePlan) -> Choice:
@@ -180,4 +165,3 @@ def orders(exact: Exact) -> dict[str, Any]:
     else:
         found["tree_over_chain"] = found["gain"]
     return found
-

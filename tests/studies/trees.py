@@ -29,9 +29,9 @@ from inference.drafts.atomic import write_atomic
 from inference.drafts.bundled_target import resolve
 from inference.drafts.compatibility import hash_target
 from inference.drafts.draft_folder import read
+from inference.exactness.forced import forced
 from inference.measure.costs import Costs, measure_costs
 from inference.measure.environment import environment
-from inference.measure.shapes import round_seconds
 from inference.measure.timing import Emitted
 from inference.measure.tree_laws import laws_of_rounds
 from inference.measure.tree_plan import Laws, laws_of, reach_under
@@ -44,7 +44,7 @@ from inference.proposers.base import Beside
 from inference.proposers.growing import Dynamic, Shape
 from inference.verify.prediction import calls_from, variance_from
 from inference.verify.tree import depths_of
-from tests.studies.tree_cells import LEVELS, LONGEST, MOST, Choice, Exact, cell, flat, orders
+from tests.studies.tree_cells import LONGEST, MOST, Choice, Exact, cell, flat, orders
 from tests.studies.tree_summary import summary
 
 TOGETHER = 8
@@ -114,13 +114,10 @@ class Study:
 
     def cells(self, exact: Exact, batches: list[int]) -> Iterator[dict[str, Any]]:
         """Every batch, under the costs measured here and those of a GPU's shape."""
-        tables = {(batch, name): costs for batch in batches
-                  for name, costs in (("here", self.costs(batch)), ("flat", flat(self.costs(batch))))}  # fmt: skip
-        seconds = [round_seconds(costs) for costs in tables.values()]
-        both = zip(exact.planned(seconds), exact.planned(seconds, held=True), strict=True)
-        for ((batch, name), costs), (planned, on_held) in zip(tables.items(), both, strict=True):
-            about = {"kind": self.kind, "temperature": exact.temperature, "rows": batch, "costs": name}
-            yield about | cell(exact, costs, planned, on_held) | {"table": vars(costs)}
+        for batch in batches:
+            for name, costs in (("here", self.costs(batch)), ("flat", flat(self.costs(batch)))):
+                about = {"kind": self.kind, "temperature": exact.temperature, "rows": batch, "costs": name}
+                yield about | cell(exact, costs) | {"table": vars(costs)}
 
     def rows(self, exact: Exact, cells: list[dict[str, Any]], batch: int, count: int) -> Iterator[dict[str, Any]]:
         """Shapes that are run, each once."""
@@ -136,7 +133,7 @@ class Study:
             if choice[0] and choice not in done:
                 done.add(choice)
                 yield about | {"shape": name} | self.row(*choice, batch, count, Sampling(temperature))
-        dynamic = Dynamic(nodes=8, depth=min(4, exact.levels[-1]), width=3, children=3)
+        dynamic = Dynamic(nodes=8, depth=min(4, exact.depth), width=3, children=3)
         yield about | {"shape": "dynamic 8"} | self.row(dynamic, "tree", True, batch, count, Sampling(temperature))
 
     def row(
@@ -149,28 +146,35 @@ class Study:
         tokens, calls = sum(map(len, texts.tokens)), sum(row.target_calls for row in texts.counts)
         found = {"rule": rule, "likeliest": likeliest, "tokens": tokens, "calls": calls, "tau": tokens / calls,
                  "seconds": seconds, "parents": vars(shape) if isinstance(shape, Dynamic) else shape}  # fmt: skip
-        key = (shape, rule, likeliest, sampling, *map(tuple, texts.tokens))  # batches may give the same texts
-        if key not in self.known:
-            self.known[key] = self.predicted(texts, shape, rule, likeliest, sampling)
-        expected, sigma = self.known[key]
+        expected, sigma = self.predicted(texts, shape, rule, likeliest, sampling)
         apart = (calls - expected) / sigma if sigma > 1e-6 else 0.0 if abs(calls - expected) < 0.5 else math.inf
         return found | {"predicted_calls": expected, "sigma": sigma, "z": apart, "predicted_tau": tokens / expected}
 
     def predicted(
         self, texts: Emitted, shape: Any, rule: str, likeliest: bool, sampling: Sampling
     ) -> tuple[float, float]:
-        """The calls that these texts must cost, and their standard deviation."""
-        if isinstance(shape, Dynamic):
-            return math.nan, 0.0
-        laws = self.laws(texts, sampling, max(depths_of(shape)))
-        reach = reach_under(laws, shape, rule, likeliest or sampling.temperature == 0)
-        return _sums(reach, laws.lengths)
+        """The calls that these texts must cost, and their standard deviation; other batches may have given the same
+        texts, which are then remembered."""
+        drafted = (shape, rule, likeliest, sampling)
+        keys = [(*drafted, *ids, -1, *text) for ids, text in zip(texts.prompts, texts.tokens, strict=True)]
+        if any(key not in self.known for key in keys):
+            if isinstance(shape, Dynamic):
+                reach, lengths = self.grown(texts, shape, rule, sampling)
+            else:
+                laws = self.laws(texts, sampling, max(depths_of(shape)))
+                reach, lengths = reach_under(laws, shape, rule, likeliest or sampling.temperature == 0), laws.lengths
+            each = zip(calls_from(reach, lengths).tolist(), variance_from(reach, lengths).tolist(), strict=True)
+            self.known |= dict(zip(keys, each, strict=True))
+        calls, variance = (sum(self.known[key][part] for key in keys) for part in (0, 1))
+        return calls, math.sqrt(max(variance, 0.0))
 
-
-def _sums(reach: torch.Tensor, lengths: torch.Tensor) -> tuple[float, float]:
-    """Expected calls of all texts, and their standard deviation."""
-    variance = float(variance_from(reach, lengths).sum())
-    return float(calls_from(reach, lengths).sum()), math.sqrt(max(variance, 0.0))
+    def grown(self, texts: Emitted, shape: Dynamic, rule: str, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
+        """Reach (B, T, D+1) of trees that laws decide, from forced rounds, and the texts' lengths."""
+        rows = min(TOGETHER, len(texts.prompts))
+        engine = Engine(self.target.model, self.drafts(shape, True), verify=rule, policy=Fixed(LONGEST), rows=rows)
+        figures = forced(engine, texts, sampling, self.target.tokens)
+        assert figures.reach is not None
+        return figures.reach, figures.lengths
 
 
 def main(arguments: list[str]) -> None:
@@ -207,7 +211,8 @@ def main(arguments: list[str]) -> None:
             for found in cells:
                 keep("cells", found)
             for batch in batches:
-                for row in study.rows(exact, cells, batch, asked.prompts):
+                count = asked.prompts if batch > 1 else -(-asked.prompts // 2)  # one by one they take long
+                for row in study.rows(exact, cells, batch, count):
                     keep("rows", row)
     print(json.dumps(summary(report), indent=1))
 
