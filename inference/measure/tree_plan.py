@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inference.exactness.teacher_forced import teacher_forced
-from inference.measure.shapes import Parents, Seconds, Shape, grown
+from inference.measure.shapes import Parents, Seconds, Shape, grow, grown
 from inference.measure.timing import Emitted
-from inference.measure.tree_rates import Paths, calls_of, every, products, union
+from inference.measure.tree_rates import Paths, calls_of, climbed, every, products, union
 from inference.models.lm import LM
 from inference.proposers.branching import Branching
 from inference.proposers.topology import chain, from_paths, paths_of
@@ -24,7 +24,6 @@ from inference.verify.tree_prediction import SAMPLES, by_draw, by_rank, rank_of,
 
 SMALL = 5  # nodes of trees that are all considered
 WIDE = 4  # levels in which a node may have more than two children, of drafts whose laws hang on the depth
-FEW = 8  # shapes that are rated under traversal too
 
 
 class Laws(NamedTuple):
@@ -102,57 +101,59 @@ def plan(laws: Laws, seconds: Seconds, most: int, children: int, depths: Iterabl
 
 class Search:
     """Shapes and their expected calls on texts, under any costs: nothing, chains, all trees of up to `SMALL` nodes, and
-    those grown to every size within each of `depths` levels.
+    those grown to every size within each of `depths` levels, from nothing and from chains; under `traversal` those
+    grown again from the same paths.
 
-    longest: of chains, where that is more than `depths`; sorts: of children, whether they are the likeliest. By sort,
-    accept: see `accept_of`; calls: expected under the rule `tree`, (B,) of each shape. Under `traversal` the `FEW`
-    shapes that are fastest under `tree` are rated too; of likeliest children both rules accept the same.
+    longest: of chains, where that is more than `depths`; sorts: of children, whether they are the likeliest, of which
+    both rules accept the same; beside: other shapes to rate. accept: by sort, see `accept_of`. calls: by rule and sort,
+    (B,) of each shape.
     """
 
     def __init__(
         self, laws: Laws, most: int, children: int, depths: Iterable[int], longest: int = 0,
-        sorts: Sequence[bool] = (False, True),
+        sorts: Sequence[bool] = (False, True), beside: Iterable[Parents] = (),
     ) -> None:  # fmt: skip
-        self.laws, self.most, levels = laws, most, sorted(set(depths))
+        self.laws, self.most, self.levels = laws, most, sorted(set(depths))
+        self.longest = min(max(longest, *self.levels), most)
         self.accept = {sort: accept_of(laws, children, sort, WIDE, samples=4) for sort in sorts}
-        self.calls: dict[bool, dict[Parents, Tensor]] = {}
-        self._traversal: dict[Parents, Tensor] = {}
+        self.calls: dict[tuple[str, bool], dict[Parents, Tensor]] = {}
         for sort, accept in self.accept.items():
-            chains = [chain(n) for n in range(min(max(longest, *levels), most) + 1)]
-            small = every(min(SMALL, most), children, levels[-1])
-            trees = [from_paths(paths_of(tree)) for tree in grown(accept, most, levels, laws.lengths)]
-            shapes = list(dict.fromkeys([*chains, *small, *trees]))
-            self.calls[sort] = rate(laws, shapes, "tree", sort, accept)
+            shapes = list(dict.fromkeys([*self._shapes(accept, children), *beside]))
+            self.calls["tree", sort] = self._rated(table_of(laws, shapes, "tree", sort, accept), shapes)
+            if not sort:
+                table = table_of(laws, shapes, "traversal", sort, samples=2)
+                again = [tree for level in self.levels for tree in climbed(table, most, level)]
+                self.calls["traversal", sort] = self._rated(table, list(dict.fromkeys([*shapes, *again])))
+
+    def _shapes(self, accept: Tensor, children: int) -> list[Parents]:
+        lengths, deepest = self.laws.lengths, self.levels[-1]
+        starts = [chain(level) for level in self.levels if 2 < level < self.most]
+        wholes = [grow(accept, self.most, deepest, lengths, start=start) for start in starts]
+        trees = grown(accept, self.most, self.levels, lengths)
+        trees += [whole[:n] for whole, start in zip(wholes, starts, strict=True)
+                  for n in range(len(start), len(whole) + 1)]  # fmt: skip
+        small = every(min(SMALL, self.most), children, deepest)
+        chains = [chain(n) for n in range(self.longest + 1)]
+        return list(dict.fromkeys([*chains, *small, *(from_paths(paths_of(tree)) for tree in trees)]))
+
+    def _rated(self, table: Paths, shapes: Sequence[Parents]) -> dict[Parents, Tensor]:
+        return dict(zip(shapes, calls_of(table, shapes), strict=True))
 
     def plan(self, seconds: Seconds) -> TreePlan:
         """The fastest of all."""
         return self.ranked(seconds)[0]
 
     def ranked(self, seconds: Seconds, branching: bool = False) -> list[TreePlan]:
-        """The fastest shape of each sort of children under each rule, fastest first. branching: of trees that are no
-        chain."""
-        found = []
-        for sort, table in self.calls.items():
-            some = {own: calls for own, calls in table.items() if not branching or own != chain(len(own))}
-            order = sorted((self._of(own, calls, seconds, "tree", sort) for own, calls in some.items()), key=_seconds)
-            found += order[:1]
-            if not sort:
-                few = self._traversed([one.shape.parents for one in order[:FEW]])
-                found += [min((self._of(own, few[own], seconds, "traversal", sort) for own in few), key=_seconds)]
-        return sorted(found, key=_seconds)
-
-    def _traversed(self, shapes: Sequence[Parents]) -> dict[Parents, Tensor]:
-        new = [own for own in shapes if own not in self._traversal]
-        self._traversal |= rate(self.laws, new, "traversal", False, samples=4)
-        return {own: self._traversal[own] for own in shapes}
-
-    def _of(self, parents: Parents, calls: Tensor, seconds: Seconds, rule: str, sort: bool) -> TreePlan:
-        tau = int(self.laws.lengths.sum()) / float(calls.sum())
-        return TreePlan(Shape(parents, tau, seconds(parents) / tau), rule, sort)
-
-
-def _seconds(plan: TreePlan) -> float:
-    return plan.shape.seconds
+        """The fastest shape under each rule with each sort of children, fastest first. branching: of trees that are no
+        chain, of which there may be none."""
+        tokens, found = int(self.laws.lengths.sum()), []
+        for (rule, sort), table in self.calls.items():
+            taus = {own: tokens / float(calls.sum()) for own, calls in table.items()
+                    if not branching or own != chain(len(own))}  # fmt: skip
+            rated = [Shape(own, tau, seconds(own) / tau) for own, tau in taus.items()]
+            if rated:
+                found.append(TreePlan(min(rated, key=lambda shape: shape.seconds), rule, sort))
+        return sorted(found, key=lambda plan: plan.shape.seconds)
 
 
 def rate(
@@ -161,13 +162,21 @@ def rate(
 ) -> dict[Parents, Tensor]:  # fmt: skip
     """Expected calls (B,) of each text with each shape. accept: as of `accept_of`, where it is at hand; samples: of the
     refused children under `traversal`."""
+    table = table_of(laws, shapes, rule, likeliest, accept, samples)
+    return dict(zip(shapes, calls_of(table, shapes), strict=True))
+
+
+def table_of(
+    laws: Laws, shapes: Sequence[Parents], rule: str, likeliest: bool, accept: Tensor | None = None,
+    samples: int = SAMPLES,
+) -> Paths:  # fmt: skip
+    """Chances of all paths of these shapes, see `rate`."""
     whole = union(shapes)
     if not whole:
-        return {shape: laws.lengths.double() for shape in shapes}
-    if rule == "traversal" and not likeliest:
+        chances = laws.p.new_zeros(*laws.x.shape, 0)
+    elif rule == "traversal" and not likeliest:
         chances = chances_traversal(laws.p, laws.q, laws.x, whole, laws.lengths, samples=samples)
     else:
         accept = accept_of(laws, max(map(whole.count, whole)), likeliest) if accept is None else accept
         chances = products(accept, whole, laws.lengths)
-    paths = Paths({path: n for n, path in enumerate(paths_of(whole))}, chances, laws.lengths)
-    return dict(zip(shapes, calls_of(paths, shapes), strict=True))
+    return Paths({path: n for n, path in enumerate(paths_of(whole))}, chances, laws.lengths)

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from inference.measure.costs import Costs
 from inference.measure.shapes import Parents, Seconds, positional, round_seconds, sequoia
-from inference.measure.tree_plan import Laws, Search, TreePlan, rate
+from inference.measure.tree_plan import Laws, Search, rate
 from inference.measure.tree_rates import every
 from inference.proposers.topology import chain, from_paths, full, paths_of
 from inference.verify.tree import depths_of
 
-MOST, CHILDREN, LONGEST = 16, 4, 8
-LEVELS = (1, 2, 3, 4, 5, 6, 8)  # of grown trees
+MOST, CHILDREN, LONGEST = 16, 4, 8  # nodes, children of one, drafts of the chains that trees are compared with
+LEVELS = (1, 2, 3, 4, 5, 6, 8, 10, 12)  # of grown trees; drafts that read their own states are rated to LONGEST
 FULL = [full(widths) for widths in ((2, 2), (2, 2, 2), (3, 2), (3, 3), (4, 2), (4, 3), (4, 2, 1), (4, 1, 1), (3, 2, 1),
                                     (2, 1, 1, 1), (2, 2, 1, 1), (3, 1, 1, 1, 1))]  # fmt: skip
 Choice = tuple[Parents, str, bool]
@@ -48,23 +48,22 @@ class Exact:
 
     def __init__(self, fitted: Laws, held: Laws, temperature: float, most: int, small: int) -> None:
         self.held, self.temperature, self.most = held, temperature, most
-        self.depth = min(LONGEST, held.q.shape[2] if held.q.ndim == 4 else LONGEST)
+        self.depth = held.q.shape[2] if held.q.ndim == 4 else LEVELS[-1]
+        self.deepest = longest = self.depth if held.q.ndim == 4 else most
         levels = [level for level in LEVELS if level <= self.depth]
         sorts = sorted({likeliest for _, likeliest in settings(temperature)})
-        self.fitted, self.search = (Search(laws, most, CHILDREN, levels, self.depth, sorts) for laws in (fitted, held))
+        self.fitted = Search(fitted, most, CHILDREN, levels, longest, sorts)
         self.sequoias = {sort: self._sequoias(sort) for sort in sorts}
-        self.by: dict[Choice, Tensor] = {}
-        for rule, sort in settings(temperature):
-            shapes = self._all(sort, small)
-            table = rate(held, shapes, rule, sort, self.search.accept[sort], samples=2)
-            self.by |= {(shape, rule, sort): calls for shape, calls in table.items()}
+        self.found = Search(held, most, CHILDREN, levels, longest, sorts, self._others(small))
+        self.by = {(shape, rule, sort): calls
+                   for (rule, sort), table in self.found.calls.items() for shape, calls in table.items()}  # fmt: skip
 
-    def _all(self, sort: bool, small: int) -> list[Parents]:
-        """Shapes that brute force looks at: all small ones, full trees, Sequoia's, and all that searches on either
-        texts find, chains among them."""
-        trees = [*self.search.calls[sort], *self.fitted.calls[sort], *self.sequoias[sort], *FULL,
-                 *every(min(small, self.most), CHILDREN, self.depth)]  # fmt: skip
-        fit = [tree for tree in trees if len(tree) <= self.most and max(depths_of(tree), default=0) <= self.depth]
+    def _others(self, small: int) -> list[Parents]:
+        """What brute force looks at beside what a search on the held texts themselves does: all small shapes, full
+        trees, Sequoia's, and what the search on the fitted texts found."""
+        trees = [*FULL, *every(min(small, self.most), CHILDREN, self.depth)]
+        trees += [tree for own in (self.sequoias, self.fitted.calls) for table in own.values() for tree in table]
+        fit = [tree for tree in trees if len(tree) <= self.most and max(depths_of(tree), default=0) <= self.deepest]
         return list(dict.fromkeys(from_paths(paths_of(tree)) for tree in fit))
 
     def _sequoias(self, sort: bool) -> dict[Parents, float]:
@@ -89,32 +88,35 @@ class Exact:
         return self.tokens / float(self.calls(choice).sum())
 
     def best(self, seconds: Seconds, chains: bool = False) -> Choice:
-        """The fastest choice of all, or of chains."""
-        found = [choice for choice in self.by if not chains or choice[0] == chain(len(choice[0]))]
+        """The fastest choice of all, or of chains of up to `LONGEST`."""
+        found = self.chains(LONGEST) if chains else list(self.by)
         return min(found, key=lambda choice: seconds(choice[0]) / self.tau(choice))
+
+    def chains(self, longest: int) -> list[Choice]:
+        """Of up to so many drafts, under each rule."""
+        return [choice for choice in self.by if choice[0] == chain(len(choice[0])) and len(choice[0]) <= longest]
 
     def sequoia(self, seconds: Seconds) -> Choice:
         """Its tree of the size and depth that are best by its own estimate under these costs, verified as it is
         there."""
         rates = {(tree, "tree", likeliest): seconds(tree) / tau
-                 for likeliest in self.sorts for tree, tau in self.sequoias[likeliest].items()}  # fmt: skip
+                 for likeliest in self.sequoias for tree, tau in self.sequoias[likeliest].items()}  # fmt: skip
         return min(rates, key=rates.__getitem__)
 
     def largest(self, rule: str | None = None) -> Choice:
-        """Of the trees that save the most calls of the fitted texts within `most` nodes, which saves most of the held
-        ones' too; under one rule, with sampled children where there are any."""
-        found = [(self._saving(sort), own, sort) for own, sort in settings(self.temperature)
-                 if rule is None or (own == rule and sort == (self.temperature == 0))]  # fmt: skip
-        return max(found, key=self.tau)
+        """Of the trees that save the most calls of the fitted texts, under each rule with each sort of children, the
+        one that saves most there; under one rule, with sampled children where there are any."""
+        found: dict[Choice, float] = {}
+        for (own, sort), table in self.fitted.calls.items():
+            if rule is None or (own == rule and sort == (self.temperature == 0)):
+                trees = {tree: float(calls.sum()) for tree, calls in table.items() if tree != chain(len(tree))}
+                tree = min(trees, key=trees.__getitem__)
+                found[tree, own, sort] = trees[tree]
+        return min(found, key=found.__getitem__)
 
-    def _saving(self, sort: bool) -> Parents:
-        """The tree that saves the most calls of the fitted texts."""
-        calls = self.fitted.calls[sort]
-        return min((own for own in calls if own != chain(len(own))), key=lambda own: float(calls[own].sum()))
-
-    def chain(self) -> Choice:
+    def chain(self, longest: int = LONGEST) -> Choice:
         """The chain with the most tokens a call."""
-        return max((choice for choice in self.by if choice[0] == chain(len(choice[0]))), key=self.tau)
+        return max(self.chains(longest), key=self.tau)
 
 
 @dataclass(frozen=True)
@@ -138,8 +140,8 @@ class Speeds:
 def cell(exact: Exact, costs: Costs) -> dict[str, Any]:
     """The plan beside the best there is, Sequoia's tree and the chains, under one table of costs."""
     speeds = Speeds(exact, costs)
-    planned, on_held = (search.plan(speeds.seconds) for search in (exact.fitted, exact.search))
-    named = {"planned": _of(planned), "planned on held": _of(on_held), "best": exact.best(speeds.seconds),
+    planned = exact.fitted.plan(speeds.seconds)
+    named = {"planned": (planned.shape.parents, planned.rule, planned.likeliest), "best": exact.best(speeds.seconds),
              "sequoia": exact.sequoia(speeds.seconds), "fastest chain": exact.best(speeds.seconds, chains=True),
              "best chain": exact.chain(), "largest tree": exact.largest()}  # fmt: skip
     told = {name: speeds.told(choice) for name, choice in named.items()}
@@ -149,19 +151,23 @@ def cell(exact: Exact, costs: Costs) -> dict[str, Any]:
     return {"choices": told, "of_best": of_best, "over_sequoia": over} | passes
 
 
-def _of(plan: TreePlan) -> Choice:
-    return plan.shape.parents, plan.rule, plan.likeliest
-
-
 def orders(exact: Exact) -> dict[str, Any]:
     """Tokens a call of the largest tree under both rules and of the best chain, as ratios with standard errors."""
     largest, line = exact.largest(), exact.chain()
     found = {"largest": largest, "best_chain": line, "gain": ratio(exact.calls(largest), exact.calls(line))}
+    found["gain_over_any"] = ratio(exact.calls(largest), exact.calls(exact.chain(exact.most)))
     if exact.temperature:
         both = [exact.calls(exact.largest(rule)) for rule in ("traversal", "tree")]
         found["traversal_over_tree"] = ratio(*both)
-        chains = [choice for choice in exact.by if choice[0] == chain(len(choice[0])) and choice[1:] == ("tree", False)]
+        chains = [choice for choice in exact.chains(LONGEST) if choice[1:] == ("tree", False)]
         found["tree_over_chain"] = ratio(both[1], exact.calls(max(chains, key=exact.tau)))
+        same = [(ratio(calls, exact.by[shape, "tree", False]), shape)
+                for (shape, rule, _), calls in exact.by.items() if rule == "traversal" and len(shape) > 1]  # fmt: skip
+        found["same_shape"] = {
+            "shapes": len(same), "least": min(same),
+            "below": sum(value < 1 - 1e-6 for (value, _), _ in same),
+            "below_by_2_errors": sum(value + 2 * error < 1 for (value, error), _ in same),
+        }  # fmt: skip
     else:
         found["tree_over_chain"] = found["gain"]
     return found

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-NEAR, GAIN = 0.02, 0.15
+NEAR = 0.02
 
 
 def summary(report: dict[str, Any]) -> dict[str, Any]:
@@ -24,19 +24,17 @@ def predictions(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def plans(cells: list[dict[str, Any]]) -> dict[str, Any]:
-    """By table of costs: cells, how many plans are within 2 % of the best, so many planned on the held texts
-    themselves, as fast as Sequoia's tree, and never slower than the fastest chain; the worst shares."""
+    """By table of costs: cells, how many plans are within 2 % of the best, at least as fast as Sequoia's
+    tree, and within 2 % of the fastest chain or above; the worst shares."""
     found = {}
     for name in sorted({cell["costs"] for cell in cells}):
         own = [cell for cell in cells if cell["costs"] == name]
         found[name] = {
             "cells": len(own),
             "near_best": sum(cell["of_best"]["planned"] >= 1 - NEAR for cell in own),
-            "near_best_on_held": sum(cell["of_best"]["planned on held"] >= 1 - NEAR for cell in own),
             "as_sequoia": sum(cell["over_sequoia"] >= 1 - 1e-9 for cell in own),
             "as_chain": sum(_speed(cell, "planned") >= (1 - NEAR) * _speed(cell, "fastest chain") for cell in own),
             "worst": min(cell["of_best"]["planned"] for cell in own),
-            "worst_on_held": min(cell["of_best"]["planned on held"] for cell in own),
             "worst_over_sequoia": min(cell["over_sequoia"] for cell in own),
         }
     return found
@@ -50,12 +48,19 @@ def of_orders(orders: list[dict[str, Any]]) -> dict[str, Any]:
         ratios = [one[name] for one in orders if name in one]
         found[name] = {"cells": len(ratios), "below": sum(value < 1 for value, _ in ratios),
                        "below_by_2_errors": sum(value + 2 * error < 1 for value, error in ratios)}  # fmt: skip
+    same = [one["same_shape"] for one in orders if "same_shape" in one]
+    found["traversal_over_tree_of_one_shape"] = {
+        name: sum(one[name] for one in same) for name in ("shapes", "below", "below_by_2_errors")
+    }
+    found["least_of_one_shape"] = min((one["least"][0] for one in same), default=(1.0, 0.0))
     return found
 
 
 def gains(orders: list[dict[str, Any]]) -> dict[str, dict[str, str]]:
-    """Tokens a call of the largest tree over the best chain, by kind and temperature."""
-    return {kind: {str(one["temperature"]): f"{one['gain'][0] - 1:+.1%} +- {one['gain'][1]:.1%}"
+    """Tokens a call of the largest tree over the best chain of up to 8 drafts and of up to as many as the tree has, by
+    kind and temperature, with standard errors."""
+    return {kind: {str(one["temperature"]): ", ".join(f"{value - 1:+.1%} +- {error:.1%}" for value, error in
+                                                      (one["gain"], one["gain_over_any"]))
                    for one in orders if one["kind"] == kind} for kind in _names(orders)}  # fmt: skip
 
 

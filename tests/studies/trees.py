@@ -141,7 +141,7 @@ class Study:
     ) -> dict[str, Any]:
         """One shape under one rule on the first `count` held prompts, and its prediction."""
         proposer = self.drafts(shape, likeliest or sampling.temperature == 0)
-        engine = Engine(self.target.model, proposer, verify=rule, policy=Fixed(LONGEST), rows=batch)
+        engine = Engine(self.target.model, proposer, verify=rule, policy=Fixed(MOST), rows=batch)
         texts, seconds = self.target.run(engine, self.target.held[:count], sampling)
         tokens, calls = sum(map(len, texts.tokens)), sum(row.target_calls for row in texts.counts)
         found = {"rule": rule, "likeliest": likeliest, "tokens": tokens, "calls": calls, "tau": tokens / calls,
