@@ -7,7 +7,17 @@ from inference import Engine, Sampling
 from inference.measure.costs import Costs
 from inference.measure.shapes import round_seconds
 from inference.measure.timing import Emitted
-from inference.measure.tree_plan import Laws, Search, accept_of, laws_of, plan, rate, reach_under, table_of
+from inference.measure.tree_plan import (
+    Laws,
+    Search,
+    accept_of,
+    laws_of,
+    plan,
+    rate,
+    reach_under,
+    table_of,
+    towards_mean,
+)
 from inference.measure.tree_rates import calls_of, climbed, every
 from inference.models.lm import LM
 from inference.noise import row_ids
@@ -83,7 +93,7 @@ def test_the_plan_is_the_best_of_all_trees(by_depth: bool) -> None:
     found = broad(by_depth)
     trees = {from_paths(paths_of(parents)) for n in range(6) for parents in topologies(n)}
     trees = {own for own in trees if depth(own) <= 3 and max(map(own.count, own), default=0) <= 2}
-    tokens, search = int(found.lengths.sum()), Search(found, 5, 2, (1, 2, 3))
+    tokens, search = int(found.lengths.sum()), Search(found, 5, 2, (1, 2, 3), shrunk=0)
     taus = {}
     for parents in trees:
         for rule, likeliest in [("tree", False), ("tree", True), ("traversal", False)] if parents else []:
@@ -141,3 +151,26 @@ def test_many_shapes_are_rated_as_each_by_itself() -> None:
             torch.testing.assert_close(
                 calls[own], alone.double(), rtol=0.02 if rule == "traversal" and own != (-1, 0, 1) else 1e-6, atol=0
             )
+
+
+def test_chances_are_drawn_to_their_mean() -> None:
+    """Of each depth and child, over the tokens that there are."""
+    accept, lengths = torch.rand(2, 5, 3, 2, dtype=torch.float64), torch.tensor([5, 2])
+    mean = torch.cat([accept[0], accept[1, :2]]).mean(0)
+    found = towards_mean(accept, 0.25, lengths)
+    torch.testing.assert_close(found, 0.75 * accept + 0.25 * mean.expand_as(accept))
+    assert Search(laws(), 4, 2, (1, 2), sorts=(True,)).accept[True].unique().numel() > 2
+
+
+def test_few_texts_are_not_learnt_by_heart() -> None:
+    """Texts without structure: the tree that was grown on a few of them costs others fewer calls where chances are
+    drawn to their mean."""
+    generator, calls = torch.Generator().manual_seed(1), {0.0: 0.0, 0.3: 0.0}
+    for _ in range(6):
+        rank = torch.multinomial(torch.tensor([0.5, 0.2, 0.1, 0.2]), 50 * 40, True, generator=generator).view(50, 40)
+        each = Laws(torch.zeros(50, 40, 4), torch.zeros(50, 40, 4), rank, torch.full((50,), 40), rank)
+        few, others = (Laws(*(part[rows] for part in each)) for rows in (slice(0, 6), slice(6, None)))
+        for shrunk in calls:
+            best = Search(few, 10, 3, (1, 2, 3, 4), sorts=(True,), shrunk=shrunk).plan(lambda parents: 1.0)
+            calls[shrunk] += float(rate(others, [best.shape.parents], "tree", True)[best.shape.parents].sum())
+    assert calls[0.3] < calls[0.0]

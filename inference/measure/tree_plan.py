@@ -23,6 +23,7 @@ from inference.verify.traversal_prediction import chances_traversal, reach_trave
 from inference.verify.tree_prediction import SAMPLES, by_draw, by_rank, rank_of, reach_tree
 
 SMALL = 5  # nodes of trees that are all considered
+SHRUNK = 0.3  # how far chances of likeliest children, 0 or 1 given a text, are drawn to their mean over the texts
 WIDE = 4  # levels in which a node may have more than two children, of drafts whose laws hang on the depth
 
 
@@ -83,6 +84,13 @@ def accept_of(laws: Laws, children: int, likeliest: bool, levels: int | None = N
     return torch.cat((whole, F.pad(pair, (0, children - pair.shape[-1]))), 2)
 
 
+def towards_mean(accept: Tensor, share: float, lengths: Tensor) -> Tensor:
+    """Chances a share of the way to their means over the texts, of each child and, where there is that axis, depth."""
+    inside = torch.arange(accept.shape[1], device=accept.device) < lengths.to(accept.device).unsqueeze(1)
+    mean = accept[inside].mean(0)
+    return (1 - share) * accept + share * mean
+
+
 def reach_under(laws: Laws, parents: Parents, rule: str, likeliest: bool) -> Tensor:
     """P(a round that starts at t accepts at least n nodes | the text) -> (B, T, D+1), of engines that draft no level
     which the text's end leaves no room for."""
@@ -106,16 +114,19 @@ class Search:
 
     longest: of chains, where that is more than `depths`; sorts: of children, whether they are the likeliest, of which
     both rules accept the same; beside: other shapes to rate. accept: by sort, see `accept_of`. calls: by rule and sort,
-    (B,) of each shape.
+    (B,) of each shape; with `shrunk` above 0 those of likeliest children are no longer of these very texts, but what is
+    chosen by them is better on others (few texts are learnt by heart).
     """
 
     def __init__(
         self, laws: Laws, most: int, children: int, depths: Iterable[int], longest: int = 0,
-        sorts: Sequence[bool] = (False, True), beside: Iterable[Parents] = (),
+        sorts: Sequence[bool] = (False, True), beside: Iterable[Parents] = (), shrunk: float = SHRUNK,
     ) -> None:  # fmt: skip
         self.laws, self.most, self.levels = laws, most, sorted(set(depths))
         self.longest = min(max(longest, *self.levels), most)
         self.accept = {sort: accept_of(laws, children, sort, WIDE, samples=4) for sort in sorts}
+        if True in self.accept:
+            self.accept[True] = towards_mean(self.accept[True], shrunk, laws.lengths)
         self.calls: dict[tuple[str, bool], dict[Parents, Tensor]] = {}
         for sort, accept in self.accept.items():
             shapes = list(dict.fromkeys([*self._shapes(accept, children), *beside]))

@@ -54,7 +54,7 @@ class Exact:
         sorts = sorted({likeliest for _, likeliest in settings(temperature)})
         self.fitted = Search(fitted, most, CHILDREN, levels, longest, sorts)
         self.sequoias = {sort: self._sequoias(sort) for sort in sorts}
-        self.found = Search(held, most, CHILDREN, levels, longest, sorts, self._others(small))
+        self.found = Search(held, most, CHILDREN, levels, longest, sorts, self._others(small), shrunk=0)
         self.by = {(shape, rule, sort): calls
                    for (rule, sort), table in self.found.calls.items() for shape, calls in table.items()}  # fmt: skip
 

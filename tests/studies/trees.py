@@ -30,6 +30,7 @@ from inference.drafts.bundled_target import resolve
 from inference.drafts.compatibility import hash_target
 from inference.drafts.draft_folder import read
 from inference.exactness.forced import forced
+from inference.exactness.ties import MARGIN, noise_of
 from inference.measure.costs import Costs, measure_costs
 from inference.measure.environment import environment
 from inference.measure.timing import Emitted
@@ -58,9 +59,9 @@ class Target:
         self.model, self.tokens = widened(load_model(path)), tokens
         self.tokenizer = AutoTokenizer.from_pretrained(path)
         lines = Path("data/prompts.jsonl").read_text(encoding="utf-8").splitlines()
-        found = [json.loads(line)["text"] for line in lines[:: max(1, len(lines) // (2 * texts))]][: 2 * texts]
+        found = [json.loads(line)["text"] for line in lines[:: max(1, len(lines) // (3 * texts))]][: 3 * texts]
         prompts = [self.tokenizer(text).input_ids[:64] for text in found]
-        self.fitted, self.held = prompts[0::2], prompts[1::2]
+        self.fitted, self.held = [*prompts[0::3], *prompts[2::3]], prompts[1::3]
 
     def run(self, engine: Engine, prompts: list[list[int]], sampling: Sampling) -> tuple[Emitted, float]:
         """What the engine emits, and its seconds."""
@@ -70,9 +71,11 @@ class Target:
 
     @cache  # noqa: B019 - one object a study
     def plain(self, temperature: float) -> tuple[Emitted, Emitted]:
-        """Texts to plan with and to rate on."""
+        """Texts to plan with and to rate on: at temperature 0 a text says less of others, and its laws cost less, so
+        twice as many to plan with."""
         engine, sampling = Engine(self.model, rows=TOGETHER), Sampling(temperature)
-        return self.run(engine, self.fitted, sampling)[0], self.run(engine, self.held, sampling)[0]
+        fitted = self.fitted if temperature == 0 else self.fitted[: len(self.held)]
+        return self.run(engine, fitted, sampling)[0], self.run(engine, self.held, sampling)[0]
 
 
 class Study:
@@ -147,7 +150,8 @@ class Study:
         found = {"rule": rule, "likeliest": likeliest, "tokens": tokens, "calls": calls, "tau": tokens / calls,
                  "seconds": seconds, "parents": vars(shape) if isinstance(shape, Dynamic) else shape}  # fmt: skip
         expected, sigma = self.predicted(texts, shape, rule, likeliest, sampling)
-        apart = (calls - expected) / sigma if sigma > 1e-6 else 0.0 if abs(calls - expected) < 0.5 else math.inf
+        # a difference of rounding is none, as in the verdict
+        apart = 0.0 if abs(calls - expected) <= 1e-5 * expected else (calls - expected) / sigma if sigma else math.inf
         return found | {"predicted_calls": expected, "sigma": sigma, "z": apart, "predicted_tau": tokens / expected}
 
     def predicted(
@@ -158,23 +162,29 @@ class Study:
         drafted = (shape, rule, likeliest, sampling)
         keys = [(*drafted, *ids, -1, *text) for ids, text in zip(texts.prompts, texts.tokens, strict=True)]
         if any(key not in self.known for key in keys):
-            if isinstance(shape, Dynamic):
-                reach, lengths = self.grown(texts, shape, rule, sampling)
+            if isinstance(shape, Dynamic) or sampling.temperature == 0:
+                reach, lengths, near = self.forced(texts, shape, rule, sampling)
             else:
                 laws = self.laws(texts, sampling, max(depths_of(shape)))
-                reach, lengths = reach_under(laws, shape, rule, likeliest or sampling.temperature == 0), laws.lengths
-            each = zip(calls_from(reach, lengths).tolist(), variance_from(reach, lengths).tolist(), strict=True)
+                reach, lengths, near = reach_under(laws, shape, rule, likeliest), laws.lengths, 0
+            variance = variance_from(reach, lengths) + near
+            each = zip(calls_from(reach, lengths).tolist(), variance.tolist(), strict=True)
             self.known |= dict(zip(keys, each, strict=True))
         calls, variance = (sum(self.known[key][part] for key in keys) for part in (0, 1))
         return calls, math.sqrt(max(variance, 0.0))
 
-    def grown(self, texts: Emitted, shape: Dynamic, rule: str, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
-        """Reach (B, T, D+1) of trees that laws decide, from forced rounds, and the texts' lengths."""
+    def forced(
+        self, texts: Emitted, shape: Shape, rule: str, sampling: Sampling
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Reach (B, T, D+1) of likeliest children from forced rounds, the texts' lengths (B,), and how many drafts of
+        each (B,) rounding could turn, a call each, as the verdict counts them."""
         rows = min(TOGETHER, len(texts.prompts))
-        engine = Engine(self.target.model, self.drafts(shape, True), verify=rule, policy=Fixed(LONGEST), rows=rows)
-        figures = forced(engine, texts, sampling, self.target.tokens)
+        engine = Engine(self.target.model, self.drafts(shape, True), verify=rule, policy=Fixed(MOST), rows=rows)
+        greedy, lm = Sampling(0), LM(self.target.model, rows)
+        noise = MARGIN * noise_of(lm, texts.prompts[:rows], texts.tokens[:rows], greedy, width=2)
+        figures = forced(engine, texts, sampling, self.target.tokens, noise)
         assert figures.reach is not None
-        return figures.reach, figures.lengths
+        return figures.reach, figures.lengths, figures.near_q.flatten(1).sum(1)
 
 
 def main(arguments: list[str]) -> None:
@@ -182,7 +192,9 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("folders", nargs="+", metavar="KIND=FOLDER")
     parser.add_argument("--prompts", type=int, default=8, help="of the held ones, on which shapes are run")
-    parser.add_argument("--texts", type=int, default=24, help="to plan with, and as many to rate on")
+    parser.add_argument(
+        "--texts", type=int, default=24, help="to rate on; to plan with as many, 2x at 0"
+    )
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--small", type=int, default=5, help="nodes of trees of which brute force looks at all")
     parser.add_argument("--minutes", type=float, default=math.inf, help="nothing is begun after these")
