@@ -192,9 +192,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("folders", nargs="+", metavar="KIND=FOLDER")
     parser.add_argument("--prompts", type=int, default=8, help="of the held ones, on which shapes are run")
-    parser.add_argument(
-        "--texts", type=int, default=24, help="to rate on; to plan with as many, 2x at 0"
-    )
+    parser.add_argument("--texts", type=int, default=24, help="to rate on; to plan with as many, 2x at 0")
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--small", type=int, default=5, help="nodes of trees of which brute force looks at all")
     parser.add_argument("--minutes", type=float, default=math.inf, help="nothing is begun after these")
