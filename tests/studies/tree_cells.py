@@ -161,8 +161,9 @@ def orders(exact: Exact) -> dict[str, Any]:
         found["traversal_over_tree"] = ratio(*both)
         chains = [choice for choice in exact.chains(LONGEST) if choice[1:] == ("tree", False)]
         found["tree_over_chain"] = ratio(both[1], exact.calls(max(chains, key=exact.tau)))
-        same = [(ratio(calls, exact.by[shape, "tree", False]), shape)
-                for (shape, rule, _), calls in exact.by.items() if rule == "traversal" and len(shape) > 1 and (shape, "tree", False) in exact.by]  # fmt: skip
+        both_rules = [(shape, calls, exact.by.get((shape, "tree", False)))
+                      for (shape, rule, _), calls in exact.by.items() if rule == "traversal" and len(shape) > 1]  # fmt: skip
+        same = [(ratio(calls, other), shape) for shape, calls, other in both_rules if other is not None]
         found["same_shape"] = {
             "shapes": len(same), "least": min(same),
             "below": sum(value < 1 - 1e-6 for (value, _), _ in same),
