@@ -161,8 +161,8 @@ def orders(exact: Exact) -> dict[str, Any]:
         found["traversal_over_tree"] = ratio(*both)
         chains = [choice for choice in exact.chains(LONGEST) if choice[1:] == ("tree", False)]
         found["tree_over_chain"] = ratio(both[1], exact.calls(max(chains, key=exact.tau)))
-        both_rules = [(shape, calls, exact.by.get((shape, "tree", False)))
-                      for (shape, rule, _), calls in exact.by.items() if rule == "traversal" and len(shape) > 1]  # fmt: skip
+        trees = [own[0] for own in exact.by if own[1] == "traversal" and len(own[0]) > 1]
+        both_rules = [(own, exact.by[own, "traversal", False], exact.by.get((own, "tree", False))) for own in trees]
         same = [(ratio(calls, other), shape) for shape, calls, other in both_rules if other is not None]
         found["same_shape"] = {
             "shapes": len(same), "least": min(same),
