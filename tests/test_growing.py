@@ -10,11 +10,13 @@ import torch
 from inference import Engine, Sampling
 from inference.exactness.checks import check
 from inference.exactness.forced import forced
-from inference.exactness.forced_trees import close_edge
+from inference.exactness.forced_trees import close_edge, reach_grown
 from inference.measure.timing import Emitted
 from inference.models.lm import LM
+from inference.models.passes import Tree
 from inference.policy import Fixed
 from inference.proposers import Independent
+from inference.proposers.base import Proposal
 from inference.proposers.growing import Dynamic, Growing
 from tests.kinds import KINDS, SHAPED
 from tests.test_exactness import p_value, pair
@@ -196,3 +198,13 @@ def test_a_choice_that_rounding_could_change_is_near() -> None:
 ])  # fmt: skip
 def test_only_the_edge_of_what_is_kept_is_close(scores: list[float], kept: int, near: bool) -> None:
     assert close_edge(torch.tensor([scores]), kept, 0.2).tolist() == [near]
+
+
+def test_a_grown_tree_accepts_the_text_as_far_as_it_is_a_path() -> None:
+    """Two rows of other shapes: of the second only two nodes are its own; the third's text ends behind one token."""
+    tree = Tree(torch.tensor([[-1, -1, 0, 2], [-1, 0, 1, 2], [-1, 0, 1, 2]]))
+    ids = torch.tensor([[5, 6, 7, 8], [5, 7, 8, 9], [5, 7, 8, 9]])
+    x = torch.tensor([[5, 7, 9], [5, 7, 8], [5, 7, 8]])
+    inside = torch.tensor([[True] * 3, [True] * 3, [True, False, False]])
+    found = reach_grown(Proposal(ids, None, [4, 2, 4], tree), x, inside, torch.tensor([4, 2, 4]))
+    assert found.tolist() == [[1, 1, 1, 0], [1, 1, 1, 0], [1, 1, 0, 0]]
