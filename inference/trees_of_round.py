@@ -52,6 +52,9 @@ class TreesOfRound:
         noise = partial(self._gumbel_of, keys, depth)
         return children(self.batch.regimes, scores, siblings.most, noise, likeliest)
 
+    def left_out(self, scores: Tensor, kept: int, levels: int) -> None:
+        """See `base.Round.left_out`; serving has no use for it."""
+
     def branch_scores(self, logits: Tensor, x: Tensor, siblings: Siblings) -> Tensor:
         """Logits (A, n, V) behind nodes, as settings that read history leave them."""
         if not self.batch.history:

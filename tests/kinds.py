@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import LlamaForCausalLM
 
+from inference.models.taps import decoder_layers
 from inference.proposers import KINDS as REGISTERED
 from inference.proposers import Independent, NGram, kind_of
 from inference.proposers.base import Proposer
@@ -109,14 +110,14 @@ def eagle(target: LlamaForCausalLM, noise: float = 0.1, **settings: Any) -> Eagl
         ids = torch.arange(0, config.vocab_size, 2)[: network.config.draft_vocab_size]
         if network.pruned:
             network.know(ids.tolist())
-        network.lm_head.weight.copy_(target.lm_head.weight[ids if network.pruned else slice(None)])
+        network.lm_head.weight.copy_(target.get_output_embeddings().weight[ids if network.pruned else slice(None)])
     return network.to(target.device)
 
 
 def exit_network(target: LlamaForCausalLM, rank: int = 2) -> ExitNetwork:
     """An exit behind the first layer but the last, changed at random."""
     torch.manual_seed(4)
-    network = begun(target, max(len(target.model.layers) - 1, 1), rank, 3).to(target.device, target.dtype)
+    network = begun(target, max(len(decoder_layers(target)) - 1, 1), rank, 3).to(target.device, target.dtype)
     with torch.no_grad():
         for weight in network.layers.parameters():
             weight.normal_(std=0.2)

@@ -1,17 +1,22 @@
 """Trees that each row's own laws decide: exact whatever they come to, of a fixed number of nodes, those of the
 likeliest paths among what was read."""
 
+import math
 from typing import Any
 
 import pytest
 import torch
 
 from inference import Engine, Sampling
+from inference.exactness.checks import check
 from inference.exactness.forced import forced
+from inference.exactness.forced_trees import close_edge, reach_grown
 from inference.measure.timing import Emitted
 from inference.models.lm import LM
+from inference.models.passes import Tree
 from inference.policy import Fixed
 from inference.proposers import Independent
+from inference.proposers.base import Proposal
 from inference.proposers.growing import Dynamic, Growing
 from tests.kinds import KINDS, SHAPED
 from tests.test_exactness import p_value, pair
@@ -149,11 +154,57 @@ def test_sizes_that_cannot_be_drafted_are_refused(sizes: tuple[int, int, int, in
         Engine(target, Independent(target, shape=Dynamic(*sizes)), verify="tree").generate([[1]], max_new_tokens=3)
 
 
-def test_what_needs_one_shape_for_all_rows_says_so() -> None:
+def test_settings_that_read_history_need_one_shape_for_all_rows() -> None:
     target = tiny(layers=1)
     engine = Engine(target, Independent(target, shape=SHAPE), verify="tree", rows=1)
     with pytest.raises(ValueError, match="need one shape for all rows"):
         engine.generate([[1, 2]], max_new_tokens=3, sampling=Sampling(repetition_penalty=1.2))
-    texts = Emitted([[1, 2]], [0], [[3, 4, 5]], [])
-    with pytest.raises(ValueError, match="forced rounds predict trees of one shape for all rows"):
-        forced(engine, texts, Sampling(0), 3)
+
+
+@pytest.mark.parametrize(("kind", "rule", "temperature"), [
+    ("independent", "tree", 1.0), ("independent", "traversal", 0.0), ("eagle", "tree", 0.7), ("hydra", "tree", 1.0),
+    ("medusa", "tree", 0.7), ("parallel", "tree", 1.0), ("early_exit", "tree", 1.0), ("eagle, pruned", "tree", 1.0),
+])  # fmt: skip
+def test_calls_are_predicted_to_the_call(kind: str, rule: str, temperature: float) -> None:
+    """Given the text nothing is left to chance: the tree of each round follows from the text before it. Acceptance at
+    depth 1 too, and the whole verdict passes."""
+    target, sampling = tiny(vocab=8, layers=1, hidden=8, seed=3), Sampling(temperature)
+    engine = Engine(target, drafts(kind, target, Dynamic(6, 3, 2, 3)), verify=rule, policy=Climbing(), rows=4)
+    prompts = [[1, 2, 3], [4], [5, 6], [7, 1, 2, 3]] * 2
+    out = engine.generate(prompts, max_new_tokens=20, sampling=sampling, seed=5, ids=range(8), ignore_eos=True)
+    texts = Emitted(prompts, list(range(8)), out.tokens, out.stats.rows)
+    found = check(engine, texts, sampling, 20)
+    assert found.calls and found.depth and found.passed, found.lines()
+    assert found.calls.measured == found.calls.predicted and found.calls.sigma == found.calls.near == 0
+    assert found.depth.measured == found.depth.alpha and 0 < found.depth.alpha <= 1
+    assert sum(out.stats.accepted[1:]) > 0
+
+
+def test_a_choice_that_rounding_could_change_is_near() -> None:
+    """The candidates that a tree keeps, that it reads, and the children of a node."""
+    target = tiny(vocab=8, layers=1, hidden=8, seed=3)
+    engine = Engine(target, drafts("independent", target, Dynamic(6, 3, 2, 3)), verify="tree", policy=Fixed(3), rows=4)
+    prompts = [[1, 2, 3], [4]]
+    out = engine.generate(prompts, max_new_tokens=12, ids=range(2), ignore_eos=True)
+    texts = Emitted(prompts, [0, 1], out.tokens, out.stats.rows)
+    drafting = sum(k > 0 for k in forced(engine, texts, Sampling(), 12).k.flatten().tolist())
+    near = [forced(engine, texts, Sampling(), 12, noise).near for noise in (0.0, 0.03, 1e9)]
+    assert near[0] == 0 < near[1] < near[2] == drafting
+
+
+@pytest.mark.parametrize(("scores", "kept", "near"), [
+    ([3.0, 1.0, 0.9], 2, True), ([3.0, 2.95, 0.9], 2, False), ([3.0, 2.95, 0.9], 1, True), ([3.0, 2.95, 0.9], 3, False),
+    ([3.0, 1.0, -math.inf], 2, False), ([-math.inf] * 3, 1, False),
+])  # fmt: skip
+def test_only_the_edge_of_what_is_kept_is_close(scores: list[float], kept: int, near: bool) -> None:
+    assert close_edge(torch.tensor([scores]), kept, 0.2).tolist() == [near]
+
+
+def test_a_grown_tree_accepts_the_text_as_far_as_it_is_a_path() -> None:
+    """Two rows of other shapes: of the second only two nodes are its own; the third's text ends behind one token."""
+    tree = Tree(torch.tensor([[-1, -1, 0, 2], [-1, 0, 1, 2], [-1, 0, 1, 2]]))
+    ids = torch.tensor([[5, 6, 7, 8], [5, 7, 8, 9], [5, 7, 8, 9]])
+    x = torch.tensor([[5, 7, 9], [5, 7, 8], [5, 7, 8]])
+    inside = torch.tensor([[True] * 3, [True] * 3, [True, False, False]])
+    found = reach_grown(Proposal(ids, None, [4, 2, 4], tree), x, inside, torch.tensor([4, 2, 4]))
+    assert found.tolist() == [[1, 1, 1, 0], [1, 1, 1, 0], [1, 1, 0, 0]]

@@ -7,13 +7,11 @@ import torch
 
 from inference.measure.costs import Costs
 from inference.measure.shapes import (
-    best_shape,
     calls_left,
     candidates,
     gains,
     grow,
     positional,
-    rated,
     round_seconds,
     sequoia,
 )
@@ -61,6 +59,11 @@ def test_growth_takes_the_better_of_siblings_and_levels():
     assert grow(second.double(), 3, 4) == (-1, -1, 1)
 
 
+def test_growth_goes_on_from_what_is_there():
+    found = grow(accepts(3, 20, 2), 6, 4, start=chain(3))
+    assert len(found) == 6 and found[:3] == chain(3) and depth(found) <= 4
+
+
 def test_first_order_gains_are_derivatives_of_the_calls():
     """A node that is there with a small chance saves that share of its gain."""
     accept, lengths, small = accepts(3, 20, 2), torch.tensor([20, 9, 15]), 1e-6
@@ -75,25 +78,6 @@ def test_first_order_gains_are_derivatives_of_the_calls():
         more[..., level] += small * chance
         saved = (prediction.calls_from(reach, lengths) - prediction.calls_from(more, lengths)).sum() / small
         assert gain == pytest.approx(float(saved), rel=1e-4)
-
-
-def test_costs_decide_the_size():
-    lengths = torch.tensor([40, 25])
-    accept = accepts(2, 40, 2)
-    tables = {
-        "free": lambda parents: 1 + 1e-9 * len(parents),
-        "dear": lambda parents: 1 + 2.0 * len(parents),
-        "drafts": lambda parents: 1 + 0.3 * depth(parents),
-        "cliff": lambda parents: 1 + 0.05 * depth(parents) + 1.0 * (len(parents) > 3),
-    }
-    for name, seconds in tables.items():
-        best = best_shape(accept, seconds, 5, range(1, 6), lengths)
-        truth = min(rated(accept, parents, seconds, lengths).seconds for parents in shapes(2))
-        assert best.seconds <= truth * 1.005, name
-        assert best.seconds == pytest.approx(seconds(best.parents) / best.tau)
-        assert (best.parents == ()) == (name == "dear") and (name != "cliff" or len(best.parents) <= 3)
-        for n in range(6):
-            assert best.seconds <= rated(accept, chain(n), seconds, lengths).seconds + 1e-12
 
 
 def test_seconds_of_a_round_are_those_of_the_table():

@@ -20,7 +20,8 @@ from inference.proposers.topology import chain, from_paths
 from inference.settled import column_of, settled
 from inference.verify import TreeVerdict
 from inference.verify.rules import RULES
-from inference.verify.tree_prediction import by_draw, reach_traversal, reach_tree
+from inference.verify.traversal_prediction import reach_traversal
+from inference.verify.tree_prediction import by_draw, reach_tree
 from tests import standin
 from tests import test_families as families
 from tests.test_branches import NAMED

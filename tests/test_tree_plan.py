@@ -7,13 +7,27 @@ from inference import Engine, Sampling
 from inference.measure.costs import Costs
 from inference.measure.shapes import round_seconds
 from inference.measure.timing import Emitted
-from inference.measure.tree_plan import Laws, laws_of, plan, reach_under
+from inference.measure.tree_plan import (
+    Laws,
+    Search,
+    accept_of,
+    laws_of,
+    plan,
+    rate,
+    reach_under,
+    table_of,
+    towards_mean,
+)
+from inference.measure.tree_rates import calls_of, climbed, every
 from inference.models.lm import LM
 from inference.noise import row_ids
 from inference.policy import Fixed
 from inference.proposers import Independent
+from inference.proposers.topology import from_paths, paths_of
 from inference.verify.prediction import calls_from, variance_from
+from inference.verify.tree_prediction import rank_of
 from tests.tiny import near, tiny
+from tests.trees import depth, topologies
 
 PROMPTS = [[1, 2, 3], [4], [5, 6], [7, 1, 2, 3]] * 4
 SHAPE = (-1, 0, -1, 1, -1, 0, 2)
@@ -49,3 +63,114 @@ def test_the_plan_is_a_tree_where_passes_are_flat_a_chain_or_nothing_where_nodes
     assert tree.likeliest and len(tree.shape.parents) == 8 and tree.shape.parents.count(-1) == 2
     nothing = plan(laws(), round_seconds(steep), 8, 2, (1, 2, 3))
     assert nothing.shape.parents == () and nothing.shape.tau == 1
+
+
+def broad(by_depth: bool) -> Laws:
+    """Random laws of texts that follow p, whose draft is now near and now far."""
+    generator = torch.Generator().manual_seed(4)
+    B, T, V, K = 12, 24, 5, 4
+    p = (2 * torch.randn(B, T, V, generator=generator)).softmax(-1)
+    x = torch.multinomial(p.view(-1, V), 1, generator=generator).view(B, T)
+    shape = (B, T, K, V) if by_depth else (B, T, V)
+    near = p.log().unsqueeze(2) if by_depth else p.log()
+    q = (near + 1.2 * torch.randn(shape, generator=generator)).softmax(-1)
+    rank = rank_of(q, x.unsqueeze(-1).expand(B, T, K) if by_depth else x)
+    return Laws(p.double(), q.double(), x, torch.tensor([24, 9, 17] * 4), rank)
+
+
+TABLES = {
+    "free": lambda parents: 1 + 1e-9 * len(parents),
+    "dear": lambda parents: 1 + 2.0 * len(parents),
+    "drafts": lambda parents: 1 + 0.1 * depth(parents),
+    "cliff": lambda parents: 1 + 0.02 * depth(parents) + 1.0 * (len(parents) > 3),
+}
+
+
+@pytest.mark.parametrize("by_depth", [False, True])
+def test_the_plan_is_the_best_of_all_trees(by_depth: bool) -> None:
+    """Of up to five nodes, two children a node and three levels, under either rule, with either children, each rated by
+    itself; nothing, chains and trees win by the costs alone."""
+    found = broad(by_depth)
+    trees = {from_paths(paths_of(parents)) for n in range(6) for parents in topologies(n)}
+    trees = {own for own in trees if depth(own) <= 3 and max(map(own.count, own), default=0) <= 2}
+    tokens, search = int(found.lengths.sum()), Search(found, 5, 2, (1, 2, 3), shrunk=0)
+    taus = {}
+    for parents in trees:
+        for rule, likeliest in [("tree", False), ("tree", True), ("traversal", False)] if parents else []:
+            reach = reach_under(found, parents, rule, likeliest)
+            taus[parents, rule, likeliest] = tokens / float(calls_from(reach, found.lengths).sum())
+    taus[(), "tree", False] = 1.0
+    for name, seconds in TABLES.items():
+        best, truth = search.plan(seconds), min(seconds(own[0]) / tau for own, tau in taus.items())
+        own = from_paths(paths_of(best.shape.parents)), best.rule, best.likeliest
+        assert best.shape.seconds <= truth * 1.01, name  # refused children are drawn
+        assert best.shape.seconds == pytest.approx(seconds(own[0]) / taus.get(own, 1.0), rel=0.01)
+        assert (best.shape.parents == ()) == (name == "dear") and (name != "cliff" or len(best.shape.parents) <= 3)
+    assert all(len(set(one.shape.parents)) < len(one.shape.parents) for one in search.ranked(TABLES["drafts"], True))
+
+
+@pytest.mark.parametrize("rule", ["tree", "traversal"])
+def test_climbed_trees_save_what_the_best_of_their_size_do(rule: str) -> None:
+    """Under either rule, within the paths that are there; so a search under traversal grows its trees anew."""
+    found, all_trees = broad(False), every(5, 2, 3)
+    table = table_of(found, all_trees, rule, likeliest=False)
+    calls = dict(zip(all_trees, calls_of(table, all_trees).sum(1).tolist(), strict=True))
+    trees = climbed(table, 6, 3)
+    assert [len(tree) for tree in trees[:5]] == [1, 2, 3, 4, 5]
+    for tree in trees[:5]:
+        assert calls[tree] <= 1.01 * min(c for own, c in calls.items() if len(own) == len(tree))
+    assert max(map(depth, climbed(table, 5, 2))) == 2
+    search = Search(found, 5, 2, (1, 2, 3))
+    assert set(search.calls["traversal", False]) >= {*trees[:3], *search.calls["tree", False]}
+
+
+def test_deep_levels_have_two_children() -> None:
+    found = broad(True)
+    whole, cut = accept_of(found, 3, False), accept_of(found, 3, False, levels=1)
+    assert torch.equal(cut[:, :, 1:, 2], torch.zeros_like(cut[:, :, 1:, 2])) and bool((cut[:, :, 0, 2] > 0).any())
+    torch.testing.assert_close(cut[..., :2], whole[..., :2], rtol=1e-12, atol=0)
+
+
+def test_every_tree_is_listed_once() -> None:
+    wanted = {from_paths(paths_of(parents)) for n in range(1, 6) for parents in topologies(n)}
+    wanted = {own for own in wanted if depth(own) <= 4 and max(map(own.count, own)) <= 3}
+    found = every(5, 3, 4)
+    assert len(found) == len(wanted) and set(found) == wanted
+
+
+def test_many_shapes_are_rated_as_each_by_itself() -> None:
+    """Sums over paths: of more shapes than run side by side, under both rules. Of trees under
+    traversal the refused children are drawn."""
+    found = broad(True)
+    shapes = every(5, 2, 3)
+    for rule, likeliest in [("tree", False), ("tree", True), ("traversal", False)]:
+        calls = rate(found, [(), *shapes], rule, likeliest)
+        assert calls[()].tolist() == found.lengths.tolist()
+        for own in [*shapes[::7], (-1, 0, 1)]:
+            alone = calls_from(reach_under(found, own, rule, likeliest), found.lengths)
+            torch.testing.assert_close(
+                calls[own], alone.double(), rtol=0.02 if rule == "traversal" and own != (-1, 0, 1) else 1e-6, atol=0
+            )
+
+
+def test_chances_are_drawn_to_their_mean() -> None:
+    """Of each depth and child, over the tokens that there are."""
+    accept, lengths = torch.rand(2, 5, 3, 2, dtype=torch.float64), torch.tensor([5, 2])
+    mean = torch.cat([accept[0], accept[1, :2]]).mean(0)
+    found = towards_mean(accept, 0.25, lengths)
+    torch.testing.assert_close(found, 0.75 * accept + 0.25 * mean.expand_as(accept))
+    assert Search(laws(), 4, 2, (1, 2), sorts=(True,)).accept[True].unique().numel() > 2
+
+
+def test_few_texts_are_not_learnt_by_heart() -> None:
+    """Texts without structure: the tree that was grown on a few of them costs others fewer calls where chances are
+    drawn to their mean."""
+    generator, calls = torch.Generator().manual_seed(1), {0.0: 0.0, 0.3: 0.0}
+    for _ in range(6):
+        rank = torch.multinomial(torch.tensor([0.5, 0.2, 0.1, 0.2]), 50 * 40, True, generator=generator).view(50, 40)
+        each = Laws(torch.zeros(50, 40, 4), torch.zeros(50, 40, 4), rank, torch.full((50,), 40), rank)
+        few, others = (Laws(*(part[rows] for part in each)) for rows in (slice(0, 6), slice(6, None)))
+        for shrunk in calls:
+            best = Search(few, 10, 3, (1, 2, 3, 4), sorts=(True,), shrunk=shrunk).plan(lambda parents: 1.0)
+            calls[shrunk] += float(rate(others, [best.shape.parents], "tree", True)[best.shape.parents].sum())
+    assert calls[0.3] < calls[0.0]

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from cotrain import acceptance
+from inference.proposers.topology import full, paths_of
 from inference.verify import prediction, traversal, tree, tree_prediction
-from inference.verify.tree_prediction import by_draw, by_rank, expected_calls_tree, rank_of, reach_traversal, reach_tree
+from inference.verify.traversal_prediction import chances_traversal, reach_traversal, summed
+from inference.verify.tree_prediction import by_draw, by_rank, expected_calls_tree, rank_of, reach_tree
 from tests.exact import F64, laws
 from tests.test_tree_rules import cells
 from tests.trees import Case, depth, siblings_before, topologies
@@ -95,6 +97,19 @@ def test_traversal_of_a_chain_is_predicted_as_block():
     some, wanted = reach_traversal(p, q, x, (-1, 0, 1), lengths, each), prediction.reach_block(l, each, lengths)
     assert torch.equal(some[..., :1], wanted[..., :1]) and wanted.shape[-1] <= K + 1
     torch.testing.assert_close(some[..., : wanted.shape[-1]], wanted, rtol=0, atol=1e-12)
+
+
+def test_one_table_of_paths_serves_every_tree():
+    """Of two tokens nothing is left to draw: what a node adds is the same in every tree that has its path."""
+    B, T = 3, 7
+    p, q = (laws("dense", 2, B * T).view(B, T, 2) for _ in range(2))
+    x, lengths = torch.randint(2, (B, T)), torch.tensor([7, 4, 2])
+    whole = full((2, 2, 2))
+    chances, places = chances_traversal(p, q, x, whole, lengths, samples=1), paths_of(whole)
+    for parents in [(-1, 0, 0), (-1, -1, 1, 2), (-1, -1, 0, 0, 1, 2)]:
+        some = torch.stack([chances[..., places.index(path)] for path in paths_of(parents)], -1)
+        wanted = reach_traversal(p, q, x, parents, lengths, samples=1)
+        torch.testing.assert_close(summed(some, parents), wanted, rtol=0, atol=1e-12)
 
 
 def refused_orders(p, q, count):

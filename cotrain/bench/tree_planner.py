@@ -15,14 +15,12 @@ from inference import Engine
 from inference.drafts.planned_tree import PlannedTree
 from inference.loading import takes_shape
 from inference.measure.real_costs import RealRound, measure_drafting
-from inference.measure.shapes import Parents, Seconds, grown, rated, tokens_of
+from inference.measure.shapes import Seconds, tokens_of
 from inference.measure.timing import Emitted
 from inference.measure.tree_costs import fitted, probes
 from inference.measure.tree_laws import laws_of_rounds
-from inference.measure.tree_plan import Laws, accept_of, laws_of, reach_under
+from inference.measure.tree_plan import Laws, Search, laws_of, reach_under
 from inference.models.lm import LM
-from inference.proposers.branching import by_level
-from inference.proposers.topology import chain
 from inference.verify.prediction import calls_from
 
 if TYPE_CHECKING:
@@ -124,27 +122,15 @@ def run(plan: "Plan", drafted: Sequence[PlannedTree | int], until: float) -> dic
 def candidates(plan: "Plan", laws: Laws, seconds: Seconds) -> list[PlannedTree]:
     """The best tree under each rule and with each sort of children, in the order of seconds a token. A draft that was
     made for greedy drafting drafts its likeliest tokens; at temperature 0 all children are."""
-    certain = _certain(plan)
-    rates: dict[PlannedTree, float] = {}
-    for likeliest in (True,) if certain else (False, True):
-        parents = fastest(laws, seconds, plan.bench.trees, plan.depths, likeliest)
-        for rule in ("tree",) if parents and likeliest else ("tree", "traversal") if parents else ():
-            tree = PlannedTree(parents, rule, likeliest)
-            rates[tree] = seconds(parents) / tau_of(laws, tree)
-    return sorted(rates, key=rates.__getitem__)
+    most, sorts = plan.bench.trees, (True,) if _certain(plan) else (False, True)
+    search = Search(laws, most, min(CHILDREN, most, laws.p.shape[-1]), {1, *plan.depths}, sorts=sorts)
+    found = search.ranked(seconds, branching=True)
+    return [PlannedTree(one.shape.parents, one.rule, one.likeliest) for one in found]
 
 
 def _certain(plan: "Plan") -> bool:
     """Whether all children are the likeliest tokens, whatever was planned."""
     return plan.objective == "greedy" or plan.sampling.temperature == 0
-
-
-def fastest(laws: Laws, seconds: Seconds, most: int, depths: Sequence[int], likeliest: bool) -> Parents:
-    """Of trees that branch, the one of least seconds a token under the rule `tree`, numbered level by level; () where
-    none does."""
-    accept = accept_of(laws, min(CHILDREN, most, laws.p.shape[-1]), likeliest)
-    trees = [tree for tree in grown(accept, most, sorted({1, *depths}), laws.lengths) if tree != chain(len(tree))]
-    return by_level(min(trees, key=lambda tree: rated(accept, tree, seconds, laws.lengths).seconds, default=()))
 
 
 def tau_of(laws: Laws, tree: PlannedTree) -> float:

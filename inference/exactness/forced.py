@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from inference.engine import Engine
 from inference.exactness.figures import Figures
-from inference.exactness.forced_trees import close_ranks, levels_of, reach_along
+from inference.exactness.forced_trees import close_edge, close_ranks, levels_of, reach_along, reach_grown
 from inference.exactness.ties import near_ties
 from inference.measure.timing import Emitted
 from inference.proposers.base import Outcome, Proposal, Siblings
@@ -28,7 +28,7 @@ class ForcedRound(DecodingRound):
     """A round whose draws are the ids `follows` (A, K). By depth, drawn: laws (A, V) of the draws, scored (A, V):
     the draft's scores, as settings that read history leave them, and close (A,): where the two best of these are less
     than `gap` apart. Of trees also offered (A, m): the children that would have been drawn, and whether these are
-    certain."""
+    certain; of trees that laws decide edges (A,): at each choice, whether rounding could change it."""
 
     follows: Tensor
     gap: float
@@ -37,6 +37,7 @@ class ForcedRound(DecodingRound):
     close: dict[int, Tensor]
     offered: dict[int, Tensor]
     certain: bool
+    edges: list[Tensor]
 
     @property
     def temperatures(self) -> list[float] | None:
@@ -53,6 +54,9 @@ class ForcedRound(DecodingRound):
     def draw(self, law: Tensor, depth: int) -> Tensor:
         self.drawn[depth] = law
         return self.follows[:, depth]
+
+    def left_out(self, scores: Tensor, kept: int, levels: int) -> None:
+        self.edges.append(close_edge(scores, kept, levels * self.gap).view(len(scores), -1).any(1))
 
     def children(self, logits: Tensor, x: Tensor, siblings: Siblings, likeliest: bool = False) -> tuple[Tensor, Tensor]:
         depth = len(siblings.paths[0])
@@ -71,7 +75,6 @@ def forced(engine: Engine, texts: Emitted, sampling: Sampling, max_new_tokens: i
     policy and the limit `max_new_tokens` give it there. They take a pass of the target over k + 1 ids for every token,
     on the engine's own slots: a stream of it ends here. noise: of score gaps, see `ties.compare_passes`.
 
-    Raises ValueError for a proposer whose trees have a shape that the host does not know.
     """
     lengths = torch.tensor([len(text) for text in texts.tokens])
     B, T = len(texts.tokens), int(lengths.max())
@@ -172,6 +175,7 @@ def _round(engine: Engine, run: Run, tokens: Sequence[list[int]], noise: float, 
     nexts = [text[row.emitted : row.emitted + width] for row, text in zip(run.active, tokens, strict=True)]
     turn.follows = torch.tensor([one + [0] * (width - len(one)) for one in nexts], device=target.device)
     turn.gap, turn.drawn, turn.scored, turn.close, turn.offered, run.batch = noise, {}, {}, {}, {}, turn.batch
+    turn.edges = []
     proposal = engine.propose(turn)
     seen = engine.read(turn, proposal)
     p = turn.laws(seen.logits, proposal.x, proposal.k, proposal.tree)
@@ -186,17 +190,23 @@ def _round(engine: Engine, run: Run, tokens: Sequence[list[int]], noise: float, 
 def _of_tree(turn: ForcedRound, p: Tensor, proposal: Proposal, found: _Found, left: Tensor) -> _Found:
     """What the round says of its tree, beside what it says of its first token. left (A,): tokens of each text that
     follow."""
-    levels, shape = levels_of(proposal), proposal.tree.shape if proposal.tree else None
-    assert shape is not None
-    D = len(turn.drawn)
+    assert proposal.tree is not None
+    levels, shape = levels_of(proposal), proposal.tree.shape
+    D = len(turn.drawn) if shape else max(levels)
     x = turn.follows[:, [min(j, turn.follows.shape[1] - 1) for j in range(D)]]
     inside = torch.arange(D, device=x.device) < left.unsqueeze(1)
     nodes, seed = turn.length(proposal.k), turn.starts[0] * 2**20 + turn.ids[0] % 2**20
-    reach = reach_along(p, turn.drawn, turn.offered, x, inside, shape, nodes, turn.rule, turn.certain, seed)
+    if shape is None:
+        reach = reach_grown(proposal, x, inside, nodes) if turn.rule.branches else None
+    else:
+        reach = reach_along(p, turn.drawn, turn.offered, x, inside, shape, nodes, turn.rule, turn.certain, seed)
     first = reach[:, 1:2].cpu() if reach is not None else torch.zeros(len(x), 1, dtype=torch.float64)
-    near = torch.stack([turn.close[j] for j in range(D)], 1) if turn.certain else torch.zeros_like(inside)
-    drafted = torch.arange(D) < torch.tensor(levels).unsqueeze(1)
-    near = (near.cpu() & drafted & inside.cpu()).any(1, keepdim=True)
+    if shape is None:
+        near = torch.stack(turn.edges, 1).any(1, keepdim=True).cpu() & (torch.tensor(levels) > 0).unsqueeze(1)
+    else:
+        near = torch.stack([turn.close[j] for j in range(D)], 1) if turn.certain else torch.zeros_like(inside)
+        drafted = torch.arange(D) < torch.tensor(levels).unsqueeze(1)
+        near = (near.cpu() & drafted & inside.cpu()).any(1, keepdim=True)
     nothing = torch.zeros_like(first)
     return found._replace(k=torch.tensor(levels), logq=nothing, alpha=first, near_q=near,
                           reach=None if reach is None else reach.double().cpu())  # fmt: skip

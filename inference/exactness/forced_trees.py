@@ -19,12 +19,26 @@ from inference.verify.tree import depths_of, ranks_of
 
 
 def levels_of(proposal: Proposal) -> list[int]:
-    """How deep each row's nodes go. Raises ValueError for trees whose shape the host does not know."""
-    tree = proposal.tree
-    if tree is None or tree.shape is None:
-        raise ValueError("exactness: forced rounds predict trees of one shape for all rows, known on the host")
-    depths = (0, *depths_of(tree.shape))
+    """How deep each row's nodes go."""
+    assert proposal.tree is not None
+    if proposal.tree.shape is None:
+        return [max(row[: nodes + 1]) for row, nodes in zip(proposal.tree.depths.tolist(), proposal.k, strict=True)]
+    depths = (0, *depths_of(proposal.tree.shape))
     return [max(depths[: nodes + 1]) for nodes in proposal.k]
+
+
+def reach_grown(proposal: Proposal, x: Tensor, inside: Tensor, nodes: Tensor) -> Tensor:
+    """`reach_along` of trees that laws decide (`proposers.growing`): the very tree of a round, since its nodes are the
+    likeliest tokens, whatever follows. What the text goes on with is accepted as far as it is a path."""
+    assert proposal.tree is not None
+    tree, ids = proposal.tree.on(x.device), proposal.x.to(x.device)
+    depths = tree.depths[:, 1:].expand(ids.shape)
+    D = x.shape[1]
+    met = (ids == x.gather(1, (depths - 1).clamp(max=D - 1))) & inside.gather(1, (depths - 1).clamp(max=D - 1))
+    met &= torch.arange(ids.shape[1], device=x.device) < nodes.unsqueeze(1)
+    along = ~(tree.ancestors & ~met.unsqueeze(1)).any(-1)  # (A, N) whether the node and all above it are the text's
+    reach = torch.stack([(along & (depths == n)).any(1) for n in range(1, D + 1)], 1)
+    return pad(reach.double(), (1, 0), value=1.0)
 
 
 def reach_along(
@@ -58,3 +72,11 @@ def close_ranks(scores: Tensor, m: int, gap: float) -> Tensor:
         return near_ties(scores, gap)
     top = scores.topk(min(m + 1, scores.shape[-1]), -1).values
     return ((top[:, :-1] - top[:, 1:]) < gap).any(-1)
+
+
+def close_edge(scores: Tensor, kept: int, gap: float) -> Tensor:
+    """Whether rounding could change which are the `kept` largest, in whatever order: scores (..., M) -> (...) bool."""
+    if kept >= scores.shape[-1]:
+        return torch.zeros(scores.shape[:-1], dtype=torch.bool, device=scores.device)
+    top = scores.topk(kept + 1, -1).values
+    return top[..., -1].isfinite() & (top[..., -2] - top[..., -1] < gap)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inference.measure.costs import Costs
-from inference.proposers.topology import chain, from_paths
+from inference.proposers.topology import from_paths
 from inference.verify.prediction import calls_from, starts
 from inference.verify.tree import depths_of, ranks_of
 from inference.verify.tree_prediction import of_rounds, reach_tree
@@ -44,41 +44,27 @@ def round_seconds(costs: Costs) -> Seconds:
     return seconds
 
 
-def rated(accept: Tensor, parents: Parents, seconds: Seconds, lengths: Tensor | None = None) -> Shape:
-    """A shape's tau on the texts and what a token costs with it."""
-    tau = tokens_of(accept, lengths) / float(calls_from(reach_tree(accept, parents, lengths), lengths).sum())
-    return Shape(parents, tau, seconds(parents) / tau)
-
-
-def best_shape(
-    accept: Tensor, seconds: Seconds, most: int, depths: Iterable[int], lengths: Tensor | None = None
-) -> Shape:
-    """The shape of least seconds a token among trees grown to `most` nodes within each of `depths` levels, chains of
-    these lengths and no drafts at all: a cost table may have cliffs, so every size is rated."""
-    limits = sorted(set(depths))
-    trees = dict.fromkeys([(), *grown(accept, most, limits, lengths)])
-    trees |= {chain(n): None for depth in limits for n in range(min(depth, most) + 1)}
-    return min((rated(accept, parents, seconds, lengths) for parents in trees), key=lambda shape: shape.seconds)
-
-
 def grown(accept: Tensor, most: int, depths: Iterable[int], lengths: Tensor | None = None) -> list[Parents]:
     """Trees of every size up to `most`, grown within each of `depths` levels."""
     whole = [grow(accept, most, depth, lengths) for depth in depths]
     return list(dict.fromkeys(tree[:n] for tree in whole for n in range(1, len(tree) + 1)))
 
 
-def grow(accept: Tensor, most: int, depth: int, lengths: Tensor | None = None, tries: int = 4) -> Parents:
+def grow(
+    accept: Tensor, most: int, depth: int, lengths: Tensor | None = None, tries: int = 4, start: Parents = ()
+) -> Parents:
     """A tree of `most` nodes in at most `depth` levels, its nodes in the order in which each saves the most calls: its
-    first n nodes are the tree grown to n. Fewer nodes where accept has no more children to give.
+    first n nodes are the tree grown to n. Fewer nodes where accept has no more children to give. start: nodes that
+    there are already.
 
     Of each step's candidates (the next child of every node) the `tries` with the largest first-order gain are rated
     exactly, and the one with the fewest calls is taken. All trees of n nodes within a depth cost the same, so costs
-    decide between sizes and depths alone (`best_shape`).
+    decide between sizes and depths alone.
     """
     tables = [of_rounds(accept, level, lengths) for level in range(depth)]
     whole = torch.ones_like(of_rounds(accept, 0, lengths)[..., 0])
-    parents: Parents = ()
-    for _ in range(most):
+    parents = start
+    for _ in range(most - len(start)):
         found = candidates(parents, tables, whole)
         if not found:
             break

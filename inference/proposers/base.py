@@ -129,6 +129,10 @@ class Round(Protocol):
 
         Drawn without replacement; the likeliest ones, with one-hot laws, in rows of temperature 0 and where asked."""
 
+    def left_out(self, scores: Tensor, kept: int, levels: int) -> None:
+        """Told where a dynamic tree keeps the `kept` largest of scores (A, ..., M), and no others: sums of the log
+        laws, or logits, of so many levels. Whoever checks a round learns here which choices were close."""
+
     def inputs(self, trees: bool = False) -> dict[str, Tensor] | None:
         """By name, the tensors that laws and draws read, with `trees` those of children too; None where they read more
         than tensors."""

@@ -7,8 +7,9 @@ A rows, D levels, C children, V vocabulary; parents as in `tree`.
 from torch import Tensor
 
 from inference.sampling import wide
+from inference.verify.traversal_prediction import summed, traversed
 from inference.verify.tree import ranks_of
-from inference.verify.tree_prediction import SAMPLES, by_draw, reached, strata, traversed
+from inference.verify.tree_prediction import SAMPLES, by_draw, reached, strata
 
 
 def reach_of_round(accept: Tensor, parents: tuple[int, ...], k: Tensor) -> Tensor:
@@ -29,4 +30,4 @@ def traversal_by_levels(p: Tensor, q: Tensor, x: Tensor, parents: tuple[int, ...
     later = len(parents) - len(set(parents))
     u = strata(len(x), later, SAMPLES, seed, x.device).unsqueeze(1)
     laws = [(wide(p[:, j : j + 1]), wide(q[:, j : j + 1]), x[:, j : j + 1, None]) for j in range(p.shape[1])]
-    return traversed(parents, False, laws, k.unsqueeze(1), u).squeeze(1)
+    return summed(traversed(parents, False, laws, u), parents, k.unsqueeze(1)).squeeze(1)

@@ -11,7 +11,7 @@ depth j (0-based), that is by a round that starts at t - j; entries with j > t a
 length. parents: as in `tree`, of all rounds. k: nodes in use, of the round that starts at t: an int, (B,) or (B, T).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,6 @@ from inference.sampling import draw, wide
 from inference.verify.prediction import calls_from, tau_from, variance_from
 from inference.verify.tree import depths_of, ranks_of
 
-Laws = tuple[Tensor, Tensor, Tensor]
 CHUNK = 2**22  # entries of a law's table that are worked on at once
 GOLDEN = 0.6180339887498949
 SAMPLES = 8  # of the refused children that are drawn
@@ -92,7 +91,7 @@ def reached(tables: Sequence[Tensor], whole: Tensor, parents: tuple[int, ...], k
     chances: list[Tensor] = []
     for node, (parent, depth, rank) in enumerate(zip(parents, depths, ranks, strict=True)):
         chance = (chances[parent] if parent >= 0 else whole) * tables[depth - 1][..., rank]
-        chances.append(chance if k is None else chance * _used(node, k, chance))
+        chances.append(chance if k is None else chance * used(node, k, chance))
         reach[depth - 1] = reach[depth - 1] + chances[-1]
     return torch.stack([whole, *reach], -1)
 
@@ -118,33 +117,6 @@ def tau_tree(
     return tau_from(reach_tree(accept, parents, lengths, k), lengths)
 
 
-def reach_traversal(
-    p: Tensor, q: Tensor, x: Tensor, parents: tuple[int, ...], lengths: Tensor | None = None,
-    k: int | Tensor | None = None, *, replacement: bool = False, samples: int = SAMPLES, seed: int = 0,
-) -> Tensor:  # fmt: skip
-    """`reach_tree` under `tree.traversal` of children drawn from q -> (B, T, D+1).
-
-    p (B, T, V), q (B, T, V) or (B, T, K, V): laws of the text's tokens x (B, T), axes as those of accept. A node with
-    weight w on the text's path is entered with w_c = min(w p(x)/q(x), 1) as child c, once the siblings before it were
-    refused, which has chance sum max(q - w p, 0) each and changes w, p and q as the rule does: reach is the mean of
-    w_c prod q(x)/p(x) over them. Refused ones are drawn as in `by_draw`: exact for first children, unbiased for others.
-    For likeliest children the two rules accept the same: `by_rank`.
-    """
-    B, T, V = p.shape
-    levels = max(depths_of(parents), default=0)
-    rows, later = max(1, CHUNK // max(1, T * V)), len(parents) - len(set(parents))
-    u = strata(B * T, later, samples, seed, x.device).view(B, T, samples, later)
-    inside = torch.arange(T, device=x.device) < (T if lengths is None else lengths.to(x.device).unsqueeze(-1))
-    k = torch.full((B, T), len(parents), device=x.device) if k is None else torch.as_tensor(k, device=x.device)
-    k = (k.unsqueeze(-1) if k.ndim == 1 else k).expand(B, T)
-    parts = [part.split(rows) for part in (p, q, x, inside.expand(B, T), k, u)]
-    found = []
-    for law, draft, ids, held, nodes, number in zip(*parts, strict=True):
-        laws = [_at_level(law, draft, ids, held, level) for level in range(levels)]
-        found.append(traversed(parents, replacement, laws, nodes, number))
-    return torch.cat(found)
-
-
 def of_rounds(accept: Tensor, level: int, lengths: Tensor | None) -> Tensor:
     """Chances (B, T, C) of token t + level, for the round that starts at t; 0 past the text's end."""
     now = accept if accept.ndim == 3 else accept[:, :, level]
@@ -155,7 +127,7 @@ def of_rounds(accept: Tensor, level: int, lengths: Tensor | None) -> Tensor:
     return F.pad(now[:, gone:], (0, 0, 0, gone))
 
 
-def _used(node: int, k: int | Tensor, like: Tensor) -> Tensor:
+def used(node: int, k: int | Tensor, like: Tensor) -> Tensor:
     """Whether each round has this node: (), (B, 1) or (B, T)."""
     limit = torch.as_tensor(k, device=like.device)
     return (node < (limit.unsqueeze(-1) if limit.ndim == 1 else limit)).to(like.dtype)
@@ -167,7 +139,7 @@ def _with(p: Tensor, q: Tensor, x: Tensor, children: int) -> list[Tensor]:
     for _ in range(children):
         found.append(weight * torch.minimum(p, q).gather(-1, x).squeeze(-1))
         weight = weight * (q - p).clamp(min=0).sum(-1)
-        p = _norm((p - q).clamp(min=0))
+        p = normed((p - q).clamp(min=0))
     return found
 
 
@@ -180,20 +152,20 @@ def _without(p: Tensor, q: Tensor, x: Tensor, children: int, u: Tensor) -> list[
         for total, number in zip(totals, sample.unbind(-1), strict=True):
             lack = (draft - law).clamp(min=0)
             weight, y = weight * lack.sum(-1), draw(lack, number).unsqueeze(-1)
-            law, draft = _norm((law - draft).clamp(min=0)), _norm(draft.scatter(-1, y, 0.0))
+            law, draft = normed((law - draft).clamp(min=0)), normed(draft.scatter(-1, y, 0.0))
             total += weight * _second(law, draft, x)
     return found + [total / u.shape[1] for total in totals]
 
 
 def _second(p: Tensor, q: Tensor, x: Tensor) -> Tensor:
     """sum_y max(q - p, 0)(y) min(p'(x), q'_y(x)): (n, V), x (n, 1) -> (n,)."""
-    lack, left = (q - p).clamp(min=0), _norm((p - q).clamp(min=0)).gather(-1, x)
+    lack, left = (q - p).clamp(min=0), normed((p - q).clamp(min=0)).gather(-1, x)
     others = q.sum(-1, keepdim=True) - q
     drawn = torch.where(others > 0, q.gather(-1, x) / others, 0.0)  # of x, when y is gone
     return (lack * torch.minimum(left, drawn)).sum(-1)
 
 
-def _norm(rest: Tensor) -> Tensor:
+def normed(rest: Tensor) -> Tensor:
     """rest (n, V) over its sum, 0 where that is 0."""
     mass = rest.sum(-1, keepdim=True)
     return torch.where(mass > 0, rest / mass, 0.0)
@@ -205,49 +177,3 @@ def strata(places: int, draws: int, samples: int, seed: int, device: torch.devic
     u = uniform(seed, row, torch.zeros_like(row), depth, REFUSED).unsqueeze(1)  # (n, 1, draws)
     shift = torch.arange(samples, device=device).unsqueeze(-1) * torch.where(depth == 0, 1 / samples, GOLDEN * depth)
     return (u + shift) % 1
-
-
-def traversed(parents: tuple[int, ...], replacement: bool, laws: Sequence[Laws], k: Tensor, u: Tensor) -> Tensor:
-    """`reach_traversal` of some rows by level: p, q (B, T, V) and ids (B, T, 1); k (B, T), u (B, T, S, draws)."""
-    depths = depths_of(parents)
-    reach = torch.zeros(*u.shape[:2], len(laws) + 1, dtype=laws[0][0].dtype if laws else u.dtype, device=u.device)
-    whole = torch.ones_like(reach[..., 0])
-    for sample in u.unbind(2):
-        numbers, entered = iter(sample.unbind(-1)), {-1: (whole, whole)}  # of each node, its weight and its chance
-        for parent in sorted(set(parents)):
-            own = [node for node, above in enumerate(parents) if above == parent]
-            level = depths[own[0]] - 1
-            found = _children(*laws[level], *entered[parent], len(own), numbers, replacement)
-            entered |= dict(zip(own, found, strict=True))
-            for node, (weight, chance) in zip(own, found, strict=True):
-                reach[..., level + 1] += weight * chance * (node < k) / u.shape[2]
-    reach[..., 0] = 1
-    return reach
-
-
-def _at_level(p: Tensor, q: Tensor, x: Tensor, inside: Tensor, level: int) -> Laws:
-    """p, q (B, T, V) and ids (B, T, 1) of token t + level, for the round that starts at t; no mass past the end."""
-    drafts = wide(q if q.ndim == 3 else q[:, :, level])
-    held, gone = inside.unsqueeze(-1), min(level, x.shape[1])
-    laws = [torch.where(held, law, 0.0)[:, gone:] for law in (wide(p), drafts)]
-    p, q = (F.pad(law, (0, 0, 0, gone)) for law in laws)
-    return p, q, F.pad(torch.where(inside, x, 0)[:, gone:], (0, gone)).unsqueeze(-1)
-
-
-def _children(
-    p: Tensor, q: Tensor, x: Tensor, w: Tensor, chance: Tensor, count: int, numbers: Iterator[Tensor], replacement: bool
-) -> list[tuple[Tensor, Tensor]]:
-    """(w_c, chance) (B, T) of the text's token as each of a node's `count` children, the refused ones drawn."""
-    found, text = [], p.gather(-1, x).squeeze(-1)
-    for child in range(count):
-        px, qx = (w * p.gather(-1, x).squeeze(-1)), q.gather(-1, x).squeeze(-1)
-        entered = torch.where(px > 0, (px / qx).clamp(max=1), 0.0)
-        found.append((entered, torch.where(text > 0, chance * qx / text, 0.0)))
-        if child + 1 < count:
-            rest, lack = (w.unsqueeze(-1) * p - q).clamp(min=0), (q - w.unsqueeze(-1) * p).clamp(min=0)
-            mass, refused = rest.sum(-1), lack.sum(-1)
-            y = draw(lack, next(numbers)).unsqueeze(-1)
-            chance, p = chance * refused, _norm(rest)
-            w = torch.where((mass == 0) & (w == 1), 1.0, mass / (mass + 1 - w))
-            q = q if replacement else _norm(q.scatter(-1, y, 0.0))
-    return found
