@@ -71,7 +71,7 @@ def test_places_of_a_gate_are_what_the_text_had_there() -> None:
     prompt, text, starts = [1, 2, 3, 1], [2, 3, 9, 1, 2, 3, 1, 2], [0, 3, 4]
     stats = Stats(rows=[Counts(), Counts(starts=starts)])
     found = places_of(Retrieval(shortest=1), prompt, Output([[], text], None, [], stats), 1, 3)
-    assert [place.accepted for place in found] == [2, None, None, 0, 3, None, None, None]  # the last one drafted all three
+    assert [place.accepted for place in found] == [2, None, None, 0, 3, None, None, None]  # the last one too
     for t, place in enumerate(found):
         right = 0
         while right < min(len(place.match.drafts), len(text) - t) and place.match.drafts[right] == text[t + right]:
