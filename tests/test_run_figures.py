@@ -36,7 +36,8 @@ def module_of(job: Any) -> Any:
                                  lengths=torch.tensor([3, 4]), calls=lambda k: torch.tensor([k / 4, 2.0]))
               for t in (0.3, 0.8)}  # fmt: skip
     return SimpleNamespace(
-        temperature=0.8, progress=SimpleNamespace(elapsed=77.5), draft="draft", held_out={0.8: "held", 0.3: "other"},
+        temperature=0.8, progress=SimpleNamespace(elapsed=77.5, minutes=9.0), draft="draft",
+        held_out={0.8: "held", 0.3: "other"},
         student=SimpleNamespace(known="known"), acceptance=lambda: {"alpha_T0.8/all": 0.58}, scores=lambda: scores,
         judged={0.8: {"all": scores[0.8]}, 0.3: {"all": scores[0.3]}}, profiles=lambda: {0.3: "cold", 0.8: "warm"},
         divergence=lambda decode: ("divergence", decode([5])), tau=lambda k, objective, verify: (k, objective, verify),
@@ -89,9 +90,9 @@ def test_what_a_comparison_reads_is_of_the_last_step(tmp_path: Path, monkeypatch
     job.folder = tmp_path
     for label, then, wanted in (("mine", "tv", "mine"), (None, "tv", "kl_then_tv"), (None, None, "kl")):
         job.cfg.label, job.cfg.loss.then = label, then
-        distil.keep_figures(job, module_of(job))
+        distil.keep_figures(job, module_of(job), 64)
         found = json.loads((tmp_path / "held_out.json").read_text())
-        assert (found["label"], found["seed"], found["steps"]) == (wanted, 11, 160)
+        assert (found["label"], found["seed"], found["steps"]) == (wanted, 11, 64)
         assert found["tau"] == [3, "greedy", "block"]
         assert found["texts"]["0.3"] == {"alpha": 0.53, "kl": 0.3, "entropy": 0.3, "calibration": 0.3,
                                          "lengths": [3, 4], "calls": {"4": [1.0, 2.0], "8": [2.0, 2.0]}}  # fmt: skip
@@ -171,7 +172,7 @@ def test_durations_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     job = job_of("rollout.train_temperatures=[0.3,0.6]", "rollout.temperatures=[0.0]", "rollout.texts=10")
     cfg, there = job.cfg, known(monkeypatch)
     cfg.rollout.held_out_texts, cfg.rollout.prompt_tokens, cfg.rollout.new_tokens, cfg.rollout.rows = 2, 5, 20, 4
-    cfg.trainer.devices, cfg.trainer.nodes, cfg.data.block = 2, 1, 64
+    cfg.trainer.devices, cfg.trainer.nodes, cfg.data.block, cfg.trainer.minutes = 2, 1, 64, None
     cfg.bench = Bench(6, 3, 8, 9, 50, 2, 0, 0.1, [2], "auto", False, False, 0, 0)
     machine = Machine(3000.0, 50.0)  # 1,000 operations a second as whole models reach
     monkeypatch.setattr(durations, "measured", lambda: machine)
@@ -186,6 +187,11 @@ def test_durations_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     timed = 9 * one * (3 * 6 * 2 + 4 * 6) + many * (32 * 9 + 50)
     assert found.measuring == pytest.approx(judged + timed)
     assert found.total == pytest.approx(found.sampling + found.training + found.measuring)
+    rest = found.sampling + found.measuring
+    for trainer, whole, seconds in ((1.0, None, 60), (None, 2 * rest / 60, rest), (1.0, 2 * rest / 60, 60),
+                                    (None, 5.0, 60), (None, 1e9, found.training)):  # fmt: skip
+        cfg.trainer.minutes, cfg.minutes = trainer, whole
+        assert durations.durations(cfg, there).training == pytest.approx(seconds)
     cfg.measure = False
     assert durations.durations(cfg, there).measuring == pytest.approx(judged)
 
