@@ -14,6 +14,7 @@ from cotrain.training.step_loss import StepLoss
 from inference import Engine, Sampling
 from inference.sampling import probs
 from tests.test_cli import saved
+from tests.tiny import tiny
 
 
 def test_prompts_of_a_file_keep_their_spaces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -26,6 +27,15 @@ def test_prompts_of_a_file_keep_their_spaces(tmp_path: Path, capsys: pytest.Capt
     arguments = [f"target.path={target}", f"prompts={tmp_path / 'prompts'}", "max_new_tokens=6", "regime=t0"]
     assert main(["generate", *arguments]) == 0
     assert capsys.readouterr().out == "".join(f"{one}\n" for one in plain) and plain != other
+
+
+def test_rows_of_one_noise_keep_their_own_settings() -> None:
+    """The second text enters where the first one stood, under the same id."""
+    engine, both = Engine(tiny(), rows=1), [Sampling(0.3), Sampling(1.7, repetition_penalty=1.5)]
+    together = engine.generate([[3, 5], [3, 5]], max_new_tokens=12, sampling=both, ids=[7, 7], ignore_eos=True).tokens
+    alone = [engine.generate([[3, 5]], max_new_tokens=12, sampling=one, ids=[7], ignore_eos=True).tokens[0]
+             for one in both]  # fmt: skip
+    assert together == alone and alone[0] != alone[1]
 
 
 @pytest.mark.parametrize(("k", "p"), [(5, 0.7), (5, 1.0), (0, 0.7)])
