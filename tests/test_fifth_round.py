@@ -12,6 +12,7 @@ from cotrain.config.regimes import sampling, truncation
 from cotrain.losses.spec import parse
 from cotrain.training.step_loss import StepLoss
 from inference import Engine, Sampling
+from inference.measure.arms import transformers_arm
 from inference.sampling import probs
 from tests.test_cli import saved
 from tests.tiny import tiny
@@ -48,6 +49,17 @@ def test_training_cuts_laws_as_the_engine_does(k: int, p: float) -> None:
     torch.testing.assert_close(cut(logits).softmax(-1), probs(logits, sampling(regime)).double(), atol=1e-6, rtol=0)
     kept = (cut(logits) > -math.inf).sum(-1)
     assert kept.min() < kept.max() or p == 1
+
+
+def test_transformers_samples_from_the_whole_law() -> None:
+    """Its own default keeps the 50 likeliest tokens, of 256 here, where no cut was asked for."""
+    model = tiny(256)
+    found = transformers_arm("hf", model, Sampling(temperature=50.0), 40).run([[3, 5]], [], 0)
+    (new,) = found.tokens
+    with torch.no_grad():
+        logits = model(torch.tensor([[3, 5, *new]])).logits[0, 1:-1]
+    ranks = (logits > logits.gather(1, torch.tensor(new).unsqueeze(1))).sum(1)
+    assert len(new) == 40 and ranks.max() > 200 and (ranks >= 50).sum() > 20
 
 
 class Asked:
