@@ -19,6 +19,7 @@ from cotrain.training import held_out_points
 from cotrain.training.clock import Clock
 from cotrain.training.held_out_points import HeldOutPoints, depths, part_of, whole
 from cotrain.training.learning_curves import Learning, gradient_norm
+from cotrain.training.module import alpha_of
 from cotrain.training.progress import Progress
 from inference import Event
 from inference.output import pieces
@@ -120,6 +121,16 @@ def test_domains_are_told_apart_where_there_are_several() -> None:
     assert one["4_held_out/acceptance_T0"] == 0.9 and one["4_held_out/kl"] == 0.1
     assert not [name for name in one if name.startswith(tags.DOMAINS)]
     assert (two["5_domains/acceptance_a"], two["5_domains/acceptance_b"]) == (0.4, 0.6)
+
+
+def test_acceptance_is_of_drafts_as_they_are_made() -> None:
+    found = Scores(*vars(scores(0.5)).values())
+    object.__setattr__(found, "alpha_greedy", 0.25)
+    judged = {1.0: {"all": found, "a": found, "b": found}}
+    for objective, alpha in (("sampled", 0.5), ("greedy", 0.25)):
+        said = whole(judged, 1.0, objective)
+        assert alpha_of(found, objective) == said["4_held_out/acceptance_T1"] == said["5_domains/acceptance_b"] == alpha
+    assert depths(found, 3) and not depths(found, 3, "greedy")
 
 
 def test_acceptance_by_depth_is_of_drafts_that_are_reached() -> None:

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -52,6 +53,14 @@ def test_independent_noise_has_width(tmp_path: Path) -> None:
     runs = [run("kl", s, 1.0) for s in range(3)] + [run("tv", s + 7, 1.0) for s in range(3)]
     found = {g.label: g for g in compare(read(write(tmp_path, runs)), "kl")}["tv"]
     assert found.low < 0 < found.high
+
+
+def test_temperatures_that_some_run_lacks_are_left_out(tmp_path: Path) -> None:
+    runs: list[dict[str, Any]] = [run(label, seed, 1.0) for label in ("kl", "tv") for seed in (0, 1)]
+    for one in (runs[0], runs[2], runs[3]):
+        one["texts"]["0.5"] = one["texts"]["1"]
+    found = compare(read(write(tmp_path, runs)), "tv")
+    assert {(g.label, g.temperature) for g in found} == {("kl", "1"), ("tv", "1"), ("tv", "0.5")}
 
 
 def test_runs_are_paired_by_their_seeds(tmp_path: Path) -> None:

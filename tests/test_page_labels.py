@@ -141,6 +141,19 @@ def test_what_charts_of_speed_name(rule: str, stem: str, tmp_path: Path) -> None
     assert "from k = 2 to 3, the longest considered; best at k = 2, 1.50x." in said
 
 
+def test_a_greedy_draft_is_shown_as_it_drafts(tmp_path: Path) -> None:
+    """Its likeliest tokens are accepted with p(argmax q), not with the sum of min(p, q)."""
+    report = full_report()
+    held = report["extra"]["held_out"]
+    held |= {f"tau_greedy_draft_T1/all/{k}": 1.5 for k in (1, 2)} | {"alpha_greedy_draft_T1/all": 0.25}
+    text = page(tmp_path / "run", report, run=marker("finished", objective="greedy_draft"))
+    assert chart(text, "Tokens per target call")["2"]["predicted on held-out texts"] == [
+        f"{HELD}/tau_greedy_draft_T1~1all~12"
+    ]
+    assert [f"{HELD}/alpha_greedy_draft_T1~1all"] in table(text)["acceptance rate on held-out texts"].values()
+    assert not [source for source in sources(text) if re.search(f"{HELD}/(alpha|prefix|conditional)_T", source)]
+
+
 def test_what_a_round_costs_is_of_its_own_arm(tmp_path: Path) -> None:
     text = page(tmp_path / "run", full_report())
     for arm, found in chart(text, "Milliseconds of a round").items():

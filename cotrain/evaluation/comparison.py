@@ -63,8 +63,8 @@ def read(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def compare(runs: dict[str, list[dict[str, Any]]], baseline: str) -> list[Gain]:
-    """Every label at every temperature that the baseline has too, and k, paired by seed and text with the baseline:
-    runs of the seeds that both have, in the order of seeds where they share none.
+    """Every label at every temperature that all its runs and the baseline's have, and k, paired by seed and text with
+    the baseline: runs of the seeds that both have, in the order of seeds where they share none.
 
     Each resample draws seeds, and texts, with replacement, the same for both sides. Raises UserError when the
     baseline is missing, or runs were not judged on the same texts.
@@ -72,7 +72,8 @@ def compare(runs: dict[str, list[dict[str, Any]]], baseline: str) -> list[Gain]:
     baseline = named(baseline, runs)
     gains = []
     for label, mine in runs.items():
-        for temperature in (t for t in mine[0]["texts"] if t in runs[baseline][0]["texts"]):
+        every = [run["texts"] for run in (*mine, *runs[baseline])]
+        for temperature in (t for t in mine[0]["texts"] if all(t in texts for texts in every)):
             for k in DEPTHS:
                 gains.append(_gain(label, mine, runs[baseline], temperature, k))
     return sorted(gains, key=lambda gain: (gain.temperature, gain.k, -gain.tau))

@@ -8,7 +8,7 @@ from cotrain.page.loaded_run import Number, Run
 from cotrain.page.markup import Html, tag
 from cotrain.page.section import Section, by_run
 
-KEY = re.compile(r"alpha_T(?P<t>[^/]+)/(?P<domain>.+)")
+KEY = re.compile(r"(?P<name>alpha|alpha_greedy_draft)_T(?P<t>[^/]+)/(?P<domain>.+)")
 
 
 def acceptance(runs: Sequence[Run]) -> Section:
@@ -28,7 +28,7 @@ def by_depth(run: Run) -> Chart | None:
     tag_ = f"T{run.temperature:g}/all"
     for name, words in (("prefix", "accepted with all before"), ("conditional", "accepted where all before were")):
         measured = run.all("report", "acceptance", name, "measured")
-        predicted = depths(run, f"{name}_{tag_}")
+        predicted = [] if run.greedy else depths(run, f"{name}_{tag_}")  # of drafts drawn from q
         for side, found in (("measured", measured), ("predicted", predicted)):
             if found:
                 series.append(Series(f"{words}, {side}", range(1, len(found) + 1), found))
@@ -45,8 +45,9 @@ def depths(run: Run, stem: str) -> list[Number]:
 
 def by_domain(run: Run) -> Chart | None:
     """Bars by temperature, one a domain, where there are several domains."""
-    found = [(match["t"], match["domain"], match[0])
-             for match in map(KEY.fullmatch, run.get("report", "extra", "held_out") or {}) if match]  # fmt: skip
+    name = "alpha_greedy_draft" if run.greedy else "alpha"
+    keys = map(KEY.fullmatch, run.get("report", "extra", "held_out") or {})
+    found = [(match["t"], match["domain"], match[0]) for match in keys if match and match["name"] == name]
     domains = [name for name in dict.fromkeys(domain for _, domain, _ in found) if name != "worst"]
     domains = [name for name in domains if name != "all"] if len(domains) > 2 else ["all"]
     series = []
@@ -55,8 +56,9 @@ def by_domain(run: Run) -> Chart | None:
         values = [run.at("report", "extra", "held_out", key) for _, key in mine]
         series.append(Series(domain, [f"T {t}" for t, _ in mine], values, mode="bar"))
     series = [one for one in series if one.y]
+    law = "p of the draft's likeliest token" if run.greedy else "alpha = Σ min(p, q)"
     title = "Acceptance by domain and temperature" if len(domains) > 1 else "Acceptance by temperature"
-    return _chart(run, "domain", title, "temperature of the target", series, "alpha = Σ min(p, q), on held-out texts")
+    return _chart(run, "domain", title, "temperature of the target", series, f"{law}, on held-out texts")
 
 
 def by_temperature(run: Run) -> Chart | None:

@@ -55,6 +55,11 @@ class Run:
         marker = self.documents["run"]
         return marker is not None and marker["state"] != "finished"
 
+    @property
+    def greedy(self) -> bool:
+        """Whether its draft drafts its likeliest tokens, which are accepted with p(argmax q)."""
+        return self.get("run", "settings", "objective") == "greedy_draft"
+
     @cached_property
     def name(self) -> str:
         return self.path.name if self.path.name not in ("draft", REPORT) else self.path.parent.name

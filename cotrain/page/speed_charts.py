@@ -40,7 +40,8 @@ def tau_by_length(run: Run) -> Chart | None:
     """Predicted on held-out texts at every k, beside what was measured at the draft length timed."""
     block = run.get("report", "settings", "verify") == "block"
     stem = f"T{run.temperature:g}/all"
-    predicted = (depths(run, f"tau_block_{stem}") if block else []) or depths(run, f"tau_{stem}")
+    rules = ["tau_greedy_draft"] if run.greedy else [*(["tau_block"] if block else []), "tau"]
+    predicted: list[Number] = next(filter(None, (depths(run, f"{rule}_{stem}") for rule in rules)), [])
     measured = [("measured while timed", run.at("report", "acceptance", "tau", "measured")),
                 ("measured on more tokens", run.at("report", "extra", "parity", "tau_measured")),
                 ("predicted on those", run.at("report", "extra", "parity", "tau_predicted"))]  # fmt: skip

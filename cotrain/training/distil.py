@@ -41,7 +41,7 @@ from cotrain.training.callbacks import MeasureSpeed
 from cotrain.training.fit import fit
 from cotrain.training.interrupts import Signals, listening
 from cotrain.training.job import Job, models, objective, settle
-from cotrain.training.module import Distillation
+from cotrain.training.module import Distillation, alpha_of
 from inference.drafts.atomic import write_atomic
 from inference.drafts.compatibility import hash_target
 from inference.drafts.draft_folder import Metadata, save
@@ -89,7 +89,8 @@ def _distilled(
     if cfg.measure:
         choose_best(job, module, speed)
         report = export(job, module, speed, others)
-    alpha, tau = module.scores()[module.temperature].alpha, ranking_tau(job, module)()
+    alpha = alpha_of(module.scores()[module.temperature], objective(cfg.objective))
+    tau = ranking_tau(job, module)()
     final_figures.write(cfg, [tensorboard(job.folder), *loggers], steps, final_figures.figures(alpha, tau, report))
     return report
 

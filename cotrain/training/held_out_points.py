@@ -15,7 +15,7 @@ from cotrain.evaluation.held_out import HeldOut, Scores
 from cotrain.training.clock import Clock
 from cotrain.training.distributed import rest, within
 from cotrain.training.interrupts import validates
-from cotrain.training.module import tau_of
+from cotrain.training.module import alpha_of, tau_of
 from cotrain.training.stand_ins import Shown, showing
 
 POINTS = 24  # over a whole training, besides validations
@@ -60,7 +60,7 @@ class HeldOutPoints(Callback):
             self._point(trainer, module)
 
     def on_validation_end(self, trainer: lightning.Trainer, module: Any) -> None:
-        log(trainer, whole(module.judged, module.temperature), trainer.global_step)
+        log(trainer, whole(module.judged, module.temperature, self.served[1]), trainer.global_step)
 
     def state_dict(self) -> dict[str, Any]:
         return {"count": self.count, "seconds": self.seconds, "last": self.last}
@@ -94,8 +94,8 @@ class HeldOutPoints(Callback):
         scores = within(module.draft, lambda: module.on(self.part))["all"]
         rest(module.draft)
         self.at, self.last = trainer.global_step, time.monotonic() - begin
-        figures = {tags.ACCEPTANCE: scores.alpha, tags.TAU: tau_of(scores, *self.served)}
-        log(trainer, figures | depths(scores, self.served[0]), self.at)
+        figures = {tags.ACCEPTANCE: alpha_of(scores, self.served[1]), tags.TAU: tau_of(scores, *self.served)}
+        log(trainer, figures | depths(scores, *self.served[:2]), self.at)
 
 
 def part_of(held: HeldOut, training_tokens: float) -> HeldOut:
@@ -106,19 +106,22 @@ def part_of(held: HeldOut, training_tokens: float) -> HeldOut:
     return held.spread(min(max(count, 1), len(held.texts)))
 
 
-def depths(scores: Scores, k: int) -> dict[str, float]:
-    """Of draft i of k, given that those before it were accepted."""
+def depths(scores: Scores, k: int, objective: str = "sampled") -> dict[str, float]:
+    """Of draft i of k, given that those before it were accepted; none of drafts that are the likeliest tokens."""
+    if objective == "greedy":
+        return {}
     found = conditional(scores.r, scores.drafted(k), scores.lengths).tolist()
     return {f"{tags.DEPTH}/acceptance_{depth}": value for depth, value in enumerate(found, 1)}
 
 
-def whole(judged: dict[float, dict[str, Scores]], temperature: float) -> dict[str, float]:
+def whole(judged: dict[float, dict[str, Scores]], temperature: float, objective: str = "sampled") -> dict[str, float]:
     """Figures of all held-out texts: acceptance by temperature; in the regime, what the draft is like, and, where there
     are several domains, acceptance in each."""
-    own, named = judged[temperature], {tags.at("acceptance", t): found["all"].alpha for t, found in judged.items()}
+    own = judged[temperature]
+    named = {tags.at("acceptance", t): alpha_of(found["all"], objective) for t, found in judged.items()}
     for name in ("kl", "entropy", "calibration"):
         named[f"{tags.HELD_OUT}/{name}"] = getattr(own["all"], name)
-    domains = {name: scores.alpha for name, scores in own.items() if name != "all"}
+    domains = {name: alpha_of(scores, objective) for name, scores in own.items() if name != "all"}
     if len(domains) > 1:
         named |= {f"{tags.DOMAINS}/acceptance_{name}": alpha for name, alpha in domains.items()}
     return named

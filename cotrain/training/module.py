@@ -254,6 +254,11 @@ class Distillation(lightning.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
+def alpha_of(found: Scores, objective: str = "sampled") -> float:
+    """Acceptance of the first draft as it will be drafted."""
+    return float(found.alpha_greedy if objective == "greedy" else found.alpha)
+
+
 def tau_of(found: Scores, k: int, objective: str = "sampled", verify: str = "token") -> float:
     """As `Distillation.tau`, of other scores."""
     return found.tau_greedy(k) if objective == "greedy" else found.tau(k, verify)
