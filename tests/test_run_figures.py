@@ -187,7 +187,7 @@ def test_durations_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     timed = 9 * one * (3 * 6 * 2 + 4 * 6) + many * (32 * 9 + 50)
     assert found.measuring == pytest.approx(judged + timed)
     assert found.total == pytest.approx(found.sampling + found.training + found.measuring)
-    rest = found.sampling + found.measuring
+    rest = found.sampling + judged / 6 * (1 + 5 + 2.5)  # before the first step, at five validations, behind the last
     for trainer, whole, seconds in ((1.0, None, 60), (None, 2 * rest / 60, rest), (1.0, 2 * rest / 60, 60),
                                     (None, 5.0, 60), (None, 1e9, found.training)):  # fmt: skip
         cfg.trainer.minutes, cfg.minutes = trainer, whole

@@ -197,8 +197,8 @@ def test_a_run_leaves_time_for_what_comes_behind_its_training(
     settings = ("minutes=1.0", "trainer.steps=1000", "trainer.validations=1", "measure=false")
     assert quick(place, "in time", *settings) == 0
     clock = kept(place / "in time")["callbacks"]["Clock"]
-    assert 60 * clock["minutes"] == pytest.approx(40, abs=3)
-    assert 60 * clock["minutes"] <= clock["elapsed"] <= 60 * clock["minutes"] + 2
+    assert 60 * clock["left"] == pytest.approx(40, abs=3)
+    assert 60 * clock["left"] <= clock["elapsed"] <= 60 * clock["left"] + 2
 
 
 BUDGET = {"trainer": {"minutes": None, "validations": 2}, "bench": {"minutes": 1.5}, "minutes": 10.0, "measure": True}
@@ -220,17 +220,40 @@ def test_training_has_what_the_rest_of_the_run_leaves(settings: dict[str, Any], 
     """Two minutes are spent before the first step, half of one on each validation; a fifth is the training's whatever
     else takes."""
     cfg: Any = OmegaConf.create(BUDGET | settings)
-    assert run_budget.of_training(cfg, 120.0, 30.0) == (minutes and pytest.approx(minutes))
+    progress = Progress(100, cfg.trainer.minutes, whole=cfg.minutes)
+    if cfg.minutes:
+        progress.leave(run_budget.left_of(cfg, 120.0, 30.0))
+    assert progress.minutes == (minutes and pytest.approx(minutes))
 
 
 def test_minutes_that_a_run_is_given_later_are_its_training_s() -> None:
     progress = Progress(100, whole=20.0)
-    progress.resume({"elapsed": 7.0, "minutes": 4.0, "whole": 10.0})
+    progress.resume({"elapsed": 7.0, "left": 4.0, "whole": 10.0})
     assert (progress.elapsed, progress.minutes) == (7.0, 14.0)
-    assert progress.state() == {"elapsed": 7.0, "minutes": 14.0, "whole": 20.0}
+    assert progress.state() == {"elapsed": 7.0, "left": 14.0, "whole": 20.0}
     without = Progress(100, 3.0)
-    without.resume({"elapsed": 7.0, "minutes": 4.0, "whole": 10.0})
+    without.resume({"elapsed": 7.0, "left": 4.0, "whole": 10.0})
     assert without.minutes == 3.0 and kind("minutes", 10.0, 20.0) == kind("minutes", 10.0, None) == "longer"
+
+
+def test_a_raised_budget_of_training_counts_beside_the_run_s() -> None:
+    """Twice: a checkpoint's state is read by the run and by its clock. What is kept is what the run left, uncut."""
+    capped = Progress(100, 5.0, whole=60.0)
+    capped.leave(40.0)
+    assert (capped.minutes, capped.state()["left"]) == (5.0, 40.0)
+    for asked, minutes in ((20.0, 20.0), (60.0, 40.0), (None, 40.0)):
+        progress = Progress(100, asked, whole=60.0)
+        for _ in range(2):
+            progress.resume({"elapsed": 300.0, "left": 40.0, "whole": 60.0})
+        assert progress.minutes == minutes and progress.at(0) == pytest.approx(5 / minutes)
+
+
+def test_minutes_that_measuring_takes_alone_are_refused() -> None:
+    cfg: Any = OmegaConf.create(BUDGET | {"bench": {"minutes": 9.0}, "rollout": {"rounds": 1}})
+    with pytest.raises(ValueError, match="minutes: 10, of which bench.minutes=9 leaves training less than a fifth"):
+        run_budget.refuse(cfg)
+    cfg.measure = False
+    run_budget.refuse(cfg)
 
 
 def test_checkpoints_are_kept_by_time_but_where_a_validation_keeps_one(tmp_path: Path) -> None:

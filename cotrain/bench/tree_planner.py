@@ -21,12 +21,14 @@ from inference.measure.tree_costs import fitted, probes
 from inference.measure.tree_laws import laws_of_rounds
 from inference.measure.tree_plan import Laws, Search, laws_of, reach_under
 from inference.models.lm import LM
+from inference.proposers.topology import chain
 from inference.verify.prediction import calls_from
 
 if TYPE_CHECKING:
     from cotrain.bench.measurement import Plan
 
-REPLACED = ("token", "block", "tree", "traversal")  # a tree has its own rule; coupled and match are asked for by name
+# of trees, what a chain's rule becomes: a tree has its own; coupled and match are asked for by name
+RULES = {"token": "tree", "block": "traversal", "tree": "tree", "traversal": "traversal"}
 CHILDREN = 4  # of a node, at most
 ENTRIES = 2**27  # of a law's table of the texts that shapes are rated on: of large vocabularies, fewer texts
 RUN = 2  # candidates that are run
@@ -55,9 +57,9 @@ def best_tree(
 ) -> Grown | None:
     """The tree of at most bench.trees nodes that is fastest by rounds of its own, or the plan's own tree; None where
     there is none, as for kinds that draft no trees. length: of the best chain; chains: tau by draft length; texts:
-    decoded plainly, which these are of. Rules that a tree's own may replace: `REPLACED`."""
+    decoded plainly, which these are of. Rules that a tree's own may replace: `RULES`."""
     given, plan = plan.tree, replace(plan, tree=None)
-    if plan.verify not in REPLACED or not plan.bench.trees and given is None:
+    if plan.verify not in RULES or not plan.bench.trees and given is None:
         return None
     if given is not None and _certain(plan):
         given = replace(given, likeliest=True)
@@ -72,7 +74,9 @@ def best_tree(
     k = length.drafting
     rounds = run(plan, [0, k, *found], until)
     plain, taus = rounds[0].seconds, {tree: tau_of(laws, tree) for tree in found}
-    chained = plain * chains[k] / rounds[k].seconds
+    whole = len(laws.lengths) == len(texts.tokens)  # else of the texts that trees are rated on
+    tau = chains[k] if whole else tau_of(laws, PlannedTree(chain(k), RULES[plan.verify], plan.objective == "greedy"))
+    chained = plain * tau / rounds[k].seconds
     speeds = {tree: plain * taus[tree] / rounds[tree].seconds for tree in found}
     tree = max(found, key=speeds.__getitem__)
     return Grown(tree, taus[tree], rounds[tree], speeds[tree], chained)

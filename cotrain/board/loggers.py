@@ -29,7 +29,7 @@ def log(trainer: lightning.Trainer, figures: Mapping[str, float], step: int) -> 
 def tensorboard(folder: Path, again: int | None = None) -> TensorBoardLogger:
     """Of a run's folder, under its name, which is what TensorBoard shows; again: the step from which curves are made
     anew."""
-    return TensorBoardLogger(folder / CURVES, name="", version=folder.absolute().name, purge_step=again)
+    return TensorBoardLogger(folder / CURVES, name="", version=folder.resolve().name, purge_step=again)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import torch
 
 from cotrain.config.settings import TrainConfig
 from cotrain.training.preconditions import Known, domains
-from cotrain.training.run_budget import LEAST
+from cotrain.training.run_budget import left_of
 from cotrain.training.sizes import size_of
 from inference.measure.environment import device
 from inference.models.dtypes import half
@@ -68,13 +68,14 @@ def durations(cfg: TrainConfig, known: Known) -> Durations:
     quick = size.quick_prompts * (cfg.trainer.validations + 1) * 2.0
     many = machine.step(big, COUNTED, each) / COUNTED * (COUNTED * size.new_tokens + size.parity_tokens)
     measuring = judged + (size.new_tokens * one * (quick + ARMS * size.prompts) + many) * cfg.measure
-    return Durations(sampling, _in_time(cfg, training, sampling + measuring), measuring, texts)
+    allowed = _in_time(cfg, training, sampling, judged / (cfg.trainer.validations + 1))
+    return Durations(sampling, allowed, measuring, texts)
 
 
-def _in_time(cfg: TrainConfig, training: float, rest: float) -> float:
-    """Seconds of training that its budget, or the run's, allows; rest: of all else."""
+def _in_time(cfg: TrainConfig, training: float, sampling: float, validation: float) -> float:
+    """Seconds of training that its budget, or the run's, allows."""
     if cfg.minutes:
-        training = min(training, 60 * max(cfg.minutes - rest / 60, LEAST * cfg.minutes))
+        training = min(training, 60 * left_of(cfg, sampling + validation, validation))
     return min(training, 60 * cfg.trainer.minutes) if cfg.trainer.minutes else training
 
 

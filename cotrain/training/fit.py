@@ -36,6 +36,7 @@ from cotrain.training.optim import precision
 from cotrain.training.phases import Phase, phases_of, swapped
 from cotrain.training.progress import Progress
 from cotrain.training.progress import refuse as refuse_fractions
+from cotrain.training.run_budget import LEAST
 from cotrain.training.stand_ins import Shown, showing
 from cotrain.training.training_bar import Bar
 
@@ -152,10 +153,17 @@ def _stepped(
 
 def _budgeted(job: Job, progress: Progress, trainer: lightning.Trainer, validation: float) -> None:
     """Give the training its minutes, the same in every process. validation: seconds of that before the first step."""
-    minutes = run_budget.of_training(job.cfg, time.monotonic() - job.start, validation)
-    progress.minutes = trainer.strategy.broadcast(minutes)
-    if job.cfg.minutes and not rank():
-        print(f"training has {progress.minutes:.1f} of minutes={job.cfg.minutes:g}, or its steps if they are fewer")
+    if not job.cfg.minutes:
+        return
+    left = run_budget.left_of(job.cfg, time.monotonic() - job.start, validation)
+    progress.leave(trainer.strategy.broadcast(left))
+    if not rank():
+        more = (
+            ": what comes before and behind it takes longer than that leaves" if left <= LEAST * job.cfg.minutes else ""
+        )
+        print(
+            f"training has {progress.minutes:.1f} of minutes={job.cfg.minutes:g}, or its steps if they are fewer{more}"
+        )
 
 
 def _points(job: Job, module: Distillation, clock: Clock, shown: list[Shown]) -> HeldOutPoints:

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 class Progress:
     """steps: of the whole training. minutes: its budget of time, None without one; elapsed: seconds of it that are
     spent, kept in checkpoints. Only training counts, not texts sampled before it, validations and measurements.
-    whole: minutes of the run, of which those of the training are what the rest leaves, see `run_budget`.
+    whole: minutes of the run, left: what its other parts leave of them, see `run_budget`.
 
     Whichever of both is further decides: training ends after its steps or its minutes, and its schedule with it.
     """
@@ -21,6 +21,7 @@ class Progress:
     minutes: float | None = None
     elapsed: float = 0.0
     whole: float | None = None
+    left: float = inf
 
     def at(self, step: int) -> float:
         """The share of the training that is done behind so many steps, in [0, 1]."""
@@ -29,13 +30,18 @@ class Progress:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
-        return {"elapsed": self.elapsed, "minutes": self.minutes, "whole": self.whole}
+        return {"elapsed": self.elapsed, "whole": self.whole, "left": self.left}
+
+    def leave(self, minutes: float) -> None:
+        """So many minutes are left of the run; training has no more of them than its own budget."""
+        self.left = minutes
+        self.minutes = min(minutes, self.minutes or inf)
 
     def resume(self, kept: dict[str, Any]) -> None:
         """Go on from a checkpoint's state. Minutes that the run was given since are all the training's."""
         self.elapsed = kept["elapsed"]
         if self.whole and kept["whole"]:
-            self.minutes = min(kept["minutes"] + self.whole - kept["whole"], self.minutes or inf)
+            self.leave(kept["left"] + self.whole - kept["whole"])
 
     def expected(self, step: int) -> int:
         """Steps that there will be, at the speed so far."""

@@ -11,17 +11,14 @@ def timed(cfg: TrainConfig) -> bool:
     return bool(cfg.trainer.minutes or cfg.minutes)
 
 
-def of_training(cfg: TrainConfig, spent: float, validation: float) -> float | None:
-    """Minutes of the training: trainer.minutes, or what is left of the run's where that is less; None without either.
+def left_of(cfg: TrainConfig, spent: float, validation: float) -> float:
+    """Minutes that the rest of a run with minutes= leaves for training, a fifth of them at least.
 
     spent: seconds of the run before its first step. validation: seconds of the one before it, as each later one takes.
     """
-    asked = cfg.trainer.minutes
-    if not cfg.minutes:
-        return asked
+    assert cfg.minutes
     rest = spent + validation * (cfg.trainer.validations + BEHIND * cfg.measure)
-    left = max(cfg.minutes - rest / 60 - cfg.bench.minutes * cfg.measure, LEAST * cfg.minutes)
-    return min(left, asked) if asked else left
+    return max(cfg.minutes - rest / 60 - cfg.bench.minutes * cfg.measure, LEAST * cfg.minutes)
 
 
 def refuse(cfg: TrainConfig) -> None:
@@ -29,3 +26,6 @@ def refuse(cfg: TrainConfig) -> None:
     for key, minutes in (("trainer.minutes", cfg.trainer.minutes), ("minutes", cfg.minutes)):
         if minutes is not None and (minutes <= 0 or cfg.rollout.rounds > 1):
             raise ValueError(f"{key}: above 0, with rollout.rounds=1 (rounds end at steps), or null")
+    if cfg.minutes and cfg.measure and cfg.bench.minutes > (1 - LEAST) * cfg.minutes:
+        raise ValueError(f"minutes: {cfg.minutes:g}, of which bench.minutes={cfg.bench.minutes:g} leaves training less "
+                         "than a fifth: raise minutes= or lower bench.minutes=")  # fmt: skip

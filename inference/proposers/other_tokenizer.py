@@ -12,6 +12,7 @@ from inference.drafts.draft_folder import load_tokenizer
 from inference.drafts.weight_files import load_weights
 from inference.lookup.suffix_array import common
 from inference.models.dtypes import widened
+from inference.models.lm import LM
 from inference.proposers.base import Beside, Host, Outcome, Proposal, Proposer, Round, States
 from inference.proposers.independent import Independent
 from inference.proposers.retelling import Retelling, Shared
@@ -42,6 +43,7 @@ class OtherTokenizer(Proposer):
         self.host: Host
         self.rows: list[list[int]] = []  # of each row, its text in draft ids, as it was when last drafted for
         self.staged: dict[int, list[int]] = {}
+        self.tabled: LM | None = None  # the model that the tables are of
 
     @classmethod
     def between(
@@ -78,7 +80,9 @@ class OtherTokenizer(Proposer):
         self.inner.open(own)
         self.rows, self.staged = [], {}
         self.retelling.keep([])
-        self.to_target, self.to_draft = self.shared.tables(host.vocabulary, self.size, self.inner.lm.device)
+        if self.tabled is not self.inner.lm:  # its recordings read these very tables, so they live as long
+            self.tabled = self.inner.lm
+            self.to_target, self.to_draft = self.shared.tables(host.vocabulary, self.size, self.inner.lm.device)
 
     def admit(self, low: int, prompts: Sequence[list[int]], states: States) -> None:
         told = self._told(prompts)
