@@ -23,8 +23,9 @@ class Short:
         return " ".join(map(str, ids))
 
 
-# neighbours differ in one size: context, rows, vocabulary
+# neighbours differ in one size: context, rows, vocabulary; the second in none, but it has a cache of its own
 SIZES: list[dict[str, Any]] = [
+    {"rows": 2, "context": 14},
     {"rows": 2, "context": 14},
     {"rows": 2, "context": 40},
     {"rows": 3, "context": 40},
