@@ -116,9 +116,10 @@ def _excess(p: Tensor, q: Tensor, w: Tensor) -> Tensor:
 
 
 def _continuation(p: Tensor, q: Tensor, w: Tensor) -> Tensor:
-    """h = R / (R + 1 - w), R = sum max(w p - q, 0), 0/0 = 1: p, q (..., V), w (...) -> (...)."""
+    """h = R / (R + 1 - w), R = sum max(w p - q, 0), 0/0 = 1: p, q (..., V), w (...) -> (...). 1 - w comes first: where
+    laws are peaked R is so small that R + 1 has lost its digits."""
     mass = _excess(p, q, w).sum(-1)
-    return torch.where((mass == 0) & (w == 1), 1.0, mass / (mass + 1 - w))
+    return torch.where((mass == 0) & (w == 1), 1.0, mass / (mass + (1 - w)))
 
 
 def _residual(p: Tensor, q: Tensor, n: Tensor, k: Tensor, w: Tensor | None) -> Tensor:

@@ -105,6 +105,6 @@ def _children(
             mass, refused = rest.sum(-1), lack.sum(-1)
             y = draw(lack, next(numbers)).unsqueeze(-1)
             chance, p = chance * refused, normed(rest)
-            w = torch.where((mass == 0) & (w == 1), 1.0, mass / (mass + 1 - w))
+            w = torch.where((mass == 0) & (w == 1), 1.0, mass / (mass + (1 - w)))
             q = q if replacement else normed(q.scatter(-1, y, 0.0))
     return found

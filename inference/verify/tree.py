@@ -146,7 +146,7 @@ def _normalised(rest: Tensor, p: Tensor) -> Tensor:
 
 def _after_refusal(mass: Tensor, w: Tensor) -> Tensor:
     """R / (R + 1 - w), 0/0 = 1: (B, n)."""
-    return torch.where((mass == 0) & (w == 1), 1.0, mass / (mass + 1 - w))
+    return torch.where((mass == 0) & (w == 1), 1.0, mass / (mass + (1 - w)))
 
 
 def walk(passed: Tensor, rest: Tensor, steps: Steps) -> TreeVerdict:
