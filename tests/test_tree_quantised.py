@@ -1,4 +1,4 @@
-"""Trees on targets whose weights are rounded: the whole verdict, passes over trees beside transformers' own included."""
+"""Trees on targets whose weights are rounded: the whole verdict, logits of passes over trees included."""
 
 from pathlib import Path
 
