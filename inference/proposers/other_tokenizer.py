@@ -12,7 +12,6 @@ from inference.drafts.draft_folder import load_tokenizer
 from inference.drafts.weight_files import load_weights
 from inference.lookup.suffix_array import common
 from inference.models.dtypes import widened
-from inference.models.lm import LM
 from inference.proposers.base import Beside, Host, Outcome, Proposal, Proposer, Round, States
 from inference.proposers.independent import Independent
 from inference.proposers.retelling import Retelling, Shared
@@ -43,7 +42,8 @@ class OtherTokenizer(Proposer):
         self.host: Host
         self.rows: list[list[int]] = []  # of each row, its text in draft ids, as it was when last drafted for
         self.staged: dict[int, list[int]] = {}
-        self.tabled: LM | None = None  # the model that the tables are of
+        self.vocabulary = 0  # the target's ids that the tables are of
+        self.tabled: Any = None  # the model whose recordings read them
 
     @classmethod
     def between(
@@ -77,6 +77,8 @@ class OtherTokenizer(Proposer):
         self.host = host
         # a text may be longer in the draft's tokens: what it cannot hold is not drafted for
         own = Host(host.rows, host.spare, self.size, 4 * host.context, host.target)
+        if host.vocabulary != self.vocabulary:
+            self.vocabulary, self.inner.opened = host.vocabulary, None  # with recordings of its own
         self.inner.open(own)
         self.rows, self.staged = [], {}
         self.retelling.keep([])
