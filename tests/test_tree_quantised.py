@@ -16,9 +16,9 @@ SHAPE = (-1, -1, 0, 0, 1, 2)
 PROMPTS = [[3, 5, 7, 3], [9], [11, 12]] * 2
 
 
-@pytest.mark.parametrize("rule", ["tree", "traversal"])
-def test_the_verdict_of_trees_on_rounded_targets(rule: str, tmp_path: Path) -> None:
-    target, _ = load_pair(str(target_folder(tmp_path)), "nf4")
+@pytest.mark.parametrize(("quantisation", "rule"), [("nf4", "tree"), ("int8", "traversal")])
+def test_the_verdict_of_trees_on_rounded_targets(quantisation: str, rule: str, tmp_path: Path) -> None:
+    target, _ = load_pair(str(target_folder(tmp_path)), quantisation)
     draft = Independent(network().to(target.dtype), shape=SHAPE)
     engine = Engine(target, draft, verify=rule, policy=Fixed(3), rows=3)
     out = engine.generate(PROMPTS, max_new_tokens=16, sampling=Sampling(), seed=5, ids=range(6), ignore_eos=True)

@@ -40,8 +40,10 @@ def step(model: PreTrainedModel) -> float:
 
 
 def _unit(model: PreTrainedModel) -> torch.dtype:
-    """The dtype whose rounding a model's products have: float32 may be multiplied in fewer bits."""
+    """The dtype whose rounding a model's products have: float32 may be multiplied in fewer bits, and where weights are
+    in 8 bits (bitsandbytes) so are what they are multiplied with, in steps of 1 / 127."""
     lowered = model.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
+    lowered |= bool(getattr(model, "is_loaded_in_8bit", False))
     return torch.bfloat16 if lowered else model.dtype
 
 
