@@ -45,9 +45,8 @@ def depths(run: Run, stem: str) -> list[Number]:
 
 def by_domain(run: Run) -> Chart | None:
     """Bars by temperature, one a domain, where there are several domains."""
-    name = "alpha_greedy_draft" if run.greedy else "alpha"
     keys = map(KEY.fullmatch, run.get("report", "extra", "held_out") or {})
-    found = [(match["t"], match["domain"], match[0]) for match in keys if match and match["name"] == name]
+    found = [(match["t"], match["domain"], match[0]) for match in keys if match and match["name"] == run.alpha]
     domains = [name for name in dict.fromkeys(domain for _, domain, _ in found) if name != "worst"]
     domains = [name for name in domains if name != "all"] if len(domains) > 2 else ["all"]
     series = []

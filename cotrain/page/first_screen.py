@@ -57,8 +57,7 @@ def _interval(run: Run, *path: str, spec: str = ".2f", unit: str = "x") -> Html:
 
 def alpha(run: Run) -> Number:
     """Acceptance on the held-out texts of the regime, of what is exported."""
-    name = "alpha_greedy_draft" if run.greedy else "alpha"
-    return run.at("report", "extra", "held_out", f"{name}_T{run.temperature:g}/all")
+    return run.at("report", "extra", "held_out", f"{run.alpha}_T{run.temperature:g}/all")
 
 
 def share_of_costs(run: Run) -> Number:

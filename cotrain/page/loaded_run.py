@@ -60,6 +60,11 @@ class Run:
         """Whether its draft drafts its likeliest tokens, which are accepted with p(argmax q)."""
         return self.get("run", "settings", "objective") == "greedy_draft"
 
+    @property
+    def alpha(self) -> str:
+        """What held-out figures call acceptance as it drafts."""
+        return "alpha_greedy_draft" if self.greedy else "alpha"
+
     @cached_property
     def name(self) -> str:
         return self.path.name if self.path.name not in ("draft", REPORT) else self.path.parent.name

@@ -74,7 +74,6 @@ def forced(engine: Engine, texts: Emitted, sampling: Sampling, max_new_tokens: i
     """Forced rounds of an engine's own proposer at every token of `texts`, each at the draft length that the engine's
     policy and the limit `max_new_tokens` give it there. They take a pass of the target over k + 1 ids for every token,
     on the engine's own slots: a stream of it ends here. noise: of score gaps, see `ties.compare_passes`.
-
     """
     lengths = torch.tensor([len(text) for text in texts.tokens])
     B, T = len(texts.tokens), int(lengths.max())
@@ -198,15 +197,13 @@ def _of_tree(turn: ForcedRound, p: Tensor, proposal: Proposal, found: _Found, le
     nodes, seed = turn.length(proposal.k), turn.starts[0] * 2**20 + turn.ids[0] % 2**20
     if shape is None:
         reach = reach_grown(proposal, x, inside, nodes) if turn.rule.branches else None
-    else:
-        reach = reach_along(p, turn.drawn, turn.offered, x, inside, shape, nodes, turn.rule, turn.certain, seed)
-    first = reach[:, 1:2].cpu() if reach is not None else torch.zeros(len(x), 1, dtype=torch.float64)
-    if shape is None:
         near = torch.stack(turn.edges, 1).any(1, keepdim=True).cpu() & (torch.tensor(levels) > 0).unsqueeze(1)
     else:
+        reach = reach_along(p, turn.drawn, turn.offered, x, inside, shape, nodes, turn.rule, turn.certain, seed)
         near = torch.stack([turn.close[j] for j in range(D)], 1) if turn.certain else torch.zeros_like(inside)
         drafted = torch.arange(D) < torch.tensor(levels).unsqueeze(1)
         near = (near.cpu() & drafted & inside.cpu()).any(1, keepdim=True)
+    first = reach[:, 1:2].cpu() if reach is not None else torch.zeros(len(x), 1, dtype=torch.float64)
     nothing = torch.zeros_like(first)
     return found._replace(k=torch.tensor(levels), logq=nothing, alpha=first, near_q=near,
                           reach=None if reach is None else reach.double().cpu())  # fmt: skip

@@ -128,7 +128,7 @@ class Independent(Proposer):
     def _at_once(self, turn: Round, k: list[int]) -> Proposal | None:
         """None where the model has no such call, or laws take more than a temperature and passes are not replayed."""
         self.longest, K, ends = max(self.longest, *k), max(k), [len(text) for text in turn.texts]
-        lacks = [end - stored for end, stored in zip(ends, self.stored, strict=True)]
+        rows = list(zip(ends, self.stored, k, strict=True))
         fits = self.tail <= min(ends) and max(ends) + self.longest <= self.lm.context
         if not self.lm.compiled or not fits:
             return None
@@ -140,7 +140,7 @@ class Independent(Proposer):
         # single steps may still follow, with no copy of their own
         lacking = self._lacking(turn.texts, k)
         sent = self.sent = turn.send(k, last=[text[-self.tail :] for text in turn.texts], ends=ends, **lacking)
-        if any(lack > self.tail for lack, wanted in zip(lacks, k, strict=True) if wanted):
+        if any(wanted and end - stored > self.tail for end, stored, wanted in rows):
             self._catch_up(turn, k)  # after rounds that something else drafted for
         found, (last, at) = None, self._here(sent["last"], sent["ends"])
         if simple:
@@ -151,8 +151,8 @@ class Independent(Proposer):
         if found is None:
             return None
         # of a row that is not drafted for, no draft of its own (another part may draft for it), and no hole behind it
-        left = [end if lack <= self.tail else end - lack for end, lack in zip(ends, lacks, strict=True)]
-        self.stored = [end + self.longest - 1 if k_b else least for end, least, k_b in zip(ends, left, k, strict=True)]
+        left = [end if end - stored <= self.tail else stored for end, stored, _ in rows]
+        self.stored = [end + self.longest - 1 if k_b else own for end, own, k_b in zip(ends, left, k, strict=True)]
         return Proposal(found[0][:, :K], found[1][:, :K], k)
 
     def _stepwise(self, turn: Round, k: list[int], K: int) -> Proposal:

@@ -116,9 +116,13 @@ def _excess(p: Tensor, q: Tensor, w: Tensor) -> Tensor:
 
 
 def _continuation(p: Tensor, q: Tensor, w: Tensor) -> Tensor:
-    """h = R / (R + 1 - w), R = sum max(w p - q, 0), 0/0 = 1: p, q (..., V), w (...) -> (...). 1 - w comes first: where
-    laws are peaked R is so small that R + 1 has lost its digits."""
-    mass = _excess(p, q, w).sum(-1)
+    """h = R / (R + 1 - w), R = sum max(w p - q, 0): p, q (..., V), w (...) -> (...)."""
+    return continued(_excess(p, q, w).sum(-1), w)
+
+
+def continued(mass: Tensor, w: Tensor) -> Tensor:
+    """R / (R + 1 - w), 0/0 = 1, of residual mass R: of one shape. 1 - w comes first: where laws are peaked R is so
+    small that R + 1 has lost its digits."""
     return torch.where((mass == 0) & (w == 1), 1.0, mass / (mass + (1 - w)))
 
 

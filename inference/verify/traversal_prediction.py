@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inference.sampling import draw, wide
+from inference.verify.chain import continued
 from inference.verify.tree import depths_of
 from inference.verify.tree_prediction import CHUNK, SAMPLES, normed, strata, used
 
@@ -105,6 +106,6 @@ def _children(
             mass, refused = rest.sum(-1), lack.sum(-1)
             y = draw(lack, next(numbers)).unsqueeze(-1)
             chance, p = chance * refused, normed(rest)
-            w = torch.where((mass == 0) & (w == 1), 1.0, mass / (mass + (1 - w)))
+            w = continued(mass, w)
             q = q if replacement else normed(q.scatter(-1, y, 0.0))
     return found

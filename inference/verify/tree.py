@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from inference.sampling import one_hot, wide
+from inference.verify.chain import continued
 
 Parents = tuple[int, ...] | Tensor
 
@@ -107,7 +108,7 @@ def _judge(
         w[:, nodes + 1] = torch.where(real, chance, 0.0)
         rest[rows, at] = torch.where(real.unsqueeze(-1), _normalised(refused, here), here)
         if carry:
-            w[rows, at] = torch.where(real, _after_refusal(refused.sum(-1), weight), weight)
+            w[rows, at] = torch.where(real, continued(refused.sum(-1), weight), weight)
         if tried is not None:
             tried[rows, at, token] |= real
     return w[:, 1:], rest
@@ -142,11 +143,6 @@ def _normalised(rest: Tensor, p: Tensor) -> Tensor:
     """norm(rest), p where no mass is left: (B, n, V)."""
     mass = rest.sum(-1, keepdim=True)
     return torch.where(mass > 0, rest / mass, p)
-
-
-def _after_refusal(mass: Tensor, w: Tensor) -> Tensor:
-    """R / (R + 1 - w), 0/0 = 1: (B, n)."""
-    return torch.where((mass == 0) & (w == 1), 1.0, mass / (mass + (1 - w)))
 
 
 def walk(passed: Tensor, rest: Tensor, steps: Steps) -> TreeVerdict:

@@ -2,7 +2,7 @@
 
 # fmt: off
 ROWS_OF_BUGS: list[tuple[str, str, str, str, list[str], int | str]] = [
-    ('look_up_taken_for_the_drafts_own', 'inference/proposers/independent.py', 'self.stored = [end + self.longest - 1 if k_b else least for end, least, k_b in zip(ends, left, k, strict=True)]', 'self.stored = [end + self.longest - 1 for end in ends]', ['tests/test_fourth_round.py::test_what_look_up_drafts_is_not_taken_for_stored'], 17),
+    ('look_up_taken_for_the_drafts_own', 'inference/proposers/independent.py', 'self.stored = [end + self.longest - 1 if k_b else own for end, own, k_b in zip(ends, left, k, strict=True)]', 'self.stored = [end + self.longest - 1 for end in ends]', ['tests/test_fourth_round.py::test_what_look_up_drafts_is_not_taken_for_stored'], 17),
     ('acceptance_summed_over_depths', 'cotrain/bench/quantisation_table.py', 'float(figures.first(figures.alpha)[drafted].sum() / max(int(drafted.sum()), 1))', 'float(figures.alpha.sum() / tokens)', ['tests/test_fourth_round.py::test_acceptance_in_the_table_of_weights_is_of_one_draft'], 27),
     ('costs_of_shared_parts', 'inference/proposers/hybrid.py', 'return Hybrid(copy(self.model), copy(self.retrieval), self.gate)', 'return Hybrid(self.model, self.retrieval, self.gate)', ['tests/test_fourth_round.py::test_costs_beside_look_up_are_of_as_many_drafts_as_are_asked_for'], 'a draft beside look-up seems to cost nothing a step where it makes all at once'),
     ('a_gate_of_single_launches', 'cotrain/students/hybrid.py', 'plan.target.device.type == "cuda"\n', 'False\n', ['tests/test_fourth_round.py::test_a_gate_on_a_gpu_is_of_rounds_as_they_are_served'], 'the gate weighs a draft that takes several times as long as the one that is served'),

@@ -2,7 +2,7 @@
 
 # fmt: off
 ROWS_OF_BUGS = [
-    ('label_acceptance_of_temperature_1', 'cotrain/page/first_screen.py', 'f"{name}_T{run.temperature:g}/all")', 'f"{name}_T1/all")', ['tests/test_page_labels.py::test_the_regime_that_was_served_decides_what_is_shown'], 'wrong regime'),
+    ('label_acceptance_of_temperature_1', 'cotrain/page/first_screen.py', 'f"{run.alpha}_T{run.temperature:g}/all")', 'f"{run.alpha}_T1/all")', ['tests/test_page_labels.py::test_the_regime_that_was_served_decides_what_is_shown'], 'wrong regime'),
     ('label_regime_forgotten', 'cotrain/page/loaded_run.py', 'found = self.get("report", "settings", "sampling", "temperature")\n', 'found = None\n', ['tests/test_page_labels.py::test_the_regime_that_was_served_decides_what_is_shown'], 'regime'),
     ('label_rounds_of_another_arm', 'cotrain/page/speed_charts.py', '        values = [run.at("report", "arms", name, "phases", phase, over=("report", "arms", name, "rounds"), times=1000.0)', '        values = [run.at("report", "arms", name, "phases", phase, over=("report", "arms", arms[0], "rounds"), times=1000.0)', ['tests/test_page_labels.py::test_what_a_round_costs_is_of_its_own_arm'], 'wrong divisor'),
     ('label_speed_without_prefill', 'cotrain/page/first_screen.py', '("tokens per second, plain", _plain("report", "arms", "plain", "speed"', '("tokens per second, plain", _plain("report", "arms", "plain", "decode_speed"', ['tests/test_page_labels.py::test_the_first_table_and_the_tiles'], 'wrong label'),
