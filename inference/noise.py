@@ -18,6 +18,7 @@ from torch import Tensor
 
 DRAFT, ACCEPT, RESIDUAL, NOISE = 1, 2, 3, 4
 CHILDREN, REFUSED = 5, 6
+INNER = (7, 8, 9)  # draws, coins and last draws of rounds that a proposer verifies itself
 
 
 def _signed(word: int) -> int:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from inference.batched.batch import Batch, Numbers, send
+from inference.batched.levels_of_round import LevelsOfRound
 from inference.batched.user_processors import processed
 from inference.models.passes import Tree
 from inference.models.replays import Replays
@@ -27,7 +28,7 @@ from inference.verify import Verdict
 from inference.verify.rules import Rule
 
 
-class DecodingRound(TreesOfRound):
+class DecodingRound(TreesOfRound, LevelsOfRound):
     """What the engine and a proposer share during one round; implements `base.Round`.
 
     batch: of an earlier round of the same rows, so that their settings are not copied again. replays: where laws,
@@ -128,9 +129,14 @@ class DecodingRound(TreesOfRound):
             return None
         return self.batch.regimes.temperatures
 
+    @property
+    def temperature(self) -> Tensor:
+        """Of each row (A,), another tensor when rows come or go."""
+        return self.batch.regimes.temperature
+
     def simple(self, depths: int) -> tuple[Tensor, Tensor]:
         """Uniforms (A, depths) of the drafts and temperatures (A,)."""
-        return self._streams(depths)[0], self.batch.regimes.temperature
+        return self._streams(depths)[0], self.temperature
 
     def draw(self, law: Tensor, depth: int) -> Tensor:
         """Ids (A,) from law (A, V): the draft's own stream, or the noise shared with the target."""

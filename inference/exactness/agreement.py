@@ -41,9 +41,11 @@ def step(model: PreTrainedModel) -> float:
 
 def _unit(model: PreTrainedModel) -> torch.dtype:
     """The dtype whose rounding a model's products have: float32 may be multiplied in fewer bits, and where weights are
-    in 8 bits (bitsandbytes) so are what they are multiplied with, in steps of 1 / 127."""
+    in 8 bits (bitsandbytes) so are what they are multiplied with, in steps of 1 / 127; in 4 bits a CPU with bfloat16
+    products multiplies one row in those."""
     lowered = model.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
     lowered |= bool(getattr(model, "is_loaded_in_8bit", False))
+    lowered |= bool(getattr(model, "is_loaded_in_4bit", False)) and model.device.type == "cpu"
     return torch.bfloat16 if lowered else model.dtype
 
 

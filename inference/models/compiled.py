@@ -96,7 +96,7 @@ class Compiled(Lean):
         if branches is not None:
             columns += [branches.slots.contiguous(), branches.seen.contiguous()]
             branches, kind = Branches(branches.anchor, *columns[2:]), (*kind, "tree", ids.shape[1] > SHORT)
-        inputs = (*columns[:2], *self.angles, slots, *self._stores(), only, branches)
+        inputs = (*columns[:2], *self.angles, slots, *self._stores(), only, branches, self.scale)
         several = [*((part, 1) for part in columns), *((part, 0) for part in (*self.angles, slots))]
         name = ("pass", layers, head) if layers else "pass"
         make = partial(Step, layers=layers, head=head)
@@ -108,7 +108,7 @@ class Compiled(Lean):
     ) -> tuple[Tensor, Tensor]:
         self._refresh(limit)
         slots = torch.arange(limit, device=tails.device)
-        inputs = (tails, ends, u, temperature, *self.angles, slots, *self._stores())
+        inputs = (tails, ends, u, temperature, *self.angles, slots, *self._stores(), self.scale)
         several = [(part, 0) for part in (*self.angles, slots)]
         kind, k = ("greedy" if greedy else "draws"), u.shape[1]
         found: tuple[Tensor, Tensor] = self._called(

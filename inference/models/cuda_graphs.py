@@ -3,9 +3,9 @@ bound by its launches.
 
 A graph belongs to a bucket of shapes: rows, ids a row and slots read, each rounded up, and to what is asked for: one id
 of each row, states of layers, a tree. What it reads and writes stays where it was when it was recorded: inputs and
-results have memory of their own, keys and values are the cache's. Graphs are dropped before the cache grows, so that
-the old one can be freed, and when weights change. All graphs of a model share one memory pool. On a CPU the same
-buckets run without a graph, so that one test covers both.
+results have memory of their own, keys and values are the cache's, the scale of what the head reads is the LM's. Graphs
+are dropped before the cache grows, so that the old one can be freed, and when weights change. All graphs of a model
+share one memory pool. On a CPU the same buckets run without a graph, so that one test covers both.
 """
 
 import warnings
@@ -108,11 +108,11 @@ class Captured(Lean):
         return found
 
     def _choosing(self, turn: "Round", k: int, greedy: bool, slots: int, fit: Callable[..., Tensor]) -> Any:
-        step, stored = Drafting(self.weights, self.shape, k), self._stored(slots)
+        step, stored, scale = Drafting(self.weights, self.shape, k), self._stored(slots), self.scale
 
         def run(given: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
             choose = by_round(turn.on(given), greedy)
-            return step.chosen(lambda z, x: choose(fit(z), x), given["last"], given["ends"], *stored)
+            return step.chosen(lambda z, x: choose(fit(z), x), given["last"], given["ends"], scale, *stored)
 
         return run
 
@@ -157,7 +157,7 @@ class Captured(Lean):
         def run(columns: Tensor) -> Any:
             ids, positions, *more = (columns[:, at : at + width] for at in range(0, (4 if tree else 2) * width, width))
             branches = Branches(columns[:, 4 * width : 4 * width + 1], *more) if tree else None
-            return step(ids, positions, *stored, columns[:, -1] if one else None, branches)
+            return step(ids, positions, *stored, columns[:, -1] if one else None, branches, scale=self.scale)
 
         return run
 
@@ -182,7 +182,7 @@ class Captured(Lean):
 
         def run(columns: Tensor) -> Any:
             tails, ends, u, temperature = columns.split((tail, 1, k, 1), 1)
-            return step(tails, ends[:, 0], numbers_of(u), numbers_of(temperature[:, 0]), *stored)
+            return step(tails, ends[:, 0], numbers_of(u), numbers_of(temperature[:, 0]), *stored, scale=self.scale)
 
         return run
 

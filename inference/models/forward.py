@@ -27,7 +27,9 @@ def most_ids(window: Window) -> int:
 
 
 class Forward(Protocol):
-    """One pass over ids (A, n) at a window's positions; new keys and values go to the cache."""
+    """One pass over ids (A, n) at a window's positions; new keys and values go to the cache. scale: see `LM.scale`."""
+
+    scale: Tensor | None
 
     def forward(self, ids: Tensor, window: Window, only: Tensor | None = None, layers: Layers = ()) -> Pass:
         """Logits (A, n, V), or (A, 1, V) after id `only` (A,) of each row, and the states of `layers`."""
@@ -52,6 +54,8 @@ class Stock:
     length that goes back finds what it needs. form: of `FORMS`, what the model's code takes (see `selfcheck`).
     """
 
+    scale: Tensor | None = None
+
     def __init__(self, model: PreTrainedModel, cache: SlotCache, context: int, form: str = "one") -> None:
         self.model, self.cache, self.context, self.form = model, cache, context, form
         config = model.config.get_text_config()
@@ -60,9 +64,16 @@ class Stock:
         self.head = head_of(model)
 
     def forward(self, ids: Tensor, window: Window, only: Tensor | None = None, layers: Layers = ()) -> Pass:
+        if self.scale is not None:
+            return self._scaled(ids, window, only, layers)
         with tapped(self.model, layers) as states:
             logits: Tensor = self._call(self.model, ids, window).logits
         return Pass(logits if only is None else picked(logits, only), states)
+
+    def _scaled(self, ids: Tensor, window: Window, only: Tensor | None, layers: Layers) -> Pass:
+        states = self.store(ids, window, (*layers, LAST))
+        last = states[LAST] if only is None else picked(states[LAST], only)
+        return Pass(self.head(scaled(last, self.scale, window.low)), {layer: states[layer] for layer in layers})
 
     def store(self, ids: Tensor, window: Window, layers: Layers = ()) -> States:
         with tapped(self.model, layers) as states:
@@ -115,6 +126,8 @@ class Lean:
     """`llama.states` of a model for which `llama_weights.applies`. int8: with its projections rounded, see
     `llama_weights.int8`."""
 
+    scale: Tensor | None = None
+
     def __init__(self, model: PreTrainedModel, cache: SlotCache, int8: bool = False) -> None:
         self.model, self.cache, self.int8 = model, cache, int8
         self._read()
@@ -122,6 +135,7 @@ class Lean:
     def forward(self, ids: Tensor, window: Window, only: Tensor | None = None, layers: Layers = ()) -> Pass:
         states = self._states(ids, window, (*layers, LAST))  # before the head is looked up: it may find new weights
         last = states[LAST] if only is None else picked(states[LAST], only)
+        last = scaled(last, self.scale, window.low)
         return Pass(self.weights.head(last), {layer: states[layer] for layer in layers})
 
     def store(self, ids: Tensor, window: Window, layers: Layers = ()) -> States:
@@ -221,6 +235,11 @@ def attention(mask: Tensor | None, shape: llama.Shape) -> llama.Attend:
 def picked(states: Tensor, only: Tensor) -> Tensor:
     """(A, n, ...) at `only` (A,) -> (A, 1, ...)."""
     return states[torch.arange(len(only), device=only.device), only].unsqueeze(1)
+
+
+def scaled(states: Tensor, scale: Tensor | None, low: int = 0) -> Tensor:
+    """States (A, n, D) of slots low, low + 1, ..., each row's times its own scale, of (rows, D); None: as they are."""
+    return states if scale is None else states * scale[low : low + len(states)].unsqueeze(1)
 
 
 def visible(window: Window, device: torch.device, width: int | None = None, *, chunk: int | None = None) -> Tensor:

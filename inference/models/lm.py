@@ -35,7 +35,8 @@ class LM:
     transformers' own forward, also for models that `llama` runs in fewer operations. compile: compile what `llama`
     runs, see `compiled`, on a GPU replay it, see `cuda_graphs`; None: on a GPU alone. int8: weights rounded to 8 bits,
     for a draft: a rounded target has another law. spare: slots after those of the rows, where prompts wait. cache:
-    that of an LM of which this one is the first layers, which share its keys and values.
+    that of an LM of which this one is the first layers, which share its keys and values. scaled: the head reads each
+    row's states times its row of `scale` (rows and spare ones, D), ones until somebody writes others there.
     Raises ValueError for an attention implementation or a state that rows of different lengths cannot use.
     """
 
@@ -51,6 +52,7 @@ class LM:
         int8: bool = False,
         spare: int = 0,
         cache: SlotCache | None = None,
+        scaled: bool = False,
     ) -> None:
         self.model = model.eval()
         config = model.config.get_text_config()
@@ -66,6 +68,7 @@ class LM:
             self.run = self._forward(stock, compile, int8)
         self.asked = Asked(model, self.context, isinstance(self.run, Lean))
         self.device, self.dtype = model.device, model.dtype
+        self.scale = self.run.scale = self._ones(rows + spare, config.hidden_size) if scaled else None
         self.offsets = torch.arange(0, device=self.device)  # 0, 1, ...: as many as a pass had ids
         self.weights = "int8" if int8 else str(model.dtype).removeprefix("torch.")
 
@@ -78,6 +81,10 @@ class LM:
     def replayed(self) -> bool:
         """Whether short passes are replayed as CUDA graphs."""
         return isinstance(self.run, Captured)
+
+    def _ones(self, rows: int, width: int) -> Tensor:
+        with torch.inference_mode(False):  # written to in inference mode and outside it
+            return torch.ones(rows, width, dtype=self.dtype, device=self.device)
 
     def _forward(self, stock: bool, compile: bool | None, int8: bool) -> Forward:
         if int8 and (stock or not can_round(self.model)):

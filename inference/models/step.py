@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from inference.models import llama
-from inference.models.forward import additive, attention, picked, seen_from, seen_on_paths
+from inference.models.forward import additive, attention, picked, scaled, seen_from, seen_on_paths
 from inference.models.passes import LAST, Branches, Layers
 from inference.sampling import certain, draw, one_hot, wide
 
@@ -66,10 +66,11 @@ class Step(nn.Module):
         values: list[Tensor],
         only: Tensor | None = None,
         branches: Branches | None = None,
+        scale: Tensor | None = None,
     ) -> list[Tensor]:
         """ids, positions (A, n); cos, sin (S, D) of all positions; slots (L,): 0 .. L - 1, those that are read; keys,
         values (rows, G, S, D) a layer -> logits (A, n, V), or (A, 1, V) of `only` (A,), and states (A, n, W).
-        branches: of a tree's columns."""
+        branches: of a tree's columns. scale (rows, D): of what the head reads, see `LM.scale`."""
         A, L = ids.shape[0], slots.shape[0]
         seen = seen_from(positions, slots) if branches is None else seen_on_paths(positions, slots, branches)
         mask, written = additive(seen, self.shape.held), positions if branches is None else branches.slots
@@ -87,7 +88,8 @@ class Step(nn.Module):
         states = [found[layer] for layer in self.layers]
         if not self.head:
             return states
-        return [weights.head(found[LAST] if only is None else picked(found[LAST], only)), *states]
+        last = found[LAST] if only is None else picked(found[LAST], only)
+        return [weights.head(scaled(last, scale)), *states]
 
 
 class Drafting(Step):
@@ -109,6 +111,7 @@ class Drafting(Step):
         slots: Tensor,
         keys: list[Tensor],
         values: list[Tensor],
+        scale: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """tails (A, n): the last ids of texts of `ends` (A,) tokens, whose ids before those are stored; u (A, k)
         uniforms; temperature (A,) above 0; the rest as for a pass -> drafts (A, k) and the laws (A, k, V) that they
@@ -121,13 +124,14 @@ class Drafting(Step):
             law = (logits / temperature.to(logits.dtype).unsqueeze(-1)).softmax(-1)
             return draw(law, u[:, len(drafts)]), law
 
-        return self.chosen(chosen, tails, ends, cos, sin, slots, keys, values)
+        return self.chosen(chosen, tails, ends, scale, cos, sin, slots, keys, values)
 
     def chosen(
         self,
         choose: Callable[[Tensor, list[Tensor]], tuple[Tensor, Tensor]],
         tails: Tensor,
         ends: Tensor,
+        scale: Tensor | None,
         cos: Tensor,
         sin: Tensor,
         slots: Tensor,
@@ -139,7 +143,7 @@ class Drafting(Step):
 
         def after(ids: Tensor, start: Tensor) -> Tensor:
             positions = start.unsqueeze(1) + torch.arange(ids.shape[1], device=ids.device)
-            logits, *_ = super(Drafting, self).forward(ids, positions, cos, sin, slots, keys, values)
+            logits, *_ = super(Drafting, self).forward(ids, positions, cos, sin, slots, keys, values, scale=scale)
             return wide(logits[:, -1])
 
         drafts: list[Tensor] = []

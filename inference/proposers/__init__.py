@@ -11,11 +11,14 @@ __all__ = ["KINDS", "Independent", "NGram", "Parallel", "kind_of"]
 
 KINDS = {  # as the metadata of a draft folder names them -> module:class
     "independent": "inference.proposers.independent:Independent",
+    "conditioned": "inference.proposers.conditioned:Conditioned",
     "hydra": "inference.proposers.hydra:Hydra",
     "eagle": "inference.proposers.eagle:Eagle",
+    "p_eagle": "inference.proposers.p_eagle:PEagle",
     "early_exit": "inference.proposers.early_exit:EarlyExit",
     "medusa": "inference.proposers.medusa:Medusa",
     "quantised": "inference.proposers.quantised:Quantised",
+    "two_levels": "inference.proposers.two_levels:TwoLevels",
     "parallel": "inference.proposers.parallel:Parallel",
     "ngram": "inference.proposers.retrieval:NGram",
     "retrieval": "inference.proposers.retrieval:Retrieval",

@@ -115,6 +115,10 @@ class Round(Protocol):
         """Of each row, 0 for one-hot laws, where a law is softmax(logits / temperature) and a draw its inverse CDF;
         None where `law` and `draw` do more than that."""
 
+    @property
+    def temperature(self) -> Tensor:
+        """Of each row (A,), on the device, whatever else its settings are; another tensor when rows come or go."""
+
     def simple(self, depths: int) -> tuple[Tensor, Tensor]:
         """Uniforms (A, depths) and temperatures (A,) on the device."""
 
@@ -128,6 +132,24 @@ class Round(Protocol):
         (A, n, m), those to try first before the others, and the laws (A, n, m, V) that they were drawn from.
 
         Drawn without replacement; the likeliest ones, with one-hot laws, in rows of temperature 0 and where asked."""
+
+    @property
+    def shared(self) -> bool:
+        """Whether draws take the noise that the target's own tokens are chosen with."""
+
+    def draw_shared(self, law: Tensor, depth: Tensor) -> Tensor:
+        """Ids (A,) drawn from law (A, V) with that noise, at a depth (A,) of each row."""
+
+    @property
+    def reads_history(self) -> list[bool]:
+        """Of each row, whether its law depends on its text beyond the model: `plain` is then not its law."""
+
+    def plain(self, logits: Tensor) -> Tensor:
+        """Logits (A, ..., V) -> laws (A, ..., V) of rows whose settings read no history, whatever was drafted."""
+
+    def inner(self, depths: int) -> Tensor:
+        """Uniforms (3, A, depths) for rounds that a proposer verifies itself: of its draws, of its coins and of its
+        last draws. No other draw or coin of the row meets them; `send` comes first."""
 
     def left_out(self, scores: Tensor, kept: int, levels: int) -> None:
         """Told where a dynamic tree keeps the `kept` largest of scores (A, ..., M), and no others: sums of the log

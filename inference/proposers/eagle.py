@@ -39,7 +39,7 @@ class Eagle(Proposer):
     of the trees that it drafts, as of `Independent`; None: chains.
     """
 
-    network_class = EagleNetwork
+    network_class: Any = EagleNetwork
 
     def __init__(
         self, network: EagleNetwork, greedy: bool = False, *, compile: bool | None = None,
@@ -71,7 +71,7 @@ class Eagle(Proposer):
     def open(self, host: Host) -> None:
         config, device = self.network.config, host.target.device
         if self.branching:
-            self.branching.require(host.vocabulary)
+            self.branching.require(host.vocabulary, self.depths)
         held = self.network.dtype if device.type == "cuda" else torch.promote_types(self.network.dtype, torch.float32)
         if host != self.host:  # slots are kept from call to call
             self.host, rows = host, host.rows + host.spare
@@ -131,7 +131,8 @@ class Eagle(Proposer):
         """None for rows without a pair."""
         pairs = [len(text) - 1 for text in turn.texts]
         lacking = [one - stored for one, stored in zip(pairs, self.stored, strict=True)]
-        k = [k if one else 0 for k, one in zip(turn.k, pairs, strict=True)]
+        most = self.depths or max(turn.k)
+        k = [min(k, most) if one else 0 for k, one in zip(turn.k, pairs, strict=True)]
         self.longest = max(self.longest, *k)
         if not max(k):
             return Proposal(torch.empty(len(k), 0, dtype=torch.int64, device=self.features_device), None, k)

@@ -29,8 +29,21 @@ def fused(layers: int) -> tuple[int, int, int]:
     return min(2, layers // 3), layers // 2, max(layers - 3, layers // 2)
 
 
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+def behind(layers: Sequence[int]) -> list[int]:
+    """Inputs of layers -> the layers whose outputs they are; the embeddings are that of -1."""
+    return [layer - 1 for layer in layers]
+
+
 class EagleConfig(PretrainedConfig):
-    """Of a folder in the EAGLE-3 format. depths: how many drafts of a round it was trained for."""
+    """Of a folder in the EAGLE-3 format. depths: how many drafts of a round it was trained for.
+
+    eagle_aux_hidden_state_layer_ids: the layers whose inputs `fc` joins, which vLLM reads first. `eagle_config` holds
+    the same states as outputs of the layers before, which SGLang reads; given alone, its numbers are inputs, as vLLM
+    takes them and as folders of cotrain were written before. Always written both ways.
+    """
 
     model_type = "llama"
 
@@ -47,6 +60,7 @@ class EagleConfig(PretrainedConfig):
         vocab_size: int = 32,
         draft_vocab_size: int | None = None,
         eagle_config: Mapping[str, Any] | None = None,
+        eagle_aux_hidden_state_layer_ids: Sequence[int] | None = None,
         depths: int = 4,
         initializer_range: float = 0.02,
         **other: Any,
@@ -58,7 +72,9 @@ class EagleConfig(PretrainedConfig):
         self.max_position_embeddings, self.vocab_size = max_position_embeddings, vocab_size
         self.draft_vocab_size = draft_vocab_size or vocab_size
         self.num_hidden_layers, self.hidden_act, self.attention_bias, self.mlp_bias = 1, "silu", False, False
-        self.eagle_config = dict(eagle_config or {})
+        layers = eagle_aux_hidden_state_layer_ids or (eagle_config or {}).get(LAYER_IDS) or ()
+        self.eagle_aux_hidden_state_layer_ids = list(layers)
+        self.eagle_config = {"use_aux_hidden_state": True, **(eagle_config or {}), LAYER_IDS: behind(layers)}
         self.depths, self.initializer_range = depths, initializer_range
         known = ("rope_parameters", "num_hidden_layers", "hidden_act", "attention_bias", "mlp_bias",
                  "tie_word_embeddings", "architectures")  # fmt: skip
@@ -68,14 +84,14 @@ class EagleConfig(PretrainedConfig):
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The layers of the target that `fc` joins, in its order."""
-        return tuple(self.eagle_config["eagle_aux_hidden_state_layer_ids"])
+        """The states of the target that `fc` joins, in its order, by the numbers of `models.passes`."""
+        return tuple(self.eagle_aux_hidden_state_layer_ids)
 
 
 class EagleNetwork(PreTrainedModel):
     """One decoder layer over pairs, a norm and a head."""
 
-    config_class = EagleConfig
+    config_class: Any = EagleConfig
     base_model_prefix = ""
     d2t: Tensor
     t2d: Tensor

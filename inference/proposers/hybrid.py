@@ -1,6 +1,6 @@
 """Look-up where it pays, a model elsewhere: each row's drafts of a round come from one of the two."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -11,14 +11,15 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from inference.batched.batch import Numbers
 from inference.drafts.weight_files import CONFIG, read_json
-from inference.proposers.base import Beside, Host, Outcome, Proposal, Proposer, Round, States
+from inference.proposers.base import Beside, Proposal, Proposer, Round
 from inference.proposers.gate import Gate
 from inference.proposers.independent import Independent
+from inference.proposers.of_parts import OfParts
 from inference.proposers.retrieval import Retrieval, chains
 from inference.sampling import one_hot
 
 
-class Hybrid(Proposer):
+class Hybrid(OfParts):
     """Retrieval first, `model` where the gate says so (as Hu et al. 2024, 2411.10666, join SAM decoding with a model).
 
     The gate decides before anything is drawn, from earlier text alone, so each row's drafts are drawn from the laws
@@ -31,7 +32,7 @@ class Hybrid(Proposer):
     def __init__(self, model: Proposer, retrieval: Retrieval | None = None, gate: Gate | None = None) -> None:
         self.model, self.retrieval, self.gate = model, retrieval or Retrieval(), gate or Gate.uncalibrated()
         self.reads, self.greedy = model.reads, model.greedy
-        self.parts: tuple[Proposer, ...] = (self.retrieval, model)
+        self.parts = (self.retrieval, model)
 
     def __copy__(self) -> "Hybrid":
         """With parts of its own, so that what one copy drafts is nothing to another."""
@@ -59,30 +60,6 @@ class Hybrid(Proposer):
     @property
     def context(self) -> int | None:
         return self.model.context
-
-    def open(self, host: Host) -> None:
-        for part in self.parts:
-            part.open(host)
-
-    def admit(self, low: int, prompts: Sequence[list[int]], states: States) -> None:
-        for part in self.parts:
-            part.admit(low, prompts, states)
-
-    def stage(self, low: int, prompts: Sequence[list[int]], states: States) -> None:
-        for part in self.parts:
-            part.stage(low, prompts, states)
-
-    def enter(self, source: int, target: int, prompt: list[int]) -> None:
-        for part in self.parts:
-            part.enter(source, target, prompt)
-
-    def commit(self, outcome: Outcome) -> None:
-        for part in self.parts:
-            part.commit(outcome)
-
-    def move(self, source: int, target: int) -> None:
-        for part in self.parts:
-            part.move(source, target)
 
     def propose(self, turn: Round) -> Proposal:
         found = self.retrieval.find(turn.texts, turn.k)

@@ -31,6 +31,7 @@ class Independent(Proposer):
     """
 
     network_class = AutoModelForCausalLM
+    scaled = False  # whether it writes to `LM.scale`
     tail = 2  # ids of a text that a round feeds when all drafts are made at once: rounds that accept all lack so many
 
     def __init__(
@@ -74,7 +75,8 @@ class Independent(Proposer):
         wanted = host.rows, host.vocabulary, host.context, host.spare
         if wanted != self.opened:  # slots are kept from call to call
             self.opened = wanted
-            self.lm = LM(self.model, *wanted[:3], compile=self.compile, int8=self.int8, spare=host.spare)
+            self.lm = LM(self.model, *wanted[:3], compile=self.compile, int8=self.int8, spare=host.spare,
+                         scaled=self.scaled)  # fmt: skip
         self.stored, self.longest = [], 0
 
     def stage(self, low: int, prompts: Sequence[list[int]], states: States) -> None:

@@ -1,10 +1,11 @@
-"""What stands in a folder of look-up alone, in the place where other kinds have a network."""
+"""The settings of look-up, in the place where other kinds have a network."""
 
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
+
+from inference.proposers.settings_network import SettingsNetwork
 
 
 class LookupConfig(PretrainedConfig):
@@ -17,21 +18,7 @@ class LookupConfig(PretrainedConfig):
         self.lookup = dict(lookup or {})
 
 
-class LookupNetwork(PreTrainedModel):
-    """No weights: settings alone."""
+class LookupNetwork(SettingsNetwork):
+    """No weights: `LookupConfig` alone."""
 
     config_class = LookupConfig
-
-    def __init__(self, config: LookupConfig) -> None:
-        super().__init__(config)
-        self.nothing = torch.nn.Parameter(torch.zeros(()), requires_grad=False)  # it has a device and a dtype
-        self.generation_config = GenerationConfig()
-        self.post_init()
-
-    def get_input_embeddings(self) -> Any:
-        """None."""
-        return None
-
-    def get_output_embeddings(self) -> Any:
-        """None."""
-        return None

@@ -3,17 +3,20 @@
 import copy
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from inference.drafts.weight_files import CONFIG, read_json
+from inference.models.checksum import fingerprint
 from inference.models.dtypes import quantised
 from inference.models.llama_weights import can_round, int8_rows
 from inference.proposers.base import Beside
 from inference.proposers.growing import Shape
 from inference.proposers.independent import Independent
+from inference.proposers.settings_network import SettingsNetwork
 
 BITS = ("int8", "nf4")
 
@@ -28,6 +31,12 @@ class QuantisedConfig(PretrainedConfig):
         super().__init__(**others)
 
 
+class QuantisedNetwork(SettingsNetwork):
+    """No weights: `QuantisedConfig` alone, since the target's weights are all that such a draft has."""
+
+    config_class = QuantisedConfig
+
+
 class Quantised(Independent):
     """Drafts with the target's projections in 8 bits, or in nf4 (Dettmers et al. 2023, 2305.14314), with keys and
     values of its own (self-speculation by rounding: QuantSpec, Tiwari et al. 2025, 2502.10424).
@@ -38,7 +47,7 @@ class Quantised(Independent):
     quantised itself.
     """
 
-    network_class: Any = None  # the target's weights are all that it has
+    network_class: Any = QuantisedNetwork
 
     def __init__(
         self, target: PreTrainedModel, bits: str = "int8", greedy: bool = False, *, compile: bool | None = None,
@@ -56,21 +65,42 @@ class Quantised(Independent):
     @classmethod
     def load(cls, folder: Path, beside: Beside) -> "Quantised":
         """Its folder holds no weights: config.json says the bits."""
-        bits = str(read_json(folder / CONFIG).get("bits"))
+        return cls.of_settings(beside, read_json(folder / CONFIG).get("bits"), str(folder / CONFIG))
+
+    @classmethod
+    def of_settings(cls, beside: Beside, bits: Any, where: str) -> "Quantised":
+        """Of the bits that a config names. Raises as the class, beginning with `where`."""
         try:
-            return cls(beside.target, bits, beside.greedy, compile=beside.compile, shape=beside.shape)
+            return cls(beside.target, str(bits), beside.greedy, compile=beside.compile, shape=beside.shape)
         except ValueError as error:
-            raise ValueError(f"{folder / CONFIG}: {error}") from error
+            raise ValueError(f"{where}: {error}") from error
+
+    @classmethod
+    def fits(cls, network: PreTrainedModel, target: PreTrainedModel, where: str) -> None:
+        """Raises for a target that is quantised as it is."""
+        if quantised(target.config):
+            raise ValueError(f"{where}: the target is quantised as it is: it cannot be its own draft in fewer bits")
 
     @property
     def weights(self) -> str | None:
         return self.bits
 
 
-@torch.no_grad()
+_HELD: WeakKeyDictionary[PreTrainedModel, dict[str, tuple[bytes, PreTrainedModel]]] = WeakKeyDictionary()
+
+
 def held_in(target: PreTrainedModel, bits: str) -> PreTrainedModel:
     """A copy of the target whose projections are numbers that `bits` can hold, in the target's dtype; its embeddings
-    keep theirs, tied to the head or not. Of nf4 the head stays whole, as bitsandbytes leaves it."""
+    keep theirs, tied to the head or not. Of nf4 the head stays whole, as bitsandbytes leaves it. Made once for all that
+    draft with it, and again when the target has changed."""
+    made, kept = fingerprint(target), _HELD.setdefault(target, {})
+    if bits not in kept or kept[bits][0] != made:
+        kept[bits] = made, _held_in(target, bits)
+    return kept[bits][1]
+
+
+@torch.no_grad()
+def _held_in(target: PreTrainedModel, bits: str) -> PreTrainedModel:
     model = copy.deepcopy(target)
     head = model.get_output_embeddings()
     for module in model.modules():
