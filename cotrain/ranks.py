@@ -1,6 +1,8 @@
 """Which of several processes this one is, before they have met."""
 
 import os
+import time
+from collections.abc import Callable
 
 from lightning.pytorch.utilities import rank_zero_only
 
@@ -13,3 +15,13 @@ def rank() -> int:
 def local_rank() -> int:
     """Of this machine's processes; torchrun and Lightning tell the first of these, SLURM the second."""
     return int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0)
+
+
+def awaited(ready: Callable[[], bool], first: str) -> None:
+    """Wait for what the first of several processes makes. first: that process, in words; raises RuntimeError when what
+    started this one has gone."""
+    parent = os.getppid()
+    while not ready():
+        if os.getppid() != parent:
+            raise RuntimeError(f"{first} has ended")
+        time.sleep(1)

@@ -27,6 +27,7 @@ from cotrain.run_folder import claim, refuse
 from cotrain.students import rounding
 from cotrain.students.base import DEFAULT
 from cotrain.teacher.target_model import refuse_quantisation
+from cotrain.training.assembly import refuse_rounded
 from cotrain.training.job import models, settle, source
 from cotrain.training.preconditions import fits, holds, timed
 from inference.drafts.atomic import write_atomic
@@ -68,16 +69,19 @@ def _grid(cfg: BenchConfig, logs: Path) -> Grid:
     return Grid(asked.temperatures, asked.batches, asked.k, servers, logs)
 
 
-def _refuse(cfg: BenchConfig, pair: Pair) -> None:
+def _refuse(cfg: BenchConfig, kind: str, pair: Pair) -> None:
     """Raise UserError or ValueError, before weights are loaded, for texts that do not fit both models and weights that
     cannot be held as asked."""
+    for bits in (cfg.quantisation.kind, *cfg.matrix.targets):
+        refuse_rounded(kind, bits, pair.target)
     size, room = cfg.bench, min(holds(model.config) for model in (pair.target, pair.draft) if model is not None)
     fits("bench.prompt_tokens", size.prompt_tokens, "bench.new_tokens", timed(size), room)
     refuse_quantisation(str(cfg.target.path), cfg.quantisation.kind, pair.target.config)
 
 
-def _prompts(cfg: BenchConfig, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Prompts:
-    """Of data.path, no text that a draft was trained on by these settings; without it, those shipped."""
+def prompts(cfg: BenchConfig, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Prompts:
+    """What is measured on: of data.path, no text that a draft was trained on by these settings; without it, those
+    shipped."""
     tokens, seed = cfg.bench.prompt_tokens, cfg.bench.seed
     if cfg.data.path is None:
         return apart(*shipped_ids(tokenizer, tokens), [], "shipped")
@@ -145,9 +149,9 @@ def _measured(cfg: BenchConfig, draft_path: str) -> dict[str, Any]:
     refuse(cfg.output, cfg.overwrite)
     found = measured(draft_path)
     pair = refuse_pair(draft_path, path, cfg.target.trust_remote_code)
-    _refuse(cfg, pair)
+    _refuse(cfg, found.kind, pair)
     _refuse_matrix(cfg, found.kind, pair)
-    given = _prompts(cfg, pair.target, pair.tokenizer)
+    given = prompts(cfg, pair.target, pair.tokenizer)
     target, tokenizer = models(cfg)
     draft, made = load_network(found, target, tokenizer), found.metadata
     with claim(cfg.output, cfg.overwrite) as folder:

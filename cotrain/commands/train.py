@@ -21,7 +21,9 @@ from cotrain.training.distil import distil
 from cotrain.training.preconditions import require
 from cotrain.training.preflight import check
 from cotrain.training.resume import kind
+from inference.drafts.draft_folder import REPORT
 from inference.report.build import table
+from inference.report.table import beside
 
 
 def run(cfg: TrainConfig) -> float | None:
@@ -55,7 +57,11 @@ def run(cfg: TrainConfig) -> float | None:
 
 
 def swept(outputs: list[str]) -> None:
-    """One table of the runs of a sweep, over the first, at the temperatures that all are judged at."""
+    """The runs of a sweep that were measured in one table; those that were judged in another, over the first, at the
+    temperatures that all are judged at."""
+    reports = {Path(output).name: file for output in outputs if (file := Path(output) / "draft" / REPORT).exists()}
+    if len(reports) > 1:
+        print(beside({name: json.loads(file.read_text(encoding="utf-8")) for name, file in reports.items()}))
     runs: dict[str, list[dict[str, Any]]] = {}
     for output in outputs:
         if (Path(output) / FIGURES).exists():

@@ -62,14 +62,16 @@ class Draft:
     training is then quantisation-aware. datastore: a folder of `cotrain datastore`, of kinds that look up; shortest:
     tokens of a text's end that must have stood before. depths: drafts of a round that it is trained for, of a kind
     whose law depends on the depth. vocabulary: so many tokens are all that it knows, of a kind with a head of its own;
-    null: those of the target."""
+    null: those of the target. bits: of the target's weights, of kinds that draft with the target in fewer bits: 8
+    (int8) or 4 (nf4). inner: guesses that the small draft of two levels makes before they are verified. temperatures:
+    of a kind that is told the temperature, those that it learns at; a text of each is learnt at its own."""
 
     kind: str
     path: str | None
     datastore: str | None
     shortest: int
     width: int | None
-    layers: int
+    layers: int | None  # null: of an early exit those that a planner chooses, see cotrain.bench.exit_planner
     intermediate: int | None
     head_dim: int | None
     kv_heads: int | None
@@ -77,6 +79,9 @@ class Draft:
     rank: int  # of what an early exit adds to each projection of its layers; 0: nothing
     depths: int | None
     vocabulary: int | None
+    bits: int | None
+    inner: int | None
+    temperatures: list[float]
 
 
 @dataclass
@@ -135,7 +140,7 @@ class Rollout:
     prompt_tokens: int
     new_tokens: int
     temperatures: list[float]  # of the held-out texts
-    train_temperatures: list[float]  # of those that are learnt from, as many of each; none: the regime's
+    train_temperatures: list[float]  # of those learnt from, as many of each; none: draft.temperatures, or the regime's
     rows: int
     rounds: int  # training texts are sampled in so many parts, all but the first sped up by the draft under training
     on_draft: float  # share of the prompts of all rounds but the first that the draft itself continues

@@ -6,6 +6,7 @@ from functools import partial
 from torch import Tensor
 
 from cotrain.config.groups import Regime
+from cotrain.config.settings import TrainConfig
 from inference import Sampling
 from inference.sampling import keep_top_k, keep_top_p
 
@@ -13,6 +14,17 @@ from inference.sampling import keep_top_k, keep_top_p
 def sampling(regime: Regime, temperature: float | None = None) -> Sampling:
     """The regime as the engine takes it, at its own temperature or another."""
     return Sampling(regime.temperature if temperature is None else temperature, regime.top_k, regime.top_p)
+
+
+def learnt(cfg: TrainConfig) -> list[float]:
+    """Temperatures that a run learns at, as many texts of each: those that are asked for, else those that a draft is
+    told, else the regime's."""
+    return list(cfg.rollout.train_temperatures) or list(cfg.draft.temperatures) or [cfg.regime.temperature]
+
+
+def judged(cfg: TrainConfig) -> list[float]:
+    """Temperatures that a run is judged at, rising: wherever it learns, and in the regime, which ranks checkpoints."""
+    return sorted({*cfg.rollout.temperatures, *learnt(cfg), cfg.regime.temperature})
 
 
 def truncation(regime: Regime) -> Callable[[Tensor], Tensor] | None:

@@ -160,6 +160,7 @@ class ExportConfig:
     layout: str  # of the folder, as the engine loads it
     k: int | None
     objective: str | None  # sampled_draft or greedy_draft
+    temperature: float | None  # that a draft which is told it is served at
     check: str | None  # a folder to check instead
     push_to_hub: str | None  # user/name of a model repository that gets the folder
     output: str

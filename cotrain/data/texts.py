@@ -34,6 +34,13 @@ class Texts:
         """The same texts, to be learnt at a temperature."""
         return replace(self, temperature=torch.tensor(float(temperature)), whole=whole)
 
+    def in_turn(self, temperatures: Sequence[float]) -> Self:
+        """The same texts, each to be learnt at one of the temperatures, which take turns."""
+        if len(temperatures) == 1:
+            return self.at(temperatures[0])
+        each = torch.tensor(temperatures, dtype=torch.float32)
+        return replace(self, temperature=each[torch.arange(len(self)) % len(each)], whole=False)
+
     def spread(self, count: int) -> Self:
         """About `count` of them, of every domain."""
         return self.rows(list(range(0, len(self), max(len(self) // count, 1))))

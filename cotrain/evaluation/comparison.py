@@ -20,11 +20,12 @@ Run = dict[str, Any]  # what a run keeps in `FIGURES`
 
 
 def per_text(scores: dict[float, Scores]) -> dict[str, Any]:
-    """What a comparison needs of one run: by temperature, what the draft is like, and lengths and exact expected calls
-    of each text at k = 4, 8."""
+    """What a comparison needs of one run: by temperature, what the draft is like, its acceptance at each depth where
+    laws depend on the depth, and lengths and exact expected calls of each text at k = 4, 8."""
     return {
         f"{temperature:g}": {
             **{name: getattr(found, name) for name in LIKE},
+            **({"alphas": list(found.alphas)} if found.alphas else {}),
             "lengths": found.lengths.tolist(),
             "calls": {str(k): found.calls(k).tolist() for k in DEPTHS},
         }

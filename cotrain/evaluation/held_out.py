@@ -119,7 +119,8 @@ def guessed(held: HeldOut, rows: Tensor, student: Student) -> tuple[list[Guess],
     """What a student guesses of some texts, and what was read of the target there, on the student's device."""
     ids, places = held.texts.read(rows)
     record = held.at(rows, student.network.device)
-    batch = {"ids": ids} if places is None else {"ids": ids, "position_ids": places}
+    batch = {"ids": ids, "temperature": torch.full((len(ids),), held.temperature, device=student.network.device)}
+    batch |= {} if places is None else {"position_ids": places}
     return student.guesses(batch, seen(record)), record
 
 

@@ -2,8 +2,6 @@
 
 import hashlib
 import json
-import os
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +14,7 @@ from cotrain.data.prompt_rows import PromptRows, TextStarts
 from cotrain.data.texts import Texts
 from cotrain.paths import folder
 from cotrain.progress_display import Say
-from cotrain.ranks import rank
+from cotrain.ranks import awaited, rank
 from cotrain.rollout import kept_texts, samplers
 from inference import Engine, Sampling
 
@@ -85,10 +83,12 @@ class Sampled:
     def sample(
         self, kind: str, sampling: Sampling, source: Source, say: Say | None = None, part: Share = WHOLE
     ) -> Path:
-        """Sample a set and keep it; interrupted, the next call goes on where this one stopped."""
+        """Sample a set and keep it; interrupted, the next call goes on where this one stopped. Of several processes one
+        samples; raises as `ranks.awaited`."""
         path, made = self.folder / name(kind, sampling, part), self._manifest(kind, sampling, part)
         if rank():
-            return self._awaited(path, kind, sampling, part)
+            awaited(lambda: self._fits(path, kind, sampling, part), "the process that samples texts")
+            return path
         partial = kept_texts.beside(path, f"{_digest(made)}.partial.jsonl")  # of this very set
         asked = source.prompts(self.ask.texts[kind], self.ask.prompt_tokens, self.seed)
         mine = range(part.place, len(asked), part.of)  # of every domain
@@ -96,15 +96,6 @@ class Sampled:
                                partial, say, mine)  # fmt: skip
         kept_texts.save(rows, path, made)
         partial.unlink()
-        return path
-
-    def _awaited(self, path: Path, kind: str, sampling: Sampling, part: Share) -> Path:
-        """Of several processes one samples. Raises RuntimeError when what started this one has gone."""
-        parent = os.getppid()
-        while not self._fits(path, kind, sampling, part):
-            if os.getppid() != parent:
-                raise RuntimeError("the process that samples texts has ended")
-            time.sleep(1)
         return path
 
     def _sampler(self) -> samplers.Sampler:

@@ -4,7 +4,7 @@ B texts, T tokens, D width of the target's states, V vocabulary, N guesses. A pl
 token t + 1, given the tokens 0 .. t; flat places are b * T + t.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
@@ -27,17 +27,23 @@ __all__ = ["ANY", "DEFAULT", "KINDS", "LAST", "Guess", "Seen", "Student", "refus
 DEFAULT = "independent"  # the kind of a draft folder that does not say it
 KINDS = {  # kind -> module:class, imported when asked for
     DEFAULT: "cotrain.students.independent:Independent",
+    "conditioned": "cotrain.students.conditioned:Conditioned",
     "eagle": "cotrain.students.eagle:Eagle",
+    "p_eagle": "cotrain.students.p_eagle:PEagle",
     "early_exit": "cotrain.students.early_exit:EarlyExit",
     "parallel": "cotrain.students.parallel:Parallel",
     "medusa": "cotrain.students.medusa:Medusa",
     "hydra": "cotrain.students.hydra:Hydra",
     "retrieval": "cotrain.students.retrieval:Retrieval",
     "hybrid": "cotrain.students.hybrid:Hybrid",
+    "quantised": "cotrain.students.quantised:Quantised",
+    "two_levels": "cotrain.students.two_levels:TwoLevels",
 }
 
-UNTRAINED = {"retrieval"}  # kinds that are measured and exported without training
+UNTRAINED = {"retrieval", "quantised", "two_levels"}  # kinds that are measured and exported without training
 PREPARED = {"hybrid": "cotrain.students.hybrid:prepare"}  # what a kind settles on ranking prompts before it is measured
+
+SHAPED = {"early_exit": "cotrain.bench.exit_planner:planned"}  # what settles a shape that the settings leave open
 
 
 class Student(Protocol):
@@ -45,11 +51,15 @@ class Student(Protocol):
     embeddings it may share, and the number of ids that have mass (None: all of the head's). What has a body here is
     what a kind gets by naming this class as its base.
 
-    reads: layers of the target's states that it wants beyond LAST, which losses read anyway.
+    reads: layers of the target's states that it wants beyond LAST, which losses read anyway. rounds_target: whether it
+    drafts with the target in fewer bits, so that the target must be whole. by_temperature: whether its logits depend on
+    the temperature: it learns at draft.temperatures.
     """
 
     kind: str
     reads: tuple[int, ...] = ()
+    rounds_target: bool = False
+    by_temperature: bool = False
     network: PreTrainedModel
     target: PreTrainedModel | None
     vocabulary: int | None
@@ -88,10 +98,10 @@ class Student(Protocol):
         return None
 
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
-        """What it guesses of a batch, by depth from 0 on, or one guess of depth ANY. batch: ids (B, T), position_ids
-        (B, T) of packed texts; of a step of training also uniforms (B, T), for what is drawn there, and predicted
-        (B, T-1), whose next tokens are learnt from. No guess may depend on a token from its round's first new one on,
-        but through the drafts before it, which are the text's own."""
+        """What it guesses of a batch, by depth from 0 on, or one guess of depth ANY. batch: ids (B, T), temperature of
+        texts (B,) or of their tokens (B, T), position_ids (B, T) of packed texts; of a step of training also uniforms
+        (B, T), for what is drawn there, and predicted (B, T-1), whose next tokens are learnt from. No guess may depend
+        on a token from its round's first new one on, but through the drafts before it, which are the text's own."""
 
     def proposer(self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False) -> Proposer:
         """What drafts with the network in the engine. greedy: the likeliest tokens; compile: its passes, None: on a GPU
@@ -123,6 +133,14 @@ def prepare(plan: Any) -> None:
         _named(PREPARED[plan.kind])(plan)
 
 
+def shape(job: Any) -> dict[str, Any] | None:
+    """Settle what the settings of a `training.job.Job` leave open of its draft's shape, before it is made; returns why,
+    for the report, None where they say all."""
+    kind = job.cfg.draft.kind
+    found: dict[str, Any] | None = _named(SHAPED[kind])(job) if kind in SHAPED else None
+    return found
+
+
 def _named(place: str) -> Any:
     """The object at module:name."""
     module, _, name = place.partition(":")
@@ -133,7 +151,8 @@ def refuse_keys(draft: "Draft", *keys: str) -> None:
     """Raise ValueError for a setting that this kind of draft does not have."""
     for key in keys:
         if value := getattr(draft, key):
-            wanted = "false" if value is True else "null"
+            several = isinstance(value, Sequence) and not isinstance(value, str)
+            wanted = "false" if value is True else "[]" if several else "null"
             raise ValueError(f"draft.{key}={value}: {draft.kind} drafts do not have it; draft.{key}={wanted}")
 
 

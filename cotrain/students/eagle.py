@@ -16,8 +16,9 @@ from transformers import PreTrainedModel
 from cotrain.config.groups import Draft, Init
 from cotrain.students.base import Guess, Seen, Student
 from cotrain.students.independent import plain
-from inference.proposers import eagle
-from inference.proposers.eagle_network import EagleConfig, EagleNetwork, fused
+from cotrain.students.pretrained import network_of
+from inference.proposers import eagle, kind_of
+from inference.proposers.eagle_network import EagleNetwork, fused
 
 PARTS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj",
          "mlp.down_proj", "post_attention_layernorm")  # fmt: skip
@@ -36,24 +37,26 @@ class Eagle(Student):
     def __init__(
         self, network: PreTrainedModel, target: PreTrainedModel | None = None, vocabulary: int | None = None
     ) -> None:
-        if target is None or not isinstance(network, EagleNetwork):
-            raise ValueError(f"draft.kind: an eagle is an EagleNetwork beside its target, not {type(network).__name__}")
+        made: Any = kind_of(self.kind).network_class
+        if target is None or not isinstance(network, made):
+            raise ValueError(f"draft.kind: {self.kind} drafts are of {made.__name__} beside its target, not of "
+                             f"{type(network).__name__}")  # fmt: skip
         super().__init__(network, target, vocabulary or network.config.vocab_size)
         self.reads = tuple(sorted({*network.config.layers}))
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
         """scratch: random; target_layers: the last of init.layers, over the highest features, and the target's norm and
-        head; pretrained: an EAGLE-3 folder, draft.path."""
-        if init.kind == "pretrained" and draft.path:
-            found: EagleNetwork = EagleNetwork.from_pretrained(draft.path, dtype=torch.float32)
-            found.fits(target, draft.path)
-            return found
+        head; pretrained: a folder in the EAGLE-3 format, draft.path."""
+        _refuse_settings(draft, target)
+        if init.kind == "pretrained":
+            return _continued(draft, target)
         if init.kind not in ("scratch", "target_layers"):
             raise ValueError(
                 f"init.kind: {init.kind!r} is none of scratch, target_layers, pretrained (with draft.path=)"
             )
-        network = EagleNetwork(_config(draft, target, init.kind == "target_layers"))
+        made: Any = kind_of(cls.kind).network_class
+        network: EagleNetwork = made(made.config_class(**_sizes(draft, target, init.kind == "target_layers")))
         if network.pruned:  # until texts are counted
             network.know(range(network.config.draft_vocab_size))
         if init.kind == "target_layers":
@@ -165,35 +168,51 @@ class Attention:
         return sum((w * v for w, (_, v) in zip(each, own, strict=True)), theirs @ values)
 
 
-def _config(draft: Draft, target: PreTrainedModel, like: bool) -> EagleConfig:
-    """like: the decoder layer has the shape of the target's."""
+def _refuse_settings(draft: Draft, target: PreTrainedModel) -> None:
+    """Raise ValueError for what is missing whatever it begins with, and for more tokens than there are."""
+    size = target.config.get_text_config().vocab_size
+    if draft.depths is None:
+        raise ValueError("draft.depths: drafts of a round that an eagle is trained for: give it, as draft.depths=6")
+    if draft.vocabulary and draft.vocabulary > size:
+        raise ValueError(f"draft.vocabulary: {draft.vocabulary} of {size} tokens; null for all")
+
+
+def _continued(draft: Draft, target: PreTrainedModel) -> EagleNetwork:
+    """A folder's network. Raises ValueError for one that knows another number of tokens than was asked for."""
+    found: EagleNetwork = network_of(draft, target)
+    known = found.config.draft_vocab_size
+    if draft.vocabulary not in (None, known):
+        raise ValueError(f"draft.vocabulary={draft.vocabulary}: draft.path={draft.path} knows {known} tokens; "
+                         "draft.vocabulary=null")  # fmt: skip
+    found.config.depths = draft.depths
+    return found
+
+
+def _sizes(draft: Draft, target: PreTrainedModel, like: bool) -> dict[str, Any]:
+    """What a config says. like: the decoder layer has the shape of the target's."""
     theirs = target.config.get_text_config()
     if draft.intermediate is None or draft.head_dim is None or draft.kv_heads is None:
         raise ValueError("draft.intermediate, head_dim, kv_heads: an eagle has them: give them, as draft.head_dim=64")
     width, rope = theirs.hidden_size, theirs.to_dict().get("rope_parameters") or {}
     heads = theirs.num_attention_heads if like else max(width // draft.head_dim, 1)
     layers = fused(theirs.num_hidden_layers)
-    if draft.depths is None:
-        raise ValueError("draft.depths: drafts of a round that an eagle is trained for: give it, as draft.depths=6")
-    if draft.vocabulary and draft.vocabulary > theirs.vocab_size:
-        raise ValueError(f"draft.vocabulary: {draft.vocabulary} of {theirs.vocab_size} tokens; null for all")
-    return EagleConfig(
-        hidden_size=width,
-        intermediate_size=theirs.intermediate_size if like else draft.intermediate,
-        num_attention_heads=heads,
-        num_key_value_heads=theirs.num_key_value_heads if like else min(draft.kv_heads, heads),
-        head_dim=(getattr(theirs, "head_dim", None) or width // heads) if like else draft.head_dim,
-        rms_norm_eps=getattr(theirs, "rms_norm_eps", 1e-6),
-        rope_theta=rope.get("rope_theta", 10000.0),
-        max_position_embeddings=theirs.max_position_embeddings,
-        vocab_size=theirs.vocab_size,
-        draft_vocab_size=draft.vocabulary,
-        eagle_config={"eagle_aux_hidden_state_layer_ids": list(layers), "use_aux_hidden_state": True},
-        depths=draft.depths,
-        bos_token_id=theirs.bos_token_id,
-        eos_token_id=theirs.eos_token_id,
-        pad_token_id=theirs.pad_token_id,
-    )
+    return {
+        "hidden_size": width,
+        "intermediate_size": theirs.intermediate_size if like else draft.intermediate,
+        "num_attention_heads": heads,
+        "num_key_value_heads": theirs.num_key_value_heads if like else min(draft.kv_heads, heads),
+        "head_dim": (getattr(theirs, "head_dim", None) or width // heads) if like else draft.head_dim,
+        "rms_norm_eps": getattr(theirs, "rms_norm_eps", 1e-6),
+        "rope_theta": rope.get("rope_theta", 10000.0),
+        "max_position_embeddings": theirs.max_position_embeddings,
+        "vocab_size": theirs.vocab_size,
+        "draft_vocab_size": draft.vocabulary,
+        "eagle_aux_hidden_state_layer_ids": list(layers),
+        "depths": draft.depths,
+        "bos_token_id": theirs.bos_token_id,
+        "eos_token_id": theirs.eos_token_id,
+        "pad_token_id": theirs.pad_token_id,
+    }
 
 
 @torch.no_grad()

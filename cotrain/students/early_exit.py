@@ -17,11 +17,14 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from cotrain.config.groups import Draft, Init
 from cotrain.students.base import Guess, Seen, Student
+from cotrain.students.pretrained import network_of
 from cotrain.teacher.target_model import Read, halves
 from inference.models.cache import sliding_window
+from inference.models.taps import decoder_layers
 from inference.proposers.early_exit import EarlyExit as Proposer
 from inference.proposers.early_exit_network import ExitNetwork, begun, learning
 
+MOST = 15  # exits that are considered where draft.layers is null
 ROUNDS = "cotrain_rounds"  # the name of `attention` among transformers' own
 
 
@@ -34,11 +37,22 @@ class EarlyExit(Student):
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
-        """draft.layers, rank and depths say which exit; init does not matter. Raises as `refuse`."""
+        """draft.layers, rank and depths say which exit, whatever init= is; but for init=pretrained: a folder of one,
+        draft.path, and depths. Layers that are not chosen yet: the most that a choice may be, for what is asked before.
+        Raises as `refuse`."""
         if draft.depths is None:
             raise ValueError("draft.depths: drafts of a round that the exit is trained for: give it, as draft.depths=4")
+        if init.kind == "pretrained":
+            found: ExitNetwork = network_of(draft, target)
+            _refuse_windows(target, found.config.rank)
+            found.config.depths = draft.depths
+            return found
         _refuse_windows(target, draft.rank)
-        return begun(target, draft.layers, draft.rank, draft.depths)
+        layers = draft.layers or candidates(len(decoder_layers(target)))[-1]
+        try:
+            return begun(target, layers, draft.rank, draft.depths)
+        except ValueError as error:
+            raise ValueError(f"draft.layers: {error}") from error
 
     @cached_property
     def model(self) -> PreTrainedModel:
@@ -97,6 +111,17 @@ class EarlyExit(Student):
         """int8 changes nothing: its weights are the target's."""
         assert self.target is not None
         return Proposer(self.network, self.target, greedy, compile=compile, shape=shape)
+
+
+def candidates(total: int) -> list[int]:
+    """Exits of a target of so many decoder layers: all but its end, or MOST of them, evenly spread. Raises ValueError
+    for a target without any."""
+    if total < 2:
+        raise ValueError("draft.layers: the target has one decoder layer, which leaves no exit to choose before its "
+                         "end: draft.layers=1")  # fmt: skip
+    if total - 1 <= MOST:
+        return list(range(1, total))
+    return sorted({round(total * i / (MOST + 1)) for i in range(1, MOST + 1)})
 
 
 def _refuse_windows(target: PreTrainedModel, rank: int) -> None:

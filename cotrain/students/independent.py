@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from cotrain.config.groups import Draft, Init
 from cotrain.students.base import DEFAULT, Guess, Seen, Student, refuse_keys
+from cotrain.students.pretrained import network_of
 from cotrain.teacher.target_model import halves, keeps_apart, split
 from inference import proposers
 from inference.models.dtypes import quantised
@@ -61,11 +62,9 @@ def first_weights(draft: Draft, init: Init, target: PreTrainedModel) -> PreTrain
         return scratch(target, *_shape(draft))
     if init.kind == "target_layers":
         return from_layers(target, init.layers)
-    if init.kind == "pretrained" and draft.path:
-        return pretrained(draft.path, target)
     if init.kind == "pretrained":
-        raise ValueError("init.kind: 'pretrained' takes its weights from a folder or hub id: name it with "
-                         "draft.path=")  # fmt: skip
+        found: PreTrainedModel = network_of(draft, target)
+        return found
     raise ValueError(f"init.kind: {init.kind!r} is none of scratch, target_layers, pretrained (with draft.path=)")
 
 
@@ -161,23 +160,3 @@ def _renumber(name: str, chosen: Sequence[int]) -> str:
             parts[at] = str(chosen[int(parts[at])])
             break
     return ".".join(parts)
-
-
-def pretrained(path: str, target: PreTrainedModel) -> PreTrainedModel:
-    """Any causal LM from a folder or hub id, in float32, without the vocabulary rows that the target lacks.
-
-    Of a target on the meta device, which has no weights, sizes alone. Raises ValueError when its vocabulary is the
-    smaller one.
-    """
-    theirs, config = target.config.get_text_config().vocab_size, AutoConfig.from_pretrained(path)
-    ours = config.get_text_config().vocab_size
-    if ours < theirs:
-        raise ValueError(f"draft.path: {path} has {ours} ids, the target {theirs}")
-    if target.device.type == "meta":
-        config.get_text_config().vocab_size = theirs
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config)
-    draft = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, use_safetensors=True)
-    if ours > theirs:
-        draft.resize_token_embeddings(theirs)
-    return draft

@@ -5,7 +5,8 @@ text up to its start and the masks of that start before it. All of them are read
 (An et al. 2025, 2504.18583). B texts, T tokens, M masks of a text, L = T + M.
 """
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +38,27 @@ def blocks(starts: Tensor, length: int, depths: int, u: Tensor | None = None, ke
     sizes = torch.tensor([len(here) for here in found], device=starts.device)
     each = torch.arange(1, depths, device=starts.device).repeat_interleave(sizes)
     return Blocks(torch.cat([starts[:0], *found]), each)
+
+
+def starts(batch: Mapping[str, Any], device: torch.device, ahead: int = 0) -> Tensor:
+    """Starts (S,), each of rounds whose anchor is `ahead` places behind it: all, or in a step of training, which gives
+    `uniforms`, those where any text's next token behind the anchor is learnt from."""
+    if "uniforms" not in batch:
+        return torch.arange(batch["ids"].shape[1] - ahead, device=device)
+    return batch["predicted"][:, ahead:].any(0).nonzero().squeeze(-1).to(device)
+
+
+def places_of(masks: Blocks, depth: int, ids: Tensor, texts: Tensor | None, ahead: int = 0) -> tuple[Tensor, Tensor]:
+    """Of a depth's masks in every row of ids (B, T), flat places and which of the (B M) masks: of packed texts, those
+    whose round does not go on into another text. ahead: as of `starts`."""
+    rows = torch.arange(len(ids), device=ids.device).unsqueeze(1)
+    column = (masks.depth == depth).nonzero().squeeze(-1)
+    place = masks.place[column] + ahead
+    at, of_masks = rows * ids.shape[1] + place, rows * len(masks.depth) + column
+    if texts is None:
+        return at.flatten(), of_masks.flatten()
+    same = texts[:, place] == texts[:, masks.start[column]]
+    return at[same], of_masks[same]
 
 
 def segments(position_ids: Tensor) -> Tensor:

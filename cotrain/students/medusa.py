@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from cotrain.config.groups import Draft, Init
 from cotrain.students.base import LAST, Guess, Seen, Student, refuse_keys
+from cotrain.students.pretrained import network_of
 from cotrain.teacher.target_model import halves
 from inference.proposers import kind_of
 
@@ -39,10 +40,8 @@ class Medusa(Student):
         """Heads that say what the target's own head says (init=scratch or target_layers), or those of a folder."""
         refuse_keys(draft, *UNUSED)
         network = kind_of(cls.kind).network_class
-        if init.kind == "pretrained" and draft.path:
-            found: Any = network.from_pretrained(draft.path, dtype=torch.float32)
-            found.fits(target, f"draft.path={draft.path}")
-            return cast(PreTrainedModel, found)
+        if init.kind == "pretrained":
+            return cast(PreTrainedModel, network_of(draft, target))
         if init.kind not in ("scratch", "target_layers"):
             raise ValueError(f"init.kind: {init.kind!r} is none of scratch, target_layers, pretrained (with "
                              "draft.path=)")  # fmt: skip

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from cotrain.config.groups import Draft, Init
 from cotrain.students.base import Guess, Seen
 from cotrain.students.independent import Independent, first_weights
-from cotrain.students.mask_blocks import Blocks, blocks, segments, visible
+from cotrain.students.mask_blocks import Blocks, blocks, places_of, segments, starts, visible
 from inference import proposers
 from inference.models.cache import sliding_window
 from inference.models.forward import additive
@@ -75,13 +75,13 @@ class Parallel(Independent):
         device, u = self.network.device, batch.get("uniforms")
         ids, position_ids = batch["ids"].to(device), batch.get("position_ids")
         length = ids.shape[1]
-        masks = blocks(_starts(batch, device), length, self.depths, None if u is None else u[0].to(device), KEEP)
+        masks = blocks(starts(batch, device), length, self.depths, None if u is None else u[0].to(device), KEEP)
         texts = None if position_ids is None else segments(position_ids.to(device))
         states = self._states(ids, position_ids, masks)
         head = (self.head, tuple(self.network.get_output_embeddings().parameters()))
         found = [Guess.everywhere(states[:, :length], *head, depth=0)]
         for depth in range(1, self.depths):
-            at, of_masks = _places(masks, depth, ids, texts)
+            at, of_masks = places_of(masks, depth, ids, texts)
             behind = states[:, length:].flatten(0, 1)[of_masks]
             found.append(Guess(depth, at, behind, *head, share=1.0 if u is None else KEEP**depth))
         return found
@@ -113,25 +113,6 @@ def _refuse_window(network: PreTrainedModel) -> None:
     if window := sliding_window(network.config):
         raise ValueError(f"draft: {type(network).__name__} sees the last {window} tokens; a parallel draft's masks are "
                          "read behind a text that all of it sees: another family, or draft=independent")  # fmt: skip
-
-
-def _starts(batch: Mapping[str, Any], device: torch.device) -> Tensor:
-    """Places (S,) at which rounds may start: all, or those of which any text's next token is learnt from."""
-    if "uniforms" not in batch:
-        return torch.arange(batch["ids"].shape[1], device=device)
-    return batch["predicted"].any(0).nonzero().squeeze(-1).to(device)
-
-
-def _places(masks: Blocks, depth: int, ids: Tensor, texts: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Of a depth's masks in every row, flat places and which of the (B M) masks: of packed texts, those whose round
-    does not go on into another text."""
-    rows = torch.arange(len(ids), device=ids.device).unsqueeze(1)
-    column = (masks.depth == depth).nonzero().squeeze(-1)
-    at, of_masks = rows * ids.shape[1] + masks.place[column], rows * len(masks.depth) + column
-    if texts is None:
-        return at.flatten(), of_masks.flatten()
-    same = texts[:, masks.place[column]] == texts[:, masks.start[column]]
-    return at[same], of_masks[same]
 
 
 def name_mask(network: PreTrainedModel, vocabulary: int | None) -> None:

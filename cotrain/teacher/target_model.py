@@ -123,6 +123,12 @@ def load_config(
 
     Raises ValueError or OSError, naming the key or file, for a model that is not there or lacks a tokenizer.
     """
+    tokenizer = load_words(path, trust_remote_code, key)
+    return AutoConfig.from_pretrained(resolve(path), trust_remote_code=trust_remote_code), tokenizer
+
+
+def load_words(path: str, trust_remote_code: bool = False, key: str = "target.path") -> PreTrainedTokenizerBase:
+    """The tokenizer of a model. Raises as `load_config`."""
     place = resolve(path)
     if Path(place).is_dir():
         try:
@@ -137,7 +143,7 @@ def load_config(
         tokenizer = _hub_tokenizer(place, trust_remote_code, key)
     if tokenizer is None:
         raise ValueError(f"{key}: {path} has no tokenizer files (tokenizer.json, tokenizer_config.json)")
-    return AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code), tokenizer
+    return tokenizer
 
 
 def load_pair(

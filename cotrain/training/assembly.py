@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from cotrain.config.groups import Loss
-from cotrain.config.regimes import truncation
+from cotrain.config.regimes import judged, learnt, truncation
 from cotrain.config.settings import TrainConfig
 from cotrain.data.texts import Texts, joined, none, shared
 from cotrain.evaluation.held_out import DEPTHS, HeldOut, held_out
@@ -15,7 +15,7 @@ from cotrain.evaluation.provenance import Provenance, provenance
 from cotrain.losses.spec import parse
 from cotrain.rollout.samplers import Sampler
 from cotrain.rollout.training_texts import Share
-from cotrain.students.base import UNTRAINED, Student, student_class
+from cotrain.students.base import UNTRAINED, Student, refuse_keys, student_class
 from cotrain.students.rounding import refuse_unknown
 from cotrain.teacher.target_model import halves, keeps_apart
 from cotrain.training import optim
@@ -24,13 +24,19 @@ from cotrain.training.module import Distillation, refuse_widths
 from cotrain.training.progress import Progress, trapezoid
 from cotrain.training.run_budget import timed
 from cotrain.training.stages import Stage, refuse_merged
+from inference.models.dtypes import quantisation_of
 
 CHECKED = 32  # texts that are asked whether they are the target's own
 
 
 def initial(cfg: TrainConfig, target: PreTrainedModel) -> PreTrainedModel:
     """The draft before training. Raises ValueError naming the key that is wrong."""
-    return student_class(cfg.draft.kind).initial(cfg.draft, cfg.init, target)
+    kind = student_class(cfg.draft.kind)
+    if not kind.by_temperature:
+        refuse_keys(cfg.draft, "temperatures")
+    if not kind.rounds_target:
+        refuse_keys(cfg.draft, "bits", "inner")
+    return kind.initial(cfg.draft, cfg.init, target)
 
 
 def stages(loss: Loss) -> list[Stage]:
@@ -47,17 +53,16 @@ def begun(cfg: TrainConfig, target: PreTrainedModel, vocabulary: int) -> Student
 def held_out_texts(job: Job) -> dict[float, HeldOut]:
     """Texts of the target to judge on, by temperature; says so where they are not its own."""
     cfg = job.cfg
-    judged = {
-        t: held_out(job.read, job.texts("held_out", t), t, truncation(cfg.regime))
-        # checkpoints are ranked in the regime
-        for t in sorted({*cfg.rollout.temperatures, *cfg.rollout.train_temperatures, cfg.regime.temperature})
-    }
-    _own(job, judged)
-    return judged
+    found = {t: held_out(job.read, job.texts("held_out", t), t, truncation(cfg.regime)) for t in judged(cfg)}
+    _own(job, found)
+    return found
 
 
 def prune(job: Job, student: Student) -> None:
-    """Give a draft of draft.vocabulary= tokens those that are most in the texts that it learns from."""
+    """Give a draft of draft.vocabulary= tokens those that are most in the texts that it learns from, with rows of the
+    target's head; one that began with the weights of a folder keeps that folder's."""
+    if not job.cfg.draft.vocabulary or job.cfg.init.kind == "pretrained":
+        return
     learnt = parts(job, 1)[1]
     tokens = learnt.ids[:, 1:][learnt.predicted].long()
     student.know(torch.bincount(tokens, minlength=job.vocabulary))
@@ -99,21 +104,33 @@ def refuse(cfg: TrainConfig, taught: list[Stage]) -> None:
     """Raise ValueError for losses that texts or kept laws do not have."""
     if cfg.trainer.top:
         refuse_merged(taught, cfg.init.cosine)
-        if {*cfg.rollout.train_temperatures} - {cfg.regime.temperature}:
-            raise ValueError("trainer.top: laws are kept at one temperature, the regime's: "
-                             "rollout.train_temperatures=[]")  # fmt: skip
+        if {*learnt(cfg)} - {cfg.regime.temperature}:
+            change = "rollout.train_temperatures=[]" if cfg.rollout.train_temperatures else "trainer.top=0"
+            raise ValueError(f"trainer.top: laws are kept at one temperature, the regime's: {change}")
+    if missing := [t for t in cfg.draft.temperatures if t not in learnt(cfg)]:
+        raise ValueError(f"draft.temperatures: no text is learnt at {missing[0]:g}: rollout.train_temperatures=[], or "
+                         "with it")  # fmt: skip
     if cfg.rollout.on_draft and any(_emitted(s) or s.loss.takes == "text" for s in taught):
         raise ValueError("rollout.on_draft: a loss of the tokens that were emitted (calls, length, mix) is of texts of "
                          "the target")  # fmt: skip
 
 
 def refuse_draft(cfg: TrainConfig, network: PreTrainedModel, target: PreTrainedModel) -> None:
-    """Raise ValueError where a draft's projections are not ones that can be quantised as asked, or its states are not
-    as wide as init.cosine= wants them."""
+    """Raise ValueError where a draft's projections are not ones that can be quantised as asked, its states are not as
+    wide as init.cosine= wants them, or it is a target in fewer bits that has few already."""
+    refuse_rounded(cfg.draft.kind, cfg.quantisation.kind, target)
     if cfg.draft.quantisation != "none":
         refuse_unknown(network)
     if cfg.init.cosine and cfg.draft.kind not in UNTRAINED:
         refuse_widths(network, target)
+
+
+def refuse_rounded(kind: str, quantisation: str, target: PreTrainedModel) -> None:
+    """Raise ValueError for a kind that drafts with the target in fewer bits beside one that is quantised."""
+    found = quantisation if quantisation != "none" else quantisation_of(target.config)
+    if student_class(kind).rounds_target and found != "none":
+        raise ValueError(f"quantisation: {kind} drafts with the target in fewer bits, which is in {found} already: "
+                         "serve it whole, or with a draft of another kind")  # fmt: skip
 
 
 def refuse_run(job: Job, student: Student, taught: list[Stage]) -> None:
@@ -164,11 +181,12 @@ def parts(job: Job, rounds: int, by: Sampler | None = None) -> tuple[Texts, Text
     own temperature, the regime's or several. A later round's come behind the others. by: samples those that are not
     kept; the target alone, when None."""
     cfg = job.cfg
-    corpus = job.given("train").at(cfg.regime.temperature) if cfg.trainer.corpus_steps else none()
+    given = list(cfg.draft.temperatures) or [cfg.regime.temperature]
+    corpus = job.given("train").in_turn(given) if cfg.trainer.corpus_steps else none()
     sampled = [
         shared(job.texts("train", t, Share(i, cfg.rollout.rounds), by), shares_of(cfg)).at(t, whole=not job.chats)
         for i in range(rounds)
-        for t in cfg.rollout.train_temperatures or [cfg.regime.temperature]
+        for t in learnt(cfg)
     ]
     return corpus, joined(sampled)
 

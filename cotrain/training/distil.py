@@ -19,14 +19,14 @@ from cotrain.bench.tree_planner import served_tree
 from cotrain.board import final_figures
 from cotrain.board.loggers import others, tensorboard
 from cotrain.board.marked_text import marked
-from cotrain.config.regimes import sampling
+from cotrain.config.regimes import learnt, sampling
 from cotrain.config.settings import TrainConfig
 from cotrain.evaluation import comparison, profile
 from cotrain.evaluation.held_out import DEPTHS, HeldOut
 from cotrain.evaluation.provenance import Provenance
 from cotrain.ranks import rank
 from cotrain.rollout.training_texts import Source, regime
-from cotrain.students.base import UNTRAINED, Student, prepare
+from cotrain.students.base import UNTRAINED, Student, prepare, shape
 from cotrain.training.assembly import (
     begun,
     coverage,
@@ -42,6 +42,7 @@ from cotrain.training.fit import fit
 from cotrain.training.interrupts import Signals, listening
 from cotrain.training.job import Job, models, objective, settle
 from cotrain.training.module import Distillation, alpha_of
+from cotrain.training.names import of_loss
 from inference.drafts.atomic import write_atomic
 from inference.drafts.compatibility import hash_target
 from inference.drafts.draft_folder import Metadata, save
@@ -67,6 +68,7 @@ def _distilled(
     settle(cfg.trainer.threads, cfg.trainer.seed)
     target, tokenizer = models(cfg)
     job = Job(cfg, folder, target, tokenizer, sources, signals=signals, loggers=loggers, start=start)
+    job.shape = shape(job)
     student = begun(cfg, target, job.vocabulary)
     if cfg.draft.kind in UNTRAINED:
         return untrained(job, student)
@@ -74,10 +76,10 @@ def _distilled(
     losses = stages(cfg.loss)
     refuse_run(job, student, losses)
     texts = held_out_texts(job)  # those that are learnt from are sampled phase by phase
-    if cfg.draft.vocabulary:
-        prune(job, student)
-        covered = coverage(texts[cfg.regime.temperature], student.known)
-        print(f"the draft knows {cfg.draft.vocabulary} tokens, which are {100 * covered:.2f} % of held-out texts")
+    prune(job, student)
+    if not bool(student.known.all()):
+        count, covered = int(student.known.sum()), coverage(texts[cfg.regime.temperature], student.known)
+        print(f"the draft knows {count} tokens, which are {100 * covered:.2f} % of held-out texts")
     module = trained_by(job, student, losses, texts)
     others = foreign(job)
     speed = ranking(job, module)
@@ -128,9 +130,7 @@ def _digest(tokenizer: PreTrainedTokenizerBase) -> str:
 def keep_figures(job: Job, module: Distillation, steps: int) -> None:
     """What `cotrain compare` reads: held-out figures of the last step, text by text. steps: that were taken; patience
     or a budget of time may have ended the run before trainer.steps."""
-    loss = job.cfg.loss
-    label = job.cfg.label or (f"{loss.first}_then_{loss.then}" if loss.then else loss.first)
-    found = {"label": label, "seed": job.cfg.trainer.seed, "steps": steps,
+    found = {"label": job.cfg.label or of_loss(job.cfg.loss), "seed": job.cfg.trainer.seed, "steps": steps,
              "tau": ranking_tau(job, module)(),
              "texts": comparison.per_text(module.scores()), "environment": environment()}  # fmt: skip
     write_atomic(job.folder / comparison.FIGURES, json.dumps(found) + "\n")
@@ -147,9 +147,8 @@ def biased(module: Distillation, others: tuple[HeldOut, Provenance]) -> dict[str
 
 def _pruned(job: Job, module: Distillation) -> dict[str, Any] | None:
     """Of a draft that knows some tokens alone, how many, and their share of held-out texts in the regime."""
-    size = job.cfg.draft.vocabulary
-    held = module.held_out[job.cfg.regime.temperature]
-    return {"tokens": size, "coverage": coverage(held, module.student.known)} if size else None
+    held, known = module.held_out[job.cfg.regime.temperature], module.student.known
+    return None if bool(known.all()) else {"tokens": int(known.sum()), "coverage": coverage(held, known)}
 
 
 def _profiles(module: Distillation) -> dict[str, Any]:
@@ -172,7 +171,7 @@ def export(
             "hardest": loss.hardest,
             "decay": loss.decay,
         },
-        "temperatures": list(job.cfg.rollout.train_temperatures) or [job.cfg.regime.temperature],
+        "temperatures": learnt(job.cfg),
         "steps": speed.kept[-1].step,
         "minutes": module.progress.minutes if module.progress else None,
         "seconds": module.progress.elapsed if module.progress else None,  # of training alone
@@ -198,6 +197,7 @@ def export(
         "training": made,
         "given_texts": biased(module, others) if others else None,
     }
+    extra |= {"exit_plan": job.shape} if job.shape else {}
     return measured(job, plan, made, extra)
 
 

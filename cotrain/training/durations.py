@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from cotrain.config.regimes import judged, learnt
 from cotrain.config.settings import TrainConfig
 from cotrain.training.preconditions import Known, domains
 from cotrain.training.run_budget import left_of
@@ -85,11 +86,8 @@ def _texts(cfg: TrainConfig, known: Known) -> int:
 
 def _count(cfg: TrainConfig, known: Known, split: str) -> int:
     """Texts of a split that are sampled, over its domains and temperatures."""
-    ask, regime = cfg.rollout, cfg.regime.temperature
-    if split == "train":
-        return ask.texts * len(domains(cfg, known.sources, split)) * len(ask.train_temperatures or [regime])
-    kinds = {*ask.temperatures, *ask.train_temperatures, regime}
-    return ask.held_out_texts * len(domains(cfg, known.sources, split)) * len(kinds)
+    each, ask = len(domains(cfg, known.sources, split)), cfg.rollout
+    return ask.texts * each * len(learnt(cfg)) if split == "train" else ask.held_out_texts * each * len(judged(cfg))
 
 
 def measured(size: int = 1024, repeats: int = 3) -> Machine:

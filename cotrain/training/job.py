@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import Logger
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cotrain.bench import measurement
-from cotrain.config.regimes import sampling
+from cotrain.config.regimes import learnt, sampling
 from cotrain.config.settings import BenchConfig, RolloutConfig, ServeCheckConfig, TrainConfig
 from cotrain.data.fingerprints import identity
 from cotrain.data.inputs import made_from
@@ -31,6 +31,7 @@ from cotrain.teacher.target_laws import Head, Reader
 from cotrain.teacher.target_model import adapted, load_pair, served
 from cotrain.teacher.top_k import TopKAndRest
 from cotrain.training.interrupts import Signals
+from cotrain.training.names import of_draft
 from inference import load
 from inference.drafts.draft_folder import OBJECTIVES
 from inference.measure.real_costs import RealRound
@@ -54,6 +55,7 @@ class Job:
     reads: tuple[int, ...] = ()
     rounds: dict[int, RealRound] = field(default_factory=dict)  # by draft length: all checkpoints have one shape
     start: float = field(default_factory=time.monotonic)
+    shape: dict[str, Any] | None = None  # how the shape of its draft was chosen, see `students.base.shape`
 
     @cached_property
     def halves(self) -> tuple[Reader, Head]:
@@ -126,11 +128,10 @@ class Job:
         return apart(ranking, final, learnt, "own")
 
     def _shipped(self) -> Prompts:
-        temperatures = self.cfg.rollout.train_temperatures or [self.cfg.regime.temperature]
-        learnt = self.texts("train", temperatures[0], Share(0, self.cfg.rollout.rounds))  # other rounds are of such too
-        judged = self.texts("held_out", self.cfg.regime.temperature)
+        first = Share(0, self.cfg.rollout.rounds)  # other rounds are of such too
+        texts = self.texts("train", learnt(self.cfg)[0], first), self.texts("held_out", self.cfg.regime.temperature)
         ranking, final = shipped_ids(self.tokenizer, self.cfg.bench.prompt_tokens)
-        return apart(ranking, final, [*learnt.prompts, *judged.prompts], "shipped")
+        return apart(ranking, final, [prompt for part in texts for prompt in part.prompts], "shipped")
 
     def given(self, kind: str) -> Texts:
         """The configured texts as they stand, packed into blocks where they are no prompts."""
@@ -151,7 +152,11 @@ class Job:
         return self.sampled(by).texts(kind, sampling(regime, temperature), partial(self.source, kind), part=part)
 
     def plan(self, draft: PreTrainedModel) -> measurement.Plan:
-        names = (self.cfg.target.path, f"{self.cfg.init.kind}, {self.cfg.loss.first}")
+        return self.plan_with(draft, self.prompts)
+
+    def plan_with(self, draft: PreTrainedModel, prompts: Prompts) -> measurement.Plan:
+        """On other prompts than the run's own."""
+        names = (self.cfg.target.path, of_draft(self.cfg))
         return measurement.Plan(
             self.target,
             self.tokenizer,
@@ -161,7 +166,7 @@ class Job:
             self.cfg.bench,
             names,
             objective(self.cfg.objective),
-            given=self.prompts,
+            given=prompts,
             kind=self.cfg.draft.kind,
             known=self.rounds,
         )

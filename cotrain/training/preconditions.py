@@ -23,7 +23,8 @@ from cotrain.data.splits import SPLITS, apart
 from cotrain.errors import UserError
 from cotrain.rollout.training_texts import Source
 from cotrain.run_folder import writable
-from cotrain.teacher.target_model import load_config, refuse_quantisation
+from cotrain.students.base import UNTRAINED
+from cotrain.teacher.target_model import load_config, load_words, refuse_quantisation
 from cotrain.training import assembly, fit
 from cotrain.training.job import source
 from cotrain.training.optim import precision
@@ -167,22 +168,35 @@ def ids_of(tokenizer: Tokenizer) -> int:
 
 def _draft(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> PreTrainedModel:
     """Without storage. Raises for one that shares no tokenizer with the target, or is the larger of the two."""
-    path = cfg.draft.path
-    if cfg.init.kind == "pretrained" and path:
-        _, own = load_config(path, key="draft.path")
-        _weights("draft.path", Path(path))
-        same_tokenizer(path, tokenizer, own)
+    given = cfg.draft.kind in UNTRAINED  # a kind that takes draft.path as it is says first what it is
+    if not given:
+        _place(cfg, tokenizer)
     with torch.device("meta"):
         draft = assembly.initial(cfg, target)
+    if given:
+        _place(cfg, tokenizer)
     assembly.refuse_draft(cfg, draft, target)
     not_larger(_origin(cfg), size_of(target), size_of(draft))
     return draft
 
 
+def _place(cfg: TrainConfig, tokenizer: Tokenizer) -> None:
+    """draft.path, where weights come from it: a model, with weights and the target's token ids."""
+    if (path := cfg.draft.path) and _named(cfg):
+        own = load_words(path, key="draft.path")
+        _weights("draft.path", Path(path))
+        same_tokenizer(path, tokenizer, own)
+
+
+def _named(cfg: TrainConfig) -> bool:
+    """Whether the draft's weights are those of draft.path: init=pretrained, and kinds that train nothing."""
+    return cfg.init.kind == "pretrained" or (cfg.draft.kind in UNTRAINED and cfg.draft.path is not None)
+
+
 def _origin(cfg: TrainConfig) -> str:
     """The settings that decide a draft's size, as an error names them."""
     shape = cfg.draft
-    if cfg.init.kind == "pretrained":
+    if _named(cfg):
         return f"draft.path={shape.path}"
     if cfg.init.kind == "target_layers":
         return f"init.layers={list(cfg.init.layers)}"
