@@ -51,7 +51,7 @@ mutants: $(READY)
 	$(BIN)/python -m tests.run_mutants
 
 test-engines: $(READY) $(ENGINES_READY)
-	COTRAIN_VLLM=$(ENGINES)/python $(BIN)/python -m pytest -rA -s tests/engines --ignore tests/engines/kinds
+	COTRAIN_VLLM=$(ENGINES)/python $(BIN)/python -m pytest -rA -s tests/engines
 
 clean:
 	rm -rf .venv .venv-engines dist .pytest_cache .ruff_cache .mypy_cache

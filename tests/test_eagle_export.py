@@ -36,7 +36,8 @@ def test_the_eagle3_format(made: Path, tmp_path: Path) -> None:
     config, metadata = read_json(folder / "config.json"), read(folder).metadata
     assert config["architectures"] == ["LlamaForCausalLMEagle3"] and config["model_type"] == "llama"
     assert (config["vocab_size"], config["draft_vocab_size"], config["num_hidden_layers"]) == (32, 16, 1)
-    assert config["eagle_config"] == {"eagle_aux_hidden_state_layer_ids": [0, 1, 1], "use_aux_hidden_state": True}
+    assert config["eagle_aux_hidden_state_layer_ids"] == [0, 1, 1] and config["eagle_config"]["use_aux_hidden_state"]
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [-1, 0, 0]
     assert config["rope_parameters"]["rope_theta"] == config["rope_theta"] and not config["tie_word_embeddings"]
     assert metadata is not None and metadata.k == 2
     found = metadata.made["export"]
@@ -97,7 +98,7 @@ def test_a_planned_tree_is_what_the_engine_is_told_that_drafts_trees(
     def said(engine: str, k: int | None = None) -> str:
         commands.run(ExportConfig(
             draft=Model(str(made)), target=Model("merged/one"), engine=engine, layout="eagle3", k=k, objective=None,
-            check=None, output=str(tmp_path / "out"), overwrite=True, json=False, push_to_hub=None,
+            check=None, output=str(tmp_path / "out"), overwrite=True, json=False, push_to_hub=None, temperature=None,
         ))  # fmt: skip
         return capsys.readouterr().out
 

@@ -8,7 +8,8 @@ from cotrain.config.settings import ExportConfig
 from cotrain.errors import UserError
 from cotrain.export import eagle3, hf, hub, layout_check
 from cotrain.export.card import card, tau_by_length
-from cotrain.export.engines import FEATURES, TREES, launch, layout_of, place, refuse_layout
+from cotrain.export.engines import FEATURES, TREES, captured, launch, layout_of, place, refuse_kind, refuse_layout
+from cotrain.export.one_temperature import measured_elsewhere, refuse
 from cotrain.machine_output import answering
 from cotrain.run_folder import writable
 from cotrain.teacher.target_model import load_config, load_pair
@@ -32,6 +33,9 @@ def run(cfg: ExportConfig) -> None:
     if cfg.push_to_hub:
         hub.require(cfg.push_to_hub)
     made = folder(cfg.draft.path).metadata
+    kind = made.kind if made else "independent"
+    refuse_kind(cfg.engine, kind)
+    refuse(cfg.draft.path, cfg.temperature)
     _refuse(cfg)
     served = cfg.target.path or (made.target["name"] if made else None)
     if made and made.made.get("adapter") and cfg.target.path is None:
@@ -42,7 +46,7 @@ def run(cfg: ExportConfig) -> None:
     if cfg.layout in FEATURES:
         path = _features(cfg, str(served))
         _told(path, cfg)
-    elif layout := layout_of(made.kind if made else "independent", cfg.engine):
+    elif layout := layout_of(kind, cfg.engine):
         path = layout.export(
             cfg.draft.path, cfg.output, cfg.k, target=str(served), replace=cfg.overwrite, name=cfg.push_to_hub
         )
@@ -50,6 +54,8 @@ def run(cfg: ExportConfig) -> None:
     else:
         path = _plain(cfg, str(served))
         _told(path, cfg)
+        if cfg.temperature is not None and (apart := measured_elsewhere(made, cfg.temperature)):
+            print(apart, file=sys.stderr)
     if cfg.push_to_hub:
         _push(path, cfg.push_to_hub, str(served))
 
@@ -68,7 +74,8 @@ def _told(path: Path, cfg: ExportConfig) -> None:
     place_of = str(path.absolute()), place(str(written.target["name"]))
     if written.tree and (cfg.engine, cfg.layout) in TREES:
         print(TREES[cfg.engine, cfg.layout])
-    print(launch(cfg.engine, *place_of, written.k, written.objective, cfg.layout, written.kind, written.tree))
+    layers = captured(written.made)
+    print(launch(cfg.engine, *place_of, written.k, written.objective, cfg.layout, written.kind, written.tree, layers))
 
 
 def _push(path: Path, repo: str, target: str) -> None:
@@ -103,6 +110,10 @@ def _features(cfg: ExportConfig, target: str) -> Path:
         raise UserError(f"layout={cfg.layout}: {error}") from error
     written = read(path).metadata
     assert written is not None
+    layers = (written.made.get("export") or {}).get("inputs_of_layers", [])
+    if sorted(set(layers)) != list(layers):
+        print(f"warning: {cfg.draft.path} reads the target's states {layers}: engines give each once, in ascending "
+              "order, so none will serve it; targets of 7 layers and more have three", file=sys.stderr)  # fmt: skip
     called = cfg.push_to_hub or str(path.absolute())
     (path / "README.md").write_text(card(written, cfg.engine, called, None, [], cfg.layout), encoding="utf-8")
     return path
@@ -123,6 +134,7 @@ def _plain(cfg: ExportConfig, target: str) -> Path:
         objective=None if cfg.objective is None else objective(cfg.objective),
         replace=cfg.overwrite,
         name=cfg.push_to_hub,
+        temperature=cfg.temperature,
     )
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from cotrain.export.engines import caveats, engine_named, launch, place
+from cotrain.export.engines import captured, caveats, engine_named, launch, place
 from inference.drafts.bundled_target import resolve
 from inference.drafts.draft_folder import Metadata
 from inference.report.table import table
@@ -26,7 +26,8 @@ def card(
     layout: of the folder.
     """
     target, objective, k = str(metadata.target["name"]), metadata.objective, metadata.k
-    command = launch(engine, draft_path, place(resolve(target)), k, objective, layout, metadata.kind, metadata.tree)
+    drafting, layers = (objective, layout, metadata.kind, metadata.tree), captured(metadata.made)
+    command = launch(engine, draft_path, place(resolve(target)), k, *drafting, layers)
     parts = [
         FRONT,
         f"# Draft for {target}",

@@ -1,7 +1,8 @@
 """Feature drafts as engines load them: the EAGLE-3 format (vLLM, SGLang, TensorRT-LLM), or that of speculators.
 
-A draft folder of this kind has the EAGLE-3 format as it is: names, d2t, and no embedding, which engines share with the
-target. speculators' differs in config.json and in `layers.0.`, and has the embedding.
+A draft folder of kind eagle or p_eagle has the EAGLE-3 format as it is: names, d2t, and no embedding, which engines
+share with the target. speculators' differs in config.json and in `layers.0.`, and has the embedding. Of p_eagle, which
+vLLM alone loads, both name the id of the mask and have the tensor mask_hidden.
 """
 
 import json
@@ -15,12 +16,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from cotrain.errors import UserError
+from cotrain.export.engines import FEATURE_KINDS, PARALLEL
 from inference.drafts.atomic import new_folder
-from inference.drafts.draft_folder import Metadata, load_tokenizer, read, write
+from inference.drafts.draft_folder import Metadata, load_draft, read, write
 from inference.drafts.weight_files import CONFIG, WEIGHTS, read_json
-from inference.proposers.eagle_network import EagleNetwork
+from inference.proposers import kind_of
+from inference.proposers.eagle_network import LAYER_IDS, EagleNetwork, behind
 
 LAYOUTS = ("eagle3", "speculators")
+MASK = "pard_token"  # of config.json
 
 
 def export(
@@ -34,26 +38,30 @@ def export(
     name: str | None = None,
     replace: bool = False,
 ) -> Path:
-    """Copy a draft folder of kind eagle to one that engines load; target: the model that it was made for; name: its hub
-    id or path, by default what cotrain.json says.
+    """Copy a draft folder of kind eagle or p_eagle to one that engines load; target: the model that it was made for;
+    name: its hub id or path, by default what cotrain.json says.
 
-    k: drafts a round, objective: "sampled" or "greedy", by default what cotrain.json says. Its metadata names the
-    target's layers both ways: as inputs of layers (vLLM, SGLang), and as outputs of those before (TensorRT-LLM).
-    Raises UserError for an unknown layout, ValueError for a folder of another kind or a target of other sizes.
+    k: drafts a round, objective: "sampled" or "greedy", by default what cotrain.json says. config.json and the metadata
+    name the target's states both ways: as inputs of layers (vLLM), and as outputs of those before (SGLang in
+    `eagle_config`, TensorRT-LLM in its launch command).
+    Raises UserError for an unknown layout, ValueError for a folder of another kind, one that lacks a tensor, more
+    drafts than one of kind p_eagle was trained for, or a target of other sizes.
     """
     if layout not in LAYOUTS:
         raise UserError(f"layout={layout}: feature drafts have {', '.join(LAYOUTS)}")
     found = read(source)
-    if found.kind != "eagle" or found.metadata is None:
-        raise ValueError(f"{source}: kind is {found.kind!r}, not eagle")
-    network: EagleNetwork = EagleNetwork.from_pretrained(source, dtype="auto", use_safetensors=True)
+    if found.kind not in FEATURE_KINDS or found.metadata is None:
+        raise ValueError(f"{source}: kind is {found.kind!r}, not {' or '.join(FEATURE_KINDS)}")
+    network, tokenizer, _ = load_draft(source, network=kind_of(found.kind).network_class)
     network.fits(target, str(source))
     metadata = found.metadata.exported(name, k, objective)
+    if found.kind in PARALLEL and metadata.k > network.config.depths:
+        raise ValueError(f"k={metadata.k}: {source} was trained for {network.config.depths} drafts of a round")
     layers = list(network.config.layers)
-    numbered = {"layout": layout, "inputs_of_layers": layers, "outputs_of_layers": [layer - 1 for layer in layers]}
+    numbered = {"layout": layout, "inputs_of_layers": layers, "outputs_of_layers": behind(layers)}
     metadata = changed(metadata, made={**metadata.made, "export": numbered})
     with new_folder(Path(output), replace=replace) as new:
-        write(network, load_tokenizer(Path(source)), new, metadata, None)
+        write(network, tokenizer, new, metadata, None)
         if layout == "speculators":
             _as_speculators(new, network, metadata, target)
     return Path(output)
@@ -78,19 +86,21 @@ def speculators_config(ours: Mapping[str, Any], metadata: Metadata, architecture
     proposal = {"proposal_type": "greedy", "speculative_tokens": metadata.k, "verifier_accept_k": 1,
                 "accept_tolerance": 0.0}  # fmt: skip
     verifier = {"name_or_path": metadata.target["name"], "architectures": [architecture]}
-    apart = ("architectures", "draft_vocab_size", "eagle_config", "depths", "transformers_version")
+    apart = ("architectures", "draft_vocab_size", "eagle_config", LAYER_IDS, "depths", "transformers_version", MASK)
+    mask = ours.get(MASK)  # of p_eagle
+    algorithm = "eagle3" if mask is None else "peagle"
     return {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
+        "architectures": ["Eagle3Speculator" if mask is None else "PEagleDraftModel"],
+        "speculators_model_type": algorithm,
         "draft_vocab_size": ours["draft_vocab_size"],
         "norm_before_residual": False,
         "target_hidden_size": ours["hidden_size"],
-        "eagle_aux_hidden_state_layer_ids": ours["eagle_config"]["eagle_aux_hidden_state_layer_ids"],
+        LAYER_IDS: ours[LAYER_IDS],
         "transformer_layer_config": {name: value for name, value in ours.items() if name not in apart},
         "speculators_config": {
-            "algorithm": "eagle3", "default_proposal_method": "greedy", "proposal_methods": [proposal],
+            "algorithm": algorithm, "default_proposal_method": "greedy", "proposal_methods": [proposal],
             "verifier": verifier,
         },
         "tie_word_embeddings": False,
         "dtype": ours["dtype"],
-    }  # fmt: skip
+    } | ({} if mask is None else {"mask_token_id": mask})  # fmt: skip

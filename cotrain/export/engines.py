@@ -8,7 +8,7 @@ silence.
 
 import json
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -61,9 +61,9 @@ def _sglang(draft: str, target: str, k: int, objective: str, tree: PlannedTree |
     ])  # fmt: skip
 
 
-def _tensorrt_llm(draft: str, target: str, k: int, objective: str) -> str:
+def _tensorrt_llm(draft: str, target: str, k: int, objective: str, kind: str = "Draft_Target", **more: Any) -> str:
     # JSON is YAML, and quotes any path
-    settings = {"decoding_type": "Draft_Target", "max_draft_len": k, "speculative_model": draft}
+    settings = {"decoding_type": kind, "max_draft_len": k, "speculative_model": draft, **more}
     options = _json({"disable_overlap_scheduler": True, "speculative_config": settings})
     serve = ["trtllm-serve", target, "--backend", "pytorch", "--extra_llm_api_options", "speculative.yaml"]
     return f"printf '%s\\n' {shlex.quote(options)} > speculative.yaml && {shlex.join(serve)}"
@@ -84,8 +84,8 @@ def _transformers(draft: str, target: str, k: int, objective: str) -> str:
     return shlex.join(["python", "-c", code])
 
 
-def _vllm_features(draft: str, target: str, k: int, objective: str) -> str:
-    settings = draft_model(draft, k, objective, "eagle3")
+def _vllm_features(draft: str, target: str, k: int, objective: str, parallel: bool = False) -> str:
+    settings = draft_model(draft, k, objective, "eagle3", parallel)
     return shlex.join(["vllm", "serve", target, "--speculative-config", _json(settings)])
 
 
@@ -93,8 +93,10 @@ def _sglang_features(draft: str, target: str, k: int, objective: str, tree: Plan
     return _sglang(draft, target, k, objective, tree).replace("STANDALONE", "EAGLE3")
 
 
-def _tensorrt_llm_features(draft: str, target: str, k: int, objective: str) -> str:
-    return _tensorrt_llm(draft, target, k, objective).replace("Draft_Target", "Eagle3")
+def _tensorrt_llm_features(draft: str, target: str, k: int, objective: str, layers: Sequence[int] = ()) -> str:
+    """layers: whose outputs it is to capture; it does not read the draft's config.json for them."""
+    more = {"eagle3_layers_to_capture": list(layers)} if layers else {}
+    return _tensorrt_llm(draft, target, k, objective, "Eagle3", **more)
 
 
 # feature drafts, by the layouts of `eagle3`: what serves them
@@ -102,6 +104,8 @@ FEATURES: dict[str, dict[str, Command]] = {
     "eagle3": {"vllm": _vllm_features, "sglang": _sglang_features, "tensorrt_llm": _tensorrt_llm_features},
     "speculators": {"vllm": _vllm_features},
 }
+FEATURE_KINDS = ("eagle", "p_eagle")  # whose folders these layouts are of
+PARALLEL = ("parallel", "p_eagle")  # kinds that make all drafts of a round in one pass
 # engine and layout -> what to know where a tree was planned; all others draft in a row
 TREES = {
     ("sglang", "eagle3"): "SGLang grows its trees anew in every round, of its likeliest tokens: the flags give it the "
@@ -148,6 +152,7 @@ KINDS: dict[str, dict[str, str]] = {
     "hydra": {},
     "early_exit": {},
     "quantised": {},
+    "two_levels": {},
     "other_tokenizer": {},
 }
 
@@ -156,7 +161,7 @@ def layout_of(kind: str, engine: str) -> Any | None:
     """The module that writes a kind of draft for an engine: `export`, `launch`; None for the table's own. Raises
     UserError for a kind that the engine does not load."""
     engine_named(engine)
-    if kind == "eagle":
+    if kind in FEATURE_KINDS:
         raise UserError(f"layout=hf: feature drafts are written with layout={' or '.join(FEATURES)}")
     if kind not in KINDS:
         return None
@@ -175,33 +180,48 @@ def refuse_layout(engine: str, layout: str) -> None:
 
 def refuse_kind(engine: str, kind: str) -> None:
     """Raise UserError naming the key for a kind of draft that the engine does not serve."""
-    if kind == "parallel" and engine_named(engine).parallel is None:
+    if kind in PARALLEL and engine_named(engine).parallel is None:
         able = ", ".join(name for name, row in ENGINES.items() if row.parallel)
         raise UserError(f"engine={engine}: it does not draft in parallel; engine={able}")
 
 
 def launch(
     engine: str, draft_path: str, target: str, k: int, objective: str, layout: str = "hf", kind: str = "independent",
-    tree: PlannedTree | None = None,
+    tree: PlannedTree | None = None, layers: Sequence[int] = (),
 ) -> str:  # fmt: skip
     """The command that serves `target` with the draft in `draft_path`, k drafts a round, for a POSIX shell.
 
     objective: "sampled" or "greedy", what the draft was trained for; it sets the engine's drafting. kind: of the draft,
-    independent or parallel. tree: what the draft was planned with, for engines that serve trees of its layout
-    (`TREES`); others draft k in a row. Raises ValueError naming the key for an unknown engine or objective, or a k
-    below 1, and as `refuse_kind`.
+    some draft in parallel (`PARALLEL`). tree: what the draft was planned with, for engines that serve trees of its
+    layout (`TREES`); others draft k in a row. layers: whose outputs a feature draft reads, see `captured`. Raises
+    ValueError naming the key for an unknown engine or objective, or a k below 1, and as `refuse_kind`.
     """
     refuse_kind(engine, kind)
-    row = engine_named(engine)
+    engine_named(engine)
     if objective not in OBJECTIVES:
         raise ValueError(f"export.objective: {objective!r} is none of {', '.join(OBJECTIVES)}")
     if k < 1:
         raise ValueError(f"export.k must be at least 1, not {k}")
-    parallel = row.parallel if kind == "parallel" and row.parallel else row.command
     if tree is not None and (engine, layout) in TREES:
         return _sglang_features(draft_path, target, k, objective, tree)
-    command = FEATURES[layout][engine] if layout in FEATURES else parallel
-    return command(draft_path, target, k, objective)
+    if layers and engine == "tensorrt_llm" and layout in FEATURES:
+        return _tensorrt_llm_features(draft_path, target, k, objective, layers)
+    return _command(engine, layout, kind in PARALLEL)(draft_path, target, k, objective)
+
+
+def _command(engine: str, layout: str, parallel: bool) -> Command:
+    """Of an engine that serves such drafts."""
+    row = ENGINES[engine]
+    if layout in FEATURES:
+        return partial(_vllm_features, parallel=True) if parallel else FEATURES[layout][engine]
+    return row.parallel if parallel and row.parallel else row.command
+
+
+def captured(made: Mapping[str, Any]) -> list[int]:
+    """Layers whose outputs an exported feature draft reads, by what its metadata says of how it was made; [] of
+    others."""
+    found: list[int] = (made.get("export") or {}).get("outputs_of_layers", [])
+    return found
 
 
 def place(target: str) -> str:

@@ -12,6 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from cotrain.export.card import card
 from cotrain.export.engines import engine_named, refuse_kind
 from cotrain.export.layout_check import check
+from cotrain.export.one_temperature import folded, measured_elsewhere, network_class, refuse
 from cotrain.export.vocabulary import resize
 from inference.drafts.atomic import new_folder
 from inference.drafts.compatibility import check_pair, hash_target
@@ -33,6 +34,7 @@ def export(
     dtype: torch.dtype | None = None,
     replace: bool = False,
     name: str | None = None,
+    temperature: float | None = None,
 ) -> Path:
     """Copy a draft folder to one that `engine` serves, with a README that holds the launch command.
 
@@ -40,16 +42,20 @@ def export(
     cotrain.json says, and they must be given for a folder made elsewhere (objective: sampled). With
     `target_config` the embedding gets the target's vocab_size (see `vocabulary.resize`); with
     `target_tokenizer` vocabularies are compared. dtype: of the weights, by default their own. Rope and
-    maximum positions are kept. name: what the card calls the folder, by default its place.
+    maximum positions are kept. name: what the card calls the folder, by default its place. temperature: that a draft
+    which is told it is served at, see `one_temperature`: what is written is an independent draft.
     The folder passes `check` or is not written.
 
     Raises ValueError naming the key or file to change, FileExistsError as `inference.drafts.draft_folder.save`.
     """
     engine_named(engine)
-    model, tokenizer, found = load_draft(source, dtype)
+    refuse(source, temperature)
+    model, tokenizer, found = load_draft(source, dtype, network=network_class(temperature))
     if tokenizer is None:
         raise ValueError(f"{source}: it has no tokenizer, an engine needs the target's beside the draft")
     metadata = _metadata(found, k, target, objective)
+    if temperature is not None:
+        model, metadata = folded(model, temperature), _at(metadata, temperature)
     refuse_kind(engine, metadata.kind)
     report = _report(Path(source), found)
     remarks = _fit(model, tokenizer, target_config, target_tokenizer)
@@ -60,6 +66,10 @@ def export(
     if found is not None and found.tree:
         remarks.append(f"It was measured with a tree of {len(found.tree.parents)} nodes a round; the command above "
                        f"drafts {metadata.k} tokens in a row.")  # fmt: skip
+    if temperature is not None:
+        remarks.append(f"Made for temperature {temperature:g}: at others, export it again.")
+        if apart := measured_elsewhere(found, temperature):
+            remarks.append(apart)
     with new_folder(Path(output), replace=replace) as new:
         write(model, tokenizer, new, metadata, report)
         (new / "README.md").write_text(
@@ -76,6 +86,11 @@ def _metadata(found: Metadata | None, k: int | None, target: str | None, objecti
             raise ValueError(f"export.{'k' if k is None else 'target'}: give it, the draft has no {METADATA}")
         return Metadata({"name": target, "config": None, "tokenizer": None}, k, objective or "sampled")
     return found.exported(target, k, objective)
+
+
+def _at(metadata: Metadata, temperature: float) -> Metadata:
+    """Of a draft for one temperature, which is an independent one."""
+    return changed(metadata, kind="independent", regime={**metadata.regime, "temperature": temperature})
 
 
 def _report(source: Path, found: Metadata | None) -> Mapping[str, Any] | None:

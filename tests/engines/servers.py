@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 SERVE = Path(__file__).parents[2] / "inference" / "servers" / "vllm_serve.py"
-START = 180  # seconds
+START = 600  # seconds, on cores that others use too
 
 
 @contextmanager

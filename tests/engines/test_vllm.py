@@ -32,10 +32,11 @@ from inference.noise import row_ids
 from inference.proposers import NGram
 from inference.servers.openai_client import Client
 from inference.servers.vllm_server import draft_model
-from tests.engines.conftest import CASES, OUTPUT, K, draft_folder
+from tests.engines.conftest import CASES, OUTPUT
+from tests.engines.drafts import K, draft_folder
 from tests.engines.servers import serving
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 SIZE = Bench(prompts=48, quick_prompts=0, prompt_tokens=48, new_tokens=128, parity_tokens=0, rows=8, minutes=0,
              interval=0.1, depths=[K], draft_dtype="auto", draft_int8=False, compile=False, seed=0,
              trees=0)  # fmt: skip
@@ -72,7 +73,7 @@ def speeds(client: Client, plan: Plan) -> dict[str, float]:
 
 def same_text(plan: Plan, plain: list[list[int]], served: list[list[int]]) -> Any:
     """Of greedy texts: equal ones, ties, and differences that rounding, as the server rounds, does not explain."""
-    prompts = plan.final(0, SIZE.prompts)
+    prompts = plan.final(0, plan.bench.prompts)
     keys, target = (row_ids(prompts), 0), cast(copy.deepcopy(plan.target), torch.bfloat16)
     return check_text(target, prompts, plain, served, keys, Sampling(temperature=0), 4096, K)
 
@@ -81,13 +82,13 @@ def same_text(plan: Plan, plain: list[list[int]], served: list[list[int]]) -> An
 def test_a_draft_is_accepted_as_here(
     size: str, objective: str, plain: dict[str, Any], found: dict[str, Any], tmp_path: Path
 ) -> None:
-    made = draft_folder(size, objective)
+    made = draft_folder(f"{size}, {objective}")
     folder = export(made, tmp_path / "served", "vllm")
     metadata = read(folder).metadata
     assert metadata is not None and metadata.objective == objective
     draft, _, _ = load_draft(folder)
     plan = replace(plain["plan"], draft=draft, objective=objective, kind=metadata.kind)
-    config = draft_model(str(folder), K, metadata.objective, parallel=metadata.kind == "parallel")
+    config = draft_model(str(folder), K, metadata.objective)
     figures = found[f"{size}, {objective}"] = {}
     with serving(resolve("bundled"), config, OUTPUT / f"{size}, {objective}.log") as url:
         client = Client(url)
@@ -140,7 +141,7 @@ def test_ngram_serves_the_targets_text(plain: dict[str, Any], found: dict[str, A
 
 
 def test_transformers_accepts_a_draft_as_here(plain: dict[str, Any], found: dict[str, Any]) -> None:
-    draft, _, _ = load_draft(draft_folder("four layers", "sampled"))
+    draft, _, _ = load_draft(draft_folder("four layers, sampled"))
     for temperature in TEMPERATURES:
         plan = replace(plain["plan"], draft=draft, sampling=Sampling(temperature=temperature))
         prompts = plan.final(0, 24)

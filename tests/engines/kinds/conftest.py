@@ -1,0 +1,36 @@
+"""What tests of kinds share: what plain serving says, and a report of their own."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from cotrain.bench.measurement import Plan
+from cotrain.config.groups import Bench
+from cotrain.teacher.target_model import load_pair
+from inference import Sampling
+from inference.drafts.bundled_target import resolve
+from tests.engines.conftest import OUTPUT, reported
+from tests.engines.drafts import K
+from tests.engines.kinds.exported import server
+
+SIZE = Bench(prompts=32, quick_prompts=0, prompt_tokens=48, new_tokens=96, parity_tokens=0, rows=8, minutes=0,
+             interval=0.1, depths=[K], draft_dtype="auto", draft_int8=False, compile=False, seed=0,
+             trees=0)  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def found(pytestconfig: pytest.Config) -> Iterator[dict[str, Any]]:
+    """Figures by case."""
+    yield from reported("engines_kinds", pytestconfig)
+
+
+@pytest.fixture(scope="session")
+def plain(found: dict[str, Any]) -> dict[str, Any]:
+    """The target served without a draft: its greedy texts; and a plan whose draft is still to be set."""
+    target, tokenizer = load_pair("bundled")
+    plan = Plan(target, tokenizer, target, Sampling(), "token", SIZE, ("bundled", "none"))
+    with server(resolve("bundled"), None, OUTPUT / "plain kinds.log") as vllm:
+        answer = vllm.generate(plan.final(0, SIZE.prompts), SIZE.new_tokens, 0.0, SIZE.seed)
+        found["vllm"] = vllm.version
+    return {"plan": plan, "texts": answer["tokens"]}
