@@ -11,8 +11,14 @@ import random
 import numpy as np
 import pytest
 import torch
+from tensorboard.summary.writer import event_file_writer
+from tensorboard.summary.writer.event_file_writer import AtomicCounter
 
 from tests.browser import CHROMIUM
+
+# Event files of one second are read in the order of their names, which end in a count of the process's files: file 10
+# before file 9, and then the last figures of a run that was resumed are lost. Tests make many in a second.
+event_file_writer._global_uid = AtomicCounter(10_000)
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
 

@@ -15,8 +15,10 @@ from inference.models.taps import decoder_layers
 from inference.proposers import KINDS as REGISTERED
 from inference.proposers import Independent, NGram, kind_of
 from inference.proposers.base import Proposer
+from inference.proposers.conditioned import Conditioned
+from inference.proposers.conditioned_network import conditioned
 from inference.proposers.eagle import Eagle
-from inference.proposers.eagle_network import EagleConfig, EagleNetwork, fused
+from inference.proposers.eagle_network import EagleNetwork, fused
 from inference.proposers.early_exit import EarlyExit
 from inference.proposers.early_exit_network import ExitNetwork, begun
 from inference.proposers.gate import LONGEST, Gate
@@ -26,10 +28,13 @@ from inference.proposers.hydra_network import HydraConfig, HydraNetwork
 from inference.proposers.medusa import Medusa
 from inference.proposers.medusa_network import MedusaConfig, MedusaNetwork
 from inference.proposers.other_tokenizer import OtherTokenizer
+from inference.proposers.p_eagle import PEagle
+from inference.proposers.p_eagle_network import PEagleNetwork
 from inference.proposers.parallel import Parallel
 from inference.proposers.quantised import Quantised
 from inference.proposers.retelling import Shared
 from inference.proposers.retrieval import Retrieval
+from inference.proposers.two_levels import TwoLevels
 from tests.tiny import near
 
 CONTRIBUTING = Path(__file__).resolve().parent.parent / "CONTRIBUTING.md"
@@ -38,9 +43,11 @@ CONTRIBUTING = Path(__file__).resolve().parent.parent / "CONTRIBUTING.md"
 @dataclass(frozen=True)
 class Kind:
     """proposer: made for a tiny target, so that its drafts are often right and not always. Of a kind that drafts trees
-    (`SHAPED`) it passes `shape` and `greedy` on."""
+    (`SHAPED`) it passes `shape` and `greedy` on. drawn: whether each draft is one draw of the round; others come out of
+    a verification of the kind's own, whose law its own suite enumerates."""
 
     proposer: Callable[..., Proposer]
+    drawn: bool = True
 
 
 def example_code() -> str:
@@ -93,15 +100,14 @@ def other_tokenizer(target: LlamaForCausalLM) -> OtherTokenizer:
     return OtherTokenizer(near(target, 0.15), Shared(pairs), Swapped())  # type: ignore[arg-type]
 
 
-def eagle(target: LlamaForCausalLM, noise: float = 0.1, **settings: Any) -> EagleNetwork:
-    """Near to the target's last layer, norm and head."""
+def eagle(target: LlamaForCausalLM, noise: float = 0.1, made: Any = EagleNetwork, **settings: Any) -> Any:
+    """Near to the target's last layer, norm and head. made: the class of the network."""
     torch.manual_seed(7)
     config = target.config
-    network = EagleNetwork(EagleConfig(
+    network: EagleNetwork = made(made.config_class(
         hidden_size=config.hidden_size, num_attention_heads=2, head_dim=config.hidden_size // 2,
         vocab_size=config.vocab_size, max_position_embeddings=config.max_position_embeddings,
-        eagle_config={"eagle_aux_hidden_state_layer_ids": list(fused(config.num_hidden_layers)),
-                      "use_aux_hidden_state": True}, depths=3, **settings,
+        depths=3, **{"eagle_aux_hidden_state_layer_ids": list(fused(config.num_hidden_layers)), **settings},
     )).to(target.dtype).eval()  # fmt: skip
     with torch.no_grad():
         for weight in network.parameters():
@@ -112,6 +118,12 @@ def eagle(target: LlamaForCausalLM, noise: float = 0.1, **settings: Any) -> Eagl
             network.know(ids.tolist())
         network.lm_head.weight.copy_(target.get_output_embeddings().weight[ids if network.pruned else slice(None)])
     return network.to(target.device)
+
+
+def p_eagle(target: LlamaForCausalLM, noise: float = 0.1, **settings: Any) -> PEagleNetwork:
+    """As `eagle`, whose last id is read as a mask."""
+    network: PEagleNetwork = eagle(target, noise, PEagleNetwork, pard_token=target.config.vocab_size - 1, **settings)
+    return network
 
 
 def exit_network(target: LlamaForCausalLM, rank: int = 2) -> ExitNetwork:
@@ -156,25 +168,45 @@ def masked(target: LlamaForCausalLM, noise: float = 0.15, depths: int = 4) -> Ll
     return model
 
 
+def told(target: LlamaForCausalLM, noise: float = 0.15, spread: float = 0.4) -> LlamaForCausalLM:
+    """A model near the target, told three temperatures, each with a scale of its own."""
+    network: Any = conditioned(near(target, noise), [0.0, 0.7, 1.0])
+    torch.manual_seed(9)
+    with torch.no_grad():
+        network.temperature_scale.weight.copy_(spread * torch.randn_like(network.temperature_scale.weight))
+    return network
+
+
 def parallel(target: LlamaForCausalLM, greedy: bool = False, **settings: Any) -> Parallel:
     return Parallel(masked(target), greedy, **settings)
 
 
+def half(target: LlamaForCausalLM) -> int:
+    """Tokens that a pruned draft knows: every other one."""
+    return int(target.config.vocab_size) // 2
+
+
 def pruned(target: LlamaForCausalLM, **settings: Any) -> Eagle:
-    """It knows every other token."""
-    return Eagle(eagle(target, draft_vocab_size=target.config.vocab_size // 2), **settings)
+    return Eagle(eagle(target, draft_vocab_size=half(target)), **settings)
 
 
 KINDS = {
     "eagle": Kind(lambda target, **settings: Eagle(eagle(target), **settings)),
     "eagle, pruned": Kind(pruned),
+    "p_eagle": Kind(lambda target, **settings: PEagle(p_eagle(target), **settings)),
+    "p_eagle, pruned": Kind(
+        lambda target, **settings: PEagle(p_eagle(target, draft_vocab_size=half(target)), **settings)
+    ),
     "independent": Kind(lambda target, **settings: Independent(near(target, 0.15), **settings)),
+    "conditioned": Kind(lambda target, **settings: Conditioned(told(target), **settings)),
+    "conditioned, greedy": Kind(lambda target: Conditioned(told(target), greedy=True)),
     "early_exit": Kind(lambda target, **settings: EarlyExit(exit_network(target), target, **settings)),
     "independent, greedy": Kind(lambda target: Independent(near(target, 0.15), greedy=True)),
     "medusa": Kind(lambda target, **settings: Medusa(medusa(target), **settings)),
     "medusa, greedy": Kind(lambda target: Medusa(medusa(target), greedy=True)),
     "hydra": Kind(lambda target, **settings: Hydra(hydra(target), **settings)),
     "quantised": Kind(Quantised),
+    "two_levels": Kind(lambda target: TwoLevels(Quantised(target), Independent(near(target, 0.15))), drawn=False),
     "parallel": Kind(parallel),
     "parallel, greedy": Kind(lambda target: parallel(target, greedy=True)),
     "ngram": Kind(lambda target: NGram()),

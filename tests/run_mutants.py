@@ -4,7 +4,8 @@
 
 The named tests must first pass on the unmodified copy. A mutant is caught when a test fails; a module that
 no longer imports is an error of the table, not a catch. One that was not caught is run once more at the end, where the
-log names it: a run that the machine ended says nothing. Heavy libraries are imported once, here,
+log names it: a run that the machine ended says nothing. One whose tests are all skipped here (without Chromium, say) is
+neither: it is listed at the end. Heavy libraries are imported once, here,
 and every run is a fork of this process, so `cotrain` and `inference` must not be imported before it.
 """
 
@@ -39,7 +40,7 @@ ENVIRONMENT = {
 }
 QUICKLY = ("-x", "-q", "--disable-warnings", "--assert=plain", "-p", "no:cacheprovider", "-p", "pytest_timeout")
 NOT_CAUGHT = (ImportError, NameError, SyntaxError)  # the change broke the module, not the behaviour
-CAUGHT, PASSED, BROKEN = 0, 1, 2  # exit status of a run
+CAUGHT, PASSED, BROKEN, SKIPPED = 0, 1, 2, 3  # exit status of a run
 SECONDS_A_TEST = 60  # a mutant may loop for ever
 
 
@@ -49,9 +50,12 @@ class Recorder:
     def __init__(self) -> None:
         self.caught = False
         self.broken = False
+        self.ran = False
 
     def pytest_runtest_makereport(self, call: pytest.CallInfo) -> None:
-        if call.excinfo is None or call.excinfo.errisinstance(pytest.skip.Exception):
+        skipped = call.excinfo is not None and call.excinfo.errisinstance(pytest.skip.Exception)
+        self.ran |= call.when == "call" and not skipped
+        if call.excinfo is None or skipped:
             return
         if call.excinfo.errisinstance(NOT_CAUGHT):
             self.broken = True
@@ -115,7 +119,7 @@ def run_pytest(root: Path, tests: list[str]) -> int:
     options = [*QUICKLY, f"--timeout={SECONDS_A_TEST}", f"--rootdir={root}"]
     code = pytest.main([*options, *tests], plugins=[recorder])
     if code == pytest.ExitCode.OK:
-        return PASSED
+        return PASSED if recorder.ran else SKIPPED
     failed = code == pytest.ExitCode.TESTS_FAILED
     return CAUGHT if failed and recorder.caught and not recorder.broken else BROKEN
 
@@ -164,10 +168,10 @@ def report(result: Result) -> None:
     """One line a run; what pytest printed too, unless the run came to what it should."""
     mutant = result.job.mutant
     if mutant is None:
-        good, words = PASSED, {CAUGHT: "FAILED", PASSED: "passed"}
+        good, words = PASSED, {CAUGHT: "FAILED", PASSED: "passed", SKIPPED: "not run"}
         name = f"unmodified tree: {len(result.job.tests)} of the named tests"
     else:
-        good, words = CAUGHT, {CAUGHT: "caught", PASSED: "SURVIVED"}
+        good, words = CAUGHT, {CAUGHT: "caught", PASSED: "SURVIVED", SKIPPED: "not run"}
         name = f"{mutant.name} ({mutant.pitfall})"
     print(f"{words.get(result.status, 'BROKEN'):9}{result.seconds:6.1f} s  {name}", flush=True)
     if result.status != good:
@@ -212,15 +216,17 @@ def main(names: list[str]) -> int:
     workers = min(2, len(rows))
     with tempfile.TemporaryDirectory() as folder:
         slots = [copy_tree(Path(folder, f"copy{index}")) for index in range(workers)]
-        if any(result.status != PASSED for result in run(baseline(rows, workers), slots)):
+        if any(result.status not in (PASSED, SKIPPED) for result in run(baseline(rows, workers), slots)):
             print("The named tests must pass on the unmodified tree first.", file=sys.stderr)
             return 1
         results = run([Job(mutant, mutant.tests) for mutant in rows], slots)
-        doubtful = [result.job for result in results if result.status != CAUGHT]
+        skipped = [result.job.mutant.name for result in results if result.status == SKIPPED and result.job.mutant]
+        doubtful = [result.job for result in results if result.status not in (CAUGHT, SKIPPED)]
         if doubtful:
             print(f"{len(doubtful)} once more, now that the machine has less to do:", flush=True)
         failed = [result for result in run(doubtful, slots) if result.status != CAUGHT]
-    print(f"{len(rows) - len(failed)} passed, {len(failed)} failed")
+    print(f"{len(rows) - len(failed) - len(skipped)} passed, {len(failed)} failed, {len(skipped)} not run for want of "
+          f"what their tests need{': ' if skipped else ''}{', '.join(skipped)}")  # fmt: skip
     return int(bool(failed))
 
 

@@ -11,11 +11,13 @@ from transformers import LlamaForCausalLM, PretrainedConfig, PreTrainedModel
 
 from cotrain.students import early_exit
 from cotrain.students.base import LAST, Guess, Seen, Student
+from cotrain.students.conditioned import Conditioned
 from cotrain.students.eagle import Eagle
 from cotrain.students.hybrid import Hybrid
 from cotrain.students.hydra import Hydra
 from cotrain.students.independent import Independent
 from cotrain.students.medusa import Medusa
+from cotrain.students.p_eagle import PEagle
 from cotrain.students.parallel import Parallel
 from cotrain.teacher.target_model import halves
 from tests import kinds
@@ -95,6 +97,10 @@ def eagle(target: LlamaForCausalLM, **settings: Any) -> Any:
     return Eagle(kinds.eagle(target, 0.3, **settings), target)
 
 
+def p_eagle(target: LlamaForCausalLM, **settings: Any) -> Any:
+    return PEagle(kinds.p_eagle(target, 0.3, **settings), target)
+
+
 class HeadNetwork(PreTrainedModel):
     config_class = HeadsConfig
 
@@ -129,18 +135,22 @@ def parallel(target: LlamaForCausalLM) -> Student:
 
 STUDENTS: dict[str, Callable[[LlamaForCausalLM], Any]] = {
     "independent": independent,
+    "conditioned": lambda target: Conditioned(kinds.told(target, 0.3), target),
     "parallel": parallel,
     "heads": heads,
     "example": example,
     "hybrid": hybrid,
     "eagle": eagle,
     "eagle, pruned": lambda target: eagle(target, draft_vocab_size=16),
+    "p_eagle": p_eagle,
+    "p_eagle, pruned": lambda target: p_eagle(target, draft_vocab_size=16),
     "medusa": lambda target: Medusa(kinds.medusa(target, 0.3), target),
     "hydra": lambda target: Hydra(kinds.hydra(target, 0.3), target),
     "early_exit": lambda target: early_exit.EarlyExit(kinds.exit_network(target), target),
 }
 # those that tests can run in an engine
-SERVED = ("independent", "example", "eagle", "eagle, pruned", "early_exit", "medusa", "hydra", "parallel")
+SERVED = ("independent", "conditioned", "example", "eagle", "eagle, pruned", "p_eagle", "p_eagle, pruned",
+          "early_exit", "medusa", "hydra", "parallel")  # fmt: skip
 
 
 def target() -> LlamaForCausalLM:

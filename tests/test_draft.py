@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from cotrain.data.fingerprints import fingerprint
-from cotrain.students import independent
+from cotrain.students import independent, pretrained
 from cotrain.teacher.target_model import adapted, load_pair, load_target, split
 from tests.folders import VOCABULARY, network, target_folder
 
@@ -105,9 +105,9 @@ def test_a_pretrained_draft_gets_the_targets_rows(tmp_path: Path, target: LlamaF
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     if rows < VOCABULARY:
         with pytest.raises(ValueError, match="draft.path: .* has 299 ids, the target 300"):
-            independent.pretrained(str(tmp_path), target)
+            pretrained.causal_lm(str(tmp_path), target)
     else:
-        assert logits(independent.pretrained(str(tmp_path), target)).shape[-1] == VOCABULARY
+        assert logits(pretrained.causal_lm(str(tmp_path), target)).shape[-1] == VOCABULARY
 
 
 @pytest.mark.parametrize("kind", ["int8", "nf4"])

@@ -53,6 +53,24 @@ def test_the_targets_texts_are_the_same_with_it_and_without() -> None:
         assert beside.generate(PROMPTS, **settings).tokens == wanted == plain.generate(PROMPTS, **settings).tokens
 
 
+def test_the_targets_texts_are_the_same_with_and_without_the_adapter() -> None:
+    """To the bit: the target's own logits and plain texts, before an adapter is beside it and after rounds in which it
+    drafted; and each row's text by the noise of its positions, of an exit with changes and of one without."""
+    target = tiny(layers=3)
+    ids = torch.tensor(PROMPTS[:1])
+    logits = target(ids).logits
+    settings: dict[str, Any] = {"max_new_tokens": 20, "sampling": Sampling(0.8), "ids": range(4), "ignore_eos": True}
+    wanted = Engine(target, verify="coupled", rows=3).generate(PROMPTS, **settings).tokens
+    accepted = []
+    for network in (exit_network(target, rank=2), begun(target, 2, 0, 3).double()):
+        beside = Engine(target, EarlyExit(network, target), verify="coupled", policy=Fixed(3), rows=3)
+        out = beside.generate(PROMPTS, **settings)
+        assert out.tokens == wanted == Engine(target, verify="coupled", rows=3).generate(PROMPTS, **settings).tokens
+        assert torch.equal(target(ids).logits, logits)
+        accepted.append(out.stats.accepted)
+    assert accepted[0] != accepted[1]  # the adapter drafts otherwise
+
+
 def test_what_verification_stores_is_the_targets_own() -> None:
     """Keys and values of a whole text behind rounds with drafts: the target's but for rounding, and
     not the changed layers'."""

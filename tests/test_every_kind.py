@@ -134,7 +134,7 @@ def foreign(path: Path, target: Path, kind: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("kind", ["quantised", "other_tokenizer"])
+@pytest.mark.parametrize("kind", ["other_tokenizer"])
 def test_a_kind_that_is_not_trained_decodes_and_is_not_measured(
     kind: str, place: Path, plain: list[int], settings: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -192,6 +192,8 @@ def test_every_figure_is_what_loops_over_whole_laws_say(deep: bool) -> None:
     assert told["lengths"] == [len(text) for text in by["all"]] and told["calls"].keys() == {"4", "8"}
     assert told["calls"]["8"] == one.calls(8).tolist() and told["kl"] == one.kl and told["alpha"] == one.alpha
     assert (told["entropy"], told["calibration"]) == (one.entropy, one.calibration)
+    by_depth = [hand[f"alpha_by_depth/all/{i}"] for i in range(1, k + 1)] if deep else None
+    assert told.get("alphas") == (by_depth and pytest.approx(by_depth, rel=2e-5))
     curves = whole({0.5: scores, 1.0: {"all": SimpleNamespace(alpha=0.25)}}, 0.5)  # type: ignore[dict-item]
     assert curves == {
         "4_held_out/acceptance_T0.5": one.alpha, "4_held_out/acceptance_T1": 0.25, "4_held_out/kl": one.kl,

@@ -23,7 +23,8 @@ def decoded(kind: str, device: str, sampling: Any) -> Any:
         return engine.generate(gpu_counts.PROMPTS, **settings)
 
 
-ASKED = [*((kind, "cuts") for kind in gpu_counts.KINDS), ("early_exit", "one temperature")]
+ASKED = [*((kind, "cuts") for kind in gpu_counts.KINDS), ("early_exit", "one temperature"),
+         ("conditioned", "temperatures")]  # fmt: skip
 
 
 def test_tables_that_recordings_read_live_as_long_as_they_do() -> None:
@@ -45,7 +46,8 @@ def test_tables_that_recordings_read_live_as_long_as_they_do() -> None:
 @pytest.mark.parametrize(("kind", "settings"), ASKED)
 def test_replayed_drafts_are_those_of_single_steps(kind: str, settings: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("inference.models.recording.WARMUP", 0)
-    sampling = gpu_counts.CUTS if settings == "cuts" else Sampling(0.8)
+    several = {"cuts": gpu_counts.CUTS, "temperatures": gpu_counts.MIXED}
+    sampling = several.get(settings, Sampling(0.8))
     one, other = (decoded(kind, device, sampling) for device in ("cpu", "cuda"))
     assert one.tokens == other.tokens and one.stats.rows == other.stats.rows
     assert sum(other.stats.accepted)

@@ -39,7 +39,7 @@ def test_greedy_text_is_that_of_plain_decoding(kind: str) -> None:
     plain = Engine(target, rows=2).generate(PROMPTS[:3], **whole)
     found = Engine(target, drafts(kind, target), verify="tree", rows=2, policy=Uneven()).generate(PROMPTS[:3], **whole)
     assert found.tokens == plain.tokens and found.finish == plain.finish
-    assert sum(found.stats.accepted) > 0 or kind == "eagle, pruned"  # which knows half of the tokens
+    assert sum(found.stats.accepted) > 0 or kind.endswith("pruned")  # which knows half of the tokens
 
 
 @pytest.mark.parametrize("kind", ["eagle", "independent"])

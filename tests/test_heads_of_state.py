@@ -108,7 +108,7 @@ def test_a_folder_is_served_as_it_was(kind: str, tmp_path: Path) -> None:
         load_draft(tmp_path / "draft")
 
 
-NONE = {"datastore": None, "shortest": 2, "rank": 0, "vocabulary": None}
+NONE = dict.fromkeys(("datastore", "vocabulary", "bits", "inner")) | {"shortest": 2, "rank": 0, "temperatures": []}
 
 
 def settings(**changed: Any) -> Draft:

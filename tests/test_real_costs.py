@@ -50,9 +50,10 @@ def test_rounds_are_timed_in_real_calls_of_the_engine() -> None:
     slow.open, slow.admit, slow.commit, slow.move = proposer.open, proposer.admit, proposer.commit, proposer.move
     plain, engine = Engine(target, rows=1), Engine(target, slow, rows=1, policy=Fixed(3))
     engines, prompts = {0: plain, 1: engine, 4: engine}, [[1, 2, 3], [4, 5]]
-    found = measure_rounds(engines, prompts, sampling=Sampling(), max_new_tokens=20, until=0.0)
+    found = measure_rounds(engines, prompts, sampling=Sampling(), max_new_tokens=40, until=0.0)
     assert list(found) == [0, 1, 4] and engine.policy == Fixed(3)
-    assert found[0].draft == 0 and found[1].draft > 0.004 and found[4].draft > 0.016
+    # The last rounds of a text draft fewer tokens, or none, so a mean round sleeps a little less than a full one.
+    assert found[0].draft == 0 and found[1].draft > 0.003 and found[4].draft > 0.012
     assert found[4].draft > 2 * found[1].draft and found[4].draft > found[4].target
     assert calibrated(TABLE, found).drafting(4) == pytest.approx(found[4].draft)
 

@@ -114,6 +114,8 @@ DRAFTS: dict[str, tuple[Make, str]] = {
     "medusa, trees": (kind("medusa", (-1, -1, 0)), "tree"),
     "eagle, trees": (kind("eagle", (-1, -1, 0)), "traversal"),
     "eagle, token": (kind("eagle"), "token"),
+    "p_eagle, token": (kind("p_eagle"), "token"),
+    "p_eagle, trees": (kind("p_eagle", (-1, -1, 0)), "tree"),
 }
 
 

@@ -32,13 +32,14 @@ target.adapter=adapter draft.quantisation=int8 draft.vocabulary=50 init.layers=[
 
 def module_of(job: Any) -> Any:
     """A trained module whose figures all differ."""
-    scores = {t: SimpleNamespace(alpha=0.5 + t / 10, **dict.fromkeys(("kl", "entropy", "calibration"), t),
+    scores = {t: SimpleNamespace(alpha=0.5 + t / 10, alphas=(), **dict.fromkeys(("kl", "entropy", "calibration"), t),
                                  lengths=torch.tensor([3, 4]), calls=lambda k: torch.tensor([k / 4, 2.0]))
               for t in (0.3, 0.8)}  # fmt: skip
     return SimpleNamespace(
         temperature=0.8, progress=SimpleNamespace(elapsed=77.5, minutes=9.0), draft="draft",
         held_out={0.8: "held", 0.3: "other"},
-        student=SimpleNamespace(known="known"), acceptance=lambda: {"alpha_T0.8/all": 0.58}, scores=lambda: scores,
+        student=SimpleNamespace(known=torch.arange(60) < (job.cfg.draft.vocabulary or 60)),
+        acceptance=lambda: {"alpha_T0.8/all": 0.58}, scores=lambda: scores,
         judged={0.8: {"all": scores[0.8]}, 0.3: {"all": scores[0.3]}}, profiles=lambda: {0.3: "cold", 0.8: "warm"},
         divergence=lambda decode: ("divergence", decode([5])), tau=lambda k, objective, verify: (k, objective, verify),
         on=lambda held: {"all": SimpleNamespace(alpha=0.875)},
@@ -54,7 +55,7 @@ def test_what_an_export_says_of_its_training(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(type(job), "plan", lambda self, draft: ("plan", draft))
     monkeypatch.setattr(type(job), "chats", True)
     monkeypatch.setattr(distil, "measured", lambda *given: found.append(given) or "report")
-    monkeypatch.setattr(distil, "coverage", lambda held, known: (held, known))
+    monkeypatch.setattr(distil, "coverage", lambda held, known: (held, int(known.sum())))
     monkeypatch.setattr(distil.profile, "line", lambda t, one: "")
     others: Any = ("held", distil.Provenance(9, 1.0, 2.0, 3.0, 0.25))
     assert distil.export(job, module_of(job), speed, others) == "report"
@@ -66,7 +67,7 @@ def test_what_an_export_says_of_its_training(monkeypatch: pytest.MonkeyPatch) ->
         "loss": {"first": "kl", "then": "tv", "switch": 0.4, "hardest": 0.6, "decay": 0.9},
         "temperatures": [0.3, 0.6], "steps": 64, "minutes": 9.0, "seconds": 77.5, "rounds": 3, "on_draft": 0.25,
         "top": 4, "adapter": "adapter", "draft_quantisation": "int8",
-        "draft_vocabulary": {"tokens": 50, "coverage": ("held", "known")},
+        "draft_vocabulary": {"tokens": 50, "coverage": ("held", 50)},
         "learnt": {"completions": True, "template": {"thinking": False}},
         "init": {"kind": job.cfg.init.kind, "layers": [1], "cosine": 0.2},
     }  # fmt: skip

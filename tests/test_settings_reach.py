@@ -155,7 +155,11 @@ def test_a_plan_is_made_as_the_settings_say(monkeypatch: pytest.MonkeyPatch) -> 
     assert (plan.sampling, plan.verify, plan.objective) == (Sampling(0.8, 7, 0.9), "block", "greedy")
     assert plan.bench == job.cfg.bench and plan.given is given and plan.kind == "medusa" and plan.tree is None
     assert plan.known is job.rounds  # measured once for all checkpoints
-    assert plan.names == ("bundled", f"{job.cfg.init.kind}, kl")
+    assert plan.names == ("bundled", "medusa, target_layers, kl_then_tv")
+    job.cfg.loss.then = None
+    assert job.plan(draft).names == ("bundled", "medusa, target_layers, kl")
+    job.cfg.draft.kind = "retrieval"  # neither starts anywhere nor learns
+    assert job.plan(draft).names == ("bundled", "retrieval")
     assert [objective(f"{name}_draft") for name in ("sampled", "greedy")] == ["sampled", "greedy"]
 
 

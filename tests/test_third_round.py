@@ -106,10 +106,10 @@ def test_windows_that_slide_are_refused_before_there_are_weights() -> None:
     with torch.device("meta"):
         target = MistralForCausalLM(config)
         draft: Any = SimpleNamespace(layers=1, rank=2, depths=2, path=None)
-        with pytest.raises(ValueError, match="draft.kind: Mistral.* sliding windows.* draft.rank=0"):
-            EarlyExit.initial(draft, SimpleNamespace(), target)  # type: ignore[arg-type]
         init: Any = SimpleNamespace(kind="target_layers", layers=[0])
+        with pytest.raises(ValueError, match="draft.kind: Mistral.* sliding windows.* draft.rank=0"):
+            EarlyExit.initial(draft, init, target)
         with pytest.raises(ValueError, match="draft: MistralForCausalLM sees the last 8 tokens"):
             Parallel.initial(draft, init, target)
         draft.rank = 0
-        EarlyExit.initial(draft, SimpleNamespace(), target)  # type: ignore[arg-type]
+        EarlyExit.initial(draft, init, target)

@@ -60,7 +60,7 @@ def test_greedy_text_is_that_of_plain_decoding(kind: str, rule: str) -> None:
     plain = Engine(target, rows=2).generate(PROMPTS[:3], **whole)
     found = Engine(target, drafts(kind, target), verify=rule, rows=2, policy=Uneven()).generate(PROMPTS[:3], **whole)
     assert found.tokens == plain.tokens and found.finish == plain.finish
-    assert sum(found.stats.accepted) > 0 or kind == "eagle, pruned"  # which knows half of the tokens
+    assert sum(found.stats.accepted) > 0 or kind.endswith("pruned")  # which knows half of the tokens
 
 
 @each_kind
@@ -156,7 +156,7 @@ def test_nodes_have_the_laws_that_chains_have(kind: str, monkeypatch: pytest.Mon
     assert seen > 5
 
 
-@pytest.mark.parametrize("kind", ["medusa", "hydra", "parallel"])
+@pytest.mark.parametrize("kind", ["medusa", "hydra", "p_eagle", "parallel"])
 def test_no_deeper_than_was_learnt(kind: str) -> None:
     target = tiny()
     most = drafts(kind, target).depths

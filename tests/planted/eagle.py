@@ -14,6 +14,5 @@ ROWS_OF_BUGS = [
     ('own_pairs_are_not_read', 'cotrain/students/eagle.py', 'return sum((w * v for w, (_, v) in zip(each, own, strict=True)), theirs @ values)', 'return theirs @ values', [SERVED], 'training forgets the drafts before, serving does not'),
     ('unknown_tokens_have_mass', 'inference/proposers/eagle_network.py', 'size), -torch.inf).index_copy', 'size), 0.0).index_copy', ['tests/test_eagle.py::test_it_knows_the_tokens_that_are_most'], 'a pruned draft drafts what its head has no row for'),
     ('the_draft_counts_its_own_ids', 'inference/proposers/eagle_network.py', 'self.d2t.copy_(chosen - torch.arange(len(chosen), device=chosen.device))', 'self.d2t.copy_(chosen)', ['tests/test_eagle.py::test_it_knows_the_tokens_that_are_most'], 'EAGLE-3 format: d2t is a difference, engines add it'),
-    ('layers_of_a_folder_are_counted_twice', 'cotrain/export/eagle3.py', '[layer - 1 for layer in layers]', '[layer for layer in layers]', ['tests/test_eagle_export.py::test_the_eagle3_format'], 'TensorRT-LLM is told the layers behind those that were learnt from'),
     ('an_export_keeps_our_names', 'cotrain/export/eagle3.py', 'name.replace("midlayer.", "layers.0.")', 'name', ['tests/test_eagle_export.py::test_the_format_of_speculators'], 'speculators does not find the layer'),
 ]

@@ -27,4 +27,6 @@ ROWS_OF_BUGS = [
     ('decode_tokens_with_prefill', 'inference/report/build.py', '"decode_tokens": decode[0]', '"decode_tokens": whole[0]', ['tests/test_told_figures.py::test_a_report_says_what_was_timed'], 27),
     ('predicted_conditional_is_prefix', 'inference/report/build.py', '"predicted": calls.conditional if calls else None', '"predicted": calls.prefix if calls else None', ['tests/test_told_figures.py::test_a_report_says_what_was_timed'], 27),
     ('an_interval_as_near_as_its_upper_end', 'inference/measure/timing.py', 'max(self.value - self.low, self.high - self.value) / self.value', '(self.high - self.value) / self.value', ['tests/test_told_figures.py::test_an_interval_is_that_of_batches_drawn_together'], 'timing stops early where the interval leans down'),
+    ('what_learns_nothing_has_a_loss', 'cotrain/training/names.py', 'kind if kind in UNTRAINED else', 'kind if kind in () else', ['tests/test_settings_reach.py::test_a_plan_is_made_as_the_settings_say'], 'look-up is told as trained'),
+    ('a_plan_forgets_the_later_loss', 'cotrain/training/names.py', '{of_loss(cfg.loss)}', '{cfg.loss.first}', ['tests/test_settings_reach.py::test_a_plan_is_made_as_the_settings_say'], 'a draft of two losses is told as one of forward KL'),
 ]

@@ -2,7 +2,7 @@
 
 # fmt: off
 ROWS_OF_BUGS = [
-    ('wrong_texts_pass', 'cotrain/training/assembly.py', '    _own(job, judged)\n', '', ['tests/test_train.py::test_texts_that_a_server_did_not_sample_from_the_target_are_told'], 'a draft is judged on texts that nobody will serve'),
+    ('wrong_texts_pass', 'cotrain/training/assembly.py', '    _own(job, found)\n', '', ['tests/test_train.py::test_texts_that_a_server_did_not_sample_from_the_target_are_told'], 'a draft is judged on texts that nobody will serve'),
     ('packed_for_a_cpu', 'cotrain/teacher/target_model.py', 'setattr(module, PACKS, False)', 'pass', ['tests/test_draft.py::test_weights_are_not_packed_for_a_cpu'], 'a quantised target teaches and samples another law'),
     ('rounded_for_good', 'cotrain/training/stand_ins.py', '        self._put(self.own)\n', '', ['tests/test_bits.py::test_gradients_of_rounded_weights_move_the_whole_ones'], 'small steps are rounded away'),
     ('trained_as_if_whole', 'cotrain/training/stand_ins.py', '            self._put(self.weights)\n', '', ['tests/test_bits.py::test_gradients_of_rounded_weights_move_the_whole_ones'], 'training knows nothing of how the draft is held'),
@@ -44,7 +44,7 @@ ROWS_OF_BUGS = [
     ('shards_of_packed_texts_named_by_ids_alone', 'cotrain/teacher/states_cache.py', 'for part in (ids, position_ids):', 'for part in (ids,):', ['tests/test_shards.py::test_what_is_on_disk_is_not_read_again'], 'texts packed otherwise get these states'),
     ('packed_texts_read_as_one_by_the_draft', 'cotrain/students/independent.py', 'self.read(batch["ids"], batch.get("position_ids"))', 'self.read(batch["ids"])', ['tests/test_packing.py::test_a_step_on_a_block_is_a_step_on_its_texts'], 'the draft learns with contexts that no server gives it'),
     ('packed_texts_read_as_one_by_the_target', 'cotrain/training/module.py', 'self.teacher(batch["ids"], batch["key"], batch.get("position_ids"))', 'self.teacher(batch["ids"], batch["key"])', ['tests/test_packing.py::test_a_step_on_a_block_is_a_step_on_its_texts'], 'the target speaks of another text'),
-    ('packed_texts_judged_as_one', 'cotrain/evaluation/held_out.py', 'batch = {"ids": ids} if places is None else {"ids": ids, "position_ids": places}', 'batch = {"ids": ids}', ['tests/test_packing.py::test_blocks_are_judged_text_by_text'], 'given texts are judged in contexts that are not theirs'),
+    ('packed_texts_judged_as_one', 'cotrain/evaluation/held_out.py', 'batch |= {} if places is None else {"position_ids": places}', 'pass', ['tests/test_packing.py::test_blocks_are_judged_text_by_text'], 'given texts are judged in contexts that are not theirs'),
     ('places_begin_behind_the_end_token', 'cotrain/data/sources.py', 'torch.where(ids == start, places, 0).cummax(1).values', 'torch.where(ids == start, places + 1, 0).cummax(1).values', ['tests/test_packing.py::test_places_begin_anew_at_end_tokens'], 'a text reads the last token of the one before'),
     ('any_model_keeps_texts_apart', 'cotrain/teacher/target_model.py', 'return bool((packed - alone).norm() <= 0.2 * (behind - alone).norm())', 'return True', ['tests/test_packing.py::test_a_model_that_reads_on_is_found_out'], 'a model without such masks learns texts as one, unsaid'),
     ('calls_divided_by_a_process', 'cotrain/training/step_loss.py', 'self.counts.texts if term.loss.over == "texts" else self.counts.tokens', 'self.asked.lengths.gt(0).sum() if term.loss.over == "texts" else self.asked.lengths.sum()', ['tests/test_packing.py::test_what_processes_learn_on_average_is_what_one_would'], 'several processes learn a loss of their own'),

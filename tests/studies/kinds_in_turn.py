@@ -11,7 +11,7 @@ from typing import Any
 
 from cotrain.bench.measurement import Plan
 from cotrain.bench.planner import Measured, counted, plain_texts, planned, settled, tau_of
-from cotrain.students.base import DEFAULT
+from cotrain.students.base import DEFAULT, PREPARED, prepare
 from inference import Engine, Sampling
 from inference.drafts.draft_folder import Folder
 from inference.exactness.checks import check, check_calls
@@ -75,10 +75,18 @@ class Study:
             costs = {}
             for i, draft in enumerate(self.drafts):
                 ends = now + share * PLANNING * (i + 1) / len(self.drafts)
-                costs[draft.name] = settled(at(draft.plan, temperature, rows), ends)
+                costs[draft.name] = settled(self.ready(draft, temperature, rows), ends)
             for i, rule in enumerate(rules):
                 ends = now + share * (PLANNING + (TIMING - PLANNING) * (i + 1) / len(rules))
                 yield self.cell(temperature, rows, rule, costs, ends)
+
+    def ready(self, draft: Draft, temperature: float, rows: int) -> Plan:
+        """The plan of a cell, with what the kind settles (a gate) settled there."""
+        plan = at(draft.plan, temperature, rows)
+        prepare(plan)
+        if plan.kind in PREPARED:  # its drafts are others now
+            self.figures.pop((draft.name, temperature), None)
+        return plan
 
     def cell(self, temperature: float, rows: int, rule: str, costs: Costs, until: float) -> list[dict[str, Any]]:
         """One interleaved run. costs: of each kind at this temperature and number of rows, as far as they are known."""

@@ -5,8 +5,9 @@
 
 Folders are of `cotrain train`, the target is the one that the first names (--set target.path=). Behind KIND may stand
 more, as in "eagle, pruned". A cell is a temperature, a number of rows and a rule: plain decoding and every kind take
-turns on the same prompts, each kind at the draft length that its own rounds and its predicted tau call for there. OUT
-holds the cells that are done; a cell is begun if there is time left of --minutes, and planned and timed in its share.
+turns on the same prompts (those shipped, or of --set data.path=), each kind at the draft length that its own rounds and
+its predicted tau call for there. OUT holds the cells that are done; a cell is begun if there is time left of --minutes,
+and planned and timed in its share.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 
 from cotrain.bench.measurement import Plan
+from cotrain.commands.bench import prompts
 from cotrain.commands.served_pair import load_network, measured, refuse_pair, resolved
 from cotrain.config.overrides import quote
 from cotrain.config.settings import checked, register
@@ -47,12 +49,13 @@ def drafts(folders: dict[str, str], settings: list[str]) -> list[Draft]:
             raise ValueError(f"{name}={place}: the folder is of kind {kind}")
         refuse_pair(place, path)
     target, tokenizer = models(cfg)
+    given = prompts(cfg, target, tokenizer)
     for name, place in folders.items():
         folder = measured(place)
         network = load_network(folder, target, tokenizer)
         objective = folder.metadata.objective if folder.metadata else "sampled"
         plan = Plan(target, tokenizer, network, Sampling(), cfg.verify, cfg.bench, (path, place), objective,
-                    kind=folder.kind)  # fmt: skip
+                    given=given, kind=folder.kind)  # fmt: skip
         size = sum(weight.numel() for weight in network.parameters() if weight.requires_grad)
         found.append(Draft(name, folder, plan, size, trained(folder)))
     return found
