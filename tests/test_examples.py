@@ -42,8 +42,6 @@ def report(folder: Path) -> dict[str, Any]:
     return found
 
 
-# a trained tiny model in bfloat16 is at the edge of the bound where products round otherwise; its own forward runs then
-@pytest.mark.filterwarnings("default::inference.models.selfcheck.Disagreement")
 def test_a_chat_target(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     run("chat_target", monkeypatch)
     assert set(report(place / "chat" / "run")["extra"]["held_out"]) >= {"alpha_T1/all"}

@@ -7,12 +7,16 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
+from inference import Engine
 from inference.models import forward, llama_weights, probe
 from inference.models.forward import Lean, Stock
-from inference.models.lm import LM
+from inference.models.llama_weights import can_round
+from inference.models.lm import LM, takes_int8
 from inference.models.passes import Pass
 from inference.models.probe import Found, Probe
 from inference.models.selfcheck import Disagreement, lean_agrees
+from inference.policy import Fixed
+from inference.proposers.quantised import Quantised
 from tests.test_families import HEADS, LLAMA4, build
 from tests.tiny import tiny
 
@@ -74,6 +78,40 @@ def test_what_disagrees_runs_through_transformers(monkeypatch):
     assert isinstance(lm.run, Stock)
     with torch.no_grad():
         torch.testing.assert_close(lm.forward(ids, [0, 0]).logits, model(input_ids=ids).logits)
+
+
+def test_8_bits_are_not_asked_of_what_disagrees(monkeypatch):
+    """The same whole numbers through transformers' own forward, with a message; nothing ends."""
+    right, wrong = tiny(hidden=32, dtype=torch.bfloat16), tiny(hidden=32, seed=1, dtype=torch.bfloat16)
+    assert takes_int8(right) and Quantised(right).int8
+    WRONG["scale"](monkeypatch)
+    with pytest.warns(Disagreement, match="transformers' own forward runs it"):
+        assert can_round(wrong) and not takes_int8(wrong)
+    with pytest.warns(Disagreement):
+        drafting = Quantised(wrong)
+        found = Engine(wrong, drafting, policy=Fixed(2)).generate([[1, 2, 3]], max_new_tokens=8, ignore_eos=True)
+    assert not drafting.int8 and len(found.tokens[0]) == 8
+
+
+def test_places_that_rounding_moves_far_say_nothing(monkeypatch):
+    """As long as fewer than half are such: a wrong number at one of them is excused, at another it is not."""
+    model = tiny(dtype=torch.bfloat16)
+    right, looked = Probe(model, 256), Probe._noise
+    ours = [row.clone() for row in right._rows([made.logits for made in right._passes(lambda c: Lean(model, c))])]
+    ours[0][2] += torch.randn_like(ours[0][2]) * 0.4 * right.own.std()
+    again = lambda: [*right._own(right.ids)]  # noqa: E731
+    asked = ours, [*right.own], again, "logits"
+
+    def noise(loud):
+        return lambda self, *settings: torch.where(loud, 0.3, looked(self, *settings))
+
+    found = {}
+    for name, places in (("there", [2]), ("elsewhere", [3]), ("nowhere", []), ("half", range(0, 20, 2))):
+        loud = torch.zeros(20, dtype=torch.bool)
+        loud[[*places]] = True
+        monkeypatch.setattr(Probe, "_noise", noise(loud))
+        found[name] = right._judged(*asked).agrees
+    assert found == {"there": True, "elsewhere": False, "nowhere": False, "half": False}
 
 
 class Doubled(LlamaForCausalLM):
@@ -146,7 +184,7 @@ def test_random_numbers_of_others_are_left_alone():
 
 
 def test_the_noise_that_excuses_is_bounded(monkeypatch):
-    monkeypatch.setattr(Probe, "_noise", lambda self: 100.0)
+    monkeypatch.setattr(Probe, "_noise", lambda self, lengths, *_: torch.full((sum(lengths),), 100.0))
     found = Probe(tiny(dtype=torch.bfloat16), 256).found(lambda cache: Lean(tiny(seed=9, dtype=torch.bfloat16), cache))
     assert found.difference > found.allowed == probe.MOST
 

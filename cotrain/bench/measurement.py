@@ -27,7 +27,7 @@ from inference.measure.adaptive import Reached, Wanted, until_known
 from inference.measure.real_costs import RealRound
 from inference.measure.timing import Emitted, Timing, engine_arm, interleave, together, transformers_arm
 from inference.models.dtypes import cast, quantisation_of, widened
-from inference.models.llama_weights import can_round
+from inference.models.lm import takes_int8
 from inference.policy import Fixed
 from inference.proposers import NGram
 from inference.proposers.base import Proposer
@@ -67,7 +67,7 @@ class Plan:
 
     @property
     def int8(self) -> bool:
-        return self.bench.draft_int8 and can_round(self.served)
+        return self.bench.draft_int8 and takes_int8(self.served)
 
     @cached_property
     def running(self) -> PreTrainedModel:

@@ -26,6 +26,12 @@ if TYPE_CHECKING:
 FIRST_SLOTS = 256
 
 
+def takes_int8(model: PreTrainedModel) -> bool:
+    """Whether `LM` runs it with weights in 8 bits here; warns once a model whose forward in few operations is not its
+    own, which alone can."""
+    return can_round(model) and lean_agrees(model, positions_of(model.config.get_text_config()))
+
+
 class LM:
     """A causal LM with slots for `rows` sequences; used as it is, never cast or moved.
 

@@ -10,8 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from inference.drafts.draft_folder import load_draft
 from inference.models.dtypes import widened
-from inference.models.llama_weights import can_round
-from inference.models.lm import LM, load_model
+from inference.models.lm import LM, load_model, takes_int8
 from inference.models.passes import States
 from inference.models.prefill import padded, store_prompts
 from inference.proposers.base import Beside, Host, Outcome, Proposal, Proposer, Round
@@ -53,7 +52,7 @@ class Independent(Proposer):
     def load(cls, folder: Path, beside: Beside) -> "Independent":
         """Raises as `load_draft`; warns of a target of another shape than the draft was made for."""
         draft = cls.network_beside(folder, beside)
-        int8 = beside.made is not None and beside.made.int8 and can_round(draft)
+        int8 = beside.made is not None and beside.made.int8 and takes_int8(draft)
         network = draft if int8 else widened(draft)
         return cls(network, beside.greedy, compile=beside.compile, int8=int8, shape=beside.shape)
 

@@ -12,7 +12,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from inference.drafts.weight_files import CONFIG, read_json
 from inference.models.checksum import fingerprint
 from inference.models.dtypes import quantised
-from inference.models.llama_weights import can_round, int8_rows
+from inference.models.llama_weights import int8_rows
+from inference.models.lm import takes_int8
 from inference.proposers.base import Beside
 from inference.proposers.growing import Shape
 from inference.proposers.independent import Independent
@@ -41,7 +42,7 @@ class Quantised(Independent):
     """Drafts with the target's projections in 8 bits, or in nf4 (Dettmers et al. 2023, 2305.14314), with keys and
     values of its own (self-speculation by rounding: QuantSpec, Tiwari et al. 2025, 2502.10424).
 
-    int8: by the CPU's own kernel where it serves the target, see `llama_weights.can_round`; elsewhere the same whole
+    int8: by the CPU's own kernel where it serves the target, see `lm.takes_int8`; elsewhere the same whole
     numbers in the target's dtype, which is the same law but for the kernel's sums, and no faster. nf4 takes
     bitsandbytes. greedy, compile, shape: as of `Independent`. Raises ValueError for other bits and for a target that is
     quantised itself.
@@ -57,7 +58,7 @@ class Quantised(Independent):
             raise ValueError(f"bits: {bits!r} is none of {', '.join(BITS)}")
         if quantised(target.config):
             raise ValueError(f"{type(target).__name__} is quantised as it is: it cannot be its own draft in {bits}")
-        kernel = bits == "int8" and can_round(target)
+        kernel = bits == "int8" and takes_int8(target)
         super().__init__(target if kernel else held_in(target, bits), greedy, compile=compile, int8=kernel,
                          shape=shape)  # fmt: skip
         self.bits = bits
