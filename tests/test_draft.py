@@ -10,6 +10,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     Gemma2Config,
@@ -163,7 +164,30 @@ def gemma() -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
 
 
-@pytest.mark.parametrize("make", [network, gemma])
+def scaled(family: str, **changed: float) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, vocab_size=40, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+                                  num_attention_heads=2, num_key_value_heads=1, pad_token_id=0, initializer_range=0.5,
+                                  **changed)  # fmt: skip
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def granite() -> PreTrainedModel:
+    return scaled("granite", logits_scaling=6.0)
+
+
+def cohere() -> PreTrainedModel:
+    return scaled("cohere", logit_scale=0.25)
+
+
+CLOVA = pytest.mark.skipif("hyperclovax" not in CONFIG_MAPPING, reason="this transformers has no HyperCLOVA X")
+
+
+def hyperclova() -> PreTrainedModel:
+    return scaled("hyperclovax", logits_scaling=6.0)
+
+
+@pytest.mark.parametrize("make", [network, gemma, granite, cohere, pytest.param(hyperclova, marks=CLOVA)])
 def test_halves_are_the_whole(make: Callable[[], PreTrainedModel]) -> None:
     model = make()
     hidden, head = split(model)

@@ -127,7 +127,6 @@ def test_heads_begin_as_the_targets_own(kind: str) -> None:
     for wrong, said in (
         ({"width": 8}, "draft.width=8"),
         ({"depths": None}, "draft.depths"),
-        ({"vocabulary": 9}, "draft.vocabulary=9: "),
     ):
         with pytest.raises(ValueError, match=said):
             student.initial(settings(**wrong), Init("scratch", [], 0.0), target)

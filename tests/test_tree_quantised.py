@@ -1,19 +1,44 @@
 """Trees on targets whose weights are rounded: the whole verdict, logits of passes over trees included."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from cotrain.teacher.target_model import load_pair
 from inference import Engine, Sampling
+from inference.exactness.agreement import MOST, most, step
 from inference.exactness.checks import check
 from inference.measure.timing import Emitted
 from inference.policy import Fixed
 from inference.proposers.independent import Independent
 from tests.folders import network, target_folder
 
+ON_CPU, ON_GPU = torch.device("cpu"), torch.device("cuda")
 SHAPE = (-1, -1, 0, 0, 1, 2)
 PROMPTS = [[3, 5, 7, 3], [9], [11, 12]] * 2
+
+
+@pytest.mark.parametrize(
+    ("device", "flags", "unit"),
+    [
+        (ON_CPU, (False, False), torch.float32),
+        (ON_CPU, (True, False), torch.bfloat16),
+        (ON_CPU, (False, True), torch.bfloat16),
+        (ON_GPU, (True, False), torch.bfloat16),
+        (ON_GPU, (False, True), torch.float32),
+    ],
+)
+def test_rounded_weights_are_judged_by_the_dtype_of_their_products(
+    device: torch.device, flags: tuple[bool, bool], unit: torch.dtype
+) -> None:
+    """bitsandbytes multiplies 8 bits by 8 bits everywhere, and one row by 4 bits in bfloat16 on CPUs that can."""
+    model: Any = SimpleNamespace(
+        dtype=torch.float32, device=device, is_loaded_in_8bit=flags[0], is_loaded_in_4bit=flags[1]
+    )
+    assert (most(model), step(model)) == (MOST[unit], torch.finfo(unit).eps)
 
 
 @pytest.mark.parametrize(("quantisation", "rule"), [("nf4", "tree"), ("int8", "traversal")])

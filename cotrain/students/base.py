@@ -4,7 +4,7 @@ B texts, T tokens, D width of the target's states, V vocabulary, N guesses. A pl
 token t + 1, given the tokens 0 .. t; flat places are b * T + t.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
@@ -40,6 +40,10 @@ KINDS = {  # kind -> module:class, imported when asked for
     "two_levels": "cotrain.students.two_levels:TwoLevels",
 }
 
+# settings that only some kinds have (`Student.takes`) -> the value that asks for nothing
+OPTIONAL = {"datastore": "null", "rank": "0", "depths": "null", "vocabulary": "null", "bits": "null", "inner": "null",
+            "temperatures": "[]"}  # fmt: skip
+
 UNTRAINED = {"retrieval", "quantised", "two_levels"}  # kinds that are measured and exported without training
 PREPARED = {"hybrid": "cotrain.students.hybrid:prepare"}  # what a kind settles on ranking prompts before it is measured
 
@@ -51,12 +55,13 @@ class Student(Protocol):
     embeddings it may share, and the number of ids that have mass (None: all of the head's). What has a body here is
     what a kind gets by naming this class as its base.
 
-    reads: layers of the target's states that it wants beyond LAST, which losses read anyway. rounds_target: whether it
-    drafts with the target in fewer bits, so that the target must be whole. by_temperature: whether its logits depend on
-    the temperature: it learns at draft.temperatures.
+    takes: those of `OPTIONAL` that it has; others are refused. reads: layers of the target's states that it wants
+    beyond LAST, which losses read anyway. rounds_target: whether it drafts with the target in fewer bits, so that the
+    target must be whole. by_temperature: whether its logits depend on the temperature: it learns at draft.temperatures.
     """
 
     kind: str
+    takes: tuple[str, ...] = ()
     reads: tuple[int, ...] = ()
     rounds_target: bool = False
     by_temperature: bool = False
@@ -151,8 +156,7 @@ def refuse_keys(draft: "Draft", *keys: str) -> None:
     """Raise ValueError for a setting that this kind of draft does not have."""
     for key in keys:
         if value := getattr(draft, key):
-            several = isinstance(value, Sequence) and not isinstance(value, str)
-            wanted = "false" if value is True else "[]" if several else "null"
+            wanted = OPTIONAL.get(key, "null")
             raise ValueError(f"draft.{key}={value}: {draft.kind} drafts do not have it; draft.{key}={wanted}")
 
 

@@ -18,6 +18,7 @@ class Conditioned(Independent):
     of the temperature, learnt at those of draft.temperatures."""
 
     kind = "conditioned"
+    takes = ("temperatures",)
     by_temperature = True
 
     @classmethod

@@ -30,6 +30,7 @@ class Eagle(Student):
     """The student of `inference.proposers.eagle`."""
 
     kind = "eagle"
+    takes = ("depths", "vocabulary")
 
     network: EagleNetwork
     target: PreTrainedModel

@@ -33,6 +33,7 @@ class EarlyExit(Student):
     the norm."""
 
     kind = "early_exit"
+    takes = ("rank", "depths")
     network: ExitNetwork
 
     @classmethod

@@ -22,6 +22,7 @@ class Hybrid(Independent):
     under `lookup` how it stands beside look-up, gate included once there is one."""
 
     kind = "hybrid"
+    takes = ("datastore",)
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:

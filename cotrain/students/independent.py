@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from cotrain.config.groups import Draft, Init
-from cotrain.students.base import DEFAULT, Guess, Seen, Student, refuse_keys
+from cotrain.students.base import DEFAULT, Guess, Seen, Student
 from cotrain.students.pretrained import network_of
 from cotrain.teacher.target_model import halves, keeps_apart, split
 from inference import proposers
@@ -35,7 +35,6 @@ class Independent(Student):
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
         """The network before training. Raises ValueError naming the key that is wrong."""
-        refuse_keys(draft, "depths", "vocabulary")
         return first_weights(draft, init, target)
 
     def refuse(self) -> None:

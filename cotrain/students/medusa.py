@@ -17,13 +17,14 @@ from cotrain.students.pretrained import network_of
 from cotrain.teacher.target_model import halves
 from inference.proposers import kind_of
 
-UNUSED = ("width", "intermediate", "head_dim", "kv_heads", "vocabulary")  # of drafts that are models of their own
+UNUSED = ("width", "intermediate", "head_dim", "kv_heads")  # of drafts that are models of their own
 
 
 class Medusa(Student):
     """The student of `inference.proposers.medusa` (Cai et al. 2024, 2401.10774), with the target's own head, frozen."""
 
     kind = "medusa"
+    takes = ("depths",)
     network: Any
     target: PreTrainedModel
 

@@ -26,6 +26,7 @@ class Parallel(Independent):
     An et al. 2025, 2504.18583). Its network is a causal LM whose config names the mask's id and the depths."""
 
     kind = "parallel"
+    takes = ("depths",)
 
     def __init__(
         self, network: PreTrainedModel, target: PreTrainedModel | None = None, vocabulary: int | None = None

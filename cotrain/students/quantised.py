@@ -18,12 +18,13 @@ class Quantised(Student):
     """The student of `inference.proposers.quantised`: it makes no guesses and learns nothing (`base.UNTRAINED`)."""
 
     kind = "quantised"
+    takes = ("bits",)
     rounds_target = True
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
         """Its settings. Raises as `bits_of`, and ValueError for settings of weights, which it has not."""
-        refuse_keys(draft, "path", "rank", "depths", "vocabulary", "inner")
+        refuse_keys(draft, "path")
         return QuantisedNetwork(QuantisedConfig(bits_of(draft)))
 
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:

@@ -16,6 +16,7 @@ class Retrieval(Student):
     """The student of `inference.proposers.retrieval`: it makes no guesses and learns nothing (`base.UNTRAINED`)."""
 
     kind = "retrieval"
+    takes = ("datastore",)
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from cotrain.config.groups import Draft, Init
-from cotrain.students.base import DEFAULT, Guess, Seen, Student, refuse_keys
+from cotrain.students.base import DEFAULT, Guess, Seen, Student
 from cotrain.students.pretrained import causal_lm
 from cotrain.students.quantised import bits_of
 from inference import proposers
@@ -25,13 +25,13 @@ class TwoLevels(Student):
     says under `two_levels` the bits and the guesses of an inner round."""
 
     kind = "two_levels"
+    takes = ("bits", "inner")
     rounds_target = True
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
         """The small draft of draft.path. Raises ValueError for a folder of another kind, and as `bits_of` and
         `pretrained.causal_lm`."""
-        refuse_keys(draft, "rank", "depths", "vocabulary")
         bits = bits_of(draft)
         if draft.inner is None:
             raise ValueError("draft.inner: guesses before the target in fewer bits reads: give it, as draft.inner=3")

@@ -15,7 +15,7 @@ from cotrain.evaluation.provenance import Provenance, provenance
 from cotrain.losses.spec import parse
 from cotrain.rollout.samplers import Sampler
 from cotrain.rollout.training_texts import Share
-from cotrain.students.base import UNTRAINED, Student, refuse_keys, student_class
+from cotrain.students.base import OPTIONAL, UNTRAINED, Student, refuse_keys, student_class
 from cotrain.students.rounding import refuse_unknown
 from cotrain.teacher.target_model import halves, keeps_apart
 from cotrain.training import optim
@@ -32,10 +32,10 @@ CHECKED = 32  # texts that are asked whether they are the target's own
 def initial(cfg: TrainConfig, target: PreTrainedModel) -> PreTrainedModel:
     """The draft before training. Raises ValueError naming the key that is wrong."""
     kind = student_class(cfg.draft.kind)
-    if not kind.by_temperature:
-        refuse_keys(cfg.draft, "temperatures")
-    if not kind.rounds_target:
-        refuse_keys(cfg.draft, "bits", "inner")
+    refuse_keys(cfg.draft, *(key for key in OPTIONAL if key not in kind.takes))
+    if cfg.draft.kind in UNTRAINED and cfg.init.kind == "pretrained":
+        raise ValueError(f"init=pretrained: {cfg.draft.kind} drafts learn nothing, so none begins with weights; leave "
+                         "init= out")  # fmt: skip
     return kind.initial(cfg.draft, cfg.init, target)
 
 

@@ -12,7 +12,7 @@ def head_of(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
     """States (..., D) behind the final norm -> logits (..., V); heads that cap or scale their logits are followed."""
     head: Any
     head, config = model.get_output_embeddings(), model.config.get_text_config().to_dict()
-    cap, scale = config.get("final_logit_softcapping"), config.get("logit_scale") or 1.0
+    cap, scale = config.get("final_logit_softcapping"), _scale(config)
 
     def logits(states: Tensor) -> Tensor:
         out: Tensor = head(
@@ -22,3 +22,10 @@ def head_of(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
         return torch.tanh(out / cap) * cap if cap else out
 
     return logits
+
+
+def _scale(config: dict[str, Any]) -> float:
+    """What a config has logits multiplied by; Granite's divide them by what HyperCLOVA's, under the same name, multiply
+    them by."""
+    scale = float(config.get("logit_scale") or config.get("logits_scaling") or 1.0)
+    return 1 / scale if str(config.get("model_type")).startswith("granite") else scale
