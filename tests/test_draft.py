@@ -176,6 +176,10 @@ def granite() -> PreTrainedModel:
     return scaled("granite", logits_scaling=6.0)
 
 
+def granite_of_experts() -> PreTrainedModel:
+    return scaled("granitemoe", logits_scaling=6.0)
+
+
 def cohere() -> PreTrainedModel:
     return scaled("cohere", logit_scale=0.25)
 
@@ -187,7 +191,9 @@ def hyperclova() -> PreTrainedModel:
     return scaled("hyperclovax", logits_scaling=6.0)
 
 
-@pytest.mark.parametrize("make", [network, gemma, granite, cohere, pytest.param(hyperclova, marks=CLOVA)])
+@pytest.mark.parametrize(
+    "make", [network, gemma, granite, granite_of_experts, cohere, pytest.param(hyperclova, marks=CLOVA)]
+)
 def test_halves_are_the_whole(make: Callable[[], PreTrainedModel]) -> None:
     model = make()
     hidden, head = split(model)

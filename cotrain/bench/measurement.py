@@ -65,7 +65,7 @@ class Plan:
             return self.draft
         return cast(copy.deepcopy(self.draft).eval(), dtype)
 
-    @property
+    @cached_property
     def int8(self) -> bool:
         return self.bench.draft_int8 and takes_int8(self.served)
 

@@ -41,8 +41,10 @@ KINDS = {  # kind -> module:class, imported when asked for
 }
 
 # settings that only some kinds have (`Student.takes`) -> the value that asks for nothing
-OPTIONAL = {"datastore": "null", "rank": "0", "depths": "null", "vocabulary": "null", "bits": "null", "inner": "null",
-            "temperatures": "[]"}  # fmt: skip
+OPTIONAL: dict[str, Any] = {
+    "datastore": None, "shortest": 2, "rank": 0, "depths": None, "vocabulary": None, "bits": None, "inner": None,
+    "temperatures": [],
+}  # fmt: skip
 
 UNTRAINED = {"retrieval", "quantised", "two_levels"}  # kinds that are measured and exported without training
 PREPARED = {"hybrid": "cotrain.students.hybrid:prepare"}  # what a kind settles on ranking prompts before it is measured
@@ -57,14 +59,13 @@ class Student(Protocol):
 
     takes: those of `OPTIONAL` that it has; others are refused. reads: layers of the target's states that it wants
     beyond LAST, which losses read anyway. rounds_target: whether it drafts with the target in fewer bits, so that the
-    target must be whole. by_temperature: whether its logits depend on the temperature: it learns at draft.temperatures.
+    target must be whole.
     """
 
     kind: str
     takes: tuple[str, ...] = ()
     reads: tuple[int, ...] = ()
     rounds_target: bool = False
-    by_temperature: bool = False
     network: PreTrainedModel
     target: PreTrainedModel | None
     vocabulary: int | None
@@ -155,8 +156,9 @@ def _named(place: str) -> Any:
 def refuse_keys(draft: "Draft", *keys: str) -> None:
     """Raise ValueError for a setting that this kind of draft does not have."""
     for key in keys:
-        if value := getattr(draft, key):
-            wanted = OPTIONAL.get(key, "null")
+        value, nothing = getattr(draft, key), OPTIONAL.get(key)
+        if value and value != nothing:
+            wanted = "null" if nothing is None else nothing
             raise ValueError(f"draft.{key}={value}: {draft.kind} drafts do not have it; draft.{key}={wanted}")
 
 

@@ -19,7 +19,6 @@ class Conditioned(Independent):
 
     kind = "conditioned"
     takes = ("temperatures",)
-    by_temperature = True
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:

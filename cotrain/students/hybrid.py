@@ -22,7 +22,7 @@ class Hybrid(Independent):
     under `lookup` how it stands beside look-up, gate included once there is one."""
 
     kind = "hybrid"
-    takes = ("datastore",)
+    takes = ("datastore", "shortest")
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:

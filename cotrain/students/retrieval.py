@@ -6,7 +6,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from cotrain.config.groups import Draft, Init
-from cotrain.students.base import Guess, Seen, Student
+from cotrain.students.base import Guess, Seen, Student, refuse_keys
 from cotrain.students.hybrid import lookup
 from inference.proposers.lookup_network import LookupConfig, LookupNetwork
 from inference.proposers.retrieval import Retrieval as Serving
@@ -16,11 +16,12 @@ class Retrieval(Student):
     """The student of `inference.proposers.retrieval`: it makes no guesses and learns nothing (`base.UNTRAINED`)."""
 
     kind = "retrieval"
-    takes = ("datastore",)
+    takes = ("datastore", "shortest")
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
-        """Its settings. Raises FileNotFoundError or ValueError for a datastore that is none."""
+        """Its settings. Raises FileNotFoundError or ValueError for a datastore that is none, or weights."""
+        refuse_keys(draft, "path")
         return LookupNetwork(LookupConfig(lookup(draft)))
 
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from transformers import PreTrainedModel
 
-from cotrain.config.groups import Loss
+from cotrain.config.groups import Draft, Init, Loss
 from cotrain.config.regimes import judged, learnt, truncation
 from cotrain.config.settings import TrainConfig
 from cotrain.data.texts import Texts, joined, none, shared
@@ -33,10 +33,20 @@ def initial(cfg: TrainConfig, target: PreTrainedModel) -> PreTrainedModel:
     """The draft before training. Raises ValueError naming the key that is wrong."""
     kind = student_class(cfg.draft.kind)
     refuse_keys(cfg.draft, *(key for key in OPTIONAL if key not in kind.takes))
-    if cfg.draft.kind in UNTRAINED and cfg.init.kind == "pretrained":
-        raise ValueError(f"init=pretrained: {cfg.draft.kind} drafts learn nothing, so none begins with weights; leave "
-                         "init= out")  # fmt: skip
+    _refuse_weights(cfg.draft, cfg.init)
     return kind.initial(cfg.draft, cfg.init, target)
+
+
+def _refuse_weights(draft: Draft, init: Init) -> None:
+    """Raise ValueError for settings of where weights come from, or of how they learn, that would change nothing."""
+    if draft.kind not in UNTRAINED:
+        if draft.path and init.kind != "pretrained":
+            raise ValueError(f"draft.path={draft.path}: it is read with init=pretrained, not init={init.kind}")
+    elif init.kind == "pretrained":
+        raise ValueError(f"init=pretrained: {draft.kind} drafts learn nothing; init=scratch")
+    elif draft.quantisation != "none":
+        raise ValueError(f"draft.quantisation={draft.quantisation}: {draft.kind} drafts learn nothing; "
+                         "draft.quantisation=none")  # fmt: skip
 
 
 def stages(loss: Loss) -> list[Stage]:

@@ -29,7 +29,7 @@ FIRST_SLOTS = 256
 def takes_int8(model: PreTrainedModel) -> bool:
     """Whether `LM` runs it with weights in 8 bits here; warns once a model whose forward in few operations is not its
     own, which alone can."""
-    return can_round(model) and lean_agrees(model, positions_of(model.config.get_text_config()))
+    return can_round(model.eval()) and lean_agrees(model, positions_of(model.config.get_text_config()))
 
 
 class LM:

@@ -24,7 +24,7 @@ from inference.models.cache import sliding_window
 from inference.models.checksum import fingerprint
 from inference.models.forward import FORMS, Lean, Stock
 from inference.models.passes import LAST, Layers
-from inference.models.probe import Found, Make, Probe
+from inference.models.probe import LENGTH, Found, Make, Probe
 
 NARROW = 4  # the window while the check runs
 WINDOWS = ("sliding_window", "attention_chunk_size")  # config keys
@@ -40,7 +40,9 @@ _FOUND: WeakKeyDictionary[PreTrainedModel, dict[Any, Any]] = WeakKeyDictionary()
 
 def lean_agrees(model: PreTrainedModel, context: int) -> bool:
     """Whether `Lean` gives the model's own logits; warns once a model when it does not."""
-    found: Found = _kept(model, ("lean", context), lambda: Probe(model, context).found(lambda c: Lean(model, c)))
+    found: Found = _kept(
+        model, ("lean", min(context, LENGTH)), lambda: Probe(model, context).found(lambda c: Lean(model, c))
+    )
     if not found.agrees:
         message = f"{type(model).__name__}: in few operations, {found}; transformers' own forward runs it"
         warnings.warn(message, Disagreement, stacklevel=2)
