@@ -68,6 +68,16 @@ def test_a_loud_place_has_a_bound_of_its_own(
     assert judged(made, ours).agrees is agrees
 
 
+def test_what_may_move_further_than_the_bound_is_loud(monkeypatch: pytest.MonkeyPatch) -> None:
+    """4 times its noise are more than the bound: a place of its own, which changes nothing for the others."""
+    made, ours = seen(tiny())
+    noises(monkeypatch, {2: 0.07})
+    ours[0][2] = moved(made.own[0][2], 0.25)
+    assert judged(made, ours).agrees
+    ours[0][3] = moved(made.own[0][3], 0.1)
+    assert not judged(made, ours).agrees
+
+
 @pytest.mark.parametrize(("loud", "agrees"), [(9, True), (10, False), (20, False)])
 def test_loud_places_are_fewer_than_half(loud: int, agrees: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     made, ours = seen(tiny())
