@@ -49,6 +49,7 @@ from tests.kinds import told
 from tests.studies import temperatures
 from tests.test_settings_reach import job_of
 from tests.tiny import compiles, near, tiny
+from tests.watched import Watched
 
 KNOWN = [0.0, 0.7, 1.0]  # of `told`
 PROMPTS = [[(7 * i + 5 * n) % 30 + 1 for i in range(n)] for n in (3, 9, 2, 6, 14, 5, 11)]
@@ -72,27 +73,10 @@ def logits(network: Any, ids: Tensor, temperature: float) -> Tensor:
         return network.lm_head(states * scale(network, temperature).to(states))
 
 
-class Watched:
-    """A proposer whose texts and proposals are kept, with the temperatures of their rows."""
-
-    def __init__(self, proposer: Any) -> None:
-        self.proposer, self.rounds = proposer, []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.proposer, name)
-
-    def propose(self, turn: Any) -> Any:
-        texts, heat = [list(text) for text in turn.texts], [row.sampling.temperature for row in turn.rows]
-        found = self.proposer.propose(turn)
-        kept = found.x.clone(), None if found.q is None else found.q.clone(), found.k
-        self.rounds.append((texts, heat, kept))
-        return found
-
-
 def refused(watched: Watched, network: Any) -> int:
     """Laws that are not those of the row's own temperature, of all that were drafted from; some must have been."""
     wrong = seen = 0
-    for texts, heat, (x, q, k) in watched.rounds:
+    for texts, heat, x, q, k in watched.rounds:
         for b, (text, t) in enumerate(zip(texts, heat, strict=True)):
             whole = torch.tensor([text + x[b, : k[b]].tolist()])
             for depth, found in enumerate(logits(network, whole, t)[0, len(text) - 1 : -1]):
@@ -170,7 +154,7 @@ def test_made_for_its_likeliest_tokens_it_drafts_those_that_the_scale_chooses() 
     target, network = tiny(), told(tiny())
     watched, seen = Watched(Conditioned(network, greedy=True)), 0
     decoded(target, watched)
-    for texts, heat, (x, q, k) in watched.rounds:
+    for texts, heat, x, q, k in watched.rounds:
         for b, (text, t) in enumerate(zip(texts, heat, strict=True)):
             found = logits(network, torch.tensor([text + x[b, : k[b]].tolist()]), t)[0, len(text) - 1 : -1]
             assert torch.equal(q[b, : k[b]].to(found), one_hot(found.argmax(-1), found))

@@ -15,7 +15,6 @@ from cotrain.students.base import Guess, Seen
 from cotrain.students.eagle import Eagle
 from cotrain.students.mask_blocks import starts
 from cotrain.students.p_eagle import PEagle
-from cotrain.students.parallel import KEEP
 from cotrain.students.rounding import refuse_unknown
 from cotrain.teacher.target_model import served
 from cotrain.training.optim import adamw
@@ -25,9 +24,8 @@ from inference.policy import Fixed
 from inference.proposers.eagle_network import LAYER_IDS
 from inference.proposers.p_eagle_network import PEagleConfig, PEagleNetwork
 from tests import kinds, standin
+from tests.dropped_starts import made_up_for
 from tests.test_eagle import PROMPTS, SETTINGS, WHOLE, draft, laws
-from tests.test_over_guesses import CONVERSATIONS, module
-from tests.test_sequence_training import batch
 from tests.tiny import tiny
 
 IDS = torch.randint(31, (2, 9), generator=torch.Generator().manual_seed(4))
@@ -112,19 +110,7 @@ def test_packed_texts_are_as_if_alone() -> None:
 
 @pytest.mark.parametrize("name", ["kl", "0.3*kl+0.7*tv"])
 def test_dropped_starts_are_made_up_for(name: str) -> None:
-    """Over all that the uniforms may be, the loss is that of no drop; later depths are of fewer starts."""
-    target, given = tiny(), batch(CONVERSATIONS, True)
-    made = module(student(), target, name, decay=0.8)
-    made._uniforms = lambda keys, positions, stream=1: torch.full((len(keys), positions), u)  # type: ignore[method-assign]
-    edges, total, values = [KEEP**j for j in range(3)] + [0.0], 0.0, []
-    for above, below in zip(edges, edges[1:], strict=False):
-        u = (above + below) / 2
-        values.append(made.learn(given).item())
-        total += (above - below) * values[-1]
-    made.student.guesses = lambda given, seen: PEagle(made.draft, target).guesses(  # type: ignore[method-assign]
-        {"ids": given["ids"]}, seen
-    )
-    assert made.learn(given).item() == pytest.approx(total, rel=1e-6) and values[0] != pytest.approx(total, rel=1e-3)
+    made_up_for(student(), name, 3)
 
 
 def test_masks_stand_behind_anchors_whose_next_token_is_learnt() -> None:

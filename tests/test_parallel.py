@@ -14,7 +14,7 @@ from cotrain.export.engines import launch
 from cotrain.losses.over_guesses import _completed
 from cotrain.students.base import Guess, Seen
 from cotrain.students.mask_blocks import blocks, visible
-from cotrain.students.parallel import KEEP, Parallel
+from cotrain.students.parallel import Parallel
 from inference import Engine, Sampling, load, proposers
 from inference.drafts.compatibility import hash_target
 from inference.drafts.draft_folder import Metadata, save
@@ -25,10 +25,9 @@ from inference.policy import Fixed
 from inference.proposers.base import Host
 from inference.sampling import draw
 from tests import standin
+from tests.dropped_starts import made_up_for
 from tests.kinds import masked, parallel
 from tests.test_drafting import PROMPTS, REGIMES
-from tests.test_over_guesses import CONVERSATIONS, module
-from tests.test_sequence_training import batch
 from tests.tiny import compiles, tiny
 
 
@@ -135,19 +134,8 @@ def test_packed_texts_are_guessed_as_if_alone() -> None:
 
 @pytest.mark.parametrize("name", ["kl", "0.3*kl+0.7*tv"])
 def test_dropped_starts_are_made_up_for(name: str) -> None:
-    """Over all that the uniforms may be, the loss is that of no drop; later depths are of fewer starts."""
-    target, given = tiny(), batch(CONVERSATIONS, True)
-    made = module(Parallel(masked(target, 0.3), target), target, name, decay=0.8)
-    made._uniforms = lambda keys, positions, stream=1: torch.full((len(keys), positions), u)  # type: ignore[method-assign]
-    edges, total, values = [KEEP**j for j in range(4)] + [0.0], 0.0, []
-    for above, below in zip(edges, edges[1:], strict=False):
-        u = (above + below) / 2
-        values.append(made.learn(given).item())
-        total += (above - below) * values[-1]
-    made.student.guesses = lambda given, seen: Parallel(made.draft, target).guesses(  # type: ignore[method-assign]
-        {"ids": given["ids"]}, seen
-    )
-    assert made.learn(given).item() == pytest.approx(total, rel=1e-6) and values[0] != pytest.approx(total, rel=1e-3)
+    target = tiny()
+    made_up_for(Parallel(masked(target, 0.3), target), name, 4)
 
 
 def test_tokens_of_no_guess_are_accepted_as_the_others_are() -> None:

@@ -18,6 +18,7 @@ from cotrain.training.stages import Stage
 from inference import Engine
 from inference.policy import Fixed
 from tests.student_kinds import SERVED, STUDENTS, VOCABULARY, target
+from tests.watched import Watched
 
 IDS = torch.randint(VOCABULARY, (3, 14), generator=torch.Generator().manual_seed(4))
 EVERY = pytest.mark.parametrize("kind", STUDENTS)
@@ -104,22 +105,6 @@ def test_of_other_weights_is_the_same_student(kind: str) -> None:
         assert torch.equal(laws(one), laws(wanted))
 
 
-class Watched:
-    """A proposer whose texts and proposals are kept."""
-
-    def __init__(self, proposer: Any) -> None:
-        self.proposer, self.rounds = proposer, []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.proposer, name)
-
-    def propose(self, turn: Any) -> Any:
-        texts = [list(text) for text in turn.texts]
-        found = self.proposer.propose(turn)
-        self.rounds.append((texts, found))
-        return found
-
-
 @pytest.mark.parametrize("kind", SERVED)
 def test_the_law_that_learns_is_the_law_that_is_served(kind: str) -> None:
     """At each drafted token of real rounds, the text with its drafts being read as a text to learn from."""
@@ -129,8 +114,8 @@ def test_the_law_that_learns_is_the_law_that_is_served(kind: str) -> None:
     engine = Engine(model, watched, policy=Fixed(3), rows=3)
     engine.generate(IDS[:, :4].tolist(), max_new_tokens=12)
     checked = 0
-    for texts, found in watched.rounds:
-        for b, text in enumerate(texts):
+    for found in watched.rounds:
+        for b, text in enumerate(found.texts):
             whole = torch.tensor([text + found.x[b, : found.k[b]].tolist()])
             for guess in guesses(student, whole):
                 for depth in range(found.k[b]) if guess.depth == ANY else [guess.depth] * (guess.depth < found.k[b]):
