@@ -54,9 +54,9 @@ def stored(lm: LM, texts: list[list[int]] = TEXTS) -> Any:
 
 
 def close(found: Tensor, wanted: Tensor, within: float = 1e-6) -> None:
-    torch.testing.assert_close(
-        found.to("cpu"), wanted, rtol=within, atol=within
-    )  # families compute some sums in float32
+    # families compute some sums in float32: small entries of a state have the error of its large ones
+    atol = within * max(1.0, float(wanted.abs().max()))
+    torch.testing.assert_close(found.to("cpu"), wanted, rtol=within, atol=atol)
 
 
 def check(model: PreTrainedModel, lm: LM) -> None:
