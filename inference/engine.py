@@ -14,9 +14,10 @@ commit      accepted drafts and that token join the text; what is stored of refu
             path is moved behind the anchor first (`settled.kept`)
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from os import PathLike, fspath
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -28,7 +29,7 @@ from inference.models.replays import Replays
 from inference.output import Event, Output, RequestError
 from inference.policy import Fixed, Policy
 from inference.proposers.base import Outcome, Proposal, Proposer
-from inference.request import Accepts, Prompt, ends_of, vocabulary_of
+from inference.request import Accepts, Prompt, ends_of, pads_of, single, vocabulary_of
 from inference.round import DecodingRound
 from inference.sampling import Sampling
 from inference.settled import Settled, kept
@@ -42,8 +43,10 @@ if TYPE_CHECKING:
 class Engine:
     """Speculative decoding of many rows at once; the law of the text is exactly the target's.
 
-    target: a transformers causal LM, used as it is, or a path / hub id loaded in `dtype` (None: the checkpoint's own,
-    or float32 on a CPU that would emulate it). proposer: what drafts; None is plain decoding by the same machinery.
+    target: a transformers causal LM or a PEFT model of one, used as it is, or a path / hub id loaded in `dtype` (None:
+    the checkpoint's own, or float32 on a CPU that would emulate it) on `device` (None: the CPU). The end tokens of its
+    generation_config are read and nothing else of it, see `Sampling.of`. proposer: what drafts; None is plain decoding
+    by the same machinery.
     verify: a name of `verify.rules.RULES`, or a rule of one's own. rows: how many prompts are decoded together;
     more wait (see `slots`). context: most tokens a row may hold. compile: the target's short passes are compiled (see
     `compiled`), which costs seconds at the first ones, on a GPU replayed (see `cuda_graphs`); None: on a GPU alone.
@@ -56,7 +59,7 @@ class Engine:
 
     def __init__(
         self,
-        target: PreTrainedModel | str,
+        target: PreTrainedModel | str | PathLike[str],
         proposer: Proposer | None = None,
         *,
         verify: str | Rule = "token",
@@ -65,24 +68,33 @@ class Engine:
         rows: int = 8,
         context: int | None = None,
         dtype: torch.dtype | str | None = None,
+        device: torch.device | str | None = None,
         compile: bool | None = None,
         record: "Recorder | None" = None,
     ) -> None:
         rule = rule_of(verify)
         if rows < 1:
             raise ValueError(f"rows: at least one row, not {rows}")
-        if isinstance(target, str):
+        if isinstance(target, str | PathLike):
             tokenizer = tokenizer or AutoTokenizer.from_pretrained(target)
-            target = load_model(target, dtype)
+            target = load_model(fspath(target), dtype)
+            if device is not None:
+                target.to(torch.device(device))  # type: ignore[arg-type]
+        elif dtype is not None or device is not None and torch.device(device).type != target.device.type:
+            raise ValueError(
+                f"{'dtype' if dtype is not None else 'device'}: a model is used as it is ({target.dtype} on "
+                f"{target.device}); cast or move it first, or give its path"
+            )
         self.proposer, self.rule, self.policy, self.tokenizer, self.rows = proposer, rule, policy, tokenizer, rows
         vocabulary = vocabulary_of(target, tokenizer)
         self.target = LM(target, rows, vocabulary, context, compile=compile, spare=spare_slots(rows))
         self.replays = Replays(self.target.device) if self.target.replayed else None
-        self.ends, self.slots, self.record = ends_of(target), Slots(self.target), record
+        self.ends, self.pads = ends_of(target), pads_of(target, tokenizer)
+        self.slots, self.record = Slots(self.target), record
 
     def generate(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[Prompt] | Mapping[str, Any],
         *,
         max_new_tokens: int | Sequence[int] = 128,
         sampling: Sampling | Sequence[Sampling] = Sampling(),  # noqa: B008 - frozen
@@ -90,17 +102,22 @@ class Engine:
         ids: Sequence[int] | None = None,
         ignore_eos: bool = False,
     ) -> Output:
-        """Continue every prompt (strings, or lists of token ids).
+        """Continue every prompt.
 
+        prompts: a list, of text, token ids (a list, tensor or array) or chat messages (dicts of role and content, which
+        the tokenizer's template renders), or what a tokenizer returns for several texts, without what its mask leaves
+        out. Text is encoded as the tokenizer does, with one start token at most. `Output.text` leaves out the end token
+        that ended a row, `Output.tokens` has it.
         max_new_tokens and sampling: one, or one a prompt. seed, ids: the key of the random numbers; ids default to a
-        hash of each prompt, so a prompt gives the same tokens alone or in a batch. ignore_eos: only lengths end rows.
-        Raises ValueError for a prompt that is empty, leaves no room in the context or holds ids outside the
-        vocabulary, for settings with such ids, and for lists of other lengths, before anything is run.
+        hash of each prompt, so a prompt gives the same tokens alone or in a batch. ignore_eos: the target's end tokens
+        end no row; stop strings, stop_ids and lengths do.
+        Raises ValueError for anything else as a prompt, for one that is empty, leaves no room in the context or holds
+        ids outside the vocabulary, for settings with such ids, and for lists of other lengths, before anything is run.
         """
         run = self.begin(prompts, max_new_tokens, sampling, seed, ids, ignore_eos)
         for _ in self.rounds(run):
             pass
-        texts = [str(self.tokenizer.decode(row.new)) for row in run.rows] if self.tokenizer else None
+        texts = [str(self.tokenizer.decode(row.shown)) for row in run.rows] if self.tokenizer else None
         finish = [row.finish or "length" for row in run.rows]
         return Output([row.new for row in run.rows], texts, finish, run.stats, [row.error for row in run.rows])
 
@@ -116,18 +133,19 @@ class Engine:
     ) -> Iterator[Event]:
         """Events of one prompt as its rounds end; settings as in generate. RuntimeError once a later call began, and
         with its message, behind the events before, where the row ends in an error."""
-        run = self.begin([prompt], max_new_tokens, sampling, seed, ids, ignore_eos)
+        run = self.begin(single(prompt), max_new_tokens, sampling, seed, ids, ignore_eos)
         for events in self.rounds(run):
             yield from events
         if run.rows[0].error:
             raise RequestError(f"Engine.stream: {run.rows[0].error}")
 
     def begin(
-        self, prompts: Sequence[Prompt], max_new_tokens: int | Sequence[int], sampling: Sampling | Sequence[Sampling],
+        self, prompts: Sequence[Prompt] | Mapping[str, Any], max_new_tokens: int | Sequence[int],
+        sampling: Sampling | Sequence[Sampling],
         seed: int = 0, ids: Sequence[int] | None = None, ignore_eos: bool = False,
     ) -> Run:  # fmt: skip
         """A call that is to decode these prompts, see `generate`; it takes the slots of the call before it."""
-        rows = Accepts(self.target, self.ends, self.tokenizer).requests(
+        rows = Accepts(self.target, self.ends, self.tokenizer, self.pads).requests(
             prompts, max_new_tokens, sampling, ids, ignore_eos
         )
         if self.record:

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from inference.verify.rules import rule_of
 
 
 def load(
-    folder: str | Path, target: PreTrainedModel | str | None = None, *, kind: str | None = None, **settings: Any
+    folder: str | Path, target: PreTrainedModel | str | Path | None = None, *, kind: str | None = None, **settings: Any
 ) -> Engine:
     """An engine from a draft folder, which knows its target and what to draft; `settings` as for Engine.
 
@@ -35,7 +36,7 @@ def load(
     found = read(folder)
     made = found.metadata
     tokenizer = settings.pop("tokenizer", None)
-    if not isinstance(target, PreTrainedModel):
+    if target is None or isinstance(target, str | PathLike):
         if target is None and made is None:
             raise ValueError(f"{folder}: no cotrain.json names its target; give target=")
         if target is None and made and made.made.get("adapter"):
@@ -44,6 +45,8 @@ def load(
         place = resolve(str(target or (made.target["name"] if made else "")))
         tokenizer = tokenizer or load_tokenizer(Path(place))
         target = load_model(place, settings.pop("dtype", None))
+        if "device" in settings:
+            target.to(settings.pop("device"))
     made = _drafting(made, settings)
     beside = Beside(target, hash_target(target.config, tokenizer), made, settings.get("compile"), tokenizer)
     try:

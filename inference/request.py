@@ -1,16 +1,21 @@
 """One request as it is decoded: its text, its limits and when it ends; and requests made of what a call gives."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from numbers import Integral
 from typing import Any, Protocol
 
+import numpy as np
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from inference.noise import row_ids
 from inference.sampling import Sampling
 
-Prompt = str | Sequence[int]
+Message = Mapping[str, Any]  # {"role": ..., "content": ...}
+Prompt = str | Sequence[int] | Sequence[Message] | Mapping[str, Any] | Tensor | np.ndarray
+ACCEPTED = "text, token ids, messages, or what a tokenizer returns"
 
 
 @dataclass
@@ -43,6 +48,11 @@ class Request:
         return self.text[self.prompt :]
 
     @property
+    def shown(self) -> list[int]:
+        """New tokens without the end token, as text shows them."""
+        return self.new[:-1] if self.finish == "stop" and self.text[-1] in self.ends else self.new
+
+    @property
     def emitted(self) -> int:
         return len(self.text) - self.prompt
 
@@ -63,11 +73,24 @@ class Request:
         self.finish, self.error = "error", message
 
     def _stopped(self) -> bool:
-        """A stop string stands in the new text, at its end or across its last tokens."""
+        """A stop string stands in the new text. Only the newest tokens can complete one, so only they are decoded: 4
+        tokens for each of its characters, as many as the bytes of one, and 32 before it, since the first characters of
+        a decoded tail may differ from those of the whole. What a tail shows, the whole must show too."""
         if not self.sampling.stop or self.tokenizer is None:
             return False
-        text = self.tokenizer.decode(self.new)
+        longest = max(map(len, self.sampling.stop))
+        first = max(self.prompt, len(self.text) - 4 * longest - 32)
+        tail = self._decoded(first)
+        if first > self.prompt and len(tail) < longest + 8:  # tokens without characters
+            first, tail = self.prompt, self._decoded(self.prompt)
+        return self._has_stop(tail) and (first == self.prompt or self._has_stop(self._decoded(self.prompt)))
+
+    def _has_stop(self, text: str) -> bool:
         return any(stop in text for stop in self.sampling.stop)
+
+    def _decoded(self, first: int) -> str:
+        assert self.tokenizer is not None
+        return str(self.tokenizer.decode(self.text[first:]))
 
 
 class Holds(Protocol):
@@ -79,41 +102,49 @@ class Holds(Protocol):
 
 @dataclass(frozen=True)
 class Accepts:
-    """What an engine takes: texts that its target holds, strings where there is a tokenizer; ends: ids that end one."""
+    """What an engine takes: texts that its target holds, strings where there is a tokenizer; ends: ids that end one;
+    pads: ids that pad rows of a tensor."""
 
     target: Holds
     ends: frozenset[int]
     tokenizer: PreTrainedTokenizerBase | None
+    pads: frozenset[int] = frozenset()
 
     def requests(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[Prompt] | Mapping[str, Any],
         limits: int | Sequence[int],
         sampling: Sampling | Sequence[Sampling],
         ids: Sequence[int] | None,
         ignore_eos: bool,
     ) -> list[Request]:
         """One request a prompt; arguments and errors as of `Engine.generate`."""
-        if isinstance(prompts, str):
-            raise ValueError("prompts: a list is wanted, not one string")
-        texts = [self._encode(prompt) for prompt in prompts]
+        texts = [self._encode(f"prompt {index}", prompt) for index, prompt in enumerate(listed(prompts, self.pads))]
         limits = _each("max_new_tokens", limits, len(texts))
         regimes = _each("sampling", sampling, len(texts))
         keys = _each("ids", row_ids(texts) if ids is None else ids, len(texts))
         ends = frozenset() if ignore_eos else self.ends
         rows = []
         for index, (text, limit, regime, key) in enumerate(zip(texts, limits, regimes, keys, strict=True)):
-            self._refuse(f"prompt {index}", text, limit, regime)
+            self._refuse(f"prompt {index}", text, limit, regime, key)
             limit = min(limit, self.target.context - len(text))
             stops = ends | frozenset(regime.stop_ids)
             rows.append(Request(index, key, text, limit, regime, stops, self.tokenizer))
         return rows
 
-    def _refuse(self, who: str, text: list[int], limit: int, sampling: Sampling) -> None:
+    def _refuse(self, who: str, text: list[int], limit: Any, sampling: Any, key: Any) -> None:
         """Raise ValueError for a prompt that cannot be continued."""
-        if not text or len(text) >= self.target.context or limit < 1:
-            raise ValueError(f"{who}: {len(text)} tokens and max_new_tokens={limit} do not fit a context of "
-                             f"{self.target.context}")  # fmt: skip
+        if not text:
+            raise ValueError(f"{who}: empty; a prompt has one token at least, such as the start token")
+        if isinstance(limit, bool) or not isinstance(limit, Integral) or limit < 1:
+            raise ValueError(f"{who}: max_new_tokens is a whole number of at least 1, not {limit!r}")
+        if isinstance(key, bool) or not isinstance(key, Integral) or not -(2**63) <= int(key) < 2**63:
+            raise ValueError(f"{who}: ids has {key!r}, which is no whole number of 64 bits")
+        if len(text) >= self.target.context:
+            raise ValueError(f"{who}: {len(text)} tokens leave no room in a context of {self.target.context}")
+        if not isinstance(sampling, Sampling):
+            raise ValueError(f"{who}: sampling is a Sampling, such as Sampling(temperature=0.7), not a "
+                             f"{type(sampling).__name__}")  # fmt: skip
         if min(text) < 0 or max(text) >= self.target.vocabulary:
             raise ValueError(f"{who}: ids from {min(text)} to {max(text)} are not all in [0, {self.target.vocabulary})")
         named = {*(sampling.logit_bias or ()), *chain(*sampling.banned)}
@@ -124,17 +155,129 @@ class Accepts:
         if sampling.stop and self.tokenizer is None:
             raise ValueError("Sampling.stop: stop strings need a tokenizer")
 
-    def _encode(self, prompt: Prompt) -> list[int]:
-        if not isinstance(prompt, str):
-            return [int(token) for token in prompt]
+    def _encode(self, who: str, prompt: Any) -> list[int]:
+        """Token ids of one prompt. Text is encoded as the tokenizer does; text that begins with the start token, as a
+        rendered chat template does, gets no second one. Messages are rendered by the tokenizer's chat template."""
+        if isinstance(prompt, Mapping):
+            rows = _batch(who, prompt)
+            if len(rows) != 1:
+                raise ValueError(
+                    f"{who}: {len(rows)} rows in one prompt; hand the tokenizer's output in as the prompts"
+                )
+            return rows[0]
+        if isinstance(prompt, str):
+            tokenizer = self._tokenizer(who, "text")
+            ids = list(tokenizer(prompt)["input_ids"])
+            start = tokenizer.bos_token
+            doubled = bool(start) and prompt.startswith(str(start)) and ids[:2] == [tokenizer.bos_token_id] * 2
+            return ids[1:] if doubled else ids
+        if isinstance(prompt, list | tuple) and prompt and all(isinstance(one, Mapping) for one in prompt):
+            return self._rendered(who, prompt)
+        return _ids(who, prompt)
+
+    def _rendered(self, who: str, messages: Sequence[Message]) -> list[int]:
+        """Messages by the chat template; where the last one is the assistant's, its text is continued."""
+        lacking = [one for one in messages if "role" not in one or "content" not in one]
+        if lacking:
+            raise ValueError(f"{who}: a message needs role and content, not {sorted(lacking[0])}")
+        tokenizer = self._tokenizer(who, "messages")
+        if tokenizer.chat_template is None:
+            raise ValueError(f"{who}: messages need a tokenizer with a chat template; give text or token ids")
+        begun = messages[-1]["role"] == "assistant"
+        text = tokenizer.apply_chat_template(
+            [dict(one) for one in messages],
+            tokenize=False,
+            add_generation_prompt=not begun,
+            continue_final_message=begun,
+        )
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _tokenizer(self, who: str, what: str) -> PreTrainedTokenizerBase:
         if self.tokenizer is None:
-            raise ValueError("prompts: strings need a tokenizer; give Engine(tokenizer=...) or lists of ids")
-        return list(self.tokenizer(prompt)["input_ids"])
+            raise ValueError(f"{who}: {what} needs a tokenizer; give Engine(tokenizer=...) or lists of token ids")
+        return self.tokenizer
+
+
+def listed(prompts: Any, pads: frozenset[int]) -> list[Any]:
+    """The prompts of a call, one by one: of a list, or of a tokenizer's output for several texts, without its padding.
+
+    pads: ids that pad; rows of a tensor that begin or end with one are refused.
+    Raises ValueError, naming what to type instead, for one prompt where a list is wanted, and for anything else.
+    """
+    if isinstance(prompts, Mapping):
+        return _batch("prompts", prompts)
+    if isinstance(prompts, Tensor | np.ndarray) and prompts.ndim == 2:
+        rows = prompts.tolist()
+        if any(row and (row[0] in pads or row[-1] in pads) for row in rows):
+            raise ValueError(
+                "prompts: rows of this tensor begin or end with the pad id, which may be padding or text; hand in the "
+                "tokenizer's whole output, with its attention_mask, or lists of token ids"
+            )
+        return list(rows)
+    one = isinstance(prompts, str) or isinstance(prompts, Tensor | np.ndarray) and prompts.ndim < 2
+    one |= isinstance(prompts, list | tuple) and bool(prompts) and all(
+        isinstance(item, Integral) or isinstance(item, Mapping) and "role" in item for item in prompts
+    )  # fmt: skip
+    if one:
+        raise ValueError("prompts: a list of prompts is wanted, not one: put [ ] around it")
+    if not isinstance(prompts, Sequence):
+        raise ValueError(f"prompts: a list of {ACCEPTED} is wanted, not {type(prompts).__name__}")
+    return list(prompts)
+
+
+def single(prompt: Any) -> list[Any]:
+    """A list of the one prompt of `Engine.stream`. Raises ValueError for a list of prompts."""
+    many = isinstance(prompt, list | tuple) and bool(prompt) and not isinstance(prompt[0], Integral | Mapping)
+    if many:
+        raise ValueError(f"prompt: one prompt is wanted, not a list of {len(prompt)}: take it out of its [ ]")
+    return [prompt]
+
+
+def _batch(who: str, encoding: Mapping[str, Any]) -> list[list[int]]:
+    """Rows of ids of a tokenizer's output, without what its attention_mask leaves out."""
+    if "input_ids" not in encoding:
+        raise ValueError(f"{who}: a dict needs input_ids, as a tokenizer returns; this one has {sorted(encoding)}")
+    rows = _rows(encoding["input_ids"])
+    mask = encoding.get("attention_mask")
+    if mask is None:
+        if isinstance(encoding["input_ids"], Tensor | np.ndarray) and len(rows) > 1:
+            raise ValueError(f"{who}: input_ids of several rows need their attention_mask")
+        return [_ids(who, row) for row in rows]
+    masks = _rows(mask)
+    if [len(row) for row in masks] != [len(row) for row in rows]:
+        raise ValueError(f"{who}: attention_mask and input_ids differ in shape")
+    return [_ids(who, [token for token, on in zip(row, keep, strict=True) if on])
+            for row, keep in zip(rows, masks, strict=True)]  # fmt: skip
+
+
+def _rows(values: Any) -> list[list[Any]]:
+    """Rows of a tensor, an array or lists; one flat row is one."""
+    values = values.tolist() if isinstance(values, Tensor | np.ndarray) else list(values)
+    return [list(row) for row in values] if values and isinstance(values[0], Sequence) else [values]
+
+
+def _ids(who: str, prompt: Any) -> list[int]:
+    """Token ids of a list, a tensor or an array of one dimension. Raises ValueError for anything else."""
+    if isinstance(prompt, Tensor | np.ndarray) and prompt.ndim == 1:
+        prompt = prompt.tolist()
+    whole = isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes) and all(
+        isinstance(token, Integral) and not isinstance(token, bool) for token in prompt
+    )  # fmt: skip
+    if not whole:
+        inside = (
+            next((type(token).__name__ for token in prompt if not isinstance(token, Integral)), "")
+            if isinstance(prompt, list | tuple)
+            else ""
+        )
+        what = f"{type(prompt).__name__}{f' of {inside}' if inside else ''}"
+        raise ValueError(f"{who}: a prompt is {ACCEPTED}, not a {what}")
+    return [int(token) for token in prompt]
 
 
 def _each(name: str, value: Any, count: int) -> list[Any]:
     """One value a prompt; raises ValueError naming the argument when a list has another length."""
-    values = list(value) if isinstance(value, Sequence) else [value] * count
+    value = value.tolist() if isinstance(value, Tensor | np.ndarray) else value
+    values = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value] * count
     if len(values) != count:
         raise ValueError(f"{name}: {len(values)} values for {count} prompts")
     return values
@@ -151,3 +294,9 @@ def ends_of(model: PreTrainedModel) -> frozenset[int]:
     ends = model.generation_config.eos_token_id if model.generation_config else None
     ends = model.config.eos_token_id if ends is None else ends
     return frozenset() if ends is None else frozenset([ends] if isinstance(ends, int) else ends)
+
+
+def pads_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
+    """Ids that pad rows of a tensor, by the tokenizer and by the model's config."""
+    ids = (model.config.get_text_config().pad_token_id, tokenizer.pad_token_id if tokenizer else None)
+    return frozenset(id for id in ids if id is not None)

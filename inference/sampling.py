@@ -13,8 +13,33 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
 
 Processor = Callable[[Tensor, Tensor], Tensor]
+
+# settings of a generation config that change the distribution and cannot be asked for here, with what leaves it alone
+_NO_COUNTERPART: dict[str, tuple[Any, ...]] = {
+    "num_beams": (1,),
+    "typical_p": (1.0,),
+    "epsilon_cutoff": (0.0,),
+    "eta_cutoff": (0.0,),
+    "top_h": (),
+    "encoder_repetition_penalty": (1.0,),
+    "no_repeat_ngram_size": (0,),
+    "encoder_no_repeat_ngram_size": (0,),
+    "penalty_alpha": (0.0,),
+    "dola_layers": (),
+    "guidance_scale": (1.0,),
+    "sequence_bias": (),
+    "suppress_tokens": ([],),
+    "begin_suppress_tokens": ([],),
+    "forced_bos_token_id": (),
+    "forced_eos_token_id": (),
+    "exponential_decay_length_penalty": (),
+    "watermarking_config": (),
+    "constraints": (),
+    "force_words_ids": (),
+}
 
 COLDEST = 1e-5  # logits divided by less overflow float32
 
@@ -66,6 +91,27 @@ class Sampling:
         self._set("stop_ids", _ids("stop_ids", self.stop_ids))
         self._set("processors", _items("processors", self.processors))
         _refuse("processors", self.processors, not all(map(callable, self.processors)), "callables")
+
+    @classmethod
+    def of(cls, config: GenerationConfig) -> "Sampling":
+        """The settings of a transformers generation config, of which engines read the end tokens alone by themselves.
+
+        Without do_sample it is temperature 0; top_k that is not set is 50, as in transformers. Raises ValueError naming
+        a setting that has no counterpart here.
+        """
+        foreign = [name for name, plain in _NO_COUNTERPART.items() if getattr(config, name, None) not in (None, *plain)]
+        if foreign:
+            raise ValueError(f"Sampling.of: {foreign[0]}={getattr(config, foreign[0])} has no counterpart; unset it")
+        shared = {
+            "repetition_penalty": config.repetition_penalty,
+            "banned": tuple(tuple(word) for word in config.bad_words_ids or ()) or None,
+            "min_new_tokens": config.min_new_tokens,
+            "stop": config.stop_strings,
+        }
+        top_k = 50 if config.top_k is None else config.top_k
+        sampled = {"temperature": config.temperature, "top_k": top_k, "top_p": config.top_p, "min_p": config.min_p}
+        drawn = sampled if config.do_sample else {"temperature": 0.0}
+        return cls(**{name: value for name, value in {**shared, **drawn}.items() if value is not None})
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)  # the one way to normalise a field of a frozen dataclass

@@ -88,7 +88,7 @@ class History:
     def _drafted(self, x: Tensor, first: int, n: int) -> Tensor:
         """How often each id stands among the drafts before each place: (A, n, V), or 0 where none is drafted."""
         A, K = x.shape
-        found = torch.zeros(A, n, self.vocabulary, device=x.device)
+        found = torch.zeros(A, n, self.vocabulary, dtype=torch.float32, device=x.device)
         place = torch.arange(first, first + n, device=x.device).unsqueeze(1)
         before = (torch.arange(K, device=x.device) < place).to(found.dtype)  # (n, K)
         return found.scatter_add_(2, x.unsqueeze(1).expand(A, n, K), before.expand(A, n, K))
@@ -128,13 +128,14 @@ class History:
         found = [(a, id, value) for a, row in enumerate(entries) for id, value in row.items()]
         if not found:
             return None
-        a, ids, values = (torch.tensor(part, device=self.device) for part in zip(*found, strict=True))
-        table = torch.zeros(len(entries), self.vocabulary, device=self.device)
-        return table.index_put_((a, ids), values.to(table.dtype))
+        a, ids = (torch.tensor([entry[i] for entry in found], device=self.device) for i in (0, 1))
+        values = torch.tensor([entry[2] for entry in found], dtype=torch.float32, device=self.device)
+        table = torch.zeros(len(entries), self.vocabulary, dtype=torch.float32, device=self.device)
+        return table.index_put_((a, ids), values)
 
     def _counts(self, texts: list[list[int]]) -> Tensor:
         ids = torch.tensor(_padded(texts, -1), dtype=torch.int64, device=self.device).view(len(texts), -1)
-        counts = torch.zeros(len(texts), self.vocabulary, device=self.device)
+        counts = torch.zeros(len(texts), self.vocabulary, dtype=torch.float32, device=self.device)
         return counts.scatter_add_(1, ids.clamp(min=0), (ids >= 0).to(counts.dtype))
 
 

@@ -1,6 +1,7 @@
 """An independent draft: a small causal LM of its own, run one token at a time."""
 
 from collections.abc import Sequence
+from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,10 @@ class Independent(Proposer):
     tail = 2  # ids of a text that a round feeds when all drafts are made at once: rounds that accept all lack so many
 
     def __init__(
-        self, model: PreTrainedModel | str, greedy: bool = False, *, compile: bool | None = None, int8: bool = False,
-        shape: Shape = None,
+        self, model: PreTrainedModel | str | PathLike[str], greedy: bool = False, *, compile: bool | None = None,
+        int8: bool = False, shape: Shape = None,
     ) -> None:  # fmt: skip
-        self.model = _load(model) if isinstance(model, str) else model
+        self.model = _load(fspath(model)) if isinstance(model, str | PathLike) else model
         self.greedy, self.compile, self.int8 = greedy, compile, int8
         self.branching = trees_of(shape)
         # of a round that drafts trees: the anchors' slots, here and on the device, and its levels

@@ -1,6 +1,7 @@
 """A parallel draft: a small causal LM that guesses all tokens of a round in one pass, at masks behind the text."""
 
 from collections.abc import Sequence
+from os import PathLike
 from typing import Any
 
 import torch
@@ -28,8 +29,8 @@ class Parallel(Independent):
     """
 
     def __init__(
-        self, model: PreTrainedModel | str, greedy: bool = False, *, compile: bool | None = None, int8: bool = False,
-        shape: Shape = None,
+        self, model: PreTrainedModel | str | PathLike[str], greedy: bool = False, *, compile: bool | None = None,
+        int8: bool = False, shape: Shape = None,
     ) -> None:  # fmt: skip
         super().__init__(model, greedy, compile=compile, int8=int8, shape=shape)
         self.mask, self.most = mask_of(self.model.config)
