@@ -18,6 +18,7 @@ from cotrain.board import tags
 from cotrain.board.loggers import log
 from cotrain.students.rounding import projections, quantised
 from cotrain.training.stand_ins import Shown
+from inference.drafts.atomic import new_folder
 
 Measure = Callable[[PreTrainedModel], dict[str, float]]
 Show = Callable[[PreTrainedModel], str]
@@ -55,7 +56,8 @@ class MeasureSpeed(Callback):
                 with torch.inference_mode(False), torch.no_grad():  # a copy made in it could not be read by two engines
                     figures = self.measure(draft)
                     self._show(trainer, draft)
-                draft.save_pretrained(path)
+                with new_folder(path, replace=True) as new:
+                    draft.save_pretrained(new)
         trainer.strategy.barrier()  # timings are disturbed by whoever goes on
         log(trainer, tags.speed(figures), trainer.global_step)
         self.kept.append(Kept(trainer.global_step, path, figures["speedup"], self.tau()))

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from lightning.pytorch.loggers import Logger
 from omegaconf import OmegaConf
+from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase
 
 from cotrain.bench import measurement
@@ -21,6 +22,7 @@ from cotrain.board.loggers import others, tensorboard
 from cotrain.board.marked_text import marked
 from cotrain.config.regimes import learnt, sampling
 from cotrain.config.settings import TrainConfig
+from cotrain.errors import UserError
 from cotrain.evaluation import comparison, profile
 from cotrain.evaluation.held_out import DEPTHS, HeldOut
 from cotrain.evaluation.provenance import Provenance
@@ -117,7 +119,12 @@ def choose_best(job: Job, module: Distillation, speed: MeasureSpeed) -> None:
     chosen = speed.best()
     print(f"measuring the checkpoint of the highest tau, step {chosen.step}, on other prompts")
     if chosen.step < job.cfg.trainer.steps or job.cfg.draft.quantisation != "none":
-        best = type(module.student).load(chosen.path, job.target, job.vocabulary)
+        try:
+            best = type(module.student).load(chosen.path, job.target, job.vocabulary)
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+            reason = str(error).splitlines()[0]
+            raise UserError(f"{chosen.path} cannot be read ({reason}): delete {chosen.path.parent}, and the same "
+                            "command trains anew from the beginning") from error  # fmt: skip
         module.draft.load_state_dict(best.network.state_dict())
         module.judge()
 

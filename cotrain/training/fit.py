@@ -28,7 +28,7 @@ from cotrain.training.callbacks import Averaged, MeasureSpeed, QuantisationAware
 from cotrain.training.clock import NEVER, Clock
 from cotrain.training.counts import Grouped
 from cotrain.training.held_out_points import HeldOutPoints, part_of
-from cotrain.training.interrupts import Keeper
+from cotrain.training.interrupts import Checkpoints, Keeper, read_saved
 from cotrain.training.job import Job, objective
 from cotrain.training.learning_curves import Learning
 from cotrain.training.module import WATCHED, Distillation
@@ -96,7 +96,7 @@ def _trained(job: Job, module: Distillation, extra: list[Callback], phase: Phase
     cfg, last = job.cfg.trainer, job.folder / CHECKPOINT
     kept: dict[str, Any] = {"global_step": 0}
     if last.exists():
-        kept = torch.load(last, weights_only=True, map_location="cpu")
+        kept = read_saved(last)
     done = kept["global_step"]
     if _ended(kept, extra, module, job.cfg):
         _take(kept, job, module)
@@ -242,7 +242,7 @@ def _trainer(
         gradient_clip_val=cfg.clip, check_val_every_n_epoch=None,
         val_check_interval=NEVER if run_budget.timed(job.cfg) else every * cfg.accumulate,
         num_sanity_val_steps=0, log_every_n_steps=WATCHED, enable_model_summary=False,
-        logger=[tensorboard(job.folder, again), *job.loggers],
+        logger=[tensorboard(job.folder, again), *job.loggers], plugins=[Checkpoints()],
         callbacks=[*extra, Bar(progress), Keeper(last, cfg.checkpoint_minutes, job.signals),
                    ModelCheckpoint(last.parent, "last", every_n_epochs=1, save_on_train_epoch_end=False,
                                    enable_version_counter=False)],
