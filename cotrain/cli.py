@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from cotrain import __version__
-from cotrain.config.overrides import explain, is_setting, literal, quote
+from cotrain.config.overrides import explain, flat, is_setting, literal, quote
 from cotrain.errors import Interrupted, UserError
 from cotrain.paths import folder
 from inference.measure.contention import set_waiting
@@ -174,8 +174,18 @@ def _refuse_paths(name: str, cfg: "DictConfig") -> None:
     from omegaconf import OmegaConf
 
     from cotrain.run_folder import refuse_overlap
+    from inference.drafts.bundled_target import refuse_missing
 
-    refuse_overlap(name, cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True)))
+    values = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True))
+    refuse_overlap(name, values)
+    for key, value in flat(values):
+        if key.rpartition(".")[2] not in ("path", "adapter") or not isinstance(value, str):
+            continue
+        if not os.path.isabs(value) and not set(value) & set("*?["):  # others are never asked of the hub
+            try:
+                refuse_missing(key, value, "file or folder" if key == "data.path" else "folder")
+            except ValueError as error:
+                raise UserError(str(error)) from error
 
 
 def _own_folder(name: str, cfg: "DictConfig", arguments: Sequence[str]) -> None:

@@ -114,9 +114,9 @@ def test_a_run_gets_the_typed_values_and_leaves_nothing(ran: list[DictConfig], t
 
 
 def test_a_sweep_runs_each_value_in_its_own_folder(ran: list[DictConfig], tmp_path: Path) -> None:
-    assert main(["bench", "bench.rows=2,3", "output=o, 1", "-m", "draft.path=a,${b}"]) == 0
+    assert main(["bench", "bench.rows=2,3", "output=o, 1", "-m", "draft.path=/a,${b}"]) == 0
     assert [(cfg.bench.rows, cfg.output) for cfg in ran] == [(2, "o, 1/bench.rows=2"), (3, "o, 1/bench.rows=3")]
-    assert {cfg.draft.path for cfg in ran} == {"a,${b}"}
+    assert {cfg.draft.path for cfg in ran} == {"/a,${b}"}
     assert list(tmp_path.iterdir()) == []
 
 

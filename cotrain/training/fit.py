@@ -1,6 +1,7 @@
 """Training in phases, each with the texts of a round more, and checkpoints that the next call goes on from."""
 
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -65,14 +66,24 @@ def fit(job: Job, module: Distillation, extra: list[Callback]) -> int:
         if reached.ended:
             break
     if not module.judged:  # the run had stopped between its last step and its report
-        _judge(job, module)
+        _judge(job, module, extra, reached.step)
     return reached.step
 
 
-def _judge(job: Job, module: Distillation) -> None:
-    """As at a validation: with rounded weights where the draft is served with such."""
-    with showing(_rounded(job), module):
+def _judge(job: Job, module: Distillation, extra: list[Callback], step: int) -> None:
+    """As at a validation. Of a training that nothing measured (measure=false) the weights of its last step are kept to
+    be measured now."""
+    with as_served(job, module):
         module.judge()
+        for speed in extra:
+            if isinstance(speed, MeasureSpeed) and not speed.kept and not rank():
+                speed.save(module.draft, step)
+                speed.keep(step, speed.measure(module.draft)["speedup"])
+
+
+def as_served(job: Job, module: Distillation) -> AbstractContextManager[None]:
+    """With rounded weights in the module where the draft is served with such."""
+    return showing(_rounded(job), module)
 
 
 def _rounded(job: Job) -> list[QuantisationAware]:
