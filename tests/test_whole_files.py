@@ -16,6 +16,7 @@ import lightning
 import pytest
 import torch
 
+from cotrain.errors import UserError
 from cotrain.training.callbacks import MeasureSpeed
 from cotrain.training.interrupts import Checkpoints, read_saved
 from tests.folders import network
@@ -171,15 +172,19 @@ def damage(file: Path, keep: float) -> None:
     file.write_bytes(held[: int(len(held) * keep)])
 
 
-@pytest.mark.parametrize("keep", [0, 0.01, 0.9])
-def test_a_damaged_checkpoint_is_named_with_what_to_do(tmp_path: Path, keep: float) -> None:
+@pytest.mark.parametrize("keep", [0, 0.01, 0.9, "words", "a list"])
+def test_a_damaged_checkpoint_is_named_with_what_to_do(tmp_path: Path, keep: float | str) -> None:
+    last = tmp_path / "last.ckpt"
     checkpoint(tmp_path, 1)
-    assert read_saved(tmp_path / "last.ckpt")["state_dict"]["weight"][0] == 1
-    damage(tmp_path / "last.ckpt", keep)
-    with pytest.raises(
-        Exception, match=f"^{tmp_path}/last.ckpt cannot be read .*: delete it, and the same command"
-    ) as said:
-        read_saved(tmp_path / "last.ckpt")
+    assert read_saved(last)["state_dict"]["weight"][0] == 1
+    if keep == "words":
+        last.write_text("words")
+    elif keep == "a list":
+        torch.save([1], last)
+    else:
+        damage(last, float(keep))
+    with pytest.raises(UserError, match=f"^{last} cannot be read .*: delete it, and the same command makes it") as said:
+        read_saved(last)
     assert "\n" not in str(said.value)
 
 
