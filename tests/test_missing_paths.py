@@ -37,7 +37,7 @@ def test_every_setting_of_a_model_or_data_names_what_is_not_there(
 
 
 @pytest.mark.parametrize(("path", "said"), [
-    ("models/other", "in the working directory HERE; it is asked of the hub where no folder is called so"),
+    ("models/other", "in the working directory HERE; to load a repository of the hub by this name, work in another"),
     ("modles/mine", "the nearest is models/mine"),
     ("model", "the nearest is models"),
     ("./mine", "is no folder in the working directory HERE: give target.path a path that is there"),

@@ -38,7 +38,7 @@ def refuse_missing(key: str, path: str, what: str = "folder") -> None:
     said += "" if os.path.isabs(path) else f" in the working directory {os.getcwd()}"
     said += f"; the nearest is {near}" if near else ""
     said += "; the shell has left ~ as it is, write the path in full" if path.startswith("~") else ""
-    said += "; it is asked of the hub where no folder is called so" if hub else ""
+    said += "; to load a repository of the hub by this name, work in another folder" if hub else ""
     raise ValueError(f"{said}: give {key} a path that is there")
 
 
