@@ -7,14 +7,15 @@ import difflib
 import importlib
 import os
 import re
+import shutil
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from cotrain import __version__
-from cotrain.config.overrides import explain, is_setting, literal, quote
+from cotrain.config.overrides import explain, flat, is_setting, literal, quote
 from cotrain.errors import Interrupted, UserError
 from cotrain.paths import folder
 from inference.measure.contention import set_waiting
@@ -160,11 +161,31 @@ def _job(name: str, cfg: "DictConfig", arguments: Sequence[str], outputs: list[s
     try:
         cfg = checked(name, cfg)
         _own_folder(name, cfg, arguments)
+        _refuse_paths(name, cfg)
         outputs.append(str(OmegaConf.select(cfg, "output")))
         run: Callable[[DictConfig], float | None] = importlib.import_module(f"cotrain.commands.{name}").run
         return 0, run(cfg)
     except Exception as error:
         return _failed(name, error, OmegaConf.select(cfg, "output")), None
+
+
+def _refuse_paths(name: str, cfg: "DictConfig") -> None:
+    """Raise UserError for paths that would be written over, and for folders that are not there."""
+    from omegaconf import OmegaConf
+
+    from cotrain.run_folder import refuse_overlap
+    from inference.drafts.bundled_target import refuse_missing
+
+    values = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True))
+    refuse_overlap(name, values)
+    for key, value in flat(values):
+        if key.rpartition(".")[2] not in ("path", "adapter") or not isinstance(value, str):
+            continue
+        if not os.path.isabs(value) and not set(value) & set("*?["):  # others are never asked of the hub
+            try:
+                refuse_missing(key, value, "file or folder" if key == "data.path" else "folder")
+            except ValueError as error:
+                raise UserError(str(error)) from error
 
 
 def _own_folder(name: str, cfg: "DictConfig", arguments: Sequence[str]) -> None:
@@ -220,8 +241,17 @@ def _failed(name: str, error: BaseException, output: str | None = None) -> int:
 
 
 def _full(error: BaseException, output: str | None) -> str:
-    place = (isinstance(error, OSError) and error.filename) or output or tempfile.gettempdir()
-    return f"no space left for {place}: it was not written, and nothing is left half-written"
+    """Our own writers name their file; of others, what is free on each disk that they may have meant."""
+    if isinstance(error, OSError) and error.filename:
+        return f"no space left for {error.filename}: it was not written, and nothing is left half-written"
+    cache = os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface")
+    free: dict[int, str] = {}  # by file system
+    for place in (output or os.curdir, tempfile.gettempdir(), cache):
+        there = os.path.abspath(place)
+        while not os.path.exists(there):
+            there = os.path.dirname(there)
+        free.setdefault(os.stat(there).st_dev, f"{place} has {shutil.disk_usage(there).free / 2**20:.0f} MiB")
+    return f"no space left (free: {', '.join(free.values())}): make room, and type the same command again"
 
 
 def _message(error: BaseException) -> str:

@@ -1,9 +1,11 @@
 """The output folder of a run: held by one process at a time, resumed when unfinished, only ours replaced.
 
-`run.json` marks a folder as ours and says how far it is; `run.lock` is there while a process works in it.
+`run.json` marks a folder as ours, names the command that made it and says how far it is; `run.lock` is there while a
+process works in it.
 """
 
 import fcntl
+import glob
 import json
 import os
 import shutil
@@ -22,6 +24,17 @@ from inference.drafts.atomic import write_atomic
 State = Literal["new", "unfinished", "finished"]
 Judge = Callable[[str, Any, Any], str]  # key, old value, new value -> "free", "longer" or "other"
 MARKER, LOCK = "run.json", "run.lock"
+UNNAMED = {"bench", "serve_check", "pretrain"}  # commands whose runs keep no settings
+WRITTEN = ("output", "export")  # settings that name a folder which a command writes, and may replace
+STORES = ("rollout.folder", "trainer.cache", "page", "report")  # paths that are written to and need not exist yet
+# Settings of text that is no path. Every other one is taken for a path, so that a new one is guarded too.
+WORDS = frozenset({
+    "quantisation.kind", "draft.kind", "draft.quantisation", "init.kind", "loss.first", "loss.then", "objective",
+    "data.column", "data.split", "data.config", "rollout.url", "trainer.precision", "trainer.accelerator",
+    "trainer.strategy", "trainer.logger", "bench.draft_dtype", "matrix.targets", "matrix.drafts", "target.dtype",
+    "verify", "label", "kind", "baseline", "engine", "layout", "push_to_hub", "url", "model", "prompt",
+    "pretraining.precision",
+})  # fmt: skip
 
 
 @dataclass
@@ -31,16 +44,101 @@ class Run:
     path: Path
     state: State
     settings: dict[str, Any]
+    command: str
     changed: tuple[str, ...] = ()  # settings of a finished run that come too late, and change nothing
 
     def finish(self) -> None:
         """Mark the run finished; a later claim without `overwrite` finds it so."""
-        _mark(self.path, "finished", self.settings)
+        _mark(self.path, "finished", self.settings, self.command)
+
+
+def refuse_overlap(command: str, values: Mapping[str, Any]) -> None:
+    """Raise UserError, naming the key to change, before a command touches anything, where what it reads lies in a
+    folder that it writes, or that folder in what it reads; and for an output that another command made.
+
+    values: all settings of `command`, nested. Paths are compared as they are, with symbolic links resolved, and by what
+    a draft folder names: its target, adapter and datastore.
+    """
+    settings = dict(flat(dict(values)))
+    if isinstance(settings.get("check"), str):  # of cotrain export, which then writes nothing
+        return
+    written = {key: str(settings[key]) for key in WRITTEN if settings.get(key)}
+    for key, folder in written.items():
+        _refuse_other_command(command, key, Path(folder))
+    named = [(key, path) for key, value in settings.items() if key not in WRITTEN for path in _paths(key, value)]
+    inputs = [(f"{key}={path}", path) for key, path in [*named, *written.items()]]
+    inputs += [(f"{other}, which {key}={path} names,", other) for key, path in named for other in _named_by(Path(path))]
+    for key, folder in written.items():
+        for name, path in inputs:
+            if name == f"{key}={folder}":
+                continue
+            if any(_within(place, folder) for place in (path, *_entries(path))):
+                raise UserError(f"{name} lies in {key}={folder}, which the command writes: name another {key}=")
+            if Path(path).is_dir() and _within(folder, path):
+                raise UserError(f"{key}={folder} lies in {name} which the command reads: name another {key}=")
+
+
+def _refuse_other_command(command: str, key: str, folder: Path) -> None:
+    """A folder that was marked before the marker named its command is of `train` if it has settings."""
+    marker = _read(folder)
+    if marker is None:
+        return
+    makers = {marker["command"]} if "command" in marker else {"train"} if marker.get("settings") else UNNAMED
+    if key != "output" or command not in makers:
+        raise UserError(f"{key}={folder} holds a run of cotrain {' or '.join(sorted(makers))}: name another folder "
+                        "(overwrite=true replaces only what the same command made)")  # fmt: skip
+
+
+def refuse_replaced(path: str | Path, name: str, text: str = "", key: str = "output") -> None:
+    """Raise UserError for a folder with files that a command would replace, but not its own: the command writes the
+    file `name`, which holds `text`."""
+    file = Path(path) / name
+    if not Path(path).is_dir() or not any(Path(path).iterdir()):
+        return
+    if not file.is_file() or text not in file.read_text(encoding="utf-8", errors="replace"):
+        raise UserError(f"{key}={path} holds files, but no {name} that this command wrote: name another folder (a "
+                        "command replaces only what it made)")  # fmt: skip
+
+
+def _paths(key: str, value: object) -> list[str]:
+    """The paths that a setting names: what is there, and what a store will be."""
+    if key in WORDS or key.startswith("data.template"):
+        return []
+    texts = [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, str) and one]
+    found = [text for text in texts if key in STORES or os.path.lexists(text)]
+    return found + [path for text in texts if text not in found for path in glob.glob(text, recursive=True)]
+
+
+def _named_by(folder: Path) -> list[str]:
+    """The target, adapter and datastore of a draft folder, those that are on this machine."""
+    found: list[object] = []
+    for file, outer, inner in (
+        ("cotrain.json", "target", "name"), ("cotrain.json", "made", "adapter"), ("config.json", "lookup", "datastore"),
+    ):  # fmt: skip
+        with suppress(OSError, ValueError, AttributeError):  # no draft folder
+            found.append((json.loads((folder / file).read_text(encoding="utf-8")).get(outer) or {}).get(inner))
+    return [path for path in found if isinstance(path, str) and os.path.lexists(path)]
+
+
+def _entries(path: str) -> list[str]:
+    """What the links of an input folder point at."""
+    return [entry.path for entry in os.scandir(path) if entry.is_symlink()] if Path(path).is_dir() else []
+
+
+def _within(path: str, folder: str) -> bool:
+    """Whether a path, or what it links to, lies in a folder or is that folder."""
+    place, root = Path(path).absolute(), os.path.realpath(folder)
+    link = Path(os.path.realpath(place.parent), place.name)  # itself, wherever it points
+    return link.is_relative_to(root) or Path(os.path.realpath(place)).is_relative_to(root)
 
 
 @contextmanager
 def claim(
-    path: str | Path, overwrite: bool = False, settings: Mapping[str, Any] | None = None, kind: Judge | None = None
+    path: str | Path,
+    overwrite: bool = False,
+    settings: Mapping[str, Any] | None = None,
+    kind: Judge | None = None,
+    command: str = "train",
 ) -> Iterator[Run]:
     """Hold the output folder `path` of a run until the block ends; `finish()` marks the run done.
 
@@ -56,9 +154,9 @@ def claim(
     wanted = None if settings is None else json.loads(json.dumps(dict(settings)))  # tuples become lists
     _make(path)
     with _locked(path):
-        run = _open(path, overwrite, wanted, kind or (lambda *_: "other"))
+        run = _open(path, overwrite, wanted, kind or (lambda *_: "other"), command)
         if run.state == "new":
-            _mark(path, "unfinished", run.settings)
+            _mark(path, "unfinished", run.settings, command)
         try:
             yield run
         except BaseException:
@@ -138,23 +236,23 @@ def _usable(path: Path) -> None:
         )
 
 
-def _open(path: Path, overwrite: bool, settings: dict[str, Any] | None, kind: Judge) -> Run:
+def _open(path: Path, overwrite: bool, settings: dict[str, Any] | None, kind: Judge, command: str) -> Run:
     """The run in the folder `path`, which this process holds; emptied where it is to be replaced."""
     marker = _read(path)
     if marker is not None and (overwrite or marker["state"] == "emptying"):
-        _empty(path, marker["settings"])
+        _empty(path, marker["settings"], command)
         marker = None
     if marker is None:
-        return Run(path, "new", settings or {})
+        return Run(path, "new", settings or {}, command)
     if settings is None:
-        return Run(path, marker["state"], marker["settings"])
+        return Run(path, marker["state"], marker["settings"], command)
     changed = _compare(path, marker["settings"], settings, kind)
     state: State = "unfinished" if "longer" in changed.values() else marker["state"]
     if state == "finished":
-        return Run(path, state, marker["settings"], tuple(changed))
+        return Run(path, state, marker["settings"], command, tuple(changed))
     if changed:
-        _mark(path, state, settings)
-    return Run(path, state, settings)
+        _mark(path, state, settings, command)
+    return Run(path, state, settings, command)
 
 
 def _compare(path: Path, found: dict[str, Any], wanted: dict[str, Any], kind: Judge) -> dict[str, str]:
@@ -169,9 +267,9 @@ def _compare(path: Path, found: dict[str, Any], wanted: dict[str, Any], kind: Ju
     return {key: found for key, found in kinds.items() if key in old or found != "free"}  # a setting newer than the run
 
 
-def _empty(path: Path, settings: Mapping[str, Any]) -> None:
+def _empty(path: Path, settings: Mapping[str, Any], command: str) -> None:
     """Delete all but marker and lock. The marker says so first: killed half-way, the next claim goes on."""
-    _mark(path, "emptying", settings)
+    _mark(path, "emptying", settings, command)
     for entry in path.iterdir():
         if entry.name in (MARKER, LOCK):
             continue
@@ -196,8 +294,8 @@ def _read(path: Path) -> dict[str, Any] | None:
     return marker if isinstance(marker, dict) and "cotrain" in marker else None
 
 
-def _mark(path: Path, state: str, settings: Mapping[str, Any]) -> None:
-    marker = {"cotrain": __version__, "state": state, "settings": settings}
+def _mark(path: Path, state: str, settings: Mapping[str, Any], command: str) -> None:
+    marker = {"cotrain": __version__, "command": command, "state": state, "settings": settings}
     write_atomic(path / MARKER, json.dumps(marker, indent=2) + "\n")
 
 

@@ -114,9 +114,9 @@ def test_a_run_gets_the_typed_values_and_leaves_nothing(ran: list[DictConfig], t
 
 
 def test_a_sweep_runs_each_value_in_its_own_folder(ran: list[DictConfig], tmp_path: Path) -> None:
-    assert main(["bench", "bench.rows=2,3", "output=o, 1", "-m", "draft.path=a,${b}"]) == 0
+    assert main(["bench", "bench.rows=2,3", "output=o, 1", "-m", "draft.path=/a,${b}"]) == 0
     assert [(cfg.bench.rows, cfg.output) for cfg in ran] == [(2, "o, 1/bench.rows=2"), (3, "o, 1/bench.rows=3")]
-    assert {cfg.draft.path for cfg in ran} == {"a,${b}"}
+    assert {cfg.draft.path for cfg in ran} == {"/a,${b}"}
     assert list(tmp_path.iterdir()) == []
 
 
@@ -186,7 +186,7 @@ def test_an_unknown_command_is_named(capsys: pytest.CaptureFixture[str]) -> None
         (ValueError("two\n lines"), "two lines (COTRAIN_TRACEBACK=1 shows where)"),
         (FileNotFoundError(errno.ENOENT, "No such file", "/a"), "/a: No such file (COTRAIN_TRACEBACK=1 shows where)"),
         (OSError(errno.ENOSPC, "full", "/r/x"), "no space left for /r/x: it was not written, and nothing"),
-        (OSError(errno.ENOSPC, "full"), "no space left for run 1: it was not written, and nothing"),
+        (OSError(errno.ENOSPC, "full"), "no space left (free: run 1 has "),
     ],
 )
 def test_a_failure_is_one_line(
@@ -197,6 +197,19 @@ def test_a_failure_is_one_line(
     said = capsys.readouterr().err
     assert said.startswith(f"cotrain bench: {message}")
     assert said.count("\n") == 1
+
+
+def test_a_full_disk_that_nobody_named_is_one_of_those_that_are_listed(
+    ran: list[DictConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A library writes to the temporary directory, or its cache, and does not say where."""
+    monkeypatch.setattr("tempfile.tempdir", "/dev/shm")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    free = {str(tmp_path): 5 * 2**20, "/dev/shm": 0}
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=free[str(path)]))
+    assert stopped_by(OSError(errno.ENOSPC, "full"), monkeypatch, f"output={tmp_path / 'run'}") == 1
+    said = capsys.readouterr().err
+    assert f"(free: {tmp_path / 'run'} has 5 MiB, /dev/shm has 0 MiB): make room" in said
 
 
 def test_a_bug_and_a_wish_show_the_traceback(

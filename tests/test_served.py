@@ -110,7 +110,7 @@ def test_what_cannot_be_written_is_named_and_left_as_it_is(tmp_path: Path) -> No
         (["generate", "draft.path=DRAFT", "prompt="], "prompt= is empty"),
         (["generate", "draft.path=DRAFT", "target.path=TARGET", f"prompt={'a b ' * 200}"], "prompt has "),
         (["generate", "target.path=TARGET", "prompts=/none"], "prompts=/none cannot be read as text"),
-        (["export", "draft.path=DRAFT", "output=TARGET"], "output=TARGET exists and is not empty"),
+        (["export", "draft.path=DRAFT", "output=TARGET"], "TARGET, which draft.path=DRAFT names, lies in output="),
         (["bench", "draft.path=/none"], "draft.path: /none: no such folder"),
         (["bench", "draft.path=DRAFT", "bench.prompt_tokens=100"], "bench.prompt_tokens, bench.new_tokens: "),
         (["serve_check", "draft.path=DRAFT", "url=http://127.0.0.1:9", "output=OUT"], "url=http://127.0.0.1:9: no "),

@@ -247,5 +247,7 @@ def test_a_run_goes_on_under_other_settings_only_where_they_change_no_weight() -
     free = {key for key in keys if kind(key, 1, 2) == "free"}
     assert {key for key in free if not key.startswith("bench.")} == FREE
     assert {key for key in keys if key.startswith("bench.")} <= free
-    assert {key for key in keys if kind(key, 1, 2) == "longer"} == {"trainer.steps", "trainer.minutes", "minutes"}
+    longer = {"trainer.steps", "trainer.minutes", "minutes", "measure"}
+    assert {key for key in keys if kind(key, 1, 2) == "longer"} == longer
+    assert [kind("measure", *pair) for pair in ((False, True), (True, False))] == ["longer", "free"]
     assert {key for key in keys if kind(key, 1, 2, rounds=2) == "free"} == free - {"trainer.validations"}

@@ -245,7 +245,28 @@ def test_a_sweep_without_measurement_keeps_figures_only(place: Path) -> None:
     assert job(place, "sweep", "measure=false", "loss=kl", "rollout.temperatures=[1.0]", "trainer.steps=2") == 0
     found = json.loads((place / "sweep" / "held_out.json").read_text())
     assert (found["label"], list(found["texts"])) == ("kl", ["1"])
-    assert not (place / "sweep" / "draft").exists()
+
+
+@pytest.mark.parametrize("setting", ["trainer.ema=0.5", "draft.quantisation=int8"])
+def test_a_run_without_measurement_exports_its_draft_and_is_measured_later(
+    setting: str, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = ("rollout.temperatures=[1.0]", "trainer.steps=2", "trainer.corpus_steps=0", setting)
+    draft = place / setting / "draft"
+    assert job(place, setting, *settings, "measure=false") == 0
+    said = capsys.readouterr().out
+    assert f"draft: {draft}, of the last step and not measured: the same command with measure=true" in said
+    trained = load_file(draft / "model.safetensors")
+    assert load(draft).policy.k == 2 and not (draft / "report.json").exists()
+    made = json.loads((draft / "cotrain.json").read_text())["made"]
+    assert made["steps"] == 2 and "environment" in made
+    assert job(place, setting, *settings) == 0 and "exactness: passed" in capsys.readouterr().out
+    report = json.loads((draft / "report.json").read_text())
+    assert [kept["step"] for kept in report["extra"]["checkpoints"]] == [2]
+    assert same(load_file(draft / "model.safetensors"), trained)
+    assert job(place, setting, *settings, "measure=false") == 0  # it is finished, and measured
+    said = capsys.readouterr().out
+    assert "exactness: passed" in said and "came too late" not in said
 
 
 def test_texts_that_a_server_did_not_sample_from_the_target_are_told(

@@ -15,6 +15,7 @@ from cotrain.board.tags import CURVES
 from cotrain.config.settings import TrainConfig
 from cotrain.errors import UserError
 from cotrain.ranks import rank
+from inference.drafts.atomic import write_atomic
 
 WANDB = "wandb"
 RUN_ID = "wandb_run.txt"  # in the run's folder: the same command goes on with the same curves
@@ -63,5 +64,5 @@ def _wandb(cfg: TrainConfig, folder: Path) -> WandbLogger:
     except wandb.Error as error:
         said, mend = " ".join(str(error).split()).rstrip("."), "log in with `wandb login`, or set WANDB_MODE=offline"
         raise UserError(f"trainer.logger=wandb: {said}; {mend}") from error
-    file.write_text(found, encoding="utf-8")
+    write_atomic(file, found)
     return logger

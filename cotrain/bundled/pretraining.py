@@ -18,6 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrai
 from cotrain.board.loggers import tensorboard
 from cotrain.bundled.model_card import model_card
 from cotrain.data.sources import Blocks, SeededOrder
+from cotrain.training.interrupts import Checkpoints, read_saved
 from cotrain.training.training_bar import Bar
 from inference.drafts.atomic import new_folder
 
@@ -120,13 +121,13 @@ def fit(
 ) -> float:  # fmt: skip
     """Train to `steps` optimiser steps or for `minutes` in this phase; resumes folder/last.ckpt. Returns seconds."""
     last = folder / "last.ckpt"
-    done = torch.load(last, weights_only=True)["global_step"] if last.exists() else 0
+    done = read_saved(last)["global_step"] if last.exists() else 0
     order = SeededOrder(len(train), seed, start=done * batch)
     trainer = lightning.Trainer(
         accelerator="auto", devices=1, precision=precision, max_steps=steps, max_epochs=-1,
         gradient_clip_val=1.0, val_check_interval=every, check_val_every_n_epoch=None, num_sanity_val_steps=0,
         log_every_n_steps=10, default_root_dir=folder, enable_model_summary=False,
-        logger=tensorboard(folder),
+        logger=tensorboard(folder), plugins=[Checkpoints()],
         callbacks=[
             Phase(minutes),
             Bar(),

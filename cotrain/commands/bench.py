@@ -114,7 +114,7 @@ def _synthetic(cfg: BenchConfig, alpha: float) -> dict[str, Any]:
         random_model(resolve(str(path)), dtype, place, cfg.target.trust_remote_code)
         for path in (cfg.target.path, cfg.draft.path)
     )
-    with claim(cfg.output, cfg.overwrite) as folder:
+    with claim(cfg.output, cfg.overwrite, command="bench") as folder:
         cells = random_weights.measure(target, draft, alpha, sampling(cfg.regime), cfg.bench, cfg.matrix.batches)
         names = {"target": cfg.target.path, "draft": cfg.draft.path}
         report = {"synthetic": True, "environment": environment(), **names, "cells": cells}
@@ -154,7 +154,7 @@ def _measured(cfg: BenchConfig, draft_path: str) -> dict[str, Any]:
     given = prompts(cfg, pair.target, pair.tokenizer)
     target, tokenizer = models(cfg)
     draft, made = load_network(found, target, tokenizer), found.metadata
-    with claim(cfg.output, cfg.overwrite) as folder:
+    with claim(cfg.output, cfg.overwrite, command="bench") as folder:
         names = (path, draft_path)
         drafts = made.objective if made else "sampled"
         plan = measurement.Plan(

@@ -5,6 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from cotrain.config.settings import CompareConfig
+from cotrain.errors import UserError
 from cotrain.evaluation.comparison import compare, read, table
 from cotrain.machine_output import answering
 from cotrain.run_folder import writable
@@ -15,6 +16,9 @@ from inference.report.build import environment
 def run(cfg: CompareConfig) -> None:
     """Print the table; with `report=`, keep it with all figures as JSON."""
     if cfg.report:
+        file = Path(cfg.report)
+        if file.is_file() and '"gains"' not in file.read_text(encoding="utf-8", errors="replace"):
+            raise UserError(f"report={file} is a file that cotrain compare did not write: name another")
         writable("report", cfg.report)
     with answering(cfg.json) as answer:
         gains = compare(read(Path(cfg.folder)), cfg.baseline)

@@ -7,15 +7,19 @@ from cotrain.data.prompt_rows import PromptRows
 from cotrain.data.sources import source_of
 from cotrain.errors import UserError
 from cotrain.rollout.training_texts import Source
+from cotrain.run_folder import refuse_replaced, writable
 from cotrain.training.preconditions import ids_of, outline
 from inference.drafts.compatibility import hash_tokenizer
-from inference.lookup.corpus import About, Datastore
+from inference.lookup.corpus import ABOUT, About, Datastore
 from inference.measure.environment import environment
 from inference.request import ends_of
 
 
 def run(cfg: DatastoreConfig) -> None:
     """Tokenize the training split of the texts as the target does, and write the folder."""
+    if cfg.overwrite:
+        refuse_replaced(cfg.output, ABOUT)
+    writable("output", cfg.output)
     try:
         target, tokenizer = outline(cfg.target.path, cfg.target.trust_remote_code)
         source = source_of(cfg.data, "train", tokenizer, ends_of(target))

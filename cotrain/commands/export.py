@@ -8,10 +8,10 @@ from cotrain.config.settings import ExportConfig
 from cotrain.errors import UserError
 from cotrain.export import eagle3, hf, hub, layout_check
 from cotrain.export.card import card, tau_by_length
-from cotrain.export.engines import FEATURES, TREES, captured, launch, layout_of, place, refuse_kind, refuse_layout
+from cotrain.export.engines import FEATURES, MARK, TREES, captured, launch, layout_of, place, refuse_kind, refuse_layout
 from cotrain.export.one_temperature import measured_elsewhere, refuse
 from cotrain.machine_output import answering
-from cotrain.run_folder import writable
+from cotrain.run_folder import refuse_replaced, writable
 from cotrain.teacher.target_model import load_config, load_pair
 from cotrain.training.job import objective
 from inference.drafts.draft_folder import REPORT, read
@@ -101,10 +101,11 @@ def _features(cfg: ExportConfig, target: str) -> Path:
     asked = None if cfg.objective is None else objective(cfg.objective)
     model, _ = load_pair(target)
     assert cfg.draft.path
+    called = cfg.push_to_hub or str(Path(cfg.output).absolute())
     try:
         path = eagle3.export(
             cfg.draft.path, cfg.output, cfg.layout, cfg.k, target=model, objective=asked, name=target,
-            replace=cfg.overwrite,
+            replace=cfg.overwrite, card=lambda written: card(written, cfg.engine, called, None, [], cfg.layout),
         )  # fmt: skip
     except ValueError as error:
         raise UserError(f"layout={cfg.layout}: {error}") from error
@@ -114,8 +115,6 @@ def _features(cfg: ExportConfig, target: str) -> Path:
     if sorted(set(layers)) != list(layers):
         print(f"warning: {cfg.draft.path} reads the target's states {layers}: engines give each once, in ascending "
               "order, so none will serve it; targets of 7 layers and more have three", file=sys.stderr)  # fmt: skip
-    called = cfg.push_to_hub or str(path.absolute())
-    (path / "README.md").write_text(card(written, cfg.engine, called, None, [], cfg.layout), encoding="utf-8")
     return path
 
 
@@ -145,4 +144,5 @@ def _refuse(cfg: ExportConfig) -> None:
         raise UserError(f"output={path} is a file: name a folder")
     if path.is_dir() and any(path.iterdir()) and not cfg.overwrite:
         raise UserError(f"output={path} exists and is not empty: name another folder, or overwrite=true")
+    refuse_replaced(path, "README.md", MARK)
     writable("output", path)

@@ -15,10 +15,12 @@ from cotrain.bundled.tokenizer import token_bytes, train_tokenizer
 from cotrain.config.settings import PretrainConfig
 from cotrain.data.corpora import embedded, manifest
 from cotrain.data.sources import Blocks, embedded_texts, pack
-from cotrain.run_folder import claim
+from cotrain.run_folder import claim, refuse_replaced, writable
 from cotrain.training import optim
+from cotrain.training.interrupts import read_saved
 from cotrain.training.job import settle
 from cotrain.training.progress import Progress, trapezoid
+from inference.drafts.atomic import new_file, new_folder, write_atomic
 from inference.report.build import environment
 
 VALIDATION_BLOCKS = 40  # of each domain, while training; the card is measured on all
@@ -26,8 +28,11 @@ VALIDATION_BLOCKS = 40  # of each domain, while training; the card is measured o
 
 def run(cfg: PretrainConfig) -> None:
     """Train for a phase; when all steps are done, measure and, with `export=`, write the target's folder."""
+    if cfg.export:
+        refuse_replaced(cfg.export, "card.json", key="export")
+        writable("export", cfg.export)
     settle(cfg.pretraining.threads, cfg.pretraining.seed)
-    with claim(cfg.output) as folder:
+    with claim(cfg.output, command="pretrain") as folder:
         tokenizer = _tokenizer(cfg, folder.path / "tokenizer")
         train, held_out = (_blocks(cfg, split, tokenizer, folder.path) for split in ("train", "held_out"))
         module = _module(cfg, tokenizer, train.domains)
@@ -45,7 +50,8 @@ def run(cfg: PretrainConfig) -> None:
 def _tokenizer(cfg: PretrainConfig, folder: Path) -> PreTrainedTokenizerBase:
     if not folder.exists():
         texts = embedded_texts(dict(cfg.tokenizer_bytes), "train")["text"]
-        train_tokenizer(texts, cfg.shape.vocabulary, cfg.shape.context).save_pretrained(folder)
+        with new_folder(folder) as new:
+            train_tokenizer(texts, cfg.shape.vocabulary, cfg.shape.context).save_pretrained(new)
     return AutoTokenizer.from_pretrained(folder)
 
 
@@ -55,8 +61,9 @@ def _blocks(cfg: PretrainConfig, split: str, tokenizer: PreTrainedTokenizerBase,
     if not file.exists():
         sizes = cfg.data.bytes if split == "train" else cfg.data.held_out_bytes
         blocks = pack(embedded_texts(dict(sizes), split), tokenizer, cfg.data.block)
-        torch.save(vars(blocks), file)
-    return Blocks(**torch.load(file, weights_only=True))
+        with new_file(file) as new:
+            torch.save(vars(blocks), new)
+    return Blocks(**read_saved(file))
 
 
 def _first(blocks: Blocks) -> Blocks:
@@ -90,8 +97,9 @@ def _leg(cfg: PretrainConfig, module: pretraining.LanguageModel, train: Blocks, 
         "seconds": round(seconds),
         "ended": time.strftime("%Y-%m-%d %H:%M"),
     }
-    with (folder / "phases.jsonl").open("a") as file:
-        file.write(json.dumps(phase) + "\n")
+    file = folder / "phases.jsonl"
+    before = file.read_text(encoding="utf-8") if file.exists() else ""
+    write_atomic(file, before + json.dumps(phase) + "\n")
 
 
 def _card(

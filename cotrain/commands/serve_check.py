@@ -50,7 +50,7 @@ def _compared(cfg: ServeCheckConfig, url: str, draft_path: str) -> tuple[dict[st
                  draft_int8=False, compile=False, seed=0, trees=0)  # fmt: skip
     plan = measurement.Plan(target, tokenizer, draft, sampling(cfg.regime), "token", size, (path, draft_path),
                             drafts, kind=found.kind)  # fmt: skip
-    with claim(cfg.output, cfg.overwrite) as folder:
+    with claim(cfg.output, cfg.overwrite, command="serve_check") as folder:
         parity = server_parity.parity(plan, server_parity.over_http(client, plan), k, cfg.at_once)
         report = {"environment": environment(), "url": url, "kind": found.kind, "k": k, "objective": drafts,
                   "parity": parity.report()}  # fmt: skip

@@ -46,12 +46,16 @@ def run(cfg: TrainConfig) -> float | None:
         if folder.state != "finished":
             distil(cfg, folder.path, known.sources if known else None)
             folder.finish()
-        elif folder.changed:
-            print(f"output={cfg.output} is finished, {', '.join(folder.changed)} came too late: cotrain bench measures "
+        elif late := [key for key in folder.changed if key != "measure"]:
+            print(f"output={cfg.output} is finished, {', '.join(late)} came too late: cotrain bench measures "
                   "its draft anew, more trainer.steps= go on")  # fmt: skip
-    if cfg.measure:
-        print(table(json.loads((folder.path / "draft" / "report.json").read_text())))
+    report = folder.path / "draft" / REPORT
+    if cfg.measure or report.exists():
+        print(table(json.loads(report.read_text(encoding="utf-8"))))
         print(f"draft: {folder.path / 'draft'}")
+    else:
+        print(f"draft: {folder.path / 'draft'}, of the last step and not measured: the same command with measure=true "
+              "measures it")  # fmt: skip
     print(f"page: {written(folder.path)}\ncurves: tensorboard --logdir {folder.path / tags.CURVES}")
     return float(json.loads((folder.path / FIGURES).read_text(encoding="utf-8")).get("tau", math.nan))
 

@@ -9,8 +9,8 @@ from cotrain.paths import folder
 
 # Keys, by their last name, whose value is taken literally. `null` unsets all but the text.
 TEXT = frozenset({"prompt"})
-FREE_TEXT = TEXT | {"prompts", "path", "adapter", "folder", "cache", "output", "log", "url", "check", "report",
-                    "export", "vllm", "page", "push_to_hub",
+FREE_TEXT = TEXT | {"prompts", "path", "adapter", "datastore", "folder", "cache", "output", "log", "url", "check",
+                    "report", "export", "vllm", "page", "push_to_hub",
                     "baseline"}  # fmt: skip
 LISTS = frozenset({"run"})  # such a key may be typed several times: the values become one list
 MAPPINGS = ("data.template", "data.shares", "data.embedded_shares", "data.bytes", "data.held_out_bytes")

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from cotrain.export.engines import captured, caveats, engine_named, launch, place
+from cotrain.export.engines import MARK, captured, caveats, engine_named, launch, place
 from inference.drafts.bundled_target import resolve
 from inference.drafts.draft_folder import Metadata
 from inference.report.table import table
@@ -47,6 +47,7 @@ def card(
         "## Licence",
         f"The weights learnt from the outputs of {target}: its licence, and that of the training text, may "
         "bind them. Read both before passing this folder on.",
+        MARK,
     ]
     return "\n\n".join(parts) + "\n"
 

@@ -6,7 +6,7 @@ vLLM alone loads, both name the id of the mask and have the tensor mask_hidden.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace as changed
 from pathlib import Path
 from typing import Any
@@ -37,9 +37,10 @@ def export(
     objective: str | None = None,
     name: str | None = None,
     replace: bool = False,
+    card: Callable[[Metadata], str] | None = None,
 ) -> Path:
     """Copy a draft folder of kind eagle or p_eagle to one that engines load; target: the model that it was made for;
-    name: its hub id or path, by default what cotrain.json says.
+    name: its hub id or path, by default what cotrain.json says; card: the text of a README.
 
     k: drafts a round, objective: "sampled" or "greedy", by default what cotrain.json says. config.json and the metadata
     name the target's states both ways: as inputs of layers (vLLM), and as outputs of those before (SGLang in
@@ -64,6 +65,8 @@ def export(
         write(network, tokenizer, new, metadata, None)
         if layout == "speculators":
             _as_speculators(new, network, metadata, target)
+        if card:
+            (new / "README.md").write_text(card(metadata), encoding="utf-8")
     return Path(output)
 
 

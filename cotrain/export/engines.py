@@ -22,6 +22,7 @@ from inference.drafts.planned_tree import PlannedTree
 from inference.servers.vllm_server import draft_model
 
 Command = Callable[[str, str, int, str], str]
+MARK = "<!-- written by cotrain export -->"  # of each README: overwrite=true replaces folders that have it
 
 
 @dataclass(frozen=True)

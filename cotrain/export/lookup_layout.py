@@ -8,7 +8,7 @@ import shlex
 import shutil
 from pathlib import Path
 
-from cotrain.export.engines import place
+from cotrain.export.engines import MARK, place
 from inference.drafts.atomic import new_folder
 from inference.drafts.draft_folder import describe, read
 from inference.drafts.weight_files import CONFIG, read_json
@@ -25,6 +25,8 @@ vLLM's environment must have the package `inference`: `pip install --no-deps` of
 ```
 {command}
 ```
+
+{mark}
 """
 
 
@@ -55,7 +57,9 @@ def export(
         describe(new, metadata)
         command = launch(name.split("/")[-1] if name else str(Path(output).absolute()), str(served), metadata.k)
         fetched = f"hf download {name} --local-dir {name.split('/')[-1]}\n" if name else ""
-        (new / "README.md").write_text(SECTION.format(target=served, command=fetched + command), encoding="utf-8")
+        (new / "README.md").write_text(
+            SECTION.format(target=served, command=fetched + command, mark=MARK), encoding="utf-8"
+        )
     return Path(output)
 
 

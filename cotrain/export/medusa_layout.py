@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from cotrain.export.engines import place
+from cotrain.export.engines import MARK, place
 from inference.drafts.atomic import new_folder
 from inference.drafts.bundled_target import resolve
 from inference.drafts.compatibility import hash_target
@@ -107,4 +107,4 @@ def _same_target(source: Path, made: Any, found: Any) -> None:
 
 def _card(folder: str, target: str, k: int) -> str:
     command = f"```sh\n{launch(folder, target, k)}\n```"
-    return f"# Medusa heads for {target}\n\n{VERSIONS}; {k} drafts a round.\n\n{command}\n\n{NOTE}\n"
+    return f"# Medusa heads for {target}\n\n{VERSIONS}; {k} drafts a round.\n\n{command}\n\n{NOTE}\n\n{MARK}\n"

@@ -10,7 +10,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from cotrain.data.texts import Texts
-from inference.drafts.atomic import write_atomic
+from inference.drafts.atomic import new_file, write_atomic
 
 FEATURES = datasets.Features(
     {
@@ -29,10 +29,9 @@ def beside(path: Path, ending: str) -> Path:
 def save(rows: list[dict[str, Any]], path: Path, manifest: dict[str, Any]) -> None:
     """Write rows of FEATURES to path.parquet and the manifest to path.json, whole or not at all."""
     table = datasets.Dataset.from_list(rows, features=FEATURES)
-    temporary = beside(path, "parquet.new")
-    table.to_parquet(str(temporary))
-    beside(path, "json").unlink(missing_ok=True)  # stopped between both, the set before would vouch for these rows
-    temporary.replace(beside(path, "parquet"))
+    with new_file(beside(path, "parquet")) as new:
+        table.to_parquet(str(new))
+        beside(path, "json").unlink(missing_ok=True)  # stopped between both, the set before would vouch for these rows
     tokens = sum(len(row["completion"]) for row in rows)
     write_atomic(beside(path, "json"), json.dumps(manifest | {"rows": len(rows), "tokens": tokens}, indent=2) + "\n")
 
@@ -48,7 +47,12 @@ def read(path: Path) -> datasets.Dataset:
     file = beside(path, "parquet")
     if not file.is_file():
         raise ValueError(f"rollouts: there is no {file}; make it with cotrain rollout")
-    return datasets.Dataset.from_parquet(str(file), keep_in_memory=True)
+    try:
+        return datasets.Dataset.from_parquet(str(file), keep_in_memory=True)
+    except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
+        raise ValueError(
+            f"{file} cannot be read: delete it and {beside(path, 'json').name}, they are made anew"
+        ) from error
 
 
 def texts(rows: Iterable[Mapping[str, Any]]) -> Texts:

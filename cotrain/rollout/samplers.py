@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from cotrain.errors import UserError
 from cotrain.progress_display import Display, Say
 from inference import Engine, Sampling, noise
-from inference.drafts.atomic import write_atomic
+from inference.drafts.atomic import naming_full_disk, write_atomic
 from inference.servers.openai_client import Client, Completion
 
 SEEDS = 2**32  # keys of a set are fewer
@@ -157,7 +157,7 @@ def collect(
     rows = _whole_lines(partial)
     begun, clock = len(rows), time.perf_counter()
     display = Display(f"rollout T={sampling.temperature:g}", len(asked), "texts", begun, say)
-    with display, partial.open("a", encoding="utf-8") as file:
+    with display, naming_full_disk(partial), partial.open("a", encoding="utf-8") as file:
         for start in range(begun, len(asked), sampler.rows):
             batch = asked[start : start + sampler.rows]
             texts = [prompt for _, prompt in batch]

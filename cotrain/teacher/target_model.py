@@ -1,6 +1,5 @@
 """The frozen target as a teacher: loaded in the precision that is served, read as hidden states and a head."""
 
-import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -22,7 +21,7 @@ from transformers import (
 
 from cotrain.ranks import local_rank
 from cotrain.teacher.target_laws import Head, Reader, Record
-from inference.drafts.bundled_target import resolve
+from inference.drafts.bundled_target import refuse_missing, resolve
 from inference.drafts.draft_folder import load_tokenizer
 from inference.drafts.weight_files import CONFIG, read_json, weight_files
 from inference.models.dtypes import quantised, widened
@@ -38,7 +37,6 @@ QUANTISATIONS: dict[str, dict[str, Any]] = {
 
 PACKS = "support_avx512bf16_for_cpu"  # of bitsandbytes' 4-bit layers
 Read = Callable[..., Tensor]  # ids (B, T), position_ids (B, T) or None -> last hidden states (B, T, D)
-REPOSITORY = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")  # what the hub calls a model
 
 
 def load_target(
@@ -158,8 +156,7 @@ def load_pair(
 
 
 def _hub_tokenizer(name: str, trust_remote_code: bool, key: str) -> PreTrainedTokenizerBase:
-    if not REPOSITORY.fullmatch(name):
-        raise ValueError(f"{key}: {name} is no folder")
+    refuse_missing(key, name)
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:

@@ -18,6 +18,7 @@ from cotrain.board import tags
 from cotrain.board.loggers import log
 from cotrain.students.rounding import projections, quantised
 from cotrain.training.stand_ins import Shown
+from inference.drafts.atomic import new_folder
 
 Measure = Callable[[PreTrainedModel], dict[str, float]]
 Show = Callable[[PreTrainedModel], str]
@@ -49,18 +50,26 @@ class MeasureSpeed(Callback):
         self.kept: list[Kept] = []
 
     def on_validation_end(self, trainer: lightning.Trainer, module: Any) -> None:
-        figures, path = {"speedup": math.nan}, self.folder / f"step-{trainer.global_step}"
+        figures = {"speedup": math.nan}
         with module.assembled() as draft:
             if trainer.is_global_zero:
                 with torch.inference_mode(False), torch.no_grad():  # a copy made in it could not be read by two engines
                     figures = self.measure(draft)
                     self._show(trainer, draft)
-                draft.save_pretrained(path)
+                self.save(draft, trainer.global_step)
         trainer.strategy.barrier()  # timings are disturbed by whoever goes on
         log(trainer, tags.speed(figures), trainer.global_step)
-        self.kept.append(Kept(trainer.global_step, path, figures["speedup"], self.tau()))
+        self.keep(trainer.global_step, figures["speedup"])
         if self.stale:
             trainer.should_stop = True
+
+    def save(self, draft: PreTrainedModel, step: int) -> None:
+        with new_folder(self.folder / f"step-{step}", replace=True) as new:
+            draft.save_pretrained(new)
+
+    def keep(self, step: int, speedup: float) -> None:
+        """Count the saved weights of a step among those of which one is exported."""
+        self.kept.append(Kept(step, self.folder / f"step-{step}", speedup, self.tau()))
 
     def _show(self, trainer: lightning.Trainer, draft: PreTrainedModel) -> None:
         logger: Any = trainer.logger

@@ -11,7 +11,8 @@ from typing import Any, cast
 
 from lightning.pytorch.loggers import Logger
 from omegaconf import OmegaConf
-from transformers import PreTrainedTokenizerBase
+from safetensors import SafetensorError
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cotrain.bench import measurement
 from cotrain.bench.recorded_replay import recorded
@@ -21,6 +22,7 @@ from cotrain.board.loggers import others, tensorboard
 from cotrain.board.marked_text import marked
 from cotrain.config.regimes import learnt, sampling
 from cotrain.config.settings import TrainConfig
+from cotrain.errors import UserError
 from cotrain.evaluation import comparison, profile
 from cotrain.evaluation.held_out import DEPTHS, HeldOut
 from cotrain.evaluation.provenance import Provenance
@@ -38,7 +40,7 @@ from cotrain.training.assembly import (
     trained_by,
 )
 from cotrain.training.callbacks import MeasureSpeed
-from cotrain.training.fit import fit
+from cotrain.training.fit import as_served, fit
 from cotrain.training.interrupts import Signals, listening
 from cotrain.training.job import Job, models, objective, settle
 from cotrain.training.module import Distillation, alpha_of
@@ -52,7 +54,8 @@ from inference.report import replay
 
 def distil(cfg: TrainConfig, folder: Path, sources: Mapping[str, Source] | None = None) -> dict[str, Any]:
     """Run or resume the job in `folder`, whose settings `preconditions.require` passed; returns the report of the
-    exported draft, nothing with measure=false. sources: texts that were read already.
+    exported draft, nothing with measure=false, which exports the weights of the last step. sources: texts that were
+    read already.
 
     Raises Interrupted when a signal ends it: what is done is kept.
     """
@@ -91,6 +94,9 @@ def _distilled(
     if cfg.measure:
         choose_best(job, module, speed)
         report = export(job, module, speed, others)
+    else:
+        with as_served(job, module):
+            unmeasured(job, module.draft, _training(job, module, steps))
     alpha = alpha_of(module.scores()[module.temperature], objective(cfg.objective))
     tau = ranking_tau(job, module)()
     final_figures.write(cfg, [tensorboard(job.folder), *loggers], steps, final_figures.figures(alpha, tau, report))
@@ -117,7 +123,12 @@ def choose_best(job: Job, module: Distillation, speed: MeasureSpeed) -> None:
     chosen = speed.best()
     print(f"measuring the checkpoint of the highest tau, step {chosen.step}, on other prompts")
     if chosen.step < job.cfg.trainer.steps or job.cfg.draft.quantisation != "none":
-        best = type(module.student).load(chosen.path, job.target, job.vocabulary)
+        try:
+            best = type(module.student).load(chosen.path, job.target, job.vocabulary)
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+            reason = str(error).splitlines()[0]
+            raise UserError(f"{chosen.path} cannot be read ({reason}): delete {chosen.path.parent}, and the same "
+                            "command trains anew from the beginning") from error  # fmt: skip
         module.draft.load_state_dict(best.network.state_dict())
         module.judge()
 
@@ -162,8 +173,24 @@ def export(
     job: Job, module: Distillation, speed: MeasureSpeed, others: tuple[HeldOut, Provenance] | None = None
 ) -> dict[str, Any]:
     """Measure the module's draft afresh and write the draft folder; returns its report."""
-    plan, loss = job.plan(module.draft), job.cfg.loss
-    made = {
+    plan, made = job.plan(module.draft), _training(job, module, speed.kept[-1].step)
+    extra: dict[str, Any] = {
+        "held_out": module.acceptance(),
+        "checkpoints": [{"step": kept.step, "speedup": kept.speedup, "tau": kept.tau} for kept in speed.kept],
+        "exported_step": speed.best().step,
+        "profiles": _profiles(module),
+        "divergence": module.divergence(lambda ids: str(job.tokenizer.decode(list(ids)))),
+        "training": made,
+        "given_texts": biased(module, others) if others else None,
+    }
+    extra |= {"exit_plan": job.shape} if job.shape else {}
+    return measured(job, plan, made, extra)
+
+
+def _training(job: Job, module: Distillation, steps: int) -> dict[str, Any]:
+    """How a draft was trained, for its folder and its report."""
+    loss = job.cfg.loss
+    return {
         "loss": {
             "first": loss.first,
             "then": loss.then,
@@ -172,7 +199,7 @@ def export(
             "decay": loss.decay,
         },
         "temperatures": learnt(job.cfg),
-        "steps": speed.kept[-1].step,
+        "steps": steps,
         "minutes": module.progress.minutes if module.progress else None,
         "seconds": module.progress.elapsed if module.progress else None,  # of training alone
         "rounds": job.cfg.rollout.rounds,
@@ -188,30 +215,20 @@ def export(
         },
         "init": {"kind": job.cfg.init.kind, "layers": list(job.cfg.init.layers), "cosine": job.cfg.init.cosine},
     }
-    extra: dict[str, Any] = {
-        "held_out": module.acceptance(),
-        "checkpoints": [{"step": kept.step, "speedup": kept.speedup, "tau": kept.tau} for kept in speed.kept],
-        "exported_step": speed.best().step,
-        "profiles": _profiles(module),
-        "divergence": module.divergence(lambda ids: str(job.tokenizer.decode(list(ids)))),
-        "training": made,
-        "given_texts": biased(module, others) if others else None,
-    }
-    extra |= {"exit_plan": job.shape} if job.shape else {}
-    return measured(job, plan, made, extra)
 
 
 def untrained(job: Job, student: Student) -> dict[str, Any]:
-    """Measure a draft that has nothing to learn, and write its folder; returns its report, nothing with
-    measure=false."""
+    """Write the folder of a draft that has nothing to learn, measured unless measure=false; returns its report."""
     found = {"label": job.cfg.label or job.cfg.draft.kind, "seed": job.cfg.trainer.seed, "steps": 0, "texts": {},
              "environment": environment()}  # fmt: skip
     if rank():
         return {}
+    made = {"adapter": job.cfg.target.adapter}
     if not job.cfg.measure:
         write_atomic(job.folder / comparison.FIGURES, json.dumps(found) + "\n")
+        unmeasured(job, student.network, made)
         return {}
-    report = measured(job, job.plan(student.network), {"adapter": job.cfg.target.adapter}, {})
+    report = measured(job, job.plan(student.network), made, {})
     found["tau"] = report["acceptance"]["tau"]["measured"]
     write_atomic(job.folder / comparison.FIGURES, json.dumps(found) + "\n")
     return report
@@ -222,15 +239,28 @@ def measured(job: Job, plan: measurement.Plan, made: dict[str, Any], extra: dict
     prepare(plan)
     report = measurement.measure(plan, extra)
     replay.write(recorded(plan, report["extra"]), job.folder / replay.FILE)
+    made = {"environment": report["environment"], "advice": report["extra"]["advice"], **made}
+    _write_draft(job, plan, made, report["extra"]["planned_k"], report)
+    return report
+
+
+def unmeasured(job: Job, draft: PreTrainedModel, made: dict[str, Any]) -> None:
+    """Write the run's draft folder without a report, at the draft length of the settings, and say so."""
+    plan = job.plan_with(draft, None)
+    k, most = job.cfg.policy.k or DEPTHS, plan.proposer(counted=True).depths
+    _write_draft(job, plan, {"environment": environment(), **made}, min(k, most or k), None)
+    (job.folder / replay.FILE).unlink(missing_ok=True)  # of weights that were measured before these
+
+
+def _write_draft(job: Job, plan: measurement.Plan, made: dict[str, Any], k: int, report: dict[str, Any] | None) -> None:
     metadata = Metadata(
         target={"name": job.cfg.target.path, **hash_target(job.target.config, job.tokenizer)},
-        k=report["extra"]["planned_k"],
+        k=k,
         objective=objective(job.cfg.objective),
         regime=regime(sampling(job.cfg.regime)),
-        made={"environment": report["environment"], "advice": report["extra"]["advice"], **made},
+        made=made,
         int8=plan.int8,
         kind=job.cfg.draft.kind,
-        tree=served_tree(report["extra"]),
+        tree=served_tree(report["extra"]) if report else None,
     )
     save(plan.served, job.tokenizer, job.folder / "draft", metadata, report, replace=True)
-    return report

@@ -1,6 +1,7 @@
 """Training in phases, each with the texts of a round more, and checkpoints that the next call goes on from."""
 
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -28,7 +29,7 @@ from cotrain.training.callbacks import Averaged, MeasureSpeed, QuantisationAware
 from cotrain.training.clock import NEVER, Clock
 from cotrain.training.counts import Grouped
 from cotrain.training.held_out_points import HeldOutPoints, part_of
-from cotrain.training.interrupts import Keeper
+from cotrain.training.interrupts import Checkpoints, Keeper, read_saved
 from cotrain.training.job import Job, objective
 from cotrain.training.learning_curves import Learning
 from cotrain.training.module import WATCHED, Distillation
@@ -65,14 +66,24 @@ def fit(job: Job, module: Distillation, extra: list[Callback]) -> int:
         if reached.ended:
             break
     if not module.judged:  # the run had stopped between its last step and its report
-        _judge(job, module)
+        _judge(job, module, extra, reached.step)
     return reached.step
 
 
-def _judge(job: Job, module: Distillation) -> None:
-    """As at a validation: with rounded weights where the draft is served with such."""
-    with showing(_rounded(job), module):
+def _judge(job: Job, module: Distillation, extra: list[Callback], step: int) -> None:
+    """As at a validation. Of a training that nothing measured (measure=false) the weights of its last step are kept to
+    be measured now."""
+    with as_served(job, module):
         module.judge()
+        for speed in extra:
+            if isinstance(speed, MeasureSpeed) and not speed.kept and not rank():
+                speed.save(module.draft, step)
+                speed.keep(step, speed.measure(module.draft)["speedup"])
+
+
+def as_served(job: Job, module: Distillation) -> AbstractContextManager[None]:
+    """With rounded weights in the module where the draft is served with such."""
+    return showing(_rounded(job), module)
 
 
 def _rounded(job: Job) -> list[QuantisationAware]:
@@ -96,7 +107,7 @@ def _trained(job: Job, module: Distillation, extra: list[Callback], phase: Phase
     cfg, last = job.cfg.trainer, job.folder / CHECKPOINT
     kept: dict[str, Any] = {"global_step": 0}
     if last.exists():
-        kept = torch.load(last, weights_only=True, map_location="cpu")
+        kept = read_saved(last)
     done = kept["global_step"]
     if _ended(kept, extra, module, job.cfg):
         _take(kept, job, module)
@@ -242,7 +253,7 @@ def _trainer(
         gradient_clip_val=cfg.clip, check_val_every_n_epoch=None,
         val_check_interval=NEVER if run_budget.timed(job.cfg) else every * cfg.accumulate,
         num_sanity_val_steps=0, log_every_n_steps=WATCHED, enable_model_summary=False,
-        logger=[tensorboard(job.folder, again), *job.loggers],
+        logger=[tensorboard(job.folder, again), *job.loggers], plugins=[Checkpoints()],
         callbacks=[*extra, Bar(progress), Keeper(last, cfg.checkpoint_minutes, job.signals),
                    ModelCheckpoint(last.parent, "last", every_n_epochs=1, save_on_train_epoch_end=False,
                                    enable_version_counter=False)],

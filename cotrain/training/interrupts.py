@@ -8,14 +8,17 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from types import FrameType
 from typing import Any
 
 import lightning
 import torch
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.callbacks import Callback
 
-from cotrain.errors import Interrupted
+from cotrain.errors import Interrupted, UserError
+from inference.drafts.atomic import new_file
 
 ENDING = (signal.SIGINT, signal.SIGTERM)
 CURSOR = b"\x1b[?25h"  # shows it again: a display hides it
@@ -63,6 +66,32 @@ def listening() -> Iterator[Signals]:
         if threading.current_thread() is threading.main_thread():
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+class Checkpoints(TorchCheckpointIO):
+    """Checkpoints that are written beside their place and renamed. Lightning writes them to the temporary directory;
+    from another file system its move is a copy over the old one."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
+        with new_file(Path(path)) as new:
+            torch.save(checkpoint, new)
+
+
+def read_saved(path: Path) -> dict[str, Any]:
+    """What torch saved in a file, on the CPU. Raises UserError, naming the file and what to do, for one that is damaged
+    or holds no dictionary."""
+    try:
+        found = torch.load(path, weights_only=True, map_location="cpu")
+        if isinstance(found, dict):
+            return found
+        reason = f"it holds a {type(found).__name__}"
+    except (RuntimeError, EOFError, ValueError, LookupError, UnpicklingError, OSError) as error:
+        if "allocate" in str(error):  # memory ran out: nothing is wrong with the file
+            raise
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    raise UserError(
+        f"{path} cannot be read ({reason}): delete it, and the same command makes it anew from the beginning"
+    )
 
 
 class Keeper(Callback):

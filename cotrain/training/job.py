@@ -154,8 +154,8 @@ class Job:
     def plan(self, draft: PreTrainedModel) -> measurement.Plan:
         return self.plan_with(draft, self.prompts)
 
-    def plan_with(self, draft: PreTrainedModel, prompts: Prompts) -> measurement.Plan:
-        """On other prompts than the run's own."""
+    def plan_with(self, draft: PreTrainedModel, prompts: Prompts | None) -> measurement.Plan:
+        """On other prompts than the run's own; None: of a draft that is not measured."""
         names = (self.cfg.target.path, of_draft(self.cfg))
         return measurement.Plan(
             self.target,

@@ -18,6 +18,8 @@ def kind(key: str, old: Any, new: Any, rounds: int = 1) -> Kind:
     sampling; budgets: a number, or None for one without end."""
     if rounds > 1 and key in BY_ROUNDS:
         return "other"
+    if key == "measure":  # a finished training is measured when it is asked for
+        return "longer" if new else "free"
     if key in FREE or key.startswith(MEASURED):
         return "free"
     if key in BUDGETS and old is not None and (new is None or new > old):

@@ -25,18 +25,22 @@ def write_atomic(path: Path, data: bytes | str) -> None:
 
     Makes the parent folders. Raises OSError, with the old file untouched; a full disk names `path`.
     """
+    with new_file(path) as new:
+        new.write_bytes(data.encode() if isinstance(data, str) else data)
+
+
+@contextmanager
+def new_file(path: Path) -> Iterator[Path]:
+    """Yield where to write a file that becomes `path` when the block ends without an exception; see `write_atomic`."""
     place = _place(path)
     new = _temporary(place, "new")
     try:
-        with open(new, "xb") as file:
-            file.write(data.encode() if isinstance(data, str) else data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(new, place)
-    except BaseException as error:
+        with naming_full_disk(place):
+            yield new
+            _sync(new)
+            os.replace(new, place)
+    except BaseException:
         new.unlink(missing_ok=True)
-        if disk_full(error):
-            raise _full(place) from error
         raise
     _sync(place.parent)
 
@@ -55,14 +59,13 @@ def new_folder(final: Path, replace: bool = False) -> Iterator[Path]:
     new = _temporary(place, "new")
     new.mkdir()
     try:
-        yield new
-        _settle(new)
-        _refuse(place, replace)
-        _swap(new, place)
-    except BaseException as error:
+        with naming_full_disk(place):
+            yield new
+            _settle(new)
+            _refuse(place, replace)
+            _swap(new, place)
+    except BaseException:
         shutil.rmtree(new, ignore_errors=True)
-        if disk_full(error):
-            raise _full(place) from error
         raise
 
 
@@ -71,9 +74,15 @@ def disk_full(error: BaseException) -> bool:
     return (isinstance(error, OSError) and error.errno in _FULL) or bool(_FULL_TEXT.search(str(error)))
 
 
-def _full(place: Path) -> OSError:
-    """A full disk with the name of what was to be written, which the system leaves out."""
-    return OSError(errno.ENOSPC, "no space left (disk, quota or file size limit)", str(place))
+@contextmanager
+def naming_full_disk(place: Path) -> Iterator[None]:
+    """Raise a full disk as an OSError with the name of what was to be written, which the system leaves out."""
+    try:
+        yield
+    except BaseException as error:
+        if disk_full(error):
+            raise OSError(errno.ENOSPC, "no space left (disk, quota or file size limit)", str(place)) from error
+        raise
 
 
 def _refuse(place: Path, replace: bool) -> None:

@@ -1,0 +1,162 @@
+"""What a command reads does not lie where it writes, and a folder of another command is never replaced."""
+
+import dataclasses
+import json
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from cotrain.cli import main
+from cotrain.commands import export
+from cotrain.config.settings import SCHEMAS, checked, register
+from cotrain.errors import UserError
+from cotrain.export.engines import MARK
+from cotrain.paths import folder
+from cotrain.run_folder import MARKER, STORES, WORDS, WRITTEN, claim, refuse_overlap, refuse_replaced
+
+
+def texts_of(schema: type, prefix: str = "") -> Iterator[str]:
+    """The dotted names of all settings of text."""
+    for name, kind in typing.get_type_hints(schema).items():
+        if dataclasses.is_dataclass(kind):
+            yield from texts_of(typing.cast(type, kind), f"{prefix}{name}.")
+        elif str in (kind, *typing.get_args(kind)) and not str(kind).startswith("dict"):
+            yield f"{prefix}{name}"
+
+
+PATHS = [
+    (command, written, key)
+    for command, schema in SCHEMAS.items()
+    for written in WRITTEN
+    for key in texts_of(schema)
+    if written in texts_of(schema) and key not in WORDS | {written, "output"}
+]
+
+
+@pytest.fixture(scope="module")
+def settings() -> dict[str, dict[str, Any]]:
+    """Of each command, as they stand in conf/."""
+    register()
+    with initialize_config_dir(str(folder("conf")), version_base="1.3"):
+        return {name: typing.cast(dict[str, Any], OmegaConf.to_container(checked(name, compose(name)), resolve=True))
+                for name in SCHEMAS}  # fmt: skip
+
+
+def refused(settings: dict[str, Any], command: str, **values: Path | str) -> str | None:
+    """What is said of a command with these values; None: nothing."""
+    cfg = OmegaConf.create(settings)
+    for key, value in values.items():
+        listed = isinstance(OmegaConf.select(cfg, key), typing.Sequence) and OmegaConf.is_list(
+            OmegaConf.select(cfg, key)
+        )
+        OmegaConf.update(cfg, key, [str(value)] if listed else str(value))
+    try:
+        refuse_overlap(command, typing.cast(dict[str, Any], OmegaConf.to_container(cfg)))
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def test_every_setting_of_text_is_known_as_a_word_or_guarded_as_a_path() -> None:
+    """One that is new is guarded until WORDS names it; WORDS names no setting that is gone."""
+    known = {key for schema in SCHEMAS.values() for key in texts_of(schema)}
+    assert set(WORDS) - known == set()
+    guarded = known - WORDS - set(WRITTEN)
+    assert guarded == {
+        "target.path", "target.adapter", "draft.path", "draft.datastore", "data.path", "rollout.folder",
+        "trainer.cache", "matrix.vllm", "prompts", "folder", "report", "run", "page", "check",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("command", "written", "key"), PATHS)
+def test_no_path_that_is_read_may_lie_in_a_folder_that_is_written(
+    command: str, written: str, key: str, settings: dict[str, dict[str, Any]], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    if (command, key) == ("export", "check"):
+        assert refused(settings[command], command, **{written: tmp_path, key: tmp_path}) is None  # it writes nothing
+        return
+    monkeypatch.chdir(tmp_path)
+    output, other = tmp_path / "out", tmp_path / "other"
+    for place in (output / "sub" / "file", other / "file"):
+        place.parent.mkdir(parents=True)
+        place.write_text("{}")
+    (output / "link").symlink_to(other)  # what it points at stays, the link does not
+    (tmp_path / "alias").symlink_to(output / "sub")
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / "weights").symlink_to(output / "sub" / "file")
+    inside = [output, output / "sub", output / "sub" / "file", Path("out/sub"), output / "link", tmp_path / "alias",
+              tmp_path / "linked", other / ".." / "out" / "sub"]  # fmt: skip
+    inside += [output / "not yet"] if key in STORES else []
+    inside += [output / "sub" / "f*"] if key == "data.path" else []
+    for place in inside:
+        said = refused(settings[command], command, **{written: output, key: place})
+        assert said and said.startswith(f"{key}=") and f"lies in {written}={output}" in said, place
+        assert f"name another {written}=" in said and "\n" not in said
+    said = refused(settings[command], command, **{written: other / "out", key: other})
+    assert said and said.startswith(f"{written}={other / 'out'} lies in {key}={other}")
+    (output / "link").unlink()
+    for place in (other, other / "file", "org/name", "bundled", output.with_name("out2")):
+        assert refused(settings[command], command, **{written: output, key: place}) is None, place
+
+
+@pytest.mark.parametrize(("file", "outer", "inner"), [
+    ("cotrain.json", "target", "name"), ("cotrain.json", "made", "adapter"), ("config.json", "lookup", "datastore"),
+])  # fmt: skip
+def test_what_a_draft_folder_names_is_read_too(
+    file: str, outer: str, inner: str, settings: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    draft, output = tmp_path / "draft", tmp_path / "out"
+    for place in (draft, output / "kept"):
+        place.mkdir(parents=True)
+    (draft / file).write_text(json.dumps({outer: {inner: str(output / "kept")}}))
+    said = refused(settings["bench"], "bench", **{"draft.path": draft, "output": output})
+    assert said and said.startswith(f"{output / 'kept'}, which draft.path={draft} names, lies in output=")
+
+
+MAKERS = ("train", "bench", "serve_check", "pretrain")
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.parametrize("command", [name for name, schema in SCHEMAS.items() if "output" in texts_of(schema)])
+def test_the_folder_of_another_command_is_refused_and_stays(
+    command: str, maker: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with claim(tmp_path / "out", command=maker) as run:
+        (tmp_path / "out" / "weights").write_text("w")
+        run.finish()
+    assert json.loads((tmp_path / "out" / MARKER).read_text())["command"] == maker
+    overwrite = [] if command in ("pretrain", "rollout") else [["overwrite=true"]]
+    for more in ([], *overwrite) if command != maker else ():
+        assert main([command, f"output={tmp_path / 'out'}", *more]) == 1
+        said = capsys.readouterr().err
+        assert f"output={tmp_path / 'out'} holds a run of cotrain {maker}: name another folder" in said
+        assert said.count("\n") == 1 and (tmp_path / "out" / "weights").read_text() == "w"
+
+
+def test_a_run_of_an_earlier_version_is_known_by_its_settings(
+    settings: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    for kept, own in (({"seed": 0}, ("train",)), ({}, ("bench", "serve_check", "pretrain"))):
+        (tmp_path / MARKER).write_text(json.dumps({"cotrain": "0", "state": "finished", "settings": kept}))
+        allowed = [name for name in MAKERS if refused(settings[name], name, output=tmp_path) is None]
+        assert tuple(sorted(allowed)) == tuple(sorted(own))
+
+
+def test_overwrite_replaces_no_folder_that_the_command_did_not_write(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "README.md").write_text("# mine")
+    for command in (["datastore", "overwrite=true", f"output={tmp_path}"], ["pretrain", f"export={tmp_path}"]):
+        assert main(command) == 1
+        assert "name another folder (a command replaces only what it made)" in capsys.readouterr().err
+    with pytest.raises(UserError, match="no README.md that this command wrote"):
+        refuse_replaced(tmp_path, "README.md", MARK)
+    report = tmp_path / "README.md"
+    assert main(["compare", f"report={report}"]) == 1 and "did not write" in capsys.readouterr().err
+    assert report.read_text() == "# mine" and export.MARK == MARK
