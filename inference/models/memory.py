@@ -2,6 +2,7 @@
 
 import json
 from functools import lru_cache
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
@@ -20,14 +21,15 @@ def spare_slots(rows: int) -> int:
 
 def token_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
     """Of the keys and values of one token in all layers, held in `dtype`."""
+    kind: Any = type(config)
     try:
-        return _stored(type(config), config.to_json_string()) * dtype.itemsize
+        return _stored(kind, config.to_json_string()) * dtype.itemsize
     except (RuntimeError, ValueError):  # experts that read values; a config that names no model
         return _written(config.get_text_config()) * dtype.itemsize
 
 
 @lru_cache(64)
-def _stored(kind: type[PreTrainedConfig], said: str) -> int:
+def _stored(kind: Any, said: str) -> int:
     """Numbers that a model without storage stores of one token: its code knows which layers share those of others."""
     config = kind.from_dict(json.loads(said))
     with torch.random.fork_rng(devices=[]), torch.device("meta"), torch.inference_mode():

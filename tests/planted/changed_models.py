@@ -1,6 +1,6 @@
 """Planted bugs in what an engine sees of models that change, of other threads and of the keys and values it holds."""
 
-S, T = 'tests/test_stale.py::', 'tests/test_threads.py::'
+S, T = "tests/test_stale.py::", "tests/test_threads.py::"
 # fmt: off
 ROWS_OF_BUGS = [
     ('a_target_looked_at_once', 'inference/engine.py', '            if self.target.stale:\n', '            if False:\n', [S + 'test_an_engine_has_the_weights_as_they_are'], 53),
@@ -22,7 +22,7 @@ ROWS_OF_BUGS = [
     ('calls_of_threads_at_once', 'inference/engine.py', '        with ALONE:\n            run = self.begin(', '        if True:\n            run = self.begin(', [T + 'test_calls_of_several_threads_give_what_they_give_alone'], 54),
     ('rounds_of_threads_at_once', 'inference/engine.py', '            with ALONE:  # not while the caller has the events', '            if True:', [T + 'test_a_stream_gives_its_text_or_says_that_a_later_call_took_its_slots'], 54),
     ('a_stream_keeps_the_lock', 'inference/engine.py', '                events = self._round(run)\n            yield events', '                events = self._round(run)\n                yield events', [T + 'test_a_stream_that_is_left_half_way_holds_nobody_up'], 54),
-    ('cache_bytes_by_the_config_alone', 'inference/models/memory.py', 'return _stored(type(config), config.to_json_string()) * dtype.itemsize', 'return _written(config.get_text_config()) * dtype.itemsize', ['tests/test_families.py::test_an_estimate_of_keys_and_values_is_what_an_engine_holds'], 'memory of keys and values is estimated wrongly'),
+    ('cache_bytes_by_the_config_alone', 'inference/models/memory.py', 'return _stored(kind, config.to_json_string()) * dtype.itemsize', 'return _written(config.get_text_config()) * dtype.itemsize', ['tests/test_families.py::test_an_estimate_of_keys_and_values_is_what_an_engine_holds'], 'memory of keys and values is estimated wrongly'),
     ('compiler_gets_half_a_path', 'inference/models/compiled.py', '[shlex.quote(path) for path in self._libraries_dirs]', 'self._libraries_dirs', ['tests/test_lean.py::test_libraries_in_a_path_with_a_space_reach_the_compiler_whole'], 'nothing compiles in a path with a space'),
     ('a_failed_compilation_says_its_first_line', 'inference/models/compiled.py', 'return lines[-1] if lines', 'return lines[0] if lines', ['tests/test_lean.py::test_a_failed_compilation_says_its_last_line'], 'the message hides the reason'),
 ]
