@@ -17,14 +17,14 @@ commit      accepted drafts and that token join the text; what is stored of refu
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from os import PathLike, fspath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from inference.models.lm import LM, load_model
 from inference.models.memory import spare_slots
-from inference.models.passes import Pass
+from inference.models.passes import ALONE, Pass
 from inference.models.replays import Replays
 from inference.output import Event, Output, RequestError
 from inference.policy import Fixed, Policy
@@ -53,7 +53,10 @@ class Engine:
     record: keeps the rounds of the last call, with p, q and u of each draft (see `report.recorder`); None: nothing is.
     A row that comes to a place without a law (its settings leave no token, a processor of its own raises, the target's
     logits are NaN or infinite) ends there, alone, with finish "error". One proposer may serve several engines one call
-    after the other.
+    after the other. Threads: calls of all engines of a process run one after the other, a call of another thread waits;
+    a stream lets others run between its rounds, and ends in RuntimeError once one took its slots or its proposer.
+    Every call looks whether the models were changed (weights, adapters, hooks, modules); it then decodes as a new
+    engine would.
     Raises ValueError for an unknown rule or an unsupported model.
     """
 
@@ -86,11 +89,16 @@ class Engine:
                 f"{target.device}); cast or move it first, or give its path"
             )
         self.proposer, self.rule, self.policy, self.tokenizer, self.rows = proposer, rule, policy, tokenizer, rows
-        vocabulary = vocabulary_of(target, tokenizer)
-        self.target = LM(target, rows, vocabulary, context, compile=compile, spare=spare_slots(rows))
+        self.record = record
+        self._made = partial(LM, target, rows, context=context, compile=compile, spare=spare_slots(rows))
+        self._open()
+
+    def _open(self) -> None:
+        """The target as it is now, with slots of its own."""
+        self.target = self._made(vocabulary=vocabulary_of(self._made.args[0], self.tokenizer))
         self.replays = Replays(self.target.device) if self.target.replayed else None
-        self.ends, self.pads = ends_of(target), pads_of(target, tokenizer)
-        self.slots, self.record = Slots(self.target), record
+        self.ends, self.slots = ends_of(self.target.model), Slots(self.target)
+        self.pads = pads_of(self.target.model, self.tokenizer)
 
     def generate(
         self,
@@ -109,14 +117,16 @@ class Engine:
         out. Text is encoded as the tokenizer does, with one start token at most. `Output.text` leaves out the end token
         that ended a row, `Output.tokens` has it.
         max_new_tokens and sampling: one, or one a prompt. seed, ids: the key of the random numbers; ids default to a
-        hash of each prompt, so a prompt gives the same tokens alone or in a batch. ignore_eos: the target's end tokens
-        end no row; stop strings, stop_ids and lengths do.
+        hash of each prompt, so a prompt gives the same tokens alone or in a batch: exactly in float64, in float32 but
+        for rare rounding; in bfloat16 another text with the same probabilities. ignore_eos: the target's end tokens end
+        no row; stop strings, stop_ids and lengths do.
         Raises ValueError for anything else as a prompt, for one that is empty, leaves no room in the context or holds
         ids outside the vocabulary, for settings with such ids, and for lists of other lengths, before anything is run.
         """
-        run = self.begin(prompts, max_new_tokens, sampling, seed, ids, ignore_eos)
-        for _ in self.rounds(run):
-            pass
+        with ALONE:
+            run = self.begin(prompts, max_new_tokens, sampling, seed, ids, ignore_eos)
+            for _ in self.rounds(run):
+                pass
         texts = [str(self.tokenizer.decode(row.shown)) for row in run.rows] if self.tokenizer else None
         finish = [row.finish or "length" for row in run.rows]
         return Output([row.new for row in run.rows], texts, finish, run.stats, [row.error for row in run.rows])
@@ -145,19 +155,38 @@ class Engine:
         seed: int = 0, ids: Sequence[int] | None = None, ignore_eos: bool = False,
     ) -> Run:  # fmt: skip
         """A call that is to decode these prompts, see `generate`; it takes the slots of the call before it."""
-        rows = Accepts(self.target, self.ends, self.tokenizer, self.pads).requests(
-            prompts, max_new_tokens, sampling, ids, ignore_eos
-        )
-        if self.record:
-            self.record.begin(self.rule.name, rows)
-        return self.slots.begin(rows, self.proposer, seed)
+        with ALONE:
+            if self.target.stale:
+                self._open()
+            rows = Accepts(self.target, self.ends, self.tokenizer, self.pads).requests(
+                prompts, max_new_tokens, sampling, ids, ignore_eos
+            )
+            if self.record:
+                self.record.begin(self.rule.name, rows)
+            return self.slots.begin(rows, self.proposer, seed)
 
     def rounds(self, run: Run) -> Iterator[list[Event]]:
         """Decode round by round until every row has ended; rows that end make room for rows that wait."""
         while run.waiting or run.staged or run.active:
-            self.slots.require(run)
-            self.slots.admit(run)
-            yield self._round(run)
+            with ALONE:  # not while the caller has the events
+                self.slots.require(run)
+                self.slots.admit(run)
+                events = self._round(run)
+            yield events
+
+    def __deepcopy__(self, memo: object) -> "Engine":
+        return self.__reduce__()
+
+    def __reduce__(self) -> NoReturn:
+        """Raises TypeError: also for pickle."""
+        raise TypeError("Engine: the keys, values and compiled passes of an engine cannot be copied or pickled; copy "
+                        "its model and make another: Engine(copy.deepcopy(model), ...)")  # fmt: skip
+
+    def __copy__(self) -> "Engine":
+        """Another engine on the same target, proposer and slots."""
+        other = object.__new__(type(self))
+        vars(other).update(vars(self))
+        return other
 
     @torch.inference_mode()
     def _round(self, run: Run) -> list[Event]:

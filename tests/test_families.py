@@ -8,6 +8,8 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from inference import Engine, Sampling
+from inference.models.lm import LM
+from inference.models.memory import cache_bytes
 from inference.policy import Fixed
 from inference.proposers import Independent
 from tests.tiny import continued, near
@@ -147,3 +149,15 @@ def test_what_cannot_be_rolled_back_is_refused(family, settings, names):
     model = build(family, settings)
     with pytest.raises(ValueError, match=rf"{type(model).__name__}: .*{names}"):
         Engine(model)
+
+
+@pytest.mark.parametrize(("family", "settings"), [(name, settings) for name, settings, *_ in SUPPORTED + BEHAVING])
+def test_an_estimate_of_keys_and_values_is_what_an_engine_holds(family, settings):
+    """Heads that share keys, layers that share those of others, contexts under other names."""
+    config, length = getattr(transformers, f"{family}Config")(**settings), 13
+    model = AutoModelForCausalLM.from_config(config).eval()
+    lm = LM(model, 3, spare=2)
+    lm.store(torch.ones(5, length, dtype=torch.int64), [0] * 5)
+    stores = [store for store in lm.cache.stores if store.is_initialized]
+    found = sum(store.keys.nbytes + store.values.nbytes for store in stores)
+    assert found == cache_bytes(config, 3, length, torch.float32)

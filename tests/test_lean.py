@@ -1,17 +1,19 @@
 """The few-operation forward against transformers' own."""
 
 import copy
+import shlex
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from torch import nn
+from torch._inductor import cpp_builder
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from inference.models import llama_weights
 from inference.models import lm as lm_module
-from inference.models.compiled import Compiled
+from inference.models.compiled import Compiled, quote_libraries, reason
 from inference.models.forward import Stock
 from inference.models.llama_weights import applies
 from inference.models.lm import LM
@@ -165,6 +167,24 @@ def test_without_a_compiler_passes_run_uncompiled_with_a_message(monkeypatch):
 
 def compiled(model, rows):
     return LM(model, rows, compile=True).run.compiled("pass", Step)
+
+
+def test_libraries_in_a_path_with_a_space_reach_the_compiler_whole(monkeypatch):
+    options = cpp_builder.BuildOptionsBase
+    monkeypatch.setattr(options, "get_libraries_dirs", options.get_libraries_dirs)
+    monkeypatch.setattr(torch, "__path__", ["/a path/torch"])
+    quote_libraries()
+    given = options(libraries_dirs=["/a path/torch/lib"], libraries=["torch"])
+    command = cpp_builder.CppBuilder("name", "source.cpp", given).get_command_line()
+    assert "-L/a path/torch/lib" in shlex.split(command)
+
+
+def test_a_failed_compilation_says_its_last_line():
+    said = (
+        "C++ compile error\n\nOutput:\nld: cannot find -ltorch\n\nSet TORCHDYNAMO_VERBOSE=1 for the trace. For more\n"
+    )
+    assert reason(RuntimeError(said)) == "ld: cannot find -ltorch"
+    assert reason(RuntimeError("no compiler\n\n")) == "no compiler" and reason(KeyError()) == "KeyError"
 
 
 def test_engines_of_a_model_share_what_is_compiled_until_it_is_trained():

@@ -1,8 +1,8 @@
-"""A checksum of all of a model's values: what was made from weights is kept only while they are what they were.
+"""Whether a model is what it was: what was made from its weights is kept only while it is.
 
 Addresses and torch's version counters do not tell: `p.data.copy_(...)` and merging an adapter change values in place
-and count nothing. Every byte is read once for each of two sums, at the speed of memory, so a change of one element is
-seen; samples would miss it.
+and count nothing. So a checksum reads every byte once for each of two sums, at the speed of memory: a change of one
+element is seen; samples would miss it. `Stamp`, which every call asks, sums once, and only where copies were made.
 """
 
 import hashlib
@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from math import isqrt
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -37,13 +38,59 @@ def fingerprint(model: nn.Module) -> bytes:
     return _UNCHANGED.get(model) or _checksum(model)
 
 
-def _checksum(model: nn.Module) -> bytes:
+class Stamp:
+    """What a model was: its modules, their parameters and forwards, what is hooked to them, and its config.
+
+    addresses: whether somebody holds those of its tensors; then where they are and how often they were changed counts
+    too, while a model that is only called reads them anew. values: whether
+    somebody holds copies of them; then their bytes are summed too, since a change by `.data` counts nowhere.
+    Memory whose address counts is held, so that it comes back for nothing else.
+    """
+
+    def __init__(self, model: nn.Module, *, addresses: bool, values: bool) -> None:
+        self.addresses, self.values = addresses, values
+        self.memory = list(_stored(_tensors(model))) if addresses else []
+        self.seen = self._look(model)
+
+    def holds(self, model: nn.Module) -> bool:
+        """Whether the model is what it was."""
+        return self.seen == self._look(model)
+
+    def _look(self, model: nn.Module) -> tuple[Any, ...]:
+        modules = [(type(m).forward, vars(m).get("forward"), *map(id, m._parameters.values()),
+                    *m._forward_hooks, "before", *m._forward_pre_hooks) for m in model.modules()]  # fmt: skip
+        kinds = {(p.dtype, p.device) for p in model.parameters()}
+        tensors = [(changes([t]), _where(t)) for t in _tensors(model)] if self.addresses else []
+        config = getattr(model, "config", None)
+        values = _checksum(model, once=True) if self.values else b""
+        return modules, kinds, repr(config and vars(config)), tensors, values
+
+
+def _tensors(model: nn.Module) -> Iterator[Tensor]:
+    return chain(model.parameters(), model.buffers())
+
+
+def _where(tensor: Tensor) -> list[tuple[Any, ...]]:
+    return [(part.data_ptr(), part.dtype, part.device, part.shape, part.stride()) for part in _stored([tensor])]
+
+
+def changes(tensors: Iterable[Tensor]) -> int:
+    """How often they were changed; 0 of what was made in inference mode, where torch does not count."""
+    try:
+        return sum(t._version for t in tensors)
+    except RuntimeError:
+        return 0
+
+
+def _checksum(model: nn.Module, once: bool = False) -> bytes:
+    """once: without the sums of columns, in a third of the time; values that change places within a row of the square
+    are not seen."""
     found = hashlib.blake2b(digest_size=16)
     sums: dict[torch.device, list[Tensor]] = {}
     with torch.no_grad():
-        for tensor in _stored(chain(model.parameters(), model.buffers())):
+        for tensor in _stored(_tensors(model)):
             found.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-            sums.setdefault(tensor.device, []).extend(_sums(tensor))
+            sums.setdefault(tensor.device, []).extend(_sums(tensor, once))
         for parts in sums.values():
             if parts and not parts[0].is_meta:
                 found.update(torch.cat(parts).cpu().numpy().tobytes())  # one transfer a device
@@ -62,9 +109,9 @@ def _stored(tensors: Iterable[Tensor]) -> Iterable[Tensor]:
             yield data
 
 
-def _sums(tensor: Tensor) -> list[Tensor]:
-    """Its bytes as 64-bit integers in a square: the sum of every row and of every column, modulo 2^64, and what is left
-    over as it is. Moving a value is seen as well as changing it."""
+def _sums(tensor: Tensor, once: bool) -> list[Tensor]:
+    """Its bytes as 64-bit integers in a square: the sum of every row and (not `once`) of every column, modulo 2^64, and
+    what is left over as it is. Moving a value is seen as well as changing it."""
     if tensor.is_meta:
         return []
     whole = tensor.contiguous().view(-1).view(torch.uint8)
@@ -76,4 +123,5 @@ def _sums(tensor: Tensor) -> list[Tensor]:
     side = isqrt(words)
     used = words // side * side
     square = whole[: used * WORD].view(torch.int64).view(-1, side)
-    return [square.sum(0), square.sum(1), whole[used * WORD :].to(torch.int64)]
+    sums = [square.sum(1)] if once else [square.sum(0), square.sum(1)]
+    return [*sums, whole[used * WORD :].to(torch.int64)]

@@ -6,6 +6,7 @@ States of layers, passes that are left early and trees are graphs of their own, 
 batch that is not full, as at the end of a queue, runs uncompiled: no graph is made for a few rounds.
 """
 
+import shlex
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -15,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch._inductor import config
+from torch._inductor import config, cpp_builder
 from transformers import PreTrainedModel
 
 from inference.models import llama_weights
@@ -81,8 +82,7 @@ class Compiled(Lean):
             return run()
         except Exception as error:  # whatever the compiler raises
             Compiled.failed = True
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            warnings.warn(f"torch.compile failed, passes run uncompiled: {reason}", stacklevel=2)
+            warnings.warn(f"torch.compile failed, passes run uncompiled: {reason(error)}", stacklevel=2)
             return None
 
     def _compiled(
@@ -140,6 +140,7 @@ class Compiled(Lean):
         if step is None or origin != self.origin:
             torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)  # for all models
             weights = self.weights if self.int8 else llama_weights.weights_of(self.model)  # it packs its own
+            quote_libraries()
             step = torch.compile(make(weights, self.shape))
             _STEPS[self.model][self.int8, name] = (self.origin, step)
         return step
@@ -149,6 +150,23 @@ class Compiled(Lean):
         order."""
         fits = not self.int8 and llama_weights.can_pack(self.model)
         return config.patch(freezing=True) if fits else nullcontext()
+
+
+HINTS = ("Set TORCH", "You can suppress", "    import", "    torch._dynamo", "For even more", "For more")  # torch's own
+
+
+def reason(error: Exception) -> str:
+    """The last line that the compiler said, without torch's advice behind it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip() and not line.startswith(HINTS)]
+    return lines[-1] if lines else type(error).__name__
+
+
+def quote_libraries() -> None:
+    """torch 2.13 quotes the folders of headers, for its C++ compiler, and not those of libraries: where it is installed
+    in a path with a space, nothing would compile."""
+    options = cpp_builder.BuildOptionsBase
+    if " " in torch.__path__[0]:
+        options.get_libraries_dirs = lambda self: [shlex.quote(path) for path in self._libraries_dirs]  # type: ignore[method-assign]
 
 
 def _mark(several: list[tuple[Tensor, int]]) -> None:

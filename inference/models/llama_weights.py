@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from inference.models.cache import sliding_window
+from inference.models.checksum import changes
 from inference.models.dtypes import emulated
 from inference.models.llama import Layer, Linear, Shape, Weights
 
@@ -165,7 +166,7 @@ def _each(weights: Weights, change: Callable[[Linear], Linear]) -> Weights:
 
 def origin(model: PreTrainedModel) -> Places:
     """Where all weights are in memory and how often each was changed."""
-    return [(p.data_ptr(), _changes([p])) for p in model.parameters()]
+    return [(p.data_ptr(), changes([p])) for p in model.parameters()]
 
 
 def state(model: PreTrainedModel, parameters: Sequence[nn.Parameter]) -> tuple[int, int]:
@@ -174,12 +175,4 @@ def state(model: PreTrainedModel, parameters: Sequence[nn.Parameter]) -> tuple[i
     parameters: the model's, listed once: every pass asks, and walking through the modules takes a tenth of one.
     """
     body: Any = model.base_model
-    return body.layers[0].input_layernorm.weight.data_ptr(), _changes(parameters)
-
-
-def _changes(parameters: Sequence[Tensor]) -> int:
-    """How often they were changed; 0 of what was made in inference mode, where torch does not count."""
-    try:
-        return sum(p._version for p in parameters)
-    except RuntimeError:
-        return 0
+    return body.layers[0].input_layernorm.weight.data_ptr(), changes(parameters)

@@ -1,8 +1,14 @@
 """Bytes of keys and values that an engine holds."""
 
-import torch
-from transformers import PreTrainedConfig
+import json
+from functools import lru_cache
+from typing import Any
 
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from inference.models.cache import SlotCache, Window
+from inference.models.limits import positions_of
 from inference.models.lm import FIRST_SLOTS
 
 MOST_SPARE = 8  # slots in which prompts wait, stored
@@ -15,10 +21,33 @@ def spare_slots(rows: int) -> int:
 
 def token_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
     """Of the keys and values of one token in all layers, held in `dtype`."""
-    config = config.get_text_config()
+    kind: Any = type(config)
+    try:
+        return _stored(kind, config.to_json_string()) * dtype.itemsize
+    except (RuntimeError, ValueError):  # experts that read values; a config that names no model
+        return _written(config.get_text_config()) * dtype.itemsize
+
+
+@lru_cache(64)
+def _stored(kind: Any, said: str) -> int:
+    """Numbers that a model without storage stores of one token: its code knows which layers share those of others."""
+    config = kind.from_dict(json.loads(said))
+    with torch.random.fork_rng(devices=[]), torch.device("meta"), torch.inference_mode():
+        model = AutoModelForCausalLM.from_config(config).eval()
+        cache = SlotCache(config.get_text_config().num_hidden_layers, 1, 1)
+        ids = torch.zeros(1, 1, dtype=torch.int64)
+        cache.aim(Window(0, 1, ids, 0, 1))
+        seen = torch.ones(1, 1, 1, 1, dtype=torch.bool)
+        model(input_ids=ids, position_ids=ids, attention_mask=seen, past_key_values=cache, use_cache=True)
+    stores = [store for store in cache.stores if store.is_initialized]
+    return sum(store.keys.numel() + store.values.numel() for store in stores)
+
+
+def _written(config: PreTrainedConfig) -> int:
+    """The same by what a config says."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(2 * config.num_hidden_layers * heads * size * dtype.itemsize)
+    return int(2 * config.num_hidden_layers * heads * size)
 
 
 def cache_bytes(config: PreTrainedConfig, rows: int, length: int, dtype: torch.dtype) -> int:
@@ -29,5 +58,5 @@ def cache_bytes(config: PreTrainedConfig, rows: int, length: int, dtype: torch.d
     slots = FIRST_SLOTS
     while slots < length:
         slots *= 2
-    slots = max(length, min(slots, config.get_text_config().max_position_embeddings))
+    slots = max(length, min(slots, positions_of(config.get_text_config())))
     return (rows + spare_slots(rows)) * slots * token_bytes(config, dtype)

@@ -4,6 +4,7 @@ A rows, n ids a row, D width, V vocabulary, N nodes of a tree.
 """
 
 from collections.abc import Mapping, Sequence
+from threading import RLock
 from typing import NamedTuple
 
 import torch
@@ -11,6 +12,8 @@ from torch import Tensor
 
 Layers = tuple[int, ...]
 States = Mapping[int, Tensor]  # of layers, each (A, n, D)
+# held by who runs models: these, hooks on them, slots, what is compiled and recorded may be those of other engines
+ALONE = RLock()
 LAST = -1  # the states that the head reads, behind the final norm
 MOST_NODES = 62  # of a tree: a node's ancestors are bits of one int64, of which the last is spare and one is the anchor
 

@@ -23,7 +23,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from inference.models.cache import sliding_window
 from inference.models.checksum import fingerprint
 from inference.models.forward import FORMS, Lean, Stock
-from inference.models.passes import LAST, Layers
+from inference.models.passes import ALONE, LAST, Layers
 from inference.models.probe import LENGTH, Found, Make, Probe
 
 NARROW = 4  # the window while the check runs
@@ -102,13 +102,14 @@ class Asked:
 def _kept(model: PreTrainedModel, asked: tuple[str, int], find: Callable[[], Any]) -> Any:
     if any(p.is_meta for p in model.parameters()):
         raise ValueError(f"{type(model).__name__}: its weights are on the meta device: there is nothing to run")
-    kept = _FOUND.setdefault(model, {})
-    key = (asked, _setting(model), fingerprint(model))
-    if key not in kept:
-        for old in [other for other in kept if other[0] == asked]:
-            del kept[old]  # of weights that are no more
-        kept[key] = find()
-    return kept[key]
+    with ALONE:
+        kept = _FOUND.setdefault(model, {})
+        key = (asked, _setting(model), fingerprint(model))
+        if key not in kept:
+            for old in [other for other in kept if other[0] == asked]:
+                del kept[old]  # of weights that are no more
+            kept[key] = find()
+        return kept[key]
 
 
 def _setting(model: PreTrainedModel) -> tuple[Any, ...]:

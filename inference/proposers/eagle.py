@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from inference.models import llama
 from inference.models.cache import SlotCache, Window, tree_window
+from inference.models.checksum import Stamp
 from inference.models.dtypes import widened
 from inference.models.forward import additive, attention, picked, visible
 from inference.models.passes import States
@@ -49,6 +50,7 @@ class Eagle(Proposer):
         self.branching = trees_of(shape)
         self.reads = tuple(sorted({*network.config.layers}))
         self.host: Host | None = None
+        self.stamp: Stamp  # of the network
         self.stored: list[int] = []  # pairs of each row that its slot holds
         self.waiting: list[int] = []  # pairs behind them whose features are known
         self.longest = 0  # drafts of a replayed round, as many each time
@@ -73,8 +75,9 @@ class Eagle(Proposer):
         if self.branching:
             self.branching.require(host.vocabulary, self.depths)
         held = self.network.dtype if device.type == "cuda" else torch.promote_types(self.network.dtype, torch.float32)
-        if host != self.host:  # slots are kept from call to call
+        if host != self.host or not self.stamp.holds(self.network):  # slots are kept from call to call
             self.host, rows = host, host.rows + host.spare
+            self.stamp = Stamp(self.network, addresses=True, values=False)  # recordings read it
             self.embedding = host.target.model.get_input_embeddings()
             self.shape = llama.Shape(config.num_attention_heads, config.num_key_value_heads, config.head_dim,
                                      self.network.scale, config.rms_norm_eps, held)  # fmt: skip

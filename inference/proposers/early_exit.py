@@ -40,7 +40,7 @@ class EarlyExit(Independent):
         shape: Shape = None,
     ) -> None:  # fmt: skip
         super().__init__(serving(network, target), greedy, compile=compile, shape=shape)
-        self.target, self.rank = target, network.config.rank
+        self.network, self.target, self.rank = network, target, network.config.rank
         self.cache: SlotCache | None = None
 
     @classmethod
@@ -60,7 +60,8 @@ class EarlyExit(Independent):
         if host.target.model is not self.target:
             raise ValueError("EarlyExit drafts with the layers of its own target: make it with the engine's model")
         shape, shared = (host.rows, host.vocabulary, host.context, host.spare), host.target.cache
-        if shape != self.opened or self.cache is not shared:
+        model, self.model = self.model, serving(self.network, self.target)
+        if shape != self.opened or self.cache is not shared or self.model is not model:
             stock = not isinstance(host.target.run, Lean)  # both hold keys and values in one way
             self.opened, self.cache = shape, shared
             self.lm = LM(self.model, *shape[:3], stock=stock, compile=self.compile, spare=host.spare, cache=shared)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from inference.drafts.compatibility import same_sizes
-from inference.models.checksum import fingerprint
+from inference.models.checksum import Stamp, fingerprint
 from inference.models.taps import decoder_layers
 
 SIZES = ("hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size", "max_position_embeddings")
@@ -163,16 +163,18 @@ def learning(network: ExitNetwork, target: PreTrainedModel, first: int = 0) -> P
     return model
 
 
-_SERVING: WeakKeyDictionary[ExitNetwork, tuple[Any, bytes, PreTrainedModel]] = WeakKeyDictionary()
+_SERVING: WeakKeyDictionary[ExitNetwork, tuple[Any, bytes, Stamp, PreTrainedModel]] = WeakKeyDictionary()
 
 
 def serving(network: ExitNetwork, target: PreTrainedModel) -> PreTrainedModel:
     """The same with its changes added to copies of the weights, in the target's dtype; made once for all that run it,
-    and again when the network has changed. Projections that are no plain ones (quantised) keep theirs beside."""
+    and again when the network or the target has changed. Projections that are no plain ones (quantised) keep theirs
+    beside."""
     made, found = fingerprint(network), _SERVING.get(network)
-    if found is None or found[0]() is not target or found[1] != made:
-        found = _SERVING[network] = ref(target), made, _merged(network, target)
-    return found[2]
+    if found is None or found[0]() is not target or found[1] != made or not found[2].holds(target):
+        stamp = Stamp(target, addresses=False, values=network.config.rank > 0)
+        found = _SERVING[network] = ref(target), made, stamp, _merged(network, target)
+    return found[3]
 
 
 @torch.no_grad()

@@ -73,7 +73,7 @@ class Independent(Proposer):
         if self.branching:
             self.branching.require(host.vocabulary, self.depths)
         wanted = host.rows, host.vocabulary, host.context, host.spare
-        if wanted != self.opened:  # slots are kept from call to call
+        if wanted != self.opened or self.lm.stale:  # slots are kept from call to call
             self.opened = wanted
             self.lm = LM(self.model, *wanted[:3], compile=self.compile, int8=self.int8, spare=host.spare,
                          scaled=self.scaled)  # fmt: skip

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from inference.models.checksum import Stamp
 from inference.models.passes import LAST, States
 from inference.models.replays import Replays
 from inference.models.step import by_round
@@ -36,6 +37,7 @@ class NewestState(Proposer):
         self.newest: Tensor  # (slots, D)
         self.blank: list[bool] = []  # rows without a state
         self.host: Host
+        self.stamp: Stamp  # of the network that recordings read
         self.replays: Replays | None = None
 
     @property
@@ -49,13 +51,14 @@ class NewestState(Proposer):
         if self.branching:
             self.branching.require(host.vocabulary, self.depths)
         self.network.fits(target.model, type(self).__name__)
-        again = self.replays is not None and self.host == host
+        again = self.replays is not None and self.host == host and self.stamp.holds(self.network)
         self.host, self.blank = host, []
         self.newest = target.no_states(host.rows + host.spare, (LAST,))[LAST].new_zeros(
             host.rows + host.spare, self.network.config.hidden_size
         )
         if not again:  # recordings run the head of the target that they were made beside
             self.replays = Replays(target.device) if target.replayed else None
+            self.stamp = Stamp(self.network, addresses=True, values=False)
 
     def admit(self, low: int, prompts: Sequence[list[int]], states: States) -> None:
         self.stage(low, prompts, states)

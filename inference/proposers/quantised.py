@@ -10,11 +10,11 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from inference.drafts.weight_files import CONFIG, read_json
-from inference.models.checksum import fingerprint
+from inference.models.checksum import Stamp
 from inference.models.dtypes import quantised
 from inference.models.llama_weights import int8_rows
 from inference.models.lm import takes_int8
-from inference.proposers.base import Beside
+from inference.proposers.base import Beside, Host
 from inference.proposers.growing import Shape
 from inference.proposers.independent import Independent
 from inference.proposers.settings_network import SettingsNetwork
@@ -58,10 +58,21 @@ class Quantised(Independent):
             raise ValueError(f"bits: {bits!r} is none of {', '.join(BITS)}")
         if quantised(target.config):
             raise ValueError(f"{type(target).__name__} is quantised as it is: it cannot be its own draft in {bits}")
-        kernel = bits == "int8" and takes_int8(target)
-        super().__init__(target if kernel else held_in(target, bits), greedy, compile=compile, int8=kernel,
-                         shape=shape)  # fmt: skip
-        self.bits = bits
+        self.target, self.bits = target, bits
+        super().__init__(target, greedy, compile=compile, shape=shape)
+        self._round()
+
+    def _round(self) -> None:
+        """The target as it is now, in its bits."""
+        self.int8 = self.bits == "int8" and takes_int8(self.target)
+        self.model = self.target if self.int8 else held_in(self.target, self.bits)
+
+    def open(self, host: Host) -> None:
+        if not self.opened or not self.int8 or self.lm.stale:  # the kernel's numbers are those of the LM
+            model = self.model
+            self._round()
+            self.opened = self.opened if self.model is model else None
+        super().open(host)
 
     @classmethod
     def load(cls, folder: Path, beside: Beside) -> "Quantised":
@@ -87,16 +98,16 @@ class Quantised(Independent):
         return self.bits
 
 
-_HELD: WeakKeyDictionary[PreTrainedModel, dict[str, tuple[bytes, PreTrainedModel]]] = WeakKeyDictionary()
+_HELD: WeakKeyDictionary[PreTrainedModel, dict[str, tuple[Stamp, PreTrainedModel]]] = WeakKeyDictionary()
 
 
 def held_in(target: PreTrainedModel, bits: str) -> PreTrainedModel:
     """A copy of the target whose projections are numbers that `bits` can hold, in the target's dtype; its embeddings
     keep theirs, tied to the head or not. Of nf4 the head stays whole, as bitsandbytes leaves it. Made once for all that
     draft with it, and again when the target has changed."""
-    made, kept = fingerprint(target), _HELD.setdefault(target, {})
-    if bits not in kept or kept[bits][0] != made:
-        kept[bits] = made, _held_in(target, bits)
+    kept = _HELD.setdefault(target, {})
+    if bits not in kept or not kept[bits][0].holds(target):
+        kept[bits] = Stamp(target, addresses=False, values=True), _held_in(target, bits)
     return kept[bits][1]
 
 

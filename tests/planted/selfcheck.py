@@ -4,8 +4,8 @@
 ROWS_OF_BUGS = [
     ('values_not_in_the_key', 'inference/models/forward.py', '    return llama_weights.origin(model), fingerprint(model)', '    return llama_weights.origin(model), b""', ['tests/test_stale.py::test_a_new_engine_has_the_new_weights[False-copied]'], 38),
     ('compiled_of_old_values', 'inference/models/compiled.py', 'if step is None or origin != self.origin:', 'if step is None or origin[0] != self.origin[0]:', ['tests/test_stale.py::test_what_was_compiled_of_other_values_is_not_used'], 38),
-    ('checksum_of_columns_alone', 'inference/models/checksum.py', 'return [square.sum(0), square.sum(1), ', 'return [square.sum(0), square.sum(0), ', ['tests/test_stale.py::test_values_that_change_places_are_seen'], 38),
-    ('checksum_without_the_rest', 'inference/models/checksum.py', 'square.sum(1), whole[used * WORD :].to(torch.int64)]', 'square.sum(1)]', ['tests/test_stale.py::test_every_change_of_one_element_is_seen'], 38),
+    ('checksum_of_columns_alone', 'inference/models/checksum.py', 'else [square.sum(0), square.sum(1)]', 'else [square.sum(0), square.sum(0)]', ['tests/test_stale.py::test_values_that_change_places_are_seen'], 38),
+    ('checksum_without_the_rest', 'inference/models/checksum.py', '[*sums, whole[used * WORD :].to(torch.int64)]', 'sums', ['tests/test_stale.py::test_every_change_of_one_element_is_seen'], 38),
     ('a_part_of_another_class_bypassed', 'inference/models/llama_weights.py', 'return ours and all(name.startswith("torch.nn.modules.") for name in homes)', 'return ours', ['tests/test_selfcheck.py::test_a_part_of_another_class_is_not_bypassed'], 39),
     ('a_subclass_bypassed', 'inference/models/llama_weights.py', 'return ours and all(name.startswith("torch.nn.modules.") for name in homes)', 'return type(model).__name__ in FAMILIES', ['tests/test_selfcheck.py::test_a_subclass_with_a_forward_of_its_own_is_not_bypassed'], 39),
     ('lean_not_checked', 'inference/models/lm.py', 'applies(self.model) and lean_agrees(self.model, self.context)', 'applies(self.model)', ['tests/test_selfcheck.py::test_what_disagrees_runs_through_transformers'], 39),
