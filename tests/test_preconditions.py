@@ -76,6 +76,16 @@ MISTAKES = {
     "loss.first=0.5*kl+0.5*rkl regime=t0": "loss: rkl is infinite",
     "loss=rkl rollout.train_temperatures=[0,1]": "loss: rkl is infinite",
     "regime.top_k=301": "regime.top_k=301: the target has 300 tokens",
+    **{
+        f"draft.{key}=16": f"draft.{key}=16: nothing reads it here"
+        for key in ("width", "layers", "intermediate", "head_dim", "kv_heads")
+    },
+    "draft=conditioned draft.temperatures=[1.0] draft.layers=1": "draft.layers=1: nothing reads it here",
+    "loss=kl loss.then=tv": "loss.then=tv: nothing reads it here: the loss never switches: loss.switch=0.5",
+    "loss=kl loss.switch=0.3": "loss.switch=0.3: nothing reads it here",
+    "trainer.patience=2 measure=false": "trainer.patience=2: nothing reads it here",
+    "data.split=test": "data.split=test: nothing reads it here",
+    "data.take=5": "data.take=5: nothing reads it here",
     "trainer.cache=PLACE/file/x": "trainer.cache=",
     "trainer.top=4 init.cosine=1 loss=kl": "trainer.top: ",
     "trainer.top=301 loss=kl init.cosine=0": "trainer.top: 301 tokens of 300",

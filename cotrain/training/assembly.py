@@ -120,7 +120,8 @@ def refuse(cfg: TrainConfig, taught: list[Stage]) -> None:
     cut = cfg.regime.top_k > 0 or cfg.regime.top_p < 1
     if (cut or 0.0 in learnt(cfg)) and any(term.name == "rkl" for stage in taught for term in stage.loss.terms):
         why = "regime.top_k=0 regime.top_p=1" if cut else "no temperature 0 in regime or rollout.train_temperatures"
-        raise ValueError(f"loss: rkl is infinite where the target's probability is 0: another loss, as loss=tv, or {why}")
+        said = "loss: rkl is infinite where the target's probability is 0"
+        raise ValueError(f"{said}: another loss, as loss=tv, or {why}")
     if missing := [t for t in cfg.draft.temperatures if t not in learnt(cfg)]:
         raise ValueError(f"draft.temperatures: no text is learnt at {missing[0]:g}: rollout.train_temperatures=[], or "
                          "with it")  # fmt: skip

@@ -136,7 +136,8 @@ def _lightning(cfg: Trainer, chosen: str) -> None:
                                   precision=cast(Any, name))  # fmt: skip
         except Exception as error:  # MisconfigurationException, ImportError, TypeError, ... by strategy
             why = " ".join(str(error).split())
-            raise UserError(f"trainer.{key}={value}: Lightning cannot use it here: {why}; trainer.{key}=auto") from error
+            said = f"trainer.{key}={value}: Lightning cannot use it here: {why}"
+            raise UserError(f"{said}; trainer.{key}=auto") from error
 
 
 def machine(cfg: Trainer) -> None:
