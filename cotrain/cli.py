@@ -152,14 +152,17 @@ def _options(name: str, scratch: str, arguments: Sequence[str]) -> list[str]:
 def _job(name: str, cfg: "DictConfig", arguments: Sequence[str], outputs: list[str]) -> tuple[int, float | None]:
     """Run the command once: its status, and its figure, if it has one; where it writes goes to `outputs`. Hydra would
     wrap what it raises in lines of its own: it is told here."""
+    from hydra.core.hydra_config import HydraConfig
     from omegaconf import OmegaConf
 
+    from cotrain.config.ranges import refuse_unread
     from cotrain.config.settings import checked
     from cotrain.quiet import quiet
 
     quiet()
     try:
         cfg = checked(name, cfg)
+        refuse_unread(cfg, HydraConfig.get().overrides.task)
         _own_folder(name, cfg, arguments)
         _refuse_paths(name, cfg)
         outputs.append(str(OmegaConf.select(cfg, "output")))

@@ -1,7 +1,8 @@
 """What the value of a setting may be. Every command checks its settings here before it does anything else."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cotrain.errors import UserError
@@ -137,6 +138,54 @@ def refuse(command: str, cfg: "DictConfig") -> None:
         _refuse(key, rule(command, key), OmegaConf.select(cfg, key))
     for key in (key.partition(":")[2] for key in RULES if key.startswith(f"{command}:")):
         _refuse(key, rule(command, key), OmegaConf.select(cfg, key))
+
+
+class Unread(NamedTuple):
+    """A setting that nothing reads in some runs. when: whether this is such a run; instead: what to set."""
+
+    keys: tuple[str, ...]
+    when: Callable[[Any], bool]
+    instead: str
+
+
+def _one_split(cfg: Any) -> bool:
+    """Embedded texts, a file and a pattern have one split; a folder, a saved data set and the hub may have several."""
+    path = cfg.data.path
+    return path is None or (not cfg.data.config and (Path(path).is_file() or bool(set(path) & set("*?["))))
+
+
+UNREAD: dict[str, tuple[Unread, ...]] = {  # by the group that it is about
+    "data": (
+        Unread(("data.take",), lambda cfg: not cfg.data.streaming, "it is of a stream: data.streaming=true"),
+        Unread(("data.split",), _one_split, "it is of a folder, a saved data set or the hub: leave it out"),
+        Unread(("data.config",), lambda cfg: cfg.data.path is None, "it is of a data set: data.path="),
+    ),
+    "init": (
+        Unread(
+            ("draft.width", "draft.layers", "draft.intermediate", "draft.head_dim", "draft.kv_heads"),
+            lambda cfg: cfg.draft.kind in ("independent", "conditioned") and cfg.init.kind != "scratch",
+            "it is of a draft of random weights: init=scratch with it, or init.layers= for layers of the target",
+        ),
+    ),
+    "loss": (
+        Unread(("loss.then",), lambda cfg: cfg.loss.switch >= 1, "the loss never switches: loss.switch=0.5 with it"),
+        Unread(("loss.switch",), lambda cfg: cfg.loss.then is None, "no loss follows: loss.then=tv with it"),
+    ),
+    "trainer": (
+        Unread(("trainer.patience",), lambda cfg: not cfg.measure, "it is of measured runs: measure=true with it"),
+    ),
+}  # fmt: skip
+
+
+def refuse_unread(cfg: "DictConfig", typed: Iterable[str]) -> None:
+    """Raise UserError for the first of the settings that were typed, `key=value`, which nothing reads in this run.
+    What asks for nothing (null, 0) may be typed."""
+    values = {key.lstrip("+"): value for key, _, value in (setting.partition("=") for setting in typed)}
+    for group in (name for name in UNREAD if name in cfg):
+        for unread in UNREAD[group]:
+            for key in unread.keys:
+                if values.get(key) not in (None, "null", "0") and unread.when(cfg):
+                    raise UserError(f"{key}={values[key]}: nothing reads it here: {unread.instead}")
 
 
 def rule(command: str, key: str) -> Rule:

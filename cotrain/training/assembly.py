@@ -117,6 +117,11 @@ def refuse(cfg: TrainConfig, taught: list[Stage]) -> None:
         if {*learnt(cfg)} - {cfg.regime.temperature}:
             change = "rollout.train_temperatures=[]" if cfg.rollout.train_temperatures else "trainer.top=0"
             raise ValueError(f"trainer.top: laws are kept at one temperature, the regime's: {change}")
+    cut = cfg.regime.top_k > 0 or cfg.regime.top_p < 1
+    if (cut or 0.0 in learnt(cfg)) and any(term.name == "rkl" for stage in taught for term in stage.loss.terms):
+        why = "regime.top_k=0 regime.top_p=1" if cut else "no temperature 0 in regime or rollout.train_temperatures"
+        said = "loss: rkl is infinite where the target's probability is 0"
+        raise ValueError(f"{said}: another loss, as loss=tv, or {why}")
     if missing := [t for t in cfg.draft.temperatures if t not in learnt(cfg)]:
         raise ValueError(f"draft.temperatures: no text is learnt at {missing[0]:g}: rollout.train_temperatures=[], or "
                          "with it")  # fmt: skip

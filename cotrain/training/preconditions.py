@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import get_args
+from typing import Any, cast, get_args
 
 import torch
 from lightning.fabric.connector import _PRECISION_INPUT
 from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
@@ -37,6 +38,8 @@ from inference.drafts.weight_files import weight_files
 from inference.measure.costs import SPANS
 from inference.measure.environment import device
 from inference.servers.openai_client import Client
+
+HALF = ("16", "16-true", "16-mixed")  # Lightning's names of float16, "16" meaning 16-mixed
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,7 @@ def _settings(cfg: TrainConfig) -> None:
     assembly.refuse(cfg, assembly.stages(cfg.loss))
     phases_of(cfg, max(cfg.trainer.steps // cfg.trainer.validations, 1))
     known = {str(name): None for one in get_args(_PRECISION_INPUT) for name in get_args(one)}
-    if precision(cfg.trainer.precision) not in known:
+    if (chosen := precision(cfg.trainer.precision)) not in known:
         raise UserError(f"trainer.precision={cfg.trainer.precision}: it must be auto or one of {', '.join(known)}")
     if cfg.trainer.strategy not in ("auto", fit.SHARDED, *StrategyRegistry.available_strategies()):
         raise UserError(f"trainer.strategy={cfg.trainer.strategy}: it must be auto, ddp, {fit.SHARDED} or another "
@@ -113,6 +116,28 @@ def _settings(cfg: TrainConfig) -> None:
     if cfg.trainer.logger == WANDB and find_spec("wandb") is None:
         raise UserError("trainer.logger=wandb: it needs wandb: pip install wandb")
     machine(cfg.trainer)
+    _lightning(cfg.trainer, chosen)
+
+
+def _lightning(cfg: Trainer, chosen: str) -> None:
+    """Lightning's own choice of accelerator, strategy and precision, which is what refuses them after texts were
+    sampled. No process is started."""
+    where = "gpu" if device() != "cpu" else "cpu"
+    if where == "cpu" and chosen in HALF:
+        raise UserError(f"trainer.precision={cfg.precision}: float16 trains on a GPU alone, and this machine has none: "
+                        "trainer.precision=auto")  # fmt: skip
+    for key, value, strategy, name in (
+        ("precision", cfg.precision, "auto", chosen),
+        ("strategy", cfg.strategy, fit.strategy_of(cfg), "32-true"),
+        ("strategy", cfg.strategy, fit.strategy_of(cfg), chosen),
+    ):
+        try:
+            _AcceleratorConnector(devices=cfg.devices, num_nodes=cfg.nodes, accelerator=where, strategy=strategy,
+                                  precision=cast(Any, name))  # fmt: skip
+        except Exception as error:  # MisconfigurationException, ImportError, TypeError, ... by strategy
+            why = " ".join(str(error).split())
+            said = f"trainer.{key}={value}: Lightning cannot use it here: {why}"
+            raise UserError(f"{said}; trainer.{key}=auto") from error
 
 
 def machine(cfg: Trainer) -> None:
@@ -154,6 +179,8 @@ def _target(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> 
     size, rows = ids_of(tokenizer), target.config.get_text_config().vocab_size
     if not 0 < size <= rows:
         raise UserError(f"target.path: {cfg.target.path} has a tokenizer of {size} ids and a model of {rows}")
+    if cfg.regime.top_k > size:
+        raise UserError(f"regime.top_k={cfg.regime.top_k}: the target has {size} tokens; regime.top_k=0 cuts none")
     if cfg.trainer.top > size:
         raise UserError(f"trainer.top: {cfg.trainer.top} tokens of {size}")
     if cfg.quantisation.kind != "none" and device() == "cpu":

@@ -2,6 +2,11 @@
 
 # fmt: off
 ROWS_OF_BUGS = [
+    ('rkl_is_refused_late', 'cotrain/training/assembly.py', 'if (cut or 0.0 in learnt(cfg)) and any(', 'if cut and any(', ['tests/test_preconditions.py::test_check_and_run_refuse_alike_before_a_weight_is_read[loss=rkl rollout.train_temperatures=[0,1]]'], 50),
+    ('top_k_above_the_vocabulary', 'cotrain/training/preconditions.py', 'if cfg.regime.top_k > size:', 'if cfg.regime.top_k < 0:', ['tests/test_preconditions.py::test_check_and_run_refuse_alike_before_a_weight_is_read[regime.top_k=301]'], 50),
+    ('strategies_are_refused_late', 'cotrain/training/preconditions.py', '    _lightning(cfg.trainer, chosen)\n', '', ['tests/test_preconditions.py::test_check_and_run_refuse_alike_before_a_weight_is_read[trainer.strategy=fsdp]', 'tests/test_preconditions.py::test_check_and_run_refuse_alike_before_a_weight_is_read[trainer.precision=16-mixed]'], 50),
+    ('unread_settings_pass', 'cotrain/cli.py', '        refuse_unread(cfg, HydraConfig.get().overrides.task)\n', '', ['tests/test_preconditions.py::test_check_and_run_refuse_alike_before_a_weight_is_read[loss=kl loss.then=tv]'], 'a setting changes nothing, in silence'),
+    ('a_loss_that_never_comes', 'cotrain/config/ranges.py', 'lambda cfg: cfg.loss.switch >= 1', 'lambda cfg: cfg.loss.switch > 1', ['tests/test_preconditions.py::test_check_and_run_refuse_alike_before_a_weight_is_read[loss=kl loss.then=tv]'], 'a setting changes nothing, in silence'),
     ('data_knows_training', 'cotrain/data/texts.py', 'from cotrain.data.sources import Blocks, SeededOrder\n', 'from cotrain.data.sources import Blocks, SeededOrder\nfrom cotrain.training.progress import trapezoid  # noqa: F401\n', ['tests/test_imports.py::test_packages_of_cotrain_import_one_way'], 'packages import each other'),
     ('no_rounding_where_none_was_seen', 'inference/exactness/checks.py', 'noise = max(found.noise, found.limit / GAP)', 'noise = found.noise', ['tests/test_wrong_engines.py::test_texts_that_show_no_noise_have_the_rounding_of_their_logits[0.08-1]'], 'an exact engine fails on two short texts'),
     ('as_many_ids_as_tokens', 'inference/request.py', '1 + max(tokenizer.get_vocab().values())', 'len(tokenizer)', ['tests/test_third_round.py::test_ids_behind_a_gap_of_the_tokenizer_have_mass'], 'tokens added at high ids are never emitted'),
