@@ -111,7 +111,8 @@ def test_noise_is_of_five_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     assert float(made._noise(lengths, own, again, lambda: far).min()) > float(each.max())
     assert float(made._noise(lengths, own, again, lambda: [row + 1e9 for row in own]).max()) == pytest.approx(0.8)
     asked: list[Any] = []
-    monkeypatch.setattr(Probe, "_judged", lambda self, *settings, **more: asked.append(settings))
+    none = Found(1.0, 0.0)
+    monkeypatch.setattr(Probe, "_judged", lambda self, *settings, **more: asked.append(settings) or none)
     made.found(lambda cache: Lean(made.model, cache))
     assert asked[0][4:] == (made._stepped,)
 

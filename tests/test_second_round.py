@@ -93,7 +93,7 @@ def test_z_of_right_texts_has_the_spread_of_a_standard_normal() -> None:
     for seed in range(6):
         out = engine.generate(PROMPTS, max_new_tokens=NEW, sampling=Sampling(0.8), seed=seed, ignore_eos=True)
         texts = Emitted(PROMPTS, row_ids(PROMPTS), out.tokens, out.stats.rows)
-        one = check_surprise(engine, texts, Sampling(0.8), K + 1)
+        one = check_surprise(engine, texts, Sampling(0.8))
         assert one.passed and one.tokens == ROWS * NEW and one.impossible == 0
         found.append((one.z, one.place_z))
     assert bool(((torch.tensor(found).std(0) - 1.1).abs() < 0.8).all())
@@ -101,7 +101,7 @@ def test_z_of_right_texts_has_the_spread_of_a_standard_normal() -> None:
 
 def test_tokens_that_settings_cut_are_counted() -> None:
     engine, texts = run(Independent)
-    found = check_surprise(engine, texts, Sampling(top_p=0.7), K + 1)
+    found = check_surprise(engine, texts, Sampling(top_p=0.7))
     assert 0.1 < found.impossible / found.tokens < 0.4 and math.isfinite(found.surprise) and not found.passed
     right = SurpriseCheck(1000, 1.0, 1.0, 0.0, 0.0, 20)
     wrong = [{"impossible": 21}, {"z": 5.0}, {"z": -5.0}, {"place_z": 5.0}, {"place_z": -5.0}]

@@ -17,6 +17,7 @@ from inference.models.probe import Found, Probe
 from inference.models.selfcheck import Disagreement, lean_agrees
 from inference.policy import Fixed
 from inference.proposers.quantised import Quantised
+from tests import late_faults
 from tests.test_families import HEADS, LLAMA4, build
 from tests.tiny import tiny
 
@@ -222,3 +223,15 @@ def test_a_forward_that_is_wrong_at_one_place_is_caught(monkeypatch):
     monkeypatch.setattr(Lean, "forward", last)
     with pytest.warns(Disagreement, match="logits differ"):
         assert not lean_agrees(tiny(dtype=torch.float32), 256)
+
+
+@pytest.mark.parametrize("fault", [None, *late_faults.FAULTS], ids=lambda fault: getattr(fault, "__name__", "none"))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_goes_wrong_late_in_a_text_is_seen_when_an_engine_is_made(dtype, fault, monkeypatch):
+    model = late_faults.scaled(dtype)
+    if fault:
+        fault(monkeypatch)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        agrees = lean_agrees(model, late_faults.LATE)
+    assert agrees == (not fault) and bool(said) == bool(fault)

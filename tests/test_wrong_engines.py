@@ -19,6 +19,8 @@ from inference.proposers import Independent
 from inference.proposers.base import Proposal
 from inference.stats import Counts
 from inference.verify import chain
+from tests import late_faults
+from tests.late_faults import FAULTS, scaled
 from tests.test_exactness import constant
 from tests.tiny import near, tiny
 
@@ -113,6 +115,21 @@ def test_verifying_passes_one_position_off_fail(dtype, monkeypatch):
     target, draft = pair(dtype)
     found = verdict(target, Independent(draft))
     assert not found.text.passed and not found.logits.passed
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fault"), [*((SINGLE, fault) for fault in (None, *FAULTS)), (HALF, None), (HALF, FAULTS[0])]
+)
+def test_what_goes_wrong_late_in_a_text_fails(dtype, fault, monkeypatch):
+    if fault:
+        fault(monkeypatch)
+    target = scaled(dtype)
+    engine, texts = run(target, Independent(near(target, 0.02)), rows=2, new=late_faults.NEW)
+    found = check(engine, texts, Sampling(), late_faults.NEW, seed=5)
+    assert (found.passed, found.logits.passed) == (not fault, not fault), found.lines()
+    assert (found.logits.first, found.logits.last) == (3, 2 + late_faults.NEW)
+    if fault in (late_faults.angles_modulo_256, late_faults.rope_scaling_left_out) and dtype == SINGLE:
+        assert not found.surprise.passed  # p is transformers' own, so that it sees large faults too
 
 
 def test_what_is_judged_is_the_compiled_engine(monkeypatch):

@@ -7,7 +7,8 @@ the run are those that its texts must cost (`inference.verify.prediction`), with
 no more often than sum_v min(p, q) allows, within 3 sigma. (b) and (c) read q at every token of a text: forced rounds
 find it for any kind of proposer (`forced`), one teacher-forced pass for a language model (`side_by_side`). (d) Logits
 of the engine's passes are those of transformers' own forward (`inference.exactness.agreement`). (e) The target's
-surprise at the emitted tokens is that at its own (`inference.exactness.surprise`). (a), (d) and forced rounds run the
+surprise at the emitted tokens, by transformers' own forward too, is that at its own (`inference.exactness.surprise`).
+(d) and (e) read whole texts, so that what goes wrong late in a text is seen. (a), (d) and forced rounds run the
 very passes that were timed; teacher-forced passes are of the same weights, dtypes and rounding, in an engine of their
 own.
 """
@@ -70,7 +71,7 @@ def check(
     bound = GAP * min(max(logits.own, step(engine.target.model)), most(engine.target.model))
     text = check_coupled(engine, [prompts[key] for key in keys], keys, sampling, max_new_tokens, seed, bound, tree)
     text = replace(text, tokens=sum(len(one) for one in dict(zip(texts.ids, texts.tokens, strict=True)).values()))
-    surprise = check_surprise(engine, texts, sampling, _width(engine, texts.prompts), rows)
+    surprise = check_surprise(engine, texts, sampling)
     figures = pair_figures(engine, engine.proposer, texts, sampling, max_new_tokens, text.explained, rows)
     known = tree is None or engine.rule.branches is not None
     calls, depth = check_calls(figures, texts, engine.rule), check_depth(figures, texts) if known else None

@@ -14,26 +14,22 @@ import torch
 from torch import Tensor
 
 from inference.engine import Engine
-from inference.exactness.teacher_forced import teacher_forced
+from inference.exactness.teacher_forced import whole_texts
 from inference.exactness.verdict import SurpriseCheck
 from inference.measure.timing import Emitted
 from inference.sampling import Sampling, probs
 
 
-def check_surprise(
-    engine: Engine, texts: Emitted, sampling: Sampling, width: int, rows: int | None = None
-) -> SurpriseCheck:
-    """Over all tokens of the texts, in passes of `width` ids by an `LM` of the engine's target; rows: texts together,
-    those of the engine when None."""
+def check_surprise(engine: Engine, texts: Emitted, sampling: Sampling) -> SurpriseCheck:
+    """Over all tokens of the texts, with p of transformers' own forward of each whole text: what is wrong with the
+    engine's passes, late in a text too, is not in it."""
     sums, tokens, impossible = torch.zeros(5, dtype=torch.float64), 0, 0
-    for block in teacher_forced(
-        engine.target.model, texts.prompts, texts.tokens, sampling,
-        vocabulary=engine.target.vocabulary, block=width, rows=rows or engine.rows,
-    ):  # fmt: skip
-        found = moments(probs(block.logits, sampling), block.x)[block.valid]  # (n, 5)
-        possible = found[:, 0].isfinite()
-        sums += found[possible].sum(0).cpu()
-        tokens, impossible = tokens + len(found), impossible + int((~possible).sum())
+    lm = engine.target
+    for block in whole_texts(lm.model, texts.prompts, texts.tokens, sampling, lm.vocabulary):
+        terms = moments(probs(block.logits, sampling), block.x)[block.valid]  # (n, 5)
+        possible = terms[:, 0].isfinite()
+        sums += terms[possible].sum(0).cpu()
+        tokens, impossible = tokens + len(terms), impossible + int((~possible).sum())
     surprise, entropy, variance, place, spread = sums.tolist()
     count = max(tokens - impossible, 1)
     z, place_z = _sigmas(surprise - entropy, variance), _sigmas(place, spread)

@@ -15,10 +15,13 @@ from transformers import PreTrainedModel
 
 from inference.exactness.tree_passes import Parents, along_tree, routes
 from inference.models.lm import LM
+from inference.models.output_head import own_logits
 from inference.models.passes import Tree
 from inference.models.prefill import store_prompts
 from inference.processors import needs_history, process
 from inference.sampling import Sampling, wide
+
+CELLS = 1 << 26  # numbers of logits of whole texts that are there at once
 
 
 class Block(NamedTuple):
@@ -86,6 +89,30 @@ def _batch(
         if needs_history(sampling):
             logits = _processed(logits, prompts, texts, start, sampling)
         yield Block(numbers, start, logits, _columns(texts, start, n, lm.device), valid, scale)
+
+
+def whole_texts(
+    model: PreTrainedModel,
+    prompts: Sequence[list[int]],
+    texts: Sequence[list[int]],
+    sampling: Sampling,
+    vocabulary: int,
+) -> Iterator[Block]:
+    """`teacher_forced` by transformers' own forward of each whole text, without a cache and without an engine's code.
+
+    Blocks of one row; a long text gives several, each by its own forward, so that logits stay within CELLS numbers.
+    """
+    for row, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
+        ids = torch.tensor([[*prompt, *text[:-1]]], device=model.device)
+        n = max(1, CELLS // model.config.get_text_config().vocab_size)
+        for start in range(0, len(text), n):
+            x = torch.tensor([text[start : start + n]], device=model.device)
+            at = [len(prompt) - 1 + start + j for j in range(x.shape[1])]
+            logits = own_logits(model, at, input_ids=ids)[:, :vocabulary].unsqueeze(0)
+            scale = rms(logits)
+            if needs_history(sampling):
+                logits = _processed(logits, [prompt], [text], start, sampling)
+            yield Block([row], start, logits, x, torch.ones_like(x, dtype=torch.bool), scale)
 
 
 def rms(x: Tensor) -> Tensor:

@@ -116,10 +116,10 @@ class DepthCheck:
 
 @dataclass(frozen=True)
 class LogitsCheck:
-    """(d) of `tokens` tokens: how far passes of one id and of k + 1 are from transformers' own forward, root mean
-    square over tokens, and the worst token of both; own: how far that forward is from itself when embeddings move by
-    one unit in the last place; limit, worst_limit: what follows from that and the dtype. All of the logits' own root
-    mean square (`inference.exactness.agreement`)."""
+    """(d) of `tokens` tokens, from position `first` of a text, prompt included, to position `last`: how far passes of
+    one id and of k + 1 are from transformers' own forward, root mean square over tokens, and the worst token of both;
+    own: how far that forward is from itself when embeddings move by one unit in the last place; limit, worst_limit:
+    what follows from that and the dtype. All of the logits' own root mean square (`inference.exactness.agreement`)."""
 
     tokens: int
     one: float
@@ -128,13 +128,16 @@ class LogitsCheck:
     own: float
     limit: float
     worst_limit: float
+    first: int = 0
+    last: int = 0
 
     @property
     def passed(self) -> bool:
         return self.one <= self.limit and self.many <= self.limit and self.worst <= self.worst_limit
 
     def line(self) -> str:
-        return (f"logits are those of transformers' forward on {self.tokens} tokens: {self.one:.2g} off in passes of "
+        return (f"logits are those of transformers' forward on {self.tokens} tokens at "
+                f"positions {self.first} to {self.last}: {self.one:.2g} off in passes of "
                 f"one id, {self.many:.2g} of several, at most {self.limit:.2g}; worst token {self.worst:.2g}, at most "
                 f"{self.worst_limit:.2g} (its own rounding {self.own:.2g})")  # fmt: skip
 

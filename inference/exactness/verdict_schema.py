@@ -25,7 +25,7 @@ _DEPTH = {
     "passed": bool,
 }
 _LOGITS = {
-    "tokens": int,
+    **dict.fromkeys(("tokens", "first", "last"), int),
     **dict.fromkeys(("one", "many", "worst", "own", "limit", "worst_limit"), Maybe(float)),
     "passed": bool,
 }

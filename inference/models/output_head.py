@@ -1,5 +1,6 @@
 """The head of a causal LM apart from the rest: logits of states, as the model itself makes them."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -29,3 +30,14 @@ def _scale(config: dict[str, Any]) -> float:
     them by."""
     scale = float(config.get("logit_scale") or config.get("logits_scaling") or 1.0)
     return 1 / scale if str(config.get("model_type")).startswith("granite") else scale
+
+
+@torch.no_grad()
+def own_logits(model: PreTrainedModel, at: list[int], **inputs: Tensor) -> Tensor:
+    """Logits (n, V) after the ids `at` of one text, by the model's own forward without a cache. Where its code can, its
+    head reads these rows alone."""
+    rows = torch.tensor(at, device=model.device)
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+        logits: Tensor = model(**inputs, use_cache=False, logits_to_keep=rows).logits[0]
+        return logits if len(logits) == len(at) else logits[rows]
+    return model(**inputs, use_cache=False).logits[0, rows]

@@ -1,7 +1,8 @@
 """Whether passes over rows of different lengths give a model's own logits: asked of every model that an engine runs.
 
 Two rows of known ids are stored in one pass up to different lengths and continued in another, and every logit is
-compared with that of the model's own forward over the whole rows, without a cache and without our masks. That decides
+compared with that of the model's own forward over the whole rows, without a cache and without our masks. So are the
+last logits of a row of `LATE` ids, past positions where tables and caches may end. That decides
 what runs the model: few operations (`llama`) where its classes are known and the logits agree, else transformers' own
 forward under the first form of mask that agrees, else nothing: the model is refused with the reason.
 
@@ -24,7 +25,7 @@ from inference.models.cache import sliding_window
 from inference.models.checksum import fingerprint
 from inference.models.forward import FORMS, Lean, Stock
 from inference.models.passes import ALONE, LAST, Layers
-from inference.models.probe import LENGTH, Found, Make, Probe
+from inference.models.probe import LATE, Found, Make, Probe
 
 NARROW = 4  # the window while the check runs
 WINDOWS = ("sliding_window", "attention_chunk_size")  # config keys
@@ -41,7 +42,7 @@ _FOUND: WeakKeyDictionary[PreTrainedModel, dict[Any, Any]] = WeakKeyDictionary()
 def lean_agrees(model: PreTrainedModel, context: int) -> bool:
     """Whether `Lean` gives the model's own logits; warns once a model when it does not."""
     found: Found = _kept(
-        model, ("lean", min(context, LENGTH)), lambda: Probe(model, context).found(lambda c: Lean(model, c))
+        model, ("lean", min(context, LATE)), lambda: Probe(model, context).found(lambda c: Lean(model, c))
     )
     if not found.agrees:
         message = f"{type(model).__name__}: in few operations, {found}; transformers' own forward runs it"
@@ -126,7 +127,7 @@ def _form(model: PreTrainedModel, context: int) -> tuple[str | None, str]:
         probe = Probe(model, context)
         for form in FORMS if shrunk else ("one",):
             found = probe.found(lambda cache, form=form: Stock(model, cache, context, form))  # type: ignore[misc]
-            if found.agrees and form == "one" and shrunk and sliding_window(config):
+            if (found.agrees or found.late) and form == "one" and shrunk and sliding_window(config):
                 return None, f"its window of {sliding_window(config)} is not read from config.sliding_window"
             if found.agrees:
                 return form, ""
