@@ -16,6 +16,8 @@ PROMPTS = [[1, 2, 3, 1, 2], [4], [5, 6, 5, 6], [7, 8], [9, 9, 9]]
 class Short:
     """A tokenizer of fewer ids than the target has rows."""
 
+    pad_token_id = None
+
     def get_vocab(self) -> dict[str, int]:
         return {str(number): number for number in range(24)}
 

@@ -158,7 +158,7 @@ def test_a_writer_that_dies_in_its_save_leaves_the_old_one_on_any_file_system(
     save(elsewhere, 1)
     before = read_of(elsewhere)
     size = max(map(len, before.values()))
-    for limit in (0, 1, size // 3, size - 1):
+    for limit in (0, 1, size // 3, size - size // 50 - 1):  # the second file may be some bytes smaller
         assert os.WTERMSIG(killed(lambda: save(elsewhere, 2), elsewhere, limit)) == signal.SIGXFSZ, limit
         assert read_of(elsewhere) == before
     assert killed(lambda: save(elsewhere, 2), elsewhere, 10 * size) == 0
