@@ -226,6 +226,8 @@ class Engine:
             return Proposal(nothing, None, [0] * len(turn.k))
         x, q, k, tree = self.proposer.propose(turn)
         self.rule.require(self.proposer, tree)
+        if tree is not None and tree.shape is None:  # paths that the host does not know: such rows draft nothing
+            k = [0 if reads else length for reads, length in zip(turn.reads_history, k, strict=True)]
         if x.device.type == "cpu" != self.target.device.type:
             turn.send(k, x=x.tolist())  # with all else that goes to the device, where nothing was sent yet
             x = turn.sent["x"]

@@ -40,6 +40,8 @@ class TreesOfRound:
     def _branched(self, logits: Tensor, x: Tensor, k: list[int], tree: Tree) -> Tensor:
         """As `_processed`, column by column: what stands before a node is the path to it."""
         columns = [self._processed(logits[:, :1], x[:, :0], [0] * len(k), 0)]
+        if tree.shape is None:  # rows whose settings read history have drafted nothing
+            return torch.cat((*columns, logits[:, 1:].to(columns[0].dtype)), 1)
         for node, path in enumerate(paths_of(tree)):
             before, needed = torch.stack([x[:, i] for i in path], 1), [len(path) if n > node else -1 for n in k]
             columns.append(self._processed(logits[:, node + 1 : node + 2], before, needed, len(path)))
