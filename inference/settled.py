@@ -71,10 +71,8 @@ def column_of(path: Tensor | None, slot: int, n: int) -> int:
 
 
 def paths_of(tree: Tree) -> list[list[int]]:
-    """The nodes from the anchor down to each node. Raises ValueError for trees that differ by row."""
-    if tree.shape is None:
-        raise ValueError("tree: settings that read what was generated (penalties, bans, minimum lengths, processors) "
-                         "need one shape for all rows, known on the host")  # fmt: skip
+    """The nodes from the anchor down to each node, of a tree that all rows share."""
+    assert tree.shape is not None
     paths: list[list[int]] = []
     for node, parent in enumerate(tree.shape):
         paths.append([*(paths[parent] if parent >= 0 else []), node])

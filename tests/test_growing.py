@@ -154,13 +154,6 @@ def test_sizes_that_cannot_be_drafted_are_refused(sizes: tuple[int, int, int, in
         Engine(target, Independent(target, shape=Dynamic(*sizes)), verify="tree").generate([[1]], max_new_tokens=3)
 
 
-def test_settings_that_read_history_need_one_shape_for_all_rows() -> None:
-    target = tiny(layers=1)
-    engine = Engine(target, Independent(target, shape=SHAPE), verify="tree", rows=1)
-    with pytest.raises(ValueError, match="need one shape for all rows"):
-        engine.generate([[1, 2]], max_new_tokens=3, sampling=Sampling(repetition_penalty=1.2))
-
-
 @pytest.mark.parametrize(("kind", "rule", "temperature"), [
     ("independent", "tree", 1.0), ("independent", "traversal", 0.0), ("eagle", "tree", 0.7), ("hydra", "tree", 1.0),
     ("medusa", "tree", 0.7), ("parallel", "tree", 1.0), ("early_exit", "tree", 1.0), ("eagle, pruned", "tree", 1.0),

@@ -5,6 +5,7 @@ before them, W the bytes of the weights, kv the bytes of one token's keys and va
 float32; a round of K drafts is K passes of the draft and one of K + 1 ids of the target.
 """
 
+import math
 import resource
 import sys
 import time
@@ -13,7 +14,10 @@ from dataclasses import dataclass
 from statistics import median
 
 import torch
+from torch import Tensor
 
+from inference.models.forward import Lean
+from inference.models.llama import Linear
 from inference.models.lm import LM
 from inference.models.memory import token_bytes
 
@@ -66,11 +70,42 @@ def _median(task: Callable[[], object], wait: Callable[[], None], repeats: int) 
 
 
 def weight_bytes(lm: LM) -> tuple[float, float]:
-    """(bytes, count) of the weights that a pass reads: all but an embedding that only looks rows up."""
+    """(bytes, count) of the weights that a pass reads: all but an embedding that only looks rows up. Bytes are those
+    that are stored, scales and tables of quantised weights among them; the count is of the numbers they stand for."""
     embedding = lm.model.get_input_embeddings().weight
-    tied = embedding is lm.model.get_output_embeddings().weight
-    count = sum(p.numel() for p in lm.model.parameters() if tied or p is not embedding)
-    return count * (1 if lm.weights == "int8" else lm.model.dtype.itemsize), count
+    skipped = set() if embedding is lm.model.get_output_embeddings().weight else {embedding.data_ptr()}
+    if isinstance(lm.run, Lean) and lm.run.int8:  # rows of 8 bits with a scale each
+        weights = lm.run.weights
+        parts = [weights.norm, weights.head, *(part for layer in weights.layers for part in layer if part is not None)]
+        linears = [part for part in parts if isinstance(part, Linear)]
+        plain = [part for part in parts if isinstance(part, Tensor)]
+        stored = [t for one in linears for t in (one.weight, one.bias, one.scale) if t is not None] + plain
+        scales = sum(one.scale.numel() for one in linears if one.scale is not None)
+        return float(sum(t.nbytes for t in stored)), float(sum(t.numel() for t in stored) - scales)
+    parameters = {p.data_ptr(): p for p in lm.model.parameters() if p.data_ptr() not in skipped}
+    scales = sum(t.nbytes for at, t in _states(lm.model, set(parameters)).items() if at not in skipped)
+    return float(sum(p.nbytes for p in parameters.values()) + scales), float(sum(map(_count, parameters.values())))
+
+
+def _count(parameter: Tensor) -> int:
+    """How many weights a parameter stands for: bitsandbytes packs two of 4 bits into a byte."""
+    state = getattr(parameter, "quant_state", None)
+    return math.prod(state.shape) if state is not None else parameter.numel()
+
+
+def _states(model: torch.nn.Module, known: set[int]) -> dict[int, Tensor]:
+    """By address, the tensors that bitsandbytes holds beside its parameters: scales, code tables, nested ones too."""
+    tensors: dict[int, Tensor] = {}
+    states = [getattr(module, "state", None) for module in model.modules()]
+    waiting = [vars(p) for p in model.parameters()]
+    waiting += [vars(state) for state in states if type(state).__name__ == "MatmulLtState"]
+    while waiting:
+        for value in waiting.pop().values():
+            if isinstance(value, Tensor) and value.data_ptr() not in known:
+                tensors[value.data_ptr()] = value
+            elif type(value).__name__ == "QuantState":
+                waiting.append(vars(value))
+    return tensors
 
 
 def pass_load(lm: LM, rows: int, n: int, context: int) -> Load:

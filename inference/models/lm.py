@@ -14,7 +14,7 @@ from inference.models.cache import SlotCache, Window, tree_window
 from inference.models.checksum import Stamp, unchanged
 from inference.models.compiled import Compiled
 from inference.models.cuda_graphs import Captured
-from inference.models.dtypes import widened
+from inference.models.dtypes import quantisation_of, widened
 from inference.models.forward import Forward, Lean, Stock
 from inference.models.limits import positions_of, refuse_unsupported
 from inference.models.llama_weights import applies, can_round
@@ -80,7 +80,8 @@ class LM:
         self.device, self.dtype = model.device, model.dtype
         self.scale = self.run.scale = self._ones(rows + spare, config.hidden_size) if scaled else None
         self.offsets = torch.arange(0, device=self.device)  # 0, 1, ...: as many as a pass had ids
-        self.weights = "int8" if int8 else str(model.dtype).removeprefix("torch.")
+        held, dtype = quantisation_of(model.config), str(model.dtype).removeprefix("torch.")
+        self.weights = "int8" if int8 else dtype if held == "none" else f"{held}, {dtype}"
 
     @property
     def stale(self) -> bool:

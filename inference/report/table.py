@@ -72,7 +72,8 @@ def _head(report: Mapping[str, Any]) -> str:
     sampling = ", ".join(f"{name} {s['sampling'][name]}" for name in ("temperature", "top_k", "top_p"))
     commit = f"commit {e['commit'][:12]}{' + changes' if e['dirty'] else ''}" if e["commit"] else "no commit"
     weights = (report.get("extra") or {}).get("target_quantisation") or "none"
-    held = s["target_dtype"] if weights == "none" else f"{weights}, {s['target_dtype']}"
+    said = weights == "none" or s["target_dtype"].startswith(weights)  # older reports name the dtype alone
+    held = s["target_dtype"] if said else f"{weights}, {s['target_dtype']}"
     models = f"target {s['target']} ({held}), draft {s['draft'] or s['proposer'] or 'none'}"
     return "\n".join(
         [
