@@ -30,9 +30,14 @@ def options(group: str) -> list[str]:
     return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
 
 
+OPEN = {"bench", "generate", "serve_check"}  # commands that open a draft folder, whose regime it may leave to it
+
+
 def swaps(command: str) -> list[list[str]]:
     """Overrides that between them choose every option of every group; an experiment says itself whose it is."""
     choices = {group: options(group) for group in groups(command) if group != "experiment"}
+    if command not in OPEN:
+        choices = {group: [name for name in names if name != "as_trained"] for group, names in choices.items()}
     rounds = max((len(names) for names in choices.values()), default=0)
     return [[f"{group}={names[i % len(names)]}" for group, names in choices.items()] for i in range(rounds)]
 

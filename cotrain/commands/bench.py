@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from cotrain.bench import measurement, quantisation_table, random_weights
 from cotrain.bench.matrix import Grid, matrix
 from cotrain.bench.recorded_replay import recorded
-from cotrain.commands.served_pair import Pair, load_network, measured, refuse_pair, resolved
+from cotrain.commands.served_pair import Pair, as_trained, load_network, measured, refuse_pair, resolved
 from cotrain.commands.served_pair import folder as folder_of
 from cotrain.config.regimes import sampling
 from cotrain.config.settings import BenchConfig
@@ -46,7 +46,7 @@ def _refuse_matrix(cfg: BenchConfig, kind: str, pair: Pair) -> None:
         raise UserError(f"matrix.vllm: only {DEFAULT} drafts are served here, draft.path={cfg.draft.path} is {kind}")
     if asked.vllm and cfg.target.adapter:
         raise UserError("matrix.vllm: it would serve the target without target.adapter=; merge it into a folder first")
-    if asked.vllm and (regime.top_k or regime.top_p < 1):
+    if asked.vllm and (regime.top_k or regime.top_p != 1):
         raise UserError("matrix.vllm: it is asked for a temperature alone: regime.top_k=0 regime.top_p=1")
     if asked.vllm and shutil.which(asked.vllm) is None:
         raise UserError(f"matrix.vllm={asked.vllm} is no interpreter: name that of a vLLM installation")
@@ -101,6 +101,7 @@ def _bits(cfg: BenchConfig, plan: measurement.Plan) -> list[dict[str, Any]]:
 
 def _synthetic(cfg: BenchConfig, alpha: float) -> dict[str, Any]:
     """Shapes alone: config.json of both, weights drawn here; the report, which is written too."""
+    as_trained(cfg, None)
     place = device()
     dtype = half(place) if cfg.target.dtype == "auto" else getattr(torch, cfg.target.dtype)
     if cfg.target.path is None:
@@ -157,6 +158,7 @@ def _measured(cfg: BenchConfig, draft_path: str) -> dict[str, Any]:
     with claim(cfg.output, cfg.overwrite, command="bench") as folder:
         names = (path, draft_path)
         drafts = made.objective if made else "sampled"
+        assert cfg.verify is not None
         plan = measurement.Plan(
             target, tokenizer, draft, sampling(cfg.regime), cfg.verify, cfg.bench, names, drafts, given=given,
             kind=found.kind, tree=made.tree if made else None,

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from cotrain.commands.served_pair import folder, refuse_pair
+from cotrain.commands.served_pair import as_trained, folder, refuse_pair
 from cotrain.config.regimes import sampling
 from cotrain.config.settings import GenerateConfig
 from cotrain.errors import UserError
@@ -80,6 +80,9 @@ def _refuse_errors(errors: Sequence[str | None]) -> None:
 def _refuse(cfg: GenerateConfig, prompts: list[str]) -> None:
     """Raise UserError, before weights are loaded, for a pair that cannot be and prompts that do not fit."""
     made = folder(cfg.draft.path).metadata if cfg.draft.path else None
+    rule = cfg.verify  # the engine knows the folder's own, of trees too
+    as_trained(cfg, made)
+    cfg.verify = rule
     path = cfg.target.path or (made.target["name"] if made else None)
     if path is None and cfg.draft.path:
         raise UserError(f"draft.path={cfg.draft.path} does not name its target: give target.path=")

@@ -2,20 +2,43 @@
 
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
+from omegaconf import OmegaConf
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from cotrain.config.settings import BenchConfig, ServeCheckConfig
+from cotrain.config.settings import BenchConfig, GenerateConfig, ServeCheckConfig
 from cotrain.errors import UserError
 from cotrain.students.base import KINDS
 from cotrain.training.preconditions import outline, same_tokenizer, sketch
 from cotrain.training.sizes import size_of
 from inference.drafts.compatibility import hash_target
-from inference.drafts.draft_folder import Folder, load_draft, load_tokenizer, read
+from inference.drafts.draft_folder import Folder, Metadata, load_draft, load_tokenizer, read
 from inference.drafts.weight_files import weight_files
 from inference.proposers import kind_of
+
+
+class Known(NamedTuple):
+    """A setting that a draft folder knows. name: in its regime or its `made["served"]`; open: the value that leaves
+    the choice to the folder; unsaid: what it is then where the folder does not say it."""
+
+    name: str
+    open: Any
+    unsaid: Any
+
+
+KNOWN = {
+    "regime.temperature": Known("temperature", None, 1.0),
+    "regime.top_k": Known("top_k", None, 0),
+    "regime.top_p": Known("top_p", None, 1.0),
+    "verify": Known("verify", None, "token"),
+    "bench.prompt_tokens": Known("prompt_tokens", 0, 48),
+    "prompt_tokens": Known("prompt_tokens", 0, 48),
+    "quantisation.kind": Known("quantisation", "as_trained", "none"),
+    "data.chat": Known("chat", None, False),
+    "data.template": Known("template", {}, {}),
+}
 
 
 class Pair(NamedTuple):
@@ -29,7 +52,7 @@ class Pair(NamedTuple):
 
 def resolved(cfg: BenchConfig | ServeCheckConfig) -> str:
     """The target: `target.path`, or where it is null the one that the draft folder names, with its adapter; both are
-    filled in. Raises UserError for a folder that is none, and one that names no target."""
+    filled in, and what `as_trained` knows. Raises UserError for a folder that is none, and one that names no target."""
     if cfg.draft.path is None:
         raise UserError("name the draft folder with draft.path=")
     made = folder(cfg.draft.path).metadata
@@ -38,7 +61,30 @@ def resolved(cfg: BenchConfig | ServeCheckConfig) -> str:
             raise UserError(f"draft.path={cfg.draft.path} does not name its target: give target.path=")
         cfg.target.path = made.target["name"]
         cfg.target.adapter = cfg.target.adapter or made.made.get("adapter")
+    as_trained(cfg, made)
     return str(cfg.target.path)
+
+
+def as_trained(cfg: BenchConfig | ServeCheckConfig | GenerateConfig, made: Metadata | None) -> None:
+    """Fill in what is left open with what a draft folder was made for, and print where others were typed.
+
+    made: what the folder says of itself; None, or a folder that was made before it said all of this: `Known.unsaid`.
+    """
+    said: dict[str, Any] = {**made.regime, **(made.made.get("served") or {})} if made else {}
+    typed = []
+    for key, known in KNOWN.items():
+        group, _, name = key.rpartition(".")
+        config: Any = OmegaConf.select(cast(Any, cfg), group) if group else cfg
+        if config is None or name not in config:
+            continue
+        if config[name] == known.open:
+            config[name] = said.get(known.name, known.unsaid)
+        elif known.name in said and config[name] != said[known.name]:
+            typed.append(f"{key}={config[name]} ({said[known.name]})")
+    if typed:
+        print(
+            f"other settings than the draft was made for, with its own in brackets: {', '.join(typed)}", file=sys.stderr
+        )
 
 
 def folder(path: str) -> Folder:

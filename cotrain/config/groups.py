@@ -14,6 +14,15 @@ class Regime:
 
 
 @dataclass
+class ServedRegime:
+    """A regime of a command that opens a draft folder; null: as the folder says."""
+
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+
+
+@dataclass
 class Policy:
     """How many tokens to draft: always k; null is what a draft folder was planned with."""
 
@@ -50,7 +59,8 @@ class ServedTarget:
 
 @dataclass
 class Quantisation:
-    """The target's weight quantisation while it teaches and serves: none, int8 or nf4 (bitsandbytes)."""
+    """The target's weight quantisation while it teaches and serves: none, int8 or nf4 (bitsandbytes). as_trained, of
+    commands that open a draft folder: as the folder says."""
 
     kind: str
 
@@ -126,7 +136,7 @@ class Data:
     shares: dict[str, float]
     embedded_shares: dict[str, float]  # of the embedded domains, where `shares` does not name them
     config: str | None  # of a data set that has several
-    chat: bool  # texts and prompts are what a user says, in the target's chat template; false: given as they are
+    chat: bool | None  # texts and prompts are what a user says, in the target's chat template; false: given as they are
     streaming: bool  # read only the first `take` rows, for what does not fit memory
     take: int
 
@@ -199,7 +209,7 @@ class Bench:
 
     prompts: int
     quick_prompts: int
-    prompt_tokens: int
+    prompt_tokens: int  # 0, of cotrain bench: as the draft folder says
     new_tokens: int
     parity_tokens: int
     rows: int

@@ -98,6 +98,8 @@ RULES: dict[str, Rule] = {
     "bench.prompts": SOME,
     "bench.quick_prompts": SOME,
     "bench.prompt_tokens": SOME,
+    "bench:bench.prompt_tokens": ANY,
+    "serve_check:prompt_tokens": ANY,
     "bench.new_tokens": SOME,
     "bench.parity_tokens": SOME,
     "bench.rows": SOME,

@@ -5,15 +5,18 @@ from functools import partial
 
 from torch import Tensor
 
-from cotrain.config.groups import Regime
+from cotrain.config.groups import Regime, ServedRegime
 from cotrain.config.settings import TrainConfig
 from inference import Sampling
 from inference.sampling import keep_top_k, keep_top_p
 
 
-def sampling(regime: Regime, temperature: float | None = None) -> Sampling:
-    """The regime as the engine takes it, at its own temperature or another."""
-    return Sampling(regime.temperature if temperature is None else temperature, regime.top_k, regime.top_p)
+def sampling(regime: Regime | ServedRegime, temperature: float | None = None) -> Sampling:
+    """The regime as the engine takes it, at its own temperature or another; a served one as `served_pair.as_trained`
+    filled it in."""
+    temperature = regime.temperature if temperature is None else temperature
+    assert temperature is not None and regime.top_k is not None and regime.top_p is not None
+    return Sampling(temperature, regime.top_k, regime.top_p)
 
 
 def learnt(cfg: TrainConfig) -> list[float]:

@@ -21,6 +21,7 @@ from cotrain.config.groups import (
     Quantisation,
     Regime,
     Rollout,
+    ServedRegime,
     ServedTarget,
     Shape,
     Target,
@@ -41,7 +42,7 @@ class GenerateConfig:
     prompt: str | None
     prompts: str | None  # a file of one prompt a line, or - for standard input
     max_new_tokens: int
-    regime: Regime
+    regime: ServedRegime
     policy: Policy
     verify: str | None  # null: the rule that the draft folder was planned with, token for chains
     seed: int
@@ -120,12 +121,12 @@ class BenchConfig:
     target: ServedTarget
     quantisation: Quantisation
     draft: Model
-    regime: Regime
+    regime: ServedRegime
     data: Data  # where prompts come from; the shipped ones without data.path
     bench: Bench
     matrix: Matrix
     synthetic: float | None  # acceptance by coins and random weights of both config.json: costs of shapes, no text
-    verify: str
+    verify: str | None  # null: as the draft folder says
     output: str
     overwrite: bool
     threads: int
@@ -177,11 +178,11 @@ class ServeCheckConfig:
     draft: Model
     target: ServedTarget
     quantisation: Quantisation
-    regime: Regime
+    regime: ServedRegime
     k: int | None  # null: the draft length that was planned
     objective: str | None  # sampled_draft or greedy_draft; null: the one that the draft was trained for
     prompts: int
-    prompt_tokens: int
+    prompt_tokens: int  # 0: as the draft folder says
     new_tokens: int
     at_once: int  # requests under way
     output: str

@@ -57,6 +57,9 @@ class PromptRows:
             shortest = min(len(row["prompt"]) for row in self.rows)
             raise ValueError(f"data.path: no prompt of at most {tokens} tokens, the shortest has {shortest}: raise "
                              "rollout.prompt_tokens (of cotrain bench, bench.prompt_tokens)")  # fmt: skip
+        if len(fitting) < len(self.rows):
+            longer = f"{len(self.rows) - len(fitting)} of {len(self.rows)} prompts have more than {tokens} tokens"
+            print(f"{longer} and are left out")
         return [row["prompt"] for row in fitting]
 
     def _fitting(self, tokens: int, seed: int) -> list[Row]:

@@ -207,6 +207,7 @@ def _training(job: Job, module: Distillation, steps: int) -> dict[str, Any]:
         "top": job.cfg.trainer.top,
         "adapter": job.cfg.target.adapter,
         "draft_quantisation": job.cfg.draft.quantisation,
+        "served": served_as(job.cfg),
         "draft_vocabulary": _pruned(job, module),
         "learnt": {
             "completions": job.chats,
@@ -217,13 +218,24 @@ def _training(job: Job, module: Distillation, steps: int) -> dict[str, Any]:
     }
 
 
+def served_as(cfg: TrainConfig) -> dict[str, Any]:
+    """What `cotrain bench` and its like measure with unless other settings are typed, see `served_pair.as_trained`."""
+    return {
+        "verify": cfg.verify,
+        "prompt_tokens": cfg.bench.prompt_tokens,
+        "quantisation": cfg.quantisation.kind,
+        "chat": cfg.data.chat,
+        "template": OmegaConf.to_container(cast(Any, cfg.data.template)),
+    }
+
+
 def untrained(job: Job, student: Student) -> dict[str, Any]:
     """Write the folder of a draft that has nothing to learn, measured unless measure=false; returns its report."""
     found = {"label": job.cfg.label or job.cfg.draft.kind, "seed": job.cfg.trainer.seed, "steps": 0, "texts": {},
              "environment": environment()}  # fmt: skip
     if rank():
         return {}
-    made = {"adapter": job.cfg.target.adapter}
+    made = {"adapter": job.cfg.target.adapter, "served": served_as(job.cfg)}
     if not job.cfg.measure:
         write_atomic(job.folder / comparison.FIGURES, json.dumps(found) + "\n")
         unmeasured(job, student.network, made)
