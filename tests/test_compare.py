@@ -102,3 +102,54 @@ def test_the_table_says_interval_and_baseline(tmp_path: Path) -> None:
     lines = table(compare(read(write(tmp_path, runs)), "kl"), "kl").splitlines()
     assert "over kl" in lines[0]
     assert any("tv" in line and "+100.00% [+100.00%, +100.00%]" in line for line in lines)
+
+
+SETTINGS: dict[str, Any] = {
+    "draft": {"kind": "independent", "layers": 4}, "init": {"kind": "target_layers"}, "loss": {"first": "kl"},
+    "regime": {"temperature": 1.0}, "trainer": {"steps": 100, "seed": 0, "threads": 2}, "label": None,
+    "rollout": {"seed": 0, "texts": 600}, "bench": {"prompts": 3}, "minutes": None, "data": {"path": "a.jsonl"},
+}  # fmt: skip
+
+
+def kept(folder: Path, *changes: str) -> list[str]:
+    """Labels of two seeds as they are and one run with the changes, `group.key=value`, all under one label."""
+    for index, changed in enumerate([(), ("trainer.seed=1", "rollout.seed=1"), changes]):
+        place = folder / str(index)
+        place.mkdir()
+        settings = json.loads(json.dumps(SETTINGS))
+        for change in changed:
+            keys, _, value = change.partition("=")
+            group, _, key = keys.rpartition(".")
+            (settings[group] if group else settings)[key] = value
+        (place / "held_out.json").write_text(json.dumps(run("kl", index, 1.0)))
+        (place / "run.json").write_text(json.dumps({"cotrain": "0", "state": "finished", "settings": settings}))
+    return sorted(read(folder))
+
+
+@pytest.mark.parametrize("change", [
+    "draft.kind=eagle", "draft.layers=2", "init.kind=scratch", "loss.first=tv", "regime.temperature=0.5",
+    "trainer.steps=9", "rollout.texts=60", "minutes=3", "data.path=b.jsonl",
+])  # fmt: skip
+def test_runs_of_other_settings_are_not_pooled_under_one_label(tmp_path: Path, change: str) -> None:
+    key = change.partition("=")[0]
+    group, _, name = key.rpartition(".")
+    own = (SETTINGS[group] if group else SETTINGS)[name]
+    assert kept(tmp_path, change) == sorted([f"kl,{key}={own}", f"kl,{change}"])
+
+
+@pytest.mark.parametrize("change", ["trainer.seed=5", "bench.prompts=9", "trainer.threads=1", "label=other"])
+def test_runs_that_differ_in_seeds_and_measuring_are_pooled(tmp_path: Path, change: str) -> None:
+    assert kept(tmp_path, change) == ["kl"]
+
+
+def test_what_cannot_be_compared_is_left_out_and_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other: Any = run("tv", 0, 1.0)
+    other["texts"] = {"0.5": other["texts"]["1"]}
+    untrained = {"label": "retrieval", "seed": 0, "texts": {}}
+    write(tmp_path, [run("kl", 0, 1.0), other, untrained])
+    assert main(["compare", f"folder={tmp_path}", "baseline=kl"]) == 0
+    said = capsys.readouterr().out
+    assert "left out: retrieval: it learns nothing" in said
+    assert "left out: tv: judged at temperatures ['0.5'], the baseline at ['1']" in said
+    assert main(["compare", f"folder={tmp_path}", "baseline=retrieval"]) == 0
+    assert capsys.readouterr().out.count("left out: ") == 3

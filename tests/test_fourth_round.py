@@ -10,10 +10,10 @@ import torch
 
 from cotrain.bench import measurement, quantisation_table
 from cotrain.config.groups import Trainer
+from cotrain.config.resume import kind
 from cotrain.page.first_screen import floor
 from cotrain.page.loaded_run import load
 from cotrain.students import hybrid
-from cotrain.training.resume import kind
 from inference import Engine, Sampling
 from inference.drafts.compatibility import hash_target
 from inference.exactness.figures import Figures

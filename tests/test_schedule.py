@@ -14,6 +14,7 @@ import torch
 from omegaconf import OmegaConf
 
 from cotrain.cli import main
+from cotrain.config.resume import kind
 from cotrain.training import clock as clocks
 from cotrain.training import distil as distils
 from cotrain.training import fit as fits
@@ -23,7 +24,6 @@ from cotrain.training import run_budget, training_bar
 from cotrain.training.interrupts import Keeper, Signals
 from cotrain.training.module import Distillation
 from cotrain.training.progress import Progress, trapezoid
-from cotrain.training.resume import kind
 from tests.test_train import job, place  # noqa: F401 - a fixture
 
 QUICK = ("measure=false", "rollout.temperatures=[1.0]", "trainer.corpus_steps=0", "trainer.accumulate=2")

@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 
 from cotrain.config.groups import Data, Rollout
 from cotrain.config.overrides import flat
+from cotrain.config.resume import kind
 from cotrain.config.settings import register
 from cotrain.data.sources import Blocks
 from cotrain.data.texts import of_blocks
@@ -29,7 +30,6 @@ from cotrain.training.interrupts import Keeper
 from cotrain.training.job import Job, objective
 from cotrain.training.phases import Phase
 from cotrain.training.progress import Progress
-from cotrain.training.resume import kind
 from inference import Sampling
 from tests.folders import network, tokenizer
 

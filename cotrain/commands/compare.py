@@ -6,7 +6,7 @@ from pathlib import Path
 
 from cotrain.config.settings import CompareConfig
 from cotrain.errors import UserError
-from cotrain.evaluation.comparison import compare, read, table
+from cotrain.evaluation.comparison import compare, left_out, read, table
 from cotrain.machine_output import answering
 from cotrain.run_folder import writable
 from inference.drafts.atomic import write_atomic
@@ -21,8 +21,10 @@ def run(cfg: CompareConfig) -> None:
             raise UserError(f"report={file} is a file that cotrain compare did not write: name another")
         writable("report", cfg.report)
     with answering(cfg.json) as answer:
-        gains = compare(read(Path(cfg.folder)), cfg.baseline)
+        runs = read(Path(cfg.folder))
+        gains, absent = compare(runs, cfg.baseline), left_out(runs, cfg.baseline)
         found = {"environment": environment(), "baseline": cfg.baseline, "gains": [asdict(gain) for gain in gains]}
-        answer(found, table(gains, cfg.baseline))
+        found |= {"left_out": absent}
+        answer(found, "\n".join([table(gains, cfg.baseline), *(f"left out: {k}: {why}" for k, why in absent.items())]))
     if cfg.report:
         write_atomic(Path(cfg.report), json.dumps(found, indent=2) + "\n")

@@ -10,6 +10,7 @@ from typing import Any, cast
 from omegaconf import OmegaConf
 
 from cotrain.board import tags
+from cotrain.config.resume import kind
 from cotrain.config.settings import TrainConfig
 from cotrain.errors import UserError
 from cotrain.evaluation.comparison import FIGURES, compare, read
@@ -20,7 +21,6 @@ from cotrain.run_folder import claim, finished, refuse
 from cotrain.training.distil import distil
 from cotrain.training.preconditions import require
 from cotrain.training.preflight import check
-from cotrain.training.resume import kind
 from inference.drafts.draft_folder import REPORT
 from inference.report.build import table
 from inference.report.table import beside

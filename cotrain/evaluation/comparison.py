@@ -9,8 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from cotrain.config.overrides import flat
+from cotrain.config.resume import BUDGETS, kind
 from cotrain.errors import UserError
 from cotrain.evaluation.held_out import Scores
+from cotrain.run_folder import MARKER
 
 FIGURES = "held_out.json"
 DEPTHS = (4, 8)
@@ -53,14 +56,54 @@ class Gain:
 
 
 def read(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """Runs below a folder by label, in the order of their seeds. Raises UserError when there is none."""
-    runs = [json.loads(file.read_text(encoding="utf-8")) for file in folder.rglob(FIGURES)]
-    if not runs:
+    """Runs below a folder by label, in the order of their seeds. Raises UserError when there is none.
+
+    Runs of one label are pooled only where their settings are the same but for seeds: where they differ, the settings
+    that tell them apart join the label, as `kl,draft.kind=eagle`.
+    """
+    files = list(folder.rglob(FIGURES))
+    if not files:
         raise UserError(f"folder={folder}: no run with a {FIGURES} in it")
-    found = defaultdict(list)
-    for run in sorted(runs, key=lambda run: run["seed"]):
-        found[run["label"]].append(run)
-    return dict(found)
+    runs = [(json.loads(file.read_text(encoding="utf-8")), _settings_of(file.parent)) for file in files]
+    labelled = defaultdict(list)
+    for run, settings in sorted(runs, key=lambda run: run[0]["seed"]):
+        labelled[run["label"]].append((run, settings))
+    groups = defaultdict(list)
+    for label, some in labelled.items():
+        keys = sorted({key for _, settings in some for key in settings})
+        apart = [key for key in keys if len({json.dumps(settings.get(key)) for _, settings in some}) > 1]
+        for run, settings in some:
+            groups[",".join([label, *(f"{key}={settings.get(key)}" for key in apart)])].append(run)
+    return dict(groups)
+
+
+def _settings_of(folder: Path) -> dict[str, Any]:
+    """What makes a run the run it is, by key, seeds left out; nothing of a folder that does not say."""
+    try:
+        marker = json.loads((folder / MARKER).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    leaves = ((key, value) for key, value in flat(marker.get("settings") or {}) if not isinstance(value, dict))
+    return {key: value for key, value in leaves if not key.endswith("seed") and kind(key, 0, 1) == "other"
+            or key in BUDGETS}  # fmt: skip
+
+
+def left_out(runs: dict[str, list[dict[str, Any]]], baseline: str) -> dict[str, str]:
+    """Why `compare` has no line for a label, by label."""
+    base = [run["texts"] for run in runs[named(baseline, runs)]]
+    reasons = {}
+    for label, mine in runs.items():
+        texts = [run["texts"] for run in mine]
+        common = [t for t in texts[0] if all(t in one for one in (*texts, *base))]
+        if not any(texts):
+            reasons[label] = "it learns nothing, so it has no held-out figures"
+        elif not common:
+            theirs = sorted({t for one in base for t in one})
+            reasons[label] = (
+                f"judged at temperatures {sorted({t for one in texts for t in one})}, the baseline at {theirs}: "
+                "judge both at one with rollout.temperatures="
+            )
+    return reasons
 
 
 def compare(runs: dict[str, list[dict[str, Any]]], baseline: str) -> list[Gain]:
@@ -132,7 +175,7 @@ def _calls(runs: Sequence[dict[str, Any]], temperature: str, k: int) -> np.ndarr
 
 def table(gains: Sequence[Gain], baseline: str) -> str:
     """Aligned text, one line a label, temperature and draft length."""
-    wide = max(len("label"), *(len(gain.label) for gain in gains))
+    wide = max([len("label"), *(len(gain.label) for gain in gains)])
     lines = [
         f"{'T':>4}  {'k':>2}  {'label':<{wide}} seeds  alpha     kl  H(q)    ECE    tau  over {baseline} "
         "[95 % interval]"

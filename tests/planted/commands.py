@@ -42,4 +42,6 @@ ROWS_OF_BUGS = [
     ('a_folder_is_not_asked_how_it_was_trained', 'cotrain/commands/served_pair.py', 'config[name] = said.get(known.name, known.unsaid)', 'config[name] = known.unsaid', ['tests/test_as_trained.py::test_what_is_left_open_is_as_the_folder_says'], 63),
     ('other_settings_than_trained_in_silence', 'cotrain/commands/served_pair.py', '    if typed:\n', '    if False:\n', ['tests/test_as_trained.py::test_what_is_typed_stands_and_is_said'], 'another thing than was trained is measured in silence'),
     ('a_folder_forgets_its_rule', 'cotrain/training/distil.py', '        "verify": cfg.verify,\n', '', ['tests/test_as_trained.py::test_a_folder_says_all_that_training_and_measuring_have_in_common'], 63),
+    ('unlike_runs_pooled_under_a_label', 'cotrain/evaluation/comparison.py', 'apart = [key for key in keys if', 'apart = [key for key in keys[:0] if', ['tests/test_compare.py::test_runs_of_other_settings_are_not_pooled_under_one_label'], 60),
+    ('runs_that_vanish_in_silence', 'cotrain/evaluation/comparison.py', '        if not any(texts):\n', '        if False:\n', ['tests/test_compare.py::test_what_cannot_be_compared_is_left_out_and_said'], 'a run vanishes from a comparison'),
 ]
