@@ -196,7 +196,8 @@ def test_the_average_is_shown_while_it_is_judged() -> None:
         weight.fill_(value)
         averaged.on_train_batch_end(trainer, module)
     averaged.on_validation_start(trainer, module)
-    assert weight.item() == (4 * 0.75 + 8 * 0.25) * 0.75
+    wanted = pytest.approx((4 * 2 / 11 + 8 * 9 / 11) * 0.25, rel=1e-6)  # steps 1 and 2 leave 2 / 11 and 3 / 12 of it
+    assert weight.item() == wanted
     averaged.on_validation_end(trainer, module)
     assert weight.item() == 0.0
     kept = copy.deepcopy(averaged.state_dict())
@@ -204,7 +205,7 @@ def test_the_average_is_shown_while_it_is_judged() -> None:
     averaged.on_validation_start(trainer, module)  # of a validation behind the last step
     trainer.state.fn = TrainerFn.VALIDATING
     averaged.on_validation_end(trainer, module)
-    assert weight.item() == 3.75
+    assert weight.item() == wanted
     again = Averaged(0.75)
     again.load_state_dict(kept)
     weight.fill_(0.0)
@@ -212,7 +213,24 @@ def test_the_average_is_shown_while_it_is_judged() -> None:
     again.on_train_start(trainer, module)  # a batch that ends no step does not count
     again.on_train_batch_end(trainer, module)
     again.show(module)
-    assert weight.item() == 3.75
+    assert weight.item() == wanted
+
+
+def test_the_average_of_a_short_run_is_near_its_last_weights() -> None:
+    """However long the average is asked to be: weights that go from 0 to 1 in 50 steps, and stay there for 1,000."""
+    draft = torch.nn.Linear(1, 1, bias=False)
+    trainer, module = SimpleNamespace(global_step=0), SimpleNamespace(draft=draft)
+    averaged = Averaged(0.999)
+    draft.weight.data.fill_(0.0)
+    averaged.on_fit_start(trainer, module)  # type: ignore[arg-type]
+    averaged.on_train_start(trainer, module)  # type: ignore[arg-type]
+    for step in range(1, 1051):
+        trainer.global_step = step
+        draft.weight.data.fill_(min(step / 50, 1.0))
+        averaged.on_train_batch_end(trainer, module)  # type: ignore[arg-type]
+        if step == 50:
+            assert averaged.average[0].item() > 0.8
+    assert averaged.average[0].item() > 0.99
 
 
 def test_an_averaged_run_resumes_and_exports_its_average(

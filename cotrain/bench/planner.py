@@ -126,14 +126,15 @@ def choose(costs: Costs, tau: Callable[[int], float], depths: Any) -> Length:
 def advice(length: Length, measured: Interval, tree: "Grown | None" = None) -> str | None:
     """What to say, in words, where drafting does not make decoding faster here; None where it does. measured: the
     speed-up over plain decoding at length.drafting, or with the tree that is served in its place."""
-    low, high = (measured.low, measured.high) if measured.within < inf else (measured.value, measured.value)
     found = f"{measured.value:.2f}x " + (f"with {tree.words()}" if tree else f"at k = {length.drafting}")
     predicted = tree.speedup if tree else length.speedups[length.drafting]
-    if high < 1 or (predicted <= 1 and low <= 1):
+    if measured.faster is False:
         return (f"plain decoding is faster here: {found}, {predicted:.2f}x predicted, and no "
                 "draft length does better; serve without this draft, or train a smaller or better one")  # fmt: skip
-    if low <= 1:
-        return f"no speed-up is shown: {found}, and its interval holds 1; time more prompts (bench.minutes=)"
+    if measured.faster is None:
+        better = ", or train a smaller or better draft" if predicted <= 1 else ""
+        return (f"no speed-up is shown: {found}, {predicted:.2f}x predicted, and its interval holds 1; time more "
+                f"prompts (bench.minutes=){better}")  # fmt: skip
     return None
 
 

@@ -1,6 +1,7 @@
 """The page's summary: how much faster, whether it accepts more than before training, whether it is exact."""
 
 from collections.abc import Callable, Sequence
+from math import nan
 
 from cotrain.board import tags
 from cotrain.page.charts import interval, number
@@ -8,6 +9,7 @@ from cotrain.page.loaded_run import Number, Run
 from cotrain.page.markup import Html, joined, table, tag
 from cotrain.page.section import Section
 from inference.measure.costs import Costs
+from inference.measure.timing import Interval
 
 
 def headline(run: Run) -> Html:
@@ -21,12 +23,13 @@ def headline(run: Run) -> Html:
         return joined("no speed-up was measured")
     if run.get("report", "exactness", "passed") is False:
         return joined(*said, "not exact, do not serve it")
-    known = (value if low is None else low) > 1  # what was measured counts for more than what the costs predict
-    if not known and (run.get("report", "extra", "plain_is_faster") or value <= 1):
-        return joined(*said, "plain decoding is as fast or faster; serve without this draft")
+    high = run.get("report", "speedup", "whole", "high")
+    faster = Interval(value, *(nan if end is None else end for end in (low, high))).faster  # as the report's advice
+    if faster is False:
+        return joined(*said, "plain decoding is faster; serve without this draft")
     if run.k is None and not run.tree:
-        return joined(*said, "serve with this draft" if known else "no speed-up is shown yet")
-    shown = "serve" if known else "no speed-up is shown yet; if you serve it, do so"
+        return joined(*said, "serve with this draft" if faster else "no speed-up is shown yet")
+    shown = "serve" if faster else "no speed-up is shown yet; if you serve it, do so"
     return joined(*said, f"{shown} with ", _drafted(run))
 
 

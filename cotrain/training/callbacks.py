@@ -98,11 +98,12 @@ class Averaged(Shown):
     """An exponential moving average of the draft's weights: what is judged, measured, kept and exported. Steps go on
     from the weights themselves. Behind the callbacks that measure: it gives the weights back as validation ends.
 
-    decay: the share of the average that a step leaves.
+    decay: the share of the average that a step leaves; of step t at most (1 + t) / (10 + t), so that the average of a
+    short run is not that of its first weights.
     """
 
     def __init__(self, decay: float) -> None:
-        self.update, self.average = get_ema_multi_avg_fn(decay), list[Tensor]()
+        self.decay, self.average = decay, list[Tensor]()
         self.step = 0
 
     def weights(self, module: nn.Module) -> dict[str, Tensor]:
@@ -121,7 +122,8 @@ class Averaged(Shown):
     def on_train_batch_end(self, trainer: lightning.Trainer, module: Any, *_: Any) -> None:
         if trainer.global_step > self.step:  # not every batch ends a step
             self.step = trainer.global_step
-            self.update(self.average, [weight.detach() for weight in module.draft.parameters()], torch.tensor(1))
+            update = get_ema_multi_avg_fn(min(self.decay, (1 + self.step) / (10 + self.step)))
+            update(self.average, [weight.detach() for weight in module.draft.parameters()], torch.tensor(1))
 
     def on_validation_start(self, trainer: lightning.Trainer, module: Any) -> None:
         if self.average:

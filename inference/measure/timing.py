@@ -44,6 +44,14 @@ class Interval(NamedTuple):
         far = max(self.value - self.low, self.high - self.value) / self.value
         return far if far == far else float("inf")
 
+    @property
+    def faster(self) -> bool | None:
+        """Of a speed-up: whether it is one; None where the interval holds 1. Of one batch the value decides. All that
+        is said of a speed-up, in reports, pages and cards, follows this."""
+        if self.low != self.low or self.high != self.high:
+            return self.value > 1
+        return True if self.low > 1 else False if self.high < 1 else None
+
 
 class Emitted(NamedTuple):
     """What an arm emitted, one entry a prompt and repeat: prompt, its noise key, new ids, the row's
