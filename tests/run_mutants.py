@@ -9,7 +9,6 @@ neither: it is listed at the end. Heavy libraries are imported once, here,
 and every run is a fork of this process, so `cotrain` and `inference` must not be imported before it.
 """
 
-import ast
 import gc
 import importlib
 import os
@@ -92,21 +91,6 @@ def copy_tree(target: Path) -> Path:
     return target
 
 
-def mutated(mutant: Mutant) -> str:
-    """The text of the mutant's file after the change; ValueError names what is wrong with the row."""
-    path = ROOT / mutant.file
-    if not path.is_file():
-        raise ValueError(f"{mutant.name}: no file {mutant.file}")
-    text = path.read_text(encoding="utf-8")
-    count = text.count(mutant.old)
-    if count != 1:
-        raise ValueError(f"{mutant.name}: the old text occurs {count} times in {mutant.file}, not once")
-    text = text.replace(mutant.old, mutant.new)
-    if path.suffix == ".py":
-        ast.parse(text, mutant.file)
-    return text
-
-
 def run_pytest(root: Path, tests: list[str]) -> int:
     """Runs the tests on the copy at `root`, in this process, which is a fresh fork."""
     for name in [name for name in sys.modules if name.partition(".")[0] in OURS]:
@@ -132,7 +116,7 @@ def child(job: Job, root: Path) -> NoReturn:
         os.dup2(log.fileno(), 2)
     try:
         if job.mutant is not None:
-            (root / job.mutant.file).write_text(mutated(job.mutant), encoding="utf-8")
+            (root / job.mutant.file).write_text(job.mutant.applied(ROOT), encoding="utf-8")
         status = run_pytest(root, job.tests)
     except BaseException:
         traceback.print_exc()
@@ -189,7 +173,7 @@ def chosen(names: list[str]) -> list[Mutant]:
         raise ValueError(f"tests/planted: more than one mutant is named {', '.join(doubled)}")
     rows = [mutant for mutant in MUTANTS if not names or mutant.name in names]
     for mutant in rows:
-        mutated(mutant)
+        mutant.applied(ROOT)
     return rows
 
 
