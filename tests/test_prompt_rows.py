@@ -4,6 +4,8 @@ import copy
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import datasets
 import pytest
@@ -11,6 +13,7 @@ import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
+from cotrain.commands import bench
 from cotrain.data.conversations import Chats
 from cotrain.data.corpora import PIECE, pieces
 from cotrain.data.inputs import made_from
@@ -149,3 +152,21 @@ def test_embedded_prompts_are_starts_of_pieces_that_begin_lines(monkeypatch: pyt
         ValueError, match="999 prompts asked of code, there are .*: ask for [0-9]+ or fewer, or give more text"
     ):
         source.prompts(999, 12, seed=3)
+
+
+def test_bench_counts_the_prompts_that_are_too_long_by_its_own_setting(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = {
+        split: [{"domain": "own", "prompt": [first + n] * n, "completion": []} for n in (2, 3, 9)]
+        for split, first in (("held_out", 0), ("final", 20))
+    }
+    monkeypatch.setattr("cotrain.commands.bench.source", lambda cfg, split, *_: PromptRows(rows[split]))
+    cfg: Any = SimpleNamespace(bench=SimpleNamespace(prompt_tokens=8, seed=0), data=SimpleNamespace(path="own.jsonl"))
+    found = bench.prompts(cfg, cast(Any, None), cast(Any, None))
+    assert sorted(map(len, found.ranking)) == sorted(map(len, found.final)) == [2, 3]
+    said = capsys.readouterr()
+    assert said.out == "" and said.err == "".join(
+        f"data.path: of 3 prompts of the split {split}, 1 are longer than bench.prompt_tokens=8: left out\n"
+        for split in ("held_out", "final")
+    )

@@ -3,6 +3,7 @@
 import copy
 import json
 import shutil
+import sys
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +19,7 @@ from cotrain.commands.served_pair import Pair, as_trained, load_network, measure
 from cotrain.commands.served_pair import folder as folder_of
 from cotrain.config.regimes import sampling
 from cotrain.config.settings import BenchConfig
+from cotrain.data.prompt_rows import PromptRows
 from cotrain.data.prompts import shipped_ids
 from cotrain.data.splits import SPLITS, Prompts, apart
 from cotrain.errors import UserError
@@ -85,7 +87,11 @@ def prompts(cfg: BenchConfig, target: PreTrainedModel, tokenizer: PreTrainedToke
     tokens, seed = cfg.bench.prompt_tokens, cfg.bench.seed
     if cfg.data.path is None:
         return apart(*shipped_ids(tokenizer, tokens), [], "shipped")
-    ranking, final = (source(cfg, split, target, tokenizer).several(tokens, seed) for split in SPLITS[1:])
+    sources = {split: source(cfg, split, target, tokenizer) for split in SPLITS[1:]}
+    for split, rows in sources.items():
+        if isinstance(rows, PromptRows):
+            print(rows.left_out(tokens, split, "bench.prompt_tokens"), end="", file=sys.stderr)
+    ranking, final = (rows.several(tokens, seed) for rows in sources.values())
     return apart(ranking, final, [], "own")
 
 

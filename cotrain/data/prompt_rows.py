@@ -22,12 +22,12 @@ class PromptRows:
 
     rows: list[Row]
 
-    def left_out(self, tokens: int, split: str) -> str:
-        """A line that says how many prompts have more than `tokens` ids or none, and are not used; nothing where all
-        are."""
+    def left_out(self, tokens: int, split: str, key: str = "rollout.prompt_tokens") -> str:
+        """A line that says how many prompts have more ids than the setting `key` allows, or none, and are not used;
+        nothing where all are."""
         sizes = [len(row["prompt"]) for row in self.rows]
         long, empty = sum(size > tokens for size in sizes), sizes.count(0)
-        found = [f"{long} are longer than rollout.prompt_tokens={tokens}"] * (long > 0)
+        found = [f"{long} are longer than {key}={tokens}"] * (long > 0)
         found += [f"{empty} are empty"] * (empty > 0)
         said = f"data.path: of {len(sizes)} prompts of the split {split}, {' and '.join(found)}: left out\n"
         return said if found else ""
@@ -57,9 +57,6 @@ class PromptRows:
             shortest = min(len(row["prompt"]) for row in self.rows)
             raise ValueError(f"data.path: no prompt of at most {tokens} tokens, the shortest has {shortest}: raise "
                              "rollout.prompt_tokens (of cotrain bench, bench.prompt_tokens)")  # fmt: skip
-        if len(fitting) < len(self.rows):
-            longer = f"{len(self.rows) - len(fitting)} of {len(self.rows)} prompts have more than {tokens} tokens"
-            print(f"{longer} and are left out")
         return [row["prompt"] for row in fitting]
 
     def _fitting(self, tokens: int, seed: int) -> list[Row]:
