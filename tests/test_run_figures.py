@@ -69,6 +69,8 @@ def test_what_an_export_says_of_its_training(monkeypatch: pytest.MonkeyPatch) ->
         "top": 4, "adapter": "adapter", "draft_quantisation": "int8",
         "draft_vocabulary": {"tokens": 50, "coverage": ("held", 50)},
         "learnt": {"completions": True, "template": {"thinking": False}},
+        "served": {"chat": False, "prompt_tokens": 48, "quantisation": "none", "template": {"thinking": False},
+                   "verify": "block"},
         "init": {"kind": job.cfg.init.kind, "layers": [1], "cosine": 0.2},
     }  # fmt: skip
     given = {"tokens": 9, "surprise": 1.0, "entropy": 2.0, "z": 3.0, "impossible": 0.25, "alpha": 0.875}

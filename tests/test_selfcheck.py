@@ -235,3 +235,11 @@ def test_what_goes_wrong_late_in_a_text_is_seen_when_an_engine_is_made(dtype, fa
         warnings.simplefilter("always")
         agrees = lean_agrees(model, late_faults.LATE)
     assert agrees == (not fault) and bool(said) == bool(fault)
+
+
+def test_a_model_made_in_inference_mode_runs_by_its_own_forward_afterwards() -> None:
+    with torch.inference_mode():
+        model, ids = tiny(), torch.arange(1, 9)[None]
+        own = model(ids).logits
+        LM(model, 2)
+        torch.testing.assert_close(model(ids).logits, own)

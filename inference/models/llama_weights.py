@@ -62,7 +62,8 @@ def weights_of(model: PreTrainedModel) -> Weights:
     """The model's own weights, projections joined."""
     body: Any = model.base_model
     top: Any = model.lm_head
-    with torch.inference_mode(False), torch.no_grad():  # the parameters must stay fit for training
+    # parameters stay of their kind: fit for training, or made in inference mode, where the two must not be mixed
+    with torch.inference_mode(top.weight.is_inference()), torch.no_grad():
         layers = [_layer(layer) for layer in body.layers]
         return Weights(body.embed_tokens.weight.data, layers, body.norm.weight.data, _joined([top]))
 

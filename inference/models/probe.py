@@ -111,7 +111,6 @@ class Probe:
         def own() -> Rows:
             return [own_logits(self.model, list(range(T - LATER, T)), input_ids=ids).float()]
 
-        mine = own()  # first: `make` lays out the weights anew, which parameters made in inference mode do not survive
         cache = self._cache(T)
         begin = T - LATER
         try:
@@ -124,7 +123,7 @@ class Probe:
             ours = self._pass(forward, cache, ids[:, begin:], second).logits[0]
         except Exception as error:
             return Found(0.0, 0.0, f"late in a text its forward raises {_first_line(error)}", late=True)
-        return self._judged([ours], mine, own, f"logits after {T} ids")._replace(late=True)
+        return self._judged([ours], own(), own, f"logits after {T} ids")._replace(late=True)
 
     def _judged(
         self, ours: Rows, own: Rows, again: Callable[[], Rows], what: str, *more: Callable[[], Rows], parts: int = 1
