@@ -4,6 +4,7 @@ import errno
 import json
 import multiprocessing
 import os
+import platform
 import resource
 import shutil
 import signal
@@ -300,3 +301,20 @@ def test_a_failed_swap_brings_the_old_folder_back(tmp_path: Path, monkeypatch: p
 def test_the_marker_holds_state_and_settings(tmp_path: Path) -> None:
     marker = json.loads((finished(tmp_path / "run", seed=1) / MARKER).read_text())
     assert (marker["state"], marker["settings"]) == ("finished", {"seed": 1})
+
+
+@pytest.mark.parametrize(("raised", "left"), [(ProcessLookupError, False), (PermissionError, True), (None, True)])
+def test_what_a_writer_left_is_cleared_once_it_is_dead_whoever_it_was(
+    raised: type[OSError] | None, left: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tmp_path / f".file.{platform.node() or 'host'}-{os.getpid()}-00000000.new"
+    other.write_text("half")
+
+    def signalled(pid: int, number: int) -> None:
+        assert (pid, number) == (os.getpid(), 0)  # asked, not ended
+        if raised:
+            raise raised
+
+    monkeypatch.setattr(atomic.os, "kill", signalled)
+    write_atomic(tmp_path / "file", "whole")
+    assert (tmp_path / "file").read_text() == "whole" and other.exists() == left

@@ -15,6 +15,7 @@ from cotrain.config.groups import Data
 from cotrain.data.conversations import Chats
 from cotrain.data.inputs import made_from, read_rows
 from cotrain.data.sources import source_of
+from cotrain.data.splits import SPLITS
 from tests.folders import tokenizer
 
 
@@ -195,3 +196,20 @@ def test_a_stream_counts_by_size_and_time_files_by_their_contents(tmp_path: Path
     (again / "own.jsonl").write_text(lines("a"))
     assert made_from(given(again / "own.jsonl"), "train") == whole
     assert made_from(given(path, streaming=True, take=2), "train") != streamed != whole
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_a_stream_of_conversations_ends_where_it_is_asked_to(ending: str, tmp_path: Path) -> None:
+    rows = [{"messages": [{"role": "user", "content": f"number {i}"}]} for i in range(60)]
+    path = tmp_path / f"chats.{ending}"
+    if ending == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        datasets.Dataset.from_list(rows).to_parquet(str(path))
+
+    def count(**changed: object) -> int:
+        parts = [source_of(given(path, **changed), split, templated()) for split in SPLITS]
+        assert all(isinstance(part, Chats) for part in parts)
+        return sum(len(part.rows) for part in parts if isinstance(part, Chats))
+
+    assert (count(), count(streaming=True, take=20), count(streaming=True)) == (60, 20, 60)
