@@ -146,8 +146,12 @@ def test_a_patched_class_is_found_by_its_logits(monkeypatch):
         assert isinstance(LM(model, 2).run, Stock)
 
 
-def test_one_length_for_all_rows_is_refused(monkeypatch):
-    """Llama 4 scales attention by the cache's one length; within its first range by 1."""
+@pytest.mark.parametrize("heavy", [False, True])
+def test_one_length_for_all_rows_is_refused(heavy, monkeypatch):
+    """Llama 4 scales attention by the cache's one length; within its first range by 1. Heavy models are not looked at
+    late in a text, and short rows alone must show it."""
+    if heavy:
+        monkeypatch.setattr(probe, "HEAVY", 0.0)
     model = build("Llama4Text", {**LLAMA4, "floor_scale": 16})
     assert LM(model, 2).context == 15
     monkeypatch.setattr("inference.models.lm.positions_of", lambda config: config.max_position_embeddings)
