@@ -444,7 +444,9 @@ def test_a_matrix_that_cannot_be_is_refused_before_anything_is_timed(
     monkeypatch.setattr("cotrain.commands.bench.models", lambda *_: 1 / 0)
     paths = (f"draft.path={run / 'draft'}", f"output={place / 'no bench'}", "bench.prompt_tokens=8")
     assert main(["bench", *paths, "bench.new_tokens=8", "bench.depths=[2]", *mistake]) == 1
-    last = capsys.readouterr().err.splitlines()[-1]  # behind what was typed otherwise than the folder says
+    *typed, last = capsys.readouterr().err.splitlines()
+    other = "other settings than the draft was made for, with its own in brackets: regime.top_p=0.95 (1.0)"
+    assert typed == [other] * ("regime=nucleus" in mistake)
     assert last.startswith(f"cotrain bench: {said}") and not (place / "no bench").exists()
 
 

@@ -19,7 +19,6 @@ from cotrain.commands.served_pair import Pair, as_trained, load_network, measure
 from cotrain.commands.served_pair import folder as folder_of
 from cotrain.config.regimes import sampling
 from cotrain.config.settings import BenchConfig
-from cotrain.data.prompt_rows import PromptRows
 from cotrain.data.prompts import shipped_ids
 from cotrain.data.splits import SPLITS, Prompts, apart
 from cotrain.errors import UserError
@@ -89,8 +88,7 @@ def prompts(cfg: BenchConfig, target: PreTrainedModel, tokenizer: PreTrainedToke
         return apart(*shipped_ids(tokenizer, tokens), [], "shipped")
     sources = {split: source(cfg, split, target, tokenizer) for split in SPLITS[1:]}
     for split, rows in sources.items():
-        if isinstance(rows, PromptRows):
-            print(rows.left_out(tokens, split, "bench.prompt_tokens"), end="", file=sys.stderr)
+        print(rows.left_out(tokens, split, "bench.prompt_tokens"), end="", file=sys.stderr)
     ranking, final = (rows.several(tokens, seed) for rows in sources.values())
     return apart(ranking, final, [], "own")
 

@@ -74,6 +74,10 @@ class TextStarts:
     texts: datasets.Dataset
     tokenizer: PreTrainedTokenizerBase
 
+    def left_out(self, tokens: int, split: str, key: str = "rollout.prompt_tokens") -> str:
+        """Nothing: a longer text is begun."""
+        return ""
+
     def prompts(self, count: int, tokens: int, seed: int) -> list[tuple[str, list[int]]]:
         """(domain, prompt ids) of `count` texts of each domain, by seed. Raises ValueError when one has fewer."""
         generator, found = torch.Generator().manual_seed(seed), []

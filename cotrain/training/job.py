@@ -108,8 +108,7 @@ class Job:
         if split not in self.sources:
             found = source(self.cfg, split, self.target, self.tokenizer)
             self.sources[split] = found
-            if isinstance(found, PromptRows):
-                print(found.left_out(self.cfg.rollout.prompt_tokens, split), end="")
+            print(found.left_out(self.cfg.rollout.prompt_tokens, split), end="")
         return self.sources[split]
 
     @property

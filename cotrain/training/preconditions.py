@@ -253,8 +253,7 @@ def _texts(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> d
         return {}
     found, ask = {split: source(cfg, split, target, tokenizer) for split in SPLITS}, cfg.rollout
     for split, texts in found.items():
-        if isinstance(texts, PromptRows):
-            print(texts.left_out(ask.prompt_tokens, split), end="")
+        print(texts.left_out(ask.prompt_tokens, split), end="")
     for split, count in (("train", ask.texts), ("held_out", ask.held_out_texts)):
         if not (cfg.data.on_target and isinstance(found[split], PromptRows)):
             found[split].prompts(count, ask.prompt_tokens, ask.seed)
