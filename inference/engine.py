@@ -192,61 +192,61 @@ class Engine:
     def _round(self, run: Run) -> list[Event]:
         """One round of the active rows: propose, pass, verify, commit."""
         with run.stats.clock("draft"):
-            turn = self._turn(run)
-            proposal = self.propose(turn)
+            round = self._turn(run)
+            proposal = self.propose(round)
         with run.stats.clock("target"):
-            found = self.read(turn, proposal)
+            found = self.read(round, proposal)
         with run.stats.clock("verify"):
-            settled = turn.settle(found.logits, proposal)
-            states = kept(self.target, turn.texts, turn.sent["read"], found.states, settled.path)
+            settled = round.settle(found.logits, proposal)
+            states = kept(self.target, round.texts, round.sent["read"], found.states, settled.path)
             table = settled.table.tolist()  # the round's one read
         with run.stats.clock("other"):
-            events, valid = self._commit(run, turn, proposal, found, settled, table)
+            events, valid = self._commit(run, round, proposal, found, settled, table)
             if run.proposer:
                 run.proposer.commit(Outcome(valid, settled.table[:, 0], states, settled.path))
             if self.record:
-                self.record.note(run.active, turn.starts, proposal, table)
+                self.record.note(run.active, round.starts, proposal, table)
             self.slots.leave(run)
             return events
 
     def _turn(self, run: Run) -> DecodingRound:
         target, k = self.target, run.lengths(self.policy)
-        turn = DecodingRound(
+        round = DecodingRound(
             run.active, k, self.rule, run.noise, target.vocabulary, target.device, run.batch, self.replays,
             self.record is not None,
         )  # fmt: skip
-        run.batch = turn.batch
-        return turn
+        run.batch = round.batch
+        return round
 
-    def propose(self, turn: DecodingRound) -> Proposal:
+    def propose(self, round: DecodingRound) -> Proposal:
         """The proposer's drafts, on the target's device."""
-        if not self.proposer or not max(turn.k):
-            turn.send([0] * len(turn.k))
-            nothing = torch.empty(len(turn.k), 0, dtype=torch.int64, device=self.target.device)
-            return Proposal(nothing, None, [0] * len(turn.k))
-        x, q, k, tree = self.proposer.propose(turn)
+        if not self.proposer or not max(round.k):
+            round.send([0] * len(round.k))
+            nothing = torch.empty(len(round.k), 0, dtype=torch.int64, device=self.target.device)
+            return Proposal(nothing, None, [0] * len(round.k))
+        x, q, k, tree = self.proposer.propose(round)
         self.rule.require(self.proposer, tree)
         if tree is not None and tree.shape is None:  # paths that the host does not know: such rows draft nothing
-            k = [0 if reads else length for reads, length in zip(turn.reads_history, k, strict=True)]
+            k = [0 if reads else length for reads, length in zip(round.reads_history, k, strict=True)]
         if x.device.type == "cpu" != self.target.device.type:
-            turn.send(k, x=x.tolist())  # with all else that goes to the device, where nothing was sent yet
-            x = turn.sent["x"]
-        turn.send(k)
+            round.send(k, x=x.tolist())  # with all else that goes to the device, where nothing was sent yet
+            x = round.sent["x"]
+        round.send(k)
         return Proposal(x.to(self.target.device), q if q is None else q.to(self.target.device), k, tree)
 
-    def read(self, turn: DecodingRound, proposal: Proposal) -> Pass:
+    def read(self, round: DecodingRound, proposal: Proposal) -> Pass:
         """The target's pass: logits (A, N+1, V) after each row's anchor and after each draft, and the states that the
         proposer reads."""
-        start, anchor, x = [len(text) - 1 for text in turn.texts], turn.sent["anchor"], proposal.x
+        start, anchor, x = [len(text) - 1 for text in round.texts], round.sent["anchor"], proposal.x
         if min(proposal.k) < x.shape[1]:  # behind its drafts a row reads what it has read, which leaves no NaN
-            drafted = torch.arange(x.shape[1], device=x.device) < turn.length(proposal.k).unsqueeze(1)
+            drafted = torch.arange(x.shape[1], device=x.device) < round.length(proposal.k).unsqueeze(1)
             x = torch.where(drafted, x, anchor)
         reads = self.proposer.reads if self.proposer else ()
-        return self.target.forward(torch.cat([anchor, x], 1), start, at=turn.sent["read"], states=reads,
+        return self.target.forward(torch.cat([anchor, x], 1), start, at=round.sent["read"], states=reads,
                                    tree=proposal.tree)  # fmt: skip
 
     def _commit(
-        self, run: Run, turn: DecodingRound, proposal: Proposal, found: Pass, settled: Settled, table: list[list[int]]
+        self, run: Run, round: DecodingRound, proposal: Proposal, found: Pass, settled: Settled, table: list[list[int]]
     ) -> tuple[list[Event], list[int]]:
         """Each row takes its tokens; what of its text agrees with what is stored. table: of `settled`."""
         events, valid = [], []
@@ -256,7 +256,7 @@ class Engine:
             taken = len(row.take(draft[:n] if lost else [*draft[:n], token]))
             drafted = min(k, taken) if row.finish else k  # drafts beyond a row's last token do not count
             if lost and not row.finish:
-                self.slots.without_law(slot, row, doubtful, partial(turn.reason, slot, found.logits, settled.path, n))
+                self.slots.without_law(slot, row, doubtful, partial(round.reason, slot, found.logits, settled.path, n))
             run.stats.count(row.index, taken, drafted, min(taken, n))
             kinds = ["drafted"] * n + ["corrected" if refused else "bonus"]
             if taken:

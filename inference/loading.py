@@ -39,8 +39,8 @@ def load(
     if target is None or isinstance(target, str | PathLike):
         if target is None and made is None:
             raise ValueError(f"{folder}: no cotrain.json names its target; give target=")
-        if target is None and made and made.made.get("adapter"):
-            both = f"{made.target['name']} with the adapter {made.made['adapter']}"
+        if target is None and made and made.origin.get("adapter"):
+            both = f"{made.target['name']} with the adapter {made.origin['adapter']}"
             raise ValueError(f"{folder}: made for {both}: give target= a folder that it was merged into, or the model")
         place = resolve(str(target or (made.target["name"] if made else "")))
         tokenizer = tokenizer or load_tokenizer(Path(place))

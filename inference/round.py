@@ -24,7 +24,7 @@ from inference.request import Request
 from inference.sampling import draw, wide
 from inference.settled import Settled, column_of, settled, sound
 from inference.trees_of_round import TreesOfRound
-from inference.verify import Verdict
+from inference.verify import Verification
 from inference.verify.rules import Rule
 
 
@@ -89,9 +89,9 @@ class DecodingRound(TreesOfRound, LevelsOfRound):
         sent = self.send(k)
         return sent["length"] if k == self.lengths else torch.tensor(k, device=self.device)
 
-    def law(self, logits: Tensor, drafted: list[Tensor]) -> Tensor:
+    def probs(self, logits: Tensor, drafted: list[Tensor]) -> Tensor:
         """Logits (A, V) after the texts and `drafted` ids (A,) -> law (A, V)."""
-        return self.batch.regimes.law(self.scores(logits, drafted))
+        return self.batch.regimes.probs(self.scores(logits, drafted))
 
     def scores(self, logits: Tensor, drafted: list[Tensor]) -> Tensor:
         """The logits, as settings that read history leave them."""
@@ -104,13 +104,13 @@ class DecodingRound(TreesOfRound, LevelsOfRound):
             self.done |= {a for a in self.batch.own if not bool(logits[a].amax().isfinite())}
         return logits
 
-    def laws(self, logits: Tensor, x: Tensor, k: list[int], tree: Tree | None = None) -> Tensor:
+    def target_probs(self, logits: Tensor, x: Tensor, k: list[int], tree: Tree | None = None) -> Tensor:
         """Target logits (A, K+1, V) of the texts and drafts x (A, K) -> p (A, K+1, V); past k_b unread."""
         if self.batch.history and tree is not None:
             logits = self._branched(logits, x, k, tree)
         elif self.batch.history:
             logits = self._processed(logits, x, k, 0)
-        return self.batch.regimes.law(logits)
+        return self.batch.regimes.probs(logits)
 
     def _processed(self, logits: Tensor, x: Tensor, k: list[int], first: int) -> Tensor:
         """Logits (A, n, V) of the places after first, first + 1, ... of the drafts x (A, K), as settings leave them."""
@@ -175,7 +175,7 @@ class DecodingRound(TreesOfRound, LevelsOfRound):
 
     def verdict(
         self, p: Tensor, q: Tensor | None, x: Tensor, k: list[int] | Tensor, tree: Tree | None = None
-    ) -> Verdict:
+    ) -> Verification:
         """The rule on p (A, K+1, V), q (A, K, V) or None for certain drafts, x (A, K), k (A,)."""
         length = k if isinstance(k, Tensor) else self.length(k)
         noise = self._gumbel if self.rule.shared else self._uniforms[ACCEPT]
@@ -201,10 +201,10 @@ class DecodingRound(TreesOfRound, LevelsOfRound):
         return self._settled(logits, proposal, length)
 
     def _settled(self, logits: Tensor, proposal: Proposal, asked: Tensor) -> Settled:
-        p = self.laws(logits, proposal.x, proposal.k, proposal.tree)
+        p = self.target_probs(logits, proposal.x, proposal.k, proposal.tree)
         length = sound(p, proposal.q, asked, proposal.tree)
         verdict = self.verdict(p, proposal.q, proposal.x, length, proposal.tree)
-        found = settled(p, proposal, verdict, self.last(verdict.law), length, asked)
+        found = settled(p, proposal, verdict, self.last(verdict.probs), length, asked)
         if not self.traced:
             return found
         u = None if self.rule.shared else self._uniforms[ACCEPT]
@@ -222,7 +222,7 @@ class DecodingRound(TreesOfRound, LevelsOfRound):
     @property
     def steady(self) -> frozenset[str]:
         """Of `inputs`, what changes only when rows come or go."""
-        return frozenset({*self.batch.tensors, "states", "branches"} - {"history.made"})
+        return frozenset({*self.batch.tensors, "states", "branches"} - {"history.generated"})
 
     def inputs(self, trees: bool = False) -> dict[str, Tensor] | None:
         """The tensors by name that laws, draws and verdict read of this round, and with `trees` the children of nodes;
@@ -237,15 +237,15 @@ class DecodingRound(TreesOfRound, LevelsOfRound):
 
     def on(self, given: Mapping[str, Tensor]) -> "DecodingRound":
         """This round, read from other tensors of the names and shapes of `inputs`."""
-        turn = copy(self)
-        turn.replays, turn.batch = None, self.batch.on(given)
-        turn.sent = {name: given[name] for name in ("start", "tails") if name in given}
+        round = copy(self)
+        round.replays, round.batch = None, self.batch.on(given)
+        round.sent = {name: given[name] for name in ("start", "tails") if name in given}
         made = {f"_{name}": given[name] for name in ("states", "branches") if name in given}
         made |= {"_numbers": given["uniforms"]}
         for name in ("_gumbel", "_children"):
-            vars(turn).pop(name, None)
-        vars(turn).update(made)
-        return turn
+            vars(round).pop(name, None)
+        vars(round).update(made)
+        return round
 
     def reason(self, row: int, logits: Tensor, path: Tensor | None, n: int) -> str:
         """Why a row has no law behind its n accepted drafts, given the logits (A, N+1, V) of the target's pass and the

@@ -70,7 +70,7 @@ class Tree:
         law = torch.zeros(1, dtype=F64)
         for n, p in enumerate(self.p):
             stop = verdict.accepted == n
-            mass = (weight.unsqueeze(-1) * verdict.law)[stop]
+            mass = (weight.unsqueeze(-1) * verdict.probs)[stop]
             ended = torch.zeros_like(p).index_add_(0, self.number(x[stop, :n]), mass)
             law = (law.unsqueeze(-1) * p + ended).flatten()
         return law
@@ -110,15 +110,15 @@ def enumerate_rule(rule, tree: Tree) -> dict[int, tuple[torch.Tensor, float]]:
     for pattern in itertools.product((False, True), repeat=tree.K):
         cell = torch.tensor(pattern).expand_as(t)
         verdict = rule(p, q, x, inside(cell, t), k)
-        torch.testing.assert_close(verdict.law.sum(-1), torch.ones_like(weight), rtol=0, atol=1e-13)
+        torch.testing.assert_close(verdict.probs.sum(-1), torch.ones_like(weight), rtol=0, atol=1e-13)
         mass = weight * torch.where(cell, t, 1 - t).prod(-1)
         for length, sums in found.items():
             of = k == length
-            one = type(verdict)(verdict.accepted[of], verdict.law[of])
+            one = type(verdict)(verdict.accepted[of], verdict.probs[of])
             sums[0] += tree.emitted(x[of], one, mass[of])
             sums[1] += (mass[of] * one.accepted).sum().item()
     for _ in range(4):
         u = torch.rand_like(t)
         there, same = rule(p, q, x, u, k), rule(p, q, x, inside(u < t, t), k)
-        assert torch.equal(there.accepted, same.accepted) and torch.equal(there.law, same.law)
+        assert torch.equal(there.accepted, same.accepted) and torch.equal(there.probs, same.probs)
     return {length: tuple(sums) for length, sums in found.items()}

@@ -39,9 +39,9 @@ def rope_scaling_left_out(patch: pytest.MonkeyPatch) -> None:
         cos, sin = plain(model, slots)
         half = cos.shape[-1] // 2
         inverse = 10_000.0 ** -(torch.arange(half) / half)
-        turn = (torch.arange(slots)[:, None] * inverse).repeat(1, 2)
+        round = (torch.arange(slots)[:, None] * inverse).repeat(1, 2)
         signs = torch.tensor([-1.0] * half + [1.0] * half)
-        return turn.cos().to(cos), (turn.sin() * signs).to(sin)
+        return round.cos().to(cos), (round.sin() * signs).to(sin)
 
     patch.setattr(llama, "angles", unscaled)
 

@@ -17,7 +17,7 @@ CALLS = {"token": prediction.expected_calls, "block": prediction.expected_calls_
 VARIANCE = {"token": prediction.calls_variance, "block": prediction.calls_variance_block}
 
 
-def law(*key):
+def probs(*key):
     """A law on V tokens that is a function of its key."""
     return norm(np.array([random.Random(repr((key, v))).uniform(0.05, 1) for v in range(V)]))
 
@@ -62,7 +62,7 @@ def process(rule, q, k, length):
             called = np.array([m0, m1 + m0, m2 + 2 * m1 + m0])
             for x in itertools.product(range(V), repeat=k(text)):
                 qs = [q(text + x[:i], i) for i in range(len(x))]
-                ps = [law("p", text + x[:i]) for i in range(len(x) + 1)]
+                ps = [probs("p", text + x[:i]) for i in range(len(x) + 1)]
                 drafted = math.prod(qs[i][token] for i, token in enumerate(x))
                 for n, (chance, after) in enumerate(OUTCOMES[rule](ps, qs, x)):
                     for y in range(V):
@@ -77,18 +77,18 @@ def ratios(texts, q, depths=None):
     for b, text in enumerate(texts):
         for t, token in enumerate(text):
             for j in range(min(depths or 1, t + 1)):
-                out[b, t, j] = math.log(q(text[:t], j)[token] / law("p", text[:t])[token])
+                out[b, t, j] = math.log(q(text[:t], j)[token] / probs("p", text[:t])[token])
     found = torch.from_numpy(out)
     return found if depths else found[..., 0]
 
 
 def alike(prefix, depth):
-    return law("q", prefix)
+    return probs("q", prefix)
 
 
 def by_depth(prefix, depth):
     """A parallel head: its law depends on where the round began."""
-    return law("q", prefix, depth)
+    return probs("q", prefix, depth)
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])
@@ -99,7 +99,7 @@ def test_calls_are_those_of_the_process(rule, q, deep, k):
     texts = [text for table in tables for text in table]
     truth = np.array([table[text] for table in tables for text in table])
     for text, (chance, _, _) in zip(texts, truth, strict=True):  # the oracle itself is exact
-        assert chance == pytest.approx(math.prod(law("p", text[:t])[x] for t, x in enumerate(text)), abs=1e-12)
+        assert chance == pytest.approx(math.prod(probs("p", text[:t])[x] for t, x in enumerate(text)), abs=1e-12)
     l = ratios(texts, q, k + 1 if deep else None)  # one depth more than is used
     lengths = torch.tensor([len(t) for t in texts])
     given = l if rule == "block" else l.clamp(max=0).exp()

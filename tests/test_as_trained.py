@@ -37,7 +37,7 @@ def made(**changed: Any) -> Metadata:
     regime = {name: TRAINED[name] for name in ("temperature", "top_k", "top_p")}
     served = {name: value for name, value in TRAINED.items() if name not in regime}
     target = {"name": "there", "config": None, "tokenizer": None}
-    return Metadata(target=target, k=3, regime=regime, made={"served": served}, **changed)
+    return Metadata(target=target, k=3, regime=regime, origin={"served": served}, **changed)
 
 
 def keys(schema: Any, above: str = "") -> set[str]:

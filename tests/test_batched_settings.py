@@ -30,7 +30,7 @@ def test_mixed_regimes_give_the_laws_of_each_alone(dtype: torch.dtype, shape: tu
     torch.manual_seed(0)
     logits = (3 * torch.randn(len(REGIMES), *shape)).round(decimals=1).to(dtype)  # with ties
     batch = Batch([Request(i, i, [1], 9, one, frozenset()) for i, one in enumerate(REGIMES)], V, logits.device)
-    made = batch.regimes.law(logits)
+    made = batch.regimes.probs(logits)
     for row, one in enumerate(REGIMES):
         assert torch.equal(made[row], probs(logits[row : row + 1], one)[0]), one
     assert torch.equal(made, probs(logits, REGIMES))
@@ -42,8 +42,8 @@ def test_rows_that_differ_in_one_setting_alone(name: str, values: tuple[float, f
     both, logits = [Sampling(**{name: value}) for value in values], torch.linspace(-3, 3, V).expand(2, V)
     made = Batch([Request(i, i, [1], 9, one, frozenset()) for i, one in enumerate(both)], V, logits.device).regimes
     for row, one in enumerate(both):
-        assert torch.equal(made.law(logits)[row], probs(logits[row], one))
-    assert not torch.equal(*made.law(logits))
+        assert torch.equal(made.probs(logits)[row], probs(logits[row], one))
+    assert not torch.equal(*made.probs(logits))
 
 
 def test_batches_of_one_key_differ_in_tensors_alone() -> None:
@@ -53,8 +53,8 @@ def test_batches_of_one_key_differ_in_tensors_alone() -> None:
         batch = Batch([Request(i, i, [1], 9, one, frozenset()) for i, one in enumerate(pair)], V, logits.device)
         name = batch.key, tuple((part, value.shape) for part, value in batch.tensors.items())
         recorded = first.setdefault(name, batch)
-        law = recorded.on(batch.tensors).regimes.law(logits)
-        torch.testing.assert_close(law, batch.regimes.law(logits), msg=lambda said, pair=pair: f"{pair}: {said}")
+        law = recorded.on(batch.tensors).regimes.probs(logits)
+        torch.testing.assert_close(law, batch.regimes.probs(logits), msg=lambda said, pair=pair: f"{pair}: {said}")
     assert len(first) < len(REGIMES) ** 2 / 2
 
 
@@ -64,7 +64,7 @@ def test_no_law_is_nan_throughout() -> None:
     mixed = Batch(
         [Request(i, i, [1], 9, Sampling(t), frozenset()) for i, t in enumerate((0, 1, 0, 0.5))], V, logits.device
     )
-    for law in (mixed.regimes.law(logits), *(probs(logits, one) for one in REGIMES)):
+    for law in (mixed.regimes.probs(logits), *(probs(logits, one) for one in REGIMES)):
         assert law[:3].isnan().all() and not law[3].isnan().any()
 
 

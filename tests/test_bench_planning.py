@@ -173,9 +173,9 @@ def test_one_batch_below_1_is_slower() -> None:
 def test_texts_that_are_planned_with(met: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     plan, asked = plan_of(), list[Any]()
     assert planner.plain_texts(plan).prompts == [["plain"]]
-    (turn,) = met
-    assert turn["prompts"] == plan.ranking(2, 32) and (turn["rows"], turn["seed"], turn["warmup"]) == (32, 17, 0)
-    arm = turn["arms"]["plain"]
+    (round,) = met
+    assert round["prompts"] == plan.ranking(2, 32) and (round["rows"], round["seed"], round["warmup"]) == (32, 17, 0)
+    arm = round["arms"]["plain"]
     assert (arm.engine.proposer, arm.engine.rows, arm.sampling, arm.new) == (None, 32, REGIME, 6)
     monkeypatch.setattr(planner, "pair_figures", lambda *given: asked.append(given) or "figures")
     assert planner.counted(plan, "texts", 3, 0.5) == "figures"  # type: ignore[arg-type]
@@ -210,16 +210,16 @@ def test_a_cell_of_weights_is_of_the_draft_as_it_is_held(
     wanted = [(t, at, d) for t in ("none", "nf4") for at in (0.0, 0.5) for d in ("none", "int8")]
     assert [(cell["target"], cell["temperature"], cell["draft"]) for cell in cells] == wanted
     assert {kind for _, kind in seen} == {"none", "int8"} and {draft.dtype for draft, _ in seen} == {torch.float32}
-    texts = [turn for turn in met if list(turn["arms"]) == ["plain"]]
-    timed = [turn for turn in met if "speculative" in turn["arms"]]
+    texts = [round for round in met if list(round["arms"]) == ["plain"]]
+    timed = [round for round in met if "speculative" in round["arms"]]
     assert len(texts) == 4 and len(timed) == len(asked) == 8
-    for turn, (target, at, _) in zip(texts, wanted[::2], strict=True):
-        assert turn["prompts"] == plan.ranking(2, 64) and (turn["rows"], turn["seed"]) == (32, 17)
-        arm = turn["arms"]["plain"]
+    for round, (target, at, _) in zip(texts, wanted[::2], strict=True):
+        assert round["prompts"] == plan.ranking(2, 64) and (round["rows"], round["seed"]) == (32, 17)
+        arm = round["arms"]["plain"]
         assert (arm.engine.target, arm.sampling) == (f"target {target}", replace(REGIME, temperature=at))
-    for turn, given, cell, (target, at, draft) in zip(timed, asked, cells, wanted, strict=True):
-        fast, slow = (turn["arms"][name] for name in ("speculative", "plain"))
-        assert turn["prompts"] == RANKING[:2] and (turn["rows"], turn["seed"]) == (3, 17)
+    for round, given, cell, (target, at, draft) in zip(timed, asked, cells, wanted, strict=True):
+        fast, slow = (round["arms"][name] for name in ("speculative", "plain"))
+        assert round["prompts"] == RANKING[:2] and (round["rows"], round["seed"]) == (3, 17)
         assert {fast.engine.target, slow.engine.target, given[0].target} == {f"target {target}"}
         assert {fast.sampling.temperature, slow.sampling.temperature, given[3].temperature} == {at}
         assert given[1].greedy and given[0].rows == 32 and fast.engine.rows == slow.engine.rows == 3

@@ -152,14 +152,14 @@ def test_a_cell_of_a_matrix(
     asked, sent, lm = stubbed(monkeypatch, costs, machine)
     plan = plan_of(bench=replace(plan_of().bench, compile=True))
     (cell,) = matrix.matrix(plan, Grid([0.5], [rows], 2, None, tmp_path), lambda _: None)
-    (turn,) = met
+    (round,) = met
     at = replace(REGIME, temperature=0.5)
     alone = {"transformers assisted", "transformers matched", "transformers compiled"} if rows == 1 else set[str]()
-    assert set(turn["arms"]) == {"speculative", "speculative k=2", "plain", "ngram", "transformers"} | alone
+    assert set(round["arms"]) == {"speculative", "speculative k=2", "plain", "ngram", "transformers"} | alone
     queue = 1 if rows == 1 else 6 * rows
-    assert (turn["rows"], turn["seed"], turn["prompts"]) == (queue, 17, plan.final(0, max(4, 3 * queue)))
-    assert {(arm.sampling, arm.new) for arm in turn["arms"].values()} == {(at, 6)}
-    arms = turn["arms"]
+    assert (round["rows"], round["seed"], round["prompts"]) == (queue, 17, plan.final(0, max(4, 3 * queue)))
+    assert {(arm.sampling, arm.new) for arm in round["arms"].values()} == {(at, 6)}
+    arms = round["arms"]
     own = {"speculative": (k, "block"), "speculative k=2": (2, "token"), "ngram": (2, "block")}
     assert {name: (arms[name].engine.policy.k, arms[name].engine.verify) for name in own} == own
     assert {arms[name].engine.rows for name in (*own, "plain")} == {rows}

@@ -62,9 +62,9 @@ def test_a_draft_is_measured_in_the_numbers_that_it_is_served_in() -> None:
 def test_figures_of_a_checkpoint(met: list[Any]) -> None:  # noqa: F811
     plan = plan_of(known={0: RealRound(1.0, 2.0, 1.0), 3: RealRound(2.0, 3.0, 1.5)})
     found = quick(plan, 3)
-    (turn,) = met
-    assert (turn["prompts"], turn["rows"], turn["seed"]) == (RANKING[:2], 3, 17)
-    fast, slow = (turn["arms"][name] for name in ("speculative", "plain"))
+    (round,) = met
+    assert (round["prompts"], round["rows"], round["seed"]) == (RANKING[:2], 3, 17)
+    fast, slow = (round["arms"][name] for name in ("speculative", "plain"))
     assert (fast.engine.policy.k, fast.engine.rows, slow.engine.proposer, slow.engine.rows) == (3, 3, None, 3)
     assert {(arm.sampling, arm.new) for arm in (fast, slow)} == {(REGIME, 6)}
     assert found == {
@@ -91,23 +91,23 @@ def test_what_is_timed(met: list[Any], until: float) -> None:  # noqa: F811
     plan = plan_of(bench=replace(plan_of().bench, rows=3, prompts=4))
     served: Any = plan.engine(2)
     measurement._timed(plan, served, REGIME, until)
-    (turn,) = met
-    arms = turn["arms"]
+    (round,) = met
+    arms = round["arms"]
     assert list(arms) == ["speculative", "plain", "transformers"] and arms["speculative"].engine is served
     assert (arms["plain"].engine.rows, arms["plain"].engine.proposer) == (3, None)
     assert arms["transformers"].model is plan.target
     assert {(arm.sampling, arm.new) for arm in arms.values()} == {(REGIME, 6)}
-    assert (turn["rows"], turn["seed"], turn["pair"]) == (3, 17, ("speculative", "plain"))
-    wanted = turn["wanted"]
+    assert (round["rows"], round["seed"], round["pair"]) == (3, 17, ("speculative", "plain"))
+    wanted = round["wanted"]
     assert (wanted.batches, wanted.until, wanted.within) == (2, until, 0.1 if until < inf else inf)
-    assert turn["prompts"] == (FINAL if until < inf else FINAL[:4])
+    assert round["prompts"] == (FINAL if until < inf else FINAL[:4])
 
 
 def test_temperature_0_beside_n_grams(met: list[Any]) -> None:  # noqa: F811
     found = measurement.greedy(plan_of(tree=TREE), 2)
-    (turn,) = met
-    arms = turn["arms"]
-    assert (turn["prompts"], turn["rows"], turn["seed"]) == (FINAL[:2], 3, 17)
+    (round,) = met
+    arms = round["arms"]
+    assert (round["prompts"], round["rows"], round["seed"]) == (FINAL[:2], 3, 17)
     assert {(arm.sampling, arm.new) for arm in arms.values()} == {(Sampling(temperature=0), 6)}
     assert [arms[name].engine.verify for name in ("speculative", "ngram")] == ["traversal", "block"]
     assert isinstance(arms["ngram"].engine.proposer, NGram) and arms["plain"].engine.proposer is None
@@ -131,10 +131,10 @@ def test_parity_is_of_texts_that_were_not_timed_first(
     monkeypatch.setattr(measurement, "check_calls", lambda *given: asked.append(given) or calls)
     monkeypatch.setattr(measurement, "asdict", vars)
     found = measurement.parity(plan_of(tree=tree), 3, noise=0.25)
-    assert [len(turn["prompts"]) for turn in met] == [32, 32, 3]
-    assert [turn["seed"] for turn in met] == [18, 50, 82] and {turn["rows"] for turn in met} == {32}
-    assert all(turn["prompts"][0] == FINAL[(4 + start) % 5] for turn, start in zip(met, (0, 32, 64), strict=True))
-    assert {turn["warmup"] for turn in met} == {0}
+    assert [len(round["prompts"]) for round in met] == [32, 32, 3]
+    assert [round["seed"] for round in met] == [18, 50, 82] and {round["rows"] for round in met} == {32}
+    assert all(round["prompts"][0] == FINAL[(4 + start) % 5] for round, start in zip(met, (0, 32, 64), strict=True))
+    assert {round["warmup"] for round in met} == {0}
     assert {(one["arms"]["speculative"].engine.policy.k, one["arms"]["speculative"].engine.rows) for one in met} == {
         (3, 32)
     }

@@ -44,8 +44,8 @@ def test_a_batch_with_one_setting_has_the_laws_of_its_rows(name: str) -> None:
     for row, text in zip(rows, texts, strict=True):
         row.text += text[2:]
     logits = 2 * torch.randn(2, 3, V, generator=torch.Generator().manual_seed(1))
-    turn = DecodingRound(rows, [2, 2], RULES["token"], Uniforms(0, torch.device("cpu")), V, torch.device("cpu"))
-    found = turn.laws(logits, torch.tensor(x), [2, 2])
+    round = DecodingRound(rows, [2, 2], RULES["token"], Uniforms(0, torch.device("cpu")), V, torch.device("cpu"))
+    found = round.target_probs(logits, torch.tensor(x), [2, 2])
     for a, (row, one) in enumerate(zip(rows, sampling, strict=True)):
         for j in range(3):
             scores = process(logits[a, j : j + 1], [row.text + x[a][:j]], [row.emitted + j], one)
@@ -82,10 +82,10 @@ def test_noise_of_rows_is_of_the_seed_that_is_asked_for() -> None:
     for seed in (5, 0, 6):
         assert torch.equal(batch.gumbel_states(seed), gumbel_states(seed, ids))
         assert torch.equal(batch.branch_states(seed), branch_states(seed, ids))
-        turn = DecodingRound(rows, [2, 2], RULES["coupled"], Uniforms(seed, ids.device), V, ids.device, batch)
+        round = DecodingRound(rows, [2, 2], RULES["coupled"], Uniforms(seed, ids.device), V, ids.device, batch)
         place = torch.arange(3).expand(2, 3)
-        assert torch.equal(turn._gumbel, gumbel(seed, ids, place, V))
-        assert turn.batch is batch
+        assert torch.equal(round._gumbel, gumbel(seed, ids, place, V))
+        assert round.batch is batch
 
 
 CALL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # of a stream: what it is given, and beside what
@@ -123,8 +123,8 @@ def test_a_greedy_draft_is_certain_whatever_the_temperature(
     target, proposals = tiny(layers=2), []
     propose = Engine.propose
 
-    def kept(engine: Engine, turn: DecodingRound) -> Any:
-        proposals.append(propose(engine, turn))
+    def kept(engine: Engine, round: DecodingRound) -> Any:
+        proposals.append(propose(engine, round))
         return proposals[-1]
 
     monkeypatch.setattr(Engine, "propose", kept)

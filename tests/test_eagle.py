@@ -155,8 +155,8 @@ def test_rounds_without_drafts_lose_no_features() -> None:
     checked = []
     propose = proposer.propose
 
-    def watched(turn: Any) -> Any:
-        texts, found = [list(text) for text in turn.texts], propose(turn)
+    def watched(round: Any) -> Any:
+        texts, found = [list(text) for text in round.texts], propose(round)
         (first, *_) = guessed(Eagle(proposer.network, target), torch.tensor(texts))
         torch.testing.assert_close(found.q[:, 0], laws(first)[-1:].exp(), atol=1e-6, rtol=1e-5)
         checked.append(len(texts[0]))

@@ -40,7 +40,7 @@ def test_the_eagle3_format(made: Path, tmp_path: Path) -> None:
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [-1, 0, 0]
     assert config["rope_parameters"]["rope_theta"] == config["rope_theta"] and not config["tie_word_embeddings"]
     assert metadata is not None and metadata.k == 2
-    found = metadata.made["export"]
+    found = metadata.origin["export"]
     assert found["inputs_of_layers"] == [0, 1, 1] and found["outputs_of_layers"] == [-1, 0, 0]
     tensors, ours = load_file(folder / "model.safetensors"), load_file(made / "model.safetensors")
     assert "embed_tokens.weight" not in tensors and tensors.keys() == ours.keys()
@@ -54,15 +54,15 @@ def test_an_export_is_for_the_target_that_was_named(made: Path, tmp_path: Path) 
     """Into which the adapter of the old one was merged: nobody may load it twice."""
     target = tiny(dtype=torch.float32)
     network = kinds.eagle(target, draft_vocab_size=16)
-    save(network, None, tmp_path / "adapted", Metadata(TARGET, 3, made={"adapter": "ours"}, kind="eagle"), None)
+    save(network, None, tmp_path / "adapted", Metadata(TARGET, 3, origin={"adapter": "ours"}, kind="eagle"), None)
     for layout in ("eagle3", "speculators"):
         folder = export(tmp_path / "adapted", tmp_path / layout, layout, target=target, name="merged")
         written = read(folder).metadata
-        assert written and (written.target["name"], written.made["adapter"]) == ("merged", None)
+        assert written and (written.target["name"], written.origin["adapter"]) == ("merged", None)
     found = read_json(folder / "config.json")["speculators_config"]
     assert found["verifier"]["name_or_path"] == "merged"
     own = read(export(tmp_path / "adapted", tmp_path / "own", target=target)).metadata
-    assert own and (own.target["name"], own.made["adapter"]) == ("the-target", "ours")
+    assert own and (own.target["name"], own.origin["adapter"]) == ("the-target", "ours")
 
 
 def test_the_format_of_speculators(made: Path, tmp_path: Path) -> None:

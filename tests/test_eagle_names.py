@@ -95,7 +95,7 @@ def test_each_engine_captures_the_states_that_were_learnt_from(
     folder = exported(target, tmp_path, layers)
     metadata = read(folder).metadata
     assert metadata is not None
-    command = launch(engine, str(folder), "t", 3, "greedy", "eagle3", "eagle", layers=captured(metadata.made))
+    command = launch(engine, str(folder), "t", 3, "greedy", "eagle3", "eagle", layers=captured(metadata.origin))
     assert CAPTURES[engine](read_json(folder / "config.json"), command) == layers
 
 

@@ -142,9 +142,9 @@ def test_rounds_without_drafts_leave_the_draft_in_step(sampling):
 class Watched(Independent):
     """Records how many tokens of each text its slots lack when a round begins."""
 
-    def propose(self, turn):
-        self.lacking.append([len(text) - n for text, n in zip(turn.texts, self.stored, strict=True)])
-        return super().propose(turn)
+    def propose(self, round):
+        self.lacking.append([len(text) - n for text, n in zip(round.texts, self.stored, strict=True)])
+        return super().propose(round)
 
 
 def test_the_draft_lacks_one_token_or_two_after_full_acceptance(target, draft):

@@ -229,7 +229,7 @@ def test_what_cannot_serve_is_refused_and_nothing_written(
     assert not (tmp_path / "out").exists()
 
 
-def law(model: nn.Module) -> torch.Tensor:
+def probs(model: nn.Module) -> torch.Tensor:
     """Laws in contexts that `resize` does not look at."""
     ids = torch.randint(290, (4, 16), generator=torch.Generator().manual_seed(7))
     with torch.no_grad():
@@ -250,7 +250,7 @@ def test_padded_rows_have_next_to_no_mass(seen: bool, tokenizer: PreTrainedToken
     assert torch.equal(rows, wanted.expand_as(rows))
     assert torch.equal(model.model.embed_tokens.weight, model.lm_head.weight)
     assert mass < 1e-3
-    assert law(model)[:, VOCAB:].sum(-1).mean() < 1e-3
+    assert probs(model)[:, VOCAB:].sum(-1).mean() < 1e-3
 
 
 def test_a_head_with_a_bias_gives_padded_rows_no_mass(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -259,9 +259,9 @@ def test_a_head_with_a_bias_gives_padded_rows_no_mass(tokenizer: PreTrainedToken
         vocab_size=VOCAB, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
     )
     model = PhiForCausalLM(config).eval()
-    before = law(model)
+    before = probs(model)
     assert resize(model, PADDED, tokenizer) == 0.0
-    after = law(model)
+    after = probs(model)
     assert float(after[:, VOCAB:].sum()) == 0.0
     assert torch.allclose(after[:, :VOCAB], before)
 

@@ -174,10 +174,10 @@ class Always(NGram):
         super().__init__()
         self.id = id
 
-    def propose(self, turn: Any) -> Any:
-        found = super().propose(turn)
-        x = torch.full((len(turn.k), max(turn.k)), self.id)
-        return found._replace(x=x, k=list(turn.k))
+    def propose(self, round: Any) -> Any:
+        found = super().propose(round)
+        x = torch.full((len(round.k), max(round.k)), self.id)
+        return found._replace(x=x, k=list(round.k))
 
 
 def test_a_stream_raises_with_the_message_of_its_row() -> None:

@@ -86,16 +86,16 @@ def test_the_verdict_of_any_kind_is_that_of_the_cheap_way(rule: str) -> None:
 class Warmer(Unknown):
     """Says that its law was warmer than the one that it drew from."""
 
-    def propose(self, turn):
-        x, q, k, tree = super().propose(turn)
+    def propose(self, round):
+        x, q, k, tree = super().propose(round)
         return Proposal(x, (q.log() / 1.6).softmax(-1), k, tree)
 
 
 class Stale(NGram):
     """Looks up in the text without its last token."""
 
-    def propose(self, turn):
-        drafts = [self.look_up(text[:-1], k) for text, k in zip(turn.texts, turn.k, strict=True)]
+    def propose(self, round):
+        drafts = [self.look_up(text[:-1], k) for text, k in zip(round.texts, round.k, strict=True)]
         width = max(map(len, drafts))
         x = torch.tensor([draft + [0] * (width - len(draft)) for draft in drafts], dtype=torch.int64)
         return Proposal(x.view(len(drafts), width), None, [len(draft) for draft in drafts])

@@ -116,17 +116,17 @@ def test_the_tree_is_that_of_the_likeliest_paths(shape: Dynamic, monkeypatch: py
         passes += lm is proposer.lm
         return forward(lm, *given, **settings)
 
-    def watched(turn: Any) -> Any:
+    def watched(round: Any) -> Any:
         nonlocal passes, checked
         passes = 0
-        x, _, k, tree = made = propose(turn)
-        assert passes == min(max(turn.k), shape.depth)
-        for row, text in enumerate(turn.texts):
+        x, _, k, tree = made = propose(round)
+        assert passes == min(max(round.k), shape.depth)
+        for row, text in enumerate(round.texts):
             paths: list[tuple[int, ...]] = []
             for node in range(k[row]):
                 parent = int(tree.parents[row, node])
                 paths.append((*(paths[parent] if parent >= 0 else ()), int(x[row, node])))
-            assert sorted(paths) == chosen(proposer.model, text, shape, turn.k[row])
+            assert sorted(paths) == chosen(proposer.model, text, shape, round.k[row])
             checked += 1
         return made
 

@@ -219,9 +219,9 @@ def test_drafting_is_a_line_through_two_lengths(pair, monkeypatch):
     drafted = []
     propose = Independent.propose
 
-    def noted(self, turn):
-        drafted.append((turn.k, list(self.stored)))
-        return propose(self, turn)
+    def noted(self, round):
+        drafted.append((round.k, list(self.stored)))
+        return propose(self, round)
 
     def timed(tasks, *_):
         for task in [*tasks.values()] * 2:

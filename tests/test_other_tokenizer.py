@@ -79,7 +79,7 @@ def test_a_text_is_told_as_the_drafts_tokenizer_writes_it(
 class Regime:
     """A round whose laws are softmax(logits), and whose draws are the likeliest tokens."""
 
-    def law(self, logits: torch.Tensor, drafted: list[torch.Tensor]) -> torch.Tensor:
+    def probs(self, logits: torch.Tensor, drafted: list[torch.Tensor]) -> torch.Tensor:
         return logits.softmax(-1)
 
     def draw(self, law: torch.Tensor, depth: int) -> torch.Tensor:
@@ -89,13 +89,13 @@ class Regime:
 def test_laws_are_the_drafts_over_shared_tokens_renormalised() -> None:
     shared = Shared(((0, 3), (2, 0), (4, 2)))
     to_target, to_draft = shared.tables(6, 5, torch.device("cpu"))
-    turn = Told(Regime(), [], [], to_target, to_draft)
+    round = Told(Regime(), [], [], to_target, to_draft)
     logits = torch.randn(7, 5, dtype=torch.float64)
-    q, found = logits.softmax(-1), turn.law(logits, [])
+    q, found = logits.softmax(-1), round.probs(logits, [])
     wanted = torch.zeros(7, 6, dtype=torch.float64)
     wanted[:, [0, 2, 4]] = q[:, [3, 0, 2]] / q[:, [3, 0, 2]].sum(1, keepdim=True)
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-15)
-    assert torch.equal(to_target[turn.draw(found, 0)], wanted.argmax(-1))
+    assert torch.equal(to_target[round.draw(found, 0)], wanted.argmax(-1))
 
 
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0), Sampling(temperature=0.9, top_p=0.8)])
@@ -147,9 +147,9 @@ def test_laws_are_those_after_the_text_as_it_is_told(theirs: PreTrainedTokenizer
     proposer, rounds = OtherTokenizer(draft, Shared.of(theirs, theirs), Fickle()), []
     propose = proposer.propose
 
-    def watched(turn):
-        made = propose(turn)
-        for text, q, k in zip(turn.texts, [] if made.q is None else made.q, made.k, strict=False):
+    def watched(round):
+        made = propose(round)
+        for text, q, k in zip(round.texts, [] if made.q is None else made.q, made.k, strict=False):
             if k:
                 with torch.no_grad():
                     logits = draft(torch.tensor([Fickle()(text)])).logits[0, -1]

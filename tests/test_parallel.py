@@ -75,10 +75,10 @@ def test_compiled_drafts_are_drawn_from_the_laws_they_come_with() -> None:
     prompts = [[1, 2, 3, 4], [5, 6, 7]]
     proposer.admit(0, prompts, {})
     u = torch.rand(2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    turn: Any = type("Turn", (), {"temperatures": [0.7, 1.0], "simple": lambda self, k: (u[:, :k], temperature)})()
+    round: Any = type("Turn", (), {"temperatures": [0.7, 1.0], "simple": lambda self, k: (u[:, :k], temperature)})()
     ids = torch.tensor([[3, 4, 31, 31], [7, 31, 31, 31]])
     with torch.inference_mode():
-        found = at_once(proposer.lm, turn, Masked(ids, torch.tensor([2, 2]), torch.tensor([1, 0])), [2, 2], 3, False)
+        found = at_once(proposer.lm, round, Masked(ids, torch.tensor([2, 2]), torch.tensor([1, 0])), [2, 2], 3, False)
         assert found is not None and not Compiled.failed
         x, q = found
         assert torch.equal(x, draw(q, u))

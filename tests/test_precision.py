@@ -85,7 +85,7 @@ def test_a_target_is_loaded_in_what_the_machine_computes(
 def test_a_draft_keeps_bfloat16_for_the_8_bit_kernel_alone(emulates: bool, int8: bool, target: Path) -> None:
     config = network().config
     made_for = {"name": str(target), **hash_target(config, tokenizer())}
-    metadata = Metadata(target=made_for, k=2, regime={"temperature": 1.0}, made={}, int8=int8)
+    metadata = Metadata(target=made_for, k=2, regime={"temperature": 1.0}, origin={}, int8=int8)
     folder = save(network(1).bfloat16(), tokenizer(), target.parent / "draft", metadata, {})
     engine, wanted = load(folder), torch.float32 if emulates and not int8 else torch.bfloat16
     proposer: Any = engine.proposer
@@ -122,7 +122,7 @@ def test_what_is_measured_is_what_is_loaded(target: Path) -> None:
     """To the last bit: rotary frequencies too, which no file holds."""
     draft, size = network(1), type("Size", (), {"draft_dtype": "bfloat16"})
     plan = measurement.Plan(load_target(str(target)), tokenizer(), draft, Sampling(), "token", size(), ("t", "d"))  # type: ignore
-    metadata = Metadata(target={"name": "t", **hash_target(draft.config, tokenizer())}, k=2, regime={}, made={})
+    metadata = Metadata(target={"name": "t", **hash_target(draft.config, tokenizer())}, k=2, regime={}, origin={})
     loaded = load_draft(save(plan.served, tokenizer(), target.parent / "kept", metadata, {}))[0]
     ids = torch.arange(100)[None]
     with torch.no_grad():

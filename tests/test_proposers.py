@@ -113,10 +113,10 @@ def test_drafts_are_drawn_from_the_laws_that_they_come_with(drawn_kind: Any, mon
     proposer: Proposer = drawn_kind(target)
     propose = proposer.propose
 
-    def watched(turn: Any) -> Any:
+    def watched(round: Any) -> Any:
         drawn.clear()
-        x, q, k, _ = made = propose(turn)
-        assert all(0 <= drafted <= asked for drafted, asked in zip(k, turn.k, strict=True)) and max(k) <= x.shape[1]
+        x, q, k, _ = made = propose(round)
+        assert all(0 <= drafted <= asked for drafted, asked in zip(k, round.k, strict=True)) and max(k) <= x.shape[1]
         for b, j in ((b, j) for b, drafted in enumerate(k) for j in range(drafted)):
             assert 0 <= int(x[b, j]) < 32
             if q is not None:

@@ -42,9 +42,9 @@ def test_rounds_are_timed_in_real_calls_of_the_engine() -> None:
     proposer, propose = Independent(near(target)), Independent.propose
 
     class Disturbed(Independent):
-        def propose(self, turn):  # as when a pass of the target has pushed its weights out of the caches
-            time.sleep(0.004 * max(turn.k))
-            return propose(proposer, turn)
+        def propose(self, round):  # as when a pass of the target has pushed its weights out of the caches
+            time.sleep(0.004 * max(round.k))
+            return propose(proposer, round)
 
     slow = Disturbed(proposer.model)
     slow.open, slow.admit, slow.commit, slow.move = proposer.open, proposer.admit, proposer.commit, proposer.move

@@ -61,7 +61,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     monkeypatch.setattr("inference.proposers.eagle.FIRST_SLOTS", 8)
     monkeypatch.setattr(Captured, "failed", False)
     monkeypatch.setattr(Replays, "failed", False)
-    numbers = cached_property(lambda turn: (turn.send(), turn._streams(turn.noise.table.shape[-1]))[1])
+    numbers = cached_property(lambda round: (round.send(), round._streams(round.noise.table.shape[-1]))[1])
     numbers.__set_name__(DecodingRound, "_numbers")
     monkeypatch.setattr(DecodingRound, "_numbers", numbers)  # as many as there are, as on a GPU
     replayed, names = Replays.__call__, []
@@ -96,9 +96,9 @@ class Later(Independent):
         super().open(host)
         self.rounds = 0
 
-    def propose(self, turn: Any) -> Proposal:
+    def propose(self, round: Any) -> Proposal:
         self.rounds += 1
-        return super().propose(Part(turn, [min(k, self.rounds) for k in turn.k]))
+        return super().propose(Part(round, [min(k, self.rounds) for k in round.k]))
 
 
 class LaterAtOnce(Later, Parallel): ...

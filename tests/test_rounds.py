@@ -21,8 +21,8 @@ class Script(Proposer):
     def __init__(self, text, wrong=()):
         self.text, self.wrong = text, wrong
 
-    def propose(self, turn):
-        (text,), (k,) = turn.texts, turn.k
+    def propose(self, round):
+        (text,), (k,) = round.texts, round.k
         places = range(len(text) - len(PROMPT), len(text) - len(PROMPT) + k)
         x = [self.text[i] ^ (i in self.wrong) for i in places]
         return Proposal(torch.tensor([x]), None, [k])

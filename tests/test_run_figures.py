@@ -123,7 +123,7 @@ def test_a_draft_folder_says_what_was_measured(tmp_path: Path, monkeypatch: pyte
     assert {key: metadata.target[key] for key in hashes} == hashes
     assert (metadata.k, metadata.objective, metadata.int8, metadata.kind) == (2, "greedy", True, "medusa")
     assert metadata.regime == {"temperature": 0.8, "top_k": 7, "top_p": 0.9}
-    assert metadata.made == {"environment": {"machine": 1}, "advice": "advice", "own": 1}
+    assert metadata.origin == {"environment": {"machine": 1}, "advice": "advice", "own": 1}
     assert metadata.tree == PlannedTree([-1, 0, 0], "tree", False)
 
 

@@ -28,7 +28,7 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A draft folder under an odd name, which names a target under another."""
     root = tmp_path_factory.mktemp("served") / ODD
     target_folder(root / "target")
-    metadata = Metadata({"name": str(root / "target"), "config": None, "tokenizer": None}, 3, made={"adapter": "ad"})
+    metadata = Metadata({"name": str(root / "target"), "config": None, "tokenizer": None}, 3, origin={"adapter": "ad"})
     return save(network(layers=1), tokenizer(), root / "draft", metadata, None)
 
 

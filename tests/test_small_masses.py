@@ -23,14 +23,14 @@ def test_a_draft_is_kept_where_the_next_one_alone_is_wrong(u: float) -> None:
     mass of."""
     p, q, x = laws()
     found = block(p, q, x, torch.full((1, 2), u))
-    assert found.accepted.tolist() == [1] and found.law[0].tolist() == [0.0, 1.0, 0.0]
+    assert found.accepted.tolist() == [1] and found.probs[0].tolist() == [0.0, 1.0, 0.0]
 
 
 @pytest.mark.parametrize("u", [0.6, 0.9, 0.999])
 def test_a_node_is_kept_where_its_child_alone_is_wrong(u: float) -> None:
     p, q, x = laws()
     found = traversal(p, q, x, (-1, 0), torch.full((1, 2), u))
-    assert found.accepted.tolist() == [1] and found.law[0].tolist() == [0.0, 1.0, 0.0]
+    assert found.accepted.tolist() == [1] and found.probs[0].tolist() == [0.0, 1.0, 0.0]
 
 
 def test_calls_of_peaked_laws_are_those_of_float64() -> None:

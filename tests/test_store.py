@@ -29,7 +29,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def metadata(tokenizer: PreTrainedTokenizerFast | None, **changes: object) -> Metadata:
     hashes = hash_target(tiny(VOCAB, layers=1).config, tokenizer)
-    values = {"k": 3, "regime": {"temperature": 0.7}, "made": {"command": "cotrain train"}} | changes
+    values = {"k": 3, "regime": {"temperature": 0.7}, "origin": {"command": "cotrain train"}} | changes
     return Metadata(target={"name": "some/target", **hashes}, **values)
 
 
@@ -56,7 +56,7 @@ def test_round_trip(good: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     assert not model.training
     assert words.get_vocab() == tokenizer.get_vocab()
     assert words.decode(words.encode(TEXTS[0])) == TEXTS[0]
-    assert (found.k, found.regime, found.made) == (3, {"temperature": 0.7}, {"command": "cotrain train"})
+    assert (found.k, found.regime, found.origin) == (3, {"temperature": 0.7}, {"command": "cotrain train"})
     assert found.target == metadata(tokenizer).target
     assert read(good).kind == "independent"
     assert json.loads((good / "report.json").read_text()) == {"tau": 2.5}

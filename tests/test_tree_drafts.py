@@ -18,7 +18,7 @@ from inference.proposers.base import Proposal, Siblings
 from inference.proposers.branching import Branching
 from inference.proposers.topology import chain, from_paths
 from inference.settled import column_of, settled
-from inference.verify import TreeVerdict
+from inference.verify import TreeVerification
 from inference.verify.rules import RULES
 from inference.verify.traversal_prediction import reach_traversal
 from inference.verify.tree_prediction import by_draw, reach_tree
@@ -157,9 +157,9 @@ def test_nodes_come_with_the_laws_of_their_paths() -> None:
     seen = []
 
     class Watched(Independent):
-        def propose(self, turn: Any) -> Any:
-            found = super().propose(turn)
-            seen.append(([list(text) for text in turn.texts], found.x.clone(), found.q, found.k, found.tree.shape))
+        def propose(self, round: Any) -> Any:
+            found = super().propose(round)
+            seen.append(([list(text) for text in round.texts], found.x.clone(), found.q, found.k, found.tree.shape))
             return found
 
     target = tiny(layers=1)
@@ -192,10 +192,10 @@ def test_noise_of_each_node_is_its_own() -> None:
     seen = []
 
     class Asking(Independent):
-        def propose(self, turn: Any) -> Any:
+        def propose(self, round: Any) -> Any:
             level = Siblings(6, ((0,), (1,), (2,)), (3, 4, 5), torch.tensor([1, 2, 3]))
-            seen.append(turn.children(torch.zeros(1, 3, 32), torch.zeros(1, 3, dtype=torch.int64), level)[0])
-            return super().propose(turn)
+            seen.append(round.children(torch.zeros(1, 3, 32), torch.zeros(1, 3, dtype=torch.int64), level)[0])
+            return super().propose(round)
 
     target = tiny(layers=1)
     engine = Engine(target, Asking(near(target), shape=(-1, 0)), verify="tree", rows=1, policy=Fixed(2))
@@ -234,7 +234,7 @@ def test_a_leaf_is_followed_by_a_bonus(path: list[int], k: int, refused: int) ->
     p, length = torch.full((1, 4, 5), 0.2), torch.tensor([k])
     proposal = Proposal(torch.tensor([[1, 2, 3]]), None, [k], Tree((-1, -1, 0)))
     accepted = torch.tensor([sum(node >= 0 for node in path)])
-    verdict = TreeVerdict(accepted, torch.tensor([path]), p[:, 0])
+    verdict = TreeVerification(accepted, torch.tensor([path]), p[:, 0])
     found = settled(p, proposal, verdict, torch.tensor([4]), length, length)
     assert found.table[0, 5] == refused
 
@@ -257,8 +257,8 @@ def test_likeliest_children_and_their_laws_by_row() -> None:
     seen = []
 
     class Watched(Independent):
-        def propose(self, turn: Any) -> Any:
-            seen.append(super().propose(turn))
+        def propose(self, round: Any) -> Any:
+            seen.append(super().propose(round))
             return seen[-1]
 
     target = tiny()

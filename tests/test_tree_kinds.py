@@ -123,7 +123,7 @@ def test_nodes_have_the_laws_that_chains_have(kind: str, monkeypatch: pytest.Mon
     """Round after round, the law that each node was drawn from is that of a chain along its path, drafted by another
     one of its kind that reads the text anew."""
     target, told = tiny(), list[Tensor]()
-    monkeypatch.setattr(DecodingRound, "draw", lambda turn, law, depth: told[depth])
+    monkeypatch.setattr(DecodingRound, "draw", lambda round, law, depth: told[depth])
     fresh = Engine(target, KINDS[kind].proposer(target), rows=1, policy=Fixed(3))
     proposer, shape, seen = drafts(kind, target), Branching(SHAPE), 0
     propose = proposer.propose
@@ -136,10 +136,10 @@ def test_nodes_have_the_laws_that_chains_have(kind: str, monkeypatch: pytest.Mon
         assert law is not None
         return law[0, len(path)]
 
-    def watched(turn: Any) -> Any:
+    def watched(round: Any) -> Any:
         nonlocal seen
-        made = propose(turn)
-        for row, text in enumerate(turn.texts):
+        made = propose(round)
+        for row, text in enumerate(round.texts):
             for node in range(0, made.k[row], 2):
                 path, parent = list[int](), shape.parents[node]
                 while parent >= 0:
@@ -149,7 +149,7 @@ def test_nodes_have_the_laws_that_chains_have(kind: str, monkeypatch: pytest.Mon
         return made
 
     monkeypatch.setattr(proposer, "propose", watched)
-    monkeypatch.setattr(DecodingRound, "last", lambda turn, law: law.argmax(-1))
+    monkeypatch.setattr(DecodingRound, "last", lambda round, law: law.argmax(-1))
     with torch.inference_mode():
         Engine(target, proposer, verify="tree", rows=2, policy=Fixed(3)).generate([PROMPTS[0], PROMPTS[5]],
                                                                                   max_new_tokens=8)  # fmt: skip

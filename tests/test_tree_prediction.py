@@ -51,7 +51,7 @@ def test_the_joint_of_text_and_accepted_is_that_of_the_rule(mode):
         verdict = tree(case.p[at], case.q[at], case.x[at], parents, u, replacement=case.replacement)
         for n in range(case.D + 1):
             of = verdict.accepted >= n
-            one = type(verdict)(verdict.accepted[of], verdict.path[of], verdict.law[of])
+            one = type(verdict)(verdict.accepted[of], verdict.path[of], verdict.probs[of])
             joint = case.emitted(case.x[at][of], one, chance[of])
             assert (joint - case.laws.joint() * reach[:, n]).abs().max() < 1e-12, (parents, n)
         assert reach.shape[1] == depth(parents) + 1
@@ -74,7 +74,7 @@ def test_traversal_is_predicted_on_the_texts_of_the_rule():
             verdict = traversal(case.p[at], case.q[at], case.x[at], parents, u, replacement=case.replacement)
             for n in range(case.D + 1):
                 of = verdict.accepted >= n
-                one = type(verdict)(verdict.accepted[of], verdict.path[of], verdict.law[of])
+                one = type(verdict)(verdict.accepted[of], verdict.path[of], verdict.probs[of])
                 joint = case.emitted(case.x[at][of], one, chance[of])
                 error = (joint - case.laws.joint() * reach[:, 0, n]).abs().max()
                 assert error < (1e-12 if V == 2 else 1e-3), (parents, mode, n)

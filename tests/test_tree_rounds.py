@@ -51,15 +51,15 @@ class Scripted(Proposer):
     def __init__(self, texts: list[list[int]]) -> None:
         self.texts, self.seen = texts, []
 
-    def propose(self, turn):
+    def propose(self, round):
         tails = []
-        for text in turn.texts:
+        for text in round.texts:
             (whole,) = [whole for whole in self.texts if whole[: len(text)] == text]
             right = (whole[len(text) :] + [0, 0])[:2]
             tails.append([right[0] ^ 1, right[0] ^ (len(text) % 3 == 0), right[1], right[1]])
-        self.ends = [len(text) for text in turn.texts]
-        k = [(0, 2, 4)[min(k, 2)] for k in turn.k]
-        turn.send(k)
+        self.ends = [len(text) for text in round.texts]
+        k = [(0, 2, 4)[min(k, 2)] for k in round.k]
+        round.send(k)
         return Proposal(torch.tensor(tails), None, k, Tree(PARENTS))
 
     def commit(self, outcome: Outcome) -> None:

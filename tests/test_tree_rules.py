@@ -42,7 +42,7 @@ def enumerated(rule: str, case: Case) -> float:
     q = None if case.mode == "deterministic" else case.q[at]
     verdict = RULES[rule](case.p[at], q, case.x[at], case.parents, u, replacement=case.replacement)
     assert (case.emitted(case.x[at], verdict, chance) - case.laws.joint()).abs().max() < 1e-12
-    torch.testing.assert_close(verdict.law.sum(-1), torch.ones_like(chance), rtol=0, atol=1e-13)
+    torch.testing.assert_close(verdict.probs.sum(-1), torch.ones_like(chance), rtol=0, atol=1e-13)
     assert torch.equal((verdict.path >= 0).sum(-1), verdict.accepted)
     return (chance * verdict.accepted).sum().item()
 
@@ -113,14 +113,14 @@ def test_any_uniforms_decide_as_the_rule_node_by_node(rule, mode):
         path = path_of(used, end)
         assert verdicts.accepted[b] == len(path)
         assert verdicts.path[b].tolist() == path + [-1] * (N - len(path))
-        torch.testing.assert_close(verdicts.law[b], torch.tensor(found[1][end + 1], dtype=F64), rtol=0, atol=1e-13)
+        torch.testing.assert_close(verdicts.probs[b], torch.tensor(found[1][end + 1], dtype=F64), rtol=0, atol=1e-13)
     for i, parents in enumerate(trees):  # one topology for all its rows
         of = [b for b in range(B) if b % 4 == i]
         same = RULES[rule](p[of], None if one_hot else q[of], x[of], parents, u[of], k[of], replacement=mode == "with")
         assert torch.equal(same.accepted, verdicts.accepted[of])
         depth = same.path.shape[1]
         assert torch.equal(same.path, verdicts.path[of][:, :depth])
-        torch.testing.assert_close(same.law, verdicts.law[of], rtol=0, atol=1e-14)
+        torch.testing.assert_close(same.probs, verdicts.probs[of], rtol=0, atol=1e-14)
         rows = p[of], None if one_hot else q[of], x[of], torch.tensor(parents), u[of], k[of]
         assert torch.equal(RULES[rule](*rows, replacement=mode == "with").path, verdicts.path[of])
 
@@ -135,10 +135,10 @@ def test_on_a_chain_the_rules_are_token_and_block(dtype, rowwise):
     parents = torch.tensor(chain).expand(B, -1) if rowwise else chain
     for rule, other in ((tree, token), (traversal, block)):
         one, same = rule(p, q, x, parents, u, k), other(p, q, x, u, k)
-        assert torch.equal(one.accepted, same.accepted) and torch.equal(one.law, same.law)
+        assert torch.equal(one.accepted, same.accepted) and torch.equal(one.probs, same.probs)
         assert torch.equal(one.path, torch.where(torch.arange(K) < one.accepted.unsqueeze(-1), torch.arange(K), -1))
     none = tree(p[:, :1], q[:, :0], x[:, :0], (), u[:, :0])
-    assert none.path.shape == (B, 0) and torch.equal(none.law, p[:, 0]) and not none.accepted.any()
+    assert none.path.shape == (B, 0) and torch.equal(none.probs, p[:, 0]) and not none.accepted.any()
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -254,7 +254,7 @@ def test_typical_acceptance_takes_the_deepest_path():
     parents = (-1, -1, 0, 1)
     kept = lossy_typical(p, x, parents, torch.tensor([4, 4, 1]), epsilon=0.15, delta=0.3)
     assert kept.path.tolist() == [[1, 3], [1, 3], [0, -1]] and kept.accepted.tolist() == [2, 2, 1]
-    assert torch.equal(kept.law, p[:, 0])
+    assert torch.equal(kept.probs, p[:, 0])
     strict = lossy_typical(p, x, parents, epsilon=0.9, delta=3.0)
     assert strict.accepted.tolist() == [0, 0, 0]
     assert lossy_typical(p[:, :1], x[:, :0], ()).accepted.tolist() == [0, 0, 0]

@@ -98,10 +98,10 @@ def drafted(k: int, inner: int, rule: str) -> tuple[Tensor, Tensor]:
     texts = [list(PROMPT) for _ in range(rows)]
     proposer.admit(0, texts, {})
     requests = [Request(n, n, text, k + 1, Sampling(), frozenset()) for n, text in enumerate(texts)]
-    turn = Told(requests, [k] * rows, RULES["token"], Uniforms(0, target.device), 2, target.device)
-    turn.given = given
+    round = Told(requests, [k] * rows, RULES["token"], Uniforms(0, target.device), 2, target.device)
+    round.given = given
     with torch.inference_mode():
-        x, q, lengths, _ = proposer.propose(turn)
+        x, q, lengths, _ = proposer.propose(round)
     assert lengths == [k] * rows and q is not None and x.shape[1] == k
     return x, q
 
@@ -131,7 +131,7 @@ def test_the_text_has_the_targets_law(rule: str, outer: str) -> None:
     verdict = RULES[outer].verify(p, q, rows, u, torch.full((len(rows),), 2))
     found = torch.zeros(2, 2, 2, dtype=F64)
     target = torch.tensor(TARGET, dtype=F64)
-    for text, n, law in zip(rows.tolist(), verdict.accepted.tolist(), verdict.law, strict=True):
+    for text, n, law in zip(rows.tolist(), verdict.accepted.tolist(), verdict.probs, strict=True):
         for token in range(2):
             begun = [*text[:n], token]
             for rest in itertools.product(range(2), repeat=3 - len(begun)):
@@ -190,17 +190,17 @@ def test_every_law_is_that_of_its_model_given_the_text(
     sampling = Sampling(0.8)
     propose = proposer.small.propose
 
-    def law(model: Any, text: list[int]) -> Tensor:
+    def probs(model: Any, text: list[int]) -> Tensor:
         found = (model(torch.tensor([text])).logits[0, -1] / 0.8).softmax(-1)
         return certain(found) if greedy else found
 
-    def guessed(turn: Round) -> Proposal:
-        found = propose(turn)
+    def guessed(round: Round) -> Proposal:
+        found = propose(round)
         for b, k in enumerate(found.k):
             for i in range(k):
                 assert found.q is not None
-                whole = [*turn.texts[b], *found.x[b, :i].tolist()]
-                torch.testing.assert_close(found.q[b, i], law(guesses, whole), rtol=1e-9, atol=1e-9)
+                whole = [*round.texts[b], *found.x[b, :i].tolist()]
+                torch.testing.assert_close(found.q[b, i], probs(guesses, whole), rtol=1e-9, atol=1e-9)
                 seen[0] += 1
         return found
 
@@ -209,8 +209,8 @@ def test_every_law_is_that_of_its_model_given_the_text(
         assert found.q is not None and made.done == made.k  # none is drafted that would not be used
         for b, k in enumerate(found.k):
             for i in range(k):
-                text = [*made.turn.texts[b], *found.x[b, :i].tolist()]
-                torch.testing.assert_close(found.q[b, i], law(middle, text), rtol=1e-9, atol=1e-9)
+                text = [*made.round.texts[b], *found.x[b, :i].tolist()]
+                torch.testing.assert_close(found.q[b, i], probs(middle, text), rtol=1e-9, atol=1e-9)
                 seen[1] += 1
         return found
 
@@ -275,7 +275,7 @@ def test_laws_of_rows_that_read_history_are_penalised_by_what_was_drafted(monkey
     def noted(made: Drafted) -> Proposal:
         found = whole(made)
         for i in range(found.k[0]):
-            text = [*made.turn.texts[0], *found.x[0, :i].tolist()]
+            text = [*made.round.texts[0], *found.x[0, :i].tolist()]
             logits = proposer.model.model(torch.tensor([text])).logits[:, -1]
             law = probs(process(logits, [text], [len(text) - len(PROMPTS[0])], own), own)[0]
             assert found.q is not None

@@ -94,16 +94,16 @@ def test_a_perfect_draft_passes_in_float32():
 class Flattened(Independent):
     """Returns a uniform law, though it drew from another: accepts too much."""
 
-    def propose(self, turn):
-        x, q, k, _ = super().propose(turn)
+    def propose(self, round):
+        x, q, k, _ = super().propose(round)
         return Proposal(x, torch.full_like(q, 1 / V), k)
 
 
 class Certain(Independent):
     """Says that its drafts were certain: accepts too little, p(x) instead of min(1, p/q)."""
 
-    def propose(self, turn):
-        x, q, k, _ = super().propose(turn)
+    def propose(self, round):
+        x, q, k, _ = super().propose(round)
         return Proposal(x, one_hot(x, q), k)
 
 

@@ -67,7 +67,7 @@ def test_match_emits_the_target_law(kinds):
         mass = weight * torch.where(drafted, p.gather(-1, at).squeeze(-1), 1 / 3).prod(-1)
         for length in range(tree.K + 1):
             of = k == length
-            one = type(verdict)(verdict.accepted[of], verdict.law[of])
+            one = type(verdict)(verdict.accepted[of], verdict.probs[of])
             found[length] += tree.emitted(x[of], one, mass[of])
     assert (found - tree.joint()).abs().max() < 1e-12
 
@@ -77,10 +77,10 @@ def test_match_without_a_bonus_uniform_leaves_p():
     u = torch.stack([p[b, i].cumsum(-1)[x[b, i]] - 1e-9 for b in range(2) for i in range(3)]).view(2, 3)
     verdict = match(p, x, u, torch.tensor([3, 1]))
     assert verdict.accepted.tolist() == [3, 1]
-    assert torch.equal(verdict.law[0], p[0, 3])
-    assert verdict.law[1].tolist() == [0, 0, 1]  # place 1 has a uniform, which gives the same token
+    assert torch.equal(verdict.probs[0], p[0, 3])
+    assert verdict.probs[1].tolist() == [0, 0, 1]  # place 1 has a uniform, which gives the same token
     drawn = match(p, x, torch.cat([u, torch.zeros(2, 1)], 1), torch.tensor([3, 1]))
-    assert drawn.law[0].tolist() == [1, 0, 0]
+    assert drawn.probs[0].tolist() == [1, 0, 0]
 
 
 def test_coupled_text_is_plain_sampling_with_that_noise():
@@ -159,17 +159,17 @@ def test_rows_are_independent_of_each_other():
     for rule in rules:
         whole, shuffled = rule(torch.arange(6)), rule(order)
         assert torch.equal(shuffled.accepted, whole.accepted[order])
-        assert torch.equal(shuffled.law, whole.law[order])
+        assert torch.equal(shuffled.probs, whole.probs[order])
         for b in range(6):
             alone = rule(torch.tensor([b]))
-            assert alone.accepted == whole.accepted[b] and torch.equal(alone.law[0], whole.law[b])
+            assert alone.accepted == whole.accepted[b] and torch.equal(alone.probs[0], whole.probs[b])
 
 
 @pytest.mark.parametrize("rule", [token, block])
 def test_a_token_the_target_forbids_is_refused_at_u_zero(rule):
     p, q = torch.tensor([[[0.0, 1.0], [0.5, 0.5]]]), torch.tensor([[[0.5, 0.5]]])
     verdict = rule(p, q, torch.tensor([[0]]), torch.zeros(1, 1))
-    assert verdict.accepted.item() == 0 and verdict.law.tolist() == [[0.0, 1.0]]
+    assert verdict.accepted.item() == 0 and verdict.probs.tolist() == [[0.0, 1.0]]
 
 
 @pytest.mark.parametrize("rule", [token, block])
@@ -209,7 +209,7 @@ def test_the_residual_of_padded_laws_has_no_mass_on_the_padding():
     p, q = probs(logits[0], Sampling()), probs(logits[1], Sampling(temperature=0.5))[:, :2]
     x = draw(q, torch.rand(40, 2, dtype=F64))
     for rule in (token, block):
-        law = rule(p, q, x, torch.rand(40, 2, dtype=F64)).law
+        law = rule(p, q, x, torch.rand(40, 2, dtype=F64)).probs
         assert (law[:, 9:] == 0).all()
 
 
@@ -236,7 +236,7 @@ def test_nothing_past_a_rows_length_is_read(filler):
     )
     for one, other in zip(clean, filled, strict=True):
         assert torch.equal(one.accepted, other.accepted) and (one.accepted <= k).all()
-        assert torch.equal(one.law, other.law)
+        assert torch.equal(one.probs, other.probs)
 
 
 def test_inputs_are_left_as_they_were():

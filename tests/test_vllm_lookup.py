@@ -36,9 +36,9 @@ class Kept:
     def __getattr__(self, name: str) -> object:
         return getattr(self.proposer, name)
 
-    def propose(self, turn):
-        made = self.proposer.propose(turn)
-        for text, x, k in zip(turn.texts, made.x.tolist(), made.k, strict=True):
+    def propose(self, round):
+        made = self.proposer.propose(round)
+        for text, x, k in zip(round.texts, made.x.tolist(), made.k, strict=True):
             self.found[tuple(text)] = x[:k]
         return made
 

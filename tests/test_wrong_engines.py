@@ -269,7 +269,7 @@ def test_texts_are_those_of_rounds_with_drafts(monkeypatch):
     engine, texts = run(target, Independent(draft))
     propose = engine.proposer.propose
     monkeypatch.setattr(
-        engine.proposer, "propose", lambda turn: asked.append((turn.rule.name, len(turn.k))) or propose(turn)
+        engine.proposer, "propose", lambda round: asked.append((round.rule.name, len(round.k))) or propose(round)
     )
     found = check(engine, texts, Sampling(), NEW)
     assert {rule for rule, _ in asked} == {"coupled"} and engine.rule.name == "token"

@@ -25,8 +25,8 @@ class Watched:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.proposer, name)
 
-    def propose(self, turn: Any) -> Any:
-        texts, heat = [list(text) for text in turn.texts], [row.sampling.temperature for row in turn.rows]
-        found = self.proposer.propose(turn)
+    def propose(self, round: Any) -> Any:
+        texts, heat = [list(text) for text in round.texts], [row.sampling.temperature for row in round.rows]
+        found = self.proposer.propose(round)
         self.rounds.append(Round(texts, heat, found.x.clone(), None if found.q is None else found.q.clone(), found.k))
         return found

@@ -38,8 +38,8 @@ def run(cfg: ExportConfig) -> None:
     refuse(cfg.draft.path, cfg.temperature)
     _refuse(cfg)
     served = cfg.target.path or (made.target["name"] if made else None)
-    if made and made.made.get("adapter") and cfg.target.path is None:
-        both = f"{served} with the adapter {made.made['adapter']}"
+    if made and made.origin.get("adapter") and cfg.target.path is None:
+        both = f"{served} with the adapter {made.origin['adapter']}"
         raise UserError(f"{cfg.draft.path} was made for {both}: give target.path= a folder that it was merged into")
     if served is None:
         raise UserError(f"{cfg.draft.path} does not name its target: give target.path=")
@@ -65,8 +65,8 @@ def _told(path: Path, cfg: ExportConfig) -> None:
     written = read(path).metadata
     assert written is not None
     print(f"wrote {path}")
-    if written.made.get("advice"):
-        print(f"where it was measured, {written.made['advice']}")
+    if written.origin.get("advice"):
+        print(f"where it was measured, {written.origin['advice']}")
     report = path / REPORT
     lengths = tau_by_length(read_json(report), written) if report.is_file() else ""
     if lengths:
@@ -74,7 +74,7 @@ def _told(path: Path, cfg: ExportConfig) -> None:
     place_of = str(path.absolute()), place(str(written.target["name"]))
     if written.tree and (cfg.engine, cfg.layout) in TREES:
         print(TREES[cfg.engine, cfg.layout])
-    layers = captured(written.made)
+    layers = captured(written.origin)
     print(launch(cfg.engine, *place_of, written.k, written.objective, cfg.layout, written.kind, written.tree, layers))
 
 
@@ -111,7 +111,7 @@ def _features(cfg: ExportConfig, target: str) -> Path:
         raise UserError(f"layout={cfg.layout}: {error}") from error
     written = read(path).metadata
     assert written is not None
-    layers = (written.made.get("export") or {}).get("inputs_of_layers", [])
+    layers = (written.origin.get("export") or {}).get("inputs_of_layers", [])
     if sorted(set(layers)) != list(layers):
         print(f"warning: {cfg.draft.path} reads the target's states {layers}: engines give each once, in ascending "
               "order, so none will serve it; targets of 7 layers and more have three", file=sys.stderr)  # fmt: skip

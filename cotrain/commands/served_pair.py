@@ -60,7 +60,7 @@ def resolved(cfg: BenchConfig | ServeCheckConfig) -> str:
         if made is None:
             raise UserError(f"draft.path={cfg.draft.path} does not name its target: give target.path=")
         cfg.target.path = made.target["name"]
-        cfg.target.adapter = cfg.target.adapter or made.made.get("adapter")
+        cfg.target.adapter = cfg.target.adapter or made.origin.get("adapter")
     as_trained(cfg, made)
     return str(cfg.target.path)
 
@@ -70,7 +70,7 @@ def as_trained(cfg: BenchConfig | ServeCheckConfig | GenerateConfig, made: Metad
 
     made: what the folder says of itself; None, or a folder that was made before it said all of this: `Known.unsaid`.
     """
-    said: dict[str, Any] = {**made.regime, **(made.made.get("served") or {})} if made else {}
+    said: dict[str, Any] = {**made.regime, **(made.origin.get("served") or {})} if made else {}
     typed = []
     for key, known in KNOWN.items():
         group, _, name = key.rpartition(".")

@@ -26,7 +26,7 @@ def card(
     layout: of the folder.
     """
     target, objective, k = str(metadata.target["name"]), metadata.objective, metadata.k
-    drafting, layers = (objective, layout, metadata.kind, metadata.tree), captured(metadata.made)
+    drafting, layers = (objective, layout, metadata.kind, metadata.tree), captured(metadata.origin)
     command = launch(engine, draft_path, place(resolve(target)), k, *drafting, layers)
     parts = [
         FRONT,

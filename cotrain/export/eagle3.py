@@ -60,7 +60,7 @@ def export(
         raise ValueError(f"k={metadata.k}: {source} was trained for {network.config.depths} drafts of a round")
     layers = list(network.config.layers)
     numbered = {"layout": layout, "inputs_of_layers": layers, "outputs_of_layers": behind(layers)}
-    metadata = changed(metadata, made={**metadata.made, "export": numbered})
+    metadata = changed(metadata, origin={**metadata.origin, "export": numbered})
     with new_folder(Path(output), replace=replace) as new:
         write(network, tokenizer, new, metadata, None)
         if layout == "speculators":

@@ -62,7 +62,7 @@ def export(
     if target_config is not None:
         hashes = hash_target(target_config, target_tokenizer if target_tokenizer is not None else tokenizer)
         metadata = changed(metadata, target={"name": metadata.target["name"], **hashes})
-    metadata = changed(metadata, made={**metadata.made, "export": _made(engine, model)})
+    metadata = changed(metadata, origin={**metadata.origin, "export": _made(engine, model)})
     if found is not None and found.tree:
         remarks.append(f"It was measured with a tree of {len(found.tree.parents)} nodes a round; the command above "
                        f"drafts {metadata.k} tokens in a row.")  # fmt: skip

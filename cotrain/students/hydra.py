@@ -12,7 +12,7 @@ class Hydra(Medusa):
 
     kind = "hydra"
 
-    def made(self, ids: Tensor, newest: Tensor, depths: int) -> list[Tensor]:
+    def head_states(self, ids: Tensor, newest: Tensor, depths: int) -> list[Tensor]:
         """As of `Medusa`; token i of round m is token m + 1 + i of the text."""
         network, found = self.network, []
         with torch.no_grad():
@@ -23,6 +23,6 @@ class Hydra(Medusa):
             sums = sums[:, :, :count].flatten(1, 2)
             sums = network.read(sums, embedded[:, j + 1 :].flatten(0, 1), j)
             here = newest[:, :count].flatten(0, 1)
-            found.append(network.made(sums[0], here, j).unflatten(0, (newest.shape[0], count)))
+            found.append(network.head_states(sums[0], here, j).unflatten(0, (newest.shape[0], count)))
             sums = sums.unflatten(1, (newest.shape[0], count))[1:]
         return found

@@ -61,10 +61,10 @@ class Medusa(Student):
 
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
         rounds = Rounds(batch["ids"], batch.get("position_ids"), self.network.depths)
-        made = self.made(batch["ids"], seen.states[LAST][:, :-1], rounds.depths)
+        made = self.head_states(batch["ids"], seen.states[LAST][:, :-1], rounds.depths)
         return [Guess(depth, *rounds.of(depth, states), self.head) for depth, states in enumerate(made)]
 
-    def made(self, ids: Tensor, newest: Tensor, depths: int) -> list[Tensor]:
+    def head_states(self, ids: Tensor, newest: Tensor, depths: int) -> list[Tensor]:
         """newest (B, T-1, D) -> what the target's head reads at each depth (B, T-1-depth or more, D), by round."""
         found: Tensor = self.network.states(newest.flatten(0, 1), depths)
         return list(found.unflatten(1, newest.shape[:2]))

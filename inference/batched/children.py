@@ -21,7 +21,7 @@ def children(
     Sampled without replacement from each row's law with Gumbel noise (A, n or 1, V); the likeliest, with one-hot laws,
     in rows of temperature 0, or in all where `certain`. A law is NaN where there is none.
     """
-    law = regimes.law(scores)  # (A, n, V)
+    law = regimes.probs(scores)  # (A, n, V)
     shape = *law.shape[:2], m, law.shape[-1]
     if certain or regimes.sure:
         return _likeliest(scores, law, m)

@@ -36,7 +36,7 @@ class History:
         self.counted = [len(row.text) for row in rows]
         if self.penalised:
             self.prompt = self._counts([row.text[: row.prompt] for row in rows]) > 0  # (A, V)
-            self.made = self._counts([row.new for row in rows])  # (A, V)
+            self.generated = self._counts([row.new for row in rows])  # (A, V)
 
     def newest(self) -> list[list[int]]:
         """Ids of each text that are not counted yet, padded with -1 to one width."""
@@ -53,7 +53,7 @@ class History:
     def count(self, newest: Tensor) -> None:
         """Add `newest` (A, m) to the counts."""
         if newest.shape[1]:
-            self.made.scatter_add_(1, newest.clamp(min=0), (newest >= 0).to(self.made.dtype))
+            self.generated.scatter_add_(1, newest.clamp(min=0), (newest >= 0).to(self.generated.dtype))
 
     def __call__(self, logits: Tensor, x: Tensor, first: int, tails: Tensor, emitted: Tensor) -> Tensor:
         """logits (A, n, V) of the places after first, first + 1, ... drafted ids x (A, K) -> (A, n, V), float32 at
@@ -62,7 +62,7 @@ class History:
         if self.bias is not None:
             out = out + self.bias.unsqueeze(1)
         if self.penalised:
-            out = self._penalise(out, self.made.unsqueeze(1) + self._drafted(x, first, n))
+            out = self._penalise(out, self.generated.unsqueeze(1) + self._drafted(x, first, n))
         if self.words is not None:
             out = self._ban(out, torch.cat((tails, x), 1), first, self.words)
         if self.held is not None:

@@ -33,7 +33,7 @@ class Regimes:
         self.nucleus = table[4].to(torch.int64)[: len(nucleus)]
         self.rest = rest[self.nucleus]
 
-    def law(self, logits: Tensor) -> Tensor:
+    def probs(self, logits: Tensor) -> Tensor:
         """logits (A, ..., V) -> laws (A, ..., V), float32 at least; NaN throughout where no law is left.
 
         Raises ValueError when the number of rows is another.

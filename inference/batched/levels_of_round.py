@@ -41,7 +41,7 @@ class LevelsOfRound:
         return [needs_history(row.sampling) for row in self.rows]
 
     def plain(self, logits: Tensor) -> Tensor:
-        return self.batch.regimes.law(logits.to(self.device))
+        return self.batch.regimes.probs(logits.to(self.device))
 
     def inner(self, depths: int) -> Tensor:
         """Keyed by the start of this round, as all noise of a round that block verification reads."""

@@ -57,7 +57,7 @@ class Metadata:
     k: int
     objective: str = "sampled"
     regime: Mapping[str, Any] = field(default_factory=dict)
-    made: Mapping[str, Any] = field(default_factory=dict)
+    origin: Mapping[str, Any] = field(default_factory=dict)
     kind: str = "independent"
     report: str | None = None
     int8: bool = False
@@ -65,7 +65,7 @@ class Metadata:
     format: int = FORMAT
 
     def __post_init__(self) -> None:
-        for name, value in (("target", self.target), ("regime", self.regime), ("made", self.made)):
+        for name, value in (("target", self.target), ("regime", self.regime), ("made", self.origin)):
             if not isinstance(value, Mapping):
                 raise ValueError(f"{name} must be an object, not {value!r}")
         if set(self.target) != {"name", "config", "tokenizer"} or not isinstance(self.target["name"], str):
@@ -80,14 +80,14 @@ class Metadata:
     def exported(self, target: str | None, k: int | None, objective: str | None) -> "Metadata":
         """As an export says it, with what was asked for in place of its own. A target that is named has the adapter, if
         there was one, merged into its weights; a length that is asked for is one of chains."""
-        made = {**self.made, "adapter": None} if target and self.made.get("adapter") else self.made
+        made = {**self.origin, "adapter": None} if target and self.origin.get("adapter") else self.origin
         return changed(
             self,
             target={**self.target, "name": target or self.target["name"]},
             k=k or self.k,
             tree=None if k else self.tree,
             objective=objective or self.objective,
-            made=made,
+            origin=made,
         )
 
 

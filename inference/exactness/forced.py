@@ -114,7 +114,7 @@ class Along(NamedTuple):
     pass, and how many tokens of each text follow, left (A,)."""
 
     rows: Tensor
-    turn: ForcedRound
+    round: ForcedRound
     proposal: Proposal
     logits: Tensor
     p: Tensor
@@ -140,10 +140,10 @@ def _batch(
     """What the rounds of as many texts as the engine has rows say, from number `low` on."""
     found = []
     for one in rounds_along(engine, texts, sampling, max_new_tokens, low, noise):
-        turn, p, drafts = one.turn, one.p, one.proposal
+        round, p, drafts = one.round, one.p, one.proposal
         chain = drafts if drafts.tree is None else Proposal(drafts.x[:, :0], None, [0] * len(drafts.k))
-        here = _recorded(turn, p, one.logits, chain, noise, sampling)
-        here = here if drafts.tree is None else _of_tree(turn, p, drafts, here, one.left)
+        here = _recorded(round, p, one.logits, chain, noise, sampling)
+        here = here if drafts.tree is None else _of_tree(round, p, drafts, here, one.left)
         found.append(here._replace(rows=one.rows))
     return found
 
@@ -169,38 +169,38 @@ def rounds_along(
 def _round(engine: Engine, run: Run, tokens: Sequence[list[int]], noise: float, low: int) -> Along:
     """One round of the active rows, whose texts go on with `tokens`."""
     target, k = engine.target, run.lengths(engine.policy)
-    turn = ForcedRound(run.active, k, engine.rule, run.noise, target.vocabulary, target.device, run.batch)
+    round = ForcedRound(run.active, k, engine.rule, run.noise, target.vocabulary, target.device, run.batch)
     width = max(*k, 1)
     nexts = [text[row.emitted : row.emitted + width] for row, text in zip(run.active, tokens, strict=True)]
-    turn.follows = torch.tensor([one + [0] * (width - len(one)) for one in nexts], device=target.device)
-    turn.gap, turn.drawn, turn.scored, turn.close, turn.offered, run.batch = noise, {}, {}, {}, {}, turn.batch
-    turn.edges = []
-    proposal = engine.propose(turn)
-    seen = engine.read(turn, proposal)
-    p = turn.laws(seen.logits, proposal.x, proposal.k, proposal.tree)
+    round.follows = torch.tensor([one + [0] * (width - len(one)) for one in nexts], device=target.device)
+    round.gap, round.drawn, round.scored, round.close, round.offered, run.batch = noise, {}, {}, {}, {}, round.batch
+    round.edges = []
+    proposal = engine.propose(round)
+    seen = engine.read(round, proposal)
+    p = round.target_probs(seen.logits, proposal.x, proposal.k, proposal.tree)
     if run.proposer:
         nothing = torch.zeros(len(k), dtype=torch.int64, device=target.device)
-        run.proposer.commit(Outcome([len(text) for text in turn.texts], nothing, seen.states))
+        run.proposer.commit(Outcome([len(text) for text in round.texts], nothing, seen.states))
     rows = torch.tensor([low + row.index for row in run.active])
     left = [len(text) - row.emitted for row, text in zip(run.active, tokens, strict=True)]
-    return Along(rows, turn, proposal, seen.logits, p, torch.tensor(left, device=p.device))
+    return Along(rows, round, proposal, seen.logits, p, torch.tensor(left, device=p.device))
 
 
-def _of_tree(turn: ForcedRound, p: Tensor, proposal: Proposal, found: _Found, left: Tensor) -> _Found:
+def _of_tree(round: ForcedRound, p: Tensor, proposal: Proposal, found: _Found, left: Tensor) -> _Found:
     """What the round says of its tree, beside what it says of its first token. left (A,): tokens of each text that
     follow."""
     assert proposal.tree is not None
     levels, shape = levels_of(proposal), proposal.tree.shape
-    D = len(turn.drawn) if shape else max(levels)
-    x = turn.follows[:, [min(j, turn.follows.shape[1] - 1) for j in range(D)]]
+    D = len(round.drawn) if shape else max(levels)
+    x = round.follows[:, [min(j, round.follows.shape[1] - 1) for j in range(D)]]
     inside = torch.arange(D, device=x.device) < left.unsqueeze(1)
-    nodes, seed = turn.length(proposal.k), turn.starts[0] * 2**20 + turn.ids[0] % 2**20
+    nodes, seed = round.length(proposal.k), round.starts[0] * 2**20 + round.ids[0] % 2**20
     if shape is None:
-        reach = reach_grown(proposal, x, inside, nodes) if turn.rule.branches else None
-        near = torch.stack(turn.edges, 1).any(1, keepdim=True).cpu() & (torch.tensor(levels) > 0).unsqueeze(1)
+        reach = reach_grown(proposal, x, inside, nodes) if round.rule.branches else None
+        near = torch.stack(round.edges, 1).any(1, keepdim=True).cpu() & (torch.tensor(levels) > 0).unsqueeze(1)
     else:
-        reach = reach_along(p, turn.drawn, turn.offered, x, inside, shape, nodes, turn.rule, turn.certain, seed)
-        near = torch.stack([turn.close[j] for j in range(D)], 1) if turn.certain else torch.zeros_like(inside)
+        reach = reach_along(p, round.drawn, round.offered, x, inside, shape, nodes, round.rule, round.certain, seed)
+        near = torch.stack([round.close[j] for j in range(D)], 1) if round.certain else torch.zeros_like(inside)
         drafted = torch.arange(D) < torch.tensor(levels).unsqueeze(1)
         near = (near.cpu() & drafted & inside.cpu()).any(1, keepdim=True)
     first = reach[:, 1:2].cpu() if reach is not None else torch.zeros(len(x), 1, dtype=torch.float64)
@@ -210,20 +210,20 @@ def _of_tree(turn: ForcedRound, p: Tensor, proposal: Proposal, found: _Found, le
 
 
 def _recorded(
-    turn: ForcedRound, p: Tensor, logits: Tensor, proposal: Proposal, noise: float, sampling: Sampling
+    round: ForcedRound, p: Tensor, logits: Tensor, proposal: Proposal, noise: float, sampling: Sampling
 ) -> _Found:
     """What a round says of the tokens that follow it. p (A, K+1, V), of which column j holds where the drafts before
     were the text's tokens."""
     x, K = proposal.x, proposal.x.shape[1]
-    follows, first = turn.follows[:, :K], turn.follows[:, 0]
-    q = _laws(turn, p, proposal)
-    drafted = torch.arange(K, device=x.device) < turn.length(proposal.k).unsqueeze(1)
+    follows, first = round.follows[:, :K], round.follows[:, 0]
+    q = _laws(round, p, proposal)
+    drafted = torch.arange(K, device=x.device) < round.length(proposal.k).unsqueeze(1)
     along = pad((x == follows)[:, :-1].to(torch.int64).cumprod(1), (1, 0), value=1) if K else drafted
     met = drafted & (along > 0)
     qx = q.gather(-1, follows.unsqueeze(-1)).squeeze(-1).double()
     px = p[:, 0].gather(-1, first.unsqueeze(-1)).squeeze(-1).double()
     overlap = torch.minimum(p[:, :K], q).sum(-1).clamp(max=1).double()  # float32 laws sum to one but for rounding
-    close = [turn.close.get(j, torch.zeros_like(first, dtype=torch.bool)).to(x.device) for j in range(K)]
+    close = [round.close.get(j, torch.zeros_like(first, dtype=torch.bool)).to(x.device) for j in range(K)]
     near_q = torch.stack(close, 1) & (q.amax(-1) == 1) if K else drafted
     near_p = near_ties(logits[:, 0], noise) & (sampling.temperature == 0)
     return _Found(
@@ -237,12 +237,12 @@ def _recorded(
     )
 
 
-def _laws(turn: ForcedRound, p: Tensor, proposal: Proposal) -> Tensor:
+def _laws(round: ForcedRound, p: Tensor, proposal: Proposal) -> Tensor:
     """The laws (A, K, V) that drafts were drawn from, whatever the proposal says of them: a kind that misstates its
     laws is then predicted as it drafts, and measured as it is verified. The proposal's own where it drew none."""
     K = proposal.x.shape[1]
     if proposal.q is None:
         return one_hot(proposal.x, p[:, :K])
-    if K and set(range(K)) <= set(turn.drawn):
-        return torch.stack([turn.drawn[j].to(p.device) for j in range(K)], 1)
+    if K and set(range(K)) <= set(round.drawn):
+        return torch.stack([round.drawn[j].to(p.device) for j in range(K)], 1)
     return proposal.q

@@ -176,7 +176,7 @@ def _tasks(
 
     noise = Uniforms(0, target.device)
 
-    def turn(k: int) -> DecodingRound:
+    def decoding_round(k: int) -> DecodingRound:
         return DecodingRound(rows, [k] * len(rows), RULES["token"], noise, target.vocabulary, target.device)
 
     # of several rows, some accepted every draft and lacks two ids
@@ -185,7 +185,7 @@ def _tasks(
     drafting = {k: copy(proposer) for k in lengths}  # each as if it had never made more, on the same slots
 
     def drafts(k: int) -> None:
-        made = drafting[k].propose(turn(k))
+        made = drafting[k].propose(decoding_round(k))
         wait_for(made.x.device)
         drafting[k].commit(outcome)
 
@@ -196,7 +196,7 @@ def _tasks(
             tasks["draft" if n in spans else "before", spans.get(n, n)] = partial(drafts, spans.get(n, lengths[0]))
         if n <= K + 1:
             tasks["target", n] = _pass(target, ids[:, :n], at)
-            tasks["rest", n - 1] = _rest(turn, logits[:, :n], ids[:, : n - 1])
+            tasks["rest", n - 1] = _rest(decoding_round, logits[:, :n], ids[:, : n - 1])
     return tasks
 
 
@@ -208,16 +208,16 @@ def _pass(lm: LM, ids: Tensor, at: list[int]) -> Callable[[], object]:
     return run
 
 
-def _rest(turn: Callable[[int], DecodingRound], logits: Tensor, x: Tensor) -> Callable[[], object]:
+def _rest(decoding_round: Callable[[int], DecodingRound], logits: Tensor, x: Tensor) -> Callable[[], object]:
     """Laws, verdict and the last draw of a round; the draft's law is the target's own, since cost is all that
     counts."""
     k = [x.shape[1]] * x.shape[0]
 
     def run() -> object:
-        one = turn(x.shape[1])
-        p = one.laws(logits, x, k)
+        one = decoding_round(x.shape[1])
+        p = one.target_probs(logits, x, k)
         verdict = one.verdict(p, p[:, :-1], x, k)
-        return one.last(verdict.law).tolist(), verdict.accepted.tolist()
+        return one.last(verdict.probs).tolist(), verdict.accepted.tolist()
 
     return run
 

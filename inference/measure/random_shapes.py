@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from inference.engine import Engine
-from inference.verify import Verdict
+from inference.verify import Verification
 from inference.verify.rules import Rule, rule_of
 
 
@@ -33,11 +33,11 @@ class Synthetic(Engine):
 def coins(alpha: float, timed: Rule) -> Rule:
     """Acceptance by coins alone, beside the rule whose time counts."""
 
-    def verify(p: Tensor, q: Tensor | None, x: Tensor, u: Tensor, k: Tensor) -> Verdict:
+    def verify(p: Tensor, q: Tensor | None, x: Tensor, u: Tensor, k: Tensor) -> Verification:
         timed.verify(p, q, x, u, k)
         drafted = torch.arange(x.shape[1], device=x.device) < k.unsqueeze(1)
         accepted = ((u[:, : x.shape[1]] < alpha) & drafted).long().cumprod(1).sum(1)
-        return Verdict(accepted, p[torch.arange(len(p), device=p.device), accepted])
+        return Verification(accepted, p[torch.arange(len(p), device=p.device), accepted])
 
     return replace(timed, name=f"{timed.name}, accepted by coins", verify=verify, exact=False)
 

@@ -47,9 +47,9 @@ def laws_of_rounds(
 
 def _at_depth(one: Along, j: int, V: int) -> tuple[Tensor, Tensor]:
     """Law (A, V) and rank (A,) of a round's drafts at depth j; none of rows that do not draft so far."""
-    turn, proposal = one.turn, one.proposal
-    if proposal.tree is not None or j not in turn.drawn or j not in turn.scored:
+    round, proposal = one.round, one.proposal
+    if proposal.tree is not None or j not in round.drawn or j not in round.scored:
         raise ValueError("laws by depth are those of chains that a model drafts: give a proposer without a shape")
     drafts = torch.tensor([k > j for k in proposal.k])
-    law, rank = turn.drawn[j].float().cpu(), rank_of(turn.scored[j], turn.follows[:, j]).cpu()
+    law, rank = round.drawn[j].float().cpu(), rank_of(round.scored[j], round.follows[:, j]).cpu()
     return torch.where(drafts.unsqueeze(1), law, 0.0), torch.where(drafts, rank, V)

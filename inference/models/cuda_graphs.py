@@ -87,7 +87,7 @@ class Captured(Lean):
 
     def draft_for(
         self,
-        turn: "Round",
+        round: "Round",
         k: int,
         greedy: bool,
         tails: Tensor,
@@ -97,21 +97,21 @@ class Captured(Lean):
     ) -> tuple[Tensor, Tensor] | None:
         """As `draft`, k drafts by the round's own laws and draws, whatever its settings; greedy: the likeliest tokens.
         fit: logits of the model -> of the round's vocabulary. None also where the round is of another device."""
-        inputs = turn.inputs() if self._ready(tails, window) else None
+        inputs = round.inputs() if self._ready(tails, window) else None
         if inputs is None or inputs["start"].device != self.model.device:
             return None
         slots = self._slots(window)
         found: tuple[Tensor, Tensor] | None = self.replays(
-            ("drafts", k, greedy, slots, turn.key), inputs | {"last": tails, "ends": ends}, turn.steady,
-            lambda: self._choosing(turn, k, greedy, slots, fit),
+            ("drafts", k, greedy, slots, round.key), inputs | {"last": tails, "ends": ends}, round.steady,
+            lambda: self._choosing(round, k, greedy, slots, fit),
         )  # fmt: skip
         return found
 
-    def _choosing(self, turn: "Round", k: int, greedy: bool, slots: int, fit: Callable[..., Tensor]) -> Any:
+    def _choosing(self, round: "Round", k: int, greedy: bool, slots: int, fit: Callable[..., Tensor]) -> Any:
         step, stored, scale = Drafting(self.weights, self.shape, k), self._stored(slots), self.scale
 
         def run(given: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-            choose = by_round(turn.on(given), greedy)
+            choose = by_round(round.on(given), greedy)
             return step.chosen(lambda z, x: choose(fit(z), x), given["last"], given["ends"], scale, *stored)
 
         return run

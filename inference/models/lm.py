@@ -191,13 +191,13 @@ class LM:
         return self.run.draft(tails, at, even, temperature, greedy, window)
 
     def draft_for(
-        self, turn: "Round", k: int, greedy: bool, tails: Tensor, ends: Sequence[int], at: Tensor
+        self, round: "Round", k: int, greedy: bool, tails: Tensor, ends: Sequence[int], at: Tensor
     ) -> tuple[Tensor, Tensor] | None:
         """As `draft`, k drafts with the round's own laws and draws, where passes are replayed: None where they are not,
         or where drafts are ids that the model has no row for."""
         if not isinstance(self.run, Captured) or self.vocabulary > self.size:
             return None
-        return self.run.draft_for(turn, k, greedy, tails, at, self._ahead(ends, at, k), self._fitted)
+        return self.run.draft_for(round, k, greedy, tails, at, self._ahead(ends, at, k), self._fitted)
 
     def _ahead(self, ends: Sequence[int], at: Tensor, k: int) -> Window:
         """Where k drafts of texts of `ends` tokens go."""

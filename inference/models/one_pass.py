@@ -64,26 +64,26 @@ def behind(values: Tensor, anchors: Tensor, k: int) -> Tensor:
     return values[torch.arange(len(anchors), device=anchors.device).unsqueeze(1), places]
 
 
-def at_once(lm: "LM", turn: "Round", masked: Masked, begins: list[int], k: int, greedy: bool) -> Drafts | None:
+def at_once(lm: "LM", round: "Round", masked: Masked, begins: list[int], k: int, greedy: bool) -> Drafts | None:
     """The drafts of a round whose numbers were sent, in one call; begins: `masked.begins` on the host. None where
     passes are neither compiled nor replayed, for longer rows than these take, and, where they are compiled, for laws
     that take more than a temperature."""
     if isinstance(lm.run, Captured) and lm.vocabulary <= lm.size:
-        return _replayed(lm, lm.run, turn, masked, begins, k, greedy)
+        return _replayed(lm, lm.run, round, masked, begins, k, greedy)
     if isinstance(lm.run, Compiled) and lm.vocabulary == lm.size:
-        return _compiled(lm, lm.run, turn, masked, begins, k, greedy)
+        return _compiled(lm, lm.run, round, masked, begins, k, greedy)
     return None
 
 
 def _compiled(
-    lm: "LM", run: Compiled, turn: "Round", masked: Masked, begins: list[int], k: int, greedy: bool
+    lm: "LM", run: Compiled, round: "Round", masked: Masked, begins: list[int], k: int, greedy: bool
 ) -> Drafts | None:
-    temperatures = turn.temperatures
+    temperatures = round.temperatures
     greedy = greedy or (temperatures is not None and not any(temperatures))
     window = lm._aimed(masked.ids, begins, 0, masked.begins)
     if temperatures is None or not (greedy or all(temperatures)) or not run._ready(masked.ids, window):
         return None
-    u, temperature = (part.to(lm.device) for part in turn.simple(k))
+    u, temperature = (part.to(lm.device) for part in round.simple(k))
     even = u.reshape(-1).view(u.shape)  # one stride for every number of uniforms that were made
     slots = torch.arange(window.limit, device=lm.device)
     run._refresh(window.limit)
@@ -97,37 +97,37 @@ def _compiled(
 
 
 def _replayed(
-    lm: "LM", run: Captured, turn: "Round", masked: Masked, begins: list[int], k: int, greedy: bool
+    lm: "LM", run: Captured, round: "Round", masked: Masked, begins: list[int], k: int, greedy: bool
 ) -> Drafts | None:
     """By the round's own laws and draws, whatever its settings."""
     window = lm._aimed(masked.ids, begins, 0, masked.begins)
-    inputs = turn.inputs() if run._ready(masked.ids, window) else None
+    inputs = round.inputs() if run._ready(masked.ids, window) else None
     if inputs is None or inputs["start"].device != lm.device:
         return None
     slots = run._slots(window)
     inputs |= {f"masked_{name}": part for name, part in masked._asdict().items()}
-    name = ("one pass", k, greedy, slots, turn.key)
-    found: Drafts | None = run.replays(name, inputs, turn.steady, lambda: _choosing(lm, run, turn, k, greedy, slots))
+    name = ("one pass", k, greedy, slots, round.key)
+    found: Drafts | None = run.replays(name, inputs, round.steady, lambda: _choosing(lm, run, round, k, greedy, slots))
     return found
 
 
-def _choosing(lm: "LM", run: Captured, turn: "Round", k: int, greedy: bool, slots: int) -> Any:
+def _choosing(lm: "LM", run: Captured, round: "Round", k: int, greedy: bool, slots: int) -> Any:
     step, stored = OnePass(run.weights, run.shape, k), run._stored(slots)
 
     def made(given: Mapping[str, Tensor]) -> Drafts:
         masked = Masked(*(given[f"masked_{name}"] for name in Masked._fields))
-        return drawn(turn.on(given), lm._fitted(step.logits(masked, *stored)), greedy)
+        return drawn(round.on(given), lm._fitted(step.logits(masked, *stored)), greedy)
 
     return made
 
 
-def drawn(turn: "Round", logits: Tensor, greedy: bool) -> Drafts:
+def drawn(round: "Round", logits: Tensor, greedy: bool) -> Drafts:
     """Drafts by the round's laws and draws, from logits (A, k, V) that no draft changes; settings that read history may
     make a law depend on the drafts before it. greedy: the likeliest tokens."""
     drafts: list[Tensor] = []
     laws: list[Tensor] = []
     for depth, one in enumerate(logits.unbind(1)):
-        law = turn.law(one, drafts)
+        law = round.probs(one, drafts)
         laws.append(certain(law) if greedy else law)
-        drafts.append(turn.draw(laws[-1], depth))
+        drafts.append(round.draw(laws[-1], depth))
     return torch.stack(drafts, 1), torch.stack(laws, 1)

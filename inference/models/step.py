@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 Choose = Callable[[Tensor, list[Tensor]], tuple[Tensor, Tensor]]
 
 
-def by_round(turn: "Round", greedy: bool) -> Choose:
+def by_round(round: "Round", greedy: bool) -> Choose:
     """Drafts by the round's own laws and draws, whatever its settings; greedy: the likeliest tokens, one-hot laws."""
 
     def choose(logits: Tensor, drafts: list[Tensor]) -> tuple[Tensor, Tensor]:
-        law = turn.law(logits, drafts)
+        law = round.probs(logits, drafts)
         law = certain(law) if greedy else law
-        return turn.draw(law, len(drafts)), law
+        return round.draw(law, len(drafts)), law
 
     return choose
 

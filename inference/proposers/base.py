@@ -35,21 +35,21 @@ class Beside:
 
     target: PreTrainedModel
     hashes: Mapping[str, str | None]
-    made: Metadata | None
+    metadata: Metadata | None
     compile: bool | None
     tokenizer: PreTrainedTokenizerBase | None = None
 
     @property
     def greedy(self) -> bool:
         """Whether the draft was made for drafting its likeliest tokens, or planned with them as children."""
-        return self.made is not None and (
-            self.made.objective == "greedy" or self.made.tree is not None and self.made.tree.likeliest
+        return self.metadata is not None and (
+            self.metadata.objective == "greedy" or self.metadata.tree is not None and self.metadata.tree.likeliest
         )
 
     @property
     def shape(self) -> tuple[int, ...] | None:
         """Of the trees that it is to draft, as `Independent(shape=)` takes it; None: chains."""
-        return None if self.made is None or self.made.tree is None else tuple(self.made.tree.parents)
+        return None if self.metadata is None or self.metadata.tree is None else tuple(self.metadata.tree.parents)
 
 
 class Proposal(NamedTuple):
@@ -102,7 +102,7 @@ class Round(Protocol):
     def texts(self) -> Sequence[list[int]]:
         """Prompt and emitted tokens of each row."""
 
-    def law(self, logits: Tensor, drafted: list[Tensor]) -> Tensor:
+    def probs(self, logits: Tensor, drafted: list[Tensor]) -> Tensor:
         """Logits (A, V) after `drafted` ids (A,) each -> law (A, V) under each row's sampling settings."""
 
     def send(self, k: list[int] | None = None, **numbers: Sequence[int] | Sequence[list[int]]) -> dict[str, Tensor]:
@@ -237,7 +237,7 @@ class Proposer:
     def enter(self, source: int, target: int, prompt: list[int]) -> None:
         """The prompt staged in slot `source` becomes the row of slot `target`, the first that is free."""
 
-    def propose(self, turn: Round) -> Proposal:
+    def propose(self, round: Round) -> Proposal:
         """Draft up to turn.k[b] tokens a row."""
         raise NotImplementedError(f"{type(self).__name__}.propose")
 

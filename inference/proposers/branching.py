@@ -76,7 +76,7 @@ class Branching:
         return {}
 
     def grown(
-        self, turn: Round, depth: int, logits: Tensor, follow: Follow, likeliest: bool = False
+        self, round: Round, depth: int, logits: Tensor, follow: Follow, likeliest: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Nodes (A, N) of the first `depth` levels, 1 or more, and the laws (A, N, V) that they were drawn from; a
         function of tensors. logits (A, V) behind each text. likeliest: children are the likeliest tokens, else drawn
@@ -87,7 +87,7 @@ class Branching:
             if level:
                 nodes = Nodes(level, steps[level - 1].above, self.trees[level - 1])
                 behind = follow(x[:, self.counts[level - 1] :], nodes)
-            ids, laws = turn.children(step.of_parents(behind), x, step.siblings, likeliest)
+            ids, laws = round.children(step.of_parents(behind), x, step.siblings, likeliest)
             parent, rank = step.parent.to(ids.device), step.rank.to(ids.device)
             x = torch.cat((x, ids[:, parent, rank].to(x.device)), 1)
             q.append(laws[:, parent, rank])

@@ -39,9 +39,9 @@ class Conditioned(Independent):
         super().open(host)
         self.scale_of, self.written = Scale(self.model), None  # the model may have moved since the last call
 
-    def propose(self, turn: Round) -> Proposal:
-        self._write(turn.temperature)
-        return super().propose(turn)
+    def propose(self, round: Round) -> Proposal:
+        self._write(round.temperature)
+        return super().propose(round)
 
     def _write(self, temperature: Tensor) -> None:
         """The scale of each row, to where passes read it: recorded ones too, so never to another tensor."""

@@ -130,12 +130,12 @@ class Eagle(Proposer):
         """Without what is not finite, which a slot would keep: such a row ends or goes on without drafts."""
         return self.network.features(states).nan_to_num(0.0, 0.0, 0.0)
 
-    def propose(self, turn: Round) -> Proposal:
+    def propose(self, round: Round) -> Proposal:
         """None for rows without a pair."""
-        pairs = [len(text) - 1 for text in turn.texts]
+        pairs = [len(text) - 1 for text in round.texts]
         lacking = [one - stored for one, stored in zip(pairs, self.stored, strict=True)]
-        most = self.depths or max(turn.k)
-        k = [min(k, most) if one else 0 for k, one in zip(turn.k, pairs, strict=True)]
+        most = self.depths or max(round.k)
+        k = [min(k, most) if one else 0 for k, one in zip(round.k, pairs, strict=True)]
         self.longest = max(self.longest, *k)
         if not max(k):
             return Proposal(torch.empty(len(k), 0, dtype=torch.int64, device=self.features_device), None, k)
@@ -143,41 +143,41 @@ class Eagle(Proposer):
         fixed = self.replays is not None and short and not isinstance(shape, Growing)
         K, width = (self.longest, self.longest + 1) if fixed else (max(k), max(*lacking, 1))
         K = min(K, shape.depth) if shape else K
-        given = self._given(turn, k, lacking, width)
+        given = self._given(round, k, lacking, width)
         limit = max(self.stored) + width + (shape.room if shape else K)
-        found = self._replayed(turn, given, limit, K) if fixed else None
-        x, q = self._drafted(turn, given, self._slots(limit), K) if found is None else found
+        found = self._replayed(round, given, limit, K) if fixed else None
+        x, q = self._drafted(round, given, self._slots(limit), K) if found is None else found
         self.stored, self.waiting = pairs, [0] * len(k)
         return shape.proposal(k, x, q) if shape else Proposal(x[:, : max(k)], q[:, : max(k)], k)
 
-    def _given(self, turn: Round, k: list[int], lacking: list[int], width: int) -> dict[str, Tensor]:
+    def _given(self, round: Round, k: list[int], lacking: list[int], width: int) -> dict[str, Tensor]:
         """Of the pairs that slots lack, ids of their second tokens (A, width), features (A, width, H), the first's
         place `pairs` (A,) and the last's column `only` (A,); behind a row's last pair stands anything."""
-        tails = [text[-one:] if one else text for text, one in zip(turn.texts, lacking, strict=True)]
+        tails = [text[-one:] if one else text for text, one in zip(round.texts, lacking, strict=True)]
         ids = [tail + tail[-1:] * (width - len(tail)) for tail in tails]
         shape, only = self.branching, [max(one - 1, 0) for one in lacking]
         nodes, numbers = (shape.nodes(k), shape.numbers(k)) if shape else (k, {})
-        sent = turn.send(nodes, lacking=ids, pairs=self.stored, only=only, **numbers)
+        sent = round.send(nodes, lacking=ids, pairs=self.stored, only=only, **numbers)
         self._room(width)
         found = {name: sent[name].to(self.features_device) for name in ("lacking", "pairs", "only")}
         return found | {"features": self.features[: len(k), :width]}
 
-    def _replayed(self, turn: Round, given: Mapping[str, Tensor], limit: int, K: int) -> tuple[Tensor, Tensor] | None:
+    def _replayed(self, round: Round, given: Mapping[str, Tensor], limit: int, K: int) -> tuple[Tensor, Tensor] | None:
         """As `_drafted`, by a CUDA graph that was recorded for these shapes; None where laws take more than tensors."""
-        inputs = turn.inputs(bool(self.branching))
+        inputs = round.inputs(bool(self.branching))
         slots = self._slots(1 << (limit - 1).bit_length())
         if inputs is None or self.replays is None:
             return None
 
         def run(here: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-            return self._drafted(turn.on(here), here, slots, K)
+            return self._drafted(round.on(here), here, slots, K)
 
         found: tuple[Tensor, Tensor] | None = self.replays(
-            ("eagle", K, slots, turn.key), {**inputs, **given}, turn.steady, lambda: run
+            ("eagle", K, slots, round.key), {**inputs, **given}, round.steady, lambda: run
         )
         return found
 
-    def _drafted(self, turn: Round, given: Mapping[str, Tensor], slots: int, K: int) -> tuple[Tensor, Tensor]:
+    def _drafted(self, round: Round, given: Mapping[str, Tensor], slots: int, K: int) -> tuple[Tensor, Tensor]:
         """Drafts of K depths and the laws that they were drawn from; a function of tensors."""
         ids, features, pairs, only = (given[name] for name in ("lacking", "features", "pairs", "only"))
         positions = pairs.unsqueeze(1) + torch.arange(ids.shape[1], device=ids.device)
@@ -191,8 +191,8 @@ class Eagle(Proposer):
 
         logits = self._logits(made)[:, 0]
         if self.branching:
-            return self.branching.grown(turn, K, logits, follow, self.greedy)
-        return one_by_one(K, logits, follow, by_round(turn, self.greedy))
+            return self.branching.grown(round, K, logits, follow, self.greedy)
+        return one_by_one(K, logits, follow, by_round(round, self.greedy))
 
     def _logits(self, made: Tensor) -> Tensor:
         """(A, n, H) -> (A, n, V)."""

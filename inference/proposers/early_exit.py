@@ -76,9 +76,9 @@ class EarlyExit(Independent):
     def enter(self, source: int, target: int, prompt: list[int]) -> None:
         """The target's slots are moved."""
 
-    def propose(self, turn: Round) -> Proposal:
-        self.stored = [len(text) - 1 for text in turn.texts]
-        return super().propose(turn)
+    def propose(self, round: Round) -> Proposal:
+        self.stored = [len(text) - 1 for text in round.texts]
+        return super().propose(round)
 
     def commit(self, outcome: Outcome) -> None:
         """Whatever was drafted is overwritten."""

@@ -71,11 +71,11 @@ class Growing:
         return {"levels": list(k)}
 
     def grown(
-        self, turn: Round, depth: int, logits: Tensor, follow: Follow, likeliest: bool = True
+        self, round: Round, depth: int, logits: Tensor, follow: Follow, likeliest: bool = True
     ) -> tuple[Tensor, Tensor]:
         """Ids and parents (A, N) of the nodes, of at most `depth` levels, from logits (A, V) behind each text; none of
         a row is deeper than its own levels. Children are the likeliest, also where that is not asked."""
-        levels, candidates = turn.send()["levels"].to(logits.device), Candidates(logits, turn)
+        levels, candidates = round.send()["levels"].to(logits.device), Candidates(logits, round)
         behind, C = logits.unsqueeze(1), self.shape.children
         for level in range(depth):
             if level:
@@ -107,8 +107,8 @@ def trees_of(shape: Shape) -> Branching | Growing | None:
 class Candidates:
     """What one round's tree is chosen from: ids x, scores and parents (A, M), level after level."""
 
-    def __init__(self, logits: Tensor, turn: Round) -> None:
-        A, self.turn = len(logits), turn
+    def __init__(self, logits: Tensor, round: Round) -> None:
+        A, self.round = len(logits), round
         self.x, self.parents, self.read = (logits.new_empty(A, 0, dtype=torch.int64) for _ in range(3))
         self.score = wide(logits).new_empty(A, 0)
         self.above, self.reading = self.x.new_full((A, 1), -1), wide(logits).new_zeros(A, 1)  # of the last pass
@@ -117,7 +117,7 @@ class Candidates:
 
     def add(self, logits: Tensor, C: int, allowed: Tensor) -> None:
         """C children of each node of the last pass, logits (A, w, V); none of rows that are not allowed (A,)."""
-        self.turn.left_out(logits, C, 1)
+        self.round.left_out(logits, C, 1)
         score = child_scores(self.reading, wide(logits).softmax(-1).clamp(max=1), C).flatten(1)
         score = torch.where(allowed.unsqueeze(1), score.nan_to_num(-torch.inf, neginf=-torch.inf), -torch.inf)
         self.level, self.depth = self.x.shape[1], self.depth + 1
@@ -127,7 +127,7 @@ class Candidates:
 
     def expand(self, width: int, C: int) -> tuple[Tensor, Nodes]:
         """The candidates (A, width) of the newest level that the next pass reads."""
-        self.turn.left_out(self.score[:, self.level :], width, self.depth)
+        self.round.left_out(self.score[:, self.level :], width, self.depth)
         places = best(self.score[:, self.level :], width)
         above, before = places // C, self.within.shape[1] - self.above.shape[1]  # read before the last pass
         parents = above + before if self.depth > 1 else torch.full_like(above, -1)
@@ -138,7 +138,7 @@ class Candidates:
 
     def kept(self, N: int) -> tuple[Tensor, Tensor, Tensor]:
         """Of the N likeliest, (A, N) each: ids, parents, and their numbers among the nodes that were read or -1."""
-        self.turn.left_out(self.score, N, self.depth)
+        self.round.left_out(self.score, N, self.depth)
         nodes, parents = pruned(self.parents, self.score, N)
         order = torch.arange(self.read.shape[1], device=nodes.device).expand_as(self.read)
         passes = torch.full_like(self.parents, -1).scatter(1, self.read, order).gather(1, nodes)

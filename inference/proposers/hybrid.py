@@ -61,16 +61,16 @@ class Hybrid(OfParts):
     def context(self) -> int | None:
         return self.model.context
 
-    def propose(self, turn: Round) -> Proposal:
-        found = self.retrieval.find(turn.texts, turn.k)
-        drafts = [match.drafts[: self.gate.looked_up(match, k)] for match, k in zip(found, turn.k, strict=True)]
-        asked = [0 if draft else k for draft, k in zip(drafts, turn.k, strict=True)]
+    def propose(self, round: Round) -> Proposal:
+        found = self.retrieval.find(round.texts, round.k)
+        drafts = [match.drafts[: self.gate.looked_up(match, k)] for match, k in zip(found, round.k, strict=True)]
+        asked = [0 if draft else k for draft, k in zip(drafts, round.k, strict=True)]
         if not max(asked):
-            return chains(drafts, turn.texts)
+            return chains(drafts, round.texts)
         if not any(drafts):
-            return self.model.propose(Part(turn, asked))
-        sure = chains(drafts, turn.texts)
-        part = Part(turn, asked, sure)
+            return self.model.propose(Part(round, asked))
+        sure = chains(drafts, round.texts)
+        part = Part(round, asked, sure)
         return mixed(part, self.model.propose(part))
 
 
@@ -78,19 +78,19 @@ class Part:
     """A round as a model sees it that drafts for some rows only: k_b = 0 of the others, which have the drafts `sure`.
     These travel to the device with what the model sends."""
 
-    def __init__(self, turn: Round, k: list[int], sure: Proposal | None = None) -> None:
-        self.turn, self.k, self.sure = turn, k, sure
+    def __init__(self, round: Round, k: list[int], sure: Proposal | None = None) -> None:
+        self.round, self.k, self.sure = round, k, sure
         self.sent: dict[str, Tensor] = {}
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.turn, name)
+        return getattr(self.round, name)
 
     def send(self, k: list[int] | None = None, **numbers: Numbers) -> dict[str, Tensor]:
         own = self.k if k is None else k
         if self.sure is not None:
             own = [a + b for a, b in zip(own, self.sure.k, strict=True)]
             numbers |= {} if self.sent else {"sure": self.sure.x.tolist(), "looked_up": self.sure.k}
-        self.sent = self.turn.send(own, **numbers)
+        self.sent = self.round.send(own, **numbers)
         return self.sent
 
     def draw(self, law: Tensor, depth: int) -> Tensor:
@@ -99,10 +99,10 @@ class Part:
             sent = self.send()
             certain = one_hot(sent["sure"][:, depth], law)
             law = torch.where((sent["looked_up"] > depth).unsqueeze(1), certain, law)
-        return self.turn.draw(law, depth)
+        return self.round.draw(law, depth)
 
     def on(self, given: Any) -> "Part":
-        return Part(self.turn.on(given), self.k)
+        return Part(self.round.on(given), self.k)
 
 
 def mixed(part: Part, drawn: Proposal) -> Proposal:

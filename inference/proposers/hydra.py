@@ -28,6 +28,8 @@ class Hydra(Medusa):
 
         def logits(depth: int) -> Tensor:
             states = newest.repeat_interleave(sums.shape[1], 0)
-            return target.head(network.made(sums[:, :, 0].flatten(0, 1), states, depth)).unflatten(0, sums.shape[:2])
+            return target.head(network.head_states(sums[:, :, 0].flatten(0, 1), states, depth)).unflatten(
+                0, sums.shape[:2]
+            )
 
         return logits(0)[:, 0], follow

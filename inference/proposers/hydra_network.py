@@ -54,6 +54,6 @@ class HydraNetwork(Heads):
         e = F.rms_norm(embedded.to(self.tokens.dtype), embedded.shape[-1:]).expand(sums.shape)
         return torch.baddbmm(sums, e, self.tokens[first : first + len(sums)].transpose(1, 2))
 
-    def made(self, sums: Tensor, newest: Tensor, j: int) -> Tensor:
+    def head_states(self, sums: Tensor, newest: Tensor, j: int) -> Tensor:
         """Of head j, which has read all its tokens, sums and newest (N, D) -> what the target's head reads (N, D)."""
         return torch.addmm(newest.to(self.out.dtype), F.silu(sums), self.out[j].T)

@@ -53,7 +53,7 @@ class Independent(Proposer):
     def load(cls, folder: Path, beside: Beside) -> "Independent":
         """Raises as `load_draft`; warns of a target of another shape than the draft was made for."""
         draft = cls.network_beside(folder, beside)
-        int8 = beside.made is not None and beside.made.int8 and takes_int8(draft)
+        int8 = beside.metadata is not None and beside.metadata.int8 and takes_int8(draft)
         network = draft if int8 else widened(draft)
         return cls(network, beside.greedy, compile=beside.compile, int8=int8, shape=beside.shape)
 
@@ -95,61 +95,61 @@ class Independent(Proposer):
         """Tokens of a prompt that are stored; one that the draft's context cannot hold is never drafted for."""
         return min(len(prompt), self.lm.context) - 1
 
-    def propose(self, turn: Round) -> Proposal:
+    def propose(self, round: Round) -> Proposal:
         """Feed what the slots lack (one or two ids, more after rounds without drafts), then draft: all at once where
         the draft is compiled, else step by step.
 
         A row that has outgrown the draft's own context is not drafted for.
         """
-        k = [max(0, min(k, self.lm.context - len(text))) for k, text in zip(turn.k, turn.texts, strict=True)]
+        k = [max(0, min(k, self.lm.context - len(text))) for k, text in zip(round.k, round.texts, strict=True)]
         K = max(k)
         if K == 0:
             return Proposal(torch.empty(len(k), 0, dtype=torch.int64, device=self.lm.device), None, k)
         self.sent = {}
         if self.branching:
-            return self._by_level(turn, k, self.branching)
-        return self._at_once(turn, k) or self._stepwise(turn, k, K)
+            return self._by_level(round, k, self.branching)
+        return self._at_once(round, k) or self._stepwise(round, k, K)
 
-    def _by_level(self, turn: Round, k: list[int], shape: Branching | Growing) -> Proposal:
+    def _by_level(self, round: Round, k: list[int], shape: Branching | Growing) -> Proposal:
         """Trees, a pass a level; where passes are replayed always all levels, since other trees are other graphs."""
-        lacking = self._lacking(turn.texts, k)
-        self.sent = turn.send(shape.nodes(k), **lacking, **shape.numbers(k))
+        lacking = self._lacking(round.texts, k)
+        self.sent = round.send(shape.nodes(k), **lacking, **shape.numbers(k))
         depth = shape.depth if self.lm.replayed else min(max(k), shape.depth)
-        logits, follows = self._catch_up(turn, k), lacking["follows"]
-        start, (at,) = [end - 1 for end in follows], self._here(turn.send()["follows"] - 1)
+        logits, follows = self._catch_up(round, k), lacking["follows"]
+        start, (at,) = [end - 1 for end in follows], self._here(round.send()["follows"] - 1)
 
         def follow(ids: Tensor, nodes: Nodes) -> Tensor:
             return self.lm.forward(ids, start, at=at, tree=nodes.tree).logits
 
-        x, q = shape.grown(turn, depth, logits, follow, self.greedy)
-        self.anchors, rows = (start, at, depth), zip(turn.texts, k, self.stored, strict=True)
+        x, q = shape.grown(round, depth, logits, follow, self.greedy)
+        self.anchors, rows = (start, at, depth), zip(round.texts, k, self.stored, strict=True)
         # of the last level nothing is stored
         self.stored = [len(text) + depth - 1 if wanted else stored for text, wanted, stored in rows]
         return shape.proposal(k, x, q)
 
-    def _at_once(self, turn: Round, k: list[int]) -> Proposal | None:
+    def _at_once(self, round: Round, k: list[int]) -> Proposal | None:
         """None where the model has no such call, or laws take more than a temperature and passes are not replayed."""
-        self.longest, K, ends = max(self.longest, *k), max(k), [len(text) for text in turn.texts]
+        self.longest, K, ends = max(self.longest, *k), max(k), [len(text) for text in round.texts]
         rows = list(zip(ends, self.stored, k, strict=True))
         fits = self.tail <= min(ends) and max(ends) + self.longest <= self.lm.context
         if not self.lm.compiled or not fits:
             return None
-        temperatures = turn.temperatures
+        temperatures = round.temperatures
         greedy = self.greedy or temperatures is not None and not any(temperatures)
         simple = temperatures is not None and (greedy or all(temperatures))
         if not simple and not self.lm.replayed:
             return None
         # single steps may still follow, with no copy of their own
-        lacking = self._lacking(turn.texts, k)
-        sent = self.sent = turn.send(k, last=[text[-self.tail :] for text in turn.texts], ends=ends, **lacking)
+        lacking = self._lacking(round.texts, k)
+        sent = self.sent = round.send(k, last=[text[-self.tail :] for text in round.texts], ends=ends, **lacking)
         if any(wanted and end - stored > self.tail for end, stored, wanted in rows):
-            self._catch_up(turn, k)  # after rounds that something else drafted for
+            self._catch_up(round, k)  # after rounds that something else drafted for
         found, (last, at) = None, self._here(sent["last"], sent["ends"])
         if simple:
-            u, temperature = self._here(*turn.simple(self.longest))
+            u, temperature = self._here(*round.simple(self.longest))
             found = self.lm.draft(last, ends, u, temperature, greedy, at)
         if found is None:
-            found = self.lm.draft_for(turn, self.longest, self.greedy, last, ends, at)
+            found = self.lm.draft_for(round, self.longest, self.greedy, last, ends, at)
         if found is None:
             return None
         # of a row that is not drafted for, no draft of its own (another part may draft for it), and no hole behind it
@@ -157,25 +157,25 @@ class Independent(Proposer):
         self.stored = [end + self.longest - 1 if k_b else own for end, own, k_b in zip(ends, left, k, strict=True)]
         return Proposal(found[0][:, :K], found[1][:, :K], k)
 
-    def _stepwise(self, turn: Round, k: list[int], K: int) -> Proposal:
-        follows = self._lacking(turn.texts, k)["follows"]
-        logits = self._catch_up(turn, k)
+    def _stepwise(self, round: Round, k: list[int], K: int) -> Proposal:
+        follows = self._lacking(round.texts, k)["follows"]
+        logits = self._catch_up(round, k)
         drafted: list[Tensor] = []
         laws: list[Tensor] = []
         for depth in range(K):
-            law = turn.law(logits, drafted)
+            law = round.probs(logits, drafted)
             laws.append(certain(law) if self.greedy else law)
-            drafted.append(turn.draw(laws[-1], depth))
+            drafted.append(round.draw(laws[-1], depth))
             if depth + 1 < K:
-                ids, at = self._here(drafted[-1].unsqueeze(1), turn.send()["follows"] + depth)
+                ids, at = self._here(drafted[-1].unsqueeze(1), round.send()["follows"] + depth)
                 logits = self.lm.forward(ids, [end + depth for end in follows], at=at).logits[:, -1]
-        rows = zip(turn.texts, k, self.stored, strict=True)
+        rows = zip(round.texts, k, self.stored, strict=True)
         self.stored = [len(text) + K - 1 if wanted else stored for text, wanted, stored in rows]
         return Proposal(torch.stack(drafted, 1), torch.stack(laws, 1), k)
 
-    def _catch_up(self, turn: Round, k: list[int]) -> Tensor:
+    def _catch_up(self, round: Round, k: list[int]) -> Tensor:
         """Logits (A, V) after each whole text; ragged tails are padded on the right, past what is read."""
-        sent = self.sent or turn.send(k, **self._lacking(turn.texts, k))
+        sent = self.sent or round.send(k, **self._lacking(round.texts, k))
         ids, only, at = self._here(sent["lacking"], sent["only"], sent["stored"])
         return self.lm.forward(ids, self.stored, only=only, at=at).logits[:, 0]
 

@@ -38,21 +38,21 @@ class InnerRound:
     """
 
     def __init__(
-        self, turn: Round, asked: list[int], texts: Sequence[list[int]], done: list[int], k: list[int], width: int,
+        self, round: Round, asked: list[int], texts: Sequence[list[int]], done: list[int], k: list[int], width: int,
         uniforms: Callable[[], Tensor], numbers: Mapping[str, Numbers],
     ) -> None:  # fmt: skip
-        self.turn, self.asked, self.texts, self.k, self.width = turn, asked, texts, k, width
+        self.round, self.asked, self.texts, self.k, self.width = round, asked, texts, k, width
         self.uniforms = uniforms
         self.numbers = {"done": done, "guessed": k, **numbers}
         self.sent: dict[str, Tensor] = {}
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.turn, name)
+        return getattr(self.round, name)
 
     def send(self, k: list[int] | None = None, **numbers: Numbers) -> dict[str, Tensor]:
         """As of `base.Round`; what the small draft says of its own lengths is no concern of the outer round."""
         numbers |= {} if self.sent else self.numbers
-        self.sent = self.turn.send(self.asked, **numbers)
+        self.sent = self.round.send(self.asked, **numbers)
         return self.sent
 
     @property
@@ -67,18 +67,18 @@ class InnerRound:
         return self.uniforms().gather(2, place.expand(3, -1, -1))
 
     def simple(self, depths: int) -> tuple[Tensor, Tensor]:
-        return self.streams[DRAWS, :, :depths], self.turn.simple(1)[1]
+        return self.streams[DRAWS, :, :depths], self.round.simple(1)[1]
 
-    def law(self, logits: Tensor, drafted: list[Tensor]) -> Tensor:
+    def probs(self, logits: Tensor, drafted: list[Tensor]) -> Tensor:
         """Of rows that read no history: nothing is guessed for others."""
-        return self.turn.plain(logits)
+        return self.round.plain(logits)
 
     def draw(self, law: Tensor, depth: int) -> Tensor:
-        return self._shared(law, depth) if self.turn.shared else draw(law, self.streams[DRAWS, :, depth])
+        return self._shared(law, depth) if self.round.shared else draw(law, self.streams[DRAWS, :, depth])
 
     def _shared(self, law: Tensor, depth: int) -> Tensor:
         """By the noise of the target's own tokens; rows that are done may stand past the last one."""
-        return self.turn.draw_shared(law, (self.done + depth).clamp(max=max(self.asked)))
+        return self.round.draw_shared(law, (self.done + depth).clamp(max=max(self.asked)))
 
     def inputs(self, trees: bool = False) -> None:
         """None: no recording reads where each row stands."""
@@ -92,10 +92,10 @@ class InnerRound:
         laws p (A, n+1, V) of the middle model after the text and after each guess."""
         x, q = drafts.x.to(p.device), None if drafts.q is None else drafts.q.to(p.device)
         length = sound(p, q, self.length(drafts.k))
-        if self.turn.shared:
+        if self.round.shared:
             return self._coupled(p, x, length)
         verdict = rule.verify(p, q, x, self.streams[COINS], length)
-        return verdict.accepted, draw(verdict.law, self.streams[LAST, :, 0])
+        return verdict.accepted, draw(verdict.probs, self.streams[LAST, :, 0])
 
     def _coupled(self, p: Tensor, x: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens are those that the middle model draws by the shared noise, see `chain.coupled`."""

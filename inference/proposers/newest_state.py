@@ -72,40 +72,40 @@ class NewestState(Proposer):
         self.newest[target] = self.newest[source]
         self.blank.append(len(prompt) == 1)
 
-    def propose(self, turn: Round) -> Proposal:
-        k = [0 if blank else min(k, self.most) for k, blank in zip(turn.k, self.blank, strict=True)]
+    def propose(self, round: Round) -> Proposal:
+        k = [0 if blank else min(k, self.most) for k, blank in zip(round.k, self.blank, strict=True)]
         K = min(max(k), self.branching.depth) if self.branching else max(k)
         if not K:
             return Proposal(torch.empty(len(k), 0, dtype=torch.int64, device=self.newest.device), None, k)
         shape = self.branching
-        sent = turn.send(shape.nodes(k), **shape.numbers(k)) if shape else turn.send(k)
+        sent = round.send(shape.nodes(k), **shape.numbers(k)) if shape else round.send(k)
         given = {"newest": self.newest[: len(k)], "anchor": sent["anchor"]}
-        found = None if isinstance(shape, Growing) else self._replayed(turn, given, K)
-        x, q = self._drafted(turn, given, K) if found is None else found
+        found = None if isinstance(shape, Growing) else self._replayed(round, given, K)
+        x, q = self._drafted(round, given, K) if found is None else found
         return shape.proposal(k, x, q) if shape else Proposal(x, q, k)
 
-    def _drafted(self, turn: Round, given: Given, K: int) -> tuple[Tensor, Tensor]:
+    def _drafted(self, round: Round, given: Given, K: int) -> tuple[Tensor, Tensor]:
         """Drafts of K depths and the laws that they were drawn from; a function of tensors."""
         if self.branching:
-            return self.branching.grown(turn, K, *self.unrolled(given, K), self.greedy)
-        return one_by_one(K, *self.unrolled(given, K), by_round(turn, self.greedy))
+            return self.branching.grown(round, K, *self.unrolled(given, K), self.greedy)
+        return one_by_one(K, *self.unrolled(given, K), by_round(round, self.greedy))
 
     def unrolled(self, given: Given, K: int) -> tuple[Tensor, Follow]:
         """Logits (A, V) behind the texts, and what K - 1 more levels are asked of; functions of tensors."""
         raise NotImplementedError(f"{type(self).__name__}.unrolled")
 
-    def _replayed(self, turn: Round, given: Given, K: int) -> tuple[Tensor, Tensor] | None:
+    def _replayed(self, round: Round, given: Given, K: int) -> tuple[Tensor, Tensor] | None:
         """As `_drafted`, by a CUDA graph that was recorded for these shapes; None where there are none, or laws and
         draws take more than tensors."""
-        inputs = turn.inputs(bool(self.branching)) if self.replays is not None else None
+        inputs = round.inputs(bool(self.branching)) if self.replays is not None else None
         if inputs is None or self.replays is None:
             return None
 
         def run(here: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-            return self._drafted(turn.on(here), here, K)
+            return self._drafted(round.on(here), here, K)
 
-        name = "drafts", K, self.greedy, turn.key
-        found: tuple[Tensor, Tensor] | None = self.replays(name, {**inputs, **given}, turn.steady, lambda: run)
+        name = "drafts", K, self.greedy, round.key
+        found: tuple[Tensor, Tensor] | None = self.replays(name, {**inputs, **given}, round.steady, lambda: run)
         return found
 
     def commit(self, outcome: Outcome) -> None:

@@ -112,14 +112,14 @@ class OtherTokenizer(Proposer):
         valid = [len(ids) if kept else 0 for ids, kept in zip(self.rows, outcome.valid, strict=True)]
         self.inner.commit(Outcome(valid, outcome.accepted, {}))
 
-    def propose(self, turn: Round) -> Proposal:
-        self.retelling.keep(turn.texts)
-        told = self._told(turn.texts)
+    def propose(self, round: Round) -> Proposal:
+        self.retelling.keep(round.texts)
+        told = self._told(round.texts)
         kept = [min(common(old, new), len(new) - 1) for old, new in zip(self.rows, told, strict=True)]
         self.inner.stored = [min(stored, same) for stored, same in zip(self.inner.stored, kept, strict=True)]
         self.rows = told
-        whole = [k if self.retelling.whole(text) else 0 for text, k in zip(turn.texts, turn.k, strict=True)]
-        x, q, k, _ = self.inner.propose(Told(turn, told, whole, self.to_target, self.to_draft))
+        whole = [k if self.retelling.whole(text) else 0 for text, k in zip(round.texts, round.k, strict=True)]
+        x, q, k, _ = self.inner.propose(Told(round, told, whole, self.to_target, self.to_draft))
         return Proposal(self.to_target[x], q, k)
 
     def _told(self, texts: Sequence[list[int]]) -> list[list[int]]:
@@ -129,22 +129,22 @@ class OtherTokenizer(Proposer):
 class Told:
     """A round as a draft of another vocabulary sees it: texts and draws in its ids, laws over the target's."""
 
-    def __init__(self, turn: Round, texts: list[list[int]], k: list[int], to_target: Tensor, to_draft: Tensor) -> None:
-        self.turn, self.texts, self.k, self.to_target, self.to_draft = turn, texts, k, to_target, to_draft
+    def __init__(self, round: Round, texts: list[list[int]], k: list[int], to_target: Tensor, to_draft: Tensor) -> None:
+        self.round, self.texts, self.k, self.to_target, self.to_draft = round, texts, k, to_target, to_draft
         self.temperatures = None  # its laws are made by `law`, not by a temperature alone
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.turn, name)
+        return getattr(self.round, name)
 
     def on(self, given: Any) -> "Told":
         """As it is recorded; see `Round.on`."""
-        return Told(self.turn.on(given), self.texts, self.k, self.to_target, self.to_draft)
+        return Told(self.round.on(given), self.texts, self.k, self.to_target, self.to_draft)
 
-    def law(self, logits: Tensor, drafted: list[Tensor]) -> Tensor:
+    def probs(self, logits: Tensor, drafted: list[Tensor]) -> Tensor:
         """Logits (A, Vd) -> law (A, V): tokens that the draft lacks have no mass."""
         seen = torch.nn.functional.pad(logits, (0, 1), value=-torch.inf)  # the last column: not shared
-        return self.turn.law(seen[:, self.to_draft], [self.to_target[x] for x in drafted])
+        return self.round.probs(seen[:, self.to_draft], [self.to_target[x] for x in drafted])
 
     def draw(self, law: Tensor, depth: int) -> Tensor:
         """Draft ids (A,) of what is drawn from law (A, V)."""
-        return self.to_draft[self.turn.draw(law, depth)].clamp(max=len(self.to_target) - 1)
+        return self.to_draft[self.round.draw(law, depth)].clamp(max=len(self.to_target) - 1)

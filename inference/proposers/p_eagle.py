@@ -37,11 +37,11 @@ class PEagle(Eagle):
         super().__init__(network, greedy, compile=compile, shape=shape)
         self.mask, self.depths = network.mask, network.config.depths
 
-    def _drafted(self, turn: Round, given: Mapping[str, Tensor], slots: int, K: int) -> tuple[Tensor, Tensor]:
+    def _drafted(self, round: Round, given: Mapping[str, Tensor], slots: int, K: int) -> tuple[Tensor, Tensor]:
         logits = self._masked(given, slots, K)
         if self.branching:
-            return self.branching.grown(turn, K, logits[:, 0], of_depths(logits), self.greedy)
-        return drawn(turn, logits, self.greedy)
+            return self.branching.grown(round, K, logits[:, 0], of_depths(logits), self.greedy)
+        return drawn(round, logits, self.greedy)
 
     def _masked(self, given: Mapping[str, Tensor], slots: int, K: int) -> Tensor:
         """Logits (A, K, V) at the text's last pair and the K - 1 masks behind it; given: see `_given`."""

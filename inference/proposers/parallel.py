@@ -39,23 +39,23 @@ class Parallel(Independent):
     def language_model(self, rows: int, vocabulary: int) -> LM | None:
         return None  # its law after a text depends on the depth
 
-    def propose(self, turn: Round) -> Proposal:
+    def propose(self, round: Round) -> Proposal:
         """A row that has outgrown the draft's own context is not drafted for."""
-        most = [min(self.most, self.lm.context - len(text)) for text in turn.texts]
-        k = [max(0, min(wanted, least)) for wanted, least in zip(turn.k, most, strict=True)]
+        most = [min(self.most, self.lm.context - len(text)) for text in round.texts]
+        k = [max(0, min(wanted, least)) for wanted, least in zip(round.k, most, strict=True)]
         K = min(max(k), self.branching.depth) if self.branching else max(k)
         if K == 0:
             return Proposal(torch.empty(len(k), 0, dtype=torch.int64, device=self.lm.device), None, k)
         self.longest = max(self.longest, K)
         made, shape = self.longest if self.lm.compiled else K, self.branching
-        numbers = self._masked(turn.texts, k, made) | (shape.numbers(k) if shape else {})
-        sent = turn.send(shape.nodes(k) if shape else k, **numbers)
+        numbers = self._masked(round.texts, k, made) | (shape.numbers(k) if shape else {})
+        sent = round.send(shape.nodes(k) if shape else k, **numbers)
         masked, begins = Masked(*self._here(sent["masked"], sent["begins"], sent["anchors"])), list(self.stored)
-        self.stored = [len(text) if k else begin for text, k, begin in zip(turn.texts, k, begins, strict=True)]
+        self.stored = [len(text) if k else begin for text, k, begin in zip(round.texts, k, begins, strict=True)]
         if shape:
-            return shape.proposal(k, *self._trees(turn, self._logits(masked, begins, K), shape))
-        x, q = at_once(self.lm, turn, masked, begins, made, self.greedy) or drawn(
-            turn, self._logits(masked, begins, K), self.greedy
+            return shape.proposal(k, *self._trees(round, self._logits(masked, begins, K), shape))
+        x, q = at_once(self.lm, round, masked, begins, made, self.greedy) or drawn(
+            round, self._logits(masked, begins, K), self.greedy
         )
         return Proposal(x[:, :K], q[:, :K], k)
 
@@ -63,9 +63,9 @@ class Parallel(Independent):
         """(A, k, V) at the anchor and the k - 1 masks behind it."""
         return behind(self.lm.forward(masked.ids, begins, at=masked.begins).logits, masked.anchors, k)
 
-    def _trees(self, turn: Round, logits: Tensor, shape: Branching | Growing) -> tuple[Tensor, Tensor]:
+    def _trees(self, round: Round, logits: Tensor, shape: Branching | Growing) -> tuple[Tensor, Tensor]:
         """Nodes and laws as `Branching.grown`, from logits (A, k, V) by depth."""
-        return shape.grown(turn, logits.shape[1], logits[:, 0], of_depths(logits), self.greedy)
+        return shape.grown(round, logits.shape[1], logits[:, 0], of_depths(logits), self.greedy)
 
     def commit(self, outcome: Outcome) -> None:
         """Its slots hold text alone: nodes were never read."""

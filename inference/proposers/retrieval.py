@@ -44,10 +44,10 @@ class NGram(Proposer):
     def open(self, host: Host) -> None:
         self.seen = {}
 
-    def propose(self, turn: Round) -> Proposal:
-        self.seen = {id(text): self._seen(text) for text in turn.texts}
-        drafts = [self.seen[id(text)].look_up(k) for text, k in zip(turn.texts, turn.k, strict=True)]
-        return chains(drafts, turn.texts)
+    def propose(self, round: Round) -> Proposal:
+        self.seen = {id(text): self._seen(text) for text in round.texts}
+        drafts = [self.seen[id(text)].look_up(k) for text, k in zip(round.texts, round.k, strict=True)]
+        return chains(drafts, round.texts)
 
     def _seen(self, text: list[int]) -> "Seen":
         found = self.seen.get(id(text))
@@ -140,8 +140,8 @@ class Retrieval(Proposer):
         if target < len(self.rows):
             self.rows[target] = last
 
-    def propose(self, turn: Round) -> Proposal:
-        return chains([match.drafts for match in self.find(turn.texts, turn.k)], turn.texts)
+    def propose(self, round: Round) -> Proposal:
+        return chains([match.drafts for match in self.find(round.texts, round.k)], round.texts)
 
     def find(self, texts: Sequence[list[int]], k: Sequence[int]) -> list[Match]:
         """What each row's text ends with that stood earlier, and at most k_b tokens that followed."""

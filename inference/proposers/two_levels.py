@@ -73,12 +73,12 @@ class TwoLevels(OfParts):
         """The rounded target: the law of a draft is its own, whoever guessed it."""
         return self.model.language_model(rows, vocabulary)
 
-    def propose(self, turn: Round) -> Proposal:
+    def propose(self, round: Round) -> Proposal:
         """Inner rounds until each row has its drafts; a row that has outgrown the context is not drafted for."""
-        k = [max(0, min(k, self.model.lm.context - len(text))) for k, text in zip(turn.k, turn.texts, strict=True)]
+        k = [max(0, min(k, self.model.lm.context - len(text))) for k, text in zip(round.k, round.texts, strict=True)]
         if not max(k):
             return Proposal(torch.empty(len(k), 0, dtype=torch.int64, device=self.model.lm.device), None, k)
-        made = Drafted(turn, k, self.guesses + 1)
+        made = Drafted(round, k, self.guesses + 1)
         while made.left:
             self._inner_round(made)
         return made.proposal()
@@ -121,10 +121,10 @@ class Drafted:
     texts: with the drafts; done: how many each row has; x (A, K + width), q (A, K + width, V): drafts and their laws,
     what stands behind a row's own being of no draft."""
 
-    def __init__(self, turn: Round, k: list[int], width: int) -> None:
-        self.turn, self.k, self.width = turn, k, width
-        self.texts, self.done = [list(text) for text in turn.texts], [0] * len(k)
-        self.history = turn.reads_history
+    def __init__(self, round: Round, k: list[int], width: int) -> None:
+        self.round, self.k, self.width = round, k, width
+        self.texts, self.done = [list(text) for text in round.texts], [0] * len(k)
+        self.history = round.reads_history
         self.rounds, self.uniforms = 0, torch.empty(0)
         self.x: Tensor
         self.q: Tensor
@@ -132,7 +132,7 @@ class Drafted:
     def _numbers(self) -> Tensor:
         """Uniforms (3, A, S) of all inner rounds, made once; a last place is of rows that are done."""
         if not self.uniforms.numel():
-            self.uniforms = self.turn.inner((max(self.k) + 1) * self.width)
+            self.uniforms = self.round.inner((max(self.k) + 1) * self.width)
         return self.uniforms
 
     @property
@@ -148,16 +148,16 @@ class Drafted:
         tails = [text[held:] if left else text[-1:] for text, held, left in zip(self.texts, stored, room, strict=True)]
         lacking: tuple[Numbers, ...] = padded(tails), [len(tail) - 1 for tail in tails], stored
         numbers = {**dict(zip(UNREAD, lacking, strict=True)), "historic": [int(reads) for reads in self.history]}
-        return InnerRound(self.turn, self.k, self.texts, self.done, wanted, self.width, self._numbers, numbers)
+        return InnerRound(self.round, self.k, self.texts, self.done, wanted, self.width, self._numbers, numbers)
 
     def laws(self, inner: InnerRound, logits: Tensor) -> Tensor:
         """Logits (A, n+1, V) after the texts and guesses -> laws p. Rows that read history have no guesses and have
         come equally far, a token an inner round."""
-        p = self.turn.plain(logits)
+        p = self.round.plain(logits)
         if not any(self.history):
             return p
         drafted = [self.x[:, j] for j in range(self.rounds)]
-        own = self.turn.law(logits[:, 0], drafted).unsqueeze(1)
+        own = self.round.probs(logits[:, 0], drafted).unsqueeze(1)
         reads = inner.send()["historic"].view(-1, 1, 1) > 0
         first = torch.where(reads, own, p[:, :1].to(own.dtype))
         return torch.cat([first, p[:, 1:].to(own.dtype)], 1)

@@ -4,7 +4,7 @@ B rows, K drafted at most, V vocabulary. p (B, K+1, V) target laws, q (B, K, V) 
 `sampling.probs`; x (B, K) drafted ids; u uniforms in [0, 1); k (B,) drafted per row, K when None.
 p[b, k_b] is row b's bonus law; nothing past k_b is read, it may be NaN. Draft i (1-based) is tested with
 u[:, i-1] and passes where u < threshold, strictly: a token of p = 0 is refused even at u = 0. The round emits
-x[:, :accepted], then one token drawn from `law`. Computed in the inputs' dtype, float32 at least.
+x[:, :accepted], then one token drawn from `probs`. Computed in the inputs' dtype, float32 at least.
 """
 
 from typing import NamedTuple
@@ -15,14 +15,14 @@ from torch import Tensor
 from inference.sampling import draw, one_hot, wide
 
 
-class Verdict(NamedTuple):
-    """accepted (B,) int64 drafts accepted; law (B, V) of the token emitted after them, summing to 1."""
+class Verification(NamedTuple):
+    """accepted (B,) int64 drafts accepted; probs (B, V): the distribution of the token emitted after them, summing to 1."""
 
     accepted: Tensor
-    law: Tensor
+    probs: Tensor
 
 
-def token(p: Tensor, q: Tensor, x: Tensor, u: Tensor, k: Tensor | None = None) -> Verdict:
+def token(p: Tensor, q: Tensor, x: Tensor, u: Tensor, k: Tensor | None = None) -> Verification:
     """Accept x_i where u_i < p(x_i)/q(x_i), stop at the first refusal, then emit from norm(max(p - q, 0)), or
     from p after k acceptances (Leviathan et al. 2023, 2211.17192; Chen et al. 2023, 2302.01318).
 
@@ -30,10 +30,10 @@ def token(p: Tensor, q: Tensor, x: Tensor, u: Tensor, k: Tensor | None = None) -
     """
     k, drafted = _drafted(x, k)
     accepted = _leading(drafted & (u < _ratios(p, q, x, drafted)))
-    return Verdict(accepted, _residual(p, q, accepted, k, None))
+    return Verification(accepted, _residual(p, q, accepted, k, None))
 
 
-def block(p: Tensor, q: Tensor, x: Tensor, u: Tensor, k: Tensor | None = None) -> Verdict:
+def block(p: Tensor, q: Tensor, x: Tensor, u: Tensor, k: Tensor | None = None) -> Verification:
     """Block verification (Sun et al. 2024, 2403.10444): never fewer tokens than `token` in expectation.
 
     w_0 = 1, w_i = min(w_{i-1} p(x_i)/q(x_i), 1); R_i = sum_v max(w_i p(v|x_<=i) - q(v|x_<=i), 0);
@@ -45,10 +45,10 @@ def block(p: Tensor, q: Tensor, x: Tensor, u: Tensor, k: Tensor | None = None) -
     h = torch.cat((_continuation(p[:, 1:-1], q[:, 1:], w[:, 1:-1]), w[:, -1:]), 1)[:, : x.shape[1]]  # (B, K)
     h = torch.where(k.unsqueeze(-1) == place, w[:, 1:], h)
     accepted = torch.cat((torch.zeros_like(k).unsqueeze(-1), (drafted & (u < h)) * place), 1).amax(-1)
-    return Verdict(accepted, _residual(p, q, accepted, k, w))
+    return Verification(accepted, _residual(p, q, accepted, k, w))
 
 
-def match(p: Tensor, x: Tensor, u: Tensor, k: Tensor | None = None) -> Verdict:
+def match(p: Tensor, x: Tensor, u: Tensor, k: Tensor | None = None) -> Verification:
     """Sample and compare: y_i is drawn from p_i by inverse CDF at u_i; accept while y_i = x_i. The law is the
     one-hot of y at the refusal, or of the bonus draw after k acceptances.
 
@@ -59,13 +59,13 @@ def match(p: Tensor, x: Tensor, u: Tensor, k: Tensor | None = None) -> Verdict:
     accepted = _leading(drafted & (y[:, : x.shape[1]] == x))
     bonus = _at(wide(p), accepted)  # (B, V)
     if y.shape[1] == 0:
-        return Verdict(accepted, bonus)
+        return Verification(accepted, bonus)
     drawn = accepted.clamp(max=y.shape[1] - 1)
     sure = one_hot(_at(y, drawn), bonus)
-    return Verdict(accepted, torch.where((drawn == accepted).unsqueeze(-1), sure, bonus))
+    return Verification(accepted, torch.where((drawn == accepted).unsqueeze(-1), sure, bonus))
 
 
-def coupled(p: Tensor, x: Tensor, g: Tensor, k: Tensor | None = None) -> Verdict:
+def coupled(p: Tensor, x: Tensor, g: Tensor, k: Tensor | None = None) -> Verification:
     """Gumbel coupling: y_i = argmax(log p_i + g_i); accept while y_i = x_i; law the one-hot of the next y.
     The text is that of plain decoding with this noise for any draft; a draft that takes
     argmax(log q_i + g_i) agrees most often.
@@ -75,7 +75,7 @@ def coupled(p: Tensor, x: Tensor, g: Tensor, k: Tensor | None = None) -> Verdict
     y = (wide(p).log() + g).argmax(-1)  # (B, K+1)
     k, drafted = _drafted(x, k)
     accepted = _leading(drafted & (y[:, :-1] == x))
-    return Verdict(accepted, one_hot(_at(y, accepted), wide(p[:, 0])))
+    return Verification(accepted, one_hot(_at(y, accepted), wide(p[:, 0])))
 
 
 def _drafted(x: Tensor, k: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -4,12 +4,12 @@ import torch
 from torch import Tensor
 
 from inference.sampling import wide
-from inference.verify.tree import Parents, TreeVerdict, steps_of, subtrees, used, walk
+from inference.verify.tree import Parents, TreeVerification, steps_of, subtrees, used, walk
 
 
 def lossy_typical(
     p: Tensor, x: Tensor, parents: Parents, k: Tensor | None = None, *, epsilon: float = 0.09, delta: float = 0.3
-) -> TreeVerdict:
+) -> TreeVerification:
     """Typical acceptance of Medusa (Cai et al. 2024, 2401.10774): NOT exact, its texts do not have the target's law.
 
     A node is kept where p(x) > min(epsilon, delta exp(-H(p))) at its parent and at all nodes above it, H the entropy in

@@ -17,7 +17,7 @@ from inference.models.passes import Tree
 from inference.sampling import one_hot
 from inference.verify import chain, prediction, round_prediction
 from inference.verify.lossy_typical import lossy_typical
-from inference.verify.tree import Parents, TreeVerdict
+from inference.verify.tree import Parents, TreeVerification
 from inference.verify.tree import coupled as coupled_tree
 from inference.verify.tree import traversal as traversal_tree
 from inference.verify.tree import tree as multi_round
@@ -30,7 +30,7 @@ Branches = Callable[[Tensor, Tensor, Tensor, tuple[int, ...], Tensor, int], Tens
 class Rule:
     """name: as `Engine(verify=)` takes it.
 
-    verify(p, q, x, noise, k) -> `chain.Verdict`: p (A, N+1, V) target laws, q (A, N, V) draft laws or None where every
+    verify(p, q, x, noise, k) -> `chain.Verification`: p (A, N+1, V) target laws, q (A, N, V) draft laws or None where every
     draft was certain, x (A, N) drafts, k (A,) how many of each row; noise: uniforms (A, N+1), or where it is `shared`
     Gumbel noise (A, N+1, V). With `trees` it also takes `tree=`, their shape, p column i + 1 being the law after node
     i; its verdict then has a `path` (A, D) of nodes, of which the accepted ones are read.
@@ -58,21 +58,21 @@ class Rule:
             raise ValueError(f"verify={self.name}: {type(who).__name__} drafts trees; {others} verifies these")
 
 
-def _token(p: Tensor, q: Tensor | None, x: Tensor, u: Tensor, k: Tensor) -> chain.Verdict:
+def _token(p: Tensor, q: Tensor | None, x: Tensor, u: Tensor, k: Tensor) -> chain.Verification:
     return chain.token(p, _known(q, p, x), x, u[:, : x.shape[1]], k)
 
 
-def _block(p: Tensor, q: Tensor | None, x: Tensor, u: Tensor, k: Tensor) -> chain.Verdict:
+def _block(p: Tensor, q: Tensor | None, x: Tensor, u: Tensor, k: Tensor) -> chain.Verification:
     return chain.block(p, _known(q, p, x), x, u[:, : x.shape[1]], k)
 
 
-def _match(p: Tensor, q: Tensor | None, x: Tensor, u: Tensor, k: Tensor) -> chain.Verdict:
+def _match(p: Tensor, q: Tensor | None, x: Tensor, u: Tensor, k: Tensor) -> chain.Verification:
     return chain.match(p, x, u[:, : x.shape[1] + 1], k)
 
 
 def _coupled(
     p: Tensor, q: Tensor | None, x: Tensor, g: Tensor, k: Tensor, tree: Tree | None = None
-) -> chain.Verdict | TreeVerdict:
+) -> chain.Verification | TreeVerification:
     if tree is None:
         return chain.coupled(p, x, g[:, : x.shape[1] + 1], k)
     depths = tree.on(p.device).depths.clamp(max=g.shape[1] - 1).expand(len(x), -1)
@@ -81,23 +81,23 @@ def _coupled(
 
 def _tree(
     p: Tensor, q: Tensor | None, x: Tensor, u: Tensor, k: Tensor, tree: Tree | None = None
-) -> chain.Verdict | TreeVerdict:
+) -> chain.Verification | TreeVerification:
     return _token(p, q, x, u, k) if tree is None else multi_round(p, q, x, _parents(tree, x), _coins(u, x), k)
 
 
 def _traversal(
     p: Tensor, q: Tensor | None, x: Tensor, u: Tensor, k: Tensor, tree: Tree | None = None
-) -> chain.Verdict | TreeVerdict:
+) -> chain.Verification | TreeVerification:
     return _block(p, q, x, u, k) if tree is None else traversal_tree(p, q, x, _parents(tree, x), _coins(u, x), k)
 
 
 def _typical(
     p: Tensor, q: Tensor | None, x: Tensor, u: Tensor, k: Tensor, tree: Tree | None = None
-) -> chain.Verdict | TreeVerdict:
+) -> chain.Verification | TreeVerification:
     if tree is not None:
         return lossy_typical(p, x, _parents(tree, x), k)
     found = lossy_typical(p, x, tuple(range(-1, x.shape[1] - 1)), k)
-    return chain.Verdict(found.accepted, found.law)
+    return chain.Verification(found.accepted, found.probs)
 
 
 def _parents(tree: Tree, x: Tensor) -> Parents:

@@ -22,13 +22,13 @@ from inference.verify.chain import continued
 Parents = tuple[int, ...] | Tensor
 
 
-class TreeVerdict(NamedTuple):
+class TreeVerification(NamedTuple):
     """accepted (B,) int64 nodes accepted; path (B, D) int64 their numbers from the anchor down, -1 past the last; law
     (B, V) of the token emitted after them, summing to 1."""
 
     accepted: Tensor
     path: Tensor
-    law: Tensor
+    probs: Tensor
 
 
 class Steps(NamedTuple):
@@ -44,7 +44,7 @@ class Steps(NamedTuple):
 def tree(
     p: Tensor, q: Tensor | None, x: Tensor, parents: Parents, u: Tensor, k: Tensor | None = None, *,
     replacement: bool = False,
-) -> TreeVerdict:  # fmt: skip
+) -> TreeVerification:  # fmt: skip
     """Multi-round verification from the anchor down (Miao et al. 2024, 2305.09781; Chen et al. 2024, 2402.12374).
 
     At a node with laws p and q its children are tried in order: child x is accepted where u < p(x) / q(x); a refusal
@@ -61,7 +61,7 @@ def tree(
 def traversal(
     p: Tensor, q: Tensor | None, x: Tensor, parents: Parents, u: Tensor, k: Tensor | None = None, *,
     replacement: bool = False,
-) -> TreeVerdict:  # fmt: skip
+) -> TreeVerification:  # fmt: skip
     """Traversal verification from the leaves up (Weng et al. 2025, 2505.12398).
 
     Never fewer tokens than `tree` where each sibling's subtree holds the shapes of later ones' (as grown shapes do);
@@ -77,7 +77,7 @@ def traversal(
     return walk((subtrees(steps) & passed.unsqueeze(1)).any(-1), rest, steps)
 
 
-def coupled(p: Tensor, x: Tensor, parents: Parents, g: Tensor, k: Tensor | None = None) -> TreeVerdict:
+def coupled(p: Tensor, x: Tensor, parents: Parents, g: Tensor, k: Tensor | None = None) -> TreeVerification:
     """Gumbel coupling on a tree: down to each child that is y = argmax(log p + g) at its parent; the law is the one-hot
     of the y where no child is. On a chain this is `chain.coupled`: the text is that of plain decoding with this noise.
 
@@ -145,7 +145,7 @@ def _normalised(rest: Tensor, p: Tensor) -> Tensor:
     return torch.where(mass > 0, rest / mass, p)
 
 
-def walk(passed: Tensor, rest: Tensor, steps: Steps) -> TreeVerdict:
+def walk(passed: Tensor, rest: Tensor, steps: Steps) -> TreeVerification:
     """Down from the anchor, always to the first child that passed (B, N), with the law where it ends."""
     at, path = torch.full_like(passed[:, :1], -1, dtype=torch.int64), []
     for _ in range(steps.depth):
@@ -156,7 +156,7 @@ def walk(passed: Tensor, rest: Tensor, steps: Steps) -> TreeVerdict:
     found = torch.cat(path, 1) if path else torch.empty_like(passed, dtype=torch.int64)
     end = at if path else torch.full_like(rest[:, :1, 0], -1, dtype=torch.int64)
     rows = torch.arange(rest.shape[0], device=rest.device)
-    return TreeVerdict((found >= 0).sum(-1), found, rest[rows, end.squeeze(-1) + 1])
+    return TreeVerification((found >= 0).sum(-1), found, rest[rows, end.squeeze(-1) + 1])
 
 
 def used(x: Tensor, k: Tensor | None) -> Tensor:
