@@ -7,8 +7,8 @@ import torch
 
 from cotrain.students.base import Student
 from cotrain.students.parallel import KEEP
-from tests.test_over_guesses import CONVERSATIONS, module
-from tests.test_sequence_training import batch
+from tests.cotrain.losses.test_over_guesses import CONVERSATIONS, module
+from tests.cotrain.losses.test_sequence_training import batch
 
 
 def made_up_for(student: Student, name: str, depths: int) -> None:

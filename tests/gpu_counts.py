@@ -4,7 +4,7 @@
 
 Tiny models with the shapes of a round of eight rows and four drafts: what is counted does not depend on their size.
 A round is one after the first ones, in which no graph is recorded; the median round and the worst one are given.
-`tests/test_gpu_counts.py` bounds them.
+`tests/inference/test_gpu_counts.py` bounds them.
 """
 
 import json

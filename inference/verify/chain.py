@@ -16,7 +16,7 @@ from inference.sampling import draw, one_hot, wide
 
 
 class Verification(NamedTuple):
-    """accepted (B,) int64 drafts accepted; probs (B, V): the distribution of the token emitted after them, summing to 1."""
+    """accepted (B,) int64 drafts accepted; probs (B, V) of the token emitted after them, summing to 1."""
 
     accepted: Tensor
     probs: Tensor

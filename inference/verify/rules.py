@@ -30,7 +30,7 @@ Branches = Callable[[Tensor, Tensor, Tensor, tuple[int, ...], Tensor, int], Tens
 class Rule:
     """name: as `Engine(verify=)` takes it.
 
-    verify(p, q, x, noise, k) -> `chain.Verification`: p (A, N+1, V) target laws, q (A, N, V) draft laws or None where every
+    verify(p, q, x, noise, k) -> `Verification`: p (A, N+1, V) target laws, q (A, N, V) draft laws or None where every
     draft was certain, x (A, N) drafts, k (A,) how many of each row; noise: uniforms (A, N+1), or where it is `shared`
     Gumbel noise (A, N+1, V). With `trees` it also takes `tree=`, their shape, p column i + 1 being the law after node
     i; its verdict then has a `path` (A, D) of nodes, of which the accepted ones are read.

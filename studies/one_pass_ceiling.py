@@ -1,0 +1,120 @@
+"""What a draft of one pass could reach at most: the laws of its depths know the text, and no token drafted before.
+
+    python -m studies.one_pass_ceiling OUT.json [--texts 48] [--samples 256] [--temperatures 1,0.7]
+        [--set KEY=VALUE ...]
+
+Behind each prompt the target samples many continuations. The best law of depth 1 is the target's; that of depth n
+maximises, over the continuations, the sum of how probable it is that the n - 1 tokens before were accepted, times
+sum_v min(p(v | continuation), q(v)). That is concave and piecewise linear in q, so it is found by filling (`best_law`).
+A law fitted to half of the continuations and judged by the same half is better than any law can be ("above"); judged by
+the other half it is a law that there is ("below"). Reported are expected tokens of a round that begins at the prompt's
+end, by depth: a depth's law is the best for its own depth, given those before it.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra import compose, initialize_config_dir
+from torch import Tensor
+
+from cotrain.config.overrides import quote
+from cotrain.config.settings import checked, register
+from cotrain.data.prompts import shipped
+from cotrain.paths import folder as shipped_folder
+from cotrain.training.job import models
+from inference import Engine, Sampling
+from inference.drafts.atomic import write_atomic
+from inference.measure.environment import environment
+
+DEPTHS, PROMPT = 8, 64
+
+
+def best_law(laws: Tensor, weights: Tensor) -> Tensor:
+    """q (V,) of sum 1 that maximises sum_s weights[s] sum_v min(laws[s, v], q[v]), from laws (S, V), weights (S,).
+
+    The objective is concave in each q[v], with slopes that fall where q[v] passes a law's mass: the mass of q goes to
+    the steepest segments first.
+    """
+    masses, order = laws.sort(0)
+    slopes = weights[order].flip(0).cumsum(0).flip(0)  # of the segment that ends at masses[s]
+    widths = masses.diff(dim=0, prepend=torch.zeros_like(masses[:1]))
+    steepest = slopes.flatten().argsort(descending=True, stable=True)
+    widths = widths.flatten()[steepest]
+    taken = torch.minimum(widths, (1 - (widths.cumsum(0) - widths)).clamp(min=0))
+    filled = torch.zeros_like(taken).scatter(0, steepest, taken)
+    return filled.view_as(masses).sum(0)
+
+
+def expected(laws: Tensor, tokens: Tensor, fitted: Tensor, judged: Tensor) -> list[float]:
+    """Expected tokens of a round of k = 1..K drafts, the one after them included, with laws fitted to some of the
+    continuations and judged by some. laws (S, K, V): the target's along them, tokens (S, K); fitted, judged: places."""
+    reach, whole, found = torch.ones(len(tokens), dtype=laws.dtype), 1.0, []
+    for depth in range(tokens.shape[1]):
+        q = laws[0, 0] if depth == 0 else best_law(laws[fitted, depth], reach[fitted])
+        whole += float((reach[judged] * torch.minimum(laws[judged, depth], q).sum(-1)).mean())
+        of_text = laws[:, depth].gather(1, tokens[:, depth : depth + 1])[:, 0]
+        reach = reach * (q[tokens[:, depth]] / of_text).clamp(max=1)
+        found.append(whole)
+    return found
+
+
+def laws_along(engine: Engine, prompt: list[int], samples: int, sampling: Sampling, seed: int) -> tuple[Tensor, Tensor]:
+    """Continuations that the target samples (S, K) and its laws along them (S, K, V)."""
+    settings: Any = {"max_new_tokens": DEPTHS, "sampling": sampling, "ignore_eos": True, "seed": seed}
+    tokens = torch.tensor(engine.generate([prompt] * samples, **settings).tokens)
+    ids = torch.cat([torch.tensor([prompt] * samples), tokens[:, :-1]], 1)
+    with torch.no_grad():
+        logits = engine.target.model(ids, logits_to_keep=DEPTHS).logits
+    return tokens, (logits.double() / sampling.temperature).softmax(-1)
+
+
+def ceiling(engine: Engine, prompt: list[int], samples: int, sampling: Sampling, seed: int) -> dict[str, list[float]]:
+    """Of one prompt: expected tokens of a round by depth, below and above."""
+    tokens, laws = laws_along(engine, prompt, samples, sampling, seed)
+    halves = torch.arange(samples).chunk(2)
+    pairs = [(halves[0], halves[1]), (halves[1], halves[0])]
+    below = torch.tensor([expected(laws, tokens, *pair) for pair in pairs]).mean(0)
+    above = torch.tensor([expected(laws, tokens, half, half) for half in halves]).mean(0)
+    return {"below": below.tolist(), "above": above.tolist()}
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Means by domain and over all, rounded to three places."""
+    domains = {row["domain"] for row in rows}
+    groups = {"all": rows} | {name: [row for row in rows if row["domain"] == name] for name in sorted(domains)}
+    return {name: {side: [round(sum(one) / len(one), 3) for one in zip(*(row[side] for row in some), strict=True)]
+                   for side in ("below", "above")} for name, some in groups.items()}  # fmt: skip
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m studies.one_pass_ceiling")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--texts", type=int, default=48)
+    parser.add_argument("--samples", type=int, default=256)
+    parser.add_argument("--temperatures", default="1,0.7")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="settings of cotrain train")
+    asked = parser.parse_args(arguments)
+    register()
+    with initialize_config_dir(str(shipped_folder("conf")), version_base="1.3"):
+        cfg: Any = checked("train", compose("train", overrides=quote(asked.set)))
+    target, tokenizer = models(cfg)
+    engine = Engine(target, tokenizer=tokenizer, rows=asked.samples)
+    prompts = [(row["domain"], tokenizer(row["text"])["input_ids"][:PROMPT]) for row in shipped()[: asked.texts]]
+    about, cells = environment(), {}
+    for temperature in map(float, asked.temperatures.split(",")):
+        rows = [{"domain": domain} | ceiling(engine, prompt, asked.samples, Sampling(temperature=temperature), seed)
+                for seed, (domain, prompt) in enumerate(prompts)]  # fmt: skip
+        cells[f"{temperature:g}"] = summary(rows)
+        print(f"T {temperature:g}: {cells[f'{temperature:g}']['all']}", flush=True)
+    command = " ".join(["python -m studies.one_pass_ceiling", *arguments])
+    report = {"environment": about, "commit": about["commit"], "command": command, "target": str(cfg.target.path),
+              "texts": len(prompts), "samples": asked.samples, "tokens_of_a_round": cells}  # fmt: skip
+    write_atomic(asked.out, json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

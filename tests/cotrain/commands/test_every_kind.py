@@ -1,0 +1,260 @@
+"""Commands take a draft folder of every kind that is trained here, and decode with those of other kinds."""
+
+import copy
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from safetensors.torch import load_file, save_file
+from transformers import configuration_utils
+
+from cotrain.bench import server_parity
+from cotrain.bench.measurement import Plan
+from cotrain.commands import bench, generate, rollout, serve_check
+from cotrain.config.settings import checked, register
+from cotrain.errors import UserError
+from cotrain.paths import folder
+from cotrain.students.base import KINDS
+from inference import Engine, Sampling, load
+from inference.drafts.draft_folder import METADATA, Metadata, load_tokenizer
+from inference.drafts.planned_tree import PlannedTree
+from inference.lookup.corpus import About, Datastore
+from inference.proposers.base import Beside
+from inference.proposers.branching import Branching
+from inference.proposers.quantised import Quantised, QuantisedConfig
+from inference.report.build import validate
+from inference.servers.openai_client import Served
+from tests.cotrain.commands.test_cli import saved
+from tests.draft_folders import draft_folder
+from tests.folders import VOCABULARY, network, own_texts, target_folder, tokenizer
+
+EVERY = [*KINDS, "retrieval, datastore"]
+SIZES = {
+    "bench": "bench.prompts=2 bench.quick_prompts=1 bench.prompt_tokens=8 bench.new_tokens=8 bench.parity_tokens=8 "
+    "bench.minutes=0 bench.depths=[2]",
+    "generate": "max_new_tokens=8 regime=t0",
+    "serve_check": "url=http://none prompts=8 prompt_tokens=8 new_tokens=12",
+    "rollout": "rollout.texts=2 rollout.prompt_tokens=8 rollout.new_tokens=12 regime=t0",
+}
+PROMPT = "0001 one, 0001 "
+RUN: dict[str, Any] = {"bench": bench.run, "generate": generate.run, "serve_check": serve_check.run,
+                       "rollout": rollout.run}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a target, a datastore and texts."""
+    place = tmp_path_factory.mktemp("kinds")
+    target_folder(place / "target")
+    own_texts(place / "own.jsonl", 60)
+    texts = [json.loads(line)["text"] for line in (place / "own.jsonl").read_text(encoding="utf-8").splitlines()]
+    Datastore.of([tokenizer()(text).input_ids for text in texts], About(VOCABULARY, 8)).save(place / "store")
+    return place
+
+
+@pytest.fixture(scope="module")
+def settings() -> Iterator[dict[str, Any]]:
+    """Of each command, at sizes that tests can afford."""
+    register()
+    with initialize_config_dir(str(folder("conf")), version_base="1.3"):
+        yield {name: checked(name, compose(name, overrides=sizes.split())) for name, sizes in SIZES.items()}
+
+
+@pytest.fixture(scope="module")
+def plain(place: Path) -> list[int]:
+    """What the target alone says behind the prompt."""
+    return said(Engine(str(place / "target")))
+
+
+@pytest.fixture(autouse=True)
+def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What rounds cost is not looked at here."""
+    monkeypatch.setattr("inference.measure.real_costs.MOST", 1)
+    monkeypatch.setattr("cotrain.bench.planner.SHAPE", 1)
+
+
+def said(engine: Engine) -> list[int]:
+    return engine.generate([PROMPT], max_new_tokens=8, sampling=Sampling(temperature=0)).tokens[0]
+
+
+def drafted(place: Path, kind: str) -> Path:
+    name, _, store = kind.partition(", ")
+    settings = {"datastore": str(place / "store")} if store else {}
+    return place / kind if (place / kind).is_dir() else draft_folder(place / kind, place / "target", name, **settings)
+
+
+def ran(settings: dict[str, Any], command: str, path: Path | None, output: Path | None = None, **changed: Any) -> None:
+    """By keys, __ for a point."""
+    cfg = copy.deepcopy(settings[command])
+    cfg.draft.path = path and str(path)
+    for key, value in (changed | ({"output": str(output)} if output else {})).items():
+        OmegaConf.update(cfg, key.replace("__", "."), value)
+    RUN[command](cfg)
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_a_folder_is_measured_and_decodes(
+    kind: str, place: Path, plain: list[int], settings: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, output = drafted(place, kind), place / f"bench of {kind}"
+    ran(settings, "bench", path, output)
+    report = json.loads((output / "report.json").read_text())
+    validate(report)
+    assert report["exactness"]["passed"], report["exactness"]["lines"]
+    assert report["extra"]["kind"] == kind.partition(",")[0] and report["settings"]["draft"] == str(path)
+    capsys.readouterr()
+    ran(settings, "generate", path, prompt=PROMPT)
+    assert capsys.readouterr().out == f"{tokenizer().decode(plain)}\n"
+    engine = load(path)
+    assert said(engine) == plain and engine.policy.k == 2
+
+
+def test_a_rounded_target_is_loaded_with_the_tree_that_was_planned(tmp_path: Path) -> None:
+    path = foreign(tmp_path / "draft", tmp_path / "target", "quantised")
+    made = Metadata({"name": "x", "config": None, "tokenizer": None}, 2, tree=PlannedTree((-1, -1, 0), "tree"))
+    found = Quantised.load(path, Beside(network(), {}, made, None))
+    assert isinstance(found.branching, Branching) and found.branching.parents == (-1, -1, 0)
+
+
+def foreign(path: Path, target: Path, kind: str) -> Path:
+    """A folder of a kind that nothing here writes."""
+    if kind == "quantised":
+        QuantisedConfig(bits="int8").save_pretrained(path)
+    else:
+        saved(path)  # a model whose tokenizer is another
+    about = Metadata({"name": str(target), "config": None, "tokenizer": None}, 2, kind=kind)
+    (path / METADATA).write_text(json.dumps(asdict(about)))
+    return path
+
+
+@pytest.mark.parametrize("kind", ["other_tokenizer"])
+def test_a_kind_that_is_not_trained_decodes_and_is_not_measured(
+    kind: str, place: Path, plain: list[int], settings: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = foreign(place / kind, place / "target", kind)
+    ran(settings, "generate", path, prompt=PROMPT)
+    assert capsys.readouterr().out == f"{tokenizer().decode(plain)}\n"
+    assert said(load(path)) == said(load(path, kind=kind)) == plain
+    with pytest.raises(UserError, match=f"draft.path: .* is of kind '{kind}'; what is measured is independent, "):
+        ran(settings, "bench", path, place / "none")
+
+
+@pytest.mark.parametrize("kind", ["early_exit", "retrieval, datastore"])
+def test_texts_are_sampled_faster_with_any_kind(kind: str, place: Path, settings: dict[str, Any]) -> None:
+    made, paths = [], {"target__path": str(place / "target"), "data__path": str(place / "own.jsonl")}
+    for path in (drafted(place, kind), None):
+        output = place / f"texts of {kind if path else 'none'}"
+        ran(settings, "rollout", path, output, **paths)
+        made.append(Dataset.from_parquet(str(output / "train_T0.parquet"))["completion"])
+    assert list(made[0]) == list(made[1])
+
+
+@pytest.mark.parametrize("kind", ["hydra", "eagle", "retrieval"])
+def test_a_server_of_any_kind_is_compared(
+    kind: str,
+    place: Path,
+    settings: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """One that is this engine, but for the first token of a text, which its prefill gives."""
+
+    def over_http(_: None, plan: Plan) -> server_parity.Ask:
+        def ask(prompts: list[list[int]], at_once: int) -> server_parity.Answer:
+            first = plan.plain(at_once).generate(prompts, max_new_tokens=1, seed=5, ignore_eos=True).tokens
+            begun = [prompt + one for prompt, one in zip(prompts, first, strict=True)]
+            rest = plan.engine(2, at_once).generate(begun, max_new_tokens=11, seed=6, ignore_eos=True)
+            counts = Served(rest.stats.target_calls, sum(rest.stats.drafted), sum(rest.stats.accepted))
+            return [one + more for one, more in zip(first, rest.tokens, strict=True)], 1.0, counts
+
+        return ask
+
+    monkeypatch.setattr("cotrain.commands.serve_check.server", lambda *_: None)
+    monkeypatch.setattr(server_parity, "over_http", over_http)
+    monkeypatch.setattr(server_parity.Parity, "passed", property(lambda parity: abs(parity.z) < 4))
+    output = place / f"server of {kind}"
+    ran(settings, "serve_check", drafted(place, kind), output)
+    report = json.loads((output / "report.json").read_text())
+    assert (report["kind"], report["k"], report["parity"]["tokens"]) == (kind, 2, 8 * 11)
+
+
+def changed(path: Path, old: Path, **values: Any) -> Path:
+    """A copy with another config.json."""
+    shutil.copytree(old, path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | values))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "message"),
+    [
+        ("medusa", {"hidden_size": 32}, "draft.path=PATH: its hidden_size is 32, the target's 64: it serves the "),
+        ("eagle", {"vocab_size": 301}, "draft.path=PATH: its vocab_size is 301, the target's 300"),
+        ("early_exit", {"num_hidden_layers": 3}, "draft.path=PATH: an exit behind 3 layers, the target has 2"),
+        ("early_exit", {"projections": {"mlp.up_proj": [64, 32]}}, "draft.path=PATH: its mlp.up_proj is .64, 32., "),
+        ("eagle", {"max_position_embeddings": 15}, "bench.prompt_tokens, bench.new_tokens: .* more than the 15 "),
+        ("retrieval", {"lookup": {"datastore": "/none"}}, "/none is no datastore"),
+        ("hybrid", {"lookup": {"datastore": "STORE"}}, "draft.path=PATH: its datastore is made for 999 ids, the "),
+        ("hydra", {"num_heads": 4}, "tensor state has shape .3, 64, 64., config.json says .4, 64"),
+    ],
+    ids=["width", "vocabulary", "layers", "projections", "positions", "no store", "other store", "heads"],
+)
+def test_a_folder_that_does_not_fit_is_refused_by_name(
+    kind: str, values: dict[str, Any], message: str, place: Path, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    Datastore.of([[1, 2, 3]], About(999, 8)).save(tmp_path / "store")
+    values = json.loads(json.dumps(values).replace("STORE", str(tmp_path / "store")))
+    path = changed(tmp_path / "draft", drafted(place, kind), **values)
+    with pytest.raises(ValueError, match=message.replace("PATH", str(path))):
+        ran(settings, "bench", path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_is_read_as_what_it_says(place: Path) -> None:
+    """A tensor that it lacks is not made up."""
+    path = drafted(place, "eagle")
+    with pytest.raises(ValueError, match="kind is 'eagle', whose folder holds weights of EagleNetwork, not a causal"):
+        load(path, kind="independent")
+    copied = changed(place / "lacking", path)
+    tensors = load_file(copied / "model.safetensors")
+    del tensors["fc.weight"]
+    save_file(tensors, copied / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match="tensor fc.weight is missing"):
+        load(copied)
+
+
+def test_a_tokenizer_is_read_beside_any_network(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a warning of a model that transformers does not know."""
+    said: list[str] = []
+    monkeypatch.setattr(configuration_utils.logger, "warning", said.append)
+    for kind in ("medusa", "retrieval"):
+        words = load_tokenizer(drafted(place, kind))
+        assert words is not None and words.get_vocab() == tokenizer().get_vocab()
+    assert not said
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"synthetic": 0.8, "target__path": "TARGET"}, "synthetic: rounds of independent drafts alone .* is medusa"),
+        ({"matrix__vllm": "python"}, "matrix.vllm: only independent drafts are served here, draft.path=.* is medusa"),
+        (
+            {"matrix__targets": ["none"], "matrix__drafts": ["int8"]},
+            "matrix.drafts: MedusaNetwork has 2 matrices that are no nn.Linear",
+        ),
+    ],
+    ids=["shapes", "vllm", "rounded"],
+)
+def test_what_heads_do_not_have_is_refused(
+    values: dict[str, Any], message: str, place: Path, settings: dict[str, Any]
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        ran(settings, "bench", drafted(place, "medusa"), place / "none", matrix__temperatures=[1.0], **values)

@@ -1,0 +1,128 @@
+"""Kinds that draft with the target in fewer bits, through `cotrain train`, `bench`, `generate`, `export` and the
+page."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cotrain.cli import main
+from cotrain.config.groups import Draft, Init
+from cotrain.students.base import student_class
+from inference import Engine, Sampling, load
+from inference.proposers.quantised import Quantised
+from inference.proposers.two_levels import TwoLevels
+from inference.report.build import validate
+from tests.cotrain.commands.test_train import SIZES
+from tests.draft_folders import BARE, draft_folder
+from tests.folders import network, own_texts, target_folder
+
+BENCH = [size for size in SIZES if size.startswith("bench.")]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a target, own texts, a small draft and one that reads the target."""
+    place = tmp_path_factory.mktemp("levels")
+    target_folder(place / "target")
+    own_texts(place / "own.jsonl")
+    draft_folder(place / "small", place / "target", "independent")
+    for kind in ("medusa", "early_exit", "retrieval"):
+        draft_folder(place / kind, place / "target", kind)
+    return place
+
+
+def job(place: Path, output: str, *settings: str) -> int:
+    paths = (f"target.path={place / 'target'}", f"data.path={place / 'own.jsonl'}", f"output={place / output}")
+    return main(["train", *paths, *SIZES, *settings])
+
+
+@pytest.mark.parametrize(("bits", "name"), [(4, "nf4"), (8, "int8")])
+def test_bits_and_guesses_are_those_that_are_asked_for(bits: int, name: str, place: Path) -> None:
+    target = network()
+    for kind in ("quantised", "two_levels"):
+        path = str(place / "small") if kind == "two_levels" else None
+        asked = Draft(kind=kind, **BARE | {"bits": bits, "inner": 2 if path else None, "path": path})
+        made = student_class(kind).initial(asked, Init("scratch", [], 0.0), target)
+        proposer = student_class(kind)(made, target).proposer()
+        assert isinstance(proposer, TwoLevels if path else Quantised)
+        assert (proposer.model if isinstance(proposer, TwoLevels) else proposer).bits == name
+        assert getattr(proposer, "guesses", 2) == 2
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("kind", "bits", "name"), [("quantised", 4, "nf4"), ("two_levels", 8, "int8")])
+def test_bits_reach_every_command(
+    kind: str, bits: int, name: str, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What draft.bits= says is what is measured, kept, loaded and decoded with; no engine is given it."""
+    output = f"{kind}{bits}"
+    named = [f"draft.path={place / 'small'}", "draft.inner=2"] if kind == "two_levels" else []
+    assert job(place, output, f"draft={kind}", f"draft.bits={bits}", *named) == 0
+    folder = place / output / "draft"
+    report, config = (json.loads((folder / one).read_text()) for one in ("report.json", "config.json"))
+    validate(report)
+    assert report["exactness"]["passed"], report["exactness"]["lines"]
+    assert (config if kind == "quantised" else config["two_levels"])["bits"] == name
+    assert (place / output / "report.html").is_file() and report["extra"]["kind"] == kind
+    engine = load(folder, rows=2)
+    proposer = engine.proposer
+    assert isinstance(proposer, TwoLevels if kind == "two_levels" else Quantised)
+    found = proposer.model if isinstance(proposer, TwoLevels) else proposer
+    assert found.bits == name and getattr(proposer, "guesses", 2) == 2
+    settled = {"max_new_tokens": 16, "sampling": Sampling(temperature=0)}
+    plain = Engine(engine.target.model, tokenizer=engine.tokenizer, rows=2)
+    wanted = plain.generate(["0001 ", "on"], **settled)
+    assert engine.generate(["0001 ", "on"], **settled).tokens == wanted.tokens
+    capsys.readouterr()
+    assert main(["generate", f"draft.path={folder}", "prompt=0001 ", "max_new_tokens=16", "regime=t0"]) == 0
+    assert capsys.readouterr().out.rstrip("\n") == (wanted.text or [""])[0].rstrip("\n")
+    assert main(["export", f"draft.path={folder}", f"output={place / output}_export"]) == 1
+    assert f"it loads no {kind} drafts, no engine of the table does" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ("draft=quantised draft.bits=3", "draft.bits=3: it must be 8 (int8) or 4 (nf4)"),
+        ("draft=quantised draft.bits=null", "draft.bits: quantised drafts with the target in fewer bits: give it"),
+        ("draft=quantised quantisation=int8", "quantisation: quantised drafts with the target in fewer bits, which is"),
+        ("draft=two_levels draft.path=SMALL quantisation=nf4", "quantisation: two_levels drafts with the target in"),
+        ("draft=quantised draft.path=SMALL", "draft.path=SMALL: quantised drafts do not have it"),
+        ("draft=two_levels", "draft.path: two_levels guesses with a small independent draft: name its folder"),
+        ("draft=two_levels draft.path=SMALL draft.inner=null", "draft.inner: guesses before the target in fewer"),
+        ("draft=two_levels draft.path=SMALL draft.inner=0", "draft.inner=0: it must be at least 1"),
+        ("draft=two_levels draft.path=MEDUSA", "MEDUSA is of kind 'medusa', which drafts from the target's hidden "
+         "states; two_levels guesses with independent drafts alone"),
+        ("draft=two_levels draft.path=EXIT", "EXIT is of kind 'early_exit', which drafts from the target's hidden"),
+        ("draft=two_levels draft.path=LOOKUP", "LOOKUP is of kind 'retrieval'; two_levels guesses with independent"),
+        ("draft=two_levels draft.path=/nowhere", "draft.path: /nowhere is no folder of a model, and none that the hub"),
+        ("draft=two_levels draft.path=BARE", "draft.path: BARE is no draft folder: it has no config.json"),
+        ("draft=quantised draft.inner=3", "draft.inner=3: quantised drafts do not have it; draft.inner=null"),
+        ("draft=medusa draft.bits=4", "draft.bits=4: medusa drafts do not have it; draft.bits=null"),
+        ("draft=early_exit draft.inner=3", "draft.inner=3: early_exit drafts do not have it; draft.inner=null"),
+        ("draft=independent draft.rank=4", "draft.rank=4: independent drafts do not have it; draft.rank=0"),
+        ("draft=quantised init=pretrained", "init=pretrained: quantised drafts learn nothing; init=scratch"),
+        ("draft=early_exit draft.layers=9", "draft.layers: an exit behind 9 layers of a target of 2: 1 .. 2"),
+    ],
+)  # fmt: skip
+def test_what_cannot_draft_is_refused_by_name(
+    settings: str, message: str, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before anything is read or written, by the run and by check=true."""
+    places = {"SMALL": "small", "MEDUSA": "medusa", "EXIT": "early_exit", "LOOKUP": "retrieval", "BARE": "bare"}
+    (place / "bare").mkdir(exist_ok=True)
+    for word, name in places.items():
+        settings, message = (text.replace(word, str(place / name)) for text in (settings, message))
+    for more in ([], ["check=true"]):
+        assert job(place, "none", *settings.split(), *more) == 1
+        assert message in " ".join(capsys.readouterr().err.split())
+    assert not (place / "none").exists()
+
+
+def test_a_quantised_target_is_refused_before_it_is_loaded(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = draft_folder(place / "rounded", place / "target", "quantised")
+    for asked in ("quantisation=int8", "matrix.targets=[none,int8]"):
+        assert main(["bench", f"draft.path={folder}", *BENCH, asked, f"output={place / 'never'}"]) == 1
+        assert "quantised drafts with the target in fewer bits, which is in int8 already" in capsys.readouterr().err
+    assert not (place / "never").exists()

@@ -1,0 +1,64 @@
+"""A path that is not there is named with the working directory; the hub is asked only for what may be a repository."""
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cotrain.cli import main
+from cotrain.config.settings import SCHEMAS
+from inference.drafts import bundled_target
+from inference.drafts.bundled_target import refuse_missing
+from tests.cotrain.commands.test_output_inputs import texts_of
+
+PATHS = [(command, key) for command, schema in SCHEMAS.items() for key in texts_of(schema)
+         if key in ("target.path", "draft.path", "target.adapter", "data.path")]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with a model; no connection is made."""
+    (tmp_path / "models" / "mine").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(socket.socket, "connect", lambda *_: pytest.fail("the network was asked"))
+    return tmp_path
+
+
+@pytest.mark.parametrize(("command", "key"), PATHS)
+def test_every_setting_of_a_model_or_data_names_what_is_not_there(
+    command: str, key: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, f"{key}=models/mien", "output=out" if command != "generate" else "prompt=x"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"cotrain {command}: {key}: models/mien is no f")
+    assert f"in the working directory {here}; the nearest is models/mine" in said and said.count("\n") == 1
+    assert not (here / "out").exists()
+
+
+@pytest.mark.parametrize(("path", "said"), [
+    ("models/other", "in the working directory HERE; to load a repository of the hub by this name, work in another"),
+    ("modles/mine", "the nearest is models/mine"),
+    ("model", "the nearest is models"),
+    ("./mine", "is no folder in the working directory HERE: give target.path a path that is there"),
+    ("models/mine/checkpoint", "is no folder in the working directory HERE: give"),
+    ("~/mine", "the shell has left ~ as it is, write the path in full"),
+    ("/no where/x", "/no where/x is no folder: give target.path"),
+])  # fmt: skip
+def test_paths_and_misspelt_ones_are_never_asked_of_the_hub(path: str, said: str, here: Path) -> None:
+    with pytest.raises(ValueError, match=f"^target.path: {path} is no folder") as refused:
+        refuse_missing("target.path", path)
+    assert said.replace("HERE", str(here)) in str(refused.value)
+
+
+@pytest.mark.parametrize("path", ["bundled", "models/mine", "gpt2", "Qwen/Qwen3-0.6B", "org/mine"])
+def test_what_is_there_and_repositories_are_let_through(path: str) -> None:
+    refuse_missing("target.path", path)
+
+
+def test_a_repository_that_was_fetched_is_used_whatever_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    cached: Callable[[str, str], str] = lambda name, file: f"/cache/{name}/{file}"  # noqa: E731
+    monkeypatch.setattr(bundled_target, "try_to_load_from_cache", cached)
+    refuse_missing("target.path", "models/mien")
+    with pytest.raises(ValueError, match="is no folder"):
+        refuse_missing("target.path", "./models/mien")

@@ -1,0 +1,60 @@
+"""Settings that only some kinds of draft have: who takes which, and that nobody ignores one."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cotrain.config.groups import Init
+from cotrain.students.base import KINDS, OPTIONAL, UNTRAINED
+from cotrain.training import assembly
+from tests.cotrain.config.test_settings_reach import composed
+from tests.tiny import tiny
+
+TAKES = {
+    "independent": set(),
+    "conditioned": {"temperatures"},
+    "eagle": {"depths", "vocabulary"},
+    "p_eagle": {"depths", "vocabulary"},
+    "early_exit": {"rank", "depths"},
+    "parallel": {"depths"},
+    "medusa": {"depths"},
+    "hydra": {"depths"},
+    "retrieval": {"datastore", "shortest"},
+    "hybrid": {"datastore", "shortest"},
+    "quantised": {"bits"},
+    "two_levels": {"bits", "inner"},
+}
+VALUES = {"datastore": "/nowhere", "shortest": 3, "rank": 4, "depths": 2, "vocabulary": 9, "bits": 8, "inner": 2,
+          "temperatures": [0.0, 1.0]}  # fmt: skip
+
+
+def said(kind: str, init: str = "scratch", **changed: Any) -> str:
+    """What a run of this kind says against its settings, "" where it begins."""
+    draft = composed(f"draft={kind}").draft
+    for key, value in changed.items():
+        setattr(draft, key, value)
+    try:
+        assembly.initial(SimpleNamespace(draft=draft, init=Init(init, [0], 0.0)), tiny())  # type: ignore[arg-type]
+    except (ValueError, OSError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kind_takes_what_it_has_and_refuses_the_rest(kind: str) -> None:
+    assert set(TAKES) == set(KINDS) and set(VALUES) == set(OPTIONAL)
+    for key, value in VALUES.items():
+        refused = f"draft.{key}={value}: {kind} drafts do not have it" in said(kind, **{key: value})
+        assert refused is (key not in TAKES[kind]), key
+    assert "do not have it" not in said(kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_where_weights_come_from_is_said_once(kind: str) -> None:
+    if kind in UNTRAINED:
+        assert f"init=pretrained: {kind} drafts learn nothing; init=scratch" in said(kind, "pretrained")
+        assert f"draft.quantisation=int8: {kind} drafts learn nothing" in said(kind, quantisation="int8")
+    else:
+        assert "draft.path=/nowhere: it is read with init=pretrained, not init=scratch" in said(kind, path="/nowhere")
+        assert "it is read with" not in said(kind, "pretrained", path="/nowhere")

@@ -1,0 +1,109 @@
+"""Three splits of prompts that share no content, whatever index or file they came from; block tau ranks for block."""
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from cotrain.acceptance import expected_calls, expected_calls_block
+from cotrain.data import splits
+from cotrain.data.prompts import shipped_ids
+from cotrain.data.splits import SPLITS, Prompts, apart, refuse_shared, shared, split_of
+from cotrain.evaluation.held_out import Scores, by_depth
+from cotrain.rollout.kept_texts import read, texts
+from cotrain.training.job import Job
+from cotrain.training.module import Distillation
+from inference.drafts.bundled_target import NAME, resolve
+from tests.cotrain.data.test_inputs import given
+from tests.folders import tokenizer
+
+
+def test_content_decides_about_the_split() -> None:
+    found = [split_of(f"text number {i}") for i in range(4000)]
+    assert found == [split_of(f"text number {i}") for i in range(4000)]
+    shares = {name: found.count(name) / 4000 for name in SPLITS}
+    assert shares == pytest.approx({"train": 0.9, "held_out": 0.05, "final": 0.05}, abs=0.012)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "other"), [([1, 2, 3], [1, 2, 3]), ([1, 2], [1, 2, 3]), ([1, 2, 3, 4], [1, 2]), ([7], [7, 0])]
+)
+def test_equal_prompts_and_beginnings_are_shared_content(prompt: list[int], other: list[int]) -> None:
+    others = [[0], [1, 1], [1, 3, 2], [2], other, [9, 9]]
+    assert shared([[1, 2, 0, 5] if other != [1, 2] else [3], prompt, [4]], others) == [prompt]
+    with pytest.raises(ValueError, match="1 of 2 prompts that time the exported draft also rank checkpoints"):
+        Prompts(others, [[4], prompt], "own")
+    assert apart(others, [[4], prompt, [4]], [], "own").final == [[4]]
+
+
+def test_final_prompts_are_none_that_were_learnt_from() -> None:
+    assert apart([[1]], [[2], [3], [4]], [[3, 9]], "own").final == [[2], [4]]
+    with pytest.raises(ValueError, match="data.path: no prompts are left to time .* give more texts"):
+        apart([[1]], [[3]], [[3, 9]], "own")
+    with pytest.raises(ValueError, match="also were learnt from"):
+        refuse_shared([[2], [3]], [[3, 9]], "were learnt from")
+
+
+def rows_of(kind: str, count: int = 120) -> list[dict]:
+    if kind == "texts":
+        return [{"text": f"{i} {' '.join(map(str, range(i % 7, i % 7 + 30)))}"} for i in range(count)]
+    return [{"prompt": f"question {i} of {i % 7}", "response": f"answer {i}"} for i in range(count)]
+
+
+@pytest.mark.parametrize("kind", ["texts", "conversations"])
+def test_a_run_with_own_data_times_on_prompts_of_no_other_split(tmp_path: Path, kind: str) -> None:
+    """Every row comes twice, so that no order and no index could keep them apart."""
+    path = tmp_path / "own.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows_of(kind) * 2), encoding="utf-8")
+    data = given(path, column="text", block=16)
+    ask = SimpleNamespace(prompt_tokens=40 if kind == "conversations" else 16, seed=0)
+    target = SimpleNamespace(generation_config=None, config=SimpleNamespace(eos_token_id=None))
+    job = Job(SimpleNamespace(data=data, rollout=ask), tmp_path, target, tokenizer())  # type: ignore[arg-type]
+    found, learnt = job.prompts, job.source("train").several(ask.prompt_tokens, 0)
+    assert found.source == "own" and found.ranking and found.final
+    assert not shared(found.final, found.ranking) and not shared(found.final, learnt)
+
+
+def test_shipped_prompts_share_nothing_with_shipped_texts() -> None:
+    from transformers import AutoTokenizer
+
+    ranking, final = shipped_ids(AutoTokenizer.from_pretrained(resolve(NAME)), 48)
+    data = Path(splits.__file__).parents[2] / "data" / "rollouts"
+    others = [row for kind in ("train_T1", "held_out_T1", "held_out_T0") for row in texts(read(data / kind)).prompts]
+    found = apart(ranking, final, others, "shipped")
+    assert (len(found.ranking), len(found.final)) == (len(ranking), len(final)) and len(final) > 150 > len(ranking) > 60
+
+
+def scores(l: torch.Tensor) -> Scores:
+    lengths = torch.tensor([6, 4])
+    return Scores(l, l.exp().clamp(max=1), l, lengths, 0.5, 0.5, 0.1, 1.0)
+
+
+def test_two_drafts_that_the_rules_rank_differently() -> None:
+    """One is too sure and too unsure in turn, which blocks even out; the other is a little too unsure throughout."""
+    uneven = scores(torch.tensor([math.log(2), math.log(0.5)]).double().repeat(2, 3))
+    even = scores(torch.full((2, 6), math.log(0.86)).double())
+    assert even.tau(4) > uneven.tau(4) and even.tau(4, "block") < uneven.tau(4, "block")
+    calls = expected_calls_block(uneven.l, 4, uneven.lengths).sum().item()
+    assert uneven.tau(4, "block") == pytest.approx(10 / calls) == by_depth(uneven)["tau_block"][3]
+    assert uneven.tau(4) == pytest.approx(10 / expected_calls(uneven.r, 4, uneven.lengths).sum().item())
+    assert uneven.r[1, 4:].eq(0).all()
+
+
+def test_checkpoints_are_ranked_by_the_rule_that_verifies() -> None:
+    found = scores(torch.tensor([math.log(2), math.log(0.5)]).double().repeat(2, 3))
+    module = SimpleNamespace(judged={1.0: {"all": found}}, temperature=1.0)
+    ranked = [Distillation.tau(module, 4, "sampled", rule) for rule in ("token", "block")]  # type: ignore[arg-type]
+    assert ranked == [found.tau(4), found.tau(4, "block")] and ranked[0] < ranked[1]
+    assert Distillation.tau(module, 4, "greedy", "block") == found.tau_greedy(4)  # type: ignore[arg-type]
+
+
+def test_own_prompts_that_rank_are_not_learnt_from() -> None:
+    learnt, ranking, final = [[1, 2, 3], [7]], [[1, 2, 3], [1, 2], [7, 8], [4], [4]], [[5], [4, 5]]
+    found = apart(ranking, final, learnt, "own")
+    assert (found.ranking, found.final) == ([[4]], [[5]])
+    with pytest.raises(ValueError, match="rank checkpoints"):
+        apart([[7, 1]], final, learnt, "own")

@@ -1,0 +1,406 @@
+"""Exports: the folder loads and serves, the vocabulary fits, the launch command says what was trained for."""
+
+import contextlib
+import io
+import json
+import shlex
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+from cotrain.bundled.tokenizer import train_tokenizer
+from cotrain.errors import UserError
+from cotrain.export.card import card
+from cotrain.export.engines import ENGINES, caveats, launch, refuse_layout
+from cotrain.export.hf import export
+from cotrain.export.layout_check import check
+from cotrain.export.vocabulary import resize
+from inference.drafts.draft_folder import Metadata, hash_target, load_draft, save
+from inference.report.table import table
+from tests.tiny import tiny
+
+TEXTS = ["def add(a, b):\n    return a + b\n", "the cat sat on the mat and the dog sat on the cat"]
+VOCAB, PADDED = 300, 320
+
+
+def arm(speed: float, tau: float | None) -> dict[str, Any]:
+    return {
+        "tokens": 100, "seconds": 100 / speed, "speed": speed, "decode_tokens": 96, "decode_seconds": 96 / speed,
+        "decode_speed": speed, "tau": tau, "target_calls": 40, "rounds": 40, "phases": None,
+    }  # fmt: skip
+
+
+SPEEDUP = {"value": 1.62, "low": 1.55, "high": 1.7}
+REPORT = {
+    "format": 1,
+    "environment": {
+        "cpu": "some CPU", "cores": 2, "threads": 1, "memory_gib": 8.0, "accelerator": None, "python": "3.11",
+        "torch": "2.11", "transformers": "5.17", "date": "2026-01-01", "commit": None, "dirty": None,
+        "command": "cotrain bench",
+    },
+    "settings": {
+        "target": "some/target", "draft": "draft", "proposer": None, "verify": "token", "policy": "Fixed(3)",
+        "rows": 4, "prompts": 8, "max_new_tokens": 12, "repeats": 3, "target_dtype": "float32",
+        "draft_dtype": "float32", "sampling": {"temperature": 0.7, "top_k": 0, "top_p": 1.0},
+    },
+    "arms": {"plain": arm(50.0, None), "draft": arm(81.0, 2.5)},
+    "speedup": {"of": "draft", "over": "plain", "whole": SPEEDUP, "decode": SPEEDUP},
+    "acceptance": None,
+    "exactness": None,
+    "extra": {},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return train_tokenizer(TEXTS, VOCAB, 256)
+
+
+@pytest.fixture(scope="module")
+def target(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    """Its vocabulary is padded, past the tokenizer's and past the draft's."""
+    return tiny(PADDED, layers=2, dtype=torch.float32)
+
+
+def tied(vocab: int = VOCAB, seed: int = 1) -> LlamaForCausalLM:
+    model = tiny(vocab, layers=1, seed=seed, dtype=torch.float32)
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    return model
+
+
+@pytest.fixture(scope="module")
+def draft(
+    target: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    model = tied()
+    model.config.rope_parameters = {
+        "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+    }  # fmt: skip
+    metadata = Metadata(
+        {"name": "some/target", **hash_target(target.config, tokenizer)}, 3, regime={"temperature": 0.7}
+    )
+    return save(model, tokenizer, tmp_path_factory.mktemp("source") / "draft", metadata, REPORT)
+
+
+@pytest.fixture(scope="module")
+def served(
+    draft: Path,
+    target: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
+    output = tmp_path_factory.mktemp("served") / "draft"
+    return export(draft, output, "vllm", target_config=target.config, target_tokenizer=tokenizer)
+
+
+@pytest.fixture
+def folder(served: Path, tmp_path: Path) -> Path:
+    """A copy of the export, to be damaged."""
+    return Path(shutil.copytree(served, tmp_path / "draft"))
+
+
+def test_transformers_serves_the_export_and_the_text_is_the_targets(
+    served: Path, target: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    assistant = AutoModelForCausalLM.from_pretrained(served)
+    calls: list[int] = []
+    assistant.register_forward_hook(lambda *_: calls.append(1))
+    prompt = torch.tensor([tokenizer.encode("def add(a, b):")])
+    arguments = {"max_new_tokens": 12, "do_sample": False, "attention_mask": torch.ones_like(prompt)}
+    plain = target.generate(prompt, **arguments)
+    assisted = target.generate(prompt, assistant_model=assistant, **arguments)
+    assert plain.shape == (1, prompt.shape[1] + 12)
+    assert torch.equal(assisted, plain)
+    assert calls
+
+
+def test_export_keeps_the_draft_and_pads_it(served: Path, draft: Path) -> None:
+    ids = torch.arange(20).view(2, 10)
+    old, new = load_draft(draft)[0], load_draft(served)[0]
+    with torch.no_grad():
+        before, after = old(ids).logits, new(ids).logits
+    assert after.shape[-1] == PADDED
+    assert torch.equal(after[..., :VOCAB], before)
+    config, kept = (json.loads((path / "config.json").read_text()) for path in (served, draft))
+    for key in ("rope_parameters", "max_position_embeddings", "tie_word_embeddings", "dtype"):
+        assert config[key] == kept[key], key
+    assert config["rope_parameters"]["rope_type"] == "llama3"
+    assert "lm_head.weight" not in load_file(served / "model.safetensors")
+
+
+def test_export_casts_the_weights(draft: Path, tmp_path: Path) -> None:
+    output = export(draft, tmp_path / "half", "vllm", dtype=torch.bfloat16)
+    assert load_file(output / "model.safetensors")["model.norm.weight"].dtype == torch.bfloat16
+    assert AutoConfig.from_pretrained(output).dtype == torch.bfloat16
+    assert check(output) == []
+
+
+def test_the_card_says_how_to_serve_and_what_was_measured(served: Path) -> None:
+    text = (served / "README.md").read_text()
+    assert launch("vllm", str(served), "some/target", 3, "sampled") in text
+    for line in (table(REPORT), "- temperature: 0.7", "- objective: sampled", "licence"):
+        assert line in text
+    assert f"padded from {VOCAB} to {PADDED}" in text
+    assert "1.62" in text
+
+
+def test_a_layout_that_an_engine_does_not_load_is_refused() -> None:
+    for engine in ENGINES:
+        refuse_layout(engine, ENGINES[engine].layout)
+    with pytest.raises(UserError, match="^layout=medusa: vllm loads hf"):
+        refuse_layout("vllm", "medusa")
+
+
+def test_the_card_predicts_either_way_of_drafting() -> None:
+    metadata = Metadata({"name": "t", "config": None, "tokenizer": None}, 3, regime={"temperature": 0.7})
+    held = {"alpha_T0.7/all": 0.81, "tau_T0.7/all/3": 2.9, "alpha_greedy_draft_T0.7/all": 0.5,
+            "tau_greedy_draft_T0.7/all/3": 1.8, "alpha_T1/all": 0.7}  # fmt: skip
+    text = card(metadata, "vllm", "d", {**REPORT, "extra": {"held_out": held}}, [])
+    assert "| sampled | 0.810 | 2.90 |" in text and "| greedy | 0.500 | 1.80 |" in text and "tau at 3 drafts" in text
+    assert "Predicted" not in card(metadata, "vllm", "d", {**REPORT, "extra": {"held_out": {}}}, [])
+
+
+def test_k_and_objective_are_the_users_to_change(draft: Path, tmp_path: Path) -> None:
+    output = export(draft, tmp_path / "out", "vllm", 5, target="other/target", objective="greedy")
+    values = json.loads((output / "cotrain.json").read_text())
+    assert (values["k"], values["objective"], values["target"]["name"]) == (5, "greedy", "other/target")
+    assert json.loads((output / "generation_config.json").read_text())["num_assistant_tokens"] == 5
+    text = (output / "README.md").read_text()
+    assert launch("vllm", str(output), "other/target", 5, "greedy") in text
+
+
+def test_the_bundled_target_is_served_by_its_folder(
+    draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cotrain.export.card.resolve", lambda name: f"/models/{name}")
+    output = export(draft, tmp_path / "out", "vllm", target="bundled")
+    assert "vllm serve /models/bundled --spec" in (output / "README.md").read_text()
+
+
+def test_a_draft_made_elsewhere_is_exported_once_k_and_target_are_given(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    source = tmp_path / "plain"
+    tied().save_pretrained(source)
+    with pytest.raises(ValueError, match="plain: it has no tokenizer"):
+        export(source, tmp_path / "out", "vllm", 4, target="some/target")
+    tokenizer.save_pretrained(source)
+    with pytest.raises(ValueError, match=r"export\.k: give it"):
+        export(source, tmp_path / "out", "vllm", target="some/target")
+    with pytest.raises(ValueError, match=r"export\.target: give it"):
+        export(source, tmp_path / "out", "vllm", 4)
+    assert check(export(source, tmp_path / "out", "vllm", 4, target="some/target")) == []
+
+
+def test_what_cannot_serve_is_refused_and_nothing_written(
+    draft: Path, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=r"^engine=llama\.cpp: no such engine; there are vllm"):
+        export(draft, tmp_path / "out", "llama.cpp")
+    other = train_tokenizer(["zyx wvu zyx wvu tsr tsr"], VOCAB, 256)
+    with pytest.raises(ValueError, match="vocabularies differ, first at token"):
+        export(draft, tmp_path / "out", "vllm", target_config=tiny(PADDED).config, target_tokenizer=other)
+    with pytest.raises(ValueError, match="vocab_size: 200 rows are fewer than the tokenizer's"):
+        export(draft, tmp_path / "out", "vllm", target_config=tiny(200).config)
+    changed = Path(shutil.copytree(draft, tmp_path / "changed"))
+    (changed / "report.json").write_text('{"tau": 9}')
+    with pytest.raises(ValueError, match=r"report\.json is not the one cotrain\.json was written with"):
+        export(changed, tmp_path / "out", "vllm")
+    model, words, metadata = load_draft(draft)
+    odd = save(model, words, tmp_path / "odd", metadata, {"tau": 9})
+    with pytest.raises(ValueError, match=r"report\.json: .*report"):
+        export(odd, tmp_path / "out", "vllm")
+    assert not (tmp_path / "out").exists()
+
+
+def probs(model: nn.Module) -> torch.Tensor:
+    """Laws in contexts that `resize` does not look at."""
+    ids = torch.randint(290, (4, 16), generator=torch.Generator().manual_seed(7))
+    with torch.no_grad():
+        return model(ids).logits.flatten(0, 1).softmax(-1)
+
+
+@pytest.mark.parametrize("seen", [False, True], ids=["a token never seen", "every token likely"])
+def test_padded_rows_have_next_to_no_mass(seen: bool, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Hidden states lie along axis 0; training has turned the row of a token it never saw the other way."""
+    model = tied()
+    with torch.no_grad():
+        model.lm_head.weight[:, 0] = 40.0  # what the layers add is small beside it
+        model.lm_head.weight[7, 0] = 40.0 if seen else -40.0
+        model.model.norm.weight.fill_(0.1)
+    mass = resize(model, PADDED, tokenizer)
+    rows = model.lm_head.weight[VOCAB:]
+    wanted = torch.zeros(16) if seen else model.lm_head.weight[7]
+    assert torch.equal(rows, wanted.expand_as(rows))
+    assert torch.equal(model.model.embed_tokens.weight, model.lm_head.weight)
+    assert mass < 1e-3
+    assert probs(model)[:, VOCAB:].sum(-1).mean() < 1e-3
+
+
+def test_a_head_with_a_bias_gives_padded_rows_no_mass(tokenizer: PreTrainedTokenizerFast) -> None:
+    torch.manual_seed(0)
+    config = PhiConfig(
+        vocab_size=VOCAB, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    model = PhiForCausalLM(config).eval()
+    before = probs(model)
+    assert resize(model, PADDED, tokenizer) == 0.0
+    after = probs(model)
+    assert float(after[:, VOCAB:].sum()) == 0.0
+    assert torch.allclose(after[:, :VOCAB], before)
+
+
+def test_rows_that_no_target_id_reaches_are_dropped(tokenizer: PreTrainedTokenizerFast) -> None:
+    model = tied(PADDED)
+    head = model.lm_head.weight[:VOCAB].clone()
+    assert resize(model, VOCAB, tokenizer) == 0.0
+    assert torch.equal(model.lm_head.weight, head)
+    assert model.config.vocab_size == VOCAB
+
+
+HARD = 'it\'s a "draft" $HOME; `x`'
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_launch_commands_survive_the_shell(engine: str) -> None:
+    command = launch(engine, HARD, "target", 4, "sampled")
+    forms = (HARD, repr(HARD), json.dumps(HARD))
+    assert any(form in word for word in shlex.split(command) for form in forms)
+
+
+def test_vllm_drafts_as_the_draft_was_trained() -> None:
+    def settings(objective: str) -> dict[str, Any]:
+        words = shlex.split(launch("vllm", "draft/", "target", 4, objective))
+        assert words[:4] == ["vllm", "serve", "target", "--speculative-config"]
+        return json.loads(words[4])
+
+    wanted = {"method": "draft_model", "model": "draft/", "num_speculative_tokens": 4}
+    assert settings("sampled") == wanted | {"draft_sample_method": "probabilistic"}
+    assert settings("greedy") == wanted | {"draft_sample_method": "greedy"}
+
+
+def test_sglang_counts_the_anchor_among_its_draft_tokens() -> None:
+    words = shlex.split(launch("sglang", "draft/", "target", 4, "greedy"))
+    flags = dict(zip(words[3::2], words[4::2], strict=True))
+    assert flags["--speculative-num-steps"] == "4"
+    assert flags["--speculative-num-draft-tokens"] == "5"
+    assert flags["--speculative-eagle-topk"] == "1"
+    assert flags["--speculative-algorithm"] == "STANDALONE"
+
+
+def test_tensorrt_llm_options_are_a_file() -> None:
+    words = shlex.split(launch("tensorrt_llm", "draft/", "target", 4, "greedy"))
+    assert words[:2] == ["printf", "%s\\n"]
+    assert json.loads(words[2])["speculative_config"] == {
+        "decoding_type": "Draft_Target", "max_draft_len": 4, "speculative_model": "draft/",
+    }  # fmt: skip
+    assert words[3:7] == [">", "speculative.yaml", "&&", "trtllm-serve"]
+
+
+def test_the_transformers_command_runs(
+    served: Path, target: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    target.save_pretrained(tmp_path / "the target")
+    tokenizer.save_pretrained(tmp_path / "the target")
+    command = launch("transformers", str(served), str(tmp_path / "the target"), 3, "sampled")
+    python, flag, code = shlex.split(command)
+    assert (python, flag) == ("python", "-c")
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(code, {})
+    assert printed.getvalue().startswith("The")
+
+
+def test_an_engine_that_cannot_draft_as_trained_is_said() -> None:
+    assert len(caveats("vllm", "sampled")) == 1
+    assert "sampled drafting, which sglang does not do" in caveats("sglang", "sampled")[1]
+    with pytest.raises(ValueError, match=r"export\.objective: 'best'"):
+        launch("vllm", "draft", "target", 4, "best")
+    with pytest.raises(ValueError, match=r"export\.k must be at least 1"):
+        launch("vllm", "draft", "target", 0, "sampled")
+
+
+def edit(file: str, **changes: object) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        values = json.loads((folder / file).read_text()) | changes
+        kept = {key: value for key, value in values.items() if value is not None}
+        (folder / file).write_text(json.dumps(kept))
+
+    return change
+
+
+def tensors(change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        save_file(change(load_file(folder / "model.safetensors")), folder / "model.safetensors")
+
+    return apply
+
+
+NORM = "model.norm.weight"
+GENERATION = "generation_config.json"
+DAMAGE = {
+    "no generation config": (
+        lambda folder: (folder / "generation_config.json").unlink(), "generation_config.json is missing"),
+    "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer.json is missing"),
+    "no report": (lambda folder: (folder / "report.json").unlink(), "report.json is missing or not the one"),
+    "another report": (edit("report.json", tau=9), "report.json is missing or not the one"),
+    "no architecture": (edit("config.json", architectures=None), "config.json: key architectures is missing"),
+    "no draft length": (edit(GENERATION, num_assistant_tokens=None), "num_assistant_tokens must"),
+    "schedule": (edit(GENERATION, num_assistant_tokens_schedule="heuristic"), "must be 'constant'"),
+    "threshold": (edit(GENERATION, assistant_confidence_threshold=0.4), "must be 0"),
+    "missing tensor": (
+        tensors(lambda w: {name: value for name, value in w.items() if name != NORM}), f"{NORM} is missing"),
+    "extra tensor": (tensors(lambda w: w | {"extra.weight": w[NORM] + 1}), "extra.weight is not in the model"),
+    "shape": (tensors(lambda w: w | {NORM: torch.ones(8)}), f"{NORM} has shape (8,)"),
+    "dtype": (tensors(lambda w: w | {NORM: w[NORM].half()}), f"{NORM} is F16, config.json says float32"),
+    "NaN": (tensors(lambda w: w | {NORM: w[NORM] * torch.nan}), f"{NORM} holds NaN"),
+    "broken": (lambda folder: (folder / "config.json").write_text("{"), "config.json is broken"),
+}  # fmt: skip
+
+
+def test_check_passes_an_export(served: Path) -> None:
+    assert check(served) == []
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_check_names_the_file(name: str, folder: Path) -> None:
+    damage, message = DAMAGE[name]
+    damage(folder)
+    problems = check(folder)
+    assert len(problems) == 1, problems
+    assert problems[0].startswith(str(folder))
+    assert message in problems[0]
+
+
+def test_check_lists_every_problem(folder: Path) -> None:
+    for damage in ("no report", "NaN", "schedule"):
+        DAMAGE[damage][0](folder)
+    assert len(check(folder)) == 3
+    assert check(folder / "none") == [f"{folder / 'none'}: no such folder"]
+
+
+def test_check_compares_the_tokenizer_with_rows(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    tied(200).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    assert any("vocab_size 200 is below the tokenizer's" in problem for problem in check(tmp_path))
+
+
+def test_every_engine_has_a_layout_that_is_there() -> None:
+    layouts = {path.stem for path in (Path(__file__).parents[3] / "cotrain" / "export").glob("*.py")}
+    assert {engine.layout for engine in ENGINES.values()} <= layouts

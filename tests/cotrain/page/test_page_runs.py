@@ -1,0 +1,97 @@
+"""Runs of which the page knows less or more: killed with curves, resumed, several judged on the same texts."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from torch.utils.tensorboard import SummaryWriter
+
+from cotrain.evaluation.comparison import compare
+from cotrain.page import event_curves, html_page
+from cotrain.page.loaded_run import load
+from tests.cotrain.evaluation.test_compare import run as judged
+from tests.pages import Parsed, folder, full_report, marker
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(html_page, "_plotly", lambda: html_page.Html("var Plotly"))
+
+
+def events(place: Path, name: str, steps: dict[int, float], second: int) -> None:
+    """One event file, named as of that second."""
+    with SummaryWriter(str(place)) as writer:
+        for step, value in steps.items():
+            writer.add_scalar(name, value, step)
+    (newest,) = [file for file in place.iterdir() if "tfevents" in file.name and not file.name.endswith(".kept")]
+    newest.rename(place / f"events.out.tfevents.{second}.kept")
+
+
+def test_of_a_step_made_twice_the_later_value_counts(tmp_path: Path) -> None:
+    events(tmp_path, "2_training/loss", {0: 4.0, 5: 3.0, 10: 2.5}, 1)
+    events(tmp_path, "2_training/loss", {5: 2.0, 15: 1.0, 20: float("nan")}, 2)
+    assert event_curves.read(tmp_path) == {"2_training/loss": [(0, 4.0), (5, 2.0), (10, 2.5), (15, 1.0)]}
+    assert event_curves.read(tmp_path / "none") == {}
+
+
+def test_curves_are_found_under_any_name_in_the_order_of_time(tmp_path: Path) -> None:
+    events(tmp_path / "new", "2_training/loss", {5: 2.0}, 2)  # resumed where the folder has another name
+    events(tmp_path / "old", "2_training/loss", {0: 4.0, 5: 3.0}, 1)
+    assert event_curves.read(tmp_path) == {"2_training/loss": [(0, 4.0), (5, 2.0)]}
+    events(tmp_path, "2_training/loss", {5: 1.0}, 3)
+    assert event_curves.read(tmp_path) == {"2_training/loss": [(0, 4.0), (5, 1.0)]}
+
+
+def test_an_event_file_cut_short_gives_what_is_whole(tmp_path: Path) -> None:
+    events(tmp_path, "2_training/loss", {step: float(step) for step in range(20)}, 1)
+    (file,) = tmp_path.iterdir()
+    os.truncate(file, file.stat().st_size - 7)
+    (curve,) = event_curves.read(tmp_path).values()
+    assert curve == [(step, float(step)) for step in range(19)]
+
+
+def test_thinned_curves_keep_their_end() -> None:
+    curve = [(step, 0.5) for step in range(1001)]
+    found = event_curves.thinned(curve, 100)
+    assert len(found) <= 100 and found[-1] == curve[-1] and found == sorted(found)
+    assert event_curves.thinned(curve[:7], 100) == curve[:7]
+
+
+def test_a_killed_run_shows_how_far_it_came(tmp_path: Path) -> None:
+    place = folder(tmp_path / "run", None, run=marker("unfinished", trainer={"steps": 40}))
+    events(tmp_path / "run" / "tensorboard", "2_training/loss", {4: 2.0, 9: 1.0}, 1)
+    events(tmp_path / "run" / "tensorboard", "4_held_out/acceptance_T1", {0: 0.25, 10: 0.5}, 2)
+    page = Parsed(html_page.page(load([place])))
+    assert "not finished: step 9 of 40; the same command resumes it" in page.texts[""]
+    assert "0.250 → 0.500" in page.texts["figures"]
+    (loss,) = page.blocks["curve0-0-data"]["data"]
+    assert (loss["name"], loss["x"], loss["y"]) == ("loss", [4, 9], [2.0, 1.0])
+
+
+def test_runs_without_speed_are_compared_by_their_texts(tmp_path: Path) -> None:
+    places, found = [], {}
+    for name, factor in (("kl", 1.0), ("tv", 0.8)):
+        found[name] = judged(name, 0, factor)
+        found[name]["texts"]["1"]["calls"]["4"][:9] = [20.0] * 9  # so that the gain is not the same everywhere
+        places.append(folder(tmp_path / name, None, held_out=found[name], run=marker("finished")))
+    page = Parsed(html_page.page(load(places)))
+    assert "no speed was measured in this run (measure=false)" in page.texts[""]
+    gains = compare({name: [json.loads(json.dumps(one))] for name, one in found.items()}, "kl")
+    for gain in (gain for gain in gains if gain.label == "tv"):
+        assert gain.low < gain.gain < gain.high or gain.k != 4
+        assert f"{gain.gain:+.1%} [{gain.low:+.1%}, {gain.high:+.1%}]" in page.texts["runs"]
+    assert "judged on other texts" in _other(tmp_path, places[0])
+
+
+def _other(tmp_path: Path, first: str) -> str:
+    """The comparison with a run that was judged on other texts."""
+    other = judged("rkl", 0, 1.0, [40] * 29 + [41])
+    places = [first, folder(tmp_path / "rkl", None, held_out=other, run=marker("finished"))]
+    return Parsed(html_page.page(load(places))).texts["runs"]
+
+
+def test_a_folder_of_a_bench_and_its_report_alone_give_the_same_figures(tmp_path: Path) -> None:
+    place = folder(tmp_path / "run", full_report())
+    pages = [Parsed(html_page.page(load([one]))) for one in (place, f"{place}/report.json")]
+    assert pages[0].found == pages[1].found

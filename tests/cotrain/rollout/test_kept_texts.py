@@ -1,0 +1,258 @@
+"""Kept texts and states: each part of what made them is changed, and they are not used; unchanged, they are."""
+
+import copy
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from tokenizers.processors import TemplateProcessing
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from cotrain.config.groups import Data
+from cotrain.config.settings import register
+from cotrain.data.fingerprints import fingerprint, identity, settings
+from cotrain.data.inputs import made_from
+from cotrain.paths import folder
+from cotrain.rollout import training_texts
+from cotrain.rollout.samplers import Ask
+from cotrain.rollout.training_texts import Sampled
+from cotrain.teacher.target_model import load_pair
+from cotrain.training import distil
+from cotrain.training.job import sampled
+from inference import Sampling
+from tests.cotrain.commands.test_train import job, place  # noqa: F401 - a fixture
+from tests.cotrain.data.test_inputs import given
+from tests.folders import network, tokenizer
+
+TEXTS = [f"number {i}" for i in range(80)]
+
+
+class Continues:
+    """A sampler that repeats the prompt's last id, and counts its prompts."""
+
+    rows, asked = 8, 0
+
+    def __call__(self, prompts: list, sampling: Sampling, new_tokens: int, seed: int, keys: list) -> list[list[int]]:
+        self.asked += len(prompts)
+        return [[prompt[-1]] * new_tokens for prompt in prompts]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Data:
+    rows = [{"text": text, "other": text[::-1]} for text in TEXTS]
+    (tmp_path / "data").mkdir()
+    for name, part in (("a.jsonl", rows[:40]), ("b.jsonl", rows[40:])):
+        (tmp_path / "data" / name).write_text("".join(json.dumps(row) + "\n" for row in part))
+    return given(tmp_path / "data")
+
+
+def kept(target: LlamaForCausalLM, words: PreTrainedTokenizerFast, data: Data, texts: Path) -> Sampled:
+    source = {kind: made_from(data, kind) for kind in ("train", "held_out")}
+    return Sampled(target, words, texts, Ask({"train": 3}, 4, 5), 2, 1, source, by=Continues)
+
+
+def anew(one: Sampled) -> tuple[bool, str]:
+    """Whether texts are sampled though some are kept, and what is said of it."""
+    said: list[str] = []
+    asked: list[int] = []
+
+    def source() -> Any:
+        asked.append(1)
+        return training_texts.PromptRows([{"domain": "a", "prompt": [i, 5], "completion": []} for i in range(9)])
+
+    one.texts("train", Sampling(1.0), source, said.append)
+    return bool(asked), said[0] if said else ""
+
+
+def test_unchanged_they_are_used(data: Data, tmp_path: Path) -> None:
+    def made() -> Sampled:
+        return kept(network(), tokenizer(), copy.deepcopy(data), tmp_path / "texts")
+
+    assert anew(made())[0] and anew(made()) == (False, "")
+    moved = replace(data, path=str(Path(str(data.path)).rename(tmp_path / "elsewhere")), block=64)
+    assert anew(kept(network(), tokenizer(), moved, tmp_path / "texts")) == (False, "")
+
+
+def rewritten(data: Data) -> Data:
+    """Of the same size and, to the eye, the same time."""
+    path = Path(str(data.path)) / "b.jsonl"
+    path.write_text(path.read_text().replace("number 77", "number 78"))
+    return data
+
+
+def grown(data: Data) -> Data:
+    (Path(str(data.path)) / "c.jsonl").write_text('{"text": "one more", "other": "one more"}\n')
+    return data
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda d: replace(d, column="other"), "source.column was 'text', now 'other'"),
+        (lambda d: replace(d, split="test"), "source.split was 'train', now 'test'"),
+        (lambda d: replace(d, template={"enable_thinking": False}), "source.template"),
+        (lambda d: replace(d, chat=True), "source.chat was False, now True"),
+        (lambda d: replace(d, streaming=True), "source.take was None, now 1000"),
+        (rewritten, "source.contents differs"),
+        (grown, "source.contents differs"),
+        (lambda d: replace(d, path=None), "source.path was None, now 'embedded'"),
+    ],
+)
+def test_of_other_data_they_are_not(data: Data, tmp_path: Path, change: Callable[[Data], Data], words: str) -> None:
+    anew(kept(network(), tokenizer(), data, tmp_path / "texts"))
+    found, said = anew(kept(network(), tokenizer(), change(data), tmp_path / "texts"))
+    assert found and words in said and "texts are not used" in said
+
+
+def rotated(target: LlamaForCausalLM) -> None:
+    target.config.rope_parameters = {"rope_type": "default", "rope_theta": 5e5}
+
+
+def set_on(*names: str, to: Any) -> Callable[[Any], None]:
+    def change(model: Any) -> None:
+        for name in names[:-1]:
+            model = getattr(model, name)
+        setattr(model, names[-1], to)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (rotated, "target.config.rope_parameters.rope_theta was 10000.0, now 500000.0"),
+        (set_on("config", "rms_norm_eps", to=1e-5), "target.config.rms_norm_eps was 1e-06, now 1e-05"),
+        (set_on("config", "attention_bias", to=True), "target.config.attention_bias"),
+        (set_on("config", "own_key", to=3), "target.config.own_key was None, now 3"),
+        (set_on("generation_config", "eos_token_id", to=[0, 7]), "target.ends was [0], now [0, 7]"),
+    ],
+)
+def test_of_another_config_they_are_not(
+    data: Data, tmp_path: Path, change: Callable[[LlamaForCausalLM], None], words: str
+) -> None:
+    anew(kept(network(), tokenizer(), data, tmp_path / "texts"))
+    other = network()
+    change(other)
+    found, said = anew(kept(other, tokenizer(), data, tmp_path / "texts"))
+    assert found and words in said
+
+
+def started(words: PreTrainedTokenizerFast) -> None:
+    words.backend_tokenizer.post_processor = TemplateProcessing(single="<|pad|> $A", special_tokens=[("<|pad|>", 1)])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (set_on("chat_template", to="{{ messages }}"), "target.tokenizer.chat_template differs"),
+        (lambda words: words.add_tokens(["<tool>"]), "target.tokenizer.vocabulary differs"),
+        (set_on("bos_token", to="<|pad|>"), "target.tokenizer.vocabulary differs"),
+        (started, "target.tokenizer.ids differs"),
+    ],
+)
+def test_of_another_tokenizer_they_are_not(
+    data: Data, tmp_path: Path, change: Callable[[PreTrainedTokenizerFast], None], words: str
+) -> None:
+    anew(kept(network(), tokenizer(), data, tmp_path / "texts"))
+    other = copy.deepcopy(tokenizer())
+    change(other)
+    found, said = anew(kept(network(), other, data, tmp_path / "texts"))
+    assert found and words in said
+
+
+def test_one_value_of_any_tensor_is_seen() -> None:
+    """Wherever it is: most values are not among those that are hashed one by one."""
+    model = network()
+    first, generator = fingerprint(model), torch.Generator().manual_seed(0)
+    for name, weight in model.named_parameters():
+        at = int(torch.randint(weight.numel(), (), generator=generator))
+        with torch.no_grad():
+            value = weight.view(-1)[at].clone()
+            weight.view(-1)[at] += 1e-3
+            assert fingerprint(model) != first, name
+            weight.view(-1)[at] = value
+    assert fingerprint(model) == first
+
+
+def test_values_that_change_places_are_seen() -> None:
+    model = network()
+    first = fingerprint(model)
+    with torch.no_grad():
+        weight = model.model.layers[0].mlp.up_proj.weight
+        weight.copy_(weight.flip(0))
+    assert fingerprint(model) != first
+
+
+def test_bfloat16_widened_is_the_same_target() -> None:
+    model = network().to(torch.bfloat16)
+    assert fingerprint(model) == fingerprint(copy.deepcopy(model).float()) != fingerprint(network())
+
+
+def test_an_adapter_beside_the_weights_is_part_of_the_target() -> None:
+    peft = pytest.importorskip("peft")
+
+    def adapted(alpha: int) -> LlamaForCausalLM:
+        torch.manual_seed(3)
+        model = network()
+        model.add_adapter(peft.LoraConfig(r=2, lora_alpha=alpha, target_modules=["q_proj"]))
+        return model
+
+    one, two, bare = (identity(model, tokenizer()) for model in (adapted(2), adapted(8), network()))
+    assert one["weights"] == two["weights"] != bare["weights"] and one["adapter"] != two["adapter"]
+    assert identity(adapted(2), tokenizer()) == one
+
+
+def test_names_and_dtype_are_no_part_of_a_config() -> None:
+    one, two = network().config, network().to(torch.bfloat16).config
+    two.dtype, two._name_or_path, two.use_cache = torch.bfloat16, "elsewhere", False
+    assert settings(one) == settings(two) == json.loads(json.dumps(settings(one)))
+
+
+def test_texts_of_a_server_are_not_this_engines(data: Data, tmp_path: Path) -> None:
+    ours = kept(network(), tokenizer(), data, tmp_path / "texts")
+    anew(replace(ours, server="http://127.0.0.1:9"))
+    found, said = anew(ours)
+    assert found and "server was 'http://127.0.0.1:9', now None" in said
+
+
+@pytest.mark.parametrize(("kind", "t"), [("train", 1.0), ("held_out", 0.0), ("held_out", 0.5), ("held_out", 1.0)])
+def test_the_shipped_texts_are_what_the_defaults_ask_for(kind: str, t: float, tmp_path: Path) -> None:
+    register()
+    with initialize_config_dir(str(folder("conf")), version_base="1.3"):
+        cfg = compose("train")
+    target, words = load_pair("bundled")
+    found = sampled(cfg, target, words, tmp_path)
+    texts = found.texts(kind, Sampling(t), lambda: 1 / 0)  # type: ignore[arg-type, return-value]
+    assert len(texts) == 3 * (cfg.rollout.texts if kind == "train" else cfg.rollout.held_out_texts)
+    cfg.data.bytes = dict(cfg.data.bytes) | {"prose": 0}
+    cfg.data.held_out_bytes = dict(cfg.data.held_out_bytes) | {"prose": 0}
+    with pytest.raises(ZeroDivisionError):
+        sampled(cfg, target, words, tmp_path).texts(kind, Sampling(t), lambda: 1 / 0)  # type: ignore[arg-type, return-value]
+
+
+def test_over_a_full_cache_the_target_reads_no_text(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """Neither before training nor in its steps, though nothing is remembered in memory; but for the few ids by which
+    the halves of the target are tried."""
+    passes: list[tuple[int, ...]] = []
+    models = distil.models
+
+    def counted(cfg: Any) -> Any:
+        target, words = models(cfg)
+        target.model.register_forward_pre_hook(
+            lambda module, args, kwargs: passes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+        )
+        return target, words
+
+    monkeypatch.setattr(distil, "models", counted)
+    settings = ("measure=false", "trainer.steps=6", "trainer.remember_mb=0", f"rollout.folder={place / 'kept texts'}",
+                f"trainer.cache={place / 'kept states'}", "loss=kl")  # fmt: skip
+    assert job(place, "fills the cache", *settings) == 0
+    assert sum(shape[1] > 8 for shape in passes) > 3
+    passes.clear()
+    assert job(place, "reads the cache", *settings) == 0
+    assert [shape for shape in passes if shape[1] > 8] == []

@@ -1,0 +1,190 @@
+"""Parallel drafts: all tokens of a round from one pass over masks; compiled and on a device, it is the same text; what
+is left out while it trains is made up for."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+from cotrain.export.engines import launch
+from cotrain.losses.over_guesses import _completed
+from cotrain.students.base import Guess, Seen
+from cotrain.students.mask_blocks import blocks, visible
+from cotrain.students.parallel import Parallel
+from inference import Engine, Sampling, load, proposers
+from inference.drafts.compatibility import hash_target
+from inference.drafts.draft_folder import Metadata, save
+from inference.models.compiled import Compiled
+from inference.models.lm import LM
+from inference.models.one_pass import Masked, OnePass, at_once
+from inference.policy import Fixed
+from inference.proposers.base import Host
+from inference.sampling import draw
+from tests import standin
+from tests.dropped_starts import made_up_for
+from tests.inference.test_drafting import PROMPTS, REGIMES
+from tests.kinds import masked, parallel
+from tests.tiny import compiles, tiny
+
+
+def texts(proposer: Any, target: Any, sampling: Any, rows: int = 3, **settings: Any) -> Any:
+    engine = Engine(target, proposer, policy=Fixed(4), rows=rows, **settings)
+    limits = [20, 4, 33, 11, 26]
+    return engine.generate(PROMPTS, max_new_tokens=limits, sampling=sampling, seed=2, ignore_eos=True)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """What is compiled runs as it is; ids a row of the passes that made all drafts."""
+    made: list[int] = []
+
+    def counted(module: torch.nn.Module, *_: Any) -> Callable[..., Any]:
+        def run(*inputs: Any) -> Any:
+            if isinstance(module, OnePass):
+                made.append(inputs[0].shape[1])
+            return module(*inputs)
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", counted)
+    monkeypatch.setattr(Compiled, "failed", False)
+    return made
+
+
+@pytest.mark.parametrize(("name", "rows"), [("sampled", 1), *((name, 3) for name in REGIMES)])
+def test_compiled_it_gives_the_same_text_and_counts(calls: list[int], name: str, rows: int) -> None:
+    """Rows come and go, slots grow, drafts are cut at a row's limit: in float64 nothing may change."""
+    target = tiny()
+    ours, wanted = (texts(parallel(target, compile=compile), target, REGIMES[name], rows) for compile in (True, False))
+    assert ours.tokens == wanted.tokens
+    assert (ours.stats.drafted, ours.stats.accepted) == (wanted.stats.drafted, wanted.stats.accepted)
+    by_itself = name.startswith("truncated") or name in ("with history", "mixed with greedy")
+    assert not calls if by_itself else 4 <= min(calls) < max(calls) <= 8  # one id and three masks, up to all accepted
+
+
+@compiles
+def test_compiled_drafts_are_drawn_from_the_laws_they_come_with() -> None:
+    """To the last bit; the laws are those at the text's end and at masks behind it, whatever is drafted before."""
+    proposer = parallel(tiny(layers=1, seed=3), compile=True)
+    temperature = torch.tensor([0.7, 1.0], dtype=torch.float64)
+    proposer.open(Host(2, 0, 32, 64, LM(proposer.model, 2)))
+    prompts = [[1, 2, 3, 4], [5, 6, 7]]
+    proposer.admit(0, prompts, {})
+    u = torch.rand(2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    round: Any = type("Turn", (), {"temperatures": [0.7, 1.0], "simple": lambda self, k: (u[:, :k], temperature)})()
+    ids = torch.tensor([[3, 4, 31, 31], [7, 31, 31, 31]])
+    with torch.inference_mode():
+        found = at_once(proposer.lm, round, Masked(ids, torch.tensor([2, 2]), torch.tensor([1, 0])), [2, 2], 3, False)
+        assert found is not None and not Compiled.failed
+        x, q = found
+        assert torch.equal(x, draw(q, u))
+        for row, prompt in enumerate(prompts):
+            logits = proposer.lm.model(torch.tensor([[*prompt, 31, 31]])).logits[0, len(prompt) - 1 :]
+            torch.testing.assert_close(q[row], (logits / temperature[row]).softmax(-1), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(0.8), Sampling(0.9, top_k=5, repetition_penalty=1.2)])
+def test_on_a_device_a_round_is_one_replay_one_copy_and_one_read(sampling: Sampling, monkeypatch: Any) -> None:
+    monkeypatch.setattr("inference.models.recording.WARMUP", 1)
+    target = tiny()
+    wanted = texts(parallel(target), target, sampling).tokens
+    with standin.device() as gpu:
+        there = copy.deepcopy(target).to("cuda")
+        proposer = proposers.Parallel(masked(target).to("cuda"), compile=True)
+        assert texts(proposer, there, sampling, compile=True).tokens == wanted and gpu.recordings
+        engine = Engine(there, proposer, policy=Fixed(4), rows=3, compile=True)
+        rounds = engine.rounds(engine.begin(PROMPTS[:3], 60, sampling, ignore_eos=True))
+        found = []
+        for _ in range(8):
+            gpu.clear()
+            next(rounds)
+            found.append((sum(gpu.h2d.values()), sum(gpu.d2h.values())))
+    assert sorted(found)[len(found) // 2] == (1, 1)
+
+
+def test_what_each_token_and_each_mask_sees() -> None:
+    """By enumeration, of two texts that are packed into one row."""
+    masks, owner = blocks(torch.tensor([1, 4]), 6, 3), torch.tensor([[0, 0, 0, 1, 1, 1]])
+    assert list(zip(masks.start.tolist(), masks.depth.tolist(), strict=True)) == [(1, 1), (4, 1), (1, 2)]
+    names = [("token", 0), ("token", 1), ("token", 2), ("token", 3), ("token", 4), ("token", 5), (1, 1), (4, 1), (1, 2)]
+    for packed in (None, owner):
+        shown = visible(masks, 6, packed)[0, 0]
+        for i, (start, at) in enumerate(names):
+            until = at if start == "token" else start
+            for j, (other, there) in enumerate(names):
+                near = packed is None or bool(owner[0, until] == owner[0, there if other == "token" else other])
+                sees = near and there <= until if other == "token" else start == other and there <= at
+                assert bool(shown[i, j]) == sees, (names[i], names[j])
+
+
+def test_packed_texts_are_guessed_as_if_alone() -> None:
+    student, ids = Parallel(masked(tiny(), 0.3), tiny()), torch.randint(32, (1, 12))
+    places = torch.tensor([[*range(5), *range(7)]])
+    packed = student.guesses({"ids": ids, "position_ids": places}, Seen({}))
+    for first, end in ((0, 5), (5, 12)):
+        for whole, alone in zip(packed, student.guesses({"ids": ids[:, first:end]}, Seen({})), strict=True):
+            here = (whole.at >= first) & (whole.at < end)
+            assert (whole.at[here] - first).tolist() == alone.at.tolist()
+            torch.testing.assert_close(whole.states[here], alone.states)
+
+
+@pytest.mark.parametrize("name", ["kl", "0.3*kl+0.7*tv"])
+def test_dropped_starts_are_made_up_for(name: str) -> None:
+    target = tiny()
+    made_up_for(Parallel(masked(target, 0.3), target), name, 4)
+
+
+def test_tokens_of_no_guess_are_accepted_as_the_others_are() -> None:
+    logp, r = torch.full((1, 4), 0.3).log(), torch.tensor([[0.2, 0.4, 0.0, 0.0]])
+    logq = (r * 0.3).log().requires_grad_()
+    guess = Guess(2, torch.tensor([0, 1]), torch.zeros(2, 1), lambda states: states, share=0.5)
+    found = _completed(logp.masked_fill(r == 0, 0.0), logq, guess)[1]
+    torch.testing.assert_close(found.exp(), torch.tensor([[0.06, 0.12, 0.3, 0.3]]))
+    found.sum().backward()
+    assert logq.grad is not None and logq.grad.tolist() == [[2.0, 2.0, 0.0, 0.0]]  # each for two
+
+
+def test_a_folder_says_its_mask(tmp_path: Path) -> None:
+    target: LlamaForCausalLM = tiny(dtype=torch.float32)
+    student = Parallel(masked(target), target)
+    made = {"name": "target", **hash_target(target.config, None)}
+    save(student.network, None, tmp_path / "draft", Metadata(made, 3, kind="parallel"), None)
+    engine = load(tmp_path / "draft", target)
+    assert isinstance(engine.proposer, proposers.Parallel) and (engine.proposer.mask, engine.proposer.depths) == (31, 4)
+    settings: Any = {"max_new_tokens": 12, "seed": 1, "ignore_eos": True}
+    wanted = Engine(target, student.proposer(), policy=Fixed(3)).generate(PROMPTS, **settings)
+    assert engine.generate(PROMPTS, **settings).tokens == wanted.tokens
+    with pytest.raises(ValueError, match="config.json: a parallel draft names pard_token"):
+        proposers.Parallel(tiny())
+
+
+@pytest.mark.parametrize(("vocabulary", "pad", "eos", "mask"), [(30, 5, 2, 30), (32, 5, [2, 3], 5), (32, 2, 2, 31)])
+def test_the_mask_is_an_id_that_texts_do_not_have(vocabulary: int, pad: int, eos: Any, mask: int) -> None:
+    network = tiny()
+    network.config.pad_token_id, network.config.eos_token_id, network.config.pard_depths = pad, eos, 4
+    assert Parallel(network, None, vocabulary).mask == mask == network.config.pard_token
+
+
+def test_windows_that_slide_are_refused() -> None:
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    config = MistralConfig(**sizes, num_attention_heads=2, num_key_value_heads=1, sliding_window=8, pard_depths=4)
+    with pytest.raises(ValueError, match="draft: MistralForCausalLM sees the last 8 tokens"):
+        Parallel(MistralForCausalLM(config)).refuse()
+    Parallel(masked(tiny())).refuse()
+
+
+def test_engines_are_told_that_it_drafts_in_parallel() -> None:
+    assert '"parallel_drafting": true' in launch("vllm", "draft/", "target", 4, "sampled", kind="parallel")
+    assert "parallel" not in launch("vllm", "draft/", "target", 4, "sampled")
+    with pytest.raises(ValueError, match="engine=sglang: it does not draft in parallel; engine=vllm"):
+        launch("sglang", "draft/", "target", 4, "greedy", kind="parallel")
+
+
+def test_no_more_is_drafted_than_was_learnt() -> None:
+    target = tiny()
+    engine = Engine(target, parallel(target), policy=Fixed(6), rows=3)
+    assert len(engine.generate(PROMPTS, max_new_tokens=12, seed=1, ignore_eos=True).stats.drafted) == 4

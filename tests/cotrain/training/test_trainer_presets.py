@@ -1,0 +1,65 @@
+"""Trainer presets: what each asks of a machine, and what a machine without it answers."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from lightning.pytorch.strategies import ModelParallelStrategy
+
+from cotrain.cli import main
+from cotrain.config.overrides import quote
+from cotrain.config.settings import checked, register
+from cotrain.errors import UserError
+from cotrain.paths import folder
+from cotrain.training import fit, preconditions
+from tests.cotrain.training.test_preconditions import command, place  # noqa: F401 - a fixture
+
+
+def settings(*overrides: str) -> Any:
+    register()
+    with initialize_config_dir(str(folder("conf")), version_base="1.3"):
+        return checked("train", compose("train", quote(list(overrides))))
+
+
+def test_a_preset_changes_what_its_machine_asks_for_and_nothing_else() -> None:
+    cpu = settings().trainer
+    gpu, ddp, fsdp2 = (settings(f"trainer={name}").trainer for name in ("gpu", "ddp", "fsdp2"))
+    changed = [{key for key in cpu if one[key] != cpu[key]} for one in (gpu, ddp, fsdp2)]
+    several = {"batch", "devices", "strategy"}
+    assert changed == [{"accelerator", "batch", "precision", "remember_mb"}, several, several]
+    assert (gpu.accelerator, gpu.precision, gpu.devices, gpu.threads) == ("gpu", "bf16-mixed", 1, 0)
+    assert gpu.batch > cpu.batch and {ddp.batch % n for n in (2, 4, 8)} == {0}
+    assert fit.strategy_of(ddp) == "ddp" and isinstance(fit.strategy_of(fsdp2), ModelParallelStrategy)
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
+def test_presets_of_several_processes_run_without_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    cfg = settings(f"trainer={name}", "trainer.devices=2")
+    fit.refuse(cfg)
+    preconditions.machine(cfg.trainer)
+
+
+def test_a_gpu_that_is_not_there_is_refused_by_check_and_run_alike(
+    place: Path,  # noqa: F811
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for way in ("check=true", "check=false"):
+        assert main(command(place, "trainer=gpu", way)) == 1
+        said = capsys.readouterr().err
+        assert (
+            said.startswith("cotrain train: trainer.accelerator=gpu: this machine has no GPU") and said.count("\n") == 1
+        )
+    assert not (place / "out").exists()
+
+
+def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    preconditions.machine(settings("trainer=gpu").trainer)
+    with pytest.raises(UserError, match="^trainer.devices=2: one process a GPU, and this machine has 1$"):
+        preconditions.machine(settings("trainer=ddp").trainer)

@@ -1,0 +1,310 @@
+"""Weights changed behind what was made from them: an engine, new or not, gives the text of the weights as they are."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from inference import Engine, Sampling
+from inference.models import llama, llama_weights
+from inference.models.checksum import fingerprint
+from inference.models.lm import LM
+from inference.models.step import Step
+from inference.policy import Fixed
+from inference.proposers import Independent
+from inference.proposers.early_exit import EarlyExit
+from inference.proposers.quantised import Quantised
+from tests import standin
+from tests.inference.models.test_lean import WIDE, build, passes
+from tests.kinds import KINDS, exit_network
+from tests.tiny import near, tiny
+
+
+@pytest.fixture(autouse=True)
+def packs(monkeypatch):
+    """As a CPU that packs bfloat16 weights does, whatever this one can."""
+    monkeypatch.setattr(llama_weights, "can_pack", lambda model: True)
+    monkeypatch.setattr(llama_weights, "_packed", lambda linear: linear._replace(packed=linear.weight.clone()))
+    monkeypatch.setattr(llama.Linear, "__call__", _call)
+
+
+_plain = llama.Linear.__call__
+
+
+def _call(self, x):
+    if self.packed is None:
+        return _plain(self, x)
+    return torch.nn.functional.linear(x, self.packed, self.bias)
+
+
+def small():
+    return build("Qwen2", WIDE | {"initializer_range": 0.1}, torch.bfloat16)
+
+
+def copied(model):
+    model.model.layers[1].mlp.down_proj.weight.data.copy_(torch.randn(64, 48))
+    return model
+
+
+def merged(model):
+    settings = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    return get_peft_model(model, settings).merge_and_unload()
+
+
+@pytest.mark.parametrize("change", [copied, merged])
+@pytest.mark.parametrize("int8", [False, True])
+def test_a_new_engine_has_the_new_weights(change, int8):
+    model = small()
+    passes(LM(model, 3, int8=int8))
+    versions = [p._version for p in model.parameters()]
+    model = change(model)
+    assert [p._version for p in model.parameters()] == versions  # nothing was counted
+    again = small()
+    again.load_state_dict(model.state_dict())
+    torch.testing.assert_close(passes(LM(model, 3, int8=int8)), passes(LM(again, 3, int8=int8)), rtol=0, atol=0)
+
+
+def test_what_was_compiled_of_other_values_is_not_used():
+    model = tiny()
+    step = LM(model, 1, compile=True).run.compiled("pass", Step)
+    assert LM(model, 1, compile=True).run.compiled("pass", Step) is step
+    model.lm_head.weight.data.mul_(2)
+    assert LM(model, 1, compile=True).run.compiled("pass", Step) is not step
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_change_of_one_element_is_seen(dtype):
+    layer = torch.nn.Linear(97, 53, dtype=dtype)
+    seen = {fingerprint(layer)}
+    for place in (0, 1, 700, 53 * 97 - 1):
+        layer.weight.data.view(-1)[place] += 0.25
+        seen.add(fingerprint(layer))
+    layer.weight.data.copy_(layer.weight.data.flip(0))
+    seen.add(fingerprint(layer))
+    layer.weight.data.copy_(layer.weight.data.flip(1))
+    seen.add(fingerprint(layer))
+    layer.bias.data[52] += 0.25
+    assert len(seen | {fingerprint(layer)}) == 8
+
+
+def test_values_that_change_places_are_seen():
+    """Rows of a matrix, whose columns then add up as before, and columns, whose rows do."""
+    layer = torch.nn.Linear(128, 128, bias=False, dtype=torch.float64)
+    order, seen = [1, 0, *range(2, 128)], {fingerprint(layer)}
+    layer.weight.data.copy_(layer.weight.data[order])
+    seen.add(fingerprint(layer))
+    layer.weight.data.copy_(layer.weight.data[:, order])
+    assert len(seen | {fingerprint(layer)}) == 3
+
+
+def linear(model):
+    """The first projection, or, of heads that have none, what has their weight."""
+    return next((m for m in model.modules() if isinstance(m, nn.Linear)), model)
+
+
+def other(weight, seed=3):
+    torch.manual_seed(seed)
+    return weight.detach() + 0.3 * torch.randn_like(weight)
+
+
+def adapted(model):
+    get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+
+
+def given_data(model):
+    linear(model).weight.data = other(linear(model).weight)
+
+
+def given_a_parameter(model):
+    linear(model).weight = nn.Parameter(other(linear(model).weight))
+
+
+def written_behind_torch(model):
+    linear(model).weight.data.copy_(other(linear(model).weight))
+
+
+def one_value_behind_torch(model):
+    weight = model.get_output_embeddings().weight
+    weight.data[5] *= 3
+    weight.data[0, 0] += 40
+
+
+@torch.no_grad()
+def written(model):
+    linear(model).weight.copy_(other(linear(model).weight))
+
+
+@torch.no_grad()
+def added(model):
+    model.get_input_embeddings().weight.add_(other(model.get_input_embeddings().weight))
+
+
+def given_a_layer(model):
+    model.model.layers[0].mlp = copy.deepcopy(model.model.layers[-1].mlp)
+    given_data(model.model.layers[0].mlp)
+
+
+def hooked(model):
+    linear(model).register_forward_hook(lambda module, given, found: 1.5 * found)
+
+
+def hooked_before(model):
+    linear(model).register_forward_pre_hook(lambda module, given: (1.5 * given[0],))
+
+
+def given_a_forward(model):
+    plain = linear(model).forward
+    linear(model).forward = lambda x: 1.5 * plain(x)
+
+
+def given_a_buffer(model):
+    model.model.rotary_emb.inv_freq.data.mul_(0.5)
+
+
+def given_a_window(model):
+    model.config.sliding_window = 2
+
+
+def given_a_counted_buffer(model):
+    model.model.rotary_emb.inv_freq.mul_(0.5)
+
+
+def widened(model):
+    model.to(torch.float64)
+
+
+def at_training(model):
+    model.train()
+
+
+@pytest.fixture
+def views(monkeypatch):
+    """As a CPU that packs nothing."""
+    monkeypatch.setattr(llama_weights, "can_pack", lambda model: False)
+
+
+WAYS = [adapted, lambda model: merged(model), given_data, given_a_parameter, written_behind_torch, written, added,
+        one_value_behind_torch, given_a_layer, hooked, hooked_before, given_a_forward, given_a_buffer, widened,
+        at_training]  # fmt: skip
+NAMES = [way.__name__.replace("<lambda>", "merged") for way in WAYS]
+REGIME = {"max_new_tokens": 12, "sampling": Sampling(0.8), "seed": 5, "ignore_eos": True}
+PROMPTS = [[1, 2, 3, 4, 5], [7, 8, 9]]
+
+
+def texts(engine):
+    return engine.generate(PROMPTS, **REGIME).tokens
+
+
+def dropping():
+    """transformers' own forward, which drops values while it trains."""
+    return build("Mistral", {"sliding_window": 16, "attention_dropout": 0.5}, torch.float32)
+
+
+@pytest.mark.parametrize("way", [given_data, given_a_parameter, given_a_layer, given_a_counted_buffer])
+def test_an_engine_that_copied_nothing_has_them_too(way, views):
+    test_an_engine_has_the_weights_as_they_are(way, "copies")
+
+
+def test_an_engine_has_the_window_as_it_is():
+    test_an_engine_has_the_weights_as_they_are(given_a_window, "own forward")
+
+
+TARGETS = {"copies": partial(tiny, dtype=torch.float32), "own forward": dropping}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("way", WAYS, ids=NAMES)
+def test_an_engine_has_the_weights_as_they_are(way, target):
+    model, again = TARGETS[target](), TARGETS[target]()
+    engine = Engine(model, rows=2)
+    before = texts(engine)
+    torch.manual_seed(9)
+    way(model)
+    torch.manual_seed(9)
+    way(again)
+    found = texts(engine)
+    assert found == texts(Engine(again, rows=2)) == texts(engine)
+    assert found != before or way in (widened, at_training)
+
+
+def test_an_engine_that_was_not_changed_prepares_nothing_again():
+    engine = Engine(tiny(), Independent(near(tiny())), rows=2)
+    texts(engine)
+    target, draft = engine.target, engine.proposer.lm
+    texts(engine)
+    assert (engine.target, engine.proposer.lm) == (target, draft)
+
+
+def of_target(kind, target):
+    """What shares the target's weights, or rounds them: as new."""
+    return EarlyExit(exit_network(tiny()), target) if kind == "early_exit" else Quantised(target)
+
+
+@pytest.mark.parametrize("kind", ["early_exit", "quantised"])
+@pytest.mark.parametrize("way", [way for way in WAYS if way is not widened], ids=[n for n in NAMES if n != "widened"])
+def test_a_draft_of_the_targets_weights_has_them_as_they_are(way, kind):
+    model, again = tiny(), tiny()
+    engine = Engine(model, of_target(kind, model), rows=2)
+    texts(engine)
+    for one in (model, again):
+        torch.manual_seed(9)
+        way(one)
+    assert texts(engine) == texts(Engine(again, of_target(kind, again), rows=2))
+
+
+@pytest.mark.parametrize("way", WAYS, ids=NAMES)
+def test_a_draft_has_its_weights_as_they_are(way):
+    target, model, again = tiny(), near(tiny(), 0.2), near(tiny(), 0.2)
+    engine = Engine(target, Independent(model), policy=Fixed(3), rows=2)
+    texts(engine)
+    for one in (model, again):
+        torch.manual_seed(9)
+        way(one)
+    found = engine.generate(PROMPTS, **REGIME)
+    wanted = Engine(target, Independent(again), policy=Fixed(3), rows=2).generate(PROMPTS, **REGIME)
+    assert (found.tokens, found.stats.accepted) == (wanted.tokens, wanted.stats.accepted)
+
+
+@pytest.mark.parametrize(("kind", "way"), [("eagle", given_data), ("medusa", given_a_parameter)])
+def test_what_is_recorded_of_a_draft_reads_its_weights_as_they_are(kind, way):
+    """On a GPU: a recording reads the memory that a weight was in."""
+    with standin.device():
+        found = []
+        for late in (True, False):
+            target = tiny(dtype=torch.float32).to("cuda")
+            proposer = KINDS[kind].proposer(target)
+            network = getattr(proposer.network, "lm_head", proposer.network)  # what recordings read
+            if not late:
+                way(network)
+            engine = Engine(target, proposer, policy=Fixed(2), rows=1)
+            if late:
+                engine.generate(PROMPTS[:1], **REGIME)
+                way(network)
+            out = engine.generate(PROMPTS[:1], **REGIME)
+            found.append((out.tokens, out.stats.accepted))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("way", [given_a_parameter, given_a_layer, hooked])
+def test_an_exit_that_copied_nothing_shares_what_the_target_has_now(way):
+    model, again = tiny(), tiny()
+    engine = Engine(model, EarlyExit(exit_network(model, 0), model), rows=2)
+    texts(engine)
+    network = exit_network(tiny(), 0)
+    way(model)
+    way(again)
+    assert texts(engine) == texts(Engine(again, EarlyExit(network, again), rows=2))
+
+
+def test_an_exit_has_the_weights_of_its_network_as_they_are():
+    model, network, again = tiny(), exit_network(tiny()), exit_network(tiny())
+    engine = Engine(model, EarlyExit(network, model), rows=2)
+    texts(engine)
+    for one in (network, again):
+        one.norm.data = other(one.norm)
+        change = next(iter(one.layers[0].values()))
+        change.up.data.copy_(other(change.up))
+    assert texts(engine) == texts(Engine(model, EarlyExit(again, model), rows=2))

@@ -1,0 +1,63 @@
+"""Kinds that look up, through `cotrain train` at tiny size: from a datastore and texts to a folder that decodes."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cotrain.cli import main
+from inference import Engine, Sampling, load
+from inference.proposers.gate import Gate
+from inference.proposers.hybrid import Hybrid
+from inference.proposers.retrieval import Retrieval
+from inference.report.build import validate
+from tests.cotrain.commands.test_train import SIZES
+from tests.folders import own_texts, target_folder
+
+
+def job(place: Path, output: str, *settings: str) -> int:
+    paths = (f"target.path={place / 'target'}", f"data.path={place / 'own.jsonl'}", f"output={place / output}")
+    return main(["train", *paths, *SIZES, *settings])
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a target and own texts."""
+    place = tmp_path_factory.mktemp("lookup")
+    target_folder(place / "target")
+    own_texts(place / "own.jsonl")
+    return place
+
+
+@pytest.fixture(scope="module")
+def store(place: Path) -> Path:
+    where = place / "store"
+    assert main(["datastore", f"target.path={place / 'target'}", f"data.path={place / 'own.jsonl'}", f"output={where}",
+                 "overwrite=true"]) == 0  # fmt: skip
+    return where
+
+
+@pytest.mark.parametrize("kind", ["retrieval", "hybrid"])
+def test_a_kind_that_looks_up_is_made_measured_and_served(kind: str, place: Path, store: Path) -> None:
+    settings = (f"draft={kind}", f"draft.datastore={store}", "draft.shortest=1", "trainer.steps=2", "overwrite=true")
+    assert job(place, kind, *settings) == 0
+    folder = place / kind / "draft"
+    report, config = (json.loads((folder / name).read_text()) for name in ("report.json", "config.json"))
+    validate(report)
+    assert report["exactness"]["passed"], report["exactness"]["lines"]
+    engine = load(folder, rows=2)
+    proposer = engine.proposer
+    found = proposer.retrieval if isinstance(proposer, Hybrid) else proposer
+    assert isinstance(found, Retrieval) and found.shortest == 1
+    assert found.datastore is not None and found.datastore.about.documents > 100
+    if kind == "hybrid":
+        assert proposer.gate == Gate.of_json(config["lookup"]["gate"]) != Gate.uncalibrated()
+        assert len(proposer.gate.found[1][3]) == 2  # of the longest drafts that are timed
+    settled = {"max_new_tokens": 16, "sampling": Sampling(temperature=0)}
+    plain = Engine(engine.target.model, tokenizer=engine.tokenizer, rows=2)
+    assert engine.generate(["0001 ", "on"], **settled).tokens == plain.generate(["0001 ", "on"], **settled).tokens
+
+
+def test_a_folder_that_is_no_datastore_is_refused(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert job(place, "none", "draft=retrieval", f"draft.datastore={place / 'target'}") == 1
+    assert "is no datastore" in capsys.readouterr().err and not (place / "none").exists()

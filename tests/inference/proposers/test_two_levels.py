@@ -1,0 +1,350 @@
+"""A small draft guesses for the rounded target, which drafts for the target: what is drafted has the rounded target's
+law and the text the target's, by enumeration of every draw and coin, on real models whose laws are thirds."""
+
+import itertools
+import math
+from copy import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from inference import Engine, Sampling
+from inference.measure.costs import measure_costs
+from inference.models.lm import LM
+from inference.noise import Uniforms
+from inference.policy import Fixed
+from inference.processors import process
+from inference.proposers.base import Host, Proposal, Round
+from inference.proposers.early_exit import EarlyExit
+from inference.proposers.independent import Independent
+from inference.proposers.inner_round import COINS, DRAWS, LAST
+from inference.proposers.quantised import Quantised
+from inference.proposers.two_levels import Drafted, TwoLevels
+from inference.request import Request
+from inference.round import DecodingRound
+from inference.sampling import certain, probs
+from inference.verify.rules import RULES
+from tests import standin
+from tests.inference.test_distribution import constant, p_value, pair, small
+from tests.kinds import exit_network
+from tests.tiny import near, tiny
+
+LOW, HIGH = [1 / 3, 2 / 3], [2 / 3, 1 / 3]
+# laws after token 0 and after token 1: of the target, of what verifies the guesses, of what guesses
+TARGET, MIDDLE, SMALL = (HIGH, LOW), (LOW, HIGH), (HIGH, LOW)
+PROMPT = [1, 0, 1]
+# parts of [0, 1) that decide alike: coins of laws of thirds, by rule
+CELLS = {"token": 2, "block": 4, "match": 3}
+F64 = torch.float64
+
+
+def bigram(laws: tuple[list[float], ...]) -> Any:
+    """A model whose law hangs on the last token alone: its layers add nothing, each token has dimensions of its own."""
+    model = small(vocab=2).double()
+    with torch.no_grad():
+        for weight in model.model.layers.parameters():
+            weight.zero_()
+        for token, law in enumerate(laws):
+            own = slice(4 * token, 4 * token + 4)
+            model.model.embed_tokens.weight[token] = 0
+            model.model.embed_tokens.weight[token, own] = 1
+            model.lm_head.weight[:, own] = torch.tensor(law).log().unsqueeze(1).double() / (4 * math.sqrt(2))
+    return model
+
+
+def joint(laws: tuple[list[float], ...], tokens: int) -> Tensor:
+    """Of that many tokens behind PROMPT (2^tokens,)."""
+    table, found = torch.tensor(laws, dtype=F64), []
+    for text in itertools.product(range(2), repeat=tokens):
+        steps = zip((PROMPT[-1], *text), text, strict=False)
+        found.append(math.prod(float(table[before, after]) for before, after in steps))
+    return torch.tensor(found, dtype=F64)
+
+
+def numbers_of(k: int, inner: int, rule: str) -> tuple[Tensor, int]:
+    """Every combination of the numbers that rounds of k tokens read (3, A, S), one of each cell of each of them."""
+    places: list[tuple[int, int, int]] = []  # stream, column, cells
+    for done in range(k):
+        n, first = min(inner, k - done - 1), done * (inner + 1)
+        places += [(DRAWS, first + i, 3) for i in range(n)]
+        places += [(COINS, first + i, CELLS[rule]) for i in range(n + (rule == "match"))]
+        places += [] if rule == "match" else [(LAST, first, 3)]
+    found = torch.full((3, math.prod(cells for *_, cells in places), (k + 1) * (inner + 1)), 0.5, dtype=F64)
+    grids = torch.cartesian_prod(*((torch.arange(cells, dtype=F64) + 0.5) / cells for *_, cells in places))
+    for (stream, column, _), values in zip(places, grids.view(-1, len(places)).unbind(1), strict=True):
+        found[stream, :, column] = values
+    return found, found.shape[1]
+
+
+class Told(DecodingRound):
+    """A round whose inner numbers are given."""
+
+    given: Tensor
+
+    def inner(self, depths: int) -> Tensor:
+        assert depths == self.given.shape[2]
+        return self.given
+
+
+def drafted(k: int, inner: int, rule: str) -> tuple[Tensor, Tensor]:
+    """Drafts x (A, k) and laws q (A, k, 2) of every combination of numbers, each as likely as any other."""
+    given, rows = numbers_of(k, inner, rule)
+    model = bigram(MIDDLE)
+    proposer = TwoLevels(Quantised(model), Independent(bigram(SMALL)), inner, rule)
+    target = LM(model, rows)
+    proposer.open(Host(rows, 0, 2, target.context, target))
+    texts = [list(PROMPT) for _ in range(rows)]
+    proposer.admit(0, texts, {})
+    requests = [Request(n, n, text, k + 1, Sampling(), frozenset()) for n, text in enumerate(texts)]
+    round = Told(requests, [k] * rows, RULES["token"], Uniforms(0, target.device), 2, target.device)
+    round.given = given
+    with torch.inference_mode():
+        x, q, lengths, _ = proposer.propose(round)
+    assert lengths == [k] * rows and q is not None and x.shape[1] == k
+    return x, q
+
+
+@pytest.mark.parametrize("rule", CELLS)
+@pytest.mark.parametrize(("k", "inner"), [(1, 1), (2, 1), (2, 3), (3, 1), (3, 2)])
+def test_what_is_drafted_has_the_law_of_the_model_in_between(k: int, inner: int, rule: str) -> None:
+    """However many tokens are asked for, and whatever the small draft guesses: nothing of an inner round is left
+    over."""
+    x, q = drafted(k, inner, rule)
+    counts = (x @ 2 ** torch.arange(k - 1, -1, -1)).bincount(minlength=2**k)
+    torch.testing.assert_close(counts.double() / len(x), joint(MIDDLE, k), rtol=0, atol=1e-12)
+    before = torch.cat([torch.tensor(PROMPT[-1:]).expand(len(x), 1), x[:, :-1]], 1)
+    torch.testing.assert_close(q.double(), torch.tensor(MIDDLE, dtype=F64)[before], rtol=0, atol=0.02)  # 8 bits
+
+
+@pytest.mark.parametrize("outer", ["token", "block"])
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_the_text_has_the_targets_law(rule: str, outer: str) -> None:
+    """Two drafts, then verification with every coin, and the token behind it: with the laws of thirds that 8 bits stand
+    for, the joint law of three tokens to the last digit."""
+    x, _ = drafted(2, 1, rule)
+    coins = (torch.cartesian_prod(*[torch.arange(CELLS[outer], dtype=F64)] * 2) + 0.5) / CELLS[outer]
+    rows, u = x.repeat_interleave(len(coins), 0), coins.repeat(len(x), 1)
+    behind = torch.cat([torch.tensor(PROMPT[-1:]).expand(len(rows), 1), rows], 1)
+    p, q = torch.tensor(TARGET, dtype=F64)[behind], torch.tensor(MIDDLE, dtype=F64)[behind[:, :-1]]
+    verdict = RULES[outer].verify(p, q, rows, u, torch.full((len(rows),), 2))
+    found = torch.zeros(2, 2, 2, dtype=F64)
+    target = torch.tensor(TARGET, dtype=F64)
+    for text, n, law in zip(rows.tolist(), verdict.accepted.tolist(), verdict.probs, strict=True):
+        for token in range(2):
+            begun = [*text[:n], token]
+            for rest in itertools.product(range(2), repeat=3 - len(begun)):
+                whole = (*begun, *rest)
+                more = math.prod(float(target[whole[i - 1], whole[i]]) for i in range(len(begun), 3))
+                found[whole] += law[token] * more / len(rows)
+    torch.testing.assert_close(found.flatten(), joint(TARGET, 3), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_inner_and_outer_rounds_share_no_number(rule: str) -> None:
+    """By chi-square with the real random streams, of laws where shared ones would show most."""
+    target, middle, guess = constant([0.6, 0.3, 0.1]), constant([0.3, 0.2, 0.5]), constant([0.2, 0.6, 0.2])
+    proposer = TwoLevels(Quantised(middle), Independent(guess), 2, rule)
+    assert p_value(target, proposer, rule, 24_000, tokens=3, k=2, regime=Sampling()) > 1e-4
+
+
+@pytest.mark.parametrize("bits", ["int8", "nf4"])
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_three_tokens_of_several_rounds_have_the_targets_law(bits: str, rule: str) -> None:
+    target, draft = pair()
+    other = near(target, 0.3)  # rounded, it is far from the target: a wrong q would show
+    if bits == "nf4":
+        pytest.importorskip("bitsandbytes")
+    assert p_value(target, TwoLevels(Quantised(other, bits), Independent(draft), 2), rule, 24_000, k=3) > 1e-4
+
+
+def two_levels(target: Any, **settings: Any) -> TwoLevels:
+    return TwoLevels(Quantised(target), Independent(near(target, 0.15)), **settings)
+
+
+def test_a_copy_guesses_and_verifies_as_it_does() -> None:
+    """What rounds cost is measured on copies."""
+    made = two_levels(tiny(), inner=5, rule="token")
+    assert (copy(made).rule.name, copy(made).guesses) == ("token", 5)
+
+
+PROMPTS = [[(7 * i + 5 * n) % 30 + 1 for i in range(n)] for n in (3, 9, 1, 6, 14, 2)]
+MIXED = [Sampling(0.8), Sampling(1.1, top_k=5), Sampling(0), Sampling(0.9, repetition_penalty=1.2), Sampling(1.0),
+         Sampling(0.7, frequency_penalty=0.3, banned=((3,),))]  # fmt: skip
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+@pytest.mark.parametrize("held", [64, 14])
+def test_every_law_is_that_of_its_model_given_the_text(
+    held: int, greedy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the drafts that of the rounded target, of guesses that of the small draft: both slots hold the text and
+    nothing of what was refused, inside a round and behind it. A fresh pass over each prefix says so. held: tokens that
+    the small draft's context holds; behind them it guesses nothing, beside rows that it guesses for."""
+    target = tiny()
+    guesser = near(target, 0.15)
+    guesser.config.max_position_embeddings = held
+    proposer = TwoLevels(Quantised(target, greedy=greedy), Independent(guesser, greedy))
+    middle, guesses, seen = proposer.model.model, proposer.small.model, [0, 0]
+    sampling = Sampling(0.8)
+    propose = proposer.small.propose
+
+    def probs(model: Any, text: list[int]) -> Tensor:
+        found = (model(torch.tensor([text])).logits[0, -1] / 0.8).softmax(-1)
+        return certain(found) if greedy else found
+
+    def guessed(round: Round) -> Proposal:
+        found = propose(round)
+        for b, k in enumerate(found.k):
+            for i in range(k):
+                assert found.q is not None
+                whole = [*round.texts[b], *found.x[b, :i].tolist()]
+                torch.testing.assert_close(found.q[b, i], probs(guesses, whole), rtol=1e-9, atol=1e-9)
+                seen[0] += 1
+        return found
+
+    def noted(made: Drafted) -> Proposal:
+        found = whole(made)
+        assert found.q is not None and made.done == made.k  # none is drafted that would not be used
+        for b, k in enumerate(found.k):
+            for i in range(k):
+                text = [*made.round.texts[b], *found.x[b, :i].tolist()]
+                torch.testing.assert_close(found.q[b, i], probs(middle, text), rtol=1e-9, atol=1e-9)
+                seen[1] += 1
+        return found
+
+    whole = Drafted.proposal
+    monkeypatch.setattr(Drafted, "proposal", noted)
+    proposer.small.propose = guessed  # type: ignore[method-assign]
+    engine = Engine(target, proposer, rows=4, policy=Fixed(4))
+    engine.generate(PROMPTS, max_new_tokens=[14, 9, 17, 12, 8, 16], sampling=sampling, ignore_eos=True)
+    assert seen[0] > (60 if held > 14 else 15) and seen[1] > 60
+
+
+def test_guesses_save_passes_of_the_rounded_target() -> None:
+    """As many tokens as without them, in fewer passes of the model in between."""
+    target, passes = tiny(), []
+    proposer = TwoLevels(Quantised(target), Independent(near(target, 0.05)))
+    read = proposer._read
+
+    def counted(*given: Any) -> Tensor:
+        passes.append(1)
+        return read(*given)
+
+    proposer._read = counted  # type: ignore[method-assign]
+    out = Engine(target, proposer, rows=1, policy=Fixed(6)).generate(PROMPTS[:2], max_new_tokens=40, ignore_eos=True)
+    assert len(passes) < 0.6 * sum(out.stats.drafted)
+
+
+def test_with_shared_noise_the_drafts_are_those_of_the_rounded_target_alone() -> None:
+    """Counts too: what the small draft guesses changes nothing but the time."""
+    target, settings = tiny(), {"max_new_tokens": 20, "sampling": MIXED, "ids": range(6), "ignore_eos": True}
+    other = near(target, 0.3)
+    found = []
+    for proposer in (Quantised(other), TwoLevels(Quantised(other), Independent(near(target, 0.15)))):
+        out = Engine(target, proposer, verify="coupled", rows=4, policy=Fixed(3)).generate(PROMPTS, **settings)
+        found.append((out.tokens, out.stats.drafted, out.stats.accepted))
+    assert found[0] == found[1] and 0 < sum(found[0][2]) < sum(found[0][1])
+
+
+@pytest.mark.parametrize("sampling", [Sampling(0.8), Sampling(0.8, top_k=20)])
+def test_recorded_guesses_are_those_of_single_steps(sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small draft that makes all guesses of an inner round at once reads the numbers of that round, no others."""
+    monkeypatch.setattr("inference.models.recording.WARMUP", 0)
+
+    def decoded(device: str) -> Any:
+        target = tiny().to(device)
+        proposer = TwoLevels(Quantised(near(target, 0.3)), Independent(near(target, 0.15), compile=device != "cpu"))
+        engine = Engine(target, proposer, rows=4, policy=Fixed(5), compile=device != "cpu")
+        return engine.generate(PROMPTS, max_new_tokens=16, sampling=sampling, seed=2, ids=range(6), ignore_eos=True)
+
+    wanted = decoded("cpu")
+    with standin.device() as gpu:
+        found = decoded("cuda")
+        assert gpu.recordings
+    assert found.tokens == wanted.tokens and found.stats.accepted == wanted.stats.accepted
+
+
+def test_laws_of_rows_that_read_history_are_penalised_by_what_was_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every draft: the rounded target's law with the row's settings, given its text and the drafts before."""
+    target, seen = tiny(), []
+    proposer, own = two_levels(target), Sampling(0.9, repetition_penalty=1.5, frequency_penalty=0.4)
+    whole = Drafted.proposal
+
+    def noted(made: Drafted) -> Proposal:
+        found = whole(made)
+        for i in range(found.k[0]):
+            text = [*made.round.texts[0], *found.x[0, :i].tolist()]
+            logits = proposer.model.model(torch.tensor([text])).logits[:, -1]
+            law = probs(process(logits, [text], [len(text) - len(PROMPTS[0])], own), own)[0]
+            assert found.q is not None
+            torch.testing.assert_close(found.q[0, i].double(), law.double(), rtol=1e-5, atol=1e-6)
+            seen.append(1)
+        return found
+
+    monkeypatch.setattr(Drafted, "proposal", noted)
+    engine = Engine(target, proposer, rows=2, policy=Fixed(4))
+    engine.generate(PROMPTS[:1] * 2, max_new_tokens=[30, 20], sampling=[own, Sampling()], ignore_eos=True)
+    assert len(seen) > 30
+
+
+def test_rows_that_read_history_are_drafted_for_by_the_rounded_target_alone() -> None:
+    """Processors of a row's own are asked about its text with drafts before it, and about nothing else."""
+    target, asked = tiny(), []
+
+    def processor(ids: Tensor, scores: Tensor) -> Tensor:
+        asked.append(tuple(ids[0].tolist()))
+        return scores
+
+    own = Sampling(0.9, processors=(processor,))
+    engine = Engine(target, two_levels(target), rows=2, policy=Fixed(3))
+    out = engine.generate(PROMPTS[:2], max_new_tokens=12, sampling=[own, Sampling(0.9)], ids=[0, 1], ignore_eos=True)
+    alone = Engine(target, two_levels(target), rows=1, policy=Fixed(3))
+    wanted = alone.generate(PROMPTS[:1], max_new_tokens=12, sampling=own, ids=[0], ignore_eos=True)
+    assert out.tokens[0] == wanted.tokens[0] and not out.errors[0]
+    text, drafted = PROMPTS[0] + out.tokens[0], set(asked)
+    assert all(one[: len(PROMPTS[0])] == tuple(PROMPTS[0]) for one in drafted)
+    assert all(tuple(text[:n]) in drafted for n in range(len(PROMPTS[0]), len(text) - 1))
+
+
+def test_copies_share_nothing_that_is_stored() -> None:
+    """Costs are measured with copies: what one drafts is nothing to another, nor to the proposer that it was made
+    of."""
+    target = tiny(positions=64)
+    proposer = two_levels(target)
+    costs = measure_costs(LM(target, 3), proposer, 4, context=12, repeats=1, warmup=0)
+    assert costs.draft > 0 or costs.first > 0
+    one, other = copy(proposer), copy(proposer)
+    one.model.stored[0] = 5
+    one.small.stored = [1]
+    assert one.model is not other.model is not proposer.model and one.small is not proposer.small
+    before = list(proposer.small.stored), list(other.small.stored)
+    one.small.stored = [7, 7, 7]
+    assert (proposer.small.stored, other.small.stored) == before
+
+
+def test_a_target_that_changes_is_rounded_again() -> None:
+    """And one that does not is rounded once, for all that draft with it."""
+    target = tiny()
+    first = Quantised(target).model
+    assert Quantised(target).model is first and Quantised(target).model is not target
+    with torch.no_grad():
+        target.model.layers[0].mlp.up_proj.weight.data.mul_(2)
+    again = Quantised(target).model
+    assert again is not first
+    assert not torch.equal(again(torch.tensor([PROMPT])).logits, first(torch.tensor([PROMPT])).logits)
+
+
+def test_what_cannot_guess_is_refused() -> None:
+    target = tiny(layers=3)
+    model = Quantised(target)
+    with pytest.raises(ValueError, match="EarlyExit cannot be its small draft; it takes an Independent"):
+        TwoLevels(model, EarlyExit(exit_network(target), target))
+    with pytest.raises(ValueError, match="Independent cannot be its small draft"):
+        TwoLevels(model, Independent(near(target), shape=(-1, 0, 0)))
+    with pytest.raises(ValueError, match="inner must be at least 1, not 0"):
+        TwoLevels(model, Independent(near(target)), 0)
+    for rule in ("coupled", "tree", "lossy_typical", "none"):
+        with pytest.raises(ValueError, match=f"rule: '{rule}' verifies no inner round; token, block, match do"):
+            TwoLevels(model, Independent(near(target)), 2, rule)

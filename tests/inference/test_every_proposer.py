@@ -1,0 +1,141 @@
+"""What every kind of proposer keeps to: the text stays the target's, whoever shares the batch; laws are those that were
+drawn from; forced rounds say what measured rounds do. A kind is named in `tests.kinds`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from inference import Engine, Sampling
+from inference.exactness.checks import check
+from inference.measure.timing import Emitted
+from inference.noise import row_ids
+from inference.policy import Fixed
+from inference.proposers import KINDS as REGISTERED
+from inference.proposers import kind_of
+from inference.proposers.base import Proposer
+from inference.round import DecodingRound
+from inference.sampling import one_hot
+from tests import standin
+from tests.inference.test_distribution import p_value, pair
+from tests.kinds import KINDS, example_code
+from tests.tiny import tiny
+
+PROMPTS = [[(7 * i + 5 * n) % 30 + 1 for i in range(n)] for n in (3, 9, 1, 6, 14, 2, 8, 1, 11, 4, 7)]
+LIMITS = [5, 21, 9, 30, 14, 7, 26, 11, 18, 3, 12]
+MIXED = [Sampling(0.8), Sampling(0), Sampling(1.1, top_k=5), Sampling(0.9, repetition_penalty=1.2, banned=((3,),))]
+SAMPLING = [MIXED[n % 4] for n in range(len(PROMPTS))]
+WHOLE: dict[str, Any] = {"max_new_tokens": LIMITS, "sampling": SAMPLING, "ids": range(11), "ignore_eos": True}
+
+
+class Uneven:
+    """Draft lengths 0, 3 and 1 side by side, by the length of the text."""
+
+    def lengths(self, texts: Sequence[list[int]]) -> list[int]:
+        return [(0, 3, 1)[len(text) % 3] for text in texts]
+
+
+@pytest.fixture(params=[name for name in KINDS if KINDS[name].drawn])
+def drawn_kind(request: pytest.FixtureRequest) -> Any:
+    return KINDS[request.param].proposer
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> Any:
+    return KINDS[request.param].proposer
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_the_law_of_the_text_is_the_targets(kind: Any, rule: str) -> None:
+    """Three tokens of several rounds, by chi-square."""
+    target, _ = pair()
+    assert p_value(target, kind(target), rule, samples=4000) > 1e-4
+
+
+def test_rows_are_as_if_alone(kind: Any) -> None:
+    """Rows enter, wait in spare slots, leave and move; settings and draft lengths are mixed; prompts of one token: each
+    row's text and counts are those of a call of its own."""
+    target = tiny(positions=64)
+    many = Engine(target, kind(target), rows=4, policy=Uneven())
+    many.generate(PROMPTS[::-1], max_new_tokens=9, seed=7)  # an earlier call leaves nothing behind
+    found, one = many.generate(PROMPTS, **WHOLE), Engine(target, kind(target), rows=1, policy=Uneven())
+    for n, prompt in enumerate(PROMPTS):
+        alone = one.generate([prompt], max_new_tokens=LIMITS[n], sampling=SAMPLING[n], ids=[n], ignore_eos=True)
+        assert (found.tokens[n], found.stats.rows[n]) == (alone.tokens[0], alone.stats.rows[0]), n
+    assert sum(found.stats.drafted) > 20
+
+
+@pytest.mark.parametrize("policy", [Fixed(0), Uneven()])
+def test_coupled_text_is_plain_text(kind: Any, policy: Any) -> None:
+    """Up to the end of the context, with rows that come and go."""
+    target, whole = tiny(positions=24), WHOLE | {"max_new_tokens": 24}
+    plain = Engine(target, verify="coupled", rows=3).generate(PROMPTS, **whole)
+    found = Engine(target, kind(target), verify="coupled", rows=3, policy=policy).generate(PROMPTS, **whole)
+    assert found.tokens == plain.tokens and found.finish == plain.finish
+    assert [len(prompt) + len(text) for prompt, text in zip(PROMPTS, plain.tokens, strict=True)] == [24] * 11
+
+
+def test_text_on_a_device_is_that_of_the_host(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With passes and verdicts recorded there."""
+    monkeypatch.setattr("inference.models.recording.WARMUP", 1)
+    host, whole = tiny(), {"max_new_tokens": 8, "sampling": SAMPLING[:4], "ids": range(4)}
+    wanted = Engine(host, kind(host), rows=3).generate(PROMPTS[:4], **whole)
+    with standin.device():
+        target = tiny().to("cuda")
+        found = Engine(target, kind(target), rows=3, compile=True).generate(PROMPTS[:4], **whole)
+    assert found.tokens == wanted.tokens and found.stats.accepted == wanted.stats.accepted
+
+
+@pytest.mark.parametrize("rule", ["token", "match"])
+def test_forced_rounds_predict_measured_ones(kind: Any, rule: str) -> None:
+    """Calls within 4 sigma and acceptance at depth 1 within 3, which is checks (b) and (c) of the verdict."""
+    target = tiny(vocab=8, layers=1, hidden=8, seed=3)
+    engine = Engine(target, kind(target), verify=rule, policy=Fixed(3), rows=16)
+    prompts = [[1, 2, 3], [4], [5, 6], [7, 1, 2, 3]] * 8
+    keys = row_ids(prompts)
+    out = engine.generate(prompts, max_new_tokens=24, seed=5, ids=keys, ignore_eos=True)
+    found = check(engine, Emitted(prompts, keys, out.tokens, out.stats.rows), Sampling(), 24)
+    assert found.passed and found.calls and found.depth, found.lines()
+    assert found.depth.rounds > 50 and 0 < found.depth.alpha < 1
+
+
+def test_drafts_are_drawn_from_the_laws_that_they_come_with(drawn_kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the last bit, at every depth; laws sum to 1; rows are not drafted for beyond what was asked."""
+    target, drawn, seen = tiny(), {}, []
+    draw = DecodingRound.draw
+
+    def noted(self: DecodingRound, law: torch.Tensor, depth: int) -> torch.Tensor:
+        drawn[depth] = law, draw(self, law, depth)
+        return drawn[depth][1]
+
+    monkeypatch.setattr(DecodingRound, "draw", noted)
+    proposer: Proposer = drawn_kind(target)
+    propose = proposer.propose
+
+    def watched(round: Any) -> Any:
+        drawn.clear()
+        x, q, k, _ = made = propose(round)
+        assert all(0 <= drafted <= asked for drafted, asked in zip(k, round.k, strict=True)) and max(k) <= x.shape[1]
+        for b, j in ((b, j) for b, drafted in enumerate(k) for j in range(drafted)):
+            assert 0 <= int(x[b, j]) < 32
+            if q is not None:
+                seen.append(float(q[b, j].sum()))
+                law, token = (part[b] for part in drawn[j]) if j in drawn else (one_hot(x[b, j], q[b, j]), x[b, j])
+                assert torch.equal(q[b, j], law) and x[b, j] == token  # without a draw, a draft is certain
+        return made
+
+    proposer.propose = watched  # type: ignore[method-assign]
+    Engine(target, proposer, rows=4, policy=Uneven()).generate(PROMPTS, **WHOLE)
+    assert torch.tensor(seen).sub(1).abs().max() < 1e-6 if seen else not any(drawn)
+
+
+def test_a_kind_is_found_by_its_name() -> None:
+    for name in REGISTERED:
+        assert issubclass(kind_of(name), Proposer)
+    with pytest.raises(ValueError, match="there is no 'oracle' proposer; there are independent"):
+        kind_of("oracle")
+
+
+def test_the_example_is_short() -> None:
+    assert len(example_code().splitlines()) <= 60

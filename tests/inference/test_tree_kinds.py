@@ -1,0 +1,184 @@
+"""Trees that every kind with a `shape` drafts: exact, batched and ragged, with the laws that its chains have; their
+calls are those that forced rounds predict. A kind is tested here once `tests.kinds` has a maker for it."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from inference import Engine, Sampling
+from inference.exactness.checks import check
+from inference.exactness.forced import forced
+from inference.measure.timing import Emitted
+from inference.measure.tree_laws import laws_of_rounds
+from inference.measure.tree_plan import reach_under
+from inference.noise import row_ids
+from inference.policy import Fixed
+from inference.proposers import KINDS as REGISTERED
+from inference.proposers.base import Proposer
+from inference.proposers.branching import Branching
+from inference.proposers.topology import chain
+from inference.round import DecodingRound
+from inference.verify.prediction import calls_from, variance_from
+from tests import standin
+from tests.inference.test_distribution import p_value, pair
+from tests.inference.test_every_proposer import LIMITS, PROMPTS, SAMPLING, WHOLE, Uneven
+from tests.kinds import KINDS, SHAPED, takes_shape
+from tests.tiny import tiny
+
+SHAPE = (-1, 0, -1, 1, -1, 0, 2, 2, 6)  # uneven, and not numbered level by level
+TWO = (-1, -1, 0, 0, 1, 2)  # no more than two children of a node: predicted to the last bit
+NAMES = ["tree", "traversal"]
+
+each_kind = pytest.mark.parametrize("kind", SHAPED)
+each_rule = pytest.mark.parametrize("rule", NAMES)
+
+
+def drafts(kind: str, target: Any, shape: tuple[int, ...] = SHAPE, **settings: Any) -> Proposer:
+    return KINDS[kind].proposer(target, shape=shape, **settings)
+
+
+def test_every_kind_that_takes_a_shape_is_here() -> None:
+    assert {name for name in REGISTERED if takes_shape(name)} <= {*SHAPED}
+    assert len(SHAPED) > 5
+
+
+@pytest.mark.parametrize(("rule", "greedy"), [("traversal", False), ("tree", True)], ids=["sampled", "likeliest"])
+@each_kind
+def test_the_law_of_the_text_is_the_targets(kind: str, rule: str, greedy: bool) -> None:
+    """Three tokens of several rounds, by chi-square."""
+    target, _ = pair()
+    assert p_value(target, drafts(kind, target, (-1, -1, 0, 0, 1), greedy=greedy), rule, samples=4000) > 1e-4
+
+
+@each_rule
+@each_kind
+def test_greedy_text_is_that_of_plain_decoding(kind: str, rule: str) -> None:
+    """Ragged rows that come and go, rounds without drafts, prompts of one token, up to the end of the context."""
+    target, whole = tiny(positions=18), {"max_new_tokens": 18, "sampling": Sampling(0)}
+    plain = Engine(target, rows=2).generate(PROMPTS[:3], **whole)
+    found = Engine(target, drafts(kind, target), verify=rule, rows=2, policy=Uneven()).generate(PROMPTS[:3], **whole)
+    assert found.tokens == plain.tokens and found.finish == plain.finish
+    assert sum(found.stats.accepted) > 0 or kind.endswith("pruned")  # which knows half of the tokens
+
+
+@each_kind
+def test_rows_are_as_if_alone(kind: str) -> None:
+    """Rows enter, wait in spare slots, leave and move; settings, with histories and temperature 0 among them, and
+    levels are mixed."""
+    target, limits = tiny(positions=64), [min(limit, 9) for limit in LIMITS]
+    many = Engine(target, drafts(kind, target), verify="tree", rows=4, policy=Uneven())
+    many.generate(PROMPTS[::-1], max_new_tokens=4, seed=7)  # an earlier call leaves nothing behind
+    found = many.generate(PROMPTS, **WHOLE | {"max_new_tokens": limits})
+    one = Engine(target, drafts(kind, target), verify="tree", rows=1, policy=Uneven())
+    for n, prompt in list(enumerate(PROMPTS))[::3]:
+        alone = one.generate([prompt], max_new_tokens=limits[n], sampling=SAMPLING[n], ids=[n], ignore_eos=True)
+        assert (found.tokens[n], found.stats.rows[n]) == (alone.tokens[0], alone.stats.rows[0]), n
+    assert sum(found.stats.accepted) > 0
+
+
+@each_kind
+def test_coupled_text_is_plain_text(kind: str) -> None:
+    target, whole = tiny(positions=18), {"max_new_tokens": 18, "sampling": SAMPLING[1:4]}
+    plain = Engine(target, verify="coupled", rows=2).generate(PROMPTS[:3], **whole)
+    engine = Engine(target, drafts(kind, target), verify="coupled", rows=2, policy=Uneven())
+    found = engine.generate(PROMPTS[:3], **whole)
+    assert found.tokens == plain.tokens and found.finish == plain.finish
+
+
+@each_kind
+def test_text_on_a_device_is_that_of_the_host(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With passes, drafts and verdicts recorded there, in two calls of other rows and another seed."""
+    monkeypatch.setattr("inference.models.recording.WARMUP", 1)
+    host, found = tiny(), []
+    calls: list[dict[str, Any]] = [{"sampling": SAMPLING[:3], "seed": n, "ids": range(n, n + 3)} for n in (0, 5)]
+    engine = Engine(host, drafts(kind, host), verify="tree", rows=2, policy=Fixed(2))
+    wanted = [engine.generate(PROMPTS[:3], max_new_tokens=6, **call) for call in calls]
+    with standin.device():
+        target = tiny().to("cuda")
+        engine = Engine(target, drafts(kind, target), verify="tree", rows=2, policy=Fixed(2), compile=True)
+        found = [engine.generate(PROMPTS[:3], max_new_tokens=6, **call) for call in calls]
+    assert [one.tokens for one in found] == [one.tokens for one in wanted]
+    assert [one.stats.accepted for one in found] == [one.stats.accepted for one in wanted]
+
+
+@pytest.mark.parametrize(("rule", "temperature"), [("traversal", 1.0), ("tree", 0.0)])
+@each_kind
+def test_forced_rounds_predict_measured_ones(kind: str, rule: str, temperature: float) -> None:
+    """Calls within 4 sigma and acceptance at depth 1 within 3, which is checks (b) and (c) of the verdict."""
+    target, sampling = tiny(vocab=8, layers=1, hidden=8, seed=3), Sampling(temperature)
+    engine = Engine(target, drafts(kind, target), verify=rule, policy=Fixed(3), rows=12)
+    prompts = [[1, 2, 3], [4], [5, 6], [7, 1, 2, 3]] * 3
+    keys = row_ids(prompts)
+    out = engine.generate(prompts, max_new_tokens=20, sampling=sampling, seed=5, ids=keys, ignore_eos=True)
+    found = check(engine, Emitted(prompts, keys, out.tokens, out.stats.rows), sampling, 20)
+    assert found.passed and found.calls and found.depth, found.lines()
+    assert found.depth.rounds > 20 and 0 < found.depth.alpha <= 1
+    assert temperature or found.calls.measured == found.calls.predicted
+
+
+@each_kind
+def test_nodes_have_the_laws_that_chains_have(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Round after round, the law that each node was drawn from is that of a chain along its path, drafted by another
+    one of its kind that reads the text anew."""
+    target, told = tiny(), list[Tensor]()
+    monkeypatch.setattr(DecodingRound, "draw", lambda round, law, depth: told[depth])
+    fresh = Engine(target, KINDS[kind].proposer(target), rows=1, policy=Fixed(3))
+    proposer, shape, seen = drafts(kind, target), Branching(SHAPE), 0
+    propose = proposer.propose
+
+    def laws_along(text: list[int], path: list[int]) -> Tensor:
+        told[:] = [torch.tensor([token]) for token in [*path, 0, 0, 0]]
+        run = fresh.begin([text], 8, Sampling())
+        fresh.slots.admit(run)
+        law = fresh.propose(fresh._turn(run)).q
+        assert law is not None
+        return law[0, len(path)]
+
+    def watched(round: Any) -> Any:
+        nonlocal seen
+        made = propose(round)
+        for row, text in enumerate(round.texts):
+            for node in range(0, made.k[row], 2):
+                path, parent = list[int](), shape.parents[node]
+                while parent >= 0:
+                    path, parent = [int(made.x[row, parent]), *path], shape.parents[parent]
+                torch.testing.assert_close(made.q[row, node], laws_along(text, path), rtol=1e-6, atol=1e-9)
+                seen += bool(path)
+        return made
+
+    monkeypatch.setattr(proposer, "propose", watched)
+    monkeypatch.setattr(DecodingRound, "last", lambda round, law: law.argmax(-1))
+    with torch.inference_mode():
+        Engine(target, proposer, verify="tree", rows=2, policy=Fixed(3)).generate([PROMPTS[0], PROMPTS[5]],
+                                                                                  max_new_tokens=8)  # fmt: skip
+    assert seen > 5
+
+
+@pytest.mark.parametrize("kind", ["medusa", "hydra", "p_eagle", "parallel"])
+def test_no_deeper_than_was_learnt(kind: str) -> None:
+    target = tiny()
+    most = drafts(kind, target).depths
+    assert most
+    with pytest.raises(ValueError, match=f"shape: its trees have {most + 1} levels, the draft guesses {most}; leave "):
+        Engine(target, drafts(kind, target, chain(most + 1)), verify="tree").generate([[1, 2]], max_new_tokens=4)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+@each_kind
+def test_laws_by_depth_say_what_every_shape_accepts(kind: str, temperature: float) -> None:
+    """From chains alone: what forced rounds of the trees say round by round, and calls within 4 sigma of those made."""
+    prompts, sampling = [[1, 2, 3], [4]] * 4, Sampling(temperature)
+    target = tiny(vocab=8, layers=1, hidden=8, seed=3)
+    engine = Engine(target, drafts(kind, target, TWO), verify="tree", policy=Fixed(3), rows=8)
+    keys = row_ids(prompts)
+    out = engine.generate(prompts, max_new_tokens=16, sampling=sampling, seed=5, ids=keys, ignore_eos=True)
+    texts = Emitted(prompts, keys, out.tokens, out.stats.rows)
+    laws = laws_of_rounds(engine, KINDS[kind].proposer(target), 3, texts, sampling, 16)
+    found, wanted = reach_under(laws, TWO, "tree", temperature == 0), forced(engine, texts, sampling, 16).reach
+    assert wanted is not None
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-5)
+    calls, sigma = calls_from(found, laws.lengths).sum(), variance_from(found, laws.lengths).sum().sqrt()
+    assert abs(out.stats.target_calls - calls) <= 4 * sigma + 1e-3
+    assert bool(temperature) == bool(sigma > 0)

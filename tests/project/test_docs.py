@@ -1,0 +1,68 @@
+"""What the documents tell a reader to type: every `cotrain` command composes, every file they name is there."""
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from cotrain.cli import COMMANDS
+from cotrain.config.overrides import quote
+from cotrain.config.settings import checked, register
+from cotrain.paths import folder
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+LAUNCHERS = ("torchrun", "srun")
+
+
+def fenced(page: Path) -> list[str]:
+    """Lines of code blocks, continuations joined, comments left out."""
+    blocks = re.findall(r"^```\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    return [line.partition("  #")[0].strip() for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+
+
+def typed(page: Path) -> Iterator[list[str]]:
+    """NAME and settings of each `cotrain NAME key=value ...` in a code block, its launcher left out."""
+    for line in fenced(page):
+        if not re.match(rf"(\S*cotrain|{'|'.join(LAUNCHERS)})\s", line):
+            continue
+        words = shlex.split(line)
+        places = [i for i, word in enumerate(words) if word.endswith("cotrain")]
+        yield words[places[-1] + 1 :]
+
+
+COMMAND_LINES = [(page.name, words) for page in PAGES for words in typed(page)]
+
+
+@pytest.mark.parametrize(("page", "words"), COMMAND_LINES, ids=[f"{p}: {' '.join(w)}" for p, w in COMMAND_LINES])
+def test_a_command_of_the_documents_composes(page: str, words: list[str]) -> None:
+    command, *settings = words
+    assert command in COMMANDS
+    settings = [setting.partition(",")[0] for setting in settings if setting != "-m"]
+    register()
+    with initialize_config_dir(str(folder("conf")), version_base="1.3"):
+        OmegaConf.to_container(checked(command, compose(command, overrides=quote(settings))), resolve=True)
+
+
+def test_the_main_pages_hold_commands() -> None:
+    assert {"README.md", "choosing.md", "engines.md", "distributed.md"} <= {page for page, _ in COMMAND_LINES}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_a_page_names_are_there(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", text)
+    assert not [link for link in links if not (page.parent / link).exists()]
+    tops = "outputs/results|inference|cotrain|tests|conf|data"
+    named = re.findall(rf"`((?:{tops})/[\w./-]+\.(?:json|py|yaml|md|svg|txt))`", text)
+    assert not [name for name in named if not (ROOT / name).exists()]
+    reports = re.findall(r"`(\w+\.json)`", text)
+    known = {path.name for path in ROOT.glob("outputs/results/*.json")} | {"report.json", "cotrain.json", "config.json"}
+    known |= {"generation_config.json"}
+    assert not [name for name in reports if name not in known]
+    modules = re.findall(r"python -m (tests\.[\w.]+)", text.replace("\n", " "))
+    assert not [name for name in modules if not (ROOT / (name.replace(".", "/") + ".py")).is_file()]
