@@ -3,13 +3,12 @@
 row         a prompt and the tokens that follow it so far
 slot        where keys and values of a row stand; active rows have slots 0, 1, ... without holes (see `slots`)
 anchor      a row's last token: part of its text, not yet read by the target
-law         the probability of each next token under a row's sampling settings: p is the target's, q the draft's
-draft       a token x that the proposer guesses, drawn from q
-proposal    the drafts of a round with their laws, a chain or a tree; k: how many a row has
-pass        one forward of the target over the anchors and all drafts; it gives p at every one of them
-verdict     how many drafts of a row are accepted, and the law of the one token that follows them
-correction  that token where a draft was refused; where none was, it is the bonus
-commit      accepted drafts and that token join the text; what is stored of refused ones lies past the row's
+distribution         the probability of each next token under a row's sampling settings: p is the target's, q the
+draft's draft       a token x that the proposer guesses, drawn from q proposal    the drafts of a round with their
+distributions, a chain or a tree; k: how many a row has pass        one forward of the target over the anchors and all
+drafts; it gives p at every one of them verdict     how many drafts of a row are accepted, and the distribution of the
+one token that follows them correction  that token where a draft was refused; where none was, it is the bonus commit
+accepted drafts and that token join the text; what is stored of refused ones lies past the row's
             length, where it is masked and overwritten: rolling back is no more than that; of a tree, the accepted
             path is moved behind the anchor first (`settled.kept`)
 """
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class Engine:
-    """Speculative decoding of many rows at once; the law of the text is exactly the target's.
+    """Speculative decoding of many rows at once; the distribution of the text is exactly the target's.
 
     target: a transformers causal LM or a PEFT model of one, used as it is, or a path / hub id loaded in `dtype` (None:
     the checkpoint's own, or float32 on a CPU that would emulate it) on `device` (None: the CPU). The end tokens of its
@@ -51,13 +50,12 @@ class Engine:
     more wait (see `slots`). context: most tokens a row may hold. compile: the target's short passes are compiled (see
     `compiled`), which costs seconds at the first ones, on a GPU replayed (see `cuda_graphs`); None: on a GPU alone.
     record: keeps the rounds of the last call, with p, q and u of each draft (see `report.recorder`); None: nothing is.
-    A row that comes to a place without a law (its settings leave no token, a processor of its own raises, the target's
-    logits are NaN or infinite) ends there, alone, with finish "error". One proposer may serve several engines one call
-    after the other. Threads: calls of all engines of a process run one after the other, a call of another thread waits;
-    a stream lets others run between its rounds, and ends in RuntimeError once one took its slots or its proposer.
-    Every call looks whether the models were changed (weights, adapters, hooks, modules); it then decodes as a new
-    engine would.
-    Raises ValueError for an unknown rule or an unsupported model.
+    A row that comes to a place without a distribution (its settings leave no token, a processor of its own raises, the
+    target's logits are NaN or infinite) ends there, alone, with finish "error". One proposer may serve several engines
+    one call after the other. Threads: calls of all engines of a process run one after the other, a call of another
+    thread waits; a stream lets others run between its rounds, and ends in RuntimeError once one took its slots or its
+    proposer. Every call looks whether the models were changed (weights, adapters, hooks, modules); it then decodes as a
+    new engine would. Raises ValueError for an unknown rule or an unsupported model.
     """
 
     def __init__(
@@ -256,7 +254,9 @@ class Engine:
             taken = len(row.take(draft[:n] if lost else [*draft[:n], token]))
             drafted = min(k, taken) if row.finish else k  # drafts beyond a row's last token do not count
             if lost and not row.finish:
-                self.slots.without_law(slot, row, doubtful, partial(round.reason, slot, found.logits, settled.path, n))
+                self.slots.without_probs(
+                    slot, row, doubtful, partial(round.reason, slot, found.logits, settled.path, n)
+                )
             run.stats.count(row.index, taken, drafted, min(taken, n))
             kinds = ["drafted"] * n + ["corrected" if refused else "bonus"]
             if taken:

@@ -23,7 +23,7 @@ Step = Callable[[Tensor, Tensor, int], Tensor]  # ids (1, T), logits (1, V), tok
 
 
 def needs_history(sampling: Sampling) -> bool:
-    """Whether any setting makes the law depend on the text beyond the model itself."""
+    """Whether any setting makes the distribution depend on the text beyond the model itself."""
     return bool(
         sampling.repetition_penalty != 1
         or sampling.presence_penalty != 0

@@ -1,4 +1,4 @@
-"""One round of the active rows: their laws, their noise and the verdict on their drafts.
+"""One round of the active rows: their distributions, their noise and the verdict on their drafts.
 
 A rows, K drafted at most, V vocabulary. The noise of a row is a function of (seed, row id, tokens it had emitted
 when the round began, depth, stream), see `noise`; only the coupled rule keys it by position. What the host decides
@@ -31,9 +31,9 @@ from inference.verify.rules import Rule
 class DecodingRound(TreesOfRound, LevelsOfRound):
     """What the engine and a proposer share during one round; implements `base.Round`.
 
-    batch: of an earlier round of the same rows, so that their settings are not copied again. replays: where laws,
-    verdict and last draw are recorded; None: they run as they are, as those of rows with own processors do. traced:
-    its table tells p, q and u of each draft too.
+    batch: of an earlier round of the same rows, so that their settings are not copied again. replays: where
+    distributions, verdict and last draw are recorded; None: they run as they are, as those of rows with own processors
+    do. traced: its table tells p, q and u of each draft too.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class DecodingRound(TreesOfRound, LevelsOfRound):
         return sent["length"] if k == self.lengths else torch.tensor(k, device=self.device)
 
     def probs(self, logits: Tensor, drafted: list[Tensor]) -> Tensor:
-        """Logits (A, V) after the texts and `drafted` ids (A,) -> law (A, V)."""
+        """Logits (A, V) after the texts and `drafted` ids (A,) -> distribution (A, V)."""
         return self.batch.regimes.probs(self.scores(logits, drafted))
 
     def scores(self, logits: Tensor, drafted: list[Tensor]) -> Tensor:
@@ -124,7 +124,7 @@ class DecodingRound(TreesOfRound, LevelsOfRound):
 
     @property
     def temperatures(self) -> list[float] | None:
-        """Of each row, where laws and draws need no more than these."""
+        """Of each row, where distributions and draws need no more than these."""
         if self.rule.shared or self.batch.history or self.batch.regimes.cut:
             return None
         return self.batch.regimes.temperatures
@@ -138,11 +138,11 @@ class DecodingRound(TreesOfRound, LevelsOfRound):
         """Uniforms (A, depths) of the drafts and temperatures (A,)."""
         return self._streams(depths)[0], self.temperature
 
-    def draw(self, law: Tensor, depth: int) -> Tensor:
-        """Ids (A,) from law (A, V): the draft's own stream, or the noise shared with the target."""
+    def draw(self, probs: Tensor, depth: int) -> Tensor:
+        """Ids (A,) from distribution (A, V): the draft's own stream, or the noise shared with the target."""
         if self.rule.shared:
-            return (law.log() + self._gumbel[:, depth]).argmax(-1)
-        return draw(law, self._uniforms[DRAFT][:, depth])
+            return (probs.log() + self._gumbel[:, depth]).argmax(-1)
+        return draw(probs, self._uniforms[DRAFT][:, depth])
 
     @cached_property
     def _gumbel(self) -> Tensor:
@@ -183,9 +183,9 @@ class DecodingRound(TreesOfRound, LevelsOfRound):
             return self.rule.verify(p, q, x, noise, length, tree=tree)
         return self.rule.verify(p, q, x, noise, length)
 
-    def last(self, law: Tensor) -> Tensor:
-        """The token (A,) emitted after the accepted ones, drawn from the verdict's law (A, V)."""
-        return draw(law, self._uniforms[RESIDUAL][:, 0])
+    def last(self, probs: Tensor) -> Tensor:
+        """The token (A,) emitted after the accepted ones, drawn from the verdict's distribution (A, V)."""
+        return draw(probs, self._uniforms[RESIDUAL][:, 0])
 
     def settle(self, logits: Tensor, proposal: Proposal) -> Settled:
         """The verdict, for the host in one tensor, see `settled.Settled`; traced, `recorder.trace` stands behind it."""
@@ -216,7 +216,7 @@ class DecodingRound(TreesOfRound, LevelsOfRound):
 
     @property
     def key(self) -> Hashable:
-        """All that laws, draws and verdict depend on but tensors."""
+        """All that distributions, draws and verdict depend on but tensors."""
         return type(self), self.rule, self.batch.key, self.traced
 
     @property
@@ -225,8 +225,8 @@ class DecodingRound(TreesOfRound, LevelsOfRound):
         return frozenset({*self.batch.tensors, "states", "branches"} - {"history.generated"})
 
     def inputs(self, trees: bool = False) -> dict[str, Tensor] | None:
-        """The tensors by name that laws, draws and verdict read of this round, and with `trees` the children of nodes;
-        None where own processors read more."""
+        """The tensors by name that distributions, draws and verdict read of this round, and with `trees` the children
+        of nodes; None where own processors read more."""
         if self.batch.own:
             return None
         sent = self.send()
@@ -248,8 +248,8 @@ class DecodingRound(TreesOfRound, LevelsOfRound):
         return round
 
     def reason(self, row: int, logits: Tensor, path: Tensor | None, n: int) -> str:
-        """Why a row has no law behind its n accepted drafts, given the logits (A, N+1, V) of the target's pass and the
-        `path` of `Settled`; reads from the device."""
+        """Why a row has no distribution behind its n accepted drafts, given the logits (A, N+1, V) of the target's pass
+        and the `path` of `Settled`; reads from the device."""
         if row in self.messages:
             return self.messages[row]
         place = f"after {len(self.texts[row])} tokens"

@@ -1,8 +1,9 @@
-"""Logits to laws, and draws from laws by given uniforms.
+"""Logits to distributions, and draws from distributions by given uniforms.
 
-B rows, V vocabulary. `law_of` is where temperature and truncation act on the rows of one setting. Three more say the
-same and are tested against it: `batched.laws.Regimes` (rows of several settings, on the device), and, at a temperature
-alone, one compiled pass (`models.step`, `models.one_pass`) and the losses (`cotrain.losses.served_laws`).
+B rows, V vocabulary. `probs_of` is where temperature and truncation act on the rows of one setting. Three more say the
+same and are tested against it: `batched.distributions.Regimes` (rows of several settings, on the device), and, at a
+temperature alone, one compiled pass (`models.step`, `models.one_pass`) and the losses
+(`cotrain.losses.served_distributions`).
 """
 
 import math
@@ -48,7 +49,7 @@ COLDEST = 1e-5  # logits divided by less overflow float32
 class Sampling:
     """The sampling regime of a request; order and ties are those of transformers.
 
-    temperature: 0 (greedy, a one-hot law) or at least 1e-5. top_k: tokens kept, ties with the last one
+    temperature: 0 (greedy, a one-hot distribution) or at least 1e-5. top_k: tokens kept, ties with the last one
     included; 0 keeps all. top_p: nucleus mass in (0, 1]. min_p: in [0, 1], relative to the likeliest token.
     repetition_penalty: > 0, divides positive and multiplies negative logits of every token of prompt and
     text. presence_penalty, frequency_penalty: subtracted once, and once per occurrence, from the logits of
@@ -160,28 +161,28 @@ def wide(x: Tensor) -> Tensor:
 
 def probs(logits: Tensor, sampling: Sampling | Sequence[Sampling]) -> Tensor:
     """softmax of the logits after temperature, top-k, top-p and min-p, in the order and with the ties of
-    transformers' warpers; temperature 0 gives the one-hot law of the first maximum.
+    transformers' warpers; temperature 0 gives the one-hot distribution of the first maximum.
 
     logits (..., V), already processed where the regime reads history (`inference.processors`); -inf keeps
     zero mass. sampling: one, or one for each entry of the first dimension. Returns (..., V) in the logits'
-    dtype, float32 at least; logits without a law (NaN, +inf, or -inf alone) give NaN throughout. Raises
+    dtype, float32 at least; logits without a distribution (NaN, +inf, or -inf alone) give NaN throughout. Raises
     ValueError when the number of regimes is not the number of rows.
     """
     if isinstance(sampling, Sampling):
-        return law_of(wide(logits), sampling)
+        return probs_of(wide(logits), sampling)
     if len(sampling) != logits.shape[0]:
         raise ValueError(f"{len(sampling)} sampling settings for {logits.shape[0]} rows of logits")
     groups: dict[tuple[float, ...], list[int]] = {}
     for row, one in enumerate(sampling):
         groups.setdefault((one.temperature, one.top_k, one.top_p, one.min_p), []).append(row)
-    law = torch.empty_like(wide(logits))
+    probs = torch.empty_like(wide(logits))
     for rows in groups.values():
         at = torch.tensor(rows, device=logits.device)
-        law[at] = law_of(wide(logits[at]), sampling[rows[0]])
-    return law
+        probs[at] = probs_of(wide(logits[at]), sampling[rows[0]])
+    return probs
 
 
-def law_of(logits: Tensor, sampling: Sampling) -> Tensor:
+def probs_of(logits: Tensor, sampling: Sampling) -> Tensor:
     """`probs` of one regime: logits (..., V), float32 at least."""
     if sampling.temperature == 0:
         return certain(logits)
@@ -197,7 +198,7 @@ def law_of(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def certain(logits: Tensor) -> Tensor:
-    """One-hot laws (..., V) of the first maximum; NaN throughout where that is not finite."""
+    """One-hot distributions (..., V) of the first maximum; NaN throughout where that is not finite."""
     ids = logits.argmax(-1, keepdim=True)
     top = logits.gather(-1, ids)
     none = top - top  # 0, or NaN
@@ -205,7 +206,7 @@ def certain(logits: Tensor) -> Tensor:
 
 
 def one_hot(ids: Tensor, like: Tensor) -> Tensor:
-    """ids (...) -> (..., V) one-hot laws with the V, dtype and device of `like` (..., V)."""
+    """ids (...) -> (..., V) one-hot distributions with the V, dtype and device of `like` (..., V)."""
     return torch.zeros_like(like).scatter_(-1, ids.unsqueeze(-1), 1.0)
 
 
@@ -226,29 +227,29 @@ def keep_top_p(logits: Tensor, p: float = 1.0, *, rest: float | Tensor | None = 
 
 def keep_min_p(logits: Tensor, p: float | Tensor) -> Tensor:
     """-inf on tokens less likely than p times the likeliest one (Nguyen et al. 2024, 2407.01082)."""
-    law = logits.softmax(-1)
-    return logits.masked_fill(law < p * law.amax(-1, keepdim=True), -math.inf)
+    probs = logits.softmax(-1)
+    return logits.masked_fill(probs < p * probs.amax(-1, keepdim=True), -math.inf)
 
 
-def draw(law: Tensor, u: Tensor) -> Tensor:
+def draw(probs: Tensor, u: Tensor) -> Tensor:
     """Inverse CDF: the first token with mass whose cumulative probability exceeds u, strictly.
 
-    law (..., V), u (...) in [0, 1) -> ids (...) int64. The sum runs in float64 and u is scaled by its last
+    distribution (..., V), u (...) in [0, 1) -> ids (...) int64. The sum runs in float64 and u is scaled by its last
     value, so what rounding leaves off falls on no token in particular; should nothing exceed u, the last
     token with mass is taken. A token of probability 0 is never returned, however a parallel scan rounds.
     """
-    cdf = law.to(torch.float64).cumsum(-1)  # (..., V)
+    cdf = probs.to(torch.float64).cumsum(-1)  # (..., V)
     total = cdf[..., -1:]
     bound = u.unsqueeze(-1) * total
-    if law.device.type == "cpu":  # a sequential sum rises at tokens with mass alone, so that a bisection finds one
+    if probs.device.type == "cpu":  # a sequential sum rises at tokens with mass alone, so that a bisection finds one
         below = torch.minimum(bound, total * (1 - 2.0**-53))  # of a u that was rounded up to 1
-        return torch.searchsorted(cdf, below, right=True).clamp(max=law.shape[-1] - 1).squeeze(-1)
-    return _first_above(law, cdf, bound)
+        return torch.searchsorted(cdf, below, right=True).clamp(max=probs.shape[-1] - 1).squeeze(-1)
+    return _first_above(probs, cdf, bound)
 
 
-def _first_above(law: Tensor, cdf: Tensor, bound: Tensor) -> Tensor:
+def _first_above(probs: Tensor, cdf: Tensor, bound: Tensor) -> Tensor:
     """The first token (...) with mass where cdf > bound (..., 1), else the last one with mass."""
-    mass = law > 0
+    mass = probs > 0
     hit = mass & (cdf > bound)
-    last = law.shape[-1] - 1 - mass.flip(-1).to(torch.uint8).argmax(-1)
+    last = probs.shape[-1] - 1 - mass.flip(-1).to(torch.uint8).argmax(-1)
     return torch.where(hit.any(-1), hit.to(torch.uint8).argmax(-1), last)

@@ -17,9 +17,10 @@ COLUMNS = 6  # of a table before its drafts
 
 
 class Settled(NamedTuple):
-    """table (A, COLUMNS + D): drafts accepted, the token after them, how deep the drafts go that had laws, whether
-    there was no law for that token (it is then no token), or at any place that the target's pass wrote,
-    whether a draft was refused where the accepted ones end, and the drafts, of a tree those of the accepted path.
+    """table (A, COLUMNS + D): drafts accepted, the token after them, how deep the drafts go that had distributions,
+    whether there was no distribution for that token (it is then no token), or at any place that the target's pass
+    wrote, whether a draft was refused where the accepted ones end, and the drafts, of a tree those of the accepted
+    path.
     path (A, D): its nodes, -1 past the last; None for a chain."""
 
     table: Tensor
@@ -28,8 +29,8 @@ class Settled(NamedTuple):
 
 def settled(p: Tensor, proposal: Proposal, verdict: Any, last: Tensor, length: Tensor, asked: Tensor) -> Settled:
     """p (A, N+1, V); verdict: of the rule, with a `path` where the proposal is a tree; last (A,): the token after the
-    accepted drafts; length (A,): drafts that had laws, of those `asked` for."""
-    missing, accepted = without_law(p), verdict.accepted.unsqueeze(1)  # (A, N+1), (A, 1)
+    accepted drafts; length (A,): drafts that had distributions, of those `asked` for."""
+    missing, accepted = without_probs(p), verdict.accepted.unsqueeze(1)  # (A, N+1), (A, 1)
     stains = missing.any(1, keepdim=True)
     if proposal.tree is None:
         k = length.unsqueeze(1)
@@ -45,24 +46,25 @@ def settled(p: Tensor, proposal: Proposal, verdict: Any, last: Tensor, length: T
 
 
 def sound(p: Tensor, q: Tensor | None, k: Tensor, tree: Tree | None = None) -> Tensor:
-    """Draft lengths (A,), cut where a law is missing: a draft needs its own law, and the target's before it.
+    """Draft lengths (A,), cut where a distribution is missing: a draft needs its own distribution, and the target's
+    before it.
 
     Depends on the drafts before the cut alone, as a stop rule may: p (A, N+1, V), q (A, N, V), k (A,).
     """
-    missing = without_law(p)
+    missing = without_probs(p)
     if tree is None:
         missing = missing[:, :-1]
     else:
         before = tree.on(p.device).parents.view(-1, p.shape[1] - 1) + 1
         missing = missing.gather(1, before.expand(len(p), -1))
     if q is not None and q.shape[1]:
-        missing = missing | without_law(q)
+        missing = missing | without_probs(q)
     return torch.minimum(k, (~missing).to(torch.int64).cumprod(1).sum(1))
 
 
-def without_law(law: Tensor) -> Tensor:
-    """Laws (..., V) -> (...): whether it is none, see `sampling.probs`."""
-    return law[..., 0].isnan()
+def without_probs(probs: Tensor) -> Tensor:
+    """Distributions (..., V) -> (...): whether it is none, see `sampling.probs`."""
+    return probs[..., 0].isnan()
 
 
 def column_of(path: Tensor | None, slot: int, n: int) -> int:

@@ -118,8 +118,9 @@ class Slots:
             run.proposer.enter(slot, len(run.active), row.text)
         run.active.append(row)
 
-    def without_law(self, slot: int, row: Request, doubtful: bool, reason: Callable[[], str]) -> None:
-        """A row that has come to a place without a law ends there. With drafts, of this round or of earlier ones, it is
+    def without_probs(self, slot: int, row: Request, doubtful: bool, reason: Callable[[], str]) -> None:
+        """A row that has come to a place without a distribution ends there. With drafts, of this round or of earlier
+        ones, it is
         not certain yet (doubtful): what one of them left in the slot may be to blame. The row then goes on without any,
         from a slot that is stored again."""
         if doubtful and not row.alone:

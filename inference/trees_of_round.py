@@ -1,4 +1,4 @@
-"""What a decoding round does for trees of drafts alone: laws along paths, and the children of a level.
+"""What a decoding round does for trees of drafts alone: distributions along paths, and the children of a level.
 
 A rows, n nodes, m children, M nodes drafted so far, V vocabulary.
 """

@@ -2,10 +2,11 @@
 
     python -m studies.blind outputs/results/blind.json
 
-A head n ahead reads the target's hidden state before token t and guesses the law of token t + n, of which it has not
-seen the last n tokens (Cai et al. 2024, 2401.10774: Medusa's heads): a bottleneck of 128 beside the identity, then the
-target's own output layer. Trained on the shipped texts with forward KL, or with total variation in the second half, at
-equal steps, texts and rate; acceptance at temperature 1 on held-out texts, its gain with an interval over texts.
+A head n ahead reads the target's hidden state before token t and guesses the distribution of token t + n, of which it
+has not seen the last n tokens (Cai et al. 2024, 2401.10774: Medusa's heads): a bottleneck of 128 beside the identity,
+then the target's own output layer. Trained on the shipped texts with forward KL, or with total variation in the second
+half, at equal steps, texts and rate; acceptance at temperature 1 on held-out texts, its gain with an interval over
+texts.
 """
 
 import json
@@ -24,7 +25,7 @@ from cotrain.losses.chunked import chunked, compared
 from cotrain.paths import folder
 from cotrain.rollout.kept_texts import read, texts
 from cotrain.students.base import Guess
-from cotrain.teacher.target_laws import FromStates
+from cotrain.teacher.target_distributions import FromStates
 from cotrain.teacher.target_model import load_target, served
 from inference.drafts.bundled_target import resolve
 from inference.measure.environment import environment
@@ -57,8 +58,8 @@ def trained(set_: Texts, states: Tensor, head: Any, ahead: int, then: Any) -> Bl
         at = torch.randint(len(set_), (BATCH,))
         seen, wanted = states[at, : states.shape[1] - ahead].float(), states[at, ahead:]
         loss = losses.kl if step < STEPS / 2 else then
-        laws, guess = FromStates(wanted, head), Guess.everywhere(network(seen), head)
-        total, found = chunked(loss, laws, guess, inside(set_, at, ahead), measured=False)
+        distributions, guess = FromStates(wanted, head), Guess.everywhere(network(seen), head)
+        total, found = chunked(loss, distributions, guess, inside(set_, at, ahead), measured=False)
         (total / max(found.positions, 1)).backward()
         optimizer.step()
         schedule.step()

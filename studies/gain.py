@@ -1,4 +1,4 @@
-"""The gain law: what total variation gains over forward KL, against the acceptance that forward KL reaches.
+"""The gain distribution: what total variation gains over forward KL, against the acceptance that forward KL reaches.
 
     python -m studies.gain outputs/losses outputs/results/blind.json \
         outputs/results/gain.json outputs/results/gain.svg

@@ -1,4 +1,4 @@
-"""The gain law by kind and depth: what acceptance losses gain over forward KL, for every kind of draft.
+"""The gain distribution by kind and depth: what acceptance losses gain over forward KL, for every kind of draft.
 
     python -m studies.gain_by_kind outputs/gain_by_kind outputs/results/gain_by_kind.json \
         outputs/results/gain_by_kind.svg
@@ -38,7 +38,8 @@ def at(gains: list[Gain]) -> list[Gain]:
 
 
 def by_depth(runs: list[Run]) -> list[float]:
-    """Acceptance by depth, the mean over runs; of a draft whose laws do not depend on it, its one acceptance."""
+    """Acceptance by depth, the mean over runs; of a draft whose distributions do not depend on it, its one
+    acceptance."""
     texts = [run["texts"][TEMPERATURE] for run in runs]
     return [float(one) for one in np.mean([one.get("alphas") or [one["alpha"]] for one in texts], axis=0)]
 

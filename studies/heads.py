@@ -1,4 +1,4 @@
-"""Memory and time of a loss over a real vocabulary: in chunks against both laws whole, in one run.
+"""Memory and time of a loss over a real vocabulary: in chunks against both distributions whole, in one run.
 
     python -m studies.heads 151936 4096 [outputs/results/heads.json]
 
@@ -24,7 +24,7 @@ from torch import Tensor
 from cotrain import losses
 from cotrain.losses.chunked import chunked, positions
 from cotrain.students.base import Guess
-from cotrain.teacher.target_laws import FromStates
+from cotrain.teacher.target_distributions import FromStates
 from inference.measure.environment import environment
 from inference.models.dtypes import half
 

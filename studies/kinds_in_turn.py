@@ -40,9 +40,9 @@ def alphas(figures: Figures) -> list[float]:
     """sum_v min(p, q) by depth, the mean over rounds that draft so far."""
     rounds, found = figures.k, []
     for j in range(int(rounds.max())):
-        law = figures.alpha if figures.alpha.ndim == 2 else figures.alpha[..., j]
+        probs = figures.alpha if figures.alpha.ndim == 2 else figures.alpha[..., j]
         drafting = rounds[:, : rounds.shape[1] - j] > j  # rounds that start at t draft token t + j at this depth
-        found.append(float(law[:, j:][drafting].mean()))
+        found.append(float(probs[:, j:][drafting].mean()))
     return found
 
 

@@ -1,14 +1,16 @@
-"""What a draft of one pass could reach at most: the laws of its depths know the text, and no token drafted before.
+"""What a draft of one pass could reach at most: the distributions of its depths know the text, and no token drafted
+before.
 
     python -m studies.one_pass_ceiling OUT.json [--texts 48] [--samples 256] [--temperatures 1,0.7]
         [--set KEY=VALUE ...]
 
-Behind each prompt the target samples many continuations. The best law of depth 1 is the target's; that of depth n
-maximises, over the continuations, the sum of how probable it is that the n - 1 tokens before were accepted, times
-sum_v min(p(v | continuation), q(v)). That is concave and piecewise linear in q, so it is found by filling (`best_law`).
-A law fitted to half of the continuations and judged by the same half is better than any law can be ("above"); judged by
-the other half it is a law that there is ("below"). Reported are expected tokens of a round that begins at the prompt's
-end, by depth: a depth's law is the best for its own depth, given those before it.
+Behind each prompt the target samples many continuations. The best distribution of depth 1 is the target's; that of
+depth n maximises, over the continuations, the sum of how probable it is that the n - 1 tokens before were accepted,
+times sum_v min(p(v | continuation), q(v)). That is concave and piecewise linear in q, so it is found by filling
+(`best_probs`). A distribution fitted to half of the continuations and judged by the same half is better than any
+distribution can be ("above"); judged by the other half it is a distribution that there is ("below"). Reported are
+expected tokens of a round that begins at the prompt's
+end, by depth: a depth's distribution is the best for its own depth, given those before it.
 """
 
 import argparse
@@ -33,13 +35,14 @@ from inference.measure.environment import environment
 DEPTHS, PROMPT = 8, 64
 
 
-def best_law(laws: Tensor, weights: Tensor) -> Tensor:
-    """q (V,) of sum 1 that maximises sum_s weights[s] sum_v min(laws[s, v], q[v]), from laws (S, V), weights (S,).
+def best_probs(distributions: Tensor, weights: Tensor) -> Tensor:
+    """q (V,) of sum 1 that maximises sum_s weights[s] sum_v min(distributions[s, v], q[v]), from distributions (S, V),
+    weights (S,).
 
-    The objective is concave in each q[v], with slopes that fall where q[v] passes a law's mass: the mass of q goes to
-    the steepest segments first.
+    The objective is concave in each q[v], with slopes that fall where q[v] passes a distribution's mass: the mass of q
+    goes to the steepest segments first.
     """
-    masses, order = laws.sort(0)
+    masses, order = distributions.sort(0)
     slopes = weights[order].flip(0).cumsum(0).flip(0)  # of the segment that ends at masses[s]
     widths = masses.diff(dim=0, prepend=torch.zeros_like(masses[:1]))
     steepest = slopes.flatten().argsort(descending=True, stable=True)
@@ -49,21 +52,24 @@ def best_law(laws: Tensor, weights: Tensor) -> Tensor:
     return filled.view_as(masses).sum(0)
 
 
-def expected(laws: Tensor, tokens: Tensor, fitted: Tensor, judged: Tensor) -> list[float]:
-    """Expected tokens of a round of k = 1..K drafts, the one after them included, with laws fitted to some of the
-    continuations and judged by some. laws (S, K, V): the target's along them, tokens (S, K); fitted, judged: places."""
-    reach, whole, found = torch.ones(len(tokens), dtype=laws.dtype), 1.0, []
+def expected(distributions: Tensor, tokens: Tensor, fitted: Tensor, judged: Tensor) -> list[float]:
+    """Expected tokens of a round of k = 1..K drafts, the one after them included, with distributions fitted to some of
+    the continuations and judged by some. distributions (S, K, V): the target's along them, tokens (S, K); fitted,
+    judged: places."""
+    reach, whole, found = torch.ones(len(tokens), dtype=distributions.dtype), 1.0, []
     for depth in range(tokens.shape[1]):
-        q = laws[0, 0] if depth == 0 else best_law(laws[fitted, depth], reach[fitted])
-        whole += float((reach[judged] * torch.minimum(laws[judged, depth], q).sum(-1)).mean())
-        of_text = laws[:, depth].gather(1, tokens[:, depth : depth + 1])[:, 0]
+        q = distributions[0, 0] if depth == 0 else best_probs(distributions[fitted, depth], reach[fitted])
+        whole += float((reach[judged] * torch.minimum(distributions[judged, depth], q).sum(-1)).mean())
+        of_text = distributions[:, depth].gather(1, tokens[:, depth : depth + 1])[:, 0]
         reach = reach * (q[tokens[:, depth]] / of_text).clamp(max=1)
         found.append(whole)
     return found
 
 
-def laws_along(engine: Engine, prompt: list[int], samples: int, sampling: Sampling, seed: int) -> tuple[Tensor, Tensor]:
-    """Continuations that the target samples (S, K) and its laws along them (S, K, V)."""
+def distributions_along(
+    engine: Engine, prompt: list[int], samples: int, sampling: Sampling, seed: int
+) -> tuple[Tensor, Tensor]:
+    """Continuations that the target samples (S, K) and its distributions along them (S, K, V)."""
     settings: Any = {"max_new_tokens": DEPTHS, "sampling": sampling, "ignore_eos": True, "seed": seed}
     tokens = torch.tensor(engine.generate([prompt] * samples, **settings).tokens)
     ids = torch.cat([torch.tensor([prompt] * samples), tokens[:, :-1]], 1)
@@ -74,11 +80,11 @@ def laws_along(engine: Engine, prompt: list[int], samples: int, sampling: Sampli
 
 def ceiling(engine: Engine, prompt: list[int], samples: int, sampling: Sampling, seed: int) -> dict[str, list[float]]:
     """Of one prompt: expected tokens of a round by depth, below and above."""
-    tokens, laws = laws_along(engine, prompt, samples, sampling, seed)
+    tokens, distributions = distributions_along(engine, prompt, samples, sampling, seed)
     halves = torch.arange(samples).chunk(2)
     pairs = [(halves[0], halves[1]), (halves[1], halves[0])]
-    below = torch.tensor([expected(laws, tokens, *pair) for pair in pairs]).mean(0)
-    above = torch.tensor([expected(laws, tokens, half, half) for half in halves]).mean(0)
+    below = torch.tensor([expected(distributions, tokens, *pair) for pair in pairs]).mean(0)
+    above = torch.tensor([expected(distributions, tokens, half, half) for half in halves]).mean(0)
     return {"below": below.tolist(), "above": above.tolist()}
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from inference.measure.costs import Costs
 from inference.measure.shapes import Parents, Seconds, positional, round_seconds, sequoia
-from inference.measure.tree_plan import Laws, Search, rate
+from inference.measure.tree_plan import Distributions, Search, rate
 from inference.measure.tree_rates import every
 from inference.proposers.topology import chain, from_paths, full, paths_of
 from inference.verify.tree import depths_of
@@ -46,7 +46,7 @@ def ratio(calls: Tensor, over: Tensor) -> tuple[float, float]:
 class Exact:
     """Expected calls of every shape on the held texts, and plans made on the fitted ones. by: calls (B,) by choice."""
 
-    def __init__(self, fitted: Laws, held: Laws, temperature: float, most: int, small: int) -> None:
+    def __init__(self, fitted: Distributions, held: Distributions, temperature: float, most: int, small: int) -> None:
         self.held, self.temperature, self.most = held, temperature, most
         self.depth = held.q.shape[2] if held.q.ndim == 4 else LEVELS[-1]
         self.deepest = longest = self.depth if held.q.ndim == 4 else most
@@ -68,7 +68,7 @@ class Exact:
 
     def _sequoias(self, sort: bool) -> dict[Parents, float]:
         """Its trees of every size and depth, and the tokens that positional acceptance says a call gives."""
-        chances = positional(self.fitted.accept[sort], self.fitted.laws.lengths)
+        chances = positional(self.fitted.accept[sort], self.fitted.distributions.lengths)
         trees = {sequoia(chances, n, depth) for n in range(1, self.most + 1) for depth in range(1, self.depth + 1)}
         return {tree: 1 + sum(math.prod(chances[rank] for rank in path) for path in paths_of(tree)) for tree in trees}
 

@@ -6,9 +6,10 @@
 Folders are of `cotrain train`, for the bundled target. `rows`: a kind, a temperature, a batch, a shape and a rule: tau
 measured on prompts that nothing was fitted on, tau predicted from the very texts that came out, with its standard
 error, and seconds. Shapes: the best chain, the planned shape, the tree of 16 nodes that saves most calls, and one that
-each row's own laws decide. `cells`: what every shape is worth by exact calls on held texts, decoded plainly, under the
-costs measured here and under those of a GPU's shape (`tree_cells`): the plan, made on other texts, beside the best of
-brute force. Speeds of rows are of one run each and mean little where other processes share the cores; calls are exact.
+each row's own distributions decide. `cells`: what every shape is worth by exact calls on held texts, decoded plainly,
+under the costs measured here and under those of a GPU's shape (`tree_cells`): the plan, made on other texts, beside the
+best of brute force. Speeds of rows are of one run each and mean little where other processes share the cores; calls are
+exact.
 """
 
 import argparse
@@ -34,8 +35,8 @@ from inference.exactness.ties import MARGIN, noise_of
 from inference.measure.costs import Costs, measure_costs
 from inference.measure.environment import environment
 from inference.measure.timing import Emitted
-from inference.measure.tree_laws import laws_of_rounds
-from inference.measure.tree_plan import Laws, laws_of, reach_under
+from inference.measure.tree_distributions import distributions_of_rounds
+from inference.measure.tree_plan import Distributions, distributions_of, reach_under
 from inference.models.dtypes import widened
 from inference.models.lm import LM, load_model
 from inference.noise import row_ids
@@ -71,8 +72,8 @@ class Target:
 
     @cache  # noqa: B019 - one object a study
     def plain(self, temperature: float) -> tuple[Emitted, Emitted]:
-        """Texts to plan with and to rate on: at temperature 0 a text says less of others, and its laws cost less, so
-        twice as many to plan with."""
+        """Texts to plan with and to rate on: at temperature 0 a text says less of others, and its distributions cost
+        less, so twice as many to plan with."""
         engine, sampling = Engine(self.model, rows=TOGETHER), Sampling(temperature)
         fitted = self.fitted if temperature == 0 else self.fitted[: len(self.held)]
         return self.run(engine, fitted, sampling)[0], self.run(engine, self.held, sampling)[0]
@@ -101,18 +102,20 @@ class Study:
         """Of rounds with up to `MOST` drafts."""
         return measure_costs(LM(self.target.model, batch), self.drafts(), MOST, context=96, repeats=3)
 
-    def laws(self, texts: Emitted, sampling: Sampling, depth: int) -> Laws:
+    def distributions(self, texts: Emitted, sampling: Sampling, depth: int) -> Distributions:
         """Of a language model from two passes, of any other kind from forced rounds."""
         model, rows = self.target.model, min(TOGETHER, len(texts.prompts))
         draft = self.drafts().language_model(rows, model.config.vocab_size)
         if draft is not None:
-            return laws_of(LM(model, rows, draft.vocabulary), draft, texts, sampling)
+            return distributions_of(LM(model, rows, draft.vocabulary), draft, texts, sampling)
         engine = Engine(model, rows=rows)
-        return laws_of_rounds(engine, self.drafts(), depth, texts, sampling, self.target.tokens)
+        return distributions_of_rounds(engine, self.drafts(), depth, texts, sampling, self.target.tokens)
 
     def exact(self, temperature: float, small: int) -> Exact:
         """What shapes are worth at a temperature."""
-        fitted, held = (self.laws(texts, Sampling(temperature), LONGEST) for texts in self.target.plain(temperature))
+        fitted, held = (
+            self.distributions(texts, Sampling(temperature), LONGEST) for texts in self.target.plain(temperature)
+        )
         return Exact(fitted, held, temperature, MOST, small)
 
     def cells(self, exact: Exact, batches: list[int]) -> Iterator[dict[str, Any]]:
@@ -165,8 +168,8 @@ class Study:
             if isinstance(shape, Dynamic) or sampling.temperature == 0:
                 reach, lengths, near = self.forced(texts, shape, rule, sampling)
             else:
-                laws = self.laws(texts, sampling, max(depths_of(shape)))
-                reach, lengths, near = reach_under(laws, shape, rule, likeliest), laws.lengths, 0
+                distributions = self.distributions(texts, sampling, max(depths_of(shape)))
+                reach, lengths, near = reach_under(distributions, shape, rule, likeliest), distributions.lengths, 0
             variance = variance_from(reach, lengths) + near
             each = zip(calls_from(reach, lengths).tolist(), variance.tolist(), strict=True)
             self.known |= dict(zip(keys, each, strict=True))

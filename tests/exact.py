@@ -22,21 +22,21 @@ def chi_square(counts: torch.Tensor, expected: torch.Tensor, lost: int = 1) -> f
     return torch.special.gammaincc(df, statistic.double() / 2).item()
 
 
-def laws(kind: str, V: int, n: int) -> torch.Tensor:
-    """n random laws (n, V): dense, with zeros, or one-hot."""
-    law = (2 * torch.randn(n, V, dtype=F64)).softmax(-1)
+def distributions(kind: str, V: int, n: int) -> torch.Tensor:
+    """n random distributions (n, V): dense, with zeros, or one-hot."""
+    distribution = (2 * torch.randn(n, V, dtype=F64)).softmax(-1)
     if kind == "truncated":
-        law = probs(law.log(), Sampling(top_k=max(V - 1, 1), top_p=0.9))
-    return one_hot(law.argmax(-1), law) if kind == "greedy" else law
+        distribution = probs(distribution.log(), Sampling(top_k=max(V - 1, 1), top_p=0.9))
+    return one_hot(distribution.argmax(-1), distribution) if kind == "greedy" else distribution
 
 
 class Tree:
-    """Random laws after every prefix: p[i] (V^i, V) for i <= K, q[i] for i < K, prefixes in base V."""
+    """Random distributions after every prefix: p[i] (V^i, V) for i <= K, q[i] for i < K, prefixes in base V."""
 
     def __init__(self, V: int, K: int, kinds: tuple[str, str]) -> None:
         self.V, self.K = V, K
-        self.p = [laws(kinds[0], V, V**i) for i in range(K + 1)]
-        self.q = [laws(kinds[1], V, V**i) for i in range(K)]
+        self.p = [distributions(kinds[0], V, V**i) for i in range(K + 1)]
+        self.q = [distributions(kinds[1], V, V**i) for i in range(K)]
 
     def rows(self, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """p, q, x and P(x) for all drafts of length k; NaN, and ids of no token, past k."""
@@ -59,21 +59,21 @@ class Tree:
         return (x * self.V ** torch.arange(x.shape[1] - 1, -1, -1)).sum(-1)
 
     def joint(self) -> torch.Tensor:
-        """The target's law of K + 1 tokens, (V^(K+1),)."""
-        law = torch.ones(1, dtype=F64)
+        """The target's distribution of K + 1 tokens, (V^(K+1),)."""
+        probs = torch.ones(1, dtype=F64)
         for p in self.p:
-            law = (law.unsqueeze(-1) * p).flatten()
-        return law
+            probs = (probs.unsqueeze(-1) * p).flatten()
+        return probs
 
     def emitted(self, x: torch.Tensor, verdict, weight: torch.Tensor) -> torch.Tensor:
-        """Joint law of K + 1 tokens when the verdicts' tokens, weighted, are followed by draws from p."""
-        law = torch.zeros(1, dtype=F64)
+        """Joint distribution of K + 1 tokens when the verdicts' tokens, weighted, are followed by draws from p."""
+        probs = torch.zeros(1, dtype=F64)
         for n, p in enumerate(self.p):
             stop = verdict.accepted == n
             mass = (weight.unsqueeze(-1) * verdict.probs)[stop]
             ended = torch.zeros_like(p).index_add_(0, self.number(x[stop, :n]), mass)
-            law = (law.unsqueeze(-1) * p + ended).flatten()
-        return law
+            probs = (probs.unsqueeze(-1) * p + ended).flatten()
+        return probs
 
 
 def all_lengths(tree: Tree):
@@ -103,7 +103,7 @@ def inside(cell: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
 
 
 def enumerate_rule(rule, tree: Tree) -> dict[int, tuple[torch.Tensor, float]]:
-    """For each length k: the emitted joint law, and the expected number accepted."""
+    """For each length k: the emitted joint distribution, and the expected number accepted."""
     p, q, x, weight, k = all_lengths(tree)
     t = thresholds(rule, p, q, x, k)
     found = {int(length): [torch.zeros_like(tree.joint()), 0.0] for length in k.unique()}

@@ -23,7 +23,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def network(layers: int = 2, hidden: int = 64, seed: int = 0, context: int = CONTEXT) -> LlamaForCausalLM:
-    """A random Llama in float32 whose laws are far from uniform; sizes are multiples of 64."""
+    """A random Llama in float32 whose distributions are far from uniform; sizes are multiples of 64."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCABULARY,

@@ -44,7 +44,7 @@ CONTRIBUTING = Path(__file__).resolve().parent.parent / "CONTRIBUTING.md"
 class Kind:
     """proposer: made for a tiny target, so that its drafts are often right and not always. Of a kind that drafts trees
     (`SHAPED`) it passes `shape` and `greedy` on. drawn: whether each draft is one draw of the round; others come out of
-    a verification of the kind's own, whose law its own suite enumerates."""
+    a verification of the kind's own, whose distribution its own suite enumerates."""
 
     proposer: Callable[..., Proposer]
     drawn: bool = True

@@ -27,7 +27,7 @@ def tiny(
     eos: int | None = None,
     positions: int = 256,
 ) -> LlamaForCausalLM:
-    """A random Llama whose laws are far from uniform, in eval mode."""
+    """A random Llama whose distributions are far from uniform, in eval mode."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=vocab,

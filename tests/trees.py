@@ -31,7 +31,7 @@ def siblings_before(parents: tuple[int, ...], node: int) -> list[int]:
 
 
 class Case:
-    """Laws after every prefix and a topology; rows of all drafts that can be made, with their chances.
+    """Distributions after every prefix and a topology; rows of all drafts that can be made, with their chances.
 
     p (B, N+1, V), q (B, N, V), x (B, N), weight (B,).
     """
@@ -40,7 +40,7 @@ class Case:
         self, parents: tuple[int, ...], mode: str, V: int = 3, kinds=("dense", "dense"), like: Tree | None = None
     ) -> None:
         self.parents, self.mode, self.N, self.V, self.D = parents, mode, len(parents), V, depth(parents)
-        self.laws = like or Tree(V, self.D, kinds)
+        self.distributions = like or Tree(V, self.D, kinds)
         rows = [found for x in itertools.product(range(V), repeat=self.N) if (found := self.row(x))]
         self.p, self.q, self.x = (torch.stack([row[i] for row in rows]) for i in range(3))
         self.weight = torch.tensor([row[3] for row in rows], dtype=F64)
@@ -50,35 +50,35 @@ class Case:
         return self.mode == "with"
 
     def row(self, x: tuple[int, ...]):
-        """Laws of one draft and its chance; None where it cannot be made."""
+        """Distributions of one draft and its chance; None where it cannot be made."""
         p, q, chance = [], [], 1.0
         for node in range(-1, self.N):
-            p.append(self.law(self.laws.p, x, node))
+            p.append(self.probs(self.distributions.p, x, node))
             if node < 0:
                 continue
-            law = self.law(self.laws.q, x, self.parents[node])
+            probs = self.probs(self.distributions.q, x, self.parents[node])
             before = [x[other] for other in siblings_before(self.parents, node)]
             if self.mode == "deterministic":
-                ranked = law.argsort(descending=True, stable=True).tolist()
+                ranked = probs.argsort(descending=True, stable=True).tolist()
                 chance *= float(x[node] == [*ranked, *ranked][len(before)])  # more children than tokens: one twice
-                law = torch.zeros_like(law).index_fill_(0, torch.tensor([x[node]]), 1.0)
+                probs = torch.zeros_like(probs).index_fill_(0, torch.tensor([x[node]]), 1.0)
             elif self.mode == "with":
-                chance *= float(law[x[node]])
+                chance *= float(probs[x[node]])
             else:
-                left = [0.0 if token in before else float(mass) for token, mass in enumerate(law)]
+                left = [0.0 if token in before else float(mass) for token, mass in enumerate(probs)]
                 # more children than tokens: what a draft then names counts for nothing
                 chance *= left[x[node]] / sum(left) if sum(left) > 0 else float(x[node] == 0)
-            q.append(law)
+            q.append(probs)
         return (torch.stack(p), torch.stack(q), torch.tensor(x), chance) if chance > 0 else None
 
-    def law(self, laws: list[torch.Tensor], x: tuple[int, ...], node: int) -> torch.Tensor:
+    def probs(self, distributions: list[torch.Tensor], x: tuple[int, ...], node: int) -> torch.Tensor:
         path = path_of(self.parents, node)
-        number = self.laws.number(torch.tensor([[x[step] for step in path]], dtype=torch.int64))
-        return laws[len(path)][number[0]]
+        number = self.distributions.number(torch.tensor([[x[step] for step in path]], dtype=torch.int64))
+        return distributions[len(path)][number[0]]
 
     def emitted(self, x: torch.Tensor, verdict, weight: torch.Tensor) -> torch.Tensor:
-        """Joint law of D + 1 tokens that the verdicts on drafts x (B, N) give."""
-        return self.laws.emitted(x.gather(1, verdict.path.clamp(min=0)), verdict, weight)
+        """Joint distribution of D + 1 tokens that the verdicts on drafts x (B, N) give."""
+        return self.distributions.emitted(x.gather(1, verdict.path.clamp(min=0)), verdict, weight)
 
 
 def judged(rule: str, p, q, x, parents, replacement: bool) -> tuple[list[float], list[list[float]]]:
@@ -87,7 +87,7 @@ def judged(rule: str, p, q, x, parents, replacement: bool) -> tuple[list[float],
     rests: list[list[float]] = [[]] * (N + 1)
 
     def visit(node: int, w: float) -> float:
-        law, tried = list(p[node + 1]), set()
+        probs, tried = list(p[node + 1]), set()
         for child in range(N):
             if parents[child] != node:
                 continue
@@ -99,15 +99,15 @@ def judged(rule: str, p, q, x, parents, replacement: bool) -> tuple[list[float],
                     continue
                 draft = [mass / total for mass in draft]
             tried.add(x[child])
-            thresholds[child] = min(w * law[x[child]] / draft[x[child]], 1.0)
+            thresholds[child] = min(w * probs[x[child]] / draft[x[child]], 1.0)
             inside = visit(child, thresholds[child] if rule == "traversal" else 1.0)
             thresholds[child] = inside if rule == "traversal" else thresholds[child]
-            refused = [max(w * a - b, 0.0) for a, b in zip(law, draft, strict=True)]
+            refused = [max(w * a - b, 0.0) for a, b in zip(probs, draft, strict=True)]
             mass = sum(refused)
             if rule == "traversal":
                 w = mass / (mass + 1 - w) if mass + 1 - w > 0 else 1.0
-            law = [a / mass for a in refused] if mass > 0 else law
-        rests[node + 1] = law
+            probs = [a / mass for a in refused] if mass > 0 else probs
+        rests[node + 1] = probs
         return w
 
     visit(-1, 1.0)

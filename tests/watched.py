@@ -6,8 +6,8 @@ from torch import Tensor
 
 
 class Round(NamedTuple):
-    """texts (B,) before the round, temperatures of their rows, drafts x (B, K), their laws q (B, K, V) or None, and how
-    many each row has, k (B,)."""
+    """texts (B,) before the round, temperatures of their rows, drafts x (B, K), their distributions q (B, K, V) or
+    None, and how many each row has, k (B,)."""
 
     texts: list[list[int]]
     temperatures: list[float]

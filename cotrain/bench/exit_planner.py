@@ -112,7 +112,7 @@ def figures(layer: int, texts: Sequence[Read], head: Head, plan: "measurement.Pl
         q = probs(head(moved(text.states[layer], w)), plan.sampling)
         q = certain(q) if plan.objective == "greedy" else q
         at = text.x.unsqueeze(1)
-        px, qx = (law.gather(1, at).squeeze(1).double().cpu() for law in (p, q))
+        px, qx = (distribution.gather(1, at).squeeze(1).double().cpu() for distribution in (p, q))
         found[0, row, : len(px)] = px.clamp(min=torch.finfo(torch.float32).tiny).log()
         found[1, row, : len(px)] = qx.log()
         found[2, row, : len(px)] = torch.minimum(p, q).sum(1).double().cpu()

@@ -20,7 +20,7 @@ def table(plan: Plan, load: Load, targets: Sequence[str], drafts: Sequence[str],
           say: Callable[[str], None] = print) -> list[dict[str, Any]]:  # fmt: skip
     """One entry a target, temperature and draft: alpha = sum_v min(p, q) and tau(k) on texts of that very target, and
     the speed-up over its own plain decoding on a few prompts; nf4 drafts are timed as what they hold, in bfloat16. Of a
-    draft whose law depends on the depth alpha is of its first draft."""
+    draft whose distribution depends on the depth alpha is of its first draft."""
     cells = []
     for target in targets:
         plan = replace(plan, target=load(target))

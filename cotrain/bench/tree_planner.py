@@ -18,8 +18,8 @@ from inference.measure.real_costs import RealRound, measure_drafting
 from inference.measure.shapes import Seconds, tokens_of
 from inference.measure.timing import Emitted
 from inference.measure.tree_costs import fitted, probes
-from inference.measure.tree_laws import laws_of_rounds
-from inference.measure.tree_plan import Laws, Search, laws_of, reach_under
+from inference.measure.tree_distributions import distributions_of_rounds
+from inference.measure.tree_plan import Distributions, Search, distributions_of, reach_under
 from inference.models.lm import LM
 from inference.proposers.topology import chain
 from inference.verify.prediction import calls_from
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 # of trees, what a chain's rule becomes: a tree has its own; coupled and match are asked for by name
 RULES = {"token": "tree", "block": "traversal", "tree": "tree", "traversal": "traversal"}
 CHILDREN = 4  # of a node, at most
-ENTRIES = 2**27  # of a law's table of the texts that shapes are rated on: of large vocabularies, fewer texts
+ENTRIES = 2**27  # of a distribution's table of the texts that shapes are rated on: of large vocabularies, fewer texts
 RUN = 2  # candidates that are run
 
 
@@ -63,26 +63,30 @@ def best_tree(
         return None
     if given is not None and _certain(plan):
         given = replace(given, likeliest=True)
-    laws = plain_laws(plan, texts, given.depth if given else 0)
-    if laws is None:
+    distributions = plain_distributions(plan, texts, given.depth if given else 0)
+    if distributions is None:
         print(f"bench: {plan.kind} drafts are planned as chains: they draft no trees")
         return None
-    found = candidates(plan, laws, tree_seconds(plan, until))[:RUN] if plan.bench.trees else []
+    found = candidates(plan, distributions, tree_seconds(plan, until))[:RUN] if plan.bench.trees else []
     found += [given] if given is not None and given not in found else []
     if not found:
         return None
     k = length.drafting
     rounds = run(plan, [0, k, *found], until)
-    plain, taus = rounds[0].seconds, {tree: tau_of(laws, tree) for tree in found}
-    whole = len(laws.lengths) == len(texts.tokens)  # else of the texts that trees are rated on
-    tau = chains[k] if whole else tau_of(laws, PlannedTree(chain(k), RULES[plan.verify], plan.objective == "greedy"))
+    plain, taus = rounds[0].seconds, {tree: tau_of(distributions, tree) for tree in found}
+    whole = len(distributions.lengths) == len(texts.tokens)  # else of the texts that trees are rated on
+    tau = (
+        chains[k]
+        if whole
+        else tau_of(distributions, PlannedTree(chain(k), RULES[plan.verify], plan.objective == "greedy"))
+    )
     chained = plain * tau / rounds[k].seconds
     speeds = {tree: plain * taus[tree] / rounds[tree].seconds for tree in found}
     tree = max(found, key=speeds.__getitem__)
     return Grown(tree, taus[tree], rounds[tree], speeds[tree], chained)
 
 
-def plain_laws(plan: "Plan", texts: Emitted, levels: int = 0) -> Laws | None:
+def plain_distributions(plan: "Plan", texts: Emitted, levels: int = 0) -> Distributions | None:
     """Of both models at the texts, as many as `ENTRIES` hold; None for drafts that cannot branch. Of those that are no
     language model, by depth, from forced rounds of chains: of bench.depths, and of at least so many levels."""
     if not takes_shape(plan.student(plan.running).proposer):
@@ -96,8 +100,8 @@ def plain_laws(plan: "Plan", texts: Emitted, levels: int = 0) -> Laws | None:
     rows = min(BATCH, len(some.tokens))
     draft = chains.language_model(rows, vocabulary)
     if draft is None:
-        return laws_of_rounds(plan.engine(depths, rows, chains), chains, depths, some, plan.sampling, new)
-    return laws_of(LM(plan.target, rows, vocabulary), draft, some, plan.sampling)
+        return distributions_of_rounds(plan.engine(depths, rows, chains), chains, depths, some, plan.sampling, new)
+    return distributions_of(LM(plan.target, rows, vocabulary), draft, some, plan.sampling)
 
 
 def tree_seconds(plan: "Plan", until: float) -> Seconds:
@@ -123,11 +127,11 @@ def run(plan: "Plan", drafted: Sequence[PlannedTree | int], until: float) -> dic
     )
 
 
-def candidates(plan: "Plan", laws: Laws, seconds: Seconds) -> list[PlannedTree]:
+def candidates(plan: "Plan", distributions: Distributions, seconds: Seconds) -> list[PlannedTree]:
     """The best tree under each rule and with each sort of children, in the order of seconds a token. A draft that was
     made for greedy drafting drafts its likeliest tokens; at temperature 0 all children are."""
     most, sorts = plan.bench.trees, (True,) if _certain(plan) else (False, True)
-    search = Search(laws, most, min(CHILDREN, most, laws.p.shape[-1]), {1, *plan.depths}, sorts=sorts)
+    search = Search(distributions, most, min(CHILDREN, most, distributions.p.shape[-1]), {1, *plan.depths}, sorts=sorts)
     found = search.ranked(seconds, branching=True)
     return [PlannedTree(one.shape.parents, one.rule, one.likeliest) for one in found]
 
@@ -137,10 +141,10 @@ def _certain(plan: "Plan") -> bool:
     return plan.objective == "greedy" or plan.sampling.temperature == 0
 
 
-def tau_of(laws: Laws, tree: PlannedTree) -> float:
+def tau_of(distributions: Distributions, tree: PlannedTree) -> float:
     """Tokens per target call expected on the texts, see `reach_under`."""
-    reach = reach_under(laws, tuple(tree.parents), tree.rule, tree.likeliest)
-    return tokens_of(laws.p, laws.lengths) / float(calls_from(reach, laws.lengths).sum())
+    reach = reach_under(distributions, tuple(tree.parents), tree.rule, tree.likeliest)
+    return tokens_of(distributions.p, distributions.lengths) / float(calls_from(reach, distributions.lengths).sum())
 
 
 def decided(length: Length, grown: Grown | None) -> tuple[Grown | None, str]:

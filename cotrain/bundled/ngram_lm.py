@@ -73,13 +73,13 @@ class KneserNey:
         A context never seen in training leaves all its mass to the shorter one. Exactly normalised over V.
         Raises ValueError for ids outside the vocabulary.
         """
-        law = np.full(len(ids), 1 / self.vocabulary)
+        probs = np.full(len(ids), 1 / self.vocabulary)
         for k, level in enumerate(self.levels, 1):
             grams = pack(ids, k, self.vocabulary)
             share = find(level.grams, level.share, grams, 0.0)
             left = find(level.contexts, level.left, grams // self.vocabulary, 1.0)
-            law[k - 1 :] = share + left * law[k - 1 :]
-        return np.log(law)
+            probs[k - 1 :] = share + left * probs[k - 1 :]
+        return np.log(probs)
 
 
 def pack(ids: np.ndarray, k: int, vocabulary: int) -> np.ndarray:
@@ -119,7 +119,7 @@ def find(keys: np.ndarray, values: np.ndarray, wanted: np.ndarray, default: floa
 def bigram(stream: Tensor, vocabulary: int, add: float) -> Tensor:
     """P(w|v) = (c(vw) + add) / (c(v) + add V) from a stream of token ids (N,) -> (V,V) float64, rows v.
 
-    Raises ValueError unless add > 0 (a token never seen would have no law) and for ids outside 0..V-1.
+    Raises ValueError unless add > 0 (a token never seen would have no distribution) and for ids outside 0..V-1.
     """
     if not add > 0:
         raise ValueError(f"add must be positive, not {add}")
@@ -128,13 +128,13 @@ def bigram(stream: Tensor, vocabulary: int, add: float) -> Tensor:
     return smoothed / smoothed.sum(1, keepdim=True)
 
 
-def bigram_alpha(law: Tensor, chunks: Iterable[tuple[Tensor, Tensor]]) -> float:
-    """Mean acceptance sum_v min(p, q) of a bigram table law (V,V) as the draft q, over all positions.
+def bigram_alpha(probs: Tensor, chunks: Iterable[tuple[Tensor, Tensor]]) -> float:
+    """Mean acceptance sum_v min(p, q) of a bigram table distribution (V,V) as the draft q, over all positions.
 
-    Each chunk is ids (B,T) and log p (B,T,V), the target's law of the token that follows ids[b,t].
+    Each chunk is ids (B,T) and log p (B,T,V), the target's distribution of the token that follows ids[b,t].
     Raises ValueError when there is no position.
     """
-    logs = law.log()
+    logs = probs.log()
     total, positions = 0.0, 0
     for ids, log_p in chunks:
         total += alpha(log_p, logs[ids.long()]).sum().item()

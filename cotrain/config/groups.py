@@ -71,7 +71,8 @@ class Draft:
     the target's; `path` for init=pretrained. quantisation: of its projections when it is served (none, int8, nf4):
     training is then quantisation-aware. datastore: a folder of `cotrain datastore`, of kinds that look up; shortest:
     tokens of a text's end that must have stood before. depths: drafts of a round that it is trained for, of a kind
-    whose law depends on the depth. vocabulary: so many tokens are all that it knows, of a kind with a head of its own;
+    whose distribution depends on the depth. vocabulary: so many tokens are all that it knows, of a kind with a head of
+    its own;
     null: those of the target. bits: of the target's weights, of kinds that draft with the target in fewer bits: 8
     (int8) or 4 (nf4). inner: guesses that the small draft of two levels makes before they are verified. temperatures:
     of a kind that is told the temperature, those that it learns at; a text of each is learnt at its own."""
@@ -109,7 +110,8 @@ class Init:
 class Loss:
     """`first` until the fraction `switch` of the steps is done, then `then`, see losses.spec; hardest: the fraction
     of a batch's positions (of each process), those of the largest loss, that counts. decay: of a depth's weight, of
-    drafts whose law depends on the depth, decay ** depth; null: as many target calls as acceptance there saves."""
+    drafts whose distribution depends on the depth, decay ** depth; null: as many target calls as acceptance there
+    saves."""
 
     first: str
     then: str | None
@@ -184,7 +186,8 @@ class Trainer:
     remember_mb: int
     checkpoint_minutes: float  # a checkpoint at least as often, besides those of validations
     cache: str | None  # a folder of the target's hidden states, for runs that read the same texts
-    top: int  # keep so many likeliest tokens of each law instead of hidden states, see cotrain.teacher.top_k; 0: states
+    # keep so many likeliest tokens of each distribution instead of hidden states, see cotrain.teacher.top_k; 0: states
+    top: int
     precision: str  # of Lightning: bf16-mixed, 32-true, ...; auto: the first, unless a CPU would emulate it
     accumulate: int  # batches a step
     clip: float

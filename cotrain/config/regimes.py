@@ -31,7 +31,7 @@ def judged(cfg: TrainConfig) -> list[float]:
 
 
 def truncation(regime: Regime) -> Callable[[Tensor], Tensor] | None:
-    """What the regime cuts from a law, logits (n, V) -> (n, V), or None."""
+    """What the regime cuts from a distribution, logits (n, V) -> (n, V), or None."""
     cuts: list[Callable[[Tensor], Tensor]] = [partial(keep_top_k, k=regime.top_k)] if regime.top_k else []
     cuts += [partial(keep_top_p, p=regime.top_p)] if regime.top_p < 1 else []
     if not cuts:

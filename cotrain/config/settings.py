@@ -96,7 +96,7 @@ class RolloutConfig:
     regime: Regime
     data: Data
     rollout: Rollout
-    draft: Model  # that makes sampling faster, the texts' law being the same
+    draft: Model  # that makes sampling faster, the texts' distribution being the same
     kind: str  # train or held_out: the split that prompts come from
     output: str
     threads: int

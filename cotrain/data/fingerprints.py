@@ -21,7 +21,7 @@ from inference.request import ends_of
 
 SAMPLE = 1024  # values of a tensor that are hashed one by one
 CHUNK = 2**24  # values that are summed at once
-# of a config: names, versions and the dtype in memory, which change no law by themselves
+# of a config: names, versions and the dtype in memory, which change no distribution by themselves
 NAMES = {"transformers_version", "architectures", "dtype", "torch_dtype", "_name_or_path", "use_cache"}
 # special tokens, digits, white space, several alphabets: what a tokenizer may treat in its own way
 PROBE = " The  café's 1234 tests,\n\tdef f(x): return x**2  # 漢字 🙂\r\n<|endoftext|></s>"

@@ -76,7 +76,7 @@ class Texts:
 
 
 def of_blocks(blocks: Blocks) -> Texts:
-    """Corpus blocks as texts: every position counts, p is the target's whole law there too."""
+    """Corpus blocks as texts: every position counts, p is the target's whole distribution there too."""
     n, width = blocks.ids.shape
     domains = [blocks.domains[index] for index in blocks.domain.tolist()]
     first, length = torch.ones(n, dtype=torch.int64), torch.full((n,), width)

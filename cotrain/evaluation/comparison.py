@@ -24,7 +24,7 @@ Run = dict[str, Any]  # what a run keeps in `FIGURES`
 
 def per_text(scores: dict[float, Scores]) -> dict[str, Any]:
     """What a comparison needs of one run: by temperature, what the draft is like, its acceptance at each depth where
-    laws depend on the depth, and lengths and exact expected calls of each text at k = 4, 8."""
+    distributions depend on the depth, and lengths and exact expected calls of each text at k = 4, 8."""
     return {
         f"{temperature:g}": {
             **{name: getattr(found, name) for name in LIKE},

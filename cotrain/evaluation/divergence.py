@@ -8,28 +8,28 @@ from torch import Tensor
 
 from cotrain import losses
 from cotrain.evaluation.held_out import HeldOut
-from cotrain.evaluation.profile import law, positions
+from cotrain.evaluation.profile import positions, probs
 from cotrain.students.base import Student
-from cotrain.teacher.target_laws import Head
+from cotrain.teacher.target_distributions import Head
 
-WORST, LIKELIEST, SHOWN = 12, 3, 48  # contexts, tokens of each law, tokens of text before
+WORST, LIKELIEST, SHOWN = 12, 3, 48  # contexts, tokens of each distribution, tokens of text before
 PARTS = 20  # of the Lorenz curve
 Decode = Callable[[Sequence[int]], str]
 
 
 @torch.no_grad()
 def divergence(held: HeldOut, student: Student, head_target: Head, decode: Decode) -> dict[str, Any]:
-    """Total variation 1 - sum_v min(p, q) over the held-out texts of one temperature, both laws drawn at it.
+    """Total variation 1 - sum_v min(p, q) over the held-out texts of one temperature, both distributions drawn at it.
 
     lorenz[i]: the share of the whole that the i / 20 of all positions with the most hold. worst: the place of the most
-    in each text, those with the most first: the text before it and what came, and the likeliest tokens of both laws
-    with p and q of each. A target that branches leaves few such places: all else agrees. Of a draft whose law depends
-    on the depth, all of its first draft.
+    in each text, those with the most first: the text before it and what came, and the likeliest tokens of both
+    distributions with p and q of each. A target that branches leaves few such places: all else agrees. Of a draft whose
+    distribution depends on the depth, all of its first draft.
     """
     apart: list[float] = []
     worst: dict[int, dict[str, Any]] = {}
     for theirs, guess, contexts, rows in positions(held, student):
-        p, q = (law(logits, held.temperature, held) for logits in (head_target(theirs), guess.head(guess.states)))
+        p, q = (probs(logits, held.temperature, held) for logits in (head_target(theirs), guess.head(guess.states)))
         found = (1 - losses.alpha(p, q)).clamp(min=0).tolist()
         for n, (row, context) in enumerate(zip(rows.tolist(), contexts.tolist(), strict=True)):
             if found[n] > worst.get(row, {"tv": -1.0})["tv"]:
@@ -57,7 +57,7 @@ def lorenz(values: Sequence[float], parts: int = PARTS) -> list[float]:
 
 
 def _likeliest(p: Tensor, q: Tensor) -> dict[str, list[tuple[int, float, float]]]:
-    """(id, p, q) of the likeliest tokens of log laws (V,), the target's and the draft's."""
+    """(id, p, q) of the likeliest tokens of log distributions (V,), the target's and the draft's."""
     tops = {"target": p.topk(LIKELIEST).indices, "draft": q.topk(LIKELIEST).indices}
     return {name: [(int(i), float(p[i].exp()), float(q[i].exp())) for i in ids] for name, ids in tops.items()}
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from cotrain.acceptance import conditional, expected_calls, l_from, prefix, tau, tau_block
 from cotrain.data.texts import Texts
 from cotrain.losses.chunked import Comparison, compared
-from cotrain.losses.served_laws import Truncate
+from cotrain.losses.served_distributions import Truncate
 from cotrain.students.base import ANY, LAST, Guess, Student
-from cotrain.teacher.target_laws import FromStates, Head, Reader, Record, seen
+from cotrain.teacher.target_distributions import FromStates, Head, Reader, Record, seen
 
 DEPTHS = 8  # tau(k) and acceptance by position for k = 1..8
 
@@ -49,8 +49,8 @@ class HeldOut:
 class Scores:
     """l (N, L): log q - log p of each sampled token, 0 past a row's length; r_greedy, acceptance where the draft's
     likeliest token is drafted; confidence (N, L): of the draft in its likeliest token; lengths (N,); means over all
-    tokens. Of a draft whose law depends on the depth all three are (N, L, K), see `acceptance`, alpha to entropy are of
-    its first draft, and alphas has alpha of each of the K depths."""
+    tokens. Of a draft whose distribution depends on the depth all three are (N, L, K), see `acceptance`, alpha to
+    entropy are of its first draft, and alphas has alpha of each of the K depths."""
 
     l: Tensor
     r_greedy: Tensor
@@ -74,7 +74,7 @@ class Scores:
         return torch.arange(self.l.shape[1]) < self.lengths.unsqueeze(1)
 
     def drafted(self, k: int) -> int:
-        """How many of k tokens the draft can draft: no more than the depths that it has laws for."""
+        """How many of k tokens the draft can draft: no more than the depths that it has distributions for."""
         return k if self.l.ndim == 2 else min(k, self.l.shape[2])
 
     def calls(self, k: int) -> Tensor:
@@ -89,7 +89,8 @@ class Scores:
         return float(tau(self.r, self.drafted(k), self.lengths))
 
     def tau_greedy(self, k: int) -> float:
-        """The same for greedy drafting. The law drafted from is certain: a token accepted by one rule is by all."""
+        """The same for greedy drafting. The distribution drafted from is certain: a token accepted by one rule is by
+        all."""
         return float(tau(self.r_greedy, self.drafted(k), self.lengths))
 
     @property
@@ -129,8 +130,8 @@ def figures(found: dict[str, Scores]) -> dict[str, float]:
 
     alpha, alpha_greedy_draft = p(argmax q), kl, entropy of q, calibration_error; tau at k = 1..8 by the token rule,
     tau_block by block verification, tau_greedy_draft for greedy drafting; conditional and prefix acceptance at depth
-    1..8. alpha/worst: of the domain that is accepted least. Of a draft whose law depends on the depth, as many depths
-    as it has, and alpha_by_depth.
+    1..8. alpha/worst: of the domain that is accepted least. Of a draft whose distribution depends on the depth, as many
+    depths as it has, and alpha_by_depth.
     """
     alone = [scores.alpha for domain, scores in found.items() if domain != "all"] or [found["all"].alpha]
     named: dict[str, float] = {"alpha/worst": min(alone)}
@@ -175,8 +176,8 @@ def score(held: HeldOut, domain: str, student: Student, head_target: Head, batch
 
 
 def _compared(held: HeldOut, at: Tensor, student: Student, head_target: Head) -> tuple[list[Tensor], Tensor]:
-    """Of some texts: l, whether the likeliest token is the text's, and max q, (B, T) each, or (B, T, K) where laws
-    depend on the depth; sums of alpha, p(argmax q), KL and entropy by depth."""
+    """Of some texts: l, whether the likeliest token is the text's, and max q, (B, T) each, or (B, T, K) where
+    distributions depend on the depth; sums of alpha, p(argmax q), KL and entropy by depth."""
     guesses, record = guessed(held, at, student)
     ids = held.texts.ids[at].to(student.network.device)
     mask = torch.nn.functional.pad(held.texts.predicted[at], (0, 1)).to(ids.device)

@@ -10,9 +10,9 @@ from torch import Tensor
 from cotrain import losses
 from cotrain.evaluation.held_out import HeldOut, guessed
 from cotrain.losses.chunked import CHUNK
-from cotrain.losses.served_laws import log_law, served
+from cotrain.losses.served_distributions import log_probs, served
 from cotrain.students.base import LAST, Guess, Student
-from cotrain.teacher.target_laws import Head
+from cotrain.teacher.target_distributions import Head
 
 DRAFTING = (0.0, 0.3, 0.5, 0.7, 0.85, 1.0, 1.2)
 
@@ -22,16 +22,16 @@ def profile(held: HeldOut, student: Student, head_target: Head, drafting: Sequen
     """alpha = sum_v min(p, q) over the held-out texts of one temperature of the target: by the temperature of the draft
     (0: its likeliest token), and, both at the target's, by the tokens of context, in buckets that double.
 
-    Verification is exact whatever the draft's temperature is; acceptance alone depends on it. Of a draft whose law
-    depends on the depth, both are of its first draft; acceptance by depth is `held_out.by_depth`'s.
+    Verification is exact whatever the draft's temperature is; acceptance alone depends on it. Of a draft whose
+    distribution depends on the depth, both are of its first draft; acceptance by depth is `held_out.by_depth`'s.
     """
     temperatures = sorted({*drafting, held.temperature})
     totals = torch.zeros(len(temperatures), dtype=torch.float64)
     buckets: defaultdict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for theirs, guess, context, _ in positions(held, student):
-        p = law(head_target(theirs), held.temperature, held)
+        p = probs(head_target(theirs), held.temperature, held)
         logits = guess.head(guess.states)
-        alphas = torch.stack([losses.alpha(p, law(logits, t, held)) for t in temperatures]).double().cpu()
+        alphas = torch.stack([losses.alpha(p, probs(logits, t, held)) for t in temperatures]).double().cpu()
         totals += alphas.sum(1)
         own = alphas[temperatures.index(held.temperature)]
         for length, alpha in zip(context.tolist(), own.tolist(), strict=True):
@@ -46,10 +46,10 @@ def profile(held: HeldOut, student: Student, head_target: Head, drafting: Sequen
     }  # fmt: skip
 
 
-def law(logits: Tensor, temperature: float, held: HeldOut) -> Tensor:
+def probs(logits: Tensor, temperature: float, held: HeldOut) -> Tensor:
     """As it is served, log (n, V)."""
     t = torch.full((len(logits),), temperature, device=logits.device)
-    return served(log_law(logits, t), t, held.truncate)
+    return served(log_probs(logits, t), t, held.truncate)
 
 
 def positions(held: HeldOut, student: Student, batch: int = 16) -> Iterator[tuple[Tensor, Guess, Tensor, Tensor]]:

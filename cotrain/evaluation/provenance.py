@@ -1,4 +1,5 @@
-"""Whether texts were sampled from the target: their mean negative log-likelihood beside the entropy of its laws."""
+"""Whether texts were sampled from the target: their mean negative log-likelihood beside the entropy of its
+distributions."""
 
 import math
 from dataclasses import dataclass
@@ -9,8 +10,8 @@ from torch import Tensor
 from cotrain import losses
 from cotrain.evaluation.held_out import HeldOut
 from cotrain.losses.chunked import CHUNK
-from cotrain.losses.served_laws import log_law, served
-from cotrain.teacher.target_laws import Head
+from cotrain.losses.served_distributions import log_probs, served
+from cotrain.teacher.target_distributions import Head
 
 IMPOSSIBLE, SIGMAS = 0.02, 6.0  # kernels differ a little between machines: what is refused differs much
 
@@ -62,7 +63,7 @@ def provenance(held: HeldOut, head: Head, device: torch.device | str = "cpu", ba
 def _found(logits: Tensor, x: Tensor, held: HeldOut) -> Tensor:
     """-log p(x), H(p) and the variance of -log p under p, of logits (n, V) and tokens x (n,) -> (n, 3)."""
     t, x = torch.full((len(x),), held.temperature, device=logits.device), x.to(logits.device)
-    logs = served(log_law(logits, t), t, held.truncate)
+    logs = served(log_probs(logits, t), t, held.truncate)
     entropy = losses.entropy(logs)
     square = (logs.exp() * logs.masked_fill(logs == -math.inf, 0.0).square()).sum(-1)
     return torch.stack([-logs.gather(-1, x[:, None])[:, 0], entropy, square - entropy.square()], -1)

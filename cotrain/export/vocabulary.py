@@ -58,8 +58,8 @@ def _own_texts(model: PreTrainedModel, used: int) -> Tensor:
     random = torch.Generator().manual_seed(0)
     ids = torch.randint(used, (TEXTS, 1), generator=random)
     while ids.shape[1] < LENGTH:
-        law = _logits(model, ids)[:, -1, :used].softmax(-1)
-        ids = torch.cat([ids, torch.multinomial(law, 1, generator=random)], 1)
+        probs = _logits(model, ids)[:, -1, :used].softmax(-1)
+        ids = torch.cat([ids, torch.multinomial(probs, 1, generator=random)], 1)
     return ids
 
 

@@ -1,5 +1,5 @@
-"""Losses between a target law and a draft law: formulas in `divergences`, of texts in `sequence`, all by name in
-`registry`, sums in `spec`, chunks in `chunked`, depths in `over_guesses`."""
+"""Losses between a target distribution and a draft distribution: formulas in `divergences`, of texts in `sequence`, all
+by name in `registry`, sums in `spec`, chunks in `chunked`, depths in `over_guesses`."""
 
 from cotrain.losses.divergences import (
     alpha,

@@ -1,8 +1,8 @@
 """Losses from states, a chunk of guesses at a time, so that (B,T,V) pairs never exist whole.
 
-Each of several chunks applies both heads, makes the two laws, and is forgotten. Its gradients are made at once where
-the head's parameters are given (`eager_backward`), else backward computes it again. Only the draft's states and head
-receive gradients. B rows, T positions, V vocabulary, N guesses, n of them in a chunk.
+Each of several chunks applies both heads, makes the two distributions, and is forgotten. Its gradients are made at once
+where the head's parameters are given (`eager_backward`), else backward computes it again. Only the draft's states and
+head receive gradients. B rows, T positions, V vocabulary, N guesses, n of them in a chunk.
 """
 
 import math
@@ -17,15 +17,16 @@ from torch.utils.checkpoint import checkpoint
 from cotrain import losses
 from cotrain.losses.eager_backward import summed
 from cotrain.losses.guess import Guess
-from cotrain.losses.served_laws import Laws, Truncate, log_law, served
+from cotrain.losses.served_distributions import Distributions, Truncate, log_probs, served
 from inference.sampling import draw, wide
 
-CHUNK = 512  # positions whose laws exist at once, where nothing else is said
-LAWS, FEWEST = 2**21, 192  # values of a law of one chunk: 8 MiB in float32 stay in a processor's cache
+CHUNK = 512  # positions whose distributions exist at once, where nothing else is said
+LAWS, FEWEST = 2**21, 192  # values of a distribution of one chunk: 8 MiB in float32 stay in a processor's cache
 
 
 def positions(vocabulary: int) -> int:
-    """Of one chunk; of a large vocabulary as many as a matrix product wants: 192 of 151,936 tokens, 111 MiB a law."""
+    """Of one chunk; of a large vocabulary as many as a matrix product wants: 192 of 151,936 tokens, 111 MiB a
+    distribution."""
     return max(LAWS // vocabulary, FEWEST)
 
 
@@ -33,7 +34,7 @@ def positions(vocabulary: int) -> int:
 class Statistics:
     """Detached means over the counted guesses, unweighted; zeros when there is none.
 
-    alpha: sum min(p, q), both laws as they are served. alpha_greedy: p(argmax q). entropy: of p, in nats.
+    alpha: sum min(p, q), both distributions as they are served. alpha_greedy: p(argmax q). entropy: of p, in nats.
     alphas (B,T): alpha by place, 0 where nothing was counted. terms (m,): sums of the terms that were asked
     for, weighted as the loss is.
     """
@@ -48,7 +49,7 @@ class Statistics:
 
 def chunked(
     loss: Callable[..., Tensor],
-    target: Laws,
+    target: Distributions,
     guess: Guess,
     mask: Tensor,
     temperature: float | Tensor = 1.0,
@@ -65,7 +66,7 @@ def chunked(
 
     mask (B,T) at places: bool, or weights >= 0 by which each guess's loss is multiplied; guesses at places of weight 0
     are never computed. temperature: a number, (B,) or (B,T), divides the logits of both sides. At 0 the loss meets the
-    one-hot law of argmax p with q at temperature 1, and the reported alpha is 1[argmax p = argmax q].
+    one-hot distribution of argmax p with q at temperature 1, and the reported alpha is 1[argmax p = argmax q].
     truncate: -inf on the logits that top-k / top-p cut, as `partial(keep_top_p, p=.9)` of
     `inference.sampling`; on p in the loss, on p and q in the reported alpha (a truncated q would have no
     gradient outside its own nucleus).
@@ -84,7 +85,7 @@ def chunked(
     weight = mask.flatten()[guess.at]  # (N,)
 
     def part(i: Tensor, ours: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        logp, logq = rows.laws(i, ours)
+        logp, logq = rows.distributions(i, ours)
         given = () if x is None else (x.flatten()[guess.at[i]],)
         if u is not None:
             given = (draw(logq.detach().exp(), u.flatten()[guess.at[i]]),)
@@ -108,7 +109,7 @@ def chunked(
 
 
 def token_logs(
-    target: Laws,
+    target: Distributions,
     guess: Guess,
     x: Tensor,
     mask: Tensor,
@@ -119,13 +120,14 @@ def token_logs(
 ) -> tuple[Tensor, Tensor]:
     """log p(x) and log q(x) of the text's tokens x (B,T) -> (B,T) each, for the sequence losses' `r_from`, `l_from`.
 
-    Temperature and truncation as in `chunked`; q as trained. -inf where a law has no mass; 0 and -inf at places that
+    Temperature and truncation as in `chunked`; q as trained. -inf where a distribution has no mass; 0 and -inf at
+    places that
     mask (B,T) leaves out and that no guess is made at: a token that is never drafted. Differentiable in the guess.
     """
     rows = _Rows(target, guess, _spread(temperature, x.shape, guess.states), truncate)
 
     def part(i: Tensor) -> Tensor:
-        logp, logq = rows.laws(i)
+        logp, logq = rows.distributions(i)
         return _logs_of(x.flatten()[guess.at[i]], logp, logq)
 
     counted = mask.flatten()[guess.at].nonzero().squeeze(-1)
@@ -153,7 +155,7 @@ class Comparison(NamedTuple):
 
 @torch.no_grad()
 def compared(
-    target: Laws,
+    target: Distributions,
     guess: Guess,
     x: Tensor,
     mask: Tensor,
@@ -169,7 +171,7 @@ def compared(
     rows = _Rows(target, guess, _spread(temperature, mask.shape, guess.states), truncate)
 
     def part(i: Tensor) -> Tensor:
-        logp, logq = rows.laws(i)
+        logp, logq = rows.distributions(i)
         served, tokens = rows.served(logq, i), x.flatten()[guess.at[i]]
         top = logq.max(-1)
         hit = (top.indices == tokens).to(logq)
@@ -181,9 +183,9 @@ def compared(
     return Comparison(guess.at[counted], *torch.cat([part(i) for i in counted.split(chunk)]).unbind(-1))
 
 
-def _logs_of(x: Tensor, *laws: Tensor) -> Tensor:
-    """x (n,), laws (n,V) -> (n, number of laws)."""
-    return torch.cat([logs.gather(-1, x[:, None]) for logs in laws], -1)
+def _logs_of(x: Tensor, *distributions: Tensor) -> Tensor:
+    """x (n,), distributions (n,V) -> (n, number of distributions)."""
+    return torch.cat([logs.gather(-1, x[:, None]) for logs in distributions], -1)
 
 
 def _each(part: Callable[[Tensor], Any], chunks: Sequence[Tensor]) -> list[Any]:
@@ -196,16 +198,16 @@ def _each(part: Callable[[Tensor], Any], chunks: Sequence[Tensor]) -> list[Any]:
 
 @dataclass(frozen=True)
 class _Rows:
-    target: Laws
+    target: Distributions
     guess: Guess
     temperature: Tensor  # (B*T,)
     truncate: Truncate | None
 
-    def laws(self, i: Tensor, ours: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def distributions(self, i: Tensor, ours: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """log p as served, without gradient, and log q as trained, of guesses i (n,) -> (n,V) each. ours (n,Dq): the
         draft's states there, when they are at hand."""
         ours, at = self.guess.states[i] if ours is None else ours, self.guess.at[i]
-        logq = log_law(self.guess.head(ours), self.temperature[at])
+        logq = log_probs(self.guess.head(ours), self.temperature[at])
         with torch.no_grad():
             logp = self.target.logs(at, logq, self.temperature[at], self.truncate)
         return logp, logq

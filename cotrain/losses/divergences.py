@@ -1,4 +1,4 @@
-"""Losses between a target law p and a draft law q, one value a position, no reduction.
+"""Losses between a target distribution p and a draft distribution q, one value a position, no reduction.
 
 Each docstring says the formula, the source, the gradient, why one would use it, and when it fails. `registry.LOSSES`
 holds those that an expression may name: a new one is one function here.
@@ -90,8 +90,8 @@ def lk(logp: Tensor, logq: Tensor, eta: float = 3.0, alpha: Tensor | None = None
 def rkl(logp: Tensor, logq: Tensor) -> Tensor:
     """KL(q || p) = sum_v q log(q / p), the reverse (Gu et al. 2024, arXiv 2306.08543). dL/dz = q (log(q/p) - L).
 
-    Why: it keeps a draft that cannot cover p on p's largest tokens. Fails by forgetting the others, and with cut laws.
-    Raises ValueError where p = 0 < q (a truncated or greedy p): infinite whatever the draft does.
+    Why: it keeps a draft that cannot cover p on p's largest tokens. Fails by forgetting the others, and with cut
+    distributions. Raises ValueError where p = 0 < q (a truncated or greedy p): infinite whatever the draft does.
     """
     if bool(((logp == -torch.inf) & (logq > -torch.inf)).any()):
         raise ValueError("rkl needs p > 0 wherever q > 0: use another loss with a truncated or greedy target")
@@ -102,8 +102,8 @@ def rkl(logp: Tensor, logq: Tensor) -> Tensor:
 def jsd(logp: Tensor, logq: Tensor) -> Tensor:
     """Jensen-Shannon KL(p || m)/2 + KL(q || m)/2, m = (p + q)/2 (Lin 1991). At most log 2.
 
-    Why: between `kl` and `rkl`, bounded, finite for cut laws. Fails where overlap is small: its gradient vanishes.
-    dL/dz = q/2 (log(2q/(p+q)) - sum_v q log(2q/(p+q))).
+    Why: between `kl` and `rkl`, bounded, finite for cut distributions. Fails where overlap is small: its gradient
+    vanishes. dL/dz = q/2 (log(2q/(p+q)) - sum_v q log(2q/(p+q))).
     """
     logm = torch.logaddexp(_finite(wide(logp)), _finite(wide(logq))) - math.log(2)
     return (kl(logp, logm) + kl(logq, logm)) / 2
@@ -131,8 +131,8 @@ def ce(logp: Tensor, logq: Tensor, x: Tensor) -> Tensor:
     """Cross-entropy -log q(x), x (...,) the text's token; p is not read. dL/dz = q - e_x.
 
     Why: it wants no target while training, and on texts of the target it is `kl` + H(p) in expectation. Fails by its
-    variance, one token a place where `kl` has the whole law, and on texts that the target did not write, which it
-    teaches instead of the target. q(x) = 0 gives -log(tiny) with zero gradient.
+    variance, one token a place where `kl` has the whole distribution, and on texts that the target did not write, which
+    it teaches instead of the target. q(x) = 0 gives -log(tiny) with zero gradient.
     """
     return -_at(_finite(wide(logq)), x)
 
@@ -160,8 +160,8 @@ def hellinger(logp: Tensor, logq: Tensor) -> Tensor:
 def greedy(logp: Tensor, logq: Tensor) -> Tensor:
     """-log q(argmax p), cross-entropy with the target's likeliest token. dL/dz = q - e, e one-hot there.
 
-    Why: a target that decodes at temperature 0, whose law is one-hot. Fails at any other temperature, where the draft
-    grows surer than p is.
+    Why: a target that decodes at temperature 0, whose distribution is one-hot. Fails at any other temperature, where
+    the draft grows surer than p is.
     """
     return -_at(_finite(wide(logq)), logp.argmax(-1))
 
@@ -180,8 +180,8 @@ def match(logp: Tensor, logq: Tensor) -> Tensor:
 def greedy_draft(logp: Tensor, logq: Tensor, sharp: float = 4.0) -> Tensor:
     """1 - sum_v p q', q' = softmax(sharp log q), a smooth 1 - p(argmax q).
 
-    Why: engines that draft argmax q and accept with p of it. Fails as a law: q may be anything but for its maximum.
-    dL/dz = -sharp q' (p - sum_v p q'); as sharp grows the loss tends to 1 - p(argmax q).
+    Why: engines that draft argmax q and accept with p of it. Fails as a distribution: q may be anything but for its
+    maximum. dL/dz = -sharp q' (p - sum_v p q'); as sharp grows the loss tends to 1 - p(argmax q).
     """
     return 1 - (wide(logp).exp() * torch.softmax(sharp * wide(logq), -1)).sum(-1)
 

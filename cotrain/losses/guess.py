@@ -1,4 +1,4 @@
-"""What losses are summed over: the laws that a student guesses. N guesses, V vocabulary."""
+"""What losses are summed over: the distributions that a student guesses. N guesses, V vocabulary."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,10 +11,10 @@ ANY = -1  # the depth of a guess that is the same at every depth
 
 @dataclass(frozen=True)
 class Guess:
-    """Laws that a student guesses, each from a state of its own.
+    """Distributions that a student guesses, each from a state of its own.
 
     depth: 0-based: a round whose first new token is t + 1 - depth makes the guess at place t, of token t + 1; ANY: its
-    law at a place is the same at every depth. at (N,) int64: flat places, none twice. states (N, Dq). head:
+    distribution at a place is the same at every depth. at (N,) int64: flat places, none twice. states (N, Dq). head:
     (n, Dq) -> logits (n, V). parameters: all that head learns; with them a loss in chunks computes each chunk once.
     share: of the places of its depth, those that it was made at, drawn at random: what it adds up to stands for all.
     """

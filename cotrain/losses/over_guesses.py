@@ -1,7 +1,7 @@
 """A loss over all that a student guesses of a batch: sums over guesses, by depth, and what each depth weighs.
 
-B texts, T tokens, L tokens of the longest completion, K depths. A student whose law at a place is the same at every
-depth (ANY) makes one guess, and acceptance r is (B, L); others make one a depth, and r is (B, L, K).
+B texts, T tokens, L tokens of the longest completion, K depths. A student whose distribution at a place is the same at
+every depth (ANY) makes one guess, and acceptance r is (B, L); others make one a depth, and r is (B, L, K).
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from cotrain import acceptance
 from cotrain.losses.chunked import Statistics, chunked, token_logs
 from cotrain.losses.completions import columns, placed, possible, taken
 from cotrain.losses.guess import ANY, Guess
-from cotrain.losses.served_laws import Laws, Truncate
+from cotrain.losses.served_distributions import Distributions, Truncate
 from cotrain.losses.spec import LossSpec, Term
 
 DECAY = 0.8  # of a depth's weight, where the exact one is not known (Medusa, Cai et al. 2024, 2401.10774)
@@ -23,10 +23,10 @@ DECAY = 0.8  # of a depth's weight, where the exact one is not known (Medusa, Ca
 
 @dataclass(frozen=True)
 class Asked:
-    """What every guess of a batch is asked: the target's laws, ids (B, T), temperature (B,), which of the tokens that
-    come next the target sampled, (B, T-1) bool, how laws are cut, and how many exist at once."""
+    """What every guess of a batch is asked: the target's distributions, ids (B, T), temperature (B,), which of the
+    tokens that come next the target sampled, (B, T-1) bool, how distributions are cut, and how many exist at once."""
 
-    target: Laws
+    target: Distributions
     ids: Tensor
     temperature: Tensor
     sampled: Tensor
@@ -89,7 +89,7 @@ def shares(guesses: Sequence[Guess], decay: float | None, saved: Tensor | None) 
 
     decay: depth j weighs decay ** j. None: as many target calls as a unit of acceptance there saves, of all sampled
     tokens together, see `acceptance.call_weights`: saved (K,); DECAY ** j where that is None or 0, since nothing was
-    sampled from the target, or kept laws do not know its tokens.
+    sampled from the target, or kept distributions do not know its tokens.
     """
     device = guesses[0].states.device
     if decay is None and saved is not None:

@@ -1,4 +1,4 @@
-"""Every loss by its name: what an expression as 0.1*kl+0.9*tv may name, and what each takes beside both laws.
+"""Every loss by its name: what an expression as 0.1*kl+0.9*tv may name, and what each takes beside both distributions.
 
 A loss is added by writing its function under `@loss(...)`, in `divergences` (of a position) or `sequence` (of a text);
 `loss.first=NAME` then trains with it.
@@ -16,9 +16,9 @@ class Loss:
     """function: (log p, log q) of a position, (..., V) -> (...); with x (...) when it takes a token.
 
     takes: "" or what x is: "text", the text's own token, or "drawn", one drawn from q. merged: whether it has a meaning
-    for laws of which some tokens alone are kept, see `teacher.top_k`. over: "positions"; "texts" or "tokens" of a loss
-    of a whole text, which is what its sum is divided by. weighted: each position counts as much as the target calls
-    that acceptance there saves.
+    for distributions of which some tokens alone are kept, see `teacher.top_k`. over: "positions"; "texts" or "tokens"
+    of a loss of a whole text, which is what its sum is divided by. weighted: each position counts as much as the target
+    calls that acceptance there saves.
     """
 
     function: Function

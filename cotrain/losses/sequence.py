@@ -1,6 +1,7 @@
 """Losses of whole texts, from the log-probabilities of the tokens that the target sampled.
 
-logp, logq: log p(x) and log q(x) of each text's tokens, (B,T), or logq and logp (B,T,K) for proposers whose law depends
+logp, logq: log p(x) and log q(x) of each text's tokens, (B,T), or logq and logp (B,T,K) for proposers whose
+distribution depends
 on the depth: at a token, when a round that starts j tokens before it drafts it. k: draft length; lengths (B,) tokens
 of each text. Each function returns a sum; `registry.Loss.over` says what it is divided by. Gradients reach q through
 the chances of acceptance alone, so these losses want texts of the target itself: on others they teach what the target

@@ -1,4 +1,4 @@
-"""Logits to the log laws that are sampled from: temperature, then the regime's cut.
+"""Logits to the log distributions that are sampled from: temperature, then the regime's cut.
 
 n places, V vocabulary.
 """
@@ -14,21 +14,21 @@ from inference.sampling import one_hot, wide
 Truncate = Callable[[Tensor], Tensor]  # logits (n,V) -> logits (n,V) with -inf where cut
 
 
-class Laws(Protocol):
-    """The target's laws of a batch of texts, see `cotrain.teacher.target_laws`."""
+class Distributions(Protocol):
+    """The target's distributions of a batch of texts, see `cotrain.teacher.target_distributions`."""
 
     def logs(self, at: Tensor, logq: Tensor, temperature: Tensor, truncate: Truncate | None) -> Tensor:
         """log p as served at flat places at (n,), beside log q there (n,V); temperature (n,) -> (n,V)."""
 
 
-def log_law(logits: Tensor, temperature: Tensor) -> Tensor:
+def log_probs(logits: Tensor, temperature: Tensor) -> Tensor:
     """log softmax(logits / temperature) in float32 at least, (n,V) and (n,) -> (n,V); at 0 as at 1."""
     t = temperature.masked_fill(temperature == 0, 1.0)
     return torch.log_softmax(wide(logits) / t.to(wide(logits))[:, None], -1)
 
 
-def greedy_law(logs: Tensor, temperature: Tensor) -> Tensor:
-    """The one-hot log law of the first maximum where the temperature is 0, else logs, (n,V)."""
+def greedy_probs(logs: Tensor, temperature: Tensor) -> Tensor:
+    """The one-hot log distribution of the first maximum where the temperature is 0, else logs, (n,V)."""
     zero = temperature == 0
     if not bool(zero.any()):
         return logs
@@ -36,6 +36,6 @@ def greedy_law(logs: Tensor, temperature: Tensor) -> Tensor:
 
 
 def served(logs: Tensor, temperature: Tensor, truncate: Truncate | None) -> Tensor:
-    """The log law that is sampled from, of log laws (n,V) made at a temperature (n,) -> (n,V)."""
-    logs = greedy_law(logs, temperature)
+    """The log distribution that is sampled from, of log distributions (n,V) made at a temperature (n,) -> (n,V)."""
+    logs = greedy_probs(logs, temperature)
     return logs if truncate is None else torch.log_softmax(truncate(logs), -1)

@@ -44,8 +44,8 @@ class Term:
 class LossSpec:
     """position: the sum of the losses a position, called (logp, logq) or (logp, logq, x), None without one; takes: what
     x is, "text" or "drawn", "" for none; sequence: losses of whole texts; weighted: positions count as much as the
-    calls that acceptance there saves; merged: whether it has a meaning for laws of which some tokens are kept; terms:
-    what position is a sum of."""
+    calls that acceptance there saves; merged: whether it has a meaning for distributions of which some tokens are kept;
+    terms: what position is a sum of."""
 
     position: Position | None
     takes: str = ""

@@ -55,9 +55,9 @@ def by_domain(run: Run) -> Chart | None:
         values = [run.at("report", "extra", "held_out", key) for _, key in mine]
         series.append(Series(domain, [f"T {t}" for t, _ in mine], values, mode="bar"))
     series = [one for one in series if one.y]
-    law = "p of the draft's likeliest token" if run.greedy else "alpha = Σ min(p, q)"
+    measure = "p of the draft's likeliest token" if run.greedy else "alpha = Σ min(p, q)"
     title = "Acceptance by domain and temperature" if len(domains) > 1 else "Acceptance by temperature"
-    return _chart(run, "domain", title, "temperature of the target", series, f"{law}, on held-out texts")
+    return _chart(run, "domain", title, "temperature of the target", series, f"{measure}, on held-out texts")
 
 
 def by_temperature(run: Run) -> Chart | None:

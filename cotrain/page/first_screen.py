@@ -107,7 +107,7 @@ def _tiles(run: Run) -> list[Html]:
     return [
         _tile("faster", faster, "over plain decoding, with its 95 % interval"),
         _tile("accepts more", more, what),
-        _tile("exact", joined(exact), "the text has the target's law", bad=passed is False),
+        _tile("exact", joined(exact), "the text has the target's distribution", bad=passed is False),
     ]
 
 

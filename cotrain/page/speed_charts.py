@@ -149,6 +149,6 @@ def _phases(run: Run) -> Html | None:
         values = [run.at("report", "arms", name, "phases", phase, over=("report", "arms", name, "rounds"), times=1000.0)
                   for name in arms]  # fmt: skip
         series.append(Series(phase, arms, values, mode="bar"))
-    note = "Of all rows of a round together; prefill is in no round. Verify: laws, draws and the rule."
+    note = "Of all rows of a round together; prefill is in no round. Verify: distributions, draws and the rule."
     chart = Chart(f"phases-{run.number}", "Milliseconds of a round", "", "milliseconds", series, note, stacked=True)
     return tag("div", drawn(chart), class_="grid")

@@ -27,7 +27,7 @@ def _differences(run: Run) -> Html | None:
     chart = Chart(f"lorenz-{run.number}", "Total variation by position", "share of positions, the worst first",
                   "share of all that is lost", [measured, even], range=(0, 1))  # fmt: skip
     fifth = values[len(values) // 5]
-    said = ("The fifth of the positions where the laws differ most holds ", number(fifth, ".0%"), " of what is lost. "
+    said = ("The fifth of the positions that differ most holds ", number(fifth, ".0%"), " of what is lost. "
             "Total variation, which is 1 - acceptance, is ", number(run.at("report", "extra", "divergence", "mean")),
             " on average over ", number(run.at("report", "extra", "divergence", "positions"), ".0f"),
             " positions.")  # fmt: skip

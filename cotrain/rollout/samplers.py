@@ -43,7 +43,7 @@ class Sampler(Protocol):
 
 @dataclass(frozen=True)
 class Own:
-    """This engine; with a proposer it is faster, and the texts' law is the same."""
+    """This engine; with a proposer it is faster, and the texts' distribution is the same."""
 
     engine: Engine
 
@@ -62,8 +62,9 @@ class Own:
 
 @dataclass
 class Faster:
-    """Samplers of one law, by name: each continues one batch, then one against the clock, then the fastest goes on.
-    Every text counts: the law is the same. speeds: tokens a second, as last measured."""
+    """Samplers of one distribution, by name: each continues one batch, then one against the clock, then the fastest
+    goes on.
+    Every text counts: the distribution is the same. speeds: tokens a second, as last measured."""
 
     samplers: Mapping[str, Sampler]
     speeds: dict[str, float] = field(default_factory=dict)

@@ -1,7 +1,7 @@
 """What a kind of draft is while it trains: what it reads of the target, its guesses, the proposer that serves it.
 
-B texts, T tokens, D width of the target's states, V vocabulary, N guesses. A place t of a text speaks of the law of its
-token t + 1, given the tokens 0 .. t; flat places are b * T + t.
+B texts, T tokens, D width of the target's states, V vocabulary, N guesses. A place t of a text speaks of the
+distribution of its token t + 1, given the tokens 0 .. t; flat places are b * T + t.
 """
 
 from collections.abc import Mapping

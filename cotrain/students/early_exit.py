@@ -1,10 +1,9 @@
 """An early exit while it trains: rounds that start at every token of a text, all of them in one pass.
 
-A round reads the text as the target stored it and its own drafts as the changed layers stored them, so a draft's law
-depends on its depth. The pass holds the text K + 1 times: as the target reads it, and once a depth, where the column of
-token t at depth j stands for a round whose text ends with token t - j: it sees the target's keys before that token, and
-those of the depths before it from there on.
-B texts, T tokens, K depths, H heads, D size of a head.
+A round reads the text as the target stored it and its own drafts as the changed layers stored them, so a draft's
+distribution depends on its depth. The pass holds the text K + 1 times: as the target reads it, and once a depth, where
+the column of token t at depth j stands for a round whose text ends with token t - j: it sees the target's keys before
+that token, and those of the depths before it from there on. B texts, T tokens, K depths, H heads, D size of a head.
 """
 
 from collections.abc import Mapping, Sequence
@@ -187,8 +186,8 @@ def _drafts(heads: Heads, depth: int, before: Tensor, seen: Tensor) -> Tensor:
     for back in range(depth + 1):
         one = (q * _back(heads.k[:, :, depth + 1 - back, : q.shape[2] - back], back, 2)).sum(-1)
         scores.append(one.masked_fill(~there[back], -torch.inf).unsqueeze(-1))
-    law = torch.cat(scores, -1).softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
-    text, *own = law.split([q.shape[2], *[1] * (depth + 1)], -1)
+    probs = torch.cat(scores, -1).softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
+    text, *own = probs.split([q.shape[2], *[1] * (depth + 1)], -1)
     found = text @ heads.v[:, :, 0]
     for back, share in enumerate(own):
         found = found + share * _back(heads.v[:, :, depth + 1 - back, : q.shape[2] - back], back, 2)

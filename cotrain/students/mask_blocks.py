@@ -21,7 +21,7 @@ class Blocks(NamedTuple):
 
     @property
     def place(self) -> Tensor:
-        """(M,) of whose law each mask guesses."""
+        """(M,) of whose distribution each mask guesses."""
         return self.start + self.depth
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from cotrain.teacher.target_laws import Reader, Record
+from cotrain.teacher.target_distributions import Reader, Record
 
 
 class Remembering:

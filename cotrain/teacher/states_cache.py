@@ -20,7 +20,7 @@ from torch import Tensor
 
 from cotrain.data.fingerprints import differences
 from cotrain.teacher.memory_cache import rows_of, stacked
-from cotrain.teacher.target_laws import Reader, Record
+from cotrain.teacher.target_distributions import Reader, Record
 from inference.drafts.atomic import write_atomic
 from inference.models.passes import LAST
 
@@ -52,7 +52,9 @@ class Shards:
         for shard in sorted(folder.glob("*.safetensors")):
             self.places |= dict.fromkeys(_names(shard), shard)
         if LAST not in self.parts and any(" " not in place for place in self.places):
-            print(f"trainer.cache={folder}: laws that an earlier version kept are not read, they are made anew")
+            print(
+                f"trainer.cache={folder}: distributions that an earlier version kept are not read, they are made anew"
+            )
 
     def estimate(self, texts: int, each: int) -> str:
         """What texts of `each` bytes take. Raises OSError, before anything is written, when the disk has less."""

@@ -1,8 +1,8 @@
-"""A teacher: outputs of the target for texts, which may be cached, and the next-token laws computed from them.
+"""A teacher: outputs of the target for texts, which may be cached, and the next-token distributions computed from them.
 
 The outputs are a record of tensors by name, (B, T, ...) each: the target's states by layer, of which the last layer's
-give whole laws through its head, or the likeliest tokens of each law beside the mass of the others (`top_k`). Caches
-keep records without knowing what they hold.
+give whole distributions through its head, or the likeliest tokens of each distribution beside the mass of the others
+(`top_k`). Caches keep records without knowing what they hold.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,7 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from cotrain.losses.served_laws import Laws, Truncate, log_law, served
+from cotrain.losses.served_distributions import Distributions, Truncate, log_probs, served
 from cotrain.teacher.seen import Seen
 from inference.models.passes import LAST
 
@@ -21,33 +21,33 @@ Reader = Callable[..., Record]  # ids (B, T), position_ids (B, T) or None -> wha
 
 
 class Teacher(Protocol):
-    """read: of texts, to be kept. laws: what a record says of each place."""
+    """read: of texts, to be kept. distributions: what a record says of each place."""
 
     @property
     def read(self) -> Reader: ...
 
-    def laws(self, record: Record) -> Laws: ...
+    def distributions(self, record: Record) -> Distributions: ...
 
 
 @dataclass(frozen=True)
 class FromStates:
-    """Laws from the target's last states (B, T, D) and its head."""
+    """Distributions from the target's last states (B, T, D) and its head."""
 
     states: Tensor
     head: Head
 
     def logs(self, at: Tensor, logq: Tensor, temperature: Tensor, truncate: Truncate | None) -> Tensor:
-        return served(log_law(self.head(self.states.flatten(0, 1)[at]), temperature), temperature, truncate)
+        return served(log_probs(self.head(self.states.flatten(0, 1)[at]), temperature), temperature, truncate)
 
 
 @dataclass(frozen=True)
 class StatesTeacher:
-    """Reads states, LAST among them; its laws are whole."""
+    """Reads states, LAST among them; its distributions are whole."""
 
     read: Reader
     head: Head
 
-    def laws(self, record: Record) -> Laws:
+    def distributions(self, record: Record) -> Distributions:
         return FromStates(record[LAST], self.head)
 
 

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from cotrain.ranks import local_rank
-from cotrain.teacher.target_laws import Head, Reader, Record
+from cotrain.teacher.target_distributions import Head, Reader, Record
 from inference.drafts.bundled_target import refuse_missing, resolve
 from inference.drafts.draft_folder import load_tokenizer
 from inference.drafts.weight_files import CONFIG, read_json, weight_files
@@ -89,7 +89,7 @@ def refuse_quantisation(path: str, quantisation: str, config: PretrainedConfig) 
 
 def _unpacked(model: PreTrainedModel) -> None:
     """bitsandbytes packs 4-bit weights for a CPU's passes; once its state was read, as a fingerprint does, it packs
-    them wrongly, and passes have another law (seen with 0.50). Left as they are, they are read right."""
+    them wrongly, and passes have another distribution (seen with 0.50). Left as they are, they are read right."""
     for module in model.modules():
         if hasattr(module, PACKS):
             setattr(module, PACKS, False)

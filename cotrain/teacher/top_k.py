@@ -1,10 +1,12 @@
-"""The target's laws cut down to their likeliest tokens and the mass of all others, which is kept as one number.
+"""The target's distributions cut down to their likeliest tokens and the mass of all others, which is kept as one
+number.
 
-A hidden state of a model 4,096 wide takes 8 KiB in bfloat16, 64 tokens of a law with their ids half of one, and the
-target's head is not asked again. What is then compared are laws merged outside the kept tokens. Divergences of merged
-laws (f-divergences: kl, rkl, tv, jsd, hellinger) are at most those of the whole ones, by the data-processing
-inequality (Csiszar 1967), and alpha is at least the whole ones', by at most the smaller of both masses outside. So
-those losses are lower bounds, and what training sees as accepted an upper one; held-out figures are of whole laws.
+A hidden state of a model 4,096 wide takes 8 KiB in bfloat16, 64 tokens of a distribution with their ids half of one,
+and the target's head is not asked again. What is then compared are distributions merged outside the kept tokens.
+Divergences of merged distributions (f-divergences: kl, rkl, tv, jsd, hellinger) are at most those of the whole ones, by
+the data-processing inequality (Csiszar 1967), and alpha is at least the whole ones', by at most the smaller of both
+masses outside. So those losses are lower bounds, and what training sees as accepted an upper one; held-out figures are
+of whole distributions.
 
 n positions, V vocabulary, K kept tokens.
 """
@@ -16,13 +18,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cotrain.losses.served_laws import Laws, Truncate, log_law, served
-from cotrain.teacher.target_laws import Head, Reader, Record
+from cotrain.losses.served_distributions import Distributions, Truncate, log_probs, served
+from cotrain.teacher.target_distributions import Head, Reader, Record
 from inference.models.passes import LAST
 
 
 def size(count: int) -> int:
-    """Numbers of four bytes in a kept law."""
+    """Numbers of four bytes in a kept distribution."""
     return 2 * count + 1
 
 
@@ -36,8 +38,9 @@ class TopKAndRest(NamedTuple):
 
 
 @dataclass(frozen=True)
-class KeptLaws:
-    """Laws (B, T) of which the likeliest tokens were kept, as served: no temperature or cut is applied again."""
+class CachedDistributions:
+    """Distributions (B, T) of which the likeliest tokens were kept, as served: no temperature or cut is applied
+    again."""
 
     kept: TopKAndRest
 
@@ -47,9 +50,10 @@ class KeptLaws:
 
 
 class TopKTeacher:
-    """Reads texts as kept laws, and the states that the student reads. states, head: of the target, see `served`;
-    count: K; temperature, truncate: the regime; chunk: positions whose whole laws exist at once; reads: layers kept
-    beside the laws.
+    """Reads texts as kept distributions, and the states that the student reads. states, head: of the target, see
+    `served`;
+    count: K; temperature, truncate: the regime; chunk: positions whose whole distributions exist at once; reads: layers
+    kept beside the distributions.
 
     Raises ValueError for more kept tokens than there are.
     """
@@ -82,14 +86,14 @@ class TopKTeacher:
 
     def _kept(self, states: Tensor) -> TopKAndRest:
         t = torch.full((len(states),), self.temperature, device=states.device)
-        return kept(served(log_law(self.head(states), t), t, self.truncate), self.count)
+        return kept(served(log_probs(self.head(states), t), t, self.truncate), self.count)
 
-    def laws(self, record: Record) -> Laws:
-        return KeptLaws(TopKAndRest(*(record[name] for name in TopKAndRest._fields)))
+    def distributions(self, record: Record) -> Distributions:
+        return CachedDistributions(TopKAndRest(*(record[name] for name in TopKAndRest._fields)))
 
 
 def kept(logp: Tensor, count: int) -> TopKAndRest:
-    """The likeliest tokens of laws (n, V)."""
+    """The likeliest tokens of distributions (n, V)."""
     top = logp.topk(count, -1)
     rest = logp.scatter(-1, top.indices, -math.inf).logsumexp(-1)
     return TopKAndRest(top.indices.int(), top.values.float(), rest.float())
@@ -101,12 +105,12 @@ def outside(record: Record) -> Tensor:
 
 
 @torch.no_grad()
-def completed(law: TopKAndRest, logq: Tensor) -> Tensor:
-    """Kept laws of n positions as whole ones: the mass outside is spread as q spreads its own, so that every loss a
-    position is that of the merged laws, in value and in gradient. logq (n, V) -> log p (n, V); where q has nothing
-    outside, the mass is left out."""
-    inside = law.ids.long()
+def completed(probs: TopKAndRest, logq: Tensor) -> Tensor:
+    """Kept distributions of n positions as whole ones: the mass outside is spread as q spreads its own, so that every
+    loss a position is that of the merged distributions, in value and in gradient. logq (n, V) -> log p (n, V); where q
+    has nothing outside, the mass is left out."""
+    inside = probs.ids.long()
     others = logq.scatter(-1, inside, -math.inf)
     total = others.logsumexp(-1, keepdim=True)
-    spread = torch.where(total.isfinite(), others - total, -math.inf) + law.rest[..., None].to(logq)
-    return spread.scatter(-1, inside, law.logs.to(logq))
+    spread = torch.where(total.isfinite(), others - total, -math.inf) + probs.rest[..., None].to(logq)
+    return spread.scatter(-1, inside, probs.logs.to(logq))

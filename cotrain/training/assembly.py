@@ -111,12 +111,12 @@ def trained_by(job: Job, student: Student, taught: list[Stage], judged: dict[flo
 
 
 def refuse(cfg: TrainConfig, taught: list[Stage]) -> None:
-    """Raise ValueError for losses that texts or kept laws do not have."""
+    """Raise ValueError for losses that texts or kept distributions do not have."""
     if cfg.trainer.top:
         refuse_merged(taught, cfg.init.cosine)
         if {*learnt(cfg)} - {cfg.regime.temperature}:
             change = "rollout.train_temperatures=[]" if cfg.rollout.train_temperatures else "trainer.top=0"
-            raise ValueError(f"trainer.top: laws are kept at one temperature, the regime's: {change}")
+            raise ValueError(f"trainer.top: distributions are kept at one temperature, the regime's: {change}")
     cut = cfg.regime.top_k > 0 or cfg.regime.top_p < 1
     if (cut or 0.0 in learnt(cfg)) and any(term.name == "rkl" for stage in taught for term in stage.loss.terms):
         why = "regime.top_k=0 regime.top_p=1" if cut else "no temperature 0 in regime or rollout.train_temperatures"

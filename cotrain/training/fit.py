@@ -130,7 +130,8 @@ def _trained(job: Job, module: Distillation, extra: list[Callback], phase: Phase
     corpus, sampled = parts(job, phase.round + 1, sampler)
     if sampler:
         log(trainer, {f"{tags.ROLLOUT}/{name}": speed for name, speed in sampler.speeds.items()}, phase.first)
-    asks: DataLoader[Any] = DataLoader([torch.zeros(1)])  # type: ignore[arg-type]  # one call: the texts are the module's
+    # one call: the texts are the module's
+    asks: DataLoader[Any] = DataLoader([torch.zeros(1)])  # type: ignore[arg-type]
     began = time.monotonic()
     if not done:
         trainer.validate(module, asks, verbose=False)
@@ -281,8 +282,8 @@ def _remember(job: Job, module: Distillation, corpus: Texts, sampled: Texts) -> 
     keys, read = len(corpus) + torch.arange(len(sampled)), module.teacher.read
     if isinstance(read, Shards):
         states = job.target.config.get_text_config().hidden_size * job.target.dtype.itemsize  # of a layer
-        laws = size(trainer.top) * torch.float32.itemsize if trainer.top else states
-        each = laws + len(job.reads) * states
+        distributions = size(trainer.top) * torch.float32.itemsize if trainer.top else states
+        each = distributions + len(job.reads) * states
         print(read.estimate(len(sampled), sampled.ids.shape[1] * each))
     with Display("the target reads the texts", len(sampled), "texts", hidden=bool(rank())) as display:
         module.teacher.fill(sampled.ids.long(), keys, progress=lambda done, _: display.to(done))

@@ -27,7 +27,7 @@ from cotrain.rollout.samplers import Ask, Own, Remote, Sampler
 from cotrain.rollout.training_texts import WHOLE, Sampled, Share, Source, logged, regime
 from cotrain.students.base import LAST
 from cotrain.teacher.states_cache import Shards
-from cotrain.teacher.target_laws import Head, Reader
+from cotrain.teacher.target_distributions import Head, Reader
 from cotrain.teacher.target_model import adapted, load_pair, served
 from cotrain.teacher.top_k import TopKAndRest
 from cotrain.training.interrupts import Signals
@@ -75,7 +75,8 @@ class Job:
 
     @cached_property
     def read(self) -> Reader:
-        """States of texts, from disk where trainer.cache= names a folder; beside kept laws in a folder of their own."""
+        """States of texts, from disk where trainer.cache= names a folder; beside kept distributions in a folder of
+        their own."""
         live, _ = self.halves
         cache = self.cfg.trainer.cache
         if not cache:
@@ -84,7 +85,7 @@ class Job:
         return self._shards(live, folder, {}, (LAST, *self.reads))
 
     def taught(self, read: Reader) -> Reader:
-        """What training reads of texts, from disk where trainer.cache= names a folder: states, or kept laws.
+        """What training reads of texts, from disk where trainer.cache= names a folder: states, or kept distributions.
         read: of the live target."""
         cache, top = self.cfg.trainer.cache, self.cfg.trainer.top
         if not cache:
@@ -92,7 +93,9 @@ class Job:
         if not top:
             return self.read
         parts: tuple[int | str, ...] = (*self.reads, *TopKAndRest._fields)
-        return self._shards(read, Path(cache), {"laws": f"top {top} of {regime(sampling(self.cfg.regime))}"}, parts)
+        return self._shards(
+            read, Path(cache), {"distributions": f"top {top} of {regime(sampling(self.cfg.regime))}"}, parts
+        )
 
     def _shards(self, read: Reader, folder: Path, what: dict[str, str], parts: tuple[int | str, ...]) -> Shards:
         return Shards(read, folder, self.identity | {"dtype": str(self.target.dtype)} | what, parts)

@@ -16,10 +16,10 @@ from cotrain.evaluation.held_out import HeldOut, Scores, evaluate, figures
 from cotrain.evaluation.profile import profile
 from cotrain.losses.chunked import Statistics, positions
 from cotrain.losses.over_guesses import Asked, shares
-from cotrain.losses.served_laws import Truncate
+from cotrain.losses.served_distributions import Truncate
 from cotrain.students.base import LAST, Guess, Student, refuse_mixed
 from cotrain.teacher.memory_cache import Remembering
-from cotrain.teacher.target_laws import Record, StatesTeacher, Teacher, seen
+from cotrain.teacher.target_distributions import Record, StatesTeacher, Teacher, seen
 from cotrain.teacher.target_model import served
 from cotrain.teacher.top_k import TopKTeacher, outside
 from cotrain.training.counts import Counts, counted, divisors, sampled
@@ -39,13 +39,14 @@ class Distillation(lightning.LightningModule):
     and the optimiser. temperature, truncate: the regime, see `chunked`. held_out: texts sampled from the target,
     by temperature, judged at every validation. cosine: weight at first of
     `losses.misaligned` on the final hidden states, see `leading`, 0 for none. remember: bytes of what is read of the
-    target to keep. chunk: guesses whose laws exist at once, by default `chunked.positions`. k: draft length that
-    sequence losses speak of. hardest: see `chunked`. seed: of tokens drawn for a loss. progress: of the whole training,
-    which stages are parts of; None: the trainer's steps. top: so many of each law's likeliest tokens are kept instead
-    of hidden states, see `top_k`; 0: states. decay: of a depth's weight, None: exact, see `over_guesses.shares`.
+    target to keep. chunk: guesses whose distributions exist at once, by default `chunked.positions`. k: draft length
+    that sequence losses speak of. hardest: see `chunked`. seed: of tokens drawn for a loss. progress: of the whole
+    training, which stages are parts of; None: the trainer's steps. top: so many of each distribution's likeliest tokens
+    are kept instead of hidden states, see `top_k`; 0: states. decay: of a depth's weight, None: exact, see
+    `over_guesses.shares`.
 
     Raises ValueError for a student that cannot be trained so, for a cosine between states of different widths, and for
-    one, or a loss that merged laws do not have, beside top.
+    one, or a loss that merged distributions do not have, beside top.
     """
 
     def __init__(
@@ -81,13 +82,13 @@ class Distillation(lightning.LightningModule):
         self.whole: list[PreTrainedModel] = []  # the draft, while `draft` is it in parts; no module of this one's
         # plain functions: the target is not saved
         read, self.head_target = served(target, vocabulary, student.reads)
-        self.laws_of: Teacher = StatesTeacher(read, self.head_target)
+        self.distributions_of: Teacher = StatesTeacher(read, self.head_target)
         if top:
             refuse_merged(stages, cosine)
-            self.laws_of = TopKTeacher(
+            self.distributions_of = TopKTeacher(
                 read, self.head_target, top, vocabulary, temperature, truncate, self.chunk, student.reads
             )
-        self.teacher = Remembering(self.laws_of.read, remember)
+        self.teacher = Remembering(self.distributions_of.read, remember)
         self.judged: dict[float, dict[str, Scores]] = {}
         if cosine:
             refuse_widths(self.draft, target)
@@ -137,10 +138,10 @@ class Distillation(lightning.LightningModule):
         uniforms = self._uniforms(batch["key"], batch["ids"].shape[1], noise.ACCEPT)
         guesses = self.student.guesses(batch | {"uniforms": uniforms}, seen(record))
         refuse_mixed(guesses)
-        laws = self.laws_of.laws(record)
-        asked = Asked(laws, batch["ids"], batch["temperature"], sampled(batch), self.truncate, self.chunk)
+        distributions = self.distributions_of.distributions(record)
+        asked = Asked(distributions, batch["ids"], batch["temperature"], sampled(batch), self.truncate, self.chunk)
         spec, counts, watched = current(self.stages, self.done), self._counts(batch), self.watched
-        by_depth = self.decay is None and not self.top  # kept laws lack the text's tokens
+        by_depth = self.decay is None and not self.top  # kept distributions lack the text's tokens
         logs = logs_for(spec, asked, guesses, by_depth)
         step = StepLoss(spec, asked, guesses, logs, counts, self.k, self.hardest)
         found = step.of_texts()

@@ -1,6 +1,7 @@
 """Rounds of sample, train, swap the draft: texts of the target, sampled ever faster by the draft that learns from them.
 
-Speculative sampling leaves the target's law as it is, so texts are as much the target's with any draft. Where plain
+Speculative sampling leaves the target's distribution as it is, so texts are as much the target's with any draft. Where
+plain
 decoding measures faster (many rows on few cores), it goes on: see `rollout.samplers.Faster`.
 """
 

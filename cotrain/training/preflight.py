@@ -89,12 +89,14 @@ def estimate(cfg: TrainConfig, known: Known) -> Need:
     big, small = size_of(known.target).parameters, size_of(known.draft).parameters
     tokens = cfg.trainer.batch * cfg.data.block // (cfg.trainer.devices * cfg.trainer.nodes)
     activations = tokens * config.hidden_size * config.num_hidden_layers * 4.0
-    laws = min(tokens, positions(config.vocab_size)) * config.vocab_size * 4 * 8.0  # of a chunk, there and back
+    distributions = (
+        min(tokens, positions(config.vocab_size)) * config.vocab_size * 4 * 8.0
+    )  # of a chunk, there and back
     learnt = small * (TRAINED_BYTES + 4.0 * bool(cfg.trainer.ema))
     held = big * WEIGHT_BYTES.get(cfg.quantisation.kind, half(device()).itemsize)
     sampling = small * 4.0 + decoding(cfg, known.target.config, known.draft.config)
     disk = small * 4.0 * (cfg.trainer.validations + 4)
-    return Need(big, small, held + max(learnt + activations + laws, sampling), disk)
+    return Need(big, small, held + max(learnt + activations + distributions, sampling), disk)
 
 
 def decoding(cfg: TrainConfig, target: PretrainedConfig, draft: PretrainedConfig) -> float:

@@ -25,8 +25,10 @@ def leading(weight: float, stages: Sequence[Stage], done: float) -> float:
 
 
 def refuse_merged(stages: Sequence[Stage], cosine: float) -> None:
-    """Raise ValueError for what merged laws do not have: some losses, and hidden states to compare."""
+    """Raise ValueError for what merged distributions do not have: some losses, and hidden states to compare."""
     if not all(stage.loss.merged for stage in stages):
-        raise ValueError(f"trainer.top: the loss is not one of {', '.join((*MERGED, 'mix'))}, which kept laws have")
+        raise ValueError(
+            f"trainer.top: the loss is not one of {', '.join((*MERGED, 'mix'))}, which kept distributions have"
+        )
     if cosine:
-        raise ValueError("trainer.top: laws are kept, not hidden states: init.cosine=0")
+        raise ValueError("trainer.top: distributions are kept, not hidden states: init.cosine=0")

@@ -11,8 +11,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from inference.batched.distributions import Regimes
 from inference.batched.history import History
-from inference.batched.laws import Regimes
 from inference.noise import branch_states, gumbel_states
 from inference.processors import needs_history
 from inference.request import Request
@@ -43,7 +43,7 @@ class Batch:
 
     @property
     def key(self) -> Hashable:
-        """All that laws depend on but logits, ids and tensors."""
+        """All that distributions depend on but logits, ids and tensors."""
         return self.regimes.key, self.history.key if self.history else None
 
     @property

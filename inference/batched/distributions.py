@@ -10,11 +10,12 @@ from copy import copy
 import torch
 from torch import Tensor
 
-from inference.sampling import Sampling, certain, keep_min_p, keep_top_p, law_of, wide
+from inference.sampling import Sampling, certain, keep_min_p, keep_top_p, probs_of, wide
 
 
 class Regimes:
-    """Laws of A rows under settings of their own. Made when rows come or go: making it copies to the device."""
+    """Distributions of A rows under settings of their own. Made when rows come or go: making it copies to the
+    device."""
 
     def __init__(self, sampling: Sequence[Sampling], device: torch.device) -> None:
         kinds = {(s.temperature, s.top_k, s.top_p, s.min_p) for s in sampling}
@@ -34,28 +35,29 @@ class Regimes:
         self.rest = rest[self.nucleus]
 
     def probs(self, logits: Tensor) -> Tensor:
-        """logits (A, ..., V) -> laws (A, ..., V), float32 at least; NaN throughout where no law is left.
+        """logits (A, ..., V) -> distributions (A, ..., V), float32 at least; NaN throughout where no distribution is
+        left.
 
         Raises ValueError when the number of rows is another.
         """
         if logits.shape[0] != self.count:
             raise ValueError(f"{self.count} sampling settings for {logits.shape[0]} rows of logits")
         if self.alike is not None:
-            return law_of(wide(logits), self.alike)
+            return probs_of(wide(logits), self.alike)
         logits = wide(logits)
         cut = self._cut(logits / self._by_row(self.divisor, logits))
-        law = cut.softmax(-1)
+        probs = cut.softmax(-1)
         if self.some_greedy:
-            law = torch.where(self._by_row(self.greedy, law), certain(logits), law)
-        return law
+            probs = torch.where(self._by_row(self.greedy, probs), certain(logits), probs)
+        return probs
 
     @property
     def key(self) -> Hashable:
-        """All that the laws of `general` depend on but its tensors."""
+        """All that the distributions of `general` depend on but its tensors."""
         return self.sure, self.some_greedy, self.least, self._rounded
 
     def general(self) -> "Regimes":
-        """The same laws by tensors alone, for all rows with this `key` and tensors of these shapes."""
+        """The same distributions by tensors alone, for all rows with this `key` and tensors of these shapes."""
         made = copy(self)
         made.most, made.alike = self._rounded, Sampling(0.0) if self.sure else None
         return made

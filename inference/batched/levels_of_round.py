@@ -33,8 +33,8 @@ class LevelsOfRound:
     def shared(self) -> bool:
         return self.rule.shared
 
-    def draw_shared(self, law: Tensor, depth: Tensor) -> Tensor:
-        return (law.log() + self._gumbel[torch.arange(len(depth), device=depth.device), depth]).argmax(-1)
+    def draw_shared(self, probs: Tensor, depth: Tensor) -> Tensor:
+        return (probs.log() + self._gumbel[torch.arange(len(depth), device=depth.device), depth]).argmax(-1)
 
     @property
     def reads_history(self) -> list[bool]:

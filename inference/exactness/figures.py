@@ -13,11 +13,11 @@ class Figures:
     logp (B, T): log p of each token; logq, alpha (B, T): log q of it and sum_v min(p, q) there, or (B, T, K) where they
     differ by depth: of token t when it is drafted at depth j, that is by the round that starts at token t - j, as
     `verify.prediction` numbers them. A draft that was certain and is another token has log q = -inf, and so have those
-    behind it, which no round comes to. near_p (B, T), near_q, shaped as logq: the law is one-hot, and rounding could
-    move it. k (B, T): drafts of the round that starts at token t, of trees the levels. lengths (B,). reach (B, T, D+1):
-    of trees alone, P(the round that starts at token t accepts at least n nodes | the text); logq is then empty, alpha
-    P(at least one), and near_q of the first level. rounding: by about how much passes of the run had other log p -
-    log q, in nats. float64 on the CPU, zero past a text's end.
+    behind it, which no round comes to. near_p (B, T), near_q, shaped as logq: the distribution is one-hot, and rounding
+    could move it. k (B, T): drafts of the round that starts at token t, of trees the levels. lengths (B,). reach (B, T,
+    D+1): of trees alone, P(the round that starts at token t accepts at least n nodes | the text); logq is then empty,
+    alpha P(at least one), and near_q of the first level. rounding: by about how much passes of the run had other log p
+    - log q, in nats. float64 on the CPU, zero past a text's end.
     """
 
     logp: Tensor
@@ -38,5 +38,5 @@ class Figures:
 
     @property
     def near(self) -> int:
-        """Drafts whose law is certain but that rounding could turn, at whatever depth."""
+        """Drafts whose distribution is certain but that rounding could turn, at whatever depth."""
         return int((self.near_q if self.near_q.ndim == 2 else self.near_q.any(-1)).sum())

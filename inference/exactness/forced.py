@@ -1,9 +1,10 @@
-"""Forced rounds: what a proposer of any kind would draft at every token of texts that are known, and with which laws.
+"""Forced rounds: what a proposer of any kind would draft at every token of texts that are known, and with which
+distributions.
 
 A round begins at every token of a text, and the real proposer drafts as it does when it serves, but each of its draws
-is replaced by the text's own next token. Its laws along the text are then those of a round that accepts every draft,
-which is all that the acceptance of the text depends on.
-B texts, T tokens of the longest, A rows of a round, K drafts of a round, V vocabulary.
+is replaced by the text's own next token. Its distributions along the text are then those of a round that accepts every
+draft, which is all that the acceptance of the text depends on. B texts, T tokens of the longest, A rows of a round, K
+drafts of a round, V vocabulary.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,10 +26,10 @@ from inference.slots import Run
 
 
 class ForcedRound(DecodingRound):
-    """A round whose draws are the ids `follows` (A, K). By depth, drawn: laws (A, V) of the draws, scored (A, V):
-    the draft's scores, as settings that read history leave them, and close (A,): where the two best of these are less
-    than `gap` apart. Of trees also offered (A, m): the children that would have been drawn, and whether these are
-    certain; of trees that laws decide edges (A,): at each choice, whether rounding could change it."""
+    """A round whose draws are the ids `follows` (A, K). By depth, drawn: distributions (A, V) of the draws, scored (A,
+    V): the draft's scores, as settings that read history leave them, and close (A,): where the two best of these are
+    less than `gap` apart. Of trees also offered (A, m): the children that would have been drawn, and whether these are
+    certain; of trees that distributions decide edges (A,): at each choice, whether rounding could change it."""
 
     follows: Tensor
     gap: float
@@ -51,8 +52,8 @@ class ForcedRound(DecodingRound):
         self.scored[len(drafted)], self.close[len(drafted)] = found, near_ties(found, self.gap)
         return found
 
-    def draw(self, law: Tensor, depth: int) -> Tensor:
-        self.drawn[depth] = law
+    def draw(self, probs: Tensor, depth: int) -> Tensor:
+        self.drawn[depth] = probs
         return self.follows[:, depth]
 
     def left_out(self, scores: Tensor, kept: int, levels: int) -> None:
@@ -60,13 +61,13 @@ class ForcedRound(DecodingRound):
 
     def children(self, logits: Tensor, x: Tensor, siblings: Siblings, likeliest: bool = False) -> tuple[Tensor, Tensor]:
         depth = len(siblings.paths[0])
-        ids, laws = super().children(logits, x, siblings, likeliest)
-        self.drawn[depth], self.offered[depth] = laws[:, 0, 0], ids[:, 0]
+        ids, distributions = super().children(logits, x, siblings, likeliest)
+        self.drawn[depth], self.offered[depth] = distributions[:, 0, 0], ids[:, 0]
         self.certain = likeliest or not any(self.batch.regimes.temperatures)
         if self.certain:
             self.close[depth] = close_ranks(self.branch_scores(logits, x, siblings)[:, 0], ids.shape[2], self.gap)
         next_one = self.follows[:, min(depth, self.follows.shape[1] - 1)]
-        return next_one.view(-1, 1, 1).expand(ids.shape), laws
+        return next_one.view(-1, 1, 1).expand(ids.shape), distributions
 
 
 @torch.inference_mode()
@@ -216,13 +217,15 @@ def _recorded(
     were the text's tokens."""
     x, K = proposal.x, proposal.x.shape[1]
     follows, first = round.follows[:, :K], round.follows[:, 0]
-    q = _laws(round, p, proposal)
+    q = _distributions(round, p, proposal)
     drafted = torch.arange(K, device=x.device) < round.length(proposal.k).unsqueeze(1)
     along = pad((x == follows)[:, :-1].to(torch.int64).cumprod(1), (1, 0), value=1) if K else drafted
     met = drafted & (along > 0)
     qx = q.gather(-1, follows.unsqueeze(-1)).squeeze(-1).double()
     px = p[:, 0].gather(-1, first.unsqueeze(-1)).squeeze(-1).double()
-    overlap = torch.minimum(p[:, :K], q).sum(-1).clamp(max=1).double()  # float32 laws sum to one but for rounding
+    overlap = (
+        torch.minimum(p[:, :K], q).sum(-1).clamp(max=1).double()
+    )  # float32 distributions sum to one but for rounding
     close = [round.close.get(j, torch.zeros_like(first, dtype=torch.bool)).to(x.device) for j in range(K)]
     near_q = torch.stack(close, 1) & (q.amax(-1) == 1) if K else drafted
     near_p = near_ties(logits[:, 0], noise) & (sampling.temperature == 0)
@@ -237,9 +240,10 @@ def _recorded(
     )
 
 
-def _laws(round: ForcedRound, p: Tensor, proposal: Proposal) -> Tensor:
-    """The laws (A, K, V) that drafts were drawn from, whatever the proposal says of them: a kind that misstates its
-    laws is then predicted as it drafts, and measured as it is verified. The proposal's own where it drew none."""
+def _distributions(round: ForcedRound, p: Tensor, proposal: Proposal) -> Tensor:
+    """The distributions (A, K, V) that drafts were drawn from, whatever the proposal says of them: a kind that
+    misstates its distributions is then predicted as it drafts, and measured as it is verified. The proposal's own where
+    it drew none."""
     K = proposal.x.shape[1]
     if proposal.q is None:
         return one_hot(proposal.x, p[:, :K])

@@ -1,7 +1,7 @@
 """What a forced round says of a proposer that drafts trees.
 
 Every child of every node is the text's next token there, so that all nodes of one depth stand behind the same text: the
-first of them has the laws of the round that stays on the text that far, whatever the shape.
+first of them has the distributions of the round that stays on the text that far, whatever the shape.
 A rows, D levels, C children, V vocabulary.
 """
 
@@ -28,8 +28,8 @@ def levels_of(proposal: Proposal) -> list[int]:
 
 
 def reach_grown(proposal: Proposal, x: Tensor, inside: Tensor, nodes: Tensor) -> Tensor:
-    """`reach_along` of trees that laws decide (`proposers.growing`): the very tree of a round, since its nodes are the
-    likeliest tokens, whatever follows. What the text goes on with is accepted as far as it is a path."""
+    """`reach_along` of trees that distributions decide (`proposers.growing`): the very tree of a round, since its nodes
+    are the likeliest tokens, whatever follows. What the text goes on with is accepted as far as it is a path."""
     assert proposal.tree is not None
     tree, ids = proposal.tree.on(x.device), proposal.x.to(x.device)
     depths = tree.depths[:, 1:].expand(ids.shape)
@@ -47,9 +47,9 @@ def reach_along(
 ) -> Tensor | None:  # fmt: skip
     """P(the round accepts at least n nodes | the text) -> (A, D+1) float64; None where that hangs on noise.
 
-    p (A, N+1, V) of the target's pass; by depth, drawn (A, V): the law of the draft, offered (A, m): the children that
-    it would have had, the likeliest ones where `certain`; x (A, D) the text's next tokens, inside (A, D) which of them
-    there are; nodes (A,) in use.
+    p (A, N+1, V) of the target's pass; by depth, drawn (A, V): the distribution of the draft, offered (A, m): the
+    children that it would have had, the likeliest ones where `certain`; x (A, D) the text's next tokens, inside (A, D)
+    which of them there are; nodes (A,) in use.
     """
     if rule.branches is None:
         return None
@@ -62,8 +62,11 @@ def reach_along(
         return reach_of_round(accept, shape, nodes)
     columns = [0, *(1 + depths.index(depth) for depth in range(1, D))]
     held = inside.unsqueeze(-1)
-    laws = torch.where(held, p[:, columns], 0).double(), torch.stack([drawn[j].to(p.device) for j in range(D)], 1)
-    return rule.branches(laws[0], torch.where(held, laws[1], 0).double(), x, shape, nodes, seed)
+    distributions = (
+        torch.where(held, p[:, columns], 0).double(),
+        torch.stack([drawn[j].to(p.device) for j in range(D)], 1),
+    )
+    return rule.branches(distributions[0], torch.where(held, distributions[1], 0).double(), x, shape, nodes, seed)
 
 
 def close_ranks(scores: Tensor, m: int, gap: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""Target and draft side by side on emitted texts: the laws at every token, and the target calls they predict.
+"""Target and draft side by side on emitted texts: the distributions at every token, and the target calls they predict.
 
 B texts, T tokens of the longest, A texts of a batch, n tokens of a block, V vocabulary.
 """
@@ -25,7 +25,7 @@ from inference.verify.rules import Rule, rule_of
 
 RARE = 0.01
 LARGEST = 3.3  # standard deviations: the largest of a thousand changes by rounding, as `ties` measures them
-DRAWS = 16  # of what rounding may have made of the laws in the run
+DRAWS = 16  # of what rounding may have made of the distributions in the run
 
 
 class Expected(NamedTuple):
@@ -46,7 +46,7 @@ def pair_figures(
     noise: float,
     rows: int | None = None,
 ) -> Figures:
-    """The laws of target and drafts at every token of the texts, in passes as wide as those of decoding.
+    """The distributions of target and drafts at every token of the texts, in passes as wide as those of decoding.
 
     Of a proposer that is a language model: teacher-forced passes of both, k + 1 ids for the target, one for the draft,
     whose weights are rounded as they are served. Of any other: forced rounds of it beside the engine's target, on whose
@@ -68,7 +68,7 @@ def pair_figures(
     q_blocks = teacher_forced(q_lm, texts.prompts, texts.tokens, sampling, block=block, width=1)
     values = torch.zeros(5, *k.shape, dtype=torch.float64)
     for p_block, q_block in zip(p_blocks, q_blocks, strict=True):
-        found = _laws(p_block, q_block, sampling, proposer.greedy)
+        found = _distributions(p_block, q_block, sampling, proposer.greedy)
         near_p = near_ties(p_block.logits, noise) & (sampling.temperature == 0)
         near_q = near_ties(q_block.logits, noise_q) & certain
         columns = slice(p_block.start, p_block.start + p_block.x.shape[1])
@@ -86,7 +86,7 @@ def _rounding(noise: float, sampling: Sampling) -> float:
     return noise / (MARGIN * LARGEST * sampling.temperature) if sampling.temperature else 0.0
 
 
-def _laws(p_block: Block, q_block: Block, sampling: Sampling, greedy: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _distributions(p_block: Block, q_block: Block, sampling: Sampling, greedy: bool) -> tuple[Tensor, Tensor, Tensor]:
     """log p(x), log q(x), alpha, each (A, n). p(x) = 0, where rounding moved an edge, counts as the least
     number."""
     p, q = probs(p_block.logits, sampling), probs(q_block.logits, sampling).to(p_block.logits.device)
@@ -94,7 +94,7 @@ def _laws(p_block: Block, q_block: Block, sampling: Sampling, greedy: bool) -> t
         q = one_hot(q.argmax(-1), q)
     at = p_block.x.unsqueeze(-1)
     px, qx = p.gather(-1, at).squeeze(-1).double(), q.gather(-1, at).squeeze(-1).double()
-    alpha = torch.minimum(p, q).sum(-1).clamp(max=1)  # float32 laws sum to one but for rounding
+    alpha = torch.minimum(p, q).sum(-1).clamp(max=1)  # float32 distributions sum to one but for rounding
     return px.clamp(min=torch.finfo(torch.float32).tiny).log(), qx.log(), alpha
 
 
@@ -141,9 +141,9 @@ def reach_of(figures: Figures, rule: Rule | str, most: int | None = None) -> Ten
 
 
 def rounded(figures: Figures, rule: Rule | str) -> Tensor | None:
-    """`reach_of` with the laws that the run may have had: the mean over log q - log p moved by rounding. Where a draft
-    is nearly the target, rounding alone decides whether it may be refused at all. Of trees the laws are taken as they
-    are."""
+    """`reach_of` with the distributions that the run may have had: the mean over log q - log p moved by rounding. Where
+    a draft is nearly the target, rounding alone decides whether it may be refused at all. Of trees the distributions
+    are taken as they are."""
     if not figures.rounding or figures.reach is not None:
         return reach_of(figures, rule)
     generator, parts = torch.Generator().manual_seed(0), []

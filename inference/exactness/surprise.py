@@ -1,11 +1,11 @@
 """(e) of the verdict: whether the emitted texts are the target's own, from its surprise at their tokens.
 
-Calls and acceptance are judged given the text, whatever law drew it: they do not see a last token of each round that
-is drawn wrongly, nor coins that are the draft's own numbers. Given the text before, both of these have mean 0 if p drew
-x, and are uncorrelated from token to token, so that their sums over their standard deviations are about normal:
--log p(x) - H(p), of variance sum_v p log^2 p - H^2, which sees laws that are sharper or flatter; and where the middle
-of x lies in the distribution function, sum_{v<x} p_v + p_x / 2 - 1/2, of variance (1 - sum_v p^3) / 12, which sees
-draws that lean to one side of it.
+Calls and acceptance are judged given the text, whatever distribution drew it: they do not see a last token of each
+round that is drawn wrongly, nor coins that are the draft's own numbers. Given the text before, both of these have mean
+0 if p drew x, and are uncorrelated from token to token, so that their sums over their standard deviations are about
+normal: -log p(x) - H(p), of variance sum_v p log^2 p - H^2, which sees distributions that are sharper or flatter; and
+where the middle of x lies in the distribution function, sum_{v<x} p_v + p_x / 2 - 1/2, of variance (1 - sum_v p^3) /
+12, which sees draws that lean to one side of it.
 """
 
 import math
@@ -42,8 +42,8 @@ def _sigmas(difference: float, variance: float) -> float:
 
 
 def moments(p: Tensor, x: Tensor) -> Tensor:
-    """-log p(x), H(p) and the variance of -log p under p; the place of x less 1/2, and its variance: laws (..., V) and
-    tokens x (...) -> (..., 5) float64."""
+    """-log p(x), H(p) and the variance of -log p under p; the place of x less 1/2, and its variance: distributions
+    (..., V) and tokens x (...) -> (..., 5) float64."""
     x = x.unsqueeze(-1)
     logs, before = p.where(p > 0, 1.0).log(), torch.arange(p.shape[-1], device=p.device) < x
     entropy, square = (-(p * logs).sum(-1, dtype=torch.float64), (p * logs.square()).sum(-1, dtype=torch.float64))

@@ -55,8 +55,8 @@ def teacher_forced(
     A model runs in its own dtype on `rows` texts together; an `LM` runs as it is, on as many as it has rows, and its
     slots are overwritten. Prompts are stored as the engine stores them, then come passes of `width` ids (None:
     `block`), or over trees of the shape `tree`, whose routes the text takes in turn. Settings that read history are
-    applied, so `probs(logits, sampling)` is the law. Yields blocks of at most `block` tokens, batch after batch, so
-    that (B, T, V) never exists whole.
+    applied, so `probs(logits, sampling)` is the distribution. Yields blocks of at most `block` tokens, batch after
+    batch, so that (B, T, V) never exists whole.
     """
     lm = model if isinstance(model, LM) else LM(model, max(1, min(rows, len(texts))), vocabulary)
     rows = lm.rows

@@ -7,7 +7,7 @@ from typing import Any
 from inference.exactness.ties import MARGIN
 
 CALLS_SIGMAS, DEPTH_SIGMAS = 4, 3
-SURPRISE_SIGMAS, IMPOSSIBLE = 5, 0.02  # logarithms of laws have heavy tails, and rounding moves edges of cuts
+SURPRISE_SIGMAS, IMPOSSIBLE = 5, 0.02  # logarithms of distributions have heavy tails, and rounding moves edges of cuts
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class TextCheck:
 @dataclass(frozen=True)
 class CallsCheck:
     """(b) target calls counted and expected for the same texts; sigma of the acceptance coins and of the
-    `near` drafts whose law is certain but that rounding could turn, one call each. prefix, conditional:
+    `near` drafts whose distribution is certain but that rounding could turn, one call each. prefix, conditional:
     predicted acceptance by depth. rare, rare_expected: rounds that accepted a number
     of drafts which, given the text, has less than one chance in a hundred, counted and expected: a wrong residual or
     a wrong q shows there first."""
@@ -168,7 +168,7 @@ class SurpriseCheck:
 
 
 def _sigmas(difference: float, sigma: float, scale: float) -> float:
-    """difference / sigma; a difference within the rounding of float32 laws is none."""
+    """difference / sigma; a difference within the rounding of float32 distributions is none."""
     if abs(difference) <= 1e-5 * scale:
         return 0.0
     return difference / sigma if sigma > 0 else math.copysign(math.inf, difference)
@@ -177,7 +177,7 @@ def _sigmas(difference: float, sigma: float, scale: float) -> float:
 @dataclass(frozen=True)
 class Verdict:
     """The five checks; `missing` says of each one that is None why it does not apply. lossy: the rule that verified, if
-    it is one that changes the text's law."""
+    it is one that changes the text's distribution."""
 
     text: TextCheck
     calls: CallsCheck | None = None
@@ -213,7 +213,7 @@ class Verdict:
     def lines(self) -> list[str]:
         """A line that sums up, then one a check."""
         checks = {"a": self.text, "b": self.calls, "c": self.depth, "d": self.logits, "e": self.surprise}
-        whole = f"no, {self.lossy} changes the text's law" if self.lossy else _word(self.passed)
+        whole = f"no, {self.lossy} changes the text's distribution" if self.lossy else _word(self.passed)
         lines = [f"exactness: {whole}"]
         for letter, name in zip(checks, ("text", "calls", "depth", "logits", "surprise"), strict=True):
             one = checks[letter]

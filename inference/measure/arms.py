@@ -78,8 +78,8 @@ def transformers_arm(
     compile: bool = False,
     **settings: Any,
 ) -> Arm:
-    """transformers' own generate under the same law, end tokens ignored: nothing of the models'
-    generation_config is used, so that no default of theirs changes the law; it is back in its place after
+    """transformers' own generate under the same distribution, end tokens ignored: nothing of the models'
+    generation_config is used, so that no default of theirs changes the distribution; it is back in its place after
     each call.
 
     assistant: a draft for assisted generation, which takes one prompt at a time; k: its draft length,

@@ -30,9 +30,10 @@ SPREAD = 7  # tokens between the lengths of one text and the next
 
 @dataclass(frozen=True)
 class Costs:
-    """target[n-1]: a target pass over n ids a row, n = 1..K+1; draft: one draft step (pass, law, draw) of several;
+    """target[n-1]: a target pass over n ids a row, n = 1..K+1; draft: one draft step (pass, distribution, draw) of
+    several;
     first: what drafting takes in a round besides its steps: ids that it lacked, weights that are not at hand; rest[k]:
-    the rest of a round that drafted k, k = 0..K (laws, verification, draws, results on the host).
+    the rest of a round that drafted k, k = 0..K (distributions, verification, draws, results on the host).
 
     rows, context: the shapes measured; target_dtype, draft_dtype: of the models' weights.
     """
@@ -209,8 +210,8 @@ def _pass(lm: LM, ids: Tensor, at: list[int]) -> Callable[[], object]:
 
 
 def _rest(decoding_round: Callable[[int], DecodingRound], logits: Tensor, x: Tensor) -> Callable[[], object]:
-    """Laws, verdict and the last draw of a round; the draft's law is the target's own, since cost is all that
-    counts."""
+    """Distributions, verdict and the last draw of a round; the draft's distribution is the target's own, since cost is
+    all that counts."""
     k = [x.shape[1]] * x.shape[0]
 
     def run() -> object:

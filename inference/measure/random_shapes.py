@@ -16,10 +16,10 @@ from inference.verify.rules import Rule, rule_of
 
 
 class Synthetic(Engine):
-    """An engine that accepts each draft with probability `alpha`, whatever the laws say: for clocks alone.
+    """An engine that accepts each draft with probability `alpha`, whatever the distributions say: for clocks alone.
 
-    All passes, laws and draws of a real round are made, the rule's own test too. Raises ValueError for an alpha outside
-    [0, 1].
+    All passes, distributions and draws of a real round are made, the rule's own test too. Raises ValueError for an
+    alpha outside [0, 1].
     """
 
     def __init__(self, target: PreTrainedModel, *, alpha: float, verify: str = "token", **settings: Any) -> None:

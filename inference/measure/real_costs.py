@@ -27,8 +27,8 @@ LEAST, MOST = 2, 5  # calls at each length
 
 @dataclass(frozen=True)
 class RealRound:
-    """Seconds of a round, of all its rows together: drafting, the target's pass, and all else (laws, verification,
-    draws, bookkeeping on the host)."""
+    """Seconds of a round, of all its rows together: drafting, the target's pass, and all else (distributions,
+    verification, draws, bookkeeping on the host)."""
 
     draft: float
     target: float

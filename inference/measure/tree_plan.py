@@ -24,13 +24,13 @@ from inference.verify.tree_prediction import SAMPLES, by_draw, by_rank, rank_of,
 
 SMALL = 5  # nodes of trees that are all considered
 SHRUNK = 0.3  # how far chances of likeliest children, 0 or 1 given a text, are drawn to their mean over the texts
-WIDE = 4  # levels in which a node may have more than two children, of drafts whose laws hang on the depth
+WIDE = 4  # levels in which a node may have more than two children, of drafts whose distributions hang on the depth
 
 
-class Laws(NamedTuple):
-    """Laws p, q (B, T, V) of the texts' tokens x (B, T), which is 0 past their lengths (B,); rank (B, T): how many
-    tokens the draft holds likelier than x. Where a draft's law hangs on where its round began, q (B, T, K, V) and rank
-    (B, T, K), by depth (see `tree_laws`)."""
+class Distributions(NamedTuple):
+    """Distributions p, q (B, T, V) of the texts' tokens x (B, T), which is 0 past their lengths (B,); rank (B, T): how
+    many tokens the draft holds likelier than x. Where a draft's distribution hangs on where its round began, q (B, T,
+    K, V) and rank (B, T, K), by depth (see `tree_distributions`)."""
 
     p: Tensor
     q: Tensor
@@ -49,38 +49,43 @@ class TreePlan:
     likeliest: bool
 
 
-def laws_of(target: LM, draft: LM, texts: Emitted, sampling: Sampling) -> Laws:
-    """The laws of a target and of a draft that is a language model at every token of texts."""
+def distributions_of(target: LM, draft: LM, texts: Emitted, sampling: Sampling) -> Distributions:
+    """The distributions of a target and of a draft that is a language model at every token of texts."""
     lengths = torch.tensor([len(text) for text in texts.tokens])
-    (p, _), (q, rank) = (_laws(lm, texts, sampling, int(lengths.max())) for lm in (target, draft))
+    (p, _), (q, rank) = (_distributions(lm, texts, sampling, int(lengths.max())) for lm in (target, draft))
     x = torch.nn.utils.rnn.pad_sequence([torch.tensor(text) for text in texts.tokens], batch_first=True)
-    return Laws(p, q, x, lengths, rank)
+    return Distributions(p, q, x, lengths, rank)
 
 
-def _laws(lm: LM, texts: Emitted, sampling: Sampling, T: int) -> tuple[Tensor, Tensor]:
-    """Laws (B, T, V) and ranks (B, T); at temperature 0 laws are one-hot, and ranks still those of all tokens."""
+def _distributions(lm: LM, texts: Emitted, sampling: Sampling, T: int) -> tuple[Tensor, Tensor]:
+    """Distributions (B, T, V) and ranks (B, T); at temperature 0 distributions are one-hot, and ranks still those of
+    all tokens."""
     found = torch.zeros(len(texts.tokens), T, lm.vocabulary)
     rank = torch.zeros(len(texts.tokens), T, dtype=torch.int64)
     for block in teacher_forced(lm, texts.prompts, texts.tokens, sampling):
         columns = slice(block.start, block.start + block.x.shape[1])
-        law = probs(block.logits, sampling).float().cpu()
-        found[block.rows, columns] = torch.where(block.valid.cpu().unsqueeze(-1), law, 0.0)
+        distribution = probs(block.logits, sampling).float().cpu()
+        found[block.rows, columns] = torch.where(block.valid.cpu().unsqueeze(-1), distribution, 0.0)
         rank[block.rows, columns] = rank_of(block.logits, block.x).cpu()
     return found, rank
 
 
-def accept_of(laws: Laws, children: int, likeliest: bool, levels: int | None = None, samples: int = SAMPLES) -> Tensor:
+def accept_of(
+    distributions: Distributions, children: int, likeliest: bool, levels: int | None = None, samples: int = SAMPLES
+) -> Tensor:
     """Chances (B, T, C), or (B, T, K, C), of the texts' tokens as each of a node's children, see `tree_prediction`. At
     temperature 0 drafts serve the likeliest children. levels: below these, two children at most, which are in closed
     form; samples: of the refused children before a third one."""
     if likeliest:
-        return by_rank(laws.rank, children)
-    if laws.q.ndim == 3:
-        return by_draw(laws.p, laws.q, laws.x, children, samples=samples)
-    high, low = (laws.q[:, :, part] for part in (slice(0, levels), slice(levels or laws.q.shape[2], None)))
-    places = [laws.x.unsqueeze(-1).expand(q.shape[:3]) for q in (high, low)]
-    whole = by_draw(laws.p.unsqueeze(2), high, places[0], children, samples=samples)
-    pair = by_draw(laws.p.unsqueeze(2), low, places[1], min(children, 2))
+        return by_rank(distributions.rank, children)
+    if distributions.q.ndim == 3:
+        return by_draw(distributions.p, distributions.q, distributions.x, children, samples=samples)
+    high, low = (
+        distributions.q[:, :, part] for part in (slice(0, levels), slice(levels or distributions.q.shape[2], None))
+    )
+    places = [distributions.x.unsqueeze(-1).expand(q.shape[:3]) for q in (high, low)]
+    whole = by_draw(distributions.p.unsqueeze(2), high, places[0], children, samples=samples)
+    pair = by_draw(distributions.p.unsqueeze(2), low, places[1], min(children, 2))
     return torch.cat((whole, F.pad(pair, (0, children - pair.shape[-1]))), 2)
 
 
@@ -91,20 +96,26 @@ def towards_mean(accept: Tensor, share: float, lengths: Tensor) -> Tensor:
     return (1 - share) * accept + share * mean
 
 
-def reach_under(laws: Laws, parents: Parents, rule: str, likeliest: bool) -> Tensor:
+def reach_under(distributions: Distributions, parents: Parents, rule: str, likeliest: bool) -> Tensor:
     """P(a round that starts at t accepts at least n nodes | the text) -> (B, T, D+1), of engines that draft no level
     which the text's end leaves no room for."""
     if rule == "traversal" and not likeliest:
-        shape, T = Branching(parents), laws.x.shape[1]
-        nodes = torch.tensor([shape.nodes([max(0, end - t - 1) for t in range(T)]) for end in laws.lengths.tolist()])
-        return reach_traversal(laws.p, laws.q, laws.x, shape.parents, laws.lengths, nodes)
-    return reach_tree(accept_of(laws, max(map(parents.count, parents)), likeliest), parents, laws.lengths)
+        shape, T = Branching(parents), distributions.x.shape[1]
+        nodes = torch.tensor(
+            [shape.nodes([max(0, end - t - 1) for t in range(T)]) for end in distributions.lengths.tolist()]
+        )
+        return reach_traversal(
+            distributions.p, distributions.q, distributions.x, shape.parents, distributions.lengths, nodes
+        )
+    return reach_tree(
+        accept_of(distributions, max(map(parents.count, parents)), likeliest), parents, distributions.lengths
+    )
 
 
-def plan(laws: Laws, seconds: Seconds, most: int, children: int, depths: Iterable[int]) -> TreePlan:
+def plan(distributions: Distributions, seconds: Seconds, most: int, children: int, depths: Iterable[int]) -> TreePlan:
     """The shape of least seconds a token of at most `most` nodes within so many levels: nothing, a chain or a tree, of
     sampled or of likeliest children, verified by `tree` or `traversal`."""
-    return Search(laws, most, children, depths).plan(seconds)
+    return Search(distributions, most, children, depths).plan(seconds)
 
 
 class Search:
@@ -119,25 +130,25 @@ class Search:
     """
 
     def __init__(
-        self, laws: Laws, most: int, children: int, depths: Iterable[int], longest: int = 0,
+        self, distributions: Distributions, most: int, children: int, depths: Iterable[int], longest: int = 0,
         sorts: Sequence[bool] = (False, True), beside: Iterable[Parents] = (), shrunk: float = SHRUNK,
     ) -> None:  # fmt: skip
-        self.laws, self.most, self.levels = laws, most, sorted(set(depths))
+        self.distributions, self.most, self.levels = distributions, most, sorted(set(depths))
         self.longest = min(max(longest, *self.levels), most)
-        self.accept = {sort: accept_of(laws, children, sort, WIDE, samples=4) for sort in sorts}
+        self.accept = {sort: accept_of(distributions, children, sort, WIDE, samples=4) for sort in sorts}
         if True in self.accept:
-            self.accept[True] = towards_mean(self.accept[True], shrunk, laws.lengths)
+            self.accept[True] = towards_mean(self.accept[True], shrunk, distributions.lengths)
         self.calls: dict[tuple[str, bool], dict[Parents, Tensor]] = {}
         for sort, accept in self.accept.items():
             shapes = list(dict.fromkeys([*self._shapes(accept, children), *beside]))
-            self.calls["tree", sort] = self._rated(table_of(laws, shapes, "tree", sort, accept), shapes)
+            self.calls["tree", sort] = self._rated(table_of(distributions, shapes, "tree", sort, accept), shapes)
             if not sort:
-                table = table_of(laws, shapes, "traversal", sort, samples=2)
+                table = table_of(distributions, shapes, "traversal", sort, samples=2)
                 again = [tree for level in self.levels for tree in climbed(table, most, level)]
                 self.calls["traversal", sort] = self._rated(table, list(dict.fromkeys([*shapes, *again])))
 
     def _shapes(self, accept: Tensor, children: int) -> list[Parents]:
-        lengths, deepest = self.laws.lengths, self.levels[-1]
+        lengths, deepest = self.distributions.lengths, self.levels[-1]
         starts = [chain(level) for level in self.levels if 2 < level < self.most]
         wholes = [grow(accept, self.most, deepest, lengths, start=start) for start in starts]
         trees = grown(accept, self.most, self.levels, lengths)
@@ -157,7 +168,7 @@ class Search:
     def ranked(self, seconds: Seconds, branching: bool = False) -> list[TreePlan]:
         """The fastest shape under each rule with each sort of children, fastest first. branching: of trees that are no
         chain, of which there may be none."""
-        tokens, found = int(self.laws.lengths.sum()), []
+        tokens, found = int(self.distributions.lengths.sum()), []
         for (rule, sort), table in self.calls.items():
             taus = {own: tokens / float(calls.sum()) for own, calls in table.items()
                     if not branching or own != chain(len(own))}  # fmt: skip
@@ -168,26 +179,28 @@ class Search:
 
 
 def rate(
-    laws: Laws, shapes: Sequence[Parents], rule: str, likeliest: bool, accept: Tensor | None = None,
+    distributions: Distributions, shapes: Sequence[Parents], rule: str, likeliest: bool, accept: Tensor | None = None,
     samples: int = SAMPLES,
 ) -> dict[Parents, Tensor]:  # fmt: skip
     """Expected calls (B,) of each text with each shape. accept: as of `accept_of`, where it is at hand; samples: of the
     refused children under `traversal`."""
-    table = table_of(laws, shapes, rule, likeliest, accept, samples)
+    table = table_of(distributions, shapes, rule, likeliest, accept, samples)
     return dict(zip(shapes, calls_of(table, shapes), strict=True))
 
 
 def table_of(
-    laws: Laws, shapes: Sequence[Parents], rule: str, likeliest: bool, accept: Tensor | None = None,
+    distributions: Distributions, shapes: Sequence[Parents], rule: str, likeliest: bool, accept: Tensor | None = None,
     samples: int = SAMPLES,
 ) -> Paths:  # fmt: skip
     """Chances of all paths of these shapes, see `rate`."""
     whole = union(shapes)
     if not whole:
-        chances = laws.p.new_zeros(*laws.x.shape, 0)
+        chances = distributions.p.new_zeros(*distributions.x.shape, 0)
     elif rule == "traversal" and not likeliest:
-        chances = chances_traversal(laws.p, laws.q, laws.x, whole, laws.lengths, samples=samples)
+        chances = chances_traversal(
+            distributions.p, distributions.q, distributions.x, whole, distributions.lengths, samples=samples
+        )
     else:
-        accept = accept_of(laws, max(map(whole.count, whole)), likeliest) if accept is None else accept
-        chances = products(accept, whole, laws.lengths)
-    return Paths({path: n for n, path in enumerate(paths_of(whole))}, chances, laws.lengths)
+        accept = accept_of(distributions, max(map(whole.count, whole)), likeliest) if accept is None else accept
+        chances = products(accept, whole, distributions.lengths)
+    return Paths({path: n for n, path in enumerate(paths_of(whole))}, chances, distributions.lengths)

@@ -36,8 +36,8 @@ Run = Callable[[Tensor], Any]  # the buffer of a recording -> its results
 
 
 class Captured(Lean):
-    """As `Lean`, short passes over the first slots replayed: logits, states, drafts and laws are then views that the
-    next call overwrites. Where recording fails, this model's passes run as they are, with one warning."""
+    """As `Lean`, short passes over the first slots replayed: logits, states, drafts and distributions are then views
+    that the next call overwrites. Where recording fails, this model's passes run as they are, with one warning."""
 
     failed = False
 
@@ -95,7 +95,8 @@ class Captured(Lean):
         window: Window,
         fit: Callable[..., Tensor],
     ) -> tuple[Tensor, Tensor] | None:
-        """As `draft`, k drafts by the round's own laws and draws, whatever its settings; greedy: the likeliest tokens.
+        """As `draft`, k drafts by the round's own distributions and draws, whatever its settings; greedy: the likeliest
+        tokens.
         fit: logits of the model -> of the round's vocabulary. None also where the round is of another device."""
         inputs = round.inputs() if self._ready(tails, window) else None
         if inputs is None or inputs["start"].device != self.model.device:

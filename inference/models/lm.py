@@ -41,10 +41,10 @@ class LM:
     context: most tokens a row may hold, at most the model's `max_position_embeddings`. stock: always run
     transformers' own forward, also for models that `llama` runs in fewer operations. compile: compile what `llama`
     runs, see `compiled`, on a GPU replay it, see `cuda_graphs`; None: on a GPU alone. int8: weights rounded to 8 bits,
-    for a draft: a rounded target has another law. spare: slots after those of the rows, where prompts wait. cache:
-    that of an LM of which this one is the first layers, which share its keys and values. scaled: the head reads each
-    row's states times its row of `scale` (rows and spare ones, D), ones until somebody writes others there.
-    Raises ValueError for an attention implementation or a state that rows of different lengths cannot use.
+    for a draft: a rounded target has another distribution. spare: slots after those of the rows, where prompts wait.
+    cache: that of an LM of which this one is the first layers, which share its keys and values. scaled: the head reads
+    each row's states times its row of `scale` (rows and spare ones, D), ones until somebody writes others there. Raises
+    ValueError for an attention implementation or a state that rows of different lengths cannot use.
     """
 
     def __init__(
@@ -179,9 +179,9 @@ class LM:
         """All drafts of a round in one call, where passes are compiled: None where they are not.
 
         tails (A, n): the last ids, one or two, of texts of ends_b tokens in slots [0, A), stored but for these; u
-        (A, k) uniforms, temperature (A,) above 0. Returns drafts (A, k) and their laws (A, k, V); greedy: the likeliest
-        tokens, one-hot laws. at (A,): `ends` where it is on the device already. Where passes are replayed, the next
-        call overwrites them.
+        (A, k) uniforms, temperature (A,) above 0. Returns drafts (A, k) and their distributions (A, k, V); greedy: the
+        likeliest tokens, one-hot distributions. at (A,): `ends` where it is on the device already. Where passes are
+        replayed, the next call overwrites them.
         """
         if not isinstance(self.run, Lean) or self.vocabulary != self.size:
             return None
@@ -193,8 +193,8 @@ class LM:
     def draft_for(
         self, round: "Round", k: int, greedy: bool, tails: Tensor, ends: Sequence[int], at: Tensor
     ) -> tuple[Tensor, Tensor] | None:
-        """As `draft`, k drafts with the round's own laws and draws, where passes are replayed: None where they are not,
-        or where drafts are ids that the model has no row for."""
+        """As `draft`, k drafts with the round's own distributions and draws, where passes are replayed: None where they
+        are not, or where drafts are ids that the model has no row for."""
         if not isinstance(self.run, Captured) or self.vocabulary > self.size:
             return None
         return self.run.draft_for(round, k, greedy, tails, at, self._ahead(ends, at, k), self._fitted)

@@ -1,5 +1,5 @@
-"""All drafts of a round from one pass: its laws at the anchor and at the masks behind it, and the draws from these, as
-a function of tensors, compiled or replayed.
+"""All drafts of a round from one pass: its distributions at the anchor and at the masks behind it, and the draws from
+these, as a function of tensors, compiled or replayed.
 
 A rows, n ids a row, k drafts, V vocabulary.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from inference.models.lm import LM
     from inference.proposers.base import Round
 
-Drafts = tuple[Tensor, Tensor]  # ids (A, k), and the laws (A, k, V) that they were drawn from
+Drafts = tuple[Tensor, Tensor]  # ids (A, k), and the distributions (A, k, V) that they were drawn from
 
 
 class Masked(NamedTuple):
@@ -34,7 +34,8 @@ class Masked(NamedTuple):
 
 
 class OnePass(Step):
-    """The drafts of a round without history: temperature alone. greedy: the likeliest tokens, their laws one-hot."""
+    """The drafts of a round without history: temperature alone. greedy: the likeliest tokens, their distributions
+    one-hot."""
 
     def __init__(self, weights: llama.Weights, shape: llama.Shape, k: int, greedy: bool = False) -> None:
         super().__init__(weights, shape, (LAST,), head=False)
@@ -48,8 +49,8 @@ class OnePass(Step):
         if self.greedy:
             likeliest = logits.argmax(-1)
             return likeliest, one_hot(likeliest, logits)
-        laws = (logits / temperature.to(logits.dtype).view(-1, 1, 1)).softmax(-1)
-        return draw(laws, u), laws
+        distributions = (logits / temperature.to(logits.dtype).view(-1, 1, 1)).softmax(-1)
+        return draw(distributions, u), distributions
 
     def logits(self, masked: Masked, *stored: Any) -> Tensor:
         """(A, k, V) at the anchor and the k - 1 masks behind it, float32 at least."""
@@ -66,8 +67,8 @@ def behind(values: Tensor, anchors: Tensor, k: int) -> Tensor:
 
 def at_once(lm: "LM", round: "Round", masked: Masked, begins: list[int], k: int, greedy: bool) -> Drafts | None:
     """The drafts of a round whose numbers were sent, in one call; begins: `masked.begins` on the host. None where
-    passes are neither compiled nor replayed, for longer rows than these take, and, where they are compiled, for laws
-    that take more than a temperature."""
+    passes are neither compiled nor replayed, for longer rows than these take, and, where they are compiled, for
+    distributions that take more than a temperature."""
     if isinstance(lm.run, Captured) and lm.vocabulary <= lm.size:
         return _replayed(lm, lm.run, round, masked, begins, k, greedy)
     if isinstance(lm.run, Compiled) and lm.vocabulary == lm.size:
@@ -99,7 +100,7 @@ def _compiled(
 def _replayed(
     lm: "LM", run: Captured, round: "Round", masked: Masked, begins: list[int], k: int, greedy: bool
 ) -> Drafts | None:
-    """By the round's own laws and draws, whatever its settings."""
+    """By the round's own distributions and draws, whatever its settings."""
     window = lm._aimed(masked.ids, begins, 0, masked.begins)
     inputs = round.inputs() if run._ready(masked.ids, window) else None
     if inputs is None or inputs["start"].device != lm.device:
@@ -122,12 +123,12 @@ def _choosing(lm: "LM", run: Captured, round: "Round", k: int, greedy: bool, slo
 
 
 def drawn(round: "Round", logits: Tensor, greedy: bool) -> Drafts:
-    """Drafts by the round's laws and draws, from logits (A, k, V) that no draft changes; settings that read history may
-    make a law depend on the drafts before it. greedy: the likeliest tokens."""
+    """Drafts by the round's distributions and draws, from logits (A, k, V) that no draft changes; settings that read
+    history may make a distribution depend on the drafts before it. greedy: the likeliest tokens."""
     drafts: list[Tensor] = []
-    laws: list[Tensor] = []
+    distributions: list[Tensor] = []
     for depth, one in enumerate(logits.unbind(1)):
-        law = round.probs(one, drafts)
-        laws.append(certain(law) if greedy else law)
-        drafts.append(round.draw(laws[-1], depth))
-    return torch.stack(drafts, 1), torch.stack(laws, 1)
+        probs = round.probs(one, drafts)
+        distributions.append(certain(probs) if greedy else probs)
+        drafts.append(round.draw(distributions[-1], depth))
+    return torch.stack(drafts, 1), torch.stack(distributions, 1)

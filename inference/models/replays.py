@@ -1,7 +1,7 @@
 """Functions of named tensors, each recorded once as a CUDA graph for the shapes of its inputs, then replayed.
 
 Every input has one place in memory, which all recordings of one `Replays` read: no recording keeps inputs of its own.
-Used where the laws, draws and verdict of a round are made: some sixty launches, which become one.
+Used where the distributions, draws and verdict of a round are made: some sixty launches, which become one.
 """
 
 import warnings
@@ -94,4 +94,4 @@ class Replays:
         self.failed = True
         self._forget()
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        warnings.warn(f"CUDA graphs of laws and draws failed, they run without: {reason}", stacklevel=4)
+        warnings.warn(f"CUDA graphs of distributions and draws failed, they run without: {reason}", stacklevel=4)

@@ -14,17 +14,18 @@ from inference.sampling import certain, draw, one_hot, wide
 if TYPE_CHECKING:
     from inference.proposers.base import Round
 
-# logits (A, V) and the drafts (A,) before -> the next ones (A,) and the law (A, V) that they were drawn from
+# logits (A, V) and the drafts (A,) before -> the next ones (A,) and the distribution (A, V) that they were drawn from
 Choose = Callable[[Tensor, list[Tensor]], tuple[Tensor, Tensor]]
 
 
 def by_round(round: "Round", greedy: bool) -> Choose:
-    """Drafts by the round's own laws and draws, whatever its settings; greedy: the likeliest tokens, one-hot laws."""
+    """Drafts by the round's own distributions and draws, whatever its settings; greedy: the likeliest tokens, one-hot
+    distributions."""
 
     def choose(logits: Tensor, drafts: list[Tensor]) -> tuple[Tensor, Tensor]:
-        law = round.probs(logits, drafts)
-        law = certain(law) if greedy else law
-        return round.draw(law, len(drafts)), law
+        probs = round.probs(logits, drafts)
+        probs = certain(probs) if greedy else probs
+        return round.draw(probs, len(drafts)), probs
 
     return choose
 
@@ -93,8 +94,8 @@ class Step(nn.Module):
 
 
 class Drafting(Step):
-    """All drafts of a round: `k` passes of a draft with its laws and draws between them. Step by step, a small draft
-    takes longer to launch than to compute. greedy: the likeliest token each time, its law one-hot."""
+    """All drafts of a round: `k` passes of a draft with its distributions and draws between them. Step by step, a small
+    draft takes longer to launch than to compute. greedy: the likeliest token each time, its distribution one-hot."""
 
     def __init__(self, weights: llama.Weights, shape: llama.Shape, k: int, greedy: bool = False) -> None:
         super().__init__(weights, shape)
@@ -114,15 +115,15 @@ class Drafting(Step):
         scale: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """tails (A, n): the last ids of texts of `ends` (A,) tokens, whose ids before those are stored; u (A, k)
-        uniforms; temperature (A,) above 0; the rest as for a pass -> drafts (A, k) and the laws (A, k, V) that they
-        were drawn from."""
+        uniforms; temperature (A,) above 0; the rest as for a pass -> drafts (A, k) and the distributions (A, k, V) that
+        they were drawn from."""
 
         def chosen(logits: Tensor, drafts: list[Tensor]) -> tuple[Tensor, Tensor]:
             if self.greedy:
                 ids = logits.argmax(-1)
                 return ids, one_hot(ids, logits)
-            law = (logits / temperature.to(logits.dtype).unsqueeze(-1)).softmax(-1)
-            return draw(law, u[:, len(drafts)]), law
+            probs = (logits / temperature.to(logits.dtype).unsqueeze(-1)).softmax(-1)
+            return draw(probs, u[:, len(drafts)]), probs
 
         return self.chosen(chosen, tails, ends, scale, cos, sin, slots, keys, values)
 
@@ -139,7 +140,7 @@ class Drafting(Step):
         values: list[Tensor],
     ) -> tuple[Tensor, Tensor]:
         """As `forward`; choose: logits (A, V), float32 at least, and the drafts (A,) before -> the next ones (A,) and
-        the law (A, V) that they were drawn from."""
+        the distribution (A, V) that they were drawn from."""
 
         def after(ids: Tensor, start: Tensor) -> Tensor:
             positions = start.unsqueeze(1) + torch.arange(ids.shape[1], device=ids.device)
@@ -147,12 +148,12 @@ class Drafting(Step):
             return wide(logits[:, -1])
 
         drafts: list[Tensor] = []
-        laws: list[Tensor] = []
+        distributions: list[Tensor] = []
         logits = after(tails, ends - tails.shape[1])
         for depth in range(self.k):
-            ids, law = choose(logits, drafts)
+            ids, probs = choose(logits, drafts)
             drafts.append(ids)
-            laws.append(law)
+            distributions.append(probs)
             if depth + 1 < self.k:
                 logits = after(drafts[-1].unsqueeze(1), ends + depth)
-        return torch.stack(drafts, 1), torch.stack(laws, 1)
+        return torch.stack(drafts, 1), torch.stack(distributions, 1)

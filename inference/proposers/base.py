@@ -53,11 +53,11 @@ class Beside:
 
 
 class Proposal(NamedTuple):
-    """x (A, N) drafted ids; q (A, N, V) the very laws they were drawn from; k how many each row drafted.
+    """x (A, N) drafted ids; q (A, N, V) the very distributions they were drawn from; k how many each row drafted.
 
-    Entries past k_b are ignored, and so is what follows a law of NaN: the draft had no token there. q None: every draft
-    was certain, its law is one-hot. Either may be on another device than the target: it is moved. tree: on which node
-    each hangs (see `passes.Tree`), None for a chain, whose node i hangs on i - 1.
+    Entries past k_b are ignored, and so is what follows a distribution of NaN: the draft had no token there. q None:
+    every draft was certain, its distribution is one-hot. Either may be on another device than the target: it is moved.
+    tree: on which node each hangs (see `passes.Tree`), None for a chain, whose node i hangs on i - 1.
     """
 
     x: Tensor
@@ -94,7 +94,8 @@ class Outcome(NamedTuple):
 
 
 class Round(Protocol):
-    """One round as a proposer sees it: texts so far, how many to draft, and the only way to make laws and draws."""
+    """One round as a proposer sees it: texts so far, how many to draft, and the only way to make distributions and
+    draws."""
 
     k: list[int]
 
@@ -103,7 +104,7 @@ class Round(Protocol):
         """Prompt and emitted tokens of each row."""
 
     def probs(self, logits: Tensor, drafted: list[Tensor]) -> Tensor:
-        """Logits (A, V) after `drafted` ids (A,) each -> law (A, V) under each row's sampling settings."""
+        """Logits (A, V) after `drafted` ids (A,) each -> distribution (A, V) under each row's sampling settings."""
 
     def send(self, k: list[int] | None = None, **numbers: Sequence[int] | Sequence[list[int]]) -> dict[str, Tensor]:
         """Whole numbers that the proposer needs on the device, one or as many a row: they travel with what the engine
@@ -112,8 +113,8 @@ class Round(Protocol):
 
     @property
     def temperatures(self) -> list[float] | None:
-        """Of each row, 0 for one-hot laws, where a law is softmax(logits / temperature) and a draw its inverse CDF;
-        None where `law` and `draw` do more than that."""
+        """Of each row, 0 for one-hot distributions, where a distribution is softmax(logits / temperature) and a draw
+        its inverse CDF; None where `distribution` and `draw` do more than that."""
 
     @property
     def temperature(self) -> Tensor:
@@ -122,30 +123,33 @@ class Round(Protocol):
     def simple(self, depths: int) -> tuple[Tensor, Tensor]:
         """Uniforms (A, depths) and temperatures (A,) on the device."""
 
-    def draw(self, law: Tensor, depth: int) -> Tensor:
-        """Ids (A,) drawn from law (A, V) with the noise of this depth (0-based)."""
+    def draw(self, probs: Tensor, depth: int) -> Tensor:
+        """Ids (A,) drawn from distribution (A, V) with the noise of this depth (0-based)."""
 
     def children(
         self, logits: Tensor, x: Tensor, siblings: "Siblings", likeliest: bool = False
     ) -> tuple[Tensor, Tensor]:
         """The next level of a tree of drafts: logits (A, n, V) after n nodes, x (A, M) drafted so far -> children
-        (A, n, m), those to try first before the others, and the laws (A, n, m, V) that they were drawn from.
+        (A, n, m), those to try first before the others, and the distributions (A, n, m, V) that they were drawn from.
 
-        Drawn without replacement; the likeliest ones, with one-hot laws, in rows of temperature 0 and where asked."""
+        Drawn without replacement; the likeliest ones, with one-hot distributions, in rows of temperature 0 and where
+        asked."""
 
     @property
     def shared(self) -> bool:
         """Whether draws take the noise that the target's own tokens are chosen with."""
 
-    def draw_shared(self, law: Tensor, depth: Tensor) -> Tensor:
-        """Ids (A,) drawn from law (A, V) with that noise, at a depth (A,) of each row."""
+    def draw_shared(self, probs: Tensor, depth: Tensor) -> Tensor:
+        """Ids (A,) drawn from distribution (A, V) with that noise, at a depth (A,) of each row."""
 
     @property
     def reads_history(self) -> list[bool]:
-        """Of each row, whether its law depends on its text beyond the model: `plain` is then not its law."""
+        """Of each row, whether its distribution depends on its text beyond the model: `plain` is then not its
+        distribution."""
 
     def plain(self, logits: Tensor) -> Tensor:
-        """Logits (A, ..., V) -> laws (A, ..., V) of rows whose settings read no history, whatever was drafted."""
+        """Logits (A, ..., V) -> distributions (A, ..., V) of rows whose settings read no history, whatever was
+        drafted."""
 
     def inner(self, depths: int) -> Tensor:
         """Uniforms (3, A, depths) for rounds that a proposer verifies itself: of its draws, of its coins and of its
@@ -153,18 +157,18 @@ class Round(Protocol):
 
     def left_out(self, scores: Tensor, kept: int, levels: int) -> None:
         """Told where a dynamic tree keeps the `kept` largest of scores (A, ..., M), and no others: sums of the log
-        laws, or logits, of so many levels. Whoever checks a round learns here which choices were close."""
+        distributions, or logits, of so many levels. Whoever checks a round learns here which choices were close."""
 
     def inputs(self, trees: bool = False) -> dict[str, Tensor] | None:
-        """By name, the tensors that laws and draws read, with `trees` those of children too; None where they read more
-        than tensors."""
+        """By name, the tensors that distributions and draws read, with `trees` those of children too; None where they
+        read more than tensors."""
 
     def on(self, given: Mapping[str, Tensor]) -> "Round":
-        """Its laws and draws, read from other tensors of the names and shapes of `inputs`."""
+        """Its distributions and draws, read from other tensors of the names and shapes of `inputs`."""
 
     @property
     def key(self) -> Hashable:
-        """All that laws and draws depend on but tensors."""
+        """All that distributions and draws depend on but tensors."""
 
     @property
     def steady(self) -> frozenset[str]:
@@ -178,7 +182,8 @@ class Proposer:
     `open`; `admit`, or `stage` and later `enter`, as prompts come; then round by round `propose` and `commit`, and
     `move` as rows leave.
     reads: layers of the target's states that it wants (see `passes.Pass`), () for none: only these are made.
-    greedy: whether it drafts the likeliest token, with a one-hot law. weights: the dtype of its own, None for none.
+    greedy: whether it drafts the likeliest token, with a one-hot distribution. weights: the dtype of its own, None for
+    none.
     depths: drafts of a round at most, None for no bound of its own.
     network_class: what a draft folder of this kind holds, a class with `from_pretrained`; None: no weights.
     own_tokenizer: whether the folder's tokenizer may be another than the target's.
@@ -217,8 +222,8 @@ class Proposer:
         return None
 
     def language_model(self, rows: int, vocabulary: int) -> "LM | None":
-        """A causal LM, with slots for `rows` texts, whose law after a text is this proposer's at every depth: one
-        teacher-forced pass then finds all of its laws. None: forced rounds do (`exactness.forced`)."""
+        """A causal LM, with slots for `rows` texts, whose distribution after a text is this proposer's at every depth:
+        one teacher-forced pass then finds all of its distributions. None: forced rounds do (`exactness.forced`)."""
         return None
 
     def open(self, host: Host) -> None:

@@ -1,8 +1,8 @@
 """Trees drafted level by level, chains a token at a time: what every kind that runs a model shares.
 
 A kind gives the logits behind the text and a pass over the nodes of a level (`Follow`); which nodes there are, their
-children and laws, and how many a row has are the same for all. A rows, n nodes of a level, N nodes, D levels, V
-vocabulary.
+children and distributions, and how many a row has are the same for all. A rows, n nodes of a level, N nodes, D levels,
+V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -78,19 +78,19 @@ class Branching:
     def grown(
         self, round: Round, depth: int, logits: Tensor, follow: Follow, likeliest: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Nodes (A, N) of the first `depth` levels, 1 or more, and the laws (A, N, V) that they were drawn from; a
-        function of tensors. logits (A, V) behind each text. likeliest: children are the likeliest tokens, else drawn
-        without replacement (see `Round.children`)."""
+        """Nodes (A, N) of the first `depth` levels, 1 or more, and the distributions (A, N, V) that they were drawn
+        from; a function of tensors. logits (A, V) behind each text. likeliest: children are the likeliest tokens, else
+        drawn without replacement (see `Round.children`)."""
         x, q, behind = logits.new_empty(len(logits), 0, dtype=torch.int64), [], logits.unsqueeze(1)
         steps = _steps(self.parents, logits.device)
         for level, step in enumerate(steps[:depth]):
             if level:
                 nodes = Nodes(level, steps[level - 1].above, self.trees[level - 1])
                 behind = follow(x[:, self.counts[level - 1] :], nodes)
-            ids, laws = round.children(step.of_parents(behind), x, step.siblings, likeliest)
+            ids, distributions = round.children(step.of_parents(behind), x, step.siblings, likeliest)
             parent, rank = step.parent.to(ids.device), step.rank.to(ids.device)
             x = torch.cat((x, ids[:, parent, rank].to(x.device)), 1)
-            q.append(laws[:, parent, rank])
+            q.append(distributions[:, parent, rank])
         return x, torch.cat(q, 1)
 
     def stored(self, path: Tensor, depth: int) -> Tensor:
@@ -103,19 +103,20 @@ class Branching:
 
 
 def one_by_one(K: int, logits: Tensor, follow: Follow, choose: Choose) -> tuple[Tensor, Tensor]:
-    """A chain: K drafts (A, K) in turn and the laws (A, K, V) that they were drawn from; logits (A, V) behind texts."""
+    """A chain: K drafts (A, K) in turn and the distributions (A, K, V) that they were drawn from; logits (A, V) behind
+    texts."""
     drafts: list[Tensor] = []
-    laws: list[Tensor] = []
+    distributions: list[Tensor] = []
     for depth in range(K):
         behind = logits if depth == 0 else follow(drafts[-1].to(logits.device).unsqueeze(1), Nodes(depth))[:, 0]
-        ids, law = choose(behind, drafts)
+        ids, probs = choose(behind, drafts)
         drafts.append(ids)
-        laws.append(law)
-    return torch.stack(drafts, 1), torch.stack(laws, 1)
+        distributions.append(probs)
+    return torch.stack(drafts, 1), torch.stack(distributions, 1)
 
 
 def of_depths(logits: Tensor) -> Follow:
-    """Where a law hangs on the depth alone: logits (A, K, V), entry j behind all nodes of depth j."""
+    """Where a distribution hangs on the depth alone: logits (A, K, V), entry j behind all nodes of depth j."""
     return lambda ids, nodes: logits[:, nodes.depth : nodes.depth + 1].expand(-1, ids.shape[1], -1)
 
 

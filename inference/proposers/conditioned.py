@@ -32,7 +32,7 @@ class Conditioned(Independent):
         self.written: Tensor | None = None  # the temperatures whose scales `LM.scale` holds
 
     def language_model(self, rows: int, vocabulary: int) -> LM | None:
-        """None: its law depends on the row's temperature, which forced rounds know."""
+        """None: its distribution depends on the row's temperature, which forced rounds know."""
         return None
 
     def open(self, host: Host) -> None:

@@ -36,8 +36,8 @@ class Eagle(Proposer):
     """Drafts with the network of `eagle_network` beside the target that it was made for, on whose device it is.
 
     It drafts nothing for a text of one token, of which the target has read nothing. greedy: the likeliest tokens,
-    one-hot laws. compile: on a GPU its rounds are replayed as CUDA graphs, None: where the target's passes are. shape:
-    of the trees that it drafts, as of `Independent`; None: chains.
+    one-hot distributions. compile: on a GPU its rounds are replayed as CUDA graphs, None: where the target's passes
+    are. shape: of the trees that it drafts, as of `Independent`; None: chains.
     """
 
     network_class: Any = EagleNetwork
@@ -163,7 +163,8 @@ class Eagle(Proposer):
         return found | {"features": self.features[: len(k), :width]}
 
     def _replayed(self, round: Round, given: Mapping[str, Tensor], limit: int, K: int) -> tuple[Tensor, Tensor] | None:
-        """As `_drafted`, by a CUDA graph that was recorded for these shapes; None where laws take more than tensors."""
+        """As `_drafted`, by a CUDA graph that was recorded for these shapes; None where distributions take more than
+        tensors."""
         inputs = round.inputs(bool(self.branching))
         slots = self._slots(1 << (limit - 1).bit_length())
         if inputs is None or self.replays is None:
@@ -178,7 +179,7 @@ class Eagle(Proposer):
         return found
 
     def _drafted(self, round: Round, given: Mapping[str, Tensor], slots: int, K: int) -> tuple[Tensor, Tensor]:
-        """Drafts of K depths and the laws that they were drawn from; a function of tensors."""
+        """Drafts of K depths and the distributions that they were drawn from; a function of tensors."""
         ids, features, pairs, only = (given[name] for name in ("lacking", "features", "pairs", "only"))
         positions = pairs.unsqueeze(1) + torch.arange(ids.shape[1], device=ids.device)
         A, anchor = len(ids), pairs + only

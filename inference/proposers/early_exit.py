@@ -27,9 +27,9 @@ class EarlyExit(Independent):
     """Drafts with the first layers of the target that it stands beside (LayerSkip: Elhoushi et al. 2024, 2404.16710;
     Draft & Verify: Zhang et al. 2023, 2309.08168), as `network` changes them.
 
-    With changes the law of a draft depends on its depth: the keys and values of the drafts before it are the changed
-    layers', those of the text the target's. greedy, compile, shape: as of `Independent`. Raises ValueError beside
-    another target.
+    With changes the distribution of a draft depends on its depth: the keys and values of the drafts before it are the
+    changed layers', those of the text the target's. greedy, compile, shape: as of `Independent`. Raises ValueError
+    beside another target.
     """
 
     network_class: Any = ExitNetwork

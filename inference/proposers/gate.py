@@ -1,7 +1,7 @@
 """When look-up drafts instead of a model: the better rate of tokens, from what was counted on held-out text.
 
 A gate reads how long an end of the text stood earlier and where, which earlier text decides alone. It never sees a
-token that a model drew: to drop or swap such a draft after a look would change the law of the text.
+token that a model drew: to drop or swap such a draft after a look would change the distribution of the text.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -73,8 +73,8 @@ class Place:
 def calibrated(places: Iterable[Place], depths: int, step: float, column: float) -> Gate:
     """The gate of what was counted at places of held-out text that the target wrote under the settings to be served.
 
-    A look-up's draft is certain, so on text of the target's law a draft is accepted as often as the text has that
-    token there. A look-up's counts of ends of n tokens lean on those of n - 1 tokens, the model's on those of all
+    A look-up's draft is certain, so on text of the target's distribution a draft is accepted as often as the text has
+    that token there. A look-up's counts of ends of n tokens lean on those of n - 1 tokens, the model's on those of all
     places, see `WEIGHT`. depths: drafts of a round, of either.
     """
     cells: list[list[list[Place]]] = [[[] for _ in range(LONGEST + 1)] for _ in range(2)]

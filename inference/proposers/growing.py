@@ -1,4 +1,4 @@
-"""Trees whose shape each row's own laws decide, round by round (EAGLE-2: Li et al. 2024, 2406.16858).
+"""Trees whose shape each row's own distributions decide, round by round (EAGLE-2: Li et al. 2024, 2406.16858).
 
 A candidate's score is the log probability of its path under the draft. Of every level the `width` likeliest candidates
 are read, in one pass, and each gives `children` candidates of the next; of all candidates the `nodes` likeliest are

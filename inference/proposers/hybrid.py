@@ -22,7 +22,8 @@ from inference.sampling import one_hot
 class Hybrid(OfParts):
     """Retrieval first, `model` where the gate says so (as Hu et al. 2024, 2411.10666, join SAM decoding with a model).
 
-    The gate decides before anything is drawn, from earlier text alone, so each row's drafts are drawn from the laws
+    The gate decides before anything is drawn, from earlier text alone, so each row's drafts are drawn from the
+    distributions
     that are returned: one-hot ones for look-up, else the model's. Rows that look-up drafts for cost the model nothing;
     it reads what they gained when it next drafts for them. The model drafts chains.
     """
@@ -93,13 +94,13 @@ class Part:
         self.sent = self.round.send(own, **numbers)
         return self.sent
 
-    def draw(self, law: Tensor, depth: int) -> Tensor:
+    def draw(self, probs: Tensor, depth: int) -> Tensor:
         """Of rows that look-up drafts for, its draft for certain: what the model makes of them is not used."""
         if self.sure is not None and depth < self.sure.x.shape[1]:
             sent = self.send()
-            certain = one_hot(sent["sure"][:, depth], law)
-            law = torch.where((sent["looked_up"] > depth).unsqueeze(1), certain, law)
-        return self.round.draw(law, depth)
+            certain = one_hot(sent["sure"][:, depth], probs)
+            probs = torch.where((sent["looked_up"] > depth).unsqueeze(1), certain, probs)
+        return self.round.draw(probs, depth)
 
     def on(self, given: Any) -> "Part":
         return Part(self.round.on(given), self.k)

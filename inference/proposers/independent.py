@@ -23,11 +23,11 @@ from inference.sampling import certain
 class Independent(Proposer):
     """Drafts with a causal LM (Leviathan et al. 2023, 2211.17192).
 
-    model: a transformers model, used as it is, or a path / hub id. greedy: draft argmax q with a one-hot law,
+    model: a transformers model, used as it is, or a path / hub id. greedy: draft argmax q with a one-hot distribution,
     as serving engines do by default, instead of drawing from q. compile: its passes are compiled, see
     `compiled`, or replayed, see `cuda_graphs`; None: on a GPU alone. int8: its weights are rounded to 8 bits, see
-    `llama`: q is then the rounded draft's law. shape: of the trees that it drafts, the parents of their nodes (see
-    `topology` and `branching`) or a `growing.Dynamic`, to be verified by tree, traversal or coupled; None: chains.
+    `llama`: q is then the rounded draft's distribution. shape: of the trees that it drafts, the parents of their nodes
+    (see `topology` and `branching`) or a `growing.Dynamic`, to be verified by tree, traversal or coupled; None: chains.
     """
 
     network_class = AutoModelForCausalLM
@@ -128,7 +128,8 @@ class Independent(Proposer):
         return shape.proposal(k, x, q)
 
     def _at_once(self, round: Round, k: list[int]) -> Proposal | None:
-        """None where the model has no such call, or laws take more than a temperature and passes are not replayed."""
+        """None where the model has no such call, or distributions take more than a temperature and passes are not
+        replayed."""
         self.longest, K, ends = max(self.longest, *k), max(k), [len(text) for text in round.texts]
         rows = list(zip(ends, self.stored, k, strict=True))
         fits = self.tail <= min(ends) and max(ends) + self.longest <= self.lm.context
@@ -161,17 +162,17 @@ class Independent(Proposer):
         follows = self._lacking(round.texts, k)["follows"]
         logits = self._catch_up(round, k)
         drafted: list[Tensor] = []
-        laws: list[Tensor] = []
+        distributions: list[Tensor] = []
         for depth in range(K):
-            law = round.probs(logits, drafted)
-            laws.append(certain(law) if self.greedy else law)
-            drafted.append(round.draw(laws[-1], depth))
+            probs = round.probs(logits, drafted)
+            distributions.append(certain(probs) if self.greedy else probs)
+            drafted.append(round.draw(distributions[-1], depth))
             if depth + 1 < K:
                 ids, at = self._here(drafted[-1].unsqueeze(1), round.send()["follows"] + depth)
                 logits = self.lm.forward(ids, [end + depth for end in follows], at=at).logits[:, -1]
         rows = zip(round.texts, k, self.stored, strict=True)
         self.stored = [len(text) + K - 1 if wanted else stored for text, wanted, stored in rows]
-        return Proposal(torch.stack(drafted, 1), torch.stack(laws, 1), k)
+        return Proposal(torch.stack(drafted, 1), torch.stack(distributions, 1), k)
 
     def _catch_up(self, round: Round, k: list[int]) -> Tensor:
         """Logits (A, V) after each whole text; ragged tails are padded on the right, past what is read."""

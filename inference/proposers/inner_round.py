@@ -1,7 +1,8 @@
-"""One exact inner round: a small draft's guesses, verified with the laws of a model between it and the target.
+"""One exact inner round: a small draft's guesses, verified with the distributions of a model between it and the target.
 
-A rows, n drafted at most, V vocabulary. Every token that comes out follows the middle model's law, given the text
-before it: that law is what the outer round must be told, not the small draft's.
+A rows, n drafted at most, V vocabulary. Every token that comes out follows the middle model's distribution, given the
+text
+before it: that distribution is what the outer round must be told, not the small draft's.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -73,12 +74,12 @@ class InnerRound:
         """Of rows that read no history: nothing is guessed for others."""
         return self.round.plain(logits)
 
-    def draw(self, law: Tensor, depth: int) -> Tensor:
-        return self._shared(law, depth) if self.round.shared else draw(law, self.streams[DRAWS, :, depth])
+    def draw(self, probs: Tensor, depth: int) -> Tensor:
+        return self._shared(probs, depth) if self.round.shared else draw(probs, self.streams[DRAWS, :, depth])
 
-    def _shared(self, law: Tensor, depth: int) -> Tensor:
+    def _shared(self, probs: Tensor, depth: int) -> Tensor:
         """By the noise of the target's own tokens; rows that are done may stand past the last one."""
-        return self.round.draw_shared(law, (self.done + depth).clamp(max=max(self.asked)))
+        return self.round.draw_shared(probs, (self.done + depth).clamp(max=max(self.asked)))
 
     def inputs(self, trees: bool = False) -> None:
         """None: no recording reads where each row stands."""
@@ -88,8 +89,8 @@ class InnerRound:
         return self.send()["guessed"] if k == self.k else torch.tensor(k, device=self.done.device)
 
     def verified(self, rule: Rule, p: Tensor, drafts: Proposal) -> tuple[Tensor, Tensor]:
-        """accepted (A,) of the guesses x (A, n) with their laws q (A, n, V), and the token (A,) after them, by the
-        laws p (A, n+1, V) of the middle model after the text and after each guess."""
+        """accepted (A,) of the guesses x (A, n) with their distributions q (A, n, V), and the token (A,) after them, by
+        the distributions p (A, n+1, V) of the middle model after the text and after each guess."""
         x, q = drafts.x.to(p.device), None if drafts.q is None else drafts.q.to(p.device)
         length = sound(p, q, self.length(drafts.k))
         if self.round.shared:

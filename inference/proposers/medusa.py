@@ -15,7 +15,7 @@ from inference.proposers.newest_state import Given, Heads, NewestState
 
 class Medusa(NewestState):
     """Heads that see neither the anchor nor the drafts before theirs (Cai et al. 2024, 2401.10774), see
-    `medusa_network`: all nodes of one depth of a tree have one law, that of their head."""
+    `medusa_network`: all nodes of one depth of a tree have one distribution, that of their head."""
 
     network_class: Any = MedusaNetwork
 

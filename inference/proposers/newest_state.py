@@ -23,9 +23,9 @@ Given = Mapping[str, Tensor]  # newest (A, D), the states; anchor (A, 1), the id
 class NewestState(Proposer):
     """Drafts with heads on the state of the token before the anchor, the newest that there is as a round begins.
 
-    network: the heads, used as they are; greedy: draft argmax q with a one-hot law instead of drawing from q. shape: of
-    the trees that it drafts, as of `Independent`; None: chains. A prompt of one token has no state: its first round
-    drafts nothing. Where the target's passes are replayed (`cuda_graphs`), all drafts of a round are one graph.
+    network: the heads, used as they are; greedy: draft argmax q with a one-hot distribution instead of drawing from q.
+    shape: of the trees that it drafts, as of `Independent`; None: chains. A prompt of one token has no state: its first
+    round drafts nothing. Where the target's passes are replayed (`cuda_graphs`), all drafts of a round are one graph.
     """
 
     reads = (LAST,)
@@ -85,7 +85,7 @@ class NewestState(Proposer):
         return shape.proposal(k, x, q) if shape else Proposal(x, q, k)
 
     def _drafted(self, round: Round, given: Given, K: int) -> tuple[Tensor, Tensor]:
-        """Drafts of K depths and the laws that they were drawn from; a function of tensors."""
+        """Drafts of K depths and the distributions that they were drawn from; a function of tensors."""
         if self.branching:
             return self.branching.grown(round, K, *self.unrolled(given, K), self.greedy)
         return one_by_one(K, *self.unrolled(given, K), by_round(round, self.greedy))
@@ -95,8 +95,8 @@ class NewestState(Proposer):
         raise NotImplementedError(f"{type(self).__name__}.unrolled")
 
     def _replayed(self, round: Round, given: Given, K: int) -> tuple[Tensor, Tensor] | None:
-        """As `_drafted`, by a CUDA graph that was recorded for these shapes; None where there are none, or laws and
-        draws take more than tensors."""
+        """As `_drafted`, by a CUDA graph that was recorded for these shapes; None where there are none, or
+        distributions and draws take more than tensors."""
         inputs = round.inputs(bool(self.branching)) if self.replays is not None else None
         if inputs is None or self.replays is None:
             return None

@@ -18,9 +18,9 @@ from inference.proposers.retelling import Retelling, Shared
 
 
 class OtherTokenizer(Proposer):
-    """An independent draft of another vocabulary (Timor et al. 2025, token-level intersection, 2502.05202): its law is
-    that of its own model over the tokens that both have, as equal byte strings, renormalised under the row's settings.
-    Drafts are drawn from that very law, so the text's law is the target's.
+    """An independent draft of another vocabulary (Timor et al. 2025, token-level intersection, 2502.05202): its
+    distribution is that of its own model over the tokens that both have, as equal byte strings, renormalised under the
+    row's settings. Drafts are drawn from that very distribution, so the text's distribution is the target's.
 
     model: the draft's, of its own ids. shared, retelling: see `between`. greedy, compile: as of `Independent`.
     """
@@ -127,11 +127,11 @@ class OtherTokenizer(Proposer):
 
 
 class Told:
-    """A round as a draft of another vocabulary sees it: texts and draws in its ids, laws over the target's."""
+    """A round as a draft of another vocabulary sees it: texts and draws in its ids, distributions over the target's."""
 
     def __init__(self, round: Round, texts: list[list[int]], k: list[int], to_target: Tensor, to_draft: Tensor) -> None:
         self.round, self.texts, self.k, self.to_target, self.to_draft = round, texts, k, to_target, to_draft
-        self.temperatures = None  # its laws are made by `law`, not by a temperature alone
+        self.temperatures = None  # its distributions are made by `distribution`, not by a temperature alone
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.round, name)
@@ -141,10 +141,10 @@ class Told:
         return Told(self.round.on(given), self.texts, self.k, self.to_target, self.to_draft)
 
     def probs(self, logits: Tensor, drafted: list[Tensor]) -> Tensor:
-        """Logits (A, Vd) -> law (A, V): tokens that the draft lacks have no mass."""
+        """Logits (A, Vd) -> distribution (A, V): tokens that the draft lacks have no mass."""
         seen = torch.nn.functional.pad(logits, (0, 1), value=-torch.inf)  # the last column: not shared
         return self.round.probs(seen[:, self.to_draft], [self.to_target[x] for x in drafted])
 
-    def draw(self, law: Tensor, depth: int) -> Tensor:
-        """Draft ids (A,) of what is drawn from law (A, V)."""
-        return self.to_draft[self.round.draw(law, depth)].clamp(max=len(self.to_target) - 1)
+    def draw(self, probs: Tensor, depth: int) -> Tensor:
+        """Draft ids (A,) of what is drawn from distribution (A, V)."""
+        return self.to_draft[self.round.draw(probs, depth)].clamp(max=len(self.to_target) - 1)

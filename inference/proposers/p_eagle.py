@@ -22,10 +22,10 @@ class PEagle(Eagle):
     """Drafts k tokens from one pass over the pairs of the tokens that were accepted and k - 1 masks, see
     `p_eagle_network`.
 
-    The law at depth j sees the text and j masks, not the drafts before it: all nodes of one depth of a tree have one
-    law. A round stores masks behind the text's pairs; the next one writes over them. It drafts no further than its
-    config says that it was trained for. Arguments as `Eagle`; raises ValueError for a network whose config names no
-    mask.
+    The distribution at depth j sees the text and j masks, not the drafts before it: all nodes of one depth of a tree
+    have one distribution. A round stores masks behind the text's pairs; the next one writes over them. It drafts no
+    further than its config says that it was trained for. Arguments as `Eagle`; raises ValueError for a network whose
+    config names no mask.
     """
 
     network_class = PEagleNetwork

@@ -22,10 +22,11 @@ MASK, DEPTHS = "pard_token", "pard_depths"  # of config.json: the id that is rea
 class Parallel(Independent):
     """Drafts k tokens in one pass over the anchor and k - 1 masks (PARD: An et al. 2025, 2504.18583).
 
-    The law at depth j sees the text and j masks, not the drafts before it, so it is the same whatever these are: it is
-    what the draft is drawn from, and verification is exact as ever. Keys and values of masks are overwritten by the
-    round after. Drafts no further than its config says that it has learnt. Trees take the same pass: all nodes of one
-    depth have one law. Arguments as `Independent`; raises ValueError for a model whose config names no mask.
+    The distribution at depth j sees the text and j masks, not the drafts before it, so it is the same whatever these
+    are: it is what the draft is drawn from, and verification is exact as ever. Keys and values of masks are overwritten
+    by the round after. Drafts no further than its config says that it has learnt. Trees take the same pass: all nodes
+    of one depth have one distribution. Arguments as `Independent`; raises ValueError for a model whose config names no
+    mask.
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class Parallel(Independent):
         self.depths = self.most
 
     def language_model(self, rows: int, vocabulary: int) -> LM | None:
-        return None  # its law after a text depends on the depth
+        return None  # its distribution after a text depends on the depth
 
     def propose(self, round: Round) -> Proposal:
         """A row that has outgrown the draft's own context is not drafted for."""
@@ -64,7 +65,7 @@ class Parallel(Independent):
         return behind(self.lm.forward(masked.ids, begins, at=masked.begins).logits, masked.anchors, k)
 
     def _trees(self, round: Round, logits: Tensor, shape: Branching | Growing) -> tuple[Tensor, Tensor]:
-        """Nodes and laws as `Branching.grown`, from logits (A, k, V) by depth."""
+        """Nodes and distributions as `Branching.grown`, from logits (A, k, V) by depth."""
         return shape.grown(round, logits.shape[1], logits[:, 0], of_depths(logits), self.greedy)
 
     def commit(self, outcome: Outcome) -> None:

@@ -43,7 +43,7 @@ class Quantised(Independent):
     values of its own (self-speculation by rounding: QuantSpec, Tiwari et al. 2025, 2502.10424).
 
     int8: by the CPU's own kernel where it serves the target, see `lm.takes_int8`; elsewhere the same whole
-    numbers in the target's dtype, which is the same law but for the kernel's sums, and no faster. nf4 takes
+    numbers in the target's dtype, which is the same distribution but for the kernel's sums, and no faster. nf4 takes
     bitsandbytes. greedy, compile, shape: as of `Independent`. Raises ValueError for other bits and for a target that is
     quantised itself.
     """

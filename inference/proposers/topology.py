@@ -1,4 +1,4 @@
-"""Shapes of trees of drafts, and the children of their nodes: pure functions of laws and noise.
+"""Shapes of trees of drafts, and the children of their nodes: pure functions of distributions and noise.
 
 A shape is its parents: node i hangs on parents[i] < i, on the anchor where that is -1; siblings are tried in the order
 of their numbers. A static shape is a tuple, whose levels are drafted with one pass each (`levels`); a dynamic one is
@@ -74,34 +74,35 @@ def levels(parents: tuple[int, ...]) -> tuple[Level, ...]:
     return tuple(found)
 
 
-def sampled(law: Tensor, g: Tensor, m: int) -> Tensor:
+def sampled(probs: Tensor, g: Tensor, m: int) -> Tensor:
     """m children of each node drawn without replacement, in the order in which they would be drawn one by one.
 
-    law (A, n, V), g (A, n, V) Gumbel noise, see `noise.children_states` -> ids (A, n, m): the m largest of log q + g,
-    the largest first (Kool et al. 2019, 1903.06059). Where fewer than m tokens have mass, what comes behind them has
-    none, and the rules for trees never accept it.
+    distribution (A, n, V), g (A, n, V) Gumbel noise, see `noise.children_states` -> ids (A, n, m): the m largest of log
+    q + g, the largest first (Kool et al. 2019, 1903.06059). Where fewer than m tokens have mass, what comes behind them
+    has none, and the rules for trees never accept it.
     """
-    return (law.to(g.dtype).log() + g).topk(m, dim=-1).indices
+    return (probs.to(g.dtype).log() + g).topk(m, dim=-1).indices
 
 
-def likeliest(law: Tensor, m: int) -> Tensor:
-    """The m likeliest tokens of each law, or of logits, in falling order, of equal ones the lower id first:
+def likeliest(probs: Tensor, m: int) -> Tensor:
+    """The m likeliest tokens of each distribution, or of logits, in falling order, of equal ones the lower id first:
     (..., V) -> (..., m), the tokens with `tree_prediction.rank_of` 0 .. m - 1."""
-    left, found = wide(law).clone(), []
+    left, found = wide(probs).clone(), []
     for _ in range(m):
         found.append(left.argmax(-1, keepdim=True))
         left.scatter_(-1, found[-1], -torch.inf)
     return torch.cat(found, -1)
 
 
-def child_scores(score: Tensor, law: Tensor, C: int) -> Tensor:
-    """Log path probability of each node's first C children, by the draft's own law (EAGLE-2, Li et al. 2024,
-    2406.16858): the node's score plus the log of the law's c-th largest mass. score (A, n), law (A, n, V) -> (A, n, C).
+def child_scores(score: Tensor, probs: Tensor, C: int) -> Tensor:
+    """Log path probability of each node's first C children, by the draft's own distribution (EAGLE-2, Li et al. 2024,
+    2406.16858): the node's score plus the log of the distribution's c-th largest mass. score (A, n), distribution (A,
+    n, V) -> (A, n, C).
 
-    Of the likeliest children this is their own probability. Of sampled ones it is a guess that reads laws alone: which
-    token a child is must not decide whether it is a child.
+    Of the likeliest children this is their own probability. Of sampled ones it is a guess that reads distributions
+    alone: which token a child is must not decide whether it is a child.
     """
-    return score.unsqueeze(-1) + wide(law).topk(C, dim=-1).values.log()
+    return score.unsqueeze(-1) + wide(probs).topk(C, dim=-1).values.log()
 
 
 def best(score: Tensor, width: int) -> Tensor:
@@ -115,7 +116,7 @@ def pruned(parents: Tensor, score: Tensor, N: int) -> tuple[Tensor, Tensor]:
     order and their parents among themselves, (A, N) each.
 
     parents, score (A, M); a score is never above its parent's, so that parents stay. Never of sampled children: a
-    child that is drawn, looked at and then left out makes the text's law another.
+    child that is drawn, looked at and then left out makes the text's distribution another.
     """
     nodes = best(score, N)
     place = torch.full_like(parents, -1).scatter(1, nodes, torch.arange(N, device=nodes.device).expand_as(nodes))

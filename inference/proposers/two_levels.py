@@ -1,6 +1,7 @@
 """Two levels: a small draft guesses for the target in fewer bits, which verifies it exactly and drafts for the target.
 
-Both steps are exact, each by its own rule: the drafted tokens have the law of the rounded target, so that law is the q
+Both steps are exact, each by its own rule: the drafted tokens have the distribution of the rounded target, so that
+distribution is the q
 of the proposal, and the small draft decides about speed alone (three models in a row, as in TriForce: Sun et al. 2024,
 2404.11912).
 A rows, K tokens drafted for the target, n guesses of the small draft in an inner round, V vocabulary.
@@ -70,7 +71,7 @@ class TwoLevels(OfParts):
         return self.model.context
 
     def language_model(self, rows: int, vocabulary: int) -> LM | None:
-        """The rounded target: the law of a draft is its own, whoever guessed it."""
+        """The rounded target: the distribution of a draft is its own, whoever guessed it."""
         return self.model.language_model(rows, vocabulary)
 
     def propose(self, round: Round) -> Proposal:
@@ -84,10 +85,11 @@ class TwoLevels(OfParts):
         return made.proposal()
 
     def _inner_round(self, made: "Drafted") -> None:
-        """The small draft guesses, one pass of the rounded target gives its laws there, both keep what was accepted."""
+        """The small draft guesses, one pass of the rounded target gives its distributions there, both keep what was
+        accepted."""
         inner = made.begun(self.guesses, self.model.stored)
         drafts = self.small.propose(inner)
-        p = made.laws(inner, self._read(inner, drafts))
+        p = made.distributions(inner, self._read(inner, drafts))
         p = certain(p) if self.greedy else p
         accepted, token = inner.verified(self.rule, p, drafts)
         valid = made.take(inner, p, drafts.x, accepted, token)
@@ -118,8 +120,8 @@ UNREAD = "unread", "unread_end", "unread_at"  # ids that the model lacks (A, L),
 class Drafted:
     """What a round has drafted so far. k: tokens that each row is to have; width: see `InnerRound`.
 
-    texts: with the drafts; done: how many each row has; x (A, K + width), q (A, K + width, V): drafts and their laws,
-    what stands behind a row's own being of no draft."""
+    texts: with the drafts; done: how many each row has; x (A, K + width), q (A, K + width, V): drafts and their
+    distributions, what stands behind a row's own being of no draft."""
 
     def __init__(self, round: Round, k: list[int], width: int) -> None:
         self.round, self.k, self.width = round, k, width
@@ -150,9 +152,9 @@ class Drafted:
         numbers = {**dict(zip(UNREAD, lacking, strict=True)), "historic": [int(reads) for reads in self.history]}
         return InnerRound(self.round, self.k, self.texts, self.done, wanted, self.width, self._numbers, numbers)
 
-    def laws(self, inner: InnerRound, logits: Tensor) -> Tensor:
-        """Logits (A, n+1, V) after the texts and guesses -> laws p. Rows that read history have no guesses and have
-        come equally far, a token an inner round."""
+    def distributions(self, inner: InnerRound, logits: Tensor) -> Tensor:
+        """Logits (A, n+1, V) after the texts and guesses -> distributions p. Rows that read history have no guesses and
+        have come equally far, a token an inner round."""
         p = self.round.plain(logits)
         if not any(self.history):
             return p
@@ -163,8 +165,8 @@ class Drafted:
         return torch.cat([first, p[:, 1:].to(own.dtype)], 1)
 
     def take(self, inner: InnerRound, p: Tensor, x: Tensor, accepted: Tensor, token: Tensor) -> list[int]:
-        """Accepted guesses and the token behind them become drafts with the laws p. Returns how many tokens of each
-        text agree with what the small draft stored."""
+        """Accepted guesses and the token behind them become drafts with the distributions p. Returns how many tokens of
+        each text agree with what the small draft stored."""
         n, x = x.shape[1], x.to(p.device)
         if not self.rounds:
             A, _, V = p.shape

@@ -21,9 +21,9 @@ PARTS = 3  # floats of a draft: p, q, u
 
 
 def trace(p: Tensor, proposal: "Proposal", u: Tensor | None, length: Tensor, path: Tensor | None) -> Tensor:
-    """What a record needs of a round, in whole numbers (A, ...): length, the drafts that had laws; the drafts (N); p, q
-    and u of each (3N), the bits of float64; of a tree the nodes that they hang on (N) and those accepted (D), -1 past
-    the last.
+    """What a record needs of a round, in whole numbers (A, ...): length, the drafts that had distributions; the drafts
+    (N); p, q and u of each (3N), the bits of float64; of a tree the nodes that they hang on (N) and those accepted (D),
+    -1 past the last.
 
     p (A, N+1, V), u (A, N or fewer), None where the rule tests none; length (A,); path (A, D), None of a chain. Past a
     row's drafts it says nothing.

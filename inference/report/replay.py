@@ -2,11 +2,11 @@
 
 `SCHEMA` is the whole format. rule: of verification; rows: the prompts' texts, by their place in the call; rounds: of
 each, the rows that were decoded in it. A row's drafts are nodes of a tree in their order: parent -1 is the text so far,
-node i hangs on an earlier one; a chain is the tree whose node i hangs on i - 1. Of a draft: p and q, the laws' mass of
-its token where it was drafted; ratio, p / q, 0 where p is 0; u, the uniform that the rule tested it with, None where
-the rule tests none (coupled) or the draft was none's turn; state, one of `STATES`. last: the token behind the accepted
-ones, "corrected" behind a refusal and "bonus" where all drafts of a path were accepted, or none was made; None where
-the row ended before it.
+node i hangs on an earlier one; a chain is the tree whose node i hangs on i - 1. Of a draft: p and q, the distributions'
+mass of its token where it was drafted; ratio, p / q, 0 where p is 0; u, the uniform that the rule tested it with, None
+where the rule tests none (coupled) or the draft was none's turn; state, one of `STATES`. last: the token behind the
+accepted ones, "corrected" behind a refusal and "bonus" where all drafts of a path were accepted, or none was made; None
+where the row ended before it.
 """
 
 import json

@@ -1,8 +1,9 @@
-"""Verification rules as pure functions: laws, drafts and uniforms in, how many are accepted and a law out.
+"""Verification rules as pure functions: distributions, drafts and uniforms in, how many are accepted and a distribution
+out.
 
-B rows, K drafted at most, V vocabulary. p (B, K+1, V) target laws, q (B, K, V) draft laws, both after
+B rows, K drafted at most, V vocabulary. p (B, K+1, V) target distributions, q (B, K, V) draft distributions, both after
 `sampling.probs`; x (B, K) drafted ids; u uniforms in [0, 1); k (B,) drafted per row, K when None.
-p[b, k_b] is row b's bonus law; nothing past k_b is read, it may be NaN. Draft i (1-based) is tested with
+p[b, k_b] is row b's bonus distribution; nothing past k_b is read, it may be NaN. Draft i (1-based) is tested with
 u[:, i-1] and passes where u < threshold, strictly: a token of p = 0 is refused even at u = 0. The round emits
 x[:, :accepted], then one token drawn from `probs`. Computed in the inputs' dtype, float32 at least.
 """
@@ -26,7 +27,7 @@ def token(p: Tensor, q: Tensor, x: Tensor, u: Tensor, k: Tensor | None = None) -
     """Accept x_i where u_i < p(x_i)/q(x_i), stop at the first refusal, then emit from norm(max(p - q, 0)), or
     from p after k acceptances (Leviathan et al. 2023, 2211.17192; Chen et al. 2023, 2302.01318).
 
-    p (B, K+1, V), q (B, K, V), x (B, K), u (B, K), k (B,). Residual mass 0 gives law = p.
+    p (B, K+1, V), q (B, K, V), x (B, K), u (B, K), k (B,). Residual mass 0 gives distribution = p.
     """
     k, drafted = _drafted(x, k)
     accepted = _leading(drafted & (u < _ratios(p, q, x, drafted)))
@@ -49,10 +50,10 @@ def block(p: Tensor, q: Tensor, x: Tensor, u: Tensor, k: Tensor | None = None) -
 
 
 def match(p: Tensor, x: Tensor, u: Tensor, k: Tensor | None = None) -> Verification:
-    """Sample and compare: y_i is drawn from p_i by inverse CDF at u_i; accept while y_i = x_i. The law is the
+    """Sample and compare: y_i is drawn from p_i by inverse CDF at u_i; accept while y_i = x_i. The distribution is the
     one-hot of y at the refusal, or of the bonus draw after k acceptances.
 
-    p (B, K+1, V), x (B, K), u (B, K+1), k (B,). With u (B, K) the bonus is left to draw: its law is p.
+    p (B, K+1, V), x (B, K), u (B, K+1), k (B,). With u (B, K) the bonus is left to draw: its distribution is p.
     """
     y = draw(wide(p[:, : u.shape[1]]), u)  # (B, K+1) or (B, K)
     k, drafted = _drafted(x, k)
@@ -66,7 +67,7 @@ def match(p: Tensor, x: Tensor, u: Tensor, k: Tensor | None = None) -> Verificat
 
 
 def coupled(p: Tensor, x: Tensor, g: Tensor, k: Tensor | None = None) -> Verification:
-    """Gumbel coupling: y_i = argmax(log p_i + g_i); accept while y_i = x_i; law the one-hot of the next y.
+    """Gumbel coupling: y_i = argmax(log p_i + g_i); accept while y_i = x_i; distribution the one-hot of the next y.
     The text is that of plain decoding with this noise for any draft; a draft that takes
     argmax(log q_i + g_i) agrees most often.
 
@@ -121,8 +122,8 @@ def _continuation(p: Tensor, q: Tensor, w: Tensor) -> Tensor:
 
 
 def continued(mass: Tensor, w: Tensor) -> Tensor:
-    """R / (R + 1 - w), 0/0 = 1, of residual mass R: of one shape. 1 - w comes first: where laws are peaked R is so
-    small that R + 1 has lost its digits."""
+    """R / (R + 1 - w), 0/0 = 1, of residual mass R: of one shape. 1 - w comes first: where distributions are peaked R
+    is so small that R + 1 has lost its digits."""
     return torch.where((mass == 0) & (w == 1), 1.0, mass / (mass + (1 - w)))
 
 

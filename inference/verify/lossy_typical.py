@@ -1,4 +1,5 @@
-"""A rule that changes the text's law: `verify="lossy_typical"` asks for it, and its verdict says "exactness: no"."""
+"""A rule that changes the text's distribution: `verify="lossy_typical"` asks for it, and its verdict says "exactness:
+no"."""
 
 import torch
 from torch import Tensor
@@ -10,17 +11,18 @@ from inference.verify.tree import Parents, TreeVerification, steps_of, subtrees,
 def lossy_typical(
     p: Tensor, x: Tensor, parents: Parents, k: Tensor | None = None, *, epsilon: float = 0.09, delta: float = 0.3
 ) -> TreeVerification:
-    """Typical acceptance of Medusa (Cai et al. 2024, 2401.10774): NOT exact, its texts do not have the target's law.
+    """Typical acceptance of Medusa (Cai et al. 2024, 2401.10774): NOT exact, its texts do not have the target's
+    distribution.
 
     A node is kept where p(x) > min(epsilon, delta exp(-H(p))) at its parent and at all nodes above it, H the entropy in
-    nats; the deepest one ends the path, the first of equals, and p after it is the law of the next token. No draft
-    law is read and no coin is thrown. Shapes as in `tree`.
+    nats; the deepest one ends the path, the first of equals, and p after it is the distribution of the next token. No
+    draft distribution is read and no coin is thrown. Shapes as in `tree`.
     """
     steps, there = steps_of(parents, x, by_level=True), used(x, k)
     rows = torch.arange(x.shape[0], device=x.device).unsqueeze(-1)
-    law = wide(p)[rows, torch.where(there, steps.parents + 1, 0)]  # (B, N, V)
-    entropy = -torch.special.xlogy(law, law).sum(-1)
-    likely = law.gather(-1, torch.where(there, x, 0).unsqueeze(-1)).squeeze(-1)
+    probs = wide(p)[rows, torch.where(there, steps.parents + 1, 0)]  # (B, N, V)
+    entropy = -torch.special.xlogy(probs, probs).sum(-1)
+    likely = probs.gather(-1, torch.where(there, x, 0).unsqueeze(-1)).squeeze(-1)
     kept = there & (likely > (delta * (-entropy).exp()).clamp(max=epsilon))
     under = subtrees(steps)  # (R, N, N)
     whole = ~(under & ~kept.unsqueeze(-1)).any(1)  # (B, N) kept with all above

@@ -30,17 +30,17 @@ Branches = Callable[[Tensor, Tensor, Tensor, tuple[int, ...], Tensor, int], Tens
 class Rule:
     """name: as `Engine(verify=)` takes it.
 
-    verify(p, q, x, noise, k) -> `Verification`: p (A, N+1, V) target laws, q (A, N, V) draft laws or None where every
-    draft was certain, x (A, N) drafts, k (A,) how many of each row; noise: uniforms (A, N+1), or where it is `shared`
-    Gumbel noise (A, N+1, V). With `trees` it also takes `tree=`, their shape, p column i + 1 being the law after node
-    i; its verdict then has a `path` (A, D) of nodes, of which the accepted ones are read.
-    reach(logp, logq, k, lengths) -> (B, T, K+1): P(a round that starts at token t accepts at least n drafts), given
-    the text, from log p (B, T) and log q (B, T) or (B, T, K) of its tokens, see `prediction.reach`; None where that
-    hangs on the noise that made the text.
-    branches(p, q, x, parents, k, seed) -> (A, D+1): the same of one round a row that drafts a tree of sampled children:
-    laws p, q (A, D, V) of the text's next tokens x (A, D), k (A,) nodes in use; see `round_prediction.by_levels`.
+    verify(p, q, x, noise, k) -> `Verification`: p (A, N+1, V) target distributions, q (A, N, V) draft distributions or
+    None where every draft was certain, x (A, N) drafts, k (A,) how many of each row; noise: uniforms (A, N+1), or where
+    it is `shared` Gumbel noise (A, N+1, V). With `trees` it also takes `tree=`, their shape, p column i + 1 being the
+    distribution after node i; its verdict then has a `path` (A, D) of nodes, of which the accepted ones are read.
+    reach(logp, logq, k, lengths) -> (B, T, K+1): P(a round that starts at token t accepts at least n drafts), given the
+    text, from log p (B, T) and log q (B, T) or (B, T, K) of its tokens, see `prediction.reach`; None where that hangs
+    on the noise that made the text. branches(p, q, x, parents, k, seed) -> (A, D+1): the same of one round a row that
+    drafts a tree of sampled children: distributions p, q (A, D, V) of the text's next tokens x (A, D), k (A,) nodes in
+    use; see `round_prediction.by_levels`.
     shared: drafts are drawn with the noise that the target's tokens are chosen with, keyed by position.
-    exact: the text's law is the target's; a verdict says so of the others, whatever their texts show.
+    exact: the text's distribution is the target's; a verdict says so of the others, whatever their texts show.
     """
 
     name: str
@@ -111,7 +111,7 @@ def _coins(u: Tensor, x: Tensor) -> Tensor:
 
 
 def _known(q: Tensor | None, p: Tensor, x: Tensor) -> Tensor:
-    """Draft laws (A, N, V), one-hot where every draft was certain."""
+    """Draft distributions (A, N, V), one-hot where every draft was certain."""
     return one_hot(x, p[:, :-1]) if q is None else q
 
 

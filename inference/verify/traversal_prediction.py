@@ -15,7 +15,7 @@ from inference.verify.chain import continued
 from inference.verify.tree import depths_of
 from inference.verify.tree_prediction import CHUNK, SAMPLES, normed, strata, used
 
-Laws = tuple[Tensor, Tensor, Tensor]
+Distributions = tuple[Tensor, Tensor, Tensor]
 
 
 def reach_traversal(
@@ -36,11 +36,11 @@ def chances_traversal(
     drawn from q -> (B, T, N). It hangs on the node's path of child numbers alone: one table serves every tree within
     `parents`.
 
-    p (B, T, V), q (B, T, V) or (B, T, K, V): laws of the text's tokens x (B, T), axes as those of accept. A node with
-    weight w on the text's path is entered with w_c = min(w p(x)/q(x), 1) as child c, once the siblings before it were
-    refused, which has chance sum max(q - w p, 0) each and changes w, p and q as the rule does: the chance is the mean
-    of w_c prod q(x)/p(x) over them. Refused ones are drawn as in `by_draw`: exact for first children, unbiased for
-    others.
+    p (B, T, V), q (B, T, V) or (B, T, K, V): distributions of the text's tokens x (B, T), axes as those of accept. A
+    node with weight w on the text's path is entered with w_c = min(w p(x)/q(x), 1) as child c, once the siblings before
+    it were refused, which has chance sum max(q - w p, 0) each and changes w, p and q as the rule does: the chance is
+    the mean of w_c prod q(x)/p(x) over them. Refused ones are drawn as in `by_draw`: exact for first children, unbiased
+    for others.
     """
     B, T, V = p.shape
     levels = max(depths_of(parents), default=0)
@@ -49,9 +49,9 @@ def chances_traversal(
     inside = torch.arange(T, device=x.device) < (T if lengths is None else lengths.to(x.device).unsqueeze(-1))
     parts = [part.split(rows) for part in (p, q, x, inside.expand(B, T), u)]
     found = []
-    for law, draft, ids, held, number in zip(*parts, strict=True):
-        laws = [_at_level(law, draft, ids, held, level) for level in range(levels)]
-        found.append(traversed(parents, replacement, laws, number))
+    for probs, draft, ids, held, number in zip(*parts, strict=True):
+        distributions = [_at_level(probs, draft, ids, held, level) for level in range(levels)]
+        found.append(traversed(parents, replacement, distributions, number))
     return torch.cat(found)
 
 
@@ -66,29 +66,31 @@ def summed(chances: Tensor, parents: tuple[int, ...], k: int | Tensor | None = N
     return reach
 
 
-def traversed(parents: tuple[int, ...], replacement: bool, laws: Sequence[Laws], u: Tensor) -> Tensor:
+def traversed(parents: tuple[int, ...], replacement: bool, distributions: Sequence[Distributions], u: Tensor) -> Tensor:
     """`chances_traversal` of some rows by level: p, q (B, T, V) and ids (B, T, 1); u (B, T, S, draws)."""
     depths = depths_of(parents)
-    chances = torch.zeros(*u.shape[:2], len(parents), dtype=laws[0][0].dtype if laws else u.dtype, device=u.device)
+    chances = torch.zeros(
+        *u.shape[:2], len(parents), dtype=distributions[0][0].dtype if distributions else u.dtype, device=u.device
+    )
     whole = torch.ones_like(chances[..., 0])
     for sample in u.unbind(2):
         numbers, entered = iter(sample.unbind(-1)), {-1: (whole, whole)}  # of each node, its weight and its chance
         for parent in sorted(set(parents)):
             own = [node for node, above in enumerate(parents) if above == parent]
             level = depths[own[0]] - 1
-            found = _children(*laws[level], *entered[parent], len(own), numbers, replacement)
+            found = _children(*distributions[level], *entered[parent], len(own), numbers, replacement)
             entered |= dict(zip(own, found, strict=True))
             for node, (weight, chance) in zip(own, found, strict=True):
                 chances[..., node] += weight * chance / u.shape[2]
     return chances
 
 
-def _at_level(p: Tensor, q: Tensor, x: Tensor, inside: Tensor, level: int) -> Laws:
+def _at_level(p: Tensor, q: Tensor, x: Tensor, inside: Tensor, level: int) -> Distributions:
     """p, q (B, T, V) and ids (B, T, 1) of token t + level, for the round that starts at t; no mass past the end."""
     drafts = wide(q if q.ndim == 3 else q[:, :, level])
     held, gone = inside.unsqueeze(-1), min(level, x.shape[1])
-    laws = [torch.where(held, law, 0.0)[:, gone:] for law in (wide(p), drafts)]
-    p, q = (F.pad(law, (0, 0, 0, gone)) for law in laws)
+    distributions = [torch.where(held, probs, 0.0)[:, gone:] for probs in (wide(p), drafts)]
+    p, q = (F.pad(probs, (0, 0, 0, gone)) for probs in distributions)
     return p, q, F.pad(torch.where(inside, x, 0)[:, gone:], (0, gone)).unsqueeze(-1)
 
 

@@ -1,10 +1,12 @@
-"""Verification of trees of drafts as pure functions: laws, drafts and uniforms in, an accepted path and a law out.
+"""Verification of trees of drafts as pure functions: distributions, drafts and uniforms in, an accepted path and a
+distribution out.
 
 B rows, N nodes, V vocabulary, D levels. Node i hangs on node parents[i] < i, or on the anchor where that is -1; nodes
-of one parent are siblings, tried in the order of their numbers. p (B, N+1, V): column 0 is the target's law after the
-anchor, column i + 1 that after node i. q (B, N, V): the draft's law at node i's parent, the same for all its children;
-None where children are deterministic (the likeliest ones), each child's law being one-hot then. x (B, N) drafted ids.
-u (B, N) uniforms in [0, 1): node i is tested with u[:, i] and passes where u < threshold, strictly. k (B,) nodes in
+of one parent are siblings, tried in the order of their numbers. p (B, N+1, V): column 0 is the target's distribution
+after the anchor, column i + 1 that after node i. q (B, N, V): the draft's distribution at node i's parent, the same for
+all its children; None where children are deterministic (the likeliest ones), each child's distribution being one-hot
+then. x (B, N) drafted ids. u (B, N) uniforms in [0, 1): node i is tested with u[:, i] and passes where u < threshold,
+strictly. k (B,) nodes in
 use: a row has its first k_b nodes, nothing past them is read. Children of a parent were drawn without replacement
 unless `replacement` says so. A node whose own draft gives it no mass (more children than tokens) is never accepted and
 changes nothing. Computed in the inputs' dtype, float32 at least; nothing is read on the host.
@@ -23,8 +25,8 @@ Parents = tuple[int, ...] | Tensor
 
 
 class TreeVerification(NamedTuple):
-    """accepted (B,) int64 nodes accepted; path (B, D) int64 their numbers from the anchor down, -1 past the last; law
-    (B, V) of the token emitted after them, summing to 1."""
+    """accepted (B,) int64 nodes accepted; path (B, D) int64 their numbers from the anchor down, -1 past the last;
+    distribution (B, V) of the token emitted after them, summing to 1."""
 
     accepted: Tensor
     path: Tensor
@@ -47,11 +49,11 @@ def tree(
 ) -> TreeVerification:  # fmt: skip
     """Multi-round verification from the anchor down (Miao et al. 2024, 2305.09781; Chen et al. 2024, 2402.12374).
 
-    At a node with laws p and q its children are tried in order: child x is accepted where u < p(x) / q(x); a refusal
-    makes p = norm(max(p - q, 0)) and takes x out of q, renormalised, where children were drawn without replacement.
-    The token emitted at the end has the p of the last accepted node after its children's refusals. On a chain this is
-    `chain.token`. Shapes as above; parents: a tuple of N ints, whose siblings are judged at once, or (B, N) where rows
-    differ ((1, N) or (N,) of all rows alike).
+    At a node with distributions p and q its children are tried in order: child x is accepted where u < p(x) / q(x); a
+    refusal makes p = norm(max(p - q, 0)) and takes x out of q, renormalised, where children were drawn without
+    replacement. The token emitted at the end has the p of the last accepted node after its children's refusals. On a
+    chain this is `chain.token`. Shapes as above; parents: a tuple of N ints, whose siblings are judged at once, or (B,
+    N) where rows differ ((1, N) or (N,) of all rows alike).
     """
     steps, there = steps_of(parents, x, by_level=False), used(x, k)
     chances, rest = _judge(p, q, x, steps, there, replacement, carry=False)
@@ -78,8 +80,9 @@ def traversal(
 
 
 def coupled(p: Tensor, x: Tensor, parents: Parents, g: Tensor, k: Tensor | None = None) -> TreeVerification:
-    """Gumbel coupling on a tree: down to each child that is y = argmax(log p + g) at its parent; the law is the one-hot
-    of the y where no child is. On a chain this is `chain.coupled`: the text is that of plain decoding with this noise.
+    """Gumbel coupling on a tree: down to each child that is y = argmax(log p + g) at its parent; the distribution is
+    the one-hot of the y where no child is. On a chain this is `chain.coupled`: the text is that of plain decoding with
+    this noise.
 
     g (B, N+1, V) Gumbel noise of the place behind each column, the same for all nodes of one depth.
     """
@@ -103,7 +106,7 @@ def _judge(
         here, token = rest[rows, at], x[:, nodes]
         before = None if tried is None or first else tried[rows, at]
         weight = w[rows, at] if carry else torch.ones_like(here[..., 0])
-        chance, refused, held = _round(here, _draft_law(q, nodes, before), token, weight)
+        chance, refused, held = _round(here, _draft_probs(q, nodes, before), token, weight)
         real = there[:, nodes] & held
         w[:, nodes + 1] = torch.where(real, chance, 0.0)
         rest[rows, at] = torch.where(real.unsqueeze(-1), _normalised(refused, here), here)
@@ -127,16 +130,17 @@ def _round(p: Tensor, q: Tensor | None, x: Tensor, w: Tensor) -> tuple[Tensor, T
     return chance, (w.unsqueeze(-1) * p - q).clamp(min=0), qx > 0
 
 
-def _draft_law(q: Tensor | None, nodes: Tensor, tried: Tensor | None) -> Tensor | None:
-    """Laws (B, n, V) that nodes were drawn from: their parent's, without the siblings `tried` (B, n, V) before them."""
+def _draft_probs(q: Tensor | None, nodes: Tensor, tried: Tensor | None) -> Tensor | None:
+    """Distributions (B, n, V) that nodes were drawn from: their parent's, without the siblings `tried` (B, n, V) before
+    them."""
     if q is None:
         return None
-    law = wide(q[:, nodes])
+    probs = wide(q[:, nodes])
     if tried is None:
-        return law
-    left = law.masked_fill(tried, 0.0)
+        return probs
+    left = probs.masked_fill(tried, 0.0)
     mass = left.sum(-1, keepdim=True)
-    return torch.where(tried.any(-1, keepdim=True), torch.where(mass > 0, left / mass, 0.0), law)
+    return torch.where(tried.any(-1, keepdim=True), torch.where(mass > 0, left / mass, 0.0), probs)
 
 
 def _normalised(rest: Tensor, p: Tensor) -> Tensor:
@@ -146,7 +150,7 @@ def _normalised(rest: Tensor, p: Tensor) -> Tensor:
 
 
 def walk(passed: Tensor, rest: Tensor, steps: Steps) -> TreeVerification:
-    """Down from the anchor, always to the first child that passed (B, N), with the law where it ends."""
+    """Down from the anchor, always to the first child that passed (B, N), with the distribution where it ends."""
     at, path = torch.full_like(passed[:, :1], -1, dtype=torch.int64), []
     for _ in range(steps.depth):
         fits = passed & (steps.parents == at)  # (B, N)

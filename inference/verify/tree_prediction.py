@@ -1,9 +1,9 @@
-"""What a tree of drafts will accept, given the text that comes out: for every shape, from laws and ranks.
+"""What a tree of drafts will accept, given the text that comes out: for every shape, from distributions and ranks.
 
 Given the text, a round stays on it while it accepts: at a node whose path is the text so far, the text's next token is
-accepted as the node's child number c with a chance that the laws there decide (`by_rank`, `by_draw`). A shape only says
-which children there are. So one table of these chances gives `reach_tree` of every topology under `tree.tree`, and
-calls and their variance follow as for chains (`prediction`).
+accepted as the node's child number c with a chance that the distributions there decide (`by_rank`, `by_draw`). A shape
+only says which children there are. So one table of these chances gives `reach_tree` of every topology under
+`tree.tree`, and calls and their variance follow as for chains (`prediction`).
 
 B rows, T positions, C children, D levels, V vocabulary. accept (B, T, C): P(the text's token t is accepted as child c,
 0-based | the text, and the children of its node are tried); with one axis more, (B, T, K, C), when it is drafted at
@@ -22,19 +22,20 @@ from inference.sampling import draw, wide
 from inference.verify.prediction import calls_from, tau_from, variance_from
 from inference.verify.tree import depths_of, ranks_of
 
-CHUNK = 2**22  # entries of a law's table that are worked on at once
+CHUNK = 2**22  # entries of a distribution's table that are worked on at once
 GOLDEN = 0.6180339887498949
 SAMPLES = 8  # of the refused children that are drawn
 
 
-def rank_of(law: Tensor, x: Tensor) -> Tensor:
-    """How many tokens stand before x among the likeliest of law: (..., V), (...) -> (...) int64, 0 for the first.
+def rank_of(probs: Tensor, x: Tensor) -> Tensor:
+    """How many tokens stand before x among the likeliest of distribution: (..., V), (...) -> (...) int64, 0 for the
+    first.
 
-    Of equal ones the lower id stands first, as `topology.likeliest` takes them. law may be logits.
+    Of equal ones the lower id stands first, as `topology.likeliest` takes them. distribution may be logits.
     """
-    own = law.gather(-1, x.unsqueeze(-1))
-    lower = torch.arange(law.shape[-1], device=law.device) < x.unsqueeze(-1)
-    return ((law > own) | ((law == own) & lower)).sum(-1)
+    own = probs.gather(-1, x.unsqueeze(-1))
+    lower = torch.arange(probs.shape[-1], device=probs.device) < x.unsqueeze(-1)
+    return ((probs > own) | ((probs == own) & lower)).sum(-1)
 
 
 def by_rank(rank: Tensor, children: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -48,7 +49,7 @@ def by_rank(rank: Tensor, children: int, dtype: torch.dtype = torch.float64) -> 
 def by_draw(
     p: Tensor, q: Tensor, x: Tensor, children: int, *, replacement: bool = False, samples: int = SAMPLES, seed: int = 0
 ) -> Tensor:
-    """accept (..., C) of children drawn from q, of the text's tokens x (...) with laws p, q (..., V).
+    """accept (..., C) of children drawn from q, of the text's tokens x (...) with distributions p, q (..., V).
 
     With Z = sum max(q - p, 0), p' = norm(max(p - q, 0)) and q'_y = q without y, renormalised (q'_y = q with
     replacement): the first child with min(p, q)(x) / p(x), the second with sum_y max(q - p, 0)(y) min(p', q'_y)(x) /
@@ -59,10 +60,10 @@ def by_draw(
     parts = [part.flatten(0, -2).split(chunk) for part in (p.expand(*shape, -1), q.expand(*shape, -1))]
     numbers = strata(x.numel(), max(children - 2, 0), samples, seed, x.device).split(chunk)
     found = []
-    for law, draft, token, u in zip(*parts, x.flatten().split(chunk), numbers, strict=True):
-        law, draft, token = wide(law), wide(draft), token.unsqueeze(-1)
-        each = _with(law, draft, token, children) if replacement else _without(law, draft, token, children, u)
-        own = law.gather(-1, token)
+    for probs, draft, token, u in zip(*parts, x.flatten().split(chunk), numbers, strict=True):
+        probs, draft, token = wide(probs), wide(draft), token.unsqueeze(-1)
+        each = _with(probs, draft, token, children) if replacement else _without(probs, draft, token, children, u)
+        own = probs.gather(-1, token)
         found.append(torch.where(own > 0, torch.stack(each, -1) / own, 0.0))
     return torch.cat(found).unflatten(0, shape) if found else wide(p.new_zeros(*shape, children))
 
@@ -148,12 +149,12 @@ def _without(p: Tensor, q: Tensor, x: Tensor, children: int, u: Tensor) -> list[
     found = [torch.minimum(p, q).gather(-1, x).squeeze(-1), _second(p, q, x)][:children]
     totals = [torch.zeros_like(found[0]) for _ in range(children - 2)]
     for sample in u.unbind(1):
-        law, draft, weight = p, q, torch.ones_like(p[:, 0])
+        probs, draft, weight = p, q, torch.ones_like(p[:, 0])
         for total, number in zip(totals, sample.unbind(-1), strict=True):
-            lack = (draft - law).clamp(min=0)
+            lack = (draft - probs).clamp(min=0)
             weight, y = weight * lack.sum(-1), draw(lack, number).unsqueeze(-1)
-            law, draft = normed((law - draft).clamp(min=0)), normed(draft.scatter(-1, y, 0.0))
-            total += weight * _second(law, draft, x)
+            probs, draft = normed((probs - draft).clamp(min=0)), normed(draft.scatter(-1, y, 0.0))
+            total += weight * _second(probs, draft, x)
     return found + [total / u.shape[1] for total in totals]
 
 

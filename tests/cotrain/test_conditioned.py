@@ -74,14 +74,15 @@ def logits(network: Any, ids: Tensor, temperature: float) -> Tensor:
 
 
 def refused(watched: Watched, network: Any) -> int:
-    """Laws that are not those of the row's own temperature, of all that were drafted from; some must have been."""
+    """Distributions that are not those of the row's own temperature, of all that were drafted from; some must have
+    been."""
     wrong = seen = 0
     for texts, heat, x, q, k in watched.rounds:
         for b, (text, t) in enumerate(zip(texts, heat, strict=True)):
             whole = torch.tensor([text + x[b, : k[b]].tolist()])
             for depth, found in enumerate(logits(network, whole, t)[0, len(text) - 1 : -1]):
-                law = (found / t).softmax(-1) if t else one_hot(found.argmax(-1), found)
-                wrong += not torch.allclose(q[b, depth].cpu().to(law), law, atol=1e-6, rtol=1e-5)
+                probs = (found / t).softmax(-1) if t else one_hot(found.argmax(-1), found)
+                wrong += not torch.allclose(q[b, depth].cpu().to(probs), probs, atol=1e-6, rtol=1e-5)
                 seen += 1
     assert seen > 60
     return wrong
@@ -178,7 +179,7 @@ def test_a_part_of_the_slots_is_read_with_its_own_scales(stock: bool) -> None:
 @pytest.mark.parametrize("path", ["stock", "in passes", "in graphs", "in graphs, with cuts", "in graphs, trees"])
 def test_every_way_of_running_it_reads_the_scale(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Transformers' own forward, single passes, and passes that are recorded on the stand-in device, drafts of a round
-    all at once, all at once by the round's own laws, and level by level."""
+    all at once, all at once by the round's own distributions, and level by level."""
     monkeypatch.setattr("inference.models.recording.WARMUP", 1)
     if path == "stock":
         monkeypatch.setattr("inference.models.lm.applies", lambda model: False)
@@ -320,7 +321,9 @@ def test_a_run_learns_and_is_judged_at_every_temperature_that_its_draft_is_told(
     with pytest.raises(ValueError, match=r"draft.temperatures: no text is learnt at 0: rollout.train_temp.*=\[\], or"):
         assembly.refuse(cfg, [])
     cfg.rollout.train_temperatures, cfg.trainer.top, cfg.init.cosine = [], 4, 0
-    with pytest.raises(ValueError, match="trainer.top: laws are kept at one temperature, the regime's: trainer.top=0"):
+    with pytest.raises(
+        ValueError, match="trainer.top: distributions are kept at one temperature, the regime's: trainer.top=0"
+    ):
         assembly.refuse(cfg, [])
     cfg.draft.temperatures = []
     assert learnt(cfg) == [0.8] and judged(cfg) == [0.5, 0.8]

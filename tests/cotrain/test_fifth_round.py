@@ -40,8 +40,8 @@ def test_rows_of_one_noise_keep_their_own_settings() -> None:
 
 
 @pytest.mark.parametrize(("k", "p"), [(5, 0.7), (5, 1.0), (0, 0.7)])
-def test_training_cuts_laws_as_the_engine_does(k: int, p: float) -> None:
-    """Top-k first: top-p of what is left keeps fewer tokens than of the whole law."""
+def test_training_cuts_distributions_as_the_engine_does(k: int, p: float) -> None:
+    """Top-k first: top-p of what is left keeps fewer tokens than of the whole distribution."""
     logits = torch.randn(50, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     regime = Regime(1.0, k, p)
     cut = truncation(regime)
@@ -51,7 +51,7 @@ def test_training_cuts_laws_as_the_engine_does(k: int, p: float) -> None:
     assert kept.min() < kept.max() or p == 1
 
 
-def test_transformers_samples_from_the_whole_law() -> None:
+def test_transformers_samples_from_the_whole_distribution() -> None:
     """Its own default keeps the 50 likeliest tokens, of 256 here, where no cut was asked for."""
     model = tiny(256)
     found = transformers_arm("hf", model, Sampling(temperature=50.0), 40).run([[3, 5]], [], 0)

@@ -26,7 +26,7 @@ HISTORIES = [
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(V,), (3, V)])
-def test_mixed_regimes_give_the_laws_of_each_alone(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_mixed_regimes_give_the_distributions_of_each_alone(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     logits = (3 * torch.randn(len(REGIMES), *shape)).round(decimals=1).to(dtype)  # with ties
     batch = Batch([Request(i, i, [1], 9, one, frozenset()) for i, one in enumerate(REGIMES)], V, logits.device)
@@ -47,25 +47,25 @@ def test_rows_that_differ_in_one_setting_alone(name: str, values: tuple[float, f
 
 
 def test_batches_of_one_key_differ_in_tensors_alone() -> None:
-    """What was recorded of one batch's laws is replayed for every other of its key and shapes."""
+    """What was recorded of one batch's distributions is replayed for every other of its key and shapes."""
     logits, first = 3 * torch.randn(2, V, generator=torch.Generator().manual_seed(2)), dict[Hashable, Batch]()
     for pair in product(REGIMES, repeat=2):
         batch = Batch([Request(i, i, [1], 9, one, frozenset()) for i, one in enumerate(pair)], V, logits.device)
         name = batch.key, tuple((part, value.shape) for part, value in batch.tensors.items())
         recorded = first.setdefault(name, batch)
-        law = recorded.on(batch.tensors).regimes.probs(logits)
-        torch.testing.assert_close(law, batch.regimes.probs(logits), msg=lambda said, pair=pair: f"{pair}: {said}")
+        probs = recorded.on(batch.tensors).regimes.probs(logits)
+        torch.testing.assert_close(probs, batch.regimes.probs(logits), msg=lambda said, pair=pair: f"{pair}: {said}")
     assert len(first) < len(REGIMES) ** 2 / 2
 
 
-def test_no_law_is_nan_throughout() -> None:
+def test_no_distribution_is_nan_throughout() -> None:
     logits = torch.zeros(4, V)
     logits[0, 3], logits[1, 4], logits[2] = torch.nan, torch.inf, -torch.inf
     mixed = Batch(
         [Request(i, i, [1], 9, Sampling(t), frozenset()) for i, t in enumerate((0, 1, 0, 0.5))], V, logits.device
     )
-    for law in (mixed.regimes.probs(logits), *(probs(logits, one) for one in REGIMES)):
-        assert law[:3].isnan().all() and not law[3].isnan().any()
+    for distribution in (mixed.regimes.probs(logits), *(probs(logits, one) for one in REGIMES)):
+        assert distribution[:3].isnan().all() and not distribution[3].isnan().any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -95,7 +95,7 @@ def test_histories_are_processed_as_one_by_one(dtype: torch.dtype) -> None:
             row.text += torch.randint(9, (count,)).tolist()
 
 
-def test_drafts_end_where_a_law_is_missing() -> None:
+def test_drafts_end_where_a_distribution_is_missing() -> None:
     p, q = torch.full((4, 4, V), 1 / V), torch.full((4, 3, V), 1 / V)
     p[1, 1], q[2, 2], p[3, 3] = torch.nan, torch.nan, torch.nan
     assert sound(p, q, torch.tensor([3, 3, 3, 2])).tolist() == [3, 1, 2, 2]

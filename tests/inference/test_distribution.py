@@ -1,4 +1,4 @@
-"""End to end: the joint law of what the engine emits is the target's, by chi-square on real tiny models.
+"""End to end: the joint distribution of what the engine emits is the target's, by chi-square on real tiny models.
 
 The suite resolves a total variation of about 0.02 (0.05 where fewer rows are drawn); every p-value must exceed
 1e-4, which is stricter than Holm's correction over them. With more rows, for 0.01:
@@ -27,27 +27,27 @@ def small(**settings):
     return tiny(layers=1, hidden=8, heads=1, dtype=torch.float32, positions=16, **settings)
 
 
-def constant(law: list[float]):
-    """A model that says the same law after any text: its layers add nothing, and all tokens look alike."""
-    model = small(vocab=len(law))
+def constant(probs: list[float]):
+    """A model that says the same distribution after any text: its layers add nothing, and all tokens look alike."""
+    model = small(vocab=len(probs))
     with torch.no_grad():
         for weight in model.model.layers.parameters():
             weight.zero_()
         model.model.embed_tokens.weight.fill_(1)
-        model.lm_head.weight.copy_(torch.tensor(law).log().unsqueeze(1) / 8)
+        model.lm_head.weight.copy_(torch.tensor(probs).log().unsqueeze(1) / 8)
     return model
 
 
 @torch.no_grad()
 def joint(model, tokens: int, temperature: float) -> torch.Tensor:
-    """The model's law of that many tokens after PROMPT, (V^tokens,) float64, by enumeration of all texts."""
-    V, law = model.config.vocab_size, torch.ones(1, dtype=torch.float64)
+    """The model's distribution of that many tokens after PROMPT, (V^tokens,) float64, by enumeration of all texts."""
+    V, probs = model.config.vocab_size, torch.ones(1, dtype=torch.float64)
     texts = torch.tensor([PROMPT])
     for _ in range(tokens):
         step = (model(texts).logits[:, -1].double() / temperature).softmax(-1)
-        law = (law.unsqueeze(-1) * step).flatten()
+        probs = (probs.unsqueeze(-1) * step).flatten()
         texts = torch.cat([texts.repeat_interleave(V, 0), torch.arange(V).repeat(len(texts)).unsqueeze(1)], 1)
-    return law
+    return probs
 
 
 def emitted(engine: Engine, tokens: int, samples: int, sampling: Sampling) -> torch.Tensor:
@@ -77,14 +77,14 @@ def pair():
 @pytest.mark.parametrize(
     ("rule", "samples"), [("token", 80_000), ("block", 80_000), ("match", 40_000), ("coupled", 40_000)]
 )
-def test_three_tokens_of_several_rounds_have_the_targets_law(rule, samples):
+def test_three_tokens_of_several_rounds_have_the_targets_distribution(rule, samples):
     target, draft = pair()
     assert p_value(target, Independent(draft), rule, samples) > 1e-4
 
 
 @pytest.mark.parametrize("rule", ["token", "block", "match"])
 @pytest.mark.parametrize("kind", ["greedy", "ngram"])
-def test_certain_drafts_leave_the_targets_law(rule, kind):
+def test_certain_drafts_leave_the_targets_distribution(rule, kind):
     target, draft = pair()
     proposer = Independent(draft, greedy=True) if kind == "greedy" else NGram()
     assert p_value(target, proposer, rule, samples=12_000) > 1e-4
@@ -105,13 +105,13 @@ def test_noise_of_earlier_rounds_is_never_met_again(rule):
 
 
 def test_draft_and_residual_are_drawn_with_different_noise():
-    """Request 2: with shared numbers a 3-token law moves by some hundredths."""
+    """Request 2: with shared numbers a 3-token distribution moves by some hundredths."""
     target, draft = constant([0.6, 0.3, 0.1]), constant([0.3, 0.2, 0.5])
     assert p_value(target, Independent(draft), "token", 20_000, tokens=2, k=1, regime=Sampling()) > 1e-4
 
 
 @pytest.mark.parametrize("rule", ["token", "block", "match", "coupled"])
-def test_acceptance_at_depth_one_is_what_the_laws_say(rule):
+def test_acceptance_at_depth_one_is_what_the_distributions_say(rule):
     """Request 28: sum min(p, q) for token and block, sum p q for match, and at most the former for any rule."""
     target, draft = pair()
     p, q = joint(target, 1, 1.0), joint(draft, 1, 1.0)

@@ -102,7 +102,7 @@ def test_shared_noise_is_drawn_step_by_step(calls: list[int]) -> None:
 
 
 @compiles
-def test_compiled_drafts_are_drawn_from_the_laws_they_come_with() -> None:
+def test_compiled_drafts_are_drawn_from_the_distributions_they_come_with() -> None:
     """What is returned as q must be what the graph drew from, to the last bit: the engine's exactness rests on it."""
     proposer = Independent(tiny(layers=1, seed=3), compile=True)
     proposer.open(Host(2, 0, 32, 64, LM(proposer.model, 2)))
@@ -116,7 +116,7 @@ def test_compiled_drafts_are_drawn_from_the_laws_they_come_with() -> None:
         assert found is not None and not Compiled.failed
         x, q = found
         assert torch.equal(x, draw(q, u))
-        laws = [proposer.lm.model(torch.tensor([[*prompt, *x[row].tolist()]])).logits[0, len(prompt) - 1 : -1]
+        distributions = [proposer.lm.model(torch.tensor([[*prompt, *x[row].tolist()]])).logits[0, len(prompt) - 1 : -1]
                 for row, prompt in enumerate(prompts)]  # fmt: skip
     for row, temperature in enumerate((0.7, 1.0)):
-        torch.testing.assert_close(q[row], (laws[row] / temperature).softmax(-1), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(q[row], (distributions[row] / temperature).softmax(-1), rtol=1e-5, atol=1e-6)

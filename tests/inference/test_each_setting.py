@@ -32,12 +32,12 @@ def only(name: str) -> Sampling:
     return Sampling(**{name: ALONE[name]}, **TOGETHER.get(name, {}))
 
 
-def test_every_setting_that_changes_a_law_is_here() -> None:
+def test_every_setting_that_changes_a_distribution_is_here() -> None:
     assert set(Sampling.__dataclass_fields__) - NOT_LAWS == set(ALONE) - NOT_LAWS
 
 
 @pytest.mark.parametrize("name", sorted(set(ALONE) - NOT_LAWS))
-def test_a_batch_with_one_setting_has_the_laws_of_its_rows(name: str) -> None:
+def test_a_batch_with_one_setting_has_the_distributions_of_its_rows(name: str) -> None:
     """Of drafts, place by place; the other row has none, so that only what the first one asks for is made."""
     sampling, texts, x = [only(name), Sampling()], [[1, 2, 6, 5, 5], [7, 2, 5, 6, 6]], [[5, 2], [4, 5]]
     rows = [Request(i, i, texts[i][:2], 9, one, frozenset(one.stop_ids)) for i, one in enumerate(sampling)]
@@ -55,7 +55,8 @@ def test_a_batch_with_one_setting_has_the_laws_of_its_rows(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(set(ALONE) - NOT_LAWS))
 def test_drafts_by_temperature_alone_are_for_rows_with_nothing_else(name: str) -> None:
-    """What a compiled draft is drawn by knows temperatures; whatever else a law takes, it must not be asked."""
+    """What a compiled draft is drawn by knows temperatures; whatever else a distribution takes, it must not be
+    asked."""
     row, cpu = Request(0, 0, [1, 2], 9, only(name), frozenset()), torch.device("cpu")
     turns = {rule: DecodingRound([row], [2], RULES[rule], Uniforms(0, cpu), V, cpu) for rule in ("token", "coupled")}
     assert turns["token"].temperatures == ([0.5] if name == "temperature" else None)
@@ -119,7 +120,7 @@ def test_a_stream_passes_on_all_that_it_is_given() -> None:
 def test_a_greedy_draft_is_certain_whatever_the_temperature(
     kind: str, shape: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its laws are one-hot at its drafts, siblings are different tokens; those of one that samples are not."""
+    """Its distributions are one-hot at its drafts, siblings are different tokens; those of one that samples are not."""
     target, proposals = tiny(layers=2), []
     propose = Engine.propose
 
@@ -133,9 +134,9 @@ def test_a_greedy_draft_is_certain_whatever_the_temperature(
         engine = Engine(target, proposer, verify="tree", policy=Fixed(2), rows=2)
         proposals.clear()
         engine.generate([[1, 2, 3], [4, 5]], max_new_tokens=5, ignore_eos=True)
-        laws = [(one.q[a, :n], one.x[a, :n]) for one in proposals for a, n in enumerate(one.k) if n]
-        own = torch.cat([q.gather(-1, x.unsqueeze(-1)).flatten() for q, x in laws])
+        distributions = [(one.q[a, :n], one.x[a, :n]) for one in proposals for a, n in enumerate(one.k) if n]
+        own = torch.cat([q.gather(-1, x.unsqueeze(-1)).flatten() for q, x in distributions])
         assert len(own) > 4 and bool((own == 1).all()) == greedy, greedy
         if shape and greedy:
-            first = [x[:2].tolist() for _, x in laws if len(x) > 2]
+            first = [x[:2].tolist() for _, x in distributions if len(x) > 2]
             assert first and all(len({*pair}) == 2 for pair in first)

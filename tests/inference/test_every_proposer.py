@@ -1,5 +1,5 @@
-"""What every kind of proposer keeps to: the text stays the target's, whoever shares the batch; laws are those that were
-drawn from; forced rounds say what measured rounds do. A kind is named in `tests.kinds`."""
+"""What every kind of proposer keeps to: the text stays the target's, whoever shares the batch; distributions are those
+that were drawn from; forced rounds say what measured rounds do. A kind is named in `tests.kinds`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -47,7 +47,7 @@ def kind(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])
-def test_the_law_of_the_text_is_the_targets(kind: Any, rule: str) -> None:
+def test_the_distribution_of_the_text_is_the_targets(kind: Any, rule: str) -> None:
     """Three tokens of several rounds, by chi-square."""
     target, _ = pair()
     assert p_value(target, kind(target), rule, samples=4000) > 1e-4
@@ -100,13 +100,15 @@ def test_forced_rounds_predict_measured_ones(kind: Any, rule: str) -> None:
     assert found.depth.rounds > 50 and 0 < found.depth.alpha < 1
 
 
-def test_drafts_are_drawn_from_the_laws_that_they_come_with(drawn_kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the last bit, at every depth; laws sum to 1; rows are not drafted for beyond what was asked."""
+def test_drafts_are_drawn_from_the_distributions_that_they_come_with(
+    drawn_kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the last bit, at every depth; distributions sum to 1; rows are not drafted for beyond what was asked."""
     target, drawn, seen = tiny(), {}, []
     draw = DecodingRound.draw
 
-    def noted(self: DecodingRound, law: torch.Tensor, depth: int) -> torch.Tensor:
-        drawn[depth] = law, draw(self, law, depth)
+    def noted(self: DecodingRound, probs: torch.Tensor, depth: int) -> torch.Tensor:
+        drawn[depth] = probs, draw(self, probs, depth)
         return drawn[depth][1]
 
     monkeypatch.setattr(DecodingRound, "draw", noted)
@@ -121,8 +123,8 @@ def test_drafts_are_drawn_from_the_laws_that_they_come_with(drawn_kind: Any, mon
             assert 0 <= int(x[b, j]) < 32
             if q is not None:
                 seen.append(float(q[b, j].sum()))
-                law, token = (part[b] for part in drawn[j]) if j in drawn else (one_hot(x[b, j], q[b, j]), x[b, j])
-                assert torch.equal(q[b, j], law) and x[b, j] == token  # without a draw, a draft is certain
+                probs, token = (part[b] for part in drawn[j]) if j in drawn else (one_hot(x[b, j], q[b, j]), x[b, j])
+                assert torch.equal(q[b, j], probs) and x[b, j] == token  # without a draw, a draft is certain
         return made
 
     proposer.propose = watched  # type: ignore[method-assign]

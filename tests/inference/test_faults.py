@@ -124,7 +124,7 @@ def test_logits_that_are_no_numbers_become_no_tokens(value: float) -> None:
 
 
 def test_a_draft_with_nan_is_only_refused() -> None:
-    """What a draft guesses badly, the target decodes; where plain decoding has a law, so has the round."""
+    """What a draft guesses badly, the target decodes; where plain decoding has a distribution, so has the round."""
     model, prompts = tiny(), [[3, 5, 7], [9, 2], [4] * 12]
     for target, draft in ((model, no_logits(near(model), 11)), (no_logits(tiny(), 30), near(model))):
         sampling = Sampling(0.9, logit_bias={30: -1e9} if target is not model else None)

@@ -1,5 +1,5 @@
-"""Laws, draws and verdicts recorded as CUDA graphs, on the stand-in: the text of the host, one replay for all, nothing
-stale."""
+"""Distributions, draws and verdicts recorded as CUDA graphs, on the stand-in: the text of the host, one replay for all,
+nothing stale."""
 
 import warnings
 
@@ -74,7 +74,7 @@ def test_where_recording_fails_rounds_run_on_with_one_warning(monkeypatch: pytes
         warnings.simplefilter("always")
         assert texts("cuda", "token", Sampling(0.8)) == wanted
     assert [one for one in map(str, (one.message for one in said)) if "run without" in one] == [
-        "CUDA graphs of laws and draws failed, they run without: out of memory"
+        "CUDA graphs of distributions and draws failed, they run without: out of memory"
     ]
 
 
@@ -104,7 +104,7 @@ def test_inputs_have_one_place_and_recordings_one_bound(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("kind", ["ngram", "padded"])
 def test_ngrams_and_padded_vocabularies_are_recorded_too(kind: str) -> None:
-    """A draft with more rows than there are ids drafts at once; n-gram drafts have no laws."""
+    """A draft with more rows than there are ids drafts at once; n-gram drafts have no distributions."""
 
     def found(device: str) -> list[list[int]]:
         draft = Independent(near(tiny(vocab=40, layers=1)).to(device), compile=device != "cpu")

@@ -15,7 +15,7 @@ V, A, N = 5, 40, 6
 SHAPES = {"chain": None, "tree": (-1, 0, -1, 1, 0, 2), "bush": (-1, -1, -1, 0, 1, 1)}
 
 
-def laws(draw: random.Random, places: int) -> torch.Tensor:
+def distributions(draw: random.Random, places: int) -> torch.Tensor:
     """(A, places, V), now and then none."""
     found = torch.rand(A, places, V, generator=torch.Generator().manual_seed(draw.randrange(99)))
     for a in range(A):
@@ -34,9 +34,9 @@ def path_to(node: int, parents: tuple[int, ...]) -> list[int]:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("certain", [True, False])
-def test_drafts_count_up_to_the_first_without_laws(shape: str, certain: bool) -> None:
+def test_drafts_count_up_to_the_first_without_distributions(shape: str, certain: bool) -> None:
     draw, parents = random.Random(shape), parents_of(SHAPES[shape])
-    p, q = laws(draw, N + 1), None if certain else laws(draw, N)
+    p, q = distributions(draw, N + 1), None if certain else distributions(draw, N)
     k = [draw.randrange(N + 1) for _ in range(A)]
     tree = None if SHAPES[shape] is None else Tree(parents)
     found = sound(p, q, torch.tensor(k), tree).tolist()
@@ -51,7 +51,7 @@ def test_drafts_count_up_to_the_first_without_laws(shape: str, certain: bool) ->
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_round_is_told_as_row_by_row(shape: str) -> None:
     draw, parents = random.Random(shape), parents_of(SHAPES[shape])
-    p, x, last = laws(draw, N + 1), torch.randint(V, (A, N)), torch.arange(A)
+    p, x, last = distributions(draw, N + 1), torch.randint(V, (A, N)), torch.arange(A)
     asked = [draw.randrange(N + 1) for _ in range(A)]
     length = [draw.randint(0, most) for most in asked]
     ends = [draw.randrange(-1, most) for most in length]

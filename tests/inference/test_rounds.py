@@ -1,4 +1,4 @@
-"""What a round counts, where a row ends, which laws it reads, and what is refused."""
+"""What a round counts, where a row ends, which distributions it reads, and what is refused."""
 
 import pytest
 import torch

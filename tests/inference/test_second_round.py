@@ -1,4 +1,5 @@
-"""What a second round of planted bugs survived, and engines whose last tokens have another law than the target's."""
+"""What a second round of planted bugs survived, and engines whose last tokens have another distribution than the
+target's."""
 
 import math
 from dataclasses import replace
@@ -34,7 +35,7 @@ V, NEW, K, ROWS = 16, 48, 3, 32
 PROMPTS = [[1 + i % 7, (3 * i) % V, i % 5] for i in range(ROWS)]
 
 
-# --- texts whose law is not the target's
+# --- texts whose distribution is not the target's
 
 
 def run(
@@ -55,7 +56,7 @@ def verdict(proposer: type[Independent | NGram], times: int = 1) -> Verdict:
 
 
 def greedy_last(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(DecodingRound, "last", lambda self, law: law.argmax(-1))
+    patch.setattr(DecodingRound, "last", lambda self, probs: probs.argmax(-1))
 
 
 def likeliest_correction(patch: pytest.MonkeyPatch) -> None:
@@ -63,15 +64,17 @@ def likeliest_correction(patch: pytest.MonkeyPatch) -> None:
     right = chain._residual
 
     def wrong(p, q, n, k, w):  # type: ignore[no-untyped-def]
-        law = right(p, q, n, k, w)
-        sure = torch.nn.functional.one_hot(law.argmax(-1), law.shape[-1]).to(law)
-        return torch.where((n == k).unsqueeze(-1), law, sure)
+        probs = right(p, q, n, k, w)
+        sure = torch.nn.functional.one_hot(probs.argmax(-1), probs.shape[-1]).to(probs)
+        return torch.where((n == k).unsqueeze(-1), probs, sure)
 
     patch.setattr(chain, "_residual", wrong)
 
 
 @pytest.mark.parametrize("wrong", [greedy_last, likeliest_correction])
-def test_tokens_after_the_accepted_ones_must_have_the_targets_law(wrong, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+def test_tokens_after_the_accepted_ones_must_have_the_targets_distribution(
+    wrong, monkeypatch: pytest.MonkeyPatch
+) -> None:  # type: ignore[no-untyped-def]
     """Calls and acceptance, which are judged given the text, do not see it."""
     wrong(monkeypatch)
     found = verdict(Independent)
@@ -108,7 +111,7 @@ def test_tokens_that_settings_cut_are_counted() -> None:
     assert right.passed and not any(replace(right, **one).passed for one in wrong)  # type: ignore[arg-type]
 
 
-def test_moments_are_those_of_the_law() -> None:
+def test_moments_are_those_of_the_distribution() -> None:
     """By enumeration: both differences have mean 0 and the variance that is said."""
     p = torch.rand(3, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     p[0, 2:4] = 0
@@ -178,7 +181,7 @@ def test_an_end_id_of_zero_ends_a_text() -> None:
 
 
 def test_penalties_count_the_tokens_of_every_block() -> None:
-    """An exact engine passes: the laws that it is judged by know all that was generated, however long ago."""
+    """An exact engine passes: the distributions that it is judged by know all that was generated, however long ago."""
     sampling = Sampling(presence_penalty=2.0, frequency_penalty=0.5)
     engine, texts = run(Independent, sampling=sampling)
     found = check(engine, texts, sampling, NEW, seed=5)

@@ -83,12 +83,12 @@ def test_a_row_does_not_see_its_batch():
 
 def test_tokens_of_successive_rounds_are_independent():
     """Pairs (t, t+1) of an i.i.d. model, within one row and over many rows."""
-    law = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
-    pair = torch.outer(law, law).flatten()
+    probs = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
+    pair = torch.outer(probs, probs).flatten()
     for rows, steps in ((1, 20_000), (2_000, 10)):
         row, start = torch.arange(rows).repeat_interleave(steps), torch.arange(steps).repeat(rows)
         u = uniform(0, row, start, torch.tensor([0]), RESIDUAL).view(rows, steps)
-        ids = draw(law.expand(rows, steps, 3), u)
+        ids = draw(probs.expand(rows, steps, 3), u)
         pairs = torch.bincount((ids[:, 0:-1:2] * 3 + ids[:, 1::2]).flatten(), minlength=9).double()
         assert chi_square(pairs, pair * pairs.sum()) > 1e-4
 
@@ -103,11 +103,11 @@ def test_gumbel_noise_is_finite_and_gumbel():
     assert abs(extreme - 45.4) < 5 * math.sqrt(45.4)
 
 
-def test_races_keep_the_tail_of_a_heavy_tailed_law():
-    law = torch.full((1001,), 1e-5, dtype=torch.float64)
-    law[0] = 0.99
+def test_races_keep_the_tail_of_a_heavy_tailed_distribution():
+    probs = torch.full((1001,), 1e-5, dtype=torch.float64)
+    probs[0] = 0.99
     g = gumbel(5, torch.arange(40), torch.arange(50).expand(40, 50), 1001)
-    tail = ((law.log() + g).argmax(-1) > 0).double().sum().item()  # 20 of 2000 expected
+    tail = ((probs.log() + g).argmax(-1) > 0).double().sum().item()  # 20 of 2000 expected
     assert abs(tail - 20) < 5 * math.sqrt(2000 * 0.01 * 0.99)
 
 

@@ -39,14 +39,14 @@ def drafts(target: Any, shape: tuple[int, ...] = SHAPE, noise: float = 0.15, **s
 
 @pytest.mark.parametrize("rule", NAMES)
 @pytest.mark.parametrize("shape", [(-1, -1, 0, 0, 1), (-1, -1, -1, 1)], ids=["full", "later"])
-def test_sampled_children_leave_the_targets_law(rule: str, shape: tuple[int, ...]) -> None:
+def test_sampled_children_leave_the_targets_distribution(rule: str, shape: tuple[int, ...]) -> None:
     """Three tokens of several rounds, by chi-square."""
     target, draft = pair()
     assert p_value(target, Independent(draft, shape=shape), rule, samples=4000) > 1e-4
 
 
 @pytest.mark.parametrize("rule", NAMES)
-def test_likeliest_children_leave_the_targets_law(rule: str) -> None:
+def test_likeliest_children_leave_the_targets_distribution(rule: str) -> None:
     target, draft = pair()
     assert p_value(target, Independent(draft, greedy=True, shape=(-1, -1, 0, 0, 1)), rule, samples=4000) > 1e-4
 
@@ -152,8 +152,8 @@ def test_a_tree_saves_calls() -> None:
     assert counts[1] < 0.95 * counts[0]
 
 
-def test_nodes_come_with_the_laws_of_their_paths() -> None:
-    """Round after round: each child's law is the draft's own after the text and the path to its parent."""
+def test_nodes_come_with_the_distributions_of_their_paths() -> None:
+    """Round after round: each child's distribution is the draft's own after the text and the path to its parent."""
     seen = []
 
     class Watched(Independent):
@@ -204,7 +204,7 @@ def test_noise_of_each_node_is_its_own() -> None:
     assert len(drawn) > 6 and len(set(drawn)) == len(drawn)
 
 
-def test_laws_of_a_round_say_what_laws_of_texts_do() -> None:
+def test_distributions_of_a_round_say_what_distributions_of_texts_do() -> None:
     """Two children a node: `tree` to the last bit, `traversal` in the mean over the refused ones that are drawn."""
     shape, A = (-1, -1, 0, 1, 1), 4000
     p = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64).expand(2, -1)
@@ -252,8 +252,9 @@ def test_shapes_are_numbered_by_level() -> None:
         shape.require(2)
 
 
-def test_likeliest_children_and_their_laws_by_row() -> None:
-    """Rows of temperature 0 beside others: one-hot laws there, the law that was drawn from elsewhere."""
+def test_likeliest_children_and_their_distributions_by_row() -> None:
+    """Rows of temperature 0 beside others: one-hot distributions there, the distribution that was drawn from
+    elsewhere."""
     seen = []
 
     class Watched(Independent):
@@ -271,5 +272,5 @@ def test_likeliest_children_and_their_laws_by_row() -> None:
     assert x[0].tolist() == logits[0].topk(3).indices.tolist() and k == [3, 3]
     assert torch.equal(q[0], torch.nn.functional.one_hot(x[0], 32).double())
     assert len(set(x[1].tolist())) == 3
-    for law in q[1]:
-        torch.testing.assert_close(law, logits[1].softmax(-1))
+    for probs in q[1]:
+        torch.testing.assert_close(probs, logits[1].softmax(-1))

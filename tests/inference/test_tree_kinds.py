@@ -1,5 +1,5 @@
-"""Trees that every kind with a `shape` drafts: exact, batched and ragged, with the laws that its chains have; their
-calls are those that forced rounds predict. A kind is tested here once `tests.kinds` has a maker for it."""
+"""Trees that every kind with a `shape` drafts: exact, batched and ragged, with the distributions that its chains have;
+their calls are those that forced rounds predict. A kind is tested here once `tests.kinds` has a maker for it."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from inference import Engine, Sampling
 from inference.exactness.checks import check
 from inference.exactness.forced import forced
 from inference.measure.timing import Emitted
-from inference.measure.tree_laws import laws_of_rounds
+from inference.measure.tree_distributions import distributions_of_rounds
 from inference.measure.tree_plan import reach_under
 from inference.noise import row_ids
 from inference.policy import Fixed
@@ -46,7 +46,7 @@ def test_every_kind_that_takes_a_shape_is_here() -> None:
 
 @pytest.mark.parametrize(("rule", "greedy"), [("traversal", False), ("tree", True)], ids=["sampled", "likeliest"])
 @each_kind
-def test_the_law_of_the_text_is_the_targets(kind: str, rule: str, greedy: bool) -> None:
+def test_the_distribution_of_the_text_is_the_targets(kind: str, rule: str, greedy: bool) -> None:
     """Three tokens of several rounds, by chi-square."""
     target, _ = pair()
     assert p_value(target, drafts(kind, target, (-1, -1, 0, 0, 1), greedy=greedy), rule, samples=4000) > 1e-4
@@ -119,22 +119,22 @@ def test_forced_rounds_predict_measured_ones(kind: str, rule: str, temperature: 
 
 
 @each_kind
-def test_nodes_have_the_laws_that_chains_have(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Round after round, the law that each node was drawn from is that of a chain along its path, drafted by another
-    one of its kind that reads the text anew."""
+def test_nodes_have_the_distributions_that_chains_have(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Round after round, the distribution that each node was drawn from is that of a chain along its path, drafted by
+    another one of its kind that reads the text anew."""
     target, told = tiny(), list[Tensor]()
-    monkeypatch.setattr(DecodingRound, "draw", lambda round, law, depth: told[depth])
+    monkeypatch.setattr(DecodingRound, "draw", lambda round, probs, depth: told[depth])
     fresh = Engine(target, KINDS[kind].proposer(target), rows=1, policy=Fixed(3))
     proposer, shape, seen = drafts(kind, target), Branching(SHAPE), 0
     propose = proposer.propose
 
-    def laws_along(text: list[int], path: list[int]) -> Tensor:
+    def distributions_along(text: list[int], path: list[int]) -> Tensor:
         told[:] = [torch.tensor([token]) for token in [*path, 0, 0, 0]]
         run = fresh.begin([text], 8, Sampling())
         fresh.slots.admit(run)
-        law = fresh.propose(fresh._turn(run)).q
-        assert law is not None
-        return law[0, len(path)]
+        probs = fresh.propose(fresh._turn(run)).q
+        assert probs is not None
+        return probs[0, len(path)]
 
     def watched(round: Any) -> Any:
         nonlocal seen
@@ -144,12 +144,12 @@ def test_nodes_have_the_laws_that_chains_have(kind: str, monkeypatch: pytest.Mon
                 path, parent = list[int](), shape.parents[node]
                 while parent >= 0:
                     path, parent = [int(made.x[row, parent]), *path], shape.parents[parent]
-                torch.testing.assert_close(made.q[row, node], laws_along(text, path), rtol=1e-6, atol=1e-9)
+                torch.testing.assert_close(made.q[row, node], distributions_along(text, path), rtol=1e-6, atol=1e-9)
                 seen += bool(path)
         return made
 
     monkeypatch.setattr(proposer, "propose", watched)
-    monkeypatch.setattr(DecodingRound, "last", lambda round, law: law.argmax(-1))
+    monkeypatch.setattr(DecodingRound, "last", lambda round, probs: probs.argmax(-1))
     with torch.inference_mode():
         Engine(target, proposer, verify="tree", rows=2, policy=Fixed(3)).generate([PROMPTS[0], PROMPTS[5]],
                                                                                   max_new_tokens=8)  # fmt: skip
@@ -167,7 +167,7 @@ def test_no_deeper_than_was_learnt(kind: str) -> None:
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
 @each_kind
-def test_laws_by_depth_say_what_every_shape_accepts(kind: str, temperature: float) -> None:
+def test_distributions_by_depth_say_what_every_shape_accepts(kind: str, temperature: float) -> None:
     """From chains alone: what forced rounds of the trees say round by round, and calls within 4 sigma of those made."""
     prompts, sampling = [[1, 2, 3], [4]] * 4, Sampling(temperature)
     target = tiny(vocab=8, layers=1, hidden=8, seed=3)
@@ -175,10 +175,13 @@ def test_laws_by_depth_say_what_every_shape_accepts(kind: str, temperature: floa
     keys = row_ids(prompts)
     out = engine.generate(prompts, max_new_tokens=16, sampling=sampling, seed=5, ids=keys, ignore_eos=True)
     texts = Emitted(prompts, keys, out.tokens, out.stats.rows)
-    laws = laws_of_rounds(engine, KINDS[kind].proposer(target), 3, texts, sampling, 16)
-    found, wanted = reach_under(laws, TWO, "tree", temperature == 0), forced(engine, texts, sampling, 16).reach
+    distributions = distributions_of_rounds(engine, KINDS[kind].proposer(target), 3, texts, sampling, 16)
+    found, wanted = reach_under(distributions, TWO, "tree", temperature == 0), forced(engine, texts, sampling, 16).reach
     assert wanted is not None
     torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-5)
-    calls, sigma = calls_from(found, laws.lengths).sum(), variance_from(found, laws.lengths).sum().sqrt()
+    calls, sigma = (
+        calls_from(found, distributions.lengths).sum(),
+        variance_from(found, distributions.lengths).sum().sqrt(),
+    )
     assert abs(out.stats.target_calls - calls) <= 4 * sigma + 1e-3
     assert bool(temperature) == bool(sigma > 0)

@@ -21,7 +21,7 @@ PARENTS = (-1, -1, 0, 1)  # two children, each with one of its own
 class Walked(NamedTuple):
     accepted: Tensor
     path: Tensor
-    law: Tensor
+    probs: Tensor
 
 
 def walk(p: Tensor, q: Tensor | None, x: Tensor, u: Tensor, k: Tensor, tree: Tree) -> Walked:

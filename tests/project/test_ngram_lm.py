@@ -18,7 +18,7 @@ def zipf(size: int, vocabulary: int, seed: int = 0) -> np.ndarray:
     return (np.cumsum(draws % 5) + draws) % vocabulary
 
 
-def laws(model: KneserNey, length: int) -> np.ndarray:
+def distributions(model: KneserNey, length: int) -> np.ndarray:
     """P(. | h) of every context h of so many tokens, (V**length, V)."""
     grams = np.array(list(itertools.product(range(model.vocabulary), repeat=length + 1)))
     last = [model.log_prob(gram)[-1] for gram in grams]
@@ -45,19 +45,19 @@ def textbook(stream: list[int], order: int, vocabulary: int, gram: tuple[int, ..
 
 
 @pytest.mark.parametrize("order", [1, 2, 3, 4])
-def test_laws_sum_to_one(order: int) -> None:
+def test_distributions_sum_to_one(order: int) -> None:
     """Also in contexts never seen, and in those shorter than the order allows."""
     model = KneserNey.train(zipf(400, 6), order, 6)
     for length in range(order):
-        assert np.abs(laws(model, length).sum(1) - 1).max() < 1e-12
+        assert np.abs(distributions(model, length).sum(1) - 1).max() < 1e-12
 
 
 def test_by_hand() -> None:
     """Bigrams 01 01 10 10 12 21, discounts 1/2, 1; different tokens before 0, 1, 2: one, two, one."""
     model = KneserNey.train(np.array([0, 1, 0, 1, 2, 1, 0]), 2, 3)
-    assert laws(model, 0)[0] == pytest.approx([7 / 24, 10 / 24, 7 / 24])
-    assert laws(model, 1)[0, 1] == pytest.approx((2 - 1) / 2 + 1 / 2 * 10 / 24)
-    assert laws(model, 1)[1] == pytest.approx([23 / 48, 10 / 48, 15 / 48])
+    assert distributions(model, 0)[0] == pytest.approx([7 / 24, 10 / 24, 7 / 24])
+    assert distributions(model, 1)[0, 1] == pytest.approx((2 - 1) / 2 + 1 / 2 * 10 / 24)
+    assert distributions(model, 1)[1] == pytest.approx([23 / 48, 10 / 48, 15 / 48])
 
 
 def test_textbook_recursion() -> None:
@@ -112,18 +112,18 @@ def test_refuses() -> None:
 
 
 def test_bigram_counts() -> None:
-    law = bigram(torch.tensor([0, 1, 0, 1, 1], dtype=torch.int32), 3, add=0.5)
+    probs = bigram(torch.tensor([0, 1, 0, 1, 1], dtype=torch.int32), 3, add=0.5)
     want = torch.tensor([[0.5, 2.5, 0.5], [1.5, 1.5, 0.5], [0.5, 0.5, 0.5]], dtype=torch.float64)
-    assert torch.equal(law, want / want.sum(1, keepdim=True))
+    assert torch.equal(probs, want / want.sum(1, keepdim=True))
 
 
 def test_bigram_alpha_by_hand() -> None:
-    """Chunks of other sizes weigh by their positions; the draft's law is that after ids[b,t]."""
-    law = torch.tensor([[0.75, 0.25], [0.5, 0.5]])
+    """Chunks of other sizes weigh by their positions; the draft's distribution is that after ids[b,t]."""
+    probs = torch.tensor([[0.75, 0.25], [0.5, 0.5]])
     p = torch.tensor([[0.25, 0.75], [0.5, 0.5], [1.0, 0.0]])
     one = (torch.tensor([[0]]), p[None, :1].log())  # min: 1/4 + 1/4
     two = (torch.tensor([[1, 0]]), p[None, 1:].log())  # 1, then 3/4
-    assert bigram_alpha(law, [one, two]) == pytest.approx((0.5 + 1 + 0.75) / 3)
+    assert bigram_alpha(probs, [one, two]) == pytest.approx((0.5 + 1 + 0.75) / 3)
 
 
 def test_bits_per_byte() -> None:

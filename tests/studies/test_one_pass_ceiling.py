@@ -1,4 +1,5 @@
-"""The best laws of a draft of one pass: by search over all laws of a grid, and by what must hold of them."""
+"""The best distributions of a draft of one pass: by search over all distributions of a grid, and by what must hold of
+them."""
 
 import json
 from itertools import product
@@ -11,68 +12,75 @@ from torch import Tensor
 
 from inference import Engine, Sampling
 from studies import one_pass_ceiling
-from studies.one_pass_ceiling import best_law, expected
+from studies.one_pass_ceiling import best_probs, expected
 from tests.folders import network, target_folder
 
 
-def worth(q: Tensor, laws: Tensor, weights: Tensor) -> float:
-    return float((weights * torch.minimum(laws, q).sum(1)).sum())
+def worth(q: Tensor, distributions: Tensor, weights: Tensor) -> float:
+    return float((weights * torch.minimum(distributions, q).sum(1)).sum())
 
 
-def test_no_law_of_a_grid_is_better() -> None:
+def test_no_distribution_of_a_grid_is_better() -> None:
     generator = torch.Generator().manual_seed(3)
     grid = [torch.tensor(one) / 20 for one in product(range(21), repeat=3) if sum(one) == 20]
     for _ in range(20):
-        laws = torch.rand(4, 3, generator=generator).double().pow(3)
-        laws, weights = laws / laws.sum(1, keepdim=True), torch.rand(4, generator=generator).double()
-        found = best_law(laws, weights)
+        distributions = torch.rand(4, 3, generator=generator).double().pow(3)
+        distributions, weights = (
+            distributions / distributions.sum(1, keepdim=True),
+            torch.rand(4, generator=generator).double(),
+        )
+        found = best_probs(distributions, weights)
         assert float(found.sum()) == pytest.approx(1) and float(found.min()) >= 0
-        best = max(worth(q, laws, weights) for q in grid)
-        assert best - 1e-9 <= worth(found, laws, weights) <= best + 0.1 * float(weights.sum())
+        best = max(worth(q, distributions, weights) for q in grid)
+        assert best - 1e-9 <= worth(found, distributions, weights) <= best + 0.1 * float(weights.sum())
 
 
-def test_laws_that_hang_on_nothing_are_drafted_whole() -> None:
-    """Where every continuation has the same laws, a draft of one pass knows all that there is."""
-    law = torch.tensor([0.5, 0.3, 0.2]).double()
+def test_distributions_that_hang_on_nothing_are_drafted_whole() -> None:
+    """Where every continuation has the same distributions, a draft of one pass knows all that there is."""
+    probs = torch.tensor([0.5, 0.3, 0.2]).double()
     tokens = torch.tensor([[0, 1], [2, 0], [1, 1], [0, 0]])
     places = torch.arange(4)
-    assert expected(law.expand(4, 2, 3), tokens, places[:2], places[2:]) == pytest.approx([2, 3])
+    assert expected(probs.expand(4, 2, 3), tokens, places[:2], places[2:]) == pytest.approx([2, 3])
 
 
 def test_a_coin_that_decides_the_next_token() -> None:
     """Two first tokens of half the mass, each with a certain and different next one, and the same behind: at best half
     of the second drafts are accepted, and rounds that were refused once count no deeper."""
-    laws = torch.tensor([[[0.5, 0.5], [1, 0], [1, 0], [1, 0]], [[0.5, 0.5], [0, 1], [1, 0], [1, 0]]]).double()
+    distributions = torch.tensor([[[0.5, 0.5], [1, 0], [1, 0], [1, 0]], [[0.5, 0.5], [0, 1], [1, 0], [1, 0]]]).double()
     tokens, places = torch.tensor([[0, 0, 0, 0], [1, 1, 0, 0]]), torch.arange(2)
-    assert expected(laws, tokens, places, places) == pytest.approx([2, 2.5, 3.0, 3.5])
+    assert expected(distributions, tokens, places, places) == pytest.approx([2, 2.5, 3.0, 3.5])
 
 
-def test_weights_decide_whose_law_is_drafted() -> None:
-    laws = torch.eye(2).double()
-    assert best_law(laws, torch.tensor([2.0, 1.0]).double()).tolist() == [1, 0]
-    assert best_law(laws, torch.tensor([1.0, 2.0]).double()).tolist() == [0, 1]
+def test_weights_decide_whose_distribution_is_drafted() -> None:
+    distributions = torch.eye(2).double()
+    assert best_probs(distributions, torch.tensor([2.0, 1.0]).double()).tolist() == [1, 0]
+    assert best_probs(distributions, torch.tensor([1.0, 2.0]).double()).tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_laws_are_those_that_made_the_continuations(temperature: float) -> None:
+def test_distributions_are_those_that_made_the_continuations(temperature: float) -> None:
     """Of each token, given the prompt and the tokens before it, at the temperature that it was sampled at."""
     engine, prompt = Engine(network(), rows=3), [5, 6, 7]
-    tokens, laws = one_pass_ceiling.laws_along(engine, prompt, 3, Sampling(temperature=temperature), seed=1)
+    tokens, distributions = one_pass_ceiling.distributions_along(
+        engine, prompt, 3, Sampling(temperature=temperature), seed=1
+    )
     assert tokens.shape == (3, one_pass_ceiling.DEPTHS)
     for row in range(3):
         for depth in (0, 1, one_pass_ceiling.DEPTHS - 1):
             with torch.no_grad():
                 logits = network()(torch.tensor([prompt + tokens[row, :depth].tolist()])).logits[0, -1].double()
-            torch.testing.assert_close(laws[row, depth], (logits / temperature).softmax(-1), rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(
+                distributions[row, depth], (logits / temperature).softmax(-1), rtol=1e-4, atol=1e-6
+            )
 
 
 def test_below_is_judged_on_continuations_that_fitted_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Continuations of the first half have another second token than those of the other: a law that is fitted to one is
-    worth nothing in the other, and all to its own."""
+    """Continuations of the first half have another second token than those of the other: a distribution that is fitted
+    to one is worth nothing in the other, and all to its own."""
     first, other = torch.tensor([0.5, 0.5]).double(), torch.eye(2).double()
-    laws = torch.stack([torch.stack([first, other[half]]) for half in (0, 0, 1, 1)])
+    distributions = torch.stack([torch.stack([first, other[half]]) for half in (0, 0, 1, 1)])
     tokens = torch.tensor([[0, 0], [1, 0], [0, 1], [1, 1]])
-    monkeypatch.setattr(one_pass_ceiling, "laws_along", lambda *of: (tokens, laws))
+    monkeypatch.setattr(one_pass_ceiling, "distributions_along", lambda *of: (tokens, distributions))
     engine: Any = None
     found = one_pass_ceiling.ceiling(engine, [], 4, Sampling(), 0)
     assert found["below"] == pytest.approx([2, 2]) and found["above"] == pytest.approx([2, 3])

@@ -68,7 +68,7 @@ V, D = 6, 4
 
 def known(texts: int, noise: bool) -> tuple[list[Read], Any]:
     """Texts of a target whose states are an affine map of those of an early layer, or have nothing to do with them; its
-    tokens are drawn from its laws."""
+    tokens are drawn from its distributions."""
     torch.manual_seed(3)
     head, turned, found = torch.randn(D, V), torch.randn(D, D), []
     for _ in range(texts):
@@ -132,8 +132,9 @@ def test_what_is_read_is_what_makes_each_token() -> None:
 
 
 @pytest.mark.parametrize("objective", ["sampled", "greedy"])
-def test_figures_are_those_of_both_laws(objective: str) -> None:
-    """A greedy draft is the likeliest token for certain; sampled, its law at the temperature that is served."""
+def test_figures_are_those_of_both_distributions(objective: str) -> None:
+    """A greedy draft is the likeliest token for certain; sampled, its distribution at the temperature that is
+    served."""
     reads, head = known(6, noise=True)
     plan: Any = SimpleNamespace(sampling=Sampling(temperature=0.7), objective=objective, depths=[2])
     found = figures(1, reads, head, plan)

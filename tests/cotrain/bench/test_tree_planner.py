@@ -20,7 +20,7 @@ from cotrain.bench.tree_planner import (
     best_tree,
     candidates,
     decided,
-    plain_laws,
+    plain_distributions,
     served_tree,
     tau_of,
     told,
@@ -302,7 +302,7 @@ def test_generate_serves_what_was_planned(place: Path, k: int | None, verify: st
 
 
 def test_without_trees_none_is_rated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tree_planner, "plain_laws", lambda *_: 1 / 0)
+    monkeypatch.setattr(tree_planner, "plain_distributions", lambda *_: 1 / 0)
     assert best_tree(plan_of({"trees": 0}), LENGTH, TAUS, Emitted([], [], [], [])) is None
 
 
@@ -325,9 +325,9 @@ def test_at_temperature_0_a_planned_tree_is_rated_as_it_is_drafted() -> None:
     texts = plain_texts(plan)
     tree = PlannedTree((-1, -1, -1, 0, 0, 1), "tree")
     found = best_tree(replace(plan, tree=tree), LENGTH, TAUS, texts)
-    laws = plain_laws(plan, texts)
-    assert found and laws and found.tree == replace(tree, likeliest=True)
-    assert found.tau == tau_of(laws, found.tree)
+    distributions = plain_distributions(plan, texts)
+    assert found and distributions and found.tree == replace(tree, likeliest=True)
+    assert found.tau == tau_of(distributions, found.tree)
 
 
 def test_a_planned_tree_deeper_than_the_lengths_that_are_asked_for_is_rated() -> None:
@@ -345,37 +345,39 @@ def test_heads_are_loaded_with_the_tree_that_was_planned(monkeypatch: pytest.Mon
     assert isinstance(found.branching, Branching) and found.branching.parents == (-1, -1, 0)
 
 
-def test_a_kind_without_a_law_of_texts_is_rated_by_rounds_that_are_forced() -> None:
-    """Laws by depth: at a text's first token those of the first depth alone, elsewhere all."""
+def test_a_kind_without_a_distribution_of_texts_is_rated_by_rounds_that_are_forced() -> None:
+    """Distributions by depth: at a text's first token those of the first depth alone, elsewhere all."""
     plan = plan_of(kind="medusa", draft=MedusaNetwork(MedusaConfig(hidden_size=64, vocab_size=300, num_heads=2)))
-    laws = plain_laws(plan, plain_texts(plan))
-    assert laws is not None and laws.q.shape == (*laws.x.shape, 2, 300)
-    alone = laws.q[:, 0].sum(-1)  # of a text's first token: no round begins before it
-    assert bool((alone[:, 1] == 0).all()) and bool((laws.q[:, 1:-2].sum(-1) > 0.99).all())
-    found = candidates(plan, laws, lambda parents: 1.0)
+    distributions = plain_distributions(plan, plain_texts(plan))
+    assert distributions is not None and distributions.q.shape == (*distributions.x.shape, 2, 300)
+    alone = distributions.q[:, 0].sum(-1)  # of a text's first token: no round begins before it
+    assert bool((alone[:, 1] == 0).all()) and bool((distributions.q[:, 1:-2].sum(-1) > 0.99).all())
+    found = candidates(plan, distributions, lambda parents: 1.0)
     assert found and max(tree.depth for tree in found) <= 2
 
 
 def test_children_are_those_that_the_draft_was_made_for() -> None:
     """Greedily drafting: the likeliest alone; else both sorts, each under the rules that differ for it."""
     plan, texts = plan_of(), plain_texts(plan_of())
-    laws = plain_laws(plan, texts)
-    assert laws
-    flat = candidates(plan, laws, lambda parents: 1.0)
+    distributions = plain_distributions(plan, texts)
+    assert distributions
+    flat = candidates(plan, distributions, lambda parents: 1.0)
     assert {(tree.rule, tree.likeliest) for tree in flat} == {("tree", False), ("traversal", False), ("tree", True)}
-    taus = [tau_of(laws, tree) for tree in flat]
+    taus = [tau_of(distributions, tree) for tree in flat]
     assert taus == sorted(taus, reverse=True) and all(len(tree.parents) == 4 for tree in flat)
-    assert all(tree.likeliest for tree in candidates(replace(plan, objective="greedy"), laws, lambda parents: 1.0))
-    assert candidates(plan, laws, lambda parents: 1.0 if parents == (-1, -1) else 99.0)[0].parents == (-1, -1)
-    cheap_chains = candidates(plan, laws, lambda parents: 0.01 if parents == chain(len(parents)) else 1.0)
+    assert all(
+        tree.likeliest for tree in candidates(replace(plan, objective="greedy"), distributions, lambda parents: 1.0)
+    )
+    assert candidates(plan, distributions, lambda parents: 1.0 if parents == (-1, -1) else 99.0)[0].parents == (-1, -1)
+    cheap_chains = candidates(plan, distributions, lambda parents: 0.01 if parents == chain(len(parents)) else 1.0)
     assert all(len(set(tree.parents)) < len(tree.parents) for tree in cheap_chains)  # each branches
 
 
 def test_few_texts_are_read_of_large_vocabularies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tree_planner, "ENTRIES", 2 * 300 * 8)
     plan = plan_of()
-    laws = plain_laws(plan, plain_texts(plan))
-    assert laws and laws.x.shape == (2, 8)
+    distributions = plain_distributions(plan, plain_texts(plan))
+    assert distributions and distributions.x.shape == (2, 8)
 
 
 def test_advice_names_the_tree_that_was_measured() -> None:

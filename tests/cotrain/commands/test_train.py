@@ -77,7 +77,7 @@ def test_the_report_is_whole(run: Path) -> None:
     assert extra["kind"] == "independent" and 0 < extra["training"]["seconds"] < 600
 
 
-def test_a_run_leaves_its_page_with_a_replay_and_where_laws_differ(run: Path) -> None:
+def test_a_run_leaves_its_page_with_a_replay_and_where_distributions_differ(run: Path) -> None:
     page = Parsed((run / "report.html").read_text(encoding="utf-8"))
     assert {"figures", "acceptance", "speed", "costs", "training", "differences", "replay"} <= set(page.texts)
     assert "partial" not in page.texts[""]

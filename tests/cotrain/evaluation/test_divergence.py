@@ -1,4 +1,4 @@
-"""Where two laws differ: the curve against sums done by hand, the worst place against whole laws."""
+"""Where two distributions differ: the curve against sums done by hand, the worst place against whole distributions."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def test_the_curve_gives_the_share_of_the_largest_values() -> None:
     assert lorenz([0.0, 0.0], 2) == lorenz([], 2) == [0, 0.5, 1]
 
 
-def test_its_mean_and_its_worst_places_are_those_of_the_whole_laws() -> None:
+def test_its_mean_and_its_worst_places_are_those_of_the_whole_distributions() -> None:
     one = held(0.7)
     found = divergence(one, Independent(DRAFT), split(TARGET)[1], lambda ids: " ".join(map(str, ids)))
     assert found["positions"] == int(TEXTS.predicted.sum())

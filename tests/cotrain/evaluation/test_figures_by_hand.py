@@ -1,5 +1,5 @@
-"""Every held-out figure against plain loops over whole laws in float64: cut laws, domains of several sizes, ragged
-texts, and drafts whose law depends on the depth, with guesses at some places alone."""
+"""Every held-out figure against plain loops over whole distributions in float64: cut distributions, domains of several
+sizes, ragged texts, and drafts whose distribution depends on the depth, with guesses at some places alone."""
 
 import math
 from types import SimpleNamespace
@@ -59,8 +59,8 @@ class Drawn:
         ]
 
 
-def cut(law: np.ndarray) -> np.ndarray:
-    kept = np.where(law >= np.sort(law)[-KEPT], law, 0.0)
+def cut(probs: np.ndarray) -> np.ndarray:
+    kept = np.where(probs >= np.sort(probs)[-KEPT], probs, 0.0)
     return kept / kept.sum()
 
 
@@ -168,7 +168,7 @@ def wanted(texts: dict[str, list[list[Token]]], deep: bool) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("deep", [False, True])
-def test_every_figure_is_what_loops_over_whole_laws_say(deep: bool) -> None:
+def test_every_figure_is_what_loops_over_whole_distributions_say(deep: bool) -> None:
     held, head_p, states, head_q = parts()
     student: Any = Drawn(held.texts.ids, states, head_q, deep)
     with torch.no_grad():
@@ -244,11 +244,13 @@ def test_a_gain_is_of_sums_over_paired_runs(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_surprise_is_a_mean_over_tokens_that_can_be() -> None:
     held, head_p, _, _ = parts()
-    laws = [(cut(softmax(head_p(held.states[LAST][row, at]))), int(held.texts.ids[row, at + 1]))
+    distributions = [(cut(softmax(head_p(held.states[LAST][row, at]))), int(held.texts.ids[row, at + 1]))
             for row in range(N) for at in range(PROMPT[row] - 1, LENGTH[row] - 1)]  # fmt: skip
-    some = [(p, x) for p, x in laws if p[x] > 0]
+    some = [(p, x) for p, x in distributions if p[x] > 0]
     found = provenance(held, head_p)
-    assert 0 < len(some) < len(laws) == found.tokens and found.impossible == pytest.approx(1 - len(some) / len(laws))
+    assert 0 < len(some) < len(distributions) == found.tokens and found.impossible == pytest.approx(
+        1 - len(some) / len(distributions)
+    )
     assert found.surprise == pytest.approx(np.mean([-math.log(p[x]) for p, x in some]), rel=1e-5)
     assert found.entropy == pytest.approx(np.mean([-(p[p > 0] * np.log(p[p > 0])).sum() for p, _ in some]), rel=1e-5)
 

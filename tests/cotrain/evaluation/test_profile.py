@@ -1,4 +1,4 @@
-"""Acceptance by draft temperature and by context, against a direct computation of the two laws."""
+"""Acceptance by draft temperature and by context, against a direct computation of the two distributions."""
 
 import torch
 
@@ -26,14 +26,14 @@ def found(one: HeldOut) -> dict:
 
 
 def direct(t: float, drafted: float, top_p: float = 1.0) -> torch.Tensor:
-    """alpha (N,) of the sampled tokens, from whole laws."""
+    """alpha (N,) of the sampled tokens, from whole distributions."""
     with torch.no_grad():
-        laws = [probs(model(IDS).logits[:, :-1].flatten(0, 1), [Sampling(at, top_p=top_p)] * 100).view(5, 20, -1)
+        both = [probs(model(IDS).logits[:, :-1].flatten(0, 1), [Sampling(at, top_p=top_p)] * 100).view(5, 20, -1)
                 for model, at in ((TARGET, t), (DRAFT, drafted))]  # fmt: skip
-    return torch.minimum(*laws).sum(-1)[TEXTS.predicted]
+    return torch.minimum(*both).sum(-1)[TEXTS.predicted]
 
 
-def test_alpha_over_both_temperatures_is_the_overlap_of_the_laws_served() -> None:
+def test_alpha_over_both_temperatures_is_the_overlap_of_the_distributions_served() -> None:
     for t, top_p in ((1.0, 1.0), (0.5, 1.0), (0.0, 1.0), (1.0, 0.8)):
         by = found(held(t, top_p))["by_draft_temperature"]
         assert list(by) == ["0", "0.5", "1"]

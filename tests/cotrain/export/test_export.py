@@ -230,7 +230,7 @@ def test_what_cannot_serve_is_refused_and_nothing_written(
 
 
 def probs(model: nn.Module) -> torch.Tensor:
-    """Laws in contexts that `resize` does not look at."""
+    """Distributions in contexts that `resize` does not look at."""
     ids = torch.randint(290, (4, 16), generator=torch.Generator().manual_seed(7))
     with torch.no_grad():
         return model(ids).logits.flatten(0, 1).softmax(-1)

@@ -1,4 +1,4 @@
-"""Losses in chunks against the same losses on whole (B,T,V) laws: value, gradient, statistics, memory."""
+"""Losses in chunks against the same losses on whole (B,T,V) distributions: value, gradient, statistics, memory."""
 
 from functools import partial
 
@@ -9,7 +9,7 @@ from torch import nn
 from cotrain import losses
 from cotrain.losses import chunked
 from cotrain.students.base import Guess
-from cotrain.teacher.target_laws import FromStates
+from cotrain.teacher.target_distributions import FromStates
 from inference.sampling import draw, keep_top_k
 
 B, T, V, DP, DQ = 3, 5, 11, 6, 4
@@ -17,7 +17,7 @@ MASK = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 0, 0, 0], [1, 0, 1, 1, 1]]).bool()
 
 
 def parts(dtype=torch.float64):
-    """hidden_p, head_p, hidden_q, head_q: laws that are far from uniform."""
+    """hidden_p, head_p, hidden_q, head_q: distributions that are far from uniform."""
     torch.manual_seed(1)
     head_p, head_q = nn.Linear(DP, V, dtype=dtype), nn.Linear(DQ, V, dtype=dtype)
     hidden_p, hidden_q = 3 * torch.randn(B, T, DP, dtype=dtype), 3 * torch.randn(B, T, DQ, dtype=dtype)
@@ -25,7 +25,7 @@ def parts(dtype=torch.float64):
 
 
 def asked(hidden_p, head_p, hidden_q, head_q, parameters=()):
-    """The target's laws, and a guess at every place."""
+    """The target's distributions, and a guess at every place."""
     return FromStates(hidden_p, head_p), Guess.everywhere(hidden_q, head_q, tuple(parameters))
 
 
@@ -97,9 +97,9 @@ def test_truncation_cuts_p_in_the_loss_and_both_in_the_report():
     value, found = chunked.chunked(losses.kl, *asked(*given), MASK, truncate=partial(keep_top_k, k=3), chunk=4)
     logp, logq = plain(*given)
 
-    def nucleus(law):
-        least = law.topk(3).values[..., -1:]
-        kept = law * (law >= least)
+    def nucleus(probs):
+        least = probs.topk(3).values[..., -1:]
+        kept = probs * (probs >= least)
         return (kept / kept.sum(-1, keepdim=True)).log()
 
     torch.testing.assert_close(value, losses.kl(nucleus(logp.exp()), logq)[MASK].sum())
@@ -130,7 +130,7 @@ def test_only_the_draft_learns():
     assert (hidden_q.grad[~MASK] == 0).all() and (hidden_q.grad[MASK] != 0).any(-1).all()
 
 
-def test_no_law_outlives_its_chunk():
+def test_no_distribution_outlives_its_chunk():
     """Between forward and backward nothing of width V is kept, and no head sees more than a chunk."""
     hidden_p, head_p, hidden_q, head_q = parts()
     seen, kept = [], []

@@ -162,7 +162,7 @@ def test_identities_and_bounds():
     torch.testing.assert_close(losses.rkl(logp, logq), losses.kl(logq, logp))
 
 
-def test_equal_laws_cost_nothing():
+def test_equal_distributions_cost_nothing():
     logp, _ = pair()
     for loss in (losses.kl, losses.tv, losses.nla, losses.lk, losses.rkl, losses.jsd, losses.hellinger, tvpp):
         q = logp.clone().requires_grad_()
@@ -183,15 +183,15 @@ def test_one_hot_target_makes_nla_cross_entropy():
 
 
 def edges(dtype=torch.float32):
-    """Pairs of log laws: one-hot, truncated, pruned, disjoint, saturated, equal."""
+    """Pairs of log distributions: one-hot, truncated, pruned, disjoint, saturated, equal."""
     inf = torch.inf
     full = torch.tensor([0.1, -1.0, 0.3, 0.0]).log_softmax(-1)
     hot = torch.tensor([0.0, -inf, -inf, -inf])
     cut = torch.tensor([0.2, 0.5, -inf, -inf]).log_softmax(-1)
     other = torch.tensor([-inf, -inf, 0.4, 0.1]).log_softmax(-1)
     sharp = torch.tensor([300.0, -300.0, 0.0, 10.0]).log_softmax(-1)
-    laws = [full, hot, cut, other, sharp]
-    both = list(itertools.product(laws, laws))
+    distributions = [full, hot, cut, other, sharp]
+    both = list(itertools.product(distributions, distributions))
     return torch.stack([a for a, _ in both]).to(dtype), torch.stack([b for _, b in both]).to(dtype)
 
 

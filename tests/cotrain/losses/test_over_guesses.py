@@ -1,4 +1,5 @@
-"""Losses by depth: a law that is the same at every depth costs what one guess does, others what is found by hand."""
+"""Losses by depth: a distribution that is the same at every depth costs what one guess does, others what is found by
+hand."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -31,7 +32,7 @@ def target() -> LlamaForCausalLM:
 
 
 class Copied(Independent):
-    """An independent draft that says its law once a depth, though it is the same."""
+    """An independent draft that says its distribution once a depth, though it is the same."""
 
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
         (one,) = super().guesses(batch, seen)
@@ -49,7 +50,7 @@ NAMES = ["kl", "0.3*kl+0.7*tv", "mix", "tvpp", "calls", "calls_block", "length",
 
 @pytest.mark.parametrize("chunk", [5, 512])
 @pytest.mark.parametrize("name", NAMES)
-def test_depths_of_one_law_are_one_guess(target: LlamaForCausalLM, name: str, chunk: int) -> None:
+def test_depths_of_one_distribution_are_one_guess(target: LlamaForCausalLM, name: str, chunk: int) -> None:
     found = []
     for kind in (Independent, Copied):
         small = tiny(layers=1, seed=3)
@@ -59,7 +60,7 @@ def test_depths_of_one_law_are_one_guess(target: LlamaForCausalLM, name: str, ch
     torch.testing.assert_close(slope, other, atol=1e-6, rtol=1e-5)
 
 
-def test_depths_of_one_law_are_judged_as_one_guess(target: LlamaForCausalLM) -> None:
+def test_depths_of_one_distribution_are_judged_as_one_guess(target: LlamaForCausalLM) -> None:
     small, held = tiny(layers=1, seed=3), held_out(served(target)[0], conversations(), 1.0)
     ours, theirs = (evaluate(held, kind(small), split(target)[1])["all"] for kind in (Copied, Independent))
     for k in (1, 3, K):
@@ -96,7 +97,7 @@ def calls(r: Tensor) -> Tensor:
     return expected[0]
 
 
-def test_calls_of_laws_by_depth_are_those_of_a_recursion_by_hand(target: LlamaForCausalLM) -> None:
+def test_calls_of_distributions_by_depth_are_those_of_a_recursion_by_hand(target: LlamaForCausalLM) -> None:
     student = STUDENTS["heads"](target)
     value, slope = learnt(module(student, target, "calls"), batch(CONVERSATIONS))
     wanted = sum(calls(ratios(student, target, row)) for row in range(4)) / 26
@@ -141,7 +142,8 @@ def _kl(student: Any, target: LlamaForCausalLM, one: dict[str, Any], depth: int)
 
 
 def test_a_guess_is_asked_for_the_token_of_its_place(target: LlamaForCausalLM) -> None:
-    """ce of heads, whose places begin later with each depth, against their own laws; so in few chunks and in many."""
+    """ce of heads, whose places begin later with each depth, against their own distributions; so in few chunks and in
+    many."""
     student, one = STUDENTS["heads"](target), batch(CONVERSATIONS)
     with torch.no_grad():
         states = target(one["ids"], output_hidden_states=True).hidden_states[-1]

@@ -54,15 +54,15 @@ def learnt(module: Distillation, *batches: dict[str, Any]) -> tuple[float, Tenso
     return sum(loss.item() for loss in found), torch.cat(slopes).clone()
 
 
-def laws(model: LlamaForCausalLM, row: int) -> Tensor:
-    """log law of each token of a completion, of its text alone -> (tokens, V)."""
+def distributions(model: LlamaForCausalLM, row: int) -> Tensor:
+    """log distribution of each token of a completion, of its text alone -> (tokens, V)."""
     ids = conversations().ids[row : row + 1, : LENGTHS[row]]
     return model(ids).logits[0, PROMPTS[row] - 1 : -1].log_softmax(-1)
 
 
 def ratios(target: LlamaForCausalLM, small: LlamaForCausalLM, row: int) -> Tensor:
     x = conversations().ids[row, PROMPTS[row] : LENGTHS[row], None]
-    logp, logq = (laws(model, row).gather(1, x)[:, 0] for model in (target, small))
+    logp, logq = (distributions(model, row).gather(1, x)[:, 0] for model in (target, small))
     return (logq - logp.detach()).exp().clamp(max=1)
 
 
@@ -115,7 +115,7 @@ def test_positions_weigh_the_calls_that_they_save(target: LlamaForCausalLM) -> N
     for row in range(4):
         r = ratios(target, small, row).detach().requires_grad_()
         (saved,) = torch.autograd.grad(-calls(r), r)
-        logp, logq = laws(target, row).detach(), laws(small, row)
+        logp, logq = distributions(target, row).detach(), distributions(small, row)
         wanted.append((saved * losses.tv(logp, logq)).sum())
     mean = torch.stack(wanted).sum() / 26
     assert value == pytest.approx(mean.item(), abs=1e-6)

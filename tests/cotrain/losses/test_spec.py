@@ -8,13 +8,13 @@ from cotrain.losses import registry
 from cotrain.losses.spec import parse
 
 
-def laws() -> tuple[torch.Tensor, torch.Tensor]:
+def distributions() -> tuple[torch.Tensor, torch.Tensor]:
     draw = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     return draw[0].log_softmax(-1), draw[1].log_softmax(-1)
 
 
 def test_a_name_is_the_loss_and_a_sum_is_weighted() -> None:
-    logp, logq = laws()
+    logp, logq = distributions()
     x = torch.tensor([1, 0, 4])
     assert parse("nla").position is losses.nla and parse("nla").takes == ""
     found = parse(" 0.1*kl + 0.9 * tv")
@@ -31,7 +31,7 @@ def test_a_name_is_the_loss_and_a_sum_is_weighted() -> None:
 
 def test_a_named_sum_is_written_out() -> None:
     """mix is .1 ce + 1.8 tv, which is DSpark's .1 (-log q(x)) + .9 sum |p - q|; a name that comes twice is one term."""
-    (logp, logq), x = laws(), torch.tensor([1, 0, 4])
+    (logp, logq), x = distributions(), torch.tensor([1, 0, 4])
     found = parse("ce+0.5*mix")
     assert [(term.name, term.weight) for term in found.terms] == [("ce", pytest.approx(1.05)), ("tv", 0.9)]
     assert found.takes == "text" and found.merged and found.position is not None
@@ -49,7 +49,7 @@ def test_a_loss_is_one_function() -> None:
         found = parse("2*surprise+kl")
     finally:
         del registry.LOSSES["surprise"]
-    (logp, logq), x = laws(), torch.tensor([1, 0, 4])
+    (logp, logq), x = distributions(), torch.tensor([1, 0, 4])
     assert found.takes == "text" and not found.merged and found.position is not None
     torch.testing.assert_close(
         found.position(logp, logq, x), losses.kl(logp, logq) - 2 * losses.ce(logp, logq, x), atol=1e-12, rtol=0

@@ -1,4 +1,5 @@
-"""A loss in chunks with all of its options together, against one pass over whole laws: value, slopes, figures."""
+"""A loss in chunks with all of its options together, against one pass over whole distributions: value, slopes,
+figures."""
 
 from functools import partial
 from typing import Any
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from cotrain import losses
 from cotrain.losses.chunked import chunked, compared, token_logs
 from cotrain.losses.guess import Guess
-from cotrain.teacher.target_laws import FromStates
+from cotrain.teacher.target_distributions import FromStates
 from inference.sampling import draw, keep_top_k
 
 B, V, D, KEPT = 4, 11, 3, 6
@@ -25,7 +26,9 @@ def parts(length: int) -> tuple[Tensor, nn.Linear, Tensor, nn.Linear, Tensor, Te
     return theirs, head_p, ours.requires_grad_(), head_q, weight, torch.randint(V, (B, length)), torch.rand(B, length)
 
 
-def laws(theirs: Tensor, head_p: Any, ours: Tensor, head_q: Any, t: Tensor, cut: bool) -> tuple[Tensor, Tensor, Tensor]:
+def distributions(
+    theirs: Tensor, head_p: Any, ours: Tensor, head_q: Any, t: Tensor, cut: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """log p as served, log q as trained, log q as served, (B, T, V)."""
     logits = [head(states) / t.unsqueeze(-1) for head, states in ((head_p, theirs), (head_q, ours))]
     served = [keep_top_k(one.flatten(0, 1), KEPT).view(one.shape) if cut else one for one in logits]
@@ -52,7 +55,7 @@ def test_all_options_together_are_one_pass(length: int, hardest: float, chunk: i
         mean, FromStates(theirs, head_p), guess, weight, t, chunk=chunk, x=x, hardest=hardest, terms=terms,
         truncate=partial(keep_top_k, k=KEPT),
     )  # fmt: skip
-    logp, logq, served = laws(theirs, head_p, ours, head_q, whole, cut=True)
+    logp, logq, served = distributions(theirs, head_p, ours, head_q, whole, cut=True)
     counted = weight > 0
     each = (mean(logp, logq, x) * weight)[counted]
     top = each.topk(round(hardest * len(each))).indices if hardest < 1 else torch.arange(len(each))
@@ -77,7 +80,7 @@ def test_drawn_tokens_are_of_the_draft(ahead: bool) -> None:
     theirs, head_p, ours, head_q, weight, _, u = parts(5)
     guess = Guess.everywhere(ours, head_q, tuple(head_q.parameters()) if ahead else ())
     value, _ = chunked(losses.tvpp, FromStates(theirs, head_p), guess, weight, 0.7, chunk=4, u=u)
-    logp, logq, _ = laws(theirs, head_p, ours, head_q, torch.full((B, 5), 0.7, dtype=torch.float64), cut=False)
+    logp, logq, _ = distributions(theirs, head_p, ours, head_q, torch.full((B, 5), 0.7, dtype=torch.float64), cut=False)
     x = draw(logq.detach().exp().flatten(0, 1), u.flatten()).view(B, 5)
     torch.testing.assert_close(value, (losses.tvpp(logp, logq, x) * weight).sum())
 
@@ -86,7 +89,7 @@ def test_what_is_compared_is_one_pass_too() -> None:
     theirs, head_p, ours, head_q, weight, x, _ = parts(7)
     rows, mask = torch.tensor([0.5, 1.0, 2.0, 0.8], dtype=torch.float64), weight > 0
     asked = FromStates(theirs, head_p), Guess.everywhere(ours, head_q), x, mask, rows
-    logp, logq, served = laws(theirs, head_p, ours, head_q, rows.unsqueeze(1).expand(B, 7), cut=True)
+    logp, logq, served = distributions(theirs, head_p, ours, head_q, rows.unsqueeze(1).expand(B, 7), cut=True)
     with torch.no_grad():
         found = compared(*asked, chunk=4, truncate=partial(keep_top_k, k=KEPT))
     wanted = {

@@ -177,11 +177,11 @@ def test_a_heat_map_names_its_rows_and_leaves_out_what_was_not_measured(tmp_path
         }
 
 
-def test_where_laws_differ(tmp_path: Path) -> None:
+def test_where_distributions_differ(tmp_path: Path) -> None:
     report = full_report()
     report["extra"]["divergence"]["lorenz"] = [0.0, 0.3, 0.55, 0.7, 0.8, 0.87, 0.92, 0.96, 0.98, 0.99, 1.0]
     text = Parsed(page(tmp_path / "run", report)).texts["differences"]
-    assert "The fifth of the positions where the laws differ most holds 55% of what is lost" in text
+    assert "The fifth of the positions that differ most holds 55% of what is lost" in text
     assert "is 0.250 on average over 4 positions" in text
     assert "total variation 0.875" in text and "p 0.750, q 0.125" in text
 

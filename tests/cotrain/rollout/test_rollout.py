@@ -197,7 +197,7 @@ def test_progress_is_told(target: LlamaForCausalLM, tmp_path: Path) -> None:
     assert all("tokens/s" in line for line in said)
 
 
-def test_a_draft_changes_the_speed_and_not_the_law(target: LlamaForCausalLM) -> None:
+def test_a_draft_changes_the_speed_and_not_the_distribution(target: LlamaForCausalLM) -> None:
     """Of 600 texts of one token after the same prompt, as many of each kind: a draft takes part in none of the odds."""
     asked, draft = [[5]] * 600, tiny(vocab=VOCABULARY, layers=1, seed=5)
     plain, sped = (
@@ -206,10 +206,10 @@ def test_a_draft_changes_the_speed_and_not_the_law(target: LlamaForCausalLM) -> 
     )
     assert plain != sped
     first = torch.tensor([[text[0] for text in texts] for texts in (plain, sped)])
-    law = target(torch.tensor([[5]])).logits[0, -1].softmax(-1)
+    probs = target(torch.tensor([[5]])).logits[0, -1].softmax(-1)
     for texts in first:
         seen = torch.bincount(texts, minlength=VOCABULARY) / 600
-        assert (seen - law).abs().sum() / 2 < 1.5 * (VOCABULARY / (2 * torch.pi * 600)) ** 0.5
+        assert (seen - probs).abs().sum() / 2 < 1.5 * (VOCABULARY / (2 * torch.pi * 600)) ** 0.5
 
 
 def test_a_server_samples_by_ids_or_by_text() -> None:

@@ -32,7 +32,7 @@ def test_each_way_holds_few_numbers_near_the_weights() -> None:
         quantised(WEIGHT, "int3")
 
 
-def test_an_int8_draft_has_the_law_that_a_cpu_serves() -> None:
+def test_an_int8_draft_has_the_distribution_that_a_cpu_serves() -> None:
     draft, ids = network(layers=1).bfloat16(), torch.arange(2, 34).view(2, 16)
     served = LM(draft, 2, 300, int8=True)
     wanted = torch.cat([served.forward(ids[:, i : i + 1], [i, i]).logits for i in range(16)], 1)

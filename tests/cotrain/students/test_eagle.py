@@ -48,7 +48,7 @@ def guessed(student: Eagle, ids: Tensor, states: Seen | None = None, **batch: Te
     return student.guesses({"ids": ids, **batch}, states)
 
 
-def laws(guess: Guess) -> Tensor:
+def distributions(guess: Guess) -> Tensor:
     return guess.head(guess.states).log_softmax(-1)
 
 
@@ -59,12 +59,12 @@ def test_layers_are_low_middle_and_high_ones() -> None:
 
 
 def test_it_begins_as_the_targets_last_layer() -> None:
-    """Blind to the newest token: its first guess at a place is the target's law one place before."""
+    """Blind to the newest token: its first guess at a place is the target's distribution one place before."""
     target = tiny()
     (first, *_), p = guessed(started(target), IDS), target(IDS).logits.log_softmax(-1).detach()
     at = torch.stack((first.at // 12, first.at % 12))
     assert bool((at[1] > 0).all()) and len(first.at) == 22
-    torch.testing.assert_close(laws(first), p[at[0], at[1] - 1], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(distributions(first), p[at[0], at[1] - 1], atol=1e-5, rtol=1e-4)
 
 
 def test_packed_texts_are_as_if_alone() -> None:
@@ -80,7 +80,7 @@ def test_packed_texts_are_as_if_alone() -> None:
     for depth, guess in enumerate(found):
         theirs = [guessed(student, part, Seen(one))[depth] for part, one in zip(parts, alone, strict=True)]  # type: ignore[arg-type]
         assert guess.at.tolist() == [*theirs[0].at.tolist(), *(7 + theirs[1].at).tolist()]
-        torch.testing.assert_close(laws(guess), torch.cat([laws(one) for one in theirs]))
+        torch.testing.assert_close(distributions(guess), torch.cat([distributions(one) for one in theirs]))
 
 
 @pytest.mark.parametrize("name", sorted({*LOSSES, "mix"} - {"rkl"}))
@@ -107,7 +107,7 @@ def test_it_knows_the_tokens_that_are_most() -> None:
     assert student.network.d2t.tolist() == [3, 8, 15, 27]
     torch.testing.assert_close(student.network.lm_head.weight, target.lm_head.weight[wanted])
     (first, *_), found = guessed(student, IDS), student.known
-    assert bool((laws(first).exp() > 0).eq(found).all())
+    assert bool((distributions(first).exp() > 0).eq(found).all())
     texts = SimpleNamespace(ids=torch.tensor([[0, 3, 4, 9]]), predicted=torch.tensor([[True, True, False]]))
     assert coverage(SimpleNamespace(texts=texts), found) == 0.5  # type: ignore[arg-type]
 
@@ -158,7 +158,7 @@ def test_rounds_without_drafts_lose_no_features() -> None:
     def watched(round: Any) -> Any:
         texts, found = [list(text) for text in round.texts], propose(round)
         (first, *_) = guessed(Eagle(proposer.network, target), torch.tensor(texts))
-        torch.testing.assert_close(found.q[:, 0], laws(first)[-1:].exp(), atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(found.q[:, 0], distributions(first)[-1:].exp(), atol=1e-6, rtol=1e-5)
         checked.append(len(texts[0]))
         return found
 

@@ -30,7 +30,7 @@ def seen(kind: Any, ids: Tensor) -> Seen:
         return Seen(dict(served(model, layers=kind.reads)[0](ids)))  # type: ignore[arg-type]
 
 
-def laws(guess: Guess) -> Tensor:
+def distributions(guess: Guess) -> Tensor:
     return guess.head(guess.states).log_softmax(-1)
 
 
@@ -46,7 +46,7 @@ def test_places_and_depths_are_those_of_rounds(kind: str) -> None:
         assert guess.at.dtype == torch.int64 and len(guess.at) == len(guess.states) == len(guess.at.unique())
         places = torch.zeros(IDS.numel(), dtype=torch.bool).index_fill(0, guess.at, True).view(IDS.shape)
         assert bool(places[:, max(guess.depth, 0) + 2 :].all())  # a round may start anywhere behind a prompt of two
-        assert laws(guess).shape == (len(guess.at), VOCABULARY)
+        assert distributions(guess).shape == (len(guess.at), VOCABULARY)
 
 
 @EVERY
@@ -63,9 +63,9 @@ def test_a_guess_reads_nothing_that_its_round_does_not_have(kind: str) -> None:
             changed = {layer: one + 3.0 * hidden[:, None] for layer, one in states.states.items()}
             other = guesses(student, ids, Seen(changed))[j]
             here = guess.at % IDS.shape[1] <= cut if guess.depth == ANY else guess.at % IDS.shape[1] == cut
-            torch.testing.assert_close(laws(other)[here], laws(guess)[here])
+            torch.testing.assert_close(distributions(other)[here], distributions(guess)[here])
             if cut + max(guess.depth, 0) + 1 < IDS.shape[1]:  # what changes is seen where it may be
-                assert not torch.allclose(laws(other)[~here], laws(guess)[~here])
+                assert not torch.allclose(distributions(other)[~here], distributions(guess)[~here])
 
 
 @EVERY
@@ -91,7 +91,7 @@ def test_what_is_saved_is_what_is_loaded(kind: str, tmp_path: Path) -> None:
     ours = type(student)(student.network, target().float())
     for one, other in zip(guesses(ours, IDS, states), guesses(again, IDS, states), strict=True):
         assert one.depth == other.depth and torch.equal(one.at, other.at)
-        assert torch.allclose(laws(one), laws(other), atol=1e-5)
+        assert torch.allclose(distributions(one), distributions(other), atol=1e-5)
 
 
 @EVERY
@@ -102,11 +102,11 @@ def test_of_other_weights_is_the_same_student(kind: str) -> None:
             weight *= 1.5
     states = seen(student, IDS)
     for one, wanted in zip(guesses(student.of(other.network), IDS, states), guesses(other, IDS, states), strict=True):
-        assert torch.equal(laws(one), laws(wanted))
+        assert torch.equal(distributions(one), distributions(wanted))
 
 
 @pytest.mark.parametrize("kind", SERVED)
-def test_the_law_that_learns_is_the_law_that_is_served(kind: str) -> None:
+def test_the_distribution_that_learns_is_the_distribution_that_is_served(kind: str) -> None:
     """At each drafted token of real rounds, the text with its drafts being read as a text to learn from."""
     model = target()
     student = STUDENTS[kind](model)
@@ -120,7 +120,7 @@ def test_the_law_that_learns_is_the_law_that_is_served(kind: str) -> None:
             for guess in guesses(student, whole):
                 for depth in range(found.k[b]) if guess.depth == ANY else [guess.depth] * (guess.depth < found.k[b]):
                     here = guess.at == len(text) - 1 + depth
-                    wanted = laws(guess)[here][0].exp()
+                    wanted = distributions(guess)[here][0].exp()
                     torch.testing.assert_close(found.q[b, depth].double(), wanted, atol=1e-5, rtol=1e-4)
                     checked += 1
     assert checked > 20
@@ -139,7 +139,7 @@ def test_of_head_kinds_acceptance_has_a_depth() -> None:
     for row, b in enumerate(order):
         for column, t in enumerate(range(int(texts.prompt[b]), int(texts.length[b]))):
             for j, guess in enumerate(each):
-                q = laws(guess)[guess.at == b * 14 + t - 1]
+                q = distributions(guess)[guess.at == b * 14 + t - 1]
                 if not len(q):  # a round that would start in the prompt's first tokens
                     assert found.r[row, column, j] == 0
                     continue

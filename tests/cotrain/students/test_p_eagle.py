@@ -24,7 +24,7 @@ from inference.policy import Fixed
 from inference.proposers.eagle_network import LAYER_IDS
 from inference.proposers.p_eagle_network import PEagleConfig, PEagleNetwork
 from tests import kinds, standin
-from tests.cotrain.students.test_eagle import PROMPTS, SETTINGS, WHOLE, draft, laws
+from tests.cotrain.students.test_eagle import PROMPTS, SETTINGS, WHOLE, distributions, draft
 from tests.dropped_starts import made_up_for
 from tests.tiny import tiny
 
@@ -46,8 +46,8 @@ def guessed(one: Eagle, ids: Tensor, seen: Seen | None = None, **more: Tensor) -
 
 
 def by_hand(one: PEagle, ids: Tensor, m: int, depths: int) -> Tensor:
-    """Log laws (depths, V) of the round whose newest pair is m of a text ids (T,): its pairs, then masks, each of which
-    sees what is before it; one head after the other."""
+    """Log distributions (depths, V) of the round whose newest pair is m of a text ids (T,): its pairs, then masks, each
+    of which sees what is before it; one head after the other."""
     network, seen, width = one.network, states_of(one, ids[None, : m + 2]), one.network.config.hidden_size
     states = torch.cat([seen.states[layer] for layer in network.config.layers], -1)[0, : m + 1]
     rows = torch.cat([states, network.mask_hidden.expand(depths - 1, -1)]) @ network.fc.weight.T
@@ -78,7 +78,7 @@ def test_guesses_are_those_of_rounds_by_hand(size: int | None) -> None:
         for depth, guess in enumerate(found):
             here = guess.at == m + 1 + depth
             assert int(here.sum()) == (m + 1 + depth < IDS.shape[1])
-            torch.testing.assert_close(laws(guess)[here], wanted[depth : depth + 1][: int(here.sum())])
+            torch.testing.assert_close(distributions(guess)[here], wanted[depth : depth + 1][: int(here.sum())])
 
 
 def test_the_first_draft_is_that_of_an_eagle_with_its_weights() -> None:
@@ -88,12 +88,12 @@ def test_the_first_draft_is_that_of_an_eagle_with_its_weights() -> None:
     own = {name: tensor for name, tensor in one.network.state_dict().items() if name != "mask_hidden"}
     network.load_state_dict(own)
     (wanted, *_), first = guessed(Eagle(network, tiny()), IDS), guessed(one, IDS)[0]
-    torch.testing.assert_close(laws(first), laws(wanted))
+    torch.testing.assert_close(distributions(first), distributions(wanted))
     with torch.no_grad():
         one.network.mask_hidden += 1.0
     changed = guessed(one, IDS)
-    assert torch.equal(laws(changed[0]), laws(first))
-    assert not torch.allclose(laws(changed[1]), laws(guessed(student(), IDS)[1]))
+    assert torch.equal(distributions(changed[0]), distributions(first))
+    assert not torch.allclose(distributions(changed[1]), distributions(guessed(student(), IDS)[1]))
 
 
 def test_packed_texts_are_as_if_alone() -> None:
@@ -105,7 +105,7 @@ def test_packed_texts_are_as_if_alone() -> None:
     for depth, guess in enumerate(guessed(one, packed, whole, position_ids=places)):
         theirs = [guessed(one, part, seen)[depth] for part, seen in zip(parts, alone, strict=True)]
         assert guess.at.tolist() == [*theirs[0].at.tolist(), *(5 + theirs[1].at).tolist()]
-        torch.testing.assert_close(laws(guess), torch.cat([laws(one) for one in theirs]))
+        torch.testing.assert_close(distributions(guess), torch.cat([distributions(one) for one in theirs]))
 
 
 @pytest.mark.parametrize("name", ["kl", "0.3*kl+0.7*tv"])
@@ -130,7 +130,7 @@ def test_a_step_in_mixed_precision_is_that_of_whole_numbers() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         half = guessed(one, IDS, seen)
         for guess, wanted in zip(half, whole, strict=True):
-            assert (laws(guess).float() - laws(wanted)).abs().max() < 0.5
+            assert (distributions(guess).float() - distributions(wanted)).abs().max() < 0.5
 
 
 def test_where_it_begins() -> None:
@@ -142,7 +142,7 @@ def test_where_it_begins() -> None:
     assert one.network.mask == 30 and one.proposer().depths == 3
     (first, *_), p = guessed(one, IDS), target(IDS).logits.log_softmax(-1).detach()
     rows, places = first.at // IDS.shape[1], first.at % IDS.shape[1]
-    torch.testing.assert_close(laws(first), p[rows, places - 1][:, :30].log_softmax(-1), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(distributions(first), p[rows, places - 1][:, :30].log_softmax(-1), atol=1e-5, rtol=1e-4)
     with pytest.raises(ValueError, match="p_eagle drafts are of PEagleNetwork beside its target, not of EagleNetwork"):
         PEagle(kinds.eagle(target), target)
     with pytest.raises(ValueError, match="config.json: a p_eagle draft names pard_token, the id"):

@@ -67,8 +67,9 @@ def test_compiled_it_gives_the_same_text_and_counts(calls: list[int], name: str,
 
 
 @compiles
-def test_compiled_drafts_are_drawn_from_the_laws_they_come_with() -> None:
-    """To the last bit; the laws are those at the text's end and at masks behind it, whatever is drafted before."""
+def test_compiled_drafts_are_drawn_from_the_distributions_they_come_with() -> None:
+    """To the last bit; the distributions are those at the text's end and at masks behind it, whatever is drafted
+    before."""
     proposer = parallel(tiny(layers=1, seed=3), compile=True)
     temperature = torch.tensor([0.7, 1.0], dtype=torch.float64)
     proposer.open(Host(2, 0, 32, 64, LM(proposer.model, 2)))

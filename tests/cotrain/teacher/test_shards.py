@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cotrain.students.base import LAST
 from cotrain.teacher.states_cache import Shards
-from cotrain.teacher.target_laws import Record
+from cotrain.teacher.target_distributions import Record
 
 MAKER = {"config": "c", "tokenizer": "t", "weights": "w"}
 IDS = torch.tensor([[1, 2, 3], [4, 5, 6]])

@@ -1,4 +1,5 @@
-"""What is read of the target by layer: live, from memory and from disk; kept laws that hold ids as whole numbers."""
+"""What is read of the target by layer: live, from memory and from disk; kept distributions that hold ids as whole
+numbers."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 from cotrain.students.base import LAST
 from cotrain.teacher.memory_cache import Remembering
 from cotrain.teacher.states_cache import Shards
-from cotrain.teacher.target_laws import seen
+from cotrain.teacher.target_distributions import seen
 from cotrain.teacher.target_model import served
 from cotrain.teacher.top_k import TopKAndRest, TopKTeacher
 from tests.tiny import tiny
@@ -67,7 +68,7 @@ def test_shards_of_last_states_serve_students_that_read_more_in_part(tmp_path: P
     assert same(Shards(last, tmp_path, MAKER)(IDS), ()) and first == [3]
 
 
-def test_kept_laws_are_whole_numbers_beside_floats_and_older_ones_are_made_anew(
+def test_kept_distributions_are_whole_numbers_beside_floats_and_older_ones_are_made_anew(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     read, head = served(tiny(layers=3), layers=(1,))
@@ -82,4 +83,4 @@ def test_kept_laws_are_whole_numbers_beside_floats_and_older_ones_are_made_anew(
     old = tmp_path / "old"
     Shards(lambda *_: {LAST: torch.zeros(3, 9, 9)}, old, MAKER)(IDS)  # ids and logs in one tensor, as they were
     assert torch.equal(Shards(again, old, MAKER, parts)(IDS)["ids"], record["ids"]) and asked == [3]
-    assert "laws that an earlier version kept are not read" in capsys.readouterr().out
+    assert "distributions that an earlier version kept are not read" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Kept laws: merged outside their tokens, which bounds what is lost, and a training that reads them."""
+"""Kept distributions: merged outside their tokens, which bounds what is lost, and a training that reads them."""
 
 import math
 from pathlib import Path
@@ -31,14 +31,14 @@ def pair(n: int = 50) -> tuple[Tensor, Tensor]:
 
 
 def merged(logp: Tensor, logq: Tensor) -> tuple[Tensor, Tensor]:
-    """Both laws with all tokens but p's K likeliest as one: (n, K + 1), made by hand."""
+    """Both distributions with all tokens but p's K likeliest as one: (n, K + 1), made by hand."""
     ids = logp.argsort(-1, descending=True)
     return tuple(torch.cat([s[:, :K], s[:, K:].logsumexp(-1, keepdim=True)], -1)
                  for s in (logs.gather(-1, ids) for logs in (logp, logq)))  # type: ignore  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [*DIVERGENCES, "nla", "lk"])
-def test_losses_are_those_of_merged_laws_in_value_and_gradient(name: str) -> None:
+def test_losses_are_those_of_merged_distributions_in_value_and_gradient(name: str) -> None:
     logp, z = pair()
     loss, slopes = vars(losses)[name], []
     values = []
@@ -55,40 +55,40 @@ def test_losses_are_those_of_merged_laws_in_value_and_gradient(name: str) -> Non
 
 def test_divergences_are_at_most_the_whole_ones_and_alpha_at_most_the_mass_outside_too_high() -> None:
     logp, z = pair()
-    logq, law = z.log_softmax(-1), kept(logp, K)
-    cut = completed(law, logq)
+    logq, probs = z.log_softmax(-1), kept(logp, K)
+    cut = completed(probs, logq)
     for name in DIVERGENCES:
         gap = vars(losses)[name](logp, logq) - vars(losses)[name](cut, logq)
         assert gap.min() > -1e-6 and gap.max() > 1e-3, name
     besides = 1 - logq.exp().gather(-1, logp.topk(K, -1).indices).sum(-1)
     tail = 1 - logp.exp().topk(K, -1).values.sum(-1)
-    torch.testing.assert_close(law.rest.exp().double(), tail, atol=1e-6, rtol=0)
+    torch.testing.assert_close(probs.rest.exp().double(), tail, atol=1e-6, rtol=0)
     high = losses.alpha(cut, logq) - losses.alpha(logp, logq)
     assert (high > -1e-6).all() and (high <= torch.minimum(tail, besides) + 1e-6).all() and high.max() > 1e-3
 
 
-def test_completed_laws_are_laws() -> None:
+def test_completed_distributions_are_distributions() -> None:
     logp, z = pair()
     assert torch.allclose(completed(kept(logp, K), z.log_softmax(-1)).exp().sum(-1), torch.ones(50).double(), atol=1e-6)
     torch.testing.assert_close(completed(kept(logp, V), z.log_softmax(-1)), logp, atol=1e-5, rtol=1e-5)
     pruned = z.masked_fill(logp < logp.topk(K, -1).values[:, -1:], -math.inf).log_softmax(-1)
-    law = completed(kept(logp, K), pruned)  # q has nothing outside: neither has what is completed
-    assert not law.isnan().any() and (law.exp().sum(-1) < 1).all() and losses.kl(law, pruned).isfinite().all()
+    probs = completed(kept(logp, K), pruned)  # q has nothing outside: neither has what is completed
+    assert not probs.isnan().any() and (probs.exp().sum(-1) < 1).all() and losses.kl(probs, pruned).isfinite().all()
 
 
 def test_a_mass_outside_that_float32_cannot_tell_from_none_is_kept() -> None:
     logits = torch.tensor([[0.0, *torch.linspace(-21, -30, V - 1)]], dtype=torch.float64)
     logp, logq = logits.log_softmax(-1), (0.5 * logits).log_softmax(-1)
-    law = kept(logp.float(), K)
+    probs = kept(logp.float(), K)
     torch.testing.assert_close(
-        law.rest.exp().double(), logp.exp().topk(V - K, largest=False).values.sum(-1), atol=0, rtol=1e-4
+        probs.rest.exp().double(), logp.exp().topk(V - K, largest=False).values.sum(-1), atol=0, rtol=1e-4
     )
-    whole, cut = (losses.rkl(one, logq) for one in (logp, completed(law, logq)))
+    whole, cut = (losses.rkl(one, logq) for one in (logp, completed(probs, logq)))
     assert 0.5 * whole < cut <= whole + 1e-6
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_what_is_read_are_the_laws_as_served(temperature: float) -> None:
+def test_what_is_read_are_the_distributions_as_served(temperature: float) -> None:
     target = tiny()
     read, head = served(target)
     ids = torch.randint(32, (3, 9), generator=torch.Generator().manual_seed(0))
@@ -124,7 +124,7 @@ def test_with_every_token_kept_a_step_is_that_of_hidden_states(name: str) -> Non
     assert (few - whole).abs().max() > 1e-4
 
 
-def test_what_merged_laws_do_not_have_is_refused() -> None:
+def test_what_merged_distributions_do_not_have_is_refused() -> None:
     for name in ("calls", "calls_tv", "match", "greedy_draft", "tvpp", "kl+length"):
         with pytest.raises(ValueError, match="trainer.top: the loss is not one of kl, tv"):
             module_of(tiny(), tiny(layers=1), [Stage(1.0, parse(name))], 1, top=4)
@@ -132,24 +132,28 @@ def test_what_merged_laws_do_not_have_is_refused() -> None:
         module_of(tiny(), tiny(layers=1), [Stage(1.0, LossSpec(losses.kl, merged=True))], 1, cosine=1.0, top=4)
 
 
-def test_runs_share_laws_on_disk_of_one_regime(place: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
-    texts, cache = f"rollout.folder={place / 'top texts'}", f"trainer.cache={place / 'laws'}"
+def test_runs_share_distributions_on_disk_of_one_regime(place: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+    texts, cache = f"rollout.folder={place / 'top texts'}", f"trainer.cache={place / 'distributions'}"
     settings = [texts, cache, "trainer.top=8", "init.cosine=0", "loss=kl", "trainer.corpus_steps=0", "measure=false",
                 "trainer.steps=8", "rollout.temperatures=[1.0]"]  # fmt: skip
-    assert job(place, "laws first", *settings) == 0
+    assert job(place, "distributions first", *settings) == 0
     assert "0.00 GiB for" in capsys.readouterr().out
-    files = sorted((place / "laws").iterdir())
-    assert job(place, "laws second", *settings) == 0 and sorted((place / "laws").iterdir()) == files
+    files = sorted((place / "distributions").iterdir())
+    assert job(place, "distributions second", *settings) == 0 and sorted((place / "distributions").iterdir()) == files
     ours, theirs = (torch.load(place / name / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
-                    for name in ("laws first", "laws second"))  # fmt: skip
+                    for name in ("distributions first", "distributions second"))  # fmt: skip
     assert same(ours, theirs)
     capsys.readouterr()
-    others = (("trainer.top=4", "laws"), ("regime.top_p=0.9", "laws"), ("target.dtype=bfloat16", "dtype, weights"))
+    others = (
+        ("trainer.top=4", "distributions"),
+        ("regime.top_p=0.9", "distributions"),
+        ("target.dtype=bfloat16", "dtype, weights"),
+    )
     for other, key in others:
-        assert job(place, "laws third", *settings, other, "overwrite=true") == 1
+        assert job(place, "distributions third", *settings, other, "overwrite=true") == 1
         assert f"made by another target, its {key} differ" in capsys.readouterr().err
-    assert job(place, "laws third", *settings, "rollout.train_temperatures=[0.5,1]", "overwrite=true") == 1
-    assert "trainer.top: laws are kept at one temperature" in capsys.readouterr().err
+    assert job(place, "distributions third", *settings, "rollout.train_temperatures=[0.5,1]", "overwrite=true") == 1
+    assert "trainer.top: distributions are kept at one temperature" in capsys.readouterr().err
     never = place / "never sampled"
-    assert job(place, "laws fourth", *settings, f"rollout.folder={never}", "loss.first=calls") == 1
+    assert job(place, "distributions fourth", *settings, f"rollout.folder={never}", "loss.first=calls") == 1
     assert "trainer.top: the loss is not one of" in capsys.readouterr().err and not never.exists()

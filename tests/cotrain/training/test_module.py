@@ -25,7 +25,7 @@ from cotrain.students import independent
 from cotrain.students.base import LAST
 from cotrain.students.independent import Independent
 from cotrain.teacher.memory_cache import Remembering
-from cotrain.teacher.target_laws import Record
+from cotrain.teacher.target_distributions import Record
 from cotrain.teacher.target_model import load_target, served, split
 from cotrain.training import optim
 from cotrain.training.callbacks import Kept, MeasureSpeed
@@ -53,8 +53,8 @@ def judged(target: LlamaForCausalLM, found: Texts, temperature: float = 1.0) -> 
     return held_out(served(target)[0], found, temperature, batch=2)
 
 
-def laws(model: LlamaForCausalLM, ids: Tensor, temperature: float) -> Tensor:
-    """(T, V): the law of the token at each place, row 0 of no use."""
+def distributions(model: LlamaForCausalLM, ids: Tensor, temperature: float) -> Tensor:
+    """(T, V): the distribution of the token at each place, row 0 of no use."""
     with torch.no_grad():
         logits = model(ids[None]).logits[0]
     return torch.cat([torch.full_like(logits[:1], float("nan")), (logits[:-1] / temperature).softmax(-1)])
@@ -67,7 +67,7 @@ def test_figures_are_those_of_passes_made_by_hand(target: LlamaForCausalLM) -> N
     r, alphas, lengths = torch.zeros(3, 10, dtype=torch.float64), [], []
     for b in range(3):
         ids = found.ids[b, : found.length[b]]
-        p, q = (laws(model, ids, temperature)[found.prompt[b] :] for model in (target, small))
+        p, q = (distributions(model, ids, temperature)[found.prompt[b] :] for model in (target, small))
         x = ids[found.prompt[b] :, None]
         r[b, : len(x)] = (q.gather(1, x) / p.gather(1, x)).clamp(max=1)[:, 0]
         alphas.append(torch.minimum(p, q).sum(-1))
@@ -102,9 +102,9 @@ def test_the_target_as_its_own_draft_is_always_accepted(target: LlamaForCausalLM
 
 def test_greedy_drafts_are_accepted_where_the_argmax_agrees(target: LlamaForCausalLM) -> None:
     small, found = tiny(layers=1, seed=3), texts([20], [1], ["a"])
-    p, q = (laws(model, found.ids[0], 1.0)[1:] for model in (target, small))
+    p, q = (distributions(model, found.ids[0], 1.0)[1:] for model in (target, small))
     found.ids[0, 1:] = p.argmax(-1)  # not what the target would say next, but what r is asked of
-    p, q = (laws(model, found.ids[0], 1.0)[1:] for model in (target, small))
+    p, q = (distributions(model, found.ids[0], 1.0)[1:] for model in (target, small))
     figures = named(evaluate(judged(target, found, 0.0), Independent(small), split(target)[1]))
     agree = (p.argmax(-1) == q.argmax(-1)).double().mean().item()
     assert figures["alpha/a"] == pytest.approx(agree) and figures["alpha_greedy_draft/a"] == pytest.approx(agree)

@@ -1,4 +1,5 @@
-"""Steps one after the other, and what they log; losses of texts beside laws by depth, shares and cut tokens."""
+"""Steps one after the other, and what they log; losses of texts beside distributions by depth, shares and cut
+tokens."""
 
 import math
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from cotrain.losses.guess import Guess
 from cotrain.losses.over_guesses import Asked
 from cotrain.losses.spec import parse
 from cotrain.teacher.memory_cache import Remembering
-from cotrain.teacher.target_laws import FromStates
+from cotrain.teacher.target_distributions import FromStates
 from cotrain.teacher.target_model import served
 from cotrain.teacher.top_k import TopKTeacher
 from cotrain.training import module as modules
@@ -94,7 +95,7 @@ def test_counts_are_of_places_tokens_and_texts_that_hold_some() -> None:
 
 
 def test_what_is_judged_is_told_by_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What ranks, and where laws differ, is of the regime, whichever temperature comes first."""
+    """What ranks, and where distributions differ, is of the regime, whichever temperature comes first."""
     module = alone(module_of(tiny(), tiny(layers=1, seed=3), [Stage(1.0, parse("kl"))], 4))
     module.temperature, module.held_out = 0.5, {0.0: "cold", 0.5: "own", 1.0: "warm"}  # type: ignore[dict-item]
     asked: list[tuple[Any, ...]] = []
@@ -135,11 +136,11 @@ def test_the_mass_outside_is_of_places_that_are_learnt_from(monkeypatch: pytest.
     target = tiny()
     module = alone(module_of(target, tiny(layers=1, seed=3), [Stage(1.0, parse("kl"))], 9), 9)
     kept = TopKTeacher(*served(target, 32), 3, 32, 1.0, None, 512)
-    module.top, module.laws_of, module.teacher = 3, kept, Remembering(kept.read, 0)
+    module.top, module.distributions_of, module.teacher = 3, kept, Remembering(kept.read, 0)
     part = batch([0, 1])
     with torch.no_grad():
-        law = target(part["ids"]).logits.softmax(-1)[:, :-1]
-    outside = 1 - law.topk(3, -1).values.sum(-1)
+        probs = target(part["ids"]).logits.softmax(-1)[:, :-1]
+    outside = 1 - probs.topk(3, -1).values.sum(-1)
     found = [stepped(module, at, part) for at in (3, 4)]
     assert found[0] == {} and found[1]["outside"] == pytest.approx(float(outside[part["predicted"]].mean()), rel=1e-5)
 
@@ -148,7 +149,7 @@ def test_the_mass_outside_is_of_places_that_are_learnt_from(monkeypatch: pytest.
 
 
 def asked(cut: bool = False) -> tuple[Asked, Tensor, nn.Linear, Tensor]:
-    """A target's laws, log p of each token that comes next, a draft's head and states of three depths."""
+    """A target's distributions, log p of each token that comes next, a draft's head and states of three depths."""
     torch.manual_seed(4)
     head_p, head_q = (nn.Linear(D, V, dtype=torch.float64) for _ in range(2))
     theirs, ours = torch.randn(B, T, D, dtype=torch.float64), torch.randn(3, B, T, D, dtype=torch.float64)

@@ -1,4 +1,5 @@
-"""What a target teaches and from which texts: its own law in its own numbers, the user's own domains and prompts."""
+"""What a target teaches and from which texts: its own distribution in its own numbers, the user's own domains and
+prompts."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,13 +30,13 @@ from tests.tiny import tiny
 
 
 class Noted:
-    """A loss that keeps the laws it is asked about."""
+    """A loss that keeps the distributions it is asked about."""
 
     def __init__(self) -> None:
-        self.laws: list[torch.Tensor] = []
+        self.distributions: list[torch.Tensor] = []
 
     def __call__(self, logp: torch.Tensor, logq: torch.Tensor) -> torch.Tensor:
-        self.laws += [logp.detach(), logq.detach()]
+        self.distributions += [logp.detach(), logq.detach()]
         return losses.kl(logp, logq)
 
 
@@ -52,10 +53,10 @@ def test_padded_rows_have_no_mass_and_learn_nothing() -> None:
     texts = batch([0, 1, 2, 3])
     texts["ids"] = texts["ids"] % 29
     module.training_step(texts, 0).backward()
-    logp, logq = noted.laws
+    logp, logq = noted.distributions
     assert logp.shape[-1] == logq.shape[-1] == 29
-    for law in (logp, logq):
-        torch.testing.assert_close(law.exp().sum(-1), torch.ones_like(law[:, 0]))
+    for probs in (logp, logq):
+        torch.testing.assert_close(probs.exp().sum(-1), torch.ones_like(probs[:, 0]))
     places = texts["predicted"].nonzero()
     with torch.no_grad():
         logits = tiny()(texts["ids"]).logits[places[:, 0], places[:, 1], :29]
@@ -87,8 +88,8 @@ def test_a_target_teaches_in_its_own_numbers() -> None:
         module.training_step(part, 0)
     with torch.no_grad():
         wanted = target(texts.ids).logits[:, :-1].log_softmax(-1).flatten(0, 1)
-    torch.testing.assert_close(noted.laws[0], wanted, atol=1e-5, rtol=0)
-    assert (noted.laws[0].exp().sum(-1) - 1).abs().max() < 1e-5
+    torch.testing.assert_close(noted.distributions[0], wanted, atol=1e-5, rtol=0)
+    assert (noted.distributions[0].exp().sum(-1) - 1).abs().max() < 1e-5
 
 
 def shares(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> dict[str, float]:

@@ -36,7 +36,7 @@ def run(proposer, sampling=Sampling(), rule="token", rows=16, prompts=PROMPTS): 
 
 @pytest.mark.parametrize("greedy", [False, True])
 @pytest.mark.parametrize("sampling", [Sampling(0.8, top_p=0.9), Sampling(0), Sampling(repetition_penalty=1.3)])
-def test_both_ways_find_the_laws_of_a_language_model(sampling: Sampling, greedy: bool) -> None:
+def test_both_ways_find_the_distributions_of_a_language_model(sampling: Sampling, greedy: bool) -> None:
     """At every depth, with rows that leave and enter: one pass over the text and rounds at each of its tokens."""
     engine, texts = run(lambda model: Independent(model, greedy), sampling, rows=5)
     texts = texts._replace(tokens=[text[: NEW - 3 * (i % 4)] for i, text in enumerate(texts.tokens)])
@@ -84,7 +84,7 @@ def test_the_verdict_of_any_kind_is_that_of_the_cheap_way(rule: str) -> None:
 
 
 class Warmer(Unknown):
-    """Says that its law was warmer than the one that it drew from."""
+    """Says that its distribution was warmer than the one that it drew from."""
 
     def propose(self, round):
         x, q, k, tree = super().propose(round)
@@ -101,8 +101,8 @@ class Stale(NGram):
         return Proposal(x.view(len(drafts), width), None, [len(draft) for draft in drafts])
 
 
-def test_wrong_laws_of_an_unknown_kind_fail() -> None:
-    """A kind that misstates its laws is seen, one that merely guesses badly is exact."""
+def test_wrong_distributions_of_an_unknown_kind_fail() -> None:
+    """A kind that misstates its distributions is seen, one that merely guesses badly is exact."""
     engine, texts = run(Warmer, rows=128, prompts=8 * PROMPTS)
     calls = check(engine, texts, Sampling(), NEW).calls
     assert calls and not calls.passed

@@ -163,7 +163,7 @@ def test_a_gate_on_a_gpu_is_of_rounds_as_they_are_served(monkeypatch: pytest.Mon
 
 
 def test_acceptance_in_the_table_of_weights_is_of_one_draft() -> None:
-    """Of a draft with a law a depth, not the sum over its depths."""
+    """Of a draft with a distribution a depth, not the sum over its depths."""
     asked = plan("parallel")
     asked = replace(asked, draft=asked.target)
     asked.draft.config.pard_depths = 3

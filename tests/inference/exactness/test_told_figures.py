@@ -1,4 +1,5 @@
-"""Figures that a user reads, each computed once more in plain Python from the counts and laws that it stands for."""
+"""Figures that a user reads, each computed once more in plain Python from the counts and distributions that it stands
+for."""
 
 import math
 from dataclasses import astuple, fields, replace
@@ -50,7 +51,9 @@ def test_each_figure_beyond_its_limit_fails_its_check_and_the_verdict() -> None:
             assert not verdict.figures["passed"] and not verdict.figures[name]["passed"]
             assert [line.endswith("FAILED") for line in verdict.lines()] == [n in (0, place) for n in range(6)]
     assert not replace(VERDICT, lossy="lossy_typical").passed
-    assert replace(CALLS, rare=12).passed and replace(DEPTH, accepted=10).passed  # fewer are no sign of a wrong law
+    assert (
+        replace(CALLS, rare=12).passed and replace(DEPTH, accepted=10).passed
+    )  # fewer are no sign of a wrong distribution
 
 
 def test_figures_of_a_verdict_are_its_counts_and_what_follows_from_them() -> None:

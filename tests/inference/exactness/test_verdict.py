@@ -70,13 +70,13 @@ def test_a_lossy_rule_is_never_called_exact(pair, shape):
     """Not even with a perfect draft, where its texts show nothing."""
     found = verdict(pair[0], Independent(pair[0], shape=shape), rule="lossy_typical")
     assert not found.passed and not found.figures["passed"]
-    assert found.lines()[0] == "exactness: no, lossy_typical changes the text's law"
+    assert found.lines()[0] == "exactness: no, lossy_typical changes the text's distribution"
     assert found.calls is None and "lossy_typical" in found.missing["calls"]
 
 
 @pytest.mark.parametrize("greedy", [Sampling(temperature=0), Sampling()])
 def test_certain_drafts_are_predicted_to_the_call(pair, greedy):
-    """One-hot draft laws leave no coins: the calls of a text are known."""
+    """One-hot draft distributions leave no coins: the calls of a text are known."""
     found = verdict(pair[0], Independent(pair[1], greedy=True), greedy)
     assert found.passed and found.calls.sigma == 0 and found.calls.near == 0
     assert found.calls.predicted == pytest.approx(found.calls.measured, abs=1e-6)
@@ -84,7 +84,7 @@ def test_certain_drafts_are_predicted_to_the_call(pair, greedy):
 
 
 def test_a_perfect_draft_passes_in_float32():
-    """Laws that sum to one but for rounding: no coin may come out of that."""
+    """Distributions that sum to one but for rounding: no coin may come out of that."""
     models = [tiny(vocab=V, layers=1, hidden=8, seed=3, dtype=torch.float32) for _ in range(2)]
     found = verdict(models[0], Independent(models[1]))
     assert found.passed and found.depth.measured == 1
@@ -92,7 +92,7 @@ def test_a_perfect_draft_passes_in_float32():
 
 
 class Flattened(Independent):
-    """Returns a uniform law, though it drew from another: accepts too much."""
+    """Returns a uniform distribution, though it drew from another: accepts too much."""
 
     def propose(self, round):
         x, q, k, _ = super().propose(round)
@@ -107,14 +107,14 @@ class Certain(Independent):
         return Proposal(x, one_hot(x, q), k)
 
 
-def test_a_wrong_draft_law_that_accepts_too_much_fails(pair):
+def test_a_wrong_draft_distribution_that_accepts_too_much_fails(pair):
     found = verdict(pair[0], Flattened(pair[1]))
     assert found.text.passed  # the coupled rule never reads q
     assert found.depth.measured > found.depth.alpha + 3 * found.depth.sigma
     assert not found.depth.passed and not found.passed
 
 
-def test_a_wrong_draft_law_that_accepts_too_little_fails(pair):
+def test_a_wrong_draft_distribution_that_accepts_too_little_fails(pair):
     found = verdict(pair[0], Certain(pair[1]))
     assert found.depth.passed and found.calls.z > 4 and not found.passed
 

@@ -165,7 +165,7 @@ def test_the_coins_of_an_exact_engine_are_those_expected(rule, dtype):
 
 
 class Warmer(Independent):
-    """Says that its law was warmer than the one that it drew from."""
+    """Says that its distribution was warmer than the one that it drew from."""
 
     def propose(self, round):
         x, q, k, _ = super().propose(round)
@@ -173,13 +173,13 @@ class Warmer(Independent):
 
 
 @DTYPES
-def test_a_draft_law_of_another_temperature_fails(dtype):
+def test_a_draft_distribution_of_another_temperature_fails(dtype):
     found, _ = calls(Warmer, dtype=dtype, rows=160)
     assert not found.passed and found.rare > 2 * found.rare_expected
 
 
 @DTYPES
-def test_rounding_does_not_excuse_a_draft_law_of_another_temperature(dtype):
+def test_rounding_does_not_excuse_a_draft_distribution_of_another_temperature(dtype):
     target, draft = pair(dtype, 0.02)
     engine, texts = run(target, Warmer(draft), rows=160)
     found = check(engine, texts, Sampling(), NEW)
@@ -207,7 +207,8 @@ def test_the_residual_of_another_rule_fails(monkeypatch):
 
 
 def test_coins_that_are_the_drafts_own_numbers_fail(monkeypatch):
-    """Of one law after every text: with laws that differ by context the error averages out in the counts."""
+    """Of one distribution after every text: with distributions that differ by context the error averages out in the
+    counts."""
     monkeypatch.setattr(round, "ACCEPT", round.DRAFT)
     target, draft = constant([0.6, 0.3, 0.1]), constant([0.3, 0.2, 0.5])
     engine = Engine(target, Independent(draft), policy=Fixed(K), rows=128)
@@ -308,7 +309,7 @@ def test_a_draft_with_a_smaller_context_is_predicted_as_it_drafts():
 
 @pytest.mark.parametrize(("noise", "limit"), [(1e-9, 0.5), (0.5, 1e-9)])
 def test_neither_noisy_passes_nor_a_wide_bound_alone_excuse(noise, limit, monkeypatch):
-    """Where certain laws are compared, what may be rounding is the smaller of the two."""
+    """Where certain distributions are compared, what may be rounding is the smaller of the two."""
     asked, right = [], checks.check_coupled
     found = {"noise": noise, "limit": limit}
     monkeypatch.setattr(checks, "check_coupled", lambda *given: dataclasses.replace(right(*given), **found))

@@ -100,7 +100,7 @@ def test_arms_of_other_lengths_are_refused():
 
 @pytest.fixture(scope="module")
 def pair():
-    """Target and draft that may end at once, with defaults that would change the law if they leaked."""
+    """Target and draft that may end at once, with defaults that would change the distribution if they leaked."""
     models = tiny(vocab=12, layers=1, hidden=8, eos=0), tiny(vocab=12, layers=1, hidden=8, seed=1, eos=0)
     for model in models:
         model.generation_config = GenerationConfig(
@@ -123,7 +123,7 @@ def test_engine_arm_ignores_end_tokens_and_counts(pair):
     assert 0 < sum(r.decode_seconds for r in found.results("a")) < sum(r.seconds for r in found.results("a"))
 
 
-def test_transformers_arms_decode_under_the_same_law(pair):
+def test_transformers_arms_decode_under_the_same_distribution(pair):
     target, draft = pair
     own, greedy = target.generation_config, Sampling(temperature=0)
     arms = [

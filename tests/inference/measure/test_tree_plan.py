@@ -8,10 +8,10 @@ from inference.measure.costs import Costs
 from inference.measure.shapes import round_seconds
 from inference.measure.timing import Emitted
 from inference.measure.tree_plan import (
-    Laws,
+    Distributions,
     Search,
     accept_of,
-    laws_of,
+    distributions_of,
     plan,
     rate,
     reach_under,
@@ -40,33 +40,36 @@ def test_calls_from_two_passes_are_those_that_were_made(rule: str, temperature: 
     engine = Engine(target, Independent(draft, shape=SHAPE), verify=rule, policy=Fixed(3), rows=16)
     out = engine.generate(PROMPTS, max_new_tokens=20, sampling=sampling, ids=keys, ignore_eos=True)
     texts = Emitted(PROMPTS, keys, out.tokens, out.stats.rows)
-    laws = laws_of(LM(target, 8), LM(draft, 8), texts, sampling)
-    reach = reach_under(laws, SHAPE, rule, temperature == 0)
-    calls, sigma = calls_from(reach, laws.lengths).sum(), variance_from(reach, laws.lengths).sum().sqrt()
+    distributions = distributions_of(LM(target, 8), LM(draft, 8), texts, sampling)
+    reach = reach_under(distributions, SHAPE, rule, temperature == 0)
+    calls, sigma = (
+        calls_from(reach, distributions.lengths).sum(),
+        variance_from(reach, distributions.lengths).sum().sqrt(),
+    )
     assert abs(out.stats.target_calls - calls) <= 4 * sigma + 1e-9
     assert bool(temperature) == bool(sigma > 0)
 
 
-def laws(seed: int = 0) -> Laws:
+def distributions(seed: int = 0) -> Distributions:
     """Texts of a target whose draft is right about half of the time; its second guess is often the other half."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randint(6, (8, 40), generator=generator)
     p = torch.nn.functional.one_hot(x, 6).float()
     rank = torch.randint(2, (8, 40), generator=generator)
     q = torch.full((8, 40, 6), 0.1).scatter(-1, x.unsqueeze(-1), 0.5)
-    return Laws(p, q, x, torch.full((8,), 40), rank)
+    return Distributions(p, q, x, torch.full((8,), 40), rank)
 
 
 def test_the_plan_is_a_tree_where_passes_are_flat_a_chain_or_nothing_where_nodes_cost() -> None:
     flat, steep = (Costs(tuple(1 + slope * n for n in range(9)), 0.01, (0.0,) * 9) for slope in (0.0, 2.0))
-    tree = plan(laws(), round_seconds(flat), 8, 2, (1, 2, 3))
+    tree = plan(distributions(), round_seconds(flat), 8, 2, (1, 2, 3))
     assert tree.likeliest and len(tree.shape.parents) == 8 and tree.shape.parents.count(-1) == 2
-    nothing = plan(laws(), round_seconds(steep), 8, 2, (1, 2, 3))
+    nothing = plan(distributions(), round_seconds(steep), 8, 2, (1, 2, 3))
     assert nothing.shape.parents == () and nothing.shape.tau == 1
 
 
-def broad(by_depth: bool) -> Laws:
-    """Random laws of texts that follow p, whose draft is now near and now far."""
+def broad(by_depth: bool) -> Distributions:
+    """Random distributions of texts that follow p, whose draft is now near and now far."""
     generator = torch.Generator().manual_seed(4)
     B, T, V, K = 12, 24, 5, 4
     p = (2 * torch.randn(B, T, V, generator=generator)).softmax(-1)
@@ -75,7 +78,7 @@ def broad(by_depth: bool) -> Laws:
     near = p.log().unsqueeze(2) if by_depth else p.log()
     q = (near + 1.2 * torch.randn(shape, generator=generator)).softmax(-1)
     rank = rank_of(q, x.unsqueeze(-1).expand(B, T, K) if by_depth else x)
-    return Laws(p.double(), q.double(), x, torch.tensor([24, 9, 17] * 4), rank)
+    return Distributions(p.double(), q.double(), x, torch.tensor([24, 9, 17] * 4), rank)
 
 
 TABLES = {
@@ -159,7 +162,7 @@ def test_chances_are_drawn_to_their_mean() -> None:
     mean = torch.cat([accept[0], accept[1, :2]]).mean(0)
     found = towards_mean(accept, 0.25, lengths)
     torch.testing.assert_close(found, 0.75 * accept + 0.25 * mean.expand_as(accept))
-    assert Search(laws(), 4, 2, (1, 2), sorts=(True,)).accept[True].unique().numel() > 2
+    assert Search(distributions(), 4, 2, (1, 2), sorts=(True,)).accept[True].unique().numel() > 2
 
 
 def test_few_texts_are_not_learnt_by_heart() -> None:
@@ -168,8 +171,8 @@ def test_few_texts_are_not_learnt_by_heart() -> None:
     generator, calls = torch.Generator().manual_seed(1), {0.0: 0.0, 0.3: 0.0}
     for _ in range(6):
         rank = torch.multinomial(torch.tensor([0.5, 0.2, 0.1, 0.2]), 50 * 40, True, generator=generator).view(50, 40)
-        each = Laws(torch.zeros(50, 40, 4), torch.zeros(50, 40, 4), rank, torch.full((50,), 40), rank)
-        few, others = (Laws(*(part[rows] for part in each)) for rows in (slice(0, 6), slice(6, None)))
+        each = Distributions(torch.zeros(50, 40, 4), torch.zeros(50, 40, 4), rank, torch.full((50,), 40), rank)
+        few, others = (Distributions(*(part[rows] for part in each)) for rows in (slice(0, 6), slice(6, None)))
         for shrunk in calls:
             best = Search(few, 10, 3, (1, 2, 3, 4), sorts=(True,), shrunk=shrunk).plan(lambda parents: 1.0)
             calls[shrunk] += float(rate(others, [best.shape.parents], "tree", True)[best.shape.parents].sum())

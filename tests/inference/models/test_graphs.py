@@ -65,11 +65,11 @@ def test_all_drafts_of_a_round_are_one_copy_and_one_launch() -> None:
         found = lm.run.draft(tails, *given, False, window)
         assert gpu.ops["-"] == {"cat": 1} and sum(gpu.launches.values()) == 2
         assert not gpu.h2d and not gpu.d2h
-        drafts, laws = (x.to("cpu") for x in found)
+        drafts, distributions = (x.to("cpu") for x in found)
     host = LM(tiny(), 4, compile=False)
     host.store(torch.arange(4).view(4, 1), [0] * 4)
     logits = host.forward(torch.arange(8).view(4, 2), [1, 2, 3, 1]).logits[:, -1]
-    torch.testing.assert_close(laws[:, 0], (logits / temperature[:, None]).softmax(-1))
+    torch.testing.assert_close(distributions[:, 0], (logits / temperature[:, None]).softmax(-1))
     assert drafts.shape == (4, 3)
 
 

@@ -118,7 +118,7 @@ def test_what_it_does_not_know_runs_through_transformers():
         assert isinstance(LM(model, 3).run, Stock)
 
 
-def test_eight_bit_weights_are_the_nearest_ones_and_change_the_law_little():
+def test_eight_bit_weights_are_the_nearest_ones_and_change_the_distribution_little():
     model = build("Qwen2", WIDE | {"initializer_range": 0.1}, torch.bfloat16)
     weights = llama_weights.weights_of(model)
     rounded = llama_weights.int8(weights)

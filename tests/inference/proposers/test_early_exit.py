@@ -116,7 +116,7 @@ def test_an_exit_that_is_not_trained_is_the_targets_own_norm_and_head() -> None:
 
 
 def test_changes_are_added_to_copies() -> None:
-    """In few operations and as they learn, one law; columns before `first` are the target's own."""
+    """In few operations and as they learn, one distribution; columns before `first` are the target's own."""
     target = tiny(layers=3)
     network, ids = exit_network(target), torch.tensor(PROMPTS[:1])
     one, other = serving(network, target)(ids).logits, learning(network, target)(ids).logits

@@ -1,4 +1,4 @@
-"""Trees that each row's own laws decide: exact whatever they come to, of a fixed number of nodes, those of the
+"""Trees that each row's own distributions decide: exact whatever they come to, of a fixed number of nodes, those of the
 likeliest paths among what was read."""
 
 import math
@@ -53,8 +53,8 @@ def test_coupled_text_is_plain_text(kind: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "rule"), [("eagle", "tree"), ("medusa", "tree"), ("hydra", "traversal")])
-def test_the_law_of_the_text_is_the_targets(kind: str, rule: str) -> None:
-    """Three tokens of several rounds, by chi-square: the tree leaves out nodes, by their laws alone."""
+def test_the_distribution_of_the_text_is_the_targets(kind: str, rule: str) -> None:
+    """Three tokens of several rounds, by chi-square: the tree leaves out nodes, by their distributions alone."""
     target, _ = pair()
     assert p_value(target, drafts(kind, target, Dynamic(4, 2, 2, 3)), rule, samples=4000) > 1e-4
 
@@ -86,8 +86,8 @@ def chosen(model: Any, text: list[int], shape: Dynamic, levels: int) -> list[tup
     for _ in range(min(levels, shape.depth)):
         level = []
         for path, score in passes:
-            law = model(torch.tensor([text + list(path)])).logits[0, -1].log_softmax(-1)
-            top = law.topk(shape.children)
+            probs = model(torch.tensor([text + list(path)])).logits[0, -1].log_softmax(-1)
+            top = probs.topk(shape.children)
             level += [((*path, int(x)), score + float(v)) for x, v in zip(top.indices, top.values, strict=True)]
         found += level
         passes = sorted(level, key=lambda one: -one[1])[: shape.width]

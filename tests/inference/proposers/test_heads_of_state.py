@@ -75,11 +75,11 @@ def test_hydra_sees_the_anchor_and_medusa_does_not() -> None:
     for proposer, same in ((Medusa(kinds.medusa(target)), True), (Hydra(kinds.hydra(target)), False)):
         engine = Engine(target, proposer, rows=1)
         engine.begin([[1, 2]], 4, Sampling())
-        laws = []
+        distributions = []
         for anchor in (3, 4):
             given = {"newest": newest, "anchor": torch.tensor([[anchor]])}
-            laws.append(proposer.unrolled(given, 1)[0].softmax(-1))
-        assert torch.equal(*laws) is same
+            distributions.append(proposer.unrolled(given, 1)[0].softmax(-1))
+        assert torch.equal(*distributions) is same
 
 
 @HEADS

@@ -56,7 +56,7 @@ def test_coupled_texts_are_those_of_plain_decoding(kind: str, sampling: Sampling
 
 
 @pytest.mark.parametrize(("rule", "taken"), [("token", {1}), ("block", {2, 3})])
-def test_three_tokens_of_several_rounds_have_the_targets_law(rule: str, taken: set[int]) -> None:
+def test_three_tokens_of_several_rounds_have_the_targets_distribution(rule: str, taken: set[int]) -> None:
     target, draft = pair()
     hybrid = Hybrid(Independent(draft), Retrieval(shortest=1), gate(taken))
     assert p_value(target, hybrid, rule, samples=8_000) > 1e-4

@@ -1,4 +1,5 @@
-"""Drafts of another vocabulary: shared tokens alone, laws renormalised over them, texts exactly the target's."""
+"""Drafts of another vocabulary: shared tokens alone, distributions renormalised over them, texts exactly the
+target's."""
 
 import pytest
 import torch
@@ -77,16 +78,16 @@ def test_a_text_is_told_as_the_drafts_tokenizer_writes_it(
 
 
 class Regime:
-    """A round whose laws are softmax(logits), and whose draws are the likeliest tokens."""
+    """A round whose distributions are softmax(logits), and whose draws are the likeliest tokens."""
 
     def probs(self, logits: torch.Tensor, drafted: list[torch.Tensor]) -> torch.Tensor:
         return logits.softmax(-1)
 
-    def draw(self, law: torch.Tensor, depth: int) -> torch.Tensor:
-        return law.argmax(-1)
+    def draw(self, probs: torch.Tensor, depth: int) -> torch.Tensor:
+        return probs.argmax(-1)
 
 
-def test_laws_are_the_drafts_over_shared_tokens_renormalised() -> None:
+def test_distributions_are_the_drafts_over_shared_tokens_renormalised() -> None:
     shared = Shared(((0, 3), (2, 0), (4, 2)))
     to_target, to_draft = shared.tables(6, 5, torch.device("cpu"))
     round = Told(Regime(), [], [], to_target, to_draft)
@@ -125,7 +126,7 @@ class AsItIs:
 
 
 def test_a_draft_with_the_targets_own_tokens_and_weights_is_accepted(theirs: PreTrainedTokenizerFast) -> None:
-    """No hole in the draft's slots, and laws of its own."""
+    """No hole in the draft's slots, and distributions of its own."""
     target = tiny(len(theirs), seed=3)
     proposer = OtherTokenizer(target, Shared.of(theirs, theirs), AsItIs())
     engine = Engine(target, proposer, policy=Fixed(3), tokenizer=theirs)
@@ -140,7 +141,7 @@ class Fickle(AsItIs):
         return [*text[:-1], (text[-1] + 1) % 300]
 
 
-def test_laws_are_those_after_the_text_as_it_is_told(theirs: PreTrainedTokenizerFast) -> None:
+def test_distributions_are_those_after_the_text_as_it_is_told(theirs: PreTrainedTokenizerFast) -> None:
     """In every round, though what was stored is told in other tokens once the text goes on."""
     target = tiny(len(theirs), seed=3, positions=128)
     draft = near(target)

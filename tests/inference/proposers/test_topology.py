@@ -1,4 +1,4 @@
-"""Shapes, and children drawn without replacement: their order's law, and shapes that laws decide."""
+"""Shapes, and children drawn without replacement: their order's distribution, and shapes that distributions decide."""
 
 import itertools
 
@@ -20,7 +20,7 @@ from inference.proposers.topology import (
 )
 from inference.verify import traversal, tree
 from inference.verify.tree_prediction import rank_of
-from tests.exact import F64, Tree, chi_square, laws
+from tests.exact import F64, Tree, chi_square, distributions
 from tests.trees import depth, judged, topologies
 
 
@@ -44,29 +44,29 @@ def test_levels_say_where_each_node_comes_from():
         assert len(levels(parents)) == depth(parents)
 
 
-def orders(law: torch.Tensor, m: int):
+def orders(probs: torch.Tensor, m: int):
     """Ordered draws without replacement and their probabilities, one by one."""
-    for ids in itertools.permutations(range(len(law)), m):
+    for ids in itertools.permutations(range(len(probs)), m):
         chance, left = 1.0, 1.0
         for token in ids:
-            chance, left = chance * float(law[token]) / left, left - float(law[token])
+            chance, left = chance * float(probs[token]) / left, left - float(probs[token])
         yield ids, chance
 
 
 @pytest.mark.parametrize("part", ["row", "start", "node"])
 def test_children_come_in_the_order_of_draws_one_by_one(part):
     """Chi-square of the ordered triples, over rows, over round starts and over nodes."""
-    runs, law = 20_000, torch.tensor([0.5, 0.25, 0.15, 0.1], dtype=F64)
+    runs, probs = 20_000, torch.tensor([0.5, 0.25, 0.15, 0.1], dtype=F64)
     many, one = torch.arange(runs), torch.zeros(runs, dtype=torch.int64)
     if part == "node":
         g = gumbel_after(children_states(3, one[:1], one[:1]), many.unsqueeze(0), 4)[0].unsqueeze(1)
     else:
         states = children_states(3, many if part == "row" else one, many if part == "start" else one)
         g = gumbel_after(states, one.unsqueeze(1), 4)
-    ids = sampled(law.expand(runs, 1, 4), g, 3)[:, 0]
+    ids = sampled(probs.expand(runs, 1, 4), g, 3)[:, 0]
     counts = torch.bincount((ids * torch.tensor([16, 4, 1])).sum(-1), minlength=64).double()
     expected = torch.zeros(64, dtype=F64)
-    for (a, b, c), chance in orders(law, 3):
+    for (a, b, c), chance in orders(probs, 3):
         expected[16 * a + 4 * b + c] = chance * runs
     possible = expected > 0
     assert counts[~possible].sum() == 0 and chi_square(counts[possible], expected[possible]) > 1e-3
@@ -82,20 +82,20 @@ def test_the_noise_of_children_is_of_its_own_stream():
 
 
 def test_tokens_without_mass_come_last():
-    law = torch.tensor([[[0.0, 0.7, 0.0, 0.3]]], dtype=F64).expand(200, 1, 4)
+    probs = torch.tensor([[[0.0, 0.7, 0.0, 0.3]]], dtype=F64).expand(200, 1, 4)
     states = children_states(0, torch.arange(200), torch.arange(200))
-    ids = sampled(law, gumbel_after(states, torch.zeros(200, 1, dtype=torch.int64), 4), 3)
+    ids = sampled(probs, gumbel_after(states, torch.zeros(200, 1, dtype=torch.int64), 4), 3)
     assert {tuple(sorted(pair)) for pair in ids[:, 0, :2].tolist()} == {(1, 3)}
-    assert (law[:, 0].gather(1, ids[:, 0, 2:]) == 0).all()
+    assert (probs[:, 0].gather(1, ids[:, 0, 2:]) == 0).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_likeliest_have_the_ranks_that_are_predicted(dtype):
-    law = (torch.randint(6, (40, 3, 9)) / 8).to(dtype)  # many ties
-    ids = likeliest(law, 5)
-    assert (law.gather(-1, ids).diff() <= 0).all()
+    probs = (torch.randint(6, (40, 3, 9)) / 8).to(dtype)  # many ties
+    ids = likeliest(probs, 5)
+    assert (probs.gather(-1, ids).diff() <= 0).all()
     for c in range(5):
-        assert (rank_of(law, ids[..., c]) == c).all()
+        assert (rank_of(probs, ids[..., c]) == c).all()
 
 
 def test_pruning_keeps_whole_paths():
@@ -117,53 +117,56 @@ def test_pruning_keeps_whole_paths():
 
 def test_a_child_is_decided_by_the_largest_masses():
     """Scores are the same whatever ids the masses stand at: which token a child is decides nothing."""
-    law, score = laws("dense", 6, 8).view(4, 2, 6), torch.rand(4, 2, dtype=F64).log()
-    found = child_scores(score, law, 3)
-    torch.testing.assert_close(found, score.unsqueeze(-1) + law.sort(-1, descending=True).values[..., :3].log())
-    assert torch.equal(found, child_scores(score, law[..., torch.randperm(6)], 3))
+    probs, score = distributions("dense", 6, 8).view(4, 2, 6), torch.rand(4, 2, dtype=F64).log()
+    found = child_scores(score, probs, 3)
+    torch.testing.assert_close(found, score.unsqueeze(-1) + probs.sort(-1, descending=True).values[..., :3].log())
+    assert torch.equal(found, child_scores(score, probs[..., torch.randperm(6)], 3))
 
 
-def grown(laws_: Tree, V: int):
-    """All drafts of two levels of two nodes, the second level's parents chosen by laws, each with its chance."""
-    first = [(ids, chance) for ids, chance in orders(laws_.q[0][0], 2)]
+def grown(distributions_: Tree, V: int):
+    """All drafts of two levels of two nodes, the second level's parents chosen by distributions, each with its
+    chance."""
+    first = [(ids, chance) for ids, chance in orders(distributions_.q[0][0], 2)]
     pair = torch.tensor([ids for ids, _ in first])  # (A, 2)
-    score = child_scores(torch.zeros(len(first), 1, dtype=F64), laws_.q[0].expand(len(first), 1, V), 2)[:, 0]
-    wanted = child_scores(score, laws_.q[1][pair], 2)  # (A, 2, 2)
+    score = child_scores(torch.zeros(len(first), 1, dtype=F64), distributions_.q[0].expand(len(first), 1, V), 2)[:, 0]
+    wanted = child_scores(score, distributions_.q[1][pair], 2)  # (A, 2, 2)
     place = best(wanted.flatten(1), 2)
     for (ids, chance), at in zip(first, place.tolist(), strict=True):
         above = [each // 2 for each in at]
         for more in itertools.product(range(V), repeat=2):
             after, left = 1.0, 1.0
             for n, token in enumerate(more):
-                law = laws_.q[1][ids[above[n]]]
+                probs = distributions_.q[1][ids[above[n]]]
                 repeated = n == 1 and above[0] == above[1]
-                left = 1 - float(law[more[0]]) if repeated else 1.0
-                after *= float(law[token]) / left * (not (repeated and token == more[0]))
+                left = 1 - float(probs[more[0]]) if repeated else 1.0
+                after *= float(probs[token]) / left * (not (repeated and token == more[0]))
             if after > 0:
                 yield ids + more, [-1, -1, *above], chance * after
 
 
 @pytest.mark.parametrize("rule", [tree, traversal])
-def test_a_shape_that_laws_decide_stays_exact(rule):
-    """Which nodes the second level hangs on is decided by laws behind the first level's tokens."""
-    V, laws_ = 3, Tree(3, 2, ("dense", "dense"))
-    laws_.q[0] = torch.tensor([[0.5, 0.3, 0.2]], dtype=F64)
-    laws_.q[1] = torch.tensor([[0.45, 0.4, 0.15], [0.96, 0.03, 0.01], [0.4, 0.3, 0.3]], dtype=F64)
-    drafts = list(grown(laws_, V))
+def test_a_shape_that_distributions_decide_stays_exact(rule):
+    """Which nodes the second level hangs on is decided by distributions behind the first level's tokens."""
+    V, distributions_ = 3, Tree(3, 2, ("dense", "dense"))
+    distributions_.q[0] = torch.tensor([[0.5, 0.3, 0.2]], dtype=F64)
+    distributions_.q[1] = torch.tensor([[0.45, 0.4, 0.15], [0.96, 0.03, 0.01], [0.4, 0.3, 0.3]], dtype=F64)
+    drafts = list(grown(distributions_, V))
     assert len({tuple(parents) for _, parents, _ in drafts}) > 1
     x, parents = (torch.tensor([row[i] for row in drafts]) for i in range(2))
     chance = torch.tensor([row[2] for row in drafts], dtype=F64)
     prefix = x[:, :2].gather(1, parents[:, 2:])
-    p = torch.stack([laws_.p[0].expand(len(x), V), *(laws_.p[1][x[:, i]] for i in range(2)),
-                     *(laws_.p[2][prefix[:, i] * V + x[:, 2 + i]] for i in range(2))], 1)  # fmt: skip
-    q = torch.stack([*[laws_.q[0].expand(len(x), V)] * 2, *(laws_.q[1][prefix[:, i]] for i in range(2))], 1)
+    p = torch.stack([distributions_.p[0].expand(len(x), V), *(distributions_.p[1][x[:, i]] for i in range(2)),
+                     *(distributions_.p[2][prefix[:, i] * V + x[:, 2 + i]] for i in range(2))], 1)  # fmt: skip
+    q = torch.stack(
+        [*[distributions_.q[0].expand(len(x), V)] * 2, *(distributions_.q[1][prefix[:, i]] for i in range(2))], 1
+    )
     name = rule.__name__
     rows = zip(p.tolist(), q.tolist(), x.tolist(), parents.tolist(), strict=True)
     t = torch.tensor([judged(name, *row, False)[0] for row in rows], dtype=F64)
-    law = torch.zeros_like(laws_.joint())
+    probs = torch.zeros_like(distributions_.joint())
     for pattern in itertools.product((True, False), repeat=4):
         cell = torch.tensor(pattern)
         verdict = rule(p, q, x, parents, torch.where(cell, t / 2, (1 + t) / 2))
         weight = chance * torch.where(cell, t, 1 - t).prod(-1)
-        law += laws_.emitted(x.gather(1, verdict.path.clamp(min=0)), verdict, weight)
-    assert (law - laws_.joint()).abs().max() < 1e-12
+        probs += distributions_.emitted(x.gather(1, verdict.path.clamp(min=0)), verdict, weight)
+    assert (probs - distributions_.joint()).abs().max() < 1e-12

@@ -1,5 +1,6 @@
 """A small draft guesses for the rounded target, which drafts for the target: what is drafted has the rounded target's
-law and the text the target's, by enumeration of every draw and coin, on real models whose laws are thirds."""
+distribution and the text the target's, by enumeration of every draw and coin, on real models whose distributions are
+thirds."""
 
 import itertools
 import math
@@ -32,31 +33,32 @@ from tests.kinds import exit_network
 from tests.tiny import near, tiny
 
 LOW, HIGH = [1 / 3, 2 / 3], [2 / 3, 1 / 3]
-# laws after token 0 and after token 1: of the target, of what verifies the guesses, of what guesses
+# distributions after token 0 and after token 1: of the target, of what verifies the guesses, of what guesses
 TARGET, MIDDLE, SMALL = (HIGH, LOW), (LOW, HIGH), (HIGH, LOW)
 PROMPT = [1, 0, 1]
-# parts of [0, 1) that decide alike: coins of laws of thirds, by rule
+# parts of [0, 1) that decide alike: coins of distributions of thirds, by rule
 CELLS = {"token": 2, "block": 4, "match": 3}
 F64 = torch.float64
 
 
-def bigram(laws: tuple[list[float], ...]) -> Any:
-    """A model whose law hangs on the last token alone: its layers add nothing, each token has dimensions of its own."""
+def bigram(distributions: tuple[list[float], ...]) -> Any:
+    """A model whose distribution hangs on the last token alone: its layers add nothing, each token has dimensions of
+    its own."""
     model = small(vocab=2).double()
     with torch.no_grad():
         for weight in model.model.layers.parameters():
             weight.zero_()
-        for token, law in enumerate(laws):
+        for token, probs in enumerate(distributions):
             own = slice(4 * token, 4 * token + 4)
             model.model.embed_tokens.weight[token] = 0
             model.model.embed_tokens.weight[token, own] = 1
-            model.lm_head.weight[:, own] = torch.tensor(law).log().unsqueeze(1).double() / (4 * math.sqrt(2))
+            model.lm_head.weight[:, own] = torch.tensor(probs).log().unsqueeze(1).double() / (4 * math.sqrt(2))
     return model
 
 
-def joint(laws: tuple[list[float], ...], tokens: int) -> Tensor:
+def joint(distributions: tuple[list[float], ...], tokens: int) -> Tensor:
     """Of that many tokens behind PROMPT (2^tokens,)."""
-    table, found = torch.tensor(laws, dtype=F64), []
+    table, found = torch.tensor(distributions, dtype=F64), []
     for text in itertools.product(range(2), repeat=tokens):
         steps = zip((PROMPT[-1], *text), text, strict=False)
         found.append(math.prod(float(table[before, after]) for before, after in steps))
@@ -89,7 +91,7 @@ class Told(DecodingRound):
 
 
 def drafted(k: int, inner: int, rule: str) -> tuple[Tensor, Tensor]:
-    """Drafts x (A, k) and laws q (A, k, 2) of every combination of numbers, each as likely as any other."""
+    """Drafts x (A, k) and distributions q (A, k, 2) of every combination of numbers, each as likely as any other."""
     given, rows = numbers_of(k, inner, rule)
     model = bigram(MIDDLE)
     proposer = TwoLevels(Quantised(model), Independent(bigram(SMALL)), inner, rule)
@@ -108,7 +110,7 @@ def drafted(k: int, inner: int, rule: str) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("rule", CELLS)
 @pytest.mark.parametrize(("k", "inner"), [(1, 1), (2, 1), (2, 3), (3, 1), (3, 2)])
-def test_what_is_drafted_has_the_law_of_the_model_in_between(k: int, inner: int, rule: str) -> None:
+def test_what_is_drafted_has_the_distribution_of_the_model_in_between(k: int, inner: int, rule: str) -> None:
     """However many tokens are asked for, and whatever the small draft guesses: nothing of an inner round is left
     over."""
     x, q = drafted(k, inner, rule)
@@ -120,9 +122,9 @@ def test_what_is_drafted_has_the_law_of_the_model_in_between(k: int, inner: int,
 
 @pytest.mark.parametrize("outer", ["token", "block"])
 @pytest.mark.parametrize("rule", ["token", "block"])
-def test_the_text_has_the_targets_law(rule: str, outer: str) -> None:
-    """Two drafts, then verification with every coin, and the token behind it: with the laws of thirds that 8 bits stand
-    for, the joint law of three tokens to the last digit."""
+def test_the_text_has_the_targets_distribution(rule: str, outer: str) -> None:
+    """Two drafts, then verification with every coin, and the token behind it: with the distributions of thirds that 8
+    bits stand for, the joint distribution of three tokens to the last digit."""
     x, _ = drafted(2, 1, rule)
     coins = (torch.cartesian_prod(*[torch.arange(CELLS[outer], dtype=F64)] * 2) + 0.5) / CELLS[outer]
     rows, u = x.repeat_interleave(len(coins), 0), coins.repeat(len(x), 1)
@@ -131,19 +133,19 @@ def test_the_text_has_the_targets_law(rule: str, outer: str) -> None:
     verdict = RULES[outer].verify(p, q, rows, u, torch.full((len(rows),), 2))
     found = torch.zeros(2, 2, 2, dtype=F64)
     target = torch.tensor(TARGET, dtype=F64)
-    for text, n, law in zip(rows.tolist(), verdict.accepted.tolist(), verdict.probs, strict=True):
+    for text, n, last in zip(rows.tolist(), verdict.accepted.tolist(), verdict.probs, strict=True):
         for token in range(2):
             begun = [*text[:n], token]
             for rest in itertools.product(range(2), repeat=3 - len(begun)):
                 whole = (*begun, *rest)
                 more = math.prod(float(target[whole[i - 1], whole[i]]) for i in range(len(begun), 3))
-                found[whole] += law[token] * more / len(rows)
+                found[whole] += last[token] * more / len(rows)
     torch.testing.assert_close(found.flatten(), joint(TARGET, 3), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_inner_and_outer_rounds_share_no_number(rule: str) -> None:
-    """By chi-square with the real random streams, of laws where shared ones would show most."""
+    """By chi-square with the real random streams, of distributions where shared ones would show most."""
     target, middle, guess = constant([0.6, 0.3, 0.1]), constant([0.3, 0.2, 0.5]), constant([0.2, 0.6, 0.2])
     proposer = TwoLevels(Quantised(middle), Independent(guess), 2, rule)
     assert p_value(target, proposer, rule, 24_000, tokens=3, k=2, regime=Sampling()) > 1e-4
@@ -151,7 +153,7 @@ def test_inner_and_outer_rounds_share_no_number(rule: str) -> None:
 
 @pytest.mark.parametrize("bits", ["int8", "nf4"])
 @pytest.mark.parametrize("rule", ["token", "block"])
-def test_three_tokens_of_several_rounds_have_the_targets_law(bits: str, rule: str) -> None:
+def test_three_tokens_of_several_rounds_have_the_targets_distribution(bits: str, rule: str) -> None:
     target, draft = pair()
     other = near(target, 0.3)  # rounded, it is far from the target: a wrong q would show
     if bits == "nf4":
@@ -176,7 +178,7 @@ MIXED = [Sampling(0.8), Sampling(1.1, top_k=5), Sampling(0), Sampling(0.9, repet
 
 @pytest.mark.parametrize("greedy", [False, True])
 @pytest.mark.parametrize("held", [64, 14])
-def test_every_law_is_that_of_its_model_given_the_text(
+def test_every_distribution_is_that_of_its_model_given_the_text(
     held: int, greedy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the drafts that of the rounded target, of guesses that of the small draft: both slots hold the text and
@@ -266,8 +268,11 @@ def test_recorded_guesses_are_those_of_single_steps(sampling: Sampling, monkeypa
     assert found.tokens == wanted.tokens and found.stats.accepted == wanted.stats.accepted
 
 
-def test_laws_of_rows_that_read_history_are_penalised_by_what_was_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of every draft: the rounded target's law with the row's settings, given its text and the drafts before."""
+def test_distributions_of_rows_that_read_history_are_penalised_by_what_was_drafted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of every draft: the rounded target's distribution with the row's settings, given its text and the drafts
+    before."""
     target, seen = tiny(), []
     proposer, own = two_levels(target), Sampling(0.9, repetition_penalty=1.5, frequency_penalty=0.4)
     whole = Drafted.proposal
@@ -277,9 +282,9 @@ def test_laws_of_rows_that_read_history_are_penalised_by_what_was_drafted(monkey
         for i in range(found.k[0]):
             text = [*made.round.texts[0], *found.x[0, :i].tolist()]
             logits = proposer.model.model(torch.tensor([text])).logits[:, -1]
-            law = probs(process(logits, [text], [len(text) - len(PROMPTS[0])], own), own)[0]
+            distribution = probs(process(logits, [text], [len(text) - len(PROMPTS[0])], own), own)[0]
             assert found.q is not None
-            torch.testing.assert_close(found.q[0, i].double(), law.double(), rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(found.q[0, i].double(), distribution.double(), rtol=1e-5, atol=1e-6)
             seen.append(1)
         return found
 

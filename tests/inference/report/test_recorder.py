@@ -69,7 +69,7 @@ def test_the_record_is_the_text_and_recording_changes_none_of_it(rule: str) -> N
 
 
 @pytest.mark.parametrize("rule", ["block", "coupled"])
-def test_p_and_q_are_the_laws_that_each_draft_was_made_and_judged_by(rule: str) -> None:
+def test_p_and_q_are_the_distributions_that_each_draft_was_made_and_judged_by(rule: str) -> None:
     texts = [list(prompt) for prompt in PROMPTS]
     for row in steps(recorded(rule)[0]):
         text, ids = texts[row["row"]], [draft["id"] for draft in row["drafts"]]
@@ -78,8 +78,8 @@ def test_p_and_q_are_the_laws_that_each_draft_was_made_and_judged_by(rule: str) 
             with torch.no_grad():
                 p, q = (model(torch.tensor([text + ids])).logits[0, len(text) - 1 :].div(0.8).softmax(-1)[at, ids]
                         for model in (TARGET, DRAFT))  # fmt: skip
-            for name, law in (("p", p), ("q", q), ("ratio", p / q)):
-                assert [draft[name] for draft in row["drafts"]] == pytest.approx(law.tolist(), rel=1e-9)
+            for name, probs in (("p", p), ("q", q), ("ratio", p / q)):
+                assert [draft[name] for draft in row["drafts"]] == pytest.approx(probs.tolist(), rel=1e-9)
         text += emitted(row)
 
 
@@ -156,7 +156,7 @@ def test_rounds_of_trees_are_recorded_as_trees() -> None:
     for row in steps(replay):
         texts[row["row"]] += emitted(row)
         assert [draft["parent"] for draft in row["drafts"]] == list(trees.PARENTS[: len(row["drafts"])])
-        assert all(draft["p"] == 1 for draft in row["drafts"] if draft["state"] == "accepted")  # one-hot laws
+        assert all(draft["p"] == 1 for draft in row["drafts"] if draft["state"] == "accepted")  # one-hot distributions
     assert texts == plain and any(len(row["drafts"]) == 4 for row in steps(replay))
 
 

@@ -1,4 +1,4 @@
-"""Logits to laws as transformers makes them, and draws that keep to the law."""
+"""Logits to distributions as transformers makes them, and draws that keep to the distribution."""
 
 import itertools
 import math
@@ -42,23 +42,23 @@ def test_each_truncation_keeps_what_it_says():
     assert support(Sampling(top_k=3)) == [True, True, True, True]  # the third ties with the fourth
     assert support(Sampling(top_p=0.7)) == [True, True, False, False]
     assert support(Sampling(min_p=0.4)) == [True, True, False, False]
-    # temperature acts first: at 0.5 the law is near (.73, .18, .05, .05), so the head alone holds 0.7
+    # temperature acts first: at 0.5 the distribution is near (.73, .18, .05, .05), so the head alone holds 0.7
     assert support(Sampling(temperature=0.5, top_p=0.7)) == [True, False, False, False]
 
 
 def test_greedy_is_the_one_hot_of_the_first_maximum():
     logits = torch.tensor([[0.0, 3.0, 3.0, 1.0], [2.0, 2.0, 2.0, 2.0]])
-    law = probs(logits, Sampling(temperature=0, top_k=2, top_p=0.5))
-    assert law.tolist() == [[0, 1, 0, 0], [1, 0, 0, 0]]
+    distribution = probs(logits, Sampling(temperature=0, top_k=2, top_p=0.5))
+    assert distribution.tolist() == [[0, 1, 0, 0], [1, 0, 0, 0]]
 
 
 @pytest.mark.parametrize("s", [Sampling(), Sampling(0), Sampling(0.7, 38, 0.99, 0.001), Sampling(top_k=50)])
 def test_padded_vocabulary_has_no_mass(s):
     logits = torch.randn(24, 40) * 4  # no ties: which of them a sort puts first depends on the width
     logits[:, 30:] = -math.inf
-    law = probs(logits, s)
-    assert (law[:, 30:] == 0).all()
-    torch.testing.assert_close(law[:, :30], probs(logits[:, :30], s))
+    distribution = probs(logits, s)
+    assert (distribution[:, 30:] == 0).all()
+    torch.testing.assert_close(distribution[:, :30], probs(logits[:, :30], s))
 
 
 def test_top_p_among_ties_depends_on_the_row_alone():
@@ -68,10 +68,10 @@ def test_top_p_among_ties_depends_on_the_row_alone():
     assert torch.equal(probs(logits.view(10, 5, -1), s), whole.view(10, 5, -1))
 
 
-def test_half_precision_logits_make_float32_laws():
-    law = probs(torch.randn(2, 9).bfloat16(), Sampling(top_p=0.9))
-    assert law.dtype == torch.float32
-    torch.testing.assert_close(law.sum(-1), torch.ones(2))
+def test_half_precision_logits_make_float32_distributions():
+    distribution = probs(torch.randn(2, 9).bfloat16(), Sampling(top_p=0.9))
+    assert distribution.dtype == torch.float32
+    torch.testing.assert_close(distribution.sum(-1), torch.ones(2))
     assert probs(torch.randn(2, 9).double(), Sampling()).dtype == torch.float64
 
 
@@ -122,56 +122,56 @@ def test_sampling_is_frozen_hashable_and_knows_no_other_setting():
 
 
 def test_draw_inverts_the_cumulative_sum_from_the_right():
-    law = torch.tensor([0.0, 0.25, 0.0, 0.5, 0.25, 0.0], dtype=torch.float64)
+    probs = torch.tensor([0.0, 0.25, 0.0, 0.5, 0.25, 0.0], dtype=torch.float64)
     u = torch.tensor([0.0, 0.2499, 0.25, 0.7499, 0.75, 1 - 2.0**-53], dtype=torch.float64)
-    assert draw(law.expand(6, 6), u).tolist() == [1, 1, 3, 3, 4, 4]
-    assert [draw(law, one).item() for one in u] == [1, 1, 3, 3, 4, 4]
+    assert draw(probs.expand(6, 6), u).tolist() == [1, 1, 3, 3, 4, 4]
+    assert [draw(probs, one).item() for one in u] == [1, 1, 3, 3, 4, 4]
 
 
 def test_a_sum_below_one_still_gives_a_token_with_mass():
-    law = torch.tensor([0.0, 0.5, 0.5 - 1e-6, 0.0], dtype=torch.float32)
-    assert draw(law, torch.tensor(1 - 2.0**-53, dtype=torch.float64)).item() == 2
-    assert draw(law, torch.tensor(1.0)).item() == 2  # a float32 uniform that rounded up
+    probs = torch.tensor([0.0, 0.5, 0.5 - 1e-6, 0.0], dtype=torch.float32)
+    assert draw(probs, torch.tensor(1 - 2.0**-53, dtype=torch.float64)).item() == 2
+    assert draw(probs, torch.tensor(1.0)).item() == 2  # a float32 uniform that rounded up
 
 
-def test_a_law_that_does_not_sum_to_one_is_drawn_in_proportion():
-    law, u = torch.tensor([0.25, 0.5, 0.0]), torch.tensor([0.3, 0.34, 0.99])
-    assert draw(law.expand(3, 3), u).tolist() == [0, 1, 1]
-    assert draw(law.expand(3, 3) * 4, u).tolist() == [0, 1, 1]
+def test_a_distribution_that_does_not_sum_to_one_is_drawn_in_proportion():
+    probs, u = torch.tensor([0.25, 0.5, 0.0]), torch.tensor([0.3, 0.34, 0.99])
+    assert draw(probs.expand(3, 3), u).tolist() == [0, 1, 1]
+    assert draw(probs.expand(3, 3) * 4, u).tolist() == [0, 1, 1]
 
 
 def test_no_token_of_probability_zero_in_a_million_draws():
-    law = torch.tensor([0.0, 0.3, 0.0, 0.2, 0.5, 0.0])
+    probs = torch.tensor([0.0, 0.3, 0.0, 0.2, 0.5, 0.0])
     u = torch.rand(1_000_000, dtype=torch.float64)
     u[:10] = 0
-    drawn = draw(law.expand(len(u), 6), u)
+    drawn = draw(probs.expand(len(u), 6), u)
     counts = torch.bincount(drawn, minlength=6).double()
-    assert counts[law == 0].sum() == 0
-    sigma = (len(u) * law * (1 - law)).sqrt()
-    assert ((counts - len(u) * law).abs() <= 5 * sigma).all()
+    assert counts[probs == 0].sum() == 0
+    sigma = (len(u) * probs * (1 - probs)).sqrt()
+    assert ((counts - len(u) * probs).abs() <= 5 * sigma).all()
 
 
 def test_the_bisection_finds_what_the_scan_finds():
     torch.manual_seed(0)
-    law = torch.rand(3000, 40, dtype=torch.float64) * (torch.rand(3000, 40) < 0.3)
-    law[:, 17] += 1e-3
+    probs = torch.rand(3000, 40, dtype=torch.float64) * (torch.rand(3000, 40) < 0.3)
+    probs[:, 17] += 1e-3
     u = torch.rand(3000, dtype=torch.float64)
     u[:40], u[40:80] = 0, 1 - 2.0**-53
-    cdf = law.cumsum(-1)
-    assert torch.equal(draw(law, u), _first_above(law, cdf, (u * cdf[:, -1]).unsqueeze(-1)))
+    cdf = probs.cumsum(-1)
+    assert torch.equal(draw(probs, u), _first_above(probs, cdf, (u * cdf[:, -1]).unsqueeze(-1)))
 
 
 def test_a_scan_that_rounds_unevenly_still_gives_tokens_with_mass():
     """A parallel sum may rise at a token without mass, and end below the last one that has some."""
-    law, cdf = torch.tensor([[0.5, 0.0, 0.5, 0.0]]), torch.tensor([[0.5, 0.5001, 0.9999, 1.0]])
-    drawn = [_first_above(law, cdf, torch.tensor([[bound]])).item() for bound in (0.2, 0.50005, 0.99995)]
+    probs, cdf = torch.tensor([[0.5, 0.0, 0.5, 0.0]]), torch.tensor([[0.5, 0.5001, 0.9999, 1.0]])
+    drawn = [_first_above(probs, cdf, torch.tensor([[bound]])).item() for bound in (0.2, 0.50005, 0.99995)]
     assert drawn == [0, 2, 2]
 
 
 def test_the_far_tail_is_drawn():
-    law = torch.tensor([1 - 2.0**-40, 2.0**-40], dtype=torch.float64)
+    probs = torch.tensor([1 - 2.0**-40, 2.0**-40], dtype=torch.float64)
     u = torch.tensor([1 - 2.0**-39, 1 - 2.0**-41], dtype=torch.float64)
-    assert draw(law.expand(2, 2), u).tolist() == [0, 1]
+    assert draw(probs.expand(2, 2), u).tolist() == [0, 1]
     zipf = 1 / torch.arange(1, 3001, dtype=torch.float64)
     zipf = (zipf / zipf.sum()).float()
     grid = (torch.arange(2000, dtype=torch.float64) + 0.5) / 2000

@@ -9,7 +9,7 @@ import torch
 from inference.noise import ACCEPT, DRAFT, RESIDUAL, gumbel, uniform
 from inference.sampling import Sampling, draw, probs
 from inference.verify import block, coupled, match, token
-from tests.exact import F64, Tree, all_lengths, chi_square, enumerate_rule, laws
+from tests.exact import F64, Tree, all_lengths, chi_square, distributions, enumerate_rule
 
 KINDS = list(itertools.product(("dense", "truncated", "greedy"), repeat=2))
 SIZES = [(2, 4), (3, 3), (4, 2)]
@@ -17,7 +17,7 @@ SIZES = [(2, 4), (3, 3), (4, 2)]
 
 @pytest.mark.parametrize(("V", "K"), SIZES)
 @pytest.mark.parametrize("kinds", KINDS, ids="-".join)
-def test_token_and_block_emit_the_target_law(kinds, V, K):
+def test_token_and_block_emit_the_target_distribution(kinds, V, K):
     tree = Tree(V, K, kinds)
     target = tree.joint()
     by_token, by_block = enumerate_rule(token, tree), enumerate_rule(block, tree)
@@ -34,8 +34,8 @@ def test_token_and_block_emit_the_target_law(kinds, V, K):
 def test_a_longer_vocabulary_and_draft():
     tree = Tree(4, 4, ("truncated", "dense"))
     for rule in (token, block):
-        for law, _ in enumerate_rule(rule, tree).values():
-            assert (law - tree.joint()).abs().max() < 1e-12
+        for emitted, _ in enumerate_rule(rule, tree).values():
+            assert (emitted - tree.joint()).abs().max() < 1e-12
 
 
 def two_token_example() -> Tree:
@@ -53,7 +53,7 @@ def test_expected_accepted_of_the_published_example():
 
 
 @pytest.mark.parametrize("kinds", KINDS[:4], ids="-".join)
-def test_match_emits_the_target_law(kinds):
+def test_match_emits_the_target_distribution(kinds):
     """Cells of u are the tokens' shares of [0, 1) in p's cumulative sum."""
     tree = Tree(3, 2, kinds)
     p, _, x, weight, k = all_lengths(tree)
@@ -73,7 +73,7 @@ def test_match_emits_the_target_law(kinds):
 
 
 def test_match_without_a_bonus_uniform_leaves_p():
-    p, x = laws("dense", 3, 8).view(2, 4, 3), torch.tensor([[0, 1, 2], [2, 2, 2]])
+    p, x = distributions("dense", 3, 8).view(2, 4, 3), torch.tensor([[0, 1, 2], [2, 2, 2]])
     u = torch.stack([p[b, i].cumsum(-1)[x[b, i]] - 1e-9 for b in range(2) for i in range(3)]).view(2, 3)
     verdict = match(p, x, u, torch.tensor([3, 1]))
     assert verdict.accepted.tolist() == [3, 1]
@@ -86,7 +86,7 @@ def test_match_without_a_bonus_uniform_leaves_p():
 def test_coupled_text_is_plain_sampling_with_that_noise():
     """Random drafts, argmax drafts and perfect drafts of ragged length over rounds: one text."""
     V, B, length = 4, 32, 12
-    table = laws("truncated", V, V * V).view(V, V, V)  # second-order target
+    table = distributions("truncated", V, V * V).view(V, V, V)  # second-order target
     row, place = torch.arange(B), torch.arange(length + 4)
     g = gumbel(1, row, place.expand(B, -1), V)
 
@@ -109,21 +109,21 @@ def test_coupled_text_is_plain_sampling_with_that_noise():
                 for i in range(k + 1):
                     p[0, i] = after(text + guess[:i])
                 x = torch.tensor([guess + [-1] * (3 - k)])
-                accepted, law = coupled(p, x, g[b : b + 1, start : start + 4], torch.tensor([k]))
-                text += guess[: int(accepted)] + [int(law.argmax())]
+                accepted, probs = coupled(p, x, g[b : b + 1, start : start + 4], torch.tensor([k]))
+                text += guess[: int(accepted)] + [int(probs.argmax())]
                 assert perfect < 1 or int(accepted) == k
             assert text == truth[: len(text)]
 
 
-def generate(rule, q_law: torch.Tensor, p_law: torch.Tensor, rows: int, length: int, k) -> torch.Tensor:
+def generate(rule, q_probs: torch.Tensor, p_probs: torch.Tensor, rows: int, length: int, k) -> torch.Tensor:
     """(rows, length) tokens of an i.i.d. pair over the rounds it takes, with the library's streams."""
     row, K = torch.arange(rows), 3
     start, text = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, length + K + 1, dtype=torch.int64)
-    p, q = p_law.expand(rows, K + 1, -1), q_law.expand(rows, K, -1)
+    p, q = p_probs.expand(rows, K + 1, -1), q_probs.expand(rows, K, -1)
     while (start < length).any():
         x = draw(q, uniform(0, row, start, torch.arange(K), DRAFT))
-        accepted, law = rule(p, q, x, uniform(0, row, start, torch.arange(K), ACCEPT), k(start))
-        last = draw(law, uniform(0, row, start, torch.zeros(1, dtype=torch.int64), RESIDUAL)[:, 0])
+        accepted, probs = rule(p, q, x, uniform(0, row, start, torch.arange(K), ACCEPT), k(start))
+        last = draw(probs, uniform(0, row, start, torch.zeros(1, dtype=torch.int64), RESIDUAL)[:, 0])
         block_ = torch.cat([x, x[:, :1]], 1).scatter(1, accepted.unsqueeze(-1), last.unsqueeze(-1))
         for i in range(K + 1):
             going = (i <= accepted) & (start < length)
@@ -134,7 +134,7 @@ def generate(rule, q_law: torch.Tensor, p_law: torch.Tensor, rows: int, length: 
 
 @pytest.mark.parametrize("rule", [token, block])
 @pytest.mark.parametrize("ragged", [False, True])
-def test_generation_over_rounds_has_the_law_of_the_target(rule, ragged):
+def test_generation_over_rounds_has_the_distribution_of_the_target(rule, ragged):
     """One round can look exact while generation is not: the joint of five tokens, two or more rounds."""
     p, q = torch.tensor([1 / 3, 2 / 3], dtype=F64), torch.tensor([2 / 3, 1 / 3], dtype=F64)
     text = generate(rule, q, p, 20_000, 5, lambda start: start % 4 if ragged else None)
@@ -146,7 +146,7 @@ def test_generation_over_rounds_has_the_law_of_the_target(rule, ragged):
 
 
 def test_rows_are_independent_of_each_other():
-    p, q = laws("dense", 5, 24).view(6, 4, 5), laws("dense", 5, 18).view(6, 3, 5)
+    p, q = distributions("dense", 5, 24).view(6, 4, 5), distributions("dense", 5, 18).view(6, 3, 5)
     x, u, k = torch.randint(5, (6, 3)), torch.rand(6, 3, dtype=F64), torch.tensor([3, 0, 2, 1, 3, 3])
     g = torch.randn(6, 4, 5, dtype=F64)
     rules = (
@@ -174,8 +174,8 @@ def test_a_token_the_target_forbids_is_refused_at_u_zero(rule):
 
 @pytest.mark.parametrize("rule", [token, block])
 @pytest.mark.parametrize("dtype", [torch.float32, F64, torch.bfloat16])
-def test_edge_laws_give_finite_laws_that_sum_to_one(rule, dtype):
-    base = laws("dense", 5, 1)[0].to(dtype)
+def test_edge_distributions_give_finite_distributions_that_sum_to_one(rule, dtype):
+    base = distributions("dense", 5, 1)[0].to(dtype)
     ulp = torch.cat([torch.nextafter(base[:1], torch.ones(1, dtype=dtype)), base[1:]])
     eye, left = torch.eye(5, dtype=dtype), torch.tensor([0.5, 0.5, 0, 0, 0], dtype=dtype)
     pairs = [(base, base), (base, ulp), (ulp, base), (left, left.flip(0)), (left, eye[4]), (eye[1], eye[1])]
@@ -185,38 +185,38 @@ def test_edge_laws_give_finite_laws_that_sum_to_one(rule, dtype):
             continue
         x, coins = torch.full((1, 3), v), torch.full((1, 3), u, dtype=F64)
         for k in (0, 1, 3):
-            accepted, law = rule(p.expand(1, 4, 5), q.expand(1, 3, 5), x, coins, torch.tensor([k]))
-            assert law.dtype == torch.promote_types(dtype, torch.float32)
-            assert law.isfinite().all() and (law >= 0).all() and accepted <= k
-            assert abs(law.sum().item() - 1) < (1e-2 if dtype == torch.bfloat16 else 1e-6)
-            assert (law[0][p == 0] == 0).all()
+            accepted, probs = rule(p.expand(1, 4, 5), q.expand(1, 3, 5), x, coins, torch.tensor([k]))
+            assert probs.dtype == torch.promote_types(dtype, torch.float32)
+            assert probs.isfinite().all() and (probs >= 0).all() and accepted <= k
+            assert abs(probs.sum().item() - 1) < (1e-2 if dtype == torch.bfloat16 else 1e-6)
+            assert (probs[0][p == 0] == 0).all()
 
 
 @pytest.mark.parametrize("rule", [token, block])
-def test_equal_laws_accept_every_draft_and_no_more(rule):
+def test_equal_distributions_accept_every_draft_and_no_more(rule):
     """`accepted` counts drafts, the bonus apart; k counts drafts, the anchor apart."""
-    p = laws("dense", 6, 4 * 50).view(50, 4, 6)
+    p = distributions("dense", 6, 4 * 50).view(50, 4, 6)
     x, u = draw(p[:, :3], torch.rand(50, 3, dtype=F64)), torch.rand(50, 3, dtype=F64)
     k = torch.arange(50) % 4
-    accepted, law = rule(p, p[:, :3], x, u, k)
+    accepted, probs = rule(p, p[:, :3], x, u, k)
     assert torch.equal(accepted, k)
-    assert torch.equal(law, p[torch.arange(50), k])
+    assert torch.equal(probs, p[torch.arange(50), k])
 
 
-def test_the_residual_of_padded_laws_has_no_mass_on_the_padding():
+def test_the_residual_of_padded_distributions_has_no_mass_on_the_padding():
     logits = torch.randn(2, 40, 3, 12)
     logits[..., 9:] = -math.inf
     p, q = probs(logits[0], Sampling()), probs(logits[1], Sampling(temperature=0.5))[:, :2]
     x = draw(q, torch.rand(40, 2, dtype=F64))
     for rule in (token, block):
-        law = rule(p, q, x, torch.rand(40, 2, dtype=F64)).probs
-        assert (law[:, 9:] == 0).all()
+        distribution = rule(p, q, x, torch.rand(40, 2, dtype=F64)).probs
+        assert (distribution[:, 9:] == 0).all()
 
 
 @pytest.mark.parametrize("filler", [math.nan, math.inf, 0.0, 1.0])
 def test_nothing_past_a_rows_length_is_read(filler):
     B, K, V = 60, 3, 4
-    p, q = laws("dense", V, B * (K + 1)).view(B, K + 1, V), laws("dense", V, B * K).view(B, K, V)
+    p, q = distributions("dense", V, B * (K + 1)).view(B, K + 1, V), distributions("dense", V, B * K).view(B, K, V)
     x, u, k = torch.randint(V, (B, K)), torch.rand(B, K + 1, dtype=F64), torch.arange(B) % (K + 1)
     g = torch.randn(B, K + 1, V, dtype=F64)
     bonus_past, past = torch.arange(K + 1) > k.unsqueeze(-1), torch.arange(K) >= k.unsqueeze(-1)
@@ -240,7 +240,7 @@ def test_nothing_past_a_rows_length_is_read(filler):
 
 
 def test_inputs_are_left_as_they_were():
-    p, q = laws("dense", 3, 6).view(2, 3, 3), laws("dense", 3, 4).view(2, 2, 3)
+    p, q = distributions("dense", 3, 6).view(2, 3, 3), distributions("dense", 3, 4).view(2, 2, 3)
     x, u, k = torch.tensor([[0, -1], [1, 2]]), torch.rand(2, 2), torch.tensor([1, 2])
     given = [t.clone() for t in (p, q, x, u, k)]
     for rule in (token, block):

@@ -18,7 +18,7 @@ VARIANCE = {"token": prediction.calls_variance, "block": prediction.calls_varian
 
 
 def probs(*key):
-    """A law on V tokens that is a function of its key."""
+    """A distribution on V tokens that is a function of its key."""
     return norm(np.array([random.Random(repr((key, v))).uniform(0.05, 1) for v in range(V)]))
 
 
@@ -27,7 +27,7 @@ def norm(a):
 
 
 def token_outcomes(p, q, x):
-    """(P(n accepted), law of the next token), n = 0..K: the token rule of Leviathan et al."""
+    """(P(n accepted), distribution of the next token), n = 0..K: the token rule of Leviathan et al."""
     kept = 1.0
     for i, token in enumerate(x):
         a = min(1.0, p[i][token] / q[i][token])
@@ -87,7 +87,7 @@ def alike(prefix, depth):
 
 
 def by_depth(prefix, depth):
-    """A parallel head: its law depends on where the round began."""
+    """A parallel head: its distribution depends on where the round began."""
     return probs("q", prefix, depth)
 
 

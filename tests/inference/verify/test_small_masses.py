@@ -1,4 +1,4 @@
-"""Laws so peaked that what they differ by is lost beside 1 in float32, as at low temperatures."""
+"""Distributions so peaked that what they differ by is lost beside 1 in float32, as at low temperatures."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ SURE = [1.0, 0.0, 0.0]
 P, Q = [1 - TINY, TINY, 0.0], [1 - TINY, 0.0, TINY]
 
 
-def laws() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def distributions() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """A first draft that both are sure of, and a second, which the target has no mass for."""
     return torch.tensor([[SURE, P, SURE]]), torch.tensor([[SURE, Q]]), torch.tensor([[0, 2]])
 
@@ -21,19 +21,19 @@ def laws() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def test_a_draft_is_kept_where_the_next_one_alone_is_wrong(u: float) -> None:
     """R = TINY and w = 1, so that h = 1: the first draft is kept, and the text goes on with what the target has more
     mass of."""
-    p, q, x = laws()
+    p, q, x = distributions()
     found = block(p, q, x, torch.full((1, 2), u))
     assert found.accepted.tolist() == [1] and found.probs[0].tolist() == [0.0, 1.0, 0.0]
 
 
 @pytest.mark.parametrize("u", [0.6, 0.9, 0.999])
 def test_a_node_is_kept_where_its_child_alone_is_wrong(u: float) -> None:
-    p, q, x = laws()
+    p, q, x = distributions()
     found = traversal(p, q, x, (-1, 0), torch.full((1, 2), u))
     assert found.accepted.tolist() == [1] and found.probs[0].tolist() == [0.0, 1.0, 0.0]
 
 
-def test_calls_of_peaked_laws_are_those_of_float64() -> None:
+def test_calls_of_peaked_distributions_are_those_of_float64() -> None:
     """Of every node a chance, of third children too."""
     draw = torch.Generator().manual_seed(0)
     z = torch.randn(4, 24, 512, generator=draw) * 2.5

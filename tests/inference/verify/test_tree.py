@@ -13,7 +13,7 @@ from inference.sampling import draw
 from inference.verify import block, token, traversal, tree
 from inference.verify.lossy_typical import lossy_typical
 from tests import standin
-from tests.exact import F64, chi_square, laws
+from tests.exact import F64, chi_square, distributions
 from tests.trees import MODES, Case, decided, judged, path_of, topologies
 
 RULES = {"tree": tree, "traversal": traversal}
@@ -37,11 +37,11 @@ def rows(case: Case):
 
 
 def enumerated(rule: str, case: Case) -> float:
-    """The emitted law is the target's; returns the expected number accepted."""
+    """The emitted distribution is the target's; returns the expected number accepted."""
     at, u, chance = cells(rule, case)
     q = None if case.mode == "deterministic" else case.q[at]
     verdict = RULES[rule](case.p[at], q, case.x[at], case.parents, u, replacement=case.replacement)
-    assert (case.emitted(case.x[at], verdict, chance) - case.laws.joint()).abs().max() < 1e-12
+    assert (case.emitted(case.x[at], verdict, chance) - case.distributions.joint()).abs().max() < 1e-12
     torch.testing.assert_close(verdict.probs.sum(-1), torch.ones_like(chance), rtol=0, atol=1e-13)
     assert torch.equal((verdict.path >= 0).sum(-1), verdict.accepted)
     return (chance * verdict.accepted).sum().item()
@@ -49,7 +49,7 @@ def enumerated(rule: str, case: Case) -> float:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kinds", [("dense", "dense"), ("truncated", "dense"), ("dense", "truncated")], ids="-".join)
-def test_trees_of_up_to_three_nodes_emit_the_target_law(mode, kinds):
+def test_trees_of_up_to_three_nodes_emit_the_target_distribution(mode, kinds):
     for parents in SMALL:
         case = Case(parents, mode, kinds=kinds)
         by_tree, by_traversal = enumerated("tree", case), enumerated("traversal", case)
@@ -58,7 +58,7 @@ def test_trees_of_up_to_three_nodes_emit_the_target_law(mode, kinds):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("V", [2, 3])
-def test_trees_of_four_nodes_emit_the_target_law(mode, V):
+def test_trees_of_four_nodes_emit_the_target_distribution(mode, V):
     gains = []
     for parents in FOUR if V == 2 else FOUR[::5]:
         case = Case(parents, mode, V)
@@ -85,7 +85,7 @@ def test_a_tree_accepts_at_least_what_its_best_chain_does(parents):
     """Its first children are a chain; more siblings and the other rule only add to it."""
     for _ in range(5):
         case = Case(parents, "without")
-        chain = Case(tuple(range(-1, case.D - 1)), "without", like=case.laws)
+        chain = Case(tuple(range(-1, case.D - 1)), "without", like=case.distributions)
         for rule in RULES:
             assert enumerated(rule, case) >= enumerated(rule, chain) - 1e-12
 
@@ -93,10 +93,14 @@ def test_a_tree_accepts_at_least_what_its_best_chain_does(parents):
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("mode", MODES)
 def test_any_uniforms_decide_as_the_rule_node_by_node(rule, mode):
-    """Larger trees, one topology and one a row, ragged: the path, and the law behind it."""
+    """Larger trees, one topology and one a row, ragged: the path, and the distribution behind it."""
     trees = [(-1, -1, 0, 0, 1, 1, 2), (-1, 0, -1, 2, 1, 2, 0), (-1, 0, 0, 2, 2, -1, 5), (-1, 0, 1, 2, 3, 4, 5)]
     B, N, V = 60, 7, 4
-    p, q, u = laws("dense", V, B * (N + 1)).view(B, N + 1, V), laws("dense", V, B * N).view(B, N, V), torch.rand(B, N)
+    p, q, u = (
+        distributions("dense", V, B * (N + 1)).view(B, N + 1, V),
+        distributions("dense", V, B * N).view(B, N, V),
+        torch.rand(B, N),
+    )
     x, k, each = torch.randint(V, (B, N)), torch.randint(N + 1, (B,)), [trees[b % 4] for b in range(B)]
     for b, node in itertools.product(range(B), range(N)):
         before = [i for i in range(node) if each[b][i] == each[b][node]]
@@ -129,7 +133,10 @@ def test_any_uniforms_decide_as_the_rule_node_by_node(rule, mode):
 @pytest.mark.parametrize("rowwise", [False, True])
 def test_on_a_chain_the_rules_are_token_and_block(dtype, rowwise):
     B, K, V = 400, 4, 6
-    p, q = laws("dense", V, B * (K + 1)).view(B, K + 1, V).to(dtype), laws("dense", V, B * K).view(B, K, V).to(dtype)
+    p, q = (
+        distributions("dense", V, B * (K + 1)).view(B, K + 1, V).to(dtype),
+        distributions("dense", V, B * K).view(B, K, V).to(dtype),
+    )
     x, u, k = torch.randint(V, (B, K)), torch.rand(B, K, dtype=F64), torch.randint(K + 1, (B,))
     chain = (-1, 0, 1, 2)
     parents = torch.tensor(chain).expand(B, -1) if rowwise else chain
@@ -146,7 +153,7 @@ def test_on_a_chain_the_rules_are_token_and_block(dtype, rowwise):
 def test_nothing_past_a_rows_nodes_is_read(rule, filler):
     B, V, parents = 60, 5, (-1, -1, 0, 0, 1, 4)
     N = len(parents)
-    p, q = laws("dense", V, B * (N + 1)).view(B, N + 1, V), laws("dense", V, B * N).view(B, N, V)
+    p, q = distributions("dense", V, B * (N + 1)).view(B, N + 1, V), distributions("dense", V, B * N).view(B, N, V)
     x, u, k = torch.rand(B, N, V).argsort(-1)[..., 0], torch.rand(B, N), torch.arange(B) % (N + 1)
     clean = RULES[rule](p, q, x, parents, u, k)
     past = torch.arange(N) >= k.unsqueeze(-1)
@@ -160,9 +167,10 @@ def test_nothing_past_a_rows_nodes_is_read(rule, filler):
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("dtype", [torch.float32, F64, torch.bfloat16])
-def test_edge_laws_give_finite_laws_that_sum_to_one(rule, dtype):
-    """Equal, one ulp apart, disjoint and one-hot laws; a node that its draft gives no mass; u = 0 where p = 0."""
-    base = laws("dense", 5, 1)[0].to(dtype)
+def test_edge_distributions_give_finite_distributions_that_sum_to_one(rule, dtype):
+    """Equal, one ulp apart, disjoint and one-hot distributions; a node that its draft gives no mass; u = 0 where p =
+    0."""
+    base = distributions("dense", 5, 1)[0].to(dtype)
     ulp = torch.cat([torch.nextafter(base[:1], torch.ones(1, dtype=dtype)), base[1:]])
     eye, left = torch.eye(5, dtype=dtype), torch.tensor([0.5, 0.5, 0, 0, 0], dtype=dtype)
     pairs = [(base, base), (base, ulp), (ulp, base), (left, left.flip(0)), (left, eye[4]), (eye[1], eye[1])]
@@ -170,26 +178,26 @@ def test_edge_laws_give_finite_laws_that_sum_to_one(rule, dtype):
     for (p, q), first, coin in itertools.product(pairs, range(5), (0.0, 0.5, 1 - 2.0**-53)):
         x = torch.tensor([[first, (first + 1) % 5, (first + 2) % 5, first]])
         u, p4, q4 = torch.full((1, 4), coin, dtype=F64), p.expand(1, 5, 5), q.expand(1, 4, 5)
-        accepted, path, law = RULES[rule](p4, q4, x, (-1, -1, -1, 0), u)
-        assert law.dtype == torch.promote_types(dtype, torch.float32)
-        assert law.isfinite().all() and (law >= 0).all() and (law[0][p == 0] == 0).all()
-        assert abs(law.sum().item() - 1) < (1e-2 if dtype == torch.bfloat16 else 1e-6)
+        accepted, path, probs = RULES[rule](p4, q4, x, (-1, -1, -1, 0), u)
+        assert probs.dtype == torch.promote_types(dtype, torch.float32)
+        assert probs.isfinite().all() and (probs >= 0).all() and (probs[0][p == 0] == 0).all()
+        assert abs(probs.sum().item() - 1) < (1e-2 if dtype == torch.bfloat16 else 1e-6)
         taken = x[0, path[0, : accepted[0]]]
         assert (p[taken] > 0).all() and (q[taken] > 0).all()
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_equal_laws_accept_the_first_children(rule):
-    p, parents = laws("dense", 6, 30).view(30, 1, 6), (-1, -1, 0, 0, 2, 2)
+def test_equal_distributions_accept_the_first_children(rule):
+    p, parents = distributions("dense", 6, 30).view(30, 1, 6), (-1, -1, 0, 0, 2, 2)
     x = torch.rand(30, 6, 6).argsort(-1)[..., 0]
     x[:, 1], x[:, 3], x[:, 5] = (x[:, 0] + 1) % 6, (x[:, 2] + 1) % 6, (x[:, 4] + 1) % 6
-    accepted, path, law = RULES[rule](p.expand(-1, 7, -1), p.expand(-1, 6, -1), x, parents, torch.rand(30, 6))
-    assert (accepted == 3).all() and (path == torch.tensor([0, 2, 4])).all() and torch.equal(law, p[:, 0])
+    accepted, path, probs = RULES[rule](p.expand(-1, 7, -1), p.expand(-1, 6, -1), x, parents, torch.rand(30, 6))
+    assert (accepted == 3).all() and (path == torch.tensor([0, 2, 4])).all() and torch.equal(probs, p[:, 0])
 
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("mode", ["without", "deterministic"])
-def test_generation_over_rounds_has_the_law_of_the_target(rule, mode):
+def test_generation_over_rounds_has_the_distribution_of_the_target(rule, mode):
     """The joint of four tokens of an i.i.d. pair, two or more rounds, with the library's streams."""
     p, q = torch.tensor([0.5, 0.3, 0.2], dtype=F64), torch.tensor([0.2, 0.3, 0.5], dtype=F64)
     rows, length, parents = 20_000, 4, (-1, -1, 0, 0)
@@ -198,8 +206,8 @@ def test_generation_over_rounds_has_the_law_of_the_target(rule, mode):
     node = torch.tensor([[0, 1]]).expand(rows, -1)
     while (start < length).any():
         g = gumbel_after(children_states(0, row, start), node, 3)
-        law = q.expand(rows, 2, -1)
-        x = (sampled(law, g, 2) if mode == "without" else likeliest(law, 2)).flatten(1)  # of the anchor, of node 0
+        probs = q.expand(rows, 2, -1)
+        x = (sampled(probs, g, 2) if mode == "without" else likeliest(probs, 2)).flatten(1)  # of the anchor, of node 0
         u = uniform(0, row, start, torch.arange(4), ACCEPT)
         draft = q.expand(rows, 4, -1) if mode == "without" else None
         accepted, path, last = RULES[rule](p.expand(rows, 5, -1), draft, x, parents, u)
@@ -226,7 +234,10 @@ def test_a_recorded_verdict_reads_nothing_and_copies_nothing(rule, rowwise):
 
     def drafts() -> dict[str, torch.Tensor]:
         x = torch.rand(B, N, V).argsort(-1)[..., 0]
-        found = {"p": laws("dense", V, B * (N + 1)).view(B, N + 1, V), "q": laws("dense", V, B * N).view(B, N, V)}
+        found = {
+            "p": distributions("dense", V, B * (N + 1)).view(B, N + 1, V),
+            "q": distributions("dense", V, B * N).view(B, N, V),
+        }
         found |= {"x": x, "u": torch.rand(B, N), "k": torch.randint(N + 1, (B,))}
         return found | {"parents": torch.tensor(parents).expand(B, -1).contiguous()}
 
@@ -259,4 +270,4 @@ def test_typical_acceptance_takes_the_deepest_path():
     assert strict.accepted.tolist() == [0, 0, 0]
     assert lossy_typical(p[:, :1], x[:, :0], ()).accepted.tolist() == [0, 0, 0]
     drawn = lossy_typical(p[:, :2], torch.arange(3).unsqueeze(1), (-1,))
-    assert drawn.accepted.tolist() == [1, 1, 1]  # whatever the draft drew: the text has the draft's law
+    assert drawn.accepted.tolist() == [1, 1, 1]  # whatever the draft drew: the text has the draft's distribution

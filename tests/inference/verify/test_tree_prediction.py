@@ -10,7 +10,7 @@ from inference.proposers.topology import full, paths_of
 from inference.verify import prediction, traversal, tree, tree_prediction
 from inference.verify.traversal_prediction import chances_traversal, reach_traversal, summed
 from inference.verify.tree_prediction import by_draw, by_rank, expected_calls_tree, rank_of, reach_tree
-from tests.exact import F64, laws
+from tests.exact import F64, distributions
 from tests.inference.verify.test_tree import cells
 from tests.trees import Case, depth, siblings_before, topologies
 
@@ -25,9 +25,9 @@ def most_children(parents) -> int:
 def texts(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Every text of D + 1 tokens, with p and q at each of its tokens; q of the last, which no draft reaches, is p."""
     x = torch.tensor(list(itertools.product(range(case.V), repeat=case.D + 1)))
-    at = [case.laws.number(x[:, :t]) for t in range(case.D + 1)]
-    p = torch.stack([case.laws.p[t][at[t]] for t in range(case.D + 1)], 1)
-    q = torch.stack([*(case.laws.q[t][at[t]] for t in range(case.D)), p[:, -1]], 1)
+    at = [case.distributions.number(x[:, :t]) for t in range(case.D + 1)]
+    p = torch.stack([case.distributions.p[t][at[t]] for t in range(case.D + 1)], 1)
+    q = torch.stack([*(case.distributions.q[t][at[t]] for t in range(case.D)), p[:, -1]], 1)
     return x, p, q
 
 
@@ -53,7 +53,7 @@ def test_the_joint_of_text_and_accepted_is_that_of_the_rule(mode):
             of = verdict.accepted >= n
             one = type(verdict)(verdict.accepted[of], verdict.path[of], verdict.probs[of])
             joint = case.emitted(case.x[at][of], one, chance[of])
-            assert (joint - case.laws.joint() * reach[:, n]).abs().max() < 1e-12, (parents, n)
+            assert (joint - case.distributions.joint() * reach[:, n]).abs().max() < 1e-12, (parents, n)
         assert reach.shape[1] == depth(parents) + 1
 
 
@@ -76,17 +76,17 @@ def test_traversal_is_predicted_on_the_texts_of_the_rule():
                 of = verdict.accepted >= n
                 one = type(verdict)(verdict.accepted[of], verdict.path[of], verdict.probs[of])
                 joint = case.emitted(case.x[at][of], one, chance[of])
-                error = (joint - case.laws.joint() * reach[:, 0, n]).abs().max()
+                error = (joint - case.distributions.joint() * reach[:, 0, n]).abs().max()
                 assert error < (1e-12 if V == 2 else 1e-3), (parents, mode, n)
 
 
 def test_traversal_of_a_chain_is_predicted_as_block():
     B, T, V, K = 3, 9, 4, 3
-    p, q = laws("dense", V, B * T).view(B, T, V), laws("dense", V, B * T * K).view(B, T, K, V)
+    p, q = distributions("dense", V, B * T).view(B, T, V), distributions("dense", V, B * T * K).view(B, T, K, V)
     x = torch.randint(V, (B, T))
     lengths = torch.tensor([9, 2, 6])
     at = x.unsqueeze(-1), x.view(B, T, 1, 1).expand(B, T, K, 1)
-    logs = [law.log().gather(-1, ids).squeeze(-1) for law, ids in zip((p, q), at, strict=True)]
+    logs = [probs.log().gather(-1, ids).squeeze(-1) for probs, ids in zip((p, q), at, strict=True)]
     l = logs[1] - logs[0].unsqueeze(-1)
     wanted = prediction.reach_block(l, K, lengths)
     torch.testing.assert_close(reach_traversal(p, q, x, (-1, 0, 1), lengths), wanted, rtol=0, atol=1e-12)
@@ -102,7 +102,7 @@ def test_traversal_of_a_chain_is_predicted_as_block():
 def test_one_table_of_paths_serves_every_tree():
     """Of two tokens nothing is left to draw: what a node adds is the same in every tree that has its path."""
     B, T = 3, 7
-    p, q = (laws("dense", 2, B * T).view(B, T, 2) for _ in range(2))
+    p, q = (distributions("dense", 2, B * T).view(B, T, 2) for _ in range(2))
     x, lengths = torch.randint(2, (B, T)), torch.tensor([7, 4, 2])
     whole = full((2, 2, 2))
     chances, places = chances_traversal(p, q, x, whole, lengths, samples=1), paths_of(whole)
@@ -128,14 +128,14 @@ def refused_orders(p, q, count):
 
 
 def test_later_children_are_unbiased_and_their_noise_is_small():
-    p, q = laws("dense", 5, 6), laws("dense", 5, 6)
+    p, q = distributions("dense", 5, 6), distributions("dense", 5, 6)
     x = torch.tensor([0, 1, 2, 3, 4, 2])
     q[5, 4] = 0
     q[5] /= q[5].sum()
     exact = torch.zeros(6, 5, dtype=F64)
     for i, child in itertools.product(range(6), range(5)):
-        for chance, law, draft in refused_orders(p[i], q[i], child):
-            exact[i, child] += chance * torch.minimum(law, draft)[x[i]] / p[i, x[i]]
+        for chance, probs, draft in refused_orders(p[i], q[i], child):
+            exact[i, child] += chance * torch.minimum(probs, draft)[x[i]] / p[i, x[i]]
     assert exact[:, 2:].amax() > 0.02
     runs = by_draw(p.repeat(200, 1, 1), q.repeat(200, 1, 1), x.repeat(200, 1), 5, samples=8)  # each place its own noise
     assert (runs[:, :, :2] - exact[:, :2]).abs().max() < 1e-14
@@ -148,16 +148,18 @@ def test_later_children_are_unbiased_and_their_noise_is_small():
 
 def test_all_tokens_drafted_are_always_accepted():
     """Two tokens, two children: what the first refuses is the second. Three: the same, on average over the draws."""
-    p, q, x = laws("dense", 2, 40), laws("dense", 2, 40), torch.randint(2, (40,))
+    p, q, x = distributions("dense", 2, 40), distributions("dense", 2, 40), torch.randint(2, (40,))
     torch.testing.assert_close(by_draw(p, q, x, 2).sum(-1), torch.ones(40, dtype=F64), rtol=0, atol=1e-12)
-    p, q, x = laws("dense", 3, 40), laws("dense", 3, 40), torch.randint(3, (40,))
+    p, q, x = distributions("dense", 3, 40), distributions("dense", 3, 40), torch.randint(3, (40,))
     torch.testing.assert_close(by_draw(p, q, x, 3, samples=64).sum(-1), torch.ones(40, dtype=F64), rtol=0, atol=0.02)
-    assert (by_draw(p, p, x, 3) - torch.eye(3, dtype=F64)[0]).abs().max() < 1e-13  # equal laws: always the first
+    assert (
+        by_draw(p, p, x, 3) - torch.eye(3, dtype=F64)[0]
+    ).abs().max() < 1e-13  # equal distributions: always the first
 
 
 def test_ranks_count_from_the_likeliest_with_ties_by_id():
-    law = torch.tensor([0.2, 0.3, 0.2, 0.3, 0.0])
-    assert rank_of(law.expand(5, 5), torch.arange(5)).tolist() == [2, 0, 3, 1, 4]
+    probs = torch.tensor([0.2, 0.3, 0.2, 0.3, 0.0])
+    assert rank_of(probs.expand(5, 5), torch.arange(5)).tolist() == [2, 0, 3, 1, 4]
     assert by_rank(torch.tensor([[0, 2]]), 2).tolist() == [[[1, 0], [0, 0]]]
 
 
