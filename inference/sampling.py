@@ -1,9 +1,8 @@
 """Logits to distributions, and draws from distributions by given uniforms.
 
-B rows, V vocabulary. `probs_of` is where temperature and truncation act on the rows of one setting. Three more say the
-same and are tested against it: `batched.distributions.Regimes` (rows of several settings, on the device), and, at a
-temperature alone, one compiled pass (`models.step`, `models.one_pass`) and the losses
-(`cotrain.losses.served_distributions`).
+B rows, V vocabulary. Temperature acts in `_scaled` alone, which `probs_at` and `log_probs_at` call: for rows of one
+setting (`probs`), rows of several (`batched.distributions.Regimes`), compiled drafts (`models.step`, `models.one_pass`)
+and the losses (`cotrain.losses.served_distributions`).
 """
 
 import math
@@ -17,6 +16,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 Processor = Callable[[Tensor, Tensor], Tensor]
+Truncate = Callable[[Tensor], Tensor]  # logits (..., V) -> logits (..., V) with -inf where cut
 
 # settings of a generation config that change the distribution and cannot be asked for here, with what leaves it alone
 _NO_COUNTERPART: dict[str, tuple[Any, ...]] = {
@@ -186,15 +186,41 @@ def probs_of(logits: Tensor, sampling: Sampling) -> Tensor:
     """`probs` of one regime: logits (..., V), float32 at least."""
     if sampling.temperature == 0:
         return certain(logits)
-    if sampling.temperature != 1:
-        logits = logits / sampling.temperature
-    if 0 < sampling.top_k < logits.shape[-1]:
-        logits = keep_top_k(logits, sampling.top_k)
-    if sampling.top_p < 1:
-        logits = keep_top_p(logits, sampling.top_p)
-    if sampling.min_p > 0:
-        logits = keep_min_p(logits, sampling.min_p)
-    return logits.softmax(-1)
+
+    def truncate(logits: Tensor) -> Tensor:
+        if 0 < sampling.top_k < logits.shape[-1]:
+            logits = keep_top_k(logits, sampling.top_k)
+        if sampling.top_p < 1:
+            logits = keep_top_p(logits, sampling.top_p)
+        if sampling.min_p > 0:
+            logits = keep_min_p(logits, sampling.min_p)
+        return logits
+
+    return probs_at(logits, sampling.temperature, truncate)
+
+
+def probs_at(logits: Tensor, temperature: float | Tensor, truncate: Truncate | None = None) -> Tensor:
+    """softmax(truncate(logits / temperature)): logits (..., V), float32 at least; temperature above 0, a number or one
+    of each entry of the first dimension; truncate: -inf on what is cut. Returns (..., V)."""
+    scaled = _scaled(logits, temperature)
+    return (truncate(scaled) if truncate else scaled).softmax(-1)
+
+
+def log_probs_at(logits: Tensor, temperature: float | Tensor) -> Tensor:
+    """log `probs_at`, computed as a log-softmax."""
+    return _scaled(logits, temperature).log_softmax(-1)
+
+
+def _scaled(logits: Tensor, temperature: float | Tensor) -> Tensor:
+    if isinstance(temperature, Tensor):
+        return logits / by_row(temperature, logits)
+    return logits if temperature == 1 else logits / temperature
+
+
+def by_row(values: Tensor, like: Tensor) -> Tensor:
+    """(A,) -> (A, 1, ..., 1), as many dimensions as `like`; floating-point values in its dtype."""
+    values = values.to(like.dtype) if values.is_floating_point() else values
+    return values.view(-1, *(1,) * (like.dim() - 1))
 
 
 def certain(logits: Tensor) -> Tensor:

@@ -3,15 +3,12 @@
 n places, V vocabulary.
 """
 
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from inference.sampling import one_hot, wide
-
-Truncate = Callable[[Tensor], Tensor]  # logits (n,V) -> logits (n,V) with -inf where cut
+from inference.sampling import Truncate, log_probs_at, one_hot, wide
 
 
 class Distributions(Protocol):
@@ -23,8 +20,7 @@ class Distributions(Protocol):
 
 def log_probs(logits: Tensor, temperature: Tensor) -> Tensor:
     """log softmax(logits / temperature) in float32 at least, (n,V) and (n,) -> (n,V); at 0 as at 1."""
-    t = temperature.masked_fill(temperature == 0, 1.0)
-    return torch.log_softmax(wide(logits) / t.to(wide(logits))[:, None], -1)
+    return log_probs_at(wide(logits), temperature.masked_fill(temperature == 0, 1.0).to(logits.device))
 
 
 def greedy_probs(logs: Tensor, temperature: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from copy import copy
 import torch
 from torch import Tensor
 
-from inference.sampling import Sampling, certain, keep_min_p, keep_top_p, probs_of, wide
+from inference.sampling import Sampling, by_row, certain, keep_min_p, keep_top_p, probs_at, probs_of, wide
 
 
 class Regimes:
@@ -45,10 +45,9 @@ class Regimes:
         if self.alike is not None:
             return probs_of(wide(logits), self.alike)
         logits = wide(logits)
-        cut = self._cut(logits / self._by_row(self.divisor, logits))
-        probs = cut.softmax(-1)
+        probs = probs_at(logits, self.divisor, self._cut)
         if self.some_greedy:
-            probs = torch.where(self._by_row(self.greedy, probs), certain(logits), probs)
+            probs = torch.where(by_row(self.greedy, probs), certain(logits), probs)
         return probs
 
     @property
@@ -77,20 +76,14 @@ class Regimes:
             logits = self._top_k(logits)
         if len(self.nucleus):
             rows = logits.index_select(0, self.nucleus)
-            logits = logits.index_copy(0, self.nucleus, keep_top_p(rows, rest=self._by_row(self.rest, rows)))
-        return keep_min_p(logits, self._by_row(self.min_p, logits)) if self.least else logits
+            logits = logits.index_copy(0, self.nucleus, keep_top_p(rows, rest=by_row(self.rest, rows)))
+        return keep_min_p(logits, by_row(self.min_p, logits)) if self.least else logits
 
     def _top_k(self, logits: Tensor) -> Tensor:
         """-inf below the k-th largest of each row, k of its own; 0 keeps all."""
         V = logits.shape[-1]
-        k = self._by_row(self.top_k, logits).expand(*logits.shape[:-1], 1)
+        k = by_row(self.top_k, logits).expand(*logits.shape[:-1], 1)
         largest = logits.topk(min(self.most, V), dim=-1).values
         least = largest.gather(-1, (k - 1).clamp(0, largest.shape[-1] - 1))
         least = torch.where((k > 0) & (k < V), least, -math.inf)
         return logits.masked_fill(logits < least, -math.inf)
-
-    @staticmethod
-    def _by_row(values: Tensor, like: Tensor) -> Tensor:
-        """(A,) -> (A, 1, ..., 1), as many dimensions as `like`, in its dtype where both are numbers with a point."""
-        values = values.to(like.dtype) if values.is_floating_point() else values
-        return values.view(-1, *(1,) * (like.dim() - 1))

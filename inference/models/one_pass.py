@@ -15,7 +15,7 @@ from inference.models.compiled import Compiled
 from inference.models.cuda_graphs import Captured
 from inference.models.passes import LAST
 from inference.models.step import Step
-from inference.sampling import certain, draw, one_hot, wide
+from inference.sampling import certain, draw, one_hot, probs_at, wide
 
 if TYPE_CHECKING:
     from inference.models.lm import LM
@@ -49,7 +49,7 @@ class OnePass(Step):
         if self.greedy:
             likeliest = logits.argmax(-1)
             return likeliest, one_hot(likeliest, logits)
-        distributions = (logits / temperature.to(logits.dtype).view(-1, 1, 1)).softmax(-1)
+        distributions = probs_at(logits, temperature)
         return draw(distributions, u), distributions
 
     def logits(self, masked: Masked, *stored: Any) -> Tensor:

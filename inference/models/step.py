@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from inference.models import llama
 from inference.models.forward import additive, attention, picked, scaled, seen_from, seen_on_paths
 from inference.models.passes import LAST, Branches, Layers
-from inference.sampling import certain, draw, one_hot, wide
+from inference.sampling import certain, draw, one_hot, probs_at, wide
 
 if TYPE_CHECKING:
     from inference.proposers.base import Round
@@ -122,7 +122,7 @@ class Drafting(Step):
             if self.greedy:
                 ids = logits.argmax(-1)
                 return ids, one_hot(ids, logits)
-            probs = (logits / temperature.to(logits.dtype).unsqueeze(-1)).softmax(-1)
+            probs = probs_at(logits, temperature)
             return draw(probs, u[:, len(drafts)]), probs
 
         return self.chosen(chosen, tails, ends, scale, cos, sin, slots, keys, values)
