@@ -1,0 +1,56 @@
+"""A draft that goes on from a folder keeps what the folder says of its settings, or is refused: no setting is lost."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cotrain.config.groups import Draft, Init
+from cotrain.students.base import KINDS, OPTIONAL, UNTRAINED, student_class
+from inference.models.lm import load_model
+from tests.draft_folders import BARE, draft_folder
+from tests.folders import VOCABULARY, target_folder
+
+# what each setting of a kind may be, other than its default; "datastore" names files and is tested with look-up
+OTHER: dict[str, Any] = {
+    "depths": [2, 5], "rank": [1, 3], "vocabulary": [20, 40], "temperatures": [[0.0, 0.5], [0.3, 0.9]],
+}  # fmt: skip
+TRAINED = [kind for kind in KINDS if kind not in UNTRAINED]
+CASES = [(kind, key) for kind in TRAINED for key in student_class(kind).takes if key in OTHER]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return target_folder(tmp_path_factory.mktemp("initial") / "target")
+
+
+def test_every_setting_of_a_kind_is_here() -> None:
+    assert set(OPTIONAL) - set(OTHER) == {
+        "datastore",
+        "shortest",
+        "bits",
+        "inner",
+    }  # of look-up, always given, and of kinds without training
+
+
+def stated(network: Any) -> dict[str, Any]:
+    """What the folder of a network says of its drafts."""
+    config = network.config.to_dict()
+    names = ("depths", "pard_depths", "num_heads", "rank", "draft_vocab_size", "draft_temperatures")
+    return {name: config[name] for name in names if name in config}
+
+
+@pytest.mark.parametrize(("kind", "key"), CASES, ids=lambda one: str(one))
+def test_no_setting_of_the_folder_is_lost(kind: str, key: str, target: Path, tmp_path: Path) -> None:
+    model, folders = load_model(str(target)), []
+    for number, value in enumerate(OTHER[key]):
+        folder = draft_folder(tmp_path / str(number), target, kind, **{key: value})
+        folders.append(stated(student_class(kind).load(folder, model, VOCABULARY).network))
+        draft = Draft(kind=kind, **BARE | {"path": str(folder), "layers": None})
+        try:
+            again = student_class(kind).initial(draft, Init("pretrained", [0], 0.0), model)
+        except ValueError as error:
+            assert any(f"draft.{one}" in str(error) for one in student_class(kind).takes)
+            continue
+        assert stated(again) == folders[-1]
+    assert folders[0] != folders[1]  # else `stated` does not see this setting
