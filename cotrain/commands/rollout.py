@@ -3,6 +3,7 @@
 from cotrain.commands.served_pair import refuse_pair
 from cotrain.config.regimes import sampling
 from cotrain.config.settings import RolloutConfig
+from cotrain.data.prompt_lengths import prompt_tokens
 from cotrain.errors import UserError
 from cotrain.rollout.kept_texts import beside
 from cotrain.rollout.training_texts import Source
@@ -35,8 +36,11 @@ def _prompts(cfg: RolloutConfig) -> Source:
             server("rollout.url", cfg.rollout.url)
         if cfg.draft.path:
             refuse_pair(cfg.draft.path, cfg.target.path, cfg.target.trust_remote_code)
-        asked = cfg.rollout
-        fits("rollout.prompt_tokens", asked.prompt_tokens, "rollout.new_tokens", asked.new_tokens, holds(target.config))
+        asked, room = cfg.rollout, holds(target.config)
+        if not asked.prompt_tokens:
+            train = source(cfg, "train", target, tokenizer) if cfg.data.path else None
+            asked.prompt_tokens = prompt_tokens(train, room - asked.new_tokens)
+        fits("rollout.prompt_tokens", asked.prompt_tokens, "rollout.new_tokens", asked.new_tokens, room)
         return source(cfg, cfg.kind, target, tokenizer)
     except (ValueError, OSError) as error:
         raise UserError(" ".join(str(error).split())) from error

@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -38,13 +39,14 @@ def run(cfg: TrainConfig) -> float | None:
         return None
     kinds = partial(kind, rounds=cfg.rollout.rounds)
     state = refuse(cfg.output, cfg.overwrite, settings, kinds)
+    start = time.monotonic()
     known = None if state == "finished" and not cfg.check else require(cfg)  # before what is there is replaced
     if cfg.check and known:
         print("\n".join(check(cfg, known)))
         return None
     with claim(cfg.output, cfg.overwrite, settings, kinds) as folder:
         if folder.state != "finished":
-            distil(cfg, folder.path, known.sources if known else None)
+            distil(cfg, folder.path, known.sources if known else None, start)
             folder.finish()
         elif late := [key for key in folder.changed if key != "measure"]:
             print(f"output={cfg.output} is finished, {', '.join(late)} came too late: cotrain bench measures "

@@ -147,8 +147,9 @@ class Data:
 class Rollout:
     """Texts sampled from the target: prompts a domain for training and for evaluation, and their lengths in tokens."""
 
-    texts: int
-    held_out_texts: int
+    texts: int  # at most, of each domain, to learn from
+    held_out_texts: int  # at most, of each domain, to be judged on
+    # longer prompts are left out, texts are cut to so many; 0: as long as 95 % of data.path's prompts, 48 without such
     prompt_tokens: int
     new_tokens: int
     temperatures: list[float]  # of the held-out texts

@@ -69,7 +69,7 @@ RULES: dict[str, Rule] = {
     "data.embedded_shares": SHARE,
     "rollout.texts": SOME,
     "rollout.held_out_texts": SOME,
-    "rollout.prompt_tokens": SOME,
+    "rollout.prompt_tokens": ANY,
     "rollout.new_tokens": SOME,
     "rollout.temperatures": TEMPERATURE,
     "rollout.train_temperatures": TEMPERATURE,

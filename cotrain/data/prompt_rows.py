@@ -33,15 +33,14 @@ class PromptRows:
         return said if found else ""
 
     def prompts(self, count: int, tokens: int, seed: int) -> list[tuple[str, list[int]]]:
-        """(domain, prompt ids) of `count` rows of each domain, as `chosen`. Raises ValueError when one has fewer."""
+        """(domain, prompt ids) of at most `count` rows of each domain, as `chosen`. Raises ValueError for a domain
+        without a prompt of at most `tokens` ids."""
         chosen = self.chosen(count, tokens, seed)
-        for domain in {row["domain"] for row in self.rows}:
-            found = sum(row["domain"] == domain for row in chosen)
-            if found < count:
-                longest = max(len(row["prompt"]) for row in self.rows if row["domain"] == domain)
-                raise ValueError(f"rollout.texts, rollout.held_out_texts: {count} prompts asked of {domain}, there are "
-                                 f"{found} of at most rollout.prompt_tokens={tokens}: ask for {found} or fewer, or "
-                                 f"raise rollout.prompt_tokens: the longest has {longest}")  # fmt: skip
+        present = {row["domain"] for row in chosen}
+        for domain in sorted({row["domain"] for row in self.rows} - present):
+            shortest = min(len(row["prompt"]) for row in self.rows if row["domain"] == domain)
+            raise ValueError(f"data.path: {domain} has no prompt of at most rollout.prompt_tokens={tokens}, the "
+                             f"shortest has {shortest}: raise rollout.prompt_tokens")  # fmt: skip
         return [(row["domain"], row["prompt"]) for row in chosen]
 
     def chosen(self, count: int, tokens: int, seed: int) -> list[Row]:
@@ -79,14 +78,11 @@ class TextStarts:
         return ""
 
     def prompts(self, count: int, tokens: int, seed: int) -> list[tuple[str, list[int]]]:
-        """(domain, prompt ids) of `count` texts of each domain, by seed. Raises ValueError when one has fewer."""
+        """(domain, prompt ids) of at most `count` texts of each domain, by seed."""
         generator, found = torch.Generator().manual_seed(seed), []
         domains: list[str] = list(self.starts["domain"])
         for domain in sorted(set(domains)):
             mine = [place for place, name in enumerate(domains) if name == domain]
-            if len(mine) < count:
-                raise ValueError(f"rollout.texts, rollout.held_out_texts: {count} prompts asked of {domain}, there are "
-                                 f"{len(mine)}: ask for {len(mine)} or fewer, or give more text")  # fmt: skip
             order = torch.randperm(len(mine), generator=generator)[:count].tolist()
             texts = self.starts[[mine[i] for i in order]]["text"]
             found += [(domain, ids[:tokens]) for ids in encoded(texts, self.tokenizer)]

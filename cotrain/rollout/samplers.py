@@ -145,9 +145,11 @@ class Remote:
 
 def collect(
     sampler: Sampler, asked: list[tuple[str, list[int]]], sampling: Sampling, new_tokens: int, seed: int, partial: Path,
-    say: Say | None = None, keys: Sequence[int] | None = None,
+    say: Say | None = None, keys: Sequence[int] | None = None, seconds: float | None = None,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Sample a continuation of every (domain, prompt); rows of `kept_texts.FEATURES`, end tokens kept.
+
+    seconds: no batch begins that would end later, so that rows may be fewer than asked for; the first one always does.
 
     Finished batches are kept in the file `partial`, so an interrupted run goes on with the next one. say: takes a line
     a batch; None: see `Display`. keys: of the noise, by default the place in the
@@ -172,6 +174,10 @@ def collect(
             rows += made
             speed = sum(len(row["completion"]) for row in rows[begun:]) / (time.perf_counter() - clock)
             display.to(len(rows), f"{speed:.0f} tokens/s")
+            batches, spent = (len(rows) - begun) / sampler.rows, time.perf_counter() - clock
+            if seconds and len(rows) < len(asked) and spent * (1 + 1 / batches) > seconds:
+                print(f"sampling ends with {len(rows)} of {len(asked)} texts, which minutes= leaves time for")
+                break
     return rows
 
 

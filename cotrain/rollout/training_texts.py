@@ -2,8 +2,9 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,7 +54,8 @@ class Sampled:
     kind: "train" or "held_out" (the split that the prompts come from). folder: where own sets are kept. source: what
     prompts are made from, see `inputs.made_from`, by kind. by: who samples, this engine when None; server: its model,
     as the set's manifest says it; on_draft: share of the texts of all parts but the first that the draft under training
-    continues. identity: the target's, see `fingerprints.identity`, found out when None.
+    continues. identity: the target's, see `fingerprints.identity`, found out when None. minutes: the run's budget, with
+    which sets may hold fewer texts than asked for; seconds: what sampling a set may take then, by kind.
     """
 
     target: PreTrainedModel
@@ -67,6 +69,8 @@ class Sampled:
     server: str | None = None
     on_draft: float = 0.0
     identity: Mapping[str, Any] | None = None
+    minutes: float | None = None
+    seconds: Mapping[str, float] = field(default_factory=dict)
 
     def texts(
         self, kind: str, sampling: Sampling, source: Callable[[], Source], say: Say | None = None, part: Share = WHOLE
@@ -91,10 +95,12 @@ class Sampled:
             return path
         partial = kept_texts.beside(path, f"{_digest(made)}.partial.jsonl")  # of this very set
         asked = source.prompts(self.ask.texts[kind], self.ask.prompt_tokens, self.seed)
-        mine = range(part.place, len(asked), part.of)  # of every domain
+        mine: Sequence[int] = range(part.place, len(asked), part.of)  # of every domain
+        if self.minutes:  # which may end the sampling: some of each domain first
+            mine = _in_turn([asked[i][0] for i in mine], mine)
         rows = samplers.collect(self._sampler(), [asked[i] for i in mine], sampling, self.ask.new_tokens, self.seed,
-                               partial, say, mine)  # fmt: skip
-        kept_texts.save(rows, path, made)
+                               partial, say, mine, self.seconds.get(kind))  # fmt: skip
+        kept_texts.save(rows, path, made if len(rows) < len(mine) else _whole(made))
         partial.unlink()
         return path
 
@@ -107,15 +113,17 @@ class Sampled:
     def _manifest(self, kind: str, sampling: Sampling, part: Share) -> dict[str, object]:
         made = {"kind": kind, "regime": regime(sampling), "target": self._target(), "seed": self.seed,
                 "source": self.source[kind], "texts": self.ask.texts[kind], "prompt_tokens": self.ask.prompt_tokens,
-                "new_tokens": self.ask.new_tokens} | ({"server": self.server} if self.server else {}) | (
+                "new_tokens": self.ask.new_tokens} | (
+                {"minutes": self.minutes} if self.minutes else {}) | (
+                {"server": self.server} if self.server else {}) | (
                 {"part": list(part)} if part.of > 1 else {}) | (
                 {DRAFTED: self.on_draft} if self.on_draft and part.place else {})  # fmt: skip
         return dict(json.loads(json.dumps(made)))  # as it is read back
 
     def _fits(self, path: Path, kind: str, sampling: Sampling, part: Share) -> bool:
         """Made by this very target in this regime from such prompts: any other set is no data for this run."""
-        found = _made(kept_texts.manifest(path))
-        return found is not None and found == self._manifest(kind, sampling, part)
+        found, made = _made(kept_texts.manifest(path)), self._manifest(kind, sampling, part)
+        return found is not None and found in (made, _whole(made))
 
     def _apart(self, path: Path, kind: str, sampling: Sampling, part: Share) -> str | None:
         """What keeps a kept set from being used, in words; None without one."""
@@ -123,6 +131,21 @@ class Sampled:
         if found is None:
             return None
         return f"{kept_texts.beside(path, 'parquet')}: {said(found, self._manifest(kind, sampling, part))}"
+
+
+def _whole(manifest: dict[str, Any]) -> dict[str, Any]:
+    """Of a set with all texts that were asked for, which no budget changed."""
+    return {key: value for key, value in manifest.items() if key != "minutes"}
+
+
+def _in_turn(domains: Sequence[str], places: Sequence[int]) -> list[int]:
+    """The places, the first of each domain before the second of any."""
+    count: Counter[str] = Counter()
+    turns = []
+    for domain, place in zip(domains, places, strict=True):
+        turns.append((count[domain], place))
+        count[domain] += 1
+    return [place for _, place in sorted(turns)]
 
 
 def _made(manifest: dict[str, Any] | None) -> dict[str, Any] | None:

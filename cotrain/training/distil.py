@@ -42,9 +42,10 @@ from cotrain.training.assembly import (
 from cotrain.training.callbacks import MeasureSpeed
 from cotrain.training.fit import as_served, fit
 from cotrain.training.interrupts import Signals, listening
-from cotrain.training.job import Job, models, objective, settle
+from cotrain.training.job import Job, models, objective, settle, source
 from cotrain.training.module import Distillation, alpha_of
 from cotrain.training.names import of_loss
+from cotrain.training.preconditions import fill_prompt_tokens
 from inference.drafts.atomic import write_atomic
 from inference.drafts.compatibility import hash_target
 from inference.drafts.draft_folder import Metadata, save
@@ -52,24 +53,29 @@ from inference.measure.environment import environment
 from inference.report import replay
 
 
-def distil(cfg: TrainConfig, folder: Path, sources: Mapping[str, Source] | None = None) -> dict[str, Any]:
+def distil(
+    cfg: TrainConfig, folder: Path, sources: Mapping[str, Source] | None = None, start: float | None = None
+) -> dict[str, Any]:
     """Run or resume the job in `folder`, whose settings `preconditions.require` passed; returns the report of the
     exported draft, nothing with measure=false, which exports the weights of the last step. sources: texts that were
-    read already.
+    read already; start: when the run began, by time.monotonic(), now when None: minutes= counts from there.
 
     Raises Interrupted when a signal ends it: what is done is kept.
     """
     with listening() as signals, others(cfg, folder) as loggers:
-        return _distilled(cfg, folder, dict(sources or {}), signals, loggers)
+        begin = time.monotonic() if start is None else start
+        return _distilled(cfg, folder, dict(sources or {}), signals, loggers, begin)
 
 
 def _distilled(
-    cfg: TrainConfig, folder: Path, sources: dict[str, Source], signals: Signals, loggers: list[Logger]
+    cfg: TrainConfig, folder: Path, sources: dict[str, Source], signals: Signals, loggers: list[Logger], start: float
 ) -> dict[str, Any]:
     assert cfg.policy.k is not None
-    start = time.monotonic()
     settle(cfg.trainer.threads, cfg.trainer.seed)
     target, tokenizer = models(cfg)
+    if cfg.data.path and "train" not in sources:
+        sources["train"] = source(cfg, "train", target, tokenizer)
+    fill_prompt_tokens(cfg, target, sources.get("train"))
     job = Job(cfg, folder, target, tokenizer, sources, signals=signals, loggers=loggers, start=start)
     job.shape = shape(job)
     student = begun(cfg, target, job.vocabulary)
@@ -222,7 +228,7 @@ def served_as(cfg: TrainConfig) -> dict[str, Any]:
     """What `cotrain bench` and its like measure with unless other settings are typed, see `served_pair.as_trained`."""
     return {
         "verify": cfg.verify,
-        "prompt_tokens": cfg.bench.prompt_tokens,
+        "prompt_tokens": cfg.rollout.prompt_tokens if cfg.data.path else cfg.bench.prompt_tokens,
         "quantisation": cfg.quantisation.kind,
         "chat": cfg.data.chat,
         "template": OmegaConf.to_container(cast(Any, cfg.data.template)),

@@ -13,7 +13,7 @@ import torch
 from cotrain.config.regimes import judged, learnt
 from cotrain.config.settings import TrainConfig
 from cotrain.training.preconditions import Known, domains
-from cotrain.training.run_budget import left_of
+from cotrain.training.run_budget import SAMPLING, left_of
 from cotrain.training.sizes import size_of
 from inference.measure.environment import device
 from inference.models.dtypes import half
@@ -61,6 +61,8 @@ def durations(cfg: TrainConfig, known: Known) -> Durations:
     texts = _texts(cfg, known)
     plain = machine.step(big, ask.rows, each)
     sampling = texts / ask.rows * ask.new_tokens * plain + machine.work(big, texts * ask.prompt_tokens)
+    if cfg.minutes:
+        sampling = min(sampling, 60 * cfg.minutes * sum(SAMPLING.values()))
     tokens = cfg.trainer.steps * cfg.trainer.accumulate * cfg.trainer.batch * cfg.data.block
     training = machine.work(big + 3.0 * small, tokens / (cfg.trainer.devices * cfg.trainer.nodes))
     held = texts - _count(cfg, known, "train")
@@ -86,8 +88,11 @@ def _texts(cfg: TrainConfig, known: Known) -> int:
 
 def _count(cfg: TrainConfig, known: Known, split: str) -> int:
     """Texts of a split that are sampled, over its domains and temperatures."""
-    each, ask = len(domains(cfg, known.sources, split)), cfg.rollout
-    return ask.texts * each * len(learnt(cfg)) if split == "train" else ask.held_out_texts * each * len(judged(cfg))
+    ask = cfg.rollout
+    most, sets = (ask.texts, len(learnt(cfg))) if split == "train" else (ask.held_out_texts, len(judged(cfg)))
+    if split in known.sources:
+        return len(known.sources[split].prompts(most, ask.prompt_tokens, ask.seed)) * sets
+    return most * len(domains(cfg, known.sources, split)) * sets
 
 
 def measured(size: int = 1024, repeats: int = 3) -> Machine:

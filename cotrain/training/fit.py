@@ -138,7 +138,7 @@ def _trained(job: Job, module: Distillation, extra: list[Callback], phase: Phase
     validation = time.monotonic() - began
     _remember(job, module, corpus, sampled)
     if not done:
-        _budgeted(job, progress, trainer, validation)
+        _budgeted(job, clock, trainer, validation)
     texts = _loader(cfg, phase, done, corpus, sampled, trainer)
     _stepped(job, trainer, module, (texts, asks), last if done else None)
     if not rank():
@@ -163,12 +163,17 @@ def _stepped(
     job.signals.check(f"interrupted at step {trainer.global_step}, kept; the same command resumes")
 
 
-def _budgeted(job: Job, progress: Progress, trainer: lightning.Trainer, validation: float) -> None:
-    """Give the training its minutes, the same in every process. validation: seconds of that before the first step."""
+def _budgeted(job: Job, clock: Clock, trainer: lightning.Trainer, validation: float) -> None:
+    """Give the training its minutes and validations, the same in every process. validation: seconds of that before the
+    first step."""
     if not job.cfg.minutes:
         return
-    left = run_budget.left_of(job.cfg, time.monotonic() - job.start, validation)
-    progress.leave(trainer.strategy.broadcast(left))
+    progress, left = clock.progress, run_budget.left_of(job.cfg, time.monotonic() - job.start, validation)
+    left, clock.validations = trainer.strategy.broadcast((left, run_budget.validations(job.cfg, validation)))
+    progress.leave(left)
+    if clock.validations < job.cfg.trainer.validations and not rank():
+        print(f"one validation takes {validation:.0f} s: {clock.validations} of trainer.validations="
+              f"{job.cfg.trainer.validations} fit minutes={job.cfg.minutes:g}")  # fmt: skip
     if not rank():
         more = (
             ": what comes before and behind it takes longer than that leaves" if left <= LEAST * job.cfg.minutes else ""

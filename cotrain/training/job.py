@@ -32,6 +32,7 @@ from cotrain.teacher.target_model import adapted, load_pair, served
 from cotrain.teacher.top_k import TopKAndRest
 from cotrain.training.interrupts import Signals
 from cotrain.training.names import of_draft
+from cotrain.training.run_budget import sampling_seconds
 from inference import load
 from inference.drafts.draft_folder import OBJECTIVES
 from inference.measure.real_costs import RealRound
@@ -103,7 +104,10 @@ class Job:
     def sampled(self, by: Sampler | None = None) -> Sampled:
         """Texts of the target, those that are not kept sampled by `by`: by the target alone, or a server, when None."""
         place = Path(self.cfg.rollout.folder or self.folder / "rollouts")
-        found = replace(sampled(self.cfg, self.target, self.tokenizer, place), identity=self.identity)
+        found = replace(
+            sampled(self.cfg, self.target, self.tokenizer, place), identity=self.identity,
+            minutes=self.cfg.minutes, seconds=sampling_seconds(self.cfg),
+        )  # fmt: skip
         return found if by is None else replace(found, by=lambda: by)
 
     def source(self, split: str) -> Source:

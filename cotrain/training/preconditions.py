@@ -19,6 +19,7 @@ from cotrain.bench import measurement
 from cotrain.board.loggers import WANDB
 from cotrain.config.groups import Bench, Trainer
 from cotrain.config.settings import TrainConfig
+from cotrain.data.prompt_lengths import prompt_tokens
 from cotrain.data.prompt_rows import PromptRows
 from cotrain.data.splits import SPLITS, apart
 from cotrain.errors import UserError
@@ -61,8 +62,10 @@ def require(cfg: TrainConfig) -> Known:
         target, tokenizer = outline(cfg.target.path, cfg.target.trust_remote_code)
         _target(cfg, target, tokenizer)
         draft = _draft(cfg, target, tokenizer)
+        sources = _sources(cfg, target, tokenizer)
+        fill_prompt_tokens(cfg, target, sources.get("train"))
         _lengths(cfg, target, draft)
-        sources = _texts(cfg, target, tokenizer)
+        _texts(cfg, target, sources)
         _shares(cfg, sources)
     except UserError:
         raise
@@ -247,11 +250,23 @@ def not_larger(origin: str, target: Size, draft: Size) -> None:
                             "draft must be the smaller model")  # fmt: skip
 
 
-def _texts(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> dict[str, Source]:
-    """Own texts, read as the run reads them, and as many prompts as it samples from; none of the embedded corpora."""
-    if cfg.data.path is None:
-        return {}
-    found, ask = {split: source(cfg, split, target, tokenizer) for split in SPLITS}, cfg.rollout
+def _sources(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> dict[str, Source]:
+    """Own texts by split, read as the run reads them; none of the embedded corpora."""
+    return {split: source(cfg, split, target, tokenizer) for split in SPLITS} if cfg.data.path else {}
+
+
+def fill_prompt_tokens(cfg: TrainConfig, target: PreTrainedModel, train: Source | None) -> None:
+    """Give `rollout.prompt_tokens` its value where it is 0; train: own texts to learn from, if there are."""
+    if not cfg.rollout.prompt_tokens:
+        room = holds(target.config) - max(cfg.rollout.new_tokens, timed(cfg.bench))
+        cfg.rollout.prompt_tokens = prompt_tokens(train, room)
+
+
+def _texts(cfg: TrainConfig, target: PreTrainedModel, found: Mapping[str, Source]) -> None:
+    """Whether own texts give prompts to learn from, to rank and to measure by."""
+    if not found:
+        return
+    ask = cfg.rollout
     for split, texts in found.items():
         print(texts.left_out(ask.prompt_tokens, split), end="")
     for split, count in (("train", ask.texts), ("held_out", ask.held_out_texts)):
@@ -265,7 +280,6 @@ def _texts(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> d
     long = holds(target.config)
     if cfg.trainer.corpus_steps and cfg.data.block > long and not isinstance(found["train"], PromptRows):
         raise UserError(f"data.block={cfg.data.block}: the target holds texts of at most {long} tokens")
-    return found
 
 
 def domains(cfg: TrainConfig, sources: Mapping[str, Source], split: str) -> set[str]:

@@ -45,10 +45,10 @@ class Metadata:
 
     target: {"name": hub id, path or "bundled", "config": hash, "tokenizer": hash}, see `hash_target`.
     k: planned draft length in tokens, of chains. objective: "sampled", trained for acceptance sum_v min(p, q), or
-    "greedy", for p(argmax q). regime: the sampling settings it was trained for. made: command, commit,
-    versions, date, loss. kind: of proposer. report: SHA-256 of report.json, filled in by `save`. int8: whether it was
-    measured with its weights rounded to 8 bits, as `inference.load` then runs it on a CPU. tree: what is drafted in
-    place of a chain, None where chains were faster.
+    "greedy", for p(argmax q). regime: the sampling settings it was trained for. origin (`made` in the file): command,
+    commit, versions, date, loss. kind: of proposer. report: SHA-256 of report.json, filled in by `save`. int8: whether
+    it was measured with its weights rounded to 8 bits, as `inference.load` then runs it on a CPU. tree: what is drafted
+    in place of a chain, None where chains were faster.
 
     Raises ValueError naming the key and what was found.
     """
@@ -144,7 +144,8 @@ def write(
 
 def describe(folder: Path, metadata: Metadata) -> None:
     """Write what a folder of weights is."""
-    (folder / METADATA).write_text(_json(asdict(metadata)), encoding="utf-8")
+    values = {"made" if key == "origin" else key: value for key, value in asdict(metadata).items()}
+    (folder / METADATA).write_text(_json(values), encoding="utf-8")
 
 
 def _config(model: PreTrainedModel) -> PretrainedConfig:
@@ -200,13 +201,14 @@ def read(folder: str | Path) -> Folder:
 
 def _metadata(file: Path) -> Metadata:
     values = read_json(file)
-    names = {item.name for item in fields(Metadata)}
+    names = {item.name for item in fields(Metadata)} ^ {"origin", "made"}
     try:
         # the version first: another one may well have other keys
         if values.get("format") != FORMAT:
             raise ValueError(f"format is {values.get('format')!r}, this version reads {FORMAT}")
         if odd := (set(values) ^ names) - (LATER - set(values)):
             raise ValueError(f"keys missing or unknown: {', '.join(sorted(odd))}")
+        values = {"origin" if key == "made" else key: value for key, value in values.items()}
         return Metadata(**values | {"tree": PlannedTree.read(values.get("tree"))})
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error

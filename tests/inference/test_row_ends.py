@@ -3,6 +3,7 @@
 from itertools import product
 
 import pytest
+from transformers import LlamaForCausalLM
 
 from inference import Engine, Sampling
 from inference.policy import Fixed
@@ -23,7 +24,7 @@ def text() -> list[int]:
     return tokens
 
 
-def target(end: int | None):  # noqa: ANN201
+def target(end: int | None) -> LlamaForCausalLM:
     return tiny(folders.VOCABULARY, seed=12, eos=end)
 
 

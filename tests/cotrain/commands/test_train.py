@@ -366,7 +366,6 @@ def test_a_bad_target_is_one_line_and_leaves_nothing(
         ("init.kind=pretrained", "init.kind: 'pretrained'"),
         ("policy.k=null", "policy.k: "),
         ("bench.depths=[0]", "bench.depths: [0]"),
-        ("rollout.held_out_texts=500", "rollout.held_out_texts: 500 prompts asked of own"),
     ],
 )
 def test_a_setting_that_cannot_work_is_named(

@@ -3,6 +3,8 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +13,9 @@ from transformers import LlamaForCausalLM
 from cotrain.data.prompt_rows import PromptRows
 from cotrain.data.sources import Blocks
 from cotrain.data.texts import Learnt, of_blocks
-from cotrain.rollout import kept_texts, training_texts
+from cotrain.rollout import kept_texts, samplers, training_texts
 from cotrain.rollout.samplers import Ask, Own, Remote, collect
-from cotrain.rollout.training_texts import Sampled, name
+from cotrain.rollout.training_texts import WHOLE, Sampled, name
 from inference import Engine, Sampling
 from inference.proposers import Independent
 from inference.servers.openai_client import Completion
@@ -82,6 +84,42 @@ def test_an_interrupted_collection_goes_on_as_if_it_had_not_been(target: LlamaFo
     assert run(tmp_path / "partial.jsonl", said.append, rows=3) == whole
     assert len(said) == 1 and "7/7" in said[0]
     assert (tmp_path / "partial.jsonl").read_text() == (tmp_path / "whole.jsonl").read_text()
+
+
+def test_sampling_ends_with_its_seconds(
+    target: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch of two takes ten seconds; none begins that would end later, and the first always does."""
+    asked, now = [("a", [5 + i]) for i in range(9)], [0.0]
+    monkeypatch.setattr(samplers, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    class Slow(Own):
+        def __call__(self, *arguments: Any) -> list[list[int]]:
+            now[0] += 10.0
+            return super().__call__(*arguments)
+
+    for seconds, count in ((None, 9), (1000.0, 9), (39.0, 6), (30.0, 6), (1.0, 2)):
+        sampler = Slow(Engine(target, rows=2))
+        rows = collect(sampler, asked, WARM, 2, 0, tmp_path / f"{seconds}", quiet, None, seconds)
+        assert [row["prompt"] for row in rows] == [prompt for _, prompt in asked[:count]]
+
+
+def test_a_budget_leaves_some_of_every_domain(target: LlamaForCausalLM, tmp_path: Path) -> None:
+    """A set that its minutes cut short holds all domains, is used by runs of the same budget and by no other; a whole
+    one is used by all."""
+    prompts = PromptRows([{"domain": "ab"[i >= 5], "prompt": [5 + i, 6], "completion": []} for i in range(8)])
+    whole = Sampled(target, tokenizer(), tmp_path, Ask({"train": 5}, 4, 3), 2, 1, {"train": "own"})
+    short = replace(whole, minutes=3.0, seconds={"train": 1e-9})
+    path = short.sample("train", WARM, prompts, quiet)
+    assert [row["domain"] for row in kept_texts.read(path)] == ["a", "b"]
+    assert short._fits(path, "train", WARM, WHOLE)
+    assert not whole._fits(path, "train", WARM, WHOLE) and not replace(short, minutes=4.0)._fits(
+        path, "train", WARM, WHOLE
+    )
+    path = replace(short, seconds={"train": 1e9}).sample("train", WARM, prompts, quiet)
+    domains = [row["domain"] for row in kept_texts.read(path)]
+    assert sorted(domains) == ["a"] * 5 + ["b"] * 3 and domains[:4] == ["a", "b", "a", "b"]
+    assert all(one._fits(path, "train", WARM, WHOLE) for one in (whole, short))
 
 
 def test_completions_keep_their_end_and_stop_there(target: LlamaForCausalLM, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A training that was not measured (measure=false) is measured later: the draft is what its last checkpoint says is served,
+"""A training that was not measured (measure=false) is measured later: the draft is what its last checkpoint says,
 whatever ended the training."""
 
 from itertools import count

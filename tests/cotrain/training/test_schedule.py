@@ -14,9 +14,9 @@ import torch
 from omegaconf import OmegaConf
 
 from cotrain.cli import main
+from cotrain.commands import train as commands
 from cotrain.config.resume import kind
 from cotrain.training import clock as clocks
-from cotrain.training import distil as distils
 from cotrain.training import fit as fits
 from cotrain.training import job as jobs
 from cotrain.training import progress as schedules
@@ -192,7 +192,7 @@ def test_a_run_leaves_time_for_what_comes_behind_its_training(
     monkeypatch.setattr(clocks, "time", SimpleNamespace(monotonic=monotonic))
     monkeypatch.setattr(fits, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(jobs, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(distils, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(commands, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(Distillation, "judge", judge)
     settings = ("minutes=1.0", "trainer.steps=1000", "trainer.validations=1", "measure=false")
     assert quick(place, "in time", *settings) == 0

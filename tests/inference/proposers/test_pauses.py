@@ -1,4 +1,4 @@
-"""Rounds in which no row drafts, with rows that enter, leave and move meanwhile, change nothing of what is drafted later."""
+"""Rounds in which no row drafts, while rows enter, leave and move, change nothing of what is drafted later."""
 
 from collections.abc import Sequence
 from typing import Any
