@@ -1,6 +1,7 @@
 """What the value of a setting may be. Every command checks its settings here before it does anything else."""
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,6 +13,9 @@ if TYPE_CHECKING:
 
 DTYPES = ("auto", "float64", "float32", "bfloat16", "float16")
 MOST_NODES = 62  # of inference.models.passes, a test compares them
+UNTRAINED = ("retrieval", "quantised", "two_levels")  # of cotrain.students, which take torch; a test compares them
+OF_STEPS = ("steps", "corpus_steps", "batch", "validations", "checkpoint_minutes", "top", "accumulate", "clip", "ema",
+            "minutes", "remember_mb")  # fmt: skip
 COLDEST = 1e-5  # of inference.sampling, which takes torch to import; a test compares them
 
 
@@ -143,11 +147,16 @@ def refuse(command: str, cfg: "DictConfig") -> None:
 
 
 class Unread(NamedTuple):
-    """A setting that nothing reads in some runs. when: whether this is such a run; instead: what to set."""
+    """Settings that nothing reads in some runs; a key that ends in a point is all below it. when: whether it is such a
+    run; instead: what to set. refused: else a line says so, since a sweep over kinds sets what only some read."""
 
     keys: tuple[str, ...]
     when: Callable[[Any], bool]
     instead: str
+    refused: bool = True
+
+    def names(self, key: str) -> bool:
+        return any(key == one or (one.endswith(".") and key.startswith(one)) for one in self.keys)
 
 
 def _one_split(cfg: Any) -> bool:
@@ -156,11 +165,17 @@ def _one_split(cfg: Any) -> bool:
     return path is None or (not cfg.data.config and (Path(path).is_file() or bool(set(path) & set("*?["))))
 
 
+def _is_file(cfg: Any) -> bool:
+    path = str(cfg.data.path)
+    return Path(path).is_file() or bool(set(path) & set("*?["))
+
+
 UNREAD: dict[str, tuple[Unread, ...]] = {  # by the group that it is about
     "data": (
         Unread(("data.take",), lambda cfg: not cfg.data.streaming, "it is of a stream: data.streaming=true"),
         Unread(("data.split",), _one_split, "it is of a folder, a saved data set or the hub: leave it out"),
         Unread(("data.config",), lambda cfg: cfg.data.path is None, "it is of a data set: data.path="),
+        Unread(("data.config",), _is_file, "it is of a data set that has several, a file has none: leave it out"),
     ),
     "init": (
         Unread(
@@ -174,6 +189,10 @@ UNREAD: dict[str, tuple[Unread, ...]] = {  # by the group that it is about
         Unread(("loss.switch",), lambda cfg: cfg.loss.then is None, "no loss follows: loss.then=tv with it"),
     ),
     "trainer": (
+        Unread(
+            ("loss", "loss.", "optimizer", "optimizer.", *(f"trainer.{name}" for name in OF_STEPS)),
+            lambda cfg: "kind" in cfg.draft and cfg.draft.kind in UNTRAINED, "this kind of draft learns nothing", False,
+        ),
         Unread(("trainer.patience",), lambda cfg: not cfg.measure, "it is of measured runs: measure=true with it"),
     ),
 }  # fmt: skip
@@ -183,11 +202,14 @@ def refuse_unread(cfg: "DictConfig", typed: Iterable[str]) -> None:
     """Raise UserError for the first of the settings that were typed, `key=value`, which nothing reads in this run.
     What asks for nothing (null, 0) may be typed."""
     values = {key.lstrip("+"): value for key, _, value in (setting.partition("=") for setting in typed)}
-    for group in (name for name in UNREAD if name in cfg):
-        for unread in UNREAD[group]:
-            for key in unread.keys:
-                if values.get(key) not in (None, "null", "0") and unread.when(cfg):
-                    raise UserError(f"{key}={values[key]}: nothing reads it here: {unread.instead}")
+    for unread in (unread for group in UNREAD if group in cfg for unread in UNREAD[group]):
+        keys = [key for key, value in values.items() if unread.names(key) and value not in ("null", "0")]
+        if not keys or not unread.when(cfg):
+            continue
+        said = f"{', '.join(f'{key}={values[key]}' for key in keys)}: nothing reads it here: {unread.instead}"
+        if unread.refused:
+            raise UserError(said)
+        print(said, file=sys.stderr)
 
 
 def rule(command: str, key: str) -> Rule:

@@ -155,12 +155,28 @@ def _saved(data: Data, path: str) -> datasets.Dataset | datasets.IterableDataset
     return found.to_iterable_dataset() if data.streaming else found
 
 
+def _not_utf8(files: dict[str, Path]) -> str | None:
+    """The first line of any that is no UTF-8, as `file, line 6`."""
+    for name, path in files.items():
+        if not kind_of(path) or path.suffix in {*COMPRESSED, ".parquet"}:
+            continue
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                try:
+                    line.decode()
+                except UnicodeDecodeError:
+                    return f"{name}, line {number},"
+    return None
+
+
 def _refused(data: Data, error: BaseException) -> ValueError:
     return ValueError(f"data.path: {data.path} cannot be read: {_reason(data, error)}")
 
 
 def _reason(data: Data, error: BaseException) -> str:
     cause = error.__cause__ or error
+    if "codec can't decode" in str(cause) and (place := _not_utf8(files_of(str(data.path)))):
+        return f"{place} is not UTF-8 text: save it as UTF-8"
     if isinstance(cause, StopIteration):
         return "it holds no rows"
     first = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__

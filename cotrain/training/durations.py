@@ -12,6 +12,7 @@ import torch
 
 from cotrain.config.regimes import judged, learnt
 from cotrain.config.settings import TrainConfig
+from cotrain.students.base import UNTRAINED
 from cotrain.training.preconditions import Known, domains
 from cotrain.training.run_budget import SAMPLING, left_of
 from cotrain.training.sizes import size_of
@@ -71,6 +72,8 @@ def durations(cfg: TrainConfig, known: Known) -> Durations:
     quick = size.quick_prompts * (cfg.trainer.validations + 1) * 2.0
     many = machine.step(big, COUNTED, each) / COUNTED * (COUNTED * size.new_tokens + size.parity_tokens)
     measuring = judged + (size.new_tokens * one * (quick + ARMS * size.prompts) + many) * cfg.measure
+    if cfg.draft.kind in UNTRAINED:
+        training = 0.0
     allowed = _in_time(cfg, training, sampling, judged / (cfg.trainer.validations + 1))
     return Durations(sampling, allowed, measuring, texts)
 

@@ -1,6 +1,7 @@
 """What a training run asks of its settings, files and machine. `check=true` and the run call the same function first,
 so that what one refuses the other does too; no weight of the target is read here."""
 
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from cotrain.bench import measurement
 from cotrain.board.loggers import WANDB
 from cotrain.config.groups import Bench, Trainer
 from cotrain.config.settings import TrainConfig
+from cotrain.data.conversations import Chats
 from cotrain.data.prompt_lengths import prompt_tokens
 from cotrain.data.prompt_rows import PromptRows
 from cotrain.data.splits import SPLITS, apart
@@ -40,6 +42,7 @@ from inference.measure.costs import SPANS
 from inference.measure.environment import device
 from inference.servers.openai_client import Client
 
+LAUNCHERS = {"WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "SLURM_NTASKS"}  # variables of what starts several machines
 HALF = ("16", "16-true", "16-mixed")  # Lightning's names of float16, "16" meaning 16-mixed
 
 
@@ -65,7 +68,7 @@ def require(cfg: TrainConfig) -> Known:
         sources = _sources(cfg, target, tokenizer)
         fill_prompt_tokens(cfg, target, sources.get("train"))
         _lengths(cfg, target, draft)
-        _texts(cfg, target, sources)
+        _texts(cfg, target, tokenizer, sources)
         _shares(cfg, sources)
     except UserError:
         raise
@@ -104,6 +107,11 @@ def _weights(key: str, place: Path) -> None:
 
 def _settings(cfg: TrainConfig) -> None:
     """What settings alone tell."""
+    if cfg.trainer.corpus_steps > cfg.trainer.steps:
+        raise UserError(f"trainer.corpus_steps={cfg.trainer.corpus_steps}: at most trainer.steps={cfg.trainer.steps}")
+    if cfg.trainer.nodes > 1 and not LAUNCHERS & set(os.environ):
+        raise UserError(f"trainer.nodes={cfg.trainer.nodes}: each machine's process must be started by torchrun or "
+                        "srun, see docs/distributed.md; trainer.nodes=1 on this machine alone")  # fmt: skip
     if cfg.policy.k is None:
         raise UserError("policy.k: checkpoints are compared at a draft length that is given, as in policy=fixed")
     measurement.refuse(cfg.bench)
@@ -262,11 +270,18 @@ def fill_prompt_tokens(cfg: TrainConfig, target: PreTrainedModel, train: Source 
         cfg.rollout.prompt_tokens = prompt_tokens(train, room)
 
 
-def _texts(cfg: TrainConfig, target: PreTrainedModel, found: Mapping[str, Source]) -> None:
+def _texts(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer, found: Mapping[str, Source]) -> None:
     """Whether own texts give prompts to learn from, to rank and to measure by."""
     if not found:
         return
-    ask = cfg.rollout
+    ask, chats = cfg.rollout, isinstance(found["train"], Chats)
+    if cfg.data.template and not (chats or cfg.data.chat):
+        raise UserError(
+            "data.template: nothing reads it here: these texts are not rendered; data.chat=true renders them"
+        )
+    if chats and tokenizer.chat_template is None:
+        print("warning: the target's tokenizer has no chat template: what a user says is the prompt as it stands",
+              file=sys.stderr)  # fmt: skip
     for split, texts in found.items():
         print(texts.left_out(ask.prompt_tokens, split), end="")
     for split, count in (("train", ask.texts), ("held_out", ask.held_out_texts)):

@@ -64,7 +64,7 @@ def _durations(found: Durations) -> list[str]:
     return [
         f"duration      about {_minutes(found.total)}, from a quick measure of this machine:",
         f"  sampling    {_minutes(found.sampling)}: {found.texts} texts, those kept from earlier runs included",
-        f"  training    {_minutes(found.training)}",
+        *([f"  training    {_minutes(found.training)}"] if found.training else []),
         f"  measuring   {_minutes(found.measuring)}, with validations",
     ]
 

@@ -1,5 +1,6 @@
 """What a training run would stop at is refused before any weight is read, by `check=true` and by the run alike."""
 
+import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import is_dataclass
@@ -13,6 +14,7 @@ from cotrain.bundled.tokenizer import train_tokenizer
 from cotrain.cli import main
 from cotrain.config import ranges
 from cotrain.config.settings import SCHEMAS
+from cotrain.students.base import UNTRAINED
 from cotrain.training import preflight
 from cotrain.training.sizes import size_of
 from inference import sampling
@@ -34,6 +36,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "empty.jsonl").write_text("")
     (place / "text.jsonl").write_text("no json\n")
     (place / "file").write_text("")
+    rows = [b'{"text": "caf\xc3\xa9"}\n'] * 5 + [b'{"text": "caf\xe9"}\n'] + [b'{"text": "a"}\n'] * 300
+    (place / "latin.jsonl").write_bytes(b"".join(rows))
     shutil.copytree(place / "target", place / "bare")
     (place / "bare" / "model.safetensors").unlink()
     target_folder(place / "large", layers=3, hidden=128)
@@ -85,6 +89,11 @@ MISTAKES = {
     "trainer.patience=2 measure=false": "trainer.patience=2: nothing reads it here",
     "data.split=test": "data.split=test: nothing reads it here",
     "data.take=5": "data.take=5: nothing reads it here",
+    "data.config=foo": "data.config=foo: nothing reads it here: it is of a data set that has several",
+    "data.template={enable_thinking:false}": "data.template: nothing reads it here",
+    "data.path=PLACE/latin.jsonl": "data.path: PLACE/latin.jsonl cannot be read: latin.jsonl, line 6, is not UTF-8",
+    "trainer.corpus_steps=5": "trainer.corpus_steps=5: at most trainer.steps=4",
+    "trainer.nodes=2 trainer.batch=2": "trainer.nodes=2: each machine's process must be started by torchrun or srun",
     "trainer.cache=PLACE/file/x": "trainer.cache=",
     "trainer.top=4 init.cosine=1 loss=kl": "trainer.top: ",
     "trainer.top=301 loss=kl init.cosine=0": "trainer.top: 301 tokens of 300",
@@ -115,6 +124,24 @@ def test_check_and_run_refuse_alike_before_a_weight_is_read(
     assert said[0] == said[1]
     assert said[0].startswith(MISTAKES[mistake].replace("PLACE", str(place))) and said[0].count("\n") == 1
     assert not (place / "out").exists() and (place / "foreign" / "thesis.tex").read_text() == "mine"
+
+
+@pytest.mark.parametrize("kind", ["retrieval", "quantised draft.bits=8", "independent"])
+def test_what_only_training_reads_is_named_where_nothing_is_trained(
+    kind: str, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed = f"draft={kind} loss=tv optimizer.lr=1e-3 check=true"
+    assert main(command(place, *typed.split())) == 0
+    said = capsys.readouterr()
+    line = "loss=tv, optimizer.lr=1e-3: nothing reads it here: this kind of draft learns nothing"
+    assert (line in said.err) == (kind != "independent") == ("  training" not in said.out)
+
+
+def test_conversations_without_a_template_are_warned_of(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"messages": [{"role": "user", "content": f"say {n}"}]} for n in range(400)]
+    (place / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(command(place, f"data.path={place / 'chats.jsonl'}", "rollout.prompt_tokens=0", "check=true")) == 0
+    assert "no chat template: what a user says is the prompt as it stands" in capsys.readouterr().err
 
 
 def test_a_mistake_leaves_the_run_that_was_to_be_replaced(
@@ -191,6 +218,7 @@ def test_every_rule_is_of_a_setting_that_there_is() -> None:
         found = [_has(schema, bare) for schema in schemas]
         assert any(found), key
     assert sampling.COLDEST == ranges.COLDEST and passes.MOST_NODES == ranges.MOST_NODES
+    assert set(ranges.UNTRAINED) == UNTRAINED
     assert ranges.VERIFY.words == f"one of {', '.join(RULES)}"
 
 
