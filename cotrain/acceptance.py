@@ -1,14 +1,13 @@
-"""What acceptance buys: predicted target calls and tokens per call, which the sequence losses are made of.
+"""Expected target calls and tokens per call, given acceptance: what the sequence losses are computed from.
 
-The recursion itself is `inference.verify.prediction` (the serving side needs it for its exactness verdict and never
-imports this package); its documented functions are re-exported here. Shapes of r, l, k and lengths as there.
+The recursion itself is `inference.verify.predict_chain`, which the serving side needs for its exactness verdict; its
+documented functions are re-exported here. Shapes of r, l, k and lengths as there.
 """
 
 import torch
 from torch import Tensor
 
-from cotrain.losses import alpha
-from inference.verify.prediction import (
+from inference.verify.predict_chain import (
     calls_variance,
     calls_variance_block,
     conditional,
@@ -22,10 +21,9 @@ from inference.verify.prediction import (
     tau,
     tau_block,
 )
-from inference.verify.tree_prediction import calls_variance_tree, expected_calls_tree, reach_tree, tau_tree
+from inference.verify.predict_tree import calls_variance_tree, expected_calls_tree, reach_tree, tau_tree
 
 __all__ = [
-    "alpha",
     "call_weights",
     "calls",
     "calls_block",
@@ -60,7 +58,7 @@ def iid_tau(alpha: float, K: int) -> float:
 def length(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
     """Minus the expected tokens of a round, token rule, averaged over starts t < L -> (B,).
 
-    -mean_t (1 + sum_{n=1..k} prod_{j<n} r[t+j, j]), tokens past the text's end left out. Differentiable in r.
+    -mean_t (1 + sum_{n=1..k} prod_{j<n} r[t+j, j]), without tokens past the text's end. Differentiable in r.
     """
     return _length(reach(r, k, lengths), lengths)
 
@@ -73,7 +71,7 @@ def length_block(l: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> T
 def calls(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
     """Expected target calls of each text as a loss -> (B,): `expected_calls`, differentiable in r.
 
-    Unlike `length` it weighs starts as often as rounds begin there.
+    Unlike `length`, it weighs each start by how often rounds begin there.
     """
     return expected_calls(r, k, lengths)
 
@@ -86,12 +84,12 @@ def calls_block(l: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Te
 def call_weights(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
     """Calls saved by a unit of acceptance at each token, -d calls / d r, detached, shaped as r.
 
-    Weights for `tv` per position: the gradient of `calls` with its sampled ratio replaced by alpha (lower
-    variance). Not negative for r (B,T).
+    Weights for `tv` per position give the gradient of `calls` with its sampled ratio replaced by alpha, which has less
+    variance. Not negative for r (B,T).
     """
     with torch.enable_grad():
         r = r.detach().requires_grad_()
-        total = expected_calls(r, k, lengths).sum() + 0 * r.sum()  # texts of one token depend on no r at all
+        total = expected_calls(r, k, lengths).sum() + 0 * r.sum()  # a text of one token depends on no r
         (slope,) = torch.autograd.grad(total, r)
     return -slope
 

@@ -90,7 +90,7 @@ def _command(name: str, arguments: list[str]) -> int:
     except SystemExit as stop:  # from --help and the like
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except Exception as error:
-        return _refused(name, arguments, error)
+        return _report_refusal(name, arguments, error)
 
 
 def _hydra(name: str, arguments: list[str]) -> int:
@@ -157,7 +157,6 @@ def _job(name: str, cfg: "DictConfig", arguments: Sequence[str], outputs: list[s
 
     from cotrain.config.ranges import refuse_unread
     from cotrain.config.settings import checked
-    from cotrain.quiet import quiet
 
     quiet()
     try:
@@ -170,6 +169,22 @@ def _job(name: str, cfg: "DictConfig", arguments: Sequence[str], outputs: list[s
         return 0, run(cfg)
     except Exception as error:
         return _failed(name, error, OmegaConf.select(cfg, "output")), None
+
+
+def quiet() -> None:
+    """Silence progress bars and tips of libraries."""
+    import logging
+    import warnings
+
+    import datasets
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    datasets.disable_progress_bars()
+    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.seed",
+                 "lightning.pytorch.trainer.connectors.checkpoint_connector"):  # fmt: skip
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module=r"lightning\..*")
 
 
 def _refuse_paths(name: str, cfg: "DictConfig") -> None:
@@ -213,7 +228,7 @@ def _own_folder(name: str, cfg: "DictConfig", arguments: Sequence[str]) -> None:
         cfg.output = os.path.join(cfg.output, re.sub(r"[^\w.,=+-]", "_", title))
 
 
-def _refused(name: str, arguments: Sequence[str], error: Exception) -> int:
+def _report_refusal(name: str, arguments: Sequence[str], error: Exception) -> int:
     """Say why no job ran. Hydra's own errors are told in terms of what was typed."""
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException

@@ -38,8 +38,8 @@ WORDS = frozenset({
 
 
 @dataclass
-class Run:
-    """A claimed folder: `path`, and `state` as it was found."""
+class RunFolder:
+    """A claimed folder: `path`, and its `state` before the claim."""
 
     path: Path
     state: State
@@ -105,19 +105,19 @@ def _paths(key: str, value: object) -> list[str]:
     if key in WORDS or key.startswith("data.template"):
         return []
     texts = [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, str) and one]
-    found = [text for text in texts if key in STORES or os.path.lexists(text)]
-    return found + [path for text in texts if text not in found for path in glob.glob(text, recursive=True)]
+    present = [text for text in texts if key in STORES or os.path.lexists(text)]
+    return present + [path for text in texts if text not in present for path in glob.glob(text, recursive=True)]
 
 
 def _named_by(folder: Path) -> list[str]:
     """The target, adapter and datastore of a draft folder, those that are on this machine."""
-    found: list[object] = []
+    named: list[object] = []
     for file, outer, inner in (
         ("cotrain.json", "target", "name"), ("cotrain.json", "made", "adapter"), ("config.json", "lookup", "datastore"),
     ):  # fmt: skip
         with suppress(OSError, ValueError, AttributeError):  # no draft folder
-            found.append((json.loads((folder / file).read_text(encoding="utf-8")).get(outer) or {}).get(inner))
-    return [path for path in found if isinstance(path, str) and os.path.lexists(path)]
+            named.append((json.loads((folder / file).read_text(encoding="utf-8")).get(outer) or {}).get(inner))
+    return [path for path in named if isinstance(path, str) and os.path.lexists(path)]
 
 
 def _entries(path: str) -> list[str]:
@@ -139,7 +139,7 @@ def claim(
     settings: Mapping[str, Any] | None = None,
     kind: Judge | None = None,
     command: str = "train",
-) -> Iterator[Run]:
+) -> Iterator[RunFolder]:
     """Hold the output folder `path` of a run until the block ends; `finish()` marks the run done.
 
     An absent or empty folder is made "new"; a run of ours comes back "unfinished" (to resume) or "finished",
@@ -236,35 +236,36 @@ def _usable(path: Path) -> None:
         )
 
 
-def _open(path: Path, overwrite: bool, settings: dict[str, Any] | None, kind: Judge, command: str) -> Run:
+def _open(path: Path, overwrite: bool, settings: dict[str, Any] | None, kind: Judge, command: str) -> RunFolder:
     """The run in the folder `path`, which this process holds; emptied where it is to be replaced."""
     marker = _read(path)
     if marker is not None and (overwrite or marker["state"] == "emptying"):
         _empty(path, marker["settings"], command)
         marker = None
     if marker is None:
-        return Run(path, "new", settings or {}, command)
+        return RunFolder(path, "new", settings or {}, command)
     if settings is None:
-        return Run(path, marker["state"], marker["settings"], command)
+        return RunFolder(path, marker["state"], marker["settings"], command)
     changed = _compare(path, marker["settings"], settings, kind)
     state: State = "unfinished" if "longer" in changed.values() else marker["state"]
     if state == "finished":
-        return Run(path, state, marker["settings"], command, tuple(changed))
+        return RunFolder(path, state, marker["settings"], command, tuple(changed))
     if changed:
         _mark(path, state, settings, command)
-    return Run(path, state, settings, command)
+    return RunFolder(path, state, settings, command)
 
 
-def _compare(path: Path, found: dict[str, Any], wanted: dict[str, Any], kind: Judge) -> dict[str, str]:
+def _compare(path: Path, before: dict[str, Any], wanted: dict[str, Any], kind: Judge) -> dict[str, str]:
     """What changed, by key, with its kind. Raises UserError for what makes it another run."""
     old, new = ({key: value for key, value in flat(values) if not isinstance(value, dict)}
-                for values in (found, wanted))  # fmt: skip
+                for values in (before, wanted))  # fmt: skip
     keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
     kinds = {key: kind(key, old.get(key), new.get(key)) for key in keys}
     if "other" in kinds.values():
         changes = ", ".join(f"{key}={old.get(key)} (now {new.get(key)})" for key in keys if kinds[key] == "other")
         raise UserError(f"output={path} holds a run with {changes}: name another folder, or overwrite=true")
-    return {key: found for key, found in kinds.items() if key in old or found != "free"}  # a setting newer than the run
+    # a free setting that the run does not name is newer than the run
+    return {key: change for key, change in kinds.items() if key in old or change != "free"}
 
 
 def _empty(path: Path, settings: Mapping[str, Any], command: str) -> None:

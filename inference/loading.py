@@ -13,62 +13,71 @@ from inference.drafts.bundled_target import resolve
 from inference.drafts.compatibility import hash_target
 from inference.drafts.draft_folder import METADATA, Metadata, load_tokenizer, read
 from inference.engine import Engine
-from inference.models.lm import load_model
+from inference.models.pretrained import load_model
 from inference.policy import Fixed
 from inference.proposers import kind_of
-from inference.proposers.base import Beside, Proposer
+from inference.proposers.base import LoadArguments, Proposer
 from inference.verify.rules import rule_of
 
 
 def load(
     folder: str | Path, target: PreTrainedModel | str | Path | None = None, *, kind: str | None = None, **settings: Any
 ) -> Engine:
-    """An engine from a draft folder, which knows its target and what to draft; `settings` as for Engine.
+    """An engine from a draft folder, whose metadata names its target and its kind; `settings` as for Engine.
 
-    A folder that was planned with a tree is served with it and its rule. A `policy` of one's own, or a rule that does
-    not verify trees, drafts chains.
+    A folder that was planned with a tree is served with that tree and its rule. With a `policy` of one's own, or a rule
+    that does not verify trees, it drafts chains.
 
-    target: a model (then give `tokenizer=`, or decode ids) or a path, when not the one that the folder names. kind: of
-    a folder that was made elsewhere, as "other_tokenizer" of any causal LM; None: as the folder says.
-    Raises ValueError for a folder that names no target, or one with an adapter, or an unknown kind, and whatever the
-    kind's `load` refuses.
+    target: a model (then give `tokenizer=`, or decode ids) or a path, to use another one than the folder names. kind:
+    for a folder without metadata, such as "other_tokenizer" for any causal LM; None: the folder's own.
+    Raises ValueError for an unknown kind, for a folder that names no target, or one with an adapter, and as the kind's
+    `load`.
     """
-    found = read(folder)
-    made = found.metadata
+    draft = read(folder)
+    metadata = draft.metadata
     tokenizer = settings.pop("tokenizer", None)
     if target is None or isinstance(target, str | PathLike):
-        if target is None and made is None:
-            raise ValueError(f"{folder}: no cotrain.json names its target; give target=")
-        if target is None and made and made.origin.get("adapter"):
-            both = f"{made.target['name']} with the adapter {made.origin['adapter']}"
-            raise ValueError(f"{folder}: made for {both}: give target= a folder that it was merged into, or the model")
-        place = resolve(str(target or (made.target["name"] if made else "")))
-        tokenizer = tokenizer or load_tokenizer(Path(place))
-        target = load_model(place, settings.pop("dtype", None))
+        if target is None:
+            target = _named_target(folder, metadata)
+        path = resolve(str(target))
+        tokenizer = tokenizer or load_tokenizer(Path(path))
+        target = load_model(path, settings.pop("dtype", None))
         if "device" in settings:
             target.to(settings.pop("device"))
-    made = _drafting(made, settings)
-    beside = Beside(target, hash_target(target.config, tokenizer), made, settings.get("compile"), tokenizer)
+    metadata = _with_defaults(metadata, settings)
+    beside = LoadArguments(target, hash_target(target.config, tokenizer), metadata, settings.get("compile"), tokenizer)
     try:
-        proposes = kind_of(kind or found.kind)
+        proposer_class = kind_of(kind or draft.kind)
     except ValueError as error:
-        raise ValueError(f"{'load(kind=)' if kind else found.path / METADATA}: {error}") from error
-    if made and made.tree and not takes_shape(proposes):
-        raise ValueError(f"{found.path / METADATA}: tree: {found.kind} drafts chains alone")
-    proposer = proposes.load(found.path, beside)
-    return Engine(target, proposer, tokenizer=tokenizer or load_tokenizer(found.path), **settings)
+        raise ValueError(f"{'load(kind=)' if kind else draft.path / METADATA}: {error}") from error
+    if metadata and metadata.tree and not takes_shape(proposer_class):
+        raise ValueError(f"{draft.path / METADATA}: tree: {draft.kind} drafts chains alone")
+    proposer = proposer_class.load(draft.path, beside)
+    return Engine(target, proposer, tokenizer=tokenizer or load_tokenizer(draft.path), **settings)
 
 
-def _drafting(made: Metadata | None, settings: dict[str, Any]) -> Metadata | None:
-    """What the folder says of itself, its tree left out where the settings ask for chains; fills in policy and rule."""
-    tree = made.tree if made else None
-    if made is None or tree is None or "policy" in settings or not rule_of(settings.get("verify", tree.rule)).trees:
-        settings.setdefault("policy", Fixed(made.k if made else 4))
-        return replace(made, tree=None) if made else None
+def _named_target(folder: str | Path, metadata: Metadata | None) -> str:
+    """The target that a folder names. Raises ValueError if it names none, or one with an adapter."""
+    if metadata is None:
+        raise ValueError(f"{folder}: no cotrain.json names its target; give target=")
+    name = str(metadata.target["name"])
+    if metadata.origin.get("adapter"):
+        both = f"{name} with the adapter {metadata.origin['adapter']}"
+        raise ValueError(f"{folder}: made for {both}: give target= a folder that it was merged into, or the model")
+    return name
+
+
+def _with_defaults(metadata: Metadata | None, settings: dict[str, Any]) -> Metadata | None:
+    """Fill in the policy and rule of the folder. Returns its metadata, without the tree if the settings ask for
+    chains."""
+    tree = metadata.tree if metadata else None
+    if metadata is None or tree is None or "policy" in settings or not rule_of(settings.get("verify", tree.rule)).trees:
+        settings.setdefault("policy", Fixed(metadata.k if metadata else 4))
+        return replace(metadata, tree=None) if metadata else None
     settings |= {"policy": Fixed(tree.depth), "verify": settings.get("verify", tree.rule)}
-    return made
+    return metadata
 
 
 def takes_shape(maker: Callable[..., Proposer]) -> bool:
-    """Whether a kind can draft trees: its class, or what makes one of it, takes `shape`."""
+    """Whether a kind can draft trees: its class, or a function that makes one, has the parameter `shape`."""
     return "shape" in inspect.signature(maker).parameters

@@ -1,19 +1,114 @@
-"""What an engine returns: whole texts with their counts, or events as rounds end."""
+"""What an engine returns: whole texts with counts and clocks, or events as rounds end."""
 
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from inference.stats import Stats
+PHASES = ("prefill", "draft", "target", "verify", "other")
+
+
+@dataclass
+class Counts:
+    """tokens emitted; target_calls, one a round; by depth d (0-based): rounds that drafted it (`drafted`), that
+    accepted it and all before (`accepted`), that drafted it and accepted all before (`tried`); starts: tokens that the
+    row had emitted when each round began, for single rows only."""
+
+    tokens: int = 0
+    target_calls: int = 0
+    drafted: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    tried: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+
+    @property
+    def tau(self) -> float:
+        """Tokens per target call, the one emitted after the accepted ones included; nan before any call."""
+        return self.tokens / self.target_calls if self.target_calls else float("nan")
+
+    @property
+    def prefix(self) -> list[float]:
+        """P(accept drafts 1..i), measured: accepted / drafted at each depth."""
+        return [n / total for n, total in zip(self.accepted, self.drafted, strict=True)]
+
+    @property
+    def conditional(self) -> list[float]:
+        """P(accept draft i given all before), measured: accepted / tried at each depth; nan if none was
+        tried."""
+        return [n / total if total else float("nan") for n, total in zip(self.accepted, self.tried, strict=True)]
+
+    def add(self, tokens: int, drafted: int, accepted: int) -> None:
+        """One round of one row."""
+        self.tokens += tokens
+        self.target_calls += 1
+        self._deepen(drafted)
+        for depth in range(drafted):
+            self.drafted[depth] += 1
+            self.accepted[depth] += depth < accepted
+            self.tried[depth] += depth <= accepted
+
+    def merge(self, other: "Counts") -> None:
+        """Add the sums of another; `starts` stay with their row."""
+        self.tokens += other.tokens
+        self.target_calls += other.target_calls
+        self._deepen(len(other.drafted))
+        for depth, (drafted, accepted, tried) in enumerate(
+            zip(other.drafted, other.accepted, other.tried, strict=True)
+        ):
+            self.drafted[depth] += drafted
+            self.accepted[depth] += accepted
+            self.tried[depth] += tried
+
+    def _deepen(self, depths: int) -> None:
+        for counts in (self.drafted, self.accepted, self.tried):
+            counts += [0] * (depths - len(counts))
+
+
+@dataclass
+class Stats(Counts):
+    """Sums over rows; rows: of each prompt, in order; by phase its wall seconds and how often it ran: `times["target"]`
+    is the number of rounds, whatever the number of rows in each."""
+
+    rows: list[Counts] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    times: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))
+
+    @contextmanager
+    def clock(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[phase] += time.perf_counter() - start
+            self.times[phase] += 1
+
+    def count(self, row: int, tokens: int, drafted: int, accepted: int) -> None:
+        self.rows[row].starts.append(self.rows[row].tokens)
+        self.add(tokens, drafted, accepted)
+        self.rows[row].add(tokens, drafted, accepted)
+
+
+def pooled(parts: Sequence[Stats]) -> Stats:
+    """Several calls as one: sums of counts, seconds and times, all rows one after another."""
+    whole = Stats()
+    for part in parts:
+        whole.merge(part)
+        whole.rows += part.rows
+        for phase in part.seconds:
+            whole.seconds[phase] += part.seconds[phase]
+            whole.times[phase] += part.times[phase]
+    return whole
 
 
 class RequestError(RuntimeError, ValueError):
-    """A prompt that ended in an error where whole texts are wanted."""
+    """A prompt ended in an error, but the caller needs whole texts."""
 
 
 @dataclass
 class Output:
     """tokens: B lists of new ids, prompt excluded, stop token included; text: B strings, None without a tokenizer;
-    finish: B times "stop", "length" or "error"; errors: B messages, None for rows without an error."""
+    finish: "stop", "length" or "error" of each; errors: B messages, None for rows without an error."""
 
     tokens: list[list[int]]
     text: list[str] | None
@@ -31,17 +126,27 @@ class Output:
 
 @dataclass(frozen=True)
 class Event:
-    """Tokens of one row that became certain in one round, and how: "drafted" (accepted), "corrected" (after a
-    refusal) or "bonus" (after all drafts were accepted, or none was made)."""
+    """Tokens that one row emitted in one round, and the kind of each: "drafted" (an accepted draft), "corrected" (after
+    a rejected draft) or "bonus" (all drafts were accepted, or there were none)."""
 
     row: int
     ids: list[int]
     kinds: list[str]
 
 
+class Emitted(NamedTuple):
+    """Texts of several calls, one entry per prompt and repeat: the prompt, its noise key, the new ids, the row's
+    counts."""
+
+    prompts: list[list[int]]
+    ids: list[int]
+    tokens: list[list[int]]
+    counts: list[Counts]
+
+
 def pieces(events: Iterable[Event], decode: Callable[[list[int]], str]) -> Iterator[tuple[str, str]]:
-    """(kind, text) of one row as it comes; bytes that end inside a character wait for the rest of it, and what is left
-    of one at the end is the last token's."""
+    """(kind, text) of one row as it comes. Bytes that end inside a character wait for the rest of it; an incomplete
+    character at the end of the text is the last token's."""
     ids: list[int] = []
     shown = text = kind = ""
     for event in events:

@@ -1,4 +1,4 @@
-"""How many tokens to draft in a round."""
+"""Draft lengths of a round."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,14 +7,14 @@ from typing import Protocol
 
 
 class Policy(Protocol):
-    """Chooses draft lengths from what is known before a round; never from the tokens that it drafts."""
+    """Chooses draft lengths before a round, never from the tokens that it drafts."""
 
     def lengths(self, texts: Sequence[list[int]]) -> list[int]:
         """Draft length of each active row, given its text so far."""
 
 
 def lengths_of(policy: Policy, texts: Sequence[list[int]]) -> list[int]:
-    """The policy's draft lengths. Raises ValueError where they are not a whole number >= 0 for each text."""
+    """The policy's draft lengths. Raises ValueError unless they are one whole number >= 0 for each text."""
     lengths = list(policy.lengths(texts))
     whole = all(isinstance(length, Integral) and length >= 0 for length in lengths)
     if len(lengths) != len(texts) or not whole:

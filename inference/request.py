@@ -1,4 +1,4 @@
-"""One request as it is decoded: its text, its limits and when it ends; and requests made of what a call gives."""
+"""One request while it is decoded: its text, its limits and its end; and the requests of a call's prompts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,8 +10,8 @@ import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from inference.noise import row_ids
 from inference.sampling import Sampling
+from inference.sampling.noise import row_ids
 
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}
 Prompt = str | Sequence[int] | Sequence[Message] | Mapping[str, Any] | Tensor | np.ndarray
@@ -20,11 +20,11 @@ ACCEPTED = "text, token ids, messages, or what a tokenizer returns"
 
 @dataclass
 class Request:
-    """prompt and emitted tokens in one list, with what ends the row.
+    """Prompt and emitted tokens in one list, with the conditions that end the row.
 
-    index: its place among the prompts of the call; id: the key of its random numbers; limit: most new tokens;
-    ends: token ids that end it; finish: "stop", "length" or "error" once it has ended, error: its message then.
-    alone: nothing is drafted for it any more; stained: NaN may stand in its slot.
+    index: of its prompt in the call; id: the key of its random numbers; limit: most new tokens; ends: token ids that
+    end it; finish: "stop", "length" or "error" once it has ended, error: the message. alone: nothing is drafted for it
+    any more; stained: its slot may hold NaN.
     """
 
     index: int
@@ -49,7 +49,7 @@ class Request:
 
     @property
     def shown(self) -> list[int]:
-        """New tokens without the end token, as text shows them."""
+        """New tokens without the end token, for `Output.text`."""
         return self.new[:-1] if self.finish == "stop" and self.text[-1] in self.ends else self.new
 
     @property
@@ -57,7 +57,7 @@ class Request:
         return len(self.text) - self.prompt
 
     def take(self, tokens: Sequence[int]) -> list[int]:
-        """Append tokens up to the one that ends the row; returns those that were taken."""
+        """Append tokens up to the one that ends the row; returns those appended."""
         for count, token in enumerate(tokens, 1):
             self.text.append(token)
             if token in self.ends or self._stopped():
@@ -69,13 +69,14 @@ class Request:
         return list(tokens)
 
     def fail(self, message: str) -> None:
-        """End here, with a message."""
+        """End the row with an error message."""
         self.finish, self.error = "error", message
 
     def _stopped(self) -> bool:
-        """A stop string stands in the new text. Only the newest tokens can complete one, so only they are decoded: 4
-        tokens for each of its characters, as many as the bytes of one, and 32 before it, since the first characters of
-        a decoded tail may differ from those of the whole. What a tail shows, the whole must show too."""
+        """Whether the new text has a stop string. Only the newest tokens can complete one, so only a tail is decoded: 4
+        tokens for each character of the string (a character has at most 4 bytes) and 32 before, since the first
+        characters of a decoded tail may differ from those of the whole text. A stop in the tail is checked in the whole
+        text."""
         if not self.sampling.stop or self.tokenizer is None:
             return False
         longest = max(map(len, self.sampling.stop))
@@ -93,19 +94,19 @@ class Request:
         return str(self.tokenizer.decode(self.text[first:]))
 
 
-class Holds(Protocol):
-    """What runs the texts: ids in [0, vocabulary), at most `context` of them."""
+class TextLimits(Protocol):
+    """Texts that a target can read: ids in [0, vocabulary), at most `context` of them."""
 
     vocabulary: int
     context: int
 
 
 @dataclass(frozen=True)
-class Accepts:
-    """What an engine takes: texts that its target holds, strings where there is a tokenizer; ends: ids that end one;
-    pads: ids that pad rows of a tensor."""
+class PromptReader:
+    """Makes requests from the prompts of a call. target: its limits are checked; ends: ids that end a text; tokenizer:
+    None if there is none, strings are then rejected; pads: ids that pad rows of a tensor."""
 
-    target: Holds
+    target: TextLimits
     ends: frozenset[int]
     tokenizer: PreTrainedTokenizerBase | None
     pads: frozenset[int] = frozenset()
@@ -126,13 +127,13 @@ class Accepts:
         ends = frozenset() if ignore_eos else self.ends
         rows = []
         for index, (text, limit, regime, key) in enumerate(zip(texts, limits, regimes, keys, strict=True)):
-            self._refuse(f"prompt {index}", text, limit, regime, key)
+            self._validate(f"prompt {index}", text, limit, regime, key)
             limit = min(limit, self.target.context - len(text))
             stops = ends | frozenset(regime.stop_ids)
             rows.append(Request(index, key, text, limit, regime, stops, self.tokenizer))
         return rows
 
-    def _refuse(self, who: str, text: list[int], limit: Any, sampling: Any, key: Any) -> None:
+    def _validate(self, who: str, text: list[int], limit: Any, sampling: Any, key: Any) -> None:
         """Raise ValueError for a prompt that cannot be continued."""
         if not text:
             raise ValueError(f"{who}: empty; a prompt has one token at least, such as the start token")
@@ -156,10 +157,10 @@ class Accepts:
             raise ValueError("Sampling.stop: stop strings need a tokenizer")
 
     def _encode(self, who: str, prompt: Any) -> list[int]:
-        """Token ids of one prompt. Text is encoded as the tokenizer does; text that begins with the start token, as a
-        rendered chat template does, gets no second one. Messages are rendered by the tokenizer's chat template."""
+        """Token ids of one prompt. Text is encoded as the tokenizer does; text that begins with the start token, like a
+        rendered chat template, gets no second one. Messages are rendered by the tokenizer's chat template."""
         if isinstance(prompt, Mapping):
-            rows = _batch(who, prompt)
+            rows = _unpadded(who, prompt)
             if len(rows) != 1:
                 raise ValueError(
                     f"{who}: {len(rows)} rows in one prompt; hand the tokenizer's output in as the prompts"
@@ -176,19 +177,19 @@ class Accepts:
         return _ids(who, prompt)
 
     def _rendered(self, who: str, messages: Sequence[Message]) -> list[int]:
-        """Messages by the chat template; where the last one is the assistant's, its text is continued."""
+        """Messages rendered by the chat template; if the last one is the assistant's, its text is continued."""
         lacking = [one for one in messages if "role" not in one or "content" not in one]
         if lacking:
             raise ValueError(f"{who}: a message needs role and content, not {sorted(lacking[0])}")
         tokenizer = self._tokenizer(who, "messages")
         if tokenizer.chat_template is None:
             raise ValueError(f"{who}: messages need a tokenizer with a chat template; give text or token ids")
-        begun = messages[-1]["role"] == "assistant"
+        continues = messages[-1]["role"] == "assistant"
         text = tokenizer.apply_chat_template(
             [dict(one) for one in messages],
             tokenize=False,
-            add_generation_prompt=not begun,
-            continue_final_message=begun,
+            add_generation_prompt=not continues,
+            continue_final_message=continues,
         )
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
@@ -199,13 +200,13 @@ class Accepts:
 
 
 def listed(prompts: Any, pads: frozenset[int]) -> list[Any]:
-    """The prompts of a call, one by one: of a list, or of a tokenizer's output for several texts, without its padding.
+    """The prompts of a call as a list: of a list, or of a tokenizer's output for several texts, without its padding.
 
-    pads: ids that pad; rows of a tensor that begin or end with one are refused.
-    Raises ValueError, naming what to type instead, for one prompt where a list is wanted, and for anything else.
+    pads: ids that pad. Raises ValueError, naming what to type instead, for rows of a tensor that begin or end with such
+    an id, for one prompt in place of a list, and for anything else.
     """
     if isinstance(prompts, Mapping):
-        return _batch("prompts", prompts)
+        return _unpadded("prompts", prompts)
     if isinstance(prompts, Tensor | np.ndarray) and prompts.ndim == 2:
         rows = prompts.tolist()
         if any(row and (row[0] in pads or row[-1] in pads) for row in rows):
@@ -233,8 +234,8 @@ def single(prompt: Any) -> list[Any]:
     return [prompt]
 
 
-def _batch(who: str, encoding: Mapping[str, Any]) -> list[list[int]]:
-    """Rows of ids of a tokenizer's output, without what its attention_mask leaves out."""
+def _unpadded(who: str, encoding: Mapping[str, Any]) -> list[list[int]]:
+    """Rows of ids of a tokenizer's output, without the ids that its attention_mask excludes."""
     if "input_ids" not in encoding:
         raise ValueError(f"{who}: a dict needs input_ids, as a tokenizer returns; this one has {sorted(encoding)}")
     rows = _rows(encoding["input_ids"])
@@ -246,12 +247,12 @@ def _batch(who: str, encoding: Mapping[str, Any]) -> list[list[int]]:
     masks = _rows(mask)
     if [len(row) for row in masks] != [len(row) for row in rows]:
         raise ValueError(f"{who}: attention_mask and input_ids differ in shape")
-    return [_ids(who, [token for token, on in zip(row, keep, strict=True) if on])
-            for row, keep in zip(rows, masks, strict=True)]  # fmt: skip
+    return [_ids(who, [token for token, on in zip(row, own, strict=True) if on])
+            for row, own in zip(rows, masks, strict=True)]  # fmt: skip
 
 
 def _rows(values: Any) -> list[list[Any]]:
-    """Rows of a tensor, an array or lists; one flat row is one."""
+    """Rows of a tensor, an array or lists; a flat one is one row."""
     values = values.tolist() if isinstance(values, Tensor | np.ndarray) else list(values)
     return [list(row) for row in values] if values and isinstance(values[0], Sequence) else [values]
 
@@ -275,7 +276,7 @@ def _ids(who: str, prompt: Any) -> list[int]:
 
 
 def _each(name: str, value: Any, count: int) -> list[Any]:
-    """One value a prompt; raises ValueError naming the argument when a list has another length."""
+    """One value a prompt. Raises ValueError naming the argument if a list has another length."""
     value = value.tolist() if isinstance(value, Tensor | np.ndarray) else value
     values = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value] * count
     if len(values) != count:
@@ -284,7 +285,7 @@ def _each(name: str, value: Any, count: int) -> list[Any]:
 
 
 def vocabulary_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> int:
-    """Ids that can be emitted: padded rows of the embedding have none of the mass."""
+    """Number of ids that can be emitted: those of padded rows of the embedding get no mass."""
     size = int(model.config.get_text_config().vocab_size)
     return min(size, 1 + max(tokenizer.get_vocab().values())) if tokenizer else size
 

@@ -1,8 +1,9 @@
-"""One round of the active rows: their distributions, their noise and the verdict on their drafts.
+"""One decoding round of the active rows: their distributions, their random numbers, and the verification of drafts.
 
-A rows, K drafted at most, V vocabulary. The noise of a row is a function of (seed, row id, tokens it had emitted
-when the round began, depth, stream), see `noise`; only the coupled rule keys it by position. What the host decides
-goes to the device in one copy (`send`), and what it must know comes back in one (`settle`).
+A rows, K drafted at most (N nodes of a tree), V vocabulary. Every random number of a row is a function of (seed, row
+id, tokens it had emitted when the round began, depth, stream), see `sampling.noise`; only the coupled rule keys its
+noise by position. What the host decides is copied to the device once (`DecodingRound.send`), and what the host needs is
+read back once (`DecodingRound.verify`).
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -12,28 +13,94 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from inference.batched.batch import Batch, Numbers, send
-from inference.batched.levels_of_round import LevelsOfRound
-from inference.batched.user_processors import processed
-from inference.models.passes import Tree
-from inference.models.replays import Replays
-from inference.noise import ACCEPT, DRAFT, RESIDUAL, Uniforms, gumbel_after
-from inference.proposers.base import Proposal
-from inference.report.recorder import trace
+from inference.models.graphs import Graphs
+from inference.outcome import RoundResult, column_of, round_result
+from inference.proposers.base import Numbers, Proposal, Siblings
 from inference.request import Request
-from inference.sampling import draw, wide
-from inference.settled import Settled, column_of, settled, sound
-from inference.trees_of_round import TreesOfRound
-from inference.verify import Verification
+from inference.sampling.distributions import Regimes, draw, one_hot, wide
+from inference.sampling.noise import (
+    ACCEPT,
+    DRAFT,
+    INNER,
+    RESIDUAL,
+    Uniforms,
+    branch_states,
+    gumbel_after,
+    gumbel_states,
+    states_at,
+    uniforms,
+)
+from inference.sampling.penalties import Penalties, apply_processors, needs_history
+from inference.trace import trace
+from inference.verify.chain import Verification
 from inference.verify.rules import Rule
+from inference.verify.tree import Tree, likeliest, sampled, usable_lengths
 
 
-class DecodingRound(TreesOfRound, LevelsOfRound):
-    """What the engine and a proposer share during one round; implements `base.Round`.
+class Batch:
+    """Settings of the active rows as tensors on the device; a new object is made when rows come or go."""
 
-    batch: of an earlier round of the same rows, so that their settings are not copied again. replays: where
-    distributions, verdict and last draw are recorded; None: they run as they are, as those of rows with own processors
-    do. traced: its table tells p, q and u of each draft too.
+    def __init__(self, rows: Sequence[Request], vocabulary: int, device: torch.device) -> None:
+        self.rows, self.vocabulary, self.device = list(rows), vocabulary, device
+        sampling = [row.sampling for row in rows]
+        self.regimes = Regimes(sampling, device)
+        self.penalties = Penalties(rows, vocabulary, device) if any(map(needs_history, sampling)) else None
+        self.gumbel: dict[int, Tensor] = {}  # by seed
+        self.branches: dict[int, Tensor] = {}
+        self.own = [a for a, one in enumerate(sampling) if one.processors]  # rows with processors of their own
+
+    def holds(self, rows: Sequence[Request]) -> bool:
+        """Whether these are the very rows that the settings are of."""
+        return len(rows) == len(self.rows) and all(a is b for a, b in zip(rows, self.rows, strict=True))
+
+    @cached_property
+    def ids(self) -> Tensor:
+        """Request ids (A,)."""
+        return torch.tensor([row.id for row in self.rows], device=self.device)
+
+    def gumbel_states(self, seed: int) -> Tensor:
+        """`noise.gumbel_states` of the rows, computed once."""
+        if seed not in self.gumbel:
+            self.gumbel = {seed: gumbel_states(seed, self.ids)}
+        return self.gumbel[seed]
+
+    def branch_states(self, seed: int) -> Tensor:
+        """`noise.branch_states` of the rows, computed once."""
+        if seed not in self.branches:
+            self.branches = {seed: branch_states(seed, self.ids)}
+        return self.branches[seed]
+
+    @property
+    def key(self) -> Hashable:
+        """All that distributions depend on except logits, ids and tensors."""
+        return self.regimes.key, self.penalties.key if self.penalties else None
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Settings on the device, by name."""
+        tensors = {f"regimes.{name}": tensor for name, tensor in self.regimes.tensors().items()}
+        if self.penalties:
+            tensors |= {f"penalties.{name}": tensor for name, tensor in self.penalties.tensors().items()}
+        return tensors
+
+    def on(self, tensors: Mapping[str, Tensor]) -> "Batch":
+        """These settings, read from other tensors of the names and shapes of `tensors`."""
+
+        def part(prefix: str) -> dict[str, Tensor]:
+            return {name.removeprefix(prefix): tensors[name] for name in tensors if name.startswith(prefix)}
+
+        other = copy(self)
+        other.regimes = self.regimes.on(part("regimes."))
+        other.penalties = self.penalties.on(part("penalties.")) if self.penalties else None
+        return other
+
+
+class DecodingRound:
+    """What the engine and a proposer share during one round; implements `proposers.base.Round`.
+
+    batch: of an earlier round; it is used again if its rows are the same. replays: runs distributions, verification and
+    last draw as one recorded graph; None, or rows with their own processors: they run as they are. traced: the table of
+    the result ends with `trace.trace`.
     """
 
     def __init__(
@@ -45,7 +112,7 @@ class DecodingRound(TreesOfRound, LevelsOfRound):
         vocabulary: int,
         device: torch.device,
         batch: Batch | None = None,
-        replays: Replays | None = None,
+        replays: Graphs | None = None,
         traced: bool = False,
     ) -> None:
         self.rows, self.k, self.rule, self.noise = rows, k, rule, noise
@@ -53,79 +120,110 @@ class DecodingRound(TreesOfRound, LevelsOfRound):
         self.batch = batch if batch and batch.holds(rows) else Batch(rows, vocabulary, device)
         self.texts = [row.text for row in rows]
         self.ids, self.starts = [row.id for row in rows], [row.emitted for row in rows]
-        self.messages: dict[int, str] = {}  # by row: what its own processors raised first
-        self.done: set[int] = set()  # rows with own processors that left their draft no token
+        self.messages: dict[int, str] = {}  # by row: the first error of its own processors
+        self.exhausted: set[int] = set()  # rows whose own processors left their draft no token
         self.sent: dict[str, Tensor] = {}
         self.lengths: list[int] = []  # of the drafts, as they were sent
 
-    def send(self, k: list[int] | None = None, **numbers: Numbers) -> dict[str, Tensor]:
-        """Copy what this round needs to the device, once: of a later call only `numbers` go, in a copy of their own.
+    # What the host copies to the device
 
-        k: how many are drafted for each row, where that differs from what was asked for.
+    def send(self, k: list[int] | None = None, **numbers: Numbers) -> dict[str, Tensor]:
+        """Copy what this round needs to the device, once; later calls copy `numbers` alone. Returns all by name.
+
+        k: drafts of each row, if that differs from the round's k.
         """
         if self.sent:
             self.sent |= send(self.device, **numbers) if numbers else {}
             return self.sent
         self.lengths = list(self.k if k is None else k)
         depths = max(*self.k, *self.lengths) + 1  # a tree has more nodes than levels
-        places, fresh = self.noise.places(self.ids, self.starts, depths)
-        read, history = self._read(), self.batch.history
-        if history:
-            numbers |= {"newest": history.newest(), "tails": history.tails()}
-        self.sent = send(self.device, length=self.lengths, start=self.starts, place=places, read=read,
+        offsets, fresh = self.noise.offsets(self.ids, self.starts, depths)
+        read, penalties = [len(text) - 1 for text in self.texts], self.batch.penalties
+        if penalties:
+            numbers |= {"newest": penalties.newest(), "tails": penalties.tails()}
+        self.sent = send(self.device, length=self.lengths, start=self.starts, offset=offsets, read=read,
                          anchor=[text[-1:] for text in self.texts], **numbers)  # fmt: skip
         if fresh:
-            self.noise.make(self.batch.ids, self.sent["start"], depths)
-        if history:
-            history.count(self.sent["newest"])
+            self.noise.fill(self.batch.ids, self.sent["start"], depths)
+        if penalties:
+            penalties.count(self.sent["newest"])
         return self.sent
-
-    def _read(self) -> list[int]:
-        """Where the target reads each row's anchor."""
-        return [len(text) - 1 for text in self.texts]
 
     def length(self, k: list[int]) -> Tensor:
         """Draft lengths (A,) on the device."""
         sent = self.send(k)
         return sent["length"] if k == self.lengths else torch.tensor(k, device=self.device)
 
+    # Distributions
+
     def probs(self, logits: Tensor, drafted: list[Tensor]) -> Tensor:
         """Logits (A, V) after the texts and `drafted` ids (A,) -> distribution (A, V)."""
         return self.batch.regimes.probs(self.scores(logits, drafted))
 
     def scores(self, logits: Tensor, drafted: list[Tensor]) -> Tensor:
-        """The logits, as settings that read history leave them."""
+        """The logits after the settings that read the text."""
         logits = logits.to(self.device)
-        if self.batch.history:
-            x = torch.stack(drafted, 1) if drafted else self._nothing()
+        if self.batch.penalties:
+            x = torch.stack(drafted, 1) if drafted else logits.new_empty(len(self.ids), 0, dtype=torch.int64)
             self.send()
-            needed = [-1 if a in self.done else k - 1 for a, k in enumerate(self.lengths)]  # behind them none is drawn
-            logits = self._processed(logits.unsqueeze(1), x, needed, len(drafted)).squeeze(1)
-            self.done |= {a for a in self.batch.own if not bool(logits[a].amax().isfinite())}
+            needed = [-1 if a in self.exhausted else k - 1 for a, k in enumerate(self.lengths)]  # none is drawn later
+            logits = self._penalised(logits.unsqueeze(1), x, needed, len(drafted)).squeeze(1)
+            self.exhausted |= {a for a in self.batch.own if not bool(logits[a].amax().isfinite())}
         return logits
 
     def target_probs(self, logits: Tensor, x: Tensor, k: list[int], tree: Tree | None = None) -> Tensor:
-        """Target logits (A, K+1, V) of the texts and drafts x (A, K) -> p (A, K+1, V); past k_b unread."""
-        if self.batch.history and tree is not None:
-            logits = self._branched(logits, x, k, tree)
-        elif self.batch.history:
-            logits = self._processed(logits, x, k, 0)
+        """Target logits (A, K+1, V) of the texts and drafts x (A, K) -> p (A, K+1, V); columns past k_b have no
+        meaning."""
+        if self.batch.penalties and tree is not None:
+            logits = self._penalised_tree(logits, x, k, tree)
+        elif self.batch.penalties:
+            logits = self._penalised(logits, x, k, 0)
         return self.batch.regimes.probs(logits)
 
-    def _processed(self, logits: Tensor, x: Tensor, k: list[int], first: int) -> Tensor:
-        """Logits (A, n, V) of the places after first, first + 1, ... of the drafts x (A, K), as settings leave them."""
-        history, sent = self.batch.history, self.send()
-        assert history is not None
-        found = history(logits, x, first, sent["tails"], sent["start"])
-        return processed(found, self.rows, self.batch.own, x, k, first, self.messages) if self.batch.own else found
+    def branch_scores(self, logits: Tensor, x: Tensor, siblings: Siblings) -> Tensor:
+        """Logits (A, n, V) after nodes of a tree, after the settings that read the text."""
+        if not self.batch.penalties:
+            return logits
+        columns = []
+        for node, (path, first) in enumerate(zip(siblings.paths, siblings.first, strict=True)):
+            before = torch.stack([x[:, i] for i in path], 1) if path else x[:, :0]
+            needed = [len(path) if n > first else -1 for n in self.lengths]
+            columns.append(self._penalised(logits[:, node : node + 1], before, needed, len(path)))
+        return torch.cat(columns, 1)
 
-    def _nothing(self) -> Tensor:
-        return torch.empty(len(self.ids), 0, dtype=torch.int64, device=self.device)
+    def plain(self, logits: Tensor) -> Tensor:
+        """Logits (A, ..., V) -> distributions of rows whose settings do not read the text."""
+        return self.batch.regimes.probs(logits.to(self.device))
+
+    def _penalised(self, logits: Tensor, x: Tensor, k: list[int], first: int) -> Tensor:
+        """Logits (A, n, V) at the positions after first, first + 1, ... of the drafts x (A, K), after the settings that
+        read the text."""
+        penalties, sent = self.batch.penalties, self.send()
+        assert penalties is not None
+        scores = penalties.apply(logits, x, first, sent["tails"], sent["start"])
+        if not self.batch.own:
+            return scores
+        return apply_processors(scores, self.rows, self.batch.own, x, k, first, self.messages)
+
+    def _penalised_tree(self, logits: Tensor, x: Tensor, k: list[int], tree: Tree) -> Tensor:
+        """The same of a tree (A, N+1, V), column by column: the drafts before a node are the path to it."""
+        columns = [self._penalised(logits[:, :1], x[:, :0], [0] * len(k), 0)]
+        if tree.shape is None:  # rows whose settings read the text have drafted nothing
+            return torch.cat((*columns, logits[:, 1:].to(columns[0].dtype)), 1)
+        for node, path in enumerate(_node_paths(tree)):
+            before, needed = torch.stack([x[:, i] for i in path], 1), [len(path) if n > node else -1 for n in k]
+            columns.append(self._penalised(logits[:, node + 1 : node + 2], before, needed, len(path)))
+        return torch.cat(columns, 1)
+
+    @property
+    def reads_history(self) -> list[bool]:
+        """Of each row, whether its settings read the text."""
+        return [needs_history(row.sampling) for row in self.rows]
 
     @property
     def temperatures(self) -> list[float] | None:
-        """Of each row, where distributions and draws need no more than these."""
-        if self.rule.shared or self.batch.history or self.batch.regimes.cut:
+        """Of each row, if distributions and draws depend on nothing else."""
+        if self.rule.shared or self.batch.penalties or self.batch.regimes.cut:
             return None
         return self.batch.regimes.temperatures
 
@@ -134,18 +232,85 @@ class DecodingRound(TreesOfRound, LevelsOfRound):
         """Of each row (A,), another tensor when rows come or go."""
         return self.batch.regimes.temperature
 
-    def simple(self, depths: int) -> tuple[Tensor, Tensor]:
-        """Uniforms (A, depths) of the drafts and temperatures (A,)."""
-        return self._streams(depths)[0], self.temperature
+    # Draws
 
     def draw(self, probs: Tensor, depth: int) -> Tensor:
-        """Ids (A,) from distribution (A, V): the draft's own stream, or the noise shared with the target."""
+        """Draft ids (A,) from distribution (A, V), with the noise of the draft stream or that shared with the
+        target."""
         if self.rule.shared:
             return (probs.log() + self._gumbel[:, depth]).argmax(-1)
         return draw(probs, self._uniforms[DRAFT][:, depth])
 
+    def last(self, probs: Tensor) -> Tensor:
+        """The token (A,) emitted after the accepted ones, drawn from the distribution (A, V) of the verification."""
+        return draw(probs, self._uniforms[RESIDUAL][:, 0])
+
+    def children(self, logits: Tensor, x: Tensor, siblings: Siblings, likeliest: bool = False) -> tuple[Tensor, Tensor]:
+        """Children (A, n, m) of nodes with logits (A, n, V), and the distributions (A, n, m, V) they were drawn from,
+        NaN if there is none; x (A, M) drafted so far. See `base.Round.children`.
+
+        Sampled without replacement; the likeliest, with one-hot distributions, in rows of temperature 0, or in all rows
+        if `likeliest`.
+        """
+        scores = self.branch_scores(logits.to(self.device), x.to(self.device), siblings)
+        m, regimes = siblings.most, self.batch.regimes
+        probs = regimes.probs(scores)  # (A, n, V)
+        if likeliest or regimes.all_greedy:
+            return _likeliest(scores, probs, m)
+        ids = sampled(probs, self._gumbel_of(siblings.keys.to(self.device), len(siblings.paths[0])), m)
+        distributions = probs.unsqueeze(2).expand(*probs.shape[:2], m, probs.shape[-1])
+        if not regimes.some_greedy:
+            return ids, distributions
+        best, certain = _likeliest(scores, probs, m)
+        greedy = regimes.greedy.view(-1, 1, 1)
+        return torch.where(greedy, best, ids), torch.where(greedy.unsqueeze(-1), certain, distributions)
+
+    def left_out(self, scores: Tensor, count: int, levels: int) -> None:
+        """See `base.Round.left_out`; serving does not use it."""
+
+    def simple(self, depths: int) -> tuple[Tensor, Tensor]:
+        """Uniforms (A, depths) of the drafts and temperatures (A,)."""
+        return self._streams(depths)[0], self.temperature
+
+    @property
+    def shared(self) -> bool:
+        """Whether drafts are drawn with the noise of the target's own tokens."""
+        return self.rule.shared
+
+    def draw_shared(self, probs: Tensor, depth: Tensor) -> Tensor:
+        """Ids (A,) from distribution (A, V) with the shared noise, at a depth (A,) of each row."""
+        return (probs.log() + self._gumbel[torch.arange(len(depth), device=depth.device), depth]).argmax(-1)
+
+    def inner(self, depths: int) -> Tensor:
+        """Uniforms (3, A, depths) for rounds that a proposer verifies itself, keyed by the start of this round, as all
+        noise of a round that block verification reads."""
+        depth = torch.arange(depths, device=self.device)
+        return uniforms(self.noise.seed, self.batch.ids, self.send()["start"], depth, INNER)
+
+    @property
+    def _uniforms(self) -> dict[int, Tensor]:
+        """Uniforms (A, K+1 or more) of each stream."""
+        return dict(zip((DRAFT, ACCEPT, RESIDUAL), self._numbers, strict=True))
+
+    @cached_property
+    def _numbers(self) -> Tensor:
+        """Uniforms (S, A, K+1); on a GPU as many as the table has, so that one recorded graph serves rounds of any
+        K."""
+        width = 0 if self.device.type == "cpu" else self.noise.table.shape[-1]
+        return self._streams(max(max(*self.k, *self.lengths, 0) + 1, width))
+
+    def _streams(self, depths: int) -> Tensor:
+        """Uniforms (S, A, depths)."""
+        sent = self.send()
+        if depths > self.noise.table.shape[-1]:  # deeper than any round so far
+            offsets, _ = self.noise.offsets(self.ids, self.starts, depths)
+            self.noise.fill(self.batch.ids, sent["start"], depths)
+            sent["offset"] = send(self.device, offset=offsets)["offset"]
+        return self.noise.at(sent["offset"], depths)
+
     @cached_property
     def _gumbel(self) -> Tensor:
+        """Noise (A, K+1, V) shared with the target, by position."""
         start, depth = self.send()["start"], torch.arange(self._numbers.shape[-1], device=self.device)
         return gumbel_after(self._states, start.unsqueeze(1) + depth, self.vocabulary)
 
@@ -153,27 +318,52 @@ class DecodingRound(TreesOfRound, LevelsOfRound):
     def _states(self) -> Tensor:
         return self.batch.gumbel_states(self.noise.seed)
 
+    def _gumbel_of(self, keys: Tensor, depth: int) -> Tensor:
+        """Noise that draws the children of nodes keys (n,) of one depth -> (A, n or 1, V): one of each node, or that of
+        the position, shared with the target."""
+        if self.rule.shared:
+            depth = min(depth, self._gumbel.shape[1] - 1)  # deeper than any row drafts
+            return self._gumbel[:, depth : depth + 1]
+        return gumbel_after(self._children, keys.unsqueeze(0), self.vocabulary)
+
     @cached_property
-    def _numbers(self) -> Tensor:
-        """Uniforms (S, A, K+1), on a GPU as many as there are, so that a recording serves rounds of any K."""
-        made = 0 if self.device.type == "cpu" else self.noise.table.shape[-1]
-        return self._streams(max(max(*self.k, *self.lengths, 0) + 1, made))
+    def _children(self) -> Tensor:
+        return states_at(self._branches, self.send()["start"])
 
-    @property
-    def _uniforms(self) -> dict[int, Tensor]:
-        """Uniforms (A, K+1 or more) of each stream."""
-        return dict(zip((DRAFT, ACCEPT, RESIDUAL), self._numbers, strict=True))
+    @cached_property
+    def _branches(self) -> Tensor:
+        return self.batch.branch_states(self.noise.seed)
 
-    def _streams(self, depths: int) -> Tensor:
-        """Uniforms (S, A, depths)."""
-        sent = self.send()
-        if depths > self.noise.table.shape[-1]:  # deeper than any round so far
-            places, _ = self.noise.places(self.ids, self.starts, depths)
-            self.noise.make(self.batch.ids, sent["start"], depths)
-            sent["place"] = send(self.device, place=places)["place"]
-        return self.noise.at(sent["place"], depths)
+    # Verification
 
-    def verdict(
+    def verify(self, logits: Tensor, proposal: Proposal) -> RoundResult:
+        """The result of the round, from the target's logits (A, N+1, V)."""
+        length, inputs = self.length(proposal.k), self.inputs() if self.replays else None
+        shape = None if proposal.tree is None else proposal.tree.shape
+        if self.replays and inputs is not None and (proposal.tree is None or shape):
+            inputs |= {"logits": logits, "x": proposal.x, "length": length}
+            inputs |= {} if proposal.q is None else {"q": proposal.q}
+            function = partial(self._verify_tensors, tree=proposal.tree)
+            result: RoundResult | None = self.replays((self.key, shape), inputs, self.steady, lambda: function)
+            if result is not None:
+                return result
+        return self._verify(logits, proposal, length)
+
+    def _verify(self, logits: Tensor, proposal: Proposal, asked: Tensor) -> RoundResult:
+        p = self.target_probs(logits, proposal.x, proposal.k, proposal.tree)
+        length = usable_lengths(p, proposal.q, asked, proposal.tree)
+        verification = self.apply_rule(p, proposal.q, proposal.x, length, proposal.tree)
+        result = round_result(p, proposal, verification, self.last(verification.probs), length, asked)
+        if not self.traced:
+            return result
+        u = None if self.rule.shared else self._uniforms[ACCEPT]
+        return result._replace(table=torch.cat((result.table, trace(p, proposal, u, length, result.path)), 1))
+
+    def _verify_tensors(self, tensors: Mapping[str, Tensor], tree: Tree | None = None) -> RoundResult:
+        proposal = Proposal(tensors["x"], tensors.get("q"), [], tree)
+        return self.on(tensors)._verify(tensors["logits"], proposal, tensors["length"])
+
+    def apply_rule(
         self, p: Tensor, q: Tensor | None, x: Tensor, k: list[int] | Tensor, tree: Tree | None = None
     ) -> Verification:
         """The rule on p (A, K+1, V), q (A, K, V) or None for certain drafts, x (A, K), k (A,)."""
@@ -183,77 +373,88 @@ class DecodingRound(TreesOfRound, LevelsOfRound):
             return self.rule.verify(p, q, x, noise, length, tree=tree)
         return self.rule.verify(p, q, x, noise, length)
 
-    def last(self, probs: Tensor) -> Tensor:
-        """The token (A,) emitted after the accepted ones, drawn from the verdict's distribution (A, V)."""
-        return draw(probs, self._uniforms[RESIDUAL][:, 0])
-
-    def settle(self, logits: Tensor, proposal: Proposal) -> Settled:
-        """The verdict, for the host in one tensor, see `settled.Settled`; traced, `recorder.trace` stands behind it."""
-        length, inputs = self.length(proposal.k), self.inputs() if self.replays else None
-        shape = None if proposal.tree is None else proposal.tree.shape
-        if self.replays and inputs is not None and (proposal.tree is None or shape):
-            inputs |= {"logits": logits, "x": proposal.x, "length": length}
-            inputs |= {} if proposal.q is None else {"q": proposal.q}
-            run = partial(self._settled_on, tree=proposal.tree)
-            found: Settled | None = self.replays((self.key, shape), inputs, self.steady, lambda: run)
-            if found is not None:
-                return found
-        return self._settled(logits, proposal, length)
-
-    def _settled(self, logits: Tensor, proposal: Proposal, asked: Tensor) -> Settled:
-        p = self.target_probs(logits, proposal.x, proposal.k, proposal.tree)
-        length = sound(p, proposal.q, asked, proposal.tree)
-        verdict = self.verdict(p, proposal.q, proposal.x, length, proposal.tree)
-        found = settled(p, proposal, verdict, self.last(verdict.probs), length, asked)
-        if not self.traced:
-            return found
-        u = None if self.rule.shared else self._uniforms[ACCEPT]
-        return found._replace(table=torch.cat((found.table, trace(p, proposal, u, length, found.path)), 1))
-
-    def _settled_on(self, given: Mapping[str, Tensor], tree: Tree | None = None) -> Settled:
-        proposal = Proposal(given["x"], given.get("q"), [], tree)
-        return self.on(given)._settled(given["logits"], proposal, given["length"])
+    # The round as a function of tensors, for graphs
 
     @property
     def key(self) -> Hashable:
-        """All that distributions, draws and verdict depend on but tensors."""
+        """All that distributions, draws and verification depend on except tensors."""
         return type(self), self.rule, self.batch.key, self.traced
 
     @property
     def steady(self) -> frozenset[str]:
-        """Of `inputs`, what changes only when rows come or go."""
-        return frozenset({*self.batch.tensors, "states", "branches"} - {"history.generated"})
+        """The `inputs` that change only when rows come or go."""
+        return frozenset({*self.batch.tensors, "states", "branches"} - {"penalties.generated"})
 
     def inputs(self, trees: bool = False) -> dict[str, Tensor] | None:
-        """The tensors by name that distributions, draws and verdict read of this round, and with `trees` the children
-        of nodes; None where own processors read more."""
+        """By name, the tensors that distributions, draws and verification read in this round; with `trees` those of
+        children too. None if processors of the user read more."""
         if self.batch.own:
             return None
         sent = self.send()
-        found = self.batch.tensors | {"start": sent["start"], "uniforms": self._numbers}
-        found |= {"tails": sent["tails"]} if self.batch.history else {}
-        found |= {"branches": self._branches} if trees else {}
-        return found | ({"states": self._states} if self.rule.shared else {})
+        tensors = self.batch.tensors | {"start": sent["start"], "uniforms": self._numbers}
+        tensors |= {"tails": sent["tails"]} if self.batch.penalties else {}
+        tensors |= {"branches": self._branches} if trees else {}
+        return tensors | ({"states": self._states} if self.rule.shared else {})
 
-    def on(self, given: Mapping[str, Tensor]) -> "DecodingRound":
+    def on(self, tensors: Mapping[str, Tensor]) -> "DecodingRound":
         """This round, read from other tensors of the names and shapes of `inputs`."""
-        round = copy(self)
-        round.replays, round.batch = None, self.batch.on(given)
-        round.sent = {name: given[name] for name in ("start", "tails") if name in given}
-        made = {f"_{name}": given[name] for name in ("states", "branches") if name in given}
-        made |= {"_numbers": given["uniforms"]}
-        for name in ("_gumbel", "_children"):
-            vars(round).pop(name, None)
-        vars(round).update(made)
+        batch = self.batch.on(tensors)
+        round = type(self)(batch.rows, self.k, self.rule, self.noise, self.vocabulary, self.device, batch,
+                           traced=self.traced)  # fmt: skip
+        round.lengths = self.lengths
+        round.sent = {name: tensors[name] for name in ("start", "tails") if name in tensors}
+        round._numbers = tensors["uniforms"]
+        if "states" in tensors:
+            round._states = tensors["states"]
+        if "branches" in tensors:
+            round._branches = tensors["branches"]
         return round
 
+    # Errors
+
     def reason(self, row: int, logits: Tensor, path: Tensor | None, n: int) -> str:
-        """Why a row has no distribution behind its n accepted drafts, given the logits (A, N+1, V) of the target's pass
-        and the `path` of `Settled`; reads from the device."""
+        """Why a row has no distribution after its n accepted drafts, given the logits (A, N+1, V) of the target's pass
+        and the `path` of the result; reads from the device."""
         if row in self.messages:
             return self.messages[row]
-        place = f"after {len(self.texts[row])} tokens"
+        position = f"after {len(self.texts[row])} tokens"
         if not bool(wide(logits[row, column_of(path, row, n)]).amax().isfinite()):
-            return f"{place}: the target's logits are NaN, infinite or all -inf"
-        return (f"{place}: no token is left; Sampling.banned, logit_bias, min_new_tokens or processors forbid every "
+            return f"{position}: the target's logits are NaN, infinite or all -inf"
+        return (f"{position}: no token is left; Sampling.banned, logit_bias, min_new_tokens or processors forbid every "
                 f"one that the model allows")  # fmt: skip
+
+
+def _likeliest(scores: Tensor, probs: Tensor, m: int) -> tuple[Tensor, Tensor]:
+    """The m likeliest children (A, n, m) by scores (A, n, V), and their one-hot distributions."""
+    ids = likeliest(scores, m)
+    none = (probs[..., :1] - probs[..., :1]).unsqueeze(2)  # 0, or NaN
+    return ids, one_hot(ids, probs.unsqueeze(2).expand(*ids.shape, -1)) + none
+
+
+def _node_paths(tree: Tree) -> list[list[int]]:
+    """The nodes from the anchor down to each node, of a tree that all rows share."""
+    assert tree.shape is not None
+    paths: list[list[int]] = []
+    for node, parent in enumerate(tree.shape):
+        paths.append([*(paths[parent] if parent >= 0 else []), node])
+    return paths
+
+
+def send(device: torch.device, **numbers: Numbers) -> dict[str, Tensor]:
+    """Whole numbers of A rows in one copy: name -> (A,) or (A, n) int64 on the device. The copy is pinned and
+    asynchronous on a GPU."""
+    flat: list[int] = []
+    shapes: list[tuple[int, ...]] = []
+    for part in numbers.values():
+        if isinstance(part[0], list):
+            shapes.append((len(part), len(part[0])))
+            for row in part:
+                flat += row  # type: ignore[arg-type]
+        else:
+            shapes.append((len(part),))
+            flat += part  # type: ignore[arg-type]
+    host = torch.tensor(flat, dtype=torch.int64)
+    if device.type != "cpu":
+        host = host.pin_memory().to(device, non_blocking=True)
+    parts = host.split([shape[0] if len(shape) == 1 else shape[0] * shape[1] for shape in shapes])
+    return {name: part.view(shape) for name, part, shape in zip(numbers, parts, shapes, strict=True)}

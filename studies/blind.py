@@ -23,7 +23,7 @@ from cotrain.data.texts import Texts
 from cotrain.evaluation.held_out import HeldOut, held_out
 from cotrain.losses.chunked import chunked, compared
 from cotrain.paths import folder
-from cotrain.rollout.kept_texts import read, texts
+from cotrain.rollout.training_texts import padded, read_rows
 from cotrain.students.base import Guess
 from cotrain.teacher.target_distributions import FromStates
 from cotrain.teacher.target_model import load_target, served
@@ -94,7 +94,7 @@ def main(report: str) -> None:
     target = load_target(resolve("bundled"))
     readings, head = served(target)
     place = folder("data") / "rollouts"
-    learnt, judged = (texts(read(place / f"{kind}_T1")) for kind in ("train", "held_out"))
+    learnt, judged = (padded(read_rows(place / f"{kind}_T1")) for kind in ("train", "held_out"))
     states, held = (held_out(readings, one, 1.0) for one in (learnt, judged))
     rows = []
     for ahead in AHEAD:

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from cotrain.data.prompts import shipped_ids
+from cotrain.data.corpora import shipped_ids
 from cotrain.teacher.target_model import load_pair
 from inference import Engine, Sampling
-from inference.exactness.checks import check
+from inference.exactness.verdict import check
 from inference.measure.environment import environment
 from inference.measure.timing import engine_arm, interleave
 from inference.policy import Fixed

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from cotrain.evaluation.comparison import Gain, Run, compare, read
+from cotrain.evaluation.comparison import Gain, RunFigures, compare, read
 from inference.measure.environment import environment
 
 TEMPERATURE, K = "1", 8
@@ -37,7 +37,7 @@ def at(gains: list[Gain]) -> list[Gain]:
     return [gain for gain in gains if (gain.temperature, gain.k) == (TEMPERATURE, K)]
 
 
-def by_depth(runs: list[Run]) -> list[float]:
+def by_depth(runs: list[RunFigures]) -> list[float]:
     """Acceptance by depth, the mean over runs; of a draft whose distributions do not depend on it, its one
     acceptance."""
     texts = [run["texts"][TEMPERATURE] for run in runs]

@@ -26,7 +26,7 @@ from cotrain.losses.chunked import chunked, positions
 from cotrain.students.base import Guess
 from cotrain.teacher.target_distributions import FromStates
 from inference.measure.environment import environment
-from inference.models.dtypes import half
+from inference.models.pretrained import half
 
 WIDTH, REPEATS = 1024, 3
 SIDES = ("plain", "chunked")

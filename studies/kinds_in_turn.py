@@ -9,20 +9,22 @@ from itertools import product
 from math import inf
 from typing import Any
 
-from cotrain.bench.measurement import Plan
-from cotrain.bench.planner import Measured, counted, plain_texts, planned, settled, tau_of
-from cotrain.students.base import DEFAULT, PREPARED, prepare
+from cotrain.bench.calibration import prepare
+from cotrain.bench.plan import Plan
+from cotrain.bench.planner import MeasuredCosts, choose_compiled, plain_texts, plan_length, tau_of, text_figures
+from cotrain.students.base import DEFAULT, student_class
 from inference import Engine, Sampling
 from inference.drafts.draft_folder import Folder
-from inference.exactness.checks import check, check_calls
-from inference.exactness.figures import Figures
+from inference.exactness.figures import Figures, check_calls
+from inference.exactness.verdict import check
 from inference.measure.adaptive import Wanted, until_known
-from inference.measure.timing import Emitted, Timing, engine_arm
+from inference.measure.timing import Timing, engine_arm
+from inference.output import Emitted
 
 QUEUE, BATCHES = 3, 6  # prompts a row that a run is given, and how many runs of each arm there are at least
 PLANNING, TIMING = 0.4, 0.85  # of the time of a shape, when each part ends; checks have the rest
 COMPARED = 4  # texts whose tokens are compared with plain decoding's
-Costs = dict[str, tuple[Plan, Measured]]  # by name of the kind
+Costs = dict[str, tuple[Plan, MeasuredCosts]]  # by name of the kind
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class Study:
             self.texts[temperature] = plain_texts(plan)
         key = draft.name, temperature
         if key not in self.figures:
-            self.figures[key] = counted(plan, self.texts[temperature], max(plan.depths))
+            self.figures[key] = text_figures(plan, self.texts[temperature], max(plan.depths))
         return self.figures[key]
 
     def cells(self, temperatures: list[float], batches: list[int], rules: list[str]) -> Iterator[list[dict[str, Any]]]:
@@ -75,16 +77,16 @@ class Study:
             costs = {}
             for i, draft in enumerate(self.drafts):
                 ends = now + share * PLANNING * (i + 1) / len(self.drafts)
-                costs[draft.name] = settled(self.ready(draft, temperature, rows), ends)
+                costs[draft.name] = choose_compiled(self.ready(draft, temperature, rows), ends)
             for i, rule in enumerate(rules):
                 ends = now + share * (PLANNING + (TIMING - PLANNING) * (i + 1) / len(rules))
                 yield self.cell(temperature, rows, rule, costs, ends)
 
     def ready(self, draft: Draft, temperature: float, rows: int) -> Plan:
-        """The plan of a cell, with what the kind settles (a gate) settled there."""
+        """The plan of a cell, prepared as its kind wants (a gate is counted there)."""
         plan = at(draft.plan, temperature, rows)
         prepare(plan)
-        if plan.kind in PREPARED:  # its drafts are others now
+        if student_class(plan.kind).calibrated:  # its drafts are others now
             self.figures.pop((draft.name, temperature), None)
         return plan
 
@@ -109,7 +111,7 @@ class Study:
         plan, cost = costs[draft.name]
         plan = replace(plan, verify=rule)
         figures = self.said(draft, plan)
-        length, cost = planned(plan, cost, lambda k: tau_of(figures, rule, k), until)
+        length, cost = plan_length(plan, cost, lambda k: tau_of(figures, rule, k), until)
         costs[draft.name] = plan, cost
         k = length.drafting
         return Chosen(draft, plan, k, plan.engine(k), length.speedups[k])
@@ -151,7 +153,7 @@ def judged(one: Chosen, timing: Timing) -> dict[str, Any]:
     assert stats is not None
     some = Emitted(*(part[:COMPARED] for part in texts))
     verdict = check(one.engine, some, plan.sampling, plan.bench.new_tokens, plan.bench.seed)
-    calls = check_calls(counted(plan, texts, one.k, verdict.text.explained), texts, plan.verify)
+    calls = check_calls(text_figures(plan, texts, one.k, verdict.text.explained), texts, plan.verify)
     tau = {"measured": stats.tau} | (
         {"predicted": calls.tau, "z": calls.z} if calls else {"predicted": None, "z": None}
     )

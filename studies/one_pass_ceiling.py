@@ -25,7 +25,7 @@ from torch import Tensor
 
 from cotrain.config.overrides import quote
 from cotrain.config.settings import checked, register
-from cotrain.data.prompts import shipped
+from cotrain.data.corpora import shipped
 from cotrain.paths import folder as shipped_folder
 from cotrain.training.job import models
 from inference import Engine, Sampling

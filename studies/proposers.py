@@ -20,13 +20,13 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 
-from cotrain.bench.measurement import Plan
+from cotrain.bench.plan import Plan
 from cotrain.commands.bench import prompts
 from cotrain.commands.served_pair import load_network, measured, refuse_pair, resolved
 from cotrain.config.overrides import quote
 from cotrain.config.settings import checked, register
 from cotrain.paths import folder as shipped
-from cotrain.students.base import DEFAULT, UNTRAINED
+from cotrain.students.base import DEFAULT, student_class
 from cotrain.training.job import models
 from inference import Sampling
 from inference.drafts.atomic import write_atomic
@@ -63,7 +63,7 @@ def drafts(folders: dict[str, str], settings: list[str]) -> list[Draft]:
 
 def trained(folder: Folder) -> float | None:
     """Seconds, as the folder's report says."""
-    if folder.kind in UNTRAINED:
+    if not student_class(folder.kind).trained:
         return 0.0
     report = read_json(folder.path / REPORT) if (folder.path / REPORT).is_file() else {}
     seconds: float | None = report.get("extra", {}).get("training", {}).get("seconds")

@@ -16,7 +16,7 @@ import torch
 from omegaconf import OmegaConf
 
 from cotrain.evaluation.comparison import compare, per_text
-from cotrain.training.assembly import begun, held_out_texts, stages, trained_by
+from cotrain.training.assembly import held_out_texts, new_student, stages, trained_by
 from cotrain.training.job import Job, models
 from inference.measure.environment import environment
 
@@ -28,7 +28,7 @@ def main(quantised: str, whole: str, report: str) -> None:
     cfg: Any = OmegaConf.create(settings)
     target, tokenizer = models(cfg)
     job = Job(cfg, Path(quantised), target, tokenizer)
-    student = begun(cfg, target, job.vocabulary)
+    student = new_student(cfg, target, job.vocabulary)
     module = trained_by(job, student, stages(cfg.loss), held_out_texts(job))
     runs: dict[str, Any] = {}
     for name, run in zip(NAMES, (quantised, whole), strict=True):

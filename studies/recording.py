@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from cotrain.data.prompts import shipped_ids
+from cotrain.data.corpora import shipped_ids
 from cotrain.students.independent import from_layers
 from cotrain.teacher.target_model import load_pair
 from inference import Engine, Sampling
@@ -24,7 +24,7 @@ from inference.measure.environment import environment
 from inference.measure.timing import engine_arm, interleave
 from inference.policy import Fixed
 from inference.proposers import Independent
-from inference.report.recorder import Recorder
+from inference.report.replay import Recorder
 
 LAYERS, K, TREE = [0, 1, -2, -1], 4, (-1, -1, 0, 0, 1, 2)
 PROMPTS, TOKENS, REPEATS, WANTED = 32, 96, 3, 1.05

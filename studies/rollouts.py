@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from cotrain.data.prompts import shipped
+from cotrain.data.corpora import shipped
 from inference import Engine, Sampling, load
 from inference.measure.environment import environment
 from inference.measure.timing import engine_arm, interleave

@@ -27,8 +27,7 @@ from cotrain.losses.spec import parse
 from cotrain.students import independent
 from cotrain.teacher.target_model import load_pair
 from cotrain.training import optim
-from cotrain.training.module import Distillation
-from cotrain.training.stages import Stage
+from cotrain.training.module import Distillation, Stage
 from inference.measure.environment import environment
 
 BATCH, LENGTH, REPEATS, WARMUP = 8, 256, 30, 3
@@ -38,7 +37,7 @@ Step = Callable[[Tensor], None]
 def ours(target: Any, network: Any, loss: str, remember: int = 0) -> Step:
     factories = partial(optim.adamw, lr=1e-3, weight_decay=0.0, betas=(0.9, 0.95)), lambda optimizer: None
     module: Any = Distillation(
-        independent.Independent(network), target, [Stage(1.0, parse(loss))], *factories, {}, remember=remember
+        independent.IndependentStudent(network), target, [Stage(1.0, parse(loss))], *factories, {}, remember=remember
     )
     module._trainer = SimpleNamespace(max_steps=1, global_step=0, world_size=1)
     type(module).global_step = 0

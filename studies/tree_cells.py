@@ -11,11 +11,9 @@ from typing import Any
 from torch import Tensor
 
 from inference.measure.costs import Costs
-from inference.measure.shapes import Parents, Seconds, positional, round_seconds, sequoia
 from inference.measure.tree_plan import Distributions, Search, rate
-from inference.measure.tree_rates import every
-from inference.proposers.topology import chain, from_paths, full, paths_of
-from inference.verify.tree import depths_of
+from inference.measure.tree_shapes import Parents, Seconds, every, positional, round_seconds, sequoia
+from inference.verify.tree import chain, depths_of, from_paths, full, paths_of
 
 MOST, CHILDREN, LONGEST = 16, 4, 8  # nodes, children of one, drafts of the chains that trees are compared with
 LEVELS = (1, 2, 3, 4, 5, 6, 8, 10, 12)  # of grown trees; drafts that read their own states are rated to LONGEST

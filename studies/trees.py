@@ -34,17 +34,16 @@ from inference.exactness.forced import forced
 from inference.exactness.ties import MARGIN, noise_of
 from inference.measure.costs import Costs, measure_costs
 from inference.measure.environment import environment
-from inference.measure.timing import Emitted
-from inference.measure.tree_distributions import distributions_of_rounds
-from inference.measure.tree_plan import Distributions, distributions_of, reach_under
-from inference.models.dtypes import widened
-from inference.models.lm import LM, load_model
-from inference.noise import row_ids
+from inference.measure.tree_plan import Distributions, distributions_of, distributions_of_rounds, reach_under
+from inference.models.lm import LM
+from inference.models.pretrained import load_model, widened
+from inference.output import Emitted
 from inference.policy import Fixed
 from inference.proposers import kind_of
-from inference.proposers.base import Beside
-from inference.proposers.growing import Dynamic, Shape
-from inference.verify.prediction import calls_from, variance_from
+from inference.proposers.base import LoadArguments
+from inference.proposers.trees import Dynamic, TreeShape
+from inference.sampling.noise import row_ids
+from inference.verify.predict_chain import calls_from, variance_from
 from inference.verify.tree import depths_of
 from studies.tree_cells import LONGEST, MOST, Choice, Exact, cell, flat, orders
 from studies.tree_summary import summary
@@ -88,11 +87,11 @@ class Study:
             raise ValueError(f"{kind}={folder}: the folder is of kind {found.kind}")
         self.kind, self.target, self.proposes = kind, target, kind_of(kind)
         hashes = hash_target(target.model.config, target.tokenizer)
-        beside = Beside(target.model, hashes, found.metadata, None, target.tokenizer)
-        self.network = widened(self.proposes.network_beside(found.path, beside))
+        beside = LoadArguments(target.model, hashes, found.metadata, None, target.tokenizer)
+        self.network = widened(self.proposes.load_network(found.path, beside))
         self.known: dict[tuple[Any, ...], tuple[float, float]] = {}
 
-    def drafts(self, shape: Shape = None, likeliest: bool = False) -> Any:
+    def drafts(self, shape: TreeShape = None, likeliest: bool = False) -> Any:
         """A proposer of chains, or of trees."""
         given = (self.network, self.target.model) if self.kind == "early_exit" else (self.network,)
         return self.proposes(*given, likeliest, shape=shape)  # type: ignore[call-arg]
@@ -143,7 +142,7 @@ class Study:
         yield about | {"shape": "dynamic 8"} | self.row(dynamic, "tree", True, batch, count, Sampling(temperature))
 
     def row(
-        self, shape: Shape, rule: str, likeliest: bool, batch: int, count: int, sampling: Sampling
+        self, shape: TreeShape, rule: str, likeliest: bool, batch: int, count: int, sampling: Sampling
     ) -> dict[str, Any]:
         """One shape under one rule on the first `count` held prompts, and its prediction."""
         proposer = self.drafts(shape, likeliest or sampling.temperature == 0)
@@ -177,7 +176,7 @@ class Study:
         return calls, math.sqrt(max(variance, 0.0))
 
     def forced(
-        self, texts: Emitted, shape: Shape, rule: str, sampling: Sampling
+        self, texts: Emitted, shape: TreeShape, rule: str, sampling: Sampling
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Reach (B, T, D+1) of likeliest children from forced rounds, the texts' lengths (B,), and how many drafts of
         each (B,) rounding could turn, a call each, as the verdict counts them."""

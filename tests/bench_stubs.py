@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 
 from cotrain.bench import matrix, measurement, planner, quantisation_table
-from cotrain.bench.measurement import Plan
+from cotrain.bench import plan as plans
+from cotrain.bench.plan import Plan
 from cotrain.config.settings import Bench
 from cotrain.data.splits import Prompts
 from inference import Sampling
-from inference.drafts.planned_tree import PlannedTree
-from inference.measure.timing import Emitted, Interval
+from inference.drafts.draft_folder import PlannedTree
+from inference.measure.timing import Interval
+from inference.output import Emitted
 from tests.tiny import tiny
 
 RANKING, FINAL = [[i, 2] for i in range(5)], [[i, 3, 4, 5, 6, 7] for i in range(5)]
@@ -77,7 +79,7 @@ def met(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     for module in (measurement, matrix):
         monkeypatch.setattr(module, "transformers_arm", transformers_arm)
     monkeypatch.setattr(measurement, "until_known", until_known)
-    monkeypatch.setattr(measurement, "Engine", engine)
+    monkeypatch.setattr(plans, "Engine", engine)
     monkeypatch.setattr(measurement.adaptive, "lines", lambda reached: [f"said {reached}"])
     monkeypatch.setattr(Plan, "student", lambda self, network: SimpleNamespace(
         proposer=lambda **settings: SimpleNamespace(network=network, depths=LIMIT["depths"], **settings)))  # fmt: skip

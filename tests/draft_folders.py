@@ -7,7 +7,7 @@ from cotrain.config.groups import Draft, Init
 from cotrain.students.base import student_class
 from inference.drafts.compatibility import hash_target
 from inference.drafts.draft_folder import Metadata, save
-from inference.models.lm import load_model
+from inference.models.pretrained import load_model
 from tests.folders import VOCABULARY, tokenizer
 
 BARE: dict[str, Any] = dict.fromkeys(

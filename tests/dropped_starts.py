@@ -7,11 +7,11 @@ import torch
 
 from cotrain.students.base import Student
 from cotrain.students.parallel import KEEP
-from tests.cotrain.losses.test_over_guesses import CONVERSATIONS, module
-from tests.cotrain.losses.test_sequence_training import batch
+from tests.cotrain.losses.test_batch import CONVERSATIONS, module
+from tests.cotrain.losses.test_sequence import batch
 
 
-def made_up_for(student: Student, name: str, depths: int) -> None:
+def check_dropped_starts(student: Student, name: str, depths: int) -> None:
     """Over all that the uniforms may be, the loss is that of no drop; later depths are of fewer starts. name: the
     loss; depths: how many values of the uniforms differ."""
     target: Any = student.target

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from cotrain.bundled.tokenizer import train_tokenizer
 from cotrain.data import corpora
-from cotrain.data.records import records
+from cotrain.data.corpora import records
 
 VOCABULARY, CONTEXT = 300, 128
 

@@ -11,28 +11,19 @@ from typing import Any
 import torch
 from transformers import LlamaForCausalLM
 
-from inference.models.taps import decoder_layers
+from inference.models.pretrained import decoder_layers
 from inference.proposers import KINDS as REGISTERED
 from inference.proposers import Independent, NGram, kind_of
 from inference.proposers.base import Proposer
-from inference.proposers.conditioned import Conditioned
-from inference.proposers.conditioned_network import conditioned
-from inference.proposers.eagle import Eagle
-from inference.proposers.eagle_network import EagleNetwork, fused
-from inference.proposers.early_exit import EarlyExit
-from inference.proposers.early_exit_network import ExitNetwork, begun
-from inference.proposers.gate import LONGEST, Gate
-from inference.proposers.hybrid import Hybrid
-from inference.proposers.hydra import Hydra
-from inference.proposers.hydra_network import HydraConfig, HydraNetwork
-from inference.proposers.medusa import Medusa
-from inference.proposers.medusa_network import MedusaConfig, MedusaNetwork
-from inference.proposers.other_tokenizer import OtherTokenizer
-from inference.proposers.p_eagle import PEagle
-from inference.proposers.p_eagle_network import PEagleNetwork
+from inference.proposers.conditioned import Conditioned, conditioned
+from inference.proposers.eagle import Eagle, EagleNetwork, fused
+from inference.proposers.early_exit import EarlyExit, ExitNetwork, untrained_exit
+from inference.proposers.heads import Hydra, HydraConfig, HydraNetwork, Medusa, MedusaConfig, MedusaNetwork
+from inference.proposers.hybrid import LONGEST, Gate, Hybrid
+from inference.proposers.other_tokenizer import OtherTokenizer, SharedTokens
+from inference.proposers.p_eagle import PEagle, PEagleNetwork
 from inference.proposers.parallel import Parallel
 from inference.proposers.quantised import Quantised
-from inference.proposers.retelling import Shared
 from inference.proposers.retrieval import Retrieval
 from inference.proposers.two_levels import TwoLevels
 from tests.tiny import near
@@ -97,7 +88,7 @@ def other_tokenizer(target: LlamaForCausalLM) -> OtherTokenizer:
     """All ids but 3 are shared, 1 and 2 crosswise."""
     size = target.config.vocab_size
     pairs = tuple((n, {1: 2, 2: 1}.get(n, n)) for n in range(size) if n != 3)
-    return OtherTokenizer(near(target, 0.15), Shared(pairs), Swapped())  # type: ignore[arg-type]
+    return OtherTokenizer(near(target, 0.15), SharedTokens(pairs), Swapped())  # type: ignore[arg-type]
 
 
 def eagle(target: LlamaForCausalLM, noise: float = 0.1, made: Any = EagleNetwork, **settings: Any) -> Any:
@@ -129,7 +120,7 @@ def p_eagle(target: LlamaForCausalLM, noise: float = 0.1, **settings: Any) -> PE
 def exit_network(target: LlamaForCausalLM, rank: int = 2) -> ExitNetwork:
     """An exit behind the first layer but the last, changed at random."""
     torch.manual_seed(4)
-    network = begun(target, max(len(decoder_layers(target)) - 1, 1), rank, 3).to(target.device, target.dtype)
+    network = untrained_exit(target, max(len(decoder_layers(target)) - 1, 1), rank, 3).to(target.device, target.dtype)
     with torch.no_grad():
         for weight in network.layers.parameters():
             weight.normal_(std=0.2)
@@ -168,7 +159,7 @@ def masked(target: LlamaForCausalLM, noise: float = 0.15, depths: int = 4) -> Ll
     return model
 
 
-def told(target: LlamaForCausalLM, noise: float = 0.15, spread: float = 0.4) -> LlamaForCausalLM:
+def conditioned_near(target: LlamaForCausalLM, noise: float = 0.15, spread: float = 0.4) -> LlamaForCausalLM:
     """A model near the target, told three temperatures, each with a scale of its own."""
     network: Any = conditioned(near(target, noise), [0.0, 0.7, 1.0])
     torch.manual_seed(9)
@@ -198,8 +189,8 @@ KINDS = {
         lambda target, **settings: PEagle(p_eagle(target, draft_vocab_size=half(target)), **settings)
     ),
     "independent": Kind(lambda target, **settings: Independent(near(target, 0.15), **settings)),
-    "conditioned": Kind(lambda target, **settings: Conditioned(told(target), **settings)),
-    "conditioned, greedy": Kind(lambda target: Conditioned(told(target), greedy=True)),
+    "conditioned": Kind(lambda target, **settings: Conditioned(conditioned_near(target), **settings)),
+    "conditioned, greedy": Kind(lambda target: Conditioned(conditioned_near(target), greedy=True)),
     "early_exit": Kind(lambda target, **settings: EarlyExit(exit_network(target), target, **settings)),
     "independent, greedy": Kind(lambda target: Independent(near(target, 0.15), greedy=True)),
     "medusa": Kind(lambda target, **settings: Medusa(medusa(target), **settings)),

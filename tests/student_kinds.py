@@ -11,14 +11,12 @@ from transformers import LlamaForCausalLM, PretrainedConfig, PreTrainedModel
 
 from cotrain.students import early_exit
 from cotrain.students.base import LAST, Guess, Seen, Student
-from cotrain.students.conditioned import Conditioned
-from cotrain.students.eagle import Eagle
-from cotrain.students.hybrid import Hybrid
-from cotrain.students.hydra import Hydra
-from cotrain.students.independent import Independent
-from cotrain.students.medusa import Medusa
-from cotrain.students.p_eagle import PEagle
-from cotrain.students.parallel import Parallel
+from cotrain.students.conditioned import ConditionedStudent
+from cotrain.students.eagle import EagleStudent
+from cotrain.students.heads import HydraStudent, MedusaStudent
+from cotrain.students.hybrid import HybridStudent
+from cotrain.students.independent import IndependentStudent
+from cotrain.students.parallel import ParallelStudent, PEagleStudent
 from cotrain.teacher.target_model import halves
 from tests import kinds
 from tests.kinds import masked
@@ -76,7 +74,7 @@ class Heads(Student):
 
 
 def independent(target: LlamaForCausalLM) -> Student:
-    return Independent(near(target, 0.3), target)
+    return IndependentStudent(near(target, 0.3), target)
 
 
 def heads(target: LlamaForCausalLM, depths: int = 3) -> Any:
@@ -90,15 +88,15 @@ def heads(target: LlamaForCausalLM, depths: int = 3) -> Any:
 def hybrid(target: LlamaForCausalLM) -> Student:
     network = near(target, 0.3)
     network.config.lookup = {"shortest": 2, "datastore": None}
-    return Hybrid(network, target)
+    return HybridStudent(network, target)
 
 
 def eagle(target: LlamaForCausalLM, **settings: Any) -> Any:
-    return Eagle(kinds.eagle(target, 0.3, **settings), target)
+    return EagleStudent(kinds.eagle(target, 0.3, **settings), target)
 
 
 def p_eagle(target: LlamaForCausalLM, **settings: Any) -> Any:
-    return PEagle(kinds.p_eagle(target, 0.3, **settings), target)
+    return PEagleStudent(kinds.p_eagle(target, 0.3, **settings), target)
 
 
 class HeadNetwork(PreTrainedModel):
@@ -130,12 +128,12 @@ def example(target: LlamaForCausalLM) -> Any:
 
 
 def parallel(target: LlamaForCausalLM) -> Student:
-    return Parallel(masked(target, 0.3), target)
+    return ParallelStudent(masked(target, 0.3), target)
 
 
 STUDENTS: dict[str, Callable[[LlamaForCausalLM], Any]] = {
     "independent": independent,
-    "conditioned": lambda target: Conditioned(kinds.told(target, 0.3), target),
+    "conditioned": lambda target: ConditionedStudent(kinds.conditioned_near(target, 0.3), target),
     "parallel": parallel,
     "heads": heads,
     "example": example,
@@ -144,9 +142,9 @@ STUDENTS: dict[str, Callable[[LlamaForCausalLM], Any]] = {
     "eagle, pruned": lambda target: eagle(target, draft_vocab_size=16),
     "p_eagle": p_eagle,
     "p_eagle, pruned": lambda target: p_eagle(target, draft_vocab_size=16),
-    "medusa": lambda target: Medusa(kinds.medusa(target, 0.3), target),
-    "hydra": lambda target: Hydra(kinds.hydra(target, 0.3), target),
-    "early_exit": lambda target: early_exit.EarlyExit(kinds.exit_network(target), target),
+    "medusa": lambda target: MedusaStudent(kinds.medusa(target, 0.3), target),
+    "hydra": lambda target: HydraStudent(kinds.hydra(target, 0.3), target),
+    "early_exit": lambda target: early_exit.EarlyExitStudent(kinds.exit_network(target), target),
 }
 # those that tests can run in an engine
 SERVED = ("independent", "conditioned", "example", "eagle", "eagle, pruned", "p_eagle", "p_eagle, pruned",

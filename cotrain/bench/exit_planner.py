@@ -1,48 +1,71 @@
-"""Which exit drafts: the layers, and the draft length, that should pay best, chosen before anything is trained.
+"""Choosing the exit of an early-exit draft before it is trained: the layers and draft length that should pay best.
 
-What a trained exit will accept is not known yet. What stands in for it is the best linear exit: the target's norm of
-the states behind L layers, moved by a ridge regression towards the states that the target's head reads (Belrose et al.
+The acceptance of a trained exit is not known yet, so each exit is rated by its best linear exit: the target's norm of
+the states after L layers, moved by a ridge regression towards the states that the target's head reads (Belrose et al.
 2023, 2303.08112), fitted on some texts of the target and judged on others. A trained exit of rank > 0 accepts more, at
-each layer. Costs are measured at the first and the last exit; all layers cost the same, so those between lie on a line.
+each layer. Costs are measured at the first and the last exit and interpolated, since all layers cost the same.
 N tokens, D width, B texts, T tokens of the longest, V vocabulary.
 """
 
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from cotrain.bench import measurement
-from cotrain.bench.planner import Compiled, choose, costs_of, plain_texts, tau_of
-from cotrain.data.prompts import shipped_ids
-from cotrain.data.splits import SPLITS, apart
+from cotrain.bench.plan import CompiledParts, Plan
+from cotrain.bench.planner import choose, costs_of, plain_texts, tau_of
+from cotrain.data.corpora import shipped_ids
+from cotrain.data.splits import SPLITS, Prompts, apart
 from cotrain.ranks import awaited, rank
 from cotrain.students.early_exit import candidates
 from cotrain.teacher.target_model import served
 from inference.drafts.atomic import write_atomic
 from inference.exactness.figures import Figures
 from inference.measure.costs import Costs
-from inference.measure.timing import Emitted
 from inference.models.passes import LAST
-from inference.models.taps import decoder_layers
-from inference.proposers.early_exit_network import begun, final_norm
+from inference.models.pretrained import decoder_layers
+from inference.output import Emitted
+from inference.proposers.early_exit import final_norm, untrained_exit
 from inference.sampling import certain, probs
 
-if TYPE_CHECKING:
-    from cotrain.training.job import Job
-
-FILE = "exit_plan.json"  # in the run's folder: a run that goes on keeps its exit
+FILE = "exit_plan.json"  # in the run's folder, so that a resumed run has the same exit
 Head = Callable[[Tensor], Tensor]
+
+
+class TrainingJob(Protocol):
+    """What the choice reads of a training run (`cotrain.training.job.Job`)."""
+
+    cfg: Any  # TrainConfig; draft.layers is set
+
+    @property
+    def vocabulary(self) -> int: ...
+
+    @property
+    def folder(self) -> Path: ...
+
+    @property
+    def target(self) -> PreTrainedModel: ...
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase: ...
+
+    def source(self, split: str) -> Any:
+        """The source of a split's prompts."""
+
+    def plan_with(self, draft: PreTrainedModel, prompts: Prompts | None) -> Plan:
+        """The plan that measures a draft on these prompts."""
 
 
 @dataclass(frozen=True)
 class Exit:
     """layers: decoder layers that draft; alpha: acceptance at a position of the linear exit; k, tau: the draft length
-    that pays best, and tokens per target call there; cost: of a draft, in plain steps; speedup: over plain decoding."""
+    that pays best, and its tokens per target call; cost: of a draft, in plain steps; speedup: over plain decoding."""
 
     layers: int
     alpha: float
@@ -56,36 +79,36 @@ class Exit:
                 f"{self.speedup:7.2f}x")  # fmt: skip
 
 
-class Read(NamedTuple):
-    """Of one text: its tokens x (n,), and of each layer the normed states (n, D) before them, LAST for the target's
-    own."""
+class TextStates(NamedTuple):
+    """One text: its tokens x (n,), and by layer the normed states (n, D) that predict them; LAST: those of the target's
+    own head."""
 
     x: Tensor
     states: Mapping[int | str, Tensor]
 
 
 def rated(layers: int, alpha: float, tau: Callable[[int], float], costs: Costs, depths: Sequence[int]) -> Exit:
-    """An exit at the draft length that pays best, by measured costs (`planner.choose`)."""
+    """An exit at the draft length that pays best by measured costs (`planner.choose`)."""
     length = choose(costs, tau, depths)
     k = length.drafting
     return Exit(layers, alpha, k, tau(k), costs.ratio, length.speedups[k])
 
 
 def best(exits: Sequence[Exit]) -> Exit:
-    """Of most speed-up, of equal ones that of fewest layers."""
+    """The exit of most speed-up, of equal ones that of fewest layers."""
     return max(exits, key=lambda one: (one.speedup, -one.layers))
 
 
 def between(low: Costs, high: Costs, share: float) -> Costs:
-    """Costs of an exit that lies so far, 0 to 1, on the way from one to another: a layer costs what any other does."""
+    """Costs of an exit at a share, 0 to 1, of the way from one exit to another: all layers cost the same."""
     return replace(
         low, draft=low.draft + share * (high.draft - low.draft), first=low.first + share * (high.first - low.first)
     )
 
 
 def line_of(f: Tensor, s: Tensor) -> Tensor:
-    """W (D + 1, D) that makes f + [f, 1] W near to s: f, s (N, D). Ridge regression; its weight is the mean square norm
-    of a row, so that few tokens change little."""
+    """W (D + 1, D) that brings f + [f, 1] W close to s; f, s (N, D). Ridge regression whose weight is the mean square
+    norm of a row, so that few tokens change little."""
     x = _with_one(f)
     ridge = x.square().sum() / len(x) * torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
     return torch.linalg.solve(x.T @ x + ridge, x.T @ (s - f).double())
@@ -101,78 +124,76 @@ def _with_one(f: Tensor) -> Tensor:
     return torch.nn.functional.pad(f.double(), (0, 1), value=1.0)
 
 
-def figures(layer: int, texts: Sequence[Read], head: Head, plan: "measurement.Plan") -> Figures:
-    """The linear exit behind a layer beside the target: fitted on every other text, judged on the rest."""
+def figures(layer: int, texts: Sequence[TextStates], head: Head, plan: Plan) -> Figures:
+    """Probabilities of the target and of the linear exit after a layer, fitted on every other text, on the rest."""
     fit, judged = texts[0::2], texts[1::2]
     w = line_of(*(torch.cat([text.states[part] for text in fit]) for part in (layer, LAST)))
     lengths = torch.tensor([len(text.x) for text in judged])
-    found = torch.zeros(3, len(judged), int(lengths.max()), dtype=torch.float64)
+    rows = torch.zeros(3, len(judged), int(lengths.max()), dtype=torch.float64)
     for row, text in enumerate(judged):
         p = probs(head(text.states[LAST]), plan.sampling)
         q = probs(head(moved(text.states[layer], w)), plan.sampling)
         q = certain(q) if plan.objective == "greedy" else q
         at = text.x.unsqueeze(1)
         px, qx = (distribution.gather(1, at).squeeze(1).double().cpu() for distribution in (p, q))
-        found[0, row, : len(px)] = px.clamp(min=torch.finfo(torch.float32).tiny).log()
-        found[1, row, : len(px)] = qx.log()
-        found[2, row, : len(px)] = torch.minimum(p, q).sum(1).double().cpu()
-    k = torch.full(found.shape[1:], max(plan.depths))
+        rows[0, row, : len(px)] = px.clamp(min=torch.finfo(torch.float32).tiny).log()
+        rows[1, row, : len(px)] = qx.log()
+        rows[2, row, : len(px)] = torch.minimum(p, q).sum(1).double().cpu()
+    k = torch.full(rows.shape[1:], max(plan.depths))
     none = torch.zeros_like(k, dtype=torch.bool)
-    return Figures(found[0], found[1], found[2], none, none, k, lengths)
+    return Figures(rows[0], rows[1], rows[2], none, none, k, lengths)
 
 
 @torch.inference_mode()
-def read(texts: Emitted, target: PreTrainedModel, vocabulary: int, layers: Sequence[int]) -> tuple[list[Read], Head]:
+def read(
+    texts: Emitted, target: PreTrainedModel, vocabulary: int, layers: Sequence[int]
+) -> tuple[list[TextStates], Head]:
     """Normed states of texts of the target, and its head."""
     reader, head = served(target, vocabulary, layers)
-    norm, found = final_norm(target), []
+    norm, rows = final_norm(target), []
     for prompt, text in zip(texts.prompts, texts.tokens, strict=True):
         ids = torch.tensor([prompt + text], device=target.device)
         states = reader(ids[:, :-1])
         last = {name: part[0, len(prompt) - 1 :] for name, part in states.items()}
         normed = {name: part if name == LAST else norm(part) for name, part in last.items()}
-        found.append(Read(ids[0, len(prompt) :], normed))
-    return found, head
+        rows.append(TextStates(ids[0, len(prompt) :], normed))
+    return rows, head
 
 
-def plan_of(job: "Job", layers: int) -> "measurement.Plan":
-    """To measure an exit that is not trained, on prompts that rank; on a GPU as it is served there."""
+def plan_of(job: TrainingJob, layers: int) -> Plan:
+    """The plan that measures an untrained exit on ranking prompts, on a GPU compiled as it is served there."""
     cfg = job.cfg
-    network = begun(job.target, layers, 0, cfg.draft.depths or 1)
+    network = untrained_exit(job.target, layers, 0, cfg.draft.depths or 1)
     torch.nn.Module.to(network, job.target.device, job.target.dtype)
     if cfg.data.path:
         ranking, final = (job.source(s).several(cfg.rollout.prompt_tokens, cfg.rollout.seed) for s in SPLITS[1:])
         given = apart(ranking, final, [], "own")
     else:
         given = apart(*shipped_ids(job.tokenizer, cfg.bench.prompt_tokens), [], "shipped")
-    replayed = job.target.device.type == "cuda"
-    return replace(job.plan_with(network, given), compiled=Compiled(replayed, replayed, replayed))
+    graphs = job.target.device.type == "cuda"
+    return replace(job.plan_with(network, given), compiled=CompiledParts(graphs, graphs, graphs))
 
 
-def exits(job: "Job") -> list[Exit]:
-    """Every exit that is considered, rated."""
+def exits(job: TrainingJob) -> list[Exit]:
+    """Every exit that is considered, with its figures."""
     layers = candidates(len(decoder_layers(job.target)))
     ends = [plan_of(job, at) for at in (layers[0], layers[-1])]
     low, high = (costs_of(plan) for plan in ends)
     plan, span = ends[0], max(layers[-1] - layers[0], 1)
     texts, head = read(plain_texts(plan), job.target, job.vocabulary, layers)
-    found = []
+    rows = []
     for at in layers:
         one = figures(at, texts, head, plan)
         alpha = float(one.alpha.sum() / one.lengths.sum())
-        tau = _tau(one, plan.verify)
-        found.append(rated(at, alpha, tau, between(low, high, (at - layers[0]) / span), plan.depths))
-    return found
+        tau = partial(tau_of, one, plan.verify)
+        rows.append(rated(at, alpha, tau, between(low, high, (at - layers[0]) / span), plan.depths))
+    return rows
 
 
-def _tau(one: Figures, verify: str) -> Callable[[int], float]:
-    return lambda k: tau_of(one, verify, k)
-
-
-def planned(job: "Job") -> dict[str, Any] | None:
-    """Settle draft.layers where it is null, and say why: every exit with its numbers. None where it was given, or where
-    the draft begins with the weights of a folder, whose exit it keeps. The choice is kept in the run's folder, where a
-    run that goes on, and other processes of the same run, find it."""
+def planned(job: TrainingJob) -> dict[str, Any] | None:
+    """Set draft.layers if it is null, print why, and return every exit with its figures. None if draft.layers was
+    given, or if the draft starts with the weights of a folder, which fix its exit. The choice is written to the run's
+    folder, from which a resumed run and the other processes of a run read it."""
     if job.cfg.draft.layers is not None or job.cfg.init.kind == "pretrained":
         return None
     path = job.folder / FILE
@@ -181,16 +202,16 @@ def planned(job: "Job") -> dict[str, Any] | None:
     if not path.is_file():
         rows = exits(job)
         write_atomic(path, json.dumps({"layers": best(rows).layers, "exits": [asdict(one) for one in rows]}) + "\n")
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    job.cfg.draft.layers = found["layers"]
-    print("\n".join(lines(found)))
-    return found
+    plan: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    job.cfg.draft.layers = plan["layers"]
+    print("\n".join(lines(plan)))
+    return plan
 
 
-def lines(found: Mapping[str, Any]) -> list[str]:
-    """The table, and the choice."""
-    rows = [Exit(**one) for one in found["exits"]]
-    chosen = next(one for one in rows if one.layers == found["layers"])
+def lines(plan: Mapping[str, Any]) -> list[str]:
+    """The table of exits, and the choice."""
+    rows = [Exit(**one) for one in plan["exits"]]
+    chosen = next(one for one in rows if one.layers == plan["layers"])
     return [
         "draft.layers: a linear exit, fitted and judged on texts of the target; costs measured here",
         "layers acceptance   cost   k   tau speed-up",

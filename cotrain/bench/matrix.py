@@ -1,4 +1,5 @@
-"""Many arms over temperatures and batch sizes, each cell timed interleaved, beside what the cost table allows."""
+"""Speed-up over temperatures and batch sizes: every arm of a cell is timed in turn with the others, and its ratio shown
+with the one that the cost table allows."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -7,8 +8,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cotrain.bench.measurement import Plan
-from cotrain.bench.planner import choose, settled, taus
+from cotrain.bench.plan import Plan
+from cotrain.bench.planner import choose, choose_compiled, taus
 from inference import Sampling
 from inference.measure.arms import Arm
 from inference.measure.costs import Costs
@@ -18,15 +19,16 @@ from inference.models.lm import LM
 from inference.proposers import NGram
 from inference.servers.vllm_server import Server, draft_model, vllm_arm
 
-BATCHES = 3  # at least so many batches of prompts, or there is no interval
-QUEUE = 6  # prompts a row that each run of an arm is given: at its end rows stand empty, as when serving they would not
+BATCHES = 3  # batches of prompts, at least: an interval needs them
+QUEUE = 6  # prompts a row in each run of an arm: rows stand empty at the end of a run, as they would not in a server
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Grid:
-    """temperatures and batch sizes; vllm: the interpreter of a vLLM installation with target and draft as folders, or
-    None; k: the draft length that is timed beside the planned one, with the token rule, and in every other engine."""
+    """Temperatures and batch sizes. vllm: interpreter of a vLLM installation, target and draft folder, or None; k: a
+    draft length timed in addition to the planned one, with the token rule, and in every other engine; logs: folder of
+    the servers' logs."""
 
     temperatures: Sequence[float]
     batches: Sequence[int]
@@ -36,8 +38,8 @@ class Grid:
 
 
 def matrix(plan: Plan, grid: Grid, say: Say = print) -> list[dict[str, Any]]:
-    """One entry a temperature and batch size, under the plan's other sampling settings: speeds, ratios with intervals,
-    costs, and share of what they allow."""
+    """One entry a temperature and batch size, with the plan's other sampling settings: speeds, ratios with intervals,
+    costs, and the share of the speed-up that these allow."""
     cells, machine = [], measure_machine(plan.target.device, plan.target.dtype)
     for rows in grid.batches:
         bench = copy.copy(plan.bench)
@@ -57,15 +59,15 @@ def _servers(plan: Plan, grid: Grid, stack: ExitStack) -> dict[str, Server]:
     assert grid.vllm is not None
     python, target, draft = grid.vllm
     rows, context = plan.bench.rows, plan.bench.prompt_tokens + plan.bench.new_tokens + 16
-    asked = {"vllm": None, "vllm speculative": draft_model(draft, grid.k)}
+    configs = {"vllm": None, "vllm speculative": draft_model(draft, grid.k)}
     return {
         name: stack.enter_context(Server(python, target, config, rows, context, grid.logs / f"{name}, {rows} rows.log"))
-        for name, config in asked.items()
+        for name, config in configs.items()
     }
 
 
 def _cell(plan: Plan, grid: Grid, servers: dict[str, Server], machine: Machine) -> dict[str, Any]:
-    plan, measured = settled(plan)
+    plan, measured = choose_compiled(plan)
     size, sampling, costs = plan.bench, plan.sampling, measured.costs
     most = max(plan.depths)
     k, fixed = choose(costs, taus(plan).__getitem__, range(1, most + 1)).drafting, min(grid.k, most)
@@ -82,14 +84,14 @@ def _cell(plan: Plan, grid: Grid, servers: dict[str, Server], machine: Machine) 
     queue = size.rows if size.rows == 1 else QUEUE * size.rows  # ended rows make room, as when serving
     prompts = plan.final(0, max(size.prompts, BATCHES * queue))
     timing = interleave(arms, prompts, queue, size.seed)
-    found = _found(timing, costs, lengths, sampling)
+    entry = _entry(timing, costs, lengths, sampling)
     floor = _floor(engines["plain"].target, lm, costs, k, machine)
-    return found | {"compiled": plan.compiled._asdict(), "floor": floor}
+    return entry | {"compiled": plan.compiled._asdict(), "floor": floor}
 
 
 def _transformers(plan: Plan, k: int, lm: LM | None) -> list[Arm]:
-    """Plain, and at batch 1, which is all that assisted generation takes, with a draft that is a language model: at its
-    defaults and with constant k and no confidence threshold."""
+    """transformers' plain generation and, at batch 1 with a draft that is a language model, its assisted generation,
+    which takes one prompt at a time: at its defaults, and with constant k and no confidence threshold."""
     new, sampling = plan.bench.new_tokens, plan.sampling
     rows = plan.bench.rows
     arms = [transformers_arm("transformers", plan.target, sampling, new, rows=rows)]
@@ -104,19 +106,19 @@ def _transformers(plan: Plan, k: int, lm: LM | None) -> list[Arm]:
 
 
 def _floor(target: LM, draft: LM | None, costs: Costs, k: int, machine: Machine) -> dict[str, Any]:
-    """Shares of measured rounds that the machine could not do without, bytes of each, and what memory was used. Of
-    rounds that no language model drafts for, the target's pass alone."""
-    found: dict[str, Any] = {"machine": asdict(machine), "peak_memory_mib": peak_memory() / 2**20}
+    """Shares of measured rounds that the machine needs at least (the floor), their bytes, and the peak memory. If the
+    draft is no language model, the floor is that of the target's pass alone."""
+    floor: dict[str, Any] = {"machine": asdict(machine), "peak_memory_mib": peak_memory() / 2**20}
     for name, drafted in (("plain", 0), ("round", k)):
         loads = round_loads(target, draft, drafted, costs.rows, costs.context)
-        found[f"{name}_share"] = sum(load.seconds(machine) for load in loads) / costs.round(drafted)
-        found[f"{name}_bytes"] = sum(load.bytes for load in loads)
-    return found
+        floor[f"{name}_share"] = sum(load.seconds(machine) for load in loads) / costs.round(drafted)
+        floor[f"{name}_bytes"] = sum(load.bytes for load in loads)
+    return floor
 
 
-def _found(timing: Timing, costs: Costs, lengths: dict[str, int], sampling: Sampling) -> dict[str, Any]:
-    """Every arm over plain decoding, under the faster speculative one; what the table allows for the tokens that a call
-    really gave. lengths: of this engine's own arms, the drafts of a round."""
+def _entry(timing: Timing, costs: Costs, lengths: dict[str, int], sampling: Sampling) -> dict[str, Any]:
+    """Every arm's speed over plain decoding and under the faster speculative arm; and the speed-up that the cost table
+    allows at the arm's tau. lengths: drafts of a round of this engine's own arms."""
     speculative = max((name for name, k in lengths.items() if k), key=timing.speed)
     arms: dict[str, Any] = {}
     for name in timing.arms:
@@ -142,7 +144,7 @@ def _found(timing: Timing, costs: Costs, lengths: dict[str, int], sampling: Samp
 
 
 def line(cell: dict[str, Any]) -> str:
-    """A cell as one aligned block of text."""
+    """An entry as one aligned block of text."""
     rows = [f"temperature {cell['temperature']:g}, {cell['rows']} rows, {cell['prompts']} prompts"]
     for name, arm in cell["arms"].items():
         ratio = arm["over_plain"]

@@ -1,144 +1,56 @@
-"""Measuring a pair with the bundled engine: quickly at each checkpoint, in full for what is exported."""
+"""Measuring a pair with the bundled engine: briefly at each checkpoint, in full for the exported draft."""
 
-import copy
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from math import inf, nan
 from typing import Any
 
-import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-from cotrain.bench.planner import BATCH, Compiled, advice, counted, plain_texts, planned, rounds_of, settled, taus
-from cotrain.bench.timing_display import TimingDisplay
-from cotrain.bench.tree_planner import best_tree, decided, told
+from cotrain.bench.plan import Plan
+from cotrain.bench.planner import (
+    BATCH,
+    advice,
+    best_tree,
+    chain_or_tree,
+    choose_compiled,
+    plain_texts,
+    plan_entries,
+    plan_length,
+    rounds_of,
+    served_tree,
+    taus,
+    text_figures,
+)
+from cotrain.board import tags
 from cotrain.config.groups import Bench
-from cotrain.data.prompts import shipped_ids
-from cotrain.data.splits import Prompts, apart
-from cotrain.progress_display import Display
-from cotrain.students.base import DEFAULT, Student, student_class
+from cotrain.console import Display
 from inference import Engine, Sampling
-from inference.drafts.planned_tree import PlannedTree
-from inference.exactness.checks import check, check_calls
+from inference.exactness.figures import check_calls
+from inference.exactness.verdict import check
 from inference.measure import adaptive
 from inference.measure.adaptive import Reached, Wanted, until_known
-from inference.measure.real_costs import RealRound
-from inference.measure.timing import Emitted, Timing, engine_arm, interleave, together, transformers_arm
-from inference.models.dtypes import cast, quantisation_of, widened
-from inference.models.lm import takes_int8
-from inference.policy import Fixed
+from inference.measure.timing import Timing, engine_arm, interleave, together, transformers_arm
+from inference.models.pretrained import quantisation_of
+from inference.output import Emitted, pieces
 from inference.proposers import NGram
-from inference.proposers.base import Proposer
 from inference.report.build import build
+from inference.report.replay import Recorder
 
-# of bench.minutes, when each part ends: costs of rounds; timing; parity on more tokens. Greedy decoding has the rest.
+# shares of bench.minutes at which each part ends: costs of rounds; timing; parity on more tokens. Greedy decoding has
+# the rest.
 COSTS, TIMING, PARITY = 0.25, 0.65, 0.85
-FORCED = 6  # times that a text takes to be made, to predict its calls: every token of it begins a round with a tree
+FORCED = 6  # times the decoding time of a text that predicting its calls with a tree takes: a round at every token
+SAMPLE_TOKENS = 64  # of the text that TensorBoard shows
+REPLAY_ROWS, REPLAY_TOKENS = 4, 64
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What is measured: a pair, its regime, its rule and how much."""
-
-    target: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    draft: PreTrainedModel
-    sampling: Sampling
-    verify: str
-    bench: Bench
-    names: tuple[str, str]  # of target and draft, to print
-    objective: str = "sampled"  # how it drafts; "greedy": its likeliest tokens
-    compiled: Compiled = Compiled()
-    given: Prompts | None = None  # None: those shipped
-    kind: str = DEFAULT  # of draft
-    known: dict[int, RealRound] = field(default_factory=dict)  # by draft length, of one shape of draft: measured once
-    tree: PlannedTree | None = None  # what is drafted in place of a chain; before it is measured, one to consider
-
-    @cached_property
-    def served(self) -> PreTrainedModel:
-        """The draft as it will be served, a copy unless it is that already."""
-        wanted = self.bench.draft_dtype
-        dtype = self.draft.dtype if wanted == "auto" else getattr(torch, wanted)
-        if self.draft.dtype == dtype and not self.draft.training:
-            return self.draft
-        return cast(copy.deepcopy(self.draft).eval(), dtype)
-
-    @cached_property
-    def int8(self) -> bool:
-        return self.bench.draft_int8 and takes_int8(self.served)
-
-    @cached_property
-    def running(self) -> PreTrainedModel:
-        """The served draft's numbers, in float32 where this machine would emulate their dtype; the 8-bit kernel does
-        not."""
-        return self.served if self.int8 else widened(self.served, copied=True)
-
-    def student(self, network: PreTrainedModel) -> Student:
-        """Of the draft's kind, with other weights."""
-        return student_class(self.kind)(network, self.target)
-
-    def proposer(self, counted: bool = False) -> Proposer:
-        """counted: for counts alone, which are not worth compiling on a CPU."""
-        compile = None if counted else self.compiled.draft
-        greedy, shape = self.objective == "greedy", {}
-        if self.tree is not None:
-            greedy, shape = greedy or self.tree.likeliest, {"shape": self.tree.parents}
-        return self.student(self.running).proposer(greedy=greedy, compile=compile, int8=self.int8, **shape)
-
-    @cached_property
-    def depths(self) -> list[int]:
-        """Draft lengths to choose from: those of bench.depths that it drafts, or the most that it does."""
-        most = self.proposer(counted=True).depths or inf
-        return [k for k in self.bench.depths if k <= most] or [int(most)]
-
-    def engine(self, k: int, rows: int | None = None, proposer: Proposer | None = None) -> Engine:
-        """k: drafts of a round, of trees the levels. rows: for counts alone, so many at a time. proposer: another one,
-        of chains."""
-        rule = self.tree.rule if self.tree and proposer is None else self.verify
-        return Engine(self.target, proposer or self.proposer(bool(rows)), verify=rule, policy=Fixed(k),
-                      tokenizer=self.tokenizer, rows=rows or self.bench.rows,
-                      compile=None if rows else self.compiled.target)  # fmt: skip
-
-    def plain(self, rows: int | None = None) -> Engine:
-        compile = None if rows else self.compiled.plain
-        return Engine(self.target, tokenizer=self.tokenizer, rows=rows or self.bench.rows, compile=compile)
-
-    @cached_property
-    def prompts(self) -> Prompts:
-        return self.given or apart(*shipped_ids(self.tokenizer, self.bench.prompt_tokens), [], "shipped")
-
-    def ranking(self, first: int, count: int) -> list[list[int]]:
-        """Prompts `first`, `first` + 1, ... of those that rank checkpoints and draft lengths; they repeat when they run
-        out."""
-        return _from(self.prompts.ranking, first, count)
-
-    def final(self, first: int, count: int) -> list[list[int]]:
-        """The same of those that time and check what is exported."""
-        return _from(self.prompts.final, first, count)
-
-
-def _from(prompts: Sequence[list[int]], first: int, count: int) -> list[list[int]]:
-    return [prompts[(first + i) % len(prompts)] for i in range(count)]
-
-
-@dataclass(frozen=True)
-class Budget:
-    """Seconds for a whole measurement, since a moment on the clock; none when they are 0."""
-
-    seconds: float
-    start: float
-
-    def until(self, share: float) -> float:
-        """When that share of them is over, on the clock; inf without a limit."""
-        return self.start + share * self.seconds if self.seconds else inf
+# --- at a checkpoint
 
 
 def quick(plan: Plan, k: int) -> dict[str, float]:
     """Speed-up with its 95 % interval (nan ends for one batch), tau and tokens per second on a few prompts, both sides
-    interleaved; share_of_cost_table: what was measured of the decoding speed-up that tau and the seconds of a round,
-    timed apart from it and once for all checkpoints, predict."""
+    interleaved; share_of_cost_table: the measured decoding speed-up over the one that tau and the seconds of a round
+    predict, which are timed apart and once for all checkpoints."""
     arms = [
         engine_arm("speculative", plan.engine(k), plan.sampling, plan.bench.new_tokens),
         engine_arm("plain", plan.plain(), plan.sampling, plan.bench.new_tokens),
@@ -160,6 +72,20 @@ def quick(plan: Plan, k: int) -> dict[str, float]:
     }
 
 
+def sample_text(plan: Plan, k: int) -> str:
+    """A text for TensorBoard: the first ranking prompt continued in the plan's regime at draft length k, always with
+    the same noise, every new token marked as drafted, corrected or bonus."""
+    decode: Any = plan.tokenizer.decode
+    (prompt,) = plan.ranking(0, 1)
+    engine, tokens = plan.engine(k, 1), min(SAMPLE_TOKENS, plan.bench.new_tokens)
+    events = list(engine.stream(prompt, max_new_tokens=tokens, sampling=plan.sampling, seed=plan.bench.seed))
+    new = sum(len(event.ids) for event in events)
+    return tags.marked(decode(prompt), pieces(events, decode), new, len(events))
+
+
+# --- in full
+
+
 def refuse(size: Bench) -> None:
     """Raise ValueError, naming the key, for sizes that cannot be measured."""
     if not size.depths or min(size.depths) < 1:
@@ -170,20 +96,32 @@ def refuse(size: Bench) -> None:
         raise ValueError(f"bench.interval: {size.interval} must be a share of the speed-up above 0, as .1")
 
 
+@dataclass(frozen=True)
+class Budget:
+    """Seconds for a whole measurement from `start` on the clock; 0: no limit."""
+
+    seconds: float
+    start: float
+
+    def until(self, share: float) -> float:
+        """The time on the clock at which that share of them is over; inf without a limit."""
+        return self.start + share * self.seconds if self.seconds else inf
+
+
 def measure(plan: Plan, extra: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The full report: draft length from measured costs, speed with intervals, exactness, parity, greedy beside."""
+    """The full report: draft length from measured costs, speed with intervals, exactness, parity, greedy decoding."""
     size = plan.bench
     refuse(size)
     budget = Budget(60 * size.minutes, time.perf_counter())
     print("bench: what rounds cost, and the draft length that this and the acceptance call for")
     given, plan = plan.tree, replace(plan, tree=None)
-    plan, costs = settled(plan, budget.until(COSTS))
+    plan, costs = choose_compiled(plan, budget.until(COSTS))
     texts = plain_texts(plan)
     chains = taus(plan, texts)
-    length, costs = planned(plan, costs, chains.__getitem__, budget.until(COSTS))
-    grown = best_tree(replace(plan, tree=given), length, chains, texts, budget.until(COSTS))
-    served, line = decided(length, grown)
-    choice, k = told(length, grown, served, plan.verify), served.tree.depth if served else length.drafting
+    length, costs = plan_length(plan, costs, chains.__getitem__, budget.until(COSTS))
+    tree = best_tree(replace(plan, tree=given), length, chains, texts, budget.until(COSTS))
+    served, line = chain_or_tree(length, tree)
+    choice, k = plan_entries(length, tree, served, plan.verify), served.tree.depth if served else length.drafting
     plan = replace(plan, tree=served.tree) if served else plan
     if choice["plain_is_faster"]:
         best = served.speedup if served else length.speedups[k]
@@ -193,17 +131,17 @@ def measure(plan: Plan, extra: dict[str, Any] | None = None) -> dict[str, Any]:
     timing, reached = _timed(plan, engine, plan.sampling, budget.until(TIMING))
     print("bench: exactness on these prompts, and parity on more tokens")
     verdict = check(engine, timing.texts("speculative"), plan.sampling, size.new_tokens, size.seed, BATCH)
-    said = advice(length, timing.ratio("speculative", "plain"), served)
-    found = choice | {
+    sentence = advice(length, timing.ratio("speculative", "plain"), served)
+    entries = choice | {
         "kind": plan.kind,
         "target_quantisation": quantisation_of(plan.target.config),
         "costs": asdict(costs.costs),
         "costs_alone": asdict(costs.alone),
         "rounds": {str(at): asdict(one) for at, one in sorted(costs.rounds.items())},
         "compiled": plan.compiled._asdict(),
-        "advice": said,
+        "advice": sentence,
         "timing": asdict(reached),
-        "said": [*([said] if said else []), *([line] if grown else []), *adaptive.lines(reached)],
+        "said": [*([sentence] if sentence else []), *([line] if tree else []), *adaptive.lines(reached)],
         "prompts": plan.prompts.source,
         "parity": parity(plan, k, budget.until(PARITY), verdict.text.explained),
         "greedy": greedy(plan, k),
@@ -212,7 +150,7 @@ def measure(plan: Plan, extra: dict[str, Any] | None = None) -> dict[str, Any]:
     target, draft = plan.names
     return build(
         timing, engine, "speculative", "plain", sampling=plan.sampling, max_new_tokens=size.new_tokens,
-        target=target, draft=draft, verdict=verdict, extra=found | (extra or {}),
+        target=target, draft=draft, verdict=verdict, extra=entries | (extra or {}),
     )  # fmt: skip
 
 
@@ -242,10 +180,36 @@ def _timed(plan: Plan, engine: Engine, sampling: Sampling, until: float) -> tupl
     return timing, reached
 
 
+class TimingDisplay(Display):
+    """The progress of a timing in batches, or, with a deadline on the clock (until < inf), in seconds of the time that
+    it may take; it ends once the interval of the speed-up is narrow, or time is over."""
+
+    def __init__(self, batches: int, until: float) -> None:
+        self.limited, self.near, self.first = until < inf, "no interval yet", time.perf_counter()
+        self.seconds = max(until - self.first, 0.0)
+        total, unit = (self.seconds, "s at most") if self.limited else (batches, "batches")
+        super().__init__("bench: timing", total, unit)
+
+    def known(self, _: int, within: float) -> None:
+        """Show the distance of the interval's ends from the speed-up, as a share of it."""
+        if within < inf:
+            self.near = f"interval within {100 * within:.0f} % of the speed-up"
+
+    def turned(self, done: int) -> None:
+        """Show the number of batches that were timed."""
+        if not self.limited:
+            self.to(done, self.near)
+            return
+        spent, note = time.perf_counter() - self.first, f"{done} batches, {self.near}"
+        if spent > self.seconds:
+            note += ", time is over: the fewest that tell something come all the same"
+        self.to(min(spent, self.seconds), note)
+
+
 def parity(plan: Plan, k: int, until: float = inf, noise: float = 0.0) -> dict[str, Any] | None:
-    """Target calls predicted and measured on at least `parity_tokens` tokens, or as many as time allows; final prompts,
-    those not timed before first, with other noise. until: when time is over, on the clock; noise: of score gaps, as the
-    verdict found it.
+    """Target calls predicted and measured on at least `parity_tokens` tokens, or as many as time allows, of final
+    prompts with other noise, those not timed first. until: the deadline on the clock; noise: of score gaps, from the
+    verdict.
 
     None for the coupled rule, whose calls cannot be predicted from the text.
     """
@@ -263,7 +227,7 @@ def parity(plan: Plan, k: int, until: float = inf, noise: float = 0.0) -> dict[s
             if time.perf_counter() > until:
                 break
     texts = together(parts)
-    calls = check_calls(counted(plan, texts, k, noise), texts, plan.tree.rule if plan.tree else plan.verify)
+    calls = check_calls(text_figures(plan, texts, k, noise), texts, plan.tree.rule if plan.tree else plan.verify)
     if calls is None:
         return None
     measured = calls.tokens / calls.measured
@@ -274,7 +238,7 @@ def parity(plan: Plan, k: int, until: float = inf, noise: float = 0.0) -> dict[s
 
 
 def greedy(plan: Plan, k: int) -> dict[str, Any]:
-    """Temperature 0: speculative and n-gram look-up beside plain decoding; small models loop there."""
+    """Speculative decoding and n-gram look-up over plain decoding at temperature 0; small models loop there."""
     size, sampling = plan.bench, Sampling(temperature=0)
     arms = [
         engine_arm("speculative", plan.engine(k), sampling, size.new_tokens),
@@ -283,8 +247,22 @@ def greedy(plan: Plan, k: int) -> dict[str, Any]:
     ]
     prompts = plan.final(0, max(size.prompts // 2, 2))
     timing = interleave(arms, prompts, size.rows, size.seed)
-    found: dict[str, Any] = {"prompts": len(prompts)}
+    report: dict[str, Any] = {"prompts": len(prompts)}
     for arm in ("speculative", "ngram"):
         stats = timing.stats(arm)
-        found[arm] = {"speedup": timing.ratio(arm, "plain")._asdict(), "tau": stats.tau if stats else None}
-    return found
+        report[arm] = {"speedup": timing.ratio(arm, "plain")._asdict(), "tau": stats.tau if stats else None}
+    return report
+
+
+# --- for the page
+
+
+def recorded(plan: Plan, extra: Mapping[str, Any]) -> dict[str, Any]:
+    """A few final prompts decoded together in the plan's regime, recorded round by round for the page, with the draft
+    that a report's `extra` names; see `inference.report.replay`."""
+    tree = served_tree(extra)
+    engine = replace(plan, tree=tree).engine(tree.depth if tree else extra["planned_k"], REPLAY_ROWS)
+    engine.record = Recorder()
+    tokens = min(REPLAY_TOKENS, plan.bench.new_tokens)
+    engine.generate(plan.final(0, REPLAY_ROWS), max_new_tokens=tokens, sampling=plan.sampling, seed=plan.bench.seed)
+    return engine.record.replay(plan.tokenizer)

@@ -7,20 +7,20 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from cotrain.bench.measurement import Plan
+from cotrain.bench.plan import Plan
 from cotrain.bench.planner import BATCH, tau_of
-from cotrain.students.rounding import rounded
+from cotrain.students.quantisation_aware import rounded
 from inference.exactness.side_by_side import pair_figures
 from inference.measure.timing import engine_arm, interleave
 
-Load = Callable[[str], PreTrainedModel]  # the target, held as a quantisation of `target_model.QUANTISATIONS`
+Load = Callable[[str], PreTrainedModel]  # the target in a quantisation of `target_model.QUANTISATIONS`
 
 
 def table(plan: Plan, load: Load, targets: Sequence[str], drafts: Sequence[str], temperatures: Sequence[float], k: int,
           say: Callable[[str], None] = print) -> list[dict[str, Any]]:  # fmt: skip
-    """One entry a target, temperature and draft: alpha = sum_v min(p, q) and tau(k) on texts of that very target, and
-    the speed-up over its own plain decoding on a few prompts; nf4 drafts are timed as what they hold, in bfloat16. Of a
-    draft whose distribution depends on the depth alpha is of its first draft."""
+    """One entry a target, temperature and draft: alpha = sum_v min(p, q) and tau(k) on texts of this quantised target,
+    and the speed-up over its own plain decoding on a few prompts; nf4 drafts are timed with their rounded weights in
+    bfloat16. alpha is that of a round's first draft if the draft's distribution depends on the depth."""
     cells = []
     for target in targets:
         plan = replace(plan, target=load(target))

@@ -1,4 +1,4 @@
-"""Costs and speed-up of shapes that cannot be trained here: random weights, coins for acceptance, real clocks."""
+"""Costs and speed-up of shapes that are too large to train here: random weights, simulated acceptance, real clocks."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -14,12 +14,12 @@ from inference import Sampling
 from inference.engine import Engine
 from inference.measure.costs import best_k, measure_costs
 from inference.measure.floor import measure_machine, round_loads
-from inference.measure.random_shapes import Synthetic
+from inference.measure.random_weights import Synthetic
 from inference.measure.timing import engine_arm, interleave
 from inference.models.lm import LM
 from inference.policy import Fixed
 
-BATCHES = 3  # of prompts, at least, for an interval
+BATCHES = 3  # batches of prompts, at least: an interval needs them
 
 
 def measure(
@@ -31,8 +31,8 @@ def measure(
     batches: Sequence[int],
     say: Callable[[str], None] = print,
 ) -> list[dict[str, Any]]:
-    """One entry a batch size: the cost table, the speed-up that it predicts at its best draft length, and the measured
-    one, each draft accepted with probability alpha; shares of the floor."""
+    """One entry a batch size: the cost table, the speed-up that it predicts at its best draft length, the measured one
+    with each draft accepted with probability alpha, and the floor's share of each."""
     machine = measure_machine(target.device, target.dtype)
     cells = []
     for rows in batches:
@@ -78,11 +78,11 @@ def _cell(
 
 
 def line(cell: dict[str, Any]) -> str:
-    """One line a batch size, which says what it is not."""
-    found = cell["measured"]
+    """An entry as a line, which says that weights and acceptance are synthetic."""
+    ratio = cell["measured"]
     return (
         f"SYNTHETIC, random weights, acceptance {cell['alpha']:g} by coins: {cell['rows']} rows, k {cell['k']}, "
-        f"tau {cell['tau']:.2f}, decoding {found['value']:.2f}x [{found['low']:.2f}, {found['high']:.2f}], predicted "
+        f"tau {cell['tau']:.2f}, decoding {ratio['value']:.2f}x [{ratio['low']:.2f}, {ratio['high']:.2f}], predicted "
         f"{cell['predicted']:.2f}x; floor {100 * cell['plain_share']:.0f} % of a plain step, "
         f"{100 * cell['round_share']:.0f} % of a round"
     )

@@ -1,7 +1,7 @@
-"""A draft as a server runs it, beside what this engine measures and predicts for the same drafting mode.
+"""Acceptance of a draft in a running server, compared with this engine's, predicted and measured in the same mode.
 
-A server's first token of a text comes from its prefill, without a round, so its tau is (tokens - texts) / rounds; here
-every token comes from a round. A server's rounds are known for all texts together, from its counters.
+A server's first token of a text comes from its prefill, without a round, so its tau is (tokens - texts) / rounds; in
+this engine every token comes from a round. A server's counters give the rounds of all texts together.
 """
 
 import time
@@ -11,25 +11,27 @@ from typing import Any
 
 import numpy as np
 
-from cotrain.bench.measurement import BATCH, Plan
-from inference.exactness.side_by_side import pair_figures, reach_of
-from inference.measure.timing import LEVEL, RESAMPLES, Emitted, Interval, engine_arm, interleave
-from inference.noise import row_ids
+from cotrain.bench.plan import Plan
+from cotrain.bench.planner import BATCH
+from inference.exactness.figures import reach_of
+from inference.exactness.side_by_side import pair_figures
+from inference.measure.timing import LEVEL, RESAMPLES, Interval, engine_arm, interleave
+from inference.output import Counts, Emitted
 from inference.proposers.base import Proposer
-from inference.servers.openai_client import Client, Served, settled
-from inference.stats import Counts
-from inference.verify import prediction
+from inference.sampling.noise import row_ids
+from inference.servers.openai_client import Client, Served, stable_counters
+from inference.verify import predict_chain
 
 TOLERANCE = 0.05
 Answer = tuple[list[list[int]], float, Served | None]  # ids of each text, seconds, counters of this call
-Ask = Callable[[list[list[int]], int], Answer]  # prompts, requests under way
+Ask = Callable[[list[list[int]], int], Answer]  # prompts, concurrent requests
 
 
 @dataclass(frozen=True)
 class Parity:
-    """tau of the server, predicted on its own texts for its drafting mode (z: of the rounds, over the acceptance
-    coins), and of this engine on the same prompts; ratio: served over ours, bootstrapped over prompts; speed: tokens a
-    second, over the wire."""
+    """served: tau of the server; predicted: on its own texts for its drafting mode (z: standard score of its rounds);
+    ours: tau of this engine on the same prompts; ratio: served over ours, bootstrapped over prompts; speed: tokens a
+    second, over HTTP."""
 
     tokens: int
     speed: float
@@ -42,10 +44,10 @@ class Parity:
 
     @property
     def passed(self) -> bool:
-        """As predicted on the very texts, where coins alone differ; and not told apart from this engine, whose texts
-        are others, by more than the tolerance."""
-        told_apart = self.ratio.low > 1 + TOLERANCE or self.ratio.high < 1 - TOLERANCE
-        return abs(self.served / self.predicted - 1) <= TOLERANCE and not told_apart
+        """Whether the server's tau is within the tolerance of the prediction on its own texts, and of this engine's tau
+        (on other texts) as far as the interval shows."""
+        differs = self.ratio.low > 1 + TOLERANCE or self.ratio.high < 1 - TOLERANCE
+        return abs(self.served / self.predicted - 1) <= TOLERANCE and not differs
 
     def line(self) -> str:
         return (
@@ -59,26 +61,27 @@ class Parity:
 
 
 def over_http(client: Client, plan: Plan) -> Ask:
-    """Asks a running server under the plan's regime. Raises ValueError for one that does not tell token ids."""
+    """A function that completes prompts with a running server in the plan's regime. It raises ValueError if the server
+    returns no token ids."""
 
     def ask(prompts: list[list[int]], at_once: int) -> Answer:
-        before, clock = settled(client), time.perf_counter()
+        before, clock = stable_counters(client), time.perf_counter()
         size = plan.bench
-        found = client.complete(
+        answers = client.complete(
             prompts, size.new_tokens, plan.sampling, row_ids(prompts), at_once=at_once, ignore_eos=True
         )
-        seconds, after = time.perf_counter() - clock, settled(client)
-        if any(one.ids is None for one in found):
+        seconds, after = time.perf_counter() - clock, stable_counters(client)
+        if any(one.ids is None for one in answers):
             raise ValueError("url: the server tells no token ids (vLLM does), so nothing can be predicted on its texts")
         counted = after - before if after and before else None
-        return [one.ids or [] for one in found], seconds, counted
+        return [one.ids or [] for one in answers], seconds, counted
 
     return ask
 
 
 def parity(plan: Plan, ask: Ask, k: int, at_once: int) -> Parity:
-    """Served and own tau on the same prompts, drafting as the plan says. Raises ValueError for a server whose counters
-    stood still."""
+    """Served and own tau on the same prompts, drafting as the plan says. Raises ValueError if the server's counters did
+    not move."""
     draft = plan.proposer()
     prompts = plan.final(0, plan.bench.prompts)
     tokens, seconds, counted = ask(prompts, at_once)
@@ -86,38 +89,38 @@ def parity(plan: Plan, ask: Ask, k: int, at_once: int) -> Parity:
         raise ValueError("url: the server counted no drafts: it serves without a draft, or hides its metrics")
     own = engine_arm("own", plan.engine(k, BATCH, proposer=draft), plan.sampling, plan.bench.new_tokens)
     ours = interleave([own], prompts, BATCH, plan.bench.seed, warmup=0).texts("own")
-    paid, sigma = rounds_expected(plan, draft, k, prompts, tokens)
+    rounds, sigma = rounds_expected(plan, draft, k, prompts, tokens)
     emitted = np.array([len(text) - 1 for text in tokens], dtype=np.float64)
-    scale = counted.rounds / paid.sum()  # what the coins made of the expectation
+    scale = counted.rounds / rounds.sum()  # the server's rounds over the expected ones
     mine = np.array([(len(text), row.target_calls) for text, row in zip(ours.tokens, ours.counts, strict=True)])
     return Parity(
         tokens=int(emitted.sum()),
         speed=sum(map(len, tokens)) / seconds,
         rounds=counted.rounds,
         served=float(emitted.sum() / counted.rounds),
-        predicted=float(emitted.sum() / paid.sum()),
-        z=float((counted.rounds - paid.sum()) / sigma) if sigma else 0.0,
+        predicted=float(emitted.sum() / rounds.sum()),
+        z=float((counted.rounds - rounds.sum()) / sigma) if sigma else 0.0,
         ours=float(mine[:, 0].sum() / mine[:, 1].sum()),
-        ratio=_ratio(np.stack([emitted, paid * scale], 1), mine),
+        ratio=_ratio(np.stack([emitted, rounds * scale], 1), mine),
     )
 
 
 def rounds_expected(
     plan: Plan, draft: Proposer, k: int, prompts: list[list[int]], tokens: list[list[int]]
 ) -> tuple[np.ndarray, float]:
-    """Rounds that each text was to take, its first token coming from the prefill -> (N,), and sigma of their sum."""
-    begun = [[*prompt, text[0]] for prompt, text in zip(prompts, tokens, strict=True)]
-    rest = Emitted(begun, row_ids(begun), [text[1:] for text in tokens], [Counts() for _ in tokens])
+    """Expected rounds of each text, whose first token comes from the prefill -> (N,), and sigma of their sum."""
+    starts = [[*prompt, text[0]] for prompt, text in zip(prompts, tokens, strict=True)]
+    rest = Emitted(starts, row_ids(starts), [text[1:] for text in tokens], [Counts() for _ in tokens])
     engine = plan.engine(k, BATCH, proposer=draft)
     figures = pair_figures(engine, draft, rest, plan.sampling, plan.bench.new_tokens, 0.0)
     reach = reach_of(figures, "token")  # as servers verify
     assert reach is not None
-    calls = prediction.calls_from(reach, figures.lengths)
-    return calls.numpy(), float(prediction.variance_from(reach, figures.lengths).sum().sqrt())
+    calls = predict_chain.calls_from(reach, figures.lengths)
+    return calls.numpy(), float(predict_chain.variance_from(reach, figures.lengths).sum().sqrt())
 
 
 def _ratio(served: np.ndarray, ours: np.ndarray) -> Interval:
-    """Of sums of tokens / sums of rounds, both (N, 2), resampled by prompt."""
+    """Ratio of the two taus, each of (tokens, rounds) by prompt (N, 2), resampled by prompt."""
 
     def tau(pairs: np.ndarray) -> np.ndarray:
         total = pairs.sum(-2)

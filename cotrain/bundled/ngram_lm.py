@@ -106,8 +106,8 @@ def discounts(counts: np.ndarray) -> np.ndarray:
     if (n == 0).any():
         return np.array([0.0, *FALLBACK])
     i = np.arange(1, 4)
-    found = i - (i + 1) * n[0] / (n[0] + 2 * n[1]) * n[1:] / n[:-1]
-    return np.array([0.0, *(FALLBACK if (found <= 0).any() else found)])
+    discounts = i - (i + 1) * n[0] / (n[0] + 2 * n[1]) * n[1:] / n[:-1]
+    return np.array([0.0, *(FALLBACK if (discounts <= 0).any() else discounts)])
 
 
 def find(keys: np.ndarray, values: np.ndarray, wanted: np.ndarray, default: float) -> np.ndarray:
@@ -158,20 +158,20 @@ def evaluate(train: Blocks, held_out: Blocks, sizes: Tensor, order: int = 5) -> 
     """
     if train.domains != held_out.domains:
         raise ValueError(f"train has domains {train.domains}, held-out {held_out.domains}")
-    found = _measure(train.ids, held_out, range(len(train.domains)), "all", sizes, order)
+    bits = _measure(train.ids, held_out, range(len(train.domains)), "all", sizes, order)
     for index, name in enumerate(train.domains):
-        found |= _measure(train.ids[train.domain == index], held_out, [index], name, sizes, order)
-    return found
+        bits |= _measure(train.ids[train.domain == index], held_out, [index], name, sizes, order)
+    return bits
 
 
 def _measure(
     ids: Tensor, held_out: Blocks, domains: Iterable[int], label: str, sizes: Tensor, order: int
 ) -> dict[str, float]:
     model = KneserNey.train(ids.flatten().numpy(), order, len(sizes))
-    found = {}
+    bits = {}
     for index in domains:
         blocks = held_out.ids[held_out.domain == index]
         logs = model.log_prob(blocks.flatten().numpy()).reshape(blocks.shape)
         size = sizes[blocks[:, 1:].long()].sum().item()
-        found[f"{label}/{held_out.domains[index]}"] = bits_per_byte(float(-logs[:, 1:].sum()), size)
-    return found
+        bits[f"{label}/{held_out.domains[index]}"] = bits_per_byte(float(-logs[:, 1:].sum()), size)
+    return bits

@@ -14,28 +14,27 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cotrain.bench import measurement, quantisation_table, random_weights
 from cotrain.bench.matrix import Grid, matrix
-from cotrain.bench.recorded_replay import recorded
+from cotrain.bench.measurement import recorded
 from cotrain.commands.served_pair import Pair, as_trained, load_network, measured, refuse_pair, resolved
 from cotrain.commands.served_pair import folder as folder_of
 from cotrain.config.regimes import sampling
 from cotrain.config.settings import BenchConfig
-from cotrain.data.prompts import shipped_ids
+from cotrain.console import answering, strict
+from cotrain.data.corpora import shipped_ids
 from cotrain.data.splits import SPLITS, Prompts, apart
 from cotrain.errors import UserError
-from cotrain.machine_output import answering, strict
 from cotrain.page.html_page import written
 from cotrain.run_folder import claim, refuse
-from cotrain.students import rounding
+from cotrain.students import quantisation_aware
 from cotrain.students.base import DEFAULT
 from cotrain.teacher.target_model import refuse_quantisation
-from cotrain.training.assembly import refuse_rounded
 from cotrain.training.job import models, settle, source
-from cotrain.training.preconditions import fits, holds, timed
+from cotrain.training.preconditions import fits, holds, refuse_rounded, timed
 from inference.drafts.atomic import write_atomic
 from inference.drafts.bundled_target import resolve
 from inference.measure.environment import device, environment
-from inference.measure.random_shapes import random_model
-from inference.models.dtypes import half
+from inference.measure.random_weights import random_model
+from inference.models.pretrained import half
 from inference.report import replay
 from inference.report.table import headline, table
 
@@ -51,12 +50,12 @@ def _refuse_matrix(cfg: BenchConfig, kind: str, pair: Pair) -> None:
         raise UserError("matrix.vllm: it is asked for a temperature alone: regime.top_k=0 regime.top_p=1")
     if asked.vllm and shutil.which(asked.vllm) is None:
         raise UserError(f"matrix.vllm={asked.vllm} is no interpreter: name that of a vLLM installation")
-    if wrong := sorted(set(asked.drafts) - set(rounding.KINDS)):
-        raise UserError(f"matrix.drafts: {wrong[0]!r} is none of {', '.join(rounding.KINDS)}")
+    if wrong := sorted(set(asked.drafts) - set(quantisation_aware.QUANTISATIONS)):
+        raise UserError(f"matrix.drafts: {wrong[0]!r} is none of {', '.join(quantisation_aware.QUANTISATIONS)}")
     if asked.targets and "nf4" in asked.drafts and find_spec("bitsandbytes") is None:
         raise UserError("matrix.drafts: nf4 needs bitsandbytes: pip install bitsandbytes, or matrix.drafts=[none,int8]")
     if asked.targets and {*asked.drafts} - {"none"} and pair.draft is not None:
-        rounding.refuse_unknown(pair.draft, "matrix.drafts")
+        quantisation_aware.refuse_unknown(pair.draft, "matrix.drafts")
     for bits in asked.targets:
         try:
             refuse_quantisation(str(cfg.target.path), bits, pair.target.config)
@@ -152,20 +151,20 @@ def _measured(cfg: BenchConfig, draft_path: str) -> dict[str, Any]:
     path = resolved(cfg)
     measurement.refuse(cfg.bench)
     refuse(cfg.output, cfg.overwrite)
-    found = measured(draft_path)
+    draft_folder = measured(draft_path)
     pair = refuse_pair(draft_path, path, cfg.target.trust_remote_code)
-    _refuse(cfg, found.kind, pair)
-    _refuse_matrix(cfg, found.kind, pair)
+    _refuse(cfg, draft_folder.kind, pair)
+    _refuse_matrix(cfg, draft_folder.kind, pair)
     given = prompts(cfg, pair.target, pair.tokenizer)
     target, tokenizer = models(cfg)
-    draft, made = load_network(found, target, tokenizer), found.metadata
+    draft, metadata = load_network(draft_folder, target, tokenizer), draft_folder.metadata
     with claim(cfg.output, cfg.overwrite, command="bench") as folder:
         names = (path, draft_path)
-        drafts = made.objective if made else "sampled"
+        drafts = metadata.objective if metadata else "sampled"
         assert cfg.verify is not None
         plan = measurement.Plan(
             target, tokenizer, draft, sampling(cfg.regime), cfg.verify, cfg.bench, names, drafts, given=given,
-            kind=found.kind, tree=made.tree if made else None,
+            kind=draft_folder.kind, tree=metadata.tree if metadata else None,
         )  # fmt: skip
         report = measurement.measure(plan)
         chains = replace(plan, tree=None)

@@ -5,9 +5,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from cotrain.config.settings import CompareConfig
+from cotrain.console import answering
 from cotrain.errors import UserError
 from cotrain.evaluation.comparison import compare, left_out, read, table
-from cotrain.machine_output import answering
 from cotrain.run_folder import writable
 from inference.drafts.atomic import write_atomic
 from inference.report.build import environment
@@ -23,8 +23,8 @@ def run(cfg: CompareConfig) -> None:
     with answering(cfg.json) as answer:
         runs = read(Path(cfg.folder))
         gains, absent = compare(runs, cfg.baseline), left_out(runs, cfg.baseline)
-        found = {"environment": environment(), "baseline": cfg.baseline, "gains": [asdict(gain) for gain in gains]}
-        found |= {"left_out": absent}
-        answer(found, "\n".join([table(gains, cfg.baseline), *(f"left out: {k}: {why}" for k, why in absent.items())]))
+        report = {"environment": environment(), "baseline": cfg.baseline, "gains": [asdict(gain) for gain in gains]}
+        report |= {"left_out": absent}
+        answer(report, "\n".join([table(gains, cfg.baseline), *(f"left out: {k}: {why}" for k, why in absent.items())]))
     if cfg.report:
-        write_atomic(Path(cfg.report), json.dumps(found, indent=2) + "\n")
+        write_atomic(Path(cfg.report), json.dumps(report, indent=2) + "\n")

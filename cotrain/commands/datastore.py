@@ -17,14 +17,13 @@ from inference.request import ends_of
 
 def run(cfg: DatastoreConfig) -> None:
     """Tokenize the training split of the texts as the target does, and write the folder."""
-    if cfg.overwrite:
-        refuse_replaced(cfg.output, ABOUT)
+    refuse_replaced(cfg.output, ABOUT)
     writable("output", cfg.output)
     try:
         target, tokenizer = outline(cfg.target.path, cfg.target.trust_remote_code)
         source = source_of(cfg.data, "train", tokenizer, ends_of(target))
-        made = {"target": cfg.target.path, "data": cfg.data.path, "environment": environment()}
-        about = About(ids_of(tokenizer), cfg.depth, tokenizer=hash_tokenizer(tokenizer), made=made)
+        origin = {"target": cfg.target.path, "data": cfg.data.path, "environment": environment()}
+        about = About(ids_of(tokenizer), cfg.depth, tokenizer=hash_tokenizer(tokenizer), made=origin)
         store = Datastore.of(_documents(source), about)
         place = store.save(cfg.output, replace=cfg.overwrite)
     except FileExistsError as error:

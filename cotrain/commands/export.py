@@ -5,12 +5,12 @@ from pathlib import Path
 
 from cotrain.commands.served_pair import folder
 from cotrain.config.settings import ExportConfig
+from cotrain.console import answering
 from cotrain.errors import UserError
-from cotrain.export import eagle3, hf, hub, layout_check
-from cotrain.export.card import card, tau_by_length
+from cotrain.export import eagle3, hf, layout_check, publishing
 from cotrain.export.engines import FEATURES, MARK, TREES, captured, launch, layout_of, place, refuse_kind, refuse_layout
-from cotrain.export.one_temperature import measured_elsewhere, refuse
-from cotrain.machine_output import answering
+from cotrain.export.fitting import measured_elsewhere, refuse
+from cotrain.export.publishing import card, tau_by_length
 from cotrain.run_folder import refuse_replaced, writable
 from cotrain.teacher.target_model import load_config, load_pair
 from cotrain.training.job import objective
@@ -30,22 +30,22 @@ def run(cfg: ExportConfig) -> None:
     if cfg.draft.path is None:
         raise UserError("name the draft folder with draft.path=")
     refuse_layout(cfg.engine, cfg.layout)
+    _refuse(cfg)
     if cfg.push_to_hub:
-        hub.require(cfg.push_to_hub)
-    made = folder(cfg.draft.path).metadata
-    kind = made.kind if made else "independent"
+        publishing.require(cfg.push_to_hub)
+    metadata = folder(cfg.draft.path).metadata
+    kind = metadata.kind if metadata else "independent"
     refuse_kind(cfg.engine, kind)
     refuse(cfg.draft.path, cfg.temperature)
-    _refuse(cfg)
-    served = cfg.target.path or (made.target["name"] if made else None)
-    if made and made.origin.get("adapter") and cfg.target.path is None:
-        both = f"{served} with the adapter {made.origin['adapter']}"
+    served = cfg.target.path or (metadata.target["name"] if metadata else None)
+    if metadata and metadata.origin.get("adapter") and cfg.target.path is None:
+        both = f"{served} with the adapter {metadata.origin['adapter']}"
         raise UserError(f"{cfg.draft.path} was made for {both}: give target.path= a folder that it was merged into")
     if served is None:
         raise UserError(f"{cfg.draft.path} does not name its target: give target.path=")
     if cfg.layout in FEATURES:
         path = _features(cfg, str(served))
-        _told(path, cfg)
+        _print_launch(path, cfg)
     elif layout := layout_of(kind, cfg.engine):
         path = layout.export(
             cfg.draft.path, cfg.output, cfg.k, target=str(served), replace=cfg.overwrite, name=cfg.push_to_hub
@@ -53,14 +53,14 @@ def run(cfg: ExportConfig) -> None:
         print(f"wrote {path}\n{(path / 'README.md').read_text(encoding='utf-8')}")
     else:
         path = _plain(cfg, str(served))
-        _told(path, cfg)
-        if cfg.temperature is not None and (apart := measured_elsewhere(made, cfg.temperature)):
+        _print_launch(path, cfg)
+        if cfg.temperature is not None and (apart := measured_elsewhere(metadata, cfg.temperature)):
             print(apart, file=sys.stderr)
     if cfg.push_to_hub:
         _push(path, cfg.push_to_hub, str(served))
 
 
-def _told(path: Path, cfg: ExportConfig) -> None:
+def _print_launch(path: Path, cfg: ExportConfig) -> None:
     """Print what was written and the launch command."""
     written = read(path).metadata
     assert written is not None
@@ -79,10 +79,10 @@ def _told(path: Path, cfg: ExportConfig) -> None:
 
 
 def _push(path: Path, repo: str, target: str) -> None:
-    if hub.local(target):
+    if publishing.local(target):
         print(f"warning: the card names the target by its place on this machine, {place(target)}: target.path=<hub id> "
               "names one that others find", file=sys.stderr)  # fmt: skip
-    print(f"pushed: {hub.push(path, repo)}")
+    print(f"pushed: {publishing.push(path, repo)}")
 
 
 def _check(path: str, as_json: bool) -> None:
@@ -90,8 +90,8 @@ def _check(path: str, as_json: bool) -> None:
     with answering(as_json) as answer:
         problems = layout_check.check(path)
         if as_json or not problems:
-            found = {"folder": path, "passed": not problems, "problems": problems}
-            answer(found, f"{path}: complete, every tensor as config.json says")
+            report = {"folder": path, "passed": not problems, "problems": problems}
+            answer(report, f"{path}: complete, every tensor as config.json says")
     if problems:
         raise UserError("\n".join([f"{path} would not load:", *problems]))
 
@@ -142,7 +142,7 @@ def _refuse(cfg: ExportConfig) -> None:
     path = Path(cfg.output)
     if path.exists() and not path.is_dir():
         raise UserError(f"output={path} is a file: name a folder")
+    refuse_replaced(path, "README.md", MARK)
     if path.is_dir() and any(path.iterdir()) and not cfg.overwrite:
         raise UserError(f"output={path} exists and is not empty: name another folder, or overwrite=true")
-    refuse_replaced(path, "README.md", MARK)
     writable("output", path)

@@ -47,14 +47,14 @@ def _colored(engine: Engine, prompts: list[str], settings: dict[str, Any]) -> No
     events, began = list[Event](), time.perf_counter()
     for prompt in prompts:
         try:
-            for kind, piece in pieces(_kept(engine.stream(prompt, **settings), events), decode):
+            for kind, piece in pieces(_recorded(engine.stream(prompt, **settings), events), decode):
                 print(f"{COLORS[kind]}{piece}", end="", flush=True)
         finally:
             print(PLAIN)
     print(_summary(events, time.perf_counter() - began))
 
 
-def _kept(events: Iterator[Event], into: list[Event]) -> Iterator[Event]:
+def _recorded(events: Iterator[Event], into: list[Event]) -> Iterator[Event]:
     for event in events:
         into.append(event)
         yield event
@@ -79,11 +79,11 @@ def _refuse_errors(errors: Sequence[str | None]) -> None:
 
 def _refuse(cfg: GenerateConfig, prompts: list[str]) -> None:
     """Raise UserError, before weights are loaded, for a pair that cannot be and prompts that do not fit."""
-    made = folder(cfg.draft.path).metadata if cfg.draft.path else None
+    metadata = folder(cfg.draft.path).metadata if cfg.draft.path else None
     rule = cfg.verify  # the engine knows the folder's own, of trees too
-    as_trained(cfg, made)
+    as_trained(cfg, metadata)
     cfg.verify = rule
-    path = cfg.target.path or (made.target["name"] if made else None)
+    path = cfg.target.path or (metadata.target["name"] if metadata else None)
     if path is None and cfg.draft.path:
         raise UserError(f"draft.path={cfg.draft.path} does not name its target: give target.path=")
     if path is None:
@@ -134,5 +134,8 @@ def _prompts(prompt: str | None, prompts: str | None) -> list[str]:
 def _read(prompts: str) -> str:
     try:
         return Path(prompts).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise UserError(f"prompts={prompts} cannot be read as text: {error}") from error
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise UserError(f"prompts={prompts} cannot be read: line {line} is not UTF-8 text: save it as UTF-8") from error

@@ -19,7 +19,8 @@ from cotrain.run_folder import claim, refuse_replaced, writable
 from cotrain.training import optim
 from cotrain.training.interrupts import read_saved
 from cotrain.training.job import settle
-from cotrain.training.progress import Progress, trapezoid
+from cotrain.training.optim import trapezoid
+from cotrain.training.progress import Progress
 from inference.drafts.atomic import new_file, new_folder, write_atomic
 from inference.report.build import environment
 
@@ -113,7 +114,7 @@ def _card(
     """What the model is: held-out bits per byte by domain beside a 5-gram's, tokens, seconds, machine, corpora."""
     phases = [json.loads(line) for line in (folder / "phases.jsonl").read_text().splitlines()]
     rate = cfg.pretraining
-    found = evaluate(train, held_out, token_bytes(tokenizer))  # trained on all domains, or on each alone
+    bits = evaluate(train, held_out, token_bytes(tokenizer))  # trained on all domains, or on each alone
     return {
         "parameters": sum(p.numel() for p in module.network.parameters()),
         "steps": rate.steps,
@@ -121,7 +122,7 @@ def _card(
         "seconds": sum(phase["seconds"] for phase in phases),
         "phases": phases,
         "bits_per_byte": pretraining.measure(module, held_out, rate.batch, optim.precision(rate.precision)),
-        "five_gram": {d: min(found[f"all/{d}"], found[f"{d}/{d}"]) for d in held_out.domains},
+        "five_gram": {d: min(bits[f"all/{d}"], bits[f"{d}/{d}"]) for d in held_out.domains},
         "bigram_alpha": _bigram_alpha(module, train, _first(held_out), tokenizer),
         "corpora": {d: manifest(embedded(d, "train", size)) for d, size in cfg.data.bytes.items()},
         "environment": environment(),

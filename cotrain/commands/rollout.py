@@ -3,10 +3,9 @@
 from cotrain.commands.served_pair import refuse_pair
 from cotrain.config.regimes import sampling
 from cotrain.config.settings import RolloutConfig
-from cotrain.data.prompt_lengths import prompt_tokens
+from cotrain.data.prompt_rows import prompt_tokens
 from cotrain.errors import UserError
-from cotrain.rollout.kept_texts import beside
-from cotrain.rollout.training_texts import Source
+from cotrain.rollout.training_texts import Source, beside
 from cotrain.run_folder import held
 from cotrain.teacher.target_model import refuse_quantisation
 from cotrain.training.job import models, sampled, settle, source
@@ -19,11 +18,11 @@ def run(cfg: RolloutConfig) -> None:
         raise UserError("rollout.rounds, rollout.on_draft: for cotrain train, whose draft learns meanwhile")
     settle(cfg.threads, cfg.rollout.seed)
     with held(cfg.output) as folder:
-        asked, found = cfg.rollout, _prompts(cfg)
-        found.prompts(asked.texts if cfg.kind == "train" else asked.held_out_texts, asked.prompt_tokens, asked.seed)
+        asked, prompts = cfg.rollout, _prompts(cfg)
+        prompts.prompts(asked.texts if cfg.kind == "train" else asked.held_out_texts, asked.prompt_tokens, asked.seed)
         target, tokenizer = models(cfg)
         texts = sampled(cfg, target, tokenizer, folder, cfg.draft.path)
-        path = texts.sample(cfg.kind, sampling(cfg.regime), found)
+        path = texts.sample(cfg.kind, sampling(cfg.regime), prompts)
     print(f"wrote {beside(path, 'parquet')}")
 
 

@@ -8,8 +8,8 @@ from cotrain.commands.served_pair import load_network, measured, refuse_pair, re
 from cotrain.config.groups import Bench
 from cotrain.config.regimes import sampling
 from cotrain.config.settings import ServeCheckConfig
+from cotrain.console import answering
 from cotrain.errors import UserError
-from cotrain.machine_output import answering
 from cotrain.run_folder import claim, refuse
 from cotrain.training.job import models, objective, settle
 from cotrain.training.preconditions import server
@@ -22,9 +22,9 @@ def run(cfg: ServeCheckConfig) -> None:
     if cfg.url is None or cfg.draft.path is None:
         raise UserError("name the server with url= and the draft that it serves with draft.path=")
     with answering(cfg.json) as answer:
-        report, found = _compared(cfg, cfg.url, cfg.draft.path)
-        answer(report, f"{cfg.url}: {found.line()}")
-    if not found.passed:
+        report, figures = _compared(cfg, cfg.url, cfg.draft.path)
+        answer(report, f"{cfg.url}: {figures.line()}")
+    if not figures.passed:
         raise UserError(
             f"{cfg.url}: acceptance is more than {server_parity.TOLERANCE:.0%} from this engine's or the "
             f"prediction for {report['objective']} drafting with k={report['k']}: does the server draft so, and with "
@@ -37,22 +37,22 @@ def _compared(cfg: ServeCheckConfig, url: str, draft_path: str) -> tuple[dict[st
     settle(cfg.threads, 0)
     refuse(cfg.output, cfg.overwrite)
     client, path = server("url", url, cfg.model), resolved(cfg)
-    found = measured(draft_path)
+    draft_folder = measured(draft_path)
     refuse_pair(draft_path, path, cfg.target.trust_remote_code)
     target, tokenizer = models(cfg)
-    draft, made = load_network(found, target, tokenizer), found.metadata
-    k = cfg.k or (made.k if made else None)
+    draft, metadata = load_network(draft_folder, target, tokenizer), draft_folder.metadata
+    k = cfg.k or (metadata.k if metadata else None)
     if k is None:
         raise UserError(f"{draft_path} names no draft length: give k=, as the server has it")
-    drafts = objective(cfg.objective) if cfg.objective else made.objective if made else "sampled"
+    drafts = objective(cfg.objective) if cfg.objective else metadata.objective if metadata else "sampled"
     size = Bench(prompts=cfg.prompts, quick_prompts=0, prompt_tokens=cfg.prompt_tokens, new_tokens=cfg.new_tokens,
                  parity_tokens=0, rows=cfg.at_once, minutes=0, interval=0.1, depths=[k], draft_dtype="auto",
                  draft_int8=False, compile=False, seed=0, trees=0)  # fmt: skip
     plan = measurement.Plan(target, tokenizer, draft, sampling(cfg.regime), "token", size, (path, draft_path),
-                            drafts, kind=found.kind)  # fmt: skip
+                            drafts, kind=draft_folder.kind)  # fmt: skip
     with claim(cfg.output, cfg.overwrite, command="serve_check") as folder:
         parity = server_parity.parity(plan, server_parity.over_http(client, plan), k, cfg.at_once)
-        report = {"environment": environment(), "url": url, "kind": found.kind, "k": k, "objective": drafts,
+        report = {"environment": environment(), "url": url, "kind": draft_folder.kind, "k": k, "objective": drafts,
                   "parity": parity.report()}  # fmt: skip
         write_atomic(folder.path / "report.json", json.dumps(report, indent=2) + "\n")
         folder.finish()

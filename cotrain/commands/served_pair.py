@@ -11,8 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 from cotrain.config.settings import BenchConfig, GenerateConfig, ServeCheckConfig
 from cotrain.errors import UserError
 from cotrain.students.base import KINDS
-from cotrain.training.preconditions import outline, same_tokenizer, sketch
-from cotrain.training.sizes import size_of
+from cotrain.training.preconditions import outline, same_tokenizer, size_of, sketch
 from inference.drafts.compatibility import hash_target
 from inference.drafts.draft_folder import Folder, Metadata, load_draft, load_tokenizer, read
 from inference.drafts.weight_files import weight_files
@@ -55,22 +54,22 @@ def resolved(cfg: BenchConfig | ServeCheckConfig) -> str:
     filled in, and what `as_trained` knows. Raises UserError for a folder that is none, and one that names no target."""
     if cfg.draft.path is None:
         raise UserError("name the draft folder with draft.path=")
-    made = folder(cfg.draft.path).metadata
+    metadata = folder(cfg.draft.path).metadata
     if cfg.target.path is None:
-        if made is None:
+        if metadata is None:
             raise UserError(f"draft.path={cfg.draft.path} does not name its target: give target.path=")
-        cfg.target.path = made.target["name"]
-        cfg.target.adapter = cfg.target.adapter or made.origin.get("adapter")
-    as_trained(cfg, made)
+        cfg.target.path = metadata.target["name"]
+        cfg.target.adapter = cfg.target.adapter or metadata.origin.get("adapter")
+    as_trained(cfg, metadata)
     return str(cfg.target.path)
 
 
-def as_trained(cfg: BenchConfig | ServeCheckConfig | GenerateConfig, made: Metadata | None) -> None:
+def as_trained(cfg: BenchConfig | ServeCheckConfig | GenerateConfig, metadata: Metadata | None) -> None:
     """Fill in what is left open with what a draft folder was made for, and print where others were typed.
 
-    made: what the folder says of itself; None, or a folder that was made before it said all of this: `Known.unsaid`.
+    metadata: what the folder says of itself; None, or a folder from before it said all of this: `Known.unsaid`.
     """
-    said: dict[str, Any] = {**made.regime, **(made.origin.get("served") or {})} if made else {}
+    said: dict[str, Any] = {**metadata.regime, **(metadata.origin.get("served") or {})} if metadata else {}
     typed = []
     for key, known in KNOWN.items():
         group, _, name = key.rpartition(".")
@@ -83,7 +82,8 @@ def as_trained(cfg: BenchConfig | ServeCheckConfig | GenerateConfig, made: Metad
             typed.append(f"{key}={config[name]} ({said[known.name]})")
     if typed:
         print(
-            f"other settings than the draft was made for, with its own in brackets: {', '.join(typed)}", file=sys.stderr
+            f"other settings than the draft was made for, with its own in brackets: {', '.join(typed)}",
+            file=sys.stderr,
         )
 
 
@@ -103,9 +103,9 @@ def refuse_pair(draft_path: str, target_path: str, trust_remote_code: bool = Fal
     """
     try:
         target, tokenizer = outline(target_path, trust_remote_code)
-        found = folder(draft_path)
-        kind = kind_of(found.kind)
-        own, draft = load_tokenizer(found.path), _sketch(found.path, kind.network_class)
+        draft_folder = folder(draft_path)
+        kind = kind_of(draft_folder.kind)
+        own, draft = load_tokenizer(draft_folder.path), _sketch(draft_folder.path, kind.network_class)
         if draft is not None:
             kind.fits(draft, target, f"draft.path={draft_path}")
     except (ValueError, OSError) as error:
@@ -131,15 +131,15 @@ def _sketch(path: Path, network: Any) -> PreTrainedModel | None:
 
 def measured(path: str) -> Folder:
     """A draft folder of a kind that is measured: one with a student. Raises UserError naming draft.path for others."""
-    found = folder(path)
-    if found.kind not in KINDS:
-        raise UserError(f"draft.path: {path} is of kind {found.kind!r}; what is measured is {', '.join(KINDS)}")
-    return found
+    draft_folder = folder(path)
+    if draft_folder.kind not in KINDS:
+        raise UserError(f"draft.path: {path} is of kind {draft_folder.kind!r}; what is measured is {', '.join(KINDS)}")
+    return draft_folder
 
 
-def load_network(found: Folder, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+def load_network(draft_folder: Folder, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     """What a draft folder holds, on the target's device. Raises as `load_draft`."""
-    made = kind_of(found.kind).network_class
-    draft = load_draft(found.path, network=made, target=hash_target(target.config, tokenizer))[0]
+    network_class = kind_of(draft_folder.kind).network_class
+    draft = load_draft(draft_folder.path, network=network_class, target=hash_target(target.config, tokenizer))[0]
     torch.nn.Module.to(draft, target.device)
     return draft

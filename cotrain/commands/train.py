@@ -24,7 +24,7 @@ from cotrain.training.preconditions import require
 from cotrain.training.preflight import check
 from inference.drafts.draft_folder import REPORT
 from inference.report.build import table
-from inference.report.table import beside
+from inference.report.table import comparison
 
 
 def run(cfg: TrainConfig) -> float | None:
@@ -67,12 +67,12 @@ def swept(outputs: list[str]) -> None:
     temperatures that all are judged at."""
     reports = {Path(output).name: file for output in outputs if (file := Path(output) / "draft" / REPORT).exists()}
     if len(reports) > 1:
-        print(beside({name: json.loads(file.read_text(encoding="utf-8")) for name, file in reports.items()}))
+        print(comparison({name: json.loads(file.read_text(encoding="utf-8")) for name, file in reports.items()}))
     runs: dict[str, list[dict[str, Any]]] = {}
     for output in outputs:
         if (Path(output) / FIGURES).exists():
-            for label, found in read(Path(output)).items():
-                runs.setdefault(label, []).extend(found)
+            for label, report in read(Path(output)).items():
+                runs.setdefault(label, []).extend(report)
     if len(runs) < 2:
         return
     baseline = next(iter(runs))

@@ -23,7 +23,7 @@ class ServedRegime:
 
 
 @dataclass
-class Policy:
+class PolicySettings:
     """How many tokens to draft: always k; null is what a draft folder was planned with."""
 
     k: int | None
@@ -187,7 +187,7 @@ class Trainer:
     remember_mb: int
     checkpoint_minutes: float  # a checkpoint at least as often, besides those of validations
     cache: str | None  # a folder of the target's hidden states, for runs that read the same texts
-    # keep so many likeliest tokens of each distribution instead of hidden states, see cotrain.teacher.top_k; 0: states
+    # store so many of the most probable tokens a position, see cotrain.teacher.target_distributions; 0: states
     top: int
     precision: str  # of Lightning: bf16-mixed, 32-true, ...; auto: the first, unless a CPU would emulate it
     accumulate: int  # batches a step
@@ -241,7 +241,7 @@ class Matrix:
 
 
 @dataclass
-class Shape:
+class TargetShape:
     """The bundled target's shape; widths are multiples of 64."""
 
     vocabulary: int

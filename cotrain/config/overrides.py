@@ -27,18 +27,18 @@ def quote(arguments: Sequence[str]) -> list[str]:
 
 def _gathered(arguments: Sequence[str]) -> list[str]:
     """`run=a run=b` as one argument, `run=['a','b']`, where the first stood."""
-    found: dict[str, list[str]] = {}
+    values: dict[str, list[str]] = {}
     gathered: list[str] = []
     for argument in arguments:
         key, _, value = argument.partition("=")
         if key not in LISTS:
             gathered.append(argument)
-        elif key in found:
-            found[key].append(value)
+        elif key in values:
+            values[key].append(value)
         else:
-            found[key] = [value]
+            values[key] = [value]
             gathered.append(key)
-    return [f"{one}=[{','.join(map(literal, found[one]))}]" if one in found else one for one in gathered]
+    return [f"{one}=[{','.join(map(literal, values[one]))}]" if one in values else one for one in gathered]
 
 
 def is_setting(argument: str) -> bool:
@@ -122,10 +122,10 @@ def _no_option(error: Exception) -> str | None:
 def _no_key(error: Exception, command: str, keys: Collection[str]) -> str | None:
     from omegaconf.errors import ConfigAttributeError, ConfigKeyError
 
-    found = re.match(r"Could not (?:override|delete from config\.) '([^']+)'", str(error))
-    if not found and not isinstance(error.__cause__, ConfigAttributeError | ConfigKeyError):
+    match = re.match(r"Could not (?:override|delete from config\.) '([^']+)'", str(error))
+    if not match and not isinstance(error.__cause__, ConfigAttributeError | ConfigKeyError):
         return None
-    key = found[1] if found else str(cast(ConfigKeyError, error.__cause__).full_key)
+    key = match[1] if match else str(cast(ConfigKeyError, error.__cause__).full_key)
     return _below(key, keys) if key in keys else unknown(key, command, keys)
 
 
@@ -148,7 +148,7 @@ def _no_value(error: Exception, typed: Mapping[str, str], keys: Collection[str])
 
 
 def _below(key: str, keys: Collection[str]) -> str | None:
-    """That `key` takes no value itself, with the keys below it that do."""
+    """The error for a key that holds no value itself, with the keys below it that do; None if there are none."""
     below = sorted(other for other in keys if other.startswith(f"{key}."))
     return f"{key}= takes no value here: set {', '.join(f'{other}=' for other in below)}" if below else None
 

@@ -12,39 +12,43 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 DTYPES = ("auto", "float64", "float32", "bfloat16", "float16")
-MOST_NODES = 62  # of inference.models.passes, a test compares them
-UNTRAINED = ("retrieval", "quantised", "two_levels")  # of cotrain.students, which take torch; a test compares them
+MOST_NODES = 62  # of inference.verify.tree, a test compares them
+WITHOUT_TRAINING = (
+    "retrieval",
+    "quantised",
+    "two_levels",
+)  # of cotrain.students, which take torch; a test compares them
 OF_STEPS = ("steps", "corpus_steps", "batch", "validations", "checkpoint_minutes", "top", "accumulate", "clip", "ema",
             "minutes", "remember_mb")  # fmt: skip
 COLDEST = 1e-5  # of inference.sampling, which takes torch to import; a test compares them
 
 
-class Rule(NamedTuple):
+class Range(NamedTuple):
     """fits: whether a value is one; words: what it may be, as an error says it."""
 
     fits: Callable[[Any], bool]
     words: str
 
 
-def _at_least(least: float) -> Rule:
-    return Rule(lambda value: value >= least, f"at least {least}")
+def _at_least(least: float) -> Range:
+    return Range(lambda value: value >= least, f"at least {least}")
 
 
-def _one_of(names: tuple[str, ...]) -> Rule:
-    return Rule(lambda value: value in names, f"one of {', '.join(names)}")
+def _one_of(names: tuple[str, ...]) -> Range:
+    return Range(lambda value: value in names, f"one of {', '.join(names)}")
 
 
 SOME, ANY = _at_least(1), _at_least(0)  # counts that may not, and may, be 0
-POSITIVE = Rule(lambda value: 0 < value < math.inf, "above 0")
-NOT_NEGATIVE = Rule(lambda value: 0 <= value < math.inf, "at least 0")
-SHARE = Rule(lambda value: 0 <= value <= 1, "from 0 to 1")
-FRACTION = Rule(lambda value: 0 < value <= 1, "above 0, at most 1")
-TEMPERATURE = Rule(lambda value: value == 0 or COLDEST <= value < math.inf, f"0 (greedy) or at least {COLDEST:g}")
+POSITIVE = Range(lambda value: 0 < value < math.inf, "above 0")
+NOT_NEGATIVE = Range(lambda value: 0 <= value < math.inf, "at least 0")
+SHARE = Range(lambda value: 0 <= value <= 1, "from 0 to 1")
+FRACTION = Range(lambda value: 0 < value <= 1, "above 0, at most 1")
+TEMPERATURE = Range(lambda value: value == 0 or COLDEST <= value < math.inf, f"0 (greedy) or at least {COLDEST:g}")
 VERIFY = _one_of(("token", "block", "match", "coupled", "tree", "traversal", "lossy_typical"))
 DTYPE = _one_of(DTYPES)
 
 # By key; of a list, each value. A key of one command alone is written `command:key`.
-RULES: dict[str, Rule] = {
+RULES: dict[str, Range] = {
     "regime.temperature": TEMPERATURE,
     "regime.top_k": ANY,
     "regime.top_p": FRACTION,
@@ -61,7 +65,7 @@ RULES: dict[str, Rule] = {
     "draft.rank": ANY,
     "draft.depths": SOME,
     "draft.vocabulary": SOME,
-    "draft.bits": Rule(lambda value: value in (4, 8), "8 (int8) or 4 (nf4)"),
+    "draft.bits": Range(lambda value: value in (4, 8), "8 (int8) or 4 (nf4)"),
     "draft.inner": SOME,
     "draft.temperatures": TEMPERATURE,
     "loss.switch": SHARE,
@@ -81,7 +85,7 @@ RULES: dict[str, Rule] = {
     "rollout.rounds": SOME,
     "rollout.on_draft": SHARE,
     "optimizer.lr": POSITIVE,
-    "optimizer.betas": Rule(lambda value: 0 <= value < 1, "from 0 to below 1"),
+    "optimizer.betas": Range(lambda value: 0 <= value < 1, "from 0 to below 1"),
     "optimizer.weight_decay": ANY,
     "trainer.steps": SOME,
     "trainer.corpus_steps": ANY,
@@ -93,7 +97,7 @@ RULES: dict[str, Rule] = {
     "trainer.top": ANY,
     "trainer.accumulate": SOME,
     "trainer.clip": ANY,
-    "trainer.ema": Rule(lambda value: 0 <= value < 1, "from 0 (no average) to below 1"),
+    "trainer.ema": Range(lambda value: 0 <= value < 1, "from 0 (no average) to below 1"),
     "trainer.accelerator": _one_of(("auto", "gpu")),
     "trainer.logger": _one_of(("tensorboard", "wandb")),
     "trainer.devices": SOME,
@@ -108,7 +112,7 @@ RULES: dict[str, Rule] = {
     "bench.parity_tokens": SOME,
     "bench.rows": SOME,
     "bench.draft_dtype": DTYPE,
-    "bench.trees": Rule(lambda value: value == 0 or 2 <= value <= MOST_NODES, f"0, or from 2 to {MOST_NODES} nodes"),
+    "bench.trees": Range(lambda value: value == 0 or 2 <= value <= MOST_NODES, f"0, or from 2 to {MOST_NODES} nodes"),
     "matrix.temperatures": TEMPERATURE,
     "matrix.batches": SOME,
     "matrix.k": SOME,
@@ -118,7 +122,7 @@ RULES: dict[str, Rule] = {
     "k": SOME,
     "temperature": TEMPERATURE,
     "prompts": SOME,
-    "generate:prompts": Rule(lambda value: True, "a file"),
+    "generate:prompts": Range(lambda value: True, "a file"),
     "prompt_tokens": SOME,
     "new_tokens": SOME,
     "at_once": SOME,
@@ -148,12 +152,12 @@ def refuse(command: str, cfg: "DictConfig") -> None:
 
 class Unread(NamedTuple):
     """Settings that nothing reads in some runs; a key that ends in a point is all below it. when: whether it is such a
-    run; instead: what to set. refused: else a line says so, since a sweep over kinds sets what only some read."""
+    run; instead: what to set. fatal: else a line says so, since a sweep over kinds sets what only some read."""
 
     keys: tuple[str, ...]
     when: Callable[[Any], bool]
     instead: str
-    refused: bool = True
+    fatal: bool = True
 
     def names(self, key: str) -> bool:
         return any(key == one or (one.endswith(".") and key.startswith(one)) for one in self.keys)
@@ -191,7 +195,8 @@ UNREAD: dict[str, tuple[Unread, ...]] = {  # by the group that it is about
     "trainer": (
         Unread(
             ("loss", "loss.", "optimizer", "optimizer.", *(f"trainer.{name}" for name in OF_STEPS)),
-            lambda cfg: "kind" in cfg.draft and cfg.draft.kind in UNTRAINED, "this kind of draft learns nothing", False,
+            lambda cfg: "kind" in cfg.draft and cfg.draft.kind in WITHOUT_TRAINING,
+            "this kind of draft learns nothing", False,
         ),
         Unread(("trainer.patience",), lambda cfg: not cfg.measure, "it is of measured runs: measure=true with it"),
     ),
@@ -207,17 +212,17 @@ def refuse_unread(cfg: "DictConfig", typed: Iterable[str]) -> None:
         if not keys or not unread.when(cfg):
             continue
         said = f"{', '.join(f'{key}={values[key]}' for key in keys)}: nothing reads it here: {unread.instead}"
-        if unread.refused:
+        if unread.fatal:
             raise UserError(said)
         print(said, file=sys.stderr)
 
 
-def rule(command: str, key: str) -> Rule:
+def rule(command: str, key: str) -> Range:
     """The command's own, else that of all commands."""
     return RULES.get(f"{command}:{key}") or RULES[key]
 
 
-def _refuse(key: str, rule: Rule, value: Any) -> None:
+def _refuse(key: str, rule: Range, value: Any) -> None:
     from omegaconf import ListConfig
 
     if isinstance(value, Mapping):

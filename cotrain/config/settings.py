@@ -16,15 +16,15 @@ from cotrain.config.groups import (
     Matrix,
     Model,
     Optimizer,
-    Policy,
+    PolicySettings,
     Pretraining,
     Quantisation,
     Regime,
     Rollout,
     ServedRegime,
     ServedTarget,
-    Shape,
     Target,
+    TargetShape,
     Trainer,
 )
 from cotrain.errors import UserError
@@ -43,7 +43,7 @@ class GenerateConfig:
     prompts: str | None  # a file of one prompt a line, or - for standard input
     max_new_tokens: int
     regime: ServedRegime
-    policy: Policy
+    policy: PolicySettings
     verify: str | None  # null: the rule that the draft folder was planned with, token for chains
     seed: int
     color: bool | None  # null: when standard output is a terminal
@@ -64,7 +64,7 @@ class TrainConfig:
     rollout: Rollout
     optimizer: Optimizer
     trainer: Trainer
-    policy: Policy
+    policy: PolicySettings
     verify: str
     bench: Bench
     label: str | None  # what `cotrain compare` calls the run; null: the loss
@@ -79,7 +79,7 @@ class TrainConfig:
 class PretrainConfig:
     """`cotrain pretrain`: the tokenizer and weights of the bundled target."""
 
-    shape: Shape
+    shape: TargetShape
     data: Data
     tokenizer_bytes: dict[str, int]
     pretraining: Pretraining

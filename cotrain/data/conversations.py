@@ -35,7 +35,8 @@ class Template:
     ends: Collection[int]
 
     def text(self, messages: list[Message], tools: Any, prompt: bool) -> str:
-        """prompt: with what opens the assistant's turn. Raises ValueError when the template fails."""
+        """The messages rendered by the chat template; prompt: also what opens the assistant's turn. Raises ValueError
+        when the template fails."""
         try:
             return str(self.tokenizer.apply_chat_template(
                 messages, tools=tools or None, add_generation_prompt=prompt, tokenize=False, **self.options

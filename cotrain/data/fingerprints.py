@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from inference.drafts.compatibility import hash_tokenizer
-from inference.models.dtypes import quantised
+from inference.models.pretrained import quantised
 from inference.request import ends_of
 
 SAMPLE = 1024  # values of a tensor that are hashed one by one
@@ -88,21 +88,21 @@ def _held(path: Path, size: int, changed: int) -> str:
 
 def stamps(files: Mapping[str, Path]) -> str:
     """A hash of names, sizes and times of change: of files too large to be read whole."""
-    found = {name: path.stat() for name, path in files.items()}
-    return _hash([[name, stat.st_size, stat.st_mtime_ns] for name, stat in sorted(found.items())])
+    stats = {name: path.stat() for name, path in files.items()}
+    return _hash([[name, stat.st_size, stat.st_mtime_ns] for name, stat in sorted(stats.items())])
 
 
-def differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+def differences(actual: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
     """The parts that differ, by dotted names."""
-    old, new = dict(_flat(found)), dict(_flat(wanted))
+    old, new = dict(_flat(actual)), dict(_flat(wanted))
     return [key for key in {**old, **new} if old.get(key) != new.get(key)]
 
 
-def said(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
+def said(actual: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
     """The parts that differ, in words: hashes by their names alone."""
-    old, new = dict(_flat(found)), dict(_flat(wanted))
+    old, new = dict(_flat(actual)), dict(_flat(wanted))
     parts = []
-    for key in differences(found, wanted):
+    for key in differences(actual, wanted):
         values = (old.get(key), new.get(key))
         hidden = any(isinstance(value, str) and _is_hash(value) for value in values)
         parts.append(f"{key} differs" if hidden else f"{key} was {values[0]!r}, now {values[1]!r}")
@@ -136,11 +136,11 @@ def _chosen(place: int, size: int) -> Tensor:
 
 def _adapter(model: PreTrainedModel) -> str | None:
     """A hash of the settings of adapters that stand beside the weights, as their scale: tensors are weights."""
-    found = getattr(model, "peft_config", None)  # only where peft put one
-    if not found:
+    adapters = getattr(model, "peft_config", None)  # only where peft put one
+    if not adapters:
         return None
     paths = {"base_model_name_or_path", "revision", "inference_mode"}
-    return _hash({name: {k: v for k, v in one.to_dict().items() if k not in paths} for name, one in found.items()})
+    return _hash({name: {k: v for k, v in one.to_dict().items() if k not in paths} for name, one in adapters.items()})
 
 
 def _plain(value: Any) -> Any:

@@ -38,12 +38,12 @@ def files_of(path: str) -> dict[str, Path]:
     place = Path(path)
     if place.is_dir():
         saved = any((place / name).is_file() for name in SAVED)
-        found = {str(file.relative_to(place)): file for file in sorted(place.rglob("*"))
+        matching_files = {str(file.relative_to(place)): file for file in sorted(place.rglob("*"))
                  if file.is_file() and (saved or kind_of(file)) and not file.name.startswith(".")}  # fmt: skip
-        if not found:
+        if not matching_files:
             raise ValueError(f"data.path: {path} cannot be read: it holds none of {', '.join(LOADERS)}, and no saved "
                              "data set")  # fmt: skip
-        return found
+        return matching_files
     if place.is_file():
         return {place.name: place}
     if MAGIC & set(path):
@@ -72,13 +72,13 @@ def read_rows(data: Data) -> datasets.Dataset:
         if isinstance(rows, datasets.IterableDataset):
             rows = datasets.Dataset.from_list(list(rows.take(data.take)))
     except UNREADABLE as error:
-        raise _refused(data, error) from error
+        raise unreadable(data, error) from error
     if not len(rows):
         raise ValueError(f"data.path: {data.path} holds no rows")
     return rows
 
 
-def made_from(data: Data, split: str) -> dict[str, Any]:
+def prompt_origin(data: Data, split: str) -> dict[str, Any]:
     """What prompts of a split are made from, as far as the settings and files say: a JSON value to compare. Embedded
     corpora are this machine's: of them only the sizes count. Files that are streamed count by size and time."""
     if data.path is None:
@@ -101,7 +101,7 @@ def _revision(data: Data) -> str:
     try:
         builder = datasets.load_dataset_builder(str(data.path), name=data.config)
     except UNREADABLE as error:
-        raise _refused(data, error) from error
+        raise unreadable(data, error) from error
     return f"{data.path} {builder.config.name} {builder.hash}"
 
 
@@ -147,12 +147,12 @@ def _loader(path: str, files: dict[str, Path]) -> str:
 
 
 def _saved(data: Data, path: str) -> datasets.Dataset | datasets.IterableDataset:
-    found = datasets.load_from_disk(path)
-    if isinstance(found, datasets.DatasetDict):
-        if data.split not in found:
-            raise ValueError(f"no split {data.split!r}, it has {', '.join(found)}: data.split=")
-        found = found[data.split]
-    return found.to_iterable_dataset() if data.streaming else found
+    saved = datasets.load_from_disk(path)
+    if isinstance(saved, datasets.DatasetDict):
+        if data.split not in saved:
+            raise ValueError(f"no split {data.split!r}, it has {', '.join(saved)}: data.split=")
+        saved = saved[data.split]
+    return saved.to_iterable_dataset() if data.streaming else saved
 
 
 def _not_utf8(files: dict[str, Path]) -> str | None:
@@ -169,7 +169,8 @@ def _not_utf8(files: dict[str, Path]) -> str | None:
     return None
 
 
-def _refused(data: Data, error: BaseException) -> ValueError:
+def unreadable(data: Data, error: BaseException) -> ValueError:
+    """What to raise for an error of `datasets`: it names the key, and the line of a text that is not UTF-8."""
     return ValueError(f"data.path: {data.path} cannot be read: {_reason(data, error)}")
 
 

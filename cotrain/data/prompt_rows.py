@@ -11,14 +11,18 @@ import datasets
 import torch
 from transformers import PreTrainedTokenizerBase
 
-Row = dict[str, Any]  # of kept_texts.FEATURES
+Row = dict[str, Any]  # of training_texts.FEATURES
 BATCH = 1000  # texts that are tokenized at once
+# which prompts are used with rollout.prompt_tokens=0, as `prompt_tokens` says
+SHORTEST = 48  # tokens: of starts of texts, and at least
+COVERED = 0.95  # of the prompts
+STEP = 16
 
 
 @dataclass(frozen=True)
 class PromptRows:
-    """Prompts, each with the completion that the logs hold, if they do: rows of `kept_texts.FEATURES`. A prompt that is
-    cut would be none, so longer ones than asked for are left out."""
+    """Prompts, each with the completion of the logs if they hold one: rows of `training_texts.FEATURES`. Prompts longer
+    than asked for are left out: a prompt that was cut is another prompt."""
 
     rows: list[Row]
 
@@ -27,10 +31,10 @@ class PromptRows:
         nothing where all are."""
         sizes = [len(row["prompt"]) for row in self.rows]
         long, empty = sum(size > tokens for size in sizes), sizes.count(0)
-        found = [f"{long} are longer than {key}={tokens}"] * (long > 0)
-        found += [f"{empty} are empty"] * (empty > 0)
-        said = f"data.path: of {len(sizes)} prompts of the split {split}, {' and '.join(found)}: left out\n"
-        return said if found else ""
+        reasons = [f"{long} are longer than {key}={tokens}"] * (long > 0)
+        reasons += [f"{empty} are empty"] * (empty > 0)
+        said = f"data.path: of {len(sizes)} prompts of the split {split}, {' and '.join(reasons)}: left out\n"
+        return said if reasons else ""
 
     def prompts(self, count: int, tokens: int, seed: int) -> list[tuple[str, list[int]]]:
         """(domain, prompt ids) of at most `count` rows of each domain, as `chosen`. Raises ValueError for a domain
@@ -79,14 +83,14 @@ class TextStarts:
 
     def prompts(self, count: int, tokens: int, seed: int) -> list[tuple[str, list[int]]]:
         """(domain, prompt ids) of at most `count` texts of each domain, by seed."""
-        generator, found = torch.Generator().manual_seed(seed), []
+        generator, prompts = torch.Generator().manual_seed(seed), []
         domains: list[str] = list(self.starts["domain"])
         for domain in sorted(set(domains)):
             mine = [place for place, name in enumerate(domains) if name == domain]
             order = torch.randperm(len(mine), generator=generator)[:count].tolist()
             texts = self.starts[[mine[i] for i in order]]["text"]
-            found += [(domain, ids[:tokens]) for ids in encoded(texts, self.tokenizer)]
-        return found
+            prompts += [(domain, ids[:tokens]) for ids in encoded(texts, self.tokenizer)]
+        return prompts
 
     def several(self, tokens: int, seed: int) -> list[list[int]]:
         """The start of every text, in an order of the seed."""
@@ -107,3 +111,16 @@ def prompt_rows(texts: datasets.Dataset, tokenizer: PreTrainedTokenizerBase) -> 
         {"domain": domain, "prompt": one, "completion": []} for domain, one in zip(texts["domain"], ids, strict=True)
     ]
     return PromptRows(rows)
+
+
+def prompt_tokens(train: PromptRows | TextStarts | None, room: int) -> int:
+    """Tokens of the longest prompt that is used: `COVERED` of the prompts to learn from are no longer, as far as `room`
+    tokens before the new ones allow. Texts without prompts (and none, which stands for the embedded corpora) begin with
+    `SHORTEST`."""
+    if not isinstance(train, PromptRows):
+        return SHORTEST
+    lengths = sorted(len(row["prompt"]) for row in train.rows if row["prompt"])
+    if not lengths:
+        return SHORTEST
+    covering = lengths[min(int(COVERED * len(lengths)), len(lengths) - 1)]
+    return max(min(max(-(-covering // STEP) * STEP, SHORTEST), room), 1)

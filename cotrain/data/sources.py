@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from cotrain.config.groups import Data
 from cotrain.data.conversations import Template, chats_of, cleaned, is_chat
 from cotrain.data.corpora import embedded, pieces
-from cotrain.data.inputs import lines_of, read_rows
+from cotrain.data.inputs import lines_of, read_rows, unreadable
 from cotrain.data.prompt_rows import PromptRows, TextStarts, prompt_rows
 from cotrain.data.splits import split_of
 
@@ -50,25 +50,22 @@ def embedded_texts(max_bytes: dict[str, int], split: str) -> datasets.Dataset:
 def texts_of(rows: datasets.Dataset, path: str, column: str = "text") -> datasets.Dataset:
     """Rows (text, domain) of what was read of `path`.
 
-    Raises ValueError, naming the key to change, for a missing column or one of other things than text, bytes that are
-    no UTF-8, or no text.
+    Raises ValueError, naming the key to change, for a missing column, a column that holds no strings, or no text;
+    UnicodeDecodeError for bytes that are no UTF-8.
     """
     if column not in rows.column_names:
         raise ValueError(f"data.column: {path} has no column {column!r}; it has {rows.column_names}")
-    try:
-        values = list(rows[column])
-    except UnicodeDecodeError as error:
-        raise ValueError(f"data.path: {path} cannot be read: {error}") from error
+    values = list(rows[column])
     if not all(isinstance(value, str | None) for value in values):
         raise ValueError(f"data.column: {column!r} of {path} holds {rows.features[column]}, not text")
     domains = rows["domain"] if "domain" in rows.column_names else [None] * len(rows)
-    kept = [(text, domain) for text, domain in zip(values, domains, strict=True) if text and text.strip()]
-    if not kept:
+    filled = [(text, domain) for text, domain in zip(values, domains, strict=True) if text and text.strip()]
+    if not filled:
         raise ValueError(f"data.path: {path} holds no text in column {column!r}")
-    if len(kept) < len(values):
-        print(f"data.path: {len(values) - len(kept)} of {len(values)} rows of {path} hold no text: left out")
-    names = ["own" if domain is None else str(domain) for _, domain in kept]
-    return datasets.Dataset.from_dict({"text": [text for text, _ in kept], "domain": names})
+    if len(filled) < len(values):
+        print(f"data.path: {len(values) - len(filled)} of {len(values)} rows of {path} hold no text: left out")
+    names = ["own" if domain is None else str(domain) for _, domain in filled]
+    return datasets.Dataset.from_dict({"text": [text for text, _ in filled], "domain": names})
 
 
 def source_of(
@@ -86,12 +83,20 @@ def source_of(
         texts = embedded_texts(sizes, split)
         return TextStarts(_cut(texts), texts, tokenizer)
     rows, template = read_rows(data), Template(tokenizer, data.template, ends)
-    columns, column = rows.column_names, data.column
+    try:
+        return _own(data, split, rows, template)
+    except UnicodeDecodeError as error:  # `datasets` decodes a row only when it is read
+        raise unreadable(data, error) from error
+
+
+def _own(data: Data, split: str, rows: datasets.Dataset, template: Template) -> PromptRows | TextStarts:
+    """Rows of the user's files as conversations, prompts or texts."""
+    columns, column, tokenizer = rows.column_names, data.column, template.tokenizer
     if column == TEXT not in columns:  # no column was named
-        if is_chat(columns, _first(rows, data.path)):
+        if is_chat(columns, rows[0]):
             return chats_of(lines_of(data) or map(cleaned, rows), split, template)
         column = PROMPT if PROMPT in columns else TEXT
-    texts = texts_of(rows, data.path, column)
+    texts = texts_of(rows, str(data.path), column)
     if data.chat:
         return chats_of(_asked(texts, template), split, template)
     mine = texts.filter(lambda row: split_of(row["text"]) == split)
@@ -100,14 +105,6 @@ def source_of(
     if column == PROMPT:
         return prompt_rows(mine, tokenizer)
     return TextStarts(mine, mine, tokenizer)
-
-
-def _first(rows: datasets.Dataset, path: str) -> dict[str, Any]:
-    """Raises ValueError, naming the key, for bytes that are no UTF-8."""
-    try:
-        return dict(rows[0])
-    except UnicodeDecodeError as error:
-        raise ValueError(f"data.path: {path} cannot be read: {error}") from error
 
 
 def _asked(texts: datasets.Dataset, template: Template) -> Iterator[dict[str, Any]]:
@@ -121,8 +118,8 @@ def _asked(texts: datasets.Dataset, template: Template) -> Iterator[dict[str, An
 
 def _cut(texts: datasets.Dataset) -> datasets.Dataset:
     """The pieces of long documents, which are what prompts start."""
-    found = [{"text": piece, "domain": row["domain"]} for row in texts for piece in pieces(row["text"])]
-    return datasets.Dataset.from_list(found)
+    rows = [{"text": piece, "domain": row["domain"]} for row in texts for piece in pieces(row["text"])]
+    return datasets.Dataset.from_list(rows)
 
 
 def pack(texts: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, length: int) -> Blocks:

@@ -33,16 +33,16 @@ def shared(prompts: Sequence[Prompt], others: Sequence[Prompt]) -> list[Prompt]:
         at = bisect_left(ordered, prompt)
         return at < len(ordered) and ordered[at][: len(prompt)] == prompt
 
-    def begun_by_one(prompt: Prompt) -> bool:
+    def starts_with_one(prompt: Prompt) -> bool:
         return any(tuple(prompt[:size]) in whole for size in sizes if size <= len(prompt))
 
-    return [prompt for prompt in prompts if begins_one(prompt) or begun_by_one(prompt)]
+    return [prompt for prompt in prompts if begins_one(prompt) or starts_with_one(prompt)]
 
 
 def without(prompts: Sequence[Prompt], others: Sequence[Prompt]) -> list[Prompt]:
     """`prompts`, each once, in their order, without those that share content with the others."""
-    taken = {tuple(prompt) for prompt in shared(prompts, others)}
-    return [list(prompt) for prompt in dict.fromkeys(map(tuple, prompts)) if prompt not in taken]
+    common = {tuple(prompt) for prompt in shared(prompts, others)}
+    return [list(prompt) for prompt in dict.fromkeys(map(tuple, prompts)) if prompt not in common]
 
 
 @dataclass(frozen=True)
@@ -66,16 +66,16 @@ class Prompts:
 
 def refuse_shared(final: Sequence[Prompt], others: Sequence[Prompt], used: str) -> None:
     """Raise ValueError for a prompt that would time the exported draft and was used otherwise."""
-    found = shared(final, others)
-    if found:
-        raise ValueError(f"data.path: {len(found)} of {len(final)} prompts that time the exported draft also {used}, "
-                         f"the first {found[0][:8]}...: the splits must be disjoint")  # fmt: skip
+    common = shared(final, others)
+    if common:
+        raise ValueError(f"data.path: {len(common)} of {len(final)} prompts that time the exported draft also {used}, "
+                         f"the first {common[0][:8]}...: the splits must be disjoint")  # fmt: skip
 
 
 def apart(ranking: Sequence[Prompt], final: Sequence[Prompt], learnt: Sequence[Prompt], source: str) -> Prompts:
     """Prompts of a run: final ones that rank, or are learnt from, are left out, and own ones that rank and are learnt
     from (texts that begin alike are one prompt once they are cut). Raises as `Prompts`."""
     ranking = without(ranking, learnt) if source == "own" else ranking
-    found = Prompts(ranking, without(final, [*ranking, *learnt]), source)
-    refuse_shared(found.final, learnt, "were learnt from")
-    return found
+    prompts = Prompts(ranking, without(final, [*ranking, *learnt]), source)
+    refuse_shared(prompts.final, learnt, "were learnt from")
+    return prompts

@@ -45,13 +45,13 @@ class Texts:
         """About `count` of them, of every domain."""
         return self.rows(list(range(0, len(self), max(len(self) // count, 1))))
 
-    def rows(self, kept: Sequence[int]) -> Self:
+    def rows(self, chosen: Sequence[int]) -> Self:
         """Some of them."""
-        at = torch.tensor(kept, dtype=torch.int64)
+        at = torch.tensor(chosen, dtype=torch.int64)
         ids, places = self.read(at)
         temperature = self.temperature.expand(len(self))[at]
         return replace(self, ids=ids, prompt=self.prompt[at], length=self.length[at], position_ids=places,
-                       domain=[self.domain[row] for row in kept], temperature=temperature)  # fmt: skip
+                       domain=[self.domain[row] for row in chosen], temperature=temperature)  # fmt: skip
 
     def read(self, rows: Tensor | slice) -> tuple[Tensor, Tensor | None]:
         """What a model is given to read some rows: ids and position_ids."""
@@ -107,14 +107,14 @@ def shared(texts: Texts, shares: Mapping[str, float]) -> Texts:
     if not all(0 <= share <= 1 for share in shares.values()):
         raise ValueError(f"data.shares: {dict(shares)} must lie in [0, 1]")
     seen: Counter[str] = Counter()
-    kept = []
+    chosen = []
     for row, domain in enumerate(texts.domain):
         seen[domain] += 1
         if seen[domain] <= shares.get(domain, 1.0) * texts.domain.count(domain):
-            kept.append(row)
-    if not kept:
+            chosen.append(row)
+    if not chosen:
         raise ValueError(f"data.shares: {dict(shares)} leave no text to learn from")
-    return texts.rows(kept)
+    return texts.rows(chosen)
 
 
 class Learnt(Dataset[dict[str, Tensor]]):

@@ -1,1 +1,1 @@
-"""Acceptance on held-out texts, and runs compared."""
+"""Acceptance on held-out texts, its profile, and the comparison of runs."""

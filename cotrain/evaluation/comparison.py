@@ -19,27 +19,28 @@ FIGURES = "held_out.json"
 DEPTHS = (4, 8)
 RESAMPLES = 2000
 LIKE = ("alpha", "kl", "entropy", "calibration")
-Run = dict[str, Any]  # what a run keeps in `FIGURES`
+RunFigures = dict[str, Any]  # of one run, as in `FIGURES`
 
 
 def per_text(scores: dict[float, Scores]) -> dict[str, Any]:
-    """What a comparison needs of one run: by temperature, what the draft is like, its acceptance at each depth where
-    distributions depend on the depth, and lengths and exact expected calls of each text at k = 4, 8."""
+    """The figures of one run, by temperature: means (`LIKE`), acceptance at each depth if distributions depend on the
+    depth, and lengths and exact expected calls of each text at k = 4, 8."""
     return {
         f"{temperature:g}": {
-            **{name: getattr(found, name) for name in LIKE},
-            **({"alphas": list(found.alphas)} if found.alphas else {}),
-            "lengths": found.lengths.tolist(),
-            "calls": {str(k): found.calls(k).tolist() for k in DEPTHS},
+            **{name: getattr(one, name) for name in LIKE},
+            **({"alphas": list(one.alphas)} if one.alphas else {}),
+            "lengths": one.lengths.tolist(),
+            "calls": {str(k): one.calls(k).tolist() for k in DEPTHS},
         }
-        for temperature, found in scores.items()
+        for temperature, one in scores.items()
     }
 
 
 @dataclass(frozen=True)
 class Gain:
-    """tau of a label (its runs pooled) and how much larger it is than the baseline's, with a 95 % interval. alpha, kl
-    (nats), entropy of q (nats) and calibration error: means over its runs."""
+    """tau of a label (its runs pooled) and its relative gain over the baseline's, with a 95 % interval. alpha, kl
+    (nats),
+    entropy of q (nats) and calibration error: means over its runs."""
 
     label: str
     temperature: str
@@ -58,8 +59,8 @@ class Gain:
 def read(folder: Path) -> dict[str, list[dict[str, Any]]]:
     """Runs below a folder by label, in the order of their seeds. Raises UserError when there is none.
 
-    Runs of one label are pooled only where their settings are the same but for seeds: where they differ, the settings
-    that tell them apart join the label, as `kl,draft.kind=eagle`.
+    Runs of one label are pooled only if their settings are the same except for seeds. If other settings differ, these
+    are added to the label, as in `kl,draft.kind=eagle`.
     """
     files = list(folder.rglob(FIGURES))
     if not files:
@@ -71,14 +72,15 @@ def read(folder: Path) -> dict[str, list[dict[str, Any]]]:
     groups = defaultdict(list)
     for label, some in labelled.items():
         keys = sorted({key for _, settings in some for key in settings})
-        apart = [key for key in keys if len({json.dumps(settings.get(key)) for _, settings in some}) > 1]
+        differing = [key for key in keys if len({json.dumps(settings.get(key)) for _, settings in some}) > 1]
         for run, settings in some:
-            groups[",".join([label, *(f"{key}={settings.get(key)}" for key in apart)])].append(run)
+            groups[",".join([label, *(f"{key}={settings.get(key)}" for key in differing)])].append(run)
     return dict(groups)
 
 
 def _settings_of(folder: Path) -> dict[str, Any]:
-    """What makes a run the run it is, by key, seeds left out; nothing of a folder that does not say."""
+    """The settings of a run that decide its results, by key, without seeds; {} of a folder that has no record of
+    them."""
     try:
         marker = json.loads((folder / MARKER).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -89,7 +91,7 @@ def _settings_of(folder: Path) -> dict[str, Any]:
 
 
 def left_out(runs: dict[str, list[dict[str, Any]]], baseline: str) -> dict[str, str]:
-    """Why `compare` has no line for a label, by label."""
+    """The reason why `compare` has no line for a label, by label."""
     base = [run["texts"] for run in runs[named(baseline, runs)]]
     reasons = {}
     for label, mine in runs.items():
@@ -107,11 +109,11 @@ def left_out(runs: dict[str, list[dict[str, Any]]], baseline: str) -> dict[str, 
 
 
 def compare(runs: dict[str, list[dict[str, Any]]], baseline: str) -> list[Gain]:
-    """Every label at every temperature that all its runs and the baseline's have, and k, paired by seed and text with
-    the baseline: runs of the seeds that both have, in the order of seeds where they share none.
+    """The gain of every label, at every k and every temperature that all its runs and the baseline's have. Runs are
+    paired by seed and text with the baseline's; if they share no seed, in the order of seeds.
 
-    Each resample draws seeds, and texts, with replacement, the same for both sides. Raises UserError when the
-    baseline is missing, or runs were not judged on the same texts.
+    Each resample draws seeds and texts with replacement, the same ones for both sides. Raises UserError if the baseline
+    is missing, or if runs were not judged on the same texts.
     """
     baseline = named(baseline, runs)
     gains = []
@@ -124,14 +126,14 @@ def compare(runs: dict[str, list[dict[str, Any]]], baseline: str) -> list[Gain]:
 
 
 def named(baseline: str, labels: Collection[str]) -> str:
-    """The label called so: as it stands, or the only one of a sweep with that setting (`loss=kl`) or value (`kl`).
-    Raises UserError, with those there are, for none and for several."""
+    """The label of this name, or the only label of a sweep with that setting (`loss=kl`) or value (`kl`). Raises
+    UserError, listing the labels, if none or several match."""
     if baseline in labels:
         return baseline
-    found = [label for label in labels if baseline in _settings(label)]
-    if len(found) == 1:
-        return found[0]
-    which = f"it is in {', '.join(sorted(found))}" if found else f"the runs are {', '.join(sorted(labels))}"
+    matches = [label for label in labels if baseline in _settings(label)]
+    if len(matches) == 1:
+        return matches[0]
+    which = f"it is in {', '.join(sorted(matches))}" if matches else f"the runs are {', '.join(sorted(labels))}"
     raise UserError(f"baseline={baseline}: {which}")
 
 
@@ -157,16 +159,16 @@ def _gain(label: str, mine: Sequence[dict[str, Any]], base: Sequence[dict[str, A
     return Gain(label, temperature, k, seeds, **like, tau=tau, gain=gain, low=float(low), high=float(high))
 
 
-def paired(mine: Sequence[Run], base: Sequence[Run]) -> list[tuple[Run, Run]]:
-    """Runs of one seed, of the seeds that both sides have; one by one where they share none."""
+def paired(mine: Sequence[RunFigures], base: Sequence[RunFigures]) -> list[tuple[RunFigures, RunFigures]]:
+    """Pairs of runs with the same seed; if the sides share no seed, pairs in order."""
     ours, theirs = map(_by_seed, (mine, base))
     return [(ours[key], theirs[key]) for key in ours if key in theirs] or list(zip(mine, base, strict=False))
 
 
-def _by_seed(runs: Sequence[Run]) -> dict[tuple[Any, int], Run]:
-    """By seed and how many runs of the same seed come before."""
+def _by_seed(runs: Sequence[RunFigures]) -> dict[tuple[Any, int], RunFigures]:
+    """Runs by seed and by the number of earlier runs with that seed."""
     seeds = [run.get("seed") for run in runs]
-    return {(seed, seeds[:place].count(seed)): run for place, (seed, run) in enumerate(zip(seeds, runs, strict=True))}
+    return {(seed, seeds[:index].count(seed)): run for index, (seed, run) in enumerate(zip(seeds, runs, strict=True))}
 
 
 def _calls(runs: Sequence[dict[str, Any]], temperature: str, k: int) -> np.ndarray:

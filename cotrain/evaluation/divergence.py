@@ -1,4 +1,4 @@
-"""Where target and draft differ: how few positions hold most of it, and the worst of them as text."""
+"""Total variation between target and draft: how few positions hold most of it, and the worst of them as text."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from cotrain import losses
 from cotrain.evaluation.held_out import HeldOut
 from cotrain.evaluation.profile import positions, probs
 from cotrain.students.base import Student
-from cotrain.teacher.target_distributions import Head
+from cotrain.teacher.target_model import Head
 
 WORST, LIKELIEST, SHOWN = 12, 3, 48  # contexts, tokens of each distribution, tokens of text before
 PARTS = 20  # of the Lorenz curve
@@ -21,32 +21,31 @@ Decode = Callable[[Sequence[int]], str]
 def divergence(held: HeldOut, student: Student, head_target: Head, decode: Decode) -> dict[str, Any]:
     """Total variation 1 - sum_v min(p, q) over the held-out texts of one temperature, both distributions drawn at it.
 
-    lorenz[i]: the share of the whole that the i / 20 of all positions with the most hold. worst: the place of the most
-    in each text, those with the most first: the text before it and what came, and the likeliest tokens of both
-    distributions with p and q of each. A target that branches leaves few such places: all else agrees. Of a draft whose
-    distribution depends on the depth, all of its first draft.
+    lorenz[i]: the share of the sum in the i / 20 of all positions that have the most. worst: the worst position of each
+    text, in descending order: the text before it, the next token, and the likeliest tokens of both distributions with p
+    and q of each. If the draft's distribution depends on the depth, all figures are of its first draft.
     """
-    apart: list[float] = []
+    distances: list[float] = []
     worst: dict[int, dict[str, Any]] = {}
     for theirs, guess, contexts, rows in positions(held, student):
         p, q = (probs(logits, held.temperature, held) for logits in (head_target(theirs), guess.head(guess.states)))
-        found = (1 - losses.alpha(p, q)).clamp(min=0).tolist()
+        variations = (1 - losses.alpha(p, q)).clamp(min=0).tolist()
         for n, (row, context) in enumerate(zip(rows.tolist(), contexts.tolist(), strict=True)):
-            if found[n] > worst.get(row, {"tv": -1.0})["tv"]:
-                worst[row] = {"tv": found[n], "at": context, **_likeliest(p[n], q[n])}
-        apart += found
+            if variations[n] > worst.get(row, {"tv": -1.0})["tv"]:
+                worst[row] = {"tv": variations[n], "at": context, **_likeliest(p[n], q[n])}
+        distances += variations
     most = sorted(worst.items(), key=lambda one: -one[1]["tv"])[:WORST]
     return {
-        "positions": len(apart),
-        "mean": sum(apart) / max(len(apart), 1),
-        "lorenz": lorenz(apart),
-        "worst": [_said(held, row, found, decode) for row, found in most],
+        "positions": len(distances),
+        "mean": sum(distances) / max(len(distances), 1),
+        "lorenz": lorenz(distances),
+        "worst": [_as_text(held, row, position, decode) for row, position in most],
     }
 
 
 def lorenz(values: Sequence[float], parts: int = PARTS) -> list[float]:
     """Share of the sum that the largest i / parts of the values hold, i = 0 .. parts (Lorenz 1905, largest first); a
-    fraction of a value counts in part. Of nothing, or of zeros, i / parts."""
+    fraction of a value counts in part. Without values, or if all are zero, i / parts."""
     whole = sum(values)
     if not whole:
         return [i / parts for i in range(parts + 1)]
@@ -62,11 +61,12 @@ def _likeliest(p: Tensor, q: Tensor) -> dict[str, list[tuple[int, float, float]]
     return {name: [(int(i), float(p[i].exp()), float(q[i].exp())) for i in ids] for name, ids in tops.items()}
 
 
-def _said(held: HeldOut, row: int, found: dict[str, Any], decode: Decode) -> dict[str, Any]:
-    ids, at = held.texts.ids[row].tolist(), found["at"]  # so many tokens come before
+def _as_text(held: HeldOut, row: int, position: dict[str, Any], decode: Decode) -> dict[str, Any]:
+    """A position of a text with its tokens decoded."""
+    ids, at = held.texts.ids[row].tolist(), position["at"]  # number of tokens before it
 
     def tokens(side: str) -> list[dict[str, Any]]:
-        return [{"text": decode([token]), "p": p, "q": q} for token, p, q in found[side]]
+        return [{"text": decode([token]), "p": p, "q": q} for token, p, q in position[side]]
 
-    return {"tv": found["tv"], "domain": held.texts.domain[row], "before": decode(ids[max(at - SHOWN, 0) : at]),
+    return {"tv": position["tv"], "domain": held.texts.domain[row], "before": decode(ids[max(at - SHOWN, 0) : at]),
             "next": decode([ids[at]]), "target": tokens("target"), "draft": tokens("draft")}  # fmt: skip

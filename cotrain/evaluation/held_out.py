@@ -1,7 +1,7 @@
-"""Acceptance on held-out text that the target sampled: what is accepted, where, and what it is worth.
+"""Acceptance on held-out text that the target sampled, by domain and depth, and the tau that follows from it.
 
-Acceptance by depth, predicted calls and tau come from one teacher-forced pass: they are unbiased on text sampled in the
-regime that they speak of, and on no other.
+Acceptance by depth, predicted calls and tau come from one teacher-forced pass. They are unbiased only on text sampled
+in the regime that they are computed for.
 """
 
 from dataclasses import dataclass
@@ -12,17 +12,17 @@ from torch import Tensor
 
 from cotrain.acceptance import conditional, expected_calls, l_from, prefix, tau, tau_block
 from cotrain.data.texts import Texts
-from cotrain.losses.chunked import Comparison, compared
-from cotrain.losses.served_distributions import Truncate
+from cotrain.losses.chunked import Comparison, Truncate, compared
 from cotrain.students.base import ANY, LAST, Guess, Student
-from cotrain.teacher.target_distributions import FromStates, Head, Reader, Record, seen
+from cotrain.teacher.target_distributions import FromStates, seen
+from cotrain.teacher.target_model import Head, Reader, Record
 
 DEPTHS = 8  # tau(k) and acceptance by position for k = 1..8
 
 
 @dataclass
 class HeldOut:
-    """Texts of one regime with what was read of the target, which no draft changes: states (N, T, D) by layer."""
+    """Texts of one regime with the target's states (N, T, D) on them, by layer, which no draft changes."""
 
     texts: Texts
     states: Record
@@ -41,16 +41,17 @@ class HeldOut:
 
     @property
     def hidden(self) -> Tensor:
-        """The last states (N, T-1, D) of places that predict a token."""
+        """The last states (N, T-1, D) of the positions that predict a token."""
         return self.states[LAST][:, :-1]
 
 
 @dataclass
 class Scores:
-    """l (N, L): log q - log p of each sampled token, 0 past a row's length; r_greedy, acceptance where the draft's
-    likeliest token is drafted; confidence (N, L): of the draft in its likeliest token; lengths (N,); means over all
-    tokens. Of a draft whose distribution depends on the depth all three are (N, L, K), see `acceptance`, alpha to
-    entropy are of its first draft, and alphas has alpha of each of the K depths."""
+    """l (N, L): log q - log p of each sampled token, 0 past a row's length. r_greedy (N, L): acceptance when the
+    draft's likeliest token is drafted. confidence (N, L): of the draft in its likeliest token. lengths (N,). alpha to
+    entropy: means over all tokens. If the draft's distribution depends on the depth, l, r_greedy and confidence are (N,
+    L, K), see `acceptance`, alpha to entropy are those of its first draft, and alphas has alpha of each of the K
+    depths."""
 
     l: Tensor
     r_greedy: Tensor
@@ -70,11 +71,11 @@ class Scores:
 
     @property
     def inside(self) -> Tensor:
-        """(N, L): which tokens there are."""
+        """(N, L) bool: the positions before a row's length."""
         return torch.arange(self.l.shape[1]) < self.lengths.unsqueeze(1)
 
     def drafted(self, k: int) -> int:
-        """How many of k tokens the draft can draft: no more than the depths that it has distributions for."""
+        """Tokens of a draft of length k: k, or the number of depths that the draft has, if that is less."""
         return k if self.l.ndim == 2 else min(k, self.l.shape[2])
 
     def calls(self, k: int) -> Tensor:
@@ -82,19 +83,19 @@ class Scores:
         return expected_calls(self.r, self.drafted(k), self.lengths)
 
     def tau(self, k: int, verify: str = "token") -> float:
-        """Tokens per target call at draft length k under a rule of verification: of `block` its own, of any other the
-        token rule's."""
+        """Tokens per target call at draft length k under a rule of verification; a rule other than `block` counts as
+        the token rule."""
         if verify == "block":
             return float(tau_block(self.l, self.drafted(k), self.lengths))
         return float(tau(self.r, self.drafted(k), self.lengths))
 
     def tau_greedy(self, k: int) -> float:
-        """The same for greedy drafting. The distribution drafted from is certain: a token accepted by one rule is by
-        all."""
+        """The same for greedy drafting. Drafts are certain, so all rules accept the same tokens."""
         return float(tau(self.r_greedy, self.drafted(k), self.lengths))
 
     @property
     def calibration(self) -> float:
+        """Expected calibration error of the first draft, see `calibration_error`."""
         sure, hit = (one if one.ndim == 2 else one[..., 0] for one in (self.confidence, self.r_greedy))
         return calibration_error(sure[self.inside], hit[self.inside])
 
@@ -104,38 +105,38 @@ def held_out(
     read_target: Reader, texts: Texts, temperature: float, truncate: Truncate | None = None, batch: int = 16
 ) -> HeldOut:
     """Read the target once over the texts."""
-    found = [read_target(*texts.read(part)) for part in torch.arange(len(texts)).split(batch)]
-    states = {layer: torch.cat([record[layer].cpu() for record in found]) for layer in found[0]}
+    records = [read_target(*texts.read(part)) for part in torch.arange(len(texts)).split(batch)]
+    states = {layer: torch.cat([record[layer].cpu() for record in records]) for layer in records[0]}
     return HeldOut(texts, states, temperature, truncate)
 
 
 def evaluate(held: HeldOut, student: Student, head_target: Head) -> dict[str, Scores]:
     """Scores of each domain, in alphabetical order, and of all texts together under "all"."""
     domains = sorted(set(held.texts.domain))
-    found = {domain: score(held, domain, student, head_target) for domain in domains}
-    return found | {"all": _together(list(found.values()))}
+    scores = {domain: score(held, domain, student, head_target) for domain in domains}
+    return scores | {"all": _pooled(list(scores.values()))}
 
 
 def guessed(held: HeldOut, rows: Tensor, student: Student) -> tuple[list[Guess], Record]:
-    """What a student guesses of some texts, and what was read of the target there, on the student's device."""
-    ids, places = held.texts.read(rows)
+    """A student's guesses on some texts, and the target's states there, on the student's device."""
+    ids, position_ids = held.texts.read(rows)
     record = held.at(rows, student.network.device)
     batch = {"ids": ids, "temperature": torch.full((len(ids),), held.temperature, device=student.network.device)}
-    batch |= {} if places is None else {"position_ids": places}
+    batch |= {} if position_ids is None else {"position_ids": position_ids}
     return student.guesses(batch, seen(record)), record
 
 
-def figures(found: dict[str, Scores]) -> dict[str, float]:
+def figures(by_domain: dict[str, Scores]) -> dict[str, float]:
     """Named `quantity/domain` and, for depth i, `quantity/domain/i`.
 
     alpha, alpha_greedy_draft = p(argmax q), kl, entropy of q, calibration_error; tau at k = 1..8 by the token rule,
     tau_block by block verification, tau_greedy_draft for greedy drafting; conditional and prefix acceptance at depth
-    1..8. alpha/worst: of the domain that is accepted least. Of a draft whose distribution depends on the depth, as many
-    depths as it has, and alpha_by_depth.
+    1..8. alpha/worst: the least alpha of a domain. If the draft's distribution depends on the depth: as many depths as
+    it has, and alpha_by_depth.
     """
-    alone = [scores.alpha for domain, scores in found.items() if domain != "all"] or [found["all"].alpha]
+    alone = [scores.alpha for domain, scores in by_domain.items() if domain != "all"] or [by_domain["all"].alpha]
     named: dict[str, float] = {"alpha/worst": min(alone)}
-    for domain, scores in found.items():
+    for domain, scores in by_domain.items():
         named[f"alpha/{domain}"] = scores.alpha
         named[f"alpha_greedy_draft/{domain}"] = scores.alpha_greedy
         named[f"kl/{domain}"] = scores.kl
@@ -148,10 +149,10 @@ def figures(found: dict[str, Scores]) -> dict[str, float]:
 
 def by_depth(scores: Scores) -> dict[str, list[float]]:
     """tau(k) by token and block verification and of greedy drafting, conditional and prefix acceptance at depth k, for
-    k = 1..8, or as many as there are; alpha of each depth where they differ."""
+    k = 1..8 or the draft's depths if they are fewer; alpha of each depth if they differ."""
     most = scores.drafted(DEPTHS)
-    depths, apart = range(1, most + 1), {"alpha_by_depth": list(scores.alphas)} if scores.alphas else {}
-    return apart | {
+    depths, alphas = range(1, most + 1), {"alpha_by_depth": list(scores.alphas)} if scores.alphas else {}
+    return alphas | {
         "tau": [scores.tau(k) for k in depths],
         "tau_block": [scores.tau(k, "block") for k in depths],
         "tau_greedy_draft": [scores.tau_greedy(k) for k in depths],
@@ -166,8 +167,8 @@ def score(held: HeldOut, domain: str, student: Student, head_target: Head, batch
     rows = torch.tensor([i for i, name in enumerate(held.texts.domain) if name == domain])
     parts = [_compared(held, at, student, head_target) for at in rows.split(batch)]
     first, length = held.texts.prompt[rows], held.texts.length[rows]
-    laid = (_aligned(torch.cat(one), first - 1) for one in zip(*(grids for grids, _ in parts), strict=True))
-    l, r_greedy, confidence = laid
+    aligned = (_aligned(torch.cat(one), first - 1) for one in zip(*(grids for grids, _ in parts), strict=True))
+    l, r_greedy, confidence = aligned
     sums = torch.stack([sums for _, sums in parts]).sum(0)  # (depths, 4)
     means = (sums / (length - first).sum()).tolist()
     alpha, greedy, kl, entropy = means[0]
@@ -176,30 +177,31 @@ def score(held: HeldOut, domain: str, student: Student, head_target: Head, batch
 
 
 def _compared(held: HeldOut, at: Tensor, student: Student, head_target: Head) -> tuple[list[Tensor], Tensor]:
-    """Of some texts: l, whether the likeliest token is the text's, and max q, (B, T) each, or (B, T, K) where
-    distributions depend on the depth; sums of alpha, p(argmax q), KL and entropy by depth."""
+    """Of some texts: l, whether the likeliest token is the text's, and max q, (B, T) each, or (B, T, K) if
+    distributions depend on the depth; sums of alpha, p(argmax q), KL and entropy by depth (depths, 4)."""
     guesses, record = guessed(held, at, student)
     ids = held.texts.ids[at].to(student.network.device)
     mask = torch.nn.functional.pad(held.texts.predicted[at], (0, 1)).to(ids.device)
-    target, next_one = FromStates(record[LAST], head_target), ids.roll(-1, 1)
+    target, following = FromStates(record[LAST], head_target), ids.roll(-1, 1)
     options: dict[str, Any] = {"temperature": held.temperature, "truncate": held.truncate}
-    found = [compared(target, guess, next_one, mask, **options) for guess in guesses]
-    grids = [[_placed(values, one.at, mask, never) for values, never in _of_tokens(one)] for one in found]
-    summed = [[part.double().sum() for part in (one.alpha, one.alpha_greedy, one.kl, one.entropy)] for one in found]
-    figures = map(list, zip(*grids, strict=True))  # of all depths
-    by_depth = [one[0] if guesses[0].depth == ANY else torch.stack(one, -1) for one in figures]
-    return by_depth, torch.tensor(summed, dtype=torch.float64)
+    comparisons = [compared(target, guess, following, mask, **options) for guess in guesses]  # one a depth
+    grids = [[_placed(values, one.at, mask, never) for values, never in _of_tokens(one)] for one in comparisons]
+    sums = [[part.double().sum() for part in (one.alpha, one.alpha_greedy, one.kl, one.entropy)] for one in comparisons]
+    depths = map(list, zip(*grids, strict=True))  # of each figure
+    by_depth = [one[0] if guesses[0].depth == ANY else torch.stack(one, -1) for one in depths]
+    return by_depth, torch.tensor(sums, dtype=torch.float64)
 
 
-def _of_tokens(found: Comparison) -> list[tuple[Tensor, float]]:
-    """l, hit and confidence of guesses, and what each is where none was made: nothing is drafted there. A token at the
-    edge of a cut, p(x) = 0 < q(x), is accepted as if p = q there: infinity would leave sums without a value."""
-    l = l_from(found.logp, found.logq)
-    return [(l.masked_fill(l == torch.inf, 0.0), -torch.inf), (found.hit, 0.0), (found.confidence, 0.0)]
+def _of_tokens(comparison: Comparison) -> list[tuple[Tensor, float]]:
+    """l, hit and confidence of guesses, each with its value at positions without a guess, which draft nothing. A token
+    at the edge of a cut, p(x) = 0 < q(x), counts as accepted, as if p = q: infinity would make sums undefined."""
+    l = l_from(comparison.logp, comparison.logq)
+    return [(l.masked_fill(l == torch.inf, 0.0), -torch.inf), (comparison.hit, 0.0), (comparison.confidence, 0.0)]
 
 
 def _placed(values: Tensor, at: Tensor, mask: Tensor, never: float) -> Tensor:
-    """Values (n,) at flat places at (n,) -> (B, T), on the CPU; `never` at other places of the mask, 0 outside it."""
+    """Values (n,) at flat positions at (n,) -> (B, T), on the CPU; `never` at the mask's other positions, 0 outside
+    it."""
     grid = values.new_zeros(mask.shape).masked_fill(mask, never)
     return grid.flatten().index_copy(0, at, values).view(mask.shape).cpu()
 
@@ -208,18 +210,19 @@ def calibration_error(confidence: Tensor, hit: Tensor, bins: int = 15) -> float:
     """Expected calibration error: sum over bins of confidence of their share times |mean confidence - mean hit| (Guo
     et al. 2017, 1706.04599). confidence in [0, 1], hit 0 or 1, (N,) each; 0 without any."""
     at = (confidence * bins).long().clamp(max=bins - 1)
-    apart = torch.zeros(bins, dtype=torch.float64).index_add_(0, at, (confidence - hit).double())
-    return float(apart.abs().sum() / max(len(at), 1))
+    gaps = torch.zeros(bins, dtype=torch.float64).index_add_(0, at, (confidence - hit).double())
+    return float(gaps.abs().sum() / max(len(at), 1))
 
 
 def _aligned(r: Tensor, start: Tensor) -> Tensor:
-    """Shift each row left so that column 0 is its first sampled token; what comes in is past its length. (N, T) or
-    (N, T, K): the last place predicts no token and is left out."""
+    """Shift each row (N, T) or (N, T, K) left so that column 0 is its first sampled token; values past its length are
+    of no use. The last position predicts no token and is left out."""
     columns = torch.arange(r.shape[1] - 1) + start.unsqueeze(1)
     return r.take_along_dim(columns.clamp(max=r.shape[1] - 1).view(columns.shape + (1,) * (r.ndim - 2)), 1)
 
 
-def _together(parts: list[Scores]) -> Scores:
+def _pooled(parts: list[Scores]) -> Scores:
+    """Scores of all domains together."""
     tokens = torch.tensor([float(part.lengths.sum()) for part in parts])
     weights = tokens / tokens.sum()
     width = max(part.l.shape[1] for part in parts)

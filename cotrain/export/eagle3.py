@@ -1,8 +1,8 @@
 """Feature drafts as engines load them: the EAGLE-3 format (vLLM, SGLang, TensorRT-LLM), or that of speculators.
 
 A draft folder of kind eagle or p_eagle has the EAGLE-3 format as it is: names, d2t, and no embedding, which engines
-share with the target. speculators' differs in config.json and in `layers.0.`, and has the embedding. Of p_eagle, which
-vLLM alone loads, both name the id of the mask and have the tensor mask_hidden.
+share with the target. speculators' differs in config.json and in `layers.0.`, and has the embedding. A p_eagle draft,
+which only vLLM loads, names the id of the mask in both and has the tensor mask_hidden.
 """
 
 import json
@@ -21,7 +21,7 @@ from inference.drafts.atomic import new_folder
 from inference.drafts.draft_folder import Metadata, load_draft, read, write
 from inference.drafts.weight_files import CONFIG, WEIGHTS, read_json
 from inference.proposers import kind_of
-from inference.proposers.eagle_network import LAYER_IDS, EagleNetwork, behind
+from inference.proposers.eagle import LAYER_IDS, EagleNetwork, output_layers
 
 LAYOUTS = ("eagle3", "speculators")
 MASK = "pard_token"  # of config.json
@@ -39,27 +39,27 @@ def export(
     replace: bool = False,
     card: Callable[[Metadata], str] | None = None,
 ) -> Path:
-    """Copy a draft folder of kind eagle or p_eagle to one that engines load; target: the model that it was made for;
-    name: its hub id or path, by default what cotrain.json says; card: the text of a README.
+    """Copy a draft folder of kind eagle or p_eagle to one that engines load. target: the model that it was trained for;
+    name: its hub id or path, by default the one in cotrain.json; card: the text of a README.
 
-    k: drafts a round, objective: "sampled" or "greedy", by default what cotrain.json says. config.json and the metadata
-    name the target's states both ways: as inputs of layers (vLLM), and as outputs of those before (SGLang in
+    k: drafts a round, objective: "sampled" or "greedy", by default those in cotrain.json. config.json and the metadata
+    name the target's states both ways: as inputs of layers (vLLM), and as outputs of the layers before (SGLang in
     `eagle_config`, TensorRT-LLM in its launch command).
     Raises UserError for an unknown layout, ValueError for a folder of another kind, one that lacks a tensor, more
     drafts than one of kind p_eagle was trained for, or a target of other sizes.
     """
     if layout not in LAYOUTS:
         raise UserError(f"layout={layout}: feature drafts have {', '.join(LAYOUTS)}")
-    found = read(source)
-    if found.kind not in FEATURE_KINDS or found.metadata is None:
-        raise ValueError(f"{source}: kind is {found.kind!r}, not {' or '.join(FEATURE_KINDS)}")
-    network, tokenizer, _ = load_draft(source, network=kind_of(found.kind).network_class)
+    folder = read(source)
+    if folder.kind not in FEATURE_KINDS or folder.metadata is None:
+        raise ValueError(f"{source}: kind is {folder.kind!r}, not {' or '.join(FEATURE_KINDS)}")
+    network, tokenizer, _ = load_draft(source, network=kind_of(folder.kind).network_class)
     network.fits(target, str(source))
-    metadata = found.metadata.exported(name, k, objective)
-    if found.kind in PARALLEL and metadata.k > network.config.depths:
+    metadata = folder.metadata.exported(name, k, objective)
+    if folder.kind in PARALLEL and metadata.k > network.config.depths:
         raise ValueError(f"k={metadata.k}: {source} was trained for {network.config.depths} drafts of a round")
     layers = list(network.config.layers)
-    numbered = {"layout": layout, "inputs_of_layers": layers, "outputs_of_layers": behind(layers)}
+    numbered = {"layout": layout, "inputs_of_layers": layers, "outputs_of_layers": output_layers(layers)}
     metadata = changed(metadata, origin={**metadata.origin, "export": numbered})
     with new_folder(Path(output), replace=replace) as new:
         write(network, tokenizer, new, metadata, None)

@@ -1,9 +1,9 @@
-"""One table: serving engine -> layout it loads, versions, launch command, what to know.
+"""The table of serving engines: layout, versions, launch command, remarks.
 
 Facts were read from the engines' sources and wheels (vLLM 0.28 to 0.33, SGLang 0.5.23, TensorRT-LLM 1.3,
 transformers 5.23). A draft trained for sampled drafting, acceptance sum_v min(p, q), and one trained for
-greedy drafting, acceptance p(argmax q), want different flags: the wrong one costs most of the speed-up in
-silence.
+greedy drafting, acceptance p(argmax q), need different flags: the wrong one costs most of the speed-up without
+a warning.
 """
 
 import json
@@ -17,8 +17,7 @@ from typing import Any
 
 from cotrain.errors import UserError
 from inference.drafts.bundled_target import resolve
-from inference.drafts.draft_folder import OBJECTIVES
-from inference.drafts.planned_tree import PlannedTree
+from inference.drafts.draft_folder import OBJECTIVES, PlannedTree
 from inference.servers.vllm_server import draft_model
 
 Command = Callable[[str, str, int, str], str]
@@ -218,17 +217,16 @@ def _command(engine: str, layout: str, parallel: bool) -> Command:
     return row.parallel if parallel and row.parallel else row.command
 
 
-def captured(made: Mapping[str, Any]) -> list[int]:
-    """Layers whose outputs an exported feature draft reads, by what its metadata says of how it was made; [] of
-    others."""
-    found: list[int] = (made.get("export") or {}).get("outputs_of_layers", [])
-    return found
+def captured(origin: Mapping[str, Any]) -> list[int]:
+    """Layers whose outputs an exported feature draft reads, from the origin in its metadata; [] for other drafts."""
+    layers: list[int] = (origin.get("export") or {}).get("outputs_of_layers", [])
+    return layers
 
 
 def place(target: str) -> str:
-    """Where a server finds the target from any working folder: the absolute path of a folder, else the hub id."""
-    found = Path(resolve(target))
-    return str(found.absolute()) if found.is_dir() else target
+    """The target's name in a launch command: the absolute path of a folder, else the hub id."""
+    folder = Path(resolve(target))
+    return str(folder.absolute()) if folder.is_dir() else target
 
 
 def caveats(engine: str, objective: str) -> list[str]:

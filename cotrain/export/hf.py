@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from cotrain.export.card import card
 from cotrain.export.engines import engine_named, refuse_kind
+from cotrain.export.fitting import folded, measured_elsewhere, network_class, refuse, resize
 from cotrain.export.layout_check import check
-from cotrain.export.one_temperature import folded, measured_elsewhere, network_class, refuse
-from cotrain.export.vocabulary import resize
+from cotrain.export.publishing import card
 from inference.drafts.atomic import new_folder
 from inference.drafts.compatibility import check_pair, hash_target
 from inference.drafts.draft_folder import METADATA, REPORT, Metadata, digest, load_draft, write
@@ -40,35 +39,35 @@ def export(
 
     k: drafts a round; target: hub id or path to serve; objective: "sampled" or "greedy"; by default what
     cotrain.json says, and they must be given for a folder made elsewhere (objective: sampled). With
-    `target_config` the embedding gets the target's vocab_size (see `vocabulary.resize`); with
+    `target_config` the embedding gets the target's vocab_size (see `fitting.resize`); with
     `target_tokenizer` vocabularies are compared. dtype: of the weights, by default their own. Rope and
-    maximum positions are kept. name: what the card calls the folder, by default its place. temperature: that a draft
-    which is told it is served at, see `one_temperature`: what is written is an independent draft.
+    maximum positions are kept. name: what the card calls the folder, by default its path. temperature: of
+    serving, for a draft conditioned on it, which is written as an independent draft (`fitting.folded`).
     The folder passes `check` or is not written.
 
     Raises ValueError naming the key or file to change, FileExistsError as `inference.drafts.draft_folder.save`.
     """
     engine_named(engine)
     refuse(source, temperature)
-    model, tokenizer, found = load_draft(source, dtype, network=network_class(temperature))
+    model, tokenizer, original = load_draft(source, dtype, network=network_class(temperature))
     if tokenizer is None:
         raise ValueError(f"{source}: it has no tokenizer, an engine needs the target's beside the draft")
-    metadata = _metadata(found, k, target, objective)
+    metadata = _metadata(original, k, target, objective)
     if temperature is not None:
         model, metadata = folded(model, temperature), _at(metadata, temperature)
     refuse_kind(engine, metadata.kind)
-    report = _report(Path(source), found)
+    report = _report(Path(source), original)
     remarks = _fit(model, tokenizer, target_config, target_tokenizer)
     if target_config is not None:
         hashes = hash_target(target_config, target_tokenizer if target_tokenizer is not None else tokenizer)
         metadata = changed(metadata, target={"name": metadata.target["name"], **hashes})
-    metadata = changed(metadata, origin={**metadata.origin, "export": _made(engine, model)})
-    if found is not None and found.tree:
-        remarks.append(f"It was measured with a tree of {len(found.tree.parents)} nodes a round; the command above "
+    metadata = changed(metadata, origin={**metadata.origin, "export": _origin(engine, model)})
+    if original is not None and original.tree:
+        remarks.append(f"It was measured with a tree of {len(original.tree.parents)} nodes a round; the command above "
                        f"drafts {metadata.k} tokens in a row.")  # fmt: skip
     if temperature is not None:
         remarks.append(f"Made for temperature {temperature:g}: at others, export it again.")
-        if apart := measured_elsewhere(found, temperature):
+        if apart := measured_elsewhere(original, temperature):
             remarks.append(apart)
     with new_folder(Path(output), replace=replace) as new:
         write(model, tokenizer, new, metadata, report)
@@ -80,25 +79,25 @@ def export(
     return Path(output)
 
 
-def _metadata(found: Metadata | None, k: int | None, target: str | None, objective: str | None) -> Metadata:
-    if found is None:
+def _metadata(metadata: Metadata | None, k: int | None, target: str | None, objective: str | None) -> Metadata:
+    if metadata is None:
         if k is None or target is None:
             raise ValueError(f"export.{'k' if k is None else 'target'}: give it, the draft has no {METADATA}")
         return Metadata({"name": target, "config": None, "tokenizer": None}, k, objective or "sampled")
-    return found.exported(target, k, objective)
+    return metadata.exported(target, k, objective)
 
 
 def _at(metadata: Metadata, temperature: float) -> Metadata:
-    """Of a draft for one temperature, which is an independent one."""
+    """The metadata of a draft at one temperature, which is an independent one."""
     return changed(metadata, kind="independent", regime={**metadata.regime, "temperature": temperature})
 
 
-def _report(source: Path, found: Metadata | None) -> Mapping[str, Any] | None:
-    """The report that belongs to the draft; a file of that name in a folder made elsewhere is not one."""
-    if found is None or found.report is None:
+def _report(source: Path, metadata: Metadata | None) -> Mapping[str, Any] | None:
+    """The report of the draft, None for a folder made elsewhere, whose file of that name is another's."""
+    if metadata is None or metadata.report is None:
         return None
     file = source / REPORT
-    if not file.is_file() or digest(file) != found.report:
+    if not file.is_file() or digest(file) != metadata.report:
         raise ValueError(f"{file} is not the one {METADATA} was written with: restore it, or measure again")
     report = read_json(file)
     try:
@@ -114,7 +113,7 @@ def _fit(
     target_config: PretrainedConfig | None,
     target_tokenizer: PreTrainedTokenizerBase | None,
 ) -> list[str]:
-    """Make the draft fit the target; returns what a reader of the export should know."""
+    """Make the draft fit the target; returns remarks for the README."""
     if target_config is None:
         return []
     old, size = model.config.vocab_size, target_config.get_text_config(decoder=True).vocab_size
@@ -128,5 +127,5 @@ def _fit(
     return remarks
 
 
-def _made(engine: str, model: PreTrainedModel) -> dict[str, Any]:
+def _origin(engine: str, model: PreTrainedModel) -> dict[str, Any]:
     return {"engine": engine, "dtype": str(model.dtype), "vocab_size": model.config.vocab_size}

@@ -21,13 +21,13 @@ def check(folder: str | Path) -> list[str]:
     go by other names than in memory.
     """
     try:
-        found = read(folder)
+        draft = read(folder)
     except (OSError, ValueError) as error:
         return [str(error)]
-    path = found.path
+    path = draft.path
     problems = [f"{path}: {name} is missing" for name in REQUIRED if not (path / name).is_file()]
     problems += _config(path) + _generation(path) + _weights(path) + _tokenizer(path)
-    report = found.metadata.report if found.metadata else None
+    report = draft.metadata.report if draft.metadata else None
     if report is not None and (not (path / REPORT).is_file() or digest(path / REPORT) != report):
         problems.append(f"{path / REPORT} is missing or not the one {METADATA} was written with")
     return problems
@@ -71,10 +71,10 @@ def _dtypes(path: Path) -> list[str]:
     problems = []
     for file in weight_files(path):
         with safe_open(file, "pt") as tensors:
-            found = {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}
-        odd = sorted(name for name, dtype in found.items() if dtype in DTYPES.values() and dtype != wanted)
+            dtypes = {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}
+        odd = sorted(name for name, dtype in dtypes.items() if dtype in DTYPES.values() and dtype != wanted)
         if odd:
-            problems.append(f"{file}: tensor {odd[0]} is {found[odd[0]]}, {CONFIG} says {config['dtype']}")
+            problems.append(f"{file}: tensor {odd[0]} is {dtypes[odd[0]]}, {CONFIG} says {config['dtype']}")
     return problems
 
 

@@ -1,4 +1,4 @@
-"""Look-up, alone or beside a draft model, for vLLM: the draft folder as it is, read there by a proposer class of ours.
+"""Look-up, alone or with a draft model, for vLLM: the draft folder unchanged, read there by our proposer class.
 
 vLLM's method `custom_class` loads `inference.servers.vllm_lookup.Lookup`; its environment must have this package.
 """
@@ -45,12 +45,12 @@ def export(
     Raises ValueError naming the key for a folder without metadata, FileExistsError for a folder that is not empty
     without replace.
     """
-    made = read(source).metadata
-    if made is None:
+    source_metadata = read(source).metadata
+    if source_metadata is None:
         raise ValueError(f"draft.path={source}: it does not say what it is, there is no cotrain.json")
     if name and (read_json(Path(source) / CONFIG).get("lookup") or {}).get("datastore"):
         raise ValueError(f"push_to_hub: {source} looks up a datastore of this machine, which others do not have")
-    metadata = made.exported(target, k, None)
+    metadata = source_metadata.exported(target, k, None)
     served = metadata.target["name"]
     with new_folder(Path(output), replace=replace) as new:
         shutil.copytree(source, new, dirs_exist_ok=True)

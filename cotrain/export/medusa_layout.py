@@ -16,8 +16,8 @@ from inference.drafts.bundled_target import resolve
 from inference.drafts.compatibility import hash_target
 from inference.drafts.draft_folder import REPORT, load_draft, load_tokenizer
 from inference.drafts.weight_files import CONFIG, WEIGHTS
-from inference.models.lm import load_model
-from inference.proposers.medusa_network import MedusaNetwork
+from inference.models.pretrained import load_model
+from inference.proposers.heads import MedusaNetwork
 
 SCALES = ("final_logit_softcapping", "logit_scale")  # of logits
 VERSIONS = "vllm>=0.28,<=0.32"
@@ -36,22 +36,22 @@ def export(
 ) -> Path:
     """Copy a folder of Medusa heads to one that vLLM serves, with the target's head, which they share, and a README
     with the launch command. k: drafts a round, at most as many as there are heads; None: as planned. target: hub id or
-    path; None: the one that the folder names. name: what the README calls the folder, by default its place.
+    path; None: the one that the folder names. name: what the README calls the folder, by default its path.
 
     Raises ValueError naming the key or file to change, FileExistsError for a folder that is not empty without replace.
     """
-    network, _, made = load_draft(source, network=MedusaNetwork)
-    served = target or (made.target["name"] if made else None)
+    network, _, metadata = load_draft(source, network=MedusaNetwork)
+    served = target or (metadata.target["name"] if metadata else None)
     if served is None:
         raise ValueError(f"{source} does not name its target: give target.path=")
-    k = k or min(made.k if made else network.depths, network.depths)
+    k = k or min(metadata.k if metadata else network.depths, network.depths)
     if k > network.depths:
         raise ValueError(f"k={k}: {source} holds {network.depths} heads, each for one draft of a round")
     folder = resolve(str(served))
     model = load_model(folder)
     network.fits(model, str(source))
-    if made:  # another target of these sizes has other states
-        _same_target(Path(source), made.target, hash_target(model.config, load_tokenizer(Path(folder))))
+    if metadata:  # another target of these sizes has other states
+        _check_target(Path(source), metadata.target, hash_target(model.config, load_tokenizer(Path(folder))))
     with new_folder(Path(output), replace=replace) as new:
         (new / CONFIG).write_text(json.dumps(config(network), indent=2) + "\n", encoding="utf-8")
         save_file(tensors(network, model), new / WEIGHTS, metadata={"format": "pt"})
@@ -84,25 +84,27 @@ def config(network: PreTrainedModel) -> dict[str, Any]:
 
 
 def tensors(network: Any, target: PreTrainedModel) -> dict[str, Tensor]:
-    """Blocks by head and layer, and the target's head under the name of the first head's, where vLLM looks for it."""
+    """Blocks by head and layer, and the target's head under the first head's name, which vLLM reads."""
     head: Any = target.get_output_embeddings()
-    found = {"lm_heads.0.weight": head.weight.detach().to(network.dtype).clone()}
+    named = {"lm_heads.0.weight": head.weight.detach().to(network.dtype).clone()}
     for name in ("weight", "bias"):
         for i, blocks in enumerate(getattr(network, name).detach()):
-            found |= {f"blocks.{i}.layers.{j}.{name}": block.clone() for j, block in enumerate(blocks)}
+            named |= {f"blocks.{i}.layers.{j}.{name}": block.clone() for j, block in enumerate(blocks)}
     if head.bias is not None or any(_scaled(target, key) for key in SCALES):
         raise ValueError(f"{type(target).__name__}: its head has a bias, a cap or a scale, which this layout has not")
-    return found
+    return named
 
 
 def _scaled(target: PreTrainedModel, key: str) -> bool:
     return getattr(target.config.get_text_config(), key, None) not in (None, 0, 1.0)
 
 
-def _same_target(source: Path, made: Any, found: Any) -> None:
+def _check_target(source: Path, trained_for: Any, served: Any) -> None:
     for part in ("config", "tokenizer"):
-        if made[part] and made[part] != found[part]:
-            raise ValueError(f"{source}: its heads were made for {made['name']}, the {part} of target.path= is another")
+        if trained_for[part] and trained_for[part] != served[part]:
+            raise ValueError(
+                f"{source}: its heads were made for {trained_for['name']}, the {part} of target.path= is another"
+            )
 
 
 def _card(folder: str, target: str, k: int) -> str:

@@ -1,5 +1,5 @@
-"""Losses between a target distribution and a draft distribution: formulas in `divergences`, of texts in `sequence`, all
-by name in `registry`, sums in `spec`, chunks in `chunked`, depths in `over_guesses`."""
+"""Losses between a target distribution and a draft distribution: formulas per position in `divergences`, per text in
+`sequence`, names and sums in `spec`, a batch of guesses in `batch`, computed by `chunked`."""
 
 from cotrain.losses.divergences import (
     alpha,

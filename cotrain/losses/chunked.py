@@ -1,42 +1,65 @@
-"""Losses from states, a chunk of guesses at a time, so that (B,T,V) pairs never exist whole.
+"""Losses from states, a chunk of guesses at a time, so that distributions (B, T, V) never exist whole.
 
-Each of several chunks applies both heads, makes the two distributions, and is forgotten. Its gradients are made at once
-where the head's parameters are given (`eager_backward`), else backward computes it again. Only the draft's states and
-head receive gradients. B rows, T positions, V vocabulary, N guesses, n of them in a chunk.
+A chunk applies both heads to its states, computes log p and log q, and frees them. Its gradients are computed with its
+values if all parameters of the draft's head are given (`EagerSum`); otherwise backward recomputes the chunk. Only the
+draft's states and head receive gradients. B rows, T positions, V vocabulary, N guesses, n of them in a chunk.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from cotrain import losses
-from cotrain.losses.eager_backward import summed
 from cotrain.losses.guess import Guess
-from cotrain.losses.served_distributions import Distributions, Truncate, log_probs, served
-from inference.sampling import draw, wide
+from inference.sampling import Truncate, draw, log_probs_at, one_hot, wide
 
-CHUNK = 512  # positions whose distributions exist at once, where nothing else is said
-LAWS, FEWEST = 2**21, 192  # values of a distribution of one chunk: 8 MiB in float32 stay in a processor's cache
+CHUNK = 512  # default number of positions whose distributions exist at once
+VALUES, FEWEST = 2**21, 192  # values of one chunk's distribution: 8 MiB in float32, which fit a processor's cache
 
 
 def positions(vocabulary: int) -> int:
-    """Of one chunk; of a large vocabulary as many as a matrix product wants: 192 of 151,936 tokens, 111 MiB a
+    """Positions of one chunk, at least the 192 that a matrix product needs to be efficient: of 151,936 tokens 111 MiB a
     distribution."""
-    return max(LAWS // vocabulary, FEWEST)
+    return max(VALUES // vocabulary, FEWEST)
+
+
+class TargetDistributions(Protocol):
+    """The target's distributions of a batch of texts, see `cotrain.teacher.target_distributions`."""
+
+    def logs(self, at: Tensor, logq: Tensor, temperature: Tensor, truncate: Truncate | None) -> Tensor:
+        """log p as served at flat positions at (n,), given log q there (n,V); temperature (n,) -> (n,V)."""
+
+
+def log_probs(logits: Tensor, temperature: Tensor) -> Tensor:
+    """log softmax(logits / temperature) in float32 at least, (n,V) and (n,) -> (n,V); temperature 0 counts as 1."""
+    return log_probs_at(wide(logits), temperature.masked_fill(temperature == 0, 1.0).to(logits.device))
+
+
+def greedy_probs(logs: Tensor, temperature: Tensor) -> Tensor:
+    """The one-hot log distribution of the first maximum at temperature 0, else logs, (n,V)."""
+    zero = temperature == 0
+    if not bool(zero.any()):
+        return logs
+    return torch.where(zero[:, None], one_hot(logs.argmax(-1), logs).log(), logs)
+
+
+def served(logs: Tensor, temperature: Tensor, truncate: Truncate | None) -> Tensor:
+    """The log distribution that the engine samples from, given log_probs (n,V) at a temperature (n,) -> (n,V)."""
+    logs = greedy_probs(logs, temperature)
+    return logs if truncate is None else torch.log_softmax(truncate(logs), -1)
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """Detached means over the counted guesses, unweighted; zeros when there is none.
+    """Detached, unweighted means over the counted guesses; zeros when there is none.
 
-    alpha: sum min(p, q), both distributions as they are served. alpha_greedy: p(argmax q). entropy: of p, in nats.
-    alphas (B,T): alpha by place, 0 where nothing was counted. terms (m,): sums of the terms that were asked
-    for, weighted as the loss is.
+    alpha: sum min(p, q), both distributions as served. alpha_greedy: p(argmax q). entropy: of p, in nats. alphas (B,T):
+    alpha by position, 0 if not counted. terms (m,): sums of the requested terms, weighted as the loss is.
     """
 
     positions: int
@@ -49,7 +72,7 @@ class Statistics:
 
 def chunked(
     loss: Callable[..., Tensor],
-    target: Distributions,
+    target: TargetDistributions,
     guess: Guess,
     mask: Tensor,
     temperature: float | Tensor = 1.0,
@@ -62,20 +85,19 @@ def chunked(
     hardest: float = 1.0,
     terms: Sequence[Callable[..., Tensor]] = (),
 ) -> tuple[Tensor, Statistics]:
-    """Sum of a loss of `cotrain.losses` over guesses (a scalar), and what acceptance it stands for.
+    """The sum of a loss of `cotrain.losses` over guesses (a scalar), and its acceptance statistics.
 
-    mask (B,T) at places: bool, or weights >= 0 by which each guess's loss is multiplied; guesses at places of weight 0
-    are never computed. temperature: a number, (B,) or (B,T), divides the logits of both sides. At 0 the loss meets the
-    one-hot distribution of argmax p with q at temperature 1, and the reported alpha is 1[argmax p = argmax q].
-    truncate: -inf on the logits that top-k / top-p cut, as `partial(keep_top_p, p=.9)` of
-    `inference.sampling`; on p in the loss, on p and q in the reported alpha (a truncated q would have no
-    gradient outside its own nucleus).
-    x (B,T): tokens handed to a loss that takes them (`ce`). u (B,T): uniforms by which such tokens are
-    drawn from q instead (`tvpp`). measured: off, the statistics but `positions` are NaN, and a quarter cheaper.
-    hardest: only this fraction of the guesses, those of the largest loss, counts, each 1 / hardest as much, so that
-    the sum keeps its size. terms: parts of the loss, called as it is, whose sums are wanted alone. With all parameters
-    of the head in `guess`, and hardest 1, several chunks are computed once and not twice. Raises ValueError
-    for both x and u, a fraction outside (0, 1], and shapes that do not fit.
+    mask (B,T) at positions: bool, or weights >= 0 that multiply each guess's loss; guesses of weight 0 are never
+    computed. temperature: a number, (B,) or (B,T), divides the logits of both sides. At 0 the loss compares the one-hot
+    distribution of argmax p with q at temperature 1, and the reported alpha is 1[argmax p = argmax q].
+    truncate: -inf on the logits that top-k / top-p cut, as `partial(keep_top_p, p=.9)` of `inference.sampling`; applied
+    to p in the loss, to p and q in the reported alpha (a truncated q would have no gradient outside its own nucleus).
+    x (B,T): tokens passed to a loss that takes them (`ce`). u (B,T): uniforms by which such tokens are drawn from q
+    instead (`tvpp`). measured: False leaves all statistics but `positions` NaN, and is a quarter cheaper.
+    hardest: count only this fraction of the guesses, those of the largest loss, each multiplied by 1 / hardest, so that
+    the sum stays comparable. terms: parts of the loss, called as it is, whose sums are reported separately. If `guess`
+    gives all parameters of its head, and hardest is 1, several chunks are computed once instead of twice. Raises
+    ValueError for both x and u, a fraction outside (0, 1], and shapes that do not fit.
     """
     if not 0 < hardest <= 1:
         raise ValueError(f"hardest: a fraction in (0, 1], not {hardest}")
@@ -84,32 +106,76 @@ def chunked(
     rows = _Rows(target, guess, _spread(temperature, mask.shape, guess.states), truncate)
     weight = mask.flatten()[guess.at]  # (N,)
 
-    def part(i: Tensor, ours: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        logp, logq = rows.distributions(i, ours)
-        given = () if x is None else (x.flatten()[guess.at[i]],)
+    def part(i: Tensor, states: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        logp, logq = rows.distributions(i, states)
+        tokens = () if x is None else (x.flatten()[guess.at[i]],)
         if u is not None:
-            given = (draw(logq.detach().exp(), u.flatten()[guess.at[i]]),)
-        values = loss(logp, logq, *given) * weight[i]
+            tokens = (draw(logq.detach().exp(), u.flatten()[guess.at[i]]),)
+        values = loss(logp, logq, *tokens) * weight[i]
         if not measured:
             return values, values.new_full((len(i), 3 + len(terms)), math.nan)
-        apart = [term(logp, logq.detach(), *given) * weight[i] for term in terms]
-        return values, rows.statistics(logp, logq, i, apart)  # last, so that backward need not repeat it
+        separate = [term(logp, logq.detach(), *tokens) * weight[i] for term in terms]
+        return values, rows.statistics(logp, logq, i, separate)  # last, so that backward need not repeat it
 
     counted = weight.nonzero().squeeze(-1)  # (n,)
     chunks = counted.split(chunk)
     if guess.parameters and hardest == 1 and len(chunks) > 1 and torch.is_grad_enabled():
-        total, found = summed(part, guess.states, chunks, guess.parameters)
-        return total, _statistics(found, guess.at[counted], mask, found[:, 3:].sum(0))
+        total, figures = EagerSum.apply(part, chunks, guess.states, *guess.parameters)
+        return total, _statistics(figures, guess.at[counted], mask, figures[:, 3:].sum(0))
     parts = _each(part, chunks)
-    values, found = (torch.cat(list(one)) for one in zip(*parts, strict=True))
+    values, figures = (torch.cat(list(side)) for side in zip(*parts, strict=True))
     if hardest == 1 or not len(counted):
-        return values.sum(), _statistics(found, guess.at[counted], mask, found[:, 3:].sum(0))
+        return values.sum(), _statistics(figures, guess.at[counted], mask, figures[:, 3:].sum(0))
     values, top = values.topk(max(round(hardest * len(values)), 1))
-    return (values / hardest).sum(), _statistics(found, guess.at[counted], mask, found[top, 3:].sum(0) / hardest)
+    return (values / hardest).sum(), _statistics(figures, guess.at[counted], mask, figures[top, 3:].sum(0) / hardest)
+
+
+class EagerSum(torch.autograd.Function):
+    """A sum over chunks whose gradients are computed together with its values, so that no chunk is computed twice.
+
+    Recomputing chunks in backward would apply both heads once more, half as much work again at a real vocabulary. The
+    gradients of a sum are known up to the one number that backward brings, so they are computed while the chunk exists
+    and stored; they take as much memory as the states and the head's weights (Hsu et al. 2024, 2410.10989, do so for
+    cross-entropy).
+
+    part: positions (n,), states there (n, D) -> values (n,) to sum, and figures (n, F). Values may depend on nothing
+    else that needs a gradient, and each on its own row of the states (N, D) alone. Returns the sum, differentiable once
+    in states and parameters, and all figures, not differentiable.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, part: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], chunks: Sequence[Tensor], states: Tensor,
+        *parameters: Tensor,
+    ) -> Any:  # fmt: skip
+        learning = [p for p in parameters if p.requires_grad]
+        slopes = [torch.zeros_like(tensor) for tensor in (states, *learning)]
+        total, figures = None, []
+        for i in chunks:
+            with torch.enable_grad():
+                rows = states[i].detach().requires_grad_()
+                values, of_chunk = part(i, rows)
+                value = values.sum()
+                here = torch.autograd.grad(value, [rows, *learning])
+            slopes[0].index_copy_(0, i, here[0])
+            for slope, more in zip(slopes[1:], here[1:], strict=True):
+                slope += more
+            total = value.detach() if total is None else total + value.detach()
+            figures.append(of_chunk.detach())
+        ctx.save_for_backward(*slopes)
+        ctx.learning = [p.requires_grad for p in parameters]
+        every = torch.cat(figures)
+        ctx.mark_non_differentiable(every)
+        return total, every
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor, _: Tensor) -> Any:
+        slopes = (stored * slope.to(stored.dtype) for stored in ctx.saved_tensors)
+        return None, None, next(slopes), *(next(slopes) if learns else None for learns in ctx.learning)
 
 
 def token_logs(
-    target: Distributions,
+    target: TargetDistributions,
     guess: Guess,
     x: Tensor,
     mask: Tensor,
@@ -120,9 +186,9 @@ def token_logs(
 ) -> tuple[Tensor, Tensor]:
     """log p(x) and log q(x) of the text's tokens x (B,T) -> (B,T) each, for the sequence losses' `r_from`, `l_from`.
 
-    Temperature and truncation as in `chunked`; q as trained. -inf where a distribution has no mass; 0 and -inf at
-    places that
-    mask (B,T) leaves out and that no guess is made at: a token that is never drafted. Differentiable in the guess.
+    Temperature and truncation as in `chunked`; q as trained. -inf where a distribution has no mass. Positions outside
+    mask (B,T) and those without a guess get 0 and -inf, as of a token that is never drafted. Differentiable in the
+    guess.
     """
     rows = _Rows(target, guess, _spread(temperature, x.shape, guess.states), truncate)
 
@@ -131,16 +197,17 @@ def token_logs(
         return _logs_of(x.flatten()[guess.at[i]], logp, logq)
 
     counted = mask.flatten()[guess.at].nonzero().squeeze(-1)
-    found, at = torch.cat(_each(part, counted.split(chunk))), guess.at[counted]  # (n,2), (n,)
-    logp, logq = (found.new_full((x.numel(),), never).index_put((at,), one)
-                  for never, one in zip((0.0, -math.inf), found.unbind(-1), strict=True))  # fmt: skip
+    logs, at = torch.cat(_each(part, counted.split(chunk))), guess.at[counted]  # (n,2), (n,)
+    logp, logq = (logs.new_full((x.numel(),), default).index_put((at,), side)
+                  for default, side in zip((0.0, -math.inf), logs.unbind(-1), strict=True))  # fmt: skip
     return logp.view(x.shape), logq.view(x.shape)
 
 
 class Comparison(NamedTuple):
-    """At n counted guesses, q as the engine will draft from it: at (n,), their flat places; log p(x) and log q(x), -inf
-    without mass; KL(p || q) with q as trained; alpha = sum min(p, q); p(argmax q); entropy of q as trained, in nats;
-    whether x = argmax q, 1 or 0, and max q as trained, which says how often that should be so."""
+    """Figures of n counted guesses. at (n,): flat positions. logp, logq: log p(x) and log q(x) of the text's token, q
+    as the engine drafts from it, -inf without mass. kl: KL(p || q), q as trained. alpha: sum min(p, q), both as served.
+    alpha_greedy: p(argmax q). entropy: of q as trained, in nats. hit: 1 if x = argmax q, else 0. confidence: max q as
+    trained, the hit rate that q predicts."""
 
     at: Tensor
     logp: Tensor
@@ -155,7 +222,7 @@ class Comparison(NamedTuple):
 
 @torch.no_grad()
 def compared(
-    target: Distributions,
+    target: TargetDistributions,
     guess: Guess,
     x: Tensor,
     mask: Tensor,
@@ -164,7 +231,7 @@ def compared(
     chunk: int = CHUNK,
     truncate: Truncate | None = None,
 ) -> Comparison:
-    """All that evaluation asks of the guesses at places where mask (B,T) is set, from one pass through both heads.
+    """The figures that evaluation needs of the guesses at positions in mask (B,T), from one pass through both heads.
 
     Shapes, temperature and truncation as in `chunked`; x (B,T) the text's tokens.
     """
@@ -189,8 +256,8 @@ def _logs_of(x: Tensor, *distributions: Tensor) -> Tensor:
 
 
 def _each(part: Callable[[Tensor], Any], chunks: Sequence[Tensor]) -> list[Any]:
-    """part of every chunk, computed a second time in backward; a single one is kept, as backward would hold it anyway.
-    Nothing in it draws: heads must have no dropout."""
+    """part of every chunk, recomputed in backward; a single chunk is stored, since backward would hold it anyway.
+    Recomputation restores no random state: heads must have no dropout."""
     if len(chunks) == 1:
         return [part(chunks[0])]
     return [checkpoint(part, i, use_reentrant=False, preserve_rng_state=False) for i in chunks]
@@ -198,16 +265,16 @@ def _each(part: Callable[[Tensor], Any], chunks: Sequence[Tensor]) -> list[Any]:
 
 @dataclass(frozen=True)
 class _Rows:
-    target: Distributions
+    target: TargetDistributions
     guess: Guess
     temperature: Tensor  # (B*T,)
     truncate: Truncate | None
 
-    def distributions(self, i: Tensor, ours: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """log p as served, without gradient, and log q as trained, of guesses i (n,) -> (n,V) each. ours (n,Dq): the
-        draft's states there, when they are at hand."""
-        ours, at = self.guess.states[i] if ours is None else ours, self.guess.at[i]
-        logq = log_probs(self.guess.head(ours), self.temperature[at])
+    def distributions(self, i: Tensor, states: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """log p as served, without gradient, and log q as trained, of guesses i (n,) -> (n,V) each. states (n,Dq): the
+        draft's states there, if they were indexed before."""
+        states, at = self.guess.states[i] if states is None else states, self.guess.at[i]
+        logq = log_probs(self.guess.head(states), self.temperature[at])
         with torch.no_grad():
             logp = self.target.logs(at, logq, self.temperature[at], self.truncate)
         return logp, logq
@@ -222,15 +289,15 @@ class _Rows:
         return served(logs, self.temperature[self.guess.at[i]], self.truncate)
 
 
-def _statistics(found: Tensor, at: Tensor, mask: Tensor, terms: Tensor) -> Statistics:
-    """found (n,3+m) at flat places at (n,), terms (m,)."""
-    alphas = found.new_zeros(mask.numel()).scatter(0, at, found[:, 0]).view(mask.shape)
-    mean = found.sum(0) / max(len(at), 1)
+def _statistics(figures: Tensor, at: Tensor, mask: Tensor, terms: Tensor) -> Statistics:
+    """figures (n,3+m) at flat positions at (n,), terms (m,)."""
+    alphas = figures.new_zeros(mask.numel()).scatter(0, at, figures[:, 0]).view(mask.shape)
+    mean = figures.sum(0) / max(len(at), 1)
     return Statistics(len(at), mean[0], mean[1], mean[2], alphas, terms)
 
 
 def _spread(temperature: float | Tensor, shape: torch.Size, like: Tensor) -> Tensor:
-    """A number, (B,) or (B,T) -> (B*T,), refused when negative."""
+    """A number, (B,) or (B,T) -> (B*T,). Raises ValueError for negative ones."""
     t = torch.as_tensor(temperature, dtype=wide(like[:0]).dtype, device=like.device)
     if t.shape not in (torch.Size(()), shape[:1], shape) or bool((t < 0).any()):
         raise ValueError(f"temperature must be >= 0 and a number, (B,) or (B,T) = {tuple(shape)}, not {t}")

@@ -1,13 +1,13 @@
 """Losses between a target distribution p and a draft distribution q, one value a position, no reduction.
 
-Each docstring says the formula, the source, the gradient, why one would use it, and when it fails. `registry.LOSSES`
-holds those that an expression may name: a new one is one function here.
+Each docstring says the formula, the source, the gradient, why one would use it, and when it fails. `spec.LOSSES` holds
+those that an expression may name.
 
 Every loss takes log p and log q, (..., V), normalised and already at the temperature of the regime, and
 returns (...,). Half precision is raised to float32. Gradients are given in the draft's logits z,
-q = softmax(z), with I_v = 1[q_v <= p_v] and S = sum_v q_v I_v; at a tie q_v = p_v `minimum` splits them.
-Zero probabilities are log = -inf, on either side, and give finite values and gradients: 0 log 0 = 0, and a
-logarithm that would be infinite is taken as log(tiny) of the dtype with zero gradient.
+q = softmax(z), with I_v = 1[q_v <= p_v] and S = sum_v q_v I_v; at a tie q_v = p_v `minimum` splits the gradient.
+Zero probabilities are log = -inf, on either side, and give finite values and gradients: 0 log 0 = 0, and an infinite
+logarithm is replaced by log(tiny) of the dtype, with zero gradient.
 """
 
 import math
@@ -15,7 +15,6 @@ import math
 import torch
 from torch import Tensor
 
-from cotrain.losses.registry import loss
 from inference.sampling import wide
 
 
@@ -25,8 +24,8 @@ def alpha(logp: Tensor, logq: Tensor) -> Tensor:
 
 
 def misaligned(ours: Tensor, theirs: Tensor) -> Tensor:
-    """1 - cosine of the draft's and the target's final hidden states (..., D) -> (...), in [0, 2]: a help early on,
-    for drafts with the target's width and head (DistilBERT, Sanh et al. 2019, arXiv 1910.01108)."""
+    """1 - cosine of the draft's and the target's final hidden states (..., D) -> (...), in [0, 2]: an auxiliary loss
+    for early training, for drafts with the target's width and head (DistilBERT, Sanh et al. 2019, arXiv 1910.01108)."""
     return 1 - torch.cosine_similarity(wide(ours), wide(theirs).detach(), dim=-1)
 
 
@@ -41,79 +40,73 @@ def entropy(logp: Tensor) -> Tensor:
     return -(logp.exp() * _finite(logp)).sum(-1)
 
 
-@loss(merged=True)
 def kl(logp: Tensor, logq: Tensor) -> Tensor:
     """KL(p || q) = sum_v p log(p / q) (Kullback and Leibler 1951). dL/dz = q - p.
 
-    Why: convex in z, its gradient is bounded and never vanishes while q differs from p: a stable start, and the
-    baseline. Fails a small draft: it pays for covering all of p, where acceptance wants the overlap alone. Where
-    q = 0 < p the divergence is infinite: log q is then log(tiny), constant (a pruned draft vocabulary).
+    Why: convex in z, with a bounded gradient that vanishes only at q = p: a stable start, and the baseline. Fails a
+    small draft: it rewards covering all of p, while acceptance depends on the overlap alone. At q = 0 < p (a pruned
+    draft vocabulary) the divergence is infinite; log q is then the constant log(tiny).
     """
     logp, logq = wide(logp), wide(logq)
     return (logp.exp() * (_finite(logp) - _finite(logq))).sum(-1)
 
 
-@loss(merged=True)
 def tv(logp: Tensor, logq: Tensor) -> Tensor:
-    """Total variation 1 - sum_v min(p, q), the probability of refusal (Leviathan et al. 2023). dL/dz = -q (I - S).
+    """Total variation 1 - sum_v min(p, q), the probability of rejection (Leviathan et al. 2023). dL/dz = -q (I - S).
 
-    Why: it is what the token rule pays for, to the letter. Fails where overlap is small: its gradient vanishes there,
-    so it wants a warm start, by `kl`; and gains next to nothing on a target that decodes at temperature 0.
+    Why: it is exactly the token rule's rejection rate. Fails at small overlap, since its gradient vanishes there: warm-
+    start with `kl`. Gains next to nothing on a target that decodes at temperature 0.
     """
     return 1 - alpha(logp, logq)
 
 
-@loss(merged=True)
 def nla(logp: Tensor, logq: Tensor) -> Tensor:
     """-log alpha = -log sum_v min(p, q) (arXiv 2602.23881). dL/dz = -q (I - S) / alpha.
 
-    Why: `tv` whose gradient does not vanish where overlap is small; cross-entropy when p is one-hot; no knob. Fails on
-    texts with hopeless places, which it weighs most. Zero overlap gives -log(tiny) with zero gradient.
+    Why: like `tv`, but its gradient does not vanish at small overlap; cross-entropy if p is one-hot; no setting. Fails
+    on texts with hopeless positions, which it weighs most. Zero overlap gives -log(tiny) with zero gradient.
     """
     return _neg_log_sum(torch.minimum(wide(logp), wide(logq)))
 
 
-@loss(merged=True)
 def lk(logp: Tensor, logq: Tensor, eta: float = 3.0, alpha: Tensor | None = None) -> Tensor:
     """w KL + (1 - w) TV, w = exp(-eta alpha) (LK, arXiv 2602.23881).
 
-    Why: `kl` where overlap is low, `tv` where it is high, without a switch in time. Fails to be a gradient: w is a
-    constant to it, w (q - p) - (1 - w) q (I - S), so its value may rise while the draft improves. alpha: an aggregated
-    acceptance that broadcasts to (...,), default this position's own. eta: 3, or 10 for Medusa heads.
+    Why: `kl` at low overlap, `tv` at high overlap, without a schedule. Its gradient treats w as a constant,
+    w (q - p) - (1 - w) q (I - S), so its value may rise while the draft improves. alpha: an aggregated acceptance that
+    broadcasts to (...,), default this position's own. eta: 3, or 10 for Medusa heads.
     """
     distance = tv(logp, logq)
     w = torch.exp(-eta * (1 - distance if alpha is None else alpha).detach())
     return w * kl(logp, logq) + (1 - w) * distance
 
 
-@loss(merged=True)
 def rkl(logp: Tensor, logq: Tensor) -> Tensor:
     """KL(q || p) = sum_v q log(q / p), the reverse (Gu et al. 2024, arXiv 2306.08543). dL/dz = q (log(q/p) - L).
 
-    Why: it keeps a draft that cannot cover p on p's largest tokens. Fails by forgetting the others, and with cut
-    distributions. Raises ValueError where p = 0 < q (a truncated or greedy p): infinite whatever the draft does.
+    Why: a draft that cannot cover p concentrates on p's largest tokens. Fails by ignoring the others, and on truncated
+    distributions. Raises ValueError if p = 0 < q anywhere (a truncated or greedy p): it is infinite for any draft.
     """
     if bool(((logp == -torch.inf) & (logq > -torch.inf)).any()):
         raise ValueError("rkl needs p > 0 wherever q > 0: use another loss with a truncated or greedy target")
     return kl(logq, logp)
 
 
-@loss(merged=True)
 def jsd(logp: Tensor, logq: Tensor) -> Tensor:
     """Jensen-Shannon KL(p || m)/2 + KL(q || m)/2, m = (p + q)/2 (Lin 1991). At most log 2.
 
-    Why: between `kl` and `rkl`, bounded, finite for cut distributions. Fails where overlap is small: its gradient
+    Why: between `kl` and `rkl`, bounded, finite for truncated distributions. Fails at small overlap: its gradient
     vanishes. dL/dz = q/2 (log(2q/(p+q)) - sum_v q log(2q/(p+q))).
     """
     logm = torch.logaddexp(_finite(wide(logp)), _finite(wide(logq))) - math.log(2)
     return (kl(logp, logm) + kl(logq, logm)) / 2
 
 
-@loss(takes="drawn")
 def tvpp(logp: Tensor, logq: Tensor, x: Tensor) -> Tensor:
     """Score-function form of TV (TVD++, arXiv 2403.00858): -A log q(x), x (...,) drawn from q.
 
-    Why: each place counts alike, whatever its overlap. Fails by its variance, one token a place: more steps than `tv`.
+    Why: positions weigh alike at any overlap. Fails by its variance, one token a position: it needs more steps than
+    `tv`.
     A = (1[p(x) >= q(x)] - mu) / sigma, a constant; mu = S, sigma = sqrt(S (1 - S)); 0 where sigma = 0.
     Its gradient has expectation -q (I - S) / sigma: tv's over sigma.
     """
@@ -126,13 +119,12 @@ def tvpp(logp: Tensor, logq: Tensor, x: Tensor) -> Tensor:
     return -advantage * _at(_finite(logq), x)
 
 
-@loss(takes="text", merged=True)
 def ce(logp: Tensor, logq: Tensor, x: Tensor) -> Tensor:
     """Cross-entropy -log q(x), x (...,) the text's token; p is not read. dL/dz = q - e_x.
 
-    Why: it wants no target while training, and on texts of the target it is `kl` + H(p) in expectation. Fails by its
-    variance, one token a place where `kl` has the whole distribution, and on texts that the target did not write, which
-    it teaches instead of the target. q(x) = 0 gives -log(tiny) with zero gradient.
+    Why: it needs no target while training, and on texts of the target it is `kl` + H(p) in expectation. Fails by its
+    variance, one token a position while `kl` uses the whole distribution, and on texts that the target did not write,
+    which it teaches instead of the target. q(x) = 0 gives -log(tiny) with zero gradient.
     """
     return -_at(_finite(wide(logq)), x)
 
@@ -140,35 +132,32 @@ def ce(logp: Tensor, logq: Tensor, x: Tensor) -> Tensor:
 def mix(logp: Tensor, logq: Tensor, x: Tensor) -> Tensor:
     """.1 ce + 1.8 tv = .1 (-log q(x)) + .9 sum_v abs(p - q), x (...,) the text's token: the production mix of DSpark.
 
-    dL/dz = .1 (q - e_x) + .9 q (s - sum_v q s), s = sign(q - p). Why: `tv` with a gradient everywhere. Fails as `ce`
-    does on texts that the target did not write. An expression may call it mix, see `spec.EXPRESSIONS`.
+    dL/dz = .1 (q - e_x) + .9 q (s - sum_v q s), s = sign(q - p). Why: `tv` with a gradient everywhere. Fails like
+    `ce` on texts that the target did not write. An expression may name it mix, see `spec.EXPRESSIONS`.
     """
     return 0.1 * ce(logp, logq, x) + 1.8 * tv(logp, logq)
 
 
-@loss(merged=True)
 def hellinger(logp: Tensor, logq: Tensor) -> Tensor:
     """Squared Hellinger distance 1 - sum_v sqrt(p q) (Hellinger 1909): H^2 <= TV <= sqrt(2) H.
 
-    Why: a smooth stand-in for `tv`, whose slope does not jump where q = p. Fails as `tv` does where overlap is small.
+    Why: a smooth replacement of `tv`, whose gradient does not jump at q = p. Fails like `tv` at small overlap.
     dL/dz = -(sqrt(p q) - q sum_v sqrt(p q)) / 2.
     """
     return 1 - ((wide(logp) + wide(logq)) / 2).exp().sum(-1)
 
 
-@loss(merged=True)
 def greedy(logp: Tensor, logq: Tensor) -> Tensor:
-    """-log q(argmax p), cross-entropy with the target's likeliest token. dL/dz = q - e, e one-hot there.
+    """-log q(argmax p), cross-entropy with the target's most probable token. dL/dz = q - e, e one-hot at it.
 
-    Why: a target that decodes at temperature 0, whose distribution is one-hot. Fails at any other temperature, where
-    the draft grows surer than p is.
+    Why: a target that decodes at temperature 0, whose distribution is one-hot. Fails at any other temperature: the
+    draft becomes more confident than p.
     """
     return -_at(_finite(wide(logq)), logp.argmax(-1))
 
 
-@loss()
 def match(logp: Tensor, logq: Tensor) -> Tensor:
-    """-log sum_v p q, the chance that a draw of p and one of q agree. dL/dz = q - p q / sum_v p q.
+    """-log sum_v p q, the probability that a draw of p and one of q agree. dL/dz = q - p q / sum_v p q.
 
     Why: engines that sample both sides and compare (the rule `match`). Fails for rules that test p / q: its optimum is
     argmax p with probability 1. Zero overlap gives -log(tiny) with zero gradient.
@@ -176,12 +165,11 @@ def match(logp: Tensor, logq: Tensor) -> Tensor:
     return _neg_log_sum(wide(logp) + wide(logq))
 
 
-@loss()
 def greedy_draft(logp: Tensor, logq: Tensor, sharp: float = 4.0) -> Tensor:
     """1 - sum_v p q', q' = softmax(sharp log q), a smooth 1 - p(argmax q).
 
-    Why: engines that draft argmax q and accept with p of it. Fails as a distribution: q may be anything but for its
-    maximum. dL/dz = -sharp q' (p - sum_v p q'); as sharp grows the loss tends to 1 - p(argmax q).
+    Why: engines that draft argmax q and accept it with probability p. Only the maximum of q is trained, not the
+    distribution. dL/dz = -sharp q' (p - sum_v p q'); as sharp grows the loss tends to 1 - p(argmax q).
     """
     return 1 - (wide(logp).exp() * torch.softmax(sharp * wide(logq), -1)).sum(-1)
 
@@ -191,12 +179,12 @@ def _floor(values: Tensor) -> float:
 
 
 def _finite(logs: Tensor) -> Tensor:
-    """-inf becomes log(tiny) with zero gradient: times p = 0 it is 0 where -inf would be NaN."""
+    """-inf becomes log(tiny) with zero gradient: times p = 0 it is 0, while -inf would give NaN."""
     return logs.masked_fill(logs == -torch.inf, _floor(logs))
 
 
 def _neg_log_sum(logs: Tensor) -> Tensor:
-    """-log sum_v exp(logs), with -log(tiny) and zero gradient (not NaN) where every entry is -inf."""
+    """-log sum_v exp(logs); -log(tiny) with zero gradient (not NaN) if every entry is -inf."""
     empty = (logs == -torch.inf).all(-1)
     total = torch.logsumexp(logs.masked_fill(empty[..., None], 0.0), -1)
     return -total.masked_fill(empty, _floor(logs))

@@ -1,4 +1,4 @@
-"""What losses are summed over: the distributions that a student guesses. N guesses, V vocabulary."""
+"""What a student predicts while it trains, and what losses sum over. B texts, T tokens, N guesses, V vocabulary."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,12 +11,13 @@ ANY = -1  # the depth of a guess that is the same at every depth
 
 @dataclass(frozen=True)
 class Guess:
-    """Distributions that a student guesses, each from a state of its own.
+    """Distributions of one depth that a student predicts, one from each of its states.
 
-    depth: 0-based: a round whose first new token is t + 1 - depth makes the guess at place t, of token t + 1; ANY: its
-    distribution at a place is the same at every depth. at (N,) int64: flat places, none twice. states (N, Dq). head:
-    (n, Dq) -> logits (n, V). parameters: all that head learns; with them a loss in chunks computes each chunk once.
-    share: of the places of its depth, those that it was made at, drawn at random: what it adds up to stands for all.
+    depth: 0-based. Position t of a text predicts token t + 1, in the round whose first new token is t + 1 - depth; ANY:
+    the distribution at a position is the same at every depth. at (N,) int64: flat positions b * T + t, without
+    duplicates. states (N, Dq). head: (n, Dq) -> logits (n, V). parameters: all that the head learns; given them, a loss
+    in chunks computes each chunk once. share: the fraction of the depth's positions that were drawn at random to make
+    this guess; its sums are scaled up by 1 / share.
     """
 
     depth: int
@@ -30,6 +31,6 @@ class Guess:
     def everywhere(
         cls, states: Tensor, head: Callable[[Tensor], Tensor], parameters: tuple[Tensor, ...] = (), depth: int = ANY
     ) -> "Guess":
-        """At every place, from states (B, T, Dq)."""
-        places = torch.arange(states.shape[0] * states.shape[1], device=states.device)
-        return cls(depth, places, states.flatten(0, 1), head, parameters)
+        """At every position, from states (B, T, Dq)."""
+        at = torch.arange(states.shape[0] * states.shape[1], device=states.device)
+        return cls(depth, at, states.flatten(0, 1), head, parameters)

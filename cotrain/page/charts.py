@@ -1,15 +1,16 @@
-"""Charts as data: one description gives the drawing (a Plotly figure) and the table of its numbers beneath it.
+"""Charts as data: one description gives the drawing (a Plotly figure) and the table of its numbers.
 
-Nothing here is coloured: a trace names the place of its colour in the palette, which the page's script takes from the
-style sheet, for light and for dark.
+Colours are indices of a palette, which the page's script reads from the style sheet, for light and for dark.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from markupsafe import Markup
+
 from cotrain.page.loaded_run import Number
-from cotrain.page.markup import Html, data_block, escaped, joined, table, tag, visible
+from cotrain.page.rendering import interval, number, render, visible
 
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "star")
@@ -26,14 +27,13 @@ class Series:
     low: Sequence[Number] = ()
     high: Sequence[Number] = ()
     mode: str = "lines+markers"
-    colour: int | None = None  # None: its place in the chart
+    colour: int | None = None  # None: its index in the chart
 
 
 @dataclass(frozen=True)
 class Chart:
-    """name: its id on the page; x, y: what the axes say; at: a value of y that all is compared with; heat: series are
-    the rows of a heat map; stacked: bars on each other; log: axes that are logarithmic; tabled: whether its numbers
-    stand in a table too."""
+    """name: its id on the page; x, y: titles of the axes; at: y of a line for comparison; heat: series are the rows of
+    a heat map; stacked: bars on each other; log: logarithmic axes; tabled: whether it has a table of its numbers."""
 
     name: str
     title: str
@@ -49,78 +49,50 @@ class Chart:
     spec: str = ".3f"
     range: Sequence[float] = field(default=())
 
+    def rows(self) -> tuple[list[object], list[list[object]]]:
+        """Head and rows of a table with every number: a row for each x, a column for each series."""
+        points = list(dict.fromkeys(x for one in self.series for x in one.x))
+        columns = [dict(zip(one.x, range(len(one.x)), strict=True)) for one in self.series]
+        rows: list[list[object]] = []
+        for x in points:
+            cells = [_cell(one, at.get(x), self.spec) for one, at in zip(self.series, columns, strict=True)]
+            rows.append([x, *cells])
+        return [self.x, *[one.name for one in self.series]], rows
 
-def number(value: Number, spec: str = ".3f") -> Html:
-    """As it is shown, with where it comes from; a dash where it is not known."""
-    if value.value is None:
-        return tag("span", "–", title="not measured in this run")
-    return tag("data", format(value.value, spec), value=repr(float(value.value)), data_run=value.run,
-               data_source=value.source or None, data_over=value.over or None,
-               data_times=None if value.times == 1 else repr(value.times))  # fmt: skip
-
-
-def interval(ends: Sequence[Number], spec: str = ".2f", unit: str = "x") -> Html:
-    """`2.05x [1.70, 2.40]` of value, low and high; without an interval the value alone."""
-    value, low, high = ends
-    whole = joined(number(value, spec), unit if value.value is not None else "")
-    if value.value is None or low.value is None or high.value is None:
-        return whole
-    return joined(whole, " [", number(low, spec), ", ", number(high, spec), "]")
-
-
-def drawn(chart: Chart) -> Html:
-    """The element of a chart: title, drawing, what is to be said of it, its numbers."""
-    parts: list[object] = [tag("figcaption", chart.title)]
-    size = "chart tall" if chart.heat else "chart"
-    parts.append(tag("div", class_=size, id=chart.name, data_chart=f"{chart.name}-data", role="img",
-                     aria_label=f"{chart.title}: its numbers are in the table below"))  # fmt: skip
-    if chart.note:
-        parts.append(tag("p", chart.note, class_="note"))
-    if chart.tabled:
-        parts.append(tag("details", tag("summary", "numbers"), numbers(chart)))
-    return tag("figure", *parts, data_block(f"{chart.name}-data", plotly(chart)))
+    def plotly(self) -> dict[str, Any]:
+        """Data and layout of a Plotly figure; `meta.colour` is an index of the palette."""
+        traces = [_heat(self)] if self.heat else [_trace(self, one, i) for i, one in enumerate(self.series)]
+        axes = {axis: {"title": {"text": plain(text)}, "automargin": True,
+                       **({"type": "log"} if axis[0] in self.log else {})}
+                for axis, text in (("xaxis", self.x), ("yaxis", self.y))}  # fmt: skip
+        if self.heat or any(isinstance(x, str) for one in self.series for x in one.x):
+            axes["xaxis"]["type"] = "category"
+        elif "x" not in self.log and all(isinstance(x, int) and x <= 20 for one in self.series for x in one.x):
+            axes["xaxis"]["dtick"] = 1
+        if self.range:
+            axes["yaxis"]["range"] = list(self.range)
+        layout: dict[str, Any] = {**axes, "barmode": "stack" if self.stacked else "group", "showlegend": not self.heat}
+        if self.at is not None:
+            layout["shapes"] = [{"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": self.at, "y1": self.at,
+                                 "line": {"width": 1, "dash": "dot"}}]  # fmt: skip
+        return {"data": traces, "layout": layout}
 
 
-def numbers(chart: Chart) -> Html:
-    """Every number of a chart: a row a place of x, a column a series."""
-    places = list(dict.fromkeys(x for one in chart.series for x in one.x))
-    columns = [dict(zip(one.x, range(len(one.x)), strict=True)) for one in chart.series]
-    rows: list[list[object]] = []
-    for x in places:
-        cells = [_cell(one, at.get(x), chart.spec) for one, at in zip(chart.series, columns, strict=True)]
-        rows.append([x, *cells])
-    return table([chart.x, *[one.name for one in chart.series]], rows)
+def drawn(charts: Sequence[Chart], wide: bool = False) -> Markup:
+    """Charts in a grid, each with title, drawing, note and numbers."""
+    return render("charts.html", charts=charts, wide=wide)
 
 
-def _cell(series: Series, at: int | None, spec: str) -> Html:
+def _cell(series: Series, at: int | None, spec: str) -> Markup:
     if at is None:
-        return escaped("")
+        return Markup("")
     if series.low:
         return interval((series.y[at], series.low[at], series.high[at]), spec, "")
     return number(series.y[at], spec)
 
 
-def plotly(chart: Chart) -> dict[str, Any]:
-    """Data and layout of a Plotly figure; colours are places in the palette (`meta.colour`)."""
-    traces = [_heat(chart)] if chart.heat else [_trace(chart, one, i) for i, one in enumerate(chart.series)]
-    axes = {axis: {"title": {"text": plain(text)}, "automargin": True,
-                   **({"type": "log"} if axis[0] in chart.log else {})}
-            for axis, text in (("xaxis", chart.x), ("yaxis", chart.y))}  # fmt: skip
-    if chart.heat or any(isinstance(x, str) for one in chart.series for x in one.x):
-        axes["xaxis"]["type"] = "category"
-    elif "x" not in chart.log and all(isinstance(x, int) and x <= 20 for one in chart.series for x in one.x):
-        axes["xaxis"]["dtick"] = 1
-    if chart.range:
-        axes["yaxis"]["range"] = list(chart.range)
-    layout: dict[str, Any] = {**axes, "barmode": "stack" if chart.stacked else "group", "showlegend": not chart.heat}
-    if chart.at is not None:
-        layout["shapes"] = [{"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": chart.at, "y1": chart.at,
-                             "line": {"width": 1, "dash": "dot"}}]  # fmt: skip
-    return {"data": traces, "layout": layout}
-
-
-def _trace(chart: Chart, series: Series, place: int) -> dict[str, Any]:
-    colour = place if series.colour is None else series.colour
+def _trace(chart: Chart, series: Series, index: int) -> dict[str, Any]:
+    colour = index if series.colour is None else series.colour
     trace: dict[str, Any] = {
         "name": plain(series.name),
         "x": [plain(x) if isinstance(x, str) else x for x in series.x],
@@ -153,5 +125,5 @@ def _heat(chart: Chart) -> dict[str, Any]:
 
 
 def plain(text: str) -> str:
-    """Text that Plotly shows as it is: it reads some markup (`<b>`, `<a href>`) in names, ticks and labels."""
+    """Text without markup: Plotly reads some (`<b>`, `<a href>`) in names, ticks and labels."""
     return visible(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

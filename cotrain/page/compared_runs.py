@@ -1,67 +1,67 @@
-"""Several runs beside each other: acceptance, tau, predicted speed, and paired gains where they saw the same texts."""
+"""Several runs compared: acceptance, tau, predicted speed, and paired gains if they were judged on the same texts."""
 
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+from markupsafe import Markup
+
 from cotrain.errors import UserError
 from cotrain.evaluation.comparison import Gain, compare
-from cotrain.page.acceptance_charts import depths
-from cotrain.page.charts import Chart, Series, drawn, interval, number
-from cotrain.page.loaded_run import Number, Run
-from cotrain.page.markup import Html, joined, table, tag
-from cotrain.page.section import Section
+from cotrain.page.charts import Chart, Series, drawn
+from cotrain.page.loaded_run import LoadedRun, Number
+from cotrain.page.rendering import Section, escaped, interval, joined, number, table
+from cotrain.page.run_charts import depths
 
 
-def comparison(runs: Sequence[Run]) -> Section:
-    """Charts with a line a run, and the gains over the first."""
+def comparison(runs: Sequence[LoadedRun]) -> Section:
+    """Charts with a line a run, the settings of the runs, and the gains over the first."""
     lacking = "one run: name more with run=<folder> run=<folder>"
     if len(runs) < 2:
         return Section("runs", "Runs compared", None, lacking)
     charts = [chart for chart in (_temperatures(runs), _depths(runs), _speeds(runs)) if chart]
-    drawings = tag("div", *map(drawn, charts), class_="grid")
-    return Section("runs", "Runs compared", joined(drawings, _made(runs), _gains(runs)))
+    return Section("runs", "Runs compared", joined(drawn(charts), _settings(runs), _gains(runs)))
 
 
-def _temperatures(runs: Sequence[Run]) -> Chart | None:
+def _temperatures(runs: Sequence[LoadedRun]) -> Chart | None:
     series = []
     for run in runs:
         held = run.get("report", "extra", "held_out") or {}
         keys = [key for key in held if key.startswith("alpha_T") and key.endswith("/all")]
-        found = [run.at("report", "extra", "held_out", key) for key in keys] or _judged(run)[1]
-        places = [key[len("alpha_T") : -len("/all")] for key in keys] or _judged(run)[0]
-        if found:
-            series.append(Series(run.name, [f"T {t}" for t in places], found, mode="bar", colour=run.number))
+        values = [run.at("report", "extra", "held_out", key) for key in keys] or _judged(run)[1]
+        temperatures = [key[len("alpha_T") : -len("/all")] for key in keys] or _judged(run)[0]
+        if values:
+            series.append(Series(run.name, [f"T {t}" for t in temperatures], values, mode="bar", colour=run.number))
     note = "alpha = Σ min(p, q) on held-out texts, which are the same only where the paired gains are shown."
     if not series:
         return None
     return Chart("runs-alpha", "Acceptance", "temperature", "acceptance", series, note, range=(0, 1))
 
 
-def _judged(run: Run) -> tuple[list[str], list[Number]]:
-    """Temperatures and acceptance of a run that measured no speed."""
+def _judged(run: LoadedRun) -> tuple[list[str], list[Number]]:
+    """Temperatures and acceptance of a run that measured no speed, from its held-out texts."""
     texts = run.get("held_out", "texts") or {}
     return list(texts), [run.at("held_out", "texts", t, "alpha") for t in texts]
 
 
-def _depths(runs: Sequence[Run]) -> Chart | None:
+def _depths(runs: Sequence[LoadedRun]) -> Chart | None:
     series = []
     for run in runs:
-        found = run.all("report", "acceptance", "conditional", "measured")
-        found = found or depths(run, f"conditional_T{run.temperature:g}/all")
-        if found:
-            series.append(Series(run.name, range(1, len(found) + 1), found, colour=run.number))
+        values = run.all("report", "acceptance", "conditional", "measured")
+        values = values or depths(run, f"conditional_T{run.temperature:g}/all")
+        if values:
+            series.append(Series(run.name, range(1, len(values) + 1), values, colour=run.number))
     title = "Acceptance by depth, where all before were accepted"
     return Chart("runs-depth", title, "depth", "acceptance", series, range=(0, 1)) if series else None
 
 
-def _speeds(runs: Sequence[Run]) -> Chart | None:
+def _speeds(runs: Sequence[LoadedRun]) -> Chart | None:
     series = []
     for run in runs:
-        found = run.all("report", "extra", "predicted_speedups")
+        values = run.all("report", "extra", "predicted_speedups")
         ends = [run.at("report", "speedup", "decode", end) for end in ("value", "low", "high")]
-        if found:
-            series.append(Series(f"{run.name}, predicted", range(len(found)), found, mode="lines", colour=run.number))
+        if values:
+            series.append(Series(f"{run.name}, predicted", range(len(values)), values, mode="lines", colour=run.number))
         if run.k is not None and ends[0].value is not None:
             parts = (ends[:1], ends[1:2], ends[2:])
             series.append(Series(f"{run.name}, measured", [run.k], *parts, mode="markers", colour=run.number))
@@ -69,23 +69,23 @@ def _speeds(runs: Sequence[Run]) -> Chart | None:
     return Chart("runs-speed", "Speed-up", "draft length k", "speed-up", series, note, at=1.0) if series else None
 
 
-def _made(runs: Sequence[Run]) -> Html | None:
-    """Kinds and losses, as far as the runs say."""
+def _settings(runs: Sequence[LoadedRun]) -> Markup | None:
+    """A table of the settings in which runs differ most, as far as their files have them."""
     rows: list[list[object]] = []
-    for name, paths in KEPT:
-        cells = [next((found for path in paths if (found := run.get(*path)) is not None), None) for run in runs]
+    for name, paths in SETTINGS:
+        cells = [next((value for path in paths if (value := run.get(*path)) is not None), None) for run in runs]
         if any(cell is not None for cell in cells):
-            rows.append([name, *[_said(cell) for cell in cells]])
+            rows.append([name, *[_words(cell) for cell in cells]])
     return table(["", *[run.name for run in runs]], rows, "how they were made") if rows else None
 
 
-def _said(value: Any) -> str:
+def _words(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(map(str, value))
     return "–" if value is None else str(value)
 
 
-KEPT = (
+SETTINGS = (
     ("kind", (("run", "settings", "draft", "kind"), ("report", "settings", "proposer"))),
     ("loss at first", (("report", "extra", "training", "loss", "first"), ("run", "settings", "loss", "first"))),
     ("loss then", (("report", "extra", "training", "loss", "then"), ("run", "settings", "loss", "then"))),
@@ -98,11 +98,11 @@ KEPT = (
 )
 
 
-def _gains(runs: Sequence[Run]) -> Html:
+def _gains(runs: Sequence[LoadedRun]) -> Markup:
     """tau over the first run's, paired by text."""
     judged = [run for run in runs if run.documents["held_out"]]
     if len(judged) < 2:
-        return tag("p", "No paired gains: fewer than two of the runs kept held-out figures by text.", class_="note")
+        return Markup('<p class="note">No paired gains: fewer than two of the runs kept held-out figures by text.</p>')
     labels = defaultdict(list)
     for run in judged:
         labels[f"{run.name} ({run.number + 1})"].append(run.documents["held_out"])
@@ -110,7 +110,7 @@ def _gains(runs: Sequence[Run]) -> Html:
     try:
         gains = compare(dict(labels), baseline)
     except (UserError, KeyError) as error:
-        return tag("p", f"No paired gains: {error}.", class_="note")
+        return Markup('<p class="note">No paired gains: {}.</p>').format(escaped(error))
     rows: list[list[object]] = [_row(gain) for gain in gains if gain.label != baseline]
     head: list[object] = ["", "tau", "gain", "acceptance", "KL (nats)", "calibration error"]
     return table(head, rows, f"tau over {baseline}, paired by text, 95 % intervals")

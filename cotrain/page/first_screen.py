@@ -2,50 +2,51 @@
 
 from collections.abc import Callable, Sequence
 from math import nan
+from typing import NamedTuple
+
+from markupsafe import Markup
 
 from cotrain.board import tags
-from cotrain.page.charts import interval, number
-from cotrain.page.loaded_run import Number, Run
-from cotrain.page.markup import Html, joined, table, tag
-from cotrain.page.section import Section
+from cotrain.page.loaded_run import LoadedRun, Number
+from cotrain.page.rendering import Section, interval, joined, number, render, table
 from inference.measure.costs import Costs
 from inference.measure.timing import Interval
 
 
-def headline(run: Run) -> Html:
+def headline(run: LoadedRun) -> Markup:
     """The run in one line of words."""
     if run.report is None:
         return _unmeasured(run)
     speed = _interval(run, "report", "speedup", "whole")
-    said = [tag("strong", speed), f" at temperature {run.temperature:g}: "]
+    regime = joined(Markup("<strong>{}</strong>").format(speed), f" at temperature {run.temperature:g}: ")
     value, low = run.get("report", "speedup", "whole", "value"), run.get("report", "speedup", "whole", "low")
     if value is None:
         return joined("no speed-up was measured")
     if run.get("report", "exactness", "passed") is False:
-        return joined(*said, "not exact, do not serve it")
+        return joined(regime, "not exact, do not serve it")
     high = run.get("report", "speedup", "whole", "high")
     faster = Interval(value, *(nan if end is None else end for end in (low, high))).faster  # as the report's advice
     if faster is False:
-        return joined(*said, "plain decoding is faster; serve without this draft")
+        return joined(regime, "plain decoding is faster; serve without this draft")
     if run.k is None and not run.tree:
-        return joined(*said, "serve with this draft" if faster else "no speed-up is shown yet")
+        return joined(regime, "serve with this draft" if faster else "no speed-up is shown yet")
     shown = "serve" if faster else "no speed-up is shown yet; if you serve it, do so"
-    return joined(*said, f"{shown} with ", _drafted(run))
+    return joined(regime, f"{shown} with ", _drafted(run))
 
 
-def _drafted(run: Run) -> Html:
-    """What was timed, and is to be served: a chain of k drafts or the planned tree."""
+def _drafted(run: LoadedRun) -> Markup:
+    """What was timed and is to be served: a chain of k drafts or the planned tree."""
     if run.tree:
         return joined(f"its planned tree of {len(run.tree)} nodes")
     return joined("k = ", _length(run))
 
 
-def _length(run: Run) -> Html:
+def _length(run: LoadedRun) -> Markup:
     planned = run.at("report", "extra", "planned_k")
     return number(planned if planned.value is not None else Number(float(run.k or 0), run.number), ".0f")
 
 
-def _unmeasured(run: Run) -> Html:
+def _unmeasured(run: LoadedRun) -> Markup:
     loss = run.curves.get(tags.LOSS)
     steps = run.get("run", "settings", "trainer", "steps")
     if run.partial:
@@ -54,46 +55,54 @@ def _unmeasured(run: Run) -> Html:
     return joined("no speed was measured in this run (measure=false): acceptance alone")
 
 
-def _interval(run: Run, *path: str, spec: str = ".2f", unit: str = "x") -> Html:
+def _interval(run: LoadedRun, *path: str, spec: str = ".2f", unit: str = "x") -> Markup:
     return interval([run.at(*path, end) for end in ("value", "low", "high")], spec, unit)
 
 
-def alpha(run: Run) -> Number:
+def alpha(run: LoadedRun) -> Number:
     """Acceptance on the held-out texts of the regime, of what is exported."""
     return run.at("report", "extra", "held_out", f"{run.alpha}_T{run.temperature:g}/all")
 
 
-def share_of_costs(run: Run) -> Number:
-    """What of the speed-up that tau and the cost table allow was measured, prefill left out: speedup / (tau round(0) /
+def share_of_costs(run: LoadedRun) -> Number:
+    """The measured speed-up over the one that tau and the cost table allow, prefill left out: speedup / (tau round(0) /
     round(k))."""
     costs, tau = run.get("report", "extra", "costs"), run.get("report", "acceptance", "tau", "measured")
     speedup = run.get("report", "speedup", "decode", "value")
     if not costs or not tau or not speedup or run.k is None or run.k >= len(costs["target"]):
         return Number(None, run.number)
     parts = {**costs, "target": tuple(costs["target"]), "rest": tuple(costs["rest"])}
-    found = Costs(**parts)
-    return Number(speedup / (tau * found.round(0) / found.round(run.k)), run.number)
+    table = Costs(**parts)
+    return Number(speedup / (tau * table.round(0) / table.round(run.k)), run.number)
 
 
-def floor(run: Run) -> Number:
-    """What of a measured round the machine could not do without, from the matrix cell of the served regime."""
-    for place, cell in enumerate(run.get("report", "extra", "matrix") or []):
+def floor(run: LoadedRun) -> Number:
+    """The share of a measured round that the machine needs at least, from the matrix cell of the served regime."""
+    for index, cell in enumerate(run.get("report", "extra", "matrix") or []):
         if cell["temperature"] == run.temperature and cell["rows"] == run.get("report", "settings", "rows"):
-            return run.at("report", "extra", "matrix", place, "floor", "round_share")
+            return run.at("report", "extra", "matrix", index, "floor", "round_share")
     return run.at("report", "extra", "floor", "round_share")
 
 
-def first_screen(runs: Sequence[Run]) -> Section:
-    """Tiles of one run, and a table with a column a run."""
-    tiles = tag("div", *_tiles(runs[0]), class_="tiles") if len(runs) == 1 else None
-    head: list[object] = ["", *[run.name for run in runs]]
+def first_screen(runs: Sequence[LoadedRun]) -> Section:
+    """Tiles if there is one run, and a table with a column a run."""
+    tiles = _tiles(runs[0]) if len(runs) == 1 else []
     cells = {name: [part(run) for run in runs] for name, part in ROWS}
-    rows = [[name, *[cell or DASH for cell in found]] for name, found in cells.items() if any(found)]
-    made = table(head, rows) if rows else None
-    return Section("figures", "What was measured", joined(tiles, made, tag("p", WORDS, class_="note")))
+    rows = [[name, *[cell or DASH for cell in row]] for name, row in cells.items() if any(row)]
+    figures = table(["", *[run.name for run in runs]], rows) if rows else None
+    return Section("figures", "What was measured", render("figures.html", tiles=tiles, figures=figures))
 
 
-def _tiles(run: Run) -> list[Html]:
+class Tile(NamedTuple):
+    """An answer in large type."""
+
+    title: str
+    answer: Markup
+    note: str
+    bad: bool = False
+
+
+def _tiles(run: LoadedRun) -> list[Tile]:
     """Three answers."""
     faster = _interval(run, "report", "speedup", "whole") if run.report else joined("not measured")
     before = run.at("report", "extra", "checkpoints", 0, "tau")
@@ -101,30 +110,25 @@ def _tiles(run: Run) -> list[Html]:
     more = joined(number(before, ".2f"), " → ", number(after, ".2f")) if after.value is not None else _alphas(run)
     passed = run.get("report", "exactness", "passed")
     exact = {True: "yes, checked", False: "no: see exactness"}.get(passed, "not checked")
-    length = run.get("run", "settings", "policy", "k")  # at which checkpoints are ranked, not the one that was planned
+    length = run.get("run", "settings", "policy", "k")  # that ranks checkpoints, not the planned one
     at = f" with k = {length}" if length else ""
     what = f"tokens per target call{at}, before training → now" if after.value is not None else "acceptance"
     return [
-        _tile("faster", faster, "over plain decoding, with its 95 % interval"),
-        _tile("accepts more", more, what),
-        _tile("exact", joined(exact), "the text has the target's distribution", bad=passed is False),
+        Tile("faster", faster, "over plain decoding, with its 95 % interval"),
+        Tile("accepts more", more, what),
+        Tile("exact", joined(exact), "the text has the target's distribution", bad=passed is False),
     ]
 
 
-def _tile(title: str, shown: Html, note: str, bad: bool = False) -> Html:
-    parts = tag("div", title, class_="what"), tag("div", shown, class_="big"), tag("div", note, class_="note")
-    return tag("div", *parts, class_="tile bad" if bad else "tile")
-
-
-def _exported_tau(run: Run) -> Number:
+def _exported_tau(run: LoadedRun) -> Number:
     step = run.get("report", "extra", "exported_step")
-    for place, kept in enumerate(run.get("report", "extra", "checkpoints") or []):
-        if kept["step"] == step and place:
-            return run.at("report", "extra", "checkpoints", place, "tau")
+    for index, checkpoint in enumerate(run.get("report", "extra", "checkpoints") or []):
+        if checkpoint["step"] == step and index:
+            return run.at("report", "extra", "checkpoints", index, "tau")
     return Number(None, run.number)
 
 
-def _alphas(run: Run) -> Html:
+def _alphas(run: LoadedRun) -> Markup:
     own = alpha(run)
     curve = run.curves.get(tags.at("acceptance", run.temperature))
     if own.value is None and curve:
@@ -133,28 +137,28 @@ def _alphas(run: Run) -> Html:
     return number(own)
 
 
-def _some(part: Callable[[Run], Html], *path: str) -> Callable[[Run], Html | None]:
+def _some(part: Callable[[LoadedRun], Markup], *path: str) -> Callable[[LoadedRun], Markup | None]:
     return lambda run: part(run) if run.get(*path) is not None else None
 
 
-def _plain(*path: str, spec: str = ".3f") -> Callable[[Run], Html | None]:
+def _plain(*path: str, spec: str = ".3f") -> Callable[[LoadedRun], Markup | None]:
     return _some(lambda run: number(run.at(*path), spec), *path)
 
 
-def _ranged(*path: str) -> Callable[[Run], Html | None]:
+def _ranged(*path: str) -> Callable[[LoadedRun], Markup | None]:
     return _some(lambda run: _interval(run, *path), *path, "value")
 
 
-def _share(part: Callable[[Run], Number]) -> Callable[[Run], Html | None]:
-    return lambda run: joined(number(found, ".0%")) if (found := part(run)).value is not None else None
+def _share(part: Callable[[LoadedRun], Number]) -> Callable[[LoadedRun], Markup | None]:
+    return lambda run: joined(number(share, ".0%")) if (share := part(run)).value is not None else None
 
 
-def _exact(run: Run) -> Html | None:
+def _exact(run: LoadedRun) -> Markup | None:
     passed = run.get("report", "exactness", "passed")
     return None if passed is None else joined("passed" if passed else "FAILED")
 
 
-ROWS: list[tuple[str, Callable[[Run], Html | None]]] = [
+ROWS: list[tuple[str, Callable[[LoadedRun], Markup | None]]] = [
     ("speed-up over plain decoding", _ranged("report", "speedup", "whole")),
     ("the same, prefill left out", _ranged("report", "speedup", "decode")),
     ("share of what the costs of its parts allow", _share(share_of_costs)),
@@ -172,7 +176,4 @@ ROWS: list[tuple[str, Callable[[Run], Html | None]]] = [
     ("the same by n-gram look-up, without a draft", _ranged("report", "extra", "greedy", "ngram", "speedup")),
     ("exactness", _exact),
 ]
-DASH = tag("span", "–", title="not measured in this run")
-WORDS = ("Speed-up: tokens per wall second of both sides on the same engine, prompts and machine, in turns; in "
-         "brackets its 95 % bootstrap interval over batches. tau: sum of new tokens / sum of target calls, "
-         "the one after the accepted ones included. A dash: not measured.")  # fmt: skip
+DASH = number(Number(None))

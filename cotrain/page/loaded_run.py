@@ -1,7 +1,7 @@
-"""What a run's folder holds for its page, and every number with the place it comes from."""
+"""A run's folder as the page reads it: reports, training curves, and every number with its source."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -10,19 +10,20 @@ from typing import Any
 from cotrain.board import tags
 from cotrain.errors import UserError
 from cotrain.evaluation.comparison import FIGURES
-from cotrain.page import event_curves
 from cotrain.run_folder import MARKER
 from inference.report.build import validate
 from inference.report.replay import FILE as REPLAY
 from inference.report.replay import validate as validate_replay
 
 REPORT = "report.json"
+Curve = list[tuple[int, float]]  # (step, value), steps ascending
+MOST = 400  # points of a curve that are drawn
 
 
 @dataclass(frozen=True)
 class Number:
-    """A value (None: not known), and where it stands: run and JSON pointer (RFC 6901) into `Run.documents`; times /
-    over, another pointer, are what it is multiplied and divided by. source "": computed by the page."""
+    """A value (None: not known) and its source: run and JSON pointer (RFC 6901) into `LoadedRun.documents`; times and
+    over (another pointer) multiply and divide it. source "": computed by the page."""
 
     value: float | None
     run: int = 0
@@ -30,20 +31,16 @@ class Number:
     over: str = ""
     times: float = 1.0
 
-    @property
-    def shown(self) -> float | None:
-        return self.value
-
 
 @dataclass(frozen=True)
-class Run:
-    """A loaded folder. documents: `report` (report.json), `held_out` (held_out.json), `run` (run.json), `replay`
-    (replay.json), each None where it is not there; curves by TensorBoard tag; number: its place on the page."""
+class LoadedRun:
+    """A run's folder. documents: `report` (report.json), `held_out` (held_out.json), `run` (run.json), `replay`
+    (replay.json), each None if missing; curves by TensorBoard tag; number: its position on the page."""
 
     number: int
     path: Path
     documents: Mapping[str, Any]
-    curves: Mapping[str, event_curves.Curve]
+    curves: Mapping[str, Curve]
 
     @property
     def report(self) -> dict[str, Any] | None:
@@ -51,18 +48,18 @@ class Run:
 
     @property
     def partial(self) -> bool:
-        """Whether the run has not come to its end: it was stopped, or goes on."""
+        """Whether the run has not finished: it was stopped, or goes on."""
         marker = self.documents["run"]
         return marker is not None and marker["state"] != "finished"
 
     @property
     def greedy(self) -> bool:
-        """Whether its draft drafts its likeliest tokens, which are accepted with p(argmax q)."""
+        """Whether its draft drafts its likeliest tokens, accepted with probability p(argmax q)."""
         return self.get("run", "settings", "objective") == "greedy_draft"
 
     @property
     def alpha(self) -> str:
-        """What held-out figures call acceptance as it drafts."""
+        """The name of its acceptance among held-out figures."""
         return "alpha_greedy_draft" if self.greedy else "alpha"
 
     @cached_property
@@ -72,15 +69,15 @@ class Run:
     @property
     def temperature(self) -> float:
         """Of the regime that was served, or is to be."""
-        found = self.get("report", "settings", "sampling", "temperature")
-        found = self.get("run", "settings", "regime", "temperature") if found is None else found
-        return 1.0 if found is None else float(found)
+        value = self.get("report", "settings", "sampling", "temperature")
+        value = self.get("run", "settings", "regime", "temperature") if value is None else value
+        return 1.0 if value is None else float(value)
 
     @property
     def tree(self) -> list[int] | None:
         """Parents of the nodes of the tree that was timed; None: chains."""
-        found: list[int] | None = self.get("report", "extra", "planned_shape")
-        return found
+        parents: list[int] | None = self.get("report", "extra", "planned_shape")
+        return parents
 
     @property
     def k(self) -> int | None:
@@ -93,12 +90,12 @@ class Run:
         return planned if planned is not None else int(digits) if digits.isdigit() else None
 
     def get(self, *path: str | int) -> Any:
-        """What stands at a path of keys and places, None where there is nothing."""
-        found: Any = self.documents
+        """The value at a path of keys and indices, None if there is none."""
+        value: Any = self.documents
         for key in path:
-            fits = isinstance(found, Mapping) or (isinstance(found, list) and isinstance(key, int) and key < len(found))
-            found = (found.get(key) if isinstance(found, Mapping) else found[key]) if fits else None
-        return found
+            fits = isinstance(value, Mapping) or (isinstance(value, list) and isinstance(key, int) and key < len(value))
+            value = (value.get(key) if isinstance(value, Mapping) else value[key]) if fits else None
+        return value
 
     def at(self, *path: str | int, over: Sequence[str | int] = (), times: float = 1.0) -> Number:
         """The number at a path; with over or times, value * times / the number at `over`."""
@@ -109,8 +106,8 @@ class Run:
 
     def all(self, *path: str | int) -> list[Number]:
         """The numbers of a list, or of a dict in its order."""
-        found = self.get(*path) or []
-        return [self.at(*path, key) for key in (found if isinstance(found, Mapping) else range(len(found)))]
+        values = self.get(*path) or []
+        return [self.at(*path, key) for key in (values if isinstance(values, Mapping) else range(len(values)))]
 
 
 def pointer(path: Sequence[str | int]) -> str:
@@ -118,10 +115,10 @@ def pointer(path: Sequence[str | int]) -> str:
     return "".join("/" + str(key).replace("~", "~0").replace("/", "~1") for key in path)
 
 
-def load(paths: Sequence[str]) -> list[Run]:
+def load(paths: Sequence[str]) -> list[LoadedRun]:
     """The runs at these folders, or files named report.json.
 
-    Raises UserError for none, for one that is not there, holds nothing of a run, or holds a report that cannot be read.
+    Raises UserError for no path, and for one that does not exist, is no run's, or has a report that cannot be read.
     """
     if not paths:
         raise UserError("name the folder of a run with run=, as in run=outputs/demo")
@@ -132,53 +129,81 @@ def load(paths: Sequence[str]) -> list[Run]:
     return runs
 
 
-def _load(number: int, path: Path) -> Run:
+def _load(number: int, path: Path) -> LoadedRun:
     if not path.exists():
         raise UserError(f"run={path} is not there: name the folder that output= of cotrain train or bench named")
-    place = path if path.is_dir() else path.parent
-    report = _report(path if path.is_file() else next(filter(Path.is_file, (place / "draft" / REPORT, place / REPORT)), None))  # fmt: skip # noqa: E501
-    marker, figures = (_json(place / name, name) for name in (MARKER, FIGURES))
-    curves = event_curves.read(place / tags.CURVES)
+    folder = path if path.is_dir() else path.parent
+    report = _report(path if path.is_file() else next(filter(Path.is_file, (folder / "draft" / REPORT, folder / REPORT)), None))  # fmt: skip # noqa: E501
+    marker, figures = (_json(folder / name, name) for name in (MARKER, FIGURES))
+    curves = read_curves(folder / tags.CURVES)
     if path.is_file():
         marker, figures, curves = None, None, {}
     elif report is None and marker is None and figures is None and not curves:
         raise UserError(f"run={path} holds no {REPORT}, {MARKER} or {FIGURES}: name a folder that output= of cotrain "
                         "train or bench named")  # fmt: skip
-    documents = {"report": report, "held_out": figures, "run": marker, "replay": _replay(place)}
-    return Run(number, path, documents, curves)
+    documents = {"report": report, "held_out": figures, "run": marker, "replay": _replay(folder)}
+    return LoadedRun(number, path, documents, curves)
 
 
 def _report(file: Path | None) -> dict[str, Any] | None:
-    found = None if file is None else _json(file, str(file))
-    if found is None:
+    report = None if file is None else _json(file, str(file))
+    if report is None:
         return None
-    if found.get("synthetic"):
+    if report.get("synthetic"):
         raise UserError(f"run={file} is of made-up weights (synthetic=): it has costs, but no acceptance to show")
     try:
-        validate(found)
+        validate(report)
     except ValueError as error:
         raise UserError(f"run={file} is no report of this version: {error}; measure the draft anew with cotrain bench") from error  # fmt: skip # noqa: E501
-    return found
+    return report
 
 
-def _replay(place: Path) -> dict[str, Any] | None:
-    file = next(filter(Path.is_file, (place / REPLAY, place / "draft" / REPLAY)), None)
-    found = None if file is None else _json(file, str(file))
-    if found is not None:
+def _replay(folder: Path) -> dict[str, Any] | None:
+    file = next(filter(Path.is_file, (folder / REPLAY, folder / "draft" / REPLAY)), None)
+    record = None if file is None else _json(file, str(file))
+    if record is not None:
         try:
-            validate_replay(found)
+            validate_replay(record)
         except ValueError as error:
             raise UserError(f"{file} is no replay of this version: {error}; delete it, or record it anew") from error
-    return found
+    return record
 
 
 def _json(file: Path, name: str) -> dict[str, Any] | None:
     if not file.is_file():
         return None
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        document = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{file} cannot be read as JSON: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(document, dict):
         raise UserError(f"{file} holds no JSON object: name a run of cotrain")
-    return found
+    return document
+
+
+def read_curves(folder: Path) -> dict[str, Curve]:
+    """Every scalar of the TensorBoard event files by tag; {} without files. A step that a resumed run repeated has its
+    last value; a file that ends in the middle of a record gives the records before."""
+    files = sorted(folder.rglob("*tfevents*"), key=lambda file: file.name)  # in the order of time
+    if not files:
+        return {}
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    scalars: dict[str, dict[int, float]] = {}
+    for file in files:
+        events = EventAccumulator(str(file), size_guidance={"scalars": 0})
+        events.Reload()
+        for name in events.Tags()["scalars"]:
+            scalars.setdefault(name, {}).update({event.step: event.value for event in events.Scalars(name)})
+    return {name: list(_finite(values)) for name, values in scalars.items()}
+
+
+def _finite(values: dict[int, float]) -> Iterator[tuple[int, float]]:
+    """(step, value) in the order of steps, without NaN and infinity, which no axis shows."""
+    return ((step, value) for step, value in sorted(values.items()) if abs(value) < float("inf"))
+
+
+def thinned(curve: Curve, most: int = MOST) -> Curve:
+    """At most so many points, evenly, the last one among them."""
+    every = -(-len(curve) // most)
+    return curve[::-1][:: max(every, 1)][::-1]

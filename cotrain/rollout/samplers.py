@@ -11,10 +11,11 @@ from typing import Any, Protocol
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from cotrain.console import Display, Say
 from cotrain.errors import UserError
-from cotrain.progress_display import Display, Say
-from inference import Engine, Sampling, noise
+from inference import Engine, Sampling
 from inference.drafts.atomic import naming_full_disk, write_atomic
+from inference.sampling import noise
 from inference.servers.openai_client import Client, Completion
 
 SEEDS = 2**32  # keys of a set are fewer
@@ -79,10 +80,10 @@ class Faster:
         name = next((one for one in self.samplers if self.speeds.get(one, 0.0) <= 0.0), None)
         name = name or max(self.speeds, key=self.speeds.__getitem__)
         clock = time.perf_counter()
-        found = self.samplers[name](prompts, sampling, new_tokens, seed, keys)
-        speed = sum(map(len, found)) / (time.perf_counter() - clock)
+        completions = self.samplers[name](prompts, sampling, new_tokens, seed, keys)
+        speed = sum(map(len, completions)) / (time.perf_counter() - clock)
         self.speeds[name] = speed if name in self.speeds else 0.0  # the first batch warms up
-        return found
+        return completions
 
 
 @dataclass(frozen=True)
@@ -108,13 +109,13 @@ class Mixed:
     ) -> list[list[int]]:
         zero, rows = torch.zeros(len(keys), dtype=torch.int64), torch.tensor(keys)
         drafted = (noise.uniform(seed, rows, zero, zero[:1], noise.DRAFT)[:, 0] < self.share).tolist()
-        found: dict[int, list[int]] = {}
+        completions: dict[int, list[int]] = {}
         for sampler, mine in ((self.draft, True), (self.target, False)):
             at = [i for i, one in enumerate(drafted) if one is mine]
             if at:
                 part = [prompts[i] for i in at], sampling, new_tokens, seed, [keys[i] for i in at]
-                found |= dict(zip(at, sampler(*part), strict=True))
-        return [found[i] for i in range(len(keys))]
+                completions |= dict(zip(at, sampler(*part), strict=True))
+        return [completions[i] for i in range(len(keys))]
 
 
 @dataclass(frozen=True)
@@ -129,11 +130,11 @@ class Remote:
     def __call__(
         self, prompts: list[list[int]], sampling: Sampling, new_tokens: int, seed: int, keys: list[int]
     ) -> list[list[int]]:
-        told = self.client.tells_ids
-        asked: Any = prompts if told else [str(self.tokenizer.decode(prompt)) for prompt in prompts]
+        sends_ids = self.client.sends_ids
+        asked: Any = prompts if sends_ids else [str(self.tokenizer.decode(prompt)) for prompt in prompts]
         seeds = [seed * SEEDS + key for key in keys]
-        found = self.client.complete(asked, new_tokens, sampling, seeds, at_once=self.rows)
-        return [self._ids(one, new_tokens) for one in found]
+        answers = self.client.complete(asked, new_tokens, sampling, seeds, at_once=self.rows)
+        return [self._ids(one, new_tokens) for one in answers]
 
     def _ids(self, one: Completion, new_tokens: int) -> list[int]:
         if one.ids is not None:
@@ -147,7 +148,7 @@ def collect(
     sampler: Sampler, asked: list[tuple[str, list[int]]], sampling: Sampling, new_tokens: int, seed: int, partial: Path,
     say: Say | None = None, keys: Sequence[int] | None = None, seconds: float | None = None,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Sample a continuation of every (domain, prompt); rows of `kept_texts.FEATURES`, end tokens kept.
+    """Sample a continuation of every (domain, prompt); rows of `training_texts.FEATURES`, end tokens kept.
 
     seconds: no batch begins that would end later, so that rows may be fewer than asked for; the first one always does.
 
@@ -158,23 +159,23 @@ def collect(
     keys = range(len(asked)) if keys is None else keys
     partial.parent.mkdir(parents=True, exist_ok=True)
     rows = _whole_lines(partial)
-    begun, clock = len(rows), time.perf_counter()
-    display = Display(f"rollout T={sampling.temperature:g}", len(asked), "texts", begun, say)
+    first, clock = len(rows), time.perf_counter()
+    display = Display(f"rollout T={sampling.temperature:g}", len(asked), "texts", first, say)
     with display, naming_full_disk(partial), partial.open("a", encoding="utf-8") as file:
-        for start in range(begun, len(asked), sampler.rows):
+        for start in range(first, len(asked), sampler.rows):
             batch = asked[start : start + sampler.rows]
             texts = [prompt for _, prompt in batch]
             completions = sampler(texts, sampling, new_tokens, seed, list(keys[start : start + len(batch)]))
-            made = [
+            batch_rows = [
                 {"domain": domain, "prompt": prompt, "completion": completion}
                 for (domain, prompt), completion in zip(batch, completions, strict=True)
             ]
-            file.writelines(json.dumps(row) + "\n" for row in made)
+            file.writelines(json.dumps(row) + "\n" for row in batch_rows)
             file.flush()
-            rows += made
-            speed = sum(len(row["completion"]) for row in rows[begun:]) / (time.perf_counter() - clock)
+            rows += batch_rows
+            speed = sum(len(row["completion"]) for row in rows[first:]) / (time.perf_counter() - clock)
             display.to(len(rows), f"{speed:.0f} tokens/s")
-            batches, spent = (len(rows) - begun) / sampler.rows, time.perf_counter() - clock
+            batches, spent = (len(rows) - first) / sampler.rows, time.perf_counter() - clock
             if seconds and len(rows) < len(asked) and spent * (1 + 1 / batches) > seconds:
                 print(f"sampling ends with {len(rows)} of {len(asked)} texts, which minutes= leaves time for")
                 break

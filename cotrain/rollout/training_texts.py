@@ -3,23 +3,34 @@
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import datasets
+import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from cotrain.console import Say
 from cotrain.data.fingerprints import identity, said
 from cotrain.data.prompt_rows import PromptRows, TextStarts
 from cotrain.data.texts import Texts
 from cotrain.paths import folder
-from cotrain.progress_display import Say
 from cotrain.ranks import awaited, rank
-from cotrain.rollout import kept_texts, samplers
+from cotrain.rollout import samplers
 from inference import Engine, Sampling
+from inference.drafts.atomic import new_file, write_atomic
 
 Source = PromptRows | TextStarts
+FEATURES = datasets.Features(
+    {
+        "domain": datasets.Value("string"),
+        "prompt": datasets.Sequence(datasets.Value("int32")),
+        "completion": datasets.Sequence(datasets.Value("int32")),
+    }
+)
 
 
 class Share(NamedTuple):
@@ -31,7 +42,7 @@ class Share(NamedTuple):
 
 WHOLE = Share(0, 1)
 DRAFTED = "on_draft"  # in a manifest: the share of its texts that a draft continued, which are nobody else's
-FOUND = {"rows", "tokens", "prompts"}  # in a manifest: what a set came to
+RESULTS = {"rows", "tokens", "prompts"}  # in a manifest: what a set came to
 
 
 def logged(chats: PromptRows, count: int, ask: samplers.Ask, seed: int) -> Texts:
@@ -44,7 +55,7 @@ def logged(chats: PromptRows, count: int, ask: samplers.Ask, seed: int) -> Texts
         raise ValueError("data.path: its conversations hold no completion of a prompt of at most "
                          f"rollout.prompt_tokens={ask.prompt_tokens}; prompts alone: trainer.corpus_steps=0, "
                          "data.on_target=false")  # fmt: skip
-    return kept_texts.texts([row | {"completion": row["completion"][: ask.new_tokens]} for row in rows])
+    return padded([row | {"completion": row["completion"][: ask.new_tokens]} for row in rows])
 
 
 @dataclass(frozen=True)
@@ -52,10 +63,10 @@ class Sampled:
     """Texts of the target: shipped ones when they are what would be sampled here, else sampled here and kept.
 
     kind: "train" or "held_out" (the split that the prompts come from). folder: where own sets are kept. source: what
-    prompts are made from, see `inputs.made_from`, by kind. by: who samples, this engine when None; server: its model,
-    as the set's manifest says it; on_draft: share of the texts of all parts but the first that the draft under training
-    continues. identity: the target's, see `fingerprints.identity`, found out when None. minutes: the run's budget, with
-    which sets may hold fewer texts than asked for; seconds: what sampling a set may take then, by kind.
+    prompts are made from, see `inputs.prompt_origin`, by kind. by: who samples, this engine when None; server: its
+    model, as the set's manifest says it; on_draft: share of the texts of all parts but the first that the draft under
+    training continues. identity: the target's, see `fingerprints.identity`, found out when None. minutes: the run's
+    budget, with which sets may hold fewer texts than asked for; seconds: what sampling a set may take then, by kind.
     """
 
     target: PreTrainedModel
@@ -79,28 +90,28 @@ class Sampled:
         for place in (folder("data") / "rollouts", self.folder):
             path = place / name(kind, sampling, part)
             if self._fits(path, kind, sampling, part):
-                return kept_texts.texts(kept_texts.read(path))
+                return padded(read_rows(path))
         if other := self._apart(self.folder / name(kind, sampling, part), kind, sampling, part):
             (say or print)(f"kept texts are not used, new ones are sampled: {other}")
-        return kept_texts.texts(kept_texts.read(self.sample(kind, sampling, source(), say, part)))
+        return padded(read_rows(self.sample(kind, sampling, source(), say, part)))
 
     def sample(
         self, kind: str, sampling: Sampling, source: Source, say: Say | None = None, part: Share = WHOLE
     ) -> Path:
         """Sample a set and keep it; interrupted, the next call goes on where this one stopped. Of several processes one
         samples; raises as `ranks.awaited`."""
-        path, made = self.folder / name(kind, sampling, part), self._manifest(kind, sampling, part)
+        path, wanted = self.folder / name(kind, sampling, part), self._manifest(kind, sampling, part)
         if rank():
             awaited(lambda: self._fits(path, kind, sampling, part), "the process that samples texts")
             return path
-        partial = kept_texts.beside(path, f"{_digest(made)}.partial.jsonl")  # of this very set
+        partial = beside(path, f"{_digest(wanted)}.partial.jsonl")  # of this very set
         asked = source.prompts(self.ask.texts[kind], self.ask.prompt_tokens, self.seed)
         mine: Sequence[int] = range(part.place, len(asked), part.of)  # of every domain
         if self.minutes:  # which may end the sampling: some of each domain first
             mine = _in_turn([asked[i][0] for i in mine], mine)
         rows = samplers.collect(self._sampler(), [asked[i] for i in mine], sampling, self.ask.new_tokens, self.seed,
                                partial, say, mine, self.seconds.get(kind))  # fmt: skip
-        kept_texts.save(rows, path, made if len(rows) < len(mine) else _whole(made))
+        save_rows(rows, path, wanted if len(rows) < len(mine) else _whole(wanted))
         partial.unlink()
         return path
 
@@ -111,26 +122,26 @@ class Sampled:
         return self.identity or identity(self.target, self.tokenizer)
 
     def _manifest(self, kind: str, sampling: Sampling, part: Share) -> dict[str, object]:
-        made = {"kind": kind, "regime": regime(sampling), "target": self._target(), "seed": self.seed,
+        manifest = {"kind": kind, "regime": regime(sampling), "target": self._target(), "seed": self.seed,
                 "source": self.source[kind], "texts": self.ask.texts[kind], "prompt_tokens": self.ask.prompt_tokens,
                 "new_tokens": self.ask.new_tokens} | (
                 {"minutes": self.minutes} if self.minutes else {}) | (
                 {"server": self.server} if self.server else {}) | (
                 {"part": list(part)} if part.of > 1 else {}) | (
                 {DRAFTED: self.on_draft} if self.on_draft and part.place else {})  # fmt: skip
-        return dict(json.loads(json.dumps(made)))  # as it is read back
+        return dict(json.loads(json.dumps(manifest)))  # as it is read back
 
     def _fits(self, path: Path, kind: str, sampling: Sampling, part: Share) -> bool:
-        """Made by this very target in this regime from such prompts: any other set is no data for this run."""
-        found, made = _made(kept_texts.manifest(path)), self._manifest(kind, sampling, part)
-        return found is not None and found in (made, _whole(made))
+        """Whether the set at `path` was made by this target, in this regime, from these prompts."""
+        stored, wanted = _origin(read_manifest(path)), self._manifest(kind, sampling, part)
+        return stored is not None and stored in (wanted, _whole(wanted))
 
     def _apart(self, path: Path, kind: str, sampling: Sampling, part: Share) -> str | None:
         """What keeps a kept set from being used, in words; None without one."""
-        found = _made(kept_texts.manifest(path))
-        if found is None:
+        stored = _origin(read_manifest(path))
+        if stored is None:
             return None
-        return f"{kept_texts.beside(path, 'parquet')}: {said(found, self._manifest(kind, sampling, part))}"
+        return f"{beside(path, 'parquet')}: {said(stored, self._manifest(kind, sampling, part))}"
 
 
 def _whole(manifest: dict[str, Any]) -> dict[str, Any]:
@@ -148,9 +159,9 @@ def _in_turn(domains: Sequence[str], places: Sequence[int]) -> list[int]:
     return [place for _, place in sorted(turns)]
 
 
-def _made(manifest: dict[str, Any] | None) -> dict[str, Any] | None:
+def _origin(manifest: dict[str, Any] | None) -> dict[str, Any] | None:
     """What made a set, without what it came to."""
-    return None if manifest is None else {key: value for key, value in manifest.items() if key not in FOUND}
+    return None if manifest is None else {key: value for key, value in manifest.items() if key not in RESULTS}
 
 
 def _digest(manifest: dict[str, object]) -> str:
@@ -167,3 +178,46 @@ def name(kind: str, sampling: Sampling, part: Share = WHOLE) -> str:
     cuts = [f"_k{sampling.top_k}"] * (sampling.top_k > 0) + [f"_p{sampling.top_p:g}"] * (sampling.top_p < 1)
     cuts += [f"_{part.place + 1}of{part.of}"] * (part.of > 1)
     return f"{kind}_T{sampling.temperature:g}" + "".join(cuts)
+
+
+def beside(path: Path, ending: str) -> Path:
+    """path.ending; `with_suffix` would take the .5 of `held_out_T0.5` for one."""
+    return path.with_name(f"{path.name}.{ending}")
+
+
+def save_rows(rows: list[dict[str, Any]], path: Path, manifest: dict[str, Any]) -> None:
+    """Write rows of FEATURES to path.parquet and the manifest to path.json, whole or not at all."""
+    table = datasets.Dataset.from_list(rows, features=FEATURES)
+    with new_file(beside(path, "parquet")) as new:
+        table.to_parquet(str(new))
+        beside(path, "json").unlink(missing_ok=True)  # stopped between both, the set before would vouch for these rows
+    tokens = sum(len(row["completion"]) for row in rows)
+    write_atomic(beside(path, "json"), json.dumps(manifest | {"rows": len(rows), "tokens": tokens}, indent=2) + "\n")
+
+
+def read_manifest(path: Path) -> dict[str, Any] | None:
+    """What path.json says of the set, None when there is none."""
+    file = beside(path, "json")
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+
+
+def read_rows(path: Path) -> datasets.Dataset:
+    """Rows of a set. Raises ValueError when there is none."""
+    file = beside(path, "parquet")
+    if not file.is_file():
+        raise ValueError(f"rollouts: there is no {file}; make it with cotrain rollout")
+    try:
+        return datasets.Dataset.from_parquet(str(file), keep_in_memory=True)
+    except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
+        raise ValueError(
+            f"{file} cannot be read: delete it and {beside(path, 'json').name}, they are made anew"
+        ) from error
+
+
+def padded(rows: Iterable[Mapping[str, Any]]) -> Texts:
+    """Pad rows of FEATURES to Texts."""
+    rows = list(rows)
+    ids = [torch.tensor([*row["prompt"], *row["completion"]], dtype=torch.int64) for row in rows]
+    prompt = torch.tensor([len(row["prompt"]) for row in rows])
+    length = torch.tensor([len(row) for row in ids])
+    return Texts(pad_sequence(ids, batch_first=True), prompt, length, [row["domain"] for row in rows])

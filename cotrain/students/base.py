@@ -1,10 +1,11 @@
 """What a kind of draft is while it trains: what it reads of the target, its guesses, the proposer that serves it.
 
-B texts, T tokens, D width of the target's states, V vocabulary, N guesses. A place t of a text speaks of the
-distribution of its token t + 1, given the tokens 0 .. t; flat places are b * T + t.
+B texts, T tokens, D width of the target's states, V vocabulary, N guesses. Position t of a text predicts its token
+t + 1, given tokens 0 .. t; flat positions are b * T + t.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
@@ -14,7 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from cotrain.losses.guess import ANY, Guess
-from cotrain.teacher.seen import Seen
+from cotrain.teacher.target_model import Seen
+from inference import Engine, Sampling
 from inference.models.passes import LAST
 from inference.proposers import kind_of
 from inference.proposers.base import Proposer
@@ -22,50 +24,66 @@ from inference.proposers.base import Proposer
 if TYPE_CHECKING:
     from cotrain.config.groups import Draft, Init
 
-__all__ = ["ANY", "DEFAULT", "KINDS", "LAST", "Guess", "Seen", "Student", "refuse_mixed", "student_class"]
+__all__ = ["ANY", "DEFAULT", "KINDS", "LAST", "Guess", "Seen", "Student", "Trials", "refuse_mixed", "student_class"]
 
-DEFAULT = "independent"  # the kind of a draft folder that does not say it
-KINDS = {  # kind -> module:class, imported when asked for
-    DEFAULT: "cotrain.students.independent:Independent",
-    "conditioned": "cotrain.students.conditioned:Conditioned",
-    "eagle": "cotrain.students.eagle:Eagle",
-    "p_eagle": "cotrain.students.p_eagle:PEagle",
-    "early_exit": "cotrain.students.early_exit:EarlyExit",
-    "parallel": "cotrain.students.parallel:Parallel",
-    "medusa": "cotrain.students.medusa:Medusa",
-    "hydra": "cotrain.students.hydra:Hydra",
-    "retrieval": "cotrain.students.retrieval:Retrieval",
-    "hybrid": "cotrain.students.hybrid:Hybrid",
-    "quantised": "cotrain.students.quantised:Quantised",
-    "two_levels": "cotrain.students.two_levels:TwoLevels",
+DEFAULT = "independent"  # the kind of a draft folder without metadata
+KINDS = {  # kind -> module:class, imported on first use
+    DEFAULT: "cotrain.students.independent:IndependentStudent",
+    "conditioned": "cotrain.students.conditioned:ConditionedStudent",
+    "eagle": "cotrain.students.eagle:EagleStudent",
+    "p_eagle": "cotrain.students.parallel:PEagleStudent",
+    "early_exit": "cotrain.students.early_exit:EarlyExitStudent",
+    "parallel": "cotrain.students.parallel:ParallelStudent",
+    "medusa": "cotrain.students.heads:MedusaStudent",
+    "hydra": "cotrain.students.heads:HydraStudent",
+    "retrieval": "cotrain.students.retrieval:RetrievalStudent",
+    "hybrid": "cotrain.students.hybrid:HybridStudent",
+    "quantised": "cotrain.students.quantised:QuantisedStudent",
+    "two_levels": "cotrain.students.two_levels:TwoLevelsStudent",
 }
 
-# settings that only some kinds have (`Student.takes`) -> the value that asks for nothing
+# settings that only some kinds have (`Student.takes`) -> their value if unset
 OPTIONAL: dict[str, Any] = {
     "datastore": None, "shortest": 2, "rank": 0, "depths": None, "vocabulary": None, "bits": None, "inner": None,
     "temperatures": [],
 }  # fmt: skip
 
-UNTRAINED = {"retrieval", "quantised", "two_levels"}  # kinds that are measured and exported without training
-PREPARED = {"hybrid": "cotrain.students.hybrid:prepare"}  # what a kind settles on ranking prompts before it is measured
 
-SHAPED = {"early_exit": "cotrain.bench.exit_planner:planned"}  # what settles a shape that the settings leave open
+@dataclass(frozen=True)
+class Trials:
+    """What a benchmark grants a kind that calibrates itself before it is measured: engines compiled as they will be
+    served, with a proposer at the longest draft length and without one, and prompts that are never timed."""
+
+    drafting: Callable[[Proposer], Engine]
+    plain: Callable[[], Engine]
+    prompts: Sequence[list[int]]
+    sampling: Sampling
+    new_tokens: int
+    seed: int
 
 
 class Student(Protocol):
-    """A kind of draft. Its class is made from (network, target, vocabulary): the target whose head, layers or
-    embeddings it may share, and the number of ids that have mass (None: all of the head's). What has a body here is
-    what a kind gets by naming this class as its base.
+    """A kind of draft. Its class is called with (network, target, vocabulary): the target whose head, layers or
+    embeddings it may share, and the number of ids that have mass (None: all of the head's). A kind inherits the methods
+    that have a body here.
 
-    takes: those of `OPTIONAL` that it has; others are refused. reads: layers of the target's states that it wants
-    beyond LAST, which losses read anyway. rounds_target: whether it drafts with the target in fewer bits, so that the
-    target must be whole.
+    takes: the settings of `OPTIONAL` that it has; others raise. reads: layers of the target's states that it reads
+    besides LAST, which losses read anyway. trained: False for kinds that are measured and exported without training.
+    open_layers: whether draft.layers may be null, to be chosen by measurements before training. calibrated: whether
+    `calibrate` sets it before it is measured. rounds_target: whether it drafts with the target in fewer bits, so that
+    the target must be whole. begins_with: other kinds whose folders it can begin with (init=pretrained), since their
+    weights mean the same; fresh: tensors that those lack, which begin as without a folder.
     """
 
     kind: str
     takes: tuple[str, ...] = ()
     reads: tuple[int, ...] = ()
+    trained: bool = True
+    open_layers: bool = False
+    calibrated: bool = False
     rounds_target: bool = False
+    begins_with: tuple[str, ...] = ()
+    fresh: frozenset[str] = frozenset()
     network: PreTrainedModel
     target: PreTrainedModel | None
     vocabulary: int | None
@@ -77,11 +95,11 @@ class Student(Protocol):
 
     @classmethod
     def initial(cls, draft: "Draft", init: "Init", target: PreTrainedModel) -> PreTrainedModel:
-        """The network before training. Raises ValueError naming the key that is wrong."""
+        """The network before training. Raises ValueError naming the wrong key."""
         raise ValueError(f"draft.kind: {cls.kind} cannot be made from init={init.kind}")
 
     def of(self, network: PreTrainedModel) -> Self:
-        """The same student with other weights: in parts, rounded, or cast for serving."""
+        """The same student with other weights: sharded, rounded, or cast for serving."""
         return type(self)(network, self.target, self.vocabulary)
 
     def refuse(self) -> None:
@@ -89,8 +107,8 @@ class Student(Protocol):
         return None
 
     def keeps_apart(self) -> bool:
-        """Whether texts that are packed into one row are read as if alone, see `target_model.keeps_apart`; so they are
-        by a student that reads no text but through the target."""
+        """Whether texts packed into one row are read as if alone, see `target_model.keeps_apart`. True for a student
+        that reads texts only through the target."""
         return True
 
     @property
@@ -100,70 +118,58 @@ class Student(Protocol):
         return torch.ones(size, dtype=torch.bool)
 
     def know(self, counts: Tensor) -> None:
-        """Choose those ids, of a kind that knows `draft.vocabulary` of them, by how often each is in texts (V,)."""
+        """Choose the `draft.vocabulary` ids of a pruned vocabulary by the counts of ids in texts (V,)."""
         return None
 
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
-        """What it guesses of a batch, by depth from 0 on, or one guess of depth ANY. batch: ids (B, T), temperature of
-        texts (B,) or of their tokens (B, T), position_ids (B, T) of packed texts; of a step of training also uniforms
-        (B, T), for what is drawn there, and predicted (B, T-1), whose next tokens are learnt from. No guess may depend
-        on a token from its round's first new one on, but through the drafts before it, which are the text's own."""
+        """Its predictions of a batch: one guess a depth, from 0 on, or one of depth ANY.
+
+        batch: ids (B, T), temperature of texts (B,) or of their tokens (B, T), position_ids (B, T) of packed texts; in
+        a training step also uniforms (B, T), for random choices, and predicted (B, T-1), which next tokens are learnt
+        from. Of the tokens from its round's first new one on, a guess may depend only on the drafts before it, which
+        are the text's own tokens.
+        """
 
     def proposer(self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False) -> Proposer:
-        """What drafts with the network in the engine. greedy: the likeliest tokens; compile: its passes, None: on a GPU
-        alone; int8: weights rounded to 8 bits. A kind that drafts trees also takes `shape`, the parents of their nodes
+        """The proposer that serves the network. greedy: draft the most probable tokens; compile: its passes, None: on a
+        GPU only; int8: round weights to 8 bits. A kind that drafts trees also takes `shape`, the parents of their nodes
         (`loading.takes_shape`)."""
 
+    def calibrate(self, proposer: Proposer, trials: Trials) -> dict[str, Any]:
+        """Settings of the network's config that are calibrated on ranking prompts, with this kind's proposer."""
+        return {}
+
     def save(self, folder: Path) -> None:
-        """Write the network, so that `load` finds it."""
+        """Write the network for `load`."""
         self.network.save_pretrained(folder)
 
     @classmethod
     def load(cls, folder: Path, target: PreTrainedModel | None = None, vocabulary: int | None = None) -> Self:
-        """What `save` wrote, in float32."""
+        """The student that `save` wrote, in float32."""
         network = kind_of(cls.kind).network_class.from_pretrained(folder, dtype=torch.float32)
         return cls(network, target, vocabulary)
 
 
 def student_class(kind: str) -> type[Student]:
-    """The class of a kind. Raises ValueError for one that is not registered."""
+    """The class of a kind. Raises ValueError for a kind that is not registered."""
     if kind not in KINDS:
         raise ValueError(f"draft.kind: {kind!r} is none of {', '.join(KINDS)}")
-    found: type[Student] = _named(KINDS[kind])
-    return found
-
-
-def prepare(plan: Any) -> None:
-    """What the kind of a `measurement.Plan` has to settle, with prompts that rank, before its draft is measured."""
-    if plan.kind in PREPARED:
-        _named(PREPARED[plan.kind])(plan)
-
-
-def shape(job: Any) -> dict[str, Any] | None:
-    """Settle what the settings of a `training.job.Job` leave open of its draft's shape, before it is made; returns why,
-    for the report, None where they say all."""
-    kind = job.cfg.draft.kind
-    found: dict[str, Any] | None = _named(SHAPED[kind])(job) if kind in SHAPED else None
-    return found
-
-
-def _named(place: str) -> Any:
-    """The object at module:name."""
-    module, _, name = place.partition(":")
-    return getattr(import_module(module), name)
+    module, _, name = KINDS[kind].partition(":")
+    student: type[Student] = getattr(import_module(module), name)
+    return student
 
 
 def refuse_keys(draft: "Draft", *keys: str) -> None:
     """Raise ValueError for a setting that this kind of draft does not have."""
     for key in keys:
-        value, nothing = getattr(draft, key), OPTIONAL.get(key)
-        if value and value != nothing:
-            wanted = "null" if nothing is None else nothing
-            raise ValueError(f"draft.{key}={value}: {draft.kind} drafts do not have it; draft.{key}={wanted}")
+        value, unset = getattr(draft, key), OPTIONAL.get(key)
+        if value and value != unset:
+            default = "null" if unset is None else unset
+            raise ValueError(f"draft.{key}={value}: {draft.kind} drafts do not have it; draft.{key}={default}")
 
 
 def refuse_mixed(guesses: list[Guess]) -> None:
-    """Raise ValueError for guesses that are neither one of depth ANY nor of depths 0, 1, ... in order."""
+    """Raise ValueError unless there is one guess of depth ANY, or one of each depth 0, 1, ... in order."""
     depths = [guess.depth for guess in guesses]
     if depths not in ([ANY], list(range(len(depths)))) or not depths:
         raise ValueError(

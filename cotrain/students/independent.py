@@ -1,30 +1,48 @@
-"""An independent draft: a small causal LM of its own, that reads the text and nothing of the target.
+"""An independent draft: a small causal LM of its own that reads the text and nothing of the target.
 
-Its starting weights are random, layers of the target, or those of any Hugging Face model.
+It begins with random weights (init=scratch), layers of the target (init=target_layers), or those of any Hugging Face
+model (init=pretrained). `pretrained_network` begins drafts of other kinds with a folder of their own kind, or of one
+whose weights mean the same (`Student.begins_with`).
 """
 
 import copy
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import safe_open
+from safetensors.torch import load_file
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from cotrain.config.groups import Draft, Init
 from cotrain.students.base import DEFAULT, Guess, Seen, Student
-from cotrain.students.pretrained import network_of
 from cotrain.teacher.target_model import halves, keeps_apart, split
 from inference import proposers
-from inference.models.dtypes import quantised
+from inference.drafts.draft_folder import read
+from inference.drafts.weight_files import CONFIG, require_finite, weight_files
+from inference.models.pretrained import quantised
+from inference.proposers import kind_of
 
-ROPES = ("default", "linear", "dynamic", "llama3", "yarn")  # those that any head size can use
+ROPES = ("default", "linear", "dynamic", "llama3", "yarn")  # rotary settings that fit any head size
+Shapes = Mapping[str, tuple[int, ...]]  # of tensors, by name
+COPIES = {"embed_tokens.weight"}  # a copy of the target's, which folders of other programs hold
 
 
-class Independent(Student):
+class IndependentStudent(Student):
     """The student of `inference.proposers.independent`: one guess, the same at every depth (Leviathan et al. 2023,
     arXiv 2211.17192)."""
 
     kind = DEFAULT
+    begins_with: tuple[str, ...] = ("hybrid", "parallel")
 
     def __init__(
         self, network: PreTrainedModel, target: PreTrainedModel | None = None, vocabulary: int | None = None
@@ -34,8 +52,14 @@ class Independent(Student):
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
-        """The network before training. Raises ValueError naming the key that is wrong."""
-        return first_weights(draft, init, target)
+        """The network before training. Raises ValueError naming the wrong key."""
+        if init.kind == "scratch":
+            return scratch(target, *_sizes(draft))
+        if init.kind == "target_layers":
+            return from_layers(target, init.layers)
+        if init.kind == "pretrained":
+            return causal_lm(_checked_path(cls, draft), target)
+        raise ValueError(f"init.kind: {init.kind!r} is none of scratch, target_layers, pretrained (with draft.path=)")
 
     def refuse(self) -> None:
         """Raises ValueError for a head that does more than project, see `target_model.split`."""
@@ -55,24 +79,12 @@ class Independent(Student):
         return proposers.Independent(self.network, greedy, compile=compile, int8=int8, shape=shape)
 
 
-def first_weights(draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
-    """A causal LM before training. Raises ValueError naming the key that is wrong."""
-    if init.kind == "scratch":
-        return scratch(target, *_shape(draft))
-    if init.kind == "target_layers":
-        return from_layers(target, init.layers)
-    if init.kind == "pretrained":
-        found: PreTrainedModel = network_of(draft, target)
-        return found
-    raise ValueError(f"init.kind: {init.kind!r} is none of scratch, target_layers, pretrained (with draft.path=)")
-
-
-def _shape(draft: Draft) -> tuple[int, int, int, int, int]:
-    """Of random weights, as `scratch` takes it. Raises ValueError for a size that is not given."""
+def _sizes(draft: Draft) -> tuple[int, int, int, int, int]:
+    """The arguments of `scratch`. Raises ValueError for a size that is not set."""
     sizes = {key: getattr(draft, key) for key in ("width", "layers", "intermediate", "head_dim", "kv_heads")}
     for key, size in sizes.items():
         if size is None:
-            raise ValueError(f"draft.{key}: a draft of random weights has one: give it, as draft.width=128")
+            raise ValueError(f"draft.{key}: a draft of random weights needs it, as draft.width=128")
     width, layers, intermediate, head_dim, kv_heads = sizes.values()
     return width, layers, intermediate, head_dim, kv_heads
 
@@ -82,8 +94,8 @@ def scratch(
 ) -> PreTrainedModel:
     """A Llama of random weights with the target's vocabulary, positions, rotary settings and special ids.
 
-    Rotary settings made for one head size (factor lists) or differing between layers stay behind. Raises ValueError
-    when head_dim does not divide width, or kv_heads the heads.
+    Rotary settings made for one head size (factor lists) or differing between layers are dropped. Raises ValueError
+    if head_dim does not divide width, or kv_heads the heads.
     """
     if width % head_dim:
         raise ValueError(f"draft.width: {width} is no multiple of draft.head_dim = {head_dim}")
@@ -112,8 +124,8 @@ def scratch(
 def from_layers(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
     """The target cut down to some of its decoder layers, with its embeddings, final norm and head (depth pruning).
 
-    layers: indices, negative ones count from the end. Raises ValueError for an index that is not there, or an
-    architecture whose layers are not named `layers.N` / `h.N`.
+    layers: indices; negative ones count from the end. Raises ValueError for a missing index, and for an architecture
+    whose layers are not named `layers.N` / `h.N`.
     """
     total = target.config.get_text_config().num_hidden_layers
     if any(not -total <= layer < total for layer in layers) or not layers:
@@ -122,7 +134,7 @@ def from_layers(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedMod
     config = copy.deepcopy(target.config)
     config.num_hidden_layers = len(chosen)
     if quantised(config):
-        del config.quantization_config  # what trains is not quantised
+        del config.quantization_config  # a draft trains in full precision
     kinds = config.to_dict().get("layer_types")
     if kinds:
         config.layer_types = [kinds[layer] for layer in chosen]
@@ -139,7 +151,7 @@ def from_layers(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedMod
 
 
 def plain(target: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The target's tensors by name; quantised ones (bitsandbytes) as the numbers that they stand for."""
+    """The target's tensors by name; quantised ones (bitsandbytes) dequantised."""
     state = target.state_dict()  # on a CPU this also undoes the packing of 4-bit weights
     for name, weight in target.named_parameters():
         kind = type(weight).__name__
@@ -159,3 +171,110 @@ def _renumber(name: str, chosen: Sequence[int]) -> str:
             parts[at] = str(chosen[int(parts[at])])
             break
     return ".".join(parts)
+
+
+def causal_lm(path: str, target: PreTrainedModel) -> PreTrainedModel:
+    """Any causal LM from a folder or hub id, in float32, without the vocabulary rows that the target lacks.
+
+    For a target on the meta device, which has no weights, a model without weights. Raises ValueError if its vocabulary
+    is smaller than the target's, and for missing tensors.
+    """
+    theirs, config = target.config.get_text_config().vocab_size, _config(path)
+    ours = config.get_text_config().vocab_size
+    if ours < theirs:
+        raise ValueError(f"draft.path: {path} has {ours} ids, the target {theirs}")
+    if target.device.type == "meta":
+        config.get_text_config().vocab_size = theirs
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, use_safetensors=True, output_loading_info=True
+    )
+    model, info = loaded
+    if info["missing_keys"]:
+        raise ValueError(f"draft.path={path}: tensors are missing: {', '.join(sorted(info['missing_keys']))}")
+    if ours > theirs:
+        model.resize_token_embeddings(theirs)
+    network: PreTrainedModel = model
+    return network
+
+
+def _config(path: str) -> PretrainedConfig:
+    """The config of a folder or hub id. Raises ValueError naming draft.path= if there is none."""
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"draft.path: {path} is no folder of a model, and none that the hub gave: {reason}") from error
+    return config
+
+
+def pretrained_network(student: type[Student], draft: Draft, target: PreTrainedModel) -> Any:
+    """The network of a kind with the weights of draft.path=, in float32; without weights if the target has none. The
+    folder gives the shape: names and shapes of its tensors are compared with its config.json before any is read.
+
+    Raises ValueError naming draft.path= if it is not set, for a folder of another kind, tensors that are missing,
+    superfluous, not finite or of other shapes than config.json says, and for a target of other sizes.
+    """
+    path = _checked_path(student, draft)
+    kind, where = kind_of(student.kind), f"draft.path={path}"
+    if not Path(path).is_dir():
+        raise ValueError(f"{where}: no such folder; {student.kind} drafts begin with the weights of one")
+    network = _load(student, kind.network_class, Path(path), target.device)
+    kind.fits(network, target, where)
+    return network
+
+
+def _checked_path(student: type[Student], draft: Draft) -> str:
+    """draft.path=. Raises ValueError if it is not set, and for a draft folder of a kind that this one cannot begin
+    with."""
+    path = draft.path
+    if not path:
+        raise ValueError("init.kind: 'pretrained' takes its weights from a folder or hub id: name it with draft.path=")
+    metadata = read(path).metadata if Path(path).is_dir() else None
+    kinds = (student.kind, *student.begins_with)
+    if metadata is not None and metadata.kind not in kinds:
+        raise ValueError(f"draft.path={path}: a draft of kind {metadata.kind}; draft={student.kind} begins with the "
+                         f"weights of one of {', '.join(kinds)}")  # fmt: skip
+    return path
+
+
+def _load(student: type[Student], network_class: Any, path: Path, device: torch.device) -> PreTrainedModel:
+    """The network of the folder's config.json, with the folder's tensors."""
+    try:
+        config = network_class.config_class.from_pretrained(path)
+    except (StrictDataclassError, ValueError, TypeError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"draft.path={path}: {CONFIG} is none of a draft of kind {student.kind}: {reason}") from error
+    with torch.device("meta" if device.type == "meta" else "cpu"):
+        network: PreTrainedModel = network_class(config)
+    metadata, files = read(path).metadata, weight_files(path)
+    optional = frozenset() if metadata is not None and metadata.kind == student.kind else student.fresh
+    shapes = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
+    if problems := differing(shapes, shapes_of(files), optional):
+        raise ValueError(f"draft.path={path}: {'; '.join(problems)}")
+    if device.type != "meta":
+        for file in files:
+            network.load_state_dict({n: t for n, t in load_file(file).items() if n in shapes}, strict=False)
+        require_finite(network, f"draft.path={path}")
+    return network
+
+
+def shapes_of(files: list[Path]) -> dict[str, tuple[int, ...]]:
+    """The shapes of all tensors of safetensors files, from their headers."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in files:
+        with safe_open(file, "pt") as tensors:
+            shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}
+    return shapes
+
+
+def differing(expected: Shapes, stored: Shapes, optional: frozenset[str]) -> list[str]:
+    """One sentence for each stored tensor that does not fit; those in `optional` may be missing."""
+    missing, superfluous = set(expected) - set(stored) - optional, set(stored) - set(expected) - COPIES
+    problems = [f"tensor {name} is missing" for name in sorted(missing)]
+    problems += [f"tensor {name} is none of its network" for name in sorted(superfluous)]
+    for name in sorted(set(expected) & set(stored)):
+        if expected[name] != stored[name]:
+            problems.append(f"tensor {name} has shape {stored[name]}, config.json says {expected[name]}")
+    return problems

@@ -1,32 +1,42 @@
-"""A parallel draft: a small causal LM that guesses all tokens of a round in one pass, at masks behind the text."""
+"""Drafts that guess all tokens of a round in one pass, at masks after its text: causal LMs (PARD) and feature drafts
+(P-EAGLE).
+
+A round's masks, at depths 1, 2, ..., follow its start, a position of the text. A mask attends to the text up to its
+start and to the masks of that start up to its own depth. The masks of all rounds are read in one pass, after the text's
+T tokens (An et al. 2025, 2504.18583). B texts, T tokens, M masks of a text, L = T + M, H width, V vocabulary.
+"""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import PreTrainedModel
 
 from cotrain.config.groups import Draft, Init
 from cotrain.students.base import Guess, Seen
-from cotrain.students.independent import Independent, first_weights
-from cotrain.students.mask_blocks import Blocks, blocks, places_of, segments, starts, visible
+from cotrain.students.eagle import EagleRounds, EagleStudent
+from cotrain.students.independent import IndependentStudent
 from inference import proposers
-from inference.models.cache import sliding_window
 from inference.models.forward import additive
+from inference.models.pretrained import sliding_window
 from inference.proposers import parallel
+from inference.proposers.eagle import Attend
+from inference.proposers.p_eagle import PEagle, PEagleNetwork
 from inference.proposers.parallel import MASK, mask_of
 
-DEPTHS = 8  # drafts that it learns, where nothing else is said
-KEEP = 0.7  # of the starts of a depth, the share that the next depth keeps while it trains (2504.18583)
+DEPTHS = 8  # default number of drafts that it learns
+KEEP = 0.7  # the share of a depth's starts that the next depth keeps while it trains (2504.18583)
 
 
-class Parallel(Independent):
-    """The student of `inference.proposers.parallel`: a guess a depth, at the anchor and at the masks behind it (PARD:
+class ParallelStudent(IndependentStudent):
+    """The student of `inference.proposers.parallel`: one guess a depth, at the anchor and at the masks after it (PARD:
     An et al. 2025, 2504.18583). Its network is a causal LM whose config names the mask's id and the depths."""
 
     kind = "parallel"
     takes = ("depths",)
+    begins_with = ("independent", "hybrid")
 
     def __init__(
         self, network: PreTrainedModel, target: PreTrainedModel | None = None, vocabulary: int | None = None
@@ -37,71 +47,70 @@ class Parallel(Independent):
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
-        """As the independent draft's: draft.path may name one of either kind. Raises ValueError for one that sees a
-        window of the text alone."""
-        network = first_weights(draft, init, target)
+        """As of an independent draft, and the depths. Raises ValueError for a network with sliding windows too."""
+        network = super().initial(draft, init, target)
         _refuse_window(network)
         learnt = getattr(network.config, parallel.DEPTHS, None)
         setattr(network.config, parallel.DEPTHS, draft.depths or learnt or DEPTHS)
         return network
 
-    def of(self, network: PreTrainedModel) -> "Parallel":
-        return Parallel(network, vocabulary=self.vocabulary)
+    def of(self, network: PreTrainedModel) -> "ParallelStudent":
+        return ParallelStudent(network, vocabulary=self.vocabulary)
 
     def refuse(self) -> None:
-        """Raises as the independent draft, and for a network that cannot be told what each token sees."""
+        """Raises ValueError as the independent draft, and for a network that ignores our attention mask."""
         super().refuse()
         _refuse_window(self.network)
-        if not self._told():
-            raise ValueError(f"draft: {type(self.network).__name__} does not follow a mask of what each token sees; "
+        if not self._follows_mask():
+            raise ValueError(f"draft: {type(self.network).__name__} ignores the attention mask of a parallel draft; "
                              "another family, or draft=independent")  # fmt: skip
 
     @torch.no_grad()
-    def _told(self) -> bool:
-        """Whether states under our own mask are those of the network's."""
+    def _follows_mask(self) -> bool:
+        """Whether states under our own attention mask equal those under the network's."""
         training = self.network.training
         self.network.eval()  # dropout would make any two passes differ
         ids = torch.arange(min(8, self.network.config.vocab_size), device=self.network.device).unsqueeze(0)
-        masks = blocks(ids[0], ids.shape[1], 2)
-        found = torch.allclose(self._states(ids, None, masks)[:, : ids.shape[1]], self.read(ids), rtol=1e-2, atol=1e-2)
+        states = self._states(ids, None, masks_after(ids[0], ids.shape[1], 2))[:, : ids.shape[1]]
+        equal = torch.allclose(states, self.read(ids), rtol=1e-2, atol=1e-2)
         self.network.train(training)
-        return found
+        return equal
 
     def keeps_apart(self) -> bool:
-        return True  # what each token sees is said here
+        return True  # our attention mask separates the texts
 
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
-        """At depth 0 everywhere. At others behind every start; where the batch has `uniforms` (B, T), which a step of
-        training gives, behind those that these keep, of places that are learnt from."""
+        """Depth 0 at every position, others after every start. A training step gives `uniforms` (B, T): its later
+        depths are after the starts that these keep, among those with tokens to learn from."""
         device, u = self.network.device, batch.get("uniforms")
         ids, position_ids = batch["ids"].to(device), batch.get("position_ids")
         length = ids.shape[1]
-        masks = blocks(starts(batch, device), length, self.depths, None if u is None else u[0].to(device), KEEP)
+        masks = masks_after(starts(batch, device), length, self.depths, None if u is None else u[0].to(device), KEEP)
         texts = None if position_ids is None else segments(position_ids.to(device))
         states = self._states(ids, position_ids, masks)
         head = (self.head, tuple(self.network.get_output_embeddings().parameters()))
-        found = [Guess.everywhere(states[:, :length], *head, depth=0)]
+        guesses = [Guess.everywhere(states[:, :length], *head, depth=0)]
         for depth in range(1, self.depths):
-            at, of_masks = places_of(masks, depth, ids, texts)
-            behind = states[:, length:].flatten(0, 1)[of_masks]
-            found.append(Guess(depth, at, behind, *head, share=1.0 if u is None else KEEP**depth))
-        return found
+            at, of_masks = positions_of(masks, depth, ids, texts)
+            of_depth = states[:, length:].flatten(0, 1)[of_masks]
+            guesses.append(Guess(depth, at, of_depth, *head, share=1.0 if u is None else KEEP**depth))
+        return guesses
 
-    def _states(self, ids: Tensor, position_ids: Tensor | None, masks: Blocks) -> Tensor:
-        """(B, T + M, D) of the texts' tokens and of the masks behind them."""
+    def _states(self, ids: Tensor, position_ids: Tensor | None, masks: "Masks") -> Tensor:
+        """(B, T + M, D) of the texts' tokens, then of the masks."""
         rows, length = ids.shape
-        places = torch.arange(length, device=ids.device).expand(rows, -1) if position_ids is None else position_ids
-        places = places.to(ids.device)
-        shown = visible(masks, length, None if position_ids is None else segments(places))
+        positions = torch.arange(length, device=ids.device).expand(rows, -1) if position_ids is None else position_ids
+        positions = positions.to(ids.device)
+        attention_mask = visible(masks, length, None if position_ids is None else segments(positions))
         if self.network.config._attn_implementation != "sdpa":
-            shown = additive(shown, self.network.dtype)
-        found: Tensor = self.network.base_model(
+            attention_mask = additive(attention_mask, self.network.dtype)
+        states: Tensor = self.network.base_model(
             input_ids=torch.cat([ids, ids.new_full((rows, len(masks.start)), self.mask)], 1),
-            attention_mask=shown,
-            position_ids=torch.cat([places, places[:, masks.start] + masks.depth], 1),
+            attention_mask=attention_mask,
+            position_ids=torch.cat([positions, positions[:, masks.start] + masks.depth], 1),
             use_cache=False,
         ).last_hidden_state
-        return found
+        return states
 
     def proposer(
         self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False,
@@ -112,13 +121,77 @@ class Parallel(Independent):
 
 def _refuse_window(network: PreTrainedModel) -> None:
     if window := sliding_window(network.config):
-        raise ValueError(f"draft: {type(network).__name__} sees the last {window} tokens; a parallel draft's masks are "
-                         "read behind a text that all of it sees: another family, or draft=independent")  # fmt: skip
+        raise ValueError(f"draft: {type(network).__name__} attends to the last {window} tokens alone, a parallel draft "
+                         "to its whole text: another family, or draft=independent")  # fmt: skip
+
+
+class PEagleStudent(EagleStudent):
+    """The student of `inference.proposers.p_eagle` (P-EAGLE, 2602.01469). A round whose newest pair is m, see
+    `cotrain.students.eagle`, makes its guess of depth j at position m + 1 + j, from pairs 0 .. m of the target's
+    features and the masks of start m at depths 1 .. j. P = T - 1 pairs."""
+
+    kind = "p_eagle"
+    begins_with = ("eagle",)
+    fresh = frozenset({"mask_hidden"})
+    network: PEagleNetwork
+
+    def __init__(
+        self, network: PreTrainedModel, target: PreTrainedModel | None = None, vocabulary: int | None = None
+    ) -> None:
+        super().__init__(network, target, vocabulary)
+        name_mask(network, vocabulary)
+
+    def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
+        """Depth 0 of every round, others too. A training step gives `uniforms` (B, T): its later depths are of the
+        rounds that these keep, among those with tokens to learn from."""
+        ids, u, depths = batch["ids"], batch.get("uniforms"), self.network.config.depths
+        rounds = EagleRounds(ids, batch.get("position_ids"))
+        uniforms = None if u is None else u[0, 1:].to(ids.device)
+        masks = masks_after(starts(batch, ids.device, 1), ids.shape[1] - 1, depths, uniforms, KEEP)
+        states = self._states(ids, seen, rounds, masks)
+        head = (self.head, tuple(self.network.lm_head.parameters()))
+        at, inside = rounds.of(0)
+        guesses = [Guess(0, at, states[:, : ids.shape[1] - 1][inside], *head)]
+        for depth in range(1, depths):
+            at, of_masks = positions_of(masks, depth, ids, rounds.text, 1)
+            of_depth = states[:, ids.shape[1] - 1 :].flatten(0, 1)[of_masks]
+            guesses.append(Guess(depth, at, of_depth, *head, share=1.0 if u is None else KEEP**depth))
+        return guesses
+
+    def _states(self, ids: Tensor, seen: Seen, rounds: EagleRounds, masks: "Masks") -> Tensor:
+        """(B, P + M, H) after the norm, of the texts' pairs, then of the masks."""
+        network, (rows, length) = self.network, ids.shape
+        tokens = torch.cat([ids[:, 1:], ids.new_full((rows, len(masks.start)), network.mask)], 1)
+        theirs = network.features(seen.states)[:, : length - 1]
+        ours = network.mask_features().expand(rows, len(masks.start), -1)
+        positions = torch.cat([rounds.positions, rounds.positions[:, masks.start] + masks.depth], 1)
+        attend = attend_under(visible(masks, length - 1, rounds.text[:, :-1]), network.groups, network.scale)
+        features = torch.cat([theirs, ours], 1)
+        outputs = network.layer(self.embedded(tokens), features, *network.angles(positions), attend)
+        states: Tensor = network.norm(outputs)
+        return states
+
+    def proposer(
+        self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False,
+        shape: Sequence[int] | None = None,
+    ) -> PEagle:  # fmt: skip
+        return PEagle(self.network, greedy, compile=compile, shape=shape)
+
+
+def attend_under(mask: Tensor, groups: int, scale: float) -> Attend:
+    """Attention under a mask (B, 1, n, n), bool; groups: heads of each pair of keys and values."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (part.to(v.dtype).transpose(1, 2) for part in (q, k, v))  # mixed precision: angles are float32
+        k, v = (part.repeat_interleave(groups, 1) for part in (k, v))
+        return scaled_dot_product_attention(q, k, v, mask, scale=scale).transpose(1, 2).flatten(2)
+
+    return attend
 
 
 def name_mask(network: PreTrainedModel, vocabulary: int | None) -> None:
-    """Say in the network's config which id is read as a mask, where it does not: a row behind the ids that have mass,
-    else the padding, which no text holds, else the last id, for which a text rarely has use."""
+    """Set the mask's id in the network's config unless it has one: an id past those that have mass, else the padding,
+    which no text holds, else the last id, which texts rarely hold."""
     config = network.config
     if getattr(config, MASK, None) is not None:
         return
@@ -130,3 +203,71 @@ def name_mask(network: PreTrainedModel, vocabulary: int | None) -> None:
     else:
         mask = config.vocab_size - 1
     setattr(config, MASK, mask)
+
+
+class Masks(NamedTuple):
+    """The start and depth (M,) of each mask, those of depth 1 first."""
+
+    start: Tensor
+    depth: Tensor
+
+    @property
+    def position(self) -> Tensor:
+        """(M,): the position whose distribution each mask predicts."""
+        return self.start + self.depth
+
+
+def masks_after(starts: Tensor, length: int, depths: int, u: Tensor | None = None, keep: float = 1.0) -> Masks:
+    """Masks of depths 1 .. depths - 1 after starts (S,), in order, up to the end of a text of `length` tokens.
+
+    u (length,): uniforms by position: a start keeps its mask at depth j while u < keep ** j, so that a start with a
+    mask has all masks before it (conditional drop of tokens); None keeps all.
+    """
+    by_depth = []
+    for depth in range(1, depths):
+        here = starts[starts + depth < length]
+        by_depth.append(here if u is None else here[u[here] < keep**depth])
+    sizes = torch.tensor([len(here) for here in by_depth], device=starts.device)
+    each = torch.arange(1, depths, device=starts.device).repeat_interleave(sizes)
+    return Masks(torch.cat([starts[:0], *by_depth]), each)
+
+
+def starts(batch: Mapping[str, Any], device: torch.device, gap: int = 0) -> Tensor:
+    """Starts (S,) of rounds whose anchor is `gap` positions later. All of them, or in a training step, which gives
+    `uniforms`, those whose token after the anchor is learnt from in any text."""
+    if "uniforms" not in batch:
+        return torch.arange(batch["ids"].shape[1] - gap, device=device)
+    return batch["predicted"][:, gap:].any(0).nonzero().squeeze(-1).to(device)
+
+
+def positions_of(masks: Masks, depth: int, ids: Tensor, texts: Tensor | None, gap: int = 0) -> tuple[Tensor, Tensor]:
+    """Flat positions that a depth's masks predict in every row of ids (B, T), and which of the (B M) masks these are;
+    of packed texts, only masks whose round stays within its text. gap: as of `starts`."""
+    rows = torch.arange(len(ids), device=ids.device).unsqueeze(1)
+    column = (masks.depth == depth).nonzero().squeeze(-1)
+    position = masks.position[column] + gap
+    at, of_masks = rows * ids.shape[1] + position, rows * len(masks.depth) + column
+    if texts is None:
+        return at.flatten(), of_masks.flatten()
+    same = texts[:, position] == texts[:, masks.start[column]]
+    return at[same], of_masks[same]
+
+
+def segments(position_ids: Tensor) -> Tensor:
+    """position_ids (B, T) of packed texts -> (B, T), the number of each token's text."""
+    begins = position_ids[:, 1:] != position_ids[:, :-1] + 1
+    return pad(begins.cumsum(1), (1, 0))
+
+
+def visible(masks: Masks, length: int, texts: Tensor | None = None) -> Tensor:
+    """(B or 1, 1, L, L) bool: a token sees tokens up to itself; a mask sees tokens up to its start, and the masks of
+    that start up to its own depth. texts (B, T), see `segments`: none sees another text."""
+    at = torch.arange(length, device=masks.start.device)
+    until = torch.cat([at, masks.start])  # the last token that each sees
+    tokens = at <= until.unsqueeze(1)  # (L, T)
+    if texts is not None:
+        tokens = tokens & (texts[:, until].unsqueeze(2) == texts.unsqueeze(1))
+    same = (masks.start.unsqueeze(1) == masks.start) & (masks.depth.unsqueeze(1) >= masks.depth)
+    others = pad(same, (0, 0, length, 0))  # (L, M): a token sees no mask
+    others = others.expand(*tokens.shape[:-1], others.shape[1])
+    return torch.cat([tokens, others], -1).view(-1, 1, len(until), len(until))

@@ -1,4 +1,4 @@
-"""The target in fewer bits as its own draft: no weights of its own, settings alone."""
+"""The target in fewer bits as its own draft: settings, and no weights to train."""
 
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
@@ -8,42 +8,44 @@ from transformers import PreTrainedModel
 
 from cotrain.config.groups import Draft, Init
 from cotrain.students.base import Guess, Seen, Student, refuse_keys
-from inference.proposers.quantised import Quantised as Serving
-from inference.proposers.quantised import QuantisedConfig, QuantisedNetwork
+from inference.proposers.quantised import Quantised, QuantisedConfig, QuantisedNetwork
 
 BITS = {8: "int8", 4: "nf4"}
 
 
-class Quantised(Student):
-    """The student of `inference.proposers.quantised`: it makes no guesses and learns nothing (`base.UNTRAINED`)."""
+class QuantisedStudent(Student):
+    """The student of `inference.proposers.quantised`: it makes no guesses and learns nothing."""
 
     kind = "quantised"
     takes = ("bits",)
+    trained = False
     rounds_target = True
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
-        """Its settings. Raises as `bits_of`, and ValueError for settings of weights, which it has not."""
+        """Its settings. Raises ValueError for draft.path, and as `bits_of`."""
         refuse_keys(draft, "path")
         return QuantisedNetwork(QuantisedConfig(bits_of(draft)))
 
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
-        """Raises ValueError: there are none to learn from."""
+        """Raises ValueError."""
         raise ValueError(f"draft={self.kind} is not trained")
 
     def proposer(
         self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False,
         shape: Sequence[int] | None = None,
-    ) -> Serving:  # fmt: skip
-        """int8 changes nothing: its bits are what draft.bits= says."""
+    ) -> Quantised:  # fmt: skip
+        """int8 has no effect: draft.bits= decides."""
         assert self.target is not None
-        return Serving(self.target, self.network.config.bits, greedy, compile=compile, shape=shape)
+        return Quantised(self.target, self.network.config.bits, greedy, compile=compile, shape=shape)
 
 
 def bits_of(draft: Draft) -> str:
-    """The weight quantisation of draft.bits. Raises ValueError where it is not given, or cannot be made here."""
+    """The weight quantisation of draft.bits. Raises ValueError if it is not set, or not available here."""
     if draft.bits is None:
-        raise ValueError(f"draft.bits: {draft.kind} drafts with the target in fewer bits: give it, as draft.bits=8")
+        raise ValueError(
+            f"draft.bits: {draft.kind} drafts with the target in fewer bits: set how many, as draft.bits=8"
+        )
     bits = BITS[draft.bits]
     if bits == "nf4" and find_spec("bitsandbytes") is None:
         raise ValueError("draft.bits=4 needs bitsandbytes: pip install bitsandbytes, or draft.bits=8")

@@ -1,32 +1,40 @@
-"""Look-up alone: no trained weights, settings alone."""
+"""Look-up without a model: settings, and no weights to train."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from cotrain.config.groups import Draft, Init
 from cotrain.students.base import Guess, Seen, Student, refuse_keys
-from cotrain.students.hybrid import lookup
-from inference.proposers.lookup_network import LookupConfig, LookupNetwork
-from inference.proposers.retrieval import Retrieval as Serving
+from inference.proposers.retrieval import LookupConfig, LookupNetwork, Retrieval
 
 
-class Retrieval(Student):
-    """The student of `inference.proposers.retrieval`: it makes no guesses and learns nothing (`base.UNTRAINED`)."""
+class RetrievalStudent(Student):
+    """The student of `inference.proposers.retrieval`: it makes no guesses and learns nothing."""
 
     kind = "retrieval"
     takes = ("datastore", "shortest")
+    trained = False
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
-        """Its settings. Raises FileNotFoundError or ValueError for a datastore that is none, or weights."""
+        """Its settings. Raises ValueError for draft.path, and as `lookup`."""
         refuse_keys(draft, "path")
         return LookupNetwork(LookupConfig(lookup(draft)))
 
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
-        """Raises ValueError: there are none to learn from."""
+        """Raises ValueError."""
         raise ValueError("draft=retrieval is not trained")
 
     def proposer(self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False) -> Any:
-        return Serving.of_settings(self.network.config.lookup)
+        return Retrieval.of_settings(self.network.config.lookup)
+
+
+def lookup(draft: Draft) -> dict[str, Any]:
+    """The look-up settings of a config. Raises FileNotFoundError or ValueError for a folder that holds no datastore."""
+    folder = str(Path(draft.datastore).resolve()) if draft.datastore else None
+    settings = {"datastore": folder, "shortest": draft.shortest}
+    Retrieval.of_settings(settings)
+    return settings

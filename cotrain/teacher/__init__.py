@@ -1,1 +1,1 @@
-"""The frozen target: loading it, what is read of it, and what is kept of that."""
+"""The frozen target: loading it, reading it, caching its outputs."""

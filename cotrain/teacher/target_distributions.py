@@ -1,37 +1,42 @@
-"""A teacher: outputs of the target for texts, which may be cached, and the next-token distributions computed from them.
+"""A teacher: the target's outputs for texts, which may be cached, and next-token distributions computed from them.
 
-The outputs are a record of tensors by name, (B, T, ...) each: the target's states by layer, of which the last layer's
-give whole distributions through its head, or the likeliest tokens of each distribution beside the mass of the others
-(`top_k`). Caches keep records without knowing what they hold.
+The outputs are a record of tensors by name, (B, T, ...) each: states by layer, whose last layer gives whole
+distributions through the head (`StatesTeacher`), or the K most probable tokens of each distribution and the total mass
+of the others (`TopKTeacher`).
+
+A state of a model 4,096 wide takes 8 KiB in bfloat16; 64 tokens with ids and probabilities take half a KiB, and the
+target's head is not applied again. Losses then compare distributions merged outside the top k. f-divergences of merged
+distributions (kl, rkl, tv, jsd, hellinger) are at most those of the whole ones, by the data-processing inequality
+(Csiszar 1967), and alpha is at least the whole ones', by at most the smaller mass outside. So those losses are lower
+bounds, and acceptance seen in training is an upper bound; held-out figures use whole distributions.
+
+B texts, T tokens, D width, n positions, V vocabulary, K stored tokens.
 """
 
-from collections.abc import Callable, Mapping
+import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
-from cotrain.losses.served_distributions import Distributions, Truncate, log_probs, served
-from cotrain.teacher.seen import Seen
+from cotrain.losses.chunked import TargetDistributions, Truncate, log_probs, served
+from cotrain.teacher.target_model import Head, Reader, Record, Seen
 from inference.models.passes import LAST
-
-Head = Callable[[Tensor], Tensor]  # (n, D) -> logits (n, V)
-Record = Mapping[int | str, Tensor]  # layer -> states (B, T, D); other names: whatever else a teacher reads
-Reader = Callable[..., Record]  # ids (B, T), position_ids (B, T) or None -> what is read of these texts
 
 
 class Teacher(Protocol):
-    """read: of texts, to be kept. distributions: what a record says of each place."""
+    """read: texts -> a record, which may be cached. distributions: those that a record gives."""
 
     @property
     def read(self) -> Reader: ...
 
-    def distributions(self, record: Record) -> Distributions: ...
+    def distributions(self, record: Record) -> TargetDistributions: ...
 
 
 @dataclass(frozen=True)
 class FromStates:
-    """Distributions from the target's last states (B, T, D) and its head."""
+    """TargetDistributions from the target's last states (B, T, D) and its head."""
 
     states: Tensor
     head: Head
@@ -47,8 +52,100 @@ class StatesTeacher:
     read: Reader
     head: Head
 
-    def distributions(self, record: Record) -> Distributions:
+    def distributions(self, record: Record) -> TargetDistributions:
         return FromStates(record[LAST], self.head)
+
+
+class TopKAndRest(NamedTuple):
+    """ids (..., K) int32 of the most probable tokens, logs (..., K) of their probabilities, rest (...,): the logarithm
+    of the mass of all others, both float32."""
+
+    ids: Tensor
+    logs: Tensor
+    rest: Tensor
+
+
+@dataclass(frozen=True)
+class TopKDistributions:
+    """TargetDistributions (B, T) stored as their top k, already as served: no temperature or cut is applied again."""
+
+    top: TopKAndRest
+
+    def logs(self, at: Tensor, logq: Tensor, temperature: Tensor, truncate: Truncate | None) -> Tensor:
+        ids, logs, rest = self.top
+        return completed(TopKAndRest(ids.flatten(0, 1)[at], logs.flatten(0, 1)[at], rest.flatten()[at]), logq)
+
+
+class TopKTeacher:
+    """Reads the top k of each distribution, and the states that the student reads. states, head: of the target, see
+    `target_model.served`; count: K; temperature, truncate: the regime; chunk: positions whose whole distributions exist
+    at once; reads: layers stored with the distributions.
+
+    Raises ValueError if count exceeds the vocabulary.
+    """
+
+    def __init__(
+        self,
+        states: Reader,
+        head: Head,
+        count: int,
+        vocabulary: int,
+        temperature: float,
+        truncate: Truncate | None,
+        chunk: int,
+        reads: tuple[int, ...] = (),
+    ) -> None:
+        if not 0 < count <= vocabulary:
+            raise ValueError(f"trainer.top: {count} tokens of {vocabulary}")
+        self.states, self.head, self.count, self.reads = states, head, count, reads
+        self.temperature, self.truncate, self.chunk = temperature, truncate, chunk
+
+    @torch.no_grad()
+    def read(self, ids: Tensor, position_ids: Tensor | None = None) -> Record:
+        record = self.states(ids, position_ids)
+        last = record[LAST]
+        parts = [self._top(part) for part in last.flatten(0, 1).split(self.chunk)]
+        whole = (torch.cat(field) for field in zip(*parts, strict=True))
+        fields = zip(TopKAndRest._fields, whole, strict=True)
+        return {layer: record[layer] for layer in self.reads} | {
+            name: field.unflatten(0, last.shape[:2]) for name, field in fields
+        }
+
+    def _top(self, states: Tensor) -> TopKAndRest:
+        t = torch.full((len(states),), self.temperature, device=states.device)
+        return top_k(served(log_probs(self.head(states), t), t, self.truncate), self.count)
+
+    def distributions(self, record: Record) -> TargetDistributions:
+        return TopKDistributions(TopKAndRest(*(record[name] for name in TopKAndRest._fields)))
+
+
+def top_k(logp: Tensor, count: int) -> TopKAndRest:
+    """The `count` most probable tokens of distributions (n, V)."""
+    top = logp.topk(count, -1)
+    rest = logp.scatter(-1, top.indices, -math.inf).logsumexp(-1)
+    return TopKAndRest(top.indices.int(), top.values.float(), rest.float())
+
+
+@torch.no_grad()
+def completed(top: TopKAndRest, logq: Tensor) -> Tensor:
+    """Whole distributions from the top k of n positions: the mass outside is distributed in proportion to q, so that
+    every loss per position is that of the merged distributions, in value and in gradient. logq (n, V) -> log p (n, V);
+    if q has no mass outside, p gets none there either."""
+    inside = top.ids.long()
+    others = logq.scatter(-1, inside, -math.inf)
+    total = others.logsumexp(-1, keepdim=True)
+    spread = torch.where(total.isfinite(), others - total, -math.inf) + top.rest[..., None].to(logq)
+    return spread.scatter(-1, inside, top.logs.to(logq))
+
+
+def size(count: int) -> int:
+    """Numbers of four bytes that a distribution's top `count` takes."""
+    return 2 * count + 1
+
+
+def outside(record: Record) -> Tensor:
+    """The mass of the tokens outside the top k -> (B, T)."""
+    return record["rest"].exp()
 
 
 def seen(record: Record) -> Seen:

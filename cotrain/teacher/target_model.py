@@ -1,7 +1,8 @@
-"""The frozen target as a teacher: loaded in the precision that is served, read as hidden states and a head."""
+"""The frozen target as a teacher: loaded in the precision that is served, split into hidden states and a head."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,13 +21,11 @@ from transformers import (
 )
 
 from cotrain.ranks import local_rank
-from cotrain.teacher.target_distributions import Head, Reader, Record
 from inference.drafts.bundled_target import refuse_missing, resolve
 from inference.drafts.draft_folder import load_tokenizer
 from inference.drafts.weight_files import CONFIG, read_json, weight_files
-from inference.models.dtypes import quantised, widened
-from inference.models.output_head import head_of
 from inference.models.passes import LAST
+from inference.models.pretrained import head_of, quantised, widened
 
 QUANTISATIONS: dict[str, dict[str, Any]] = {
     "none": {},
@@ -35,17 +34,26 @@ QUANTISATIONS: dict[str, dict[str, Any]] = {
 }
 
 
-PACKS = "support_avx512bf16_for_cpu"  # of bitsandbytes' 4-bit layers
+PACKS = "support_avx512bf16_for_cpu"  # attribute of bitsandbytes' 4-bit layers
 Read = Callable[..., Tensor]  # ids (B, T), position_ids (B, T) or None -> last hidden states (B, T, D)
+Head = Callable[[Tensor], Tensor]  # (n, D) -> logits (n, V)
+Record = Mapping[int | str, Tensor]  # layer -> states (B, T, D); other names: other outputs that a teacher reads
+Reader = Callable[..., Record]  # ids (B, T), position_ids (B, T) or None -> the record of these texts
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The target's states that a student may read, of a batch of texts, by layer: 0 the embeddings, i the residual
+    stream after i decoder layers, LAST what the head reads. states: layer -> (B, T, D)."""
+
+    states: Mapping[int, Tensor]
 
 
 def load_target(
     path: str, quantisation: str = "none", dtype: str = "auto", trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """A frozen causal LM from a folder or hub id, safetensors only, on the GPU when there is one. dtype: "auto" for the
-    checkpoint's own, or float32, see `widened`.
-
-    A checkpoint that says how it is quantised is loaded so.
+    """A frozen causal LM from a folder or hub id, safetensors only, on the GPU if there is one. dtype: "auto" for the
+    checkpoint's own, or float32, see `widened`. A checkpoint that is quantised stays so.
 
     Raises ValueError for an unknown quantisation, one of a checkpoint that has its own, and for weights that are
     missing or not finite.
@@ -57,7 +65,9 @@ def load_target(
         dtype=dtype,
         use_safetensors=True,
         trust_remote_code=trust_remote_code,
-        **({"quantization_config": BitsAndBytesConfig(**options)} if options else {}),  # None would undo its own
+        **(
+            {"quantization_config": BitsAndBytesConfig(**options)} if options else {}
+        ),  # None would drop the checkpoint's own
         device_map=f"cuda:{local_rank()}" if torch.cuda.is_available() else "cpu",
         output_loading_info=True,
     )
@@ -76,7 +86,7 @@ def load_target(
 
 
 def refuse_quantisation(path: str, quantisation: str, config: PretrainedConfig) -> None:
-    """Raise ValueError for a quantisation that is unknown, cannot be made here, or is not the checkpoint's own."""
+    """Raise ValueError for a quantisation that is unknown, not available here, or in conflict with the checkpoint's."""
     if quantisation not in QUANTISATIONS:
         raise ValueError(f"quantisation: {quantisation!r} is none of {', '.join(QUANTISATIONS)}")
     if quantisation == "none":
@@ -88,17 +98,17 @@ def refuse_quantisation(path: str, quantisation: str, config: PretrainedConfig) 
 
 
 def _unpacked(model: PreTrainedModel) -> None:
-    """bitsandbytes packs 4-bit weights for a CPU's passes; once its state was read, as a fingerprint does, it packs
-    them wrongly, and passes have another distribution (seen with 0.50). Left as they are, they are read right."""
+    """Keep 4-bit weights unpacked. bitsandbytes packs them for a CPU's passes, wrongly once the state was read, as a
+    fingerprint does: passes then have another distribution (seen with 0.50)."""
     for module in model.modules():
         if hasattr(module, PACKS):
             setattr(module, PACKS, False)
 
 
 def adapted(model: PreTrainedModel, adapter: str) -> PreTrainedModel:
-    """The target with a PEFT adapter as it is served: merged into its weights, beside them where these are quantised.
+    """The target with a PEFT adapter as it is served: merged into its weights, or separate if these are quantised.
 
-    Raises ValueError without peft, and for a folder that is no adapter of this target.
+    Raises ValueError without peft, and for a folder that holds no adapter of this target.
     """
     try:
         from peft import PeftModel
@@ -119,7 +129,7 @@ def load_config(
 ) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
     """Configuration and tokenizer of a model, without its weights; "bundled" is the target that is shipped.
 
-    Raises ValueError or OSError, naming the key or file, for a model that is not there or lacks a tokenizer.
+    Raises ValueError or OSError, naming the key or file, for a missing model or tokenizer.
     """
     tokenizer = load_words(path, trust_remote_code, key)
     return AutoConfig.from_pretrained(resolve(path), trust_remote_code=trust_remote_code), tokenizer
@@ -127,32 +137,21 @@ def load_config(
 
 def load_words(path: str, trust_remote_code: bool = False, key: str = "target.path") -> PreTrainedTokenizerBase:
     """The tokenizer of a model. Raises as `load_config`."""
-    place = resolve(path)
-    if Path(place).is_dir():
+    folder = resolve(path)
+    if Path(folder).is_dir():
         try:
-            if (Path(place) / CONFIG).is_file():
-                read_json(Path(place) / CONFIG)
-            tokenizer = load_tokenizer(Path(place), trust_remote_code)
+            if (Path(folder) / CONFIG).is_file():
+                read_json(Path(folder) / CONFIG)
+            tokenizer = load_tokenizer(Path(folder), trust_remote_code)
         except ValueError as error:
             raise ValueError(f"{key}: {error}") from error
-        if not (Path(place) / CONFIG).is_file():
+        if not (Path(folder) / CONFIG).is_file():
             raise ValueError(f"{key}: {path} holds no model: it has no {CONFIG}")
     else:
-        tokenizer = _hub_tokenizer(place, trust_remote_code, key)
+        tokenizer = _hub_tokenizer(folder, trust_remote_code, key)
     if tokenizer is None:
         raise ValueError(f"{key}: {path} has no tokenizer files (tokenizer.json, tokenizer_config.json)")
     return tokenizer
-
-
-def load_pair(
-    path: str, quantisation: str = "none", dtype: str = "auto", trust_remote_code: bool = False
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Target and tokenizer; "bundled" is the one shipped. Raises as load_config, and for damaged weights."""
-    place = resolve(path)
-    if Path(place).is_dir():
-        weight_files(Path(place))
-    _, tokenizer = load_config(path, trust_remote_code)
-    return load_target(place, quantisation, dtype, trust_remote_code), tokenizer
 
 
 def _hub_tokenizer(name: str, trust_remote_code: bool, key: str) -> PreTrainedTokenizerBase:
@@ -164,86 +163,34 @@ def _hub_tokenizer(name: str, trust_remote_code: bool, key: str) -> PreTrainedTo
         raise ValueError(f"{key}: {name} is no folder, and no model that the hub gave: {reason}") from error
 
 
+def load_pair(
+    path: str, quantisation: str = "none", dtype: str = "auto", trust_remote_code: bool = False
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Target and tokenizer; "bundled" is the one shipped. Raises as load_config, and for damaged weights."""
+    folder = resolve(path)
+    if Path(folder).is_dir():
+        weight_files(Path(folder))
+    _, tokenizer = load_config(path, trust_remote_code)
+    return load_target(folder, quantisation, dtype, trust_remote_code), tokenizer
+
+
 def split(model: PreTrainedModel, vocabulary: int | None = None) -> tuple[Read, Head]:
     """(ids (B, T) -> hidden states (B, T, D), hidden states (..., D) -> logits (..., V)) of a causal LM. With
-    position_ids (B, T), attention begins anew wherever they do not go on by one: see `keeps_apart`. vocabulary: ids
-    that have mass, V; the rows behind them only pad the head (None: all have some).
+    position_ids (B, T), a text begins at each position id that does not follow the one before it, and attention stays
+    within a text, see `keeps_apart`. vocabulary: ids that have mass, V; later rows of the head are padding (None: all
+    have mass).
 
-    Heads that cap or scale their logits are followed; any other way is refused with a ValueError, since the two
-    halves are compared with the whole on a few ids first.
+    Heads may cap or scale their logits. Raises ValueError for a head that does more: the halves are compared with the
+    model's own logits on a few ids.
     """
     hidden, logits = halves(model, vocabulary)
-    _agree(model, hidden, logits)
+    _compare(model, hidden, logits)
     return hidden, logits
 
 
-def halves(model: PreTrainedModel, vocabulary: int | None = None) -> tuple[Read, Head]:
-    """`split` of a model that was tried before."""
-    head = head_of(model)
-
-    def hidden(ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        places = {} if position_ids is None else {"position_ids": position_ids.to(model.device)}
-        return model.base_model(input_ids=ids.to(model.device), use_cache=False, **places).last_hidden_state
-
-    def logits(states: Tensor) -> Tensor:
-        return head(states)[..., :vocabulary]
-
-    return hidden, logits
-
-
-def served(model: PreTrainedModel, vocabulary: int | None = None, layers: Sequence[int] = ()) -> tuple[Reader, Head]:
-    """`split` of a target, computed in its own numbers as it is when served, whatever the draft's step is computed in.
-    A float32 target teaches in float32 beside a draft in mixed precision. The reader gives the last states and those of
-    `layers`, numbered as in `students.base`. Raises ValueError for a layer that is not there."""
-    read, head = split(model, vocabulary)
-    own = partial(torch.autocast, model.device.type, enabled=False)
-    inner = sorted({*layers} - {LAST})
-    if inner:
-        read_layers = by_layer(model, inner)
-
-    def states(ids: Tensor, position_ids: Tensor | None = None) -> Record:
-        with own():
-            return read_layers(ids, position_ids) if inner else {LAST: read(ids, position_ids)}
-
-    def logits(states: Tensor) -> Tensor:
-        with own():
-            return head(states)
-
-    return states, logits
-
-
-def by_layer(model: PreTrainedModel, layers: Sequence[int]) -> Reader:
-    """Reads the last states and those of some layers, all of one pass. Raises ValueError for a layer that is not there:
-    behind the last decoder layer a model says its states behind the final norm alone, as LAST."""
-    count = model.config.get_text_config().num_hidden_layers
-    if wrong := [layer for layer in layers if not 0 <= layer < count]:
-        raise ValueError(f"states of layers {wrong}: the target has 0 (embeddings) to {count - 1}, and {LAST} (last)")
-
-    def read(ids: Tensor, position_ids: Tensor | None = None) -> Record:
-        places = {} if position_ids is None else {"position_ids": position_ids.to(model.device)}
-        out = model.base_model(input_ids=ids.to(model.device), use_cache=False, output_hidden_states=True, **places)
-        found: dict[int | str, Tensor] = {layer: out.hidden_states[layer] for layer in layers}
-        return {LAST: out.last_hidden_state} | found
-
-    return read
-
-
 @torch.no_grad()
-def keeps_apart(model: PreTrainedModel, read: Read) -> bool:
-    """Whether texts that are packed into one row are read as if alone: tried on two, of which the second must be much
-    nearer to itself alone than to itself behind the first (rounding makes any two ways differ)."""
-    training = model.training
-    model.eval()
-    each = torch.arange(8, device=model.device).unsqueeze(0)
-    ids = each % model.config.get_text_config().vocab_size
-    alone = read(ids[:, 4:]).float()
-    packed, behind = (read(ids, places)[:, 4:].float() for places in (each % 4, None))
-    model.train(training)
-    return bool((packed - alone).norm() <= 0.2 * (behind - alone).norm())
-
-
-@torch.no_grad()
-def _agree(model: PreTrainedModel, hidden: Read, logits: Head) -> None:
+def _compare(model: PreTrainedModel, hidden: Read, logits: Head) -> None:
+    """Raise ValueError if the halves give other logits than the model."""
     training = model.training
     model.eval()  # dropout would make any two passes differ
     ids = torch.arange(min(8, model.config.get_text_config().vocab_size), device=model.device).unsqueeze(0)
@@ -252,3 +199,69 @@ def _agree(model: PreTrainedModel, hidden: Read, logits: Head) -> None:
     model.train(training)
     if not torch.allclose(halves, whole, rtol=1e-2, atol=1e-2):
         raise ValueError(f"{type(model).__name__}: its head does more than project; it cannot be read in chunks")
+
+
+def halves(model: PreTrainedModel, vocabulary: int | None = None) -> tuple[Read, Head]:
+    """`split` without the comparison, for a model that has passed it."""
+    head = head_of(model)
+
+    def hidden(ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        positions = {} if position_ids is None else {"position_ids": position_ids.to(model.device)}
+        return model.base_model(input_ids=ids.to(model.device), use_cache=False, **positions).last_hidden_state
+
+    def logits(states: Tensor) -> Tensor:
+        return head(states)[..., :vocabulary]
+
+    return hidden, logits
+
+
+def served(model: PreTrainedModel, vocabulary: int | None = None, layers: Sequence[int] = ()) -> tuple[Reader, Head]:
+    """`split` of a target in its own precision, as served: a float32 target teaches in float32 even if the draft's step
+    is in mixed precision. The reader returns the last states and those of `layers`, numbered as in `Seen`. Raises
+    ValueError for a missing layer."""
+    read, head = split(model, vocabulary)
+    own_precision = partial(torch.autocast, model.device.type, enabled=False)
+    inner = sorted({*layers} - {LAST})
+    if inner:
+        read_layers = by_layer(model, inner)
+
+    def states(ids: Tensor, position_ids: Tensor | None = None) -> Record:
+        with own_precision():
+            return read_layers(ids, position_ids) if inner else {LAST: read(ids, position_ids)}
+
+    def logits(states: Tensor) -> Tensor:
+        with own_precision():
+            return head(states)
+
+    return states, logits
+
+
+def by_layer(model: PreTrainedModel, layers: Sequence[int]) -> Reader:
+    """Reads the last states and those of some layers in one pass. Raises ValueError for a missing layer: after the last
+    decoder layer, transformers returns only the states after the final norm, which are LAST."""
+    count = model.config.get_text_config().num_hidden_layers
+    if wrong := [layer for layer in layers if not 0 <= layer < count]:
+        raise ValueError(f"states of layers {wrong}: the target has 0 (embeddings) to {count - 1}, and {LAST} (last)")
+
+    def read(ids: Tensor, position_ids: Tensor | None = None) -> Record:
+        positions = {} if position_ids is None else {"position_ids": position_ids.to(model.device)}
+        out = model.base_model(input_ids=ids.to(model.device), use_cache=False, output_hidden_states=True, **positions)
+        inner: dict[int | str, Tensor] = {layer: out.hidden_states[layer] for layer in layers}
+        return {LAST: out.last_hidden_state} | inner
+
+    return read
+
+
+@torch.no_grad()
+def keeps_apart(model: PreTrainedModel, read: Read) -> bool:
+    """Whether texts packed into one row are read as if alone. Tried on two texts: the second one's packed states must
+    be much nearer to its states alone than to those it has as a continuation of the first (rounding makes any two
+    passes differ)."""
+    training = model.training
+    model.eval()
+    each = torch.arange(8, device=model.device).unsqueeze(0)
+    ids = each % model.config.get_text_config().vocab_size
+    alone = read(ids[:, 4:]).float()
+    packed, continued = (read(ids, positions)[:, 4:].float() for positions in (each % 4, None))
+    model.train(training)
+    return bool((packed - alone).norm() <= 0.2 * (continued - alone).norm())

@@ -15,37 +15,27 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cotrain.bench import measurement
-from cotrain.bench.recorded_replay import recorded
-from cotrain.bench.tree_planner import served_tree
-from cotrain.board import final_figures
-from cotrain.board.loggers import others, tensorboard
-from cotrain.board.marked_text import marked
+from cotrain.bench.calibration import prepare, shape
+from cotrain.bench.measurement import recorded, sample_text
+from cotrain.bench.planner import served_tree
+from cotrain.board import curves
+from cotrain.board.curves import others, tensorboard
 from cotrain.config.regimes import learnt, sampling
 from cotrain.config.settings import TrainConfig
 from cotrain.errors import UserError
 from cotrain.evaluation import comparison, profile
 from cotrain.evaluation.held_out import DEPTHS, HeldOut
-from cotrain.evaluation.provenance import Provenance
+from cotrain.evaluation.profile import Provenance
 from cotrain.ranks import rank
 from cotrain.rollout.training_texts import Source, regime
-from cotrain.students.base import UNTRAINED, Student, prepare, shape
-from cotrain.training.assembly import (
-    begun,
-    coverage,
-    foreign,
-    held_out_texts,
-    prune,
-    refuse_run,
-    stages,
-    trained_by,
-)
+from cotrain.students.base import Student, student_class
+from cotrain.training.assembly import coverage, foreign, held_out_texts, new_student, prune, stages, trained_by
 from cotrain.training.callbacks import MeasureSpeed
 from cotrain.training.fit import as_served, fit
 from cotrain.training.interrupts import Signals, listening
-from cotrain.training.job import Job, models, objective, settle, source
+from cotrain.training.job import Job, loss_name, models, objective, settle, source
 from cotrain.training.module import Distillation, alpha_of
-from cotrain.training.names import of_loss
-from cotrain.training.preconditions import fill_prompt_tokens
+from cotrain.training.preconditions import fill_prompt_tokens, refuse_run
 from inference.drafts.atomic import write_atomic
 from inference.drafts.compatibility import hash_target
 from inference.drafts.draft_folder import Metadata, save
@@ -56,11 +46,11 @@ from inference.report import replay
 def distil(
     cfg: TrainConfig, folder: Path, sources: Mapping[str, Source] | None = None, start: float | None = None
 ) -> dict[str, Any]:
-    """Run or resume the job in `folder`, whose settings `preconditions.require` passed; returns the report of the
-    exported draft, nothing with measure=false, which exports the weights of the last step. sources: texts that were
-    read already; start: when the run began, by time.monotonic(), now when None: minutes= counts from there.
+    """Run or resume the job in `folder`, whose settings `preconditions.require` has checked; returns the report of the
+    exported draft. With measure=false it exports the weights of the last step and returns {}. sources: texts that were
+    read already. start: of the run, by time.monotonic(), from which minutes= counts; None: now.
 
-    Raises Interrupted when a signal ends it: what is done is kept.
+    Raises Interrupted when a signal ends it; the same command resumes.
     """
     with listening() as signals, others(cfg, folder) as loggers:
         begin = time.monotonic() if start is None else start
@@ -78,19 +68,19 @@ def _distilled(
     fill_prompt_tokens(cfg, target, sources.get("train"))
     job = Job(cfg, folder, target, tokenizer, sources, signals=signals, loggers=loggers, start=start)
     job.shape = shape(job)
-    student = begun(cfg, target, job.vocabulary)
-    if cfg.draft.kind in UNTRAINED:
+    student = new_student(cfg, target, job.vocabulary)
+    if not student_class(cfg.draft.kind).trained:
         return untrained(job, student)
     job.reads = student.reads
     losses = stages(cfg.loss)
     refuse_run(job, student, losses)
-    texts = held_out_texts(job)  # those that are learnt from are sampled phase by phase
+    texts = held_out_texts(job)  # texts to learn from are sampled phase by phase
     prune(job, student)
     if not bool(student.known.all()):
         count, covered = int(student.known.sum()), coverage(texts[cfg.regime.temperature], student.known)
-        print(f"the draft knows {count} tokens, which are {100 * covered:.2f} % of held-out texts")
+        print(f"the draft's vocabulary has {count} tokens: {100 * covered:.2f} % of held-out texts")
     module = trained_by(job, student, losses, texts)
-    others = foreign(job)
+    given = foreign(job)
     speed = ranking(job, module)
     steps = fit(job, module, [speed] if cfg.measure else [])
     if rank():
@@ -99,33 +89,42 @@ def _distilled(
     report: dict[str, Any] = {}
     if cfg.measure:
         choose_best(job, module, speed)
-        report = export(job, module, speed, others)
+        report = export(job, module, speed, given)
     else:
         with as_served(job, module):
             unmeasured(job, module.draft, _training(job, module, steps))
     alpha = alpha_of(module.scores()[module.temperature], objective(cfg.objective))
     tau = ranking_tau(job, module)()
-    final_figures.write(cfg, [tensorboard(job.folder), *loggers], steps, final_figures.figures(alpha, tau, report))
+    curves.write_final(cfg, [tensorboard(job.folder), *loggers], steps, curves.final_figures(alpha, tau, report))
     return report
 
 
 def ranking(job: Job, module: Distillation) -> MeasureSpeed:
-    """Measures each checkpoint, which tau of the held-out texts ranks."""
+    """Measures each checkpoint; tau of the held-out texts ranks them."""
     cfg, k, tau = job.cfg, job.cfg.policy.k, ranking_tau(job, module)
     assert k is not None
     return MeasureSpeed(
         lambda draft: measurement.quick(job.plan(draft), k), tau, job.folder / "checkpoints", cfg.trainer.patience,
-        lambda draft: marked(job.plan(draft), k),
+        lambda draft: sample_text(job.plan(draft), k),
     )  # fmt: skip
 
 
 def ranking_tau(job: Job, module: Distillation) -> Callable[[], float]:
-    """Of the draft as it was last judged, at the draft length and by the rule of the settings."""
+    """tau of the draft as it was last judged, at the configured draft length and rule."""
     return partial(module.tau, job.cfg.policy.k or DEPTHS, objective(job.cfg.objective), job.cfg.verify)
 
 
+def keep_figures(job: Job, module: Distillation, steps: int) -> None:
+    """Write what `cotrain compare` reads: held-out figures of the last step, text by text. steps: of the training,
+    which patience or a budget of time may have ended before trainer.steps."""
+    figures = {"label": job.cfg.label or loss_name(job.cfg.loss), "seed": job.cfg.trainer.seed, "steps": steps,
+               "tau": ranking_tau(job, module)(),
+               "texts": comparison.per_text(module.scores()), "environment": environment()}  # fmt: skip
+    write_atomic(job.folder / comparison.FIGURES, json.dumps(figures) + "\n")
+
+
 def choose_best(job: Job, module: Distillation, speed: MeasureSpeed) -> None:
-    """Give the module's draft the weights of the checkpoint that is exported, as it is served."""
+    """Load the weights of the checkpoint that is exported into the module's draft, as it is served."""
     chosen = speed.best()
     print(f"measuring the checkpoint of the highest tau, step {chosen.step}, on other prompts")
     if chosen.step < job.cfg.trainer.steps or job.cfg.draft.quantisation != "none":
@@ -139,58 +138,39 @@ def choose_best(job: Job, module: Distillation, speed: MeasureSpeed) -> None:
         module.judge()
 
 
-def _digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Of the chat template, which decides what was learnt."""
-    return hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()
-
-
-def keep_figures(job: Job, module: Distillation, steps: int) -> None:
-    """What `cotrain compare` reads: held-out figures of the last step, text by text. steps: that were taken; patience
-    or a budget of time may have ended the run before trainer.steps."""
-    found = {"label": job.cfg.label or of_loss(job.cfg.loss), "seed": job.cfg.trainer.seed, "steps": steps,
-             "tau": ranking_tau(job, module)(),
-             "texts": comparison.per_text(module.scores()), "environment": environment()}  # fmt: skip
-    write_atomic(job.folder / comparison.FIGURES, json.dumps(found) + "\n")
-
-
-def biased(module: Distillation, others: tuple[HeldOut, Provenance]) -> dict[str, Any]:
-    """What acceptance would seem to be on texts that the target did not sample, beside what it is."""
-    held, found = others
-    alpha = module.on(held)["all"].alpha
-    own = module.judged[module.temperature]["all"].alpha
-    print(f"on given texts, which the target did not sample, acceptance is {alpha:.3f}; on its own {own:.3f}")
-    return asdict(found) | {"alpha": alpha, "alpha_own": own}
-
-
-def _pruned(job: Job, module: Distillation) -> dict[str, Any] | None:
-    """Of a draft that knows some tokens alone, how many, and their share of held-out texts in the regime."""
-    held, known = module.held_out[job.cfg.regime.temperature], module.student.known
-    return None if bool(known.all()) else {"tokens": int(known.sum()), "coverage": coverage(held, known)}
-
-
-def _profiles(module: Distillation) -> dict[str, Any]:
-    """Acceptance by draft temperature and context, at each temperature of the target, and said."""
-    found = module.profiles()
-    print("\n".join(profile.line(t, one) for t, one in found.items()))
-    return {f"{t:g}": one for t, one in found.items()}
-
-
 def export(
     job: Job, module: Distillation, speed: MeasureSpeed, others: tuple[HeldOut, Provenance] | None = None
 ) -> dict[str, Any]:
-    """Measure the module's draft afresh and write the draft folder; returns its report."""
-    plan, made = job.plan(module.draft), _training(job, module, speed.kept[-1].step)
+    """Measure the module's draft afresh and write the draft folder; returns its report. others: given texts that the
+    target did not sample."""
+    plan, training = job.plan(module.draft), _training(job, module, speed.checkpoints[-1].step)
     extra: dict[str, Any] = {
         "held_out": module.acceptance(),
-        "checkpoints": [{"step": kept.step, "speedup": kept.speedup, "tau": kept.tau} for kept in speed.kept],
+        "checkpoints": [{"step": one.step, "speedup": one.speedup, "tau": one.tau} for one in speed.checkpoints],
         "exported_step": speed.best().step,
         "profiles": _profiles(module),
         "divergence": module.divergence(lambda ids: str(job.tokenizer.decode(list(ids)))),
-        "training": made,
+        "training": training,
         "given_texts": biased(module, others) if others else None,
     }
     extra |= {"exit_plan": job.shape} if job.shape else {}
-    return measured(job, plan, made, extra)
+    return measured(job, plan, training, extra)
+
+
+def _profiles(module: Distillation) -> dict[str, Any]:
+    """Acceptance by draft temperature and context, at each temperature of the target; prints a line of each."""
+    profiles = module.profiles()
+    print("\n".join(profile.line(t, one) for t, one in profiles.items()))
+    return {f"{t:g}": one for t, one in profiles.items()}
+
+
+def biased(module: Distillation, others: tuple[HeldOut, Provenance]) -> dict[str, Any]:
+    """Acceptance on texts that the target did not sample, which is biased, and on its own."""
+    held, origin = others
+    alpha = module.on(held)["all"].alpha
+    own = module.judged[module.temperature]["all"].alpha
+    print(f"on given texts, which the target did not sample, acceptance is {alpha:.3f}; on its own {own:.3f}")
+    return asdict(origin) | {"alpha": alpha, "alpha_own": own}
 
 
 def _training(job: Job, module: Distillation, steps: int) -> dict[str, Any]:
@@ -225,7 +205,7 @@ def _training(job: Job, module: Distillation, steps: int) -> dict[str, Any]:
 
 
 def served_as(cfg: TrainConfig) -> dict[str, Any]:
-    """What `cotrain bench` and its like measure with unless other settings are typed, see `served_pair.as_trained`."""
+    """The settings that `cotrain bench` and its like take over from a draft folder, see `served_pair.as_trained`."""
     return {
         "verify": cfg.verify,
         "prompt_tokens": cfg.rollout.prompt_tokens if cfg.data.path else cfg.bench.prompt_tokens,
@@ -235,48 +215,62 @@ def served_as(cfg: TrainConfig) -> dict[str, Any]:
     }
 
 
+def _pruned(job: Job, module: Distillation) -> dict[str, Any] | None:
+    """The number of tokens of a pruned draft, and their share of held-out texts in the regime; None of a whole one."""
+    held, known = module.held_out[job.cfg.regime.temperature], module.student.known
+    return None if bool(known.all()) else {"tokens": int(known.sum()), "coverage": coverage(held, known)}
+
+
+def _digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Hash of the chat template, with which the draft was trained."""
+    return hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()
+
+
 def untrained(job: Job, student: Student) -> dict[str, Any]:
     """Write the folder of a draft that has nothing to learn, measured unless measure=false; returns its report."""
-    found = {"label": job.cfg.label or job.cfg.draft.kind, "seed": job.cfg.trainer.seed, "steps": 0, "texts": {},
-             "environment": environment()}  # fmt: skip
+    figures = {"label": job.cfg.label or job.cfg.draft.kind, "seed": job.cfg.trainer.seed, "steps": 0, "texts": {},
+               "environment": environment()}  # fmt: skip
     if rank():
         return {}
-    made = {"adapter": job.cfg.target.adapter, "served": served_as(job.cfg)}
+    origin = {"adapter": job.cfg.target.adapter, "served": served_as(job.cfg)}
     if not job.cfg.measure:
-        write_atomic(job.folder / comparison.FIGURES, json.dumps(found) + "\n")
-        unmeasured(job, student.network, made)
+        write_atomic(job.folder / comparison.FIGURES, json.dumps(figures) + "\n")
+        unmeasured(job, student.network, origin)
         return {}
-    report = measured(job, job.plan(student.network), made, {})
-    found["tau"] = report["acceptance"]["tau"]["measured"]
-    write_atomic(job.folder / comparison.FIGURES, json.dumps(found) + "\n")
+    report = measured(job, job.plan(student.network), origin, {})
+    figures["tau"] = report["acceptance"]["tau"]["measured"]
+    write_atomic(job.folder / comparison.FIGURES, json.dumps(figures) + "\n")
     return report
 
 
-def measured(job: Job, plan: measurement.Plan, made: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
-    """The report of a plan, written with its draft as the run's draft folder."""
+def measured(job: Job, plan: measurement.Plan, origin: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+    """Measure a plan and write its draft with the report as the run's draft folder; returns the report. origin: how the
+    draft was trained."""
     prepare(plan)
     report = measurement.measure(plan, extra)
     replay.write(recorded(plan, report["extra"]), job.folder / replay.FILE)
-    made = {"environment": report["environment"], "advice": report["extra"]["advice"], **made}
-    _write_draft(job, plan, made, report["extra"]["planned_k"], report)
+    origin = {"environment": report["environment"], "advice": report["extra"]["advice"], **origin}
+    _write_draft(job, plan, origin, report["extra"]["planned_k"], report)
     return report
 
 
-def unmeasured(job: Job, draft: PreTrainedModel, made: dict[str, Any]) -> None:
-    """Write the run's draft folder without a report, at the draft length of the settings, and say so."""
+def unmeasured(job: Job, draft: PreTrainedModel, origin: dict[str, Any]) -> None:
+    """Write the run's draft folder without a report, at the draft length of the settings."""
     plan = job.plan_with(draft, None)
     k, most = job.cfg.policy.k or DEPTHS, plan.proposer(counted=True).depths
-    _write_draft(job, plan, {"environment": environment(), **made}, min(k, most or k), None)
+    _write_draft(job, plan, {"environment": environment(), **origin}, min(k, most or k), None)
     (job.folder / replay.FILE).unlink(missing_ok=True)  # of weights that were measured before these
 
 
-def _write_draft(job: Job, plan: measurement.Plan, made: dict[str, Any], k: int, report: dict[str, Any] | None) -> None:
+def _write_draft(
+    job: Job, plan: measurement.Plan, origin: dict[str, Any], k: int, report: dict[str, Any] | None
+) -> None:
     metadata = Metadata(
         target={"name": job.cfg.target.path, **hash_target(job.target.config, job.tokenizer)},
         k=k,
         objective=objective(job.cfg.objective),
         regime=regime(sampling(job.cfg.regime)),
-        origin=made,
+        origin=origin,
         int8=plan.int8,
         kind=job.cfg.draft.kind,
         tree=served_tree(report["extra"]) if report else None,

@@ -1,7 +1,9 @@
-"""Training in phases, each with the texts of a round more, and checkpoints that the next call goes on from."""
+"""Training in phases, each with the texts of one more sampling, and checkpoints that the next call resumes."""
 
+import math
 import time
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -10,110 +12,109 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from torch.utils.data import ConcatDataset, DataLoader
+from transformers import PreTrainedModel
 
 from cotrain.board import tags
-from cotrain.board.loggers import log, tensorboard
+from cotrain.board.curves import log, tensorboard
 from cotrain.config.groups import Trainer as TrainerSettings
 from cotrain.config.settings import TrainConfig
+from cotrain.console import Display
 from cotrain.data.texts import Curriculum, Learnt, Strided, Texts
 from cotrain.errors import NotFinite, UserError
-from cotrain.progress_display import Display
 from cotrain.ranks import rank
-from cotrain.rollout.samplers import Faster, Mixed
-from cotrain.students.rounding import KINDS
-from cotrain.teacher.states_cache import Shards
-from cotrain.teacher.top_k import size
-from cotrain.training import run_budget
+from cotrain.rollout.samplers import Faster, Mixed, Own
+from cotrain.teacher.states_cache import DiskCache
+from cotrain.teacher.target_distributions import size
 from cotrain.training.assembly import parts
-from cotrain.training.callbacks import Averaged, MeasureSpeed, QuantisationAware
-from cotrain.training.clock import NEVER, Clock
-from cotrain.training.counts import Grouped
-from cotrain.training.held_out_points import HeldOutPoints, part_of
+from cotrain.training.callbacks import (
+    Averaged,
+    HeldOutPoints,
+    Learning,
+    MeasureSpeed,
+    QuantisationAware,
+    SwapWeights,
+    part_of,
+    showing,
+)
+from cotrain.training.distributed import Grouped
 from cotrain.training.interrupts import Checkpoints, Keeper, read_saved
 from cotrain.training.job import Job, objective
-from cotrain.training.learning_curves import Learning
 from cotrain.training.module import WATCHED, Distillation
 from cotrain.training.optim import precision
-from cotrain.training.phases import Phase, phases_of, swapped
-from cotrain.training.progress import Progress
-from cotrain.training.progress import refuse as refuse_fractions
-from cotrain.training.run_budget import LEAST
-from cotrain.training.stand_ins import Shown, showing
-from cotrain.training.training_bar import Bar
+from cotrain.training.progress import LEAST, NEVER, Bar, Clock, Progress, left_of, time_limited, validations
+from inference import Engine
+from inference.models.pretrained import widened
+from inference.request import ends_of
 
 CHECKPOINT, SHARDED = "checkpoints/last.ckpt", "fsdp2"
-SHOWN = 12  # tokens of a text that went wrong
+SHOWN = 12  # tokens of a text whose loss is not finite
 
 
-class Reached(NamedTuple):
-    """step: the last one that was taken. ended: by patience, a signal or time, or training was over before."""
+@dataclass(frozen=True)
+class TrainingPhase:
+    """Steps first .. last, which learn from the texts of samplings 0 .. index."""
+
+    index: int
+    first: int
+    last: int
+
+
+class End(NamedTuple):
+    """step: the last step. early: whether patience, a signal or time ended the training, or an earlier call did."""
 
     step: int
-    ended: bool
+    early: bool
+
+
+def phases_of(cfg: TrainConfig, every: int) -> list[TrainingPhase]:
+    """rollout.rounds phases, each ending at a validation. every: steps between validations.
+
+    Raises ValueError for more rounds than validations, and for several rounds whose texts this engine does not sample.
+    """
+    rounds, steps = cfg.rollout.rounds, cfg.trainer.steps
+    count = math.ceil(steps / every)
+    if not 1 <= rounds <= count:
+        raise ValueError(f"rollout.rounds: from 1 to as many as there are validations, {count}, not {rounds}")
+    share = cfg.rollout.on_draft
+    if not 0 <= share <= 1 or (share and (rounds == 1 or cfg.rollout.folder)):
+        raise ValueError("rollout.on_draft: a share of the prompts of every round but the first, and a run's own: give "
+                         "rollout.rounds= above 1 and no rollout.folder=")  # fmt: skip
+    if rounds > 1 and (cfg.rollout.url or cfg.data.on_target):
+        raise ValueError("rollout.rounds: this engine samples no texts with rollout.url= or data.on_target=true")
+    ends = [min(every * math.ceil(count * (i + 1) / rounds), steps) for i in range(rounds)]
+    return [TrainingPhase(i, first, last) for i, (first, last) in enumerate(zip([0, *ends], ends, strict=False))]
 
 
 def fit(job: Job, module: Distillation, extra: list[Callback]) -> int:
     """Train, with acceptance (and `extra`) before the first step, at every validation and after the last step; returns
-    the steps that were taken.
+    the number of steps.
 
-    A checkpoint is kept after each validation, its figures included; the next call goes on there. Leaves the draft
-    in eval mode where the target is.
+    A checkpoint with its figures is saved after each validation; the next call resumes from it. Leaves the draft in
+    eval mode on the target's device.
     """
     every = max(job.cfg.trainer.steps // max(job.cfg.trainer.validations, 1), 1)
-    reached = Reached(0, False)
+    end = End(0, False)
     for phase in phases_of(job.cfg, every):
-        reached = _trained(job, module, extra, phase, every)
-        if reached.ended:
+        end = _train_phase(job, module, extra, phase, every)
+        if end.early:
             break
     if not module.judged:  # the run had stopped between its last step and its report
-        _judge(job, module, extra, reached.step)
-    return reached.step
+        _judge(job, module, extra, end.step)
+    return end.step
 
 
-def _judge(job: Job, module: Distillation, extra: list[Callback], step: int) -> None:
-    """As at a validation. Of a training that nothing measured (measure=false) the weights of its last step are kept to
-    be measured now."""
-    with as_served(job, module):
-        module.judge()
-        for speed in extra:
-            if isinstance(speed, MeasureSpeed) and not speed.kept and not rank():
-                speed.save(module.draft, step)
-                speed.keep(step, speed.measure(module.draft)["speedup"])
-
-
-def as_served(job: Job, module: Distillation) -> AbstractContextManager[None]:
-    """With rounded weights in the module where the draft is served with such."""
-    return showing(_rounded(job), module)
-
-
-def _rounded(job: Job) -> list[QuantisationAware]:
-    kind = job.cfg.draft.quantisation
-    return [QuantisationAware(kind)] if kind != "none" else []
-
-
-def _take(kept: dict[str, Any], job: Job, module: Distillation) -> None:
-    """Give the module what a checkpoint of a finished training holds: its weights, or their average where that is what
-    was judged and is exported."""
-    module.load_state_dict(kept["state_dict"])
-    module.to(job.target.device).eval()
-    if job.cfg.trainer.ema:
-        average = Averaged(job.cfg.trainer.ema)
-        average.load_state_dict(kept["callbacks"][average.state_key])
-        average.show(module)
-
-
-def _trained(job: Job, module: Distillation, extra: list[Callback], phase: Phase, every: int) -> Reached:
+def _train_phase(job: Job, module: Distillation, extra: list[Callback], phase: TrainingPhase, every: int) -> End:
     """Sample the phase's texts and train to its end."""
     cfg, last = job.cfg.trainer, job.folder / CHECKPOINT
-    kept: dict[str, Any] = {"global_step": 0}
+    saved: dict[str, Any] = {"global_step": 0}
     if last.exists():
-        kept = read_saved(last)
-    done = kept["global_step"]
-    if _ended(kept, extra, module, job.cfg):
-        _take(kept, job, module)
-        return Reached(done, True)
+        saved = read_saved(last)
+    done = saved["global_step"]
+    if _ended(saved, extra, module, job.cfg):
+        _load(saved, job, module)
+        return End(done, True)
     if done >= phase.last < cfg.steps:
-        return Reached(done, False)
+        return End(done, False)
     averaged = [Averaged(cfg.ema)] if cfg.ema else []
     progress = module.progress
     assert progress is not None
@@ -122,89 +123,43 @@ def _trained(job: Job, module: Distillation, extra: list[Callback], phase: Phase
     points = _points(job, module, clock, [*averaged, *rounded])
     callbacks = [*extra, *averaged, *rounded, clock, Learning(progress), points]
     trainer = _trainer(job, callbacks, phase, every, progress, done)
-    sampler: Faster | Mixed | None = None  # of the phase's texts: the target alone
-    if phase.round and done == phase.first:  # else its texts were sampled before
-        module.load_state_dict(kept["state_dict"])  # this process may be a new one
+    sampler: Faster | Mixed | None = None  # None: the target alone samples the phase's texts
+    if phase.index and done == phase.first:  # else its texts were sampled before
+        module.load_state_dict(saved["state_dict"])  # this process may be a new one
         sampler = swapped(job, module.to(job.target.device).draft)
-    del kept  # the trainer reads its own
-    corpus, sampled = parts(job, phase.round + 1, sampler)
+    del saved  # the trainer reads its own
+    corpus, sampled = parts(job, phase.index + 1, sampler)
     if sampler:
         log(trainer, {f"{tags.ROLLOUT}/{name}": speed for name, speed in sampler.speeds.items()}, phase.first)
     # one call: the texts are the module's
-    asks: DataLoader[Any] = DataLoader([torch.zeros(1)])  # type: ignore[arg-type]
+    validation_loader: DataLoader[Any] = DataLoader([torch.zeros(1)])  # type: ignore[arg-type]
     began = time.monotonic()
     if not done:
-        trainer.validate(module, asks, verbose=False)
+        trainer.validate(module, validation_loader, verbose=False)
     validation = time.monotonic() - began
     _remember(job, module, corpus, sampled)
     if not done:
-        _budgeted(job, clock, trainer, validation)
+        _set_budget(job, clock, trainer, validation)
     texts = _loader(cfg, phase, done, corpus, sampled, trainer)
-    _stepped(job, trainer, module, (texts, asks), last if done else None)
+    _step(job, trainer, module, (texts, validation_loader), last if done else None)
     if not rank():
         print(points.line())
     for average in averaged:
         average.show(module)
-    if not run_budget.timed(job.cfg) and trainer.global_step % every:  # the last validation was not at the last step
-        trainer.validate(module, asks, verbose=False)
+    if not time_limited(job.cfg) and trainer.global_step % every:  # the last validation was not at the last step
+        trainer.validate(module, validation_loader, verbose=False)
     module.assemble()
     module.to(job.target.device).eval()  # the trainer leaves it on the CPU
-    return Reached(trainer.global_step, bool(trainer.should_stop))
+    return End(trainer.global_step, bool(trainer.should_stop))
 
 
-def _stepped(
-    job: Job, trainer: lightning.Trainer, module: Distillation, loaders: tuple[Any, DataLoader[Any]], last: Path | None
-) -> None:
-    """All steps of a phase, from a checkpoint on. loaders: of texts, and of validations. Raises Interrupted."""
-    try:
-        trainer.fit(module, *loaders, ckpt_path=last)
-    except NotFinite as error:
-        raise UserError(_named(error, job)) from error
-    job.signals.check(f"interrupted at step {trainer.global_step}, kept; the same command resumes")
-
-
-def _budgeted(job: Job, clock: Clock, trainer: lightning.Trainer, validation: float) -> None:
-    """Give the training its minutes and validations, the same in every process. validation: seconds of that before the
-    first step."""
-    if not job.cfg.minutes:
-        return
-    progress, left = clock.progress, run_budget.left_of(job.cfg, time.monotonic() - job.start, validation)
-    left, clock.validations = trainer.strategy.broadcast((left, run_budget.validations(job.cfg, validation)))
-    progress.leave(left)
-    if clock.validations < job.cfg.trainer.validations and not rank():
-        print(f"one validation takes {validation:.0f} s: {clock.validations} of trainer.validations="
-              f"{job.cfg.trainer.validations} fit minutes={job.cfg.minutes:g}")  # fmt: skip
-    if not rank():
-        more = (
-            ": what comes before and behind it takes longer than that leaves" if left <= LEAST * job.cfg.minutes else ""
-        )
-        print(
-            f"training has {progress.minutes:.1f} of minutes={job.cfg.minutes:g}, or its steps if they are fewer{more}"
-        )
-
-
-def _points(job: Job, module: Distillation, clock: Clock, shown: list[Shown]) -> HeldOutPoints:
-    cfg = job.cfg
-    assert cfg.policy.k is not None
-    tokens = cfg.trainer.steps * cfg.trainer.accumulate * cfg.trainer.batch * cfg.rollout.new_tokens
-    part = part_of(module.held_out[module.temperature], tokens)
-    return HeldOutPoints(part, clock, shown, cfg.policy.k, objective(cfg.objective), cfg.verify)
-
-
-def _named(error: NotFinite, job: Job) -> str:
-    """What is known of a step that went wrong, and what can be changed."""
-    begin = [repr(job.tokenizer.decode(ids[:SHOWN])) for ids in error.ids]
-    return (f"{error} ({', '.join(begin)}): lower optimizer.lr, or another loss; output={job.folder} keeps the last "
-            "good checkpoint")  # fmt: skip
-
-
-def _ended(kept: dict[str, Any], callbacks: list[Callback], module: Distillation, cfg: TrainConfig) -> bool:
-    """Whether a callback had ended the training that a checkpoint is of, or its time had run out."""
-    states, ended = kept.get("callbacks", {}), False
+def _ended(saved: dict[str, Any], callbacks: list[Callback], module: Distillation, cfg: TrainConfig) -> bool:
+    """Whether a checkpoint's training was ended by patience or by time; restores the state of both."""
+    states, ended = saved.get("callbacks", {}), False
     progress = module.progress
-    if progress and run_budget.timed(cfg) and Clock.__name__ in states:
+    if progress and time_limited(cfg) and Clock.__name__ in states:
         progress.resume(states[Clock.__name__])
-        ended = progress.at(kept["global_step"]) >= 1
+        ended = progress.at(saved["global_step"]) >= 1
     for callback in callbacks:
         if isinstance(callback, MeasureSpeed) and callback.state_key in states:
             callback.load_state_dict(states[callback.state_key])
@@ -212,44 +167,29 @@ def _ended(kept: dict[str, Any], callbacks: list[Callback], module: Distillation
     return ended
 
 
-def refuse(cfg: TrainConfig) -> None:
-    """Raise ValueError, naming the keys, for counts of processes, fractions, betas and minutes out of range, a batch
-    that processes cannot share, an unknown quantisation, and two at once of averaged, rounded and sharded weights."""
-    trainer, kind = cfg.trainer, cfg.draft.quantisation
-    world = trainer.devices * trainer.nodes
-    if trainer.devices < 1 or trainer.nodes < 1:
-        raise ValueError(f"trainer.devices, trainer.nodes: at least 1, not {trainer.devices} and {trainer.nodes}")
-    refuse_fractions(cfg.optimizer.warmup, cfg.optimizer.decay, trainer.steps)
-    if len(cfg.optimizer.betas) != 2:
-        raise ValueError(f"optimizer.betas: two numbers, of both moments, not {list(cfg.optimizer.betas)}")
-    run_budget.refuse(cfg)
-    if trainer.batch % world:
-        raise ValueError(f"trainer.batch: {trainer.batch} texts are not as many for each of {world} devices")
-    if kind not in KINDS:
-        raise ValueError(f"draft.quantisation: {kind!r} is none of {', '.join(KINDS)}")
-    beside = {
-        "draft.quantisation": kind != "none",
-        "trainer.ema": trainer.ema > 0,
-        "trainer.strategy": trainer.strategy == SHARDED,
-    }
-    found = [key for key, used in beside.items() if used]
-    if len(found) > 1:
-        raise ValueError(f"{', '.join(found)}: one of them: rounded weights, an average, or (fsdp2) parts of them")
+def _load(saved: dict[str, Any], job: Job, module: Distillation) -> None:
+    """Load a finished training's weights from its checkpoint, or their average if that was judged and is exported."""
+    module.load_state_dict(saved["state_dict"])
+    module.to(job.target.device).eval()
+    if job.cfg.trainer.ema:
+        average = Averaged(job.cfg.trainer.ema)
+        average.load_state_dict(saved["callbacks"][average.state_key])
+        average.show(module)
 
 
-def strategy_of(cfg: TrainerSettings) -> str | Strategy:
-    """Lightning's, by its name; "fsdp2": the draft in parts, checkpoints in one file."""
-    if cfg.strategy != SHARDED:
-        return cfg.strategy
-    parts = cfg.devices * cfg.nodes
-    return ModelParallelStrategy(data_parallel_size=parts, tensor_parallel_size=1, save_distributed_checkpoint=False)
+def _points(job: Job, module: Distillation, clock: Clock, swaps: list[SwapWeights]) -> HeldOutPoints:
+    cfg = job.cfg
+    assert cfg.policy.k is not None
+    tokens = cfg.trainer.steps * cfg.trainer.accumulate * cfg.trainer.batch * cfg.rollout.new_tokens
+    part = part_of(module.held_out[module.temperature], tokens)
+    return HeldOutPoints(part, clock, swaps, cfg.policy.k, objective(cfg.objective), cfg.verify)
 
 
 def _trainer(
-    job: Job, extra: list[Callback], phase: Phase, every: int, progress: Progress, done: int
+    job: Job, extra: list[Callback], phase: TrainingPhase, every: int, progress: Progress, done: int
 ) -> lightning.Trainer:
     cfg, last = job.cfg.trainer, job.folder / CHECKPOINT
-    again = done + 1 if done else None  # what was written behind the checkpoint is made anew
+    again = done + 1 if done else None  # figures logged after the checkpoint are written again
     return lightning.Trainer(
         accelerator=job.target.device.type, devices=cfg.devices, num_nodes=cfg.nodes, strategy=strategy_of(cfg),
         inference_mode=cfg.strategy != SHARDED,  # weights gathered in it could not be learnt later
@@ -257,7 +197,7 @@ def _trainer(
         accumulate_grad_batches=cfg.accumulate, use_distributed_sampler=False,
         max_steps=phase.last, max_epochs=-1,
         gradient_clip_val=cfg.clip, check_val_every_n_epoch=None,
-        val_check_interval=NEVER if run_budget.timed(job.cfg) else every * cfg.accumulate,
+        val_check_interval=NEVER if time_limited(job.cfg) else every * cfg.accumulate,
         num_sanity_val_steps=0, log_every_n_steps=WATCHED, enable_model_summary=False,
         logger=[tensorboard(job.folder, again), *job.loggers], plugins=[Checkpoints()],
         callbacks=[*extra, Bar(progress), Keeper(last, cfg.checkpoint_minutes, job.signals),
@@ -266,29 +206,106 @@ def _trainer(
     )  # fmt: skip
 
 
-def _loader(
-    cfg: TrainerSettings, phase: Phase, done: int, corpus: Texts, sampled: Texts, trainer: lightning.Trainer
-) -> DataLoader[Any] | Grouped:
-    """This process's texts of a phase, from step `done` on."""
-    world, texts = trainer.world_size, cfg.batch * cfg.accumulate  # of a step
-    before = max(cfg.corpus_steps - phase.first, 0) * texts
-    order = Curriculum((len(corpus), len(sampled)), before, cfg.seed + phase.round, (done - phase.first) * texts)
-    mine = Strided(order, trainer.global_rank, world)
-    sets = [Learnt(corpus), Learnt(sampled, first=len(corpus))]
-    batches: DataLoader[Any] = DataLoader(ConcatDataset(sets), cfg.batch // world, sampler=mine)
-    return Grouped(batches, cfg.accumulate) if cfg.accumulate > 1 else batches
+def strategy_of(cfg: TrainerSettings) -> str | Strategy:
+    """Lightning's strategy of this name; "fsdp2": a sharded draft, with checkpoints in one file."""
+    if cfg.strategy != SHARDED:
+        return cfg.strategy
+    parts = cfg.devices * cfg.nodes
+    return ModelParallelStrategy(data_parallel_size=parts, tensor_parallel_size=1, save_distributed_checkpoint=False)
+
+
+def swapped(job: Job, draft: PreTrainedModel) -> Faster | Mixed:
+    """What samples the texts of a later phase: the target with the current draft, or alone if that measures faster
+    (many rows on few cores), see `rollout.samplers.Faster`; with rollout.on_draft= also the draft itself.
+
+    Speculative sampling leaves the target's distribution as it is, so a text's sampler does not matter.
+    """
+    k, rows, plan = job.cfg.policy.k, job.cfg.rollout.rows, job.plan(draft)
+    assert k is not None
+    faster = Faster({"plain": Own(plan.plain(rows)), "with the draft": Own(plan.engine(k, rows))})
+    if not job.cfg.rollout.on_draft:
+        return faster
+    alone = Engine(widened(plan.served, copied=True), tokenizer=job.tokenizer, rows=rows)
+    alone.ends = ends_of(job.target)  # a draft's own may be fewer
+    return Mixed(faster, Own(alone), job.cfg.rollout.on_draft)
 
 
 def _remember(job: Job, module: Distillation, corpus: Texts, sampled: Texts) -> None:
-    """Read the texts before training where every one comes, most of them again."""
+    """Read the texts before training, if there are steps for each of them and so most are read more than once."""
     trainer = job.cfg.trainer
     if trainer.steps * trainer.batch * trainer.accumulate < len(corpus) + len(sampled):
         return
     keys, read = len(corpus) + torch.arange(len(sampled)), module.teacher.read
-    if isinstance(read, Shards):
+    if isinstance(read, DiskCache):
         states = job.target.config.get_text_config().hidden_size * job.target.dtype.itemsize  # of a layer
         distributions = size(trainer.top) * torch.float32.itemsize if trainer.top else states
         each = distributions + len(job.reads) * states
         print(read.estimate(len(sampled), sampled.ids.shape[1] * each))
     with Display("the target reads the texts", len(sampled), "texts", hidden=bool(rank())) as display:
         module.teacher.fill(sampled.ids.long(), keys, progress=lambda done, _: display.to(done))
+
+
+def _set_budget(job: Job, clock: Clock, trainer: lightning.Trainer, validation: float) -> None:
+    """Give the training its minutes and validations, the same in every process. validation: seconds of the first
+    validation."""
+    if not job.cfg.minutes:
+        return
+    progress, left = clock.progress, left_of(job.cfg, time.monotonic() - job.start, validation)
+    left, clock.validations = trainer.strategy.broadcast((left, validations(job.cfg, validation)))
+    progress.leave(left)
+    if clock.validations < job.cfg.trainer.validations and not rank():
+        print(f"one validation takes {validation:.0f} s: {clock.validations} of trainer.validations="
+              f"{job.cfg.trainer.validations} fit minutes={job.cfg.minutes:g}")  # fmt: skip
+    if not rank():
+        more = ": the rest of the run takes longer than that leaves" if left <= LEAST * job.cfg.minutes else ""
+        print(
+            f"training has {progress.minutes:.1f} of minutes={job.cfg.minutes:g}, or its steps if they are fewer{more}"
+        )
+
+
+def _loader(
+    cfg: TrainerSettings, phase: TrainingPhase, done: int, corpus: Texts, sampled: Texts, trainer: lightning.Trainer
+) -> DataLoader[Any] | Grouped:
+    """This process's texts of a phase, from step `done` on."""
+    world, texts = trainer.world_size, cfg.batch * cfg.accumulate  # of a step
+    before = max(cfg.corpus_steps - phase.first, 0) * texts
+    order = Curriculum((len(corpus), len(sampled)), before, cfg.seed + phase.index, (done - phase.first) * texts)
+    mine = Strided(order, trainer.global_rank, world)
+    sets = [Learnt(corpus), Learnt(sampled, first=len(corpus))]
+    batches: DataLoader[Any] = DataLoader(ConcatDataset(sets), cfg.batch // world, sampler=mine)
+    return Grouped(batches, cfg.accumulate) if cfg.accumulate > 1 else batches
+
+
+def _step(
+    job: Job, trainer: lightning.Trainer, module: Distillation, loaders: tuple[Any, DataLoader[Any]], last: Path | None
+) -> None:
+    """All steps of a phase, from a checkpoint on. loaders: of texts, and of validations. Raises Interrupted, and
+    UserError for a loss that is not finite."""
+    try:
+        trainer.fit(module, *loaders, ckpt_path=last)
+    except NotFinite as error:
+        texts = ", ".join(repr(job.tokenizer.decode(ids[:SHOWN])) for ids in error.ids)
+        raise UserError(f"{error} ({texts}): lower optimizer.lr, or another loss; output={job.folder} has the last "
+                        "good checkpoint") from error  # fmt: skip
+    job.signals.check(f"interrupted at step {trainer.global_step}, which is saved; the same command resumes")
+
+
+def _judge(job: Job, module: Distillation, extra: list[Callback], step: int) -> None:
+    """Judge as at a validation. If nothing measured the training (measure=false), save the weights of its last step, so
+    that they can be measured now."""
+    with as_served(job, module):
+        module.judge()
+        for speed in extra:
+            if isinstance(speed, MeasureSpeed) and not speed.checkpoints and not rank():
+                speed.save(module.draft, step)
+                speed.add(step, speed.measure(module.draft)["speedup"])
+
+
+def as_served(job: Job, module: Distillation) -> AbstractContextManager[None]:
+    """Inside the block the module's weights are rounded, if the draft is served so."""
+    return showing(_rounded(job), module)
+
+
+def _rounded(job: Job) -> list[QuantisationAware]:
+    kind = job.cfg.draft.quantisation
+    return [QuantisationAware(kind)] if kind != "none" else []

@@ -1,4 +1,4 @@
-"""Signals that end a run: what it has learnt is kept, and the same command goes on from there."""
+"""Signals that end a run, and the checkpoints from which the same command resumes it."""
 
 import os
 import signal
@@ -21,13 +21,13 @@ from cotrain.errors import Interrupted, UserError
 from inference.drafts.atomic import new_file
 
 ENDING = (signal.SIGINT, signal.SIGTERM)
-CURSOR = b"\x1b[?25h"  # shows it again: a display hides it
+CURSOR = b"\x1b[?25h"  # shows the cursor, which a display hides
 TIME = 1  # a checkpoint is due, in what processes agree on; signals have larger numbers
 
 
 class Signals:
-    """The first SIGINT or SIGTERM ends the run: at once, or, while training is `deferring`, behind the step that it is
-    at. A second one ends the process at once, whatever it is doing."""
+    """The first SIGINT or SIGTERM ends the run: at once, or, while training is `deferring`, after the current step. A
+    second one ends the process at once."""
 
     def __init__(self) -> None:
         self.received, self.deferring = 0, False
@@ -40,15 +40,15 @@ class Signals:
         self.received = number
         if not self.deferring:
             self.check()
-        print("\nstopping behind this step; once more ends at once", file=sys.stderr, flush=True)
+        print("\nstopping after this step; a second signal ends at once", file=sys.stderr, flush=True)
 
-    def check(self, said: str = "interrupted; the same command resumes") -> None:
-        """Raise Interrupted where a signal has come."""
+    def check(self, message: str = "interrupted; the same command resumes") -> None:
+        """Raise Interrupted if a signal was received."""
         if self.received:
-            raise Interrupted(self.received, said)
+            raise Interrupted(self.received, message)
 
     def listen(self) -> None:
-        """Take both signals, from whoever had them. Signals reach the main thread alone."""
+        """Become the handler of both signals. Signals reach only the main thread."""
         if threading.current_thread() is threading.main_thread():
             for number in ENDING:
                 signal.signal(number, self)
@@ -56,7 +56,7 @@ class Signals:
 
 @contextmanager
 def listening() -> Iterator[Signals]:
-    """Signals end a run in order until the block ends."""
+    """Inside the block signals end a run in order."""
     before = {number: signal.getsignal(number) for number in ENDING}
     signals = Signals()
     signals.listen()
@@ -69,8 +69,8 @@ def listening() -> Iterator[Signals]:
 
 
 class Checkpoints(TorchCheckpointIO):
-    """Checkpoints that are written beside their place and renamed. Lightning writes them to the temporary directory;
-    from another file system its move is a copy over the old one."""
+    """Writes a checkpoint next to the old one and renames it. Lightning writes to the temporary directory, and its move
+    from another file system is a copy over the old one."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         with new_file(Path(path)) as new:
@@ -78,13 +78,13 @@ class Checkpoints(TorchCheckpointIO):
 
 
 def read_saved(path: Path) -> dict[str, Any]:
-    """What torch saved in a file, on the CPU. Raises UserError, naming the file and what to do, for one that is damaged
-    or holds no dictionary."""
+    """The dictionary that torch saved in a file, on the CPU. Raises UserError, naming the file and what to do, if it is
+    damaged or holds something else."""
     try:
-        found = torch.load(path, weights_only=True, map_location="cpu")
-        if isinstance(found, dict):
-            return found
-        reason = f"it holds a {type(found).__name__}"
+        saved = torch.load(path, weights_only=True, map_location="cpu")
+        if isinstance(saved, dict):
+            return saved
+        reason = f"it holds a {type(saved).__name__}"
     except (RuntimeError, EOFError, ValueError, LookupError, UnpicklingError, OSError) as error:
         if "allocate" in str(error):  # memory ran out: nothing is wrong with the file
             raise
@@ -95,10 +95,10 @@ def read_saved(path: Path) -> dict[str, Any]:
 
 
 class Keeper(Callback):
-    """Keeps a checkpoint every so many minutes, and when a signal ends the run. Behind the callbacks whose
-    state is kept.
+    """Saves a checkpoint every so many minutes, and when a signal ends the run. Must come after the callbacks whose
+    state is saved.
 
-    A step that a validation follows is left to it: it keeps one itself, with its figures.
+    After a step that a validation follows it saves none: the validation saves one, with its figures.
     """
 
     def __init__(self, path: Path, minutes: float, signals: Signals) -> None:
@@ -118,11 +118,11 @@ class Keeper(Callback):
         index, number = batch.get("group", (0, 1))
         if index + 1 < number or validates(trainer):
             return
-        wanted = self._agreed(trainer)
-        if wanted:
+        reason = self._agreed(trainer)
+        if reason:
             trainer.save_checkpoint(self.path)
             self.saved = time.monotonic()
-        if wanted > TIME:
+        if reason > TIME:
             self._end(trainer.global_step)
 
     def on_validation_end(self, trainer: lightning.Trainer, module: Any) -> None:
@@ -136,15 +136,15 @@ class Keeper(Callback):
 
     def _end(self, step: int) -> None:
         self.signals.received = self.signals.received or signal.SIGTERM  # another process's
-        self.signals.check(f"interrupted at step {step}, kept; the same command resumes")
+        self.signals.check(f"interrupted at step {step}, which is saved; the same command resumes")
 
     def _agreed(self, trainer: lightning.Trainer) -> int:
-        """The signal that has come, or TIME, to any process."""
+        """The signal that any process received, or TIME if a checkpoint is due, else 0."""
         mine = self.signals.received or TIME * (time.monotonic() - self.saved >= self.seconds)
         if trainer.world_size == 1:
             return mine
-        found = torch.tensor(float(mine), device=trainer.strategy.root_device)
-        return int(trainer.strategy.reduce(found, reduce_op="max"))
+        reason = torch.tensor(float(mine), device=trainer.strategy.root_device)
+        return int(trainer.strategy.reduce(reason, reduce_op="max"))
 
 
 def validates(trainer: lightning.Trainer) -> bool:

@@ -1,12 +1,18 @@
-"""Distillation of a draft from a frozen target, as a LightningModule that only wires its parts together."""
+"""Distillation of a draft from a frozen target: the losses of a step, and the LightningModule that wires its parts.
+
+B texts, T tokens, L tokens of the longest completion, K guesses, one a depth.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, cast
 
 import lightning
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from cotrain import losses
@@ -14,39 +20,141 @@ from cotrain.errors import NotFinite
 from cotrain.evaluation.divergence import Decode, divergence
 from cotrain.evaluation.held_out import HeldOut, Scores, evaluate, figures
 from cotrain.evaluation.profile import profile
-from cotrain.losses.chunked import Statistics, positions
-from cotrain.losses.over_guesses import Asked, shares
-from cotrain.losses.served_distributions import Truncate
+from cotrain.losses.batch import LossBatch, shares
+from cotrain.losses.chunked import Statistics, Truncate, positions
+from cotrain.losses.spec import MERGED, LossSpec
 from cotrain.students.base import LAST, Guess, Student, refuse_mixed
-from cotrain.teacher.memory_cache import Remembering
-from cotrain.teacher.target_distributions import Record, StatesTeacher, Teacher, seen
-from cotrain.teacher.target_model import served
-from cotrain.teacher.top_k import TopKTeacher, outside
-from cotrain.training.counts import Counts, counted, divisors, sampled
-from cotrain.training.distributed import gathered, rest, sharded, within
+from cotrain.teacher.states_cache import MemoryCache
+from cotrain.teacher.target_distributions import StatesTeacher, Teacher, TopKTeacher, outside, seen
+from cotrain.teacher.target_model import Record, served
+from cotrain.training.distributed import StepCounts, counted, divisors, gathered, rest, sampled, sharded, within
 from cotrain.training.progress import Progress
-from cotrain.training.stages import Stage, current, leading, refuse_merged
-from cotrain.training.step_loss import StepLoss, logs_for
-from inference import noise
+from inference.sampling import noise
 
-WATCHED = 5  # every so many steps, what a step found is logged
+WATCHED = 5  # the figures of every so many steps are logged
+Logs = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A loss that is used until this fraction of the steps is done."""
+
+    until: float
+    loss: LossSpec
+
+
+def current(stages: Sequence[Stage], progress: float) -> LossSpec:
+    """The loss at a progress in [0, 1]: of the first stage that has not ended, else of the last."""
+    return next((stage.loss for stage in stages if progress < stage.until), stages[-1].loss)
+
+
+def leading(weight: float, stages: Sequence[Stage], done: float) -> float:
+    """The cosine's weight at a progress in [0, 1]: it falls linearly, to 0 at the end of the first stage."""
+    return weight * max(0.0, 1 - done / stages[0].until) if stages[0].until else 0.0
+
+
+def refuse_merged(stages: Sequence[Stage], cosine: float) -> None:
+    """Raise ValueError for what merged distributions do not have: some losses, and hidden states to compare."""
+    if not all(stage.loss.merged for stage in stages):
+        raise ValueError(
+            f"trainer.top: the loss is not one of {', '.join((*MERGED, 'mix'))}, which top-k distributions have"
+        )
+    if cosine:
+        raise ValueError("trainer.top: top-k distributions are cached, not hidden states: init.cosine=0")
+
+
+class PositionLosses(NamedTuple):
+    """The mean of the losses per position, its terms by name, and the statistics of each guess."""
+
+    mean: Tensor
+    terms: dict[str, Tensor]
+    statistics: list[Statistics]
+
+
+@dataclass(frozen=True)
+class StepLoss:
+    """The loss of a batch's guesses: sequence losses over texts, losses per position over positions and depths.
+
+    spec: the current loss. asked: what every guess is compared with. logs: log p and log q of the sampled tokens, see
+    `LossBatch.logs`, None if nothing reads them. counts: what sums are divided by. k: draft length of the sequence
+    losses.
+    hardest: see `chunked`."""
+
+    spec: LossSpec
+    asked: LossBatch
+    guesses: Sequence[Guess]
+    logs: Logs | None
+    counts: StepCounts
+    k: int
+    hardest: float
+
+    @cached_property
+    def saved(self) -> Tensor | None:
+        """Target calls that a unit of acceptance saves at each sampled token, see `LossBatch.saved`."""
+        return None if self.logs is None else self.asked.saved(self.logs, self.k)
+
+    def of_texts(self) -> dict[str, Tensor]:
+        """Means of the sequence losses over texts or tokens, by name."""
+        means = {}
+        for term in self.spec.sequence:
+            assert self.logs is not None
+            count = self.counts.texts if term.loss.over == "texts" else self.counts.tokens
+            means[term.name] = self.asked.of_texts(term, self.logs, self.k) / count
+        return means
+
+    def of_positions(self, predicted: Tensor, share: Tensor, u: Tensor, measured: bool) -> PositionLosses:
+        """Over positions and depths, each depth by its share (K,). A weighted loss is a mean over tokens, weighted by
+        the target calls that acceptance saves there. predicted (B, T-1) bool; u (B, T): uniforms to draw tokens by."""
+        every = pad(predicted, (0, 1))
+        total = self.asked.ids.new_zeros((), dtype=torch.float32)
+        terms: list[Tensor] = []
+        statistics: list[Statistics] = []
+        for guess, part in zip(self.guesses, share.tolist(), strict=True):
+            weight = self._weight(guess, every)
+            value, one = self.asked.of_positions(self.spec, guess, weight, measured, self.hardest, u)
+            total = total + part * value
+            terms.append(part * one.terms)
+            statistics.append(one)
+        count = self.counts.tokens if self.spec.weighted else self.counts.positions
+        return PositionLosses(total / count, self._named(total, terms, count), statistics)
+
+    def _weight(self, guess: Guess, every: Tensor) -> Tensor:
+        if not self.spec.weighted:
+            return every
+        assert self.saved is not None
+        return self.asked.weight(self.saved, guess.depth)
+
+    def _named(self, total: Tensor, terms: list[Tensor], count: Tensor) -> dict[str, Tensor]:
+        names = [term.name for term in self.spec.terms]
+        if len(names) < 2:
+            return {names[0] if names else "position": total.detach() / count}
+        return dict(zip(names, torch.stack(terms).sum(0) / count, strict=True))
+
+
+def logs_for(spec: LossSpec, asked: LossBatch, guesses: Sequence[Guess], by_depth: bool) -> Logs | None:
+    """log p and log q of the sampled tokens, if the loss reads them, or the weights of several depths do (by_depth)."""
+    if spec.sequence:
+        return asked.logs(guesses)
+    if not spec.weighted and not (by_depth and len(guesses) > 1):
+        return None
+    with torch.no_grad():
+        return asked.logs(guesses)
 
 
 class Distillation(lightning.LightningModule):
     """Trains a student to be accepted by `target` under a regime.
 
-    stages: losses of `cotrain.losses.spec`, one after the other. optimizer, scheduler: factories that take the draft,
-    and the optimiser. temperature, truncate: the regime, see `chunked`. held_out: texts sampled from the target,
-    by temperature, judged at every validation. cosine: weight at first of
-    `losses.misaligned` on the final hidden states, see `leading`, 0 for none. remember: bytes of what is read of the
-    target to keep. chunk: guesses whose distributions exist at once, by default `chunked.positions`. k: draft length
-    that sequence losses speak of. hardest: see `chunked`. seed: of tokens drawn for a loss. progress: of the whole
-    training, which stages are parts of; None: the trainer's steps. top: so many of each distribution's likeliest tokens
-    are kept instead of hidden states, see `top_k`; 0: states. decay: of a depth's weight, None: exact, see
-    `over_guesses.shares`.
+    stages: losses of `cotrain.losses.spec`, one after the other. optimizer, scheduler: factories called with the draft,
+    and with the optimiser. held_out: texts sampled from the target, by temperature, judged at every validation.
+    temperature, truncate: the regime, see `chunked`. chunk: guesses whose distributions exist at once, by default
+    `chunked.positions`. cosine: initial weight of `losses.misaligned` on the final hidden states, see `leading`, 0 for
+    none. remember: bytes of the target's states to cache. k: draft length of the sequence losses. hardest: see
+    `chunked`. seed: of tokens drawn for a loss. progress: of the whole training, which stages are parts of; None: the
+    trainer's steps. top: number of each distribution's likeliest tokens to cache instead of hidden states, see `top_k`;
+    0: states. decay: of a depth's weight, None: exact, see `losses.batch.shares`.
 
     Raises ValueError for a student that cannot be trained so, for a cosine between states of different widths, and for
-    one, or a loss that merged distributions do not have, beside top.
+    one, or a loss that merged distributions do not have, together with top.
     """
 
     def __init__(
@@ -77,9 +185,9 @@ class Distillation(lightning.LightningModule):
         vocabulary = student.vocabulary or target.config.get_text_config().vocab_size
         self.chunk = chunk or positions(vocabulary)
         self.k, self.hardest, self.seed, self.progress, self.top = k, hardest, seed, progress, top
-        self.noted: dict[str, Tensor] = {}  # what the batches of a step add up to
-        self.found: dict[str, float] = {}  # what the last step found, if it was watched, by name
-        self.whole: list[PreTrainedModel] = []  # the draft, while `draft` is it in parts; no module of this one's
+        self.batch_sums: dict[str, Tensor] = {}  # of the step's batches so far
+        self.step_figures: dict[str, float] = {}  # of the last step, if it was watched, by name
+        self.whole: list[PreTrainedModel] = []  # the whole draft, while `draft` is sharded; no module of this one's
         # plain functions: the target is not saved
         read, self.head_target = served(target, vocabulary, student.reads)
         self.distributions_of: Teacher = StatesTeacher(read, self.head_target)
@@ -88,13 +196,13 @@ class Distillation(lightning.LightningModule):
             self.distributions_of = TopKTeacher(
                 read, self.head_target, top, vocabulary, temperature, truncate, self.chunk, student.reads
             )
-        self.teacher = Remembering(self.distributions_of.read, remember)
+        self.teacher = MemoryCache(self.distributions_of.read, remember)
         self.judged: dict[float, dict[str, Scores]] = {}
         if cosine:
             refuse_widths(self.draft, target)
 
     def configure_model(self) -> None:
-        """Where a strategy shards, the draft in parts; `assemble` ends that."""
+        """Shard the draft, if the strategy does; `assemble` undoes it."""
         if self.device_mesh is not None and not self.whole:
             self.whole = [self.draft]
             self._replace(sharded(self.draft, self.device_mesh["data_parallel"]))
@@ -104,7 +212,7 @@ class Distillation(lightning.LightningModule):
 
     @contextmanager
     def assembled(self) -> Iterator[PreTrainedModel]:
-        """The whole draft as it now is, for the first process to look at; all ask at once."""
+        """The whole draft with the current weights, on the first process; all processes must enter the block."""
         if not self.whole:
             yield self.draft
             return
@@ -115,55 +223,56 @@ class Distillation(lightning.LightningModule):
         torch.nn.Module.to(draft, "cpu")
 
     def assemble(self) -> None:
-        """No parts any more."""
+        """Replace a sharded draft by the whole one."""
         if self.whole:
             self._replace(gathered(self.draft, self.whole[0]))
             self.whole = []
 
     def training_step(self, batch: dict[str, Any], _: int) -> Tensor:
-        """The loss, see `learn`. Raises NotFinite, naming step and texts, where it is no number: before the step, so
-        the weights are still those of the last good one."""
+        """The loss, see `learn`. Raises NotFinite, naming step and texts, before the weights move: they are those of
+        the last good step."""
         loss = within(self.draft, lambda: self.learn(batch))
         if not bool(torch.isfinite(loss.detach())):
-            said = f"the loss of step {self.global_step + 1} is {loss.item():g}, on texts "
-            raise NotFinite(said + ", ".join(map(str, batch["key"].tolist())), batch["ids"].tolist())
+            message = f"the loss of step {self.global_step + 1} is {loss.item():g}, on texts "
+            raise NotFinite(message + ", ".join(map(str, batch["key"].tolist())), batch["ids"].tolist())
         return loss
 
     def learn(self, batch: dict[str, Any]) -> Tensor:
-        """batch: ids (B, T), predicted (B, T-1) bool, key and temperature (B,), position_ids (B, T) of packed texts,
-        sampled (B, T-1) bool, see `counts.sampled`, counts and group of a step of several, see `counts.Grouped`."""
-        if not self.noted:
-            self.found = {}
+        """The loss of a batch. batch: ids (B, T), predicted (B, T-1) bool, key and temperature (B,), position_ids
+        (B, T) of packed texts, sampled (B, T-1) bool, see `distributed.sampled`, counts and group if the step has
+        several batches, see `distributed.Grouped`."""
+        if not self.batch_sums:
+            self.step_figures = {}
         record = self.teacher(batch["ids"], batch["key"], batch.get("position_ids"))
         uniforms = self._uniforms(batch["key"], batch["ids"].shape[1], noise.ACCEPT)
         guesses = self.student.guesses(batch | {"uniforms": uniforms}, seen(record))
         refuse_mixed(guesses)
         distributions = self.distributions_of.distributions(record)
-        asked = Asked(distributions, batch["ids"], batch["temperature"], sampled(batch), self.truncate, self.chunk)
+        asked = LossBatch(distributions, batch["ids"], batch["temperature"], sampled(batch), self.truncate, self.chunk)
         spec, counts, watched = current(self.stages, self.done), self._counts(batch), self.watched
-        by_depth = self.decay is None and not self.top  # kept distributions lack the text's tokens
+        by_depth = self.decay is None and not self.top  # top-k distributions lack the text's tokens
         logs = logs_for(spec, asked, guesses, by_depth)
         step = StepLoss(spec, asked, guesses, logs, counts, self.k, self.hardest)
-        found = step.of_texts()
-        wholes = list(found.values())
+        parts = step.of_texts()
+        summands = list(parts.values())
         if spec.position:
             u = self._uniforms(batch["key"], batch["ids"].shape[1])
-            places = step.of_places(batch["predicted"], self._shares(step), u, watched)
-            wholes, found = [*wholes, places.mean], found | places.terms
+            by_position = step.of_positions(batch["predicted"], self._shares(step), u, watched)
+            summands, parts = [*summands, by_position.mean], parts | by_position.terms
             if watched:
-                self._show(guesses, places.statistics)
+                self._note_acceptance(guesses, by_position.statistics)
         if lead := leading(self.cosine, self.stages, self.done):
-            found["cosine"] = lead * _apart(record, guesses[0], batch["predicted"]) / counts.positions
-            wholes.append(found["cosine"])
-        mean = sum(wholes[1:], wholes[0])
-        self._note({"loss": mean} | {f"loss_{name}": part for name, part in found.items()}, batch, watched)
-        if watched and self.top:  # which alpha is too high by at most
-            self.found["outside"] = float(outside(record)[:, :-1][batch["predicted"]].mean())
+            parts["cosine"] = lead * _cosine_distance(record, guesses[0], batch["predicted"]) / counts.positions
+            summands.append(parts["cosine"])
+        mean = sum(summands[1:], summands[0])
+        self._note({"loss": mean} | {f"loss_{name}": part for name, part in parts.items()}, batch, watched)
+        if watched and self.top:  # an upper bound of the error of each alpha
+            self.step_figures["outside"] = float(outside(record)[:, :-1][batch["predicted"]].mean())
         return mean
 
     @property
     def watched(self) -> bool:
-        """Whether the step that is made next, or now, is one whose figures are kept in `found`."""
+        """Whether figures of the current step, or between steps of the next one, are noted in `step_figures`."""
         return (self.global_step + 1) % WATCHED == 0
 
     @property
@@ -171,19 +280,30 @@ class Distillation(lightning.LightningModule):
         """The share of the training that is done, in [0, 1]."""
         return (self.progress or Progress(self.trainer.max_steps)).at(self.global_step)
 
-    def _note(self, found: dict[str, Tensor], batch: dict[str, Any], watched: bool) -> None:
-        """Keep what the batches of a step add up to, behind the last of them."""
+    def _note(self, values: dict[str, Tensor], batch: dict[str, Any], watched: bool) -> None:
+        """Add up values over the batches of a step; after the last batch the sums are the step's figures."""
         index, number = batch.get("group", (0, 1))
-        for name, value in found.items():
-            self.noted[name] = self.noted.get(name, 0.0) + value.detach() / number
+        for name, value in values.items():
+            self.batch_sums[name] = self.batch_sums.get(name, 0.0) + value.detach() / number
         if index + 1 < number:
             return
         if watched:
-            self.found |= {name: float(value) for name, value in self.noted.items()}
-        self.noted = {}
+            self.step_figures |= {name: float(value) for name, value in self.batch_sums.items()}
+        self.batch_sums = {}
+
+    def _note_acceptance(self, guesses: Sequence[Guess], statistics: Sequence[Statistics]) -> None:
+        """Note the acceptance of each guess; names of later depths end in their number."""
+        for guess, one in zip(guesses, statistics, strict=True):
+            if guess.depth > 0:
+                self.step_figures[f"acceptance_depth_{guess.depth + 1}"] = float(one.alpha)
+            else:
+                self.step_figures |= {
+                    "acceptance": float(one.alpha),
+                    "acceptance_greedy_draft": float(one.alpha_greedy),
+                }
 
     def _shares(self, step: StepLoss) -> Tensor:
-        """Of each guess, the same on every process."""
+        """The weight of each guess, the same on every process."""
         if step.spec.weighted or len(step.guesses) == 1:
             return torch.ones(len(step.guesses))
         by_depth = None if step.saved is None else step.saved.sum((0, 1))
@@ -191,17 +311,9 @@ class Distillation(lightning.LightningModule):
             by_depth = cast(Tensor, self.trainer.strategy.reduce(by_depth, reduce_op="mean"))
         return shares(step.guesses, self.decay, by_depth)
 
-    def _show(self, guesses: Sequence[Guess], statistics: Sequence[Statistics]) -> None:
-        """Keep what acceptance each guess stands for, of later depths by their number."""
-        for guess, found in zip(guesses, statistics, strict=True):
-            if guess.depth > 0:
-                self.found[f"acceptance_depth_{guess.depth + 1}"] = float(found.alpha)
-            else:
-                self.found |= {"acceptance": float(found.alpha), "acceptance_greedy_draft": float(found.alpha_greedy)}
-
-    def _counts(self, batch: dict[str, Any]) -> Counts:
-        """What the losses are divided by: of this process's batches of the step, or the mean over processes, since
-        gradients are averaged over these."""
+    def _counts(self, batch: dict[str, Any]) -> StepCounts:
+        """What the losses are divided by: counts over the step's batches, averaged over processes, since DDP averages
+        gradients."""
         _, number = batch.get("group", (0, 1))
         total = batch["counts"] if number > 1 else counted(batch)
         if self.trainer.world_size == 1:
@@ -209,18 +321,18 @@ class Distillation(lightning.LightningModule):
         return divisors(cast(Tensor, self.trainer.strategy.reduce(total, reduce_op="mean")), number)
 
     def _uniforms(self, keys: Tensor, positions: int, stream: int = noise.DRAFT) -> Tensor:
-        """A function of seed, step, text and position alone: a resumed run draws what it would have -> (B, T)."""
+        """Uniforms (B, T) from seed, step, text and position alone, so that a resumed run draws the same ones."""
         step = torch.full_like(keys, self.global_step)
         return noise.uniform(self.seed, keys, step, torch.arange(positions, device=keys.device), stream)
 
     def validation_step(self, batch: Any, _: int) -> None:
-        """The held-out texts are evaluated at the epoch's end, by regime; the loader only asks for it."""
+        """Does nothing: the held-out texts are judged by regime at the epoch's end."""
 
     def on_validation_epoch_end(self) -> None:
         self.judge()
 
     def judge(self) -> None:
-        """Score the draft as it now is on the held-out texts; `acceptance` and `scores` tell what was found last."""
+        """Score the current draft on the held-out texts, for `acceptance`, `tau` and `scores`."""
         self.judged = within(self.draft, lambda: {t: self.on(held) for t, held in self.held_out.items()})
         rest(self.draft)
 
@@ -238,16 +350,16 @@ class Distillation(lightning.LightningModule):
 
     def acceptance(self) -> dict[str, float]:
         """Every figure of `held_out`, named for its temperature."""
-        return {_tag(name, t): value for t, found in self.judged.items() for name, value in figures(found).items()}
+        return {_tag(name, t): value for t, scores in self.judged.items() for name, value in figures(scores).items()}
 
     def tau(self, k: int, objective: str = "sampled", verify: str = "token") -> float:
         """Tokens per target call at draft length k in the regime, as predicted on the held-out texts; objective: how
-        drafts are chosen, "sampled" or "greedy"; verify: the rule that decides about them."""
+        drafts are chosen, "sampled" or "greedy"; verify: the rule of verification."""
         return tau_of(self.judged[self.temperature]["all"], k, objective, verify)
 
     def scores(self) -> dict[float, Scores]:
         """Of all held-out texts together, by temperature."""
-        return {t: found["all"] for t, found in self.judged.items()}
+        return {t: scores["all"] for t, scores in self.judged.items()}
 
     def configure_optimizers(self) -> Any:
         optimizer = self.make_optimizer(self.draft)
@@ -255,14 +367,14 @@ class Distillation(lightning.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-def alpha_of(found: Scores, objective: str = "sampled") -> float:
-    """Acceptance of the first draft as it will be drafted."""
-    return float(found.alpha_greedy if objective == "greedy" else found.alpha)
+def alpha_of(scores: Scores, objective: str = "sampled") -> float:
+    """Acceptance of the first draft, chosen as the objective says."""
+    return float(scores.alpha_greedy if objective == "greedy" else scores.alpha)
 
 
-def tau_of(found: Scores, k: int, objective: str = "sampled", verify: str = "token") -> float:
+def tau_of(scores: Scores, k: int, objective: str = "sampled", verify: str = "token") -> float:
     """As `Distillation.tau`, of other scores."""
-    return found.tau_greedy(k) if objective == "greedy" else found.tau(k, verify)
+    return scores.tau_greedy(k) if objective == "greedy" else scores.tau(k, verify)
 
 
 def refuse_widths(draft: PreTrainedModel, target: PreTrainedModel) -> None:
@@ -272,10 +384,10 @@ def refuse_widths(draft: PreTrainedModel, target: PreTrainedModel) -> None:
         raise ValueError(f"init.cosine: the draft's hidden states are {ours} wide, the target's {theirs}")
 
 
-def _apart(record: Record, guess: Guess, predicted: Tensor) -> Tensor:
-    """The sum of `losses.misaligned` over predicted places of a guess."""
+def _cosine_distance(record: Record, guess: Guess, predicted: Tensor) -> Tensor:
+    """The sum of `losses.misaligned` over the predicted positions of a guess."""
     theirs = record[LAST].flatten(0, 1)[guess.at]
-    inside = torch.nn.functional.pad(predicted, (0, 1)).flatten()[guess.at]
+    inside = pad(predicted, (0, 1)).flatten()[guess.at]
     return losses.misaligned(guess.states, theirs)[inside].sum()
 
 

@@ -1,19 +1,21 @@
-"""Optimiser and learning-rate schedule factories, and the numbers that steps are computed in."""
+"""Optimiser and learning-rate schedule factories, and the precision of a step."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
+from cotrain.training.progress import Progress
 from inference.measure import environment
-from inference.models.dtypes import half
+from inference.models.pretrained import half
 
 
 class MuonAdamW(torch.optim.Optimizer):
     """Muon (Jordan 2024) on the matrices inside the layers, AdamW on embeddings, heads and norms.
 
-    One optimiser for callers: `param_groups` are those of both parts, so any schedule drives both.
+    It looks like one optimiser: `param_groups` are those of both parts, so any schedule drives both.
     """
 
     def __init__(self, model: nn.Module, lr: float, embedding_lr: float, weight_decay: float) -> None:
@@ -58,9 +60,22 @@ def adamw(model: nn.Module, lr: float, weight_decay: float, betas: Iterable[floa
     return torch.optim.AdamW(groups, lr=lr, betas=(first, second))
 
 
+def trapezoid(optimizer: torch.optim.Optimizer, progress: Progress, warmup: float, decay: float) -> LambdaLR:
+    """Linear warm-up over the first fraction `warmup` of the training, a constant, then a linear decay to 0 over the
+    last fraction `decay`. If a training is made longer, it resumes at its new, smaller progress."""
+
+    def factor(step: int) -> float:
+        done = progress.at(step)
+        rise = (done + 1 / max(progress.steps, 1)) / warmup if warmup else 1.0
+        fall = (1 - done) / decay if decay else float(done < 1)
+        return max(0.0, min(1.0, rise, fall))
+
+    return LambdaLR(optimizer, factor)
+
+
 def precision(name: str, device: str | None = None) -> str:
-    """Lightning's name; "auto": bf16-mixed, or 32-true on a CPU that would emulate bfloat16. device: by default the GPU
-    where there is one."""
+    """Lightning's name of a precision; "auto": bf16-mixed, or 32-true on a CPU that would emulate bfloat16. device: by
+    default the GPU, if there is one."""
     if name != "auto":
         return name
     return "bf16-mixed" if half(device or environment.device()) == torch.bfloat16 else "32-true"

@@ -1,5 +1,7 @@
-"""What a training run asks of its settings, files and machine. `check=true` and the run call the same function first,
-so that what one refuses the other does too; no weight of the target is read here."""
+"""What a training run needs of its settings, files and machine, checked before any weight of the target is read.
+
+`check=true` and the run call `require` first, so both reject the same settings with the same message.
+"""
 
 import os
 import sys
@@ -7,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, NamedTuple, cast, get_args
 
 import torch
 from lightning.fabric.connector import _PRECISION_INPUT
@@ -17,38 +19,43 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfi
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from cotrain.bench import measurement
-from cotrain.board.loggers import WANDB
+from cotrain.board.curves import WANDB
 from cotrain.config.groups import Bench, Trainer
+from cotrain.config.regimes import learnt
 from cotrain.config.settings import TrainConfig
 from cotrain.data.conversations import Chats
-from cotrain.data.prompt_lengths import prompt_tokens
-from cotrain.data.prompt_rows import PromptRows
+from cotrain.data.prompt_rows import PromptRows, prompt_tokens
 from cotrain.data.splits import SPLITS, apart
 from cotrain.errors import UserError
 from cotrain.rollout.training_texts import Source
 from cotrain.run_folder import writable
-from cotrain.students.base import UNTRAINED
-from cotrain.teacher.target_model import load_config, load_words, refuse_quantisation
-from cotrain.training import assembly, fit
-from cotrain.training.job import source
+from cotrain.students.base import Student, student_class
+from cotrain.students.quantisation_aware import QUANTISATIONS, refuse_unknown
+from cotrain.teacher.target_model import halves, keeps_apart, load_config, load_words, refuse_quantisation
+from cotrain.training.assembly import initial, shares_of, stages
+from cotrain.training.fit import SHARDED, phases_of, strategy_of
+from cotrain.training.job import Job, source
+from cotrain.training.module import Stage, refuse_merged, refuse_widths
 from cotrain.training.optim import precision
-from cotrain.training.phases import phases_of
-from cotrain.training.sizes import Size, size_of
+from cotrain.training.progress import LEAST, time_limited
 from inference.drafts.bundled_target import resolve
 from inference.drafts.compatibility import tokenizer_problems
 from inference.drafts.draft_folder import GENERATION
 from inference.drafts.weight_files import weight_files
 from inference.measure.costs import SPANS
 from inference.measure.environment import device
+from inference.models.pretrained import quantisation_of
 from inference.servers.openai_client import Client
 
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+CHOSEN = "num_experts_per_tok"
 LAUNCHERS = {"WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "SLURM_NTASKS"}  # variables of what starts several machines
 HALF = ("16", "16-true", "16-mixed")  # Lightning's names of float16, "16" meaning 16-mixed
 
 
 @dataclass(frozen=True)
-class Known:
-    """What a run knows before it loads weights: both models without storage, the target's tokenizer, own texts."""
+class RunOutline:
+    """A run before its weights are loaded: both models without storage, the target's tokenizer, the user's texts."""
 
     target: PreTrainedModel
     tokenizer: Tokenizer
@@ -56,12 +63,12 @@ class Known:
     sources: Mapping[str, Source] = field(default_factory=dict)
 
 
-def require(cfg: TrainConfig) -> Known:
-    """Raise UserError, naming the key to change, for what would stop the run later. Its output folder is for
-    `run_folder.refuse`; whether the embedded corpora hold as many prompts as asked is found when they are read."""
+def require(cfg: TrainConfig) -> RunOutline:
+    """Raise UserError, naming the key to change, for what would stop the run later. Not checked here: the output
+    folder, see `run_folder.refuse`, and whether the embedded corpora hold enough prompts, which reading them shows."""
     try:
         _settings(cfg)
-        _places(cfg)
+        _folders(cfg)
         target, tokenizer = outline(cfg.target.path, cfg.target.trust_remote_code)
         _target(cfg, target, tokenizer)
         draft = _draft(cfg, target, tokenizer)
@@ -74,11 +81,11 @@ def require(cfg: TrainConfig) -> Known:
         raise
     except (ValueError, OSError) as error:
         raise UserError(" ".join(str(error).split())) from error
-    return Known(target, tokenizer, draft, sources)
+    return RunOutline(target, tokenizer, draft, sources)
 
 
 def outline(path: str, trust_remote_code: bool = False) -> tuple[PreTrainedModel, Tokenizer]:
-    """A target without storage, and its tokenizer. Raises as `load_config`, and for weights that are not there."""
+    """A target without storage, and its tokenizer. Raises as `load_config`, and for missing weights."""
     config, tokenizer = load_config(path, trust_remote_code)
     return sketch(path, config, trust_remote_code), tokenizer
 
@@ -86,27 +93,27 @@ def outline(path: str, trust_remote_code: bool = False) -> tuple[PreTrainedModel
 def sketch(
     path: str, config: PretrainedConfig, trust_remote_code: bool = False, key: str = "target.path"
 ) -> PreTrainedModel:
-    """A model without storage. Raises UserError, naming the key, where a folder holds no weights."""
-    place = Path(resolve(path))
-    _weights(key, place)
+    """A model without storage. Raises UserError, naming the key, if a folder holds no weights."""
+    folder = Path(resolve(path))
+    _weights(key, folder)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    if (place / GENERATION).is_file():  # which names the ids that end a text
-        model.generation_config = GenerationConfig.from_pretrained(place)
+    if (folder / GENERATION).is_file():  # it names the ids that end a text
+        model.generation_config = GenerationConfig.from_pretrained(folder)
     return model.eval()
 
 
-def _weights(key: str, place: Path) -> None:
-    """Of a folder; what the hub has is known when it is loaded."""
+def _weights(key: str, folder: Path) -> None:
+    """Raise UserError for a folder without weights. A model of the hub is checked when it is loaded."""
     try:
-        if place.is_dir():
-            weight_files(place)
+        if folder.is_dir():
+            weight_files(folder)
     except (OSError, ValueError) as error:
         raise UserError(f"{key}: {error}") from error
 
 
 def _settings(cfg: TrainConfig) -> None:
-    """What settings alone tell."""
+    """Checks of the settings alone."""
     if cfg.trainer.corpus_steps > cfg.trainer.steps:
         raise UserError(f"trainer.corpus_steps={cfg.trainer.corpus_steps}: at most trainer.steps={cfg.trainer.steps}")
     if cfg.trainer.nodes > 1 and not LAUNCHERS & set(os.environ):
@@ -115,57 +122,101 @@ def _settings(cfg: TrainConfig) -> None:
     if cfg.policy.k is None:
         raise UserError("policy.k: checkpoints are compared at a draft length that is given, as in policy=fixed")
     measurement.refuse(cfg.bench)
-    fit.refuse(cfg)
-    assembly.refuse(cfg, assembly.stages(cfg.loss))
+    refuse_training(cfg)
+    refuse_losses(cfg, stages(cfg.loss))
     phases_of(cfg, max(cfg.trainer.steps // cfg.trainer.validations, 1))
-    known = {str(name): None for one in get_args(_PRECISION_INPUT) for name in get_args(one)}
-    if (chosen := precision(cfg.trainer.precision)) not in known:
-        raise UserError(f"trainer.precision={cfg.trainer.precision}: it must be auto or one of {', '.join(known)}")
-    if cfg.trainer.strategy not in ("auto", fit.SHARDED, *StrategyRegistry.available_strategies()):
-        raise UserError(f"trainer.strategy={cfg.trainer.strategy}: it must be auto, ddp, {fit.SHARDED} or another "
-                        "that Lightning knows")  # fmt: skip
+    names = {str(name): None for one in get_args(_PRECISION_INPUT) for name in get_args(one)}
+    if (chosen := precision(cfg.trainer.precision)) not in names:
+        raise UserError(f"trainer.precision={cfg.trainer.precision}: it must be auto or one of {', '.join(names)}")
+    if cfg.trainer.strategy not in ("auto", SHARDED, *StrategyRegistry.available_strategies()):
+        raise UserError(f"trainer.strategy={cfg.trainer.strategy}: it must be auto, ddp, {SHARDED} or another "
+                        "strategy of Lightning")  # fmt: skip
     if cfg.trainer.logger == WANDB and find_spec("wandb") is None:
         raise UserError("trainer.logger=wandb: it needs wandb: pip install wandb")
     machine(cfg.trainer)
     _lightning(cfg.trainer, chosen)
 
 
+def refuse_training(cfg: TrainConfig) -> None:
+    """Raise ValueError, naming the keys, for counts of processes, fractions, betas and minutes out of range, a batch
+    that processes cannot share, an unknown quantisation, and two at once of averaged, rounded and sharded weights."""
+    trainer, kind = cfg.trainer, cfg.draft.quantisation
+    world = trainer.devices * trainer.nodes
+    if trainer.devices < 1 or trainer.nodes < 1:
+        raise ValueError(f"trainer.devices, trainer.nodes: at least 1, not {trainer.devices} and {trainer.nodes}")
+    refuse_fractions(cfg.optimizer.warmup, cfg.optimizer.decay, trainer.steps)
+    if len(cfg.optimizer.betas) != 2:
+        raise ValueError(f"optimizer.betas: two numbers, of both moments, not {list(cfg.optimizer.betas)}")
+    refuse_minutes(cfg)
+    if trainer.batch % world:
+        raise ValueError(f"trainer.batch: {trainer.batch} texts cannot be divided among {world} devices")
+    if kind not in QUANTISATIONS:
+        raise ValueError(f"draft.quantisation: {kind!r} is none of {', '.join(QUANTISATIONS)}")
+    replaced = {
+        "draft.quantisation": kind != "none",
+        "trainer.ema": trainer.ema > 0,
+        "trainer.strategy": trainer.strategy == SHARDED,
+    }
+    keys = [key for key, used in replaced.items() if used]
+    if len(keys) > 1:
+        raise ValueError(f"{', '.join(keys)}: one of them: rounded weights, an average, or (fsdp2) parts of them")
+
+
+def refuse_fractions(warmup: float, decay: float, steps: int) -> None:
+    """Raise ValueError, naming the key, for values that are no fractions of the training."""
+    for key, value in (("warmup", warmup), ("decay", decay)):
+        if not 0 <= value <= 1:
+            hint = f"; {value:g} of {steps} steps are optimizer.{key}={value / steps:.2g}" if 1 < value <= steps else ""
+            raise ValueError(f"optimizer.{key}: a fraction of the training in [0, 1], not {value:g}{hint}")
+
+
+def refuse_minutes(cfg: TrainConfig) -> None:
+    """Raise ValueError, naming the key, for minutes that are not above 0, or with several rounds, which end at
+    steps."""
+    for key, limit in (("trainer.minutes", cfg.trainer.minutes), ("minutes", cfg.minutes)):
+        if limit is not None and (limit <= 0 or cfg.rollout.rounds > 1):
+            raise ValueError(f"{key}: above 0, with rollout.rounds=1 (rounds end at steps), or null")
+    if cfg.minutes and cfg.measure and cfg.bench.minutes > (1 - LEAST) * cfg.minutes:
+        raise ValueError(f"minutes={cfg.minutes:g}: bench.minutes={cfg.bench.minutes:g} leaves training less than a "
+                         "fifth of them: raise minutes= or lower bench.minutes=")  # fmt: skip
+
+
 def _lightning(cfg: Trainer, chosen: str) -> None:
-    """Lightning's own choice of accelerator, strategy and precision, which is what refuses them after texts were
-    sampled. No process is started."""
-    where = "gpu" if device() != "cpu" else "cpu"
-    if where == "cpu" and chosen in HALF:
+    """Let Lightning choose accelerator, strategy and precision, as it will after texts were sampled. No process is
+    started."""
+    accelerator = "gpu" if device() != "cpu" else "cpu"
+    if accelerator == "cpu" and chosen in HALF:
         raise UserError(f"trainer.precision={cfg.precision}: float16 trains on a GPU alone, and this machine has none: "
                         "trainer.precision=auto")  # fmt: skip
     for key, value, strategy, name in (
         ("precision", cfg.precision, "auto", chosen),
-        ("strategy", cfg.strategy, fit.strategy_of(cfg), "32-true"),
-        ("strategy", cfg.strategy, fit.strategy_of(cfg), chosen),
+        ("strategy", cfg.strategy, strategy_of(cfg), "32-true"),
+        ("strategy", cfg.strategy, strategy_of(cfg), chosen),
     ):
         try:
-            _AcceleratorConnector(devices=cfg.devices, num_nodes=cfg.nodes, accelerator=where, strategy=strategy,
+            _AcceleratorConnector(devices=cfg.devices, num_nodes=cfg.nodes, accelerator=accelerator, strategy=strategy,
                                   precision=cast(Any, name))  # fmt: skip
         except Exception as error:  # MisconfigurationException, ImportError, TypeError, ... by strategy
             why = " ".join(str(error).split())
-            said = f"trainer.{key}={value}: Lightning cannot use it here: {why}"
-            raise UserError(f"{said}; trainer.{key}=auto") from error
+            message = f"trainer.{key}={value}: Lightning cannot use it here: {why}"
+            raise UserError(f"{message}; trainer.{key}=auto") from error
 
 
 def machine(cfg: Trainer) -> None:
-    """GPUs that are asked for are there; without one, processes share the CPU."""
+    """Raise UserError for GPUs that this machine does not have. Without GPUs, processes share the CPU."""
     if device() == "cpu":
         if cfg.accelerator == "gpu":
             raise UserError("trainer.accelerator=gpu: this machine has no GPU that torch can use; trainer=cpu trains "
                             "without one")  # fmt: skip
-    elif cfg.devices > (found := torch.cuda.device_count()):
-        raise UserError(f"trainer.devices={cfg.devices}: one process a GPU, and this machine has {found}")
+    elif cfg.devices > (count := torch.cuda.device_count()):
+        raise UserError(f"trainer.devices={cfg.devices}: one process a GPU, and this machine has {count}")
 
 
-def _places(cfg: TrainConfig) -> None:
-    """Folders to write to besides the run's own, the adapter, the server."""
-    for key, place in (("trainer.cache", cfg.trainer.cache), ("rollout.folder", cfg.rollout.folder)):
-        if place:
-            writable(key, place)
+def _folders(cfg: TrainConfig) -> None:
+    """Folders to write to besides the run's own; the adapter; the server."""
+    for key, folder in (("trainer.cache", cfg.trainer.cache), ("rollout.folder", cfg.rollout.folder)):
+        if folder:
+            writable(key, folder)
     adapter = cfg.target.adapter
     if adapter and find_spec("peft") is None:
         raise UserError("target.adapter: it needs peft: pip install 'cotrain[adapter]'")
@@ -177,7 +228,7 @@ def _places(cfg: TrainConfig) -> None:
 
 
 def server(key: str, url: str, model: str | None = None) -> Client:
-    """A server that answers. Raises UserError naming the key for any other."""
+    """A client of a server that answers. Raises UserError, naming the key, if it does not."""
     try:
         return Client(url, model)
     except (OSError, ValueError, LookupError, TypeError) as error:
@@ -185,7 +236,7 @@ def server(key: str, url: str, model: str | None = None) -> Client:
 
 
 def _target(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> None:
-    """Can be held as asked, and has a row for every id of its tokenizer."""
+    """Raise UserError for a target that cannot be quantised so, or has no row for some id of its tokenizer."""
     refuse_quantisation(cfg.target.path, cfg.quantisation.kind, target.config)
     size, rows = ids_of(tokenizer), target.config.get_text_config().vocab_size
     if not 0 < size <= rows:
@@ -200,26 +251,26 @@ def _target(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> 
 
 
 def ids_of(tokenizer: Tokenizer) -> int:
-    """How many ids a tokenizer has."""
+    """Number of a tokenizer's ids, those that it leaves out included."""
     return 1 + max(tokenizer.get_vocab().values(), default=-1)
 
 
 def _draft(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> PreTrainedModel:
-    """Without storage. Raises for one that shares no tokenizer with the target, or is the larger of the two."""
-    given = cfg.draft.kind in UNTRAINED  # a kind that takes draft.path as it is says first what it is
+    """The draft without storage. Raises if its token ids are not the target's, or it is the larger model."""
+    given = not student_class(cfg.draft.kind).trained  # a kind that uses draft.path as it is checks its kind first
     if not given:
-        _place(cfg, tokenizer)
+        _draft_path(cfg, tokenizer)
     with torch.device("meta"):
-        draft = assembly.initial(cfg, target)
+        draft = initial(cfg, target)
     if given:
-        _place(cfg, tokenizer)
-    assembly.refuse_draft(cfg, draft, target)
-    not_larger(_origin(cfg), size_of(target), size_of(draft))
+        _draft_path(cfg, tokenizer)
+    refuse_draft(cfg, draft, target)
+    not_larger(_size_settings(cfg), size_of(target), size_of(draft))
     return draft
 
 
-def _place(cfg: TrainConfig, tokenizer: Tokenizer) -> None:
-    """draft.path, where weights come from it: a model, with weights and the target's token ids."""
+def _draft_path(cfg: TrainConfig, tokenizer: Tokenizer) -> None:
+    """If the weights come from draft.path, it must be a model with weights and the target's token ids."""
     if (path := cfg.draft.path) and _named(cfg):
         own = load_words(path, key="draft.path")
         _weights("draft.path", Path(path))
@@ -228,10 +279,10 @@ def _place(cfg: TrainConfig, tokenizer: Tokenizer) -> None:
 
 def _named(cfg: TrainConfig) -> bool:
     """Whether the draft's weights are those of draft.path: init=pretrained, and kinds that train nothing."""
-    return cfg.init.kind == "pretrained" or (cfg.draft.kind in UNTRAINED and cfg.draft.path is not None)
+    return cfg.init.kind == "pretrained" or (not student_class(cfg.draft.kind).trained and cfg.draft.path is not None)
 
 
-def _origin(cfg: TrainConfig) -> str:
+def _size_settings(cfg: TrainConfig) -> str:
     """The settings that decide a draft's size, as an error names them."""
     shape = cfg.draft
     if _named(cfg):
@@ -247,6 +298,29 @@ def same_tokenizer(path: str, tokenizer: Tokenizer, own: Tokenizer) -> None:
         raise UserError(f"draft.path={path}: a draft must use the target's token ids; {problems[0]}")
 
 
+class Size(NamedTuple):
+    """parameters: of the whole model. active: those that one token is multiplied with, the cost of a pass: they include
+    the head and the chosen experts, and not an embedding that is only looked up."""
+
+    parameters: int
+    active: int
+
+
+def size_of(model: PreTrainedModel) -> Size:
+    """Of a model, on the meta device too."""
+    config = model.config.get_text_config()
+    share = next((getattr(config, CHOSEN) / getattr(config, key) for key in EXPERTS
+                  if getattr(config, key, None) and getattr(config, CHOSEN, None)), 1.0)  # fmt: skip
+    looked_up, head = model.get_input_embeddings(), model.get_output_embeddings()
+    total, active = 0, 0.0
+    for name, weight in model.named_parameters():
+        total += weight.numel()
+        if looked_up is not None and weight is looked_up.weight and (head is None or head.weight is not weight):
+            continue
+        active += weight.numel() * (share if ".experts." in name else 1.0)
+    return Size(total, int(active))
+
+
 def not_larger(origin: str, target: Size, draft: Size) -> None:
     """Raise UserError for a draft of more parameters than its target, or one that computes with more for a token."""
     for what, ours, theirs in (
@@ -259,22 +333,22 @@ def not_larger(origin: str, target: Size, draft: Size) -> None:
 
 
 def _sources(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> dict[str, Source]:
-    """Own texts by split, read as the run reads them; none of the embedded corpora."""
+    """The user's texts by split, read as the run reads them; {} for the embedded corpora."""
     return {split: source(cfg, split, target, tokenizer) for split in SPLITS} if cfg.data.path else {}
 
 
 def fill_prompt_tokens(cfg: TrainConfig, target: PreTrainedModel, train: Source | None) -> None:
-    """Give `rollout.prompt_tokens` its value where it is 0; train: own texts to learn from, if there are."""
+    """Set `rollout.prompt_tokens` if it is 0; train: the user's texts to learn from, if there are any."""
     if not cfg.rollout.prompt_tokens:
         room = holds(target.config) - max(cfg.rollout.new_tokens, timed(cfg.bench))
         cfg.rollout.prompt_tokens = prompt_tokens(train, room)
 
 
-def _texts(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer, found: Mapping[str, Source]) -> None:
-    """Whether own texts give prompts to learn from, to rank and to measure by."""
-    if not found:
+def _texts(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer, sources: Mapping[str, Source]) -> None:
+    """The user's texts must give prompts to learn from, to rank checkpoints and to measure with."""
+    if not sources:
         return
-    ask, chats = cfg.rollout, isinstance(found["train"], Chats)
+    ask, chats = cfg.rollout, isinstance(sources["train"], Chats)
     if cfg.data.template and not (chats or cfg.data.chat):
         raise UserError(
             "data.template: nothing reads it here: these texts are not rendered; data.chat=true renders them"
@@ -282,23 +356,23 @@ def _texts(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer, foun
     if chats and tokenizer.chat_template is None:
         print("warning: the target's tokenizer has no chat template: what a user says is the prompt as it stands",
               file=sys.stderr)  # fmt: skip
-    for split, texts in found.items():
+    for split, texts in sources.items():
         print(texts.left_out(ask.prompt_tokens, split), end="")
     for split, count in (("train", ask.texts), ("held_out", ask.held_out_texts)):
-        if not (cfg.data.on_target and isinstance(found[split], PromptRows)):
-            found[split].prompts(count, ask.prompt_tokens, ask.seed)
+        if not (cfg.data.on_target and isinstance(sources[split], PromptRows)):
+            sources[split].prompts(count, ask.prompt_tokens, ask.seed)
     if cfg.measure:
-        learnt, ranking, final = (found[split].several(ask.prompt_tokens, ask.seed) for split in SPLITS)
-        apart(ranking, final, learnt, "own")
-    if not (cfg.data.on_target and isinstance(found["train"], PromptRows)):
-        assembly.refuse_given(cfg, assembly.stages(cfg.loss))
-    long = holds(target.config)
-    if cfg.trainer.corpus_steps and cfg.data.block > long and not isinstance(found["train"], PromptRows):
-        raise UserError(f"data.block={cfg.data.block}: the target holds texts of at most {long} tokens")
+        train, ranking, final = (sources[split].several(ask.prompt_tokens, ask.seed) for split in SPLITS)
+        apart(ranking, final, train, "own")
+    if not (cfg.data.on_target and isinstance(sources["train"], PromptRows)):
+        refuse_given(cfg, stages(cfg.loss))
+    longest = holds(target.config)
+    if cfg.trainer.corpus_steps and cfg.data.block > longest and not isinstance(sources["train"], PromptRows):
+        raise UserError(f"data.block={cfg.data.block}: the target reads texts of at most {longest} tokens")
 
 
 def domains(cfg: TrainConfig, sources: Mapping[str, Source], split: str) -> set[str]:
-    """Of own texts those that their rows name; of the embedded corpora those that are asked for."""
+    """Domains that the rows of the user's texts name, or the configured ones of the embedded corpora."""
     if split in sources:
         return {domain for domain, _ in sources[split].prompts(1, cfg.rollout.prompt_tokens, 0)}
     sizes = cfg.data.bytes if split == "train" else cfg.data.held_out_bytes
@@ -306,10 +380,10 @@ def domains(cfg: TrainConfig, sources: Mapping[str, Source], split: str) -> set[
 
 
 def _shares(cfg: TrainConfig, sources: Mapping[str, Source]) -> None:
-    """A share of a domain that no text is of would change nothing, in silence; too small ones leave nothing."""
+    """Raise UserError for shares of unknown domains, and for shares so small that no text is left."""
     if not cfg.data.shares:
         return
-    known, shares = domains(cfg, sources, "train"), assembly.shares_of(cfg)
+    known, shares = domains(cfg, sources, "train"), shares_of(cfg)
     if unknown := sorted(set(cfg.data.shares) - known):
         raise UserError(f"data.shares: no text is of {', '.join(unknown)}; the domains are {', '.join(sorted(known))}")
     each = cfg.rollout.texts // cfg.rollout.rounds  # of a domain in a round, at least
@@ -318,7 +392,7 @@ def _shares(cfg: TrainConfig, sources: Mapping[str, Source]) -> None:
 
 
 def _lengths(cfg: TrainConfig, target: PreTrainedModel, draft: PreTrainedModel) -> None:
-    """Texts that are to be sampled, learnt from and timed must fit what the models hold."""
+    """Texts that are sampled, learnt from or timed must fit the models' contexts."""
     ask, size = cfg.rollout, cfg.bench
     long, short = holds(target.config), holds(draft.config)
     fits("rollout.prompt_tokens", ask.prompt_tokens, "rollout.new_tokens", ask.new_tokens, long)
@@ -330,17 +404,91 @@ def _lengths(cfg: TrainConfig, target: PreTrainedModel, draft: PreTrainedModel) 
 
 
 def timed(size: Bench) -> int:
-    """Tokens behind a prompt that a measurement reaches: of its text, or where the costs of drafts are timed."""
+    """Tokens after a prompt that a measurement reaches: of its text, or of the positions at which costs are timed."""
     return max(size.new_tokens, size.new_tokens // 2 + max(*size.depths, *SPANS, size.trees) + 1)
 
 
 def fits(key: str, prompt: int, other: str, new: int, room: int) -> None:
-    """Raise UserError for prompts and what comes behind them that are more than a model holds."""
+    """Raise UserError for prompts and new tokens that exceed the longest text of a model."""
     if prompt + new > room:
-        raise UserError(f"{key}, {other}: prompts of {prompt} tokens and {new} behind them are more than the {room} "
-                        "that a text may have")  # fmt: skip
+        raise UserError(f"{key}, {other}: prompts of {prompt} tokens and {new} new ones exceed the {room} that a "
+                        "text may have")  # fmt: skip
 
 
 def holds(config: PretrainedConfig) -> int:
-    """Tokens of a text that a model of this configuration holds."""
+    """Tokens of the longest text that a model of this configuration can read."""
     return int(getattr(config.get_text_config(), "max_position_embeddings", None) or 2**31)
+
+
+# --- losses, kinds and texts that do not go together, in a run too
+
+
+def refuse_run(job: Job, student: Student, losses: list[Stage]) -> None:
+    """The checks that need the loaded models, before texts are sampled. Raises ValueError as `refuse_losses`,
+    `refuse_draft` and `refuse_given`, for a network that its kind cannot train, and for a model that would read the
+    texts packed into a block as one text."""
+    refuse_losses(job.cfg, losses)
+    refuse_draft(job.cfg, student.network, job.target)
+    student.refuse()
+    if not (job.cfg.data.on_target and job.chats):
+        refuse_given(job.cfg, losses)
+    if not job.cfg.trainer.corpus_steps or job.chats:
+        return
+    apart = keeps_apart(job.target, halves(job.target)[0])
+    for key, model, separate in (("target.path", job.target, apart), ("draft", student.network, student.keeps_apart())):
+        if not separate:
+            raise ValueError(f"{key}: {type(model).__name__} reads texts packed into blocks as one text; "
+                             "learn from texts of the target alone: trainer.corpus_steps=0")  # fmt: skip
+
+
+def refuse_losses(cfg: TrainConfig, losses: list[Stage]) -> None:
+    """Raise ValueError for losses that the texts or top-k distributions do not have."""
+    if cfg.trainer.top:
+        refuse_merged(losses, cfg.init.cosine)
+        if {*learnt(cfg)} - {cfg.regime.temperature}:
+            change = "rollout.train_temperatures=[]" if cfg.rollout.train_temperatures else "trainer.top=0"
+            raise ValueError(f"trainer.top: distributions are cached at one temperature, the regime's: {change}")
+    cut = cfg.regime.top_k > 0 or cfg.regime.top_p < 1
+    if (cut or 0.0 in learnt(cfg)) and any(term.name == "rkl" for stage in losses for term in stage.loss.terms):
+        why = "regime.top_k=0 regime.top_p=1" if cut else "no temperature 0 in regime or rollout.train_temperatures"
+        message = "loss: rkl is infinite where the target's probability is 0"
+        raise ValueError(f"{message}: another loss, as loss=tv, or {why}")
+    if missing := [t for t in cfg.draft.temperatures if t not in learnt(cfg)]:
+        raise ValueError(f"draft.temperatures: no text is learnt at {missing[0]:g}: rollout.train_temperatures=[], or "
+                         "with it")  # fmt: skip
+    if cfg.rollout.on_draft and any(_needs_sampled(s) or s.loss.takes == "text" for s in losses):
+        raise ValueError("rollout.on_draft: a loss of the tokens that were emitted (calls, length, mix) needs texts "
+                         "sampled from the target")  # fmt: skip
+
+
+def refuse_draft(cfg: TrainConfig, network: PreTrainedModel, target: PreTrainedModel) -> None:
+    """Raise ValueError if a draft's projections cannot be quantised as configured, its states are not as wide as
+    init.cosine= needs, or it is the target in fewer bits and the target is quantised already."""
+    refuse_rounded(cfg.draft.kind, cfg.quantisation.kind, target)
+    if cfg.draft.quantisation != "none":
+        refuse_unknown(network)
+    if cfg.init.cosine and student_class(cfg.draft.kind).trained:
+        refuse_widths(network, target)
+
+
+def refuse_rounded(kind: str, quantisation: str, target: PreTrainedModel) -> None:
+    """Raise ValueError for a kind that drafts with the target in fewer bits, if the target is quantised already."""
+    current = quantisation if quantisation != "none" else quantisation_of(target.config)
+    if student_class(kind).rounds_target and current != "none":
+        raise ValueError(f"quantisation: {kind} drafts with the target in fewer bits, which is in {current} already: "
+                         "serve it whole, or with a draft of another kind")  # fmt: skip
+
+
+def refuse_given(cfg: TrainConfig, losses: list[Stage]) -> None:
+    """Raise ValueError if steps that learn from given texts have a loss that needs texts sampled from the target."""
+    corpus, begins = cfg.trainer.corpus_steps, [0.0, *(stage.until * cfg.trainer.steps for stage in losses[:-1])]
+    early = time_limited(cfg)  # a budget of time may end a stage before its steps
+    active = [stage for stage, begin in zip(losses, begins, strict=True) if corpus > begin or (corpus and early)]
+    if any(map(_needs_sampled, active)):
+        raise ValueError("trainer.corpus_steps: calls, calls_block, calls_tv, length and length_block need texts "
+                         "sampled from the target, not given ones: trainer.corpus_steps=0")  # fmt: skip
+
+
+def _needs_sampled(stage: Stage) -> bool:
+    """Whether the stage's loss counts target calls, which are those of the tokens that the target emitted."""
+    return bool(stage.loss.sequence) or stage.loss.weighted

@@ -1,31 +1,42 @@
-"""`check=true`: what a run would need and how long it would take, told before any weight is loaded whole."""
+"""`check=true`: what a run would need and how long it would take, before any weight is loaded.
+
+Durations come from two quick measurements of this machine, products and copies. A pass over many tokens is bound by
+products, one that emits a token a row by reading the weights; each costs at least the larger of the two. Caches,
+launches and Python are left out, so a figure is right to a factor of two or so.
+"""
 
 import math
 import os
 import re
 import shutil
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from transformers import PretrainedConfig
 
+from cotrain.config.regimes import judged, learnt
 from cotrain.config.settings import TrainConfig
 from cotrain.errors import UserError
 from cotrain.losses.chunked import positions
-from cotrain.training.durations import Durations, durations
+from cotrain.students.base import student_class
 from cotrain.training.job import source
-from cotrain.training.preconditions import Known, ids_of
-from cotrain.training.sizes import size_of
+from cotrain.training.preconditions import RunOutline, domains, ids_of, size_of
+from cotrain.training.progress import SAMPLING, left_of
 from inference.measure.environment import device
-from inference.models.dtypes import half
-from inference.models.memory import cache_bytes
+from inference.models.cache import cache_bytes
+from inference.models.pretrained import half
 
 WEIGHT_BYTES = {"int8": 1.0, "nf4": 0.5}
 TRAINED_BYTES = 16  # float32 weights, gradients and two moments of AdamW
 GIB = 2**30
 MEMINFO = Path("/proc/meminfo")
 SHOWN = 300  # characters of a prompt, from either end
+REACHED = 1 / 3  # of the speed of one large product, by whole models
+ARMS = 4.0  # times the timed prompts are decoded: speculatively, plainly, by transformers, some greedily
+COUNTED = 32  # rows in passes that only count, of the taus of the plan and the parity check
 
 
 @dataclass(frozen=True)
@@ -38,10 +49,40 @@ class Need:
     disk: float
 
 
-def check(cfg: TrainConfig, known: Known) -> list[str]:
-    """Lines to print of a run whose preconditions hold. Raises UserError, naming the key, for what will not fit."""
+@dataclass(frozen=True)
+class Durations:
+    """Seconds of each phase, and how many texts are sampled."""
+
+    sampling: float
+    training: float
+    measuring: float
+    texts: int
+
+    @property
+    def total(self) -> float:
+        return self.sampling + self.training + self.measuring
+
+
+@dataclass(frozen=True)
+class MachineSpeed:
+    """Operations a second of a matrix product, and bytes a second that are read."""
+
+    flops: float
+    bandwidth: float
+
+    def work(self, parameters: float, tokens: float) -> float:
+        """Seconds of passes over so many tokens in all, many at once."""
+        return 2.0 * parameters * tokens / (self.flops * REACHED)
+
+    def step(self, parameters: float, rows: int, bytes_each: float) -> float:
+        """Seconds of a pass that gives each row a token."""
+        return max(self.work(parameters, rows), parameters * bytes_each / self.bandwidth)
+
+
+def check(cfg: TrainConfig, known: RunOutline) -> list[str]:
+    """Lines to print about a run whose preconditions hold. Raises UserError, naming the key, if it does not fit."""
     need, rows = estimate(cfg, known), known.target.config.get_text_config().vocab_size
-    memory, disk = _memory(), shutil.disk_usage(_parent(Path(cfg.output))).free
+    memory, disk = _memory(), shutil.disk_usage(_existing(Path(cfg.output))).free
     lines = [
         f"target        {need.target / 1e6:.1f} M parameters, {cfg.quantisation.kind} quantisation",
         f"draft         {need.draft / 1e6:.2f} M parameters, init {cfg.init.kind}",
@@ -49,7 +90,7 @@ def check(cfg: TrainConfig, known: Known) -> list[str]:
         f"memory        {need.memory / GIB:.2f} GiB of {memory / GIB:.1f} available",
         f"disk          {need.disk / GIB:.2f} GiB of {disk / GIB:.1f} free at {cfg.output}",
         f"steps         {cfg.trainer.steps} of {cfg.trainer.batch * cfg.trainer.accumulate} x {cfg.data.block} tokens",
-        *_durations(durations(cfg, known)),
+        *_lines(durations(cfg, known)),
     ]
     if need.memory > memory:
         raise UserError("\n".join(lines) + "\nnot enough memory: lower trainer.batch, data.block or rollout.rows, or "
@@ -59,13 +100,13 @@ def check(cfg: TrainConfig, known: Known) -> list[str]:
     return [*lines, _prompt(cfg, known)]
 
 
-def _durations(found: Durations) -> list[str]:
+def _lines(estimated: Durations) -> list[str]:
     """Minutes in all and by phase."""
     return [
-        f"duration      about {_minutes(found.total)}, from a quick measure of this machine:",
-        f"  sampling    {_minutes(found.sampling)}: {found.texts} texts, those kept from earlier runs included",
-        *([f"  training    {_minutes(found.training)}"] if found.training else []),
-        f"  measuring   {_minutes(found.measuring)}, with validations",
+        f"duration      about {_minutes(estimated.total)}, from a quick measure of this machine:",
+        f"  sampling    {_minutes(estimated.sampling)}: {estimated.texts} texts, those of earlier runs included",
+        *([f"  training    {_minutes(estimated.training)}"] if estimated.training else []),
+        f"  measuring   {_minutes(estimated.measuring)}, with validations",
     ]
 
 
@@ -73,7 +114,7 @@ def _minutes(seconds: float) -> str:
     return f"{seconds / 60:.0f} minutes" if seconds >= 90 else f"{max(math.ceil(seconds), 1)} seconds"
 
 
-def _prompt(cfg: TrainConfig, known: Known) -> str:
+def _prompt(cfg: TrainConfig, known: RunOutline) -> str:
     """The first prompt that texts are sampled from, special tokens included, as the target sees it."""
     split = "train" if known.sources else "held_out"
     texts = known.sources.get(split) or source(cfg, split, known.target, known.tokenizer)
@@ -83,44 +124,109 @@ def _prompt(cfg: TrainConfig, known: Known) -> str:
     return f"prompt        of {len(ids)} tokens, as the target sees it: {shown!r}"
 
 
-def estimate(cfg: TrainConfig, known: Known) -> Need:
-    """Of models without storage. Sampling and training follow one another: memory is of the larger of the two."""
+# --- memory and disk
+
+
+def estimate(cfg: TrainConfig, known: RunOutline) -> Need:
+    """From models without storage. Sampling and training do not overlap, so the larger need of the two counts."""
     config = known.target.config.get_text_config()
     big, small = size_of(known.target).parameters, size_of(known.draft).parameters
     tokens = cfg.trainer.batch * cfg.data.block // (cfg.trainer.devices * cfg.trainer.nodes)
     activations = tokens * config.hidden_size * config.num_hidden_layers * 4.0
     distributions = (
         min(tokens, positions(config.vocab_size)) * config.vocab_size * 4 * 8.0
-    )  # of a chunk, there and back
-    learnt = small * (TRAINED_BYTES + 4.0 * bool(cfg.trainer.ema))
-    held = big * WEIGHT_BYTES.get(cfg.quantisation.kind, half(device()).itemsize)
+    )  # of a chunk, forward and backward
+    trained = small * (TRAINED_BYTES + 4.0 * bool(cfg.trainer.ema))
+    weights = big * WEIGHT_BYTES.get(cfg.quantisation.kind, half(device()).itemsize)
     sampling = small * 4.0 + decoding(cfg, known.target.config, known.draft.config)
     disk = small * 4.0 * (cfg.trainer.validations + 4)
-    return Need(big, small, held + max(learnt + activations + distributions, sampling), disk)
+    return Need(big, small, weights + max(trained + activations + distributions, sampling), disk)
 
 
 def decoding(cfg: TrainConfig, target: PretrainedConfig, draft: PretrainedConfig) -> float:
-    """Bytes of keys and values, waiting prompts' too, while texts are sampled or a checkpoint is timed, whichever are
-    more."""
-    held = torch.float32 if device() == "cpu" else half(device())  # see `inference.models.llama_weights.shape_of`
+    """Bytes of keys and values, waiting prompts included, while texts are sampled or a checkpoint is timed, whichever
+    is more."""
+    dtype = torch.float32 if device() == "cpu" else half(device())  # see `inference.models.llama.shape_of`
     shapes = [(ask.rows, ask.prompt_tokens + ask.new_tokens) for ask in (cfg.rollout, cfg.bench)]
-    return max(float(sum(cache_bytes(config, *shape, held) for config in (target, draft))) for shape in shapes)
+    return max(float(sum(cache_bytes(config, *shape, dtype) for config in (target, draft))) for shape in shapes)
 
 
 def _memory() -> float:
-    """Bytes that a run can take: of the GPU when there is one, else of main memory."""
+    """Free bytes: of the GPU if there is one, else of main memory."""
     if torch.cuda.is_available():
         return float(torch.cuda.mem_get_info()[0])
-    if MEMINFO.exists():  # what counts as free there leaves out caches, which give way
-        found = re.search(r"MemAvailable:\s+(\d+) kB", MEMINFO.read_text())
-        if found:
-            return float(found[1]) * 1024
+    if MEMINFO.exists():  # sysconf does not count caches, which can be freed
+        line = re.search(r"MemAvailable:\s+(\d+) kB", MEMINFO.read_text())
+        if line:
+            return float(line[1]) * 1024
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
-def _parent(path: Path) -> Path:
+def _existing(path: Path) -> Path:
     """The nearest folder that exists."""
     path = path.absolute()
     while not path.exists():
         path = path.parent
     return path
+
+
+# --- durations
+
+
+def durations(cfg: TrainConfig, known: RunOutline) -> Durations:
+    """Of a run that can reuse no texts of an earlier one."""
+    machine = measured()
+    big, small = size_of(known.target).active, size_of(known.draft).active
+    ask, size, each = cfg.rollout, cfg.bench, float(half(device()).itemsize)
+    held = _count(cfg, known, "held_out")
+    texts = _count(cfg, known, "train") + held
+    plain = machine.step(big, ask.rows, each)
+    sampling = texts / ask.rows * ask.new_tokens * plain + machine.work(big, texts * ask.prompt_tokens)
+    if cfg.minutes:
+        sampling = min(sampling, 60 * cfg.minutes * sum(SAMPLING.values()))
+    tokens = cfg.trainer.steps * cfg.trainer.accumulate * cfg.trainer.batch * cfg.data.block
+    training = machine.work(big + 3.0 * small, tokens / (cfg.trainer.devices * cfg.trainer.nodes))
+    judging = machine.work(big + small, held * (ask.prompt_tokens + ask.new_tokens)) * (cfg.trainer.validations + 1)
+    one = machine.step(big, size.rows, each) / size.rows  # of a token, decoded plainly
+    quick = size.quick_prompts * (cfg.trainer.validations + 1) * 2.0
+    many = machine.step(big, COUNTED, each) / COUNTED * (COUNTED * size.new_tokens + size.parity_tokens)
+    measuring = judging + (size.new_tokens * one * (quick + ARMS * size.prompts) + many) * cfg.measure
+    if not student_class(cfg.draft.kind).trained:
+        training = 0.0
+    allowed = _in_time(cfg, training, sampling, judging / (cfg.trainer.validations + 1))
+    return Durations(sampling, allowed, measuring, texts)
+
+
+def _in_time(cfg: TrainConfig, training: float, sampling: float, validation: float) -> float:
+    """Seconds of training that its budget, or the run's, allows."""
+    if cfg.minutes:
+        training = min(training, 60 * left_of(cfg, sampling + validation, validation))
+    return min(training, 60 * cfg.trainer.minutes) if cfg.trainer.minutes else training
+
+
+def _count(cfg: TrainConfig, known: RunOutline, split: str) -> int:
+    """Texts of a split that are sampled, over its domains and temperatures."""
+    ask = cfg.rollout
+    most, sets = (ask.texts, len(learnt(cfg))) if split == "train" else (ask.held_out_texts, len(judged(cfg)))
+    if split in known.sources:
+        return len(known.sources[split].prompts(most, ask.prompt_tokens, ask.seed)) * sets
+    return most * len(domains(cfg, known.sources, split)) * sets
+
+
+def measured(size: int = 1024, repeats: int = 3) -> MachineSpeed:
+    """From a square product in the dtype of the target, and a copy of 64 MiB."""
+    on = device()
+    a, block = torch.randn(size, size, device=on, dtype=half(on)), torch.ones(2**24, device=on)
+    flops = _seconds(lambda: float((a @ a)[0, 0]), repeats)
+    copied = _seconds(lambda: float(block.clone()[0]), repeats)
+    return MachineSpeed(2.0 * size**3 / flops, 2.0 * block.nbytes / copied)
+
+
+def _seconds(work: Callable[[], float], repeats: int) -> float:
+    """The least of some times, after a warm-up."""
+    times = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return min(times[1:])

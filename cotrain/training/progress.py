@@ -1,20 +1,37 @@
-"""Progress of a training in [0, 1], which drives warm-up, decay, the switch of losses and the cosine."""
+"""How much of a training is done, by steps and by time: the clock, the minutes that a run leaves, the display."""
 
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf
 from typing import Any
 
+import lightning
 import torch
-from torch.optim.lr_scheduler import LambdaLR
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks.progress.progress_bar import ProgressBar
+
+from cotrain.config.regimes import judged, learnt
+from cotrain.config.settings import TrainConfig
+from cotrain.console import Display
+
+NEVER = sys.maxsize  # batches between validations, if progress decides when they are due
+AFTER = 2.5  # times a validation: the last evaluation, its profiles and what bench.minutes does not bound
+LEAST = 0.2  # of the run's minutes: training has them, however slow the rest
+SAMPLING = {"train": 0.3, "held_out": 0.1}  # of the run's minutes, at most: of all temperatures together
+JUDGING = 0.25  # of the run's minutes, at most: all validations
+REFRESH, SHOWN = 5, ("loss", "acceptance")  # steps between two updates of the display; the figures it shows
 
 
 @dataclass
 class Progress:
-    """steps: of the whole training. minutes: its budget of time, None without one; elapsed: seconds of it that are
-    spent, kept in checkpoints. Only training counts, not texts sampled before it, validations and measurements.
-    whole: minutes of the run, left: what its other parts leave of them, see `run_budget`.
+    """steps: of the whole training. minutes: its budget of time, None without one. elapsed: seconds of it that are
+    spent, saved in checkpoints; sampling, validations and measurements do not count. whole: minutes of the run. left:
+    what the rest of the run leaves of them, see `left_of`.
 
-    Whichever of both is further decides: training ends after its steps or its minutes, and its schedule with it.
+    Training ends after its steps or its minutes, whichever comes first, and its schedule ends with it.
     """
 
     steps: int
@@ -24,46 +41,165 @@ class Progress:
     left: float = inf
 
     def at(self, step: int) -> float:
-        """The share of the training that is done behind so many steps, in [0, 1]."""
+        """The share of the training that is done after so many steps, in [0, 1]."""
         spent = self.elapsed / (60 * self.minutes) if self.minutes else 0.0
         return min(max(step / max(self.steps, 1), spent), 1.0)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """For a checkpoint."""
         return {"elapsed": self.elapsed, "whole": self.whole, "left": self.left}
 
     def leave(self, minutes: float) -> None:
-        """So many minutes are left of the run; training has no more of them than its own budget."""
+        """Set the minutes that are left of the run; training has no more of them than its own budget."""
         self.left = minutes
         self.minutes = min(minutes, self.minutes or inf)
 
-    def resume(self, kept: dict[str, Any]) -> None:
-        """Go on from a checkpoint's state. Minutes that the run was given since are all the training's."""
-        self.elapsed = kept["elapsed"]
-        if self.whole and kept["whole"]:
-            self.leave(kept["left"] + self.whole - kept["whole"])
+    def resume(self, state: dict[str, Any]) -> None:
+        """Continue from a checkpoint's state. If minutes= was raised since, training has all of the difference."""
+        self.elapsed = state["elapsed"]
+        if self.whole and state["whole"]:
+            self.leave(state["left"] + self.whole - state["whole"])
 
     def expected(self, step: int) -> int:
         """Steps that there will be, at the speed so far."""
         return min(self.steps, max(round(step / self.at(step)), step)) if step else self.steps
 
 
-def trapezoid(optimizer: torch.optim.Optimizer, progress: Progress, warmup: float, decay: float) -> LambdaLR:
-    """Linear warm-up over the first fraction `warmup` of the training, a constant, then a linear decay to 0 over the
-    last fraction `decay`. Where the training is made longer, a resumed one goes on at its new, smaller progress."""
-
-    def factor(step: int) -> float:
-        done = progress.at(step)
-        rise = (done + 1 / max(progress.steps, 1)) / warmup if warmup else 1.0
-        fall = (1 - done) / decay if decay else float(done < 1)
-        return max(0.0, min(1.0, rise, fall))
-
-    return LambdaLR(optimizer, factor)
+def time_limited(cfg: TrainConfig) -> bool:
+    """Whether time may end the training before its steps do."""
+    return bool(cfg.trainer.minutes or cfg.minutes)
 
 
-def refuse(warmup: float, decay: float, steps: int) -> None:
-    """Raise ValueError, naming the key, for what are no fractions of the training."""
-    for key, value in (("warmup", warmup), ("decay", decay)):
-        if not 0 <= value <= 1:
-            said = f"; {value:g} of {steps} steps are optimizer.{key}={value / steps:.2g}" if 1 < value <= steps else ""
-            raise ValueError(f"optimizer.{key}: a fraction of the training in [0, 1], not {value:g}{said}")
+def left_of(cfg: TrainConfig, spent: float, validation: float) -> float:
+    """Minutes that the rest of a run with minutes= leaves for training, a fifth of them at least.
+
+    spent: seconds of the run before its first step. validation: seconds of the first validation; each later one takes
+    as long.
+    """
+    assert cfg.minutes
+    rest = spent + validation * (validations(cfg, validation) + AFTER * cfg.measure)
+    return max(cfg.minutes - rest / 60 - cfg.bench.minutes * cfg.measure, LEAST * cfg.minutes)
+
+
+def sampling_seconds(cfg: TrainConfig) -> dict[str, float]:
+    """Seconds that sampling one set of texts may take, by split; empty without a budget."""
+    if not cfg.minutes:
+        return {}
+    sets = {"train": len(learnt(cfg)), "held_out": len(judged(cfg))}
+    return {split: 60 * cfg.minutes * share / sets[split] for split, share in SAMPLING.items()}
+
+
+def validations(cfg: TrainConfig, seconds: float) -> int:
+    """Number of validations of so many seconds that a run affords: at least one, at most trainer.validations."""
+    most = cfg.trainer.validations
+    if not cfg.minutes or not seconds:
+        return most
+    return max(min(most, int(JUDGING * 60 * cfg.minutes / seconds - AFTER * cfg.measure)), 1)
+
+
+class Clock(Callback):
+    """Counts the seconds of training into `progress`, without validations. With a budget of minutes it ends training
+    when they are spent, and schedules a validation after each 1 / validations of the training."""
+
+    def __init__(self, progress: Progress, validations: int) -> None:
+        self.progress, self.validations = progress, validations
+        self.since, self.shares = 0.0, 0
+
+    def on_train_start(self, trainer: lightning.Trainer, module: Any) -> None:
+        self.since = time.monotonic()
+        self.shares = self._shares(trainer)
+        self._schedule_rates(trainer)
+
+    def on_train_batch_end(self, trainer: lightning.Trainer, module: Any, _: Any, batch: Any, __: int) -> None:
+        now = time.monotonic()
+        self.progress.elapsed += now - self.since
+        self.since = now
+        index, number = batch.get("group", (0, 1))
+        if self.progress.minutes and index + 1 == number:
+            self._agree(trainer)
+            self._schedule_validation(trainer)
+
+    def on_validation_end(self, *_: Any) -> None:
+        self.since = time.monotonic()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """The block's time is not counted. For callbacks that run after this one."""
+        yield
+        self.since = time.monotonic()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.progress.state()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.progress.resume(state_dict)
+
+    def _agree(self, trainer: lightning.Trainer) -> None:
+        """One time for all processes, which must end at one step."""
+        if trainer.world_size > 1:
+            mine = torch.tensor(self.progress.elapsed, device=trainer.strategy.root_device)
+            self.progress.elapsed = float(trainer.strategy.reduce(mine, reduce_op="mean"))
+
+    def _schedule_validation(self, trainer: lightning.Trainer) -> None:
+        shares, self.shares = self.shares, self._shares(trainer)
+        batches = trainer.fit_loop.epoch_loop.total_batch_idx + 1
+        trainer.val_check_batch = batches if self.shares > shares else NEVER
+        if self.progress.at(trainer.global_step) >= 1:
+            trainer.should_stop = True  # which validates
+
+    def _shares(self, trainer: lightning.Trainer) -> int:
+        return int(self.progress.at(trainer.global_step) * self.validations)
+
+    def _schedule_rates(self, trainer: lightning.Trainer) -> None:
+        """Set the learning rate of the next step. A checkpoint's rate is that of the training's length when it was
+        saved."""
+        for config in trainer.lr_scheduler_configs:
+            scheduler: Any = config.scheduler
+            rates = zip(scheduler.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+            for group, base, factor in rates:
+                group["lr"] = base * factor(scheduler.last_epoch)
+
+
+class Bar(ProgressBar):
+    """One display for the whole training in steps, with the time left. A resumed run's begins at its step; validations
+    have no display."""
+
+    def __init__(self, progress: Progress | None = None) -> None:
+        super().__init__()
+        self.progress, self.hidden = progress, False
+        self.display: Display | None = None
+
+    def disable(self) -> None:
+        """Called on all processes but the first."""
+        self.hidden = True
+
+    def enable(self) -> None:
+        self.hidden = False
+
+    def total(self, trainer: Any) -> int:
+        """Steps that there will be."""
+        return self.progress.expected(trainer.global_step) if self.progress else trainer.max_steps
+
+    def on_train_start(self, trainer: Any, *_: Any) -> None:
+        self.display = Display("training", self.total(trainer), "steps", trainer.global_step, hidden=self.hidden)
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        step, display = trainer.global_step, self.display
+        if display and step > display.done and (step % REFRESH == 0 or step >= trainer.max_steps):
+            display.to(step, self._note(trainer, module), self.total(trainer))
+
+    def on_train_end(self, *_: Any) -> None:
+        self._close()
+
+    def on_exception(self, *_: Any) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        if self.display:
+            self.display.close()
+        self.display = None
+
+    def _note(self, trainer: Any, module: Any) -> str:
+        figures = {name: value for name, value in self.get_metrics(trainer, module).items() if name != "v_num"}
+        figures |= {name: value for name, value in getattr(module, "step_figures", {}).items() if name in SHOWN}
+        return ", ".join(f"{name} {value:.3f}" for name, value in figures.items() if isinstance(value, float))

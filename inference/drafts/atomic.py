@@ -1,7 +1,7 @@
-"""Files and folders that are whole or absent: written under a temporary name beside their place and renamed.
+"""Files and folders that are whole or absent: written under a temporary name in the same folder, then renamed.
 
-A temporary is `.<name>.<host>-<pid>-<random>.new` (or `.old`: a folder on its way out), so what a dead
-process left behind is known by its name; it goes away, or comes back, when the same place is next written.
+A temporary is `.<name>.<host>-<pid>-<random>.new` (or `.old`: a folder to be replaced), so the leftovers of a dead
+process are recognised by their name. The next write of the same path removes them, or restores a replaced folder.
 """
 
 import errno
@@ -16,7 +16,7 @@ from pathlib import Path
 
 _OWNER = re.compile(r"(?P<host>.+)-(?P<pid>\d+)-[0-9a-f]{8}\.(?P<role>new|old)")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# What safetensors and torch.save say: neither raises an OSError.
+# Messages of safetensors and torch.save, which raise no OSError.
 _FULL_TEXT = re.compile(r"\(os error (28|122|27)\)|PytorchStreamWriter failed|unexpected pos \d+")
 
 
@@ -31,69 +31,68 @@ def write_atomic(path: Path, data: bytes | str) -> None:
 
 @contextmanager
 def new_file(path: Path) -> Iterator[Path]:
-    """Yield where to write a file that becomes `path` when the block ends without an exception; see `write_atomic`."""
-    place = _place(path)
-    new = _temporary(place, "new")
+    """Yield a temporary file that becomes `path` when the block ends without an exception; see `write_atomic`."""
+    real = _real_path(path)
+    new = _temporary(real, "new")
     try:
-        with naming_full_disk(place):
+        with naming_full_disk(real):
             yield new
             _sync(new)
-            os.replace(new, place)
+            os.replace(new, real)
     except BaseException:
         new.unlink(missing_ok=True)
         raise
-    _sync(place.parent)
+    _sync(real.parent)
 
 
 @contextmanager
 def new_folder(final: Path, replace: bool = False) -> Iterator[Path]:
     """Yield an empty temporary folder that becomes `final` when the block ends without an exception.
 
-    An absent or empty `final` is always taken; one with files in it only with `replace`, and it stays
-    untouched until the new one is complete and on disk. Raises FileExistsError when `final` is taken,
-    NotADirectoryError when it is a file, OSError that names `final` when the disk is full, and whatever
-    the block raises, leaving `final` as it was.
+    `final` may be absent or empty; with `replace` it may have files in it, and it stays untouched until the new folder
+    is complete and on disk. Raises FileExistsError when `final` has files, NotADirectoryError when it is a file,
+    OSError that names `final` when the disk is full, and the exceptions of the block, leaving `final` as it was.
     """
-    place = _place(final)
-    _refuse(place, replace)
-    new = _temporary(place, "new")
+    real = _real_path(final)
+    _refuse(real, replace)
+    new = _temporary(real, "new")
     new.mkdir()
     try:
-        with naming_full_disk(place):
+        with naming_full_disk(real):
             yield new
-            _settle(new)
-            _refuse(place, replace)
-            _swap(new, place)
+            _flush(new)
+            _refuse(real, replace)
+            _swap(new, real)
     except BaseException:
         shutil.rmtree(new, ignore_errors=True)
         raise
 
 
 def disk_full(error: BaseException) -> bool:
-    """Whether `error`, from the system, torch or safetensors, says that disk, quota or file size ran out."""
+    """Whether `error`, from the system, torch or safetensors, means that disk, quota or file size ran out."""
     return (isinstance(error, OSError) and error.errno in _FULL) or bool(_FULL_TEXT.search(str(error)))
 
 
 @contextmanager
-def naming_full_disk(place: Path) -> Iterator[None]:
-    """Raise a full disk as an OSError with the name of what was to be written, which the system leaves out."""
+def naming_full_disk(path: Path) -> Iterator[None]:
+    """Raise a full disk as an OSError with the name of the path, which the system leaves out."""
     try:
         yield
     except BaseException as error:
         if disk_full(error):
-            raise OSError(errno.ENOSPC, "no space left (disk, quota or file size limit)", str(place)) from error
+            raise OSError(errno.ENOSPC, "no space left (disk, quota or file size limit)", str(path)) from error
         raise
 
 
-def _refuse(place: Path, replace: bool) -> None:
-    if place.exists() and not place.is_dir():
-        raise NotADirectoryError(errno.ENOTDIR, "a file is where a folder was to be written", str(place))
-    if not replace and place.is_dir() and any(place.iterdir()):
-        raise FileExistsError(errno.EEXIST, "the folder exists and is not empty", str(place))
+def _refuse(real: Path, replace: bool) -> None:
+    if real.exists() and not real.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, "a file is where a folder was to be written", str(real))
+    if not replace and real.is_dir() and any(real.iterdir()):
+        raise FileExistsError(errno.EEXIST, "the folder exists and is not empty", str(real))
 
 
-def _settle(new: Path) -> None:
-    """Give files the mode that the umask gave the folder (safetensors saves with 0600); flush all to disk."""
+def _flush(new: Path) -> None:
+    """Give files the mode that the umask gave the folder (safetensors saves with 0600), and flush all to disk."""
     mode = new.stat().st_mode & 0o666
     for folder, _, names in os.walk(new):
         for name in names:
@@ -104,44 +103,44 @@ def _settle(new: Path) -> None:
         _sync(Path(folder))
 
 
-def _swap(new: Path, place: Path) -> None:
-    """Put `new` at `place`; killed between its renames it leaves an `.old` that `_recover` brings back."""
-    old = _temporary(place, "old")
+def _swap(new: Path, real: Path) -> None:
+    """Move `new` to `real`; if killed between its renames it leaves an `.old` that `_recover` restores."""
+    old = _temporary(real, "old")
     try:
-        if place.exists():
-            os.rename(place, old)
-        os.rename(new, place)
+        if real.exists():
+            os.rename(real, old)
+        os.rename(new, real)
     except BaseException:
-        if old.exists() and not place.exists():
-            os.rename(old, place)
+        if old.exists() and not real.exists():
+            os.rename(old, real)
         raise
-    _sync(place.parent)
+    _sync(real.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _place(path: Path) -> Path:
-    """The real place of `path`, its parents made and the leftovers of dead writers cleared."""
-    place = Path(os.path.realpath(path))
-    place.parent.mkdir(parents=True, exist_ok=True)
-    _recover(place)
-    return place
+def _real_path(path: Path) -> Path:
+    """The real path, with its parents created and the leftovers of dead writers removed."""
+    real = Path(os.path.realpath(path))
+    real.parent.mkdir(parents=True, exist_ok=True)
+    _recover(real)
+    return real
 
 
-def _temporary(place: Path, role: str) -> Path:
+def _temporary(real: Path, role: str) -> Path:
     owner = f"{platform.node() or 'host'}-{os.getpid()}-{secrets.token_hex(4)}"
-    return place.with_name(f".{place.name}.{owner}.{role}")
+    return real.with_name(f".{real.name}.{owner}.{role}")
 
 
-def _recover(place: Path) -> None:
-    """Drop what dead processes of this host left beside `place`; bring back a folder they had moved aside."""
-    prefix = f".{place.name}."
-    for entry in place.parent.iterdir():
+def _recover(real: Path) -> None:
+    """Remove the temporaries of dead processes of this host; restore a folder that they were replacing."""
+    prefix = f".{real.name}."
+    for entry in real.parent.iterdir():
         owner = _OWNER.fullmatch(entry.name.removeprefix(prefix)) if entry.name.startswith(prefix) else None
         if owner is None or owner["host"] != (platform.node() or "host") or _alive(int(owner["pid"])):
             continue
-        with suppress(FileNotFoundError):  # another process clears them too
-            if owner["role"] == "old" and not place.exists():
-                entry.rename(place)
+        with suppress(FileNotFoundError):  # another process may remove them too
+            if owner["role"] == "old" and not real.exists():
+                entry.rename(real)
             elif entry.is_dir():
                 shutil.rmtree(entry, ignore_errors=True)
             else:
@@ -153,7 +152,7 @@ def _alive(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # it lives, under another user
+    except PermissionError:  # alive, under another user
         return True
     return True
 

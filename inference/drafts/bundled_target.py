@@ -1,5 +1,5 @@
-"""Where a model lies: the bundled target beside a checkout's packages, or packed into an installed `cotrain`; a folder;
-or the hub."""
+"""Resolving the path of a model: the bundled target, in a checkout or in an installed `cotrain`; a folder; or the
+hub."""
 
 import os
 import re
@@ -9,7 +9,7 @@ from pathlib import Path
 from huggingface_hub import try_to_load_from_cache
 
 NAME = "bundled"
-REPOSITORY = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")  # what the hub calls a model or a data set
+REPOSITORY = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")  # a name of a model or a data set on the hub
 
 
 def resolve(path: str) -> str:
@@ -17,16 +17,17 @@ def resolve(path: str) -> str:
     if path != NAME:
         return path
     root = Path(__file__).resolve().parents[2]
-    places = (root / "data" / "target", root / "cotrain" / "_data" / "target")
-    for place in places:
-        if (place / "config.json").is_file():
-            return str(place)
-    raise FileNotFoundError(f"target.path: no bundled target at {places[0]} or {places[1]}")
+    folders = (root / "data" / "target", root / "cotrain" / "_data" / "target")
+    for folder in folders:
+        if (folder / "config.json").is_file():
+            return str(folder)
+    raise FileNotFoundError(f"target.path: no bundled target at {folders[0]} or {folders[1]}")
 
 
 def refuse_missing(key: str, path: str, what: str = "folder") -> None:
-    """Raise ValueError, before the hub is asked, for a path that is not there: one that no repository is called, one
-    below a folder that is there, and a misspelt one. The message names the key and the working directory."""
+    """Raise ValueError, before any request to the hub, for a path that does not exist and is no repository: one that is
+    no name on the hub, one below an existing folder, or a misspelt one. The message names the key and the working
+    directory."""
     if path == NAME or os.path.lexists(path):
         return
     hub, near = REPOSITORY.fullmatch(path) is not None, _nearest(path)
@@ -34,21 +35,21 @@ def refuse_missing(key: str, path: str, what: str = "folder") -> None:
         near or ("/" in path and Path(path).parts[0] != "." and Path(path.split("/")[0]).is_dir())
     )):  # fmt: skip
         return
-    said = f"{key}: {path} is no {what}"
-    said += "" if os.path.isabs(path) else f" in the working directory {os.getcwd()}"
-    said += f"; the nearest is {near}" if near else ""
-    said += "; the shell has left ~ as it is, write the path in full" if path.startswith("~") else ""
-    said += "; to load a repository of the hub by this name, work in another folder" if hub else ""
-    raise ValueError(f"{said}: give {key} a path that is there")
+    message = f"{key}: {path} is no {what}"
+    message += "" if os.path.isabs(path) else f" in the working directory {os.getcwd()}"
+    message += f"; the nearest is {near}" if near else ""
+    message += "; the shell has left ~ as it is, write the path in full" if path.startswith("~") else ""
+    message += "; to load a repository of the hub by this name, work in another folder" if hub else ""
+    raise ValueError(f"{message}: give {key} a path that is there")
 
 
 def _nearest(path: str) -> str | None:
-    """What a misspelt path may mean, each part by itself; None where a part is like nothing there."""
-    place = Path(path).parts[0] if os.path.isabs(path) else ""
-    for part in Path(path).parts[bool(place) :]:
-        names = os.listdir(place or os.curdir) if os.path.isdir(place or os.curdir) else []
+    """The existing path most like a misspelt one, part by part; None if a part resembles no entry."""
+    nearest = Path(path).parts[0] if os.path.isabs(path) else ""
+    for part in Path(path).parts[bool(nearest) :]:
+        names = os.listdir(nearest or os.curdir) if os.path.isdir(nearest or os.curdir) else []
         like = [part] if part in names else get_close_matches(part, names, n=1, cutoff=0.75)
         if not like:
             return None
-        place = os.path.join(place, like[0])
-    return place or None
+        nearest = os.path.join(nearest, like[0])
+    return nearest or None

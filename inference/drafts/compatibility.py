@@ -6,8 +6,8 @@ from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-# What a draft depends on. A list of what counts, not of what does not: names, paths, versions, dtype and
-# whatever key a later transformers adds stay out of the hash.
+# The keys that a draft depends on. Names, paths, versions, dtype and keys of later versions of transformers stay out of
+# the hash.
 CONFIG_KEYS = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
     "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings",
@@ -17,13 +17,13 @@ CONFIG_KEYS = (
 
 
 def hash_target(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, str | None]:
-    """SHA-256 of what a draft depends on: "config" of its shape, "tokenizer" of vocabulary and special ids.
+    """SHA-256 of everything that a draft depends on: "config", the shape; "tokenizer", vocabulary and special ids.
 
-    Hexadecimal, equal on every machine and from either `AutoConfig` or a loaded model. "tokenizer" is None
-    without one. Weights do not count: two fine-tunes of one model hash alike.
+    Hexadecimal, equal on every machine, and for `AutoConfig` and a loaded model. "tokenizer" is None without one.
+    Weights do not count: two fine-tunes of one model have the same hashes.
     """
     text = config.get_text_config(decoder=True)
-    # a family has some of these keys only, a few under another name (attribute_map)
+    # a family has only some of these keys, a few under another name (attribute_map)
     shape = {key: getattr(text, key, None) for key in CONFIG_KEYS}
     return {
         "config": _sha256({key: value for key, value in shape.items() if value is not None}),
@@ -37,7 +37,7 @@ def hash_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]:
-    """Ids with a role in text. The pad id has none, and users set it at will (often to the end id)."""
+    """Ids with a role in text. The pad id has none, and users set it freely (often to the end id)."""
     return {"bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id, "unk": tokenizer.unk_token_id}
 
 
@@ -51,10 +51,10 @@ def check_pair(
     draft_config: PretrainedConfig,
     draft_tokenizer: PreTrainedTokenizerBase | None,
 ) -> list[str]:
-    """What keeps the two from serving together, one sentence each; empty when nothing does.
+    """Reasons why the two cannot serve together, one sentence each.
 
-    Compares vocabularies token by token, special ids, padded vocabulary sizes and maximum positions. A
-    sentence that begins with "warning:" costs speed or length, any other makes engines refuse the pair.
+    Compares vocabularies token by token, special ids, padded vocabulary sizes and maximum positions. A problem that
+    begins with "warning:" costs speed or length; for any other, engines reject the pair.
     """
     target, draft = target_config.get_text_config(decoder=True), draft_config.get_text_config(decoder=True)
     problems = []
@@ -72,8 +72,8 @@ def check_pair(
 
 
 def same_sizes(config: PretrainedConfig, target: PreTrainedModel, where: str) -> None:
-    """Raise ValueError, beginning with `where`, for a target of another width or vocabulary than the one that a network
-    of this configuration reads the states of. The target may be without storage."""
+    """Raise ValueError, beginning with `where`, unless the target has the width and vocabulary of a network's config.
+    The network reads the states of such a target. The target may be without storage."""
     theirs = target.config.get_text_config()
     for key in ("hidden_size", "vocab_size"):
         ours, other = getattr(config, key), getattr(theirs, key)
@@ -83,7 +83,7 @@ def same_sizes(config: PretrainedConfig, target: PreTrainedModel, where: str) ->
 
 
 def tokenizer_problems(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> list[str]:
-    """What differs between two tokenizers that must give the same ids, one sentence each."""
+    """Differences between two tokenizers that must give the same ids, one sentence each."""
     problems, (p, q) = [], (target.get_vocab(), draft.get_vocab())
     if p != q:
         token, _ = min(p.items() ^ q.items(), key=lambda item: (item[1], item[0]))
@@ -99,7 +99,7 @@ def tokenizer_problems(target: PreTrainedTokenizerBase, draft: PreTrainedTokeniz
 
 
 def _positions(target: PretrainedConfig, draft: PretrainedConfig) -> list[str]:
-    # recurrent families have no such limit, and no such key
+    # recurrent families have no such limit and no such key
     long, short = (getattr(config, "max_position_embeddings", None) for config in (target, draft))
     if long is None or short is None or short >= long:
         return []

@@ -1,14 +1,14 @@
-"""Draft folders: plain Hugging Face files, `report.json` (measured) and `cotrain.json` (what it is).
+"""Draft folders: plain Hugging Face files, `report.json` (the measurement) and `cotrain.json` (`Metadata`).
 
 A folder is written whole or not at all, by `save` (the main job) and `write` (exports). Reading runs no code of the
-folder, takes weights from safetensors only, and refuses what transformers would fill with random numbers.
+folder, accepts weights in safetensors only, and rejects tensors that transformers would fill with random numbers.
 """
 
 import copy
 import hashlib
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from dataclasses import replace as changed
 from pathlib import Path
@@ -27,8 +27,9 @@ from transformers import (
 
 from inference.drafts.atomic import new_folder
 from inference.drafts.compatibility import check_pair, hash_target, hash_tokenizer
-from inference.drafts.planned_tree import PlannedTree
 from inference.drafts.weight_files import CONFIG, load_weights, named, read_json, require_finite
+from inference.verify.rules import rule_of
+from inference.verify.tree import Tree, depths_of
 
 __all__ = ["Folder", "Metadata", "check_pair", "hash_target", "load_draft", "read", "save", "write"]
 
@@ -36,21 +37,68 @@ FORMAT = 1
 METADATA, REPORT, GENERATION = "cotrain.json", "report.json", "generation_config.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
 OBJECTIVES = ("sampled", "greedy")
-LATER = {"tree"}  # keys that folders of this format may lack: made before there were any
+LATER = {"tree"}  # keys that older folders of this format lack
+
+
+@dataclass(frozen=True)
+class PlannedTree:
+    """The tree that every round drafts, instead of a chain.
+
+    parents: of node i, parents[i] < i, or -1 for the text, as in `shape=` of a proposer. rule: of verification, tree or
+    traversal. likeliest: whether children are the likeliest tokens, or sampled. Raises ValueError naming a wrong key.
+    """
+
+    parents: Sequence[int]
+    rule: str
+    likeliest: bool = False
+
+    def __post_init__(self) -> None:
+        listed = isinstance(self.parents, Sequence) and not isinstance(self.parents, str)
+        if not listed or any(isinstance(node, bool) or not isinstance(node, int) for node in self.parents):
+            raise ValueError(f"tree.parents must be a list of whole numbers, not {self.parents!r}")
+        object.__setattr__(self, "parents", tuple(self.parents))
+        try:
+            Tree(self.parents)
+            rule = rule_of(self.rule)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"tree.{error}") from error
+        if rule.branches is None:
+            raise ValueError(f"tree.rule must be one that verifies trees, tree or traversal, not {self.rule!r}")
+        if not isinstance(self.likeliest, bool):
+            raise ValueError(f"tree.likeliest must be true or false, not {self.likeliest!r}")
+
+    @classmethod
+    def read(cls, values: Any) -> "PlannedTree | None":
+        """From JSON, None for null. Raises ValueError naming the key."""
+        if values is None:
+            return None
+        if not isinstance(values, Mapping) or set(values) != {"parents", "rule", "likeliest"}:
+            raise ValueError(f"tree must hold parents, rule and likeliest, or be null, not {values!r}")
+        return cls(**values)
+
+    @property
+    def depth(self) -> int:
+        """Number of levels: the most drafts that a round can accept."""
+        return max(depths_of(tuple(self.parents)))
+
+    @property
+    def most_children(self) -> int:
+        """The largest number of children of any node, or of the text."""
+        return max(map(self.parents.count, self.parents))
 
 
 @dataclass(frozen=True)
 class Metadata:
-    """What `cotrain.json` says of a draft.
+    """The contents of `cotrain.json`.
 
     target: {"name": hub id, path or "bundled", "config": hash, "tokenizer": hash}, see `hash_target`.
-    k: planned draft length in tokens, of chains. objective: "sampled", trained for acceptance sum_v min(p, q), or
-    "greedy", for p(argmax q). regime: the sampling settings it was trained for. origin (`made` in the file): command,
-    commit, versions, date, loss. kind: of proposer. report: SHA-256 of report.json, filled in by `save`. int8: whether
-    it was measured with its weights rounded to 8 bits, as `inference.load` then runs it on a CPU. tree: what is drafted
-    in place of a chain, None where chains were faster.
+    k: planned draft length of chains, in tokens. objective: "sampled", trained for acceptance sum_v min(p, q), or
+    "greedy", for p(argmax q). regime: the sampling settings of its training. origin: command, commit, versions, date,
+    loss. kind: of proposer. report: SHA-256 of report.json, filled in by `save`. int8: whether it was measured with
+    weights rounded to 8 bits; `inference.load` then runs it so on a CPU. tree: drafted instead of a chain, None if
+    chains were faster.
 
-    Raises ValueError naming the key and what was found.
+    Raises ValueError naming the key and its value.
     """
 
     target: Mapping[str, str | None]
@@ -65,7 +113,7 @@ class Metadata:
     format: int = FORMAT
 
     def __post_init__(self) -> None:
-        for name, value in (("target", self.target), ("regime", self.regime), ("made", self.origin)):
+        for name, value in (("target", self.target), ("regime", self.regime), ("origin", self.origin)):
             if not isinstance(value, Mapping):
                 raise ValueError(f"{name} must be an object, not {value!r}")
         if set(self.target) != {"name", "config", "tokenizer"} or not isinstance(self.target["name"], str):
@@ -78,22 +126,22 @@ class Metadata:
             raise ValueError(f"objective must be one of {', '.join(OBJECTIVES)}, not {self.objective!r}")
 
     def exported(self, target: str | None, k: int | None, objective: str | None) -> "Metadata":
-        """As an export says it, with what was asked for in place of its own. A target that is named has the adapter, if
-        there was one, merged into its weights; a length that is asked for is one of chains."""
-        made = {**self.origin, "adapter": None} if target and self.origin.get("adapter") else self.origin
+        """The metadata of an export, with the given values in place of its own. A named target has the adapter, if
+        there was one, merged into its weights; a given length is one of chains."""
+        origin = {**self.origin, "adapter": None} if target and self.origin.get("adapter") else self.origin
         return changed(
             self,
             target={**self.target, "name": target or self.target["name"]},
             k=k or self.k,
             tree=None if k else self.tree,
             objective=objective or self.objective,
-            origin=made,
+            origin=origin,
         )
 
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder that was found to be a draft: kind of proposer, metadata (None if made elsewhere), path."""
+    """A draft folder: kind of proposer, metadata (None for a folder from elsewhere), path."""
 
     kind: str
     metadata: Metadata | None
@@ -143,16 +191,16 @@ def write(
 
 
 def describe(folder: Path, metadata: Metadata) -> None:
-    """Write what a folder of weights is."""
+    """Write the metadata of a folder of weights."""
     values = {"made" if key == "origin" else key: value for key, value in asdict(metadata).items()}
     (folder / METADATA).write_text(_json(values), encoding="utf-8")
 
 
 def _config(model: PreTrainedModel) -> PretrainedConfig:
-    """The model's config that tells the truth about tied embeddings.
+    """The model's config with the right value of tie_word_embeddings.
 
-    A safetensors writer stores a shared tensor once. Were the config to say "not tied", a reader would fill
-    the other name with random numbers; were it to say "tied" of two tensors, some engines drop one.
+    A safetensors writer stores a shared tensor once. If the config said "not tied", a reader would fill the other name
+    with random numbers; if it said "tied" for two tensors, some engines would drop one.
     """
     config = copy.deepcopy(model.config)
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
@@ -182,10 +230,10 @@ def digest(file: Path) -> str:
 
 
 def read(folder: str | Path) -> Folder:
-    """What a folder says it is, weights unread. A plain Hugging Face causal LM is an independent draft.
+    """The kind and metadata of a folder, without its weights. A plain Hugging Face causal LM is an independent draft.
 
-    Raises FileNotFoundError when there is no such folder or no config.json in it, ValueError for broken
-    JSON, another format version, or a key that is missing, unknown or wrong; the message names file and key.
+    Raises FileNotFoundError when there is no such folder or no config.json in it, ValueError for broken JSON, another
+    format version, or a key that is missing, unknown or wrong; the message names file and key.
     """
     path = Path(folder)
     if not path.is_dir():
@@ -222,59 +270,59 @@ def load_draft(
     target: Mapping[str, str | None] | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[Any, PreTrainedTokenizerBase | None, Metadata | None]:
-    """The network of a draft in eval mode on the CPU, its tokenizer and metadata where it has them.
+    """The network of a draft in eval mode on the CPU, with its tokenizer and metadata if it has them.
 
-    dtype: by default the folder's own. network: the class that it is of, the `Proposer.network_class` of the folder's
-    kind. target: `hash_target` of the target it is to serve; another tokenizer is refused, another shape warned of.
-    Code in the folder runs only with `trust_remote_code`.
+    dtype: by default the folder's own. network: its class, the `Proposer.network_class` of the folder's kind. target:
+    `hash_target` of the target to serve; another tokenizer is an error, another shape a warning. Code in the folder
+    runs only with `trust_remote_code`.
 
-    Raises as `read`, and ValueError naming the file for a kind of another class, for weights that are pickled,
-    truncated, missing, of another shape than config.json says, or not finite, and for a tokenizer that is broken or
-    another one.
+    Raises as `read`, and ValueError naming the file for a kind with another class, for weights that are pickled,
+    truncated, missing, of another shape than config.json says, or not finite, and for a tokenizer that is broken or not
+    the target's.
     """
-    found = read(folder)
-    _of_class(found, network)
-    model, problems, _ = load_weights(found.path, dtype, trust_remote_code, network)
+    draft = read(folder)
+    _require_class(draft, network)
+    model, problems, _ = load_weights(draft.path, dtype, trust_remote_code, network)
     if problems:
         raise ValueError("; ".join(problems))
-    tokenizer = load_tokenizer(found.path, trust_remote_code)
-    made_for = found.metadata.target if found.metadata else None
-    _same_tokenizer(str(found.path), tokenizer, made_for)
-    _same_tokenizer(str(found.path), tokenizer, target)
-    if target and made_for:
-        _same_shape(found.path / METADATA, made_for, target)
-    return model, tokenizer, found.metadata
+    tokenizer = load_tokenizer(draft.path, trust_remote_code)
+    trained_for = draft.metadata.target if draft.metadata else None
+    _same_tokenizer(str(draft.path), tokenizer, trained_for)
+    _same_tokenizer(str(draft.path), tokenizer, target)
+    if target and trained_for:
+        _same_shape(draft.path / METADATA, trained_for, target)
+    return model, tokenizer, draft.metadata
 
 
-def _of_class(found: Folder, network: Any) -> None:
-    """Raise ValueError where a folder says that it holds something else; one that was made elsewhere says nothing."""
-    from inference.proposers import kind_of  # which import this module
+def _require_class(draft: Folder, network: Any) -> None:
+    """Raise ValueError if the folder's kind has another class of networks. A folder without metadata passes."""
+    from inference.proposers.kinds import kind_of  # its package imports this module
 
-    if found.metadata is None:
+    if draft.metadata is None:
         return
     try:
-        held = kind_of(found.kind).network_class
+        own = kind_of(draft.kind).network_class
     except ValueError as error:
-        raise ValueError(f"{found.path / METADATA}: {error}") from error
-    if held is not network:
+        raise ValueError(f"{draft.path / METADATA}: {error}") from error
+    if own is not network:
         raise ValueError(
-            f"{found.path / METADATA}: kind is {found.kind!r}, whose folder holds {named(held)}, not {named(network)}"
+            f"{draft.path / METADATA}: kind is {draft.kind!r}, whose folder holds {named(own)}, not {named(network)}"
         )
 
 
 def load_tokenizer(path: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase | None:
-    """The tokenizer in a folder, None when it has no files of one. Raises ValueError for broken ones."""
+    """The tokenizer in a folder, None if it has no tokenizer files. Raises ValueError for broken ones."""
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
         return None
     for name in TOKENIZER_FILES:
         if name.endswith(".json") and (path / name).is_file():
             read_json(path / name)
-    about = read_json(path / CONFIG) if (path / CONFIG).is_file() else {}
-    # transformers warns of a kind of model that it does not know; a tokenizer does not ask for it
-    ours = None if about.get("model_type", "") in CONFIG_MAPPING or "auto_map" in about else PretrainedConfig()
+    values = read_json(path / CONFIG) if (path / CONFIG).is_file() else {}
+    # transformers warns about an unknown type of model, which the tokenizer does not need
+    config = None if values.get("model_type", "") in CONFIG_MAPPING or "auto_map" in values else PretrainedConfig()
     try:
         return AutoTokenizer.from_pretrained(
-            path, config=ours, local_files_only=True, trust_remote_code=trust_remote_code
+            path, config=config, local_files_only=True, trust_remote_code=trust_remote_code
         )
     except Exception as error:  # the Rust tokenizers raise the bare class
         raise ValueError(f"{path}: its tokenizer files cannot be read: {error}") from error
@@ -285,18 +333,18 @@ def _same_tokenizer(
 ) -> None:
     if tokenizer is None or target is None or target["tokenizer"] is None:
         return
-    found = hash_tokenizer(tokenizer)
-    if found != target["tokenizer"]:
+    own = hash_tokenizer(tokenizer)
+    if own != target["tokenizer"]:
         raise ValueError(
-            f"{where}: its tokenizer is not the target's (vocabulary and special ids hash to {found[:12]}, "
+            f"{where}: its tokenizer is not the target's (vocabulary and special ids hash to {own[:12]}, "
             f"the target's to {target['tokenizer'][:12]}): a draft must use the target's token ids"
         )
 
 
-def _same_shape(file: Path, made_for: Mapping[str, str | None], target: Mapping[str, str | None]) -> None:
-    if made_for["config"] not in (None, target["config"]):
+def _same_shape(file: Path, trained_for: Mapping[str, str | None], target: Mapping[str, str | None]) -> None:
+    if trained_for["config"] not in (None, target["config"]):
         warnings.warn(
-            f"{file}: the draft was made for a target of another shape, {made_for['name']}: text stays "
+            f"{file}: the draft was made for a target of another shape, {trained_for['name']}: text stays "
             "exact, acceptance may be low",
             stacklevel=3,
         )

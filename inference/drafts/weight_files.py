@@ -1,4 +1,4 @@
-"""Weights of a folder: safetensors only, whole, complete, of the shapes that config.json says, finite."""
+"""Weights of a folder: safetensors only, whole, complete, finite, of the shapes in config.json."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises ValueError naming the file when there is none."""
+    """The object in a JSON file. Raises ValueError naming the file for anything else."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -26,8 +26,8 @@ def read_json(file: Path) -> dict[str, Any]:
 def load_weights(
     path: Path, dtype: torch.dtype | None = None, trust_remote_code: bool = False, network: Any = AutoModelForCausalLM
 ) -> tuple[PreTrainedModel, list[str], list[str]]:
-    """The model in a folder, problems (missing, misshapen or non-finite tensors), names config.json lacks. network: the
-    class that it is of.
+    """The model in a folder; problems: missing, misshapen or non-finite tensors; names of tensors that config.json does
+    not imply. network: the class of the model.
 
     Raises FileNotFoundError or ValueError, naming the file, for weights that cannot be read at all.
     """
@@ -40,7 +40,7 @@ def load_weights(
             trust_remote_code=trust_remote_code,
             local_files_only=True,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # listed below, by name, instead of a long report
+            ignore_mismatched_sizes=True,  # reported below, by name
         )
     except (ValueError, KeyError, TypeError) as error:
         reason = " ".join(str(error).split())
@@ -48,8 +48,8 @@ def load_weights(
     model, info = loaded
     where = files[0] if len(files) == 1 else path
     problems = [f"{where}: tensor {name} is missing" for name in sorted(info["missing_keys"])]
-    for name, found, wanted in sorted(info["mismatched_keys"]):
-        problems.append(f"{where}: tensor {name} has shape {tuple(found)}, {CONFIG} says {tuple(wanted)}")
+    for name, own, wanted in sorted(info["mismatched_keys"]):
+        problems.append(f"{where}: tensor {name} has shape {tuple(own)}, {CONFIG} says {tuple(wanted)}")
     if not problems:
         try:
             require_finite(model, str(where))
@@ -59,7 +59,7 @@ def load_weights(
 
 
 def named(network: Any) -> str:
-    """A class of networks as a message calls it; None: of a folder without weights."""
+    """A class of networks in the words of a message; None is for folders without weights."""
     if network is AutoModelForCausalLM:
         return "a causal language model"
     return "no weights" if network is None else f"weights of {network.__name__}"

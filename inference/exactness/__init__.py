@@ -1,1 +1,1 @@
-"""The checks of a measured run, and their verdict."""
+"""The checks of exactness, and their verdict."""

@@ -1,73 +1,79 @@
-"""(d) of the verdict: logits of an engine's own passes against transformers' forward of whole texts.
+"""Check (d) of the verdict: the logits of an engine's own passes agree with transformers' forward of whole texts.
 
-What rounding may change is taken from transformers' forward alone, never from the passes that are judged: from its
-logits after every embedding was moved by one unit in the last place. That follows the model: one whose routing or
-deep layers amplify rounding has more of it. The dtype bounds it.
+The tolerance for rounding comes from transformers' forward alone, never from the passes under test: from its logits
+after every embedding moved by one unit in the last place. So a model whose routing or deep layers amplify rounding has
+a larger tolerance. The dtype bounds it.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from inference.exactness.teacher_forced import rms, teacher_forced
-from inference.exactness.tree_passes import Parents, depth_of
-from inference.exactness.verdict import LogitsCheck
+from inference.exactness.teacher_forced import Parents, depth_of, rms, teacher_forced
 from inference.models.lm import LM
-from inference.models.output_head import own_logits
+from inference.models.pretrained import own_logits
 from inference.sampling import Sampling
 
-# the most that rounding may change logits, of their own root mean square, over the tokens of a text
+# the most that rounding may change logits, in units of their own root mean square, as a mean over the tokens of a text
 MOST = {torch.float64: 1e-7, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 TOKEN = 6  # times that at any one token
-LEAST = 4  # units in the last place, where the embeddings' rounding is not amplified: the layers round as well
+LEAST = 4  # units in the last place: the least tolerance, since layers round even if they do not amplify
 MARGIN = 4
-GAP = 8  # times that: no gap of two logits moves further
+GAP = 8  # times the rounding of logits: the most that the gap of two logits moves
 FEW = 4  # texts that are compared
-POSITIONS, LAST = 128, 32  # of whose tokens these many, the last ones among them: a head's logits need memory
+POSITIONS, LAST = 128, 32  # tokens compared per text, the last ones among them; the logits of a head need memory
 
 
-def most(model: PreTrainedModel) -> float:
-    """The largest change of logits that a model's dtype excuses."""
-    return MOST[_unit(model)]
+@dataclass(frozen=True)
+class LogitsCheck:
+    """(d) on `tokens` tokens, from position `first` of a text, prompt included, to position `last`. one, many: distance
+    of passes of one id and of k + 1 ids from transformers' own forward, root mean square over tokens; worst: largest
+    distance at any token; own: distance of that forward from itself when embeddings move by one unit in the last place;
+    limit, worst_limit: tolerances, from `own` and the dtype. All in units of the logits' root mean square."""
 
+    tokens: int
+    one: float
+    many: float
+    worst: float
+    own: float
+    limit: float
+    worst_limit: float
+    first: int = 0
+    last: int = 0
 
-def step(model: PreTrainedModel) -> float:
-    """One unit in the last place of 1; of float64 a tenth of float32's, in which transformers computes norms."""
-    dtype = _unit(model)
-    return torch.finfo(torch.float32).eps / 10 if dtype == torch.float64 else torch.finfo(dtype).eps
+    @property
+    def passed(self) -> bool:
+        return self.one <= self.limit and self.many <= self.limit and self.worst <= self.worst_limit
 
-
-def _unit(model: PreTrainedModel) -> torch.dtype:
-    """The dtype whose rounding a model's products have: float32 may be multiplied in fewer bits, and where weights are
-    in 8 bits (bitsandbytes) so are what they are multiplied with, in steps of 1 / 127; in 4 bits a CPU with bfloat16
-    products multiplies one row in those."""
-    lowered = model.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
-    lowered |= bool(getattr(model, "is_loaded_in_8bit", False))
-    lowered |= bool(getattr(model, "is_loaded_in_4bit", False)) and model.device.type == "cpu"
-    return torch.bfloat16 if lowered else model.dtype
+    def line(self) -> str:
+        return (f"logits are those of transformers' forward on {self.tokens} tokens at "
+                f"positions {self.first} to {self.last}: {self.one:.2g} off in passes of "
+                f"one id, {self.many:.2g} of several, at most {self.limit:.2g}; worst token {self.worst:.2g}, at most "
+                f"{self.worst_limit:.2g} (its own rounding {self.own:.2g})")  # fmt: skip
 
 
 @torch.inference_mode()
 def check_logits(
     lm: LM, prompts: Sequence[list[int]], texts: Sequence[list[int]], width: int, tree: Parents | None = None
 ) -> LogitsCheck:
-    """Passes of one id and of `width` ids, or over trees of a shape, over the first texts, as many as `lm` has rows and
-    at least three, beside model(input_ids) of up to four of them: whole texts, at `spread` of their tokens.
+    """Compare passes of one id and of `width` ids, or over trees of a shape, with transformers' forward of whole texts.
 
-    lm: the one that runs, of the engine in question; its slots are overwritten.
+    The passes run over the first texts, as many as `lm` has rows and at least three; up to four of these texts are
+    compared, at the tokens that `spread` selects. lm: that of the engine under test; its slots are overwritten.
     """
     chosen = range(min(max(lm.rows, FEW - 1), len(texts)))
     prompts, texts = [prompts[i] for i in chosen], [texts[i] for i in chosen]
     compared = sorted({round(i * (len(texts) - 1) / max(FEW - 1, 1)) for i in range(FEW)})
     at = {i: spread(len(texts[i])) for i in compared}
-    known = {i: _forward(lm.model, prompts[i], texts[i], at[i])[:, : lm.vocabulary] for i in compared}
+    right = {i: _forward(lm.model, prompts[i], texts[i], at[i])[:, : lm.vocabulary] for i in compared}
     moved = {i: _forward(lm.model, prompts[i], texts[i], at[i], moved=True)[:, : lm.vocabulary] for i in compared}
-    own = torch.cat([difference(moved[i], known[i]) for i in compared])
+    own = torch.cat([difference(moved[i], right[i]) for i in compared])
     block = width if tree is None else 1 + depth_of(tree)
-    one = _passes(lm, prompts, texts, at, known, block, 1)
-    many = _passes(lm, prompts, texts, at, known, block, width, tree)
+    one = _passes(lm, prompts, texts, at, right, block, 1)
+    many = _passes(lm, prompts, texts, at, right, block, width, tree)
     least, bound = LEAST * step(lm.model), most(lm.model)
     return LogitsCheck(
         tokens=len(own),
@@ -82,36 +88,13 @@ def check_logits(
     )
 
 
-def difference(a: Tensor, b: Tensor) -> Tensor:
-    """Root mean square over the vocabulary of a - b, but for what all logits have in common, over that of b: (..., V)
-    -> (...) float64."""
-    apart = a.double() - b.double()
-    return rms(apart - apart.mean(-1, keepdim=True)) / rms(b.double())
-
-
 def spread(length: int) -> list[int]:
-    """Which tokens of a text of that length are compared: all of up to POSITIONS, else so many, the LAST ones and
-    others at equal distances from the first on. The passes run over all tokens whatever is compared."""
+    """The tokens of a text of that length that are compared: all, or POSITIONS of a longer text: its LAST ones, the
+    others at equal distances from the first on. The passes run over all tokens in any case."""
     if length <= POSITIONS:
         return list(range(length))
     before, many = length - LAST, POSITIONS - LAST
     return [i * before // many for i in range(many)] + list(range(before, length))
-
-
-def _passes(
-    lm: LM, prompts: list[list[int]], texts: list[list[int]], at: dict[int, list[int]], known: dict[int, Tensor],
-    block: int, width: int, tree: Parents | None = None,
-) -> Tensor:  # fmt: skip
-    """Differences of the known logits, those of the tokens `at` of a text, in passes of `width` ids or over trees."""
-    parts = []
-    for part in teacher_forced(lm, prompts, texts, Sampling(), block=block, width=width, tree=tree):
-        for a, i in enumerate(part.rows):
-            inside = [j for j, token in enumerate(at.get(i, ())) if 0 <= token - part.start < part.x.shape[1]]
-            if inside:
-                right = known[i][inside]
-                columns = [at[i][j] - part.start for j in inside]
-                parts.append(difference(part.logits[a, columns, : right.shape[-1]], right))
-    return torch.cat(parts)
 
 
 def _forward(model: PreTrainedModel, prompt: list[int], text: list[int], at: list[int], moved: bool = False) -> Tensor:
@@ -124,6 +107,50 @@ def _forward(model: PreTrainedModel, prompt: list[int], text: list[int], at: lis
     signs = torch.randint(2, embeddings.shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
     shifted = embeddings * (1 + step(model) * signs.to(embeddings))
     return own_logits(model, at=[len(prompt) - 1 + token for token in at], inputs_embeds=shifted)
+
+
+def _passes(
+    lm: LM, prompts: list[list[int]], texts: list[list[int]], at: dict[int, list[int]], right: dict[int, Tensor],
+    block: int, width: int, tree: Parents | None = None,
+) -> Tensor:  # fmt: skip
+    """Differences from the `right` logits of the tokens `at` of each text, in passes of `width` ids or over trees."""
+    parts = []
+    for part in teacher_forced(lm, prompts, texts, Sampling(), block=block, width=width, tree=tree):
+        for a, i in enumerate(part.rows):
+            inside = [j for j, token in enumerate(at.get(i, ())) if 0 <= token - part.start < part.x.shape[1]]
+            if inside:
+                wanted = right[i][inside]
+                columns = [at[i][j] - part.start for j in inside]
+                parts.append(difference(part.logits[a, columns, : wanted.shape[-1]], wanted))
+    return torch.cat(parts)
+
+
+def difference(a: Tensor, b: Tensor) -> Tensor:
+    """Root mean square over the vocabulary of a - b, without the part that all logits share, over that of b:
+    (..., V) -> (...) float64."""
+    apart = a.double() - b.double()
+    return rms(apart - apart.mean(-1, keepdim=True)) / rms(b.double())
+
+
+def most(model: PreTrainedModel) -> float:
+    """The largest change of logits that a model's dtype excuses."""
+    return MOST[_unit(model)]
+
+
+def step(model: PreTrainedModel) -> float:
+    """One unit in the last place of 1; for float64 a tenth of float32's, in which transformers computes norms."""
+    dtype = _unit(model)
+    return torch.finfo(torch.float32).eps / 10 if dtype == torch.float64 else torch.finfo(dtype).eps
+
+
+def _unit(model: PreTrainedModel) -> torch.dtype:
+    """The dtype in which a model's products are rounded. float32 may be multiplied in fewer bits. 8-bit weights
+    (bitsandbytes) are multiplied with 8-bit inputs, in steps of 1 / 127. With 4-bit weights, a CPU that has bfloat16
+    products multiplies one row in bfloat16."""
+    lowered = model.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
+    lowered |= bool(getattr(model, "is_loaded_in_8bit", False))
+    lowered |= bool(getattr(model, "is_loaded_in_4bit", False)) and model.device.type == "cpu"
+    return torch.bfloat16 if lowered else model.dtype
 
 
 def _mean(x: Tensor) -> float:

@@ -1,23 +1,38 @@
-"""The record of teacher-forced passes and of forced rounds. B texts, T tokens of the longest, K drafts of a round."""
+"""Checks (b) and (c) of the verdict: target calls and acceptance at depth 1 follow from p and q along the texts.
 
-from dataclasses import dataclass
+`Figures` holds log p, log q and sum_v min(p, q) at every token of given texts; `pair_figures` (`side_by_side`) computes
+them. B texts, T tokens of the longest, K drafts of a round.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+
+from inference.output import Emitted
+from inference.verify import predict_chain
+from inference.verify.rules import Rule, rule_of
+
+CALLS_SIGMAS, DEPTH_SIGMAS = 4, 3
+RARE = 0.01
+DRAWS = 16  # samples of the rounding that the distributions of a run may have had
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What target and draft say of every token of texts that are known: all that their target calls follow from.
+    """Everything at the tokens of given texts that their target calls follow from.
 
-    logp (B, T): log p of each token; logq, alpha (B, T): log q of it and sum_v min(p, q) there, or (B, T, K) where they
-    differ by depth: of token t when it is drafted at depth j, that is by the round that starts at token t - j, as
-    `verify.prediction` numbers them. A draft that was certain and is another token has log q = -inf, and so have those
-    behind it, which no round comes to. near_p (B, T), near_q, shaped as logq: the distribution is one-hot, and rounding
-    could move it. k (B, T): drafts of the round that starts at token t, of trees the levels. lengths (B,). reach (B, T,
-    D+1): of trees alone, P(the round that starts at token t accepts at least n nodes | the text); logq is then empty,
-    alpha P(at least one), and near_q of the first level. rounding: by about how much passes of the run had other log p
-    - log q, in nats. float64 on the CPU, zero past a text's end.
+    logp (B, T): log p of each token. logq, alpha (B, T): log q of the token, and sum_v min(p, q); or (B, T, K) if they
+    differ by depth: for token t when it is drafted at depth j, by the round that starts at token t - j, as in
+    `verify.predict_chain`. If a certain draft is another token, log q is -inf there and at all later depths, which no
+    round reaches. near_p (B, T), near_q (shape of logq): the distribution is one-hot, and rounding could move it.
+    k (B, T): drafts of the round that starts at token t, for trees the levels. lengths (B,). reach (B, T, D+1): for
+    trees alone, P(the round that starts at token t accepts at least n nodes | the text); logq is then empty, alpha is
+    P(at least one), and near_q is that of the first level. rounding: standard deviation, in nats, of log p - log q
+    between passes of the run and these. float64 on the CPU, zero past a text's end.
     """
 
     logp: Tensor
@@ -31,12 +46,195 @@ class Figures:
     rounding: float = 0.0
 
     def first(self, values: Tensor) -> Tensor:
-        """Of a round's first draft: (B, T) or (B, T, K) -> (B, T)."""
+        """Values of a round's first draft: (B, T) or (B, T, K) -> (B, T)."""
         if values.ndim == 2:
             return values
         return values[..., 0] if values.shape[-1] else torch.zeros_like(self.logp)
 
     @property
     def near(self) -> int:
-        """Drafts whose distribution is certain but that rounding could turn, at whatever depth."""
+        """Tokens at which a certain draft could change by rounding, at any depth."""
         return int((self.near_q if self.near_q.ndim == 2 else self.near_q.any(-1)).sum())
+
+
+class Expected(NamedTuple):
+    """Target calls of all texts together, their variance, and acceptance by depth."""
+
+    calls: float
+    variance: float
+    prefix: list[float]
+    conditional: list[float]
+
+
+@dataclass(frozen=True)
+class CallsCheck:
+    """(b) target calls, measured and predicted for the same texts. sigma: of the acceptance coins and of the `near`
+    certain drafts that rounding could change, one call each. prefix, conditional: predicted acceptance by depth. rare,
+    rare_expected: rounds whose number of accepted drafts has, given the text, a probability below 1 %, counted and
+    expected; a wrong residual or a wrong q shows there first."""
+
+    tokens: int
+    measured: int
+    predicted: float
+    sigma: float
+    near: int
+    prefix: list[float] | None = None
+    conditional: list[float] | None = None
+    rare: int = 0
+    rare_expected: float = 0.0
+
+    @property
+    def z(self) -> float:
+        return _sigmas(self.measured - self.predicted, self.sigma, self.predicted)
+
+    @property
+    def relative(self) -> float:
+        """(measured - predicted) / predicted."""
+        return self.measured / self.predicted - 1
+
+    @property
+    def tau(self) -> float:
+        """Predicted tokens per target call."""
+        return self.tokens / self.predicted
+
+    @property
+    def passed(self) -> bool:
+        return abs(self.z) < CALLS_SIGMAS and self.z_rare < CALLS_SIGMAS
+
+    @property
+    def z_rare(self) -> float:
+        """Of the rare rounds; one more, and one more per near draft, is within the spread."""
+        return (self.rare - self.rare_expected) / math.sqrt(self.rare_expected + self.near + 1)
+
+    def line(self) -> str:
+        return (f"target calls on the emitted texts: {self.measured} measured, {self.predicted:.1f} +- "
+                f"{self.sigma:.1f} predicted, z {self.z:+.2f}, {self.relative:+.2%}; {self.rare} rare rounds, "
+                f"{self.rare_expected:.1f} expected")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class DepthCheck:
+    """(c) rounds that drafted, rounds that accepted their first draft, mean of alpha over those rounds, its sigma."""
+
+    rounds: int
+    accepted: int
+    alpha: float
+    sigma: float
+
+    @property
+    def measured(self) -> float:
+        return self.accepted / self.rounds
+
+    @property
+    def passed(self) -> bool:
+        return _sigmas(self.measured - self.alpha, self.sigma, 1) <= DEPTH_SIGMAS
+
+    def line(self) -> str:
+        return (f"acceptance at depth 1: {self.measured:.4f} in {self.rounds} rounds, "
+                f"at most alpha {self.alpha:.4f} + {DEPTH_SIGMAS} x {self.sigma:.4f}")  # fmt: skip
+
+
+def _sigmas(difference: float, sigma: float, scale: float) -> float:
+    """difference / sigma; 0 for a difference within the rounding of float32 distributions."""
+    if abs(difference) <= 1e-5 * scale:
+        return 0.0
+    return difference / sigma if sigma > 0 else math.copysign(math.inf, difference)
+
+
+def check_calls(figures: Figures, texts: Emitted, rule: Rule | str) -> CallsCheck | None:
+    """(b) for a run under `rule`; None if its calls depend on the noise that made the text."""
+    forecast, reach = expected(figures, rule), rounded(figures, rule)
+    if forecast is None or reach is None:
+        return None
+    near = figures.near
+    rare, rare_expected = rare_rounds(figures, texts, reach)
+    return CallsCheck(
+        tokens=sum(map(len, texts.tokens)),
+        measured=sum(row.target_calls for row in texts.counts),
+        predicted=forecast.calls,
+        sigma=math.sqrt(forecast.variance + near),
+        near=near,
+        prefix=forecast.prefix,
+        conditional=forecast.conditional,
+        rare=rare,
+        rare_expected=rare_expected,
+    )
+
+
+def check_depth(figures: Figures, texts: Emitted) -> DepthCheck | None:
+    """(c): alpha = sum_v min(p, q) at the starts of rounds, sigma^2 = sum alpha (1 - alpha) / rounds^2, plus one coin
+    for each of those positions that rounding decides. None if no round drafted.
+
+    Raises ValueError when the counts are not those of the texts.
+    """
+    at = started(figures, texts)
+    rounds = int(at.sum())
+    if rounds != sum(sum(row.drafted[:1]) for row in texts.counts):
+        raise ValueError("exactness: the counts do not belong to these texts under this policy and limit")
+    if rounds == 0:
+        return None
+    alpha, near = figures.first(figures.alpha)[at], (figures.near_p | (figures.first(figures.near_q) > 0))[at]
+    sigma = math.sqrt(float((alpha * (1 - alpha)).sum()) + int(near.sum())) / rounds
+    accepted = sum(sum(row.accepted[:1]) for row in texts.counts)
+    return DepthCheck(rounds, accepted, float(alpha.mean()), sigma)
+
+
+def started(figures: Figures, texts: Emitted) -> Tensor:
+    """Tokens at which a round of the run started and drafted -> (B, T) bool."""
+    starts = torch.zeros_like(figures.k, dtype=torch.bool)
+    for row, counts in zip(starts, texts.counts, strict=True):
+        row[counts.starts] = True
+    return starts & (figures.k > 0)
+
+
+def expected(figures: Figures, rule: Rule | str) -> Expected | None:
+    """Target calls of the texts under a rule, and acceptance by depth (see `inference.verify.predict_chain`). None for
+    a rule whose acceptance depends on the noise that made the text."""
+    reach, lengths = reach_of(figures, rule), figures.lengths
+    if reach is None:
+        return None
+    calls, variance = predict_chain.calls_from(reach, lengths), predict_chain.variance_from(reach, lengths)
+    by_depth = (part.tolist() for part in predict_chain.depths_from(reach, figures.k, lengths))
+    return Expected(float(calls.sum()), float(variance.sum()), *by_depth)
+
+
+def reach_of(figures: Figures, rule: Rule | str, most: int | None = None) -> Tensor | None:
+    """P(a round that starts at token t accepts at least n drafts | the text) -> (B, T, K+1), with at most `most`
+    drafts; None for a rule whose acceptance depends on the noise that made the text. For trees, that of the rule and
+    the shape that ran. Raises ValueError for fewer levels of trees."""
+    if figures.reach is not None:
+        if most is not None:
+            raise ValueError("most: calls of trees are those of the shape that ran; see measure.tree_shapes for others")
+        return figures.reach
+    k = figures.k if most is None else figures.k.clamp(max=most)
+    return rule_of(rule).reach(figures.logp, figures.logq, k, figures.lengths)
+
+
+def rounded(figures: Figures, rule: Rule | str) -> Tensor | None:
+    """`reach_of` as a mean over log q - log p moved by the rounding that the run may have had. If a draft is nearly the
+    target, rounding alone decides whether its drafts may be rejected at all. For trees the distributions are used
+    unmoved."""
+    if not figures.rounding or figures.reach is not None:
+        return reach_of(figures, rule)
+    generator, parts = torch.Generator().manual_seed(0), []
+    for _ in range(DRAWS):
+        moved = figures.logq + figures.rounding * torch.randn(figures.logq.shape, generator=generator).double()
+        parts.append(reach_of(replace(figures, logq=moved), rule))
+    return None if parts[0] is None else torch.stack(cast(list[Tensor], parts)).mean(0)
+
+
+def rare_rounds(figures: Figures, texts: Emitted, reach: Tensor) -> tuple[int, float]:
+    """The number of rounds whose number of accepted drafts has a probability, given the text, below RARE; and its
+    expectation over the same rounds. reach (B, T, K+1): `rounded` under the run's rule.
+
+    If q >= p the token rule never rejects the text's token: the residual has no mass there.
+    """
+    chances = reach - F.pad(reach[..., 1:], (0, 1))  # (B, T, K+1) of accepting exactly n
+    seldom = chances < RARE
+    rare, rare_expected = 0, 0.0
+    for b, counts in enumerate(texts.counts):
+        starts = torch.tensor(counts.starts, dtype=torch.int64)
+        ends = torch.cat([starts[1:], figures.lengths[b : b + 1]])
+        rare += int(seldom[b, starts, ends - starts - 1].sum())
+        rare_expected += float((chances[b, starts] * seldom[b, starts]).sum())
+    return rare, rare_expected

@@ -1,33 +1,42 @@
-"""Teacher-forced passes: the logits of texts that are already known, in passes of any width.
+"""Teacher-forced passes: the logits of given texts, in passes of any width or over trees of any shape.
 
-The width decides the rounding: decoding makes passes of one id, verification of k + 1, and models (quantised
-ones above all) differ between them. A rows, n positions, V vocabulary.
+The width decides the rounding: decoding makes passes of one id, verification passes of k + 1 ids or over a tree, and
+models (quantised ones above all) give slightly different logits in each. A rows, n positions, N nodes, V vocabulary. A
+route is a path of nodes from a child of the anchor down to a leaf.
 """
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
+from itertools import cycle
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from inference.exactness.tree_passes import Parents, along_tree, routes
-from inference.models.lm import LM
-from inference.models.output_head import own_logits
-from inference.models.passes import Tree
-from inference.models.prefill import store_prompts
-from inference.processors import needs_history, process
+from inference.engine import Engine
+from inference.models.lm import LM, store_prompts
+from inference.models.pretrained import own_logits
+from inference.proposers.base import Proposal
+from inference.request import Request
 from inference.sampling import Sampling, wide
+from inference.sampling.penalties import needs_history, process
+from inference.trace import traced_rows
+from inference.verify.rules import RULES
+from inference.verify.tree import Tree, chain, depths_of
 
-CELLS = 1 << 26  # numbers of logits of whole texts that are there at once
+CELLS = 1 << 26  # most logits of whole texts in memory at once
+Parents = tuple[int, ...]
+Routes = Iterator[Parents]
 
 
 class Block(NamedTuple):
-    """Logits (A, n, V) of tokens start .. start + n - 1 of the texts numbered `rows`; those past a text's end
-    are to be ignored. x (A, n): the tokens themselves, valid (A, n): which of them exist; scale (A, n): root mean
-    square of the model's own logits, before settings that read history."""
+    """Logits (A, n, V) of tokens start .. start + n - 1 of the texts numbered `rows`; entries past a text's end have no
+    meaning. x (A, n): the tokens; valid (A, n): whether the token exists; scale (A, n): root mean square of the model's
+    own logits, before settings that read history."""
 
     rows: list[int]
     start: int
@@ -49,13 +58,12 @@ def teacher_forced(
     rows: int = 8,
     tree: Parents | None = None,
 ) -> Iterator[Block]:
-    """Logits of every token of `texts` (new ids), given its prompt (at least one id) and the tokens before
-    it.
+    """Logits of every token of `texts` (new ids), given its prompt (at least one id) and the tokens before it.
 
-    A model runs in its own dtype on `rows` texts together; an `LM` runs as it is, on as many as it has rows, and its
-    slots are overwritten. Prompts are stored as the engine stores them, then come passes of `width` ids (None:
-    `block`), or over trees of the shape `tree`, whose routes the text takes in turn. Settings that read history are
-    applied, so `probs(logits, sampling)` is the distribution. Yields blocks of at most `block` tokens, batch after
+    A model runs in its own dtype on `rows` texts together. An `LM` runs as it is, on as many texts as it has rows, and
+    its slots are overwritten. Prompts are stored as the engine stores them. Then come passes of `width` ids (None:
+    `block`), or over trees of the shape `tree`; the text follows one route after another. Settings that read history
+    are applied, so `probs(logits, sampling)` is the distribution. Yields blocks of at most `block` tokens, batch after
     batch, so that (B, T, V) never exists whole.
     """
     lm = model if isinstance(model, LM) else LM(model, max(1, min(rows, len(texts))), vocabulary)
@@ -91,6 +99,107 @@ def _batch(
         yield Block(numbers, start, logits, _columns(texts, start, n, lm.device), valid, scale)
 
 
+def _columns(rows: list[list[int]], start: int, n: int, device: torch.device) -> Tensor:
+    """Ids start .. start + n - 1 of each row, 0 past its end -> (A, n)."""
+    return torch.tensor([(row[start : start + n] + [0] * n)[:n] for row in rows], device=device)
+
+
+def _processed(
+    logits: Tensor, prompts: list[list[int]], texts: list[list[int]], start: int, sampling: Sampling
+) -> Tensor:
+    """Penalties, bans and the like with each token's own history; (A, n, V), float32 at least."""
+    positions = [(a, j) for a, text in enumerate(texts) for j in range(min(logits.shape[1], len(text) - start))]
+    row, column = (torch.tensor(index, device=logits.device) for index in zip(*positions, strict=True))
+    histories = [prompts[a] + texts[a][: start + j] for a, j in positions]
+    processed = process(logits[row, column], histories, [start + j for _, j in positions], sampling)
+    out = logits.to(processed.dtype)
+    out[row, column] = processed
+    return out
+
+
+def rms(x: Tensor) -> Tensor:
+    """Root mean square (..., V) -> (...), float32 at least."""
+    return torch.linalg.vector_norm(x, dim=-1, dtype=wide(x[..., :0]).dtype) / math.sqrt(x.shape[-1])
+
+
+def _passes(lm: LM, ids: Tensor, first: list[int], width: int) -> Tensor:
+    """Logits (A, n, V) after ids (A, n), `width` of them per pass, row b from position first[b]."""
+    parts = [
+        lm.forward(ids[:, at : at + width], [position + at for position in first]).logits
+        for at in range(0, ids.shape[1], width)
+    ]
+    return torch.cat(parts, 1)
+
+
+def along_tree(lm: LM, ids: Tensor, first: list[int], tree: Tree, ways: Routes) -> Tensor:
+    """Logits (A, n, V) after ids (A, n), row b from position first[b]. Each pass reads an anchor and a tree, with the
+    ids after the anchor on one route of it; this route is then accepted as in a round."""
+    parts, at = [], 0
+    while at < ids.shape[1]:
+        route = next(ways)[: ids.shape[1] - at - 1]
+        here, start = ids[:, at : at + len(route) + 1], [position + at for position in first]
+        nodes = _nodes(here, route, tree, lm.size)
+        logits = lm.forward(torch.cat((here[:, :1], nodes), 1), start, tree=tree).logits
+        parts.append(logits[:, [0, *(node + 1 for node in route)]])
+        path = torch.tensor([route], device=ids.device, dtype=torch.int64).expand(len(ids), -1)
+        lm.keep(start, pad(path, (0, int(tree.depths.max()) - len(route)), value=-1))
+        at += len(route) + 1
+    return torch.cat(parts, 1)
+
+
+def _nodes(here: Tensor, route: Parents, tree: Tree, size: int) -> Tensor:
+    """Ids (A, N) of a tree's nodes: on the route those of the text, here (A, 1 + its length) from the anchor on; on all
+    other nodes wrong ids, all different, so that a pass that lets a node see them gives other logits. size: number of
+    ids."""
+    wrong = (here[:, :1] + 1 + torch.arange(tree.nodes, device=here.device)) % size
+    wrong[:, list(route)] = here[:, 1:]
+    return wrong
+
+
+def routes(parents: Parents) -> Routes:
+    """The route to every leaf, deepest leaves first, again and again, so that every node is on some route."""
+    paths = []
+    for leaf in set(range(len(parents))) - set(parents):
+        route = [leaf]
+        while parents[route[0]] >= 0:
+            route.insert(0, parents[route[0]])
+        paths.append(tuple(route))
+    return cycle(sorted(paths, key=lambda route: (-len(route), route)))
+
+
+def depth_of(parents: Parents) -> int:
+    """Levels of a shape."""
+    return max(depths_of(parents))
+
+
+def tree_of(engine: Engine, prompt: list[int]) -> Parents | None:
+    """The shape of the trees that an engine drafts, read in a call of its own; None for chains."""
+    coupled, levels = copy.copy(engine), max(engine.policy.lengths([prompt]))
+    shapes: Any = _Shapes()
+    coupled.rule, coupled.record = RULES["coupled"], shapes  # as in check (a)
+    coupled.generate([prompt], max_new_tokens=levels + 2, ignore_eos=True)
+    # a kind that reads states has none yet after a prompt of one token, so its first round drafts nothing
+    parents = max(shapes.parents, key=len, default=())
+    return None if parents == chain(len(parents)) else parents
+
+
+class _Shapes:
+    """Records the parents that the first row drafts in the first two rounds of a call; a `trace.RoundRecorder`."""
+
+    def __init__(self) -> None:
+        self.parents: list[Parents] = []
+
+    def begin(self, rule: str, rows: Sequence[Request]) -> None:
+        self.parents = []
+
+    def note(
+        self, rows: Sequence[Request], starts: Sequence[int], proposal: Proposal, table: Sequence[Sequence[int]]
+    ) -> None:
+        if len(self.parents) < 2:
+            first = traced_rows(rows, starts, proposal, table)[0]
+            self.parents.append(tuple(first.parents[: first.drafted]))
+
+
 def whole_texts(
     model: PreTrainedModel,
     prompts: Sequence[list[int]],
@@ -113,35 +222,3 @@ def whole_texts(
             if needs_history(sampling):
                 logits = _processed(logits, [prompt], [text], start, sampling)
             yield Block([row], start, logits, x, torch.ones_like(x, dtype=torch.bool), scale)
-
-
-def rms(x: Tensor) -> Tensor:
-    """Root mean square (..., V) -> (...), float32 at least."""
-    return torch.linalg.vector_norm(x, dim=-1, dtype=wide(x[..., :0]).dtype) / math.sqrt(x.shape[-1])
-
-
-def _columns(rows: list[list[int]], start: int, n: int, device: torch.device) -> Tensor:
-    """Ids start .. start + n - 1 of each row, 0 past its end -> (A, n)."""
-    return torch.tensor([(row[start : start + n] + [0] * n)[:n] for row in rows], device=device)
-
-
-def _passes(lm: LM, ids: Tensor, first: list[int], width: int) -> Tensor:
-    """Logits (A, n, V) after ids (A, n), `width` of them a pass, row b from position first[b]."""
-    parts = [
-        lm.forward(ids[:, at : at + width], [position + at for position in first]).logits
-        for at in range(0, ids.shape[1], width)
-    ]
-    return torch.cat(parts, 1)
-
-
-def _processed(
-    logits: Tensor, prompts: list[list[int]], texts: list[list[int]], start: int, sampling: Sampling
-) -> Tensor:
-    """Penalties, bans and the like with each token's own history; (A, n, V), float32 at least."""
-    places = [(a, j) for a, text in enumerate(texts) for j in range(min(logits.shape[1], len(text) - start))]
-    row, column = (torch.tensor(index, device=logits.device) for index in zip(*places, strict=True))
-    histories = [prompts[a] + texts[a][: start + j] for a, j in places]
-    found = process(logits[row, column], histories, [start + j for _, j in places], sampling)
-    out = logits.to(found.dtype)
-    out[row, column] = found
-    return out

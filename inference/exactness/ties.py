@@ -1,31 +1,70 @@
-"""Where rounding may decide: first differences of two texts made from the same noise, and what passes of
-other widths change.
+"""Check (a) of the verdict: the coupled text equals plain text token for token, up to ties that rounding decides.
 
-A score is logit + temperature * Gumbel noise, in units of logits: its argmax is what coupled decoding emits,
-and at temperature 0 it is the logit itself. A rows, n positions, V vocabulary.
+Coupled decoding emits the argmax of logit + temperature * Gumbel noise; this score is in units of logits, and at
+temperature 0 it is the logit itself. Passes of other widths round differently, so two scores that are nearly equal may
+change their order. The largest such change that is measured, bounded by the dtype, decides which differences are ties.
+A rows, n positions, V vocabulary.
 """
 
+import copy
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from inference.exactness.teacher_forced import Block, teacher_forced
-from inference.exactness.tree_passes import Parents, depth_of
+from inference.engine import Engine
+from inference.exactness.agreement import GAP, most
+from inference.exactness.teacher_forced import Block, Parents, depth_of, teacher_forced
 from inference.models.lm import LM
-from inference.noise import gumbel
 from inference.sampling import Sampling, probs
+from inference.sampling.noise import gumbel
+from inference.verify.rules import RULES
 
-MARGIN = 2  # a gap that rounding moved by more than was seen elsewhere is rare; by more than twice that, rarer still
+MARGIN = 2  # rounding seldom moves a gap by more than the measured maximum, and hardly ever by more than twice that
+
+
+@dataclass(frozen=True)
+class TextCheck:
+    """(a) equal: prompts whose text is the plain one; ties, unexplained: tokens at which plain decoding, given the text
+    before, chooses another, by whether rounding explains that. noise: largest change of the gap between a position's
+    two best scores from passes of one id to passes of k + 1 ids, and no less than the general rounding of the logits;
+    gap: largest gap at a difference, 0 without any; limit: the largest gap that the dtype may explain, whatever was
+    measured; compared: tokens compared, out of the `tokens` of the measured texts."""
+
+    prompts: int
+    equal: int
+    ties: int
+    unexplained: int
+    noise: float
+    gap: float
+    limit: float = math.inf
+    compared: int = 0
+    tokens: int = 0
+
+    @property
+    def passed(self) -> bool:
+        return self.unexplained == 0
+
+    @property
+    def explained(self) -> float:
+        """The largest score gap that rounding explains."""
+        return min(MARGIN * self.noise, self.limit)
+
+    def line(self) -> str:
+        share = f", {self.compared} of {self.tokens} tokens compared" if self.tokens else ""
+        return (f"coupled text equals plain text: {self.equal} of {self.prompts} prompts, {self.ties} ties, "
+                f"{self.unexplained} unexplained (gap {self.gap:.2g}, noise {self.noise:.2g}, by its dtype at most "
+                f"{self.limit:.2g}){share}")  # fmt: skip
 
 
 class Difference(NamedTuple):
-    """A place where a text leaves the plain one: score gap of the two tokens there in the plain side's pass of one
-    id, its logits (V,) and noise (V,), the two tokens; text: its number; limit: the largest gap that rounding in the
-    model's dtype may explain."""
+    """A position at which a text leaves the plain one. gap: of the scores of the two tokens in the plain side's pass of
+    one id; logits (V,) and noise g (V,) there; plain, other: the two tokens; text: its number; limit: the largest gap
+    that rounding in the model's dtype may explain."""
 
     gap: float
     logits: Tensor
@@ -36,55 +75,116 @@ class Difference(NamedTuple):
     limit: float = math.inf
 
 
+def check_coupled(
+    engine: Engine,
+    prompts: list[list[int]],
+    ids: list[int],
+    sampling: Sampling,
+    max_new_tokens: int,
+    seed: int,
+    bound: float,
+    tree: Parents | None = None,
+) -> TextCheck:
+    """(a): the engine itself decodes the prompts with shared noise; then its passes of one id say what plain decoding
+    chooses at every token (`compare_text`).
+
+    tree: the shape that the engine drafts, None for chains. bound: the largest gap that rounding may explain, in root
+    mean squares of the logits: GAP times their general rounding, which is also the least noise.
+    """
+    coupled = copy.copy(engine)  # the same target and proposer, slots and compiled passes included
+    coupled.rule = RULES["coupled"]
+    out = coupled.generate(
+        prompts, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed, ids=ids, ignore_eos=True
+    )
+    engine.slots.current = None
+    texts = out.whole().tokens  # a text that ends in an error is a part of the plain one, not equal to it
+    compared = compare_text(
+        engine.target, prompts, texts, sampling, width=verifying_width(engine, prompts), noise_keys=(ids, seed),
+        bound=bound, tree=tree,
+    )  # fmt: skip
+    equal = len(prompts) - len({difference.text for difference in compared.differences})
+    noise = max(compared.noise, compared.limit / GAP)  # short texts may show none: logits are rounded all the same
+    ties, gap = _ties_and_gap(compared.differences, noise, sampling)
+    unexplained = len(compared.differences) - ties
+    emitted = sum(map(len, texts))
+    return TextCheck(len(prompts), equal, ties, unexplained, noise, gap, compared.limit, compared.tokens, emitted)
+
+
+def verifying_width(engine: Engine, prompts: list[list[int]]) -> int:
+    """Ids of a row in the engine's verifying passes."""
+    return max(engine.policy.lengths(prompts)) + 1
+
+
+def check_text(
+    model: PreTrainedModel,
+    prompts: list[list[int]],
+    plain: list[list[int]],
+    coupled: list[list[int]],
+    noise_keys: tuple[list[int], int],
+    sampling: Sampling,
+    vocabulary: int,
+    k: int,
+    rows: int = 8,
+) -> TextCheck:
+    """(a) for texts from elsewhere, coupled and plain ones of the same noise, noise_keys = (ids, seed): only the first
+    difference of each text counts, since plain decoding is not known after it.
+
+    The noise is measured on the texts that differ and on the first `rows` ones.
+    """
+    differ = [i for i in range(len(prompts)) if first_difference(plain[i], coupled[i]) is not None]
+    chosen = sorted({*range(min(rows, len(prompts))), *differ})
+    noise, differences = compare_passes(
+        model,
+        [prompts[i] for i in chosen],
+        [plain[i] for i in chosen],
+        sampling,
+        vocabulary=vocabulary,
+        width=k + 1,
+        rows=rows,
+        noise_keys=([noise_keys[0][i] for i in chosen], noise_keys[1]),
+        others=[coupled[i] for i in chosen],
+        bound=GAP * most(model),
+    )
+    ties, gap = _ties_and_gap(differences, noise, sampling)
+    limit = max((difference.limit for difference in differences), default=math.inf)
+    return TextCheck(len(prompts), len(prompts) - len(differ), ties, len(differ) - ties, noise, gap, limit)
+
+
+def _ties_and_gap(differences: list[Difference], noise: float, sampling: Sampling) -> tuple[int, float]:
+    """The number of ties, and the largest gap of all differences."""
+    ties = sum(excused(difference, noise, sampling) for difference in differences)
+    return ties, max((difference.gap for difference in differences), default=0.0)
+
+
+def excused(difference: Difference, noise: float, sampling: Sampling) -> bool:
+    """Whether rounding explains a difference: the measured noise, with a margin, but no more than the limit."""
+    return difference.limit >= 0 and is_tie(difference, min(MARGIN * noise, difference.limit), sampling)
+
+
+def is_tie(difference: Difference, noise: float, sampling: Sampling) -> bool:
+    """Whether rounding of size `noise` explains a difference: the gap is at most that, or one of the two tokens is so
+    near an edge of top-k, top-p or min-p that the other side's choice follows when its logit moves by the noise."""
+    return difference.gap <= noise or any(
+        _choice(difference, token, shift, sampling) == difference.other
+        for token, shift in ((difference.other, noise), (difference.plain, -noise))
+    )
+
+
+def _choice(difference: Difference, token: int, shift: float, sampling: Sampling) -> int:
+    """The emitted token when one logit moves by `shift`."""
+    logits = difference.logits.double().clone()
+    logits[token] += shift
+    return int((probs(logits, sampling).log() + difference.g).argmax())
+
+
 class Compared(NamedTuple):
-    """Places where texts leave plain decoding, tokens compared, and how far passes of several ids moved the gap of a
-    position's two best scores: noise, at most; limit: what the dtype allows, at most."""
+    """differences: positions at which texts leave plain decoding; tokens: number compared; noise: the most that passes
+    of several ids moved the gap of a position's two best scores; limit: the most that the dtype allows."""
 
     differences: list[Difference]
     tokens: int
     noise: float
     limit: float
-
-
-def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
-    """First index at which the lists differ, a missing token included; None when they are equal."""
-    for index, (x, y) in enumerate(zip(a, b, strict=False)):
-        if x != y:
-            return index
-    return None if len(a) == len(b) else min(len(a), len(b))
-
-
-def compare_passes(
-    model: PreTrainedModel,
-    prompts: list[list[int]],
-    texts: list[list[int]],
-    sampling: Sampling,
-    *,
-    vocabulary: int,
-    width: int,
-    rows: int = 8,
-    noise_keys: tuple[list[int], int] | None = None,
-    others: list[list[int]] | None = None,
-    bound: float = math.inf,
-) -> tuple[float, list[Difference]]:
-    """Largest change of a score gap between passes of one id and of `width` ids, over all tokens of `texts`;
-    and where `others`, if given, first differ from `texts`.
-
-    The gap is that of a position's two best scores, the one that decides what is emitted. noise_keys: (ids,
-    seed) of the Gumbel noise, None for no noise. bound: `Difference.limit`, in root mean squares of the logits. A text
-    that is merely shorter has no place at which its tokens differ.
-    """
-    settings: dict[str, Any] = {"vocabulary": vocabulary, "block": width, "rows": rows}
-    narrow = teacher_forced(model, prompts, texts, sampling, width=1, **settings)
-    wide = teacher_forced(model, prompts, texts, sampling, width=width, **settings)
-    noise, found = 0.0, []
-    for one, many in zip(narrow, wide, strict=True):
-        g = _gumbel(one, noise_keys)
-        scores, again = (block.logits.double() + sampling.temperature * g for block in (one, many))
-        noise = max(noise, _change(scores, again, one.valid))
-        if others is not None:
-            found += _differences(one, scores, g, texts, others, bound)
-    return noise, found
 
 
 def compare_text(
@@ -98,24 +198,39 @@ def compare_text(
     noise_keys: tuple[list[int], int] | None = None,
     tree: Parents | None = None,
 ) -> Compared:
-    """What plain decoding chooses at every token of `texts`, given the text before it and noise_keys, the (ids, seed)
-    of the Gumbel noise; and the noise of passes of `width` ids, or over trees of a shape, as in `compare_passes`.
+    """The choice of plain decoding at every token of `texts`, given the text before and noise_keys, the (ids, seed) of
+    the Gumbel noise; and the noise of passes of `width` ids, or over trees of a shape, as in `compare_passes`.
 
-    lm: the one that runs, of the engine in question. bound: as in `compare_passes`; differences beyond it come without
-    logits and noise, so that those of a wrong engine are not all held.
+    lm: that of the engine under test. bound: as in `compare_passes`; differences beyond it come without logits and
+    noise, to save the memory that a wrong engine would need.
     """
-    best, found, tokens, limit = [], [], 0, 0.0
+    best, differences, tokens, limit = [], [], 0, 0.0
     size = width if tree is None else 1 + depth_of(tree)
     for block, scores, g in _scored(lm, prompts, texts, sampling, size, 1, noise_keys):
         best.append(scores.topk(2, -1))
-        found += _chosen_otherwise(block, scores, g, sampling, bound)
+        differences += _chosen_otherwise(block, scores, g, sampling, bound)
         tokens, limit = tokens + int(block.valid.sum()), max(limit, float(bound * block.scale[block.valid].max()))
     noise = _noise(best, _scored(lm, prompts, texts, sampling, size, width, noise_keys, tree))
-    return Compared(found, tokens, noise, limit)
+    return Compared(differences, tokens, noise, limit)
+
+
+def _chosen_otherwise(block: Block, scores: Tensor, g: Tensor, sampling: Sampling, bound: float) -> list[Difference]:
+    """Positions at which the argmax of log p + g, the noise g (A, n, V), is not the text's token."""
+    choice = (probs(block.logits.flatten(0, 1), sampling).view(block.logits.shape).log() + g).argmax(-1)
+    differences = []
+    for a, j in ((choice != block.x) & block.valid).nonzero().tolist():
+        plain, other = int(choice[a, j]), int(block.x[a, j])
+        gap, limit = float(abs(scores[a, j, plain] - scores[a, j, other])), float(bound * block.scale[a, j])
+        one = Difference(gap, block.logits[a, j], g[a, j], plain, other, block.rows[a], limit)
+        if is_tie(one, limit, sampling):
+            differences.append(one._replace(logits=one.logits.clone(), g=one.g.clone()))
+        else:
+            differences.append(one._replace(logits=one.logits.new_empty(0), g=one.g.new_empty(0), limit=-math.inf))
+    return differences
 
 
 def noise_of(lm: LM, prompts: list[list[int]], texts: list[list[int]], sampling: Sampling, width: int) -> float:
-    """As `compare_passes`, of an `LM` and without Gumbel noise."""
+    """The noise of `compare_passes`, for an `LM` and without Gumbel noise."""
     best = [scores.topk(2, -1) for _, scores, _ in _scored(lm, prompts, texts, sampling, width, 1, None)]
     return _noise(best, _scored(lm, prompts, texts, sampling, width, width, None))
 
@@ -137,24 +252,51 @@ def _scored(
 
 
 def _noise(best: list[Any], again: Iterable[tuple[Block, Tensor, Tensor]]) -> float:
-    """Largest change of the gap of each position's two best scores, `best` of other passes."""
+    """Largest change, in the passes `again`, of the gap of each position's two best scores, `best`."""
     pairs = zip(best, again, strict=True)
     return max(_moved(two.values, scores.gather(-1, two.indices), block.valid) for two, (block, scores, _) in pairs)
 
 
-def _chosen_otherwise(block: Block, scores: Tensor, g: Tensor, sampling: Sampling, bound: float) -> list[Difference]:
-    """Places where the argmax of log p + g, the noise g (A, n, V), is not the text's token."""
-    choice = (probs(block.logits.flatten(0, 1), sampling).view(block.logits.shape).log() + g).argmax(-1)
-    found = []
-    for a, j in ((choice != block.x) & block.valid).nonzero().tolist():
-        plain, other = int(choice[a, j]), int(block.x[a, j])
-        gap, limit = float(abs(scores[a, j, plain] - scores[a, j, other])), float(bound * block.scale[a, j])
-        one = Difference(gap, block.logits[a, j], g[a, j], plain, other, block.rows[a], limit)
-        if is_tie(one, limit, sampling):
-            found.append(one._replace(logits=one.logits.clone(), g=one.g.clone()))
-        else:
-            found.append(one._replace(logits=one.logits.new_empty(0), g=one.g.new_empty(0), limit=-math.inf))
-    return found
+def _moved(pair: Tensor, again: Tensor, valid: Tensor) -> float:
+    """Largest change of the gap between the two scores of a position, pair and again (A, n, 2); 0 if no position has
+    two possible tokens."""
+    change = ((pair[..., 0] - pair[..., 1]) - (again[..., 0] - again[..., 1])).abs()
+    change = change[valid & change.isfinite()]
+    return float(change.max()) if change.numel() else 0.0
+
+
+def compare_passes(
+    model: PreTrainedModel,
+    prompts: list[list[int]],
+    texts: list[list[int]],
+    sampling: Sampling,
+    *,
+    vocabulary: int,
+    width: int,
+    rows: int = 8,
+    noise_keys: tuple[list[int], int] | None = None,
+    others: list[list[int]] | None = None,
+    bound: float = math.inf,
+) -> tuple[float, list[Difference]]:
+    """The noise: largest change of a score gap between passes of one id and of `width` ids, over all tokens of `texts`;
+    and the first differences of `others`, if given, from `texts`.
+
+    The gap is that of a position's two best scores, which decides the emitted token. noise_keys: (ids, seed) of the
+    Gumbel noise, None for no noise. bound: `Difference.limit`, in root mean squares of the logits. A text that is only
+    shorter gives no difference.
+    """
+    settings: dict[str, Any] = {"vocabulary": vocabulary, "block": width, "rows": rows}
+    narrow = teacher_forced(model, prompts, texts, sampling, width=1, **settings)
+    wide = teacher_forced(model, prompts, texts, sampling, width=width, **settings)
+    noise, differences = 0.0, []
+    for one, many in zip(narrow, wide, strict=True):
+        g = _gumbel(one, noise_keys)
+        scores, again = (block.logits.double() + sampling.temperature * g for block in (one, many))
+        best = scores.topk(2, -1).indices
+        noise = max(noise, _moved(scores.gather(-1, best), again.gather(-1, best), one.valid))
+        if others is not None:
+            differences += _differences(one, scores, g, texts, others, bound)
+    return noise, differences
 
 
 def _gumbel(block: Block, noise_keys: tuple[list[int], int] | None) -> Tensor:
@@ -168,57 +310,31 @@ def _gumbel(block: Block, noise_keys: tuple[list[int], int] | None) -> Tensor:
     return gumbel(seed, row, position, V)
 
 
-def _change(scores: Tensor, again: Tensor, valid: Tensor) -> float:
-    """`_moved` of the two best of `scores` (A, n, V)."""
-    best = scores.topk(2, -1).indices
-    return _moved(scores.gather(-1, best), again.gather(-1, best), valid)
-
-
-def _moved(pair: Tensor, again: Tensor, valid: Tensor) -> float:
-    """Largest change of the gap between the two scores of a position, pair and again (A, n, 2); 0 where fewer than two
-    are possible."""
-    change = ((pair[..., 0] - pair[..., 1]) - (again[..., 0] - again[..., 1])).abs()
-    change = change[valid & change.isfinite()]
-    return float(change.max()) if change.numel() else 0.0
-
-
 def _differences(
     block: Block, scores: Tensor, g: Tensor, texts: list[list[int]], others: list[list[int]], bound: float
 ) -> list[Difference]:
-    found = []
+    """The first difference of each text that lies in this block."""
+    differences = []
     for a, i in enumerate(block.rows):
         at = first_difference(texts[i], others[i])
         if at is not None and block.start <= at < min(block.start + scores.shape[1], len(texts[i]), len(others[i])):
             row, plain, other = scores[a, at - block.start], texts[i][at], others[i][at]
             logits, noise = block.logits[a, at - block.start].clone(), g[a, at - block.start].clone()
             limit = float(bound * block.scale[a, at - block.start])
-            found.append(Difference(abs(float(row[plain] - row[other])), logits, noise, plain, other, i, limit))
-    return found
+            gap = abs(float(row[plain] - row[other]))
+            differences.append(Difference(gap, logits, noise, plain, other, i, limit))
+    return differences
 
 
-def excused(difference: Difference, noise: float, sampling: Sampling) -> bool:
-    """Whether rounding explains a difference: noise that was measured, with a margin, no further than its limit."""
-    return difference.limit >= 0 and is_tie(difference, min(MARGIN * noise, difference.limit), sampling)
-
-
-def is_tie(difference: Difference, noise: float, sampling: Sampling) -> bool:
-    """Whether rounding of size `noise` explains a difference: the gap is at most that, or one of the two
-    tokens is so near an edge of top-k, top-p or min-p that moving its logit by the noise makes the other
-    side's choice."""
-    return difference.gap <= noise or any(
-        _choice(difference, token, shift, sampling) == difference.other
-        for token, shift in ((difference.other, noise), (difference.plain, -noise))
-    )
-
-
-def _choice(difference: Difference, token: int, shift: float, sampling: Sampling) -> int:
-    """What is emitted when one logit is moved."""
-    logits = difference.logits.double().clone()
-    logits[token] += shift
-    return int((probs(logits, sampling).log() + difference.g).argmax())
+def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
+    """First index at which the lists differ, a missing token included; None if they are equal."""
+    for index, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return index
+    return None if len(a) == len(b) else min(len(a), len(b))
 
 
 def near_ties(logits: Tensor, noise: float) -> Tensor:
-    """Positions whose two best logits (..., V) are within the noise: their argmax is a matter of rounding."""
+    """Positions whose two best logits (..., V) are within the noise: their argmax depends on rounding."""
     best = logits.topk(2, -1).values
     return best[..., 0] - best[..., 1] <= noise

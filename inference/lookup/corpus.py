@@ -1,14 +1,14 @@
-"""A corpus on disk in which the end of any text is found: what followed it there most often is the draft.
+"""A corpus on disk, searched for the end of a text: what followed it there most often is the draft.
 
-A folder: `datastore.json` says what it is; `tokens.npy` holds the corpus's ids backwards, documents parted by an id
-that no text has; `order.npy` its suffix array. Backwards, what stands before a place comes behind it in the array, so
-one binary search finds the longest end of a text that stands anywhere. Both arrays are memory-mapped.
+A folder: `datastore.json` describes it; `tokens.npy` holds the corpus's ids in reverse, documents separated by an id
+that no text has; `order.npy` is its suffix array. In reverse, the tokens before a position follow it in the array, so
+one binary search gives the longest end of a text that occurs anywhere. Both arrays are memory-mapped.
 """
 
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +17,17 @@ from numpy.typing import NDArray
 
 from inference.drafts.atomic import new_folder
 from inference.drafts.weight_files import read_json
-from inference.lookup.match import NONE, Match
-from inference.lookup.suffix_array import Ids, common, first_place, suffix_array
+from inference.lookup.suffixes import NONE, Ids, Match, common_prefix, first_place, suffix_array
 
 FORMAT = 1
 ABOUT, TOKENS, ORDER = "datastore.json", "tokens.npy", "order.npy"
-MOST = 64  # occurrences that are looked at, evenly spread over all of them
+MOST = 64  # occurrences that are examined, evenly spread over all of them
 
 
 @dataclass(frozen=True)
 class About:
-    """What `datastore.json` says. vocabulary: ids of the texts; depth: the longest end that is told apart, in tokens;
-    tokenizer: its hash, see `compatibility.hash_tokenizer`; made: command, sources, date."""
+    """The contents of `datastore.json`. vocabulary: ids of the texts; depth: the longest match in tokens; tokenizer:
+    its hash, see `compatibility.hash_tokenizer`; made: command, sources, date."""
 
     vocabulary: int
     depth: int
@@ -42,7 +41,7 @@ class About:
 class Datastore:
     """Retrieval from a corpus (He et al. 2023, REST, 2311.08252), for greedy chains of the most frequent continuation.
 
-    tokens, order: see the module; of any integers that hold them.
+    tokens, order: see the module; of any integer type that holds them.
     """
 
     def __init__(self, tokens: Ids, order: NDArray[np.integer], about: About) -> None:
@@ -50,7 +49,7 @@ class Datastore:
 
     @classmethod
     def of(cls, documents: Iterable[Sequence[int]], about: About) -> "Datastore":
-        """Made of texts, in memory. Raises ValueError for ids outside the vocabulary, and without any token."""
+        """Built from texts, in memory. Raises ValueError for ids outside the vocabulary, and without any token."""
         border, flat, count = about.vocabulary, [about.vocabulary], 0
         for document in documents:
             if document and (min(document) < 0 or max(document) >= border):
@@ -62,11 +61,10 @@ class Datastore:
             raise ValueError("datastore: the texts have no token")
         order = suffix_array(tokens, about.depth)
         order = order[tokens[order] != border].astype(_smallest(len(tokens)))
-        made = asdict(about) | {"documents": count, "tokens": len(order)}
-        return cls(tokens, order, About(**made))
+        return cls(tokens, order, replace(about, documents=count, tokens=len(order)))
 
     def save(self, folder: str | Path, replace: bool = False) -> Path:
-        """Write the folder, whole or not at all. Raises FileExistsError as `atomic.new_folder` does."""
+        """Write the folder completely or not at all. Raises FileExistsError as `atomic.new_folder` does."""
         with new_folder(Path(folder), replace=replace) as new:
             np.save(new / TOKENS, self.tokens)
             np.save(new / ORDER, self.order)
@@ -75,22 +73,22 @@ class Datastore:
 
     @classmethod
     def open(cls, folder: str | Path) -> "Datastore":
-        """Memory-mapped. Raises FileNotFoundError for a folder that is none, ValueError for one that is broken or of
-        another format."""
+        """Memory-mapped. Raises FileNotFoundError for a folder without a datastore, ValueError for one that is broken
+        or of another format."""
         path = Path(folder)
         if not (path / ABOUT).is_file():
             raise FileNotFoundError(f"{path} is no datastore: it has no {ABOUT}; make one with `cotrain datastore`")
         about = _about(path / ABOUT)
         tokens, order = _mapped(path / TOKENS), _mapped(path / ORDER)
         if len(order) != about.tokens or len(tokens) != about.tokens + about.documents + 1:
-            raise ValueError(f"{path}: {ABOUT} speaks of {about.tokens} tokens of {about.documents} documents, the "
+            raise ValueError(f"{path}: {ABOUT} has {about.tokens} tokens of {about.documents} documents, the "
                              f"arrays hold {len(order)} and {len(tokens)}")  # fmt: skip
         return cls(tokens, order, about)
 
     def look_up(self, text: Sequence[int], k: int, shortest: int = 1) -> Match:
-        """At most k tokens that follow the longest end of the text that stands in the corpus, if it has at least
-        `shortest` tokens: at each step the most frequent next token of the places that agree so far, the smaller id
-        of equally frequent ones. Ends of more than `depth` tokens are not told apart."""
+        """At most k tokens that follow the longest end of the text that occurs in the corpus, if it has at least
+        `shortest` tokens: at each step the most frequent next token of the occurrences that agree so far, the smaller
+        id of equally frequent ones. No match is longer than `depth` tokens."""
         if k < 1 or not text:
             return NONE
         backwards = list(reversed(text[-self.about.depth :]))
@@ -98,25 +96,25 @@ class Datastore:
         if length < max(shortest, 1):
             return NONE
         low = first_place(self.tokens, self.order, backwards[:length], 0, near + 1)
-        high = first_place(self.tokens, self.order, backwards[:length], near, behind=True)
-        places = self.order[low : high : -(-(high - low) // MOST)]
-        drafts, share = _most_frequent([self._following(int(place), k) for place in places], k)
+        high = first_place(self.tokens, self.order, backwards[:length], near, after=True)
+        positions = self.order[low : high : -(-(high - low) // MOST)]
+        drafts, share = _most_frequent([self._following(int(position), k) for position in positions], k)
         return Match(drafts, length, high - low, share, stored=True)
 
     def _longest(self, backwards: list[int]) -> tuple[int, int]:
-        """Length of the longest end of a text that stands in the corpus, and one place of it in the order."""
+        """Length of the longest end of a text that occurs in the corpus, and the index of one occurrence in `order`."""
         at = first_place(self.tokens, self.order, backwards)
         neighbours = [near for near in (at - 1, at) if 0 <= near < len(self.order)]
         return max((self._shared(backwards, int(self.order[near])), near) for near in neighbours)
 
-    def _shared(self, backwards: list[int], place: int) -> int:
-        return common(backwards, self.tokens[place : place + len(backwards)].tolist())
+    def _shared(self, backwards: list[int], position: int) -> int:
+        return common_prefix(backwards, self.tokens[position : position + len(backwards)].tolist())
 
-    def _following(self, place: int, k: int) -> list[int]:
-        """At most k ids of the document behind a place."""
-        found: list[int] = self.tokens[max(0, place - k) : place][::-1].tolist()
+    def _following(self, position: int, k: int) -> list[int]:
+        """At most k ids of the document after a position."""
+        ids: list[int] = self.tokens[max(0, position - k) : position][::-1].tolist()
         border = self.about.vocabulary
-        return found[: found.index(border)] if border in found else found
+        return ids[: ids.index(border)] if border in ids else ids
 
 
 def _most_frequent(followings: list[list[int]], k: int) -> tuple[list[int], float]:
@@ -135,7 +133,7 @@ def _most_frequent(followings: list[list[int]], k: int) -> tuple[list[int], floa
 
 
 def _smallest(most: int) -> type[np.unsignedinteger]:
-    """The smallest unsigned integers that hold `most`."""
+    """The smallest unsigned integer type that holds `most`."""
     return next(kind for kind in (np.uint16, np.uint32, np.uint64) if most <= np.iinfo(kind).max)
 
 

@@ -1,1 +1,1 @@
-"""Timing, costs of rounds, and the least time that a machine needs."""
+"""Timing, costs of rounds, plans of trees, and the least time that a machine needs."""

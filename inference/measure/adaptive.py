@@ -1,8 +1,8 @@
 """Timing batches until the confidence interval of the speed-up is narrow enough, or time is over.
 
-When it stops depends on how wide the interval is, relative to its value, and on the clock; never on where the value
-lies, so a fast or a slow draft is not stopped at a lucky moment. An interval that is narrow by chance would stop it too
-early: at least `LEAST` batches come first, and the width is looked at only when the batches have grown by a quarter.
+The stop depends on the relative width of the interval and on the clock, never on the value, so the timing of a fast or
+a slow draft does not stop at a lucky moment. An interval that is narrow by chance would stop it too early: so at least
+`LEAST` batches come first, and the width is checked only after the number of batches has grown by a quarter.
 """
 
 import time
@@ -16,16 +16,16 @@ from inference.measure.contention import cores, others, reading
 from inference.measure.timing import Batch, Timing, batched, turn, warm
 
 LEAST = 8  # batches: a bootstrap over fewer is too narrow
-FEWEST = 5  # timed when time is over already: of two, a bootstrap has three values and says nothing
+FEWEST = 5  # batches, even when time is over: a bootstrap over two has only three values
 GROWTH = 1.25
 Clock = Callable[[], float]
-Say = Callable[[int, float], None]  # batches timed, and how near the ends of the interval are to the value
+Say = Callable[[int, float], None]  # batches timed, and relative distance of the interval's farther end
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """within: the interval's ends as near to the value, as a share of it; until: when time is over, on the clock; at
-    least `batches` are timed if there is time, and FEWEST in any case. within = inf: exactly `batches`."""
+    """within: largest distance of the interval's ends from the value, as a share of it; until: end of the time, on the
+    clock. At least `batches` are timed if there is time, and FEWEST in any case. within = inf: exactly `batches`."""
 
     batches: int
     within: float = inf
@@ -34,10 +34,10 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Reached:
-    """within: how near the ends of the 95 % interval came to the value, None for one batch; wanted: how near they
-    should have come, None if that was not asked for; enough: whether they did, over as many batches as were asked for;
-    batches, runs of them, seconds; others: cores that other processes used meanwhile, None if unknown, of `cores`.
-    """
+    """within: distance of the 95 % interval's farther end from the value, as a share of it, None for one batch; wanted:
+    the wanted distance, None for a fixed number of batches; enough: whether it was reached, over the wanted number of
+    batches; batches, runs of them, seconds; others: cores that other processes used meanwhile, of `cores`, None if
+    unknown."""
 
     within: float | None
     wanted: float | None
@@ -60,11 +60,11 @@ def until_known(
     say: Say | None = None,
     turned: Callable[[int], None] | None = None,
 ) -> tuple[Timing, Reached]:
-    """Time the arms as `measure.interleave` does, on as many batches of prompts as it takes to know the ratio of
-    speeds pair[0] / pair[1]. Behind the last prompt the first comes again, with the next seed: repeats of a batch are
-    one draw of the bootstrap. turned: told, behind each batch, how many were timed.
+    """Time the arms as `timing.interleave` does, on enough batches of prompts to know the ratio of speeds pair[0] /
+    pair[1]. After the last prompt the first comes again, with the next seed: repeats of a batch are one draw of the
+    bootstrap. turned: called after each batch with the number of batches timed.
 
-    Raises ValueError as `measure.interleave`.
+    Raises ValueError as `timing.interleave`.
     """
     batches = batched(arms, prompts, rows)
     start, before = clock(), reading()
@@ -95,9 +95,9 @@ def until_known(
             break
     timing = _timing(batches, runs)
     near = timing.ratio(*pair).within
-    asked = wanted.within if wanted.within < inf else None
-    enough = near <= wanted.within and done >= least and (asked is None or len(runs) >= LEAST)
-    return timing, Reached(near if near < inf else None, asked, enough, len(runs), done,
+    within = wanted.within if wanted.within < inf else None
+    enough = near <= wanted.within and done >= least and (within is None or len(runs) >= LEAST)
+    return timing, Reached(near if near < inf else None, within, enough, len(runs), done,
                            clock() - start, others(before, reading()), cores())  # fmt: skip
 
 
@@ -105,16 +105,16 @@ def _timing(batches: list[Batch], runs: list[list[dict[str, ArmResult]]]) -> Tim
     return Timing(batches[: len(runs)], runs)
 
 
-def lines(found: Reached) -> list[str]:
-    """Whether other work went on beside, and what was reached, in words."""
-    beside = contention.line(found.others, found.cores)
-    return [beside] if found.wanted is None else [beside, _reached(found, found.wanted)]
+def lines(reached: Reached) -> list[str]:
+    """Other work on the machine, and the width of the interval, in words."""
+    contended = contention.line(reached.others, reached.cores)
+    return [contended] if reached.wanted is None else [contended, _interval_line(reached, reached.wanted)]
 
 
-def _reached(found: Reached, wanted: float) -> str:
-    near = "one batch, no interval" if found.within is None else f"within {100 * found.within:.0f} % of the value"
-    runs = f"{found.runs} runs of {found.batches} batches, {found.seconds:.0f} s"
-    if found.enough:
+def _interval_line(reached: Reached, wanted: float) -> str:
+    near = "one batch, no interval" if reached.within is None else f"within {100 * reached.within:.0f} % of the value"
+    runs = f"{reached.runs} runs of {reached.batches} batches, {reached.seconds:.0f} s"
+    if reached.enough:
         return f"interval {near}, {100 * wanted:.0f} % asked for: {runs}"
-    why = "time was over (bench.minutes=)" if found.batches >= LEAST else "there are too few prompts for an interval"
+    why = "time was over (bench.minutes=)" if reached.batches >= LEAST else "there are too few prompts for an interval"
     return f"interval {near}, {why} before {100 * wanted:.0f} % was reached for sure: {runs}"

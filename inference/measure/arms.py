@@ -1,4 +1,4 @@
-"""What is timed: ways to continue a batch of prompts by a fixed number of tokens each."""
+"""Arms of a timing: ways to continue a batch of prompts by a fixed number of tokens each."""
 
 import copy
 import time
@@ -12,8 +12,8 @@ from transformers import CompileConfig, GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from inference.engine import Engine
+from inference.output import Counts, Stats, pooled
 from inference.sampling import Sampling
-from inference.stats import Counts, Stats, pooled
 
 ENDS = ("stop", "stop_ids")
 UNTRANSLATED = ("presence_penalty", "frequency_penalty", "logit_bias", "banned", "processors")
@@ -21,9 +21,8 @@ UNTRANSLATED = ("presence_penalty", "frequency_penalty", "logit_bias", "banned",
 
 @dataclass(frozen=True)
 class ArmResult:
-    """tokens: new ids of each prompt; seconds: wall, prefill included; decode_seconds: without the prefill;
-    stats: what the engine counted, None when the arm counts nothing; decode_tokens: how many tokens
-    decode_seconds paid for, None for all of them."""
+    """tokens: new ids of each prompt; seconds: wall, prefill included; decode_seconds: without the prefill; stats: the
+    engine's counts, None for an arm without counts; decode_tokens: number of tokens in decode_seconds, None for all."""
 
     tokens: list[list[int]]
     seconds: float
@@ -39,21 +38,17 @@ class ArmResult:
         return (total if self.decode_tokens is None else self.decode_tokens), self.decode_seconds
 
 
-Run = Callable[[Sequence[list[int]], Sequence[int], int], ArmResult]
-
-
 @dataclass(frozen=True)
 class Arm:
-    """One way to decode: run(prompts, ids, seed) continues every prompt; ids are the keys of the rows'
-    noise."""
+    """One way to decode: run(prompts, ids, seed) continues every prompt; ids are the keys of the rows' noise."""
 
     name: str
-    run: Run
+    run: Callable[[Sequence[list[int]], Sequence[int], int], ArmResult]
 
 
 def engine_arm(name: str, engine: Engine, sampling: Sampling, max_new_tokens: int) -> Arm:
     """Engine.generate with end tokens ignored. Raises ValueError for a regime that may end early; its calls raise
-    RuntimeError where a prompt ends in an error, since its text is no sample."""
+    RuntimeError for a prompt that ends in an error, since its text is no sample."""
     refuse(sampling, *ENDS)
 
     def run(prompts: Sequence[list[int]], ids: Sequence[int], seed: int) -> ArmResult:
@@ -78,16 +73,15 @@ def transformers_arm(
     compile: bool = False,
     **settings: Any,
 ) -> Arm:
-    """transformers' own generate under the same distribution, end tokens ignored: nothing of the models'
-    generation_config is used, so that no default of theirs changes the distribution; it is back in its place after
-    each call.
+    """transformers' own generate under the same distribution, end tokens ignored. The models' generation_config is
+    replaced during each call, so that no default of theirs changes the distribution.
 
-    assistant: a draft for assisted generation, which takes one prompt at a time; k: its draft length,
-    constant; None follows the assistant's own generation_config. rows: prompts decoded together, all when None; it
-    has no queue. compile: with its static cache and its own compilation, on any device. settings: more arguments
-    of generate, as prompt_lookup_num_tokens. Decode-only figures leave out the first pass and its
-    tokens, since transformers prefills the whole prompt there. ids are not used: torch's generator is seeded
-    for each call. Raises ValueError for sampling settings that are not translated.
+    assistant: a draft for assisted generation, one prompt at a time; k: its constant draft length, None for that of the
+    assistant's own generation_config. rows: prompts decoded together, all if None; there is no queue. compile: with
+    transformers' static cache and compilation, on any device. settings: more arguments of generate, such as
+    prompt_lookup_num_tokens. Decode-only figures leave out the first pass and its tokens, since transformers prefills
+    the whole prompt there. ids are not used: torch's generator is seeded for each call. Raises ValueError for sampling
+    settings that this arm cannot express.
     """
     refuse(sampling, *ENDS, *UNTRANSLATED)
     config = _generation(sampling, max_new_tokens)
@@ -114,7 +108,7 @@ def transformers_arm(
 
 
 def refuse(sampling: Sampling, *fields: str) -> None:
-    """Raise for fields that this arm cannot honour."""
+    """Raise ValueError for the first of the fields that is not at its default."""
     default = Sampling()
     for name in fields:
         if replace(default, **{name: vars(sampling)[name]}) != default:
@@ -125,8 +119,7 @@ def refuse(sampling: Sampling, *fields: str) -> None:
 
 
 def _generation(sampling: Sampling, max_new_tokens: int) -> GenerationConfig:
-    """No end token, and every knob explicit: what stays None is filled with transformers' defaults (top_k =
-    50)."""
+    """No end token, and every setting explicit: transformers fills None with its own defaults (top_k = 50)."""
     config = GenerationConfig(max_new_tokens=max_new_tokens, repetition_penalty=float(sampling.repetition_penalty))
     if sampling.temperature > 0:
         config.do_sample, config.temperature = True, float(sampling.temperature)
@@ -139,7 +132,7 @@ def _generation(sampling: Sampling, max_new_tokens: int) -> GenerationConfig:
 
 
 def _drafting(assistant: PreTrainedModel, k: int | None) -> GenerationConfig:
-    """How the assistant drafts; without end tokens, at which it would stop drafting."""
+    """The assistant's settings, without end tokens, at which it would stop drafting."""
     if k is None:
         config = copy.deepcopy(assistant.generation_config)
         config.eos_token_id = None
@@ -159,7 +152,7 @@ def _using(model: PreTrainedModel, config: GenerationConfig) -> Iterator[None]:
 
 
 class _Passes(BaseStreamer):
-    """Notes when the tokens of the first pass arrive, and how many each pass gives a row."""
+    """Records the time of the first pass, and the number of tokens that each pass gives a row."""
 
     def __init__(self) -> None:
         self.first = 0.0
@@ -192,7 +185,7 @@ def _generate(model: PreTrainedModel, prompts: list[list[int]], settings: dict[s
 
 
 def _joined(parts: list[ArmResult]) -> ArmResult:
-    """Results of one prompt after another."""
+    """The results of several calls as one."""
     return ArmResult(
         [text for part in parts for text in part.tokens],
         sum(part.seconds for part in parts),

@@ -1,8 +1,8 @@
-"""Whether other processes used the processor while something was timed, and how threads should wait for each other.
+"""CPU use by other processes during a timing, and how threads wait for each other.
 
-Busy time of the CPUs that this process may use, by /proc/stat, less what this process and its ended children used, is
-what others used. Where the system does not tell (macOS, some containers) the answer is None: unknown. No torch here: it
-reads how its threads wait when it is first imported.
+The use by others is the busy time of the CPUs that this process may use, from /proc/stat, less the time of this process
+and its ended children. It is None (unknown) on systems without /proc/stat (macOS, some containers). This module does
+not import torch, which reads how its threads wait when it is first imported.
 """
 
 import os
@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 STAT = Path("/proc/stat")
-SHARE = 0.05  # of the cores: less than this is what any idle machine does
+SHARE = 0.05  # of the cores: an idle machine uses less
 LOOK = 0.2  # seconds
 WAITS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # of libgomp and of LLVM's and Intel's libraries
 
 
 class Reading(NamedTuple):
-    """Seconds since some moment: on the clock, of this process on any core, of all processes on the cores that this one
-    may use, those of a hypervisor's other guests included; None where the system does not tell."""
+    """Seconds since some moment: wall, on the clock; own, of this process on any core; busy, of all processes on the
+    cores that this one may use, a hypervisor's other guests included, None if unknown."""
 
     wall: float
     own: float
@@ -28,7 +28,7 @@ class Reading(NamedTuple):
 
 
 def cores() -> int:
-    """How many this process may use."""
+    """Number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -52,8 +52,8 @@ def _busy(stat: Path) -> float | None:
 
 
 def others(before: Reading, after: Reading) -> float | None:
-    """How many cores other processes kept busy between two readings, on average; None where that is unknown, or too
-    little time has passed to tell."""
+    """Mean number of cores that other processes used between two readings; None if unknown, or if too little time has
+    passed."""
     if before.busy is None or after.busy is None or after.wall - before.wall < LOOK / 2:
         return None
     spent = (after.busy - before.busy) - (after.own - before.own)
@@ -61,12 +61,12 @@ def others(before: Reading, after: Reading) -> float | None:
 
 
 def disturbed(used: float | None, of: int) -> bool | None:
-    """Whether that is more than an idle machine's own housekeeping; None where unknown."""
+    """Whether this use is more than that of an idle machine; None if unknown."""
     return None if used is None else used > SHARE * of
 
 
 def line(used: float | None, of: int) -> str:
-    """One line for a report: whether what was timed had the machine for itself."""
+    """One line for a report: whether the timing had the machine for itself."""
     if used is None:
         return "other work on this machine meanwhile: unknown, the system does not tell"
     if disturbed(used, of):
@@ -76,11 +76,11 @@ def line(used: float | None, of: int) -> str:
 
 
 def set_waiting(environ: MutableMapping[str, str] = os.environ, stat: Path = STAT, look: float = LOOK) -> str:
-    """Let threads that wait for each other sleep, unless the machine is idle or the user chose; before torch is first
-    imported. Returns what was found: "chosen", "late" (torch has read it), "idle" or "passive".
+    """Let threads that wait for each other sleep, unless the machine is idle or the user has set how they wait. Call it
+    before torch is first imported. Returns the case: "chosen", "late" (torch is imported already), "idle" or "passive".
 
-    Threads that spin take the cores from whoever they wait for: beside another process on as many cores a pass takes
-    ten times as long. On an idle machine they answer sooner, and the library's own default stands.
+    Spinning threads take the cores from those that they wait for: with another process on as many cores, a pass takes
+    ten times as long. On an idle machine spinning threads answer sooner, so the library's default stays.
     """
     if any(name in environ for name in WAITS):
         return "chosen"

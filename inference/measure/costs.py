@@ -1,41 +1,49 @@
-"""What passes cost on this machine, and the draft length that pays best.
+"""Costs of a round on this machine, and the draft length of least seconds per token.
 
-B rows, K longest draft. All times are wall seconds of B rows together, medians of interleaved repeats.
+`measure_costs` times each part of a round alone and warm. In a run the parts push each other out of the caches, threads
+wake up anew, and the host's own work stands between: there a draft can take two to five times as long. So the table
+gives the shape over draft lengths, and `measure_rounds`, real calls of the engine that will serve, gives its level
+(`calibrated`). B rows, K longest draft. All times are wall seconds of B rows together, medians of interleaved repeats.
 """
 
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
+from math import inf
 from statistics import median
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from inference.models.lm import LM
-from inference.models.prefill import store_prompts
-from inference.noise import Uniforms
+from inference.engine import Engine
+from inference.models.lm import LM, store_prompts
+from inference.output import Stats
+from inference.policy import Fixed
 from inference.proposers.base import Host, Outcome, Proposer
 from inference.request import Request
 from inference.round import DecodingRound
 from inference.sampling import Sampling
+from inference.sampling.noise import Uniforms
 from inference.verify.rules import RULES
 
 Key = TypeVar("Key", bound=Hashable)
-SPANS = (2, 8)  # draft lengths that are timed, see `spans_of`; every other one lies on their line
+LEAST, MOST = 2, 5  # timed calls at each draft length
+SPANS = (2, 8)  # draft lengths that are timed, see `spans_of`; the others lie on their line
 SPREAD = 7  # tokens between the lengths of one text and the next
 
 
 @dataclass(frozen=True)
 class Costs:
-    """target[n-1]: a target pass over n ids a row, n = 1..K+1; draft: one draft step (pass, distribution, draw) of
-    several;
-    first: what drafting takes in a round besides its steps: ids that it lacked, weights that are not at hand; rest[k]:
-    the rest of a round that drafted k, k = 0..K (distributions, verification, draws, results on the host).
+    """target[n-1]: a target pass over n ids per row, n = 1..K+1; draft: one draft step (pass, distribution, draw);
+    first: time of drafting per round besides its steps (missing ids, weights that are not in the cache); rest[k]: the
+    rest of a round that drafted k, k = 0..K (distributions, verification, draws, results on the host).
 
-    rows, context: the shapes measured; target_dtype, draft_dtype: of the models' weights.
+    rows, context: the measured shapes; target_dtype, draft_dtype: of the models' weights.
     """
 
     target: tuple[float, ...]
@@ -63,8 +71,8 @@ class Costs:
 
 @dataclass(frozen=True)
 class Choice:
-    """k: the draft length of least seconds a token, 0 for none; speedup: predicted, over plain decoding;
-    speedups[k]: of every length, k = 0..K."""
+    """k: the draft length of least seconds per token, 0 for none; speedup: predicted, over plain decoding; speedups[k]:
+    of every length, k = 0..K."""
 
     k: int
     speedup: float
@@ -72,8 +80,8 @@ class Choice:
 
 
 def joined(plain: Costs, target: Costs, draft: Costs) -> Costs:
-    """The table of an engine whose single target steps, passes over drafts and drafting are run in the ways that these
-    were measured in."""
+    """The table of an engine that runs single target steps as in `plain`, passes over drafts as in `target`, and
+    drafting as in `draft`."""
     return replace(
         target, target=(plain.target[0], *target.target[1:]),
         draft=draft.draft, first=draft.first, draft_dtype=draft.draft_dtype,
@@ -81,34 +89,15 @@ def joined(plain: Costs, target: Costs, draft: Costs) -> Costs:
 
 
 def best_k(costs: Costs, tau: Callable[[int], float]) -> Choice:
-    """Draft length by argmin over the whole table, which may have cliffs (Leviathan et al. 2023, arXiv
-    2211.17192, with measured times): seconds per token = (k t_draft + t_target(k+1) + t_round(k)) / tau(k).
+    """Draft length by argmin over the whole table, which may have cliffs (Leviathan et al. 2023, arXiv 2211.17192, with
+    measured times): seconds per token = (k t_draft + t_target(k+1) + t_round(k)) / tau(k).
 
-    tau(k): tokens per target call at draft length k, k = 1..K; plain decoding, k = 0, emits one a call by
-    definition.
+    tau(k): tokens per target call at draft length k, k = 1..K; plain decoding, k = 0, emits one per call.
     """
     plain = costs.round(0)
     speedups = [1.0] + [plain * tau(k) / costs.round(k) for k in range(1, len(costs.target))]
     k = max(range(len(speedups)), key=speedups.__getitem__)
     return Choice(k, speedups[k], tuple(speedups))
-
-
-def interleaved(
-    tasks: Mapping[Key, Callable[[], object]],
-    repeats: int = 9,
-    warmup: int = 2,
-    clock: Callable[[], float] = time.perf_counter,
-) -> dict[Key, float]:
-    """Median seconds of each task; each round runs every task once, so that drift of the machine falls on
-    all."""
-    seconds: dict[Key, list[float]] = {key: [] for key in tasks}
-    for repeat in range(warmup + repeats):
-        for key, task in tasks.items():
-            start = clock()
-            task()
-            if repeat >= warmup:
-                seconds[key].append(clock() - start)
-    return {key: median(values) for key, values in seconds.items()}
 
 
 @torch.inference_mode()
@@ -122,11 +111,11 @@ def measure_costs(
     repeats: int = 9,
     warmup: int = 2,
 ) -> Costs:
-    """Time target and proposer, as they will be run, on as many texts as there are rows, for k = 0..K: texts of about
-    `context` tokens, no two of the same length, as after some rounds.
+    """Time target and proposer, as they will run, for k = 0..K, on one text per row: of about `context` tokens, no two
+    of the same length, as after some rounds.
 
-    Raises ValueError when context and the longest drafts that are timed do not fit the target, or the proposer drafts
-    fewer there.
+    Raises ValueError when context and the longest timed drafts do not fit the target, or the proposer cannot draft that
+    far.
     """
     proposer.open(Host(target.rows, target.spare, target.vocabulary, target.context, target))
     room = min(target.context, proposer.context or target.context)
@@ -142,33 +131,49 @@ def measure_costs(
         for length in lengths
     ]
     proposer.admit(0, texts, store_prompts(target, 0, texts, states=proposer.reads))
-    found = interleaved(_tasks(target, proposer, texts, K, spans, sampling), repeats, warmup)
+    seconds = interleaved(_tasks(target, proposer, texts, K, spans, sampling), repeats, warmup)
     short, long = spans
-    step = (found["draft", long] - found["draft", short]) / (long - short)
+    step = (seconds["draft", long] - seconds["draft", short]) / (long - short)
     return Costs(
-        tuple(found["target", n] for n in range(1, K + 2)),
+        tuple(seconds["target", n] for n in range(1, K + 2)),
         step,
-        tuple(found["rest", k] for k in range(K + 1)),
+        tuple(seconds["rest", k] for k in range(K + 1)),
         target.rows,
         context,
         target.weights,
         proposer.weights or "",
-        found["draft", short] - short * step,
+        seconds["draft", short] - short * step,
     )
 
 
 def spans_of(proposer: Proposer) -> tuple[int, int]:
-    """The two draft lengths that a proposer is timed at: `SPANS`, or as far apart as it drafts."""
+    """The two draft lengths at which a proposer is timed: `SPANS`, or as far apart as it can draft."""
     short, long = SPANS
     long = min(long, proposer.depths or long)
     return min(short, long - 1), long
 
 
+def interleaved(
+    tasks: Mapping[Key, Callable[[], object]],
+    repeats: int = 9,
+    warmup: int = 2,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[Key, float]:
+    """Median seconds of each task; each repeat runs every task once, so that drift of the machine affects all."""
+    seconds: dict[Key, list[float]] = {key: [] for key in tasks}
+    for repeat in range(warmup + repeats):
+        for key, task in tasks.items():
+            start = clock()
+            task()
+            if repeat >= warmup:
+                seconds[key].append(clock() - start)
+    return {key: median(values) for key, values in seconds.items()}
+
+
 def _tasks(
     target: LM, proposer: Proposer, texts: list[list[int]], K: int, lengths: tuple[int, int], sampling: Sampling
 ) -> dict[tuple[str, int], Callable[[], object]]:
-    """Every part of a round, as the engine makes it and after what comes before it there: what a processor keeps at
-    hand is what was used last."""
+    """Every part of a round, in the engine's own order: the caches of a processor hold what was used last."""
     rows = [Request(i, i, text, K + 1, sampling, frozenset()) for i, text in enumerate(texts)]
     at = [len(text) - 1 for text in texts]
     ids = torch.tensor([text[-1:] * (K + 1) for text in texts], device=target.device)
@@ -180,14 +185,14 @@ def _tasks(
     def decoding_round(k: int) -> DecodingRound:
         return DecodingRound(rows, [k] * len(rows), RULES["token"], noise, target.vocabulary, target.device)
 
-    # of several rows, some accepted every draft and lacks two ids
+    # among several rows, one has accepted every draft and lacks two ids
     stored = [len(text) - 1 - (len(texts) > 1) for text in texts]
     outcome = Outcome(stored, torch.zeros(len(stored), dtype=torch.int64, device=target.device), states)
-    drafting = {k: copy(proposer) for k in lengths}  # each as if it had never made more, on the same slots
+    drafting = {k: copy(proposer) for k in lengths}  # each as if it had never drafted more, on the same slots
 
     def drafts(k: int) -> None:
-        made = drafting[k].propose(decoding_round(k))
-        wait_for(made.x.device)
+        proposal = drafting[k].propose(decoding_round(k))
+        wait_for(proposal.x.device)
         drafting[k].commit(outcome)
 
     spans = dict(enumerate(lengths, 2))
@@ -210,20 +215,122 @@ def _pass(lm: LM, ids: Tensor, at: list[int]) -> Callable[[], object]:
 
 
 def _rest(decoding_round: Callable[[int], DecodingRound], logits: Tensor, x: Tensor) -> Callable[[], object]:
-    """Distributions, verdict and the last draw of a round; the draft's distribution is the target's own, since cost is
-    all that counts."""
+    """Distributions, verification and the last draw of a round; the draft's distribution is the target's own, since
+    only the time counts."""
     k = [x.shape[1]] * x.shape[0]
 
     def run() -> object:
         one = decoding_round(x.shape[1])
         p = one.target_probs(logits, x, k)
-        verdict = one.verdict(p, p[:, :-1], x, k)
-        return one.last(verdict.probs).tolist(), verdict.accepted.tolist()
+        verification = one.apply_rule(p, p[:, :-1], x, k)
+        return one.last(verification.probs).tolist(), verification.accepted.tolist()
 
     return run
 
 
 def wait_for(device: torch.device) -> None:
-    """Until the work that was launched there is done."""
+    """Wait until the launched work is done."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
+
+
+@dataclass(frozen=True)
+class RealRound:
+    """Seconds of a round in a real call, all its rows together: drafting, the target's pass, and the rest
+    (distributions, verification, draws, bookkeeping on the host)."""
+
+    draft: float
+    target: float
+    rest: float
+
+    @property
+    def seconds(self) -> float:
+        return self.draft + self.target + self.rest
+
+
+def of_stats(stats: Stats, k: int) -> RealRound:
+    """The mean round of a call. Without drafts (k = 0) the drafting phase counts as the rest."""
+    rounds = stats.times["target"]
+    draft, target, verify, other = (stats.seconds[name] / rounds for name in ("draft", "target", "verify", "other"))
+    return RealRound(draft if k else 0.0, target, verify + other + (0.0 if k else draft))
+
+
+def measure_rounds(
+    engines: Mapping[int, Engine], prompts: Sequence[list[int]], **settings: Any
+) -> dict[int, RealRound]:
+    """Rounds by draft length, see `measure_drafting`. engines: by draft length."""
+    return measure_drafting({k: (engine, k) for k, engine in engines.items()}, prompts, **settings)
+
+
+def measure_drafting(
+    engines: Mapping[Key, tuple[Engine, int]],
+    prompts: Sequence[list[int]],
+    *,
+    sampling: Sampling,
+    max_new_tokens: int,
+    seed: int = 0,
+    until: float = inf,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[Key, RealRound]:
+    """Rounds of engines, each with the number of tokens that it drafts, for trees of levels: medians over interleaved
+    calls, without the first of each. Each call decodes one prompt per row, other prompts in every call; policies are
+    restored.
+
+    until: end of the time, on the clock; each engine runs at least `LEAST` times. Raises ValueError without prompts or
+    engines, RuntimeError for a prompt that ends in an error.
+    """
+    if not prompts or not engines:
+        raise ValueError(f"{len(prompts)} prompts and {len(engines)} draft lengths: nothing to time")
+    rounds: dict[Key, list[RealRound]] = {key: [] for key in engines}
+    for repeat in range(MOST + 1):
+        if repeat > LEAST and clock() > until:
+            break
+        for key, (engine, k) in engines.items():
+            batch = [prompts[(repeat * engine.rows + row) % len(prompts)] for row in range(engine.rows)]
+            with _drafting(engine, k):
+                out = engine.generate(
+                    batch, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed + repeat, ignore_eos=True
+                ).whole()
+            if repeat:  # the first call captures graphs and warms up
+                rounds[key].append(of_stats(out.stats, k))
+    return {key: _medians(calls) for key, calls in rounds.items()}
+
+
+@contextmanager
+def _drafting(engine: Engine, k: int) -> Iterator[None]:
+    own, engine.policy = engine.policy, Fixed(k)
+    try:
+        yield
+    finally:
+        engine.policy = own
+
+
+def _medians(rounds: Sequence[RealRound]) -> RealRound:
+    return RealRound(*(median(getattr(one, part) for one in rounds) for part in ("draft", "target", "rest")))
+
+
+def calibrated(table: Costs, rounds: Mapping[int, RealRound]) -> Costs:
+    """The table at the level of real rounds. Target and rest are multiplied by real seconds / table seconds at the
+    lengths that ran, interpolated between them and constant beyond. Drafting is a line through the real rounds."""
+    lengths = range(len(table.target))
+    known = sorted(k for k in rounds if k < len(table.target))
+
+    def scaled(part: str, seconds: Sequence[float]) -> tuple[float, ...]:
+        factors = [getattr(rounds[k], part) / seconds[k] for k in known]
+        return tuple(float(value) for value in np.array(seconds) * np.interp(lengths, known, factors))
+
+    first, step = _line(table, {k: rounds[k].draft for k in rounds if k})
+    return replace(table, target=scaled("target", table.target), rest=scaled("rest", table.rest), draft=step,
+                   first=first)  # fmt: skip
+
+
+def _line(table: Costs, drafting: Mapping[int, float]) -> tuple[float, float]:
+    """(first, step) of first + k step, by least squares; for fewer than two lengths those of the table, scaled."""
+    if not drafting:
+        return table.first, table.draft
+    if len(drafting) == 1:
+        ((k, seconds),) = drafting.items()
+        factor = seconds / table.drafting(k)
+        return table.first * factor, table.draft * factor
+    step, first = np.polyfit(list(drafting), list(drafting.values()), 1)
+    return (float(first), float(step)) if step > 0 else (float(np.mean(list(drafting.values()))), 0.0)

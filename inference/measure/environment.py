@@ -1,4 +1,4 @@
-"""Where and with what a number was measured."""
+"""The machine, versions and command of a measurement."""
 
 import datetime
 import os
@@ -16,7 +16,7 @@ CODE = Path(__file__)
 
 
 def device() -> str:
-    """What models run on: the GPU where there is one."""
+    """The device that models run on: the GPU if there is one."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -25,7 +25,7 @@ def environment() -> dict[str, Any]:
     (UTC), commit and dirty (whether tracked files had changed; both None when this code is not in a
     checkout), command.
 
-    cores: those this process may use; threads: of torch; memory in GiB, None where the system does not tell.
+    cores: that this process may use; threads: of torch; memory in GiB, None if unknown.
     """
     commit = _git("rev-parse", "HEAD") if _tracked() else None
     return {
@@ -65,7 +65,7 @@ def _tracked() -> bool:
 
 
 def _git(*words: str) -> str | None:
-    """What git prints in the folder of this code; None when it fails or is absent."""
+    """The output of git in the folder of this code; None if it fails or is absent."""
     command = ["git", "--no-optional-locks", *words]
     try:
         done = subprocess.run(command, cwd=CODE.parent, capture_output=True, text=True, timeout=30, check=False)

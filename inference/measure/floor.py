@@ -1,4 +1,4 @@
-"""The least time that passes can take on a machine: bytes that must be moved, operations that must be done.
+"""The least time of passes on a machine, from the bytes to move and the operations to do.
 
 t = max((W + B kv (L + n) + 8 B n V) / bandwidth, operations / rate) for a pass of n ids over B rows with L tokens
 before them, W the bytes of the weights, kv the bytes of one token's keys and values, and logits written and read in
@@ -16,18 +16,19 @@ from statistics import median
 import torch
 from torch import Tensor
 
+from inference.models.cache import token_bytes
 from inference.models.forward import Lean
 from inference.models.llama import Linear
 from inference.models.lm import LM
-from inference.models.memory import token_bytes
 
-COPIED = 2**28  # bytes: more than any cache holds
+COPIED = 2**28  # bytes: larger than any cache
 SIDE = 2048  # of the square matrices that are multiplied
 
 
 @dataclass(frozen=True)
 class Machine:
-    """bandwidth: bytes per second of a large copy, those read and those written; rate: multiply-adds count two."""
+    """bandwidth: bytes per second of a large copy, read and written bytes; rate: operations per second, two per
+    multiply-add."""
 
     bandwidth: float
     rate: float
@@ -35,7 +36,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Load:
-    """What a pass must move and do: bytes and operations."""
+    """Bytes that a pass must move, and operations that it must do."""
 
     bytes: float
     operations: float
@@ -70,8 +71,8 @@ def _median(task: Callable[[], object], wait: Callable[[], None], repeats: int) 
 
 
 def weight_bytes(lm: LM) -> tuple[float, float]:
-    """(bytes, count) of the weights that a pass reads: all but an embedding that only looks rows up. Bytes are those
-    that are stored, scales and tables of quantised weights among them; the count is of the numbers they stand for."""
+    """(bytes, count) of the weights that a pass reads: all but an embedding that only looks rows up. bytes: as stored,
+    with scales and tables of quantised weights; count: the number of weights that they represent."""
     embedding = lm.model.get_input_embeddings().weight
     skipped = set() if embedding is lm.model.get_output_embeddings().weight else {embedding.data_ptr()}
     if isinstance(lm.run, Lean) and lm.run.int8:  # rows of 8 bits with a scale each
@@ -88,13 +89,13 @@ def weight_bytes(lm: LM) -> tuple[float, float]:
 
 
 def _count(parameter: Tensor) -> int:
-    """How many weights a parameter stands for: bitsandbytes packs two of 4 bits into a byte."""
+    """Number of weights in a parameter: bitsandbytes packs two of 4 bits into a byte."""
     state = getattr(parameter, "quant_state", None)
     return math.prod(state.shape) if state is not None else parameter.numel()
 
 
 def _states(model: torch.nn.Module, known: set[int]) -> dict[int, Tensor]:
-    """By address, the tensors that bitsandbytes holds beside its parameters: scales, code tables, nested ones too."""
+    """By address, the tensors that bitsandbytes stores besides its parameters: scales and code tables, nested too."""
     tensors: dict[int, Tensor] = {}
     states = [getattr(module, "state", None) for module in model.modules()]
     waiting = [vars(p) for p in model.parameters()]
@@ -110,9 +111,9 @@ def _states(model: torch.nn.Module, known: set[int]) -> dict[int, Tensor]:
 
 def pass_load(lm: LM, rows: int, n: int, context: int) -> Load:
     """A pass of n ids a row after `context` tokens."""
-    held, count = weight_bytes(lm)
-    kept = token_bytes(lm.model.config, lm.held)
-    moved = held + rows * kept * (context + n) + 8 * rows * n * lm.vocabulary
+    weights, count = weight_bytes(lm)
+    per_token = token_bytes(lm.model.config, lm.held)
+    moved = weights + rows * per_token * (context + n) + 8 * rows * n * lm.vocabulary
     return Load(moved, 2.0 * rows * n * count)
 
 
@@ -123,7 +124,7 @@ def round_loads(target: LM, draft: LM | None, k: int, rows: int, context: int) -
 
 
 def peak_memory() -> float:
-    """Bytes: the most that this process, or its accelerator, has held so far."""
+    """Bytes: peak memory of this process, or of its accelerator, so far."""
     if torch.cuda.is_available():
         return float(torch.cuda.max_memory_allocated())
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

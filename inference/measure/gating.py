@@ -1,12 +1,12 @@
-"""A gate between look-up and a model, counted and timed in real calls on prompts that are held out."""
+"""Calibration of the gate between look-up and a model, in real calls on held-out prompts."""
 
 from collections.abc import Sequence
 
 from inference.engine import Engine
-from inference.measure.real_costs import of_stats
+from inference.measure.costs import of_stats
 from inference.output import Output
 from inference.policy import Fixed
-from inference.proposers.gate import Gate, Place, calibrated
+from inference.proposers.hybrid import Gate, HeldOutPosition, calibrated
 from inference.proposers.retrieval import Retrieval
 from inference.sampling import Sampling
 
@@ -21,8 +21,8 @@ def calibrate(
     new_tokens: int,
     seed: int = 0,
 ) -> Gate:
-    """The gate of a model that `drafting` drafts with at a fixed length, beside `retrieval`, under settings to be
-    served. Its texts and rounds are counted, and what rounds take is what they took there, beside those of `plain`.
+    """The gate between `retrieval` and the model that `drafting` drafts with at a fixed length, under the settings to
+    be served. Acceptance and seconds per round come from its own calls, and from calls of `plain` for comparison.
 
     Raises ValueError for an engine without a fixed draft length of at least 1, or without prompts.
     """
@@ -35,21 +35,22 @@ def calibrate(
     slow = of_stats(plain.generate(prompts, seed=seed, **settings).whole().stats, 0)  # type: ignore[arg-type]
     out = drafting.generate(prompts, seed=seed, **settings).whole()  # type: ignore[arg-type]
     fast = of_stats(out.stats, k)
-    places = [place for b, prompt in enumerate(prompts) for place in places_of(retrieval, prompt, out, b, k)]
+    records = [record for b, prompt in enumerate(prompts) for record in gate_records(retrieval, prompt, out, b, k)]
     column = (fast.target + fast.rest - slow.seconds) / slow.seconds / k
-    return calibrated(places, k, fast.draft / slow.seconds / k, max(column, 0.0))
+    return calibrated(records, k, fast.draft / slow.seconds / k, max(column, 0.0))
 
 
-def places_of(retrieval: Retrieval, prompt: list[int], out: Output, row: int, k: int) -> list[Place]:
-    """What look-up finds at each token of a row's text, and what the model's rounds came to where they began, of those
-    that drafted k: near the text's end fewer are drafted. The text is as long as was asked for."""
+def gate_records(retrieval: Retrieval, prompt: list[int], out: Output, row: int, k: int) -> list[HeldOutPosition]:
+    """At each token of a row's text: the match of look-up, its number of right drafts, and, if a round of k drafts
+    started there, the number that it accepted (near the text's end rounds draft fewer). The text must have the full
+    length."""
     text, starts = out.tokens[row], out.stats.rows[row].starts
     ends = zip(starts, [*starts[1:], len(text)], strict=True)
     accepted = {start: end - start - 1 for start, end in ends if start + k < len(text)}
-    found = retrieval.along(prompt, text, k)
-    return [Place(match, _right(match.drafts, text[t:]), accepted.get(t)) for t, match in enumerate(found)]
+    matches = retrieval.along(prompt, text, k)
+    return [HeldOutPosition(match, _right(match.drafts, text[t:]), accepted.get(t)) for t, match in enumerate(matches)]
 
 
 def _right(drafts: list[int], text: list[int]) -> int:
-    """How many drafts in a row are the text's tokens."""
+    """Number of drafts, from the first on, that are the text's tokens."""
     return next((n for n, (x, y) in enumerate(zip(drafts, text, strict=False)) if x != y), min(len(drafts), len(text)))

@@ -1,7 +1,7 @@
 """Interleaved timing: every arm continues the same prompts in turn, and speeds are compared in pairs.
 
-A machine's speed drifts, so arms are never timed one after the other: for each batch of prompts every arm
-runs once, in an order that rotates, and intervals come from resampling whole batches, both sides together.
+A machine's speed drifts, so arms are never timed one after the other: for each batch of prompts every arm runs once, in
+a rotating order, and intervals come from resampling whole batches, both sides together.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,14 +11,13 @@ from typing import NamedTuple
 import numpy as np
 
 from inference.measure.arms import Arm, ArmResult, engine_arm, transformers_arm
-from inference.noise import row_ids
-from inference.stats import Counts, Stats, pooled
+from inference.output import Emitted, Stats, pooled
+from inference.sampling.noise import row_ids
 
 __all__ = [
     "Arm",
     "ArmResult",
     "Interval",
-    "Emitted",
     "Timing",
     "engine_arm",
     "interleave",
@@ -32,7 +31,7 @@ Batch = tuple[list[list[int]], list[int]]  # prompts, and the keys of their nois
 
 
 class Interval(NamedTuple):
-    """A value and its 95 % bootstrap interval; low and high are nan where one batch cannot tell."""
+    """A value and its 95 % bootstrap interval; low and high are nan for a single batch."""
 
     value: float
     low: float
@@ -40,44 +39,34 @@ class Interval(NamedTuple):
 
     @property
     def within(self) -> float:
-        """How far the interval's farther end is from the value, as a share of it; infinite for one batch."""
+        """Distance of the interval's farther end from the value, as a share of it; infinite for one batch."""
         far = max(self.value - self.low, self.high - self.value) / self.value
         return far if far == far else float("inf")
 
     @property
     def faster(self) -> bool | None:
-        """Of a speed-up: whether it is one; None where the interval holds 1. Of one batch the value decides. All that
-        is said of a speed-up, in reports, pages and cards, follows this."""
+        """Whether a ratio of speeds is above 1; None if the interval contains 1. For one batch the value decides. All
+        statements about a speed-up, in reports, pages and cards, follow this."""
         if self.low != self.low or self.high != self.high:
             return self.value > 1
         return True if self.low > 1 else False if self.high < 1 else None
 
 
-class Emitted(NamedTuple):
-    """What an arm emitted, one entry a prompt and repeat: prompt, its noise key, new ids, the row's
-    counts."""
-
-    prompts: list[list[int]]
-    ids: list[int]
-    tokens: list[list[int]]
-    counts: list[Counts]
-
-
 def together(parts: Sequence[Emitted]) -> Emitted:
-    """Texts of several timings, one after the other."""
-    found = Emitted([], [], [], [])
+    """The texts of several timings, one after the other."""
+    texts = Emitted([], [], [], [])
     for part in parts:
-        found.prompts.extend(part.prompts)
-        found.ids.extend(part.ids)
-        found.tokens.extend(part.tokens)
-        found.counts.extend(part.counts)
-    return found
+        texts.prompts.extend(part.prompts)
+        texts.ids.extend(part.ids)
+        texts.tokens.extend(part.tokens)
+        texts.counts.extend(part.counts)
+    return texts
 
 
 @dataclass(frozen=True)
 class Timing:
     """Results of interleaved runs: runs[batch][repeat][arm name], batches[batch] = (prompts, ids). Some batches may
-    have been repeated once more than others."""
+    have one repeat more than others."""
 
     batches: list[Batch]
     runs: list[list[dict[str, ArmResult]]]
@@ -87,7 +76,7 @@ class Timing:
         return list(self.runs[0][0])
 
     def results(self, arm: str) -> list[ArmResult]:
-        """Of one arm, repeats of a batch side by side. Raises ValueError for a name that was not timed."""
+        """All results of one arm, batch by batch. Raises ValueError for an arm that was not timed."""
         if arm not in self.runs[0][0]:
             raise ValueError(f"no arm {arm!r}; there are {', '.join(self.arms)}")
         return [repeat[arm] for batch in self.runs for repeat in batch]
@@ -100,8 +89,8 @@ class Timing:
     def ratio(self, a: str, b: str, decode: bool = False, resamples: int = RESAMPLES, seed: int = 0) -> Interval:
         """speed(a) / speed(b), with the 95 % percentile interval of a paired bootstrap over batches.
 
-        Each resample draws batches with replacement (all repeats of a batch together) and takes the ratio of
-        sums on the same batches for both arms.
+        Each resample draws batches with replacement (all repeats of a batch together) and computes the ratio of sums on
+        the same batches for both arms.
         """
         x, y = self._paid(a, decode), self._paid(b, decode)  # (batches, 2)
         value = float(_ratio(x.sum(0), y.sum(0)))
@@ -113,20 +102,20 @@ class Timing:
         return Interval(value, float(low), float(high))
 
     def stats(self, arm: str) -> Stats | None:
-        """Counts and clocks of all runs of an arm; None when it counts nothing."""
+        """Counts and clocks of all runs of an arm; None for an arm without counts."""
         parts = [result.stats for result in self.results(arm) if result.stats]
         return pooled(parts) if parts else None
 
     def texts(self, arm: str) -> Emitted:
         """Prompts, noise keys, emitted ids and row counts of all runs of an arm that counts."""
-        found = Emitted([], [], [], [])
+        texts = Emitted([], [], [], [])
         for (prompts, ids), repeats in zip(self.batches, self.runs, strict=True):
             for result in (repeat[arm] for repeat in repeats):
-                found.prompts.extend(prompts)
-                found.ids.extend(ids)
-                found.tokens.extend(result.tokens)
-                found.counts.extend(result.stats.rows if result.stats else [])
-        return found
+                texts.prompts.extend(prompts)
+                texts.ids.extend(ids)
+                texts.tokens.extend(result.tokens)
+                texts.counts.extend(result.stats.rows if result.stats else [])
+        return texts
 
     def _paid(self, arm: str, decode: bool) -> np.ndarray:
         """(batches, 2): tokens and seconds."""
@@ -148,12 +137,11 @@ def interleave(
     warmup: int = 1,
     progress: Progress | None = None,
 ) -> Timing:
-    """Time all arms on prompts (lists of ids), `rows` at a time, each batch `repeats` times with seeds seed,
-    seed+1..
+    """Time all arms on prompts (lists of ids), `rows` at a time, each batch `repeats` times with seeds seed, seed+1..
 
-    warmup: runs of each arm on the first batch that are not recorded. Raises ValueError when names repeat,
-    when there is nothing to time, or when arms differ in how many tokens they emit for a prompt: speeds of
-    other texts are not comparable.
+    warmup: runs of each arm on the first batch that are not recorded. Raises ValueError when names repeat, when there
+    is nothing to time, or when arms emit different numbers of tokens for a prompt, since their speeds are then not
+    comparable.
     """
     batches = batched(arms, prompts, rows, repeats)
     warm(arms, batches[0], seed, warmup)
@@ -185,21 +173,18 @@ def warm(arms: Sequence[Arm], batch: Batch, seed: int, times: int = 1) -> None:
             arm.run(*batch, seed)
 
 
-def turn(arms: Sequence[Arm], batch: Batch, seed: int, place: int) -> dict[str, ArmResult]:
-    """Every arm once on one batch; `place`, which rotates, says who is first. Raises ValueError as `interleave`."""
-    found = {arm.name: arm.run(*batch, seed) for arm in _rotated(arms, place)}
-    _same_lengths(found)
-    return {arm.name: found[arm.name] for arm in arms}
-
-
-def _rotated(arms: Sequence[Arm], by: int) -> list[Arm]:
-    first = by % len(arms)
-    return [*arms[first:], *arms[:first]]
+def turn(arms: Sequence[Arm], batch: Batch, seed: int, number: int) -> dict[str, ArmResult]:
+    """Every arm once on one batch, first the arm number `number` modulo their count. Raises ValueError as
+    `interleave`."""
+    first = number % len(arms)
+    results = {arm.name: arm.run(*batch, seed) for arm in [*arms[first:], *arms[:first]]}
+    _same_lengths(results)
+    return {arm.name: results[arm.name] for arm in arms}
 
 
 def _same_lengths(results: dict[str, ArmResult]) -> None:
     lengths = {name: [len(text) for text in result.tokens] for name, result in results.items()}
     (first, expected), *others = lengths.items()
-    for name, found in others:
-        if found != expected:
-            raise ValueError(f"arm {name!r} emitted {found} tokens, arm {first!r} {expected}: not comparable")
+    for name, emitted in others:
+        if emitted != expected:
+            raise ValueError(f"arm {name!r} emitted {emitted} tokens, arm {first!r} {expected}: not comparable")

@@ -1,8 +1,10 @@
-"""Which tree to serve, with which rule and children: rated exactly on texts of the target, from two passes over these.
+"""The tree to serve, with its rule and its sort of children: rated exactly on texts of the target.
 
-B texts, T tokens of the longest, C children, V vocabulary.
+The distributions of target and draft come from two teacher-forced passes if the draft is a language model, from forced
+rounds of chains for any other. B texts, T tokens of the longest, K depths, C children, V vocabulary.
 """
 
+import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -11,26 +13,48 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from inference.engine import Engine
+from inference.exactness.forced import Along, rounds_along
 from inference.exactness.teacher_forced import teacher_forced
-from inference.measure.shapes import Parents, Seconds, Shape, grow, grown
-from inference.measure.timing import Emitted
-from inference.measure.tree_rates import Paths, calls_of, climbed, every, products, union
+from inference.measure.tree_shapes import (
+    Parents,
+    Paths,
+    RatedTree,
+    Seconds,
+    calls_of,
+    climbed,
+    every,
+    grow,
+    grown,
+    products,
+    union,
+)  # fmt: skip
 from inference.models.lm import LM
-from inference.proposers.branching import Branching
-from inference.proposers.topology import chain, from_paths, paths_of
+from inference.output import Emitted
+from inference.policy import Fixed
+from inference.proposers.base import Proposer
+from inference.proposers.trees import StaticTrees
 from inference.sampling import Sampling, probs
-from inference.verify.traversal_prediction import chances_traversal, reach_traversal
-from inference.verify.tree_prediction import SAMPLES, by_draw, by_rank, rank_of, reach_tree
+from inference.verify.predict_tree import (
+    SAMPLES,
+    by_draw,
+    by_rank,
+    chances_traversal,
+    rank_of,
+    reach_traversal,
+    reach_tree,
+)
+from inference.verify.tree import chain, from_paths, paths_of
 
-SMALL = 5  # nodes of trees that are all considered
-SHRUNK = 0.3  # how far chances of likeliest children, 0 or 1 given a text, are drawn to their mean over the texts
-WIDE = 4  # levels in which a node may have more than two children, of drafts whose distributions hang on the depth
+SMALL = 5  # every tree of up to so many nodes is rated
+SHRUNK = 0.3  # share by which chances of likeliest children, 0 or 1 given a text, move to their mean over the texts
+WIDE = 4  # levels in which nodes may have more than two children, if the draft's distributions depend on the depth
 
 
 class Distributions(NamedTuple):
-    """Distributions p, q (B, T, V) of the texts' tokens x (B, T), which is 0 past their lengths (B,); rank (B, T): how
-    many tokens the draft holds likelier than x. Where a draft's distribution hangs on where its round began, q (B, T,
-    K, V) and rank (B, T, K), by depth (see `tree_distributions`)."""
+    """Distributions p, q (B, T, V) at the texts' tokens x (B, T), which is 0 past their lengths (B,); rank (B, T):
+    number of tokens that the draft finds likelier than x. If the draft's distribution depends on the start of its
+    round, q (B, T, K, V) and rank (B, T, K), by depth (see `distributions_of_rounds`)."""
 
     p: Tensor
     q: Tensor
@@ -41,10 +65,10 @@ class Distributions(NamedTuple):
 
 @dataclass(frozen=True)
 class TreePlan:
-    """shape: of what to draft, () for nothing; rule: tree or traversal; likeliest: whether its children are the
-    likeliest tokens, or sampled without replacement."""
+    """shape: of the drafts, () for none; rule: tree or traversal; likeliest: whether the children are the likeliest
+    tokens, or sampled without replacement."""
 
-    shape: Shape
+    shape: RatedTree
     rule: str
     likeliest: bool
 
@@ -58,24 +82,66 @@ def distributions_of(target: LM, draft: LM, texts: Emitted, sampling: Sampling) 
 
 
 def _distributions(lm: LM, texts: Emitted, sampling: Sampling, T: int) -> tuple[Tensor, Tensor]:
-    """Distributions (B, T, V) and ranks (B, T); at temperature 0 distributions are one-hot, and ranks still those of
-    all tokens."""
-    found = torch.zeros(len(texts.tokens), T, lm.vocabulary)
+    """Distributions (B, T, V) and ranks (B, T); at temperature 0 distributions are one-hot, but ranks are still those
+    of all tokens."""
+    distributions = torch.zeros(len(texts.tokens), T, lm.vocabulary)
     rank = torch.zeros(len(texts.tokens), T, dtype=torch.int64)
     for block in teacher_forced(lm, texts.prompts, texts.tokens, sampling):
         columns = slice(block.start, block.start + block.x.shape[1])
-        distribution = probs(block.logits, sampling).float().cpu()
-        found[block.rows, columns] = torch.where(block.valid.cpu().unsqueeze(-1), distribution, 0.0)
+        part = probs(block.logits, sampling).float().cpu()
+        distributions[block.rows, columns] = torch.where(block.valid.cpu().unsqueeze(-1), part, 0.0)
         rank[block.rows, columns] = rank_of(block.logits, block.x).cpu()
-    return found, rank
+    return distributions, rank
+
+
+@torch.inference_mode()
+def distributions_of_rounds(
+    engine: Engine, proposer: Proposer, depths: int, texts: Emitted, sampling: Sampling, max_new_tokens: int
+) -> Distributions:
+    """The distributions of a draft of any kind, by depth: all shapes can be rated from them without running.
+
+    A distribution at depth j of a round that starts at token t may depend on t, on j and on the text's tokens between.
+    Entry (t, j) of q (B, T, K, V) and rank (B, T, K) is for the draft at depth j of the round that starts at token
+    t - j, drawn from `proposer`, which drafts chains, with the engine's target. If such a round has no draft, the entry
+    has no mass and the last rank. max_new_tokens: the limit of the run that made the texts, whose rounds draft no
+    further.
+
+    Takes a pass of the target over K + 1 ids for every token, on the engine's own slots. Raises ValueError for a
+    proposer of trees, and for one that draws its drafts from no distribution of its own.
+    """
+    with_proposer, V = copy.copy(engine), engine.target.vocabulary
+    with_proposer.proposer, with_proposer.policy = proposer, Fixed(min(depths, proposer.depths or depths))
+    lengths = torch.tensor([len(text) for text in texts.tokens])
+    B, T, K = len(texts.tokens), int(lengths.max()), with_proposer.policy.k
+    p, q = torch.zeros(B, T, V), torch.zeros(B, T + K, K, V)
+    rank = torch.full((B, T + K, K), V)
+    for low in range(0, B, engine.rows):
+        for t, one in enumerate(rounds_along(with_proposer, texts, sampling, max_new_tokens, low)):
+            p[one.rows, t] = one.p[:, 0].float().cpu()
+            for j in range(max(one.proposal.k)):
+                q[one.rows, t + j, j], rank[one.rows, t + j, j] = _at_depth(one, j, V)
+    x = torch.nn.utils.rnn.pad_sequence([torch.tensor(text) for text in texts.tokens], batch_first=True)
+    return Distributions(p, q[:, :T], x, lengths, rank[:, :T])
+
+
+def _at_depth(one: Along, j: int, V: int) -> tuple[Tensor, Tensor]:
+    """Distribution (A, V) and rank (A,) of a round's drafts at depth j; rows that draft less have no mass."""
+    round, proposal = one.round, one.proposal
+    if proposal.tree is not None or j not in round.drawn or j not in round.scored:
+        raise ValueError(
+            "distributions by depth are those of chains that a model drafts: give a proposer without a shape"
+        )
+    drafts = torch.tensor([k > j for k in proposal.k])
+    q, rank = round.drawn[j].float().cpu(), rank_of(round.scored[j], round.follows[:, j]).cpu()
+    return torch.where(drafts.unsqueeze(1), q, 0.0), torch.where(drafts, rank, V)
 
 
 def accept_of(
     distributions: Distributions, children: int, likeliest: bool, levels: int | None = None, samples: int = SAMPLES
 ) -> Tensor:
-    """Chances (B, T, C), or (B, T, K, C), of the texts' tokens as each of a node's children, see `tree_prediction`. At
-    temperature 0 drafts serve the likeliest children. levels: below these, two children at most, which are in closed
-    form; samples: of the refused children before a third one."""
+    """Chances (B, T, C), or (B, T, K, C), that the text's token is accepted as each of a node's children, see
+    `predict_tree`. At temperature 0 drafts are the likeliest children. levels: below these, at most two children,
+    for which there is a closed form; samples: of the rejected children before a third one."""
     if likeliest:
         return by_rank(distributions.rank, children)
     if distributions.q.ndim == 3:
@@ -83,14 +149,14 @@ def accept_of(
     high, low = (
         distributions.q[:, :, part] for part in (slice(0, levels), slice(levels or distributions.q.shape[2], None))
     )
-    places = [distributions.x.unsqueeze(-1).expand(q.shape[:3]) for q in (high, low)]
-    whole = by_draw(distributions.p.unsqueeze(2), high, places[0], children, samples=samples)
-    pair = by_draw(distributions.p.unsqueeze(2), low, places[1], min(children, 2))
+    x_high, x_low = (distributions.x.unsqueeze(-1).expand(q.shape[:3]) for q in (high, low))
+    whole = by_draw(distributions.p.unsqueeze(2), high, x_high, children, samples=samples)
+    pair = by_draw(distributions.p.unsqueeze(2), low, x_low, min(children, 2))
     return torch.cat((whole, F.pad(pair, (0, children - pair.shape[-1]))), 2)
 
 
 def towards_mean(accept: Tensor, share: float, lengths: Tensor) -> Tensor:
-    """Chances a share of the way to their means over the texts, of each child and, where there is that axis, depth."""
+    """Chances moved by a share to their means over the texts, per child and, if there is that axis, per depth."""
     inside = torch.arange(accept.shape[1], device=accept.device) < lengths.to(accept.device).unsqueeze(1)
     mean = accept[inside].mean(0)
     return (1 - share) * accept + share * mean
@@ -98,9 +164,9 @@ def towards_mean(accept: Tensor, share: float, lengths: Tensor) -> Tensor:
 
 def reach_under(distributions: Distributions, parents: Parents, rule: str, likeliest: bool) -> Tensor:
     """P(a round that starts at t accepts at least n nodes | the text) -> (B, T, D+1), of engines that draft no level
-    which the text's end leaves no room for."""
+    past the text's end."""
     if rule == "traversal" and not likeliest:
-        shape, T = Branching(parents), distributions.x.shape[1]
+        shape, T = StaticTrees(parents), distributions.x.shape[1]
         nodes = torch.tensor(
             [shape.nodes([max(0, end - t - 1) for t in range(T)]) for end in distributions.lengths.tolist()]
         )
@@ -113,25 +179,25 @@ def reach_under(distributions: Distributions, parents: Parents, rule: str, likel
 
 
 def plan(distributions: Distributions, seconds: Seconds, most: int, children: int, depths: Iterable[int]) -> TreePlan:
-    """The shape of least seconds a token of at most `most` nodes within so many levels: nothing, a chain or a tree, of
-    sampled or of likeliest children, verified by `tree` or `traversal`."""
+    """The shape of least seconds per token, of at most `most` nodes within one of the depths: nothing, a chain or a
+    tree, of sampled or of likeliest children, verified by `tree` or `traversal`."""
     return Search(distributions, most, children, depths).plan(seconds)
 
 
 class Search:
-    """Shapes and their expected calls on texts, under any costs: nothing, chains, all trees of up to `SMALL` nodes, and
-    those grown to every size within each of `depths` levels, from nothing and from chains; under `traversal` those
-    grown again from the same paths.
+    """Shapes and their expected calls on texts, for any costs: nothing, chains, all trees of up to `SMALL` nodes, and
+    trees grown to every size within each of the `depths`, from nothing and from chains; under `traversal` also trees
+    grown anew from the same paths.
 
-    longest: of chains, where that is more than `depths`; sorts: of children, whether they are the likeliest, of which
-    both rules accept the same; beside: other shapes to rate. accept: by sort, see `accept_of`. calls: by rule and sort,
-    (B,) of each shape; with `shrunk` above 0 those of likeliest children are no longer of these very texts, but what is
-    chosen by them is better on others (few texts are learnt by heart).
+    longest: chain, if longer than `depths`; sorts: of children, whether they are the likeliest (both rules accept the
+    same of these); others: more shapes to rate. accept: by sort, see `accept_of`. calls: by rule and sort, (B,) of each
+    shape. With `shrunk` above 0 those of likeliest children are no longer exact on these texts, but a choice by them is
+    better on other texts: a choice by few texts overfits.
     """
 
     def __init__(
         self, distributions: Distributions, most: int, children: int, depths: Iterable[int], longest: int = 0,
-        sorts: Sequence[bool] = (False, True), beside: Iterable[Parents] = (), shrunk: float = SHRUNK,
+        sorts: Sequence[bool] = (False, True), others: Iterable[Parents] = (), shrunk: float = SHRUNK,
     ) -> None:  # fmt: skip
         self.distributions, self.most, self.levels = distributions, most, sorted(set(depths))
         self.longest = min(max(longest, *self.levels), most)
@@ -140,7 +206,7 @@ class Search:
             self.accept[True] = towards_mean(self.accept[True], shrunk, distributions.lengths)
         self.calls: dict[tuple[str, bool], dict[Parents, Tensor]] = {}
         for sort, accept in self.accept.items():
-            shapes = list(dict.fromkeys([*self._shapes(accept, children), *beside]))
+            shapes = list(dict.fromkeys([*self._shapes(accept, children), *others]))
             self.calls["tree", sort] = self._rated(table_of(distributions, shapes, "tree", sort, accept), shapes)
             if not sort:
                 table = table_of(distributions, shapes, "traversal", sort, samples=2)
@@ -166,24 +232,24 @@ class Search:
         return self.ranked(seconds)[0]
 
     def ranked(self, seconds: Seconds, branching: bool = False) -> list[TreePlan]:
-        """The fastest shape under each rule with each sort of children, fastest first. branching: of trees that are no
-        chain, of which there may be none."""
-        tokens, found = int(self.distributions.lengths.sum()), []
+        """The fastest shape under each rule with each sort of children, fastest first. branching: only trees that
+        are no chain; there may be none."""
+        tokens, plans = int(self.distributions.lengths.sum()), []
         for (rule, sort), table in self.calls.items():
             taus = {own: tokens / float(calls.sum()) for own, calls in table.items()
                     if not branching or own != chain(len(own))}  # fmt: skip
-            rated = [Shape(own, tau, seconds(own) / tau) for own, tau in taus.items()]
+            rated = [RatedTree(own, tau, seconds(own) / tau) for own, tau in taus.items()]
             if rated:
-                found.append(TreePlan(min(rated, key=lambda shape: shape.seconds), rule, sort))
-        return sorted(found, key=lambda plan: plan.shape.seconds)
+                plans.append(TreePlan(min(rated, key=lambda shape: shape.seconds), rule, sort))
+        return sorted(plans, key=lambda plan: plan.shape.seconds)
 
 
 def rate(
     distributions: Distributions, shapes: Sequence[Parents], rule: str, likeliest: bool, accept: Tensor | None = None,
     samples: int = SAMPLES,
 ) -> dict[Parents, Tensor]:  # fmt: skip
-    """Expected calls (B,) of each text with each shape. accept: as of `accept_of`, where it is at hand; samples: of the
-    refused children under `traversal`."""
+    """Expected calls (B,) of each text with each shape. accept: of `accept_of`, computed if None; samples: of the
+    rejected children under `traversal`."""
     table = table_of(distributions, shapes, rule, likeliest, accept, samples)
     return dict(zip(shapes, calls_of(table, shapes), strict=True))
 

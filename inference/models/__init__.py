@@ -1,1 +1,1 @@
-"""Any Hugging Face causal LM behind one forward on ragged rows, and how its passes are run."""
+"""Any Hugging Face causal LM with one forward on ragged rows, and how its passes are run."""

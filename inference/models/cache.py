@@ -1,32 +1,39 @@
-"""Static key/value slots, a row of them for each text; callers say how long each text is.
+"""Keys and values of texts in static slots, one row of slots for each text, and the bytes that they take.
 
-New keys and values are written at each row's own positions, and whatever lies past a row's length is masked, then
-overwritten: rolling back a chain is lowering that length, and nothing is copied or re-aligned.
-Active rows fill slots [0, A) without holes, so a pass over them reads plain views.
+Callers say how long each text is. New keys and values are written at each row's own positions; slots past a row's
+length are masked and later overwritten, so rolling back a chain means lowering that length: nothing is copied. Active
+rows are [0, A) without holes, so a pass over them reads plain views.
 
 A token of a text is in the slot of its position. Nodes of a tree of drafts are in slots of their own, siblings at one
-position, until `keep` makes the accepted path a text.
+position, until `keep` moves the accepted path to the slots of its positions.
 """
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 from weakref import WeakMethod
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from inference.models.passes import Branches, Tree
+from inference.models.passes import Branches
+from inference.models.pretrained import positions_of
+from inference.verify.tree import Tree
+
+FIRST_SLOTS = 256  # of a row, until its text needs more
+MOST_SPARE = 8  # slots in which stored prompts wait
 
 
 @dataclass
 class Window:
-    """Where one pass writes and reads: rows [low, high), positions (A, n), slots read up to `limit`.
+    """What one pass writes and reads: rows [low, high), positions (A, n), slots read up to `limit`.
 
-    `start` is the common first position of all rows, or None when rows differ. branches: of a tree, else slots are the
-    positions.
+    `start` is the common first position of all rows, or None when rows differ. branches: of a tree; for None slots are
+    the positions.
     """
 
     low: int
@@ -35,26 +42,27 @@ class Window:
     start: int | None
     limit: int
     branches: Branches | None = None
-    _places: dict[tuple[int, int], Tensor] = field(default_factory=dict, repr=False)
+    _indices: dict[tuple[int, int], Tensor] = field(default_factory=dict, repr=False)
 
     @property
     def slots(self) -> Tensor:
-        """Where each id's keys and values are written (A, n)."""
+        """The slots (A, n) that keys and values are written to."""
         return self.positions if self.branches is None else self.branches.slots
 
-    def places(self, heads: int, slots: int) -> Tensor:
-        """Where new tokens stand in `heads` x `slots` of every row laid end to end -> (A heads n); made once a pass."""
-        found = self._places.get((heads, slots))
-        if found is None:
+    def indices(self, heads: int, slots: int) -> Tensor:
+        """Indices (A heads n) of the new tokens in all rows laid end to end, `heads` x `slots` each; computed once a
+        pass."""
+        indices = self._indices.get((heads, slots))
+        if indices is None:
             row = torch.arange(self.low, self.high, device=self.positions.device)[:, None, None] * heads
             head = torch.arange(heads, device=self.positions.device)[:, None]
-            found = ((row + head) * slots + self.slots.unsqueeze(1)).flatten()
-            self._places[heads, slots] = found
-        return found
+            indices = ((row + head) * slots + self.slots.unsqueeze(1)).flatten()
+            self._indices[heads, slots] = indices
+        return indices
 
 
 def tree_window(tree: Tree, n: int, anchor: Tensor, longest: int, low: int = 0) -> Window:
-    """Where the last n columns of a tree go, whose anchors are in slots anchor (A,), `longest` the last of these."""
+    """The window of the last n columns of a tree; its anchors are in slots anchor (A,), the largest is `longest`."""
     rows, anchor, first = len(anchor), anchor.unsqueeze(1), tree.nodes + 1 - n
     slots = anchor + torch.arange(first, tree.nodes + 1, device=anchor.device)
     seen, depths = (part.expand(rows, -1) for part in (tree.seen, tree.depths))
@@ -76,7 +84,7 @@ class SlotLayer(CacheLayerMixin):
         self.window: Window | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        # zeros, since masked garbage must be finite
+        # zeros, since what is masked must be finite
         self.keys = self._new(key_states)
         self.values = self._new(value_states)
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -111,28 +119,28 @@ class SlotLayer(CacheLayerMixin):
 
     def grow(self, slots: int) -> None:
         if self.is_initialized:
-            self.keys = _grown(self.keys, slots)  # one after the other: the first of the old ones is free by then
+            self.keys = _grown(self.keys, slots)  # one after the other: the old keys are freed first
             self.values = _grown(self.values, slots)
         self.slots = slots
 
 
 def _grown(store: Tensor, slots: int) -> Tensor:
-    rows, heads, held, size = store.shape
+    rows, heads, width, size = store.shape
     new = store.new_zeros(rows, heads, slots, size)
-    new[:, :, :held] = store
+    new[:, :, :width] = store
     return new
 
 
 def _write(store: Tensor, states: Tensor, window: Window) -> Tensor:
-    places = window.places(store.shape[1], store.shape[2])
-    store.flatten(0, 2).index_copy_(0, places, states.flatten(0, 2))
+    indices = window.indices(store.shape[1], store.shape[2])
+    store.flatten(0, 2).index_copy_(0, indices, states.flatten(0, 2))
     return store[window.low : window.high, :, : window.limit]
 
 
 class SlotCache(Cache):
     """One SlotLayer a decoder layer, all sharing the window of the pass in progress.
 
-    context: most tokens a row may hold, None for no bound; slots go past it only for drafts beyond a row's last token.
+    context: most tokens of a row, None for no bound; slots go past it only for drafts beyond a row's last token.
     """
 
     def __init__(self, layers: int, rows: int, slots: int, context: int | None = None) -> None:
@@ -142,8 +150,8 @@ class SlotCache(Cache):
         self.listeners: list[WeakMethod[Callable[[], None]]] = []
 
     def before_growth(self, listener: Callable[[], None]) -> None:
-        """Call a bound method before slots are added: it should let go of the keys and values, which are replaced. It
-        is held weakly, since its object holds this cache."""
+        """Call a bound method before slots are added: it should drop the keys and values, which are replaced. The
+        reference to it is weak, since its object refers to this cache."""
         self.listeners.append(WeakMethod(listener))
 
     def aim(self, window: Window) -> None:
@@ -152,13 +160,13 @@ class SlotCache(Cache):
             for listener in self.listeners:
                 if (forget := listener()) is not None:
                     forget()
-            self.slots = self._wanted(window)
+            self.slots = self._slots_for(window)
             for layer in self.stores:
                 layer.grow(self.slots)
         for layer in self.stores:
             layer.window = window
 
-    def _wanted(self, window: Window) -> int:
+    def _slots_for(self, window: Window) -> int:
         """Twice the slots, at most the context's; past it, room for as many drafts as this pass has."""
         if self.context is None:
             return max(window.limit, 2 * self.slots)
@@ -166,14 +174,14 @@ class SlotCache(Cache):
             return min(max(window.limit, 2 * self.slots), self.context)
         return max(window.limit, self.context + window.positions.shape[1])
 
-    def held(self, rows: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Keys, and values, of the first `rows` slots of every layer."""
+    def stored(self, rows: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Keys, and values, of the first `rows` rows of every layer."""
         return [store.keys[:rows] for store in self.stores], [store.values[:rows] for store in self.stores]
 
     def keep(self, start: Tensor, path: Tensor) -> None:
-        """See `kept`, of the rows [0, A)."""
-        stores = [store for store in self.stores if store.is_initialized]  # layers may share those of others
-        kept([part[: len(path)] for store in stores for part in (store.keys, store.values)], start, path)
+        """`move_path` in the rows [0, A) of every layer."""
+        stores = [store for store in self.stores if store.is_initialized]  # some layers use the stores of others
+        move_path([part[: len(path)] for store in stores for part in (store.keys, store.values)], start, path)
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of one slot to another."""
@@ -181,9 +189,9 @@ class SlotCache(Cache):
             layer.move(source, target, length)
 
 
-def kept(stores: Sequence[Tensor], start: Tensor, path: Tensor) -> None:
+def move_path(stores: Sequence[Tensor], start: Tensor, path: Tensor) -> None:
     """Move what is stored of the nodes path (A, m) of each row's tree, whose anchor is in slot start (A,), to the slots
-    after the anchor, one after the other; -1: there is none. stores: keys or values (A or more, G, S, D)."""
+    after the anchor, in order; -1: no node. stores: keys or values (A or more, G, S, D)."""
     row = torch.arange(len(path), device=path.device).unsqueeze(1)
     order = torch.arange(1, path.shape[1] + 1, device=path.device)
     start = start.unsqueeze(1)
@@ -193,9 +201,49 @@ def kept(stores: Sequence[Tensor], start: Tensor, path: Tensor) -> None:
         slots.index_put_((row, target), slots[row, source])  # read whole before it is written
 
 
-def sliding_window(config: PreTrainedConfig) -> int | None:
-    """How many of the last tokens a sliding layer sees, None when the model has none."""
-    settings = config.to_dict()
-    width: int | None = settings.get("sliding_window") if settings.get("use_sliding_window", True) else None
-    kinds = settings.get("layer_types")
-    return width if width and (not kinds or "sliding_attention" in kinds) else None
+def spare_slots(rows: int) -> int:
+    """Slots of an engine after those of its rows, in which the next prompts wait: half as many, 8 at most."""
+    return min((rows + 1) // 2, MOST_SPARE) if rows > 1 else 0
+
+
+def cache_bytes(config: PreTrainedConfig, rows: int, length: int, dtype: torch.dtype) -> int:
+    """Bytes of an engine's keys and values once a row has `length` tokens. Every slot, spare ones too, has room for as
+    many tokens; the room doubles until they fit, up to the model's context. A network without attention has none."""
+    if not getattr(config.get_text_config(), "num_attention_heads", 0):
+        return 0
+    slots = FIRST_SLOTS
+    while slots < length:
+        slots *= 2
+    slots = max(length, min(slots, positions_of(config.get_text_config())))
+    return (rows + spare_slots(rows)) * slots * token_bytes(config, dtype)
+
+
+def token_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
+    """Bytes of the keys and values of one token in all layers, in `dtype`."""
+    config_class: Any = type(config)
+    try:
+        return _stored(config_class, config.to_json_string()) * dtype.itemsize
+    except (RuntimeError, ValueError):  # experts that read values; a config that names no model
+        return _by_config(config.get_text_config()) * dtype.itemsize
+
+
+@lru_cache(64)
+def _stored(config_class: Any, settings: str) -> int:
+    """How many numbers a model without storage stores for one token: layers may use the stores of others."""
+    config = config_class.from_dict(json.loads(settings))
+    with torch.random.fork_rng(devices=[]), torch.device("meta"), torch.inference_mode():
+        model = AutoModelForCausalLM.from_config(config).eval()
+        cache = SlotCache(config.get_text_config().num_hidden_layers, 1, 1)
+        ids = torch.zeros(1, 1, dtype=torch.int64)
+        cache.aim(Window(0, 1, ids, 0, 1))
+        seen = torch.ones(1, 1, 1, 1, dtype=torch.bool)
+        model(input_ids=ids, position_ids=ids, attention_mask=seen, past_key_values=cache, use_cache=True)
+    stores = [store for store in cache.stores if store.is_initialized]
+    return sum(store.keys.numel() + store.values.numel() for store in stores)
+
+
+def _by_config(config: PreTrainedConfig) -> int:
+    """The same number, computed from the config alone."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(2 * config.num_hidden_layers * heads * size)

@@ -1,8 +1,8 @@
-"""Whether a model is what it was: what was made from its weights is kept only while it is.
+"""Whether a model has changed: what was computed from its weights is used only while it has not.
 
-Addresses and torch's version counters do not tell: `p.data.copy_(...)` and merging an adapter change values in place
-and count nothing. So a checksum reads every byte once for each of two sums, at the speed of memory: a change of one
-element is seen; samples would miss it. `Stamp`, which every call asks, sums once, and only where copies were made.
+Addresses and torch's version counters are not enough: `p.data.copy_(...)` and merging an adapter change values in place
+and count nothing. So a checksum reads every byte once for each of two sums, at the speed of memory: it sees a change of
+one element, which samples would miss. `Stamp`, which every call compares, sums once, and only if there are copies.
 """
 
 import hashlib
@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 
 WORD = 8  # bytes
-FEW = 512  # words: of fewer the bytes themselves are kept
+FEW = 512  # words: of fewer words the checksum is of the bytes themselves
 _UNCHANGED: WeakKeyDictionary[nn.Module, bytes] = WeakKeyDictionary()
 
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """While it lasts nobody changes the model: its values are read once for all who ask."""
+    """Inside the block nobody changes the model: its values are read once for all calls of `fingerprint`."""
     outer = model in _UNCHANGED
     _UNCHANGED[model] = fingerprint(model)
     try:
@@ -34,17 +34,17 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
 
 def fingerprint(model: nn.Module) -> bytes:
-    """Checksum of every parameter and buffer, with dtype and shape, in order; equal wherever they are in memory."""
+    """Checksum of every parameter and buffer, with dtype and shape, in order, whatever their addresses."""
     return _UNCHANGED.get(model) or _checksum(model)
 
 
 class Stamp:
-    """What a model was: its modules, their parameters and forwards, what is hooked to them, and its config.
+    """The state of a model at one time: its modules, their parameters and forwards, their hooks, and its config.
 
-    addresses: whether somebody holds those of its tensors; then where they are and how often they were changed counts
-    too, while a model that is only called reads them anew. values: whether
-    somebody holds copies of them; then their bytes are summed too, since a change by `.data` counts nowhere.
-    Memory whose address counts is held, so that it comes back for nothing else.
+    addresses: whether somebody uses the addresses of its tensors; then these count too, and how often each tensor was
+    changed, while a model that is only called reads them anew. values: whether somebody has copies of the values; then
+    their bytes are summed too, since torch does not count a change by `.data`. Memory whose address counts is kept
+    alive, so that no other tensor gets its address.
     """
 
     def __init__(self, model: nn.Module, *, addresses: bool, values: bool) -> None:
@@ -53,7 +53,7 @@ class Stamp:
         self.seen = self._look(model)
 
     def holds(self, model: nn.Module) -> bool:
-        """Whether the model is what it was."""
+        """Whether the model is unchanged."""
         return self.seen == self._look(model)
 
     def _look(self, model: nn.Module) -> tuple[Any, ...]:
@@ -75,7 +75,7 @@ def _where(tensor: Tensor) -> list[tuple[Any, ...]]:
 
 
 def changes(tensors: Iterable[Tensor]) -> int:
-    """How often they were changed; 0 of what was made in inference mode, where torch does not count."""
+    """How often they were changed; 0 for tensors of inference mode, which torch does not count."""
     try:
         return sum(t._version for t in tensors)
     except RuntimeError:
@@ -85,20 +85,20 @@ def changes(tensors: Iterable[Tensor]) -> int:
 def _checksum(model: nn.Module, once: bool = False) -> bytes:
     """once: without the sums of columns, in a third of the time; values that change places within a row of the square
     are not seen."""
-    found = hashlib.blake2b(digest_size=16)
+    checksum = hashlib.blake2b(digest_size=16)
     sums: dict[torch.device, list[Tensor]] = {}
     with torch.no_grad():
         for tensor in _stored(_tensors(model)):
-            found.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+            checksum.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
             sums.setdefault(tensor.device, []).extend(_sums(tensor, once))
         for parts in sums.values():
             if parts and not parts[0].is_meta:
-                found.update(torch.cat(parts).cpu().numpy().tobytes())  # one transfer a device
-    return found.digest()
+                checksum.update(torch.cat(parts).cpu().numpy().tobytes())  # one transfer a device
+    return checksum.digest()
 
 
 def _stored(tensors: Iterable[Tensor]) -> Iterable[Tensor]:
-    """Plain tensors: of a sharded one this process's part, of a quantised one that wraps others the parts."""
+    """Plain tensors: this process's part of a sharded tensor, the parts of a quantised one that wraps others."""
     for tensor in tensors:
         data = tensor.detach()
         if hasattr(data, "to_local"):
@@ -111,7 +111,7 @@ def _stored(tensors: Iterable[Tensor]) -> Iterable[Tensor]:
 
 def _sums(tensor: Tensor, once: bool) -> list[Tensor]:
     """Its bytes as 64-bit integers in a square: the sum of every row and (not `once`) of every column, modulo 2^64, and
-    what is left over as it is. Moving a value is seen as well as changing it."""
+    the rest as it is. Moving a value changes the sums as well as changing it."""
     if tensor.is_meta:
         return []
     whole = tensor.contiguous().view(-1).view(torch.uint8)

@@ -1,9 +1,9 @@
-"""Whole passes, and all drafts of a round, compiled into one graph by torch.compile, for models that run `llama`.
+"""Short passes, and all drafts of a round, compiled by torch.compile, for models that run in few operations.
 
-Sizes that change (ids a row, slots read) are symbols: there are at most three graphs a model and number of rows, for
-one id a row or several, and one more where one id of several is asked for; and for a draft one more a draft length.
-States of layers, passes that are left early and trees are graphs of their own, made when they are first asked for. A
-batch that is not full, as at the end of a queue, runs uncompiled: no graph is made for a few rounds.
+Sizes that change (ids a row, slots read) are symbols: a model has at most three graphs for each number of rows, for one
+id a row, for several, and for several of which one has logits; a draft has one more for each draft length. States of
+layers, passes that end early and trees have graphs of their own, compiled at their first use. A batch that is not full,
+as at the end of a queue, runs uncompiled: no graph is compiled for a few rounds.
 """
 
 import shlex
@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,158 +19,176 @@ from torch import Tensor, nn
 from torch._inductor import config, cpp_builder
 from transformers import PreTrainedModel
 
-from inference.models import llama_weights
+from inference.models import llama
 from inference.models.cache import SlotCache, Window
 from inference.models.forward import SHORT, Lean, most_ids
 from inference.models.passes import Branches, Layers, Pass
-from inference.models.step import Drafting, Step
+from inference.models.step import Drafting, Drafts, Draws, Masked, OnePass, Step
 
-Kind = tuple[Any, ...]  # of a graph
-# what was compiled of a model and of which weights, for every engine that runs it; by whether it is rounded, and what
-_STEPS: WeakKeyDictionary[PreTrainedModel, dict[Kind, tuple[Any, Any]]] = WeakKeyDictionary()
+Result = TypeVar("Result")
+GraphKey = tuple[Any, ...]
+# compiled modules of a model with the origin of their weights, for every engine that runs it; by int8 and name
+_MODULES: WeakKeyDictionary[PreTrainedModel, dict[tuple[bool, Any], tuple[Any, Any]]] = WeakKeyDictionary()
 
 
-class Compiled(Lean):
-    """As `Lean`, short passes over the first `rows` slots compiled. Where that fails, passes run uncompiled, with one
+class CompiledForward(Lean):
+    """As `Lean`, short passes over the first `rows` slots compiled. If that fails, passes run uncompiled, with one
     warning."""
 
-    failed = False  # for all: what fails once, as for want of a C++ compiler, fails again
+    failed = False  # of all models: what fails once, as without a C++ compiler, fails again
 
     def __init__(self, model: PreTrainedModel, cache: SlotCache, int8: bool, rows: int) -> None:
         self.rows = rows
-        self.held: tuple[Tensor, tuple[list[Tensor], list[Tensor]]] | None = None
+        self._stored: tuple[Tensor, tuple[list[Tensor], list[Tensor]]] | None = None
         super().__init__(model, cache, int8)
 
-    def _read(self) -> None:
-        super()._read()
-        self.seen: set[Kind] = set()
+    def _read_weights(self) -> None:
+        super()._read_weights()
+        self.graphs: set[GraphKey] = set()  # those that have run: their sizes are marked
 
     def forward(self, ids: Tensor, window: Window, only: Tensor | None = None, layers: Layers = ()) -> Pass:
-        found = self._tried(lambda: self._compiled(ids, window, only, layers)) if self._ready(ids, window) else None
-        if found is None:
+        results = self._pass(ids, window, only, layers)
+        if results is None:
             return super().forward(ids, window, only, layers)
-        return Pass(found[0], dict(zip(layers, found[1:], strict=True)))
+        return Pass(results[0], dict(zip(layers, results[1:], strict=True)))
 
     def hidden(self, ids: Tensor, window: Window, depth: int) -> Tensor:
-        layers = (depth,)
-        found = (
-            self._tried(lambda: self._compiled(ids, window, None, layers, False)) if self._ready(ids, window) else None
-        )
-        if found is None:
-            return super().hidden(ids, window, depth)
-        states: Tensor = found[0]
-        return states
+        results = self._pass(ids, window, None, (depth,), head=False)
+        return super().hidden(ids, window, depth) if results is None else results[0]
+
+    def _pass(
+        self, ids: Tensor, window: Window, only: Tensor | None, layers: Layers, head: bool = True
+    ) -> list[Tensor] | None:
+        """What a `Step` with these layers and head returns; None if the pass runs uncompiled."""
+        if not self._fits(ids, window):
+            return None
+
+        def run() -> list[Tensor]:
+            self.refresh(window.limit)
+            slots = torch.arange(window.limit, device=ids.device)
+            positions, branches = window.positions, window.branches
+            columns = [ids, positions.contiguous()]
+            key: GraphKey = (ids.shape[1] > 1, only is not None)
+            if branches is not None:
+                columns += [branches.slots.contiguous(), branches.seen.contiguous()]
+                branches, key = Branches(branches.anchor, *columns[2:]), (*key, "tree", ids.shape[1] > SHORT)
+            inputs = (*columns[:2], *self.angles, slots, *self._keys_and_values(), only, branches, self.scale)
+            dynamic = [*((part, 1) for part in columns), *((part, 0) for part in (*self.angles, slots))]
+            name = ("pass", layers, head) if layers else "pass"
+            module = self.compiled(name, partial(Step, layers=layers, head=head))
+            results: list[Tensor] = self._call(module, (name, *key), inputs, dynamic)
+            return results
+
+        return self._uncompiled_on_error(run)
 
     def draft(
         self, tails: Tensor, ends: Tensor, u: Tensor, temperature: Tensor, greedy: bool, window: Window
-    ) -> tuple[Tensor, Tensor] | None:
-        """By `Drafting`; window.limit: the slots of the longest text with its drafts."""
-        if not self._ready(tails, window):
+    ) -> Drafts | None:
+        """All drafts of a round by `Drafting`, see `LM.draft`; window.limit: the slots of the longest text with its
+        drafts. None if they are too many to be compiled."""
+        if not self._fits(tails, window):
             return None
-        found: tuple[Tensor, Tensor] | None = self._tried(
-            lambda: self._drafted(tails, ends, u, temperature, greedy, window.limit)
-        )
-        return found
 
-    def _ready(self, ids: Tensor, window: Window) -> bool:
-        whole = ids.shape[0] == self.rows and window.low == 0 and not Compiled.failed
+        def run() -> Drafts:
+            self.refresh(window.limit)
+            slots, k = torch.arange(window.limit, device=tails.device), u.shape[1]
+            inputs = (tails, ends, u, temperature, *self.angles, slots, *self._keys_and_values(), self.scale)
+            dynamic = [(part, 0) for part in (*self.angles, slots)]
+            name = ("greedy" if greedy else "draws"), k
+            module = self.compiled(name, lambda weights, shape: Drafting(weights, shape, k, greedy))
+            drafts: Drafts = self._call(module, (name,), inputs, dynamic)
+            return drafts
+
+        return self._uncompiled_on_error(run)
+
+    def draft_masked(self, draws: Draws, masked: Masked, k: int, greedy: bool, window: Window) -> Drafts | None:
+        """All drafts of a round by `OnePass`, see `at_once`: None for rows that are too long, and for distributions
+        that depend on more than a temperature."""
+        temperatures = draws.temperatures
+        greedy = greedy or (temperatures is not None and not any(temperatures))
+        if temperatures is None or not (greedy or all(temperatures)) or not self._fits(masked.ids, window):
+            return None
+        device = self.model.device
+        u, temperature = (part.to(device) for part in draws.simple(k))
+        even = u.reshape(-1).view(u.shape)  # one stride, however many uniforms there are
+
+        def run() -> Drafts:
+            self.refresh(window.limit)
+            slots = torch.arange(window.limit, device=device)
+            inputs = (*masked, even, temperature, *self.angles, slots, *self._keys_and_values())
+            dynamic = [(masked.ids, 1), *((part, 0) for part in (*self.angles, slots))]
+            name = ("one pass", k, greedy)
+            module = self.compiled(name, lambda weights, shape: OnePass(weights, shape, k, greedy))
+            drafts: Drafts = self._call(module, (name, masked.ids.shape[1] > 1), inputs, dynamic)
+            return drafts
+
+        return self._uncompiled_on_error(run)
+
+    def _fits(self, ids: Tensor, window: Window) -> bool:
+        """Whether passes of this shape are compiled."""
+        whole = ids.shape[0] == self.rows and window.low == 0 and not CompiledForward.failed
         return whole and ids.shape[1] <= most_ids(window) and self.cache.stores[0].is_initialized
 
-    def _tried(self, run: Callable[[], Any]) -> Any:
+    def _uncompiled_on_error(self, run: Callable[[], Result]) -> Result | None:
         """What `run` returns; None once compiling has failed."""
         try:
             return run()
-        except Exception as error:  # whatever the compiler raises
-            Compiled.failed = True
+        except Exception as error:  # the compiler may raise anything
+            CompiledForward.failed = True
             warnings.warn(f"torch.compile failed, passes run uncompiled: {reason(error)}", stacklevel=2)
             return None
 
-    def _compiled(
-        self, ids: Tensor, window: Window, only: Tensor | None, layers: Layers, head: bool = True
-    ) -> list[Tensor]:
-        """What a `Step` with these layers and head gives; of each such kind there are graphs of its own."""
-        self._refresh(window.limit)
-        slots, positions, branches = torch.arange(window.limit, device=ids.device), window.positions, window.branches
-        columns = [ids, positions.contiguous()]
-        kind: Kind = (ids.shape[1] > 1, only is not None)
-        if branches is not None:
-            columns += [branches.slots.contiguous(), branches.seen.contiguous()]
-            branches, kind = Branches(branches.anchor, *columns[2:]), (*kind, "tree", ids.shape[1] > SHORT)
-        inputs = (*columns[:2], *self.angles, slots, *self._stores(), only, branches, self.scale)
-        several = [*((part, 1) for part in columns), *((part, 0) for part in (*self.angles, slots))]
-        name = ("pass", layers, head) if layers else "pass"
-        make = partial(Step, layers=layers, head=head)
-        found: list[Tensor] = self._called(name, make, kind, inputs, several)
-        return found
+    def _keys_and_values(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Keys and values of the rows, without those of waiting prompts."""
+        if self._stored is None or self._stored[0] is not self.cache.stores[0].keys:  # slots were added
+            self._stored = self.cache.stores[0].keys, self.cache.stored(self.rows)
+        return self._stored[1]
 
-    def _drafted(
-        self, tails: Tensor, ends: Tensor, u: Tensor, temperature: Tensor, greedy: bool, limit: int
-    ) -> tuple[Tensor, Tensor]:
-        self._refresh(limit)
-        slots = torch.arange(limit, device=tails.device)
-        inputs = (tails, ends, u, temperature, *self.angles, slots, *self._stores(), self.scale)
-        several = [(part, 0) for part in (*self.angles, slots)]
-        kind, k = ("greedy" if greedy else "draws"), u.shape[1]
-        found: tuple[Tensor, Tensor] = self._called(
-            (kind, k), lambda weights, shape: Drafting(weights, shape, k, greedy), (), inputs, several
-        )
-        return found
-
-    def _stores(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Keys and values of the rows, without those of the slots in which prompts wait."""
-        if self.held is None or self.held[0] is not self.cache.stores[0].keys:  # slots were added
-            self.held = self.cache.stores[0].keys, self.cache.held(self.rows)
-        return self.held[1]
-
-    def _called(self, name: Any, make: Callable[..., nn.Module], kind: Kind, inputs: Any, several: Any) -> Any:
-        """The compiled module `name` on inputs; `several`: tensors, each with the size that changes between calls."""
-        step = self.compiled(name, make)
-        # tensors of inference mode and others are of two kinds to a graph
-        kind = (name, inputs[0].shape[0], self.cache.stores[0].keys.is_inference(), *kind)
-        if kind in self.seen:
-            return step(*inputs)
-        _mark([*several, *((store, 2) for stores in self._stores() for store in stores)])
-        self.seen.add(kind)
+    def _call(self, module: Any, key: GraphKey, inputs: tuple[Any, ...], dynamic: list[tuple[Tensor, int]]) -> Any:
+        """What the compiled module returns; dynamic: tensors, each with the dimension whose size changes between
+        calls."""
+        # tensors of inference mode and others have different graphs
+        key = (*key, inputs[0].shape[0], self.cache.stores[0].keys.is_inference())
+        if key in self.graphs:
+            return module(*inputs)
+        for tensor, dimension in [*dynamic, *((store, 2) for stores in self._keys_and_values() for store in stores)]:
+            if tensor.shape[dimension] > 1:  # a size of one has a graph of its own
+                torch._dynamo.maybe_mark_dynamic(tensor, dimension)
+        self.graphs.add(key)
         with self._packing():
-            return step(*inputs)
+            return module(*inputs)
 
-    def compiled(self, name: Any, make: Callable[..., nn.Module]) -> Any:
-        """The module made of the model's weights and shape, for all who run the model while these stay as they are."""
-        origin, step = _STEPS.setdefault(self.model, {}).get((self.int8, name), (None, None))
-        if step is None or origin != self.origin:
-            torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)  # for all models
-            weights = self.weights if self.int8 else llama_weights.weights_of(self.model)  # it packs its own
+    def compiled(self, name: Any, make: Callable[[llama.Weights, llama.ModelShape], nn.Module]) -> Any:
+        """The compiled module of the model's weights and shape, one for all engines while these stay as they are."""
+        modules = _MODULES.setdefault(self.model, {})
+        origin, module = modules.get((self.int8, name), (None, None))
+        if module is None or origin != self.origin:
+            torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)  # of all models
+            weights = self.weights if self.int8 else llama.weights_of(self.model)  # the compiler packs them itself
             quote_libraries()
-            step = torch.compile(make(weights, self.shape))
-            _STEPS[self.model][self.int8, name] = (self.origin, step)
-        return step
+            module = torch.compile(make(weights, self.shape))
+            modules[self.int8, name] = (self.origin, module)
+        return module
 
     def _packing(self) -> AbstractContextManager[Any]:
-        """While a graph is made: weights that `llama_weights.packed` would pack become its constants, in the kernels'
+        """During a compilation: weights that `llama.packed` would pack become constants of the graph, in the kernels'
         order."""
-        fits = not self.int8 and llama_weights.can_pack(self.model)
-        return config.patch(freezing=True) if fits else nullcontext()
+        packs = not self.int8 and llama.can_pack(self.model)
+        return config.patch(freezing=True) if packs else nullcontext()
 
 
 HINTS = ("Set TORCH", "You can suppress", "    import", "    torch._dynamo", "For even more", "For more")  # torch's own
 
 
 def reason(error: Exception) -> str:
-    """The last line that the compiler said, without torch's advice behind it."""
+    """The last line of the compiler's message, without torch's advice after it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip() and not line.startswith(HINTS)]
     return lines[-1] if lines else type(error).__name__
 
 
 def quote_libraries() -> None:
-    """torch 2.13 quotes the folders of headers, for its C++ compiler, and not those of libraries: where it is installed
-    in a path with a space, nothing would compile."""
+    """torch 2.13 quotes the folders of headers for its C++ compiler, but not those of libraries: nothing would compile
+    if torch is installed in a path with a space."""
     options = cpp_builder.BuildOptionsBase
     if " " in torch.__path__[0]:
         options.get_libraries_dirs = lambda self: [shlex.quote(path) for path in self._libraries_dirs]  # type: ignore[method-assign]
-
-
-def _mark(several: list[tuple[Tensor, int]]) -> None:
-    """Sizes that change from call to call; a size of one is a graph of its own."""
-    for tensor, size in several:
-        if tensor.shape[size] > 1:
-            torch._dynamo.maybe_mark_dynamic(tensor, size)

@@ -1,4 +1,4 @@
-"""How a model's passes are run: by transformers' own forward, or in few operations where those are known."""
+"""How a model's passes are run: by transformers' own forward, or in few operations for the models of `llama`."""
 
 from functools import partial
 from typing import Any, Protocol
@@ -8,21 +8,21 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from inference.models import llama, llama_weights
+from inference.models import llama
 from inference.models.cache import SlotCache, Window
-from inference.models.checksum import fingerprint
-from inference.models.grouped_query import folded, folded_mask
-from inference.models.output_head import head_of
-from inference.models.passes import LAST, MOST_NODES, Branches, Layers, Pass, States
-from inference.models.taps import left_behind, tapped
+from inference.models.checksum import changes, fingerprint
+from inference.models.passes import LAST, Branches, Layers, Pass, States
+from inference.models.pretrained import early_states, head_of, tapped
+from inference.verify.tree import MOST_NODES
 
-FORMS = ("kinds", "near", "one")  # of mask: one for each kind of layer, one of the window, one of the whole past
-Origin = tuple[llama_weights.Places, bytes]
+# what a model's code accepts: a mask for each type of layer, one mask of the window, one mask of the whole past
+FORMS = ("kinds", "near", "one")
+Origin = tuple[list[tuple[int, int]], bytes]
 SHORT = 16  # ids a row: longer passes are prefills, bound by arithmetic and not by launches
 
 
 def most_ids(window: Window) -> int:
-    """Ids a row of the passes that are compiled or replayed."""
+    """Ids a row, at most, of the passes that are compiled or run as CUDA graphs."""
     return SHORT if window.branches is None else MOST_NODES + 1
 
 
@@ -38,20 +38,20 @@ class Forward(Protocol):
         """As `forward`, without the head."""
 
     def hidden(self, ids: Tensor, window: Window, depth: int) -> Tensor:
-        """States (A, n, D) behind the first `depth` decoder layers; the others are not run."""
+        """States (A, n, D) after the first `depth` decoder layers; the others do not run."""
 
     def keep(self, start: Tensor, path: Tensor) -> None:
-        """See `cache.kept`."""
+        """See `cache.move_path`."""
 
     def head(self, states: Tensor) -> Tensor:
-        """States (..., D) behind the final norm -> logits (..., V)."""
+        """States (..., D) after the final norm -> logits (..., V)."""
 
 
 class Stock:
-    """transformers' own forward. context: positions past it, where only padding stands, are read as its last.
+    """transformers' own forward. context: padding at positions past it is read as if at its last one.
 
-    A window that slides is a narrower mask over the same slots, which hold the whole text: nothing is dropped, so a
-    length that goes back finds what it needs. form: of `FORMS`, what the model's code takes (see `selfcheck`).
+    A sliding window is a narrower mask over the same slots, which hold the whole text: nothing is dropped, so a text
+    can be cut back to any length. form: of `FORMS`, the one that the model's code accepts (see `selfcheck`).
     """
 
     scale: Tensor | None = None
@@ -81,7 +81,7 @@ class Stock:
         return states
 
     def hidden(self, ids: Tensor, window: Window, depth: int) -> Tensor:
-        return left_behind(self.model, depth, lambda: self._call(self.model.base_model, ids, window))
+        return early_states(self.model, depth, lambda: self._call(self.model.base_model, ids, window))
 
     def keep(self, start: Tensor, path: Tensor) -> None:
         self.cache.keep(start, path)
@@ -97,8 +97,8 @@ class Stock:
         )
 
     def _inside(self, window: Window) -> Window:
-        """Slots past the context hold padding alone, but where a tree ends: one is enough, and a table as long as the
-        context (MPT's biases) has no more."""
+        """Without slots past the context but one: they hold padding alone, and a table as long as the context (MPT's
+        biases) has no more. Only a tree may need them."""
         if window.limit <= self.context + 1 or window.branches is not None:
             return window
         short = Window(window.low, window.high, window.positions.clamp(max=self.context), None, self.context + 1)
@@ -123,17 +123,16 @@ class Stock:
 
 
 class Lean:
-    """`llama.states` of a model for which `llama_weights.applies`. int8: with its projections rounded, see
-    `llama_weights.int8`."""
+    """`llama.states_of` a model for which `llama.applies`. int8: its projections are rounded, see `llama.int8`."""
 
     scale: Tensor | None = None
 
     def __init__(self, model: PreTrainedModel, cache: SlotCache, int8: bool = False) -> None:
         self.model, self.cache, self.int8 = model, cache, int8
-        self._read()
+        self._read_weights()
 
     def forward(self, ids: Tensor, window: Window, only: Tensor | None = None, layers: Layers = ()) -> Pass:
-        states = self._states(ids, window, (*layers, LAST))  # before the head is looked up: it may find new weights
+        states = self._states(ids, window, (*layers, LAST))  # before the head is read: this may replace the weights
         last = states[LAST] if only is None else picked(states[LAST], only)
         last = scaled(last, self.scale, window.low)
         return Pass(self.weights.head(last), {layer: states[layer] for layer in layers})
@@ -150,101 +149,93 @@ class Lean:
     def head(self, states: Tensor) -> Tensor:
         return self.weights.head(states)
 
-    def draft(
-        self, tails: Tensor, ends: Tensor, u: Tensor, temperature: Tensor, greedy: bool, window: Window
-    ) -> tuple[Tensor, Tensor] | None:
-        """All drafts of a round at once, see `LM.draft`: None where single passes are all there is."""
-        return None
-
     def _states(self, ids: Tensor, window: Window, layers: Layers, stored: bool = False) -> dict[int, Tensor]:
         cos, sin = self.rotation(window)
-        return llama.states(ids, self.weights, self.shape, cos, sin, self._keep, self._attend(window), layers, stored)
-
-    def _attend(self, window: Window) -> llama.Attend:
-        return attention(self.mask(window), self.shape)
+        attend = attention(self.mask(window), self.shape)
+        return llama.states_of(ids, self.weights, self.shape, cos, sin, self._keep, attend, layers, stored)
 
     def _keep(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         return self.cache.stores[layer].update(keys, values)
 
-    def _read(self) -> None:
-        self.weights, self.shape = prepared(self.model, self.int8), llama_weights.shape_of(self.model)
+    def _read_weights(self) -> None:
+        self.weights, self.shape = prepared(self.model, self.int8), llama.shape_of(self.model)
         self.parameters = list(self.model.parameters())
-        self.state = llama_weights.state(self.model, self.parameters)  # joining projections may have moved them
-        self.origin = made_of(self.model)
-        self._turn()
+        self.state = llama.state(self.model, self.parameters)  # joining projections may have moved them
+        self.origin = origin_of(self.model)
+        self._compute_angles()
 
-    def _turn(self) -> None:
-        with torch.inference_mode(False):  # whoever asks: graphs tell the two kinds of tensors apart
+    def _compute_angles(self) -> None:
+        with torch.inference_mode(False):  # always: compiled code differs for tensors of inference mode and others
             cos, sin = llama.angles(self.model, self.cache.slots)
             self.angles = cos.to(self.shape.held), sin.to(self.shape.held)
 
     def rotation(self, window: Window) -> tuple[Tensor, Tensor]:
         """cos and sin (A or 1, n, 1, D) of the window's positions, from a table that grows with the slots."""
-        self._refresh(window.limit)
+        self.refresh(window.limit)
         if window.start is not None:
             cos, sin = (part[None, window.start : window.limit, None] for part in self.angles)
         else:
             cos, sin = (part[window.positions].unsqueeze(2) for part in self.angles)
         return cos, sin
 
-    def _refresh(self, limit: int) -> None:
-        """Find weights that have changed, and angles for new slots."""
-        if self.state != llama_weights.state(self.model, self.parameters):
-            self._read()
+    def refresh(self, limit: int) -> None:
+        """Read weights that have changed, and compute angles for new slots."""
+        if self.state != llama.state(self.model, self.parameters):
+            self._read_weights()
         if self.angles[0].shape[0] < limit:
-            self._turn()
+            self._compute_angles()
 
     def mask(self, window: Window) -> Tensor | None:
         if window.limit - 1 == window.start:
-            return None  # one id a row, after everything that is read
+            return None  # one id a row, after all that it reads
         return additive(visible(window, self.model.device), self.shape.held)
 
 
-# weights as they are multiplied by, of every model that is run, and which ones they were made of; by whether rounded
+# rounded or packed copies of weights, with the origin of the values; by model and by whether they are rounded
 _PREPARED: WeakKeyDictionary[PreTrainedModel, dict[bool, tuple[Origin, llama.Weights]]] = WeakKeyDictionary()
 
 
-def made_of(model: PreTrainedModel) -> Origin:
-    """What a copy of the model's weights was made of: where they were in memory, and their values, since not every
-    change of those is counted."""
-    return llama_weights.origin(model), fingerprint(model)
+def origin_of(model: PreTrainedModel) -> Origin:
+    """Address of every weight and how often it was changed, and a checksum of the values, since torch does not count
+    every change."""
+    return [(p.data_ptr(), changes([p])) for p in model.parameters()], fingerprint(model)
 
 
 def prepared(model: PreTrainedModel, int8: bool) -> llama.Weights:
-    """The model's weights rounded, packed or as they are; copies are made once for all that run it, and again when its
-    own have changed."""
-    weights, kept = llama_weights.weights_of(model), _PREPARED.setdefault(model, {})
-    change = llama_weights.int8 if int8 else llama_weights.packed if llama_weights.can_pack(model) else None
+    """The model's weights rounded, packed or as they are. Copies are computed once for all that run the model, and
+    again when its weights have changed."""
+    weights, copies = llama.weights_of(model), _PREPARED.setdefault(model, {})
+    change = llama.int8 if int8 else llama.packed if llama.can_pack(model) else None
     if change is None:
         return weights
-    origin = made_of(model)
-    if int8 not in kept or kept[int8][0] != origin:
-        kept[int8] = origin, change(weights)
-    return kept[int8][1]
+    origin = origin_of(model)
+    if int8 not in copies or copies[int8][0] != origin:
+        copies[int8] = origin, change(weights)
+    return copies[int8][1]
 
 
-def attention(mask: Tensor | None, shape: llama.Shape) -> llama.Attend:
+def attention(mask: Tensor | None, shape: llama.ModelShape) -> llama.Attend:
     """The cheapest way to attend under a mask (A, 1, n, L), None: all is seen."""
     if mask is not None and mask.device.type != "cpu":
-        return partial(folded, mask=folded_mask(mask, shape.heads // shape.groups), scale=shape.scale)
+        return partial(llama.folded, mask=llama.folded_mask(mask, shape.heads // shape.groups), scale=shape.scale)
     if mask is None or mask.shape[2] > SHORT:
         return partial(llama.flash, mask=mask, shape=shape)
     return partial(llama.batched, mask=llama.grouped(mask, shape), shape=shape)
 
 
 def picked(states: Tensor, only: Tensor) -> Tensor:
-    """(A, n, ...) at `only` (A,) -> (A, 1, ...)."""
+    """Values (A, n, ...) of column `only` (A,) of each row -> (A, 1, ...)."""
     return states[torch.arange(len(only), device=only.device), only].unsqueeze(1)
 
 
 def scaled(states: Tensor, scale: Tensor | None, low: int = 0) -> Tensor:
-    """States (A, n, D) of slots low, low + 1, ..., each row's times its own scale, of (rows, D); None: as they are."""
+    """States (A, n, D) of rows low, low + 1, ..., each times its own row of scale (rows, D); None: as they are."""
     return states if scale is None else states * scale[low : low + len(states)].unsqueeze(1)
 
 
 def visible(window: Window, device: torch.device, width: int | None = None, *, chunk: int | None = None) -> Tensor:
-    """(A, 1, n, limit): a token sees the slots up to its own position; the last `width` of them, or those of its own
-    `chunk` of so many positions, when given."""
+    """(A, 1, n, limit): a token sees the slots up to its own position; of these the last `width`, or those of its own
+    `chunk` of so many positions, if given."""
     slots = torch.arange(window.limit, device=device)
     if window.branches is not None:
         return seen_on_paths(window.positions, slots, window.branches, width, chunk)
@@ -252,7 +243,7 @@ def visible(window: Window, device: torch.device, width: int | None = None, *, c
 
 
 def seen_from(positions: Tensor, slots: Tensor, width: int | None = None, chunk: int | None = None) -> Tensor:
-    """positions (A, n), slots (L,), or the positions (A, 1, L) of what they hold -> (A, 1, n, L), see `visible`."""
+    """positions (A, n), slots (L,), or the positions (A, 1, L) of their tokens -> (A, 1, n, L), see `visible`."""
     seen = slots <= positions.unsqueeze(-1)
     if width:
         seen &= slots > positions.unsqueeze(-1) - width
@@ -265,16 +256,17 @@ def seen_on_paths(
     positions: Tensor, slots: Tensor, branches: Branches, width: int | None = None, chunk: int | None = None
 ) -> Tensor:
     """positions (A, n) of nodes, slots (L,) -> (A, 1, n, L): a node sees the text up to the anchor, its ancestors and
-    itself. Widths and chunks count positions: along its path, not slots."""
-    column = (slots - branches.anchor).clamp(0, MOST_NODES + 1)  # (A, L); the text before the anchor is seen as it is
+    itself. Widths and chunks count positions along its path, not slots."""
+    column = (slots - branches.anchor).clamp(0, MOST_NODES + 1)  # (A, L); 0: the text up to the anchor
     seen = (branches.seen.unsqueeze(-1) >> column.unsqueeze(1) & 1).bool().unsqueeze(1)
     if (width or chunk) and branches.depths is not None:
         depths = branches.depths.gather(1, column.clamp(max=branches.depths.shape[1] - 1))
-        held = torch.where(column > 0, branches.anchor + depths, slots)  # the position of what each slot holds
-        seen &= seen_from(positions, held.unsqueeze(1), width, chunk)
+        at = torch.where(column > 0, branches.anchor + depths, slots)  # the position of each slot's token
+        seen &= seen_from(positions, at.unsqueeze(1), width, chunk)
     return seen
 
 
 def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where seen, the lowest number elsewhere: made once, where a bool mask would be converted by every layer."""
+    """A mask to add to scores: 0 for what is seen, else the lowest number. Computed once, while a bool mask would be
+    converted by every layer."""
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, torch.finfo(dtype).min)

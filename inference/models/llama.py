@@ -1,31 +1,41 @@
-"""The Llama family's forward in few operations, as a function of tensors.
+"""The Llama family in few operations: which models, with which weights, and the forward as a function of tensors.
 
-A pass over a few ids is bound by how many operations it launches, not by their size: stock modules launch some sixty
-a layer. Here a layer is two norms, four matrix products (query, key and value in one, gate and up in one), one
-rotation and one attention, on the model's own weights: projections that are applied together are laid side by side in
-memory once, and the model's parameters become views of them, so nothing is held twice and training still sees them.
-Being a function of tensors alone, it is compiled once for all models of a shape (`compiled`).
+A pass over a few ids is bound by the number of operations that it launches, not by their size: transformers' modules
+launch some sixty a layer. Here a layer is two norms, four matrix products (query, key and value in one, gate and up in
+one), one rotation and one attention, on the model's own weights. Projections that are applied together are copied side
+by side once, and the model's parameters become views of that memory: nothing is stored twice, and training still
+changes the same weights. As a function of tensors alone the forward is compiled once for all models of a shape
+(`compiled`).
 
-A rows, n ids a row, H query heads, G key/value heads, D head size, L slots read.
+A rows, n ids a row, H query heads, G key/value heads, D head size, L slots read; H/G heads of a group.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from inference.models.checksum import changes
 from inference.models.passes import LAST
+from inference.models.pretrained import emulated, sliding_window
+
+FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+ROTATIONS = ("default", "linear", "llama3", "yarn")  # angles that depend on a token's own position alone
+
+PACKED = 2**30  # bytes of weights: larger models are not stored twice
+ROWS = 32  # ids of a pass for which weights are packed; other numbers work as well
+ALIGNED = 16  # an attention kernel copies a mask if its rows do not begin at multiples of so many elements
 
 Keep = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Linear(NamedTuple):
-    """weight (out, in); scale (out,) when it is in int8, else None: row r stands for scale[r] * weight[r]. packed: the
-    weight once more, as a CPU's kernel reads it, which would else arrange it at every call."""
+    """weight (out, in); scale (out,) if it is in int8, else None: row r stands for scale[r] * weight[r]. packed: the
+    weight a second time, in the order of a CPU's kernel, which would otherwise rearrange it at every call."""
 
     weight: Tensor
     bias: Tensor | None
@@ -34,8 +44,8 @@ class Linear(NamedTuple):
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.packed is not None:
-            found: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
-            return found
+            product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+            return product
         if self.scale is None:
             return F.linear(x, self.weight, self.bias)
         flat = torch._weight_int8pack_mm(x.flatten(0, -2), self.weight, self.scale)
@@ -63,7 +73,7 @@ class Weights(NamedTuple):
     head: Linear
 
 
-class Shape(NamedTuple):
+class ModelShape(NamedTuple):
     """heads H, groups G, size D, scale of the attention scores, eps of the norms; held: dtype of keys and values."""
 
     heads: int
@@ -74,10 +84,10 @@ class Shape(NamedTuple):
     held: torch.dtype
 
 
-def states(
+def states_of(
     ids: Tensor,
     weights: Weights,
-    shape: Shape,
+    shape: ModelShape,
     cos: Tensor,
     sin: Tensor,
     keep: Keep,
@@ -85,51 +95,51 @@ def states(
     layers: Collection[int] = (LAST,),
     stored: bool = False,
 ) -> dict[int, Tensor]:
-    """ids (A, n) -> states (A, n, W) of `layers`, see `passes`; what is behind the last of them is not run.
+    """ids (A, n) -> states (A, n, W) of `layers`, see `passes`; layers after the last of them do not run.
 
     cos, sin (A or 1, n, 1, D): see `angles`. keep(i, k, v): stores layer i's new keys and values (A, G, n, D), returns
-    all it may read (A, G, L, D). attend(q, k, v): of `flash`, `batched` or
-    `grouped_query.folded`, queries (A, H, n, D) -> (A, n, H D). stored: all keys and values are kept nevertheless, of
-    the last decoder layer nothing more.
+    all that it may read (A, G, L, D). attend(q, k, v): `flash`, `batched` or `folded`, queries (A, H, n, D) ->
+    (A, n, H D). stored: all layers run, so that all keys and values are stored; the last ends with them unless its
+    states are in `layers`.
     """
-    x, found = F.embedding(ids, weights.embedding), {}
+    x, states = F.embedding(ids, weights.embedding), {}
     needed = len(weights.layers) if LAST in layers else max(layers, default=0)
     for i, w in enumerate(weights.layers if stored else weights.layers[:needed]):
         if i in layers:
-            found[i] = x
+            states[i] = x
         A, n, _ = x.shape
         turned = w.qkv(_norm(x, w.first, shape.eps)).view(A, n, -1, shape.size).to(shape.held)
         q, k, v = (part.transpose(1, 2) for part in _rotated(turned, w, shape, cos, sin))
         k, v = keep(i, k, v)
         if stored and i + 1 == len(weights.layers) > needed:
-            return found
+            return states
         x = x + w.out(attend(q, k, v).to(x.dtype))
         gate, up = w.gate_up(_norm(x, w.second, shape.eps)).chunk(2, -1)
         x = x + w.down(F.silu(gate) * up)
     if needed in layers:
-        found[needed] = x
+        states[needed] = x
     if LAST in layers:
-        found[LAST] = _norm(x, weights.norm, shape.eps)
-    return found
+        states[LAST] = _norm(x, weights.norm, shape.eps)
+    return states
 
 
-def flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, shape: Shape) -> Tensor:
+def flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, shape: ModelShape) -> Tensor:
     """Attention (A, n, H D) by torch's own kernels; mask (A, 1, n, L) is added to the scores, None: all is seen."""
     grouped = shape.heads != shape.groups
-    found = F.scaled_dot_product_attention(q, k, v, mask, scale=shape.scale, enable_gqa=grouped)
-    return found.transpose(1, 2).flatten(2)
+    out = F.scaled_dot_product_attention(q, k, v, mask, scale=shape.scale, enable_gqa=grouped)
+    return out.transpose(1, 2).flatten(2)
 
 
-def batched(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, shape: Shape) -> Tensor:
-    """The same in two batched products, heads of a group side by side: for a few ids a row on a CPU, whose kernel
-    takes half as long again. mask (A G, H/G n, L), see `grouped`."""
+def batched(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, shape: ModelShape) -> Tensor:
+    """The same in two batched products, heads of a group side by side: for a few ids a row on a CPU, on which torch's
+    kernel takes half as long again. mask (A G, H/G n, L), see `grouped`."""
     A, H, n, D = q.shape
     queries = q.reshape(A * shape.groups, -1, D)
     scores = torch.baddbmm(mask, queries, k.flatten(0, 1).transpose(1, 2), alpha=shape.scale)
     return torch.bmm(scores.softmax(-1), v.flatten(0, 1)).view(A, H, n, D).transpose(1, 2).flatten(2)
 
 
-def grouped(mask: Tensor, shape: Shape) -> Tensor:
+def grouped(mask: Tensor, shape: ModelShape) -> Tensor:
     """(A, 1, n, L) -> (A G, H/G n, L), one for every head."""
     A, _, n, L = mask.shape
     return mask.expand(A, shape.heads, n, L).reshape(A * shape.groups, -1, L)
@@ -142,7 +152,7 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * wide.to(x.dtype)
 
 
-def _rotated(states: Tensor, w: Layer, shape: Shape, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _rotated(states: Tensor, w: Layer, shape: ModelShape, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(A, n, H+2G, D) -> queries (A, n, H, D), keys and values (A, n, G, D)."""
     turned, v = states.split((shape.heads + shape.groups, shape.groups), 2)
     if w.q_norm is not None and w.k_norm is not None:
@@ -153,6 +163,28 @@ def _rotated(states: Tensor, w: Layer, shape: Shape, cos: Tensor, sin: Tensor) -
     return q, k, v
 
 
+def folded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """The same under a mask on an accelerator: q (A, H, n, D), k and v (A, G, L, D), mask from `folded_mask`, None: all
+    is seen -> (A, n, H D).
+
+    Torch's flash kernel takes no mask and its memory-efficient one no groups; if a call has both, most GPUs compute a
+    product, a softmax and a product over keys and values copied for every head. With the heads of a group side by side
+    in the query length there are no groups: one kernel, which reads keys and values once a group.
+    """
+    A, H, n, D = q.shape
+    G = k.shape[1]
+    out = F.scaled_dot_product_attention(q.reshape(A, G, -1, D), k, v, mask, scale=scale)
+    return out.unflatten(2, (H // G, n)).permute(0, 3, 1, 2, 4).reshape(A, n, -1)
+
+
+def folded_mask(mask: Tensor, heads: int) -> Tensor:
+    """mask (A, 1, n, L), added to scores -> (A, 1, heads n, L), the same for each of the heads of a group."""
+    A, _, n, L = mask.shape
+    wide = torch.zeros(A, heads, n, -(-L // ALIGNED) * ALIGNED, dtype=mask.dtype, device=mask.device)
+    wide[..., :L] = mask
+    return wide.flatten(1, 2).unsqueeze(1)[..., :L]
+
+
 def angles(model: PreTrainedModel, slots: int) -> tuple[Tensor, Tensor]:
     """cos and sin (slots, D) of all positions, as the model's own rotary module gives them; sin carries the sign of
     the rotation by `roll`."""
@@ -161,3 +193,156 @@ def angles(model: PreTrainedModel, slots: int) -> tuple[Tensor, Tensor]:
     cos, sin = body.rotary_emb(like, torch.arange(slots, device=model.device)[None])
     half = sin.shape[-1] // 2
     return cos[0], torch.cat((-sin[0, :, :half], sin[0, :, half:]), -1)
+
+
+def applies(model: PreTrainedModel) -> bool:
+    """Whether this forward is the model's: a known family, plain linear layers on one device, a plain rotation, and no
+    hooks or replaced forwards."""
+    config = model.config
+    if not _known(model) or config.hidden_act not in ("silu", "swish"):
+        return False
+    if sliding_window(config):
+        return False
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type", "default") not in ROTATIONS or getattr(config, "pretraining_tp", 1) != 1:
+        return False
+    if any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in model.modules()):
+        return False
+    linears = [m for name, m in model.named_modules() if name.endswith(("_proj", "lm_head"))]
+    return all(type(m) is nn.Linear for m in linears) and len({p.device for p in model.parameters()}) == 1
+
+
+def _known(model: PreTrainedModel) -> bool:
+    """Whether the model and all its parts are of transformers' own classes for one of `FAMILIES`, or of torch's: a
+    class of another module may have the same name, and another forward."""
+    home = type(model).__module__
+    ours = home.startswith("transformers.models.") and type(model).__name__ in FAMILIES
+    homes = {type(m).__module__ for m in model.modules()} - {home, "transformers.activations"}
+    return ours and all(name.startswith("torch.nn.modules.") for name in homes)
+
+
+def shape_of(model: PreTrainedModel) -> ModelShape:
+    """On a CPU the keys and values of a half-precision model are stored in float32: attention over a few ids is several
+    times faster there, and no less precise."""
+    body: Any = model.base_model
+    attention, dtype = body.layers[0].self_attn, model.dtype
+    held = torch.promote_types(dtype, torch.float32) if model.device.type == "cpu" else dtype
+    heads, groups = (p.out_features // attention.head_dim for p in (attention.q_proj, attention.k_proj))
+    eps = body.norm.variance_epsilon
+    return ModelShape(heads, groups, attention.head_dim, attention.scaling, eps, held)
+
+
+def weights_of(model: PreTrainedModel) -> Weights:
+    """The model's own weights, projections joined."""
+    body: Any = model.base_model
+    top: Any = model.lm_head
+    # parameters stay fit for training, or tensors of inference mode: the two must not be mixed
+    with torch.inference_mode(top.weight.is_inference()), torch.no_grad():
+        layers = [_layer(layer) for layer in body.layers]
+        return Weights(body.embed_tokens.weight.data, layers, body.norm.weight.data, _joined([top]))
+
+
+def _layer(layer: Any) -> Layer:
+    attention, mlp = layer.self_attn, layer.mlp
+    q_norm, k_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
+    return Layer(
+        first=layer.input_layernorm.weight.data,
+        qkv=_joined([attention.q_proj, attention.k_proj, attention.v_proj]),
+        q_norm=_data(q_norm and q_norm.weight), k_norm=_data(k_norm and k_norm.weight),
+        out=_joined([attention.o_proj]),
+        second=layer.post_attention_layernorm.weight.data,
+        gate_up=_joined([mlp.gate_proj, mlp.up_proj]),
+        down=_joined([mlp.down_proj]),
+    )  # fmt: skip
+
+
+def _data(parameter: Tensor | None) -> Tensor | None:
+    return None if parameter is None else parameter.data
+
+
+def _joined(linears: Sequence[nn.Linear]) -> Linear:
+    """All projections as one; the modules' own weights become views of it."""
+    biases = [linear.bias for linear in linears if linear.bias is not None]
+    return Linear(_side_by_side([linear.weight for linear in linears]), _side_by_side(biases) if biases else None)
+
+
+def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
+    """One tensor whose rows are those of all parts, in order; the parts become views of it, or are already."""
+    rows = [len(part) for part in parts]
+    if _adjacent(parts):
+        return parts[0].data.as_strided((sum(rows), *parts[0].shape[1:]), parts[0].stride())
+    whole = torch.cat([part.data for part in parts])
+    for part, view in zip(parts, whole.split(rows), strict=True):
+        part.data = view
+    return whole
+
+
+def _adjacent(parts: Sequence[Tensor]) -> bool:
+    storage, end = parts[0].untyped_storage().data_ptr(), parts[0].data_ptr()
+    for part in parts:
+        if part.untyped_storage().data_ptr() != storage or part.data_ptr() != end:
+            return False
+        end += part.nbytes
+    return True
+
+
+def can_round(model: PreTrainedModel) -> bool:
+    """Whether `int8` works for the model: the kernel runs on a CPU, reads bfloat16, and takes 16 inputs at a time: it
+    reads past the end of rows of other lengths."""
+    fits = all(m.in_features % 16 == 0 for m in model.modules() if isinstance(m, nn.Linear))
+    return fits and model.device.type == "cpu" and model.dtype == torch.bfloat16 and applies(model)
+
+
+def int8(weights: Weights) -> Weights:
+    """Every projection rounded to 8 bits with one scale an output, in bfloat16; a copy: the model keeps its own."""
+    return _each(weights, _rounded)
+
+
+def _rounded(linear: Linear) -> Linear:
+    weight, scale = int8_rows(linear.weight)
+    return Linear(weight, linear.bias, scale)
+
+
+def int8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """weight (out, in) -> (whole numbers from -127 to 127, scale (out,)): row r stands for scale[r] * numbers[r]."""
+    scale = weight.float().abs().amax(1).clamp(min=1e-12) / 127
+    scale = scale.to(torch.bfloat16)  # what the kernel multiplies by
+    return (weight.float() / scale.float().unsqueeze(1)).round().clamp(-127, 127).to(torch.int8), scale
+
+
+def can_pack(model: PreTrainedModel) -> bool:
+    """Whether `packed` works for the model: bfloat16 on a CPU that has instructions for it, and small enough to be
+    stored twice."""
+    small = sum(p.nbytes for p in model.parameters()) <= PACKED
+    native = hasattr(torch.ops.mkldnn, "_reorder_linear_weight") and not emulated(torch.bfloat16)  # on AVX2 it raises
+    return small and native and model.device.type == "cpu" and model.dtype == torch.bfloat16
+
+
+def packed(weights: Weights) -> Weights:
+    """Every projection with a second copy in the order in which the kernel reads it: a pass of the bundled target takes
+    a quarter less."""
+    return _each(weights, _packed)
+
+
+def _packed(linear: Linear) -> Linear:
+    return linear._replace(packed=torch.ops.mkldnn._reorder_linear_weight(linear.weight.contiguous(), ROWS))
+
+
+def _each(weights: Weights, change: Callable[[Linear], Linear]) -> Weights:
+    """All projections changed."""
+    layers = [
+        layer._replace(
+            qkv=change(layer.qkv), out=change(layer.out), gate_up=change(layer.gate_up), down=change(layer.down)
+        )
+        for layer in weights.layers
+    ]
+    return weights._replace(layers=layers, head=change(weights.head))
+
+
+def state(model: PreTrainedModel, parameters: Sequence[nn.Parameter]) -> tuple[int, int]:
+    """Changes when weights are trained in place or loaded into, and when moving or casting gives them new memory.
+
+    parameters: the model's, listed once: every pass calls this, and walking through the modules takes a tenth of it.
+    """
+    body: Any = model.base_model
+    return body.layers[0].input_layernorm.weight.data_ptr(), changes(parameters)

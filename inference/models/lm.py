@@ -1,50 +1,47 @@
-"""Any Hugging Face causal LM behind one forward on ragged rows."""
+"""Any Hugging Face causal LM with one forward on ragged rows: `LM`, its slots, and how prompts are stored in them."""
 
 import math
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-from inference.models import llama_weights
-from inference.models.cache import SlotCache, Window, tree_window
+from inference.models import llama
+from inference.models.cache import FIRST_SLOTS, SlotCache, Window, tree_window
 from inference.models.checksum import Stamp, unchanged
-from inference.models.compiled import Compiled
-from inference.models.cuda_graphs import Captured
-from inference.models.dtypes import quantisation_of, widened
+from inference.models.compiled import CompiledForward
 from inference.models.forward import Forward, Lean, Stock
-from inference.models.limits import positions_of, refuse_unsupported
-from inference.models.llama_weights import applies, can_round
-from inference.models.passes import ALONE, Layers, Pass, States, Tree
-from inference.models.selfcheck import Asked, form_of, lean_agrees
-
-if TYPE_CHECKING:
-    from inference.proposers.base import Round
-
-FIRST_SLOTS = 256
+from inference.models.graphs import GraphForward
+from inference.models.llama import applies, can_round
+from inference.models.passes import ALONE, Layers, Pass, States
+from inference.models.pretrained import positions_of, quantisation_of, refuse_unsupported
+from inference.models.selfcheck import SelfCheck, form_of, lean_agrees
+from inference.models.step import Drafts, Draws, Masked
+from inference.verify.tree import Tree
 
 
 def takes_int8(model: PreTrainedModel) -> bool:
-    """Whether `LM` runs it with weights in 8 bits here; warns once a model whose forward in few operations is not its
-    own, which alone can."""
+    """Whether `LM` runs the model with int8 weights here: only the forward in few operations can, so it must agree with
+    the model's own. Warns once a model when it does not."""
     return can_round(model.eval()) and lean_agrees(model, positions_of(model.config.get_text_config()))
 
 
 class LM:
     """A causal LM with slots for `rows` sequences; used as it is, never cast or moved.
 
-    vocabulary: ids in [0, V) have mass; logits past V are cut (padded vocabulary rows), missing ones are -inf,
-    and ids that the model has no row for are read as its last one (a draft's guess is worse, never wrong).
-    context: most tokens a row may hold, at most the model's `max_position_embeddings`. stock: always run
-    transformers' own forward, also for models that `llama` runs in fewer operations. compile: compile what `llama`
-    runs, see `compiled`, on a GPU replay it, see `cuda_graphs`; None: on a GPU alone. int8: weights rounded to 8 bits,
-    for a draft: a rounded target has another distribution. spare: slots after those of the rows, where prompts wait.
-    cache: that of an LM of which this one is the first layers, which share its keys and values. scaled: the head reads
-    each row's states times its row of `scale` (rows and spare ones, D), ones until somebody writes others there. Raises
-    ValueError for an attention implementation or a state that rows of different lengths cannot use.
+    vocabulary: ids in [0, V) have mass; logits past V are cut (padded vocabulary rows), missing ones are -inf, and ids
+    that the model lacks are read as its last one (a draft is then worse, never wrong).
+    context: most tokens of a row, at most the model's `max_position_embeddings`.
+    stock: always run transformers' own forward, also for models that `llama` runs in fewer operations.
+    compile: compile these passes (`compiled`), on a GPU record them as CUDA graphs (`graphs`); None: on a GPU alone.
+    int8: weights rounded to 8 bits, for a draft: a rounded target has another distribution.
+    spare: slots after those of the rows, for waiting prompts.
+    cache: that of a larger LM whose first layers are this model; both use the same keys and values.
+    scaled: the states that the head reads are multiplied by each row's `scale` (rows and spare ones, D), which starts
+    as ones for somebody to write to.
+    Raises ValueError for an attention implementation or a state that rows of different lengths cannot use.
     """
 
     def __init__(
@@ -74,32 +71,32 @@ class LM:
         with ALONE, unchanged(model):
             self.run = self._forward(stock, compile, int8)
             lean = isinstance(self.run, Lean)
-            copies = lean and (int8 or llama_weights.can_pack(model))
+            copies = lean and (int8 or llama.can_pack(model))
             self.stamp = Stamp(model, addresses=lean, values=copies)
-        self.asked = Asked(model, self.context, lean)
+        self.check = SelfCheck(model, self.context, lean)
         self.device, self.dtype = model.device, model.dtype
         self.scale = self.run.scale = self._ones(rows + spare, config.hidden_size) if scaled else None
-        self.offsets = torch.arange(0, device=self.device)  # 0, 1, ...: as many as a pass had ids
-        held, dtype = quantisation_of(model.config), str(model.dtype).removeprefix("torch.")
-        self.weights = "int8" if int8 else dtype if held == "none" else f"{held}, {dtype}"
+        self.offsets = torch.arange(0, device=self.device)  # 0, 1, ...: as many as the longest pass had ids a row
+        quantisation, dtype = quantisation_of(model.config), str(model.dtype).removeprefix("torch.")
+        self.weights = "int8" if int8 else dtype if quantisation == "none" else f"{quantisation}, {dtype}"
 
     @property
     def stale(self) -> bool:
-        """Whether the model was changed in a way that only a new LM knows: weights, adapters, hooks, modules, config.
-        Asked once a call of an engine: of 135 M parameters 2 ms, and where copies are packed a third of a pass."""
+        """Whether the model has changed in a way that needs a new LM: weights, adapters, hooks, modules, config.
+        Checked once a call of an engine: of 135 M parameters 2 ms, with packed copies a third of a pass."""
         if any(module.training for module in self.model.modules()):
             self.model.eval()
         return not self.stamp.holds(self.model)
 
     @property
     def compiled(self) -> bool:
-        """Whether short passes are compiled or replayed, so that all drafts of a round may be made at once."""
-        return isinstance(self.run, Captured | Compiled)
+        """Whether short passes are compiled or CUDA graphs, so that all drafts of a round can be one call."""
+        return isinstance(self.run, GraphForward | CompiledForward)
 
     @property
-    def replayed(self) -> bool:
-        """Whether short passes are replayed as CUDA graphs."""
-        return isinstance(self.run, Captured)
+    def uses_graphs(self) -> bool:
+        """Whether short passes are CUDA graphs."""
+        return isinstance(self.run, GraphForward)
 
     def _ones(self, rows: int, width: int) -> Tensor:
         with torch.inference_mode(False):  # written to in inference mode and outside it
@@ -112,24 +109,24 @@ class LM:
                 f"widths multiples of 16"
             )
         on_gpu = self.model.device.type == "cuda"
-        wanted = on_gpu if compile is None else compile
+        compile = on_gpu if compile is None else compile
         if not stock and applies(self.model) and lean_agrees(self.model, self.context):
-            fast = Captured if on_gpu else Compiled
-            return fast(self.model, self.cache, int8, self.rows) if wanted else Lean(self.model, self.cache, int8)
+            fast = GraphForward if on_gpu else CompiledForward
+            return fast(self.model, self.cache, int8, self.rows) if compile else Lean(self.model, self.cache, int8)
         if int8:
             raise ValueError(f"{type(self.model).__name__}: int8 weights need the forward in few operations")
-        if wanted and not stock:
-            kind = "replayed as CUDA graphs" if on_gpu else "compiled"
+        if compile and not stock:
+            way = "recorded as CUDA graphs" if on_gpu else "compiled"
             warnings.warn(
-                f"{type(self.model).__name__}: its passes cannot be {kind} and run through transformers' own forward, "
-                f"which takes longer; compile=False asks for that without this warning",
+                f"{type(self.model).__name__}: its passes cannot be {way} and run through transformers' own forward, "
+                f"which takes longer; compile=False does the same without this warning",
                 stacklevel=4,
             )
         return Stock(self.model, self.cache, self.context, form_of(self.model, self.context))
 
     @property
     def held(self) -> torch.dtype:
-        """What keys and values are held in."""
+        """The dtype of keys and values."""
         return self.run.shape.held if isinstance(self.run, Lean) else self.dtype
 
     def forward(
@@ -146,19 +143,19 @@ class LM:
         """One pass: ids (A, n) of slots [low, low + A) at positions start_b, start_b + 1, ...
 
         Its logits are (A, n, V), or (A, 1, V) after id `only` (A,) of each row; its states (A, n, D) those of the
-        layers `states`, see `passes`. at (A,): `start` where it is on the device already. Where passes are replayed,
-        the next pass of this LM overwrites both: copy what must last. Entries of a row past its real tokens are
-        computed from whatever ids stand there and overwritten by its next pass.
+        layers `states`, see `passes`. at (A,): `start` as a tensor, if it is on the device already. If passes are CUDA
+        graphs, the next pass of this LM overwrites both: copy what must last. Entries of a row past its real tokens are
+        computed from whatever ids are there and overwritten by its next pass.
         tree: ids are the anchor and the nodes of a tree of drafts (Miao et al. 2023, 2305.09781), or the last n of
-        these, where passes before stored the others. Node i is written at slot start_b + 1 + i, stands at the position
-        of its depth, start_b + 1 for the anchor's children, and sees the text up to the anchor, its ancestors and
-        itself; `keep` makes a path of it a text.
-        Raises ValueError for a layer that the model has not, and for states or trees that its code cannot give.
+        these, if earlier passes stored the others. Node i is written to slot start_b + 1 + i; its position is that of
+        its depth, start_b + 1 for the anchor's children; it sees the text up to the anchor, its ancestors and itself.
+        `keep` then moves an accepted path to the slots of its positions.
+        Raises ValueError for a layer that the model lacks, and for states or trees that its code cannot give.
         """
-        asked = only if ids.shape[1] > 1 else None  # of one id there is nothing to choose
+        of_each = only if ids.shape[1] > 1 else None  # of one id there is nothing to choose
         window = self._aimed(ids, start, low, at, tree)
-        found = self.run.forward(self._known(ids), window, asked, self.asked.states(states))
-        return Pass(self._fitted(found.logits), found.states)
+        output = self.run.forward(self._known(ids), window, of_each, self.check.states(states))
+        return Pass(self._fitted(output.logits), output.states)
 
     def _fitted(self, logits: Tensor) -> Tensor:
         """Logits (..., size) -> (..., V) of the vocabulary."""
@@ -175,39 +172,39 @@ class LM:
         temperature: Tensor,
         greedy: bool = False,
         at: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor] | None:
-        """All drafts of a round in one call, where passes are compiled: None where they are not.
+    ) -> Drafts | None:
+        """All drafts of a round in one call, by temperature alone: None if passes are neither compiled nor CUDA graphs.
 
-        tails (A, n): the last ids, one or two, of texts of ends_b tokens in slots [0, A), stored but for these; u
+        tails (A, n): the last ids, one or two, of texts of ends_b tokens in slots [0, A), whose other ids are stored; u
         (A, k) uniforms, temperature (A,) above 0. Returns drafts (A, k) and their distributions (A, k, V); greedy: the
-        likeliest tokens, one-hot distributions. at (A,): `ends` where it is on the device already. Where passes are
-        replayed, the next call overwrites them.
+        likeliest tokens, one-hot distributions. at (A,): `ends` as a tensor, if it is on the device already. If passes
+        are CUDA graphs, the next call overwrites both.
         """
-        if not isinstance(self.run, Lean) or self.vocabulary != self.size:
+        if not isinstance(self.run, CompiledForward | GraphForward) or self.vocabulary != self.size:
             return None
         at = torch.tensor(ends, device=self.device) if at is None else at
-        window = self._ahead(ends, at, u.shape[1])
-        even = u.reshape(-1).view(u.shape)  # one stride for every number of uniforms that were made
+        window = self._draft_window(ends, at, u.shape[1])
+        even = u.reshape(-1).view(u.shape)  # one stride, however many uniforms there are
         return self.run.draft(tails, at, even, temperature, greedy, window)
 
     def draft_for(
-        self, round: "Round", k: int, greedy: bool, tails: Tensor, ends: Sequence[int], at: Tensor
-    ) -> tuple[Tensor, Tensor] | None:
-        """As `draft`, k drafts with the round's own distributions and draws, where passes are replayed: None where they
-        are not, or where drafts are ids that the model has no row for."""
-        if not isinstance(self.run, Captured) or self.vocabulary > self.size:
+        self, draws: Draws, k: int, greedy: bool, tails: Tensor, ends: Sequence[int], at: Tensor
+    ) -> Drafts | None:
+        """As `draft`, k drafts by the round's own distributions and draws: None if passes are no CUDA graphs, or if
+        drafts may be ids that the model lacks."""
+        if not isinstance(self.run, GraphForward) or self.vocabulary > self.size:
             return None
-        return self.run.draft_for(round, k, greedy, tails, at, self._ahead(ends, at, k), self._fitted)
+        return self.run.draft_for(draws, k, greedy, tails, at, self._draft_window(ends, at, k), self._fitted)
 
-    def _ahead(self, ends: Sequence[int], at: Tensor, k: int) -> Window:
-        """Where k drafts of texts of `ends` tokens go."""
+    def _draft_window(self, ends: Sequence[int], at: Tensor, k: int) -> Window:
+        """The window of k drafts of texts of `ends` tokens."""
         window = Window(0, len(ends), at.unsqueeze(1), None, max(ends) + k - 1)
         self.cache.aim(window)
         return window
 
     def store(self, ids: Tensor, start: Sequence[int], low: int = 0, *, states: Layers = ()) -> States:
         """As forward, without the head: prompts are stored, nothing is predicted."""
-        return self.run.store(self._known(ids), self._aimed(ids, start, low, None), self.asked.states(states))
+        return self.run.store(self._known(ids), self._aimed(ids, start, low, None), self.check.states(states))
 
     def hidden(
         self,
@@ -219,29 +216,29 @@ class LM:
         *,
         tree: Tree | None = None,
     ) -> Tensor:
-        """As forward, left behind the first `layers` decoder layers (early exit: Elhoushi et al. 2024, 2404.16710): the
-        residual stream (A, n, D) there, whose keys and values are stored; what the other layers hold of these
-        positions is stale until a whole pass writes them.
+        """As forward, ended after the first `layers` decoder layers (early exit: Elhoushi et al. 2024, 2404.16710): the
+        residual stream (A, n, D) there. Keys and values of these layers are stored; those that other layers have for
+        these positions are stale until a whole pass writes them.
         """
         if not 0 < layers <= self.depth:
             raise ValueError(f"layers={layers}: {type(self.model).__name__} has {self.depth} decoder layers; 1 or more")
-        self.asked.states((layers,))
+        self.check.states((layers,))
         return self.run.hidden(self._known(ids), self._aimed(ids, start, low, at, tree), layers)
 
     def keep(self, start: Sequence[int], path: Tensor, at: Tensor | None = None) -> None:
-        """After a pass over a tree with anchors at `start`: the nodes path (A, m) of each row, parents before children,
-        are moved to the slots after its anchor, one after the other, so that slots hold a plain text again; -1 where a
-        row has no more. at (A,): `start` where it is on the device already."""
+        """After a pass over a tree with anchors at `start`: move the nodes path (A, m) of each row, parents before
+        children, to the slots after its anchor, one after the other, so that slots hold a plain text again; -1 for a
+        row that has no more. at (A,): `start` as a tensor, if it is on the device already."""
         self.run.keep(torch.tensor(start, device=self.device) if at is None else at, path)
 
     def head(self, states: Tensor) -> Tensor:
-        """States (..., D) behind the final norm -> logits (..., V) of the vocabulary."""
+        """States (..., D) after the final norm -> logits (..., V) of the vocabulary."""
         return self._fitted(self.run.head(states.to(self.dtype)))
 
     def embedded(self, ids: Tensor) -> Tensor:
         """ids (...) -> the model's embeddings (..., D)."""
-        found: Tensor = self.model.get_input_embeddings()(self._known(ids))
-        return found
+        embeddings: Tensor = self.model.get_input_embeddings()(self._known(ids))
+        return embeddings
 
     def no_states(self, rows: int, layers: Layers) -> States:
         """States of no token, (rows, 0, D) each."""
@@ -249,20 +246,20 @@ class LM:
         return {layer: torch.empty(rows, 0, width, dtype=self.dtype, device=self.device) for layer in layers}
 
     def _known(self, ids: Tensor) -> Tensor:
-        """Ids that the model has no row for, as its last one."""
+        """The ids; those that the model lacks become its last one."""
         return ids.clamp(max=self.size - 1) if self.vocabulary != self.size else ids
 
     def _aimed(
         self, ids: Tensor, start: Sequence[int], low: int, at: Tensor | None, tree: Tree | None = None
     ) -> Window:
-        window = self._window(ids, start, low, at) if tree is None else self._branching(ids, start, low, at, tree)
+        if tree is None:
+            window = self._window(ids, start, low, at)
+        else:
+            self.check.trees()
+            anchors = torch.tensor(start, device=self.device) if at is None else at
+            window = tree_window(tree.on(self.device), ids.shape[1], anchors, max(start), low)
         self.cache.aim(window)
         return window
-
-    def _branching(self, ids: Tensor, start: Sequence[int], low: int, at: Tensor | None, tree: Tree) -> Window:
-        self.asked.trees()
-        at = torch.tensor(start, device=self.device) if at is None else at
-        return tree_window(tree.on(self.device), ids.shape[1], at, max(start), low)
 
     def _window(self, ids: Tensor, start: Sequence[int], low: int, at: Tensor | None) -> Window:
         first, width = max(start), ids.shape[1]
@@ -277,7 +274,7 @@ class LM:
         return Window(low, low + len(start), positions, None, first + width)
 
     def wait(self) -> None:
-        """Wait for the device, so that a clock sees the work and not its launch; draws on the host do so anyway."""
+        """Wait for the device, so that a clock measures the work and not its launch."""
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
 
@@ -286,17 +283,40 @@ class LM:
         self.cache.move(source, target, length)
 
     def clear(self, slot: int) -> None:
-        """Zero a slot in which NaN may stand: what is masked is multiplied by 0, and 0 times NaN is NaN."""
+        """Zero a slot that may have NaN: what is masked is multiplied by 0, and 0 times NaN is NaN."""
         for layer in self.cache.stores:
             if layer.is_initialized:
                 layer.keys[slot].zero_()
                 layer.values[slot].zero_()
 
 
-def load_model(path: str, dtype: torch.dtype | str | None = None, trust_remote_code: bool = False) -> PreTrainedModel:
-    """A causal LM from a folder or hub id, safetensors only, in `dtype`; None: the checkpoint's own, or float32, see
-    `widened`."""
-    model = AutoModelForCausalLM.from_pretrained(
-        path, dtype=dtype or "auto", use_safetensors=True, trust_remote_code=trust_remote_code
-    ).eval()
-    return model if dtype else widened(model)
+def at_once(lm: LM, draws: Draws, masked: Masked, begins: list[int], k: int, greedy: bool) -> Drafts | None:
+    """The drafts of a round from one pass over masks, in one call, after the round's numbers were sent; begins:
+    `masked.begins` on the host. None if passes are neither compiled nor CUDA graphs, for rows that are too long for
+    these, and, if they are compiled, for distributions that depend on more than a temperature."""
+    if isinstance(lm.run, GraphForward) and lm.vocabulary <= lm.size:
+        window = lm._aimed(masked.ids, begins, 0, masked.begins)
+        return lm.run.draft_masked(draws, masked, k, greedy, window, lm._fitted)
+    if isinstance(lm.run, CompiledForward) and lm.vocabulary == lm.size:
+        return lm.run.draft_masked(draws, masked, k, greedy, lm._aimed(masked.ids, begins, 0, masked.begins))
+    return None
+
+
+def store_prompts(lm: LM, low: int, prompts: Sequence[list[int]], chunk: int = 512, *, states: Layers = ()) -> States:
+    """Store all but the last token of each prompt in slots low, low + 1, ..., `chunk` positions a pass.
+
+    Returns the states (A, n, D) of the layers `states`: column j is that of a prompt's token j; columns past its own
+    tokens mean nothing.
+    """
+    parts = [lm.no_states(len(prompts), states)]
+    for start in range(0, max(map(len, prompts)) - 1, chunk):
+        tails = [prompt[:-1][start : start + chunk] or prompt[:1] for prompt in prompts]
+        ids = torch.tensor(padded(tails), device=lm.device)
+        parts.append(lm.store(ids, [start] * len(prompts), low, states=states))
+    return {layer: torch.cat([part[layer] for part in parts], 1) for layer in states}
+
+
+def padded(rows: Sequence[list[int]]) -> list[list[int]]:
+    """Rows of one length, each padded on the right with its own last id: no row reads an id of another."""
+    width = max(map(len, rows))
+    return [row + row[-1:] * (width - len(row)) for row in rows]

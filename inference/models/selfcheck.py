@@ -1,53 +1,100 @@
-"""Whether passes over rows of different lengths give a model's own logits: asked of every model that an engine runs.
+"""Whether passes over rows of different lengths give a model's own logits: checked for every model that an engine runs.
 
-Two rows of known ids are stored in one pass up to different lengths and continued in another, and every logit is
+Two rows of fixed ids are stored in one pass up to different lengths and continued in another, and every logit is
 compared with that of the model's own forward over the whole rows, without a cache and without our masks. So are the
-last logits of a row of `LATE` ids, past positions where tables and caches may end. That decides
-what runs the model: few operations (`llama`) where its classes are known and the logits agree, else transformers' own
-forward under the first form of mask that agrees, else nothing: the model is refused with the reason.
+last logits of a row of `LATE` ids, past positions at which tables and caches may end. The result decides what runs the
+model: few operations (`llama`) if its classes are known and the logits agree, else transformers' own forward under the
+first form of mask that agrees, else nothing: the model is rejected with the reason.
 
-Windows that slide are wider than two short rows, so while the check runs the model's config says a narrow one: a model
-that reads it there follows, and the masks must follow with it.
+Windows that slide are wider than two short rows, so during the check the model's config has a narrow one: a model that
+reads it there follows, and the masks must follow with it.
 
-What an engine asks of a model beside logits is compared in the same way when it is first asked for: states of layers,
-and trees of drafts.
+States of layers and trees of drafts are compared in the same way when an engine first uses them.
+
+B = 2 rows, T ids a row, V vocabulary.
 """
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from transformers import PreTrainedConfig, PreTrainedModel
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
-from inference.models.cache import sliding_window
+from inference.models.cache import SlotCache, Window, tree_window
 from inference.models.checksum import fingerprint
-from inference.models.forward import FORMS, Lean, Stock
-from inference.models.passes import ALONE, LAST, Layers
-from inference.models.probe import LATE, Found, Make, Probe
+from inference.models.forward import FORMS, Forward, Lean, Stock
+from inference.models.passes import ALONE, LAST, Layers, Pass
+from inference.models.pretrained import biased_by_slots, own_logits, quantised, sliding_window, tapped
+from inference.verify.tree import Tree
 
-NARROW = 4  # the window while the check runs
+NARROW = 4  # the window during the check
 WINDOWS = ("sliding_window", "attention_chunk_size")  # config keys
+LENGTH, LATER = 12, 5  # ids of a row, ids of its second pass
+# ids of a longer row; its last ones, which are others than those before: a pass that misses them shows
+LATE, TAIL = 384, 96
+HEAVY = 6e8  # parameters of a model whose pass over the longer row takes too long on a CPU
+BRANCHES = (-1, -1, 0, 1, 0, 2, 5)  # parents of the checked tree: no deeper than the second pass
+
+# Largest difference, in standard deviations of the model's own logits at that position: in a dtype of many digits only
+# the order of sums differs (1e-6 measured in float32 and 1e-14 in float64, a thousand times less than the bound, which
+# leaves room for TF32). In half precision and with quantised weights correct forwards differ: by .02 mostly, by .08 in
+# a random model that amplifies every rounding. The bound there is FACTOR times the noise of the model's own passes,
+# within limits: the noise is never measured with the forward under test. Scores times 1.5 differ by .15 in the bundled
+# target and by .3 to .6 in most random models, masks and positions that are off by one by .4 to 2.
+# Positions that rounding alone may move further than the bound (.01 to .44 in five samples of one, while all others had
+# .06 at most) are allowed LOUD times their own noise, as long as they are fewer than half of a layer's; correct
+# forwards differed there by 2.1 times at most. In 216 random and hardly trained models of 1 to 4 layers one correct
+# forward was rejected and 6 with scores times 1.5 were not, 17 with one bound for all positions.
+FINE, COARSE, MOST, FACTOR, SAMPLES, LOUD = 1e-3, 0.05, 0.2, 2.0, 4, 4.0
+
+Make = Callable[[SlotCache], Forward]
+Rows = list[Tensor]  # (n_b, V) or (n_b, W) of each
 
 
 class Disagreement(UserWarning):
     """Logits of the forward in few operations are not the model's own."""
 
 
-# what was found, by model and by what it depends on: values, classes, settings
-_FOUND: WeakKeyDictionary[PreTrainedModel, dict[Any, Any]] = WeakKeyDictionary()
+class CheckResult(NamedTuple):
+    """How a forward compares with the model's own: the largest difference and the bound there, or what it raised."""
+
+    difference: float
+    allowed: float
+    error: str | None = None
+    what: str = "logits"
+    late: bool = False  # short rows agree, a longer one does not
+
+    @property
+    def agrees(self) -> bool:
+        return self.error is None and self.difference <= self.allowed
+
+    def __str__(self) -> str:
+        return self.error or (
+            f"{self.what} differ from the model's own by {self.difference:.2g} of their deviation "
+            f"(allowed {self.allowed:.2g})"
+        )
+
+
+# results of checks, by model and by all that they depend on: values, classes, settings
+_RESULTS: WeakKeyDictionary[PreTrainedModel, dict[Any, Any]] = WeakKeyDictionary()
 
 
 def lean_agrees(model: PreTrainedModel, context: int) -> bool:
     """Whether `Lean` gives the model's own logits; warns once a model when it does not."""
-    found: Found = _kept(
-        model, ("lean", min(context, LATE)), lambda: Probe(model, context).found(lambda c: Lean(model, c))
-    )
-    if not found.agrees:
-        message = f"{type(model).__name__}: in few operations, {found}; transformers' own forward runs it"
+
+    def check() -> CheckResult:
+        return Probe(model, context).logits(lambda cache: Lean(model, cache))
+
+    result: CheckResult = _once(model, ("lean", min(context, LATE)), check)
+    if not result.agrees:
+        message = f"{type(model).__name__}: in few operations, {result}; transformers' own forward runs it"
         warnings.warn(message, Disagreement, stacklevel=2)
-    return found.agrees
+    return result.agrees
 
 
 def form_of(model: PreTrainedModel, context: int) -> str:
@@ -55,22 +102,36 @@ def form_of(model: PreTrainedModel, context: int) -> str:
 
     Raises ValueError with the reason when there is none.
     """
-    form, reason = _kept(model, ("stock", context), lambda: _form(model, context))
+    form, reason = _once(model, ("stock", context), lambda: _first_form(model, context))
     if form is None:
         raise ValueError(f"{type(model).__name__}: {reason}")
     return str(form)
 
 
-class Asked:
-    """What is asked of a model beside logits, compared with the model's own when it is first asked for; lean: of
-    `Lean`, else of `Stock`."""
+def _first_form(model: PreTrainedModel, context: int) -> tuple[str | None, str]:
+    """The first form that agrees, or None and the reason."""
+    config, results = model.config.get_text_config(), []
+    with narrow(config, context) as narrowed:
+        probe = Probe(model, context)
+        for form in FORMS if narrowed else ("one",):
+            result = probe.logits(lambda cache, form=form: Stock(model, cache, context, form))  # type: ignore[misc]
+            if (result.agrees or result.late) and form == "one" and narrowed and sliding_window(config):
+                return None, f"its window of {sliding_window(config)} is not read from config.sliding_window"
+            if result.agrees:
+                return form, ""
+            results.append(result)
+        return None, probe.reason(min(results, key=lambda result: (result.error is not None, result.difference)))
+
+
+class SelfCheck:
+    """Checks states of layers and trees of one model when they are first used; lean: by `Lean`, else by `Stock`."""
 
     def __init__(self, model: PreTrainedModel, context: int, lean: bool) -> None:
         self.model, self.context, self.lean = model, context, lean
         self.agreed: set[str | Layers] = {()}
 
     def states(self, layers: Layers) -> Layers:
-        """The layers. Raises ValueError for one that is not there, and where states are not the model's own."""
+        """The layers. Raises ValueError for one that the model lacks, and if states are not the model's own."""
         if layers not in self.agreed:
             depth, name = self.model.config.get_text_config().num_hidden_layers, type(self.model).__name__
             unknown = [layer for layer in layers if not LAST <= layer <= depth]
@@ -82,69 +143,293 @@ class Asked:
         return layers
 
     def trees(self) -> None:
-        """Raises ValueError with the reason where a pass over a tree does not give what each of its paths gives."""
+        """Raises ValueError with the reason if a pass over a tree does not give what each of its paths gives."""
         if "trees" not in self.agreed:
             self._check("trees", Probe.trees)
             self.agreed.add("trees")
 
-    def _check(self, asked: str, look: Callable[[Probe, Make], Found]) -> None:
-        found: Found = _kept(self.model, (f"{asked} {self.lean}", self.context), lambda: self._found(look))
-        if not found.agrees:
-            raise ValueError(f"{type(self.model).__name__}: its {asked} cannot be used here: {found}")
-
-    def _found(self, look: Callable[[Probe, Make], Found]) -> Found:
+    def _check(self, feature: str, compare: "Callable[[Probe, Make], CheckResult]") -> None:
         model, context = self.model, self.context
-        form = "" if self.lean else form_of(model, context)
-        with narrow(model.config.get_text_config(), context):
-            probe = Probe(model, context)
-            return look(probe, lambda c: Lean(model, c) if self.lean else Stock(model, c, context, form))
+
+        def check() -> CheckResult:
+            form = "" if self.lean else form_of(model, context)
+            with narrow(model.config.get_text_config(), context):
+                probe = Probe(model, context)
+                return compare(probe, lambda c: Lean(model, c) if self.lean else Stock(model, c, context, form))
+
+        result: CheckResult = _once(model, (f"{feature} {self.lean}", context), check)
+        if not result.agrees:
+            raise ValueError(f"{type(model).__name__}: its {feature} cannot be used here: {result}")
 
 
-def _kept(model: PreTrainedModel, asked: tuple[str, int], find: Callable[[], Any]) -> Any:
+def _once(model: PreTrainedModel, name: tuple[str, int], check: Callable[[], Any]) -> Any:
+    """What `check` returns, run once for a model while its values, classes and settings stay."""
     if any(p.is_meta for p in model.parameters()):
         raise ValueError(f"{type(model).__name__}: its weights are on the meta device: there is nothing to run")
     with ALONE:
-        kept = _FOUND.setdefault(model, {})
-        key = (asked, _setting(model), fingerprint(model))
-        if key not in kept:
-            for old in [other for other in kept if other[0] == asked]:
-                del kept[old]  # of weights that are no more
-            kept[key] = find()
-        return kept[key]
+        results = _RESULTS.setdefault(model, {})
+        key = (name, _settings(model), fingerprint(model))
+        if key not in results:
+            for old in [other for other in results if other[0] == name]:
+                del results[old]  # of weights that the model no longer has
+            results[key] = check()
+        return results[key]
 
 
-def _setting(model: PreTrainedModel) -> tuple[Any, ...]:
-    """What decides how the model runs, beside its values."""
+def _settings(model: PreTrainedModel) -> tuple[Any, ...]:
+    """All that decides how the model runs except its values."""
     classes = tuple((type(m), vars(m).get("forward"), len(m._forward_hooks)) for m in model.modules())
     config = model.config.get_text_config()
     return classes, repr(vars(config)), model.device, config._attn_implementation
 
 
-def _form(model: PreTrainedModel, context: int) -> tuple[str | None, str]:
-    """The first form that agrees, or None and why."""
-    config, reasons = model.config.get_text_config(), []
-    with narrow(config, context) as shrunk:
-        probe = Probe(model, context)
-        for form in FORMS if shrunk else ("one",):
-            found = probe.found(lambda cache, form=form: Stock(model, cache, context, form))  # type: ignore[misc]
-            if (found.agrees or found.late) and form == "one" and shrunk and sliding_window(config):
-                return None, f"its window of {sliding_window(config)} is not read from config.sliding_window"
-            if found.agrees:
-                return form, ""
-            reasons.append(found)
-        return None, probe.reason(min(reasons, key=lambda found: (found.error is not None, found.difference)))
-
-
 @contextmanager
 def narrow(config: PreTrainedConfig, context: int) -> Iterator[bool]:
-    """While it lasts, windows of a config that are wider than the rows of the check are narrow; whether it has any that
-    a text of `context` ids can leave."""
-    found = ((key, getattr(config, key, None)) for key in WINDOWS)
-    wide = {key: width for key, width in found if isinstance(width, int) and 0 < width < context}
+    """Inside the block, windows of a config that are wider than the rows of the check are narrow; yields whether it has
+    any window that a text of `context` ids can leave."""
+    widths = ((key, getattr(config, key, None)) for key in WINDOWS)
+    wide = {key: width for key, width in widths if isinstance(width, int) and 0 < width < context}
     try:
-        for key, width in wide.items():
-            setattr(config, key, min(width, NARROW))
+        config.update({key: min(width, NARROW) for key, width in wide.items()})
         yield bool(wide)
     finally:
-        for key, width in wide.items():
-            setattr(config, key, width)
+        config.update(wide)
+
+
+class Claiming(SlotCache):
+    """A cache whose length is always the longest possible one. Rows have lengths of their own, so a model that computes
+    with the one length of a cache has other logits than its own."""
+
+    claimed = 0
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.claimed
+
+
+class Probe:
+    """The check of one model: its own logits are computed once for all forwards under test."""
+
+    def __init__(self, model: PreTrainedModel, context: int) -> None:
+        self.model, self.context = model, context
+        T = min(LENGTH, context)
+        self.later = min(LATER, T // 2)
+        self.starts = max(1, (T - self.later) // 2), T - self.later
+        size = model.config.get_text_config().vocab_size
+        mixed = torch.arange(2 * T, device=model.device).view(2, T) * 7919 + 31
+        self.ids = mixed % 1009 % size
+        self.own = self._own(self.ids)
+        heavy = model.device.type == "cpu" and sum(p.numel() for p in model.parameters()) > HEAVY
+        self.late = context > LENGTH and not heavy
+
+    def logits(self, make: Make) -> CheckResult:
+        """Compare the logits of the forward that `make` returns for a cache with the model's own."""
+        try:
+            ours = self._rows([one.logits for one in self._passes(make)])
+        except Exception as error:  # a model's code may raise anything for arguments that it does not accept
+            return CheckResult(0.0, 0.0, f"with a mask a row its forward raises {_first_line(error)}")
+        short = self._compared(ours, [*self.own], lambda: [*self._own(self.ids)], "logits", self._stepped)
+        return self._late(make) if short.agrees and self.late else short
+
+    def _late(self, make: Make) -> CheckResult:
+        """Compare logits at the end of a longer row: angles, masks and caches may go wrong past some position."""
+        T = min(LATE, self.context)
+        size = self.model.config.get_text_config().vocab_size
+        count = torch.arange(T, device=self.ids.device)[None]
+        mixed = (count * 7919 + 31) % 1009
+        ids = torch.where(
+            count < T - min(TAIL, T // 2), mixed % (size - size // 2), size - 1 - mixed % max(1, size // 2)
+        )
+
+        def own() -> Rows:
+            return [own_logits(self.model, list(range(T - LATER, T)), input_ids=ids).float()]
+
+        cache = self._cache(T)
+        begin = T - LATER
+        try:
+            forward = make(cache)
+            first = Window(0, 1, torch.arange(begin, device=ids.device)[None], 0, begin)
+            second = Window(0, 1, torch.arange(begin, T, device=ids.device)[None], begin, T)
+            cache.aim(first)
+            with torch.no_grad():
+                forward.store(ids[:, :begin], first)
+            ours = self._pass(forward, cache, ids[:, begin:], second).logits[0]
+        except Exception as error:
+            return CheckResult(0.0, 0.0, f"late in a text its forward raises {_first_line(error)}", late=True)
+        return self._compared([ours], own(), own, f"logits after {T} ids")._replace(late=True)
+
+    def _compared(
+        self, ours: Rows, own: Rows, again: Callable[[], Rows], what: str, *more: Callable[[], Rows], parts: int = 1
+    ) -> CheckResult:
+        """Compare our numbers with the model's own, at the position that is nearest to its bound or furthest past it.
+
+        again: computes the model's own numbers once more. more: other correct ways to compute them. parts: layers, of
+        as many positions each."""
+        apart, fine = _apart(ours, own), _fine(self.model)
+        if fine or apart.max() <= COARSE:
+            return CheckResult(float(apart.max()), FINE if fine else COARSE, what=what)
+        noise = self._noise([len(row) for row in ours], own, again, *more)
+        quiet = (LOUD * noise <= MOST).view(parts, -1)
+        loud = (~quiet & (quiet.float().mean(1, keepdim=True) > 0.5)).flatten()
+        shared = min(MOST, max(COARSE, FACTOR * float(noise[~loud].max())))
+        allowed = torch.where(loud, LOUD * noise.double(), shared)
+        at = int((apart / allowed).argmax())
+        return CheckResult(float(apart[at]), float(allowed[at]), what=what)
+
+    def reason(self, result: CheckResult) -> str:
+        """Why a model cannot be run; result: of the form of mask that came nearest."""
+        low = self.starts[0]
+        alone = self._own(self.ids[:, :low])
+        if float((alone - self.own[:, :low]).abs().max()) > MOST * float(self.own.std()):
+            return "it is not causal: logits change with the tokens after them"
+        base, config = self.model.base_model, self.model.config.get_text_config()
+        if result.error and (getattr(config, "alibi", False) or hasattr(base, "build_alibi_tensor")):
+            return f"its ALiBi is computed from a 2-d padding mask, which cannot be one a row: {result}"
+        return f"rows of different lengths cannot share its passes: {result}"
+
+    def _own(self, ids: Tensor) -> Tensor:
+        try:
+            with torch.no_grad():
+                logits: Tensor = self.model(input_ids=ids, use_cache=False).logits
+        except (RuntimeError, TypeError, AttributeError) as error:  # such as a dtype that an expert's kernel lacks
+            name = type(self.model).__name__
+            raise ValueError(f"{name}: the model's own forward raises {_first_line(error)}") from error
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    def _noise(self, lengths: list[int], own: Rows, again: Callable[[], Rows], *more: Callable[[], Rows]) -> Tensor:
+        """How far the model's own numbers differ at each position, by other correct ways and by embeddings with one
+        rounding more: its weights amplify it as they do the roundings of every layer."""
+        ways: list[Callable[[], Rows]] = [*more, *(partial(self._rounded, again, seed) for seed in range(SAMPLES))]
+        cut = [[row[:length] for row, length in zip(way(), lengths, strict=True)] for way in ways]
+        return torch.stack([_apart(rows, own) for rows in cut]).amax(0).clamp(max=MOST * LOUD)
+
+    def _rounded(self, again: Callable[[], Rows], seed: int) -> Rows:
+        """What `again` returns with embeddings that are rounded once more, each by up to half a unit."""
+        generator = torch.Generator().manual_seed(seed)
+
+        def rounded(_: Any, __: Any, states: Tensor) -> Tensor:
+            signs = torch.rand(states.shape, generator=generator).to(states.device) - 0.5
+            return (states.float() * (1 + signs * torch.finfo(torch.bfloat16).eps)).to(states.dtype)
+
+        hook = self.model.get_input_embeddings().register_forward_hook(rounded)
+        try:
+            return again()
+        finally:
+            hook.remove()
+
+    def _stepped(self) -> list[Tensor]:
+        """The model's own passes by the same two steps, row by row, its own cache and masks."""
+        rows = []
+        for row, start in enumerate(self.starts):
+            cache = DynamicCache(config=self.model.config)
+            ids = self.ids[row : row + 1, : start + self.later]
+            with torch.no_grad():
+                parts = [self.model(input_ids=part, past_key_values=cache, use_cache=True).logits
+                         for part in (ids[:, :start], ids[:, start:])]  # fmt: skip
+            rows.append(torch.cat(parts, 1)[0])
+        return rows
+
+    def states(self, make: Make) -> CheckResult:
+        """Compare the states of all layers with those of the model's own forward."""
+        count = self.model.config.get_text_config().num_hidden_layers
+        layers = (*range(count + 1), LAST)
+
+        def own() -> Rows:
+            with tapped(self.model, layers) as states:
+                self._own(self.ids)
+            return [row for layer in layers for row in states[layer]]
+
+        try:
+            whole, passes = own(), self._passes(make, layers)
+        except Exception as error:
+            return CheckResult(0.0, 0.0, _first_line(error))
+        ours = [row for layer in layers for row in self._rows([one.states[layer] for one in passes])]
+        return self._compared(ours, whole, own, "states", parts=len(layers))
+
+    def trees(self, make: Make) -> CheckResult:
+        """Compare the logits of all nodes of a tree with those of their paths alone."""
+        if biased_by_slots(self.model.config):
+            return CheckResult(0.0, 0.0, "its biases by distance (ALiBi) count slots, which are no positions in a tree")
+        parents = BRANCHES if self.later == LATER else BRANCHES[: 2 * (self.later > 1)]
+        if not parents:
+            return CheckResult(0.0, FINE, what="trees")  # no text has room for one
+        count = torch.arange(len(parents), device=self.ids.device)
+        nodes = (self.ids[:, :1] + 3 * count + 1) % self.model.config.get_text_config().vocab_size
+        try:
+            ours = self._of_tree(make, parents, nodes)
+        except Exception as error:
+            return CheckResult(0.0, 0.0, f"with a mask of a tree its forward raises {_first_line(error)}")
+        own = partial(self._of_paths, Tree(parents).ancestors[0], nodes)
+        return self._compared([*ours], own(), own, "logits of a tree")
+
+    def _of_tree(self, make: Make, parents: Sequence[int], nodes: Tensor) -> Tensor:
+        """(2, N, V) of both rows' trees, the first two nodes in a pass of their own."""
+        cache, prompt = self._cache(), self._prompt()
+        forward, starts = make(cache), torch.tensor(self.starts, device=nodes.device)
+        self._pass(forward, cache, self.ids[:, : prompt.limit], prompt)
+        ids, logits = torch.cat((self.ids.gather(1, starts.unsqueeze(1)), nodes), 1), []
+        for low, high in ((0, 3), (3, ids.shape[1]))[: 1 + (len(parents) > 2)]:
+            tree = Tree(parents[: high - 1]).on(nodes.device)
+            window = tree_window(tree, high - low, starts, max(self.starts))
+            logits.append(self._pass(forward, cache, ids[:, low:high], window).logits)
+        return torch.cat(logits, 1)[:, 1:]
+
+    def _of_paths(self, ancestors: Tensor, nodes: Tensor) -> Rows:
+        """The model's own logits (N, V) of both rows, after every node's path as a text."""
+        logits = []
+        for row, start in enumerate(self.starts):
+            texts = [torch.cat((self.ids[row, : start + 1], nodes[row, path.to(nodes.device)])) for path in ancestors]
+            ends = torch.tensor([len(text) - 1 for text in texts], device=nodes.device)
+            whole = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)
+            logits.append(self._own(whole)[torch.arange(len(texts), device=nodes.device), ends])
+        return logits
+
+    def _rows(self, parts: list[Tensor]) -> list[Tensor]:
+        """The columns (start_b + later, W) of each row b, of two passes."""
+        return [torch.cat((parts[0][b, :start], parts[1][b])) for b, start in enumerate(self.starts)]
+
+    def _passes(self, make: Make, layers: Layers = ()) -> list[Pass]:
+        cache, device, high = self._cache(), self.ids.device, self.starts[1]
+        begins = torch.tensor(self.starts, device=device).unsqueeze(1)
+        second = begins + torch.arange(self.later, device=device)
+        forward, windows = make(cache), (self._prompt(), Window(0, 2, second, None, high + self.later))
+        return [self._pass(forward, cache, self.ids.gather(1, window.positions), window, layers) for window in windows]
+
+    def _cache(self, slots: int | None = None) -> SlotCache:
+        count = self.model.config.get_text_config().num_hidden_layers
+        cache = Claiming(count, 2, slots or self.ids.shape[1])
+        cache.claimed = self.context - self.starts[1]
+        return cache
+
+    def _prompt(self) -> Window:
+        """The window of the first pass: as many columns of both rows as are stored of the longer."""
+        high = self.starts[1]
+        return Window(0, 2, torch.arange(high, device=self.ids.device).expand(2, high), 0, high)
+
+    def _pass(self, forward: Forward, cache: SlotCache, ids: Tensor, window: Window, layers: Layers = ()) -> Pass:
+        cache.aim(window)
+        with torch.no_grad():
+            return forward.forward(ids, window, layers=layers)
+
+
+def _apart(rows: Rows, whole: Rows) -> Tensor:
+    """The differences at all positions (P,), each the root mean square over the vocabulary, or the width, in standard
+    deviations of the model's own numbers there, `whole`, whose rows may be longer; infinite if only one of the two is
+    finite. Positions at which the model's own are not finite count as equal."""
+    parts = []
+    for row, own in zip(rows, whole, strict=True):
+        own = own[: len(row)].to(torch.promote_types(own.dtype, torch.float32))
+        known = own.isfinite().all(-1)
+        error = (row.to(own.dtype) - own).square().mean(-1).sqrt()
+        parts.append(torch.where(known, error / own.std(-1).clamp(min=1e-9), 0.0).nan_to_num(nan=torch.inf))
+    return torch.cat(parts)
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"
+
+
+def _fine(model: PreTrainedModel) -> bool:
+    """Whether a model computes in float32 or more throughout."""
+    dtypes = {p.dtype for p in model.parameters()}
+    return not quantised(model.config) and all(d.is_floating_point and torch.finfo(d).bits >= 32 for d in dtypes)

@@ -1,7 +1,11 @@
-"""Passes of a model, and all drafts of a round, as functions of tensors, to be compiled or captured."""
+"""Passes of a model, and all drafts of a round, as functions of tensors, to be compiled or recorded as CUDA graphs.
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+`Step` is one pass, `Drafting` makes the drafts of a round one after the other, `OnePass` makes them all in one pass.
+A rows, n ids a row, k drafts, V vocabulary.
+"""
+
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -11,30 +15,59 @@ from inference.models.forward import additive, attention, picked, scaled, seen_f
 from inference.models.passes import LAST, Branches, Layers
 from inference.sampling import certain, draw, one_hot, probs_at, wide
 
-if TYPE_CHECKING:
-    from inference.proposers.base import Round
-
-# logits (A, V) and the drafts (A,) before -> the next ones (A,) and the distribution (A, V) that they were drawn from
+# logits (A, V) and the earlier drafts (A,) each -> the next drafts (A,) and their distributions (A, V)
 Choose = Callable[[Tensor, list[Tensor]], tuple[Tensor, Tensor]]
+Drafts = tuple[Tensor, Tensor]  # ids (A, k), and the distributions (A, k, V) that they were drawn from
 
 
-def by_round(round: "Round", greedy: bool) -> Choose:
+class Draws(Protocol):
+    """What models use of a decoding round: its distributions and draws, and the tensors that these read."""
+
+    def probs(self, logits: Tensor, drafted: list[Tensor], /) -> Tensor:
+        """Logits (A, V) after `drafted` ids (A,) each -> distributions (A, V) under each row's sampling settings."""
+
+    def draw(self, probs: Tensor, depth: int, /) -> Tensor:
+        """Ids (A,) drawn from distributions (A, V) with the noise of this depth (0-based)."""
+
+    @property
+    def temperatures(self) -> list[float] | None:
+        """Of each row, 0 for one-hot distributions; None if distributions or draws depend on more than these."""
+
+    def simple(self, depths: int, /) -> tuple[Tensor, Tensor]:
+        """Uniforms (A, depths) and temperatures (A,) on the device."""
+
+    def inputs(self) -> dict[str, Tensor] | None:
+        """The tensors, by name, that `probs` and `draw` read; None if they read more than tensors."""
+
+    def on(self, inputs: Mapping[str, Tensor], /) -> "Draws":
+        """The same distributions and draws, which read `inputs`: other tensors of these names and shapes."""
+
+    @property
+    def key(self) -> Hashable:
+        """All that `probs` and `draw` depend on except tensors."""
+
+    @property
+    def steady(self) -> frozenset[str]:
+        """Names of the `inputs` that change their values only together with their tensor."""
+
+
+def by_round(draws: Draws, greedy: bool) -> Choose:
     """Drafts by the round's own distributions and draws, whatever its settings; greedy: the likeliest tokens, one-hot
     distributions."""
 
     def choose(logits: Tensor, drafts: list[Tensor]) -> tuple[Tensor, Tensor]:
-        probs = round.probs(logits, drafts)
+        probs = draws.probs(logits, drafts)
         probs = certain(probs) if greedy else probs
-        return round.draw(probs, len(drafts)), probs
+        return draws.draw(probs, len(drafts)), probs
 
     return choose
 
 
 class Step(nn.Module):
-    """A pass as a function of tensors; the weights are its parameters. layers: whose states it gives; without the head,
-    no decoder layer is run behind the last of them."""
+    """A pass as a function of tensors; the weights are its parameters. layers: it returns their states; without the
+    head, later decoder layers do not run."""
 
-    def __init__(self, weights: llama.Weights, shape: llama.Shape, layers: Layers = (), head: bool = True) -> None:
+    def __init__(self, weights: llama.Weights, shape: llama.ModelShape, layers: Layers = (), head: bool = True) -> None:
         super().__init__()
         self.shape, self.layers, self.head, self.count = shape, layers, head, 0
         self.weights = self._registered(weights)
@@ -69,9 +102,9 @@ class Step(nn.Module):
         branches: Branches | None = None,
         scale: Tensor | None = None,
     ) -> list[Tensor]:
-        """ids, positions (A, n); cos, sin (S, D) of all positions; slots (L,): 0 .. L - 1, those that are read; keys,
+        """ids, positions (A, n); cos, sin (S, D) of all positions; slots (L,): 0 .. L - 1, the slots to read; keys,
         values (rows, G, S, D) a layer -> logits (A, n, V), or (A, 1, V) of `only` (A,), and states (A, n, W).
-        branches: of a tree's columns. scale (rows, D): of what the head reads, see `LM.scale`."""
+        branches: of a tree's columns. scale (rows, D): of the states that the head reads, see `LM`."""
         A, L = ids.shape[0], slots.shape[0]
         seen = seen_from(positions, slots) if branches is None else seen_on_paths(positions, slots, branches)
         mask, written = additive(seen, self.shape.held), positions if branches is None else branches.slots
@@ -85,11 +118,11 @@ class Step(nn.Module):
             return keys[layer][:A, :, :L], values[layer][:A, :, :L]
 
         layers = (*self.layers, LAST) if self.head else self.layers
-        found = llama.states(ids, weights, self.shape, cos, sin, keep, attention(mask, self.shape), layers)
-        states = [found[layer] for layer in self.layers]
+        every = llama.states_of(ids, weights, self.shape, cos, sin, keep, attention(mask, self.shape), layers)
+        states = [every[layer] for layer in self.layers]
         if not self.head:
             return states
-        last = found[LAST] if only is None else picked(found[LAST], only)
+        last = every[LAST] if only is None else picked(every[LAST], only)
         return [weights.head(scaled(last, scale)), *states]
 
 
@@ -97,7 +130,7 @@ class Drafting(Step):
     """All drafts of a round: `k` passes of a draft with its distributions and draws between them. Step by step, a small
     draft takes longer to launch than to compute. greedy: the likeliest token each time, its distribution one-hot."""
 
-    def __init__(self, weights: llama.Weights, shape: llama.Shape, k: int, greedy: bool = False) -> None:
+    def __init__(self, weights: llama.Weights, shape: llama.ModelShape, k: int, greedy: bool = False) -> None:
         super().__init__(weights, shape)
         self.k, self.greedy = k, greedy
 
@@ -113,23 +146,22 @@ class Drafting(Step):
         keys: list[Tensor],
         values: list[Tensor],
         scale: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """tails (A, n): the last ids of texts of `ends` (A,) tokens, whose ids before those are stored; u (A, k)
-        uniforms; temperature (A,) above 0; the rest as for a pass -> drafts (A, k) and the distributions (A, k, V) that
-        they were drawn from."""
+    ) -> Drafts:
+        """tails (A, n): the last ids of texts of `ends` (A,) tokens, whose earlier ids are stored; u (A, k) uniforms;
+        temperature (A,) above 0; the rest as for a pass."""
 
-        def chosen(logits: Tensor, drafts: list[Tensor]) -> tuple[Tensor, Tensor]:
+        def choose(logits: Tensor, drafts: list[Tensor]) -> tuple[Tensor, Tensor]:
             if self.greedy:
                 ids = logits.argmax(-1)
                 return ids, one_hot(ids, logits)
             probs = probs_at(logits, temperature)
             return draw(probs, u[:, len(drafts)]), probs
 
-        return self.chosen(chosen, tails, ends, scale, cos, sin, slots, keys, values)
+        return self.drafts(choose, tails, ends, scale, cos, sin, slots, keys, values)
 
-    def chosen(
+    def drafts(
         self,
-        choose: Callable[[Tensor, list[Tensor]], tuple[Tensor, Tensor]],
+        choose: Choose,
         tails: Tensor,
         ends: Tensor,
         scale: Tensor | None,
@@ -138,9 +170,8 @@ class Drafting(Step):
         slots: Tensor,
         keys: list[Tensor],
         values: list[Tensor],
-    ) -> tuple[Tensor, Tensor]:
-        """As `forward`; choose: logits (A, V), float32 at least, and the drafts (A,) before -> the next ones (A,) and
-        the distribution (A, V) that they were drawn from."""
+    ) -> Drafts:
+        """As `forward`, drafts by `choose`, which reads logits in float32 at least."""
 
         def after(ids: Tensor, start: Tensor) -> Tensor:
             positions = start.unsqueeze(1) + torch.arange(ids.shape[1], device=ids.device)
@@ -157,3 +188,56 @@ class Drafting(Step):
             if depth + 1 < self.k:
                 logits = after(drafts[-1].unsqueeze(1), ends + depth)
         return torch.stack(drafts, 1), torch.stack(distributions, 1)
+
+
+class Masked(NamedTuple):
+    """ids (A, n): what a slot lacks of its text, then masks; begins (A,): the position of the first id; anchors (A,):
+    the column of the text's last token."""
+
+    ids: Tensor
+    begins: Tensor
+    anchors: Tensor
+
+
+class OnePass(Step):
+    """All drafts of a round in one pass, by temperature alone: the distributions at the anchor and at the masks after
+    it. greedy: the likeliest tokens, their distributions one-hot."""
+
+    def __init__(self, weights: llama.Weights, shape: llama.ModelShape, k: int, greedy: bool = False) -> None:
+        super().__init__(weights, shape, (LAST,), head=False)
+        self.k, self.greedy = k, greedy
+
+    def forward(  # type: ignore[override]
+        self, ids: Tensor, begins: Tensor, anchors: Tensor, u: Tensor, temperature: Tensor, *stored: Any
+    ) -> Drafts:
+        """u (A, k) uniforms, temperature (A,) above 0; stored: angles, slots, keys and values as for a pass."""
+        logits = self.logits(Masked(ids, begins, anchors), *stored)
+        if self.greedy:
+            likeliest = logits.argmax(-1)
+            return likeliest, one_hot(likeliest, logits)
+        distributions = probs_at(logits, temperature)
+        return draw(distributions, u), distributions
+
+    def logits(self, masked: Masked, *stored: Any) -> Tensor:
+        """(A, k, V) at the anchor and the k - 1 masks after it, float32 at least."""
+        positions = masked.begins.unsqueeze(1) + torch.arange(masked.ids.shape[1], device=masked.ids.device)
+        (states,) = super().forward(masked.ids, positions, *stored)
+        return wide(self._tensors(self.weights).head(behind(states, masked.anchors, self.k)))
+
+
+def behind(values: Tensor, anchors: Tensor, k: int) -> Tensor:
+    """Values (A, n, ...) in the column of the anchor (A,) and the k - 1 columns after it -> (A, k, ...)."""
+    columns = anchors.unsqueeze(1) + torch.arange(k, device=anchors.device)
+    return values[torch.arange(len(anchors), device=anchors.device).unsqueeze(1), columns]
+
+
+def drawn(draws: Draws, logits: Tensor, greedy: bool) -> Drafts:
+    """Drafts by the round's distributions and draws, from logits (A, k, V) that no draft changes; settings that read
+    history may make a distribution depend on earlier drafts. greedy: the likeliest tokens."""
+    drafts: list[Tensor] = []
+    distributions: list[Tensor] = []
+    for depth, one in enumerate(logits.unbind(1)):
+        probs = draws.probs(one, drafts)
+        distributions.append(certain(probs) if greedy else probs)
+        drafts.append(draws.draw(distributions[-1], depth))
+    return torch.stack(drafts, 1), torch.stack(distributions, 1)

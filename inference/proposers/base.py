@@ -1,4 +1,4 @@
-"""What a proposer kind reads and returns: the interface between drafting and the engine."""
+"""The interface between drafting and the engine: what a proposer receives and what it returns."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,19 +7,24 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from inference.drafts.draft_folder import Metadata, load_draft
-from inference.models.passes import States, Tree
+from inference.models.passes import States
+from inference.verify.tree import Tree
 
 if TYPE_CHECKING:
     from inference.models.lm import LM
 
 
+Numbers = Sequence[int] | Sequence[list[int]]  # one a row, or a list of one length a row
+
+
 @dataclass(frozen=True)
 class Host:
-    """What a proposer works beside: an engine with `rows` slots for rows and `spare` ones for prompts that wait, ids in
-    [0, vocabulary), texts of at most `context` tokens. target: it may share its embeddings, head, layers and cache."""
+    """The engine that a proposer drafts for: `rows` slots for rows and `spare` ones for prompts that wait, ids in
+    [0, vocabulary), texts of at most `context` tokens. target: the proposer may share its embeddings, head, layers and
+    cache."""
 
     rows: int
     spare: int
@@ -29,9 +34,10 @@ class Host:
 
 
 @dataclass(frozen=True)
-class Beside:
-    """What a folder is loaded beside: the target with its `compatibility.hash_target`, and what the folder says of
-    itself, where it was made here. compile: of passes, see `Engine`. tokenizer: the target's, where it is known."""
+class LoadArguments:
+    """What `Proposer.load` needs besides the folder: the target with its `compatibility.hash_target`, and the folder's
+    metadata, None for a folder that was not exported by this package. compile: of passes, see `Engine`. tokenizer: the
+    target's, None if it is unknown."""
 
     target: PreTrainedModel
     hashes: Mapping[str, str | None]
@@ -41,23 +47,23 @@ class Beside:
 
     @property
     def greedy(self) -> bool:
-        """Whether the draft was made for drafting its likeliest tokens, or planned with them as children."""
+        """Whether the draft was trained to draft its likeliest tokens, or planned with them as children."""
         return self.metadata is not None and (
             self.metadata.objective == "greedy" or self.metadata.tree is not None and self.metadata.tree.likeliest
         )
 
     @property
     def shape(self) -> tuple[int, ...] | None:
-        """Of the trees that it is to draft, as `Independent(shape=)` takes it; None: chains."""
+        """The planned tree of drafts, as `Independent(shape=)` takes it; None: chains."""
         return None if self.metadata is None or self.metadata.tree is None else tuple(self.metadata.tree.parents)
 
 
 class Proposal(NamedTuple):
-    """x (A, N) drafted ids; q (A, N, V) the very distributions they were drawn from; k how many each row drafted.
+    """x (A, N) drafted ids; q (A, N, V) the very distributions they were drawn from; k the drafts of each row.
 
-    Entries past k_b are ignored, and so is what follows a distribution of NaN: the draft had no token there. q None:
-    every draft was certain, its distribution is one-hot. Either may be on another device than the target: it is moved.
-    tree: on which node each hangs (see `passes.Tree`), None for a chain, whose node i hangs on i - 1.
+    Entries past k_b are ignored, and so is everything after a distribution of NaN: the draft had no token there. q
+    None: every draft was certain, its distribution is one-hot. Either may be on another device than the target: the
+    engine moves it. tree: the parent of each node (see `Tree`), None for a chain, whose node i has parent i - 1.
     """
 
     x: Tensor
@@ -67,9 +73,9 @@ class Proposal(NamedTuple):
 
 
 class Siblings(NamedTuple):
-    """Nodes of one level of a tree that have children. most: children of any of them; paths: of each the nodes from the
-    anchor down; first: the number of its first child; keys (n,): its column, that is 0 of the anchor, i + 1 of node i,
-    on the device of the draft."""
+    """The nodes of one level of a tree that have children. most: the largest number of children; paths: for each node
+    the nodes from the anchor down to it; first: the number of its first child; keys (n,): its column in a pass, 0 for
+    the anchor and i + 1 for node i, on the device of the draft."""
 
     most: int
     paths: tuple[tuple[int, ...], ...]
@@ -78,13 +84,13 @@ class Siblings(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What became of a round.
+    """The outcome of a round.
 
-    valid: how many tokens of each row's text certainly agree with what was stored; 0: forget all of the row's slot, NaN
-    may stand in it. accepted (A,) int64: drafts that each row accepted, on the target's device. states: layer ->
-    (A, K+1, D) of the target's pass, column 0 at the anchor and column j at the j-th draft, along the accepted path of
-    a tree; of row b columns 0 .. accepted_b hold. Valid until the target's next pass: copy what must last. path (A, D):
-    of a tree, the nodes that each row accepted, -1 past the last; None after a chain.
+    valid: how many tokens of each row's text certainly agree with what was stored; 0: forget all of the row's slot, it
+    may hold NaN. accepted (A,) int64: accepted drafts of each row, on the target's device. states: layer -> (A, K+1, D)
+    of the target's pass, column 0 at the anchor and column j at the j-th draft, along the accepted path of a tree; of
+    row b columns 0 .. accepted_b hold. Valid until the target's next pass: copy what must last. path (A, D): of a tree,
+    the accepted nodes of each row, -1 past the last; None after a chain.
     """
 
     valid: Sequence[int]
@@ -94,8 +100,8 @@ class Outcome(NamedTuple):
 
 
 class Round(Protocol):
-    """One round as a proposer sees it: texts so far, how many to draft, and the only way to make distributions and
-    draws."""
+    """One round as a proposer sees it: texts so far, how many tokens to draft, and the only way to make distributions
+    and draws."""
 
     k: list[int]
 
@@ -106,19 +112,20 @@ class Round(Protocol):
     def probs(self, logits: Tensor, drafted: list[Tensor]) -> Tensor:
         """Logits (A, V) after `drafted` ids (A,) each -> distribution (A, V) under each row's sampling settings."""
 
-    def send(self, k: list[int] | None = None, **numbers: Sequence[int] | Sequence[list[int]]) -> dict[str, Tensor]:
-        """Whole numbers that the proposer needs on the device, one or as many a row: they travel with what the engine
-        sends, in the round's one copy, when this is the round's first call. k: drafts of each row, where they are
-        not `k`. Returns them by name, and of each text's last token `anchor` (A, 1), and `read` (A,), its place."""
+    def send(self, k: list[int] | None = None, **numbers: Numbers) -> dict[str, Tensor]:
+        """Copy whole numbers to the device, one or equally many for each row. The round's first call also carries the
+        engine's own numbers, so that a round makes one copy. k: drafts of each row, if they are not `k`. Returns the
+        tensors by name, and the last token of each text as `anchor` (A, 1) and its position as `read` (A,)."""
 
     @property
     def temperatures(self) -> list[float] | None:
-        """Of each row, 0 for one-hot distributions, where a distribution is softmax(logits / temperature) and a draw
-        its inverse CDF; None where `distribution` and `draw` do more than that."""
+        """The temperature of each row, 0 for one-hot distributions, if distributions are softmax(logits / temperature)
+        and draws their inverse CDF; None if `probs` and `draw` do more than that."""
 
     @property
     def temperature(self) -> Tensor:
-        """Of each row (A,), on the device, whatever else its settings are; another tensor when rows come or go."""
+        """The temperature of each row (A,), on the device, whatever its other settings are; another tensor when rows
+        come or go."""
 
     def simple(self, depths: int) -> tuple[Tensor, Tensor]:
         """Uniforms (A, depths) and temperatures (A,) on the device."""
@@ -130,10 +137,10 @@ class Round(Protocol):
         self, logits: Tensor, x: Tensor, siblings: "Siblings", likeliest: bool = False
     ) -> tuple[Tensor, Tensor]:
         """The next level of a tree of drafts: logits (A, n, V) after n nodes, x (A, M) drafted so far -> children
-        (A, n, m), those to try first before the others, and the distributions (A, n, m, V) that they were drawn from.
+        (A, n, m) in the order of verification, and the distributions (A, n, m, V) they were drawn from.
 
-        Drawn without replacement; the likeliest ones, with one-hot distributions, in rows of temperature 0 and where
-        asked."""
+        Drawn without replacement; the likeliest tokens, with one-hot distributions, for rows of temperature 0 and if
+        `likeliest`."""
 
     @property
     def shared(self) -> bool:
@@ -144,7 +151,7 @@ class Round(Protocol):
 
     @property
     def reads_history(self) -> list[bool]:
-        """Of each row, whether its distribution depends on its text beyond the model: `plain` is then not its
+        """For each row, whether its distribution depends on its text beyond the model: `plain` is then not its
         distribution."""
 
     def plain(self, logits: Tensor) -> Tensor:
@@ -152,39 +159,107 @@ class Round(Protocol):
         drafted."""
 
     def inner(self, depths: int) -> Tensor:
-        """Uniforms (3, A, depths) for rounds that a proposer verifies itself: of its draws, of its coins and of its
-        last draws. No other draw or coin of the row meets them; `send` comes first."""
+        """Uniforms (3, A, depths) for rounds that a proposer verifies itself: for its draws, its acceptance tests and
+        its last draws. No other draw or test of the row shares them. Call `send` first."""
 
-    def left_out(self, scores: Tensor, kept: int, levels: int) -> None:
-        """Told where a dynamic tree keeps the `kept` largest of scores (A, ..., M), and no others: sums of the log
-        distributions, or logits, of so many levels. Whoever checks a round learns here which choices were close."""
+    def left_out(self, scores: Tensor, count: int, levels: int, /) -> None:
+        """Called when a dynamic tree selects the `count` largest of scores (A, ..., M): sums of the log distributions,
+        or logits, of so many levels. A check of the round learns here which choices were close."""
 
     def inputs(self, trees: bool = False) -> dict[str, Tensor] | None:
-        """By name, the tensors that distributions and draws read, with `trees` those of children too; None where they
-        read more than tensors."""
+        """The tensors by name that distributions and draws read, with `trees` those of children too; None if they read
+        more than tensors."""
 
     def on(self, given: Mapping[str, Tensor]) -> "Round":
-        """Its distributions and draws, read from other tensors of the names and shapes of `inputs`."""
+        """The round with distributions and draws that read other tensors, of the names and shapes of `inputs`."""
 
     @property
     def key(self) -> Hashable:
-        """All that distributions and draws depend on but tensors."""
+        """Everything besides tensors that distributions and draws depend on."""
 
     @property
     def steady(self) -> frozenset[str]:
-        """Of `inputs`, those whose values change only together with their tensor."""
+        """Names of those `inputs` whose values change only when the tensor is replaced."""
+
+
+class RoundView:
+    """A round as a part of a proposer sees it, to be subclassed: what a subclass does not define is the round's own.
+    k: drafts of each row. Implements `Round`."""
+
+    def __init__(self, round: Round, k: list[int]) -> None:
+        self.round, self.k = round, k
+
+    @property
+    def texts(self) -> Sequence[list[int]]:
+        return self.round.texts
+
+    def probs(self, logits: Tensor, drafted: list[Tensor]) -> Tensor:
+        return self.round.probs(logits, drafted)
+
+    def send(self, k: list[int] | None = None, **numbers: Numbers) -> dict[str, Tensor]:
+        return self.round.send(k, **numbers)
+
+    @property
+    def temperatures(self) -> list[float] | None:
+        return self.round.temperatures
+
+    @property
+    def temperature(self) -> Tensor:
+        return self.round.temperature
+
+    def simple(self, depths: int) -> tuple[Tensor, Tensor]:
+        return self.round.simple(depths)
+
+    def draw(self, probs: Tensor, depth: int) -> Tensor:
+        return self.round.draw(probs, depth)
+
+    def children(self, logits: Tensor, x: Tensor, siblings: Siblings, likeliest: bool = False) -> tuple[Tensor, Tensor]:
+        return self.round.children(logits, x, siblings, likeliest)
+
+    @property
+    def shared(self) -> bool:
+        return self.round.shared
+
+    def draw_shared(self, probs: Tensor, depth: Tensor) -> Tensor:
+        return self.round.draw_shared(probs, depth)
+
+    @property
+    def reads_history(self) -> list[bool]:
+        return self.round.reads_history
+
+    def plain(self, logits: Tensor) -> Tensor:
+        return self.round.plain(logits)
+
+    def inner(self, depths: int) -> Tensor:
+        return self.round.inner(depths)
+
+    def left_out(self, scores: Tensor, count: int, levels: int, /) -> None:
+        self.round.left_out(scores, count, levels)
+
+    def inputs(self, trees: bool = False) -> dict[str, Tensor] | None:
+        return self.round.inputs(trees)
+
+    def on(self, given: Mapping[str, Tensor]) -> Round:
+        return self.round.on(given)
+
+    @property
+    def key(self) -> Hashable:
+        return self.round.key
+
+    @property
+    def steady(self) -> frozenset[str]:
+        return self.round.steady
 
 
 class Proposer:
     """What drafts. Slots [0, A) hold the active rows, in the order of every list here.
 
-    A kind subclasses this: it must have `propose`, and whatever else it needs to hear of. In the order of a call:
-    `open`; `admit`, or `stage` and later `enter`, as prompts come; then round by round `propose` and `commit`, and
-    `move` as rows leave.
-    reads: layers of the target's states that it wants (see `passes.Pass`), () for none: only these are made.
-    greedy: whether it drafts the likeliest token, with a one-hot distribution. weights: the dtype of its own, None for
-    none.
-    depths: drafts of a round at most, None for no bound of its own.
+    A kind subclasses this. It must define `propose`, and whichever other events it needs. The order of a call: `open`;
+    `admit`, or `stage` and later `enter`, as prompts come; then in each round `propose` and `commit`, and `move` as
+    rows leave.
+    reads: layers of the target's states that it needs (see `passes.Pass`), () for none: the target's passes return no
+    others. greedy: whether it drafts the likeliest token, with a one-hot distribution. weights: the dtype of its own
+    weights, None without any. depths: the most drafts of a round, None if it has no bound of its own.
     network_class: what a draft folder of this kind holds, a class with `from_pretrained`; None: no weights.
     own_tokenizer: whether the folder's tokenizer may be another than the target's.
     """
@@ -196,21 +271,21 @@ class Proposer:
     own_tokenizer = False
 
     @classmethod
-    def load(cls, folder: Path, beside: Beside) -> "Proposer":
-        """From a draft folder of this kind (`proposers.KINDS`); `inference.load` asks for it."""
+    def load(cls, folder: Path, arguments: LoadArguments) -> "Proposer":
+        """From a draft folder of this kind (`proposers.KINDS`); `inference.load` calls it."""
         raise NotImplementedError(f"{cls.__name__}.load")
 
     @classmethod
     def fits(cls, network: PreTrainedModel, target: PreTrainedModel, where: str) -> None:
-        """Raise ValueError, beginning with `where`, for a target that a folder's network cannot draft for. Either may
-        be without storage."""
+        """Raise ValueError, beginning with `where`, if a folder's network cannot draft for the target. Either may be
+        without storage."""
 
     @classmethod
-    def network_beside(cls, folder: Path, beside: Beside) -> Any:
+    def load_network(cls, folder: Path, arguments: LoadArguments) -> Any:
         """The network of a folder of this kind, on the target's device. Raises as `load_draft`, and as `fits`."""
-        network = load_draft(folder, network=cls.network_class, target=beside.hashes)[0]
-        cls.fits(network, beside.target, str(folder))
-        return torch.nn.Module.to(network, beside.target.device)
+        network = load_draft(folder, network=cls.network_class, target=arguments.hashes)[0]
+        cls.fits(network, arguments.target, str(folder))
+        return torch.nn.Module.to(network, arguments.target.device)
 
     @property
     def weights(self) -> str | None:
@@ -218,36 +293,85 @@ class Proposer:
 
     @property
     def context(self) -> int | None:
-        """Once it is open, the most tokens of a text that it drafts for; None: no bound of its own."""
+        """Once it is open, the longest text in tokens that it drafts for; None: no bound of its own."""
         return None
 
     def language_model(self, rows: int, vocabulary: int) -> "LM | None":
         """A causal LM, with slots for `rows` texts, whose distribution after a text is this proposer's at every depth:
-        one teacher-forced pass then finds all of its distributions. None: forced rounds do (`exactness.forced`)."""
+        one teacher-forced pass then gives all of its distributions. None: forced rounds give them
+        (`exactness.forced`)."""
         return None
 
     def open(self, host: Host) -> None:
-        """Make room for the host's rows and, in slots after theirs, its spare prompts; forget everything."""
+        """Make room for the host's rows and, in the slots after them, its spare prompts; forget everything."""
 
     def admit(self, low: int, prompts: Sequence[list[int]], states: States) -> None:
         """New rows in slots low, low + 1, ...; all tokens of a prompt but its last may be stored now.
 
-        states: layer -> (A, n, D) of the target, column j at token j of a prompt; columns past its last token but one
-        are to be ignored. Valid until the target's next pass: copy what must last.
+        states: layer -> (A, n, D) of the target, column j at token j of a prompt; ignore the columns past its last
+        token but one. Valid until the target's next pass: copy what must last.
         """
 
     def stage(self, low: int, prompts: Sequence[list[int]], states: States) -> None:
-        """As `admit`, in spare slots, of prompts that become rows later."""
+        """As `admit`, in spare slots, for prompts that become rows later."""
 
     def enter(self, source: int, target: int, prompt: list[int]) -> None:
-        """The prompt staged in slot `source` becomes the row of slot `target`, the first that is free."""
+        """The prompt staged in slot `source` becomes the row of slot `target`, the first free one."""
 
     def propose(self, round: Round) -> Proposal:
-        """Draft up to turn.k[b] tokens a row."""
+        """Draft up to round.k[b] tokens a row."""
         raise NotImplementedError(f"{type(self).__name__}.propose")
 
     def commit(self, outcome: Outcome) -> None:
-        """What became of the round's drafts; what was stored of the others is dropped."""
+        """The outcome of the round's drafts: drop what was stored of the rejected ones."""
 
     def move(self, source: int, target: int) -> None:
         """Row `source`, the last one, takes slot `target`; its old slot is free."""
+
+
+class CompositeProposer(Proposer):
+    """A proposer of several parts; each part gets every event of every row, whichever part drafted."""
+
+    parts: tuple[Proposer, ...]
+
+    def open(self, host: Host) -> None:
+        for part in self.parts:
+            part.open(host)
+
+    def admit(self, low: int, prompts: Sequence[list[int]], states: States) -> None:
+        for part in self.parts:
+            part.admit(low, prompts, states)
+
+    def stage(self, low: int, prompts: Sequence[list[int]], states: States) -> None:
+        for part in self.parts:
+            part.stage(low, prompts, states)
+
+    def enter(self, source: int, target: int, prompt: list[int]) -> None:
+        for part in self.parts:
+            part.enter(source, target, prompt)
+
+    def commit(self, outcome: Outcome) -> None:
+        for part in self.parts:
+            part.commit(outcome)
+
+    def move(self, source: int, target: int) -> None:
+        for part in self.parts:
+            part.move(source, target)
+
+
+class SettingsNetwork(PreTrainedModel):
+    """The network of a kind without weights: its config alone. A kind names the class of the config."""
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        super().__init__(config)
+        self.nothing = torch.nn.Parameter(torch.zeros(()), requires_grad=False)  # gives it a device and a dtype
+        self.generation_config = GenerationConfig()
+        self.post_init()
+
+    def get_input_embeddings(self) -> Any:
+        """None."""
+        return None
+
+    def get_output_embeddings(self) -> Any:
+        """None."""
+        return None

@@ -1,22 +1,129 @@
-"""A draft that is told the temperature: one small causal LM for all rows, whatever temperature each is served at."""
+"""A draft conditioned on the temperature: one small causal LM for all rows, at whatever temperature each is served.
 
+The network is a causal LM and, for each temperature in its config (`KNOTS`), a scale of what its head reads. The scale
+is one more module of the LM, whose own weights keep their names: those of an independent draft load into it. Between
+two of the temperatures the scale is interpolated, outside them it is that of the nearest one.
+
+n temperatures of the config, D width of the states, A rows.
+"""
+
+from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-from transformers import PreTrainedModel
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
+from inference.drafts.weight_files import weight_files
 from inference.models.lm import LM
 from inference.proposers.base import Host, Proposal, Round
-from inference.proposers.conditioned_network import ConditionedNetwork, Scale, knots_of
-from inference.proposers.growing import Shape
 from inference.proposers.independent import Independent
+from inference.proposers.trees import TreeShape
+
+KNOTS = "draft_temperatures"  # key of the config: the temperatures that have a scale
+MODULE = "temperature_scale"
+TABLE = f"{MODULE}.weight"  # (n, D): added to a scale of 1
+
+
+class ConditionedNetwork:
+    """The network of such a draft folder, as `Proposer.network_class` requires it: the LM with its scale."""
+
+    config_class = AutoConfig
+
+    def __new__(cls, config: PretrainedConfig) -> Any:
+        """Random weights, a scale of 1 at every temperature."""
+        return conditioned(AutoModelForCausalLM.from_config(config), knots_of(config))
+
+    @classmethod
+    def from_pretrained(
+        cls, path: str | Path, *, dtype: Any = "auto", output_loading_info: bool = False, **_: Any
+    ) -> Any:
+        """From a local folder, safetensors only; with output_loading_info also transformers' report of the loading.
+        Raises ValueError for a config without temperatures."""
+        config = AutoConfig.from_pretrained(path)
+        with torch.device("meta"):
+            family = type(AutoModelForCausalLM.from_config(config))
+        tensors = _tensors(path)
+        table = tensors.pop(TABLE, None)
+        network, info = family.from_pretrained(
+            None, config=config, state_dict=tensors, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+        if (Path(path) / "generation_config.json").is_file():
+            network.generation_config = GenerationConfig.from_pretrained(path)
+        _fill(conditioned(network, knots_of(config)), table, info)
+        return (network, info) if output_loading_info else network
+
+
+def _tensors(path: str | Path) -> dict[str, Tensor]:
+    return {name: value for file in weight_files(Path(path)) for name, value in load_file(file).items()}
+
+
+def table_in(path: str | Path) -> Tensor:
+    """The scale (n, D) of a local folder. Raises ValueError if it has none."""
+    tensors = _tensors(path)
+    if TABLE not in tensors:
+        raise ValueError(f"{path}: tensor {TABLE} is missing")
+    return tensors[TABLE]
+
+
+@torch.no_grad()
+def _fill(network: PreTrainedModel, table: Tensor | None, info: dict[str, Any]) -> None:
+    """Load the scale, or report it as missing or mismatched in the form that transformers uses for its own tensors."""
+    own = network.get_parameter(TABLE)
+    if table is None:
+        info["missing_keys"] = {*info["missing_keys"], TABLE}
+    elif table.shape != own.shape:
+        info["mismatched_keys"] = [*info["mismatched_keys"], (TABLE, table.shape, own.shape)]
+    else:
+        own.copy_(table)
+
+
+def conditioned(network: PreTrainedModel, temperatures: list[float]) -> PreTrainedModel:
+    """The LM itself, with a scale that is 1 at every temperature before training. Raises ValueError for temperatures
+    that are empty, equal or not in rising order."""
+    if not temperatures or sorted({*temperatures}) != list(temperatures):
+        raise ValueError(f"temperatures {list(temperatures)}: at least one, each once, in rising order")
+    width = network.config.get_text_config().hidden_size
+    scale = nn.Embedding(len(temperatures), width, dtype=network.dtype, device=network.device)
+    nn.init.zeros_(scale.weight)
+    network.add_module(MODULE, scale)
+    network.config.update({KNOTS: list(temperatures)})
+    return network
+
+
+def knots_of(config: PretrainedConfig) -> list[float]:
+    """The temperatures in a network's config. Raises ValueError if there are none."""
+    temperatures = getattr(config, KNOTS, None)
+    if not isinstance(temperatures, list) or not temperatures:
+        raise ValueError(f"{KNOTS}: the config of a conditioned draft names the temperatures that it knows")
+    return [float(one) for one in temperatures]
+
+
+class Scale:
+    """The scale of a network on its device, at any temperature."""
+
+    def __init__(self, network: PreTrainedModel) -> None:
+        self.table = network.get_parameter(TABLE)
+        self.knots = torch.tensor(knots_of(network.config), dtype=torch.float32, device=self.table.device)
+
+    def at(self, temperature: Tensor) -> Tensor:
+        """The factors of what the head reads: temperature (...) -> (..., D), float32 at least."""
+        table = self.table.to(torch.promote_types(self.table.dtype, torch.float32))
+        if len(self.knots) == 1:
+            return 1 + table[0].expand(*temperature.shape, -1)
+        t = temperature.to(self.knots.device, self.knots.dtype).clamp(self.knots[0], self.knots[-1])
+        above = torch.searchsorted(self.knots, t).clamp(min=1)
+        low, high = self.knots[above - 1], self.knots[above]
+        share = ((t - low) / (high - low)).unsqueeze(-1).to(table.dtype)
+        return 1 + table[above - 1].lerp(table[above], share)
 
 
 class Conditioned(Independent):
-    """Drafts as `Independent`; what the head reads of a row is multiplied by the scale of the row's own temperature.
+    """Drafts as `Independent`, but multiplies what the head reads of a row by the scale of the row's own temperature.
 
-    At temperature 0 the scale still chooses which token is the likeliest. model: with a scale, see
-    `conditioned_network`; greedy, compile, int8, shape: as of `Independent`. Raises ValueError for a model without one.
+    At temperature 0 the scale still decides which token is the likeliest. model: an LM with a scale, see `conditioned`;
+    greedy, compile, int8, shape: as of `Independent`. Raises ValueError for a model without a scale.
     """
 
     network_class: Any = ConditionedNetwork
@@ -24,7 +131,7 @@ class Conditioned(Independent):
 
     def __init__(
         self, model: PreTrainedModel, greedy: bool = False, *, compile: bool | None = None, int8: bool = False,
-        shape: Shape = None,
+        shape: TreeShape = None,
     ) -> None:  # fmt: skip
         super().__init__(model, greedy, compile=compile, int8=int8, shape=shape)
         knots_of(model.config)
@@ -32,7 +139,7 @@ class Conditioned(Independent):
         self.written: Tensor | None = None  # the temperatures whose scales `LM.scale` holds
 
     def language_model(self, rows: int, vocabulary: int) -> LM | None:
-        """None: its distribution depends on the row's temperature, which forced rounds know."""
+        """None: its distribution depends on the row's temperature, which only forced rounds have."""
         return None
 
     def open(self, host: Host) -> None:
@@ -44,7 +151,7 @@ class Conditioned(Independent):
         return super().propose(round)
 
     def _write(self, temperature: Tensor) -> None:
-        """The scale of each row, to where passes read it: recorded ones too, so never to another tensor."""
+        """Write the scale of each row into the tensor that passes read: recorded passes read that very tensor."""
         if temperature is not self.written:
             assert self.lm.scale is not None
             self.lm.scale[: len(temperature)].copy_(self.scale_of.at(temperature))

@@ -1,50 +1,268 @@
-"""A feature draft: one decoder layer over what the target knew of each token (EAGLE-3, Li et al. 2025, 2503.01840).
+"""A feature draft: one decoder layer over what the target computed for each token (EAGLE-3, Li et al. 2025,
+2503.01840).
 
-Pair s of a text is the target's features of token s beside the embedding of token s + 1, see `eagle_network`; its keys
-and values are in slot s of a cache of one layer. A round first stores the pairs of the tokens that were accepted, with
-the features that the target's pass left, then goes on with pairs of its own, which the next round overwrites. Of a tree
-of drafts the pair of node i is in slot anchor + 1 + i, the anchor being the text's last pair (see `passes.Tree`).
-A rows, n pairs a row, H width, K drafts of a round, V vocabulary.
+Its text is pairs: pair s is the target's features of token s with the embedding of token s + 1, and the output of one
+decoder layer at pairs 0 .. s predicts token s + 2. Features are states of three layers, joined by `fc`; for a token
+that the target has not read yet, the layer's own output at the pair before replaces them. Names and shapes are those
+that engines load (`LlamaForCausalLMEagle3`); the embedding is the target's own and not part of the network.
+
+While serving, keys and values of pair s are in slot s of a cache of one layer. A round first stores the pairs of the
+accepted tokens, with the features of the target's pass, then drafts with pairs of its own, which the next round
+overwrites. In a tree of drafts the pair of node i is in slot anchor + 1 + i, the anchor being the text's last pair (see
+`Tree`).
+
+H width of the target's states and of the draft, Vd tokens in the draft's vocabulary, V in the target's, A rows, n pairs
+a row, K drafts of a round.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PretrainedConfig, PreTrainedModel
 
+from inference.drafts.compatibility import same_sizes
 from inference.models import llama
 from inference.models.cache import SlotCache, Window, tree_window
 from inference.models.checksum import Stamp
-from inference.models.dtypes import widened
 from inference.models.forward import additive, attention, picked, visible
+from inference.models.graphs import Graphs
 from inference.models.passes import States
-from inference.models.replays import Replays
+from inference.models.pretrained import widened
 from inference.models.step import by_round
-from inference.proposers.base import Beside, Host, Outcome, Proposal, Proposer, Round
-from inference.proposers.branching import Nodes, one_by_one
-from inference.proposers.eagle_network import EagleNetwork
-from inference.proposers.growing import Growing, Shape, trees_of
+from inference.proposers.base import Host, LoadArguments, Outcome, Proposal, Proposer, Round
+from inference.proposers.trees import DynamicTrees, Nodes, TreeShape, one_by_one, trees_of
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # queries (A, n, heads, D), keys, values -> (A, n, heads D)
+
+ARCHITECTURES = ["LlamaForCausalLMEagle3"]
+
+
+def fused(layers: int) -> tuple[int, int, int]:
+    """The low, middle and high states that a draft of a target of so many layers reads, by the numbers of
+    `models.passes`: 2, L // 2 and L - 3 (EAGLE-3), nearer to each other if there are few layers."""
+    return min(2, layers // 3), layers // 2, max(layers - 3, layers // 2)
+
+
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+def output_layers(layers: Sequence[int]) -> list[int]:
+    """Layers by their inputs -> the layers with these outputs; -1 has the embeddings."""
+    return [layer - 1 for layer in layers]
+
+
+class EagleConfig(PretrainedConfig):
+    """The config of a folder in the EAGLE-3 format. depths: how many drafts of a round it was trained for.
+
+    eagle_aux_hidden_state_layer_ids: the layers whose inputs `fc` joins; vLLM reads this key first. `eagle_config`
+    holds the same states as outputs of the layers before, for SGLang; given alone, its numbers are inputs, as vLLM
+    reads them and as earlier folders of cotrain wrote them. Both keys are always written.
+    """
+
+    model_type = "llama"
+
+    def __init__(
+        self,
+        hidden_size: int = 16,
+        intermediate_size: int = 32,
+        num_attention_heads: int = 2,
+        num_key_value_heads: int = 1,
+        head_dim: int = 8,
+        rms_norm_eps: float = 1e-6,
+        rope_theta: float = 10000.0,
+        max_position_embeddings: int = 256,
+        vocab_size: int = 32,
+        draft_vocab_size: int | None = None,
+        eagle_config: Mapping[str, Any] | None = None,
+        eagle_aux_hidden_state_layer_ids: Sequence[int] | None = None,
+        depths: int = 4,
+        initializer_range: float = 0.02,
+        **other: Any,
+    ) -> None:
+        self.hidden_size, self.intermediate_size, self.head_dim = hidden_size, intermediate_size, head_dim
+        self.num_attention_heads, self.num_key_value_heads = num_attention_heads, num_key_value_heads
+        self.rms_norm_eps, self.rope_theta = rms_norm_eps, rope_theta
+        self.rope_parameters = {"rope_type": "default", "rope_theta": rope_theta}
+        self.max_position_embeddings, self.vocab_size = max_position_embeddings, vocab_size
+        self.draft_vocab_size = draft_vocab_size or vocab_size
+        self.num_hidden_layers, self.hidden_act, self.attention_bias, self.mlp_bias = 1, "silu", False, False
+        layers = eagle_aux_hidden_state_layer_ids or (eagle_config or {}).get(LAYER_IDS) or ()
+        self.eagle_aux_hidden_state_layer_ids = list(layers)
+        self.eagle_config = {"use_aux_hidden_state": True, **(eagle_config or {}), LAYER_IDS: output_layers(layers)}
+        self.depths, self.initializer_range = depths, initializer_range
+        known = ("rope_parameters", "num_hidden_layers", "hidden_act", "attention_bias", "mlp_bias",
+                 "tie_word_embeddings", "architectures")  # fmt: skip
+        rest = {name: value for name, value in other.items() if name not in known}
+        named: dict[str, Any] = {"tie_word_embeddings": False, "architectures": ARCHITECTURES}
+        super().__init__(**named, **rest)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The states of the target that `fc` joins, in order, by the numbers of `models.passes`."""
+        return tuple(self.eagle_aux_hidden_state_layer_ids)
+
+
+class EagleNetwork(PreTrainedModel):
+    """One decoder layer over pairs, a norm and a head."""
+
+    config_class: Any = EagleConfig
+    base_model_prefix = ""
+    d2t: Tensor
+    t2d: Tensor
+
+    def __init__(self, config: EagleConfig) -> None:
+        super().__init__(config)
+        width, size = config.hidden_size, config.head_dim
+        self.fc = nn.Linear(len(config.layers) * width, width, bias=False)
+        self.midlayer = _Layer(config)
+        self.norm = Norm(width, config.rms_norm_eps)
+        self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
+        self.groups = config.num_attention_heads // config.num_key_value_heads
+        self.scale = size**-0.5
+        self.pruned = config.draft_vocab_size < config.vocab_size
+        if self.pruned:  # token i of the draft is the target's i + d2t[i]
+            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
+            self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size)
+        self.post_init()
+
+    def get_input_embeddings(self) -> Any:
+        """None: it reads the target's embeddings."""
+        return None
+
+    def save_pretrained(self, save_directory: Any, **options: Any) -> None:  # type: ignore[override]
+        """With the architecture name that engines load."""
+        super().save_pretrained(save_directory, **options)
+        self.config.architectures = ARCHITECTURES
+        self.config.save_pretrained(save_directory)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=self.config.initializer_range)
+
+    def fits(self, target: PreTrainedModel, where: str) -> None:
+        """Raise ValueError, beginning with `where`, for a target of other sizes than this network's."""
+        same_sizes(self.config, target, where)
+        layers = target.config.get_text_config().num_hidden_layers
+        if max(self.config.layers) >= layers:
+            raise ValueError(f"{where}: it reads layers {list(self.config.layers)}, the target has {layers}")
+
+    def features(self, states: Mapping[int, Tensor]) -> Tensor:
+        """The target's states (..., H) by layer -> features (..., H)."""
+        joined = torch.cat([states[layer].to(self.fc.weight.dtype) for layer in self.config.layers], -1)
+        features: Tensor = self.fc(joined)
+        return features
+
+    def layer(self, embedded: Tensor, features: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        """Embeddings and features of pairs (A, n, H) -> (A, n, H), which `head` reads after `norm` and which replace
+        the features of the next pair. cos, sin (A or 1, n, 1, D): of the pairs' positions, see `angles`."""
+        w = self.midlayer
+        x = torch.cat((w.input_layernorm(embedded), w.hidden_norm(features)), -1)
+        size = self.config.head_dim
+        q, k, v = (part.unflatten(-1, (-1, size)) for part in w.self_attn(x))
+        x = features + w.self_attn.o_proj(attend(rotated(q, cos, sin), rotated(k, cos, sin), v))
+        output: Tensor = x + w.mlp(w.post_attention_layernorm(x))
+        return output
+
+    def head(self, states: Tensor, vocabulary: int) -> Tensor:
+        """States (..., H) after `norm` -> logits (..., vocabulary), -inf for tokens outside the draft's vocabulary."""
+        logits: Tensor = self.lm_head(states)
+        if not self.pruned:
+            return logits[..., :vocabulary]
+        size = max(vocabulary, self.config.vocab_size)  # it may have ids of the target that are no token
+        scattered = logits.new_full((*logits.shape[:-1], size), -torch.inf).index_copy(-1, self.known, logits)
+        return scattered[..., :vocabulary]
+
+    @property
+    def known(self) -> Tensor:
+        """The target's ids (Vd,) of the tokens in the draft's vocabulary."""
+        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+
+    @torch.no_grad()
+    def know(self, ids: Sequence[int], rows: Tensor | None = None) -> None:
+        """Set the draft's vocabulary to these target ids, Vd in ascending order; rows (V, H): initial weights of the
+        head, of all target ids."""
+        chosen = torch.tensor(list(ids), device=self.lm_head.weight.device)
+        self.d2t.copy_(chosen - torch.arange(len(chosen), device=chosen.device))
+        self.t2d.zero_()[chosen] = True
+        if rows is not None:
+            self.lm_head.weight.copy_(rows[chosen.to(rows.device)])
+
+    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin (..., 1, D) at positions (...); the sign of the rotation is in sin."""
+        size = self.config.head_dim
+        steps = torch.arange(0, size, 2, device=positions.device, dtype=torch.float64) / size
+        turns = positions.double().unsqueeze(-1) * self.config.rope_theta**-steps
+        cos, sin = (part.to(self.fc.weight.dtype).unsqueeze(-2) for part in (turns.cos(), turns.sin()))
+        return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+
+
+class Norm(nn.RMSNorm):
+    """Computed in the precision of its weight: float32 in mixed-precision training."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype)).to(x.dtype)
+
+
+class _Layer(nn.Module):
+    def __init__(self, config: EagleConfig) -> None:
+        super().__init__()
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm, self.hidden_norm = Norm(width, eps), Norm(width, eps)
+        self.self_attn = _Projections(config)
+        self.post_attention_layernorm = Norm(width, eps)
+        self.mlp = _Gated(width, config.intermediate_size)
+
+
+class _Projections(nn.Module):
+    def __init__(self, config: EagleConfig) -> None:
+        super().__init__()
+        width, size = config.hidden_size, config.head_dim
+        heads, groups = config.num_attention_heads * size, config.num_key_value_heads * size
+        self.q_proj = nn.Linear(2 * width, heads, bias=False)
+        self.k_proj, self.v_proj = (nn.Linear(2 * width, groups, bias=False) for _ in range(2))
+        self.o_proj = nn.Linear(heads, width, bias=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.q_proj(x), self.k_proj(x), self.v_proj(x)
+
+
+class _Gated(nn.Module):
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = (nn.Linear(width, inner, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return output
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """(A, n, heads, D) rotated by the angles of its positions."""
+    return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
+
 
 FIRST_SLOTS, CHUNK = 256, 512  # slots at first; pairs of a prompt that are stored at once
 
 
 class Eagle(Proposer):
-    """Drafts with the network of `eagle_network` beside the target that it was made for, on whose device it is.
+    """Drafts with an `EagleNetwork` for the target that it was trained for, on the target's device.
 
-    It drafts nothing for a text of one token, of which the target has read nothing. greedy: the likeliest tokens,
-    one-hot distributions. compile: on a GPU its rounds are replayed as CUDA graphs, None: where the target's passes
-    are. shape: of the trees that it drafts, as of `Independent`; None: chains.
+    It drafts nothing for a text of one token, since the target has read none of it. greedy: the likeliest tokens,
+    one-hot distributions. compile: whether its rounds on a GPU are replayed as CUDA graphs, None: if the target's
+    passes are. shape: of the trees that it drafts, as of `Independent`; None: chains.
     """
 
     network_class: Any = EagleNetwork
 
     def __init__(
         self, network: EagleNetwork, greedy: bool = False, *, compile: bool | None = None,
-        shape: Shape = None,
+        shape: TreeShape = None,
     ) -> None:  # fmt: skip
         self.network, self.greedy, self.compile = network.eval(), greedy, compile
         self.branching = trees_of(shape)
@@ -52,15 +270,14 @@ class Eagle(Proposer):
         self.host: Host | None = None
         self.stamp: Stamp  # of the network
         self.stored: list[int] = []  # pairs of each row that its slot holds
-        self.waiting: list[int] = []  # pairs behind them whose features are known
-        self.longest = 0  # drafts of a replayed round, as many each time
+        self.waiting: list[int] = []  # pairs after these whose features are in `features`
+        self.longest = 0  # drafts of a replayed round, the same number each time
 
     @classmethod
-    def load(cls, folder: Path, beside: Beside) -> "Eagle":
-        """From a folder in the EAGLE-3 format. Raises as `load_draft`, and ValueError for one that was made for a
-        target of other sizes."""
-        network = widened(cls.network_beside(folder, beside))
-        return cls(cast(EagleNetwork, network), beside.greedy, compile=beside.compile, shape=beside.shape)
+    def load(cls, folder: Path, arguments: LoadArguments) -> "Eagle":
+        """From a folder in the EAGLE-3 format. Raises as `load_draft`, and ValueError for a target of other sizes."""
+        network = cast(EagleNetwork, widened(cls.load_network(folder, arguments)))
+        return cls(network, arguments.greedy, compile=arguments.compile, shape=arguments.shape)
 
     @classmethod
     def fits(cls, network: Any, target: PreTrainedModel, where: str) -> None:
@@ -75,11 +292,11 @@ class Eagle(Proposer):
         if self.branching:
             self.branching.require(host.vocabulary, self.depths)
         held = self.network.dtype if device.type == "cuda" else torch.promote_types(self.network.dtype, torch.float32)
-        if host != self.host or not self.stamp.holds(self.network):  # slots are kept from call to call
+        if host != self.host or not self.stamp.holds(self.network):  # slots last from call to call
             self.host, rows = host, host.rows + host.spare
             self.stamp = Stamp(self.network, addresses=True, values=False)  # recordings read it
             self.embedding = host.target.model.get_input_embeddings()
-            self.shape = llama.Shape(config.num_attention_heads, config.num_key_value_heads, config.head_dim,
+            self.shape = llama.ModelShape(config.num_attention_heads, config.num_key_value_heads, config.head_dim,
                                      self.network.scale, config.rms_norm_eps, held)  # fmt: skip
             self.cache = SlotCache(1, rows, min(FIRST_SLOTS, host.context), host.context)
             like = torch.empty(rows, config.num_key_value_heads, 0, config.head_dim, dtype=held, device=device)
@@ -90,17 +307,17 @@ class Eagle(Proposer):
         self.stored, self.waiting, self.longest = [], [], 0
 
     def _forget(self) -> None:
-        """What was made for the slots that there were: angles, recordings."""
+        """Drop what depends on the number of slots: angles, recordings."""
         self.table: tuple[Tensor, Tensor] | None = None
-        replayed = self.host is not None and self.host.target.replayed and self.compile is not False
-        self.replays = Replays(self.features_device) if replayed else None
+        replayed = self.host is not None and self.host.target.uses_graphs and self.compile is not False
+        self.replays = Graphs(self.features_device) if replayed else None
 
     @property
     def features_device(self) -> torch.device:
         return self.network.fc.weight.device
 
     def stage(self, low: int, prompts: Sequence[list[int]], states: States) -> None:
-        """All pairs of the prompts, and the features of their last ones, which begin the first round."""
+        """Store all pairs of the prompts, and the features of their last ones, which the first round reads."""
         A, features = len(prompts), self._features(states)
         width = features.shape[1]
         ids = [prompt[1:] + prompt[-1:] * (width + 1 - len(prompt)) for prompt in prompts]
@@ -127,11 +344,11 @@ class Eagle(Proposer):
         self.waiting.append(min(len(prompt) - 1, 1))
 
     def _features(self, states: States) -> Tensor:
-        """Without what is not finite, which a slot would keep: such a row ends or goes on without drafts."""
+        """Numbers that are not finite become 0, since a slot would keep them: such a row ends or gets no drafts."""
         return self.network.features(states).nan_to_num(0.0, 0.0, 0.0)
 
     def propose(self, round: Round) -> Proposal:
-        """None for rows without a pair."""
+        """No drafts for rows without a pair."""
         pairs = [len(text) - 1 for text in round.texts]
         lacking = [one - stored for one, stored in zip(pairs, self.stored, strict=True)]
         most = self.depths or max(round.k)
@@ -140,31 +357,30 @@ class Eagle(Proposer):
         if not max(k):
             return Proposal(torch.empty(len(k), 0, dtype=torch.int64, device=self.features_device), None, k)
         shape, short = self.branching, max(lacking) <= self.longest + 1
-        fixed = self.replays is not None and short and not isinstance(shape, Growing)
+        fixed = self.replays is not None and short and not isinstance(shape, DynamicTrees)
         K, width = (self.longest, self.longest + 1) if fixed else (max(k), max(*lacking, 1))
         K = min(K, shape.depth) if shape else K
         given = self._given(round, k, lacking, width)
         limit = max(self.stored) + width + (shape.room if shape else K)
-        found = self._replayed(round, given, limit, K) if fixed else None
-        x, q = self._drafted(round, given, self._slots(limit), K) if found is None else found
+        drafts = self._replayed(round, given, limit, K) if fixed else None
+        x, q = self._drafted(round, given, self._slots(limit), K) if drafts is None else drafts
         self.stored, self.waiting = pairs, [0] * len(k)
         return shape.proposal(k, x, q) if shape else Proposal(x[:, : max(k)], q[:, : max(k)], k)
 
     def _given(self, round: Round, k: list[int], lacking: list[int], width: int) -> dict[str, Tensor]:
-        """Of the pairs that slots lack, ids of their second tokens (A, width), features (A, width, H), the first's
-        place `pairs` (A,) and the last's column `only` (A,); behind a row's last pair stands anything."""
+        """For the pairs that slots lack: ids of their second tokens (A, width), features (A, width, H), the position of
+        the first one `pairs` (A,) and the column of the last one `only` (A,); columns after it are not read."""
         tails = [text[-one:] if one else text for text, one in zip(round.texts, lacking, strict=True)]
         ids = [tail + tail[-1:] * (width - len(tail)) for tail in tails]
         shape, only = self.branching, [max(one - 1, 0) for one in lacking]
         nodes, numbers = (shape.nodes(k), shape.numbers(k)) if shape else (k, {})
         sent = round.send(nodes, lacking=ids, pairs=self.stored, only=only, **numbers)
         self._room(width)
-        found = {name: sent[name].to(self.features_device) for name in ("lacking", "pairs", "only")}
-        return found | {"features": self.features[: len(k), :width]}
+        given = {name: sent[name].to(self.features_device) for name in ("lacking", "pairs", "only")}
+        return given | {"features": self.features[: len(k), :width]}
 
     def _replayed(self, round: Round, given: Mapping[str, Tensor], limit: int, K: int) -> tuple[Tensor, Tensor] | None:
-        """As `_drafted`, by a CUDA graph that was recorded for these shapes; None where distributions take more than
-        tensors."""
+        """As `_drafted`, by a CUDA graph recorded for these shapes; None if distributions read more than tensors."""
         inputs = round.inputs(bool(self.branching))
         slots = self._slots(1 << (limit - 1).bit_length())
         if inputs is None or self.replays is None:
@@ -173,31 +389,31 @@ class Eagle(Proposer):
         def run(here: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
             return self._drafted(round.on(here), here, slots, K)
 
-        found: tuple[Tensor, Tensor] | None = self.replays(
+        drafts: tuple[Tensor, Tensor] | None = self.replays(
             ("eagle", K, slots, round.key), {**inputs, **given}, round.steady, lambda: run
         )
-        return found
+        return drafts
 
     def _drafted(self, round: Round, given: Mapping[str, Tensor], slots: int, K: int) -> tuple[Tensor, Tensor]:
-        """Drafts of K depths and the distributions that they were drawn from; a function of tensors."""
+        """Drafts of K depths and the distributions they were drawn from; a function of tensors."""
         ids, features, pairs, only = (given[name] for name in ("lacking", "features", "pairs", "only"))
         positions = pairs.unsqueeze(1) + torch.arange(ids.shape[1], device=ids.device)
         A, anchor = len(ids), pairs + only
-        made = picked(self._layer(ids, features, Window(0, A, positions, None, slots)), only)  # of the level above
+        above = picked(self._layer(ids, features, Window(0, A, positions, None, slots)), only)  # output at that level
 
         def follow(ids: Tensor, nodes: Nodes) -> Tensor:
-            nonlocal made
-            made = self._layer(ids, nodes.of_parents(made), behind(anchor, nodes, ids.shape[1], slots))
-            return self._logits(made)
+            nonlocal above
+            above = self._layer(ids, nodes.of_parents(above), draft_window(anchor, nodes, ids.shape[1], slots))
+            return self._logits(above)
 
-        logits = self._logits(made)[:, 0]
+        logits = self._logits(above)[:, 0]
         if self.branching:
             return self.branching.grown(round, K, logits, follow, self.greedy)
         return one_by_one(K, logits, follow, by_round(round, self.greedy))
 
-    def _logits(self, made: Tensor) -> Tensor:
-        """(A, n, H) -> (A, n, V)."""
-        return self.network.head(self.network.norm(made), self.vocabulary)
+    def _logits(self, output: Tensor) -> Tensor:
+        """Output of the layer (A, n, H) -> (A, n, V)."""
+        return self.network.head(self.network.norm(output), self.vocabulary)
 
     @property
     def vocabulary(self) -> int:
@@ -205,7 +421,7 @@ class Eagle(Proposer):
         return self.host.vocabulary
 
     def _slots(self, limit: int) -> int:
-        """So many slots are read; there are more where these are too few."""
+        """Make room for `limit` slots; returns how many of them to read."""
         self.cache.aim(Window(0, 0, torch.empty(0, 1), None, limit))
         if self.table is None:
             with torch.inference_mode(False), torch.no_grad():
@@ -213,8 +429,8 @@ class Eagle(Proposer):
         return min(limit, self.cache.slots)
 
     def _layer(self, ids: Tensor, features: Tensor, window: Window) -> Tensor:
-        """Pairs of ids (A, n), features (A, n, H) -> (A, n, H); stored at the window's slots, those up to its limit are
-        read."""
+        """Pairs of ids (A, n), features (A, n, H) -> (A, n, H); writes to the window's slots and reads those up to its
+        limit."""
         rows, held = slice(window.low, window.high), self.shape.held
         mask = additive(visible(window, ids.device), held)
         row = torch.arange(window.low, window.high, device=ids.device).unsqueeze(1)
@@ -222,8 +438,8 @@ class Eagle(Proposer):
         assert self.table is not None
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            for kept, new in ((store.keys, k), (store.values, v)):
-                kept.transpose(1, 2).index_put_((row, window.slots), new.to(held))
+            for slots, new in ((store.keys, k), (store.values, v)):
+                slots.transpose(1, 2).index_put_((row, window.slots), new.to(held))
             seen = store.keys[rows, :, : window.limit], store.values[rows, :, : window.limit]
             return attention(mask, self.shape)(q.to(held).transpose(1, 2), *seen).to(features.dtype)
 
@@ -235,7 +451,7 @@ class Eagle(Proposer):
         new = self._features(outcome.states)
         A, width = new.shape[:2]
         self._room(max(self.waiting) + width)
-        if any(self.waiting):  # nothing was drafted for a while
+        if any(self.waiting):  # after rounds without drafts
             row = torch.arange(A, device=new.device).unsqueeze(1)
             columns = torch.tensor(self.waiting, device=new.device).unsqueeze(1)
             self.features[row, columns + torch.arange(width, device=new.device)] = new
@@ -245,7 +461,7 @@ class Eagle(Proposer):
         self.waiting = [max(valid - stored, 0) for stored, valid in zip(self.stored, outcome.valid, strict=True)]
 
     def _room(self, width: int) -> None:
-        """For so many pairs that wait."""
+        """Make room for the features of so many pairs."""
         rows, held, size = self.features.shape
         if width > held:
             wider = self.features.new_zeros(rows, max(width, 2 * held), size)
@@ -260,13 +476,13 @@ class Eagle(Proposer):
         self.waiting.pop()
 
     def _copy(self, source: int, target: int) -> None:
-        """The slot of a row whose place is `target` by now."""
+        """Copy a row's slot; its entry in the lists is at `target` already."""
         self.cache.move(source, target, self.stored[target])
         self.features[target] = self.features[source]
 
 
-def behind(anchor: Tensor, nodes: Nodes, n: int, limit: int) -> Window:
-    """Where the pairs of n drafts of each row go. anchor (A,): slots of the texts' last pairs; limit: slots to read."""
+def draft_window(anchor: Tensor, nodes: Nodes, n: int, limit: int) -> Window:
+    """The slots of the pairs of n drafts a row. anchor (A,): slots of the texts' last pairs; limit: slots to read."""
     if nodes.tree is None:
         return Window(0, len(anchor), anchor.unsqueeze(1) + nodes.depth, None, limit)
     return replace(tree_window(nodes.tree.on(anchor.device), n, anchor, 0), limit=limit)

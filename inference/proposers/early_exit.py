@@ -1,35 +1,230 @@
 """Early exit: the target's first layers draft, on the target's own keys and values.
 
-What the target stored of a text is what its first layers would store, so a draft begins from it: nothing is read twice,
-and nothing is held beside. Drafts are written into the target's slots, where the pass that verifies them writes its own
-keys and values before it reads any: its text is what it is without a draft, to the bit.
+What the target stored of a text is what its first layers would store, so a draft starts from it: nothing is computed or
+stored twice. Drafts are written into the target's slots; the pass that verifies them writes its own keys and values
+there before it reads any, so its text is the same as without a draft, to the bit.
+
+The weights of a draft are a norm and low-rank changes of the first layers that only drafts see. The model that drafts
+is built from the target's own modules and tensors; whatever is changed is a copy, so the target stays as it is.
+
+L layers, r the rank, D width.
 """
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakKeyDictionary, ref
 
-from transformers import PreTrainedModel
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
+from inference.drafts.compatibility import same_sizes
+from inference.models.checksum import Stamp, fingerprint
 from inference.models.forward import Lean
 from inference.models.lm import LM
 from inference.models.passes import States
-from inference.proposers.base import Beside, Host, Outcome, Proposal, Round
-from inference.proposers.early_exit_network import ExitNetwork, serving
-from inference.proposers.growing import Shape
+from inference.models.pretrained import decoder_layers
+from inference.proposers.base import Host, LoadArguments, Outcome, Proposal, Round
 from inference.proposers.independent import Independent
+from inference.proposers.trees import TreeShape
 
 if TYPE_CHECKING:
     from inference.models.cache import SlotCache
 
+SIZES = ("hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size", "max_position_embeddings")
+IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+class ExitConfig(PretrainedConfig):
+    """num_hidden_layers: decoder layers of the target that draft. rank: of the change of each of their projections, 0
+    for none. depths: how many drafts a round was trained for. projections: name in a layer -> (out, in)."""
+
+    model_type = "cotrain_early_exit"
+
+    def __init__(
+        self,
+        num_hidden_layers: int = 1,
+        rank: int = 0,
+        depths: int = 1,
+        projections: dict[str, list[int]] | None = None,
+        hidden_size: int = 1,
+        **others: Any,
+    ) -> None:
+        self.num_hidden_layers, self.rank, self.depths = num_hidden_layers, rank, depths
+        self.projections, self.hidden_size = projections or {}, hidden_size
+        super().__init__(**others)
+
+
+class Change(nn.Module):
+    """up @ down is added to a weight (out, in) (LoRA: Hu et al. 2021, 2106.09685); 0 before training."""
+
+    def __init__(self, out: int, inside: int, rank: int) -> None:
+        super().__init__()
+        self.down = nn.Parameter(torch.randn(rank, inside) * inside**-0.5)
+        self.up = nn.Parameter(torch.zeros(out, rank))
+
+
+class ExitNetwork(PreTrainedModel):
+    """norm (D,): the weight of the exit's norm. layers: the `Change` of each projection of each layer."""
+
+    config_class = ExitConfig
+    base_model_prefix = "exit"
+
+    def __init__(self, config: ExitConfig) -> None:
+        super().__init__(config)
+        self.norm = nn.Parameter(torch.ones(config.hidden_size))
+        self.layers = nn.ModuleList(_changes(config) for _ in range(config.num_hidden_layers))
+        self.generation_config = GenerationConfig(**{name: getattr(config, name, None) for name in IDS})
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Nothing: `__init__` initialised them."""
+
+    def fits(self, target: PreTrainedModel, where: str) -> None:
+        """Raise ValueError, beginning with `where`, for a target of other sizes than this network's."""
+        same_sizes(self.config, target, where)
+        blocks, layers = decoder_layers(target), self.config.num_hidden_layers
+        if layers > len(blocks):
+            raise ValueError(f"{where}: an exit after {layers} layers, the target has {len(blocks)}")
+        theirs = projections(blocks[0])  # an adapter gives its projections other names
+        for name, size in self.config.projections.items():
+            if theirs.get(name, size) != size:
+                raise ValueError(f"{where}: its {name} is {size}, the target's {theirs[name]}: it serves the target "
+                                 "that it was made for")  # fmt: skip
+
+    def get_input_embeddings(self) -> Any:
+        """None: it uses the target's."""
+
+    def get_output_embeddings(self) -> Any:
+        """None: it uses the target's."""
+
+
+def _changes(config: ExitConfig) -> nn.ModuleDict:
+    sizes = config.projections.items() if config.rank else ()
+    return nn.ModuleDict({_key(name): Change(out, inside, config.rank) for name, (out, inside) in sizes})
+
+
+def _key(name: str) -> str:
+    return name.replace(".", "/")
+
+
+class Changed(nn.Module):
+    """A projection with its change, from column `first` of a pass on: the columns before it are the target's own."""
+
+    def __init__(self, plain: nn.Module, change: Change, first: int = 0) -> None:
+        super().__init__()
+        self.plain, self.change, self.first = plain, change, first
+
+    def forward(self, x: Tensor) -> Tensor:
+        plain: Tensor = self.plain(x)
+        down, up = (part.to(x.dtype) for part in (self.change.down, self.change.up))
+        late = x[:, self.first :]
+        added = nn.functional.linear(nn.functional.linear(late, down), up).to(plain.dtype)
+        return plain + nn.functional.pad(added, (0, 0, self.first, 0))
+
+
+def untrained_exit(target: PreTrainedModel, layers: int, rank: int, depths: int) -> ExitNetwork:
+    """The exit after the first `layers` decoder layers before training: it gives the output of the target's own norm
+    and head for the states there. Raises ValueError for layers that the target lacks."""
+    settings, blocks = target.config.get_text_config(), decoder_layers(target)
+    if not 0 < layers <= len(blocks):
+        raise ValueError(f"an exit after {layers} layers of a target of {len(blocks)}: 1 .. {len(blocks)}")
+    known: dict[str, Any] = {name: getattr(settings, name, None) for name in (*SIZES, *IDS)}
+    changed = projections(blocks[0])
+    config = ExitConfig(num_hidden_layers=layers, rank=rank, depths=depths, projections=changed, **known)
+    network = ExitNetwork(config)
+    with torch.no_grad():
+        network.norm.copy_(final_norm(target).weight)
+    return network
+
+
+def projections(block: nn.Module) -> dict[str, list[int]]:
+    """Of a decoder layer, name -> [out, in]."""
+    return {name: [m.out_features, m.in_features] for name, m in block.named_modules() if isinstance(m, nn.Linear)}
+
+
+def final_norm(model: PreTrainedModel) -> Any:
+    """The norm after the decoder layers: the last module of the body besides them that has a weight of the model's
+    width. Raises ValueError if there is none."""
+    width, body = model.config.get_text_config().hidden_size, model.get_decoder()
+    for module in reversed([m for m in body.children() if not isinstance(m, nn.ModuleList)]):
+        if tuple(getattr(module, "weight", torch.empty(0)).shape) == (width,):
+            return module
+    raise ValueError(f"{type(model).__name__}: no norm of {width} numbers after its decoder layers")
+
+
+def first_layers(target: PreTrainedModel, layers: int) -> PreTrainedModel:
+    """A model of the target's embeddings, first `layers` decoder layers, norm and head: modules of its own, with the
+    target's very tensors."""
+    shared = [*target.parameters(), *target.buffers()]
+    model: PreTrainedModel = copy.deepcopy(target, {id(tensor): tensor for tensor in shared})
+    del decoder_layers(model)[layers:]
+    config = model.config.get_text_config()
+    config.num_hidden_layers = layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:layers]
+    return model
+
+
+def learning(network: ExitNetwork, target: PreTrainedModel, first: int = 0) -> PreTrainedModel:
+    """The first layers as the network changes them, with its own parameters, so that these can be trained; columns of a
+    pass before `first` get the target's own layers."""
+    model = first_layers(target, network.config.num_hidden_layers)
+    final_norm(model).weight = network.norm
+    for block, changes in zip(decoder_layers(model), network.layers, strict=True):
+        for name in network.config.projections if network.config.rank else ():
+            change = cast(Change, changes.get_submodule(_key(name)))
+            block.set_submodule(name, Changed(block.get_submodule(name), change, first))
+    return model
+
+
+_SERVING: WeakKeyDictionary[ExitNetwork, tuple[Any, bytes, Stamp, PreTrainedModel]] = WeakKeyDictionary()
+
+
+def serving(network: ExitNetwork, target: PreTrainedModel) -> PreTrainedModel:
+    """As `learning`, with the changes added to copies of the weights, in the target's dtype; cached for all that run
+    it, and built again when the network or the target has changed. Projections that are not plain `Linear` (quantised)
+    stay, with their change as a module."""
+    weights, cached = fingerprint(network), _SERVING.get(network)
+    if cached is None or cached[0]() is not target or cached[1] != weights or not cached[2].holds(target):
+        stamp = Stamp(target, addresses=False, values=network.config.rank > 0)
+        cached = _SERVING[network] = ref(target), weights, stamp, _merged(network, target)
+    return cached[3]
+
+
+@torch.no_grad()
+def _merged(network: ExitNetwork, target: PreTrainedModel) -> PreTrainedModel:
+    model = learning(network, target)
+    for block in decoder_layers(model):
+        for name, module in list(block.named_modules()):
+            if isinstance(module, Changed) and type(module.plain) is nn.Linear:
+                block.set_submodule(name, _added(module.plain, module.change))
+    norm = final_norm(model)
+    norm.weight = _frozen(norm.weight, final_norm(target).weight)
+    return model.eval()
+
+
+def _added(plain: nn.Linear, change: Change) -> nn.Linear:
+    """The projection with its change in its weight."""
+    wide = torch.promote_types(plain.weight.dtype, torch.float32)
+    down, up = (part.to(plain.weight.device, wide) for part in (change.down, change.up))
+    plain.weight = _frozen(plain.weight.to(wide) + up @ down, plain.weight)  # of a module that is a copy
+    return plain
+
+
+def _frozen(value: Tensor, like: Tensor) -> nn.Parameter:
+    return nn.Parameter(value.detach().to(like.device, like.dtype, copy=True), requires_grad=False)
+
 
 class EarlyExit(Independent):
-    """Drafts with the first layers of the target that it stands beside (LayerSkip: Elhoushi et al. 2024, 2404.16710;
-    Draft & Verify: Zhang et al. 2023, 2309.08168), as `network` changes them.
+    """Drafts with the first layers of the engine's own target (LayerSkip: Elhoushi et al. 2024, 2404.16710; Draft &
+    Verify: Zhang et al. 2023, 2309.08168), as `network` changes them.
 
-    With changes the distribution of a draft depends on its depth: the keys and values of the drafts before it are the
-    changed layers', those of the text the target's. greedy, compile, shape: as of `Independent`. Raises ValueError
-    beside another target.
+    With changes the distribution of a draft depends on its depth: keys and values of the drafts before it are those of
+    the changed layers, keys and values of the text are the target's. greedy, compile, shape: as of `Independent`.
+    Raises ValueError with another target.
     """
 
     network_class: Any = ExitNetwork
@@ -37,17 +232,17 @@ class EarlyExit(Independent):
 
     def __init__(
         self, network: ExitNetwork, target: PreTrainedModel, greedy: bool = False, *, compile: bool | None = None,
-        shape: Shape = None,
+        shape: TreeShape = None,
     ) -> None:  # fmt: skip
         super().__init__(serving(network, target), greedy, compile=compile, shape=shape)
         self.network, self.target, self.rank = network, target, network.config.rank
         self.cache: SlotCache | None = None
 
     @classmethod
-    def load(cls, folder: Path, beside: Beside) -> "EarlyExit":
-        """Raises as `load_draft`, and ValueError for one that was made for a target of other sizes."""
-        network = cls.network_beside(folder, beside)
-        return cls(network, beside.target, beside.greedy, compile=beside.compile, shape=beside.shape)
+    def load(cls, folder: Path, arguments: LoadArguments) -> "EarlyExit":
+        """Raises as `load_draft`, and ValueError for a target of other sizes."""
+        network = cls.load_network(folder, arguments)
+        return cls(network, arguments.target, arguments.greedy, compile=arguments.compile, shape=arguments.shape)
 
     @classmethod
     def fits(cls, network: Any, target: PreTrainedModel, where: str) -> None:
@@ -62,26 +257,26 @@ class EarlyExit(Independent):
         shape, shared = (host.rows, host.vocabulary, host.context, host.spare), host.target.cache
         model, self.model = self.model, serving(self.network, self.target)
         if shape != self.opened or self.cache is not shared or self.model is not model:
-            stock = not isinstance(host.target.run, Lean)  # both hold keys and values in one way
+            stock = not isinstance(host.target.run, Lean)  # both lay out keys and values alike
             self.opened, self.cache = shape, shared
             self.lm = LM(self.model, *shape[:3], stock=stock, compile=self.compile, spare=host.spare, cache=shared)
         self.stored, self.longest = [], 0
 
     def stage(self, low: int, prompts: Sequence[list[int]], states: States) -> None:
-        """The target stores prompts."""
+        """Nothing: the target stores prompts."""
 
     def admit(self, low: int, prompts: Sequence[list[int]], states: States) -> None:
-        """The target stores prompts."""
+        """Nothing: the target stores prompts."""
 
     def enter(self, source: int, target: int, prompt: list[int]) -> None:
-        """The target's slots are moved."""
+        """Nothing: the target moves its slots."""
 
     def propose(self, round: Round) -> Proposal:
         self.stored = [len(text) - 1 for text in round.texts]
         return super().propose(round)
 
     def commit(self, outcome: Outcome) -> None:
-        """Whatever was drafted is overwritten."""
+        """Nothing: drafts are overwritten."""
 
     def move(self, source: int, target: int) -> None:
-        """The target's slots are moved."""
+        """Nothing: the target moves its slots."""

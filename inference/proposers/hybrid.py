@@ -1,7 +1,14 @@
-"""Look-up where it pays, a model elsewhere: each row's drafts of a round come from one of the two."""
+"""Look-up together with a model: a gate decides for each row and round which of the two drafts.
 
-from collections.abc import Mapping
+The gate compares expected rates of tokens, from counts on held-out text. It reads how long an end of the text occurred
+earlier, and whether in the text itself or in a datastore, which depend on earlier text alone. It never sees a token
+that
+a model drew: to drop or swap such a draft after a look would change the distribution of the text.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -9,23 +16,123 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from inference.batched.batch import Numbers
 from inference.drafts.weight_files import CONFIG, read_json
-from inference.proposers.base import Beside, Proposal, Proposer, Round
-from inference.proposers.gate import Gate
+from inference.lookup.suffixes import Match
+from inference.proposers.base import CompositeProposer, LoadArguments, Numbers, Proposal, Proposer, Round, RoundView
 from inference.proposers.independent import Independent
-from inference.proposers.of_parts import OfParts
 from inference.proposers.retrieval import Retrieval, chains
 from inference.sampling import one_hot
 
+LONGEST = 16  # matches of as many tokens or more share their counts
+WEIGHT = 8.0  # rounds that the estimate for matches one token shorter counts as
 
-class Hybrid(OfParts):
-    """Retrieval first, `model` where the gate says so (as Hu et al. 2024, 2411.10666, join SAM decoding with a model).
+
+@dataclass(frozen=True)
+class Gate:
+    """lookup[source][n][j]: P(the first j + 1 drafts of a look-up are accepted), source 0 being the row's own text and
+    1 a datastore, n = 0 .. LONGEST the length of the match; model[source][n][j]: the same for the model's drafts after
+    such matches. step: the time of one draft of the model; column: the time that each draft of any kind adds to the
+    target's pass; both in plain target steps.
+    """
+
+    lookup: Sequence[Sequence[Sequence[float]]]
+    model: Sequence[Sequence[Sequence[float]]]
+    step: float
+    column: float
+
+    @classmethod
+    def uncalibrated(cls, depths: int = 16) -> "Gate":
+        """Before any count: acceptance 0.7 for a model and n / (n + 2) for a look-up, a draft step costs a tenth."""
+        lookup = [[(n / (n + 2)) ** (j + 1) for j in range(depths)] for n in range(LONGEST + 1)]
+        model = [[0.7 ** (j + 1) for j in range(depths)]] * (LONGEST + 1)
+        return cls([lookup, lookup], [model, model], 0.1, 0.02)
+
+    def looked_up(self, match: Match, k: int) -> int:
+        """How many of a look-up's drafts to use, 0: the model drafts k. The number with the most tokens a second, if
+        its rate is at least the model's."""
+        source, n = int(match.stored), min(match.length, LONGEST)
+        drafted = sum(self.model[source][n][:k])
+        best, most = 0, (1 + drafted) / (1 + (self.step + self.column) * k)
+        accepted = 0.0
+        for count, survival in enumerate(self.lookup[source][n][: min(len(match.drafts), k)], 1):
+            accepted += survival
+            rate = (1 + accepted) / (1 + self.column * count)
+            if rate >= most:
+                best, most = count, rate
+        return best
+
+    def to_json(self) -> dict[str, Any]:
+        """The gate as config.json holds it, with the look-up's table under `found`."""
+        return {_KEYS.get(name, name): value for name, value in asdict(self).items()}
+
+    @classmethod
+    def of_json(cls, values: Mapping[str, Any]) -> "Gate":
+        """Raises ValueError for keys that are missing or unknown."""
+        names = {_KEYS.get(item.name, item.name): item.name for item in fields(cls)}
+        if odd := set(values) ^ names.keys():
+            raise ValueError(f"gate: keys missing or unknown: {', '.join(sorted(odd))}")
+        return cls(**{names[key]: value for key, value in values.items()})
+
+
+_KEYS = {"lookup": "found"}  # field of `Gate` -> its key in config.json, where that has another name
+
+
+@dataclass(frozen=True)
+class HeldOutPosition:
+    """A position of a held-out text. match: what look-up returned there; right: how many of its drafts the text then
+    had; accepted: how many drafts of the model a round from there accepted, None if no round began there."""
+
+    match: Match
+    right: int
+    accepted: int | None = None
+
+
+def calibrated(positions: Iterable[HeldOutPosition], depths: int, step: float, column: float) -> Gate:
+    """The gate counted at positions of held-out text that the target generated under the settings to be served.
+
+    A look-up's draft is certain, so on text of the target's distribution a draft is accepted as often as the text has
+    that token there. A look-up's counts for matches of n tokens are smoothed towards those of n - 1 tokens, the model's
+    towards those of all positions, see `WEIGHT`. depths: drafts of a round, of either.
+    """
+    cells: list[list[list[HeldOutPosition]]] = [[[] for _ in range(LONGEST + 1)] for _ in range(2)]
+    for position in positions:
+        cells[position.match.stored][min(position.match.length, LONGEST)].append(position)
+    pooled = [position for part in cells for cell in part for position in cell]
+    always = _smoothed([_model_counts(pooled, depths)], [0.0] * depths)[0]
+    model = [[_smoothed([_model_counts(cell, depths)], always)[0] for cell in part] for part in cells]
+    lookup = [_smoothed([_lookup_counts(cell, depths) for cell in part], [0.0] * depths) for part in cells]
+    return Gate(lookup, model, step, column)
+
+
+DepthCounts = list[tuple[int, int]]  # by depth: rounds that accepted all drafts up to it, and rounds that drafted it
+
+
+def _lookup_counts(cell: list[HeldOutPosition], depths: int) -> DepthCounts:
+    return [(sum(one.right > depth for one in cell), sum(len(one.match.drafts) > depth for one in cell))
+            for depth in range(depths)]  # fmt: skip
+
+
+def _model_counts(cell: list[HeldOutPosition], depths: int) -> DepthCounts:
+    counts = [position.accepted for position in cell if position.accepted is not None]
+    return [(sum(count > depth for count in counts), len(counts)) for depth in range(depths)]
+
+
+def _smoothed(counts: list[DepthCounts], first: list[float]) -> list[list[float]]:
+    """Survival of each cell by depth, with the estimate of the cell before it counted as `WEIGHT` rounds, `first` being
+    that before the first cell."""
+    shares, before = [], first
+    for cell in counts:
+        before = [(hits + WEIGHT * mean) / (rounds + WEIGHT) for (hits, rounds), mean in zip(cell, before, strict=True)]
+        shares.append(before)
+    return shares
+
+
+class Hybrid(CompositeProposer):
+    """Retrieval first, `model` if the gate says so (as Hu et al. 2024, 2411.10666, join SAM decoding with a model).
 
     The gate decides before anything is drawn, from earlier text alone, so each row's drafts are drawn from the
-    distributions
-    that are returned: one-hot ones for look-up, else the model's. Rows that look-up drafts for cost the model nothing;
-    it reads what they gained when it next drafts for them. The model drafts chains.
+    distributions that are returned: one-hot ones for look-up, else the model's. Rows that look-up drafts for cost the
+    model nothing; it reads their new tokens when it next drafts for them. The model drafts chains.
     """
 
     network_class = AutoModelForCausalLM
@@ -36,7 +143,7 @@ class Hybrid(OfParts):
         self.parts = (self.retrieval, model)
 
     def __copy__(self) -> "Hybrid":
-        """With parts of its own, so that what one copy drafts is nothing to another."""
+        """With parts of its own, so that copies share no state."""
         return Hybrid(copy(self.model), copy(self.retrieval), self.gate)
 
     @classmethod
@@ -44,13 +151,13 @@ class Hybrid(OfParts):
         Retrieval.fits(network, target, where)
 
     @classmethod
-    def load(cls, folder: Path, beside: Beside) -> "Hybrid":
-        """An independent draft whose config.json says under `lookup` how look-up stands beside it, gate included."""
-        return cls.of_settings(Independent.load(folder, beside), read_json(folder / CONFIG).get("lookup") or {})
+    def load(cls, folder: Path, arguments: LoadArguments) -> "Hybrid":
+        """An independent draft; `lookup` in its config.json holds the settings of look-up, gate included."""
+        return cls.of_settings(Independent.load(folder, arguments), read_json(folder / CONFIG).get("lookup") or {})
 
     @classmethod
     def of_settings(cls, model: Proposer, lookup: Mapping[str, Any]) -> "Hybrid":
-        """A model, and what a config says of look-up."""
+        """A model, and the settings of look-up in a config."""
         gate = lookup.get("gate")
         return cls(model, Retrieval.of_settings(lookup), Gate.of_json(gate) if gate else None)
 
@@ -63,28 +170,25 @@ class Hybrid(OfParts):
         return self.model.context
 
     def propose(self, round: Round) -> Proposal:
-        found = self.retrieval.find(round.texts, round.k)
-        drafts = [match.drafts[: self.gate.looked_up(match, k)] for match, k in zip(found, round.k, strict=True)]
+        matches = self.retrieval.find(round.texts, round.k)
+        drafts = [match.drafts[: self.gate.looked_up(match, k)] for match, k in zip(matches, round.k, strict=True)]
         asked = [0 if draft else k for draft, k in zip(drafts, round.k, strict=True)]
         if not max(asked):
             return chains(drafts, round.texts)
         if not any(drafts):
-            return self.model.propose(Part(round, asked))
-        sure = chains(drafts, round.texts)
-        part = Part(round, asked, sure)
+            return self.model.propose(PartialRound(round, asked))
+        part = PartialRound(round, asked, chains(drafts, round.texts))
         return mixed(part, self.model.propose(part))
 
 
-class Part:
-    """A round as a model sees it that drafts for some rows only: k_b = 0 of the others, which have the drafts `sure`.
-    These travel to the device with what the model sends."""
+class PartialRound(RoundView):
+    """A round in which a model drafts for some rows only: k_b = 0 for the others, whose drafts are those of `sure`.
+    These travel to the device with the numbers that the model sends."""
 
     def __init__(self, round: Round, k: list[int], sure: Proposal | None = None) -> None:
-        self.round, self.k, self.sure = round, k, sure
+        super().__init__(round, k)
+        self.sure = sure
         self.sent: dict[str, Tensor] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.round, name)
 
     def send(self, k: list[int] | None = None, **numbers: Numbers) -> dict[str, Tensor]:
         own = self.k if k is None else k
@@ -95,21 +199,21 @@ class Part:
         return self.sent
 
     def draw(self, probs: Tensor, depth: int) -> Tensor:
-        """Of rows that look-up drafts for, its draft for certain: what the model makes of them is not used."""
+        """For rows that look-up drafts for, its draft for certain: the model's distribution is not used."""
         if self.sure is not None and depth < self.sure.x.shape[1]:
             sent = self.send()
             certain = one_hot(sent["sure"][:, depth], probs)
             probs = torch.where((sent["looked_up"] > depth).unsqueeze(1), certain, probs)
         return self.round.draw(probs, depth)
 
-    def on(self, given: Any) -> "Part":
-        return Part(self.round.on(given), self.k)
+    def on(self, given: Mapping[str, Tensor]) -> "PartialRound":
+        return PartialRound(self.round.on(given), self.k)
 
 
-def mixed(part: Part, drawn: Proposal) -> Proposal:
-    """One proposal of a round's certain drafts and of those that the model drew: each row's are of one kind.
+def mixed(part: PartialRound, drawn: Proposal) -> Proposal:
+    """One proposal of a round's certain drafts and of those that the model drew: each row's are of one sort.
 
-    Raises ValueError for a tree: rows of one round have one shape of drafts.
+    Raises ValueError for a tree: all rows of a round have one shape of drafts.
     """
     if drawn.tree is not None:
         raise ValueError("Hybrid: its model drafts trees; give it one that drafts chains")
@@ -126,5 +230,5 @@ def mixed(part: Part, drawn: Proposal) -> Proposal:
 
 
 def _wider(x: Tensor, width: int) -> Tensor:
-    """x (A, n, ...) -> (A, width, ...), zeros behind: a row's drafts end before them."""
+    """x (A, n, ...) -> (A, width, ...), padded with zeros: a row's drafts end before them."""
     return x if x.shape[1] == width else torch.cat((x, x.new_zeros(x.shape[0], width - x.shape[1], *x.shape[2:])), 1)

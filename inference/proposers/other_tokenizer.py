@@ -1,6 +1,14 @@
-"""A draft with a tokenizer of its own: it drafts the tokens that both vocabularies have, of text told in its own."""
+"""A draft with another tokenizer: texts are converted to its ids, and it drafts the tokens that both vocabularies
+share.
 
-from collections.abc import Sequence
+A rows, V vocabulary of the target, Vd of the draft.
+"""
+
+import codecs
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +18,22 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from inference.drafts.draft_folder import load_tokenizer
 from inference.drafts.weight_files import load_weights
-from inference.lookup.suffix_array import common
-from inference.models.dtypes import widened
-from inference.proposers.base import Beside, Host, Outcome, Proposal, Proposer, Round, States
+from inference.lookup.suffixes import common_prefix
+from inference.models.pretrained import widened
+from inference.proposers.base import Host, LoadArguments, Outcome, Proposal, Proposer, Round, RoundView, States
 from inference.proposers.independent import Independent
-from inference.proposers.retelling import Retelling, Shared
+
+WINDOW = 64  # tokens at the end of a text that are converted again each round, at least
+
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class OtherTokenizer(Proposer):
     """An independent draft of another vocabulary (Timor et al. 2025, token-level intersection, 2502.05202): its
-    distribution is that of its own model over the tokens that both have, as equal byte strings, renormalised under the
-    row's settings. Drafts are drawn from that very distribution, so the text's distribution is the target's.
+    distribution is that of its own model over the shared tokens (equal byte strings), renormalised under the row's
+    settings. Drafts are drawn from that very distribution, so the text's distribution is the target's.
 
-    model: the draft's, of its own ids. shared, retelling: see `between`. greedy, compile: as of `Independent`.
+    model: the draft's, of its own ids. shared, converter: see `between`. greedy, compile: as of `Independent`.
     """
 
     network_class = AutoModelForCausalLM
@@ -31,18 +42,18 @@ class OtherTokenizer(Proposer):
     def __init__(
         self,
         model: PreTrainedModel,
-        shared: Shared,
-        retelling: Retelling,
+        shared: "SharedTokens",
+        converter: "TextConverter",
         greedy: bool = False,
         compile: bool | None = None,
     ) -> None:
         self.inner, self.greedy = Independent(model, greedy, compile=compile), greedy
-        self.shared, self.retelling = shared, retelling
+        self.shared, self.converter = shared, converter
         self.size = model.config.get_text_config().vocab_size
         self.host: Host
-        self.rows: list[list[int]] = []  # of each row, its text in draft ids, as it was when last drafted for
+        self.rows: list[list[int]] = []  # each row's text in draft ids, as of the last round that drafted for it
         self.staged: dict[int, list[int]] = {}
-        self.vocabulary = 0  # the target's ids that the tables are of
+        self.vocabulary = 0  # ids of the target in the tables
         self.tabled: Any = None  # the model whose recordings read them
 
     @classmethod
@@ -54,20 +65,20 @@ class OtherTokenizer(Proposer):
         greedy: bool = False,
         compile: bool | None = None,
     ) -> "OtherTokenizer":
-        """A draft and its tokenizer beside a target's. Raises ValueError for tokenizers without a byte string a token,
-        or that share none."""
-        shared = Shared.of(target_tokenizer, tokenizer)
-        return cls(model, shared, Retelling(target_tokenizer, tokenizer), greedy, compile)
+        """From a draft, its tokenizer and the target's. Raises ValueError for tokenizers whose tokens are no byte
+        strings, or that share none."""
+        shared = SharedTokens.of(target_tokenizer, tokenizer)
+        return cls(model, shared, TextConverter(target_tokenizer, tokenizer), greedy, compile)
 
     @classmethod
-    def load(cls, folder: Path, beside: Beside) -> "OtherTokenizer":
-        """A Hugging Face folder with a tokenizer of its own. Raises ValueError where it or the target has none."""
+    def load(cls, folder: Path, arguments: LoadArguments) -> "OtherTokenizer":
+        """A Hugging Face folder with a tokenizer of its own. Raises ValueError if it or the target has none."""
         model, problems, _ = load_weights(folder)
         tokenizer = load_tokenizer(folder)
-        if problems or tokenizer is None or beside.tokenizer is None:
+        if problems or tokenizer is None or arguments.tokenizer is None:
             raise ValueError("; ".join(problems) or f"{folder}: the draft and its target each need a tokenizer")
-        torch.nn.Module.to(model, beside.target.device)
-        return cls.between(widened(model), tokenizer, beside.tokenizer, beside.greedy, beside.compile)
+        torch.nn.Module.to(model, arguments.target.device)
+        return cls.between(widened(model), tokenizer, arguments.tokenizer, arguments.greedy, arguments.compile)
 
     @property
     def weights(self) -> str | None:
@@ -75,26 +86,26 @@ class OtherTokenizer(Proposer):
 
     def open(self, host: Host) -> None:
         self.host = host
-        # a text may be longer in the draft's tokens: what it cannot hold is not drafted for
+        # a text may be longer in the draft's tokens; no drafts for a text that its slot cannot hold
         own = Host(host.rows, host.spare, self.size, 4 * host.context, host.target)
         if host.vocabulary != self.vocabulary:
             self.vocabulary, self.inner.opened = host.vocabulary, None  # with recordings of its own
         self.inner.open(own)
         self.rows, self.staged = [], {}
-        self.retelling.keep([])
+        self.converter.keep([])
         if self.tabled is not self.inner.lm:  # its recordings read these very tables, so they live as long
             self.tabled = self.inner.lm
             self.to_target, self.to_draft = self.shared.tables(host.vocabulary, self.size, self.inner.lm.device)
 
     def admit(self, low: int, prompts: Sequence[list[int]], states: States) -> None:
-        told = self._told(prompts)
-        self.inner.admit(low, told, {})
-        self.rows[low:] = told
+        texts = self._converted(prompts)
+        self.inner.admit(low, texts, {})
+        self.rows[low:] = texts
 
     def stage(self, low: int, prompts: Sequence[list[int]], states: States) -> None:
-        told = self._told(prompts)
-        self.inner.stage(low, told, {})
-        self.staged |= {low + place: ids for place, ids in enumerate(told)}
+        texts = self._converted(prompts)
+        self.inner.stage(low, texts, {})
+        self.staged |= dict(enumerate(texts, low))
 
     def enter(self, source: int, target: int, prompt: list[int]) -> None:
         ids = self.staged.pop(source)
@@ -108,43 +119,180 @@ class OtherTokenizer(Proposer):
             self.rows[target] = last
 
     def commit(self, outcome: Outcome) -> None:
-        """Its drafts are dropped from its slots: the text may be told in other tokens with what came behind them."""
-        valid = [len(ids) if kept else 0 for ids, kept in zip(self.rows, outcome.valid, strict=True)]
+        """Drop its drafts from its slots: with the tokens after them the text may convert to other ids."""
+        valid = [len(ids) if length else 0 for ids, length in zip(self.rows, outcome.valid, strict=True)]
         self.inner.commit(Outcome(valid, outcome.accepted, {}))
 
     def propose(self, round: Round) -> Proposal:
-        self.retelling.keep(round.texts)
-        told = self._told(round.texts)
-        kept = [min(common(old, new), len(new) - 1) for old, new in zip(self.rows, told, strict=True)]
-        self.inner.stored = [min(stored, same) for stored, same in zip(self.inner.stored, kept, strict=True)]
-        self.rows = told
-        whole = [k if self.retelling.whole(text) else 0 for text, k in zip(round.texts, round.k, strict=True)]
-        x, q, k, _ = self.inner.propose(Told(round, told, whole, self.to_target, self.to_draft))
+        self.converter.keep(round.texts)
+        texts = self._converted(round.texts)
+        same = [min(common_prefix(old, new), len(new) - 1) for old, new in zip(self.rows, texts, strict=True)]
+        self.inner.stored = [min(pair) for pair in zip(self.inner.stored, same, strict=True)]
+        self.rows = texts
+        whole = [k if self.converter.whole(text) else 0 for text, k in zip(round.texts, round.k, strict=True)]
+        x, q, k, _ = self.inner.propose(DraftVocabularyRound(round, texts, whole, self.to_target, self.to_draft))
         return Proposal(self.to_target[x], q, k)
 
-    def _told(self, texts: Sequence[list[int]]) -> list[list[int]]:
-        return [self.retelling(text) for text in texts]
+    def _converted(self, texts: Sequence[list[int]]) -> list[list[int]]:
+        return [self.converter(text) for text in texts]
 
 
-class Told:
-    """A round as a draft of another vocabulary sees it: texts and draws in its ids, distributions over the target's."""
+class DraftVocabularyRound(RoundView):
+    """A round for a draft of another vocabulary: texts and draws in the draft's ids, distributions over the
+    target's."""
 
     def __init__(self, round: Round, texts: list[list[int]], k: list[int], to_target: Tensor, to_draft: Tensor) -> None:
-        self.round, self.texts, self.k, self.to_target, self.to_draft = round, texts, k, to_target, to_draft
-        self.temperatures = None  # its distributions are made by `distribution`, not by a temperature alone
+        super().__init__(round, k)
+        self.converted, self.to_target, self.to_draft = texts, to_target, to_draft
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.round, name)
+    @property
+    def texts(self) -> Sequence[list[int]]:
+        return self.converted
 
-    def on(self, given: Any) -> "Told":
-        """As it is recorded; see `Round.on`."""
-        return Told(self.round.on(given), self.texts, self.k, self.to_target, self.to_draft)
+    @property
+    def temperatures(self) -> None:
+        """None: its distributions take more than a temperature."""
+        return None
+
+    def on(self, given: Mapping[str, Tensor]) -> "DraftVocabularyRound":
+        return DraftVocabularyRound(self.round.on(given), self.converted, self.k, self.to_target, self.to_draft)
 
     def probs(self, logits: Tensor, drafted: list[Tensor]) -> Tensor:
         """Logits (A, Vd) -> distribution (A, V): tokens that the draft lacks have no mass."""
-        seen = torch.nn.functional.pad(logits, (0, 1), value=-torch.inf)  # the last column: not shared
-        return self.round.probs(seen[:, self.to_draft], [self.to_target[x] for x in drafted])
+        padded = torch.nn.functional.pad(logits, (0, 1), value=-torch.inf)  # the last column: not shared
+        return self.round.probs(padded[:, self.to_draft], [self.to_target[x] for x in drafted])
 
     def draw(self, probs: Tensor, depth: int) -> Tensor:
-        """Draft ids (A,) of what is drawn from distribution (A, V)."""
+        """Draft ids (A,) of tokens drawn from distribution (A, V)."""
         return self.to_draft[self.round.draw(probs, depth)].clamp(max=len(self.to_target) - 1)
+
+
+@dataclass(frozen=True)
+class SharedTokens:
+    """Pairs (target id, draft id) of equal byte strings, each id in one pair at most, and the ends of texts."""
+
+    pairs: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> "SharedTokens":
+        """Raises ValueError when no token is shared."""
+        theirs, ours = _by_bytes(target), _by_bytes(draft)
+        pairs = {theirs[name]: ours[name] for name in theirs.keys() & ours.keys()}
+        if not pairs:
+            raise ValueError("the draft's tokenizer shares no token with the target's")
+        if target.eos_token_id is not None and draft.eos_token_id is not None:
+            pairs[target.eos_token_id] = draft.eos_token_id
+        return cls(tuple(sorted(pairs.items())))
+
+    def tables(self, vocabulary: int, own: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Target id of each draft id (own,), 0 if there is none, and draft id of each target id (vocabulary,), `own` if
+        there is none."""
+        to_target = torch.zeros(own, dtype=torch.int64)
+        to_draft = torch.full((vocabulary,), own, dtype=torch.int64)
+        pairs = torch.tensor([pair for pair in self.pairs if pair[0] < vocabulary and pair[1] < own]).view(-1, 2)
+        to_target[pairs[:, 1]], to_draft[pairs[:, 0]] = pairs[:, 0], pairs[:, 1]
+        return to_target.to(device), to_draft.to(device)
+
+
+def _by_bytes(tokenizer: PreTrainedTokenizerBase) -> dict[bytes, int]:
+    """Id of each byte string; of several ids, one that is not named as a single byte, then the smallest."""
+    strings, names = byte_strings(tokenizer), {number: name for name, number in tokenizer.get_vocab().items()}
+    order = sorted(strings, key=lambda number: (_BYTE.fullmatch(names[number]) is not None, number), reverse=True)
+    return {strings[number]: number for number in order}
+
+
+def byte_strings(tokenizer: PreTrainedTokenizerBase) -> dict[int, bytes]:
+    """The bytes of each id but special ones: byte-level BPE, or SentencePiece's marks for spaces and bytes. Raises
+    ValueError for other tokenizers, whose tokens are no parts of the text."""
+    decoders = _decoders(tokenizer)
+    if "ByteLevel" not in decoders and not decoders & {"ByteFallback", "Metaspace", "Replace"}:
+        raise ValueError(
+            f"{type(tokenizer).__name__}: its tokens are no byte strings, by its decoder "
+            # fmt: skip
+            f"({', '.join(sorted(decoders)) or 'none'}); byte-level BPE and SentencePiece are"
+        )
+    table = _alphabet() if "ByteLevel" in decoders else None
+    special = {*tokenizer.all_special_ids}
+    literal = {token.content for token in tokenizer.added_tokens_decoder.values()}
+    strings = {}
+    for name, number in tokenizer.get_vocab().items():
+        if number not in special:
+            strings[number] = name.encode() if name in literal else _bytes(name, table)
+    return strings
+
+
+def _decoders(tokenizer: PreTrainedTokenizerBase) -> set[str]:
+    """Types of the decoding steps, from tokens to text."""
+    core = getattr(tokenizer, "backend_tokenizer", None)
+    decoder = json.loads(core.to_str())["decoder"] if core is not None else None
+    steps = (decoder or {}).get("decoders", [decoder] if decoder else [])
+    return {step["type"] for step in steps}
+
+
+def _bytes(name: str, table: Mapping[str, int] | None) -> bytes:
+    if table is not None:
+        return bytes(table[one] for one in name) if set(name) <= table.keys() else name.encode()
+    one = _BYTE.fullmatch(name)
+    return bytes([int(one[1], 16)]) if one else name.replace("▁", " ").encode()
+
+
+def _alphabet() -> dict[str, int]:
+    """The printable characters by which byte-level BPE names bytes (Radford et al. 2019)."""
+    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+class TextConverter:
+    """Converts texts of target ids to draft ids. The part before the last `WINDOW` tokens is converted once and cached,
+    up to a position at which a word begins, so that a round costs the same however long the text is; if the draft's
+    tokenizer does not treat the parts of a text alike, the whole text is converted each time."""
+
+    def __init__(self, target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
+        self.draft, self.bytes = draft, byte_strings(target)
+        for number in target.all_special_ids:
+            self.bytes[number] = str(target.convert_ids_to_tokens(number)).encode()
+        if target.bos_token_id is not None:
+            self.bytes[target.bos_token_id] = b""  # the draft's texts have a start of their own
+        self.begin: list[int] = list(draft("")["input_ids"]) or [draft.eos_token_id or 0]
+        self.local = self._encode("one two") == self._encode("one") + self._encode(" two")
+        # by id of a text: the text, how many of its tokens are converted for good, and their draft ids
+        self.cache: dict[int, tuple[list[int], int, list[int]]] = {}
+
+    def keep(self, texts: Sequence[list[int]]) -> None:
+        """Forget all texts but these."""
+        self.cache = {id(text): self.cache[id(text)] for text in texts if id(text) in self.cache}
+
+    def __call__(self, text: list[int]) -> list[int]:
+        """Draft ids of a text, the start token first, without a partial character at its end."""
+        cached, count, ids = self.cache.get(id(text), (text, 0, self.begin))
+        if cached is not text or count > len(text):
+            count, ids = 0, self.begin
+        cut = self._cut(text, count)
+        if cut > count:
+            ids, count = ids + self._encode(self._text(text[count:cut])), cut
+        self.cache[id(text)] = text, count, ids
+        return ids + self._encode(self._text(text[count:]))
+
+    def whole(self, text: Sequence[int]) -> bool:
+        """Whether a text ends with a whole character."""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        decoder.decode(self._joined(text[-4:]))
+        return not decoder.getstate()[0]
+
+    def _cut(self, text: list[int], low: int) -> int:
+        """The last position between `low` and the window at which a word begins, once there are two windows of
+        tokens."""
+        if not self.local or len(text) - low < 2 * WINDOW:
+            return low
+        positions = range(len(text) - WINDOW, low, -1)
+        return next((at for at in positions if self._joined(text[at : at + 1])[:1] == b" "), low)
+
+    def _joined(self, ids: Sequence[int]) -> bytes:
+        return b"".join(self.bytes.get(number, b"") for number in ids)
+
+    def _text(self, ids: Sequence[int]) -> str:
+        return codecs.getincrementaldecoder("utf-8")("replace").decode(self._joined(ids))
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self.draft(text, add_special_tokens=False, verbose=False)["input_ids"])

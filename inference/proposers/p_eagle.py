@@ -1,38 +1,72 @@
-"""A feature draft that guesses all tokens of a round in one pass, at masks behind the text (P-EAGLE, 2602.01469).
+"""A feature draft that guesses all tokens of a round in one pass, at masks after the text (P-EAGLE, 2602.01469).
 
-A rows, n pairs a row, width of the pairs that slots lack, K drafts of a round, H width, V vocabulary.
+The network is an `EagleNetwork` with one more vector. The text's last pair is followed by masks: pairs that have the
+learnt `mask_hidden` in place of the target's states, and a token of the vocabulary, `pard_token`, in place of the next
+one. Names and shapes are those that vLLM loads.
+
+A rows, n pairs a row, width of the pairs that slots lack, K drafts of a round, H width of the target's states and of
+the draft, V vocabulary.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from inference.models.cache import Window
-from inference.models.one_pass import behind, drawn
+from inference.models.step import behind, drawn
 from inference.proposers.base import Round
-from inference.proposers.branching import of_depths
-from inference.proposers.eagle import Eagle
-from inference.proposers.growing import Shape
-from inference.proposers.p_eagle_network import PEagleNetwork
+from inference.proposers.eagle import Eagle, EagleConfig, EagleNetwork
+from inference.proposers.trees import TreeShape, of_depths
+
+
+class PEagleConfig(EagleConfig):
+    """As `EagleConfig`; pard_token: the id whose embedding a mask has, None until a student names it."""
+
+    def __init__(self, pard_token: int | None = None, **settings: Any) -> None:
+        self.pard_token = pard_token
+        super().__init__(**settings)
+
+
+class PEagleNetwork(EagleNetwork):
+    """mask_hidden (3H,): the states of a mask, which `fc` joins as it does the target's. Initialised at the size of
+    states, near 1: a norm follows `fc`, and its slopes grow as its input shrinks."""
+
+    config_class: Any = PEagleConfig
+
+    def __init__(self, config: PEagleConfig) -> None:
+        super().__init__(config)
+        self.mask_hidden = nn.Parameter(torch.randn(self.fc.in_features))
+
+    @property
+    def mask(self) -> int:
+        """The id of a mask. Raises ValueError if the config has none."""
+        if self.config.pard_token is None:
+            raise ValueError("config.json: a p_eagle draft names pard_token, the id that it reads as a mask")
+        return int(self.config.pard_token)
+
+    def mask_features(self) -> Tensor:
+        """(H,): the features of a mask's pair."""
+        features: Tensor = self.fc(self.mask_hidden)
+        return features
 
 
 class PEagle(Eagle):
-    """Drafts k tokens from one pass over the pairs of the tokens that were accepted and k - 1 masks, see
-    `p_eagle_network`.
+    """Drafts k tokens from one pass over the pairs of the accepted tokens and k - 1 masks.
 
     The distribution at depth j sees the text and j masks, not the drafts before it: all nodes of one depth of a tree
-    have one distribution. A round stores masks behind the text's pairs; the next one writes over them. It drafts no
-    further than its config says that it was trained for. Arguments as `Eagle`; raises ValueError for a network whose
-    config names no mask.
+    have one distribution. A round stores masks after the text's pairs; the next one overwrites them. It drafts at most
+    as many tokens as its config says that it was trained for. Arguments as `Eagle`; raises ValueError for a network
+    whose config names no mask.
     """
 
     network_class = PEagleNetwork
     network: PEagleNetwork
 
     def __init__(
-        self, network: PEagleNetwork, greedy: bool = False, *, compile: bool | None = None, shape: Shape = None
+        self, network: PEagleNetwork, greedy: bool = False, *, compile: bool | None = None, shape: TreeShape = None
     ) -> None:
         super().__init__(network, greedy, compile=compile, shape=shape)
         self.mask, self.depths = network.mask, network.config.depths
@@ -44,7 +78,7 @@ class PEagle(Eagle):
         return drawn(round, logits, self.greedy)
 
     def _masked(self, given: Mapping[str, Tensor], slots: int, K: int) -> Tensor:
-        """Logits (A, K, V) at the text's last pair and the K - 1 masks behind it; given: see `_given`."""
+        """Logits (A, K, V) at the text's last pair and the K - 1 masks after it; given: see `_given`."""
         ids, features, pairs, only = (given[name] for name in ("lacking", "features", "pairs", "only"))
         columns = torch.arange(ids.shape[1] + K - 1, device=ids.device)
         text = columns <= only.unsqueeze(1)  # (A, n): which are pairs of the text

@@ -1,4 +1,4 @@
-"""A parallel draft: a small causal LM that guesses all tokens of a round in one pass, at masks behind the text."""
+"""A parallel draft: a small causal LM that guesses all tokens of a round in one pass, at masks after the text."""
 
 from collections.abc import Sequence
 from os import PathLike
@@ -8,30 +8,28 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from inference.models.cuda_graphs import WIDTHS
-from inference.models.lm import LM
-from inference.models.one_pass import Masked, at_once, behind, drawn
+from inference.models.graphs import WIDTHS
+from inference.models.lm import LM, at_once
+from inference.models.step import Masked, behind, drawn
 from inference.proposers.base import Outcome, Proposal, Round
-from inference.proposers.branching import Branching, of_depths
-from inference.proposers.growing import Growing, Shape
 from inference.proposers.independent import Independent
+from inference.proposers.trees import DynamicTrees, StaticTrees, TreeShape, of_depths
 
-MASK, DEPTHS = "pard_token", "pard_depths"  # of config.json: the id that is read as a mask; drafts that it learnt
+MASK, DEPTHS = "pard_token", "pard_depths"  # keys of config.json: the id of a mask; drafts that it was trained for
 
 
 class Parallel(Independent):
     """Drafts k tokens in one pass over the anchor and k - 1 masks (PARD: An et al. 2025, 2504.18583).
 
     The distribution at depth j sees the text and j masks, not the drafts before it, so it is the same whatever these
-    are: it is what the draft is drawn from, and verification is exact as ever. Keys and values of masks are overwritten
-    by the round after. Drafts no further than its config says that it has learnt. Trees take the same pass: all nodes
-    of one depth have one distribution. Arguments as `Independent`; raises ValueError for a model whose config names no
-    mask.
+    are: the draft is drawn from it, and verification is exact. The next round overwrites keys and values of masks. It
+    drafts at most as many tokens as its config says that it was trained for. Trees take the same pass: all nodes of one
+    depth have one distribution. Arguments as `Independent`; raises ValueError for a model whose config names no mask.
     """
 
     def __init__(
         self, model: PreTrainedModel | str | PathLike[str], greedy: bool = False, *, compile: bool | None = None,
-        int8: bool = False, shape: Shape = None,
+        int8: bool = False, shape: TreeShape = None,
     ) -> None:  # fmt: skip
         super().__init__(model, greedy, compile=compile, int8=int8, shape=shape)
         self.mask, self.most = mask_of(self.model.config)
@@ -41,51 +39,51 @@ class Parallel(Independent):
         return None  # its distribution after a text depends on the depth
 
     def propose(self, round: Round) -> Proposal:
-        """A row that has outgrown the draft's own context is not drafted for."""
+        """A row longer than the draft's own context gets no drafts."""
         most = [min(self.most, self.lm.context - len(text)) for text in round.texts]
         k = [max(0, min(wanted, least)) for wanted, least in zip(round.k, most, strict=True)]
         K = min(max(k), self.branching.depth) if self.branching else max(k)
         if K == 0:
             return Proposal(torch.empty(len(k), 0, dtype=torch.int64, device=self.lm.device), None, k)
         self.longest = max(self.longest, K)
-        made, shape = self.longest if self.lm.compiled else K, self.branching
-        numbers = self._masked(round.texts, k, made) | (shape.numbers(k) if shape else {})
+        depths, shape = self.longest if self.lm.compiled else K, self.branching
+        numbers = self._masked(round.texts, k, depths) | (shape.numbers(k) if shape else {})
         sent = round.send(shape.nodes(k) if shape else k, **numbers)
-        masked, begins = Masked(*self._here(sent["masked"], sent["begins"], sent["anchors"])), list(self.stored)
+        masked, begins = Masked(*self._on_device(sent["masked"], sent["begins"], sent["anchors"])), list(self.stored)
         self.stored = [len(text) if k else begin for text, k, begin in zip(round.texts, k, begins, strict=True)]
         if shape:
             return shape.proposal(k, *self._trees(round, self._logits(masked, begins, K), shape))
-        x, q = at_once(self.lm, round, masked, begins, made, self.greedy) or drawn(
+        x, q = at_once(self.lm, round, masked, begins, depths, self.greedy) or drawn(
             round, self._logits(masked, begins, K), self.greedy
         )
         return Proposal(x[:, :K], q[:, :K], k)
 
     def _logits(self, masked: Masked, begins: list[int], k: int) -> Tensor:
-        """(A, k, V) at the anchor and the k - 1 masks behind it."""
+        """(A, k, V) at the anchor and the k - 1 masks after it."""
         return behind(self.lm.forward(masked.ids, begins, at=masked.begins).logits, masked.anchors, k)
 
-    def _trees(self, round: Round, logits: Tensor, shape: Branching | Growing) -> tuple[Tensor, Tensor]:
-        """Nodes and distributions as `Branching.grown`, from logits (A, k, V) by depth."""
+    def _trees(self, round: Round, logits: Tensor, shape: StaticTrees | DynamicTrees) -> tuple[Tensor, Tensor]:
+        """Nodes and distributions as `StaticTrees.grown`, from logits (A, k, V) by depth."""
         return shape.grown(round, logits.shape[1], logits[:, 0], of_depths(logits), self.greedy)
 
     def commit(self, outcome: Outcome) -> None:
-        """Its slots hold text alone: nodes were never read."""
+        """Without a path: its slots hold text alone, since no pass reads nodes."""
         super().commit(outcome._replace(path=None))
 
-    def _masked(self, texts: Sequence[list[int]], k: list[int], made: int) -> dict[str, Any]:
-        """Of each row what its slot lacks, and masks up to the longest row's last one; of a row that is not drafted
-        for, its last id, which is written where nothing of its text is."""
+    def _masked(self, texts: Sequence[list[int]], k: list[int], depths: int) -> dict[str, Any]:
+        """For each row the ids that its slot lacks, and masks up to the longest row's last one; for a row without
+        drafts its last id, which is written after its text."""
         rows = zip(texts, k, self.stored, strict=True)
         tails = [text[stored:] if wanted else text[-1:] for text, wanted, stored in rows]
-        width = max(map(len, tails)) + made - 1
-        if self.lm.replayed:  # few widths are recorded; masks behind the last one change nothing before them
+        width = max(map(len, tails)) + depths - 1
+        if self.lm.uses_graphs:  # few widths are recorded; masks after the last one change nothing before them
             width = min((wide for wide in WIDTHS if wide >= width), default=width)
         masked = [tail + [self.mask] * (width - len(tail)) for tail in tails]
         return {"masked": masked, "begins": list(self.stored), "anchors": [len(tail) - 1 for tail in tails]}
 
 
 def mask_of(config: PreTrainedConfig) -> tuple[int, int]:
-    """The id of the mask, and how many drafts were learnt. Raises ValueError where the config does not say."""
+    """The id of the mask, and how many drafts it was trained for. Raises ValueError if the config lacks them."""
     mask, depths = (getattr(config, name, None) for name in (MASK, DEPTHS))
     if mask is None or depths is None:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The target in fewer bits as its own draft: nothing is trained, its acceptance is what rounding leaves."""
+"""The target in fewer bits as its own draft: nothing is trained, its acceptance rate depends on the rounding alone."""
 
 import copy
 from pathlib import Path
@@ -11,19 +11,18 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from inference.drafts.weight_files import CONFIG, read_json
 from inference.models.checksum import Stamp
-from inference.models.dtypes import quantised
-from inference.models.llama_weights import int8_rows
+from inference.models.llama import int8_rows
 from inference.models.lm import takes_int8
-from inference.proposers.base import Beside, Host
-from inference.proposers.growing import Shape
+from inference.models.pretrained import quantised
+from inference.proposers.base import Host, LoadArguments, SettingsNetwork
 from inference.proposers.independent import Independent
-from inference.proposers.settings_network import SettingsNetwork
+from inference.proposers.trees import TreeShape
 
 BITS = ("int8", "nf4")
 
 
 class QuantisedConfig(PretrainedConfig):
-    """bits: of `BITS`."""
+    """bits: one of `BITS`."""
 
     model_type = "cotrain_quantised"
 
@@ -33,7 +32,7 @@ class QuantisedConfig(PretrainedConfig):
 
 
 class QuantisedNetwork(SettingsNetwork):
-    """No weights: `QuantisedConfig` alone, since the target's weights are all that such a draft has."""
+    """No weights, `QuantisedConfig` alone: such a draft has only the target's weights."""
 
     config_class = QuantisedConfig
 
@@ -42,8 +41,8 @@ class Quantised(Independent):
     """Drafts with the target's projections in 8 bits, or in nf4 (Dettmers et al. 2023, 2305.14314), with keys and
     values of its own (self-speculation by rounding: QuantSpec, Tiwari et al. 2025, 2502.10424).
 
-    int8: by the CPU's own kernel where it serves the target, see `lm.takes_int8`; elsewhere the same whole
-    numbers in the target's dtype, which is the same distribution but for the kernel's sums, and no faster. nf4 takes
+    int8: by the CPU's own kernel if it supports the target, see `lm.takes_int8`; otherwise the same whole numbers in
+    the target's dtype, which gives the same distribution but for the kernel's sums, and is no faster. nf4 requires
     bitsandbytes. greedy, compile, shape: as of `Independent`. Raises ValueError for other bits and for a target that is
     quantised itself.
     """
@@ -52,7 +51,7 @@ class Quantised(Independent):
 
     def __init__(
         self, target: PreTrainedModel, bits: str = "int8", greedy: bool = False, *, compile: bool | None = None,
-        shape: Shape = None,
+        shape: TreeShape = None,
     ) -> None:  # fmt: skip
         if bits not in BITS:
             raise ValueError(f"bits: {bits!r} is none of {', '.join(BITS)}")
@@ -63,33 +62,33 @@ class Quantised(Independent):
         self._round()
 
     def _round(self) -> None:
-        """The target as it is now, in its bits."""
+        """Round the target's current weights."""
         self.int8 = self.bits == "int8" and takes_int8(self.target)
-        self.model = self.target if self.int8 else held_in(self.target, self.bits)
+        self.model = self.target if self.int8 else quantised_copy(self.target, self.bits)
 
     def open(self, host: Host) -> None:
-        if not self.opened or not self.int8 or self.lm.stale:  # the kernel's numbers are those of the LM
+        if not self.opened or not self.int8 or self.lm.stale:  # the kernel's numbers are in the LM
             model = self.model
             self._round()
             self.opened = self.opened if self.model is model else None
         super().open(host)
 
     @classmethod
-    def load(cls, folder: Path, beside: Beside) -> "Quantised":
-        """Its folder holds no weights: config.json says the bits."""
-        return cls.of_settings(beside, read_json(folder / CONFIG).get("bits"), str(folder / CONFIG))
+    def load(cls, folder: Path, arguments: LoadArguments) -> "Quantised":
+        """The folder holds no weights; its config.json names the bits."""
+        return cls.of_settings(arguments, read_json(folder / CONFIG).get("bits"), str(folder / CONFIG))
 
     @classmethod
-    def of_settings(cls, beside: Beside, bits: Any, where: str) -> "Quantised":
-        """Of the bits that a config names. Raises as the class, beginning with `where`."""
+    def of_settings(cls, arguments: LoadArguments, bits: Any, where: str) -> "Quantised":
+        """With the bits in a config. Raises as the class, beginning with `where`."""
         try:
-            return cls(beside.target, str(bits), beside.greedy, compile=beside.compile, shape=beside.shape)
+            return cls(arguments.target, str(bits), arguments.greedy, compile=arguments.compile, shape=arguments.shape)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
 
     @classmethod
     def fits(cls, network: PreTrainedModel, target: PreTrainedModel, where: str) -> None:
-        """Raises for a target that is quantised as it is."""
+        """Raises for a target that is quantised itself."""
         if quantised(target.config):
             raise ValueError(f"{where}: the target is quantised as it is: it cannot be its own draft in fewer bits")
 
@@ -98,32 +97,32 @@ class Quantised(Independent):
         return self.bits
 
 
-_HELD: WeakKeyDictionary[PreTrainedModel, dict[str, tuple[Stamp, PreTrainedModel]]] = WeakKeyDictionary()
+_COPIES: WeakKeyDictionary[PreTrainedModel, dict[str, tuple[Stamp, PreTrainedModel]]] = WeakKeyDictionary()
 
 
-def held_in(target: PreTrainedModel, bits: str) -> PreTrainedModel:
-    """A copy of the target whose projections are numbers that `bits` can hold, in the target's dtype; its embeddings
-    keep theirs, tied to the head or not. Of nf4 the head stays whole, as bitsandbytes leaves it. Made once for all that
-    draft with it, and again when the target has changed."""
-    kept = _HELD.setdefault(target, {})
-    if bits not in kept or not kept[bits][0].holds(target):
-        kept[bits] = Stamp(target, addresses=False, values=True), _held_in(target, bits)
-    return kept[bits][1]
+def quantised_copy(target: PreTrainedModel, bits: str) -> PreTrainedModel:
+    """A copy of the target whose projections are rounded to `bits`, in the target's dtype; its embeddings are not
+    rounded, tied to the head or not. With nf4 the head is not rounded either, as in bitsandbytes. Cached for all that
+    draft with it, and rounded again when the target has changed."""
+    copies = _COPIES.setdefault(target, {})
+    if bits not in copies or not copies[bits][0].holds(target):
+        copies[bits] = Stamp(target, addresses=False, values=True), _quantised_copy(target, bits)
+    return copies[bits][1]
 
 
 @torch.no_grad()
-def _held_in(target: PreTrainedModel, bits: str) -> PreTrainedModel:
+def _quantised_copy(target: PreTrainedModel, bits: str) -> PreTrainedModel:
     model = copy.deepcopy(target)
     head = model.get_output_embeddings()
     for module in model.modules():
         if isinstance(module, nn.Linear) and (module is not head or bits == "int8"):
-            module.weight = nn.Parameter(in_bits(module.weight, bits), requires_grad=False)  # not what is tied to it
+            module.weight = nn.Parameter(round_bits(module.weight, bits), requires_grad=False)  # a tied one stays
     return model.eval()
 
 
-def in_bits(weight: torch.Tensor, bits: str) -> torch.Tensor:
-    """weight (out, in) as numbers that `bits` can hold, in its own dtype: int8, one scale a row, see `int8_rows`; nf4,
-    one scale 64 values (Dettmers et al. 2023, 2305.14314)."""
+def round_bits(weight: torch.Tensor, bits: str) -> torch.Tensor:
+    """weight (out, in) rounded to numbers that `bits` can represent, in its own dtype: int8 with one scale a row, see
+    `int8_rows`; nf4 with one scale for 64 values (Dettmers et al. 2023, 2305.14314)."""
     if bits == "int8":
         numbers, scale = int8_rows(weight)
         return (numbers.float() * scale.float().unsqueeze(1)).to(weight.dtype)

@@ -5,18 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from inference.drafts.weight_files import CONFIG, read_json
 from inference.lookup.corpus import Datastore
-from inference.lookup.match import Match
-from inference.lookup.suffix_automaton import SuffixAutomaton
-from inference.proposers.base import Beside, Host, Proposal, Proposer, Round, States
-from inference.proposers.lookup_network import LookupNetwork
+from inference.lookup.suffixes import Match, SuffixAutomaton
+from inference.proposers.base import Host, LoadArguments, Proposal, Proposer, Round, SettingsNetwork, States
 
 
 def chains(drafts: Sequence[list[int]], texts: Sequence[list[int]]) -> Proposal:
-    """Certain drafts of each row. Behind a draft stands the text's own last id, which the target has read already."""
+    """Certain drafts of each row, padded with the text's own last id, which the target has read already."""
     lengths = [len(draft) for draft in drafts]
     width = max(lengths)
     whole = [draft + text[-1:] * (width - len(draft)) for draft, text in zip(drafts, texts, strict=True)]
@@ -34,32 +32,32 @@ class NGram(Proposer):
         if max_n < 1:
             raise ValueError(f"NGram.max_n must be at least 1, not {max_n}")
         self.max_n = max_n
-        self.seen: dict[int, Seen] = {}  # by id of a row's text, which is held there
+        self.indexes: dict[int, NGramIndex] = {}  # by id of a row's text, which the index references
 
     @classmethod
-    def load(cls, folder: Path, beside: Beside) -> "NGram":
-        """It keeps nothing."""
+    def load(cls, folder: Path, arguments: LoadArguments) -> "NGram":
+        """The folder holds no settings."""
         return cls()
 
     def open(self, host: Host) -> None:
-        self.seen = {}
+        self.indexes = {}
 
     def propose(self, round: Round) -> Proposal:
-        self.seen = {id(text): self._seen(text) for text in round.texts}
-        drafts = [self.seen[id(text)].look_up(k) for text, k in zip(round.texts, round.k, strict=True)]
+        self.indexes = {id(text): self._index(text) for text in round.texts}
+        drafts = [self.indexes[id(text)].look_up(k) for text, k in zip(round.texts, round.k, strict=True)]
         return chains(drafts, round.texts)
 
-    def _seen(self, text: list[int]) -> "Seen":
-        found = self.seen.get(id(text))
-        return found if found and found.text is text else Seen(text, self.max_n)
+    def _index(self, text: list[int]) -> "NGramIndex":
+        index = self.indexes.get(id(text))
+        return index if index and index.text is text else NGramIndex(text, self.max_n)
 
     def look_up(self, text: list[int], k: int) -> list[int]:
         """At most k tokens that followed the latest earlier occurrence of the text's longest matching suffix."""
-        return Seen(text, self.max_n).look_up(k)
+        return NGramIndex(text, self.max_n).look_up(k)
 
 
-class Seen:
-    """Where each n-gram of a text that only grows began last: a round adds the n-grams that end in its new tokens."""
+class NGramIndex:
+    """Where each n-gram of a growing text began last: a round adds the n-grams that end in its new tokens."""
 
     def __init__(self, text: list[int], max_n: int) -> None:
         self.text, self.max_n = text, max_n
@@ -80,12 +78,28 @@ class Seen:
         return []
 
 
-class Retrieval(Proposer):
-    """Drafts what followed the longest end of a text that stood earlier: in the row's own text, by a suffix automaton
-    (Hu et al. 2024, SAM decoding, 2411.10666), or in a datastore (He et al. 2023, REST, 2311.08252), whichever is the
-    longer; in its own text where they are equal. Certain drafts.
+class LookupConfig(PretrainedConfig):
+    """lookup: shortest, and the folder of a datastore or None."""
 
-    datastore: one, or its folder. shortest: tokens of the end that must have stood earlier.
+    model_type = "lookup"
+
+    def __init__(self, lookup: Mapping[str, Any] | None = None, **other: Any) -> None:
+        super().__init__(**other)
+        self.lookup = dict(lookup or {})
+
+
+class LookupNetwork(SettingsNetwork):
+    """No weights: `LookupConfig` alone."""
+
+    config_class = LookupConfig
+
+
+class Retrieval(Proposer):
+    """Drafts what followed the longest end of a text that occurred earlier: in the row's own text, by a suffix
+    automaton (Hu et al. 2024, SAM decoding, 2411.10666), or in a datastore (He et al. 2023, REST, 2311.08252),
+    whichever match is longer; in its own text if they are equal. Certain drafts.
+
+    datastore: one, or its folder. shortest: tokens of the end that must have occurred earlier.
     Raises ValueError when shortest < 1.
     """
 
@@ -100,27 +114,27 @@ class Retrieval(Proposer):
         self.staged: dict[int, SuffixAutomaton] = {}
 
     @classmethod
-    def load(cls, folder: Path, beside: Beside) -> "Retrieval":
+    def load(cls, folder: Path, arguments: LoadArguments) -> "Retrieval":
         """With the settings under `lookup` in the folder's config.json: shortest, and the datastore's folder."""
         return cls.of_settings(read_json(folder / CONFIG).get("lookup") or {})
 
     @classmethod
     def fits(cls, network: PreTrainedModel, target: PreTrainedModel, where: str) -> None:
         """Raises as `of_settings` too."""
-        found = cls.of_settings(getattr(network.config, "lookup", None) or {})
-        found.refuse(target.config.get_text_config().vocab_size, where)
+        retrieval = cls.of_settings(getattr(network.config, "lookup", None) or {})
+        retrieval.check_vocabulary(target.config.get_text_config().vocab_size, where)
 
     @classmethod
     def of_settings(cls, lookup: Mapping[str, Any]) -> "Retrieval":
-        """Of what a config says of look-up."""
+        """With the settings of look-up in a config."""
         return cls(lookup.get("datastore"), lookup.get("shortest", 2))
 
     def open(self, host: Host) -> None:
         """Raises ValueError for a datastore with ids that the target lacks."""
-        self.refuse(host.vocabulary, "Retrieval")
+        self.check_vocabulary(host.vocabulary, "Retrieval")
         self.rows, self.staged = [], {}
 
-    def refuse(self, vocabulary: int, where: str) -> None:
+    def check_vocabulary(self, vocabulary: int, where: str) -> None:
         """Raise ValueError, beginning with `where`, for a datastore with ids outside [0, vocabulary)."""
         if self.datastore and self.datastore.about.vocabulary > vocabulary:
             raise ValueError(f"{where}: its datastore is made for {self.datastore.about.vocabulary} ids, the target "
@@ -130,7 +144,7 @@ class Retrieval(Proposer):
         self.rows[low:] = map(SuffixAutomaton, prompts)
 
     def stage(self, low: int, prompts: Sequence[list[int]], states: States) -> None:
-        self.staged |= {low + place: SuffixAutomaton(prompt) for place, prompt in enumerate(prompts)}
+        self.staged |= {slot: SuffixAutomaton(prompt) for slot, prompt in enumerate(prompts, low)}
 
     def enter(self, source: int, target: int, prompt: list[int]) -> None:
         self.rows.append(self.staged.pop(source))
@@ -144,11 +158,11 @@ class Retrieval(Proposer):
         return chains([match.drafts for match in self.find(round.texts, round.k)], round.texts)
 
     def find(self, texts: Sequence[list[int]], k: Sequence[int]) -> list[Match]:
-        """What each row's text ends with that stood earlier, and at most k_b tokens that followed."""
+        """The match of each row's text, with at most k_b drafts."""
         return [self.of_row(row, text, most) for row, text, most in zip(self.rows, texts, k, strict=True)]
 
     def of_row(self, row: SuffixAutomaton, text: list[int], k: int) -> Match:
-        """What it finds for a text, of which `row` is the automaton or that of an earlier part."""
+        """The match of a text, `row` being its automaton or that of an earlier part of it."""
         row.follow(text)
         own = row.look_up(k, self.shortest)
         if not self.datastore or own.length >= self.datastore.about.depth:
@@ -157,9 +171,9 @@ class Retrieval(Proposer):
         return stored if stored.drafts else own
 
     def along(self, prompt: list[int], text: Sequence[int], k: int) -> list[Match]:
-        """What it finds before each token of a text that followed a prompt."""
-        row, whole, found = SuffixAutomaton(), list(prompt), []
+        """The matches before each token of a text that followed a prompt."""
+        row, whole, matches = SuffixAutomaton(), list(prompt), []
         for token in text:
-            found.append(self.of_row(row, whole, k))
+            matches.append(self.of_row(row, whole, k))
             whole.append(token)
-        return found
+        return matches

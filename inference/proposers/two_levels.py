@@ -1,13 +1,16 @@
-"""Two levels: a small draft guesses for the target in fewer bits, which verifies it exactly and drafts for the target.
+"""Two levels: a small draft guesses for the rounded target, which verifies the guesses exactly and drafts for the
+target.
 
 Both steps are exact, each by its own rule: the drafted tokens have the distribution of the rounded target, so that
-distribution is the q
-of the proposal, and the small draft decides about speed alone (three models in a row, as in TriForce: Sun et al. 2024,
-2404.11912).
+distribution is the q of the proposal, and the small draft affects speed alone (three models in a row, as in TriForce:
+Sun et al. 2024, 2404.11912).
+
 A rows, K tokens drafted for the target, n guesses of the small draft in an inner round, V vocabulary.
 """
 
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,28 +18,28 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from inference.batched.batch import Numbers
 from inference.drafts.weight_files import CONFIG, read_json
-from inference.models.lm import LM
-from inference.models.prefill import padded
-from inference.proposers.base import Beside, Outcome, Proposal, Round
+from inference.models.lm import LM, padded
+from inference.proposers.base import CompositeProposer, LoadArguments, Numbers, Outcome, Proposal, Round, RoundView
 from inference.proposers.independent import Independent
-from inference.proposers.inner_round import InnerRound, inner_rule
-from inference.proposers.of_parts import OfParts
 from inference.proposers.quantised import Quantised
-from inference.sampling import certain
+from inference.sampling import certain, draw
+from inference.verify.rules import RULES, Rule
+from inference.verify.tree import usable_lengths
 
 SETTINGS = "two_levels"  # of config.json: bits, inner
+DRAWS, COINS, LAST = range(3)  # of `Round.inner`
+UNREAD = "unread", "unread_end", "unread_at"  # ids that the model lacks (A, L), the last of a row, where they go
 
 
-class TwoLevels(OfParts):
-    """Drafts of `model`, the target in fewer bits, `inner` of them at a time guessed by `small` and verified by `rule`
+class TwoLevels(CompositeProposer):
+    """Drafts of `model`, the rounded target, `inner` of them at a time guessed by `small` and verified by `rule`
     (token, block or match). An inner round gives its accepted guesses and one token more, so a round of the target
-    takes as many inner rounds as it needs; none drafts a token that would not be used.
+    takes as many inner rounds as it needs; every drafted token is used.
 
-    Rows whose settings read history (penalties, bans, processors) are drafted for by the model alone, a token at a
-    time: how far a row has come differs by row, and its settings read every token before. Raises ValueError for a small
-    draft that reads the target, and for a rule or a number of guesses that is none.
+    For rows whose settings read history (penalties, bans, processors) the model alone drafts, a token at a time: the
+    progress of rows differs, and their settings read every token before. Raises ValueError for a small draft that reads
+    the target, and for a wrong rule or number of guesses.
     """
 
     network_class: Any = AutoModelForCausalLM
@@ -51,16 +54,15 @@ class TwoLevels(OfParts):
         self.greedy, self.parts = model.greedy, (model, small)
 
     def __copy__(self) -> "TwoLevels":
-        """With parts of its own: what each has stored is told by numbers that its rounds change."""
+        """With parts of its own, since rounds change the parts' counts of stored tokens."""
         return TwoLevels(copy(self.model), copy(self.small), self.guesses, self.rule.name)
 
     @classmethod
-    def load(cls, folder: Path, beside: Beside) -> "TwoLevels":
-        """An independent draft, whose config.json says under `two_levels` the bits, and the guesses of an inner
-        round."""
+    def load(cls, folder: Path, arguments: LoadArguments) -> "TwoLevels":
+        """An independent draft; `two_levels` in its config.json holds the bits, and the guesses of an inner round."""
         settings = read_json(folder / CONFIG).get(SETTINGS) or {}
-        model = Quantised.of_settings(beside, settings.get("bits"), str(folder / CONFIG))
-        return cls(model, Independent.load(folder, beside), int(settings.get("inner", 3)))
+        model = Quantised.of_settings(arguments, settings.get("bits"), str(folder / CONFIG))
+        return cls(model, Independent.load(folder, arguments), int(settings.get("inner", 3)))
 
     @property
     def weights(self) -> str | None:
@@ -71,57 +73,54 @@ class TwoLevels(OfParts):
         return self.model.context
 
     def language_model(self, rows: int, vocabulary: int) -> LM | None:
-        """The rounded target: the distribution of a draft is its own, whoever guessed it."""
+        """The rounded target: its distribution is that of every draft, whatever was guessed."""
         return self.model.language_model(rows, vocabulary)
 
     def propose(self, round: Round) -> Proposal:
-        """Inner rounds until each row has its drafts; a row that has outgrown the context is not drafted for."""
+        """Inner rounds until each row has its drafts; a row longer than the model's context gets none."""
         k = [max(0, min(k, self.model.lm.context - len(text))) for k, text in zip(round.k, round.texts, strict=True)]
         if not max(k):
             return Proposal(torch.empty(len(k), 0, dtype=torch.int64, device=self.model.lm.device), None, k)
-        made = Drafted(round, k, self.guesses + 1)
-        while made.left:
-            self._inner_round(made)
-        return made.proposal()
+        outer = OuterDrafts(round, k, self.guesses + 1)
+        while outer.left:
+            self._inner_round(outer)
+        return outer.proposal()
 
-    def _inner_round(self, made: "Drafted") -> None:
-        """The small draft guesses, one pass of the rounded target gives its distributions there, both keep what was
-        accepted."""
-        inner = made.begun(self.guesses, self.model.stored)
+    def _inner_round(self, outer: "OuterDrafts") -> None:
+        """The small draft guesses, one pass of the rounded target gives its distributions there, both store the
+        accepted tokens."""
+        inner = outer.inner_round(self.guesses, self.model.stored)
         drafts = self.small.propose(inner)
-        p = made.distributions(inner, self._read(inner, drafts))
+        p = outer.distributions(inner, self._read(inner, drafts))
         p = certain(p) if self.greedy else p
         accepted, token = inner.verified(self.rule, p, drafts)
-        valid = made.take(inner, p, drafts.x, accepted, token)
-        self.model.stored = [max(one) for one in zip(self.model.stored, made.read(valid), strict=True)]
+        valid = outer.append(inner, p, drafts.x, accepted, token)
+        self.model.stored = [max(one) for one in zip(self.model.stored, outer.read(valid), strict=True)]
         self.small.commit(Outcome(valid, accepted, {}))
 
-    def _read(self, inner: InnerRound, drafts: Proposal) -> Tensor:
-        """Logits (A, n+1, V) of the rounded target after each text and after each guess; ids that its slot lacks are
-        read in the same pass."""
+    def _read(self, inner: "InnerRound", drafts: Proposal) -> Tensor:
+        """Logits (A, n+1, V) of the rounded target after each text and after each guess; the same pass reads the ids
+        that its slots lack."""
         lm, length = self.model.lm, inner.length(drafts.k)
         unread, end, at, x, length = (
             part.to(lm.device) for part in (*(inner.send()[name] for name in UNREAD), drafts.x, length)
         )
         n, end = x.shape[1], end.unsqueeze(1)
-        last, place = unread.gather(1, end), torch.arange(n, device=lm.device)
-        x = torch.where(place < length.unsqueeze(1), x, last)  # behind its guesses a row reads what it has read
-        ids = torch.cat([unread, last.expand(-1, n)], 1).scatter(1, end + 1 + place, x)
+        last, index = unread.gather(1, end), torch.arange(n, device=lm.device)
+        x = torch.where(index < length.unsqueeze(1), x, last)  # after its guesses a row repeats its last id
+        ids = torch.cat([unread, last.expand(-1, n)], 1).scatter(1, end + 1 + index, x)
         logits = lm.forward(ids, self.model.stored, at=at).logits
         if unread.shape[1] == 1:
             return logits
-        places = end + torch.arange(n + 1, device=lm.device)
-        return logits.gather(1, places.unsqueeze(2).expand(-1, -1, logits.shape[2]))
+        columns = end + torch.arange(n + 1, device=lm.device)
+        return logits.gather(1, columns.unsqueeze(2).expand(-1, -1, logits.shape[2]))
 
 
-UNREAD = "unread", "unread_end", "unread_at"  # ids that the model lacks (A, L), the last of a row, where they go
+class OuterDrafts:
+    """The drafts of a round so far. k: tokens that each row is to have; width: see `InnerRound`.
 
-
-class Drafted:
-    """What a round has drafted so far. k: tokens that each row is to have; width: see `InnerRound`.
-
-    texts: with the drafts; done: how many each row has; x (A, K + width), q (A, K + width, V): drafts and their
-    distributions, what stands behind a row's own being of no draft."""
+    texts: with the drafts; done: drafts of each row so far; x (A, K + width), q (A, K + width, V): drafts and their
+    distributions, entries past a row's own are no drafts."""
 
     def __init__(self, round: Round, k: list[int], width: int) -> None:
         self.round, self.k, self.width = round, k, width
@@ -132,7 +131,7 @@ class Drafted:
         self.q: Tensor
 
     def _numbers(self) -> Tensor:
-        """Uniforms (3, A, S) of all inner rounds, made once; a last place is of rows that are done."""
+        """Uniforms (3, A, S) of all inner rounds, drawn once; rows that are done read the last positions."""
         if not self.uniforms.numel():
             self.uniforms = self.round.inner((max(self.k) + 1) * self.width)
         return self.uniforms
@@ -141,7 +140,7 @@ class Drafted:
     def left(self) -> bool:
         return any(done < k for done, k in zip(self.done, self.k, strict=True))
 
-    def begun(self, guesses: int, stored: list[int]) -> InnerRound:
+    def inner_round(self, guesses: int, stored: list[int]) -> "InnerRound":
         """The next inner round. stored: tokens of each text that the model's slots hold."""
         room = [k - done for k, done in zip(self.k, self.done, strict=True)]
         # one token comes after the guesses
@@ -152,9 +151,9 @@ class Drafted:
         numbers = {**dict(zip(UNREAD, lacking, strict=True)), "historic": [int(reads) for reads in self.history]}
         return InnerRound(self.round, self.k, self.texts, self.done, wanted, self.width, self._numbers, numbers)
 
-    def distributions(self, inner: InnerRound, logits: Tensor) -> Tensor:
+    def distributions(self, inner: "InnerRound", logits: Tensor) -> Tensor:
         """Logits (A, n+1, V) after the texts and guesses -> distributions p. Rows that read history have no guesses and
-        have come equally far, a token an inner round."""
+        are all equally far, a token an inner round."""
         p = self.round.plain(logits)
         if not any(self.history):
             return p
@@ -164,8 +163,8 @@ class Drafted:
         first = torch.where(reads, own, p[:, :1].to(own.dtype))
         return torch.cat([first, p[:, 1:].to(own.dtype)], 1)
 
-    def take(self, inner: InnerRound, p: Tensor, x: Tensor, accepted: Tensor, token: Tensor) -> list[int]:
-        """Accepted guesses and the token behind them become drafts with the distributions p. Returns how many tokens of
+    def append(self, inner: "InnerRound", p: Tensor, x: Tensor, accepted: Tensor, token: Tensor) -> list[int]:
+        """Accepted guesses and the token after them become drafts with the distributions p. Returns how many tokens of
         each text agree with what the small draft stored."""
         n, x = x.shape[1], x.to(p.device)
         if not self.rounds:
@@ -174,13 +173,13 @@ class Drafted:
             self.q = p.new_zeros(A, max(self.k) + self.width, V)
         last = accepted.unsqueeze(1)
         tokens = torch.cat([x, token.unsqueeze(1)], 1).scatter(1, last, token.unsqueeze(1))
-        place = inner.done.unsqueeze(1) + torch.arange(n + 1, device=p.device)
-        self.x.scatter_(1, place, tokens)
-        self.q.scatter_(1, place.unsqueeze(2).expand(-1, -1, p.shape[2]), p)
-        return self._told(torch.cat([last, tokens], 1).tolist())  # the inner round's one read
+        columns = inner.done.unsqueeze(1) + torch.arange(n + 1, device=p.device)
+        self.x.scatter_(1, columns, tokens)
+        self.q.scatter_(1, columns.unsqueeze(2).expand(-1, -1, p.shape[2]), p)
+        return self._extend_texts(torch.cat([last, tokens], 1).tolist())  # the inner round's one read
 
-    def _told(self, table: list[list[int]]) -> list[int]:
-        """Texts and counts, of rows that were not done."""
+    def _extend_texts(self, table: list[list[int]]) -> list[int]:
+        """Update texts and counts of rows that were not done; table: of each row, accepted guesses and tokens."""
         valid = []
         self.rounds += 1
         for row, (n, *tokens) in enumerate(table):
@@ -192,9 +191,98 @@ class Drafted:
         return valid
 
     def read(self, valid: list[int]) -> list[int]:
-        """Tokens of each text that the model's slots hold behind the pass: but for its last one, where it grew."""
+        """Tokens of each text that the model's slots hold after the pass: all but the last one, if the text grew."""
         return [length if length < len(text) else 0 for length, text in zip(valid, self.texts, strict=True)]
 
     def proposal(self) -> Proposal:
         K = max(self.k)
         return Proposal(self.x[:, :K], self.q[:, :K], self.k)
+
+
+def inner_rule(name: str) -> Rule:
+    """A rule that verifies inner rounds: of chains, exact, with uniforms. Raises ValueError for any other."""
+    fit = [rule.name for rule in RULES.values() if rule.exact and not rule.shared and not rule.trees]
+    if name not in fit:
+        raise ValueError(f"rule: {name!r} verifies no inner round; {', '.join(fit)} do")
+    return RULES[name]
+
+
+class InnerRound(RoundView):
+    """One exact inner round: the small draft's guesses, verified with the distributions of the rounded target. Every
+    token that comes out follows the rounded target's distribution, given the text before it: the q of the outer round
+    is that distribution, not the small draft's.
+
+    round: the outer round, which drafts `asked` tokens a row. texts: of each row, with its `done` drafts so far; k: how
+    many tokens the small draft guesses. width: numbers of a stream that an inner round may use, so that rounds that
+    begin at other tokens use others; uniforms: returns those of all inner rounds. numbers: what else the small draft's
+    first copy carries to the device.
+    """
+
+    def __init__(
+        self, round: Round, asked: list[int], texts: Sequence[list[int]], done: list[int], k: list[int], width: int,
+        uniforms: Callable[[], Tensor], numbers: Mapping[str, Numbers],
+    ) -> None:  # fmt: skip
+        super().__init__(round, k)
+        self.asked, self.width, self.uniforms = asked, width, uniforms
+        self.with_drafts = texts
+        self.numbers = {"done": done, "guessed": k, **numbers}
+        self.sent: dict[str, Tensor] = {}
+
+    @property
+    def texts(self) -> Sequence[list[int]]:
+        return self.with_drafts
+
+    def send(self, k: list[int] | None = None, **numbers: Numbers) -> dict[str, Tensor]:
+        """As `Round.send`; the outer round's draft lengths are sent, not the small draft's own `k`."""
+        numbers |= {} if self.sent else self.numbers
+        self.sent = self.round.send(self.asked, **numbers)
+        return self.sent
+
+    @property
+    def done(self) -> Tensor:
+        """Tokens drafted so far (A,)."""
+        return self.send()["done"]
+
+    @cached_property
+    def streams(self) -> Tensor:
+        """Uniforms (3, A, width) of this inner round."""
+        columns = self.done.unsqueeze(1) * self.width + torch.arange(self.width, device=self.done.device)
+        return self.uniforms().gather(2, columns.expand(3, -1, -1))
+
+    def simple(self, depths: int) -> tuple[Tensor, Tensor]:
+        return self.streams[DRAWS, :, :depths], self.round.simple(1)[1]
+
+    def probs(self, logits: Tensor, drafted: list[Tensor]) -> Tensor:
+        """Of rows that read no history: the small draft guesses nothing for others."""
+        return self.round.plain(logits)
+
+    def draw(self, probs: Tensor, depth: int) -> Tensor:
+        return self._shared(probs, depth) if self.round.shared else draw(probs, self.streams[DRAWS, :, depth])
+
+    def _shared(self, probs: Tensor, depth: int) -> Tensor:
+        """With the noise of the target's own tokens; the depth of rows that are done may be past the last one."""
+        return self.round.draw_shared(probs, (self.done + depth).clamp(max=max(self.asked)))
+
+    def inputs(self, trees: bool = False) -> None:
+        """None: no recording reads how far each row is."""
+
+    def length(self, k: list[int]) -> Tensor:
+        """Guesses of each row (A,) on the device."""
+        return self.send()["guessed"] if k == self.k else torch.tensor(k, device=self.done.device)
+
+    def verified(self, rule: Rule, p: Tensor, drafts: Proposal) -> tuple[Tensor, Tensor]:
+        """accepted (A,) of the guesses x (A, n) with their distributions q (A, n, V), and the token (A,) after them, by
+        the distributions p (A, n+1, V) of the rounded target after the text and after each guess."""
+        x, q = drafts.x.to(p.device), None if drafts.q is None else drafts.q.to(p.device)
+        length = usable_lengths(p, q, self.length(drafts.k))
+        if self.round.shared:
+            return self._coupled(p, x, length)
+        verification = rule.verify(p, q, x, self.streams[COINS], length)
+        return verification.accepted, draw(verification.probs, self.streams[LAST, :, 0])
+
+    def _coupled(self, p: Tensor, x: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
+        """The tokens that the rounded target draws with the shared noise, see `chain.coupled`."""
+        y = torch.stack([self._shared(p[:, i], i) for i in range(p.shape[1])], 1)
+        same = (y[:, :-1] == x) & (torch.arange(x.shape[1], device=x.device) < length.unsqueeze(1))
+        accepted = same.to(torch.int64).cumprod(1).sum(1)
+        return accepted, y.gather(1, accepted.unsqueeze(1)).squeeze(1)

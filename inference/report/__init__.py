@@ -1,1 +1,1 @@
-"""What is measured and how it is said."""
+"""Reports: their data and their table, and replays of single generations."""

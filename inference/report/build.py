@@ -1,4 +1,4 @@
-"""What is measured and how it is said: a report is a plain dict that survives JSON, and a table of it.
+"""The data of a report: a plain dict that survives JSON.
 
 `SCHEMA` is the whole format. A report has
 
@@ -7,12 +7,12 @@
     settings      target, draft, proposer, verify, policy, rows, prompts, max_new_tokens, repeats, sampling,
                   dtypes of the models
     arms          each timed arm: tokens, seconds and tokens per second, with prefill and decode only; tau;
-                  rounds; seconds by phase; None for what an arm does not count
+                  rounds; seconds by phase; None for figures that an arm does not count
     speedup       of arm `of` over arm `over`: value and 95 % interval, with prefill and decode only
     acceptance    tau measured and predicted; by depth: counts, prefix and conditional acceptance, measured
-                  and predicted; None where not predicted, or for an arm that counts nothing
-    exactness     figures and lines of the verdict (`inference.exactness.checks`), None when it was not asked for
-    extra         whatever else a caller keeps, by name
+                  and predicted; None without a prediction, or for an arm that counts nothing
+    exactness     figures and lines of the verdict (`inference.exactness.verdict`), None if it was not checked
+    extra         further entries of the caller, by name
 
 Seconds are wall seconds; NaN and infinity become None.
 """
@@ -25,8 +25,7 @@ from typing import Any
 
 from inference.drafts.atomic import write_atomic
 from inference.engine import Engine
-from inference.exactness.checks import Verdict
-from inference.exactness.verdict_schema import FIGURES
+from inference.exactness.verdict import Verdict
 from inference.measure.environment import environment
 from inference.measure.timing import Timing
 from inference.report.schema import Many, Maybe, conform
@@ -98,9 +97,50 @@ SCHEMA: dict[str, Any] = {
     "extra": Many(object),
 }
 
+# the figures of a verdict, see `exactness.verdict.Verdict.figures`; None for a check that does not apply
+_TEXT = {
+    **dict.fromkeys(("prompts", "equal", "ties", "unexplained", "compared", "tokens"), int),
+    "noise": Maybe(float),
+    "gap": Maybe(float),
+    "limit": Maybe(float),
+    "passed": bool,
+}
+_CALLS = {
+    **dict.fromkeys(("tokens", "measured", "near", "rare"), int),
+    **dict.fromkeys(("predicted", "sigma", "rare_expected", "z_rare", "relative", "tau"), float),
+    "z": Maybe(float),
+    "prefix": Maybe([Maybe(float)]),
+    "conditional": Maybe([Maybe(float)]),
+    "passed": bool,
+}
+_DEPTH = {
+    **dict.fromkeys(("rounds", "accepted"), int),
+    **dict.fromkeys(("alpha", "sigma", "measured"), float),
+    "passed": bool,
+}
+_LOGITS = {
+    **dict.fromkeys(("tokens", "first", "last"), int),
+    **dict.fromkeys(("one", "many", "worst", "own", "limit", "worst_limit"), Maybe(float)),
+    "passed": bool,
+}
+_SURPRISE = {
+    **dict.fromkeys(("tokens", "impossible"), int),
+    **dict.fromkeys(("surprise", "entropy", "z", "place_z"), Maybe(float)),
+    "passed": bool,
+}
+FIGURES: dict[str, Any] = {
+    "passed": bool,
+    "text": _TEXT,
+    "calls": Maybe(_CALLS),
+    "depth": Maybe(_DEPTH),
+    "logits": Maybe(_LOGITS),
+    "surprise": Maybe(_SURPRISE),
+    "missing": Many(str),
+}
+
 
 def validate(report: Mapping[str, Any]) -> None:
-    """Raise ValueError naming the first key that is missing, unknown or of another type than in `SCHEMA`."""
+    """Raise ValueError naming the first key that is missing, unknown or not of the type in `SCHEMA`."""
     conform(report, SCHEMA, "report")
     if report["format"] != FORMAT:
         raise ValueError(f"report.format is {report['format']}, this version reads {FORMAT}")
@@ -125,12 +165,11 @@ def build(
     verdict: Verdict | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> Report:
-    """The report of a timed run in which `engine` was the arm named `arm`, compared with the arm named
-    `over`.
+    """The report of a timed run in which `engine` was the arm named `arm`, compared with the arm named `over`.
 
     target, draft: names to print. Raises ValueError for names of arms that were not timed.
     """
-    found = {
+    values = {
         "format": FORMAT,
         "environment": environment(),
         "settings": {
@@ -148,9 +187,9 @@ def build(
         "exactness": _verdict(verdict) if verdict else None,
         "extra": dict(extra or {}),
     }
-    report = json.loads(json.dumps(_finite(found), default=str))
+    report = json.loads(json.dumps(_finite(values), default=str))
     validate(report)
-    if verdict:  # `SCHEMA` takes older reports too, whose verdicts had fewer figures
+    if verdict:  # not in `SCHEMA`, which must accept older reports, whose verdicts had fewer figures
         conform(report["exactness"]["figures"], FIGURES, "report.exactness.figures")
     return report
 

@@ -1,24 +1,32 @@
-"""The record of a generation, round by round: what was drafted, with which probabilities, and what became of it.
+"""The replay of a generation, round by round: the drafts, their probabilities and their outcome.
 
-`SCHEMA` is the whole format. rule: of verification; rows: the prompts' texts, by their place in the call; rounds: of
-each, the rows that were decoded in it. A row's drafts are nodes of a tree in their order: parent -1 is the text so far,
-node i hangs on an earlier one; a chain is the tree whose node i hangs on i - 1. Of a draft: p and q, the distributions'
-mass of its token where it was drafted; ratio, p / q, 0 where p is 0; u, the uniform that the rule tested it with, None
-where the rule tests none (coupled) or the draft was none's turn; state, one of `STATES`. last: the token behind the
-accepted ones, "corrected" behind a refusal and "bonus" where all drafts of a path were accepted, or none was made; None
-where the row ended before it.
+`SCHEMA` is the whole format. rule: of verification; rows: the text of each prompt, in the order of the call; rounds:
+for each, the rows that were decoded in it. The drafts of a row are the nodes of a tree: a node's parent is an earlier
+node, or -1 for the text so far; in a chain node i has parent i - 1. Of a draft: p and q, its probability under target
+and draft at its position; ratio, p / q, 0 if p is 0; u, the uniform that the rule compared with it, None if the rule
+uses none (coupled) or did not test this draft; state, one of `STATES`. last: the token after the accepted ones,
+"corrected" after a rejection, "bonus" if a whole path was accepted or nothing was drafted; None if the row ended before
+it.
 """
 
 import json
-from collections.abc import Mapping
+import struct
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from inference.drafts.atomic import write_atomic
 from inference.report.schema import Maybe, conform
+from inference.trace import PARTS, TracedRow, traced_rows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from inference.proposers.base import Proposal
+    from inference.request import Request
 
 FORMAT, FILE = 1, "replay.json"
-STATES = ("accepted", "refused", "unread")  # unread: behind a refusal, or a sibling that was not asked for
+STATES = ("accepted", "refused", "unread")  # unread: after a rejection, or a sibling that was not tested
 KINDS = ("corrected", "bonus")
 _DRAFT = {"id": int, "text": str, "parent": int, "p": Maybe(float), "q": Maybe(float), "u": Maybe(float),
           "ratio": Maybe(float), "state": str}  # fmt: skip
@@ -30,15 +38,97 @@ SCHEMA: dict[str, Any] = {
 }
 
 
+class Recorder:
+    """Give one to `Engine(record=)`: it stores the first `most` rounds of the engine's last call.
+
+    While it records, a round's one copy from the device holds three numbers more per draft; texts are decoded in
+    `replay`, after the call.
+    """
+
+    def __init__(self, most: int = 400) -> None:
+        self.most, self.rule = most, ""
+        self.prompts: list[list[int]] = []
+        self.rounds: list[list[TracedRow]] = []
+
+    def begin(self, rule: str, rows: Sequence["Request"]) -> None:
+        """A call begins; the rounds of the call before are dropped."""
+        self.rule, self.rounds = rule, []
+        self.prompts = [row.text[: row.prompt] for row in rows]
+
+    def note(
+        self, rows: Sequence["Request"], starts: Sequence[int], proposal: "Proposal", table: Sequence[Sequence[int]]
+    ) -> None:  # fmt: skip
+        """A round ended, see `trace.RoundRecorder`."""
+        if len(self.rounds) < self.most:
+            self.rounds.append(traced_rows(rows, starts, proposal, table))
+
+    def replay(self, tokenizer: "PreTrainedTokenizerBase | None" = None) -> dict[str, Any]:
+        """The record in the format `SCHEMA`; without a tokenizer, texts are the ids."""
+        texts = [list(prompt) for prompt in self.prompts]
+        rounds = []
+        for traced in self.rounds:
+            rounds.append([_replayed(row, texts[row.prompt][-1], tokenizer) for row in traced])
+            for row in traced:
+                emitted = [*(row.drafts[node] for node in row.path), row.last][: row.emitted]
+                texts[row.prompt] += emitted
+        rows = [{"prompt": _text(prompt, tokenizer)} for prompt in self.prompts]
+        return {"format": FORMAT, "rule": self.rule, "rows": rows, "rounds": rounds}
+
+
+def _replayed(row: TracedRow, anchor: int, tokenizer: "PreTrainedTokenizerBase | None") -> dict[str, Any]:
+    """One row of a round; anchor: the last token of its text before."""
+    accepted = set(row.path[: row.emitted])
+    rejected = _rejected(row) if row.emitted > len(row.path) else set()
+    drafts = []
+    for i in range(row.drafted):
+        token, parent = row.drafts[i], row.parents[i]
+        p, q, u = (_number(row.floats[part * len(row.drafts) + i]) for part in range(PARTS))
+        state = "accepted" if i in accepted else "refused" if i in rejected else "unread"
+        ratio = None if p is None or q is None or (p and not q) else p / q if p else 0.0
+        before = row.drafts[parent] if parent >= 0 else anchor
+        drafts.append({"id": token, "text": _text([token], tokenizer, before), "parent": parent, "p": p, "q": q,
+                       "u": u, "ratio": ratio, "state": state})  # fmt: skip
+    last = None
+    if row.emitted > len(row.path):
+        kind = "corrected" if any(row.parents[i] == (row.path[-1] if row.path else -1) for i in rejected) else "bonus"
+        before = row.drafts[row.path[-1]] if row.path else anchor
+        last = {"id": row.last, "text": _text([row.last], tokenizer, before), "kind": kind}
+    return {"row": row.prompt, "start": row.start, "drafts": drafts, "last": last}
+
+
+def _rejected(row: TracedRow) -> set[int]:
+    """Nodes that were tested and rejected: children of the last accepted node, and siblings that come before an
+    accepted node."""
+    above = [-1, *row.path]
+    accepted_child = dict(zip(above, [*row.path, row.drafted], strict=True))
+    return {i for i in range(row.drafted) if row.parents[i] in accepted_child and i < accepted_child[row.parents[i]]}
+
+
+def _number(bits: int) -> float | None:
+    """The float64 of these bits; None for NaN, which marks a missing number."""
+    value: float = struct.unpack("<d", struct.pack("<q", bits))[0]
+    return value if value == value else None
+
+
+def _text(ids: Sequence[int], tokenizer: "PreTrainedTokenizerBase | None", before: int | None = None) -> str:
+    """The text of ids after the token `before`: some tokenizers drop a space at the beginning of a text."""
+    if tokenizer is None:
+        return " ".join(map(str, ids))
+    if before is None:
+        return str(tokenizer.decode(list(ids)))
+    alone, both = str(tokenizer.decode([before])), str(tokenizer.decode([before, *ids]))
+    return both[len(alone) :] if both.startswith(alone) else str(tokenizer.decode(list(ids)))
+
+
 def validate(replay: Mapping[str, Any]) -> None:
-    """Raise ValueError naming the first key that is not as `SCHEMA` says, a state, kind, row or parent that cannot be,
-    and an accepted draft that hangs on one that is not."""
+    """Raise ValueError naming the first key that departs from `SCHEMA`, an impossible state, kind, row or parent, or an
+    accepted draft whose parent is not accepted."""
     conform(replay, SCHEMA, "replay")
     if replay["format"] != FORMAT:
         raise ValueError(f"replay.format is {replay['format']}, this version reads {FORMAT}")
     for number, rows in enumerate(replay["rounds"]):
-        for place, row in enumerate(rows):
-            _validate_row(row, len(replay["rows"]), f"replay.rounds[{number}][{place}]")
+        for index, row in enumerate(rows):
+            _validate_row(row, len(replay["rows"]), f"replay.rounds[{number}][{index}]")
 
 
 def _validate_row(row: Mapping[str, Any], rows: int, name: str) -> None:

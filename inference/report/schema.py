@@ -21,7 +21,7 @@ class Many:
 
 
 def conform(value: Any, schema: Any, name: str) -> None:
-    """Raise ValueError naming the first place where value departs from schema.
+    """Raise ValueError naming the first entry of value that departs from schema.
 
     schema: a type (float takes whole numbers, never NaN or infinity; object takes anything), `Maybe`, `Many`,
     a list of one schema for lists of any length, or a dict of schemas whose keys are all required and the

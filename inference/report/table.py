@@ -18,17 +18,17 @@ def table(report: Mapping[str, Any]) -> str:
     return "\n\n".join([part for part in parts if part] + [FORMULAS]) + "\n"
 
 
-def beside(reports: Mapping[str, Mapping[str, Any]]) -> str:
-    """Reports of one target beside each other, a line each by name: how it drafts, tokens per target call, speed-up
-    with its 95 % interval over what its own run decoded plainly, and whether it is exact."""
+def comparison(reports: Mapping[str, Mapping[str, Any]]) -> str:
+    """Reports of one target, one line each, by name: draft length or tree, tokens per target call, speed-up over plain
+    decoding of the same run with its 95 % interval, and whether it is exact."""
     rows = [["draft", "drafting", "tau", "predicted", "speed-up", "", "exact"]]
     for name, report in reports.items():
         tau = (report["acceptance"] or {"tau": {"measured": None, "predicted": None}})["tau"]
         speedup, exact = report["speedup"], report["exactness"]
         value, interval = _whole(speedup["whole"]) if speedup else ("-", "")
-        said = "not checked" if exact is None else "yes" if exact["passed"] else "NO"
+        verdict = "not checked" if exact is None else "yes" if exact["passed"] else "NO"
         rows.append(
-            [name, _drafting(report), _number(tau["measured"]), _number(tau["predicted"]), value, interval, said]
+            [name, _drafting(report), _number(tau["measured"]), _number(tau["predicted"]), value, interval, verdict]
         )
     return _aligned(rows, left=2)
 
@@ -39,19 +39,19 @@ def _whole(interval: Mapping[str, float | None]) -> tuple[str, str]:
 
 
 def headline(report: Mapping[str, Any]) -> str:
-    """The verdict in a line: how much faster, in which regime, whether it is exact, and what to serve."""
+    """The result in a line: the speed-up, its regime, the drafting, and whether the engine is exact."""
     speedup, exact = report["speedup"], report["exactness"]
-    said = (
+    verdict = (
         "exactness was not checked" if exact is None else "exact" if exact["passed"] else "NOT EXACT: do not serve it"
     )
     if speedup is None:
-        return f"verdict: no speed-up was measured; {said}"
+        return f"verdict: no speed-up was measured; {verdict}"
     whole, over = speedup["whole"], speedup["over"]
     low, high = (whole["value"] if whole[end] is None else whole[end] for end in ("low", "high"))
-    found = f"{whole['value']:.2f}x [{low:.2f}, {high:.2f}] the speed of {over} decoding"
-    found += f" at temperature {report['settings']['sampling']['temperature']:g}, {_drafting(report)}"
+    speed = f"{whole['value']:.2f}x [{low:.2f}, {high:.2f}] the speed of {over} decoding"
+    speed += f" at temperature {report['settings']['sampling']['temperature']:g}, {_drafting(report)}"
     shown = "faster" if low > 1 else "SLOWER" if high < 1 else "no speed-up is shown"
-    return f"verdict: {shown}, {found}; {said}"
+    return f"verdict: {shown}, {speed}; {verdict}"
 
 
 FORMULAS = """\
@@ -62,7 +62,7 @@ speed-up = tokens per wall second / those of the other arm, end tokens ignored s
 
 
 def _drafting(report: Mapping[str, Any]) -> str:
-    """How many drafts a round had: of a tree, its nodes."""
+    """The policy, or the number of nodes of a tree."""
     tree = (report.get("extra") or {}).get("planned_shape")
     return f"trees of {len(tree)} nodes" if tree else str(report["settings"]["policy"])
 
@@ -72,9 +72,9 @@ def _head(report: Mapping[str, Any]) -> str:
     sampling = ", ".join(f"{name} {s['sampling'][name]}" for name in ("temperature", "top_k", "top_p"))
     commit = f"commit {e['commit'][:12]}{' + changes' if e['dirty'] else ''}" if e["commit"] else "no commit"
     weights = (report.get("extra") or {}).get("target_quantisation") or "none"
-    said = weights == "none" or s["target_dtype"].startswith(weights)  # older reports name the dtype alone
-    held = s["target_dtype"] if said else f"{weights}, {s['target_dtype']}"
-    models = f"target {s['target']} ({held}), draft {s['draft'] or s['proposer'] or 'none'}"
+    named = weights == "none" or s["target_dtype"].startswith(weights)  # older reports name the dtype alone
+    dtype = s["target_dtype"] if named else f"{weights}, {s['target_dtype']}"
+    models = f"target {s['target']} ({dtype}), draft {s['draft'] or s['proposer'] or 'none'}"
     return "\n".join(
         [
             models + (f" ({s['draft_dtype']})" if s["draft_dtype"] else ""),
@@ -104,7 +104,7 @@ def _speedup(report: Mapping[str, Any]) -> str:
 
 
 def _words(speedup: Mapping[str, Any]) -> list[str]:
-    """What a ratio at or below 1 means."""
+    """The meaning of a ratio at or below 1."""
     whole, (of, over) = speedup["whole"], (speedup["of"], speedup["over"])
     low, high = whole["low"] or whole["value"], whole["high"] or whole["value"]
     if high < 1:
@@ -131,7 +131,7 @@ def _depths(report: Mapping[str, Any]) -> str:
 
 
 def _phases(report: Mapping[str, Any]) -> str:
-    """Milliseconds of a round, of all its rows together; prefill, which is in no round, as a total."""
+    """Milliseconds per round, all its rows together; prefill, which is outside the rounds, as a total."""
     counted = {name: arm for name, arm in report["arms"].items() if arm["phases"]}
     if not counted:
         return ""

@@ -1,1 +1,1 @@
-"""Serving engines seen from here: clients, and vLLM."""
+"""Clients of serving engines, and a proposer class for vLLM."""

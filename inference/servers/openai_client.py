@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server seen from here: completions of prompts, and what vLLM counts of its drafts."""
+"""A client of an OpenAI-compatible server: completions of prompts, and vLLM's counters of drafts."""
 
 import json
 import os
@@ -21,7 +21,7 @@ POSITION = re.compile(r'position="(\d+)"')
 
 @dataclass(frozen=True)
 class Completion:
-    """text; ids of its tokens, None from a server that does not tell them; finish: "stop" or "length"."""
+    """text; ids of its tokens, None from a server that does not send them; finish: "stop" or "length"."""
 
     text: str
     ids: list[int] | None
@@ -30,7 +30,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Served:
-    """What a server counted: rounds that drafted, tokens drafted and accepted, and accepted at each depth."""
+    """Counters of a server: rounds that drafted, tokens drafted and accepted, and accepted at each depth."""
 
     rounds: int
     drafted: int
@@ -48,21 +48,21 @@ class Served:
 
     @property
     def tau(self) -> float:
-        """Tokens per target call, of the calls that checked drafts; nan before any."""
+        """Tokens per target call, over calls that verified drafts; nan before any."""
         return 1 + self.accepted / self.rounds if self.rounds else float("nan")
 
 
 class Client:
-    """url: the server's root, with or without /v1. model: what it calls the model, None for the first that it lists.
-    key: sent as its API key, by default the environment's OPENAI_API_KEY. Raises ConnectionError, naming the address
-    and what it answered, for a server that does not answer or refuses a request."""
+    """url: the server's root, with or without /v1. model: its name on the server, None for the first in the list. key:
+    the API key, by default the environment's OPENAI_API_KEY. Raises ConnectionError, with the address and the answer,
+    for a server that does not answer or rejects a request."""
 
     def __init__(self, url: str, model: str | None = None, key: str | None = None, timeout: float = 600.0) -> None:
         self.root = url.rstrip("/").removesuffix("/v1")
         self.key, self.timeout = key or os.environ.get("OPENAI_API_KEY"), timeout
         listed = json.loads(self._read("/v1/models"))["data"][0]
         self.model = model or str(listed["id"])
-        self.tells_ids = listed.get("owned_by") == "vllm"  # others may refuse a field that they do not know
+        self.sends_ids = listed.get("owned_by") == "vllm"  # other servers may reject an unknown field
 
     def complete(
         self,
@@ -75,18 +75,18 @@ class Client:
     ) -> list[Completion]:
         """Continue every prompt (strings or ids), at most `at_once` requests under way; one seed a prompt.
 
-        ignore_eos: only lengths end a text, for servers that know the word, as vLLM does. Raises ValueError for
-        sampling settings that no request can express.
+        ignore_eos: texts end by length only; a field of vLLM's. Raises ValueError for sampling settings that no request
+        can express.
         """
         refuse(sampling, *UNTRANSLATED)
         common = _request(sampling) | {"model": self.model, "max_tokens": max_new_tokens}
-        if self.tells_ids:
+        if self.sends_ids:
             common["return_token_ids"] = True
         if ignore_eos:
             common |= {"ignore_eos": True, "min_tokens": max_new_tokens}
 
-        def one(asked: tuple[Any, int]) -> Completion:
-            prompt, seed = asked
+        def one(item: tuple[Any, int]) -> Completion:
+            prompt, seed = item
             answer = self._read("/v1/completions", common | {"prompt": prompt, "seed": seed % 2**63})
             choice = json.loads(answer)["choices"][0]
             return Completion(choice["text"], choice.get("token_ids"), choice.get("finish_reason") or "length")
@@ -95,18 +95,18 @@ class Client:
             return list(pool.map(one, zip(prompts, seeds, strict=True)))
 
     def counted(self) -> Served | None:
-        """The drafting counters since the server started, from its Prometheus page; None where it shows none."""
-        found: dict[str, int] = {}
+        """The drafting counters since the server started, from its Prometheus page; None if it shows none."""
+        counts: dict[str, int] = {}
         depths: dict[int, int] = {}
         for name, labels, value in COUNTER.findall(self._read("/metrics")):
             at = POSITION.search(labels)
             if name == "num_accepted_tokens_per_pos" and at:
                 depths[int(at[1])] = depths.get(int(at[1]), 0) + int(float(value))
             elif not at:
-                found[name] = found.get(name, 0) + int(float(value))  # summed over engines of one server
-        if "num_drafts" not in found:
+                counts[name] = counts.get(name, 0) + int(float(value))  # summed over engines of one server
+        if "num_drafts" not in counts:
             return None
-        return Served(found["num_drafts"], found["num_draft_tokens"], found["num_accepted_tokens"],
+        return Served(counts["num_drafts"], counts["num_draft_tokens"], counts["num_accepted_tokens"],
                       tuple(depths[depth] for depth in sorted(depths)))  # fmt: skip
 
     def _read(self, path: str, body: dict[str, Any] | None = None) -> str:
@@ -118,33 +118,33 @@ class Client:
                 answer: str = response.read().decode()
                 return answer
         except urllib.error.HTTPError as error:
-            said = error.read().decode(errors="replace")[:500]
-            raise ConnectionError(f"{self.root}{path} answered {error.code}: {said}") from error
+            answer = error.read().decode(errors="replace")[:500]
+            raise ConnectionError(f"{self.root}{path} answered {error.code}: {answer}") from error
         except (urllib.error.URLError, TimeoutError) as error:
             raise ConnectionError(f"{self.root}{path}: {error}") from error
 
 
-def settled(client: Client, quiet: float = 2.0, limit: float = 30.0) -> Served | None:
-    """The counters once they stand still: a server writes its page some time after it answered."""
-    found, since, end = client.counted(), time.monotonic(), time.monotonic() + limit
-    while found and time.monotonic() - since < quiet and time.monotonic() < end:
+def stable_counters(client: Client, quiet: float = 2.0, limit: float = 30.0) -> Served | None:
+    """The counters once they stop changing: a server updates its page some time after it answers."""
+    counters, since, end = client.counted(), time.monotonic(), time.monotonic() + limit
+    while counters and time.monotonic() - since < quiet and time.monotonic() < end:
         time.sleep(0.2)
         now = client.counted()
-        if now != found:
-            found, since = now, time.monotonic()
-    return found
+        if now != counters:
+            counters, since = now, time.monotonic()
+    return counters
 
 
 def _request(sampling: Sampling) -> dict[str, Any]:
-    """Fields of a request; those that OpenAI's API lacks are sent only when they are not at their default."""
+    """Fields of a request; those that OpenAI's API lacks are sent only if they are not at their default."""
     default = Sampling()
-    asked: dict[str, Any] = {"temperature": sampling.temperature, "top_p": sampling.top_p}
+    fields: dict[str, Any] = {"temperature": sampling.temperature, "top_p": sampling.top_p}
     for name in ("top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
         if getattr(sampling, name) != getattr(default, name):
-            asked[name] = getattr(sampling, name)
+            fields[name] = getattr(sampling, name)
     if sampling.logit_bias:
-        asked["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
+        fields["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
     for name, field in (("stop", "stop"), ("stop_ids", "stop_token_ids"), ("min_new_tokens", "min_tokens")):
         if getattr(sampling, name):
-            asked[field] = getattr(sampling, name)
-    return asked
+            fields[field] = getattr(sampling, name)
+    return fields

@@ -1,11 +1,11 @@
-"""Look-up, alone or beside a draft model, as a proposer class that vLLM loads.
+"""Look-up, with or without a draft model, as a proposer class that vLLM loads.
 
     COTRAIN_DRAFT=<draft folder of kind retrieval or hybrid> PYTHONPATH=<where this package is> vllm serve TARGET \\
         --speculative-config '{"method": "custom_class", "model": "inference.servers.vllm_lookup.Lookup", \\
                                "num_speculative_tokens": 5}'
 
-vLLM takes what such a class proposes for certain drafts, so a model drafts its likeliest tokens here. vLLM's texts are
-its own to order: each row is known by its place, and what is kept of another text there is dropped.
+vLLM treats the proposals of such a class as certain drafts, so a model drafts its likeliest tokens here. vLLM may
+reorder its texts: state belongs to a row number, and the state of another text there is dropped.
 """
 
 import os
@@ -17,18 +17,17 @@ import torch
 
 from inference.drafts.draft_folder import load_draft
 from inference.drafts.weight_files import CONFIG, read_json
-from inference.lookup.suffix_array import common
-from inference.lookup.suffix_automaton import SuffixAutomaton
-from inference.models.dtypes import widened
+from inference.lookup.suffixes import SuffixAutomaton, common_prefix
 from inference.models.lm import LM
-from inference.proposers.gate import Gate
+from inference.models.pretrained import widened
+from inference.proposers.hybrid import Gate
 from inference.proposers.retrieval import Retrieval
 
 FOLDER = "COTRAIN_DRAFT"  # names the draft folder; without it, look-up in the text alone
 
 
 class Lookup:
-    """What vLLM's `custom_class` method makes and asks (0.32, V1 runner)."""
+    """The proposer of vLLM's method `custom_class` (0.32, V1 runner)."""
 
     def __init__(self, vllm_config: Any) -> None:
         self.k = int(vllm_config.speculative_config.num_speculative_tokens)
@@ -41,13 +40,13 @@ class Lookup:
         self.rows = [SuffixAutomaton() for _ in range(rows)]
 
     def load_model(self, model: Any) -> None:
-        """Nothing of the target's: the runner for CPUs asks every proposer."""
+        """Nothing to load from the target; the runner for CPUs calls this on every proposer."""
 
     def propose(
         self, sampled: Sequence[Sequence[int]], lengths: Any, token_ids: Any, slot_mappings: Any = None
     ) -> list[list[int]]:
-        """Drafts of each row, none where nothing was sampled: sampled, the ids that each row has just gained;
-        token_ids (rows, n), of which the first lengths[b] are row b's text with these."""
+        """Drafts of each row, none for rows without new ids. sampled: the new ids of each row; token_ids (rows, n): the
+        first lengths[b] are row b's text, new ids included."""
         with torch.inference_mode():
             return [self._row(b, token_ids[b, : lengths[b]].tolist()) if ids else [] for b, ids in enumerate(sampled)]
 
@@ -69,8 +68,8 @@ class Greedy:
         self.stored: list[list[int]] = [[] for _ in range(rows)]  # ids that each slot holds
 
     def drafts(self, row: int, text: list[int], k: int) -> list[int]:
-        """k tokens behind a text, fewer where the model's own context ends."""
-        at, fed = min(common(self.stored[row], text), len(text) - 1), list(text)
+        """k tokens after a text, fewer at the end of the model's own context."""
+        at, fed = min(common_prefix(self.stored[row], text), len(text) - 1), list(text)
         drafted: list[int] = []
         for _ in range(min(k, self.lm.context - len(text))):
             ids = torch.tensor([fed[at:]], device=self.lm.device)

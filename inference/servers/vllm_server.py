@@ -1,4 +1,4 @@
-"""A vLLM installation as something to time: a process of its own interpreter that answers request by request."""
+"""A vLLM installation as an arm of a timing: a process of its own interpreter that answers request by request."""
 
 import json
 import subprocess
@@ -9,19 +9,19 @@ from types import TracebackType
 from typing import Any
 
 from inference.measure.arms import Arm, ArmResult, refuse
+from inference.output import Counts, Stats
 from inference.sampling import Sampling
-from inference.stats import Counts, Stats
 
 WORKER = Path(__file__).with_name("vllm_worker.py")
 TRANSLATED = ("temperature",)
-SETTLE = 0.3  # seconds that idle threads of either process may still spin on the cores that both use
+SETTLE = 0.3  # seconds for which idle threads of either process may still spin on the shared cores
 
 
 class Server:
-    """vLLM with a target folder and, when given, a speculative_config; see `vllm_worker` for what it understands.
+    """vLLM with a target folder and, if given, a speculative_config; see `vllm_worker` for the requests.
 
-    python: the interpreter of the environment that vLLM is installed in. Raises RuntimeError, with the last lines that
-    vLLM wrote, when it does not start or ends early.
+    python: the interpreter of the environment with vLLM. Raises RuntimeError, with the last lines of vLLM's log, when
+    it does not start or ends early.
     """
 
     def __init__(
@@ -75,32 +75,32 @@ class Server:
 def draft_model(
     folder: str, k: int, objective: str = "sampled", method: str = "draft_model", parallel: bool = False
 ) -> dict[str, Any]:
-    """speculative_config of a draft that is a causal LM, or by another method of vLLM's, which drafts as it was trained
-    to: vLLM's own default is greedy. parallel: all tokens in one pass, at the mask that its config.json names."""
+    """speculative_config of a draft that is a causal LM, or for another method of vLLM's. The draft samples as it was
+    trained to; vLLM's default is greedy. parallel: all tokens in one pass, at the mask token of its config.json."""
     sample = "probabilistic" if objective == "sampled" else "greedy"
-    found = {"method": method, "model": folder, "num_speculative_tokens": k, "draft_sample_method": sample}
-    return found | ({"parallel_drafting": True} if parallel else {})
+    config = {"method": method, "model": folder, "num_speculative_tokens": k, "draft_sample_method": sample}
+    return config | ({"parallel_drafting": True} if parallel else {})
 
 
 def custom_class(k: int) -> dict[str, Any]:
-    """speculative_config of look-up, alone or beside a model: the environment names its folder, see `vllm_lookup`."""
+    """speculative_config of look-up, with or without a model; the environment names its folder, see `vllm_lookup`."""
     return {"method": "custom_class", "model": "inference.servers.vllm_lookup.Lookup", "num_speculative_tokens": k}
 
 
 def vllm_arm(name: str, server: Server, sampling: Sampling, max_new_tokens: int) -> Arm:
-    """A server as an arm; seconds are those that vLLM spent, without the way there. Raises ValueError for sampling
-    settings other than the temperature."""
+    """A server as an arm; seconds are those inside vLLM, without the transfer. Raises ValueError for sampling settings
+    other than the temperature."""
     refuse(sampling, *(field for field in vars(sampling) if field not in TRANSLATED))
 
     def run(prompts: Sequence[list[int]], ids: Sequence[int], seed: int) -> ArmResult:
         time.sleep(SETTLE)
-        found = server.generate(prompts, max_new_tokens, sampling.temperature, seed)
+        answer = server.generate(prompts, max_new_tokens, sampling.temperature, seed)
         time.sleep(SETTLE)
-        tokens, rounds = found["tokens"], found["drafts"]
+        tokens, rounds = answer["tokens"], answer["drafts"]
         total = sum(map(len, tokens))
-        # its counters speak of rounds that drafted: each gives the accepted ones and one more
-        counted = (rounds + found["accepted"], rounds) if rounds else (total, total)
+        # vLLM counts only rounds that drafted: each emits its accepted drafts and one token more
+        counted = (rounds + answer["accepted"], rounds) if rounds else (total, total)
         stats = Stats(tokens=counted[0], target_calls=counted[1], rows=[Counts(len(text)) for text in tokens])
-        return ArmResult(tokens, found["seconds"], found["seconds"], stats)
+        return ArmResult(tokens, answer["seconds"], answer["seconds"], stats)
 
     return Arm(name, run)

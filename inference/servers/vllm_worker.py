@@ -1,9 +1,9 @@
 """Runs inside a vLLM installation, as `PYTHON vllm_worker.py SETTINGS`: one request a line in, one answer a line out.
 
-SETTINGS (JSON): target, a folder; speculative, vLLM's speculative_config or null; rows, most requests at once;
-context, most tokens of one. A request: {"prompts": lists of ids, "max_new_tokens", "temperature", "seed"}; its answer:
-{"tokens": lists of ids, "seconds", "drafts", "accepted"}. The first line out is {"version": ...}. Imports nothing of
-this project: vLLM lives in an environment of its own.
+SETTINGS (JSON): target, a folder; speculative, vLLM's speculative_config or null; rows, the most requests at once;
+context, the most tokens of one. A request: {"prompts": lists of ids, "max_new_tokens", "temperature", "seed"}; its
+answer: {"tokens": lists of ids, "seconds", "drafts", "accepted"}. The first line out is {"version": ...}. Imports
+nothing of this project: vLLM lives in an environment of its own.
 """
 
 import json
@@ -12,21 +12,21 @@ import sys
 import time
 from typing import Any
 
-from vllm_repair import repair  # beside this file
+from vllm_repair import repair  # in the same folder
 
-del sys.path[0]  # this folder: its other modules are not those that vLLM looks for under such names
+del sys.path[0]  # this folder: vLLM would import its modules by mistake
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-if hasattr(os, "sched_getaffinity"):  # every core, none set aside for a server's front end
+if hasattr(os, "sched_getaffinity"):  # every core, none reserved for a server's front end
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, sorted(os.sched_getaffinity(0)))))
 
 
 def counters(llm: Any) -> tuple[int, int]:
     """Rounds that drafted, and drafts accepted, since the engine started."""
-    found = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
+    values = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
     names = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens")
-    drafts, accepted = (int(found.get(name, 0)) for name in names)
+    drafts, accepted = (int(values.get(name, 0)) for name in names)
     return drafts, accepted
 
 

@@ -1,10 +1,10 @@
-"""Verification rules as pure functions: distributions, drafts and uniforms in, how many are accepted and a distribution
-out.
+"""Verification rules for chains as pure functions: from distributions, drafts and uniforms to the number of accepted
+drafts and the distribution of the token after them.
 
 B rows, K drafted at most, V vocabulary. p (B, K+1, V) target distributions, q (B, K, V) draft distributions, both after
 `sampling.probs`; x (B, K) drafted ids; u uniforms in [0, 1); k (B,) drafted per row, K when None.
 p[b, k_b] is row b's bonus distribution; nothing past k_b is read, it may be NaN. Draft i (1-based) is tested with
-u[:, i-1] and passes where u < threshold, strictly: a token of p = 0 is refused even at u = 0. The round emits
+u[:, i-1] and passes if u < threshold, strictly: a token of p = 0 is rejected even at u = 0. The round emits
 x[:, :accepted], then one token drawn from `probs`. Computed in the inputs' dtype, float32 at least.
 """
 
@@ -24,10 +24,10 @@ class Verification(NamedTuple):
 
 
 def token(p: Tensor, q: Tensor, x: Tensor, u: Tensor, k: Tensor | None = None) -> Verification:
-    """Accept x_i where u_i < p(x_i)/q(x_i), stop at the first refusal, then emit from norm(max(p - q, 0)), or
+    """Accept x_i if u_i < p(x_i)/q(x_i), stop at the first rejection, then emit from norm(max(p - q, 0)), or
     from p after k acceptances (Leviathan et al. 2023, 2211.17192; Chen et al. 2023, 2302.01318).
 
-    p (B, K+1, V), q (B, K, V), x (B, K), u (B, K), k (B,). Residual mass 0 gives distribution = p.
+    p (B, K+1, V), q (B, K, V), x (B, K), u (B, K), k (B,). Residual mass 0 gives p itself.
     """
     k, drafted = _drafted(x, k)
     accepted = _leading(drafted & (u < _ratios(p, q, x, drafted)))
@@ -42,18 +42,18 @@ def block(p: Tensor, q: Tensor, x: Tensor, u: Tensor, k: Tensor | None = None) -
     if none), then emit from norm(max(w_i p - q, 0)) there, or from p after all k. Shapes, edges as `token`.
     """
     k, drafted = _drafted(x, k)
-    w, place = _weights(_ratios(p, q, x, drafted)), torch.arange(1, x.shape[1] + 1, device=x.device)  # (B, K+1), (K,)
+    w, depth = _weights(_ratios(p, q, x, drafted)), torch.arange(1, x.shape[1] + 1, device=x.device)  # (B, K+1), (K,)
     h = torch.cat((_continuation(p[:, 1:-1], q[:, 1:], w[:, 1:-1]), w[:, -1:]), 1)[:, : x.shape[1]]  # (B, K)
-    h = torch.where(k.unsqueeze(-1) == place, w[:, 1:], h)
-    accepted = torch.cat((torch.zeros_like(k).unsqueeze(-1), (drafted & (u < h)) * place), 1).amax(-1)
+    h = torch.where(k.unsqueeze(-1) == depth, w[:, 1:], h)
+    accepted = torch.cat((torch.zeros_like(k).unsqueeze(-1), (drafted & (u < h)) * depth), 1).amax(-1)
     return Verification(accepted, _residual(p, q, accepted, k, w))
 
 
 def match(p: Tensor, x: Tensor, u: Tensor, k: Tensor | None = None) -> Verification:
     """Sample and compare: y_i is drawn from p_i by inverse CDF at u_i; accept while y_i = x_i. The distribution is the
-    one-hot of y at the refusal, or of the bonus draw after k acceptances.
+    one-hot of y at the rejection, or of the bonus draw after k acceptances.
 
-    p (B, K+1, V), x (B, K), u (B, K+1), k (B,). With u (B, K) the bonus is left to draw: its distribution is p.
+    p (B, K+1, V), x (B, K), u (B, K+1), k (B,). With u (B, K) the bonus is not drawn: its distribution is p.
     """
     y = draw(wide(p[:, : u.shape[1]]), u)  # (B, K+1) or (B, K)
     k, drafted = _drafted(x, k)
@@ -80,14 +80,14 @@ def coupled(p: Tensor, x: Tensor, g: Tensor, k: Tensor | None = None) -> Verific
 
 
 def _drafted(x: Tensor, k: Tensor | None) -> tuple[Tensor, Tensor]:
-    """k (B,) and which of the K places hold a draft (B, K)."""
+    """k (B,) and which of the K columns have a draft (B, K)."""
     B, K = x.shape
     k = torch.full((B,), K, dtype=torch.int64, device=x.device) if k is None else k.to(torch.int64)
     return k, torch.arange(K, device=x.device) < k.unsqueeze(-1)
 
 
 def _leading(passed: Tensor) -> Tensor:
-    """How many passed before the first that did not: (B, K) -> (B,)."""
+    """Number that passed before the first that did not: (B, K) -> (B,)."""
     return passed.to(torch.int64).cumprod(-1).sum(-1)
 
 
@@ -97,7 +97,7 @@ def _at(x: Tensor, i: Tensor) -> Tensor:
 
 
 def _ratios(p: Tensor, q: Tensor, x: Tensor, drafted: Tensor) -> Tensor:
-    """p(x_i)/q(x_i) (B, K), 0 where p is 0."""
+    """p(x_i)/q(x_i) (B, K), 0 if p(x_i) is 0."""
     at = torch.where(drafted, x, 0).unsqueeze(-1)
     px = wide(p[:, :-1].gather(-1, at).squeeze(-1))
     return torch.where(px > 0, px / wide(q.gather(-1, at).squeeze(-1)), 0.0)
@@ -122,13 +122,13 @@ def _continuation(p: Tensor, q: Tensor, w: Tensor) -> Tensor:
 
 
 def continued(mass: Tensor, w: Tensor) -> Tensor:
-    """R / (R + 1 - w), 0/0 = 1, of residual mass R: of one shape. 1 - w comes first: where distributions are peaked R
-    is so small that R + 1 has lost its digits."""
+    """R / (R + 1 - w), 0/0 = 1, of residual mass R, of one shape with w. 1 - w is computed first: for peaked
+    distributions R is so small that R + 1 loses its digits."""
     return torch.where((mass == 0) & (w == 1), 1.0, mass / (mass + (1 - w)))
 
 
 def _residual(p: Tensor, q: Tensor, n: Tensor, k: Tensor, w: Tensor | None) -> Tensor:
-    """norm(max(w_n p_n - q_n, 0)), w = 1 when None; p_n where n = k or no mass is left: (B, V)."""
+    """norm(max(w_n p_n - q_n, 0)), w = 1 if None; p_n if n = k or no mass is left: (B, V)."""
     here = wide(_at(p, n))
     if q.shape[1] == 0:
         return here

@@ -1,5 +1,4 @@
-"""A rule that changes the text's distribution: `verify="lossy_typical"` asks for it, and its verdict says "exactness:
-no"."""
+"""A rule that changes the text's distribution, `verify="lossy_typical"`: its report says "exactness: no"."""
 
 import torch
 from torch import Tensor
@@ -14,18 +13,18 @@ def lossy_typical(
     """Typical acceptance of Medusa (Cai et al. 2024, 2401.10774): NOT exact, its texts do not have the target's
     distribution.
 
-    A node is kept where p(x) > min(epsilon, delta exp(-H(p))) at its parent and at all nodes above it, H the entropy in
-    nats; the deepest one ends the path, the first of equals, and p after it is the distribution of the next token. No
-    draft distribution is read and no coin is thrown. Shapes as in `tree`.
+    A node passes if p(x) > min(epsilon, delta exp(-H(p))) at its parent, H the entropy in nats. The path ends at the
+    deepest node (the first of equals) that passes with all its ancestors, and p after it is the distribution of the
+    next token. No draft distribution and no random number is read. Shapes as in `tree`.
     """
     steps, there = steps_of(parents, x, by_level=True), used(x, k)
     rows = torch.arange(x.shape[0], device=x.device).unsqueeze(-1)
     probs = wide(p)[rows, torch.where(there, steps.parents + 1, 0)]  # (B, N, V)
     entropy = -torch.special.xlogy(probs, probs).sum(-1)
     likely = probs.gather(-1, torch.where(there, x, 0).unsqueeze(-1)).squeeze(-1)
-    kept = there & (likely > (delta * (-entropy).exp()).clamp(max=epsilon))
+    passed = there & (likely > (delta * (-entropy).exp()).clamp(max=epsilon))
     under = subtrees(steps)  # (R, N, N)
-    whole = ~(under & ~kept.unsqueeze(-1)).any(1)  # (B, N) kept with all above
+    whole = ~(under & ~passed.unsqueeze(-1)).any(1)  # (B, N) passed with all ancestors
     if not x.shape[1]:
         return walk(whole, wide(p), steps)
     end = (whole * under.sum(1)).argmax(-1)  # the first of the deepest

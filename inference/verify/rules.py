@@ -1,8 +1,8 @@
-"""Verification rules as objects: all that an engine, its verdict and a planner must know of one.
+"""Verification rules as objects, for the engine, its exactness checks and planners.
 
-A rule decides about the drafts of a round (`verify`), and says how many of them rounds accept, given the text that came
-out (`reach`). The formulas are in `chain` and `prediction`; a new rule is one more entry of `RULES`,
-and its name in `cotrain.config.ranges`.
+A rule verifies the drafts of a round (`verify`), and predicts how many of them rounds accept given the emitted text
+(`reach`). The formulas are in `chain`, `tree` and `predict_chain`, `predict_tree`; a new rule is one more entry of
+`RULES`, and its name in `cotrain.config.ranges`.
 A rows, N drafts, V vocabulary; B texts, T tokens, K drafts of a round.
 """
 
@@ -13,11 +13,10 @@ from typing import Any
 from torch import Tensor
 from torch.nn.functional import pad
 
-from inference.models.passes import Tree
 from inference.sampling import one_hot
-from inference.verify import chain, prediction, round_prediction
+from inference.verify import chain, predict_chain, predict_tree
 from inference.verify.lossy_typical import lossy_typical
-from inference.verify.tree import Parents, TreeVerification
+from inference.verify.tree import Parents, Tree, TreeVerification
 from inference.verify.tree import coupled as coupled_tree
 from inference.verify.tree import traversal as traversal_tree
 from inference.verify.tree import tree as multi_round
@@ -31,16 +30,16 @@ class Rule:
     """name: as `Engine(verify=)` takes it.
 
     verify(p, q, x, noise, k) -> `Verification`: p (A, N+1, V) target distributions, q (A, N, V) draft distributions or
-    None where every draft was certain, x (A, N) drafts, k (A,) how many of each row; noise: uniforms (A, N+1), or where
-    it is `shared` Gumbel noise (A, N+1, V). With `trees` it also takes `tree=`, their shape, p column i + 1 being the
-    distribution after node i; its verdict then has a `path` (A, D) of nodes, of which the accepted ones are read.
-    reach(logp, logq, k, lengths) -> (B, T, K+1): P(a round that starts at token t accepts at least n drafts), given the
-    text, from log p (B, T) and log q (B, T) or (B, T, K) of its tokens, see `prediction.reach`; None where that hangs
-    on the noise that made the text. branches(p, q, x, parents, k, seed) -> (A, D+1): the same of one round a row that
+    None if every draft was certain, x (A, N) drafts, k (A,) drafts of each row; noise: uniforms (A, N+1), or Gumbel
+    noise (A, N+1, V) if it is `shared`. With `trees` it also takes `tree=`, their shape: p column i + 1 is the
+    distribution after node i, and the verification has a `path` (A, D) of nodes, the accepted ones first. reach(logp,
+    logq, k, lengths) -> (B, T, K+1): P(a round that starts at token t accepts at least n drafts), given the text, from
+    log p (B, T) and log q (B, T) or (B, T, K) of its tokens, see `predict_chain.reach`; None if that depends on the
+    noise of the text. branches(p, q, x, parents, k, seed) -> (A, D+1): the same for one round a row that
     drafts a tree of sampled children: distributions p, q (A, D, V) of the text's next tokens x (A, D), k (A,) nodes in
-    use; see `round_prediction.by_levels`.
-    shared: drafts are drawn with the noise that the target's tokens are chosen with, keyed by position.
-    exact: the text's distribution is the target's; a verdict says so of the others, whatever their texts show.
+    use; see `predict_tree.by_levels`.
+    shared: drafts are drawn with the noise of the target's own tokens, keyed by position. exact: the text's
+    distribution is the target's; if not, reports say so whatever the texts show.
     """
 
     name: str
@@ -52,18 +51,18 @@ class Rule:
     exact: bool = True
 
     def require(self, who: object, tree: object) -> None:
-        """Raise ValueError for a tree of drafts that this rule does not verify."""
+        """Raise ValueError if `tree` is a tree of drafts and this rule verifies none."""
         if tree is not None and not self.trees:
             others = ", ".join(name for name, rule in RULES.items() if rule.trees) or "no rule here"
             raise ValueError(f"verify={self.name}: {type(who).__name__} drafts trees; {others} verifies these")
 
 
 def _token(p: Tensor, q: Tensor | None, x: Tensor, u: Tensor, k: Tensor) -> chain.Verification:
-    return chain.token(p, _known(q, p, x), x, u[:, : x.shape[1]], k)
+    return chain.token(p, _draft_probs(q, p, x), x, u[:, : x.shape[1]], k)
 
 
 def _block(p: Tensor, q: Tensor | None, x: Tensor, u: Tensor, k: Tensor) -> chain.Verification:
-    return chain.block(p, _known(q, p, x), x, u[:, : x.shape[1]], k)
+    return chain.block(p, _draft_probs(q, p, x), x, u[:, : x.shape[1]], k)
 
 
 def _match(p: Tensor, q: Tensor | None, x: Tensor, u: Tensor, k: Tensor) -> chain.Verification:
@@ -82,13 +81,13 @@ def _coupled(
 def _tree(
     p: Tensor, q: Tensor | None, x: Tensor, u: Tensor, k: Tensor, tree: Tree | None = None
 ) -> chain.Verification | TreeVerification:
-    return _token(p, q, x, u, k) if tree is None else multi_round(p, q, x, _parents(tree, x), _coins(u, x), k)
+    return _token(p, q, x, u, k) if tree is None else multi_round(p, q, x, _parents(tree, x), _uniforms(u, x), k)
 
 
 def _traversal(
     p: Tensor, q: Tensor | None, x: Tensor, u: Tensor, k: Tensor, tree: Tree | None = None
 ) -> chain.Verification | TreeVerification:
-    return _block(p, q, x, u, k) if tree is None else traversal_tree(p, q, x, _parents(tree, x), _coins(u, x), k)
+    return _block(p, q, x, u, k) if tree is None else traversal_tree(p, q, x, _parents(tree, x), _uniforms(u, x), k)
 
 
 def _typical(
@@ -96,44 +95,44 @@ def _typical(
 ) -> chain.Verification | TreeVerification:
     if tree is not None:
         return lossy_typical(p, x, _parents(tree, x), k)
-    found = lossy_typical(p, x, tuple(range(-1, x.shape[1] - 1)), k)
-    return chain.Verification(found.accepted, found.probs)
+    verification = lossy_typical(p, x, tuple(range(-1, x.shape[1] - 1)), k)
+    return chain.Verification(verification.accepted, verification.probs)
 
 
 def _parents(tree: Tree, x: Tensor) -> Parents:
-    """As a rule takes them: fastest where the host knows them."""
+    """The argument `parents` of a rule: the host's numbers if there are any, which is fastest."""
     return tree.on(x.device).parents if tree.shape is None else tree.shape
 
 
-def _coins(u: Tensor, x: Tensor) -> Tensor:
-    """Uniforms (A, N): there may be none of nodes that no row has."""
+def _uniforms(u: Tensor, x: Tensor) -> Tensor:
+    """Uniforms (A, N); 1 for nodes that have none because no row drafts them."""
     return pad(u, (0, max(0, x.shape[1] - u.shape[1])), value=1.0)[:, : x.shape[1]]
 
 
-def _known(q: Tensor | None, p: Tensor, x: Tensor) -> Tensor:
-    """Draft distributions (A, N, V), one-hot where every draft was certain."""
+def _draft_probs(q: Tensor | None, p: Tensor, x: Tensor) -> Tensor:
+    """Draft distributions (A, N, V), one-hot if every draft was certain."""
     return one_hot(x, p[:, :-1]) if q is None else q
 
 
 def _token_reach(logp: Tensor, logq: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
-    return prediction.reach(prediction.r_from(_wide(logp, logq), logq), k, lengths)
+    return predict_chain.reach(predict_chain.r_from(_wide(logp, logq), logq), k, lengths)
 
 
 def _block_reach(logp: Tensor, logq: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
-    return prediction.reach_block(prediction.l_from(_wide(logp, logq), logq), k, lengths)
+    return predict_chain.reach_block(predict_chain.l_from(_wide(logp, logq), logq), k, lengths)
 
 
 def _match_reach(logp: Tensor, logq: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
-    """A draft survives where it is the target's own draw x, with probability q(x)."""
-    return prediction.reach(logq.exp(), k, lengths)
+    """A draft is accepted if it is the target's own draw x, with probability q(x)."""
+    return predict_chain.reach(logq.exp(), k, lengths)
 
 
-def _hangs_on_noise(logp: Tensor, logq: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> None:
+def _unknown_reach(logp: Tensor, logq: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> None:
     return None
 
 
 def _wide(logp: Tensor, logq: Tensor) -> Tensor:
-    """log p (B, T) beside log q (B, T) or (B, T, K)."""
+    """log p (B, T), with a third axis if log q is (B, T, K)."""
     return logp.unsqueeze(-1) if logq.ndim > logp.ndim else logp
 
 
@@ -143,16 +142,16 @@ RULES: dict[str, Rule] = {
         Rule("token", _token, _token_reach),
         Rule("block", _block, _block_reach),
         Rule("match", _match, _match_reach),
-        Rule("coupled", _coupled, _hangs_on_noise, shared=True, trees=True),
-        Rule("tree", _tree, _token_reach, round_prediction.by_levels, trees=True),
-        Rule("traversal", _traversal, _block_reach, round_prediction.traversal_by_levels, trees=True),
-        Rule("lossy_typical", _typical, _hangs_on_noise, trees=True, exact=False),
+        Rule("coupled", _coupled, _unknown_reach, shared=True, trees=True),
+        Rule("tree", _tree, _token_reach, predict_tree.by_levels, trees=True),
+        Rule("traversal", _traversal, _block_reach, predict_tree.traversal_by_levels, trees=True),
+        Rule("lossy_typical", _typical, _unknown_reach, trees=True, exact=False),
     )
 }
 
 
 def rule_of(verify: str | Rule) -> Rule:
-    """The rule of that name, or the one that is given. Raises ValueError for an unknown name."""
+    """The rule of that name, or `verify` itself. Raises ValueError for an unknown name."""
     if isinstance(verify, Rule):
         return verify
     if verify not in RULES:

@@ -1,32 +1,209 @@
-"""Verification of trees of drafts as pure functions: distributions, drafts and uniforms in, an accepted path and a
-distribution out.
+"""Trees of drafts: their shapes, the children of their nodes, and the rules that verify them. Pure functions.
 
-B rows, N nodes, V vocabulary, D levels. Node i hangs on node parents[i] < i, or on the anchor where that is -1; nodes
-of one parent are siblings, tried in the order of their numbers. p (B, N+1, V): column 0 is the target's distribution
-after the anchor, column i + 1 that after node i. q (B, N, V): the draft's distribution at node i's parent, the same for
-all its children; None where children are deterministic (the likeliest ones), each child's distribution being one-hot
-then. x (B, N) drafted ids. u (B, N) uniforms in [0, 1): node i is tested with u[:, i] and passes where u < threshold,
-strictly. k (B,) nodes in
-use: a row has its first k_b nodes, nothing past them is read. Children of a parent were drawn without replacement
-unless `replacement` says so. A node whose own draft gives it no mass (more children than tokens) is never accepted and
-changes nothing. Computed in the inputs' dtype, float32 at least; nothing is read on the host.
+A or B rows, N nodes, V vocabulary, D levels, n nodes of a level, C or m children of a node. A node is a draft. Its
+parent is node parents[i] < i, or the anchor (a row's last token) if that is -1. Siblings are tried in the order of
+their numbers. A static shape is a tuple, and each of its levels is drafted with one pass (`levels`). A dynamic shape is
+grown level by level and is a tensor (A, N), one shape a row (`best`, `pruned`).
+
+Arguments of the rules: p (B, N+1, V): column 0 is the target's distribution after the anchor, column i + 1 the one
+after node i. q (B, N, V): the draft's distribution at node i's parent, the same for all its children; None if children
+are deterministic (the likeliest ones), with one-hot distributions. x (B, N) drafted ids. u (B, N) uniforms in [0, 1):
+node i passes if u[:, i] < threshold, strictly. k (B,) nodes in use: a row has its first k_b nodes, nothing past them is
+read. Children of a parent are drawn without replacement unless `replacement` is set. A node whose own draft gives it no
+mass (more children than tokens) is never accepted and changes nothing. Results have the inputs' dtype, float32 at
+least; nothing is read on the host.
 """
 
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from inference.sampling import one_hot, wide
+from inference.sampling.distributions import is_missing, one_hot, wide
 from inference.verify.chain import continued
 
 Parents = tuple[int, ...] | Tensor
+MOST_NODES = 62  # of a tree: a node's ancestors are bits of one int64; one bit is the anchor's, the last stays unused
+
+
+class Tree:
+    """The shape of a tree of drafts: the parent of node i is node parents[i] < i, or the anchor, a row's last token, if
+    that is -1 (SpecInfer: Miao et al. 2023, 2305.09781).
+
+    parents: N numbers, for all rows; or a tensor (N,) or (A, N), one shape a row, on the device of the model, which is
+    not checked. Columns are those of a pass: 0 is the anchor, i + 1 node i. shape: the numbers, None of a tensor.
+    depths: (1 or A, N + 1), 0 of the anchor, 1 of its children. seen: (1 or A, N + 1), of each column those that it
+    attends to, itself and its ancestors, as bits. Raises ValueError for more than `MOST_NODES` nodes and for a parent
+    that does not come before its child.
+    """
+
+    def __init__(self, parents: Sequence[int] | Tensor) -> None:
+        self.parents = torch.as_tensor(parents, dtype=torch.int64)
+        self.nodes = self.parents.shape[-1]
+        if not 1 <= self.nodes <= MOST_NODES:
+            raise ValueError(f"parents: a tree of {self.nodes} nodes; 1 .. {MOST_NODES} can be verified")
+        self.shape = None if isinstance(parents, Tensor) else tuple(parents)
+        if self.shape is not None:
+            depths_of(self.shape)  # checks them
+        self.depths, self.seen = _ancestry(self.parents.view(-1, self.nodes))
+        self._elsewhere: dict[torch.device, Tree] = {}
+
+    def on(self, device: torch.device) -> "Tree":
+        """The tree on a device, copied there once."""
+        if self.parents.device == device:
+            return self
+        if device not in self._elsewhere:
+            self._elsewhere[device] = Tree(self.parents.to(device))
+            self._elsewhere[device].shape = self.shape
+        return self._elsewhere[device]
+
+    @property
+    def ancestors(self) -> Tensor:
+        """(1 or A, N, N) bool: [_, i, j] whether node j is node i or an ancestor of it."""
+        columns = torch.arange(1, self.nodes + 1, device=self.seen.device)
+        return (self.seen[:, 1:, None] >> columns & 1).bool()
+
+
+def _ancestry(parents: Tensor) -> tuple[Tensor, Tensor]:
+    """parents (A, N) -> depths and seen (A, N + 1), by doubling: each step adds to what a column sees
+    all that the ancestor reached so far sees, twice as far up every time."""
+    up = torch.nn.functional.pad(parents + 1, (1, 0))  # columns; the anchor is its own parent
+    columns = torch.arange(up.shape[1], device=up.device).expand_as(up)
+    depths, seen = (columns > 0).to(torch.int64), torch.ones_like(up) << columns
+    for _ in range((up.shape[1] - 1).bit_length()):
+        depths, seen = depths + depths.gather(1, up), seen | seen.gather(1, up)
+        up = up.gather(1, up)
+    return depths, seen
+
+
+def depths_of(parents: tuple[int, ...]) -> tuple[int, ...]:
+    """Depth of each node, 1 for children of the anchor. Raises ValueError if a node comes before its parent."""
+    depths: list[int] = []
+    for node, parent in enumerate(parents):
+        if not -1 <= parent < node:
+            raise ValueError(f"parents: the parent of node {node} is {parent}; use a node before it, or -1, the anchor")
+        depths.append(1 + (depths[parent] if parent >= 0 else 0))
+    return tuple(depths)
+
+
+def ranks_of(parents: tuple[int, ...]) -> tuple[int, ...]:
+    """How many siblings come before each node."""
+    return tuple(parents[:node].count(parent) for node, parent in enumerate(parents))
+
+
+class TreeLevel(NamedTuple):
+    """Nodes of one depth: their numbers; of each, the index of its parent in the level above (0 for the anchor) and how
+    many siblings come before it. Children (A, n, m) of the level above give its ids: [:, above, rank]."""
+
+    nodes: tuple[int, ...]
+    above: tuple[int, ...]
+    rank: tuple[int, ...]
+
+
+def chain(n: int) -> tuple[int, ...]:
+    """n drafts in a row."""
+    return tuple(range(-1, n - 1))
+
+
+def full(widths: Sequence[int]) -> tuple[int, ...]:
+    """widths[d] children of every node of depth d, the anchor's depth being 0."""
+    parents: list[int] = []
+    above = [-1]
+    for width in widths:
+        first = len(parents)
+        parents += [node for node in above for _ in range(width)]
+        above = list(range(first, len(parents)))
+    return tuple(parents)
+
+
+def from_paths(paths: Iterable[Sequence[int]]) -> tuple[int, ...]:
+    """The tree whose nodes have these paths of child numbers, as Medusa's `choices` name them, e.g. (0,), (1,), (0, 0).
+
+    Ancestors of a path and its earlier siblings become nodes too. Nodes are numbered level by level.
+    """
+    wanted = {tuple(path[:n]) for path in paths for n in range(1, len(path) + 1)}
+    nodes = {(*path[:-1], rank) for path in wanted for rank in range(path[-1] + 1)}
+    order = sorted(nodes, key=lambda path: (len(path), path))
+    number = {path: i for i, path in enumerate(order)}
+    return tuple(number[path[:-1]] if len(path) > 1 else -1 for path in order)
+
+
+def paths_of(parents: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Child numbers from the anchor down to each node: the argument of `from_paths`."""
+    paths: list[tuple[int, ...]] = []
+    for parent, rank in zip(parents, ranks_of(parents), strict=True):
+        paths.append((*(paths[parent] if parent >= 0 else ()), rank))
+    return paths
+
+
+def levels(parents: tuple[int, ...]) -> tuple[TreeLevel, ...]:
+    """Nodes by depth, each level one pass of a draft."""
+    depths, ranks = depths_of(parents), ranks_of(parents)
+    levels, above = [], [-1]
+    for depth in range(1, max(depths, default=0) + 1):
+        nodes = [node for node, own in enumerate(depths) if own == depth]
+        parent = tuple(above.index(parents[node]) for node in nodes)
+        levels.append(TreeLevel(tuple(nodes), parent, tuple(ranks[node] for node in nodes)))
+        above = nodes
+    return tuple(levels)
+
+
+def sampled(probs: Tensor, g: Tensor, m: int) -> Tensor:
+    """m children of each node drawn without replacement, in the order in which they would be drawn one by one.
+
+    probs (A, n, V), g (A, n, V) Gumbel noise, see `noise.children_states` -> ids (A, n, m): the m largest of log q + g,
+    the largest first (Kool et al. 2019, 1903.06059). If fewer than m tokens have mass, the last children have none, and
+    the rules for trees never accept them.
+    """
+    return (probs.to(g.dtype).log() + g).topk(m, dim=-1).indices
+
+
+def likeliest(probs: Tensor, m: int) -> Tensor:
+    """The m likeliest tokens of each distribution, or of logits, in falling order, of equal ones the lower id first:
+    (..., V) -> (..., m), the tokens with `predict_tree.rank_of` 0 .. m - 1."""
+    left, ids = wide(probs).clone(), []
+    for _ in range(m):
+        ids.append(left.argmax(-1, keepdim=True))
+        left.scatter_(-1, ids[-1], -torch.inf)
+    return torch.cat(ids, -1)
+
+
+def child_scores(score: Tensor, probs: Tensor, C: int) -> Tensor:
+    """Log path probability of each node's first C children, by the draft's own distribution (EAGLE-2, Li et al. 2024,
+    2406.16858): the node's score plus the log of the distribution's c-th largest mass. score (A, n), probs (A, n, V)
+    -> (A, n, C).
+
+    For the likeliest children this is their own probability. For sampled ones it is an estimate from the distribution
+    alone: the token of a child must not decide whether it is a child.
+    """
+    return score.unsqueeze(-1) + wide(probs).topk(C, dim=-1).values.log()
+
+
+def best(score: Tensor, width: int) -> Tensor:
+    """Indices (A, width), in rising order, of the highest scores (A, M), of equal ones the first: the nodes that a
+    level expands, or the children (A, n * C, node by node) that it gets, so that no child comes without its earlier
+    siblings."""
+    return score.sort(dim=-1, descending=True, stable=True).indices[:, :width].sort(dim=-1).values
+
+
+def pruned(parents: Tensor, score: Tensor, N: int) -> tuple[Tensor, Tensor]:
+    """The N nodes of highest score of a tree of likeliest children (EAGLE-2's second step): their numbers in rising
+    order and their parents among themselves, (A, N) each.
+
+    parents, score (A, M); a score is never above its parent's, so parents stay. Never for sampled children: dropping a
+    child because of the token that was drawn changes the text's distribution.
+    """
+    nodes = best(score, N)
+    number = torch.full_like(parents, -1).scatter(1, nodes, torch.arange(N, device=nodes.device).expand_as(nodes))
+    above = parents.gather(1, nodes)
+    return nodes, torch.where(above >= 0, number.gather(1, above.clamp(min=0)), -1)
 
 
 class TreeVerification(NamedTuple):
     """accepted (B,) int64 nodes accepted; path (B, D) int64 their numbers from the anchor down, -1 past the last;
-    distribution (B, V) of the token emitted after them, summing to 1."""
+    probs (B, V) of the token emitted after them, summing to 1."""
 
     accepted: Tensor
     path: Tensor
@@ -34,7 +211,7 @@ class TreeVerification(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """parents (R, N) with R = 1 for all rows or B; nodes that are judged together, no two of one parent, none before
+    """parents (R, N) with R = 1 for all rows or B; nodes that are tested together, no two of one parent, none before
     its parent and earlier siblings; whether all of a step are first children; the number of levels."""
 
     parents: Tensor
@@ -49,14 +226,14 @@ def tree(
 ) -> TreeVerification:  # fmt: skip
     """Multi-round verification from the anchor down (Miao et al. 2024, 2305.09781; Chen et al. 2024, 2402.12374).
 
-    At a node with distributions p and q its children are tried in order: child x is accepted where u < p(x) / q(x); a
-    refusal makes p = norm(max(p - q, 0)) and takes x out of q, renormalised, where children were drawn without
-    replacement. The token emitted at the end has the p of the last accepted node after its children's refusals. On a
-    chain this is `chain.token`. Shapes as above; parents: a tuple of N ints, whose siblings are judged at once, or (B,
-    N) where rows differ ((1, N) or (N,) of all rows alike).
+    At a node with distributions p and q its children are tried in order: child x is accepted if u < p(x) / q(x); a
+    rejection makes p = norm(max(p - q, 0)) and, if children were drawn without replacement, removes x from q and
+    renormalises it. The token emitted at the end has the p of the last accepted node after its children's rejections.
+    On a chain this is `chain.token`. Shapes as above; parents: a tuple of N ints, or (B, N) if rows differ ((1, N) or
+    (N,) if they do not).
     """
     steps, there = steps_of(parents, x, by_level=False), used(x, k)
-    chances, rest = _judge(p, q, x, steps, there, replacement, carry=False)
+    chances, rest = _thresholds(p, q, x, steps, there, replacement, carry=False)
     return walk(there & (u < chances), rest, steps)
 
 
@@ -66,36 +243,36 @@ def traversal(
 ) -> TreeVerification:  # fmt: skip
     """Traversal verification from the leaves up (Weng et al. 2025, 2505.12398).
 
-    Never fewer tokens than `tree` where each sibling's subtree holds the shapes of later ones' (as grown shapes do);
-    where a later sibling goes deeper it can be fewer, since an earlier one takes acceptance from it.
+    Never fewer tokens than `tree` if each sibling's subtree contains the shapes of later siblings' (as in grown
+    shapes). If a later sibling goes deeper it can be fewer, since an earlier one reduces its acceptance.
 
-    visit(node, w): each child x in order is visited with w_c = min(w p(x)/q(x), 1); where its subtree accepts, done;
-    else R = max(w p - q, 0), w = sum R / (sum R + 1 - w) with 0/0 = 1, p = norm(R), q as in `tree`. Then the node is
-    accepted where u < w, and the token comes from p. visit(anchor, 1). On a chain this is `chain.block`.
+    visit(node, w): each child x in order is visited with w_c = min(w p(x)/q(x), 1); if its subtree accepts, done; else
+    R = max(w p - q, 0), w = sum R / (sum R + 1 - w) with 0/0 = 1, p = norm(R), q as in `tree`. Then the node is
+    accepted if u < w, and the token is drawn from p. visit(anchor, 1). On a chain this is `chain.block`.
     """
     steps, there = steps_of(parents, x, by_level=True), used(x, k)
-    chances, rest = _judge(p, q, x, steps, there, replacement, carry=True)
+    chances, rest = _thresholds(p, q, x, steps, there, replacement, carry=True)
     passed = there & (u < chances)
     return walk((subtrees(steps) & passed.unsqueeze(1)).any(-1), rest, steps)
 
 
 def coupled(p: Tensor, x: Tensor, parents: Parents, g: Tensor, k: Tensor | None = None) -> TreeVerification:
-    """Gumbel coupling on a tree: down to each child that is y = argmax(log p + g) at its parent; the distribution is
-    the one-hot of the y where no child is. On a chain this is `chain.coupled`: the text is that of plain decoding with
-    this noise.
+    """Gumbel coupling on a tree: a child is accepted if it is y = argmax(log p + g) at its parent; the distribution is
+    the one-hot of the first y that no child is. On a chain this is `chain.coupled`: the text is that of plain decoding
+    with this noise.
 
-    g (B, N+1, V) Gumbel noise of the place behind each column, the same for all nodes of one depth.
+    g (B, N+1, V) Gumbel noise of the position after each column, the same for all nodes of one depth.
     """
     y, steps = (wide(p).log() + g).argmax(-1), steps_of(parents, x, by_level=True)  # (B, N+1)
     wanted = y.gather(1, (steps.parents + 1).expand_as(x))
     return walk(used(x, k) & (x == wanted), one_hot(y, wide(p)), steps)
 
 
-def _judge(
+def _thresholds(
     p: Tensor, q: Tensor | None, x: Tensor, steps: Steps, there: Tensor, replacement: bool, carry: bool
 ) -> tuple[Tensor, Tensor]:
-    """Threshold of each node (B, N), and p (B, N+1, V) of each after its children were refused. carry: w goes down the
-    tree and up with refusals, else it is 1 at every node that is tried."""
+    """Threshold of each node (B, N), and p (B, N+1, V) of each after its children were rejected. carry: weights w go
+    down the tree, and change with rejections; else w is 1 at every node."""
     rows = torch.arange(x.shape[0], device=x.device).unsqueeze(-1)  # (B, 1)
     x = torch.where(there, x, 0)
     rest = wide(p).clone()
@@ -106,20 +283,20 @@ def _judge(
         here, token = rest[rows, at], x[:, nodes]
         before = None if tried is None or first else tried[rows, at]
         weight = w[rows, at] if carry else torch.ones_like(here[..., 0])
-        chance, refused, held = _round(here, _draft_probs(q, nodes, before), token, weight)
-        real = there[:, nodes] & held
+        chance, residual, has_mass = _one_child(here, _draft_probs(q, nodes, before), token, weight)
+        real = there[:, nodes] & has_mass
         w[:, nodes + 1] = torch.where(real, chance, 0.0)
-        rest[rows, at] = torch.where(real.unsqueeze(-1), _normalised(refused, here), here)
+        rest[rows, at] = torch.where(real.unsqueeze(-1), _normalised(residual, here), here)
         if carry:
-            w[rows, at] = torch.where(real, continued(refused.sum(-1), weight), weight)
+            w[rows, at] = torch.where(real, continued(residual.sum(-1), weight), weight)
         if tried is not None:
             tried[rows, at, token] |= real
     return w[:, 1:], rest
 
 
-def _round(p: Tensor, q: Tensor | None, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """One child of each node: min(w p(x)/q(x), 1), 0 where p is 0; what a refusal leaves, max(w p - q, 0); whether q
-    gives x mass. p, q (B, n, V), x, w (B, n)."""
+def _one_child(p: Tensor, q: Tensor | None, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """One child of each node: its threshold min(w p(x)/q(x), 1), 0 if p(x) is 0; the residual max(w p - q, 0) after its
+    rejection; whether q gives x mass. p, q (B, n, V), x, w (B, n)."""
     at = x.unsqueeze(-1)
     px = p.gather(-1, at).squeeze(-1)
     if q is None:
@@ -131,8 +308,7 @@ def _round(p: Tensor, q: Tensor | None, x: Tensor, w: Tensor) -> tuple[Tensor, T
 
 
 def _draft_probs(q: Tensor | None, nodes: Tensor, tried: Tensor | None) -> Tensor | None:
-    """Distributions (B, n, V) that nodes were drawn from: their parent's, without the siblings `tried` (B, n, V) before
-    them."""
+    """Distributions (B, n, V) that nodes were drawn from: their parent's, without the siblings `tried` (B, n, V)."""
     if q is None:
         return None
     probs = wide(q[:, nodes])
@@ -144,23 +320,23 @@ def _draft_probs(q: Tensor | None, nodes: Tensor, tried: Tensor | None) -> Tenso
 
 
 def _normalised(rest: Tensor, p: Tensor) -> Tensor:
-    """norm(rest), p where no mass is left: (B, n, V)."""
+    """norm(rest), p if no mass is left: (B, n, V)."""
     mass = rest.sum(-1, keepdim=True)
     return torch.where(mass > 0, rest / mass, p)
 
 
 def walk(passed: Tensor, rest: Tensor, steps: Steps) -> TreeVerification:
-    """Down from the anchor, always to the first child that passed (B, N), with the distribution where it ends."""
+    """Down from the anchor, always to the first child that passed (B, N), with the distribution at the end."""
     at, path = torch.full_like(passed[:, :1], -1, dtype=torch.int64), []
     for _ in range(steps.depth):
         fits = passed & (steps.parents == at)  # (B, N)
         moved, child = fits.any(-1, keepdim=True), fits.to(torch.uint8).argmax(-1, keepdim=True)
         path.append(torch.where(moved, child, -1))
         at = torch.where(moved, child, at)
-    found = torch.cat(path, 1) if path else torch.empty_like(passed, dtype=torch.int64)
+    nodes = torch.cat(path, 1) if path else torch.empty_like(passed, dtype=torch.int64)
     end = at if path else torch.full_like(rest[:, :1, 0], -1, dtype=torch.int64)
     rows = torch.arange(rest.shape[0], device=rest.device)
-    return TreeVerification((found >= 0).sum(-1), found, rest[rows, end.squeeze(-1) + 1])
+    return TreeVerification((nodes >= 0).sum(-1), nodes, rest[rows, end.squeeze(-1) + 1])
 
 
 def used(x: Tensor, k: Tensor | None) -> Tensor:
@@ -171,7 +347,7 @@ def used(x: Tensor, k: Tensor | None) -> Tensor:
 
 
 def subtrees(steps: Steps) -> Tensor:
-    """Whether node j is node i or hangs below it: (R, N, N) at i, j."""
+    """Whether node j is node i or a descendant of it: (R, N, N) at i, j."""
     N = steps.parents.shape[1]
     number = torch.arange(N, device=steps.parents.device)
     above = number.expand_as(steps.parents)  # (R, N)
@@ -183,8 +359,8 @@ def subtrees(steps: Steps) -> Tensor:
 
 
 def steps_of(parents: Parents, x: Tensor, by_level: bool) -> Steps:
-    """Of one topology: siblings' places, level by level where a level must wait for the one above it. Of topologies
-    that differ by row: node after node."""
+    """Steps of one shape for all rows: sibling by sibling, and with `by_level` one level after another. Of shapes that
+    differ by row: node by node."""
     if isinstance(parents, Tensor):
         nodes = torch.arange(x.shape[1], device=x.device).split(1)
         each = parents if parents.ndim == 2 else parents.unsqueeze(0)
@@ -196,7 +372,7 @@ def steps_of(parents: Parents, x: Tensor, by_level: bool) -> Steps:
 
 @lru_cache(maxsize=256)
 def _static_steps(parents: tuple[int, ...], device: torch.device, by_level: bool) -> Steps:
-    """Kept by topology, so that no round copies it to the device again."""
+    """Cached by shape, so that no round copies it to the device again."""
     depths, ranks = depths_of(parents), ranks_of(parents)
     keys = [(depth if by_level else 0, rank) for depth, rank in zip(depths, ranks, strict=True)]
     steps = sorted(set(keys))
@@ -205,16 +381,18 @@ def _static_steps(parents: tuple[int, ...], device: torch.device, by_level: bool
     return Steps(above, nodes, tuple(rank == 0 for _, rank in steps), max(depths, default=0))
 
 
-def depths_of(parents: tuple[int, ...]) -> tuple[int, ...]:
-    """Depth of each node, 1 for children of the anchor. Raises ValueError where a node stands before its parent."""
-    depths: list[int] = []
-    for node, parent in enumerate(parents):
-        if not -1 <= parent < node:
-            raise ValueError(f"parents[{node}] = {parent}: a node hangs on an earlier one, or on the anchor, -1")
-        depths.append(1 + (depths[parent] if parent >= 0 else 0))
-    return tuple(depths)
+def usable_lengths(p: Tensor, q: Tensor | None, k: Tensor, tree: Tree | None = None) -> Tensor:
+    """Draft lengths (A,), cut at the first draft without a distribution: a draft needs its own distribution and the
+    target's before it. Of a chain (no `tree`) or a tree.
 
-
-def ranks_of(parents: tuple[int, ...]) -> tuple[int, ...]:
-    """How many siblings stand before each node."""
-    return tuple(parents[:node].count(parent) for node, parent in enumerate(parents))
+    The cut depends on the drafts before it alone, as a stop rule may: p (A, N+1, V), q (A, N, V), k (A,).
+    """
+    missing = is_missing(p)
+    if tree is None:
+        missing = missing[:, :-1]
+    else:
+        before = tree.on(p.device).parents.view(-1, p.shape[1] - 1) + 1
+        missing = missing.gather(1, before.expand(len(p), -1))
+    if q is not None and q.shape[1]:
+        missing = missing | is_missing(q)
+    return torch.minimum(k, (~missing).to(torch.int64).cumprod(1).sum(1))

@@ -10,7 +10,7 @@ import torch
 
 from cotrain.cli import main
 from cotrain.config.regimes import sampling
-from cotrain.rollout import kept_texts
+from cotrain.rollout import training_texts
 from cotrain.rollout.training_texts import regime
 from cotrain.teacher.target_model import load_pair
 from cotrain.training import distil
@@ -18,9 +18,9 @@ from cotrain.training.job import Job, objective
 from inference.drafts.compatibility import hash_target
 from inference.drafts.draft_folder import METADATA, Metadata, load_draft, read, save
 from inference.proposers import kind_of
-from inference.proposers.eagle_network import EagleConfig, EagleNetwork
-from inference.proposers.gate import Gate
-from inference.proposers.lookup_network import LookupConfig, LookupNetwork
+from inference.proposers.eagle import EagleConfig, EagleNetwork
+from inference.proposers.hybrid import Gate
+from inference.proposers.retrieval import LookupConfig, LookupNetwork
 
 ROOT = Path(__file__).parents[2]
 FOLDER, DATA = ROOT / "outputs" / "engines" / "drafts", ROOT / "data"
@@ -99,7 +99,7 @@ def _pruned(name: str) -> None:
 
 def _frequent() -> torch.Tensor:
     """How often each token is in texts that the target sampled."""
-    texts = kept_texts.texts(kept_texts.read(DATA / "rollouts" / "train_T1"))
+    texts = training_texts.padded(training_texts.read_rows(DATA / "rollouts" / "train_T1"))
     return torch.bincount(texts.ids[:, 1:][texts.predicted].long(), minlength=VOCABULARY)
 
 

@@ -13,23 +13,25 @@ import pytest
 import torch
 
 from cotrain.bench import server_parity as checked
-from cotrain.bench.measurement import BATCH, Plan
+from cotrain.bench.plan import Plan
+from cotrain.bench.planner import BATCH
 from cotrain.cli import main
 from cotrain.config.groups import Bench
 from cotrain.evaluation.held_out import held_out
-from cotrain.evaluation.provenance import provenance
+from cotrain.evaluation.profile import provenance
 from cotrain.export.hf import export
-from cotrain.rollout import kept_texts
+from cotrain.rollout import training_texts
 from cotrain.teacher.target_model import load_pair, served
 from inference import Sampling
 from inference.drafts.bundled_target import resolve
 from inference.drafts.draft_folder import load_draft, read
-from inference.exactness.checks import check_text
-from inference.exactness.side_by_side import expected, pair_figures
+from inference.exactness.figures import expected
+from inference.exactness.side_by_side import pair_figures
+from inference.exactness.ties import check_text
 from inference.measure.timing import engine_arm, interleave, transformers_arm
-from inference.models.dtypes import cast
-from inference.noise import row_ids
+from inference.models.pretrained import cast
 from inference.proposers import NGram
+from inference.sampling.noise import row_ids
 from inference.servers.openai_client import Client
 from inference.servers.vllm_server import draft_model
 from tests.engines.conftest import CASES, OUTPUT
@@ -115,7 +117,7 @@ def test_a_draft_is_accepted_as_here(
 
 def test_texts_that_it_samples_are_the_targets_own(plain: dict[str, Any], found: dict[str, Any]) -> None:
     """rollout.url=: by the target's surprise at them."""
-    texts = kept_texts.texts(kept_texts.read(OUTPUT / "rollouts" / "held_out_T1"))
+    texts = training_texts.padded(training_texts.read_rows(OUTPUT / "rollouts" / "held_out_T1"))
     read, head = served(plain["plan"].target)
     own = provenance(held_out(read, texts, 1.0), head)
     found["rollout.url"] = vars(own)

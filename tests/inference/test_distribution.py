@@ -82,9 +82,11 @@ def test_three_tokens_of_several_rounds_have_the_targets_distribution(rule, samp
     assert p_value(target, Independent(draft), rule, samples) > 1e-4
 
 
-@pytest.mark.parametrize("rule", ["token", "block", "match"])
-@pytest.mark.parametrize("kind", ["greedy", "ngram"])
-def test_certain_drafts_leave_the_targets_distribution(rule, kind):
+@pytest.mark.parametrize(
+    ("kind", "rule"), [("greedy", "token"), ("greedy", "block"), ("greedy", "match"), ("ngram", "match")]
+)
+def test_certain_drafts_leave_the_targets_distribution(kind, rule):
+    """N-grams under the other rules are in `test_every_proposer`."""
     target, draft = pair()
     proposer = Independent(draft, greedy=True) if kind == "greedy" else NGram()
     assert p_value(target, proposer, rule, samples=12_000) > 1e-4

@@ -8,7 +8,7 @@ import torch
 
 from inference import Engine, Sampling
 from inference.measure.costs import measure_costs
-from inference.models.compiled import Compiled
+from inference.models.compiled import CompiledForward
 from inference.models.lm import LM
 from inference.models.step import Drafting
 from inference.policy import Fixed
@@ -33,19 +33,19 @@ REGIMES = {
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """What is compiled runs as it is; lengths of the drafts that were made at once."""
-    made: list[int] = []
+    lengths: list[int] = []
 
     def counted(module: torch.nn.Module, *_: Any) -> Callable[..., Any]:
         def run(*inputs: Any) -> Any:
             if isinstance(module, Drafting):
-                made.append(module.k)
+                lengths.append(module.k)
             return module(*inputs)
 
         return run
 
     monkeypatch.setattr(torch, "compile", counted)
-    monkeypatch.setattr(Compiled, "failed", False)
-    return made
+    monkeypatch.setattr(CompiledForward, "failed", False)
+    return lengths
 
 
 def texts(compile: bool, sampling: list[Sampling], rows: int = 3, greedy: bool = False, **settings: Any) -> Any:
@@ -68,8 +68,8 @@ def test_text_and_counts_are_those_of_single_steps(calls: list[int], name: str, 
 
 @pytest.mark.parametrize("settings", [{"greedy": True}, {"verify": "block"}, {"verify": "match"}, {"context": 40}])
 def test_under_other_rules_too(calls: list[int], settings: dict[str, Any]) -> None:
-    found = [texts(compile, REGIMES["sampled"], **settings).tokens for compile in (True, False)]
-    assert found[0] == found[1] and calls
+    both = [texts(compile, REGIMES["sampled"], **settings).tokens for compile in (True, False)]
+    assert both[0] == both[1] and calls
 
 
 class Pausing:
@@ -84,11 +84,13 @@ class Pausing:
 
 
 def test_rounds_without_drafts_are_caught_up_with(calls: list[int]) -> None:
-    made = []
+    accepted = []
     for compile in (True, False):
         engine = Engine(tiny(), Independent(near(tiny()), compile=compile), policy=Pausing(), rows=2)
-        made.append(engine.generate(PROMPTS, max_new_tokens=30, sampling=Sampling(0.8), ignore_eos=True).stats.accepted)
-    assert made[0] == made[1]
+        accepted.append(
+            engine.generate(PROMPTS, max_new_tokens=30, sampling=Sampling(0.8), ignore_eos=True).stats.accepted
+        )
+    assert accepted[0] == accepted[1]
 
 
 def test_costs_are_of_as_many_drafts_as_are_asked_for(calls: list[int]) -> None:
@@ -110,11 +112,11 @@ def test_compiled_drafts_are_drawn_from_the_distributions_they_come_with() -> No
     proposer.admit(0, prompts, {})
     u = torch.rand(2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
-        found = proposer.lm.draft(
+        drafts = proposer.lm.draft(
             torch.tensor([[3, 4], [6, 7]]), [4, 3], u, torch.tensor([0.7, 1.0], dtype=torch.float64)
         )
-        assert found is not None and not Compiled.failed
-        x, q = found
+        assert drafts is not None and not CompiledForward.failed
+        x, q = drafts
         assert torch.equal(x, draw(q, u))
         distributions = [proposer.lm.model(torch.tensor([[*prompt, *x[row].tolist()]])).logits[0, len(prompt) - 1 : -1]
                 for row, prompt in enumerate(prompts)]  # fmt: skip

@@ -1,7 +1,9 @@
-"""The batched engine says what each row says alone, and what plain decoding says."""
+"""The batched engine: its texts are those of each row alone, and of plain decoding."""
 
+import inspect
 import tracemalloc
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -132,7 +134,7 @@ def test_a_draft_equal_to_the_target_gives_k_plus_1_tokens_every_round(rule):
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.7, 5, 0.9), Sampling(repetition_penalty=1.3)])
 def test_rounds_without_drafts_leave_the_draft_in_step(sampling):
-    """Lengths 0, 2 and 4 mixed in every round: a draft equal to the target is never refused (row 18)."""
+    """Lengths 0, 2 and 4 mixed in every round: a draft equal to the target is always accepted (row 18)."""
     model = tiny()
     engine = Engine(model, Independent(model), rows=4, policy=Uneven())
     stats = engine.generate(PROMPTS, max_new_tokens=60, sampling=sampling).stats
@@ -152,9 +154,9 @@ def test_the_draft_lacks_one_token_or_two_after_full_acceptance(target, draft):
     watched.lacking = []
     out = Engine(target, watched, rows=1).generate([[3, 5, 7]], max_new_tokens=62, ignore_eos=True)
     starts = out.stats.rows[0].starts
-    taken = [after - before for before, after in zip(starts, starts[1:], strict=False)]
-    assert {1, 5} <= set(taken)
-    assert [row for (row,) in watched.lacking] == [1] + [1 + (n == 5) for n in taken][: len(watched.lacking) - 1]
+    emitted = [after - before for before, after in zip(starts, starts[1:], strict=False)]
+    assert {1, 5} <= set(emitted)
+    assert [row for (row,) in watched.lacking] == [1] + [1 + (n == 5) for n in emitted][: len(watched.lacking) - 1]
 
 
 def test_an_earlier_call_leaves_nothing_behind(target, draft):
@@ -187,8 +189,8 @@ def test_two_streams_do_not_share_slots(target):
 
 
 @pytest.mark.parametrize("verify", ["token", "coupled"])
-def test_prompts_that_wait_in_spare_slots_are_left_alone(verify: str) -> None:
-    """Rows end one by one, so that prompts are stored before their turn; each text is its own."""
+def test_prompts_in_spare_slots_do_not_change_texts(verify: str) -> None:
+    """Rows end one by one, so prompts are stored before their turn; each text is as alone."""
     model = tiny()
     prompts = [[(7 * i + 5 * n) % 30 + 1 for i in range(n)] for n in (3, 9, 1, 6, 14, 2, 8, 5, 11, 4, 7)]
     limits, settings = [5, 21, 9, 30, 14, 7, 26, 11, 18, 3, 12], {"sampling": Sampling(0.9), "ignore_eos": True}
@@ -201,11 +203,11 @@ def test_prompts_that_wait_in_spare_slots_are_left_alone(verify: str) -> None:
             super().stage(low, prompts, states)
 
     many = Engine(model, Noted(near(model)), rows=4, verify=verify)
-    found = many.generate(prompts, max_new_tokens=limits, ids=range(11), **settings)
+    out = many.generate(prompts, max_new_tokens=limits, ids=range(11), **settings)
     one = Engine(model, Independent(near(model)), rows=1, verify=verify)
     for key, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
         alone = one.generate([prompt], max_new_tokens=limit, ids=[key], **settings)
-        assert found.tokens[key] == alone.tokens[0] and found.stats.rows[key] == alone.stats.rows[0]
+        assert out.tokens[key] == alone.tokens[0] and out.stats.rows[key] == alone.stats.rows[0]
     assert sum(staged) >= 4 and max(staged) == 2
 
 
@@ -220,3 +222,40 @@ def test_settings_are_checked_without_listing_the_vocabulary() -> None:
     for wrong in (Sampling(logit_bias={10**6: 1.0}), Sampling(banned=((3, 10**6),))):
         with pytest.raises(ValueError, match="vocabulary size is 1000000"):
             engine.begin([[1]], 2, wrong)
+
+
+def test_an_end_id_of_zero_ends_a_text() -> None:
+    """Of the generation config; the model's own config has another, or none."""
+    for other in (5, None):
+        target = tiny(vocab=16, layers=1, eos=other)
+        assert target.generation_config is not None
+        target.generation_config.eos_token_id = 0
+        sampling = Sampling(0, logit_bias={0: 1e4})
+        out = Engine(target).generate([[3, 1]], max_new_tokens=4, sampling=sampling)
+        assert (out.tokens, out.finish) == ([[0]], ["stop"])
+
+
+STREAM_ARGUMENTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "max_new_tokens": ({"max_new_tokens": 3}, {}),
+    "sampling": ({"sampling": Sampling(0.4, top_k=3)}, {}),
+    "seed": ({"seed": 8}, {}),
+    "ids": ({"ids": [77]}, {}),
+    "ignore_eos": ({"ignore_eos": True}, {}),
+}
+
+
+def test_a_stream_passes_on_all_that_it_is_given() -> None:
+    """Each argument changes the text, and to that of `generate`."""
+    assert {*inspect.signature(Engine.stream).parameters} - {"self", "prompt"} == {*STREAM_ARGUMENTS}
+    engine = Engine(tiny(eos=13), Independent(near(tiny(layers=1))), policy=Fixed(2), rows=1)
+
+    def streamed(**settings: Any) -> list[int]:
+        return [token for event in engine.stream([1, 2, 3], **settings) for token in event.ids]
+
+    usual: dict[str, Any] = {"max_new_tokens": 24, "seed": next(
+        seed for seed in range(99)
+        if engine.generate([[1, 2, 3]], max_new_tokens=24, seed=seed).finish == ["stop"]
+    )}  # fmt: skip
+    for name, (given, _) in STREAM_ARGUMENTS.items():
+        tokens = streamed(**usual | given)
+        assert tokens == engine.generate([[1, 2, 3]], **usual | given).tokens[0] != streamed(**usual), name

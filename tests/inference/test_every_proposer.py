@@ -8,18 +8,18 @@ import pytest
 import torch
 
 from inference import Engine, Sampling
-from inference.exactness.checks import check
-from inference.measure.timing import Emitted
-from inference.noise import row_ids
+from inference.exactness.verdict import check
+from inference.output import Emitted
 from inference.policy import Fixed
 from inference.proposers import KINDS as REGISTERED
 from inference.proposers import kind_of
 from inference.proposers.base import Proposer
 from inference.round import DecodingRound
 from inference.sampling import one_hot
+from inference.sampling.noise import row_ids
 from tests import standin
 from tests.inference.test_distribution import p_value, pair
-from tests.kinds import KINDS, example_code
+from tests.kinds import KINDS, SHAPED, example_code
 from tests.tiny import tiny
 
 PROMPTS = [[(7 * i + 5 * n) % 30 + 1 for i in range(n)] for n in (3, 9, 1, 6, 14, 2, 8, 1, 11, 4, 7)]
@@ -59,11 +59,11 @@ def test_rows_are_as_if_alone(kind: Any) -> None:
     target = tiny(positions=64)
     many = Engine(target, kind(target), rows=4, policy=Uneven())
     many.generate(PROMPTS[::-1], max_new_tokens=9, seed=7)  # an earlier call leaves nothing behind
-    found, one = many.generate(PROMPTS, **WHOLE), Engine(target, kind(target), rows=1, policy=Uneven())
+    out, one = many.generate(PROMPTS, **WHOLE), Engine(target, kind(target), rows=1, policy=Uneven())
     for n, prompt in enumerate(PROMPTS):
         alone = one.generate([prompt], max_new_tokens=LIMITS[n], sampling=SAMPLING[n], ids=[n], ignore_eos=True)
-        assert (found.tokens[n], found.stats.rows[n]) == (alone.tokens[0], alone.stats.rows[0]), n
-    assert sum(found.stats.drafted) > 20
+        assert (out.tokens[n], out.stats.rows[n]) == (alone.tokens[0], alone.stats.rows[0]), n
+    assert sum(out.stats.drafted) > 20
 
 
 @pytest.mark.parametrize("policy", [Fixed(0), Uneven()])
@@ -71,20 +71,20 @@ def test_coupled_text_is_plain_text(kind: Any, policy: Any) -> None:
     """Up to the end of the context, with rows that come and go."""
     target, whole = tiny(positions=24), WHOLE | {"max_new_tokens": 24}
     plain = Engine(target, verify="coupled", rows=3).generate(PROMPTS, **whole)
-    found = Engine(target, kind(target), verify="coupled", rows=3, policy=policy).generate(PROMPTS, **whole)
-    assert found.tokens == plain.tokens and found.finish == plain.finish
+    out = Engine(target, kind(target), verify="coupled", rows=3, policy=policy).generate(PROMPTS, **whole)
+    assert out.tokens == plain.tokens and out.finish == plain.finish
     assert [len(prompt) + len(text) for prompt, text in zip(PROMPTS, plain.tokens, strict=True)] == [24] * 11
 
 
 def test_text_on_a_device_is_that_of_the_host(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """With passes and verdicts recorded there."""
-    monkeypatch.setattr("inference.models.recording.WARMUP", 1)
+    monkeypatch.setattr("inference.models.graphs.WARMUP", 1)
     host, whole = tiny(), {"max_new_tokens": 8, "sampling": SAMPLING[:4], "ids": range(4)}
     wanted = Engine(host, kind(host), rows=3).generate(PROMPTS[:4], **whole)
     with standin.device():
         target = tiny().to("cuda")
-        found = Engine(target, kind(target), rows=3, compile=True).generate(PROMPTS[:4], **whole)
-    assert found.tokens == wanted.tokens and found.stats.accepted == wanted.stats.accepted
+        out = Engine(target, kind(target), rows=3, compile=True).generate(PROMPTS[:4], **whole)
+    assert out.tokens == wanted.tokens and out.stats.accepted == wanted.stats.accepted
 
 
 @pytest.mark.parametrize("rule", ["token", "match"])
@@ -95,9 +95,9 @@ def test_forced_rounds_predict_measured_ones(kind: Any, rule: str) -> None:
     prompts = [[1, 2, 3], [4], [5, 6], [7, 1, 2, 3]] * 8
     keys = row_ids(prompts)
     out = engine.generate(prompts, max_new_tokens=24, seed=5, ids=keys, ignore_eos=True)
-    found = check(engine, Emitted(prompts, keys, out.tokens, out.stats.rows), Sampling(), 24)
-    assert found.passed and found.calls and found.depth, found.lines()
-    assert found.depth.rounds > 50 and 0 < found.depth.alpha < 1
+    report = check(engine, Emitted(prompts, keys, out.tokens, out.stats.rows), Sampling(), 24)
+    assert report.passed and report.calls and report.depth, report.lines()
+    assert report.depth.rounds > 50 and 0 < report.depth.alpha < 1
 
 
 def test_drafts_are_drawn_from_the_distributions_that_they_come_with(
@@ -117,7 +117,7 @@ def test_drafts_are_drawn_from_the_distributions_that_they_come_with(
 
     def watched(round: Any) -> Any:
         drawn.clear()
-        x, q, k, _ = made = propose(round)
+        x, q, k, _ = proposal = propose(round)
         assert all(0 <= drafted <= asked for drafted, asked in zip(k, round.k, strict=True)) and max(k) <= x.shape[1]
         for b, j in ((b, j) for b, drafted in enumerate(k) for j in range(drafted)):
             assert 0 <= int(x[b, j]) < 32
@@ -125,14 +125,14 @@ def test_drafts_are_drawn_from_the_distributions_that_they_come_with(
                 seen.append(float(q[b, j].sum()))
                 probs, token = (part[b] for part in drawn[j]) if j in drawn else (one_hot(x[b, j], q[b, j]), x[b, j])
                 assert torch.equal(q[b, j], probs) and x[b, j] == token  # without a draw, a draft is certain
-        return made
+        return proposal
 
     proposer.propose = watched  # type: ignore[method-assign]
     Engine(target, proposer, rows=4, policy=Uneven()).generate(PROMPTS, **WHOLE)
     assert torch.tensor(seen).sub(1).abs().max() < 1e-6 if seen else not any(drawn)
 
 
-def test_a_kind_is_found_by_its_name() -> None:
+def test_kinds_by_name() -> None:
     for name in REGISTERED:
         assert issubclass(kind_of(name), Proposer)
     with pytest.raises(ValueError, match="there is no 'oracle' proposer; there are independent"):
@@ -141,3 +141,30 @@ def test_a_kind_is_found_by_its_name() -> None:
 
 def test_the_example_is_short() -> None:
     assert len(example_code().splitlines()) <= 60
+
+
+@pytest.mark.parametrize("shape", [None, (-1, -1, 0, 0, 1)], ids=["chain", "tree"])
+@pytest.mark.parametrize("kind", SHAPED)
+def test_a_greedy_draft_is_certain_whatever_the_temperature(
+    kind: str, shape: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its distributions are one-hot at its drafts, siblings are different tokens; those of one that samples are not."""
+    target, proposals = tiny(layers=2), []
+    propose = Engine.propose
+
+    def recorded(engine: Engine, round: DecodingRound) -> Any:
+        proposals.append(propose(engine, round))
+        return proposals[-1]
+
+    monkeypatch.setattr(Engine, "propose", recorded)
+    for greedy in (True, False):
+        proposer = KINDS[kind].proposer(target, greedy=greedy, **({"shape": shape} if shape else {}))
+        engine = Engine(target, proposer, verify="tree", policy=Fixed(2), rows=2)
+        proposals.clear()
+        engine.generate([[1, 2, 3], [4, 5]], max_new_tokens=5, ignore_eos=True)
+        distributions = [(one.q[a, :n], one.x[a, :n]) for one in proposals for a, n in enumerate(one.k) if n]
+        own = torch.cat([q.gather(-1, x.unsqueeze(-1)).flatten() for q, x in distributions])
+        assert len(own) > 4 and bool((own == 1).all()) == greedy, greedy
+        if shape and greedy:
+            first = [x[:2].tolist() for _, x in distributions if len(x) > 2]
+            assert first and all(len({*pair}) == 2 for pair in first)

@@ -8,8 +8,8 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from inference import Engine, Sampling
+from inference.models.cache import cache_bytes
 from inference.models.lm import LM
-from inference.models.memory import cache_bytes
 from inference.policy import Fixed
 from inference.proposers import Independent
 from tests.tiny import continued, near
@@ -145,7 +145,7 @@ def test_families_that_the_self_check_accepts(family, settings, form):
 
 
 @pytest.mark.parametrize(("family", "settings", "names"), REFUSED, ids=[name for name, *_ in REFUSED])
-def test_what_cannot_be_rolled_back_is_refused(family, settings, names):
+def test_models_without_rollback_are_rejected(family, settings, names):
     model = build(family, settings)
     with pytest.raises(ValueError, match=rf"{type(model).__name__}: .*{names}"):
         Engine(model)
@@ -159,5 +159,5 @@ def test_an_estimate_of_keys_and_values_is_what_an_engine_holds(family, settings
     lm = LM(model, 3, spare=2)
     lm.store(torch.ones(5, length, dtype=torch.int64), [0] * 5)
     stores = [store for store in lm.cache.stores if store.is_initialized]
-    found = sum(store.keys.nbytes + store.values.nbytes for store in stores)
-    assert found == cache_bytes(config, 3, length, torch.float32)
+    held_bytes = sum(store.keys.nbytes + store.values.nbytes for store in stores)
+    assert held_bytes == cache_bytes(config, 3, length, torch.float32)

@@ -1,4 +1,4 @@
-"""A row that cannot go on ends alone, with its message; and drafting changes nothing about who can."""
+"""A row without a distribution ends alone, with its message; drafting does not change which rows do."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 
 from inference import Engine, Sampling
-from inference.policy import Fixed
 from inference.proposers import Independent, NGram
-from inference.proposers.retrieval import Seen
 from tests import standin
 from tests.tiny import near, tiny
 
@@ -29,7 +27,7 @@ def drafted(kind: str, target: Any = None, **settings: Any) -> Engine:
 
 
 def no_logits(model: Any, id: int) -> Any:
-    """Whatever follows this id, nothing is known."""
+    """A model without logits after this id."""
     with torch.no_grad():
         model.get_input_embeddings().weight[id] = torch.nan
     return model
@@ -41,7 +39,7 @@ def only(*ids: int) -> Sampling:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_ids_that_the_draft_lacks_are_decoded_all_the_same(rule: str) -> None:
-    """Pitfall 40: bans leave ids of which the draft has none."""
+    """Pitfall 40: bans leave only ids that the draft does not have."""
     draft = Independent(tiny(vocab=20, seed=3))
     sampling = [only(25, 26, 27), Sampling(0.9), only(3, 30)]
     out = Engine(tiny(), draft, verify=rule).generate(PROMPTS[:3], sampling=sampling, **RUN)
@@ -53,7 +51,7 @@ def test_ids_that_the_draft_lacks_are_decoded_all_the_same(rule: str) -> None:
 
 
 class Asked:
-    """A processor that records the longest text it was asked about, and raises from some length on."""
+    """A processor that records the longest text of its calls, and raises from some length on."""
 
     def __init__(self, end: int = 1000) -> None:
         self.end, self.longest = end, 0
@@ -66,7 +64,7 @@ class Asked:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_processors_are_not_asked_behind_a_rows_own_drafts(kind: str) -> None:
+def test_processors_are_not_called_past_a_rows_own_drafts(kind: str) -> None:
     asked = Asked()
     sampling = [Sampling(0.9, processors=(asked,)), Sampling(0.9), Sampling(0.9)]
     out = drafted(kind).generate(PROMPTS[:3], sampling=sampling, **RUN | {"max_new_tokens": [6, 16, 16]})
@@ -84,7 +82,7 @@ BAD: dict[str, Callable[[], Sampling]] = {
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("kind, rule", [("plain", "token"), ("draft", "block"), ("ngram", "token")])
 def test_a_row_that_cannot_go_on_ends_alone(bad: str, kind: str, rule: str) -> None:
-    """Pitfall 42: the others are what they are without it, bit by bit; the text up to there stays."""
+    """Pitfall 42: other rows are bit for bit as without it; its text so far stays."""
     sampling = [Sampling(0.9), BAD[bad](), *[Sampling(0.9)] * 3]
     out = drafted(kind, verify=rule).generate(PROMPTS, sampling=sampling, ids=range(5), **RUN)
     rest = [0, 2, 3, 4]
@@ -100,7 +98,7 @@ def test_a_row_that_cannot_go_on_ends_alone(bad: str, kind: str, rule: str) -> N
 @pytest.mark.parametrize("sampling", [Sampling(0.0), Sampling(0.9, top_k=9, top_p=0.9)])
 @pytest.mark.parametrize("kind, rule", [("plain", "token"), ("draft", "block"), ("draft", "match"), ("ngram", "token")])
 def test_nan_in_a_prompt_ends_its_row_and_leaves_no_trace(kind: str, rule: str, sampling: Sampling) -> None:
-    """Pitfall 41: other rows, and the next ones of its slot, are as with a model that is whole."""
+    """Pitfall 41: other rows, and the next rows of its slot, are as with an intact model."""
     prompts = [[3, 5, 7], [9, 30, 2] * 8, [4] * 12, [6, 1], [12, 1], [8], [2, 2]]
     bad = no_logits(tiny(), 30)
     sampling = Sampling(sampling.temperature, sampling.top_k, sampling.top_p, logit_bias={30: -1e9})
@@ -123,29 +121,29 @@ def test_logits_that_are_no_numbers_become_no_tokens(value: float) -> None:
             assert out.finish.count("error") >= 2 and all(error is None or "logits" in error for error in out.errors)
 
 
-def test_a_draft_with_nan_is_only_refused() -> None:
-    """What a draft guesses badly, the target decodes; where plain decoding has a distribution, so has the round."""
+def test_a_draft_with_nan_is_only_rejected() -> None:
+    """A draft with NaN is decoded by the target; a round has a distribution wherever plain decoding has."""
     model, prompts = tiny(), [[3, 5, 7], [9, 2], [4] * 12]
     for target, draft in ((model, no_logits(near(model), 11)), (no_logits(tiny(), 30), near(model))):
         sampling = Sampling(0.9, logit_bias={30: -1e9} if target is not model else None)
         wanted = Engine(target, verify="coupled").generate(prompts, sampling=sampling, **RUN)
-        found = Engine(target, Independent(draft), verify="coupled").generate(prompts, sampling=sampling, **RUN)
-        assert found.tokens == wanted.tokens and found.errors == [None] * 3
-        # certain drafts of the very id: refused, whatever the slot has read
-        found = Engine(target, Always(30), verify="coupled").generate(prompts, sampling=sampling, **RUN)
-        assert found.tokens == wanted.tokens and found.errors == [None] * 3
+        out = Engine(target, Independent(draft), verify="coupled").generate(prompts, sampling=sampling, **RUN)
+        assert out.tokens == wanted.tokens and out.errors == [None] * 3
+        # certain drafts of that id are rejected, whatever is stored in the slot
+        out = Engine(target, Always(30), verify="coupled").generate(prompts, sampling=sampling, **RUN)
+        assert out.tokens == wanted.tokens and out.errors == [None] * 3
 
 
 class Sometimes:
-    """Drafts in some rounds alone, so that what one left in a slot is read, masked, by the next ones."""
+    """Drafts in some rounds alone, so that later rounds read, masked, what a draft left in the slot."""
 
     def lengths(self, texts: Any) -> list[int]:
         return [(0, 4, 0, 2, 0)[len(text) % 5] for text in texts]
 
 
 @pytest.mark.parametrize("rows", [2, 3])
-def test_nan_of_refused_drafts_is_never_held_against_a_text(rows: int) -> None:
-    """Nor against a later one of that slot: a draft that leaves NaN behind may be followed by rounds without drafts."""
+def test_nan_of_rejected_drafts_does_not_change_a_text(rows: int) -> None:
+    """Nor a later text of that slot: a draft that leaves NaN may be followed by rounds without drafts."""
     prompts = [[3, 5, 7], [9, 2] * 9, [4] * 12, [6], [12, 1], [8] * 5, [2, 2] * 14, [1], [5], [7, 8, 9]]
     run = RUN | {"max_new_tokens": [16, 25, 7, 16, 12, 9, 16, 22, 16, 5]}
     sampling = Sampling(0.9, logit_bias={30: -1e9})
@@ -153,18 +151,18 @@ def test_nan_of_refused_drafts_is_never_held_against_a_text(rows: int) -> None:
     for proposer in (Always(30), Always(11)):
         engine = Engine(no_logits(tiny(), 30), proposer, verify="coupled", policy=Sometimes(), rows=rows)
         for _ in range(2):
-            found = engine.generate(prompts, sampling=sampling, **run)
-            assert found.tokens == wanted.tokens and found.errors == [None] * 10
+            out = engine.generate(prompts, sampling=sampling, **run)
+            assert out.tokens == wanted.tokens and out.errors == [None] * 10
 
 
 def test_no_slot_keeps_nan() -> None:
-    """Of a row that ended for it: a shorter text that comes next does not write over all that it left."""
+    """After a row that ended because of it: a shorter next text does not overwrite the whole slot."""
     prompts, run = [[4, 4], [5] * 6 + [30] + [5] * 5, [9]], RUN | {"max_new_tokens": [20, 20, 2]}
     engine = Engine(no_logits(tiny(), 30), verify="coupled", rows=2)
-    found = engine.generate(prompts, sampling=Sampling(0.9, logit_bias={30: -1e9}), **run)
-    assert found.finish == ["length", "error", "length"]
-    kept = [part for store in engine.target.cache.stores for part in (store.keys, store.values)]
-    assert all(bool(part.isfinite().all()) for part in kept)
+    out = engine.generate(prompts, sampling=Sampling(0.9, logit_bias={30: -1e9}), **run)
+    assert out.finish == ["length", "error", "length"]
+    stored = [part for store in engine.target.cache.stores for part in (store.keys, store.values)]
+    assert all(bool(part.isfinite().all()) for part in stored)
 
 
 class Always(NGram):
@@ -175,9 +173,9 @@ class Always(NGram):
         self.id = id
 
     def propose(self, round: Any) -> Any:
-        found = super().propose(round)
+        proposal = super().propose(round)
         x = torch.full((len(round.k), max(round.k)), self.id)
-        return found._replace(x=x, k=list(round.k))
+        return proposal._replace(x=x, k=list(round.k))
 
 
 def test_a_stream_raises_with_the_message_of_its_row() -> None:
@@ -190,7 +188,7 @@ def test_a_stream_raises_with_the_message_of_its_row() -> None:
 
 
 @pytest.mark.parametrize("sampling", [Sampling(logit_bias={32: 1.0}), Sampling(banned=((3, 40),))])
-def test_settings_with_foreign_ids_are_refused_before_anything_runs(sampling: Sampling) -> None:
+def test_settings_with_foreign_ids_are_rejected_before_anything_runs(sampling: Sampling) -> None:
     with pytest.raises(ValueError, match=r"prompt 1: Sampling.logit_bias or banned .* vocabulary size is 32"):
         drafted("draft").generate([[1], [2]], sampling=[Sampling(), sampling])
 
@@ -205,64 +203,11 @@ def test_a_policy_that_gives_no_draft_lengths_is_named(lengths: list[Any]) -> No
         drafted("draft", policy=Odd()).generate([[1, 2]])
 
 
-def test_a_proposer_serves_one_engine_at_a_time() -> None:
-    proposer = Independent(near(tiny()))
-    first, second = Engine(tiny(), proposer, rows=2), Engine(tiny(seed=5), proposer, rows=2)
-    wanted = [engine.generate(PROMPTS, **RUN).tokens for engine in (first, second)]
-    assert [engine.generate(PROMPTS, **RUN).tokens for engine in (first, second)] == wanted
-    stream = first.stream(PROMPTS[0], max_new_tokens=30)
-    next(stream)
-    next(second.stream(PROMPTS[0]))
-    with pytest.raises(RuntimeError, match="another engine's call took this engine's proposer"):
-        next(stream)
-
-
 @pytest.mark.parametrize("sampling", [Sampling(0.8), Sampling(0.8, repetition_penalty=1.2, banned=((1,), (2, 3)))])
 def test_a_draft_on_another_device_than_the_target(sampling: Sampling) -> None:
     run = {"prompts": PROMPTS[:2], "sampling": sampling, "max_new_tokens": 6, "ignore_eos": True}
     wanted = Engine(tiny(), Independent(near(tiny()))).generate(**run)
     with standin.device():
         for draft in ("cuda:1", "cpu"):
-            made = Engine(tiny().to("cuda:0"), Independent(near(tiny()).to(draft)))
-            assert made.generate(**run).tokens == wanted.tokens
-
-
-def slow_look_up(text: list[int], k: int, max_n: int) -> list[int]:
-    """The definition: the latest earlier occurrence of the longest suffix of at most max_n tokens."""
-    for n in range(min(max_n, len(text) - 1), 0, -1):
-        for start in range(len(text) - n - 1, -1, -1):
-            if text[start : start + n] == text[-n:]:
-                return text[start + n : start + n + k]
-    return []
-
-
-@pytest.mark.parametrize("max_n", [1, 2, 3, 5])
-def test_an_index_that_grows_finds_what_a_search_finds(max_n: int) -> None:
-    generator = torch.Generator().manual_seed(max_n)
-    for alphabet in (2, 3, 9):
-        text = [0]
-        seen = Seen(text, max_n)
-        while len(text) < 120:
-            text += torch.randint(alphabet, (int(torch.randint(1, 6, (), generator=generator)),), generator=generator
-                                  ).tolist()  # fmt: skip
-            assert seen.look_up(4) == slow_look_up(text, 4, max_n) == NGram(max_n).look_up(text, 4)
-
-
-def test_rounds_only_index_what_is_new() -> None:
-    """Of a long text a round reads the new tokens, not the whole."""
-
-    class Counting(list):  # type: ignore[type-arg]
-        read = 0
-
-        def __getitem__(self, at: Any) -> Any:
-            found = super().__getitem__(at)
-            Counting.read += len(found) if isinstance(at, slice) else 1
-            return found
-
-    text = Counting(range(3000))
-    seen = Seen(text, 3)
-    seen.look_up(4)
-    Counting.read = 0
-    text += [1, 2, 3]
-    assert seen.look_up(4) == [4, 5, 6, 7] and Counting.read < 50
-    assert Fixed(2).lengths([text]) == [2]
+            engine = Engine(tiny().to("cuda:0"), Independent(near(tiny()).to(draft)))
+            assert engine.generate(**run).tokens == wanted.tokens

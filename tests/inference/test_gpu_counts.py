@@ -33,10 +33,10 @@ def test_a_round_copies_once_and_reads_once(name: str, monkeypatch: pytest.Monke
     """One pinned copy to the device, which nothing waits for, and one read, whatever the settings."""
     monkeypatch.setattr(gpu_counts, "ROUNDS", 2)
     monkeypatch.setattr(gpu_counts, "FIRST", 2)
-    monkeypatch.setattr("inference.models.recording.WARMUP", 0)
-    found = gpu_counts.counted(name, "sm80")["worst"]
-    assert (found["copies"], found["blocking"], found["reads"]) == (1, 0, 1)
-    assert found["launches"] <= MOST[name]
+    monkeypatch.setattr("inference.models.graphs.WARMUP", 0)
+    counts = gpu_counts.counted(name, "sm80")["worst"]
+    assert (counts["copies"], counts["blocking"], counts["reads"]) == (1, 0, 1)
+    assert counts["launches"] <= MOST[name]
 
 
 def test_the_report_holds_every_setting_within_its_goal() -> None:

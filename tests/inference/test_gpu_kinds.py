@@ -45,7 +45,7 @@ def test_tables_that_recordings_read_live_as_long_as_they_do() -> None:
 @pytest.mark.filterwarnings("error:.*CUDA graphs failed")
 @pytest.mark.parametrize(("kind", "settings"), ASKED)
 def test_replayed_drafts_are_those_of_single_steps(kind: str, settings: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference.models.recording.WARMUP", 0)
+    monkeypatch.setattr("inference.models.graphs.WARMUP", 0)
     several = {"cuts": gpu_counts.CUTS, "temperatures": gpu_counts.MIXED}
     sampling = several.get(settings, Sampling(0.8))
     one, other = (decoded(kind, device, sampling) for device in ("cpu", "cuda"))

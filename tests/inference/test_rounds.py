@@ -1,4 +1,4 @@
-"""What a round counts, where a row ends, which distributions it reads, and what is refused."""
+"""Counts of a round, ends of rows, distributions that a round reads, and errors of `generate`."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ PROMPT = [3, 5, 7]
 
 
 class Script(Proposer):
-    """Proposes a known text, except at the places where it is told to err."""
+    """Proposes a known text, except at the positions `wrong`."""
 
     def __init__(self, text, wrong=()):
         self.text, self.wrong = text, wrong
@@ -186,7 +186,7 @@ SORTED = [*range(1, 32, 2), *range(0, 32, 2)]  # what follows an id here may not
 
 
 class Grammar:
-    """Even and odd ids take turns, and after the end id 6 nothing may come; a text that breaks this has no answer."""
+    """Even and odd ids alternate, and nothing follows the end id 6; for any other text it raises."""
 
     def __call__(self, ids, logits):
         text = ids[0, len(SORTED) :].tolist()
@@ -197,7 +197,7 @@ class Grammar:
 
 
 @pytest.mark.parametrize("proposer", [NGram(), None], ids=["ngram", "independent"])
-def test_a_grammar_is_only_asked_about_texts_that_can_be(target, proposer):
+def test_a_grammar_is_called_on_possible_texts_only(target, proposer):
     proposer, grammar, impossible = proposer or Independent(near(target)), Grammar(), []
 
     def asked(ids, logits):
@@ -238,12 +238,12 @@ def test_the_context_bounds_a_row(target):
         ({"prompts": [[1]], "sampling": Sampling(stop=("x",))}, "stop"),
     ],
 )
-def test_what_generate_refuses_is_named(target, settings, names):
+def test_errors_of_generate_name_the_argument(target, settings, names):
     with pytest.raises(ValueError, match=names):
         Engine(target).generate(**settings)
 
 
-def test_unknown_settings_are_refused(target):
+def test_unknown_settings_are_rejected(target):
     with pytest.raises(TypeError, match="top_q"):
         Sampling(top_q=0.5)
     with pytest.raises(TypeError, match="top_k"):

@@ -52,11 +52,13 @@ def test_the_first_end_counts_whatever_else_is_asked_for(
         stop=(tokenizer.decode(text[: string + 1])[-6:],) if string is not None else (),
     )
     proposer = Independent(near(model, 0.05)) if drafted else None
-    limit = 20
     engine = Engine(model, proposer, policy=Fixed(4), tokenizer=tokenizer)
-    out = engine.generate(PROMPT, max_new_tokens=limit, sampling=sampling)
     ends = [position + 1 for position in (end, stop_id) if position is not None]
     if string is not None:
-        ends.append(next(n for n in range(1, limit + 1) if sampling.stop[0] in tokenizer.decode(text[:n])))
-    assert out.tokens == [text[: min([*ends, limit])]]
-    assert out.finish == ["stop" if ends else "length"]
+        ends.append(next(n for n in range(1, LENGTH) if sampling.stop[0] in tokenizer.decode(text[:n])))
+    for limit in {20, *ends, *(n - 1 for n in ends)}:  # also with the last token that is allowed, and just before
+        out = engine.generate(PROMPT, max_new_tokens=limit, sampling=sampling)
+        assert out.tokens == [text[: min([*ends, limit])]]
+        assert out.finish == ["stop" if any(n <= limit for n in ends) else "length"]
+        by_id = any(position is not None and len(out.tokens[0]) == position + 1 for position in (end, stop_id))
+        assert out.text == [tokenizer.decode(out.tokens[0][:-1] if by_id else out.tokens[0])]

@@ -8,25 +8,24 @@ from pathlib import Path
 import pytest
 import torch
 
-from cotrain.bench.measurement import Plan
+from cotrain.bench.plan import Plan
 from cotrain.bench.planner import rounds_of, taus
 from cotrain.config.groups import Bench
-from cotrain.data import prompts as shipped_prompts
+from cotrain.data import corpora as shipped_prompts
 from cotrain.data.corpora import DOMAINS
 from cotrain.data.splits import Prompts
 from cotrain.losses import kl
 from cotrain.losses.spec import parse
-from cotrain.rollout import kept_texts
+from cotrain.rollout import training_texts
 from inference import Engine, Sampling, round
-from inference.exactness.checks import Verdict, check
-from inference.exactness.surprise import check_surprise, moments
-from inference.exactness.verdict import SurpriseCheck
+from inference.exactness.likelihood import LikelihoodCheck, check_likelihood, moments
+from inference.exactness.verdict import Verdict, check
 from inference.measure.floor import peak_memory
-from inference.measure.timing import Emitted
-from inference.noise import row_ids
+from inference.output import Emitted
 from inference.policy import Fixed
 from inference.proposers import Independent, NGram
 from inference.round import DecodingRound
+from inference.sampling.noise import row_ids
 from inference.verify import chain
 from tests.folders import network, tokenizer
 from tests.tiny import near, tiny
@@ -83,7 +82,7 @@ def test_tokens_after_the_accepted_ones_must_have_the_targets_distribution(
     assert found.figures["surprise"]["passed"] is False and found.lines()[-1].endswith("FAILED")
 
 
-def test_texts_of_a_look_up_are_judged_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_of_a_look_up_are_checked_too(monkeypatch: pytest.MonkeyPatch) -> None:
     found = verdict(NGram)
     assert found.passed and found.surprise and abs(found.surprise.z) < 3, found.lines()
     greedy_last(monkeypatch)
@@ -96,7 +95,7 @@ def test_z_of_right_texts_has_the_spread_of_a_standard_normal() -> None:
     for seed in range(6):
         out = engine.generate(PROMPTS, max_new_tokens=NEW, sampling=Sampling(0.8), seed=seed, ignore_eos=True)
         texts = Emitted(PROMPTS, row_ids(PROMPTS), out.tokens, out.stats.rows)
-        one = check_surprise(engine, texts, Sampling(0.8))
+        one = check_likelihood(engine, texts, Sampling(0.8))
         assert one.passed and one.tokens == ROWS * NEW and one.impossible == 0
         found.append((one.z, one.place_z))
     assert bool(((torch.tensor(found).std(0) - 1.1).abs() < 0.8).all())
@@ -104,9 +103,9 @@ def test_z_of_right_texts_has_the_spread_of_a_standard_normal() -> None:
 
 def test_tokens_that_settings_cut_are_counted() -> None:
     engine, texts = run(Independent)
-    found = check_surprise(engine, texts, Sampling(top_p=0.7))
+    found = check_likelihood(engine, texts, Sampling(top_p=0.7))
     assert 0.1 < found.impossible / found.tokens < 0.4 and math.isfinite(found.surprise) and not found.passed
-    right = SurpriseCheck(1000, 1.0, 1.0, 0.0, 0.0, 20)
+    right = LikelihoodCheck(1000, 1.0, 1.0, 0.0, 0.0, 20)
     wrong = [{"impossible": 21}, {"z": 5.0}, {"z": -5.0}, {"place_z": 5.0}, {"place_z": -5.0}]
     assert right.passed and not any(replace(right, **one).passed for one in wrong)  # type: ignore[arg-type]
 
@@ -202,13 +201,13 @@ def test_a_loss_that_stands_alone_has_its_weight() -> None:
 def test_a_set_stopped_before_its_manifest_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The manifest of the set that it replaces says what other rows were made from."""
     rows = [{"domain": "a", "prompt": [1], "completion": [2]}]
-    kept_texts.save(rows, tmp_path / "train_T1", {"seed": 0})
-    assert (kept_texts.manifest(tmp_path / "train_T1") or {})["seed"] == 0
+    training_texts.save_rows(rows, tmp_path / "train_T1", {"seed": 0})
+    assert (training_texts.read_manifest(tmp_path / "train_T1") or {})["seed"] == 0
 
     def killed(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(kept_texts, "write_atomic", killed)
+    monkeypatch.setattr(training_texts, "write_atomic", killed)
     with pytest.raises(KeyboardInterrupt):
-        kept_texts.save(2 * rows, tmp_path / "train_T1", {"seed": 1})
-    assert kept_texts.manifest(tmp_path / "train_T1") is None
+        training_texts.save_rows(2 * rows, tmp_path / "train_T1", {"seed": 1})
+    assert training_texts.read_manifest(tmp_path / "train_T1") is None

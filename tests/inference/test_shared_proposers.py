@@ -7,8 +7,9 @@ import pytest
 
 from inference import Engine, Sampling
 from inference.policy import Fixed
+from inference.proposers import Independent
 from tests.kinds import KINDS
-from tests.tiny import tiny
+from tests.tiny import near, tiny
 
 PROMPTS = [[1, 2, 3, 1, 2], [4], [5, 6, 5, 6], [7, 8], [9, 9, 9]]
 
@@ -40,10 +41,23 @@ def test_a_proposer_is_as_new_for_each_engine(kind: str) -> None:
     target = tiny(positions=64)
     shared, regime = KINDS[kind].proposer(target), Sampling(0.7)
     for n, sizes in enumerate(SIZES):
-        found = []
+        results = []
         for proposer in (shared, KINDS[kind].proposer(target)):
             out = Engine(target, proposer, policy=Fixed(2), **sizes).generate(
                 PROMPTS, max_new_tokens=[10, 3, 6, 10, 5], sampling=regime, seed=n, ignore_eos=True
             )
-            found.append((out.tokens, out.finish, out.stats.drafted, out.stats.accepted, out.errors))
-        assert found[0] == found[1], sizes
+            results.append((out.tokens, out.finish, out.stats.drafted, out.stats.accepted, out.errors))
+        assert results[0] == results[1], sizes
+
+
+def test_a_proposer_serves_one_engine_at_a_time() -> None:
+    run: dict[str, Any] = {"max_new_tokens": 16, "seed": 3, "ignore_eos": True}
+    proposer = Independent(near(tiny()))
+    first, second = Engine(tiny(), proposer, rows=2), Engine(tiny(seed=5), proposer, rows=2)
+    wanted = [engine.generate(PROMPTS, **run).tokens for engine in (first, second)]
+    assert [engine.generate(PROMPTS, **run).tokens for engine in (first, second)] == wanted
+    stream = first.stream(PROMPTS[0], max_new_tokens=30)
+    next(stream)
+    next(second.stream(PROMPTS[0]))
+    with pytest.raises(RuntimeError, match="another engine's call took this engine's proposer"):
+        next(stream)

@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-import inference.models.cuda_graphs as capture
+import inference.models.graphs as capture
 import inference.models.lm as target_module
 from inference import Engine, Sampling
 from inference.policy import Fixed
@@ -24,7 +24,7 @@ FULL = Sampling(
 @pytest.fixture(autouse=True)
 def warmed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a warm-up run writes shows after one."""
-    monkeypatch.setattr("inference.models.recording.WARMUP", 1)
+    monkeypatch.setattr("inference.models.graphs.WARMUP", 1)
 
 
 def engine(device: str, kind: str, rule: str, rows: int, compile: bool | None) -> Engine:
@@ -38,9 +38,9 @@ def engine(device: str, kind: str, rule: str, rows: int, compile: bool | None) -
 def texts(
     device: str, kind: str, rule: str, rows: int, compile: bool | None, sampling: Sampling = COOL, prompts: int = 5
 ) -> list[list[int]]:
-    made, limits = engine(device, kind, rule, rows, compile), LIMITS[:prompts]
+    decoder, limits = engine(device, kind, rule, rows, compile), LIMITS[:prompts]
     settings = {"max_new_tokens": limits, "sampling": sampling, "seed": 2, "ignore_eos": True}
-    return made.generate(PROMPTS[:prompts], **settings).tokens
+    return decoder.generate(PROMPTS[:prompts], **settings).tokens
 
 
 @pytest.mark.parametrize(
@@ -79,14 +79,14 @@ def test_graphs_give_the_text_of_plain_passes(
 def test_a_round_waits_seldom() -> None:
     """Bounds that may only be lowered: launches, copies to the device and reads of a round, four rows, k = 3."""
     with standin.device() as gpu:
-        made = engine("cuda", "draft", "token", 4, True)
-        rounds = made.rounds(made.begin(PROMPTS[:4], 60, COOL, ignore_eos=True))
+        decoder = engine("cuda", "draft", "token", 4, True)
+        rounds = decoder.rounds(decoder.begin(PROMPTS[:4], 60, COOL, ignore_eos=True))
         for _ in range(3):
             next(rounds)
         least = None
         for _ in range(6):
             gpu.clear()
             next(rounds)
-            found = sum(gpu.launches.values()), sum(gpu.h2d.values()), sum(gpu.d2h.values())
-            least = found if least is None else min(least, found)
+            counts = sum(gpu.launches.values()), sum(gpu.h2d.values()), sum(gpu.d2h.values())
+            least = counts if least is None else min(least, counts)
     assert least[1] <= 14 and least[2] <= 5, (least, gpu.sites)

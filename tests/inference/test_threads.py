@@ -50,13 +50,13 @@ def together(*tasks: Callable[[], None]) -> list[BaseException]:
 
 def paused(engine: Engine, seed: int) -> None:
     """Its rounds take random times."""
-    read, chance = engine.read, random.Random(seed)
+    read, chance = engine.target_pass, random.Random(seed)
 
     def slow(*given: Any) -> Any:
         time.sleep(chance.random() * 2e-3)
         return read(*given)
 
-    engine.read = slow  # type: ignore[method-assign]
+    engine.target_pass = slow  # type: ignore[method-assign]
 
 
 def engines(shared: str) -> list[Engine]:
@@ -75,14 +75,14 @@ def test_calls_of_several_threads_give_what_they_give_alone(shared: str) -> None
     wanted = [[one.generate(PROMPTS, seed=seed, **REGIME).tokens for seed in range(3)] for one in both]
     for seed, one in enumerate(both if both[0] is not both[1] else both[:1]):
         paused(one, seed)
-    found: list[tuple[int, int, list[list[int]]]] = []
+    results: list[tuple[int, int, list[list[int]]]] = []
 
     def calls(which: int) -> None:
         for seed in (0, 1, 2, 0, 1, 2):
-            found.append((which, seed, both[which].generate(PROMPTS, seed=seed, **REGIME).tokens))
+            results.append((which, seed, both[which].generate(PROMPTS, seed=seed, **REGIME).tokens))
 
     assert together(*(lambda which=which: calls(which) for which in (0, 1, 0, 1))) == []  # type: ignore[misc]
-    assert len(found) == 24 and all(tokens == wanted[which][seed] for which, seed, tokens in found)
+    assert len(results) == 24 and all(tokens == wanted[which][seed] for which, seed, tokens in results)
 
 
 def test_a_stream_gives_its_text_or_says_that_a_later_call_took_its_slots() -> None:
@@ -121,7 +121,7 @@ def test_a_stream_that_is_left_half_way_holds_nobody_up() -> None:
         next(left)
 
 
-def test_engines_made_beside_a_call_disturb_nothing() -> None:
+def test_new_engines_do_not_disturb_a_call() -> None:
     """Whoever makes one runs the model, with narrow windows and other memory."""
     model = tiny()
     engine = Engine(model, rows=2)

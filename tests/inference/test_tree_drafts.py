@@ -7,24 +7,22 @@ import pytest
 import torch
 
 from inference import Engine, Sampling
-from inference.exactness.checks import check
-from inference.exactness.forced_trees import reach_along
-from inference.measure.timing import Emitted
-from inference.models.passes import Tree
-from inference.noise import row_ids
+from inference.exactness.forced import reach_along
+from inference.exactness.verdict import check
+from inference.outcome import column_of, round_result
+from inference.output import Emitted
 from inference.policy import Fixed
 from inference.proposers import Independent
 from inference.proposers.base import Proposal, Siblings
-from inference.proposers.branching import Branching
-from inference.proposers.topology import chain, from_paths
-from inference.settled import column_of, settled
+from inference.proposers.trees import StaticTrees
+from inference.sampling.noise import row_ids
 from inference.verify import TreeVerification
+from inference.verify.predict_tree import by_draw, reach_traversal, reach_tree
 from inference.verify.rules import RULES
-from inference.verify.traversal_prediction import reach_traversal
-from inference.verify.tree_prediction import by_draw, reach_tree
+from inference.verify.tree import Tree, chain, from_paths
 from tests import standin
 from tests.inference import test_families as families
-from tests.inference.models.test_branches import NAMED
+from tests.inference.models.test_trees import NAMED
 from tests.inference.test_distribution import p_value, pair
 from tests.inference.test_every_proposer import LIMITS, PROMPTS, SAMPLING, WHOLE, Uneven
 from tests.tiny import near, tiny
@@ -58,22 +56,22 @@ def test_rows_are_as_if_alone(rule: str) -> None:
     target = tiny(positions=64)
     many = Engine(target, drafts(target), verify=rule, rows=4, policy=Uneven())
     many.generate(PROMPTS[::-1], max_new_tokens=9, seed=7)  # an earlier call leaves nothing behind
-    found, one = many.generate(PROMPTS, **WHOLE), Engine(target, drafts(target), verify=rule, rows=1, policy=Uneven())
+    out, one = many.generate(PROMPTS, **WHOLE), Engine(target, drafts(target), verify=rule, rows=1, policy=Uneven())
     for n, prompt in list(enumerate(PROMPTS))[::4]:
         alone = one.generate([prompt], max_new_tokens=LIMITS[n], sampling=SAMPLING[n], ids=[n], ignore_eos=True)
-        assert (found.tokens[n], found.stats.rows[n]) == (alone.tokens[0], alone.stats.rows[0]), n
-    assert sum(found.stats.accepted) > 10
+        assert (out.tokens[n], out.stats.rows[n]) == (alone.tokens[0], alone.stats.rows[0]), n
+    assert sum(out.stats.accepted) > 10
 
 
 def test_coupled_text_is_plain_text() -> None:
     """Up to the end of the context, with rows that come and go."""
     target, whole = tiny(positions=24), WHOLE | {"max_new_tokens": 24}
     plain = Engine(target, verify="coupled", rows=3).generate(PROMPTS, **whole)
-    found = Engine(target, drafts(target, noise=0.05), verify="coupled", rows=3, policy=Fixed(4)).generate(
+    out = Engine(target, drafts(target, noise=0.05), verify="coupled", rows=3, policy=Fixed(4)).generate(
         PROMPTS, **whole
     )
-    assert found.tokens == plain.tokens and found.finish == plain.finish
-    assert found.stats.accepted[1] > 5
+    assert out.tokens == plain.tokens and out.finish == plain.finish
+    assert out.stats.accepted[1] > 5
 
 
 FAMILIES = [(name, settings) for name, settings, *_ in [*families.SUPPORTED, *families.BEHAVING] if name in NAMED]
@@ -90,13 +88,13 @@ def test_greedy_text_of_families(name: str, settings: dict[str, Any]) -> None:
         with pytest.raises(ValueError, match="MptForCausalLM: its trees cannot be used here"):
             engine.generate(prompts, **whole)
         return
-    found = engine.generate(prompts, **whole)
-    assert found.tokens == plain
-    assert found.stats.accepted[1] >= found.stats.drafted[1] > 0  # the draft is the target
+    out = engine.generate(prompts, **whole)
+    assert out.tokens == plain
+    assert out.stats.accepted[1] >= out.stats.drafted[1] > 0  # the draft is the target
 
 
 @pytest.mark.parametrize("rule", NAMES)
-def test_a_draft_equal_to_the_target_is_never_refused(rule: str) -> None:
+def test_a_draft_equal_to_the_target_is_always_accepted(rule: str) -> None:
     """16, 17: nothing is lacking in its slots, though paths are kept again and again."""
     target = tiny()
     out = Engine(target, Independent(target, shape=SHAPE), verify=rule, policy=Fixed(3), rows=3).generate(
@@ -111,22 +109,22 @@ def test_a_chain_is_a_tree(rule: str) -> None:
     target, whole = tiny(layers=1), WHOLE | {"sampling": Sampling(0)}
     draft = near(target, 0.05)
     same = {"tree": "token", "traversal": "block"}[rule]
-    found = Engine(target, Independent(draft, shape=chain(3)), verify=rule, rows=3, policy=Uneven())
+    as_tree = Engine(target, Independent(draft, shape=chain(3)), verify=rule, rows=3, policy=Uneven())
     wanted = Engine(target, Independent(draft), verify=same, rows=3, policy=Uneven())
-    left, right = found.generate(PROMPTS, **whole), wanted.generate(PROMPTS, **whole)
+    left, right = as_tree.generate(PROMPTS, **whole), wanted.generate(PROMPTS, **whole)
     assert left.tokens == right.tokens and left.stats.rows == right.stats.rows
 
 
 def test_text_on_a_device_is_that_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """With passes, paths and verdicts recorded there."""
-    monkeypatch.setattr("inference.models.recording.WARMUP", 1)
+    monkeypatch.setattr("inference.models.graphs.WARMUP", 1)
     host, whole = tiny(), {"max_new_tokens": 5, "sampling": SAMPLING[:2], "ids": range(2)}
     wanted = Engine(host, drafts(host), verify="tree", rows=2, policy=Fixed(2)).generate(PROMPTS[:2], **whole)
     with standin.device():
         target = tiny().to("cuda")
         engine = Engine(target, drafts(target), verify="tree", rows=2, policy=Fixed(2), compile=True)
-        found = engine.generate(PROMPTS[:2], **whole)
-    assert found.tokens == wanted.tokens and found.stats.accepted == wanted.stats.accepted
+        out = engine.generate(PROMPTS[:2], **whole)
+    assert out.tokens == wanted.tokens and out.stats.accepted == wanted.stats.accepted
 
 
 @pytest.mark.parametrize("rule", NAMES)
@@ -138,10 +136,10 @@ def test_forced_rounds_predict_measured_ones(rule: str, temperature: float) -> N
     prompts = [[1, 2, 3], [4], [5, 6], [7, 1, 2, 3]] * 4
     keys = row_ids(prompts)
     out = engine.generate(prompts, max_new_tokens=24, sampling=sampling, seed=5, ids=keys, ignore_eos=True)
-    found = check(engine, Emitted(prompts, keys, out.tokens, out.stats.rows), sampling, 24)
-    assert found.passed and found.calls and found.depth, found.lines()
-    assert found.depth.rounds > 40 and 0 < found.depth.alpha < 1
-    assert temperature or found.calls.measured == found.calls.predicted
+    report = check(engine, Emitted(prompts, keys, out.tokens, out.stats.rows), sampling, 24)
+    assert report.passed and report.calls and report.depth, report.lines()
+    assert report.depth.rounds > 40 and 0 < report.depth.alpha < 1
+    assert temperature or report.calls.measured == report.calls.predicted
 
 
 def test_a_tree_saves_calls() -> None:
@@ -158,9 +156,11 @@ def test_nodes_come_with_the_distributions_of_their_paths() -> None:
 
     class Watched(Independent):
         def propose(self, round: Any) -> Any:
-            found = super().propose(round)
-            seen.append(([list(text) for text in round.texts], found.x.clone(), found.q, found.k, found.tree.shape))
-            return found
+            proposal = super().propose(round)
+            seen.append(
+                ([list(text) for text in round.texts], proposal.x.clone(), proposal.q, proposal.k, proposal.tree.shape)
+            )
+            return proposal
 
     target = tiny(layers=1)
     proposer = Watched(near(target, 0.05), shape=(-1, -1, 0, 1, 1, 3))
@@ -177,7 +177,7 @@ def test_nodes_come_with_the_distributions_of_their_paths() -> None:
     assert len(seen) > 3
 
 
-def test_paths_are_kept_at_the_end_of_the_context() -> None:
+def test_accepted_paths_at_the_end_of_the_context() -> None:
     """The accepted child of the last level was never read by the draft: it has no slot there."""
     target = tiny(positions=24)
     engine = Engine(target, Independent(target, shape=(-1, -1, -1, -1, 0, 1, 2, 3)), verify="tree", policy=Fixed(2),
@@ -204,8 +204,8 @@ def test_noise_of_each_node_is_its_own() -> None:
     assert len(drawn) > 6 and len(set(drawn)) == len(drawn)
 
 
-def test_distributions_of_a_round_say_what_distributions_of_texts_do() -> None:
-    """Two children a node: `tree` to the last bit, `traversal` in the mean over the refused ones that are drawn."""
+def test_the_prediction_of_a_round_is_that_of_texts() -> None:
+    """Two children a node: `tree` to the last bit, `traversal` in the mean over the rejected ones that are drawn."""
     shape, A = (-1, -1, 0, 1, 1), 4000
     p = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64).expand(2, -1)
     q, x, k = p.flip(-1), torch.tensor([2, 0]), torch.full((A,), 5)
@@ -222,21 +222,21 @@ def test_distributions_of_a_round_say_what_distributions_of_texts_do() -> None:
 def test_tokens_past_the_end_are_never_accepted() -> None:
     x, inside = torch.tensor([[4, 0]]), torch.tensor([[True, False]])
     offered = {0: torch.tensor([[4, 1]]), 1: torch.tensor([[0]])}
-    found = reach_along(torch.zeros(1, 4, 5), {}, offered, x, inside, (-1, -1, 0), torch.tensor([3]), RULES["tree"],
+    reach = reach_along(torch.zeros(1, 4, 5), {}, offered, x, inside, (-1, -1, 0), torch.tensor([3]), RULES["tree"],
                         True, 0)  # fmt: skip
-    assert found is not None and found.tolist() == [[1, 1, 0]]
+    assert reach is not None and reach.tolist() == [[1, 1, 0]]
 
 
-@pytest.mark.parametrize(("path", "k", "refused"), [([1, -1], 3, 0), ([0, -1], 3, 1), ([0, -1], 2, 0), ([0, 2], 3, 0),
+@pytest.mark.parametrize(("path", "k", "rejected"), [([1, -1], 3, 0), ([0, -1], 3, 1), ([0, -1], 2, 0), ([0, 2], 3, 0),
                                                     ([-1, -1], 3, 1), ([-1, -1], 0, 0)])  # fmt: skip
-def test_a_leaf_is_followed_by_a_bonus(path: list[int], k: int, refused: int) -> None:
-    """Nodes 0 and 1 at the anchor, node 2 at node 0: a token is a correction where a child was there to be refused."""
+def test_a_leaf_is_followed_by_a_bonus(path: list[int], k: int, rejected: int) -> None:
+    """Nodes 0 and 1 at the anchor, node 2 at node 0: a token is a correction where a child was there to be rejected."""
     p, length = torch.full((1, 4, 5), 0.2), torch.tensor([k])
     proposal = Proposal(torch.tensor([[1, 2, 3]]), None, [k], Tree((-1, -1, 0)))
     accepted = torch.tensor([sum(node >= 0 for node in path)])
     verdict = TreeVerification(accepted, torch.tensor([path]), p[:, 0])
-    found = settled(p, proposal, verdict, torch.tensor([4]), length, length)
-    assert found.table[0, 5] == refused
+    result = round_result(p, proposal, verdict, torch.tensor([4]), length, length)
+    assert result.table[0, 5] == rejected
 
 
 def test_the_reason_is_that_of_the_node() -> None:
@@ -245,7 +245,7 @@ def test_the_reason_is_that_of_the_node() -> None:
 
 
 def test_shapes_are_numbered_by_level() -> None:
-    shape = Branching(SHAPE)
+    shape = StaticTrees(SHAPE)
     assert shape.parents == (-1, -1, -1, 0, 0, 1, 1, 3, 5) and shape.counts == [0, 3, 7, 9]
     assert shape.nodes([0, 1, 2, 9]) == [0, 3, 7, 9]
     with pytest.raises(ValueError, match="a node has 3 children, the vocabulary 2 tokens"):

@@ -25,6 +25,6 @@ def test_greedy_text_of_families(name: str) -> None:
     plain = Engine(target, rows=3).generate(PROMPTS, **whole)
     for kind in ("medusa", "early_exit"):
         proposer = KINDS[kind].proposer(target, shape=SHAPE)
-        found = Engine(target, proposer, verify="tree", policy=Fixed(2), rows=3).generate(PROMPTS, **whole)
-        assert found.tokens == plain.tokens, kind
-        assert sum(found.stats.accepted) > 3, kind
+        out = Engine(target, proposer, verify="tree", policy=Fixed(2), rows=3).generate(PROMPTS, **whole)
+        assert out.tokens == plain.tokens, kind
+        assert sum(out.stats.accepted) > 3, kind

@@ -8,19 +8,18 @@ import torch
 from torch import Tensor
 
 from inference import Engine, Sampling
-from inference.exactness.checks import check
 from inference.exactness.forced import forced
-from inference.measure.timing import Emitted
-from inference.measure.tree_distributions import distributions_of_rounds
-from inference.measure.tree_plan import reach_under
-from inference.noise import row_ids
+from inference.exactness.verdict import check
+from inference.measure.tree_plan import distributions_of_rounds, reach_under
+from inference.output import Emitted
 from inference.policy import Fixed
 from inference.proposers import KINDS as REGISTERED
 from inference.proposers.base import Proposer
-from inference.proposers.branching import Branching
-from inference.proposers.topology import chain
+from inference.proposers.trees import StaticTrees
 from inference.round import DecodingRound
-from inference.verify.prediction import calls_from, variance_from
+from inference.sampling.noise import row_ids
+from inference.verify.predict_chain import calls_from, variance_from
+from inference.verify.tree import chain
 from tests import standin
 from tests.inference.test_distribution import p_value, pair
 from tests.inference.test_every_proposer import LIMITS, PROMPTS, SAMPLING, WHOLE, Uneven
@@ -58,9 +57,9 @@ def test_greedy_text_is_that_of_plain_decoding(kind: str, rule: str) -> None:
     """Ragged rows that come and go, rounds without drafts, prompts of one token, up to the end of the context."""
     target, whole = tiny(positions=18), {"max_new_tokens": 18, "sampling": Sampling(0)}
     plain = Engine(target, rows=2).generate(PROMPTS[:3], **whole)
-    found = Engine(target, drafts(kind, target), verify=rule, rows=2, policy=Uneven()).generate(PROMPTS[:3], **whole)
-    assert found.tokens == plain.tokens and found.finish == plain.finish
-    assert sum(found.stats.accepted) > 0 or kind.endswith("pruned")  # which knows half of the tokens
+    out = Engine(target, drafts(kind, target), verify=rule, rows=2, policy=Uneven()).generate(PROMPTS[:3], **whole)
+    assert out.tokens == plain.tokens and out.finish == plain.finish
+    assert sum(out.stats.accepted) > 0 or kind.endswith("pruned")  # which knows half of the tokens
 
 
 @each_kind
@@ -70,12 +69,12 @@ def test_rows_are_as_if_alone(kind: str) -> None:
     target, limits = tiny(positions=64), [min(limit, 9) for limit in LIMITS]
     many = Engine(target, drafts(kind, target), verify="tree", rows=4, policy=Uneven())
     many.generate(PROMPTS[::-1], max_new_tokens=4, seed=7)  # an earlier call leaves nothing behind
-    found = many.generate(PROMPTS, **WHOLE | {"max_new_tokens": limits})
+    out = many.generate(PROMPTS, **WHOLE | {"max_new_tokens": limits})
     one = Engine(target, drafts(kind, target), verify="tree", rows=1, policy=Uneven())
     for n, prompt in list(enumerate(PROMPTS))[::3]:
         alone = one.generate([prompt], max_new_tokens=limits[n], sampling=SAMPLING[n], ids=[n], ignore_eos=True)
-        assert (found.tokens[n], found.stats.rows[n]) == (alone.tokens[0], alone.stats.rows[0]), n
-    assert sum(found.stats.accepted) > 0
+        assert (out.tokens[n], out.stats.rows[n]) == (alone.tokens[0], alone.stats.rows[0]), n
+    assert sum(out.stats.accepted) > 0
 
 
 @each_kind
@@ -83,24 +82,24 @@ def test_coupled_text_is_plain_text(kind: str) -> None:
     target, whole = tiny(positions=18), {"max_new_tokens": 18, "sampling": SAMPLING[1:4]}
     plain = Engine(target, verify="coupled", rows=2).generate(PROMPTS[:3], **whole)
     engine = Engine(target, drafts(kind, target), verify="coupled", rows=2, policy=Uneven())
-    found = engine.generate(PROMPTS[:3], **whole)
-    assert found.tokens == plain.tokens and found.finish == plain.finish
+    out = engine.generate(PROMPTS[:3], **whole)
+    assert out.tokens == plain.tokens and out.finish == plain.finish
 
 
 @each_kind
 def test_text_on_a_device_is_that_of_the_host(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With passes, drafts and verdicts recorded there, in two calls of other rows and another seed."""
-    monkeypatch.setattr("inference.models.recording.WARMUP", 1)
-    host, found = tiny(), []
+    monkeypatch.setattr("inference.models.graphs.WARMUP", 1)
+    host, outs = tiny(), []
     calls: list[dict[str, Any]] = [{"sampling": SAMPLING[:3], "seed": n, "ids": range(n, n + 3)} for n in (0, 5)]
     engine = Engine(host, drafts(kind, host), verify="tree", rows=2, policy=Fixed(2))
     wanted = [engine.generate(PROMPTS[:3], max_new_tokens=6, **call) for call in calls]
     with standin.device():
         target = tiny().to("cuda")
         engine = Engine(target, drafts(kind, target), verify="tree", rows=2, policy=Fixed(2), compile=True)
-        found = [engine.generate(PROMPTS[:3], max_new_tokens=6, **call) for call in calls]
-    assert [one.tokens for one in found] == [one.tokens for one in wanted]
-    assert [one.stats.accepted for one in found] == [one.stats.accepted for one in wanted]
+        outs = [engine.generate(PROMPTS[:3], max_new_tokens=6, **call) for call in calls]
+    assert [one.tokens for one in outs] == [one.tokens for one in wanted]
+    assert [one.stats.accepted for one in outs] == [one.stats.accepted for one in wanted]
 
 
 @pytest.mark.parametrize(("rule", "temperature"), [("traversal", 1.0), ("tree", 0.0)])
@@ -112,41 +111,41 @@ def test_forced_rounds_predict_measured_ones(kind: str, rule: str, temperature: 
     prompts = [[1, 2, 3], [4], [5, 6], [7, 1, 2, 3]] * 3
     keys = row_ids(prompts)
     out = engine.generate(prompts, max_new_tokens=20, sampling=sampling, seed=5, ids=keys, ignore_eos=True)
-    found = check(engine, Emitted(prompts, keys, out.tokens, out.stats.rows), sampling, 20)
-    assert found.passed and found.calls and found.depth, found.lines()
-    assert found.depth.rounds > 20 and 0 < found.depth.alpha <= 1
-    assert temperature or found.calls.measured == found.calls.predicted
+    report = check(engine, Emitted(prompts, keys, out.tokens, out.stats.rows), sampling, 20)
+    assert report.passed and report.calls and report.depth, report.lines()
+    assert report.depth.rounds > 20 and 0 < report.depth.alpha <= 1
+    assert temperature or report.calls.measured == report.calls.predicted
 
 
 @each_kind
 def test_nodes_have_the_distributions_that_chains_have(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Round after round, the distribution that each node was drawn from is that of a chain along its path, drafted by
     another one of its kind that reads the text anew."""
-    target, told = tiny(), list[Tensor]()
-    monkeypatch.setattr(DecodingRound, "draw", lambda round, probs, depth: told[depth])
+    target, drawn = tiny(), list[Tensor]()
+    monkeypatch.setattr(DecodingRound, "draw", lambda round, probs, depth: drawn[depth])
     fresh = Engine(target, KINDS[kind].proposer(target), rows=1, policy=Fixed(3))
-    proposer, shape, seen = drafts(kind, target), Branching(SHAPE), 0
+    proposer, shape, seen = drafts(kind, target), StaticTrees(SHAPE), 0
     propose = proposer.propose
 
     def distributions_along(text: list[int], path: list[int]) -> Tensor:
-        told[:] = [torch.tensor([token]) for token in [*path, 0, 0, 0]]
+        drawn[:] = [torch.tensor([token]) for token in [*path, 0, 0, 0]]
         run = fresh.begin([text], 8, Sampling())
         fresh.slots.admit(run)
-        probs = fresh.propose(fresh._turn(run)).q
+        probs = fresh.propose(fresh._new_round(run)).q
         assert probs is not None
         return probs[0, len(path)]
 
     def watched(round: Any) -> Any:
         nonlocal seen
-        made = propose(round)
+        proposal = propose(round)
         for row, text in enumerate(round.texts):
-            for node in range(0, made.k[row], 2):
+            for node in range(0, proposal.k[row], 2):
                 path, parent = list[int](), shape.parents[node]
                 while parent >= 0:
-                    path, parent = [int(made.x[row, parent]), *path], shape.parents[parent]
-                torch.testing.assert_close(made.q[row, node], distributions_along(text, path), rtol=1e-6, atol=1e-9)
+                    path, parent = [int(proposal.x[row, parent]), *path], shape.parents[parent]
+                torch.testing.assert_close(proposal.q[row, node], distributions_along(text, path), rtol=1e-6, atol=1e-9)
                 seen += bool(path)
-        return made
+        return proposal
 
     monkeypatch.setattr(proposer, "propose", watched)
     monkeypatch.setattr(DecodingRound, "last", lambda round, probs: probs.argmax(-1))
@@ -176,12 +175,12 @@ def test_distributions_by_depth_say_what_every_shape_accepts(kind: str, temperat
     out = engine.generate(prompts, max_new_tokens=16, sampling=sampling, seed=5, ids=keys, ignore_eos=True)
     texts = Emitted(prompts, keys, out.tokens, out.stats.rows)
     distributions = distributions_of_rounds(engine, KINDS[kind].proposer(target), 3, texts, sampling, 16)
-    found, wanted = reach_under(distributions, TWO, "tree", temperature == 0), forced(engine, texts, sampling, 16).reach
+    reach, wanted = reach_under(distributions, TWO, "tree", temperature == 0), forced(engine, texts, sampling, 16).reach
     assert wanted is not None
-    torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(reach.double(), wanted, rtol=1e-4, atol=1e-5)
     calls, sigma = (
-        calls_from(found, distributions.lengths).sum(),
-        variance_from(found, distributions.lengths).sum().sqrt(),
+        calls_from(reach, distributions.lengths).sum(),
+        variance_from(reach, distributions.lengths).sum().sqrt(),
     )
     assert abs(out.stats.target_calls - calls) <= 4 * sigma + 1e-3
     assert bool(temperature) == bool(sigma > 0)

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from inference import Engine, Sampling
-from inference.models.passes import LAST, Tree
+from inference.models.passes import LAST
 from inference.policy import Fixed
 from inference.proposers.base import Outcome, Proposal, Proposer
 from inference.verify.rules import Rule
+from inference.verify.tree import Tree
 from tests import standin
 from tests.tiny import tiny
 
@@ -35,8 +36,8 @@ def walk(p: Tensor, q: Tensor | None, x: Tensor, u: Tensor, k: Tensor, tree: Tre
         node = torch.where(fits.any(1), fits.to(torch.uint8).argmax(1), -1)
         path.append(node)
         at = torch.where(node >= 0, node, torch.where(at == -1, -2, at) if len(path) == 1 else at)
-    found = torch.stack(path, 1)
-    return Walked((found >= 0).sum(1), found, p[rows, found.amax(1).clamp(min=-1) + 1])
+    nodes = torch.stack(path, 1)
+    return Walked((nodes >= 0).sum(1), nodes, p[rows, nodes.amax(1).clamp(min=-1) + 1])
 
 
 WALK = Rule("walk", walk, lambda *given: None, trees=True)
@@ -76,9 +77,9 @@ def test_the_path_that_is_accepted_is_the_text(sampling: Sampling, device: str) 
     with standin.device():
         here = tiny(hidden=32, seed=27).to(device)
         engine = Engine(here, Scripted(whole), verify=WALK, policy=Fixed(2), rows=2, compile=device == "cuda")
-        found = engine.generate(PROMPTS, **limits)
-    assert found.tokens == plain
-    assert found.stats.accepted[0] > found.stats.accepted[1] > 5 and found.stats.target_calls < 45
+        out = engine.generate(PROMPTS, **limits)
+    assert out.tokens == plain
+    assert out.stats.accepted[0] > out.stats.accepted[1] > 5 and out.stats.target_calls < 45
 
 
 def test_states_are_those_of_the_path() -> None:
@@ -94,7 +95,7 @@ def test_states_are_those_of_the_path() -> None:
     assert {accepted for _, (accepted,), _ in proposer.seen} >= {0, 2}
 
 
-def test_a_rule_of_chains_refuses_trees() -> None:
+def test_a_rule_for_chains_rejects_trees() -> None:
     engine = Engine(tiny(), Scripted([PROMPTS[0] + [1] * 9]), policy=Fixed(2))
     with pytest.raises(ValueError, match="verify=token: Scripted drafts trees"):
         engine.generate(PROMPTS[:1], max_new_tokens=6)

@@ -21,7 +21,7 @@ def test_kinds_take_turns_and_cells_that_are_done_are_kept(tmp_path: Path, monke
     target, out = target_folder(tmp_path / "target"), tmp_path / "out.json"
     for kind in ("independent", "medusa"):
         draft_folder(tmp_path / kind, target, kind)
-    monkeypatch.setattr("inference.measure.real_costs.MOST", 1)
+    monkeypatch.setattr("inference.measure.costs.MOST", 1)
     monkeypatch.setattr("cotrain.bench.planner.SHAPE", 1)
     monkeypatch.setattr(kinds_in_turn, "BATCHES", 2)
     cell, calls = kinds_in_turn.Study.cell, []
@@ -68,7 +68,7 @@ def test_a_gate_is_counted_in_each_cell(tmp_path: Path, monkeypatch: pytest.Monk
     assert draft.plan.prompts.source == "own" and own <= {f"number {i}" for i in range(200)}
     counted: list[Any] = []
     monkeypatch.setattr(kinds_in_turn, "prepare", counted.append)
-    monkeypatch.setattr(kinds_in_turn, "settled", lambda plan, until: (plan, "costs"))
+    monkeypatch.setattr(kinds_in_turn, "choose_compiled", lambda plan, until: (plan, "costs"))
     study = kinds_in_turn.Study([draft], until=float("inf"))
     study.figures = {("hybrid", 1.0): "of another gate", ("hybrid", 0.0): "kept"}  # type: ignore[dict-item]
     found: list[Any] = []

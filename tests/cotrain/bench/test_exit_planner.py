@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from cotrain.bench import exit_planner
-from cotrain.bench.exit_planner import Exit, Read, best, between, figures, line_of, moved, rated, read
+from cotrain.bench.exit_planner import Exit, TextStates, best, between, figures, line_of, moved, rated, read
 from cotrain.cli import main
 from cotrain.data.splits import SPLITS
 from cotrain.students.early_exit import candidates
 from inference import Sampling
 from inference.measure.costs import Costs
-from inference.measure.timing import Emitted
 from inference.models.passes import LAST
+from inference.output import Emitted
 from tests.cotrain.commands.test_train import SIZES
 from tests.folders import VOCABULARY, network, own_texts, target_folder
 
@@ -66,25 +66,25 @@ def test_candidates_end_before_the_target_does() -> None:
 V, D = 6, 4
 
 
-def known(texts: int, noise: bool) -> tuple[list[Read], Any]:
+def known(texts: int, noise: bool) -> tuple[list[TextStates], Any]:
     """Texts of a target whose states are an affine map of those of an early layer, or have nothing to do with them; its
     tokens are drawn from its distributions."""
     torch.manual_seed(3)
-    head, turned, found = torch.randn(D, V), torch.randn(D, D), []
+    head, turned, result = torch.randn(D, V), torch.randn(D, D), []
     for _ in range(texts):
         f = torch.randn(40, D)
         s = torch.randn(40, D) if noise else f @ turned + 1.5
         x = (s @ head).softmax(-1).multinomial(1).squeeze(1)
-        found.append(Read(x, {1: f, LAST: s}))
-    return found, lambda states: states @ head
+        result.append(TextStates(x, {1: f, LAST: s}))
+    return result, lambda states: states @ head
 
 
 def acceptance(texts: int, noise: bool) -> float:
     reads, head = known(texts, noise)
     plan: Any = SimpleNamespace(sampling=Sampling(), objective="sampled", depths=[2])
-    found = figures(1, reads, head, plan)
-    assert found.logp.shape == found.logq.shape == (texts // 2, 40)
-    return float(found.alpha.sum() / found.lengths.sum())
+    result = figures(1, reads, head, plan)
+    assert result.logp.shape == result.logq.shape == (texts // 2, 40)
+    return float(result.alpha.sum() / result.lengths.sum())
 
 
 def test_a_linear_exit_finds_the_map_that_there_is() -> None:
@@ -94,13 +94,13 @@ def test_a_linear_exit_finds_the_map_that_there_is() -> None:
 def test_a_linear_exit_is_judged_on_texts_that_it_was_not_fitted_on() -> None:
     """Where there is nothing to find, few texts fitted and judged alike would seem to have a lot."""
     reads, head = known(2, noise=True)
-    wide = [Read(one.x, {1: torch.randn(40, 200), LAST: torch.randn(40, 200)}) for one in reads]
+    wide = [TextStates(one.x, {1: torch.randn(40, 200), LAST: torch.randn(40, 200)}) for one in reads]
     head = torch.randn(200, V) * 0.3
     drawn = [one._replace(x=(one.states[LAST] @ head).softmax(-1).multinomial(1).squeeze(1)) for one in wide]
     plan: Any = SimpleNamespace(sampling=Sampling(), objective="sampled", depths=[2])
-    found = figures(1, drawn, lambda states: states @ head, plan)
+    result = figures(1, drawn, lambda states: states @ head, plan)
     other = figures(1, [drawn[0], drawn[0]], lambda states: states @ head, plan)
-    judged, fitted = (float(one.alpha.sum() / one.lengths.sum()) for one in (found, other))
+    judged, fitted = (float(one.alpha.sum() / one.lengths.sum()) for one in (result, other))
     assert judged < fitted - 0.1
 
 
@@ -117,17 +117,17 @@ def test_what_is_read_is_what_makes_each_token() -> None:
     """Of every token of a text, not of its prompt: the states before it, with the target's norm behind a layer."""
     target = network(layers=3)
     prompts, texts = [[5, 6, 7], [8]], [[9, 10], [11, 12, 13]]
-    found, head = read(Emitted(prompts, [0, 1], texts, []), target, VOCABULARY, [1, 2])
-    for one, prompt, text in zip(found, prompts, texts, strict=True):
+    result, head = read(Emitted(prompts, [0, 1], texts, []), target, VOCABULARY, [1, 2])
+    for one, prompt, text in zip(result, prompts, texts, strict=True):
         with torch.no_grad():
-            made = target(torch.tensor([prompt + text]), output_hidden_states=True)
+            built = target(torch.tensor([prompt + text]), output_hidden_states=True)
         before = slice(len(prompt) - 1, len(prompt) + len(text) - 1)
         assert one.x.tolist() == text and set(one.states) == {1, 2, LAST}
         with torch.inference_mode():
-            torch.testing.assert_close(head(one.states[LAST]), made.logits[0, before])
+            torch.testing.assert_close(head(one.states[LAST]), built.logits[0, before])
         for layer in (1, 2):
             with torch.no_grad():
-                wanted = target.model.norm(made.hidden_states[layer])[0, before]
+                wanted = target.model.norm(built.hidden_states[layer])[0, before]
             torch.testing.assert_close(one.states[layer], wanted)
 
 
@@ -137,16 +137,16 @@ def test_figures_are_those_of_both_distributions(objective: str) -> None:
     served."""
     reads, head = known(6, noise=True)
     plan: Any = SimpleNamespace(sampling=Sampling(temperature=0.7), objective=objective, depths=[2])
-    found = figures(1, reads, head, plan)
+    result = figures(1, reads, head, plan)
     f, s = (torch.cat([one.states[part] for one in reads[0::2]]) for part in (1, LAST))
     w = line_of(f, s)
     for row, one in enumerate(reads[1::2]):
         q = (head(moved(one.states[1], w)) / 0.7).softmax(-1)
         q = torch.nn.functional.one_hot(q.argmax(-1), V).float() if objective == "greedy" else q
         p, at_x = (head(one.states[LAST]) / 0.7).softmax(-1), torch.arange(len(one.x))
-        torch.testing.assert_close(found.alpha[row].float(), torch.minimum(p, q).sum(-1))
-        torch.testing.assert_close(found.logp[row].exp().float(), p[at_x, one.x])
-        torch.testing.assert_close(found.logq[row].exp().float(), q[at_x, one.x])
+        torch.testing.assert_close(result.alpha[row].float(), torch.minimum(p, q).sum(-1))
+        torch.testing.assert_close(result.logp[row].exp().float(), p[at_x, one.x])
+        torch.testing.assert_close(result.logq[row].exp().float(), q[at_x, one.x])
 
 
 def test_every_exit_costs_what_its_share_of_the_way_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,8 +158,8 @@ def test_every_exit_costs_what_its_share_of_the_way_says(monkeypatch: pytest.Mon
     monkeypatch.setattr(exit_planner, "costs_of", lambda plan: replace(COSTS, draft=5.0 + 2.0 * plan.at))
     monkeypatch.setattr(exit_planner, "plain_texts", lambda plan: None)
     monkeypatch.setattr(exit_planner, "read", lambda *of: ([], None))
-    found = SimpleNamespace(alpha=torch.ones(1), lengths=torch.ones(1))
-    monkeypatch.setattr(exit_planner, "figures", lambda *of: found)
+    result = SimpleNamespace(alpha=torch.ones(1), lengths=torch.ones(1))
+    monkeypatch.setattr(exit_planner, "figures", lambda *of: result)
     monkeypatch.setattr(exit_planner, "tau_of", lambda figures, verify, k: 1.0 + k)
     job: Any = SimpleNamespace(target=None, vocabulary=V)
     assert [(one.layers, one.cost) for one in exit_planner.exits(job)] == [
@@ -192,7 +192,8 @@ def test_a_run_chooses_says_why_and_keeps_its_choice(tmp_path: Path, capsys: pyt
     own_texts(tmp_path / "own.jsonl")
     run = tmp_path / "run"
     asked = ["train", f"target.path={tmp_path / 'target'}", f"data.path={tmp_path / 'own.jsonl'}", *SIZES,
-             "draft=early_exit", "draft.rank=0", "trainer.steps=1", f"output={run}"]  # fmt: skip
+             "draft=early_exit", "draft.rank=0", "trainer.steps=1", "trainer.corpus_steps=0",
+             f"output={run}"]  # fmt: skip
     assert main([*asked, "check=true"]) == 0 and not run.exists()
     capsys.readouterr()
     assert main(asked) == 0
@@ -206,11 +207,11 @@ def test_a_run_chooses_says_why_and_keeps_its_choice(tmp_path: Path, capsys: pyt
     assert 0 < only["alpha"] < 1 and only["cost"] > 0 and 1 < only["tau"] < 1 + only["k"] and only["speedup"] > 0
 
 
-def test_a_choice_that_is_kept_is_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_written_choice_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that goes on has the exit that it began with; layers that are given are not looked at."""
     rows = [at(1, 0.5, 0.1), at(2, 0.8, 0.2)]
-    made: list[int] = []
-    monkeypatch.setattr(exit_planner, "exits", lambda job: made.append(1) or rows)
+    built: list[int] = []
+    monkeypatch.setattr(exit_planner, "exits", lambda job: built.append(1) or rows)
 
     def job(layers: int | None, init: str = "target_layers", folder: Path = tmp_path) -> Any:
         cfg = SimpleNamespace(draft=SimpleNamespace(layers=layers), init=SimpleNamespace(kind=init))
@@ -218,7 +219,7 @@ def test_a_choice_that_is_kept_is_not_made_again(tmp_path: Path, monkeypatch: py
 
     first, again, given = job(None), job(None), job(3)
     plans = [exit_planner.planned(one) for one in (first, again, given)]
-    assert plans[0] == plans[1] and plans[0] and plans[0]["layers"] == 2 and plans[2] is None and made == [1]
+    assert plans[0] == plans[1] and plans[0] and plans[0]["layers"] == 2 and plans[2] is None and built == [1]
     assert (first.cfg.draft.layers, again.cfg.draft.layers, given.cfg.draft.layers) == (2, 2, 3)
     loaded = job(None, "pretrained", tmp_path / "other")  # the exit is the folder's
-    assert exit_planner.planned(loaded) is None and loaded.cfg.draft.layers is None and made == [1]
+    assert exit_planner.planned(loaded) is None and loaded.cfg.draft.layers is None and built == [1]

@@ -1,6 +1,6 @@
-"""The matrix of arms, and vLLM's side of it with an engine that only looks like vLLM."""
+"""The matrix of arms over temperatures and batch sizes, with real engines."""
 
-import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,76 +8,12 @@ from typing import Any
 import pytest
 
 from cotrain.bench import matrix
-from cotrain.bench.measurement import Plan, taus
+from cotrain.bench.measurement import taus
+from cotrain.bench.plan import Plan
 from inference import Sampling
 from inference.measure.floor import Machine
-from inference.measure.timing import interleave
-from inference.servers.vllm_server import Server, draft_model, vllm_arm
 from tests.folders import network, tokenizer
 from tests.kinds import medusa
-
-LOOKALIKE = """
-from types import SimpleNamespace as N
-import sys
-__version__ = "0.0"
-class SamplingParams:
-    def __init__(self, **settings):
-        self.__dict__.update(settings)
-class LLM:
-    def __init__(self, target, **settings):
-        self.rounds, self.settings = 0, settings
-        print("starting", settings["speculative_config"])
-        if target.endswith("broken"):
-            sys.exit("no such model")
-    def get_metrics(self):
-        names = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens")
-        drafting = self.settings["speculative_config"] is not None
-        return [N(name=n, value=self.rounds * w * drafting) for n, w in zip(names, (1, 2))] + [N(name="other")]
-    def generate(self, prompts, params, use_tqdm):
-        self.rounds += 5
-        return [N(outputs=[N(token_ids=[len(a["prompt_token_ids"]), p.seed] * (p.max_tokens // 2))])
-                for a, p in zip(prompts, params)]
-"""
-REPAIRED = "def expand_batch_to_tokens(*_): raise AssertionError\n"
-
-
-@pytest.fixture
-def lookalike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    sampler = tmp_path / "site" / "vllm" / "v1" / "sample"
-    sampler.mkdir(parents=True)
-    for folder, text in ((sampler.parents[1], LOOKALIKE), (sampler.parent, ""), (sampler, "")):
-        (folder / "__init__.py").write_text(text)
-    (sampler / "rejection_sampler.py").write_text(REPAIRED)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
-    monkeypatch.setattr("inference.servers.vllm_server.SETTLE", 0.0)
-    return tmp_path
-
-
-def test_vllm_answers_prompt_by_prompt(lookalike: Path) -> None:
-    with Server(sys.executable, "target", draft_model("draft", 4), 2, 64, lookalike / "log") as server:
-        assert server.version == "0.0"
-        arm = vllm_arm("vllm", server, Sampling(0.5), 6)
-        timing = interleave([arm], [[1, 2, 3], [4, 5]], 2, seed=7, warmup=0)
-    assert timing.texts("vllm").tokens == [[3, 7] * 3, [2, 8] * 3]
-    stats = timing.stats("vllm")
-    assert stats is not None and stats.tau == 3.0  # five rounds, two accepted drafts each
-    assert "draft_model" in (lookalike / "log").read_text()  # its own lines went elsewhere
-
-
-def test_without_drafts_vllm_emits_one_token_a_call(lookalike: Path) -> None:
-    with Server(sys.executable, "target", None, 2, 64, lookalike / "log") as server:
-        stats = interleave([vllm_arm("vllm", server, Sampling(), 4)], [[1]], 1, warmup=0).stats("vllm")
-    assert stats is not None and stats.tau == 1.0
-
-
-def test_a_vllm_that_does_not_start_says_why(lookalike: Path) -> None:
-    with pytest.raises(RuntimeError, match="vllm ended: (.|\n)*no such model"):
-        Server(sys.executable, "broken", None, 2, 64, lookalike / "log")
-
-
-def test_settings_that_are_not_translated_are_refused(lookalike: Path) -> None:
-    with pytest.raises(ValueError, match="Sampling.top_k"):
-        vllm_arm("vllm", SimpleNamespace(), Sampling(top_k=5), 4)  # type: ignore[arg-type]
 
 
 def plan_of(verify: str = "token", kind: str = "independent") -> Plan:
@@ -98,7 +34,11 @@ def test_the_length_is_planned_for_the_rule_that_verifies() -> None:
     assert token[1] == pytest.approx(block[1]) and all(token[k] < block[k] for k in (2, 3))
 
 
-def test_every_cell_is_timed_beside_what_its_costs_allow(tmp_path: Path) -> None:
+def test_every_cell_is_timed_beside_what_its_costs_allow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inference.measure.costs.MOST", 1)
+    monkeypatch.setattr("cotrain.bench.planner.SHAPE", 1)
+    monkeypatch.setattr(matrix, "measure_machine", lambda *_: Machine(1e9, 1e9))
+    monkeypatch.setattr(matrix, "QUEUE", 1)
     plan = plan_of()
     said: list[str] = []
     cells = matrix.matrix(plan, matrix.Grid([0.0, 1.0], [1, 2], 2, None, tmp_path), said.append)
@@ -121,7 +61,7 @@ def test_every_cell_is_timed_beside_what_its_costs_allow(tmp_path: Path) -> None
 
 
 def test_heads_have_no_assistant_and_no_more_drafts_than_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference.measure.real_costs.MOST", 1)
+    monkeypatch.setattr("inference.measure.costs.MOST", 1)
     monkeypatch.setattr("cotrain.bench.planner.SHAPE", 1)
     machine = Machine(1e9, 1e9)
     plan, grid = plan_of(kind="medusa"), matrix.Grid([1.0], [1], 4, None, tmp_path)
@@ -131,3 +71,13 @@ def test_heads_have_no_assistant_and_no_more_drafts_than_heads(tmp_path: Path, m
     assert cell["arms"]["speculative k=3"]["of_allowed"] > 0 and len(cell["costs"]["target"]) == 4
     (plain, whole) = (cell["floor"][f"{name}_bytes"] for name in ("plain", "round"))
     assert 0 < whole - plain < 0.1 * plain  # the target's pass over more ids, and nothing of the heads
+
+
+def test_a_matrix_keeps_the_other_settings_of_the_regime(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    met: list[Sampling] = []
+    monkeypatch.setattr(matrix, "measure_machine", lambda *_: None)
+    monkeypatch.setattr(matrix, "_cell", lambda plan, *_: met.append(plan.sampling))
+    monkeypatch.setattr(matrix, "line", lambda _: "")
+    cut = replace(plan_of(), sampling=Sampling(1.0, top_k=9, top_p=0.9))
+    matrix.matrix(cut, matrix.Grid([0.5, 1.0], [1], 2, None, tmp_path), lambda _: None)
+    assert met == [Sampling(0.5, top_k=9, top_p=0.9), Sampling(1.0, top_k=9, top_p=0.9)]

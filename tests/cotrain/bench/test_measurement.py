@@ -8,19 +8,25 @@ from typing import Any
 import pytest
 import torch
 
-from cotrain.bench import measurement
-from cotrain.bench.measurement import Budget, quick
-from cotrain.bench.planner import Compiled
-from inference import Sampling
-from inference.drafts.planned_tree import PlannedTree
-from inference.measure.real_costs import RealRound
+from cotrain.bench import calibration, measurement
+from cotrain.bench.measurement import Budget, parity, quick
+from cotrain.bench.plan import CompiledParts, Plan
+from cotrain.config.settings import Bench
+from cotrain.data.splits import Prompts
+from inference import Engine, Sampling
+from inference.drafts.draft_folder import PlannedTree
+from inference.measure.costs import RealRound
+from inference.output import Emitted
 from inference.proposers import NGram
+from inference.proposers.hybrid import Gate
+from tests import folders
 from tests.bench_stubs import FINAL, LIMIT, RANKING, REGIME, TAUS, TREE, Timed, met, plan_of  # noqa: F401 - a fixture
+from tests.folders import network
 from tests.tiny import tiny
 
 
 def test_engines_of_a_plan_are_what_it_says(met: list[Any]) -> None:  # noqa: F811
-    plan = plan_of(compiled=Compiled("plain", "target", "draft"))  # type: ignore[arg-type]
+    plan = plan_of(compiled=CompiledParts("plain", "target", "draft"))  # type: ignore[arg-type]
     one = plan.engine(3)
     assert (one.target, one.verify, one.policy.k, one.tokenizer) == (plan.target, "block", 3, "tokenizer")
     assert (one.rows, one.compile, one.proposer.compile) == (3, "target", "draft")
@@ -31,8 +37,8 @@ def test_engines_of_a_plan_are_what_it_says(met: list[Any]) -> None:  # noqa: F8
         (3, "plain", None), (32, None, None)]  # fmt: skip
     assert replace(plan, objective="greedy").engine(1).proposer.greedy
     grown = replace(plan, tree=TREE)
-    made = grown.engine(2)
-    assert made.verify == "traversal" and made.proposer.greedy and list(made.proposer.shape) == list(TREE.parents)
+    built = grown.engine(2)
+    assert built.verify == "traversal" and built.proposer.greedy and list(built.proposer.shape) == list(TREE.parents)
     assert not replace(plan, tree=replace(TREE, likeliest=False)).engine(2).proposer.greedy
     assert replace(plan, tree=replace(TREE, likeliest=False), objective="greedy").engine(2).proposer.greedy
     other = NGram()
@@ -61,13 +67,13 @@ def test_a_draft_is_measured_in_the_numbers_that_it_is_served_in() -> None:
 
 def test_figures_of_a_checkpoint(met: list[Any]) -> None:  # noqa: F811
     plan = plan_of(known={0: RealRound(1.0, 2.0, 1.0), 3: RealRound(2.0, 3.0, 1.5)})
-    found = quick(plan, 3)
+    result = quick(plan, 3)
     (round,) = met
     assert (round["prompts"], round["rows"], round["seed"]) == (RANKING[:2], 3, 17)
     fast, slow = (round["arms"][name] for name in ("speculative", "plain"))
     assert (fast.engine.policy.k, fast.engine.rows, slow.engine.proposer, slow.engine.rows) == (3, 3, None, 3)
     assert {(arm.sampling, arm.new) for arm in (fast, slow)} == {(REGIME, 6)}
-    assert found == {
+    assert result == {
         "speedup": 1.5, "low": 1.4375, "high": 1.53125, "tau": 1.75, "tokens_per_second": 30.0,
         "share_of_cost_table": pytest.approx(1.625 / (1.75 * 4.0 / 6.5)),
     }  # fmt: skip
@@ -104,7 +110,7 @@ def test_what_is_timed(met: list[Any], until: float) -> None:  # noqa: F811
 
 
 def test_temperature_0_beside_n_grams(met: list[Any]) -> None:  # noqa: F811
-    found = measurement.greedy(plan_of(tree=TREE), 2)
+    result = measurement.greedy(plan_of(tree=TREE), 2)
     (round,) = met
     arms = round["arms"]
     assert (round["prompts"], round["rows"], round["seed"]) == (FINAL[:2], 3, 17)
@@ -114,8 +120,8 @@ def test_temperature_0_beside_n_grams(met: list[Any]) -> None:  # noqa: F811
     assert {arms[name].engine.policy.k for name in ("speculative", "ngram")} == {2}
     assert {arm.engine.rows for arm in arms.values()} == {3}
     for name in ("speculative", "ngram"):
-        assert found[name] == {"speedup": Timed([], [], 0, 0).ratio(name, "plain")._asdict(), "tau": TAUS[name]}
-    assert found["prompts"] == 2
+        assert result[name] == {"speedup": Timed([], [], 0, 0).ratio(name, "plain")._asdict(), "tau": TAUS[name]}
+    assert result["prompts"] == 2
 
 
 @pytest.mark.parametrize("tree", [None, TREE])
@@ -127,10 +133,10 @@ def test_parity_is_of_texts_that_were_not_timed_first(
     """400 tokens of 6 a text: three parts of 32, 32 and 3 texts, other noise each; behind the 4 that were timed."""
     calls = SimpleNamespace(tokens=90, measured=40, tau=2.0, z=0.5, passed=True, line=lambda: "line")
     asked: list[Any] = []
-    monkeypatch.setattr(measurement, "counted", lambda plan, *others: asked.append(others) or "figures")
+    monkeypatch.setattr(measurement, "text_figures", lambda plan, *others: asked.append(others) or "figures")
     monkeypatch.setattr(measurement, "check_calls", lambda *given: asked.append(given) or calls)
     monkeypatch.setattr(measurement, "asdict", vars)
-    found = measurement.parity(plan_of(tree=tree), 3, noise=0.25)
+    result = measurement.parity(plan_of(tree=tree), 3, noise=0.25)
     assert [len(round["prompts"]) for round in met] == [32, 32, 3]
     assert [round["seed"] for round in met] == [18, 50, 82] and {round["rows"] for round in met} == {32}
     assert all(round["prompts"][0] == FINAL[(4 + start) % 5] for round, start in zip(met, (0, 32, 64), strict=True))
@@ -142,17 +148,56 @@ def test_parity_is_of_texts_that_were_not_timed_first(
     texts = asked[0][0]
     assert texts.prompts == [["speculative"]] * 3 and asked[0][1:] == (3, 0.25)
     assert asked[1] == ("figures", texts, "traversal" if tree else "block")
-    assert found and found["tau_measured"] == 2.25 and found["tau_predicted"] == 2.0
-    assert found["relative"] == pytest.approx(2.0 / 2.25 - 1)
-    assert (found["tokens"], found["z"], found["passed"], found["line"]) == (90, 0.5, True, "line")
+    assert result and result["tau_measured"] == 2.25 and result["tau_predicted"] == 2.0
+    assert result["relative"] == pytest.approx(2.0 / 2.25 - 1)
+    assert (result["tokens"], result["z"], result["passed"], result["line"]) == (90, 0.5, True, "line")
 
 
 def test_parity_ends_with_its_time(met: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """Behind a part; of trees, whose calls take much longer to predict, with a sixth of what is left."""
-    monkeypatch.setattr(measurement, "counted", lambda *_: None)
+    monkeypatch.setattr(measurement, "text_figures", lambda *_: None)
     monkeypatch.setattr(measurement, "check_calls", lambda *_: None)
     monkeypatch.setattr(measurement, "time", SimpleNamespace(perf_counter=lambda: 30 + 100 * len(met)))
     ends = (None, 120, 1), (None, 150, 2), (None, 250, 3), (TREE, 620, 1), (TREE, 640, 2), (TREE, 1300, 3)
     for tree, until, parts in ends:
         met.clear()
         assert measurement.parity(plan_of(tree=tree), 3, until) is None and len(met) == parts
+
+
+def plan(kind: str = "independent") -> Plan:
+    """A pair with three ranking and three final prompts."""
+    ranking, final = ([[5 + i, side] for i in range(3)] for side in (7, 9))
+    size = Bench(2, 2, 8, 4, 28, 2, 0.0, 0.1, [2], "auto", False, False, 0, 0)
+    given = Prompts(ranking, final, "own")
+    draft = network(layers=1, seed=1)
+    return Plan(network(), folders.tokenizer(), draft, Sampling(), "token", size, ("t", "d"), given=given, kind=kind)
+
+
+def test_parity_counts_no_text_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More texts are asked for than there are prompts: one that comes again is decoded with other noise."""
+    measured: list[Emitted] = []
+    true = measurement.text_figures
+
+    def noted(plan: Plan, texts: Emitted, *others: Any) -> Any:
+        measured.append(texts)
+        return true(plan, texts, *others)
+
+    monkeypatch.setattr(measurement, "text_figures", noted)
+    monkeypatch.setattr(measurement, "BATCH", 2)
+    result = parity(plan(), 2)
+    built = [(*prompt, *text) for prompt, text in zip(measured[0].prompts, measured[0].tokens, strict=True)]
+    assert result and result["tokens"] == 28 and len(built) == len(set(built)) == 7
+
+
+def test_a_gate_is_counted_on_ranking_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    gated: list[list[int]] = []
+
+    def noted(model: Engine, plain: Engine, retrieval: Any, prompts: list[list[int]], **_: Any) -> Gate:
+        gated.extend(prompts)
+        return Gate.uncalibrated()
+
+    monkeypatch.setattr("cotrain.students.hybrid.calibrate", noted)
+    asked = plan("hybrid")
+    asked.draft.config.lookup = {"datastore": None, "shortest": 2}
+    calibration.prepare(asked)
+    assert {tuple(prompt) for prompt in gated} == set(map(tuple, asked.prompts.ranking))

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from cotrain.bench import planner, quantisation_table
-from cotrain.bench.planner import Compiled, Length, Measured, advice, choose
-from inference.measure.costs import Costs
-from inference.measure.real_costs import RealRound, calibrated
+from cotrain.bench.plan import CompiledParts
+from cotrain.bench.planner import DraftLength, MeasuredCosts, advice, choose
+from inference.measure.costs import Costs, RealRound, calibrated
 from inference.measure.timing import Interval
 from tests.bench_stubs import FINAL, LIMIT, RANKING, REGIME, SPEEDS, TAUS, TREE, Timed, met, plan_of  # noqa: F401
 
@@ -28,10 +28,10 @@ def test_each_part_is_compiled_where_it_is_faster_so(
     asked: list[Any] = []
 
     def measured_as(compiled: Costs) -> Any:
-        def measured(plan: Any, until: float = inf) -> Measured:
-            found = compiled if plan.compiled == Compiled(True, True, True) else EAGER
+        def measured(plan: Any, until: float = inf) -> MeasuredCosts:
+            result = compiled if plan.compiled == CompiledParts(True, True, True) else EAGER
             asked.append((plan.compiled, until))
-            return Measured(found, found, {})
+            return MeasuredCosts(result, result, {})
 
         return measured
 
@@ -41,23 +41,25 @@ def test_each_part_is_compiled_where_it_is_faster_so(
 
     monkeypatch.setattr(planner, "rounds_of", rounds_of)
     monkeypatch.setattr(planner, "measured", measured_as(OTHER))
-    assert planner.settled(plan)[0].compiled == Compiled() and asked == [(Compiled(), inf)]  # not asked to, on a CPU
-    plan = replace(plan, bench=replace(plan.bench, compile=True), compiled=Compiled(True, False, True))
+    assert planner.choose_compiled(plan)[0].compiled == CompiledParts() and asked == [
+        (CompiledParts(), inf)
+    ]  # not asked to, on a CPU
+    plan = replace(plan, bench=replace(plan.bench, compile=True), compiled=CompiledParts(True, False, True))
     asked.clear()
-    found, table = planner.settled(plan, 1e18)
-    assert found.compiled == Compiled(False, True, True)
+    result, table = planner.choose_compiled(plan, 1e18)
+    assert result.compiled == CompiledParts(False, True, True)
     alone = replace(OTHER, target=(1.0, *OTHER.target[1:]))
-    assert table == Measured(calibrated(alone, rounds), alone, rounds)
-    assert asked[-1] == (found.compiled, (0, 2, 8), 1e18) and asked[1] == (Compiled(True, True, True), 1e18)
+    assert table == MeasuredCosts(calibrated(alone, rounds), alone, rounds)
+    assert asked[-1] == (result.compiled, (0, 2, 8), 1e18) and asked[1] == (CompiledParts(True, True, True), 1e18)
     for costs, on in ((replace(EAGER, target=(0.5,) * 5, draft=0.1), True), (SLOW, False)):
         monkeypatch.setattr(planner, "measured", measured_as(costs))
-        found, table = planner.settled(plan)
-        assert found.compiled == Compiled(on, on, on) and table.alone == (costs if on else EAGER)
+        result, table = planner.choose_compiled(plan)
+        assert result.compiled == CompiledParts(on, on, on) and table.alone == (costs if on else EAGER)
     monkeypatch.setattr(planner, "time", SimpleNamespace(perf_counter=iter([0.0, 10.0]).__next__))
-    assert planner.settled(plan, 19.0)[0].compiled == Compiled()  # another ten seconds would be too late
+    assert planner.choose_compiled(plan, 19.0)[0].compiled == CompiledParts()  # another ten seconds would be too late
     monkeypatch.setattr(planner, "time", SimpleNamespace(perf_counter=iter([0.0, 10.0]).__next__))
-    assert planner.settled(plan, 21.0)[0].compiled == Compiled()  # measured, and slower
-    assert len([one for one in asked if one[0] == Compiled(True, True, True)]) == 4
+    assert planner.choose_compiled(plan, 21.0)[0].compiled == CompiledParts()  # measured, and slower
+    assert len([one for one in asked if one[0] == CompiledParts(True, True, True)]) == 4
 
 
 def test_a_part_is_judged_where_rounds_are(met: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
@@ -65,13 +67,13 @@ def test_a_part_is_judged_where_rounds_are(met: list[Any], monkeypatch: pytest.M
     plan = plan_of(bench=replace(plan_of().bench, compile=True, depths=[1, 3, 2]))
     fast = replace(EAGER, target=(9.0, 1.5, 2.0, 9.0, 9.0), draft=0.6, first=-0.1)  # 2 drafts: 1.1 for 1.25
 
-    def measured(plan: Any, until: float = inf) -> Measured:
-        found = fast if plan.compiled.plain else EAGER
-        return Measured(found, found, {})
+    def measured(plan: Any, until: float = inf) -> MeasuredCosts:
+        result = fast if plan.compiled.plain else EAGER
+        return MeasuredCosts(result, result, {})
 
     monkeypatch.setattr(planner, "measured", measured)
     monkeypatch.setattr(planner, "rounds_of", lambda *_: {0: RealRound(0.0, 1.0, 0.1)})
-    assert planner.settled(plan)[0].compiled == Compiled(False, True, True)
+    assert planner.choose_compiled(plan)[0].compiled == CompiledParts(False, True, True)
 
 
 def test_rounds_are_run_by_the_engines_that_serve(
@@ -81,7 +83,7 @@ def test_rounds_are_run_by_the_engines_that_serve(
     asked: list[Any] = []
     monkeypatch.setattr(planner, "measure_rounds", lambda *given, **settings: asked.append((given, settings)) or {})
     monkeypatch.setattr(planner, "measure_costs", lambda *given, **settings: asked.append((given, settings)) or EAGER)
-    plan = plan_of(compiled=Compiled("plain", "target", "draft"))  # type: ignore[arg-type]
+    plan = plan_of(compiled=CompiledParts("plain", "target", "draft"))  # type: ignore[arg-type]
     planner.rounds_of(plan, (0, 2, 5), 3.0)
     ((engines, prompts), settings) = asked.pop()
     assert list(engines) == [0, 2, 5] and engines[2] is engines[5]
@@ -108,8 +110,8 @@ def test_a_length_is_run_before_it_is_chosen(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(planner, "rounds_of", rounds_of)
     at = {0: RealRound(0.0, 1.0, 0.1), 1: RealRound(0.75, 1.5, 0.2)}
-    found = Measured(EAGER, EAGER, at)
-    length, table = planner.planned(plan, found, {1: 1.2, 2: 3.0, 3: 99.0, 4: 9.0}.__getitem__, 8.0)
+    result = MeasuredCosts(EAGER, EAGER, at)
+    length, table = planner.plan_length(plan, result, {1: 1.2, 2: 3.0, 3: 99.0, 4: 9.0}.__getitem__, 8.0)
     assert asked[0] == ((4,), 8.0) and set(table.rounds) >= {0, 1, 4} and length.drafting != 4
     assert table.costs == calibrated(EAGER, table.rounds) and table.alone == EAGER
     assert length == choose(table.costs, {1: 1.2, 2: 3.0, 3: 99.0, 4: 9.0}.__getitem__, plan.depths)
@@ -126,18 +128,20 @@ def test_the_last_length_that_was_run_is_chosen_with_its_cost_too(monkeypatch: p
         )
 
     monkeypatch.setattr(planner, "calibrated", as_run)
-    length, table = planner.planned(plan, Measured(EAGER, EAGER, {}), {1: 1.2, 2: 3.0, 3: 5.0, 4: 9.0}.__getitem__)
+    length, table = planner.plan_length(
+        plan, MeasuredCosts(EAGER, EAGER, {}), {1: 1.2, 2: 3.0, 3: 5.0, 4: 9.0}.__getitem__
+    )
     assert set(table.rounds) == {2, 3, 4} and length.drafting == 1 and length.speedups[4] < 1
 
 
 def test_of_lengths_that_are_allowed_the_best() -> None:
     """Nothing and one draft always are; what is exported drafts one at least, though plain decoding be faster."""
     tau = {1: 1.1, 2: 2.0, 3: 99.0, 4: 2.1}.__getitem__
-    found = choose(EAGER, tau, [4])
+    result = choose(EAGER, tau, [4])
     plain = EAGER.round(0)
     wanted = [1.0, *(plain * tau(k) / EAGER.round(k) for k in (1, 2, 3, 4))]
-    assert found.speedups == pytest.approx(wanted) and wanted[1] > wanted[4]
-    assert (found.k, found.drafting) == (0, 1)
+    assert result.speedups == pytest.approx(wanted) and wanted[1] > wanted[4]
+    assert (result.k, result.drafting) == (0, 1)
     assert choose(EAGER, tau, [3, 2]).k == 3 and choose(EAGER, tau, [2]).drafting == 2
 
 
@@ -156,18 +160,18 @@ def test_of_lengths_that_are_allowed_the_best() -> None:
     ],
 )
 def test_what_is_said_where_drafting_does_not_pay(low: float, high: float, predicted: float, said: str | None) -> None:
-    length = Length(3, 2, (1.0, 7.0, predicted, 9.0))
+    length = DraftLength(3, 2, (1.0, 7.0, predicted, 9.0))
     value = 1.1 if not high < 1 else 0.85
-    found = advice(length, Interval(value, low, high))
-    assert (found is None and said is None) or (said is not None and found is not None and found.startswith(said))
+    result = advice(length, Interval(value, low, high))
+    assert (result is None and said is None) or (said is not None and result is not None and result.startswith(said))
     tree: Any = SimpleNamespace(speedup=predicted, words=lambda: "a tree")
-    again = advice(Length(3, 2, (1.0, 7.0, 5.0, 9.0)), Interval(value, low, high), tree)
-    assert again == (found and found.replace("at k = 2", "with a tree"))
+    again = advice(DraftLength(3, 2, (1.0, 7.0, 5.0, 9.0)), Interval(value, low, high), tree)
+    assert again == (result and result.replace("at k = 2", "with a tree"))
 
 
 def test_one_batch_below_1_is_slower() -> None:
-    found = advice(Length(2, 2, (1, 1, 1.5)), Interval(0.9, nan, nan))
-    assert found is not None and found.startswith("plain decoding is faster here: 0.90x")
+    result = advice(DraftLength(2, 2, (1, 1, 1.5)), Interval(0.9, nan, nan))
+    assert result is not None and result.startswith("plain decoding is faster here: 0.90x")
 
 
 def test_texts_that_are_planned_with(met: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
@@ -178,14 +182,16 @@ def test_texts_that_are_planned_with(met: list[Any], monkeypatch: pytest.MonkeyP
     arm = round["arms"]["plain"]
     assert (arm.engine.proposer, arm.engine.rows, arm.sampling, arm.new) == (None, 32, REGIME, 6)
     monkeypatch.setattr(planner, "pair_figures", lambda *given: asked.append(given) or "figures")
-    assert planner.counted(plan, "texts", 3, 0.5) == "figures"  # type: ignore[arg-type]
+    assert planner.text_figures(plan, "texts", 3, 0.5) == "figures"  # type: ignore[arg-type]
     engine, proposer, *rest = asked.pop()
     assert (engine.policy.k, engine.rows, engine.verify, proposer.compile) == (3, 32, "block", None)
     assert rest == ["texts", REGIME, 6, 0.5]
     figures = SimpleNamespace(lengths="lengths")
     monkeypatch.setattr(planner, "pair_figures", lambda *given: asked.append(given) or figures)
     monkeypatch.setattr(planner, "reach_of", lambda figures, *rule: None if rule[0] == "match" else rule)
-    monkeypatch.setattr(planner.prediction, "tau_from", lambda reach, lengths: reach[1] + 0.5 * (reach[0] == "block"))
+    monkeypatch.setattr(
+        planner.predict_chain, "tau_from", lambda reach, lengths: reach[1] + 0.5 * (reach[0] == "block")
+    )
     assert planner.taus(plan, "texts") == {k: k + 0.5 for k in (1, 2, 3, 4)}  # type: ignore[arg-type]
     assert len(asked) == 1 and asked[0][0].policy.k == 4 and asked[0][2] == "texts"
     assert planner.tau_of(figures, "match", 3) == 3 == planner.tau_of(figures, "token", 3)  # type: ignore[arg-type]

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 
 from cotrain.bench import matrix, measurement
+from cotrain.bench import plan as plans
 from cotrain.bench.matrix import Grid
-from cotrain.bench.planner import Compiled, Length, Measured
+from cotrain.bench.plan import CompiledParts
+from cotrain.bench.planner import DraftLength, MeasuredCosts
 from inference import Sampling
 from inference.measure.adaptive import Reached
-from inference.measure.costs import Costs
+from inference.measure.costs import Costs, RealRound
 from inference.measure.floor import Machine
-from inference.measure.real_costs import RealRound
 from inference.proposers import NGram
 from tests.bench_stubs import FINAL, LIMIT, RANKING, REGIME, SPEEDS, TAUS, TREE, Timed, met, plan_of  # noqa: F401
 
@@ -29,22 +30,22 @@ def reported(monkeypatch: pytest.MonkeyPatch, served: Any = None, grown: Any = N
     """What a measurement gives `build`, and what its parts were asked."""
     asked: dict[str, Any] = {}
     plan = plan_of(**changed)
-    here = replace(plan, tree=None, compiled=Compiled(False, True, False))
-    length = Length(2, 4, (1.0, 0.9, 1.3, 1.1, 1.2))
+    here = replace(plan, tree=None, compiled=CompiledParts(False, True, False))
+    length = DraftLength(2, 4, (1.0, 0.9, 1.3, 1.1, 1.2))
 
-    def part(name: str, found: Any) -> Any:
-        return lambda *given, **others: (asked.__setitem__(name, given), found)[1]
+    def part(name: str, result: Any) -> Any:
+        return lambda *given, **others: (asked.__setitem__(name, given), result)[1]
 
     rounds = {4: RealRound(1, 2, 3), 0: RealRound(0, 5, 6)}
     timing = Timed([SimpleNamespace(name=name) for name in SPEEDS], [], 3, 0)
     verdict = SimpleNamespace(text=SimpleNamespace(explained=0.375))
     monkeypatch.setattr(measurement.time, "perf_counter", lambda: 100.0)
-    monkeypatch.setattr(measurement, "settled", part("settled", (here, Measured(REAL, ALONE, {}))))
+    monkeypatch.setattr(measurement, "choose_compiled", part("choose_compiled", (here, MeasuredCosts(REAL, ALONE, {}))))
     monkeypatch.setattr(measurement, "plain_texts", part("plain_texts", "texts"))
     monkeypatch.setattr(measurement, "taus", part("taus", {4: 2.5}))
-    monkeypatch.setattr(measurement, "planned", part("planned", (length, Measured(MORE, ALONE, rounds))))
+    monkeypatch.setattr(measurement, "plan_length", part("plan_length", (length, MeasuredCosts(MORE, ALONE, rounds))))
     monkeypatch.setattr(measurement, "best_tree", part("best_tree", grown))
-    monkeypatch.setattr(measurement, "decided", part("decided", (served, "a line")))
+    monkeypatch.setattr(measurement, "chain_or_tree", part("chain_or_tree", (served, "a line")))
     monkeypatch.setattr(measurement, "_timed", part("_timed", (timing, REACHED)))
     monkeypatch.setattr(measurement, "check", part("check", verdict))
     monkeypatch.setattr(measurement, "advice", part("advice", "advice"))
@@ -52,16 +53,16 @@ def reported(monkeypatch: pytest.MonkeyPatch, served: Any = None, grown: Any = N
     monkeypatch.setattr(measurement, "greedy", part("greedy", "greedy"))
     built: dict[str, Any] = {}
     monkeypatch.setattr(measurement, "build", lambda *given, **settings: built.update(settings, given=given) or built)
-    found = measurement.measure(plan, {"own": 1})
-    return found, asked, plan, here, timing, verdict, length
+    result = measurement.measure(plan, {"own": 1})
+    return result, asked, plan, here, timing, verdict, length
 
 
 def test_a_report_is_put_together_of_its_parts(met: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     size = replace(plan_of().bench, minutes=10)
-    found, asked, plan, here, timing, verdict, length = reported(monkeypatch, bench=size)
-    assert asked["settled"][1] == 100 + 0.25 * 600 == asked["planned"][3] == asked["best_tree"][4]
+    result, asked, plan, here, timing, verdict, length = reported(monkeypatch, bench=size)
+    assert asked["choose_compiled"][1] == 100 + 0.25 * 600 == asked["plan_length"][3] == asked["best_tree"][4]
     assert asked["plain_texts"] == (here,) and asked["taus"] == (here, "texts")
-    assert asked["planned"][1] == Measured(REAL, ALONE, {}) and asked["planned"][2](4) == 2.5
+    assert asked["plan_length"][1] == MeasuredCosts(REAL, ALONE, {}) and asked["plan_length"][2](4) == 2.5
     assert asked["best_tree"][1:4] == (length, {4: 2.5}, "texts")
     engine = asked["_timed"][1]
     assert asked["_timed"][0] == here and asked["_timed"][2:] == (REGIME, 100 + 0.65 * 600)
@@ -70,9 +71,9 @@ def test_a_report_is_put_together_of_its_parts(met: list[Any], monkeypatch: pyte
     assert asked["check"][2:] == (REGIME, 6, 17, 32)
     assert asked["advice"] == (length, timing.ratio("speculative", "plain"), None)
     assert asked["parity"] == (here, 4, 100 + 0.85 * 600, 0.375) and asked["greedy"] == (here, 4)
-    given, extra = found.pop("given"), found.pop("extra")
+    given, extra = result.pop("given"), result.pop("extra")
     assert given == (timing, engine, "speculative", "plain")
-    assert found == {"sampling": REGIME, "max_new_tokens": 6, "target": "t", "draft": "d", "verdict": verdict}
+    assert result == {"sampling": REGIME, "max_new_tokens": 6, "target": "t", "draft": "d", "verdict": verdict}
     assert extra == {
         "planned_k": 4, "planned_shape": None, "planned_rule": "block", "planned_likeliest": None,
         "planned_speedups": None, "plain_is_faster": False, "predicted_speedups": [1.0, 0.9, 1.3, 1.1, 1.2],
@@ -88,13 +89,13 @@ def test_a_report_is_put_together_of_its_parts(met: list[Any], monkeypatch: pyte
 def test_a_tree_that_is_served_is_what_is_measured(met: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """The plan's own tree is one to consider: nothing before is measured with it."""
     served = SimpleNamespace(tree=TREE, speedup=0.9, chain=0.8)
-    found, asked, plan, here, timing, _, length = reported(monkeypatch, served, served, tree=TREE)
-    assert asked["settled"][0].tree is None and asked["best_tree"][0] == replace(here, tree=TREE)
-    assert asked["settled"][1] == inf == asked["_timed"][3] == asked["parity"][2]
+    result, asked, plan, here, timing, _, length = reported(monkeypatch, served, served, tree=TREE)
+    assert asked["choose_compiled"][0].tree is None and asked["best_tree"][0] == replace(here, tree=TREE)
+    assert asked["choose_compiled"][1] == inf == asked["_timed"][3] == asked["parity"][2]
     assert {asked[name][0].tree for name in ("_timed", "parity", "greedy")} == {TREE}
     assert asked["_timed"][1].policy.k == asked["parity"][1] == asked["greedy"][1] == TREE.depth == 2
     assert asked["_timed"][1].verify == "traversal" and asked["advice"][2] is served
-    extra = found["extra"]
+    extra = result["extra"]
     assert (extra["planned_k"], extra["planned_shape"], extra["planned_rule"]) == (4, [-1, -1, 0], "traversal")
     assert extra["planned_likeliest"] is True and extra["plain_is_faster"] is True
     assert extra["planned_speedups"] == {"chain": 0.8, "tree": 0.9} and extra["said"][:2] == ["advice", "a line"]
@@ -111,14 +112,14 @@ def stubbed(monkeypatch: pytest.MonkeyPatch, costs: Costs, machine: Machine) -> 
         asked.append((target, draft, drafted, *shape))
         return [SimpleNamespace(seconds=lambda machine, s=s + drafted: s, bytes=100 + drafted) for s in (0.25, 0.5)]
 
-    def settled(plan: Any) -> Any:
-        return replace(plan, compiled=Compiled(True, False, True)), Measured(costs, ALONE, {})
+    def choose_compiled(plan: Any) -> Any:
+        return replace(plan, compiled=CompiledParts(True, False, True)), MeasuredCosts(costs, ALONE, {})
 
     def taus(plan: Any) -> dict[int, float]:
         sent.append(plan)
         return {1: 1.0, 2: 1.5, 3: 9.0, 4: 3.0}
 
-    monkeypatch.setattr(matrix, "settled", settled)
+    monkeypatch.setattr(matrix, "choose_compiled", choose_compiled)
     monkeypatch.setattr(matrix, "taus", taus)
     monkeypatch.setattr(matrix, "round_loads", loads)
     monkeypatch.setattr(matrix, "measure_machine", lambda device, dtype: machine)
@@ -127,12 +128,12 @@ def stubbed(monkeypatch: pytest.MonkeyPatch, costs: Costs, machine: Machine) -> 
     made = measurement.Plan.proposer
 
     def proposer(self: Any, counted: bool = False) -> Any:
-        found = made(self, counted)
-        found.language_model = lambda *_: lm
-        return found
+        result = made(self, counted)
+        result.language_model = lambda *_: lm
+        return result
 
     monkeypatch.setattr(measurement.Plan, "proposer", proposer)
-    monkeypatch.setattr(measurement, "Engine", lambda target, *given, **settings: SimpleNamespace(
+    monkeypatch.setattr(plans, "Engine", lambda target, *given, **settings: SimpleNamespace(
         target=SimpleNamespace(vocabulary=32, of=target), given=given, **settings))  # fmt: skip
     monkeypatch.setitem(SPEEDS, "transformers compiled", 10.0)
     return asked, sent, lm
@@ -168,9 +169,9 @@ def test_a_cell_of_a_matrix(
         assert arms["transformers compiled"].others == {"rows": 1, "compile": True}
         assert arms["transformers assisted"].others == {"assistant": "assistant"}
         assert arms["transformers matched"].others == {"assistant": "assistant", "k": 2}
-    assert sent[0].sampling == at and sent[0].compiled == Compiled(True, False, True)
+    assert sent[0].sampling == at and sent[0].compiled == CompiledParts(True, False, True)
     assert (cell["temperature"], cell["rows"], cell["speculative"]) == (0.5, rows, "speculative")
-    assert cell["costs"] == asdict(costs) and cell["compiled"] == Compiled(True, False, True)._asdict()
+    assert cell["costs"] == asdict(costs) and cell["compiled"] == CompiledParts(True, False, True)._asdict()
     for name, arm in cell["arms"].items():
         drafted = {"speculative": k, "speculative k=2": 2}.get(name)
         assert arm == arm_of(name) | (allowed_of(name, drafted, costs) if drafted else {})
@@ -199,6 +200,6 @@ def test_the_faster_of_the_drafting_arms_is_what_others_are_compared_with() -> N
             return 1.0 if name == "speculative" else super().speed(name, decode)
 
     timing: Any = Slow([SimpleNamespace(name=name) for name in ("speculative", "speculative k=2", "plain")], [], 1, 0)
-    found = matrix._found(timing, REAL, {"speculative": 3, "speculative k=2": 2, "plain": 0}, Sampling(0.5))
-    assert found["speculative"] == "speculative k=2"
-    assert found["arms"]["plain"]["under_speculative"] == timing.ratio("speculative k=2", "plain")._asdict()
+    result = matrix._entry(timing, REAL, {"speculative": 3, "speculative k=2": 2, "plain": 0}, Sampling(0.5))
+    assert result["speculative"] == "speculative k=2"
+    assert result["arms"]["plain"]["under_speculative"] == timing.ratio("speculative k=2", "plain")._asdict()

@@ -11,45 +11,43 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from cotrain.bench import measurement, tree_planner
-from cotrain.bench.measurement import Plan
-from cotrain.bench.planner import Length, advice, plain_texts
-from cotrain.bench.recorded_replay import recorded
-from cotrain.bench.tree_planner import (
-    Grown,
+from cotrain.bench import measurement, planner
+from cotrain.bench.measurement import recorded
+from cotrain.bench.plan import Plan
+from cotrain.bench.planner import (
+    DraftLength,
+    MeasuredTree,
+    advice,
     best_tree,
     candidates,
-    decided,
+    chain_or_tree,
     plain_distributions,
+    plain_texts,
+    plan_entries,
     served_tree,
-    tau_of,
-    told,
+    tree_tau,
 )
 from cotrain.commands import generate
 from cotrain.config.groups import Bench
 from cotrain.data.splits import Prompts
 from cotrain.training import distil
 from inference import Engine, Sampling, load
-from inference.drafts.draft_folder import Metadata, read, save
-from inference.drafts.planned_tree import PlannedTree
-from inference.exactness.checks import check
-from inference.exactness.teacher_forced import teacher_forced
-from inference.exactness.tree_passes import routes, tree_of
+from inference.drafts.draft_folder import Metadata, PlannedTree, read, save
+from inference.exactness.teacher_forced import routes, teacher_forced, tree_of
+from inference.exactness.verdict import check
 from inference.loading import takes_shape
-from inference.measure.costs import Costs
-from inference.measure.real_costs import RealRound
-from inference.measure.timing import Emitted, Interval
-from inference.measure.tree_costs import fitted, probes
-from inference.models.passes import Pass, Tree
-from inference.noise import row_ids
+from inference.measure.costs import Costs, RealRound
+from inference.measure.timing import Interval
+from inference.measure.tree_shapes import fitted, probes
+from inference.models.passes import Pass
+from inference.output import Emitted
 from inference.policy import Fixed
 from inference.proposers import Independent, NGram
-from inference.proposers.base import Beside
-from inference.proposers.branching import Branching
-from inference.proposers.medusa import Medusa
-from inference.proposers.medusa_network import MedusaConfig, MedusaNetwork
-from inference.proposers.topology import chain, full
-from inference.verify.tree import depths_of
+from inference.proposers.base import LoadArguments
+from inference.proposers.heads import Medusa, MedusaConfig, MedusaNetwork
+from inference.proposers.trees import StaticTrees
+from inference.sampling.noise import row_ids
+from inference.verify.tree import Tree, chain, depths_of, full
 from tests.folders import network, target_folder, tokenizer
 from tests.tiny import near, tiny
 
@@ -70,8 +68,8 @@ def changed(folder: Path, to: Path, **keys: object) -> Path:
     """A copy of a draft folder with other metadata; None: without the key."""
     shutil.copytree(folder, to)
     values = json.loads((to / "cotrain.json").read_text()) | keys
-    kept = {name: value for name, value in values.items() if value is not None}
-    (to / "cotrain.json").write_text(json.dumps(kept | {"report": None}))
+    retained = {name: value for name, value in values.items() if value is not None}
+    (to / "cotrain.json").write_text(json.dumps(retained | {"report": None}))
     return to
 
 
@@ -83,8 +81,8 @@ def served(engine: Engine) -> tuple[object, ...]:
 
 
 def test_a_folder_says_which_tree_it_was_planned_with(place: Path, tmp_path: Path) -> None:
-    found = read(place / "draft").metadata
-    assert found and found.tree == TREE and (TREE.depth, TREE.most_children, found.k) == (2, 2, 3)
+    result = read(place / "draft").metadata
+    assert result and result.tree == TREE and (TREE.depth, TREE.most_children, result.k) == (2, 2, 3)
     older = read(changed(place / "draft", tmp_path / "older", tree=None)).metadata
     assert older and older.tree is None
 
@@ -134,16 +132,16 @@ def drafting(shape: tuple[int, ...] | None = SHAPE) -> Engine:
     return Engine(target, Independent(near(target), shape=shape), verify=rule, policy=Fixed(3), rows=4)
 
 
-def test_the_shape_is_found_in_a_round() -> None:
+def test_a_round_shows_the_shape() -> None:
     assert tree_of(drafting(), [1, 2]) == (-1, -1, -1, 0, 0, 1, 1, 3, 5)  # level by level
     assert tree_of(drafting(None), [1, 2]) is tree_of(drafting(chain(3)), [1, 2]) is None
 
 
 def test_routes_come_to_every_node() -> None:
     ways = routes(SHAPE)
-    found = [next(ways) for _ in range(5)]
-    assert found == [(0, 1, 3), (2, 6, 8), (0, 5), (2, 7), (4,)] and next(ways) == found[0]
-    assert {node for way in found for node in way} == set(range(9))
+    result = [next(ways) for _ in range(5)]
+    assert result == [(0, 1, 3), (2, 6, 8), (0, 5), (2, 7), (4,)] and next(ways) == result[0]
+    assert {node for way in result for node in way} == set(range(9))
 
 
 @pytest.mark.parametrize("shape", [SHAPE, (-1, -1, -1), (-1, 0, 0, 1, 2)])
@@ -152,10 +150,10 @@ def test_passes_over_trees_give_the_logits_of_whole_texts(shape: tuple[int, ...]
     target, texts = tiny(), [list(range(1, 21)), list(range(5, 22)), [9] * 9]
     prompts = [[1, 2, 3], [4], [5, 6]]
     passes = teacher_forced(target, prompts, texts, Sampling(), block=4, tree=shape)
-    found = torch.cat([part.logits for part in passes], 1)
+    result = torch.cat([part.logits for part in passes], 1)
     for row, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
         wanted = target(torch.tensor([prompt + text[:-1]])).logits[0, len(prompt) - 1 :]
-        torch.testing.assert_close(found[row, : len(text)], wanted, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(result[row, : len(text)], wanted, rtol=1e-9, atol=1e-9)
 
 
 def test_an_engine_that_drafts_trees_is_checked_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,8 +164,8 @@ def test_an_engine_that_drafts_trees_is_checked_with_them(monkeypatch: pytest.Mo
     forward = engine.target.forward
 
     def wrong(ids: torch.Tensor, *args: Any, tree: Tree | None = None, **settings: Any) -> Pass:
-        found = forward(ids, *args, tree=tree, **settings)
-        return found if tree is None else found._replace(logits=found.logits * 1.01)
+        result = forward(ids, *args, tree=tree, **settings)
+        return result if tree is None else result._replace(logits=result.logits * 1.01)
 
     monkeypatch.setattr(engine.target, "forward", wrong)
     verdict = check(engine, texts, Sampling(), 8)
@@ -203,13 +201,13 @@ def test_no_part_of_drafting_costs_less_than_nothing() -> None:
 
 
 def plan_of(size: dict[str, Any] | None = None, draft: Any = None, **settings: Any) -> Plan:
-    found = {"prompts": 2, "quick_prompts": 1, "prompt_tokens": 8, "new_tokens": 8, "parity_tokens": 16, "rows": 1,
+    result = {"prompts": 2, "quick_prompts": 1, "prompt_tokens": 8, "new_tokens": 8, "parity_tokens": 16, "rows": 1,
              "minutes": 0.0, "interval": 0.1, "depths": [2], "draft_dtype": "auto", "draft_int8": False,
              "compile": False, "seed": 0, "trees": 4} | (size or {})  # fmt: skip
     given = Prompts([[1, 2, 3], [4, 5]], [[6, 7], [8, 9, 3]], "own")
     parts = {"target": network(), "draft": draft or near(network(), 0.02), "sampling": Sampling(), "verify": "block"}
     return Plan(
-        **parts | {"tokenizer": tokenizer(), "bench": Bench(**found), "names": ("t", "d"), "given": given} | settings
+        **parts | {"tokenizer": tokenizer(), "bench": Bench(**result), "names": ("t", "d"), "given": given} | settings
     )
 
 
@@ -217,7 +215,7 @@ def rounds(monkeypatch: pytest.MonkeyPatch, tree: float) -> list[list[Any]]:
     """Rounds with trees take `tree` seconds, others one; what is run in turn."""
     asked: list[list[Any]] = []
 
-    def taken(engines: Any, *_: Any, **__: Any) -> Any:
+    def in_turn(engines: Any, *_: Any, **__: Any) -> Any:
         asked.append(list(engines))
         assert [engine.rule.name for engine, _ in engines.values()] == [
             key.rule if isinstance(key, PlannedTree) else "block" if key else "token" for key in engines
@@ -225,17 +223,17 @@ def rounds(monkeypatch: pytest.MonkeyPatch, tree: float) -> list[list[Any]]:
         return {key: RealRound(0.1, tree - 0.2 if isinstance(key, PlannedTree) else 0.8, 0.1) for key in engines}
 
     monkeypatch.setattr("cotrain.bench.planner.SHAPE", 1)
-    monkeypatch.setattr(tree_planner, "measure_drafting", taken)
+    monkeypatch.setattr(planner, "measure_drafting", in_turn)
     return asked
 
 
-LENGTH, TAUS = Length(2, 2, (1.0, 1.1, 1.2)), {1: 1.3, 2: 1.6}
+LENGTH, TAUS = DraftLength(2, 2, (1.0, 1.1, 1.2)), {1: 1.3, 2: 1.6}
 
 
 def test_a_tree_is_measured_where_it_is_expected_to_be_faster(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("inference.measure.real_costs.MOST", 1)
+    monkeypatch.setattr("inference.measure.costs.MOST", 1)
     rounds(monkeypatch, tree=0.5)
     plan = plan_of()
     report = measurement.measure(plan)
@@ -254,41 +252,41 @@ def test_a_tree_is_measured_where_it_is_expected_to_be_faster(
 def test_the_chain_is_served_where_trees_are_slower(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of them ran in turn, with plain decoding."""
     asked, plan = rounds(monkeypatch, tree=9.0), plan_of(tree=TREE)
-    found = best_tree(plan, LENGTH, TAUS, plain_texts(plan))
-    assert found and found.chain == pytest.approx(1.6) and found.speedup < 1
+    result = best_tree(plan, LENGTH, TAUS, plain_texts(plan))
+    assert result and result.chain == pytest.approx(1.6) and result.speedup < 1
     assert asked[-1][:2] == [0, 2] and asked[-1][-1] == TREE and len(asked[-1]) == 5
-    served, line = decided(LENGTH, found)
-    assert served is None and line == f"draft length 2: trees would give {found.speedup:.2f}x, the chain 1.60x"
-    extra = told(LENGTH, found, served, "block")
+    served, line = chain_or_tree(LENGTH, result)
+    assert served is None and line == f"draft length 2: trees would give {result.speedup:.2f}x, the chain 1.60x"
+    extra = plan_entries(LENGTH, result, served, "block")
     assert extra["planned_shape"] is extra["planned_likeliest"] is None is served_tree(extra)
     assert extra["planned_rule"] == "block" and extra["planned_k"] == 2
 
 
 def test_the_tree_of_the_folder_is_considered_though_no_other_is(monkeypatch: pytest.MonkeyPatch) -> None:
     asked, plan = rounds(monkeypatch, tree=0.5), plan_of({"trees": 0}, tree=TREE)
-    found = best_tree(plan, LENGTH, TAUS, plain_texts(plan))
-    assert found and asked == [[0, 2, TREE]] and found.speedup == pytest.approx(2 * found.tau)
-    served, _ = decided(LENGTH, found)
-    assert served is found and served_tree(told(LENGTH, found, served, "block")) == TREE
+    result = best_tree(plan, LENGTH, TAUS, plain_texts(plan))
+    assert result and asked == [[0, 2, TREE]] and result.speedup == pytest.approx(2 * result.tau)
+    served, _ = chain_or_tree(LENGTH, result)
+    assert served is result and served_tree(plan_entries(LENGTH, result, served, "block")) == TREE
 
 
 @pytest.mark.parametrize("rule", ["coupled", "match"])
-def test_rules_that_are_asked_for_by_name_are_kept(rule: str) -> None:
+def test_rules_that_were_named_are_not_replaced(rule: str) -> None:
     assert best_tree(plan_of(tree=TREE, verify=rule), LENGTH, TAUS, Emitted([], [], [], [])) is None
 
 
 def test_training_keeps_the_tree_that_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     extra = {"planned_k": 3, "planned_shape": [-1, -1, 0], "planned_rule": "tree", "planned_likeliest": True}
     report = {"extra": extra | {"advice": None}, "environment": {}}
-    for name, found in (("measurement.measure", report), ("recorded", {}), ("replay.write", None), ("prepare", None)):
-        monkeypatch.setattr(f"cotrain.training.distil.{name}", lambda *_, found=found: found)
+    for name, result in (("measurement.measure", report), ("recorded", {}), ("replay.write", None), ("prepare", None)):
+        monkeypatch.setattr(f"cotrain.training.distil.{name}", lambda *_, result=result: result)
     plan = plan_of()
     keys = {"target": {"path": "t"}, "objective": "sampled_draft", "draft": {"kind": "independent"},
             "regime": {"temperature": 1.0, "top_k": 0, "top_p": 1.0}}  # fmt: skip
     job = SimpleNamespace(cfg=OmegaConf.create(keys), folder=tmp_path, target=plan.target, tokenizer=tokenizer())
     distil.measured(job, plan, {}, {})  # type: ignore[arg-type]
-    made = read(tmp_path / "draft").metadata
-    assert made and made.k == 3 and made.tree == PlannedTree((-1, -1, 0), "tree", True)
+    built = read(tmp_path / "draft").metadata
+    assert built and built.k == 3 and built.tree == PlannedTree((-1, -1, 0), "tree", True)
 
 
 @pytest.mark.parametrize(
@@ -302,7 +300,7 @@ def test_generate_serves_what_was_planned(place: Path, k: int | None, verify: st
 
 
 def test_without_trees_none_is_rated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tree_planner, "plain_distributions", lambda *_: 1 / 0)
+    monkeypatch.setattr(planner, "plain_distributions", lambda *_: 1 / 0)
     assert best_tree(plan_of({"trees": 0}), LENGTH, TAUS, Emitted([], [], [], [])) is None
 
 
@@ -311,7 +309,7 @@ def test_a_kind_that_drafts_no_trees_is_planned_as_chains(capsys: pytest.Capture
     assert "bench: retrieval drafts are planned as chains" in capsys.readouterr().out
 
 
-def test_the_shape_is_found_where_a_first_round_drafts_nothing() -> None:
+def test_the_shape_shows_though_a_first_round_drafts_nothing() -> None:
     """Heads have no state behind a prompt of one token."""
     target = tiny(vocab=300, hidden=64)
     heads = Medusa(MedusaNetwork(MedusaConfig(hidden_size=64, vocab_size=300, num_heads=2)), shape=(-1, -1, 0))
@@ -324,25 +322,25 @@ def test_at_temperature_0_a_planned_tree_is_rated_as_it_is_drafted() -> None:
     plan = plan_of({"trees": 0}, sampling=Sampling(temperature=0))
     texts = plain_texts(plan)
     tree = PlannedTree((-1, -1, -1, 0, 0, 1), "tree")
-    found = best_tree(replace(plan, tree=tree), LENGTH, TAUS, texts)
+    result = best_tree(replace(plan, tree=tree), LENGTH, TAUS, texts)
     distributions = plain_distributions(plan, texts)
-    assert found and distributions and found.tree == replace(tree, likeliest=True)
-    assert found.tau == tau_of(distributions, found.tree)
+    assert result and distributions and result.tree == replace(tree, likeliest=True)
+    assert result.tau == tree_tau(distributions, result.tree)
 
 
 def test_a_planned_tree_deeper_than_the_lengths_that_are_asked_for_is_rated() -> None:
     plan = plan_of(kind="medusa", draft=MedusaNetwork(MedusaConfig(hidden_size=64, vocab_size=300, num_heads=3)))
     shallow = replace(plan, bench=replace(plan.bench, depths=[1], trees=0), tree=PlannedTree((-1, -1, 0, 2), "tree"))
-    found = best_tree(shallow, LENGTH, TAUS, plain_texts(plan))
-    assert found and found.tree.depth == 3 and found.tau > 1
+    result = best_tree(shallow, LENGTH, TAUS, plain_texts(plan))
+    assert result and result.tree.depth == 3 and result.tau > 1
 
 
 def test_heads_are_loaded_with_the_tree_that_was_planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     network = MedusaNetwork(MedusaConfig(hidden_size=64, vocab_size=300, num_heads=2))
-    monkeypatch.setattr(Medusa, "network_beside", lambda folder, beside: network)
-    made = Metadata({"name": "x", "config": None, "tokenizer": None}, 3, tree=PlannedTree((-1, -1, 0), "tree"))
-    found = Medusa.load(tmp_path, Beside(tiny(), {}, made, None))
-    assert isinstance(found.branching, Branching) and found.branching.parents == (-1, -1, 0)
+    monkeypatch.setattr(Medusa, "load_network", lambda folder, beside: network)
+    built = Metadata({"name": "x", "config": None, "tokenizer": None}, 3, tree=PlannedTree((-1, -1, 0), "tree"))
+    result = Medusa.load(tmp_path, LoadArguments(tiny(), {}, built, None))
+    assert isinstance(result.branching, StaticTrees) and result.branching.parents == (-1, -1, 0)
 
 
 def test_a_kind_without_a_distribution_of_texts_is_rated_by_rounds_that_are_forced() -> None:
@@ -352,18 +350,18 @@ def test_a_kind_without_a_distribution_of_texts_is_rated_by_rounds_that_are_forc
     assert distributions is not None and distributions.q.shape == (*distributions.x.shape, 2, 300)
     alone = distributions.q[:, 0].sum(-1)  # of a text's first token: no round begins before it
     assert bool((alone[:, 1] == 0).all()) and bool((distributions.q[:, 1:-2].sum(-1) > 0.99).all())
-    found = candidates(plan, distributions, lambda parents: 1.0)
-    assert found and max(tree.depth for tree in found) <= 2
+    result = candidates(plan, distributions, lambda parents: 1.0)
+    assert result and max(tree.depth for tree in result) <= 2
 
 
-def test_children_are_those_that_the_draft_was_made_for() -> None:
+def test_children_are_as_the_draft_was_trained() -> None:
     """Greedily drafting: the likeliest alone; else both sorts, each under the rules that differ for it."""
     plan, texts = plan_of(), plain_texts(plan_of())
     distributions = plain_distributions(plan, texts)
     assert distributions
     flat = candidates(plan, distributions, lambda parents: 1.0)
     assert {(tree.rule, tree.likeliest) for tree in flat} == {("tree", False), ("traversal", False), ("tree", True)}
-    taus = [tau_of(distributions, tree) for tree in flat]
+    taus = [tree_tau(distributions, tree) for tree in flat]
     assert taus == sorted(taus, reverse=True) and all(len(tree.parents) == 4 for tree in flat)
     assert all(
         tree.likeliest for tree in candidates(replace(plan, objective="greedy"), distributions, lambda parents: 1.0)
@@ -374,13 +372,13 @@ def test_children_are_those_that_the_draft_was_made_for() -> None:
 
 
 def test_few_texts_are_read_of_large_vocabularies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tree_planner, "ENTRIES", 2 * 300 * 8)
+    monkeypatch.setattr(planner, "ENTRIES", 2 * 300 * 8)
     plan = plan_of()
     distributions = plain_distributions(plan, plain_texts(plan))
     assert distributions and distributions.x.shape == (2, 8)
 
 
 def test_advice_names_the_tree_that_was_measured() -> None:
-    tree = Grown(TREE, 2.0, RealRound(1, 1, 1), 0.8, 0.7)
-    said = advice(Length(0, 2, (1.0, 0.6, 0.7)), Interval(0.9, 0.8, 0.95), tree)
+    tree = MeasuredTree(TREE, 2.0, RealRound(1, 1, 1), 0.8, 0.7)
+    said = advice(DraftLength(0, 2, (1.0, 0.6, 0.7)), Interval(0.9, 0.8, 0.95), tree)
     assert said and "0.90x with a tree of 5 nodes in 2 levels, sampled children, traversal, 0.80x predicted" in said

@@ -10,17 +10,16 @@ import pytest
 import torch
 from tensorboard.plugin_util import markdown_to_safe_html
 
-from cotrain.board import final_figures, tags
-from cotrain.board.marked_text import escaped, marked
+from cotrain.bench.measurement import sample_text
+from cotrain.board import curves, tags
+from cotrain.board.tags import escaped
+from cotrain.data.texts import Texts
 from cotrain.evaluation.held_out import HeldOut, Scores
-from cotrain.rollout.kept_texts import Texts
 from cotrain.students.base import LAST
-from cotrain.training import held_out_points
-from cotrain.training.clock import Clock
-from cotrain.training.held_out_points import HeldOutPoints, depths, part_of, whole
-from cotrain.training.learning_curves import Learning, gradient_norm
+from cotrain.training import callbacks
+from cotrain.training.callbacks import HeldOutPoints, Learning, depths, gradient_norm, part_of, whole
 from cotrain.training.module import alpha_of
-from cotrain.training.progress import Progress
+from cotrain.training.progress import Clock, Progress
 from inference import Event
 from inference.output import pieces
 from tests.folders import tokenizer
@@ -48,8 +47,8 @@ def trained(
     a tenth of one."""
     clock = Clock(Progress(STEPS), validations)
     points = HeldOutPoints(held(), clock, [], k=4)
-    time, found = [0.0], list[int]()
-    monkeypatch.setattr(held_out_points.time, "monotonic", lambda: time[0])
+    time, result = [0.0], list[int]()
+    monkeypatch.setattr(callbacks.time, "monotonic", lambda: time[0])
 
     def on(_: HeldOut) -> dict[str, Scores]:
         time[0] += seconds
@@ -58,7 +57,7 @@ def trained(
     draft = torch.nn.Linear(1, 1)
     module: Any = SimpleNamespace(draft=draft, on=on, judged={1.0: {"all": scores()}}, temperature=1.0)
     judged = list[int]()
-    logger = SimpleNamespace(log_metrics=lambda values, step: (found if tags.TAU in values else judged).append(step))
+    logger = SimpleNamespace(log_metrics=lambda values, step: (result if tags.TAU in values else judged).append(step))
     strategy, every = SimpleNamespace(broadcast=lambda value: value), STEPS // validations
     trainer: Any = SimpleNamespace(loggers=[logger], global_step=0, should_stop=False, val_check_batch=every,
                                    strategy=strategy, world_size=1, lr_scheduler_configs=[])  # fmt: skip
@@ -77,21 +76,21 @@ def trained(
             clock.on_validation_end()
     assert judged == [every * (i + 1) for i in range(validations)]
     assert clock.progress.elapsed == pytest.approx(0.1 * STEPS)  # points are no training
-    return found, points, clock
+    return result, points, clock
 
 
 def test_a_run_of_ordinary_length_has_twenty_points_and_no_step_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, points, _ = trained(monkeypatch, 0.1)
-    assert len(found) >= 20 and found == sorted(set(found)) and found[0] == 0 and found[-1] == STEPS
-    assert max(b - a for a, b in zip(found, found[1:], strict=False)) <= STEPS / 20
+    result, points, _ = trained(monkeypatch, 0.1)
+    assert len(result) >= 20 and result == sorted(set(result)) and result[0] == 0 and result[-1] == STEPS
+    assert max(b - a for a, b in zip(result, result[1:], strict=False)) <= STEPS / 20
     assert f"{points.count} points of 40 texts, {0.1 * points.count:.1f} s" in points.line()
 
 
 @pytest.mark.parametrize("seconds", [0.5, 2.0, 60.0])
 def test_points_never_take_more_than_their_share_of_time(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    found, points, clock = trained(monkeypatch, seconds)
+    result, points, clock = trained(monkeypatch, seconds)
     assert points.seconds <= 0.05 * clock.progress.elapsed
-    assert {0, STEPS // 2, STEPS} <= set(found) and points.count < 24
+    assert {0, STEPS // 2, STEPS} <= set(result) and points.count < 24
 
 
 def test_a_resumed_run_counts_the_points_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +114,7 @@ def test_a_part_is_never_more_than_asked_for() -> None:
     assert [len(held(10).spread(count).texts) for count in (1, 3, 6, 9, 10)] == [1, 3, 5, 5, 10]
 
 
-def test_domains_are_told_apart_where_there_are_several() -> None:
+def test_several_domains_have_figures_of_their_own() -> None:
     one = whole({1.0: {"all": scores(0.5), "a": scores(0.5)}, 0.0: {"all": scores(0.9), "a": scores(0.9)}}, 1.0)
     two = whole({1.0: {"all": scores(0.5), "a": scores(0.4), "b": scores(0.6)}}, 1.0)
     assert one["4_held_out/acceptance_T0"] == 0.9 and one["4_held_out/kl"] == 0.1
@@ -123,36 +122,37 @@ def test_domains_are_told_apart_where_there_are_several() -> None:
     assert (two["5_domains/acceptance_a"], two["5_domains/acceptance_b"]) == (0.4, 0.6)
 
 
-def test_acceptance_is_of_drafts_as_they_are_made() -> None:
-    found = Scores(*vars(scores(0.5)).values())
-    object.__setattr__(found, "alpha_greedy", 0.25)
-    judged = {1.0: {"all": found, "a": found, "b": found}}
+def test_acceptance_is_of_the_drafting_mode() -> None:
+    result = Scores(*vars(scores(0.5)).values())
+    object.__setattr__(result, "alpha_greedy", 0.25)
+    judged = {1.0: {"all": result, "a": result, "b": result}}
     for objective, alpha in (("sampled", 0.5), ("greedy", 0.25)):
         said = whole(judged, 1.0, objective)
-        assert alpha_of(found, objective) == said["4_held_out/acceptance_T1"] == said["5_domains/acceptance_b"] == alpha
-    assert depths(found, 3) and not depths(found, 3, "greedy")
+        assert alpha_of(result, objective) == alpha == said["4_held_out/acceptance_T1"]
+        assert said["5_domains/acceptance_b"] == alpha
+    assert depths(result, 3) and not depths(result, 3, "greedy")
 
 
 def test_acceptance_by_depth_is_of_drafts_that_are_reached() -> None:
     starts = {0: 1.0, 2: 0.5, 3: 0.75}  # of rounds, where tokens are accepted with 1, 1/2, 1/4 and 1
     wanted = (starts[0] * 1 + starts[2] / 4 + starts[3] * 1) / sum(starts.values())
-    found = depths(scores(), 3)
-    assert len(found) == 3 and found["3_depth/acceptance_1"] == pytest.approx(wanted)
+    result = depths(scores(), 3)
+    assert len(result) == 3 and result["3_depth/acceptance_1"] == pytest.approx(wanted)
 
 
 def test_ends_that_one_batch_cannot_tell_are_left_out() -> None:
-    found = tags.speed({"speedup": 1.5, "low": math.nan, "high": math.nan, "tau": 2.0})
-    assert found == {tags.SPEEDUP: 1.5, "6_timed/tau": 2.0}
+    result = tags.speed({"speedup": 1.5, "low": math.nan, "high": math.nan, "tau": 2.0})
+    assert result == {tags.SPEEDUP: 1.5, "6_timed/tau": 2.0}
 
 
 def test_ends_of_an_interval_keep_their_names() -> None:
-    found = tags.speed({"speedup": 1.5, "low": 1.2, "high": 1.9})
-    assert found == {f"1_serving/speedup{end}": value for end, value in (("", 1.5), ("_low", 1.2), ("_high", 1.9))}
+    result = tags.speed({"speedup": 1.5, "low": 1.2, "high": 1.9})
+    assert result == {f"1_serving/speedup{end}": value for end, value in (("", 1.5), ("_low", 1.2), ("_high", 1.9))}
     report = {"speedup": {"whole": {"value": 1.5, "low": 1.2, "high": 1.9}}, "acceptance": {"tau": {"measured": 2.5}},
               "exactness": {"passed": False}}  # fmt: skip
     wanted = {"acceptance": 0.5, "tau": 2.0, "speedup": 1.5, "speedup_low": 1.2, "speedup_high": 1.9, "tau_timed": 2.5}
-    assert final_figures.figures(0.5, 2.0, report) == wanted | {"exact": 0.0}
-    assert final_figures.figures(0.5, 2.0, {}) == {"acceptance": 0.5, "tau": 2.0}
+    assert curves.final_figures(0.5, 2.0, report) == wanted | {"exact": 0.0}
+    assert curves.final_figures(0.5, 2.0, {}) == {"acceptance": 0.5, "tau": 2.0}
 
 
 def test_marks_are_those_that_the_legend_shows() -> None:
@@ -161,14 +161,14 @@ def test_marks_are_those_that_the_legend_shows() -> None:
     engine = SimpleNamespace(stream=lambda *_, **__: [Event(0, ids[:2], kinds[:2]), Event(0, ids[2:], kinds[2:])])
     plan: Any = SimpleNamespace(tokenizer=tokenizer(), ranking=lambda *_: [ids], engine=lambda *_: engine,
                                 sampling=None, bench=SimpleNamespace(new_tokens=3, seed=0))  # fmt: skip
-    shown = markdown_to_safe_html(marked(plan, 1))
+    shown = markdown_to_safe_html(sample_text(plan, 1))
     legend = dict(re.findall(r"<(\w+)>(accepted|corrected|bonus)", shown))
-    made = re.findall(r"<(strong|em|code)>", shown.partition("target calls")[2])
-    assert [legend[tag] for tag in made] == ["accepted", "corrected", "bonus"]
+    built = re.findall(r"<(strong|em|code)>", shown.partition("target calls")[2])
+    assert [legend[tag] for tag in built] == ["accepted", "corrected", "bonus"]
     assert "3 new tokens in 2 target calls" in shown
 
 
-def test_training_is_logged_at_the_steps_done_with_the_rate_that_made_them() -> None:
+def test_training_is_logged_at_the_steps_done_with_their_rate() -> None:
     learning, logged = Learning(Progress(20)), list[tuple[int, dict[str, float]]]()
     logger = SimpleNamespace(log_metrics=lambda values, step: logged.append((step, values)))
     trainer: Any = SimpleNamespace(loggers=[logger], global_step=0, world_size=2)
@@ -177,7 +177,7 @@ def test_training_is_logged_at_the_steps_done_with_the_rate_that_made_them() -> 
     module: Any = SimpleNamespace(draft=draft, device=torch.device("cpu"), found={}, watched=False)
     learning.on_train_start(trainer, module)
     for step in range(10):
-        module.watched, module.found = step % 5 == 4, {"loss": float(step)} if step % 5 == 4 else {}
+        module.watched, module.step_figures = step % 5 == 4, {"loss": float(step)} if step % 5 == 4 else {}
         optimizer = SimpleNamespace(param_groups=[{"lr": 0.1 * step}])
         for index in range(2):  # of a step
             if index:
@@ -213,8 +213,8 @@ def test_text_is_shown_as_it_stands(text: str) -> None:
 def test_pieces_of_a_text_wait_for_whole_characters() -> None:
     ids = tokenizer().encode("a ü", add_special_tokens=False)
     events = [Event(0, ids[:-1], ["drafted"] * (len(ids) - 1)), Event(0, ids[-1:], ["corrected"])]
-    found = list(pieces(events, tokenizer().decode))
-    assert "".join(text for _, text in found) == "a ü" and found[-1] == ("corrected", "ü")
+    result = list(pieces(events, tokenizer().decode))
+    assert "".join(text for _, text in result) == "a ü" and result[-1] == ("corrected", "ü")
     cut = list(pieces(events[:1], tokenizer().decode))
     assert cut[-1] == ("drafted", "\ufffd")
 

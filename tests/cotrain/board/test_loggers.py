@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from lightning.pytorch.loggers import wandb as lightning_wandb
 
-from cotrain.board import loggers, tags
+from cotrain.board import curves, tags
 from cotrain.cli import main
 from tests.cotrain.commands.test_train import SIZES, events_of, job, place  # noqa: F401 - a fixture
 
@@ -21,7 +21,7 @@ class Run:
         self.asked, self.name, self.id = asked, asked["name"], asked["id"]
         self.logged: list[dict[str, float]] = []
         self.settings: dict[str, Any] = {}
-        self.config = SimpleNamespace(update=lambda found, allow_val_change: self.settings.update(found))
+        self.config = SimpleNamespace(update=lambda result, allow_val_change: self.settings.update(result))
         self.ended: int | None = None
 
     def log(self, figures: dict[str, float]) -> None:
@@ -49,9 +49,14 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     package.__spec__ = ModuleSpec("wandb", None)
     vars(package).update(init=init, run=None, Error=Error, runs=runs)
     vars(library).update(RunDisabled=type("RunDisabled", (), {}))
-    kept = ModuleType("wandb.wandb_run")
-    vars(kept).update(Run=Run)
-    parts = {"wandb": package, "wandb.sdk": ModuleType("wandb.sdk"), "wandb.sdk.lib": library, "wandb.wandb_run": kept}
+    run_module = ModuleType("wandb.wandb_run")
+    vars(run_module).update(Run=Run)
+    parts = {
+        "wandb": package,
+        "wandb.sdk": ModuleType("wandb.sdk"),
+        "wandb.sdk.lib": library,
+        "wandb.wandb_run": run_module,
+    }
     for name, module in parts.items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(lightning_wandb, "_WANDB_AVAILABLE", True)
@@ -68,37 +73,37 @@ def test_wandb_gets_the_curves_of_tensorboard(
     (run,) = wandb.runs
     assert (run.asked["project"], run.name, run.ended) == ("cotrain", "mine", 0)
     assert run.settings["optimizer"]["lr"] > 0 and run.settings["trainer"]["logger"] == "wandb"
-    found = {(name, int(row["trainer/global_step"])): value for row in run.logged for name, value in row.items()}
+    result = {(name, int(row["trainer/global_step"])): value for row in run.logged for name, value in row.items()}
     events = events_of(place / "watched")
     for name in (tags.ACCEPTANCE, tags.LOSS, tags.RATE, "4_held_out/acceptance_T1"):
         curve = {(name, event.step): event.value for event in events.Scalars(name)}
-        assert curve and all(found[place] == pytest.approx(value, rel=1e-5) for place, value in curve.items())
-    assert found["9_final/acceptance", 5] > 0
+        assert curve and all(result[place] == pytest.approx(value, rel=1e-5) for place, value in curve.items())
+    assert result["9_final/acceptance", 5] > 0
 
 
 def test_a_resumed_run_is_the_same_one_and_a_failed_one_says_so(tmp_path: Path, wandb: Any) -> None:
     cfg: Any = {"trainer": {"logger": "wandb"}, "label": None}
     from omegaconf import OmegaConf
 
-    made = OmegaConf.create(cfg)
-    with pytest.raises(KeyboardInterrupt), loggers.others(made, tmp_path):  # type: ignore[arg-type]
+    built = OmegaConf.create(cfg)
+    with pytest.raises(KeyboardInterrupt), curves.others(built, tmp_path):  # type: ignore[arg-type]
         raise KeyboardInterrupt
-    with loggers.others(made, tmp_path):  # type: ignore[arg-type]
+    with curves.others(built, tmp_path):  # type: ignore[arg-type]
         pass
     first, second = wandb.runs
     assert first.id == second.id and (first.ended, second.ended) == (1, 0)
     assert first.asked["resume"] == "allow" and first.name == tmp_path.name
 
 
-def test_a_run_that_the_service_refuses_is_one_line(
+def test_a_run_that_the_service_rejects_is_an_error_of_one_line(
     place: Path,  # noqa: F811
     wandb: Any,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def refused(**_: Any) -> Run:
+    def rejected(**_: Any) -> Run:
         raise wandb.Error("api_key not configured\n(no-tty)")
 
-    wandb.init = refused
+    wandb.init = rejected
     assert job(place, "refused", "trainer.logger=wandb") == 1
     said = capsys.readouterr().err
     assert said == (
@@ -107,7 +112,7 @@ def test_a_run_that_the_service_refuses_is_one_line(
     )
 
 
-def test_without_the_package_it_is_named_before_anything_is_made(
+def test_a_missing_package_is_named_before_files_are_written(
     place: Path,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

@@ -10,15 +10,13 @@ from typing import Any
 
 import pytest
 
-from cotrain import progress_display
-from cotrain.bench.timing_display import TimingDisplay
+from cotrain import console
+from cotrain.bench.measurement import TimingDisplay
 from cotrain.cli import main
-from cotrain.machine_output import answering, strict
-from cotrain.progress_display import Display, clock
-from cotrain.training.progress import Progress
-from cotrain.training.training_bar import Bar
+from cotrain.console import Display, answering, clock, strict
+from cotrain.training.progress import Bar, Progress
 from inference.report.table import headline
-from tests.cotrain.evaluation.test_compare import run as judged
+from tests.cotrain.evaluation.test_comparison import run as judged
 
 
 class Terminal(io.StringIO):
@@ -30,12 +28,12 @@ class Terminal(io.StringIO):
 def seconds(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The clock that displays read."""
     now = [100.0]
-    monkeypatch.setattr(progress_display.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
     return now
 
 
 def test_lines_come_now_and_then_with_the_time_left(seconds: list[float], capsys: pytest.CaptureFixture[str]) -> None:
-    with Display("rollout", 100, "texts", begun=40) as display:
+    with Display("rollout", 100, "texts", start_at=40) as display:
         for done in range(41, 101):
             seconds[0] += 2.0
             display.to(done, f"{done} tokens/s")
@@ -49,7 +47,7 @@ def test_a_terminal_gets_a_bar_that_is_closed(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(sys, "stdout", terminal)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
-    with pytest.raises(OSError, match="down"), Display("training", 10, "steps", begun=4) as display:
+    with pytest.raises(OSError, match="down"), Display("training", 10, "steps", start_at=4) as display:
         display.to(7, "loss 2.100")
         raise OSError("the machine went down")
     shown = terminal.getvalue()
@@ -74,11 +72,11 @@ def test_a_resumed_training_begins_where_the_run_does(seconds: list[float], caps
         global_step=60, max_steps=100, loggers=[], progress_bar_metrics={"v_num": "tensorboard"}
     )
     found = {"loss": 2.0, "acceptance": 0.5, "acceptance_greedy_draft": 0.4}
-    module: Any = SimpleNamespace(found={})
+    module: Any = SimpleNamespace(step_figures={})
     bar.on_train_start(trainer, module)
     for trainer.global_step in range(61, 101):
         seconds[0] += 4.0
-        module.found = found if trainer.global_step == 70 else {}
+        module.step_figures = found if trainer.global_step == 70 else {}
         bar.on_train_batch_end(trainer, module)
         bar.on_train_batch_end(trainer, module)  # a batch that ends no step
     bar.on_train_end(trainer, module)
@@ -96,13 +94,11 @@ def test_a_timing_says_how_near_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     display.turned(2)
     assert said[0].startswith("bench: timing: 1/4 batches") and said[0].endswith("left, no interval yet")
     assert said[1].endswith("left, interval within 25 % of the speed-up")
-    assert (
-        TimingDisplay(4, progress_display.time.perf_counter() + 60).line().startswith("bench: timing: 0/60 s at most")
-    )
+    assert TimingDisplay(4, console.time.perf_counter() + 60).line().startswith("bench: timing: 0/60 s at most")
 
 
 def test_a_timing_that_takes_longer_than_it_may_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    display = TimingDisplay(4, progress_display.time.perf_counter() - 11)
+    display = TimingDisplay(4, console.time.perf_counter() - 11)
     said: list[str] = []
     display.say = said.append
     display.turned(3)

@@ -18,12 +18,11 @@ from omegaconf import DictConfig
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from cotrain.cli import COMMANDS, main
+from cotrain.cli import COMMANDS, main, quiet
 from cotrain.config.overrides import nearest, quote
 from cotrain.config.settings import SCHEMAS, register
 from cotrain.errors import UserError
 from cotrain.paths import folder
-from cotrain.quiet import quiet
 from inference import Engine, Sampling
 from tests.tiny import tiny
 

@@ -4,7 +4,6 @@ import copy
 import json
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +15,18 @@ from safetensors.torch import load_file, save_file
 from transformers import configuration_utils
 
 from cotrain.bench import server_parity
-from cotrain.bench.measurement import Plan
+from cotrain.bench.plan import Plan
 from cotrain.commands import bench, generate, rollout, serve_check
 from cotrain.config.settings import checked, register
 from cotrain.errors import UserError
 from cotrain.paths import folder
 from cotrain.students.base import KINDS
 from inference import Engine, Sampling, load
-from inference.drafts.draft_folder import METADATA, Metadata, load_tokenizer
-from inference.drafts.planned_tree import PlannedTree
+from inference.drafts.draft_folder import Metadata, PlannedTree, describe, load_tokenizer
 from inference.lookup.corpus import About, Datastore
-from inference.proposers.base import Beside
-from inference.proposers.branching import Branching
+from inference.proposers.base import LoadArguments
 from inference.proposers.quantised import Quantised, QuantisedConfig
+from inference.proposers.trees import StaticTrees
 from inference.report.build import validate
 from inference.servers.openai_client import Served
 from tests.cotrain.commands.test_cli import saved
@@ -76,7 +74,7 @@ def plain(place: Path) -> list[int]:
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     """What rounds cost is not looked at here."""
-    monkeypatch.setattr("inference.measure.real_costs.MOST", 1)
+    monkeypatch.setattr("inference.measure.costs.MOST", 1)
     monkeypatch.setattr("cotrain.bench.planner.SHAPE", 1)
 
 
@@ -119,8 +117,8 @@ def test_a_folder_is_measured_and_decodes(
 def test_a_rounded_target_is_loaded_with_the_tree_that_was_planned(tmp_path: Path) -> None:
     path = foreign(tmp_path / "draft", tmp_path / "target", "quantised")
     made = Metadata({"name": "x", "config": None, "tokenizer": None}, 2, tree=PlannedTree((-1, -1, 0), "tree"))
-    found = Quantised.load(path, Beside(network(), {}, made, None))
-    assert isinstance(found.branching, Branching) and found.branching.parents == (-1, -1, 0)
+    found = Quantised.load(path, LoadArguments(network(), {}, made, None))
+    assert isinstance(found.branching, StaticTrees) and found.branching.parents == (-1, -1, 0)
 
 
 def foreign(path: Path, target: Path, kind: str) -> Path:
@@ -130,7 +128,7 @@ def foreign(path: Path, target: Path, kind: str) -> Path:
     else:
         saved(path)  # a model whose tokenizer is another
     about = Metadata({"name": str(target), "config": None, "tokenizer": None}, 2, kind=kind)
-    (path / METADATA).write_text(json.dumps(asdict(about)))
+    describe(path, about)
     return path
 
 
@@ -198,9 +196,9 @@ def changed(path: Path, old: Path, **values: Any) -> Path:
     [
         ("medusa", {"hidden_size": 32}, "draft.path=PATH: its hidden_size is 32, the target's 64: it serves the "),
         ("eagle", {"vocab_size": 301}, "draft.path=PATH: its vocab_size is 301, the target's 300"),
-        ("early_exit", {"num_hidden_layers": 3}, "draft.path=PATH: an exit behind 3 layers, the target has 2"),
+        ("early_exit", {"num_hidden_layers": 3}, "draft.path=PATH: an exit after 3 layers, the target has 2"),
         ("early_exit", {"projections": {"mlp.up_proj": [64, 32]}}, "draft.path=PATH: its mlp.up_proj is .64, 32., "),
-        ("eagle", {"max_position_embeddings": 15}, "bench.prompt_tokens, bench.new_tokens: .* more than the 15 "),
+        ("eagle", {"max_position_embeddings": 15}, "bench.prompt_tokens, bench.new_tokens: .* exceed the 15 "),
         ("retrieval", {"lookup": {"datastore": "/none"}}, "/none is no datastore"),
         ("hybrid", {"lookup": {"datastore": "STORE"}}, "draft.path=PATH: its datastore is made for 999 ids, the "),
         ("hydra", {"num_heads": 4}, "tensor state has shape .3, 64, 64., config.json says .4, 64"),

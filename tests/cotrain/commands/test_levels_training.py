@@ -85,17 +85,17 @@ def test_bits_reach_every_command(
     ("settings", "message"),
     [
         ("draft=quantised draft.bits=3", "draft.bits=3: it must be 8 (int8) or 4 (nf4)"),
-        ("draft=quantised draft.bits=null", "draft.bits: quantised drafts with the target in fewer bits: give it"),
+        ("draft=quantised draft.bits=null", "draft.bits: quantised drafts with the target in fewer bits: set how many"),
         ("draft=quantised quantisation=int8", "quantisation: quantised drafts with the target in fewer bits, which is"),
         ("draft=two_levels draft.path=SMALL quantisation=nf4", "quantisation: two_levels drafts with the target in"),
         ("draft=quantised draft.path=SMALL", "draft.path=SMALL: quantised drafts do not have it"),
-        ("draft=two_levels", "draft.path: two_levels guesses with a small independent draft: name its folder"),
-        ("draft=two_levels draft.path=SMALL draft.inner=null", "draft.inner: guesses before the target in fewer"),
+        ("draft=two_levels", "draft.path: two_levels drafts with a small independent draft: name its folder"),
+        ("draft=two_levels draft.path=SMALL draft.inner=null", "draft.inner: drafts before the target in fewer"),
         ("draft=two_levels draft.path=SMALL draft.inner=0", "draft.inner=0: it must be at least 1"),
         ("draft=two_levels draft.path=MEDUSA", "MEDUSA is of kind 'medusa', which drafts from the target's hidden "
-         "states; two_levels guesses with independent drafts alone"),
+         "states; two_levels drafts with independent drafts alone"),
         ("draft=two_levels draft.path=EXIT", "EXIT is of kind 'early_exit', which drafts from the target's hidden"),
-        ("draft=two_levels draft.path=LOOKUP", "LOOKUP is of kind 'retrieval'; two_levels guesses with independent"),
+        ("draft=two_levels draft.path=LOOKUP", "LOOKUP is of kind 'retrieval'; two_levels drafts with independent"),
         ("draft=two_levels draft.path=/nowhere", "draft.path: /nowhere is no folder of a model, and none that the hub"),
         ("draft=two_levels draft.path=BARE", "draft.path: BARE is no draft folder: it has no config.json"),
         ("draft=quantised draft.inner=3", "draft.inner=3: quantised drafts do not have it; draft.inner=null"),
@@ -103,7 +103,7 @@ def test_bits_reach_every_command(
         ("draft=early_exit draft.inner=3", "draft.inner=3: early_exit drafts do not have it; draft.inner=null"),
         ("draft=independent draft.rank=4", "draft.rank=4: independent drafts do not have it; draft.rank=0"),
         ("draft=quantised init=pretrained", "init=pretrained: quantised drafts learn nothing; init=scratch"),
-        ("draft=early_exit draft.layers=9", "draft.layers: an exit behind 9 layers of a target of 2: 1 .. 2"),
+        ("draft=early_exit draft.layers=9", "draft.layers: an exit after 9 layers of a target of 2: 1 .. 2"),
     ],
 )  # fmt: skip
 def test_what_cannot_draft_is_refused_by_name(

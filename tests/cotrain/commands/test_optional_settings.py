@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from cotrain.config.groups import Init
-from cotrain.students.base import KINDS, OPTIONAL, UNTRAINED
+from cotrain.students.base import KINDS, OPTIONAL, student_class
 from cotrain.training import assembly
 from tests.cotrain.config.test_settings_reach import composed
 from tests.tiny import tiny
@@ -52,7 +52,7 @@ def test_a_kind_takes_what_it_has_and_refuses_the_rest(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_where_weights_come_from_is_said_once(kind: str) -> None:
-    if kind in UNTRAINED:
+    if not student_class(kind).trained:
         assert f"init=pretrained: {kind} drafts learn nothing; init=scratch" in said(kind, "pretrained")
         assert f"draft.quantisation=int8: {kind} drafts learn nothing" in said(kind, quantisation="int8")
     else:

@@ -149,10 +149,14 @@ def test_a_run_of_an_earlier_version_is_known_by_its_settings(
 
 
 def test_overwrite_replaces_no_folder_that_the_command_did_not_write(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    draft = tmp_path_factory.mktemp("draft")
     (tmp_path / "README.md").write_text("# mine")
-    for command in (["datastore", "overwrite=true", f"output={tmp_path}"], ["pretrain", f"export={tmp_path}"]):
+    for command in (["datastore", f"output={tmp_path}"], ["datastore", "overwrite=true", f"output={tmp_path}"],
+                    ["export", f"draft.path={draft}", f"output={tmp_path}"],
+                    ["export", f"draft.path={draft}", f"output={tmp_path}", "overwrite=true"],
+                    ["pretrain", f"export={tmp_path}"]):  # fmt: skip
         assert main(command) == 1
         assert "name another folder (a command replaces only what it made)" in capsys.readouterr().err
     with pytest.raises(UserError, match="no README.md that this command wrote"):

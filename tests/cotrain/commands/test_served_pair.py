@@ -11,8 +11,8 @@ from cotrain.commands.served_pair import refuse_pair, resolved
 from cotrain.config.overrides import quote
 from cotrain.errors import UserError
 from cotrain.evaluation.comparison import named
-from cotrain.export.card import tau_by_length
 from cotrain.export.engines import place
+from cotrain.export.publishing import tau_by_length
 from cotrain.run_folder import claim, held, writable
 from inference.drafts.draft_folder import Metadata, save
 from tests.cotrain.commands.test_cli import ran  # noqa: F401

@@ -21,11 +21,11 @@ from cotrain.data.prompt_rows import PromptRows
 from cotrain.data.texts import Curriculum, Strided
 from cotrain.rollout.samplers import Ask, Faster, Mixed, Own
 from cotrain.rollout.training_texts import Sampled, Share
-from cotrain.training import fit, phases
+from cotrain.training import fit
 from cotrain.training.callbacks import Averaged
-from cotrain.training.phases import Phase, phases_of
+from cotrain.training.fit import TrainingPhase, phases_of
 from inference import Engine, Sampling
-from inference.models.dtypes import widened
+from inference.models.pretrained import widened
 from tests.cotrain.commands.test_train import job, place, run, same, weights  # noqa: F401 - fixtures
 from tests.folders import network, tokenizer
 
@@ -36,9 +36,9 @@ def settings(steps: int, phases: int, url: str | None = None) -> Any:
 
 
 def test_legs_end_at_validations() -> None:
-    assert phases_of(settings(10, 1), 3) == [Phase(0, 0, 10)]
-    assert phases_of(settings(10, 2), 3) == [Phase(0, 0, 6), Phase(1, 6, 10)]
-    assert phases_of(settings(9, 3), 3) == [Phase(0, 0, 3), Phase(1, 3, 6), Phase(2, 6, 9)]
+    assert phases_of(settings(10, 1), 3) == [TrainingPhase(0, 0, 10)]
+    assert phases_of(settings(10, 2), 3) == [TrainingPhase(0, 0, 6), TrainingPhase(1, 6, 10)]
+    assert phases_of(settings(9, 3), 3) == [TrainingPhase(0, 0, 3), TrainingPhase(1, 3, 6), TrainingPhase(2, 6, 9)]
     for wrong in (0, 5):
         with pytest.raises(ValueError, match=f"rollout.rounds: from 1 to .* 4, not {wrong}"):
             phases_of(settings(10, wrong), 3)
@@ -149,7 +149,7 @@ def test_a_draft_ends_texts_where_the_target_does() -> None:
     size = SimpleNamespace(draft_dtype="auto", draft_int8=False, rows=1)
     plan = measurement.Plan(target, tokenizer(), small, Sampling(), "token", size, ("t", "d"))  # type: ignore[arg-type]
     cfg = SimpleNamespace(policy=SimpleNamespace(k=2), rollout=SimpleNamespace(rows=2, on_draft=0.5))
-    found = phases.swapped(SimpleNamespace(cfg=cfg, plan=lambda _: plan, target=target, tokenizer=tokenizer()), small)  # type: ignore
+    found = fit.swapped(SimpleNamespace(cfg=cfg, plan=lambda _: plan, target=target, tokenizer=tokenizer()), small)  # type: ignore
     assert isinstance(found, Mixed) and isinstance(found.draft, Own) and found.draft.engine.ends == {0, 5}
 
 
@@ -170,11 +170,11 @@ def test_a_run_that_stopped_before_its_second_round_samples_with_what_it_had_lea
 ) -> None:
     met: list[dict[str, torch.Tensor]] = []
 
-    def noted(job: Any, draft: PreTrainedModel) -> Faster:
+    def noted(job: Any, draft: PreTrainedModel, swapped: Any = fit.swapped) -> Faster:
         met.append({name: value.clone() for name, value in draft.state_dict().items()})
         if len(met) == 1:
             raise OSError("the machine went down")
-        return phases.swapped(job, draft)
+        return swapped(job, draft)
 
     monkeypatch.setattr(fit, "swapped", noted)
     monkeypatch.setattr(measurement, "quick", lambda plan, k: {"speedup": 1.0})

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cotrain.commands.train import swept
-from inference.report.table import beside
+from inference.report.table import comparison
 
 
 def report(tau: float, predicted: float, whole: tuple[float, float | None, float | None], passed: bool = True) -> Any:
@@ -26,7 +26,7 @@ def test_reports_beside_each_other_say_what_each_of_them_says() -> None:
     unchecked = report(1.5, 1.5, (1.0, 0.9, 1.1)) | {"exactness": None, "acceptance": None, "speedup": None}
     reports = {"draft=medusa": report(1.234, 1.25, (1.126, 1.094, 1.157)), "draft=eagle": tree,
                "draft=wrong": report(3.0, 2.0, (2.0, 1.9, 2.1), passed=False), "none": unchecked}  # fmt: skip
-    assert [re.split(r"  +", row) for row in beside(reports).splitlines()] == [
+    assert [re.split(r"  +", row) for row in comparison(reports).splitlines()] == [
         ["draft", "drafting", "tau", "predicted", "speed-up", "exact"],
         ["draft=medusa", "fixed k=4", "1.234", "1.250", "1.13x", "[1.09, 1.16]", "yes"],
         ["draft=eagle", "trees of 2 nodes", "2.000", "1.980", "1.00x", "yes"],

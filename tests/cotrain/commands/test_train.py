@@ -188,7 +188,7 @@ def test_an_interrupted_run_ends_as_if_it_had_not_been(
         return {"speedup": 1.0 + len(calls)}
 
     monkeypatch.setattr(measurement, "quick", quick)
-    monkeypatch.setattr(distil, "export", lambda job, module, speed, others: exported.extend(speed.kept) or {})
+    monkeypatch.setattr(distil, "export", lambda job, module, speed, others: exported.extend(speed.checkpoints) or {})
     exported: list = []
     assert job(place, "resumed", "measure=true") == 1 and "went down" in capsys.readouterr().err
     assert not exported
@@ -214,7 +214,7 @@ def test_a_run_that_lost_its_patience_stays_ended(
     settings = ("trainer.patience=1", "trainer.steps=6", "trainer.validations=3")
     assert job(place, "patience", *settings) == 1
     kept: list = []
-    monkeypatch.setattr(distil, "export", lambda job, module, speed, others: kept.extend(speed.kept) or {})
+    monkeypatch.setattr(distil, "export", lambda job, module, speed, others: kept.extend(speed.checkpoints) or {})
     job(place, "patience", *settings)
     assert [one.step for one in kept] == [0, 2] and not (place / "patience" / "checkpoints" / "step-4").exists()
 
@@ -382,7 +382,7 @@ def test_a_draft_that_cannot_be_trained_is_refused_before_texts_are_sampled(
     def refuse(_: object) -> None:
         raise ValueError("draft: its head does more than project")
 
-    monkeypatch.setattr("cotrain.students.independent.Independent.refuse", refuse)
+    monkeypatch.setattr("cotrain.students.independent.IndependentStudent.refuse", refuse)
     monkeypatch.setattr(distil, "held_out_texts", lambda _: 1 / 0)
     assert job(place, "untrainable") == 1
     assert "draft: its head does more than project" in capsys.readouterr().err

@@ -23,12 +23,12 @@ from cotrain.data.texts import of_blocks
 from cotrain.evaluation.held_out import DEPTHS
 from cotrain.paths import folder
 from cotrain.rollout.training_texts import WHOLE, Share
-from cotrain.students.independent import Independent
+from cotrain.students.independent import IndependentStudent
 from cotrain.training import assembly, fit
 from cotrain.training import job as jobs
+from cotrain.training.fit import TrainingPhase
 from cotrain.training.interrupts import Keeper
 from cotrain.training.job import Job, objective
-from cotrain.training.phases import Phase
 from cotrain.training.progress import Progress
 from inference import Sampling
 from tests.folders import network, tokenizer
@@ -67,7 +67,7 @@ def test_a_module_is_made_as_the_settings_say() -> None:
     assert [stage.until for stage in stages] == [0.4, 1.0]
     assert [stage.loss.terms[0].name for stage in stages] == [cfg.loss.first, cfg.loss.then] == ["kl", "tv"]
     judged: Any = {0.8: "held"}
-    module = assembly.trained_by(job, Independent(network(1)), stages, judged)
+    module = assembly.trained_by(job, IndependentStudent(network(1)), stages, judged)
     assert (module.stages, module.held_out, module.temperature) == (stages, judged, 0.8)
     assert (module.cosine, module.teacher.room, module.k, module.hardest) == (0.2, 5 * 2**20, 3, 0.6)
     assert (module.seed, module.top, module.decay) == (11, 0, 0.9)
@@ -87,7 +87,7 @@ def test_a_module_is_made_as_the_settings_say() -> None:
 def test_a_module_of_defaults_judges_as_deep_as_figures_go() -> None:
     job = job_of("policy.k=null", "loss.then=null")
     (stage,) = assembly.stages(job.cfg.loss)
-    module = assembly.trained_by(job, Independent(network(1)), [stage], {})
+    module = assembly.trained_by(job, IndependentStudent(network(1)), [stage], {})
     assert stage.until == 1 and module.k == DEPTHS
 
 
@@ -95,7 +95,7 @@ def test_texts_are_judged_at_every_temperature_that_is_asked_for(monkeypatch: py
     job, met = job_of("rollout.temperatures=[0.0]", "rollout.train_temperatures=[0.3]"), list[Any]()
     monkeypatch.setattr(Job, "texts", lambda self, *asked: asked)
     monkeypatch.setattr(assembly, "held_out", lambda *asked: met.append(asked) or asked[2])
-    monkeypatch.setattr(assembly, "_own", lambda *_: None)
+    monkeypatch.setattr(assembly, "_warn_of_other_targets", lambda *_: None)
     assert assembly.held_out_texts(job) == {0.0: 0.0, 0.3: 0.3, 0.8: 0.8}
     assert [(texts, t) for _, texts, t, _ in met] == [(("held_out", t), t) for t in (0.0, 0.3, 0.8)]
     logits = torch.arange(30.0)[None]
@@ -129,7 +129,7 @@ def test_the_trainer_is_made_as_the_settings_say(monkeypatch: pytest.MonkeyPatch
     job = job_of("trainer.minutes=null", "trainer.precision=16-mixed", "trainer.devices=2", "trainer.nodes=3")
     extra: Any = [object()]
     job.loggers = extra
-    fit._trainer(job, extra, Phase(1, 20, 70), 11, Progress(160), 20)
+    fit._trainer(job, extra, TrainingPhase(1, 20, 70), 11, Progress(160), 20)
     assert (made["devices"], made["num_nodes"], made["strategy"]) == (2, 3, "auto")
     assert (made["accelerator"], made["precision"], made["inference_mode"]) == ("cpu", "16-mixed", True)
     assert (made["accumulate_grad_batches"], made["gradient_clip_val"]) == (3, 0.7)
@@ -142,7 +142,7 @@ def test_the_trainer_is_made_as_the_settings_say(monkeypatch: pytest.MonkeyPatch
     assert made["callbacks"][0] is extra[0] and isinstance(made["callbacks"][-1], ModelCheckpoint)
     assert made["callbacks"].index(keeper) == len(made["callbacks"]) - 2  # behind all whose state is kept
     job.cfg.trainer.minutes = 2
-    fit._trainer(job, extra, Phase(0, 0, 70), 11, Progress(160), 0)
+    fit._trainer(job, extra, TrainingPhase(0, 0, 70), 11, Progress(160), 0)
     assert made["val_check_interval"] == fit.NEVER and made["logger"][0]._kwargs["purge_step"] is None
 
 
@@ -170,7 +170,7 @@ def test_a_ranking_speaks_of_what_will_be_served(monkeypatch: pytest.MonkeyPatch
     module: Any = SimpleNamespace(tau=lambda *asked: met.append(asked) or 2.5)
     monkeypatch.setattr(Job, "plan", lambda self, draft: draft)
     monkeypatch.setattr(distil.measurement, "quick", lambda plan, k: {"speedup": (plan, k)})
-    monkeypatch.setattr(distil, "marked", lambda plan, k: (plan, k))
+    monkeypatch.setattr(distil, "sample_text", lambda plan, k: (plan, k))
     speed = distil.ranking(job, module)
     assert speed.tau() == 2.5 and met == [(3, "greedy", "block")]
     draft: Any = object()

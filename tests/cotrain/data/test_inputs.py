@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from cotrain.config.groups import Data
 from cotrain.data.conversations import Chats
-from cotrain.data.inputs import made_from, read_rows
+from cotrain.data.inputs import prompt_origin, read_rows
 from cotrain.data.sources import source_of
 from cotrain.data.splits import SPLITS
 from tests.folders import tokenizer
@@ -170,7 +170,7 @@ def test_a_path_that_is_no_hub_id_is_no_such_file(tmp_path: Path) -> None:
 
 
 def test_a_name_that_is_nothing_here_and_not_on_the_hub_is_said_so() -> None:
-    for ask in (read_rows, lambda data: made_from(data, "train")):
+    for ask in (read_rows, lambda data: prompt_origin(data, "train")):
         with pytest.raises(ValueError, match="data.path: promtps cannot be read: it is no file, no folder, and no"):
             ask(given("promtps"))
 
@@ -190,12 +190,12 @@ def test_conversations_are_found_in_each_kind_of_file(tmp_path: Path) -> None:
 def test_a_stream_counts_by_size_and_time_files_by_their_contents(tmp_path: Path) -> None:
     path = tmp_path / "own.jsonl"
     path.write_text(lines("a"))
-    whole, streamed = made_from(given(path), "train"), made_from(given(path, streaming=True), "train")
+    whole, streamed = prompt_origin(given(path), "train"), prompt_origin(given(path, streaming=True), "train")
     again = tmp_path / "again"
     again.mkdir()
     (again / "own.jsonl").write_text(lines("a"))
-    assert made_from(given(again / "own.jsonl"), "train") == whole
-    assert made_from(given(path, streaming=True, take=2), "train") != streamed != whole
+    assert prompt_origin(given(again / "own.jsonl"), "train") == whole
+    assert prompt_origin(given(path, streaming=True, take=2), "train") != streamed != whole
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "parquet"])

@@ -3,8 +3,7 @@
 import datasets
 import pytest
 
-from cotrain.data.prompt_lengths import prompt_tokens
-from cotrain.data.prompt_rows import PromptRows, TextStarts
+from cotrain.data.prompt_rows import PromptRows, TextStarts, prompt_tokens
 from tests.folders import tokenizer
 
 

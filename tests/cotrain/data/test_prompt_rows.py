@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from cotrain.commands import bench
 from cotrain.data.conversations import Chats
 from cotrain.data.corpora import PIECE, pieces
-from cotrain.data.inputs import made_from
+from cotrain.data.inputs import prompt_origin
 from cotrain.data.prompt_rows import PromptRows, TextStarts
 from cotrain.data.sources import pack, source_of
 from cotrain.data.splits import SPLITS
@@ -124,7 +124,7 @@ def test_a_prompt_of_messages_is_an_open_conversation(tmp_path: Path) -> None:
 def test_a_block_changes_no_prompt(tmp_path: Path) -> None:
     path = rows(tmp_path / "own.jsonl", "text", TEXTS)
     one, two = (given(path, block=block) for block in (8, 64))
-    assert made_from(one, "train") == made_from(two, "train")
+    assert prompt_origin(one, "train") == prompt_origin(two, "train")
     assert source_of(one, "train", tokenizer()).several(9, 0) == source_of(two, "train", tokenizer()).several(9, 0)
 
 

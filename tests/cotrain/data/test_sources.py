@@ -14,10 +14,9 @@ import torch
 from cotrain.bundled.tokenizer import token_bytes
 from cotrain.config.groups import Data
 from cotrain.data import corpora
-from cotrain.data.corpora import Document, embedded, manifest
+from cotrain.data.corpora import Document, embedded, manifest, records
 from cotrain.data.inputs import read_rows
 from cotrain.data.prompt_rows import TextStarts
-from cotrain.data.records import records
 from cotrain.data.sources import SeededOrder, embedded_texts, pack, source_of, texts_of
 from cotrain.data.texts import Curriculum, Learnt, Texts, joined, none, shared
 from tests.folders import few_files, tokenizer
@@ -123,7 +122,6 @@ def test_a_saved_data_set_is_read(tmp_path: Path) -> None:
         ("own.jsonl", b'{"body": "a"}\n', r"data.column: .* no column 'text'; it has \['body'\]"),
         ("own.jsonl", b'{"text": 3}\n', r"data.column: 'text' of .* holds .*int64.*, not text"),
         ("own.jsonl", b'{"text": [{"role": "user"}]}\n', "data.column: 'text' .* not text"),
-        ("own.jsonl", b'{"text": "caf\xe9"}\n', "data.path: .* cannot be read"),
         ("own.txt", b"caf\xe9\n", "data.path: .* cannot be read"),
         ("own.jsonl", b'{"text": \n', "data.path: .* cannot be read"),
         ("own.parquet", b"no parquet", "data.path: .* cannot be read"),
@@ -151,10 +149,18 @@ def test_a_column_that_is_named_must_be_there(tmp_path: Path, row: dict[str, obj
         source_of(named, "train", tokenizer())
 
 
-def test_a_prompt_that_is_no_utf8_names_the_key(tmp_path: Path) -> None:
-    (tmp_path / "own.jsonl").write_bytes(b'{"prompt": "caf\xe9"}\n')
-    with pytest.raises(ValueError, match="data.path: .* cannot be read"):
-        source_of(settings(str(tmp_path / "own.jsonl")), "train", tokenizer())
+@pytest.mark.parametrize("name", ["own.jsonl", "folder"])
+@pytest.mark.parametrize(
+    "row", ['{"text": "%s"}', '{"prompt": "%s"}', '{"messages": [{"role": "user", "content": "%s"}]}']
+)
+def test_a_line_that_is_not_utf8_is_named(tmp_path: Path, name: str, row: str) -> None:
+    file = tmp_path / name / "own.jsonl" if name == "folder" else tmp_path / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_bytes(b"\n".join([(row % "cafe").encode()] * 5 + [row.encode().replace(b"%s", b"caf\xe9")]))
+    with pytest.raises(
+        ValueError, match=f"data.path: {tmp_path / name} cannot be read: own.jsonl, line 6, is not UTF-8"
+    ):
+        source_of(settings(str(tmp_path / name)), "train", tokenizer())
 
 
 def test_own_texts_are_split_by_their_hash(tmp_path: Path) -> None:

@@ -10,10 +10,10 @@ import torch
 
 from cotrain.acceptance import expected_calls, expected_calls_block
 from cotrain.data import splits
-from cotrain.data.prompts import shipped_ids
+from cotrain.data.corpora import shipped_ids
 from cotrain.data.splits import SPLITS, Prompts, apart, refuse_shared, shared, split_of
 from cotrain.evaluation.held_out import Scores, by_depth
-from cotrain.rollout.kept_texts import read, texts
+from cotrain.rollout.training_texts import padded, read_rows
 from cotrain.training.job import Job
 from cotrain.training.module import Distillation
 from inference.drafts.bundled_target import NAME, resolve
@@ -72,7 +72,9 @@ def test_shipped_prompts_share_nothing_with_shipped_texts() -> None:
 
     ranking, final = shipped_ids(AutoTokenizer.from_pretrained(resolve(NAME)), 48)
     data = Path(splits.__file__).parents[2] / "data" / "rollouts"
-    others = [row for kind in ("train_T1", "held_out_T1", "held_out_T0") for row in texts(read(data / kind)).prompts]
+    others = [
+        row for kind in ("train_T1", "held_out_T1", "held_out_T0") for row in padded(read_rows(data / kind)).prompts
+    ]
     found = apart(ranking, final, others, "shipped")
     assert (len(found.ranking), len(found.final)) == (len(ranking), len(final)) and len(final) > 150 > len(ranking) > 60
 

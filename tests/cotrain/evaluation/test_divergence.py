@@ -5,7 +5,7 @@ import torch
 
 from cotrain.evaluation.divergence import divergence, lorenz
 from cotrain.evaluation.held_out import evaluate
-from cotrain.students.independent import Independent
+from cotrain.students.independent import IndependentStudent
 from cotrain.teacher.target_model import split
 from tests.cotrain.evaluation.test_profile import DRAFT, IDS, TARGET, TEXTS, direct, held
 
@@ -16,14 +16,14 @@ def test_the_curve_gives_the_share_of_the_largest_values() -> None:
     assert lorenz([0.0, 0.0], 2) == lorenz([], 2) == [0, 0.5, 1]
 
 
-def test_its_mean_and_its_worst_places_are_those_of_the_whole_distributions() -> None:
+def test_mean_and_worst_positions_agree_with_whole_distributions() -> None:
     one = held(0.7)
-    found = divergence(one, Independent(DRAFT), split(TARGET)[1], lambda ids: " ".join(map(str, ids)))
-    assert found["positions"] == int(TEXTS.predicted.sum())
-    assert abs(found["mean"] - 1 + evaluate(one, Independent(DRAFT), split(TARGET)[1])["all"].alpha) < 1e-5
+    figures = divergence(one, IndependentStudent(DRAFT), split(TARGET)[1], lambda ids: " ".join(map(str, ids)))
+    assert figures["positions"] == int(TEXTS.predicted.sum())
+    assert abs(figures["mean"] - 1 + evaluate(one, IndependentStudent(DRAFT), split(TARGET)[1])["all"].alpha) < 1e-5
     tv = torch.zeros(TEXTS.predicted.shape, dtype=direct(0.7, 0.7).dtype)
     tv[TEXTS.predicted] = 1 - direct(0.7, 0.7)
-    for one, row in zip(found["worst"], tv.amax(1).argsort(descending=True).tolist(), strict=True):
+    for one, row in zip(figures["worst"], tv.amax(1).argsort(descending=True).tolist(), strict=True):
         at = int(tv[row].argmax())
         assert one["tv"] == pytest.approx(float(tv[row, at]), abs=1e-5)
         assert one["before"] == " ".join(map(str, IDS[row, : at + 1].tolist()))

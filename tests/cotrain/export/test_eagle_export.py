@@ -13,10 +13,9 @@ from cotrain.errors import UserError
 from cotrain.export.eagle3 import export
 from cotrain.export.engines import launch
 from inference import load
-from inference.drafts.draft_folder import Metadata, read, save
-from inference.drafts.planned_tree import PlannedTree
+from inference.drafts.draft_folder import Metadata, PlannedTree, read, save
 from inference.drafts.weight_files import read_json
-from inference.proposers.topology import full
+from inference.verify.tree import full
 from tests import kinds
 from tests.tiny import tiny
 
@@ -24,15 +23,15 @@ TARGET = {"name": "the-target", "config": None, "tokenizer": None}
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> Path:
+def built(tmp_path: Path) -> Path:
     network = kinds.eagle(tiny(dtype=torch.float32), draft_vocab_size=16)
     return save(network, None, tmp_path / "draft", Metadata(TARGET, 3, kind="eagle"), None)
 
 
-def test_the_eagle3_format(made: Path, tmp_path: Path) -> None:
+def test_the_eagle3_format(built: Path, tmp_path: Path) -> None:
     """Config as engines ask for it; the folder still serves here."""
     target = tiny(dtype=torch.float32)
-    folder = export(made, tmp_path / "out", k=2, target=target)
+    folder = export(built, tmp_path / "out", k=2, target=target)
     config, metadata = read_json(folder / "config.json"), read(folder).metadata
     assert config["architectures"] == ["LlamaForCausalLMEagle3"] and config["model_type"] == "llama"
     assert (config["vocab_size"], config["draft_vocab_size"], config["num_hidden_layers"]) == (32, 16, 1)
@@ -40,9 +39,9 @@ def test_the_eagle3_format(made: Path, tmp_path: Path) -> None:
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [-1, 0, 0]
     assert config["rope_parameters"]["rope_theta"] == config["rope_theta"] and not config["tie_word_embeddings"]
     assert metadata is not None and metadata.k == 2
-    found = metadata.origin["export"]
-    assert found["inputs_of_layers"] == [0, 1, 1] and found["outputs_of_layers"] == [-1, 0, 0]
-    tensors, ours = load_file(folder / "model.safetensors"), load_file(made / "model.safetensors")
+    result = metadata.origin["export"]
+    assert result["inputs_of_layers"] == [0, 1, 1] and result["outputs_of_layers"] == [-1, 0, 0]
+    tensors, ours = load_file(folder / "model.safetensors"), load_file(built / "model.safetensors")
     assert "embed_tokens.weight" not in tensors and tensors.keys() == ours.keys()
     assert tensors["fc.weight"].shape == (16, 48) and tensors["midlayer.self_attn.q_proj.weight"].shape == (16, 32)
     known = torch.arange(16) + tensors["d2t"]
@@ -50,7 +49,7 @@ def test_the_eagle3_format(made: Path, tmp_path: Path) -> None:
     assert load(folder, target).generate([[1, 2, 3]], max_new_tokens=5).stats.tokens == 5
 
 
-def test_an_export_is_for_the_target_that_was_named(made: Path, tmp_path: Path) -> None:
+def test_an_export_is_for_the_target_that_was_named(built: Path, tmp_path: Path) -> None:
     """Into which the adapter of the old one was merged: nobody may load it twice."""
     target = tiny(dtype=torch.float32)
     network = kinds.eagle(target, draft_vocab_size=16)
@@ -59,15 +58,15 @@ def test_an_export_is_for_the_target_that_was_named(made: Path, tmp_path: Path) 
         folder = export(tmp_path / "adapted", tmp_path / layout, layout, target=target, name="merged")
         written = read(folder).metadata
         assert written and (written.target["name"], written.origin["adapter"]) == ("merged", None)
-    found = read_json(folder / "config.json")["speculators_config"]
-    assert found["verifier"]["name_or_path"] == "merged"
+    result = read_json(folder / "config.json")["speculators_config"]
+    assert result["verifier"]["name_or_path"] == "merged"
     own = read(export(tmp_path / "adapted", tmp_path / "own", target=target)).metadata
     assert own and (own.target["name"], own.origin["adapter"]) == ("the-target", "ours")
 
 
-def test_the_format_of_speculators(made: Path, tmp_path: Path) -> None:
+def test_the_format_of_speculators(built: Path, tmp_path: Path) -> None:
     target = tiny(dtype=torch.float32)
-    folder = export(made, tmp_path / "out", "speculators", target=target)
+    folder = export(built, tmp_path / "out", "speculators", target=target)
     config, tensors = read_json(folder / "config.json"), load_file(folder / "model.safetensors")
     assert config["speculators_model_type"] == "eagle3" and config["draft_vocab_size"] == 16
     assert config["transformer_layer_config"]["model_type"] == "llama" and not config["norm_before_residual"]
@@ -78,26 +77,26 @@ def test_the_format_of_speculators(made: Path, tmp_path: Path) -> None:
     assert torch.equal(tensors["embed_tokens.weight"], target.model.embed_tokens.weight)
 
 
-def test_what_cannot_be_exported_is_refused(made: Path, tmp_path: Path) -> None:
+def test_other_kinds_sizes_and_layouts_are_errors(built: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="layout=gguf: feature drafts have eagle3, speculators"):
-        export(made, tmp_path / "out", "gguf", target=tiny())
+        export(built, tmp_path / "out", "gguf", target=tiny())
     with pytest.raises(ValueError, match="hidden_size is 16, the target's 32"):
-        export(made, tmp_path / "out", target=tiny(hidden=32))
+        export(built, tmp_path / "out", target=tiny(hidden=32))
 
 
-def test_a_planned_tree_is_what_the_engine_is_told_that_drafts_trees(
+def test_an_engine_that_drafts_trees_gets_the_planned_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Levels, most children of a node, and nodes with the anchor; the others get the planned length of chains, and so
     does everyone who is asked for one."""
     target, tree = tiny(dtype=torch.float32), PlannedTree((-1, -1, -1, 0, 0, 3), "tree")
     metadata = Metadata(TARGET, 4, kind="eagle", tree=tree)
-    made = save(kinds.eagle(target, draft_vocab_size=16), None, tmp_path / "draft", metadata, None)
+    built = save(kinds.eagle(target, draft_vocab_size=16), None, tmp_path / "draft", metadata, None)
     monkeypatch.setattr(commands, "load_pair", lambda path: (target, None))
 
     def said(engine: str, k: int | None = None) -> str:
         commands.run(ExportConfig(
-            draft=Model(str(made)), target=Model("merged/one"), engine=engine, layout="eagle3", k=k, objective=None,
+            draft=Model(str(built)), target=Model("merged/one"), engine=engine, layout="eagle3", k=k, objective=None,
             check=None, output=str(tmp_path / "out"), overwrite=True, json=False, push_to_hub=None, temperature=None,
         ))  # fmt: skip
         return capsys.readouterr().out

@@ -24,7 +24,7 @@ from cotrain.export.eagle3 import export
 from cotrain.export.engines import FEATURES, captured, launch
 from inference.drafts.draft_folder import Metadata, read, save
 from inference.drafts.weight_files import read_json
-from inference.proposers.eagle_network import EagleConfig, EagleNetwork, behind
+from inference.proposers.eagle import EagleConfig, EagleNetwork, output_layers
 from tests import kinds
 from tests.tiny import tiny
 
@@ -46,7 +46,7 @@ def vllm_captures(config: Mapping[str, Any], command: str) -> list[int]:
 
 
 def sglang_captures(config: Mapping[str, Any], command: str) -> list[int]:
-    """eagle_config alone is read; each number is of a layer whose output is captured, before the layer behind it."""
+    """eagle_config alone is read; each number is of a layer whose output is captured, before the layer after it."""
     return [layer + 1 for layer in config["eagle_config"][IDS]]
 
 
@@ -72,8 +72,8 @@ def draft(target: LlamaForCausalLM, layers: list[int], **settings: Any) -> Eagle
 
 def exported(target: LlamaForCausalLM, place: Path, layers: list[int], layout: str = "eagle3", **settings: Any) -> Path:
     metadata = Metadata({"name": "the-target", "config": None, "tokenizer": None}, 3, kind="eagle")
-    made = save(draft(target, layers, **settings), None, place / "draft", metadata, None)
-    return export(made, place / layout, layout, target=target)
+    built = save(draft(target, layers, **settings), None, place / "draft", metadata, None)
+    return export(built, place / layout, layout, target=target)
 
 
 def asked(place: Path, target: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> ExportConfig:
@@ -155,7 +155,7 @@ def test_a_folder_says_the_same_after_it_is_read(target: LlamaForCausalLM, tmp_p
     folder = exported(target, tmp_path, LAYERS)
     network: EagleNetwork = EagleNetwork.from_pretrained(folder)
     network.save_pretrained(tmp_path / "again")
-    assert read_json(tmp_path / "again" / "config.json")["eagle_config"][IDS] == behind(LAYERS) == [1, 3, 4]
+    assert read_json(tmp_path / "again" / "config.json")["eagle_config"][IDS] == output_layers(LAYERS) == [1, 3, 4]
     assert network.config.layers == EagleNetwork.from_pretrained(tmp_path / "again").config.layers == tuple(LAYERS)
     old = EagleConfig(eagle_config={IDS: LAYERS, "use_aux_hidden_state": True})
     assert old.layers == tuple(LAYERS) and old.eagle_config[IDS] == [1, 3, 4]

@@ -24,11 +24,11 @@ from transformers import (
 
 from cotrain.bundled.tokenizer import train_tokenizer
 from cotrain.errors import UserError
-from cotrain.export.card import card
 from cotrain.export.engines import ENGINES, caveats, launch, refuse_layout
+from cotrain.export.fitting import resize
 from cotrain.export.hf import export
 from cotrain.export.layout_check import check
-from cotrain.export.vocabulary import resize
+from cotrain.export.publishing import card
 from inference.drafts.draft_folder import Metadata, hash_target, load_draft, save
 from inference.report.table import table
 from tests.tiny import tiny
@@ -137,9 +137,9 @@ def test_export_keeps_the_draft_and_pads_it(served: Path, draft: Path) -> None:
         before, after = old(ids).logits, new(ids).logits
     assert after.shape[-1] == PADDED
     assert torch.equal(after[..., :VOCAB], before)
-    config, kept = (json.loads((path / "config.json").read_text()) for path in (served, draft))
+    config, retained = (json.loads((path / "config.json").read_text()) for path in (served, draft))
     for key in ("rope_parameters", "max_position_embeddings", "tie_word_embeddings", "dtype"):
-        assert config[key] == kept[key], key
+        assert config[key] == retained[key], key
     assert config["rope_parameters"]["rope_type"] == "llama3"
     assert "lm_head.weight" not in load_file(served / "model.safetensors")
 
@@ -160,7 +160,7 @@ def test_the_card_says_how_to_serve_and_what_was_measured(served: Path) -> None:
     assert "1.62" in text
 
 
-def test_a_layout_that_an_engine_does_not_load_is_refused() -> None:
+def test_a_layout_that_an_engine_does_not_load_is_an_error() -> None:
     for engine in ENGINES:
         refuse_layout(engine, ENGINES[engine].layout)
     with pytest.raises(UserError, match="^layout=medusa: vllm loads hf"):
@@ -188,14 +188,12 @@ def test_k_and_objective_are_the_users_to_change(draft: Path, tmp_path: Path) ->
 def test_the_bundled_target_is_served_by_its_folder(
     draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cotrain.export.card.resolve", lambda name: f"/models/{name}")
+    monkeypatch.setattr("cotrain.export.publishing.resolve", lambda name: f"/models/{name}")
     output = export(draft, tmp_path / "out", "vllm", target="bundled")
     assert "vllm serve /models/bundled --spec" in (output / "README.md").read_text()
 
 
-def test_a_draft_made_elsewhere_is_exported_once_k_and_target_are_given(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_a_foreign_draft_is_exported_with_k_and_target(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     source = tmp_path / "plain"
     tied().save_pretrained(source)
     with pytest.raises(ValueError, match="plain: it has no tokenizer"):
@@ -208,7 +206,7 @@ def test_a_draft_made_elsewhere_is_exported_once_k_and_target_are_given(
     assert check(export(source, tmp_path / "out", "vllm", 4, target="some/target")) == []
 
 
-def test_what_cannot_serve_is_refused_and_nothing_written(
+def test_a_draft_that_cannot_serve_is_an_error_and_nothing_is_written(
     draft: Path, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match=r"^engine=llama\.cpp: no such engine; there are vllm"):
@@ -339,8 +337,8 @@ def test_an_engine_that_cannot_draft_as_trained_is_said() -> None:
 def edit(file: str, **changes: object) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         values = json.loads((folder / file).read_text()) | changes
-        kept = {key: value for key, value in values.items() if value is not None}
-        (folder / file).write_text(json.dumps(kept))
+        retained = {key: value for key, value in values.items() if value is not None}
+        (folder / file).write_text(json.dumps(retained))
 
     return change
 

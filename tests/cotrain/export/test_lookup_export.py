@@ -19,8 +19,8 @@ def draft(tmp_path: Path) -> Path:
     """A folder of kind hybrid, planned with 5 drafts a round."""
     model = network()
     model.config.lookup = LOOKUP
-    made = Metadata({"name": "their/target", "config": None, "tokenizer": None}, 5, kind="hybrid")
-    save(model, tokenizer(), tmp_path / "draft", made, None)
+    built = Metadata({"name": "their/target", "config": None, "tokenizer": None}, 5, kind="hybrid")
+    save(model, tokenizer(), tmp_path / "draft", built, None)
     return tmp_path / "draft"
 
 

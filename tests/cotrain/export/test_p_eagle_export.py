@@ -25,7 +25,7 @@ TARGET = {"name": "the-target", "config": None, "tokenizer": None}
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> Path:
+def built(tmp_path: Path) -> Path:
     network = kinds.p_eagle(tiny(dtype=torch.float32), draft_vocab_size=16)
     return save(network, None, tmp_path / "draft", Metadata(TARGET, 3, kind="p_eagle"), None)
 
@@ -49,9 +49,9 @@ class Loader:
         wanted |= {"lm_head.weight": (config["draft_vocab_size"], H)}
         if config["draft_vocab_size"] != config["vocab_size"]:
             wanted["draft_id_to_target_id"] = (config["draft_vocab_size"],)
-        found = dict(self.named(tensors))
-        self.embedded = found.pop("model.embed_tokens.weight", None)
-        assert {name: tuple(tensor.shape) for name, tensor in found.items()} == wanted
+        result = dict(self.named(tensors))
+        self.embedded = result.pop("model.embed_tokens.weight", None)
+        assert {name: tuple(tensor.shape) for name, tensor in result.items()} == wanted
         assert self.mask is not None, "mask_hidden not found in weights"
         assert self.mask.view(1, -1).shape == (1, H * aux)
         assert 0 <= config["pard_token"] < config["vocab_size"]
@@ -97,36 +97,36 @@ def vllm_config(config: dict[str, Any]) -> dict[str, Any]:
 def test_vllm_reads_what_was_trained(layout: str, size: int | None, tmp_path: Path) -> None:
     target = tiny(dtype=torch.float32)
     network = kinds.p_eagle(target, draft_vocab_size=size)
-    made = save(network, None, tmp_path / "draft", Metadata(TARGET, 3, kind="p_eagle"), None)
-    found = read_back(export(made, tmp_path / "out", layout, target=target))
-    assert found.mask is not None and torch.equal(found.mask, network.mask_hidden.detach())
-    assert found.config["pard_token"] == 31
-    assert (found.embedded is None) == (layout == "eagle3")
-    if found.embedded is not None:
-        assert torch.equal(found.embedded, target.model.embed_tokens.weight)
+    built = save(network, None, tmp_path / "draft", Metadata(TARGET, 3, kind="p_eagle"), None)
+    result = read_back(export(built, tmp_path / "out", layout, target=target))
+    assert result.mask is not None and torch.equal(result.mask, network.mask_hidden.detach())
+    assert result.config["pard_token"] == 31
+    assert (result.embedded is None) == (layout == "eagle3")
+    if result.embedded is not None:
+        assert torch.equal(result.embedded, target.model.embed_tokens.weight)
     if layout == "eagle3":
         assert load(tmp_path / "out", target).generate([[1, 2, 3]], max_new_tokens=5).stats.tokens == 5
 
 
 def test_an_export_of_another_kind_has_no_mask(tmp_path: Path) -> None:
     target = tiny(dtype=torch.float32)
-    made = save(kinds.eagle(target), None, tmp_path / "draft", Metadata(TARGET, 3, kind="eagle"), None)
+    built = save(kinds.eagle(target), None, tmp_path / "draft", Metadata(TARGET, 3, kind="eagle"), None)
     for layout in ("eagle3", "speculators"):
-        folder = export(made, tmp_path / layout, layout, target=target)
+        folder = export(built, tmp_path / layout, layout, target=target)
         config = read_json(folder / "config.json")
         assert "mask_hidden" not in load_file(folder / "model.safetensors")
         assert not {"pard_token", "mask_token_id"} & config.keys() and config.get("speculators_model_type") != "peagle"
 
 
-def test_what_cannot_be_exported_is_refused(made: Path, tmp_path: Path) -> None:
+def test_other_kinds_sizes_and_layouts_are_errors(built: Path, tmp_path: Path) -> None:
     target = tiny(dtype=torch.float32)
     with pytest.raises(ValueError, match=r"k=4: .* was trained for 3 drafts of a round"):
-        export(made, tmp_path / "out", k=4, target=target)
-    lacking = copy.deepcopy(load_file(made / "model.safetensors"))
+        export(built, tmp_path / "out", k=4, target=target)
+    lacking = copy.deepcopy(load_file(built / "model.safetensors"))
     del lacking["mask_hidden"]
-    save_file(lacking, made / "model.safetensors", {"format": "pt"})
+    save_file(lacking, built / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match="tensor mask_hidden is missing"):
-        export(made, tmp_path / "out", target=target)
+        export(built, tmp_path / "out", target=target)
     for engine in ENGINES:
         with pytest.raises(UserError, match="layout=hf: feature drafts are written with layout=eagle3 or speculators"):
             layout_of("p_eagle", engine)
@@ -134,13 +134,13 @@ def test_what_cannot_be_exported_is_refused(made: Path, tmp_path: Path) -> None:
 
 
 def test_the_command_tells_vllm_to_draft_in_parallel_and_no_other_engine_gets_one(
-    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(commands, "load_pair", lambda path: (tiny(dtype=torch.float32), None))
 
     def run(engine: str, layout: str) -> str:
         commands.run(ExportConfig(
-            draft=Model(str(made)), target=Model("merged/one"), engine=engine, layout=layout, k=2, objective=None,
+            draft=Model(str(built)), target=Model("merged/one"), engine=engine, layout=layout, k=2, objective=None,
             check=None, output=str(tmp_path / "out"), overwrite=True, json=False, push_to_hub=None, temperature=None,
         ))  # fmt: skip
         return capsys.readouterr().out

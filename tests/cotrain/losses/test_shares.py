@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from cotrain.losses.batch import LossBatch
 from cotrain.losses.guess import Guess
-from cotrain.losses.over_guesses import Asked
 from cotrain.losses.spec import parse
 
 ROWS, LENGTH, VOCABULARY = 2, 6, 5
@@ -22,9 +22,9 @@ class Known:
         return self.table[at].log_softmax(-1)
 
 
-def asked() -> Asked:
+def asked() -> LossBatch:
     ids = torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=torch.Generator().manual_seed(2))
-    return Asked(Known(), ids, torch.ones(ROWS), torch.ones(ROWS, LENGTH - 1, dtype=torch.bool), None, 512)
+    return LossBatch(Known(), ids, torch.ones(ROWS), torch.ones(ROWS, LENGTH - 1, dtype=torch.bool), None, 512)
 
 
 def guesses(states: Tensor, at: Tensor, share: float) -> list[Guess]:
@@ -45,7 +45,7 @@ def slope(at: Tensor, share: float, name: str) -> Tensor:
         value = (logq[..., 1] * weight).sum()
     else:
         weight = torch.rand(ROWS, LENGTH, generator=torch.Generator().manual_seed(6)).double()
-        value = one.of_places(parse(name), made[1], weight, True, 1.0, None)[0]
+        value = one.of_positions(parse(name), made[1], weight, True, 1.0, None)[0]
     value.backward()
     assert states.grad is not None
     return states.grad

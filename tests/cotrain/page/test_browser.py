@@ -19,8 +19,8 @@ SCROLL = """(async () => { for (const chart of document.querySelectorAll('[data-
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    with Browser() as found:
-        yield found
+    with Browser() as result:
+        yield result
 
 
 @pytest.fixture(scope="module")
@@ -128,11 +128,11 @@ def test_every_step_shows_what_is_known_by_then(browser: Browser, page: Path) ->
     assert go(browser, 4, 1) == after  # the next round begins behind it
 
 
-def test_a_row_is_found_by_its_name_and_each_table_has_it(browser: Browser, tmp_path: Path) -> None:
-    told = record()
-    told["rounds"][1] = told["rounds"][1][1:]  # the first row has ended
+def test_rows_have_headers_with_their_name(browser: Browser, tmp_path: Path) -> None:
+    attributes = record()
+    attributes["rounds"][1] = attributes["rounds"][1][1:]  # the first row has ended
     browser.look(1200, 900)
-    browser.open(written(Path(folder(tmp_path / "run", full_report(), replay=told))))
+    browser.open(written(Path(folder(tmp_path / "run", full_report(), replay=attributes))))
     go(browser, 6, 1)
     said = f"{PLAYER}.querySelector('.said').textContent"
     assert browser.run(said) == "Round 2 of 2, judged. 0 of 0 accepted; bonus: “p”."

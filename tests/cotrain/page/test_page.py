@@ -11,8 +11,8 @@ from cotrain.cli import main
 from cotrain.page import html_page
 from cotrain.page.first_screen import headline, share_of_costs
 from cotrain.page.loaded_run import load
-from cotrain.page.markup import visible
-from cotrain.page.speed_charts import crossing
+from cotrain.page.rendering import visible
+from cotrain.page.run_charts import crossing
 from inference.report.build import table
 from tests.pages import HOSTILE, RESULTS, Parsed, folder, full_report, marker, record
 
@@ -21,7 +21,7 @@ from tests.pages import HOSTILE, RESULTS, Parsed, folder, full_report, marker, r
 def small(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """Without the 5 MB of the library, which would be parsed each time."""
     if "whole" not in request.keywords:
-        monkeypatch.setattr(html_page, "_plotly", lambda: html_page.Html("var Plotly"))
+        monkeypatch.setattr(html_page, "_plotly", lambda: "var Plotly")
 
 
 def parsed(*paths: str) -> Parsed:
@@ -35,11 +35,11 @@ def value(document: Any, pointer: str) -> Any:
     return document
 
 
-def expected(reports: list[dict[str, Any]], told: dict[str, str | None]) -> float:
-    documents = {"report": reports[int(told["data-run"] or 0)]}
-    over = told.get("data-over")
-    factor = float(told.get("data-times") or 1)
-    return float(value(documents, str(told["data-source"]))) * factor / (value(documents, over) if over else 1)
+def expected(reports: list[dict[str, Any]], attributes: dict[str, str | None]) -> float:
+    documents = {"report": reports[int(attributes["data-run"] or 0)]}
+    over = attributes.get("data-over")
+    factor = float(attributes.get("data-times") or 1)
+    return float(value(documents, str(attributes["data-source"]))) * factor / (value(documents, over) if over else 1)
 
 
 def shown(text: str) -> tuple[float, float]:
@@ -53,21 +53,22 @@ def test_every_number_is_that_of_the_report(tmp_path: Path) -> None:
     reports = [full_report(), json.loads((RESULTS / "grid.json").read_text())]
     paths = [folder(tmp_path / str(i), report) for i, report in enumerate(reports)]
     page = parsed(*paths)
-    sourced = [(text, told) for _, text, told in page.found if told.get("data-source")]
+    sourced = [(text, attributes) for _, text, attributes in page.found if attributes.get("data-source")]
     assert len(sourced) > 500
-    for text, told in sourced:
-        true = expected(reports, told)
-        assert float(str(told["value"])) == true
+    for text, attributes in sourced:
+        true = expected(reports, attributes)
+        assert float(str(attributes["value"])) == true
         number, near = shown(text)
-        assert abs(number - true) <= near, (text, told)
-    sources = {str(told["data-source"]).split("/")[2] for _, told in sourced}
+        assert abs(number - true) <= near, (text, attributes)
+    sources = {str(attributes["data-source"]).split("/")[2] for _, attributes in sourced}
     assert sources == {"arms", "speedup", "acceptance", "extra"}
 
 
 def test_no_figure_of_the_first_table_stands_without_its_source(tmp_path: Path) -> None:
     page = parsed(folder(tmp_path / "run", full_report()))
     assert not [text for section, text in page.cells if section == "figures" and re.search(r"\d", text)]
-    derived = [told for section, _, told in page.found if section == "figures" and not told.get("data-source")]
+    figures = [attributes for section, _, attributes in page.found if section == "figures"]
+    derived = [attributes for attributes in figures if not attributes.get("data-source")]
     assert len(derived) == 1  # the share of what costs allow, which the page computes
 
 
@@ -89,7 +90,7 @@ def test_a_chart_draws_the_numbers_of_its_table(tmp_path: Path) -> None:
         ends = [trace["y"][i] + sign * away for trace in block["data"] if "error_y" in trace
                 for sign, name in ((-1, "arrayminus"), (1, "array"))
                 for i, away in enumerate(trace["error_y"][name])]  # fmt: skip
-        tabled = [float(str(told["value"])) for _, _, told in one.found]
+        tabled = [float(str(attributes["value"])) for _, _, attributes in one.found]
         assert sorted(tabled) == pytest.approx(sorted([*drawn, *ends]))
 
 
@@ -173,7 +174,7 @@ def test_the_file_is_whole_small_and_asks_for_nothing(tmp_path: Path, capsys: py
         (lambda: (Path("g").mkdir(), Path("g/report.json").write_text("{")), ["run=g"], "cannot be read as JSON"),
     ],
 )
-def test_mistakes_are_refused_in_words(
+def test_mistakes_are_errors_of_one_line(
     make: Any, settings: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
@@ -189,9 +190,9 @@ def test_several_runs_stand_side_by_side(tmp_path: Path) -> None:
     paths = [folder(tmp_path / name, full_report()) for name in ("one, a", "two=[b]")]
     page = tmp_path / "both.html"
     assert main(["report", f"run={paths[0]}", f"page={page}", f"run={paths[1]}"]) == 0
-    found = Parsed(page.read_text())
-    assert "one, a" in found.texts["figures"] and "two=[b]" in found.texts["figures"]
-    assert {"runs", "acceptance", "speed"} <= set(found.texts)
+    result = Parsed(page.read_text())
+    assert "one, a" in result.texts["figures"] and "two=[b]" in result.texts["figures"]
+    assert {"runs", "acceptance", "speed"} <= set(result.texts)
 
 
 def test_the_share_of_what_costs_allow(tmp_path: Path) -> None:

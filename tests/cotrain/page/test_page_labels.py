@@ -38,7 +38,7 @@ BY_DEPTH = {
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(html_page, "_plotly", lambda: html_page.Html("var Plotly"))
+    monkeypatch.setattr(html_page, "_plotly", lambda: "var Plotly")
 
 
 def page(path: Path, report: dict[str, Any] | None, **files: Any) -> str:
@@ -60,15 +60,15 @@ def table(text: str) -> dict[str, dict[str, list[str]]]:
 
 def chart(text: str, title: str) -> dict[str, dict[str, list[str]]]:
     """Pointers of a chart's numbers, by place on the x axis and name of the series."""
-    found = [part for part in re.findall(r"<figure>.*?</figure>", text, re.DOTALL)
+    result = [part for part in re.findall(r"<figure>.*?</figure>", text, re.DOTALL)
              if f"<figcaption>{title}</figcaption>" in part]  # fmt: skip
-    (figure,) = found
+    (figure,) = result
     return table(figure)
 
 
 def section(text: str, name: str) -> str:
-    (found,) = re.findall(rf'<section id="{name}".*?</section>', text, re.DOTALL)
-    return str(found)
+    (result,) = re.findall(rf'<section id="{name}".*?</section>', text, re.DOTALL)
+    return str(result)
 
 
 def of(report: dict[str, Any], temperature: float) -> dict[str, Any]:
@@ -82,9 +82,9 @@ def test_the_first_table_and_the_tiles(tmp_path: Path) -> None:
     report["extra"]["checkpoints"] = [{"step": s, "speedup": 1.0 + s, "tau": 2.0 + s} for s in (0, 3, 6)]
     report["extra"]["exported_step"] = 3
     shown = section(page(tmp_path / "run", report), "figures")
-    found = {name: cells["run"] for name, cells in table(shown).items()}
-    assert {name: found[name] for name in FIRST} == FIRST
-    assert found["acceptance rate on held-out texts"] == [f"{HELD}/alpha_T1~1all"]
+    result = {name: cells["run"] for name, cells in table(shown).items()}
+    assert {name: result[name] for name in FIRST} == FIRST
+    assert result["acceptance rate on held-out texts"] == [f"{HELD}/alpha_T1~1all"]
     faster, more, _ = re.findall(r'<div class="big">(.*?)</div>', shown, re.DOTALL)
     assert sources(faster) == FIRST["speed-up over plain decoding"]
     assert sources(more) == [f"/report/extra/checkpoints/{place}/tau" for place in (0, 1)]
@@ -108,8 +108,8 @@ def test_what_charts_of_acceptance_name(tmp_path: Path) -> None:
     report = full_report()
     report["extra"]["profiles"]["0"] = report["extra"]["profiles"]["1"]
     text = page(tmp_path / "run", report)
-    found = chart(text, "Acceptance by depth")["1"]
-    assert found == {name: [pointer] for name, pointer in BY_DEPTH.items()}
+    result = chart(text, "Acceptance by depth")["1"]
+    assert result == {name: [pointer] for name, pointer in BY_DEPTH.items()}
     at = "/report/extra/profiles"
     assert chart(text, "Acceptance by length of the context")["1-1"] == {
         f"temperature {t}": [f"{at}/{t}/by_context/1-1"] for t in "10"
@@ -156,11 +156,11 @@ def test_a_greedy_draft_is_shown_as_it_drafts(tmp_path: Path) -> None:
 
 def test_what_a_round_costs_is_of_its_own_arm(tmp_path: Path) -> None:
     text = page(tmp_path / "run", full_report())
-    for arm, found in chart(text, "Milliseconds of a round").items():
-        assert found["draft"] == [f"/report/arms/{arm}/phases/draft"]
-    told = re.findall(r'data-source="/report/arms/(\w+)/phases/\w+" data-over="(.*?)" data-times="(.*?)"', text)
-    assert {arm for arm, *_ in told} == {"speculative", "plain"}
-    assert all((over, times) == (f"/report/arms/{arm}/rounds", "1000.0") for arm, over, times in told)
+    for arm, result in chart(text, "Milliseconds of a round").items():
+        assert result["draft"] == [f"/report/arms/{arm}/phases/draft"]
+    attributes = re.findall(r'data-source="/report/arms/(\w+)/phases/\w+" data-over="(.*?)" data-times="(.*?)"', text)
+    assert {arm for arm, *_ in attributes} == {"speculative", "plain"}
+    assert all((over, times) == (f"/report/arms/{arm}/rounds", "1000.0") for arm, over, times in attributes)
 
 
 def test_a_heat_map_names_its_rows_and_leaves_out_what_was_not_measured(tmp_path: Path) -> None:

@@ -8,15 +8,15 @@ import pytest
 from torch.utils.tensorboard import SummaryWriter
 
 from cotrain.evaluation.comparison import compare
-from cotrain.page import event_curves, html_page
-from cotrain.page.loaded_run import load
-from tests.cotrain.evaluation.test_compare import run as judged
+from cotrain.page import html_page
+from cotrain.page.loaded_run import load, read_curves, thinned
+from tests.cotrain.evaluation.test_comparison import run as judged
 from tests.pages import Parsed, folder, full_report, marker
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(html_page, "_plotly", lambda: html_page.Html("var Plotly"))
+    monkeypatch.setattr(html_page, "_plotly", lambda: "var Plotly")
 
 
 def events(place: Path, name: str, steps: dict[int, float], second: int) -> None:
@@ -28,34 +28,34 @@ def events(place: Path, name: str, steps: dict[int, float], second: int) -> None
     newest.rename(place / f"events.out.tfevents.{second}.kept")
 
 
-def test_of_a_step_made_twice_the_later_value_counts(tmp_path: Path) -> None:
+def test_a_repeated_step_has_its_later_value(tmp_path: Path) -> None:
     events(tmp_path, "2_training/loss", {0: 4.0, 5: 3.0, 10: 2.5}, 1)
     events(tmp_path, "2_training/loss", {5: 2.0, 15: 1.0, 20: float("nan")}, 2)
-    assert event_curves.read(tmp_path) == {"2_training/loss": [(0, 4.0), (5, 2.0), (10, 2.5), (15, 1.0)]}
-    assert event_curves.read(tmp_path / "none") == {}
+    assert read_curves(tmp_path) == {"2_training/loss": [(0, 4.0), (5, 2.0), (10, 2.5), (15, 1.0)]}
+    assert read_curves(tmp_path / "none") == {}
 
 
-def test_curves_are_found_under_any_name_in_the_order_of_time(tmp_path: Path) -> None:
+def test_curves_are_read_from_any_folder_in_the_order_of_time(tmp_path: Path) -> None:
     events(tmp_path / "new", "2_training/loss", {5: 2.0}, 2)  # resumed where the folder has another name
     events(tmp_path / "old", "2_training/loss", {0: 4.0, 5: 3.0}, 1)
-    assert event_curves.read(tmp_path) == {"2_training/loss": [(0, 4.0), (5, 2.0)]}
+    assert read_curves(tmp_path) == {"2_training/loss": [(0, 4.0), (5, 2.0)]}
     events(tmp_path, "2_training/loss", {5: 1.0}, 3)
-    assert event_curves.read(tmp_path) == {"2_training/loss": [(0, 4.0), (5, 1.0)]}
+    assert read_curves(tmp_path) == {"2_training/loss": [(0, 4.0), (5, 1.0)]}
 
 
 def test_an_event_file_cut_short_gives_what_is_whole(tmp_path: Path) -> None:
     events(tmp_path, "2_training/loss", {step: float(step) for step in range(20)}, 1)
     (file,) = tmp_path.iterdir()
     os.truncate(file, file.stat().st_size - 7)
-    (curve,) = event_curves.read(tmp_path).values()
+    (curve,) = read_curves(tmp_path).values()
     assert curve == [(step, float(step)) for step in range(19)]
 
 
 def test_thinned_curves_keep_their_end() -> None:
     curve = [(step, 0.5) for step in range(1001)]
-    found = event_curves.thinned(curve, 100)
-    assert len(found) <= 100 and found[-1] == curve[-1] and found == sorted(found)
-    assert event_curves.thinned(curve[:7], 100) == curve[:7]
+    result = thinned(curve, 100)
+    assert len(result) <= 100 and result[-1] == curve[-1] and result == sorted(result)
+    assert thinned(curve[:7], 100) == curve[:7]
 
 
 def test_a_killed_run_shows_how_far_it_came(tmp_path: Path) -> None:
@@ -70,18 +70,28 @@ def test_a_killed_run_shows_how_far_it_came(tmp_path: Path) -> None:
 
 
 def test_runs_without_speed_are_compared_by_their_texts(tmp_path: Path) -> None:
-    places, found = [], {}
+    places, result = [], {}
     for name, factor in (("kl", 1.0), ("tv", 0.8)):
-        found[name] = judged(name, 0, factor)
-        found[name]["texts"]["1"]["calls"]["4"][:9] = [20.0] * 9  # so that the gain is not the same everywhere
-        places.append(folder(tmp_path / name, None, held_out=found[name], run=marker("finished")))
+        result[name] = judged(name, 0, factor)
+        result[name]["texts"]["1"]["calls"]["4"][:9] = [20.0] * 9  # so that the gain is not the same everywhere
+        places.append(folder(tmp_path / name, None, held_out=result[name], run=marker("finished")))
     page = Parsed(html_page.page(load(places)))
     assert "no speed was measured in this run (measure=false)" in page.texts[""]
-    gains = compare({name: [json.loads(json.dumps(one))] for name, one in found.items()}, "kl")
+    gains = compare({name: [json.loads(json.dumps(one))] for name, one in result.items()}, "kl")
     for gain in (gain for gain in gains if gain.label == "tv"):
         assert gain.low < gain.gain < gain.high or gain.k != 4
         assert f"{gain.gain:+.1%} [{gain.low:+.1%}, {gain.high:+.1%}]" in page.texts["runs"]
     assert "judged on other texts" in _other(tmp_path, places[0])
+
+
+def test_runs_whose_folders_share_a_name_are_told_apart(tmp_path: Path) -> None:
+    places = []
+    for parent, factor in (("a", 1.0), ("b", 0.8), ("c", 0.9)):
+        one = judged(parent, 0, factor)
+        (tmp_path / parent).mkdir()
+        places.append(folder(tmp_path / parent / "train", None, held_out=one, run=marker("finished")))
+    text = Parsed(html_page.page(load(places))).texts["runs"]
+    assert "tau over train (1), paired by text" in text and "train (2)" in text and "train (3)" in text
 
 
 def _other(tmp_path: Path, first: str) -> str:

@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from cotrain.config.groups import Data
 from cotrain.config.settings import register
 from cotrain.data.fingerprints import fingerprint, identity, settings
-from cotrain.data.inputs import made_from
+from cotrain.data.inputs import prompt_origin
 from cotrain.paths import folder
 from cotrain.rollout import training_texts
 from cotrain.rollout.samplers import Ask
@@ -53,7 +53,7 @@ def data(tmp_path: Path) -> Data:
 
 
 def kept(target: LlamaForCausalLM, words: PreTrainedTokenizerFast, data: Data, texts: Path) -> Sampled:
-    source = {kind: made_from(data, kind) for kind in ("train", "held_out")}
+    source = {kind: prompt_origin(data, kind) for kind in ("train", "held_out")}
     return Sampled(target, words, texts, Ask({"train": 3}, 4, 5), 2, 1, source, by=Continues)
 
 

@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM
 from cotrain.data.prompt_rows import PromptRows
 from cotrain.data.sources import Blocks
 from cotrain.data.texts import Learnt, of_blocks
-from cotrain.rollout import kept_texts, samplers, training_texts
+from cotrain.rollout import samplers, training_texts
 from cotrain.rollout.samplers import Ask, Own, Remote, collect
 from cotrain.rollout.training_texts import WHOLE, Sampled, name
 from inference import Engine, Sampling
@@ -111,13 +111,13 @@ def test_a_budget_leaves_some_of_every_domain(target: LlamaForCausalLM, tmp_path
     whole = Sampled(target, tokenizer(), tmp_path, Ask({"train": 5}, 4, 3), 2, 1, {"train": "own"})
     short = replace(whole, minutes=3.0, seconds={"train": 1e-9})
     path = short.sample("train", WARM, prompts, quiet)
-    assert [row["domain"] for row in kept_texts.read(path)] == ["a", "b"]
+    assert [row["domain"] for row in training_texts.read_rows(path)] == ["a", "b"]
     assert short._fits(path, "train", WARM, WHOLE)
     assert not whole._fits(path, "train", WARM, WHOLE) and not replace(short, minutes=4.0)._fits(
         path, "train", WARM, WHOLE
     )
     path = replace(short, seconds={"train": 1e9}).sample("train", WARM, prompts, quiet)
-    domains = [row["domain"] for row in kept_texts.read(path)]
+    domains = [row["domain"] for row in training_texts.read_rows(path)]
     assert sorted(domains) == ["a"] * 5 + ["b"] * 3 and domains[:4] == ["a", "b", "a", "b"]
     assert all(one._fits(path, "train", WARM, WHOLE) for one in (whole, short))
 
@@ -136,14 +136,14 @@ def test_a_set_is_read_as_it_was_saved(tmp_path: Path) -> None:
         {"domain": "b", "prompt": [4], "completion": [2]},
     ]
     path = tmp_path / "held_out_T0.5"
-    kept_texts.save(rows, path, {"seed": 3})
-    assert kept_texts.manifest(path) == {"seed": 3, "rows": 2, "tokens": 4}
-    texts = kept_texts.texts(kept_texts.read(path))
+    training_texts.save_rows(rows, path, {"seed": 3})
+    assert training_texts.read_manifest(path) == {"seed": 3, "rows": 2, "tokens": 4}
+    texts = training_texts.padded(training_texts.read_rows(path))
     assert texts.ids.tolist() == [[5, 6, 7, 8, 9], [4, 2, 0, 0, 0]]
     assert (texts.prompt.tolist(), texts.length.tolist(), texts.domain) == ([2, 1], [5, 2], ["a", "b"])
     assert texts.predicted.tolist() == [[False, True, True, True], [True, False, False, False]]
     with pytest.raises(ValueError, match="there is no .*train_T1.parquet"):
-        kept_texts.read(tmp_path / "train_T1")
+        training_texts.read_rows(tmp_path / "train_T1")
 
 
 def test_sets_are_named_for_their_regime() -> None:
@@ -181,7 +181,7 @@ def test_a_set_of_other_making_is_not_used(sampled: Sampled, prompts: PromptRows
 
 def test_a_set_of_another_regime_under_the_same_name_is_not_used(sampled: Sampled, prompts: PromptRows) -> None:
     path = sampled.sample("train", WARM, prompts, quiet)
-    file = kept_texts.beside(path, "json")
+    file = training_texts.beside(path, "json")
     file.write_text(
         json.dumps(json.loads(file.read_text()) | {"regime": {"temperature": 0.8, "top_k": 0, "top_p": 1.0}})
     )
@@ -196,20 +196,20 @@ def test_shipped_sets_come_first(sampled: Sampled, prompts: PromptRows, tmp_path
 
 
 def test_what_was_begun_with_other_settings_is_not_mixed_in(sampled: Sampled, prompts: PromptRows) -> None:
-    whole = kept_texts.read(
+    whole = training_texts.read_rows(
         replace(sampled, folder=sampled.folder.parent / "whole").sample("train", WARM, prompts, quiet)
     )
     with pytest.raises(Killed):
         replace(sampled, seed=2).sample("train", WARM, prompts, killed_after(1))
     with pytest.raises(Killed):
         sampled.sample("train", WARM, prompts, killed_after(1))
-    assert kept_texts.read(sampled.sample("train", WARM, prompts, quiet)).to_list() == whole.to_list()
+    assert training_texts.read_rows(sampled.sample("train", WARM, prompts, quiet)).to_list() == whole.to_list()
 
 
 def test_what_was_sampled_outlives_a_failed_save(
     sampled: Sampled, prompts: PromptRows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept_texts, "save", lambda *_: 1 / 0)
+    monkeypatch.setattr(training_texts, "save_rows", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         sampled.sample("train", WARM, prompts, quiet)
     monkeypatch.undo()
@@ -255,16 +255,16 @@ def test_a_server_samples_by_ids_or_by_text() -> None:
     asked: list[tuple[object, list[int]]] = []
 
     class Told:
-        tells_ids = True
+        sends_ids = True
 
         def complete(self, prompts: list, new_tokens: int, sampling: Sampling, seeds: list[int], at_once: int) -> list:
             asked.append((prompts[0], seeds))
-            return [Completion("ab", [7, 8] if self.tells_ids else None, "stop") for _ in prompts]
+            return [Completion("ab", [7, 8] if self.sends_ids else None, "stop") for _ in prompts]
 
     prompt = words("import os")["input_ids"]
     assert Remote(Told(), words, 4)([prompt], WARM, 6, 1, [3]) == [[7, 8]]  # type: ignore[arg-type]
     silent = Told()
-    silent.tells_ids = False
+    silent.sends_ids = False
     (found,) = Remote(silent, words, 4)([prompt], WARM, 6, 1, [3])  # type: ignore[arg-type]
     assert found == [*words("ab", add_special_tokens=False)["input_ids"], words.eos_token_id]
     assert asked[0] == (prompt, [2**32 + 3]) and asked[1][0] == "import os"

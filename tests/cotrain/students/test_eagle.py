@@ -1,5 +1,4 @@
-"""What is special to feature drafts: where they begin, packed texts, tokens that they do not know, folders, rounds that
-are replayed."""
+"""Feature drafts: first weights, packed texts, pruned vocabularies, folders, and rounds on CUDA graphs."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -12,18 +11,16 @@ from safetensors import safe_open
 from torch import Tensor
 
 import inference.proposers.eagle as eagle_module
-from cotrain.losses.registry import LOSSES
-from cotrain.losses.spec import parse
+from cotrain.losses.spec import LOSSES, parse
 from cotrain.students.base import Guess, Seen
-from cotrain.students.eagle import Eagle
+from cotrain.students.eagle import EagleStudent
 from cotrain.teacher.target_model import served
 from cotrain.training.assembly import coverage
-from cotrain.training.module import Distillation
-from cotrain.training.stages import Stage
+from cotrain.training.module import Distillation, Stage
 from inference import Engine, Sampling, load, proposers
 from inference.drafts.draft_folder import Metadata, save
 from inference.policy import Fixed
-from inference.proposers.eagle_network import EagleNetwork, fused
+from inference.proposers.eagle import EagleNetwork, fused
 from tests import kinds, standin
 from tests.tiny import tiny
 
@@ -37,12 +34,12 @@ def draft(**settings: Any) -> Any:
     return SimpleNamespace(**keys | {"depths": 3, "vocabulary": None} | settings)
 
 
-def started(target: Any, init: Any = None, **settings: Any) -> Eagle:
+def started(target: Any, init: Any = None, **settings: Any) -> EagleStudent:
     init = init or SimpleNamespace(kind="target_layers", layers=[0, -1])
-    return Eagle(Eagle.initial(draft(**settings), init, target).to(target.dtype), target)  # type: ignore[arg-type]
+    return EagleStudent(EagleStudent.initial(draft(**settings), init, target).to(target.dtype), target)  # type: ignore[arg-type]
 
 
-def guessed(student: Eagle, ids: Tensor, states: Seen | None = None, **batch: Tensor) -> list[Guess]:
+def guessed(student: EagleStudent, ids: Tensor, states: Seen | None = None, **batch: Tensor) -> list[Guess]:
     if states is None:
         states = Seen(served(student.target, layers=student.reads)[0](ids))  # type: ignore[arg-type]
     return student.guesses({"ids": ids, **batch}, states)
@@ -58,8 +55,8 @@ def test_layers_are_low_middle_and_high_ones() -> None:
         assert all(low <= high < count for low, high in pairwise(fused(count)))
 
 
-def test_it_begins_as_the_targets_last_layer() -> None:
-    """Blind to the newest token: its first guess at a place is the target's distribution one place before."""
+def test_it_begins_as_the_last_layer_of_the_target() -> None:
+    """It ignores the newest token: its first guess at a position is the target's distribution one position earlier."""
     target = tiny()
     (first, *_), p = guessed(started(target), IDS), target(IDS).logits.log_softmax(-1).detach()
     at = torch.stack((first.at // 12, first.at % 12))
@@ -67,27 +64,27 @@ def test_it_begins_as_the_targets_last_layer() -> None:
     torch.testing.assert_close(distributions(first), p[at[0], at[1] - 1], atol=1e-5, rtol=1e-4)
 
 
-def test_packed_texts_are_as_if_alone() -> None:
-    student = Eagle(kinds.eagle(tiny(), 0.3), tiny())
+def test_packed_texts_equal_texts_alone() -> None:
+    student = EagleStudent(kinds.eagle(tiny(), 0.3), tiny())
     packed = IDS[:1]
     places = torch.tensor([[*range(7), *range(5)]])
     states = served(student.target, layers=student.reads)[0]
     parts = packed[:, :7], packed[:, 7:]
     alone = [states(part) for part in parts]
     whole = Seen({layer: torch.cat([one[layer] for one in alone], 1) for layer in student.reads})
-    found = guessed(student, packed, whole, position_ids=places)
-    assert len(found) == 3
-    for depth, guess in enumerate(found):
+    guesses = guessed(student, packed, whole, position_ids=places)
+    assert len(guesses) == 3
+    for depth, guess in enumerate(guesses):
         theirs = [guessed(student, part, Seen(one))[depth] for part, one in zip(parts, alone, strict=True)]  # type: ignore[arg-type]
         assert guess.at.tolist() == [*theirs[0].at.tolist(), *(7 + theirs[1].at).tolist()]
         torch.testing.assert_close(distributions(guess), torch.cat([distributions(one) for one in theirs]))
 
 
 @pytest.mark.parametrize("name", sorted({*LOSSES, "mix"} - {"rkl"}))
-def test_tokens_that_it_does_not_know_break_no_loss(name: str) -> None:
+def test_losses_are_finite_with_a_pruned_vocabulary(name: str) -> None:
     """q is 0 there; p is not cut."""
     target = tiny()
-    student = Eagle(kinds.eagle(target, 0.3, draft_vocab_size=16), target)
+    student = EagleStudent(kinds.eagle(target, 0.3, draft_vocab_size=16), target)
     module = Distillation(student, target, [Stage(1.0, parse(name))], *([None] * 2), {})  # type: ignore[arg-type]
     module._trainer = SimpleNamespace(global_step=0, max_steps=1, world_size=1)  # type: ignore[assignment]
     predicted = torch.ones(2, 11, dtype=torch.bool)
@@ -98,18 +95,18 @@ def test_tokens_that_it_does_not_know_break_no_loss(name: str) -> None:
     assert any(bool(slope.any()) for slope in slopes if slope is not None)
 
 
-def test_it_knows_the_tokens_that_are_most() -> None:
+def test_a_pruned_vocabulary_is_the_most_frequent_tokens() -> None:
     target = tiny()
     student = started(target, vocabulary=4)
     student.know(torch.bincount(torch.tensor([9] * 5 + [3] * 4 + [30] * 3 + [17, 17, 4]), minlength=32))
-    wanted = [3, 9, 17, 30]
-    assert student.network.known.tolist() == wanted and student.known.nonzero().flatten().tolist() == wanted
+    expected = [3, 9, 17, 30]
+    assert student.network.known.tolist() == expected and student.known.nonzero().flatten().tolist() == expected
     assert student.network.d2t.tolist() == [3, 8, 15, 27]
-    torch.testing.assert_close(student.network.lm_head.weight, target.lm_head.weight[wanted])
-    (first, *_), found = guessed(student, IDS), student.known
-    assert bool((distributions(first).exp() > 0).eq(found).all())
+    torch.testing.assert_close(student.network.lm_head.weight, target.lm_head.weight[expected])
+    (first, *_), known = guessed(student, IDS), student.known
+    assert bool((distributions(first).exp() > 0).eq(known).all())
     texts = SimpleNamespace(ids=torch.tensor([[0, 3, 4, 9]]), predicted=torch.tensor([[True, True, False]]))
-    assert coverage(SimpleNamespace(texts=texts), found) == 0.5  # type: ignore[arg-type]
+    assert coverage(SimpleNamespace(texts=texts), known) == 0.5  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("size", [None, 16])
@@ -123,17 +120,17 @@ def test_a_folder_holds_what_engines_load_and_serves(size: int | None, tmp_path:
         names = {*weights.keys()}
     layer = ["hidden_norm", "input_layernorm", "post_attention_layernorm"]
     layer += [f"self_attn.{part}_proj" for part in "qkvo"] + [f"mlp.{part}_proj" for part in ("gate", "up", "down")]
-    wanted = {f"midlayer.{part}.weight" for part in layer} | {"fc.weight", "norm.weight", "lm_head.weight"}
-    assert names == wanted | ({"d2t", "t2d"} if size else set())
+    expected = {f"midlayer.{part}.weight" for part in layer} | {"fc.weight", "norm.weight", "lm_head.weight"}
+    assert names == expected | ({"d2t", "t2d"} if size else set())
     engine = load(tmp_path / "draft", target, rows=3)
     ours = Engine(target, proposers.kind_of("eagle")(network), policy=Fixed(3), rows=3)  # type: ignore[call-arg]
-    found, other = (one.generate(PROMPTS, **WHOLE) for one in (engine, ours))
-    assert found.tokens == other.tokens and found.stats.accepted == other.stats.accepted
+    ours_out, other = (one.generate(PROMPTS, **WHOLE) for one in (engine, ours))
+    assert ours_out.tokens == other.tokens and ours_out.stats.accepted == other.stats.accepted
     with pytest.raises(ValueError, match="hidden_size is 16, the target's 32"):
         load(tmp_path / "draft", tiny(hidden=32))
 
 
-def test_states_that_are_no_numbers_leave_nothing_behind() -> None:
+def test_nan_states_become_finite_features() -> None:
     proposer = eagle_module.Eagle(kinds.eagle(tiny()))
     states = {layer: torch.full((1, 3, 16), torch.nan, dtype=torch.float64) for layer in proposer.reads}
     assert bool(proposer._features(states).isfinite().all())
@@ -156,11 +153,11 @@ def test_rounds_without_drafts_lose_no_features() -> None:
     propose = proposer.propose
 
     def watched(round: Any) -> Any:
-        texts, found = [list(text) for text in round.texts], propose(round)
-        (first, *_) = guessed(Eagle(proposer.network, target), torch.tensor(texts))
-        torch.testing.assert_close(found.q[:, 0], distributions(first)[-1:].exp(), atol=1e-6, rtol=1e-5)
+        texts, proposal = [list(text) for text in round.texts], propose(round)
+        (first, *_) = guessed(EagleStudent(proposer.network, target), torch.tensor(texts))
+        torch.testing.assert_close(proposal.q[:, 0], distributions(first)[-1:].exp(), atol=1e-6, rtol=1e-5)
         checked.append(len(texts[0]))
-        return found
+        return proposal
 
     proposer.propose = watched  # type: ignore[method-assign]
     assert engine.generate([PROMPTS[1]], max_new_tokens=60, seed=5, ignore_eos=True).tokens == out.tokens
@@ -177,7 +174,7 @@ def test_text_on_a_device_is_that_of_the_host(
 ) -> None:
     """Replayed rounds too; slots grow under them."""
     monkeypatch.setattr(eagle_module, "FIRST_SLOTS", 8)
-    monkeypatch.setattr("inference.models.recording.WARMUP", 1)
+    monkeypatch.setattr("inference.models.graphs.WARMUP", 1)
 
     def text(device: str) -> list[list[int]]:
         target = tiny().to(device)
@@ -186,13 +183,13 @@ def test_text_on_a_device_is_that_of_the_host(
             PROMPTS, sampling=sampling, **WHOLE
         ).tokens  # fmt: skip
 
-    wanted = text("cpu")
+    expected = text("cpu")
     with standin.device() as gpu:
-        assert text("cuda") == wanted
+        assert text("cuda") == expected
         assert not compile or gpu.recordings
 
 
-def test_other_settings_are_refused() -> None:
+def test_other_settings_raise() -> None:
     target = tiny()
     with pytest.raises(ValueError, match=r"draft\.vocabulary: 99 of 32 tokens"):
         started(target, vocabulary=99)

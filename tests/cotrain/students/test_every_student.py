@@ -1,4 +1,4 @@
-"""What every kind of student must do, whatever it reads: a new kind passes by standing in `student_kinds.STUDENTS`."""
+"""Properties of every kind of student in `student_kinds.STUDENTS`, to which a new kind adds itself."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,10 +11,9 @@ from torch import Tensor
 from cotrain.data.texts import Texts
 from cotrain.evaluation.held_out import evaluate, held_out
 from cotrain.losses.spec import parse
-from cotrain.students.base import ANY, KINDS, UNTRAINED, Guess, Seen, refuse_mixed, student_class
+from cotrain.students.base import ANY, KINDS, Guess, Seen, refuse_mixed, student_class
 from cotrain.teacher.target_model import served, split
-from cotrain.training.module import Distillation
-from cotrain.training.stages import Stage
+from cotrain.training.module import Distillation, Stage
 from inference import Engine
 from inference.policy import Fixed
 from tests.student_kinds import SERVED, STUDENTS, VOCABULARY, target
@@ -22,6 +21,9 @@ from tests.watched import Watched
 
 IDS = torch.randint(VOCABULARY, (3, 14), generator=torch.Generator().manual_seed(4))
 EVERY = pytest.mark.parametrize("kind", STUDENTS)
+
+
+TRAINED = {kind for kind in KINDS if student_class(kind).trained}
 
 
 def seen(kind: Any, ids: Tensor) -> Seen:
@@ -39,19 +41,19 @@ def guesses(kind: Any, ids: Tensor, states: Seen | None = None) -> list[Guess]:
 
 
 @EVERY
-def test_places_and_depths_are_those_of_rounds(kind: str) -> None:
-    found = guesses(STUDENTS[kind](target()), IDS)
-    refuse_mixed(found)
-    for guess in found:
+def test_positions_and_depths_are_those_of_rounds(kind: str) -> None:
+    by_depth = guesses(STUDENTS[kind](target()), IDS)
+    refuse_mixed(by_depth)
+    for guess in by_depth:
         assert guess.at.dtype == torch.int64 and len(guess.at) == len(guess.states) == len(guess.at.unique())
         places = torch.zeros(IDS.numel(), dtype=torch.bool).index_fill(0, guess.at, True).view(IDS.shape)
-        assert bool(places[:, max(guess.depth, 0) + 2 :].all())  # a round may start anywhere behind a prompt of two
+        assert bool(places[:, max(guess.depth, 0) + 2 :].all())  # rounds start anywhere after a prompt of two
         assert distributions(guess).shape == (len(guess.at), VOCABULARY)
 
 
 @EVERY
-def test_a_guess_reads_nothing_that_its_round_does_not_have(kind: str) -> None:
-    """At place t and depth j: no token behind t, and of the target no state from the anchor's on, at place t - j."""
+def test_a_guess_reads_only_what_its_round_has(kind: str) -> None:
+    """At position t and depth j: no token after t, and no state of the target from the anchor's position t - j on."""
     student = STUDENTS[kind](target())
     states = seen(student, IDS)
     before = guesses(student, IDS, states)
@@ -64,7 +66,7 @@ def test_a_guess_reads_nothing_that_its_round_does_not_have(kind: str) -> None:
             other = guesses(student, ids, Seen(changed))[j]
             here = guess.at % IDS.shape[1] <= cut if guess.depth == ANY else guess.at % IDS.shape[1] == cut
             torch.testing.assert_close(distributions(other)[here], distributions(guess)[here])
-            if cut + max(guess.depth, 0) + 1 < IDS.shape[1]:  # what changes is seen where it may be
+            if cut + max(guess.depth, 0) + 1 < IDS.shape[1]:  # changes are read by later guesses
                 assert not torch.allclose(distributions(other)[~here], distributions(guess)[~here])
 
 
@@ -82,7 +84,7 @@ def test_every_loss_reaches_every_parameter(kind: str, name: str) -> None:
 
 
 @EVERY
-def test_what_is_saved_is_what_is_loaded(kind: str, tmp_path: Path) -> None:
+def test_save_and_load_round_trip(kind: str, tmp_path: Path) -> None:
     student = STUDENTS[kind](target())
     student.network.float()
     student.save(tmp_path)
@@ -101,12 +103,12 @@ def test_of_other_weights_is_the_same_student(kind: str) -> None:
         for weight in other.network.parameters():
             weight *= 1.5
     states = seen(student, IDS)
-    for one, wanted in zip(guesses(student.of(other.network), IDS, states), guesses(other, IDS, states), strict=True):
-        assert torch.equal(distributions(one), distributions(wanted))
+    for one, expected in zip(guesses(student.of(other.network), IDS, states), guesses(other, IDS, states), strict=True):
+        assert torch.equal(distributions(one), distributions(expected))
 
 
 @pytest.mark.parametrize("kind", SERVED)
-def test_the_distribution_that_learns_is_the_distribution_that_is_served(kind: str) -> None:
+def test_the_trained_distribution_is_the_served_one(kind: str) -> None:
     """At each drafted token of real rounds, the text with its drafts being read as a text to learn from."""
     model = target()
     student = STUDENTS[kind](model)
@@ -114,24 +116,28 @@ def test_the_distribution_that_learns_is_the_distribution_that_is_served(kind: s
     engine = Engine(model, watched, policy=Fixed(3), rows=3)
     engine.generate(IDS[:, :4].tolist(), max_new_tokens=12)
     checked = 0
-    for found in watched.rounds:
-        for b, text in enumerate(found.texts):
-            whole = torch.tensor([text + found.x[b, : found.k[b]].tolist()])
+    for served_round in watched.rounds:
+        for b, text in enumerate(served_round.texts):
+            whole = torch.tensor([text + served_round.x[b, : served_round.k[b]].tolist()])
             for guess in guesses(student, whole):
-                for depth in range(found.k[b]) if guess.depth == ANY else [guess.depth] * (guess.depth < found.k[b]):
+                for depth in (
+                    range(served_round.k[b])
+                    if guess.depth == ANY
+                    else [guess.depth] * (guess.depth < served_round.k[b])
+                ):
                     here = guess.at == len(text) - 1 + depth
-                    wanted = distributions(guess)[here][0].exp()
-                    torch.testing.assert_close(found.q[b, depth].double(), wanted, atol=1e-5, rtol=1e-4)
+                    expected = distributions(guess)[here][0].exp()
+                    torch.testing.assert_close(served_round.q[b, depth].double(), expected, atol=1e-5, rtol=1e-4)
                     checked += 1
     assert checked > 20
 
 
 def test_of_head_kinds_acceptance_has_a_depth() -> None:
-    """r (N, L, K), alphas and tau against passes made by hand."""
+    """r (N, L, K), alphas and tau against passes by hand."""
     model = target()
     student = STUDENTS["heads"](model)
     texts = Texts(IDS, torch.tensor([3, 5, 2]), torch.tensor([14, 11, 13]), ["a", "b", "a"])
-    found = evaluate(held_out(served(model)[0], texts, 1.0), student, split(model)[1])["all"]
+    figures = evaluate(held_out(served(model)[0], texts, 1.0), student, split(model)[1])["all"]
     order, alphas = [0, 2, 1], torch.zeros(3, dtype=torch.float64)  # by domain
     with torch.no_grad():
         p = model(IDS).logits.log_softmax(-1)
@@ -141,18 +147,18 @@ def test_of_head_kinds_acceptance_has_a_depth() -> None:
             for j, guess in enumerate(each):
                 q = distributions(guess)[guess.at == b * 14 + t - 1]
                 if not len(q):  # a round that would start in the prompt's first tokens
-                    assert found.r[row, column, j] == 0
+                    assert figures.r[row, column, j] == 0
                     continue
                 r = (q[0, IDS[b, t]] - p[b, t - 1, IDS[b, t]]).exp().clamp(max=1)
-                torch.testing.assert_close(found.r[row, column, j].double(), r.detach(), atol=1e-6, rtol=1e-5)
+                torch.testing.assert_close(figures.r[row, column, j].double(), r.detach(), atol=1e-6, rtol=1e-5)
                 alphas[j] += torch.minimum(q[0], p[b, t - 1]).exp().sum().item()
-    assert found.r.shape == (3, 13, 3) and found.alpha == pytest.approx(found.alphas[0])
-    assert found.alphas == pytest.approx((alphas / 28).tolist(), abs=1e-6)
-    assert found.tau(3) == found.tau(8) > found.tau(1) > 1 and found.calls(8).shape == (3,)
+    assert figures.r.shape == (3, 13, 3) and figures.alpha == pytest.approx(figures.alphas[0])
+    assert figures.alphas == pytest.approx((alphas / 28).tolist(), abs=1e-6)
+    assert figures.tau(3) == figures.tau(8) > figures.tau(1) > 1 and figures.calls(8).shape == (3,)
 
 
-def test_what_is_no_kind_is_refused() -> None:
-    assert student_class("independent").kind == "independent" and set(KINDS) - UNTRAINED <= set(STUDENTS)
+def test_unknown_kinds_and_mixed_depths_raise() -> None:
+    assert student_class("independent").kind == "independent" and TRAINED <= set(STUDENTS)
     with pytest.raises(ValueError, match="draft.kind: 'medusae' is none of independent"):
         student_class("medusae")
     one = Guess.everywhere(torch.zeros(1, 2, 3), lambda states: states)

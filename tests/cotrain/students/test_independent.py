@@ -1,46 +1,26 @@
-"""Where a draft comes from, and the frozen target as its teacher."""
+"""Where an independent draft begins: random weights, layers of the target, any pretrained model."""
 
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers import (
-    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
-    Gemma2Config,
     GPT2Config,
     LlamaConfig,
     LlamaForCausalLM,
-    PreTrainedModel,
 )
 
-from cotrain.data.fingerprints import fingerprint
-from cotrain.students import independent, pretrained
-from cotrain.teacher.target_model import adapted, load_pair, load_target, split
+from cotrain.students import independent
+from cotrain.teacher.target_model import load_target, split
+from tests.cotrain.teacher.test_target_model import logits
 from tests.folders import VOCABULARY, network, target_folder
-
-IDS = torch.tensor([[5, 9, 250, 17, 0, 3]])
 
 
 @pytest.fixture(scope="module")
 def target() -> LlamaForCausalLM:
     return network(layers=3)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return target_folder(tmp_path_factory.mktemp("teacher") / "target")
-
-
-def logits(model: PreTrainedModel) -> Tensor:
-    with torch.no_grad():
-        return model.eval()(IDS).logits
 
 
 def test_all_layers_are_the_target(target: LlamaForCausalLM) -> None:
@@ -65,7 +45,7 @@ def test_a_draft_shares_no_memory_with_its_target(target: LlamaForCausalLM) -> N
 
 
 @pytest.mark.parametrize("layers", [[], [3], [0, -4]])
-def test_layers_that_are_not_there_are_refused(target: LlamaForCausalLM, layers: list[int]) -> None:
+def test_missing_layers_raise(target: LlamaForCausalLM, layers: list[int]) -> None:
     with pytest.raises(ValueError, match="init.layers: .* target of 3"):
         independent.from_layers(target, layers)
 
@@ -83,13 +63,13 @@ def test_a_gpt2_is_cut_too_and_read_in_halves() -> None:
 
 def test_scratch_has_the_shapes_asked_for_and_the_targets_ids(target: LlamaForCausalLM) -> None:
     target.config.rope_parameters = {"rope_type": "default", "rope_theta": 5e5}
-    made = independent.scratch(target, width=128, layers=2, intermediate=96, head_dim=32, kv_heads=2)
-    assert made.model.layers[1].self_attn.q_proj.weight.shape == (128, 128)
-    assert made.model.layers[1].self_attn.k_proj.weight.shape == (64, 128)
-    assert made.model.layers[1].mlp.up_proj.weight.shape == (96, 128)
-    assert logits(made).shape == (1, 6, VOCABULARY)
-    assert (made.config.eos_token_id, made.config.max_position_embeddings) == (0, 128)
-    assert made.config.rope_parameters["rope_theta"] == 5e5
+    draft = independent.scratch(target, width=128, layers=2, intermediate=96, head_dim=32, kv_heads=2)
+    assert draft.model.layers[1].self_attn.q_proj.weight.shape == (128, 128)
+    assert draft.model.layers[1].self_attn.k_proj.weight.shape == (64, 128)
+    assert draft.model.layers[1].mlp.up_proj.weight.shape == (96, 128)
+    assert logits(draft).shape == (1, 6, VOCABULARY)
+    assert (draft.config.eos_token_id, draft.config.max_position_embeddings) == (0, 128)
+    assert draft.config.rope_parameters["rope_theta"] == 5e5
 
 
 @pytest.mark.parametrize(("change", "key"), [({"head_dim": 48}, "draft.width"), ({"kv_heads": 3}, "draft.kv_heads")])
@@ -106,207 +86,19 @@ def test_a_pretrained_draft_gets_the_targets_rows(tmp_path: Path, target: LlamaF
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     if rows < VOCABULARY:
         with pytest.raises(ValueError, match="draft.path: .* has 299 ids, the target 300"):
-            pretrained.causal_lm(str(tmp_path), target)
+            independent.causal_lm(str(tmp_path), target)
     else:
-        assert logits(pretrained.causal_lm(str(tmp_path), target)).shape[-1] == VOCABULARY
-
-
-@pytest.mark.parametrize("kind", ["int8", "nf4"])
-def test_a_checkpoint_that_is_quantised_is_loaded_as_it_is(tmp_path: Path, kind: str) -> None:
-    made = load_target(str(target_folder(tmp_path / "whole", hidden=128)), kind)
-    made.save_pretrained(tmp_path / "held")
-    found = load_target(str(tmp_path / "held"))
-    assert found.config.to_dict()["quantization_config"]["quant_method"] == "bitsandbytes"
-    assert torch.equal(logits(found), logits(made)) and fingerprint(found) == fingerprint(made)
-    small = independent.from_layers(found, [0])
-    assert small.dtype == torch.float32 and "quantization_config" not in small.config.to_dict()
-    with pytest.raises(ValueError, match="is quantised as it is; quantisation=none"):
-        load_target(str(tmp_path / "held"), "int8")
+        assert logits(independent.causal_lm(str(tmp_path), target)).shape[-1] == VOCABULARY
 
 
 @pytest.mark.parametrize("quantisation", ["int8", "nf4"])
-def test_layers_of_a_quantised_target_are_plain_numbers(folder: Path, quantisation: str, tmp_path: Path) -> None:
+def test_layers_of_a_quantised_target_are_plain_numbers(tmp_path: Path, quantisation: str) -> None:
+    folder = target_folder(tmp_path / "target")
     whole, quantised = load_target(str(folder), "none"), load_target(str(folder), quantisation)
     logits(quantised)  # passes move and pack the weights of bitsandbytes
     cut = independent.from_layers(quantised, [1])
     ours, theirs = cut.model.layers[0].mlp.up_proj.weight, whole.model.layers[1].mlp.up_proj.weight
     assert ours.requires_grad and ours.dtype == torch.float32
     assert 0 < (ours - theirs).abs().max() < 0.2 * theirs.abs().max()
-    cut.save_pretrained(tmp_path)
-    assert "quantization_config" not in AutoConfig.from_pretrained(tmp_path).to_dict()
-
-
-@pytest.mark.parametrize("quantisation", ["int8", "nf4"])
-def test_a_quantised_target_stays_as_it_is_while_it_is_read(tmp_path: Path, quantisation: str) -> None:
-    """Its fingerprint is made, and layers are copied, between passes that teach and sample."""
-    model = load_target(str(target_folder(tmp_path, hidden=128)), quantisation)
-    before = logits(model)
-    fingerprint(model)
-    independent.from_layers(model, [0])
-    assert torch.equal(logits(model), before)
-    split(model)
-    assert torch.equal(logits(model), before)
-
-
-def test_weights_are_not_packed_for_a_cpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: True)
-    packs = [
-        getattr(module, "support_avx512bf16_for_cpu", None) for module in load_target(str(folder), "nf4").modules()
-    ]
-    assert False in packs and True not in packs
-
-
-def gemma() -> PreTrainedModel:
-    torch.manual_seed(0)
-    config = Gemma2Config(vocab_size=40, hidden_size=16, intermediate_size=16, num_hidden_layers=1, head_dim=8,
-                          num_attention_heads=2, num_key_value_heads=1, final_logit_softcapping=0.5,
-                          initializer_range=0.5)  # fmt: skip
-    return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-
-
-def scaled(family: str, **changed: float) -> PreTrainedModel:
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(family, vocab_size=40, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
-                                  num_attention_heads=2, num_key_value_heads=1, pad_token_id=0, initializer_range=0.5,
-                                  **changed)  # fmt: skip
-    return AutoModelForCausalLM.from_config(config).eval()
-
-
-def granite() -> PreTrainedModel:
-    return scaled("granite", logits_scaling=6.0)
-
-
-def granite_of_experts() -> PreTrainedModel:
-    return scaled("granitemoe", logits_scaling=6.0)
-
-
-def cohere() -> PreTrainedModel:
-    return scaled("cohere", logit_scale=0.25)
-
-
-CLOVA = pytest.mark.skipif("hyperclovax" not in CONFIG_MAPPING, reason="this transformers has no HyperCLOVA X")
-
-
-def hyperclova() -> PreTrainedModel:
-    return scaled("hyperclovax", logits_scaling=6.0)
-
-
-@pytest.mark.parametrize(
-    "make", [network, gemma, granite, granite_of_experts, cohere, pytest.param(hyperclova, marks=CLOVA)]
-)
-def test_halves_are_the_whole(make: Callable[[], PreTrainedModel]) -> None:
-    model = make()
-    hidden, head = split(model)
-    ids = IDS % 40
-    with torch.no_grad():
-        assert torch.allclose(head(hidden(ids)), model(ids).logits, atol=1e-6)
-
-
-def test_a_head_that_does_more_is_refused() -> None:
-    model = gemma()
-
-    class Shifted(type(model)):
-        def forward(self, *args: object, **kwargs: object) -> object:
-            out = super().forward(*args, **kwargs)
-            out.logits = out.logits + 1
-            return out
-
-    model.__class__ = Shifted
-    with pytest.raises(ValueError, match="Shifted: its head does more than project"):
-        split(model)
-
-
-def test_a_fingerprint_knows_every_tensor_and_the_quantisation(folder: Path) -> None:
-    model = load_target(str(folder))
-    first = fingerprint(model)
-    assert first == fingerprint(load_target(str(folder)))
-    for name in ("model.embed_tokens", "model.layers.1.self_attn.v_proj", "model.norm"):
-        weight = model.get_submodule(name).weight
-        kept = weight.clone()
-        weight.add_(0.1)
-        assert fingerprint(model) != first, name
-        weight.copy_(kept)
-    assert fingerprint(model) == first
-    quantised = load_target(str(folder), "nf4")
-    made = fingerprint(quantised)
-    logits(quantised)
-    assert made == fingerprint(quantised) != first
-
-
-def test_a_target_is_frozen_and_in_eval_mode(folder: Path) -> None:
-    model, tokenizer = load_pair(str(folder))
-    assert not model.training and not any(p.requires_grad for p in model.parameters())
-    assert tokenizer.eos_token_id == 0 and model.dtype == torch.float32
-    assert load_target(str(folder), dtype="bfloat16").dtype == torch.bfloat16
-
-
-@pytest.fixture
-def adapter(folder: Path, tmp_path: Path) -> str:
-    """A LoRA of random weights."""
-    model = get_peft_model(
-        AutoModelForCausalLM.from_pretrained(folder), LoraConfig(r=4, target_modules=["q_proj", "up_proj"])
-    )
-    for name, weight in model.named_parameters():
-        if "lora" in name:
-            torch.nn.init.normal_(weight, std=0.2)
-    model.save_pretrained(tmp_path / "adapter")
-    return str(tmp_path / "adapter")
-
-
-def test_an_adapter_is_merged_into_the_target(folder: Path, adapter: str) -> None:
-    plain, wanted = load_target(str(folder)), PeftModel.from_pretrained(load_target(str(folder)), adapter)
-    model = adapted(load_target(str(folder)), adapter)
-    assert type(model) is type(plain) and not any(weight.requires_grad for weight in model.parameters())
-    assert torch.allclose(logits(model), logits(wanted), atol=1e-4)
-    assert not torch.allclose(logits(model), logits(plain), atol=1e-2)
-    assert fingerprint(model) != fingerprint(plain)
-
-
-def test_an_adapter_stands_beside_quantised_weights(folder: Path, adapter: str) -> None:
-    plain, model = load_target(str(folder), "nf4"), adapted(load_target(str(folder), "nf4"), adapter)
-    assert not torch.allclose(logits(model), logits(plain), atol=1e-2) and fingerprint(model) != fingerprint(plain)
-    whole = adapted(load_target(str(folder)), adapter)
-    assert (logits(model) - logits(whole)).abs().mean() < (logits(plain) - logits(whole)).abs().mean()
-
-
-def test_what_is_no_adapter_of_the_target_is_named(folder: Path, adapter: str, tmp_path: Path) -> None:
-    for model, place in ((load_target(str(folder)), str(tmp_path / "none")), (network(hidden=128), adapter)):
-        with pytest.raises(ValueError, match=f"target.adapter: {place} is no adapter of this target"):
-            adapted(model, place)
-
-
-def changed(folder: Path, tmp_path: Path, change: Callable[[dict[str, Tensor]], None]) -> str:
-    """A copy of the target's folder whose tensors were changed."""
-    copy = shutil.copytree(folder, tmp_path / "copy")
-    tensors = load_file(copy / "model.safetensors")
-    change(tensors)
-    save_file(tensors, copy / "model.safetensors", {"format": "pt"})
-    return str(copy)
-
-
-def test_weights_that_are_not_finite_are_refused(folder: Path, tmp_path: Path) -> None:
-    path = changed(folder, tmp_path, lambda tensors: tensors["model.norm.weight"][3:4].fill_(float("nan")))
-    with pytest.raises(ValueError, match="target.path: .* NaN or infinite weights in model.norm.weight"):
-        load_target(path)
-
-
-def test_weights_that_are_missing_are_refused(folder: Path, tmp_path: Path) -> None:
-    path = changed(folder, tmp_path, lambda tensors: [tensors.pop("model.norm.weight")])
-    with pytest.raises(ValueError, match="target.path: .* lacks weights: model.norm.weight"):
-        load_target(path)
-
-
-def test_a_target_that_cannot_be_had_is_named(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="target.path: .*nowhere is no folder"):
-        load_pair(str(tmp_path / "nowhere"))
-    copy = shutil.copytree(folder, tmp_path / "copy")
-    with pytest.raises(ValueError, match="quantisation: 'nf5' is none of none, int8, nf4"):
-        load_pair(str(copy), "nf5")
-    (copy / "model.safetensors").write_bytes(b"cut short")
-    with pytest.raises(ValueError, match="model.safetensors is damaged"):
-        load_pair(str(copy))
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (copy / name).unlink()
-    shutil.copy(folder / "model.safetensors", copy)
-    with pytest.raises(ValueError, match="target.path: .* has no tokenizer files"):
-        load_pair(str(copy))
+    cut.save_pretrained(tmp_path / "cut")
+    assert "quantization_config" not in AutoConfig.from_pretrained(tmp_path / "cut").to_dict()

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from cotrain.config.groups import Draft, Init
-from cotrain.students.base import KINDS, OPTIONAL, UNTRAINED, student_class
-from inference.models.lm import load_model
+from cotrain.students.base import KINDS, OPTIONAL, student_class
+from inference.models.pretrained import load_model
 from tests.draft_folders import BARE, draft_folder
 from tests.folders import VOCABULARY, target_folder
 
@@ -15,7 +15,7 @@ from tests.folders import VOCABULARY, target_folder
 OTHER: dict[str, Any] = {
     "depths": [2, 5], "rank": [1, 3], "vocabulary": [20, 40], "temperatures": [[0.0, 0.5], [0.3, 0.9]],
 }  # fmt: skip
-TRAINED = [kind for kind in KINDS if kind not in UNTRAINED]
+TRAINED = [kind for kind in KINDS if student_class(kind).trained]
 CASES = [(kind, key) for kind in TRAINED for key in student_class(kind).takes if key in OTHER]
 
 

@@ -1,5 +1,4 @@
-"""What is special to P-EAGLE: pairs and masks of a round by hand, packed texts, starts that are dropped, folders and
-rounds that are replayed."""
+"""P-EAGLE: pairs and masks of a round by hand, packed texts, dropped starts, folders, and rounds on CUDA graphs."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,42 +11,41 @@ from torch import Tensor
 
 import inference.proposers.eagle as eagle_module
 from cotrain.students.base import Guess, Seen
-from cotrain.students.eagle import Eagle
-from cotrain.students.mask_blocks import starts
-from cotrain.students.p_eagle import PEagle
-from cotrain.students.rounding import refuse_unknown
+from cotrain.students.eagle import EagleStudent
+from cotrain.students.parallel import PEagleStudent, starts
+from cotrain.students.quantisation_aware import refuse_unknown
 from cotrain.teacher.target_model import served
 from cotrain.training.optim import adamw
 from inference import Engine, load, proposers
 from inference.drafts.draft_folder import Metadata, save
 from inference.policy import Fixed
-from inference.proposers.eagle_network import LAYER_IDS
-from inference.proposers.p_eagle_network import PEagleConfig, PEagleNetwork
+from inference.proposers.eagle import LAYER_IDS
+from inference.proposers.p_eagle import PEagleConfig, PEagleNetwork
 from tests import kinds, standin
 from tests.cotrain.students.test_eagle import PROMPTS, SETTINGS, WHOLE, distributions, draft
-from tests.dropped_starts import made_up_for
+from tests.dropped_starts import check_dropped_starts
 from tests.tiny import tiny
 
 IDS = torch.randint(31, (2, 9), generator=torch.Generator().manual_seed(4))
 TARGET = {"name": "the-target", "config": None, "tokenizer": None}
 
 
-def student(**settings: Any) -> PEagle:
-    return PEagle(kinds.p_eagle(tiny(), 0.3, **settings), tiny())
+def student(**settings: Any) -> PEagleStudent:
+    return PEagleStudent(kinds.p_eagle(tiny(), 0.3, **settings), tiny())
 
 
-def states_of(one: Eagle, ids: Tensor) -> Seen:
+def states_of(one: EagleStudent, ids: Tensor) -> Seen:
     with torch.no_grad():
         return Seen(dict(served(one.target, layers=one.reads)[0](ids)))  # type: ignore[arg-type]
 
 
-def guessed(one: Eagle, ids: Tensor, seen: Seen | None = None, **more: Tensor) -> list[Guess]:
+def guessed(one: EagleStudent, ids: Tensor, seen: Seen | None = None, **more: Tensor) -> list[Guess]:
     return list(one.guesses({"ids": ids, **more}, seen or states_of(one, ids)))
 
 
-def by_hand(one: PEagle, ids: Tensor, m: int, depths: int) -> Tensor:
-    """Log distributions (depths, V) of the round whose newest pair is m of a text ids (T,): its pairs, then masks, each
-    of which sees what is before it; one head after the other."""
+def by_hand(one: PEagleStudent, ids: Tensor, m: int, depths: int) -> Tensor:
+    """Log distributions (depths, V) of the round with newest pair m of a text ids (T,): its pairs, then masks, with
+    causal attention, head by head."""
     network, seen, width = one.network, states_of(one, ids[None, : m + 2]), one.network.config.hidden_size
     states = torch.cat([seen.states[layer] for layer in network.config.layers], -1)[0, : m + 1]
     rows = torch.cat([states, network.mask_hidden.expand(depths - 1, -1)]) @ network.fc.weight.T
@@ -55,30 +53,30 @@ def by_hand(one: PEagle, ids: Tensor, m: int, depths: int) -> Tensor:
     embedded = one.target.get_input_embeddings().weight[tokens]
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        found = torch.zeros(q.shape[1], width, dtype=q.dtype)
+        output = torch.zeros(q.shape[1], width, dtype=q.dtype)
         for i in range(q.shape[1]):
             for head in range(2):
                 share = torch.stack([q[0, i, head] @ k[0, j, 0] for j in range(i + 1)]) * (width // 2) ** -0.5
                 part = slice(head * width // 2, (head + 1) * width // 2)
-                found[i, part] = share.softmax(-1) @ v[0, : i + 1, 0]
-        return found[None]
+                output[i, part] = share.softmax(-1) @ v[0, : i + 1, 0]
+        return output[None]
 
     angles = network.angles(torch.arange(len(tokens))[None])
-    made = network.layer(embedded[None], rows[None], *angles, attend)
-    return one.head(network.norm(made))[0, m:].log_softmax(-1)
+    outputs = network.layer(embedded[None], rows[None], *angles, attend)
+    return one.head(network.norm(outputs))[0, m:].log_softmax(-1)
 
 
 @pytest.mark.parametrize("size", [None, 16])
 def test_guesses_are_those_of_rounds_by_hand(size: int | None) -> None:
     one = student(draft_vocab_size=size)
-    found = guessed(one, IDS[:1])
-    assert [guess.depth for guess in found] == [0, 1, 2]
+    by_depth = guessed(one, IDS[:1])
+    assert [guess.depth for guess in by_depth] == [0, 1, 2]
     for m in range(IDS.shape[1] - 1):
-        wanted = by_hand(one, IDS[0], m, 3)
-        for depth, guess in enumerate(found):
+        expected = by_hand(one, IDS[0], m, 3)
+        for depth, guess in enumerate(by_depth):
             here = guess.at == m + 1 + depth
             assert int(here.sum()) == (m + 1 + depth < IDS.shape[1])
-            torch.testing.assert_close(distributions(guess)[here], wanted[depth : depth + 1][: int(here.sum())])
+            torch.testing.assert_close(distributions(guess)[here], expected[depth : depth + 1][: int(here.sum())])
 
 
 def test_the_first_draft_is_that_of_an_eagle_with_its_weights() -> None:
@@ -87,8 +85,8 @@ def test_the_first_draft_is_that_of_an_eagle_with_its_weights() -> None:
     network = kinds.eagle(tiny(), 0.3)
     own = {name: tensor for name, tensor in one.network.state_dict().items() if name != "mask_hidden"}
     network.load_state_dict(own)
-    (wanted, *_), first = guessed(Eagle(network, tiny()), IDS), guessed(one, IDS)[0]
-    torch.testing.assert_close(distributions(first), distributions(wanted))
+    (expected, *_), first = guessed(EagleStudent(network, tiny()), IDS), guessed(one, IDS)[0]
+    torch.testing.assert_close(distributions(first), distributions(expected))
     with torch.no_grad():
         one.network.mask_hidden += 1.0
     changed = guessed(one, IDS)
@@ -96,7 +94,7 @@ def test_the_first_draft_is_that_of_an_eagle_with_its_weights() -> None:
     assert not torch.allclose(distributions(changed[1]), distributions(guessed(student(), IDS)[1]))
 
 
-def test_packed_texts_are_as_if_alone() -> None:
+def test_packed_texts_equal_texts_alone() -> None:
     one, packed = student(), IDS[:1]
     places = torch.tensor([[*range(5), *range(4)]])
     parts = packed[:, :5], packed[:, 5:]
@@ -109,42 +107,42 @@ def test_packed_texts_are_as_if_alone() -> None:
 
 
 @pytest.mark.parametrize("name", ["kl", "0.3*kl+0.7*tv"])
-def test_dropped_starts_are_made_up_for(name: str) -> None:
-    made_up_for(student(), name, 3)
+def test_dropped_starts_keep_the_expected_loss(name: str) -> None:
+    check_dropped_starts(student(), name, 3)
 
 
-def test_masks_stand_behind_anchors_whose_next_token_is_learnt() -> None:
+def test_starts_are_those_with_tokens_to_learn() -> None:
     """Pair m has the anchor m + 1."""
     predicted = torch.tensor([[False, False, True, True, False], [True, False, False, True, False]])
     given = {"ids": IDS[:, :6], "predicted": predicted, "uniforms": torch.zeros(2, 6)}
     assert starts(given, IDS.device, 1).tolist() == [1, 2] and starts(given, IDS.device).tolist() == [0, 2, 3]
     assert starts({"ids": given["ids"]}, IDS.device, 1).tolist() == [0, 1, 2, 3, 4]
-    found = guessed(student(), **given)
-    assert [sorted(guess.at.tolist()) for guess in found[1:]] == [[3, 4, 9, 10], [4, 5, 10, 11]]
+    by_depth = guessed(student(), **given)
+    assert [sorted(guess.at.tolist()) for guess in by_depth[1:]] == [[3, 4, 9, 10], [4, 5, 10, 11]]
 
 
-def test_a_step_in_mixed_precision_is_that_of_whole_numbers() -> None:
-    one = PEagle(kinds.p_eagle(tiny(dtype=torch.float32), 0.3), tiny(dtype=torch.float32))
+def test_mixed_precision_is_near_float32() -> None:
+    one = PEagleStudent(kinds.p_eagle(tiny(dtype=torch.float32), 0.3), tiny(dtype=torch.float32))
     seen = states_of(one, IDS)
     whole = guessed(one, IDS, seen)
     with torch.autocast("cpu", torch.bfloat16):
         half = guessed(one, IDS, seen)
-        for guess, wanted in zip(half, whole, strict=True):
-            assert (distributions(guess).float() - distributions(wanted)).abs().max() < 0.5
+        for guess, expected in zip(half, whole, strict=True):
+            assert (distributions(guess).float() - distributions(expected)).abs().max() < 0.5
 
 
-def test_where_it_begins() -> None:
+def test_first_weights_are_an_eagles_and_a_mask() -> None:
     """As an eagle does, with a mask of the size of states; the mask's id is one that texts do not have."""
     target, init = tiny(), SimpleNamespace(kind="target_layers", layers=[0, -1])
-    network: Any = PEagle.initial(draft(kind="p_eagle"), init, target)  # type: ignore[arg-type]
+    network: Any = PEagleStudent.initial(draft(kind="p_eagle"), init, target)  # type: ignore[arg-type]
     assert isinstance(network, PEagleNetwork) and 0.5 < float(network.mask_hidden.detach().square().mean()) < 2
-    one = PEagle(network.to(target.dtype), target, 30)
+    one = PEagleStudent(network.to(target.dtype), target, 30)
     assert one.network.mask == 30 and one.proposer().depths == 3
     (first, *_), p = guessed(one, IDS), target(IDS).logits.log_softmax(-1).detach()
     rows, places = first.at // IDS.shape[1], first.at % IDS.shape[1]
     torch.testing.assert_close(distributions(first), p[rows, places - 1][:, :30].log_softmax(-1), atol=1e-5, rtol=1e-4)
     with pytest.raises(ValueError, match="p_eagle drafts are of PEagleNetwork beside its target, not of EagleNetwork"):
-        PEagle(kinds.eagle(target), target)
+        PEagleStudent(kinds.eagle(target), target)
     with pytest.raises(ValueError, match="config.json: a p_eagle draft names pard_token, the id"):
         proposers.kind_of("p_eagle")(PEagleNetwork(PEagleConfig(eagle_config={LAYER_IDS: [0, 1, 1]})))  # type: ignore[call-arg]
 
@@ -168,18 +166,18 @@ def test_no_more_is_drafted_than_was_learnt() -> None:
 def test_text_on_a_device_is_that_of_the_host(sampling: Any, compile: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Replayed rounds too; slots grow under them. A round is one copy and one read."""
     monkeypatch.setattr(eagle_module, "FIRST_SLOTS", 8)
-    monkeypatch.setattr("inference.models.recording.WARMUP", 1)
+    monkeypatch.setattr("inference.models.graphs.WARMUP", 1)
 
     def engine(device: str) -> Engine:
         target = tiny().to(device)
         proposer = proposers.kind_of("p_eagle")(kinds.p_eagle(target, draft_vocab_size=16).to(device))  # type: ignore[call-arg]
         return Engine(target, proposer, policy=Fixed(3), rows=3, compile=compile and device != "cpu")
 
-    wanted = engine("cpu").generate(PROMPTS, sampling=sampling, **WHOLE)
+    expected = engine("cpu").generate(PROMPTS, sampling=sampling, **WHOLE)
     with standin.device() as gpu:
         there = engine("cuda")
-        found = there.generate(PROMPTS, sampling=sampling, **WHOLE)
-        assert found.tokens == wanted.tokens and found.stats.accepted == wanted.stats.accepted
+        on_device = there.generate(PROMPTS, sampling=sampling, **WHOLE)
+        assert on_device.tokens == expected.tokens and on_device.stats.accepted == expected.stats.accepted
         assert not compile or gpu.recordings
 
 
@@ -187,20 +185,20 @@ def test_text_on_a_device_is_that_of_the_host(sampling: Any, compile: bool, monk
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> Path:
+def outputs(tmp_path: Path) -> Path:
     network = kinds.p_eagle(tiny(dtype=torch.float32), draft_vocab_size=16)
     return save(network, None, tmp_path / "draft", Metadata(TARGET, 3, kind="p_eagle"), None)
 
 
-def test_a_folder_serves_what_was_saved(made: Path) -> None:
+def test_a_folder_serves_what_was_saved(outputs: Path) -> None:
     target = tiny(dtype=torch.float32)
-    engine = load(made, target, rows=3)
+    engine = load(outputs, target, rows=3)
     network = kinds.p_eagle(target, draft_vocab_size=16)
     ours = Engine(target, proposers.kind_of("p_eagle")(network), policy=Fixed(3), rows=3)  # type: ignore[call-arg]
-    found, other = (one.generate(PROMPTS, **WHOLE) for one in (engine, ours))
-    assert found.tokens == other.tokens and found.stats.accepted == other.stats.accepted
-    tensors = load_file(made / "model.safetensors")
+    ours_out, other = (one.generate(PROMPTS, **WHOLE) for one in (engine, ours))
+    assert ours_out.tokens == other.tokens and ours_out.stats.accepted == other.stats.accepted
+    tensors = load_file(outputs / "model.safetensors")
     del tensors["mask_hidden"]
-    save_file(tensors, made / "model.safetensors", {"format": "pt"})
+    save_file(tensors, outputs / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match="tensor mask_hidden is missing"):
-        load(made, target)
+        load(outputs, target)

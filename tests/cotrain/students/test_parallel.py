@@ -1,5 +1,5 @@
-"""Parallel drafts: all tokens of a round from one pass over masks; compiled and on a device, it is the same text; what
-is left out while it trains is made up for."""
+"""Parallel drafts: all tokens of a round from one pass over masks; their text is the same compiled and on a device;
+dropped starts keep the expected loss."""
 
 import copy
 from collections.abc import Callable
@@ -11,21 +11,20 @@ import torch
 from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from cotrain.export.engines import launch
-from cotrain.losses.over_guesses import _completed
+from cotrain.losses.batch import _fill_dropped
 from cotrain.students.base import Guess, Seen
-from cotrain.students.mask_blocks import blocks, visible
-from cotrain.students.parallel import Parallel
+from cotrain.students.parallel import ParallelStudent, masks_after, visible
 from inference import Engine, Sampling, load, proposers
 from inference.drafts.compatibility import hash_target
 from inference.drafts.draft_folder import Metadata, save
-from inference.models.compiled import Compiled
-from inference.models.lm import LM
-from inference.models.one_pass import Masked, OnePass, at_once
+from inference.models.compiled import CompiledForward
+from inference.models.lm import LM, at_once
+from inference.models.step import Masked, OnePass
 from inference.policy import Fixed
 from inference.proposers.base import Host
 from inference.sampling import draw
 from tests import standin
-from tests.dropped_starts import made_up_for
+from tests.dropped_starts import check_dropped_starts
 from tests.inference.test_drafting import PROMPTS, REGIMES
 from tests.kinds import masked, parallel
 from tests.tiny import compiles, tiny
@@ -39,37 +38,39 @@ def texts(proposer: Any, target: Any, sampling: Any, rows: int = 3, **settings: 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """What is compiled runs as it is; ids a row of the passes that made all drafts."""
-    made: list[int] = []
+    """Runs compiled modules uncompiled; returns the ids a row of each pass that makes all drafts."""
+    passes: list[int] = []
 
     def counted(module: torch.nn.Module, *_: Any) -> Callable[..., Any]:
         def run(*inputs: Any) -> Any:
             if isinstance(module, OnePass):
-                made.append(inputs[0].shape[1])
+                passes.append(inputs[0].shape[1])
             return module(*inputs)
 
         return run
 
     monkeypatch.setattr(torch, "compile", counted)
-    monkeypatch.setattr(Compiled, "failed", False)
-    return made
+    monkeypatch.setattr(CompiledForward, "failed", False)
+    return passes
 
 
 @pytest.mark.parametrize(("name", "rows"), [("sampled", 1), *((name, 3) for name in REGIMES)])
 def test_compiled_it_gives_the_same_text_and_counts(calls: list[int], name: str, rows: int) -> None:
     """Rows come and go, slots grow, drafts are cut at a row's limit: in float64 nothing may change."""
     target = tiny()
-    ours, wanted = (texts(parallel(target, compile=compile), target, REGIMES[name], rows) for compile in (True, False))
-    assert ours.tokens == wanted.tokens
-    assert (ours.stats.drafted, ours.stats.accepted) == (wanted.stats.drafted, wanted.stats.accepted)
+    ours, expected = (
+        texts(parallel(target, compile=compile), target, REGIMES[name], rows) for compile in (True, False)
+    )
+    assert ours.tokens == expected.tokens
+    assert (ours.stats.drafted, ours.stats.accepted) == (expected.stats.drafted, expected.stats.accepted)
     by_itself = name.startswith("truncated") or name in ("with history", "mixed with greedy")
     assert not calls if by_itself else 4 <= min(calls) < max(calls) <= 8  # one id and three masks, up to all accepted
 
 
 @compiles
 def test_compiled_drafts_are_drawn_from_the_distributions_they_come_with() -> None:
-    """To the last bit; the distributions are those at the text's end and at masks behind it, whatever is drafted
-    before."""
+    """To the last bit; the distributions are those at the text's end and at the masks after it, independent of the
+    drafts."""
     proposer = parallel(tiny(layers=1, seed=3), compile=True)
     temperature = torch.tensor([0.7, 1.0], dtype=torch.float64)
     proposer.open(Host(2, 0, 32, 64, LM(proposer.model, 2)))
@@ -79,9 +80,9 @@ def test_compiled_drafts_are_drawn_from_the_distributions_they_come_with() -> No
     round: Any = type("Turn", (), {"temperatures": [0.7, 1.0], "simple": lambda self, k: (u[:, :k], temperature)})()
     ids = torch.tensor([[3, 4, 31, 31], [7, 31, 31, 31]])
     with torch.inference_mode():
-        found = at_once(proposer.lm, round, Masked(ids, torch.tensor([2, 2]), torch.tensor([1, 0])), [2, 2], 3, False)
-        assert found is not None and not Compiled.failed
-        x, q = found
+        drafts = at_once(proposer.lm, round, Masked(ids, torch.tensor([2, 2]), torch.tensor([1, 0])), [2, 2], 3, False)
+        assert drafts is not None and not CompiledForward.failed
+        x, q = drafts
         assert torch.equal(x, draw(q, u))
         for row, prompt in enumerate(prompts):
             logits = proposer.lm.model(torch.tensor([[*prompt, 31, 31]])).logits[0, len(prompt) - 1 :]
@@ -90,26 +91,26 @@ def test_compiled_drafts_are_drawn_from_the_distributions_they_come_with() -> No
 
 @pytest.mark.parametrize("sampling", [Sampling(0.8), Sampling(0.9, top_k=5, repetition_penalty=1.2)])
 def test_on_a_device_a_round_is_one_replay_one_copy_and_one_read(sampling: Sampling, monkeypatch: Any) -> None:
-    monkeypatch.setattr("inference.models.recording.WARMUP", 1)
+    monkeypatch.setattr("inference.models.graphs.WARMUP", 1)
     target = tiny()
-    wanted = texts(parallel(target), target, sampling).tokens
+    expected = texts(parallel(target), target, sampling).tokens
     with standin.device() as gpu:
         there = copy.deepcopy(target).to("cuda")
         proposer = proposers.Parallel(masked(target).to("cuda"), compile=True)
-        assert texts(proposer, there, sampling, compile=True).tokens == wanted and gpu.recordings
+        assert texts(proposer, there, sampling, compile=True).tokens == expected and gpu.recordings
         engine = Engine(there, proposer, policy=Fixed(4), rows=3, compile=True)
         rounds = engine.rounds(engine.begin(PROMPTS[:3], 60, sampling, ignore_eos=True))
-        found = []
+        copies_and_reads = []
         for _ in range(8):
             gpu.clear()
             next(rounds)
-            found.append((sum(gpu.h2d.values()), sum(gpu.d2h.values())))
-    assert sorted(found)[len(found) // 2] == (1, 1)
+            copies_and_reads.append((sum(gpu.h2d.values()), sum(gpu.d2h.values())))
+    assert sorted(copies_and_reads)[len(copies_and_reads) // 2] == (1, 1)
 
 
-def test_what_each_token_and_each_mask_sees() -> None:
-    """By enumeration, of two texts that are packed into one row."""
-    masks, owner = blocks(torch.tensor([1, 4]), 6, 3), torch.tensor([[0, 0, 0, 1, 1, 1]])
+def test_attention_mask_by_enumeration() -> None:
+    """Two texts packed into one row."""
+    masks, owner = masks_after(torch.tensor([1, 4]), 6, 3), torch.tensor([[0, 0, 0, 1, 1, 1]])
     assert list(zip(masks.start.tolist(), masks.depth.tolist(), strict=True)) == [(1, 1), (4, 1), (1, 2)]
     names = [("token", 0), ("token", 1), ("token", 2), ("token", 3), ("token", 4), ("token", 5), (1, 1), (4, 1), (1, 2)]
     for packed in (None, owner):
@@ -122,8 +123,8 @@ def test_what_each_token_and_each_mask_sees() -> None:
                 assert bool(shown[i, j]) == sees, (names[i], names[j])
 
 
-def test_packed_texts_are_guessed_as_if_alone() -> None:
-    student, ids = Parallel(masked(tiny(), 0.3), tiny()), torch.randint(32, (1, 12))
+def test_packed_texts_equal_texts_alone() -> None:
+    student, ids = ParallelStudent(masked(tiny(), 0.3), tiny()), torch.randint(32, (1, 12))
     places = torch.tensor([[*range(5), *range(7)]])
     packed = student.guesses({"ids": ids, "position_ids": places}, Seen({}))
     for first, end in ((0, 5), (5, 12)):
@@ -134,51 +135,51 @@ def test_packed_texts_are_guessed_as_if_alone() -> None:
 
 
 @pytest.mark.parametrize("name", ["kl", "0.3*kl+0.7*tv"])
-def test_dropped_starts_are_made_up_for(name: str) -> None:
+def test_dropped_starts_keep_the_expected_loss(name: str) -> None:
     target = tiny()
-    made_up_for(Parallel(masked(target, 0.3), target), name, 4)
+    check_dropped_starts(ParallelStudent(masked(target, 0.3), target), name, 4)
 
 
-def test_tokens_of_no_guess_are_accepted_as_the_others_are() -> None:
+def test_tokens_without_a_guess_get_the_mean_acceptance() -> None:
     logp, r = torch.full((1, 4), 0.3).log(), torch.tensor([[0.2, 0.4, 0.0, 0.0]])
     logq = (r * 0.3).log().requires_grad_()
     guess = Guess(2, torch.tensor([0, 1]), torch.zeros(2, 1), lambda states: states, share=0.5)
-    found = _completed(logp.masked_fill(r == 0, 0.0), logq, guess)[1]
-    torch.testing.assert_close(found.exp(), torch.tensor([[0.06, 0.12, 0.3, 0.3]]))
-    found.sum().backward()
+    filled = _fill_dropped(logp.masked_fill(r == 0, 0.0), logq, guess)[1]
+    torch.testing.assert_close(filled.exp(), torch.tensor([[0.06, 0.12, 0.3, 0.3]]))
+    filled.sum().backward()
     assert logq.grad is not None and logq.grad.tolist() == [[2.0, 2.0, 0.0, 0.0]]  # each for two
 
 
 def test_a_folder_says_its_mask(tmp_path: Path) -> None:
     target: LlamaForCausalLM = tiny(dtype=torch.float32)
-    student = Parallel(masked(target), target)
-    made = {"name": "target", **hash_target(target.config, None)}
-    save(student.network, None, tmp_path / "draft", Metadata(made, 3, kind="parallel"), None)
+    student = ParallelStudent(masked(target), target)
+    hashes = {"name": "target", **hash_target(target.config, None)}
+    save(student.network, None, tmp_path / "draft", Metadata(hashes, 3, kind="parallel"), None)
     engine = load(tmp_path / "draft", target)
     assert isinstance(engine.proposer, proposers.Parallel) and (engine.proposer.mask, engine.proposer.depths) == (31, 4)
     settings: Any = {"max_new_tokens": 12, "seed": 1, "ignore_eos": True}
-    wanted = Engine(target, student.proposer(), policy=Fixed(3)).generate(PROMPTS, **settings)
-    assert engine.generate(PROMPTS, **settings).tokens == wanted.tokens
+    expected = Engine(target, student.proposer(), policy=Fixed(3)).generate(PROMPTS, **settings)
+    assert engine.generate(PROMPTS, **settings).tokens == expected.tokens
     with pytest.raises(ValueError, match="config.json: a parallel draft names pard_token"):
         proposers.Parallel(tiny())
 
 
 @pytest.mark.parametrize(("vocabulary", "pad", "eos", "mask"), [(30, 5, 2, 30), (32, 5, [2, 3], 5), (32, 2, 2, 31)])
-def test_the_mask_is_an_id_that_texts_do_not_have(vocabulary: int, pad: int, eos: Any, mask: int) -> None:
+def test_the_mask_id_is_unused_by_texts(vocabulary: int, pad: int, eos: Any, mask: int) -> None:
     network = tiny()
     network.config.pad_token_id, network.config.eos_token_id, network.config.pard_depths = pad, eos, 4
-    assert Parallel(network, None, vocabulary).mask == mask == network.config.pard_token
+    assert ParallelStudent(network, None, vocabulary).mask == mask == network.config.pard_token
 
 
-def test_windows_that_slide_are_refused() -> None:
+def test_sliding_windows_raise() -> None:
     sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
     config = MistralConfig(**sizes, num_attention_heads=2, num_key_value_heads=1, sliding_window=8, pard_depths=4)
-    with pytest.raises(ValueError, match="draft: MistralForCausalLM sees the last 8 tokens"):
-        Parallel(MistralForCausalLM(config)).refuse()
-    Parallel(masked(tiny())).refuse()
+    with pytest.raises(ValueError, match="draft: MistralForCausalLM attends to the last 8 tokens"):
+        ParallelStudent(MistralForCausalLM(config)).refuse()
+    ParallelStudent(masked(tiny())).refuse()
 
 
-def test_engines_are_told_that_it_drafts_in_parallel() -> None:
+def test_launch_commands_ask_for_parallel_drafting() -> None:
     assert '"parallel_drafting": true' in launch("vllm", "draft/", "target", 4, "sampled", kind="parallel")
     assert "parallel" not in launch("vllm", "draft/", "target", 4, "sampled")
     with pytest.raises(ValueError, match="engine=sglang: it does not draft in parallel; engine=vllm"):

@@ -1,4 +1,4 @@
-"""Texts packed into one block are read, learnt and judged as if each were alone."""
+"""Texts packed into one block are read, learnt and evaluated as if each were alone."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -12,15 +12,15 @@ from cotrain.data.sources import restarted
 from cotrain.data.texts import Learnt, Texts
 from cotrain.evaluation.held_out import evaluate, held_out
 from cotrain.losses.spec import LossSpec, parse
-from cotrain.students.independent import Independent
+from cotrain.students.independent import IndependentStudent
 from cotrain.teacher.target_model import keeps_apart, served, split
-from cotrain.training.stages import Stage
+from cotrain.training.module import Stage
 from tests.cotrain.training.test_module import module_of
 from tests.tiny import tiny
 
 END, LENGTHS = 3, (7, 4, 5)
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10, 11, END, 4, 5, 6, END, 20, 21, 22, 23]])
-PLACES = torch.tensor([[*range(7), *range(4), *range(5)]])
+POSITIONS = torch.tensor([[*range(7), *range(4), *range(5)]])
 
 
 def gemma() -> PreTrainedModel:
@@ -33,9 +33,9 @@ def gemma() -> PreTrainedModel:
     return Gemma2ForCausalLM(config).double().eval()
 
 
-def test_places_begin_anew_at_end_tokens() -> None:
+def test_positions_restart_after_end_tokens() -> None:
     rows = torch.cat([IDS, IDS.flip(1)])
-    assert torch.equal(restarted(rows, END)[:1].long(), PLACES)
+    assert torch.equal(restarted(rows, END)[:1].long(), POSITIONS)
     assert restarted(rows, END)[1].tolist() == [0, 1, 2, 3, *range(4), *range(8)]
     assert restarted(rows, 31).tolist() == [list(range(16))] * 2
 
@@ -45,18 +45,18 @@ def test_hidden_states_are_those_of_each_text_alone(model: Any) -> None:
     network = model()
     read, _ = split(network)
     alone = torch.cat([read(part) for part in IDS.split(LENGTHS, 1)], 1)
-    torch.testing.assert_close(read(IDS, PLACES), alone, rtol=0, atol=1e-5)
+    torch.testing.assert_close(read(IDS, POSITIONS), alone, rtol=0, atol=1e-5)
     assert (read(IDS) - alone).abs().max() > 1e-2 and keeps_apart(network, read)
 
 
-def test_a_model_that_reads_on_is_found_out() -> None:
+def test_a_model_that_reads_across_texts_is_detected() -> None:
     network = tiny()
     read, _ = split(network)
     assert not keeps_apart(network, lambda ids, places=None: read(ids))
 
 
-def test_rounding_is_not_reading_on() -> None:
-    """Two ways of reading differ in bfloat16, on some CPUs by nothing: here by 3 % of every number, on any."""
+def test_rounding_is_not_reading_across_texts() -> None:
+    """Two ways of reading differ in bfloat16, on some CPUs by nothing; here by 3 % of every number."""
     network, drawn = tiny(), torch.Generator().manual_seed(0)
     read, _ = split(network)
 
@@ -74,13 +74,13 @@ def batch(ids: torch.Tensor, **more: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def test_a_step_on_a_block_is_a_step_on_its_texts() -> None:
-    """But for what follows a text, the next one's end token, which only a block has."""
+    """Except the prediction after each text's end, which only a block has."""
     target, small = tiny(), tiny(layers=1, seed=3)
     module = module_of(target, small, [Stage(1.0, LossSpec(losses.kl))], steps=1)
     module._trainer = SimpleNamespace(global_step=0, max_steps=1, world_size=1)  # type: ignore[assignment]
     inside = torch.ones(1, 15, dtype=torch.bool)
     inside[:, [6, 10]] = False
-    packed = batch(IDS, position_ids=PLACES) | {"predicted": inside}
+    packed = batch(IDS, position_ids=POSITIONS) | {"predicted": inside}
 
     def learnt(one: dict[str, torch.Tensor]) -> tuple[float, torch.Tensor]:
         small.zero_grad()
@@ -91,29 +91,29 @@ def test_a_step_on_a_block_is_a_step_on_its_texts() -> None:
     value, slope = learnt(packed)
     each = [(len(part[0]) - 1, *learnt(batch(part))) for part in IDS.split(LENGTHS, 1)]
     count = sum(n for n, _, _ in each)
-    assert value == pytest.approx(sum(n * found for n, found, _ in each) / count, rel=1e-6)
-    torch.testing.assert_close(slope, sum(n * found for n, _, found in each) / count, rtol=0, atol=1e-6)
+    assert value == pytest.approx(sum(n * part for n, part, _ in each) / count, rel=1e-6)
+    torch.testing.assert_close(slope, sum(n * part for n, _, part in each) / count, rtol=0, atol=1e-6)
 
 
-def test_blocks_are_judged_text_by_text() -> None:
+def test_blocks_are_evaluated_text_by_text() -> None:
     target, small = tiny(), tiny(layers=1, seed=3)
-    one = Texts(IDS, torch.tensor([1]), torch.tensor([16]), ["a"], PLACES)
-    found = evaluate(held_out(served(target)[0], one, 1.0), Independent(small), split(target)[1])["all"]
+    one = Texts(IDS, torch.tensor([1]), torch.tensor([16]), ["a"], POSITIONS)
+    figures = evaluate(held_out(served(target)[0], one, 1.0), IndependentStudent(small), split(target)[1])["all"]
     each = [torch.cat([model(part).logits[0] for part in IDS.split(LENGTHS, 1)]) for model in (target, small)]
     p, q = (logits.log_softmax(-1) for logits in each)
-    assert found.alpha == pytest.approx(losses.alpha(p, q)[:15].mean().item(), abs=1e-6)
-    many = Texts(IDS.expand(6, 16), torch.ones(6), torch.full((6,), 16), ["a"] * 6, PLACES.expand(6, 16))
-    assert torch.equal(many.spread(3).position_ids, PLACES.expand(3, 16))
+    assert figures.alpha == pytest.approx(losses.alpha(p, q)[:15].mean().item(), abs=1e-6)
+    many = Texts(IDS.expand(6, 16), torch.ones(6), torch.full((6,), 16), ["a"] * 6, POSITIONS.expand(6, 16))
+    assert torch.equal(many.spread(3).position_ids, POSITIONS.expand(3, 16))
 
 
-def test_a_batch_says_places_only_of_packed_texts() -> None:
+def test_only_packed_batches_have_position_ids() -> None:
     one = torch.tensor([1]), torch.tensor([16]), ["a"]
-    assert torch.equal(Learnt(Texts(IDS, *one, PLACES))[0]["position_ids"], PLACES[0])
+    assert torch.equal(Learnt(Texts(IDS, *one, POSITIONS))[0]["position_ids"], POSITIONS[0])
     assert "position_ids" not in Learnt(Texts(IDS, *one))[0]
 
 
 @pytest.mark.parametrize("name", ["kl", "calls", "0.5*length+kl", "length_block", "calls_tv"])
-def test_what_processes_learn_on_average_is_what_one_would(name: str) -> None:
+def test_the_mean_gradient_of_two_processes_is_that_of_one(name: str) -> None:
     """Texts of unlike lengths in two halves of a batch: the mean of both losses is the loss of the whole."""
     target, small = tiny(), tiny(layers=1, seed=3)
     ids = torch.randint(32, (4, 12), generator=torch.Generator().manual_seed(0))
@@ -137,10 +137,10 @@ def test_what_processes_learn_on_average_is_what_one_would(name: str) -> None:
         return torch.cat([p.grad.flatten() for p in small.parameters() if p.grad is not None])
 
     noted: list[list[torch.Tensor]] = []
-    wanted = learnt(whole, 1)
+    expected = learnt(whole, 1)
     halves = [{key: value[rows] for key, value in whole.items()} for rows in (slice(2), slice(2, 4))]
     for half in halves:
         learnt(half, 2)  # what each process counts
     means = [torch.stack(counts).mean(0) for counts in zip(noted[1], noted[2], strict=True)]
-    found = torch.stack([learnt(half, 2, means) for half in halves]).mean(0)
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
+    averaged = torch.stack([learnt(half, 2, means) for half in halves]).mean(0)
+    torch.testing.assert_close(averaged, expected, rtol=0, atol=1e-6)

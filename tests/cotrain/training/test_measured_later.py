@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from cotrain.training import clock as clocks
+from cotrain.training import progress as clocks
 from tests.cotrain.commands.test_train import job, place  # noqa: F401 - a fixture
 
 SERVED = {"plain": (), "average": ("trainer.ema=0.9",)}

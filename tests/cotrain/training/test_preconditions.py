@@ -1,51 +1,28 @@
 """What a training run would stop at is refused before any weight is read, by `check=true` and by the run alike."""
 
 import json
-import shutil
 from collections.abc import Iterator
 from dataclasses import is_dataclass
 from pathlib import Path
-from typing import cast, get_args, get_type_hints
+from typing import Any, cast, get_args, get_type_hints
 
 import pytest
+from omegaconf import OmegaConf
 from transformers import PreTrainedModel
 
-from cotrain.bundled.tokenizer import train_tokenizer
 from cotrain.cli import main
 from cotrain.config import ranges
 from cotrain.config.settings import SCHEMAS
-from cotrain.students.base import UNTRAINED
-from cotrain.training import preflight
-from cotrain.training.sizes import size_of
+from cotrain.students.base import KINDS, student_class
+from cotrain.training.preconditions import refuse_fractions, refuse_minutes, size_of
 from inference import sampling
-from inference.models import passes
 from inference.verify.rules import RULES
-from tests.folders import CONTEXT, network, own_texts, target_folder
+from inference.verify.tree import MOST_NODES
+from tests.cotrain.training.test_progress import BUDGET
 
 SIZES = """data.block=64 rollout.texts=8 rollout.held_out_texts=2 rollout.prompt_tokens=8 rollout.new_tokens=24
 rollout.temperatures=[1.0] trainer.steps=4 trainer.batch=2 trainer.validations=2 bench.prompts=2 bench.quick_prompts=1
 bench.prompt_tokens=8 bench.new_tokens=8 bench.depths=[2] policy.k=2 init.layers=[0]""".split()
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target, texts of its own, and what people name by mistake."""
-    place = tmp_path_factory.mktemp("mistakes")
-    target_folder(place / "target")
-    own_texts(place / "own.jsonl")
-    (place / "empty.jsonl").write_text("")
-    (place / "text.jsonl").write_text("no json\n")
-    (place / "file").write_text("")
-    rows = [b'{"text": "caf\xc3\xa9"}\n'] * 5 + [b'{"text": "caf\xe9"}\n'] + [b'{"text": "a"}\n'] * 300
-    (place / "latin.jsonl").write_bytes(b"".join(rows))
-    shutil.copytree(place / "target", place / "bare")
-    (place / "bare" / "model.safetensors").unlink()
-    target_folder(place / "large", layers=3, hidden=128)
-    target_folder(place / "other", layers=1)
-    train_tokenizer(["another text, again and again " * 40], 290, CONTEXT).save_pretrained(place / "other")
-    (place / "foreign").mkdir()
-    (place / "foreign" / "thesis.tex").write_text("mine")
-    return place
 
 
 def command(place: Path, *settings: str) -> list[str]:
@@ -114,88 +91,58 @@ MISTAKES = {
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_check_and_run_refuse_alike_before_a_weight_is_read(
-    mistake: str, place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    mistake: str, mistakes: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(PreTrainedModel, "from_pretrained", None)
     said = []
     for way in ("check=true", "check=false"):
-        assert main(command(place, *mistake.split(), way)) in (1, 2)
+        assert main(command(mistakes, *mistake.split(), way)) in (1, 2)
         said.append(capsys.readouterr().err.removeprefix("cotrain train: "))
     assert said[0] == said[1]
-    assert said[0].startswith(MISTAKES[mistake].replace("PLACE", str(place))) and said[0].count("\n") == 1
-    assert not (place / "out").exists() and (place / "foreign" / "thesis.tex").read_text() == "mine"
+    assert said[0].startswith(MISTAKES[mistake].replace("PLACE", str(mistakes))) and said[0].count("\n") == 1
+    assert not (mistakes / "out").exists() and (mistakes / "foreign" / "thesis.tex").read_text() == "mine"
 
 
 @pytest.mark.parametrize("kind", ["retrieval", "quantised draft.bits=8", "independent"])
 def test_what_only_training_reads_is_named_where_nothing_is_trained(
-    kind: str, place: Path, capsys: pytest.CaptureFixture[str]
+    kind: str, mistakes: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     typed = f"draft={kind} loss=tv optimizer.lr=1e-3 check=true"
-    assert main(command(place, *typed.split())) == 0
+    assert main(command(mistakes, *typed.split())) == 0
     said = capsys.readouterr()
     line = "loss=tv, optimizer.lr=1e-3: nothing reads it here: this kind of draft learns nothing"
     assert (line in said.err) == (kind != "independent") == ("  training" not in said.out)
 
 
-def test_conversations_without_a_template_are_warned_of(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [{"messages": [{"role": "user", "content": f"say {n}"}]} for n in range(400)]
-    (place / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert main(command(place, f"data.path={place / 'chats.jsonl'}", "rollout.prompt_tokens=0", "check=true")) == 0
+def test_conversations_without_a_template_are_warned_of(mistakes: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"messages": [{"role": "user", "content": f"say {n:03}"}]} for n in range(400)]  # none begins another
+    (mistakes / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert (
+        main(command(mistakes, f"data.path={mistakes / 'chats.jsonl'}", "rollout.prompt_tokens=0", "check=true")) == 0
+    )
     assert "no chat template: what a user says is the prompt as it stands" in capsys.readouterr().err
 
 
-def test_a_mistake_leaves_the_run_that_was_to_be_replaced(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_mistake_does_not_delete_the_run_it_would_replace(
+    mistakes: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = place / "kept"
+    run = mistakes / "kept"
     monkeypatch.setattr("cotrain.commands.train.distil", lambda cfg, path, *_: (path / "figures").write_text("1"))
-    main(command(place, f"output={run}", "measure=false"))  # which has no figures to print
+    main(command(mistakes, f"output={run}", "measure=false"))  # which has no figures to print
     assert (run / "figures").is_file()
-    assert main(command(place, f"output={run}", "overwrite=true", "data.path=/none.jsonl")) == 1
+    assert main(command(mistakes, f"output={run}", "overwrite=true", "data.path=/none.jsonl")) == 1
     assert (run / "figures").is_file()
-    assert main(command(place, f"output={run}", "measure=false", "trainer.seed=7", "check=true")) == 1
+    assert main(command(mistakes, f"output={run}", "measure=false", "trainer.seed=7", "check=true")) == 1
     assert "holds a run with trainer.seed=0 (now 7)" in capsys.readouterr().err
 
 
 def test_texts_that_were_read_by_the_preconditions_are_those_of_the_run(
-    place: Path, monkeypatch: pytest.MonkeyPatch
+    mistakes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     met: list[object] = []
     monkeypatch.setattr("cotrain.commands.train.distil", lambda cfg, path, sources, _: met.append(sources))
-    main(command(place, "output=" + str(place / "texts")))
+    main(command(mistakes, "output=" + str(mistakes / "texts")))
     assert set(met[0]) == {"train", "held_out", "final"}  # type: ignore[call-overload]
-
-
-def test_check_tells_the_drafts_own_size_a_prompt_and_time_by_phase(
-    place: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    target_folder(place / "small", layers=1)
-    assert main(command(place, "init=pretrained", f"draft.path={place / 'small'}", "check=true")) == 0
-    said = capsys.readouterr().out
-    small, target = (size_of(network(layers=layers)).parameters for layers in (1, 2))
-    assert f"{small / 1e6:.2f} M parameters, init pretrained" in said and f"{target / 1e6:.1f} M parameters" in said
-    assert all(f"  {phase}" in said for phase in ("sampling", "training", "measuring"))
-    assert "prompt        of 8 tokens, as the target sees it: '" in said and "10 texts" in said
-
-
-def test_memory_is_of_the_pretrained_draft_not_of_the_target(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hydra import compose, initialize_config_dir
-
-    from cotrain.config.overrides import quote
-    from cotrain.config.settings import register
-    from cotrain.paths import folder
-    from cotrain.training.preconditions import require
-
-    target_folder(place / "tiny", layers=1)
-    register()
-    with initialize_config_dir(str(folder("conf")), version_base="1.3"):
-        ways = [compose("train", quote(command(place, *setting)[1:])) for setting in (
-            ["trainer.batch=256", "init=pretrained", f"draft.path={place / 'tiny'}"],
-            ["trainer.batch=256", "init.layers=[0,1]"])]  # fmt: skip
-    one, whole = (preflight.estimate(cfg, require(cfg)) for cfg in ways)
-    parameters = [size_of(network(layers=layers)).parameters for layers in (1, 2)]
-    assert [one.draft, whole.draft] == parameters
-    assert whole.memory - one.memory == (parameters[1] - parameters[0]) * preflight.TRAINED_BYTES
 
 
 def test_experts_that_are_not_chosen_cost_nothing() -> None:
@@ -215,18 +162,20 @@ def test_every_rule_is_of_a_setting_that_there_is() -> None:
     for key in ranges.RULES:
         name, _, bare = key.rpartition(":")
         schemas = [SCHEMAS[name]] if name else list(SCHEMAS.values())
-        found = [_has(schema, bare) for schema in schemas]
-        assert any(found), key
-    assert sampling.COLDEST == ranges.COLDEST and passes.MOST_NODES == ranges.MOST_NODES
-    assert set(ranges.UNTRAINED) == UNTRAINED
+        known = [_has(schema, bare) for schema in schemas]
+        assert any(known), key
+    assert sampling.COLDEST == ranges.COLDEST and MOST_NODES == ranges.MOST_NODES
+    assert set(ranges.WITHOUT_TRAINING) == {kind for kind in KINDS if not student_class(kind).trained}
     assert ranges.VERIFY.words == f"one of {', '.join(RULES)}"
 
 
 # numbers that are checked elsewhere, together with others or with what is there, or of which any will do
 ELSEWHERE = {"seed", "optimizer.warmup", "optimizer.decay", "trainer.minutes", "init.layers", "data.take",
              "bench.depths", "bench.minutes", "bench.interval"}  # fmt: skip
+
+
 # of the bundled target alone, which its own settings make; bytes of corpora, where none is none
-MADE_HERE = ("shape.", "pretraining.", "data.bytes", "data.held_out_bytes", "tokenizer_bytes")
+OF_THE_BUNDLED_TARGET = ("shape.", "pretraining.", "data.bytes", "data.held_out_bytes", "tokenizer_bytes")
 
 
 def test_every_number_has_a_range() -> None:
@@ -234,7 +183,7 @@ def test_every_number_has_a_range() -> None:
     numbers = {key for schema in SCHEMAS.values() for key in _numbers(schema)}
     ruled = {key.rpartition(":")[2] for key in ranges.RULES}
     free = {key for key in numbers - ruled if key.rpartition(".")[2] not in ELSEWHERE and key not in ELSEWHERE}
-    assert {key for key in free if not key.startswith(MADE_HERE)} == set()
+    assert {key for key in free if not key.startswith(OF_THE_BUNDLED_TARGET)} == set()
 
 
 def _numbers(schema: type, before: str = "") -> Iterator[str]:
@@ -273,3 +222,20 @@ def test_a_range_names_key_and_value(capsys: pytest.CaptureFixture[str]) -> None
     ):
         assert main(arguments) == 1
         assert capsys.readouterr().err.startswith(f"cotrain {arguments[0]}: {message}")
+
+
+@pytest.mark.parametrize(
+    ("warmup", "decay", "said"),
+    [(50, 0.5, "warmup: .* 50 of 200 steps are optimizer.warmup=0.25"), (0.1, -1, "optimizer.decay: .* not -1")],
+)
+def test_steps_are_no_fractions(warmup: float, decay: float, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        refuse_fractions(warmup, decay, 200)
+
+
+def test_minutes_that_measuring_needs_alone_raise() -> None:
+    cfg: Any = OmegaConf.create(BUDGET | {"bench": {"minutes": 9.0}, "rollout": {"rounds": 1}})
+    with pytest.raises(ValueError, match="minutes=10: bench.minutes=9 leaves training less than a fifth"):
+        refuse_minutes(cfg)
+    cfg.measure = False
+    refuse_minutes(cfg)

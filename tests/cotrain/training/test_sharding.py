@@ -13,8 +13,7 @@ from torch.distributed.tensor import DTensor
 from cotrain.losses.spec import parse
 from cotrain.teacher.target_model import halves
 from cotrain.training.distributed import gathered, sharded, within
-from cotrain.training.module import Distillation
-from cotrain.training.stages import Stage
+from cotrain.training.module import Distillation, Stage
 from tests.cotrain.training.test_module import module_of
 from tests.tiny import tiny
 
@@ -43,7 +42,7 @@ def step(module: Distillation) -> Tensor:
 
 @pytest.mark.parametrize("name", ["kl", "calls", "0.1*kl+0.9*tv"])
 @pytest.mark.parametrize("chunk", [4, 100])
-def test_a_step_in_parts_is_a_step(mesh: DeviceMesh, name: str, chunk: int) -> None:
+def test_a_step_of_a_sharded_draft_equals_one_of_a_whole_draft(mesh: DeviceMesh, name: str, chunk: int) -> None:
     modules = [module_of(tiny(), tiny(layers=2, seed=3), [Stage(1.0, parse(name))], steps=1) for _ in range(2)]
     plain, parted = modules
     network = parted.draft
@@ -70,7 +69,7 @@ def test_a_step_in_parts_is_a_step(mesh: DeviceMesh, name: str, chunk: int) -> N
     assert parted.acceptance() == pytest.approx(plain.acceptance(), abs=1e-9)
 
 
-def test_weights_are_whole_within_a_pass_alone(mesh: DeviceMesh) -> None:
+def test_weights_are_whole_only_within_a_pass(mesh: DeviceMesh) -> None:
     draft = tiny(layers=2)
     parted = sharded(draft, mesh)
     read, head = halves(parted)

@@ -11,26 +11,25 @@ import torch
 from torch import Tensor, nn
 
 from cotrain.acceptance import expected_calls_block
-from cotrain.board import tags
+from cotrain.losses.batch import LossBatch
 from cotrain.losses.guess import Guess
-from cotrain.losses.over_guesses import Asked
 from cotrain.losses.spec import parse
-from cotrain.teacher.memory_cache import Remembering
-from cotrain.teacher.target_distributions import FromStates
+from cotrain.teacher.states_cache import MemoryCache
+from cotrain.teacher.target_distributions import FromStates, TopKTeacher
 from cotrain.teacher.target_model import served
-from cotrain.teacher.top_k import TopKTeacher
 from cotrain.training import module as modules
-from cotrain.training.counts import counted, divisors
-from cotrain.training.held_out_points import HeldOutPoints
-from cotrain.training.learning_curves import Learning
-from cotrain.training.progress import Progress
-from cotrain.training.stages import Stage
-from tests.cotrain.losses.test_sequence_training import alone, batch
+from cotrain.training.distributed import counted, divisors
+from cotrain.training.module import Stage
+from tests.cotrain.losses.test_sequence import alone, batch
 from tests.cotrain.training.test_module import module_of
 from tests.tiny import tiny
 
 B, T, V, D = 3, 9, 7, 4
+
+
 SAMPLED = torch.zeros(B, T - 1, dtype=torch.bool)
+
+
 for row, (first, length) in enumerate(((1, 6), (3, 5), (0, 4))):
     SAMPLED[row, first : first + length] = True
 
@@ -40,7 +39,7 @@ def stepped(module: Any, at: int, *batches: dict[str, Any]) -> dict[str, float]:
     module._trainer.global_step = at
     for one in batches:
         module.training_step(one, 0)
-    return dict(module.found)
+    return dict(module.step_figures)
 
 
 @pytest.mark.parametrize("accumulated", [1, 2])
@@ -52,23 +51,23 @@ def test_a_watched_step_is_logged_alone(accumulated: int) -> None:
     counts = torch.stack([counted(part) for part in parts]).sum(0)
     if accumulated > 1:
         parts = [part | {"counts": counts, "group": (i, accumulated)} for i, part in enumerate(parts)]
-    found = [stepped(module, at, *parts) for at in range(10)]
-    assert [bool(one) for one in found] == [at % 5 == 4 for at in range(10)]
-    assert found[4] == pytest.approx(found[9])  # the weights stay: nothing adds up over steps
-    assert found[4]["loss"] == pytest.approx(found[4]["loss_kl"] + found[4]["loss_tv"])
+    figures = [stepped(module, at, *parts) for at in range(10)]
+    assert [bool(one) for one in figures] == [at % 5 == 4 for at in range(10)]
+    assert figures[4] == pytest.approx(figures[9])  # the weights stay: nothing adds up over steps
+    assert figures[4]["loss"] == pytest.approx(figures[4]["loss_kl"] + figures[4]["loss_tv"])
     if accumulated == 1:
         part = parts[0]
         with torch.no_grad():
             p, q = (model(part["ids"]).logits.softmax(-1)[:, :-1][part["predicted"]]
                     for model in (tiny(), tiny(layers=1, seed=3)))  # fmt: skip
-        assert found[4]["acceptance"] == pytest.approx(float(torch.minimum(p, q).sum(-1).mean()), rel=1e-5)
+        assert figures[4]["acceptance"] == pytest.approx(float(torch.minimum(p, q).sum(-1).mean()), rel=1e-5)
         best = p.gather(-1, q.argmax(-1, keepdim=True)).mean()
-        assert found[4]["acceptance_greedy_draft"] == pytest.approx(float(best), rel=1e-5)
+        assert figures[4]["acceptance_greedy_draft"] == pytest.approx(float(best), rel=1e-5)
     fresh = alone(module_of(tiny(), tiny(layers=1, seed=3), stages, 20), 20)
-    assert stepped(fresh, 4, *parts) == pytest.approx(found[4])
+    assert stepped(fresh, 4, *parts) == pytest.approx(figures[4])
     together = alone(module_of(tiny(), tiny(layers=1, seed=3), stages, 20), 20)
     whole = stepped(together, 4, batch([0, 1, 2, 3][: 2 * accumulated]))
-    assert found[4]["loss"] == pytest.approx(whole["loss"], rel=1e-5)
+    assert figures[4]["loss"] == pytest.approx(whole["loss"], rel=1e-5)
 
 
 def test_noise_of_a_step_is_of_its_seed() -> None:
@@ -85,16 +84,16 @@ def test_noise_of_a_step_is_of_its_seed() -> None:
     assert met[0].shape == (2, 13) and not torch.isclose(met[0], one._uniforms(torch.arange(2), 13)).any()
 
 
-def test_counts_are_of_places_tokens_and_texts_that_hold_some() -> None:
+def test_counts_are_of_positions_tokens_and_texts_with_tokens() -> None:
     sampled = torch.tensor([[0, 1, 1], [0, 0, 0], [1, 0, 0]]).bool()
     whole = {"predicted": torch.ones(3, 3, dtype=torch.bool), "sampled": sampled}
     assert counted(whole).tolist() == [9, 3, 2]
     assert counted({"predicted": sampled}).tolist() == [3, 3, 2]
-    found = divisors(torch.tensor([8.0, 0.0, 2.0]), 2)
-    assert (float(found.positions), float(found.tokens), float(found.texts)) == (4.0, 1.0, 1.0)
+    counts = divisors(torch.tensor([8.0, 0.0, 2.0]), 2)
+    assert (float(counts.positions), float(counts.tokens), float(counts.texts)) == (4.0, 1.0, 1.0)
 
 
-def test_what_is_judged_is_told_by_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_judged_figures_are_by_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
     """What ranks, and where distributions differ, is of the regime, whichever temperature comes first."""
     module = alone(module_of(tiny(), tiny(layers=1, seed=3), [Stage(1.0, parse("kl"))], 4))
     module.temperature, module.held_out = 0.5, {0.0: "cold", 0.5: "own", 1.0: "warm"}  # type: ignore[dict-item]
@@ -105,7 +104,7 @@ def test_what_is_judged_is_told_by_temperature(monkeypatch: pytest.MonkeyPatch) 
         return {"all": SimpleNamespace(tau=tau, tau_greedy=greedy, name=name)}
 
     monkeypatch.setattr(modules, "evaluate", lambda held, *_: scored(held))
-    monkeypatch.setattr(modules, "figures", lambda found: {"alpha/all": found["all"].name})
+    monkeypatch.setattr(modules, "figures", lambda scores: {"alpha/all": scores["all"].name})
     monkeypatch.setattr(modules, "divergence", lambda *given: asked.append(given) or "apart")
     monkeypatch.setattr(modules, "profile", lambda held, *_: held)
     module.judge()
@@ -117,7 +116,7 @@ def test_what_is_judged_is_told_by_temperature(monkeypatch: pytest.MonkeyPatch) 
     assert module.divergence(decode) == "apart" and asked[0][0] == "own" and asked[0][3] is decode
 
 
-def test_the_cosine_is_a_mean_over_places_that_are_learnt_from() -> None:
+def test_the_cosine_is_a_mean_over_predicted_positions() -> None:
     """Prompts too, where they are: more places than the target sampled tokens."""
     target, small = tiny(), tiny(layers=1, seed=3)
     module = alone(module_of(target, small, [Stage(1.0, parse("kl"))], 4), 5, 4)
@@ -129,26 +128,25 @@ def test_the_cosine_is_a_mean_over_places_that_are_learnt_from() -> None:
             model.model(part["ids"]).last_hidden_state[:, :-1][part["predicted"]] for model in (small, target)
         )
     wanted = 0.5 * (1 - 4 / 5) * float((1 - torch.cosine_similarity(ours, theirs, dim=-1)).mean())
-    assert module.found["loss_cosine"] == pytest.approx(wanted, rel=1e-5)
+    assert module.step_figures["loss_cosine"] == pytest.approx(wanted, rel=1e-5)
 
 
-def test_the_mass_outside_is_of_places_that_are_learnt_from(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_mass_outside_is_a_mean_over_predicted_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny()
     module = alone(module_of(target, tiny(layers=1, seed=3), [Stage(1.0, parse("kl"))], 9), 9)
-    kept = TopKTeacher(*served(target, 32), 3, 32, 1.0, None, 512)
-    module.top, module.distributions_of, module.teacher = 3, kept, Remembering(kept.read, 0)
+    teacher = TopKTeacher(*served(target, 32), 3, 32, 1.0, None, 512)
+    module.top, module.distributions_of, module.teacher = 3, teacher, MemoryCache(teacher.read, 0)
     part = batch([0, 1])
     with torch.no_grad():
         probs = target(part["ids"]).logits.softmax(-1)[:, :-1]
     outside = 1 - probs.topk(3, -1).values.sum(-1)
-    found = [stepped(module, at, part) for at in (3, 4)]
-    assert found[0] == {} and found[1]["outside"] == pytest.approx(float(outside[part["predicted"]].mean()), rel=1e-5)
+    figures = [stepped(module, at, part) for at in (3, 4)]
+    assert figures[0] == {} and figures[1]["outside"] == pytest.approx(
+        float(outside[part["predicted"]].mean()), rel=1e-5
+    )
 
 
-# --- losses of texts, by depth
-
-
-def asked(cut: bool = False) -> tuple[Asked, Tensor, nn.Linear, Tensor]:
+def asked(cut: bool = False) -> tuple[LossBatch, Tensor, nn.Linear, Tensor]:
     """A target's distributions, log p of each token that comes next, a draft's head and states of three depths."""
     torch.manual_seed(4)
     head_p, head_q = (nn.Linear(D, V, dtype=torch.float64) for _ in range(2))
@@ -157,10 +155,10 @@ def asked(cut: bool = False) -> tuple[Asked, Tensor, nn.Linear, Tensor]:
     truncate = (
         (lambda logits: logits.masked_fill(logits < logits.topk(4, -1).values[:, -1:], -math.inf)) if cut else None
     )
-    found = Asked(FromStates(theirs, head_p), ids, torch.ones(B, dtype=torch.float64), SAMPLED, truncate, 512)
+    question = LossBatch(FromStates(theirs, head_p), ids, torch.ones(B, dtype=torch.float64), SAMPLED, truncate, 512)
     logits = head_p(theirs).flatten(0, 1)
     logp = (truncate(logits) if truncate else logits).log_softmax(-1).view(B, T, V).detach()
-    return found, logp.gather(-1, ids.roll(-1, 1).unsqueeze(-1))[..., 0], head_q, ours.requires_grad_()
+    return question, logp.gather(-1, ids.roll(-1, 1).unsqueeze(-1))[..., 0], head_q, ours.requires_grad_()
 
 
 def guessed(head: Callable[[Tensor], Tensor], states: Tensor, at: Tensor | None = None) -> list[Guess]:
@@ -196,7 +194,7 @@ def calls(r: Tensor, k: int) -> Tensor:
 
 @pytest.mark.parametrize("cut", [False, True])
 @pytest.mark.parametrize("k", [1, 2, 5])
-def test_calls_of_a_text_are_of_as_many_drafts_as_a_round_has(k: int, cut: bool) -> None:
+def test_calls_of_a_text_count_k_drafts_a_round(k: int, cut: bool) -> None:
     """With the weight of the loss in a sum, and tokens that a cut gives nothing."""
     one, logp, head, states = asked(cut)
     assert not cut or bool((logp[:, :-1][SAMPLED] == -math.inf).any())
@@ -243,7 +241,7 @@ def test_calls_that_acceptance_saves_are_the_slope_of_calls(k: int) -> None:
             torch.testing.assert_close(weight[row, :-1][SAMPLED[row]], -slope[:, depth])
 
 
-def test_places_that_were_not_drawn_are_as_those_that_were_on_average() -> None:
+def test_positions_not_drawn_count_as_the_average_of_those_drawn() -> None:
     """Of the places that are asked for: a guess at others tells nothing of a text."""
     one, logp, head, states = asked()
     inside = torch.nn.functional.pad(SAMPLED, (0, 1)).flatten()
@@ -260,39 +258,3 @@ def test_places_that_were_not_drawn_are_as_those_that_were_on_average() -> None:
             at = row * T + place
             exact = float(r.flatten(0, 1)[at, one.ids.roll(-1, 1).flatten()[at]])
             assert float(logq[row, column, 2]) == pytest.approx(exact if drawn[at] else average)
-
-
-# --- curves
-
-
-def test_speed_of_a_resumed_training_is_of_what_it_did_since() -> None:
-    """The clock goes on where it stopped; padding and prompts are no tokens that are learnt from."""
-    learning, logged = Learning(Progress(20, elapsed=1000.0)), list[dict[str, float]]()
-    logger = SimpleNamespace(log_metrics=lambda values, step: logged.append(values))
-    trainer: Any = SimpleNamespace(loggers=[logger], global_step=5, world_size=1)
-    module: Any = SimpleNamespace(draft=nn.Linear(1, 1), device=torch.device("cpu"), found={"loss": 1.0}, watched=True)
-    learning.on_train_start(trainer, module)
-    for tokens in (6, 3):
-        learning.progress.elapsed += 2
-        predicted = torch.arange(12).view(2, 6) < tokens
-        part = {"predicted": predicted, "ids": torch.zeros(2, 7), "sampled": predicted}
-        learning.on_train_batch_end(trainer, module, None, part, 0)
-    assert [one[tags.TOKENS_PER_SECOND] for one in logged] == [3.0, 1.5]
-
-
-def test_points_keep_what_they_cost_over_a_stop() -> None:
-    one, two = (HeldOutPoints(SimpleNamespace(texts=[1, 2]), SimpleNamespace(progress=Progress(9, elapsed=100.0)),  # type: ignore[arg-type]
-                              [], 3, "greedy", "block") for _ in range(2))  # fmt: skip
-    one.count, one.seconds, one.last = 4, 2.5, 0.5
-    two.load_state_dict(one.state_dict())
-    assert (two.count, two.seconds, two.last) == (4, 2.5, 0.5) and two.served == (3, "greedy", "block")
-    assert (
-        two.line()
-        == "held-out acceptance between validations: 4 points of 2 texts, 2.5 s, 2.5% of the time of training"
-    )
-
-
-def test_steps_that_are_expected_end_where_the_settings_do() -> None:
-    progress = Progress(100, 10.0, elapsed=60.0)
-    assert (progress.expected(0), progress.expected(5), progress.expected(50)) == (100, 50, 100)
-    assert Progress(100).expected(30) == 100

@@ -14,7 +14,7 @@ from cotrain.config.settings import checked, register
 from cotrain.errors import UserError
 from cotrain.paths import folder
 from cotrain.training import fit, preconditions
-from tests.cotrain.training.test_preconditions import command, place  # noqa: F401 - a fixture
+from tests.cotrain.training.test_preconditions import command
 
 
 def settings(*overrides: str) -> Any:
@@ -23,7 +23,7 @@ def settings(*overrides: str) -> Any:
         return checked("train", compose("train", quote(list(overrides))))
 
 
-def test_a_preset_changes_what_its_machine_asks_for_and_nothing_else() -> None:
+def test_a_preset_changes_only_settings_of_its_machine() -> None:
     cpu = settings().trainer
     gpu, ddp, fsdp2 = (settings(f"trainer={name}").trainer for name in ("gpu", "ddp", "fsdp2"))
     changed = [{key for key in cpu if one[key] != cpu[key]} for one in (gpu, ddp, fsdp2)]
@@ -38,26 +38,26 @@ def test_a_preset_changes_what_its_machine_asks_for_and_nothing_else() -> None:
 def test_presets_of_several_processes_run_without_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     cfg = settings(f"trainer={name}", "trainer.devices=2")
-    fit.refuse(cfg)
+    preconditions.refuse_training(cfg)
     preconditions.machine(cfg.trainer)
 
 
-def test_a_gpu_that_is_not_there_is_refused_by_check_and_run_alike(
-    place: Path,  # noqa: F811
+def test_check_and_run_reject_a_missing_gpu_alike(
+    mistakes: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for way in ("check=true", "check=false"):
-        assert main(command(place, "trainer=gpu", way)) == 1
+        assert main(command(mistakes, "trainer=gpu", way)) == 1
         said = capsys.readouterr().err
         assert (
             said.startswith("cotrain train: trainer.accelerator=gpu: this machine has no GPU") and said.count("\n") == 1
         )
-    assert not (place / "out").exists()
+    assert not (mistakes / "out").exists()
 
 
-def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_processes_than_gpus_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     preconditions.machine(settings("trainer=gpu").trainer)

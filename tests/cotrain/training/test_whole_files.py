@@ -19,7 +19,7 @@ import torch
 from cotrain.errors import UserError
 from cotrain.training.callbacks import MeasureSpeed
 from cotrain.training.interrupts import Checkpoints, read_saved
-from tests.cotrain.commands.test_train import job, place  # noqa: F401 - fixture
+from tests.cotrain.commands.test_train import job
 from tests.folders import network
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -30,7 +30,7 @@ WHOLE = {"new_file", "new_folder"}
 OTHERS = {
     "inference/drafts/draft_folder.py:write": "fills the folder of a caller's new_folder",
     "inference/drafts/draft_folder.py:describe": "the same",
-    "inference/proposers/eagle_network.py:save_pretrained": "the same",
+    "inference/proposers/eagle.py:save_pretrained": "the same",
     "cotrain/export/eagle3.py:_as_speculators": "the same",
     "cotrain/students/base.py:save": "the same",
     "cotrain/rollout/samplers.py:collect": "lines are appended, and a last one that is cut short is dropped",
@@ -60,15 +60,15 @@ def half_written(tree: ast.AST, name: str, whole: bool = False) -> Iterator[str]
         yield from half_written(node, node.name if isinstance(node, ast.FunctionDef) else name, inside)
 
 
-def test_every_writer_of_both_packages_writes_beside_its_place() -> None:
+def test_every_writer_of_both_packages_writes_a_new_file_and_renames_it() -> None:
     """A new one that does not is either mended or says in OTHERS why it may."""
     files = [file for package in ("cotrain", "inference") for file in (ROOT / package).rglob("*.py")]
     trees = {str(file.relative_to(ROOT)): ast.parse(file.read_text()) for file in files}
-    found = {f"{file}:{name}" for file, tree in trees.items() for name in half_written(tree, "")}
-    assert found == set(OTHERS)
+    writers = {f"{file}:{name}" for file, tree in trees.items() for name in half_written(tree, "")}
+    assert writers == set(OTHERS)
 
 
-def test_every_trainer_that_keeps_checkpoints_keeps_them_whole() -> None:
+def test_every_trainer_writes_its_checkpoints_whole() -> None:
     for file in (ROOT / "cotrain").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "lightning.Trainer":
@@ -189,7 +189,7 @@ def test_a_damaged_checkpoint_is_named_with_what_to_do(tmp_path: Path, keep: flo
 
 
 def test_a_run_with_a_damaged_checkpoint_says_so_and_trains_anew_without_it(
-    place: Path,  # noqa: F811
+    place: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     settings = ("measure=false", "loss=kl", "rollout.temperatures=[1.0]", "trainer.corpus_steps=0")

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from cotrain.bench.measurement import Plan
+from cotrain.bench.plan import Plan
 from cotrain.config.groups import Bench
 from cotrain.teacher.target_model import load_pair
 from inference import Sampling

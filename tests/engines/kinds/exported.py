@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cotrain.bench.measurement import Plan
+from cotrain.bench.plan import Plan
 from cotrain.bench.server_parity import Answer, Ask
 from cotrain.cli import main
 from inference.servers.openai_client import Served

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from cotrain.bench.measurement import Plan
+from cotrain.bench.plan import Plan
 from cotrain.bench.server_parity import TOLERANCE
 from inference import Sampling
-from inference.models.dtypes import cast
+from inference.models.pretrained import cast
 from tests.engines.conftest import OUTPUT, ROOT
 from tests.engines.drafts import K, load
 from tests.engines.kinds.exported import exported, server

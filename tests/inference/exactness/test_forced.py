@@ -4,15 +4,15 @@ import pytest
 import torch
 
 from inference import Engine, Sampling
-from inference.exactness.checks import check
-from inference.exactness.forced import forced
+from inference.exactness.forced import close_ranks, forced
 from inference.exactness.side_by_side import pair_figures
-from inference.measure.timing import Emitted
+from inference.exactness.verdict import check
 from inference.models.lm import LM
-from inference.noise import row_ids
+from inference.output import Emitted
 from inference.policy import Fixed
 from inference.proposers import Independent, NGram
 from inference.proposers.base import Proposal
+from inference.sampling.noise import row_ids
 from tests.tiny import near, tiny
 
 V, NEW, K = 8, 24, 3
@@ -36,51 +36,53 @@ def run(proposer, sampling=Sampling(), rule="token", rows=16, prompts=PROMPTS): 
 
 @pytest.mark.parametrize("greedy", [False, True])
 @pytest.mark.parametrize("sampling", [Sampling(0.8, top_p=0.9), Sampling(0), Sampling(repetition_penalty=1.3)])
-def test_both_ways_find_the_distributions_of_a_language_model(sampling: Sampling, greedy: bool) -> None:
+def test_forced_rounds_give_the_distributions_of_teacher_forced_passes(sampling: Sampling, greedy: bool) -> None:
     """At every depth, with rows that leave and enter: one pass over the text and rounds at each of its tokens."""
     engine, texts = run(lambda model: Independent(model, greedy), sampling, rows=5)
     texts = texts._replace(tokens=[text[: NEW - 3 * (i % 4)] for i, text in enumerate(texts.tokens)])
     wanted = pair_figures(engine, engine.proposer, texts, sampling, NEW, 0.0)
-    found = pair_figures(engine, Unknown(engine.proposer.model, greedy), texts, sampling, NEW, 0.0)
-    torch.testing.assert_close(found.logp, wanted.logp, rtol=0, atol=1e-9)
-    assert torch.equal(found.k, wanted.k) and torch.equal(found.lengths, wanted.lengths)
+    result = pair_figures(engine, Unknown(engine.proposer.model, greedy), texts, sampling, NEW, 0.0)
+    torch.testing.assert_close(result.logp, wanted.logp, rtol=0, atol=1e-9)
+    assert torch.equal(result.k, wanted.k) and torch.equal(result.lengths, wanted.lengths)
     inside = torch.arange(NEW) < wanted.lengths[:, None]
     for j in range(K):
         drafted = inside & (torch.arange(NEW) >= j)
         drafted[:, j:] &= wanted.k[:, : NEW - j] > j  # by the round that starts j tokens before
         if greedy or not sampling.temperature:  # behind another token than the text's none is recorded
-            drafted &= found.logq[..., j].isfinite()
-            assert j or torch.equal(found.logq[..., 0].isfinite() & inside, wanted.logq.isfinite() & inside)
+            drafted &= result.logq[..., j].isfinite()
+            assert j or torch.equal(result.logq[..., 0].isfinite() & inside, wanted.logq.isfinite() & inside)
         assert drafted.sum() > 10
-        torch.testing.assert_close(found.logq[..., j][drafted], wanted.logq[drafted], rtol=0, atol=1e-9)
-        torch.testing.assert_close(found.alpha[..., j][drafted], wanted.alpha[drafted], rtol=0, atol=1e-6)
+        torch.testing.assert_close(result.logq[..., j][drafted], wanted.logq[drafted], rtol=0, atol=1e-9)
+        torch.testing.assert_close(result.alpha[..., j][drafted], wanted.alpha[drafted], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("rule", ["token", "block", "match"])
 def test_look_up_is_predicted_to_the_call(rule: str) -> None:
     """Its drafts are certain: given the text there are no coins, and every call is known."""
     engine, texts = run(lambda _: NGram(), rule=rule)
-    found = check(engine, texts, Sampling(), NEW, rows=4)
-    assert found.passed, found.lines()
-    assert found.calls.sigma == 0 and found.calls.predicted == found.calls.measured < 16 * NEW
-    assert found.depth.rounds > 30 and 0 < found.depth.alpha < 1
+    result = check(engine, texts, Sampling(), NEW, rows=4)
+    assert result.passed, result.lines()
+    assert result.calls.sigma == 0 and result.calls.predicted == result.calls.measured < 16 * NEW
+    assert result.depth.rounds > 30 and 0 < result.depth.alpha < 1
     drafts = forced(engine, texts, Sampling(), NEW)
     assert set(drafts.logq[drafts.logq.isfinite()].tolist()) == {0.0} and drafts.logq.isinf().any()
 
 
 @pytest.mark.parametrize("rule", ["token", "block", "match", "coupled"])
-def test_the_verdict_of_any_kind_is_that_of_the_cheap_way(rule: str) -> None:
+def test_forced_and_teacher_forced_figures_give_the_same_verdict(rule: str) -> None:
     engine, texts = run(Independent, rule=rule)
     cheap = check(engine, texts, Sampling(), NEW)
     engine.proposer = Unknown(engine.proposer.model)
-    found = check(engine, texts, Sampling(), NEW)
-    assert found.passed and cheap.passed, found.lines()
-    assert found.depth.alpha == pytest.approx(cheap.depth.alpha, abs=1e-6)
+    result = check(engine, texts, Sampling(), NEW)
+    assert result.passed and cheap.passed, result.lines()
+    assert result.depth.alpha == pytest.approx(cheap.depth.alpha, abs=1e-6)
     if rule == "coupled":
-        assert found.calls is None and "not known from the text alone" in found.missing["calls"]
+        assert result.calls is None and "not known from the text alone" in result.missing["calls"]
     else:
-        assert found.calls.predicted == pytest.approx(cheap.calls.predicted, rel=1e-6)
-        assert found.calls.sigma == pytest.approx(cheap.calls.sigma, rel=1e-6) and found.calls.rare == cheap.calls.rare
+        assert result.calls.predicted == pytest.approx(cheap.calls.predicted, rel=1e-6)
+        assert (
+            result.calls.sigma == pytest.approx(cheap.calls.sigma, rel=1e-6) and result.calls.rare == cheap.calls.rare
+        )
 
 
 class Warmer(Unknown):
@@ -117,3 +119,10 @@ def test_a_stream_ends_where_forced_rounds_take_its_slots() -> None:
     forced(engine, texts, Sampling(), NEW)
     with pytest.raises(RuntimeError, match="later call"):
         next(stream)
+
+
+def test_a_tie_with_the_first_that_is_left_out_is_near() -> None:
+    scores = torch.tensor([[5.0, 3.0, 2.99, 0.0], [5.0, 3.0, 1.0, 0.0], [5.0, 4.99, 1.0, 0.0]])
+    assert close_ranks(scores, 2, 0.1).tolist() == [True, False, True]
+    assert close_ranks(scores, 1, 0.1).tolist() == [False, False, True]
+    assert close_ranks(scores, 4, 0.1).tolist() == [True, False, True]

@@ -8,14 +8,14 @@ import torch
 
 from cotrain.acceptance import iid_tau
 from cotrain.cli import main
-from inference.measure.random_shapes import Synthetic, random_model
+from inference.measure.random_weights import Synthetic, random_model
 from inference.policy import Fixed
 from inference.proposers import Independent
 from tests.tiny import tiny
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.6, 1.0])
-def test_coins_accept_as_often_as_asked(alpha: float) -> None:
+def test_coins_accept_at_the_given_rate(alpha: float) -> None:
     engine = Synthetic(tiny(), alpha=alpha, proposer=Independent(tiny(layers=1, seed=3)), policy=Fixed(3), rows=16)
     out = engine.generate([[i, 1] for i in range(16)], max_new_tokens=120, seed=1, ignore_eos=True)
     assert out.stats.tau == pytest.approx(iid_tau(alpha, 3), rel=0.05)
@@ -31,7 +31,7 @@ def test_only_the_shape_is_read(tmp_path: Path) -> None:
     assert logits.dtype == torch.float32 and bool(torch.isfinite(logits).all())
 
 
-def test_the_command_says_that_it_is_synthetic(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_that_it_is_synthetic(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, layers in (("target", 2), ("draft", 1)):
         tiny(layers=layers).config.save_pretrained(tmp_path / name)
     paths = [f"{name}.path={tmp_path / name}" for name in ("target", "draft")]

@@ -5,8 +5,6 @@ import torch
 
 from inference import Engine, Sampling
 from inference.measure.costs import Costs
-from inference.measure.shapes import round_seconds
-from inference.measure.timing import Emitted
 from inference.measure.tree_plan import (
     Distributions,
     Search,
@@ -18,14 +16,15 @@ from inference.measure.tree_plan import (
     table_of,
     towards_mean,
 )
-from inference.measure.tree_rates import calls_of, climbed, every
+from inference.measure.tree_shapes import calls_of, climbed, every, round_seconds
 from inference.models.lm import LM
-from inference.noise import row_ids
+from inference.output import Emitted
 from inference.policy import Fixed
 from inference.proposers import Independent
-from inference.proposers.topology import from_paths, paths_of
-from inference.verify.prediction import calls_from, variance_from
-from inference.verify.tree_prediction import rank_of
+from inference.sampling.noise import row_ids
+from inference.verify.predict_chain import calls_from, variance_from
+from inference.verify.predict_tree import rank_of
+from inference.verify.tree import from_paths, paths_of
 from tests.tiny import near, tiny
 from tests.trees import depth, topologies
 
@@ -34,7 +33,7 @@ SHAPE = (-1, 0, -1, 1, -1, 0, 2)
 
 
 @pytest.mark.parametrize(("rule", "temperature"), [("tree", 1.0), ("traversal", 1.0), ("tree", 0.0)])
-def test_calls_from_two_passes_are_those_that_were_made(rule: str, temperature: float) -> None:
+def test_calls_from_two_passes_are_those_of_the_run(rule: str, temperature: float) -> None:
     target, sampling, keys = tiny(vocab=8, layers=1, hidden=8, seed=3), Sampling(temperature), row_ids(PROMPTS)
     draft = near(target, 0.3)
     engine = Engine(target, Independent(draft, shape=SHAPE), verify=rule, policy=Fixed(3), rows=16)
@@ -93,15 +92,15 @@ TABLES = {
 def test_the_plan_is_the_best_of_all_trees(by_depth: bool) -> None:
     """Of up to five nodes, two children a node and three levels, under either rule, with either children, each rated by
     itself; nothing, chains and trees win by the costs alone."""
-    found = broad(by_depth)
+    result = broad(by_depth)
     trees = {from_paths(paths_of(parents)) for n in range(6) for parents in topologies(n)}
     trees = {own for own in trees if depth(own) <= 3 and max(map(own.count, own), default=0) <= 2}
-    tokens, search = int(found.lengths.sum()), Search(found, 5, 2, (1, 2, 3), shrunk=0)
+    tokens, search = int(result.lengths.sum()), Search(result, 5, 2, (1, 2, 3), shrunk=0)
     taus = {}
     for parents in trees:
         for rule, likeliest in [("tree", False), ("tree", True), ("traversal", False)] if parents else []:
-            reach = reach_under(found, parents, rule, likeliest)
-            taus[parents, rule, likeliest] = tokens / float(calls_from(reach, found.lengths).sum())
+            reach = reach_under(result, parents, rule, likeliest)
+            taus[parents, rule, likeliest] = tokens / float(calls_from(reach, result.lengths).sum())
     taus[(), "tree", False] = 1.0
     for name, seconds in TABLES.items():
         best, truth = search.plan(seconds), min(seconds(own[0]) / tau for own, tau in taus.items())
@@ -115,21 +114,21 @@ def test_the_plan_is_the_best_of_all_trees(by_depth: bool) -> None:
 @pytest.mark.parametrize("rule", ["tree", "traversal"])
 def test_climbed_trees_save_what_the_best_of_their_size_do(rule: str) -> None:
     """Under either rule, within the paths that are there; so a search under traversal grows its trees anew."""
-    found, all_trees = broad(False), every(5, 2, 3)
-    table = table_of(found, all_trees, rule, likeliest=False)
+    result, all_trees = broad(False), every(5, 2, 3)
+    table = table_of(result, all_trees, rule, likeliest=False)
     calls = dict(zip(all_trees, calls_of(table, all_trees).sum(1).tolist(), strict=True))
     trees = climbed(table, 6, 3)
     assert [len(tree) for tree in trees[:5]] == [1, 2, 3, 4, 5]
     for tree in trees[:5]:
         assert calls[tree] <= 1.01 * min(c for own, c in calls.items() if len(own) == len(tree))
     assert max(map(depth, climbed(table, 5, 2))) == 2
-    search = Search(found, 5, 2, (1, 2, 3))
+    search = Search(result, 5, 2, (1, 2, 3))
     assert set(search.calls["traversal", False]) >= {*trees[:3], *search.calls["tree", False]}
 
 
 def test_deep_levels_have_two_children() -> None:
-    found = broad(True)
-    whole, cut = accept_of(found, 3, False), accept_of(found, 3, False, levels=1)
+    result = broad(True)
+    whole, cut = accept_of(result, 3, False), accept_of(result, 3, False, levels=1)
     assert torch.equal(cut[:, :, 1:, 2], torch.zeros_like(cut[:, :, 1:, 2])) and bool((cut[:, :, 0, 2] > 0).any())
     torch.testing.assert_close(cut[..., :2], whole[..., :2], rtol=1e-12, atol=0)
 
@@ -137,20 +136,20 @@ def test_deep_levels_have_two_children() -> None:
 def test_every_tree_is_listed_once() -> None:
     wanted = {from_paths(paths_of(parents)) for n in range(1, 6) for parents in topologies(n)}
     wanted = {own for own in wanted if depth(own) <= 4 and max(map(own.count, own)) <= 3}
-    found = every(5, 3, 4)
-    assert len(found) == len(wanted) and set(found) == wanted
+    result = every(5, 3, 4)
+    assert len(result) == len(wanted) and set(result) == wanted
 
 
 def test_many_shapes_are_rated_as_each_by_itself() -> None:
     """Sums over paths: of more shapes than run side by side, under both rules. Of trees under
     traversal the refused children are drawn."""
-    found = broad(True)
+    result = broad(True)
     shapes = every(5, 2, 3)
     for rule, likeliest in [("tree", False), ("tree", True), ("traversal", False)]:
-        calls = rate(found, [(), *shapes], rule, likeliest)
-        assert calls[()].tolist() == found.lengths.tolist()
+        calls = rate(result, [(), *shapes], rule, likeliest)
+        assert calls[()].tolist() == result.lengths.tolist()
         for own in [*shapes[::7], (-1, 0, 1)]:
-            alone = calls_from(reach_under(found, own, rule, likeliest), found.lengths)
+            alone = calls_from(reach_under(result, own, rule, likeliest), result.lengths)
             torch.testing.assert_close(
                 calls[own], alone.double(), rtol=0.02 if rule == "traversal" and own != (-1, 0, 1) else 1e-6, atol=0
             )
@@ -160,12 +159,12 @@ def test_chances_are_drawn_to_their_mean() -> None:
     """Of each depth and child, over the tokens that there are."""
     accept, lengths = torch.rand(2, 5, 3, 2, dtype=torch.float64), torch.tensor([5, 2])
     mean = torch.cat([accept[0], accept[1, :2]]).mean(0)
-    found = towards_mean(accept, 0.25, lengths)
-    torch.testing.assert_close(found, 0.75 * accept + 0.25 * mean.expand_as(accept))
+    result = towards_mean(accept, 0.25, lengths)
+    torch.testing.assert_close(result, 0.75 * accept + 0.25 * mean.expand_as(accept))
     assert Search(distributions(), 4, 2, (1, 2), sorts=(True,)).accept[True].unique().numel() > 2
 
 
-def test_few_texts_are_not_learnt_by_heart() -> None:
+def test_shrunk_chances_choose_better_trees_for_other_texts() -> None:
     """Texts without structure: the tree that was grown on a few of them costs others fewer calls where chances are
     drawn to their mean."""
     generator, calls = torch.Generator().manual_seed(1), {0.0: 0.0, 0.3: 0.0}

@@ -1,16 +1,18 @@
-"""CUDA graphs on the stand-in device: what is recorded, launched, shared and let go; which attention kernels run."""
+"""CUDA graphs of short passes and of all drafts: buckets on a CPU without graphs; on the stand-in device, and with a
+GPU, what is recorded, launched, shared and freed; which attention kernels run."""
 
+import copy
 import warnings
 
 import pytest
 import torch
 
-import inference.models.cuda_graphs as capture
-import inference.models.lm as target_module
+import inference.models.graphs as graphs
+import inference.models.lm as lm_module
 from inference import Engine, Sampling
-from inference.models.cuda_graphs import Captured
 from inference.models.forward import additive, attention, seen_from
-from inference.models.llama import Shape, flash
+from inference.models.graphs import GraphForward
+from inference.models.llama import ModelShape, flash
 from inference.models.lm import LM
 from inference.policy import Fixed
 from inference.proposers import Independent
@@ -18,19 +20,101 @@ from inference.proposers.base import Host
 from tests import standin
 from tests.tiny import near, tiny
 
+PROMPTS = [[i % 30 + 1 for i in range(n)] for n in (3, 9, 1, 6, 14)]
+
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference.models.recording.WARMUP", 1)
-    monkeypatch.setattr(target_module, "FIRST_SLOTS", 16)
-    monkeypatch.setattr(capture, "FEWEST", 8)
+def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots that start few and one run before a recording, but on a GPU."""
+    if "gpu" not in request.keywords:
+        monkeypatch.setattr(graphs, "WARMUP", 1)
+        monkeypatch.setattr(lm_module, "FIRST_SLOTS", 16)
+        monkeypatch.setattr(graphs, "FEWEST", 8)
+
+
+def texts(compile: bool, rows: int = 3, device: str = "cpu") -> list[list[int]]:
+    target, draft = (model.to(device) for model in (tiny(), tiny(layers=1, seed=3)))
+    proposer = Independent(draft, compile=compile)
+    engine = Engine(target, proposer, policy=Fixed(3), rows=rows, compile=compile)
+    limits = [20, 4, 33, 11, 26]
+    return engine.generate(PROMPTS, max_new_tokens=limits, sampling=Sampling(0.8), seed=2, ignore_eos=True).tokens
+
+
+def test_text_by_buckets_is_that_of_plain_passes(graphs_on_cpu: None) -> None:
+    """Rows come and go, slots grow, lengths differ: in float64 nothing may change."""
+    assert texts(compile=True) == texts(compile=False)
+
+
+def test_buckets_are_few_and_dropped_when_the_cache_grows(graphs_on_cpu: None) -> None:
+    lm = LM(tiny(), 4, compile=True)
+    assert isinstance(lm.run, GraphForward)
+    ids = torch.ones(3, 2, dtype=torch.int64)
+    with torch.inference_mode():
+        lm.forward(ids, [0, 0, 0])  # the first pass makes the cache
+        for start in range(5):
+            lm.forward(ids, [start, start + 1, start])
+        assert {bucket[:4] for bucket in lm.run.graphs} == {(4, 2, 8, False)}
+        whole = lm.forward(ids * torch.tensor([[3, 7]]), [5, 6, 7]).logits
+        of_each = lm.forward(ids * torch.tensor([[3, 7]]), [5, 6, 7], only=torch.tensor([0, 1, 1])).logits
+        torch.testing.assert_close(of_each, torch.stack([whole[0, :1], whole[1, 1:], whole[2, 1:]]))
+        assert {bucket[:4] for bucket in lm.run.graphs} == {(4, 2, 8, False), (4, 2, 16, False), (4, 2, 16, True)}
+        lm.forward(ids[:1], [20])
+        assert {bucket[:4] for bucket in lm.run.graphs} == {(1, 2, 32, False)}
+
+
+def test_padding_leaves_waiting_prompts_alone(graphs_on_cpu: None) -> None:
+    """Six rows are no power of two: a graph of eight rows may not touch a slot in which a prompt waits."""
+    settings = {"sampling": Sampling(0.8), "ignore_eos": True}
+    limits, prompts = [5 + 7 * i % 23 for i in range(16)], [[i + 1] * (i % 5 + 2) for i in range(16)]
+    tokens = []
+    for compile in (True, False):
+        engine = Engine(tiny(), Independent(near(tiny()), compile=compile), rows=6, compile=compile)
+        tokens.append(engine.generate(prompts, max_new_tokens=limits, **settings).tokens)
+    assert tokens[0] == tokens[1]
+
+
+def test_new_weights_are_seen(graphs_on_cpu: None) -> None:
+    model, ids = tiny(), torch.ones(2, 1, dtype=torch.int64)
+    lm = LM(model, 2, compile=True)
+    with torch.inference_mode():
+        first = [lm.forward(ids, [0, 0]).logits, lm.forward(ids, [1, 2]).logits][1].clone()
+        other = tiny(seed=5)
+        for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+            mine.data = theirs.data.clone()
+        again = [lm.forward(ids, [0, 0]).logits, lm.forward(ids, [1, 2]).logits][1]
+        truth = LM(other, 2)
+        wanted = [truth.forward(ids, [0, 0]).logits, truth.forward(ids, [1, 2]).logits][1]
+    assert not torch.equal(first, again)
+    torch.testing.assert_close(again[:1], wanted[:1])  # of the second row, position 1 was never written
+
+
+def test_passes_run_without_graphs_if_recording_fails(graphs_on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(GraphForward, "_record", broken)
+    with pytest.warns(UserWarning, match="CUDA graphs failed, passes run without: operation not permitted"):
+        tokens = texts(compile=True)
+    assert tokens == texts(compile=False)
+
+
+@pytest.mark.gpu
+def test_graphs_give_the_text_of_plain_passes() -> None:
+    assert texts(compile=True, device="cuda") == texts(compile=False, device="cuda")
+    lm = LM(copy.deepcopy(tiny()).to("cuda"), 4, compile=True)
+    assert isinstance(lm.run, GraphForward) and not GraphForward.failed
+    ids = torch.ones(3, 2, dtype=torch.int64, device="cuda")
+    with torch.inference_mode():
+        lm.forward(ids, [0, 0, 0])
+        lm.forward(ids, [1, 2, 3])
+    assert all(graph.graph.graph is not None for graph in lm.run.graphs.values())
 
 
 def ids(rows: int, n: int) -> torch.Tensor:
     return torch.arange(rows * n).view(rows, n).remainder(31).to("cuda")
 
 
-def captured(rows: int = 4) -> LM:
+def recording_lm(rows: int = 4) -> LM:
     lm = LM(tiny().to("cuda"), rows, compile=True)
     lm.store(ids(rows, 1), [0] * rows)
     return lm
@@ -40,8 +124,8 @@ def captured(rows: int = 4) -> LM:
 def test_a_pass_is_one_copy_and_one_launch() -> None:
     """Nothing is computed to be thrown away (rotations, copies of results), nothing is read on the host."""
     with standin.device() as gpu:
-        lm = captured()
-        assert isinstance(lm.run, Captured)
+        lm = recording_lm()
+        assert isinstance(lm.run, GraphForward)
         for only in (None, torch.tensor([1, 0, 1, 1], device="cuda")):
             window = lm._window(ids(4, 2), [1, 2, 3, 3], 0, None)
             lm.run.forward(ids(4, 2), window, only)
@@ -55,17 +139,17 @@ def test_a_pass_is_one_copy_and_one_launch() -> None:
 @torch.inference_mode()
 def test_all_drafts_of_a_round_are_one_copy_and_one_launch() -> None:
     with standin.device() as gpu:
-        lm = captured()
+        lm = recording_lm()
         u, temperature = torch.rand(4, 3, dtype=torch.float64), torch.tensor([0.5, 1.0, 2.0, 0.7], dtype=torch.float64)
         ends = torch.tensor([3, 4, 5, 3])
         given = [x.to("cuda") for x in (ends, u, temperature)]
-        tails, window = ids(4, 2), target_module.Window(0, 4, given[0].unsqueeze(1), None, 7)
+        tails, window = ids(4, 2), lm_module.Window(0, 4, given[0].unsqueeze(1), None, 7)
         lm.run.draft(tails, *given, False, window)
         gpu.clear()
-        found = lm.run.draft(tails, *given, False, window)
+        results = lm.run.draft(tails, *given, False, window)
         assert gpu.ops["-"] == {"cat": 1} and sum(gpu.launches.values()) == 2
         assert not gpu.h2d and not gpu.d2h
-        drafts, distributions = (x.to("cpu") for x in found)
+        drafts, distributions = (x.to("cpu") for x in results)
     host = LM(tiny(), 4, compile=False)
     host.store(torch.arange(4).view(4, 1), [0] * 4)
     logits = host.forward(torch.arange(8).view(4, 2), [1, 2, 3, 1]).logits[:, -1]
@@ -77,11 +161,11 @@ def test_all_drafts_of_a_round_are_one_copy_and_one_launch() -> None:
 def test_widths_share_a_graph_and_added_ids_change_nothing() -> None:
     """Passes of 4 and of 5 ids are one graph; up to the last slot, where there is no room for an id that is not one."""
     with standin.device() as gpu:
-        lm, eager = captured(), LM(tiny().to("cuda"), 4)
+        lm, eager = recording_lm(), LM(tiny().to("cuda"), 4)
         eager.store(ids(4, 1), [0] * 4)
         for n, start in ((4, [1, 2, 1, 2]), (5, [5, 6, 5, 6]), (4, [10, 11, 12, 12])):
-            found, wanted = lm.forward(ids(4, n), start).logits, eager.forward(ids(4, n), start).logits
-            torch.testing.assert_close(found.to("cpu"), wanted.to("cpu"))
+            logits, wanted = lm.forward(ids(4, n), start).logits, eager.forward(ids(4, n), start).logits
+            torch.testing.assert_close(logits.to("cpu"), wanted.to("cpu"))
         assert {bucket[1] for bucket in lm.run.graphs} == {5}
         before = gpu.recordings
         lm.forward(ids(3, 5), [11, 10, 11])
@@ -91,30 +175,30 @@ def test_widths_share_a_graph_and_added_ids_change_nothing() -> None:
 @torch.inference_mode()
 def test_graphs_of_a_model_share_a_pool_and_of_two_models_do_not() -> None:
     with standin.device() as gpu:
-        first, second = captured(), captured()
+        first, second = recording_lm(), recording_lm()
         for lm in (first, second):
             for n in (1, 2, 3):
                 lm.forward(ids(4, n), [1, 2, 3, 3])
-        pools = [{graph.graph.pool() for graph in lm.run.graphs.values()} for lm in (first, second)]
+        pools = [{graph.graph.graph.pool() for graph in lm.run.graphs.values()} for lm in (first, second)]
         assert [len(pool) for pool in pools] == [1, 1] and pools[0] != pools[1]
         assert gpu.recordings == 6
 
 
 @torch.inference_mode()
-def test_graphs_are_gone_before_the_cache_grows() -> None:
-    """Layer by layer the old keys and values are freed: at no time are both caches there whole. And what is recorded
-    then has a pool of its own: one whose graphs are gone is not used again."""
+def test_graphs_are_dropped_before_the_cache_grows() -> None:
+    """The old keys and values are freed layer by layer: at no time are both caches whole. Graphs recorded afterwards
+    have a new pool: a pool whose graphs are dropped cannot be used again."""
     with standin.device() as gpu:
-        lm = captured()
+        lm = recording_lm()
         lm.forward(ids(4, 2), [1, 2, 3, 3])
         old = sum(store.keys.nbytes + store.values.nbytes for store in lm.cache.stores)
         rest = gpu.live - old
         gpu.peak = gpu.live
-        made = ids(4, 2)
-        lm.cache.aim(lm._window(made, [100, 2, 3, 3], 0, None))
+        new_ids = ids(4, 2)
+        lm.cache.aim(lm._window(new_ids, [100, 2, 3, 3], 0, None))
         new = sum(store.keys.nbytes + store.values.nbytes for store in lm.cache.stores)
         assert new == 102 / 16 * old and gpu.peak < rest + new + old / 2
-        lm.forward(made, [100, 2, 3, 3])
+        lm.forward(new_ids, [100, 2, 3, 3])
         assert len(lm.run.graphs) == 1
 
 
@@ -127,15 +211,15 @@ def test_graphs_are_the_default_on_a_gpu_alone() -> None:
         target, draft = tiny().to("cuda"), Independent(near(tiny()).to("cuda"))
         engine = Engine(target, draft, rows=2)
         engine.generate([[1, 2], [3]], max_new_tokens=4)
-        assert isinstance(engine.target.run, Captured) and isinstance(draft.lm.run, Captured) and gpu.recordings
+        assert isinstance(engine.target.run, GraphForward) and isinstance(draft.lm.run, GraphForward) and gpu.recordings
         assert not Engine(target, compile=False).target.compiled
 
 
-def test_what_cannot_be_replayed_says_so_once() -> None:
+def test_a_model_without_graphs_warns_once() -> None:
     with standin.device():
         model = tiny().to("cuda")
         model.model.layers[0].register_forward_hook(lambda *_: None)
-        with pytest.warns(UserWarning, match="LlamaForCausalLM: its passes cannot be replayed as CUDA graphs") as said:
+        with pytest.warns(UserWarning, match="LlamaForCausalLM: its passes cannot be recorded as CUDA graphs") as said:
             engine = Engine(model)
         assert len(said) == 1 and not engine.target.compiled
         with warnings.catch_warnings():
@@ -143,24 +227,24 @@ def test_what_cannot_be_replayed_says_so_once() -> None:
             Engine(model, compile=False)
 
 
-def test_one_failure_leaves_other_models_their_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_fails_leaves_others_their_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The draft cannot be recorded; the target still is, and the text is that of plain passes."""
-    recorded = Captured._recorded
+    record = GraphForward._record
 
-    def broken(self: Captured, *given: object) -> object:
+    def broken(self: GraphForward, *given: object) -> object:
         if self.model.config.num_hidden_layers == 1:
             raise RuntimeError("out of memory")
-        return recorded(self, *given)  # type: ignore[arg-type]
+        return record(self, *given)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Captured, "_recorded", broken)
+    monkeypatch.setattr(GraphForward, "_record", broken)
     settings = {"max_new_tokens": 6, "sampling": Sampling(0.8), "ignore_eos": True}
     wanted = Engine(tiny(), Independent(tiny(layers=1)), policy=Fixed(2), rows=2).generate([[1, 2], [3]], **settings)
     with standin.device():
         draft = Independent(tiny(layers=1).to("cuda"))
         engine = Engine(tiny().to("cuda"), draft, policy=Fixed(2), rows=2)
         with pytest.warns(UserWarning, match="LlamaForCausalLM: CUDA graphs failed, passes run without: out of memory"):
-            found = engine.generate([[1, 2], [3]], **settings)
-        assert found.tokens == wanted.tokens
+            out = engine.generate([[1, 2], [3]], **settings)
+        assert out.tokens == wanted.tokens
         assert draft.lm.run.failed and not engine.target.run.failed and engine.target.run.graphs
 
 
@@ -171,7 +255,7 @@ def test_masked_attention_reads_keys_and_values_once(arch: str, groups: int, n: 
     """Whatever the groups, one fused kernel, and little more is moved than keys, values and mask; the numbers are those
     of grouped attention."""
     A, H, D = 3, 8, 64
-    shape = Shape(H, groups, D, D**-0.5, 1e-5, torch.bfloat16)
+    shape = ModelShape(H, groups, D, D**-0.5, 1e-5, torch.bfloat16)
     q, k, v = (
         torch.randn(A, heads, length, D, dtype=torch.bfloat16) for heads, length in ((H, n), (groups, L), (groups, L))
     )
@@ -182,8 +266,8 @@ def test_masked_attention_reads_keys_and_values_once(arch: str, groups: int, n: 
         given = [x.to("cuda") for x in (q, k, v)]
         attend = attention(mask.to("cuda"), shape)
         gpu.clear()
-        found = attend(*given)
+        attended = attend(*given)
         assert set(gpu.attention) == {("-", {"sm80": "efficient+mask", "sm90": "cudnn+mask"}[arch])}
         once = sum(x.nbytes for x in (k, v)) + H // groups * A * n * -(-L // 16) * 16 * 2
         assert gpu.moved["-"] <= once + 6 * q.nbytes and sum(gpu.launches.values()) <= 2
-        torch.testing.assert_close(found.to("cpu").double(), wanted, atol=2e-2, rtol=2e-2)
+        torch.testing.assert_close(attended.to("cpu").double(), wanted, atol=2e-2, rtol=2e-2)

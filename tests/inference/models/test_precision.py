@@ -12,15 +12,15 @@ from cotrain.training import optim
 from inference import Sampling, load
 from inference.drafts.compatibility import hash_target
 from inference.drafts.draft_folder import Metadata, load_draft, save
-from inference.models import dtypes, llama_weights, lm
-from inference.models.lm import load_model
+from inference.models import llama, lm, pretrained
+from inference.models.pretrained import load_model
 from inference.proposers.independent import Independent
 from tests.folders import network, target_folder, tokenizer
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, kernels: bool, avx512: bool, bf16: bool) -> None:
     """A CPU for which oneDNN has kernels in half precision or not, with AVX-512 and its instructions for bfloat16."""
-    for name in dtypes.SUPPORTED.values():
+    for name in pretrained.SUPPORTED.values():
         monkeypatch.setattr(torch.ops.mkldnn, name, lambda: kernels, raising=False)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
     monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: avx512)
@@ -32,23 +32,23 @@ def emulates(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     """A CPU without such instructions, and one with them."""
     pretend(monkeypatch, kernels=not request.param, avx512=not request.param, bf16=not request.param)
     # this machine may not be able to pack
-    monkeypatch.setattr(llama_weights, "_packed", lambda linear: linear._replace(packed=None))
+    monkeypatch.setattr(llama, "_packed", lambda linear: linear._replace(packed=None))
     return bool(request.param)
 
 
 def test_nothing_is_packed_where_bfloat16_is_emulated(emulates: bool) -> None:
-    assert llama_weights.can_pack(network().bfloat16()) is not emulates and not llama_weights.can_pack(network())
+    assert llama.can_pack(network().bfloat16()) is not emulates and not llama.can_pack(network())
 
 
 def test_which_dtypes_are_emulated(emulates: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert dtypes.emulated(torch.bfloat16) is emulates and dtypes.emulated(torch.float16) is emulates
-    assert not dtypes.emulated(torch.float32) and not dtypes.emulated(torch.float64)
-    assert dtypes.half("cpu") == (torch.float32 if emulates else torch.bfloat16)
-    assert dtypes.half("cuda") == torch.bfloat16
+    assert pretrained.emulated(torch.bfloat16) is emulates and pretrained.emulated(torch.float16) is emulates
+    assert not pretrained.emulated(torch.float32) and not pretrained.emulated(torch.float64)
+    assert pretrained.half("cpu") == (torch.float32 if emulates else torch.bfloat16)
+    assert pretrained.half("cuda") == torch.bfloat16
     assert optim.precision("auto", "cpu") == ("32-true" if emulates else "bf16-mixed")
     assert optim.precision("auto", "cuda") == "bf16-mixed" and optim.precision("16-true", "cpu") == "16-true"
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    assert dtypes.emulated(torch.bfloat16)
+    assert pretrained.emulated(torch.bfloat16)
 
 
 @pytest.mark.parametrize("avx512, bf16, wanted", [(True, False, True), (True, True, False), (False, False, False)])
@@ -57,7 +57,7 @@ def test_kernels_that_convert_are_no_instructions(
 ) -> None:
     """Of x86 before and after bfloat16, and of a CPU of another kind."""
     pretend(monkeypatch, True, avx512, bf16)
-    assert dtypes.emulated(torch.bfloat16) is wanted and not dtypes.emulated(torch.float16)
+    assert pretrained.emulated(torch.bfloat16) is wanted and not pretrained.emulated(torch.float16)
 
 
 @pytest.fixture
@@ -95,9 +95,7 @@ def test_a_draft_keeps_bfloat16_for_the_8_bit_kernel_alone(emulates: bool, int8:
     assert load_draft(folder)[0].dtype == torch.bfloat16
 
 
-def test_8_bits_are_not_asked_of_a_draft_whose_forward_is_called_wrong(
-    target: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_draft_that_fails_the_self_check_has_no_8_bit_weights(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is loaded drafts with whole weights, and so does what is measured; a training flag decides nothing."""
     draft, size = network(1).bfloat16(), type("Size", (), {"draft_dtype": "bfloat16", "draft_int8": True})
     made_for = {"name": str(target), **hash_target(draft.config, tokenizer())}
@@ -123,14 +121,14 @@ def test_what_is_measured_is_what_is_loaded(target: Path) -> None:
     draft, size = network(1), type("Size", (), {"draft_dtype": "bfloat16"})
     plan = measurement.Plan(load_target(str(target)), tokenizer(), draft, Sampling(), "token", size(), ("t", "d"))  # type: ignore
     metadata = Metadata(target={"name": "t", **hash_target(draft.config, tokenizer())}, k=2, regime={}, origin={})
-    loaded = load_draft(save(plan.served, tokenizer(), target.parent / "kept", metadata, {}))[0]
+    loaded = load_draft(save(plan.served, tokenizer(), target.parent / "saved", metadata, {}))[0]
     ids = torch.arange(100)[None]
     with torch.no_grad():
         assert torch.equal(loaded(ids).logits, plan.served(ids).logits)
     assert draft.dtype == torch.float32
 
 
-def test_what_is_measured_fast_is_exported_as_asked(emulates: bool, target: Path) -> None:
+def test_a_draft_is_exported_in_the_requested_dtype_and_measured_in_the_fastest(emulates: bool, target: Path) -> None:
     draft = network(1)
     for rounded in (True, False):
         size: Any = type("Size", (), {"draft_dtype": "bfloat16", "draft_int8": rounded, "rows": 1})

@@ -1,20 +1,23 @@
-"""The check of a model's logits when an engine is made: wrong forwards are told from right ones in every dtype."""
+"""The self-check of models: wrong forwards fail it and correct ones pass in every dtype; how much rounding
+excuses at each position; a model that fails runs through transformers' own forward or not at all."""
 
 import copy
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from inference import Engine
-from inference.models import forward, llama_weights, probe
+from inference.models import forward, llama, selfcheck
 from inference.models.forward import Lean, Stock
-from inference.models.llama_weights import can_round
+from inference.models.llama import can_round
 from inference.models.lm import LM, takes_int8
-from inference.models.passes import Pass
-from inference.models.probe import Found, Probe
-from inference.models.selfcheck import Disagreement, lean_agrees
+from inference.models.passes import LAST, Pass
+from inference.models.selfcheck import SAMPLES, CheckResult, Disagreement, Probe, lean_agrees
 from inference.policy import Fixed
 from inference.proposers.quantised import Quantised
 from tests import late_faults
@@ -25,8 +28,8 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 
 
 def wrong_scale(monkeypatch):
-    right = llama_weights.shape_of
-    monkeypatch.setattr(forward.llama_weights, "shape_of", lambda m: right(m)._replace(scale=1.5 * right(m).scale))
+    right = llama.shape_of
+    monkeypatch.setattr(forward.llama, "shape_of", lambda m: right(m)._replace(scale=1.5 * right(m).scale))
 
 
 def wrong_mask(change):
@@ -59,7 +62,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_wrong_forwards_are_caught_and_right_ones_pass(dtype):
+def test_wrong_forwards_fail_and_correct_ones_pass(dtype):
     for make in (lambda: tiny(dtype=dtype), lambda: tiny(seed=5, layers=4, hidden=64, heads=4, dtype=dtype)):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -71,7 +74,7 @@ def test_wrong_forwards_are_caught_and_right_ones_pass(dtype):
                     assert not lean_agrees(make(), 256), name
 
 
-def test_what_disagrees_runs_through_transformers(monkeypatch):
+def test_a_model_that_fails_runs_through_transformers(monkeypatch):
     WRONG["scale"](monkeypatch)
     model, ids = tiny(), torch.arange(14).view(2, 7)
     with pytest.warns(Disagreement, match="LlamaForCausalLM: in few operations, .*transformers' own forward runs it"):
@@ -81,7 +84,7 @@ def test_what_disagrees_runs_through_transformers(monkeypatch):
         torch.testing.assert_close(lm.forward(ids, [0, 0]).logits, model(input_ids=ids).logits)
 
 
-def test_8_bits_are_not_asked_of_what_disagrees(monkeypatch):
+def test_a_draft_that_fails_has_no_8_bit_weights(monkeypatch):
     """The same whole numbers through transformers' own forward, with a message; nothing ends."""
     right, wrong = tiny(hidden=32, dtype=torch.bfloat16), tiny(hidden=32, seed=1, dtype=torch.bfloat16)
     assert takes_int8(right) and Quantised(right).int8
@@ -90,29 +93,8 @@ def test_8_bits_are_not_asked_of_what_disagrees(monkeypatch):
         assert can_round(wrong) and not takes_int8(wrong)
     with pytest.warns(Disagreement):
         drafting = Quantised(wrong)
-        found = Engine(wrong, drafting, policy=Fixed(2)).generate([[1, 2, 3]], max_new_tokens=8, ignore_eos=True)
-    assert not drafting.int8 and len(found.tokens[0]) == 8
-
-
-def test_places_that_rounding_moves_far_say_nothing(monkeypatch):
-    """As long as fewer than half are such: a wrong number at one of them is excused, at another it is not."""
-    model = tiny(dtype=torch.bfloat16)
-    right, looked = Probe(model, 256), Probe._noise
-    ours = [row.clone() for row in right._rows([made.logits for made in right._passes(lambda c: Lean(model, c))])]
-    ours[0][2] += torch.randn_like(ours[0][2]) * 0.4 * right.own.std()
-    again = lambda: [*right._own(right.ids)]  # noqa: E731
-    asked = ours, [*right.own], again, "logits"
-
-    def noise(loud):
-        return lambda self, *settings: torch.where(loud, 0.3, looked(self, *settings))
-
-    found = {}
-    for name, places in (("there", [2]), ("elsewhere", [3]), ("nowhere", []), ("half", range(0, 20, 2))):
-        loud = torch.zeros(20, dtype=torch.bool)
-        loud[[*places]] = True
-        monkeypatch.setattr(Probe, "_noise", noise(loud))
-        found[name] = right._judged(*asked).agrees
-    assert found == {"there": True, "elsewhere": False, "nowhere": False, "half": False}
+        out = Engine(wrong, drafting, policy=Fixed(2)).generate([[1, 2, 3]], max_new_tokens=8, ignore_eos=True)
+    assert not drafting.int8 and len(out.tokens[0]) == 8
 
 
 class Doubled(LlamaForCausalLM):
@@ -134,10 +116,10 @@ def test_a_part_of_another_class_is_not_bypassed():
     model = tiny()
     norm = model.model.layers[0].input_layernorm
     norm.__class__ = type("LlamaRMSNorm", (type(norm),), {"__module__": __name__})
-    assert not llama_weights.applies(model)
+    assert not llama.applies(model)
 
 
-def test_a_patched_class_is_found_by_its_logits(monkeypatch):
+def test_a_patched_class_fails_by_its_logits(monkeypatch):
     model = tiny()
     attention = type(model.model.layers[0].self_attn)
     right = attention.forward
@@ -147,11 +129,11 @@ def test_a_patched_class_is_found_by_its_logits(monkeypatch):
 
 
 @pytest.mark.parametrize("heavy", [False, True])
-def test_one_length_for_all_rows_is_refused(heavy, monkeypatch):
+def test_one_length_for_all_rows_is_rejected(heavy, monkeypatch):
     """Llama 4 scales attention by the cache's one length; within its first range by 1. Heavy models are not looked at
     late in a text, and short rows alone must show it."""
     if heavy:
-        monkeypatch.setattr(probe, "HEAVY", 0.0)
+        monkeypatch.setattr(selfcheck, "HEAVY", 0.0)
     model = build("Llama4Text", {**LLAMA4, "floor_scale": 16})
     assert LM(model, 2).context == 15
     monkeypatch.setattr("inference.models.lm.positions_of", lambda config: config.max_position_embeddings)
@@ -161,7 +143,7 @@ def test_one_length_for_all_rows_is_refused(heavy, monkeypatch):
         LM(model, 2)
 
 
-def test_a_window_that_the_config_does_not_rule_is_refused():
+def test_a_window_that_the_config_does_not_set_is_rejected():
     class Fixed(MistralForCausalLM):
         def forward(self, *args, **kwargs):
             said, self.config.sliding_window = self.config.sliding_window, 16
@@ -182,7 +164,7 @@ def test_the_config_is_as_it_was():
     assert model.config.sliding_window == 8
 
 
-def test_random_numbers_of_others_are_left_alone():
+def test_it_draws_no_random_numbers_of_others():
     model, state = tiny(dtype=torch.bfloat16), torch.get_rng_state()
     LM(model, 2)
     assert torch.equal(torch.get_rng_state(), state)
@@ -190,39 +172,40 @@ def test_random_numbers_of_others_are_left_alone():
 
 def test_the_noise_that_excuses_is_bounded(monkeypatch):
     monkeypatch.setattr(Probe, "_noise", lambda self, lengths, *_: torch.full((sum(lengths),), 100.0))
-    found = Probe(tiny(dtype=torch.bfloat16), 256).found(lambda cache: Lean(tiny(seed=9, dtype=torch.bfloat16), cache))
-    assert found.difference > found.allowed == probe.MOST
+    other = tiny(seed=9, dtype=torch.bfloat16)
+    result = Probe(tiny(dtype=torch.bfloat16), 256).logits(lambda cache: Lean(other, cache))
+    assert result.difference > result.allowed == selfcheck.MOST
 
 
 def test_it_is_done_once_for_weights_that_stay(monkeypatch):
-    made = []
-    right = Probe.found
-    monkeypatch.setattr(Probe, "found", lambda self, make: made.append(1) or right(self, make))
+    checks = []
+    right = Probe.logits
+    monkeypatch.setattr(Probe, "logits", lambda self, make: checks.append(1) or right(self, make))
     model = tiny()
     LM(model, 1), LM(model, 3)
-    assert len(made) == 1
+    assert len(checks) == 1
     model.lm_head.weight.data.mul_(2)
     LM(model, 1)
-    assert len(made) == 2
+    assert len(checks) == 2
 
 
 def test_logits_that_are_not_finite_decide_nothing():
     model = tiny()
     model.lm_head.weight.data[3] = torch.nan
     assert isinstance(LM(model, 2).run, Lean)
-    assert not Found(float("inf"), 1.0).agrees
+    assert not CheckResult(float("inf"), 1.0).agrees
 
 
-def test_a_forward_that_is_wrong_at_one_place_is_caught(monkeypatch):
+def test_a_forward_that_is_wrong_at_one_position_fails(monkeypatch):
     """By less than all places together would show."""
     right = Lean.forward
 
     def last(self, ids, window, **settings):
-        found = right(self, ids, window, **settings).logits.clone()
-        signs = torch.ones_like(found[-1, -1])
+        logits = right(self, ids, window, **settings).logits.clone()
+        signs = torch.ones_like(logits[-1, -1])
         signs[::2] = -1
-        found[-1, -1] += 0.0025 * found.std() * signs
-        return Pass(found)
+        logits[-1, -1] += 0.0025 * logits.std() * signs
+        return Pass(logits)
 
     monkeypatch.setattr(Lean, "forward", last)
     with pytest.warns(Disagreement, match="logits differ"):
@@ -231,7 +214,7 @@ def test_a_forward_that_is_wrong_at_one_place_is_caught(monkeypatch):
 
 @pytest.mark.parametrize("fault", [None, *late_faults.FAULTS], ids=lambda fault: getattr(fault, "__name__", "none"))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_goes_wrong_late_in_a_text_is_seen_when_an_engine_is_made(dtype, fault, monkeypatch):
+def test_faults_late_in_a_text_fail(dtype, fault, monkeypatch):
     model = late_faults.scaled(dtype)
     if fault:
         fault(monkeypatch)
@@ -241,9 +224,161 @@ def test_what_goes_wrong_late_in_a_text_is_seen_when_an_engine_is_made(dtype, fa
     assert agrees == (not fault) and bool(said) == bool(fault)
 
 
-def test_a_model_made_in_inference_mode_runs_by_its_own_forward_afterwards() -> None:
+def test_a_model_of_inference_mode_still_runs_by_its_own_forward() -> None:
     with torch.inference_mode():
         model, ids = tiny(), torch.arange(1, 9)[None]
         own = model(ids).logits
         LM(model, 2)
         torch.testing.assert_close(model(ids).logits, own)
+
+
+POSITIONS = 20  # of both rows
+TWO_DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+
+
+def checked() -> tuple[Probe, list[Tensor]]:
+    """A check of a model in half precision, and correct numbers of ours to spoil."""
+    model = tiny(dtype=torch.bfloat16)
+    probe = Probe(model, 256)
+    with torch.no_grad():
+        return probe, probe._rows([output.logits.clone() for output in probe._passes(lambda c: Lean(model, c))])
+
+
+def compared(probe: Probe, ours: list[Tensor]) -> CheckResult:
+    return probe._compared(ours, [*probe.own], lambda: [*probe._own(probe.ids)], "logits", probe._stepped)
+
+
+def noises(monkeypatch: pytest.MonkeyPatch, loud: dict[int, float], parts: int = 1) -> None:
+    """Rounding moves all positions by .04, some of each layer further."""
+    noise = torch.full((parts, POSITIONS), 0.04)
+    for position, one in loud.items():
+        noise[:, position] = one
+    monkeypatch.setattr(Probe, "_noise", lambda self, *settings: noise.flatten())
+
+
+def shifted(row: Tensor, by: float) -> Tensor:
+    """Numbers of a position that are `by` of their deviation away."""
+    signs = torch.ones_like(row)
+    signs[::2] = -1
+    return row + by * row.float().std() * signs
+
+
+@pytest.mark.parametrize(
+    ("position", "by", "agrees"),
+    [
+        (2, 0.5, True),  # loud: 4 times its own noise are allowed
+        (2, 0.9, False),
+        (3, 0.07, True),  # all others: twice the noise of those that are not loud
+        (3, 0.1, False),
+        (2, float("nan"), False),
+        (3, float("inf"), False),
+    ],
+)
+def test_a_loud_position_has_a_bound_of_its_own(
+    position: int, by: float, agrees: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probe, ours = checked()
+    ours[0][position] = shifted(probe.own[0][position], by)
+    noises(monkeypatch, {2: 0.18})
+    assert compared(probe, ours).agrees is agrees
+
+
+def test_what_may_move_further_than_the_bound_is_loud(monkeypatch: pytest.MonkeyPatch) -> None:
+    """4 times its noise are more than the bound: a position of its own, which changes nothing for the others."""
+    probe, ours = checked()
+    noises(monkeypatch, {2: 0.07})
+    ours[0][2] = shifted(probe.own[0][2], 0.25)
+    assert compared(probe, ours).agrees
+    ours[0][3] = shifted(probe.own[0][3], 0.1)
+    assert not compared(probe, ours).agrees
+
+
+@pytest.mark.parametrize(("loud", "agrees"), [(9, True), (10, False), (20, False)])
+def test_loud_positions_are_fewer_than_half(loud: int, agrees: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    probe, ours = checked()
+    ours[0][2] = shifted(probe.own[0][2], 0.3)
+    noises(monkeypatch, dict.fromkeys(range(loud), 0.18))
+    assert compared(probe, ours).agrees is agrees
+
+
+def test_loud_positions_are_counted_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Early layers, which are quiet, excuse none of the last."""
+    noise = torch.full((3, POSITIONS), 0.04)
+    noise[2] = 0.18
+    monkeypatch.setattr(Probe, "_noise", lambda self, *settings: noise.flatten())
+    probe, ours = checked()
+    rows = [row.clone() for _ in range(3) for row in ours]
+    rows[4][2] = shifted(probe.own[0][2], 0.3)
+    result = probe._compared(rows, [*probe.own] * 3, list, "states", parts=3)
+    assert not result.agrees and result.allowed == selfcheck.MOST
+
+
+def test_noise_is_of_five_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By two passes for one, and by four samples of embeddings rounded once more: the largest, position by position."""
+    probe, ours = checked()
+    lengths, own = [len(row) for row in ours], [*probe.own]
+    again = lambda: [*probe._own(probe.ids)]  # noqa: E731
+    samples = [probe._rounded(again, seed) for seed in range(SAMPLES)]
+    assert all(not torch.equal(one[0], other[0]) for one, other in zip(samples, samples[1:], strict=False))
+    far = [row + 1 for row in own]
+    each = torch.stack([selfcheck._apart([r[:n] for r, n in zip(way, lengths, strict=True)], own) for way in samples])
+    assert torch.equal(probe._noise(lengths, own, again), each.amax(0)) and SAMPLES == 4
+    assert float(probe._noise(lengths, own, again, lambda: far).min()) > float(each.max())
+    assert float(probe._noise(lengths, own, again, lambda: [row + 1e9 for row in own]).max()) == pytest.approx(0.8)
+    calls: list[Any] = []
+    failed = CheckResult(1.0, 0.0)
+    monkeypatch.setattr(Probe, "_compared", lambda self, *settings, **more: calls.append(settings) or failed)
+    probe.logits(lambda cache: Lean(probe.model, cache))
+    assert calls[0][4:] == (probe._stepped,)
+
+
+def wrong(row: int, change: Callable[[Pass, int], None]) -> type[Lean]:
+    class Wrong(Lean):
+        def forward(self, ids: Tensor, window: Any, *settings: Any, **more: Any) -> Pass:
+            output = super().forward(ids, window, *settings, **more)
+            output = Pass(output.logits.clone(), {layer: states.clone() for layer, states in output.states.items()})
+            change(output, row)
+            return output
+
+    return Wrong
+
+
+def last_states(output: Pass, row: int) -> None:
+    if output.states:
+        output.states[LAST][row, -1] = shifted(output.states[LAST][row, -1], 3.0)
+
+
+def first_states(output: Pass, row: int) -> None:
+    if output.states:
+        output.states[0][row, -1] = shifted(output.states[0][row, -1], 3.0)
+
+
+def logits(output: Pass, row: int) -> None:
+    output.logits[row, -1] = shifted(output.logits[row, -1], 3.0)
+
+
+@TWO_DTYPES
+@pytest.mark.parametrize("row", [0, 1])
+def test_each_row_is_compared(row: int, dtype: torch.dtype) -> None:
+    """Of logits, of the states of the first and the last layer, and of trees."""
+    model = tiny(dtype=dtype)
+    with torch.no_grad():
+        for compare, change in (
+            (Probe.logits, logits), (Probe.states, last_states), (Probe.states, first_states), (Probe.trees, logits),
+        ):  # fmt: skip
+            assert compare(Probe(model, 256), lambda c: Lean(model, c)).agrees
+            spoilt = wrong(row, change)
+            result = compare(Probe(model, 256), lambda c, spoilt=spoilt: spoilt(model, c))  # type: ignore[misc]
+            assert not result.agrees, (compare.__name__, change.__name__)
+
+
+@TWO_DTYPES
+def test_logits_that_are_nan_are_rejected(dtype: torch.dtype) -> None:
+    model = tiny(dtype=dtype)
+
+    def spoil(output: Pass, row: int) -> None:
+        output.logits[row, -1, 3] = torch.nan
+
+    with torch.no_grad():
+        for compare in (Probe.logits, Probe.trees):
+            assert not compare(Probe(model, 256), lambda c: wrong(1, spoil)(model, c)).agrees

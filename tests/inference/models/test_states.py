@@ -8,18 +8,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-import inference.models.lm as lm_module
-from inference.models.compiled import Compiled
-from inference.models.cuda_graphs import Captured
 from inference.models.forward import Lean, Stock
-from inference.models.lm import LM
+from inference.models.graphs import GraphForward
+from inference.models.lm import LM, store_prompts
 from inference.models.passes import LAST
-from inference.models.prefill import store_prompts
-from inference.models.taps import decoder_layers
+from inference.models.pretrained import decoder_layers
 from tests import standin
 from tests import tiny as tinies
 from tests.inference import test_families as families
-from tests.tiny import compiles
 
 TEXTS = [[3, 5, 7, 3, 5, 1, 30, 2, 9], [4, 0, 4, 31, 8, 1], [12, 13, 14, 15, 16, 17, 18]]
 START = [6, 3, 4]  # where the last three ids of each text begin
@@ -40,33 +36,33 @@ def no_gradients() -> Any:
 def own_states(model: PreTrainedModel, text: list[int]) -> dict[int, Tensor]:
     """As transformers gives them, (T, D) each: its last are those behind the final norm."""
     model = copy.deepcopy(model)  # transformers leaves its hooks there
-    found = model(torch.tensor([text]), use_cache=False, output_hidden_states=True).hidden_states
-    return {i if i + 1 < len(found) else LAST: states[0] for i, states in enumerate(found)}
+    hidden = model(torch.tensor([text]), use_cache=False, output_hidden_states=True).hidden_states
+    return {i if i + 1 < len(hidden) else LAST: states[0] for i, states in enumerate(hidden)}
 
 
 def stored(lm: LM, texts: list[list[int]] = TEXTS) -> Any:
     """All but the last three ids of every text, and then these in one ragged pass."""
     layers = (*range(lm.depth), LAST)
     prompts = [text[:-2] for text in texts]  # the last id of a prompt is not stored
-    made = store_prompts(lm, 0, prompts, 3, states=layers)
+    of_prompts = store_prompts(lm, 0, prompts, 3, states=layers)
     ids = torch.tensor([text[-3:] for text in texts], device=lm.device)
-    return made, lm.forward(ids, START, states=layers)
+    return of_prompts, lm.forward(ids, START, states=layers)
 
 
-def close(found: Tensor, wanted: Tensor, within: float = 1e-6) -> None:
+def close(values: Tensor, wanted: Tensor, within: float = 1e-6) -> None:
     # families compute some sums in float32: small entries of a state have the error of its large ones
     atol = within * max(1.0, float(wanted.abs().max()))
-    torch.testing.assert_close(found.to("cpu"), wanted, rtol=within, atol=atol)
+    torch.testing.assert_close(values.to("cpu"), wanted, rtol=within, atol=atol)
 
 
 def check(model: PreTrainedModel, lm: LM) -> None:
     host = copy.deepcopy(model).to("cpu")
-    made, later = stored(lm)
+    of_prompts, later = stored(lm)
     for row, text in enumerate(TEXTS):
         wanted = own_states(host, text)
-        assert set(made) == set(later.states) == set(wanted)
+        assert set(of_prompts) == set(later.states) == set(wanted)
         for layer, states in wanted.items():
-            close(made[layer][row, : START[row]], states[: START[row]])
+            close(of_prompts[layer][row, : START[row]], states[: START[row]])
             close(later.states[layer][row], states[-3:])
         close(later.logits[row], host(torch.tensor([text]), use_cache=False).logits[0, -3:])
 
@@ -78,12 +74,12 @@ def test_states_are_transformers_own(family: str) -> None:
     lm = LM(model, 3, stock=True)
     assert isinstance(lm.run, Stock)
     check(model, lm)
-    left(model, lm)
+    ends_early(model, lm)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
-def left(model: PreTrainedModel, lm: LM) -> None:
-    """A pass that is left behind a layer gives its states, and stores what a further one needs."""
+def ends_early(model: PreTrainedModel, lm: LM) -> None:
+    """A pass that ends after a layer gives its states, and stores the keys that later passes need."""
     ids = torch.tensor([text[-3:] for text in TEXTS], device=lm.device)
     wanted = lm.forward(ids, START, states=(1, lm.depth)).states
     wanted = {layer: states.clone() for layer, states in wanted.items()}
@@ -100,10 +96,10 @@ def test_states_in_few_operations_are_transformers_own() -> None:
     lm = LM(model, 3)
     assert isinstance(lm.run, Lean)
     check(model, lm)
-    left(model, lm)
+    ends_early(model, lm)
 
 
-def test_only_the_layers_that_are_asked_for_are_given() -> None:
+def test_only_requested_layers_have_states() -> None:
     model, ids = tiny(layers=3), torch.ones(1, 4, dtype=torch.int64)
     for stock in (False, True):
         lm = LM(model, 1, stock=stock)
@@ -111,7 +107,7 @@ def test_only_the_layers_that_are_asked_for_are_given() -> None:
         assert set(lm.forward(ids, [0], states=(2,)).states) == set(lm.store(ids, [0], states=(2,))) == {2}
 
 
-def test_all_keys_of_a_prompt_are_stored_whatever_states_are_asked_for() -> None:
+def test_all_keys_of_a_prompt_are_stored_for_any_requested_states() -> None:
     model, ids = tiny(layers=4), torch.arange(6).view(1, 6)
     wanted = LM(model, 1)
     wanted.store(ids, [0])
@@ -123,56 +119,34 @@ def test_all_keys_of_a_prompt_are_stored_whatever_states_are_asked_for() -> None
 
 
 def test_prompts_of_one_token_have_no_states() -> None:
-    made = store_prompts(LM(tiny(), 2), 0, [[3], [4]], states=(1, LAST))
-    assert {layer: states.shape for layer, states in made.items()} == {1: (2, 0, 16), LAST: (2, 0, 16)}
+    of_prompts = store_prompts(LM(tiny(), 2), 0, [[3], [4]], states=(1, LAST))
+    assert {layer: states.shape for layer, states in of_prompts.items()} == {1: (2, 0, 16), LAST: (2, 0, 16)}
 
 
-@compiles
-def test_compiled_passes_that_are_left() -> None:
-    model = tiny()
-    lm = LM(model, 3, compile=True)
-    ids = torch.tensor([text[-3:] for text in TEXTS])
-    store_prompts(lm, 0, [text[:-2] for text in TEXTS])
-    early = lm.hidden(ids, START, 1)
-    for row, text in enumerate(TEXTS):
-        close(early[row], own_states(model, text)[1][-3:], 1e-4)
-    assert not Compiled.failed
-    assert {kind[0] for kind in lm.run.seen} == {("pass", (1,), False)}  # type: ignore[attr-defined]
-
-
-@pytest.fixture
-def by_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lm_module, "Compiled", Captured)
-    monkeypatch.setattr(lm_module, "FIRST_SLOTS", 16)
-    monkeypatch.setattr("inference.models.cuda_graphs.FEWEST", 8)
-    monkeypatch.setattr("inference.models.recording.WARMUP", 1)
-    monkeypatch.setattr(Captured, "failed", False)
-
-
-def test_replayed_states_are_transformers_own(by_bucket: None) -> None:
+def test_states_by_buckets_are_transformers_own(graphs_on_cpu: None) -> None:
     model = tiny(layers=3)
     lm = LM(model, 3, compile=True)
     check(model, lm)
-    left(model, lm)
+    ends_early(model, lm)
     assert {bucket[4:6] for bucket in lm.run.graphs} >= {((0, 1, 2, LAST), True), ((1,), False)}  # type: ignore[attr-defined]
 
 
-def test_a_replayed_pass_with_states_is_one_copy_and_one_launch(by_bucket: None) -> None:
+def test_a_graph_with_states_is_one_copy_and_one_launch(graphs_on_cpu: None) -> None:
     with standin.device() as gpu:
         model = tiny(layers=3).to("cuda")
         lm = LM(model, 3, compile=True)
         check(model, lm)
-        left(model, lm)
+        ends_early(model, lm)
         ids = torch.tensor([text[-3:] for text in TEXTS]).to("cuda")
         for run in (lambda: lm.forward(ids, START, states=(0, LAST)), lambda: lm.hidden(ids, START, 2)):
             run()
             before, gpu_launches = gpu.recordings, sum(gpu.launches.values())
             run()
             assert gpu.recordings == before and sum(gpu.launches.values()) - gpu_launches <= 4
-    assert not Captured.failed
+    assert not GraphForward.failed
 
 
-def test_layers_that_are_not_there_are_named() -> None:
+def test_layers_that_the_model_lacks_are_named() -> None:
     lm, ids = LM(tiny(), 1), torch.ones(1, 1, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"states: LlamaForCausalLM has layers 0 .. 2, and -1 for .*; not 3"):
         lm.forward(ids, [0], states=(LAST, 3))
@@ -181,11 +155,11 @@ def test_layers_that_are_not_there_are_named() -> None:
             lm.hidden(ids, [0], depth)
 
 
-def test_states_that_are_not_the_models_own_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check is made once, when they are first asked for."""
+def test_states_that_are_not_the_models_own_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check is run once, when states are first requested."""
     right = decoder_layers
     lm, ids = LM(tiny(layers=3), 1), torch.ones(1, 1, dtype=torch.int64)
-    monkeypatch.setattr("inference.models.taps.decoder_layers", lambda model: list(right(model))[::-1])
+    monkeypatch.setattr("inference.models.pretrained.decoder_layers", lambda model: list(right(model))[::-1])
     lm.forward(ids, [0])
     with pytest.raises(ValueError, match="LlamaForCausalLM: its states cannot be used here: states differ"):
         lm.forward(ids, [0], states=(1,))

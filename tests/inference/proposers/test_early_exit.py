@@ -1,18 +1,15 @@
-"""What is special about an early exit: it drafts in the target's slots and with the target's tensors, and leaves both
-as they were."""
+"""Early exits draft in the target's slots and with the target's tensors, and leave both unchanged."""
 
 from typing import Any
 
 import pytest
 import torch
 
-from cotrain.students.early_exit import EarlyExit as Student
+from cotrain.students.early_exit import EarlyExitStudent as Student
 from inference import Engine, Sampling
-from inference.models.lm import LM
-from inference.models.prefill import store_prompts
+from inference.models.lm import LM, store_prompts
 from inference.policy import Fixed
-from inference.proposers.early_exit import EarlyExit
-from inference.proposers.early_exit_network import begun, first_layers, learning, serving
+from inference.proposers.early_exit import EarlyExit, first_layers, learning, serving, untrained_exit
 from tests.kinds import exit_network
 from tests.tiny import tiny
 
@@ -27,7 +24,7 @@ def stored(engine: Engine, length: int) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_targets_weights_are_the_same_with_it_and_without(dtype: torch.dtype) -> None:
-    """To the bit, and of what drafts only what is changed is held twice."""
+    """To the bit; the draft copies only the tensors that it changes."""
     target = tiny(layers=3, dtype=dtype)
     before = {name: weight.clone() for name, weight in target.state_dict().items()}
     proposer = EarlyExit(exit_network(target), target)
@@ -37,56 +34,45 @@ def test_the_targets_weights_are_the_same_with_it_and_without(dtype: torch.dtype
     assert ours.model.embed_tokens.weight.data_ptr() == theirs.embed_tokens.weight.data_ptr()
     assert ours.model.layers[0].mlp.up_proj.weight.data_ptr() != theirs.layers[0].mlp.up_proj.weight.data_ptr()
     assert len(ours.model.layers) == 2 and len(theirs.layers) == 3
-    plain = serving(begun(target, 2, 0, 1), target)  # nothing is changed: nothing is copied but the norm
+    plain = serving(untrained_exit(target, 2, 0, 1), target)  # without changes it copies the norm alone
     assert plain.model.layers[1].mlp.up_proj.weight.data_ptr() == theirs.layers[1].mlp.up_proj.weight.data_ptr()
 
 
 def test_the_targets_texts_are_the_same_with_it_and_without() -> None:
-    """By noise of the position, at every temperature, in float64; and an engine that had it beside decodes on as
-    before."""
-    target = tiny(layers=3)
+    """With the noise of the position, at every temperature, in float64, of an exit with changes and of one without; and
+    plain decoding and logits after rounds with drafts are to the bit those before."""
+    target, ids = tiny(layers=3), torch.tensor(PROMPTS[:1])
+    logits, accepted = target(ids).logits, []
+    networks = exit_network(target, rank=2), untrained_exit(target, 2, 0, 3).double()
     for sampling in (Sampling(0), Sampling(0.7), Sampling(1.0)):
         settings: dict[str, Any] = {"max_new_tokens": 20, "sampling": sampling, "ids": range(4), "ignore_eos": True}
         plain = Engine(target, verify="coupled", rows=3)
         wanted = plain.generate(PROMPTS, **settings).tokens
-        beside = Engine(target, EarlyExit(exit_network(target), target), verify="coupled", policy=Fixed(3), rows=3)
-        assert beside.generate(PROMPTS, **settings).tokens == wanted == plain.generate(PROMPTS, **settings).tokens
-
-
-def test_the_targets_texts_are_the_same_with_and_without_the_adapter() -> None:
-    """To the bit: the target's own logits and plain texts, before an adapter is beside it and after rounds in which it
-    drafted; and each row's text by the noise of its positions, of an exit with changes and of one without."""
-    target = tiny(layers=3)
-    ids = torch.tensor(PROMPTS[:1])
-    logits = target(ids).logits
-    settings: dict[str, Any] = {"max_new_tokens": 20, "sampling": Sampling(0.8), "ids": range(4), "ignore_eos": True}
-    wanted = Engine(target, verify="coupled", rows=3).generate(PROMPTS, **settings).tokens
-    accepted = []
-    for network in (exit_network(target, rank=2), begun(target, 2, 0, 3).double()):
-        beside = Engine(target, EarlyExit(network, target), verify="coupled", policy=Fixed(3), rows=3)
-        out = beside.generate(PROMPTS, **settings)
-        assert out.tokens == wanted == Engine(target, verify="coupled", rows=3).generate(PROMPTS, **settings).tokens
-        assert torch.equal(target(ids).logits, logits)
-        accepted.append(out.stats.accepted)
-    assert accepted[0] != accepted[1]  # the adapter drafts otherwise
+        for network in networks:
+            drafting = Engine(target, EarlyExit(network, target), verify="coupled", policy=Fixed(3), rows=3)
+            out = drafting.generate(PROMPTS, **settings)
+            assert out.tokens == wanted == plain.generate(PROMPTS, **settings).tokens
+            assert torch.equal(target(ids).logits, logits)
+            accepted.append(out.stats.accepted)
+    assert accepted[-2] != accepted[-1]  # the changes change the drafts
 
 
 def test_what_verification_stores_is_the_targets_own() -> None:
-    """Keys and values of a whole text behind rounds with drafts: the target's but for rounding, and
-    not the changed layers'."""
+    """Keys and values of a whole text after rounds with drafts are the target's up to rounding, not the changed
+    layers'."""
     target = tiny(layers=3)
     engine = Engine(target, EarlyExit(exit_network(target), target), policy=Fixed(3), rows=1)
     text = PROMPTS[0] + engine.generate(PROMPTS[:1], max_new_tokens=16, ignore_eos=True).tokens[0]
     alone = LM(target, 1)
     store_prompts(alone, 0, [text])
-    found = stored(engine, len(text) - 1)
+    own = stored(engine, len(text) - 1)
     wanted = [part[0, :, : len(text) - 1] for layer in alone.cache.stores for part in (layer.keys, layer.values)]
-    for one, other in zip(found, wanted, strict=True):
+    for one, other in zip(own, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
-def test_it_starts_from_what_the_target_stored() -> None:
-    """One id a row is fed before the first draft, however long the text is, and none is read twice."""
+def test_drafts_start_from_the_targets_slots() -> None:
+    """The draft reads one id a row before the first draft, however long the text is, and none twice."""
     target, fed = tiny(layers=3), []
     proposer = EarlyExit(exit_network(target), target)
     engine = Engine(target, proposer, policy=Fixed(2), rows=1)
@@ -103,20 +89,20 @@ def test_it_starts_from_what_the_target_stored() -> None:
     assert proposer.lm.cache is engine.target.cache
 
 
-def test_an_exit_that_is_not_trained_is_the_targets_own_norm_and_head() -> None:
+def test_an_untrained_exit_is_the_targets_own_norm_and_head() -> None:
     target = tiny(layers=3)
     ids = torch.tensor(PROMPTS[:1])
     states = target(input_ids=ids, output_hidden_states=True).hidden_states[2]
     wanted = target.lm_head(target.model.norm(states))
     for rank in (0, 4):
-        network = begun(target, 2, rank, 2).double()
+        network = untrained_exit(target, 2, rank, 2).double()
         torch.testing.assert_close(serving(network, target)(ids).logits, wanted)
         (guess, *_) = Student(network, target).guesses({"ids": ids}, None)  # type: ignore[arg-type]
         torch.testing.assert_close(guess.head(guess.states), wanted[0])
 
 
 def test_changes_are_added_to_copies() -> None:
-    """In few operations and as they learn, one distribution; columns before `first` are the target's own."""
+    """Merged weights and separate changes give one distribution; columns before `first` are the target's own."""
     target = tiny(layers=3)
     network, ids = exit_network(target), torch.tensor(PROMPTS[:1])
     one, other = serving(network, target)(ids).logits, learning(network, target)(ids).logits
@@ -127,7 +113,7 @@ def test_changes_are_added_to_copies() -> None:
     assert not torch.allclose(own[:, 3:], plain[:, 3:])
     with torch.no_grad():
         network.layers[0]["mlp/up_proj"].up.mul_(2)
-    assert not torch.allclose(serving(network, target)(ids).logits, one)  # made anew
+    assert not torch.allclose(serving(network, target)(ids).logits, one)  # merged again
 
 
 def test_packed_texts_are_read_apart() -> None:
@@ -135,8 +121,8 @@ def test_packed_texts_are_read_apart() -> None:
     target = tiny(layers=3)
     student = Student(exit_network(target), target)
     ids = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3]])
-    places = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 1, 2, 3]])
-    packed = student.guesses({"ids": ids, "position_ids": places}, None)  # type: ignore[arg-type]
+    positions = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 1, 2, 3]])
+    packed = student.guesses({"ids": ids, "position_ids": positions}, None)  # type: ignore[arg-type]
     alone = [student.guesses({"ids": part}, None) for part in (ids[:, :6], ids[:, 6:])]  # type: ignore[arg-type]
     for depth, guess in enumerate(packed):
         first, second = (part[depth] for part in alone)
@@ -148,10 +134,10 @@ def test_packed_texts_are_read_apart() -> None:
         torch.testing.assert_close(guess.states, torch.cat([first.states, second.states]))
 
 
-def test_another_target_and_layers_that_are_not_there_are_refused() -> None:
+def test_another_target_and_missing_layers_raise() -> None:
     target = tiny(layers=3)
     with pytest.raises(ValueError, match="make it with the engine's model"):
         Engine(tiny(layers=3), EarlyExit(exit_network(target), target)).generate(PROMPTS[:1], max_new_tokens=4)
     for layers in (0, 4):
         with pytest.raises(ValueError, match="of a target of 3: 1 .. 3"):
-            begun(target, layers, 2, 2)
+            untrained_exit(target, layers, 2, 2)

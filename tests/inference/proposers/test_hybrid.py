@@ -1,39 +1,39 @@
-"""Look-up beside a model: texts stay the target's, rows choose for themselves, and the gate is told nothing drawn."""
+"""Look-up together with a model: the texts have the target's distribution, each row has its own gate decision, and the
+gate reads nothing that was drawn."""
 
 import random
 
 import pytest
 
 from inference import Engine, Sampling
-from inference.exactness.checks import check
+from inference.exactness.verdict import check
 from inference.lookup.corpus import About, Datastore
-from inference.lookup.match import Match
-from inference.lookup.suffix_automaton import SuffixAutomaton
-from inference.measure.timing import Emitted
-from inference.noise import row_ids
+from inference.lookup.suffixes import Match, SuffixAutomaton
+from inference.measure.gating import gate_records
+from inference.output import Emitted
 from inference.policy import Fixed
-from inference.proposers.gate import LONGEST, Gate, Place, calibrated
-from inference.proposers.hybrid import Hybrid
+from inference.proposers.hybrid import LONGEST, Gate, HeldOutPosition, Hybrid, calibrated
 from inference.proposers.independent import Independent
 from inference.proposers.retrieval import Retrieval
+from inference.sampling.noise import row_ids
 from tests.inference.test_distribution import p_value, pair
 from tests.tiny import near, tiny
 
 
-def gate(taken: set[int]) -> Gate:
-    """Look-up drafts where the end that stood earlier has one of these lengths."""
-    found = [[float(n in taken)] * 4 for n in range(LONGEST + 1)]
-    return Gate([found, found], [[[0.5] * 4] * (LONGEST + 1)] * 2, 0.1, 0.0)
+def gate(lengths: set[int]) -> Gate:
+    """Look-up drafts if the match has one of these lengths."""
+    lookup = [[float(n in lengths)] * 4 for n in range(LONGEST + 1)]
+    return Gate([lookup, lookup], [[[0.5] * 4] * (LONGEST + 1)] * 2, 0.1, 0.0)
 
 
 def prompts(count: int = 7) -> list[list[int]]:
     """Texts of several lengths, all but two of which repeat themselves."""
     draw = random.Random(0)
-    found = []
+    texts: list[list[int]] = []
     for _ in range(count):
         part = [draw.randrange(32) for _ in range(draw.randrange(3, 9))]
-        found.append(part + part[: draw.randrange(1, len(part))] if len(found) % 3 else part)
-    return found
+        texts.append(part + part[: draw.randrange(1, len(part))] if len(texts) % 3 else part)
+    return texts
 
 
 def store() -> Datastore:
@@ -55,14 +55,14 @@ def test_coupled_texts_are_those_of_plain_decoding(kind: str, sampling: Sampling
     assert fast.stats.accepted[0] > 0
 
 
-@pytest.mark.parametrize(("rule", "taken"), [("token", {1}), ("block", {2, 3})])
-def test_three_tokens_of_several_rounds_have_the_targets_distribution(rule: str, taken: set[int]) -> None:
+@pytest.mark.parametrize(("rule", "lengths"), [("token", {1}), ("block", {2, 3})])
+def test_three_tokens_of_several_rounds_have_the_targets_distribution(rule: str, lengths: set[int]) -> None:
     target, draft = pair()
-    hybrid = Hybrid(Independent(draft), Retrieval(shortest=1), gate(taken))
+    hybrid = Hybrid(Independent(draft), Retrieval(shortest=1), gate(lengths))
     assert p_value(target, hybrid, rule, samples=8_000) > 1e-4
 
 
-def test_every_row_chooses_for_itself() -> None:
+def test_each_row_has_its_own_gate_decision() -> None:
     target = tiny(seed=3)
     hybrid = Hybrid(Independent(target), Retrieval(shortest=2), gate(set(range(2, 9))))
     engine = Engine(target, hybrid, rows=7, policy=Fixed(3))
@@ -70,12 +70,12 @@ def test_every_row_chooses_for_itself() -> None:
     assert engine.generate(prompts(), max_new_tokens=60, sampling=Sampling(temperature=0)).stats.tau > 2.5
     for row, text in zip(first, prompts(), strict=True):
         repeats = bool(SuffixAutomaton(text).look_up(4, shortest=2).drafts)
-        if not repeats:  # the model equals the target: its drafts are all accepted
+        if not repeats:  # the model equals the target: all of its drafts are accepted
             assert (row.starts[:2], row.drafted[:3]) == ([0, 4], [1, 1, 1])
 
 
 def test_a_model_that_look_up_never_relieves_drafts_as_it_does_alone() -> None:
-    """To the count: it hears of every round."""
+    """To the count: every round reaches its `commit`."""
     target = tiny(seed=3)
     both = Independent(near(target)), Hybrid(Independent(near(target)), Retrieval(shortest=1), gate(set()))
     settings = {"max_new_tokens": 20, "seed": 1}
@@ -83,10 +83,10 @@ def test_a_model_that_look_up_never_relieves_drafts_as_it_does_alone() -> None:
     assert (beside.tokens, beside.stats.rows) == (alone.tokens, alone.stats.rows) and alone.stats.accepted[1] > 5
 
 
-def test_a_gate_takes_the_better_rate() -> None:
-    found = [[0.0] * 3] * 5 + [[0.9, 0.8, 0.1]] * (LONGEST - 4)
+def test_a_gate_chooses_the_better_rate() -> None:
+    lookup = [[0.0] * 3] * 5 + [[0.9, 0.8, 0.1]] * (LONGEST - 4)
     model = [[0.6, 0.4, 0.0]] * (LONGEST + 1)
-    gate = Gate([found, [[0.0] * 3] * (LONGEST + 1)], [model, model], 0.25, 0.2)
+    gate = Gate([lookup, [[0.0] * 3] * (LONGEST + 1)], [model, model], 0.25, 0.2)
     drafts = [1, 2, 3]
     # two drafts of the model: 2 tokens in 1.9 steps; of two that were looked up: 2.7 in 1.4, of three 2.8 in 1.6
     assert gate.looked_up(Match(drafts, 5), 2) == 2
@@ -96,24 +96,24 @@ def test_a_gate_takes_the_better_rate() -> None:
     assert gate.looked_up(Match(drafts, 4), 2) == 0
     assert gate.looked_up(Match(drafts, 5, stored=True), 2) == 0
     assert gate.looked_up(Match([], 5), 2) == gate.looked_up(Match(drafts, 5), 0) == 0
-    worse = Gate(gate.found, [[[1.0] * 3] * (LONGEST + 1)] * 2, 0.01, 0.2)
+    worse = Gate(gate.lookup, [[[1.0] * 3] * (LONGEST + 1)] * 2, 0.01, 0.2)
     assert worse.looked_up(Match(drafts, 5), 2) == 0
-    assert Gate.of_json(gate.to_json()) == gate
+    assert Gate.of_json(gate.to_json()) == gate and {*gate.to_json()} == {"found", "model", "step", "column"}
     with pytest.raises(ValueError, match="missing or unknown: step"):
         Gate.of_json({name: value for name, value in gate.to_json().items() if name != "step"})
     before = Gate.uncalibrated()
     assert before.looked_up(Match(drafts, LONGEST), 3) == 3 and before.looked_up(Match(drafts, 1), 3) == 0
 
 
-def test_calibration_counts_what_was_right() -> None:
-    places = [Place(Match([1, 2], 3), right) for right in [2] * 30 + [1] * 30 + [0] * 40]
-    places += [Place(Match([1], 3), 1) for _ in range(100)]
-    places += [Place(Match([], 0), 0, accepted=n % 2) for n in range(992)]
-    places += [Place(Match([7], 2, stored=True), 0, accepted=2) for _ in range(8)]
+def test_calibration_counts_right_drafts() -> None:
+    places = [HeldOutPosition(Match([1, 2], 3), right) for right in [2] * 30 + [1] * 30 + [0] * 40]
+    places += [HeldOutPosition(Match([1], 3), 1) for _ in range(100)]
+    places += [HeldOutPosition(Match([], 0), 0, accepted=n % 2) for n in range(992)]
+    places += [HeldOutPosition(Match([7], 2, stored=True), 0, accepted=2) for _ in range(8)]
     gate = calibrated(places, 2, step=0.5, column=0.1)
-    assert gate.found[0][3] == pytest.approx([160 / 208, 30 / 108])
-    assert gate.found[0][2] == [0, 0] and gate.found[1][3] == [0, 0]
-    assert gate.found[0][4] == pytest.approx([160 / 208, 30 / 108])
+    assert gate.lookup[0][3] == pytest.approx([160 / 208, 30 / 108])
+    assert gate.lookup[0][2] == [0, 0] and gate.lookup[1][3] == [0, 0]
+    assert gate.lookup[0][4] == pytest.approx([160 / 208, 30 / 108])
     pooled = [(496 + 8) / 1008, 8 / 1008]
     assert gate.model[0][7] == gate.model[1][0] == pytest.approx(pooled)
     assert gate.model[1][2] == pytest.approx([(8 + 8 * share) / 16 for share in pooled])
@@ -129,7 +129,21 @@ def test_calls_and_acceptance_are_those_that_the_texts_foretell(kind: str) -> No
     engine = Engine(target, proposer, policy=Fixed(4), rows=8)
     keys = row_ids(texts)
     out = engine.generate(texts, max_new_tokens=24, seed=5, ids=keys, ignore_eos=True)
-    found = check(engine, Emitted(texts, keys, out.tokens, out.stats.rows), Sampling(), 24)
-    assert found.passed, found.lines()
-    assert found.calls is not None and found.calls.measured < 16 * 24
-    assert (found.calls.sigma == 0) == (kind == "retrieval")
+    verdict = check(engine, Emitted(texts, keys, out.tokens, out.stats.rows), Sampling(), 24)
+    assert verdict.passed, verdict.lines()
+    assert verdict.calls is not None and verdict.calls.measured < 16 * 24
+    assert (verdict.calls.sigma == 0) == (kind == "retrieval")
+
+
+def test_a_gate_counts_rounds_of_full_length_alone() -> None:
+    """Near the end of a text fewer tokens are drafted; a fully accepted round that ends the text counts."""
+    K, count = 4, 12
+    engine = Engine(tiny(), Independent(near(tiny())), policy=Fixed(K), rows=8)
+    prompts = [[3, token] for token in range(2, 26)]
+    out = engine.generate(prompts, max_new_tokens=count, sampling=Sampling(), ignore_eos=True).whole()
+    positions = [p for row, prompt in enumerate(prompts) for p in gate_records(Retrieval(), prompt, out, row, K)]
+    accepted = [position.accepted for position in positions if position.accepted is not None]
+    assert len(accepted) == out.stats.drafted[K - 1] < out.stats.drafted[0]
+    assert accepted.count(K) == out.stats.accepted[K - 1] > 0
+    ended = [row for row in out.stats.rows if row.starts[-1] + K + 1 == count and row.accepted[K - 1]]
+    assert ended  # with a fully accepted round

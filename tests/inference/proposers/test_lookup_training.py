@@ -1,4 +1,4 @@
-"""Kinds that look up, through `cotrain train` at tiny size: from a datastore and texts to a folder that decodes."""
+"""Kinds with look-up, through `cotrain train` at tiny size: from a datastore and texts to a folder that decodes."""
 
 import json
 from pathlib import Path
@@ -7,8 +7,7 @@ import pytest
 
 from cotrain.cli import main
 from inference import Engine, Sampling, load
-from inference.proposers.gate import Gate
-from inference.proposers.hybrid import Hybrid
+from inference.proposers.hybrid import Gate, Hybrid
 from inference.proposers.retrieval import Retrieval
 from inference.report.build import validate
 from tests.cotrain.commands.test_train import SIZES
@@ -38,7 +37,7 @@ def store(place: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["retrieval", "hybrid"])
-def test_a_kind_that_looks_up_is_made_measured_and_served(kind: str, place: Path, store: Path) -> None:
+def test_kinds_with_look_up_are_trained_measured_and_served(kind: str, place: Path, store: Path) -> None:
     settings = (f"draft={kind}", f"draft.datastore={store}", "draft.shortest=1", "trainer.steps=2", "overwrite=true")
     assert job(place, kind, *settings) == 0
     folder = place / kind / "draft"
@@ -47,17 +46,17 @@ def test_a_kind_that_looks_up_is_made_measured_and_served(kind: str, place: Path
     assert report["exactness"]["passed"], report["exactness"]["lines"]
     engine = load(folder, rows=2)
     proposer = engine.proposer
-    found = proposer.retrieval if isinstance(proposer, Hybrid) else proposer
-    assert isinstance(found, Retrieval) and found.shortest == 1
-    assert found.datastore is not None and found.datastore.about.documents > 100
+    retrieval = proposer.retrieval if isinstance(proposer, Hybrid) else proposer
+    assert isinstance(retrieval, Retrieval) and retrieval.shortest == 1
+    assert retrieval.datastore is not None and retrieval.datastore.about.documents > 100
     if kind == "hybrid":
         assert proposer.gate == Gate.of_json(config["lookup"]["gate"]) != Gate.uncalibrated()
-        assert len(proposer.gate.found[1][3]) == 2  # of the longest drafts that are timed
-    settled = {"max_new_tokens": 16, "sampling": Sampling(temperature=0)}
+        assert len(proposer.gate.lookup[1][3]) == 2  # of the longest drafts that are timed
+    greedy = {"max_new_tokens": 16, "sampling": Sampling(temperature=0)}
     plain = Engine(engine.target.model, tokenizer=engine.tokenizer, rows=2)
-    assert engine.generate(["0001 ", "on"], **settled).tokens == plain.generate(["0001 ", "on"], **settled).tokens
+    assert engine.generate(["0001 ", "on"], **greedy).tokens == plain.generate(["0001 ", "on"], **greedy).tokens
 
 
-def test_a_folder_that_is_no_datastore_is_refused(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_a_datastore_fails(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert job(place, "none", "draft=retrieval", f"draft.datastore={place / 'target'}") == 1
     assert "is no datastore" in capsys.readouterr().err and not (place / "none").exists()

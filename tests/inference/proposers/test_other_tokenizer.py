@@ -1,5 +1,5 @@
-"""Drafts of another vocabulary: shared tokens alone, distributions renormalised over them, texts exactly the
-target's."""
+"""Drafts of another vocabulary: only shared tokens, distributions renormalised over them, and exactly the target's
+texts."""
 
 import pytest
 import torch
@@ -9,8 +9,14 @@ from transformers import PreTrainedTokenizerFast
 from cotrain.bundled.tokenizer import train_tokenizer
 from inference import Engine, Sampling
 from inference.policy import Fixed
-from inference.proposers.other_tokenizer import OtherTokenizer, Told
-from inference.proposers.retelling import WINDOW, Retelling, Shared, byte_strings
+from inference.proposers.other_tokenizer import (
+    WINDOW,
+    DraftVocabularyRound,
+    OtherTokenizer,
+    SharedTokens,
+    TextConverter,
+    byte_strings,
+)
 from tests.tiny import near, tiny
 
 TEXT = "the cat sat on the mat and the dog ran to the red barn, naïve café 日本 über; " * 3
@@ -35,49 +41,48 @@ def sentencepiece() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>", unk_token="<unk>")
 
 
-def test_byte_strings_are_what_tokens_stand_for(theirs: PreTrainedTokenizerFast) -> None:
+def test_byte_strings_are_those_of_the_tokens(theirs: PreTrainedTokenizerFast) -> None:
     for tokenizer in (theirs, sentencepiece()):
-        found = byte_strings(tokenizer)
+        strings = byte_strings(tokenizer)
         ids = tokenizer("the cat sat on the mat")["input_ids"]
-        assert b"".join(found[number] for number in ids) == b"the cat sat on the mat"
-        assert not set(tokenizer.all_special_ids) & found.keys()
+        assert b"".join(strings[number] for number in ids) == b"the cat sat on the mat"
+        assert not set(tokenizer.all_special_ids) & strings.keys()
     ids = theirs(TEXT)["input_ids"]
     assert b"".join(byte_strings(theirs)[number] for number in ids).decode() == TEXT
 
 
 def test_shared_tokens_are_those_of_equal_bytes(theirs: PreTrainedTokenizerFast, ours: PreTrainedTokenizerFast) -> None:
-    shared = dict(Shared.of(theirs, ours).pairs)
+    shared = dict(SharedTokens.of(theirs, ours).pairs)
     left, right = byte_strings(theirs), byte_strings(ours)
     equal = {(a, b) for a in left for b in right if left[a] == right[b]} | {(0, 0)}  # and the end
     assert set(shared.items()) == equal and 256 < len(equal) < min(len(theirs), len(ours))
-    spaced = dict(Shared.of(theirs, sentencepiece()).pairs)
+    spaced = dict(SharedTokens.of(theirs, sentencepiece()).pairs)
     assert sentencepiece().convert_ids_to_tokens(spaced[theirs.convert_tokens_to_ids("Ġthe")]) == "▁the"
 
 
-def test_tokenizers_that_part_no_bytes_are_refused(theirs: PreTrainedTokenizerFast) -> None:
+def test_tokenizers_without_byte_strings_raise(theirs: PreTrainedTokenizerFast) -> None:
     core = Tokenizer(models.WordPiece({"a": 0, "##b": 1}, unk_token="a"))
     core.decoder = decoders.WordPiece()
     with pytest.raises(ValueError, match="no byte strings.*WordPiece"):
-        Shared.of(theirs, PreTrainedTokenizerFast(tokenizer_object=core))
+        SharedTokens.of(theirs, PreTrainedTokenizerFast(tokenizer_object=core))
 
 
-def test_a_text_is_told_as_the_drafts_tokenizer_writes_it(
+def test_texts_convert_to_what_the_drafts_tokenizer_gives(
     theirs: PreTrainedTokenizerFast, ours: PreTrainedTokenizerFast
 ) -> None:
-    retelling, text = Retelling(theirs, ours), []
-    told = []
+    convert, text = TextConverter(theirs, ours), []
     for number in theirs(TEXT * 3 + "語 cat", verbose=False)["input_ids"]:
         text.append(number)
-        told.append(retelling(text))
-        if retelling.whole(text):
-            assert told[-1][1:] == ours(theirs.decode(text))["input_ids"]
-    assert not all(retelling.whole(text[:n]) for n in range(len(text)))
-    assert len(text) > 2 * WINDOW and retelling.settled[id(text)][1] > 0  # some of it was kept
-    retelling.keep([])
-    assert not retelling.settled
+        ids = convert(text)
+        if convert.whole(text):
+            assert ids[1:] == ours(theirs.decode(text))["input_ids"]
+    assert not all(convert.whole(text[:n]) for n in range(len(text)))
+    assert len(text) > 2 * WINDOW and convert.cache[id(text)][1] > 0  # a part was cached
+    convert.keep([])
+    assert not convert.cache
 
 
-class Regime:
+class StubRound:
     """A round whose distributions are softmax(logits), and whose draws are the likeliest tokens."""
 
     def probs(self, logits: torch.Tensor, drafted: list[torch.Tensor]) -> torch.Tensor:
@@ -88,15 +93,15 @@ class Regime:
 
 
 def test_distributions_are_the_drafts_over_shared_tokens_renormalised() -> None:
-    shared = Shared(((0, 3), (2, 0), (4, 2)))
+    shared = SharedTokens(((0, 3), (2, 0), (4, 2)))
     to_target, to_draft = shared.tables(6, 5, torch.device("cpu"))
-    round = Told(Regime(), [], [], to_target, to_draft)
+    round = DraftVocabularyRound(StubRound(), [], [], to_target, to_draft)
     logits = torch.randn(7, 5, dtype=torch.float64)
-    q, found = logits.softmax(-1), round.probs(logits, [])
+    q, probs = logits.softmax(-1), round.probs(logits, [])
     wanted = torch.zeros(7, 6, dtype=torch.float64)
     wanted[:, [0, 2, 4]] = q[:, [3, 0, 2]] / q[:, [3, 0, 2]].sum(1, keepdim=True)
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-15)
-    assert torch.equal(to_target[round.draw(found, 0)], wanted.argmax(-1))
+    torch.testing.assert_close(probs, wanted, rtol=0, atol=1e-15)
+    assert torch.equal(to_target[round.draw(probs, 0)], wanted.argmax(-1))
 
 
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0), Sampling(temperature=0.9, top_p=0.8)])
@@ -113,8 +118,8 @@ def test_coupled_texts_are_those_of_plain_decoding(
     assert fast.tokens == plain.tokens and fast.stats.drafted[2] > 10
 
 
-class AsItIs:
-    """Tells a text in its own tokens."""
+class Identity:
+    """Converts a text to its own tokens."""
 
     def keep(self, texts: list[list[int]]) -> None: ...
 
@@ -126,38 +131,38 @@ class AsItIs:
 
 
 def test_a_draft_with_the_targets_own_tokens_and_weights_is_accepted(theirs: PreTrainedTokenizerFast) -> None:
-    """No hole in the draft's slots, and distributions of its own."""
+    """The draft's slots have no gap, and its distributions are its own."""
     target = tiny(len(theirs), seed=3)
-    proposer = OtherTokenizer(target, Shared.of(theirs, theirs), AsItIs())
+    proposer = OtherTokenizer(target, SharedTokens.of(theirs, theirs), Identity())
     engine = Engine(target, proposer, policy=Fixed(3), tokenizer=theirs)
     stats = engine.generate(["the cat", "the dog sat on"], max_new_tokens=16, sampling=Sampling(0.7)).stats
     assert stats.tau == 4
 
 
-class Fickle(AsItIs):
-    """Tells a text's last token as the next id, until another follows."""
+class Fickle(Identity):
+    """Converts a text's last token to the next id, until another token follows."""
 
     def __call__(self, text: list[int]) -> list[int]:
         return [*text[:-1], (text[-1] + 1) % 300]
 
 
-def test_distributions_are_those_after_the_text_as_it_is_told(theirs: PreTrainedTokenizerFast) -> None:
-    """In every round, though what was stored is told in other tokens once the text goes on."""
+def test_distributions_are_those_after_the_converted_text(theirs: PreTrainedTokenizerFast) -> None:
+    """In every round, although stored tokens convert to other ids once the text goes on."""
     target = tiny(len(theirs), seed=3, positions=128)
     draft = near(target)
-    proposer, rounds = OtherTokenizer(draft, Shared.of(theirs, theirs), Fickle()), []
+    proposer, rounds = OtherTokenizer(draft, SharedTokens.of(theirs, theirs), Fickle()), []
     propose = proposer.propose
 
     def watched(round):
-        made = propose(round)
-        for text, q, k in zip(round.texts, [] if made.q is None else made.q, made.k, strict=False):
+        proposal = propose(round)
+        for text, q, k in zip(round.texts, [] if proposal.q is None else proposal.q, proposal.k, strict=False):
             if k:
                 with torch.no_grad():
                     logits = draft(torch.tensor([Fickle()(text)])).logits[0, -1]
                 logits[1] = -torch.inf  # the pad token, which is not shared
                 torch.testing.assert_close(q[0], logits.softmax(-1), rtol=0, atol=1e-9)
                 rounds.append(k)
-        return made
+        return proposal
 
     proposer.propose = watched
     engine = Engine(target, proposer, rows=2, policy=Fixed(2), tokenizer=theirs)

@@ -4,8 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 
-from inference import Engine
+from inference import Engine, Sampling
+from inference.models.compiled import CompiledForward
+from inference.proposers import Independent
 from tests.inference.test_every_proposer import LIMITS, PROMPTS, SAMPLING, WHOLE
 from tests.kinds import KINDS
 from tests.tiny import tiny
@@ -35,3 +38,22 @@ def test_what_is_drafted_after_a_pause_is_as_if_alone(kind: str, policy: Any) ->
         alone = one.generate([prompt], max_new_tokens=LIMITS[n], sampling=SAMPLING[n], ids=[n], ignore_eos=True)
         assert (many.tokens[n], many.stats.rows[n]) == (alone.tokens[0], alone.stats.rows[0]), n
     assert sum(many.stats.drafted) > 20
+
+
+@pytest.mark.parametrize("pause", [2, 3])
+def test_rounds_without_drafts_leave_no_hole_in_the_cache(pause: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft that is the target has every draft accepted, unless its cache lacks an id."""
+
+    class Pausing:
+        round = 0
+
+        def lengths(self, texts: list[list[int]]) -> list[int]:
+            self.round += 1
+            return [4 if self.round % pause == 0 else 0] * len(texts)
+
+    monkeypatch.setattr(torch, "compile", lambda module, *_: module)  # as it is
+    monkeypatch.setattr(CompiledForward, "failed", False)
+    for compile in (False, True):
+        engine = Engine(tiny(), Independent(tiny(), compile=compile), policy=Pausing(), rows=2)
+        stats = engine.generate([[3, 5, 7], [9, 2]], max_new_tokens=40, sampling=Sampling(0.8), ignore_eos=True).stats
+        assert stats.accepted == stats.drafted

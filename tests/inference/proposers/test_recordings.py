@@ -1,5 +1,5 @@
-"""Whatever is replayed is what the same function, made now, gives for the inputs of now: no recording outlives what it
-depends on, and no input is left as it was."""
+"""A recorded round returns what the same function returns now for the present inputs: no recording outlives what it
+depends on, and every input is refreshed."""
 
 from collections.abc import Callable, Iterator
 from functools import cached_property
@@ -11,18 +11,17 @@ from torch import Tensor
 
 import inference.models.lm as lm_module
 from inference import Engine, Sampling
-from inference.models.cuda_graphs import Captured
-from inference.models.replays import Replays
+from inference.models.graphs import GraphForward, Graphs
 from inference.policy import Fixed
 from inference.proposers import Independent, NGram, Parallel
 from inference.proposers.base import Host, Proposal, Proposer
-from inference.proposers.hybrid import Part
+from inference.proposers.hybrid import PartialRound
 from inference.round import DecodingRound
 from tests import kinds, standin
 from tests.tiny import near, tiny
 
 PROMPTS = [[i % 30 + 1 for i in range(n)] for n in (3, 7)]
-# one after the other on one engine: neighbours differ in one setting, and share the shapes of what is recorded
+# in turn on one engine: neighbours differ in one setting, and their recordings have the same shapes
 CALLS: list[Any] = [
     Sampling(0.0),
     Sampling(0.8),
@@ -44,37 +43,37 @@ CALLS: list[Any] = [
 ]
 
 
-def flat(found: Any) -> Iterator[Tensor]:
-    if isinstance(found, Tensor):
-        yield found
-    elif found is not None:
-        for part in found:
+def flat(tensors: Any) -> Iterator[Tensor]:
+    if isinstance(tensors, Tensor):
+        yield tensors
+    elif tensors is not None:
+        for part in tensors:
             yield from flat(part)
 
 
 @pytest.fixture
 def compared(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Names of what was replayed, on a CPU without graphs, each time beside the function itself."""
-    monkeypatch.setattr(lm_module, "Compiled", Captured)
+    """Names of the replayed recordings, on a CPU without graphs, each compared with the function itself."""
+    monkeypatch.setattr(lm_module, "CompiledForward", GraphForward)
     monkeypatch.setattr(lm_module, "FIRST_SLOTS", 8)
-    monkeypatch.setattr("inference.models.cuda_graphs.FEWEST", 8)
+    monkeypatch.setattr("inference.models.graphs.FEWEST", 8)
     monkeypatch.setattr("inference.proposers.eagle.FIRST_SLOTS", 8)
-    monkeypatch.setattr(Captured, "failed", False)
-    monkeypatch.setattr(Replays, "failed", False)
+    monkeypatch.setattr(GraphForward, "failed", False)
+    monkeypatch.setattr(Graphs, "failed", False)
     numbers = cached_property(lambda round: (round.send(), round._streams(round.noise.table.shape[-1]))[1])
     numbers.__set_name__(DecodingRound, "_numbers")
     monkeypatch.setattr(DecodingRound, "_numbers", numbers)  # as many as there are, as on a GPU
-    replayed, names = Replays.__call__, []
+    replayed, names = Graphs.__call__, []
 
-    def both(self: Replays, name: Any, inputs: Any, steady: Any, make: Callable[[], Any]) -> Any:
-        found = replayed(self, name, inputs, steady, make)
-        if found is not None:
+    def both(self: Graphs, name: Any, inputs: Any, steady: Any, make: Callable[[], Any]) -> Any:
+        output = replayed(self, name, inputs, steady, make)
+        if output is not None:
             names.append(name)
-            for one, other in zip(flat(found), flat(make()(inputs)), strict=True):
+            for one, other in zip(flat(output), flat(make()(inputs)), strict=True):
                 assert torch.allclose(one.double(), other.double(), rtol=0, atol=1e-9, equal_nan=True), name
-        return found
+        return output
 
-    monkeypatch.setattr(Replays, "__call__", both)
+    monkeypatch.setattr(Graphs, "__call__", both)
     return names
 
 
@@ -90,7 +89,7 @@ def kind(name: str, shape: Any = None) -> Make:
 
 
 class Later(Independent):
-    """Asked for one draft in its first round, for two in the next: of others, as in a hybrid, look-up takes care."""
+    """Drafts one token in its first round, two in the next, as a part of a hybrid whose other drafts are looked up."""
 
     def open(self, host: Host) -> None:
         super().open(host)
@@ -98,7 +97,7 @@ class Later(Independent):
 
     def propose(self, round: Any) -> Proposal:
         self.rounds += 1
-        return super().propose(Part(round, [min(k, self.rounds) for k in round.k]))
+        return super().propose(PartialRound(round, [min(k, self.rounds) for k in round.k]))
 
 
 class LaterAtOnce(Later, Parallel): ...
@@ -134,16 +133,16 @@ def test_a_recording_gives_what_its_function_gives_now(drafts: str, compared: li
 
 
 def test_a_recording_is_of_the_target_that_its_engine_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heads that serve two engines in turn read the states, and run the output head, of the one that they serve."""
-    monkeypatch.setattr("inference.models.recording.WARMUP", 0)
+    """Heads that serve two engines in turn read the states of the current one and run its output head."""
+    monkeypatch.setattr("inference.models.graphs.WARMUP", 0)
 
     def accepted(device: str) -> list[list[int]]:
-        targets, found = [tiny(layers=1, hidden=8, seed=seed).to(device) for seed in (0, 5)], []
+        targets, counts = [tiny(layers=1, hidden=8, seed=seed).to(device) for seed in (0, 5)], []
         heads = kinds.KINDS["medusa"].proposer(targets[0])
         for target in targets:
             engine = Engine(target, heads, policy=Fixed(2), rows=2, compile=device != "cpu")
-            found.append(engine.generate(PROMPTS, max_new_tokens=9, seed=2, ignore_eos=True).stats.accepted)
-        return found
+            counts.append(engine.generate(PROMPTS, max_new_tokens=9, seed=2, ignore_eos=True).stats.accepted)
+        return counts
 
     wanted = accepted("cpu")
     with standin.device():

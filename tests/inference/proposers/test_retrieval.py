@@ -1,4 +1,4 @@
-"""The suffix automaton and the datastore, beside searches by brute force."""
+"""The suffix automaton and the datastore, compared with searches by brute force."""
 
 import random
 from pathlib import Path
@@ -7,19 +7,18 @@ import numpy as np
 import pytest
 
 from inference.lookup.corpus import About, Datastore
-from inference.lookup.suffix_array import suffix_array
-from inference.lookup.suffix_automaton import CLIMB, SuffixAutomaton
+from inference.lookup.suffixes import CLIMB, SuffixAutomaton, suffix_array
 
 
 def texts(count: int, seed: int = 0) -> list[list[int]]:
     """Random texts of few ids, some with long repeats."""
     draw = random.Random(seed)
-    found = []
+    many = []
     for _ in range(count):
         text = [draw.randrange(draw.choice((2, 3, 6))) for _ in range(draw.randrange(1, 40))]
         start = draw.randrange(len(text))
-        found.append(text + text[start : start + draw.randrange(20)])
-    return found
+        many.append(text + text[start : start + draw.randrange(20)])
+    return many
 
 
 def ends(text: list[int], length: int) -> list[int]:
@@ -28,28 +27,28 @@ def ends(text: list[int], length: int) -> list[int]:
 
 
 def longest(text: list[int]) -> int:
-    """Length of the longest end that stood earlier."""
+    """Length of the longest end that occurred earlier."""
     return max((length for length in range(1, len(text)) if ends(text, length)), default=0)
 
 
-def test_the_automaton_finds_the_longest_end_that_stood_earlier_at_every_token() -> None:
+def test_the_automaton_has_the_longest_end_that_occurred_earlier_at_every_token() -> None:
     for text in texts(150):
         automaton = SuffixAutomaton()
         for n, token in enumerate(text, 1):
             automaton.extend([token])
             seen, length = text[:n], longest(text[:n])
-            found = automaton.look_up(4)
-            assert found.length == automaton.match == length
-            assert bool(found.drafts) == (length > 0)
+            match = automaton.look_up(4)
+            assert match.length == automaton.match == length
+            assert bool(match.drafts) == (length > 0)
             if length:
-                places = ends(seen, length)
-                assert automaton.end == places[-1] or (automaton.end in places and length > CLIMB)
+                positions = ends(seen, length)
+                assert automaton.end == positions[-1] or (automaton.end in positions and length > CLIMB)
                 period = seen[automaton.end :]
-                assert found.drafts == (period * 4)[:4]
+                assert match.drafts == (period * 4)[:4]
         assert len(automaton.link) <= 2 * len(text) + 1
 
 
-def test_the_latest_place_is_drafted_from() -> None:
+def test_drafts_follow_the_latest_occurrence() -> None:
     assert SuffixAutomaton([7, 1, 5, 7, 2, 5, 7]).look_up(2).drafts == [2, 5]
     assert SuffixAutomaton([7, 1, 7, 2, 7]).look_up(2).drafts == [2, 7]
     assert SuffixAutomaton([1, 2, 3, 1, 2]).look_up(7).drafts == [3, 1, 2, 3, 1, 2, 3]
@@ -57,7 +56,7 @@ def test_the_latest_place_is_drafted_from() -> None:
     assert SuffixAutomaton([1, 2, 3]).look_up(3).drafts == []
 
 
-def test_an_automaton_follows_a_text_that_goes_on_or_is_another() -> None:
+def test_an_automaton_follows_a_longer_text_and_another_one() -> None:
     automaton = SuffixAutomaton([1, 2, 1])
     automaton.follow([1, 2, 1, 2])
     assert automaton.look_up(1).drafts == [1]
@@ -68,7 +67,7 @@ def test_an_automaton_follows_a_text_that_goes_on_or_is_another() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 5, 8, 50])
-def test_a_suffix_array_sorts_by_its_depth_then_by_place(depth: int) -> None:
+def test_a_suffix_array_sorts_by_its_depth_then_by_position(depth: int) -> None:
     for text in [*texts(30), [], [3], [2] * 20]:
         wanted = sorted(range(len(text)), key=lambda at: (text[at : at + depth], at))
         assert suffix_array(np.array(text, dtype=np.uint16), depth).tolist() == wanted
@@ -97,10 +96,10 @@ def test_a_datastore_drafts_what_followed_most_often(depth: int) -> None:
     store = Datastore.of(corpus, About(vocabulary=8, depth=depth))
     for text in texts(60, seed=2):
         length, count, drafts = continuation(corpus, text, 5, depth)
-        found = store.look_up(text, 5)
-        assert found.length == length
+        match = store.look_up(text, 5)
+        assert match.length == length
         if count <= 64:
-            assert (found.places, found.drafts) == (count, drafts)
+            assert (match.places, match.drafts) == (count, drafts)
     assert store.look_up([7], 3).drafts == [] == store.look_up([], 3).drafts
 
 
@@ -113,17 +112,17 @@ def test_no_draft_and_no_match_crosses_documents() -> None:
 
 def test_a_datastore_on_disk_is_the_one_that_was_saved(tmp_path: Path) -> None:
     corpus = texts(3, seed=3)
-    made = Datastore.of(corpus, About(vocabulary=8, depth=8, tokenizer="hash", made={"command": "x"}))
-    made.save(tmp_path / "store")
-    found = Datastore.open(tmp_path / "store")
-    assert isinstance(found.tokens, np.memmap) and isinstance(found.order, np.memmap)
-    assert found.about == made.about and found.about.tokens == sum(map(len, corpus))
-    assert [found.look_up(text, 4) for text in corpus] == [made.look_up(text, 4) for text in corpus]
+    store = Datastore.of(corpus, About(vocabulary=8, depth=8, tokenizer="hash", made={"command": "x"}))
+    store.save(tmp_path / "store")
+    mapped = Datastore.open(tmp_path / "store")
+    assert isinstance(mapped.tokens, np.memmap) and isinstance(mapped.order, np.memmap)
+    assert mapped.about == store.about and mapped.about.tokens == sum(map(len, corpus))
+    assert [mapped.look_up(text, 4) for text in corpus] == [store.look_up(text, 4) for text in corpus]
     with pytest.raises(FileExistsError):
-        made.save(tmp_path / "store")
+        store.save(tmp_path / "store")
 
 
-def test_a_folder_that_is_no_datastore_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_a_valid_datastore_raises(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="cotrain datastore"):
         Datastore.open(tmp_path)
     place = Datastore.of([[1, 2]], About(vocabulary=8, depth=8)).save(tmp_path / "store")

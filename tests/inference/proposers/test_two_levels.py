@@ -1,6 +1,6 @@
-"""A small draft guesses for the rounded target, which drafts for the target: what is drafted has the rounded target's
-distribution and the text the target's, by enumeration of every draw and coin, on real models whose distributions are
-thirds."""
+"""A small draft guesses for the rounded target, which drafts for the target: drafts have the rounded target's
+distribution and the text has the target's, by enumeration of every draw and coin, on real models whose distributions
+are thirds."""
 
 import itertools
 import math
@@ -14,18 +14,17 @@ from torch import Tensor
 from inference import Engine, Sampling
 from inference.measure.costs import measure_costs
 from inference.models.lm import LM
-from inference.noise import Uniforms
 from inference.policy import Fixed
-from inference.processors import process
 from inference.proposers.base import Host, Proposal, Round
 from inference.proposers.early_exit import EarlyExit
 from inference.proposers.independent import Independent
-from inference.proposers.inner_round import COINS, DRAWS, LAST
 from inference.proposers.quantised import Quantised
-from inference.proposers.two_levels import Drafted, TwoLevels
+from inference.proposers.two_levels import COINS, DRAWS, LAST, OuterDrafts, TwoLevels
 from inference.request import Request
 from inference.round import DecodingRound
 from inference.sampling import certain, probs
+from inference.sampling.noise import Uniforms
+from inference.sampling.penalties import process
 from inference.verify.rules import RULES
 from tests import standin
 from tests.inference.test_distribution import constant, p_value, pair, small
@@ -57,30 +56,30 @@ def bigram(distributions: tuple[list[float], ...]) -> Any:
 
 
 def joint(distributions: tuple[list[float], ...], tokens: int) -> Tensor:
-    """Of that many tokens behind PROMPT (2^tokens,)."""
-    table, found = torch.tensor(distributions, dtype=F64), []
+    """The joint distribution of that many tokens after PROMPT (2^tokens,)."""
+    table, masses = torch.tensor(distributions, dtype=F64), []
     for text in itertools.product(range(2), repeat=tokens):
         steps = zip((PROMPT[-1], *text), text, strict=False)
-        found.append(math.prod(float(table[before, after]) for before, after in steps))
-    return torch.tensor(found, dtype=F64)
+        masses.append(math.prod(float(table[before, after]) for before, after in steps))
+    return torch.tensor(masses, dtype=F64)
 
 
 def numbers_of(k: int, inner: int, rule: str) -> tuple[Tensor, int]:
     """Every combination of the numbers that rounds of k tokens read (3, A, S), one of each cell of each of them."""
-    places: list[tuple[int, int, int]] = []  # stream, column, cells
+    read: list[tuple[int, int, int]] = []  # stream, column, cells
     for done in range(k):
         n, first = min(inner, k - done - 1), done * (inner + 1)
-        places += [(DRAWS, first + i, 3) for i in range(n)]
-        places += [(COINS, first + i, CELLS[rule]) for i in range(n + (rule == "match"))]
-        places += [] if rule == "match" else [(LAST, first, 3)]
-    found = torch.full((3, math.prod(cells for *_, cells in places), (k + 1) * (inner + 1)), 0.5, dtype=F64)
-    grids = torch.cartesian_prod(*((torch.arange(cells, dtype=F64) + 0.5) / cells for *_, cells in places))
-    for (stream, column, _), values in zip(places, grids.view(-1, len(places)).unbind(1), strict=True):
-        found[stream, :, column] = values
-    return found, found.shape[1]
+        read += [(DRAWS, first + i, 3) for i in range(n)]
+        read += [(COINS, first + i, CELLS[rule]) for i in range(n + (rule == "match"))]
+        read += [] if rule == "match" else [(LAST, first, 3)]
+    numbers = torch.full((3, math.prod(cells for *_, cells in read), (k + 1) * (inner + 1)), 0.5, dtype=F64)
+    grids = torch.cartesian_prod(*((torch.arange(cells, dtype=F64) + 0.5) / cells for *_, cells in read))
+    for (stream, column, _), values in zip(read, grids.view(-1, len(read)).unbind(1), strict=True):
+        numbers[stream, :, column] = values
+    return numbers, numbers.shape[1]
 
 
-class Told(DecodingRound):
+class GivenNumbers(DecodingRound):
     """A round whose inner numbers are given."""
 
     given: Tensor
@@ -100,7 +99,7 @@ def drafted(k: int, inner: int, rule: str) -> tuple[Tensor, Tensor]:
     texts = [list(PROMPT) for _ in range(rows)]
     proposer.admit(0, texts, {})
     requests = [Request(n, n, text, k + 1, Sampling(), frozenset()) for n, text in enumerate(texts)]
-    round = Told(requests, [k] * rows, RULES["token"], Uniforms(0, target.device), 2, target.device)
+    round = GivenNumbers(requests, [k] * rows, RULES["token"], Uniforms(0, target.device), 2, target.device)
     round.given = given
     with torch.inference_mode():
         x, q, lengths, _ = proposer.propose(round)
@@ -111,8 +110,7 @@ def drafted(k: int, inner: int, rule: str) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("rule", CELLS)
 @pytest.mark.parametrize(("k", "inner"), [(1, 1), (2, 1), (2, 3), (3, 1), (3, 2)])
 def test_what_is_drafted_has_the_distribution_of_the_model_in_between(k: int, inner: int, rule: str) -> None:
-    """However many tokens are asked for, and whatever the small draft guesses: nothing of an inner round is left
-    over."""
+    """For any number of drafted tokens, and whatever the small draft guesses: every token of an inner round is used."""
     x, q = drafted(k, inner, rule)
     counts = (x @ 2 ** torch.arange(k - 1, -1, -1)).bincount(minlength=2**k)
     torch.testing.assert_close(counts.double() / len(x), joint(MIDDLE, k), rtol=0, atol=1e-12)
@@ -123,24 +121,24 @@ def test_what_is_drafted_has_the_distribution_of_the_model_in_between(k: int, in
 @pytest.mark.parametrize("outer", ["token", "block"])
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_the_text_has_the_targets_distribution(rule: str, outer: str) -> None:
-    """Two drafts, then verification with every coin, and the token behind it: with the distributions of thirds that 8
+    """Two drafts, then verification with every coin, and the token after it: with the distributions of thirds that 8
     bits stand for, the joint distribution of three tokens to the last digit."""
     x, _ = drafted(2, 1, rule)
     coins = (torch.cartesian_prod(*[torch.arange(CELLS[outer], dtype=F64)] * 2) + 0.5) / CELLS[outer]
     rows, u = x.repeat_interleave(len(coins), 0), coins.repeat(len(x), 1)
-    behind = torch.cat([torch.tensor(PROMPT[-1:]).expand(len(rows), 1), rows], 1)
-    p, q = torch.tensor(TARGET, dtype=F64)[behind], torch.tensor(MIDDLE, dtype=F64)[behind[:, :-1]]
-    verdict = RULES[outer].verify(p, q, rows, u, torch.full((len(rows),), 2))
-    found = torch.zeros(2, 2, 2, dtype=F64)
+    before = torch.cat([torch.tensor(PROMPT[-1:]).expand(len(rows), 1), rows], 1)
+    p, q = torch.tensor(TARGET, dtype=F64)[before], torch.tensor(MIDDLE, dtype=F64)[before[:, :-1]]
+    verification = RULES[outer].verify(p, q, rows, u, torch.full((len(rows),), 2))
+    masses = torch.zeros(2, 2, 2, dtype=F64)
     target = torch.tensor(TARGET, dtype=F64)
-    for text, n, last in zip(rows.tolist(), verdict.accepted.tolist(), verdict.probs, strict=True):
+    for text, n, last in zip(rows.tolist(), verification.accepted.tolist(), verification.probs, strict=True):
         for token in range(2):
-            begun = [*text[:n], token]
-            for rest in itertools.product(range(2), repeat=3 - len(begun)):
-                whole = (*begun, *rest)
-                more = math.prod(float(target[whole[i - 1], whole[i]]) for i in range(len(begun), 3))
-                found[whole] += last[token] * more / len(rows)
-    torch.testing.assert_close(found.flatten(), joint(TARGET, 3), rtol=0, atol=1e-12)
+            first = [*text[:n], token]
+            for rest in itertools.product(range(2), repeat=3 - len(first)):
+                whole = (*first, *rest)
+                more = math.prod(float(target[whole[i - 1], whole[i]]) for i in range(len(first), 3))
+                masses[whole] += last[token] * more / len(rows)
+    torch.testing.assert_close(masses.flatten(), joint(TARGET, 3), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])
@@ -166,9 +164,9 @@ def two_levels(target: Any, **settings: Any) -> TwoLevels:
 
 
 def test_a_copy_guesses_and_verifies_as_it_does() -> None:
-    """What rounds cost is measured on copies."""
-    made = two_levels(tiny(), inner=5, rule="token")
-    assert (copy(made).rule.name, copy(made).guesses) == ("token", 5)
+    """Costs of rounds are measured with copies."""
+    proposer = two_levels(tiny(), inner=5, rule="token")
+    assert (copy(proposer).rule.name, copy(proposer).guesses) == ("token", 5)
 
 
 PROMPTS = [[(7 * i + 5 * n) % 30 + 1 for i in range(n)] for n in (3, 9, 1, 6, 14, 2)]
@@ -181,9 +179,10 @@ MIXED = [Sampling(0.8), Sampling(1.1, top_k=5), Sampling(0), Sampling(0.9, repet
 def test_every_distribution_is_that_of_its_model_given_the_text(
     held: int, greedy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the drafts that of the rounded target, of guesses that of the small draft: both slots hold the text and
-    nothing of what was refused, inside a round and behind it. A fresh pass over each prefix says so. held: tokens that
-    the small draft's context holds; behind them it guesses nothing, beside rows that it guesses for."""
+    """Drafts have the distribution of the rounded target and guesses that of the small draft, compared with a fresh
+    pass
+    over each prefix: both slots hold the text and no rejected token, inside a round and after it. held: the small
+    draft's context in tokens; it guesses nothing for longer texts while it guesses for other rows of the batch."""
     target = tiny()
     guesser = near(target, 0.15)
     guesser.config.max_position_embeddings = held
@@ -193,31 +192,31 @@ def test_every_distribution_is_that_of_its_model_given_the_text(
     propose = proposer.small.propose
 
     def probs(model: Any, text: list[int]) -> Tensor:
-        found = (model(torch.tensor([text])).logits[0, -1] / 0.8).softmax(-1)
-        return certain(found) if greedy else found
+        q = (model(torch.tensor([text])).logits[0, -1] / 0.8).softmax(-1)
+        return certain(q) if greedy else q
 
     def guessed(round: Round) -> Proposal:
-        found = propose(round)
-        for b, k in enumerate(found.k):
+        proposal = propose(round)
+        for b, k in enumerate(proposal.k):
             for i in range(k):
-                assert found.q is not None
-                whole = [*round.texts[b], *found.x[b, :i].tolist()]
-                torch.testing.assert_close(found.q[b, i], probs(guesses, whole), rtol=1e-9, atol=1e-9)
+                assert proposal.q is not None
+                text = [*round.texts[b], *proposal.x[b, :i].tolist()]
+                torch.testing.assert_close(proposal.q[b, i], probs(guesses, text), rtol=1e-9, atol=1e-9)
                 seen[0] += 1
-        return found
+        return proposal
 
-    def noted(made: Drafted) -> Proposal:
-        found = whole(made)
-        assert found.q is not None and made.done == made.k  # none is drafted that would not be used
-        for b, k in enumerate(found.k):
+    def checked(outer: OuterDrafts) -> Proposal:
+        proposal = original(outer)
+        assert proposal.q is not None and outer.done == outer.k  # every drafted token is used
+        for b, k in enumerate(proposal.k):
             for i in range(k):
-                text = [*made.round.texts[b], *found.x[b, :i].tolist()]
-                torch.testing.assert_close(found.q[b, i], probs(middle, text), rtol=1e-9, atol=1e-9)
+                text = [*outer.round.texts[b], *proposal.x[b, :i].tolist()]
+                torch.testing.assert_close(proposal.q[b, i], probs(middle, text), rtol=1e-9, atol=1e-9)
                 seen[1] += 1
-        return found
+        return proposal
 
-    whole = Drafted.proposal
-    monkeypatch.setattr(Drafted, "proposal", noted)
+    original = OuterDrafts.proposal
+    monkeypatch.setattr(OuterDrafts, "proposal", checked)
     proposer.small.propose = guessed  # type: ignore[method-assign]
     engine = Engine(target, proposer, rows=4, policy=Fixed(4))
     engine.generate(PROMPTS, max_new_tokens=[14, 9, 17, 12, 8, 16], sampling=sampling, ignore_eos=True)
@@ -225,7 +224,7 @@ def test_every_distribution_is_that_of_its_model_given_the_text(
 
 
 def test_guesses_save_passes_of_the_rounded_target() -> None:
-    """As many tokens as without them, in fewer passes of the model in between."""
+    """As many tokens as without them, in fewer passes of the rounded target."""
     target, passes = tiny(), []
     proposer = TwoLevels(Quantised(target), Independent(near(target, 0.05)))
     read = proposer._read
@@ -243,17 +242,17 @@ def test_with_shared_noise_the_drafts_are_those_of_the_rounded_target_alone() ->
     """Counts too: what the small draft guesses changes nothing but the time."""
     target, settings = tiny(), {"max_new_tokens": 20, "sampling": MIXED, "ids": range(6), "ignore_eos": True}
     other = near(target, 0.3)
-    found = []
+    results = []
     for proposer in (Quantised(other), TwoLevels(Quantised(other), Independent(near(target, 0.15)))):
         out = Engine(target, proposer, verify="coupled", rows=4, policy=Fixed(3)).generate(PROMPTS, **settings)
-        found.append((out.tokens, out.stats.drafted, out.stats.accepted))
-    assert found[0] == found[1] and 0 < sum(found[0][2]) < sum(found[0][1])
+        results.append((out.tokens, out.stats.drafted, out.stats.accepted))
+    assert results[0] == results[1] and 0 < sum(results[0][2]) < sum(results[0][1])
 
 
 @pytest.mark.parametrize("sampling", [Sampling(0.8), Sampling(0.8, top_k=20)])
 def test_recorded_guesses_are_those_of_single_steps(sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
     """A small draft that makes all guesses of an inner round at once reads the numbers of that round, no others."""
-    monkeypatch.setattr("inference.models.recording.WARMUP", 0)
+    monkeypatch.setattr("inference.models.graphs.WARMUP", 0)
 
     def decoded(device: str) -> Any:
         target = tiny().to(device)
@@ -263,39 +262,39 @@ def test_recorded_guesses_are_those_of_single_steps(sampling: Sampling, monkeypa
 
     wanted = decoded("cpu")
     with standin.device() as gpu:
-        found = decoded("cuda")
+        recorded = decoded("cuda")
         assert gpu.recordings
-    assert found.tokens == wanted.tokens and found.stats.accepted == wanted.stats.accepted
+    assert recorded.tokens == wanted.tokens and recorded.stats.accepted == wanted.stats.accepted
 
 
 def test_distributions_of_rows_that_read_history_are_penalised_by_what_was_drafted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of every draft: the rounded target's distribution with the row's settings, given its text and the drafts
+    """Every draft has the rounded target's distribution with the row's settings, given its text and the drafts
     before."""
     target, seen = tiny(), []
     proposer, own = two_levels(target), Sampling(0.9, repetition_penalty=1.5, frequency_penalty=0.4)
-    whole = Drafted.proposal
+    original = OuterDrafts.proposal
 
-    def noted(made: Drafted) -> Proposal:
-        found = whole(made)
-        for i in range(found.k[0]):
-            text = [*made.round.texts[0], *found.x[0, :i].tolist()]
+    def checked(outer: OuterDrafts) -> Proposal:
+        proposal = original(outer)
+        for i in range(proposal.k[0]):
+            text = [*outer.round.texts[0], *proposal.x[0, :i].tolist()]
             logits = proposer.model.model(torch.tensor([text])).logits[:, -1]
             distribution = probs(process(logits, [text], [len(text) - len(PROMPTS[0])], own), own)[0]
-            assert found.q is not None
-            torch.testing.assert_close(found.q[0, i].double(), distribution.double(), rtol=1e-5, atol=1e-6)
+            assert proposal.q is not None
+            torch.testing.assert_close(proposal.q[0, i].double(), distribution.double(), rtol=1e-5, atol=1e-6)
             seen.append(1)
-        return found
+        return proposal
 
-    monkeypatch.setattr(Drafted, "proposal", noted)
+    monkeypatch.setattr(OuterDrafts, "proposal", checked)
     engine = Engine(target, proposer, rows=2, policy=Fixed(4))
     engine.generate(PROMPTS[:1] * 2, max_new_tokens=[30, 20], sampling=[own, Sampling()], ignore_eos=True)
     assert len(seen) > 30
 
 
 def test_rows_that_read_history_are_drafted_for_by_the_rounded_target_alone() -> None:
-    """Processors of a row's own are asked about its text with drafts before it, and about nothing else."""
+    """A row's own processors get its text with the drafts before each position, and nothing else."""
     target, asked = tiny(), []
 
     def processor(ids: Tensor, scores: Tensor) -> Tensor:
@@ -314,8 +313,7 @@ def test_rows_that_read_history_are_drafted_for_by_the_rounded_target_alone() ->
 
 
 def test_copies_share_nothing_that_is_stored() -> None:
-    """Costs are measured with copies: what one drafts is nothing to another, nor to the proposer that it was made
-    of."""
+    """Costs are measured with copies: a copy changes no state of another copy, nor of the original."""
     target = tiny(positions=64)
     proposer = two_levels(target)
     costs = measure_costs(LM(target, 3), proposer, 4, context=12, repeats=1, warmup=0)
@@ -330,7 +328,7 @@ def test_copies_share_nothing_that_is_stored() -> None:
 
 
 def test_a_target_that_changes_is_rounded_again() -> None:
-    """And one that does not is rounded once, for all that draft with it."""
+    """One that does not change is rounded once, for all that draft with it."""
     target = tiny()
     first = Quantised(target).model
     assert Quantised(target).model is first and Quantised(target).model is not target
@@ -341,7 +339,7 @@ def test_a_target_that_changes_is_rounded_again() -> None:
     assert not torch.equal(again(torch.tensor([PROMPT])).logits, first(torch.tensor([PROMPT])).logits)
 
 
-def test_what_cannot_guess_is_refused() -> None:
+def test_wrong_small_drafts_and_rules_raise() -> None:
     target = tiny(layers=3)
     model = Quantised(target)
     with pytest.raises(ValueError, match="EarlyExit cannot be its small draft; it takes an Independent"):

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from cotrain.bench import recorded_replay
-from cotrain.bench.measurement import Plan
+from cotrain.bench import measurement
+from cotrain.bench.plan import Plan
 from cotrain.data.splits import Prompts
 from inference import Engine, Sampling
-from inference.models.passes import Tree
 from inference.policy import Fixed
 from inference.proposers import Independent, NGram
 from inference.proposers.base import Proposal
-from inference.report.recorder import Recorder, trace
-from inference.report.replay import validate
+from inference.report.replay import Recorder, _replayed, validate
+from inference.trace import TracedRow, trace
+from inference.verify.tree import Tree
 from tests.folders import tokenizer
 from tests.inference import test_tree_rounds as trees
 from tests.tiny import near, tiny
@@ -69,7 +69,7 @@ def test_the_record_is_the_text_and_recording_changes_none_of_it(rule: str) -> N
 
 
 @pytest.mark.parametrize("rule", ["block", "coupled"])
-def test_p_and_q_are_the_distributions_that_each_draft_was_made_and_judged_by(rule: str) -> None:
+def test_p_and_q_are_those_of_drafting_and_verification(rule: str) -> None:
     texts = [list(prompt) for prompt in PROMPTS]
     for row in steps(recorded(rule)[0]):
         text, ids = texts[row["row"]], [draft["id"] for draft in row["drafts"]]
@@ -84,18 +84,18 @@ def test_p_and_q_are_the_distributions_that_each_draft_was_made_and_judged_by(ru
 
 
 def test_u_is_what_the_token_rule_compared_with_the_ratio() -> None:
-    found = drafts(recorded()[0])
-    states = [draft["state"] for draft in found]
+    all_drafts = drafts(recorded()[0])
+    states = [draft["state"] for draft in all_drafts]
     assert min(map(states.count, ("accepted", "refused", "unread"))) > 2
-    for draft in found:
+    for draft in all_drafts:
         if draft["state"] != "unread":
             assert (draft["u"] < draft["ratio"]) == (draft["state"] == "accepted")
     assert all(draft["u"] is None for draft in drafts(recorded("coupled")[0]))
 
 
 def test_certain_drafts_have_q_1() -> None:
-    found = drafts(recorded(proposer=NGram())[0])
-    assert found and all(draft["q"] == 1 and draft["ratio"] == draft["p"] for draft in found)
+    all_drafts = drafts(recorded(proposer=NGram())[0])
+    assert all_drafts and all(draft["q"] == 1 and draft["ratio"] == draft["p"] for draft in all_drafts)
 
 
 def test_a_row_that_ends_on_a_draft_has_no_last_token_and_no_refusal() -> None:
@@ -118,7 +118,7 @@ def test_a_call_is_recorded_anew_up_to_so_many_rounds_and_nothing_without_a_reco
     assert record.prompts == [[3, 4]]
 
 
-def test_nodes_of_a_tree_are_refused_before_an_accepted_sibling_and_at_the_end_of_the_path() -> None:
+def test_nodes_of_a_tree_are_rejected_before_an_accepted_sibling_and_at_the_end_of_the_path() -> None:
     #  0   1        the anchor's children
     #      2 3 4    of 1
     #        5      of 3
@@ -130,8 +130,8 @@ def test_nodes_of_a_tree_are_refused_before_an_accepted_sibling_and_at_the_end_o
         record, padded = Recorder(), torch.tensor([(path + [-1] * 3)[:3]])
         row: Any = SimpleNamespace(text=[7], prompt=1, index=0, emitted=emitted)
         record.begin("tree", [row])
-        told = trace(p, proposal, u, torch.tensor([6]), padded)
-        record.note([row], [0], proposal, [[len(path), 8, 3, 0, 0, *x[0, padded[0]].tolist(), *told[0].tolist()]])
+        traced = trace(p, proposal, u, torch.tensor([6]), padded)
+        record.note([row], [0], proposal, [[len(path), 8, 3, 0, 0, *x[0, padded[0]].tolist(), *traced[0].tolist()]])
         replay = record.replay()
         validate(replay)
         (one,) = steps(replay)
@@ -167,12 +167,12 @@ def test_texts_are_pieces_of_the_whole_text() -> None:
     x = torch.tensor([ids[2:-1]])
     record, proposal = Recorder(), Proposal(x, None, [len(x[0])])
     record.begin("token", [row])
-    told = trace(torch.rand(1, len(x[0]) + 1, 300), proposal, None, torch.tensor([len(x[0])]), None)
-    record.note([row], [0], proposal, [[len(x[0]), ids[-1], len(x[0]), 0, 0, 0, *ids[2:-1], *told[0].tolist()]])
+    traced = trace(torch.rand(1, len(x[0]) + 1, 300), proposal, None, torch.tensor([len(x[0])]), None)
+    record.note([row], [0], proposal, [[len(x[0]), ids[-1], len(x[0]), 0, 0, 0, *ids[2:-1], *traced[0].tolist()]])
     replay = record.replay(words)
     (one,) = steps(replay)
-    said = replay["rows"][0]["prompt"] + "".join(draft["text"] for draft in one["drafts"]) + one["last"]["text"]
-    assert said == words.decode(ids)
+    joined = replay["rows"][0]["prompt"] + "".join(draft["text"] for draft in one["drafts"]) + one["last"]["text"]
+    assert joined == words.decode(ids)
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_texts_are_pieces_of_the_whole_text() -> None:
          "is accepted, draft 0 before it is refused"),
     ],
 )  # fmt: skip
-def test_a_record_that_cannot_be_is_refused(change: Any, message: str) -> None:
+def test_an_impossible_record_is_an_error(change: Any, message: str) -> None:
     replay = deepcopy(recorded()[0])
     change(replay)
     with pytest.raises(ValueError, match=message):
@@ -197,13 +197,13 @@ def test_a_record_that_cannot_be_is_refused(change: Any, message: str) -> None:
 
 @pytest.mark.parametrize("tree", [None, [-1, -1, 0]])
 def test_the_recorded_texts_are_drafted_and_sampled_as_those_that_were_timed(tree: Any) -> None:
-    record, asked = Recorder(), dict[str, Any]()
-    engine = SimpleNamespace(record=None, generate=lambda prompts, **told: asked.update(told, prompts=prompts))
+    record, request = Recorder(), dict[str, Any]()
+    engine = SimpleNamespace(record=None, generate=lambda prompts, **traced: request.update(traced, prompts=prompts))
     record.begin("token", [])
 
     class Known(Plan):
         def engine(self, k: int, rows: int | None = None, proposer: Any = None) -> Any:
-            asked.update(k=k, rows=rows, tree=self.tree)
+            request.update(k=k, rows=rows, tree=self.tree)
             return engine
 
     bench: Any = SimpleNamespace(new_tokens=40, seed=5)
@@ -211,7 +211,21 @@ def test_the_recorded_texts_are_drafted_and_sampled_as_those_that_were_timed(tre
     plan = Known(nothing, nothing, nothing, SAMPLING, "block", bench, ("target", "draft"),
                  given=Prompts(((1, 2),), ((3, 4), (5, 6)), "own"))  # fmt: skip
     extra = {"planned_k": 3, "planned_shape": tree, "planned_rule": "tree", "planned_likeliest": False}
-    recorded_replay.recorded(plan, extra)
-    assert (asked["sampling"], asked["seed"], asked["max_new_tokens"]) == (SAMPLING, 5, 40)
-    assert [tuple(one) for one in asked["prompts"]] == [(3, 4), (5, 6)] * 2  # of those that time what is exported
-    assert (asked["k"], asked["tree"] and list(asked["tree"].parents)) == (2 if tree else 3, tree)
+    measurement.recorded(plan, extra)
+    assert (request["sampling"], request["seed"], request["max_new_tokens"]) == (SAMPLING, 5, 40)
+    assert [tuple(one) for one in request["prompts"]] == [(3, 4), (5, 6)] * 2  # of those that time what is exported
+    assert (request["k"], request["tree"] and list(request["tree"].parents)) == (2 if tree else 3, tree)
+
+
+def test_a_record_is_of_the_last_call_and_a_row_that_ended_has_no_rejection() -> None:
+    record = Recorder()
+    engine = Engine(tiny(), Independent(near(tiny())), policy=Fixed(3), rows=1, record=record)
+    engine.generate([[1, 2, 3]], max_new_tokens=9)
+    engine.generate([[4, 5]], max_new_tokens=4, seed=3)
+    traced = record.replay()
+    assert [row["prompt"] for row in traced["rows"]] == ["4 5"] and traced["rounds"][0][0]["start"] == 0
+    assert [one[0]["start"] for one in traced["rounds"]] == sorted({one[0]["start"] for one in traced["rounds"]})
+    bits = [0] * 9
+    ended = TracedRow(0, 0, 2, 3, (0, 1), 7, (4, 5, 6), bits, (-1, 0, 1))  # its end token is the second draft
+    assert [draft["state"] for draft in _replayed(ended, 1, None)["drafts"]] == ["accepted", "accepted", "unread"]
+    assert _replayed(ended._replace(emitted=3), 1, None)["drafts"][2]["state"] == "refused"

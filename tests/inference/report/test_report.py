@@ -2,21 +2,26 @@
 
 import json
 import re
+from typing import Any
 
 import pytest
 import torch
 from transformers import BitsAndBytesConfig, PretrainedConfig
 
 from inference import Engine, Sampling
-from inference.exactness.checks import check
-from inference.exactness.verdict import CallsCheck, DepthCheck, TextCheck, Verdict
+from inference.exactness.verdict import check
 from inference.measure import environment
-from inference.measure.timing import Timing, engine_arm, interleave
-from inference.models.dtypes import quantisation_of
+from inference.measure.arms import ArmResult, engine_arm
+from inference.measure.timing import Timing, interleave
+from inference.models.pretrained import quantisation_of
+from inference.output import PHASES
 from inference.policy import Fixed
 from inference.proposers import Independent
-from inference.report.build import build, table, validate, write
-from tests.tiny import tiny
+from inference.report.build import build, validate, write
+from inference.report.table import _speedup, table
+from tests.inference.exactness.test_verdict_figures import CALLS, VERDICT
+from tests.inference.measure.test_timing_figures import timing
+from tests.tiny import near, tiny
 
 SAMPLING = Sampling(temperature=0.9, logit_bias={3: 0.5})
 
@@ -74,7 +79,7 @@ def test_a_report_holds_what_was_measured_and_how(report, tmp_path):
         (["speedup", "whole", "low"], None, None),
     ],
 )
-def test_a_wrong_report_is_refused_by_key(report, tmp_path, path, value, message):
+def test_a_wrong_report_is_rejected_by_key(report, tmp_path, path, value, message):
     changed = json.loads(json.dumps(report))
     place = changed
     for key in path[:-1]:
@@ -94,14 +99,14 @@ def test_a_missing_key_is_named(report):
         validate(without)
 
 
-def test_an_arm_that_was_not_timed_is_refused(report):
+def test_an_arm_that_was_not_timed_is_an_error(report):
     target = tiny(vocab=8, layers=1, hidden=8)
     timing = interleave([engine_arm("plain", Engine(target), Sampling(), 2)], [[1]], rows=1, warmup=0)
     with pytest.raises(ValueError, match="no arm 'fast'"):
         build(timing, Engine(target), "fast", "plain", sampling=Sampling(), max_new_tokens=2, target="t")
 
 
-def test_the_table_says_what_the_report_holds(report):
+def test_the_table_shows_the_figures_of_the_report(report):
     shown = json.loads(json.dumps(report))
     shown["arms"]["speculative"] |= {"speed": 123.4, "decode_speed": 234.5, "tau": 2.5, "rounds": 10}
     shown["arms"]["speculative"]["phases"] = {
@@ -133,9 +138,9 @@ def test_a_quantised_target_is_named(report):
     dtype = report["settings"]["target_dtype"]
     assert f"({dtype}), draft" in table(report)
     assert f"(int8, {dtype}), draft" in table({**report, "extra": {"target_quantisation": "int8"}})
-    made = [BitsAndBytesConfig(load_in_8bit=True), BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")]
-    found = [PretrainedConfig(quantization_config=one) for one in (*made, {"quant_method": "awq"})]
-    assert [quantisation_of(one) for one in (*found, PretrainedConfig())] == ["int8", "nf4", "awq", "none"]
+    configs = [BitsAndBytesConfig(load_in_8bit=True), BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")]
+    built = [PretrainedConfig(quantization_config=one) for one in (*configs, {"quant_method": "awq"})]
+    assert [quantisation_of(one) for one in (*built, PretrainedConfig())] == ["int8", "nf4", "awq", "none"]
 
 
 def test_a_report_of_plain_decoding_has_a_table():
@@ -145,31 +150,88 @@ def test_a_report_of_plain_decoding_has_a_table():
     assert "exactness: not checked" in table(plain) and "draft none" in table(plain)
 
 
-def test_a_verdict_fails_with_any_of_its_checks():
-    text, calls = TextCheck(2, 1, 1, 0, 1e-5, 1e-6), CallsCheck(400, 100, 100.0, 5.0, 0)
-    depth = DepthCheck(100, 60, 0.55, 0.02)
-    assert Verdict(text, calls, depth).passed
-    assert not Verdict(TextCheck(2, 1, 0, 1, 1e-5, 0.3), calls, depth).passed
-    assert not Verdict(text, CallsCheck(400, 121, 100.0, 5.0, 0), depth).passed
-    assert not Verdict(text, CallsCheck(400, 79, 100.0, 5.0, 0), depth).passed
-    high, low = DepthCheck(100, 62, 0.55, 0.02), DepthCheck(100, 10, 0.55, 0.02)
-    assert not Verdict(text, calls, high).passed and Verdict(text, calls, low).passed
-    assert not CallsCheck(400, 101, 100.0, 0.0, 0).passed  # no coins: to the call
-    failed = Verdict(text, calls, high).lines()
-    assert failed[0] == "exactness: FAILED" and failed[3].endswith("FAILED") and failed[2].endswith("passed")
-
-
-def test_environment_says_machine_versions_and_commit(monkeypatch):
+def test_environment_has_machine_versions_and_commit(monkeypatch):
     answers = {"ls-files": "environment.py", "rev-parse": "abc123", "status": " M inference/engine.py"}
     monkeypatch.setattr(environment, "_git", lambda command, *rest: answers[command])
     monkeypatch.setattr("sys.argv", ["/somewhere/bin/cotrain", "bench", "prompt=two words"])
-    found = environment.environment()
-    assert (found["commit"], found["dirty"]) == ("abc123", True)
-    assert found["command"] == "cotrain bench 'prompt=two words'"
-    assert found["torch"] == torch.__version__ and found["threads"] == torch.get_num_threads()
-    assert found["cores"] >= 1 and found["cpu"]
+    built = environment.environment()
+    assert (built["commit"], built["dirty"]) == ("abc123", True)
+    assert built["command"] == "cotrain bench 'prompt=two words'"
+    assert built["torch"] == torch.__version__ and built["threads"] == torch.get_num_threads()
+    assert built["cores"] >= 1 and built["cpu"]
     answers["status"] = ""
     assert environment.environment()["dirty"] is False
     answers["ls-files"] = None  # installed below somebody else's checkout
-    found = environment.environment()
-    assert found["commit"] is None and found["dirty"] is None
+    built = environment.environment()
+    assert built["commit"] is None and built["dirty"] is None
+
+
+def test_decode_only_figures_are_without_prefill():
+    def result(seconds, decode):
+        return ArmResult([[1] * 10], seconds, decode)
+
+    runs = [[{"fast": result(2.0, 1.0), "plain": result(6.0, 5.0)}] for _ in range(2)]
+    timing = Timing([([[1]], [0])] * 2, runs)
+    target = tiny(vocab=8, layers=1, hidden=8)
+    report = build(timing, Engine(target), "fast", "plain", sampling=Sampling(), max_new_tokens=10, target="t")
+    assert report["speedup"]["whole"]["value"] == pytest.approx(3)
+    assert report["speedup"]["decode"]["value"] == pytest.approx(5)
+    fast = report["arms"]["fast"]
+    assert (fast["seconds"], fast["decode_seconds"]) == (4.0, 2.0)
+    assert (fast["speed"], fast["decode_speed"]) == (5.0, 10.0)
+    assert "3.000 [3.000, 3.000] with prefill, 5.000 [5.000, 5.000] decode only" in table(report)
+
+
+def test_figures_of_a_report_are_those_of_the_timing() -> None:
+    timed, target = timing(), tiny()
+    engine = Engine(target, Independent(near(tiny(dtype=torch.float32))), policy=Fixed(2), rows=2)
+    built = build(timed, engine, "ours", "plain", sampling=Sampling(0.5), max_new_tokens=5, target="t", verdict=VERDICT)
+    paid: dict[str, Any] = {}
+    for name in ("ours", "plain"):
+        results = [run[name] for batch in timed.runs for run in batch]
+        tokens, seconds = sum(len(text) for one in results for text in one.tokens), sum(one.seconds for one in results)
+        fewer, decode = sum(one.decode_tokens or 0 for one in results), sum(one.decode_seconds for one in results)
+        counted = [one.stats for one in results if one.stats]
+        emitted, calls = sum(one.tokens for one in counted), sum(one.target_calls for one in counted)
+        wanted = {"tokens": tokens, "seconds": seconds, "speed": tokens / seconds, "decode_tokens": fewer,
+                  "decode_seconds": decode, "decode_speed": fewer / decode, "tau": emitted / calls,
+                  "target_calls": calls, "rounds": sum(one.times["target"] for one in counted)}  # fmt: skip
+        arm = built["arms"][name]
+        assert {key: arm[key] for key in wanted} == pytest.approx(wanted)
+        for phase in PHASES:
+            assert arm["phases"][phase] == sum(one.seconds[phase] for one in counted)
+        paid[name] = tokens / seconds, fewer / decode
+    ratios = [a / b for a, b in zip(paid["ours"], paid["plain"], strict=True)]
+    assert [built["speedup"][part]["value"] for part in ("whole", "decode")] == pytest.approx(ratios)
+    settings = built["settings"]
+    assert (settings["prompts"], settings["target_dtype"], settings["draft_dtype"]) == (3, "float64", "float32")
+    assert [settings[name] for name in ("repeats", "max_new_tokens", "rows", "verify")] == [1, 5, 2, "token"]
+    ours, acceptance = timed.stats("ours"), built["acceptance"]
+    assert ours is not None
+    assert (acceptance["drafted"], acceptance["accepted"]) == (ours.drafted, ours.accepted)
+    for name, below in (("prefix", ours.drafted), ("conditional", ours.tried)):
+        assert acceptance[name]["measured"] == [a / b for a, b in zip(ours.accepted, below, strict=True)]
+        assert acceptance[name]["predicted"] == getattr(CALLS, name)
+    assert acceptance["tau"] == {"measured": built["arms"]["ours"]["tau"], "predicted": pytest.approx(400 / 99)}
+    rows = {line.split()[0]: line.split() for line in table(built).splitlines() if line}
+    for name in ("ours", "plain"):
+        arm = built["arms"][name]
+        lines = [line.split() for line in table(built).splitlines() if line.startswith(name)]
+        assert lines[0][1:3] == [f"{arm['speed']:.1f}", f"{arm['decode_speed']:.1f}"]
+        assert lines[0][3:] == [f"{arm['tau']:.3f}", str(arm["tokens"]), f"{arm['seconds']:.2f}"]
+        spent = [f"{1000 * arm['phases'][phase] / arm['rounds']:.3f}" for phase in PHASES if phase != "prefill"]
+        assert lines[1][1:] == [*spent, str(arm["rounds"]), f"{1000 * arm['phases']['prefill']:.1f}"]
+    assert rows["tau:"][2:] == [f"{acceptance['tau']['measured']:.3f},", "predicted", f"{400 / 99:.3f}"]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "words_expected"), [(1.1, 1.3, ""), (0.9, 1.3, "no speed-up is shown"), (0.7, 0.9, "a slow-down")]
+)
+def test_the_table_puts_an_interval_in_words(low: float, high: float, words_expected: str) -> None:
+    whole = {"value": (low + high) / 2, "low": low, "high": high}
+    decode = {"value": 3.25, "low": 3.0, "high": 3.5}
+    line, *words = _speedup({"speedup": {"of": "a", "over": "b", "whole": whole, "decode": decode}, "extra": {}}).split(
+        "\n"
+    )
+    assert f"{whole['value']:.3f} [{low:.3f}, {high:.3f}] with prefill, 3.250 [3.000, 3.500] decode only" in line
+    assert [word[: len(words_expected)] for word in words] == ([words_expected] if words_expected else [])

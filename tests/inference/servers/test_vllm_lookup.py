@@ -30,17 +30,17 @@ def config() -> SimpleNamespace:
 class Kept:
     """A proposer whose drafts are kept by text."""
 
-    def __init__(self, proposer: Retrieval | Hybrid, found: dict[tuple[int, ...], list[int]]) -> None:
-        self.proposer, self.found = proposer, found
+    def __init__(self, proposer: Retrieval | Hybrid, result: dict[tuple[int, ...], list[int]]) -> None:
+        self.proposer, self.result = proposer, result
 
     def __getattr__(self, name: str) -> object:
         return getattr(self.proposer, name)
 
     def propose(self, round):
-        made = self.proposer.propose(round)
-        for text, x, k in zip(round.texts, made.x.tolist(), made.k, strict=True):
-            self.found[tuple(text)] = x[:k]
-        return made
+        proposal = self.proposer.propose(round)
+        for text, x, k in zip(round.texts, proposal.x.tolist(), proposal.k, strict=True):
+            self.result[tuple(text)] = x[:k]
+        return proposal
 
 
 @pytest.mark.parametrize("kind", ["retrieval", "hybrid"])
@@ -55,13 +55,13 @@ def test_drafts_are_those_of_this_engine(kind: str, tmp_path: Path, monkeypatch:
         draft.save_pretrained(tmp_path)
     else:
         (tmp_path / "config.json").write_text('{"lookup": {"shortest": 1}}')
-    found: dict[tuple[int, ...], list[int]] = {}
-    engine = Engine(target, Kept(proposer or retrieval, found), rows=1, policy=Fixed(K))
+    result: dict[tuple[int, ...], list[int]] = {}
+    engine = Engine(target, Kept(proposer or retrieval, result), rows=1, policy=Fixed(K))
     engine.generate([[1, 2, 1, 3], [5], [4, 4, 6]], max_new_tokens=40, sampling=Sampling(0.9))
     monkeypatch.setenv(FOLDER, str(tmp_path))
     served = Lookup(config())
     assert (served.gate is None) == (kind == "retrieval")
-    texts = [text for text in found if len(text) + K < CONTEXT]
+    texts = [text for text in result if len(text) + K < CONTEXT]
     for low in range(len(texts) - 3):
         part = [texts[low + (one * (low + 1)) % 3] for one in range(3)]  # rows change places
         ids = np.zeros((3, CONTEXT), dtype=np.int32)
@@ -71,6 +71,6 @@ def test_drafts_are_those_of_this_engine(kind: str, tmp_path: Path, monkeypatch:
         drafts = served.propose([[1], [], [1]], lengths, ids, slot_mappings=None)
         assert drafts[1] == []
         for row in (0, 2):
-            limit = found[part[row]]
+            limit = result[part[row]]
             assert drafts[row][: len(limit)] == limit and len(drafts[row]) >= len(limit)
     assert len(texts) > 20

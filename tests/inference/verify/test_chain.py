@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
-from inference.noise import ACCEPT, DRAFT, RESIDUAL, gumbel, uniform
 from inference.sampling import Sampling, draw, probs
+from inference.sampling.noise import ACCEPT, DRAFT, RESIDUAL, gumbel, uniform
 from inference.verify import block, coupled, match, token
 from tests.exact import F64, Tree, all_lengths, chi_square, distributions, enumerate_rule
 
@@ -59,7 +59,7 @@ def test_match_emits_the_target_distribution(kinds):
     p, _, x, weight, k = all_lengths(tree)
     low = p.cumsum(-1) - p
     middle = low + p / 2  # (B, K+1, V)
-    found = torch.zeros(tree.K + 1, *tree.joint().shape, dtype=F64)
+    emitted = torch.zeros(tree.K + 1, *tree.joint().shape, dtype=F64)
     for y in itertools.product(range(3), repeat=tree.K + 1):
         at = torch.tensor(y).view(1, -1, 1).expand(len(x), -1, 1)
         verdict = match(p, x, middle.gather(-1, at).squeeze(-1), k)
@@ -68,8 +68,8 @@ def test_match_emits_the_target_distribution(kinds):
         for length in range(tree.K + 1):
             of = k == length
             one = type(verdict)(verdict.accepted[of], verdict.probs[of])
-            found[length] += tree.emitted(x[of], one, mass[of])
-    assert (found - tree.joint()).abs().max() < 1e-12
+            emitted[length] += tree.emitted(x[of], one, mass[of])
+    assert (emitted - tree.joint()).abs().max() < 1e-12
 
 
 def test_match_without_a_bonus_uniform_leaves_p():
@@ -166,7 +166,7 @@ def test_rows_are_independent_of_each_other():
 
 
 @pytest.mark.parametrize("rule", [token, block])
-def test_a_token_the_target_forbids_is_refused_at_u_zero(rule):
+def test_a_token_the_target_forbids_is_rejected_at_u_zero(rule):
     p, q = torch.tensor([[[0.0, 1.0], [0.5, 0.5]]]), torch.tensor([[[0.5, 0.5]]])
     verdict = rule(p, q, torch.tensor([[0]]), torch.zeros(1, 1))
     assert verdict.accepted.item() == 0 and verdict.probs.tolist() == [[0.0, 1.0]]
@@ -239,7 +239,7 @@ def test_nothing_past_a_rows_length_is_read(filler):
         assert torch.equal(one.probs, other.probs)
 
 
-def test_inputs_are_left_as_they_were():
+def test_inputs_are_not_changed():
     p, q = distributions("dense", 3, 6).view(2, 3, 3), distributions("dense", 3, 4).view(2, 2, 3)
     x, u, k = torch.tensor([[0, -1], [1, 2]]), torch.rand(2, 2), torch.tensor([1, 2])
     given = [t.clone() for t in (p, q, x, u, k)]

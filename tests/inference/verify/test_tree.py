@@ -6,12 +6,12 @@ import math
 import pytest
 import torch
 
-from inference.models.replays import Replays
-from inference.noise import ACCEPT, RESIDUAL, children_states, gumbel_after, uniform
-from inference.proposers.topology import likeliest, sampled
+from inference.models.graphs import Graphs
 from inference.sampling import draw
+from inference.sampling.noise import ACCEPT, RESIDUAL, children_states, gumbel_after, uniform
 from inference.verify import block, token, traversal, tree
 from inference.verify.lossy_typical import lossy_typical
+from inference.verify.tree import likeliest, sampled
 from tests import standin
 from tests.exact import F64, chi_square, distributions
 from tests.trees import MODES, Case, decided, judged, path_of, topologies
@@ -24,8 +24,8 @@ LATER_DEEPER = (-1, 0, 0, 2)  # the second of two siblings has a child, the firs
 
 def cells(rule: str, case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Each draft in each cell of its coins: which draft, uniforms in the middle of the cell, and the chance."""
-    found = [judged(rule, p, q, x, case.parents, case.replacement)[0] for p, q, x in rows(case)]
-    t = torch.tensor(found, dtype=F64).view(-1, 1, case.N)
+    thresholds = [judged(rule, p, q, x, case.parents, case.replacement)[0] for p, q, x in rows(case)]
+    t = torch.tensor(thresholds, dtype=F64).view(-1, 1, case.N)
     passes = torch.tensor(list(itertools.product((True, False), repeat=case.N))).view(1, -1, case.N)
     u = torch.where(passes, t / 2, (1 + t) / 2)
     chance = case.weight.unsqueeze(-1) * torch.where(passes, t, 1 - t).prod(-1)
@@ -112,12 +112,14 @@ def test_any_uniforms_decide_as_the_rule_node_by_node(rule, mode):
     verdicts = RULES[rule](p, None if one_hot else q, x, torch.tensor(each), u, k, replacement=mode == "with")
     for b in range(B):
         used = each[b][: k[b]]
-        found = judged(rule, p[b].tolist(), soft[b].tolist(), x[b].tolist(), used, mode == "with")
-        end = decided(rule, found[0], u[b].tolist(), used)
+        judgement = judged(rule, p[b].tolist(), soft[b].tolist(), x[b].tolist(), used, mode == "with")
+        end = decided(rule, judgement[0], u[b].tolist(), used)
         path = path_of(used, end)
         assert verdicts.accepted[b] == len(path)
         assert verdicts.path[b].tolist() == path + [-1] * (N - len(path))
-        torch.testing.assert_close(verdicts.probs[b], torch.tensor(found[1][end + 1], dtype=F64), rtol=0, atol=1e-13)
+        torch.testing.assert_close(
+            verdicts.probs[b], torch.tensor(judgement[1][end + 1], dtype=F64), rtol=0, atol=1e-13
+        )
     for i, parents in enumerate(trees):  # one topology for all its rows
         of = [b for b in range(B) if b % 4 == i]
         same = RULES[rule](p[of], None if one_hot else q[of], x[of], parents, u[of], k[of], replacement=mode == "with")
@@ -182,8 +184,8 @@ def test_edge_distributions_give_finite_distributions_that_sum_to_one(rule, dtyp
         assert probs.dtype == torch.promote_types(dtype, torch.float32)
         assert probs.isfinite().all() and (probs >= 0).all() and (probs[0][p == 0] == 0).all()
         assert abs(probs.sum().item() - 1) < (1e-2 if dtype == torch.bfloat16 else 1e-6)
-        taken = x[0, path[0, : accepted[0]]]
-        assert (p[taken] > 0).all() and (q[taken] > 0).all()
+        emitted = x[0, path[0, : accepted[0]]]
+        assert (p[emitted] > 0).all() and (q[emitted] > 0).all()
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -227,35 +229,35 @@ def test_generation_over_rounds_has_the_distribution_of_the_target(rule, mode):
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("rowwise", [False, True])
-def test_a_recorded_verdict_reads_nothing_and_copies_nothing(rule, rowwise):
+def test_a_recorded_verification_reads_and_copies_nothing(rule, rowwise):
     """On the stand-in device, as a CUDA graph, replayed with other numbers: those of the host."""
     B, V, parents = 5, 6, (-1, -1, 0, 0, 1, 4)
     N = len(parents)
 
     def drafts() -> dict[str, torch.Tensor]:
         x = torch.rand(B, N, V).argsort(-1)[..., 0]
-        found = {
+        tensors = {
             "p": distributions("dense", V, B * (N + 1)).view(B, N + 1, V),
             "q": distributions("dense", V, B * N).view(B, N, V),
         }
-        found |= {"x": x, "u": torch.rand(B, N), "k": torch.randint(N + 1, (B,))}
-        return found | {"parents": torch.tensor(parents).expand(B, -1).contiguous()}
+        tensors |= {"x": x, "u": torch.rand(B, N), "k": torch.randint(N + 1, (B,))}
+        return tensors | {"parents": torch.tensor(parents).expand(B, -1).contiguous()}
 
     def verdict(at):
         shape = at["parents"] if rowwise else parents
         return RULES[rule](at["p"], at["q"], at["x"], shape, at["u"], at["k"])
 
     with standin.device() as gpu:
-        replays = Replays(torch.device("cuda:0"))
+        replays = Graphs(torch.device("cuda:0"))
         for n in range(3):
             given = drafts()
             there = {name: value.to("cuda:0") for name, value in given.items()}
             before = (sum(gpu.d2h.values()), sum(gpu.h2d.values()))
-            found = replays("verdict", there, frozenset(), lambda: verdict)
+            recorded = replays("verdict", there, frozenset(), lambda: verdict)
             moved = (sum(gpu.d2h.values()), sum(gpu.h2d.values()))
             assert n == 0 or moved == before
             assert not replays.failed
-            for one, other in zip(found, verdict(given), strict=True):
+            for one, other in zip(recorded, verdict(given), strict=True):
                 torch.testing.assert_close(one.cpu(), other)
 
 
@@ -263,9 +265,9 @@ def test_typical_acceptance_takes_the_deepest_path():
     p = torch.tensor([0.7, 0.2, 0.1]).expand(3, 5, 3)  # threshold .09: all but nothing; .3 exp(-H) = .135
     x = torch.tensor([[1, 0, 2, 0], [2, 0, 0, 0], [1, 1, 1, 2]])
     parents = (-1, -1, 0, 1)
-    kept = lossy_typical(p, x, parents, torch.tensor([4, 4, 1]), epsilon=0.15, delta=0.3)
-    assert kept.path.tolist() == [[1, 3], [1, 3], [0, -1]] and kept.accepted.tolist() == [2, 2, 1]
-    assert torch.equal(kept.probs, p[:, 0])
+    verification = lossy_typical(p, x, parents, torch.tensor([4, 4, 1]), epsilon=0.15, delta=0.3)
+    assert verification.path.tolist() == [[1, 3], [1, 3], [0, -1]] and verification.accepted.tolist() == [2, 2, 1]
+    assert torch.equal(verification.probs, p[:, 0])
     strict = lossy_typical(p, x, parents, epsilon=0.9, delta=3.0)
     assert strict.accepted.tolist() == [0, 0, 0]
     assert lossy_typical(p[:, :1], x[:, :0], ()).accepted.tolist() == [0, 0, 0]

@@ -1,0 +1,105 @@
+"""What a run writes to its loggers: TensorBoard always, Weights & Biases if trainer.logger asks for it.
+
+Curves while it trains, and its final figures with the settings that it had.
+"""
+
+import os
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import lightning
+from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
+from omegaconf import OmegaConf
+
+from cotrain.board import tags
+from cotrain.config.overrides import flat
+from cotrain.config.settings import TrainConfig
+from cotrain.errors import UserError
+from cotrain.ranks import rank
+from inference.drafts.atomic import write_atomic
+
+WANDB = "wandb"
+RUN_ID = "wandb_run.txt"  # in the run's folder, so that a resumed run continues its curves
+
+# settings that tell runs of one user apart: columns of TensorBoard's table of hyperparameters
+SHOWN = ("label", "target.path", "quantisation.kind", "draft.kind", "draft.layers", "draft.width", "draft.quantisation",
+         "init.kind", "init.layers", "init.cosine", "loss.first", "loss.then", "loss.switch", "optimizer.lr",
+         "optimizer.weight_decay", "trainer.steps", "trainer.minutes", "minutes", "trainer.batch", "trainer.accumulate",
+         "trainer.ema", "trainer.seed", "rollout.texts", "rollout.rounds", "regime.temperature", "regime.top_k",
+         "regime.top_p", "objective", "verify", "policy.k")  # fmt: skip
+
+
+def tensorboard(folder: Path, again: int | None = None) -> TensorBoardLogger:
+    """The logger of a run's folder, under the folder's name, which TensorBoard shows. again: a resumed run's first
+    step; curves from there on are replaced."""
+    return TensorBoardLogger(folder / tags.CURVES, name="", version=folder.resolve().name, purge_step=again)
+
+
+@contextmanager
+def others(cfg: TrainConfig, folder: Path) -> Iterator[list[Logger]]:
+    """The logger that trainer.logger= adds to TensorBoard's, with the run's settings; it ends with the run. Empty
+    in every process but the first.
+
+    Raises UserError if Weights & Biases rejects the run, as without a login.
+    """
+    if cfg.trainer.logger != WANDB or rank():
+        yield []
+        return
+    logger = _wandb(cfg, folder)
+    try:
+        yield [logger]
+    except BaseException:
+        logger.experiment.finish(exit_code=1)
+        raise
+    logger.experiment.finish()
+
+
+def _wandb(cfg: TrainConfig, folder: Path) -> WandbLogger:
+    """The project is WANDB_PROJECT of the environment, or cotrain."""
+    import wandb
+
+    project, file = os.environ.get("WANDB_PROJECT", "cotrain"), folder / RUN_ID
+    run_id = file.read_text(encoding="utf-8") if file.exists() else uuid.uuid4().hex[:8]
+    logger = WandbLogger(cfg.label or folder.name, save_dir=folder, project=project, id=run_id)
+    try:
+        logger.log_hyperparams(cast(dict[str, Any], OmegaConf.to_container(cast(Any, cfg), resolve=True)))
+    except wandb.Error as error:
+        message, mend = " ".join(str(error).split()).rstrip("."), "log in with `wandb login`, or set WANDB_MODE=offline"
+        raise UserError(f"trainer.logger=wandb: {message}; {mend}") from error
+    write_atomic(file, run_id)
+    return logger
+
+
+def log(trainer: lightning.Trainer, figures: Mapping[str, float], step: int) -> None:
+    """Write figures to every logger of the trainer, at x = steps done."""
+    for logger in trainer.loggers:
+        logger.log_metrics(dict(figures), step)
+
+
+def final_figures(alpha: float, tau: float, report: Mapping[str, Any]) -> dict[str, float]:
+    """Figures of the exported draft, or the last one: acceptance and tau of all held-out texts in the regime, and, if
+    it was measured (else report is empty), the speed-up with its interval, the timed tau, and exactness as 1 or 0."""
+    held_out = {"acceptance": alpha, "tau": tau}
+    if not report:
+        return held_out
+    speed = report["speedup"]["whole"]
+    ends = {f"speedup{end}": speed[key] for key, end in (("value", ""), ("low", "_low"), ("high", "_high"))}
+    known = {name: value for name, value in ends.items() if value is not None}
+    timed = {"tau_timed": report["acceptance"]["tau"]["measured"], "exact": float(report["exactness"]["passed"])}
+    return held_out | known | timed
+
+
+def write_final(cfg: TrainConfig, loggers: Sequence[Logger], step: int, figures: Mapping[str, float]) -> None:
+    """Write final figures to each logger at the last step; to TensorBoard with the settings (`SHOWN`) of the run's row
+    in its table of hyperparameters."""
+    settings = dict(flat(OmegaConf.to_container(cast(Any, cfg), resolve=True)))
+    named = {f"{tags.FINAL}/{name}": value for name, value in figures.items()}
+    for logger in loggers:
+        if isinstance(logger, TensorBoardLogger):
+            logger.log_hyperparams({name: settings[name] for name in SHOWN}, named, step)
+        else:
+            logger.log_metrics(named, step)
+        logger.finalize("success")

@@ -1,0 +1,131 @@
+"""An exported draft's README, and its upload to the Hugging Face hub.
+
+HF_TOKEN or `hf auth login` name the user, HF_ENDPOINT the hub.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
+from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+from cotrain.errors import UserError
+from cotrain.export.engines import MARK, captured, caveats, engine_named, launch, place
+from inference.drafts.bundled_target import resolve
+from inference.drafts.draft_folder import Metadata
+from inference.report.table import table
+
+LONGEST = 8  # draft lengths that held-out texts have a tau for
+FRONT = "---\nlibrary_name: transformers\ntags: [speculative-decoding, draft-model]\n---"
+
+
+def card(
+    metadata: Metadata,
+    engine: str,
+    draft_path: str,
+    report: Mapping[str, Any] | None,
+    remarks: list[str],
+    layout: str = "hf",
+) -> str:
+    """Markdown: launch command, caveats, remarks on the export, regime, measured table, licence note.
+
+    draft_path: the folder, or its name on the hub; report: one that `inference.report.build.validate` accepts, or None;
+    layout: of the folder.
+    """
+    target, objective, k = str(metadata.target["name"]), metadata.objective, metadata.k
+    drafting, layers = (objective, layout, metadata.kind, metadata.tree), captured(metadata.origin)
+    command = launch(engine, draft_path, place(resolve(target)), k, *drafting, layers)
+    parts = [
+        FRONT,
+        f"# Draft for {target}",
+        f"Guesses {k} tokens a round for speculative decoding; the target checks them all.",
+        f"## Serve ({engine_named(engine).versions})",
+        f"```sh\n{command}\n```",
+        "\n".join(f"- {line}" for line in caveats(engine, objective) + remarks),
+        "## Trained for",
+        "\n".join(f"- {key}: {value}" for key, value in {"objective": objective, **metadata.regime}.items()),
+    ]
+    if report is not None:
+        parts += ["## Measured (report.json, before export)", f"```text\n{table(report)}```"]
+        parts += _predicted(report, metadata)
+        lengths = tau_by_length(report, metadata)
+        parts += ["## tau by draft length, predicted on held-out texts", lengths] if lengths else []
+    parts += [
+        "## Licence",
+        f"The weights learnt from the outputs of {target}: its licence, and that of the training text, may "
+        "bind them. Read both before passing this folder on.",
+        MARK,
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def tau_by_length(report: Mapping[str, Any], metadata: Metadata) -> str:
+    """A table of the predicted tau by draft length, sampled and greedy, in the regime; "" if the report has no held-out
+    figures."""
+    held, at = (report.get("extra") or {}).get("held_out") or {}, f"T{metadata.regime.get('temperature', 1.0):g}/all"
+    names = {"sampled": f"tau_{at}", "greedy": f"tau_greedy_draft_{at}"}
+    lengths = [k for k in range(1, LONGEST + 1) if all(f"{name}/{k}" in held for name in names.values())]
+    if not lengths:
+        return ""
+    head = ["drafts a round", *(f"**{k}**" if k == metadata.k else str(k) for k in lengths)]
+    rows = [[drafting, *(f"{held[f'{name}/{k}']:.2f}" for k in lengths)] for drafting, name in names.items()]
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _predicted(report: Mapping[str, Any], metadata: Metadata) -> list[str]:
+    """A table of the acceptance and tau predicted on held-out texts in the regime, sampled and greedy; empty if the
+    report has none."""
+    held, at = (report.get("extra") or {}).get("held_out") or {}, f"T{metadata.regime.get('temperature', 1.0):g}/all"
+    rows = []
+    for drafting, alpha, tau in (("sampled", "alpha", "tau"), ("greedy", "alpha_greedy_draft", "tau_greedy_draft")):
+        figures = held.get(f"{alpha}_{at}"), held.get(f"{tau}_{at}/{metadata.k}")
+        if None not in figures:
+            rows.append("| {} | {:.3f} | {:.2f} |".format(drafting, *figures))
+    if not rows:
+        return []
+    head = f"| drafting | acceptance at a token | tau at {metadata.k} drafts |\n|---|---|---|"
+    return ["## Predicted for an engine, by how it drafts", "\n".join([head, *rows])]
+
+
+def require(repo: str) -> None:
+    """Raise UserError, before minutes of export, if repo is not user/name, or if the hub does not answer or rejects the
+    token. Rights to write to `repo` show only when it is pushed."""
+    with _one_line(repo):
+        if repo.count("/") != 1:
+            raise HFValidationError("it must be user/name")
+        validate_repo_id(repo)
+        HfApi().whoami()
+
+
+def push(folder: Path, repo: str) -> str:
+    """Upload all files of the folder to a repository, created as a public one if there is none; returns its address.
+    Raises UserError if the hub rejects it."""
+    with _one_line(repo, f"; {folder} is whole, `hf upload {repo} {folder}` pushes it"):
+        hub = HfApi()
+        address = hub.create_repo(repo, exist_ok=True)
+        hub.upload_folder(repo_id=repo, folder_path=folder, commit_message="Draft exported by cotrain")
+    return str(address)
+
+
+def local(target: str) -> bool:
+    """Whether the target is a folder of this machine, which those who download the draft do not have."""
+    return Path(resolve(target)).is_dir()
+
+
+@contextmanager
+def _one_line(repo: str, then: str = "") -> Iterator[None]:
+    """Errors of the hub's client as a UserError of one line; then: what can still be done."""
+    try:
+        yield
+    except HFValidationError as error:
+        raise UserError(f"push_to_hub={repo}: {error}") from error
+    except LocalTokenNotFoundError as error:
+        raise UserError(f"push_to_hub={repo}: no token of the hub: hf auth login, or set HF_TOKEN") from error
+    except OfflineModeIsEnabled as error:
+        raise UserError(f"push_to_hub={repo}: HF_HUB_OFFLINE is set{then}") from error
+    except (HTTPError, OSError, RuntimeError) as error:  # the last is of hf_xet, which uploads large files
+        raise UserError(f"push_to_hub={repo}: {' '.join(str(error).split())}{then}") from error

@@ -1,0 +1,111 @@
+"""Sections about one run at a time: worst contexts, replay of a generation, exactness, origin of the figures."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from markupsafe import Markup
+
+from cotrain.config.overrides import flat
+from cotrain.page.charts import Chart, Series, drawn
+from cotrain.page.loaded_run import LoadedRun, Number
+from cotrain.page.rendering import Section, by_run, escaped, render
+
+KEYS = ("Keys: space plays and pauses, ← → step, ↑ ↓ change the row, - and + the speed, shift with an arrow turns the "
+        "scene; drag turns it too.")  # fmt: skip
+RULES = {
+    "tree": "Siblings are tried in turn: p / q is that of the first, and falls with every refusal. ",
+    "traversal": "The traversal rule tests from the leaves up: u is compared with another number than p / q. ",
+    "block": "The block rule tests drafts together: u is compared with another number than p / q. ",
+    "match": "The match rule draws the target's own token at u and keeps a draft that is the same. ",
+    "coupled": "The coupled rule draws both sides with the same noise and keeps a draft where they agree. ",
+}
+PARTS = (
+    ("what was timed", ("report", "settings")),
+    ("how the draft was made", ("report", "extra", "training")),
+    ("settings of the run", ("run", "settings")),
+)
+
+
+def differences(runs: Sequence[LoadedRun]) -> Section:
+    """The curve of total variation over positions, and the contexts that lose most."""
+    lacking = "no figures by position: cotrain train of this version keeps them"
+    return Section("differences", "Where target and draft differ", by_run(runs, _differences), lacking)
+
+
+def _differences(run: LoadedRun) -> Markup | None:
+    divergence = run.get("report", "extra", "divergence")
+    if not divergence or not divergence["positions"]:
+        return None
+    base = ("report", "extra", "divergence")
+    values = run.all(*base, "lorenz")
+    shares = [i / (len(values) - 1) for i in range(len(values))]
+    alike = [Number(share, run.number) for share in shares]
+    even = Series("if all positions differed alike", shares, alike, mode="lines")
+    measured = Series("measured", shares, values)
+    chart = Chart(f"lorenz-{run.number}", "Total variation by position", "share of positions, the worst first",
+                  "share of all that is lost", [measured, even], range=(0, 1))  # fmt: skip
+    worst = [_context(run, (*base, "worst", index), one) for index, one in enumerate(divergence["worst"])]
+    return render("differences.html", charts=drawn([chart]), fifth=values[len(values) // 5],
+                  mean=run.at(*base, "mean"), positions=run.at(*base, "positions"), worst=worst)  # fmt: skip
+
+
+def _context(run: LoadedRun, base: tuple[str | int, ...], one: dict[str, Any]) -> dict[str, Any]:
+    """A context, and each side's likeliest tokens as (text, p, q)."""
+    sides = [
+        (side, [(quoted(token["text"]), run.at(*base, side, i, "p"), run.at(*base, side, i, "q"))
+                for i, token in enumerate(one[side])])
+        for side in ("target", "draft")
+    ]  # fmt: skip
+    return {"tv": run.at(*base, "tv"), "domain": one["domain"], "before": one["before"], "next": one["next"],
+            "sides": sides}  # fmt: skip
+
+
+def quoted(token: str) -> str:
+    """A token with its ends and its line ends visible."""
+    return "“" + token.replace("\n", "⏎").replace("\t", "⇥") + "”"
+
+
+def replay(runs: Sequence[LoadedRun]) -> Section:
+    """A player for each run that recorded a generation; assets/replay.js draws it."""
+    lacking = "no generation was recorded: Engine(record=) does, and cotrain train and bench of this version"
+    return Section("replay", "Replay of a generation", by_run(runs, _player), lacking)
+
+
+def _player(run: LoadedRun) -> Markup | None:
+    record = run.documents["replay"]
+    if not record or not record["rounds"]:
+        return None
+    return render("replay.html", name=f"replay-{run.number}", record=record, rule=RULES.get(record["rule"]), keys=KEYS)
+
+
+def exactness(runs: Sequence[LoadedRun]) -> Section:
+    """The verdict as it was printed."""
+    lacking = "exactness was not checked in this run: cotrain bench checks it"
+    return Section("exactness", "Exactness", by_run(runs, _verdict), lacking)
+
+
+def _verdict(run: LoadedRun) -> Markup | None:
+    lines = run.get("report", "exactness", "lines")
+    if not lines:
+        return None
+    parity = run.get("report", "extra", "parity", "line")
+    more = [f"on more tokens: {parity}"] if parity else []
+    return Markup("<pre>{}</pre>").format(escaped("\n".join([*lines, *more])))
+
+
+def origin(runs: Sequence[LoadedRun]) -> Section:
+    """Machine, versions, date, commit, command and settings of each run."""
+    return Section("origin", "Where the figures come from", by_run(runs, _origin), "nothing is known of the machine")
+
+
+def _origin(run: LoadedRun) -> Markup | None:
+    environment = run.get("report", "environment") or run.get("held_out", "environment") or {}
+    machine: list[list[object]] = [["folder", str(run.path)], *_rows(environment)]
+    if weights := run.get("report", "extra", "target_quantisation"):
+        machine.append(["the target's weight quantisation", weights])
+    parts = [(name, _rows(values)) for name, path in PARTS if (values := run.get(*path))]
+    return render("origin.html", machine=machine, remarks=run.get("report", "extra", "said") or [], parts=parts)
+
+
+def _rows(values: dict[str, Any]) -> list[list[object]]:
+    return [[key, "–" if value is None else str(value)] for key, value in flat(values) if not isinstance(value, dict)]

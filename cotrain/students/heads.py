@@ -1,0 +1,121 @@
+"""Draft heads on the target's last state while they train: Medusa's read that state alone, Hydra's also the drafts.
+
+A round whose newest state is that of token m has anchor m + 1, and its guess of depth j is at position m + 1 + j. All
+rounds of all texts are computed in one pass over the heads. B texts, T tokens, D width of the target's states, K heads.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from cotrain.config.groups import Draft, Init
+from cotrain.students.base import LAST, Guess, Seen, Student, refuse_keys
+from cotrain.students.independent import pretrained_network
+from cotrain.teacher.target_model import halves
+from inference.proposers import kind_of
+
+UNUSED = ("width", "intermediate", "head_dim", "kv_heads")  # settings of drafts that are models of their own
+
+
+class MedusaStudent(Student):
+    """The student of `inference.proposers.heads` (Cai et al. 2024, 2401.10774), with the target's own head, frozen."""
+
+    kind = "medusa"
+    takes = ("depths",)
+    network: Any
+    target: PreTrainedModel
+
+    def __init__(
+        self, network: PreTrainedModel, target: PreTrainedModel | None = None, vocabulary: int | None = None
+    ) -> None:
+        if target is None:
+            raise ValueError(f"draft.kind={self.kind}: heads read the states of a target, and none is given")
+        super().__init__(network, target, vocabulary)
+        self.head = halves(target, vocabulary)[1]
+
+    @classmethod
+    def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
+        """Heads that predict what the target's own head does (init=scratch or target_layers), or those of a folder.
+        Raises ValueError naming the wrong key."""
+        refuse_keys(draft, *UNUSED)
+        network_class = kind_of(cls.kind).network_class
+        if init.kind == "pretrained":
+            return cast(PreTrainedModel, pretrained_network(cls, draft, target))
+        if init.kind not in ("scratch", "target_layers"):
+            raise ValueError(f"init.kind: {init.kind!r} is none of scratch, target_layers, pretrained (with "
+                             "draft.path=)")  # fmt: skip
+        if not draft.depths:
+            raise ValueError(
+                f"draft.depths: {draft.kind} heads guess one token each: set how many heads, as draft.depths=4"
+            )
+        theirs = target.config.get_text_config()
+        network: PreTrainedModel = network_class(network_class.config_class(
+            hidden_size=theirs.hidden_size, vocab_size=theirs.vocab_size, num_heads=draft.depths,
+            num_hidden_layers=draft.layers,
+        ))  # fmt: skip
+        return network
+
+    def refuse(self) -> None:
+        """Raises ValueError for a target of other sizes."""
+        self.network.fits(self.target, "draft")
+
+    def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
+        rounds = HeadRounds(batch["ids"], batch.get("position_ids"), self.network.depths)
+        states = self.head_states(batch["ids"], seen.states[LAST][:, :-1], rounds.depths)
+        return [Guess(depth, *rounds.of(depth, of_depth), self.head) for depth, of_depth in enumerate(states)]
+
+    def head_states(self, ids: Tensor, newest: Tensor, depths: int) -> list[Tensor]:
+        """newest (B, T-1, D) -> what the target's head reads at each depth (B, T-1-depth or more, D), by round."""
+        states: Tensor = self.network.states(newest.flatten(0, 1), depths)
+        return list(states.unflatten(1, newest.shape[:2]))
+
+    def proposer(
+        self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False,
+        shape: Sequence[int] | None = None,
+    ) -> Any:  # fmt: skip
+        proposer_class: Any = kind_of(self.kind)
+        return proposer_class(self.network, greedy, shape=shape)
+
+
+class HydraStudent(MedusaStudent):
+    """The student of `inference.proposers.heads` (Ankner et al. 2024, 2402.05109): each head reads the target's last
+    state, the anchor and the drafts before its own, which are the text's tokens."""
+
+    kind = "hydra"
+
+    def head_states(self, ids: Tensor, newest: Tensor, depths: int) -> list[Tensor]:
+        """As of `MedusaStudent`; token i of round m is token m + 1 + i of the text."""
+        network, states = self.network, []
+        with torch.no_grad():
+            embedded = self.target.get_input_embeddings()(ids.to(newest.device)).to(newest.dtype)
+        sums = network.read_state(newest.flatten(0, 1), depths).unflatten(1, newest.shape[:2])  # of the heads from j on
+        for j in range(depths):
+            count = newest.shape[1] - j  # rounds that have token j
+            sums = sums[:, :, :count].flatten(1, 2)
+            sums = network.read(sums, embedded[:, j + 1 :].flatten(0, 1), j)
+            here = newest[:, :count].flatten(0, 1)
+            states.append(network.head_states(sums[0], here, j).unflatten(0, (newest.shape[0], count)))
+            sums = sums.unflatten(1, (newest.shape[0], count))[1:]
+        return states
+
+
+class HeadRounds:
+    """The rounds of texts ids (B, T), one for each newest state m; position_ids (B, T) of packed texts: a round drafts
+    only tokens of its own text. depths: those that some round has."""
+
+    def __init__(self, ids: Tensor, position_ids: Tensor | None, heads: int) -> None:
+        every = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
+        self.positions = every if position_ids is None else position_ids.to(ids.device)
+        self.flat = torch.arange(ids.numel(), device=ids.device).view(ids.shape)
+        self.depths = min(heads, ids.shape[1] - 1)
+
+    def of(self, depth: int, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Flat positions (N,) of the guesses of a depth, and their states (N, D) of `states` (B, T-1-depth or more, D),
+        by round."""
+        gap = depth + 1
+        inside = self.positions[:, gap:] == self.positions[:, :-gap] + gap
+        at = self.flat[:, gap:][inside]
+        return at.to(states.device), states[:, : inside.shape[1]][inside.to(states.device)]

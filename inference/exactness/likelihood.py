@@ -1,0 +1,80 @@
+"""Check (e) of the verdict: the emitted tokens are as likely under the target as tokens drawn from it.
+
+Checks (b) and (c) are conditional on the text, whatever distribution drew it. They miss a wrongly drawn last token of
+each round, and coins that reuse the draft's own numbers. Given the text before, both of the following have mean 0 if p
+drew x, and are uncorrelated from token to token, so their sums over their standard deviations are about normal:
+-log p(x) - H(p), of variance sum_v p log^2 p - H^2, which sees distributions that are sharper or flatter; and the
+distribution function at the middle of x, sum_{v<x} p_v + p_x / 2 - 1/2, of variance (1 - sum_v p^3) / 12, which sees
+draws that lean to one side of it.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from inference.engine import Engine
+from inference.exactness.teacher_forced import whole_texts
+from inference.output import Emitted
+from inference.sampling import Sampling, probs
+
+SIGMAS, IMPOSSIBLE = 5, 0.02  # logarithms of distributions have heavy tails, and rounding moves the edges of cuts
+
+
+@dataclass(frozen=True)
+class LikelihoodCheck:
+    """(e) over `tokens` emitted tokens, in nats. surprise, entropy: means of -log p(x) and of the entropy of p, its
+    expectation if p drew x; z: their difference over its standard deviation; place_z: the same for the distribution
+    function at the tokens. impossible: tokens without mass under p, left out of the means; rounding at the edge of
+    top-k, top-p or min-p, or at a tie, makes a few."""
+
+    tokens: int
+    surprise: float
+    entropy: float
+    z: float
+    place_z: float
+    impossible: int
+
+    @property
+    def passed(self) -> bool:
+        likely = max(abs(self.z), abs(self.place_z)) < SIGMAS
+        return likely and self.impossible <= IMPOSSIBLE * self.tokens
+
+    def line(self) -> str:
+        return (f"likelihood of the emitted tokens under the target: {self.surprise:.3f} nats a token, "
+                f"{self.entropy:.3f} expected, z {self.z:+.2f}, of the distribution function z {self.place_z:+.2f}; "
+                f"{self.impossible} of {self.tokens} impossible")  # fmt: skip
+
+
+def check_likelihood(engine: Engine, texts: Emitted, sampling: Sampling) -> LikelihoodCheck:
+    """Over all tokens of the texts, with p of transformers' own forward of each whole text, so that a fault of the
+    engine's passes, late in a text too, does not enter p."""
+    sums, tokens, impossible = torch.zeros(5, dtype=torch.float64), 0, 0
+    lm = engine.target
+    for block in whole_texts(lm.model, texts.prompts, texts.tokens, sampling, lm.vocabulary):
+        terms = moments(probs(block.logits, sampling), block.x)[block.valid]  # (n, 5)
+        possible = terms[:, 0].isfinite()
+        sums += terms[possible].sum(0).cpu()
+        tokens, impossible = tokens + len(terms), impossible + int((~possible).sum())
+    surprise, entropy, variance, middle, spread = sums.tolist()
+    count = max(tokens - impossible, 1)
+    z, middle_z = _sigmas(surprise - entropy, variance), _sigmas(middle, spread)
+    return LikelihoodCheck(tokens, surprise / count, entropy / count, z, middle_z, impossible)
+
+
+def _sigmas(difference: float, variance: float) -> float:
+    """0 if nothing was left to chance."""
+    return difference / math.sqrt(variance) if variance > 0 else 0.0
+
+
+def moments(p: Tensor, x: Tensor) -> Tensor:
+    """-log p(x), H(p) and the variance of -log p under p; the distribution function at the middle of x less 1/2, and
+    its variance: distributions (..., V) and tokens x (...) -> (..., 5) float64."""
+    x = x.unsqueeze(-1)
+    logs, before = p.where(p > 0, 1.0).log(), torch.arange(p.shape[-1], device=p.device) < x
+    entropy, square = (-(p * logs).sum(-1, dtype=torch.float64), (p * logs.square()).sum(-1, dtype=torch.float64))
+    px = p.gather(-1, x).squeeze(-1).double()
+    middle = (p * before).sum(-1, dtype=torch.float64) + px / 2 - 0.5
+    spread = (1 - p.pow(3).sum(-1, dtype=torch.float64)) / 12
+    return torch.stack([-px.log(), entropy, square - entropy.square(), middle, spread], -1)

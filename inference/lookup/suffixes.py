@@ -1,0 +1,178 @@
+"""Suffix structures for look-up: the suffix array of a fixed corpus, and the suffix automaton of a growing text."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ids = NDArray[np.unsignedinteger]
+CLIMB = 16  # links whose latest position is updated a token: all of them in most texts, a bound in "aaaa..."
+
+
+class Match(NamedTuple):
+    """The result of a look-up. drafts: ids that followed an earlier occurrence, at most as many as requested; length:
+    tokens of the text's end that occurred before, 0 without a match; places: the number of occurrences; share: the
+    fraction of the examined ones that continue with the first draft, in (0, 1], 0 without drafts; stored: whether they
+    are in a datastore instead of the text itself."""
+
+    drafts: list[int]
+    length: int = 0
+    places: int = 0
+    share: float = 0.0
+    stored: bool = False
+
+
+NONE = Match([])
+
+
+def suffix_array(ids: Ids, depth: int) -> NDArray[np.int64]:
+    """Positions of ids (n,) sorted by the `depth` ids from each on, equal ones by position; the array's end comes
+    first.
+
+    Prefix doubling (Manber and Myers 1993): ranks by 2 w ids come from ranks by w, so log2(depth) sorts of n keys;
+    about 40 bytes a position during construction. Raises ValueError for depth < 1.
+    """
+    if depth < 1:
+        raise ValueError(f"depth: at least 1, not {depth}")
+    rank = ids.astype(np.int64) + 1
+    order, width = np.argsort(rank, kind="stable"), 1
+    while width < depth:
+        rank = _ranks(rank, order)
+        next_rank = np.zeros_like(rank)  # 0: past the end
+        step = min(width, depth - width)  # the last sort must not see more than `depth` ids
+        next_rank[: len(rank) - step] = rank[step:]
+        rank = rank * (len(rank) + 1) + next_rank
+        order, width = np.argsort(rank, kind="stable"), width + step
+        if len(rank) == 0 or (np.diff(rank[order]) > 0).all():
+            break  # all differ
+    return order
+
+
+def _ranks(keys: NDArray[np.int64], order: NDArray[np.int64]) -> NDArray[np.int64]:
+    """1, 2, ... by the order of the keys, the same for equal ones."""
+    sorted_keys = keys[order]
+    rank = np.empty_like(keys)
+    rank[order] = np.concatenate([[1], 1 + np.cumsum(np.diff(sorted_keys) > 0)]) if len(keys) else sorted_keys
+    return rank
+
+
+def first_place(ids: Ids, order: NDArray[np.integer], pattern: Sequence[int], low: int = 0, high: int | None = None,
+                after: bool = False) -> int:  # fmt: skip
+    """The first index of `order`, from low to high, whose ids are not less than the pattern; with `after`, the first
+    whose ids are greater and do not begin with it. Binary search: about log2(n) reads of len(pattern) ids."""
+    wanted, length = list(pattern), len(pattern)
+    high = len(order) if high is None else high
+    while low < high:
+        middle = (low + high) // 2
+        position = int(order[middle])
+        here = ids[position : position + length].tolist()
+        if here < wanted or (after and here == wanted):
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """Length of the longest common prefix."""
+    length = 0
+    for x, y in zip(a, b, strict=False):
+        if x != y:
+            break
+        length += 1
+    return length
+
+
+class SuffixAutomaton:
+    """The substrings of a growing text (Blumer et al. 1985): its longest end that occurred earlier, in constant time a
+    token, for drafts as in Hu et al. 2024, SAM decoding, 2411.10666.
+
+    A state is a set of substrings that end at the same positions of the text; `longest` is the length of the longest of
+    them, `link` the state of its longest suffix that ends at more positions. So the link of the whole text's state is
+    the longest end of the text that occurred earlier, without a search. At most 2 n states for n tokens; adding one
+    costs O(1) amortised.
+    """
+
+    def __init__(self, text: Sequence[int] = ()) -> None:
+        self._clear()
+        self.extend(text)
+
+    def _clear(self) -> None:
+        self.text: list[int] = []
+        self.next: list[dict[int, int]] = [{}]
+        self.link, self.longest = [-1], [0]
+        self.latest = [0]  # where the substrings of a state ended last, as a count of tokens
+        self.last = 0  # the state of the whole text
+        self.match, self.end = 0, 0  # length of the longest end that occurred earlier, and where it ended
+
+    def __len__(self) -> int:
+        return len(self.text)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append tokens to the text."""
+        for token in tokens:
+            self._append(token)
+
+    def follow(self, text: Sequence[int]) -> None:
+        """Become the automaton of `text`: append its new tokens if it continues the present text, else rebuild."""
+        known = len(self.text)
+        if list(text[:known]) != self.text:
+            self._clear()
+            known = 0
+        self.extend(text[known:])
+
+    def look_up(self, k: int, shortest: int = 1) -> Match:
+        """k tokens that followed the latest earlier occurrence of the text's longest end, if that has at least
+        `shortest` tokens. If they reach the text's own end, they start over: a repetition is drafted as often as k
+        allows.
+
+        In text like "aaaa..." an earlier occurrence may count as the latest one, see `CLIMB`.
+        """
+        if k < 1 or self.match < max(shortest, 1):
+            return NONE
+        drafts = self.text[self.end : self.end + k]
+        while len(drafts) < k:
+            drafts += drafts[: k - len(drafts)]
+        return Match(drafts, self.match, 1, 1.0)
+
+    def _append(self, token: int) -> None:
+        self.text.append(token)
+        new = self._state({}, self.longest[self.last] + 1, 0)
+        state = self.last
+        while state >= 0 and token not in self.next[state]:
+            self.next[state][token] = new
+            state = self.link[state]
+        self.link[new] = 0 if state < 0 else self._suffix(state, token)
+        self.last = new
+        self._occurred(self.link[new], len(self.text))
+        self.latest[new] = len(self.text)
+
+    def _suffix(self, state: int, token: int) -> int:
+        """The state of the longest string of `state`, then `token`: split off if its state has longer ones too."""
+        target = self.next[state][token]
+        if self.longest[target] == self.longest[state] + 1:
+            return target
+        clone = self._state(dict(self.next[target]), self.longest[state] + 1, self.link[target])
+        self.latest[clone] = self.latest[target]
+        while state >= 0 and self.next[state].get(token) == target:
+            self.next[state][token] = clone
+            state = self.link[state]
+        self.link[target] = clone
+        return clone
+
+    def _occurred(self, state: int, now: int) -> None:
+        """Store where the longest end that occurred earlier ended last, then that it and its suffixes end here."""
+        self.match, self.end = self.longest[state], self.latest[state]
+        for _ in range(CLIMB):
+            if state <= 0:
+                return
+            self.latest[state] = now
+            state = self.link[state]
+
+    def _state(self, following: dict[int, int], longest: int, link: int) -> int:
+        self.next.append(following)
+        self.longest.append(longest)
+        self.link.append(link)
+        self.latest.append(0)
+        return len(self.link) - 1

@@ -1,0 +1,304 @@
+"""Shapes of draft trees: their expected calls on texts, their seconds per round, and trees grown by both.
+
+accept (B, T, C) or (B, T, K, C), lengths (B,): as in `verify.predict_tree`, on texts of the target. B texts, T
+tokens of the longest, N nodes, S shapes. parents: as in `verify.tree`. Rounds are verified by `verify.tree`;
+positional acceptance (`sequoia`) is there for comparison.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from inference.measure.costs import Costs, RealRound
+from inference.verify.predict_chain import calls_from, starts
+from inference.verify.predict_tree import of_rounds, reach_tree
+from inference.verify.tree import chain, depths_of, from_paths, full, paths_of, ranks_of
+
+TOGETHER = 64  # shapes whose recursions run side by side
+PROBES = (chain(2), full((2,)), full((2, 1)), full((4, 1)), full((2, 2, 1)), full((4, 2)), full((8, 1)), full((8, 2)))
+
+Parents = tuple[int, ...]
+Seconds = Callable[[Parents], float]  # of a round that drafts this tree, () for no drafts
+
+
+@dataclass(frozen=True)
+class RatedTree:
+    """parents of the nodes; tau: tokens per target call, exact on the given texts; seconds: per token."""
+
+    parents: Parents
+    tau: float
+    seconds: float
+
+
+def grown(accept: Tensor, most: int, depths: Iterable[int], lengths: Tensor | None = None) -> list[Parents]:
+    """Trees of every size up to `most`, grown within each of the depths."""
+    whole = [grow(accept, most, depth, lengths) for depth in depths]
+    return list(dict.fromkeys(tree[:n] for tree in whole for n in range(1, len(tree) + 1)))
+
+
+def grow(
+    accept: Tensor, most: int, depth: int, lengths: Tensor | None = None, tries: int = 4, start: Parents = ()
+) -> Parents:
+    """A tree of `most` nodes in at most `depth` levels. Each step adds the node that saves the most calls, so the first
+    n nodes are the tree grown to n. Fewer nodes if accept has no more children. start: the first nodes.
+
+    Of each step's candidates (the next child of every node) the `tries` with the largest first-order gain are rated
+    exactly, and the one with the fewest calls is added. All trees of n nodes within a depth cost the same, so costs
+    decide only between sizes and depths.
+    """
+    tables = [of_rounds(accept, level, lengths) for level in range(depth)]
+    whole = torch.ones_like(of_rounds(accept, 0, lengths)[..., 0])
+    parents = start
+    for _ in range(most - len(start)):
+        nexts = candidates(parents, tables, whole)
+        if not nexts:
+            break
+        saved = gains(accept, parents, nexts, lengths)
+        order = sorted(nexts, key=saved.__getitem__, reverse=True)[:tries]
+        parents = (*parents, min(order, key=lambda parent: _calls(accept, (*parents, parent), lengths)))
+    return parents
+
+
+def candidates(parents: Parents, tables: Sequence[Tensor], whole: Tensor) -> dict[int, tuple[int, Tensor]]:
+    """By parent, the depth of its next child and P(a round that starts at t reaches it | text) (B, T)."""
+    depths, ranks = (0, *depths_of(parents)), ranks_of(parents)
+    chances = [whole]
+    for parent, depth, rank in zip(parents, depths[1:], ranks, strict=True):
+        chances.append(chances[parent + 1] * tables[depth - 1][..., rank])
+    children = {}
+    for node, depth in enumerate(depths, -1):
+        rank = parents.count(node)
+        if depth < len(tables) and rank < tables[0].shape[-1]:
+            children[node] = depth + 1, chances[node + 1] * tables[depth][..., rank]
+    return children
+
+
+def gains(
+    accept: Tensor, parents: Parents, nexts: dict[int, tuple[int, Tensor]], lengths: Tensor | None
+) -> dict[int, float]:
+    """Calls that each of the candidates `nexts` saves, to first order: a round at t that reaches it goes on at
+    t + depth + 1 instead of t + depth, sum_t s_t chance_t (E_{t+depth} - E_{t+depth+1}) with E the remaining calls."""
+    reach = reach_tree(accept, parents, lengths)
+    s, left = starts(reach), calls_left(reach, lengths)  # (B, T), (B, T + K + 1)
+    T = s.shape[1]
+    left = F.pad(left, (0, T))
+    return {
+        node: float((s * chance * (left[:, depth : depth + T] - left[:, depth + 1 : depth + 1 + T])).sum())
+        for node, (depth, chance) in nexts.items()
+    }
+
+
+def calls_left(reach: Tensor, lengths: Tensor | None = None) -> Tensor:
+    """Expected calls E_t from a round that starts at t to the text's end, 0 past it: (B, T, K+1) -> (B, T + K + 1).
+
+    E_t = 1 + sum_n P(n accepted) E_{t+n+1}.
+    """
+    B, T, depths = reach.shape
+    exactly = reach - F.pad(reach[..., 1:], (0, 1))
+    left = reach.new_zeros(B, T + depths)
+    end = torch.full((B,), T, device=reach.device) if lengths is None else lengths.to(reach.device)
+    for t in reversed(range(T)):
+        now = 1 + (exactly[:, t] * left[:, t + 1 : t + 1 + depths]).sum(-1)
+        left[:, t] = torch.where(t < end, now, 0.0)
+    return left
+
+
+def _calls(accept: Tensor, parents: Parents, lengths: Tensor | None) -> float:
+    return float(calls_from(reach_tree(accept, parents, lengths), lengths).sum())
+
+
+def tokens_of(accept: Tensor, lengths: Tensor | None) -> int:
+    """Tokens of all texts."""
+    return accept.shape[0] * accept.shape[1] if lengths is None else int(lengths.sum())
+
+
+def positional(accept: Tensor, lengths: Tensor | None = None) -> tuple[float, ...]:
+    """Chance that a node's child number c is accepted, c = 0 .. C-1, without context: the mean over tokens, at the
+    first level if accept has a depth axis."""
+    first = of_rounds(accept, 0, lengths)
+    return tuple((first.sum((0, 1)) / tokens_of(accept, lengths)).tolist())
+
+
+def sequoia(chances: Sequence[float], nodes: int, depth: int) -> Parents:
+    """The tree of at most `nodes` nodes and `depth` levels with the most accepted tokens if acceptance depended on the
+    child's number alone (Chen et al. 2024, 2402.12374): F(n, d) = max over splits of n - 1 nodes among children of
+    1 + sum_c chances[c] F(n_c, d - 1)."""
+
+    @cache
+    def subtree(n: int, d: int) -> tuple[float, tuple[tuple[int, ...], ...]]:
+        """Value and paths of n nodes, their top one included, with at most d levels below it."""
+        value, paths = shared(n - 1, 0, d)
+        return 1 + value, paths
+
+    @cache
+    def shared(n: int, child: int, d: int) -> tuple[float, tuple[tuple[int, ...], ...]]:
+        """Value and paths of n nodes among children number child, child + 1, ..."""
+        if n == 0 or d == 0 or child == len(chances):
+            return 0.0, ()
+        best: tuple[float, tuple[tuple[int, ...], ...]] = (-1.0, ())
+        for own in range(1, n + 1):
+            (here, inside), (there, others) = subtree(own, d - 1), shared(n - own, child + 1, d)
+            if chances[child] * here + there > best[0] + 1e-15:
+                below = ((child,), *((child, *path) for path in inside))
+                best = chances[child] * here + there, below + others
+        return best
+
+    return from_paths(shared(nodes, 0, depth)[1])
+
+
+class Paths(NamedTuple):
+    """What a node adds to expected calls depends on its path of child numbers alone, not on the tree around it. chances
+    (B, T, N): P(a round that starts at t stays on the text down to a path | the text); columns: by path of child
+    numbers; lengths (B,) of the texts."""
+
+    columns: dict[tuple[int, ...], int]
+    chances: Tensor
+    lengths: Tensor
+
+
+def union(shapes: Iterable[Parents]) -> Parents:
+    """The smallest tree that contains all of these."""
+    return from_paths({path for shape in shapes for path in paths_of(shape)})
+
+
+def products(accept: Tensor, whole: Parents, lengths: Tensor) -> Tensor:
+    """Chances (B, T, N) of a tree's nodes under the rule `tree`: along each path, the product of the chances `accept`
+    of its child numbers."""
+    chances: dict[tuple[int, ...], Tensor] = {(): torch.ones_like(of_rounds(accept, 0, lengths)[..., 0])}
+    tables: dict[int, Tensor] = {}
+    for path in paths_of(whole):
+        level = len(path) - 1
+        if level not in tables:
+            tables[level] = of_rounds(accept, level, lengths)
+        chances[path] = chances[path[:-1]] * tables[level][..., path[-1]]
+    return torch.stack([chances[path] for path in paths_of(whole)], -1)
+
+
+def calls_of(paths: Paths, shapes: Sequence[Parents]) -> Tensor:
+    """Expected calls (S, B) of each text with each shape; all their paths must be in `paths`."""
+    T, parts = paths.chances.shape[1], []
+    for low in range(0, len(shapes), TOGETHER):
+        some = shapes[low : low + TOGETHER]
+        reach = _reach(paths, some)
+        calls = calls_from(reach.flatten(0, 1), paths.lengths.repeat(len(some)))
+        parts.append(calls.view(len(some), -1))
+    return torch.cat(parts) if parts else paths.chances.new_zeros(0, len(paths.lengths)) + T
+
+
+def _reach(paths: Paths, shapes: Sequence[Parents]) -> Tensor:
+    """P(at least n nodes accepted) of each shape -> (S, B, T, D+1), D levels of the deepest."""
+    named = [paths_of(shape) for shape in shapes]
+    deepest = max((len(path) for one in named for path in one), default=0)
+    reach = paths.chances.new_zeros(len(shapes), *paths.chances.shape[:2], deepest + 1)
+    reach[..., 0] = 1
+    for number, one in enumerate(named):
+        for path in one:
+            reach[number, ..., len(path)] += paths.chances[..., paths.columns[path]]
+    return reach
+
+
+def climbed(paths: Paths, most: int, depth: int) -> list[Parents]:
+    """Trees of 1, 2, ... `most` nodes within `depth` levels, each the one before plus the path of `paths` that saves
+    the most calls."""
+    own: list[tuple[int, ...]] = []
+    trees: list[Parents] = []
+    for _ in range(most):
+        nexts = [(*above, sum(path[:-1] == above for path in own)) for above in [(), *own] if len(above) < depth]
+        more = [from_paths([*own, path]) for path in nexts if path in paths.columns]
+        if not more:
+            break
+        trees.append(more[int(calls_of(paths, more).sum(1).argmin())])
+        own = paths_of(trees[-1])
+    return trees
+
+
+def every(most: int, children: int, depth: int) -> list[Parents]:
+    """Every tree of 1 to `most` nodes, numbered level by level, each once."""
+    trees: dict[Parents, None] = {}
+    edge: list[Parents] = [()]
+    for _ in range(most):
+        edge = list(dict.fromkeys(more for tree in edge for more in _with_one(tree, children, depth)))
+        trees |= dict.fromkeys(edge)
+    return list(trees)
+
+
+def _with_one(tree: Parents, children: int, depth: int) -> list[Parents]:
+    """Every tree with one node more."""
+    paths = [(), *paths_of(tree)]
+    own = [sum(path[:-1] == above for path in paths if path) for above in paths]
+    return [from_paths([*paths[1:], (*path, count)]) for path, count in zip(paths, own, strict=True)
+            if len(path) < depth and count < children]  # fmt: skip
+
+
+def round_seconds(costs: Costs) -> Seconds:
+    """Seconds of a round from a measured table: a draft step per level, a target pass over the anchor and all nodes,
+    the rest of the round. A draft pass over a level counts as one over one id."""
+
+    def seconds(parents: Parents) -> float:
+        n = len(parents)
+        if n >= len(costs.target):
+            raise ValueError(f"costs of rounds are measured up to {len(costs.target) - 1} drafts, a tree has {n} nodes")
+        return costs.drafting(max(depths_of(parents), default=0)) + costs.target[n] + costs.rest[n]
+
+    return seconds
+
+
+def probes(most: int, depth: int) -> list[Parents]:
+    """Trees to time: of at most `most` nodes and `depth` levels, deep, wide and both; the first is a chain."""
+    trees = {chain(min(most, depth)): None} | dict.fromkeys(PROBES)
+    return [tree for tree in trees if len(tree) <= most and max(depths_of(tree)) <= depth]
+
+
+def fitted(table: Costs, rounds: Mapping[Parents, RealRound]) -> Seconds:
+    """Seconds of a round that drafts a tree, fitted to timed `rounds`. Drafting is first + step * levels + node *
+    (nodes that the draft reads beyond one per level), by least squares, no term below 0. The target's pass and the rest
+    are those of the table over as many ids, times the ratio of real to table seconds, interpolated between the timed
+    trees. Raises ValueError for more nodes than the table has passes over."""
+    drafting = _least(np.array([_features(tree) for tree in rounds]), [one.draft for one in rounds.values()])
+    target = _scaled(table.target, {tree: one.target for tree, one in rounds.items()})
+    rest = _scaled(table.rest, {tree: one.rest for tree, one in rounds.items()})
+
+    def seconds(parents: Parents) -> float:
+        n = len(parents)
+        if n >= len(table.target):
+            raise ValueError(f"costs of rounds are measured up to {len(table.target) - 1} drafts, a tree has {n} nodes")
+        return float(drafting @ _features(parents)) + target(n) + rest(n)
+
+    return seconds
+
+
+def _features(parents: Parents) -> np.ndarray:
+    """1 if anything is drafted, levels, and nodes above the last level beyond one per level."""
+    depths = depths_of(parents)
+    levels = max(depths, default=0)
+    return np.array([float(levels > 0), levels, sum(depth < levels for depth in depths) - max(levels - 1, 0)])
+
+
+def _least(features: np.ndarray, seconds: Sequence[float]) -> np.ndarray:
+    """Least squares with no coefficient below 0: negative ones are left out, one after the other."""
+    columns = list(range(features.shape[1]))
+    coefficients = np.zeros(features.shape[1])
+    while columns:
+        parts = np.linalg.lstsq(features[:, columns], np.array(seconds), rcond=None)[0]
+        if parts.min() >= 0:
+            coefficients[columns] = parts
+            break
+        columns.pop(int(parts.argmin()))
+    return coefficients
+
+
+def _scaled(table: Sequence[float], rounds: Mapping[Parents, float]) -> Callable[[int], float]:
+    """Table seconds by number of nodes, times the mean ratio of the timed trees of that size, interpolated between
+    them."""
+    factors: dict[int, list[float]] = {}
+    for tree, seconds in rounds.items():
+        factors.setdefault(len(tree), []).append(seconds / table[len(tree)])
+    known = sorted(factors)
+    means = [float(np.mean(factors[n])) for n in known]
+    return lambda n: float(table[n] * np.interp(n, known, means))

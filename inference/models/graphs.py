@@ -1,0 +1,393 @@
+"""CUDA graphs: short passes, all drafts of a round, and other functions of tensors, recorded once and launched as one.
+
+On a GPU a pass over a few ids is bound by its launches; so are the distributions, draws and verification of a round,
+some sixty launches. A graph reads and writes the memory that it was recorded with, so inputs are copied to memory that
+stays. `Graph` is the only code that uses the CUDA API; on a CPU the same functions are called without a graph, so one
+test covers both.
+
+`Graphs`: functions of named tensors, each input with memory of its own. `ColumnGraph`: a function of one int64 buffer,
+which one copy fills. `GraphForward`: the passes of a model, by `ColumnGraph` for one shape of inputs each.
+
+A rows, n ids a row, k drafts, S slots.
+"""
+
+import warnings
+from bisect import bisect_left
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, arange
+from transformers import PreTrainedModel
+
+from inference.models.cache import SlotCache, Window, move_path
+from inference.models.forward import SHORT, Lean, most_ids
+from inference.models.passes import Branches, Layers, Pass
+from inference.models.step import Drafting, Drafts, Draws, Masked, OnePass, Step, by_round, drawn
+from inference.verify.tree import MOST_NODES
+
+WARMUP = 3  # runs before a recording, in which libraries choose their kernels
+MOST = 256  # graphs of one `Graphs`; at the next one all are dropped
+FEWEST = 64  # slots of the smallest bucket
+WIDTHS = (1, 2, 3, 5, 9, SHORT)  # ids a row of a bucket: an anchor and 0, 1, 2, 4, 8 drafts, or more
+TREE_WIDTHS = (*WIDTHS[:-1], 17, 33, MOST_NODES + 1)  # the same of a tree
+
+Inputs = Mapping[str, Tensor]
+Bucket = tuple[Any, ...]
+
+
+class Graph:
+    """`run`, a function without arguments and without a read on the host, as a CUDA graph; on a CPU it is called.
+
+    A CUDA graph reads memory, not tensors: somebody else must hold every tensor that `run` refers to.
+    """
+
+    def __init__(self, run: Callable[[], Any], device: torch.device, pool: Any) -> None:
+        self.run: Callable[[], Any] | None = run
+        self.graph: Any = None
+        if device.type == "cuda":
+            with torch.cuda.device(device):  # a capture is of the current device's stream
+                self.graph, self.results = _recorded(run, pool)
+            self.run = None
+
+    def __call__(self) -> Any:
+        """What `run` returns; on a GPU valid until the next call of any graph of the pool."""
+        if self.run is not None:
+            return self.run()
+        self.graph.replay()
+        return self.results
+
+
+def _recorded(run: Callable[[], Any], pool: Any) -> tuple[Any, Any]:
+    """A CUDA graph of `run`, and the tensors that it writes its results to."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(WARMUP):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        results = run()
+    return graph, results
+
+
+def pool_for(device: torch.device) -> Any:
+    """A new memory pool for graphs; None on a CPU. A pool whose graphs are all dropped cannot be used again."""
+    return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+
+
+def _reason(error: RuntimeError) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+class Graphs:
+    """Functions of named tensors as graphs, one for each shape of their inputs. All graphs read an input from the same
+    memory.
+
+    device: of all inputs. If recording fails, nothing is recorded any more, with one warning.
+    """
+
+    failed = False
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.memory: dict[str, Tensor] = {}  # of each input, flat, as long as the longest so far
+        self._drop()
+
+    def __call__(
+        self, name: Hashable, inputs: Inputs, steady: frozenset[str], make: Callable[[], Callable[[Inputs], Any]]
+    ) -> Any:
+        """What the function `name` returns for these inputs, valid until the next call; None once recording has failed.
+
+        name: all that the function depends on except the inputs. steady: inputs that change their values only together
+        with their tensor: they are copied when the tensor is another one. make: returns the function, which maps inputs
+        to tensors without a read on the host; called if there is no graph.
+        """
+        if self.failed:
+            return None
+        copies = self._copied(inputs, steady)
+        key = name, tuple((part, value.dtype, value.shape) for part, value in copies.items())
+        if key not in self.graphs:
+            try:
+                self._record(key, make(), copies)
+            except RuntimeError as error:
+                self.failed = True
+                self._drop()
+                message = f"CUDA graphs of distributions and draws failed, they run without: {_reason(error)}"
+                warnings.warn(message, stacklevel=3)
+                return None
+        return self.graphs[key]()
+
+    def _copied(self, inputs: Inputs, steady: frozenset[str]) -> dict[str, Tensor]:
+        """The inputs in the memory that graphs read."""
+        copies = {}
+        for name, value in inputs.items():
+            copies[name] = copy = self._memory(name, value)
+            if name not in steady:
+                copy.copy_(value)
+            elif self.sources.get(name) is not value:
+                copy.copy_(value)
+                self.sources[name] = value
+        return copies
+
+    def _memory(self, name: str, value: Tensor) -> Tensor:
+        memory = self.memory.get(name)
+        if memory is None or memory.dtype != value.dtype or memory.numel() < value.numel():
+            if memory is not None:
+                self._drop()  # graphs read the old memory
+            with torch.inference_mode(False):  # written to in inference mode and outside it
+                self.memory[name] = memory = torch.empty(value.numel(), dtype=value.dtype, device=self.device)
+        return memory[: value.numel()].view(value.shape)
+
+    def _record(self, key: Hashable, run: Callable[[Inputs], Any], inputs: Inputs) -> None:
+        if len(self.graphs) >= MOST:
+            self._drop()
+        if not self.graphs:
+            self.pool = pool_for(self.device)
+        self.graphs[key] = Graph(lambda: run(inputs), self.device, self.pool)
+
+    def _drop(self) -> None:
+        self.graphs: dict[Hashable, Graph] = {}
+        self.sources: dict[str, Tensor] = {}  # the tensor that was last copied, of each steady input
+
+
+class ColumnGraph:
+    """A graph of run: (rows, C) int64 -> tensors. columns: parts (A, c) of its first input; floating-point inputs are
+    passed as their `bits`.
+
+    The runs before a recording write keys and values, so they read the inputs of a real pass, and write what that pass
+    writes. Rows after A repeat the first row until they have inputs of their own: their slots belong to no text.
+    """
+
+    def __init__(self, run: Callable[[Tensor], Any], columns: Sequence[Tensor], rows: int, pool: Any) -> None:
+        self.run, first = run, torch.cat(list(columns), 1)
+        self.buffer = buffer = first[:1].repeat(rows, 1)
+        buffer[: len(first)] = first
+        self.graph = Graph(lambda: run(buffer), buffer.device, pool)  # no reference to self: freed without a collection
+
+    def __call__(self, columns: Sequence[Tensor]) -> Any:
+        """parts (A, c), A <= rows -> what `run` returns for them and for the rows after; valid as of `Graph`."""
+        torch.cat(list(columns), 1, out=self.buffer[: len(columns[0])])
+        return self.graph()
+
+
+def bits(numbers: Tensor) -> Tensor:
+    """Floating-point numbers as int64 of the same bits in float64, see `numbers_of`."""
+    return numbers.to(torch.float64).view(torch.int64)
+
+
+def numbers_of(bits: Tensor) -> Tensor:
+    """The float64 numbers of `bits`."""
+    return bits.view(torch.float64)
+
+
+class GraphForward(Lean):
+    """As `Lean`, short passes over the first slots as graphs: logits, states, drafts and distributions are then views
+    that the next call overwrites. If recording fails, this model's passes run without graphs, with one warning.
+
+    A graph belongs to a bucket of shapes: rows, ids a row and slots read, each rounded up; and to what the pass
+    returns: logits of one id of each row, states of layers, nodes of a tree. Keys and values are the cache's, the scale
+    of the head's states is the LM's. Graphs are dropped before the cache grows, so that the old one can be freed, and
+    when weights change. All graphs of a model share one memory pool.
+    """
+
+    failed = False
+    slot_numbers: Tensor | None  # 0 .. slots - 1, which all graphs read
+
+    def __init__(self, model: PreTrainedModel, cache: SlotCache, int8: bool, rows: int) -> None:
+        self.rows = rows
+        super().__init__(model, cache, int8)
+        cache.before_growth(self._drop)
+
+    def forward(self, ids: Tensor, window: Window, only: Tensor | None = None, layers: Layers = ()) -> Pass:
+        results = self._step(ids, window, only, layers)
+        if results is None:
+            return super().forward(ids, window, only, layers)
+        return Pass(results[0], dict(zip(layers, results[1:], strict=True)))
+
+    def hidden(self, ids: Tensor, window: Window, depth: int) -> Tensor:
+        results = self._step(ids, window, None, (depth,), head=False)
+        return super().hidden(ids, window, depth) if results is None else results[0]
+
+    def _step(
+        self, ids: Tensor, window: Window, only: Tensor | None, layers: Layers, head: bool = True
+    ) -> list[Tensor] | None:
+        """What a `Step` with these layers and head returns; None if the pass runs without a graph."""
+        if not self._fits(ids, window):
+            return None
+        (A, n), branches = ids.shape, window.branches
+        widths = WIDTHS if branches is None else TREE_WIDTHS
+        width = widths[bisect_left(widths, n)]
+        parts = [ids, window.positions] + ([] if branches is None else [branches.slots, branches.seen])
+        columns = [column for part in parts for column in (part, repeated(part, width))]
+        columns += [] if branches is None else [branches.anchor]
+        columns += [] if only is None else [only.unsqueeze(1)]
+        rows, slots, one, tree = self._rows(A), self._slots(window), only is not None, branches is not None
+
+        def make() -> Callable[[Tensor], Any]:
+            step, stored = Step(self.weights, self.shape, layers, head), self._stored(slots)
+
+            def run(columns: Tensor) -> Any:
+                begins = range(0, (4 if tree else 2) * width, width)
+                ids, positions, *more = (columns[:, begin : begin + width] for begin in begins)
+                branches = Branches(columns[:, 4 * width : 4 * width + 1], *more) if tree else None
+                return step(ids, positions, *stored, columns[:, -1] if one else None, branches, scale=self.scale)
+
+            return run
+
+        bucket = rows, width, slots, one, layers, head, tree
+        results = self._launch(bucket, columns, make)
+        return None if results is None else [part[:A, :n] for part in results]
+
+    def draft(
+        self, tails: Tensor, ends: Tensor, u: Tensor, temperature: Tensor, greedy: bool, window: Window
+    ) -> Drafts | None:
+        """All drafts of a round by `Drafting`, see `LM.draft`; window.limit: the slots of the longest text with its
+        drafts. None if they run without a graph."""
+        if not self._fits(tails, window):
+            return None
+        (A, k), tail, slots = u.shape, tails.shape[1], self._slots(window)
+
+        def make() -> Callable[[Tensor], Any]:
+            step, stored = Drafting(self.weights, self.shape, k, greedy), self._stored(slots)
+
+            def run(columns: Tensor) -> Any:
+                tails, ends, u, temperature = columns.split((tail, 1, k, 1), 1)
+                return step(tails, ends[:, 0], numbers_of(u), numbers_of(temperature[:, 0]), *stored, scale=self.scale)
+
+            return run
+
+        columns = [tails, ends.unsqueeze(1), bits(u), bits(temperature.unsqueeze(1))]
+        results = self._launch((self._rows(A), f"{k} drafts", slots, greedy), columns, make)
+        return None if results is None else (results[0][:A], results[1][:A])
+
+    def draft_for(
+        self,
+        draws: Draws,
+        k: int,
+        greedy: bool,
+        tails: Tensor,
+        ends: Tensor,
+        window: Window,
+        fit: Callable[..., Tensor],
+    ) -> Drafts | None:
+        """As `draft`, k drafts by the round's own distributions and draws, whatever its settings; greedy: the likeliest
+        tokens. fit: logits of the model -> of the round's vocabulary. None also if the round is on another device."""
+        slots = self._slots(window)
+
+        def make() -> Callable[[Inputs], Drafts]:
+            step, stored, scale = Drafting(self.weights, self.shape, k), self._stored(slots), self.scale
+
+            def run(inputs: Inputs) -> Drafts:
+                choose = by_round(draws.on(inputs), greedy)
+                return step.drafts(lambda z, x: choose(fit(z), x), inputs["last"], inputs["ends"], scale, *stored)
+
+            return run
+
+        name = ("drafts", k, greedy, slots)
+        return self._of_round(draws, name, {"last": tails, "ends": ends}, window, tails, make)
+
+    def draft_masked(
+        self, draws: Draws, masked: Masked, k: int, greedy: bool, window: Window, fit: Callable[..., Tensor]
+    ) -> Drafts | None:
+        """As `draft_for`, all drafts by `OnePass`, see `at_once`."""
+        slots = self._slots(window)
+
+        def make() -> Callable[[Inputs], Drafts]:
+            step, stored = OnePass(self.weights, self.shape, k), self._stored(slots)
+
+            def run(inputs: Inputs) -> Drafts:
+                parts = Masked(*(inputs[f"masked_{name}"] for name in Masked._fields))
+                return drawn(draws.on(inputs), fit(step.logits(parts, *stored)), greedy)
+
+            return run
+
+        more = {f"masked_{name}": part for name, part in masked._asdict().items()}
+        name = ("one pass", k, greedy, slots)
+        return self._of_round(draws, name, more, window, masked.ids, make)
+
+    def _of_round(
+        self, draws: Draws, name: tuple[Any, ...], more: Inputs, window: Window, ids: Tensor, make: Callable[[], Any]
+    ) -> Drafts | None:
+        """Drafts by a graph of the inputs of a round and `more`; None if there is no graph."""
+        inputs = draws.inputs() if self._fits(ids, window) else None
+        if inputs is None or inputs["start"].device != self.model.device:
+            return None
+        drafts: Drafts | None = self.of_rounds((*name, draws.key), {**inputs, **more}, draws.steady, make)
+        return drafts
+
+    def keep(self, start: Tensor, path: Tensor) -> None:
+        bucket, anchor = (self._rows(len(path)), f"{path.shape[1]} nodes"), start.unsqueeze(1)
+
+        def make() -> Callable[[Tensor], Any]:
+            keys, values = self.cache.stored(bucket[0])
+
+            def run(columns: Tensor) -> Tensor:
+                move_path([*keys, *values], columns[:, 0], columns[:, 1:])
+                return columns
+
+            return run
+
+        if not self.failed and bucket not in self.graphs:  # recording runs it more than once, a move must run once
+            self._launch(bucket, [anchor, torch.full_like(path, -1)], make)
+        if self.failed or self._launch(bucket, [anchor, path], make) is None:
+            super().keep(start, path)
+
+    def _fits(self, ids: Tensor, window: Window) -> bool:
+        """Whether a pass has a graph. Reads new weights, and computes angles for new slots, which drops the graphs."""
+        if self.failed or window.low or ids.shape[1] > most_ids(window) or not self.cache.stores[0].is_initialized:
+            return False
+        self.refresh(window.limit)
+        return True
+
+    def _launch(self, bucket: Bucket, columns: Sequence[Tensor], make: Callable[[], Callable[[Tensor], Any]]) -> Any:
+        """What the bucket's graph returns, recorded if there is none; None once recording has failed."""
+        if bucket not in self.graphs:
+            try:
+                self.graphs[bucket] = self._record(make(), columns, bucket[0])
+            except RuntimeError as error:
+                self.failed = True
+                self._drop()
+                name = type(self.model).__name__
+                message = f"{name}: CUDA graphs failed, passes run without: {_reason(error)}"
+                warnings.warn(message, stacklevel=4)
+                return None
+        return self.graphs[bucket](columns)
+
+    def _record(self, run: Callable[[Tensor], Any], columns: Sequence[Tensor], rows: int) -> ColumnGraph:
+        if not self.graphs:
+            self.pool = pool_for(self.model.device)
+        return ColumnGraph(run, columns, rows, self.pool)
+
+    def _rows(self, rows: int) -> int:
+        return min(_power(rows), self.rows)  # prompts may wait in the slots after those
+
+    def _slots(self, window: Window) -> int:
+        return min(max(_power(window.limit), FEWEST), self.cache.slots)
+
+    def _stored(self, slots: int) -> tuple[Any, ...]:
+        """Angles of all positions, the slots that are read, and all keys and values; all are held until `_drop`."""
+        if self.slot_numbers is None:
+            self.slot_numbers = arange(self.cache.slots, device=self.model.device)
+        return *self.angles, self.slot_numbers[:slots], *self.cache.stored(self.rows)
+
+    def _compute_angles(self) -> None:
+        self._drop()  # graphs read the angles, and weights are read together with them
+        super()._compute_angles()
+
+    def _drop(self) -> None:
+        self.graphs: dict[Bucket, ColumnGraph] = {}
+        self.of_rounds = Graphs(self.model.device)
+        self.slot_numbers = None
+
+
+def repeated(part: Tensor, width: int) -> Tensor:
+    """The columns (A, width - n) that (A, n) lacks, each its last one again; a view. An id that is computed twice at
+    one position writes the same keys and values twice, so no slot past the text is needed."""
+    return part[:, -1:].expand(-1, width - part.shape[1])
+
+
+def _power(size: int) -> int:
+    """The least power of two that is no less."""
+    return 1 << (size - 1).bit_length()

@@ -1,0 +1,255 @@
+"""What is read of a transformers model: dtypes and quantisation, limits of its config, its head, states of its layers.
+
+A CPU without instructions for half precision emulates it: products of forty rows in bfloat16 took seven times as long
+as in float32 on one with AVX2 alone, and two to four times as long on one with AVX-512 that lacks those for bfloat16.
+Weights of a checkpoint are the same numbers in float32.
+
+A rows, n ids a row, D width, V vocabulary.
+"""
+
+import copy
+import inspect
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from inference.models.passes import LAST
+
+SUPPORTED = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+MASKED_ATTENTION = ("sdpa", "eager")
+# layer types, of `layer_types` or `attention_layers`, for which masks can be made
+LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")  # config keys
+UNLIMITED = 2048  # tokens of a text if a config has none of these keys
+
+
+def load_model(path: str, dtype: torch.dtype | str | None = None, trust_remote_code: bool = False) -> PreTrainedModel:
+    """A causal LM from a folder or hub id, safetensors only, in `dtype`; None: the checkpoint's own, or float32, see
+    `widened`."""
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=dtype or "auto", use_safetensors=True, trust_remote_code=trust_remote_code
+    ).eval()
+    return model if dtype else widened(model)
+
+
+# Dtypes and quantisation
+
+
+def emulated(dtype: torch.dtype) -> bool:
+    """Whether this machine's CPU computes in a dtype by converting to float32 and back."""
+    if dtype not in SUPPORTED:
+        return False
+    kernels = torch.backends.mkldnn.is_available() and getattr(torch.ops.mkldnn, SUPPORTED[dtype])()
+    # oneDNN has kernels in bfloat16 for every CPU with AVX-512; instructions for it came later
+    converts = torch.cpu._is_avx512_supported() and not torch.cpu._is_avx512_bf16_supported()
+    return not kernels or (dtype == torch.bfloat16 and converts)
+
+
+def half(device: str) -> torch.dtype:
+    """bfloat16, or float32 on a CPU that would emulate it."""
+    return torch.float32 if device == "cpu" and emulated(torch.bfloat16) else torch.bfloat16
+
+
+def quantised(config: PreTrainedConfig) -> dict[str, Any] | None:
+    """How a model's weights are quantised, None if they are not."""
+    return config.to_dict().get("quantization_config")
+
+
+def quantisation_of(config: PreTrainedConfig) -> str:
+    """In a word: none, int8 and nf4 as bitsandbytes makes them, else the method that the checkpoint names."""
+    settings = quantised(config)
+    if not settings:
+        return "none"
+    if settings.get("load_in_8bit"):
+        return "int8"
+    in_4bit = settings.get("load_in_4bit") and settings.get("bnb_4bit_quant_type")
+    return str(in_4bit or settings.get("quant_method", "unknown"))
+
+
+def widened(model: PreTrainedModel, copied: bool = False) -> PreTrainedModel:
+    """The model itself, its weights now in float32 if it is on a CPU that would emulate their dtype. Quantised weights
+    stay as they are. copied: a copy is cast instead, and the model stays."""
+    if quantised(model.config) or model.device.type != "cpu" or not emulated(model.dtype):
+        return model
+    return cast(copy.deepcopy(model) if copied else model, torch.float32)
+
+
+def cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """The model itself, its weights now in a dtype. Buffers that no checkpoint holds (rotary frequencies) stay what
+    they are, as in a model loaded in it: rounded ones turn by other angles, half a radian away after 200 tokens."""
+    buffers = [(m, name, m._buffers[name]) for m in model.modules() for name in m._non_persistent_buffers_set]
+    nn.Module.to(model, dtype)
+    for module, name, buffer in buffers:
+        module._buffers[name] = buffer
+    return model
+
+
+# What passes over rows of different lengths support
+
+
+def refuse_unsupported(model: PreTrainedModel, config: PreTrainedConfig) -> None:
+    """Raise ValueError for a model whose state cannot be cut back, or which overlooks a 4-d mask."""
+    settings, name = config.to_dict(), type(model).__name__
+    if config._attn_implementation not in MASKED_ATTENTION:
+        raise ValueError(f"{name}: attention {config._attn_implementation!r} takes no 4-d mask; "
+                         f"load it with attn_implementation='sdpa'")  # fmt: skip
+    if model._is_stateful or config.is_encoder_decoder:
+        raise ValueError(f"{name}: only the keys and values of a causal decoder can be rolled back here")
+    types = {*(settings.get("layer_types") or ()), *(settings.get("attention_layers") or ())}
+    if types - LAYER_TYPES:
+        raise ValueError(f"{name}: layers of type {', '.join(sorted(types - LAYER_TYPES))} cannot be given a mask a "
+                         f"row; {', '.join(sorted(LAYER_TYPES))} can")  # fmt: skip
+
+
+def sliding_window(config: PreTrainedConfig) -> int | None:
+    """How many of the last tokens a sliding layer sees, None when the model has none."""
+    settings = config.to_dict()
+    width: int | None = settings.get("sliding_window") if settings.get("use_sliding_window", True) else None
+    types = settings.get("layer_types")
+    return width if width and (not types or "sliding_attention" in types) else None
+
+
+def biased_by_slots(config: PreTrainedConfig) -> bool:
+    """Whether attention is biased by the distance of slots, as MPT's: the biases are small, and in half precision the
+    noise would hide them from a comparison of logits."""
+    settings = config.get_text_config().to_dict()
+    return bool(settings.get("alibi") or (settings.get("attn_config") or {}).get("alibi"))
+
+
+def positions_of(config: PreTrainedConfig) -> int:
+    """Most tokens of a text. Past LongRoPE's first range a row's rotation would depend on the longest row's; Llama 4
+    scales attention by one position for all rows, by 1 in the first range."""
+    settings = config.to_dict()
+    rope, limit = settings.get("rope_parameters") or {}, length_of(config)
+    if rope.get("rope_type") == "longrope":
+        limit = min(rope["original_max_position_embeddings"], limit)
+    if "max_seq_len" in settings:
+        limit -= 1  # MPT's biases are a table of so many slots, and padding needs one of them
+    if settings.get("attn_temperature_tuning") and settings.get("floor_scale"):
+        limit = min(settings["floor_scale"] - 1, limit)
+    return limit
+
+
+def length_of(config: PreTrainedConfig) -> int:
+    """The longest text that a config allows, in tokens."""
+    lengths = [getattr(config, key, None) for key in LENGTHS]
+    return next((length for length in lengths if length), UNLIMITED)
+
+
+# The head
+
+
+def head_of(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
+    """States (..., D) after the final norm -> logits (..., V), capped and scaled as the model's config says."""
+    head: Any
+    head, config = model.get_output_embeddings(), model.config.get_text_config().to_dict()
+    cap, scale = config.get("final_logit_softcapping"), _logit_scale(config)
+
+    def logits(states: Tensor) -> Tensor:
+        out: Tensor = head(
+            states.to(head.weight.dtype) if not torch.is_autocast_enabled(states.device.type) else states
+        )
+        out = out if scale == 1.0 else out * scale
+        return torch.tanh(out / cap) * cap if cap else out
+
+    return logits
+
+
+def _logit_scale(config: dict[str, Any]) -> float:
+    """The factor of a config's logits. Granite divides by the number that HyperCLOVA, under the same name, multiplies
+    by."""
+    scale = float(config.get("logit_scale") or config.get("logits_scaling") or 1.0)
+    return 1 / scale if str(config.get("model_type")).startswith("granite") else scale
+
+
+@torch.no_grad()
+def own_logits(model: PreTrainedModel, at: list[int], **inputs: Tensor) -> Tensor:
+    """Logits (n, V) after the ids `at` of one text, by the model's own forward without a cache. The head reads these
+    rows alone if the model's code can."""
+    rows = torch.tensor(at, device=model.device)
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+        logits: Tensor = model(**inputs, use_cache=False, logits_to_keep=rows).logits[0]
+        return logits if len(logits) == len(at) else logits[rows]
+    return model(**inputs, use_cache=False).logits[0, rows]
+
+
+# States of layers: hooks that are on the model during a pass alone. transformers' `output_hidden_states` is not used:
+# it leaves hooks on the model for good, and gives no residual stream after the last decoder layer.
+
+
+@contextmanager
+def tapped(model: PreTrainedModel, layers: Collection[int]) -> Iterator[dict[int, Tensor]]:
+    """Inside the block, a pass of the model, or of its body, puts the states (A, n, D) of `layers` into the dictionary.
+
+    Raises ValueError if the model's layers are not known, see `decoder_layers`.
+    """
+    states: dict[int, Tensor] = {}
+
+    def store(layer: int) -> Callable[[Tensor], None]:
+        return lambda value: states.update({layer: value})
+
+    handles = [_hooked(model, layer, store(layer)) for layer in layers]
+    try:
+        yield states
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def early_states(model: PreTrainedModel, depth: int, run: Callable[[], Any]) -> Tensor:
+    """States (A, n, D) after the first `depth` decoder layers; run: a pass of the model, which is left there, so that
+    no later layer runs. Exact for every family: the layers run as they are."""
+
+    def leave(states: Tensor) -> None:
+        raise _Left(states)
+
+    handle = _hooked(model, depth, leave)
+    try:
+        run()
+    except _Left as left:
+        return left.states
+    finally:
+        handle.remove()
+    raise ValueError(f"{type(model).__name__}: its forward does not run the {depth} layers that its config names")
+
+
+class _Left(Exception):
+    """Ends a pass early, with the states at that point."""
+
+    def __init__(self, states: Tensor) -> None:
+        super().__init__()
+        self.states = states
+
+
+def _hooked(model: PreTrainedModel, layer: int, use: Callable[[Tensor], None]) -> Any:
+    """A hook that gives `use` the states of a layer."""
+    if layer == LAST:
+        body = model.get_decoder()  # what both the model and its `base_model` run
+        if body is model:
+            return model.get_output_embeddings().register_forward_pre_hook(lambda _, args: use(args[0]))
+        return body.register_forward_hook(lambda _, __, out: use(out[0]))
+    blocks = decoder_layers(model)
+    if layer == len(blocks):
+        return blocks[-1].register_forward_hook(lambda _, __, out: use(out[0] if isinstance(out, tuple) else out))
+
+    def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+        use(args[0] if args else kwargs["hidden_states"])
+
+    return blocks[layer].register_forward_pre_hook(before, with_kwargs=True)
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The model's decoder layers in their order: the first list in its body of as many modules as its config names.
+
+    Raises ValueError if there is none.
+    """
+    count = model.config.get_text_config().num_hidden_layers
+    lists = (m for m in model.base_model.modules() if isinstance(m, nn.ModuleList) and len(m) == count)
+    layers = next(lists, None)
+    if layers is None:
+        raise ValueError(f"{type(model).__name__}: no list of {count} decoder layers, whose states could be read")
+    return layers

@@ -1,0 +1,283 @@
+"""Draft heads on the target's newest state: Medusa (Cai et al. 2024, 2401.10774) and Hydra (Ankner et al. 2024,
+2402.05109), their networks as they are trained and served, and the proposers.
+
+Head j guesses the token j + 2 positions after the one whose state it reads: a round's newest state is that of the token
+before the anchor, so head 0 guesses the first new token. The target's own head makes the logits. Medusa's heads see
+neither the anchor nor each other's drafts; Hydra's heads also read the embeddings of the j + 1 tokens between: the
+anchor and the drafts before their own.
+
+K heads or drafts, L blocks of each head, D width of the target's states, N states, A rows, V vocabulary.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PretrainedConfig, PreTrainedModel
+
+from inference.drafts.compatibility import same_sizes
+from inference.models.checksum import Stamp
+from inference.models.graphs import Graphs
+from inference.models.passes import LAST, States
+from inference.models.pretrained import widened
+from inference.models.step import by_round
+from inference.proposers.base import Host, LoadArguments, Outcome, Proposal, Proposer, Round
+from inference.proposers.trees import DynamicTrees, Follow, Nodes, TreeShape, of_depths, one_by_one, trees_of
+
+Given = Mapping[str, Tensor]  # newest (A, D), the states; anchor (A, 1), the ids after them
+
+
+class MedusaConfig(PretrainedConfig):
+    """hidden_size D and vocab_size of the target; num_heads K; num_hidden_layers L. vLLM's keys."""
+
+    model_type = "medusa"
+
+    def __init__(
+        self, hidden_size: int = 16, vocab_size: int = 32, num_heads: int = 4, num_hidden_layers: int = 1, **other: Any
+    ) -> None:
+        self.hidden_size, self.vocab_size = hidden_size, vocab_size
+        self.num_heads, self.num_hidden_layers = num_heads, num_hidden_layers
+        super().__init__(**{"tie_word_embeddings": False} | other)
+
+
+class HydraConfig(MedusaConfig):
+    """num_hidden_layers: hidden layers of each head, always 1."""
+
+    model_type = "hydra"
+
+    def __init__(self, **settings: Any) -> None:  # transformers would generate one otherwise
+        super().__init__(**settings)
+
+
+class HeadsNetwork(PreTrainedModel):
+    """What draft heads of every kind share: the sizes of their target, and no embeddings of their own."""
+
+    base_model_prefix = ""
+
+    def get_input_embeddings(self) -> Any:
+        """None: they read the target's states."""
+        return None
+
+    def get_output_embeddings(self) -> Any:
+        """None: the target's head makes their logits."""
+        return None
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Nothing: `__init__` initialises them."""
+
+    @property
+    def depths(self) -> int:
+        """The most drafts of a round."""
+        return int(self.config.num_heads)
+
+    def fits(self, target: PreTrainedModel, where: str) -> None:
+        """Raise ValueError, beginning with `where`, for a target of other sizes than the heads'."""
+        same_sizes(self.config, target, where)
+
+
+class MedusaNetwork(HeadsNetwork):
+    """weight (K, L, D, D), bias (K, L, D): x + silu(W x + b), block after block. Zeros before training: every head then
+    gives what the target's own head gives for the state."""
+
+    config_class = MedusaConfig
+
+    def __init__(self, config: MedusaConfig) -> None:
+        super().__init__(config)
+        count = config.num_heads, config.num_hidden_layers
+        self.weight = nn.Parameter(torch.zeros(*count, config.hidden_size, config.hidden_size))
+        self.bias = nn.Parameter(torch.zeros(*count, config.hidden_size))
+        self.post_init()
+
+    def states(self, newest: Tensor, heads: int) -> Tensor:
+        """newest (N, D) -> what the target's head reads for the first `heads` heads (heads, N, D), in one batched
+        product a block."""
+        x = newest.to(self.weight.dtype).expand(heads, *newest.shape)
+        for weight, bias in zip(self.weight[:heads].unbind(1), self.bias[:heads].unbind(1), strict=True):
+            x = x + F.silu(torch.baddbmm(bias.unsqueeze(1), x, weight.transpose(1, 2)))
+        return x
+
+
+class HydraNetwork(HeadsNetwork):
+    """Head j of state s and embeddings e_0 .. e_j, each scaled to a mean square of 1: s + U_j silu(W_j s + b_j +
+    sum_i V_ij e_i). U is zero before training: every head then gives what the target's own head gives for the state.
+
+    The contribution of a token to heads i, i + 1, ... is one product: token i, the anchor being token 0, adds to the
+    sums of all later heads.
+    state, out (K, D, D); bias (K, D); tokens (K (K + 1) / 2, D, D): V_ij, by i, then by j >= i.
+    """
+
+    config_class = HydraConfig
+
+    def __init__(self, config: HydraConfig) -> None:
+        super().__init__(config)
+        K, D = config.num_heads, config.hidden_size
+        self.state = nn.Parameter(torch.empty(K, D, D).normal_(std=D**-0.5))
+        self.bias = nn.Parameter(torch.zeros(K, D))
+        self.tokens = nn.Parameter(torch.empty(K * (K + 1) // 2, D, D).normal_(std=D**-0.5))
+        self.out = nn.Parameter(torch.zeros(K, D, D))
+        self.post_init()
+
+    def read_state(self, newest: Tensor, heads: int) -> Tensor:
+        """newest (N, D) -> the sums of the first `heads` heads over the states alone (heads, N, D)."""
+        x = newest.to(self.state.dtype).expand(heads, *newest.shape)
+        return torch.baddbmm(self.bias[:heads].unsqueeze(1), x, self.state[:heads].transpose(1, 2))
+
+    def read(self, sums: Tensor, embedded: Tensor, i: int) -> Tensor:
+        """The sums (n, N, D) of heads i, i + 1, ... with token i added, of embeddings (N, D) or (n, N, D)."""
+        first = i * self.depths - i * (i - 1) // 2
+        e = F.rms_norm(embedded.to(self.tokens.dtype), embedded.shape[-1:]).expand(sums.shape)
+        return torch.baddbmm(sums, e, self.tokens[first : first + len(sums)].transpose(1, 2))
+
+    def head_states(self, sums: Tensor, newest: Tensor, j: int) -> Tensor:
+        """For head j, after all its tokens, sums and newest (N, D) -> what the target's head reads (N, D)."""
+        return torch.addmm(newest.to(self.out.dtype), F.silu(sums), self.out[j].T)
+
+
+class DraftHeads(Proposer):
+    """Drafts with heads on the state of the token before the anchor, the newest one when a round begins.
+
+    network: the heads, used as they are; greedy: draft argmax q with a one-hot distribution instead of drawing from q.
+    shape: of the trees that it drafts, as of `Independent`; None: chains. A prompt of one token has no state: its first
+    round drafts nothing. If the target's passes are replayed (`graphs`), all drafts of a round are one graph.
+    """
+
+    reads = (LAST,)
+
+    def __init__(self, network: HeadsNetwork, greedy: bool = False, *, shape: TreeShape = None) -> None:
+        self.network, self.greedy = network.eval(), greedy
+        self.branching = trees_of(shape)
+        self.depths = self.most = network.depths
+        self.newest: Tensor  # (slots, D)
+        self.blank: list[bool] = []  # rows without a state
+        self.host: Host
+        self.stamp: Stamp  # of the network that recordings read
+        self.replays: Graphs | None = None
+
+    @classmethod
+    def load(cls, folder: Path, arguments: LoadArguments) -> "DraftHeads":
+        """Raises as `load_draft`, and ValueError for a target of other sizes."""
+        network = cast(HeadsNetwork, widened(cls.load_network(folder, arguments)))
+        return cls(network, arguments.greedy, shape=arguments.shape)
+
+    @classmethod
+    def fits(cls, network: Any, target: PreTrainedModel, where: str) -> None:
+        network.fits(target, where)
+
+    @property
+    def weights(self) -> str:
+        return str(self.network.dtype).removeprefix("torch.")
+
+    def open(self, host: Host) -> None:
+        """Raises ValueError for a target of other sizes than the heads', and for a shape that they cannot draft."""
+        target = host.target
+        if self.branching:
+            self.branching.require(host.vocabulary, self.depths)
+        self.network.fits(target.model, type(self).__name__)
+        again = self.replays is not None and self.host == host and self.stamp.holds(self.network)
+        self.host, self.blank = host, []
+        self.newest = target.no_states(host.rows + host.spare, (LAST,))[LAST].new_zeros(
+            host.rows + host.spare, self.network.config.hidden_size
+        )
+        if not again:  # recordings run the head of the target that they were recorded with
+            self.replays = Graphs(target.device) if target.uses_graphs else None
+            self.stamp = Stamp(self.network, addresses=True, values=False)
+
+    def admit(self, low: int, prompts: Sequence[list[int]], states: States) -> None:
+        self.stage(low, prompts, states)
+        self.blank += [len(prompt) == 1 for prompt in prompts]
+
+    def stage(self, low: int, prompts: Sequence[list[int]], states: States) -> None:
+        for row, prompt in enumerate(prompts):
+            self.newest[low + row] = states[LAST][row, len(prompt) - 2] if len(prompt) > 1 else 0.0
+
+    def enter(self, source: int, target: int, prompt: list[int]) -> None:
+        self.newest[target] = self.newest[source]
+        self.blank.append(len(prompt) == 1)
+
+    def propose(self, round: Round) -> Proposal:
+        k = [0 if blank else min(k, self.most) for k, blank in zip(round.k, self.blank, strict=True)]
+        K = min(max(k), self.branching.depth) if self.branching else max(k)
+        if not K:
+            return Proposal(torch.empty(len(k), 0, dtype=torch.int64, device=self.newest.device), None, k)
+        shape = self.branching
+        sent = round.send(shape.nodes(k), **shape.numbers(k)) if shape else round.send(k)
+        given = {"newest": self.newest[: len(k)], "anchor": sent["anchor"]}
+        drafts = None if isinstance(shape, DynamicTrees) else self._replayed(round, given, K)
+        x, q = self._drafted(round, given, K) if drafts is None else drafts
+        return shape.proposal(k, x, q) if shape else Proposal(x, q, k)
+
+    def _drafted(self, round: Round, given: Given, K: int) -> tuple[Tensor, Tensor]:
+        """Drafts of K depths and the distributions they were drawn from; a function of tensors."""
+        if self.branching:
+            return self.branching.grown(round, K, *self.unrolled(given, K), self.greedy)
+        return one_by_one(K, *self.unrolled(given, K), by_round(round, self.greedy))
+
+    def unrolled(self, given: Given, K: int) -> tuple[Tensor, Follow]:
+        """Logits (A, V) after the texts, and the function that gives those of K - 1 more levels; functions of
+        tensors."""
+        raise NotImplementedError(f"{type(self).__name__}.unrolled")
+
+    def _replayed(self, round: Round, given: Given, K: int) -> tuple[Tensor, Tensor] | None:
+        """As `_drafted`, by a CUDA graph recorded for these shapes; None without graphs, or if distributions and draws
+        read more than tensors."""
+        inputs = round.inputs(bool(self.branching)) if self.replays is not None else None
+        if inputs is None or self.replays is None:
+            return None
+
+        def run(here: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+            return self._drafted(round.on(here), here, K)
+
+        name = "drafts", K, self.greedy, round.key
+        drafts: tuple[Tensor, Tensor] | None = self.replays(name, {**inputs, **given}, round.steady, lambda: run)
+        return drafts
+
+    def commit(self, outcome: Outcome) -> None:
+        rows = torch.arange(len(outcome.accepted), device=self.newest.device)
+        self.newest[: len(rows)] = outcome.states[LAST][rows, outcome.accepted]
+        self.blank = [False] * len(rows)
+
+    def move(self, source: int, target: int) -> None:
+        if source != target:
+            self.newest[target], self.blank[target] = self.newest[source], self.blank[source]
+        self.blank.pop()
+
+
+class Medusa(DraftHeads):
+    """Heads that see neither the anchor nor the drafts before theirs: all nodes of one depth of a tree have one
+    distribution, that of their head."""
+
+    network_class: Any = MedusaNetwork
+
+    def unrolled(self, given: Given, K: int) -> tuple[Tensor, Follow]:
+        logits = self.host.target.head(self.network.states(given["newest"], K)).transpose(0, 1)  # (A, K, V)
+        return logits[:, 0], of_depths(logits)
+
+
+class Hydra(DraftHeads):
+    """Heads that see the anchor and the drafts before theirs: a draft costs four small products, and all nodes of one
+    depth of a tree share these few."""
+
+    network_class: Any = HydraNetwork
+
+    def unrolled(self, given: Given, K: int) -> tuple[Tensor, Follow]:
+        network, target, newest = self.network, self.host.target, given["newest"]
+        sums = network.read(network.read_state(newest, K), target.embedded(given["anchor"][:, 0]), 0)
+        sums = sums.transpose(0, 1).unsqueeze(1)  # (A, nodes, later heads, D): the sum of each along a node's path
+
+        def follow(ids: Tensor, nodes: Nodes) -> Tensor:
+            nonlocal sums
+            before = nodes.of_parents(sums)[:, :, 1:].flatten(0, 1).transpose(0, 1)
+            read = network.read(before, target.embedded(ids).flatten(0, 1), nodes.depth)
+            sums = read.transpose(0, 1).unflatten(0, ids.shape)
+            return logits(nodes.depth)
+
+        def logits(depth: int) -> Tensor:
+            states = newest.repeat_interleave(sums.shape[1], 0)
+            return target.head(network.head_states(sums[:, :, 0].flatten(0, 1), states, depth)).unflatten(
+                0, sums.shape[:2]
+            )
+
+        return logits(0)[:, 0], follow

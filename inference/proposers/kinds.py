@@ -1,0 +1,29 @@
+"""The kinds of draft by the name that the metadata of a draft folder gives them; each is imported on first use."""
+
+from importlib import import_module
+from typing import Any
+
+KINDS = {  # name -> module:class
+    "independent": "inference.proposers.independent:Independent",
+    "conditioned": "inference.proposers.conditioned:Conditioned",
+    "hydra": "inference.proposers.heads:Hydra",
+    "eagle": "inference.proposers.eagle:Eagle",
+    "p_eagle": "inference.proposers.p_eagle:PEagle",
+    "early_exit": "inference.proposers.early_exit:EarlyExit",
+    "medusa": "inference.proposers.heads:Medusa",
+    "quantised": "inference.proposers.quantised:Quantised",
+    "two_levels": "inference.proposers.two_levels:TwoLevels",
+    "parallel": "inference.proposers.parallel:Parallel",
+    "ngram": "inference.proposers.retrieval:NGram",
+    "retrieval": "inference.proposers.retrieval:Retrieval",
+    "hybrid": "inference.proposers.hybrid:Hybrid",
+    "other_tokenizer": "inference.proposers.other_tokenizer:OtherTokenizer",
+}
+
+
+def kind_of(name: str) -> Any:
+    """The class of a kind, a `proposers.base.Proposer`. Raises ValueError for an unknown one."""
+    if name not in KINDS:
+        raise ValueError(f"kind: there is no {name!r} proposer; there are {', '.join(KINDS)}")
+    module, _, name = KINDS[name].partition(":")
+    return getattr(import_module(module), name)

@@ -1,0 +1,300 @@
+"""Drafting trees level by level and chains token by token, shared by every kind that runs a model.
+
+A kind gives the logits after the text and a pass over the nodes of a level (`Follow`). The shape decides the nodes,
+their
+children and distributions, and how many a row has: `StaticTrees` for a fixed shape, `DynamicTrees` for one that each
+row's distributions decide, round by round (EAGLE-2: Li et al. 2024, 2406.16858).
+
+A rows, n nodes of a level, w nodes of a pass, C children, M candidates, N nodes, D levels, V vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from inference.models.step import Choose
+from inference.proposers.base import Proposal, Round, Siblings
+from inference.sampling import wide
+from inference.verify.tree import MOST_NODES, Tree, best, child_scores, depths_of, levels, likeliest, pruned, ranks_of
+
+
+class Nodes(NamedTuple):
+    """Drafts that one pass reads. depth: of all of them, 1 or more; above (1 or A, n): the index of each one's parent
+    among the nodes of the pass before, None: there is one of each; tree: its last n nodes are these, None for a
+    chain."""
+
+    depth: int
+    above: Tensor | None = None
+    tree: Tree | None = None
+
+    def of_parents(self, values: Tensor) -> Tensor:
+        """Values (A, m, ...) of the nodes of the pass before -> (A, n, ...) of these nodes' parents."""
+        if self.above is None:
+            return values
+        return values[torch.arange(len(values), device=values.device).unsqueeze(1), self.above]
+
+
+# ids (A, n) of nodes -> logits (A, n, V) after them; called level after level
+Follow = Callable[[Tensor, Nodes], Tensor]
+
+
+def one_by_one(K: int, logits: Tensor, follow: Follow, choose: Choose) -> tuple[Tensor, Tensor]:
+    """A chain: K drafts (A, K) in turn and the distributions (A, K, V) they were drawn from; logits (A, V) after the
+    texts."""
+    drafts: list[Tensor] = []
+    distributions: list[Tensor] = []
+    for depth in range(K):
+        last = logits if depth == 0 else follow(drafts[-1].to(logits.device).unsqueeze(1), Nodes(depth))[:, 0]
+        ids, probs = choose(last, drafts)
+        drafts.append(ids)
+        distributions.append(probs)
+    return torch.stack(drafts, 1), torch.stack(distributions, 1)
+
+
+def of_depths(logits: Tensor) -> Follow:
+    """For distributions that depend on the depth alone: logits (A, K, V), entry j after all nodes of depth j."""
+    return lambda ids, nodes: logits[:, nodes.depth : nodes.depth + 1].expand(-1, ids.shape[1], -1)
+
+
+@dataclass(frozen=True)
+class Dynamic:
+    """Sizes of a dynamic shape. nodes: of a round, all of which are verified; depth: levels; width: nodes of a level
+    that are read; children: of each. Raises ValueError for sizes below 1 and for more nodes than a pass takes."""
+
+    nodes: int
+    depth: int
+    width: int
+    children: int
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if value < 1:
+                raise ValueError(f"shape: {name}={value}; 1 or more")
+        for name, value in {"nodes": self.nodes, "(depth - 1) * width": (self.depth - 1) * self.width}.items():
+            if value > MOST_NODES:
+                raise ValueError(f"shape: {name} is {value}; at most {MOST_NODES} nodes are read at once")
+
+
+TreeShape = Sequence[int] | Dynamic | None
+
+
+def trees_of(shape: TreeShape) -> "StaticTrees | DynamicTrees | None":
+    """How trees of a shape are drafted; None for chains. Raises as `StaticTrees`."""
+    if isinstance(shape, Dynamic):
+        return DynamicTrees(shape)
+    return StaticTrees(shape) if shape else None
+
+
+class StaticTrees:
+    """Trees of a static shape, drafted with one pass a level.
+
+    parents: node i has parent parents[i] < i, -1 for the anchor; siblings are verified in their order. Nodes are
+    renumbered level by level (`parents` of this object), siblings stay in order. depth: levels. counts: nodes within
+    each depth 0 .. depth. trees: the shape down to each depth 1 .. depth. Raises ValueError for no nodes, for a node
+    before its parent and for more nodes than a pass takes.
+    """
+
+    unread = 0  # of an accepted path above the last level, how many nodes the draft may not have read
+
+    def __init__(self, parents: Sequence[int]) -> None:
+        self.parents = by_level(tuple(parents))
+        depths = depths_of(self.parents)
+        self.depth = max(depths, default=0)
+        self.counts = [sum(own <= depth for own in depths) for depth in range(self.depth + 1)]
+        self.room = self.counts[-1]  # slots of the draft that a round may take
+        Tree(self.parents)
+        self.trees = [Tree(self.parents[:count]) for count in self.counts[1:]]
+
+    def require(self, vocabulary: int, depths: int | None = None) -> None:
+        """Raise ValueError if a node has more children than there are tokens, and for more levels than `depths`."""
+        most = max(ranks_of(self.parents)) + 1
+        if most > vocabulary:
+            raise ValueError(f"shape: a node has {most} children, the vocabulary {vocabulary} tokens; leave some out")
+        if depths is not None and self.depth > depths:
+            raise ValueError(f"shape: its trees have {self.depth} levels, the draft guesses {depths}; leave some out")
+
+    def nodes(self, k: Sequence[int]) -> list[int]:
+        """Nodes of each row that drafts k levels: all of these."""
+        return [self.counts[min(levels, self.depth)] for levels in k]
+
+    def numbers(self, k: Sequence[int]) -> dict[str, list[int]]:
+        """What `grown` needs on the device besides the rows' nodes."""
+        return {}
+
+    def grown(
+        self, round: Round, depth: int, logits: Tensor, follow: Follow, likeliest: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Nodes (A, N) of the first `depth` levels, 1 or more, and the distributions (A, N, V) they were drawn from; a
+        function of tensors. logits (A, V) after each text. likeliest: children are the likeliest tokens, else drawn
+        without replacement (see `Round.children`)."""
+        x, q, above = logits.new_empty(len(logits), 0, dtype=torch.int64), [], logits.unsqueeze(1)
+        steps = _steps(self.parents, logits.device)
+        for level, step in enumerate(steps[:depth]):
+            if level:
+                nodes = Nodes(level, steps[level - 1].above, self.trees[level - 1])
+                above = follow(x[:, self.counts[level - 1] :], nodes)
+            ids, distributions = round.children(step.of_parents(above), x, step.siblings, likeliest)
+            parent, rank = step.parent.to(ids.device), step.rank.to(ids.device)
+            x = torch.cat((x, ids[:, parent, rank].to(x.device)), 1)
+            q.append(distributions[:, parent, rank])
+        return x, torch.cat(q, 1)
+
+    def stored(self, path: Tensor, depth: int) -> Tensor:
+        """Accepted nodes path (A, D); those of the last of `depth` levels, which no pass read, become -1."""
+        return torch.where(path < self.counts[min(depth, self.depth) - 1], path, -1)
+
+    def proposal(self, k: Sequence[int], x: Tensor, q: Tensor) -> Proposal:
+        """Of rows that draft k levels, from what `grown` returned."""
+        return Proposal(x, q, self.nodes(k), self.trees[self.counts.index(x.shape[1]) - 1])
+
+
+class LevelStep(NamedTuple):
+    """A level of a static shape: the nodes above it that have children; their indices in the level above, None: all of
+    its nodes; for each node the index of its parent among them, the number of siblings before it, and above (1, n) as
+    of `Nodes`."""
+
+    siblings: Siblings
+    inner: Tensor | None
+    parent: Tensor
+    rank: Tensor
+    above: Tensor
+
+    def of_parents(self, logits: Tensor) -> Tensor:
+        """Logits of a level -> those of its nodes that have children."""
+        return logits if self.inner is None else logits.index_select(1, self.inner)
+
+
+def by_level(parents: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape with its nodes numbered level by level, siblings in their order."""
+    depths = depths_of(parents)
+    order = sorted(range(len(parents)), key=depths.__getitem__)
+    number = {node: index for index, node in enumerate(order)}
+    return tuple(number[parents[node]] if parents[node] >= 0 else -1 for node in order)
+
+
+@lru_cache(maxsize=64)
+def _steps(parents: tuple[int, ...], device: torch.device) -> tuple[LevelStep, ...]:
+    """Cached by shape, so that no round copies it to the device again."""
+    steps: list[LevelStep] = []
+    above: tuple[int, ...] = (-1,)
+    paths: dict[int, tuple[int, ...]] = {-1: ()}
+    for level in levels(parents):
+        inner = sorted(set(level.above))
+        own = [above[index] for index in inner]
+        first = tuple(parents.index(node) for node in own)
+        keys = torch.tensor([node + 1 for node in own], device=device)
+        siblings = Siblings(max(level.rank) + 1, tuple(paths[node] for node in own), first, keys)
+        paths |= {node: (*paths[parents[node]], node) for node in level.nodes}
+        lists = [inner, [inner.index(index) for index in level.above], list(level.rank), list(level.above)]
+        here, parent, rank, indices = (torch.tensor(part, device=device) for part in lists)
+        steps.append(
+            LevelStep(siblings, None if len(inner) == len(above) else here, parent, rank, indices.unsqueeze(0))
+        )
+        above = level.nodes
+    return tuple(steps)
+
+
+class DynamicTrees:
+    """As `StaticTrees`, of a `Dynamic` shape. depth: levels; widths: nodes of each pass, that of the anchor first;
+    counts: candidates within each depth 0 .. depth.
+
+    A candidate's score is the log probability of its path under the draft. Of every level the `width` likeliest
+    candidates are read, in one pass, and each gives `children` candidates of the next; of all candidates the `nodes`
+    likeliest are verified. Children are always the likeliest tokens: which token a child is must not decide whether it
+    is one, and likeliest tokens follow from the text alone, so that rules for trees stay exact at any temperature.
+    """
+
+    unread = 1  # of an accepted path, how many nodes at its end the draft may not have read
+
+    def __init__(self, shape: Dynamic) -> None:
+        self.shape, self.depth = shape, shape.depth
+        self.widths, self.counts = [1], [0, shape.children]
+        for _ in range(1, shape.depth):
+            self.widths.append(min(shape.width, self.widths[-1] * shape.children))
+            self.counts.append(self.counts[-1] + self.widths[-1] * shape.children)
+        self.room = sum(self.widths[1:])  # slots of the draft that a round may take
+        # (A, N) of the last round's nodes, their numbers among those that were read, -1: not read
+        self.passes: Tensor
+
+    def require(self, vocabulary: int, depths: int | None = None) -> None:
+        """Raise ValueError for more children than tokens, and for more levels than `depths`."""
+        if self.shape.children > vocabulary:
+            raise ValueError(f"shape: a node has {self.shape.children} children, the vocabulary {vocabulary} tokens")
+        if depths is not None and self.depth > depths:
+            raise ValueError(f"shape: its trees have {self.depth} levels, the draft guesses {depths}; leave some out")
+
+    def nodes(self, k: Sequence[int]) -> list[int]:
+        """Nodes of each row that drafts k levels."""
+        return [min(self.counts[min(levels, self.depth)], self.shape.nodes) for levels in k]
+
+    def numbers(self, k: Sequence[int]) -> dict[str, list[int]]:
+        """What `grown` needs on the device: levels of each row."""
+        return {"levels": list(k)}
+
+    def grown(
+        self, round: Round, depth: int, logits: Tensor, follow: Follow, likeliest: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """Ids and parents (A, N) of the nodes, of at most `depth` levels, from logits (A, V) after each text; no node
+        of a row is deeper than the row's own levels. Children are the likeliest whatever `likeliest` says."""
+        levels, candidates = round.send()["levels"].to(logits.device), Candidates(logits, round)
+        above, C = logits.unsqueeze(1), self.shape.children
+        for level in range(depth):
+            if level:
+                ids, nodes = candidates.expand(self.widths[level], C)
+                above = follow(ids, nodes)
+            candidates.add(above, C, level < levels)
+        x, parents, self.passes = candidates.select(min(self.shape.nodes, self.counts[depth]))
+        return x, parents
+
+    def proposal(self, k: Sequence[int], x: Tensor, parents: Tensor) -> Proposal:
+        """Of rows that draft k levels, from what `grown` returned."""
+        return Proposal(x, None, self.nodes(k), Tree(parents))
+
+    def stored(self, path: Tensor, depth: int) -> Tensor:
+        """Accepted nodes path (A, D), as their pass numbered them; -1: not read, or no node."""
+        return torch.where(path < 0, -1, self.passes.gather(1, path.clamp(min=0)))
+
+
+class Candidates:
+    """The candidates of one round's dynamic tree: ids x, scores and parents (A, M), level after level."""
+
+    def __init__(self, logits: Tensor, round: Round) -> None:
+        A, self.round = len(logits), round
+        self.x, self.parents, self.read = (logits.new_empty(A, 0, dtype=torch.int64) for _ in range(3))
+        self.score = wide(logits).new_empty(A, 0)
+        self.above, self.reading = self.x.new_full((A, 1), -1), wide(logits).new_zeros(A, 1)  # of the last pass
+        self.within = self.read  # parents of the nodes that were read, among themselves
+        self.level, self.depth = 0, 0  # candidates before the newest level; its depth
+
+    def add(self, logits: Tensor, C: int, allowed: Tensor) -> None:
+        """C children of each node of the last pass, logits (A, w, V); none for rows that are not allowed (A,)."""
+        self.round.left_out(logits, C, 1)
+        score = child_scores(self.reading, wide(logits).softmax(-1).clamp(max=1), C).flatten(1)
+        score = torch.where(allowed.unsqueeze(1), score.nan_to_num(-torch.inf, neginf=-torch.inf), -torch.inf)
+        self.level, self.depth = self.x.shape[1], self.depth + 1
+        self.x = torch.cat((self.x, likeliest(logits, C).flatten(1)), 1)
+        self.score = torch.cat((self.score, score), 1)
+        self.parents = torch.cat((self.parents, self.above.repeat_interleave(C, 1)), 1)
+
+    def expand(self, width: int, C: int) -> tuple[Tensor, Nodes]:
+        """The candidates (A, width) of the newest level that the next pass reads."""
+        self.round.left_out(self.score[:, self.level :], width, self.depth)
+        chosen = best(self.score[:, self.level :], width)
+        above, before = chosen // C, self.within.shape[1] - self.above.shape[1]  # read before the last pass
+        parents = above + before if self.depth > 1 else torch.full_like(above, -1)
+        self.within = torch.cat((self.within, parents), 1)
+        self.above, self.reading = chosen + self.level, self.score.gather(1, chosen + self.level)
+        self.read = torch.cat((self.read, self.above), 1)
+        return self.x.gather(1, self.above), Nodes(self.depth, above, Tree(self.within))
+
+    def select(self, N: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The N likeliest, (A, N) each: ids, parents, and their numbers among the nodes that were read or -1."""
+        self.round.left_out(self.score, N, self.depth)
+        nodes, parents = pruned(self.parents, self.score, N)
+        order = torch.arange(self.read.shape[1], device=nodes.device).expand_as(self.read)
+        passes = torch.full_like(self.parents, -1).scatter(1, self.read, order).gather(1, nodes)
+        return self.x.gather(1, nodes), parents, passes

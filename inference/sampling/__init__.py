@@ -1,0 +1,37 @@
+"""Settings of a request, logits to distributions, and draws from distributions by given uniforms."""
+
+from inference.sampling.distributions import (
+    Truncate,
+    by_row,
+    certain,
+    draw,
+    keep_min_p,
+    keep_top_k,
+    keep_top_p,
+    log_probs_at,
+    one_hot,
+    probs,
+    probs_at,
+    probs_of,
+    wide,
+)
+from inference.sampling.parameters import COLDEST, Processor, Sampling
+
+__all__ = [
+    "COLDEST",
+    "Processor",
+    "Sampling",
+    "Truncate",
+    "by_row",
+    "certain",
+    "draw",
+    "keep_min_p",
+    "keep_top_k",
+    "keep_top_p",
+    "log_probs_at",
+    "one_hot",
+    "probs",
+    "probs_at",
+    "probs_of",
+    "wide",
+]

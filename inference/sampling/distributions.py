@@ -1,0 +1,235 @@
+"""Logits to distributions, and draws from distributions by given uniforms.
+
+B rows, V vocabulary. Logits are divided by a temperature in one place: `_scaled`, which `probs_at` and `log_probs_at`
+call for rows of one setting (`probs`), rows of several (`Regimes`), drafts of one pass (`models.step`) and the losses
+(`cotrain.losses.chunked`). Temperature 0 is a one-hot distribution, `certain`.
+"""
+
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from copy import copy
+
+import torch
+from torch import Tensor
+
+from inference.sampling.parameters import Sampling
+
+Truncate = Callable[[Tensor], Tensor]  # logits (..., V) -> logits (..., V), -inf on what is cut
+
+
+def wide(x: Tensor) -> Tensor:
+    """x in its own dtype, float32 at least."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def probs(logits: Tensor, sampling: Sampling | Sequence[Sampling]) -> Tensor:
+    """softmax of the logits after temperature, top-k, top-p and min-p, in the order and with the ties of
+    transformers' warpers; temperature 0 gives the one-hot distribution of the first maximum.
+
+    logits (..., V), after the settings that read the text (`sampling.penalties`); -inf keeps zero mass. sampling: one,
+    or one for each entry of the first dimension. Returns (..., V) in the logits' dtype, float32 at least; logits
+    without a distribution (NaN, +inf, or -inf alone) give NaN throughout. Raises ValueError if the number of settings
+    is not the number of rows.
+    """
+    if isinstance(sampling, Sampling):
+        return probs_of(wide(logits), sampling)
+    if len(sampling) != logits.shape[0]:
+        raise ValueError(f"{len(sampling)} sampling settings for {logits.shape[0]} rows of logits")
+    groups: dict[tuple[float, ...], list[int]] = {}
+    for row, one in enumerate(sampling):
+        groups.setdefault((one.temperature, one.top_k, one.top_p, one.min_p), []).append(row)
+    probs = torch.empty_like(wide(logits))
+    for rows in groups.values():
+        at = torch.tensor(rows, device=logits.device)
+        probs[at] = probs_of(wide(logits[at]), sampling[rows[0]])
+    return probs
+
+
+def probs_of(logits: Tensor, sampling: Sampling) -> Tensor:
+    """`probs` of one regime: logits (..., V), float32 at least."""
+    if sampling.temperature == 0:
+        return certain(logits)
+
+    def truncate(logits: Tensor) -> Tensor:
+        if 0 < sampling.top_k < logits.shape[-1]:
+            logits = keep_top_k(logits, sampling.top_k)
+        if sampling.top_p < 1:
+            logits = keep_top_p(logits, sampling.top_p)
+        if sampling.min_p > 0:
+            logits = keep_min_p(logits, sampling.min_p)
+        return logits
+
+    return probs_at(logits, sampling.temperature, truncate)
+
+
+def probs_at(logits: Tensor, temperature: float | Tensor, truncate: Truncate | None = None) -> Tensor:
+    """softmax(truncate(logits / temperature)): logits (..., V), float32 at least; temperature above 0, a number, or one
+    for each entry of the first dimension; truncate: -inf on what is cut. Returns (..., V)."""
+    scaled = _scaled(logits, temperature)
+    return (truncate(scaled) if truncate else scaled).softmax(-1)
+
+
+def log_probs_at(logits: Tensor, temperature: float | Tensor) -> Tensor:
+    """log `probs_at`, computed as a log-softmax."""
+    return _scaled(logits, temperature).log_softmax(-1)
+
+
+def _scaled(logits: Tensor, temperature: float | Tensor) -> Tensor:
+    if isinstance(temperature, Tensor):
+        return logits / by_row(temperature, logits)
+    return logits if temperature == 1 else logits / temperature
+
+
+def is_missing(probs: Tensor) -> Tensor:
+    """Which distributions (..., V) are missing, NaN throughout, because the logits allow no token: (...) bool."""
+    return probs[..., 0].isnan()
+
+
+def by_row(values: Tensor, like: Tensor) -> Tensor:
+    """(A,) -> (A, 1, ..., 1), as many dimensions as `like`; floating-point values in its dtype."""
+    values = values.to(like.dtype) if values.is_floating_point() else values
+    return values.view(-1, *(1,) * (like.dim() - 1))
+
+
+def certain(logits: Tensor) -> Tensor:
+    """One-hot distributions (..., V) of the first maximum; NaN throughout if that is not finite."""
+    ids = logits.argmax(-1, keepdim=True)
+    top = logits.gather(-1, ids)
+    none = top - top  # 0, or NaN
+    return none.expand_as(logits).scatter(-1, ids, none + 1)
+
+
+def one_hot(ids: Tensor, like: Tensor) -> Tensor:
+    """ids (...) -> (..., V) one-hot distributions with the V, dtype and device of `like` (..., V)."""
+    return torch.zeros_like(like).scatter_(-1, ids.unsqueeze(-1), 1.0)
+
+
+def keep_top_k(logits: Tensor, k: int) -> Tensor:
+    """-inf below the k-th largest logit; ties with it stay (Fan et al. 2018, 1805.04833)."""
+    return logits.masked_fill(logits < logits.topk(k, dim=-1).values[..., -1:], -math.inf)
+
+
+def keep_top_p(logits: Tensor, p: float = 1.0, *, rest: float | Tensor | None = None) -> Tensor:
+    """-inf on the tail whose mass, summed from the least likely token, is at most 1 - p; the likeliest token
+    always stays (Holtzman et al. 2020, 1904.09751). Which of equal logits leaves first is up to torch.sort,
+    called as transformers calls it: a row's order depends on that row alone. rest: 1 - p, if rows differ."""
+    ascending, order = logits.sort(dim=-1, descending=False)
+    gone = ascending.softmax(-1).cumsum(-1) <= (1 - p if rest is None else rest)
+    gone[..., -1] = False
+    return logits.masked_fill(torch.zeros_like(gone).scatter(-1, order, gone), -math.inf)
+
+
+def keep_min_p(logits: Tensor, p: float | Tensor) -> Tensor:
+    """-inf on tokens less likely than p times the likeliest one (Nguyen et al. 2024, 2407.01082)."""
+    probs = logits.softmax(-1)
+    return logits.masked_fill(probs < p * probs.amax(-1, keepdim=True), -math.inf)
+
+
+def draw(probs: Tensor, u: Tensor) -> Tensor:
+    """Inverse CDF: the first token with mass whose cumulative probability exceeds u, strictly.
+
+    probs (..., V), u (...) in [0, 1) -> ids (...) int64. The sum runs in float64 and u is scaled by its last value, so
+    mass lost to rounding adds to no token in particular; if nothing exceeds u, the last token with mass is returned. A
+    token of probability 0 is never returned, however a parallel scan rounds.
+    """
+    cdf = probs.to(torch.float64).cumsum(-1)  # (..., V)
+    total = cdf[..., -1:]
+    bound = u.unsqueeze(-1) * total
+    if probs.device.type == "cpu":  # a sequential sum rises at tokens with mass alone: bisect
+        below = torch.minimum(bound, total * (1 - 2.0**-53))  # if u was rounded up to 1
+        return torch.searchsorted(cdf, below, right=True).clamp(max=probs.shape[-1] - 1).squeeze(-1)
+    return _first_above(probs, cdf, bound)
+
+
+def _first_above(probs: Tensor, cdf: Tensor, bound: Tensor) -> Tensor:
+    """The first token (...) with mass and cdf > bound (..., 1), else the last one with mass."""
+    mass = probs > 0
+    hit = mass & (cdf > bound)
+    last = probs.shape[-1] - 1 - mass.flip(-1).to(torch.uint8).argmax(-1)
+    return torch.where(hit.any(-1), hit.to(torch.uint8).argmax(-1), last)
+
+
+class Regimes:
+    """Temperature, top-k, top-p and min-p of A rows as tensors on their device, and the distributions that they give:
+    those of `probs` of each row, with the same order and ties. A new object copies to the device."""
+
+    def __init__(self, sampling: Sequence[Sampling], device: torch.device) -> None:
+        regimes = {(s.temperature, s.top_k, s.top_p, s.min_p) for s in sampling}
+        self.count, self.alike = len(sampling), sampling[0] if len(regimes) == 1 else None
+        self.temperatures = [float(s.temperature) for s in sampling]
+        self.cut = any(s.top_k or s.top_p < 1 or s.min_p for s in sampling)
+        nucleus = [row for row, s in enumerate(sampling) if s.temperature and s.top_p < 1]
+        columns = [self.temperatures, [s.min_p for s in sampling], [1 - s.top_p for s in sampling],
+                   [s.top_k for s in sampling], nucleus + [0] * (len(sampling) - len(nucleus))]  # fmt: skip
+        table = torch.tensor(columns, dtype=torch.float64, device=device)  # (5, A)
+        self.temperature, self.min_p, tail = table[:3].unbind()
+        self.greedy, self.top_k = self.temperature == 0, table[3].to(torch.int64)
+        self.divisor = torch.where(self.greedy, 1.0, self.temperature)
+        self.some_greedy, self.any_min_p = 0 in self.temperatures, any(s.min_p for s in sampling)
+        self.max_top_k = max(s.top_k for s in sampling)
+        self.nucleus = table[4].to(torch.int64)[: len(nucleus)]
+        self.tail = tail[self.nucleus]  # 1 - top_p of the rows with a nucleus
+
+    def probs(self, logits: Tensor) -> Tensor:
+        """logits (A, ..., V) -> distributions (A, ..., V), float32 at least; NaN throughout if the logits have none.
+
+        Raises ValueError for another number of rows.
+        """
+        if logits.shape[0] != self.count:
+            raise ValueError(f"{self.count} sampling settings for {logits.shape[0]} rows of logits")
+        if self.alike is not None:
+            return probs_of(wide(logits), self.alike)
+        logits = wide(logits)
+        probs = probs_at(logits, self.divisor, self._cut)
+        if self.some_greedy:
+            probs = torch.where(by_row(self.greedy, probs), certain(logits), probs)
+        return probs
+
+    @property
+    def key(self) -> Hashable:
+        """All that the distributions of `on` depend on except its tensors."""
+        return self.all_greedy, self.some_greedy, self.any_min_p, self._rounded
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that distributions are computed from, by name."""
+        return {
+            "temperature": self.temperature, "min_p": self.min_p, "greedy": self.greedy, "top_k": self.top_k,
+            "divisor": self.divisor, "nucleus": self.nucleus, "tail": self.tail,
+        }  # fmt: skip
+
+    def on(self, tensors: Mapping[str, Tensor]) -> "Regimes":
+        """The same distributions from other tensors of the names and shapes of `tensors()`, whose values may be those
+        of any rows with this `key`."""
+        other = copy(self)
+        other.max_top_k, other.alike = self._rounded, Sampling(0.0) if self.all_greedy else None
+        other.temperature, other.min_p, other.greedy = tensors["temperature"], tensors["min_p"], tensors["greedy"]
+        other.top_k, other.divisor = tensors["top_k"], tensors["divisor"]
+        other.nucleus, other.tail = tensors["nucleus"], tensors["tail"]
+        return other
+
+    @property
+    def all_greedy(self) -> bool:
+        """Whether all rows have the same settings and temperature 0."""
+        return self.alike is not None and self.alike.temperature == 0
+
+    @property
+    def _rounded(self) -> int:
+        """The largest top-k, up to a power of two."""
+        return self.max_top_k and 1 << (self.max_top_k - 1).bit_length()
+
+    def _cut(self, logits: Tensor) -> Tensor:
+        if self.max_top_k:
+            logits = self._top_k(logits)
+        if len(self.nucleus):
+            rows = logits.index_select(0, self.nucleus)
+            logits = logits.index_copy(0, self.nucleus, keep_top_p(rows, rest=by_row(self.tail, rows)))
+        return keep_min_p(logits, by_row(self.min_p, logits)) if self.any_min_p else logits
+
+    def _top_k(self, logits: Tensor) -> Tensor:
+        """-inf below the k-th largest of each row; k = 0 keeps all."""
+        V = logits.shape[-1]
+        k = by_row(self.top_k, logits).expand(*logits.shape[:-1], 1)
+        largest = logits.topk(min(self.max_top_k, V), dim=-1).values
+        least = largest.gather(-1, (k - 1).clamp(0, largest.shape[-1] - 1))
+        least = torch.where((k > 0) & (k < V), least, -math.inf)
+        return logits.masked_fill(logits < least, -math.inf)

@@ -1,0 +1,167 @@
+"""Counter-based random numbers: pure functions of a key, independent of the order of calls and of the batch.
+
+A uniform is keyed by (seed, row, start, depth, stream), start being the number of tokens the row had emitted
+when the round began. Block and traversal verification read numbers past the token they stop at, so a key without the
+start would use those numbers again in the next round and bias the text. Gumbel noise is keyed by (seed, row, position,
+token) alone: the coupled rule needs the same noise however the rounds are cut.
+
+The mixer is splitmix64 (Steele, Lea, Flood 2014) in wrapping int64, the same bits on every device.
+"""
+
+import struct
+from collections import Counter
+from collections.abc import Sequence
+from hashlib import blake2b
+
+import torch
+from torch import Tensor
+
+DRAFT, ACCEPT, RESIDUAL, NOISE = 1, 2, 3, 4
+CHILDREN, REJECTED = 5, 6
+INNER = (7, 8, 9)  # drafts, acceptance and last draws of rounds that a proposer verifies itself
+
+
+def _signed(word: int) -> int:
+    """The int64 with the bits of word modulo 2^64."""
+    return (word + 2**63) % 2**64 - 2**63
+
+
+GOLDEN = _signed(0x9E3779B97F4A7C15)
+FIRST = _signed(0xBF58476D1CE4E5B9)
+SECOND = _signed(0x94D049BB133111EB)
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    """Logical right shift; int64's own shift copies the sign."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """splitmix64's finaliser, a bijection of 64-bit words."""
+    x = (x ^ _shifted(x, 30)) * FIRST
+    x = (x ^ _shifted(x, 27)) * SECOND
+    return x ^ _shifted(x, 31)
+
+
+def _absorb(state: Tensor, word: Tensor) -> Tensor:
+    """Hash one more word of the key into the state, broadcasting."""
+    return _mix((state ^ _mix(word + GOLDEN)) + GOLDEN)
+
+
+def _start(seed: int, streams: Sequence[int], row: Tensor) -> Tensor:
+    """States (S, B) after seed, stream and row."""
+    state = _absorb(row.new_zeros(1), row.new_full((1,), _signed(seed)))
+    stream = torch.cat([row.new_full((1, 1), stream) for stream in streams])  # (S, 1), filled without a copy
+    return _absorb(_absorb(state, stream), row)
+
+
+def uniform(seed: int, row: Tensor, start: Tensor, depth: Tensor, stream: int) -> Tensor:
+    """Uniforms in [0, 1) with 53 bits, a function of (seed, row, start, depth, stream) and of nothing else.
+
+    row (B,) ids, start (B,) tokens emitted when the round began, depth (D,) depths or tree nodes, all int64;
+    stream one of DRAFT, ACCEPT, RESIDUAL. Returns (B, D) float64 on row's device.
+    """
+    return uniforms(seed, row, start, depth, (stream,))[0]
+
+
+def uniforms(seed: int, row: Tensor, start: Tensor, depth: Tensor, streams: Sequence[int]) -> Tensor:
+    """`uniform` of several streams at once -> (S, B, D): a round needs all of them, and each call costs the same."""
+    state = _absorb(_start(seed, streams, row), start)  # (S, B)
+    bits = _absorb(state.unsqueeze(-1), depth)  # (S, B, D)
+    return _shifted(bits, 11).to(torch.float64) * 2.0**-53
+
+
+class Uniforms:
+    """A table of `uniforms` for the rows of a batch, filled for many starts at a time: a call costs its launches, not
+    its size.
+
+    seed: of the call. device: of the numbers. A round reads them in three steps, so that only one number a row is
+    copied to the device: `offsets` on the host, `fill` if it says so, `at` on the device.
+    """
+
+    STARTS = 64  # filled at once
+    STARTS_ON_GPU = 512  # a call costs its launches alone there
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self.seed, self.device = seed, device
+        self.span = self.STARTS if device.type == "cpu" else self.STARTS_ON_GPU
+        self.rows: list[int] = []
+        self.first: list[int] = []
+        self.table = torch.empty(3, 0, self.span, 0, dtype=torch.float64, device=device)  # (S, A, span, D)
+
+    def __call__(self, rows: list[int], starts: list[int], depths: int) -> Tensor:
+        """Streams DRAFT, ACCEPT and RESIDUAL of each row id at its start, depths 0 .. depths - 1 -> (S, A, D)."""
+        offsets, fresh = self.offsets(rows, starts, depths)
+        if fresh:
+            row, start = (torch.tensor(part, device=self.device) for part in (rows, starts))
+            self.fill(row, start, depths)
+        return self.at(torch.tensor(offsets, device=self.device), depths)
+
+    def offsets(self, rows: list[int], starts: list[int], depths: int) -> tuple[list[int], bool]:
+        """The offset of each row's numbers in the table, and whether `fill` must be called first."""
+        covered = rows == self.rows and depths <= self.table.shape[-1]
+        since = [start - first for start, first in zip(starts, self.first, strict=True)] if covered else [-1]
+        fresh = min(since) < 0 or max(since) >= self.span
+        if fresh:
+            self.rows, self.first, since = list(rows), list(starts), [0] * len(rows)
+        return [row * self.span + start for row, start in enumerate(since)], fresh
+
+    def fill(self, rows: Tensor, starts: Tensor, depths: int) -> None:
+        """Compute the numbers of rows (A,) from `starts` (A,) on."""
+        row = rows.repeat_interleave(self.span)
+        start = starts.unsqueeze(1) + torch.arange(self.span, device=self.device)
+        depth = torch.arange(max(depths, self.table.shape[-1]), device=self.device)
+        numbers = uniforms(self.seed, row, start.flatten(), depth, (DRAFT, ACCEPT, RESIDUAL))
+        self.table = numbers.view(3, len(rows), self.span, -1)
+
+    def at(self, offsets: Tensor, depths: int) -> Tensor:
+        """Numbers (S, A, depths) at `offsets` (A,)."""
+        return self.table.flatten(1, 2).index_select(1, offsets)[..., :depths]
+
+
+def gumbel(seed: int, row: Tensor, position: Tensor, V: int) -> Tensor:
+    """Standard Gumbel noise -log(-log u), a function of (seed, row, position, token); always finite.
+
+    row (B,), position (B, n) in the generated text, int64; V the vocabulary. Returns (B, n, V) float64 on row's device.
+    """
+    return gumbel_after(gumbel_states(seed, row), position, V)
+
+
+def gumbel_states(seed: int, row: Tensor) -> Tensor:
+    """The part (B,) of the hash of `gumbel` that depends on seed and row (B,) alone."""
+    return _start(seed, (NOISE,), row)[0]
+
+
+def gumbel_after(states: Tensor, position: Tensor, V: int) -> Tensor:
+    """`gumbel` of rows with the `gumbel_states` (B,)."""
+    state = _absorb(states.unsqueeze(-1), position)  # (B, n)
+    bits = _absorb(state.unsqueeze(-1), torch.arange(V, device=states.device))  # (B, n, V)
+    u = (_shifted(bits, 12).to(torch.float64) + 0.5) * 2.0**-52  # in [2^-53, 1 - 2^-53]
+    return u.log_().neg_().log_().neg_()
+
+
+def children_states(seed: int, row: Tensor, start: Tensor) -> Tensor:
+    """States (B,) of the noise that draws children of a tree's nodes, of rows (B,) that had emitted start (B,) tokens
+    when the round began: `gumbel_after(states, node (B, n), V)` is the noise at each node (0 the anchor)."""
+    return states_at(branch_states(seed, row), start)
+
+
+def branch_states(seed: int, row: Tensor) -> Tensor:
+    """The part (B,) of the hash of `children_states` that depends on seed and row (B,) alone."""
+    return _start(seed, (CHILDREN,), row)[0]
+
+
+def states_at(states: Tensor, start: Tensor) -> Tensor:
+    """`children_states` of rows with the `branch_states` (B,) in rounds that begin at start (B,)."""
+    return _absorb(states, start)
+
+
+def row_ids(prompts: Sequence[Sequence[int]]) -> list[int]:
+    """A stable id in [0, 2^63) a prompt: blake2b of its ids and its occurrence number among equal prompts."""
+    seen: Counter[tuple[int, ...]] = Counter()
+    ids = []
+    for prompt in map(tuple, prompts):
+        words = struct.pack(f"<{len(prompt) + 1}q", seen[prompt], *prompt)
+        ids.append(int.from_bytes(blake2b(words, digest_size=8).digest(), "little") >> 1)
+        seen[prompt] += 1
+    return ids

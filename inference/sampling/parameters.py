@@ -1,0 +1,149 @@
+"""The sampling settings of a request."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from numbers import Integral, Real
+from typing import Any
+
+from torch import Tensor
+from transformers import GenerationConfig
+
+Processor = Callable[[Tensor, Tensor], Tensor]
+
+# settings of a generation config that change the distribution and have no counterpart here, with their neutral values
+_NO_COUNTERPART: dict[str, tuple[Any, ...]] = {
+    "num_beams": (1,),
+    "typical_p": (1.0,),
+    "epsilon_cutoff": (0.0,),
+    "eta_cutoff": (0.0,),
+    "top_h": (),
+    "encoder_repetition_penalty": (1.0,),
+    "no_repeat_ngram_size": (0,),
+    "encoder_no_repeat_ngram_size": (0,),
+    "penalty_alpha": (0.0,),
+    "dola_layers": (),
+    "guidance_scale": (1.0,),
+    "sequence_bias": (),
+    "suppress_tokens": ([],),
+    "begin_suppress_tokens": ([],),
+    "forced_bos_token_id": (),
+    "forced_eos_token_id": (),
+    "exponential_decay_length_penalty": (),
+    "watermarking_config": (),
+    "constraints": (),
+    "force_words_ids": (),
+}
+
+COLDEST = 1e-5  # logits divided by less overflow float32
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """The sampling regime of a request; order and ties are those of transformers.
+
+    temperature: 0 (greedy, a one-hot distribution) or at least 1e-5. top_k: tokens kept, ties with the last one
+    included; 0 keeps all. top_p: nucleus mass in (0, 1]. min_p: in [0, 1], relative to the likeliest token.
+    repetition_penalty: > 0, divides positive and multiplies negative logits of every token of prompt and
+    text. presence_penalty, frequency_penalty: subtracted once, and once per occurrence, from the logits of
+    tokens generated so far (the prompt does not count). logit_bias: token id -> number added to its logit.
+    banned: token-id sequences that are never completed. min_new_tokens: no end token before that many.
+    stop: strings, stop_ids: token ids that end the text. processors: callables (ids (1, T), logits (1, V))
+    -> logits (1, V), as transformers' LogitsProcessor, pure functions of the prefix.
+
+    Raises ValueError naming the field and its value.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
+    banned: tuple[tuple[int, ...], ...] = ()
+    min_new_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    processors: tuple[Processor, ...] = ()
+
+    def __post_init__(self) -> None:
+        _number("temperature", self.temperature, lambda t: t == 0 or COLDEST <= t < math.inf, "0 or >= 1e-5")
+        _whole("top_k", self.top_k)
+        _number("top_p", self.top_p, lambda t: 0 < t <= 1, "in (0, 1]")
+        _number("min_p", self.min_p, lambda t: 0 <= t <= 1, "in [0, 1]")
+        _number("repetition_penalty", self.repetition_penalty, lambda t: 0 < t < math.inf, "> 0 and finite")
+        _number("presence_penalty", self.presence_penalty, math.isfinite, "finite")
+        _number("frequency_penalty", self.frequency_penalty, math.isfinite, "finite")
+        _whole("min_new_tokens", self.min_new_tokens)
+        self._set("logit_bias", _biases(self.logit_bias))
+        words = "a sequence of token-id sequences, such as [[5, 6]]"
+        listed = _items("banned", self.banned, words)
+        self._set("banned", tuple(_ids("banned", _items("banned", word, words)) for word in listed))
+        _reject("banned", self.banned, () in self.banned, "token-id sequences that are not empty")
+        self._set("stop", (self.stop,) if isinstance(self.stop, str) else _items("stop", self.stop))
+        _reject("stop", self.stop, not all(isinstance(s, str) and s for s in self.stop), "strings, not empty")
+        self._set("stop_ids", _ids("stop_ids", self.stop_ids))
+        self._set("processors", _items("processors", self.processors))
+        _reject("processors", self.processors, not all(map(callable, self.processors)), "callables")
+
+    @classmethod
+    def of(cls, config: GenerationConfig) -> "Sampling":
+        """The settings of a transformers generation config. (An engine by itself reads only its end tokens.)
+
+        Without do_sample the temperature is 0; an unset top_k is 50, as in transformers. Raises ValueError naming a
+        setting that has no counterpart here.
+        """
+        foreign = [name for name, plain in _NO_COUNTERPART.items() if getattr(config, name, None) not in (None, *plain)]
+        if foreign:
+            raise ValueError(f"Sampling.of: {foreign[0]}={getattr(config, foreign[0])} has no counterpart; unset it")
+        shared = {
+            "repetition_penalty": config.repetition_penalty,
+            "banned": tuple(tuple(word) for word in config.bad_words_ids or ()) or None,
+            "min_new_tokens": config.min_new_tokens,
+            "stop": config.stop_strings,
+        }
+        top_k = 50 if config.top_k is None else config.top_k
+        sampled = {"temperature": config.temperature, "top_k": top_k, "top_p": config.top_p, "min_p": config.min_p}
+        drawn = sampled if config.do_sample else {"temperature": 0.0}
+        return cls(**{name: value for name, value in {**shared, **drawn}.items() if value is not None})
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)  # the one way to normalise a field of a frozen dataclass
+
+
+def _reject(name: str, value: Any, wrong: bool, wanted: str) -> None:
+    if wrong:
+        raise ValueError(f"Sampling.{name} must be {wanted}, not {value!r}")
+
+
+def _number(name: str, value: Any, fits: Callable[[Any], bool], wanted: str) -> None:
+    real = isinstance(value, Real) and not isinstance(value, bool)
+    _reject(name, value, not (real and fits(value)), f"a number {wanted}")
+
+
+def _whole(name: str, value: Any) -> None:
+    whole = isinstance(value, Integral) and not isinstance(value, bool)
+    _reject(name, value, not (whole and value >= 0), "a whole number >= 0")
+
+
+def _items(name: str, value: Any, wanted: str = "a sequence") -> tuple[Any, ...]:
+    _reject(name, value, isinstance(value, str) or not isinstance(value, Iterable), wanted)
+    return tuple(value)
+
+
+def _ids(name: str, value: Any) -> tuple[int, ...]:
+    for item in _items(name, value):
+        _whole(name, item)
+    return tuple(int(item) for item in value)
+
+
+def _biases(value: Any) -> dict[int, float] | None:
+    if value is None:
+        return None
+    _reject("logit_bias", value, not isinstance(value, Mapping), "a mapping from token id to number")
+    for token, bias in value.items():
+        _whole("logit_bias", token)
+        _number("logit_bias", bias, lambda b: b < math.inf, "below infinity")
+    return {int(token): float(bias) for token, bias in value.items()}

@@ -1,0 +1,344 @@
+"""Settings that read the text so far: penalties, biases, banned words, minimum length, processors of the user.
+
+A rows, n positions a row, V vocabulary, K drafted ids. The order is that of transformers' generate: bias, repetition,
+presence, frequency, banned, minimum length, processors. `process` is the reference, one position at a time; `Penalties`
+is the same for the active rows of an engine at once, on their device, except processors: those are called position by
+position (`apply_processors`), with ids read from the device, which no other setting costs.
+"""
+
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from copy import copy
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from transformers import (
+    MinNewTokensLengthLogitsProcessor,
+    NoBadWordsLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+)
+
+from inference.sampling.distributions import wide
+from inference.sampling.parameters import Sampling
+
+Step = Callable[[Tensor, Tensor, int], Tensor]  # ids (1, T), logits (1, V), tokens generated -> logits (1, V)
+
+
+def needs_history(sampling: Sampling) -> bool:
+    """Whether any setting makes the distribution depend on the text beyond the model itself."""
+    return bool(
+        sampling.repetition_penalty != 1
+        or sampling.presence_penalty != 0
+        or sampling.frequency_penalty != 0
+        or sampling.logit_bias
+        or sampling.banned
+        or sampling.min_new_tokens
+        or sampling.processors
+    )
+
+
+def process(
+    logits: Tensor,
+    histories: Sequence[Sequence[int]],
+    new: Sequence[int],
+    sampling: Sampling | Sequence[Sampling],
+    eos_ids: Sequence[int] = (),
+) -> Tensor:
+    """The logits after each row's history-dependent settings, before `sampling.probs`. Reference of `Penalties`.
+
+    logits (n, V): each row is a position of some text. histories: n lists of ids, prompt included; new: how many of
+    each were generated, drafts included; sampling: one or n; eos_ids: end tokens, which have no mass before
+    min_new_tokens, like `stop_ids`. Returns (n, V) in the logits' dtype, float32 at least; the input is not changed.
+    Raises ValueError if lengths differ, an id is outside the vocabulary, or the settings forbid every token of a row.
+    """
+    n = logits.shape[0]
+    regimes = [sampling] * n if isinstance(sampling, Sampling) else list(sampling)
+    if not n == len(histories) == len(new) == len(regimes):
+        lengths = f"{len(histories)} histories, {len(new)} counts and {len(regimes)} sampling settings"
+        raise ValueError(f"{lengths} for {n} rows of logits")
+    chains = {id(one): _chain(one, eos_ids) for one in regimes}
+    out = wide(logits).clone()
+    for i, (history, count, one) in enumerate(zip(histories, new, regimes, strict=True)):
+        ids = torch.tensor([list(history)], dtype=torch.int64, device=logits.device)
+        row = out[i : i + 1].clone()
+        for step in chains[id(one)]:
+            row = step(ids, row, count)
+        out[i] = row[0]
+    _require_a_token(out)
+    return out
+
+
+def presence(ids: Tensor, logits: Tensor, penalty: float) -> Tensor:
+    """Subtract the penalty from the logits of the tokens in ids (T,), once each: logits (1, V)."""
+    return logits - penalty * (_counts(ids, logits) > 0)
+
+
+def frequency(ids: Tensor, logits: Tensor, penalty: float) -> Tensor:
+    """Subtract the penalty from the logits of the tokens in ids (T,), once an occurrence: logits (1, V)."""
+    return logits - penalty * _counts(ids, logits)
+
+
+def _counts(ids: Tensor, logits: Tensor) -> Tensor:
+    """Occurrences (V,) in the dtype of the logits."""
+    return torch.zeros_like(logits[0]).index_add_(0, ids, torch.ones_like(ids, dtype=logits.dtype))
+
+
+def _generated(ids: Tensor, new: int) -> Tensor:
+    """The last `new` ids of (1, T), as (new,)."""
+    return ids[0, ids.shape[1] - new :]
+
+
+def _chain(sampling: Sampling, eos_ids: Sequence[int]) -> list[Step]:
+    """The steps a regime needs, in order."""
+    steps: list[Step] = []
+    if sampling.logit_bias:
+        biases: list[list[list[int] | float]] = [[[t], b] for t, b in sampling.logit_bias.items()]
+        steps.append(_plain(SequenceBiasLogitsProcessor(biases)))
+    if sampling.repetition_penalty != 1:
+        steps.append(_plain(RepetitionPenaltyLogitsProcessor(float(sampling.repetition_penalty))))
+    if sampling.presence_penalty != 0:
+        steps.append(lambda ids, row, new: presence(_generated(ids, new), row, sampling.presence_penalty))
+    if sampling.frequency_penalty != 0:
+        steps.append(lambda ids, row, new: frequency(_generated(ids, new), row, sampling.frequency_penalty))
+    if sampling.banned:
+        # without eos ids: transformers drops them from the list, and a ban must not vanish
+        steps.append(_plain(NoBadWordsLogitsProcessor([list(word) for word in sampling.banned])))
+    ends = sorted({*eos_ids, *sampling.stop_ids})
+    if sampling.min_new_tokens and ends:
+        steps.append(lambda ids, row, new: _long_enough(ids, row, new, sampling.min_new_tokens, ends))
+    return steps + [_plain(processor) for processor in sampling.processors]
+
+
+def _plain(processor: Callable[[Tensor, Tensor], Tensor]) -> Step:
+    return lambda ids, row, new: processor(ids, row)
+
+
+def _long_enough(ids: Tensor, row: Tensor, new: int, least: int, ends: list[int]) -> Tensor:
+    prompt = ids.shape[1] - new
+    return MinNewTokensLengthLogitsProcessor(prompt, least, ends, device=str(row.device))(ids, row)
+
+
+def _require_a_token(logits: Tensor) -> None:
+    empty = ~(logits > -math.inf).any(-1)
+    if empty.any():
+        row = int(empty.nonzero()[0])
+        raise ValueError(
+            f"row {row} has no token left: Sampling.banned, logit_bias, min_new_tokens or processors "
+            "forbid every one the model allows"
+        )
+
+
+class Row(Protocol):
+    """What settings read of a row (`inference.request.Request`): its text, the length of its prompt, its settings, and
+    the ids that end it."""
+
+    @property
+    def text(self) -> list[int]: ...
+    @property
+    def prompt(self) -> int: ...
+    @property
+    def new(self) -> list[int]: ...
+    @property
+    def sampling(self) -> Sampling: ...
+    @property
+    def ends(self) -> frozenset[int]: ...
+
+
+class Penalties:
+    """The settings of the active rows that read their texts, but processors.
+
+    Occurrences of generated ids are counted on the device and updated from copies of the newest ids alone. A new object
+    is made when rows come or go, which copies to the device.
+    """
+
+    def __init__(self, rows: Sequence[Row], vocabulary: int, device: torch.device) -> None:
+        self.rows, self.vocabulary, self.device = list(rows), vocabulary, device
+        settings = [row.sampling for row in rows]
+        self.bias = self._table([s.logit_bias or {} for s in settings])  # (A, V)
+        self.ends = self._ends([row.ends if row.sampling.min_new_tokens else frozenset() for row in rows])  # (A, V)
+        penalties = [[s.repetition_penalty, s.presence_penalty, s.frequency_penalty, s.min_new_tokens]
+                     for s in settings]  # fmt: skip
+        self.penalised = any(row[:3] != [1, 0, 0] for row in penalties)
+        table = torch.tensor(penalties, dtype=torch.float64, device=device)
+        self.repetition, self.presence, self.frequency, self.least = table.view(-1, 4, 1, 1).unbind(1)
+        self.words = self._words()
+        self.width = 0 if self.words is None else self.words.shape[1] - 2  # ids before a position that bans read
+        self.counted = [len(row.text) for row in rows]
+        self.prompt = self.generated = None
+        if self.penalised:
+            self.prompt = self._counts([row.text[: row.prompt] for row in rows]) > 0  # (A, V)
+            self.generated = self._counts([row.new for row in rows])  # (A, V)
+
+    def newest(self) -> list[list[int]]:
+        """Ids of each text that are not counted yet, padded with -1 to one width."""
+        if not self.penalised:
+            return [[] for _ in self.rows]
+        ids = [row.text[count:] for row, count in zip(self.rows, self.counted, strict=True)]
+        self.counted = [len(row.text) for row in self.rows]
+        return _padded(ids, -1)
+
+    def tails(self) -> list[list[int]]:
+        """The last ids of each text that bans read, padded with -1 on the left."""
+        return [_last(row.text, self.width) for row in self.rows]
+
+    def count(self, newest: Tensor) -> None:
+        """Add `newest` (A, m) to the counts."""
+        if newest.shape[1] and self.generated is not None:
+            self.generated.scatter_add_(1, newest.clamp(min=0), (newest >= 0).to(self.generated.dtype))
+
+    def apply(self, logits: Tensor, x: Tensor, first: int, tails: Tensor, emitted: Tensor) -> Tensor:
+        """logits (A, n, V) at the positions after first, first + 1, ... of the drafted ids x (A, K) -> (A, n, V),
+        float32 at least. tails (A, L) as `tails`; emitted (A,) tokens generated before the drafts."""
+        out, n = wide(logits), logits.shape[1]
+        if self.bias is not None:
+            out = out + self.bias.unsqueeze(1)
+        if self.generated is not None:
+            out = self._penalise(out, self.generated.unsqueeze(1) + self._drafted(x, first, n))
+        if self.words is not None:
+            out = self._ban(out, torch.cat((tails, x), 1), first, self.words)
+        if self.ends is not None:
+            new = emitted.unsqueeze(1) + torch.arange(first, first + n, device=out.device)  # (A, n)
+            early = new < self.least.squeeze(-1)
+            out = out.masked_fill(early.unsqueeze(-1) & self.ends.unsqueeze(1), -math.inf)
+        return out
+
+    @property
+    def key(self) -> Hashable:
+        """All that `apply` depends on except its arguments and `tensors`."""
+        return self.penalised
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that `apply` reads, by name."""
+        tensors = {
+            "bias": self.bias, "ends": self.ends, "repetition": self.repetition, "presence": self.presence,
+            "frequency": self.frequency, "least": self.least, "words": self.words, "prompt": self.prompt,
+            "generated": self.generated,
+        }  # fmt: skip
+        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
+    def on(self, tensors: Mapping[str, Tensor]) -> "Penalties":
+        """The same settings, read from other tensors of the names and shapes of `tensors()`."""
+        other = copy(self)
+        other.bias, other.ends, other.words = tensors.get("bias"), tensors.get("ends"), tensors.get("words")
+        other.repetition, other.presence = tensors["repetition"], tensors["presence"]
+        other.frequency, other.least = tensors["frequency"], tensors["least"]
+        other.prompt, other.generated = tensors.get("prompt"), tensors.get("generated")
+        return other
+
+    def _penalise(self, logits: Tensor, counts: Tensor) -> Tensor:
+        """counts (A, n, V): occurrences of each id among the generated ones before each position."""
+        assert self.prompt is not None
+        there, dtype = counts > 0, logits.dtype
+        factor = self.repetition.to(dtype)
+        repeated = torch.where(logits < 0, logits * factor, logits / factor)
+        logits = torch.where(there | self.prompt.unsqueeze(1), repeated, logits)
+        logits = logits - self.presence.to(torch.float32) * there
+        return logits - self.frequency.to(dtype) * counts.to(dtype)
+
+    def _drafted(self, x: Tensor, first: int, n: int) -> Tensor:
+        """Occurrences of each id among the drafts before each position: (A, n, V)."""
+        A, K = x.shape
+        counts = torch.zeros(A, n, self.vocabulary, dtype=torch.float32, device=x.device)
+        position = torch.arange(first, first + n, device=x.device).unsqueeze(1)
+        before = (torch.arange(K, device=x.device) < position).to(counts.dtype)  # (n, K)
+        return counts.scatter_add_(2, x.unsqueeze(1).expand(A, n, K), before.expand(A, n, K))
+
+    def _ban(self, logits: Tensor, text: Tensor, first: int, words: Tensor) -> Tensor:
+        """-inf on ids that would complete a banned word: text (A, L + K), tails and drafts; words as `_words`."""
+        rows, last, prefixes = words[:, 0], words[:, 1], words[:, 2:]
+        n, L = logits.shape[1], prefixes.shape[1]
+        if L:
+            read = text.unfold(1, L, 1)[:, first : first + n][rows]  # (M, n, L)
+            wanted = prefixes.unsqueeze(1)
+            completes = ((read == wanted) | (wanted < 0)).all(-1)
+        else:
+            completes = torch.ones(len(rows), n, dtype=torch.bool, device=text.device)
+        flat = (rows.unsqueeze(1) * n + torch.arange(n, device=text.device)) * logits.shape[2] + last.unsqueeze(1)
+        ban = torch.zeros_like(completes, dtype=logits.dtype).masked_fill_(completes, -math.inf)
+        return logits.flatten().scatter_add(0, flat.flatten(), ban.flatten()).view_as(logits)
+
+    def _words(self) -> Tensor | None:
+        """All banned words of all rows (M, 2 + L): row, last id, and the ids before it, padded with -1 on the left."""
+        words = [(a, word) for a, row in enumerate(self.rows) for word in row.sampling.banned]
+        if not words:
+            return None
+        width = max(len(word) for _, word in words) - 1
+        prefixes = [_last(list(word[:-1]), width) for _, word in words]
+        rows = zip(words, prefixes, strict=True)
+        return torch.tensor([[a, word[-1], *prefix] for (a, word), prefix in rows], device=self.device)
+
+    def _ends(self, ends: list[frozenset[int]]) -> Tensor | None:
+        """The ids (A, V) that end a row with a minimum length; None if no row has one."""
+        table = self._table([dict.fromkeys((id for id in some if id < self.vocabulary), 1.0) for some in ends])
+        return None if table is None else table > 0
+
+    def _table(self, entries: Sequence[Mapping[int, float]]) -> Tensor | None:
+        """Numbers by id of each row as a float32 table (A, V); None if no row has any."""
+        numbers = [(a, id, value) for a, row in enumerate(entries) for id, value in row.items()]
+        if not numbers:
+            return None
+        a, ids = (torch.tensor([entry[i] for entry in numbers], device=self.device) for i in (0, 1))
+        values = torch.tensor([entry[2] for entry in numbers], dtype=torch.float32, device=self.device)
+        table = torch.zeros(len(entries), self.vocabulary, dtype=torch.float32, device=self.device)
+        return table.index_put_((a, ids), values)
+
+    def _counts(self, texts: list[list[int]]) -> Tensor:
+        ids = torch.tensor(_padded(texts, -1), dtype=torch.int64, device=self.device).view(len(texts), -1)
+        counts = torch.zeros(len(texts), self.vocabulary, dtype=torch.float32, device=self.device)
+        return counts.scatter_add_(1, ids.clamp(min=0), (ids >= 0).to(counts.dtype))
+
+
+def _padded(rows: list[list[int]], fill: int) -> list[list[int]]:
+    width = max(map(len, rows))
+    return [row + [fill] * (width - len(row)) for row in rows]
+
+
+def _last(ids: list[int], width: int) -> list[int]:
+    """The last `width` ids, padded with -1 on the left."""
+    tail = ids[len(ids) - width :] if width < len(ids) else ids
+    return [-1] * (width - len(tail)) + tail
+
+
+def apply_processors(
+    logits: Tensor,
+    rows: Sequence[Row],
+    own: Sequence[int],
+    x: Tensor,
+    k: Sequence[int],
+    first: int,
+    messages: dict[int, str],
+) -> Tensor:
+    """Logits (A, n, V) at the positions after first, first + 1, ... of the drafted ids x (A, K), after the processors
+    of the rows `own`; a new tensor.
+
+    A processor is not called on a text that cannot be: past a row's own k, after an end token, or after a draft without
+    mass. The error that one raises goes to `messages` by row, and every token there gets -inf.
+    """
+    logits, drafts = logits.clone(), x.tolist()
+    for a in own:
+        for i in range(logits.shape[1]):
+            draft = drafts[a][: first + i]
+            if len(draft) > k[a] or not rows[a].ends.isdisjoint(draft):
+                break
+            if i and not bool(logits[a, i - 1, draft[-1]] > -math.inf):
+                break
+            if not _apply(logits[a, i : i + 1], rows[a], draft, a, messages):
+                break
+    return logits
+
+
+def _apply(scores_here: Tensor, row: Row, draft: list[int], a: int, messages: dict[int, str]) -> bool:
+    """Call the processors of one row, which overwrites `scores_here` (1, V). Returns False if one of them raised."""
+    ids = torch.tensor([row.text + draft], dtype=torch.int64, device=scores_here.device)
+    scores = scores_here.clone()
+    try:
+        for processor in row.sampling.processors:
+            scores = processor(ids, scores)
+        scores_here.copy_(scores)
+    except Exception as error:  # an error of a user's code ends its own row alone
+        messages.setdefault(a, f"Sampling.processors: {type(error).__name__}: {error}")
+        scores_here.fill_(-math.inf)
+        return False
+    return True

@@ -1,0 +1,152 @@
+"""Slots and admission: the queue of a call, rows that enter and leave, and moves that close the holes.
+
+Slots [0, rows) of the target and of the proposer hold the active rows, without holes. The spare slots after them hold
+prompts that wait: several are stored in one pass, which takes half the time of one by one.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
+
+import torch
+
+from inference.models.lm import LM, store_prompts
+from inference.output import Counts, Stats
+from inference.policy import Policy, lengths_of
+from inference.proposers.base import Host, Proposer
+from inference.request import Request
+from inference.round import Batch
+from inference.sampling.noise import Uniforms
+
+
+@dataclass
+class Call:
+    """State of one call of `generate` or `stream`. rows: all requests; waiting: those whose prompts are not stored;
+    staged: those whose prompts are stored in a spare slot, with the slot; active: those being decoded, by slot."""
+
+    rows: list[Request]
+    proposer: Proposer | None
+    noise: Uniforms
+    waiting: deque[Request] = field(init=False)
+    stats: Stats = field(init=False)
+    staged: deque[tuple[Request, int]] = field(default_factory=deque)
+    active: list[Request] = field(default_factory=list)
+    batch: Batch | None = None  # settings of the active rows on the device
+
+    def __post_init__(self) -> None:
+        self.waiting, self.stats = deque(self.rows), Stats(rows=[Counts() for _ in self.rows])
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """Layers of the target's states that the proposer reads."""
+        return self.proposer.reads if self.proposer else ()
+
+    def lengths(self, policy: Policy) -> list[int]:
+        """Draft length of each active row: that of the policy, but no draft past the row's limit."""
+        if not self.proposer:
+            return [0] * len(self.active)
+        wanted = lengths_of(policy, [row.text for row in self.active])
+        return [0 if row.alone else min(length, row.limit - row.emitted - 1)
+                for length, row in zip(wanted, self.active, strict=True)]  # fmt: skip
+
+
+# by id of a proposer: the call whose rows its slots hold, of any engine
+_PROPOSING: WeakValueDictionary[int, Call] = WeakValueDictionary()
+
+
+class Slots:
+    """The slots of a target, and of the proposer of the call that has them."""
+
+    def __init__(self, target: LM) -> None:
+        self.target = target
+        self.current: Call | None = None  # whose rows are in the slots
+
+    def begin(self, rows: list[Request], proposer: Proposer | None, seed: int) -> Call:
+        """A new call, which has the slots from now on."""
+        target = self.target
+        self.current = Call(rows, proposer, Uniforms(seed, target.device))
+        if proposer:
+            proposer.open(Host(target.rows, target.spare, target.vocabulary, target.context, target))
+            _PROPOSING[id(proposer)] = self.current
+        return self.current
+
+    def require(self, call: Call) -> None:
+        """Raise RuntimeError if a later call has the slots, or the proposer."""
+        if self.current is not call:
+            raise RuntimeError("Engine: a later call took the slots of this stream before it ended")
+        if call.proposer and _PROPOSING.get(id(call.proposer)) is not call:
+            raise RuntimeError("Engine: another engine's call took this engine's proposer before this stream "
+                               "ended; give each engine a proposer of its own")  # fmt: skip
+
+    @torch.inference_mode()
+    def admit(self, call: Call) -> None:
+        """Fill the free slots with rows that wait."""
+        while len(call.active) < self.target.rows and (call.staged or call.waiting):
+            with call.stats.clock("prefill"):
+                if call.staged:
+                    self._enter(call, *call.staged.popleft())
+                elif self.target.rows - len(call.active) < min(self.target.spare, len(call.waiting)):
+                    self._stage(call)
+                else:
+                    self._store(call)
+                self.target.wait()
+
+    def _store(self, call: Call) -> None:
+        """Store the prompts of as many waiting rows as there are free slots."""
+        low = len(call.active)
+        rows = _pop(call.waiting, self.target.rows - low)
+        prompts = [row.text for row in rows]
+        states = store_prompts(self.target, low, prompts, states=call.reads)
+        if call.proposer:
+            call.proposer.admit(low, prompts, states)
+        call.active += rows
+
+    def _stage(self, call: Call) -> None:
+        """Store prompts of waiting rows in the spare slots."""
+        low, rows = self.target.rows, _pop(call.waiting, self.target.spare)
+        prompts = [row.text for row in rows]
+        states = store_prompts(self.target, low, prompts, states=call.reads)
+        if call.proposer:
+            call.proposer.stage(low, prompts, states)
+        call.staged.extend((row, low + i) for i, row in enumerate(rows))
+
+    def _enter(self, call: Call, row: Request, slot: int) -> None:
+        """Move a staged row from its spare slot to the first free one."""
+        self.target.move(slot, len(call.active), len(row.text) - 1)
+        if call.proposer:
+            call.proposer.enter(slot, len(call.active), row.text)
+        call.active.append(row)
+
+    def retry_or_fail(self, slot: int, row: Request, doubtful: bool, reason: Callable[[], str]) -> None:
+        """End a row whose next token has no distribution. If the row has drafted (`doubtful`), the cause may be what
+        a draft left in the slot: the prompt is then stored again, and the row goes on without drafts."""
+        if doubtful and not row.alone:
+            row.alone = True
+            self.target.clear(slot)
+            store_prompts(self.target, slot, [row.text])
+        else:
+            row.fail(reason())
+
+    def leave(self, call: Call) -> None:
+        """Free the slots of ended rows; the last active row moves to each freed slot."""
+        ended = deque(slot for slot, row in enumerate(call.active) if row.finish)
+        for slot in ended:
+            if call.active[slot].stained:
+                self.target.clear(slot)
+        while ended:
+            # the lowest ones are filled, so that no row moves twice
+            slot = ended.pop() if call.active[-1].finish else ended.popleft()
+            mover = call.active.pop()
+            if slot < len(call.active):
+                call.active[slot] = mover
+                self.target.move(len(call.active), slot, len(mover.text) - 1)
+                if mover.stained:
+                    self.target.clear(len(call.active))
+            if call.proposer:
+                call.proposer.move(len(call.active), slot)
+
+
+def _pop(waiting: deque[Request], most: int) -> list[Request]:
+    """The first `most` of a queue, or all."""
+    return [waiting.popleft() for _ in range(min(most, len(waiting)))]

@@ -1,0 +1,88 @@
+"""What a round hands to a recorder: its drafts with p, q and u, in the round's one copy to the host.
+
+`trace` packs them on the device, `traced_rows` unpacks them on the host.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from inference.outcome import COLUMNS
+
+if TYPE_CHECKING:
+    from inference.proposers.base import Proposal
+    from inference.request import Request
+
+PARTS = 3  # floats of a draft: p, q, u
+
+
+class RoundRecorder(Protocol):
+    """What an engine calls while it decodes, see `Engine(record=)`. The hook must not change its arguments."""
+
+    def begin(self, rule: str, rows: Sequence["Request"]) -> None:
+        """A call begins; rule: the name of its verification rule."""
+
+    def note(
+        self, rows: Sequence["Request"], starts: Sequence[int], proposal: "Proposal", table: Sequence[Sequence[int]]
+    ) -> None:  # fmt: skip
+        """A round ended and its tokens joined the texts. starts: tokens that each row had emitted before the round;
+        table: of `outcome.RoundResult`, with the `trace` as its last columns."""
+
+
+class TracedRow(NamedTuple):
+    """One row of a round. prompt: its index in the call; start: tokens that the row had emitted before; emitted: tokens
+    that the round added; drafted: how many of the drafts belong to the row; path: the accepted nodes in order; last:
+    the token after them; drafts: ids; floats: bits of p, q and u of the drafts; parents: of the nodes, -1 for the
+    text."""
+
+    prompt: int
+    start: int
+    emitted: int
+    drafted: int
+    path: Sequence[int]
+    last: int
+    drafts: Sequence[int]
+    floats: Sequence[int]
+    parents: Sequence[int]
+
+
+def trace(p: Tensor, proposal: "Proposal", u: Tensor | None, length: Tensor, path: Tensor | None) -> Tensor:
+    """Whole numbers (A, ...) of a round: length, the number of drafts that had distributions; the ids of the drafts
+    (N); p, q and u of each (3N) as the bits of float64; for a tree also the parents of its nodes (N) and the accepted
+    nodes (D), padded with -1.
+
+    p (A, N+1, V); u (A, N or fewer), None if the rule tests no uniforms; length (A,); path (A, D), None for a chain.
+    Entries past a row's drafts have no meaning.
+    """
+    x, rows = proposal.x, torch.arange(len(p), device=p.device).unsqueeze(1)
+    ids, node = x.clamp(0, p.shape[-1] - 1), torch.arange(x.shape[1], device=p.device)
+    parents = node.unsqueeze(0) - 1 if proposal.tree is None else proposal.tree.on(p.device).parents.view(-1, len(node))
+    px = p[rows, parents + 1, ids]
+    qx = torch.ones_like(px) if proposal.q is None else proposal.q[rows, node, ids]
+    tested = px.new_zeros(len(x), 0) if u is None else u[:, : len(node)]
+    tested = torch.nn.functional.pad(tested, (0, len(node) - tested.shape[1]), value=math.nan)  # rows may have fewer
+    bits = [part.double().contiguous().view(torch.int64) for part in (px, qx, tested)]
+    tree = [] if path is None else [parents.expand(len(x), -1), path]
+    return torch.cat((length.unsqueeze(1), x, *bits, *tree), 1)
+
+
+def traced_rows(
+    rows: Sequence["Request"], starts: Sequence[int], proposal: "Proposal", table: Sequence[Sequence[int]]
+) -> list[TracedRow]:
+    """The rows of a round, from the arguments of `RoundRecorder.note`."""
+    N, tree = proposal.x.shape[1], proposal.tree is not None
+    lines = zip(rows, starts, table, strict=True)
+    return [_row(row.index, start, row.emitted - start, line, N, tree) for row, start, line in lines]
+
+
+def _row(prompt: int, start: int, emitted: int, line: Sequence[int], N: int, tree: bool) -> TracedRow:
+    """line: of the table; its first columns are the number of accepted drafts and the token after them."""
+    accepted, last = line[0], line[1]
+    depth = (len(line) - COLUMNS - 1 - (1 + PARTS) * N - N) // 2 if tree else N  # columns of the path
+    traced = line[COLUMNS + depth :]
+    drafts, floats, rest = traced[1 : 1 + N], traced[1 + N : 1 + (1 + PARTS) * N], traced[1 + (1 + PARTS) * N :]
+    path, parents = (rest[N : N + accepted], rest[:N]) if tree else (range(accepted), range(-1, N - 1))
+    return TracedRow(prompt, start, emitted, traced[0], path, last, drafts, floats, parents)

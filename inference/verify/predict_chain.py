@@ -1,0 +1,218 @@
+"""Target calls that a text costs with chains of drafts, exactly, from two log-probabilities a token.
+
+Given the emitted text, only acceptance is random. A round that starts at token t accepts n drafts with a probability
+that depends on (text, t) alone, so round starts form a Markov chain on positions, and the expectation and variance of
+their number follow from one recursion (formula in each docstring).
+B rows, T positions, k drafts of a round, K their maximum, L tokens of a row's text. r (B,T) or (B,T,K): probability
+min(1, q/p) that the text's token t is accepted; with a third axis, if token t is drafted at depth j (0-based), that is
+by a round that starts at t - j; entries with j > t are never read. l, same shapes: log q - log p of the text's token.
+Tokens past a row's length are never read either.
+Rules differ in `reach` (B,T,K+1) alone (see `rules`); calls, their variance, tau and acceptance by depth follow from it
+(`calls_from`, `variance_from`, `tau_from`, `depths_from`).
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from inference.sampling import wide
+
+__all__ = [
+    "calls_from",
+    "calls_variance",
+    "calls_variance_block",
+    "conditional",
+    "depths_from",
+    "expected_calls",
+    "expected_calls_block",
+    "l_from",
+    "prefix",
+    "r_from",
+    "reach",
+    "reach_block",
+    "starts",
+    "tau",
+    "tau_block",
+    "tau_from",
+    "variance_from",
+]
+
+
+def l_from(logp_x: Tensor, logq_x: Tensor) -> Tensor:
+    """l = log q(x) - log p(x) of text tokens x, any shape; -inf if q(x) = 0, even if p(x) = 0 as well."""
+    never = logq_x == -torch.inf
+    difference = wide(logq_x).masked_fill(never, 0) - wide(logp_x).masked_fill(never, 0)
+    return difference.masked_fill(never, -torch.inf)
+
+
+def r_from(logp_x: Tensor, logq_x: Tensor) -> Tensor:
+    """r = min(1, q(x) / p(x)) of text tokens x, any shape; 0 if q(x) = 0. Differentiable.
+
+    Probability that the token rule accepts x as a draft, given that x was emitted: the draft is x
+    with q(x) min(1, p(x)/q(x)) out of p(x) (Leviathan et al. 2023, arXiv 2211.17192).
+    """
+    return l_from(logp_x, logq_x).clamp(max=0).exp()
+
+
+def reach(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
+    """P(a round that starts at t accepts at least n drafts) under the token rule -> (B,T,K+1).
+
+    prod_{j<n} r[t+j, j], n = 0..K; 0 past the round's own k and past the text's last token.
+    k: drafts of a round, an int, or an integer tensor (B,) or (B,T) (of the round that starts at t).
+    Raises ValueError when r has fewer depths than k or lengths exceed T.
+    """
+    products = torch.cumprod(_aligned(r, k, lengths, fill=0.0), -1)
+    return _within(F.pad(products, (1, 0), value=1.0), k)
+
+
+def reach_block(l: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
+    """The same for block verification (Sun et al. 2024, arXiv 2403.10444) -> (B,T,K+1).
+
+    min_{0<=j<=n} exp(l[t,0] + .. + l[t+j-1, j-1]), the empty sum being 0. l = log q - log p, -inf allowed.
+    """
+    sums = torch.cumsum(_aligned(l, k, lengths, fill=-torch.inf), -1)
+    return _within(torch.cummin(F.pad(sums, (1, 0)), -1).values.exp(), k)
+
+
+def starts(reach: Tensor) -> Tensor:
+    """Probability that a round starts at t -> (B,T), from `reach` (B,T,K+1).
+
+    s_0 = 1; s_{t+n+1} += s_t (reach_n - reach_{n+1}), with reach_{K+1} = 0.
+    """
+    jumps = _jumps(reach)
+    mass = F.pad(torch.zeros_like(jumps[:, 0, 1:]), (1, 0), value=1.0)  # (B,K+1) on t, t+1, ..., t+K
+    probabilities = []
+    for jump in jumps.unbind(1):
+        probabilities.append(mass[:, 0])
+        mass = F.pad(mass[:, 1:], (0, 1)) + mass[:, :1] * jump
+    return torch.stack(probabilities, 1)
+
+
+def calls_from(reach: Tensor, lengths: Tensor | None = None) -> Tensor:
+    """Expected target calls of each text -> (B,): sum over t < L of P(round at t), from `reach` (B,T,K+1)."""
+    return _count(starts(reach), lengths)
+
+
+def variance_from(reach: Tensor, lengths: Tensor | None = None) -> Tensor:
+    """Variance of the target calls of each text, over acceptance alone -> (B,), from `reach` (B,T,K+1)."""
+    return _moments(reach, lengths)[1]
+
+
+def tau_from(reach: Tensor, lengths: Tensor | None = None) -> Tensor:
+    """Tokens per target call, sum(lengths) / sum(expected calls), a scalar, from `reach` (B,T,K+1)."""
+    return _lengths(reach, lengths).sum() / calls_from(reach, lengths).sum()
+
+
+def expected_calls(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
+    """Expected target calls for each text under the token rule -> (B,): sum over t < L of P(round at t).
+
+    lengths (B,) tokens of each text, default T. k = 0 gives lengths. Differentiable in r.
+    """
+    return calls_from(reach(r, k, lengths), lengths)
+
+
+def expected_calls_block(l: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
+    """`expected_calls` under block verification, from l = log q - log p -> (B,)."""
+    return calls_from(reach_block(l, k, lengths), lengths)
+
+
+def calls_variance(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
+    """Variance of the number of target calls for each text, token rule -> (B,), calls squared.
+
+    Over acceptance alone. Rows are independent: the variance of a sum is the sum.
+    """
+    return variance_from(reach(r, k, lengths), lengths)
+
+
+def calls_variance_block(l: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
+    """`calls_variance` under block verification -> (B,)."""
+    return variance_from(reach_block(l, k, lengths), lengths)
+
+
+def tau(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
+    """Tokens per target call, the emitted one included: sum(lengths) / sum(expected calls), a scalar."""
+    return tau_from(reach(r, k, lengths), lengths)
+
+
+def tau_block(l: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
+    """`tau` under block verification."""
+    return tau_from(reach_block(l, k, lengths), lengths)
+
+
+def prefix(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
+    """P(accept drafts 1..i) over the expected rounds, token rule -> (K,); see `depths_from`."""
+    return depths_from(reach(r, k, lengths), k, lengths)[0]
+
+
+def conditional(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
+    """P(accept draft i given all before) over the expected rounds, token rule -> (K,); see `depths_from`."""
+    return depths_from(reach(r, k, lengths), k, lengths)[1]
+
+
+def depths_from(reach: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """P(accept drafts 1..i), and P(accept draft i given all before), over the expected rounds -> (K,) each.
+
+    Weighted by the probability of each start, sum_t s_t reach_i / sum_t s_t, over the rounds that draft a depth i
+    inside the text. NaN at a depth that no round drafts, or tries.
+    """
+    depths = torch.arange(1, reach.shape[-1], device=reach.device)
+    ends = torch.arange(reach.shape[1], device=reach.device)[:, None] + depths  # (T,K) tokens up to draft i
+    drafts = _within((ends <= _lengths(reach, lengths)[:, None, None]).to(reach.dtype), k, first=1)
+    s = starts(reach)[..., None] * drafts
+    accepted, drafted, tried = (s * reach[..., 1:]).sum((0, 1)), s.sum((0, 1)), (s * reach[..., :-1]).sum((0, 1))
+    return accepted / drafted, accepted / tried
+
+
+def _moments(reach: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Mean and variance (B,) of the rounds that remain at t = 0, backwards from the end of the text.
+
+    E_t = 1 + sum_n J_n E_{t+n+1}; Var_t = sum_n J_n (Var_{t+n+1} + (E_{t+n+1} + 1 - E_t)^2): total variance, never
+    negative; E[C^2] - E[C]^2 would cancel.
+    """
+    jumps, end = _jumps(reach), _lengths(reach, lengths)
+    mean = variance = torch.zeros_like(jumps[:, 0])  # (B,K+1) of positions t+1 .. t+K+1
+    for t in reversed(range(jumps.shape[1])):
+        jump, inside = jumps[:, t], (t < end)[:, None]
+        now = 1 + (jump * mean).sum(-1, keepdim=True)
+        spread = (jump * (variance + (mean + 1 - now) ** 2)).sum(-1, keepdim=True)
+        mean = torch.cat([now * inside, mean[:, :-1]], -1)
+        variance = torch.cat([spread * inside, variance[:, :-1]], -1)
+    return mean[:, 0], variance[:, 0]
+
+
+def _jumps(reach: Tensor) -> Tensor:
+    """P(exactly n accepted) = reach_n - reach_{n+1} -> (B,T,K+1); the next round starts n + 1 tokens later."""
+    return reach - F.pad(reach[..., 1:], (0, 1))
+
+
+def _count(s: Tensor, lengths: Tensor | None) -> Tensor:
+    inside = torch.arange(s.shape[1], device=s.device) < _lengths(s, lengths)[:, None]
+    return (s * inside).sum(1)
+
+
+def _lengths(r: Tensor, lengths: Tensor | None) -> Tensor:
+    if lengths is None:
+        return torch.full(r.shape[:1], r.shape[1], device=r.device)
+    if lengths.shape != r.shape[:1] or bool((lengths > r.shape[1]).any()):
+        raise ValueError(f"lengths must be ({r.shape[0]},) and at most {r.shape[1]}, got {lengths.tolist()}")
+    return lengths.to(r.device)
+
+
+def _within(values: Tensor, k: int | Tensor, first: int = 0) -> Tensor:
+    """Zero the depths (last axis, numbered from `first`) beyond the k of each round."""
+    limit = torch.as_tensor(k, device=values.device)
+    limit = limit.reshape(limit.shape + (1,) * (3 - limit.ndim))  # (), (B,), (B,T) -> (.,.,1)
+    return values * (torch.arange(values.shape[-1], device=values.device) + first <= limit)
+
+
+def _aligned(r: Tensor, k: int | Tensor, lengths: Tensor | None, fill: float) -> Tensor:
+    """values[b,t,j] = r of token t+j at depth j, for the round that starts at t -> (B,T,K)."""
+    depths = int(torch.as_tensor(k).max())
+    if r.ndim not in (2, 3) or (r.ndim == 3 and r.shape[2] < depths):
+        raise ValueError(f"need (B,T) or (B,T,K) with K >= k = {depths}, got shape {tuple(r.shape)}")
+    total = r.shape[1]
+    shifted = [(r if r.ndim == 2 else r[..., j])[:, j:] for j in range(depths)]
+    columns = [F.pad(wide(c), (0, total - c.shape[1])) for c in shifted]
+    values = torch.stack(columns, -1) if columns else wide(r.new_zeros(*r.shape[:2], 0))
+    token = torch.arange(total, device=r.device)[:, None] + torch.arange(depths, device=r.device)  # (T,K)
+    return values.masked_fill(token >= _lengths(r, lengths)[:, None, None], fill)

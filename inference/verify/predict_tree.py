@@ -1,0 +1,303 @@
+"""Target calls that a text costs with trees of drafts, for every shape, from distributions and ranks.
+
+Given the emitted text, a round follows it while it accepts: at a node whose path is the text so far, the text's next
+token is accepted as child number c with a probability that depends on the distributions there alone (`by_rank`,
+`by_draw`). So one table of these probabilities gives `reach_tree` of every shape under `tree.tree`, and calls and their
+variance follow as for chains (`predict_chain`). Under `tree.traversal` the probability of a node depends on its path of
+child numbers (`reach_traversal`). The last functions predict one round from the distributions of its own levels, for
+texts whose distributions come round by round.
+
+B rows, T positions, C children, D levels, V vocabulary. accept (B, T, C): P(the text's token t is accepted as child c,
+0-based | the text, and the children of its node are tried); with one axis more, (B, T, K, C), when it is drafted at
+depth j (0-based), that is by a round that starts at t - j; entries with j > t are never read, nor tokens past a row's
+length. parents: as in `tree`, of all rounds. k: nodes in use, of the round that starts at t: an int, (B,) or (B, T).
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from inference.sampling import draw, wide
+from inference.sampling.noise import REJECTED, uniform
+from inference.verify.chain import continued
+from inference.verify.predict_chain import calls_from, tau_from, variance_from
+from inference.verify.tree import depths_of, ranks_of
+
+CHUNK = 2**22  # entries of distributions that are processed at once
+GOLDEN = 0.6180339887498949
+SAMPLES = 8  # of the rejected children that are drawn
+
+
+def rank_of(probs: Tensor, x: Tensor) -> Tensor:
+    """Number of tokens likelier than x: probs (..., V), or logits, and x (...) -> (...) int64, 0 for the likeliest.
+
+    Of equal ones the lower id comes first, as in `tree.likeliest`.
+    """
+    own = probs.gather(-1, x.unsqueeze(-1))
+    lower = torch.arange(probs.shape[-1], device=probs.device) < x.unsqueeze(-1)
+    return ((probs > own) | ((probs == own) & lower)).sum(-1)
+
+
+def by_rank(rank: Tensor, children: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """accept (..., C) of deterministic children, the likeliest first: 1 for child rank; given the text nothing is
+    random.
+
+    rank (...) int64 of the text's token in the draft's distribution, see `rank_of`.
+    """
+    return (rank.unsqueeze(-1) == torch.arange(children, device=rank.device)).to(dtype)
+
+
+def by_draw(
+    p: Tensor, q: Tensor, x: Tensor, children: int, *, replacement: bool = False, samples: int = SAMPLES, seed: int = 0
+) -> Tensor:
+    """accept (..., C) of children drawn from q, of the text's tokens x (...) with distributions p, q (..., V).
+
+    With Z = sum max(q - p, 0), p' = norm(max(p - q, 0)) and q'_y = q without y, renormalised (q'_y = q with
+    replacement): the first child with min(p, q)(x) / p(x), the second with sum_y max(q - p, 0)(y) min(p', q'_y)(x) /
+    p(x). With replacement every child is exact in this way. Without it, from the third on, the rejected ones are drawn
+    (`samples` times, stratified, a function of seed and position) except the last, which is summed over: unbiased.
+    """
+    shape, chunk = x.shape, max(1, CHUNK // p.shape[-1])
+    parts = [part.flatten(0, -2).split(chunk) for part in (p.expand(*shape, -1), q.expand(*shape, -1))]
+    numbers = strata(x.numel(), max(children - 2, 0), samples, seed, x.device).split(chunk)
+    accept = []
+    for probs, draft, token, u in zip(*parts, x.flatten().split(chunk), numbers, strict=True):
+        probs, draft, token = wide(probs), wide(draft), token.unsqueeze(-1)
+        each = _with(probs, draft, token, children) if replacement else _without(probs, draft, token, children, u)
+        own = probs.gather(-1, token)
+        accept.append(torch.where(own > 0, torch.stack(each, -1) / own, 0.0))
+    return torch.cat(accept).unflatten(0, shape) if accept else wide(p.new_zeros(*shape, children))
+
+
+def reach_tree(
+    accept: Tensor, parents: tuple[int, ...], lengths: Tensor | None = None, k: int | Tensor | None = None
+) -> Tensor:
+    """P(a round that starts at t accepts at least n nodes | the text) under `tree.tree` -> (B, T, D+1).
+
+    Sum over the nodes of depth n of the product, along the node's path, of the probability of each child number. Raises
+    ValueError if a node has more children, or the tree more levels, than accept.
+    """
+    depths, ranks = depths_of(parents), ranks_of(parents)
+    levels, most = max(depths, default=0), max(ranks, default=-1) + 1
+    if most > accept.shape[-1] or (accept.ndim == 4 and levels > accept.shape[2]):
+        shape = f"(B, T{', K' * (accept.ndim == 4)}, C) = {tuple(accept.shape)}"
+        raise ValueError(f"the tree has {levels} levels and up to {most} children of a node, accept is {shape}")
+    whole = accept.new_ones(accept.shape[:2])
+    return reached([of_rounds(accept, level, lengths) for level in range(levels)], whole, parents, k)
+
+
+def reached(tables: Sequence[Tensor], whole: Tensor, parents: tuple[int, ...], k: int | Tensor | None) -> Tensor:
+    """Reach (B, T, D+1) of rounds whole (B, T), ones, from the probabilities of their next tokens by level, (B, T, C)
+    each."""
+    depths, ranks = depths_of(parents), ranks_of(parents)
+    reach = [torch.zeros_like(whole) for _ in range(max(depths, default=0))]
+    chances: list[Tensor] = []
+    for node, (parent, depth, rank) in enumerate(zip(parents, depths, ranks, strict=True)):
+        chance = (chances[parent] if parent >= 0 else whole) * tables[depth - 1][..., rank]
+        chances.append(chance if k is None else chance * used(node, k, chance))
+        reach[depth - 1] = reach[depth - 1] + chances[-1]
+    return torch.stack([whole, *reach], -1)
+
+
+def expected_calls_tree(
+    accept: Tensor, parents: tuple[int, ...], lengths: Tensor | None = None, k: int | Tensor | None = None
+) -> Tensor:
+    """Expected target calls of each text -> (B,), from its start to its end; lengths (B,) of the texts, default T."""
+    return calls_from(reach_tree(accept, parents, lengths, k), lengths)
+
+
+def calls_variance_tree(
+    accept: Tensor, parents: tuple[int, ...], lengths: Tensor | None = None, k: int | Tensor | None = None
+) -> Tensor:
+    """Variance of the target calls of each text -> (B,), calls squared, over what is random given the text."""
+    return variance_from(reach_tree(accept, parents, lengths, k), lengths)
+
+
+def tau_tree(
+    accept: Tensor, parents: tuple[int, ...], lengths: Tensor | None = None, k: int | Tensor | None = None
+) -> Tensor:
+    """Tokens per target call, sum(lengths) / sum(expected calls), a scalar."""
+    return tau_from(reach_tree(accept, parents, lengths, k), lengths)
+
+
+def of_rounds(accept: Tensor, level: int, lengths: Tensor | None) -> Tensor:
+    """Probabilities (B, T, C) of token t + level, for the round that starts at t; 0 past the text's end."""
+    now = accept if accept.ndim == 3 else accept[:, :, level]
+    if lengths is not None:
+        inside = torch.arange(now.shape[1], device=now.device) < lengths.to(now.device).unsqueeze(-1)
+        now = torch.where(inside.unsqueeze(-1), now, 0.0)
+    gone = min(level, now.shape[1])
+    return F.pad(now[:, gone:], (0, 0, 0, gone))
+
+
+def used(node: int, k: int | Tensor, like: Tensor) -> Tensor:
+    """Whether each round has this node: (), (B, 1) or (B, T)."""
+    limit = torch.as_tensor(k, device=like.device)
+    return (node < (limit.unsqueeze(-1) if limit.ndim == 1 else limit)).to(like.dtype)
+
+
+def _with(p: Tensor, q: Tensor, x: Tensor, children: int) -> list[Tensor]:
+    """P(accepted as child c, and it is x), c < C, drawn with replacement: (n, V), x (n, 1) -> (n,) each."""
+    weight, parts = torch.ones_like(p[:, 0]), []
+    for _ in range(children):
+        parts.append(weight * torch.minimum(p, q).gather(-1, x).squeeze(-1))
+        weight = weight * (q - p).clamp(min=0).sum(-1)
+        p = normed((p - q).clamp(min=0))
+    return parts
+
+
+def _without(p: Tensor, q: Tensor, x: Tensor, children: int, u: Tensor) -> list[Tensor]:
+    """The same without replacement; u (n, S, C-2) draws the rejected ones."""
+    parts = [torch.minimum(p, q).gather(-1, x).squeeze(-1), _second(p, q, x)][:children]
+    totals = [torch.zeros_like(parts[0]) for _ in range(children - 2)]
+    for sample in u.unbind(1):
+        probs, draft, weight = p, q, torch.ones_like(p[:, 0])
+        for total, number in zip(totals, sample.unbind(-1), strict=True):
+            lack = (draft - probs).clamp(min=0)
+            weight, y = weight * lack.sum(-1), draw(lack, number).unsqueeze(-1)
+            probs, draft = normed((probs - draft).clamp(min=0)), normed(draft.scatter(-1, y, 0.0))
+            total += weight * _second(probs, draft, x)
+    return parts + [total / u.shape[1] for total in totals]
+
+
+def _second(p: Tensor, q: Tensor, x: Tensor) -> Tensor:
+    """sum_y max(q - p, 0)(y) min(p'(x), q'_y(x)): (n, V), x (n, 1) -> (n,)."""
+    lack, left = (q - p).clamp(min=0), normed((p - q).clamp(min=0)).gather(-1, x)
+    others = q.sum(-1, keepdim=True) - q
+    drawn = torch.where(others > 0, q.gather(-1, x) / others, 0.0)  # of x, after y was removed
+    return (lack * torch.minimum(left, drawn)).sum(-1)
+
+
+def normed(rest: Tensor) -> Tensor:
+    """rest (n, V) over its sum, 0 if that is 0."""
+    mass = rest.sum(-1, keepdim=True)
+    return torch.where(mass > 0, rest / mass, 0.0)
+
+
+def strata(places: int, draws: int, samples: int, seed: int, device: torch.device) -> Tensor:
+    """Uniforms (n, S, draws): each one uniform, the S of a position and a draw spread evenly."""
+    row, depth = torch.arange(places, device=device), torch.arange(draws, device=device)
+    u = uniform(seed, row, torch.zeros_like(row), depth, REJECTED).unsqueeze(1)  # (n, 1, draws)
+    shift = torch.arange(samples, device=device).unsqueeze(-1) * torch.where(depth == 0, 1 / samples, GOLDEN * depth)
+    return (u + shift) % 1
+
+
+Distributions = tuple[Tensor, Tensor, Tensor]
+
+
+def reach_traversal(
+    p: Tensor, q: Tensor, x: Tensor, parents: tuple[int, ...], lengths: Tensor | None = None,
+    k: int | Tensor | None = None, *, replacement: bool = False, samples: int = SAMPLES, seed: int = 0,
+) -> Tensor:  # fmt: skip
+    """`reach_tree` under `tree.traversal` of children drawn from q -> (B, T, D+1): the sum over the nodes of each depth
+    of their probabilities, see `chances_traversal`. For likeliest children the two rules accept the same: `by_rank`."""
+    chances = chances_traversal(p, q, x, parents, lengths, replacement=replacement, samples=samples, seed=seed)
+    return summed(chances, parents, k)
+
+
+def chances_traversal(
+    p: Tensor, q: Tensor, x: Tensor, parents: tuple[int, ...], lengths: Tensor | None = None, *,
+    replacement: bool = False, samples: int = SAMPLES, seed: int = 0,
+) -> Tensor:  # fmt: skip
+    """P(a round that starts at t follows the text down to each node | the text) under `tree.traversal` of children
+    drawn from q -> (B, T, N). It depends on the node's path of child numbers alone: one table serves every tree within
+    `parents`.
+
+    p (B, T, V), q (B, T, V) or (B, T, K, V): distributions of the text's tokens x (B, T), axes as those of accept. A
+    node with weight w on the text's path is entered with w_c = min(w p(x)/q(x), 1) as child c, after the siblings
+    before it were rejected. Each rejection has probability sum max(q - w p, 0), and changes w, p and q as the rule
+    does. The result is the mean of w_c prod q(x)/p(x) over them. Rejected ones are drawn as in `by_draw`: exact for
+    first children, unbiased for others.
+    """
+    B, T, V = p.shape
+    levels = max(depths_of(parents), default=0)
+    rows, later = max(1, CHUNK // max(1, T * V)), len(parents) - len(set(parents))
+    u = strata(B * T, later, samples, seed, x.device).view(B, T, samples, later)
+    inside = torch.arange(T, device=x.device) < (T if lengths is None else lengths.to(x.device).unsqueeze(-1))
+    parts = [part.split(rows) for part in (p, q, x, inside.expand(B, T), u)]
+    chances = []
+    for probs, draft, ids, within, number in zip(*parts, strict=True):
+        distributions = [_at_level(probs, draft, ids, within, level) for level in range(levels)]
+        chances.append(traversed(parents, replacement, distributions, number))
+    return torch.cat(chances)
+
+
+def summed(chances: Tensor, parents: tuple[int, ...], k: int | Tensor | None = None) -> Tensor:
+    """Reach (B, T, D+1) from the probabilities (B, T, N) of a tree's nodes; each round has the first k."""
+    depths = depths_of(parents)
+    reach = chances.new_zeros(*chances.shape[:2], max(depths, default=0) + 1)
+    reach[..., 0] = 1
+    for node, depth in enumerate(depths):
+        chance = chances[..., node]
+        reach[..., depth] += chance if k is None else chance * used(node, k, chance)
+    return reach
+
+
+def traversed(parents: tuple[int, ...], replacement: bool, distributions: Sequence[Distributions], u: Tensor) -> Tensor:
+    """`chances_traversal` of some rows by level: p, q (B, T, V) and ids (B, T, 1); u (B, T, S, draws)."""
+    depths = depths_of(parents)
+    chances = torch.zeros(
+        *u.shape[:2], len(parents), dtype=distributions[0][0].dtype if distributions else u.dtype, device=u.device
+    )
+    whole = torch.ones_like(chances[..., 0])
+    for sample in u.unbind(2):
+        numbers, entered = iter(sample.unbind(-1)), {-1: (whole, whole)}  # of each node, its weight and its probability
+        for parent in sorted(set(parents)):
+            own = [node for node, above in enumerate(parents) if above == parent]
+            level = depths[own[0]] - 1
+            children = _children(*distributions[level], *entered[parent], len(own), numbers, replacement)
+            entered |= dict(zip(own, children, strict=True))
+            for node, (weight, chance) in zip(own, children, strict=True):
+                chances[..., node] += weight * chance / u.shape[2]
+    return chances
+
+
+def _at_level(p: Tensor, q: Tensor, x: Tensor, inside: Tensor, level: int) -> Distributions:
+    """p, q (B, T, V) and ids (B, T, 1) of token t + level, for the round that starts at t; no mass past the end."""
+    drafts = wide(q if q.ndim == 3 else q[:, :, level])
+    within, gone = inside.unsqueeze(-1), min(level, x.shape[1])
+    distributions = [torch.where(within, probs, 0.0)[:, gone:] for probs in (wide(p), drafts)]
+    p, q = (F.pad(probs, (0, 0, 0, gone)) for probs in distributions)
+    return p, q, F.pad(torch.where(inside, x, 0)[:, gone:], (0, gone)).unsqueeze(-1)
+
+
+def _children(
+    p: Tensor, q: Tensor, x: Tensor, w: Tensor, chance: Tensor, count: int, numbers: Iterator[Tensor], replacement: bool
+) -> list[tuple[Tensor, Tensor]]:
+    """(w_c, probability) (B, T) of the text's token as each of a node's `count` children, the rejected ones drawn."""
+    children, text = [], p.gather(-1, x).squeeze(-1)
+    for child in range(count):
+        px, qx = (w * p.gather(-1, x).squeeze(-1)), q.gather(-1, x).squeeze(-1)
+        entered = torch.where(px > 0, (px / qx).clamp(max=1), 0.0)
+        children.append((entered, torch.where(text > 0, chance * qx / text, 0.0)))
+        if child + 1 < count:
+            rest, lack = (w.unsqueeze(-1) * p - q).clamp(min=0), (q - w.unsqueeze(-1) * p).clamp(min=0)
+            mass, rejected = rest.sum(-1), lack.sum(-1)
+            y = draw(lack, next(numbers)).unsqueeze(-1)
+            chance, p = chance * rejected, normed(rest)
+            w = continued(mass, w)
+            q = q if replacement else normed(q.scatter(-1, y, 0.0))
+    return children
+
+
+def reach_of_round(accept: Tensor, parents: tuple[int, ...], k: Tensor) -> Tensor:
+    """`reach_tree` of one round a row -> (A, D+1), from the probabilities accept (A, D, C) of its next tokens by level;
+    k (A,) nodes in use."""
+    tables = [part.unsqueeze(1) for part in accept.unbind(1)]
+    return reached(tables, accept.new_ones(len(accept), 1), parents, k).squeeze(1)
+
+
+def by_levels(p: Tensor, q: Tensor, x: Tensor, parents: tuple[int, ...], k: Tensor, seed: int = 0) -> Tensor:
+    """`reach_of_round` of sampled children -> (A, D+1): p, q (A, D, V) distributions of the next tokens x (A, D), which
+    have no mass past the text's end; k (A,) nodes in use; seed: of the rejected ones that are drawn, see `by_draw`."""
+    return reach_of_round(by_draw(p, q, x, max(ranks_of(parents)) + 1, seed=seed), parents, k)
+
+
+def traversal_by_levels(p: Tensor, q: Tensor, x: Tensor, parents: tuple[int, ...], k: Tensor, seed: int = 0) -> Tensor:
+    """As `by_levels` under `tree.traversal`."""
+    later = len(parents) - len(set(parents))
+    u = strata(len(x), later, SAMPLES, seed, x.device).unsqueeze(1)
+    distributions = [(wide(p[:, j : j + 1]), wide(q[:, j : j + 1]), x[:, j : j + 1, None]) for j in range(p.shape[1])]
+    return summed(traversed(parents, False, distributions, u), parents, k.unsqueeze(1)).squeeze(1)

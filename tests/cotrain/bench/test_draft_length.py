@@ -1,0 +1,95 @@
+"""The choice of a draft length, of compiled parts, and the budget of a measurement."""
+
+from math import inf, nan
+from types import SimpleNamespace
+
+import pytest
+
+from cotrain.bench import measurement, planner
+from cotrain.bench.plan import CompiledParts
+from cotrain.bench.planner import DraftLength, MeasuredCosts, advice, choose, plan_length
+from inference.measure.costs import Costs, RealRound, calibrated
+from inference.measure.timing import Interval
+
+TABLE = Costs((1.0, 1.2, 2.0, 2.0, 2.0), 0.1, (0.1,) * 5, first=0.2)
+SLOW = {0: RealRound(0, 1.0, 0.1), 2: RealRound(0.8, 2.0, 0.2), 4: RealRound(1.6, 2.0, 0.3)}
+
+
+def test_plain_decoding_and_one_draft_are_considered_whatever_the_depths() -> None:
+    sure = dict(enumerate((1.3, 1.32, 1.33, 1.33), 1)).__getitem__
+    assert choose(Costs((1.0,) * 5, 0.2, (0.0,) * 5), sure, [3, 4]).k == 1
+    dear = choose(Costs((1.0,) * 5, 0.6, (0.0,) * 5), sure, [3, 4])
+    assert (dear.k, dear.drafting) == (0, 1) and dear.speedups[0] == 1 > dear.speedups[1] > dear.speedups[3]
+
+
+def test_a_length_that_was_chosen_is_run_before_it_is_believed(monkeypatch) -> None:
+    """By the line through 0, 2 and 4 the third is best; run, it is not."""
+    tau = dict(enumerate((1.5, 2.0, 3.4, 3.5), 1)).__getitem__
+    ran = []
+
+    def rounds_of(plan, lengths, until):
+        ran.extend(lengths)
+        return {k: RealRound(9.0, 2.0, 0.3) for k in lengths}
+
+    monkeypatch.setattr(planner, "rounds_of", rounds_of)
+    start = MeasuredCosts(calibrated(TABLE, SLOW), TABLE, SLOW)
+    assert choose(start.costs, tau, [2, 3, 4]).drafting == 3
+    length, measured = plan_length(SimpleNamespace(depths=[2, 3, 4]), start, tau)
+    assert ran[0] == 3 and 3 in measured.rounds and length.speedups[3] < choose(start.costs, tau, [3]).speedups[3]
+
+
+def test_a_slow_down_is_put_in_words() -> None:
+    length = DraftLength(0, 1, (1.0, 0.9))
+    line = advice(length, Interval(0.8, 0.7, 0.9))
+    assert line is not None and line.startswith("plain decoding is faster here: 0.80x at k = 1, 0.90x predicted")
+    assert "no speed-up is shown" in str(advice(DraftLength(2, 2, (1.0, 1.1, 1.2)), Interval(1.1, 0.9, 1.3)))
+    assert "train a smaller or better draft" in str(advice(length, Interval(1.1, 0.9, 1.3)))
+    assert "plain decoding is faster" in str(advice(length, Interval(0.9, nan, nan)))
+    assert advice(DraftLength(2, 2, (1.0, 1.1, 1.2)), Interval(1.2, 1.1, 1.3)) is None
+
+
+@pytest.fixture
+def ran(monkeypatch) -> list[CompiledParts]:
+    """What was compiled when rounds were run: alone the compiled draft is faster, in a run its target."""
+    measured = []
+
+    def rounds_of(plan, lengths, until):
+        measured.append(plan.compiled)
+        draft, target = (3.0, 0.5) if plan.compiled.draft else (1.0, 2.0)
+        return {k: RealRound(draft * (k > 0), target, 0.1) for k in lengths}
+
+    def costs_of(plan):
+        return Costs((1.0,) * 5, 0.01 if plan.compiled.draft else 0.5, (0.1,) * 5)
+
+    monkeypatch.setattr(planner, "rounds_of", rounds_of)
+    monkeypatch.setattr(planner, "costs_of", costs_of)
+    monkeypatch.setattr(measurement.Plan, "depths", [2, 3, 4])
+    monkeypatch.setattr(measurement.Plan, "proposer", lambda self: SimpleNamespace(depths=None))
+    return measured
+
+
+def compiling() -> measurement.Plan:
+    return measurement.Plan(*[None] * 5, SimpleNamespace(compile=True), ("t", "d"))  # type: ignore[arg-type]
+
+
+def test_each_part_runs_compiled_where_real_rounds_are_faster_so(ran) -> None:
+    plan, measured = planner.choose_compiled(compiling())
+    assert plan.compiled == CompiledParts(plain=True, target=True, draft=False)
+    assert ran == [CompiledParts(), CompiledParts(True, True, True), plan.compiled]  # the engine that serves is run too
+    assert measured.costs.target[0] == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(("until", "tried"), [(59.0, False), (61.0, True)])
+def test_nothing_is_compiled_that_there_is_no_time_to_measure(until, tried, ran, monkeypatch, capsys) -> None:
+    """The parts as they are took until 30; as long again ends at 60."""
+    times = iter((0.0, 30.0))
+    monkeypatch.setattr(planner, "time", SimpleNamespace(perf_counter=lambda: next(times)))
+    plan, _ = planner.choose_compiled(compiling(), until)
+    assert (CompiledParts(True, True, True) in ran) is tried and (
+        "for want of time" in capsys.readouterr().out
+    ) is not tried
+    assert tried or plan.compiled == CompiledParts()
+
+
+def test_a_budget_is_shared_out_and_none_is_no_limit() -> None:
+    assert measurement.Budget(100.0, 5.0).until(0.25) == 30.0 and measurement.Budget(0, 5.0).until(0.25) == inf

@@ -1,0 +1,79 @@
+"""Parity of a server with this engine, by its counters."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from cotrain.bench import server_parity
+from cotrain.bench.plan import Plan
+from inference import Engine, Sampling
+from inference.policy import Fixed
+from inference.proposers import Independent
+from inference.sampling.noise import row_ids
+from inference.servers.openai_client import Client, Served
+from tests.folders import network, tokenizer
+from tests.inference.servers.test_openai_client import Lookalike, url  # noqa: F401 - a fixture
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    size = SimpleNamespace(prompts=24, prompt_tokens=8, new_tokens=24, rows=8, draft_dtype="auto", draft_int8=False,
+                           compile=False, seed=0)  # fmt: skip
+    target, draft = network(), network(layers=1, seed=0)
+    return Plan(target, tokenizer(), draft, Sampling(), "token", size, ("t", "d"))  # type: ignore[arg-type]
+
+
+def served_by(plan: Plan, greedy: bool, k: int = 2) -> server_parity.Ask:
+    """A server that is this engine: one token of each text without a round, as from a prefill, then rounds."""
+
+    def ask(prompts: list[list[int]], at_once: int) -> server_parity.Answer:
+        engine = Engine(plan.target, Independent(plan.draft, greedy), policy=Fixed(k), rows=at_once)
+        plain = Engine(plan.target, rows=at_once)
+        first = plain.generate(prompts, max_new_tokens=1, seed=5, ignore_eos=True).tokens
+        with_first = [prompt + one for prompt, one in zip(prompts, first, strict=True)]
+        rest = engine.generate(with_first, max_new_tokens=23, seed=6, ids=row_ids(prompts), ignore_eos=True)
+        tokens = [one + more for one, more in zip(first, rest.tokens, strict=True)]
+        accepted = sum(rest.stats.accepted)
+        return tokens, 1.0, Served(rest.stats.target_calls, sum(rest.stats.drafted), accepted)
+
+    return ask
+
+
+def test_a_server_that_is_this_engine_has_its_acceptance(plan: Plan) -> None:
+    result = server_parity.parity(plan, served_by(plan, greedy=False), 2, at_once=8)
+    assert result.tokens == 24 * 23 and abs(result.z) < 4
+    assert result.ratio.low < 1 < result.ratio.high and result.served == pytest.approx(result.tokens / result.rounds)
+    assert "served" in result.line() and json.loads(json.dumps(result.report()))["passed"] == result.passed
+
+
+def test_a_texts_first_token_takes_no_round(plan: Plan) -> None:
+    sure = Plan(plan.target, plan.tokenizer, plan.target, Sampling(), "token", plan.bench, ("t", "t"))
+    prompts, tokens = [[1, 2]], [[3] * 19]
+    rounds, sigma = server_parity.rounds_expected(sure, sure.proposer(), 2, prompts, tokens)
+    assert rounds.tolist() == pytest.approx([6.0], abs=1e-3)  # 18 tokens, three a round
+    assert sigma == pytest.approx(0, abs=1e-2)
+
+
+def test_a_server_that_drafts_otherwise_fails_the_parity(plan: Plan) -> None:
+    result = server_parity.parity(plan, served_by(plan, greedy=True), 2, at_once=8)
+    assert not result.passed and abs(result.z) > 4
+
+
+def test_counters_that_stand_still_are_an_error(plan: Plan) -> None:
+    def silent(prompts: list[list[int]], at_once: int) -> server_parity.Answer:
+        return [[1] * 24 for _ in prompts], 1.0, Served(0, 0, 0)
+
+    with pytest.raises(ValueError, match="counted no drafts"):
+        server_parity.parity(plan, silent, 2, at_once=8)
+
+
+def test_a_server_without_token_ids_is_an_error(
+    url: str,  # noqa: F811
+    plan: Plan,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Lookalike, "owner", "somebody")
+    monkeypatch.setattr("cotrain.bench.server_parity.stable_counters", lambda client: client.counted())
+    with pytest.raises(ValueError, match="tells no token ids"):
+        server_parity.over_http(Client(url), plan)([[1, 2]], 1)

@@ -1,0 +1,34 @@
+"""`cotrain datastore`: what is written is what the training split says, in the target's ids."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cotrain.cli import main
+from inference.drafts.compatibility import hash_tokenizer
+from inference.drafts.draft_folder import load_tokenizer
+from inference.lookup.corpus import Datastore
+from tests.folders import target_folder
+
+TEXTS = [f"the value of item {n} is {n * n} and no more" for n in range(60)]
+
+
+@pytest.mark.parametrize("kind", ["text", "prompt"])
+def test_a_datastore_of_texts(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = target_folder(tmp_path / "target")
+    rows = [{kind: text} for text in TEXTS]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = ["datastore", f"target.path={target}", f"data.path={tmp_path / 'data.jsonl'}", "depth=6",
+               f"output={tmp_path / 'store'}"]  # fmt: skip
+    assert main(command) == 0
+    assert "tokens of" in capsys.readouterr().out
+    tokenizer, store = load_tokenizer(target), Datastore.open(tmp_path / "store")
+    assert tokenizer is not None
+    assert store.about.tokenizer == hash_tokenizer(tokenizer) and store.about.depth == 6
+    assert store.about.vocabulary == 1 + max(tokenizer.get_vocab().values())
+    assert 40 < store.about.documents < 60  # the other splits are left to be measured on
+    ids = tokenizer("the value of item")["input_ids"]
+    match = store.look_up(ids, 2)
+    assert match.length == min(len(ids), 6) and match.places == store.about.documents and len(match.drafts) == 2
+    assert main(command) != 0 and "overwrite=true" in capsys.readouterr().err

@@ -1,0 +1,180 @@
+"""Comparisons are paired by seed and text, and raise for runs that were judged on other texts."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cotrain.cli import main
+from cotrain.errors import UserError
+from cotrain.evaluation import comparison
+from cotrain.evaluation.comparison import compare, read, table
+
+LENGTHS = [40] * 30
+
+
+def run(label: str, seed: int, factor: float, lengths: list[int] = LENGTHS) -> dict[str, object]:
+    """A run whose calls are `factor` times those of a noisy base that text and seed decide."""
+    rng = np.random.default_rng(seed)
+    calls = (factor * rng.uniform(8, 30, size=len(lengths))).tolist()
+    texts = {
+        "1": {
+            "alpha": 0.5,
+            "kl": 1.0,
+            "entropy": 2.0,
+            "calibration": 0.1,
+            "lengths": lengths,
+            "calls": {"4": calls, "8": calls},
+        }
+    }
+    return {"label": label, "seed": seed, "texts": texts}
+
+
+def write(folder: Path, runs: list[dict[str, object]]) -> Path:
+    for index, one in enumerate(runs):
+        place = folder / str(index)
+        place.mkdir()
+        (place / "held_out.json").write_text(json.dumps(one))
+    return folder
+
+
+def test_a_constant_factor_has_no_width(tmp_path: Path) -> None:
+    runs = [run("kl", s, 1.0) for s in range(3)] + [run("tv", s, 1 / 1.05) for s in range(3)]
+    gains = {(g.label, g.k): g for g in compare(read(write(tmp_path, runs)), "kl")}
+    gain = gains["tv", 4]
+    # the noise of texts and seeds is shared by both sides, so pairing removes all of it
+    assert gain.seeds == 3
+    assert (gain.gain, gain.low, gain.high) == pytest.approx((0.05, 0.05, 0.05))
+    assert gains["kl", 8].gain == 0
+
+
+def test_independent_noise_has_width(tmp_path: Path) -> None:
+    runs = [run("kl", s, 1.0) for s in range(3)] + [run("tv", s + 7, 1.0) for s in range(3)]
+    gain = {g.label: g for g in compare(read(write(tmp_path, runs)), "kl")}["tv"]
+    assert gain.low < 0 < gain.high
+
+
+def test_temperatures_that_some_run_lacks_are_left_out(tmp_path: Path) -> None:
+    runs: list[dict[str, Any]] = [run(label, seed, 1.0) for label in ("kl", "tv") for seed in (0, 1)]
+    for one in (runs[0], runs[2], runs[3]):
+        one["texts"]["0.5"] = one["texts"]["1"]
+    gains = compare(read(write(tmp_path, runs)), "tv")
+    assert {(g.label, g.temperature) for g in gains} == {("kl", "1"), ("tv", "1"), ("tv", "0.5")}
+
+
+def test_runs_are_paired_by_their_seeds(tmp_path: Path) -> None:
+    """Of seed 0 there is no run of tv: one that failed is not made up for by another."""
+    runs = [run("kl", s, 1.0) for s in range(3)] + [run("tv", s, 1 / 1.05) for s in (1, 2)]
+    gain = {g.label: g for g in compare(read(write(tmp_path, runs)), "kl")}["tv"]
+    assert gain.seeds == 2 and (gain.gain, gain.low, gain.high) == pytest.approx((0.05, 0.05, 0.05))
+
+
+def test_tau_is_a_ratio_of_sums(tmp_path: Path) -> None:
+    one = run("kl", 0, 1.0)
+    calls = one["texts"]["1"]["calls"]["4"]  # type: ignore[index]
+    (gain, _) = compare(read(write(tmp_path, [one])), "kl")
+    assert gain.tau == pytest.approx(sum(LENGTHS) / sum(calls))
+
+
+def test_runs_judged_on_other_texts_raise(tmp_path: Path) -> None:
+    for place, runs in enumerate((
+        [run("kl", 0, 1.0), run("tv", 0, 1.0, [40] * 29 + [41])],
+        [run("kl", 0, 1.0), run("kl", 1, 1.0), run("tv", 0, 1.0), run("tv", 1, 1.0, [40] * 29 + [41])],
+    )):  # fmt: skip
+        (folder := tmp_path / str(place)).mkdir()
+        with pytest.raises(UserError, match="judged on other texts"):
+            compare(read(write(folder, runs)), "kl")
+
+
+def test_a_missing_folder_or_baseline_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UserError, match="no run"):
+        read(tmp_path)
+    write(tmp_path, [run("tv", 0, 1.0)])
+    assert main(["compare", f"folder={tmp_path}", "baseline=kl"]) == 1
+    assert "baseline=kl: the runs are tv" in capsys.readouterr().err
+    assert main(["compare", f"folder={tmp_path}", "baseline=loss=kl"]) == 1  # as a sweep labels its runs
+    assert "baseline=loss=kl: the runs are tv" in capsys.readouterr().err
+
+
+def test_the_table_says_interval_and_baseline(tmp_path: Path) -> None:
+    runs = [run("kl", 0, 1.0), run("tv", 0, 0.5)]
+    lines = table(compare(read(write(tmp_path, runs)), "kl"), "kl").splitlines()
+    assert "over kl" in lines[0]
+    assert any("tv" in line and "+100.00% [+100.00%, +100.00%]" in line for line in lines)
+
+
+SETTINGS: dict[str, Any] = {
+    "draft": {"kind": "independent", "layers": 4}, "init": {"kind": "target_layers"}, "loss": {"first": "kl"},
+    "regime": {"temperature": 1.0}, "trainer": {"steps": 100, "seed": 0, "threads": 2}, "label": None,
+    "rollout": {"seed": 0, "texts": 600}, "bench": {"prompts": 3}, "minutes": None, "data": {"path": "a.jsonl"},
+}  # fmt: skip
+
+
+def labels_of(folder: Path, *changes: str) -> list[str]:
+    """Labels of two seeds as they are and one run with the changes, `group.key=value`, all under one label."""
+    for index, changed in enumerate([(), ("trainer.seed=1", "rollout.seed=1"), changes]):
+        place = folder / str(index)
+        place.mkdir()
+        settings = json.loads(json.dumps(SETTINGS))
+        for change in changed:
+            keys, _, value = change.partition("=")
+            group, _, key = keys.rpartition(".")
+            (settings[group] if group else settings)[key] = value
+        (place / "held_out.json").write_text(json.dumps(run("kl", index, 1.0)))
+        (place / "run.json").write_text(json.dumps({"cotrain": "0", "state": "finished", "settings": settings}))
+    return sorted(read(folder))
+
+
+@pytest.mark.parametrize("change", [
+    "draft.kind=eagle", "draft.layers=2", "init.kind=scratch", "loss.first=tv", "regime.temperature=0.5",
+    "trainer.steps=9", "rollout.texts=60", "minutes=3", "data.path=b.jsonl",
+])  # fmt: skip
+def test_runs_of_other_settings_are_not_pooled_under_one_label(tmp_path: Path, change: str) -> None:
+    key = change.partition("=")[0]
+    group, _, name = key.rpartition(".")
+    own = (SETTINGS[group] if group else SETTINGS)[name]
+    assert labels_of(tmp_path, change) == sorted([f"kl,{key}={own}", f"kl,{change}"])
+
+
+@pytest.mark.parametrize("change", ["trainer.seed=5", "bench.prompts=9", "trainer.threads=1", "label=other"])
+def test_runs_that_differ_in_seeds_and_measuring_are_pooled(tmp_path: Path, change: str) -> None:
+    assert labels_of(tmp_path, change) == ["kl"]
+
+
+def test_labels_that_cannot_be_compared_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other: Any = run("tv", 0, 1.0)
+    other["texts"] = {"0.5": other["texts"]["1"]}
+    untrained = {"label": "retrieval", "seed": 0, "texts": {}}
+    write(tmp_path, [run("kl", 0, 1.0), other, untrained])
+    assert main(["compare", f"folder={tmp_path}", "baseline=kl"]) == 0
+    said = capsys.readouterr().out
+    assert "left out: retrieval: it learns nothing" in said
+    assert "left out: tv: judged at temperatures ['0.5'], the baseline at ['1']" in said
+    assert main(["compare", f"folder={tmp_path}", "baseline=retrieval"]) == 0
+    assert capsys.readouterr().out.count("left out: ") == 3
+
+
+def test_a_gain_is_of_sums_over_paired_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures of a label are means over its runs; tau and the gain are ratios of sums, at each k of its own."""
+    monkeypatch.setattr(comparison, "RESAMPLES", 200)
+    rng = np.random.default_rng(3)
+
+    def judged() -> dict[str, Any]:
+        like = dict(zip(comparison.LIKE, rng.uniform(size=4).tolist(), strict=True))
+        return {**like, "lengths": [7, 3, 11], "calls": {k: rng.uniform(1, 3, size=3).tolist() for k in ("4", "8")}}
+
+    def run(label: str, seed: int) -> dict[str, Any]:
+        return {"label": label, "seed": seed, "texts": {"0": judged(), "1": judged()}}
+
+    runs = {"base": [run("base", s) for s in (0, 1, 2)], "other": [run("other", s) for s in (2, 1)]}
+    for gain in comparison.compare(runs, "base"):
+        mine, t, k = runs[gain.label], gain.temperature, str(gain.k)
+        pairs = [(m, b) for m in mine for b in runs["base"] if m["seed"] == b["seed"]]
+        ours, theirs = (sum(sum(pair[side]["texts"][t]["calls"][k]) for pair in pairs) for side in (0, 1))
+        assert gain.seeds == len(pairs) and gain.tau == pytest.approx(21 * len(pairs) / ours)
+        assert gain.gain == pytest.approx(theirs / ours - 1) and gain.low <= gain.gain <= gain.high
+        for name in comparison.LIKE:
+            assert getattr(gain, name) == pytest.approx(sum(m["texts"][t][name] for m in mine) / len(mine))
+    assert len(comparison.compare(runs, "base")) == 8

@@ -1,0 +1,290 @@
+"""Held-out figures against plain loops over whole distributions in float64, and against passes of real models."""
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from cotrain.data.texts import Texts
+from cotrain.evaluation import comparison
+from cotrain.evaluation.held_out import HeldOut, calibration_error, evaluate, figures, held_out
+from cotrain.evaluation.held_out import figures as named
+from cotrain.losses.guess import Guess
+from cotrain.students.base import LAST
+from cotrain.students.independent import IndependentStudent
+from cotrain.teacher.target_model import served, split
+from cotrain.training.callbacks import depths, whole
+from inference.sampling import keep_top_k
+from inference.verify import predict_chain
+from tests.tiny import tiny
+
+N, T, V, D, TOP_K, TEMPERATURE = 5, 12, 9, 4, 7, 0.7
+
+
+PROMPT, LENGTH = [2, 1, 5, 3, 4], [9, 12, 6, 10, 5]  # tokens of each, some texts of one token alone
+
+
+DOMAINS = ["b", "a", "b", "c", "a"]
+
+
+def parts() -> tuple[HeldOut, torch.nn.Linear, torch.Tensor, torch.nn.Linear]:
+    """Texts with states of a target, its head; states of a draft by depth (2, N, T, D), and its head."""
+    torch.manual_seed(5)
+    ids = torch.randint(V, (N, T))
+    texts = Texts(ids, torch.tensor(PROMPT), torch.tensor(LENGTH), DOMAINS)
+    head_p, head_q = (torch.nn.Linear(D, V, dtype=torch.float64) for _ in range(2))
+    with torch.no_grad():
+        head_q.weight += 4 * (head_p.weight - head_q.weight) / 5
+    states = 2 * torch.randn(N, T, D, dtype=torch.float64)
+    held = HeldOut(texts, {LAST: states}, TEMPERATURE, lambda logits: keep_top_k(logits, TOP_K))
+    near = states + torch.randn(2, N, T, D, dtype=torch.float64)
+    return held, head_p, near, head_q
+
+
+class Drawn:
+    """A student whose states are given; of two depths, the second guesses at two places of three."""
+
+    network = SimpleNamespace(device=torch.device("cpu"))
+
+    def __init__(self, ids: torch.Tensor, states: torch.Tensor, head: Any, deep: bool) -> None:
+        self.ids, self.states, self.head, self.deep = ids, states, head, deep
+
+    def guesses(self, batch: Any, seen: Any) -> list[Guess]:
+        rows = [int((self.ids == row).all(1).nonzero()[0]) for row in batch["ids"]]
+        if not self.deep:
+            return [Guess.everywhere(self.states[0][rows], self.head)]
+        states, every = self.states[:, rows], torch.arange(len(rows) * T)
+        some = every[every % T % 3 != 0]
+        return [
+            Guess(0, every, states[0].flatten(0, 1), self.head),
+            Guess(1, some, states[1].flatten(0, 1)[some], self.head),
+        ]
+
+
+def cut(probs: np.ndarray) -> np.ndarray:
+    top = np.where(probs >= np.sort(probs)[-TOP_K], probs, 0.0)
+    return top / top.sum()
+
+
+def softmax(logits: torch.Tensor) -> np.ndarray:
+    weights = np.exp(logits.detach().numpy() / TEMPERATURE)
+    return np.asarray(weights / weights.sum())
+
+
+class Token:
+    """A sampled token: by depth l, hit, confidence, alpha, p(argmax q), KL and entropy of q; None where none is drawn.
+    One that p gives nothing stands at the edge of a cut: as if p = q there."""
+
+    def __init__(
+        self, held: HeldOut, head_p: Any, states: torch.Tensor, head_q: Any, row: int, at: int, deep: bool
+    ) -> None:
+        x = int(held.texts.ids[row, at + 1])
+        p = cut(softmax(head_p(held.states[LAST][row, at])))
+        self.by_depth: list[dict[str, float] | None] = []
+        for depth in range(1 + deep):
+            if depth and at % 3 == 0:
+                self.by_depth.append(None)
+                continue
+            q = softmax(head_q(states[depth][row, at]))
+            served, top = cut(q), int(q.argmax())
+            tiny = math.log(np.finfo(np.float64).tiny)
+            l = -math.inf if served[x] == 0 else float(np.log(served[x]) - np.log(p[x])) if p[x] else 0.0
+            kl = sum(a * (math.log(a) - max(math.log(b), tiny)) for a, b in zip(p, q, strict=True) if a > 0)
+            self.by_depth.append({
+                "l": l, "hit": float(top == x), "sure": float(q[top]), "alpha": float(np.minimum(p, served).sum()),
+                "greedy": float(p[top]), "kl": kl, "entropy": float(-(q * np.log(q)).sum()),
+            })  # fmt: skip
+
+
+def calls(tokens: list[Token], k: int, chance: Any) -> float:
+    """Expected rounds of a text, from its end backwards; chance: that a token is accepted, of what was found of it."""
+    left = [0.0] * (len(tokens) + k + 2)
+    for start in reversed(range(len(tokens))):
+        reached, total = 1.0, 1.0
+        for n in range(k + 1):
+            at = start + n
+            r = 0.0 if n == k or at >= len(tokens) else chance(tokens[at], n)
+            total += reached * (1 - r) * left[at + 1]
+            reached *= r
+        left[start] = total
+    return left[0]
+
+
+def accepted(token: Token, depth: int) -> float:
+    guess = token.by_depth[min(depth, len(token.by_depth) - 1)]
+    return 0.0 if guess is None else min(1.0, math.exp(guess["l"]))
+
+
+def hit(token: Token, depth: int) -> float:
+    guess = token.by_depth[min(depth, len(token.by_depth) - 1)]
+    return 0.0 if guess is None else guess["hit"]
+
+
+def mean(texts: list[list[Token]], name: str, depth: int = 0) -> float:
+    guesses = [token.by_depth[depth] for text in texts for token in text]
+    return sum(one[name] for one in guesses if one) / len(guesses)
+
+
+def calibration(texts: list[list[Token]]) -> float:
+    bins, guesses = np.zeros(15), [token.by_depth[0] for text in texts for token in text]
+    for one in guesses:
+        assert one is not None
+        bins[min(int(one["sure"] * 15), 14)] += one["sure"] - one["hit"]
+    return float(np.abs(bins).sum() / len(guesses))
+
+
+def grid(texts: list[list[Token]], name: str, never: float, deep: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """(N, L), or (N, L, 2), and lengths: for what `predict_chain` says of them."""
+    lengths = torch.tensor([len(text) for text in texts])
+    rows = torch.zeros(len(texts), int(lengths.max()), 2, dtype=torch.float64)
+    for row, text in enumerate(texts):
+        for at, token in enumerate(text):
+            for depth, one in enumerate(token.by_depth):
+                rows[row, at, depth] = never if one is None else one[name]
+    return (rows if deep else rows[..., 0]), lengths
+
+
+def wanted(texts: dict[str, list[list[Token]]], deep: bool) -> dict[str, float]:
+    most, values = (2 if deep else 8), dict[str, float]()
+    for domain, mine in texts.items():
+        tokens = sum(map(len, mine))
+        for name, figure in (
+            ("alpha", "alpha"),
+            ("greedy", "alpha_greedy_draft"),
+            ("kl", "kl"),
+            ("entropy", "entropy"),
+        ):
+            values[f"{figure}/{domain}"] = mean(mine, name)
+        values[f"calibration_error/{domain}"] = calibration(mine)
+        l, lengths = grid(mine, "l", -math.inf, deep)
+        for k in range(1, most + 1):
+            values[f"tau/{domain}/{k}"] = tokens / sum(calls(text, k, accepted) for text in mine)
+            values[f"tau_greedy_draft/{domain}/{k}"] = tokens / sum(calls(text, k, hit) for text in mine)
+            values[f"tau_block/{domain}/{k}"] = float(predict_chain.tau_block(l, k, lengths))
+        for name in ("conditional", "prefix"):
+            chances = getattr(predict_chain, name)(l.clamp(max=0).exp(), most, lengths).tolist()
+            values |= {f"{name}/{domain}/{depth}": value for depth, value in enumerate(chances, 1)}
+        if deep:
+            values |= {f"alpha_by_depth/{domain}/{depth + 1}": mean(mine, "alpha", depth) for depth in (0, 1)}
+    return values | {"alpha/worst": min(mean(mine, "alpha") for domain, mine in texts.items() if domain != "all")}
+
+
+@pytest.mark.parametrize("deep", [False, True])
+def test_every_figure_agrees_with_loops_over_whole_distributions(deep: bool) -> None:
+    held, head_p, states, head_q = parts()
+    student: Any = Drawn(held.texts.ids, states, head_q, deep)
+    with torch.no_grad():
+        scores = evaluate(held, student, head_p)
+    texts = [[Token(held, head_p, states, head_q, row, at, deep) for at in range(PROMPT[row] - 1, LENGTH[row] - 1)]
+             for row in range(N)]  # fmt: skip
+    by = {name: [text for text, domain in zip(texts, DOMAINS, strict=True) if domain == name] for name in "abc"}
+    by["all"] = [text for name in "abc" for text in by[name]]
+    hand, measured = wanted(by, deep), figures(scores)
+    assert measured.keys() == hand.keys()
+    close = {
+        name: pytest.approx(value, rel=2e-5, abs=1e-6, nan_ok=name[:4] in ("cond", "pref"))
+        for name, value in hand.items()
+    }
+    assert {name: value for name, value in measured.items() if value != close[name]} == {}
+    one = scores["all"]
+    k = 2 if deep else 4
+    assert one.calls(4).tolist() == pytest.approx([calls(text, k, accepted) for text in by["all"]], rel=1e-5)
+    assert one.tau(3, "traversal") == one.tau(3) and one.tau(3, "block") != one.tau(3)
+    saved = comparison.per_text({0.5: one})["0.5"]
+    assert saved["lengths"] == [len(text) for text in by["all"]] and saved["calls"].keys() == {"4", "8"}
+    assert saved["calls"]["8"] == one.calls(8).tolist() and saved["kl"] == one.kl and saved["alpha"] == one.alpha
+    assert (saved["entropy"], saved["calibration"]) == (one.entropy, one.calibration)
+    by_depth = [hand[f"alpha_by_depth/all/{i}"] for i in range(1, k + 1)] if deep else None
+    assert saved.get("alphas") == (by_depth and pytest.approx(by_depth, rel=2e-5))
+    curves = whole({0.5: scores, 1.0: {"all": SimpleNamespace(alpha=0.25)}}, 0.5)  # type: ignore[dict-item]
+    assert curves == {
+        "4_held_out/acceptance_T0.5": one.alpha, "4_held_out/acceptance_T1": 0.25, "4_held_out/kl": one.kl,
+        "4_held_out/entropy": one.entropy, "4_held_out/calibration": one.calibration,
+    } | {f"5_domains/acceptance_{name}": scores[name].alpha for name in "abc"}  # fmt: skip
+    named = {f"3_depth/acceptance_{i}": hand[f"conditional/all/{i}"] for i in range(1, k + 1)}
+    assert depths(one, 4) == pytest.approx(named, rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def target() -> LlamaForCausalLM:
+    return tiny()
+
+
+def texts(lengths: list[int], prompts: list[int], domains: list[str]) -> Texts:
+    ids = torch.randint(32, (len(lengths), max(lengths)), generator=torch.Generator().manual_seed(0))
+    for row, length in zip(ids, lengths, strict=True):
+        row[length:] = 0
+    return Texts(ids, torch.tensor(prompts), torch.tensor(lengths), domains)
+
+
+def judged(target: LlamaForCausalLM, texts: Texts, temperature: float = 1.0) -> HeldOut:
+    return held_out(served(target)[0], texts, temperature, batch=2)
+
+
+def distributions(model: LlamaForCausalLM, ids: Tensor, temperature: float) -> Tensor:
+    """(T, V): the distribution of the token at each place, row 0 of no use."""
+    with torch.no_grad():
+        logits = model(ids[None]).logits[0]
+    return torch.cat([torch.full_like(logits[:1], float("nan")), (logits[:-1] / temperature).softmax(-1)])
+
+
+def test_figures_agree_with_passes_by_hand(target: LlamaForCausalLM) -> None:
+    small, temperature = tiny(layers=1, hidden=8, seed=3), 0.7
+    some = texts([9, 14, 11], [2, 5, 1], ["b", "a", "b"])
+    figures = named(evaluate(judged(target, some, temperature), IndependentStudent(small), split(target)[1]))
+    r, alphas, lengths = torch.zeros(3, 10, dtype=torch.float64), [], []
+    for b in range(3):
+        ids = some.ids[b, : some.length[b]]
+        p, q = (distributions(model, ids, temperature)[some.prompt[b] :] for model in (target, small))
+        x = ids[some.prompt[b] :, None]
+        r[b, : len(x)] = (q.gather(1, x) / p.gather(1, x)).clamp(max=1)[:, 0]
+        alphas.append(torch.minimum(p, q).sum(-1))
+        lengths.append(len(x))
+    for domain, rows in {"a": [1], "b": [0, 2], "all": [0, 1, 2]}.items():
+        size = torch.tensor(lengths)[rows]
+        alpha = torch.cat([alphas[b] for b in rows]).mean().item()
+        assert figures[f"alpha/{domain}"] == pytest.approx(alpha, abs=1e-6)
+        assert figures[f"tau/{domain}/3"] == pytest.approx(predict_chain.tau(r[rows], 3, size).item(), rel=1e-6)
+        depths = predict_chain.prefix(r[rows], 8, size)
+        assert figures[f"prefix/{domain}/2"] == pytest.approx(depths[1].item(), rel=1e-6)
+    assert figures["kl/all"] > 0.1 and figures["alpha/worst"] == min(figures["alpha/a"], figures["alpha/b"])
+
+
+def test_prompt_and_padding_do_not_count(target: LlamaForCausalLM) -> None:
+    small, some = tiny(layers=1, seed=3), texts([8, 12], [3, 4], ["a", "a"])
+    heads = (IndependentStudent(small), split(target)[1])
+    scores = evaluate(judged(target, some), *heads)["all"]
+    assert scores.lengths.tolist() == [5, 8] and scores.r[0, 5:].eq(0).all() and scores.r[0, :5].gt(0).all()
+    some.ids[0, 8:] = 7
+    again = evaluate(judged(target, some), *heads)["all"]
+    assert torch.equal(again.r, scores.r) and again.alpha == scores.alpha
+
+
+def test_the_target_as_its_own_draft_is_always_accepted(target: LlamaForCausalLM) -> None:
+    some = texts([14, 26], [2, 2], ["a", "b"])
+    figures = named(evaluate(judged(target, some), IndependentStudent(target), split(target)[1]))
+    assert figures["alpha/all"] == pytest.approx(1)
+    assert [figures[f"tau/all/{k}"] for k in (1, 2, 3, 5)] == pytest.approx([2, 3, 4, 6])
+    assert figures["kl/all"] == pytest.approx(0, abs=1e-9)
+
+
+def test_greedy_drafts_are_accepted_where_the_argmax_agrees(target: LlamaForCausalLM) -> None:
+    small, some = tiny(layers=1, seed=3), texts([20], [1], ["a"])
+    p, q = (distributions(model, some.ids[0], 1.0)[1:] for model in (target, small))
+    some.ids[0, 1:] = p.argmax(-1)  # not what the target would say next, but what r is asked of
+    p, q = (distributions(model, some.ids[0], 1.0)[1:] for model in (target, small))
+    figures = named(evaluate(judged(target, some, 0.0), IndependentStudent(small), split(target)[1]))
+    agree = (p.argmax(-1) == q.argmax(-1)).double().mean().item()
+    assert figures["alpha/a"] == pytest.approx(agree) and figures["alpha_greedy_draft/a"] == pytest.approx(agree)
+
+
+def test_calibration_is_judged_bin_by_bin() -> None:
+    """Half of what is said with confidence .5 is right, and a tenth less than what is said with .9."""
+    sure, hit = torch.tensor([0.5] * 4 + [0.9] * 10), torch.tensor([1.0, 0, 1, 0] + [1.0] * 8 + [0, 0])
+    assert calibration_error(sure, hit) == pytest.approx(10 / 14 * 0.1)
+    assert calibration_error(torch.ones(3), torch.ones(3)) == 0 == calibration_error(torch.ones(0), torch.ones(0))

@@ -1,0 +1,62 @@
+"""Texts that the target sampled, and those that it did not, told apart by its own surprise."""
+
+from functools import cache
+
+import pytest
+import torch
+
+from cotrain.data.texts import Texts
+from cotrain.evaluation.held_out import held_out
+from cotrain.evaluation.profile import Provenance, provenance
+from cotrain.teacher.target_model import served
+from inference import Engine, Sampling
+from inference.sampling import keep_top_p
+from tests.folders import network
+
+TARGET = network()
+PROMPTS = [[2 + i % 7, 3, 5] for i in range(40)]
+
+
+@cache
+def engine() -> Engine:
+    return Engine(TARGET, rows=40)
+
+
+def sampled(temperature: float, top_p: float = 1.0, seed: int = 0) -> Texts:
+    settings = Sampling(temperature, top_p=top_p)
+    new = engine().generate(PROMPTS, max_new_tokens=40, sampling=settings, ignore_eos=True, seed=seed).tokens
+    ids = torch.tensor([[*prompt, *text] for prompt, text in zip(PROMPTS, new, strict=True)])
+    return Texts(ids, torch.full((40,), 3), torch.full((40,), ids.shape[1]), ["a"] * 40)
+
+
+def of(texts: Texts, temperature: float, top_p: float = 1.0) -> Provenance:
+    cut = (lambda logits: keep_top_p(logits, top_p)) if top_p < 1 else None
+    read, head = served(TARGET)
+    return provenance(held_out(read, texts, temperature, cut), head)
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.6, 1.0), (1.0, 0.8), (0.0, 1.0)])
+def test_own_texts_are_known(temperature: float, top_p: float) -> None:
+    result = of(sampled(temperature, top_p), temperature, top_p)
+    assert result.own and abs(result.z) < 4 and result.impossible == 0 and result.tokens == 1600
+
+
+def test_z_of_own_texts_has_the_spread_of_a_standard_normal() -> None:
+    z = torch.tensor([of(sampled(1.0, seed=seed), 1.0).z for seed in range(16)])
+    assert 0.6 < z.std() < 1.5 and z.mean().abs() < 0.8
+
+
+OTHERS = [(1.0, 1.0, 0.6, 1.0), (0.6, 1.0, 1.0, 1.0), (1.0, 1.0, 0.0, 1.0), (1.0, 1.0, 1.0, 0.5), (1.0, 0.5, 1.0, 1.0)]
+
+
+@pytest.mark.parametrize(("t", "p", "other_t", "other_p"), OTHERS)
+def test_texts_of_another_regime_are_not_its_own(t: float, p: float, other_t: float, other_p: float) -> None:
+    assert not of(sampled(t, p), other_t, other_p).own
+
+
+def test_foreign_texts_surprise_more() -> None:
+    texts = sampled(1.0)
+    texts.ids[:, 3:] = torch.randint(2, 300, texts.ids[:, 3:].shape, generator=torch.Generator().manual_seed(0))
+    result = of(texts, 1.0)
+    assert not result.own and result.z > 6 and result.surprise > result.entropy + 0.5
+    assert f"{result.surprise:.2f} nats a token, at its own it would be {result.entropy:.2f}" in result.line()

@@ -1,0 +1,180 @@
+"""Losses of whole texts in training steps, of one batch and of several, against a recursion by hand."""
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from cotrain import losses
+from cotrain.data.texts import Learnt, Texts, joined
+from cotrain.losses.spec import LossSpec, parse
+from cotrain.training.distributed import Grouped
+from cotrain.training.module import Distillation, Stage
+from tests.cotrain.training.test_module import module_of
+from tests.tiny import tiny
+
+PROMPTS, LENGTHS = (
+    [2, 7, 4, 1],
+    [12, 9, 13, 6],
+)  # completions of 10, 2, 9 and 5 tokens, which start at different columns
+K = 4  # of `module_of`
+
+
+@pytest.fixture(scope="module")
+def target() -> LlamaForCausalLM:
+    return tiny()
+
+
+def conversations() -> Texts:
+    ids = torch.randint(32, (4, max(LENGTHS)), generator=torch.Generator().manual_seed(2))
+    return Texts(ids, torch.tensor(PROMPTS), torch.tensor(LENGTHS), ["a"] * 4)
+
+
+def batch(rows: list[int], prompts: bool = False) -> dict[str, Any]:
+    part = Learnt(joined([conversations().at(1.0, whole=prompts)]))
+    items = [part[row] for row in rows]
+    return {name: torch.stack([item[name] for item in items]) for name in items[0]}
+
+
+def alone(module: Distillation, steps: int = 1, at: int = 0) -> Distillation:
+    """Outside a trainer, at a step of so many."""
+    module._trainer = SimpleNamespace(global_step=at, max_steps=steps, world_size=1)  # type: ignore[assignment]
+    return module
+
+
+def learnt(module: Distillation, *batches: dict[str, Any]) -> tuple[float, Tensor]:
+    """The mean of the losses and of the gradients, as a trainer accumulates them."""
+    module.draft.zero_grad()
+    values = [module.training_step(one, 0) / len(batches) for one in batches]
+    for loss in values:
+        loss.backward()
+    slopes = [p.grad.flatten() for p in module.draft.parameters() if p.grad is not None]
+    return sum(loss.item() for loss in values), torch.cat(slopes).clone()
+
+
+def distributions(model: LlamaForCausalLM, row: int) -> Tensor:
+    """log distribution of each token of a completion, of its text alone -> (tokens, V)."""
+    ids = conversations().ids[row : row + 1, : LENGTHS[row]]
+    return model(ids).logits[0, PROMPTS[row] - 1 : -1].log_softmax(-1)
+
+
+def ratios(target: LlamaForCausalLM, small: LlamaForCausalLM, row: int) -> Tensor:
+    x = conversations().ids[row, PROMPTS[row] : LENGTHS[row], None]
+    logp, logq = (distributions(model, row).gather(1, x)[:, 0] for model in (target, small))
+    return (logq - logp.detach()).exp().clamp(max=1)
+
+
+def calls(r: Tensor) -> Tensor:
+    """Expected target calls, backwards: a round at t that accepts n drafts is followed by one at t + n + 1."""
+    expected = [r.new_zeros(())] * (len(r) + K + 2)
+    for t in reversed(range(len(r))):
+        total, reached = r.new_ones(()), r.new_ones(())
+        for n in range(K + 1):
+            passes = r[t + n] if n < K and t + n < len(r) else r.new_zeros(())
+            total = total + reached * (1 - passes) * expected[t + n + 1]
+            reached = reached * passes
+        expected[t] = total
+    return expected[0]
+
+
+def slopes(value: Tensor, small: LlamaForCausalLM) -> Tensor:
+    return torch.cat([g.flatten() for g in torch.autograd.grad(value, list(small.parameters()))])
+
+
+@pytest.mark.parametrize("prompts", [False, True])
+def test_calls_are_those_of_the_completion_alone(target: LlamaForCausalLM, prompts: bool) -> None:
+    small = tiny(layers=1, seed=3)
+    value, slope = learnt(
+        alone(module_of(target, small, [Stage(1.0, parse("calls"))], 1)), batch([0, 1, 2, 3], prompts)
+    )
+    tokens = sum(end - start for start, end in zip(PROMPTS, LENGTHS, strict=True))
+    expected = sum(calls(ratios(target, small, row)) for row in range(4)) / tokens
+    assert value == pytest.approx(expected.item(), abs=1e-6)
+    torch.testing.assert_close(slope, slopes(expected, small), rtol=0, atol=1e-6)
+
+
+def test_length_is_that_of_the_completion_alone(target: LlamaForCausalLM) -> None:
+    small, expected = tiny(layers=1, seed=3), []
+    value, slope = learnt(alone(module_of(target, small, [Stage(1.0, parse("length"))], 1)), batch([0, 1, 2, 3]))
+    for row in range(4):
+        r = ratios(target, small, row)
+        rounds = [1 + sum(math.prod(r[t : t + n]) for n in range(1, min(K, len(r) - 1 - t) + 1)) for t in range(len(r))]
+        expected.append(-torch.stack([torch.as_tensor(one) for one in rounds]).mean())
+    mean = torch.stack(expected).mean()
+    assert value == pytest.approx(mean.item(), abs=1e-6)
+    torch.testing.assert_close(slope, slopes(mean, small), rtol=0, atol=1e-6)
+
+
+def test_positions_are_weighted_by_saved_calls(target: LlamaForCausalLM) -> None:
+    small, expected = tiny(layers=1, seed=3), []
+    value, slope = learnt(
+        alone(module_of(target, small, [Stage(1.0, parse("calls_tv"))], 1)), batch([0, 1, 2, 3], True)
+    )
+    for row in range(4):
+        r = ratios(target, small, row).detach().requires_grad_()
+        (saved,) = torch.autograd.grad(-calls(r), r)
+        logp, logq = distributions(target, row).detach(), distributions(small, row)
+        expected.append((saved * losses.tv(logp, logq)).sum())
+    mean = torch.stack(expected).sum() / 26
+    assert value == pytest.approx(mean.item(), abs=1e-6)
+    torch.testing.assert_close(slope, slopes(mean, small), rtol=0, atol=1e-6)
+
+
+def test_texts_of_one_token_save_no_calls(target: LlamaForCausalLM) -> None:
+    """Each takes one call whatever is drafted, so the loss is exactly 0."""
+    one = batch([0, 1])
+    one["sampled"] = one["predicted"] = torch.arange(12) == torch.tensor([[1], [6]])
+    value, slope = learnt(alone(module_of(target, tiny(layers=1, seed=3), [Stage(1.0, parse("calls_tv"))], 1)), one)
+    assert value == 0 and bool((slope == 0).all())
+
+
+NAMES = ["kl", "calls", "length", "0.5*length_block+kl", "calls_tv", "0.1*kl+0.9*calls", "mix"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_two_ragged_batches_are_the_large_one(target: LlamaForCausalLM, name: str) -> None:
+    module = alone(module_of(target, tiny(layers=1, seed=3), [Stage(1.0, parse(name))], 1, cosine=2.0))
+    whole = learnt(module, batch([0, 1, 2, 3]))
+    halves = list(Grouped([batch([0, 2]), batch([1, 3])], 2))
+    value, slope = learnt(module, *halves)
+    assert value == pytest.approx(whole[0], abs=1e-6)
+    torch.testing.assert_close(slope, whole[1], rtol=0, atol=1e-7)
+    apart = learnt(module, batch([0, 2]), batch([1, 3]))[1]  # means of means
+    assert (apart - whole[1]).norm() > 0.05 * whole[1].norm()
+
+
+def test_a_nan_loss_raises_with_its_step_and_texts(target: LlamaForCausalLM) -> None:
+    module = alone(module_of(target, tiny(layers=1, seed=3), [Stage(1.0, LossSpec(broken))], 9), steps=9, at=6)
+    with pytest.raises(ValueError, match="the loss of step 7 is nan, on texts 1, 3$"):
+        module.training_step(batch([1, 3]), 0)
+
+
+def broken(logp: Tensor, logq: Tensor) -> Tensor:
+    return losses.kl(logp, logq) * math.nan
+
+
+def test_logged_terms_add_up(target: LlamaForCausalLM) -> None:
+    module = alone(module_of(target, tiny(layers=1, seed=3), [Stage(1.0, parse("0.1*kl+0.9*calls"))], 100, cosine=4.0),
+                   steps=100, at=24)  # fmt: skip
+    value, _ = learnt(module, *Grouped([batch([0, 2]), batch([1, 3])], 2))
+    parts = [part for name, part in module.step_figures.items() if name.startswith("loss_")]
+    assert sorted(module.step_figures) == ["acceptance", "acceptance_greedy_draft", "loss", "loss_calls", "loss_cosine",
+                                    "loss_kl"]  # fmt: skip
+    assert sum(parts) == pytest.approx(module.step_figures["loss"]) and module.step_figures["loss"] == pytest.approx(
+        value
+    )
+
+
+def test_the_cosine_decays_to_zero_at_the_switch_of_losses(target: LlamaForCausalLM) -> None:
+    stages = [Stage(0.5, parse("kl")), Stage(1.0, parse("tv"))]
+    differences = []
+    for at in (0, 25, 47, 50, 98):
+        pair = [alone(module_of(target, tiny(layers=1, seed=3), stages, 100, cosine=w), 100, at) for w in (4.0, 0.0)]
+        values = [learnt(module, batch([0, 1, 2, 3]))[0] for module in pair]
+        differences.append(values[0] - values[1])
+    first = differences[0]
+    assert first > 0.1 and differences[1:] == pytest.approx([first / 2, first * 0.06, 0, 0], abs=1e-9)

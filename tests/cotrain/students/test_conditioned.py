@@ -1,0 +1,198 @@
+"""Conditioned drafts while they train: each text is learnt and evaluated at its own temperature."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from cotrain import losses
+from cotrain.cli import main
+from cotrain.config.groups import Draft, Init
+from cotrain.config.regimes import judged, learnt
+from cotrain.data.texts import Texts
+from cotrain.evaluation.held_out import evaluate, held_out
+from cotrain.losses.spec import parse
+from cotrain.students import quantisation_aware
+from cotrain.students.base import Seen
+from cotrain.students.conditioned import ConditionedStudent as Student
+from cotrain.teacher.target_model import served, split
+from cotrain.training import assembly, preconditions, preflight
+from cotrain.training.job import Job
+from cotrain.training.module import Distillation, Stage
+from inference.proposers.conditioned import TABLE
+from inference.sampling import one_hot
+from studies import temperatures
+from tests.cotrain.config.test_settings_reach import job_of
+from tests.draft_folders import BARE, draft_folder
+from tests.folders import own_texts, target_folder
+from tests.inference.proposers.test_conditioned import IDS, KNOWN, logits
+from tests.kinds import conditioned_near
+from tests.tiny import near, tiny
+
+
+def module_of(student: Student, target: Any, loss: str = "kl") -> Distillation:
+    module = Distillation(student, target, [Stage(1.0, parse(loss))], *([None] * 2), {})  # type: ignore[arg-type]
+    module._trainer = SimpleNamespace(global_step=0, max_steps=1, world_size=1)  # type: ignore[assignment]
+    return module
+
+
+def batch_of(ids: Tensor, heat: Any) -> dict[str, Any]:
+    predicted = torch.ones(len(ids), ids.shape[1] - 1, dtype=torch.bool)
+    return {"ids": ids, "predicted": predicted, "key": torch.arange(len(ids)), "temperature": torch.as_tensor(heat)}
+
+
+@pytest.mark.parametrize("loss", ["kl", "tv"])
+def test_each_text_of_a_batch_is_learnt_at_its_own_temperature(loss: str) -> None:
+    """The loss is the mean of the losses of each text alone, and only the scales of these temperatures learn, also at
+    temperature 0 with its one-hot target."""
+    target, student = tiny(), Student(conditioned_near(tiny(), 0.3), tiny())
+    heat = [0.0, 1.0, 1.0]
+    value = module_of(student, target, loss).training_step(batch_of(IDS, heat), 0)
+    each = []
+    for text, t in zip(IDS.unsqueeze(1), heat, strict=True):
+        with torch.no_grad():
+            expected = target(text).logits[0, :-1]
+        logp = (expected / t).log_softmax(-1) if t else one_hot(expected.argmax(-1), expected).log()
+        logq = (logits(student.network, text, t)[0, :-1] / (t or 1.0)).log_softmax(-1)
+        each.append(losses.kl(logp, logq).mean() if loss == "kl" else losses.tv(logp, logq).mean())
+    torch.testing.assert_close(value.double(), torch.stack(each).mean(), rtol=1e-5, atol=1e-6)
+    value.backward()
+    slope = student.network.get_parameter(TABLE).grad
+    assert slope is not None and bool((slope[[0, 2]].abs().sum(1) > 1e-4).all()) and not bool(slope[1].any())
+
+
+def test_packed_texts_have_their_own_temperatures() -> None:
+    """Two packed texts against each alone."""
+    student = Student(conditioned_near(tiny(), 0.3), tiny())
+    ids, places = IDS[:1], torch.cat([torch.arange(7), torch.arange(5)]).unsqueeze(0)
+    heat = torch.tensor([[0.0] * 7 + [0.7] * 5])
+    (packed,) = student.guesses({"ids": ids, "position_ids": places, "temperature": heat}, Seen({}))
+    for part, t in ((slice(0, 7), 0.0), (slice(7, 12), 0.7)):
+        (alone,) = student.guesses({"ids": ids[:, part], "temperature": torch.tensor([t])}, Seen({}))
+        torch.testing.assert_close(packed.states[part], alone.states)
+        torch.testing.assert_close(alone.head(alone.states), logits(student.network, ids[:, part], t)[0])
+
+
+@pytest.mark.parametrize("t", [0.0, 0.7, 1.0])
+def test_held_out_texts_are_evaluated_with_the_scale_of_their_temperature(t: float) -> None:
+    target, student = tiny(), Student(conditioned_near(tiny(), 0.3), tiny())
+    texts = Texts(IDS, torch.full((3,), 4), torch.full((3,), 12), ["a"] * 3)
+    figures = evaluate(held_out(served(target)[0], texts, t), student, split(target)[1])["all"]
+    with torch.no_grad():
+        p, q = target(IDS).logits[:, 3:-1], logits(student.network, IDS, t)[:, 3:-1]
+    both = [(one / t).softmax(-1) if t else one_hot(one.argmax(-1), one) for one in (p, q)]
+    assert figures.alpha == pytest.approx(float(torch.minimum(*both).sum(-1).mean()), abs=1e-6)
+
+
+def test_a_run_learns_and_evaluates_at_every_temperature_of_its_draft() -> None:
+    cfg = job_of("draft.temperatures=[0.0,0.3]", "rollout.temperatures=[0.5]").cfg
+    assert learnt(cfg) == [0.0, 0.3] and judged(cfg) == [0.0, 0.3, 0.5, 0.8]
+    cfg.rollout.train_temperatures = [0.3, 0.6]
+    assert learnt(cfg) == [0.3, 0.6] and judged(cfg) == [0.3, 0.5, 0.6, 0.8]
+    with pytest.raises(ValueError, match=r"draft.temperatures: no text is learnt at 0: rollout.train_temp.*=\[\], or"):
+        preconditions.refuse_losses(cfg, [])
+    cfg.rollout.train_temperatures, cfg.trainer.top, cfg.init.cosine = [], 4, 0
+    with pytest.raises(
+        ValueError, match="trainer.top: distributions are cached at one temperature, the regime's: trainer.top=0"
+    ):
+        preconditions.refuse_losses(cfg, [])
+    cfg.draft.temperatures = []
+    assert learnt(cfg) == [0.8] and judged(cfg) == [0.5, 0.8]
+    preconditions.refuse_losses(cfg, [])
+
+
+def test_texts_are_sampled_at_the_temperature_that_they_are_learnt_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of temperature 0 are greedy; given texts, which nobody sampled here, take turns."""
+    job = job_of("draft.temperatures=[0.0,0.3]", "trainer.corpus_steps=1")
+    given, met = Texts(IDS, torch.ones(3), torch.full((3,), 12), ["a"] * 3), list[Any]()
+    monkeypatch.setattr(Job, "chats", False)
+    monkeypatch.setattr(Job, "given", lambda self, kind: given)
+    monkeypatch.setattr(Job, "texts", lambda self, *asked: met.append(asked[1]) or given)
+    corpus, sampled = assembly.parts(job, 1)
+    assert met == [0.0, 0.3]
+    torch.testing.assert_close(sampled.temperature, torch.tensor([0.0, 0.0, 0.0, 0.3, 0.3, 0.3]))
+    torch.testing.assert_close(corpus.temperature, torch.tensor([0.0, 0.3, 0.0]))
+
+
+def initial(path: Path | None, known: list[float], target: Any) -> Any:
+    draft = Draft(**BARE | {"kind": "conditioned", "path": path and str(path), "temperatures": known})
+    return Student.initial(draft, Init("pretrained" if path else "target_layers", [0], 0.0), target)
+
+
+def test_it_begins_as_an_independent_draft_or_goes_on_with_its_scale(tmp_path: Path) -> None:
+    target = tiny(dtype=torch.float32)
+    plain = near(target, 0.2)
+    plain.save_pretrained(tmp_path / "plain")
+    network = initial(tmp_path / "plain", KNOWN, target)
+    assert all(torch.equal(network.get_parameter(name), weight) for name, weight in plain.named_parameters())
+    assert not bool(network.get_parameter(TABLE).any())
+    own = conditioned_near(target)
+    own.save_pretrained(tmp_path / "own")
+    again = initial(tmp_path / "own", KNOWN, target)
+    assert all(torch.equal(again.get_parameter(name), weight) for name, weight in own.named_parameters())
+    with pytest.raises(ValueError, match=r"draft.temperatures: .*own has learnt \[0.0, 0.7, 1.0\]"):
+        initial(tmp_path / "own", [0.5], target)
+    with pytest.raises(ValueError, match="draft.temperatures: temperatures .*: at least one"):
+        initial(None, [], target)
+    assert initial(None, [0.5], target).get_parameter(TABLE).shape == (1, 16)
+
+
+def test_other_kinds_have_no_temperatures() -> None:
+    cfg = job_of("draft.temperatures=[0.0,0.3]").cfg
+    with pytest.raises(ValueError, match=r"draft.temperatures=\[0.0, 0.3\]: independent drafts do not have it.*=\[\]"):
+        assembly.initial(cfg, tiny())
+
+
+def test_rounded_weights_keep_their_scale() -> None:
+    network = conditioned_near(tiny(hidden=64, dtype=torch.float32))
+    quantisation_aware.refuse_unknown(network)
+    other = quantisation_aware.rounded(network, "int8")
+    assert torch.equal(other.get_parameter(TABLE), network.get_parameter(TABLE))
+    assert not torch.equal(other.lm_head.weight, network.lm_head.weight)
+
+
+def test_time_is_reckoned_for_texts_of_every_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg, known = (
+        job_of("draft.temperatures=[0.0,0.3,1.0]", "rollout.temperatures=[0.5]").cfg,
+        SimpleNamespace(sources={}),
+    )
+    monkeypatch.setattr(preflight, "domains", lambda cfg, sources, split: ["a", "b"])
+    given: Any = known
+    assert preflight._count(cfg, given, "train") == 3 * 2 * cfg.rollout.texts
+    assert preflight._count(cfg, given, "held_out") == 5 * 2 * cfg.rollout.held_out_texts  # 0.8, the regime's, too
+
+
+def test_one_run_learns_at_every_temperature_and_the_study_reads_its_draft(tmp_path: Path) -> None:
+    """Every scale learns, and the study evaluates the exported draft on the run's held-out texts."""
+    target, own, run = target_folder(tmp_path / "target"), own_texts(tmp_path / "own.jsonl"), tmp_path / "run"
+    sizes = """data.block=64 rollout.texts=4 rollout.held_out_texts=3 rollout.prompt_tokens=8 rollout.new_tokens=16
+    rollout.temperatures=[] trainer.corpus_steps=0 trainer.batch=3 trainer.validations=1 init=target_layers
+    init.layers=[0] init.cosine=0 policy.k=2 draft.temperatures=[0,0.7,1]""".split()
+    place = [f"target.path={target}", f"data.path={own}", f"rollout.folder={tmp_path / 'texts'}", *sizes]
+    timed = """bench.prompts=2 bench.quick_prompts=1 bench.prompt_tokens=8 bench.new_tokens=8 bench.parity_tokens=100
+    bench.minutes=0 bench.depths=[2] bench.draft_dtype=float32 trainer.steps=6""".split()
+    assert main(["train", "draft=conditioned", f"output={run}", *timed, *place]) == 0
+    held_out_json, report = (json.loads((run / name).read_text()) for name in ("held_out.json", "draft/report.json"))
+    assert set(held_out_json["texts"]) == {"0", "0.7", "1"} and report["exactness"]["passed"]
+    assert report["extra"]["training"]["temperatures"] == [0.0, 0.7, 1.0]
+    table = load_file(run / "checkpoints" / "step-6" / "model.safetensors")[TABLE]
+    assert table.shape == (3, 64) and bool((table.abs().sum(1) > 0).all())
+    step, plain = report["extra"]["exported_step"], draft_folder(tmp_path / "plain", target, "independent")
+    served = load_file(run / "draft" / "model.safetensors")
+    assert torch.equal(served[TABLE], load_file(run / "checkpoints" / f"step-{step}" / "model.safetensors")[TABLE])
+    settings = [part for one in place for part in ("--set", one)]
+    words = [str(tmp_path / "out.json"), str(run / "draft"), f"1={plain}", f"0={plain}", "--k", "2", *settings]
+    temperatures.main(words)
+    study = json.loads((tmp_path / "out.json").read_text())
+    assert set(study) == {"environment", "commit", "command", "target", "conditioned", "k", "rows"}
+    assert study["command"] == " ".join(["python -m studies.temperatures", *words])
+    assert [row["temperature"] for row in study["rows"]] == [0.0, 1.0]
+    for row in study["rows"]:
+        assert row["low"] <= row["share"] <= row["high"] and row["texts"] == 3 and row["specialist"] > 1
+        expected = report["extra"]["held_out"][f"tau_T{row['temperature']:g}/all/2"]
+        assert row["conditioned"] == pytest.approx(expected, rel=1e-4)

@@ -1,0 +1,109 @@
+"""Quantisation of drafts: the numbers of each quantisation, the table over them, and quantisation-aware training."""
+
+import copy
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from cotrain.bench.quantisation_table import table
+from cotrain.cli import main
+from cotrain.students.quantisation_aware import quantised, rounded
+from cotrain.training.callbacks import QuantisationAware
+from inference.models.lm import LM
+from tests.cotrain.bench.test_matrix import plan_of
+from tests.cotrain.commands.test_train import SIZES
+from tests.draft_folders import draft_folder
+from tests.folders import network, own_texts, target_folder
+
+WEIGHT = torch.randn(8, 128, generator=torch.Generator().manual_seed(0))
+
+
+def test_each_quantisation_has_few_numbers_near_the_weights() -> None:
+    assert quantised(WEIGHT, "none") is WEIGHT
+    int8, nf4 = quantised(WEIGHT, "int8"), quantised(WEIGHT, "nf4")
+    assert all(len(row.unique()) <= 255 for row in int8) and all(len(part.unique()) <= 16 for part in nf4.view(16, 64))
+    errors = [(one - WEIGHT).abs().mean() for one in (int8, nf4)]
+    assert 0 < errors[0] < 0.02 and errors[0] < errors[1] < 0.15
+    with pytest.raises(ValueError, match="matrix.drafts: 'int3' is none of none, int8, nf4"):
+        quantised(WEIGHT, "int3")
+
+
+def test_an_int8_draft_has_the_served_distribution() -> None:
+    draft, ids = network(layers=1).bfloat16(), torch.arange(2, 34).view(2, 16)
+    served = LM(draft, 2, 300, int8=True)
+    expected = torch.cat([served.forward(ids[:, i : i + 1], [i, i]).logits for i in range(16)], 1)
+    int8_draft = rounded(draft, "int8")
+    assert torch.equal(int8_draft.get_input_embeddings().weight, draft.get_input_embeddings().weight)
+    with torch.no_grad():
+        apart = [(model(ids).logits.float() - expected.float()).abs().mean() for model in (int8_draft, draft)]
+    assert apart[0] < 0.7 * apart[1]  # bfloat16 rounds what both multiply
+
+
+def test_rounding_leaves_the_draft_unchanged() -> None:
+    draft = network(layers=1)
+    before = {name: value.clone() for name, value in draft.state_dict().items()}
+    rounded(draft, "nf4")
+    assert all(torch.equal(value, before[name]) for name, value in draft.state_dict().items())
+
+
+def test_the_table_has_each_target_temperature_and_draft() -> None:
+    plan = plan_of()
+    target, other = plan.target, network(seed=2)
+    plan = replace(plan, draft=target, bench=SimpleNamespace(**vars(plan.bench) | {"draft_dtype": "auto"}))
+    loaded: list[str] = []
+
+    def load(kind: str) -> torch.nn.Module:
+        loaded.append(kind)
+        return target if kind == "none" else other
+
+    lines: list[str] = []
+    cells = table(plan, load, ["none", "int8"], ["none", "nf4"], [0.0, 1.0], 2, lines.append)
+    assert loaded == ["none", "int8"] and len(cells) == len(lines) == 8
+    by_cell = {(cell["target"], cell["temperature"], cell["draft"]): cell for cell in cells}
+    same = by_cell["none", 1.0, "none"]
+    assert same["alpha"] > 0.999 and 2.5 < same["tau"] <= 3  # a draft that is the target
+    assert by_cell["none", 1.0, "nf4"]["alpha"] < 0.99 and by_cell["int8", 1.0, "none"]["alpha"] < 0.7
+    assert all(cell["speedup"]["value"] > 0 and cell["tokens"] > 0 for cell in cells)
+
+
+def test_bench_writes_the_table(tmp_path: Path) -> None:
+    target = target_folder(tmp_path / "target")
+    draft = draft_folder(tmp_path / "draft", target, "independent")
+    sizes = [setting for setting in SIZES if setting.startswith("bench.")]
+    matrix = ["matrix.targets=[none,int8]", "matrix.drafts=[none]", "matrix.temperatures=[1]", "matrix.k=2"]
+    paths = [f"target.path={target}", f"draft.path={draft}", f"output={tmp_path / 'bench'}"]
+    assert main(["bench", *paths, *sizes, *matrix]) == 0
+    cells = json.loads((tmp_path / "bench" / "report.json").read_text())["extra"]["bits"]
+    assert [cell["target"] for cell in cells] == ["none", "int8"] and cells[0]["alpha"] != cells[1]["alpha"]
+
+
+def test_gradients_of_rounded_weights_move_the_whole_ones() -> None:
+    draft, ids = network(layers=1), torch.arange(2, 12).view(1, 10)
+    module, callback = SimpleNamespace(draft=draft), QuantisationAware("nf4")
+    whole = copy.deepcopy(draft.state_dict())
+    callback.on_train_batch_start(None, module)
+    reference = rounded(draft, "nf4")  # once rounded, rounding changes nothing
+    for one in (draft, reference):
+        one.requires_grad_(True)
+        one(ids, labels=ids).loss.backward()
+    callback.on_after_backward(None, module)
+    assert all(torch.equal(value, whole[name]) for name, value in draft.state_dict().items())
+    name = "model.layers.0.mlp.up_proj.weight"
+    ours, theirs = (dict(one.named_parameters())[name] for one in (draft, reference))
+    assert torch.allclose(ours.grad, theirs.grad, atol=1e-6) and not torch.equal(ours, theirs)
+
+
+def test_a_draft_trained_for_a_quantisation_is_exported_in_it(tmp_path: Path) -> None:
+    target_folder(tmp_path / "target")
+    own_texts(tmp_path / "own.jsonl")
+    paths = [f"target.path={tmp_path / 'target'}", f"data.path={tmp_path / 'own.jsonl'}", f"output={tmp_path / 'run'}"]
+    assert main(["train", *paths, *SIZES, "draft.quantisation=nf4", "trainer.steps=2"]) == 0
+    recipe = json.loads((tmp_path / "run" / "draft" / "cotrain.json").read_text())["made"]
+    weights = load_file(tmp_path / "run" / "draft" / "model.safetensors")
+    few = [len(part.unique()) <= 16 for part in weights["model.layers.0.mlp.up_proj.weight"].view(-1, 64)]
+    assert recipe["draft_quantisation"] == "nf4" and all(few)

@@ -1,0 +1,59 @@
+"""What was read of the target is remembered by text, until the room is full."""
+
+import torch
+from torch import Tensor
+
+from cotrain.students.base import LAST
+from cotrain.teacher.states_cache import MemoryCache
+from cotrain.teacher.target_model import Record
+
+
+def test_hidden_states_are_remembered_by_text_until_the_room_is_full() -> None:
+    asked: list[list[int]] = []
+
+    def read(ids: Tensor, _: object = None) -> Record:
+        asked.append(ids[:, 0].tolist())
+        return {LAST: ids.unsqueeze(-1).float().expand(-1, -1, 4)}
+
+    texts, keys = torch.arange(3)[:, None].repeat(1, 5), torch.tensor([10, 11, 12])
+    teacher = MemoryCache(read, limit=2 * 5 * 4 * 4)  # two texts' worth of bytes
+    for at in ([0, 1], [1, 0], [1], [2], [0, 2], [2]):
+        assert torch.equal(teacher(texts[at], keys[at])[LAST], read(texts[at])[LAST])
+        asked.pop()
+    assert asked == [[0, 1], [2], [0, 2], [2]]
+
+
+def test_filled_texts_are_not_read_again() -> None:
+    asked: list[int] = []
+
+    def read(ids: Tensor, _: object = None) -> Record:
+        asked.append(len(ids))
+        return {LAST: ids.unsqueeze(-1).float()}
+
+    texts, keys = torch.arange(5)[:, None].repeat(1, 4), torch.arange(5) + 3
+    teacher = MemoryCache(read, limit=10**6)
+    teacher.fill(texts, keys, batch=2)
+    assert asked == [2, 2, 1]
+    assert torch.equal(teacher(texts[[4, 0]], keys[[4, 0]])[LAST], read(texts[[4, 0]])[LAST])
+    assert asked == [2, 2, 1, 2]
+    small = MemoryCache(read, limit=2 * 4 * 4)
+    small.fill(texts, keys, batch=2)
+    assert len(small.records) == 2 and asked[4:] == [2, 2]  # full: what is left is read when it comes
+
+
+def test_texts_padded_to_another_width_are_read_again() -> None:
+    """As those of the first round are once a longer text came in the second."""
+    asked: list[tuple[int, ...]] = []
+
+    def read(ids: torch.Tensor, _: object = None) -> Record:
+        asked.append(tuple(ids.shape))
+        return {LAST: ids[..., None].float()}
+
+    short, keys = torch.arange(8).view(4, 2), torch.arange(4)
+    teacher = MemoryCache(read, limit=4 * 3 * 4 + 2 * 3 * 4)  # bytes of six texts of three tokens
+    teacher.fill(short, keys, batch=2)
+    long = torch.nn.functional.pad(torch.arange(12).view(6, 2), (0, 1))
+    teacher.fill(long[:2], keys[:2], batch=2)
+    teacher.fill(long, torch.arange(6), batch=2)  # the first batch is known: the others are read all the same
+    assert asked == [(2, 2), (2, 2), (2, 3), (2, 3), (2, 3)]
+    assert torch.equal(teacher(long, torch.arange(6))[LAST][..., 0], long.float()) and len(asked) == 5

@@ -1,0 +1,143 @@
+"""What is read of the target by layer: live, from memory and from disk."""
+
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cotrain.students.base import LAST
+from cotrain.teacher.states_cache import DiskCache, MemoryCache
+from cotrain.teacher.target_distributions import TopKAndRest, TopKTeacher, seen
+from cotrain.teacher.target_model import Record, served
+from tests.tiny import tiny
+
+MAKER = {"config": "c", "tokenizer": "t", "weights": "w"}
+IDS = torch.tensor([[1, 2, 3], [4, 5, 6]])
+
+
+class Reads:
+    """A target that returns states of every id and counts its passes."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, ids: Tensor, position_ids: Tensor | None = None) -> Record:
+        self.count += 1
+        return {LAST: torch.sin(ids.unsqueeze(-1) * torch.arange(1, 5)).bfloat16()}
+
+
+def test_texts_on_disk_are_not_read_again(tmp_path: Path) -> None:
+    first, second = Reads(), Reads()
+    live = DiskCache(first, tmp_path, MAKER)(IDS)[LAST]
+    cached = DiskCache(second, tmp_path, MAKER)(IDS)[LAST]
+    assert torch.equal(live, cached) and cached.dtype == live.dtype and (first.count, second.count) == (1, 0)
+    assert torch.equal(DiskCache(second, tmp_path, MAKER)(IDS.flip(0))[LAST], live.flip(0))
+    DiskCache(second, tmp_path, MAKER)(IDS[1:])
+    assert second.count == 0  # the same texts in other batches
+    DiskCache(second, tmp_path, MAKER)(IDS.view(1, 6))  # the same ids in a row are another text
+    DiskCache(second, tmp_path, MAKER)(IDS, torch.tensor([[0, 1, 2], [0, 0, 1]]))  # two texts in a row too
+    DiskCache(second, tmp_path, MAKER)(torch.tensor([[1, 2, 3, 0, 1, 2]]))  # ids that equal position ids
+    assert second.count == 3
+
+
+@pytest.mark.parametrize("key", MAKER)
+def test_states_of_another_target_raise(tmp_path: Path, key: str) -> None:
+    DiskCache(Reads(), tmp_path, MAKER)(IDS)
+    with pytest.raises(ValueError, match=f"trainer.cache=.*another target, its {key} differ"):
+        DiskCache(Reads(), tmp_path, MAKER | {key: "other"})
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed"])
+def test_a_damaged_shard_is_read_anew(tmp_path: Path, damage: str) -> None:
+    reads = Reads()
+    shards = DiskCache(reads, tmp_path, MAKER)
+    truth = shards(IDS)[LAST]
+    (file,) = tmp_path.glob("*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content[:100] if damage == "cut" else content)
+    assert torch.equal(shards(IDS)[LAST], truth) and reads.count == 2
+    assert torch.equal(shards(IDS)[LAST], truth) and reads.count == 2
+
+
+def test_a_disk_too_small_raises_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "free")
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage(2**30))
+    shards = DiskCache(Reads(), tmp_path / "cache", MAKER)
+    assert "1.00 GiB for 1024 texts, 1.00 GiB are free" in shards.estimate(1024, 2**20)
+    with pytest.raises(OSError, match=r"trainer.cache=.*1.95 GiB for 2000 texts"):
+        shards.estimate(2000, 2**20)
+    assert not list((tmp_path / "cache").glob("*.safetensors"))
+
+
+ROWS = torch.randint(32, (3, 9), generator=torch.Generator().manual_seed(0))
+LAYERS = (0, 2)
+
+
+def wanted(layer: int) -> torch.Tensor:
+    """As transformers numbers them: after so many decoder layers, the last one normed."""
+    with torch.no_grad():
+        states = tiny(layers=3)(ROWS, output_hidden_states=True).hidden_states
+    return states[layer]  # type: ignore[no-any-return]
+
+
+def counting(read: Any) -> tuple[Any, list[int]]:
+    asked: list[int] = []
+
+    def counted(ids: torch.Tensor, places: object = None) -> Any:
+        asked.append(len(ids))
+        return read(ids, places)
+
+    return counted, asked
+
+
+def same(record: Any, layers: tuple[int, ...]) -> bool:
+    return set(record) == {LAST, *layers} and all(torch.equal(one, wanted(layer)) for layer, one in record.items())
+
+
+def test_layers_are_those_of_transformers_live_and_from_both_caches(tmp_path: Path) -> None:
+    live, asked = counting(served(tiny(layers=3), layers=LAYERS)[0])
+    with torch.no_grad():
+        assert same(live(ROWS), LAYERS) and set(seen(live(ROWS)).states) == {LAST, *LAYERS}
+    asked.clear()
+    for _ in range(2):
+        assert same(DiskCache(live, tmp_path, MAKER, (LAST, *LAYERS))(ROWS), LAYERS)
+    memory = MemoryCache(live, 2**20)
+    for _ in range(2):
+        assert same(memory(ROWS, torch.arange(3)), LAYERS)
+    assert asked == [3, 3]
+    few = MemoryCache(live, 2 * 3 * 9 * 16 * 8)  # of two texts, three layers each
+    few(ROWS, torch.arange(3))
+    assert len(few.records) == 2
+    with pytest.raises(ValueError, match=r"states of layers \[3\]: the target has 0 \(embeddings\) to 2"):
+        served(tiny(layers=3), layers=(1, 3))
+
+
+def test_shards_of_last_states_are_extended_by_further_layers(tmp_path: Path) -> None:
+    last, first = counting(served(tiny(layers=3))[0])
+    assert set(DiskCache(last, tmp_path, MAKER)(ROWS)) == {LAST}
+    live, asked = counting(served(tiny(layers=3), layers=LAYERS)[0])
+    both = DiskCache(live, tmp_path, MAKER, (LAST, *LAYERS))
+    assert same(both(ROWS), LAYERS) and same(both(ROWS), LAYERS) and asked == [3]
+    assert same(DiskCache(last, tmp_path, MAKER)(ROWS), ()) and first == [3]
+
+
+def test_top_k_ids_are_integers_and_older_formats_are_read_anew(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    read, head = served(tiny(layers=3), layers=(1,))
+    teacher = TopKTeacher(read, head, 4, 32, 1.0, None, chunk=5, reads=(1,))
+    parts = (1, *TopKAndRest._fields)
+    record = DiskCache(teacher.read, tmp_path, MAKER, parts)(ROWS)
+    assert (record["ids"].dtype, record["logs"].dtype, record["rest"].shape) == (torch.int32, torch.float32, (3, 9))
+    assert torch.equal(record[1], wanted(1)) and list(seen(record).states) == [1]
+    again, asked = counting(teacher.read)
+    assert all(torch.equal(one, record[name]) for name, one in DiskCache(again, tmp_path, MAKER, parts)(ROWS).items())
+    assert not asked and not capsys.readouterr().out
+    old = tmp_path / "old"
+    DiskCache(lambda *_: {LAST: torch.zeros(3, 9, 9)}, old, MAKER)(ROWS)  # ids and logs in one tensor, as they were
+    assert torch.equal(DiskCache(again, old, MAKER, parts)(ROWS)["ids"], record["ids"]) and asked == [3]
+    assert "distributions of an earlier version are not read" in capsys.readouterr().out

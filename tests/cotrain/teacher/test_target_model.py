@@ -1,0 +1,224 @@
+"""The frozen target: loading, quantisation, adapters, fingerprints, and its halves."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    Gemma2Config,
+    PreTrainedModel,
+)
+
+from cotrain.data.fingerprints import fingerprint
+from cotrain.students import independent
+from cotrain.teacher.target_model import adapted, load_pair, load_target, split
+from tests.folders import network, target_folder
+
+IDS = torch.tensor([[5, 9, 250, 17, 0, 3]])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return target_folder(tmp_path_factory.mktemp("teacher") / "target")
+
+
+def logits(model: PreTrainedModel) -> Tensor:
+    with torch.no_grad():
+        return model.eval()(IDS).logits
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_a_quantised_checkpoint_stays_quantised(tmp_path: Path, kind: str) -> None:
+    quantised = load_target(str(target_folder(tmp_path / "whole", hidden=128)), kind)
+    quantised.save_pretrained(tmp_path / "held")
+    again = load_target(str(tmp_path / "held"))
+    assert again.config.to_dict()["quantization_config"]["quant_method"] == "bitsandbytes"
+    assert torch.equal(logits(again), logits(quantised)) and fingerprint(again) == fingerprint(quantised)
+    small = independent.from_layers(again, [0])
+    assert small.dtype == torch.float32 and "quantization_config" not in small.config.to_dict()
+    with pytest.raises(ValueError, match="is quantised as it is; quantisation=none"):
+        load_target(str(tmp_path / "held"), "int8")
+
+
+@pytest.mark.parametrize("quantisation", ["int8", "nf4"])
+def test_reading_leaves_a_quantised_target_unchanged(tmp_path: Path, quantisation: str) -> None:
+    """Between passes, its fingerprint is computed and layers are copied."""
+    model = load_target(str(target_folder(tmp_path, hidden=128)), quantisation)
+    before = logits(model)
+    fingerprint(model)
+    independent.from_layers(model, [0])
+    assert torch.equal(logits(model), before)
+    split(model)
+    assert torch.equal(logits(model), before)
+
+
+def test_weights_are_not_packed_for_a_cpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: True)
+    packs = [
+        getattr(module, "support_avx512bf16_for_cpu", None) for module in load_target(str(folder), "nf4").modules()
+    ]
+    assert False in packs and True not in packs
+
+
+def gemma() -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = Gemma2Config(vocab_size=40, hidden_size=16, intermediate_size=16, num_hidden_layers=1, head_dim=8,
+                          num_attention_heads=2, num_key_value_heads=1, final_logit_softcapping=0.5,
+                          initializer_range=0.5)  # fmt: skip
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+
+
+def scaled(family: str, **changed: float) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, vocab_size=40, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+                                  num_attention_heads=2, num_key_value_heads=1, pad_token_id=0, initializer_range=0.5,
+                                  **changed)  # fmt: skip
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def granite() -> PreTrainedModel:
+    return scaled("granite", logits_scaling=6.0)
+
+
+def granite_of_experts() -> PreTrainedModel:
+    return scaled("granitemoe", logits_scaling=6.0)
+
+
+def cohere() -> PreTrainedModel:
+    return scaled("cohere", logit_scale=0.25)
+
+
+CLOVA = pytest.mark.skipif("hyperclovax" not in CONFIG_MAPPING, reason="this transformers has no HyperCLOVA X")
+
+
+def hyperclova() -> PreTrainedModel:
+    return scaled("hyperclovax", logits_scaling=6.0)
+
+
+@pytest.mark.parametrize(
+    "make", [network, gemma, granite, granite_of_experts, cohere, pytest.param(hyperclova, marks=CLOVA)]
+)
+def test_halves_are_the_whole(make: Callable[[], PreTrainedModel]) -> None:
+    model = make()
+    hidden, head = split(model)
+    ids = IDS % 40
+    with torch.no_grad():
+        assert torch.allclose(head(hidden(ids)), model(ids).logits, atol=1e-6)
+
+
+def test_a_head_that_does_more_raises() -> None:
+    model = gemma()
+
+    class Shifted(type(model)):
+        def forward(self, *args: object, **kwargs: object) -> object:
+            out = super().forward(*args, **kwargs)
+            out.logits = out.logits + 1
+            return out
+
+    model.__class__ = Shifted
+    with pytest.raises(ValueError, match="Shifted: its head does more than project"):
+        split(model)
+
+
+def test_a_fingerprint_depends_on_every_tensor_and_the_quantisation(folder: Path) -> None:
+    model = load_target(str(folder))
+    first = fingerprint(model)
+    assert first == fingerprint(load_target(str(folder)))
+    for name in ("model.embed_tokens", "model.layers.1.self_attn.v_proj", "model.norm"):
+        weight = model.get_submodule(name).weight
+        before = weight.clone()
+        weight.add_(0.1)
+        assert fingerprint(model) != first, name
+        weight.copy_(before)
+    assert fingerprint(model) == first
+    quantised = load_target(str(folder), "nf4")
+    digest = fingerprint(quantised)
+    logits(quantised)
+    assert digest == fingerprint(quantised) != first
+
+
+def test_a_target_is_frozen_and_in_eval_mode(folder: Path) -> None:
+    model, tokenizer = load_pair(str(folder))
+    assert not model.training and not any(p.requires_grad for p in model.parameters())
+    assert tokenizer.eos_token_id == 0 and model.dtype == torch.float32
+    assert load_target(str(folder), dtype="bfloat16").dtype == torch.bfloat16
+
+
+@pytest.fixture
+def adapter(folder: Path, tmp_path: Path) -> str:
+    """A LoRA of random weights."""
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(folder), LoraConfig(r=4, target_modules=["q_proj", "up_proj"])
+    )
+    for name, weight in model.named_parameters():
+        if "lora" in name:
+            torch.nn.init.normal_(weight, std=0.2)
+    model.save_pretrained(tmp_path / "adapter")
+    return str(tmp_path / "adapter")
+
+
+def test_an_adapter_is_merged_into_the_target(folder: Path, adapter: str) -> None:
+    plain, expected = load_target(str(folder)), PeftModel.from_pretrained(load_target(str(folder)), adapter)
+    model = adapted(load_target(str(folder)), adapter)
+    assert type(model) is type(plain) and not any(weight.requires_grad for weight in model.parameters())
+    assert torch.allclose(logits(model), logits(expected), atol=1e-4)
+    assert not torch.allclose(logits(model), logits(plain), atol=1e-2)
+    assert fingerprint(model) != fingerprint(plain)
+
+
+def test_an_adapter_stands_beside_quantised_weights(folder: Path, adapter: str) -> None:
+    plain, model = load_target(str(folder), "nf4"), adapted(load_target(str(folder), "nf4"), adapter)
+    assert not torch.allclose(logits(model), logits(plain), atol=1e-2) and fingerprint(model) != fingerprint(plain)
+    whole = adapted(load_target(str(folder)), adapter)
+    assert (logits(model) - logits(whole)).abs().mean() < (logits(plain) - logits(whole)).abs().mean()
+
+
+def test_a_folder_without_an_adapter_raises(folder: Path, adapter: str, tmp_path: Path) -> None:
+    for model, place in ((load_target(str(folder)), str(tmp_path / "none")), (network(hidden=128), adapter)):
+        with pytest.raises(ValueError, match=f"target.adapter: {place} is no adapter of this target"):
+            adapted(model, place)
+
+
+def changed(folder: Path, tmp_path: Path, change: Callable[[dict[str, Tensor]], None]) -> str:
+    """A copy of the target's folder with changed tensors."""
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    tensors = load_file(copy / "model.safetensors")
+    change(tensors)
+    save_file(tensors, copy / "model.safetensors", {"format": "pt"})
+    return str(copy)
+
+
+def test_weights_that_are_not_finite_raise(folder: Path, tmp_path: Path) -> None:
+    path = changed(folder, tmp_path, lambda tensors: tensors["model.norm.weight"][3:4].fill_(float("nan")))
+    with pytest.raises(ValueError, match="target.path: .* NaN or infinite weights in model.norm.weight"):
+        load_target(path)
+
+
+def test_missing_weights_raise(folder: Path, tmp_path: Path) -> None:
+    path = changed(folder, tmp_path, lambda tensors: [tensors.pop("model.norm.weight")])
+    with pytest.raises(ValueError, match="target.path: .* lacks weights: model.norm.weight"):
+        load_target(path)
+
+
+def test_missing_or_damaged_targets_raise(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="target.path: .*nowhere is no folder"):
+        load_pair(str(tmp_path / "nowhere"))
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    with pytest.raises(ValueError, match="quantisation: 'nf5' is none of none, int8, nf4"):
+        load_pair(str(copy), "nf5")
+    (copy / "model.safetensors").write_bytes(b"cut short")
+    with pytest.raises(ValueError, match="model.safetensors is damaged"):
+        load_pair(str(copy))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (copy / name).unlink()
+    shutil.copy(folder / "model.safetensors", copy)
+    with pytest.raises(ValueError, match="target.path: .* has no tokenizer files"):
+        load_pair(str(copy))

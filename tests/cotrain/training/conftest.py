@@ -1,0 +1,31 @@
+"""Folders that tests of training share, so that a target is written, and texts are sampled, once."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from cotrain.bundled.tokenizer import train_tokenizer
+from tests.cotrain.commands.test_train import place as place  # a fixture: a folder with a target and own texts
+from tests.folders import CONTEXT, own_texts, target_folder
+
+
+@pytest.fixture(scope="session")
+def mistakes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a target, texts of the user, and files that are named by mistake."""
+    folder = tmp_path_factory.mktemp("mistakes")
+    target_folder(folder / "target")
+    own_texts(folder / "own.jsonl")
+    (folder / "empty.jsonl").write_text("")
+    (folder / "text.jsonl").write_text("no json\n")
+    (folder / "file").write_text("")
+    rows = [b'{"text": "caf\xc3\xa9"}\n'] * 5 + [b'{"text": "caf\xe9"}\n'] + [b'{"text": "a"}\n'] * 300
+    (folder / "latin.jsonl").write_bytes(b"".join(rows))
+    shutil.copytree(folder / "target", folder / "bare")
+    (folder / "bare" / "model.safetensors").unlink()
+    target_folder(folder / "large", layers=3, hidden=128)
+    target_folder(folder / "other", layers=1)
+    train_tokenizer(["another text, again and again " * 40], 290, CONTEXT).save_pretrained(folder / "other")
+    (folder / "foreign").mkdir()
+    (folder / "foreign" / "thesis.tex").write_text("mine")
+    return folder

@@ -1,0 +1,142 @@
+"""What a run exports about itself, recomputed by hand from its settings and figures."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from cotrain.board import curves
+from cotrain.training import distil
+from inference.drafts.draft_folder import PlannedTree
+from tests.cotrain.config.test_settings_reach import job_of
+
+SETTINGS = """rollout.train_temperatures=[0.3,0.6] rollout.rounds=3 rollout.on_draft=0.25 trainer.top=4
+target.adapter=adapter draft.quantisation=int8 draft.vocabulary=50 init.layers=[1]""".split()
+
+
+def module_of(job: Any) -> Any:
+    """A trained module whose figures all differ."""
+    scores = {t: SimpleNamespace(alpha=0.5 + t / 10, alphas=(), **dict.fromkeys(("kl", "entropy", "calibration"), t),
+                                 lengths=torch.tensor([3, 4]), calls=lambda k: torch.tensor([k / 4, 2.0]))
+              for t in (0.3, 0.8)}  # fmt: skip
+    return SimpleNamespace(
+        temperature=0.8, progress=SimpleNamespace(elapsed=77.5, minutes=9.0), draft="draft",
+        held_out={0.8: "held", 0.3: "other"},
+        student=SimpleNamespace(known=torch.arange(60) < (job.cfg.draft.vocabulary or 60)),
+        acceptance=lambda: {"alpha_T0.8/all": 0.58}, scores=lambda: scores,
+        judged={0.8: {"all": scores[0.8]}, 0.3: {"all": scores[0.3]}}, profiles=lambda: {0.3: "cold", 0.8: "warm"},
+        divergence=lambda decode: ("divergence", decode([5])), tau=lambda k, objective, verify: (k, objective, verify),
+        on=lambda held: {"all": SimpleNamespace(alpha=0.875)},
+    )  # fmt: skip
+
+
+def test_an_export_describes_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = job_of(*SETTINGS)
+    job.cfg.data.template = {"thinking": False}
+    checkpoints = [SimpleNamespace(step=step, speedup=1.0 + step, tau=3.0 - step / 100) for step in (0, 32, 64)]
+    speed: Any = SimpleNamespace(checkpoints=checkpoints, best=lambda: checkpoints[1])
+    calls: list[Any] = []
+    monkeypatch.setattr(type(job), "plan", lambda self, draft: ("plan", draft))
+    monkeypatch.setattr(type(job), "chats", True)
+    monkeypatch.setattr(distil, "measured", lambda *given: calls.append(given) or "report")
+    monkeypatch.setattr(distil, "coverage", lambda held, known: (held, int(known.sum())))
+    monkeypatch.setattr(distil.profile, "line", lambda t, one: "")
+    others: Any = ("held", distil.Provenance(9, 1.0, 2.0, 3.0, 0.25))
+    assert distil.export(job, module_of(job), speed, others) == "report"
+    ((_, plan, training, extra),) = calls
+    assert plan == ("plan", "draft")
+    digest = training["learnt"].pop("chat_template")
+    assert digest == distil._digest(job.tokenizer) and len(digest) == 64
+    assert training == {
+        "loss": {"first": "kl", "then": "tv", "switch": 0.4, "hardest": 0.6, "decay": 0.9},
+        "temperatures": [0.3, 0.6], "steps": 64, "minutes": 9.0, "seconds": 77.5, "rounds": 3, "on_draft": 0.25,
+        "top": 4, "adapter": "adapter", "draft_quantisation": "int8",
+        "draft_vocabulary": {"tokens": 50, "coverage": ("held", 50)},
+        "learnt": {"completions": True, "template": {"thinking": False}},
+        "served": {"chat": False, "prompt_tokens": 48, "quantisation": "none", "template": {"thinking": False},
+                   "verify": "block"},
+        "init": {"kind": job.cfg.init.kind, "layers": [1], "cosine": 0.2},
+    }  # fmt: skip
+    given = {"tokens": 9, "surprise": 1.0, "entropy": 2.0, "z": 3.0, "impossible": 0.25, "alpha": 0.875}
+    assert extra == {
+        "held_out": {"alpha_T0.8/all": 0.58}, "exported_step": 32, "profiles": {"0.3": "cold", "0.8": "warm"},
+        "checkpoints": [{"step": s, "speedup": 1.0 + s, "tau": 3.0 - s / 100} for s in (0, 32, 64)],
+        "divergence": ("divergence", job.tokenizer.decode([5])), "training": training,
+        "given_texts": given | {"alpha_own": 0.5 + 0.08},
+    }  # fmt: skip
+    job.cfg.rollout.train_temperatures, job.cfg.draft.vocabulary = [], None
+    monkeypatch.setattr(type(job), "chats", False)
+    distil.export(job, module_of(job), speed)
+    *_, training, extra = calls[-1]
+    assert training["temperatures"] == [0.8] and training["draft_vocabulary"] is None and extra["given_texts"] is None
+    assert training["learnt"]["chat_template"] is None and training["learnt"]["completions"] is False
+
+
+def test_the_figures_of_a_comparison_are_of_the_last_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = job_of()
+    job.folder = tmp_path
+    for label, then, wanted in (("mine", "tv", "mine"), (None, "tv", "kl_then_tv"), (None, None, "kl")):
+        job.cfg.label, job.cfg.loss.then = label, then
+        distil.keep_figures(job, module_of(job), 64)
+        figures = json.loads((tmp_path / "held_out.json").read_text())
+        assert (figures["label"], figures["seed"], figures["steps"]) == (wanted, 11, 64)
+        assert figures["tau"] == [3, "greedy", "block"]
+        assert figures["texts"]["0.3"] == {"alpha": 0.53, "kl": 0.3, "entropy": 0.3, "calibration": 0.3,
+                                         "lengths": [3, 4], "calls": {"4": [1.0, 2.0], "8": [2.0, 2.0]}}  # fmt: skip
+        assert set(figures["texts"]) == {"0.3", "0.8"} and figures["environment"]
+
+
+def test_a_draft_folder_says_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job, calls = job_of("draft.kind=medusa", "target.path=theirs"), list[Any]()
+    job.folder = tmp_path
+    tree = {"planned_shape": [-1, 0, 0], "planned_rule": "tree", "planned_likeliest": False}
+    extra = {"planned_k": 2, "advice": "advice"} | tree
+    report = {"environment": {"machine": 1}, "extra": extra}
+    plan: Any = SimpleNamespace(int8=True, served="served")
+    monkeypatch.setattr(distil, "prepare", lambda plan: calls.append(plan))
+    monkeypatch.setattr(distil.measurement, "measure", lambda plan, extra: calls.append((plan, extra)) or report)
+    monkeypatch.setattr(distil, "recorded", lambda plan, extra: {"recorded": extra})
+    monkeypatch.setattr(distil.replay, "write", lambda *given: calls.append(given))
+    monkeypatch.setattr(distil, "save", lambda *given, **settings: calls.append((given, settings)))
+    assert distil.measured(job, plan, {"own": 1}, {"more": 2}) is report
+    assert calls[:3] == [plan, (plan, {"more": 2}), ({"recorded": extra}, tmp_path / "replay.json")]
+    ((draft, words, place, metadata, said), settings) = calls[3]
+    assert (draft, words, place, said) == ("served", job.tokenizer, tmp_path / "draft", report)
+    assert settings == {"replace": True} and metadata.target["name"] == "theirs"
+    hashes = distil.hash_target(job.target.config, job.tokenizer)
+    assert {key: metadata.target[key] for key in hashes} == hashes
+    assert (metadata.k, metadata.objective, metadata.int8, metadata.kind) == (2, "greedy", True, "medusa")
+    assert metadata.regime == {"temperature": 0.8, "top_k": 7, "top_p": 0.9}
+    assert metadata.origin == {"environment": {"machine": 1}, "advice": "advice", "own": 1}
+    assert metadata.tree == PlannedTree([-1, 0, 0], "tree", False)
+
+
+def test_the_best_checkpoint_is_loaded_and_judged_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights of the last step are at hand, but for those that were rounded while they were judged."""
+    for step, rounding, again in ((32, "none", True), (160, "none", False), (160, "int8", True)):
+        job, done = job_of(f"draft.quantisation={rounding}"), list[Any]()
+        network = SimpleNamespace(state_dict=lambda: "weights")
+
+        class Trained:
+            load = staticmethod(lambda *given, done=done, network=network: (
+                done.append(given), SimpleNamespace(network=network))[1])  # fmt: skip
+
+        module: Any = SimpleNamespace(
+            student=Trained(), judge=lambda done=done: done.append("judged"),
+            draft=SimpleNamespace(load_state_dict=lambda state, done=done: done.append(state)),
+        )  # fmt: skip
+        best = SimpleNamespace(step=step, path="there")
+        distil.choose_best(job, module, SimpleNamespace(best=lambda best=best: best))  # type: ignore[arg-type]
+        assert done == ([("there", job.target, job.vocabulary), "weights", "judged"] if again else [])
+
+
+def test_final_figures_are_those_of_the_report() -> None:
+    report = {"speedup": {"whole": {"value": 1.5, "low": 1.25, "high": None}, "decode": {"value": 9.0}},
+              "acceptance": {"tau": {"measured": 2.5, "predicted": 2.0}}, "exactness": {"passed": False}}  # fmt: skip
+    own = {"acceptance": 0.5, "tau": 3.0}
+    assert curves.final_figures(0.5, 3.0, {}) == own
+    timed = {"speedup": 1.5, "speedup_low": 1.25, "tau_timed": 2.5, "exact": 0.0}
+    assert curves.final_figures(0.5, 3.0, report) == own | timed

@@ -1,0 +1,88 @@
+"""Which texts a step of a run learns from, on which process, and what is read ahead and judged between validations."""
+
+from dataclasses import replace
+from itertools import islice
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from cotrain.data.texts import Curriculum, Texts
+from cotrain.training import fit
+from cotrain.training.fit import TrainingPhase
+from cotrain.training.progress import Clock, Progress
+from tests.cotrain.config.test_settings_reach import job_of
+
+
+def texts(count: int, begin: int) -> Texts:
+    """Each of one repeated id."""
+    ids = torch.arange(begin, begin + count).unsqueeze(1).expand(count, 5)
+    return Texts(ids, torch.full((count,), 2), torch.full((count,), 5), ["a"] * count)
+
+
+@pytest.mark.parametrize(("world", "accumulate"), [(1, 1), (2, 3)])
+def test_a_phase_resumes_at_its_step_on_every_process(world: int, accumulate: int) -> None:
+    """TrainingPhase 1 of steps 10 to 30, of which step 15 is next; corpus texts come up to step 20."""
+    job = job_of(f"trainer.accumulate={accumulate}")
+    corpus, sampled, phase, a_step = texts(7, 100), texts(9, 200), TrainingPhase(1, 10, 30), 6 * accumulate
+    order = list(islice(Curriculum((7, 9), 10 * a_step, 11 + 1), 5 * a_step, 12 * a_step))
+    for rank in range(world):
+        trainer: Any = SimpleNamespace(world_size=world, global_rank=rank)
+        loader = fit._loader(job.cfg.trainer, phase, 15, corpus, sampled, trainer)
+        mine, size = order[rank::world], 6 // world
+        for number, batch in enumerate(islice(loader, 7 * accumulate)):
+            keys = mine[number * size : (number + 1) * size]
+            assert batch["key"].tolist() == keys
+            assert batch["ids"][:, 0].tolist() == [100 + key if key < 7 else 200 + key - 7 for key in keys]
+            if accumulate > 1:
+                assert batch["group"] == (number % accumulate, accumulate)
+                assert batch["counts"].tolist() == [accumulate * size * 3] * 2 + [accumulate * size]
+    assert any(key < 7 for key in order) and any(key >= 7 for key in order)
+
+
+def test_texts_are_read_before_training_under_the_keys_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where training sees all of them, and no sooner."""
+    job, met = job_of("trainer.steps=2", "trainer.accumulate=1"), list[Any]()
+    fill = lambda ids, keys, progress: met.append((ids, keys))  # noqa: E731
+    module: Any = SimpleNamespace(teacher=SimpleNamespace(read=None, fill=fill))
+    corpus, sampled = texts(4, 100), texts(8, 200)
+    fit._remember(job, module, corpus, sampled)
+    ((ids, keys),) = met
+    assert torch.equal(ids, sampled.ids) and keys.tolist() == list(range(4, 12))
+    fit._remember(job, module, texts(5, 100), sampled)
+    assert len(met) == 1
+
+
+def test_points_are_of_the_regime_and_of_what_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    job, met = job_of("rollout.new_tokens=40"), list[Any]()
+    monkeypatch.setattr(fit, "part_of", lambda held, tokens: met.append(tokens) or held)
+    module: Any = SimpleNamespace(held_out={0.0: "cold", 0.8: "own"}, temperature=0.8)
+    clock, swaps = Clock(Progress(160), 5), list[Any]()
+    points = fit._points(job, module, clock, swaps)
+    assert met == [160 * 3 * 6 * 40] and points.part == "own" and points.clock is clock and points.swaps is swaps
+    assert points.served == (3, "greedy", "block")
+
+
+def test_rows_of_packed_texts_keep_their_positions() -> None:
+    """Rows of packed texts keep the places of their tokens when some are taken."""
+    one = replace(texts(3, 10), position_ids=torch.arange(15).view(3, 5) % 4, temperature=torch.tensor([0.1, 0.2, 0.3]))
+    two = one.rows([2, 0])
+    assert two.position_ids is not None and one.position_ids is not None
+    assert torch.equal(two.position_ids, one.position_ids[[2, 0]]) and two.ids[:, 0].tolist() == [12, 10]
+    torch.testing.assert_close(two.temperature, torch.tensor([0.3, 0.1]))
+
+
+def test_later_texts_are_sampled_with_the_draft_at_the_configured_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the draft length of the settings, as many at once as the settings say; a share by the draft alone."""
+    job = job_of("rollout.on_draft=0.25")
+    plan = SimpleNamespace(plain=lambda rows: ("plain", rows), engine=lambda k, rows: ("drafted", k, rows), served="it")
+    monkeypatch.setattr(type(job), "plan", lambda self, draft: plan)
+    monkeypatch.setattr(fit, "widened", lambda network, copied: network)
+    monkeypatch.setattr(fit, "Engine", lambda target, **settings: SimpleNamespace(target=target, **settings))
+    sampler: Any = fit.swapped(job, None)  # type: ignore[arg-type]
+    engines = {name: sampler.engine for name, sampler in sampler.target.samplers.items()}
+    assert engines == {"plain": ("plain", 9), "with the draft": ("drafted", 3, 9)}
+    alone = sampler.draft.engine
+    assert (sampler.share, alone.target, alone.rows, alone.tokenizer) == (0.25, "it", 9, job.tokenizer)
+    assert alone.ends == fit.ends_of(job.target)

@@ -1,0 +1,133 @@
+"""Signals, checkpoints by time, and runs that are resumed or made longer."""
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from cotrain.config.resume import kind
+from cotrain.training.interrupts import Keeper, Signals
+from cotrain.training.module import Distillation
+from cotrain.training.progress import Bar
+from tests.cotrain.commands.test_train import job
+
+QUICK = ("measure=false", "rollout.temperatures=[1.0]", "trainer.corpus_steps=0", "trainer.accumulate=2")
+
+
+LAST = Path("checkpoints") / "last.ckpt"
+
+
+def test_only_what_changes_weights_makes_another_run() -> None:
+    assert {kind(key, 1, 2) for key in ("label", "bench.rows", "trainer.validations", "trainer.threads")} == {"free"}
+    assert {kind(key, 1, 2) for key in ("optimizer.lr", "trainer.batch", "data.path")} == {"other"}
+    assert {kind(key, 1, 2) for key in ("policy.k", "objective", "verify")} == {"other"}  # what ranks checkpoints
+    assert [kind("trainer.steps", *pair) for pair in ((5, 8), (8, 5))] == ["longer", "other"]
+    minutes = ((1.0, 2.0), (1.0, None), (None, 1.0))
+    assert [kind("trainer.minutes", *pair) for pair in minutes] == ["longer", "longer", "other"]
+    assert {kind(key, 1, 2, rounds=2) for key in ("trainer.steps", "trainer.validations")} == {"other"}
+
+
+def quick(place: Path, output: str, *settings: str) -> int:
+    return job(place, output, *QUICK, f"rollout.folder={place / 'quick texts'}", "trainer.steps=6", *settings)
+
+
+def saved_by(folder: Path) -> dict[str, Any]:
+    return torch.load(folder / LAST, weights_only=True)
+
+
+@pytest.fixture(scope="module")
+def whole(place: Path) -> Path:
+    """The folder of a run that nothing stopped."""
+    assert quick(place, "whole") == 0
+    return place / "whole"
+
+
+def at(patch: pytest.MonkeyPatch, owner: type, name: str, when: Callable[[Any], bool], number: int) -> None:
+    """Send this process a signal, once, in a method of the module."""
+    true, sent = getattr(owner, name), []
+
+    def method(self: Any, *arguments: Any) -> Any:
+        if when(self) and not sent:
+            sent.append(number)
+            os.kill(os.getpid(), number)
+        return true(self, *arguments)
+
+    patch.setattr(owner, name, method)
+
+
+def test_signals_keep_the_step_and_the_same_command_resumes(
+    place: Path,
+    whole: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    displays: list[tuple[int, int]] = []
+    true = Bar.on_train_start
+
+    def noted(self: Any, *arguments: Any) -> None:
+        true(self, *arguments)
+        displays.append((self.display.start_at, self.display.done))
+
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with monkeypatch.context() as patch:
+        patch.setattr(Bar, "on_train_start", noted)
+        at(patch, Distillation, "learn", lambda module: module.global_step == 1, signal.SIGTERM)
+        assert quick(place, "stopped") == 143
+    assert "cotrain train: interrupted at step 2, which is saved; the same command resumes" in capsys.readouterr().err
+    assert saved_by(place / "stopped")["global_step"] == 2
+    with monkeypatch.context() as patch:
+        patch.setattr(Bar, "on_train_start", noted)
+        at(patch, Distillation, "judge", lambda module: module.global_step == 3, signal.SIGINT)
+        assert quick(place, "stopped") == 130
+    assert "interrupted at step 3, which is saved" in capsys.readouterr().err
+    assert displays == [(0, 0), (2, 2)]
+    assert quick(place, "stopped", "label=other", "bench.prompts=3") == 0
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+    ours, theirs = saved_by(place / "stopped"), saved_by(whole)
+    assert ours["global_step"] == theirs["global_step"] == 6
+    assert all(torch.equal(value, theirs["state_dict"][name]) for name, value in ours["state_dict"].items())
+
+
+def test_a_finished_run_can_become_longer_and_nothing_else(
+    place: Path,
+    whole: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert quick(place, "whole", "optimizer.lr=0.5", "label=x") == 1
+    said = capsys.readouterr().err
+    assert "optimizer.lr=0.001 (now 0.5)" in said and "label" not in said
+    assert quick(place, "whole", "label=x") == 0 and "label came too late" in capsys.readouterr().out
+    assert quick(place, "whole", "trainer.steps=8") == 0 and saved_by(whole)["global_step"] == 8
+    assert quick(place, "whole") == 1 and "trainer.steps=8 (now 6)" in capsys.readouterr().err
+
+
+def test_checkpoints_are_saved_by_time_unless_a_validation_saves_one(tmp_path: Path) -> None:
+    saved: list[int] = []
+    keeper = Keeper(tmp_path / "last.ckpt", 0.0, Signals())
+    loop = SimpleNamespace(epoch_loop=SimpleNamespace(total_batch_idx=0))
+    trainer: Any = SimpleNamespace(world_size=1, should_stop=False, val_check_batch=4, fit_loop=loop)
+    trainer.save_checkpoint = lambda path: saved.append(loop.epoch_loop.total_batch_idx)
+    for index in range(8):
+        loop.epoch_loop.total_batch_idx = index
+        keeper.on_train_batch_end(trainer, None, None, {"group": (index % 2, 2)}, index)
+    assert saved == [1, 5]  # behind the second batch of a step; 3 and 7 are validated
+    later = Keeper(tmp_path / "last.ckpt", 60.0, Signals())
+    later.saved = keeper.saved
+    later.on_train_batch_end(trainer, None, None, {}, 5)
+    assert saved == [1, 5]
+
+
+def test_a_second_signal_ends_at_once() -> None:
+    child = os.fork()
+    if not child:
+        signals = Signals()
+        signals.deferring = True
+        signals(signal.SIGINT)
+        signals(signal.SIGINT)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 130

@@ -1,0 +1,141 @@
+"""What a target teaches and from which texts: its own distribution in its own numbers, the user's own domains and
+prompts."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from cotrain import losses
+from cotrain.config.settings import register
+from cotrain.data.conversations import Chats
+from cotrain.data.sources import texts_of
+from cotrain.data.texts import Texts
+from cotrain.losses.spec import LossSpec
+from cotrain.paths import folder
+from cotrain.students.independent import IndependentStudent
+from cotrain.students.quantisation_aware import refuse_unknown
+from cotrain.training import assembly
+from cotrain.training.job import Job
+from cotrain.training.module import Distillation, Stage
+from tests.cotrain.losses.test_sequence import alone, batch
+from tests.cotrain.training.test_module import module_of
+from tests.folders import network, tokenizer
+from tests.tiny import tiny
+
+
+class Noted:
+    """A loss that keeps the distributions it is asked about."""
+
+    def __init__(self) -> None:
+        self.distributions: list[torch.Tensor] = []
+
+    def __call__(self, logp: torch.Tensor, logq: torch.Tensor) -> torch.Tensor:
+        self.distributions += [logp.detach(), logq.detach()]
+        return losses.kl(logp, logq)
+
+
+def padded(module: Distillation, vocabulary: int) -> Distillation:
+    """Of the same parts, but for the ids behind `vocabulary`, which only pad."""
+    taught = module.stages, module.make_optimizer, module.make_scheduler, module.held_out
+    target = tiny(seed=0)
+    return alone(Distillation(IndependentStudent(module.draft, vocabulary=vocabulary), target, *taught))
+
+
+def test_padded_rows_have_no_mass_and_learn_nothing() -> None:
+    noted, small = Noted(), tiny(layers=1, seed=3)
+    module = padded(module_of(tiny(), small, [Stage(1.0, LossSpec(noted))], 1), 29)
+    texts = batch([0, 1, 2, 3])
+    texts["ids"] = texts["ids"] % 29
+    module.training_step(texts, 0).backward()
+    logp, logq = noted.distributions
+    assert logp.shape[-1] == logq.shape[-1] == 29
+    for probs in (logp, logq):
+        torch.testing.assert_close(probs.exp().sum(-1), torch.ones_like(probs[:, 0]))
+    places = texts["predicted"].nonzero()
+    with torch.no_grad():
+        logits = tiny()(texts["ids"]).logits[places[:, 0], places[:, 1], :29]
+    torch.testing.assert_close(logp, logits.log_softmax(-1), atol=1e-6, rtol=0)
+    head = small.get_output_embeddings().weight.grad
+    assert head is not None and not head[29:].any() and head[:29].any()
+
+
+def test_the_vocabulary_of_a_run_excludes_padded_rows() -> None:
+    target = network()
+    cfg: Any = SimpleNamespace(draft=SimpleNamespace(kind="independent"))
+    job: Any = Job(cfg, Path(), target, tokenizer())
+    assert job.vocabulary == target.config.vocab_size == 1 + max(tokenizer().get_vocab().values())
+    few = SimpleNamespace(get_vocab=lambda: {"a": 0, "b": 211})
+    assert Job(cfg, Path(), target, few).vocabulary == 212  # type: ignore[arg-type]
+    assert job.halves[1](torch.zeros(2, 64)).shape == (2, 300)
+
+
+def test_a_target_teaches_in_its_own_numbers() -> None:
+    """float32 beside a draft whose step is computed in bfloat16."""
+    target, noted = network(), Noted()
+    texts = Texts(torch.arange(24).view(2, 12) * 7 % 300, torch.tensor([1, 1]), torch.tensor([12, 12]), ["a", "a"])
+    optimizer: Any = None
+    module = alone(
+        Distillation(
+            IndependentStudent(network(1, seed=3)), target, [Stage(1.0, LossSpec(noted))], optimizer, optimizer, {}
+        )
+    )
+    part = {"ids": texts.ids, "predicted": texts.predicted, "key": torch.arange(2), "temperature": torch.ones(2)}
+    with torch.autocast("cpu", torch.bfloat16):
+        module.training_step(part, 0)
+    with torch.no_grad():
+        wanted = target(texts.ids).logits[:, :-1].log_softmax(-1).flatten(0, 1)
+    torch.testing.assert_close(noted.distributions[0], wanted, atol=1e-5, rtol=0)
+    assert (noted.distributions[0].exp().sum(-1) - 1).abs().max() < 1e-5
+
+
+def shares(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> dict[str, float]:
+    met: list[dict[str, float]] = []
+    monkeypatch.setattr(assembly, "shared", lambda texts, shares: (met.append(dict(shares)), texts)[1])
+    monkeypatch.setattr(assembly, "joined", lambda *_: None)
+    register()
+    with initialize_config_dir(str(folder("conf")), version_base="1.3"):
+        cfg: Any = compose("train", overrides=list(overrides))
+    texts = Texts(torch.zeros(1, 2), torch.ones(1), torch.ones(1), ["a"])
+    job: Any = SimpleNamespace(cfg=cfg, texts=lambda *_: texts, chats=False)
+    assembly.parts(job, 1)
+    return met[0]
+
+
+def test_shares_of_embedded_domains_do_not_apply_to_own_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert shares(monkeypatch) == {"records": 0.1}
+    assert shares(monkeypatch, "+data.shares.records=0.5") == {"records": 0.5}
+    assert shares(monkeypatch, "data.path=own.jsonl") == {}
+    assert shares(monkeypatch, "data.path=own.jsonl", "+data.shares.records=0.2") == {"records": 0.2}
+
+
+def test_prompts_that_are_left_out_are_counted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"domain": "own", "prompt": [1] * n, "completion": []} for n in (3, 9, 0, 4, 12)]
+    monkeypatch.setattr("cotrain.training.job.source", lambda *_: Chats(rows))
+    cfg: Any = SimpleNamespace(rollout=SimpleNamespace(prompt_tokens=8))
+    job = Job(cfg, Path(), network(), tokenizer())
+    job.source("train")
+    job.source("train")
+    assert capsys.readouterr().out == (
+        "data.path: of 5 prompts of the split train, 2 are longer than rollout.prompt_tokens=8 "
+        "and 1 are empty: left out\n"
+    )
+    assert sorted(map(len, Chats(rows).several(8, 0))) == [3, 4] and Chats(rows[:1]).left_out(8, "train") == ""
+    import datasets
+
+    texts_of(datasets.Dataset.from_dict({"text": ["a", " ", "", None]}), "own.jsonl")
+    assert capsys.readouterr().out == "data.path: 3 of 4 rows of own.jsonl hold no text: left out\n"
+
+
+def test_unknown_projections_cannot_be_quantised() -> None:
+    refuse_unknown(tiny())
+    refuse_unknown(network())
+    small = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_embd=8, n_layer=1, n_head=1, n_positions=16))
+    with pytest.raises(ValueError, match=r"draft.quantisation: GPT2LMHeadModel has 4 matrices .*c_attn.weight\)"):
+        refuse_unknown(small)

@@ -1,0 +1,114 @@
+"""What a run needs and how long it takes: from the settings, recomputed by hand."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from cotrain.cli import main
+from cotrain.config.settings import Bench
+from cotrain.training import preflight
+from cotrain.training.preconditions import Size, size_of
+from cotrain.training.preflight import MachineSpeed
+from tests.cotrain.config.test_settings_reach import job_of
+from tests.cotrain.training.test_preconditions import command
+from tests.folders import network, target_folder
+
+
+def known(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A target of 40 and a draft of 4 parameters a token, of 100 and 8 in all."""
+    sizes = {"big": Size(100, 40), "small": Size(8, 4)}
+    monkeypatch.setattr(preflight, "size_of", lambda model: sizes[model.name])
+    monkeypatch.setattr(preflight, "half", lambda device: torch.bfloat16)
+    config = SimpleNamespace(hidden_size=6, num_hidden_layers=5, vocab_size=7)
+    config.get_text_config = lambda: config
+    return SimpleNamespace(target=SimpleNamespace(name="big", config=config), sources={},
+                           draft=SimpleNamespace(name="small", config=config))  # fmt: skip
+
+
+def test_durations_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three domains, two temperatures that are learnt from, four that are judged at."""
+    job = job_of("rollout.train_temperatures=[0.3,0.6]", "rollout.temperatures=[0.0]", "rollout.texts=10")
+    cfg, there = job.cfg, known(monkeypatch)
+    cfg.rollout.held_out_texts, cfg.rollout.prompt_tokens, cfg.rollout.new_tokens, cfg.rollout.rows = 2, 5, 20, 4
+    cfg.trainer.devices, cfg.trainer.nodes, cfg.data.block, cfg.trainer.minutes = 2, 1, 64, None
+    cfg.bench = Bench(6, 3, 8, 9, 50, 2, 0, 0.1, [2], "auto", False, False, 0, 0)
+    machine = MachineSpeed(3000.0, 50.0)  # 1,000 operations a second as whole models reach
+    monkeypatch.setattr(preflight, "measured", lambda: machine)
+    estimated = preflight.durations(cfg, there)
+    train, held = 10 * 3 * 2, 2 * 3 * 4
+    assert estimated.texts == train + held
+    step = max(2 * 40 * 4 / 1000, 40 * 2 / 50)  # four rows: bound by reading
+    assert estimated.sampling == pytest.approx((train + held) / 4 * 20 * step + 2 * 40 * (train + held) * 5 / 1000)
+    assert estimated.training == pytest.approx(2 * (40 + 3 * 4) * 160 * 3 * 6 * 64 / 2 / 1000)
+    judged = 2 * 44 * held * 25 / 1000 * 6
+    one, many = max(2 * 40 * 2 / 1000, 1.6) / 2, max(2 * 40 * 32 / 1000, 1.6) / 32
+    timed = 9 * one * (3 * 6 * 2 + 4 * 6) + many * (32 * 9 + 50)
+    assert estimated.measuring == pytest.approx(judged + timed)
+    assert estimated.total == pytest.approx(estimated.sampling + estimated.training + estimated.measuring)
+    rest = estimated.sampling + judged / 6 * (
+        1 + 5 + 2.5
+    )  # before the first step, at five validations, behind the last
+    for trainer, whole, seconds in ((1.0, None, 60), (None, 2 * rest / 60, rest), (1.0, 2 * rest / 60, 60),
+                                    (None, 5.0, 60), (None, 1e9, estimated.training)):  # fmt: skip
+        cfg.trainer.minutes, cfg.minutes = trainer, whole
+        assert preflight.durations(cfg, there).training == pytest.approx(seconds)
+    cfg.measure = False
+    assert preflight.durations(cfg, there).measuring == pytest.approx(judged)
+
+
+def test_memory_and_disk_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = job_of("trainer.ema=0.9", "trainer.devices=2", "data.block=64", "rollout.rows=1")
+    cfg, there = job.cfg, known(monkeypatch)
+    monkeypatch.setattr(preflight, "decoding", lambda *_: 10.0)
+    need = preflight.estimate(cfg, there)
+    tokens = 6 * 64 // 2
+    training = 8 * (16 + 4) + tokens * 6 * 5 * 4 + min(tokens, 2**21 // 7) * 7 * 4 * 8
+    assert need == preflight.Need(100, 8, 100 * 2 + training, 8 * 4 * (5 + 4))
+    cfg.trainer.ema, cfg.quantisation.kind = 0.0, "nf4"
+    assert preflight.estimate(cfg, there).memory == 100 * 0.5 + training - 8 * 4
+    monkeypatch.setattr(preflight, "decoding", lambda *_: 1e9)
+    cfg.quantisation.kind = "int8"
+    assert preflight.estimate(cfg, there).memory == 100 + 8 * 4 + 1e9
+
+
+def test_decoding_takes_what_its_larger_batch_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg: Any = job_of("rollout.rows=4", "rollout.prompt_tokens=5", "rollout.new_tokens=6", "bench.rows=2").cfg
+    cfg.bench.prompt_tokens, cfg.bench.new_tokens = 7, 9
+    monkeypatch.setattr(preflight, "cache_bytes", lambda config, rows, length, dtype: config * (rows * 1000 + length))
+    monkeypatch.setattr(preflight, "device", lambda: "cpu")
+    assert preflight.decoding(cfg, 1, 3) == 4 * 4011  # type: ignore[arg-type]
+    cfg.bench.rows = 5
+    assert preflight.decoding(cfg, 1, 3) == 4 * 5016  # type: ignore[arg-type]
+
+
+def test_check_prints_sizes_a_prompt_and_durations(mistakes: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target_folder(mistakes / "small", layers=1)
+    assert main(command(mistakes, "init=pretrained", f"draft.path={mistakes / 'small'}", "check=true")) == 0
+    said = capsys.readouterr().out
+    small, target = (size_of(network(layers=layers)).parameters for layers in (1, 2))
+    assert f"{small / 1e6:.2f} M parameters, init pretrained" in said and f"{target / 1e6:.1f} M parameters" in said
+    assert all(f"  {phase}" in said for phase in ("sampling", "training", "measuring"))
+    assert "prompt        of 8 tokens, as the target sees it: '" in said and "10 texts" in said
+
+
+def test_memory_is_of_the_pretrained_draft_not_of_the_target(mistakes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hydra import compose, initialize_config_dir
+
+    from cotrain.config.overrides import quote
+    from cotrain.config.settings import register
+    from cotrain.paths import folder
+    from cotrain.training.preconditions import require
+
+    target_folder(mistakes / "tiny", layers=1)
+    register()
+    with initialize_config_dir(str(folder("conf")), version_base="1.3"):
+        ways = [compose("train", quote(command(mistakes, *setting)[1:])) for setting in (
+            ["trainer.batch=256", "init=pretrained", f"draft.path={mistakes / 'tiny'}"],
+            ["trainer.batch=256", "init.layers=[0,1]"])]  # fmt: skip
+    one, whole = (preflight.estimate(cfg, require(cfg)) for cfg in ways)
+    parameters = [size_of(network(layers=layers)).parameters for layers in (1, 2)]
+    assert [one.draft, whole.draft] == parameters
+    assert whole.memory - one.memory == (parameters[1] - parameters[0]) * preflight.TRAINED_BYTES

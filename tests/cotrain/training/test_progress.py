@@ -1,0 +1,124 @@
+"""A budget of time: what training gets of it, when it ends, and how it is resumed."""
+
+import json
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from cotrain.cli import main
+from cotrain.commands import train as commands
+from cotrain.config.resume import kind
+from cotrain.training import fit as fits
+from cotrain.training import job as jobs
+from cotrain.training import progress as progresses
+from cotrain.training.module import Distillation
+from cotrain.training.progress import Progress, left_of
+from tests.cotrain.training.test_interrupts import quick, saved_by
+
+
+def test_training_ends_with_its_minutes(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that says a second a batch, and a hundred a validation, which do not count: of six seconds, three steps
+    of two batches, and a validation at each half."""
+    ticks, judged = count(), list[int]()
+    monkeypatch.setattr(progresses, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
+    true = Distillation.judge
+
+    def judge(self: Any) -> None:
+        judged.append(self.global_step)
+        for _ in range(100):
+            next(ticks)
+        true(self)
+
+    monkeypatch.setattr(Distillation, "judge", judge)
+    assert quick(place, "minutes", "trainer.minutes=0.1", "trainer.steps=1000") == 0
+    checkpoint = saved_by(place / "minutes")
+    assert checkpoint["global_step"] == 3 and judged == [0, 2, 3] and checkpoint["callbacks"]["Clock"]["elapsed"] == 6.0
+    figures = json.loads((place / "minutes" / "held_out.json").read_text())
+    assert figures["steps"] == 3  # of those that were taken, not of those asked for
+    assert checkpoint["lr_schedulers"][0]["_last_lr"] == [pytest.approx(1e-3 * (1 - 5 / 6) / 0.4)] * 2
+    assert main(["train", "target.path=nowhere", f"output={place / 'no'}", "trainer.minutes=0"]) == 1
+
+
+def test_a_run_leaves_time_for_what_follows_its_training(
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A clock that says a second a batch and ten a validation. The run has 60 seconds: ten were spent before the first
+    step, and one validation follows; training has 60 - 10 - 10, up to ticks between."""
+    now, true = [0.0], Distillation.judge
+
+    def monotonic() -> float:
+        now[0] += 1.0
+        return now[0]
+
+    def judge(self: Any) -> None:
+        now[0] += 10.0
+        true(self)
+
+    monkeypatch.setattr(progresses, "time", SimpleNamespace(monotonic=monotonic))
+    monkeypatch.setattr(fits, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(jobs, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(commands, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(Distillation, "judge", judge)
+    settings = ("minutes=1.0", "trainer.steps=1000", "trainer.validations=1", "measure=false")
+    assert quick(place, "in time", *settings) == 0
+    clock = saved_by(place / "in time")["callbacks"]["Clock"]
+    assert 60 * clock["left"] == pytest.approx(40, abs=3)
+    assert 60 * clock["left"] <= clock["elapsed"] <= 60 * clock["left"] + 2
+
+
+BUDGET = {"trainer": {"minutes": None, "validations": 2}, "bench": {"minutes": 1.5}, "minutes": 10.0, "measure": True}
+
+
+@pytest.mark.parametrize(
+    ("settings", "minutes"),
+    [
+        ({}, 10 - 2 - 4.5 * 0.5 - 1.5),
+        ({"measure": False}, 10 - 2 - 2 * 0.5),
+        ({"trainer": {"minutes": 3.0, "validations": 2}}, 3),
+        ({"trainer": {"minutes": 30.0, "validations": 2}}, 10 - 2 - 4.5 * 0.5 - 1.5),
+        ({"minutes": 5.0}, 1),
+        ({"minutes": None}, None),
+        ({"minutes": None, "trainer": {"minutes": 3.0, "validations": 2}}, 3),
+    ],
+)
+def test_training_has_what_the_rest_of_the_run_leaves(settings: dict[str, Any], minutes: float | None) -> None:
+    """Two minutes are spent before the first step, half of one on each validation; a fifth is the training's whatever
+    else takes."""
+    cfg: Any = OmegaConf.create(BUDGET | settings)
+    progress = Progress(100, cfg.trainer.minutes, whole=cfg.minutes)
+    if cfg.minutes:
+        progress.leave(left_of(cfg, 120.0, 30.0))
+    assert progress.minutes == (minutes and pytest.approx(minutes))
+
+
+def test_minutes_added_later_belong_to_the_training() -> None:
+    progress = Progress(100, whole=20.0)
+    progress.resume({"elapsed": 7.0, "left": 4.0, "whole": 10.0})
+    assert (progress.elapsed, progress.minutes) == (7.0, 14.0)
+    assert progress.state() == {"elapsed": 7.0, "left": 14.0, "whole": 20.0}
+    without = Progress(100, 3.0)
+    without.resume({"elapsed": 7.0, "left": 4.0, "whole": 10.0})
+    assert without.minutes == 3.0 and kind("minutes", 10.0, 20.0) == kind("minutes", 10.0, None) == "longer"
+
+
+def test_the_budget_of_training_and_of_the_run_both_limit_it() -> None:
+    """Twice: a checkpoint's state is read by the run and by its clock. What is kept is what the run left, uncut."""
+    capped = Progress(100, 5.0, whole=60.0)
+    capped.leave(40.0)
+    assert (capped.minutes, capped.state()["left"]) == (5.0, 40.0)
+    for asked, minutes in ((20.0, 20.0), (60.0, 40.0), (None, 40.0)):
+        progress = Progress(100, asked, whole=60.0)
+        for _ in range(2):
+            progress.resume({"elapsed": 300.0, "left": 40.0, "whole": 60.0})
+        assert progress.minutes == minutes and progress.at(0) == pytest.approx(5 / minutes)
+
+
+def test_expected_steps_are_at_most_those_of_the_settings() -> None:
+    progress = Progress(100, 10.0, elapsed=60.0)
+    assert (progress.expected(0), progress.expected(5), progress.expected(50)) == (100, 50, 100)
+    assert Progress(100).expected(30) == 100

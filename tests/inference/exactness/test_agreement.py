@@ -1,0 +1,54 @@
+"""Check (d): tolerances for the logits of an engine."""
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from inference import Engine
+from inference.exactness import agreement
+from inference.exactness.agreement import MOST, most, step
+from tests.tiny import tiny
+
+
+@pytest.mark.parametrize("own", [0.0, 3.0, 1e9])
+def test_limits_of_logits_follow_from_rounding_and_the_dtype(own: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """own: units in the last place that transformers' forward moves by; none, some, and more than a dtype excuses."""
+    model, unit = tiny(dtype=torch.float32), torch.finfo(torch.float32).eps
+    moved = own * unit * torch.tensor([1.0, 2.0, 2.0])
+    sides = iter(
+        [torch.tensor([3.0, 4.0]).double(), torch.tensor([6.0, 8.0]).double()]
+    )  # of passes of one id, and of several
+    monkeypatch.setattr(agreement, "difference", lambda a, b: moved.double())
+    monkeypatch.setattr(agreement, "_passes", lambda *_: next(sides))
+    check = agreement.check_logits(Engine(model, rows=1).target, [[1, 2]], [[3, 4, 5]], 3)
+    mean = math.sqrt(3) * own * unit
+    assert (check.one, check.many, check.worst) == (pytest.approx(math.sqrt(12.5)), pytest.approx(math.sqrt(50)), 8)
+    assert check.own == pytest.approx(mean) and check.tokens == 3
+    assert check.limit == pytest.approx(min(max(4 * mean, 4 * unit), 1e-3))
+    assert check.worst_limit == pytest.approx(min(max(4 * 2 * own * unit, 24 * unit), 6e-3))
+
+
+ON_CPU, ON_GPU = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("device", "flags", "unit"),
+    [
+        (ON_CPU, (False, False), torch.float32),
+        (ON_CPU, (True, False), torch.bfloat16),
+        (ON_CPU, (False, True), torch.bfloat16),
+        (ON_GPU, (True, False), torch.bfloat16),
+        (ON_GPU, (False, True), torch.float32),
+    ],
+)
+def test_rounded_weights_are_judged_by_the_dtype_of_their_products(
+    device: torch.device, flags: tuple[bool, bool], unit: torch.dtype
+) -> None:
+    """bitsandbytes multiplies 8 bits by 8 bits everywhere, and one row by 4 bits in bfloat16 on CPUs that can."""
+    model: Any = SimpleNamespace(
+        dtype=torch.float32, device=device, is_loaded_in_8bit=flags[0], is_loaded_in_4bit=flags[1]
+    )
+    assert (most(model), step(model)) == (MOST[unit], torch.finfo(unit).eps)

@@ -1,0 +1,50 @@
+"""Teacher-forced passes of given texts."""
+
+import pytest
+import torch
+
+from inference import Sampling
+from inference.exactness.teacher_forced import teacher_forced
+from tests.tiny import tiny
+
+V, NEW = 8, 24
+
+
+PROMPTS = [[1, 2, 3], [4], [5, 6], [7, 1, 2, 3]] * 4
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """Target and a draft near it."""
+    target, draft = (tiny(vocab=V, layers=1, hidden=8, seed=3) for _ in range(2))
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for weight in draft.parameters():
+            weight += 0.15 * torch.randn_like(weight)
+    return target, draft
+
+
+def test_teacher_forcing_gives_the_logits_of_whole_texts(pair):
+    texts = [[3, 1, 4, 1, 5], [2, 6], [7, 1, 1, 3]]
+    for width, block in ((None, 64), (1, 3), (2, 4)):
+        rows = {}
+        settings = {"vocabulary": V, "width": width, "block": block, "rows": 2}
+        for one in teacher_forced(pair[0], PROMPTS[:3], texts, Sampling(), **settings):
+            for a, i in enumerate(one.rows):
+                rows.setdefault(i, []).append(one.logits[a][one.valid[a]])
+                assert one.x[a][one.valid[a]].tolist() == texts[i][one.start : one.start + one.x.shape[1]]
+        for i, (prompt, text) in enumerate(zip(PROMPTS[:3], texts, strict=True)):
+            whole = pair[0](torch.tensor([prompt + text])).logits[0, len(prompt) - 1 : -1]
+            torch.testing.assert_close(torch.cat(rows[i]), whole, atol=1e-10, rtol=0)
+
+
+def test_teacher_forcing_applies_the_history_of_each_token(pair):
+    text = [3, 1, 3, 2]
+    plain, penal = (
+        next(teacher_forced(pair[0], [[3, 5]], [text], sampling, vocabulary=V)).logits[0]
+        for sampling in (Sampling(), Sampling(frequency_penalty=0.5))
+    )
+    expected = torch.zeros(4, V, dtype=torch.float64)
+    expected[1:, 3], expected[2:, 1] = 0.5, 0.5
+    expected[3, 3] = 1.0  # the prompt's own 3 does not count
+    torch.testing.assert_close(plain - penal, expected)

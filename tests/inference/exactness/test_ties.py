@@ -1,0 +1,146 @@
+"""Check (a): differences from plain text, and which of them are ties."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from inference import Engine, Sampling
+from inference.exactness import ties, verdict
+from inference.exactness.ties import Compared, Difference, TextCheck, check_text, compare_passes, excused, is_tie
+from inference.output import Counts, Emitted
+from inference.policy import Fixed
+from inference.proposers import Independent
+from inference.sampling import probs
+from inference.sampling.noise import row_ids
+from tests.inference.exactness.test_verdict_figures import LOGITS
+from tests.tiny import near, tiny
+
+V = 8
+PROMPTS = [[1, 2, 3], [4], [5, 6], [7, 1, 2, 3]] * 4
+
+
+@pytest.mark.parametrize("own", [0.0, 1e-5, 0.5])
+def test_a_gap_is_excused_by_the_rounding_that_logits_have(own: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, calls = tiny(dtype=torch.float32), []
+    engine = Engine(model, Independent(near(model)), policy=Fixed(2), rows=1)
+
+    def coupled(*given: Any) -> None:
+        calls.append(given)
+        raise KeyError
+
+    monkeypatch.setattr(verdict, "check_logits", lambda *_: replace(LOGITS, own=own))
+    monkeypatch.setattr(verdict, "check_coupled", coupled)
+    prompts = [[n, 2] for n in range(3)]
+    texts = Emitted([*prompts, prompts[0]], [4, 5, 6, 4], [[1] * 9] * 4, [Counts(9)] * 4)
+    with pytest.raises(KeyError):
+        verdict.check(engine, texts, Sampling(0.5), 600, seed=11)
+    ((_, chosen, ids, sampling, limit, seed, bound, tree),) = calls
+    assert (chosen, ids) == (prompts[:2], [4, 5])  # 1,024 tokens, each prompt once
+    assert (sampling, limit, seed, tree) == (Sampling(0.5), 600, 11, None)
+    assert bound == pytest.approx(8 * min(max(own, torch.finfo(torch.float32).eps), 1e-3))
+
+
+def test_a_text_that_differs_counts_once_its_differences_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three differences in two of four texts; one has a larger gap than rounding explains."""
+    gaps = ((0.2, 1), (0.3, 1), (5.0, 3))
+    apart = [Difference(gap, torch.tensor([0.0, -gap]), torch.zeros(2), 0, 1, text, 9.0) for gap, text in gaps]
+    given: list[Any] = []
+
+    def compared(*arguments: Any, **named: Any) -> Compared:
+        given.append((arguments, named))
+        return Compared(apart, 17, 0.5, 8.0)
+
+    monkeypatch.setattr(ties, "compare_text", compared)
+    model, regime = tiny(), Sampling(0.5)
+    engine, prompts = Engine(model, Independent(near(model)), policy=Fixed(3), rows=2), [[n, 2] for n in range(4)]
+    result = ties.check_coupled(engine, prompts, [7, 8, 9, 6], regime, 5, 21, 0.25)
+    assert result == TextCheck(4, 2, 2, 1, 1.0, 5.0, 8.0, 17, 20) and not result.passed
+    (((lm, read, texts, sampling), named),) = given
+    coupled = Engine(model, verify="coupled", rows=2)
+    wanted = coupled.generate(prompts, max_new_tokens=5, sampling=regime, seed=21, ids=[7, 8, 9, 6], ignore_eos=True)
+    assert (lm, read, texts, sampling) == (engine.target, prompts, wanted.tokens, regime)
+    assert named == {"width": 4, "noise_keys": ([7, 8, 9, 6], 21), "bound": 0.25, "tree": None}
+    assert engine.rule.name == "token"
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """Target and a draft near it."""
+    target, draft = (tiny(vocab=V, layers=1, hidden=8, seed=3) for _ in range(2))
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for weight in draft.parameters():
+            weight += 0.15 * torch.randn_like(weight)
+    return target, draft
+
+
+def test_one_changed_token_is_unexplained(pair):
+    target, keys, seed, prompts = pair[0], row_ids(PROMPTS[:4]), 2, PROMPTS[:4]
+    engine = Engine(target, verify="coupled")
+    plain = engine.generate(prompts, max_new_tokens=6, seed=seed, ids=keys, ignore_eos=True).tokens
+    planted = [list(text) for text in plain]
+    planted[1][4] = (planted[1][4] + 1) % V
+    shorter = [*plain[:3], plain[3][:-1]]
+    same, other, cut = (
+        check_text(target, prompts, plain, texts, (keys, seed), Sampling(), V, k=3, rows=2)
+        for texts in (plain, planted, shorter)
+    )
+    assert same.passed and (same.equal, same.ties, same.unexplained) == (4, 0, 0)
+    assert not other.passed and (other.equal, other.ties, other.unexplained) == (3, 0, 1)
+    assert other.gap > 1000 * other.noise
+    assert cut.unexplained == 1
+
+
+def test_equal_logits_are_a_tie():
+    """Two tokens with one embedding: at temperature 0 either is the argmax."""
+    target = tiny(vocab=V, layers=1, hidden=8, seed=3, dtype=torch.bfloat16)
+    with torch.no_grad():
+        target.lm_head.weight[5] = target.lm_head.weight[2]
+    greedy, prompts = Sampling(temperature=0), [[token] for token in range(V)]
+    plain = Engine(target).generate(prompts, max_new_tokens=5, sampling=greedy, ignore_eos=True).tokens
+    other = [[5 if token == 2 else token for token in text] for text in plain]
+    result = check_text(target, prompts, plain, other, (row_ids(prompts), 0), greedy, V, k=2)
+    assert result.passed and result.ties == sum(2 in text for text in plain) > 0
+
+
+@pytest.mark.parametrize(
+    ("sampling", "logits", "tie"),
+    [
+        (Sampling(0), [1.0, 0.99, 0.0], True),
+        (Sampling(0), [1.0, 0.97, 0.0], False),
+        (Sampling(top_k=1), [1.0, 0.99, 0.0], True),
+        (Sampling(top_k=1), [1.0, 0.97, 0.0], False),
+        (Sampling(min_p=0.5), [1.0, 0.31, 0.0], True),  # log .5 = -.693: the edge is at .307, inside
+        (Sampling(min_p=0.5), [1.0, 0.30, 0.0], True),  # outside
+        (Sampling(min_p=0.5), [1.0, 0.25, 0.0], False),
+    ],
+)
+def test_a_tie_is_a_gap_or_an_edge_within_the_noise(sampling, logits, tie):
+    """Token 1 stands against token 0; its Gumbel noise is far ahead wherever there is a temperature."""
+    logits, g = torch.tensor(logits), torch.tensor([0.0, 5.0, 0.0])
+    scores = logits + sampling.temperature * g
+    emitted = int((probs(logits, sampling).log() + g).argmax())
+    difference = Difference(abs(float(scores[1] - scores[0])), logits, g, emitted, 1 - emitted)
+    assert is_tie(difference, 0.02, sampling) == tie
+
+
+def test_noise_is_what_wide_passes_change(pair):
+    """A model whose logit of token 0 depends on the width of the pass, by .25."""
+
+    def nudge(module, args, kwargs, out):
+        out.logits[..., 0] += 0.25 * (kwargs["input_ids"].shape[1] > 1)
+
+    hook = pair[0].register_forward_hook(nudge, with_kwargs=True)
+    texts = [[0, 1, 2, 3, 4, 5]] * 4
+    noise, result = compare_passes(pair[0], PROMPTS[:4], texts, Sampling(), vocabulary=V, width=3)
+    hook.remove()
+    assert noise == pytest.approx(0.25, abs=1e-9) and result == []
+
+
+def test_a_gap_beyond_the_dtype_is_no_tie_however_noisy_the_passes():
+    logits = torch.tensor([1.0, 0.5, 0.0])
+    tie = Difference(0.5, logits, torch.zeros(3), 0, 1, limit=0.6)
+    assert excused(tie, 0.3, Sampling(0)) and not excused(tie, 0.2, Sampling(0))
+    assert not excused(tie._replace(limit=0.4), 0.3, Sampling(0))

@@ -1,0 +1,135 @@
+"""Timing until the interval of the speed-up is narrow."""
+
+import itertools
+from functools import partialmethod
+from typing import Any
+
+import numpy as np
+import pytest
+
+from inference.measure import adaptive
+from inference.measure.adaptive import FEWEST, LEAST, Wanted, until_known
+from inference.measure.arms import Arm, ArmResult
+from inference.measure.timing import Timing
+
+
+def test_prompts_that_come_again_have_other_noise() -> None:
+    met: list[tuple[int, int]] = []
+
+    def run(prompts: Any, ids: Any, seed: int) -> ArmResult:
+        met.append((prompts[0][0], seed))
+        return ArmResult([[0]], 1.0, 1.0)
+
+    until_known([Arm("a", run)], [[1], [2], [3]], 1, ("a", "a"), Wanted(7), seed=5, clock=lambda: 0.0)
+    warm, *timed = met
+    assert warm == (1, 5) and timed == [(1, 5), (2, 5), (3, 5), (1, 6), (2, 6), (3, 6), (1, 7)]
+
+
+def alternating(seconds: list[float]) -> list[Arm]:
+    """Two that take turns; of the first, seconds run by run, over and over."""
+    runs = iter(range(10**6))
+
+    def timed(name: str) -> Arm:
+        def run(prompts: Any, ids: Any, seed: int) -> ArmResult:
+            took = seconds[next(runs) % len(seconds)] if name == "ours" else 1.0
+            return ArmResult([[0] * 4 for _ in prompts], took, took)
+
+        return Arm(name, run)
+
+    return [timed("ours"), timed("plain")]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "seconds", "until", "least", "batches", "enough"),
+    [
+        (40, [1.0], 1e9, 2, 8, True),
+        (3, [1.0], 1e9, 2, 8, False),  # as near as asked for, over three batches alone
+        (40, [1.0], 5.0, 2, 5, False),  # and over five, since time was over
+        (40, [1.0], 9.5, 12, 9, False),  # and over nine of the twelve that were asked for
+        (40, [0.5, 1.5, 0.7], 30.0, 2, 30, False),
+    ],
+)
+def test_enough_means_a_narrow_interval_over_enough_batches(
+    prompts: int, seconds: list[float], until: float, least: int, batches: int, enough: bool
+) -> None:
+    now, counts = [0.0], list[int]()
+
+    def turned(done: int) -> None:
+        now[0] += 1.0
+
+    each = [[n] for n in range(prompts)]
+    _, reached = until_known(
+        alternating(seconds), each, 1, ("ours", "plain"), Wanted(least, 1e-6, until), clock=lambda: now[0],
+        say=lambda done, near: counts.append(done), turned=turned,
+    )  # fmt: skip
+    assert reached.enough == enough and reached.batches == min(batches, prompts)
+    assert counts == [
+        n for n in (8, 10, 12, 15, 18, 22, 27) if least <= n <= reached.runs
+    ]  # by a quarter more each time
+
+
+def arm(name: str, seconds) -> Arm:
+    return Arm(name, lambda prompts, ids, seed: ArmResult([[0]] * len(prompts), spent := next(seconds), spent))
+
+
+def noisy(ratio: float, spread: float, seed: int):
+    rng = np.random.default_rng(seed)
+    draws = [(1 / ratio) * rng.lognormal(0, spread, 500), rng.lognormal(0, spread, 500)]
+    return [arm(name, iter(values)) for name, values in zip(("a", "b"), draws, strict=True)]
+
+
+PROMPTS = [[i, i] for i in range(40)]
+
+
+def timed(arms, wanted, prompts=PROMPTS, clock=lambda: 0.0):
+    return until_known(arms, prompts, 1, ("a", "b"), wanted, clock=clock)
+
+
+def test_timing_goes_on_until_the_interval_is_narrow() -> None:
+    _, quiet = timed(noisy(2.0, 0.01, 0), Wanted(3, 0.1))
+    timing, loud = timed(noisy(2.0, 0.4, 0), Wanted(3, 0.1))
+    assert quiet.batches == LEAST and quiet.enough and quiet.within < 0.02
+    assert loud.runs > 4 * LEAST and loud.enough and loud.within <= 0.1
+    assert timing.ratio("a", "b").within == loud.within
+    assert loud.batches == len(PROMPTS) and max(map(len, timing.runs)) > 1  # the first prompts came again
+
+
+def test_the_width_is_reported_when_time_is_over() -> None:
+    ticks = itertools.count()
+    timing, reached = timed(noisy(2.0, 1.0, 0), Wanted(30, 0.01, until=10.0), clock=lambda: float(next(ticks)))
+    assert not reached.enough and FEWEST <= reached.batches < LEAST and len(timing.runs) == reached.batches
+    assert "there are too few prompts for an interval before 1 % was reached for sure" in adaptive.lines(reached)[1]
+    many = timed(noisy(2.0, 1.0, 0), Wanted(30, 0.01, until=50.0), clock=lambda: float(next(ticks)))[1]
+    assert "time was over (bench.minutes=) before 1 % was reached for sure" in adaptive.lines(many)[1]
+    late = timed(noisy(2.0, 1.0, 0), Wanted(30, 0.01, until=-1.0))[1]
+    assert late.batches == FEWEST
+    few = timed(noisy(2.0, 0.0001, 0), Wanted(30, 0.1, until=-1.0))[1]
+    assert few.within is not None and few.within < 0.1 and not few.enough  # so few know nothing for sure
+
+
+def test_without_a_limit_exactly_the_given_batches_are_timed() -> None:
+    for count in (1, 5):
+        _, reached = timed(noisy(2.0, 1.0, 0), Wanted(count))
+        assert (reached.batches, reached.wanted, reached.enough) == (count, None, True) and len(
+            adaptive.lines(reached)
+        ) == 1
+
+
+def test_stopping_does_not_favour_fast_or_slow_drafts(monkeypatch) -> None:
+    """The rule sees the width alone: values are right on average, and intervals hold the truth as often as said."""
+    monkeypatch.setattr(Timing, "ratio", partialmethod(Timing.ratio, resamples=200))
+    values, hits, runs = [], 0, 80
+    for seed in range(runs):
+        timing, _ = timed(noisy(1.5, 0.35, seed), Wanted(8, 0.12))
+        reached = timing.ratio("a", "b")
+        values.append(np.log(reached.value / 1.5))
+        hits += reached.low <= 1.5 <= reached.high
+    assert abs(np.mean(values)) < 3 * np.std(values) / runs**0.5
+    assert hits / runs > 0.83
+
+
+def test_arms_take_turns_on_every_batch_here_too() -> None:
+    order: list[str] = []
+    arms = [Arm(n, lambda p, i, s, n=n: order.append(n) or ArmResult([[0]], 1.0, 1.0)) for n in "ab"]
+    timed(arms, Wanted(3))
+    assert order == ["a", "b", "a", "b", "b", "a", "a", "b"]

@@ -1,0 +1,103 @@
+"""Arms of a timing on tiny models."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from inference import Engine, Sampling
+from inference.measure import arms as arms_module
+from inference.measure.arms import ArmResult, engine_arm, transformers_arm
+from inference.measure.timing import interleave
+from inference.policy import Fixed
+from inference.proposers import Independent
+from tests.tiny import tiny
+
+
+def test_a_baseline_decodes_the_given_number_of_rows_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+
+    def generate(model: Any, prompts: list[list[int]], settings: dict[str, Any]) -> ArmResult:
+        sizes.append(len(prompts))
+        return ArmResult([[0] for _ in prompts], 1.0, 1.0)
+
+    monkeypatch.setattr(arms_module, "_generate", generate)
+    prompts, model = [[n] for n in range(5)], tiny()
+    for rows, assistant in ((2, None), (None, None), (2, model)):
+        transformers_arm("hf", model, Sampling(), 1, rows=rows, assistant=assistant).run(prompts, [], 0)
+    assert sizes == [2, 2, 1, 5, *[1] * 5]
+
+
+PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """Target and draft that may end at once, with defaults that would change the distribution if they leaked."""
+    models = tiny(vocab=12, layers=1, hidden=8, eos=0), tiny(vocab=12, layers=1, hidden=8, seed=1, eos=0)
+    for model in models:
+        model.generation_config = GenerationConfig(
+            do_sample=True, temperature=0.01, top_k=1, eos_token_id=list(range(6)), repetition_penalty=3.0
+        )
+    return models
+
+
+def test_engine_arm_ignores_end_tokens_and_counts(pair):
+    target, draft = pair
+    engine = Engine(target, Independent(draft), policy=Fixed(2), rows=2)
+    timed = interleave([engine_arm("a", engine, Sampling(), 6)], PROMPTS, rows=2, warmup=0, repeats=2)
+    texts, stats = timed.texts("a"), timed.stats("a")
+    assert [len(text) for text in texts.tokens] == [6] * 6
+    assert texts.prompts == PROMPTS[:2] * 2 + PROMPTS[2:] * 2
+    assert [row.tokens for row in texts.counts] == [6] * 6
+    expected = engine.generate([texts.prompts[2]], max_new_tokens=6, seed=1, ids=[texts.ids[2]], ignore_eos=True)
+    assert texts.tokens[2] == expected.tokens[0]  # the repeat had the next seed
+    assert stats.tokens == 36 and stats.target_calls == sum(row.target_calls for row in texts.counts)
+    assert 0 < sum(r.decode_seconds for r in timed.results("a")) < sum(r.seconds for r in timed.results("a"))
+
+
+def test_transformers_arms_decode_under_the_same_distribution(pair):
+    target, draft = pair
+    own, greedy = target.generation_config, Sampling(temperature=0)
+    arms = [
+        engine_arm("engine", Engine(target, rows=3), greedy, 8),
+        transformers_arm("plain", target, greedy, 8),
+        transformers_arm("assisted", target, greedy, 8, assistant=draft, k=3),
+        transformers_arm("perfect", target, greedy, 8, assistant=copy.deepcopy(target), k=3),
+    ]
+    timed = interleave(arms, PROMPTS, rows=3, warmup=0)
+    for arm in ("plain", "assisted", "perfect"):
+        assert timed.texts(arm).tokens == timed.texts("engine").tokens
+    assert timed.stats("plain").tau == 1
+    assert timed.stats("perfect").tau == 4  # all three drafts, and one more
+    assert timed.results("plain")[0].decode_tokens == 3 * 7
+    assert timed.results("perfect")[0].decode_tokens == 3 * 4
+    assert target.generation_config is own
+
+
+def test_transformers_arm_samples_from_the_given_regime(pair):
+    arm = transformers_arm("plain", pair[0], Sampling(), 12)
+    before = torch.random.get_rng_state()
+    texts = [arm.run([PROMPTS[0]], [0], seed).tokens for seed in (1, 2, 1)]
+    assert texts[0] == texts[2] != texts[1]  # top_k = 1 of the model's own settings would make all equal
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_settings_that_an_arm_cannot_express_are_errors(pair):
+    with pytest.raises(ValueError, match="presence_penalty"):
+        transformers_arm("a", pair[0], Sampling(presence_penalty=1), 4)
+    with pytest.raises(ValueError, match="stop_ids"):
+        engine_arm("a", Engine(pair[0]), Sampling(stop_ids=(3,)), 4)
+
+
+def test_transformers_samples_from_the_whole_distribution() -> None:
+    """transformers' default would sample from the top 50 tokens, of 256 here."""
+    model = tiny(256)
+    texts = transformers_arm("hf", model, Sampling(temperature=50.0), 40).run([[3, 5]], [], 0)
+    (new,) = texts.tokens
+    with torch.no_grad():
+        logits = model(torch.tensor([[3, 5, *new]])).logits[0, 1:-1]
+    ranks = (logits > logits.gather(1, torch.tensor(new).unsqueeze(1))).sum(1)
+    assert len(new) == 40 and ranks.max() > 200 and (ranks >= 50).sum() > 20

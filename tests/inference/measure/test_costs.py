@@ -1,0 +1,211 @@
+"""Costs of rounds, alone and in real calls, and the best draft length."""
+
+import itertools
+import time
+from dataclasses import astuple
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers import GenerationConfig
+
+from inference import Engine, Sampling
+from inference.measure.costs import (
+    Costs,
+    RealRound,
+    best_k,
+    calibrated,
+    interleaved,
+    joined,
+    measure_costs,
+    measure_drafting,
+    measure_rounds,
+    of_stats,
+)
+from inference.models.lm import LM
+from inference.output import Output, Stats
+from inference.policy import Fixed
+from inference.proposers import Independent
+from tests.inference.test_stats import stats
+from tests.tiny import near, tiny
+
+
+def test_seconds_of_a_round_are_all_of_its_parts() -> None:
+    costs = Costs((1.0, 1.25, 1.75), 0.5, (0.125, 0.25, 0.375), first=0.0625)
+    assert [costs.round(k) for k in range(3)] == [1.125, 0.5625 + 1.25 + 0.25, 1.0625 + 1.75 + 0.375]
+    assert costs.ratio == 0.5 / 1.125
+    one = stats(10)
+    rounds = one.times["target"]
+    seconds = [one.seconds[name] / rounds for name in ("draft", "target", "verify", "other")]
+    drafted, plain = of_stats(one, 2), of_stats(one, 0)
+    assert astuple(drafted) == pytest.approx((seconds[0], seconds[1], seconds[2] + seconds[3]))
+    assert astuple(plain) == pytest.approx((0.0, seconds[1], seconds[0] + seconds[2] + seconds[3]))
+    assert drafted.seconds == pytest.approx(sum(seconds)) == plain.seconds and isinstance(plain, RealRound)
+
+
+def test_a_table_is_joined_of_the_parts_that_run() -> None:
+    plain, target, draft = (
+        Costs((n, n + 1.0, n + 2.0), n + 3.0, (n + 4.0, n + 5.0, n + 6.0), n, 10 * n, f"t{n}", f"d{n}", n + 7.0)
+        for n in (100, 200, 300)
+    )
+    wanted = Costs((100, 201.0, 202.0), 303.0, (204.0, 205.0, 206.0), 200, 2000, "t200", "d300", 307.0)
+    assert joined(plain, target, draft) == wanted
+
+
+def test_rounds_are_timed_on_other_prompts_and_noise_each_time() -> None:
+    calls: list[tuple[Any, int, int]] = []
+
+    def generate(prompts: Any, *, max_new_tokens: int, sampling: Sampling, seed: int, ignore_eos: bool) -> Output:
+        calls.append((prompts, seed, engine.policy.k))
+        stats = Stats()
+        stats.times["target"] = 1
+        return Output([], None, [], stats)
+
+    engine: Any = SimpleNamespace(rows=2, policy=Fixed(9), generate=generate)
+    measure_drafting({"a": (engine, 3)}, [[n] for n in range(5)], sampling=Sampling(), max_new_tokens=4, seed=7)
+    assert calls[:3] == [([[0], [1]], 7, 3), ([[2], [3]], 8, 3), ([[4], [0]], 9, 3)]
+    assert len(calls) == 6 and engine.policy == Fixed(9)
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """Target and draft that may end at once, with defaults that would change the distribution if they leaked."""
+    models = tiny(vocab=12, layers=1, hidden=8, eos=0), tiny(vocab=12, layers=1, hidden=8, seed=1, eos=0)
+    for model in models:
+        model.generation_config = GenerationConfig(
+            do_sample=True, temperature=0.01, top_k=1, eos_token_id=list(range(6)), repetition_penalty=3.0
+        )
+    return models
+
+
+def test_interleaved_costs_are_medians_of_a_round_robin():
+    order, now = [], 0.0
+    durations = {"a": iter([50, 3, 1, 2]), "b": iter([50, 7, 7, 7])}
+
+    def task(name):
+        def run():
+            nonlocal now
+            order.append(name)
+            now += next(durations[name])
+
+        return run
+
+    result = interleaved({"a": task("a"), "b": task("b")}, repeats=3, warmup=1, clock=lambda: now)
+    assert result == {"a": 2, "b": 7} and order == ["a", "b"] * 4
+
+
+def test_best_length_agrees_with_the_published_formula():
+    """Leviathan et al. 2023, theorem 3.8, T5 EnDe base at temperature 0: alpha .8, c .04, K = 7 gives 3.3."""
+    alpha, c = 0.8, 0.04
+    costs = Costs((1.0,) * 8, c, (0.0,) * 8)
+    choice = best_k(costs, lambda k: (1 - alpha ** (k + 1)) / (1 - alpha))
+    assert choice.speedups[7] == pytest.approx((1 - alpha**8) / ((1 - alpha) * (7 * c + 1)))
+    assert choice.speedups[7] == pytest.approx(3.3, abs=0.07)
+    assert choice.k == 7 and choice.speedup == choice.speedups[7]
+
+
+def test_best_length_looks_past_a_cliff_and_may_be_none():
+    cliff = Costs((1.0, 2.0, 2.0, 2.0, 2.0), 0.01, (0.0,) * 5)
+    assert best_k(cliff, lambda k: 1 + 0.9 * k).k == 4  # k = 1 is slower than plain: a local rule stops there
+    assert best_k(cliff, lambda k: 1 + 0.9 * k).speedups[1] < 1
+    assert best_k(Costs((1.0, 2.0), 0.5, (0.1, 0.1)), lambda k: 1.2).k == 0
+    assert Costs((1.0, 2.0), 0.5, (0.25, 0.1)).round(1) == 2.6
+    assert Costs((1.0, 2.0), 0.5, (0.25, 0.1), first=0.3).round(1) == pytest.approx(2.9)
+    assert Costs((1.0, 2.0), 0.5, (0.25, 0.1), first=0.3).round(0) == 1.25
+    assert Costs((1.0, 2.0), 0.5, (0.25, 0.1)).ratio == 0.4
+
+
+def test_drafting_is_a_line_through_two_lengths(pair, monkeypatch):
+    """7 seconds for two drafts and 19 for eight: 2 a step and 3 besides, of rounds that start with one lacking id."""
+    drafted = []
+    propose = Independent.propose
+
+    def noted(self, round):
+        drafted.append((round.k, list(self.stored)))
+        return propose(self, round)
+
+    def timed(tasks, *_):
+        for task in [*tasks.values()] * 2:
+            task()
+        return {key: {("draft", 2): 7.0, ("draft", 8): 19.0}.get(key, 1.0) for key in tasks}
+
+    monkeypatch.setattr(Independent, "propose", noted)
+    monkeypatch.setattr("inference.measure.costs.interleaved", timed)
+    result = measure_costs(LM(pair[0], 1), Independent(pair[1]), 2, context=10)
+    assert (result.draft, result.first, result.drafting(0), result.drafting(4)) == (2, 3, 0, 11)
+    assert drafted == [([2], [9]), ([8], [9])] * 2
+    measure_costs(LM(pair[0], 2), Independent(pair[1]), 2, context=10)
+    assert [stored for _, stored in drafted[4:]] == [[4, 9], [4, 9], [3, 8], [3, 8]]  # later some row lacks two
+
+
+def test_costs_are_measured_on_the_given_shapes(pair):
+    widths = []
+    target, draft = LM(pair[0], 3), Independent(pair[1])
+    forward = target.forward
+
+    def noted(ids, *rest, **options):
+        widths.append(ids.shape)
+        return forward(ids, *rest, **options)
+
+    target.forward = noted
+    result = measure_costs(target, draft, 2, context=10, repeats=1, warmup=0)
+    assert widths.count((3, 1)) == 2 and widths.count((3, 2)) == 1 and widths.count((3, 3)) == 2
+    assert len(result.target) == len(result.rest) == 3
+    assert min(*result.target, *result.rest, result.draft) > 0
+    assert (result.rows, result.context, result.target_dtype) == (3, 10, "float64")
+    with pytest.raises(ValueError, match="context=254"):
+        measure_costs(target, draft, 2, context=254)
+
+
+TABLE = Costs((1.0, 1.2, 2.0, 2.0, 2.0), 0.1, (0.1,) * 5, first=0.2)
+
+
+SLOW = {0: RealRound(0, 1.0, 0.1), 2: RealRound(0.8, 2.0, 0.2), 4: RealRound(1.6, 2.0, 0.3)}
+
+
+def test_rounds_are_timed_in_real_calls_of_the_engine() -> None:
+    """A draft that is quick alone and slow in a run costs what it takes in the run."""
+    target = tiny()
+    proposer, propose = Independent(near(target)), Independent.propose
+
+    class Disturbed(Independent):
+        def propose(self, round):  # as when a pass of the target has pushed its weights out of the caches
+            time.sleep(0.004 * max(round.k))
+            return propose(proposer, round)
+
+    slow = Disturbed(proposer.model)
+    slow.open, slow.admit, slow.commit, slow.move = proposer.open, proposer.admit, proposer.commit, proposer.move
+    plain, engine = Engine(target, rows=1), Engine(target, slow, rows=1, policy=Fixed(3))
+    engines, prompts = {0: plain, 1: engine, 4: engine}, [[1, 2, 3], [4, 5]]
+    result = measure_rounds(engines, prompts, sampling=Sampling(), max_new_tokens=40, until=0.0)
+    assert list(result) == [0, 1, 4] and engine.policy == Fixed(3)
+    # The last rounds of a text draft fewer tokens, or none, so a mean round sleeps a little less than a full one.
+    assert result[0].draft == 0 and result[1].draft > 0.003 and result[4].draft > 0.012
+    assert result[4].draft > 2 * result[1].draft and result[4].draft > result[4].target
+    assert calibrated(TABLE, result).drafting(4) == pytest.approx(result[4].draft)
+
+
+def test_the_call_that_warms_up_is_not_counted() -> None:
+    """As one that compiles does; medians of two would be moved by it."""
+    calls = itertools.count()
+
+    def generate(*_, **__):
+        stats = Stats(seconds=dict.fromkeys(("prefill", "draft", "verify", "other"), 0.0))
+        stats.seconds["target"], stats.times["target"] = (9.0 if next(calls) == 0 else 1.0 + next(calls)), 1
+        return Output([], None, [], stats)
+
+    engine = SimpleNamespace(generate=generate, policy=Fixed(2), rows=1)
+    result = measure_rounds({2: engine}, [[1]], sampling=Sampling(), max_new_tokens=4, until=-1.0)  # type: ignore
+    assert result[2].target == (3.0 + 5.0) / 2
+
+
+def test_a_calibrated_table_has_its_own_shape_at_the_level_of_real_rounds() -> None:
+    result = calibrated(TABLE, SLOW)
+    assert result.target == pytest.approx((1.0, 1.2, 2.0, 2.0, 2.0))  # as measured at 0, 2 and 4; the cliff stays
+    assert result.rest == pytest.approx((0.1, 0.15, 0.2, 0.25, 0.3))
+    assert (result.draft, result.first) == (pytest.approx(0.4), pytest.approx(0.0, abs=1e-9))
+    for k, round in SLOW.items():
+        assert result.round(k) == pytest.approx(round.seconds)
+    assert calibrated(TABLE, {0: SLOW[0], 2: SLOW[2]}).drafting(4) == pytest.approx(
+        2 * 0.6
+    )  # the table's line, doubled

@@ -1,0 +1,101 @@
+"""Timing with fake clocks and arms, real arms on tiny models, measured costs."""
+
+import math
+
+import numpy as np
+import pytest
+from transformers import GenerationConfig
+
+from inference.measure.timing import Arm, ArmResult, Timing, interleave
+from inference.sampling.noise import row_ids
+from tests.tiny import tiny
+
+PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
+
+
+def fake(name, seconds, log=None, length=4):
+    """An arm that says it took `seconds`, a number or an iterator of them."""
+    clock = iter(lambda: seconds, None) if isinstance(seconds, int | float) else seconds
+
+    def run(prompts, ids, seed):
+        if log is not None:
+            log.append((name, len(prompts), list(ids), seed))
+        spent = next(clock)
+        return ArmResult([[0] * length for _ in prompts], spent, spent / 2, decode_tokens=len(prompts))
+
+    return Arm(name, run)
+
+
+def timing(a, b, tokens=8):
+    """A Timing of arms a and b from seconds of each batch."""
+    text = [[0] * tokens]
+    runs = [[{"a": ArmResult(text, x, x), "b": ArmResult(text, y, y)}] for x, y in zip(a, b, strict=True)]
+    return Timing([([[1]], [i]) for i in range(len(runs))], runs)
+
+
+def test_arms_take_turns_on_every_batch():
+    log = []
+    interleave([fake("a", 1, log), fake("b", 1, log)], PROMPTS, rows=2, seed=7, repeats=2, warmup=1)
+    warm, timed = log[:2], log[2:]
+    assert [name for name, *_ in warm] == ["a", "b"]
+    assert [name for name, *_ in timed] == ["a", "b", "b", "a", "b", "a", "a", "b"]
+    assert [seed for *_, seed in timed] == [7] * 4 + [8] * 4
+    keys = row_ids(PROMPTS)
+    assert [ids for _, _, ids, _ in timed[::2]] == [keys[:2], keys[2:]] * 2
+
+
+def test_warm_up_is_not_recorded_and_progress_is_reported():
+    seconds, seen = iter([100.0, 1.0, 1.0]), []
+    result = interleave([fake("a", seconds)], PROMPTS, rows=2, progress=lambda done, total: seen.append((done, total)))
+    assert result.speed("a") == 12 / 2
+    assert seen == [(1, 2), (2, 2)]
+
+
+def test_speed_is_tokens_over_seconds_with_prefill_and_without():
+    result = interleave([fake("a", iter([9, 1.0, 3.0]))], PROMPTS, rows=2)
+    assert result.speed("a") == 12 / 4
+    assert result.speed("a", decode=True) == 3 / 2  # the fake pays decode seconds for one token a prompt
+
+
+def test_ratio_is_of_sums_and_its_interval_is_paired():
+    drift = np.random.default_rng(0).uniform(1, 100, 20)  # of the machine, the same for both arms
+    paired = timing(drift, 2 * drift).ratio("a", "b")
+    assert paired == pytest.approx((2, 2, 2))
+    uneven = timing([1, 10], [4, 10])
+    assert uneven.ratio("a", "b").value == pytest.approx(14 / 11)  # a mean of ratios would say 2.5
+    assert uneven.ratio("a", "b") == uneven.ratio("a", "b")
+
+
+def test_bootstrap_interval_covers_a_known_ratio():
+    rng, true, hits = np.random.default_rng(1), 1.5, 0
+    for _ in range(150):
+        a, b = rng.uniform(0.5, 1.5, 40), true * rng.uniform(0.5, 1.5, 40)
+        low, high = timing(a, b).ratio("a", "b", resamples=300)[1:]
+        hits += low <= true <= high
+    assert 0.90 <= hits / 150 <= 0.99
+
+
+def test_one_batch_has_no_interval_and_repeats_do_not_make_one():
+    batch = {"a": ArmResult([[0]], 1, 1), "b": ArmResult([[0]], 2, 2)}
+    result = Timing([([[1]], [1])], [[batch, batch]]).ratio("a", "b")
+    assert result.value == 2 and math.isnan(result.low) and math.isnan(result.high)
+
+
+def test_arms_of_other_lengths_are_an_error():
+    with pytest.raises(ValueError, match="arm 'b' emitted"):
+        interleave([fake("a", 1), fake("b", 1, length=5)], PROMPTS, rows=2)
+    with pytest.raises(ValueError, match="different names"):
+        interleave([fake("a", 1), fake("a", 1)], PROMPTS, rows=2)
+    with pytest.raises(ValueError, match="no arm 'c'"):
+        interleave([fake("a", 1)], PROMPTS, rows=2).speed("c")
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """Target and draft that may end at once, with defaults that would change the distribution if they leaked."""
+    models = tiny(vocab=12, layers=1, hidden=8, eos=0), tiny(vocab=12, layers=1, hidden=8, seed=1, eos=0)
+    for model in models:
+        model.generation_config = GenerationConfig(
+            do_sample=True, temperature=0.01, top_k=1, eos_token_id=list(range(6)), repetition_penalty=3.0
+        )
+    return models

@@ -1,0 +1,114 @@
+"""Compiled passes and what happens without a compiler; models share what is compiled."""
+
+import shlex
+from typing import Any
+
+import pytest
+import torch
+from torch._inductor import cpp_builder
+
+from inference.models.compiled import CompiledForward, quote_libraries, reason
+from inference.models.lm import LM, store_prompts
+from inference.models.passes import LAST
+from inference.models.step import Step
+from inference.verify.tree import Tree
+from tests.inference.models import test_trees as trees
+from tests.inference.models.test_llama import build, passes
+from tests.inference.models.test_states import START, TEXTS, own_states
+from tests.tiny import compiles, tiny
+
+
+def graphs(lm: LM) -> Any:
+    assert isinstance(lm.run, CompiledForward) and not CompiledForward.failed
+    return lm.run.graphs
+
+
+@compiles
+def test_passes_are_the_models_own() -> None:
+    """One layer: text and counts of compiled drafts have several."""
+    model = build("Qwen3", {"num_hidden_layers": 1})
+    lm = LM(model, 3, compile=True)
+    torch.testing.assert_close(passes(lm), passes(LM(model, 3, stock=True)), rtol=1e-5, atol=1e-5)
+    assert len(graphs(lm)) == 2  # several rows with several ids, and with one
+
+
+@compiles
+def test_passes_that_end_early_give_the_states_there() -> None:
+    model = tiny()
+    lm = LM(model, 3, compile=True)
+    with torch.inference_mode():
+        ids = torch.tensor([text[-3:] for text in TEXTS])
+        store_prompts(lm, 0, [text[:-2] for text in TEXTS])
+        early = lm.hidden(ids, START, 1)
+        for row, text in enumerate(TEXTS):
+            torch.testing.assert_close(early[row], own_states(model, text)[1][-3:], rtol=1e-4, atol=1e-4)
+    assert {key[0] for key in graphs(lm)} == {("pass", (1,), False)}
+
+
+@compiles
+def test_trees_share_one_graph() -> None:
+    lm = LM(tiny(layers=1), 3, compile=True)
+    with torch.inference_mode():
+        lm.store(torch.ones(3, 1, dtype=torch.int64), [0] * 3)
+        same = {"states": (1, LAST), "tree": Tree([-1])}  # which the tree's graph serves as well
+        stock = LM(lm.model, 3, stock=True)
+        trees.check(lm, stock, [trees.PARENTS] * 3, Tree(trees.PARENTS), 1e-4, same)
+        trees.check(lm, stock, trees.RAGGED, Tree(torch.tensor(trees.RAGGED)), 1e-4, same)
+    assert len([key for key in graphs(lm) if "tree" in key]) == 1
+
+
+def test_without_a_compiler_passes_run_uncompiled_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CompiledForward, "failed", False)
+    model = tiny()
+    lm = LM(model, 3, compile=True)
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("no C++ compiler")
+
+    monkeypatch.setattr(torch, "compile", lambda _: broken)
+    with pytest.warns(UserWarning, match="torch.compile failed, passes run uncompiled: no C.. compiler"):
+        logits = passes(lm)
+    torch.testing.assert_close(logits, passes(LM(model, 3, stock=True)), rtol=1e-9, atol=1e-9)
+    assert CompiledForward.failed
+
+
+def test_libraries_in_a_path_with_a_space_reach_the_compiler_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = cpp_builder.BuildOptionsBase
+    monkeypatch.setattr(options, "get_libraries_dirs", options.get_libraries_dirs)
+    monkeypatch.setattr(torch, "__path__", ["/a path/torch"])
+    quote_libraries()
+    settings = options(libraries_dirs=["/a path/torch/lib"], libraries=["torch"])
+    command = cpp_builder.CppBuilder("name", "source.cpp", settings).get_command_line()
+    assert "-L/a path/torch/lib" in shlex.split(command)
+
+
+def test_a_failed_compilation_says_its_last_line() -> None:
+    message = (
+        "C++ compile error\n\nOutput:\nld: cannot find -ltorch\n\nSet TORCHDYNAMO_VERBOSE=1 for the trace. For more\n"
+    )
+    assert reason(RuntimeError(message)) == "ld: cannot find -ltorch"
+    assert reason(RuntimeError("no compiler\n\n")) == "no compiler" and reason(KeyError()) == "KeyError"
+
+
+def module_of(model: Any, rows: int) -> Any:
+    run: Any = LM(model, rows, compile=True).run
+    return run.compiled("pass", Step)
+
+
+def in_place(weight: torch.Tensor) -> None:
+    with torch.no_grad():
+        weight.mul_(2)
+
+
+def uncounted(weight: torch.Tensor) -> None:
+    weight.data.mul_(2)
+
+
+@pytest.mark.parametrize("change", [in_place, uncounted])
+def test_engines_share_what_is_compiled_until_weights_change(change: Any) -> None:
+    model = tiny()
+    module = module_of(model, 1)
+    assert module_of(model, 2) is module
+    change(model.model.layers[0].mlp.up_proj.weight)
+    other = module_of(model, 1)
+    assert other is not module and module_of(model, 1) is other

@@ -1,0 +1,151 @@
+"""The few-operation forward against transformers' own."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+from inference.models import llama
+from inference.models import lm as lm_module
+from inference.models.forward import Stock
+from inference.models.llama import applies
+from inference.models.lm import LM
+from tests.tiny import tiny
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "initializer_range": 0.4,
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+WIDE = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 48}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 16, "rope_theta": 1e4}  # fmt: skip
+FAMILIES = [
+    ("Llama", {}), ("Llama", {"attention_bias": True, "mlp_bias": True}), ("Llama", {"tie_word_embeddings": True}),
+    ("Llama", {"rope_parameters": YARN}), ("Llama", {"rope_parameters": LLAMA3}),
+    ("Mistral", {"sliding_window": None}), ("Qwen2", {}), ("Qwen3", {}), ("Llama", {"num_key_value_heads": 4}),
+]  # fmt: skip
+
+
+def build(family: str, settings: dict[str, Any], dtype: torch.dtype = torch.float64):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(getattr(transformers, f"{family}Config")(**(SHAPE | settings)))
+    with torch.no_grad():
+        for parameter in model.parameters():  # biases and norm weights start as constants
+            parameter += 0.1 * torch.randn_like(parameter)
+    return model.to(dtype).eval()
+
+
+def passes(lm: LM) -> torch.Tensor:
+    """Logits of a prompt pass, a ragged pass, a pass of one id and an even pass over slots above 0."""
+    ids = torch.arange(3 * 9).view(3, 9) % 32
+    with torch.inference_mode():
+        outputs = [lm.forward(ids, [0, 0, 0]), lm.forward(ids[:, :4], [9, 5, 7]), lm.forward(ids[:, :1], [10, 9, 11])]
+        outputs.append(lm.forward(ids[1:, :2], [8, 8], low=1))
+    return torch.cat([output.logits.reshape(-1, 32) for output in outputs])
+
+
+@pytest.mark.parametrize(("family", "settings"), FAMILIES, ids=[f"{n}-{'-'.join(s) or 'plain'}" for n, s in FAMILIES])
+def test_it_is_the_models_own_forward(family, settings):
+    model = build(family, settings)
+    assert applies(model)
+    stock = passes(LM(model, 3, stock=True))
+    torch.testing.assert_close(passes(LM(model, 3)), stock, rtol=1e-9, atol=1e-9)
+
+
+def test_half_precision_is_as_near_to_float32_as_the_stock_forward():
+    exact = passes(LM(build("Llama", {}, torch.float32), 3, stock=True)).softmax(-1)
+    half = build("Llama", {}, torch.bfloat16)
+    stock, llama = (
+        (passes(LM(half, 3, stock=s)).float().softmax(-1) - exact).abs().mean().item() for s in (True, False)
+    )
+    assert 0 < llama < 1.5 * stock
+
+
+def test_projections_share_the_models_memory_and_a_second_view_joins_nothing():
+    model = tiny()
+    before = copy.deepcopy(model.state_dict())
+    passes(LM(model, 3))
+    attention = model.model.layers[0].self_attn
+    assert attention.k_proj.weight.untyped_storage().data_ptr() == attention.q_proj.weight.untyped_storage().data_ptr()
+    place = attention.q_proj.weight.data_ptr()
+    passes(LM(model, 3))
+    assert attention.q_proj.weight.data_ptr() == place
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+def test_trained_saved_and_replaced_weights_are_seen(tmp_path):
+    model = tiny()
+    lm = LM(model, 3)
+    first = passes(lm)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model(input_ids=torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
+    optimizer.step()
+    trained = passes(lm)
+    assert (trained - first).abs().max() > 1e-3
+    torch.testing.assert_close(trained, passes(LM(model, 3, stock=True)), rtol=1e-9, atol=1e-9)
+    model.save_pretrained(tmp_path)
+    again = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in again.state_dict().items())
+    for parameter in model.parameters():
+        parameter.data = 0.5 * parameter.data  # new memory, as after a move
+    torch.testing.assert_close(passes(lm), passes(LM(model, 3, stock=True)), rtol=1e-9, atol=1e-9)
+
+
+class Other(nn.Linear):
+    """As a quantised or adapted projection."""
+
+
+def test_what_it_does_not_know_runs_through_transformers():
+    other = tiny()
+    other.model.layers[0].mlp.up_proj.__class__ = Other
+    dynamic = build("Llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}})
+    hooked = tiny()
+    hooked.model.layers[1].self_attn.q_proj.register_forward_hook(lambda *_: None)
+    relu = build("Llama", {"hidden_act": "relu"})
+    for model in (other, dynamic, hooked, relu):
+        assert not applies(model)
+        assert isinstance(LM(model, 3).run, Stock)
+
+
+def test_eight_bit_weights_are_the_nearest_ones_and_change_the_distribution_little():
+    model = build("Qwen2", WIDE | {"initializer_range": 0.1}, torch.bfloat16)
+    weights = llama.weights_of(model)
+    rounded = llama.int8(weights)
+    for linear, exact in ((rounded.layers[1].gate_up, weights.layers[1].gate_up), (rounded.head, weights.head)):
+        assert linear.weight.dtype == torch.int8 and linear.scale is not None
+        step = linear.scale.float().unsqueeze(1)
+        apart = (linear.weight * step - exact.weight.float()).abs()
+        assert (apart <= step * (0.5 + 0.25)).all()  # half a step, and the scale's own rounding at the far end
+        assert linear.weight.abs().amax(1).min() >= 126
+    stock, lm = passes(LM(model, 3, stock=True)), LM(model, 3, int8=True)
+    assert lm.weights == "int8"
+    apart = (passes(lm).float().softmax(-1) - stock.float().softmax(-1)).abs().sum(-1) / 2
+    assert 0 < apart.mean() < 0.03
+
+
+def test_eight_bits_are_for_bfloat16_models_of_known_families():
+    """Rows of 24 weights would be read past their end."""
+    unknown, uneven = ({"hidden_act": "relu"}, {"intermediate_size": 24})
+    for model in (build("Llama", WIDE), *(build("Llama", WIDE | s, torch.bfloat16) for s in (unknown, uneven))):
+        with pytest.raises(ValueError, match="int8 weights need a bfloat16 model"):
+            LM(model, 3, int8=True)
+
+
+def test_copies_of_weights_are_shared_until_training(monkeypatch):
+    monkeypatch.setattr(llama, "can_pack", lambda _: True)  # whatever this CPU can
+    monkeypatch.setattr(llama, "_packed", lambda linear: linear._replace(packed=linear.weight.clone()))
+    monkeypatch.setattr(lm_module, "lean_agrees", lambda *_: True)  # no pass runs here: some CPUs cannot
+    model = build("Llama", WIDE, torch.bfloat16)
+    first, second = LM(model, 1).run.weights, LM(model, 3).run.weights
+    assert first.head.packed is not None and second.head.packed is first.head.packed
+    assert LM(model, 1, int8=True).run.weights.head.scale is not None  # another copy, beside it
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2)
+    assert LM(model, 1).run.weights.head.packed is not first.head.packed

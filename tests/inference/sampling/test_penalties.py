@@ -1,0 +1,99 @@
+"""Settings that read the text: equal to transformers' generate; presence and frequency by hand."""
+
+import math
+
+import pytest
+import torch
+
+from inference.sampling import Sampling
+from inference.sampling.penalties import needs_history, process
+from tests.tiny import tiny
+
+PROMPT = [3, 1, 4, 1, 5]
+
+
+def greedy(model, sampling: Sampling, tokens: int, eos_ids=()) -> list[int]:
+    ids = list(PROMPT)
+    for new in range(tokens):
+        logits = model(torch.tensor([ids])).logits[:, -1]
+        ids.append(process(logits, [ids], [new], sampling, eos_ids).argmax(-1).item())
+        if ids[-1] in eos_ids:
+            break
+    return ids[len(PROMPT) :]
+
+
+def keep_even(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """An own processor that also works in place, as some do."""
+    scores[:, 1::2] -= 2.0 + ids.shape[1] % 3
+    return scores
+
+
+SETTINGS = [
+    (Sampling(repetition_penalty=1.7), {"repetition_penalty": 1.7}),
+    (Sampling(logit_bias={7: 3.5, 11: -20}), {"sequence_bias": [[[7], 3.5], [[11], -20.0]]}),
+    (Sampling(min_new_tokens=6), {"min_new_tokens": 6}),
+    (Sampling(processors=(keep_even,)), {"logits_processor": [keep_even]}),
+]
+
+
+@pytest.mark.parametrize(("sampling", "theirs"), SETTINGS)
+def test_greedy_text_is_that_of_transformers_generate(sampling, theirs):
+    model = tiny(seed=1)
+    plain = greedy(model, Sampling(), 14)
+    eos = plain[2]  # without min_new_tokens the text would end here
+    theirs_ids = model.generate(
+        torch.tensor([PROMPT]), max_new_tokens=14, do_sample=False, eos_token_id=eos, pad_token_id=0, **theirs
+    )
+    ours = greedy(model, sampling, 14, [eos])
+    assert ours == theirs_ids[0, len(PROMPT) :].tolist()
+    assert ours != plain[:3]
+
+
+def test_banned_words_are_those_of_transformers_and_include_the_end_token():
+    model = tiny(seed=1)
+    plain = greedy(model, Sampling(), 12)
+    words = [plain[1:3], [plain[0]], plain[4:7]]
+    theirs_ids = model.generate(torch.tensor([PROMPT]), max_new_tokens=12, do_sample=False, bad_words_ids=words)
+    assert greedy(model, Sampling(banned=words), 12) == theirs_ids[0, len(PROMPT) :].tolist()
+    assert plain[0] not in greedy(model, Sampling(banned=[[plain[0]]]), 12, eos_ids=[plain[0]])
+
+
+def test_presence_and_frequency_count_generated_tokens_only():
+    logits, history = torch.zeros(1, 6), [0, 0, 5, 2, 2, 3]  # the prompt is [0, 0, 5]
+    penalised = process(logits, [history], [3], Sampling(presence_penalty=0.5, frequency_penalty=0.25))
+    assert penalised.tolist() == [[0, 0, -1.0, -0.75, 0, 0]]
+    assert process(logits, [history], [0], Sampling(presence_penalty=0.5)).tolist() == logits.tolist()
+
+
+def test_every_row_is_processed_by_its_own_prefix_and_regime():
+    logits = torch.randn(4, 9, dtype=torch.float64)
+    histories, new = [[1, 2], [1, 2, 3], [1, 2, 3, 4], [8]], [0, 1, 2, 0]
+    everything = Sampling(0.5, 0, 1.0, 0.0, 1.3, 0.4, 0.2, {2: 1.5}, ((3, 4), (1,)), 2, stop_ids=(7,))
+    regimes = [everything, Sampling(), everything, Sampling(frequency_penalty=1)]
+    before = logits.clone()
+    whole = process(logits, histories, new, regimes, [0])
+    for i in range(4):
+        assert torch.equal(process(logits[i : i + 1], [histories[i]], [new[i]], regimes[i], [0])[0], whole[i])
+    assert torch.equal(logits, before) and torch.equal(whole[1], logits[1])
+    assert whole[0, [0, 1, 7]].tolist() == [-math.inf] * 3  # the end, the banned id, the stop id
+    assert whole[2, 0] > -math.inf and whole[2, 7] > -math.inf and whole[2, 1] == -math.inf
+    assert process(logits[:1], [[1, 3]], [0], Sampling(banned=((3, 4),)))[0, 4] == -math.inf
+
+
+def test_needs_history_names_exactly_the_settings_that_read_it():
+    assert not needs_history(Sampling(0.3, 5, 0.9, 0.1, stop="x", stop_ids=(1,), logit_bias={}))
+    for setting in (
+        {"repetition_penalty": 1.1}, {"presence_penalty": 0.1}, {"frequency_penalty": -0.1},
+        {"logit_bias": {1: 1.0}}, {"banned": ((1,),)}, {"min_new_tokens": 1}, {"processors": (keep_even,)},
+    ):  # fmt: skip
+        assert needs_history(Sampling(**setting))
+
+
+def test_impossible_settings_are_rejected():
+    logits = torch.zeros(2, 3)
+    with pytest.raises(ValueError, match="row 1 has no token left"):
+        process(logits, [[0], [0]], [0, 0], [Sampling(), Sampling(banned=((0,), (1,), (2,)))])
+    with pytest.raises(ValueError, match="vocabulary size is 3"):
+        process(logits, [[0], [0]], [0, 0], Sampling(logit_bias={3: 1.0}))
+    with pytest.raises(ValueError, match="1 histories, 2 counts"):
+        process(logits, [[0]], [0, 0], Sampling())

@@ -1,0 +1,57 @@
+"""Arguments of another type are rejected when they are handed in, with what to give instead."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from inference import Engine, Sampling
+from inference.policy import Fixed
+from inference.proposers import Independent
+from tests.tiny import tiny
+
+MODEL = tiny()
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "no target": ({"target": None}, "target: a model, a folder or a hub id, not None"),
+    "a number as target": ({"target": 5}, "target: a model, a folder or a hub id, not 5"),
+    "no such folder": ({"target": "/no/such/folder"}, "target: no such folder"),
+    "a folder as proposer": ({"proposer": "outputs/draft"}, r"inference.load\('outputs/draft'\)"),
+    "a model as proposer": ({"proposer": MODEL}, "LlamaForCausalLM drafts nothing: inference.proposers.Independent"),
+    "a length as policy": ({"policy": 4}, r"policy: 4 has no draft lengths; inference.policy.Fixed\(4\)"),
+    "a name as policy": ({"policy": "planned"}, "policy: 'planned' has no draft lengths"),
+    "a folder as tokenizer": ({"tokenizer": "a/folder"}, "tokenizer: a tokenizer, not its path"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_an_engine_is_not_made_of_other_things(name: str) -> None:
+    settings, message = WRONG[name]
+    with pytest.raises(ValueError, match=message):
+        Engine(**({"target": MODEL} | settings))
+
+
+@pytest.mark.parametrize("seed", ["a", None, [1, 2], 1.5, True, 2**64, -(2**63) - 1])
+def test_a_seed_is_a_whole_number_of_64_bits(seed: Any) -> None:
+    engine = Engine(MODEL, Independent(MODEL), policy=Fixed(2))
+    with pytest.raises(ValueError, match="seed: a whole number of 64 bits, not"):
+        engine.generate([[1, 2]], max_new_tokens=3, seed=seed)
+    with pytest.raises(ValueError, match="seed: a whole number of 64 bits, not"):
+        next(iter(engine.stream([1, 2], max_new_tokens=3, seed=seed)))
+
+
+def test_each_seed_is_a_text_of_its_own() -> None:
+    engine = Engine(MODEL)
+    seeds = [0, 1, 2**32, 2**63, 2**64 - 2, -2, -(2**63) + 1, torch.iinfo(torch.int64).max]
+    texts = [
+        engine.generate([[1, 2]], max_new_tokens=12, sampling=Sampling(1.5), seed=seed).tokens[0] for seed in seeds
+    ]
+    distinct = {tuple(text) for text in texts}
+    assert texts[4] == texts[5] and len(distinct) == len(seeds) - 1  # of the same 64 bits
+
+
+def test_banned_words_are_sequences_of_ids() -> None:
+    for wrong in (5, [9], "ab", [[1], 2]):
+        with pytest.raises(ValueError, match="banned"):
+            Sampling(banned=wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"a sequence of token-id sequences, such as \[\[5, 6\]\], not 9"):
+        Sampling(banned=[9])  # type: ignore[arg-type]

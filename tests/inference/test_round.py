@@ -1,0 +1,69 @@
+"""A round with each sampling setting alone, so that no other setting hides its absence."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from inference import Sampling
+from inference.request import Request
+from inference.round import Batch, DecodingRound
+from inference.sampling import probs
+from inference.sampling.noise import Uniforms, branch_states, gumbel, gumbel_states
+from inference.sampling.penalties import process
+from inference.verify.rules import RULES
+
+V = 16
+ALONE: dict[str, Any] = {
+    "temperature": 0.5, "top_k": 2, "top_p": 0.4, "min_p": 0.4, "repetition_penalty": 1.7, "presence_penalty": 1.5,
+    "frequency_penalty": 1.5, "logit_bias": {3: 2.5}, "banned": ((4,), (2, 5)), "min_new_tokens": 9, "stop_ids": (6,),
+}  # fmt: skip
+TOGETHER = {"min_new_tokens": {"stop_ids": (6,)}}  # what a setting needs to take effect
+ENDS_AND_CODE = {"stop", "stop_ids", "processors"}
+
+
+def only(name: str) -> Sampling:
+    return Sampling(**{name: ALONE[name]}, **TOGETHER.get(name, {}))
+
+
+def test_every_setting_that_changes_a_distribution_is_here() -> None:
+    assert set(Sampling.__dataclass_fields__) - ENDS_AND_CODE == set(ALONE) - ENDS_AND_CODE
+
+
+@pytest.mark.parametrize("name", sorted(set(ALONE) - ENDS_AND_CODE))
+def test_a_batch_with_one_setting_has_the_distributions_of_its_rows(name: str) -> None:
+    """At each position of the drafts; the other row has no settings, so only those of the first take effect."""
+    sampling, texts, x = [only(name), Sampling()], [[1, 2, 6, 5, 5], [7, 2, 5, 6, 6]], [[5, 2], [4, 5]]
+    rows = [Request(i, i, texts[i][:2], 9, one, frozenset(one.stop_ids)) for i, one in enumerate(sampling)]
+    for row, text in zip(rows, texts, strict=True):
+        row.text += text[2:]
+    logits = 2 * torch.randn(2, 3, V, generator=torch.Generator().manual_seed(1))
+    round = DecodingRound(rows, [2, 2], RULES["token"], Uniforms(0, torch.device("cpu")), V, torch.device("cpu"))
+    p = round.target_probs(logits, torch.tensor(x), [2, 2])
+    for a, (row, one) in enumerate(zip(rows, sampling, strict=True)):
+        for j in range(3):
+            scores = process(logits[a, j : j + 1], [row.text + x[a][:j]], [row.emitted + j], one)
+            torch.testing.assert_close(p[a, j], probs(scores, one)[0])
+    assert not torch.equal(p[0], logits[0].softmax(-1))
+
+
+@pytest.mark.parametrize("name", sorted(set(ALONE) - ENDS_AND_CODE))
+def test_drafts_by_temperature_alone_are_for_rows_with_nothing_else(name: str) -> None:
+    """A compiled draft reads temperatures alone; it must not be used for any other setting."""
+    row, cpu = Request(0, 0, [1, 2], 9, only(name), frozenset()), torch.device("cpu")
+    rounds = {rule: DecodingRound([row], [2], RULES[rule], Uniforms(0, cpu), V, cpu) for rule in ("token", "coupled")}
+    assert rounds["token"].temperatures == ([0.5] if name == "temperature" else None)
+    assert rounds["coupled"].temperatures is None
+
+
+def test_noise_of_rows_is_of_the_seed_that_is_asked_for() -> None:
+    """Also if an earlier call had the same rows and another seed."""
+    rows = [Request(i, 90 + i, [1, 2], 9, Sampling(), frozenset()) for i in range(2)]
+    batch, ids = Batch(rows, V, torch.device("cpu")), torch.tensor([90, 91])
+    for seed in (5, 0, 6):
+        assert torch.equal(batch.gumbel_states(seed), gumbel_states(seed, ids))
+        assert torch.equal(batch.branch_states(seed), branch_states(seed, ids))
+        round = DecodingRound(rows, [2, 2], RULES["coupled"], Uniforms(seed, ids.device), V, ids.device, batch)
+        place = torch.arange(3).expand(2, 3)
+        assert torch.equal(round._gumbel, gumbel(seed, ids, place, V))
+        assert round.batch is batch
