@@ -102,6 +102,9 @@ def nbytes(record: Record) -> int:
     return sum(values.nbytes for values in record.values())
 
 
+RENAMED = {"laws": "distributions"}  # a key of older files
+
+
 class DiskCache:
     """Reads texts that `folder` lacks and stores them there, so that runs over the same texts read them once.
 
@@ -124,6 +127,7 @@ class DiskCache:
         if not path.exists():
             write_atomic(path, json.dumps(maker, indent=2) + "\n")
         stored, current = json.loads(path.read_text(encoding="utf-8")), json.loads(json.dumps(maker))
+        stored = {RENAMED.get(key, key): value for key, value in stored.items()}
         if differ := differences(stored, current):
             raise ValueError(f"trainer.cache={folder}: made by another target, its {', '.join(sorted(differ))} differ: "
                              "name another folder")  # fmt: skip

@@ -1,5 +1,6 @@
 """What is read of the target by layer: live, from memory and from disk."""
 
+import json
 from collections import namedtuple
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cotrain.students.base import LAST
-from cotrain.teacher.states_cache import DiskCache, MemoryCache
+from cotrain.teacher.states_cache import MANIFEST, DiskCache, MemoryCache
 from cotrain.teacher.target_distributions import TopKAndRest, TopKTeacher, seen
 from cotrain.teacher.target_model import Record, served
 from tests.tiny import tiny
@@ -141,3 +142,12 @@ def test_top_k_ids_are_integers_and_older_formats_are_read_anew(
     DiskCache(lambda *_: {LAST: torch.zeros(3, 9, 9)}, old, MAKER)(ROWS)  # ids and logs in one tensor, as they were
     assert torch.equal(DiskCache(again, old, MAKER, parts)(ROWS)["ids"], record["ids"]) and asked == [3]
     assert "distributions of an earlier version are not read" in capsys.readouterr().out
+
+
+def test_a_cache_of_an_older_version_is_read(tmp_path: Path) -> None:
+    """Its manifest has another name for what is kept of the distributions."""
+    (tmp_path / MANIFEST).write_text(json.dumps({"weights": "w", "laws": "top 8"}))
+    maker = {"weights": "w", "distributions": "top 8"}
+    DiskCache(lambda *_: {}, tmp_path, maker)
+    with pytest.raises(ValueError, match="made by another target, its distributions differ"):
+        DiskCache(lambda *_: {}, tmp_path, maker | {"distributions": "top 4"})
