@@ -1,13 +1,9 @@
 """Output folders of commands: one process at a time, resumed or replaced only if they are its own."""
 
 import json
-import multiprocessing
 import os
 import shutil
-import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from multiprocessing.connection import Connection
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,26 +11,7 @@ import pytest
 from cotrain.errors import UserError
 from cotrain.run_folder import LOCK, MARKER, claim
 from inference.drafts.atomic import write_atomic
-
-
-@contextmanager
-def stopped_child(work: Callable[[Callable[[], None]], None]) -> Iterator[int]:
-    """The pid of a process that runs `work(stop)` and has come to its call of `stop`; killed at the end."""
-    context = multiprocessing.get_context("fork")
-    here, there = context.Pipe()
-
-    def stop(connection: Connection = there) -> None:
-        connection.send("here")
-        signal.pause()
-
-    child = context.Process(target=work, args=(stop,))
-    child.start()
-    try:
-        assert here.poll(20)
-        yield child.pid
-    finally:
-        os.kill(child.pid, signal.SIGKILL)
-        child.join()
+from tests.stopped import stopped_child
 
 
 def tree(folder: Path) -> dict[str, str]:

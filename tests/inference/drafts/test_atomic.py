@@ -1,14 +1,11 @@
 """Output folders: one holder, resumed or replaced only where they are ours; files whole or absent."""
 
 import errno
-import multiprocessing
 import os
 import platform
 import resource
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -17,26 +14,7 @@ from safetensors.torch import save_file
 
 from inference.drafts import atomic
 from inference.drafts.atomic import disk_full, new_folder, write_atomic
-
-
-@contextmanager
-def stopped_child(work: Callable[[Callable[[], None]], None]) -> Iterator[int]:
-    """The pid of a process that runs `work(stop)` and has come to its call of `stop`; killed at the end."""
-    context = multiprocessing.get_context("fork")
-    here, there = context.Pipe()
-
-    def stop(connection: Connection = there) -> None:
-        connection.send("here")
-        signal.pause()
-
-    child = context.Process(target=work, args=(stop,))
-    child.start()
-    try:
-        assert here.poll(20)
-        yield child.pid
-    finally:
-        os.kill(child.pid, signal.SIGKILL)
-        child.join()
+from tests.stopped import stopped_child
 
 
 @contextmanager

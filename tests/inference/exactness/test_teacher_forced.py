@@ -1,27 +1,14 @@
 """Teacher-forced passes of given texts."""
 
-import pytest
 import torch
 
 from inference import Sampling
 from inference.exactness.teacher_forced import teacher_forced
-from tests.tiny import tiny
 
 V, NEW = 8, 24
 
 
 PROMPTS = [[1, 2, 3], [4], [5, 6], [7, 1, 2, 3]] * 4
-
-
-@pytest.fixture(scope="module")
-def pair():
-    """Target and a draft near it."""
-    target, draft = (tiny(vocab=V, layers=1, hidden=8, seed=3) for _ in range(2))
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for weight in draft.parameters():
-            weight += 0.15 * torch.randn_like(weight)
-    return target, draft
 
 
 def test_teacher_forcing_gives_the_logits_of_whole_texts(pair):

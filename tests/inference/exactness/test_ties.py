@@ -65,17 +65,6 @@ def test_a_text_that_differs_counts_once_its_differences_each(monkeypatch: pytes
     assert engine.rule.name == "token"
 
 
-@pytest.fixture(scope="module")
-def pair():
-    """Target and a draft near it."""
-    target, draft = (tiny(vocab=V, layers=1, hidden=8, seed=3) for _ in range(2))
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for weight in draft.parameters():
-            weight += 0.15 * torch.randn_like(weight)
-    return target, draft
-
-
 def test_one_changed_token_is_unexplained(pair):
     target, keys, seed, prompts = pair[0], row_ids(PROMPTS[:4]), 2, PROMPTS[:4]
     engine = Engine(target, verify="coupled")

@@ -17,17 +17,6 @@ V, NEW = 8, 24
 PROMPTS = [[1, 2, 3], [4], [5, 6], [7, 1, 2, 3]] * 4
 
 
-@pytest.fixture(scope="module")
-def pair():
-    """Target and a draft near it."""
-    target, draft = (tiny(vocab=V, layers=1, hidden=8, seed=3) for _ in range(2))
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for weight in draft.parameters():
-            weight += 0.15 * torch.randn_like(weight)
-    return target, draft
-
-
 def run(target, proposer, sampling, rule="token", k=3):
     engine = Engine(target, proposer, verify=rule, policy=Fixed(k), rows=len(PROMPTS))
     keys = row_ids(PROMPTS)

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig
 
 from inference import Engine, Sampling
 from inference.measure import arms as arms_module
@@ -31,17 +30,6 @@ def test_a_baseline_decodes_the_given_number_of_rows_together(monkeypatch: pytes
 
 
 PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
-
-
-@pytest.fixture(scope="module")
-def pair():
-    """Target and draft that may end at once, with defaults that would change the distribution if they leaked."""
-    models = tiny(vocab=12, layers=1, hidden=8, eos=0), tiny(vocab=12, layers=1, hidden=8, seed=1, eos=0)
-    for model in models:
-        model.generation_config = GenerationConfig(
-            do_sample=True, temperature=0.01, top_k=1, eos_token_id=list(range(6)), repetition_penalty=3.0
-        )
-    return models
 
 
 def test_engine_arm_ignores_end_tokens_and_counts(pair):

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers import GenerationConfig
 
 from inference import Engine, Sampling
 from inference.measure.costs import (
@@ -65,17 +64,6 @@ def test_rounds_are_timed_on_other_prompts_and_noise_each_time() -> None:
     measure_drafting({"a": (engine, 3)}, [[n] for n in range(5)], sampling=Sampling(), max_new_tokens=4, seed=7)
     assert calls[:3] == [([[0], [1]], 7, 3), ([[2], [3]], 8, 3), ([[4], [0]], 9, 3)]
     assert len(calls) == 6 and engine.policy == Fixed(9)
-
-
-@pytest.fixture(scope="module")
-def pair():
-    """Target and draft that may end at once, with defaults that would change the distribution if they leaked."""
-    models = tiny(vocab=12, layers=1, hidden=8, eos=0), tiny(vocab=12, layers=1, hidden=8, seed=1, eos=0)
-    for model in models:
-        model.generation_config = GenerationConfig(
-            do_sample=True, temperature=0.01, top_k=1, eos_token_id=list(range(6)), repetition_penalty=3.0
-        )
-    return models
 
 
 def test_interleaved_costs_are_medians_of_a_round_robin():

@@ -4,11 +4,9 @@ import math
 
 import numpy as np
 import pytest
-from transformers import GenerationConfig
 
 from inference.measure.timing import Arm, ArmResult, Timing, interleave
 from inference.sampling.noise import row_ids
-from tests.tiny import tiny
 
 PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
 
@@ -88,14 +86,3 @@ def test_arms_of_other_lengths_are_an_error():
         interleave([fake("a", 1), fake("a", 1)], PROMPTS, rows=2)
     with pytest.raises(ValueError, match="no arm 'c'"):
         interleave([fake("a", 1)], PROMPTS, rows=2).speed("c")
-
-
-@pytest.fixture(scope="module")
-def pair():
-    """Target and draft that may end at once, with defaults that would change the distribution if they leaked."""
-    models = tiny(vocab=12, layers=1, hidden=8, eos=0), tiny(vocab=12, layers=1, hidden=8, seed=1, eos=0)
-    for model in models:
-        model.generation_config = GenerationConfig(
-            do_sample=True, temperature=0.01, top_k=1, eos_token_id=list(range(6)), repetition_penalty=3.0
-        )
-    return models
