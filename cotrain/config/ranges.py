@@ -163,15 +163,15 @@ class Unread(NamedTuple):
         return any(key == one or (one.endswith(".") and key.startswith(one)) for one in self.keys)
 
 
-def _one_split(cfg: Any) -> bool:
-    """Embedded texts, a file and a pattern have one split; a folder, a saved data set and the hub may have several."""
-    path = cfg.data.path
-    return path is None or (not cfg.data.config and (Path(path).is_file() or bool(set(path) & set("*?["))))
-
-
 def _is_file(cfg: Any) -> bool:
+    """Whether data.path names a file, or files by a pattern."""
     path = str(cfg.data.path)
     return Path(path).is_file() or bool(set(path) & set("*?["))
+
+
+def _one_split(cfg: Any) -> bool:
+    """Embedded texts, a file and a pattern have one split; a folder, a saved data set and the hub may have several."""
+    return cfg.data.path is None or (not cfg.data.config and _is_file(cfg))
 
 
 UNREAD: dict[str, tuple[Unread, ...]] = {  # by the group that it is about
