@@ -36,24 +36,28 @@ def strict(answer: Any) -> Any:
 
 
 EVERY = 30.0  # seconds between lines where there is no terminal
+SHORT = 5.0  # seconds of a job that need no line
 Say = Callable[[str], None]
 
 
 class Display:
-    """One job of `total` units, of which `start_at` were done before. say: takes a line of each `to`, and nothing else
-    is shown; None: standard output.
+    """One job of `total` units; `start_at` of them were done before. say: takes a line of each `to`, and nothing else
+    is shown; None: standard output. brief: lines without a bar, and none if all is done within SHORT seconds; for jobs
+    inside another one.
 
     Used as a context: a bar that is not closed stays in the terminal's way.
     """
 
     def __init__(
-        self, title: str, total: float, unit: str, start_at: float = 0, say: Say | None = None, hidden: bool = False
-    ) -> None:
+        self, title: str, total: float, unit: str, start_at: float = 0, say: Say | None = None, hidden: bool = False,
+        brief: bool = False,
+    ) -> None:  # fmt: skip
         self.title, self.total, self.unit, self.start_at, self.say = title, total, unit, start_at, say
         self.start = self.last_shown = time.monotonic()
+        self.brief = brief
         self.done, self.note, self.hidden = start_at, "", hidden
         self.bar: Progress | None = None
-        if say is None and not hidden and sys.stdout.isatty():
+        if say is None and not hidden and not brief and sys.stdout.isatty():
             self._open(Console(file=sys.stdout))
 
     def __enter__(self) -> Self:
@@ -70,7 +74,7 @@ class Display:
             self.bar.update(self.bar.task_ids[0], completed=done, total=self.total, note=self.note, count=self._count())
         elif self.say:
             self.say(self.line())
-        elif not self.hidden and (time.monotonic() - self.last_shown >= EVERY or done >= self.total):
+        elif not self.hidden and self._due(done):
             self.last_shown = time.monotonic()
             print(self.line(), flush=True)
 
@@ -91,6 +95,13 @@ class Display:
             self.bar.stop()
             self.bar = None
 
+    def _due(self, done: float) -> bool:
+        """Whether a line is due, without a terminal."""
+        now = time.monotonic()
+        if self.brief and self.last_shown == self.start:  # the first line
+            return now - self.start >= SHORT
+        return now - self.last_shown >= EVERY or done >= self.total
+
     def _count(self) -> str:
         return f"{self.done:.0f}/{self.total:.0f} {self.unit}"
 
@@ -102,6 +113,16 @@ class Display:
         self.bar = Progress(*columns, console=console)
         self.bar.add_task(self.title, total=self.total, completed=int(self.start_at), count=self._count(), note="")
         self.bar.start()
+
+
+Counter = Callable[[int], None]  # adds units that are done
+
+
+@contextmanager
+def counting(title: str, total: int, unit: str, hidden: bool = False) -> Iterator[Counter]:
+    """A brief display of a job whose parts say how many units they were."""
+    with Display(title, total, unit, hidden=hidden, brief=True) as display:
+        yield lambda count: display.to(display.done + count)
 
 
 def clock(seconds: float) -> str:

@@ -144,7 +144,7 @@ def measure(plan: Plan, extra: dict[str, Any] | None = None) -> dict[str, Any]:
         "said": [*([sentence] if sentence else []), *([line] if tree else []), *adaptive.lines(reached)],
         "prompts": plan.prompts.source,
         "parity": parity(plan, k, budget.until(PARITY), verdict.text.explained),
-        "greedy": greedy(plan, k),
+        "greedy": greedy(plan, k, time.perf_counter() > budget.until(1.0)),
         "plain_over_transformers": timing.ratio("plain", "transformers")._asdict(),
     }
     target, draft = plan.names
@@ -237,15 +237,16 @@ def parity(plan: Plan, k: int, until: float = inf, noise: float = 0.0) -> dict[s
     }  # fmt: skip
 
 
-def greedy(plan: Plan, k: int) -> dict[str, Any]:
-    """Speculative decoding and n-gram look-up over plain decoding at temperature 0; small models loop there."""
+def greedy(plan: Plan, k: int, late: bool = False) -> dict[str, Any]:
+    """Speculative decoding and n-gram look-up over plain decoding at temperature 0; small models loop there. late: two
+    prompts are enough."""
     size, sampling = plan.bench, Sampling(temperature=0)
     arms = [
         engine_arm("speculative", plan.engine(k), sampling, size.new_tokens),
         engine_arm("ngram", plan.engine(k, proposer=NGram()), sampling, size.new_tokens),
         engine_arm("plain", plan.plain(), sampling, size.new_tokens),
     ]
-    prompts = plan.final(0, max(size.prompts // 2, 2))
+    prompts = plan.final(0, 2 if late else max(size.prompts // 2, 2))
     timing = interleave(arms, prompts, size.rows, size.seed)
     report: dict[str, Any] = {"prompts": len(prompts)}
     for arm in ("speculative", "ngram"):

@@ -18,16 +18,19 @@ Decode = Callable[[Sequence[int]], str]
 
 
 @torch.no_grad()
-def divergence(held: HeldOut, student: Student, head_target: Head, decode: Decode) -> dict[str, Any]:
+def divergence(
+    held: HeldOut, student: Student, head_target: Head, decode: Decode, read: Callable[[int], None] | None = None
+) -> dict[str, Any]:
     """Total variation 1 - sum_v min(p, q) over the held-out texts of one temperature, both distributions drawn at it.
 
     lorenz[i]: the share of the sum in the i / 20 of all positions that have the most. worst: the worst position of each
     text, in descending order: the text before it, the next token, and the likeliest tokens of both distributions with p
-    and q of each. If the draft's distribution depends on the depth, all figures are of its first draft.
+    and q of each. read: see `profile.positions`. If the draft's distribution depends on the depth, all figures are of
+    its first draft.
     """
     distances: list[float] = []
     worst: dict[int, dict[str, Any]] = {}
-    for theirs, guess, contexts, rows in positions(held, student):
+    for theirs, guess, contexts, rows in positions(held, student, read):
         p, q = (probs(logits, held.temperature, held) for logits in (head_target(theirs), guess.head(guess.states)))
         variations = (1 - losses.alpha(p, q)).clamp(min=0).tolist()
         for n, (row, context) in enumerate(zip(rows.tolist(), contexts.tolist(), strict=True)):

@@ -4,6 +4,7 @@ Acceptance by depth, predicted calls and tau come from one teacher-forced pass. 
 in the regime that they are computed for.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +39,9 @@ class HeldOut:
         rows = torch.arange(0, len(self.texts), -(-len(self.texts) // count))
         states = self.at(rows, self.states[LAST].device)
         return HeldOut(self.texts.rows(rows.tolist()), states, self.temperature, self.truncate)
+
+    def __len__(self) -> int:
+        return len(self.texts)
 
     @property
     def hidden(self) -> Tensor:
@@ -110,10 +114,13 @@ def held_out(
     return HeldOut(texts, states, temperature, truncate)
 
 
-def evaluate(held: HeldOut, student: Student, head_target: Head) -> dict[str, Scores]:
-    """Scores of each domain, in alphabetical order, and of all texts together under "all"."""
+def evaluate(
+    held: HeldOut, student: Student, head_target: Head, scored: Callable[[int], None] | None = None
+) -> dict[str, Scores]:
+    """Scores of each domain, in alphabetical order, and of all texts together under "all". scored: called with the
+    number of texts of each batch that was scored."""
     domains = sorted(set(held.texts.domain))
-    scores = {domain: score(held, domain, student, head_target) for domain in domains}
+    scores = {domain: score(held, domain, student, head_target, scored=scored) for domain in domains}
     return scores | {"all": _pooled(list(scores.values()))}
 
 
@@ -162,10 +169,21 @@ def by_depth(scores: Scores) -> dict[str, list[float]]:
 
 
 @torch.no_grad()
-def score(held: HeldOut, domain: str, student: Student, head_target: Head, batch: int = 16) -> Scores:
-    """One teacher-forced pass of the draft over the texts of a domain."""
+def score(
+    held: HeldOut,
+    domain: str,
+    student: Student,
+    head_target: Head,
+    batch: int = 16,
+    scored: Callable[[int], None] | None = None,
+) -> Scores:
+    """One teacher-forced pass of the draft over the texts of a domain. scored: as in `evaluate`."""
     rows = torch.tensor([i for i, name in enumerate(held.texts.domain) if name == domain])
-    parts = [_compared(held, at, student, head_target) for at in rows.split(batch)]
+    parts = []
+    for at in rows.split(batch):
+        parts.append(_compared(held, at, student, head_target))
+        if scored:
+            scored(len(at))
     first, length = held.texts.prompt[rows], held.texts.length[rows]
     aligned = (_aligned(torch.cat(one), first - 1) for one in zip(*(grids for grids, _ in parts), strict=True))
     l, r_greedy, confidence = aligned

@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,14 +16,21 @@ from cotrain.students.base import LAST, Guess, Student
 from cotrain.teacher.target_model import Head
 
 IMPOSSIBLE, SIGMAS = 0.02, 6.0  # generous limits: kernels differ a little between machines
+TIED = 8  # times the rounding of the largest logit, between two passes
 DRAFTING = (0.0, 0.3, 0.5, 0.7, 0.85, 1.0, 1.2)
 
 
 @torch.no_grad()
-def profile(held: HeldOut, student: Student, head_target: Head, drafting: Sequence[float] = DRAFTING) -> dict[str, Any]:
+def profile(
+    held: HeldOut,
+    student: Student,
+    head_target: Head,
+    read: Callable[[int], None] | None = None,
+    drafting: Sequence[float] = DRAFTING,
+) -> dict[str, Any]:
     """alpha = sum_v min(p, q) over the held-out texts of one temperature of the target: by the temperature of the draft
     (0: its likeliest token), and by the tokens of context, in buckets that double, with the draft at the target's
-    temperature.
+    temperature. read: see `positions`.
 
     Verification is exact at any temperature of the draft, which changes only acceptance. If the draft's distribution
     depends on the depth, both are of its first draft; for later ones see `held_out.by_depth`.
@@ -31,7 +38,7 @@ def profile(held: HeldOut, student: Student, head_target: Head, drafting: Sequen
     temperatures = sorted({*drafting, held.temperature})
     totals = torch.zeros(len(temperatures), dtype=torch.float64)
     buckets: defaultdict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for theirs, guess, context, _ in positions(held, student):
+    for theirs, guess, context, _ in positions(held, student, read):
         p = probs(head_target(theirs), held.temperature, held)
         logits = guess.head(guess.states)
         alphas = torch.stack([losses.alpha(p, probs(logits, t, held)) for t in temperatures]).double().cpu()
@@ -55,9 +62,12 @@ def probs(logits: Tensor, temperature: float, held: HeldOut) -> Tensor:
     return served(log_probs(logits, t), t, held.truncate)
 
 
-def positions(held: HeldOut, student: Student, batch: int = 16) -> Iterator[tuple[Tensor, Guess, Tensor, Tensor]]:
+def positions(
+    held: HeldOut, student: Student, read: Callable[[int], None] | None = None, batch: int = 16
+) -> Iterator[tuple[Tensor, Guess, Tensor, Tensor]]:
     """Chunks of the positions that predict sampled tokens: the target's states (n, D), the student's first guesses, the
-    number of tokens before each (n,) and its text's row (n,)."""
+    number of tokens before each (n,) and its text's row (n,). read: called after each batch of texts with their
+    number."""
     for rows in torch.arange(len(held.texts)).split(batch):
         (guess, *_), record = guessed(held, rows, student)
         inside = torch.nn.functional.pad(held.texts.predicted[rows], (0, 1))
@@ -66,6 +76,8 @@ def positions(held: HeldOut, student: Student, batch: int = 16) -> Iterator[tupl
             at = guess.at[i]
             part = Guess(guess.depth, at, guess.states[i], guess.head)
             yield record[LAST].flatten(0, 1)[at], part, context[at.cpu()], rows[at.cpu() // inside.shape[1]]
+        if read:
+            read(len(rows))
 
 
 def line(temperature: float, profile: dict[str, Any]) -> str:
@@ -125,7 +137,13 @@ def provenance(held: HeldOut, head: Head, device: torch.device | str = "cpu", ba
 
 
 def _moments(logits: Tensor, x: Tensor, held: HeldOut) -> Tensor:
-    """-log p(x), H(p) and the variance of -log p under p, of logits (n, V) and tokens x (n,) -> (n, 3)."""
+    """-log p(x), H(p) and the variance of -log p under p, of logits (n, V) and tokens x (n,) -> (n, 3). At temperature
+    0 a token within rounding of the highest logit counts as the highest: another pass may choose either."""
+    if held.temperature == 0:
+        rounding = TIED * torch.finfo(held.states[LAST].dtype).eps * logits.abs().amax(-1)
+        gap = logits.amax(-1) - logits.gather(-1, x.to(logits.device)[:, None])[:, 0]
+        surprise = torch.where(gap <= rounding, 0.0, math.inf)
+        return torch.stack([surprise, torch.zeros_like(surprise), torch.zeros_like(surprise)], -1)
     t, x = torch.full((len(x),), held.temperature, device=logits.device), x.to(logits.device)
     logs = served(log_probs(logits, t), t, held.truncate)
     entropy = losses.entropy(logs)

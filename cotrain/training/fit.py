@@ -41,7 +41,7 @@ from cotrain.training.interrupts import Checkpoints, Keeper, read_saved
 from cotrain.training.job import Job, objective
 from cotrain.training.module import WATCHED, Distillation
 from cotrain.training.optim import precision
-from cotrain.training.progress import LEAST, NEVER, Bar, Clock, Progress, left_of, time_limited, validations
+from cotrain.training.progress import LEAST, NEVER, Bar, Clock, Progress, Validation, left_of, time_limited, validations
 from inference import Engine
 from inference.models.pretrained import widened
 from inference.request import ends_of
@@ -136,10 +136,10 @@ def _train_phase(job: Job, module: Distillation, extra: list[Callback], phase: T
     began = time.monotonic()
     if not done:
         trainer.validate(module, validation_loader, verbose=False)
-    validation = time.monotonic() - began
+    measuring = time.monotonic() - began - module.seconds
     _remember(job, module, corpus, sampled)
     if not done:
-        _set_budget(job, clock, trainer, validation)
+        _set_budget(job, clock, trainer, Validation(module.seconds, measuring))
     texts = _loader(cfg, phase, done, corpus, sampled, trainer)
     _step(job, trainer, module, (texts, validation_loader), last if done else None)
     if not rank():
@@ -245,16 +245,15 @@ def _remember(job: Job, module: Distillation, corpus: Texts, sampled: Texts) -> 
         module.teacher.fill(sampled.ids.long(), keys, progress=lambda done, _: display.to(done))
 
 
-def _set_budget(job: Job, clock: Clock, trainer: lightning.Trainer, validation: float) -> None:
-    """Give the training its minutes and validations, the same in every process. validation: seconds of the first
-    validation."""
+def _set_budget(job: Job, clock: Clock, trainer: lightning.Trainer, first: Validation) -> None:
+    """Give the training its minutes and validations, the same in every process. first: the first validation."""
     if not job.cfg.minutes:
         return
-    progress, left = clock.progress, left_of(job.cfg, time.monotonic() - job.start, validation)
-    left, clock.validations = trainer.strategy.broadcast((left, validations(job.cfg, validation)))
+    progress, left = clock.progress, left_of(job.cfg, time.monotonic() - job.start, first)
+    left, clock.validations = trainer.strategy.broadcast((left, validations(job.cfg, first)))
     progress.leave(left)
     if clock.validations < job.cfg.trainer.validations and not rank():
-        print(f"one validation takes {validation:.0f} s: {clock.validations} of trainer.validations="
+        print(f"one validation takes {first.seconds:.0f} s: {clock.validations} of trainer.validations="
               f"{job.cfg.trainer.validations} fit minutes={job.cfg.minutes:g}")  # fmt: skip
     if not rank():
         more = ": the rest of the run takes longer than that leaves" if left <= LEAST * job.cfg.minutes else ""

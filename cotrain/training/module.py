@@ -3,8 +3,9 @@
 B texts, T tokens, L tokens of the longest completion, K guesses, one a depth.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, cast
@@ -16,6 +17,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from cotrain import losses
+from cotrain.console import Counter, counting
 from cotrain.errors import NotFinite
 from cotrain.evaluation.divergence import Decode, divergence
 from cotrain.evaluation.held_out import HeldOut, Scores, evaluate, figures
@@ -23,6 +25,7 @@ from cotrain.evaluation.profile import profile
 from cotrain.losses.batch import LossBatch, shares
 from cotrain.losses.chunked import Statistics, Truncate, positions
 from cotrain.losses.spec import MERGED, LossSpec
+from cotrain.ranks import rank
 from cotrain.students.base import LAST, Guess, Student, refuse_mixed
 from cotrain.teacher.states_cache import MemoryCache
 from cotrain.teacher.target_distributions import StatesTeacher, Teacher, TopKTeacher, outside, seen
@@ -32,6 +35,7 @@ from cotrain.training.progress import Progress
 from inference.sampling import noise
 
 WATCHED = 5  # the figures of every so many steps are logged
+FEW = 4  # held-out texts, at least, that a draft is judged on
 Logs = tuple[Tensor, Tensor]
 
 
@@ -198,6 +202,7 @@ class Distillation(lightning.LightningModule):
             )
         self.teacher = MemoryCache(self.distributions_of.read, remember)
         self.judged: dict[float, dict[str, Scores]] = {}
+        self.seconds = 0.0  # of the last judging
         if cosine:
             refuse_widths(self.draft, target)
 
@@ -332,9 +337,37 @@ class Distillation(lightning.LightningModule):
         self.judge()
 
     def judge(self) -> None:
-        """Score the current draft on the held-out texts, for `acceptance`, `tau` and `scores`."""
-        self.judged = within(self.draft, lambda: {t: self.on(held) for t, held in self.held_out.items()})
+        """Score the current draft on the held-out texts, or on the part that the run's budget of time allows, for
+        `acceptance`, `tau` and `scores`."""
+        self._fit_texts()
+        began = time.monotonic()
+        self.judged = within(self.draft, lambda: self._scored(self.held_out, "held-out texts"))
         rest(self.draft)
+        self.seconds = time.monotonic() - began
+
+    def _scored(self, held_out: dict[float, HeldOut], title: str = "") -> dict[float, dict[str, Scores]]:
+        with self._display(title, held_out) as add:
+            return {t: evaluate(held, self.student, self.head_target, add) for t, held in held_out.items()}
+
+    def _fit_texts(self) -> None:
+        """Leave as many held-out texts as one judging may read (`Progress.judging`), by the time that a few take. A
+        resumed run judges as many as before."""
+        progress, longest = self.progress, max(map(len, self.held_out.values()))
+        if progress is None or progress.judging is None:
+            return
+        if progress.texts is None:
+            few = {t: held.spread(FEW) for t, held in self.held_out.items()}
+            began = time.monotonic()
+            within(self.draft, lambda: self._scored(few))
+            each = (time.monotonic() - began) / max(map(len, few.values()))
+            progress.texts = self.trainer.strategy.broadcast(max(int(progress.judging / each), FEW))
+            if progress.texts < longest and not rank():
+                print(f"{progress.texts} of {longest} held-out texts are judged, which minutes= leaves time for")
+        if progress.texts < longest:
+            self.held_out = {t: held.spread(progress.texts) for t, held in self.held_out.items()}
+
+    def _display(self, title: str, held_out: Mapping[float, HeldOut]) -> AbstractContextManager[Counter]:
+        return counting(title, sum(map(len, held_out.values())), "texts", hidden=not title or bool(rank()))
 
     def on(self, held_out: HeldOut) -> dict[str, Scores]:
         """The draft's scores on other texts."""
@@ -342,11 +375,14 @@ class Distillation(lightning.LightningModule):
 
     def profiles(self) -> dict[float, dict[str, Any]]:
         """Of the held-out texts of each temperature, see `profile`."""
-        return {t: profile(held_out, self.student, self.head_target) for t, held_out in self.held_out.items()}
+        with self._display("profiles", self.held_out) as add:
+            return {t: profile(held, self.student, self.head_target, add) for t, held in self.held_out.items()}
 
     def divergence(self, decode: Decode) -> dict[str, Any]:
         """Of the held-out texts of the regime, see `divergence`."""
-        return divergence(self.held_out[self.temperature], self.student, self.head_target, decode)
+        held = self.held_out[self.temperature]
+        with self._display("divergence", {self.temperature: held}) as add:
+            return divergence(held, self.student, self.head_target, decode, add)
 
     def acceptance(self) -> dict[str, float]:
         """Every figure of `held_out`, named for its temperature."""

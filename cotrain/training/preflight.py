@@ -24,7 +24,7 @@ from cotrain.losses.chunked import positions
 from cotrain.students.base import student_class
 from cotrain.training.job import source
 from cotrain.training.preconditions import RunOutline, domains, ids_of, size_of
-from cotrain.training.progress import SAMPLING, left_of
+from cotrain.training.progress import SAMPLING, Validation, left_of
 from inference.measure.environment import device
 from inference.models.cache import cache_bytes
 from inference.models.pretrained import half
@@ -200,7 +200,7 @@ def durations(cfg: TrainConfig, known: RunOutline) -> Durations:
 def _in_time(cfg: TrainConfig, training: float, sampling: float, validation: float) -> float:
     """Seconds of training that its budget, or the run's, allows."""
     if cfg.minutes:
-        training = min(training, 60 * left_of(cfg, sampling + validation, validation))
+        training = min(training, 60 * left_of(cfg, sampling + validation, Validation(validation)))
     return min(training, 60 * cfg.trainer.minutes) if cfg.trainer.minutes else training
 
 

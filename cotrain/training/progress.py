@@ -18,10 +18,12 @@ from cotrain.config.settings import TrainConfig
 from cotrain.console import Display
 
 NEVER = sys.maxsize  # batches between validations, if progress decides when they are due
-AFTER = 2.5  # times a validation: the last evaluation, its profiles and what bench.minutes does not bound
 LEAST = 0.2  # of the run's minutes: training has them, however slow the rest
-SAMPLING = {"train": 0.3, "held_out": 0.1}  # of the run's minutes, at most: of all temperatures together
-JUDGING = 0.25  # of the run's minutes, at most: all validations
+SAMPLING = {"train": 0.24, "held_out": 0.08}  # of the run's minutes, at most: of all temperatures together
+JUDGING = 0.2  # of the run's minutes, at most: all validations, and what follows the last one
+ONCE = 1 / 6  # of these, at most: one judging of the held-out texts
+AFTER = 2.0  # times a judging: that of the exported checkpoint, and its profiles
+MEASURING = 3.0  # times the measurement at a checkpoint: the least that the full one takes, whatever bench.minutes
 REFRESH, SHOWN = 5, ("loss", "acceptance")  # steps between two updates of the display; the figures it shows
 
 
@@ -29,7 +31,8 @@ REFRESH, SHOWN = 5, ("loss", "acceptance")  # steps between two updates of the d
 class Progress:
     """steps: of the whole training. minutes: its budget of time, None without one. elapsed: seconds of it that are
     spent, saved in checkpoints; sampling, validations and measurements do not count. whole: minutes of the run. left:
-    what the rest of the run leaves of them, see `left_of`.
+    what the rest of the run leaves of them, see `left_of`. texts: held-out texts of each temperature that are judged,
+    evenly over all; None: all, or not known yet.
 
     Training ends after its steps or its minutes, whichever comes first, and its schedule ends with it.
     """
@@ -39,6 +42,12 @@ class Progress:
     elapsed: float = 0.0
     whole: float | None = None
     left: float = inf
+    texts: int | None = None
+
+    @property
+    def judging(self) -> float | None:
+        """Seconds that one judging of the held-out texts may take; None without a budget of the run."""
+        return 60 * self.whole * JUDGING * ONCE if self.whole else None
 
     def at(self, step: int) -> float:
         """The share of the training that is done after so many steps, in [0, 1]."""
@@ -47,7 +56,7 @@ class Progress:
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint."""
-        return {"elapsed": self.elapsed, "whole": self.whole, "left": self.left}
+        return {"elapsed": self.elapsed, "whole": self.whole, "left": self.left, "texts": self.texts}
 
     def leave(self, minutes: float) -> None:
         """Set the minutes that are left of the run; training has no more of them than its own budget."""
@@ -56,7 +65,7 @@ class Progress:
 
     def resume(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint's state. If minutes= was raised since, training has all of the difference."""
-        self.elapsed = state["elapsed"]
+        self.elapsed, self.texts = state["elapsed"], state.get("texts")
         if self.whole and state["whole"]:
             self.leave(state["left"] + self.whole - state["whole"])
 
@@ -70,15 +79,29 @@ def time_limited(cfg: TrainConfig) -> bool:
     return bool(cfg.trainer.minutes or cfg.minutes)
 
 
-def left_of(cfg: TrainConfig, spent: float, validation: float) -> float:
+@dataclass(frozen=True)
+class Validation:
+    """Seconds of a validation: of judging the held-out texts, and of measuring the checkpoint."""
+
+    judging: float
+    measuring: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.judging + self.measuring
+
+
+def left_of(cfg: TrainConfig, spent: float, first: Validation) -> float:
     """Minutes that the rest of a run with minutes= leaves for training, a fifth of them at least.
 
-    spent: seconds of the run before its first step. validation: seconds of the first validation; each later one takes
-    as long.
+    spent: seconds of the run before its first step. first: the first validation; each later one takes as long, and
+    after the last the exported checkpoint is judged and measured in full.
     """
     assert cfg.minutes
-    rest = spent + validation * (validations(cfg, validation) + AFTER * cfg.measure)
-    return max(cfg.minutes - rest / 60 - cfg.bench.minutes * cfg.measure, LEAST * cfg.minutes)
+    rest = spent + first.seconds * validations(cfg, first)
+    if cfg.measure:
+        rest += AFTER * first.judging + max(60 * cfg.bench.minutes, MEASURING * first.measuring)
+    return max(cfg.minutes - rest / 60, LEAST * cfg.minutes)
 
 
 def sampling_seconds(cfg: TrainConfig) -> dict[str, float]:
@@ -89,12 +112,13 @@ def sampling_seconds(cfg: TrainConfig) -> dict[str, float]:
     return {split: 60 * cfg.minutes * share / sets[split] for split, share in SAMPLING.items()}
 
 
-def validations(cfg: TrainConfig, seconds: float) -> int:
-    """Number of validations of so many seconds that a run affords: at least one, at most trainer.validations."""
+def validations(cfg: TrainConfig, first: Validation) -> int:
+    """Number of validations besides the first that a run affords: at least one, at most trainer.validations."""
     most = cfg.trainer.validations
-    if not cfg.minutes or not seconds:
+    if not cfg.minutes or not first.seconds:
         return most
-    return max(min(most, int(JUDGING * 60 * cfg.minutes / seconds - AFTER * cfg.measure)), 1)
+    after = AFTER * first.judging * cfg.measure
+    return max(min(most, int((JUDGING * 60 * cfg.minutes - after) / first.seconds) - 1), 1)
 
 
 class Clock(Callback):

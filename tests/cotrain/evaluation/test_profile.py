@@ -33,7 +33,7 @@ def held(temperature: float, top_p: float = 1.0) -> HeldOut:
 
 
 def profile_of(one: HeldOut) -> dict:
-    return profile(one, IndependentStudent(DRAFT), split(TARGET)[1], (0.0, 0.5, 1.0))
+    return profile(one, IndependentStudent(DRAFT), split(TARGET)[1], drafting=(0.0, 0.5, 1.0))
 
 
 def direct(t: float, drafted: float, top_p: float = 1.0) -> torch.Tensor:

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from cotrain.data.texts import Texts
-from cotrain.evaluation.held_out import held_out
+from cotrain.evaluation.held_out import HeldOut, held_out
 from cotrain.evaluation.profile import Provenance, provenance
+from cotrain.students.base import LAST
 from cotrain.teacher.target_model import served
 from inference import Engine, Sampling
 from inference.sampling import keep_top_p
@@ -60,3 +61,19 @@ def test_foreign_texts_surprise_more() -> None:
     result = of(texts, 1.0)
     assert not result.own and result.z > 6 and result.surprise > result.entropy + 0.5
     assert f"{result.surprise:.2f} nats a token, at its own it would be {result.entropy:.2f}" in result.line()
+
+
+def test_greedy_texts_of_tied_logits_are_its_own() -> None:
+    """In bfloat16 many highest logits of random weights tie: another pass may choose another of them. A token whose
+    logit is lower by more than rounding is not the target's."""
+    states = torch.randn(8, 10, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    logits = torch.linspace(-4, 4, 50).expand(8, 10, 50).clone()
+    logits[..., 7] = logits[..., 49] * (1 - 2**-8)  # a step of bfloat16 below the highest
+    texts = Texts(torch.full((8, 10), 7), torch.full((8,), 1), torch.full((8,), 10), ["a"] * 8)
+
+    def of_token(token: int) -> Provenance:
+        texts.ids[:] = token
+        return provenance(HeldOut(texts, {LAST: states}, 0.0), lambda some: logits[0, :1].expand(len(some), 50))
+
+    assert of_token(7).own and of_token(7).impossible == 0 and of_token(49).own
+    assert not of_token(40).own and of_token(40).impossible == 1

@@ -12,11 +12,13 @@ from omegaconf import OmegaConf
 from cotrain.cli import main
 from cotrain.commands import train as commands
 from cotrain.config.resume import kind
+from cotrain.evaluation.held_out import HeldOut
 from cotrain.training import fit as fits
 from cotrain.training import job as jobs
+from cotrain.training import module as modules
 from cotrain.training import progress as progresses
 from cotrain.training.module import Distillation
-from cotrain.training.progress import Progress, left_of
+from cotrain.training.progress import Progress, Validation, left_of, validations
 from tests.cotrain.training.test_interrupts import quick, saved_by
 
 
@@ -77,22 +79,24 @@ BUDGET = {"trainer": {"minutes": None, "validations": 2}, "bench": {"minutes": 1
 @pytest.mark.parametrize(
     ("settings", "minutes"),
     [
-        ({}, 10 - 2 - 4.5 * 0.5 - 1.5),
+        ({}, 10 - 2 - 0.5 - 2 * 20 / 60 - 1.5),
+        ({"bench": {"minutes": 0.25}}, 10 - 2 - 0.5 - 2 * 20 / 60 - 3 * 10 / 60),
         ({"measure": False}, 10 - 2 - 2 * 0.5),
         ({"trainer": {"minutes": 3.0, "validations": 2}}, 3),
-        ({"trainer": {"minutes": 30.0, "validations": 2}}, 10 - 2 - 4.5 * 0.5 - 1.5),
+        ({"trainer": {"minutes": 30.0, "validations": 2}}, 10 - 2 - 0.5 - 2 * 20 / 60 - 1.5),
         ({"minutes": 5.0}, 1),
         ({"minutes": None}, None),
         ({"minutes": None, "trainer": {"minutes": 3.0, "validations": 2}}, 3),
     ],
 )
 def test_training_has_what_the_rest_of_the_run_leaves(settings: dict[str, Any], minutes: float | None) -> None:
-    """Two minutes are spent before the first step, half of one on each validation; a fifth is the training's whatever
-    else takes."""
+    """Two minutes are spent before the first step, twenty seconds of each validation on judging and ten on measuring.
+    With a measurement one validation is afforded besides the first, without one both. A full measurement takes at least
+    three of those at a checkpoint. A fifth is the training's whatever else takes."""
     cfg: Any = OmegaConf.create(BUDGET | settings)
     progress = Progress(100, cfg.trainer.minutes, whole=cfg.minutes)
     if cfg.minutes:
-        progress.leave(left_of(cfg, 120.0, 30.0))
+        progress.leave(left_of(cfg, 120.0, Validation(20.0, 10.0)))
     assert progress.minutes == (minutes and pytest.approx(minutes))
 
 
@@ -100,7 +104,7 @@ def test_minutes_added_later_belong_to_the_training() -> None:
     progress = Progress(100, whole=20.0)
     progress.resume({"elapsed": 7.0, "left": 4.0, "whole": 10.0})
     assert (progress.elapsed, progress.minutes) == (7.0, 14.0)
-    assert progress.state() == {"elapsed": 7.0, "left": 14.0, "whole": 20.0}
+    assert progress.state() == {"elapsed": 7.0, "left": 14.0, "whole": 20.0, "texts": None}
     without = Progress(100, 3.0)
     without.resume({"elapsed": 7.0, "left": 4.0, "whole": 10.0})
     assert without.minutes == 3.0 and kind("minutes", 10.0, 20.0) == kind("minutes", 10.0, None) == "longer"
@@ -122,3 +126,32 @@ def test_expected_steps_are_at_most_those_of_the_settings() -> None:
     progress = Progress(100, 10.0, elapsed=60.0)
     assert (progress.expected(0), progress.expected(5), progress.expected(50)) == (100, 50, 100)
     assert Progress(100).expected(30) == 100
+
+
+def test_as_many_validations_as_their_share_affords() -> None:
+    cfg: Any = OmegaConf.create(BUDGET | {"trainer": {"minutes": None, "validations": 8}})
+    assert [validations(cfg, Validation(seconds)) for seconds in (0.0, 1.0, 20.0, 60.0)] == [8, 8, 3, 1]
+    assert validations(OmegaConf.merge(cfg, {"minutes": None}), Validation(60.0)) == 8  # type: ignore[arg-type]
+
+
+def test_a_judging_reads_the_texts_that_fit_its_share(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock by which a text takes two seconds. A judging may take 600 * 0.2 / 6 = 20 seconds: ten texts; a run that
+    is resumed judges as many, however slow its machine is now."""
+    now, counts = [0.0], list[int]()
+    true = modules.evaluate
+
+    def evaluate(held: HeldOut, *rest: Any) -> Any:
+        now[0] += 2.0 * len(held)
+        counts.append(len(held))
+        return true(held, *rest)
+
+    monkeypatch.setattr(modules, "evaluate", evaluate)
+    monkeypatch.setattr(modules, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    settings = ("minutes=10.0", "trainer.validations=1", "rollout.held_out_texts=12", "measure=false")
+    assert quick(place, "judged", *settings, "trainer.steps=2") == 0
+    texts = saved_by(place / "judged")["callbacks"]["Clock"]["texts"]
+    few, *validations = [count for count in counts if count > 1]  # points between validations are of one text
+    assert (few, texts, set(validations)) == (modules.FEW, 10, {6})  # every second one of twelve
+    counts.clear()
+    assert quick(place, "judged", *settings, "trainer.steps=4") == 0
+    assert max(counts) == 6 and modules.FEW not in counts
