@@ -30,7 +30,6 @@ from inference.models.graphs import Graphs
 from inference.models.lm import LM
 from inference.models.passes import ALONE, Pass, States
 from inference.models.pretrained import load_model
-from inference.outcome import RoundResult
 from inference.output import Event, Output, RequestError
 from inference.policy import Fixed, Policy
 from inference.proposers.base import Outcome, Proposal, Proposer
@@ -39,6 +38,7 @@ from inference.round import DecodingRound
 from inference.sampling import Sampling
 from inference.scheduler import Call, Slots
 from inference.trace import RoundRecorder
+from inference.verification import RoundResult, reason, verify, verify_by_graph
 from inference.verify.rules import Rule, rule_of
 
 
@@ -98,7 +98,7 @@ class Engine:
     def _open(self) -> None:
         """Read the target as it is now, with new slots."""
         self.target = self._new_target(vocabulary=vocabulary_of(self._new_target.args[0], self.tokenizer))
-        self.replays = Graphs(self.target.device) if self.target.uses_graphs else None
+        self.graphs = Graphs(self.target.device) if self.target.uses_graphs else None
         self.ends, self.slots = ends_of(self.target.model), Slots(self.target)
         self.pads = pads_of(self.target.model, self.tokenizer)
 
@@ -181,32 +181,29 @@ class Engine:
     @torch.inference_mode()
     def _round(self, call: Call) -> list[Event]:
         """One round of the active rows: propose, target pass, verify, commit."""
+        target, traced = self.target, self.record is not None
         with call.stats.clock("draft"):
-            round = self._new_round(call)
+            k = call.lengths(self.policy)
+            round = DecodingRound(call.active, k, self.rule, call.noise, target.vocabulary, target.device, call.batch)
+            call.batch = round.batch
             proposal = self.propose(round)
         with call.stats.clock("target"):
-            target_pass = self.target_pass(round, proposal)
+            logits, states = self.target_pass(round, proposal)
         with call.stats.clock("verify"):
-            result = round.verify(target_pass.logits, proposal)
-            states = self.rollback(round, target_pass.states, result.path)
+            asked, result = round.length(proposal.k), None
+            if self.graphs:
+                result = verify_by_graph(self.graphs, round, logits, proposal, asked, traced)
+            result = result or verify(round, logits, proposal, asked, traced)
+            states = self.rollback(round, states, result.path)
             table = result.table.tolist()  # the one read from the device
         with call.stats.clock("other"):
-            events, valid = self._commit(call, round, proposal, target_pass, result, table)
+            events, valid = self._commit(call, round, proposal, logits, result, table)
             if call.proposer:
                 call.proposer.commit(Outcome(valid, result.table[:, 0], states, result.path))
             if self.record:
                 self.record.note(call.active, round.starts, proposal, table)
             self.slots.leave(call)
             return events
-
-    def _new_round(self, call: Call) -> DecodingRound:
-        target, k = self.target, call.lengths(self.policy)
-        round = DecodingRound(
-            call.active, k, self.rule, call.noise, target.vocabulary, target.device, call.batch, self.replays,
-            self.record is not None,
-        )  # fmt: skip
-        call.batch = round.batch
-        return round
 
     def propose(self, round: DecodingRound) -> Proposal:
         """The proposer's drafts, on the target's device."""
@@ -250,7 +247,7 @@ class Engine:
         return along
 
     def _commit(
-        self, call: Call, round: DecodingRound, proposal: Proposal, target_pass: Pass, result: RoundResult,
+        self, call: Call, round: DecodingRound, proposal: Proposal, logits: Tensor, result: RoundResult,
         table: list[list[int]],
     ) -> tuple[list[Event], list[int]]:  # fmt: skip
         """Append each row's tokens to its text. Returns events, and how many tokens of each text agree with its slot.
@@ -263,8 +260,8 @@ class Engine:
             emitted = len(row.take(draft[:n] if missing else [*draft[:n], token]))
             drafted = min(k, emitted) if row.finish else k  # drafts beyond a row's last token do not count
             if missing and not row.finish:
-                reason = partial(round.reason, slot, target_pass.logits, result.path, n)
-                self.slots.retry_or_fail(slot, row, doubtful, reason)
+                why = partial(reason, round, slot, logits, result.path, n)
+                self.slots.retry_or_fail(slot, row, doubtful, why)
             call.stats.count(row.index, emitted, drafted, min(emitted, n))
             kinds = ["drafted"] * n + ["corrected" if rejected else "bonus"]
             if emitted:

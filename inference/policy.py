@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Protocol
 
 
@@ -11,15 +10,6 @@ class Policy(Protocol):
 
     def lengths(self, texts: Sequence[list[int]]) -> list[int]:
         """Draft length of each active row, given its text so far."""
-
-
-def lengths_of(policy: Policy, texts: Sequence[list[int]]) -> list[int]:
-    """The policy's draft lengths. Raises ValueError unless they are one whole number >= 0 for each text."""
-    lengths = list(policy.lengths(texts))
-    whole = all(isinstance(length, Integral) and length >= 0 for length in lengths)
-    if len(lengths) != len(texts) or not whole:
-        raise ValueError(f"policy.lengths: {len(texts)} draft lengths of at least 0 are wanted, not {lengths}")
-    return [int(length) for length in lengths]
 
 
 @dataclass(frozen=True)

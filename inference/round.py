@@ -1,23 +1,22 @@
-"""One decoding round of the active rows: their distributions, their random numbers, and the verification of drafts.
+"""One decoding round of the active rows: their distributions and their random numbers.
 
 A rows, K drafted at most (N nodes of a tree), V vocabulary. Every random number of a row is a function of (seed, row
 id, tokens it had emitted when the round began, depth, stream), see `sampling.noise`; only the coupled rule keys its
 noise by position. What the host decides is copied to the device once (`DecodingRound.send`), and what the host needs is
-read back once (`DecodingRound.verify`).
+read back once (the table of `verification.RoundResult`).
 """
 
 from collections.abc import Hashable, Mapping, Sequence
 from copy import copy
-from functools import cached_property, partial
+from functools import cached_property
+from operator import is_
 
 import torch
 from torch import Tensor
 
-from inference.models.graphs import Graphs
-from inference.outcome import RoundResult, column_of, round_result
-from inference.proposers.base import Numbers, Proposal, Siblings
+from inference.proposers.base import Numbers, Siblings
 from inference.request import Request
-from inference.sampling.distributions import Regimes, draw, one_hot, wide
+from inference.sampling.distributions import Regimes, draw, one_hot
 from inference.sampling.noise import (
     ACCEPT,
     DRAFT,
@@ -31,10 +30,8 @@ from inference.sampling.noise import (
     uniforms,
 )
 from inference.sampling.penalties import Penalties, apply_processors, needs_history
-from inference.trace import trace
-from inference.verify.chain import Verification
 from inference.verify.rules import Rule
-from inference.verify.tree import Tree, likeliest, sampled, usable_lengths
+from inference.verify.tree import Tree, likeliest, sampled
 
 
 class Batch:
@@ -42,21 +39,13 @@ class Batch:
 
     def __init__(self, rows: Sequence[Request], vocabulary: int, device: torch.device) -> None:
         self.rows, self.vocabulary, self.device = list(rows), vocabulary, device
+        self.ids = torch.tensor([row.id for row in rows], device=device)  # (A,)
         sampling = [row.sampling for row in rows]
         self.regimes = Regimes(sampling, device)
         self.penalties = Penalties(rows, vocabulary, device) if any(map(needs_history, sampling)) else None
         self.gumbel: dict[int, Tensor] = {}  # by seed
         self.branches: dict[int, Tensor] = {}
         self.own = [a for a, one in enumerate(sampling) if one.processors]  # rows with processors of their own
-
-    def holds(self, rows: Sequence[Request]) -> bool:
-        """Whether these are the very rows that the settings are of."""
-        return len(rows) == len(self.rows) and all(a is b for a, b in zip(rows, self.rows, strict=True))
-
-    @cached_property
-    def ids(self) -> Tensor:
-        """Request ids (A,)."""
-        return torch.tensor([row.id for row in self.rows], device=self.device)
 
     def gumbel_states(self, seed: int) -> Tensor:
         """`noise.gumbel_states` of the rows, computed once."""
@@ -98,9 +87,7 @@ class Batch:
 class DecodingRound:
     """What the engine and a proposer share during one round; implements `proposers.base.Round`.
 
-    batch: of an earlier round; it is used again if its rows are the same. replays: runs distributions, verification and
-    last draw as one recorded graph; None, or rows with their own processors: they run as they are. traced: the table of
-    the result ends with `trace.trace`.
+    batch: of an earlier round; it is used again if its rows are the same.
     """
 
     def __init__(
@@ -112,12 +99,11 @@ class DecodingRound:
         vocabulary: int,
         device: torch.device,
         batch: Batch | None = None,
-        replays: Graphs | None = None,
-        traced: bool = False,
     ) -> None:
         self.rows, self.k, self.rule, self.noise = rows, k, rule, noise
-        self.vocabulary, self.device, self.replays, self.traced = vocabulary, device, replays, traced
-        self.batch = batch if batch and batch.holds(rows) else Batch(rows, vocabulary, device)
+        self.vocabulary, self.device = vocabulary, device
+        same = batch is not None and len(rows) == len(batch.rows) and all(map(is_, rows, batch.rows))
+        self.batch = batch if batch is not None and same else Batch(rows, vocabulary, device)
         self.texts = [row.text for row in rows]
         self.ids, self.starts = [row.id for row in rows], [row.emitted for row in rows]
         self.messages: dict[int, str] = {}  # by row: the first error of its own processors
@@ -239,11 +225,17 @@ class DecodingRound:
         target."""
         if self.rule.shared:
             return (probs.log() + self._gumbel[:, depth]).argmax(-1)
-        return draw(probs, self._uniforms[DRAFT][:, depth])
+        return draw(probs, self._numbers[DRAFT - 1, :, depth])
 
     def last(self, probs: Tensor) -> Tensor:
         """The token (A,) emitted after the accepted ones, drawn from the distribution (A, V) of the verification."""
-        return draw(probs, self._uniforms[RESIDUAL][:, 0])
+        return draw(probs, self._numbers[RESIDUAL - 1, :, 0])
+
+    @property
+    def test_noise(self) -> Tensor:
+        """What the rule tests drafts with: uniforms (A, K+1 or more), or Gumbel noise (A, K+1 or more, V) if it is
+        shared."""
+        return self._gumbel if self.rule.shared else self._numbers[ACCEPT - 1]
 
     def children(self, logits: Tensor, x: Tensor, siblings: Siblings, likeliest: bool = False) -> tuple[Tensor, Tensor]:
         """Children (A, n, m) of nodes with logits (A, n, V), and the distributions (A, n, m, V) they were drawn from,
@@ -287,15 +279,10 @@ class DecodingRound:
         depth = torch.arange(depths, device=self.device)
         return uniforms(self.noise.seed, self.batch.ids, self.send()["start"], depth, INNER)
 
-    @property
-    def _uniforms(self) -> dict[int, Tensor]:
-        """Uniforms (A, K+1 or more) of each stream."""
-        return dict(zip((DRAFT, ACCEPT, RESIDUAL), self._numbers, strict=True))
-
     @cached_property
     def _numbers(self) -> Tensor:
-        """Uniforms (S, A, K+1); on a GPU as many as the table has, so that one recorded graph serves rounds of any
-        K."""
+        """Uniforms (S, A, K+1), those of stream s at s - 1; on a GPU as many as the table has, so that one graph serves
+        rounds of any K."""
         width = 0 if self.device.type == "cpu" else self.noise.table.shape[-1]
         return self._streams(max(max(*self.k, *self.lengths, 0) + 1, width))
 
@@ -334,51 +321,12 @@ class DecodingRound:
     def _branches(self) -> Tensor:
         return self.batch.branch_states(self.noise.seed)
 
-    # Verification
-
-    def verify(self, logits: Tensor, proposal: Proposal) -> RoundResult:
-        """The result of the round, from the target's logits (A, N+1, V)."""
-        length, inputs = self.length(proposal.k), self.inputs() if self.replays else None
-        shape = None if proposal.tree is None else proposal.tree.shape
-        if self.replays and inputs is not None and (proposal.tree is None or shape):
-            inputs |= {"logits": logits, "x": proposal.x, "length": length}
-            inputs |= {} if proposal.q is None else {"q": proposal.q}
-            function = partial(self._verify_tensors, tree=proposal.tree)
-            result: RoundResult | None = self.replays((self.key, shape), inputs, self.steady, lambda: function)
-            if result is not None:
-                return result
-        return self._verify(logits, proposal, length)
-
-    def _verify(self, logits: Tensor, proposal: Proposal, asked: Tensor) -> RoundResult:
-        p = self.target_probs(logits, proposal.x, proposal.k, proposal.tree)
-        length = usable_lengths(p, proposal.q, asked, proposal.tree)
-        verification = self.apply_rule(p, proposal.q, proposal.x, length, proposal.tree)
-        result = round_result(p, proposal, verification, self.last(verification.probs), length, asked)
-        if not self.traced:
-            return result
-        u = None if self.rule.shared else self._uniforms[ACCEPT]
-        return result._replace(table=torch.cat((result.table, trace(p, proposal, u, length, result.path)), 1))
-
-    def _verify_tensors(self, tensors: Mapping[str, Tensor], tree: Tree | None = None) -> RoundResult:
-        proposal = Proposal(tensors["x"], tensors.get("q"), [], tree)
-        return self.on(tensors)._verify(tensors["logits"], proposal, tensors["length"])
-
-    def apply_rule(
-        self, p: Tensor, q: Tensor | None, x: Tensor, k: list[int] | Tensor, tree: Tree | None = None
-    ) -> Verification:
-        """The rule on p (A, K+1, V), q (A, K, V) or None for certain drafts, x (A, K), k (A,)."""
-        length = k if isinstance(k, Tensor) else self.length(k)
-        noise = self._gumbel if self.rule.shared else self._uniforms[ACCEPT]
-        if tree is not None:
-            return self.rule.verify(p, q, x, noise, length, tree=tree)
-        return self.rule.verify(p, q, x, noise, length)
-
     # The round as a function of tensors, for graphs
 
     @property
     def key(self) -> Hashable:
         """All that distributions, draws and verification depend on except tensors."""
-        return type(self), self.rule, self.batch.key, self.traced
+        return type(self), self.rule, self.batch.key
 
     @property
     def steady(self) -> frozenset[str]:
@@ -399,8 +347,7 @@ class DecodingRound:
     def on(self, tensors: Mapping[str, Tensor]) -> "DecodingRound":
         """This round, read from other tensors of the names and shapes of `inputs`."""
         batch = self.batch.on(tensors)
-        round = type(self)(batch.rows, self.k, self.rule, self.noise, self.vocabulary, self.device, batch,
-                           traced=self.traced)  # fmt: skip
+        round = type(self)(batch.rows, self.k, self.rule, self.noise, self.vocabulary, self.device, batch)
         round.lengths = self.lengths
         round.sent = {name: tensors[name] for name in ("start", "tails") if name in tensors}
         round._numbers = tensors["uniforms"]
@@ -409,19 +356,6 @@ class DecodingRound:
         if "branches" in tensors:
             round._branches = tensors["branches"]
         return round
-
-    # Errors
-
-    def reason(self, row: int, logits: Tensor, path: Tensor | None, n: int) -> str:
-        """Why a row has no distribution after its n accepted drafts, given the logits (A, N+1, V) of the target's pass
-        and the `path` of the result; reads from the device."""
-        if row in self.messages:
-            return self.messages[row]
-        position = f"after {len(self.texts[row])} tokens"
-        if not bool(wide(logits[row, column_of(path, row, n)]).amax().isfinite()):
-            return f"{position}: the target's logits are NaN, infinite or all -inf"
-        return (f"{position}: no token is left; Sampling.banned, logit_bias, min_new_tokens or processors forbid every "
-                f"one that the model allows")  # fmt: skip
 
 
 def _likeliest(scores: Tensor, probs: Tensor, m: int) -> tuple[Tensor, Tensor]:

@@ -7,13 +7,14 @@ prompts that wait: several are stored in one pass, which takes half the time of 
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from numbers import Integral
 from weakref import WeakValueDictionary
 
 import torch
 
 from inference.models.lm import LM, store_prompts
 from inference.output import Counts, Stats
-from inference.policy import Policy, lengths_of
+from inference.policy import Policy
 from inference.proposers.base import Host, Proposer
 from inference.request import Request
 from inference.round import Batch
@@ -37,18 +38,19 @@ class Call:
     def __post_init__(self) -> None:
         self.waiting, self.stats = deque(self.rows), Stats(rows=[Counts() for _ in self.rows])
 
-    @property
-    def reads(self) -> tuple[int, ...]:
-        """Layers of the target's states that the proposer reads."""
-        return self.proposer.reads if self.proposer else ()
-
     def lengths(self, policy: Policy) -> list[int]:
-        """Draft length of each active row: that of the policy, but no draft past the row's limit."""
+        """Draft length of each active row: that of the policy, but no draft past the row's limit. Raises ValueError
+        unless the policy gives one whole number >= 0 for each row."""
         if not self.proposer:
             return [0] * len(self.active)
-        wanted = lengths_of(policy, [row.text for row in self.active])
-        return [0 if row.alone else min(length, row.limit - row.emitted - 1)
-                for length, row in zip(wanted, self.active, strict=True)]  # fmt: skip
+        lengths = list(policy.lengths([row.text for row in self.active]))
+        whole = all(isinstance(length, Integral) and length >= 0 for length in lengths)
+        if len(lengths) != len(self.active) or not whole:
+            raise ValueError(
+                f"policy.lengths: {len(self.active)} draft lengths of at least 0 are wanted, not {lengths}"
+            )
+        return [0 if row.alone else min(int(length), row.limit - row.emitted - 1)
+                for length, row in zip(lengths, self.active, strict=True)]  # fmt: skip
 
 
 # by id of a proposer: the call whose rows its slots hold, of any engine
@@ -81,42 +83,34 @@ class Slots:
 
     @torch.inference_mode()
     def admit(self, call: Call) -> None:
-        """Fill the free slots with rows that wait."""
-        while len(call.active) < self.target.rows and (call.staged or call.waiting):
+        """Fill the free slots with rows that wait: with prompts from spare slots, else with as many new prompts as
+        there are free slots; prompts are stored in the spare slots if these are more."""
+        rows, spare, proposer = self.target.rows, self.target.spare, call.proposer
+        while len(call.active) < rows and (call.staged or call.waiting):
             with call.stats.clock("prefill"):
+                low = len(call.active)
                 if call.staged:
-                    self._enter(call, *call.staged.popleft())
-                elif self.target.rows - len(call.active) < min(self.target.spare, len(call.waiting)):
-                    self._stage(call)
+                    row, slot = call.staged.popleft()
+                    self.target.move(slot, low, len(row.text) - 1)
+                    if proposer:
+                        proposer.enter(slot, low, row.text)
+                    call.active.append(row)
                 else:
-                    self._store(call)
+                    stages = rows - low < min(spare, len(call.waiting))
+                    low, most = (rows, spare) if stages else (low, rows - low)
+                    new = [call.waiting.popleft() for _ in range(min(most, len(call.waiting)))]
+                    prompts = [row.text for row in new]
+                    reads = proposer.reads if proposer else ()
+                    states = store_prompts(self.target, low, prompts, states=reads)
+                    if proposer and stages:
+                        proposer.stage(low, prompts, states)
+                    elif proposer:
+                        proposer.admit(low, prompts, states)
+                    if stages:
+                        call.staged.extend((row, low + i) for i, row in enumerate(new))
+                    else:
+                        call.active += new
                 self.target.wait()
-
-    def _store(self, call: Call) -> None:
-        """Store the prompts of as many waiting rows as there are free slots."""
-        low = len(call.active)
-        rows = _pop(call.waiting, self.target.rows - low)
-        prompts = [row.text for row in rows]
-        states = store_prompts(self.target, low, prompts, states=call.reads)
-        if call.proposer:
-            call.proposer.admit(low, prompts, states)
-        call.active += rows
-
-    def _stage(self, call: Call) -> None:
-        """Store prompts of waiting rows in the spare slots."""
-        low, rows = self.target.rows, _pop(call.waiting, self.target.spare)
-        prompts = [row.text for row in rows]
-        states = store_prompts(self.target, low, prompts, states=call.reads)
-        if call.proposer:
-            call.proposer.stage(low, prompts, states)
-        call.staged.extend((row, low + i) for i, row in enumerate(rows))
-
-    def _enter(self, call: Call, row: Request, slot: int) -> None:
-        """Move a staged row from its spare slot to the first free one."""
-        self.target.move(slot, len(call.active), len(row.text) - 1)
-        if call.proposer:
-            call.proposer.enter(slot, len(call.active), row.text)
-        call.active.append(row)
 
     def retry_or_fail(self, slot: int, row: Request, doubtful: bool, reason: Callable[[], str]) -> None:
         """End a row whose next token has no distribution. If the row has drafted (`doubtful`), the cause may be what
@@ -145,8 +139,3 @@ class Slots:
                     self.target.clear(len(call.active))
             if call.proposer:
                 call.proposer.move(len(call.active), slot)
-
-
-def _pop(waiting: deque[Request], most: int) -> list[Request]:
-    """The first `most` of a queue, or all."""
-    return [waiting.popleft() for _ in range(min(most, len(waiting)))]

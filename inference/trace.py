@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from inference.outcome import COLUMNS
-
 if TYPE_CHECKING:
     from inference.proposers.base import Proposal
     from inference.request import Request
 
+COLUMNS = 6  # of a table before its drafts, see `verification.RoundResult`
 PARTS = 3  # floats of a draft: p, q, u
 
 
@@ -29,7 +28,7 @@ class RoundRecorder(Protocol):
         self, rows: Sequence["Request"], starts: Sequence[int], proposal: "Proposal", table: Sequence[Sequence[int]]
     ) -> None:  # fmt: skip
         """A round ended and its tokens joined the texts. starts: tokens that each row had emitted before the round;
-        table: of `outcome.RoundResult`, with the `trace` as its last columns."""
+        table: of `verification.RoundResult`, with the `trace` as its last columns."""
 
 
 class TracedRow(NamedTuple):

@@ -222,7 +222,7 @@ def _rest(decoding_round: Callable[[int], DecodingRound], logits: Tensor, x: Ten
     def run() -> object:
         one = decoding_round(x.shape[1])
         p = one.target_probs(logits, x, k)
-        verification = one.apply_rule(p, p[:, :-1], x, k)
+        verification = one.rule.verify(p, p[:, :-1], x, one.test_noise, one.length(k))
         return one.last(verification.probs).tolist(), verification.accepted.tolist()
 
     return run

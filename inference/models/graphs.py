@@ -39,10 +39,12 @@ Bucket = tuple[Any, ...]
 class Graph:
     """`run`, a function without arguments and without a read on the host, as a CUDA graph; on a CPU it is called.
 
-    A CUDA graph reads memory, not tensors: somebody else must hold every tensor that `run` refers to.
+    A CUDA graph reads memory, not tensors: whoever makes it holds every tensor that `run` refers to, or passes it as
+    `reads`, which lasts as long as the graph.
     """
 
-    def __init__(self, run: Callable[[], Any], device: torch.device, pool: Any) -> None:
+    def __init__(self, run: Callable[[], Any], device: torch.device, pool: Any, reads: object = None) -> None:
+        self.reads = reads
         self.run: Callable[[], Any] | None = run
         self.graph: Any = None
         if device.type == "cuda":
@@ -96,13 +98,19 @@ class Graphs:
         self._drop()
 
     def __call__(
-        self, name: Hashable, inputs: Inputs, steady: frozenset[str], make: Callable[[], Callable[[Inputs], Any]]
+        self,
+        name: Hashable,
+        inputs: Inputs,
+        steady: frozenset[str],
+        make: Callable[[], Callable[[Inputs], Any]],
+        reads: object = None,
     ) -> Any:
         """What the function `name` returns for these inputs, valid until the next call; None once recording has failed.
 
         name: all that the function depends on except the inputs. steady: inputs that change their values only together
         with their tensor: they are copied when the tensor is another one. make: returns the function, which maps inputs
-        to tensors without a read on the host; called if there is no graph.
+        to tensors without a read on the host; called if there is no graph. reads: an object with tensors that the
+        function reads besides its inputs; a graph refers to that of its recording.
         """
         if self.failed:
             return None
@@ -110,7 +118,7 @@ class Graphs:
         key = name, tuple((part, value.dtype, value.shape) for part, value in copies.items())
         if key not in self.graphs:
             try:
-                self._record(key, make(), copies)
+                self._record(key, make(), copies, reads)
             except RuntimeError as error:
                 self.failed = True
                 self._drop()
@@ -140,12 +148,12 @@ class Graphs:
                 self.memory[name] = memory = torch.empty(value.numel(), dtype=value.dtype, device=self.device)
         return memory[: value.numel()].view(value.shape)
 
-    def _record(self, key: Hashable, run: Callable[[Inputs], Any], inputs: Inputs) -> None:
+    def _record(self, key: Hashable, run: Callable[[Inputs], Any], inputs: Inputs, reads: object) -> None:
         if len(self.graphs) >= MOST:
             self._drop()
         if not self.graphs:
             self.pool = pool_for(self.device)
-        self.graphs[key] = Graph(lambda: run(inputs), self.device, self.pool)
+        self.graphs[key] = Graph(lambda: run(inputs), self.device, self.pool, reads)
 
     def _drop(self) -> None:
         self.graphs: dict[Hashable, Graph] = {}

@@ -81,17 +81,14 @@ class Independent(Proposer):
         store_prompts(self.lm, low, [prompt[: self.lm.context] for prompt in prompts])
 
     def enter(self, source: int, target: int, prompt: list[int]) -> None:
-        length = self._prompt_length(prompt)
+        length = min(len(prompt), self.lm.context) - 1
         self.lm.move(source, target, length)
         self.stored.append(length)
 
     def admit(self, low: int, prompts: Sequence[list[int]], states: States) -> None:
         self.stage(low, prompts, states)
-        self.stored[low:] = map(self._prompt_length, prompts)
-
-    def _prompt_length(self, prompt: list[int]) -> int:
-        """Tokens of a prompt that are stored; a prompt longer than the draft's context never gets drafts."""
-        return min(len(prompt), self.lm.context) - 1
+        # a prompt longer than the draft's context never gets drafts
+        self.stored[low:] = [min(len(prompt), self.lm.context) - 1 for prompt in prompts]
 
     def propose(self, round: Round) -> Proposal:
         """Feed what the slots lack (one or two ids, more after rounds without drafts), then draft: all at once if the
@@ -106,57 +103,9 @@ class Independent(Proposer):
         self.sent = {}
         if self.branching:
             return self._by_level(round, k, self.branching)
-        return self._at_once(round, k) or self._stepwise(round, k, K)
-
-    def _by_level(self, round: Round, k: list[int], shape: StaticTrees | DynamicTrees) -> Proposal:
-        """Trees, a pass a level; always all levels if passes are replayed, since another tree is another graph."""
-        lacking = self._lacking(round.texts, k)
-        self.sent = round.send(shape.nodes(k), **lacking, **shape.numbers(k))
-        depth = shape.depth if self.lm.uses_graphs else min(max(k), shape.depth)
-        logits, follows = self._catch_up(round, k), lacking["follows"]
-        start, (at,) = [end - 1 for end in follows], self._on_device(round.send()["follows"] - 1)
-
-        def follow(ids: Tensor, nodes: Nodes) -> Tensor:
-            return self.lm.forward(ids, start, at=at, tree=nodes.tree).logits
-
-        x, q = shape.grown(round, depth, logits, follow, self.greedy)
-        self.anchors, rows = (start, at, depth), zip(round.texts, k, self.stored, strict=True)
-        # of the last level nothing is stored
-        self.stored = [len(text) + depth - 1 if wanted else stored for text, wanted, stored in rows]
-        return shape.proposal(k, x, q)
-
-    def _at_once(self, round: Round, k: list[int]) -> Proposal | None:
-        """None if the model has no such call, or if distributions take more than a temperature and passes are not
-        replayed."""
-        self.longest, K, ends = max(self.longest, *k), max(k), [len(text) for text in round.texts]
-        rows = list(zip(ends, self.stored, k, strict=True))
-        fits = self.tail <= min(ends) and max(ends) + self.longest <= self.lm.context
-        if not self.lm.compiled or not fits:
-            return None
-        temperatures = round.temperatures
-        greedy = self.greedy or temperatures is not None and not any(temperatures)
-        simple = temperatures is not None and (greedy or all(temperatures))
-        if not simple and not self.lm.uses_graphs:
-            return None
-        # if single steps follow, they need no copy of their own
-        lacking = self._lacking(round.texts, k)
-        sent = self.sent = round.send(k, last=[text[-self.tail :] for text in round.texts], ends=ends, **lacking)
-        if any(wanted and end - stored > self.tail for end, stored, wanted in rows):
-            self._catch_up(round, k)  # after rounds in which another part drafted
-        drafts, (last, at) = None, self._on_device(sent["last"], sent["ends"])
-        if simple:
-            u, temperature = self._on_device(*round.simple(self.longest))
-            drafts = self.lm.draft(last, ends, u, temperature, greedy, at)
-        if drafts is None:
-            drafts = self.lm.draft_for(round, self.longest, self.greedy, last, ends, at)
-        if drafts is None:
-            return None
-        # a row without drafts counts none as stored (another part may draft for it), and no gap before them
-        left = [end if end - stored <= self.tail else stored for end, stored, _ in rows]
-        self.stored = [end + self.longest - 1 if k_b else own for end, own, k_b in zip(ends, left, k, strict=True)]
-        return Proposal(drafts[0][:, :K], drafts[1][:, :K], k)
-
-    def _stepwise(self, round: Round, k: list[int], K: int) -> Proposal:
+        at_once = self._at_once(round, k) if self.lm.compiled else None
+        if at_once:
+            return at_once
         follows = self._lacking(round.texts, k)["follows"]
         logits = self._catch_up(round, k)
         drafted: list[Tensor] = []
@@ -191,21 +140,65 @@ class Independent(Proposer):
         """The tensors on the draft's own device."""
         return [tensor.to(self.lm.device) for tensor in tensors]
 
+    def _by_level(self, round: Round, k: list[int], shape: StaticTrees | DynamicTrees) -> Proposal:
+        """Trees, a pass a level; always all levels if passes are replayed, since another tree is another graph."""
+        lacking = self._lacking(round.texts, k)
+        self.sent = round.send(shape.nodes(k), **lacking, **shape.numbers(k))
+        depth = shape.depth if self.lm.uses_graphs else min(max(k), shape.depth)
+        logits, follows = self._catch_up(round, k), lacking["follows"]
+        start, (at,) = [end - 1 for end in follows], self._on_device(round.send()["follows"] - 1)
+
+        def follow(ids: Tensor, nodes: Nodes) -> Tensor:
+            return self.lm.forward(ids, start, at=at, tree=nodes.tree).logits
+
+        x, q = shape.grown(round, depth, logits, follow, self.greedy)
+        self.anchors, rows = (start, at, depth), zip(round.texts, k, self.stored, strict=True)
+        # of the last level nothing is stored
+        self.stored = [len(text) + depth - 1 if wanted else stored for text, wanted, stored in rows]
+        return shape.proposal(k, x, q)
+
+    def _at_once(self, round: Round, k: list[int]) -> Proposal | None:
+        """All drafts by one call of a compiled model; None if it has no such call, for texts near the end of its
+        context, and if distributions take more than a temperature and passes are no CUDA graphs."""
+        self.longest, K, ends = max(self.longest, *k), max(k), [len(text) for text in round.texts]
+        rows = list(zip(ends, self.stored, k, strict=True))
+        fits = self.tail <= min(ends) and max(ends) + self.longest <= self.lm.context
+        if not fits:
+            return None
+        temperatures = round.temperatures
+        greedy = self.greedy or temperatures is not None and not any(temperatures)
+        simple = temperatures is not None and (greedy or all(temperatures))
+        if not simple and not self.lm.uses_graphs:
+            return None
+        # if single steps follow, they need no copy of their own
+        lacking = self._lacking(round.texts, k)
+        sent = self.sent = round.send(k, last=[text[-self.tail :] for text in round.texts], ends=ends, **lacking)
+        if any(wanted and end - stored > self.tail for end, stored, wanted in rows):
+            self._catch_up(round, k)  # after rounds in which another part drafted
+        drafts, (last, at) = None, self._on_device(sent["last"], sent["ends"])
+        if simple:
+            u, temperature = self._on_device(*round.simple(self.longest))
+            drafts = self.lm.draft(last, ends, u, temperature, greedy, at)
+        if drafts is None:
+            drafts = self.lm.draft_for(round, self.longest, self.greedy, last, ends, at)
+        if drafts is None:
+            return None
+        # a row without drafts counts none as stored (another part may draft for it), and no gap before them
+        left = [end if end - stored <= self.tail else stored for end, stored, _ in rows]
+        self.stored = [end + self.longest - 1 if k_b else own for end, own, k_b in zip(ends, left, k, strict=True)]
+        return Proposal(drafts[0][:, :K], drafts[1][:, :K], k)
+
     def commit(self, outcome: Outcome) -> None:
-        if outcome.path is not None:
-            self._keep(outcome.path, outcome.valid)
+        if outcome.path is not None and self.branching:  # nodes that were read and accepted become part of the text
+            (path,), (start, at, depth) = self._on_device(outcome.path), self.anchors
+            self.lm.keep(start, self.branching.stored(path, depth), at)
+            ends = zip(outcome.valid, start, strict=True)
+            read = [max(length - self.branching.unread, anchor + 1) for length, anchor in ends]
+            self.stored = list(map(min, self.stored, read))
         self.stored = [min(stored, length) for stored, length in zip(self.stored, outcome.valid, strict=True)]
         for slot, length in enumerate(outcome.valid):
             if length == 0:
                 self.lm.clear(slot)
-
-    def _keep(self, path: Tensor, valid: Sequence[int]) -> None:
-        """Of the accepted nodes path (A, D), those that were read become part of the text."""
-        assert self.branching is not None
-        (path,), (start, at, depth) = self._on_device(path), self.anchors
-        self.lm.keep(start, self.branching.stored(path, depth), at)
-        read = [max(length - self.branching.unread, anchor + 1) for length, anchor in zip(valid, start, strict=True)]
-        self.stored = list(map(min, self.stored, read))
 
     def move(self, source: int, target: int) -> None:
         if source != target:

@@ -15,13 +15,13 @@ least; nothing is read on the host.
 """
 
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
+from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from inference.sampling.distributions import is_missing, one_hot, wide
+from inference.sampling.distributions import one_hot, wide
 from inference.verify.chain import continued
 
 Parents = tuple[int, ...] | Tensor
@@ -370,7 +370,7 @@ def steps_of(parents: Parents, x: Tensor, by_level: bool) -> Steps:
     return _static_steps(parents, x.device, by_level)
 
 
-@lru_cache(maxsize=256)
+@cache  # CUDA graphs may read these tensors, so none is dropped
 def _static_steps(parents: tuple[int, ...], device: torch.device, by_level: bool) -> Steps:
     """Cached by shape, so that no round copies it to the device again."""
     depths, ranks = depths_of(parents), ranks_of(parents)
@@ -379,20 +379,3 @@ def _static_steps(parents: tuple[int, ...], device: torch.device, by_level: bool
     nodes = tuple(torch.tensor([i for i, key in enumerate(keys) if key == step], device=device) for step in steps)
     above = torch.tensor([parents], dtype=torch.int64, device=device)
     return Steps(above, nodes, tuple(rank == 0 for _, rank in steps), max(depths, default=0))
-
-
-def usable_lengths(p: Tensor, q: Tensor | None, k: Tensor, tree: Tree | None = None) -> Tensor:
-    """Draft lengths (A,), cut at the first draft without a distribution: a draft needs its own distribution and the
-    target's before it. Of a chain (no `tree`) or a tree.
-
-    The cut depends on the drafts before it alone, as a stop rule may: p (A, N+1, V), q (A, N, V), k (A,).
-    """
-    missing = is_missing(p)
-    if tree is None:
-        missing = missing[:, :-1]
-    else:
-        before = tree.on(p.device).parents.view(-1, p.shape[1] - 1) + 1
-        missing = missing.gather(1, before.expand(len(p), -1))
-    if q is not None and q.shape[1]:
-        missing = missing | is_missing(q)
-    return torch.minimum(k, (~missing).to(torch.int64).cumprod(1).sum(1))

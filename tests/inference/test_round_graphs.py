@@ -10,7 +10,6 @@ from inference import Engine, Sampling
 from inference.models.graphs import Graphs
 from inference.policy import Fixed
 from inference.proposers import Independent, NGram
-from inference.round import DecodingRound
 from tests import standin
 from tests.gpu_counts import CUTS, PENALTIES
 from tests.tiny import near, tiny
@@ -69,7 +68,7 @@ def test_where_recording_fails_rounds_run_on_with_one_warning(monkeypatch: pytes
     def broken(*_: object, **__: object) -> object:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(DecodingRound, "_verify_tensors", broken)
+    monkeypatch.setattr("inference.verification._verify_tensors", broken)
     with standin.device(), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         assert texts("cuda", "token", Sampling(0.8)) == wanted

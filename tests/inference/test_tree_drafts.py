@@ -9,13 +9,13 @@ import torch
 from inference import Engine, Sampling
 from inference.exactness.forced import reach_along
 from inference.exactness.verdict import check
-from inference.outcome import column_of, round_result
 from inference.output import Emitted
 from inference.policy import Fixed
 from inference.proposers import Independent
 from inference.proposers.base import Proposal, Siblings
 from inference.proposers.trees import StaticTrees
 from inference.sampling.noise import row_ids
+from inference.verification import column_of, round_result
 from inference.verify import TreeVerification
 from inference.verify.predict_tree import by_draw, reach_traversal, reach_tree
 from inference.verify.rules import RULES

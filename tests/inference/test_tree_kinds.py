@@ -131,7 +131,9 @@ def test_nodes_have_the_distributions_that_chains_have(kind: str, monkeypatch: p
         drawn[:] = [torch.tensor([token]) for token in [*path, 0, 0, 0]]
         run = fresh.begin([text], 8, Sampling())
         fresh.slots.admit(run)
-        probs = fresh.propose(fresh._new_round(run)).q
+        lm, k = fresh.target, run.lengths(fresh.policy)
+        round = DecodingRound(run.active, k, fresh.rule, run.noise, lm.vocabulary, lm.device)
+        probs = fresh.propose(round).q
         assert probs is not None
         return probs[0, len(path)]
 

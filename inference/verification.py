@@ -1,0 +1,124 @@
+"""Verification of a round's drafts, chains and trees: the rule, the next token, and the table that the host reads.
+
+A rows, N drafts, D drafts of the longest path (N of a chain), V vocabulary.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from inference.models.graphs import Graphs
+from inference.proposers.base import Proposal
+from inference.round import DecodingRound
+from inference.sampling.distributions import is_missing, wide
+from inference.trace import trace
+from inference.verify.tree import Tree
+
+
+class RoundResult(NamedTuple):
+    """table (A, COLUMNS + D), whose columns are: drafts accepted; the token after them; depth of the drafts that have
+    distributions; 1 if that token has no distribution (it is then no token); 1 if any position of the target's pass has
+    none; 1 if a draft was rejected after the accepted ones; the drafts, of a tree those of the accepted path.
+    path (A, D): its nodes, -1 past the last; None for a chain."""
+
+    table: Tensor
+    path: Tensor | None = None
+
+
+def verify(
+    round: DecodingRound, logits: Tensor, proposal: Proposal, asked: Tensor, traced: bool = False
+) -> RoundResult:
+    """Target logits (A, N+1, V) and the drafts of a round, `asked` (A,) of each row -> its result. traced: the table
+    ends with `trace.trace`."""
+    x, q, tree, rule = proposal.x, proposal.q, proposal.tree, round.rule
+    p = round.target_probs(logits, x, proposal.k, tree)
+    length = usable_lengths(p, q, asked, tree)
+    shape = {} if tree is None else {"tree": tree}
+    verification = rule.verify(p, q, x, round.test_noise, length, **shape)
+    last = round.last(verification.probs)
+    result = round_result(p, proposal, verification, last, length, asked)
+    if not traced:
+        return result
+    u = None if rule.shared else round.test_noise
+    return result._replace(table=torch.cat((result.table, trace(p, proposal, u, length, result.path)), 1))
+
+
+def usable_lengths(p: Tensor, q: Tensor | None, k: Tensor, tree: Tree | None = None) -> Tensor:
+    """Draft lengths (A,), cut at the first draft without a distribution: a draft needs its own distribution and the
+    target's before it. Of a chain (no `tree`) or a tree.
+
+    The cut depends on the drafts before it alone, as a stop rule may: p (A, N+1, V), q (A, N, V), k (A,).
+    """
+    missing = is_missing(p)
+    if tree is None:
+        missing = missing[:, :-1]
+    else:
+        before = tree.on(p.device).parents.view(-1, p.shape[1] - 1) + 1
+        missing = missing.gather(1, before.expand(len(p), -1))
+    if q is not None and q.shape[1]:
+        missing = missing | is_missing(q)
+    return torch.minimum(k, (~missing).to(torch.int64).cumprod(1).sum(1))
+
+
+def round_result(
+    p: Tensor, proposal: Proposal, verification: Any, last: Tensor, length: Tensor, asked: Tensor
+) -> RoundResult:
+    """p (A, N+1, V); verification: of the rule, with a `path` if the proposal is a tree; last (A,): the token after the
+    accepted drafts; length (A,): drafts that have distributions, out of the drafts `asked` for."""
+    missing, accepted = is_missing(p), verification.accepted.unsqueeze(1)  # (A, N+1), (A, 1)
+    stains = missing.any(1, keepdim=True)
+    if proposal.tree is None:
+        k = length.unsqueeze(1)
+        columns = accepted, last.unsqueeze(1), k, missing.gather(1, accepted), stains, accepted < k
+        return RoundResult(torch.cat((*columns, proposal.x), 1))
+    path, end = verification.path, (verification.path + 1).amax(1, keepdim=True)  # a node comes after its ancestors
+    used = torch.arange(p.shape[1], device=p.device) <= length.unsqueeze(1)
+    depth = (proposal.tree.on(p.device).depths * used).amax(1, keepdim=True)
+    stains = stains | (length < asked).unsqueeze(1)
+    rejected = (used[:, 1:] & (proposal.tree.on(p.device).parents + 1 == end)).any(1, keepdim=True)
+    columns = accepted, last.unsqueeze(1), depth, missing.gather(1, end), stains, rejected
+    return RoundResult(torch.cat((*columns, proposal.x.gather(1, path.clamp(min=0))), 1), path)
+
+
+def reason(round: DecodingRound, row: int, logits: Tensor, path: Tensor | None, n: int) -> str:
+    """Why a row has no distribution after its n accepted drafts, given the logits (A, N+1, V) of the target's pass
+    and the `path` of the result; reads from the device."""
+    if row in round.messages:
+        return round.messages[row]
+    position = f"after {len(round.texts[row])} tokens"
+    if not bool(wide(logits[row, column_of(path, row, n)]).amax().isfinite()):
+        return f"{position}: the target's logits are NaN, infinite or all -inf"
+    return (f"{position}: no token is left; Sampling.banned, logit_bias, min_new_tokens or processors forbid every "
+            f"one that the model allows")  # fmt: skip
+
+
+def column_of(path: Tensor | None, slot: int, n: int) -> int:
+    """The column of the pass at the last of row `slot`'s n accepted drafts; reads from the device if there is a
+    path."""
+    return n if path is None else int(path[slot].amax()) + 1
+
+
+def verify_by_graph(
+    graphs: Graphs, round: DecodingRound, logits: Tensor, proposal: Proposal, asked: Tensor, traced: bool
+) -> RoundResult | None:
+    """`verify` as one CUDA graph; None for rows with processors of their own, trees that differ between rows, and once
+    recording has failed."""
+    tree, inputs = proposal.tree, round.inputs()
+    if inputs is None or tree is not None and tree.shape is None:
+        return None
+    inputs |= {"logits": logits, "x": proposal.x, "length": asked}
+    inputs |= {} if proposal.q is None else {"q": proposal.q}
+    name = round.key, traced, None if tree is None else tree.shape
+    function = partial(_verify_tensors, round, tree=tree, traced=traced)
+    result: RoundResult | None = graphs(name, inputs, round.steady, lambda: function, reads=tree)
+    return result
+
+
+def _verify_tensors(
+    round: DecodingRound, tensors: Mapping[str, Tensor], tree: Tree | None, traced: bool
+) -> RoundResult:
+    proposal = Proposal(tensors["x"], tensors.get("q"), [], tree)
+    return verify(round.on(tensors), tensors["logits"], proposal, tensors["length"], traced)
