@@ -1,5 +1,6 @@
 """A hybrid: an independent draft and look-up, and a gate between the two, calibrated on held-out prompts."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -7,7 +8,7 @@ from transformers import PreTrainedModel
 from cotrain.config.groups import Draft, Init
 from cotrain.students.base import Trials
 from cotrain.students.independent import IndependentStudent
-from cotrain.students.retrieval import lookup
+from cotrain.students.retrieval import LAYOUTS, lookup
 from inference import proposers
 from inference.measure.gating import calibrate
 from inference.proposers.base import Proposer
@@ -23,6 +24,8 @@ class HybridStudent(IndependentStudent):
     takes = ("datastore", "shortest")
     begins_with = ("independent", "parallel")
     calibrated = True
+    sized = False
+    layouts: Mapping[str, str] = LAYOUTS
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:

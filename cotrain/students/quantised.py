@@ -20,6 +20,7 @@ class QuantisedStudent(Student):
     takes = ("bits",)
     trained = False
     rounds_target = True
+    layouts: Mapping[str, str] = {}
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:

@@ -10,6 +10,8 @@ from cotrain.config.groups import Draft, Init
 from cotrain.students.base import Guess, Seen, Student, refuse_keys
 from inference.proposers.retrieval import LookupConfig, LookupNetwork, Retrieval
 
+LAYOUTS = {"vllm": "cotrain.export.lookup_layout"}  # of look-up, alone or with a model
+
 
 class RetrievalStudent(Student):
     """The student of `inference.proposers.retrieval`: it makes no guesses and learns nothing."""
@@ -17,6 +19,7 @@ class RetrievalStudent(Student):
     kind = "retrieval"
     takes = ("datastore", "shortest")
     trained = False
+    layouts: Mapping[str, str] = LAYOUTS
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:

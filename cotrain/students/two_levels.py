@@ -27,6 +27,7 @@ class TwoLevelsStudent(Student):
     takes = ("bits", "inner")
     trained = False
     rounds_target = True
+    layouts: Mapping[str, str] = {}
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
