@@ -1,10 +1,11 @@
-"""What the value of a setting may be. Every command checks its settings here before it does anything else."""
+"""What the value of a setting may be, which every command checks before it does anything else, and which settings may
+change on resume: those that change no weights, and more training."""
 
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from cotrain.errors import UserError
 
@@ -160,13 +161,13 @@ class Unread(NamedTuple):
         return any(key == one or (one.endswith(".") and key.startswith(one)) for one in self.keys)
 
 
-def _is_file(cfg: Any) -> bool:
+def _is_file(cfg: Any, _: Any = None) -> bool:
     """Whether data.path names a file, or files by a pattern."""
     path = str(cfg.data.path)
     return Path(path).is_file() or bool(set(path) & set("*?["))
 
 
-def _one_split(cfg: Any) -> bool:
+def _one_split(cfg: Any, _: Any = None) -> bool:
     """Embedded texts, a file and a pattern have one split; a folder, a saved data set and the hub may have several."""
     return cfg.data.path is None or (not cfg.data.config and _is_file(cfg))
 
@@ -174,9 +175,9 @@ def _one_split(cfg: Any) -> bool:
 UNREAD: dict[str, tuple[Unread, ...]] = {  # by the group that it is about
     "data": (
         Unread(("data.take",), lambda cfg, _: not cfg.data.streaming, "it is of a stream: data.streaming=true"),
-        Unread(("data.split",), lambda cfg, _: _one_split(cfg), "it is of a folder, a saved data set or the hub: leave it out"),
+        Unread(("data.split",), _one_split, "it is of a folder, a saved data set or the hub: leave it out"),
         Unread(("data.config",), lambda cfg, _: cfg.data.path is None, "it is of a data set: data.path="),
-        Unread(("data.config",), lambda cfg, _: _is_file(cfg), "it is of a data set that has several, a file has none: leave it out"),
+        Unread(("data.config",), _is_file, "it is of a data set that has several, a file has none: leave it out"),
     ),
     "init": (
         Unread(
@@ -230,3 +231,28 @@ def _refuse(key: str, rule: Range, value: Any) -> None:
             raise UserError(f"{key}={list(value)}: each must be {rule.words}")
     elif value is not None and not rule.fits(value):
         raise UserError(f"{key}={value}: it must be {rule.words}")
+
+
+Change = Literal["free", "longer", "other"]
+
+# they decide how a run is measured and logged, how fast it is, and which folder stores its texts and states
+FREE = ("label", "rollout.temperatures", "rollout.folder", "trainer.validations", "trainer.patience",
+        "trainer.checkpoint_minutes", "trainer.threads", "trainer.remember_mb", "trainer.cache", "trainer.accelerator",
+        "trainer.logger")  # fmt: skip
+MEASURED = "bench."
+BUDGETS = ("trainer.steps", "trainer.minutes", "minutes")
+BY_ROUNDS = ("trainer.validations", *BUDGETS)  # what decides which texts a step of several rounds learns from
+
+
+def change(key: str, old: Any, new: Any, rounds: int = 1) -> Change:
+    """Whether a changed setting leaves the weights of a run as they are ("free"), means more training ("longer") or
+    another run ("other"). rounds: rounds of sampling. A budget is a number, or None without a limit."""
+    if rounds > 1 and key in BY_ROUNDS:
+        return "other"
+    if key == "measure":  # a finished training is measured when it is asked for
+        return "longer" if new else "free"
+    if key in FREE or key.startswith(MEASURED):
+        return "free"
+    if key in BUDGETS and old is not None and (new is None or new > old):
+        return "longer"
+    return "other"

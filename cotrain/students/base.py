@@ -37,9 +37,9 @@ KINDS = {  # kind -> module:class, imported on first use
     "medusa": "cotrain.students.heads:MedusaStudent",
     "hydra": "cotrain.students.heads:HydraStudent",
     "retrieval": "cotrain.students.retrieval:RetrievalStudent",
-    "hybrid": "cotrain.students.hybrid:HybridStudent",
+    "hybrid": "cotrain.students.retrieval:HybridStudent",
     "quantised": "cotrain.students.quantised:QuantisedStudent",
-    "two_levels": "cotrain.students.two_levels:TwoLevelsStudent",
+    "two_levels": "cotrain.students.quantised:TwoLevelsStudent",
 }
 
 # settings that only some kinds have (`Student.takes`) -> their value if unset
