@@ -161,7 +161,7 @@ def _job(name: str, cfg: "DictConfig", arguments: Sequence[str], outputs: list[s
     quiet()
     try:
         cfg = checked(name, cfg)
-        refuse_unread(cfg, HydraConfig.get().overrides.task)
+        refuse_unread(cfg, HydraConfig.get().overrides.task, _student_class)
         _own_folder(name, cfg, arguments)
         _refuse_paths(name, cfg)
         outputs.append(str(OmegaConf.select(cfg, "output")))
@@ -169,6 +169,12 @@ def _job(name: str, cfg: "DictConfig", arguments: Sequence[str], outputs: list[s
         return 0, run(cfg)
     except Exception as error:
         return _failed(name, error, OmegaConf.select(cfg, "output")), None
+
+
+def _student_class(kind: str) -> Any:
+    from cotrain.students.base import student_class  # imports torch: only for settings that some kinds do not read
+
+    return student_class(kind)
 
 
 def quiet() -> None:

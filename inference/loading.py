@@ -1,7 +1,5 @@
 """From a draft folder to an engine."""
 
-import inspect
-from collections.abc import Callable
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -16,7 +14,7 @@ from inference.engine import Engine
 from inference.models.pretrained import load_model
 from inference.policy import Fixed
 from inference.proposers import kind_of
-from inference.proposers.base import LoadArguments, Proposer
+from inference.proposers.base import LoadArguments
 from inference.verify.rules import rule_of
 
 
@@ -50,7 +48,7 @@ def load(
         proposer_class = kind_of(kind or draft.kind)
     except ValueError as error:
         raise ValueError(f"{'load(kind=)' if kind else draft.path / METADATA}: {error}") from error
-    if metadata and metadata.tree and not takes_shape(proposer_class):
+    if metadata and metadata.tree and not proposer_class.drafts_trees:
         raise ValueError(f"{draft.path / METADATA}: tree: {draft.kind} drafts chains alone")
     proposer = proposer_class.load(draft.path, beside)
     return Engine(target, proposer, tokenizer=tokenizer or load_tokenizer(draft.path), **settings)
@@ -76,8 +74,3 @@ def _with_defaults(metadata: Metadata | None, settings: dict[str, Any]) -> Metad
         return replace(metadata, tree=None) if metadata else None
     settings |= {"policy": Fixed(tree.depth), "verify": settings.get("verify", tree.rule)}
     return metadata
-
-
-def takes_shape(maker: Callable[..., Proposer]) -> bool:
-    """Whether a kind can draft trees: its class, or a function that makes one, has the parameter `shape`."""
-    return "shape" in inspect.signature(maker).parameters

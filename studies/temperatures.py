@@ -19,8 +19,7 @@ import numpy as np
 from hydra import compose, initialize_config_dir
 
 from cotrain.config.overrides import quote
-from cotrain.config.regimes import truncation
-from cotrain.config.settings import checked, register
+from cotrain.config.settings import checked, register, truncation
 from cotrain.evaluation.held_out import HeldOut, Scores, evaluate, held_out
 from cotrain.paths import folder as shipped
 from cotrain.students.base import student_class

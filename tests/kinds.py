@@ -1,6 +1,5 @@
 """Kinds of drafts, as small as a test can afford: every kind in this table passes the conformance suites."""
 
-import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -208,10 +207,5 @@ KINDS = {
 }
 
 
-def takes_shape(name: str) -> bool:
-    """Whether a class of `proposers.KINDS` drafts trees."""
-    return "shape" in inspect.signature(kind_of(name).__init__).parameters
-
-
-SHAPED = [name for name in KINDS if name.split(", ")[0] in REGISTERED and takes_shape(name.split(", ")[0])]
+SHAPED = [name for name in KINDS if name.split(", ")[0] in REGISTERED and kind_of(name.split(", ")[0]).drafts_trees]
 SHAPED = [name for name in SHAPED if not name.endswith("greedy")]  # `greedy=` makes these of the others

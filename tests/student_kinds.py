@@ -14,9 +14,9 @@ from cotrain.students.base import LAST, Guess, Seen, Student
 from cotrain.students.conditioned import ConditionedStudent
 from cotrain.students.eagle import EagleStudent
 from cotrain.students.heads import HydraStudent, MedusaStudent
-from cotrain.students.hybrid import HybridStudent
 from cotrain.students.independent import IndependentStudent
 from cotrain.students.parallel import ParallelStudent, PEagleStudent
+from cotrain.students.retrieval import HybridStudent
 from cotrain.teacher.target_model import halves
 from tests import kinds
 from tests.kinds import masked

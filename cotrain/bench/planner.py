@@ -15,7 +15,6 @@ from inference import Engine
 from inference.drafts.draft_folder import PlannedTree
 from inference.exactness.figures import Figures, reach_of
 from inference.exactness.side_by_side import pair_figures
-from inference.loading import takes_shape
 from inference.measure.costs import (
     Costs,
     RealRound,
@@ -32,6 +31,7 @@ from inference.measure.tree_plan import Distributions, Search, distributions_of,
 from inference.measure.tree_shapes import Seconds, fitted, probes, tokens_of
 from inference.models.lm import LM
 from inference.output import Emitted
+from inference.proposers import kind_of
 from inference.verify import predict_chain
 from inference.verify.tree import chain
 
@@ -241,7 +241,7 @@ def plain_distributions(plan: Plan, texts: Emitted, levels: int = 0) -> Distribu
     """Distributions of both models at the texts, as many as `ENTRIES` holds; None for drafts that cannot branch. Drafts
     that are no language model have one a depth, from forced rounds of chains: as deep as bench.depths, and at least
     `levels`."""
-    if not takes_shape(plan.student(plan.running).proposer):
+    if not kind_of(plan.kind).drafts_trees:
         return None
     vocabulary, new = plan.plain(1).target.vocabulary, plan.bench.new_tokens
     chains = replace(plan, tree=None).proposer(counted=True)

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from cotrain.bench.plan import Plan
 from cotrain.bench.planner import BATCH, tau_of
-from cotrain.students.quantisation_aware import rounded
+from cotrain.students.quantised import rounded
 from inference.exactness.side_by_side import pair_figures
 from inference.measure.timing import engine_arm, interleave
 

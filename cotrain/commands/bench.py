@@ -17,15 +17,14 @@ from cotrain.bench.matrix import Grid, matrix
 from cotrain.bench.measurement import recorded
 from cotrain.commands.served_pair import Pair, as_trained, load_network, measured, refuse_pair, resolved
 from cotrain.commands.served_pair import folder as folder_of
-from cotrain.config.regimes import sampling
-from cotrain.config.settings import BenchConfig
+from cotrain.config.settings import BenchConfig, sampling
 from cotrain.console import answering, strict
 from cotrain.data.corpora import shipped_ids
 from cotrain.data.splits import SPLITS, Prompts, apart
 from cotrain.errors import UserError
 from cotrain.page.html_page import written
 from cotrain.run_folder import claim, refuse
-from cotrain.students import quantisation_aware
+from cotrain.students import quantised
 from cotrain.students.base import DEFAULT
 from cotrain.teacher.target_model import refuse_quantisation
 from cotrain.training.job import models, settle, source
@@ -50,12 +49,12 @@ def _refuse_matrix(cfg: BenchConfig, kind: str, pair: Pair) -> None:
         raise UserError("matrix.vllm: it is asked for a temperature alone: regime.top_k=0 regime.top_p=1")
     if asked.vllm and shutil.which(asked.vllm) is None:
         raise UserError(f"matrix.vllm={asked.vllm} is no interpreter: name that of a vLLM installation")
-    if wrong := sorted(set(asked.drafts) - set(quantisation_aware.QUANTISATIONS)):
-        raise UserError(f"matrix.drafts: {wrong[0]!r} is none of {', '.join(quantisation_aware.QUANTISATIONS)}")
+    if wrong := sorted(set(asked.drafts) - set(quantised.QUANTISATIONS)):
+        raise UserError(f"matrix.drafts: {wrong[0]!r} is none of {', '.join(quantised.QUANTISATIONS)}")
     if asked.targets and "nf4" in asked.drafts and find_spec("bitsandbytes") is None:
         raise UserError("matrix.drafts: nf4 needs bitsandbytes: pip install bitsandbytes, or matrix.drafts=[none,int8]")
     if asked.targets and {*asked.drafts} - {"none"} and pair.draft is not None:
-        quantisation_aware.refuse_unknown(pair.draft, "matrix.drafts")
+        quantised.refuse_unknown(pair.draft, "matrix.drafts")
     for bits in asked.targets:
         try:
             refuse_quantisation(str(cfg.target.path), bits, pair.target.config)

@@ -7,7 +7,7 @@ from cotrain.commands.served_pair import folder
 from cotrain.config.settings import ExportConfig
 from cotrain.console import answering
 from cotrain.errors import UserError
-from cotrain.export import eagle3, hf, layout_check, publishing
+from cotrain.export import eagle3, hf, publishing
 from cotrain.export.engines import FEATURES, MARK, TREES, captured, launch, layout_of, place, refuse_kind, refuse_layout
 from cotrain.export.fitting import measured_elsewhere, refuse
 from cotrain.export.publishing import card, tau_by_length
@@ -88,7 +88,7 @@ def _push(path: Path, repo: str, target: str) -> None:
 def _check(path: str, as_json: bool) -> None:
     """Raises UserError for a folder that would not load, with what is wrong; as JSON, says it first."""
     with answering(as_json) as answer:
-        problems = layout_check.check(path)
+        problems = hf.check(path)
         if as_json or not problems:
             report = {"folder": path, "passed": not problems, "problems": problems}
             answer(report, f"{path}: complete, every tensor as config.json says")

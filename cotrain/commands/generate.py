@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cotrain.commands.served_pair import as_trained, folder, refuse_pair
-from cotrain.config.regimes import sampling
-from cotrain.config.settings import GenerateConfig
+from cotrain.config.settings import GenerateConfig, sampling
 from cotrain.errors import UserError
 from cotrain.teacher.target_model import load_config, load_pair
 from cotrain.training.preconditions import holds

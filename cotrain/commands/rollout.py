@@ -1,8 +1,7 @@
 """`cotrain rollout`: sample texts of the target, to train and to be judged on."""
 
 from cotrain.commands.served_pair import refuse_pair
-from cotrain.config.regimes import sampling
-from cotrain.config.settings import RolloutConfig
+from cotrain.config.settings import RolloutConfig, sampling
 from cotrain.data.prompt_rows import prompt_tokens
 from cotrain.errors import UserError
 from cotrain.rollout.training_texts import Source, beside

@@ -6,8 +6,7 @@ from typing import Any
 from cotrain.bench import measurement, server_parity
 from cotrain.commands.served_pair import load_network, measured, refuse_pair, resolved
 from cotrain.config.groups import Bench
-from cotrain.config.regimes import sampling
-from cotrain.config.settings import ServeCheckConfig
+from cotrain.config.settings import ServeCheckConfig, sampling
 from cotrain.console import answering
 from cotrain.errors import UserError
 from cotrain.run_folder import claim, refuse

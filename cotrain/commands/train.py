@@ -11,7 +11,7 @@ from typing import Any, cast
 from omegaconf import OmegaConf
 
 from cotrain.board import tags
-from cotrain.config.resume import kind
+from cotrain.config.ranges import change
 from cotrain.config.settings import TrainConfig
 from cotrain.errors import UserError
 from cotrain.evaluation.comparison import FIGURES, compare, read
@@ -37,7 +37,7 @@ def run(cfg: TrainConfig) -> float | None:
         if cfg.overwrite or not finished(cfg.output):
             distil(cfg, Path(cfg.output))
         return None
-    kinds = partial(kind, rounds=cfg.rollout.rounds)
+    kinds = partial(change, rounds=cfg.rollout.rounds)
     state = refuse(cfg.output, cfg.overwrite, settings, kinds)
     start = time.monotonic()
     known = None if state == "finished" and not cfg.check else require(cfg)  # before what is there is replaced

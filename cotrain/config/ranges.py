@@ -1,10 +1,11 @@
-"""What the value of a setting may be. Every command checks its settings here before it does anything else."""
+"""What the value of a setting may be, which every command checks before it does anything else, and which settings may
+change on resume: those that change no weights, and more training."""
 
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from cotrain.errors import UserError
 
@@ -13,11 +14,6 @@ if TYPE_CHECKING:
 
 DTYPES = ("auto", "float64", "float32", "bfloat16", "float16")
 MOST_NODES = 62  # of inference.verify.tree, a test compares them
-WITHOUT_TRAINING = (
-    "retrieval",
-    "quantised",
-    "two_levels",
-)  # of cotrain.students, which take torch; a test compares them
 OF_STEPS = ("steps", "corpus_steps", "batch", "validations", "checkpoint_minutes", "top", "accumulate", "clip", "ema",
             "minutes", "remember_mb")  # fmt: skip
 COLDEST = 1e-5  # of inference.sampling, which takes torch to import; a test compares them
@@ -151,11 +147,13 @@ def refuse(command: str, cfg: "DictConfig") -> None:
 
 
 class Unread(NamedTuple):
-    """Settings that nothing reads in some runs; a key that ends in a point is all below it. when: whether it is such a
-    run; instead: what to set. fatal: else a line says so, since a sweep over kinds sets what only some read."""
+    """Settings that nothing reads in some runs. A key that ends in a point stands for all keys below it. when: whether
+    this is such a run, by its settings and a function that gives the class of its kind of draft, a `Student`; instead:
+    what to set. fatal: whether it is an error; otherwise a line says so, since a sweep over kinds sets what only some
+    kinds read."""
 
     keys: tuple[str, ...]
-    when: Callable[[Any], bool]
+    when: Callable[[Any, Callable[[], Any]], bool]
     instead: str
     fatal: bool = True
 
@@ -163,53 +161,53 @@ class Unread(NamedTuple):
         return any(key == one or (one.endswith(".") and key.startswith(one)) for one in self.keys)
 
 
-def _is_file(cfg: Any) -> bool:
+def _is_file(cfg: Any, _: Any = None) -> bool:
     """Whether data.path names a file, or files by a pattern."""
     path = str(cfg.data.path)
     return Path(path).is_file() or bool(set(path) & set("*?["))
 
 
-def _one_split(cfg: Any) -> bool:
+def _one_split(cfg: Any, _: Any = None) -> bool:
     """Embedded texts, a file and a pattern have one split; a folder, a saved data set and the hub may have several."""
     return cfg.data.path is None or (not cfg.data.config and _is_file(cfg))
 
 
 UNREAD: dict[str, tuple[Unread, ...]] = {  # by the group that it is about
     "data": (
-        Unread(("data.take",), lambda cfg: not cfg.data.streaming, "it is of a stream: data.streaming=true"),
+        Unread(("data.take",), lambda cfg, _: not cfg.data.streaming, "it is of a stream: data.streaming=true"),
         Unread(("data.split",), _one_split, "it is of a folder, a saved data set or the hub: leave it out"),
-        Unread(("data.config",), lambda cfg: cfg.data.path is None, "it is of a data set: data.path="),
+        Unread(("data.config",), lambda cfg, _: cfg.data.path is None, "it is of a data set: data.path="),
         Unread(("data.config",), _is_file, "it is of a data set that has several, a file has none: leave it out"),
     ),
     "init": (
         Unread(
             ("draft.width", "draft.layers", "draft.intermediate", "draft.head_dim", "draft.kv_heads"),
-            lambda cfg: cfg.draft.kind in ("independent", "conditioned") and cfg.init.kind != "scratch",
+            lambda cfg, kind: kind().sized and cfg.init.kind != "scratch",
             "it is of a draft of random weights: init=scratch with it, or init.layers= for layers of the target",
         ),
     ),
     "loss": (
-        Unread(("loss.then",), lambda cfg: cfg.loss.switch >= 1, "the loss never switches: loss.switch=0.5 with it"),
-        Unread(("loss.switch",), lambda cfg: cfg.loss.then is None, "no loss follows: loss.then=tv with it"),
+        Unread(("loss.then",), lambda cfg, _: cfg.loss.switch >= 1, "the loss never switches: loss.switch=0.5 with it"),
+        Unread(("loss.switch",), lambda cfg, _: cfg.loss.then is None, "no loss follows: loss.then=tv with it"),
     ),
     "trainer": (
         Unread(
             ("loss", "loss.", "optimizer", "optimizer.", *(f"trainer.{name}" for name in OF_STEPS)),
-            lambda cfg: "kind" in cfg.draft and cfg.draft.kind in WITHOUT_TRAINING,
+            lambda cfg, kind: "kind" in cfg.draft and not kind().trained,
             "this kind of draft learns nothing", False,
         ),
-        Unread(("trainer.patience",), lambda cfg: not cfg.measure, "it is of measured runs: measure=true with it"),
+        Unread(("trainer.patience",), lambda cfg, _: not cfg.measure, "it is of measured runs: measure=true with it"),
     ),
 }  # fmt: skip
 
 
-def refuse_unread(cfg: "DictConfig", typed: Iterable[str]) -> None:
-    """Raise UserError for the first of the settings that were typed, `key=value`, which nothing reads in this run.
-    What asks for nothing (null, 0) may be typed."""
+def refuse_unread(cfg: "DictConfig", typed: Iterable[str], student_class: Callable[[str], Any]) -> None:
+    """Raise UserError for the first of the settings that were typed, `key=value`, which nothing reads in this run. The
+    values null and 0 may be typed. student_class: the class of a kind of draft, by name."""
     values = {key.lstrip("+"): value for key, _, value in (setting.partition("=") for setting in typed)}
     for unread in (unread for group in UNREAD if group in cfg for unread in UNREAD[group]):
         keys = [key for key, value in values.items() if unread.names(key) and value not in ("null", "0")]
-        if not keys or not unread.when(cfg):
+        if not keys or not unread.when(cfg, lambda: student_class(cfg.draft.kind)):
             continue
         said = f"{', '.join(f'{key}={values[key]}' for key in keys)}: nothing reads it here: {unread.instead}"
         if unread.fatal:
@@ -233,3 +231,28 @@ def _refuse(key: str, rule: Range, value: Any) -> None:
             raise UserError(f"{key}={list(value)}: each must be {rule.words}")
     elif value is not None and not rule.fits(value):
         raise UserError(f"{key}={value}: it must be {rule.words}")
+
+
+Change = Literal["free", "longer", "other"]
+
+# they decide how a run is measured and logged, how fast it is, and which folder stores its texts and states
+FREE = ("label", "rollout.temperatures", "rollout.folder", "trainer.validations", "trainer.patience",
+        "trainer.checkpoint_minutes", "trainer.threads", "trainer.remember_mb", "trainer.cache", "trainer.accelerator",
+        "trainer.logger")  # fmt: skip
+MEASURED = "bench."
+BUDGETS = ("trainer.steps", "trainer.minutes", "minutes")
+BY_ROUNDS = ("trainer.validations", *BUDGETS)  # what decides which texts a step of several rounds learns from
+
+
+def change(key: str, old: Any, new: Any, rounds: int = 1) -> Change:
+    """Whether a changed setting leaves the weights of a run as they are ("free"), means more training ("longer") or
+    another run ("other"). rounds: rounds of sampling. A budget is a number, or None without a limit."""
+    if rounds > 1 and key in BY_ROUNDS:
+        return "other"
+    if key == "measure":  # a finished training is measured when it is asked for
+        return "longer" if new else "free"
+    if key in FREE or key.startswith(MEASURED):
+        return "free"
+    if key in BUDGETS and old is not None and (new is None or new > old):
+        return "longer"
+    return "other"

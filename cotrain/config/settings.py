@@ -4,7 +4,9 @@ No field has a default here: `conf/NAME.yaml` starts from `NAME_schema` and give
 unknown key or a wrong type is refused where it is written, in a file or on the command line.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from cotrain.config.groups import (
@@ -31,6 +33,9 @@ from cotrain.errors import UserError
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
+    from torch import Tensor
+
+    from inference import Sampling
 
 
 @dataclass
@@ -234,3 +239,36 @@ def checked(name: str, cfg: "DictConfig") -> "DictConfig":
         raise UserError(f"give a value to {', '.join(f'{key}=' for key in missing)}")
     refuse(name, typed)
     return typed
+
+
+def sampling(regime: Regime | ServedRegime, temperature: float | None = None) -> "Sampling":
+    """The regime as sampling settings of the engine, at its own temperature or another one. A served regime must have
+    all its values, see `served_pair.as_trained`."""
+    from inference import Sampling  # imports torch
+
+    temperature = regime.temperature if temperature is None else temperature
+    assert temperature is not None and regime.top_k is not None and regime.top_p is not None
+    return Sampling(temperature, regime.top_k, regime.top_p)
+
+
+def learnt(cfg: TrainConfig) -> list[float]:
+    """The temperatures of the texts that a run learns from, equally many texts for each: rollout.train_temperatures, by
+    default draft.temperatures, by default that of the regime."""
+    return list(cfg.rollout.train_temperatures) or list(cfg.draft.temperatures) or [cfg.regime.temperature]
+
+
+def judged(cfg: TrainConfig) -> list[float]:
+    """The temperatures of the held-out texts, in ascending order: rollout.temperatures, those that the run learns at,
+    and that of the regime, which ranks checkpoints."""
+    return sorted({*cfg.rollout.temperatures, *learnt(cfg), cfg.regime.temperature})
+
+
+def truncation(regime: Regime) -> "Callable[[Tensor], Tensor] | None":
+    """The top-k and top-p cuts of the regime, logits (n, V) -> (n, V); None without any."""
+    from inference.sampling import keep_top_k, keep_top_p  # imports torch
+
+    cuts: list[Callable[[Tensor], Tensor]] = [partial(keep_top_k, k=regime.top_k)] if regime.top_k else []
+    cuts += [partial(keep_top_p, p=regime.top_p)] if regime.top_p < 1 else []
+    if not cuts:
+        return None
+    return cuts[0] if len(cuts) == 1 else lambda logits: cuts[1](cuts[0](logits))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from cotrain.config.overrides import flat
-from cotrain.config.resume import BUDGETS, kind
+from cotrain.config.ranges import BUDGETS, change
 from cotrain.errors import UserError
 from cotrain.evaluation.held_out import Scores
 from cotrain.run_folder import MARKER
@@ -86,7 +86,7 @@ def _settings_of(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     leaves = ((key, value) for key, value in flat(marker.get("settings") or {}) if not isinstance(value, dict))
-    return {key: value for key, value in leaves if not key.endswith("seed") and kind(key, 0, 1) == "other"
+    return {key: value for key, value in leaves if not key.endswith("seed") and change(key, 0, 1) == "other"
             or key in BUDGETS}  # fmt: skip
 
 

@@ -16,7 +16,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from cotrain.errors import UserError
-from cotrain.export.engines import FEATURE_KINDS, PARALLEL
+from cotrain.export.engines import is_parallel
+from cotrain.students.base import KINDS, student_class
 from inference.drafts.atomic import new_folder
 from inference.drafts.draft_folder import Metadata, load_draft, read, write
 from inference.drafts.weight_files import CONFIG, WEIGHTS, read_json
@@ -51,12 +52,13 @@ def export(
     if layout not in LAYOUTS:
         raise UserError(f"layout={layout}: feature drafts have {', '.join(LAYOUTS)}")
     folder = read(source)
-    if folder.kind not in FEATURE_KINDS or folder.metadata is None:
-        raise ValueError(f"{source}: kind is {folder.kind!r}, not {' or '.join(FEATURE_KINDS)}")
+    if folder.metadata is None or folder.kind not in KINDS or not student_class(folder.kind).features:
+        features = [kind for kind in KINDS if student_class(kind).features]
+        raise ValueError(f"{source}: kind is {folder.kind!r}, not {' or '.join(features)}")
     network, tokenizer, _ = load_draft(source, network=kind_of(folder.kind).network_class)
     network.fits(target, str(source))
     metadata = folder.metadata.exported(name, k, objective)
-    if folder.kind in PARALLEL and metadata.k > network.config.depths:
+    if is_parallel(folder.kind) and metadata.k > network.config.depths:
         raise ValueError(f"k={metadata.k}: {source} was trained for {network.config.depths} drafts of a round")
     layers = list(network.config.layers)
     numbered = {"layout": layout, "inputs_of_layers": layers, "outputs_of_layers": output_layers(layers)}

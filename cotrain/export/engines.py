@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from cotrain.errors import UserError
+from cotrain.students.base import KINDS as STUDENTS
+from cotrain.students.base import student_class
 from inference.drafts.bundled_target import resolve
 from inference.drafts.draft_folder import OBJECTIVES, PlannedTree
 from inference.servers.vllm_server import draft_model
@@ -104,8 +106,6 @@ FEATURES: dict[str, dict[str, Command]] = {
     "eagle3": {"vllm": _vllm_features, "sglang": _sglang_features, "tensorrt_llm": _tensorrt_llm_features},
     "speculators": {"vllm": _vllm_features},
 }
-FEATURE_KINDS = ("eagle", "p_eagle")  # whose folders these layouts are of
-PARALLEL = ("parallel", "p_eagle")  # kinds that make all drafts of a round in one pass
 # engine and layout -> what to know where a tree was planned; all others draft in a row
 TREES = {
     ("sglang", "eagle3"): "SGLang grows its trees anew in every round, of its likeliest tokens: the flags give it the "
@@ -143,32 +143,21 @@ def engine_named(name: str) -> ServingEngine:
     return ENGINES[name]
 
 
-LOOKUP = {"vllm": "cotrain.export.lookup_layout"}
-# kind of draft -> engine -> module of cotrain/export that writes what it loads, where that is not the table's layout
-KINDS: dict[str, dict[str, str]] = {
-    "medusa": {"vllm": "cotrain.export.medusa_layout"},
-    "retrieval": LOOKUP,
-    "hybrid": LOOKUP,
-    "hydra": {},
-    "early_exit": {},
-    "quantised": {},
-    "two_levels": {},
-    "other_tokenizer": {},
-}
-
-
 def layout_of(kind: str, engine: str) -> Any | None:
     """The module that writes a kind of draft for an engine: `export`, `launch`; None for the table's own. Raises
     UserError for a kind that the engine does not load."""
     engine_named(engine)
-    if kind in FEATURE_KINDS:
+    if kind not in STUDENTS:  # such as other_tokenizer, which serves and is not trained
+        raise UserError(f"engine={engine}: no engine of the table loads {kind} drafts")
+    student = student_class(kind)
+    if student.features:
         raise UserError(f"layout=hf: feature drafts are written with layout={' or '.join(FEATURES)}")
-    if kind not in KINDS:
+    if student.layouts is None:
         return None
-    if engine not in KINDS[kind]:
-        loads = ", ".join(KINDS[kind]) or "no engine of the table"
+    if engine not in student.layouts:
+        loads = ", ".join(student.layouts) or "no engine of the table"
         raise UserError(f"engine={engine}: it loads no {kind} drafts, {loads} does")
-    return import_module(KINDS[kind][engine])
+    return import_module(student.layouts[engine])
 
 
 def refuse_layout(engine: str, layout: str) -> None:
@@ -180,9 +169,14 @@ def refuse_layout(engine: str, layout: str) -> None:
 
 def refuse_kind(engine: str, kind: str) -> None:
     """Raise UserError naming the key for a kind of draft that the engine does not serve."""
-    if kind in PARALLEL and engine_named(engine).parallel is None:
+    if is_parallel(kind) and engine_named(engine).parallel is None:
         able = ", ".join(name for name, row in ENGINES.items() if row.parallel)
         raise UserError(f"engine={engine}: it does not draft in parallel; engine={able}")
+
+
+def is_parallel(kind: str) -> bool:
+    """Whether a round of this kind drafts all its tokens in one pass."""
+    return kind in STUDENTS and student_class(kind).parallel
 
 
 def launch(
@@ -192,8 +186,8 @@ def launch(
     """The command that serves `target` with the draft in `draft_path`, k drafts a round, for a POSIX shell.
 
     objective: "sampled" or "greedy", what the draft was trained for; it sets the engine's drafting. kind: of the draft,
-    some draft in parallel (`PARALLEL`). tree: what the draft was planned with, for engines that serve trees of its
-    layout (`TREES`); others draft k in a row. layers: whose outputs a feature draft reads, see `captured`. Raises
+    some draft in parallel (`Student.parallel`). tree: what the draft was planned with, for engines that serve trees of
+    its layout (`TREES`); others draft k in a row. layers: whose outputs a feature draft reads, see `captured`. Raises
     ValueError naming the key for an unknown engine or objective, or a k below 1, and as `refuse_kind`.
     """
     refuse_kind(engine, kind)
@@ -206,7 +200,7 @@ def launch(
         return _sglang_features(draft_path, target, k, objective, tree)
     if layers and engine == "tensorrt_llm" and layout in FEATURES:
         return _tensorrt_llm_features(draft_path, target, k, objective, layers)
-    return _command(engine, layout, kind in PARALLEL)(draft_path, target, k, objective)
+    return _command(engine, layout, is_parallel(kind))(draft_path, target, k, objective)
 
 
 def _command(engine: str, layout: str, parallel: bool) -> Command:

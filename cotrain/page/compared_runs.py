@@ -8,9 +8,8 @@ from markupsafe import Markup
 
 from cotrain.errors import UserError
 from cotrain.evaluation.comparison import Gain, compare
-from cotrain.page.charts import Chart, Series, drawn
 from cotrain.page.loaded_run import LoadedRun, Number
-from cotrain.page.rendering import Section, escaped, interval, joined, number, table
+from cotrain.page.rendering import Chart, Section, Series, drawn, escaped, interval, joined, number, table
 from cotrain.page.run_charts import depths
 
 

@@ -1,14 +1,18 @@
-"""HTML from the templates in assets/: all text is escaped, and characters that a reader cannot see are made visible.
+"""HTML from the templates in assets/, and charts as data.
+
+All text is escaped, and characters that a reader cannot see are made visible.
 
 Texts of models and corpora may hold anything: markup, control characters, marks that turn the direction of writing.
-Line breaks and indentation of a template are no part of the page.
+Line breaks and indentation of a template are no part of the page. One description of a chart gives the drawing (a
+Plotly figure) and the table of its numbers. Colours are indices of a palette, which the page's script reads from the
+style sheet, for light and for dark.
 """
 
 import html
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -100,3 +104,120 @@ def by_run(runs: Sequence[LoadedRun], part: Callable[[LoadedRun], Markup | None]
     """A part of each run that has it, under the run's name if there are several runs; None if no run has it."""
     bodies = [(run.name if len(runs) > 1 else None, body) for run in runs if (body := part(run)) is not None]
     return Markup(_PARTS.by_run(bodies)) if bodies else None
+
+
+DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
+SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "star")
+PATTERNS = ("", "/", ".", "x", "-", "+")
+
+
+@dataclass(frozen=True)
+class Series:
+    """A named row of numbers over `x`. low, high: ends of intervals; mode: lines, markers, lines+markers or bar."""
+
+    name: str
+    x: Sequence[float | str]
+    y: Sequence[Number]
+    low: Sequence[Number] = ()
+    high: Sequence[Number] = ()
+    mode: str = "lines+markers"
+    colour: int | None = None  # None: its index in the chart
+
+
+@dataclass(frozen=True)
+class Chart:
+    """name: its id on the page; x, y: titles of the axes; at: y of a line for comparison; heat: series are the rows of
+    a heat map; stacked: bars on each other; log: logarithmic axes; tabled: whether it has a table of its numbers."""
+
+    name: str
+    title: str
+    x: str
+    y: str
+    series: Sequence[Series]
+    note: str = ""
+    at: float | None = None
+    heat: bool = False
+    stacked: bool = False
+    log: str = ""
+    tabled: bool = True
+    spec: str = ".3f"
+    range: Sequence[float] = field(default=())
+
+    def rows(self) -> tuple[list[object], list[list[object]]]:
+        """Head and rows of a table with every number: a row for each x, a column for each series."""
+        points = list(dict.fromkeys(x for one in self.series for x in one.x))
+        columns = [dict(zip(one.x, range(len(one.x)), strict=True)) for one in self.series]
+        rows: list[list[object]] = []
+        for x in points:
+            cells = [_cell(one, at.get(x), self.spec) for one, at in zip(self.series, columns, strict=True)]
+            rows.append([x, *cells])
+        return [self.x, *[one.name for one in self.series]], rows
+
+    def plotly(self) -> dict[str, Any]:
+        """Data and layout of a Plotly figure; `meta.colour` is an index of the palette."""
+        traces = [_heat(self)] if self.heat else [_trace(self, one, i) for i, one in enumerate(self.series)]
+        axes = {axis: {"title": {"text": plain(text)}, "automargin": True,
+                       **({"type": "log"} if axis[0] in self.log else {})}
+                for axis, text in (("xaxis", self.x), ("yaxis", self.y))}  # fmt: skip
+        if self.heat or any(isinstance(x, str) for one in self.series for x in one.x):
+            axes["xaxis"]["type"] = "category"
+        elif "x" not in self.log and all(isinstance(x, int) and x <= 20 for one in self.series for x in one.x):
+            axes["xaxis"]["dtick"] = 1
+        if self.range:
+            axes["yaxis"]["range"] = list(self.range)
+        layout: dict[str, Any] = {**axes, "barmode": "stack" if self.stacked else "group", "showlegend": not self.heat}
+        if self.at is not None:
+            layout["shapes"] = [{"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": self.at, "y1": self.at,
+                                 "line": {"width": 1, "dash": "dot"}}]  # fmt: skip
+        return {"data": traces, "layout": layout}
+
+
+def drawn(charts: Sequence[Chart], wide: bool = False) -> Markup:
+    """Charts in a grid, each with title, drawing, note and numbers."""
+    return render("charts.html", charts=charts, wide=wide)
+
+
+def _cell(series: Series, at: int | None, spec: str) -> Markup:
+    if at is None:
+        return Markup("")
+    if series.low:
+        return interval((series.y[at], series.low[at], series.high[at]), spec, "")
+    return number(series.y[at], spec)
+
+
+def _trace(chart: Chart, series: Series, index: int) -> dict[str, Any]:
+    colour = index if series.colour is None else series.colour
+    trace: dict[str, Any] = {
+        "name": plain(series.name),
+        "x": [plain(x) if isinstance(x, str) else x for x in series.x],
+        "y": [one.value for one in series.y],
+        "meta": {"colour": colour},
+        "hovertemplate": f"%{{x}}: %{{y:{chart.spec}}}",
+    }
+    if series.low:
+        ends = list(zip(series.y, series.low, series.high, strict=True))
+        trace["error_y"] = {"type": "data", "symmetric": False,
+                            "array": [_apart(high, y) for y, _, high in ends],
+                            "arrayminus": [_apart(y, low) for y, low, _ in ends]}  # fmt: skip
+    if series.mode == "bar":
+        return trace | {"type": "bar", "marker": {"pattern": {"shape": PATTERNS[colour % len(PATTERNS)]}}}
+    shape = {"symbol": SYMBOLS[colour % len(SYMBOLS)], "size": 7 if "markers" in series.mode else 1}
+    return trace | {"type": "scatter", "mode": series.mode, "marker": shape,
+                    "line": {"dash": DASHES[colour % len(DASHES)], "width": 2}}  # fmt: skip
+
+
+def _apart(high: Number, low: Number) -> float | None:
+    return None if high.value is None or low.value is None else high.value - low.value
+
+
+def _heat(chart: Chart) -> dict[str, Any]:
+    z = [[one.value for one in series.y] for series in chart.series]
+    texts = [["" if value is None else format(value, chart.spec) for value in row] for row in z]
+    return {"type": "heatmap", "z": z, "x": [str(x) for x in chart.series[0].x], "texttemplate": "%{text}",
+            "y": [plain(one.name) for one in chart.series], "text": texts, "colorscale": "Cividis",
+            "hovertemplate": "%{y}, %{x}: %{z}<extra></extra>", "meta": {"colour": 0}}  # fmt: skip
+
+
+def plain(text: str) -> str:
+    """Text without markup: Plotly reads some (`<b>`, `<a href>`) in names, ticks and labels."""
+    return visible(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from markupsafe import Markup
 
 from cotrain.board import tags
-from cotrain.page.charts import Chart, Series, drawn
 from cotrain.page.loaded_run import LoadedRun, Number, thinned
-from cotrain.page.rendering import Section, by_run, interval, joined, number, render
+from cotrain.page.rendering import Chart, Section, Series, by_run, drawn, interval, joined, number, render
 
 KEY = re.compile(r"(?P<name>alpha|alpha_greedy_draft)_T(?P<t>[^/]+)/(?P<domain>.+)")
 PHASES = ("draft", "target", "verify", "other")

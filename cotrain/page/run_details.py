@@ -6,9 +6,8 @@ from typing import Any
 from markupsafe import Markup
 
 from cotrain.config.overrides import flat
-from cotrain.page.charts import Chart, Series, drawn
 from cotrain.page.loaded_run import LoadedRun, Number
-from cotrain.page.rendering import Section, by_run, escaped, render
+from cotrain.page.rendering import Chart, Section, Series, by_run, drawn, escaped, render
 
 KEYS = ("Keys: space plays and pauses, ← → step, ↑ ↓ change the row, - and + the speed, shift with an arrow turns the "
         "scene; drag turns it too.")  # fmt: skip

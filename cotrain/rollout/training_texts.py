@@ -63,7 +63,7 @@ class Sampled:
     """Texts of the target: shipped ones when they are what would be sampled here, else sampled here and kept.
 
     kind: "train" or "held_out" (the split that the prompts come from). folder: where own sets are kept. source: what
-    prompts are made from, see `inputs.prompt_origin`, by kind. by: who samples, this engine when None; server: its
+    prompts are made from, see `sources.prompt_origin`, by kind. by: who samples, this engine when None; server: its
     model, as the set's manifest says it; on_draft: share of the texts of all parts but the first that the draft under
     training continues. identity: the target's, see `fingerprints.identity`, found out when None. minutes: the run's
     budget, with which sets may hold fewer texts than asked for; seconds: what sampling a set may take then, by kind.

@@ -37,9 +37,9 @@ KINDS = {  # kind -> module:class, imported on first use
     "medusa": "cotrain.students.heads:MedusaStudent",
     "hydra": "cotrain.students.heads:HydraStudent",
     "retrieval": "cotrain.students.retrieval:RetrievalStudent",
-    "hybrid": "cotrain.students.hybrid:HybridStudent",
+    "hybrid": "cotrain.students.retrieval:HybridStudent",
     "quantised": "cotrain.students.quantised:QuantisedStudent",
-    "two_levels": "cotrain.students.two_levels:TwoLevelsStudent",
+    "two_levels": "cotrain.students.quantised:TwoLevelsStudent",
 }
 
 # settings that only some kinds have (`Student.takes`) -> their value if unset
@@ -72,7 +72,11 @@ class Student(Protocol):
     open_layers: whether draft.layers may be null, to be chosen by measurements before training. calibrated: whether
     `calibrate` sets it before it is measured. rounds_target: whether it drafts with the target in fewer bits, so that
     the target must be whole. begins_with: other kinds whose folders it can begin with (init=pretrained), since their
-    weights mean the same; fresh: tensors that those lack, which begin as without a folder.
+    weights mean the same; fresh: tensors that those lack, which begin as without a folder. sized: whether draft.width
+    and the other sizes are read with init=scratch alone. features: whether its folder is exported in the layouts of
+    feature drafts, `export.engines.FEATURES`; parallel: whether a round drafts all its tokens in one pass; layouts: the
+    serving engines that load this kind -> the module of cotrain/export that writes what they load, None: every engine,
+    in the plain Hugging Face layout.
     """
 
     kind: str
@@ -84,6 +88,10 @@ class Student(Protocol):
     rounds_target: bool = False
     begins_with: tuple[str, ...] = ()
     fresh: frozenset[str] = frozenset()
+    sized: bool = False
+    features: bool = False
+    parallel: bool = False
+    layouts: Mapping[str, str] | None = None
     network: PreTrainedModel
     target: PreTrainedModel | None
     vocabulary: int | None
@@ -133,7 +141,7 @@ class Student(Protocol):
     def proposer(self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False) -> Proposer:
         """The proposer that serves the network. greedy: draft the most probable tokens; compile: its passes, None: on a
         GPU only; int8: round weights to 8 bits. A kind that drafts trees also takes `shape`, the parents of their nodes
-        (`loading.takes_shape`)."""
+        (`Proposer.drafts_trees`)."""
 
     def calibrate(self, proposer: Proposer, trials: Trials) -> dict[str, Any]:
         """Settings of the network's config that are calibrated on ranking prompts, with this kind's proposer."""

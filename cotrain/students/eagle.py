@@ -31,6 +31,7 @@ class EagleStudent(Student):
 
     kind = "eagle"
     takes = ("depths", "vocabulary")
+    features = True
 
     network: EagleNetwork
     target: PreTrainedModel

@@ -32,6 +32,7 @@ class EarlyExitStudent(Student):
     kind = "early_exit"
     takes = ("rank", "depths")
     open_layers = True
+    layouts: Mapping[str, str] = {}
     network: ExitNetwork
     rounds: tuple[int, PreTrainedModel] | None = None  # text length and model of `_with_rounds`
 

@@ -25,6 +25,7 @@ class MedusaStudent(Student):
 
     kind = "medusa"
     takes = ("depths",)
+    layouts: Mapping[str, str] = {"vllm": "cotrain.export.medusa_layout"}
     network: Any
     target: PreTrainedModel
 
@@ -85,6 +86,7 @@ class HydraStudent(MedusaStudent):
     state, the anchor and the drafts before its own, which are the text's tokens."""
 
     kind = "hydra"
+    layouts: Mapping[str, str] = {}
 
     def head_states(self, ids: Tensor, newest: Tensor, depths: int) -> list[Tensor]:
         """As of `MedusaStudent`; token i of round m is token m + 1 + i of the text."""

@@ -43,6 +43,7 @@ class IndependentStudent(Student):
 
     kind = DEFAULT
     begins_with: tuple[str, ...] = ("hybrid", "parallel")
+    sized = True
 
     def __init__(
         self, network: PreTrainedModel, target: PreTrainedModel | None = None, vocabulary: int | None = None

@@ -37,6 +37,8 @@ class ParallelStudent(IndependentStudent):
     kind = "parallel"
     takes = ("depths",)
     begins_with = ("independent", "hybrid")
+    sized = False
+    parallel = True
 
     def __init__(
         self, network: PreTrainedModel, target: PreTrainedModel | None = None, vocabulary: int | None = None
@@ -133,6 +135,7 @@ class PEagleStudent(EagleStudent):
     kind = "p_eagle"
     begins_with = ("eagle",)
     fresh = frozenset({"mask_hidden"})
+    parallel = True
     network: PEagleNetwork
 
     def __init__(

@@ -1,16 +1,28 @@
-"""The target in fewer bits as its own draft: settings, and no weights to train."""
+"""Fewer bits: the target in fewer bits as its own draft, alone (`quantised`) or with a small draft before it
+(`two_levels`), which train nothing; and the rounding of a draft's weights, to train it as it will be served
+(quantisation-aware training) and to measure the cost of rounding."""
 
+import copy
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from cotrain.config.groups import Draft, Init
-from cotrain.students.base import Guess, Seen, Student, refuse_keys
-from inference.proposers.quantised import Quantised, QuantisedConfig, QuantisedNetwork
+from cotrain.students.base import DEFAULT, Guess, Seen, Student, refuse_keys
+from cotrain.students.independent import causal_lm
+from inference import proposers
+from inference.drafts.draft_folder import read
+from inference.proposers import kind_of
+from inference.proposers.base import SettingsNetwork
+from inference.proposers.quantised import BITS, Quantised, QuantisedConfig, QuantisedNetwork, round_bits
+from inference.proposers.two_levels import SETTINGS, TwoLevels
 
-BITS = {8: "int8", 4: "nf4"}
+BY_BITS = {8: "int8", 4: "nf4"}  # draft.bits= -> the weight quantisation
 
 
 class QuantisedStudent(Student):
@@ -20,6 +32,7 @@ class QuantisedStudent(Student):
     takes = ("bits",)
     trained = False
     rounds_target = True
+    layouts: Mapping[str, str] = {}
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
@@ -46,7 +59,103 @@ def bits_of(draft: Draft) -> str:
         raise ValueError(
             f"draft.bits: {draft.kind} drafts with the target in fewer bits: set how many, as draft.bits=8"
         )
-    bits = BITS[draft.bits]
+    bits = BY_BITS[draft.bits]
     if bits == "nf4" and find_spec("bitsandbytes") is None:
         raise ValueError("draft.bits=4 needs bitsandbytes: pip install bitsandbytes, or draft.bits=8")
     return bits
+
+
+QUANTISATIONS = ("none", "int8", "nf4")
+
+
+def quantised(weight: Tensor, quantisation: str) -> Tensor:
+    """weight (out, in) rounded to numbers of a quantisation, in its own dtype, see `round_bits`. Raises ValueError for
+    an unknown one."""
+    if quantisation == "none":
+        return weight
+    if quantisation in BITS:
+        return round_bits(weight, quantisation)
+    raise ValueError(f"matrix.drafts: {quantisation!r} is none of {', '.join(QUANTISATIONS)}")
+
+
+@torch.no_grad()
+def rounded(draft: PreTrainedModel, quantisation: str) -> PreTrainedModel:
+    """A copy with rounded projections, and the head as it is served: in int8 rounded as on a CPU here, in nf4 whole as
+    by bitsandbytes. Its embeddings stay whole, tied to the head or not."""
+    network = copy.deepcopy(draft)
+    head = network.get_output_embeddings()
+    for weight in projections(network).values():
+        weight.copy_(quantised(weight, quantisation))
+    if quantisation == "int8" and head is not None:  # a new tensor: embeddings tied to the head stay whole
+        head.weight = nn.Parameter(quantised(head.weight, quantisation), requires_grad=False)
+    return network
+
+
+def projections(draft: PreTrainedModel) -> dict[str, Tensor]:
+    """The weights of its linear layers except the head, by name."""
+    head = draft.get_output_embeddings()
+    linear = [(name, module) for name, module in draft.named_modules() if isinstance(module, nn.Linear)]
+    return {name: module.weight for name, module in linear if module is not head}
+
+
+def refuse_unknown(draft: PreTrainedModel, key: str = "draft.quantisation") -> None:
+    """Raise ValueError, beginning with the key, for a draft with matrices that are no `nn.Linear`, as those of GPT-2 or
+    fused experts: they would stay whole here, while a serving engine rounds or rejects them."""
+    known = {id(weight) for weight in projections(draft).values()}
+    known |= {id(module.weight) for module in draft.modules() if isinstance(module, nn.Embedding)}
+    if (head := draft.get_output_embeddings()) is not None:  # kinds that share the target's head have none
+        known.add(id(head.weight))
+    others = [name for name, weight in draft.named_parameters() if weight.ndim > 1 and id(weight) not in known]
+    if others:
+        raise ValueError(f"{key}: {type(draft).__name__} has {len(others)} matrices that are no nn.Linear, whose "
+                         f"rounding is not known ({others[0]}): ask for none")  # fmt: skip
+
+
+class TwoLevelsStudent(Student):
+    """The student of `inference.proposers.two_levels`, which learns nothing: its network is the small draft, whose
+    config holds under `two_levels` the bits and the drafts of an inner round."""
+
+    kind = "two_levels"
+    takes = ("bits", "inner")
+    trained = False
+    rounds_target = True
+    layouts: Mapping[str, str] = {}
+
+    @classmethod
+    def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
+        """The small draft of draft.path. Raises ValueError for a folder of another kind, and as `bits_of` and
+        `causal_lm`."""
+        bits = bits_of(draft)
+        if draft.inner is None:
+            raise ValueError("draft.inner: drafts before the target in fewer bits verifies: set them, as draft.inner=3")
+        if draft.path is None:
+            raise ValueError("draft.path: two_levels drafts with a small independent draft: name its folder")
+        _refuse_kind(draft.path)
+        network = causal_lm(draft.path, target)
+        setattr(network.config, SETTINGS, {"bits": bits, "inner": draft.inner})
+        return network
+
+    def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
+        """Raises ValueError."""
+        raise ValueError(f"draft={self.kind} is not trained: train the small draft by itself, draft=independent")
+
+    def proposer(self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False) -> TwoLevels:
+        """Drafts chains, no trees. int8: of the small draft's weights."""
+        assert self.target is not None
+        settings = getattr(self.network.config, SETTINGS)
+        model = Quantised(self.target, settings["bits"], greedy, compile=compile)
+        small = proposers.Independent(self.network, greedy, compile=compile, int8=int8)
+        return TwoLevels(model, small, settings["inner"])
+
+
+def _refuse_kind(path: str) -> None:
+    """Raise ValueError for a draft folder of another kind; a folder without metadata counts as a causal LM."""
+    try:
+        kind = read(path).kind if Path(path).is_dir() else DEFAULT
+    except FileNotFoundError as error:
+        raise ValueError(f"draft.path: {error}") from error
+    if kind != DEFAULT:
+        network = kind_of(kind).network_class
+        no_heads = network is None or network is AutoModelForCausalLM or issubclass(network, SettingsNetwork)
+        why = "" if no_heads else ", which drafts from the target's hidden states"
+        raise ValueError(f"draft.path: {path} is of kind {kind!r}{why}; two_levels drafts with {DEFAULT} drafts alone")

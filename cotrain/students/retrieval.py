@@ -1,4 +1,4 @@
-"""Look-up without a model: settings, and no weights to train."""
+"""Look-up: alone, which trains nothing, and together with a model, whose gate is calibrated on held-out prompts."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,8 +7,15 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from cotrain.config.groups import Draft, Init
-from cotrain.students.base import Guess, Seen, Student, refuse_keys
+from cotrain.students.base import Guess, Seen, Student, Trials, refuse_keys
+from cotrain.students.independent import IndependentStudent
+from inference import proposers
+from inference.measure.gating import calibrate
+from inference.proposers.base import Proposer
+from inference.proposers.hybrid import Hybrid
 from inference.proposers.retrieval import LookupConfig, LookupNetwork, Retrieval
+
+LAYOUTS = {"vllm": "cotrain.export.lookup_layout"}  # of look-up, alone or with a model
 
 
 class RetrievalStudent(Student):
@@ -17,6 +24,7 @@ class RetrievalStudent(Student):
     kind = "retrieval"
     takes = ("datastore", "shortest")
     trained = False
+    layouts: Mapping[str, str] = LAYOUTS
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
@@ -38,3 +46,42 @@ def lookup(draft: Draft) -> dict[str, Any]:
     settings = {"datastore": folder, "shortest": draft.shortest}
     Retrieval.of_settings(settings)
     return settings
+
+
+class HybridStudent(IndependentStudent):
+    """The student of `inference.proposers.hybrid`: it learns as an independent draft does. `lookup` in its network's
+    config holds the settings of look-up, and of the gate once it is calibrated."""
+
+    kind = "hybrid"
+    takes = ("datastore", "shortest")
+    begins_with = ("independent", "parallel")
+    calibrated = True
+    sized = False
+    layouts: Mapping[str, str] = LAYOUTS
+
+    @classmethod
+    def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
+        """The network before training. Raises as `IndependentStudent.initial` and `lookup`."""
+        network = super().initial(draft, init, target)
+        network.config.lookup = lookup(draft)
+        return network
+
+    def of(self, network: PreTrainedModel) -> "HybridStudent":
+        return HybridStudent(network, vocabulary=self.vocabulary)
+
+    def proposer(  # type: ignore[override]  # drafts no trees
+        self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False
+    ) -> Any:
+        model = proposers.Independent(self.network, greedy, compile=compile, int8=int8)
+        return Hybrid.of_settings(model, self.network.config.lookup)
+
+    def calibrate(self, proposer: Proposer, trials: Trials) -> dict[str, Any]:
+        """The look-up settings with a gate, counted and timed with the model of `proposer`."""
+        assert isinstance(proposer, Hybrid)
+        settings: dict[str, Any] = self.network.config.lookup
+        drafting = trials.drafting(proposer.model)
+        gate = calibrate(drafting, trials.plain(), Retrieval.of_settings(settings), trials.prompts,
+                         sampling=trials.sampling, new_tokens=trials.new_tokens, seed=trials.seed)  # fmt: skip
+        print(f"gate: a draft of the model takes {gate.step:.3f} of a plain step, a column of the pass "
+              f"{gate.column:.3f}")  # fmt: skip
+        return {"lookup": settings | {"gate": gate.to_json()}}

@@ -7,8 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from cotrain.config.groups import Draft, Init, Loss
-from cotrain.config.regimes import judged, learnt, truncation
-from cotrain.config.settings import TrainConfig
+from cotrain.config.settings import TrainConfig, judged, learnt, truncation
 from cotrain.data.texts import Texts, joined, none, shared
 from cotrain.evaluation.held_out import DEPTHS, HeldOut, held_out
 from cotrain.evaluation.profile import Provenance, provenance

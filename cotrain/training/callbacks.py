@@ -21,7 +21,7 @@ from cotrain.acceptance import conditional
 from cotrain.board import tags
 from cotrain.board.curves import log
 from cotrain.evaluation.held_out import HeldOut, Scores
-from cotrain.students.quantisation_aware import projections, quantised
+from cotrain.students.quantised import projections, quantised
 from cotrain.training.distributed import rest, within
 from cotrain.training.interrupts import validates
 from cotrain.training.module import alpha_of, tau_of
@@ -206,7 +206,7 @@ class Averaged(SwapWeights):
 
 
 class QuantisationAware(SwapWeights):
-    """Quantises the draft's projections, except the head, in every pass, see `students.quantisation_aware`; gradients
+    """Quantises the draft's projections, except the head, in every pass, see `students.quantised`; gradients
     move the float weights (straight through, Bengio et al. 2013, 1308.3432). Judged, measured and saved so."""
 
     def __init__(self, kind: str) -> None:

@@ -20,8 +20,7 @@ from cotrain.bench.measurement import recorded, sample_text
 from cotrain.bench.planner import served_tree
 from cotrain.board import curves
 from cotrain.board.curves import others, tensorboard
-from cotrain.config.regimes import learnt, sampling
-from cotrain.config.settings import TrainConfig
+from cotrain.config.settings import TrainConfig, learnt, sampling
 from cotrain.errors import UserError
 from cotrain.evaluation import comparison, profile
 from cotrain.evaluation.held_out import DEPTHS, HeldOut

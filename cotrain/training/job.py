@@ -15,13 +15,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cotrain.bench import measurement
 from cotrain.config.groups import Loss
-from cotrain.config.regimes import learnt, sampling
-from cotrain.config.settings import BenchConfig, RolloutConfig, ServeCheckConfig, TrainConfig
+from cotrain.config.settings import BenchConfig, RolloutConfig, ServeCheckConfig, TrainConfig, learnt, sampling
 from cotrain.data.corpora import shipped_ids
 from cotrain.data.fingerprints import identity
-from cotrain.data.inputs import prompt_origin
 from cotrain.data.prompt_rows import PromptRows
-from cotrain.data.sources import pack, source_of
+from cotrain.data.sources import pack, prompt_origin, source_of
 from cotrain.data.splits import SPLITS, Prompts, apart
 from cotrain.data.texts import Texts, of_blocks
 from cotrain.rollout.samplers import Ask, Own, Remote, Sampler

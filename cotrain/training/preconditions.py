@@ -21,8 +21,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from cotrain.bench import measurement
 from cotrain.board.curves import WANDB
 from cotrain.config.groups import Bench, Trainer
-from cotrain.config.regimes import learnt
-from cotrain.config.settings import TrainConfig
+from cotrain.config.settings import TrainConfig, learnt
 from cotrain.data.conversations import Chats
 from cotrain.data.prompt_rows import PromptRows, prompt_tokens
 from cotrain.data.splits import SPLITS, apart
@@ -30,7 +29,7 @@ from cotrain.errors import UserError
 from cotrain.rollout.training_texts import Source
 from cotrain.run_folder import writable
 from cotrain.students.base import Student, student_class
-from cotrain.students.quantisation_aware import QUANTISATIONS, refuse_unknown
+from cotrain.students.quantised import QUANTISATIONS, refuse_unknown
 from cotrain.teacher.target_model import halves, keeps_apart, load_config, load_words, refuse_quantisation
 from cotrain.training.assembly import initial, shares_of, stages
 from cotrain.training.fit import SHARDED, phases_of, strategy_of

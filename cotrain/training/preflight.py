@@ -17,8 +17,7 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig
 
-from cotrain.config.regimes import judged, learnt
-from cotrain.config.settings import TrainConfig
+from cotrain.config.settings import TrainConfig, judged, learnt
 from cotrain.errors import UserError
 from cotrain.losses.chunked import positions
 from cotrain.students.base import student_class

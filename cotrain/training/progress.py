@@ -13,8 +13,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.callbacks.progress.progress_bar import ProgressBar
 
-from cotrain.config.regimes import judged, learnt
-from cotrain.config.settings import TrainConfig
+from cotrain.config.settings import TrainConfig, judged, learnt
 from cotrain.console import Display
 
 NEVER = sys.maxsize  # batches between validations, if progress decides when they are due

@@ -281,7 +281,7 @@ def load_draft(
     the target's.
     """
     draft = read(folder)
-    _require_class(draft, network)
+    require_class(draft, network)
     model, problems, _ = load_weights(draft.path, dtype, trust_remote_code, network)
     if problems:
         raise ValueError("; ".join(problems))
@@ -294,7 +294,7 @@ def load_draft(
     return model, tokenizer, draft.metadata
 
 
-def _require_class(draft: Folder, network: Any) -> None:
+def require_class(draft: Folder, network: Any) -> None:
     """Raise ValueError if the folder's kind has another class of networks. A folder without metadata passes."""
     from inference.proposers.kinds import kind_of  # its package imports this module
 

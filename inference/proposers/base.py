@@ -261,7 +261,8 @@ class Proposer:
     others. greedy: whether it drafts the likeliest token, with a one-hot distribution. weights: the dtype of its own
     weights, None without any. depths: the most drafts of a round, None if it has no bound of its own.
     network_class: what a draft folder of this kind holds, a class with `from_pretrained`; None: no weights.
-    own_tokenizer: whether the folder's tokenizer may be another than the target's.
+    own_tokenizer: whether the folder's tokenizer may be another than the target's. drafts_trees: whether the
+    constructor takes `shape=`, the tree that it drafts.
     """
 
     reads: tuple[int, ...] = ()
@@ -269,6 +270,7 @@ class Proposer:
     depths: int | None = None
     network_class: Any = None
     own_tokenizer = False
+    drafts_trees = False
 
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "Proposer":

@@ -259,6 +259,7 @@ class Eagle(Proposer):
     """
 
     network_class: Any = EagleNetwork
+    drafts_trees = True
 
     def __init__(
         self, network: EagleNetwork, greedy: bool = False, *, compile: bool | None = None,

@@ -145,6 +145,7 @@ class DraftHeads(Proposer):
     """
 
     reads = (LAST,)
+    drafts_trees = True
 
     def __init__(self, network: HeadsNetwork, greedy: bool = False, *, shape: TreeShape = None) -> None:
         self.network, self.greedy = network.eval(), greedy

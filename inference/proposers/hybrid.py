@@ -2,8 +2,7 @@
 
 The gate compares expected rates of tokens, from counts on held-out text. It reads how long an end of the text occurred
 earlier, and whether in the text itself or in a datastore, which depend on earlier text alone. It never sees a token
-that
-a model drew: to drop or swap such a draft after a look would change the distribution of the text.
+that a model drew: dropping or swapping such a draft after reading it would change the distribution of the text.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -29,6 +29,7 @@ class Independent(Proposer):
     """
 
     network_class = AutoModelForCausalLM
+    drafts_trees = True
     scaled = False  # whether it writes to `LM.scale`
     tail = 2  # ids of a text that a round with all drafts at once feeds: after a fully accepted round two are missing
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from inference.drafts.draft_folder import load_tokenizer
+from inference.drafts.draft_folder import load_tokenizer, read, require_class
 from inference.drafts.weight_files import load_weights
 from inference.lookup.suffixes import common_prefix
 from inference.models.pretrained import widened
@@ -72,7 +72,9 @@ class OtherTokenizer(Proposer):
 
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "OtherTokenizer":
-        """A Hugging Face folder with a tokenizer of its own. Raises ValueError if it or the target has none."""
+        """From a Hugging Face folder with a tokenizer of its own. Raises ValueError for a draft folder of a kind that
+        holds no causal LM, for weights that cannot be read, and if the folder or the target has no tokenizer."""
+        require_class(read(folder), cls.network_class)
         model, problems, _ = load_weights(folder)
         tokenizer = load_tokenizer(folder)
         if problems or tokenizer is None or arguments.tokenizer is None:

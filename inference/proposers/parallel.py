@@ -27,6 +27,10 @@ class Parallel(Independent):
     depth have one distribution. Arguments as `Independent`; raises ValueError for a model whose config names no mask.
     """
 
+    scaled = (
+        False  # `OnePass` ignores a scale: it reads the head itself, and no parallel draft depends on the temperature
+    )
+
     def __init__(
         self, model: PreTrainedModel | str | PathLike[str], greedy: bool = False, *, compile: bool | None = None,
         int8: bool = False, shape: TreeShape = None,

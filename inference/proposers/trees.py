@@ -1,9 +1,8 @@
 """Drafting trees level by level and chains token by token, shared by every kind that runs a model.
 
 A kind gives the logits after the text and a pass over the nodes of a level (`Follow`). The shape decides the nodes,
-their
-children and distributions, and how many a row has: `StaticTrees` for a fixed shape, `DynamicTrees` for one that each
-row's distributions decide, round by round (EAGLE-2: Li et al. 2024, 2406.16858).
+their children and distributions, and how many a row has: `StaticTrees` for a fixed shape, `DynamicTrees` for one that
+each row's distributions decide, round by round (EAGLE-2: Li et al. 2024, 2406.16858).
 
 A rows, n nodes of a level, w nodes of a pass, C children, M candidates, N nodes, D levels, V vocabulary.
 """

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import torch
 
 from cotrain.cli import main
-from cotrain.config.regimes import sampling
+from cotrain.config.settings import sampling
 from cotrain.rollout import training_texts
 from cotrain.rollout.training_texts import regime
 from cotrain.teacher.target_model import load_pair

@@ -1,6 +1,7 @@
 """Trees that every kind with a `shape` drafts: exact, batched and ragged, with the distributions that its chains have;
 their calls are those that forced rounds predict. A kind is tested here once `tests.kinds` has a maker for it."""
 
+import inspect
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from inference.measure.tree_plan import distributions_of_rounds, reach_under
 from inference.output import Emitted
 from inference.policy import Fixed
 from inference.proposers import KINDS as REGISTERED
+from inference.proposers import kind_of
 from inference.proposers.base import Proposer
 from inference.proposers.trees import StaticTrees
 from inference.round import DecodingRound
@@ -23,7 +25,7 @@ from inference.verify.tree import chain
 from tests import standin
 from tests.inference.test_distribution import p_value, pair
 from tests.inference.test_every_proposer import LIMITS, PROMPTS, SAMPLING, WHOLE, Uneven
-from tests.kinds import KINDS, SHAPED, takes_shape
+from tests.kinds import KINDS, SHAPED
 from tests.tiny import tiny
 
 SHAPE = (-1, 0, -1, 1, -1, 0, 2, 2, 6)  # uneven, and not numbered level by level
@@ -39,7 +41,9 @@ def drafts(kind: str, target: Any, shape: tuple[int, ...] = SHAPE, **settings: A
 
 
 def test_every_kind_that_takes_a_shape_is_here() -> None:
-    assert {name for name in REGISTERED if takes_shape(name)} <= {*SHAPED}
+    for name in REGISTERED:
+        takes_shape = "shape" in inspect.signature(kind_of(name).__init__).parameters
+        assert takes_shape == kind_of(name).drafts_trees and (name in SHAPED or not takes_shape), name
     assert len(SHAPED) > 5
 
 

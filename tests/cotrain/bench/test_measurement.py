@@ -196,7 +196,7 @@ def test_a_gate_is_counted_on_ranking_prompts(monkeypatch: pytest.MonkeyPatch) -
         gated.extend(prompts)
         return Gate.uncalibrated()
 
-    monkeypatch.setattr("cotrain.students.hybrid.calibrate", noted)
+    monkeypatch.setattr("cotrain.students.retrieval.calibrate", noted)
     asked = plan("hybrid")
     asked.draft.config.lookup = {"datastore": None, "shortest": 2}
     calibration.prepare(asked)

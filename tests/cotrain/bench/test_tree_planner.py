@@ -35,7 +35,6 @@ from inference import Engine, Sampling, load
 from inference.drafts.draft_folder import Metadata, PlannedTree, read, save
 from inference.exactness.teacher_forced import routes, teacher_forced, tree_of
 from inference.exactness.verdict import check
-from inference.loading import takes_shape
 from inference.measure.costs import Costs, RealRound
 from inference.measure.timing import Interval
 from inference.measure.tree_shapes import fitted, probes
@@ -107,7 +106,7 @@ def test_a_policy_or_a_rule_of_chains_drafts_chains(place: Path) -> None:
 
 
 def test_a_kind_that_drafts_chains_alone_refuses_a_tree(place: Path, tmp_path: Path) -> None:
-    assert takes_shape(Independent) and not takes_shape(NGram)
+    assert Independent.drafts_trees and not NGram.drafts_trees
     folder = changed(place / "draft", tmp_path / "ngram", kind="ngram")
     with pytest.raises(ValueError, match=r"cotrain\.json: tree: ngram drafts chains alone"):
         load(folder)

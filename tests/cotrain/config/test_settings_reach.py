@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 from cotrain.config.groups import Data, Rollout
 from cotrain.config.overrides import flat
-from cotrain.config.resume import kind
+from cotrain.config.ranges import change
 from cotrain.config.settings import register
 from cotrain.data.sources import Blocks
 from cotrain.data.texts import of_blocks
@@ -244,10 +244,10 @@ def test_a_run_goes_on_under_other_settings_only_where_they_change_no_weight() -
     """Of all settings that there are: a run is another one, but for these."""
     cfg = OmegaConf.to_container(composed(), resolve=True)
     keys = {key for key, value in flat(cfg) if not isinstance(value, dict)}
-    free = {key for key in keys if kind(key, 1, 2) == "free"}
+    free = {key for key in keys if change(key, 1, 2) == "free"}
     assert {key for key in free if not key.startswith("bench.")} == FREE
     assert {key for key in keys if key.startswith("bench.")} <= free
     longer = {"trainer.steps", "trainer.minutes", "minutes", "measure"}
-    assert {key for key in keys if kind(key, 1, 2) == "longer"} == longer
-    assert [kind("measure", *pair) for pair in ((False, True), (True, False))] == ["longer", "free"]
-    assert {key for key in keys if kind(key, 1, 2, rounds=2) == "free"} == free - {"trainer.validations"}
+    assert {key for key in keys if change(key, 1, 2) == "longer"} == longer
+    assert [change("measure", *pair) for pair in ((False, True), (True, False))] == ["longer", "free"]
+    assert {key for key in keys if change(key, 1, 2, rounds=2) == "free"} == free - {"trainer.validations"}

@@ -13,8 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from cotrain.config.groups import Data
 from cotrain.data.conversations import Chats
-from cotrain.data.inputs import prompt_origin, read_rows
-from cotrain.data.sources import source_of
+from cotrain.data.sources import prompt_origin, read_rows, source_of
 from cotrain.data.splits import SPLITS
 from tests.folders import tokenizer
 

@@ -16,9 +16,8 @@ from transformers import PreTrainedTokenizerFast
 from cotrain.commands import bench
 from cotrain.data.conversations import Chats
 from cotrain.data.corpora import PIECE, pieces
-from cotrain.data.inputs import prompt_origin
 from cotrain.data.prompt_rows import PromptRows, TextStarts
-from cotrain.data.sources import pack, source_of
+from cotrain.data.sources import pack, prompt_origin, source_of
 from cotrain.data.splits import SPLITS
 from cotrain.data.texts import Learnt, joined
 from cotrain.rollout.samplers import Ask, Own

@@ -15,9 +15,8 @@ from cotrain.bundled.tokenizer import token_bytes
 from cotrain.config.groups import Data
 from cotrain.data import corpora
 from cotrain.data.corpora import Document, embedded, manifest, records
-from cotrain.data.inputs import read_rows
 from cotrain.data.prompt_rows import TextStarts
-from cotrain.data.sources import SeededOrder, embedded_texts, pack, source_of, texts_of
+from cotrain.data.sources import SeededOrder, embedded_texts, pack, read_rows, source_of, texts_of
 from cotrain.data.texts import Curriculum, Learnt, Texts, joined, none, shared
 from tests.folders import few_files, tokenizer
 

@@ -26,8 +26,7 @@ from cotrain.bundled.tokenizer import train_tokenizer
 from cotrain.errors import UserError
 from cotrain.export.engines import ENGINES, caveats, launch, refuse_layout
 from cotrain.export.fitting import resize
-from cotrain.export.hf import export
-from cotrain.export.layout_check import check
+from cotrain.export.hf import check, export
 from cotrain.export.publishing import card
 from inference.drafts.draft_folder import Metadata, hash_target, load_draft, save
 from inference.report.table import table

@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from cotrain.cli import main
 from cotrain.errors import UserError
 from cotrain.export.fitting import folded, measured_elsewhere, refuse
-from cotrain.export.hf import export
-from cotrain.export.layout_check import check
+from cotrain.export.hf import check, export
 from inference.drafts.draft_folder import Metadata, read
 from inference.proposers.conditioned import KNOTS, TABLE, ConditionedNetwork
 from tests.draft_folders import draft_folder

@@ -9,7 +9,7 @@ import pytest
 
 from cotrain.cli import main
 from cotrain.page import html_page
-from cotrain.page.first_screen import headline, share_of_costs
+from cotrain.page.html_page import headline, share_of_costs
 from cotrain.page.loaded_run import load
 from cotrain.page.rendering import visible
 from cotrain.page.run_charts import crossing
@@ -75,7 +75,9 @@ def test_no_figure_of_the_first_table_stands_without_its_source(tmp_path: Path) 
 def test_tau_of_checkpoints_says_its_draft_length(tmp_path: Path) -> None:
     run = marker("finished", policy={"k": 7})
     page = parsed(folder(tmp_path / "run", full_report(), run=run))
-    assert "tokens per target call with k = 7, before training" in page.texts["figures"]
+    assert page.texts["figures"].count("tokens per target call, measured") == 1
+    assert "tau expected on held-out text, before training" in page.texts["figures"]
+    assert "with k = 7" in page.texts["figures"]
 
 
 def test_a_chart_draws_the_numbers_of_its_table(tmp_path: Path) -> None:

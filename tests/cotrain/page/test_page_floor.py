@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from cotrain.page.first_screen import floor
+from cotrain.page.html_page import floor
 from cotrain.page.loaded_run import load
 from tests import pages
 from tests.inference.test_drafting import calls  # noqa: F401 - a fixture

@@ -85,9 +85,11 @@ def test_the_first_table_and_the_tiles(tmp_path: Path) -> None:
     result = {name: cells["run"] for name, cells in table(shown).items()}
     assert {name: result[name] for name in FIRST} == FIRST
     assert result["acceptance rate on held-out texts"] == [f"{HELD}/alpha_T1~1all"]
-    faster, more, _ = re.findall(r'<div class="big">(.*?)</div>', shown, re.DOTALL)
+    faster, tau, _ = re.findall(r'<div class="big">(.*?)</div>', shown, re.DOTALL)
     assert sources(faster) == FIRST["speed-up over plain decoding"]
-    assert sources(more) == [f"/report/extra/checkpoints/{place}/tau" for place in (0, 1)]
+    assert sources(tau) == FIRST["tokens per target call (tau), measured"]
+    taus = [f"/report/extra/checkpoints/{place}/tau" for place in (0, 1)]
+    assert result["tau expected on held-out text, before training → now"][: len(taus)] == taus
 
 
 def test_the_regime_that_was_served_decides_what_is_shown(tmp_path: Path) -> None:

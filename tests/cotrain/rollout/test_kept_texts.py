@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from cotrain.config.groups import Data
 from cotrain.config.settings import register
 from cotrain.data.fingerprints import fingerprint, identity, settings
-from cotrain.data.inputs import prompt_origin
+from cotrain.data.sources import prompt_origin
 from cotrain.paths import folder
 from cotrain.rollout import training_texts
 from cotrain.rollout.samplers import Ask

@@ -13,11 +13,11 @@ from torch import Tensor
 from cotrain import losses
 from cotrain.cli import main
 from cotrain.config.groups import Draft, Init
-from cotrain.config.regimes import judged, learnt
+from cotrain.config.settings import judged, learnt
 from cotrain.data.texts import Texts
 from cotrain.evaluation.held_out import evaluate, held_out
 from cotrain.losses.spec import parse
-from cotrain.students import quantisation_aware
+from cotrain.students import quantised
 from cotrain.students.base import Seen
 from cotrain.students.conditioned import ConditionedStudent as Student
 from cotrain.teacher.target_model import served, split
@@ -150,8 +150,8 @@ def test_other_kinds_have_no_temperatures() -> None:
 
 def test_rounded_weights_keep_their_scale() -> None:
     network = conditioned_near(tiny(hidden=64, dtype=torch.float32))
-    quantisation_aware.refuse_unknown(network)
-    other = quantisation_aware.rounded(network, "int8")
+    quantised.refuse_unknown(network)
+    other = quantised.rounded(network, "int8")
     assert torch.equal(other.get_parameter(TABLE), network.get_parameter(TABLE))
     assert not torch.equal(other.lm_head.weight, network.lm_head.weight)
 

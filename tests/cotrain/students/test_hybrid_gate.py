@@ -17,7 +17,7 @@ def test_a_gate_on_a_gpu_is_of_rounds_as_they_are_served(monkeypatch: pytest.Mon
     """Replayed there, where single launches take several times as long."""
     met: list[Any] = []
     monkeypatch.setattr(
-        "cotrain.students.hybrid.calibrate", lambda *engines, **_: met.extend(engines[:2]) or Gate.uncalibrated()
+        "cotrain.students.retrieval.calibrate", lambda *engines, **_: met.extend(engines[:2]) or Gate.uncalibrated()
     )
     for device in ("cpu", "cuda"):
         with standin.device() if device == "cuda" else nullcontext():

@@ -13,7 +13,7 @@ import inference.proposers.eagle as eagle_module
 from cotrain.students.base import Guess, Seen
 from cotrain.students.eagle import EagleStudent
 from cotrain.students.parallel import PEagleStudent, starts
-from cotrain.students.quantisation_aware import refuse_unknown
+from cotrain.students.quantised import refuse_unknown
 from cotrain.teacher.target_model import served
 from cotrain.training.optim import adamw
 from inference import Engine, load, proposers

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from cotrain.bench.quantisation_table import table
 from cotrain.cli import main
-from cotrain.students.quantisation_aware import quantised, rounded
+from cotrain.students.quantised import quantised, rounded
 from cotrain.training.callbacks import QuantisationAware
 from inference.models.lm import LM
 from tests.cotrain.bench.test_matrix import plan_of

@@ -18,7 +18,7 @@ from cotrain.data.texts import Texts
 from cotrain.losses.spec import LossSpec
 from cotrain.paths import folder
 from cotrain.students.independent import IndependentStudent
-from cotrain.students.quantisation_aware import refuse_unknown
+from cotrain.students.quantised import refuse_unknown
 from cotrain.training import assembly
 from cotrain.training.job import Job
 from cotrain.training.module import Distillation, Stage

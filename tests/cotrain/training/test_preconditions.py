@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 from cotrain.cli import main
 from cotrain.config import ranges
 from cotrain.config.settings import SCHEMAS
-from cotrain.students.base import KINDS, student_class
 from cotrain.training.preconditions import refuse_fractions, refuse_minutes, size_of
 from inference import sampling
 from inference.verify.rules import RULES
@@ -165,7 +164,6 @@ def test_every_rule_is_of_a_setting_that_there_is() -> None:
         known = [_has(schema, bare) for schema in schemas]
         assert any(known), key
     assert sampling.COLDEST == ranges.COLDEST and MOST_NODES == ranges.MOST_NODES
-    assert set(ranges.WITHOUT_TRAINING) == {kind for kind in KINDS if not student_class(kind).trained}
     assert ranges.VERIFY.words == f"one of {', '.join(RULES)}"
 
 

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from cotrain.cli import main
 from cotrain.commands import train as commands
-from cotrain.config.resume import kind
+from cotrain.config.ranges import change
 from cotrain.evaluation.held_out import HeldOut
 from cotrain.training import fit as fits
 from cotrain.training import job as jobs
@@ -107,7 +107,7 @@ def test_minutes_added_later_belong_to_the_training() -> None:
     assert progress.state() == {"elapsed": 7.0, "left": 14.0, "whole": 20.0, "texts": None}
     without = Progress(100, 3.0)
     without.resume({"elapsed": 7.0, "left": 4.0, "whole": 10.0})
-    assert without.minutes == 3.0 and kind("minutes", 10.0, 20.0) == kind("minutes", 10.0, None) == "longer"
+    assert without.minutes == 3.0 and change("minutes", 10.0, 20.0) == change("minutes", 10.0, None) == "longer"
 
 
 def test_the_budget_of_training_and_of_the_run_both_limit_it() -> None:

@@ -1,13 +1,15 @@
 """Drafts of another vocabulary: only shared tokens, distributions renormalised over them, and exactly the target's
 texts."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from cotrain.bundled.tokenizer import train_tokenizer
-from inference import Engine, Sampling
+from inference import Engine, Sampling, load
 from inference.policy import Fixed
 from inference.proposers.other_tokenizer import (
     WINDOW,
@@ -17,6 +19,8 @@ from inference.proposers.other_tokenizer import (
     TextConverter,
     byte_strings,
 )
+from tests.draft_folders import draft_folder
+from tests.folders import target_folder
 from tests.tiny import near, tiny
 
 TEXT = "the cat sat on the mat and the dog ran to the red barn, naïve café 日本 über; " * 3
@@ -168,3 +172,13 @@ def test_distributions_are_those_after_the_converted_text(theirs: PreTrainedToke
     engine = Engine(target, proposer, rows=2, policy=Fixed(2), tokenizer=theirs)
     engine.generate(["the cat", "a mat and", "ba"], max_new_tokens=24, seed=1)
     assert len(rounds) > 20
+
+
+def test_a_draft_folder_of_heads_is_no_draft_with_another_tokenizer(tmp_path: Path) -> None:
+    """The folder's kind is checked before its weights are read."""
+    target = target_folder(tmp_path / "target")
+    folder = draft_folder(tmp_path / "draft", target, "medusa")
+    with pytest.raises(ValueError, match=r"cotrain\.json: kind is 'medusa', whose folder holds weights of MedusaNet"):
+        load(folder, kind="other_tokenizer")
+    folder = draft_folder(tmp_path / "small", target, "independent")
+    assert isinstance(load(folder, kind="other_tokenizer").proposer, OtherTokenizer)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cotrain.config.groups import Regime
-from cotrain.config.regimes import sampling, truncation
+from cotrain.config.settings import sampling, truncation
 from inference.sampling import probs
 
 

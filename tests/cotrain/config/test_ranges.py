@@ -3,7 +3,7 @@
 from dataclasses import fields
 
 from cotrain.config.groups import Trainer
-from cotrain.config.resume import kind
+from cotrain.config.ranges import change
 from tests.inference.test_drafting import calls  # noqa: F401 - a fixture
 
 
@@ -11,6 +11,6 @@ def test_every_trainer_setting_makes_another_run_unless_it_only_stores_or_report
     free = {"validations", "patience", "remember_mb", "checkpoint_minutes", "cache", "threads", "accelerator", "logger"}
     longer = {"steps", "minutes"}
     others = {field.name for field in fields(Trainer)} - free - longer
-    assert {kind(f"trainer.{name}", 1, 2) for name in free} == {"free"}
-    assert {kind(f"trainer.{name}", 1, 2) for name in longer} == {"longer"}
-    assert {name for name in others if kind(f"trainer.{name}", 1, 2) != "other"} == set() and "precision" in others
+    assert {change(f"trainer.{name}", 1, 2) for name in free} == {"free"}
+    assert {change(f"trainer.{name}", 1, 2) for name in longer} == {"longer"}
+    assert {name for name in others if change(f"trainer.{name}", 1, 2) != "other"} == set() and "precision" in others
