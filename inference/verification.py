@@ -15,7 +15,7 @@ from inference.proposers.base import Proposal
 from inference.round import DecodingRound
 from inference.sampling.distributions import is_missing, wide
 from inference.trace import trace
-from inference.verify.tree import Tree
+from inference.verify.tree import Tree, usable_lengths
 
 
 class RoundResult(NamedTuple):
@@ -44,23 +44,6 @@ def verify(
         return result
     u = None if rule.shared else round.test_noise
     return result._replace(table=torch.cat((result.table, trace(p, proposal, u, length, result.path)), 1))
-
-
-def usable_lengths(p: Tensor, q: Tensor | None, k: Tensor, tree: Tree | None = None) -> Tensor:
-    """Draft lengths (A,), cut at the first draft without a distribution: a draft needs its own distribution and the
-    target's before it. Of a chain (no `tree`) or a tree.
-
-    The cut depends on the drafts before it alone, as a stop rule may: p (A, N+1, V), q (A, N, V), k (A,).
-    """
-    missing = is_missing(p)
-    if tree is None:
-        missing = missing[:, :-1]
-    else:
-        before = tree.on(p.device).parents.view(-1, p.shape[1] - 1) + 1
-        missing = missing.gather(1, before.expand(len(p), -1))
-    if q is not None and q.shape[1]:
-        missing = missing | is_missing(q)
-    return torch.minimum(k, (~missing).to(torch.int64).cumprod(1).sum(1))
 
 
 def round_result(

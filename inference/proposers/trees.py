@@ -9,7 +9,7 @@ A rows, n nodes of a level, w nodes of a pass, C children, M candidates, N nodes
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -175,7 +175,7 @@ def by_level(parents: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(number[parents[node]] if parents[node] >= 0 else -1 for node in order)
 
 
-@lru_cache(maxsize=64)
+@cache  # CUDA graphs may read these tensors, so none is dropped
 def _steps(parents: tuple[int, ...], device: torch.device) -> tuple[LevelStep, ...]:
     """Cached by shape, so that no round copies it to the device again."""
     steps: list[LevelStep] = []

@@ -24,8 +24,8 @@ from inference.proposers.base import CompositeProposer, LoadArguments, Numbers, 
 from inference.proposers.independent import Independent
 from inference.proposers.quantised import Quantised
 from inference.sampling import certain, draw
-from inference.verification import usable_lengths
 from inference.verify.rules import RULES, Rule
+from inference.verify.tree import usable_lengths
 
 SETTINGS = "two_levels"  # of config.json: bits, inner
 DRAWS, COINS, LAST = range(3)  # of `Round.inner`

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from inference.sampling.distributions import one_hot, wide
+from inference.sampling.distributions import is_missing, one_hot, wide
 from inference.verify.chain import continued
 
 Parents = tuple[int, ...] | Tensor
@@ -64,6 +64,23 @@ class Tree:
         """(1 or A, N, N) bool: [_, i, j] whether node j is node i or an ancestor of it."""
         columns = torch.arange(1, self.nodes + 1, device=self.seen.device)
         return (self.seen[:, 1:, None] >> columns & 1).bool()
+
+
+def usable_lengths(p: Tensor, q: Tensor | None, k: Tensor, tree: Tree | None = None) -> Tensor:
+    """Draft lengths (A,), cut at the first draft without a distribution: a draft needs its own distribution and the
+    target's before it. Of a chain (no `tree`) or a tree.
+
+    The cut depends on the drafts before it alone, as a stop rule may: p (A, N+1, V), q (A, N, V), k (A,).
+    """
+    missing = is_missing(p)
+    if tree is None:
+        missing = missing[:, :-1]
+    else:
+        before = tree.on(p.device).parents.view(-1, p.shape[1] - 1) + 1
+        missing = missing.gather(1, before.expand(len(p), -1))
+    if q is not None and q.shape[1]:
+        missing = missing | is_missing(q)
+    return torch.minimum(k, (~missing).to(torch.int64).cumprod(1).sum(1))
 
 
 def _ancestry(parents: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,9 +8,9 @@ import torch
 
 from inference.proposers.base import Proposal
 from inference.trace import COLUMNS
-from inference.verification import column_of, round_result, usable_lengths
+from inference.verification import column_of, round_result
 from inference.verify.chain import Verification
-from inference.verify.tree import Tree, TreeVerification
+from inference.verify.tree import Tree, TreeVerification, usable_lengths
 
 V, A, N = 5, 40, 6
 SHAPES = {"chain": None, "tree": (-1, 0, -1, 1, 0, 2), "bush": (-1, -1, -1, 0, 1, 1)}

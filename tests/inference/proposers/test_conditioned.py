@@ -81,6 +81,13 @@ def test_scales_are_interpolated_between_temperatures() -> None:
     assert torch.equal(Scale(alone).at(asked), 1 + alone.temperature_scale.weight.expand(6, -1))
 
 
+def test_outside_its_temperatures_the_scale_is_that_of_the_nearest() -> None:
+    network: Any = conditioned(tiny(), [0.5, 1.0])
+    network.temperature_scale.weight.data.normal_(generator=torch.Generator().manual_seed(0))
+    outside = Scale(network).at(torch.tensor([0.0, 0.2, 1.3, 9.0]))
+    assert torch.equal(outside, 1 + network.temperature_scale.weight[torch.tensor([0, 0, 1, 1])])
+
+
 @pytest.mark.parametrize("wrong", [[], [0.3, 0.3], [1.0, 0.0]])
 def test_temperatures_that_are_no_list_of_knots_raise(wrong: list[float]) -> None:
     with pytest.raises(ValueError, match="at least one, each once, in rising order"):

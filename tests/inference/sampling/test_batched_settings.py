@@ -10,7 +10,7 @@ from inference.request import Request
 from inference.round import Batch, send
 from inference.sampling import Sampling, probs
 from inference.sampling.penalties import process
-from inference.verification import usable_lengths
+from inference.verify.tree import usable_lengths
 
 V = 24
 REGIMES = [Sampling(0), Sampling(), Sampling(0.7), Sampling(1.3, top_k=5), Sampling(0.9, top_p=0.8),
