@@ -148,8 +148,8 @@ class Distillation(lightning.LightningModule):
     `chunked.positions`. cosine: initial weight of `losses.misaligned` on the final hidden states, see `leading`, 0 for
     none. remember: bytes of the target's states to cache. k: draft length of the sequence losses. hardest: see
     `chunked`. seed: of a student's random choices. progress: of the whole training, which stages are parts of; None:
-    the trainer's steps. top: number of each distribution's likeliest tokens to cache instead of hidden states, see `top_k`;
-    0: states. decay: of a depth's weight, None: exact, see `losses.batch.shares`.
+    the trainer's steps. top: number of each distribution's likeliest tokens to cache instead of hidden states, see
+    `top_k`; 0: states. decay: of a depth's weight, None: exact, see `losses.batch.shares`.
 
     Raises ValueError for a student that cannot be trained so, for a cosine between states of different widths, and for
     one, or a loss that merged distributions do not have, together with top.
