@@ -73,15 +73,14 @@ class LossBatch:
         return pad(from_columns(saved if depth == ANY else saved[..., depth], self.sampled), (0, 1))
 
     def of_positions(
-        self, spec: LossSpec, guess: Guess, weight: Tensor, measured: bool, hardest: float, u: Tensor | None
+        self, spec: LossSpec, guess: Guess, weight: Tensor, measured: bool, hardest: float
     ) -> tuple[Tensor, Statistics]:
-        """The sum of a loss over positions, weight (B, T) each, see `chunked`; u (B, T): uniforms to draw tokens by."""
+        """The sum of a loss over positions, weight (B, T) each, see `chunked`."""
         assert spec.position is not None
         weight = weight if guess.share == 1 else weight / guess.share
         return chunked(
             spec.position, self.target, guess, weight, self.temperature, chunk=self.chunk, truncate=self.truncate,
             measured=measured, hardest=hardest, terms=spec.terms if len(spec.terms) > 1 else (),
-            x=self.following if spec.takes == "text" else None, u=u if spec.takes == "drawn" else None,
         )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cotrain import losses
 from cotrain.losses.guess import Guess
-from inference.sampling import Truncate, draw, log_probs_at, one_hot, wide
+from inference.sampling import Truncate, log_probs_at, one_hot, wide
 
 CHUNK = 512  # default number of positions whose distributions exist at once
 VALUES, FEWEST = 2**21, 192  # values of one chunk's distribution: 8 MiB in float32, which fit a processor's cache
@@ -78,8 +78,6 @@ def chunked(
     temperature: float | Tensor = 1.0,
     *,
     chunk: int = CHUNK,
-    x: Tensor | None = None,
-    u: Tensor | None = None,
     truncate: Truncate | None = None,
     measured: bool = True,
     hardest: float = 1.0,
@@ -92,29 +90,23 @@ def chunked(
     distribution of argmax p with q at temperature 1, and the reported alpha is 1[argmax p = argmax q].
     truncate: -inf on the logits that top-k / top-p cut, as `partial(keep_top_p, p=.9)` of `inference.sampling`; applied
     to p in the loss, to p and q in the reported alpha (a truncated q would have no gradient outside its own nucleus).
-    x (B,T): tokens passed to a loss that takes them (`ce`). u (B,T): uniforms by which such tokens are drawn from q
-    instead (`tvpp`). measured: False leaves all statistics but `positions` NaN, and is a quarter cheaper.
+    measured: False leaves all statistics but `positions` NaN, and is a quarter cheaper.
     hardest: count only this fraction of the guesses, those of the largest loss, each multiplied by 1 / hardest, so that
     the sum stays comparable. terms: parts of the loss, called as it is, whose sums are reported separately. If `guess`
     gives all parameters of its head, and hardest is 1, several chunks are computed once instead of twice. Raises
-    ValueError for both x and u, a fraction outside (0, 1], and shapes that do not fit.
+    ValueError for a fraction outside (0, 1] and shapes that do not fit.
     """
     if not 0 < hardest <= 1:
         raise ValueError(f"hardest: a fraction in (0, 1], not {hardest}")
-    if x is not None and u is not None:
-        raise ValueError("give x (the text's tokens) or u (uniforms to draw tokens from q), not both")
     rows = _Rows(target, guess, _spread(temperature, mask.shape, guess.states), truncate)
     weight = mask.flatten()[guess.at]  # (N,)
 
     def part(i: Tensor, states: Tensor | None = None) -> tuple[Tensor, Tensor]:
         logp, logq = rows.distributions(i, states)
-        tokens = () if x is None else (x.flatten()[guess.at[i]],)
-        if u is not None:
-            tokens = (draw(logq.detach().exp(), u.flatten()[guess.at[i]]),)
-        values = loss(logp, logq, *tokens) * weight[i]
+        values = loss(logp, logq) * weight[i]
         if not measured:
             return values, values.new_full((len(i), 3 + len(terms)), math.nan)
-        separate = [term(logp, logq.detach(), *tokens) * weight[i] for term in terms]
+        separate = [term(logp, logq.detach()) * weight[i] for term in terms]
         return values, rows.statistics(logp, logq, i, separate)  # last, so that backward need not repeat it
 
     counted = weight.nonzero().squeeze(-1)  # (n,)

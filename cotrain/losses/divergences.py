@@ -102,51 +102,6 @@ def jsd(logp: Tensor, logq: Tensor) -> Tensor:
     return (kl(logp, logm) + kl(logq, logm)) / 2
 
 
-def tvpp(logp: Tensor, logq: Tensor, x: Tensor) -> Tensor:
-    """Score-function form of TV (TVD++, arXiv 2403.00858): -A log q(x), x (...,) drawn from q.
-
-    Why: positions weigh alike at any overlap. Fails by its variance, one token a position: it needs more steps than
-    `tv`.
-    A = (1[p(x) >= q(x)] - mu) / sigma, a constant; mu = S, sigma = sqrt(S (1 - S)); 0 where sigma = 0.
-    Its gradient has expectation -q (I - S) / sigma: tv's over sigma.
-    """
-    logp, logq = wide(logp), wide(logq)
-    with torch.no_grad():
-        q, inside = logq.exp(), logq <= logp
-        mu, rest = (q * inside).sum(-1), (q * ~inside).sum(-1)  # rest = 1 - mu without cancellation
-        sigma = (mu * rest).sqrt()
-        advantage = torch.where(sigma > 0, (_at(inside, x).to(mu) - mu) / sigma, 0.0)
-    return -advantage * _at(_finite(logq), x)
-
-
-def ce(logp: Tensor, logq: Tensor, x: Tensor) -> Tensor:
-    """Cross-entropy -log q(x), x (...,) the text's token; p is not read. dL/dz = q - e_x.
-
-    Why: it needs no target while training, and on texts of the target it is `kl` + H(p) in expectation. Fails by its
-    variance, one token a position while `kl` uses the whole distribution, and on texts that the target did not write,
-    which it teaches instead of the target. q(x) = 0 gives -log(tiny) with zero gradient.
-    """
-    return -_at(_finite(wide(logq)), x)
-
-
-def mix(logp: Tensor, logq: Tensor, x: Tensor) -> Tensor:
-    """.1 ce + 1.8 tv = .1 (-log q(x)) + .9 sum_v abs(p - q), x (...,) the text's token: the production mix of DSpark.
-
-    dL/dz = .1 (q - e_x) + .9 q (s - sum_v q s), s = sign(q - p). Why: `tv` with a gradient everywhere. Fails like
-    `ce` on texts that the target did not write. An expression may name it mix, see `spec.EXPRESSIONS`.
-    """
-    return 0.1 * ce(logp, logq, x) + 1.8 * tv(logp, logq)
-
-
-def hellinger(logp: Tensor, logq: Tensor) -> Tensor:
-    """Squared Hellinger distance 1 - sum_v sqrt(p q) (Hellinger 1909): H^2 <= TV <= sqrt(2) H.
-
-    Why: a smooth replacement of `tv`, whose gradient does not jump at q = p. Fails like `tv` at small overlap.
-    dL/dz = -(sqrt(p q) - q sum_v sqrt(p q)) / 2.
-    """
-    return 1 - ((wide(logp) + wide(logq)) / 2).exp().sum(-1)
-
-
 def greedy(logp: Tensor, logq: Tensor) -> Tensor:
     """-log q(argmax p), cross-entropy with the target's most probable token. dL/dz = q - e, e one-hot at it.
 

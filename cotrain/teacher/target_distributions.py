@@ -6,7 +6,7 @@ of the others (`TopKTeacher`).
 
 A state of a model 4,096 wide takes 8 KiB in bfloat16; 64 tokens with ids and probabilities take half a KiB, and the
 target's head is not applied again. Losses then compare distributions merged outside the top k. f-divergences of merged
-distributions (kl, rkl, tv, jsd, hellinger) are at most those of the whole ones, by the data-processing inequality
+distributions (kl, rkl, tv, jsd) are at most those of the whole ones, by the data-processing inequality
 (Csiszar 1967), and alpha is at least the whole ones', by at most the smaller mass outside. So those losses are lower
 bounds, and acceptance seen in training is an upper bound; held-out figures use whole distributions.
 

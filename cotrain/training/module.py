@@ -60,9 +60,7 @@ def leading(weight: float, stages: Sequence[Stage], done: float) -> float:
 def refuse_merged(stages: Sequence[Stage], cosine: float) -> None:
     """Raise ValueError for what merged distributions do not have: some losses, and hidden states to compare."""
     if not all(stage.loss.merged for stage in stages):
-        raise ValueError(
-            f"trainer.top: the loss is not one of {', '.join((*MERGED, 'mix'))}, which top-k distributions have"
-        )
+        raise ValueError(f"trainer.top: the loss is not one of {', '.join(MERGED)}, which top-k distributions have")
     if cosine:
         raise ValueError("trainer.top: top-k distributions are cached, not hidden states: init.cosine=0")
 
@@ -106,16 +104,16 @@ class StepLoss:
             means[term.name] = self.asked.of_texts(term, self.logs, self.k) / count
         return means
 
-    def of_positions(self, predicted: Tensor, share: Tensor, u: Tensor, measured: bool) -> PositionLosses:
+    def of_positions(self, predicted: Tensor, share: Tensor, measured: bool) -> PositionLosses:
         """Over positions and depths, each depth by its share (K,). A weighted loss is a mean over tokens, weighted by
-        the target calls that acceptance saves there. predicted (B, T-1) bool; u (B, T): uniforms to draw tokens by."""
+        the target calls that acceptance saves there. predicted (B, T-1) bool."""
         every = pad(predicted, (0, 1))
         total = self.asked.ids.new_zeros((), dtype=torch.float32)
         terms: list[Tensor] = []
         statistics: list[Statistics] = []
         for guess, part in zip(self.guesses, share.tolist(), strict=True):
             weight = self._weight(guess, every)
-            value, one = self.asked.of_positions(self.spec, guess, weight, measured, self.hardest, u)
+            value, one = self.asked.of_positions(self.spec, guess, weight, measured, self.hardest)
             total = total + part * value
             terms.append(part * one.terms)
             statistics.append(one)
@@ -153,9 +151,9 @@ class Distillation(lightning.LightningModule):
     temperature, truncate: the regime, see `chunked`. chunk: guesses whose distributions exist at once, by default
     `chunked.positions`. cosine: initial weight of `losses.misaligned` on the final hidden states, see `leading`, 0 for
     none. remember: bytes of the target's states to cache. k: draft length of the sequence losses. hardest: see
-    `chunked`. seed: of tokens drawn for a loss. progress: of the whole training, which stages are parts of; None: the
-    trainer's steps. top: number of each distribution's likeliest tokens to cache instead of hidden states, see `top_k`;
-    0: states. decay: of a depth's weight, None: exact, see `losses.batch.shares`.
+    `chunked`. seed: of a student's random choices. progress: of the whole training, which stages are parts of; None:
+    the trainer's steps. top: number of each distribution's likeliest tokens to cache instead of hidden states, see
+    `top_k`; 0: states. decay: of a depth's weight, None: exact, see `losses.batch.shares`.
 
     Raises ValueError for a student that cannot be trained so, for a cosine between states of different widths, and for
     one, or a loss that merged distributions do not have, together with top.
@@ -249,7 +247,7 @@ class Distillation(lightning.LightningModule):
         if not self.batch_sums:
             self.step_figures = {}
         record = self.teacher(batch["ids"], batch["key"], batch.get("position_ids"))
-        uniforms = self._uniforms(batch["key"], batch["ids"].shape[1], noise.ACCEPT)
+        uniforms = self._uniforms(batch["key"], batch["ids"].shape[1])
         guesses = self.student.guesses(batch | {"uniforms": uniforms}, seen(record))
         refuse_mixed(guesses)
         distributions = self.distributions_of.distributions(record)
@@ -261,8 +259,7 @@ class Distillation(lightning.LightningModule):
         parts = step.of_texts()
         summands = list(parts.values())
         if spec.position:
-            u = self._uniforms(batch["key"], batch["ids"].shape[1])
-            by_position = step.of_positions(batch["predicted"], self._shares(step), u, watched)
+            by_position = step.of_positions(batch["predicted"], self._shares(step), watched)
             summands, parts = [*summands, by_position.mean], parts | by_position.terms
             if watched:
                 self._note_acceptance(guesses, by_position.statistics)
@@ -325,10 +322,10 @@ class Distillation(lightning.LightningModule):
             return divisors(total, number)
         return divisors(cast(Tensor, self.trainer.strategy.reduce(total, reduce_op="mean")), number)
 
-    def _uniforms(self, keys: Tensor, positions: int, stream: int = noise.DRAFT) -> Tensor:
+    def _uniforms(self, keys: Tensor, positions: int) -> Tensor:
         """Uniforms (B, T) from seed, step, text and position alone, so that a resumed run draws the same ones."""
         step = torch.full_like(keys, self.global_step)
-        return noise.uniform(self.seed, keys, step, torch.arange(positions, device=keys.device), stream)
+        return noise.uniform(self.seed, keys, step, torch.arange(positions, device=keys.device), noise.ACCEPT)
 
     def validation_step(self, batch: Any, _: int) -> None:
         """Does nothing: the held-out texts are judged by regime at the epoch's end."""

@@ -455,8 +455,8 @@ def refuse_losses(cfg: TrainConfig, losses: list[Stage]) -> None:
     if missing := [t for t in cfg.draft.temperatures if t not in learnt(cfg)]:
         raise ValueError(f"draft.temperatures: no text is learnt at {missing[0]:g}: rollout.train_temperatures=[], or "
                          "with it")  # fmt: skip
-    if cfg.rollout.on_draft and any(_needs_sampled(s) or s.loss.takes == "text" for s in losses):
-        raise ValueError("rollout.on_draft: a loss of the tokens that were emitted (calls, length, mix) needs texts "
+    if cfg.rollout.on_draft and any(map(_needs_sampled, losses)):
+        raise ValueError("rollout.on_draft: a loss of the tokens that were emitted (calls, length) needs texts "
                          "sampled from the target")  # fmt: skip
 
 

@@ -153,7 +153,7 @@ def test_a_draft_ends_texts_where_the_target_does() -> None:
     assert isinstance(found, Mixed) and isinstance(found.draft, Own) and found.draft.engine.ends == {0, 5}
 
 
-@pytest.mark.parametrize("loss", ["calls", "calls_tv", "0.1*mix+kl", "length"])
+@pytest.mark.parametrize("loss", ["calls", "calls_tv", "0.1*calls+kl", "length"])
 def test_losses_of_emitted_tokens_want_texts_of_the_target(
     place: Path,  # noqa: F811
     loss: str,

@@ -13,7 +13,7 @@ from cotrain.losses.chunked import chunked as in_chunks
 from cotrain.losses.chunked import compared, token_logs
 from cotrain.losses.guess import Guess
 from cotrain.teacher.target_distributions import FromStates
-from inference.sampling import draw, keep_top_k
+from inference.sampling import keep_top_k
 from studies.heads import run
 
 B, T, V, DP, DQ = 3, 5, 11, 6, 4
@@ -113,20 +113,6 @@ def test_truncation_cuts_p_in_the_loss_and_both_in_the_report():
     torch.testing.assert_close(statistics.alpha, both[MASK].mean().detach())
 
 
-def test_losses_of_text_tokens_and_drawn_tokens():
-    given = parts()
-    x, u = torch.randint(V, (B, T)), torch.rand(B, T, dtype=torch.float64)
-    logp, logq = plain(*given)
-    value, _ = chunked.chunked(losses.mix, *target_and_guess(*given), MASK, x=x, chunk=4)
-    torch.testing.assert_close(value, losses.mix(logp, logq, x)[MASK].sum())
-    value, _ = chunked.chunked(losses.tvpp, *target_and_guess(*given), MASK, u=u, chunk=4)
-    truth = losses.tvpp(logp, logq, draw(logq.exp(), u))[MASK].sum()
-    torch.testing.assert_close(value, truth)
-    torch.testing.assert_close(slopes(value, *given[2:]), slopes(truth, *given[2:]))
-    with pytest.raises(ValueError, match="not both"):
-        chunked.chunked(losses.mix, *target_and_guess(*given), MASK, x=x, u=u)
-
-
 def test_only_the_draft_learns():
     hidden_p, head_p, hidden_q, head_q = parts()
     hidden_p.requires_grad_()
@@ -212,12 +198,12 @@ def test_the_hardest_positions_alone_keep_the_size_of_the_sum():
 
 
 def test_eager_gradients_include_weights_and_later_factors():
-    """With weights of positions, a loss that draws, a mean and a factor after the sum, and a frozen bias."""
-    given, weights, u = parts(), torch.rand(B, T).double() * MASK, torch.rand(B, T).double()
+    """With weights of positions, a mean and a factor after the sum, and a frozen bias."""
+    given, weights = parts(), torch.rand(B, T).double() * MASK
     given[3].bias.requires_grad_(False)
     results = []
     for parameters in ((), list(given[3].parameters())):
-        value, seen = chunked.chunked(losses.tvpp, *target_and_guess(*given, parameters), weights, 0.7, chunk=3, u=u)
+        value, seen = chunked.chunked(losses.nla, *target_and_guess(*given, parameters), weights, 0.7, chunk=3)
         results.append((torch.autograd.grad(3 * value / seen.positions, [given[2], given[3].weight]), seen.alpha))
     torch.testing.assert_close(results[0], results[1])
 
@@ -242,9 +228,9 @@ def test_eager_gradients_compute_a_chunk_once():
 ROWS, D, TOP = 4, 3, 6
 
 
-def inputs(length: int) -> tuple[Tensor, nn.Linear, Tensor, nn.Linear, Tensor, Tensor, Tensor]:
-    """States and heads of both sides, weights of positions, tokens and uniforms; with length = ROWS, rows and columns
-    have the same shape."""
+def inputs(length: int) -> tuple[Tensor, nn.Linear, Tensor, nn.Linear, Tensor, Tensor]:
+    """States and heads of both sides, weights of positions and tokens; with length = ROWS, rows and columns have the
+    same shape."""
     torch.manual_seed(length)
     head_p, head_q = (nn.Linear(D, V, dtype=torch.float64) for _ in range(2))
     ours, theirs = (2 * torch.randn(ROWS, length, D, dtype=torch.float64) for _ in range(2))
@@ -256,7 +242,6 @@ def inputs(length: int) -> tuple[Tensor, nn.Linear, Tensor, nn.Linear, Tensor, T
         head_q,
         weight,
         torch.randint(V, (ROWS, length)),
-        torch.rand(ROWS, length),
     )
 
 
@@ -269,8 +254,8 @@ def distributions(
     return served[0].log_softmax(-1).detach(), logits[1].log_softmax(-1), served[1].log_softmax(-1).detach()
 
 
-def mean(logp: Tensor, logq: Tensor, x: Tensor) -> Tensor:
-    return losses.kl(logp, logq) + 0.5 * losses.ce(logp, logq, x)
+def mean(logp: Tensor, logq: Tensor) -> Tensor:
+    return losses.kl(logp, logq) + 0.5 * losses.nla(logp, logq)
 
 
 @pytest.mark.parametrize("length", [ROWS, 7])
@@ -280,26 +265,26 @@ def mean(logp: Tensor, logq: Tensor, x: Tensor) -> Tensor:
 def test_all_options_together_equal_whole_distributions(
     length: int, hardest: float, chunk: int, eager: bool, form: str
 ) -> None:
-    theirs, head_p, ours, head_q, weight, x, _ = inputs(length)
+    theirs, head_p, ours, head_q, weight, _ = inputs(length)
     rows = torch.tensor([0.5, 1.0, 2.0, 0.8], dtype=torch.float64)
     t = {"number": 0.7, "rows": rows, "positions": rows.unsqueeze(1) + torch.arange(length) / 9}[form]
     spread = torch.as_tensor(t, dtype=torch.float64)
     whole = (spread.unsqueeze(1) if form == "rows" else spread).expand(ROWS, length)
-    terms = [lambda p, q, x: losses.kl(p, q), lambda p, q, x: 0.5 * losses.ce(p, q, x)]
+    terms = [losses.kl, lambda p, q: 0.5 * losses.nla(p, q)]
     guess = Guess.everywhere(ours, head_q, tuple(head_q.parameters()) if eager else ())
     value, statistics = in_chunks(
-        mean, FromStates(theirs, head_p), guess, weight, t, chunk=chunk, x=x, hardest=hardest, terms=terms,
+        mean, FromStates(theirs, head_p), guess, weight, t, chunk=chunk, hardest=hardest, terms=terms,
         truncate=partial(keep_top_k, k=TOP),
     )  # fmt: skip
     logp, logq, served = distributions(theirs, head_p, ours, head_q, whole, cut=True)
     counted = weight > 0
-    each = (mean(logp, logq, x) * weight)[counted]
+    each = (mean(logp, logq) * weight)[counted]
     top = each.topk(round(hardest * len(each))).indices if hardest < 1 else torch.arange(len(each))
     truth = each[top].sum() / hardest
     torch.testing.assert_close(value, truth)
     expected = torch.autograd.grad(truth, [ours, *head_q.parameters()])
     torch.testing.assert_close(torch.autograd.grad(value, [ours, *head_q.parameters()]), expected)
-    apart = [(term(logp, logq, x) * weight)[counted][top].sum() / hardest for term in terms]
+    apart = [(term(logp, logq) * weight)[counted][top].sum() / hardest for term in terms]
     torch.testing.assert_close(statistics.terms, torch.stack(apart).detach())
     torch.testing.assert_close(statistics.terms.sum(), value.detach())
     alpha = torch.minimum(logp.exp(), served.exp()).sum(-1).detach()
@@ -310,21 +295,8 @@ def test_all_options_together_equal_whole_distributions(
     assert statistics.positions == int(counted.sum())
 
 
-@pytest.mark.parametrize("eager", [False, True])
-def test_drawn_tokens_are_of_the_draft(eager: bool) -> None:
-    """Drawn by the uniform of their own position."""
-    theirs, head_p, ours, head_q, weight, _, u = inputs(5)
-    guess = Guess.everywhere(ours, head_q, tuple(head_q.parameters()) if eager else ())
-    value, _ = in_chunks(losses.tvpp, FromStates(theirs, head_p), guess, weight, 0.7, chunk=4, u=u)
-    logp, logq, _ = distributions(
-        theirs, head_p, ours, head_q, torch.full((ROWS, 5), 0.7, dtype=torch.float64), cut=False
-    )
-    x = draw(logq.detach().exp().flatten(0, 1), u.flatten()).view(ROWS, 5)
-    torch.testing.assert_close(value, (losses.tvpp(logp, logq, x) * weight).sum())
-
-
 def test_comparisons_equal_whole_distributions() -> None:
-    theirs, head_p, ours, head_q, weight, x, _ = inputs(7)
+    theirs, head_p, ours, head_q, weight, x = inputs(7)
     rows, mask = torch.tensor([0.5, 1.0, 2.0, 0.8], dtype=torch.float64), weight > 0
     asked = FromStates(theirs, head_p), Guess.everywhere(ours, head_q), x, mask, rows
     logp, logq, served = distributions(theirs, head_p, ours, head_q, rows.unsqueeze(1).expand(ROWS, 7), cut=True)

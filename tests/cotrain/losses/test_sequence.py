@@ -132,7 +132,7 @@ def test_texts_of_one_token_save_no_calls(target: LlamaForCausalLM) -> None:
     assert value == 0 and bool((slope == 0).all())
 
 
-NAMES = ["kl", "calls", "length", "0.5*length_block+kl", "calls_tv", "0.1*kl+0.9*calls", "mix"]
+NAMES = ["kl", "calls", "length", "0.5*length_block+kl", "calls_tv", "0.1*kl+0.9*calls"]
 
 
 @pytest.mark.parametrize("name", NAMES)

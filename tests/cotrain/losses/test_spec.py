@@ -15,41 +15,33 @@ def distributions() -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_a_name_is_the_loss_and_a_sum_is_weighted() -> None:
     logp, logq = distributions()
-    x = torch.tensor([1, 0, 4])
-    assert parse("nla").position is losses.nla and parse("nla").takes == ""
+    assert parse("nla").position is losses.nla
     parsed = parse(" 0.1*kl + 0.9 * tv")
     assert parsed.position is not None
     torch.testing.assert_close(
         parsed.position(logp, logq), 0.1 * losses.kl(logp, logq) + 0.9 * losses.tv(logp, logq), atol=1e-12, rtol=0
     )
-    mixed = parse("kl+2*mix")
-    assert mixed.position is not None and mixed.takes == "text" and parse("tvpp").takes == "drawn"
-    torch.testing.assert_close(
-        mixed.position(logp, logq, x), losses.kl(logp, logq) + 2 * losses.mix(logp, logq, x), atol=1e-12, rtol=0
-    )
 
 
-def test_a_named_sum_is_written_out() -> None:
-    """mix is .1 ce + 1.8 tv, which is DSpark's .1 (-log q(x)) + .9 sum |p - q|; a name that comes twice is one term."""
-    (logp, logq), x = distributions(), torch.tensor([1, 0, 4])
-    parsed = parse("ce+0.5*mix")
-    assert [(term.name, term.weight) for term in parsed.terms] == [("ce", pytest.approx(1.05)), ("tv", 0.9)]
-    assert parsed.takes == "text" and parsed.merged and parsed.position is not None
-    text = -logq.gather(-1, x[:, None])[:, 0]
-    expected = 1.05 * text + 0.45 * (logp.exp() - logq.exp()).abs().sum(-1)
-    torch.testing.assert_close(parsed.position(logp, logq, x), expected, atol=1e-12, rtol=0)
+def test_a_name_that_comes_twice_is_one_term() -> None:
+    logp, logq = distributions()
+    parsed = parse("kl+0.5*tv+0.25*kl")
+    assert [(term.name, term.weight) for term in parsed.terms] == [("kl", 1.25), ("tv", 0.5)]
+    assert parsed.merged and parsed.position is not None
+    expected = 1.25 * losses.kl(logp, logq) + 0.25 * (logp.exp() - logq.exp()).abs().sum(-1)
+    torch.testing.assert_close(parsed.position(logp, logq), expected, atol=1e-12, rtol=0)
 
 
 def test_a_loss_is_one_function_and_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    def surprise(logp: torch.Tensor, logq: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return -losses.ce(logp, logq, x)
+    def surprise(logp: torch.Tensor, logq: torch.Tensor) -> torch.Tensor:
+        return -losses.nla(logp, logq)
 
-    monkeypatch.setitem(spec.LOSSES, "surprise", spec.LossDefinition(surprise, takes="text"))
+    monkeypatch.setitem(spec.LOSSES, "surprise", spec.LossDefinition(surprise))
     parsed = parse("2*surprise+kl")
-    (logp, logq), x = distributions(), torch.tensor([1, 0, 4])
-    assert parsed.takes == "text" and not parsed.merged and parsed.position is not None
+    logp, logq = distributions()
+    assert not parsed.merged and parsed.position is not None
     torch.testing.assert_close(
-        parsed.position(logp, logq, x), losses.kl(logp, logq) - 2 * losses.ce(logp, logq, x), atol=1e-12, rtol=0
+        parsed.position(logp, logq), losses.kl(logp, logq) - 2 * losses.nla(logp, logq), atol=1e-12, rtol=0
     )
 
 
@@ -78,7 +70,6 @@ def test_sequence_losses_are_those_of_acceptance() -> None:
         ("klx", "'klx' is none of kl, tv"),
         ("kl + ", "'' is none of"),
         ("a*kl", "'a' in 'a\\*kl' is no number"),
-        ("mix+tvpp", "at once"),
         ("calls_tv+kl", "stands alone"),
     ],
 )

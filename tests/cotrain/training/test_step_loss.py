@@ -31,7 +31,7 @@ def test_parts_of_a_loss_are_weighed_as_the_loss_is() -> None:
 
     loss = StepLoss(parse("kl+tv"), Batch(), [1, 2, 3], None, Counts(), 3, 1.0)  # type: ignore[arg-type]
     share = torch.tensor([0.5, 0.25, 0.125])
-    loss_of_positions = loss.of_positions(torch.ones(1, 2, dtype=torch.bool), share, torch.zeros(1, 3), True)
+    loss_of_positions = loss.of_positions(torch.ones(1, 2, dtype=torch.bool), share, True)
     weighed = 0.5 * 1 + 0.25 * 2 + 0.125 * 3
     assert float(loss_of_positions.mean) == pytest.approx(11 * weighed / 2)
     assert {name: float(part) for name, part in loss_of_positions.terms.items()} == pytest.approx(
