@@ -1,5 +1,6 @@
 """What every test shares: no network, two threads, fixed seeds, and a list of the GPU tests not run."""
 
+import gc
 import os
 
 # Read when the libraries are first imported, so set before them.
@@ -43,6 +44,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for mark, (there, reason) in wanted.items():
             if item.get_closest_marker(mark) and not there:
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish() -> None:
+    """The collector of garbage does not look at modules and tests again and again: they stay to the end."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
