@@ -29,7 +29,7 @@ from inference.models.cache import spare_slots
 from inference.models.graphs import Graphs
 from inference.models.lm import LM
 from inference.models.passes import ALONE, Pass, States
-from inference.models.pretrained import load_model
+from inference.models.pretrained import load_model, move
 from inference.output import Event, Output, RequestError
 from inference.policy import Fixed, Policy
 from inference.proposers.base import Outcome, Proposal, Proposer
@@ -77,14 +77,15 @@ class Engine:
         record: RoundRecorder | None = None,
     ) -> None:
         rule = rule_of(verify)
-        if rows < 1:
-            raise ValueError(f"rows: at least one row, not {rows}")
+        _require_whole("rows", rows)
+        if context is not None:
+            _require_whole("context", context)
         _require_parts(target, proposer, policy, tokenizer)
         if isinstance(target, str | PathLike):
             tokenizer = tokenizer or AutoTokenizer.from_pretrained(target)
             target = load_model(fspath(target), dtype)
             if device is not None:
-                target.to(torch.device(device))  # type: ignore[arg-type]
+                move(target, device)
         elif dtype is not None or device is not None and torch.device(device).type != target.device.type:
             raise ValueError(
                 f"{'dtype' if dtype is not None else 'device'}: a model is used as it is ({target.dtype} on "
@@ -282,6 +283,12 @@ class Engine:
         """Raises TypeError: also for pickle."""
         raise TypeError("Engine: the keys, values and compiled passes of an engine cannot be copied or pickled; copy "
                         "its model and make another: Engine(copy.deepcopy(model), ...)")  # fmt: skip
+
+
+def _require_whole(name: str, value: Any) -> None:
+    """Raise ValueError for an argument that is no whole number of at least 1."""
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name}: a whole number of at least 1, not {value!r}")
 
 
 def _require_parts(target: Any, proposer: Any, policy: Any, tokenizer: Any) -> None:

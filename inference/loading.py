@@ -11,7 +11,7 @@ from inference.drafts.bundled_target import resolve
 from inference.drafts.compatibility import hash_target
 from inference.drafts.draft_folder import METADATA, Metadata, load_tokenizer, read
 from inference.engine import Engine
-from inference.models.pretrained import load_model
+from inference.models.pretrained import load_model, move
 from inference.policy import Fixed
 from inference.proposers import kind_of
 from inference.proposers.base import LoadArguments
@@ -31,6 +31,8 @@ def load(
     Raises ValueError for an unknown kind, for a folder that names no target, or one with an adapter, and as the kind's
     `load`.
     """
+    if not isinstance(folder, str | PathLike):
+        raise ValueError(f"folder: the path of a draft folder, not {folder!r}")
     draft = read(folder)
     metadata = draft.metadata
     tokenizer = settings.pop("tokenizer", None)
@@ -41,7 +43,7 @@ def load(
         tokenizer = tokenizer or load_tokenizer(Path(path))
         target = load_model(path, settings.pop("dtype", None))
         if "device" in settings:
-            target.to(settings.pop("device"))
+            move(target, settings.pop("device"))
     metadata = _with_defaults(metadata, settings)
     beside = LoadArguments(target, hash_target(target.config, tokenizer), metadata, settings.get("compile"), tokenizer)
     try:

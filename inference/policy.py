@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Protocol
 
 
@@ -14,13 +15,13 @@ class Policy(Protocol):
 
 @dataclass(frozen=True)
 class Fixed:
-    """The same draft length in every round. Raises ValueError when k < 0."""
+    """The same draft length in every round. Raises ValueError if k is no whole number of at least 0."""
 
     k: int
 
     def __post_init__(self) -> None:
-        if self.k < 0:
-            raise ValueError(f"policy.k: a draft length cannot be {self.k}")
+        if not isinstance(self.k, Integral) or isinstance(self.k, bool) or self.k < 0:
+            raise ValueError(f"policy.k: a draft length cannot be {self.k!r}")
 
     def lengths(self, texts: Sequence[list[int]]) -> list[int]:
         return [self.k] * len(texts)

@@ -168,6 +168,7 @@ class PromptReader:
             return rows[0]
         if isinstance(prompt, str):
             tokenizer = self._tokenizer(who, "text")
+            _require_text(who, prompt)
             ids = list(tokenizer(prompt)["input_ids"])
             start = tokenizer.bos_token
             doubled = bool(start) and prompt.startswith(str(start)) and ids[:2] == [tokenizer.bos_token_id] * 2
@@ -186,7 +187,7 @@ class PromptReader:
             raise ValueError(f"{who}: messages need a tokenizer with a chat template; give text or token ids")
         continues = messages[-1]["role"] == "assistant"
         text = tokenizer.apply_chat_template(
-            [dict(one) for one in messages],
+            [dict(one) | {"content": _content(who, one["content"])} for one in messages],
             tokenize=False,
             add_generation_prompt=not continues,
             continue_final_message=continues,
@@ -199,6 +200,26 @@ class PromptReader:
         return self.tokenizer
 
 
+def _require_text(who: str, text: str) -> None:
+    """Raise ValueError for text that is no Unicode, such as a half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{who}: the text is no valid Unicode: {error}") from error
+
+
+def _content(who: str, content: Any) -> str:
+    """The text of a message: a string, or the texts of its parts joined. Raises ValueError for anything else, which
+    many templates would print as Python does."""
+    if isinstance(content, str):
+        _require_text(who, content)
+        return content
+    parts = content if isinstance(content, list | tuple) else [content]
+    if not parts or not all(isinstance(one, Mapping) and isinstance(one.get("text"), str) for one in parts):
+        raise ValueError(f"{who}: the content of a message is text or a list of text parts, not {content!r}")
+    return "".join(_content(who, one["text"]) for one in parts)
+
+
 def listed(prompts: Any, pads: frozenset[int]) -> list[Any]:
     """The prompts of a call as a list: of a list, or of a tokenizer's output for several texts, without its padding.
 
@@ -207,9 +228,13 @@ def listed(prompts: Any, pads: frozenset[int]) -> list[Any]:
     """
     if isinstance(prompts, Mapping):
         return _unpadded("prompts", prompts)
+    if isinstance(prompts, np.ndarray) and prompts.ndim == 1 and prompts.dtype.kind == "U":
+        return list(prompts.tolist())
     if isinstance(prompts, Tensor | np.ndarray) and prompts.ndim == 2:
         rows = prompts.tolist()
-        if any(row and (row[0] in pads or row[-1] in pads) for row in rows):
+        if all(type(token) is int for row in rows for token in row) and any(
+            row and (row[0] in pads or row[-1] in pads) for row in rows
+        ):
             raise ValueError(
                 "prompts: rows of this tensor begin or end with the pad id, which may be padding or text; hand in the "
                 "tokenizer's whole output, with its attention_mask, or lists of token ids"

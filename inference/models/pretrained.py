@@ -29,7 +29,9 @@ UNLIMITED = 2048  # tokens of a text if a config has none of these keys
 
 def load_model(path: str, dtype: torch.dtype | str | None = None, trust_remote_code: bool = False) -> PreTrainedModel:
     """A causal LM from a folder or hub id, safetensors only, in `dtype`; None: the checkpoint's own, or float32, see
-    `widened`."""
+    `widened`. Raises ValueError for a dtype that torch does not have."""
+    if isinstance(dtype, str) and not isinstance(getattr(torch, dtype, None), torch.dtype) and dtype != "auto":
+        raise ValueError(f"dtype: torch has no dtype {dtype!r}; there are float32, bfloat16, float16, float64")
     model = AutoModelForCausalLM.from_pretrained(
         path, dtype=dtype or "auto", use_safetensors=True, trust_remote_code=trust_remote_code
     ).eval()
@@ -76,6 +78,14 @@ def widened(model: PreTrainedModel, copied: bool = False) -> PreTrainedModel:
     if quantised(model.config) or model.device.type != "cpu" or not emulated(model.dtype):
         return model
     return cast(copy.deepcopy(model) if copied else model, torch.float32)
+
+
+def move(model: PreTrainedModel, device: torch.device | str) -> PreTrainedModel:
+    """The model itself on a device. Raises ValueError, with torch's reason, for a device that this machine lacks."""
+    try:
+        return model.to(torch.device(device))  # type: ignore[arg-type]
+    except (AssertionError, RuntimeError, TypeError) as error:
+        raise ValueError(f"device={device!r}: {str(error).splitlines()[0]}") from error
 
 
 def cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:

@@ -112,7 +112,17 @@ def _chain(sampling: Sampling, eos_ids: Sequence[int]) -> list[Step]:
 
 
 def _plain(processor: Callable[[Tensor, Tensor], Tensor]) -> Step:
-    return lambda ids, row, new: processor(ids, row)
+    return lambda ids, row, new: processed(processor, ids, row)
+
+
+def processed(processor: Callable[[Tensor, Tensor], Tensor], ids: Tensor, scores: Tensor) -> Tensor:
+    """What a processor of the user returns for a text (1, T) and its logits (1, V). Raises ValueError if that is not
+    (1, V): another shape would be broadcast in silence."""
+    result = processor(ids, scores)
+    if not isinstance(result, Tensor) or result.shape != scores.shape:
+        what = f"shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
+        raise ValueError(f"a processor returns the logits that it got, of shape {tuple(scores.shape)}, not {what}")
+    return result
 
 
 def _long_enough(ids: Tensor, row: Tensor, new: int, least: int, ends: list[int]) -> Tensor:
@@ -335,7 +345,7 @@ def _apply(scores_here: Tensor, row: Row, draft: list[int], a: int, messages: di
     scores = scores_here.clone()
     try:
         for processor in row.sampling.processors:
-            scores = processor(ids, scores)
+            scores = processed(processor, ids, scores)
         scores_here.copy_(scores)
     except Exception as error:  # an error of a user's code ends its own row alone
         messages.setdefault(a, f"Sampling.processors: {type(error).__name__}: {error}")

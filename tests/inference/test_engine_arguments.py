@@ -1,11 +1,16 @@
 """Arguments of another type are rejected when they are handed in, with what to give instead."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
-from inference import Engine, Sampling
+from inference import Engine, Sampling, load
 from inference.policy import Fixed
 from inference.proposers import Independent
 from tests.tiny import tiny
@@ -19,6 +24,11 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a model as proposer": ({"proposer": MODEL}, "LlamaForCausalLM drafts nothing: inference.proposers.Independent"),
     "a length as policy": ({"policy": 4}, r"policy: 4 has no draft lengths; inference.policy.Fixed\(4\)"),
     "a name as policy": ({"policy": "planned"}, "policy: 'planned' has no draft lengths"),
+    **{
+        f"{name}={value!r}": ({name: value}, f"{name}: a whole number of at least 1, not {value!r}")
+        for name in ("rows", "context")
+        for value in (0, -5, 2.5, "8", True)
+    },
     "a folder as tokenizer": ({"tokenizer": "a/folder"}, "tokenizer: a tokenizer, not its path"),
 }
 
@@ -55,3 +65,43 @@ def test_banned_words_are_sequences_of_ids() -> None:
             Sampling(banned=wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"a sequence of token-id sequences, such as \[\[5, 6\]\], not 9"):
         Sampling(banned=[9])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("k", [-1, 2.5, "4", None, True])
+def test_a_draft_length_is_a_whole_number(k: Any) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"policy.k: a draft length cannot be {k!r}")):
+        Fixed(k)
+
+
+def test_a_draft_is_a_model_or_its_path() -> None:
+    with pytest.raises(ValueError, match="model: a draft model or its path, not None"):
+        Independent(None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="folder: the path of a draft folder, not None"):
+        load(None)  # type: ignore[arg-type]
+
+
+def test_dtypes_and_devices_that_are_not_there(tmp_path: Path) -> None:
+    MODEL.save_pretrained(tmp_path)
+    vocabulary = Tokenizer(WordLevel({"a": 0}, unk_token="a"))
+    PreTrainedTokenizerFast(tokenizer_object=vocabulary).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="dtype: torch has no dtype 'bf16'; there are float32"):
+        Engine(tmp_path, dtype="bf16")
+    for device in ("nowhere", "xpu:7"):
+        with pytest.raises(ValueError, match=f"device='{device}': "):
+            Engine(tmp_path, device=device)
+
+
+WRONG_RESULTS: dict[str, tuple[Any, str]] = {
+    "one row less": (lambda ids, scores: scores[0], rf"not shape \({MODEL.config.vocab_size},\)"),
+    "one column": (lambda ids, scores: scores[:, :1], r"not shape \(1, 1\)"),
+    "nothing": (lambda ids, scores: None, "not NoneType"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_RESULTS)
+def test_what_a_processor_returns_is_not_broadcast(name: str) -> None:
+    processor, message = WRONG_RESULTS[name]
+    output = Engine(MODEL).generate([[1, 2], [3, 4]], max_new_tokens=3, ignore_eos=True,
+                                    sampling=[Sampling(processors=(processor,)), Sampling()])  # fmt: skip
+    assert output.finish == ["error", "length"]
+    assert re.search(message, output.errors[0] or "") and output.errors[1] is None

@@ -143,6 +143,13 @@ def test_one_output_of_one_text_is_one_prompt(engine: Engine, tokenizer: PreTrai
         ([torch.tensor([1.0])], "prompt 0: "),
         ([{"role": "user", "content": "a"}, "ab"], "prompt 0: .*input_ids"),
         ([[{"role": "user"}]], "prompt 0: .*role and content"),
+        ([[{"role": "user", "content": None}]], "prompt 0: the content of a message is text .*, not None"),
+        ([[{"role": "user", "content": []}]], r"prompt 0: the content of a message is text .*, not \[\]"),
+        ([[{"role": "user", "content": [{"type": "image"}]}]], "prompt 0: the content of a message is text"),
+        ([[{"role": "user", "content": "\ud800"}]], "prompt 0: the text is no valid Unicode"),
+        (["a", "b\ud800"], "prompt 1: the text is no valid Unicode"),
+        (torch.tensor([[1.0, 2.0]]), "prompt 0: .*not a list of float"),
+        (torch.tensor([[True, False]]), "prompt 0: a prompt is text, token ids"),
         ([{"input_ids": [[1], [2]]}], "prompt 0: 2 rows"),
         ([[]], "prompt 0: empty"),
         ([{"input_ids": [1, 2], "attention_mask": [0, 0]}], "prompt 0: empty"),
@@ -281,3 +288,13 @@ def test_a_stop_costs_the_same_late_in_a_text(tokenizer: PreTrainedTokenizerFast
     row = Request(0, 0, [1], 10_000, Sampling(0.0, stop=("zz",)), frozenset(), Counting())  # type: ignore[arg-type]
     row.take(new)
     assert len(new) >= 1000 and max(decoded) <= 48
+
+
+def test_the_text_parts_of_a_message_are_joined(engine: Engine) -> None:
+    parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "cab"}]
+    whole, joined = (tokens(engine, [[{"role": "user", "content": content}]]) for content in ("a cab", parts))
+    assert whole == joined
+
+
+def test_an_array_of_texts_is_a_list_of_prompts(engine: Engine) -> None:
+    assert tokens(engine, TEXTS) == tokens(engine, np.array(TEXTS))
