@@ -70,7 +70,7 @@ def test_a_report_is_put_together_of_its_parts(met: list[Any], monkeypatch: pyte
     assert asked["check"][0] is engine and asked["check"][1].prompts == [["speculative"]]
     assert asked["check"][2:] == (REGIME, 6, 17, 32)
     assert asked["advice"] == (length, timing.ratio("speculative", "plain"), None)
-    assert asked["parity"] == (here, 4, 100 + 0.85 * 600, 0.375) and asked["greedy"] == (here, 4)
+    assert asked["parity"] == (here, 4, 100 + 0.85 * 600, 0.375) and asked["greedy"] == (here, 4, False)
     given, extra = result.pop("given"), result.pop("extra")
     assert given == (timing, engine, "speculative", "plain")
     assert result == {"sampling": REGIME, "max_new_tokens": 6, "target": "t", "draft": "d", "verdict": verdict}

@@ -48,9 +48,8 @@ def test_durations_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     timed = 9 * one * (3 * 6 * 2 + 4 * 6) + many * (32 * 9 + 50)
     assert estimated.measuring == pytest.approx(judged + timed)
     assert estimated.total == pytest.approx(estimated.sampling + estimated.training + estimated.measuring)
-    rest = estimated.sampling + judged / 6 * (
-        1 + 5 + 2.5
-    )  # before the first step, at five validations, behind the last
+    # before the first step, at five validations, and twice after the last
+    rest = estimated.sampling + judged / 6 * (1 + 5 + 2)
     for trainer, whole, seconds in ((1.0, None, 60), (None, 2 * rest / 60, rest), (1.0, 2 * rest / 60, 60),
                                     (None, 5.0, 60), (None, 1e9, estimated.training)):  # fmt: skip
         cfg.trainer.minutes, cfg.minutes = trainer, whole

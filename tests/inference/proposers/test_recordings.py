@@ -65,8 +65,8 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     monkeypatch.setattr(DecodingRound, "_numbers", numbers)  # as many as there are, as on a GPU
     replayed, names = Graphs.__call__, []
 
-    def both(self: Graphs, name: Any, inputs: Any, steady: Any, make: Callable[[], Any]) -> Any:
-        output = replayed(self, name, inputs, steady, make)
+    def both(self: Graphs, name: Any, inputs: Any, steady: Any, make: Callable[[], Any], **reads: Any) -> Any:
+        output = replayed(self, name, inputs, steady, make, **reads)
         if output is not None:
             names.append(name)
             for one, other in zip(flat(output), flat(make()(inputs)), strict=True):
