@@ -9,14 +9,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from cotrain.bench import measurement, quantisation_table, random_weights
+from cotrain.bench import measurement, quantisation_table
 from cotrain.bench.matrix import Grid, matrix
 from cotrain.bench.measurement import recorded
-from cotrain.commands.served_pair import Pair, as_trained, load_network, measured, refuse_pair, resolved
-from cotrain.commands.served_pair import folder as folder_of
+from cotrain.commands.served_pair import Pair, load_network, measured, refuse_pair, resolved
 from cotrain.config.settings import BenchConfig, sampling
 from cotrain.console import answering, strict
 from cotrain.data.corpora import shipped_ids
@@ -31,9 +29,6 @@ from cotrain.training.job import models, settle, source
 from cotrain.training.preconditions import fits, holds, refuse_rounded, timed
 from inference.drafts.atomic import write_atomic
 from inference.drafts.bundled_target import resolve
-from inference.measure.environment import device, environment
-from inference.measure.random_weights import random_model
-from inference.models.pretrained import half
 from inference.report import replay
 from inference.report.table import headline, table
 
@@ -101,31 +96,6 @@ def _bits(cfg: BenchConfig, plan: measurement.Plan) -> list[dict[str, Any]]:
     return quantisation_table.table(plan, load, asked.targets, asked.drafts, temperatures, asked.k)
 
 
-def _synthetic(cfg: BenchConfig, alpha: float) -> dict[str, Any]:
-    """Shapes alone: config.json of both, weights drawn here; the report, which is written too."""
-    as_trained(cfg, None)
-    place = device()
-    dtype = half(place) if cfg.target.dtype == "auto" else getattr(torch, cfg.target.dtype)
-    if cfg.target.path is None:
-        raise UserError("synthetic: name a folder of the target's config.json with target.path=")
-    if Path(str(cfg.draft.path)).is_dir() and (kind := folder_of(str(cfg.draft.path)).kind) != DEFAULT:
-        raise UserError(
-            f"synthetic: rounds of {DEFAULT} drafts alone are timed so, draft.path={cfg.draft.path} is {kind}"
-        )
-    refuse(cfg.output, cfg.overwrite)
-    target, draft = (
-        random_model(resolve(str(path)), dtype, place, cfg.target.trust_remote_code)
-        for path in (cfg.target.path, cfg.draft.path)
-    )
-    with claim(cfg.output, cfg.overwrite, command="bench") as folder:
-        cells = random_weights.measure(target, draft, alpha, sampling(cfg.regime), cfg.bench, cfg.matrix.batches)
-        names = {"target": cfg.target.path, "draft": cfg.draft.path}
-        report = {"synthetic": True, "environment": environment(), **names, "cells": cells}
-        _write(folder.path, report)
-        folder.finish()
-    return report
-
-
 def _write(folder: Path, report: dict[str, Any]) -> None:
     """report.json; ends of intervals that one batch cannot tell are null: NaN is no JSON."""
     write_atomic(folder / "report.json", json.dumps(strict(report), indent=2, allow_nan=False) + "\n")
@@ -137,9 +107,6 @@ def run(cfg: BenchConfig) -> None:
         raise UserError("name the draft folder with draft.path=")
     settle(cfg.threads, cfg.bench.seed)
     with answering(cfg.json) as answer:
-        if cfg.synthetic is not None:
-            answer(_synthetic(cfg, cfg.synthetic), f"wrote {Path(cfg.output) / 'report.json'}")
-            return
         report = _measured(cfg, cfg.draft.path)
         page = written(Path(cfg.output))
         answer(report | {"verdict": headline(report), "page": str(page)}, f"{table(report)}\npage: {page}")

@@ -112,7 +112,6 @@ RULES: dict[str, Range] = {
     "matrix.temperatures": TEMPERATURE,
     "matrix.batches": SOME,
     "matrix.k": SOME,
-    "synthetic": SHARE,
     "minutes": POSITIVE,
     "max_new_tokens": SOME,
     "k": SOME,

@@ -130,7 +130,6 @@ class BenchConfig:
     data: Data  # where prompts come from; the shipped ones without data.path
     bench: Bench
     matrix: Matrix
-    synthetic: float | None  # acceptance by coins and random weights of both config.json: costs of shapes, no text
     verify: str | None  # null: as the draft folder says
     output: str
     overwrite: bool

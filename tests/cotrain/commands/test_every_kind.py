@@ -242,7 +242,6 @@ def test_a_tokenizer_is_read_beside_any_network(place: Path, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"synthetic": 0.8, "target__path": "TARGET"}, "synthetic: rounds of independent drafts alone .* is medusa"),
         ({"matrix__vllm": "python"}, "matrix.vllm: only independent drafts are served here, draft.path=.* is medusa"),
         (
             {"matrix__targets": ["none"], "matrix__drafts": ["int8"]},
