@@ -5,14 +5,17 @@ B texts; a choice is a shape, its rule and whether its children are the likelies
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from torch import Tensor
 
 from inference.measure.costs import Costs
 from inference.measure.tree_plan import Distributions, Search, rate
-from inference.measure.tree_shapes import Parents, Seconds, every, positional, round_seconds, sequoia
+from inference.measure.tree_shapes import Parents, Seconds, every, round_seconds, tokens_of
+from inference.verify.predict_tree import of_rounds
 from inference.verify.tree import chain, depths_of, from_paths, full, paths_of
 
 MOST, CHILDREN, LONGEST = 16, 4, 8  # nodes, children of one, drafts of the chains that trees are compared with
@@ -39,6 +42,40 @@ def ratio(calls: Tensor, over: Tensor) -> tuple[float, float]:
     value = float(over.sum() / calls.sum())
     spread = (over - value * calls).square().sum() * len(calls) / max(1, len(calls) - 1)
     return value, float(spread.sqrt() / calls.sum())
+
+
+def positional(accept: Tensor, lengths: Tensor | None = None) -> tuple[float, ...]:
+    """Chance that a node's child number c is accepted, c = 0 .. C-1, without context: the mean over tokens, at the
+    first level if accept has a depth axis."""
+    first = of_rounds(accept, 0, lengths)
+    return tuple((first.sum((0, 1)) / tokens_of(accept, lengths)).tolist())
+
+
+def sequoia(chances: Sequence[float], nodes: int, depth: int) -> Parents:
+    """The tree of at most `nodes` nodes and `depth` levels with the most accepted tokens if acceptance depended on the
+    child's number alone (Chen et al. 2024, 2402.12374): F(n, d) = max over splits of n - 1 nodes among children of
+    1 + sum_c chances[c] F(n_c, d - 1)."""
+
+    @cache
+    def subtree(n: int, d: int) -> tuple[float, tuple[tuple[int, ...], ...]]:
+        """Value and paths of n nodes, their top one included, with at most d levels below it."""
+        value, paths = shared(n - 1, 0, d)
+        return 1 + value, paths
+
+    @cache
+    def shared(n: int, child: int, d: int) -> tuple[float, tuple[tuple[int, ...], ...]]:
+        """Value and paths of n nodes among children number child, child + 1, ..."""
+        if n == 0 or d == 0 or child == len(chances):
+            return 0.0, ()
+        best: tuple[float, tuple[tuple[int, ...], ...]] = (-1.0, ())
+        for own in range(1, n + 1):
+            (here, inside), (there, others) = subtree(own, d - 1), shared(n - own, child + 1, d)
+            if chances[child] * here + there > best[0] + 1e-15:
+                below = ((child,), *((child, *path) for path in inside))
+                best = chances[child] * here + there, below + others
+        return best
+
+    return from_paths(shared(nodes, 0, depth)[1])
 
 
 class Exact:

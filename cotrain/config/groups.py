@@ -108,15 +108,13 @@ class Init:
 
 @dataclass
 class Loss:
-    """`first` until the fraction `switch` of the steps is done, then `then`, see losses.spec; hardest: the fraction
-    of a batch's positions (of each process), those of the largest loss, that counts. decay: of a depth's weight, of
-    drafts whose distribution depends on the depth, decay ** depth; null: as many target calls as acceptance there
-    saves."""
+    """`first` until the fraction `switch` of the steps is done, then `then`, see losses.spec. decay: for drafts
+    whose distribution depends on the depth, a depth weighs decay ** depth; null: as many target calls as acceptance at
+    that depth saves."""
 
     first: str
     then: str | None
     switch: float
-    hardest: float
     decay: float | None
 
 

@@ -65,7 +65,6 @@ RULES: dict[str, Range] = {
     "draft.inner": SOME,
     "draft.temperatures": TEMPERATURE,
     "loss.switch": SHARE,
-    "loss.hardest": FRACTION,
     "loss.decay": NOT_NEGATIVE,
     "init.cosine": ANY,
     "data.block": _at_least(2),

@@ -72,15 +72,13 @@ class LossBatch:
         """`saved` of a depth at its positions (B, T), 0 elsewhere."""
         return pad(from_columns(saved if depth == ANY else saved[..., depth], self.sampled), (0, 1))
 
-    def of_positions(
-        self, spec: LossSpec, guess: Guess, weight: Tensor, measured: bool, hardest: float
-    ) -> tuple[Tensor, Statistics]:
+    def of_positions(self, spec: LossSpec, guess: Guess, weight: Tensor, measured: bool) -> tuple[Tensor, Statistics]:
         """The sum of a loss over positions, weight (B, T) each, see `chunked`."""
         assert spec.position is not None
         weight = weight if guess.share == 1 else weight / guess.share
         return chunked(
             spec.position, self.target, guess, weight, self.temperature, chunk=self.chunk, truncate=self.truncate,
-            measured=measured, hardest=hardest, terms=spec.terms if len(spec.terms) > 1 else (),
+            measured=measured, terms=spec.terms if len(spec.terms) > 1 else (),
         )  # fmt: skip
 
 

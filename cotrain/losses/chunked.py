@@ -80,7 +80,6 @@ def chunked(
     chunk: int = CHUNK,
     truncate: Truncate | None = None,
     measured: bool = True,
-    hardest: float = 1.0,
     terms: Sequence[Callable[..., Tensor]] = (),
 ) -> tuple[Tensor, Statistics]:
     """The sum of a loss of `cotrain.losses` over guesses (a scalar), and its acceptance statistics.
@@ -91,13 +90,9 @@ def chunked(
     truncate: -inf on the logits that top-k / top-p cut, as `partial(keep_top_p, p=.9)` of `inference.sampling`; applied
     to p in the loss, to p and q in the reported alpha (a truncated q would have no gradient outside its own nucleus).
     measured: False leaves all statistics but `positions` NaN, and is a quarter cheaper.
-    hardest: count only this fraction of the guesses, those of the largest loss, each multiplied by 1 / hardest, so that
-    the sum stays comparable. terms: parts of the loss, called as it is, whose sums are reported separately. If `guess`
-    gives all parameters of its head, and hardest is 1, several chunks are computed once instead of twice. Raises
-    ValueError for a fraction outside (0, 1] and shapes that do not fit.
+    terms: parts of the loss, called as it is, whose sums are reported separately. If `guess` gives all parameters of
+    its head, several chunks are computed once instead of twice. Raises ValueError for shapes that do not fit.
     """
-    if not 0 < hardest <= 1:
-        raise ValueError(f"hardest: a fraction in (0, 1], not {hardest}")
     rows = _Rows(target, guess, _spread(temperature, mask.shape, guess.states), truncate)
     weight = mask.flatten()[guess.at]  # (N,)
 
@@ -111,15 +106,12 @@ def chunked(
 
     counted = weight.nonzero().squeeze(-1)  # (n,)
     chunks = counted.split(chunk)
-    if guess.parameters and hardest == 1 and len(chunks) > 1 and torch.is_grad_enabled():
+    if guess.parameters and len(chunks) > 1 and torch.is_grad_enabled():
         total, figures = EagerSum.apply(part, chunks, guess.states, *guess.parameters)
-        return total, _statistics(figures, guess.at[counted], mask, figures[:, 3:].sum(0))
-    parts = _each(part, chunks)
-    values, figures = (torch.cat(list(side)) for side in zip(*parts, strict=True))
-    if hardest == 1 or not len(counted):
-        return values.sum(), _statistics(figures, guess.at[counted], mask, figures[:, 3:].sum(0))
-    values, top = values.topk(max(round(hardest * len(values)), 1))
-    return (values / hardest).sum(), _statistics(figures, guess.at[counted], mask, figures[top, 3:].sum(0) / hardest)
+    else:
+        values, figures = (torch.cat(list(side)) for side in zip(*_each(part, chunks), strict=True))
+        total = values.sum()
+    return total, _statistics(figures, guess.at[counted], mask)
 
 
 class EagerSum(torch.autograd.Function):
@@ -281,11 +273,11 @@ class _Rows:
         return served(logs, self.temperature[self.guess.at[i]], self.truncate)
 
 
-def _statistics(figures: Tensor, at: Tensor, mask: Tensor, terms: Tensor) -> Statistics:
-    """figures (n,3+m) at flat positions at (n,), terms (m,)."""
+def _statistics(figures: Tensor, at: Tensor, mask: Tensor) -> Statistics:
+    """figures (n,3+m) at flat positions at (n,)."""
     alphas = figures.new_zeros(mask.numel()).scatter(0, at, figures[:, 0]).view(mask.shape)
     mean = figures.sum(0) / max(len(at), 1)
-    return Statistics(len(at), mean[0], mean[1], mean[2], alphas, terms)
+    return Statistics(len(at), mean[0], mean[1], mean[2], alphas, figures[:, 3:].sum(0))
 
 
 def _spread(temperature: float | Tensor, shape: torch.Size, like: Tensor) -> Tensor:

@@ -151,7 +151,6 @@ def trained_by(job: Job, student: Student, losses: list[Stage], judged: dict[flo
         cosine=cfg.init.cosine,
         remember=cfg.trainer.remember_mb * 2**20,
         k=cfg.policy.k or DEPTHS,
-        hardest=cfg.loss.hardest,
         seed=cfg.trainer.seed,
         progress=progress,
         top=cfg.trainer.top,

@@ -180,7 +180,6 @@ def _training(job: Job, module: Distillation, steps: int) -> dict[str, Any]:
             "first": loss.first,
             "then": loss.then,
             "switch": loss.switch,
-            "hardest": loss.hardest,
             "decay": loss.decay,
         },
         "temperatures": learnt(job.cfg),

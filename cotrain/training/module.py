@@ -80,7 +80,7 @@ class StepLoss:
     spec: the current loss. asked: what every guess is compared with. logs: log p and log q of the sampled tokens, see
     `LossBatch.logs`, None if nothing reads them. counts: what sums are divided by. k: draft length of the sequence
     losses.
-    hardest: see `chunked`."""
+    """
 
     spec: LossSpec
     asked: LossBatch
@@ -88,7 +88,6 @@ class StepLoss:
     logs: Logs | None
     counts: StepCounts
     k: int
-    hardest: float
 
     @cached_property
     def saved(self) -> Tensor | None:
@@ -113,7 +112,7 @@ class StepLoss:
         statistics: list[Statistics] = []
         for guess, part in zip(self.guesses, share.tolist(), strict=True):
             weight = self._weight(guess, every)
-            value, one = self.asked.of_positions(self.spec, guess, weight, measured, self.hardest)
+            value, one = self.asked.of_positions(self.spec, guess, weight, measured)
             total = total + part * value
             terms.append(part * one.terms)
             statistics.append(one)
@@ -150,10 +149,10 @@ class Distillation(lightning.LightningModule):
     and with the optimiser. held_out: texts sampled from the target, by temperature, judged at every validation.
     temperature, truncate: the regime, see `chunked`. chunk: guesses whose distributions exist at once, by default
     `chunked.positions`. cosine: initial weight of `losses.misaligned` on the final hidden states, see `leading`, 0 for
-    none. remember: bytes of the target's states to cache. k: draft length of the sequence losses. hardest: see
-    `chunked`. seed: of a student's random choices. progress: of the whole training, which stages are parts of; None:
-    the trainer's steps. top: number of each distribution's likeliest tokens to cache instead of hidden states, see
-    `top_k`; 0: states. decay: of a depth's weight, None: exact, see `losses.batch.shares`.
+    none. remember: bytes of the target's states to cache. k: draft length of the sequence losses. seed: of a
+    student's random choices. progress: of the whole training, which stages are parts of; None: the trainer's steps.
+    top: number of each distribution's likeliest tokens to cache instead of hidden states, see `top_k`; 0: states.
+    decay: of a depth's weight, None: exact, see `losses.batch.shares`.
 
     Raises ValueError for a student that cannot be trained so, for a cosine between states of different widths, and for
     one, or a loss that merged distributions do not have, together with top.
@@ -173,7 +172,6 @@ class Distillation(lightning.LightningModule):
         cosine: float = 0.0,
         remember: int = 0,
         k: int = 4,
-        hardest: float = 1.0,
         seed: int = 0,
         progress: Progress | None = None,
         top: int = 0,
@@ -186,7 +184,7 @@ class Distillation(lightning.LightningModule):
         self.temperature, self.truncate, self.cosine, self.decay = temperature, truncate, cosine, decay
         vocabulary = student.vocabulary or target.config.get_text_config().vocab_size
         self.chunk = chunk or positions(vocabulary)
-        self.k, self.hardest, self.seed, self.progress, self.top = k, hardest, seed, progress, top
+        self.k, self.seed, self.progress, self.top = k, seed, progress, top
         self.batch_sums: dict[str, Tensor] = {}  # of the step's batches so far
         self.step_figures: dict[str, float] = {}  # of the last step, if it was watched, by name
         self.whole: list[PreTrainedModel] = []  # the whole draft, while `draft` is sharded; no module of this one's
@@ -255,7 +253,7 @@ class Distillation(lightning.LightningModule):
         spec, counts, watched = current(self.stages, self.done), self._counts(batch), self.watched
         by_depth = self.decay is None and not self.top  # top-k distributions lack the text's tokens
         logs = logs_for(spec, asked, guesses, by_depth)
-        step = StepLoss(spec, asked, guesses, logs, counts, self.k, self.hardest)
+        step = StepLoss(spec, asked, guesses, logs, counts, self.k)
         parts = step.of_texts()
         summands = list(parts.values())
         if spec.position:

@@ -126,8 +126,8 @@ def check_text(
     k: int,
     rows: int = 8,
 ) -> TextCheck:
-    """(a) for texts from elsewhere, coupled and plain ones of the same noise, noise_keys = (ids, seed): only the first
-    difference of each text counts, since plain decoding is not known after it.
+    """Check (a) for texts of another server, as tests/engines has of vLLM: coupled and plain texts of the same noise,
+    noise_keys = (ids, seed). Only the first difference of each text counts, since plain decoding is unknown after it.
 
     The noise is measured on the texts that differ and on the first `rows` ones.
     """

@@ -1,13 +1,11 @@
 """Shapes of draft trees: their expected calls on texts, their seconds per round, and trees grown by both.
 
 accept (B, T, C) or (B, T, K, C), lengths (B,): as in `verify.predict_tree`, on texts of the target. B texts, T
-tokens of the longest, N nodes, S shapes. parents: as in `verify.tree`. Rounds are verified by `verify.tree`;
-positional acceptance (`sequoia`) is there for comparison.
+tokens of the longest, N nodes, S shapes. parents: as in `verify.tree`. Rounds are verified by `verify.tree`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -116,40 +114,6 @@ def _calls(accept: Tensor, parents: Parents, lengths: Tensor | None) -> float:
 def tokens_of(accept: Tensor, lengths: Tensor | None) -> int:
     """Tokens of all texts."""
     return accept.shape[0] * accept.shape[1] if lengths is None else int(lengths.sum())
-
-
-def positional(accept: Tensor, lengths: Tensor | None = None) -> tuple[float, ...]:
-    """Chance that a node's child number c is accepted, c = 0 .. C-1, without context: the mean over tokens, at the
-    first level if accept has a depth axis."""
-    first = of_rounds(accept, 0, lengths)
-    return tuple((first.sum((0, 1)) / tokens_of(accept, lengths)).tolist())
-
-
-def sequoia(chances: Sequence[float], nodes: int, depth: int) -> Parents:
-    """The tree of at most `nodes` nodes and `depth` levels with the most accepted tokens if acceptance depended on the
-    child's number alone (Chen et al. 2024, 2402.12374): F(n, d) = max over splits of n - 1 nodes among children of
-    1 + sum_c chances[c] F(n_c, d - 1)."""
-
-    @cache
-    def subtree(n: int, d: int) -> tuple[float, tuple[tuple[int, ...], ...]]:
-        """Value and paths of n nodes, their top one included, with at most d levels below it."""
-        value, paths = shared(n - 1, 0, d)
-        return 1 + value, paths
-
-    @cache
-    def shared(n: int, child: int, d: int) -> tuple[float, tuple[tuple[int, ...], ...]]:
-        """Value and paths of n nodes among children number child, child + 1, ..."""
-        if n == 0 or d == 0 or child == len(chances):
-            return 0.0, ()
-        best: tuple[float, tuple[tuple[int, ...], ...]] = (-1.0, ())
-        for own in range(1, n + 1):
-            (here, inside), (there, others) = subtree(own, d - 1), shared(n - own, child + 1, d)
-            if chances[child] * here + there > best[0] + 1e-15:
-                below = ((child,), *((child, *path) for path in inside))
-                best = chances[child] * here + there, below + others
-        return best
-
-    return from_paths(shared(nodes, 0, depth)[1])
 
 
 class Paths(NamedTuple):

@@ -2,7 +2,6 @@
 
 # fmt: off
 ROWS_OF_BUGS = [
-    ('hardest_of_all_for_terms', 'cotrain/losses/chunked.py', 'chunked', 'top, 3:].sum(0) / hardest', ':, 3:].sum(0)', ['tests/cotrain/losses/test_chunked.py::test_all_options_together_equal_whole_distributions'], 'logged parts do not add up to the loss'),
     ('terms_without_weights', 'cotrain/losses/chunked.py', 'chunked.part', '* weight[i] ', '', ['tests/cotrain/losses/test_chunked.py::test_all_options_together_equal_whole_distributions'], 48),
     ('temperatures_of_rows_as_columns', 'cotrain/losses/chunked.py', '_spread', '= 1 else t', '= 1 and len(t) != shape[1] else t', ['tests/cotrain/losses/test_chunked.py::test_all_options_together_equal_whole_distributions'], 'texts are learnt at the temperatures of others'),
     ('rows_temperature_on_the_target_alone', 'cotrain/losses/chunked.py', '_Rows.distributions', '), self.temperature', '), 0 * self.temperature', ['tests/cotrain/losses/test_chunked.py::test_chunks_equal_whole_distributions[kl-4-False]'], 10),

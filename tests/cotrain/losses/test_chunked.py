@@ -188,15 +188,6 @@ def test_a_temperature_that_does_not_fit_raises(t):
         chunked.chunked(losses.kl, *target_and_guess(*parts()), MASK, t)
 
 
-def test_the_hardest_positions_alone_keep_the_size_of_the_sum():
-    given = parts()
-    every = losses.kl(*plain(*given))[MASK]
-    value, _ = chunked.chunked(losses.kl, *target_and_guess(*given), MASK, hardest=0.5, chunk=3)
-    torch.testing.assert_close(value, every.topk(round(len(every) / 2)).values.sum() * 2)
-    with pytest.raises(ValueError, match="hardest"):
-        chunked.chunked(losses.kl, *target_and_guess(*given), MASK, hardest=0.0)
-
-
 def test_eager_gradients_include_weights_and_later_factors():
     """With weights of positions, a mean and a factor after the sum, and a frozen bias."""
     given, weights = parts(), torch.rand(B, T).double() * MASK
@@ -259,12 +250,9 @@ def mean(logp: Tensor, logq: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("length", [ROWS, 7])
-@pytest.mark.parametrize("hardest", [1.0, 0.4])
 @pytest.mark.parametrize(("chunk", "eager"), [(3, True), (3, False), (512, True)])
 @pytest.mark.parametrize("form", ["number", "rows", "positions"])
-def test_all_options_together_equal_whole_distributions(
-    length: int, hardest: float, chunk: int, eager: bool, form: str
-) -> None:
+def test_all_options_together_equal_whole_distributions(length: int, chunk: int, eager: bool, form: str) -> None:
     theirs, head_p, ours, head_q, weight, _ = inputs(length)
     rows = torch.tensor([0.5, 1.0, 2.0, 0.8], dtype=torch.float64)
     t = {"number": 0.7, "rows": rows, "positions": rows.unsqueeze(1) + torch.arange(length) / 9}[form]
@@ -273,18 +261,16 @@ def test_all_options_together_equal_whole_distributions(
     terms = [losses.kl, lambda p, q: 0.5 * losses.nla(p, q)]
     guess = Guess.everywhere(ours, head_q, tuple(head_q.parameters()) if eager else ())
     value, statistics = in_chunks(
-        mean, FromStates(theirs, head_p), guess, weight, t, chunk=chunk, hardest=hardest, terms=terms,
+        mean, FromStates(theirs, head_p), guess, weight, t, chunk=chunk, terms=terms,
         truncate=partial(keep_top_k, k=TOP),
     )  # fmt: skip
     logp, logq, served = distributions(theirs, head_p, ours, head_q, whole, cut=True)
     counted = weight > 0
-    each = (mean(logp, logq) * weight)[counted]
-    top = each.topk(round(hardest * len(each))).indices if hardest < 1 else torch.arange(len(each))
-    truth = each[top].sum() / hardest
+    truth = (mean(logp, logq) * weight)[counted].sum()
     torch.testing.assert_close(value, truth)
     expected = torch.autograd.grad(truth, [ours, *head_q.parameters()])
     torch.testing.assert_close(torch.autograd.grad(value, [ours, *head_q.parameters()]), expected)
-    apart = [(term(logp, logq) * weight)[counted][top].sum() / hardest for term in terms]
+    apart = [(term(logp, logq) * weight)[counted].sum() for term in terms]
     torch.testing.assert_close(statistics.terms, torch.stack(apart).detach())
     torch.testing.assert_close(statistics.terms.sum(), value.detach())
     alpha = torch.minimum(logp.exp(), served.exp()).sum(-1).detach()

@@ -51,7 +51,7 @@ def test_an_export_describes_the_training(monkeypatch: pytest.MonkeyPatch) -> No
     digest = training["learnt"].pop("chat_template")
     assert digest == distil._digest(job.tokenizer) and len(digest) == 64
     assert training == {
-        "loss": {"first": "kl", "then": "tv", "switch": 0.4, "hardest": 0.6, "decay": 0.9},
+        "loss": {"first": "kl", "then": "tv", "switch": 0.4, "decay": 0.9},
         "temperatures": [0.3, 0.6], "steps": 64, "minutes": 9.0, "seconds": 77.5, "rounds": 3, "on_draft": 0.25,
         "top": 4, "adapter": "adapter", "draft_quantisation": "int8",
         "draft_vocabulary": {"tokens": 50, "coverage": ("held", 50)},

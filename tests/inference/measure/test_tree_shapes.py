@@ -1,17 +1,15 @@
 """The search for a shape against every shape there is."""
 
-import math
-
 import pytest
 import torch
 
 from inference.measure.costs import Costs
-from inference.measure.tree_shapes import calls_left, candidates, gains, grow, positional, round_seconds, sequoia
+from inference.measure.tree_shapes import calls_left, candidates, gains, grow, round_seconds
 from inference.verify import predict_chain
 from inference.verify.predict_tree import expected_calls_tree, of_rounds, reach_tree
 from inference.verify.tree import chain, from_paths, paths_of
 from tests.exact import F64
-from tests.trees import depth, path_of, siblings_before, topologies
+from tests.trees import depth, siblings_before, topologies
 
 ALL = [parents for N in range(6) for parents in topologies(N)]
 
@@ -88,27 +86,3 @@ def test_calls_left_are_those_of_the_rest_of_the_text():
     for t in range(12):
         rest = predict_chain.calls_from(reach[:, t:], (lengths - t).clamp(min=0))
         torch.testing.assert_close(left[:, t], rest, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("levels", [1, 2, 5])
-def test_sequoia_is_the_best_tree_of_positional_acceptance(levels):
-    chances = (0.6, 0.25, 0.1)
-
-    def value(parents: tuple[int, ...]) -> float:
-        ranks = [len(siblings_before(parents, node)) for node in range(len(parents))]
-        return sum(math.prod(chances[ranks[i]] for i in path_of(parents, node)) for node in range(len(parents)))
-
-    for n in range(6):
-        result = sequoia(chances, n, levels)
-        most = max(value(parents) for parents in shapes(3) if len(parents) <= n and depth(parents) <= levels)
-        assert depth(result) <= levels and len(result) == (min(n, 3) if levels == 1 else n)
-        assert value(result) == pytest.approx(most, abs=1e-12)
-
-
-def test_positional_acceptance_is_a_mean_over_tokens():
-    accept = accepts(2, 5, 2)
-    accept[1, 3:] = math.nan
-    mean = torch.cat([accept[0], accept[1, :3]]).mean(0)
-    assert positional(accept, torch.tensor([5, 3])) == pytest.approx(mean.tolist())
-    assert positional(accept.unsqueeze(2), torch.tensor([5, 3])) == pytest.approx(mean.tolist())
-    assert sequoia(positional(accept, torch.tensor([5, 3])), 0, 3) == ()
