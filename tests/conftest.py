@@ -2,6 +2,7 @@
 
 import gc
 import os
+from collections.abc import Iterator
 
 # Read when the libraries are first imported, so set before them.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -12,6 +13,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from hydra._internal.hydra import Hydra
 from tensorboard.summary.writer import event_file_writer
 from tensorboard.summary.writer.event_file_writer import AtomicCounter
 
@@ -22,6 +24,15 @@ from tests.browser import CHROMIUM
 event_file_writer._global_uid = AtomicCounter(10_000)
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def settings_are_composed_once() -> Iterator[None]:
+    """Hydra composes all settings twice a call, the first time to look for hydra.mode=, which no test sets. Processes
+    that tests start (tests/cotrain/training/test_interrupts.py) do both."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Hydra, "get_mode", lambda *_, **__: None)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -39,6 +39,7 @@ from inference.report.replay import Recorder
 # shares of bench.minutes at which each part ends: costs of rounds; timing; parity on more tokens. Greedy decoding has
 # the rest.
 COSTS, TIMING, PARITY = 0.25, 0.65, 0.85
+FEW = 8  # texts of a part of the measurement whose time is over before it begins
 FORCED = 6  # times the decoding time of a text that predicting its calls with a tree takes: a round at every token
 SAMPLE_TOKENS = 64  # of the text that TensorBoard shows
 REPLAY_ROWS, REPLAY_TOKENS = 4, 64
@@ -116,7 +117,7 @@ def measure(plan: Plan, extra: dict[str, Any] | None = None) -> dict[str, Any]:
     print("bench: what rounds cost, and the draft length that this and the acceptance call for")
     given, plan = plan.tree, replace(plan, tree=None)
     plan, costs = choose_compiled(plan, budget.until(COSTS))
-    texts = plain_texts(plan)
+    texts = plain_texts(plan, FEW if time.perf_counter() > budget.until(COSTS) else BATCH)
     chains = taus(plan, texts)
     length, costs = plan_length(plan, costs, chains.__getitem__, budget.until(COSTS))
     tree = best_tree(replace(plan, tree=given), length, chains, texts, budget.until(COSTS))
@@ -165,7 +166,8 @@ def _timed(plan: Plan, engine: Engine, sampling: Sampling, until: float) -> tupl
     more = until < inf
     wanted = Wanted(batches, size.interval if more else inf, until)
     prompts = plan.prompts.final if more else plan.prompts.final[: size.prompts]
-    with TimingDisplay(batches, until) as display:
+    late = time.perf_counter() > until
+    with TimingDisplay(adaptive.FEWEST if late else batches, until) as display:
         timing, reached = until_known(
             arms,
             prompts,
@@ -185,8 +187,8 @@ class TimingDisplay(Display):
     it may take; it ends once the interval of the speed-up is narrow, or time is over."""
 
     def __init__(self, batches: int, until: float) -> None:
-        self.limited, self.near, self.first = until < inf, "no interval yet", time.perf_counter()
-        self.seconds = max(until - self.first, 0.0)
+        self.near, self.first = "no interval yet", time.perf_counter()
+        self.seconds, self.limited = until - self.first, self.first < until < inf
         total, unit = (self.seconds, "s at most") if self.limited else (batches, "batches")
         super().__init__("bench: timing", total, unit)
 
@@ -207,14 +209,16 @@ class TimingDisplay(Display):
 
 
 def parity(plan: Plan, k: int, until: float = inf, noise: float = 0.0) -> dict[str, Any] | None:
-    """Target calls predicted and measured on at least `parity_tokens` tokens, or as many as time allows, of final
-    prompts with other noise, those not timed first. until: the deadline on the clock; noise: of score gaps, from the
-    verdict.
+    """Target calls predicted and measured on at least `parity_tokens` tokens, or as many as time allows (FEW texts at
+    least), of final prompts with other noise, those not timed first. until: the deadline on the clock; noise: of score
+    gaps, from the verdict.
 
     None for the coupled rule, whose calls cannot be predicted from the text.
     """
     size = plan.bench
     count = -(-size.parity_tokens // size.new_tokens)
+    if time.perf_counter() > until:
+        count = FEW
     if plan.tree:
         until = time.perf_counter() + (until - time.perf_counter()) / FORCED
     arm = engine_arm("speculative", plan.engine(k, BATCH), plan.sampling, size.new_tokens)

@@ -145,10 +145,10 @@ def rounds_of(plan: Plan, lengths: tuple[int, ...], until: float = inf) -> dict[
 # --- acceptance
 
 
-def plain_texts(plan: Plan) -> Emitted:
+def plain_texts(plan: Plan, count: int = BATCH) -> Emitted:
     """Texts decoded plainly from ranking prompts; predictions are made on them, and they are never timed."""
     size = plan.bench
-    prompts = plan.ranking(size.quick_prompts, BATCH)
+    prompts = plan.ranking(size.quick_prompts, count)
     arm = engine_arm("plain", plan.plain(BATCH), plan.sampling, size.new_tokens)
     return interleave([arm], prompts, BATCH, size.seed, warmup=0).texts("plain")
 

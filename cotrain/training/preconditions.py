@@ -176,8 +176,8 @@ def refuse_minutes(cfg: TrainConfig) -> None:
         if limit is not None and (limit <= 0 or cfg.rollout.rounds > 1):
             raise ValueError(f"{key}: above 0, with rollout.rounds=1 (rounds end at steps), or null")
     if cfg.minutes and cfg.measure and cfg.bench.minutes > (1 - LEAST) * cfg.minutes:
-        raise ValueError(f"minutes={cfg.minutes:g}: bench.minutes={cfg.bench.minutes:g} leaves training less than a "
-                         "fifth of them: raise minutes= or lower bench.minutes=")  # fmt: skip
+        raise ValueError(f"minutes={cfg.minutes:g}: bench.minutes={cfg.bench.minutes:g} leaves training less than "
+                         f"{100 * LEAST:.0f} % of them: raise minutes= or lower bench.minutes=")  # fmt: skip
 
 
 def _lightning(cfg: Trainer, chosen: str) -> None:

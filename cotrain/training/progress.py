@@ -17,12 +17,12 @@ from cotrain.config.settings import TrainConfig, judged, learnt
 from cotrain.console import Display
 
 NEVER = sys.maxsize  # batches between validations, if progress decides when they are due
-LEAST = 0.2  # of the run's minutes: training has them, however slow the rest
-SAMPLING = {"train": 0.24, "held_out": 0.08}  # of the run's minutes, at most: of all temperatures together
+LEAST = 0.15  # of the run's minutes: training has them, however slow the rest
+SAMPLING = {"train": 0.17, "held_out": 0.07}  # of the run's minutes, at most: of all temperatures together
 JUDGING = 0.2  # of the run's minutes, at most: all validations, and what follows the last one
 ONCE = 1 / 6  # of these, at most: one judging of the held-out texts
 AFTER = 2.0  # times a judging: that of the exported checkpoint, and its profiles
-MEASURING = 3.0  # times the measurement at a checkpoint: the least that the full one takes, whatever bench.minutes
+MEASURING = 5.0  # times the measurement at a checkpoint: the least that the full one takes, whatever bench.minutes
 REFRESH, SHOWN = 5, ("loss", "acceptance")  # steps between two updates of the display; the figures it shows
 
 
@@ -91,7 +91,7 @@ class Validation:
 
 
 def left_of(cfg: TrainConfig, spent: float, first: Validation) -> float:
-    """Minutes that the rest of a run with minutes= leaves for training, a fifth of them at least.
+    """Minutes that the rest of a run with minutes= leaves for training, at least LEAST of them.
 
     spent: seconds of the run before its first step. first: the first validation; each later one takes as long, and
     after the last the exported checkpoint is judged and measured in full.

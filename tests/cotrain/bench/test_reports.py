@@ -61,7 +61,7 @@ def test_a_report_is_put_together_of_its_parts(met: list[Any], monkeypatch: pyte
     size = replace(plan_of().bench, minutes=10)
     result, asked, plan, here, timing, verdict, length = reported(monkeypatch, bench=size)
     assert asked["choose_compiled"][1] == 100 + 0.25 * 600 == asked["plan_length"][3] == asked["best_tree"][4]
-    assert asked["plain_texts"] == (here,) and asked["taus"] == (here, "texts")
+    assert asked["plain_texts"] == (here, 32) and asked["taus"] == (here, "texts")
     assert asked["plan_length"][1] == MeasuredCosts(REAL, ALONE, {}) and asked["plan_length"][2](4) == 2.5
     assert asked["best_tree"][1:4] == (length, {4: 2.5}, "texts")
     engine = asked["_timed"][1]

@@ -233,7 +233,7 @@ def test_steps_are_no_fractions(warmup: float, decay: float, said: str) -> None:
 
 def test_minutes_that_measuring_needs_alone_raise() -> None:
     cfg: Any = OmegaConf.create(BUDGET | {"bench": {"minutes": 9.0}, "rollout": {"rounds": 1}})
-    with pytest.raises(ValueError, match="minutes=10: bench.minutes=9 leaves training less than a fifth"):
+    with pytest.raises(ValueError, match="minutes=10: bench.minutes=9 leaves training less than 15 %"):
         refuse_minutes(cfg)
     cfg.measure = False
     refuse_minutes(cfg)

@@ -50,8 +50,8 @@ def test_durations_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert estimated.total == pytest.approx(estimated.sampling + estimated.training + estimated.measuring)
     # before the first step, at five validations, and twice after the last
     rest = estimated.sampling + judged / 6 * (1 + 5 + 2)
-    for trainer, whole, seconds in ((1.0, None, 60), (None, 2 * rest / 60, rest), (1.0, 2 * rest / 60, 60),
-                                    (None, 5.0, 60), (None, 1e9, estimated.training)):  # fmt: skip
+    for trainer, whole, seconds in ((1.0, None, 60), (None, 3 * rest / 60, 2 * rest), (1.0, 3 * rest / 60, 60),
+                                    (None, 5.0, 45), (None, 1e9, estimated.training)):  # fmt: skip
         cfg.trainer.minutes, cfg.minutes = trainer, whole
         assert preflight.durations(cfg, there).training == pytest.approx(seconds)
     cfg.measure = False
