@@ -30,7 +30,7 @@ MOST_SPARE = 8  # slots in which stored prompts wait
 
 @dataclass
 class Window:
-    """What one pass writes and reads: rows [low, high), positions (A, n), slots read up to `limit`.
+    """The rows [low, high) and positions (A, n) that one pass writes, and the slots up to `limit` that it reads.
 
     `start` is the common first position of all rows, or None when rows differ. branches: the columns of a tree; if
     None, slots are the positions.

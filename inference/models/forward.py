@@ -166,7 +166,7 @@ class Lean:
         self._compute_angles()
 
     def _compute_angles(self) -> None:
-        with torch.inference_mode(False):  # in every mode: compiled code differs for tensors of inference mode and others
+        with torch.inference_mode(False):  # compiled code differs for tensors of inference mode
             cos, sin = llama.angles(self.model, self.cache.slots)
             self.angles = cos.to(self.shape.held), sin.to(self.shape.held)
 

@@ -338,7 +338,7 @@ class GraphForward(Lean):
 
             return run
 
-        if not self.failed and bucket not in self.graphs:  # recording runs the function more than once, but a move must run once
+        if not self.failed and bucket not in self.graphs:  # recording runs it twice or more, a move must run once
             self._launch(bucket, [anchor, torch.full_like(path, -1)], make)
         if self.failed or self._launch(bucket, [anchor, path], make) is None:
             super().keep(start, path)

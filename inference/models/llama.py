@@ -341,7 +341,7 @@ def _each(weights: Weights, change: Callable[[Linear], Linear]) -> Weights:
 
 
 def state(model: PreTrainedModel, parameters: Sequence[nn.Parameter]) -> tuple[int, int]:
-    """Changes when weights are trained in place or loaded into, and when moving or casting gives them new memory.
+    """A pair of numbers that changes when weights are trained in place, loaded, moved or cast.
 
     parameters: those of the model, listed by the caller, because every pass calls this and listing them takes a tenth
     of a pass.

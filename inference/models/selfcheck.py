@@ -1,13 +1,13 @@
 """Checks, for every model that an engine runs, that passes over rows of different lengths give the model's own logits.
 
 Two rows of fixed ids are stored in one pass up to different lengths and continued in another, and every logit is
-compared with that of the model's own forward over the whole rows, without a cache and without our masks. So are the
-last logits of a row of `LATE` ids, past positions at which tables and caches may end. The result decides what runs the
-model: few operations (`llama`) if its classes are known and the logits agree, else transformers' own forward under the
-first form of mask that agrees, else nothing: the model is rejected with the reason.
+compared with that of the model's own forward over the whole rows, without a cache and without our masks. The last
+logits of a row of `LATE` ids are compared too, past positions at which tables and caches may end. The result decides
+which forward runs the model: `llama`'s if the model's classes are known and the logits agree, else transformers' own
+under the first form of mask that agrees. If no form agrees, the model is rejected with the reason.
 
-Windows that slide are wider than two short rows, so during the check the model's config has a narrow one: a model that
-reads it there follows, and the masks must follow with it.
+Sliding windows are usually wider than the two short rows, so the check sets a narrow window in the model's config. A
+model that reads its window there then uses the narrow one, and the masks must do so too.
 
 States of layers and trees of drafts are compared in the same way when an engine first uses them.
 
@@ -46,10 +46,11 @@ BRANCHES = (-1, -1, 0, 1, 0, 2, 5)  # parents of the checked tree, which is no d
 # model that amplifies every rounding. The bound there is FACTOR times the noise of the model's own passes, within
 # limits; the noise is never measured with the forward under test. Wrong forwards differ more: attention scores times
 # 1.5 by .15 in the bundled target and .3 to .6 in most random models, masks and positions that are off by one by .4 to
-# 2. Positions that rounding alone may move further than the bound (.01 to .44 in five samples of one, while all others
-# had .06 at most) are allowed LOUD times their own noise, as long as they are fewer than half of a layer's; correct
-# forwards differed there by 2.1 times at most. In 216 random and hardly trained models of 1 to 4 layers one correct
-# forward was rejected and 6 with scores times 1.5 were not, 17 with one bound for all positions.
+# 2. At some positions rounding alone may exceed the bound (.01 to .44 in five samples of one position, at most .06 at
+# all others). These are allowed LOUD times their own noise if they are fewer than half of a layer's positions; correct
+# forwards differed there by at most 2.1 times the noise. In 216 random and hardly trained models of 1 to 4 layers, one
+# correct forward was rejected, and 6 forwards with scores times 1.5 were accepted (17 with one bound for all
+# positions).
 FINE, COARSE, MOST, FACTOR, SAMPLES, LOUD = 1e-3, 0.05, 0.2, 2.0, 4, 4.0
 
 Make = Callable[[SlotCache], Forward]

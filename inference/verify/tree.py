@@ -25,7 +25,7 @@ from inference.sampling.distributions import is_missing, one_hot, wide
 from inference.verify.chain import continued
 
 Parents = tuple[int, ...] | Tensor
-MOST_NODES = 62  # of a tree: the ancestors of a node are bits of one int64; one bit is for the anchor, the last is unused
+MOST_NODES = 62  # of a tree: ancestors of a node are bits of one int64; one bit is for the anchor, the last is unused
 
 
 class Tree:
