@@ -1,4 +1,4 @@
-"""Costs of rounds for models that were never trained: random weights, and acceptance by coin.
+"""Costs of rounds for untrained models: random weights, and random acceptance.
 
 Only the times are real; acceptance and text mean nothing.
 """
@@ -18,8 +18,8 @@ from inference.verify.rules import Rule, rule_of
 class Synthetic(Engine):
     """An engine that accepts each draft with probability `alpha`, whatever the distributions: for timing alone.
 
-    It makes all passes, distributions and draws of a real round, the rule's own test too. Raises ValueError for an
-    alpha outside [0, 1].
+    It runs all passes, distributions and draws of a real round, and the rule's test too. Raises ValueError for an alpha
+    outside [0, 1].
     """
 
     def __init__(self, target: PreTrainedModel, *, alpha: float, verify: str = "token", **settings: Any) -> None:
@@ -31,7 +31,7 @@ class Synthetic(Engine):
 
 
 def coins(alpha: float, timed: Rule) -> Rule:
-    """A rule that runs `timed` for its time, and accepts by coins."""
+    """A rule that runs `timed`, ignores its result, and accepts each draft with probability `alpha`."""
 
     def verify(p: Tensor, q: Tensor | None, x: Tensor, u: Tensor, k: Tensor) -> Verification:
         timed.verify(p, q, x, u, k)

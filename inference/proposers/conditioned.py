@@ -121,10 +121,10 @@ class Scale:
 
 
 class Conditioned(Independent):
-    """Drafts as `Independent`, but multiplies what the head reads of a row by the scale of the row's own temperature.
+    """Drafts as `Independent`, but multiplies the states that the head reads by the scale of each row's temperature.
 
-    At temperature 0 the scale still decides which token is the likeliest. model: an LM with a scale, see `conditioned`;
-    greedy, compile, int8, shape: as of `Independent`. Raises ValueError for a model without a scale.
+    At temperature 0 the scale still affects which token is the likeliest. model: an LM with a scale, see `conditioned`;
+    greedy, compile, int8, shape: as in `Independent`. Raises ValueError for a model without a scale.
     """
 
     network_class: Any = ConditionedNetwork
