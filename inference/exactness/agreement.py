@@ -126,8 +126,8 @@ def _passes(
 
 
 def difference(a: Tensor, b: Tensor) -> Tensor:
-    """Root mean square over the vocabulary of a - b divided by that of b, each without its mean over the vocabulary:
-    (..., V) -> (...) float64."""
+    """Root mean square over the vocabulary of a - b, minus its mean over the vocabulary, divided by that of b: (..., V)
+    -> (...) float64."""
     apart = a.double() - b.double()
     return rms(apart - apart.mean(-1, keepdim=True)) / rms(b.double())
 

@@ -115,8 +115,8 @@ class CallsCheck:
 
 @dataclass(frozen=True)
 class DepthCheck:
-    """(c) rounds: rounds that drafted; measured: share of them that accepted the first draft; alpha: mean of alpha over
-    them, and its sigma."""
+    """(c) rounds: rounds that drafted; accepted: how many of them accepted their first draft; alpha: mean of alpha over
+    them; sigma: its standard deviation."""
 
     rounds: int
     accepted: int
@@ -202,8 +202,8 @@ def expected(figures: Figures, rule: Rule | str) -> Expected | None:
 
 def reach_of(figures: Figures, rule: Rule | str, most: int | None = None) -> Tensor | None:
     """P(a round that starts at token t accepts at least n drafts | the text) -> (B, T, K+1), with at most `most`
-    drafts; None for a rule whose acceptance depends on the noise that generated the text. For trees, `rule` must be the
-    rule of the run, with its shape. Raises ValueError if `most` cuts levels of trees."""
+    drafts; None for a rule whose acceptance depends on the noise that generated the text. For trees, the rule and the
+    shape are always those of the run. Raises ValueError if `most` is given for trees."""
     if figures.reach is not None:
         if most is not None:
             raise ValueError("most: calls of trees are those of the shape that ran; see measure.tree_shapes for others")

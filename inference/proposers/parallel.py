@@ -27,9 +27,7 @@ class Parallel(Independent):
     distribution. Arguments as in `Independent`; raises ValueError for a model whose config names no mask.
     """
 
-    scaled = (
-        False  # `OnePass` ignores a scale, and no parallel draft depends on the temperature
-    )
+    scaled = False  # `OnePass` ignores a scale, and no parallel draft depends on the temperature
 
     def __init__(
         self, model: PreTrainedModel | str | PathLike[str], greedy: bool = False, *, compile: bool | None = None,
