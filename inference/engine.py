@@ -8,10 +8,10 @@ draft         a token x that the proposer drew from q
 proposal      the drafts of a round with their distributions, a chain or a tree; k: how many a row has
 target pass   one forward of the target over the anchors and all drafts; it gives p after each of them
 verification  how many drafts of a row are accepted, and the distribution of the one token that follows them
-correction    that token after a rejected draft; the bonus if none was rejected
-commit        accepted drafts and that token join the text
-rollback      what is stored of rejected drafts lies past the row's length: it is masked, and overwritten later; the
-              accepted path of a tree is moved next to the anchor (`Engine.rollback`)
+correction    the token that follows after a rejection; if no draft was rejected, it is called the bonus
+commit        the accepted drafts and the token after them are appended to the text
+rollback      keys and values of rejected drafts lie past the row's length: they are masked, and overwritten later;
+              the accepted path of a tree is moved next to the anchor (`Engine.rollback`)
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,20 +45,21 @@ from inference.verify.rules import Rule, rule_of
 class Engine:
     """Speculative decoding of many rows at once; the distribution of the text is exactly the target's.
 
-    target: a transformers causal LM or a PEFT model of one, used as it is, or a path / hub id loaded in `dtype` (None:
-    the checkpoint's own, or float32 on a CPU that would emulate it) on `device` (None: the CPU). Of its
-    generation_config only the end tokens are read, see `Sampling.of`. proposer: drafts; None is plain decoding by the
-    same machinery. verify: a name of `verify.rules.RULES`, or a custom rule. rows: prompts decoded together; others
-    wait (see `scheduler`). context: most tokens of a row. compile: compile the target's short passes (see `compiled`),
-    which costs seconds at the first ones, and on a GPU record them as graphs (see `graphs`); None: on a GPU alone.
+    target: a transformers causal LM or a PEFT model of one, used without a change; or a path / hub id, loaded in
+    `dtype` (None: the checkpoint's dtype, or float32 on a CPU that would emulate it) on `device` (None: the CPU). Only
+    the end tokens of its generation_config are read, see `Sampling.of`. proposer: makes the drafts; None: plain
+    decoding, by the same code. verify: a name of `verify.rules.RULES`, or a custom rule. rows: how many prompts are
+    decoded together; the others wait (see `scheduler`). context: most tokens of a row. compile: compile the target's
+    short passes (see `compiled`), or on a GPU record them as CUDA graphs (see `graphs`); the first passes then take
+    seconds; None: only on a GPU.
     record: receives the rounds of each call, with p, q and u of each draft (see `report.replay`).
 
-    A row whose next token has no distribution (its settings leave no token, its own processor raises, the target's
-    logits are NaN or infinite) ends with finish "error"; other rows go on. One proposer may serve several engines, one
-    call after the other. Threads: calls of all engines of a process run one at a time; a stream lets others run between
-    its rounds, and raises RuntimeError once another call took its slots or its proposer. Every call checks whether the
-    models were changed (weights, adapters, hooks, modules), and then decodes as a new engine would. Raises ValueError
-    for an unknown rule or an unsupported model.
+    A row ends with finish "error" if its next token has no distribution: its settings allow no token, one of its
+    processors raises, or the target's logits are NaN or infinite. Other rows go on. Several engines may share one
+    proposer, in calls one after the other. Threads: calls of all engines of a process run one at a time. Other calls
+    may run between the rounds of a stream; if one of them uses its slots or its proposer, the stream raises
+    RuntimeError. Every call checks whether the models were changed (weights, adapters, hooks, modules); if they were,
+    it decodes as a new engine would. Raises ValueError for an unknown rule or an unsupported model.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class Engine:
         self._open()
 
     def _open(self) -> None:
-        """Read the target as it is now, with new slots."""
+        """Prepare the target with its present weights, and allocate new slots."""
         self.target = self._new_target(vocabulary=vocabulary_of(self._new_target.args[0], self.tokenizer))
         self.graphs = Graphs(self.target.device) if self.target.uses_graphs else None
         self.ends, self.slots = ends_of(self.target.model), Slots(self.target)
@@ -116,15 +117,17 @@ class Engine:
         """Continue every prompt.
 
         prompts: a list of texts, token ids (a list, tensor or array) or chat messages (dicts of role and content, which
-        the tokenizer's template renders), or what a tokenizer returns for several texts; ids that its mask excludes are
-        dropped. Text is encoded as the tokenizer does, with one start token at most. `Output.text` is without the end
-        token of a row, `Output.tokens` has it. max_new_tokens and sampling: one, or one a prompt. seed, ids: the key of
-        the random numbers; ids default to a hash of each prompt, so a prompt gives the same tokens alone or in a batch:
-        exactly in float64, in float32 up to rare rounding; in bfloat16 another text with the same probabilities.
-        ignore_eos: the target's end tokens end no row; stop strings, stop_ids and lengths do.
+        the tokenizer's template renders), or the tokenizer's output for several texts; ids that its attention mask
+        excludes are dropped. Text is encoded by the tokenizer, with one start token at most. `Output.tokens` contains
+        the end token of a row, `Output.text` does not. max_new_tokens and sampling: one value, or one for each prompt.
+        seed, ids: the key of the random numbers. ids default to a hash of each prompt, so a prompt gives the same
+        tokens alone or in a batch: exactly in float64, and in float32 up to rare rounding. In bfloat16 the text may
+        differ, but has the same probabilities.
+        ignore_eos: the target's end tokens do not end a row; stop strings, stop_ids and lengths still do.
 
-        Raises ValueError before anything runs: for anything else as a prompt, for a prompt that is empty, fills the
-        context or has ids outside the vocabulary, for settings with such ids, and for lists of other lengths.
+        Raises ValueError before anything runs: for a prompt of another type, an empty prompt, one that fills the
+        context, ids outside the vocabulary in a prompt or in settings, and lists that do not have one entry for each
+        prompt.
         """
         with ALONE:
             call = self.begin(prompts, max_new_tokens, sampling, seed, ids, ignore_eos)
@@ -144,8 +147,8 @@ class Engine:
         ids: Sequence[int] | None = None,
         ignore_eos: bool = False,
     ) -> Iterator[Event]:
-        """Events of one prompt as its rounds end; settings as in generate. Raises RuntimeError if a later call began,
-        and, after the events so far, if the row ends in an error."""
+        """Yield the events of one prompt as its rounds end; settings as in generate. Raises RuntimeError if a later
+        call began, and RequestError, after the events so far, if the row ends in an error."""
         call = self.begin(single(prompt), max_new_tokens, sampling, seed, ids, ignore_eos)
         for events in self.rounds(call):
             yield from events
@@ -157,7 +160,7 @@ class Engine:
         sampling: Sampling | Sequence[Sampling],
         seed: int = 0, ids: Sequence[int] | None = None, ignore_eos: bool = False,
     ) -> Call:  # fmt: skip
-        """A new call for these prompts, see `generate`; it takes the slots of the call before it."""
+        """A new call for these prompts, see `generate`; it uses the slots of the call before it, which cannot go on."""
         if isinstance(seed, bool) or not isinstance(seed, Integral) or not -(2**63) <= int(seed) < 2**64:
             raise ValueError(f"seed: a whole number of 64 bits, not {seed!r}")
         with ALONE:
@@ -226,7 +229,7 @@ class Engine:
         """One forward of the target: logits (A, N+1, V) after each row's anchor and after each draft, and the states
         that the proposer reads."""
         start, anchor, x = [len(text) - 1 for text in round.texts], round.sent["anchor"], proposal.x
-        if min(proposal.k) < x.shape[1]:  # past a row's own drafts its anchor is read again, which leaves no NaN
+        if min(proposal.k) < x.shape[1]:  # columns past a row's k repeat its anchor, so they have no NaN
             drafted = torch.arange(x.shape[1], device=x.device) < round.length(proposal.k).unsqueeze(1)
             x = torch.where(drafted, x, anchor)
         reads = self.proposer.reads if self.proposer else ()
@@ -234,10 +237,10 @@ class Engine:
                                    tree=proposal.tree)  # fmt: skip
 
     def rollback(self, round: DecodingRound, states: States, path: Tensor | None) -> States:
-        """Drop what the target pass stored of rejected drafts, and return the states along the accepted ones.
+        """Roll back the rejected drafts, and return the states of the anchor and the accepted drafts.
 
-        Of a chain nothing is moved: keys and values past a row's length are masked, and overwritten later. Of a tree
-        the accepted `path` (A, D) is moved to the positions after the anchor.
+        For a chain nothing is moved: keys and values past a row's length are masked, and overwritten later. For a tree,
+        keys and values of the accepted `path` (A, D) are moved to the positions after the anchor.
         """
         if path is None:
             return states
@@ -251,8 +254,8 @@ class Engine:
         self, call: Call, round: DecodingRound, proposal: Proposal, logits: Tensor, result: RoundResult,
         table: list[list[int]],
     ) -> tuple[list[Event], list[int]]:  # fmt: skip
-        """Append each row's tokens to its text. Returns events, and how many tokens of each text agree with its slot.
-        table: of `result`."""
+        """Append each row's tokens to its text. Returns events, and for each row how many tokens of its text its slot
+        stores. table: that of `result`, on the host."""
         events, valid = [], []
         lines = zip(call.active, table, strict=True)
         for slot, (row, (n, token, k, missing, stains, rejected, *draft)) in enumerate(lines):
@@ -280,7 +283,7 @@ class Engine:
         return self.__reduce__()
 
     def __reduce__(self) -> NoReturn:
-        """Raises TypeError: also for pickle."""
+        """Raises TypeError, for `copy.deepcopy` and for pickle."""
         raise TypeError("Engine: the keys, values and compiled passes of an engine cannot be copied or pickled; copy "
                         "its model and make another: Engine(copy.deepcopy(model), ...)")  # fmt: skip
 
@@ -292,7 +295,7 @@ def _require_whole(name: str, value: Any) -> None:
 
 
 def _require_parts(target: Any, proposer: Any, policy: Any, tokenizer: Any) -> None:
-    """Raise ValueError for an argument of `Engine` that is of another type, with what to give instead."""
+    """Raise ValueError for an argument of `Engine` that has a wrong type; the message says what to give instead."""
     if isinstance(target, str | PathLike):
         place = Path(target)
         if (place.is_absolute() or fspath(target).startswith(".")) and not place.exists():

@@ -23,13 +23,13 @@ def load(
 ) -> Engine:
     """An engine from a draft folder, whose metadata names its target and its kind; `settings` as for Engine.
 
-    A folder that was planned with a tree is served with that tree and its rule. With a `policy` of one's own, or a rule
-    that does not verify trees, it drafts chains.
+    A folder that was planned with a tree is served with that tree and its rule. If `settings` give a `policy`, or a
+    rule that does not verify trees, it drafts chains.
 
-    target: a model (then give `tokenizer=`, or decode ids) or a path, to use another one than the folder names. kind:
-    for a folder without metadata, such as "other_tokenizer" for any causal LM; None: the folder's own.
-    Raises ValueError for an unknown kind, for a folder that names no target, or one with an adapter, and as the kind's
-    `load`.
+    target: a model or a path; None: the target that the folder names. With a model give `tokenizer=` too, or decode
+    ids. kind: of a folder without metadata, such as "other_tokenizer" for any causal LM; None: the kind that the folder
+    names. Raises ValueError for an unknown kind, for a folder that names no target or a target with an adapter, and
+    whatever the `load` of the kind raises.
     """
     if not isinstance(folder, str | PathLike):
         raise ValueError(f"folder: the path of a draft folder, not {folder!r}")
@@ -57,7 +57,7 @@ def load(
 
 
 def _named_target(folder: str | Path, metadata: Metadata | None) -> str:
-    """The target that a folder names. Raises ValueError if it names none, or one with an adapter."""
+    """The target that a folder names. Raises ValueError if it names no target, or a target with an adapter."""
     if metadata is None:
         raise ValueError(f"{folder}: no cotrain.json names its target; give target=")
     name = str(metadata.target["name"])

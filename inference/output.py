@@ -11,9 +11,9 @@ PHASES = ("prefill", "draft", "target", "verify", "other")
 
 @dataclass
 class Counts:
-    """tokens emitted; target_calls, one a round; by depth d (0-based): rounds that drafted it (`drafted`), that
-    accepted it and all before (`accepted`), that drafted it and accepted all before (`tried`); starts: tokens that the
-    row had emitted when each round began, for single rows only."""
+    """tokens: emitted; target_calls: one a round. By depth d (0-based): `drafted`, rounds that drafted it; `accepted`,
+    rounds that accepted it and all drafts before it; `tried`, rounds that drafted it and accepted all drafts before it.
+    starts: for each round, the tokens that the row had emitted before it; only in counts of single rows."""
 
     tokens: int = 0
     target_calls: int = 0
@@ -24,7 +24,7 @@ class Counts:
 
     @property
     def tau(self) -> float:
-        """Tokens per target call, the one emitted after the accepted ones included; nan before any call."""
+        """Tokens per target call, counting the token emitted after the accepted drafts; nan before any call."""
         return self.tokens / self.target_calls if self.target_calls else float("nan")
 
     @property
@@ -34,8 +34,7 @@ class Counts:
 
     @property
     def conditional(self) -> list[float]:
-        """P(accept draft i given all before), measured: accepted / tried at each depth; nan if none was
-        tried."""
+        """P(accept draft i given all before), measured: accepted / tried at each depth; nan if no draft was tried."""
         return [n / total if total else float("nan") for n, total in zip(self.accepted, self.tried, strict=True)]
 
     def add(self, tokens: int, drafted: int, accepted: int) -> None:
@@ -49,7 +48,7 @@ class Counts:
             self.tried[depth] += depth <= accepted
 
     def merge(self, other: "Counts") -> None:
-        """Add the sums of another; `starts` stay with their row."""
+        """Add the counts of another; `starts` are not added."""
         self.tokens += other.tokens
         self.target_calls += other.target_calls
         self._deepen(len(other.drafted))
@@ -67,8 +66,8 @@ class Counts:
 
 @dataclass
 class Stats(Counts):
-    """Sums over rows; rows: of each prompt, in order; by phase its wall seconds and how often it ran: `times["target"]`
-    is the number of rounds, whatever the number of rows in each."""
+    """Sums over rows. rows: the counts of each prompt, in order. seconds, times: for each phase its wall seconds and
+    how often it ran; `times["target"]` is the number of rounds, whatever the number of rows in each."""
 
     rows: list[Counts] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
@@ -90,7 +89,7 @@ class Stats(Counts):
 
 
 def pooled(parts: Sequence[Stats]) -> Stats:
-    """Several calls as one: sums of counts, seconds and times, all rows one after another."""
+    """The statistics of several calls as those of one: counts, seconds and times are added, rows are concatenated."""
     whole = Stats()
     for part in parts:
         whole.merge(part)
@@ -102,13 +101,13 @@ def pooled(parts: Sequence[Stats]) -> Stats:
 
 
 class RequestError(RuntimeError, ValueError):
-    """A prompt ended in an error, but the caller needs whole texts."""
+    """A prompt ended in an error, but the caller needs all texts complete."""
 
 
 @dataclass
 class Output:
     """tokens: B lists of new ids, prompt excluded, stop token included; text: B strings, None without a tokenizer;
-    finish: "stop", "length" or "error" of each; errors: B messages, None for rows without an error."""
+    finish: for each "stop", "length" or "error"; errors: B messages, None for rows without an error."""
 
     tokens: list[list[int]]
     text: list[str] | None
@@ -117,7 +116,7 @@ class Output:
     errors: list[str | None] = field(default_factory=list)
 
     def whole(self) -> "Output":
-        """Itself; raises RequestError naming the first prompt that ended in an error."""
+        """Return self; raises RequestError naming the first prompt that ended in an error."""
         for index, message in enumerate(self.errors):
             if message is not None:
                 raise RequestError(f"prompt {index}: {message}")
@@ -145,8 +144,8 @@ class Emitted(NamedTuple):
 
 
 def pieces(events: Iterable[Event], decode: Callable[[list[int]], str]) -> Iterator[tuple[str, str]]:
-    """(kind, text) of one row as it comes. Bytes that end inside a character wait for the rest of it; an incomplete
-    character at the end of the text is the last token's."""
+    """Yield (kind, text) of one row as tokens come. If bytes end inside a character, they are yielded with the rest of
+    it. An incomplete character at the end of the text has the kind of the last token."""
     ids: list[int] = []
     shown = text = kind = ""
     for event in events:

@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class Policy(Protocol):
-    """Chooses draft lengths before a round, never from the tokens that it drafts."""
+    """Chooses draft lengths before a round. The choice may not depend on the tokens that the round drafts."""
 
     def lengths(self, texts: Sequence[list[int]]) -> list[int]:
         """Draft length of each active row, given its text so far."""

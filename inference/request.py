@@ -22,9 +22,9 @@ ACCEPTED = "text, token ids, messages, or what a tokenizer returns"
 class Request:
     """Prompt and emitted tokens in one list, with the conditions that end the row.
 
-    index: of its prompt in the call; id: the key of its random numbers; limit: most new tokens; ends: token ids that
-    end it; finish: "stop", "length" or "error" once it has ended, error: the message. alone: nothing is drafted for it
-    any more; stained: its slot may hold NaN.
+    index: of the prompt in the call; id: key of the row's random numbers; limit: most new tokens; ends: token ids that
+    end the row; finish: "stop", "length" or "error" once the row has ended; error: the message. alone: the row is
+    decoded without drafts from now on; stained: the row's slot may contain NaN.
     """
 
     index: int
@@ -57,7 +57,7 @@ class Request:
         return len(self.text) - self.prompt
 
     def take(self, tokens: Sequence[int]) -> list[int]:
-        """Append tokens up to the one that ends the row; returns those appended."""
+        """Append tokens up to the one that ends the row; returns the tokens appended."""
         for count, token in enumerate(tokens, 1):
             self.text.append(token)
             if token in self.ends or self._stopped():
@@ -73,10 +73,10 @@ class Request:
         self.finish, self.error = "error", message
 
     def _stopped(self) -> bool:
-        """Whether the new text has a stop string. Only the newest tokens can complete one, so only a tail is decoded: 4
-        tokens for each character of the string (a character has at most 4 bytes) and 32 before, since the first
-        characters of a decoded tail may differ from those of the whole text. A stop in the tail is checked in the whole
-        text."""
+        """Whether the new text has a stop string. Only the newest tokens can complete one, so only the end of the text
+        is decoded: 4 tokens for each character of the string (a character has at most 4 bytes), and 32 tokens before
+        them, because the first characters of a decoded part may differ from the same characters in the whole text. A
+        stop string that occurs in this part is then checked in the whole text."""
         if not self.sampling.stop or self.tokenizer is None:
             return False
         longest = max(map(len, self.sampling.stop))
@@ -103,8 +103,8 @@ class TextLimits(Protocol):
 
 @dataclass(frozen=True)
 class PromptReader:
-    """Makes requests from the prompts of a call. target: its limits are checked; ends: ids that end a text; tokenizer:
-    None if there is none, strings are then rejected; pads: ids that pad rows of a tensor."""
+    """Makes requests from the prompts of a call. target: the model whose limits are checked; ends: ids that end a text;
+    tokenizer: if None, strings are rejected; pads: ids that pad rows of a tensor."""
 
     target: TextLimits
     ends: frozenset[int]
@@ -119,7 +119,7 @@ class PromptReader:
         ids: Sequence[int] | None,
         ignore_eos: bool,
     ) -> list[Request]:
-        """One request a prompt; arguments and errors as of `Engine.generate`."""
+        """One request for each prompt; arguments and errors as in `Engine.generate`."""
         texts = [self._encode(f"prompt {index}", prompt) for index, prompt in enumerate(listed(prompts, self.pads))]
         limits = _each("max_new_tokens", limits, len(texts))
         regimes = _each("sampling", sampling, len(texts))
@@ -157,8 +157,8 @@ class PromptReader:
             raise ValueError("Sampling.stop: stop strings need a tokenizer")
 
     def _encode(self, who: str, prompt: Any) -> list[int]:
-        """Token ids of one prompt. Text is encoded as the tokenizer does; text that begins with the start token, like a
-        rendered chat template, gets no second one. Messages are rendered by the tokenizer's chat template."""
+        """Token ids of one prompt. Text is encoded by the tokenizer; if it begins with the start token, as a rendered
+        chat template does, no second one is added. Messages are rendered by the tokenizer's chat template."""
         if isinstance(prompt, Mapping):
             rows = _unpadded(who, prompt)
             if len(rows) != 1:
@@ -221,10 +221,10 @@ def _content(who: str, content: Any) -> str:
 
 
 def listed(prompts: Any, pads: frozenset[int]) -> list[Any]:
-    """The prompts of a call as a list: of a list, or of a tokenizer's output for several texts, without its padding.
+    """The prompts of a call as a list, from a list or from a tokenizer's output for several texts without its padding.
 
-    pads: ids that pad. Raises ValueError, naming what to type instead, for rows of a tensor that begin or end with such
-    an id, for one prompt in place of a list, and for anything else.
+    pads: ids that pad. Raises ValueError, saying what to type instead, for rows of a tensor that begin or end with a
+    pad id, for one prompt in place of a list, and for any other type.
     """
     if isinstance(prompts, Mapping):
         return _unpadded("prompts", prompts)
@@ -277,7 +277,7 @@ def _unpadded(who: str, encoding: Mapping[str, Any]) -> list[list[int]]:
 
 
 def _rows(values: Any) -> list[list[Any]]:
-    """Rows of a tensor, an array or lists; a flat one is one row."""
+    """Rows of a tensor, an array or lists; one without a second dimension is one row."""
     values = values.tolist() if isinstance(values, Tensor | np.ndarray) else list(values)
     return [list(row) for row in values] if values and isinstance(values[0], Sequence) else [values]
 
@@ -310,19 +310,19 @@ def _each(name: str, value: Any, count: int) -> list[Any]:
 
 
 def vocabulary_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> int:
-    """Number of ids that can be emitted: those of padded rows of the embedding get no mass."""
+    """Number of ids that can be emitted: ids of padded rows of the embedding get no mass."""
     size = int(model.config.get_text_config().vocab_size)
     return min(size, 1 + max(tokenizer.get_vocab().values())) if tokenizer else size
 
 
 def ends_of(model: PreTrainedModel) -> frozenset[int]:
-    """Ids that end a text, by the generation config, else the model's."""
+    """Ids that end a text, from the generation config, or from the model's config if that has none."""
     ends = model.generation_config.eos_token_id if model.generation_config else None
     ends = model.config.eos_token_id if ends is None else ends
     return frozenset() if ends is None else frozenset([ends] if isinstance(ends, int) else ends)
 
 
 def pads_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
-    """Ids that pad rows of a tensor, by the tokenizer and by the model's config."""
+    """Ids that pad rows of a tensor, from the tokenizer and from the model's config."""
     ids = (model.config.get_text_config().pad_token_id, tokenizer.pad_token_id if tokenizer else None)
     return frozenset(id for id in ids if id is not None)

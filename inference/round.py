@@ -1,9 +1,9 @@
 """One decoding round of the active rows: their distributions and their random numbers.
 
 A rows, K drafted at most (N nodes of a tree), V vocabulary. Every random number of a row is a function of (seed, row
-id, tokens it had emitted when the round began, depth, stream), see `sampling.noise`; only the coupled rule keys its
-noise by position. What the host decides is copied to the device once (`DecodingRound.send`), and what the host needs is
-read back once (the table of `verification.RoundResult`).
+id, tokens the row had emitted when the round began, depth, stream), see `sampling.noise`; only the noise of the coupled
+rule is keyed by position. Each round has one copy from the host to the device (`DecodingRound.send`) and one read back
+(the table of `verification.RoundResult`).
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -61,7 +61,7 @@ class Batch:
 
     @property
     def key(self) -> Hashable:
-        """All that distributions depend on except logits, ids and tensors."""
+        """Everything that distributions depend on except logits, ids and tensors."""
         return self.regimes.key, self.penalties.key if self.penalties else None
 
     @property
@@ -87,7 +87,7 @@ class Batch:
 class DecodingRound:
     """What the engine and a proposer share during one round; implements `proposers.base.Round`.
 
-    batch: of an earlier round; it is used again if its rows are the same.
+    batch: that of an earlier round, used again if the rows are the same.
     """
 
     def __init__(
@@ -106,8 +106,8 @@ class DecodingRound:
         self.batch = batch if batch is not None and same else Batch(rows, vocabulary, device)
         self.texts = [row.text for row in rows]
         self.ids, self.starts = [row.id for row in rows], [row.emitted for row in rows]
-        self.messages: dict[int, str] = {}  # by row: the first error of its own processors
-        self.exhausted: set[int] = set()  # rows whose own processors left their draft no token
+        self.messages: dict[int, str] = {}  # by row: the first error of the row's processors
+        self.exhausted: set[int] = set()  # rows whose processors left no token to draft
         self.sent: dict[str, Tensor] = {}
         self.lengths: list[int] = []  # of the drafts, as they were sent
 
@@ -192,7 +192,8 @@ class DecodingRound:
         return apply_processors(scores, self.rows, self.batch.own, x, k, first, self.messages)
 
     def _penalised_tree(self, logits: Tensor, x: Tensor, k: list[int], tree: Tree) -> Tensor:
-        """The same of a tree (A, N+1, V), column by column: the drafts before a node are the path to it."""
+        """`_penalised` for the logits (A, N+1, V) of a tree, column by column: the drafts before a node are the path to
+        it."""
         columns = [self._penalised(logits[:, :1], x[:, :0], [0] * len(k), 0)]
         if tree.shape is None:  # rows whose settings read the text have drafted nothing
             return torch.cat((*columns, logits[:, 1:].to(columns[0].dtype)), 1)
@@ -203,25 +204,25 @@ class DecodingRound:
 
     @property
     def reads_history(self) -> list[bool]:
-        """Of each row, whether its settings read the text."""
+        """For each row, whether its settings read the text."""
         return [needs_history(row.sampling) for row in self.rows]
 
     @property
     def temperatures(self) -> list[float] | None:
-        """Of each row, if distributions and draws depend on nothing else."""
+        """The temperature of each row; None if distributions or draws depend on other settings too."""
         if self.rule.shared or self.batch.penalties or self.batch.regimes.cut:
             return None
         return self.batch.regimes.temperatures
 
     @property
     def temperature(self) -> Tensor:
-        """Of each row (A,), another tensor when rows come or go."""
+        """The temperature of each row (A,); a new tensor when rows come or go."""
         return self.batch.regimes.temperature
 
     # Draws
 
     def draw(self, probs: Tensor, depth: int) -> Tensor:
-        """Draft ids (A,) from distribution (A, V), with the noise of the draft stream or that shared with the
+        """Draft ids (A,) from distribution (A, V), with the noise of the draft stream, or the noise shared with the
         target."""
         if self.rule.shared:
             return (probs.log() + self._gumbel[:, depth]).argmax(-1)
@@ -233,16 +234,16 @@ class DecodingRound:
 
     @property
     def test_noise(self) -> Tensor:
-        """What the rule tests drafts with: uniforms (A, K+1 or more), or Gumbel noise (A, K+1 or more, V) if it is
-        shared."""
+        """The noise with which the rule tests drafts: uniforms (A, K+1 or more), or shared Gumbel noise (A, K+1 or
+        more, V)."""
         return self._gumbel if self.rule.shared else self._numbers[ACCEPT - 1]
 
     def children(self, logits: Tensor, x: Tensor, siblings: Siblings, likeliest: bool = False) -> tuple[Tensor, Tensor]:
         """Children (A, n, m) of nodes with logits (A, n, V), and the distributions (A, n, m, V) they were drawn from,
         NaN if there is none; x (A, M) drafted so far. See `base.Round.children`.
 
-        Sampled without replacement; the likeliest, with one-hot distributions, in rows of temperature 0, or in all rows
-        if `likeliest`.
+        They are sampled without replacement. Rows of temperature 0, or all rows if `likeliest`, get the likeliest
+        tokens with one-hot distributions.
         """
         scores = self.branch_scores(logits.to(self.device), x.to(self.device), siblings)
         m, regimes = siblings.most, self.batch.regimes
@@ -274,14 +275,14 @@ class DecodingRound:
         return (probs.log() + self._gumbel[torch.arange(len(depth), device=depth.device), depth]).argmax(-1)
 
     def inner(self, depths: int) -> Tensor:
-        """Uniforms (3, A, depths) for rounds that a proposer verifies itself, keyed by the start of this round, as all
-        noise of a round that block verification reads."""
+        """Uniforms (3, A, depths) for rounds that a proposer verifies itself, keyed by the start of this round (block
+        verification needs that, see `sampling.noise`)."""
         depth = torch.arange(depths, device=self.device)
         return uniforms(self.noise.seed, self.batch.ids, self.send()["start"], depth, INNER)
 
     @cached_property
     def _numbers(self) -> Tensor:
-        """Uniforms (S, A, K+1), those of stream s at s - 1; on a GPU as many as the table has, so that one graph serves
+        """Uniforms (S, A, K+1), stream s at index s - 1. On a GPU all depths of the table, so that one graph serves
         rounds of any K."""
         width = 0 if self.device.type == "cpu" else self.noise.table.shape[-1]
         return self._streams(max(max(*self.k, *self.lengths, 0) + 1, width))
@@ -306,8 +307,8 @@ class DecodingRound:
         return self.batch.gumbel_states(self.noise.seed)
 
     def _gumbel_of(self, keys: Tensor, depth: int) -> Tensor:
-        """Noise that draws the children of nodes keys (n,) of one depth -> (A, n or 1, V): one of each node, or that of
-        the position, shared with the target."""
+        """Noise that draws the children of the nodes keys (n,) of one depth -> (A, n or 1, V): separate noise for each
+        node, or the noise of the position, which is shared with the target."""
         if self.rule.shared:
             depth = min(depth, self._gumbel.shape[1] - 1)  # deeper than any row drafts
             return self._gumbel[:, depth : depth + 1]
@@ -325,7 +326,7 @@ class DecodingRound:
 
     @property
     def key(self) -> Hashable:
-        """All that distributions, draws and verification depend on except tensors."""
+        """Everything that distributions, draws and verification depend on except tensors."""
         return type(self), self.rule, self.batch.key
 
     @property
@@ -334,8 +335,8 @@ class DecodingRound:
         return frozenset({*self.batch.tensors, "states", "branches"} - {"penalties.generated"})
 
     def inputs(self, trees: bool = False) -> dict[str, Tensor] | None:
-        """By name, the tensors that distributions, draws and verification read in this round; with `trees` those of
-        children too. None if processors of the user read more."""
+        """By name, the tensors that distributions, draws and verification read in this round; with `trees` also the
+        tensors that draw children. None if a row has processors, which read more than tensors."""
         if self.batch.own:
             return None
         sent = self.send()
@@ -375,8 +376,8 @@ def _node_paths(tree: Tree) -> list[list[int]]:
 
 
 def send(device: torch.device, **numbers: Numbers) -> dict[str, Tensor]:
-    """Whole numbers of A rows in one copy: name -> (A,) or (A, n) int64 on the device. The copy is pinned and
-    asynchronous on a GPU."""
+    """Copy whole numbers of A rows to the device at once: name -> (A,) or (A, n) int64. On a GPU the copy is pinned and
+    asynchronous."""
     flat: list[int] = []
     shapes: list[tuple[int, ...]] = []
     for part in numbers.values():

@@ -1,7 +1,7 @@
 """Slots and admission: the queue of a call, rows that enter and leave, and moves that close the holes.
 
 Slots [0, rows) of the target and of the proposer hold the active rows, without holes. The spare slots after them hold
-prompts that wait: several are stored in one pass, which takes half the time of one by one.
+prompts that wait: several are stored in one pass, in half the time of one pass each.
 """
 
 from collections import deque
@@ -23,8 +23,8 @@ from inference.sampling.noise import Uniforms
 
 @dataclass
 class Call:
-    """State of one call of `generate` or `stream`. rows: all requests; waiting: those whose prompts are not stored;
-    staged: those whose prompts are stored in a spare slot, with the slot; active: those being decoded, by slot."""
+    """State of one call of `generate` or `stream`. rows: all requests; waiting: requests whose prompts are not stored
+    yet; staged: requests whose prompts are in a spare slot, with that slot; active: requests being decoded, by slot."""
 
     rows: list[Request]
     proposer: Proposer | None
@@ -39,8 +39,8 @@ class Call:
         self.waiting, self.stats = deque(self.rows), Stats(rows=[Counts() for _ in self.rows])
 
     def lengths(self, policy: Policy) -> list[int]:
-        """Draft length of each active row: that of the policy, but no draft past the row's limit. Raises ValueError
-        unless the policy gives one whole number >= 0 for each row."""
+        """Draft length of each active row: that of the policy, cut so that no draft is past the row's limit. Raises
+        ValueError unless the policy gives one whole number >= 0 for each row."""
         if not self.proposer:
             return [0] * len(self.active)
         lengths = list(policy.lengths([row.text for row in self.active]))
@@ -53,19 +53,19 @@ class Call:
                 for length, row in zip(lengths, self.active, strict=True)]  # fmt: skip
 
 
-# by id of a proposer: the call whose rows its slots hold, of any engine
+# by id of a proposer: the call, of any engine, whose rows are in the proposer's slots
 _PROPOSING: WeakValueDictionary[int, Call] = WeakValueDictionary()
 
 
 class Slots:
-    """The slots of a target, and of the proposer of the call that has them."""
+    """The slots of a target, and those of the current call's proposer."""
 
     def __init__(self, target: LM) -> None:
         self.target = target
         self.current: Call | None = None  # whose rows are in the slots
 
     def begin(self, rows: list[Request], proposer: Proposer | None, seed: int) -> Call:
-        """A new call, which has the slots from now on."""
+        """A new call, which uses the slots from now on."""
         target = self.target
         self.current = Call(rows, proposer, Uniforms(seed, target.device))
         if proposer:
@@ -74,7 +74,7 @@ class Slots:
         return self.current
 
     def require(self, call: Call) -> None:
-        """Raise RuntimeError if a later call has the slots, or the proposer."""
+        """Raise RuntimeError if a later call uses the slots or the proposer."""
         if self.current is not call:
             raise RuntimeError("Engine: a later call took the slots of this stream before it ended")
         if call.proposer and _PROPOSING.get(id(call.proposer)) is not call:
@@ -83,8 +83,8 @@ class Slots:
 
     @torch.inference_mode()
     def admit(self, call: Call) -> None:
-        """Fill the free slots with rows that wait: with prompts from spare slots, else with as many new prompts as
-        there are free slots; prompts are stored in the spare slots if these are more."""
+        """Fill the free slots: with prompts from spare slots, else with as many waiting prompts as there are free
+        slots. If there are more spare slots than free ones, prompts are first stored in the spare slots."""
         rows, spare, proposer = self.target.rows, self.target.spare, call.proposer
         while len(call.active) < rows and (call.staged or call.waiting):
             with call.stats.clock("prefill"):
@@ -113,8 +113,8 @@ class Slots:
                 self.target.wait()
 
     def retry_or_fail(self, slot: int, row: Request, doubtful: bool, reason: Callable[[], str]) -> None:
-        """End a row whose next token has no distribution. If the row has drafted (`doubtful`), the cause may be what
-        a draft left in the slot: the prompt is then stored again, and the row goes on without drafts."""
+        """End a row whose next token has no distribution. If the row has drafted (`doubtful`), the cause may be keys
+        and values of a draft in the slot: then the prompt is stored again, and the row goes on without drafts."""
         if doubtful and not row.alone:
             row.alone = True
             self.target.clear(slot)
@@ -129,7 +129,7 @@ class Slots:
             if call.active[slot].stained:
                 self.target.clear(slot)
         while ended:
-            # the lowest ones are filled, so that no row moves twice
+            # the lowest slots are filled first, so that no row moves twice
             slot = ended.pop() if call.active[-1].finish else ended.popleft()
             mover = call.active.pop()
             if slot < len(call.active):

@@ -1,4 +1,4 @@
-"""What a round hands to a recorder: its drafts with p, q and u, in the round's one copy to the host.
+"""Data of a round for a recorder: the drafts with p, q and u, in the round's one copy to the host.
 
 `trace` packs them on the device, `traced_rows` unpacks them on the host.
 """
@@ -19,7 +19,7 @@ PARTS = 3  # floats of a draft: p, q, u
 
 
 class RoundRecorder(Protocol):
-    """What an engine calls while it decodes, see `Engine(record=)`. The hook must not change its arguments."""
+    """Hooks that an engine calls while it decodes, see `Engine(record=)`. They must not change their arguments."""
 
     def begin(self, rule: str, rows: Sequence["Request"]) -> None:
         """A call begins; rule: the name of its verification rule."""
@@ -27,7 +27,8 @@ class RoundRecorder(Protocol):
     def note(
         self, rows: Sequence["Request"], starts: Sequence[int], proposal: "Proposal", table: Sequence[Sequence[int]]
     ) -> None:  # fmt: skip
-        """A round ended and its tokens joined the texts. starts: tokens that each row had emitted before the round;
+        """A round ended and its tokens were appended to the texts. starts: tokens that each row had emitted before the
+        round;
         table: of `verification.RoundResult`, with the `trace` as its last columns."""
 
 
@@ -49,9 +50,9 @@ class TracedRow(NamedTuple):
 
 
 def trace(p: Tensor, proposal: "Proposal", u: Tensor | None, length: Tensor, path: Tensor | None) -> Tensor:
-    """Whole numbers (A, ...) of a round: length, the number of drafts that had distributions; the ids of the drafts
-    (N); p, q and u of each (3N) as the bits of float64; for a tree also the parents of its nodes (N) and the accepted
-    nodes (D), padded with -1.
+    """Whole numbers (A, ...) of a round, in this order: length, the number of drafts that had distributions; the ids of
+    the drafts (N); p, q and u of each (3N) as the bits of float64; for a tree also the parents of its nodes (N) and the
+    accepted nodes (D), padded with -1.
 
     p (A, N+1, V); u (A, N or fewer), None if the rule tests no uniforms; length (A,); path (A, D), None for a chain.
     Entries past a row's drafts have no meaning.
@@ -78,7 +79,8 @@ def traced_rows(
 
 
 def _row(prompt: int, start: int, emitted: int, line: Sequence[int], N: int, tree: bool) -> TracedRow:
-    """line: of the table; its first columns are the number of accepted drafts and the token after them."""
+    """A row from its line of the table, whose first columns are the number of accepted drafts and the token after
+    them."""
     accepted, last = line[0], line[1]
     depth = (len(line) - COLUMNS - 1 - (1 + PARTS) * N - N) // 2 if tree else N  # columns of the path
     traced = line[COLUMNS + depth :]

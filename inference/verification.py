@@ -20,8 +20,9 @@ from inference.verify.tree import Tree, usable_lengths
 
 class RoundResult(NamedTuple):
     """table (A, COLUMNS + D), whose columns are: drafts accepted; the token after them; depth of the drafts that have
-    distributions; 1 if that token has no distribution (it is then no token); 1 if any position of the target's pass has
-    none; 1 if a draft was rejected after the accepted ones; the drafts, of a tree those of the accepted path.
+    distributions; 1 if the token after the drafts has no distribution (then the second column is no token); 1 if any
+    position of the target's pass has no distribution; 1 if a draft was rejected after the accepted ones; the drafts,
+    for a tree the drafts of the accepted path.
     path (A, D): its nodes, -1 past the last; None for a chain."""
 
     table: Tensor
@@ -31,8 +32,8 @@ class RoundResult(NamedTuple):
 def verify(
     round: DecodingRound, logits: Tensor, proposal: Proposal, asked: Tensor, traced: bool = False
 ) -> RoundResult:
-    """Target logits (A, N+1, V) and the drafts of a round, `asked` (A,) of each row -> its result. traced: the table
-    ends with `trace.trace`."""
+    """Target logits (A, N+1, V) and the drafts of a round -> its result. asked (A,): drafts of each row. traced: the
+    columns of `trace.trace` are appended to the table."""
     x, q, tree, rule = proposal.x, proposal.q, proposal.tree, round.rule
     p = round.target_probs(logits, x, proposal.k, tree)
     length = usable_lengths(p, q, asked, tree)
@@ -49,8 +50,8 @@ def verify(
 def round_result(
     p: Tensor, proposal: Proposal, verification: Any, last: Tensor, length: Tensor, asked: Tensor
 ) -> RoundResult:
-    """p (A, N+1, V); verification: of the rule, with a `path` if the proposal is a tree; last (A,): the token after the
-    accepted drafts; length (A,): drafts that have distributions, out of the drafts `asked` for."""
+    """p (A, N+1, V); verification: the rule's result, with a `path` if the proposal is a tree; last (A,): the token
+    after the accepted drafts; asked (A,): drafts of each row; length (A,): how many of them have distributions."""
     missing, accepted = is_missing(p), verification.accepted.unsqueeze(1)  # (A, N+1), (A, 1)
     stains = missing.any(1, keepdim=True)
     if proposal.tree is None:
@@ -79,16 +80,16 @@ def reason(round: DecodingRound, row: int, logits: Tensor, path: Tensor | None, 
 
 
 def column_of(path: Tensor | None, slot: int, n: int) -> int:
-    """The column of the pass at the last of row `slot`'s n accepted drafts; reads from the device if there is a
-    path."""
+    """The column of the target pass at the last of the n accepted drafts of row `slot`; reads from the device if there
+    is a path."""
     return n if path is None else int(path[slot].amax()) + 1
 
 
 def verify_by_graph(
     graphs: Graphs, round: DecodingRound, logits: Tensor, proposal: Proposal, asked: Tensor, traced: bool
 ) -> RoundResult | None:
-    """`verify` as one CUDA graph; None for rows with processors of their own, trees that differ between rows, and once
-    recording has failed."""
+    """`verify` as one CUDA graph; None if a row has processors, if trees differ between rows, and once recording has
+    failed."""
     tree, inputs = proposal.tree, round.inputs()
     if inputs is None or tree is not None and tree.shape is None:
         return None

@@ -1,1 +1,1 @@
-"""Draft folders: read, write, compatibility, whole files."""
+"""Draft folders: reading, writing and compatibility; atomic writes of files."""

@@ -1,4 +1,4 @@
-"""Files and folders that are whole or absent: written under a temporary name in the same folder, then renamed.
+"""Atomic writes of files and folders: under a temporary name in the same folder, then renamed.
 
 A temporary is `.<name>.<host>-<pid>-<random>.new` (or `.old`: a folder to be replaced), so the leftovers of a dead
 process are recognised by their name. The next write of the same path removes them, or restores a replaced folder.
@@ -16,12 +16,12 @@ from pathlib import Path
 
 _OWNER = re.compile(r"(?P<host>.+)-(?P<pid>\d+)-[0-9a-f]{8}\.(?P<role>new|old)")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# Messages of safetensors and torch.save, which raise no OSError.
+# messages of safetensors and torch.save for a full disk; they do not raise OSError
 _FULL_TEXT = re.compile(r"\(os error (28|122|27)\)|PytorchStreamWriter failed|unexpected pos \d+")
 
 
 def write_atomic(path: Path, data: bytes | str) -> None:
-    """Write `data` (text as UTF-8) to `path`, wholly or not at all; a symbolic link is followed.
+    """Write `data` (text as UTF-8) to `path` atomically; a symbolic link is followed.
 
     Makes the parent folders. Raises OSError, with the old file untouched; a full disk names `path`.
     """
@@ -75,7 +75,7 @@ def disk_full(error: BaseException) -> bool:
 
 @contextmanager
 def naming_full_disk(path: Path) -> Iterator[None]:
-    """Raise a full disk as an OSError with the name of the path, which the system leaves out."""
+    """Inside the block, raise the error of a full disk as an OSError that names the path."""
     try:
         yield
     except BaseException as error:
@@ -92,7 +92,8 @@ def _refuse(real: Path, replace: bool) -> None:
 
 
 def _flush(new: Path) -> None:
-    """Give files the mode that the umask gave the folder (safetensors saves with 0600), and flush all to disk."""
+    """Set the files' mode to that of the folder, which the umask decided (safetensors saves with 0600), and flush all
+    to disk."""
     mode = new.stat().st_mode & 0o666
     for folder, _, names in os.walk(new):
         for name in names:
@@ -104,7 +105,7 @@ def _flush(new: Path) -> None:
 
 
 def _swap(new: Path, real: Path) -> None:
-    """Move `new` to `real`; if killed between its renames it leaves an `.old` that `_recover` restores."""
+    """Move `new` to `real`. If the process is killed between the two renames, `_recover` restores the `.old` folder."""
     old = _temporary(real, "old")
     try:
         if real.exists():

@@ -1,5 +1,5 @@
-"""Resolving the path of a model: the bundled target, in a checkout or in an installed `cotrain`; a folder; or the
-hub."""
+"""Resolves the path of a model: the bundled target (in a checkout or in an installed `cotrain`), a folder, or a hub
+id."""
 
 import os
 import re
@@ -13,7 +13,8 @@ REPOSITORY = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")  # a name of a model or
 
 
 def resolve(path: str) -> str:
-    """The folder of the bundled target for "bundled", else `path` as it is. Raises FileNotFoundError."""
+    """The folder of the bundled target for "bundled", else `path`. Raises FileNotFoundError if there is no bundled
+    target."""
     if path != NAME:
         return path
     root = Path(__file__).resolve().parents[2]
@@ -25,9 +26,9 @@ def resolve(path: str) -> str:
 
 
 def refuse_missing(key: str, path: str, what: str = "folder") -> None:
-    """Raise ValueError, before any request to the hub, for a path that does not exist and is no repository: one that is
-    no name on the hub, one below an existing folder, or a misspelt one. The message names the key and the working
-    directory."""
+    """Raise ValueError, before any request to the hub, for a path that does not exist and cannot be a repository: it is
+    no valid name on the hub, it is inside an existing folder, or it is similar to an existing path. The message names
+    the key and the working directory."""
     if path == NAME or os.path.lexists(path):
         return
     hub, near = REPOSITORY.fullmatch(path) is not None, _nearest(path)
@@ -44,7 +45,7 @@ def refuse_missing(key: str, path: str, what: str = "folder") -> None:
 
 
 def _nearest(path: str) -> str | None:
-    """The existing path most like a misspelt one, part by part; None if a part resembles no entry."""
+    """The existing path that is most similar to a misspelt one, part by part; None if no entry is similar to a part."""
     nearest = Path(path).parts[0] if os.path.isabs(path) else ""
     for part in Path(path).parts[bool(nearest) :]:
         names = os.listdir(nearest or os.curdir) if os.path.isdir(nearest or os.curdir) else []

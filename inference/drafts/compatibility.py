@@ -6,8 +6,8 @@ from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-# The keys that a draft depends on. Names, paths, versions, dtype and keys of later versions of transformers stay out of
-# the hash.
+# The keys that a draft depends on. The hash does not include names, paths, versions, dtype, or keys of later versions
+# of transformers.
 CONFIG_KEYS = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
     "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings",
@@ -37,7 +37,7 @@ def hash_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]:
-    """Ids with a role in text. The pad id has none, and users set it freely (often to the end id)."""
+    """Special ids that occur in texts. The pad id does not, and users set it freely (often to the end id)."""
     return {"bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id, "unk": tokenizer.unk_token_id}
 
 
@@ -73,7 +73,7 @@ def check_pair(
 
 def same_sizes(config: PretrainedConfig, target: PreTrainedModel, where: str) -> None:
     """Raise ValueError, beginning with `where`, unless the target has the width and vocabulary of a network's config.
-    The network reads the states of such a target. The target may be without storage."""
+    The network reads the target's states. The target may be on the meta device."""
     theirs = target.config.get_text_config()
     for key in ("hidden_size", "vocab_size"):
         ours, other = getattr(config, key), getattr(theirs, key)

@@ -1,7 +1,7 @@
 """Draft folders: plain Hugging Face files, `report.json` (the measurement) and `cotrain.json` (`Metadata`).
 
-A folder is written whole or not at all, by `save` (the main job) and `write` (exports). Reading runs no code of the
-folder, accepts weights in safetensors only, and rejects tensors that transformers would fill with random numbers.
+`save` (the main job) and `write` (exports) write a folder atomically. Reading runs no code of the folder, accepts
+weights in safetensors only, and rejects tensors that transformers would fill with random numbers.
 """
 
 import copy
@@ -44,8 +44,9 @@ LATER = {"tree"}  # keys that older folders of this format lack
 class PlannedTree:
     """The tree that every round drafts, instead of a chain.
 
-    parents: of node i, parents[i] < i, or -1 for the text, as in `shape=` of a proposer. rule: of verification, tree or
-    traversal. likeliest: whether children are the likeliest tokens, or sampled. Raises ValueError naming a wrong key.
+    parents: node i has parent parents[i] < i, or -1 for the text, as in `shape=` of a proposer. rule: verification
+    rule, tree or traversal. likeliest: whether children are the likeliest tokens, or sampled. Raises ValueError naming
+    a wrong key.
     """
 
     parents: Sequence[int]
@@ -92,11 +93,11 @@ class Metadata:
     """The contents of `cotrain.json`.
 
     target: {"name": hub id, path or "bundled", "config": hash, "tokenizer": hash}, see `hash_target`.
-    k: planned draft length of chains, in tokens. objective: "sampled", trained for acceptance sum_v min(p, q), or
-    "greedy", for p(argmax q). regime: the sampling settings of its training. origin: command, commit, versions, date,
-    loss. kind: of proposer. report: SHA-256 of report.json, filled in by `save`. int8: whether it was measured with
-    weights rounded to 8 bits; `inference.load` then runs it so on a CPU. tree: drafted instead of a chain, None if
-    chains were faster.
+    k: planned draft length of chains, in tokens. objective: "sampled" if trained for acceptance sum_v min(p, q),
+    "greedy" if trained for p(argmax q). regime: sampling settings in training. origin: command, commit, versions, date,
+    loss. kind: kind of proposer. report: SHA-256 of report.json, set by `save`. int8: whether the draft was measured
+    with weights rounded to 8 bits; `inference.load` then rounds them too on a CPU. tree: the tree to draft instead of a
+    chain, None if chains were faster.
 
     Raises ValueError naming the key and its value.
     """
@@ -126,8 +127,8 @@ class Metadata:
             raise ValueError(f"objective must be one of {', '.join(OBJECTIVES)}, not {self.objective!r}")
 
     def exported(self, target: str | None, k: int | None, objective: str | None) -> "Metadata":
-        """The metadata of an export, with the given values in place of its own. A named target has the adapter, if
-        there was one, merged into its weights; a given length is one of chains."""
+        """The metadata of an export, with the given values instead of the present ones. If a target is given, its
+        weights include the adapter, if there was one. If a length k is given, the export drafts chains."""
         origin = {**self.origin, "adapter": None} if target and self.origin.get("adapter") else self.origin
         return changed(
             self,
@@ -156,7 +157,7 @@ def save(
     report: Mapping[str, Any] | None,
     replace: bool = False,
 ) -> Path:
-    """Write a draft folder atomically; a crash at any moment leaves what was there before.
+    """Write a draft folder atomically; a crash at any moment leaves the old folder.
 
     Raises FileExistsError when the folder has files and `replace` is off, and as `write` does.
     """
@@ -197,10 +198,10 @@ def describe(folder: Path, metadata: Metadata) -> None:
 
 
 def _config(model: PreTrainedModel) -> PretrainedConfig:
-    """The model's config with the right value of tie_word_embeddings.
+    """The model's config with tie_word_embeddings as the tensors are.
 
-    A safetensors writer stores a shared tensor once. If the config said "not tied", a reader would fill the other name
-    with random numbers; if it said "tied" for two tensors, some engines would drop one.
+    safetensors stores a shared tensor once. If the config said "not tied", a reader would fill the other name with
+    random numbers; if it said "tied" for two different tensors, some engines would drop one.
     """
     config = copy.deepcopy(model.config)
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
@@ -251,7 +252,7 @@ def _metadata(file: Path) -> Metadata:
     values = read_json(file)
     names = {item.name for item in fields(Metadata)} ^ {"origin", "made"}
     try:
-        # the version first: another one may well have other keys
+        # check the version first: another version may have other keys
         if values.get("format") != FORMAT:
             raise ValueError(f"format is {values.get('format')!r}, this version reads {FORMAT}")
         if odd := (set(values) ^ names) - (LATER - set(values)):
@@ -272,7 +273,7 @@ def load_draft(
 ) -> tuple[Any, PreTrainedTokenizerBase | None, Metadata | None]:
     """The network of a draft in eval mode on the CPU, with its tokenizer and metadata if it has them.
 
-    dtype: by default the folder's own. network: its class, the `Proposer.network_class` of the folder's kind. target:
+    dtype: by default the folder's. network: its class, the `Proposer.network_class` of the folder's kind. target:
     `hash_target` of the target to serve; another tokenizer is an error, another shape a warning. Code in the folder
     runs only with `trust_remote_code`.
 
@@ -295,7 +296,7 @@ def load_draft(
 
 
 def require_class(draft: Folder, network: Any) -> None:
-    """Raise ValueError if the folder's kind has another class of networks. A folder without metadata passes."""
+    """Raise ValueError if the folder's kind has another network class. A folder without metadata is accepted."""
     from inference.proposers.kinds import kind_of  # its package imports this module
 
     if draft.metadata is None:
@@ -324,7 +325,7 @@ def load_tokenizer(path: Path, trust_remote_code: bool = False) -> PreTrainedTok
         return AutoTokenizer.from_pretrained(
             path, config=config, local_files_only=True, trust_remote_code=trust_remote_code
         )
-    except Exception as error:  # the Rust tokenizers raise the bare class
+    except Exception as error:  # the Rust tokenizers raise plain `Exception`
         raise ValueError(f"{path}: its tokenizer files cannot be read: {error}") from error
 
 

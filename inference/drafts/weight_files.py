@@ -1,4 +1,4 @@
-"""Weights of a folder: safetensors only, whole, complete, finite, of the shapes in config.json."""
+"""Reads the weights of a folder: safetensors only, undamaged, complete, finite, with the shapes in config.json."""
 
 import json
 from pathlib import Path
@@ -26,8 +26,8 @@ def read_json(file: Path) -> dict[str, Any]:
 def load_weights(
     path: Path, dtype: torch.dtype | None = None, trust_remote_code: bool = False, network: Any = AutoModelForCausalLM
 ) -> tuple[PreTrainedModel, list[str], list[str]]:
-    """The model in a folder; problems: missing, misshapen or non-finite tensors; names of tensors that config.json does
-    not imply. network: the class of the model.
+    """Returns the model in a folder; problems (missing or non-finite tensors, wrong shapes); names of tensors that are
+    not in a model of this config. network: the class of the model.
 
     Raises FileNotFoundError or ValueError, naming the file, for weights that cannot be read at all.
     """
@@ -59,7 +59,7 @@ def load_weights(
 
 
 def named(network: Any) -> str:
-    """A class of networks in the words of a message; None is for folders without weights."""
+    """The name of a network class for a message; None: of folders without weights."""
     if network is AutoModelForCausalLM:
         return "a causal language model"
     return "no weights" if network is None else f"weights of {network.__name__}"

@@ -1,1 +1,1 @@
-"""The checks of exactness, and their verdict."""
+"""The checks of exactness, and the verdict from them."""

@@ -1,8 +1,8 @@
 """Check (d) of the verdict: the logits of an engine's own passes agree with transformers' forward of whole texts.
 
-The tolerance for rounding comes from transformers' forward alone, never from the passes under test: from its logits
-after every embedding moved by one unit in the last place. So a model whose routing or deep layers amplify rounding has
-a larger tolerance. The dtype bounds it.
+The tolerance for rounding is measured with transformers' forward alone, never with the passes under test: it is the
+change of logits when every embedding moves by one unit in the last place. So a model whose routing or deep layers
+amplify rounding has a larger tolerance. The dtype sets an upper bound.
 """
 
 from collections.abc import Sequence
@@ -19,20 +19,20 @@ from inference.sampling import Sampling
 
 # the most that rounding may change logits, in units of their own root mean square, as a mean over the tokens of a text
 MOST = {torch.float64: 1e-7, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-TOKEN = 6  # times that at any one token
+TOKEN = 6  # times that tolerance at a single token
 LEAST = 4  # units in the last place: the least tolerance, since layers round even if they do not amplify
 MARGIN = 4
-GAP = 8  # times the rounding of logits: the most that the gap of two logits moves
+GAP = 8  # times the rounding of logits: the largest change of the gap between two logits
 FEW = 4  # texts that are compared
-POSITIONS, LAST = 128, 32  # tokens compared per text, the last ones among them; the logits of a head need memory
+POSITIONS, LAST = 128, 32  # tokens compared per text, with the last ones; logits need memory
 
 
 @dataclass(frozen=True)
 class LogitsCheck:
-    """(d) on `tokens` tokens, from position `first` of a text, prompt included, to position `last`. one, many: distance
-    of passes of one id and of k + 1 ids from transformers' own forward, root mean square over tokens; worst: largest
-    distance at any token; own: distance of that forward from itself when embeddings move by one unit in the last place;
-    limit, worst_limit: tolerances, from `own` and the dtype. All in units of the logits' root mean square."""
+    """(d) on `tokens` tokens at positions `first` to `last`, counting the prompt. one, many: distance of passes of one
+    id and of k + 1 ids from transformers' own forward, root mean square over tokens; worst: largest distance at any
+    token; own: change of transformers' logits when embeddings move by one unit in the last place; limit, worst_limit:
+    tolerances, from `own` and the dtype. All are in units of the logits' root mean square."""
 
     tokens: int
     one: float
@@ -61,8 +61,8 @@ def check_logits(
 ) -> LogitsCheck:
     """Compare passes of one id and of `width` ids, or over trees of a shape, with transformers' forward of whole texts.
 
-    The passes run over the first texts, as many as `lm` has rows and at least three; up to four of these texts are
-    compared, at the tokens that `spread` selects. lm: that of the engine under test; its slots are overwritten.
+    The passes run over the first texts, as many as `lm` has rows but at least three; up to four of these texts are
+    compared, at the tokens that `spread` selects. lm: the LM of the engine under test; its slots are overwritten.
     """
     chosen = range(min(max(lm.rows, FEW - 1), len(texts)))
     prompts, texts = [prompts[i] for i in chosen], [texts[i] for i in chosen]
@@ -89,8 +89,8 @@ def check_logits(
 
 
 def spread(length: int) -> list[int]:
-    """The tokens of a text of that length that are compared: all, or POSITIONS of a longer text: its LAST ones, the
-    others at equal distances from the first on. The passes run over all tokens in any case."""
+    """The tokens to compare in a text of that length: all, or in a long text POSITIONS tokens, the last LAST ones and
+    others at equal distances before them. The passes always run over all tokens."""
     if length <= POSITIONS:
         return list(range(length))
     before, many = length - LAST, POSITIONS - LAST
@@ -126,14 +126,14 @@ def _passes(
 
 
 def difference(a: Tensor, b: Tensor) -> Tensor:
-    """Root mean square over the vocabulary of a - b, without the part that all logits share, over that of b:
-    (..., V) -> (...) float64."""
+    """Root mean square over the vocabulary of a - b, minus its mean over the vocabulary, divided by that of b: (..., V)
+    -> (...) float64."""
     apart = a.double() - b.double()
     return rms(apart - apart.mean(-1, keepdim=True)) / rms(b.double())
 
 
 def most(model: PreTrainedModel) -> float:
-    """The largest change of logits that a model's dtype excuses."""
+    """The largest change of logits that the model's dtype can explain."""
     return MOST[_unit(model)]
 
 

@@ -23,16 +23,16 @@ DRAWS = 16  # samples of the rounding that the distributions of a run may have h
 
 @dataclass(frozen=True)
 class Figures:
-    """Everything at the tokens of given texts that their target calls follow from.
+    """The quantities at the tokens of given texts from which their target calls follow.
 
     logp (B, T): log p of each token. logq, alpha (B, T): log q of the token, and sum_v min(p, q); or (B, T, K) if they
-    differ by depth: for token t when it is drafted at depth j, by the round that starts at token t - j, as in
-    `verify.predict_chain`. If a certain draft is another token, log q is -inf there and at all later depths, which no
-    round reaches. near_p (B, T), near_q (shape of logq): the distribution is one-hot, and rounding could move it.
-    k (B, T): drafts of the round that starts at token t, for trees the levels. lengths (B,). reach (B, T, D+1): for
-    trees alone, P(the round that starts at token t accepts at least n nodes | the text); logq is then empty, alpha is
-    P(at least one), and near_q is that of the first level. rounding: standard deviation, in nats, of log p - log q
-    between passes of the run and these. float64 on the CPU, zero past a text's end.
+    differ by depth: for token t drafted at depth j, in the round that starts at token t - j, as in
+    `verify.predict_chain`. If a certain draft is not the text's token, log q is -inf there and at all later depths,
+    which no round reaches. near_p (B, T), near_q (shape of logq): whether the distribution is one-hot and rounding
+    could change its token. k (B, T): drafts of the round that starts at token t, for trees the levels. lengths (B,).
+    reach (B, T, D+1): only for trees, P(the round that starts at token t accepts at least n nodes | the text). Then
+    logq is empty, alpha is P(at least one), and near_q is for the first level. rounding: standard deviation, in nats,
+    of log p - log q between the passes of the run and the passes here. float64 on the CPU, zero past a text's end.
     """
 
     logp: Tensor
@@ -68,10 +68,10 @@ class Expected(NamedTuple):
 
 @dataclass(frozen=True)
 class CallsCheck:
-    """(b) target calls, measured and predicted for the same texts. sigma: of the acceptance coins and of the `near`
-    certain drafts that rounding could change, one call each. prefix, conditional: predicted acceptance by depth. rare,
-    rare_expected: rounds whose number of accepted drafts has, given the text, a probability below 1 %, counted and
-    expected; a wrong residual or a wrong q shows there first."""
+    """(b) target calls, measured and predicted for the same texts. sigma: standard deviation from random acceptance,
+    plus one call for each of the `near` certain drafts that rounding could change. prefix, conditional: predicted
+    acceptance by depth. rare, rare_expected: counted and expected number of rounds whose number of accepted drafts has
+    a probability below 1 % given the text; a wrong residual or a wrong q shows there first."""
 
     tokens: int
     measured: int
@@ -103,7 +103,8 @@ class CallsCheck:
 
     @property
     def z_rare(self) -> float:
-        """Of the rare rounds; one more, and one more per near draft, is within the spread."""
+        """Deviation of the rare rounds in standard deviations; one more round, and one more per near draft, is
+        allowed."""
         return (self.rare - self.rare_expected) / math.sqrt(self.rare_expected + self.near + 1)
 
     def line(self) -> str:
@@ -114,7 +115,8 @@ class CallsCheck:
 
 @dataclass(frozen=True)
 class DepthCheck:
-    """(c) rounds that drafted, rounds that accepted their first draft, mean of alpha over those rounds, its sigma."""
+    """(c) rounds: rounds that drafted; accepted: how many of them accepted their first draft; alpha: mean of alpha over
+    them; sigma: its standard deviation."""
 
     rounds: int
     accepted: int
@@ -142,7 +144,7 @@ def _sigmas(difference: float, sigma: float, scale: float) -> float:
 
 
 def check_calls(figures: Figures, texts: Emitted, rule: Rule | str) -> CallsCheck | None:
-    """(b) for a run under `rule`; None if its calls depend on the noise that made the text."""
+    """(b) for a run under `rule`; None if target calls depend on the noise that generated the text."""
     forecast, reach = expected(figures, rule), rounded(figures, rule)
     if forecast is None or reach is None:
         return None
@@ -162,8 +164,8 @@ def check_calls(figures: Figures, texts: Emitted, rule: Rule | str) -> CallsChec
 
 
 def check_depth(figures: Figures, texts: Emitted) -> DepthCheck | None:
-    """(c): alpha = sum_v min(p, q) at the starts of rounds, sigma^2 = sum alpha (1 - alpha) / rounds^2, plus one coin
-    for each of those positions that rounding decides. None if no round drafted.
+    """(c): alpha = sum_v min(p, q) at the starts of rounds; sigma^2 = sum alpha (1 - alpha) / rounds^2, plus one coin
+    for each start at which rounding decides the draft. None if no round drafted.
 
     Raises ValueError when the counts are not those of the texts.
     """
@@ -189,7 +191,7 @@ def started(figures: Figures, texts: Emitted) -> Tensor:
 
 def expected(figures: Figures, rule: Rule | str) -> Expected | None:
     """Target calls of the texts under a rule, and acceptance by depth (see `inference.verify.predict_chain`). None for
-    a rule whose acceptance depends on the noise that made the text."""
+    a rule whose acceptance depends on the noise that generated the text."""
     reach, lengths = reach_of(figures, rule), figures.lengths
     if reach is None:
         return None
@@ -200,8 +202,8 @@ def expected(figures: Figures, rule: Rule | str) -> Expected | None:
 
 def reach_of(figures: Figures, rule: Rule | str, most: int | None = None) -> Tensor | None:
     """P(a round that starts at token t accepts at least n drafts | the text) -> (B, T, K+1), with at most `most`
-    drafts; None for a rule whose acceptance depends on the noise that made the text. For trees, that of the rule and
-    the shape that ran. Raises ValueError for fewer levels of trees."""
+    drafts; None for a rule whose acceptance depends on the noise that generated the text. For trees, the rule and the
+    shape are always those of the run. Raises ValueError if `most` is given for trees."""
     if figures.reach is not None:
         if most is not None:
             raise ValueError("most: calls of trees are those of the shape that ran; see measure.tree_shapes for others")
@@ -211,9 +213,8 @@ def reach_of(figures: Figures, rule: Rule | str, most: int | None = None) -> Ten
 
 
 def rounded(figures: Figures, rule: Rule | str) -> Tensor | None:
-    """`reach_of` as a mean over log q - log p moved by the rounding that the run may have had. If a draft is nearly the
-    target, rounding alone decides whether its drafts may be rejected at all. For trees the distributions are used
-    unmoved."""
+    """The mean of `reach_of` over random changes of log q - log p as large as the rounding of the run. If a draft is
+    nearly the target, rounding alone decides whether drafts can be rejected at all. For trees nothing is changed."""
     if not figures.rounding or figures.reach is not None:
         return reach_of(figures, rule)
     generator, parts = torch.Generator().manual_seed(0), []

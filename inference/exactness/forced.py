@@ -1,10 +1,9 @@
-"""Forced rounds: the drafts of a proposer of any kind, and their distributions, at every token of given texts.
+"""Forced rounds: the distributions that any kind of proposer drafts from, at every token of given texts.
 
-A round starts at every token of a text. The real proposer drafts as it does when it serves, but each of its draws is
-replaced by the text's own next token. Its distributions are then those of a round that accepts every draft, and the
-acceptance of the text depends on nothing else. In a tree every child of every node is the text's next token, so all
-nodes of one depth follow the same text, and the first of them has the distributions of the round that stays on the text
-that far, whatever the shape.
+A round starts at every token of a text. The proposer drafts as when it serves, but each draw returns the text's next
+token. The distributions are then those of a round that accepts every draft, and acceptance depends on nothing else. In
+a tree, every child of every node is the text's next token. So all nodes at one depth follow the same text, and the
+first of them has the distributions of a round that follows the text to this depth, whatever the shape.
 
 B texts, T tokens of the longest, A rows of a round, K drafts of a round, D levels, C children, N nodes, V vocabulary.
 """
@@ -32,8 +31,8 @@ from inference.verify.tree import depths_of, ranks_of
 @torch.inference_mode()
 def forced(engine: Engine, texts: Emitted, sampling: Sampling, max_new_tokens: int, noise: float = 0.0) -> Figures:
     """Forced rounds of an engine's own proposer at every token of `texts`, each with the draft length that the engine's
-    policy and the limit `max_new_tokens` give there. They take a pass of the target over k + 1 ids for every token, on
-    the engine's own slots: a stream of it ends here. noise: of score gaps, see `ties.compare_passes`.
+    policy and the limit `max_new_tokens` give there. This runs a pass of the target over k + 1 ids for every token, in
+    the engine's slots, so a stream of the engine cannot go on. noise: of score gaps, see `ties.compare_passes`.
     """
     lengths = torch.tensor([len(text) for text in texts.tokens])
     B, T = len(texts.tokens), int(lengths.max())
@@ -59,8 +58,8 @@ def forced(engine: Engine, texts: Emitted, sampling: Sampling, max_new_tokens: i
 
 
 class Along(NamedTuple):
-    """A forced round of the texts numbered `rows` (A,), which accepts nothing: logits and p (A, N+1, V) of the target's
-    pass, and the number of tokens of each text that follow, left (A,)."""
+    """A forced round of the texts numbered `rows` (A,); it accepts nothing. logits and p (A, N+1, V): from the target's
+    pass; left (A,): the number of tokens of each text that are left."""
 
     rows: Tensor
     round: "ForcedRound"
@@ -73,8 +72,8 @@ class Along(NamedTuple):
 def rounds_along(
     engine: Engine, texts: Emitted, sampling: Sampling, max_new_tokens: int, low: int = 0, noise: float = 0.0
 ) -> Iterator[Along]:
-    """Forced rounds of as many texts as the engine has rows, from number `low` on: one for each token of the longest.
-    noise: the `gap` of their scores."""
+    """Forced rounds of as many texts as the engine has rows, from text number `low` on: one round for each token of the
+    longest text. noise: the `gap` of `ForcedRound.force`."""
     part = slice(low, low + engine.rows)
     run = engine.begin(texts.prompts[part], max_new_tokens, sampling, 0, texts.ids[part], True)
     engine.slots.admit(run)
@@ -108,10 +107,10 @@ def _round(engine: Engine, run: Call, tokens: Sequence[list[int]], noise: float,
 class ForcedRound(DecodingRound):
     """A round whose draws are the ids `follows` (A, K).
 
-    It records by depth: drawn, distributions (A, V) of the draws; scored (A, V), the draft's scores after settings that
-    read history; close (A,), whether the two best of these are less than `gap` apart. For trees also: offered (A, m),
-    the children that would have been drawn, and `certain`, whether they are the likeliest tokens; for trees that
-    distributions decide, edges (A,), at each choice whether rounding could change it."""
+    It records by depth: drawn (A, V), the distributions of the draws; scored (A, V), the draft's scores after settings
+    that read the text; close (A,), whether the two best scores are less than `gap` apart. For trees also: offered (A,
+    m), the children that would have been drawn; `certain`, whether these are the likeliest tokens. For dynamic trees
+    also edges (A,): for each choice of nodes, whether rounding could change it."""
 
     follows: Tensor
     gap: float
@@ -160,7 +159,8 @@ class ForcedRound(DecodingRound):
 
 
 class _RoundFigures(NamedTuple):
-    """One round of the texts numbered `rows`: of its first token (A,), and of the drafts by depth (A, K)."""
+    """The figures of one round of the texts numbered `rows`: of its first token (A,), and of the drafts by depth (A,
+    K)."""
 
     rows: Tensor
     logp: Tensor
@@ -224,9 +224,8 @@ def _of_chain(one: Along, proposal: Proposal, noise: float, sampling: Sampling) 
 
 
 def _distributions(round: ForcedRound, p: Tensor, proposal: Proposal) -> Tensor:
-    """The distributions (A, K, V) that the drafts were drawn from, not those that the proposal reports: a kind that
-    misreports its distributions is then predicted as it drafts, and measured as it is verified. The proposal's own if
-    it drew from none."""
+    """The distributions (A, K, V) that the drafts were really drawn from. These are not taken from the proposal, so
+    that a proposer that reports wrong distributions fails the check. If nothing was drawn, those of the proposal."""
     K = proposal.x.shape[1]
     if proposal.q is None:
         return one_hot(proposal.x, p[:, :K])
@@ -268,9 +267,9 @@ def levels_of(proposal: Proposal) -> list[int]:
 
 
 def reach_grown(proposal: Proposal, x: Tensor, inside: Tensor, nodes: Tensor) -> Tensor:
-    """`reach_along` for trees that distributions decide (`proposers.trees.DynamicTrees`). A forced round drafts the
-    very tree of a real round, since its nodes are the likeliest tokens; the text's tokens are accepted as far as they
-    are a path."""
+    """`reach_along` for dynamic trees (`proposers.trees.DynamicTrees`). A forced round drafts the same tree as a real
+    round, since its nodes are the likeliest tokens. The text's tokens are accepted as far as they are a path of the
+    tree."""
     assert proposal.tree is not None
     tree, ids = proposal.tree.on(x.device), proposal.x.to(x.device)
     depths = tree.depths[:, 1:].expand(ids.shape)
@@ -286,7 +285,7 @@ def reach_along(
     p: Tensor, drawn: Mapping[int, Tensor], offered: Mapping[int, Tensor], x: Tensor, inside: Tensor,
     shape: tuple[int, ...], nodes: Tensor, rule: Rule, certain: bool, seed: int,
 ) -> Tensor | None:  # fmt: skip
-    """P(the round accepts at least n nodes | the text) -> (A, D+1) float64; None if that depends on noise.
+    """P(the round accepts at least n nodes | the text) -> (A, D+1) float64; None if it depends on noise.
 
     p (A, N+1, V) of the target's pass. By depth: drawn (A, V), the distribution of the draft; offered (A, m), the
     children that it would have drawn, the likeliest tokens if `certain`. x (A, D): the text's next tokens; inside

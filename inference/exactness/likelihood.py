@@ -1,11 +1,11 @@
 """Check (e) of the verdict: the emitted tokens are as likely under the target as tokens drawn from it.
 
-Checks (b) and (c) are conditional on the text, whatever distribution drew it. They miss a wrongly drawn last token of
-each round, and coins that reuse the draft's own numbers. Given the text before, both of the following have mean 0 if p
-drew x, and are uncorrelated from token to token, so their sums over their standard deviations are about normal:
--log p(x) - H(p), of variance sum_v p log^2 p - H^2, which sees distributions that are sharper or flatter; and the
-distribution function at the middle of x, sum_{v<x} p_v + p_x / 2 - 1/2, of variance (1 - sum_v p^3) / 12, which sees
-draws that lean to one side of it.
+Checks (b) and (c) are conditional on the text, whatever distribution it was drawn from. They miss a wrong draw of the
+last token of each round, and acceptance tests that reuse the random numbers of the drafts. Two statistics detect these.
+Both have mean 0 given the text before if x was drawn from p, and are uncorrelated between tokens, so their sums divided
+by their standard deviations are about normal: -log p(x) - H(p), of variance sum_v p log^2 p - H^2, which sees
+distributions that are sharper or flatter; and the distribution function at the middle of x, sum_{v<x} p_v + p_x / 2 -
+1/2, of variance (1 - sum_v p^3) / 12, which sees draws that lean to one side of it.
 """
 
 import math
@@ -19,15 +19,15 @@ from inference.exactness.teacher_forced import whole_texts
 from inference.output import Emitted
 from inference.sampling import Sampling, probs
 
-SIGMAS, IMPOSSIBLE = 5, 0.02  # logarithms of distributions have heavy tails, and rounding moves the edges of cuts
+SIGMAS, IMPOSSIBLE = 5, 0.02  # log probabilities have heavy tails, and rounding changes which tokens are cut
 
 
 @dataclass(frozen=True)
 class LikelihoodCheck:
-    """(e) over `tokens` emitted tokens, in nats. surprise, entropy: means of -log p(x) and of the entropy of p, its
-    expectation if p drew x; z: their difference over its standard deviation; place_z: the same for the distribution
-    function at the tokens. impossible: tokens without mass under p, left out of the means; rounding at the edge of
-    top-k, top-p or min-p, or at a tie, makes a few."""
+    """(e) over `tokens` emitted tokens, in nats. surprise, entropy: means of -log p(x) and of the entropy of p, which
+    is its expectation if x was drawn from p; z: their difference divided by its standard deviation; place_z: the same
+    for the distribution function at the tokens. impossible: number of tokens without mass under p, not in the means;
+    rounding at the edge of top-k, top-p or min-p, or at a tie, causes a few."""
 
     tokens: int
     surprise: float
@@ -48,8 +48,8 @@ class LikelihoodCheck:
 
 
 def check_likelihood(engine: Engine, texts: Emitted, sampling: Sampling) -> LikelihoodCheck:
-    """Over all tokens of the texts, with p of transformers' own forward of each whole text, so that a fault of the
-    engine's passes, late in a text too, does not enter p."""
+    """(e) over all tokens of the texts. p is from transformers' own forward of each whole text, so faults of the
+    engine's passes do not affect it."""
     sums, tokens, impossible = torch.zeros(5, dtype=torch.float64), 0, 0
     lm = engine.target
     for block in whole_texts(lm.model, texts.prompts, texts.tokens, sampling, lm.vocabulary):

@@ -1,4 +1,4 @@
-"""Target and draft side by side on emitted texts: the figures of every token.
+"""The figures of target and draft at every token of emitted texts.
 
 B texts, T tokens of the longest, A texts of a batch, n tokens of a block, V vocabulary.
 """
@@ -33,10 +33,10 @@ def pair_figures(
 ) -> Figures:
     """The figures of target and draft at every token of the texts, from passes as wide as those of decoding.
 
-    A proposer that is a language model: teacher-forced passes of both, k + 1 ids for the target, one for the draft,
-    whose weights are rounded as they are served. Any other: forced rounds of it with the engine's target, on the
-    engine's slots. noise: of the target's score gaps, see `ties.compare_passes`; rows: texts together, those of the
-    engine if None (forced rounds always use those).
+    If the proposer is a language model: teacher-forced passes of both, over k + 1 ids for the target and one id for the
+    draft, whose weights are rounded as when it serves. For any other proposer: forced rounds with the engine's target,
+    in the engine's slots. noise: of the target's score gaps, see `ties.compare_passes`; rows: texts per pass, None for
+    as many as the engine has rows (forced rounds always use that number).
     """
     V, rows = engine.target.vocabulary, min(rows or engine.rows, len(texts.tokens))
     q_lm = proposer.language_model(rows, V)
@@ -73,8 +73,8 @@ def _rounding(noise: float, sampling: Sampling) -> float:
 
 
 def draft_lengths(engine: Engine, context: int, texts: Emitted, max_new_tokens: int) -> Tensor:
-    """The draft length of a round that starts at token t of a text -> (B, T) int64: that of the policy, within the
-    limit and the draft's own context."""
+    """The draft length of a round that starts at token t of a text -> (B, T) int64: the policy's, cut to the limit and
+    the draft's context."""
     k = torch.zeros(len(texts.tokens), max(map(len, texts.tokens)), dtype=torch.int64)
     for b, (prompt, text) in enumerate(zip(texts.prompts, texts.tokens, strict=True)):
         limit = min(max_new_tokens, engine.target.context - len(prompt))
@@ -85,15 +85,15 @@ def draft_lengths(engine: Engine, context: int, texts: Emitted, max_new_tokens: 
 
 
 def _draft_noise(lm: LM, texts: Emitted, sampling: Sampling) -> float:
-    """Noise of the draft's logit gaps, between the passes of one and of two ids that drafting makes; on the first
-    texts, as many as it has rows."""
+    """Noise of the draft's logit gaps between passes of one and of two ids, both of which occur while drafting. It is
+    measured on the first texts, as many as the LM has rows."""
     greedy, first = replace(sampling, temperature=0), slice(0, lm.rows)
     return MARGIN * noise_of(lm, texts.prompts[first], texts.tokens[first], greedy, width=2)
 
 
 def _pair(p_block: Block, q_block: Block, sampling: Sampling, greedy: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """log p(x), log q(x), alpha, each (A, n). If rounding moved an edge so that p(x) = 0, it counts as the smallest
-    positive number."""
+    """log p(x), log q(x), alpha, each (A, n). If rounding at the edge of a cut gives p(x) = 0, p(x) is replaced by the
+    smallest positive number."""
     p, q = probs(p_block.logits, sampling), probs(q_block.logits, sampling).to(p_block.logits.device)
     if greedy:
         q = one_hot(q.argmax(-1), q)

@@ -60,11 +60,11 @@ def teacher_forced(
 ) -> Iterator[Block]:
     """Logits of every token of `texts` (new ids), given its prompt (at least one id) and the tokens before it.
 
-    A model runs in its own dtype on `rows` texts together. An `LM` runs as it is, on as many texts as it has rows, and
-    its slots are overwritten. Prompts are stored as the engine stores them. Then come passes of `width` ids (None:
-    `block`), or over trees of the shape `tree`; the text follows one route after another. Settings that read history
-    are applied, so `probs(logits, sampling)` is the distribution. Yields blocks of at most `block` tokens, batch after
-    batch, so that (B, T, V) never exists whole.
+    A model runs in its own dtype on `rows` texts together. An `LM` runs on as many texts as it has rows, and its slots
+    are overwritten. Prompts are stored as in the engine. Then passes of `width` ids follow (None: `block`), or passes
+    over trees of the shape `tree`, in which the text is on one route after another. Settings that read the text are
+    applied, so `probs(logits, sampling)` is the distribution. Yields blocks of at most `block` tokens, batch after
+    batch, so that (B, T, V) is never in memory at once.
     """
     lm = model if isinstance(model, LM) else LM(model, max(1, min(rows, len(texts))), vocabulary)
     rows = lm.rows
@@ -107,7 +107,8 @@ def _columns(rows: list[list[int]], start: int, n: int, device: torch.device) ->
 def _processed(
     logits: Tensor, prompts: list[list[int]], texts: list[list[int]], start: int, sampling: Sampling
 ) -> Tensor:
-    """Penalties, bans and the like with each token's own history; (A, n, V), float32 at least."""
+    """Logits after penalties, bans and other settings that read the text before each token; (A, n, V), float32 at
+    least."""
     positions = [(a, j) for a, text in enumerate(texts) for j in range(min(logits.shape[1], len(text) - start))]
     row, column = (torch.tensor(index, device=logits.device) for index in zip(*positions, strict=True))
     histories = [prompts[a] + texts[a][: start + j] for a, j in positions]
@@ -132,8 +133,8 @@ def _passes(lm: LM, ids: Tensor, first: list[int], width: int) -> Tensor:
 
 
 def along_tree(lm: LM, ids: Tensor, first: list[int], tree: Tree, ways: Routes) -> Tensor:
-    """Logits (A, n, V) after ids (A, n), row b from position first[b]. Each pass reads an anchor and a tree, with the
-    ids after the anchor on one route of it; this route is then accepted as in a round."""
+    """Logits (A, n, V) after ids (A, n), row b from position first[b]. Each pass reads an anchor and a tree. The ids
+    after the anchor are on one route of the tree, which is then accepted as in a round."""
     parts, at = [], 0
     while at < ids.shape[1]:
         route = next(ways)[: ids.shape[1] - at - 1]
@@ -148,16 +149,16 @@ def along_tree(lm: LM, ids: Tensor, first: list[int], tree: Tree, ways: Routes) 
 
 
 def _nodes(here: Tensor, route: Parents, tree: Tree, size: int) -> Tensor:
-    """Ids (A, N) of a tree's nodes: on the route those of the text, here (A, 1 + its length) from the anchor on; on all
-    other nodes wrong ids, all different, so that a pass that lets a node see them gives other logits. size: number of
-    ids."""
+    """Ids (A, N) of a tree's nodes. Nodes of the route have the ids of the text, here (A, 1 + length of the route) from
+    the anchor on. All other nodes have wrong ids, all different, so that logits change if a pass lets a node see them.
+    size: number of ids."""
     wrong = (here[:, :1] + 1 + torch.arange(tree.nodes, device=here.device)) % size
     wrong[:, list(route)] = here[:, 1:]
     return wrong
 
 
 def routes(parents: Parents) -> Routes:
-    """The route to every leaf, deepest leaves first, again and again, so that every node is on some route."""
+    """The routes to all leaves, deepest leaves first, in an endless cycle; every node is on some route."""
     paths = []
     for leaf in set(range(len(parents))) - set(parents):
         route = [leaf]
@@ -178,7 +179,7 @@ def tree_of(engine: Engine, prompt: list[int]) -> Parents | None:
     shapes: Any = _Shapes()
     coupled.rule, coupled.record = RULES["coupled"], shapes  # as in check (a)
     coupled.generate([prompt], max_new_tokens=levels + 2, ignore_eos=True)
-    # a kind that reads states has none yet after a prompt of one token, so its first round drafts nothing
+    # a draft that reads states has none after a prompt of one token, so its first round drafts nothing
     parents = max(shapes.parents, key=len, default=())
     return None if parents == chain(len(parents)) else parents
 

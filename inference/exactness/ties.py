@@ -1,9 +1,9 @@
 """Check (a) of the verdict: the coupled text equals plain text token for token, up to ties that rounding decides.
 
 Coupled decoding emits the argmax of logit + temperature * Gumbel noise; this score is in units of logits, and at
-temperature 0 it is the logit itself. Passes of other widths round differently, so two scores that are nearly equal may
-change their order. The largest such change that is measured, bounded by the dtype, decides which differences are ties.
-A rows, n positions, V vocabulary.
+temperature 0 it is the logit itself. Passes of different widths round differently, so two scores that are nearly equal
+may change their order. The largest measured change of a gap between scores, bounded by the dtype, decides which
+differences are ties. A rows, n positions, V vocabulary.
 """
 
 import copy
@@ -24,16 +24,17 @@ from inference.sampling import Sampling, probs
 from inference.sampling.noise import gumbel
 from inference.verify.rules import RULES
 
-MARGIN = 2  # rounding seldom moves a gap by more than the measured maximum, and hardly ever by more than twice that
+MARGIN = 2  # rounding seldom changes a gap by more than the measured maximum, and hardly ever by more than twice that
 
 
 @dataclass(frozen=True)
 class TextCheck:
-    """(a) equal: prompts whose text is the plain one; ties, unexplained: tokens at which plain decoding, given the text
-    before, chooses another, by whether rounding explains that. noise: largest change of the gap between a position's
-    two best scores from passes of one id to passes of k + 1 ids, and no less than the general rounding of the logits;
-    gap: largest gap at a difference, 0 without any; limit: the largest gap that the dtype may explain, whatever was
-    measured; compared: tokens compared, out of the `tokens` of the measured texts."""
+    """(a) equal: number of prompts whose text is the plain text; ties, unexplained: number of tokens at which plain
+    decoding, given the text before, chooses another token, and rounding does or does not explain that. noise: largest
+    change of the gap between a position's two best scores from passes of one id to passes of k + 1 ids, at least the
+    general rounding of the logits; gap: largest gap at a difference, 0 without differences; limit: the largest gap that
+    the dtype can explain, whatever was measured; compared: tokens compared, out of the `tokens` of the measured
+    texts."""
 
     prompts: int
     equal: int
@@ -62,9 +63,9 @@ class TextCheck:
 
 
 class Difference(NamedTuple):
-    """A position at which a text leaves the plain one. gap: of the scores of the two tokens in the plain side's pass of
-    one id; logits (V,) and noise g (V,) there; plain, other: the two tokens; text: its number; limit: the largest gap
-    that rounding in the model's dtype may explain."""
+    """A position at which a text differs from the plain text. gap: between the scores of the two tokens in the plain
+    pass of one id; logits (V,) and noise g (V,) there; plain, other: the two tokens; text: its number; limit: the
+    largest gap that rounding in the model's dtype may explain."""
 
     gap: float
     logits: Tensor
@@ -85,11 +86,11 @@ def check_coupled(
     bound: float,
     tree: Parents | None = None,
 ) -> TextCheck:
-    """(a): the engine itself decodes the prompts with shared noise; then its passes of one id say what plain decoding
-    chooses at every token (`compare_text`).
+    """(a): the engine decodes the prompts with shared noise; then its passes of one id show which token plain decoding
+    chooses at every position (`compare_text`).
 
     tree: the shape that the engine drafts, None for chains. bound: the largest gap that rounding may explain, in root
-    mean squares of the logits: GAP times their general rounding, which is also the least noise.
+    mean squares of the logits. It is GAP times their general rounding; that rounding is also the least noise.
     """
     coupled = copy.copy(engine)  # the same target and proposer, slots and compiled passes included
     coupled.rule = RULES["coupled"]
@@ -97,13 +98,13 @@ def check_coupled(
         prompts, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed, ids=ids, ignore_eos=True
     )
     engine.slots.current = None
-    texts = out.whole().tokens  # a text that ends in an error is a part of the plain one, not equal to it
+    texts = out.whole().tokens  # a text that ends in an error is only a part of the plain text
     compared = compare_text(
         engine.target, prompts, texts, sampling, width=verifying_width(engine, prompts), noise_keys=(ids, seed),
         bound=bound, tree=tree,
     )  # fmt: skip
     equal = len(prompts) - len({difference.text for difference in compared.differences})
-    noise = max(compared.noise, compared.limit / GAP)  # short texts may show none: logits are rounded all the same
+    noise = max(compared.noise, compared.limit / GAP)  # short texts may show no noise, although logits are rounded
     ties, gap = _ties_and_gap(compared.differences, noise, sampling)
     unexplained = len(compared.differences) - ties
     emitted = sum(map(len, texts))
@@ -162,8 +163,8 @@ def excused(difference: Difference, noise: float, sampling: Sampling) -> bool:
 
 
 def is_tie(difference: Difference, noise: float, sampling: Sampling) -> bool:
-    """Whether rounding of size `noise` explains a difference: the gap is at most that, or one of the two tokens is so
-    near an edge of top-k, top-p or min-p that the other side's choice follows when its logit moves by the noise."""
+    """Whether rounding of size `noise` explains a difference: the gap is at most `noise`; or one of the two tokens is
+    so near an edge of top-k, top-p or min-p that a change of its logit by `noise` gives the other choice."""
     return difference.gap <= noise or any(
         _choice(difference, token, shift, sampling) == difference.other
         for token, shift in ((difference.other, noise), (difference.plain, -noise))
@@ -178,8 +179,9 @@ def _choice(difference: Difference, token: int, shift: float, sampling: Sampling
 
 
 class Compared(NamedTuple):
-    """differences: positions at which texts leave plain decoding; tokens: number compared; noise: the most that passes
-    of several ids moved the gap of a position's two best scores; limit: the most that the dtype allows."""
+    """differences: positions at which texts differ from plain decoding; tokens: number compared; noise: the largest
+    change, in passes of several ids, of the gap between a position's two best scores; limit: the largest that the dtype
+    allows."""
 
     differences: list[Difference]
     tokens: int
@@ -282,8 +284,8 @@ def compare_passes(
     and the first differences of `others`, if given, from `texts`.
 
     The gap is that of a position's two best scores, which decides the emitted token. noise_keys: (ids, seed) of the
-    Gumbel noise, None for no noise. bound: `Difference.limit`, in root mean squares of the logits. A text that is only
-    shorter gives no difference.
+    Gumbel noise, None for no noise. bound: `Difference.limit`, in root mean squares of the logits. A text that is a
+    prefix of the other gives no difference.
     """
     settings: dict[str, Any] = {"vocabulary": vocabulary, "block": width, "rows": rows}
     narrow = teacher_forced(model, prompts, texts, sampling, width=1, **settings)

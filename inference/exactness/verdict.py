@@ -1,15 +1,15 @@
-"""The verdict: whether a run was exact, by five checks on the very prompts and texts that were measured.
+"""The verdict: whether a run was exact, by five checks on the same prompts and texts that were measured.
 
 (a) Coupled decoding, in which plain and speculative decoding share their noise, gives the plain text token for token,
-up to ties: differences within what rounding can move. Plain decoding's choice is computed at every token of a coupled
-text, so the comparison goes on after a tie (`ties`). (b) The target calls of the run are those that its texts must cost
-(`inference.verify.predict_chain`), within 4 sigma. (c) Drafts at depth 1 are accepted no more often than sum_v min(p,
-q) allows, within 3 sigma (`figures`). (b) and (c) need q at every token of a text: from forced rounds for any kind of
-proposer (`forced`), from one teacher-forced pass for a language model (`side_by_side`). (d) Logits of the engine's
-passes agree with transformers' own forward (`agreement`). (e) The emitted tokens are as likely under transformers' own
-forward as tokens drawn from it (`likelihood`). (d) and (e) read whole texts, so that faults late in a text are seen.
-(a), (d) and forced rounds run the very passes that were timed; teacher-forced passes have the same weights, dtypes and
-rounding, in an `LM` of their own.
+up to ties, which are differences that rounding can cause. The choice of plain decoding is computed at every token of a
+coupled text, so the comparison goes on after a tie (`ties`). (b) The number of target calls of the run is the number
+expected for its texts (`inference.verify.predict_chain`), within 4 sigma. (c) Drafts at depth 1 are accepted no more
+often than sum_v min(p, q) allows, within 3 sigma (`figures`). (b) and (c) need q at every token of a text. It comes
+from one teacher-forced pass if the proposer is a language model (`side_by_side`), else from forced rounds (`forced`).
+(d) Logits of the engine's passes agree with transformers' own forward (`agreement`). (e) The emitted tokens are as
+likely under transformers' own forward as tokens drawn from it (`likelihood`). (d) and (e) read whole texts, so that
+faults late in a text are detected. (a), (d) and forced rounds run the passes that were timed; teacher-forced passes run
+in a separate `LM` with the same weights, dtypes and rounding.
 """
 
 from dataclasses import asdict, dataclass, field, replace
@@ -25,12 +25,12 @@ from inference.exactness.ties import TextCheck, check_coupled, verifying_width
 from inference.output import Emitted
 from inference.sampling import Sampling
 
-COMPARED = 1024  # tokens of (a): plain decoding of all that was timed would take as long again
+COMPARED = 1024  # tokens of (a): plain decoding of all timed texts would take as long as the timing
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The five checks; `missing` gives the reason for each one that is None. lossy: the name of the rule that verified,
+    """The five checks; `missing` has the reason for each check that is None. lossy: the name of the verification rule,
     if it changes the text's distribution."""
 
     text: TextCheck
@@ -43,7 +43,7 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        """Every check that applies has passed, and the rule is exact."""
+        """Whether every check that applies has passed and the rule is exact."""
         checks = (self.text, self.calls, self.depth, self.logits, self.surprise)
         return not self.lossy and all(check.passed for check in checks if check)
 
@@ -83,12 +83,12 @@ def _word(passed: bool) -> str:
 def check(
     engine: Engine, texts: Emitted, sampling: Sampling, max_new_tokens: int, seed: int = 0, rows: int | None = None
 ) -> Verdict:
-    """The verdict on a speculative engine, the very one that was timed, from the texts that it emitted then
+    """The verdict on a speculative engine, the same object that was timed, from the texts that it emitted
     (`Timing.texts`).
 
-    The run ignored end tokens and had the limit max_new_tokens. seed: of the coupled run of (a); rows: texts together
-    in the passes of (b) and (c), those of the engine if None. A stream of the engine ends here.
-    Raises ValueError when the counts are not those of the texts, or when the engine has no proposer.
+    The run ignored end tokens and had the limit max_new_tokens. seed: of the coupled run of (a); rows: texts per pass
+    in (b) and (c), None for as many as the engine has rows. A stream of the engine cannot go on. Raises ValueError when
+    the counts are not those of the texts, or when the engine has no proposer.
     """
     if engine.proposer is None:
         raise ValueError("exactness: an engine without a proposer is plain decoding, there is nothing to check")

@@ -1,8 +1,8 @@
-"""A corpus on disk, searched for the end of a text: what followed it there most often is the draft.
+"""A corpus on disk, searched for the longest suffix of a text; the draft is the most frequent continuation.
 
 A folder: `datastore.json` describes it; `tokens.npy` holds the corpus's ids in reverse, documents separated by an id
-that no text has; `order.npy` is its suffix array. In reverse, the tokens before a position follow it in the array, so
-one binary search gives the longest end of a text that occurs anywhere. Both arrays are memory-mapped.
+that no text has; `order.npy` is its suffix array. Because the ids are reversed, a suffix of the text is a prefix in the
+array, so one binary search gives the longest suffix of the text that occurs anywhere. Both arrays are memory-mapped.
 """
 
 import json
@@ -41,7 +41,7 @@ class About:
 class Datastore:
     """Retrieval from a corpus (He et al. 2023, REST, 2311.08252), for greedy chains of the most frequent continuation.
 
-    tokens, order: see the module; of any integer type that holds them.
+    tokens, order: see the module; any integer type that is large enough.
     """
 
     def __init__(self, tokens: Ids, order: NDArray[np.integer], about: About) -> None:
@@ -49,7 +49,8 @@ class Datastore:
 
     @classmethod
     def of(cls, documents: Iterable[Sequence[int]], about: About) -> "Datastore":
-        """Built from texts, in memory. Raises ValueError for ids outside the vocabulary, and without any token."""
+        """A datastore in memory, built from texts. Raises ValueError for ids outside the vocabulary, and for texts
+        without a token."""
         border, flat, count = about.vocabulary, [about.vocabulary], 0
         for document in documents:
             if document and (min(document) < 0 or max(document) >= border):
@@ -73,8 +74,8 @@ class Datastore:
 
     @classmethod
     def open(cls, folder: str | Path) -> "Datastore":
-        """Memory-mapped. Raises FileNotFoundError for a folder without a datastore, ValueError for one that is broken
-        or of another format."""
+        """The datastore of a folder, memory-mapped. Raises FileNotFoundError for a folder without a datastore,
+        ValueError for a datastore that is broken or has another format."""
         path = Path(folder)
         if not (path / ABOUT).is_file():
             raise FileNotFoundError(f"{path} is no datastore: it has no {ABOUT}; make one with `cotrain datastore`")
@@ -86,9 +87,9 @@ class Datastore:
         return cls(tokens, order, about)
 
     def look_up(self, text: Sequence[int], k: int, shortest: int = 1) -> Match:
-        """At most k tokens that follow the longest end of the text that occurs in the corpus, if it has at least
-        `shortest` tokens: at each step the most frequent next token of the occurrences that agree so far, the smaller
-        id of equally frequent ones. No match is longer than `depth` tokens."""
+        """At most k tokens that follow the longest suffix of the text that occurs in the corpus, if it has at least
+        `shortest` tokens. Each draft is the most frequent next token among the occurrences that agree with the drafts
+        before; of equally frequent ones, the smallest id. No match is longer than `depth` tokens."""
         if k < 1 or not text:
             return NONE
         backwards = list(reversed(text[-self.about.depth :]))
@@ -102,7 +103,8 @@ class Datastore:
         return Match(drafts, length, high - low, share, stored=True)
 
     def _longest(self, backwards: list[int]) -> tuple[int, int]:
-        """Length of the longest end of a text that occurs in the corpus, and the index of one occurrence in `order`."""
+        """Length of the longest suffix of a text that occurs in the corpus, and the index of one occurrence in
+        `order`."""
         at = first_place(self.tokens, self.order, backwards)
         neighbours = [near for near in (at - 1, at) if 0 <= near < len(self.order)]
         return max((self._shared(backwards, int(self.order[near])), near) for near in neighbours)
@@ -118,7 +120,8 @@ class Datastore:
 
 
 def _most_frequent(followings: list[list[int]], k: int) -> tuple[list[int], float]:
-    """The most frequent next token, step by step among those that agree, and the share of the first one."""
+    """The most frequent next tokens, at each step among the continuations that agree so far, and the share of the first
+    token."""
     drafts: list[int] = []
     share, count = 0.0, len(followings)
     for depth in range(k):

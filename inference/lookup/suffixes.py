@@ -7,14 +7,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ids = NDArray[np.unsignedinteger]
-CLIMB = 16  # links whose latest position is updated a token: all of them in most texts, a bound in "aaaa..."
+CLIMB = 16  # most links updated for each token: enough for most texts, and a bound for texts like "aaaa..."
 
 
 class Match(NamedTuple):
     """The result of a look-up. drafts: ids that followed an earlier occurrence, at most as many as requested; length:
-    tokens of the text's end that occurred before, 0 without a match; places: the number of occurrences; share: the
-    fraction of the examined ones that continue with the first draft, in (0, 1], 0 without drafts; stored: whether they
-    are in a datastore instead of the text itself."""
+    tokens of the matched suffix, 0 without a match; places: the number of occurrences; share: the fraction of the
+    examined occurrences that continue with the first draft, in (0, 1], 0 without drafts; stored: whether the match is
+    in a datastore, not in the text itself."""
 
     drafts: list[int]
     length: int = 0
@@ -27,8 +27,8 @@ NONE = Match([])
 
 
 def suffix_array(ids: Ids, depth: int) -> NDArray[np.int64]:
-    """Positions of ids (n,) sorted by the `depth` ids from each on, equal ones by position; the array's end comes
-    first.
+    """Positions of ids (n,), sorted by the `depth` ids that begin there, equal ones by position; the end of the array
+    sorts first.
 
     Prefix doubling (Manber and Myers 1993): ranks by 2 w ids come from ranks by w, so log2(depth) sorts of n keys;
     about 40 bytes a position during construction. Raises ValueError for depth < 1.
@@ -60,7 +60,8 @@ def _ranks(keys: NDArray[np.int64], order: NDArray[np.int64]) -> NDArray[np.int6
 def first_place(ids: Ids, order: NDArray[np.integer], pattern: Sequence[int], low: int = 0, high: int | None = None,
                 after: bool = False) -> int:  # fmt: skip
     """The first index of `order`, from low to high, whose ids are not less than the pattern; with `after`, the first
-    whose ids are greater and do not begin with it. Binary search: about log2(n) reads of len(pattern) ids."""
+    whose ids are greater than the pattern and do not begin with it. Binary search: about log2(n) reads of len(pattern)
+    ids."""
     wanted, length = list(pattern), len(pattern)
     high = len(order) if high is None else high
     while low < high:
@@ -85,13 +86,13 @@ def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 class SuffixAutomaton:
-    """The substrings of a growing text (Blumer et al. 1985): its longest end that occurred earlier, in constant time a
-    token, for drafts as in Hu et al. 2024, SAM decoding, 2411.10666.
+    """The substrings of a growing text (Blumer et al. 1985). It gives the text's longest suffix that occurred earlier,
+    in constant time per token, for drafts as in Hu et al. 2024, SAM decoding, 2411.10666.
 
     A state is a set of substrings that end at the same positions of the text; `longest` is the length of the longest of
-    them, `link` the state of its longest suffix that ends at more positions. So the link of the whole text's state is
-    the longest end of the text that occurred earlier, without a search. At most 2 n states for n tokens; adding one
-    costs O(1) amortised.
+    them, `link` the state of its longest suffix that ends at more positions. So the link of the whole text's state
+    gives the longest suffix of the text that occurred earlier, without a search. At most 2 n states for n tokens;
+    adding one costs O(1) amortised.
     """
 
     def __init__(self, text: Sequence[int] = ()) -> None:
@@ -102,9 +103,9 @@ class SuffixAutomaton:
         self.text: list[int] = []
         self.next: list[dict[int, int]] = [{}]
         self.link, self.longest = [-1], [0]
-        self.latest = [0]  # where the substrings of a state ended last, as a count of tokens
+        self.latest = [0]  # for each state, the latest end of its substrings, as a count of tokens
         self.last = 0  # the state of the whole text
-        self.match, self.end = 0, 0  # length of the longest end that occurred earlier, and where it ended
+        self.match, self.end = 0, 0  # length of the longest suffix that occurred earlier, and where that ended
 
     def __len__(self) -> int:
         return len(self.text)
@@ -123,9 +124,8 @@ class SuffixAutomaton:
         self.extend(text[known:])
 
     def look_up(self, k: int, shortest: int = 1) -> Match:
-        """k tokens that followed the latest earlier occurrence of the text's longest end, if that has at least
-        `shortest` tokens. If they reach the text's own end, they start over: a repetition is drafted as often as k
-        allows.
+        """k tokens that followed the latest earlier occurrence of the longest repeated suffix, if that has at least
+        `shortest` tokens. If fewer than k tokens follow it, they are repeated.
 
         In text like "aaaa..." an earlier occurrence may count as the latest one, see `CLIMB`.
         """
@@ -149,7 +149,8 @@ class SuffixAutomaton:
         self.latest[new] = len(self.text)
 
     def _suffix(self, state: int, token: int) -> int:
-        """The state of the longest string of `state`, then `token`: split off if its state has longer ones too."""
+        """The state of the longest string of `state` followed by `token`; it is split off if its state has longer
+        strings too."""
         target = self.next[state][token]
         if self.longest[target] == self.longest[state] + 1:
             return target
@@ -162,7 +163,7 @@ class SuffixAutomaton:
         return clone
 
     def _occurred(self, state: int, now: int) -> None:
-        """Store where the longest end that occurred earlier ended last, then that it and its suffixes end here."""
+        """Store where the longest repeated suffix ended last, then record that it and its suffixes end here."""
         self.match, self.end = self.longest[state], self.latest[state]
         for _ in range(CLIMB):
             if state <= 0:

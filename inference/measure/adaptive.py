@@ -1,8 +1,8 @@
-"""Timing batches until the confidence interval of the speed-up is narrow enough, or time is over.
+"""Timing of batches until the confidence interval of the speed-up is narrow enough, or the time limit is reached.
 
-The stop depends on the relative width of the interval and on the clock, never on the value, so the timing of a fast or
-a slow draft does not stop at a lucky moment. An interval that is narrow by chance would stop it too early: so at least
-`LEAST` batches come first, and the width is checked only after the number of batches has grown by a quarter.
+The stop depends on the relative width of the interval and on the clock, never on the value, so it does not bias the
+measured speed-up. An interval may be narrow by chance. So at least `LEAST` batches are timed first, and the width is
+checked only when the number of batches has grown by a quarter.
 """
 
 import time
@@ -16,16 +16,17 @@ from inference.measure.contention import cores, others, reading
 from inference.measure.timing import Batch, Timing, batched, turn, warm
 
 LEAST = 8  # batches: a bootstrap over fewer is too narrow
-FEWEST = 5  # batches, even when time is over: a bootstrap over two has only three values
+FEWEST = 5  # batches, even past the time limit: a bootstrap over two has only three values
 GROWTH = 1.25
 Clock = Callable[[], float]
-Say = Callable[[int, float], None]  # batches timed, and relative distance of the interval's farther end
+Say = Callable[[int, float], None]  # called with batches timed, relative distance of the farther end
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """within: largest distance of the interval's ends from the value, as a share of it; until: end of the time, on the
-    clock. At least `batches` are timed if there is time, and FEWEST in any case. within = inf: exactly `batches`."""
+    """within: largest allowed distance of the interval's ends from the value, relative to the value; until: time limit,
+    on the clock. At least `batches` are timed if there is time, and FEWEST in any case. within = inf: exactly
+    `batches`."""
 
     batches: int
     within: float = inf
@@ -34,10 +35,10 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Reached:
-    """within: distance of the 95 % interval's farther end from the value, as a share of it, None for one batch; wanted:
-    the wanted distance, None for a fixed number of batches; enough: whether it was reached, over the wanted number of
-    batches; batches, runs of them, seconds; others: cores that other processes used meanwhile, of `cores`, None if
-    unknown."""
+    """within: distance of the 95 % interval's farther end from the value, relative to the value, None for one batch;
+    wanted: the wanted distance, None for a fixed number of batches; enough: whether the wanted distance and number of
+    batches were reached; batches, runs, seconds: what was timed; others: how many of the `cores` other processes used
+    meanwhile, None if unknown."""
 
     within: float | None
     wanted: float | None
@@ -61,8 +62,8 @@ def until_known(
     turned: Callable[[int], None] | None = None,
 ) -> tuple[Timing, Reached]:
     """Time the arms as `timing.interleave` does, on enough batches of prompts to know the ratio of speeds pair[0] /
-    pair[1]. After the last prompt the first comes again, with the next seed: repeats of a batch are one draw of the
-    bootstrap. turned: called after each batch with the number of batches timed.
+    pair[1]. After the last batch the first is timed again, with the next seed; the bootstrap draws all repeats of a
+    batch together. turned: called after each batch with the number of batches timed.
 
     Raises ValueError as `timing.interleave`.
     """
@@ -106,7 +107,7 @@ def _timing(batches: list[Batch], runs: list[list[dict[str, ArmResult]]]) -> Tim
 
 
 def lines(reached: Reached) -> list[str]:
-    """Other work on the machine, and the width of the interval, in words."""
+    """Lines for a report: other work on the machine, and the width of the interval."""
     contended = contention.line(reached.others, reached.cores)
     return [contended] if reached.wanted is None else [contended, _interval_line(reached, reached.wanted)]
 

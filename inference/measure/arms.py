@@ -22,7 +22,8 @@ UNTRANSLATED = ("presence_penalty", "frequency_penalty", "logit_bias", "banned",
 @dataclass(frozen=True)
 class ArmResult:
     """tokens: new ids of each prompt; seconds: wall, prefill included; decode_seconds: without the prefill; stats: the
-    engine's counts, None for an arm without counts; decode_tokens: number of tokens in decode_seconds, None for all."""
+    engine's counts, None for an arm without counts; decode_tokens: number of tokens in decode_seconds, None if it is
+    all of them."""
 
     tokens: list[list[int]]
     seconds: float
@@ -47,8 +48,8 @@ class Arm:
 
 
 def engine_arm(name: str, engine: Engine, sampling: Sampling, max_new_tokens: int) -> Arm:
-    """Engine.generate with end tokens ignored. Raises ValueError for a regime that may end early; its calls raise
-    RuntimeError for a prompt that ends in an error, since its text is no sample."""
+    """Engine.generate with end tokens ignored. Raises ValueError for settings that may end a text early. Calls of the
+    arm raise RuntimeError if a prompt ends in an error, since its text is no sample."""
     refuse(sampling, *ENDS)
 
     def run(prompts: Sequence[list[int]], ids: Sequence[int], seed: int) -> ArmResult:
@@ -73,21 +74,21 @@ def transformers_arm(
     compile: bool = False,
     **settings: Any,
 ) -> Arm:
-    """transformers' own generate under the same distribution, end tokens ignored. The models' generation_config is
-    replaced during each call, so that no default of theirs changes the distribution.
+    """transformers' own generate under the same distribution, end tokens ignored. The generation_config of both models
+    is replaced during each call, so that none of its defaults changes the distribution.
 
-    assistant: a draft for assisted generation, one prompt at a time; k: its constant draft length, None for that of the
-    assistant's own generation_config. rows: prompts decoded together, all if None; there is no queue. compile: with
+    assistant: a draft for assisted generation, one prompt at a time; k: constant draft length, None for that of the
+    assistant's generation_config. rows: prompts decoded together, all if None; there is no queue. compile: with
     transformers' static cache and compilation, on any device. settings: more arguments of generate, such as
-    prompt_lookup_num_tokens. Decode-only figures leave out the first pass and its tokens, since transformers prefills
-    the whole prompt there. ids are not used: torch's generator is seeded for each call. Raises ValueError for sampling
+    prompt_lookup_num_tokens. Decode-only figures leave out the first pass and its tokens, since that pass is
+    transformers' prefill. ids are not used: torch's generator is seeded for each call. Raises ValueError for sampling
     settings that this arm cannot express.
     """
     refuse(sampling, *ENDS, *UNTRANSLATED)
     config = _generation(sampling, max_new_tokens)
     if compile:
         config.cache_implementation, config.compile_config = "static", CompileConfig(mode="default")
-        config.compile_config._compile_all_devices = True  # it compiles on accelerators alone otherwise
+        config.compile_config._compile_all_devices = True  # else it compiles only on accelerators
     single = assistant is not None or "prompt_lookup_num_tokens" in settings
     if assistant is not None:
         settings["assistant_model"] = assistant
@@ -132,7 +133,7 @@ def _generation(sampling: Sampling, max_new_tokens: int) -> GenerationConfig:
 
 
 def _drafting(assistant: PreTrainedModel, k: int | None) -> GenerationConfig:
-    """The assistant's settings, without end tokens, at which it would stop drafting."""
+    """The assistant's settings, without end tokens, since it would stop drafting at them."""
     if k is None:
         config = copy.deepcopy(assistant.generation_config)
         config.eos_token_id = None

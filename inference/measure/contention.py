@@ -1,8 +1,8 @@
 """CPU use by other processes during a timing, and how threads wait for each other.
 
-The use by others is the busy time of the CPUs that this process may use, from /proc/stat, less the time of this process
-and its ended children. It is None (unknown) on systems without /proc/stat (macOS, some containers). This module does
-not import torch, which reads how its threads wait when it is first imported.
+The use by others is the busy time of the CPUs that this process may use, from /proc/stat, minus the time of this
+process and its ended children. It is None (unknown) on systems without /proc/stat (macOS, some containers). This module
+does not import torch, because torch reads the wait policy of threads when it is first imported.
 """
 
 import os
@@ -19,8 +19,8 @@ WAITS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # of libgomp and
 
 
 class Reading(NamedTuple):
-    """Seconds since some moment: wall, on the clock; own, of this process on any core; busy, of all processes on the
-    cores that this one may use, a hypervisor's other guests included, None if unknown."""
+    """Seconds since some moment. wall: of the clock; own: CPU time of this process on any core; busy: CPU time of all
+    processes, and of other guests of a hypervisor, on the cores that this process may use, None if unknown."""
 
     wall: float
     own: float
@@ -66,7 +66,7 @@ def disturbed(used: float | None, of: int) -> bool | None:
 
 
 def line(used: float | None, of: int) -> str:
-    """One line for a report: whether the timing had the machine for itself."""
+    """One line for a report: whether other processes used the machine during the timing."""
     if used is None:
         return "other work on this machine meanwhile: unknown, the system does not tell"
     if disturbed(used, of):
@@ -76,11 +76,12 @@ def line(used: float | None, of: int) -> str:
 
 
 def set_waiting(environ: MutableMapping[str, str] = os.environ, stat: Path = STAT, look: float = LOOK) -> str:
-    """Let threads that wait for each other sleep, unless the machine is idle or the user has set how they wait. Call it
-    before torch is first imported. Returns the case: "chosen", "late" (torch is imported already), "idle" or "passive".
+    """Let waiting threads sleep instead of spin, unless the machine is idle or the user has set a wait policy. Call it
+    before torch is first imported. Returns the case: "chosen" (by the user), "late" (torch is imported already), "idle"
+    or "passive".
 
-    Spinning threads take the cores from those that they wait for: with another process on as many cores, a pass takes
-    ten times as long. On an idle machine spinning threads answer sooner, so the library's default stays.
+    Spinning threads occupy cores that the other threads need: with another process on as many cores, a pass takes ten
+    times as long. On an idle machine spinning threads continue sooner, so the library's default is not changed.
     """
     if any(name in environ for name in WAITS):
         return "chosen"

@@ -1,9 +1,10 @@
-"""Costs of a round on this machine, and the draft length of least seconds per token.
+"""Costs of a round on this machine, and the draft length with the fewest seconds per token.
 
-`measure_costs` times each part of a round alone and warm. In a run the parts push each other out of the caches, threads
-wake up anew, and the host's own work stands between: there a draft can take two to five times as long. So the table
-gives the shape over draft lengths, and `measure_rounds`, real calls of the engine that will serve, gives its level
-(`calibrated`). B rows, K longest draft. All times are wall seconds of B rows together, medians of interleaved repeats.
+`measure_costs` times each part of a round alone and warm. In a real call the parts evict each other from the caches,
+threads must wake up, and the host works between the parts; a draft can then take two to five times as long. So the
+table is used only for the ratios between draft lengths. Its scale comes from `measure_rounds`, which times real calls
+of the engine to be served (`calibrated`). B rows, K longest draft. All times are wall seconds of B rows together,
+medians of interleaved repeats.
 """
 
 import time
@@ -33,7 +34,7 @@ from inference.verify.rules import RULES
 
 Key = TypeVar("Key", bound=Hashable)
 LEAST, MOST = 2, 5  # timed calls at each draft length
-SPANS = (2, 8)  # draft lengths that are timed, see `spans_of`; the others lie on their line
+SPANS = (2, 8)  # draft lengths that are timed, see `spans_of`; the others are on the line through them
 SPREAD = 7  # tokens between the lengths of one text and the next
 
 
@@ -71,8 +72,8 @@ class Costs:
 
 @dataclass(frozen=True)
 class Choice:
-    """k: the draft length of least seconds per token, 0 for none; speedup: predicted, over plain decoding; speedups[k]:
-    of every length, k = 0..K."""
+    """k: the draft length with the fewest seconds per token, 0 for plain decoding; speedup: predicted, over plain
+    decoding; speedups[k]: that of every length, k = 0..K."""
 
     k: int
     speedup: float
@@ -80,8 +81,7 @@ class Choice:
 
 
 def joined(plain: Costs, target: Costs, draft: Costs) -> Costs:
-    """The table of an engine that runs single target steps as in `plain`, passes over drafts as in `target`, and
-    drafting as in `draft`."""
+    """A table with single target steps from `plain`, passes over drafts from `target`, and drafting from `draft`."""
     return replace(
         target, target=(plain.target[0], *target.target[1:]),
         draft=draft.draft, first=draft.first, draft_dtype=draft.draft_dtype,
@@ -111,8 +111,8 @@ def measure_costs(
     repeats: int = 9,
     warmup: int = 2,
 ) -> Costs:
-    """Time target and proposer, as they will run, for k = 0..K, on one text per row: of about `context` tokens, no two
-    of the same length, as after some rounds.
+    """Time target and proposer, as they will run, for k = 0..K. Each row has one text of about `context` tokens;
+    lengths differ, as after some rounds.
 
     Raises ValueError when context and the longest timed drafts do not fit the target, or the proposer cannot draft that
     far.
@@ -173,7 +173,7 @@ def interleaved(
 def _tasks(
     target: LM, proposer: Proposer, texts: list[list[int]], K: int, lengths: tuple[int, int], sampling: Sampling
 ) -> dict[tuple[str, int], Callable[[], object]]:
-    """Every part of a round, in the engine's own order: the caches of a processor hold what was used last."""
+    """Every part of a round, in the order of the engine, because the contents of a CPU's caches depend on the order."""
     rows = [Request(i, i, text, K + 1, sampling, frozenset()) for i, text in enumerate(texts)]
     at = [len(text) - 1 for text in texts]
     ids = torch.tensor([text[-1:] * (K + 1) for text in texts], device=target.device)
@@ -185,10 +185,10 @@ def _tasks(
     def decoding_round(k: int) -> DecodingRound:
         return DecodingRound(rows, [k] * len(rows), RULES["token"], noise, target.vocabulary, target.device)
 
-    # among several rows, one has accepted every draft and lacks two ids
+    # as if one of several rows had accepted every draft: two ids are not stored
     stored = [len(text) - 1 - (len(texts) > 1) for text in texts]
     outcome = Outcome(stored, torch.zeros(len(stored), dtype=torch.int64, device=target.device), states)
-    drafting = {k: copy(proposer) for k in lengths}  # each as if it had never drafted more, on the same slots
+    drafting = {k: copy(proposer) for k in lengths}  # copies on the same slots, each of which drafts only one length
 
     def drafts(k: int) -> None:
         proposal = drafting[k].propose(decoding_round(k))
@@ -215,8 +215,8 @@ def _pass(lm: LM, ids: Tensor, at: list[int]) -> Callable[[], object]:
 
 
 def _rest(decoding_round: Callable[[int], DecodingRound], logits: Tensor, x: Tensor) -> Callable[[], object]:
-    """Distributions, verification and the last draw of a round; the draft's distribution is the target's own, since
-    only the time counts."""
+    """Distributions, verification and the last draw of a round. The target's distribution serves as the draft's too,
+    since only the time matters."""
     k = [x.shape[1]] * x.shape[0]
 
     def run() -> object:
@@ -249,7 +249,7 @@ class RealRound:
 
 
 def of_stats(stats: Stats, k: int) -> RealRound:
-    """The mean round of a call. Without drafts (k = 0) the drafting phase counts as the rest."""
+    """The mean round of a call. Without drafts (k = 0) the drafting phase is added to the rest."""
     rounds = stats.times["target"]
     draft, target, verify, other = (stats.seconds[name] / rounds for name in ("draft", "target", "verify", "other"))
     return RealRound(draft if k else 0.0, target, verify + other + (0.0 if k else draft))
@@ -272,11 +272,11 @@ def measure_drafting(
     until: float = inf,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[Key, RealRound]:
-    """Rounds of engines, each with the number of tokens that it drafts, for trees of levels: medians over interleaved
-    calls, without the first of each. Each call decodes one prompt per row, other prompts in every call; policies are
-    restored.
+    """Rounds of engines, each given with the number of tokens (for trees: levels) that it drafts. Results are medians
+    over interleaved calls, without the first call of each engine. Each call decodes one prompt per row, with other
+    prompts in every call; policies are restored.
 
-    until: end of the time, on the clock; each engine runs at least `LEAST` times. Raises ValueError without prompts or
+    until: time limit, on the clock; each engine runs at least `LEAST` times. Raises ValueError without prompts or
     engines, RuntimeError for a prompt that ends in an error.
     """
     if not prompts or not engines:
@@ -310,8 +310,8 @@ def _medians(rounds: Sequence[RealRound]) -> RealRound:
 
 
 def calibrated(table: Costs, rounds: Mapping[int, RealRound]) -> Costs:
-    """The table at the level of real rounds. Target and rest are multiplied by real seconds / table seconds at the
-    lengths that ran, interpolated between them and constant beyond. Drafting is a line through the real rounds."""
+    """The table, scaled to real rounds. Target and rest are multiplied by real seconds / table seconds; this factor is
+    interpolated between the lengths that ran and constant beyond them. Drafting is a line through the real rounds."""
     lengths = range(len(table.target))
     known = sorted(k for k in rounds if k < len(table.target))
 
@@ -325,7 +325,7 @@ def calibrated(table: Costs, rounds: Mapping[int, RealRound]) -> Costs:
 
 
 def _line(table: Costs, drafting: Mapping[int, float]) -> tuple[float, float]:
-    """(first, step) of first + k step, by least squares; for fewer than two lengths those of the table, scaled."""
+    """(first, step) of first + k step, by least squares; for fewer than two lengths the table's values, scaled."""
     if not drafting:
         return table.first, table.draft
     if len(drafting) == 1:

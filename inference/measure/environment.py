@@ -16,7 +16,7 @@ CODE = Path(__file__)
 
 
 def device() -> str:
-    """The device that models run on: the GPU if there is one."""
+    """The device on which models run: the GPU if there is one."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 

@@ -1,8 +1,8 @@
-"""The least time of passes on a machine, from the bytes to move and the operations to do.
+"""A lower bound on the time of passes on a machine, from the bytes to move and the operations to do.
 
 t = max((W + B kv (L + n) + 8 B n V) / bandwidth, operations / rate) for a pass of n ids over B rows with L tokens
-before them, W the bytes of the weights, kv the bytes of one token's keys and values, and logits written and read in
-float32; a round of K drafts is K passes of the draft and one of K + 1 ids of the target.
+before them. W: bytes of the weights; kv: bytes of one token's keys and values; logits are written and read in float32.
+A round of K drafts is K passes of the draft and one pass of the target over K + 1 ids.
 """
 
 import math
@@ -27,8 +27,8 @@ SIDE = 2048  # of the square matrices that are multiplied
 
 @dataclass(frozen=True)
 class Machine:
-    """bandwidth: bytes per second of a large copy, read and written bytes; rate: operations per second, two per
-    multiply-add."""
+    """bandwidth: bytes per second of a large copy, counting read and written bytes; rate: operations per second, two
+    per multiply-add."""
 
     bandwidth: float
     rate: float
@@ -71,8 +71,8 @@ def _median(task: Callable[[], object], wait: Callable[[], None], repeats: int) 
 
 
 def weight_bytes(lm: LM) -> tuple[float, float]:
-    """(bytes, count) of the weights that a pass reads: all but an embedding that only looks rows up. bytes: as stored,
-    with scales and tables of quantised weights; count: the number of weights that they represent."""
+    """(bytes, count) of the weights that a pass reads: all except an embedding that is not also the head. bytes: as
+    stored, with scales and tables of quantised weights; count: the number of weights that these represent."""
     embedding = lm.model.get_input_embeddings().weight
     skipped = set() if embedding is lm.model.get_output_embeddings().weight else {embedding.data_ptr()}
     if isinstance(lm.run, Lean) and lm.run.int8:  # rows of 8 bits with a scale each

@@ -1,4 +1,4 @@
-"""Calibration of the gate between look-up and a model, in real calls on held-out prompts."""
+"""Calibration of the gate between look-up and a draft model, from real calls on held-out prompts."""
 
 from collections.abc import Sequence
 
@@ -21,8 +21,9 @@ def calibrate(
     new_tokens: int,
     seed: int = 0,
 ) -> Gate:
-    """The gate between `retrieval` and the model that `drafting` drafts with at a fixed length, under the settings to
-    be served. Acceptance and seconds per round come from its own calls, and from calls of `plain` for comparison.
+    """The gate between `retrieval` and the draft model of `drafting`, which drafts a fixed length, under the settings
+    to be served. Acceptance and seconds per round come from calls of `drafting`, and from calls of `plain` for
+    comparison.
 
     Raises ValueError for an engine without a fixed draft length of at least 1, or without prompts.
     """

@@ -39,14 +39,14 @@ class Interval(NamedTuple):
 
     @property
     def within(self) -> float:
-        """Distance of the interval's farther end from the value, as a share of it; infinite for one batch."""
+        """Distance of the interval's farther end from the value, relative to the value; infinite for one batch."""
         far = max(self.value - self.low, self.high - self.value) / self.value
         return far if far == far else float("inf")
 
     @property
     def faster(self) -> bool | None:
         """Whether a ratio of speeds is above 1; None if the interval contains 1. For one batch the value decides. All
-        statements about a speed-up, in reports, pages and cards, follow this."""
+        statements about a speed-up, in reports, pages and cards, use this."""
         if self.low != self.low or self.high != self.high:
             return self.value > 1
         return True if self.low > 1 else False if self.high < 1 else None
@@ -107,7 +107,7 @@ class Timing:
         return pooled(parts) if parts else None
 
     def texts(self, arm: str) -> Emitted:
-        """Prompts, noise keys, emitted ids and row counts of all runs of an arm that counts."""
+        """Prompts, noise keys, emitted ids and row counts of all runs of an arm; the arm must have counts."""
         texts = Emitted([], [], [], [])
         for (prompts, ids), repeats in zip(self.batches, self.runs, strict=True):
             for result in (repeat[arm] for repeat in repeats):
@@ -174,7 +174,7 @@ def warm(arms: Sequence[Arm], batch: Batch, seed: int, times: int = 1) -> None:
 
 
 def turn(arms: Sequence[Arm], batch: Batch, seed: int, number: int) -> dict[str, ArmResult]:
-    """Every arm once on one batch, first the arm number `number` modulo their count. Raises ValueError as
+    """Run every arm once on one batch, beginning with arm `number` modulo their count. Raises ValueError as
     `interleave`."""
     first = number % len(arms)
     results = {arm.name: arm.run(*batch, seed) for arm in [*arms[first:], *arms[:first]]}

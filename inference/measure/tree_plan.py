@@ -1,7 +1,8 @@
-"""The tree to serve, with its rule and its sort of children: rated exactly on texts of the target.
+"""Chooses the tree to serve, its rule, and likeliest or sampled children, by exact expected calls on texts of the
+target.
 
-The distributions of target and draft come from two teacher-forced passes if the draft is a language model, from forced
-rounds of chains for any other. B texts, T tokens of the longest, K depths, C children, V vocabulary.
+If the draft is a language model, the distributions of target and draft come from two teacher-forced passes; for any
+other draft, from forced rounds of chains. B texts, T tokens of the longest, K depths, C children, V vocabulary.
 """
 
 import copy
@@ -47,7 +48,7 @@ from inference.verify.predict_tree import (
 from inference.verify.tree import chain, from_paths, paths_of
 
 SMALL = 5  # every tree of up to so many nodes is rated
-SHRUNK = 0.3  # share by which chances of likeliest children, 0 or 1 given a text, move to their mean over the texts
+SHRUNK = 0.3  # share by which 0-or-1 probabilities of likeliest children move to their mean over the texts
 WIDE = 4  # levels in which nodes may have more than two children, if the draft's distributions depend on the depth
 
 
@@ -65,8 +66,8 @@ class Distributions(NamedTuple):
 
 @dataclass(frozen=True)
 class TreePlan:
-    """shape: of the drafts, () for none; rule: tree or traversal; likeliest: whether the children are the likeliest
-    tokens, or sampled without replacement."""
+    """shape: the tree of drafts, () for no drafts; rule: tree or traversal; likeliest: whether the children are the
+    likeliest tokens, or sampled without replacement."""
 
     shape: RatedTree
     rule: str
@@ -74,7 +75,7 @@ class TreePlan:
 
 
 def distributions_of(target: LM, draft: LM, texts: Emitted, sampling: Sampling) -> Distributions:
-    """The distributions of a target and of a draft that is a language model at every token of texts."""
+    """The distributions of the target and of the draft, a language model, at every token of the texts."""
     lengths = torch.tensor([len(text) for text in texts.tokens])
     (p, _), (q, rank) = (_distributions(lm, texts, sampling, int(lengths.max())) for lm in (target, draft))
     x = torch.nn.utils.rnn.pad_sequence([torch.tensor(text) for text in texts.tokens], batch_first=True)
@@ -82,8 +83,8 @@ def distributions_of(target: LM, draft: LM, texts: Emitted, sampling: Sampling) 
 
 
 def _distributions(lm: LM, texts: Emitted, sampling: Sampling, T: int) -> tuple[Tensor, Tensor]:
-    """Distributions (B, T, V) and ranks (B, T); at temperature 0 distributions are one-hot, but ranks are still those
-    of all tokens."""
+    """Distributions (B, T, V) and ranks (B, T). At temperature 0 distributions are one-hot, but ranks still order all
+    tokens."""
     distributions = torch.zeros(len(texts.tokens), T, lm.vocabulary)
     rank = torch.zeros(len(texts.tokens), T, dtype=torch.int64)
     for block in teacher_forced(lm, texts.prompts, texts.tokens, sampling):
@@ -98,16 +99,16 @@ def _distributions(lm: LM, texts: Emitted, sampling: Sampling, T: int) -> tuple[
 def distributions_of_rounds(
     engine: Engine, proposer: Proposer, depths: int, texts: Emitted, sampling: Sampling, max_new_tokens: int
 ) -> Distributions:
-    """The distributions of a draft of any kind, by depth: all shapes can be rated from them without running.
+    """The distributions of a draft of any kind, by depth. From these all shapes can be rated without running them.
 
     A distribution at depth j of a round that starts at token t may depend on t, on j and on the text's tokens between.
     Entry (t, j) of q (B, T, K, V) and rank (B, T, K) is for the draft at depth j of the round that starts at token
-    t - j, drawn from `proposer`, which drafts chains, with the engine's target. If such a round has no draft, the entry
-    has no mass and the last rank. max_new_tokens: the limit of the run that made the texts, whose rounds draft no
+    t - j, drawn from `proposer`, which drafts chains, with the engine's target. If that round has no draft there, q is
+    zero and the rank is the last. max_new_tokens: the limit of the run that made the texts; its rounds draft no
     further.
 
-    Takes a pass of the target over K + 1 ids for every token, on the engine's own slots. Raises ValueError for a
-    proposer of trees, and for one that draws its drafts from no distribution of its own.
+    It runs a pass of the target over K + 1 ids for every token, in the engine's slots. Raises ValueError for a proposer
+    of trees, and for one that does not draw its drafts from a distribution.
     """
     with_proposer, V = copy.copy(engine), engine.target.vocabulary
     with_proposer.proposer, with_proposer.policy = proposer, Fixed(min(depths, proposer.depths or depths))
@@ -125,7 +126,7 @@ def distributions_of_rounds(
 
 
 def _at_depth(one: Along, j: int, V: int) -> tuple[Tensor, Tensor]:
-    """Distribution (A, V) and rank (A,) of a round's drafts at depth j; rows that draft less have no mass."""
+    """Distribution (A, V) and rank (A,) of a round's drafts at depth j; zero for rows with fewer drafts."""
     round, proposal = one.round, one.proposal
     if proposal.tree is not None or j not in round.drawn or j not in round.scored:
         raise ValueError(
@@ -139,9 +140,10 @@ def _at_depth(one: Along, j: int, V: int) -> tuple[Tensor, Tensor]:
 def accept_of(
     distributions: Distributions, children: int, likeliest: bool, levels: int | None = None, samples: int = SAMPLES
 ) -> Tensor:
-    """Chances (B, T, C), or (B, T, K, C), that the text's token is accepted as each of a node's children, see
-    `predict_tree`. At temperature 0 drafts are the likeliest children. levels: below these, at most two children,
-    for which there is a closed form; samples: of the rejected children before a third one."""
+    """Probabilities (B, T, C), or (B, T, K, C), that the text's token is accepted as each of a node's children, see
+    `predict_tree`. At temperature 0 drafts are the likeliest children. levels: at deeper levels only two children are
+    computed, for which there is a closed form; samples: how often the rejected children before a third one are
+    drawn."""
     if likeliest:
         return by_rank(distributions.rank, children)
     if distributions.q.ndim == 3:
@@ -156,7 +158,8 @@ def accept_of(
 
 
 def towards_mean(accept: Tensor, share: float, lengths: Tensor) -> Tensor:
-    """Chances moved by a share to their means over the texts, per child and, if there is that axis, per depth."""
+    """Probabilities, moved by a share towards their means over the texts; means are per child and, if there is that
+    axis, per depth."""
     inside = torch.arange(accept.shape[1], device=accept.device) < lengths.to(accept.device).unsqueeze(1)
     mean = accept[inside].mean(0)
     return (1 - share) * accept + share * mean
@@ -179,8 +182,8 @@ def reach_under(distributions: Distributions, parents: Parents, rule: str, likel
 
 
 def plan(distributions: Distributions, seconds: Seconds, most: int, children: int, depths: Iterable[int]) -> TreePlan:
-    """The shape of least seconds per token, of at most `most` nodes within one of the depths: nothing, a chain or a
-    tree, of sampled or of likeliest children, verified by `tree` or `traversal`."""
+    """The shape with the fewest seconds per token among shapes of at most `most` nodes within one of the depths: no
+    drafts, a chain or a tree, with sampled or likeliest children, verified by `tree` or `traversal`."""
     return Search(distributions, most, children, depths).plan(seconds)
 
 
@@ -189,10 +192,10 @@ class Search:
     trees grown to every size within each of the `depths`, from nothing and from chains; under `traversal` also trees
     grown anew from the same paths.
 
-    longest: chain, if longer than `depths`; sorts: of children, whether they are the likeliest (both rules accept the
-    same of these); others: more shapes to rate. accept: by sort, see `accept_of`. calls: by rule and sort, (B,) of each
-    shape. With `shrunk` above 0 those of likeliest children are no longer exact on these texts, but a choice by them is
-    better on other texts: a choice by few texts overfits.
+    longest: length of the longest chain, if above `depths`; sorts: whether children are the likeliest (for these both
+    rules accept the same nodes) or sampled; others: more shapes to rate. accept: by sort, see `accept_of`. calls: by
+    rule and sort, (B,) for each shape. If `shrunk` is above 0, calls of likeliest children are not exact on these
+    texts, but the choice is better on other texts, since a choice from few texts overfits.
     """
 
     def __init__(
@@ -228,12 +231,12 @@ class Search:
         return dict(zip(shapes, calls_of(table, shapes), strict=True))
 
     def plan(self, seconds: Seconds) -> TreePlan:
-        """The fastest of all."""
+        """The fastest shape with its rule and children."""
         return self.ranked(seconds)[0]
 
     def ranked(self, seconds: Seconds, branching: bool = False) -> list[TreePlan]:
-        """The fastest shape under each rule with each sort of children, fastest first. branching: only trees that
-        are no chain; there may be none."""
+        """The fastest shape for each rule and sort of children, fastest first. branching: only trees that are no chain;
+        the result may be empty."""
         tokens, plans = int(self.distributions.lengths.sum()), []
         for (rule, sort), table in self.calls.items():
             taus = {own: tokens / float(calls.sum()) for own, calls in table.items()
@@ -258,7 +261,7 @@ def table_of(
     distributions: Distributions, shapes: Sequence[Parents], rule: str, likeliest: bool, accept: Tensor | None = None,
     samples: int = SAMPLES,
 ) -> Paths:  # fmt: skip
-    """Chances of all paths of these shapes, see `rate`."""
+    """Probabilities of all paths of these shapes, see `rate`."""
     whole = union(shapes)
     if not whole:
         chances = distributions.p.new_zeros(*distributions.x.shape, 0)

@@ -1,4 +1,4 @@
-"""Shapes of draft trees: their expected calls on texts, their seconds per round, and trees grown by both.
+"""Shapes of draft trees: their expected calls on texts, their seconds per round, and trees grown from both.
 
 accept (B, T, C) or (B, T, K, C), lengths (B,): as in `verify.predict_tree`, on texts of the target. B texts, T
 tokens of the longest, N nodes, S shapes. parents: as in `verify.tree`. Rounds are verified by `verify.tree`.
@@ -22,7 +22,7 @@ TOGETHER = 64  # shapes whose recursions run side by side
 PROBES = (chain(2), full((2,)), full((2, 1)), full((4, 1)), full((2, 2, 1)), full((4, 2)), full((8, 1)), full((8, 2)))
 
 Parents = tuple[int, ...]
-Seconds = Callable[[Parents], float]  # of a round that drafts this tree, () for no drafts
+Seconds = Callable[[Parents], float]  # seconds of a round that drafts this tree, () for no drafts
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,9 @@ def candidates(parents: Parents, tables: Sequence[Tensor], whole: Tensor) -> dic
 def gains(
     accept: Tensor, parents: Parents, nexts: dict[int, tuple[int, Tensor]], lengths: Tensor | None
 ) -> dict[int, float]:
-    """Calls that each of the candidates `nexts` saves, to first order: a round at t that reaches it goes on at
-    t + depth + 1 instead of t + depth, sum_t s_t chance_t (E_{t+depth} - E_{t+depth+1}) with E the remaining calls."""
+    """Calls that each of the candidates `nexts` saves, to first order. A round at t that reaches the candidate is
+    followed by one at t + depth + 1 instead of t + depth, which saves sum_t s_t chance_t (E_{t+depth} - E_{t+depth+1});
+    E: the remaining calls."""
     reach = reach_tree(accept, parents, lengths)
     s, left = starts(reach), calls_left(reach, lengths)  # (B, T), (B, T + K + 1)
     T = s.shape[1]
@@ -117,9 +118,9 @@ def tokens_of(accept: Tensor, lengths: Tensor | None) -> int:
 
 
 class Paths(NamedTuple):
-    """What a node adds to expected calls depends on its path of child numbers alone, not on the tree around it. chances
-    (B, T, N): P(a round that starts at t stays on the text down to a path | the text); columns: by path of child
-    numbers; lengths (B,) of the texts."""
+    """Probabilities of paths. The effect of a node on expected calls depends on its path of child numbers alone, not on
+    the rest of the tree. chances (B, T, N): P(a round that starts at t follows the text to the end of a path | the
+    text); columns: path of child numbers -> index in chances; lengths (B,) of the texts."""
 
     columns: dict[tuple[int, ...], int]
     chances: Tensor
@@ -132,8 +133,8 @@ def union(shapes: Iterable[Parents]) -> Parents:
 
 
 def products(accept: Tensor, whole: Parents, lengths: Tensor) -> Tensor:
-    """Chances (B, T, N) of a tree's nodes under the rule `tree`: along each path, the product of the chances `accept`
-    of its child numbers."""
+    """Probabilities (B, T, N) of a tree's nodes under the rule `tree`: the product of `accept` over the child numbers
+    of each path."""
     chances: dict[tuple[int, ...], Tensor] = {(): torch.ones_like(of_rounds(accept, 0, lengths)[..., 0])}
     tables: dict[int, Tensor] = {}
     for path in paths_of(whole):
@@ -168,8 +169,8 @@ def _reach(paths: Paths, shapes: Sequence[Parents]) -> Tensor:
 
 
 def climbed(paths: Paths, most: int, depth: int) -> list[Parents]:
-    """Trees of 1, 2, ... `most` nodes within `depth` levels, each the one before plus the path of `paths` that saves
-    the most calls."""
+    """Trees of 1, 2, ... `most` nodes within `depth` levels. Each is the tree before it plus the path of `paths` that
+    saves the most calls."""
     own: list[tuple[int, ...]] = []
     trees: list[Parents] = []
     for _ in range(most):
@@ -214,7 +215,8 @@ def round_seconds(costs: Costs) -> Seconds:
 
 
 def probes(most: int, depth: int) -> list[Parents]:
-    """Trees to time: of at most `most` nodes and `depth` levels, deep, wide and both; the first is a chain."""
+    """Trees to time, with at most `most` nodes and `depth` levels: deep ones, wide ones, and ones that are both; the
+    first is a chain."""
     trees = {chain(min(most, depth)): None} | dict.fromkeys(PROBES)
     return [tree for tree in trees if len(tree) <= most and max(depths_of(tree)) <= depth]
 
@@ -222,8 +224,8 @@ def probes(most: int, depth: int) -> list[Parents]:
 def fitted(table: Costs, rounds: Mapping[Parents, RealRound]) -> Seconds:
     """Seconds of a round that drafts a tree, fitted to timed `rounds`. Drafting is first + step * levels + node *
     (nodes that the draft reads beyond one per level), by least squares, no term below 0. The target's pass and the rest
-    are those of the table over as many ids, times the ratio of real to table seconds, interpolated between the timed
-    trees. Raises ValueError for more nodes than the table has passes over."""
+    are the table's values for as many ids, times the ratio of real to table seconds, interpolated between the timed
+    trees. Raises ValueError for trees with more nodes than the table covers."""
     drafting = _least(np.array([_features(tree) for tree in rounds]), [one.draft for one in rounds.values()])
     target = _scaled(table.target, {tree: one.target for tree, one in rounds.items()})
     rest = _scaled(table.rest, {tree: one.rest for tree, one in rounds.items()})
@@ -245,7 +247,8 @@ def _features(parents: Parents) -> np.ndarray:
 
 
 def _least(features: np.ndarray, seconds: Sequence[float]) -> np.ndarray:
-    """Least squares with no coefficient below 0: negative ones are left out, one after the other."""
+    """Least squares with no coefficient below 0: features with negative coefficients are left out, one after the
+    other."""
     columns = list(range(features.shape[1]))
     coefficients = np.zeros(features.shape[1])
     while columns:

@@ -1,11 +1,11 @@
-"""Keys and values of texts in static slots, one row of slots for each text, and the bytes that they take.
+"""The KV cache: keys and values in static slots, one row of slots for each text, and its size in bytes.
 
-Callers say how long each text is. New keys and values are written at each row's own positions; slots past a row's
-length are masked and later overwritten, so rolling back a chain means lowering that length: nothing is copied. Active
-rows are [0, A) without holes, so a pass over them reads plain views.
+Callers pass the length of each text. New keys and values are written at the positions of each row. Slots past a row's
+length are masked and later overwritten, so a chain is rolled back by a smaller length, without a copy. Active rows are
+[0, A) without holes, so a pass over them reads plain views.
 
-A token of a text is in the slot of its position. Nodes of a tree of drafts are in slots of their own, siblings at one
-position, until `keep` moves the accepted path to the slots of its positions.
+The slot of a text's token is its position. Each node of a tree of drafts has a slot of its own, although siblings have
+the same position; `keep` then moves the accepted path to the slots of its positions.
 """
 
 import json
@@ -30,10 +30,10 @@ MOST_SPARE = 8  # slots in which stored prompts wait
 
 @dataclass
 class Window:
-    """What one pass writes and reads: rows [low, high), positions (A, n), slots read up to `limit`.
+    """The rows [low, high) and positions (A, n) that one pass writes, and the slots up to `limit` that it reads.
 
-    `start` is the common first position of all rows, or None when rows differ. branches: of a tree; for None slots are
-    the positions.
+    `start` is the common first position of all rows, or None when rows differ. branches: the columns of a tree; if
+    None, slots are the positions.
     """
 
     low: int
@@ -84,7 +84,7 @@ class SlotLayer(CacheLayerMixin):
         self.window: Window | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        # zeros, since what is masked must be finite
+        # zeros, since masked values must be finite
         self.keys = self._new(key_states)
         self.values = self._new(value_states)
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -140,7 +140,7 @@ def _write(store: Tensor, states: Tensor, window: Window) -> Tensor:
 class SlotCache(Cache):
     """One SlotLayer a decoder layer, all sharing the window of the pass in progress.
 
-    context: most tokens of a row, None for no bound; slots go past it only for drafts beyond a row's last token.
+    context: most tokens of a row, None for no bound; slots go past it only for drafts after a row's last token.
     """
 
     def __init__(self, layers: int, rows: int, slots: int, context: int | None = None) -> None:
@@ -150,8 +150,8 @@ class SlotCache(Cache):
         self.listeners: list[WeakMethod[Callable[[], None]]] = []
 
     def before_growth(self, listener: Callable[[], None]) -> None:
-        """Call a bound method before slots are added: it should drop the keys and values, which are replaced. The
-        reference to it is weak, since its object refers to this cache."""
+        """Register a bound method that is called before slots are added. It should drop its references to keys and
+        values, which are replaced. The method is referenced weakly, since its object refers to this cache."""
         self.listeners.append(WeakMethod(listener))
 
     def aim(self, window: Window) -> None:
@@ -167,7 +167,8 @@ class SlotCache(Cache):
             layer.window = window
 
     def _slots_for(self, window: Window) -> int:
-        """Twice the slots, at most the context's; past it, room for as many drafts as this pass has."""
+        """The new number of slots: twice the old one, at most the context; past the context, room for the drafts of
+        this pass."""
         if self.context is None:
             return max(window.limit, 2 * self.slots)
         if window.limit <= self.context:
@@ -190,8 +191,8 @@ class SlotCache(Cache):
 
 
 def move_path(stores: Sequence[Tensor], start: Tensor, path: Tensor) -> None:
-    """Move what is stored of the nodes path (A, m) of each row's tree, whose anchor is in slot start (A,), to the slots
-    after the anchor, in order; -1: no node. stores: keys or values (A or more, G, S, D)."""
+    """Move keys or values of the nodes path (A, m) of each row's tree to the slots after its anchor, which is in slot
+    start (A,), in order; -1: no node. stores: keys or values (A or more, G, S, D)."""
     row = torch.arange(len(path), device=path.device).unsqueeze(1)
     order = torch.arange(1, path.shape[1] + 1, device=path.device)
     start = start.unsqueeze(1)
@@ -202,13 +203,13 @@ def move_path(stores: Sequence[Tensor], start: Tensor, path: Tensor) -> None:
 
 
 def spare_slots(rows: int) -> int:
-    """Slots of an engine after those of its rows, in which the next prompts wait: half as many, 8 at most."""
+    """How many slots an engine adds to those of its rows for prompts that wait: half as many, at most 8."""
     return min((rows + 1) // 2, MOST_SPARE) if rows > 1 else 0
 
 
 def cache_bytes(config: PreTrainedConfig, rows: int, length: int, dtype: torch.dtype) -> int:
     """Bytes of an engine's keys and values once a row has `length` tokens. Every slot, spare ones too, has room for as
-    many tokens; the room doubles until they fit, up to the model's context. A network without attention has none."""
+    many tokens; the room doubles until they fit, up to the model's context. 0 for a network without attention."""
     if not getattr(config.get_text_config(), "num_attention_heads", 0):
         return 0
     slots = FIRST_SLOTS
@@ -229,7 +230,8 @@ def token_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
 
 @lru_cache(64)
 def _stored(config_class: Any, settings: str) -> int:
-    """How many numbers a model without storage stores for one token: layers may use the stores of others."""
+    """How many numbers are stored for one token, counted on a model on the meta device, since layers may share
+    stores."""
     config = config_class.from_dict(json.loads(settings))
     with torch.random.fork_rng(devices=[]), torch.device("meta"), torch.inference_mode():
         model = AutoModelForCausalLM.from_config(config).eval()
@@ -243,7 +245,7 @@ def _stored(config_class: Any, settings: str) -> int:
 
 
 def _by_config(config: PreTrainedConfig) -> int:
-    """The same number, computed from the config alone."""
+    """`_stored`, computed from the config alone."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return int(2 * config.num_hidden_layers * heads * size)

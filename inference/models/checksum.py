@@ -1,8 +1,9 @@
-"""Whether a model has changed: what was computed from its weights is used only while it has not.
+"""Whether a model has changed. Anything computed from its weights is used only while the weights are unchanged.
 
 Addresses and torch's version counters are not enough: `p.data.copy_(...)` and merging an adapter change values in place
-and count nothing. So a checksum reads every byte once for each of two sums, at the speed of memory: it sees a change of
-one element, which samples would miss. `Stamp`, which every call compares, sums once, and only if there are copies.
+without a change of the counter. So a checksum reads every byte, once for each of two sums, at memory bandwidth; it
+detects a change of one element, which samples would miss. `Stamp`, which every call compares, computes one sum, and
+only if copies of the values exist.
 """
 
 import hashlib
@@ -17,13 +18,14 @@ import torch
 from torch import Tensor, nn
 
 WORD = 8  # bytes
-FEW = 512  # words: of fewer words the checksum is of the bytes themselves
+FEW = 512  # words: for shorter tensors the checksum reads the bytes themselves
 _UNCHANGED: WeakKeyDictionary[nn.Module, bytes] = WeakKeyDictionary()
 
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Inside the block nobody changes the model: its values are read once for all calls of `fingerprint`."""
+    """Inside the block the caller must not change the model: its values are read once for all calls of
+    `fingerprint`."""
     outer = model in _UNCHANGED
     _UNCHANGED[model] = fingerprint(model)
     try:
@@ -34,17 +36,17 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
 
 def fingerprint(model: nn.Module) -> bytes:
-    """Checksum of every parameter and buffer, with dtype and shape, in order, whatever their addresses."""
+    """Checksum of every parameter and buffer, with dtype and shape, in order; addresses do not count."""
     return _UNCHANGED.get(model) or _checksum(model)
 
 
 class Stamp:
     """The state of a model at one time: its modules, their parameters and forwards, their hooks, and its config.
 
-    addresses: whether somebody uses the addresses of its tensors; then these count too, and how often each tensor was
-    changed, while a model that is only called reads them anew. values: whether somebody has copies of the values; then
-    their bytes are summed too, since torch does not count a change by `.data`. Memory whose address counts is kept
-    alive, so that no other tensor gets its address.
+    addresses: set this if other code uses the addresses of the tensors (a CUDA graph, say); then addresses and torch's
+    change counters are compared too. values: set this if copies of the values exist; then their bytes are summed too,
+    since torch does not count a change by `.data`. Tensors whose addresses are compared are held, so that no other
+    tensor gets the same address.
     """
 
     def __init__(self, model: nn.Module, *, addresses: bool, values: bool) -> None:
@@ -75,7 +77,7 @@ def _where(tensor: Tensor) -> list[tuple[Any, ...]]:
 
 
 def changes(tensors: Iterable[Tensor]) -> int:
-    """How often they were changed; 0 for tensors of inference mode, which torch does not count."""
+    """How often the tensors were changed; 0 for tensors of inference mode, whose changes torch does not count."""
     try:
         return sum(t._version for t in tensors)
     except RuntimeError:
@@ -83,8 +85,8 @@ def changes(tensors: Iterable[Tensor]) -> int:
 
 
 def _checksum(model: nn.Module, once: bool = False) -> bytes:
-    """once: without the sums of columns, in a third of the time; values that change places within a row of the square
-    are not seen."""
+    """once: leave out the sums of columns, which takes a third of the time; then a swap of values within a row of the
+    square is not detected."""
     checksum = hashlib.blake2b(digest_size=16)
     sums: dict[torch.device, list[Tensor]] = {}
     with torch.no_grad():
@@ -110,8 +112,9 @@ def _stored(tensors: Iterable[Tensor]) -> Iterable[Tensor]:
 
 
 def _sums(tensor: Tensor, once: bool) -> list[Tensor]:
-    """Its bytes as 64-bit integers in a square: the sum of every row and (not `once`) of every column, modulo 2^64, and
-    the rest as it is. Moving a value changes the sums as well as changing it."""
+    """The tensor's bytes as 64-bit integers in a square: the sums of every row and, unless `once`, of every column,
+    modulo 2^64; the words that do not fill the square are returned as they are. Both changing and moving a value change
+    the sums."""
     if tensor.is_meta:
         return []
     whole = tensor.contiguous().view(-1).view(torch.uint8)

@@ -1,9 +1,9 @@
-"""Short passes, and all drafts of a round, compiled by torch.compile, for models that run in few operations.
+"""Short passes, and all drafts of a round, compiled by torch.compile, for the models of `llama`.
 
-Sizes that change (ids a row, slots read) are symbols: a model has at most three graphs for each number of rows, for one
-id a row, for several, and for several of which one has logits; a draft has one more for each draft length. States of
-layers, passes that end early and trees have graphs of their own, compiled at their first use. A batch that is not full,
-as at the end of a queue, runs uncompiled: no graph is compiled for a few rounds.
+Sizes that change (ids per row, slots read) are symbols. So for each number of rows a model has at most three graphs:
+for one id per row, for several ids, and for several ids with logits of only one. A draft has one graph more for each
+draft length. States of layers, passes that end early and trees have separate graphs, compiled at their first use. A
+batch that is not full, as at the end of a queue, runs uncompiled, since compiling for a few rounds does not pay.
 """
 
 import shlex
@@ -27,15 +27,15 @@ from inference.models.step import Drafting, Drafts, Draws, Masked, OnePass, Step
 
 Result = TypeVar("Result")
 GraphKey = tuple[Any, ...]
-# compiled modules of a model with the origin of their weights, for every engine that runs it; by int8 and name
+# compiled modules with the origin of their weights, by model and then by (int8, name); shared by all engines
 _MODULES: WeakKeyDictionary[PreTrainedModel, dict[tuple[bool, Any], tuple[Any, Any]]] = WeakKeyDictionary()
 
 
 class CompiledForward(Lean):
-    """As `Lean`, short passes over the first `rows` slots compiled. If that fails, passes run uncompiled, with one
-    warning."""
+    """As `Lean`, with short passes over the first `rows` slots compiled. If compiling fails, passes run uncompiled,
+    with one warning."""
 
-    failed = False  # of all models: what fails once, as without a C++ compiler, fails again
+    failed = False  # for all models: if compiling fails once, as without a C++ compiler, it fails again
 
     def __init__(self, model: PreTrainedModel, cache: SlotCache, int8: bool, rows: int) -> None:
         self.rows = rows
@@ -102,15 +102,15 @@ class CompiledForward(Lean):
         return self._uncompiled_on_error(run)
 
     def draft_masked(self, draws: Draws, masked: Masked, k: int, greedy: bool, window: Window) -> Drafts | None:
-        """All drafts of a round by `OnePass`, see `at_once`: None for rows that are too long, and for distributions
-        that depend on more than a temperature."""
+        """All drafts of a round by `OnePass`, see `at_once`; None if rows are too long, or if distributions depend on
+        more than a temperature."""
         temperatures = draws.temperatures
         greedy = greedy or (temperatures is not None and not any(temperatures))
         if temperatures is None or not (greedy or all(temperatures)) or not self._fits(masked.ids, window):
             return None
         device = self.model.device
         u, temperature = (part.to(device) for part in draws.simple(k))
-        even = u.reshape(-1).view(u.shape)  # one stride, however many uniforms there are
+        even = u.reshape(-1).view(u.shape)  # the strides do not depend on the number of uniforms
 
         def run() -> Drafts:
             self.refresh(window.limit)
@@ -139,7 +139,7 @@ class CompiledForward(Lean):
             return None
 
     def _keys_and_values(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Keys and values of the rows, without those of waiting prompts."""
+        """Keys and values of the rows, without the slots of waiting prompts."""
         if self._stored is None or self._stored[0] is not self.cache.stores[0].keys:  # slots were added
             self._stored = self.cache.stores[0].keys, self.cache.stored(self.rows)
         return self._stored[1]
@@ -159,7 +159,8 @@ class CompiledForward(Lean):
             return module(*inputs)
 
     def compiled(self, name: Any, make: Callable[[llama.Weights, llama.ModelShape], nn.Module]) -> Any:
-        """The compiled module of the model's weights and shape, one for all engines while these stay as they are."""
+        """The compiled module of the model's weights and shape; engines share one as long as weights and shape are
+        unchanged."""
         modules = _MODULES.setdefault(self.model, {})
         origin, module = modules.get((self.int8, name), (None, None))
         if module is None or origin != self.origin:

@@ -1,4 +1,4 @@
-"""How a model's passes are run: by transformers' own forward, or in few operations for the models of `llama`."""
+"""How a model's passes are run: by transformers' own forward, or by the forward of `llama`, with fewer operations."""
 
 from functools import partial
 from typing import Any, Protocol
@@ -15,7 +15,7 @@ from inference.models.passes import LAST, Branches, Layers, Pass, States
 from inference.models.pretrained import early_states, head_of, tapped
 from inference.verify.tree import MOST_NODES
 
-# what a model's code accepts: a mask for each type of layer, one mask of the window, one mask of the whole past
+# the masks that a model's code accepts: one for each type of layer, one of the window, or one of the whole past
 FORMS = ("kinds", "near", "one")
 Origin = tuple[list[tuple[int, int]], bytes]
 SHORT = 16  # ids a row: longer passes are prefills, bound by arithmetic and not by launches
@@ -97,8 +97,8 @@ class Stock:
         )
 
     def _inside(self, window: Window) -> Window:
-        """Without slots past the context but one: they hold padding alone, and a table as long as the context (MPT's
-        biases) has no more. Only a tree may need them."""
+        """The window with at most one slot past the context. Later slots hold only padding, and a table as long as the
+        context (MPT's biases) has no entries for them. Only a tree may need them."""
         if window.limit <= self.context + 1 or window.branches is not None:
             return window
         short = Window(window.low, window.high, window.positions.clamp(max=self.context), None, self.context + 1)
@@ -123,7 +123,8 @@ class Stock:
 
 
 class Lean:
-    """`llama.states_of` a model for which `llama.applies`. int8: its projections are rounded, see `llama.int8`."""
+    """The forward of `llama.states_of`, for a model for which `llama.applies` is true. int8: its projections are
+    rounded, see `llama.int8`."""
 
     scale: Tensor | None = None
 
@@ -165,7 +166,7 @@ class Lean:
         self._compute_angles()
 
     def _compute_angles(self) -> None:
-        with torch.inference_mode(False):  # always: compiled code differs for tensors of inference mode and others
+        with torch.inference_mode(False):  # compiled code differs for tensors of inference mode
             cos, sin = llama.angles(self.model, self.cache.slots)
             self.angles = cos.to(self.shape.held), sin.to(self.shape.held)
 
@@ -187,7 +188,7 @@ class Lean:
 
     def mask(self, window: Window) -> Tensor | None:
         if window.limit - 1 == window.start:
-            return None  # one id a row, after all that it reads
+            return None  # one id per row, which sees all slots that are read
         return additive(visible(window, self.model.device), self.shape.held)
 
 
@@ -196,14 +197,14 @@ _PREPARED: WeakKeyDictionary[PreTrainedModel, dict[bool, tuple[Origin, llama.Wei
 
 
 def origin_of(model: PreTrainedModel) -> Origin:
-    """Address of every weight and how often it was changed, and a checksum of the values, since torch does not count
-    every change."""
+    """The address and change counter of every weight, and a checksum of the values, since torch does not count every
+    change."""
     return [(p.data_ptr(), changes([p])) for p in model.parameters()], fingerprint(model)
 
 
 def prepared(model: PreTrainedModel, int8: bool) -> llama.Weights:
-    """The model's weights rounded, packed or as they are. Copies are computed once for all that run the model, and
-    again when its weights have changed."""
+    """The model's weights: rounded, packed or unchanged. Copies are computed once for all users of the model, and again
+    when its weights have changed."""
     weights, copies = llama.weights_of(model), _PREPARED.setdefault(model, {})
     change = llama.int8 if int8 else llama.packed if llama.can_pack(model) else None
     if change is None:
@@ -215,7 +216,7 @@ def prepared(model: PreTrainedModel, int8: bool) -> llama.Weights:
 
 
 def attention(mask: Tensor | None, shape: llama.ModelShape) -> llama.Attend:
-    """The cheapest way to attend under a mask (A, 1, n, L), None: all is seen."""
+    """The fastest attention function for a mask (A, 1, n, L); None: every token sees all slots."""
     if mask is not None and mask.device.type != "cpu":
         return partial(llama.folded, mask=llama.folded_mask(mask, shape.heads // shape.groups), scale=shape.scale)
     if mask is None or mask.shape[2] > SHORT:
@@ -234,8 +235,8 @@ def scaled(states: Tensor, scale: Tensor | None, low: int = 0) -> Tensor:
 
 
 def visible(window: Window, device: torch.device, width: int | None = None, *, chunk: int | None = None) -> Tensor:
-    """(A, 1, n, limit): a token sees the slots up to its own position; of these the last `width`, or those of its own
-    `chunk` of so many positions, if given."""
+    """(A, 1, n, limit): a token sees the slots up to its own position. width: only the last `width` of these; chunk:
+    only those in the same chunk of `chunk` positions."""
     slots = torch.arange(window.limit, device=device)
     if window.branches is not None:
         return seen_on_paths(window.positions, slots, window.branches, width, chunk)
@@ -267,6 +268,6 @@ def seen_on_paths(
 
 
 def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask to add to scores: 0 for what is seen, else the lowest number. Computed once, while a bool mask would be
-    converted by every layer."""
+    """A mask to add to scores: 0 for visible slots, else the lowest number. It is computed once; a bool mask would be
+    converted again by every layer."""
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, torch.finfo(dtype).min)

@@ -1,9 +1,9 @@
 """CUDA graphs: short passes, all drafts of a round, and other functions of tensors, recorded once and launched as one.
 
-On a GPU a pass over a few ids is bound by its launches; so are the distributions, draws and verification of a round,
-some sixty launches. A graph reads and writes the memory that it was recorded with, so inputs are copied to memory that
-stays. `Graph` is the only code that uses the CUDA API; on a CPU the same functions are called without a graph, so one
-test covers both.
+On a GPU the time of a pass over a few ids is that of its kernel launches. The same holds for the distributions, draws
+and verification of a round, some sixty launches. A graph reads and writes the memory that it was recorded with, so
+inputs are copied to fixed buffers. `Graph` is the only code that uses the CUDA API; on a CPU the same functions are
+called without a graph, so one test covers both.
 
 `Graphs`: functions of named tensors, each input with memory of its own. `ColumnGraph`: a function of one int64 buffer,
 which one copy fills. `GraphForward`: the passes of a model, by `ColumnGraph` for one shape of inputs each.
@@ -27,10 +27,10 @@ from inference.models.step import Drafting, Drafts, Draws, Masked, OnePass, Step
 from inference.verify.tree import MOST_NODES
 
 WARMUP = 3  # runs before a recording, in which libraries choose their kernels
-MOST = 256  # graphs of one `Graphs`; at the next one all are dropped
+MOST = 256  # graphs of one `Graphs`; before one more is recorded, all are dropped
 FEWEST = 64  # slots of the smallest bucket
 WIDTHS = (1, 2, 3, 5, 9, SHORT)  # ids a row of a bucket: an anchor and 0, 1, 2, 4, 8 drafts, or more
-TREE_WIDTHS = (*WIDTHS[:-1], 17, 33, MOST_NODES + 1)  # the same of a tree
+TREE_WIDTHS = (*WIDTHS[:-1], 17, 33, MOST_NODES + 1)  # ids per row of a tree's buckets
 
 Inputs = Mapping[str, Tensor]
 Bucket = tuple[Any, ...]
@@ -39,8 +39,8 @@ Bucket = tuple[Any, ...]
 class Graph:
     """`run`, a function without arguments and without a read on the host, as a CUDA graph; on a CPU it is called.
 
-    A CUDA graph reads memory, not tensors: whoever makes it holds every tensor that `run` refers to, or passes it as
-    `reads`, which lasts as long as the graph.
+    A CUDA graph reads memory, not tensors. The caller must hold every tensor that `run` refers to, or pass it as
+    `reads`, which lives as long as the graph.
     """
 
     def __init__(self, run: Callable[[], Any], device: torch.device, pool: Any, reads: object = None) -> None:
@@ -53,7 +53,7 @@ class Graph:
             self.run = None
 
     def __call__(self) -> Any:
-        """What `run` returns; on a GPU valid until the next call of any graph of the pool."""
+        """The result of `run`; on a GPU it is valid until the next call of any graph of the pool."""
         if self.run is not None:
             return self.run()
         self.graph.replay()
@@ -94,7 +94,7 @@ class Graphs:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.memory: dict[str, Tensor] = {}  # of each input, flat, as long as the longest so far
+        self.memory: dict[str, Tensor] = {}  # of each input, flat, as long as its longest value so far
         self._drop()
 
     def __call__(
@@ -105,12 +105,13 @@ class Graphs:
         make: Callable[[], Callable[[Inputs], Any]],
         reads: object = None,
     ) -> Any:
-        """What the function `name` returns for these inputs, valid until the next call; None once recording has failed.
+        """The result of the function `name` for these inputs, valid until the next call; None once recording has
+        failed.
 
-        name: all that the function depends on except the inputs. steady: inputs that change their values only together
-        with their tensor: they are copied when the tensor is another one. make: returns the function, which maps inputs
-        to tensors without a read on the host; called if there is no graph. reads: an object with tensors that the
-        function reads besides its inputs; a graph refers to that of its recording.
+        name: everything that the function depends on except the inputs. steady: inputs whose values change only when
+        the tensor is replaced; they are copied only then. make: returns the function, which maps inputs to tensors
+        without a read on the host; called if there is no graph. reads: an object with further tensors that the function
+        reads; a graph refers to the object that it was recorded with.
         """
         if self.failed:
             return None
@@ -164,8 +165,8 @@ class ColumnGraph:
     """A graph of run: (rows, C) int64 -> tensors. columns: parts (A, c) of its first input; floating-point inputs are
     passed as their `bits`.
 
-    The runs before a recording write keys and values, so they read the inputs of a real pass, and write what that pass
-    writes. Rows after A repeat the first row until they have inputs of their own: their slots belong to no text.
+    The runs before a recording write keys and values too, so they use the inputs of a real pass and write the same
+    numbers. Rows after A repeat the inputs of the first row until they have their own; no text uses their slots.
     """
 
     def __init__(self, run: Callable[[Tensor], Any], columns: Sequence[Tensor], rows: int, pool: Any) -> None:
@@ -191,13 +192,13 @@ def numbers_of(bits: Tensor) -> Tensor:
 
 
 class GraphForward(Lean):
-    """As `Lean`, short passes over the first slots as graphs: logits, states, drafts and distributions are then views
-    that the next call overwrites. If recording fails, this model's passes run without graphs, with one warning.
+    """As `Lean`, with short passes over the first slots as graphs. Their logits, states, drafts and distributions are
+    views that the next call overwrites. If recording fails, this model's passes run without graphs, with one warning.
 
-    A graph belongs to a bucket of shapes: rows, ids a row and slots read, each rounded up; and to what the pass
-    returns: logits of one id of each row, states of layers, nodes of a tree. Keys and values are the cache's, the scale
-    of the head's states is the LM's. Graphs are dropped before the cache grows, so that the old one can be freed, and
-    when weights change. All graphs of a model share one memory pool.
+    There is one graph for each bucket of shapes (rows, ids per row and slots read, each rounded up) and each kind of
+    result (logits of one id of each row, states of layers, nodes of a tree). Graphs read keys and values of the cache,
+    and the scale of the LM. They are dropped when weights change, and before the cache grows, so that the old memory
+    can be freed. All graphs of a model share one memory pool.
     """
 
     failed = False
@@ -337,13 +338,14 @@ class GraphForward(Lean):
 
             return run
 
-        if not self.failed and bucket not in self.graphs:  # recording runs it more than once, a move must run once
+        if not self.failed and bucket not in self.graphs:  # recording runs it twice or more, a move must run once
             self._launch(bucket, [anchor, torch.full_like(path, -1)], make)
         if self.failed or self._launch(bucket, [anchor, path], make) is None:
             super().keep(start, path)
 
     def _fits(self, ids: Tensor, window: Window) -> bool:
-        """Whether a pass has a graph. Reads new weights, and computes angles for new slots, which drops the graphs."""
+        """Whether a pass can be a graph. Also reads changed weights and computes angles for new slots; both drop the
+        graphs."""
         if self.failed or window.low or ids.shape[1] > most_ids(window) or not self.cache.stores[0].is_initialized:
             return False
         self.refresh(window.limit)
@@ -375,13 +377,13 @@ class GraphForward(Lean):
         return min(max(_power(window.limit), FEWEST), self.cache.slots)
 
     def _stored(self, slots: int) -> tuple[Any, ...]:
-        """Angles of all positions, the slots that are read, and all keys and values; all are held until `_drop`."""
+        """Angles of all positions, the slots to read, and all keys and values; these tensors are held until `_drop`."""
         if self.slot_numbers is None:
             self.slot_numbers = arange(self.cache.slots, device=self.model.device)
         return *self.angles, self.slot_numbers[:slots], *self.cache.stored(self.rows)
 
     def _compute_angles(self) -> None:
-        self._drop()  # graphs read the angles, and weights are read together with them
+        self._drop()  # graphs read the angles and the weights, and both are replaced here
         super()._compute_angles()
 
     def _drop(self) -> None:
@@ -391,11 +393,11 @@ class GraphForward(Lean):
 
 
 def repeated(part: Tensor, width: int) -> Tensor:
-    """The columns (A, width - n) that (A, n) lacks, each its last one again; a view. An id that is computed twice at
-    one position writes the same keys and values twice, so no slot past the text is needed."""
+    """Padding columns (A, width - n) for a part (A, n): its last column repeated, as a view. An id that is computed
+    twice at one position writes the same keys and values twice, so padding needs no slot past the text."""
     return part[:, -1:].expand(-1, width - part.shape[1])
 
 
 def _power(size: int) -> int:
-    """The least power of two that is no less."""
+    """The smallest power of two that is at least `size`."""
     return 1 << (size - 1).bit_length()

@@ -1,10 +1,10 @@
-"""The Llama family in few operations: which models, with which weights, and the forward as a function of tensors.
+"""A forward of the Llama family with few operations: for which models, with which weights, as a function of tensors.
 
-A pass over a few ids is bound by the number of operations that it launches, not by their size: transformers' modules
-launch some sixty a layer. Here a layer is two norms, four matrix products (query, key and value in one, gate and up in
-one), one rotation and one attention, on the model's own weights. Projections that are applied together are copied side
-by side once, and the model's parameters become views of that memory: nothing is stored twice, and training still
-changes the same weights. As a function of tensors alone the forward is compiled once for all models of a shape
+The time of a pass over a few ids depends on the number of operations, not on their size: transformers' modules launch
+some sixty per layer. Here a layer is two norms, four matrix products (query, key and value in one, gate and up in one),
+one rotation and one attention, on the model's own weights. Projections that are applied together are copied side by
+side once, and the model's parameters become views of that memory. So nothing is stored twice, and training still
+changes the same weights. The forward is a function of tensors, so it is compiled once for all models of a shape
 (`compiled`).
 
 A rows, n ids a row, H query heads, G key/value heads, D head size, L slots read; H/G heads of a group.
@@ -26,7 +26,7 @@ FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3
 ROTATIONS = ("default", "linear", "llama3", "yarn")  # angles that depend on a token's own position alone
 
 PACKED = 2**30  # bytes of weights: larger models are not stored twice
-ROWS = 32  # ids of a pass for which weights are packed; other numbers work as well
+ROWS = 32  # ids of a pass for which the order of packed weights is chosen; other numbers work as well
 ALIGNED = 16  # an attention kernel copies a mask if its rows do not begin at multiples of so many elements
 
 Keep = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -34,8 +34,8 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Linear(NamedTuple):
-    """weight (out, in); scale (out,) if it is in int8, else None: row r stands for scale[r] * weight[r]. packed: the
-    weight a second time, in the order of a CPU's kernel, which would otherwise rearrange it at every call."""
+    """weight (out, in); scale (out,): for int8, row r represents scale[r] * weight[r]; None for other dtypes. packed: a
+    second copy of the weight, in the order of a CPU's kernel, which would otherwise rearrange it at every call."""
 
     weight: Tensor
     bias: Tensor | None
@@ -99,8 +99,8 @@ def states_of(
 
     cos, sin (A or 1, n, 1, D): see `angles`. keep(i, k, v): stores layer i's new keys and values (A, G, n, D), returns
     all that it may read (A, G, L, D). attend(q, k, v): `flash`, `batched` or `folded`, queries (A, H, n, D) ->
-    (A, n, H D). stored: all layers run, so that all keys and values are stored; the last ends with them unless its
-    states are in `layers`.
+    (A, n, H D). stored: all layers run, so that all keys and values are stored; the last layer stops after storing them
+    unless its states are in `layers`.
     """
     x, states = F.embedding(ids, weights.embedding), {}
     needed = len(weights.layers) if LAST in layers else max(layers, default=0)
@@ -131,8 +131,8 @@ def flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, shape: ModelShap
 
 
 def batched(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, shape: ModelShape) -> Tensor:
-    """The same in two batched products, heads of a group side by side: for a few ids a row on a CPU, on which torch's
-    kernel takes half as long again. mask (A G, H/G n, L), see `grouped`."""
+    """As `flash`, in two batched products with the heads of a group side by side. For a few ids per row on a CPU, where
+    torch's kernel takes 1.5 times as long. mask (A G, H/G n, L), see `grouped`."""
     A, H, n, D = q.shape
     queries = q.reshape(A * shape.groups, -1, D)
     scores = torch.baddbmm(mask, queries, k.flatten(0, 1).transpose(1, 2), alpha=shape.scale)
@@ -164,12 +164,12 @@ def _rotated(states: Tensor, w: Layer, shape: ModelShape, cos: Tensor, sin: Tens
 
 
 def folded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """The same under a mask on an accelerator: q (A, H, n, D), k and v (A, G, L, D), mask from `folded_mask`, None: all
-    is seen -> (A, n, H D).
+    """As `flash`, for an accelerator: q (A, H, n, D), k and v (A, G, L, D), mask from `folded_mask` or None: all slots
+    are visible -> (A, n, H D).
 
-    Torch's flash kernel takes no mask and its memory-efficient one no groups; if a call has both, most GPUs compute a
-    product, a softmax and a product over keys and values copied for every head. With the heads of a group side by side
-    in the query length there are no groups: one kernel, which reads keys and values once a group.
+    Torch's flash kernel supports no mask and its memory-efficient kernel no groups. For a call with both, most GPUs run
+    separate products and a softmax, over keys and values copied for every head. Here the heads of a group are put side
+    by side along the query length, so there are no groups, and one kernel reads keys and values once per group.
     """
     A, H, n, D = q.shape
     G = k.shape[1]
@@ -196,8 +196,8 @@ def angles(model: PreTrainedModel, slots: int) -> tuple[Tensor, Tensor]:
 
 
 def applies(model: PreTrainedModel) -> bool:
-    """Whether this forward is the model's: a known family, plain linear layers on one device, a plain rotation, and no
-    hooks or replaced forwards."""
+    """Whether this forward computes the same as the model's own: a known family, plain linear layers on one device, a
+    plain rotation, and no hooks or replaced forwards."""
     config = model.config
     if not _known(model) or config.hidden_act not in ("silu", "swish"):
         return False
@@ -213,8 +213,8 @@ def applies(model: PreTrainedModel) -> bool:
 
 
 def _known(model: PreTrainedModel) -> bool:
-    """Whether the model and all its parts are of transformers' own classes for one of `FAMILIES`, or of torch's: a
-    class of another module may have the same name, and another forward."""
+    """Whether the classes of the model and all its parts are transformers' own for one of `FAMILIES`, or torch's. A
+    class of another module may have the same name but a different forward."""
     home = type(model).__module__
     ours = home.startswith("transformers.models.") and type(model).__name__ in FAMILIES
     homes = {type(m).__module__ for m in model.modules()} - {home, "transformers.activations"}
@@ -236,7 +236,7 @@ def weights_of(model: PreTrainedModel) -> Weights:
     """The model's own weights, projections joined."""
     body: Any = model.base_model
     top: Any = model.lm_head
-    # parameters stay fit for training, or tensors of inference mode: the two must not be mixed
+    # the joined weights stay inference tensors or normal ones, as the parameters were: the two must not be mixed
     with torch.inference_mode(top.weight.is_inference()), torch.no_grad():
         layers = [_layer(layer) for layer in body.layers]
         return Weights(body.embed_tokens.weight.data, layers, body.norm.weight.data, _joined([top]))
@@ -267,7 +267,7 @@ def _joined(linears: Sequence[nn.Linear]) -> Linear:
 
 
 def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
-    """One tensor whose rows are those of all parts, in order; the parts become views of it, or are already."""
+    """One tensor with the rows of all parts, in order; the parts become views of it, unless they are views already."""
     rows = [len(part) for part in parts]
     if _adjacent(parts):
         return parts[0].data.as_strided((sum(rows), *parts[0].shape[1:]), parts[0].stride())
@@ -287,14 +287,15 @@ def _adjacent(parts: Sequence[Tensor]) -> bool:
 
 
 def can_round(model: PreTrainedModel) -> bool:
-    """Whether `int8` works for the model: the kernel runs on a CPU, reads bfloat16, and takes 16 inputs at a time: it
-    reads past the end of rows of other lengths."""
+    """Whether `int8` works for the model. The kernel runs on a CPU, reads bfloat16, and takes 16 inputs at a time, so
+    widths must be multiples of 16 (it would read past the end of other rows)."""
     fits = all(m.in_features % 16 == 0 for m in model.modules() if isinstance(m, nn.Linear))
     return fits and model.device.type == "cpu" and model.dtype == torch.bfloat16 and applies(model)
 
 
 def int8(weights: Weights) -> Weights:
-    """Every projection rounded to 8 bits with one scale an output, in bfloat16; a copy: the model keeps its own."""
+    """A copy of the weights, every projection rounded to 8 bits with one bfloat16 scale per output; the model is
+    unchanged."""
     return _each(weights, _rounded)
 
 
@@ -340,9 +341,10 @@ def _each(weights: Weights, change: Callable[[Linear], Linear]) -> Weights:
 
 
 def state(model: PreTrainedModel, parameters: Sequence[nn.Parameter]) -> tuple[int, int]:
-    """Changes when weights are trained in place or loaded into, and when moving or casting gives them new memory.
+    """A pair of numbers that changes when weights are trained in place, loaded, moved or cast.
 
-    parameters: the model's, listed once: every pass calls this, and walking through the modules takes a tenth of it.
+    parameters: those of the model, listed by the caller, because every pass calls this and listing them takes a tenth
+    of a pass.
     """
     body: Any = model.base_model
     return body.layers[0].input_layernorm.weight.data_ptr(), changes(parameters)

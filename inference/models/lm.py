@@ -23,25 +23,25 @@ from inference.verify.tree import Tree
 
 
 def takes_int8(model: PreTrainedModel) -> bool:
-    """Whether `LM` runs the model with int8 weights here: only the forward in few operations can, so it must agree with
-    the model's own. Warns once a model when it does not."""
+    """Whether `LM` can run the model with int8 weights here. Only the forward of `llama` can, so it must agree with the
+    model's own forward; if it does not, this warns once per model."""
     return can_round(model.eval()) and lean_agrees(model, positions_of(model.config.get_text_config()))
 
 
 class LM:
     """A causal LM with slots for `rows` sequences; used as it is, never cast or moved.
 
-    vocabulary: ids in [0, V) have mass; logits past V are cut (padded vocabulary rows), missing ones are -inf, and ids
-    that the model lacks are read as its last one (a draft is then worse, never wrong).
+    vocabulary: ids in [0, V) have mass. Logits past V (padded vocabulary rows) are cut, missing logits are -inf, and
+    ids that the model lacks are read as its last id (acceptance may fall, the text stays exact).
     context: most tokens of a row, at most the model's `max_position_embeddings`.
-    stock: always run transformers' own forward, also for models that `llama` runs in fewer operations.
+    stock: always run transformers' own forward, even if `llama` supports the model.
     compile: compile these passes (`compiled`), on a GPU record them as CUDA graphs (`graphs`); None: on a GPU alone.
     int8: weights rounded to 8 bits, for a draft: a rounded target has another distribution.
     spare: slots after those of the rows, for waiting prompts.
-    cache: that of a larger LM whose first layers are this model; both use the same keys and values.
-    scaled: the states that the head reads are multiplied by each row's `scale` (rows and spare ones, D), which starts
-    as ones for somebody to write to.
-    Raises ValueError for an attention implementation or a state that rows of different lengths cannot use.
+    cache: the cache of a larger LM whose first layers are this model; both use the same keys and values. scaled: the
+    states that the head reads are multiplied by each row's `scale` (rows + spare, D). It is initialised to ones; the
+    caller writes to it. Raises ValueError for an attention implementation or a state that rows of different lengths
+    cannot use.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class LM:
     @property
     def stale(self) -> bool:
         """Whether the model has changed in a way that needs a new LM: weights, adapters, hooks, modules, config.
-        Checked once a call of an engine: of 135 M parameters 2 ms, with packed copies a third of a pass."""
+        Each call of an engine checks this once: 2 ms for 135 M parameters; with packed copies a third of a pass."""
         if any(module.training for module in self.model.modules()):
             self.model.eval()
         return not self.stamp.holds(self.model)
@@ -142,17 +142,17 @@ class LM:
     ) -> Pass:
         """One pass: ids (A, n) of slots [low, low + A) at positions start_b, start_b + 1, ...
 
-        Its logits are (A, n, V), or (A, 1, V) after id `only` (A,) of each row; its states (A, n, D) those of the
-        layers `states`, see `passes`. at (A,): `start` as a tensor, if it is on the device already. If passes are CUDA
-        graphs, the next pass of this LM overwrites both: copy what must last. Entries of a row past its real tokens are
-        computed from whatever ids are there and overwritten by its next pass.
+        Returns logits (A, n, V), or (A, 1, V) after id `only` (A,) of each row, and the states (A, n, D) of the layers
+        `states`, see `passes`. at (A,): `start` as a tensor, if it is on the device already. If passes are CUDA graphs,
+        the next pass of this LM overwrites logits and states: copy them if they are needed later. Entries of a row past
+        its tokens are computed from the padding ids; the row's next pass overwrites their keys and values.
         tree: ids are the anchor and the nodes of a tree of drafts (Miao et al. 2023, 2305.09781), or the last n of
-        these, if earlier passes stored the others. Node i is written to slot start_b + 1 + i; its position is that of
-        its depth, start_b + 1 for the anchor's children; it sees the text up to the anchor, its ancestors and itself.
-        `keep` then moves an accepted path to the slots of its positions.
-        Raises ValueError for a layer that the model lacks, and for states or trees that its code cannot give.
+        these, if earlier passes stored the others. Node i is written to slot start_b + 1 + i. Its position is start_b
+        plus its depth. It sees the text up to the anchor, its ancestors and itself. `keep` then moves an accepted path
+        to the slots of its positions. Raises ValueError for a layer that the model lacks, and if its code supports no
+        states or no trees.
         """
-        of_each = only if ids.shape[1] > 1 else None  # of one id there is nothing to choose
+        of_each = only if ids.shape[1] > 1 else None  # with one id per row there is nothing to choose
         window = self._aimed(ids, start, low, at, tree)
         output = self.run.forward(self._known(ids), window, of_each, self.check.states(states))
         return Pass(self._fitted(output.logits), output.states)
@@ -173,12 +173,13 @@ class LM:
         greedy: bool = False,
         at: Tensor | None = None,
     ) -> Drafts | None:
-        """All drafts of a round in one call, by temperature alone: None if passes are neither compiled nor CUDA graphs.
+        """All drafts of a round in one call, for settings that consist of a temperature alone; None if passes are
+        neither compiled nor CUDA graphs.
 
-        tails (A, n): the last ids, one or two, of texts of ends_b tokens in slots [0, A), whose other ids are stored; u
-        (A, k) uniforms, temperature (A,) above 0. Returns drafts (A, k) and their distributions (A, k, V); greedy: the
-        likeliest tokens, one-hot distributions. at (A,): `ends` as a tensor, if it is on the device already. If passes
-        are CUDA graphs, the next call overwrites both.
+        tails (A, n): the last one or two ids of the texts in slots [0, A), which have ends_b tokens; their other ids
+        are stored. u (A, k) uniforms, temperature (A,) above 0. Returns drafts (A, k) and their distributions (A, k,
+        V); greedy: the likeliest tokens with one-hot distributions. at (A,): `ends` as a tensor, if it is on the device
+        already. If passes are CUDA graphs, the next call overwrites the results.
         """
         if not isinstance(self.run, CompiledForward | GraphForward) or self.vocabulary != self.size:
             return None
@@ -203,7 +204,7 @@ class LM:
         return window
 
     def store(self, ids: Tensor, start: Sequence[int], low: int = 0, *, states: Layers = ()) -> States:
-        """As forward, without the head: prompts are stored, nothing is predicted."""
+        """As `forward` without the head: stores prompts, and returns no logits."""
         return self.run.store(self._known(ids), self._aimed(ids, start, low, None), self.check.states(states))
 
     def hidden(
@@ -216,9 +217,9 @@ class LM:
         *,
         tree: Tree | None = None,
     ) -> Tensor:
-        """As forward, ended after the first `layers` decoder layers (early exit: Elhoushi et al. 2024, 2404.16710): the
-        residual stream (A, n, D) there. Keys and values of these layers are stored; those that other layers have for
-        these positions are stale until a whole pass writes them.
+        """As `forward`, but the pass ends after the first `layers` decoder layers and returns their residual stream (A,
+        n, D) (early exit: Elhoushi et al. 2024, 2404.16710). Keys and values of these layers are stored; those of later
+        layers are out of date at these positions until a whole pass writes them.
         """
         if not 0 < layers <= self.depth:
             raise ValueError(f"layers={layers}: {type(self.model).__name__} has {self.depth} decoder layers; 1 or more")
@@ -227,8 +228,8 @@ class LM:
 
     def keep(self, start: Sequence[int], path: Tensor, at: Tensor | None = None) -> None:
         """After a pass over a tree with anchors at `start`: move the nodes path (A, m) of each row, parents before
-        children, to the slots after its anchor, one after the other, so that slots hold a plain text again; -1 for a
-        row that has no more. at (A,): `start` as a tensor, if it is on the device already."""
+        children, to consecutive slots after its anchor, so that slots are positions again; -1 for a row that has no
+        more. at (A,): `start` as a tensor, if it is on the device already."""
         self.run.keep(torch.tensor(start, device=self.device) if at is None else at, path)
 
     def head(self, states: Tensor) -> Tensor:
@@ -283,7 +284,7 @@ class LM:
         self.cache.move(source, target, length)
 
     def clear(self, slot: int) -> None:
-        """Zero a slot that may have NaN: what is masked is multiplied by 0, and 0 times NaN is NaN."""
+        """Zero a slot that may contain NaN: masked values are multiplied by 0, and 0 times NaN is NaN."""
         for layer in self.cache.stores:
             if layer.is_initialized:
                 layer.keys[slot].zero_()
@@ -291,9 +292,9 @@ class LM:
 
 
 def at_once(lm: LM, draws: Draws, masked: Masked, begins: list[int], k: int, greedy: bool) -> Drafts | None:
-    """The drafts of a round from one pass over masks, in one call, after the round's numbers were sent; begins:
-    `masked.begins` on the host. None if passes are neither compiled nor CUDA graphs, for rows that are too long for
-    these, and, if they are compiled, for distributions that depend on more than a temperature."""
+    """The drafts of a round from one pass over masks, in one call; `send` of the round must come first. begins:
+    `masked.begins` on the host. Returns None if passes are neither compiled nor CUDA graphs, if rows are too long for
+    these, or if passes are compiled and distributions depend on more than a temperature."""
     if isinstance(lm.run, GraphForward) and lm.vocabulary <= lm.size:
         window = lm._aimed(masked.ids, begins, 0, masked.begins)
         return lm.run.draft_masked(draws, masked, k, greedy, window, lm._fitted)
@@ -305,8 +306,8 @@ def at_once(lm: LM, draws: Draws, masked: Masked, begins: list[int], k: int, gre
 def store_prompts(lm: LM, low: int, prompts: Sequence[list[int]], chunk: int = 512, *, states: Layers = ()) -> States:
     """Store all but the last token of each prompt in slots low, low + 1, ..., `chunk` positions a pass.
 
-    Returns the states (A, n, D) of the layers `states`: column j is that of a prompt's token j; columns past its own
-    tokens mean nothing.
+    Returns the states (A, n, D) of the layers `states`: column j is the state of token j of a prompt; columns past its
+    tokens have no meaning.
     """
     parts = [lm.no_states(len(prompts), states)]
     for start in range(0, max(map(len, prompts)) - 1, chunk):

@@ -1,4 +1,4 @@
-"""What a pass of a model leaves, and what a pass over a tree of drafts needs.
+"""The results of a pass of a model, and the extra inputs of a pass over a tree of drafts.
 
 A rows, n ids a row, D width, V vocabulary, N nodes of a tree.
 """
@@ -11,7 +11,7 @@ from torch import Tensor
 
 Layers = tuple[int, ...]
 States = Mapping[int, Tensor]  # of layers, each (A, n, D)
-# a lock around every use of models: engines share them, hooks on them, slots, compiled code and CUDA graphs
+# a lock around every use of models: engines share models with their hooks, slots, compiled code and CUDA graphs
 ALONE = RLock()
 LAST = -1  # layer number of the states that the head reads, after the final norm
 
@@ -19,8 +19,8 @@ LAST = -1  # layer number of the states that the head reads, after the final nor
 class Pass(NamedTuple):
     """logits (A, n, V), or (A, 1, V) if one id of each row was requested; states (A, n, D) of the requested layers.
 
-    Layers are numbered as transformers' `hidden_states`: 0 are the embeddings, i the residual stream after i decoder
-    layers, `LAST` what the head reads.
+    Layers are numbered as in transformers' `hidden_states`: 0 is the embeddings, i the residual stream after i decoder
+    layers, `LAST` the input of the head.
     """
 
     logits: Tensor
@@ -28,8 +28,8 @@ class Pass(NamedTuple):
 
 
 class Branches(NamedTuple):
-    """What a pass over columns of a tree needs in addition to positions: anchor (A, 1), the slot of each row's anchor;
-    slots (A, n) that the columns are written to; seen (A, n) and depths (A, N + 1), see `verify.tree.Tree`."""
+    """Inputs of a pass over columns of a tree, besides positions: anchor (A, 1), the slot of each row's anchor; slots
+    (A, n) that the columns are written to; seen (A, n) and depths (A, N + 1), see `verify.tree.Tree`."""
 
     anchor: Tensor
     slots: Tensor

@@ -1,8 +1,8 @@
-"""What is read of a transformers model: dtypes and quantisation, limits of its config, its head, states of its layers.
+"""Properties of a transformers model: dtypes and quantisation, limits of its config, its head, states of its layers.
 
-A CPU without instructions for half precision emulates it: products of forty rows in bfloat16 took seven times as long
-as in float32 on one with AVX2 alone, and two to four times as long on one with AVX-512 that lacks those for bfloat16.
-Weights of a checkpoint are the same numbers in float32.
+A CPU without instructions for half precision emulates it. Products of forty rows in bfloat16 then take longer than in
+float32: seven times as long on a CPU with AVX2, two to four times on one with AVX-512 but without bfloat16
+instructions. Converting a checkpoint to float32 changes no weight.
 
 A rows, n ids a row, D width, V vocabulary.
 """
@@ -24,7 +24,7 @@ MASKED_ATTENTION = ("sdpa", "eager")
 # layer types, of `layer_types` or `attention_layers`, for which masks can be made
 LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")  # config keys
-UNLIMITED = 2048  # tokens of a text if a config has none of these keys
+UNLIMITED = 2048  # most tokens of a text, if a config has none of these keys
 
 
 def load_model(path: str, dtype: torch.dtype | str | None = None, trust_remote_code: bool = False) -> PreTrainedModel:
@@ -62,7 +62,7 @@ def quantised(config: PreTrainedConfig) -> dict[str, Any] | None:
 
 
 def quantisation_of(config: PreTrainedConfig) -> str:
-    """In a word: none, int8 and nf4 as bitsandbytes makes them, else the method that the checkpoint names."""
+    """The quantisation in one word: none, int8 or nf4 (bitsandbytes), else the method that the checkpoint names."""
     settings = quantised(config)
     if not settings:
         return "none"
@@ -73,8 +73,8 @@ def quantisation_of(config: PreTrainedConfig) -> str:
 
 
 def widened(model: PreTrainedModel, copied: bool = False) -> PreTrainedModel:
-    """The model itself, its weights now in float32 if it is on a CPU that would emulate their dtype. Quantised weights
-    stay as they are. copied: a copy is cast instead, and the model stays."""
+    """The model, its weights cast in place to float32 if it is on a CPU that would emulate their dtype. Quantised
+    weights are not cast. copied: cast a copy instead."""
     if quantised(model.config) or model.device.type != "cpu" or not emulated(model.dtype):
         return model
     return cast(copy.deepcopy(model) if copied else model, torch.float32)
@@ -89,8 +89,9 @@ def move(model: PreTrainedModel, device: torch.device | str) -> PreTrainedModel:
 
 
 def cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """The model itself, its weights now in a dtype. Buffers that no checkpoint holds (rotary frequencies) stay what
-    they are, as in a model loaded in it: rounded ones turn by other angles, half a radian away after 200 tokens."""
+    """The model, its weights cast in place to a dtype. Buffers that are not in checkpoints (rotary frequencies) are not
+    cast, as in a model that is loaded in this dtype: rounded frequencies would be wrong by half a radian after 200
+    tokens."""
     buffers = [(m, name, m._buffers[name]) for m in model.modules() for name in m._non_persistent_buffers_set]
     nn.Module.to(model, dtype)
     for module, name, buffer in buffers:
@@ -102,7 +103,7 @@ def cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def refuse_unsupported(model: PreTrainedModel, config: PreTrainedConfig) -> None:
-    """Raise ValueError for a model whose state cannot be cut back, or which overlooks a 4-d mask."""
+    """Raise ValueError for a model whose state cannot be rolled back, or whose code ignores a 4-d mask."""
     settings, name = config.to_dict(), type(model).__name__
     if config._attn_implementation not in MASKED_ATTENTION:
         raise ValueError(f"{name}: attention {config._attn_implementation!r} takes no 4-d mask; "
@@ -124,8 +125,8 @@ def sliding_window(config: PreTrainedConfig) -> int | None:
 
 
 def biased_by_slots(config: PreTrainedConfig) -> bool:
-    """Whether attention is biased by the distance of slots, as MPT's: the biases are small, and in half precision the
-    noise would hide them from a comparison of logits."""
+    """Whether attention is biased by the distance of slots, as in MPT. The biases are so small that in half precision a
+    comparison of logits would not detect wrong ones."""
     settings = config.get_text_config().to_dict()
     return bool(settings.get("alibi") or (settings.get("attn_config") or {}).get("alibi"))
 
@@ -170,8 +171,8 @@ def head_of(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
 
 
 def _logit_scale(config: dict[str, Any]) -> float:
-    """The factor of a config's logits. Granite divides by the number that HyperCLOVA, under the same name, multiplies
-    by."""
+    """The factor of the logits. Granite divides by the number in its config; HyperCLOVA multiplies by a number of the
+    same name."""
     scale = float(config.get("logit_scale") or config.get("logits_scaling") or 1.0)
     return 1 / scale if str(config.get("model_type")).startswith("granite") else scale
 
@@ -187,8 +188,8 @@ def own_logits(model: PreTrainedModel, at: list[int], **inputs: Tensor) -> Tenso
     return model(**inputs, use_cache=False).logits[0, rows]
 
 
-# States of layers: hooks that are on the model during a pass alone. transformers' `output_hidden_states` is not used:
-# it leaves hooks on the model for good, and gives no residual stream after the last decoder layer.
+# States of layers, by hooks that are on the model only during a pass. transformers' `output_hidden_states` is not used:
+# it never removes its hooks, and returns no residual stream after the last decoder layer.
 
 
 @contextmanager
@@ -211,8 +212,8 @@ def tapped(model: PreTrainedModel, layers: Collection[int]) -> Iterator[dict[int
 
 
 def early_states(model: PreTrainedModel, depth: int, run: Callable[[], Any]) -> Tensor:
-    """States (A, n, D) after the first `depth` decoder layers; run: a pass of the model, which is left there, so that
-    no later layer runs. Exact for every family: the layers run as they are."""
+    """States (A, n, D) after the first `depth` decoder layers. run: a pass of the model; an exception ends it after
+    these layers. This is exact for every family, since the layers themselves are not changed."""
 
     def leave(states: Tensor) -> None:
         raise _Left(states)
@@ -238,7 +239,7 @@ class _Left(Exception):
 def _hooked(model: PreTrainedModel, layer: int, use: Callable[[Tensor], None]) -> Any:
     """A hook that gives `use` the states of a layer."""
     if layer == LAST:
-        body = model.get_decoder()  # what both the model and its `base_model` run
+        body = model.get_decoder()  # both the model and its `base_model` run this body
         if body is model:
             return model.get_output_embeddings().register_forward_pre_hook(lambda _, args: use(args[0]))
         return body.register_forward_hook(lambda _, __, out: use(out[0]))

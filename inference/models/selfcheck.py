@@ -1,13 +1,13 @@
-"""Whether passes over rows of different lengths give a model's own logits: checked for every model that an engine runs.
+"""Checks, for every model that an engine runs, that passes over rows of different lengths give the model's own logits.
 
 Two rows of fixed ids are stored in one pass up to different lengths and continued in another, and every logit is
-compared with that of the model's own forward over the whole rows, without a cache and without our masks. So are the
-last logits of a row of `LATE` ids, past positions at which tables and caches may end. The result decides what runs the
-model: few operations (`llama`) if its classes are known and the logits agree, else transformers' own forward under the
-first form of mask that agrees, else nothing: the model is rejected with the reason.
+compared with that of the model's own forward over the whole rows, without a cache and without our masks. The last
+logits of a row of `LATE` ids are compared too, past positions at which tables and caches may end. The result decides
+which forward runs the model: `llama`'s if the model's classes are known and the logits agree, else transformers' own
+under the first form of mask that agrees. If no form agrees, the model is rejected with the reason.
 
-Windows that slide are wider than two short rows, so during the check the model's config has a narrow one: a model that
-reads it there follows, and the masks must follow with it.
+Sliding windows are usually wider than the two short rows, so the check sets a narrow window in the model's config. A
+model that reads its window there then uses the narrow one, and the masks must do so too.
 
 States of layers and trees of drafts are compared in the same way when an engine first uses them.
 
@@ -35,21 +35,22 @@ from inference.verify.tree import Tree
 NARROW = 4  # the window during the check
 WINDOWS = ("sliding_window", "attention_chunk_size")  # config keys
 LENGTH, LATER = 12, 5  # ids of a row, ids of its second pass
-# ids of a longer row; its last ones, which are others than those before: a pass that misses them shows
+# ids of a longer row; its last ids, which occur nowhere before, so that a pass that misses them is detected
 LATE, TAIL = 384, 96
 HEAVY = 6e8  # parameters of a model whose pass over the longer row takes too long on a CPU
-BRANCHES = (-1, -1, 0, 1, 0, 2, 5)  # parents of the checked tree: no deeper than the second pass
+BRANCHES = (-1, -1, 0, 1, 0, 2, 5)  # parents of the checked tree, which is no deeper than the second pass is long
 
-# Largest difference, in standard deviations of the model's own logits at that position: in a dtype of many digits only
-# the order of sums differs (1e-6 measured in float32 and 1e-14 in float64, a thousand times less than the bound, which
-# leaves room for TF32). In half precision and with quantised weights correct forwards differ: by .02 mostly, by .08 in
-# a random model that amplifies every rounding. The bound there is FACTOR times the noise of the model's own passes,
-# within limits: the noise is never measured with the forward under test. Scores times 1.5 differ by .15 in the bundled
-# target and by .3 to .6 in most random models, masks and positions that are off by one by .4 to 2.
-# Positions that rounding alone may move further than the bound (.01 to .44 in five samples of one, while all others had
-# .06 at most) are allowed LOUD times their own noise, as long as they are fewer than half of a layer's; correct
-# forwards differed there by 2.1 times at most. In 216 random and hardly trained models of 1 to 4 layers one correct
-# forward was rejected and 6 with scores times 1.5 were not, 17 with one bound for all positions.
+# The largest allowed difference, in standard deviations of the model's own logits at that position. In float32 and
+# float64 only the order of sums differs: 1e-6 and 1e-14 measured, a thousand times below the bound, which leaves room
+# for TF32. In half precision and with quantised weights correct forwards differ, mostly by .02, by .08 in a random
+# model that amplifies every rounding. The bound there is FACTOR times the noise of the model's own passes, within
+# limits; the noise is never measured with the forward under test. Wrong forwards differ more: attention scores times
+# 1.5 by .15 in the bundled target and .3 to .6 in most random models, masks and positions that are off by one by .4 to
+# 2. At some positions rounding alone may exceed the bound (.01 to .44 in five samples of one position, at most .06 at
+# all others). These are allowed LOUD times their own noise if they are fewer than half of a layer's positions; correct
+# forwards differed there by at most 2.1 times the noise. In 216 random and hardly trained models of 1 to 4 layers, one
+# correct forward was rejected, and 6 forwards with scores times 1.5 were accepted (17 with one bound for all
+# positions).
 FINE, COARSE, MOST, FACTOR, SAMPLES, LOUD = 1e-3, 0.05, 0.2, 2.0, 4, 4.0
 
 Make = Callable[[SlotCache], Forward]
@@ -80,7 +81,7 @@ class CheckResult(NamedTuple):
         )
 
 
-# results of checks, by model and by all that they depend on: values, classes, settings
+# results of checks, by model and by everything they depend on: values, classes, settings
 _RESULTS: WeakKeyDictionary[PreTrainedModel, dict[Any, Any]] = WeakKeyDictionary()
 
 
@@ -171,13 +172,13 @@ def _once(model: PreTrainedModel, name: tuple[str, int], check: Callable[[], Any
         key = (name, _settings(model), fingerprint(model))
         if key not in results:
             for old in [other for other in results if other[0] == name]:
-                del results[old]  # of weights that the model no longer has
+                del results[old]  # results for weights that the model no longer has
             results[key] = check()
         return results[key]
 
 
 def _settings(model: PreTrainedModel) -> tuple[Any, ...]:
-    """All that decides how the model runs except its values."""
+    """Everything that decides how the model runs except its values."""
     classes = tuple((type(m), vars(m).get("forward"), len(m._forward_hooks)) for m in model.modules())
     config = model.config.get_text_config()
     return classes, repr(vars(config)), model.device, config._attn_implementation
@@ -185,8 +186,8 @@ def _settings(model: PreTrainedModel) -> tuple[Any, ...]:
 
 @contextmanager
 def narrow(config: PreTrainedConfig, context: int) -> Iterator[bool]:
-    """Inside the block, windows of a config that are wider than the rows of the check are narrow; yields whether it has
-    any window that a text of `context` ids can leave."""
+    """Inside the block, windows of a config that are wider than the rows of the check are set to `NARROW`. Yields
+    whether the config has a window that is shorter than a text of `context` ids can be."""
     widths = ((key, getattr(config, key, None)) for key in WINDOWS)
     wide = {key: width for key, width in widths if isinstance(width, int) and 0 < width < context}
     try:
@@ -197,8 +198,8 @@ def narrow(config: PreTrainedConfig, context: int) -> Iterator[bool]:
 
 
 class Claiming(SlotCache):
-    """A cache whose length is always the longest possible one. Rows have lengths of their own, so a model that computes
-    with the one length of a cache has other logits than its own."""
+    """A cache that always reports the longest possible length. Rows differ in length, so a model whose code computes
+    with the single length of a cache cannot run here, and with this cache its logits differ."""
 
     claimed = 0
 
@@ -262,8 +263,8 @@ class Probe:
     ) -> CheckResult:
         """Compare our numbers with the model's own, at the position that is nearest to its bound or furthest past it.
 
-        again: computes the model's own numbers once more. more: other correct ways to compute them. parts: layers, of
-        as many positions each."""
+        again: computes the model's own numbers once more. more: other correct ways to compute them. parts: number of
+        layers, which have equally many positions."""
         apart, fine = _apart(ours, own), _fine(self.model)
         if fine or apart.max() <= COARSE:
             return CheckResult(float(apart.max()), FINE if fine else COARSE, what=what)
@@ -296,8 +297,9 @@ class Probe:
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def _noise(self, lengths: list[int], own: Rows, again: Callable[[], Rows], *more: Callable[[], Rows]) -> Tensor:
-        """How far the model's own numbers differ at each position, by other correct ways and by embeddings with one
-        rounding more: its weights amplify it as they do the roundings of every layer."""
+        """The noise of the model's own numbers at each position: how far they differ when computed in other correct
+        ways, or from embeddings rounded once more. The model amplifies that rounding as it amplifies the rounding of
+        every layer."""
         ways: list[Callable[[], Rows]] = [*more, *(partial(self._rounded, again, seed) for seed in range(SAMPLES))]
         cut = [[row[:length] for row, length in zip(way(), lengths, strict=True)] for way in ways]
         return torch.stack([_apart(rows, own) for rows in cut]).amax(0).clamp(max=MOST * LOUD)
@@ -317,7 +319,7 @@ class Probe:
             hook.remove()
 
     def _stepped(self) -> list[Tensor]:
-        """The model's own passes by the same two steps, row by row, its own cache and masks."""
+        """The model's own logits in the same two passes, row by row, with its own cache and masks."""
         rows = []
         for row, start in enumerate(self.starts):
             cache = DynamicCache(config=self.model.config)
@@ -351,7 +353,7 @@ class Probe:
             return CheckResult(0.0, 0.0, "its biases by distance (ALiBi) count slots, which are no positions in a tree")
         parents = BRANCHES if self.later == LATER else BRANCHES[: 2 * (self.later > 1)]
         if not parents:
-            return CheckResult(0.0, FINE, what="trees")  # no text has room for one
+            return CheckResult(0.0, FINE, what="trees")  # no text has room for a tree
         count = torch.arange(len(parents), device=self.ids.device)
         nodes = (self.ids[:, :1] + 3 * count + 1) % self.model.config.get_text_config().vocab_size
         try:

@@ -21,7 +21,7 @@ Drafts = tuple[Tensor, Tensor]  # ids (A, k), and the distributions (A, k, V) th
 
 
 class Draws(Protocol):
-    """What models use of a decoding round: its distributions and draws, and the tensors that these read."""
+    """The part of a decoding round that models use: distributions and draws, and the tensors that these read."""
 
     def probs(self, logits: Tensor, drafted: list[Tensor], /) -> Tensor:
         """Logits (A, V) after `drafted` ids (A,) each -> distributions (A, V) under each row's sampling settings."""
@@ -31,7 +31,8 @@ class Draws(Protocol):
 
     @property
     def temperatures(self) -> list[float] | None:
-        """Of each row, 0 for one-hot distributions; None if distributions or draws depend on more than these."""
+        """The temperature of each row, 0 for one-hot distributions; None if distributions or draws depend on more than
+        that."""
 
     def simple(self, depths: int, /) -> tuple[Tensor, Tensor]:
         """Uniforms (A, depths) and temperatures (A,) on the device."""
@@ -44,11 +45,11 @@ class Draws(Protocol):
 
     @property
     def key(self) -> Hashable:
-        """All that `probs` and `draw` depend on except tensors."""
+        """Everything that `probs` and `draw` depend on except tensors."""
 
     @property
     def steady(self) -> frozenset[str]:
-        """Names of the `inputs` that change their values only together with their tensor."""
+        """Names of the `inputs` whose values change only when the tensor is replaced."""
 
 
 def by_round(draws: Draws, greedy: bool) -> Choose:
@@ -64,8 +65,8 @@ def by_round(draws: Draws, greedy: bool) -> Choose:
 
 
 class Step(nn.Module):
-    """A pass as a function of tensors; the weights are its parameters. layers: it returns their states; without the
-    head, later decoder layers do not run."""
+    """A pass as a function of tensors; the weights are its parameters. layers: the layers whose states it returns;
+    without the head, later decoder layers do not run."""
 
     def __init__(self, weights: llama.Weights, shape: llama.ModelShape, layers: Layers = (), head: bool = True) -> None:
         super().__init__()
@@ -127,8 +128,9 @@ class Step(nn.Module):
 
 
 class Drafting(Step):
-    """All drafts of a round: `k` passes of a draft with its distributions and draws between them. Step by step, a small
-    draft takes longer to launch than to compute. greedy: the likeliest token each time, its distribution one-hot."""
+    """All drafts of a round: `k` passes of a draft model with the distributions and draws between them, as one
+    function, since separate launches of a small model take longer than its computation. greedy: the likeliest token
+    each time, its distribution one-hot."""
 
     def __init__(self, weights: llama.Weights, shape: llama.ModelShape, k: int, greedy: bool = False) -> None:
         super().__init__(weights, shape)
@@ -191,8 +193,8 @@ class Drafting(Step):
 
 
 class Masked(NamedTuple):
-    """ids (A, n): what a slot lacks of its text, then masks; begins (A,): the position of the first id; anchors (A,):
-    the column of the text's last token."""
+    """ids (A, n): the ids of the text that a slot lacks, then masks; begins (A,): the position of the first id; anchors
+    (A,): the column of the text's last token."""
 
     ids: Tensor
     begins: Tensor

@@ -1,4 +1,4 @@
-"""Kinds of draft while they serve, one file a kind; `kinds.KINDS` names them."""
+"""The proposers, one file for each kind of draft; `kinds.KINDS` lists them."""
 
 from inference.proposers.independent import Independent
 from inference.proposers.kinds import KINDS, kind_of

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from inference.models.lm import LM
 
 
-Numbers = Sequence[int] | Sequence[list[int]]  # one a row, or a list of one length a row
+Numbers = Sequence[int] | Sequence[list[int]]  # for each row one number, or a list of equal length
 
 
 @dataclass(frozen=True)
 class Host:
-    """The engine that a proposer drafts for: `rows` slots for rows and `spare` ones for prompts that wait, ids in
-    [0, vocabulary), texts of at most `context` tokens. target: the proposer may share its embeddings, head, layers and
+    """The engine that a proposer drafts for: `rows` slots for rows and `spare` slots for prompts that wait, ids in [0,
+    vocabulary), texts of at most `context` tokens. target: a proposer may use its embeddings, head, layers and
     cache."""
 
     rows: int
@@ -36,8 +36,8 @@ class Host:
 @dataclass(frozen=True)
 class LoadArguments:
     """What `Proposer.load` needs besides the folder: the target with its `compatibility.hash_target`, and the folder's
-    metadata, None for a folder that was not exported by this package. compile: of passes, see `Engine`. tokenizer: the
-    target's, None if it is unknown."""
+    metadata, None for a folder that was not exported by this package. compile: whether passes are compiled, see
+    `Engine`. tokenizer: the target's, None if it is unknown."""
 
     target: PreTrainedModel
     hashes: Mapping[str, str | None]
@@ -47,7 +47,7 @@ class LoadArguments:
 
     @property
     def greedy(self) -> bool:
-        """Whether the draft was trained to draft its likeliest tokens, or planned with them as children."""
+        """Whether the draft was trained to draft its likeliest tokens, or planned with a tree of likeliest children."""
         return self.metadata is not None and (
             self.metadata.objective == "greedy" or self.metadata.tree is not None and self.metadata.tree.likeliest
         )
@@ -59,11 +59,13 @@ class LoadArguments:
 
 
 class Proposal(NamedTuple):
-    """x (A, N) drafted ids; q (A, N, V) the very distributions they were drawn from; k the drafts of each row.
+    """x (A, N): drafted ids; q (A, N, V): the exact distributions they were drawn from; k: the number of drafts of each
+    row.
 
-    Entries past k_b are ignored, and so is everything after a distribution of NaN: the draft had no token there. q
-    None: every draft was certain, its distribution is one-hot. Either may be on another device than the target: the
-    engine moves it. tree: the parent of each node (see `Tree`), None for a chain, whose node i has parent i - 1.
+    Entries past k_b are ignored, and so is everything after a distribution of NaN, which says that the draft had no
+    token there. q None: every draft is certain, with a one-hot distribution. x and q may be on another device than the
+    target; the engine moves them. tree: the parent of each node (see `Tree`), None for a chain, whose node i has parent
+    i - 1.
     """
 
     x: Tensor
@@ -86,11 +88,11 @@ class Siblings(NamedTuple):
 class Outcome(NamedTuple):
     """The outcome of a round.
 
-    valid: how many tokens of each row's text certainly agree with what was stored; 0: forget all of the row's slot, it
-    may hold NaN. accepted (A,) int64: accepted drafts of each row, on the target's device. states: layer -> (A, K+1, D)
-    of the target's pass, column 0 at the anchor and column j at the j-th draft, along the accepted path of a tree; of
-    row b columns 0 .. accepted_b hold. Valid until the target's next pass: copy what must last. path (A, D): of a tree,
-    the accepted nodes of each row, -1 past the last; None after a chain.
+    valid: for each row, how many tokens of its text agree with the stored keys and values; 0: discard the whole slot,
+    it may contain NaN. accepted (A,) int64: accepted drafts of each row, on the target's device. states: layer -> (A,
+    K+1, D) of the target's pass: column 0 is the anchor, column j the j-th draft, along the accepted path of a tree; of
+    row b only columns 0 .. accepted_b have a meaning. The states are valid until the target's next pass; copy them if
+    they are needed later. path (A, D): the accepted nodes of each row's tree, -1 past the last; None for a chain.
     """
 
     valid: Sequence[int]
@@ -100,7 +102,7 @@ class Outcome(NamedTuple):
 
 
 class Round(Protocol):
-    """One round as a proposer sees it: texts so far, how many tokens to draft, and the only way to make distributions
+    """One round for a proposer: the texts so far, how many tokens to draft, and the only functions for distributions
     and draws."""
 
     k: list[int]
@@ -120,12 +122,12 @@ class Round(Protocol):
     @property
     def temperatures(self) -> list[float] | None:
         """The temperature of each row, 0 for one-hot distributions, if distributions are softmax(logits / temperature)
-        and draws their inverse CDF; None if `probs` and `draw` do more than that."""
+        and draws use the inverse CDF; None if `probs` or `draw` do more than that."""
 
     @property
     def temperature(self) -> Tensor:
-        """The temperature of each row (A,), on the device, whatever its other settings are; another tensor when rows
-        come or go."""
+        """The temperature of each row (A,), on the device, whatever the other settings are; a new tensor when rows come
+        or go."""
 
     def simple(self, depths: int) -> tuple[Tensor, Tensor]:
         """Uniforms (A, depths) and temperatures (A,) on the device."""
@@ -139,39 +141,39 @@ class Round(Protocol):
         """The next level of a tree of drafts: logits (A, n, V) after n nodes, x (A, M) drafted so far -> children
         (A, n, m) in the order of verification, and the distributions (A, n, m, V) they were drawn from.
 
-        Drawn without replacement; the likeliest tokens, with one-hot distributions, for rows of temperature 0 and if
-        `likeliest`."""
+        They are drawn without replacement. Rows of temperature 0, or all rows if `likeliest`, get the likeliest tokens
+        with one-hot distributions."""
 
     @property
     def shared(self) -> bool:
-        """Whether draws take the noise that the target's own tokens are chosen with."""
+        """Whether drafts are drawn with the same noise as the target's tokens."""
 
     def draw_shared(self, probs: Tensor, depth: Tensor) -> Tensor:
-        """Ids (A,) drawn from distribution (A, V) with that noise, at a depth (A,) of each row."""
+        """Ids (A,) drawn from distribution (A, V) with the noise of the target's tokens, at a depth (A,) of each
+        row."""
 
     @property
     def reads_history(self) -> list[bool]:
-        """For each row, whether its distribution depends on its text beyond the model: `plain` is then not its
-        distribution."""
+        """For each row, whether its settings read the text; then its distribution is not `plain`."""
 
     def plain(self, logits: Tensor) -> Tensor:
-        """Logits (A, ..., V) -> distributions (A, ..., V) of rows whose settings read no history, whatever was
-        drafted."""
+        """Logits (A, ..., V) -> distributions (A, ..., V) for rows whose settings do not read the text."""
 
     def inner(self, depths: int) -> Tensor:
-        """Uniforms (3, A, depths) for rounds that a proposer verifies itself: for its draws, its acceptance tests and
-        its last draws. No other draw or test of the row shares them. Call `send` first."""
+        """Uniforms (3, A, depths) for rounds that a proposer verifies itself: for its drafts, its acceptance tests and
+        its last tokens. No other draw or test of the row uses them. Call `send` first."""
 
     def left_out(self, scores: Tensor, count: int, levels: int, /) -> None:
-        """Called when a dynamic tree selects the `count` largest of scores (A, ..., M): sums of the log distributions,
-        or logits, of so many levels. A check of the round learns here which choices were close."""
+        """Called when a dynamic tree selects the `count` largest of scores (A, ..., M), which are sums over `levels`
+        levels of log probabilities or logits. A check of the round records here which choices were close."""
 
     def inputs(self, trees: bool = False) -> dict[str, Tensor] | None:
-        """The tensors by name that distributions and draws read, with `trees` those of children too; None if they read
-        more than tensors."""
+        """The tensors, by name, that distributions and draws read; with `trees` also the tensors that draw children;
+        None if distributions or draws read more than tensors."""
 
     def on(self, given: Mapping[str, Tensor]) -> "Round":
-        """The round with distributions and draws that read other tensors, of the names and shapes of `inputs`."""
+        """The same round, whose distributions and draws read `given`: other tensors with the names and shapes of
+        `inputs`."""
 
     @property
     def key(self) -> Hashable:
@@ -183,8 +185,8 @@ class Round(Protocol):
 
 
 class RoundView:
-    """A round as a part of a proposer sees it, to be subclassed: what a subclass does not define is the round's own.
-    k: drafts of each row. Implements `Round`."""
+    """A round for one part of a proposer, to be subclassed: methods that a subclass does not define are those of the
+    round. k: drafts of each row. Implements `Round`."""
 
     def __init__(self, round: Round, k: list[int]) -> None:
         self.round, self.k = round, k
@@ -252,17 +254,16 @@ class RoundView:
 
 
 class Proposer:
-    """What drafts. Slots [0, A) hold the active rows, in the order of every list here.
+    """Makes drafts. Slots [0, A) hold the active rows; all lists of rows are in this order.
 
-    A kind subclasses this. It must define `propose`, and whichever other events it needs. The order of a call: `open`;
-    `admit`, or `stage` and later `enter`, as prompts come; then in each round `propose` and `commit`, and `move` as
-    rows leave.
-    reads: layers of the target's states that it needs (see `passes.Pass`), () for none: the target's passes return no
-    others. greedy: whether it drafts the likeliest token, with a one-hot distribution. weights: the dtype of its own
-    weights, None without any. depths: the most drafts of a round, None if it has no bound of its own.
-    network_class: what a draft folder of this kind holds, a class with `from_pretrained`; None: no weights.
-    own_tokenizer: whether the folder's tokenizer may be another than the target's. drafts_trees: whether the
-    constructor takes `shape=`, the tree that it drafts.
+    Each kind of draft is a subclass. It must define `propose`, and those of the other methods that it needs. A call
+    runs `open`; then `admit`, or `stage` and later `enter`, when prompts come; in each round `propose` and `commit`;
+    and `move` when rows leave.
+    reads: the layers whose states the target's passes must return (see `passes.Pass`), () for none. greedy: whether it
+    drafts the likeliest token, with a one-hot distribution. weights: the dtype of the draft's weights, None if it has
+    none. depths: the most drafts of a round, None for no limit. network_class: the class, with `from_pretrained`, of
+    the network in a draft folder of this kind; None: no weights. own_tokenizer: whether the folder's tokenizer may
+    differ from the target's. drafts_trees: whether the constructor takes `shape=`, the tree to draft.
     """
 
     reads: tuple[int, ...] = ()
@@ -279,8 +280,8 @@ class Proposer:
 
     @classmethod
     def fits(cls, network: PreTrainedModel, target: PreTrainedModel, where: str) -> None:
-        """Raise ValueError, beginning with `where`, if a folder's network cannot draft for the target. Either may be
-        without storage."""
+        """Raise ValueError, beginning with `where`, if a folder's network cannot draft for the target. Both may be on
+        the meta device."""
 
     @classmethod
     def load_network(cls, folder: Path, arguments: LoadArguments) -> Any:
@@ -295,44 +296,45 @@ class Proposer:
 
     @property
     def context(self) -> int | None:
-        """Once it is open, the longest text in tokens that it drafts for; None: no bound of its own."""
+        """After `open`: the longest text, in tokens, for which this proposer drafts; None for no limit."""
         return None
 
     def language_model(self, rows: int, vocabulary: int) -> "LM | None":
-        """A causal LM, with slots for `rows` texts, whose distribution after a text is this proposer's at every depth:
-        one teacher-forced pass then gives all of its distributions. None: forced rounds give them
-        (`exactness.forced`)."""
+        """A causal LM, with slots for `rows` texts, whose distribution after a text is the proposer's at every depth,
+        so that one teacher-forced pass gives all distributions of the proposer. None if there is no such LM; then
+        forced rounds give them (`exactness.forced`)."""
         return None
 
     def open(self, host: Host) -> None:
-        """Make room for the host's rows and, in the slots after them, its spare prompts; forget everything."""
+        """Allocate slots for the host's rows and, after them, for its waiting prompts; drop the state of earlier
+        calls."""
 
     def admit(self, low: int, prompts: Sequence[list[int]], states: States) -> None:
         """New rows in slots low, low + 1, ...; all tokens of a prompt but its last may be stored now.
 
-        states: layer -> (A, n, D) of the target, column j at token j of a prompt; ignore the columns past its last
-        token but one. Valid until the target's next pass: copy what must last.
+        states: layer -> (A, n, D) of the target, column j at token j of a prompt; ignore columns from the prompt's last
+        token on. The states are valid until the target's next pass; copy them if they are needed later.
         """
 
     def stage(self, low: int, prompts: Sequence[list[int]], states: States) -> None:
-        """As `admit`, in spare slots, for prompts that become rows later."""
+        """As `admit`, but in spare slots, for prompts that become rows later."""
 
     def enter(self, source: int, target: int, prompt: list[int]) -> None:
-        """The prompt staged in slot `source` becomes the row of slot `target`, the first free one."""
+        """The prompt staged in slot `source` becomes the row of slot `target`, which is the first free slot."""
 
     def propose(self, round: Round) -> Proposal:
         """Draft up to round.k[b] tokens a row."""
         raise NotImplementedError(f"{type(self).__name__}.propose")
 
     def commit(self, outcome: Outcome) -> None:
-        """The outcome of the round's drafts: drop what was stored of the rejected ones."""
+        """Receive the outcome of the round; keys and values of rejected drafts must be dropped."""
 
     def move(self, source: int, target: int) -> None:
-        """Row `source`, the last one, takes slot `target`; its old slot is free."""
+        """The last row, in slot `source`, moves to slot `target`; slot `source` is then free."""
 
 
 class CompositeProposer(Proposer):
-    """A proposer of several parts; each part gets every event of every row, whichever part drafted."""
+    """A proposer of several parts. Each event of each row is passed to every part, whichever part drafted."""
 
     parts: tuple[Proposer, ...]
 
@@ -362,7 +364,7 @@ class CompositeProposer(Proposer):
 
 
 class SettingsNetwork(PreTrainedModel):
-    """The network of a kind without weights: its config alone. A kind names the class of the config."""
+    """The network of a kind without weights: only a config. Each kind sets the class of the config."""
 
     def __init__(self, config: PretrainedConfig) -> None:
         super().__init__(config)

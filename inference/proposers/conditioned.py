@@ -1,8 +1,9 @@
-"""A draft conditioned on the temperature: one small causal LM for all rows, at whatever temperature each is served.
+"""A draft conditioned on the temperature: one small causal LM for rows of any temperature.
 
-The network is a causal LM and, for each temperature in its config (`KNOTS`), a scale of what its head reads. The scale
-is one more module of the LM, whose own weights keep their names: those of an independent draft load into it. Between
-two of the temperatures the scale is interpolated, outside them it is that of the nearest one.
+The network is a causal LM with a scale for each temperature in its config (`KNOTS`); the states that the head reads are
+multiplied by the scale. The scale is one more module of the LM. The other weights keep their names, so the weights of
+an independent draft can be loaded into the network. Between two temperatures the scale is interpolated; outside them it
+is that of the nearest temperature.
 
 n temperatures of the config, D width of the states, A rows.
 """
@@ -27,7 +28,7 @@ TABLE = f"{MODULE}.weight"  # (n, D): added to a scale of 1
 
 
 class ConditionedNetwork:
-    """The network of such a draft folder, as `Proposer.network_class` requires it: the LM with its scale."""
+    """The network class of a conditioned draft folder (`Proposer.network_class`): the LM with its scale."""
 
     config_class = AutoConfig
 
@@ -80,8 +81,8 @@ def _fill(network: PreTrainedModel, table: Tensor | None, info: dict[str, Any]) 
 
 
 def conditioned(network: PreTrainedModel, temperatures: list[float]) -> PreTrainedModel:
-    """The LM itself, with a scale that is 1 at every temperature before training. Raises ValueError for temperatures
-    that are empty, equal or not in rising order."""
+    """Add a scale to the LM, 1 at every temperature before training, and return the LM. Raises ValueError for
+    temperatures that are empty, equal or not in rising order."""
     if not temperatures or sorted({*temperatures}) != list(temperatures):
         raise ValueError(f"temperatures {list(temperatures)}: at least one, each once, in rising order")
     width = network.config.get_text_config().hidden_size
@@ -108,7 +109,7 @@ class Scale:
         self.knots = torch.tensor(knots_of(network.config), dtype=torch.float32, device=self.table.device)
 
     def at(self, temperature: Tensor) -> Tensor:
-        """The factors of what the head reads: temperature (...) -> (..., D), float32 at least."""
+        """The factors of the states that the head reads: temperature (...) -> (..., D), float32 at least."""
         table = self.table.to(torch.promote_types(self.table.dtype, torch.float32))
         if len(self.knots) == 1:
             return 1 + table[0].expand(*temperature.shape, -1)
@@ -120,10 +121,10 @@ class Scale:
 
 
 class Conditioned(Independent):
-    """Drafts as `Independent`, but multiplies what the head reads of a row by the scale of the row's own temperature.
+    """Drafts as `Independent`, but multiplies the states that the head reads by the scale of each row's temperature.
 
-    At temperature 0 the scale still decides which token is the likeliest. model: an LM with a scale, see `conditioned`;
-    greedy, compile, int8, shape: as of `Independent`. Raises ValueError for a model without a scale.
+    At temperature 0 the scale still affects which token is the likeliest. model: an LM with a scale, see `conditioned`;
+    greedy, compile, int8, shape: as in `Independent`. Raises ValueError for a model without a scale.
     """
 
     network_class: Any = ConditionedNetwork
@@ -139,7 +140,7 @@ class Conditioned(Independent):
         self.written: Tensor | None = None  # the temperatures whose scales `LM.scale` holds
 
     def language_model(self, rows: int, vocabulary: int) -> LM | None:
-        """None: its distribution depends on the row's temperature, which only forced rounds have."""
+        """None: the distribution depends on the row's temperature, which teacher-forced passes do not have."""
         return None
 
     def open(self, host: Host) -> None:
@@ -151,7 +152,8 @@ class Conditioned(Independent):
         return super().propose(round)
 
     def _write(self, temperature: Tensor) -> None:
-        """Write the scale of each row into the tensor that passes read: recorded passes read that very tensor."""
+        """Write the scale of each row in place into the tensor that passes read, since recorded passes read its
+        memory."""
         if temperature is not self.written:
             assert self.lm.scale is not None
             self.lm.scale[: len(temperature)].copy_(self.scale_of.at(temperature))

@@ -1,15 +1,15 @@
-"""A feature draft: one decoder layer over what the target computed for each token (EAGLE-3, Li et al. 2025,
-2503.01840).
+"""A feature draft: one decoder layer over the target's states of each token (EAGLE-3, Li et al. 2025, 2503.01840).
 
-Its text is pairs: pair s is the target's features of token s with the embedding of token s + 1, and the output of one
-decoder layer at pairs 0 .. s predicts token s + 2. Features are states of three layers, joined by `fc`; for a token
-that the target has not read yet, the layer's own output at the pair before replaces them. Names and shapes are those
-that engines load (`LlamaForCausalLMEagle3`); the embedding is the target's own and not part of the network.
+Its input is a sequence of pairs. Pair s is the target's features of token s and the embedding of token s + 1; the
+output of one decoder layer over pairs 0 .. s predicts token s + 2. Features are states of three layers, joined by `fc`.
+For a token that the target has not read yet, the output of the draft's layer at the pair before is used instead. Names
+and shapes are those that engines load (`LlamaForCausalLMEagle3`); the embedding is the target's and not part of the
+network.
 
 While serving, keys and values of pair s are in slot s of a cache of one layer. A round first stores the pairs of the
-accepted tokens, with the features of the target's pass, then drafts with pairs of its own, which the next round
-overwrites. In a tree of drafts the pair of node i is in slot anchor + 1 + i, the anchor being the text's last pair (see
-`Tree`).
+accepted tokens, with the features of the target's pass. Then it drafts with pairs that have the draft's own features;
+the next round overwrites these. In a tree of drafts the pair of node i is in slot anchor + 1 + i, the anchor being the
+text's last pair (see `Tree`).
 
 H width of the target's states and of the draft, Vd tokens in the draft's vocabulary, V in the target's, A rows, n pairs
 a row, K drafts of a round.
@@ -43,8 +43,8 @@ ARCHITECTURES = ["LlamaForCausalLMEagle3"]
 
 
 def fused(layers: int) -> tuple[int, int, int]:
-    """The low, middle and high states that a draft of a target of so many layers reads, by the numbers of
-    `models.passes`: 2, L // 2 and L - 3 (EAGLE-3), nearer to each other if there are few layers."""
+    """The low, middle and high layer whose states the draft reads, for a target of L layers, numbered as in
+    `models.passes`: 2, L // 2 and L - 3 (EAGLE-3), or closer together if L is small."""
     return min(2, layers // 3), layers // 2, max(layers - 3, layers // 2)
 
 
@@ -59,9 +59,9 @@ def output_layers(layers: Sequence[int]) -> list[int]:
 class EagleConfig(PretrainedConfig):
     """The config of a folder in the EAGLE-3 format. depths: how many drafts of a round it was trained for.
 
-    eagle_aux_hidden_state_layer_ids: the layers whose inputs `fc` joins; vLLM reads this key first. `eagle_config`
-    holds the same states as outputs of the layers before, for SGLang; given alone, its numbers are inputs, as vLLM
-    reads them and as earlier folders of cotrain wrote them. Both keys are always written.
+    eagle_aux_hidden_state_layer_ids: the layers whose inputs `fc` joins; vLLM reads this key first. `eagle_config`: the
+    same states for SGLang, as numbers of the layers whose outputs they are. If only `eagle_config` is given, its
+    numbers mean inputs, as in vLLM and in earlier folders of cotrain. Both keys are always written.
     """
 
     model_type = "llama"
@@ -145,7 +145,7 @@ class EagleNetwork(PreTrainedModel):
             nn.init.normal_(module.weight, std=self.config.initializer_range)
 
     def fits(self, target: PreTrainedModel, where: str) -> None:
-        """Raise ValueError, beginning with `where`, for a target of other sizes than this network's."""
+        """Raise ValueError, beginning with `where`, if the target's sizes differ from the network's."""
         same_sizes(self.config, target, where)
         layers = target.config.get_text_config().num_hidden_layers
         if max(self.config.layers) >= layers:
@@ -173,7 +173,7 @@ class EagleNetwork(PreTrainedModel):
         logits: Tensor = self.lm_head(states)
         if not self.pruned:
             return logits[..., :vocabulary]
-        size = max(vocabulary, self.config.vocab_size)  # it may have ids of the target that are no token
+        size = max(vocabulary, self.config.vocab_size)  # the draft's vocabulary may have ids of the target's padding
         scattered = logits.new_full((*logits.shape[:-1], size), -torch.inf).index_copy(-1, self.known, logits)
         return scattered[..., :vocabulary]
 
@@ -253,9 +253,9 @@ FIRST_SLOTS, CHUNK = 256, 512  # slots at first; pairs of a prompt that are stor
 class Eagle(Proposer):
     """Drafts with an `EagleNetwork` for the target that it was trained for, on the target's device.
 
-    It drafts nothing for a text of one token, since the target has read none of it. greedy: the likeliest tokens,
-    one-hot distributions. compile: whether its rounds on a GPU are replayed as CUDA graphs, None: if the target's
-    passes are. shape: of the trees that it drafts, as of `Independent`; None: chains.
+    It drafts nothing for a text of one token, since the target has read no token yet. greedy: draft the likeliest
+    tokens, with one-hot distributions. compile: whether rounds on a GPU are CUDA graphs; None: if the target's passes
+    are. shape: the trees to draft, as in `Independent`; None: chains.
     """
 
     network_class: Any = EagleNetwork
@@ -271,12 +271,12 @@ class Eagle(Proposer):
         self.host: Host | None = None
         self.stamp: Stamp  # of the network
         self.stored: list[int] = []  # pairs of each row that its slot holds
-        self.waiting: list[int] = []  # pairs after these whose features are in `features`
-        self.longest = 0  # drafts of a replayed round, the same number each time
+        self.waiting: list[int] = []  # pairs after the stored ones, whose features are in `features`
+        self.longest = 0  # drafts of a graph, the same number each time
 
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "Eagle":
-        """From a folder in the EAGLE-3 format. Raises as `load_draft`, and ValueError for a target of other sizes."""
+        """From a folder in the EAGLE-3 format. Raises as `load_draft`, and ValueError if the target's sizes differ."""
         network = cast(EagleNetwork, widened(cls.load_network(folder, arguments)))
         return cls(network, arguments.greedy, compile=arguments.compile, shape=arguments.shape)
 
@@ -308,7 +308,7 @@ class Eagle(Proposer):
         self.stored, self.waiting, self.longest = [], [], 0
 
     def _forget(self) -> None:
-        """Drop what depends on the number of slots: angles, recordings."""
+        """Drop angles and CUDA graphs, which depend on the number of slots."""
         self.table: tuple[Tensor, Tensor] | None = None
         replayed = self.host is not None and self.host.target.uses_graphs and self.compile is not False
         self.replays = Graphs(self.features_device) if replayed else None
@@ -345,11 +345,12 @@ class Eagle(Proposer):
         self.waiting.append(min(len(prompt) - 1, 1))
 
     def _features(self, states: States) -> Tensor:
-        """Numbers that are not finite become 0, since a slot would keep them: such a row ends or gets no drafts."""
+        """Features of the states. Numbers that are not finite become 0, so that no slot contains NaN; rows with such
+        numbers end or get no drafts."""
         return self.network.features(states).nan_to_num(0.0, 0.0, 0.0)
 
     def propose(self, round: Round) -> Proposal:
-        """No drafts for rows without a pair."""
+        """Drafts; none for rows without a pair."""
         pairs = [len(text) - 1 for text in round.texts]
         lacking = [one - stored for one, stored in zip(pairs, self.stored, strict=True)]
         most = self.depths or max(round.k)
@@ -369,8 +370,8 @@ class Eagle(Proposer):
         return shape.proposal(k, x, q) if shape else Proposal(x[:, : max(k)], q[:, : max(k)], k)
 
     def _given(self, round: Round, k: list[int], lacking: list[int], width: int) -> dict[str, Tensor]:
-        """For the pairs that slots lack: ids of their second tokens (A, width), features (A, width, H), the position of
-        the first one `pairs` (A,) and the column of the last one `only` (A,); columns after it are not read."""
+        """For the pairs that slots lack: ids of their second tokens (A, width), features (A, width, H), `pairs` (A,),
+        the position of the first pair, and `only` (A,), the column of the last pair; later columns are not read."""
         tails = [text[-one:] if one else text for text, one in zip(round.texts, lacking, strict=True)]
         ids = [tail + tail[-1:] * (width - len(tail)) for tail in tails]
         shape, only = self.branching, [max(one - 1, 0) for one in lacking]

@@ -1,11 +1,11 @@
 """Early exit: the target's first layers draft, on the target's own keys and values.
 
-What the target stored of a text is what its first layers would store, so a draft starts from it: nothing is computed or
-stored twice. Drafts are written into the target's slots; the pass that verifies them writes its own keys and values
-there before it reads any, so its text is the same as without a draft, to the bit.
+The draft reads the keys and values that the target's first layers stored for the text, so nothing is computed or stored
+twice. Drafts are written into the target's slots. The pass that verifies them overwrites their keys and values before
+it reads any, so the text is the same as without a draft, to the bit.
 
-The weights of a draft are a norm and low-rank changes of the first layers that only drafts see. The model that drafts
-is built from the target's own modules and tensors; whatever is changed is a copy, so the target stays as it is.
+The weights of a draft are a norm and low-rank changes of the first layers, which apply to drafts only. The draft model
+is built from the target's modules and tensors; changed weights are copies, so the target is not changed.
 
 L layers, r the rank, D width.
 """
@@ -38,8 +38,9 @@ IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 class ExitConfig(PretrainedConfig):
-    """num_hidden_layers: decoder layers of the target that draft. rank: of the change of each of their projections, 0
-    for none. depths: how many drafts a round was trained for. projections: name in a layer -> (out, in)."""
+    """num_hidden_layers: decoder layers of the target that draft. rank: of the low-rank change of each of their
+    projections, 0 for no change. depths: how many drafts a round was trained for. projections: name in a layer -> (out,
+    in)."""
 
     model_type = "cotrain_early_exit"
 
@@ -83,7 +84,7 @@ class ExitNetwork(PreTrainedModel):
         """Nothing: `__init__` initialised them."""
 
     def fits(self, target: PreTrainedModel, where: str) -> None:
-        """Raise ValueError, beginning with `where`, for a target of other sizes than this network's."""
+        """Raise ValueError, beginning with `where`, if the target's sizes differ from the network's."""
         same_sizes(self.config, target, where)
         blocks, layers = decoder_layers(target), self.config.num_hidden_layers
         if layers > len(blocks):
@@ -111,7 +112,8 @@ def _key(name: str) -> str:
 
 
 class Changed(nn.Module):
-    """A projection with its change, from column `first` of a pass on: the columns before it are the target's own."""
+    """A projection with its change from column `first` of a pass on; columns before it use the target's weight
+    alone."""
 
     def __init__(self, plain: nn.Module, change: Change, first: int = 0) -> None:
         super().__init__()
@@ -126,8 +128,8 @@ class Changed(nn.Module):
 
 
 def untrained_exit(target: PreTrainedModel, layers: int, rank: int, depths: int) -> ExitNetwork:
-    """The exit after the first `layers` decoder layers before training: it gives the output of the target's own norm
-    and head for the states there. Raises ValueError for layers that the target lacks."""
+    """The untrained exit after the first `layers` decoder layers: it applies the target's norm and head to the states
+    there. Raises ValueError for layers that the target lacks."""
     settings, blocks = target.config.get_text_config(), decoder_layers(target)
     if not 0 < layers <= len(blocks):
         raise ValueError(f"an exit after {layers} layers of a target of {len(blocks)}: 1 .. {len(blocks)}")
@@ -141,7 +143,7 @@ def untrained_exit(target: PreTrainedModel, layers: int, rank: int, depths: int)
 
 
 def projections(block: nn.Module) -> dict[str, list[int]]:
-    """Of a decoder layer, name -> [out, in]."""
+    """The projections of a decoder layer: name -> [out, in]."""
     return {name: [m.out_features, m.in_features] for name, m in block.named_modules() if isinstance(m, nn.Linear)}
 
 
@@ -156,8 +158,8 @@ def final_norm(model: PreTrainedModel) -> Any:
 
 
 def first_layers(target: PreTrainedModel, layers: int) -> PreTrainedModel:
-    """A model of the target's embeddings, first `layers` decoder layers, norm and head: modules of its own, with the
-    target's very tensors."""
+    """A model of the target's embeddings, first `layers` decoder layers, norm and head: new modules that share the
+    target's tensors."""
     shared = [*target.parameters(), *target.buffers()]
     model: PreTrainedModel = copy.deepcopy(target, {id(tensor): tensor for tensor in shared})
     del decoder_layers(model)[layers:]
@@ -169,8 +171,8 @@ def first_layers(target: PreTrainedModel, layers: int) -> PreTrainedModel:
 
 
 def learning(network: ExitNetwork, target: PreTrainedModel, first: int = 0) -> PreTrainedModel:
-    """The first layers as the network changes them, with its own parameters, so that these can be trained; columns of a
-    pass before `first` get the target's own layers."""
+    """The target's first layers with the network's changes as trainable parameters; columns of a pass before `first`
+    use the unchanged layers."""
     model = first_layers(target, network.config.num_hidden_layers)
     final_norm(model).weight = network.norm
     for block, changes in zip(decoder_layers(model), network.layers, strict=True):
@@ -184,9 +186,9 @@ _SERVING: WeakKeyDictionary[ExitNetwork, tuple[Any, bytes, Stamp, PreTrainedMode
 
 
 def serving(network: ExitNetwork, target: PreTrainedModel) -> PreTrainedModel:
-    """As `learning`, with the changes added to copies of the weights, in the target's dtype; cached for all that run
-    it, and built again when the network or the target has changed. Projections that are not plain `Linear` (quantised)
-    stay, with their change as a module."""
+    """As `learning`, with the changes added to copies of the weights, in the target's dtype. The result is cached, and
+    built again when the network or the target has changed. For projections that are not plain `Linear` (quantised ones)
+    the change remains a module."""
     weights, cached = fingerprint(network), _SERVING.get(network)
     if cached is None or cached[0]() is not target or cached[1] != weights or not cached[2].holds(target):
         stamp = Stamp(target, addresses=False, values=network.config.rank > 0)
@@ -210,7 +212,7 @@ def _added(plain: nn.Linear, change: Change) -> nn.Linear:
     """The projection with its change in its weight."""
     wide = torch.promote_types(plain.weight.dtype, torch.float32)
     down, up = (part.to(plain.weight.device, wide) for part in (change.down, change.up))
-    plain.weight = _frozen(plain.weight.to(wide) + up @ down, plain.weight)  # of a module that is a copy
+    plain.weight = _frozen(plain.weight.to(wide) + up @ down, plain.weight)  # the module is a copy
     return plain
 
 
@@ -222,13 +224,13 @@ class EarlyExit(Independent):
     """Drafts with the first layers of the engine's own target (LayerSkip: Elhoushi et al. 2024, 2404.16710; Draft &
     Verify: Zhang et al. 2023, 2309.08168), as `network` changes them.
 
-    With changes the distribution of a draft depends on its depth: keys and values of the drafts before it are those of
-    the changed layers, keys and values of the text are the target's. greedy, compile, shape: as of `Independent`.
-    Raises ValueError with another target.
+    With changes, the distribution of a draft depends on its depth: keys and values of earlier drafts come from the
+    changed layers, those of the text from the target. greedy, compile, shape: as in `Independent`. Raises ValueError
+    for another target.
     """
 
     network_class: Any = ExitNetwork
-    tail = 1  # the text but its last token is stored, and must stay as the target stored it
+    tail = 1  # all but the last token of a text is stored, by the target, and must not be overwritten
 
     def __init__(
         self, network: ExitNetwork, target: PreTrainedModel, greedy: bool = False, *, compile: bool | None = None,
@@ -240,7 +242,7 @@ class EarlyExit(Independent):
 
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "EarlyExit":
-        """Raises as `load_draft`, and ValueError for a target of other sizes."""
+        """Raises as `load_draft`, and ValueError if the target's sizes differ."""
         network = cls.load_network(folder, arguments)
         return cls(network, arguments.target, arguments.greedy, compile=arguments.compile, shape=arguments.shape)
 

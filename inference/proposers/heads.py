@@ -1,10 +1,10 @@
 """Draft heads on the target's newest state: Medusa (Cai et al. 2024, 2401.10774) and Hydra (Ankner et al. 2024,
 2402.05109), their networks as they are trained and served, and the proposers.
 
-Head j guesses the token j + 2 positions after the one whose state it reads: a round's newest state is that of the token
-before the anchor, so head 0 guesses the first new token. The target's own head makes the logits. Medusa's heads see
-neither the anchor nor each other's drafts; Hydra's heads also read the embeddings of the j + 1 tokens between: the
-anchor and the drafts before their own.
+Head j predicts the token j + 2 positions after the token whose state it reads. The newest state of a round is that of
+the token before the anchor, so head 0 predicts the first new token. The target's own head makes the logits. Medusa's
+heads see neither the anchor nor each other's drafts; Hydra's heads also read the embeddings of the j + 1 tokens
+between: the anchor and the drafts before their own.
 
 K heads or drafts, L blocks of each head, D width of the target's states, N states, A rows, V vocabulary.
 """
@@ -27,7 +27,7 @@ from inference.models.step import by_round
 from inference.proposers.base import Host, LoadArguments, Outcome, Proposal, Proposer, Round
 from inference.proposers.trees import DynamicTrees, Follow, Nodes, TreeShape, of_depths, one_by_one, trees_of
 
-Given = Mapping[str, Tensor]  # newest (A, D), the states; anchor (A, 1), the ids after them
+Given = Mapping[str, Tensor]  # newest (A, D): states; anchor (A, 1): the ids after them
 
 
 class MedusaConfig(PretrainedConfig):
@@ -53,16 +53,16 @@ class HydraConfig(MedusaConfig):
 
 
 class HeadsNetwork(PreTrainedModel):
-    """What draft heads of every kind share: the sizes of their target, and no embeddings of their own."""
+    """The common part of both kinds of heads: the sizes of the target, and no embeddings."""
 
     base_model_prefix = ""
 
     def get_input_embeddings(self) -> Any:
-        """None: they read the target's states."""
+        """None: the heads read the target's states."""
         return None
 
     def get_output_embeddings(self) -> Any:
-        """None: the target's head makes their logits."""
+        """None: the target's head makes the logits."""
         return None
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -74,13 +74,13 @@ class HeadsNetwork(PreTrainedModel):
         return int(self.config.num_heads)
 
     def fits(self, target: PreTrainedModel, where: str) -> None:
-        """Raise ValueError, beginning with `where`, for a target of other sizes than the heads'."""
+        """Raise ValueError, beginning with `where`, if the target's sizes differ from the heads'."""
         same_sizes(self.config, target, where)
 
 
 class MedusaNetwork(HeadsNetwork):
-    """weight (K, L, D, D), bias (K, L, D): x + silu(W x + b), block after block. Zeros before training: every head then
-    gives what the target's own head gives for the state."""
+    """weight (K, L, D, D), bias (K, L, D): x + silu(W x + b), block after block. Before training they are zero: then
+    every head returns the state unchanged."""
 
     config_class = MedusaConfig
 
@@ -92,8 +92,8 @@ class MedusaNetwork(HeadsNetwork):
         self.post_init()
 
     def states(self, newest: Tensor, heads: int) -> Tensor:
-        """newest (N, D) -> what the target's head reads for the first `heads` heads (heads, N, D), in one batched
-        product a block."""
+        """newest (N, D) -> the states (heads, N, D) of the first `heads` heads, for the target's head; one batched
+        product per block."""
         x = newest.to(self.weight.dtype).expand(heads, *newest.shape)
         for weight, bias in zip(self.weight[:heads].unbind(1), self.bias[:heads].unbind(1), strict=True):
             x = x + F.silu(torch.baddbmm(bias.unsqueeze(1), x, weight.transpose(1, 2)))
@@ -102,11 +102,10 @@ class MedusaNetwork(HeadsNetwork):
 
 class HydraNetwork(HeadsNetwork):
     """Head j of state s and embeddings e_0 .. e_j, each scaled to a mean square of 1: s + U_j silu(W_j s + b_j +
-    sum_i V_ij e_i). U is zero before training: every head then gives what the target's own head gives for the state.
+    sum_i V_ij e_i). U is zero before training: then every head returns the state unchanged.
 
-    The contribution of a token to heads i, i + 1, ... is one product: token i, the anchor being token 0, adds to the
-    sums of all later heads.
-    state, out (K, D, D); bias (K, D); tokens (K (K + 1) / 2, D, D): V_ij, by i, then by j >= i.
+    Token i (the anchor is token 0) is added to the sums of heads i, i + 1, ... by one product. state, out (K, D, D);
+    bias (K, D); tokens (K (K + 1) / 2, D, D): V_ij, by i, then by j >= i.
     """
 
     config_class = HydraConfig
@@ -139,9 +138,9 @@ class HydraNetwork(HeadsNetwork):
 class DraftHeads(Proposer):
     """Drafts with heads on the state of the token before the anchor, the newest one when a round begins.
 
-    network: the heads, used as they are; greedy: draft argmax q with a one-hot distribution instead of drawing from q.
-    shape: of the trees that it drafts, as of `Independent`; None: chains. A prompt of one token has no state: its first
-    round drafts nothing. If the target's passes are replayed (`graphs`), all drafts of a round are one graph.
+    network: the heads, used without a change; greedy: draft argmax q with a one-hot distribution instead of drawing
+    from q. shape: the trees to draft, as in `Independent`; None: chains. A prompt of one token has no state, so its
+    first round drafts nothing. If the target's passes are CUDA graphs (`graphs`), all drafts of a round are one graph.
     """
 
     reads = (LAST,)
@@ -172,7 +171,8 @@ class DraftHeads(Proposer):
         return str(self.network.dtype).removeprefix("torch.")
 
     def open(self, host: Host) -> None:
-        """Raises ValueError for a target of other sizes than the heads', and for a shape that they cannot draft."""
+        """Raises ValueError if the target's sizes differ from the heads', and for a shape that the heads cannot
+        draft."""
         target = host.target
         if self.branching:
             self.branching.require(host.vocabulary, self.depths)
@@ -182,7 +182,7 @@ class DraftHeads(Proposer):
         self.newest = target.no_states(host.rows + host.spare, (LAST,))[LAST].new_zeros(
             host.rows + host.spare, self.network.config.hidden_size
         )
-        if not again:  # recordings run the head of the target that they were recorded with
+        if not again:  # CUDA graphs run the head of the target that they were recorded with
             self.replays = Graphs(target.device) if target.uses_graphs else None
             self.stamp = Stamp(self.network, addresses=True, values=False)
 
@@ -217,7 +217,7 @@ class DraftHeads(Proposer):
         return one_by_one(K, *self.unrolled(given, K), by_round(round, self.greedy))
 
     def unrolled(self, given: Given, K: int) -> tuple[Tensor, Follow]:
-        """Logits (A, V) after the texts, and the function that gives those of K - 1 more levels; functions of
+        """Logits (A, V) after the texts, and the function that returns the logits of K - 1 more levels; functions of
         tensors."""
         raise NotImplementedError(f"{type(self).__name__}.unrolled")
 
@@ -247,8 +247,8 @@ class DraftHeads(Proposer):
 
 
 class Medusa(DraftHeads):
-    """Heads that see neither the anchor nor the drafts before theirs: all nodes of one depth of a tree have one
-    distribution, that of their head."""
+    """Heads that see neither the anchor nor earlier drafts: all nodes at one depth of a tree have the same
+    distribution."""
 
     network_class: Any = MedusaNetwork
 
@@ -258,15 +258,15 @@ class Medusa(DraftHeads):
 
 
 class Hydra(DraftHeads):
-    """Heads that see the anchor and the drafts before theirs: a draft costs four small products, and all nodes of one
-    depth of a tree share these few."""
+    """Heads that see the anchor and earlier drafts. A draft needs four small products; all nodes at one depth of a tree
+    are computed in the same four products."""
 
     network_class: Any = HydraNetwork
 
     def unrolled(self, given: Given, K: int) -> tuple[Tensor, Follow]:
         network, target, newest = self.network, self.host.target, given["newest"]
         sums = network.read(network.read_state(newest, K), target.embedded(given["anchor"][:, 0]), 0)
-        sums = sums.transpose(0, 1).unsqueeze(1)  # (A, nodes, later heads, D): the sum of each along a node's path
+        sums = sums.transpose(0, 1).unsqueeze(1)  # (A, nodes, later heads, D): sums along each node's path
 
         def follow(ids: Tensor, nodes: Nodes) -> Tensor:
             nonlocal sums

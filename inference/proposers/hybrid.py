@@ -1,8 +1,9 @@
-"""Look-up together with a model: a gate decides for each row and round which of the two drafts.
+"""Look-up combined with a draft model: in each round a gate decides for each row which of the two drafts.
 
-The gate compares expected rates of tokens, from counts on held-out text. It reads how long an end of the text occurred
-earlier, and whether in the text itself or in a datastore, which depend on earlier text alone. It never sees a token
-that a model drew: dropping or swapping such a draft after reading it would change the distribution of the text.
+The gate compares expected rates of tokens, from counts on held-out text. It reads the length of the match (how many
+last tokens of the text occurred earlier) and its source, the text itself or a datastore. Both depend on earlier text
+alone. The gate never reads a token that the model drew: dropping or replacing a draft because of its token would change
+the distribution of the text.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,16 +23,16 @@ from inference.proposers.independent import Independent
 from inference.proposers.retrieval import Retrieval, chains
 from inference.sampling import one_hot
 
-LONGEST = 16  # matches of as many tokens or more share their counts
-WEIGHT = 8.0  # rounds that the estimate for matches one token shorter counts as
+LONGEST = 16  # matches of so many tokens or more are counted together
+WEIGHT = 8.0  # rounds as which the estimate for matches one token shorter counts
 
 
 @dataclass(frozen=True)
 class Gate:
     """lookup[source][n][j]: P(the first j + 1 drafts of a look-up are accepted), source 0 being the row's own text and
-    1 a datastore, n = 0 .. LONGEST the length of the match; model[source][n][j]: the same for the model's drafts after
-    such matches. step: the time of one draft of the model; column: the time that each draft of any kind adds to the
-    target's pass; both in plain target steps.
+    1 a datastore, n = 0 .. LONGEST the length of the match; model[source][n][j]: the same for the model's drafts at
+    such matches. step: the time of one draft of the model; column: the time that one more draft adds to the target's
+    pass; both relative to a plain target step.
     """
 
     lookup: Sequence[Sequence[Sequence[float]]]
@@ -41,14 +42,15 @@ class Gate:
 
     @classmethod
     def uncalibrated(cls, depths: int = 16) -> "Gate":
-        """Before any count: acceptance 0.7 for a model and n / (n + 2) for a look-up, a draft step costs a tenth."""
+        """Default values without counts: acceptance 0.7 for a model and n / (n + 2) for a look-up, and a draft step of
+        a tenth of a target step."""
         lookup = [[(n / (n + 2)) ** (j + 1) for j in range(depths)] for n in range(LONGEST + 1)]
         model = [[0.7 ** (j + 1) for j in range(depths)]] * (LONGEST + 1)
         return cls([lookup, lookup], [model, model], 0.1, 0.02)
 
     def looked_up(self, match: Match, k: int) -> int:
-        """How many of a look-up's drafts to use, 0: the model drafts k. The number with the most tokens a second, if
-        its rate is at least the model's."""
+        """How many of a look-up's drafts to use: the number with the highest rate of tokens, or 0 (the model drafts k)
+        if the model's rate is higher."""
         source, n = int(match.stored), min(match.length, LONGEST)
         drafted = sum(self.model[source][n][:k])
         best, most = 0, (1 + drafted) / (1 + (self.step + self.column) * k)
@@ -78,8 +80,9 @@ _KEYS = {"lookup": "found"}  # field of `Gate` -> its key in config.json, where 
 
 @dataclass(frozen=True)
 class HeldOutPosition:
-    """A position of a held-out text. match: what look-up returned there; right: how many of its drafts the text then
-    had; accepted: how many drafts of the model a round from there accepted, None if no round began there."""
+    """A position of a held-out text. match: the result of look-up there; right: how many of its drafts are the text's
+    next tokens; accepted: how many of the model's drafts the round that began there accepted, None if no round began
+    there."""
 
     match: Match
     right: int
@@ -89,9 +92,10 @@ class HeldOutPosition:
 def calibrated(positions: Iterable[HeldOutPosition], depths: int, step: float, column: float) -> Gate:
     """The gate counted at positions of held-out text that the target generated under the settings to be served.
 
-    A look-up's draft is certain, so on text of the target's distribution a draft is accepted as often as the text has
-    that token there. A look-up's counts for matches of n tokens are smoothed towards those of n - 1 tokens, the model's
-    towards those of all positions, see `WEIGHT`. depths: drafts of a round, of either.
+    A look-up's draft has probability 1 under q, so the share of positions at which the text has the drafted token is
+    its acceptance rate. Counts of look-up for matches of n tokens are smoothed towards the counts for n - 1 tokens,
+    counts of the model towards those of all positions, see `WEIGHT`. depths: most drafts of a round, of look-up or the
+    model.
     """
     cells: list[list[list[HeldOutPosition]]] = [[[] for _ in range(LONGEST + 1)] for _ in range(2)]
     for position in positions:
@@ -117,8 +121,8 @@ def _model_counts(cell: list[HeldOutPosition], depths: int) -> DepthCounts:
 
 
 def _smoothed(counts: list[DepthCounts], first: list[float]) -> list[list[float]]:
-    """Survival of each cell by depth, with the estimate of the cell before it counted as `WEIGHT` rounds, `first` being
-    that before the first cell."""
+    """Survival of each cell by depth. The estimate of the cell before counts as `WEIGHT` rounds; `first` is the
+    estimate before the first cell."""
     shares, before = [], first
     for cell in counts:
         before = [(hits + WEIGHT * mean) / (rounds + WEIGHT) for (hits, rounds), mean in zip(cell, before, strict=True)]
@@ -127,11 +131,12 @@ def _smoothed(counts: list[DepthCounts], first: list[float]) -> list[list[float]
 
 
 class Hybrid(CompositeProposer):
-    """Retrieval first, `model` if the gate says so (as Hu et al. 2024, 2411.10666, join SAM decoding with a model).
+    """Drafts by `Retrieval`, or by `model` if the gate says so (as Hu et al. 2024, 2411.10666, join SAM decoding with a
+    model).
 
-    The gate decides before anything is drawn, from earlier text alone, so each row's drafts are drawn from the
-    distributions that are returned: one-hot ones for look-up, else the model's. Rows that look-up drafts for cost the
-    model nothing; it reads their new tokens when it next drafts for them. The model drafts chains.
+    The gate decides before anything is drawn, from earlier text alone. So each row's drafts are drawn from the
+    distributions that are returned: one-hot for look-up, else the model's. The model does not run for rows that use
+    look-up; it reads their new tokens when it next drafts for them. The model drafts chains.
     """
 
     network_class = AutoModelForCausalLM
@@ -142,7 +147,7 @@ class Hybrid(CompositeProposer):
         self.parts = (self.retrieval, model)
 
     def __copy__(self) -> "Hybrid":
-        """With parts of its own, so that copies share no state."""
+        """A copy with copies of the parts, so that the two share no state."""
         return Hybrid(copy(self.model), copy(self.retrieval), self.gate)
 
     @classmethod
@@ -181,8 +186,8 @@ class Hybrid(CompositeProposer):
 
 
 class PartialRound(RoundView):
-    """A round in which a model drafts for some rows only: k_b = 0 for the others, whose drafts are those of `sure`.
-    These travel to the device with the numbers that the model sends."""
+    """A round in which a model drafts for some rows only. The others have k_b = 0 and their drafts are in `sure`, which
+    are copied to the device with the numbers that the model sends."""
 
     def __init__(self, round: Round, k: list[int], sure: Proposal | None = None) -> None:
         super().__init__(round, k)
@@ -198,7 +203,7 @@ class PartialRound(RoundView):
         return self.sent
 
     def draw(self, probs: Tensor, depth: int) -> Tensor:
-        """For rows that look-up drafts for, its draft for certain: the model's distribution is not used."""
+        """For rows that use look-up, the draft of look-up; the model's distribution is not used."""
         if self.sure is not None and depth < self.sure.x.shape[1]:
             sent = self.send()
             certain = one_hot(sent["sure"][:, depth], probs)
@@ -210,7 +215,7 @@ class PartialRound(RoundView):
 
 
 def mixed(part: PartialRound, drawn: Proposal) -> Proposal:
-    """One proposal of a round's certain drafts and of those that the model drew: each row's are of one sort.
+    """One proposal with the drafts of look-up and of the model; the drafts of a row come from only one of them.
 
     Raises ValueError for a tree: all rows of a round have one shape of drafts.
     """

@@ -1,4 +1,4 @@
-"""An independent draft: a small causal LM of its own, one pass a token or all drafts at once."""
+"""An independent draft: a small causal LM that drafts with one pass per token, or all drafts in one call."""
 
 from collections.abc import Sequence
 from os import PathLike, fspath
@@ -21,17 +21,17 @@ from inference.sampling import certain
 class Independent(Proposer):
     """Drafts with a causal LM (Leviathan et al. 2023, 2211.17192).
 
-    model: a transformers model, used as it is, or a path / hub id. greedy: draft argmax q with a one-hot distribution,
-    as serving engines do by default, instead of drawing from q. compile: its passes are compiled, see `compiled`, or
-    replayed, see `graphs`; None: on a GPU alone. int8: its weights are rounded to 8 bits, see `llama`: q is then
-    the rounded draft's distribution. shape: of the trees that it drafts, the parents of their nodes (see `StaticTrees`)
-    or a `Dynamic`, to be verified by tree, traversal or coupled; None: chains.
+    model: a transformers model, used without a change, or a path / hub id. greedy: draft argmax q with a one-hot
+    distribution, as serving engines do by default, instead of drawing from q. compile: whether passes are compiled (see
+    `compiled`) or CUDA graphs (see `graphs`); None: only on a GPU. int8: whether the weights are rounded to 8 bits, see
+    `llama`; q is then the distribution of the rounded model. shape: the trees to draft, as the parents of the nodes
+    (see `StaticTrees`) or a `Dynamic`; they are verified by tree, traversal or coupled; None: chains.
     """
 
     network_class = AutoModelForCausalLM
     drafts_trees = True
     scaled = False  # whether it writes to `LM.scale`
-    tail = 2  # ids of a text that a round with all drafts at once feeds: after a fully accepted round two are missing
+    tail = 2  # last ids of a text that a round with all drafts at once reads: up to two are not stored yet
 
     def __init__(
         self, model: PreTrainedModel | str | PathLike[str], greedy: bool = False, *, compile: bool | None = None,
@@ -42,17 +42,17 @@ class Independent(Proposer):
         self.model = _load(fspath(model)) if isinstance(model, str | PathLike) else model
         self.greedy, self.compile, self.int8 = greedy, compile, int8
         self.branching = trees_of(shape)
-        # of a round that drafts trees: the anchors' slots, here and on the device, and its levels
+        # of a round that drafts trees: the anchors' slots, on the host and on the device, and the number of levels
         self.anchors: tuple[list[int], Tensor, int]
         self.opened: tuple[int, int, int, int] | None = None
         self.lm: LM
         self.stored: list[int] = []  # tokens of each row's text that its slot holds
         self.sent: dict[str, Tensor] = {}  # this round's numbers, once they are on the device
-        self.longest = 0  # drafts of a round at once, the same number each time: another length is another graph
+        self.longest = 0  # drafts of a round at once, the same number each time, since each length needs its own graph
 
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "Independent":
-        """Raises as `load_draft`; warns of a target of another shape than the one that the draft was trained for."""
+        """Raises as `load_draft`; warns if the target's shape is not the one that the draft was trained for."""
         draft = cls.load_network(folder, arguments)
         int8 = arguments.metadata is not None and arguments.metadata.int8 and takes_int8(draft)
         network = draft if int8 else widened(draft)
@@ -67,7 +67,7 @@ class Independent(Proposer):
 
     @property
     def weights(self) -> str | None:
-        """The dtype of its weights, or int8."""
+        """The dtype of the weights, or int8."""
         return "int8" if self.int8 else str(self.model.dtype).removeprefix("torch.")
 
     def open(self, host: Host) -> None:
@@ -94,10 +94,10 @@ class Independent(Proposer):
         self.stored[low:] = [min(len(prompt), self.lm.context) - 1 for prompt in prompts]
 
     def propose(self, round: Round) -> Proposal:
-        """Feed what the slots lack (one or two ids, more after rounds without drafts), then draft: all at once if the
-        draft is compiled, else step by step.
+        """Read the ids that the slots lack (one or two, more after rounds without drafts), then draft: all at once if
+        the model is compiled, else step by step.
 
-        A row longer than the draft's own context gets no drafts.
+        A row longer than the draft's context gets no drafts.
         """
         k = [max(0, min(k, self.lm.context - len(text))) for k, text in zip(round.k, round.texts, strict=True)]
         K = max(k)
@@ -125,14 +125,16 @@ class Independent(Proposer):
         return Proposal(torch.stack(drafted, 1), torch.stack(distributions, 1), k)
 
     def _catch_up(self, round: Round, k: list[int]) -> Tensor:
-        """Logits (A, V) after each whole text; ragged tails are padded on the right, past what is read."""
+        """Logits (A, V) after each whole text. Ids that slots lack are padded on the right; results at the padding are
+        not used."""
         sent = self.sent or round.send(k, **self._lacking(round.texts, k))
         ids, only, at = self._on_device(sent["lacking"], sent["only"], sent["stored"])
         return self.lm.forward(ids, self.stored, only=only, at=at).logits[:, 0]
 
     def _lacking(self, texts: Sequence[list[int]], k: list[int]) -> dict[str, Any]:
-        """Ids that the slots lack, the index of the last one, their first slot, and the first draft's: for a row
-        without drafts the end of what is stored, since its slot may have no room after its text."""
+        """The ids that the slots lack, the index of the last of them, their first slot, and the slot of the first
+        draft. For a row without drafts the latter is the end of the stored tokens, since the slot may have no room
+        after the text."""
         rows = list(zip(texts, k, self.stored, strict=True))
         tails = [text[stored:] if wanted else text[-1:] for text, wanted, stored in rows]
         follows = [len(text) if wanted else stored for text, wanted, stored in rows]
@@ -144,7 +146,8 @@ class Independent(Proposer):
         return [tensor.to(self.lm.device) for tensor in tensors]
 
     def _by_level(self, round: Round, k: list[int], shape: StaticTrees | DynamicTrees) -> Proposal:
-        """Trees, a pass a level; always all levels if passes are replayed, since another tree is another graph."""
+        """Drafts of trees, with one pass per level. If passes are CUDA graphs, all levels are always drafted, since
+        each tree needs its own graph."""
         lacking = self._lacking(round.texts, k)
         self.sent = round.send(shape.nodes(k), **lacking, **shape.numbers(k))
         depth = shape.depth if self.lm.uses_graphs else min(max(k), shape.depth)
@@ -156,13 +159,13 @@ class Independent(Proposer):
 
         x, q = shape.grown(round, depth, logits, follow, self.greedy)
         self.anchors, rows = (start, at, depth), zip(round.texts, k, self.stored, strict=True)
-        # of the last level nothing is stored
+        # no pass stored the last level
         self.stored = [len(text) + depth - 1 if wanted else stored for text, wanted, stored in rows]
         return shape.proposal(k, x, q)
 
     def _at_once(self, round: Round, k: list[int]) -> Proposal | None:
-        """All drafts by one call of a compiled model; None if it has no such call, for texts near the end of its
-        context, and if distributions take more than a temperature and passes are no CUDA graphs."""
+        """All drafts by one call of a compiled model. None if the model has no such call, if texts are near the end of
+        its context, or if distributions need more than a temperature and passes are no CUDA graphs."""
         self.longest, K, ends = max(self.longest, *k), max(k), [len(text) for text in round.texts]
         rows = list(zip(ends, self.stored, k, strict=True))
         fits = self.tail <= min(ends) and max(ends) + self.longest <= self.lm.context
@@ -173,7 +176,7 @@ class Independent(Proposer):
         simple = temperatures is not None and (greedy or all(temperatures))
         if not simple and not self.lm.uses_graphs:
             return None
-        # if single steps follow, they need no copy of their own
+        # if single steps follow, they need no further copy
         lacking = self._lacking(round.texts, k)
         sent = self.sent = round.send(k, last=[text[-self.tail :] for text in round.texts], ends=ends, **lacking)
         if any(wanted and end - stored > self.tail for end, stored, wanted in rows):
@@ -186,13 +189,13 @@ class Independent(Proposer):
             drafts = self.lm.draft_for(round, self.longest, self.greedy, last, ends, at)
         if drafts is None:
             return None
-        # a row without drafts counts none as stored (another part may draft for it), and no gap before them
+        # for a row without drafts, no draft counts as stored (another part may draft for it), and a gap stays a gap
         left = [end if end - stored <= self.tail else stored for end, stored, _ in rows]
         self.stored = [end + self.longest - 1 if k_b else own for end, own, k_b in zip(ends, left, k, strict=True)]
         return Proposal(drafts[0][:, :K], drafts[1][:, :K], k)
 
     def commit(self, outcome: Outcome) -> None:
-        if outcome.path is not None and self.branching:  # nodes that were read and accepted become part of the text
+        if outcome.path is not None and self.branching:  # move the accepted nodes that a pass has stored
             (path,), (start, at, depth) = self._on_device(outcome.path), self.anchors
             self.lm.keep(start, self.branching.stored(path, depth), at)
             ends = zip(outcome.valid, start, strict=True)

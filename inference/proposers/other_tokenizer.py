@@ -23,17 +23,17 @@ from inference.models.pretrained import widened
 from inference.proposers.base import Host, LoadArguments, Outcome, Proposal, Proposer, Round, RoundView, States
 from inference.proposers.independent import Independent
 
-WINDOW = 64  # tokens at the end of a text that are converted again each round, at least
+WINDOW = 64  # at least so many tokens at the end of a text are converted again each round
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class OtherTokenizer(Proposer):
     """An independent draft of another vocabulary (Timor et al. 2025, token-level intersection, 2502.05202): its
-    distribution is that of its own model over the shared tokens (equal byte strings), renormalised under the row's
-    settings. Drafts are drawn from that very distribution, so the text's distribution is the target's.
+    distribution is the draft model's over the shared tokens (equal byte strings), renormalised under the row's
+    settings. Drafts are drawn from exactly this distribution, so the text's distribution is the target's.
 
-    model: the draft's, of its own ids. shared, converter: see `between`. greedy, compile: as of `Independent`.
+    model: the draft model, with its own ids. shared, converter: see `between`. greedy, compile: as in `Independent`.
     """
 
     network_class = AutoModelForCausalLM
@@ -54,7 +54,7 @@ class OtherTokenizer(Proposer):
         self.rows: list[list[int]] = []  # each row's text in draft ids, as of the last round that drafted for it
         self.staged: dict[int, list[int]] = {}
         self.vocabulary = 0  # ids of the target in the tables
-        self.tabled: Any = None  # the model whose recordings read them
+        self.tabled: Any = None  # the LM whose CUDA graphs read the tables
 
     @classmethod
     def between(
@@ -66,7 +66,7 @@ class OtherTokenizer(Proposer):
         compile: bool | None = None,
     ) -> "OtherTokenizer":
         """From a draft, its tokenizer and the target's. Raises ValueError for tokenizers whose tokens are no byte
-        strings, or that share none."""
+        strings, or that share no token."""
         shared = SharedTokens.of(target_tokenizer, tokenizer)
         return cls(model, shared, TextConverter(target_tokenizer, tokenizer), greedy, compile)
 
@@ -91,11 +91,11 @@ class OtherTokenizer(Proposer):
         # a text may be longer in the draft's tokens; no drafts for a text that its slot cannot hold
         own = Host(host.rows, host.spare, self.size, 4 * host.context, host.target)
         if host.vocabulary != self.vocabulary:
-            self.vocabulary, self.inner.opened = host.vocabulary, None  # with recordings of its own
+            self.vocabulary, self.inner.opened = host.vocabulary, None  # a new LM with new CUDA graphs
         self.inner.open(own)
         self.rows, self.staged = [], {}
         self.converter.keep([])
-        if self.tabled is not self.inner.lm:  # its recordings read these very tables, so they live as long
+        if self.tabled is not self.inner.lm:  # its CUDA graphs read the memory of these tables, so they live as long
             self.tabled = self.inner.lm
             self.to_target, self.to_draft = self.shared.tables(host.vocabulary, self.size, self.inner.lm.device)
 
@@ -121,7 +121,7 @@ class OtherTokenizer(Proposer):
             self.rows[target] = last
 
     def commit(self, outcome: Outcome) -> None:
-        """Drop its drafts from its slots: with the tokens after them the text may convert to other ids."""
+        """Count no draft as stored: with the tokens after them, the text may convert to other ids."""
         valid = [len(ids) if length else 0 for ids, length in zip(self.rows, outcome.valid, strict=True)]
         self.inner.commit(Outcome(valid, outcome.accepted, {}))
 
@@ -153,7 +153,7 @@ class DraftVocabularyRound(RoundView):
 
     @property
     def temperatures(self) -> None:
-        """None: its distributions take more than a temperature."""
+        """None: distributions depend on more than a temperature."""
         return None
 
     def on(self, given: Mapping[str, Tensor]) -> "DraftVocabularyRound":
@@ -171,7 +171,8 @@ class DraftVocabularyRound(RoundView):
 
 @dataclass(frozen=True)
 class SharedTokens:
-    """Pairs (target id, draft id) of equal byte strings, each id in one pair at most, and the ends of texts."""
+    """Pairs (target id, draft id) of equal byte strings, with each id in at most one pair, and the pairs of end
+    tokens."""
 
     pairs: tuple[tuple[int, int], ...]
 
@@ -197,15 +198,16 @@ class SharedTokens:
 
 
 def _by_bytes(tokenizer: PreTrainedTokenizerBase) -> dict[bytes, int]:
-    """Id of each byte string; of several ids, one that is not named as a single byte, then the smallest."""
+    """The id of each byte string. If several ids have it, prefer one that is not a single-byte token, then the
+    smallest."""
     strings, names = byte_strings(tokenizer), {number: name for name, number in tokenizer.get_vocab().items()}
     order = sorted(strings, key=lambda number: (_BYTE.fullmatch(names[number]) is not None, number), reverse=True)
     return {strings[number]: number for number in order}
 
 
 def byte_strings(tokenizer: PreTrainedTokenizerBase) -> dict[int, bytes]:
-    """The bytes of each id but special ones: byte-level BPE, or SentencePiece's marks for spaces and bytes. Raises
-    ValueError for other tokenizers, whose tokens are no parts of the text."""
+    """The bytes of each id except special ones, for byte-level BPE and SentencePiece. Raises ValueError for other
+    tokenizers, whose tokens are not parts of the text."""
     decoders = _decoders(tokenizer)
     if "ByteLevel" not in decoders and not decoders & {"ByteFallback", "Metaspace", "Replace"}:
         raise ValueError(
@@ -239,7 +241,7 @@ def _bytes(name: str, table: Mapping[str, int] | None) -> bytes:
 
 
 def _alphabet() -> dict[str, int]:
-    """The printable characters by which byte-level BPE names bytes (Radford et al. 2019)."""
+    """The printable characters that stand for bytes in byte-level BPE (Radford et al. 2019)."""
     plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + n): byte for n, byte in enumerate(others)}
@@ -247,22 +249,22 @@ def _alphabet() -> dict[str, int]:
 
 class TextConverter:
     """Converts texts of target ids to draft ids. The part before the last `WINDOW` tokens is converted once and cached,
-    up to a position at which a word begins, so that a round costs the same however long the text is; if the draft's
-    tokenizer does not treat the parts of a text alike, the whole text is converted each time."""
+    up to a position at which a word begins, so the time of a round does not grow with the text. If the draft's
+    tokenizer gives other ids for the parts of a text than for the whole, the whole text is converted each time."""
 
     def __init__(self, target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
         self.draft, self.bytes = draft, byte_strings(target)
         for number in target.all_special_ids:
             self.bytes[number] = str(target.convert_ids_to_tokens(number)).encode()
         if target.bos_token_id is not None:
-            self.bytes[target.bos_token_id] = b""  # the draft's texts have a start of their own
+            self.bytes[target.bos_token_id] = b""  # texts of the draft begin with the draft's start token
         self.begin: list[int] = list(draft("")["input_ids"]) or [draft.eos_token_id or 0]
         self.local = self._encode("one two") == self._encode("one") + self._encode(" two")
-        # by id of a text: the text, how many of its tokens are converted for good, and their draft ids
+        # by id of a text: the text, how many of its tokens are converted, and their draft ids
         self.cache: dict[int, tuple[list[int], int, list[int]]] = {}
 
     def keep(self, texts: Sequence[list[int]]) -> None:
-        """Forget all texts but these."""
+        """Drop all texts except these from the cache."""
         self.cache = {id(text): self.cache[id(text)] for text in texts if id(text) in self.cache}
 
     def __call__(self, text: list[int]) -> list[int]:

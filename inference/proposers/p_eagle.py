@@ -1,4 +1,4 @@
-"""A feature draft that guesses all tokens of a round in one pass, at masks after the text (P-EAGLE, 2602.01469).
+"""A feature draft that predicts all tokens of a round in one pass, at masks after the text (P-EAGLE, 2602.01469).
 
 The network is an `EagleNetwork` with one more vector. The text's last pair is followed by masks: pairs that have the
 learnt `mask_hidden` in place of the target's states, and a token of the vocabulary, `pard_token`, in place of the next
@@ -31,8 +31,8 @@ class PEagleConfig(EagleConfig):
 
 
 class PEagleNetwork(EagleNetwork):
-    """mask_hidden (3H,): the states of a mask, which `fc` joins as it does the target's. Initialised at the size of
-    states, near 1: a norm follows `fc`, and its slopes grow as its input shrinks."""
+    """mask_hidden (3H,): the states of a mask, which `fc` joins as it does the target's. Initialised to values near 1,
+    the size of states: a norm follows `fc`, and its gradients would be large for a small input."""
 
     config_class: Any = PEagleConfig
 
@@ -56,9 +56,9 @@ class PEagleNetwork(EagleNetwork):
 class PEagle(Eagle):
     """Drafts k tokens from one pass over the pairs of the accepted tokens and k - 1 masks.
 
-    The distribution at depth j sees the text and j masks, not the drafts before it: all nodes of one depth of a tree
-    have one distribution. A round stores masks after the text's pairs; the next one overwrites them. It drafts at most
-    as many tokens as its config says that it was trained for. Arguments as `Eagle`; raises ValueError for a network
+    The distribution at depth j depends on the text and j masks, not on earlier drafts, so all nodes at one depth of a
+    tree have the same distribution. A round stores masks after the text's pairs; the next round overwrites them. The
+    config limits the number of drafts to that of training. Arguments as in `Eagle`; raises ValueError for a network
     whose config names no mask.
     """
 

@@ -1,4 +1,4 @@
-"""A parallel draft: a small causal LM that guesses all tokens of a round in one pass, at masks after the text."""
+"""A parallel draft: a small causal LM that predicts all tokens of a round in one pass, at masks after the text."""
 
 from collections.abc import Sequence
 from os import PathLike
@@ -15,21 +15,19 @@ from inference.proposers.base import Outcome, Proposal, Round
 from inference.proposers.independent import Independent
 from inference.proposers.trees import DynamicTrees, StaticTrees, TreeShape, of_depths
 
-MASK, DEPTHS = "pard_token", "pard_depths"  # keys of config.json: the id of a mask; drafts that it was trained for
+MASK, DEPTHS = "pard_token", "pard_depths"  # keys of config.json: the id of a mask; the drafts per round in training
 
 
 class Parallel(Independent):
     """Drafts k tokens in one pass over the anchor and k - 1 masks (PARD: An et al. 2025, 2504.18583).
 
-    The distribution at depth j sees the text and j masks, not the drafts before it, so it is the same whatever these
-    are: the draft is drawn from it, and verification is exact. The next round overwrites keys and values of masks. It
-    drafts at most as many tokens as its config says that it was trained for. Trees take the same pass: all nodes of one
-    depth have one distribution. Arguments as `Independent`; raises ValueError for a model whose config names no mask.
+    The distribution at depth j depends on the text and j masks, not on earlier drafts. Each draft is drawn from its
+    distribution, so verification is exact. The next round overwrites keys and values of masks. The config limits the
+    number of drafts to that of training. Trees need only the same pass: all nodes at one depth have the same
+    distribution. Arguments as in `Independent`; raises ValueError for a model whose config names no mask.
     """
 
-    scaled = (
-        False  # `OnePass` ignores a scale: it reads the head itself, and no parallel draft depends on the temperature
-    )
+    scaled = False  # `OnePass` ignores a scale, and no parallel draft depends on the temperature
 
     def __init__(
         self, model: PreTrainedModel | str | PathLike[str], greedy: bool = False, *, compile: bool | None = None,
@@ -40,7 +38,7 @@ class Parallel(Independent):
         self.depths = self.most
 
     def language_model(self, rows: int, vocabulary: int) -> LM | None:
-        return None  # its distribution after a text depends on the depth
+        return None  # the distribution after a text depends on the depth
 
     def propose(self, round: Round) -> Proposal:
         """A row longer than the draft's own context gets no drafts."""
@@ -71,23 +69,24 @@ class Parallel(Independent):
         return shape.grown(round, logits.shape[1], logits[:, 0], of_depths(logits), self.greedy)
 
     def commit(self, outcome: Outcome) -> None:
-        """Without a path: its slots hold text alone, since no pass reads nodes."""
+        """Commit without a path: slots hold only text, since no pass reads nodes."""
         super().commit(outcome._replace(path=None))
 
     def _masked(self, texts: Sequence[list[int]], k: list[int], depths: int) -> dict[str, Any]:
-        """For each row the ids that its slot lacks, and masks up to the longest row's last one; for a row without
-        drafts its last id, which is written after its text."""
+        """For each row the ids that its slot lacks, then masks up to the last mask of the longest row. For a row
+        without drafts, its last id, which is written after its text."""
         rows = zip(texts, k, self.stored, strict=True)
         tails = [text[stored:] if wanted else text[-1:] for text, wanted, stored in rows]
         width = max(map(len, tails)) + depths - 1
-        if self.lm.uses_graphs:  # few widths are recorded; masks after the last one change nothing before them
+        if self.lm.uses_graphs:  # few widths are recorded; more masks at the end do not change earlier results
             width = min((wide for wide in WIDTHS if wide >= width), default=width)
         masked = [tail + [self.mask] * (width - len(tail)) for tail in tails]
         return {"masked": masked, "begins": list(self.stored), "anchors": [len(tail) - 1 for tail in tails]}
 
 
 def mask_of(config: PreTrainedConfig) -> tuple[int, int]:
-    """The id of the mask, and how many drafts it was trained for. Raises ValueError if the config lacks them."""
+    """The id of the mask, and the number of drafts per round in training. Raises ValueError if the config lacks
+    them."""
     mask, depths = (getattr(config, name, None) for name in (MASK, DEPTHS))
     if mask is None or depths is None:
         raise ValueError(

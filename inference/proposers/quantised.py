@@ -1,4 +1,4 @@
-"""The target in fewer bits as its own draft: nothing is trained, its acceptance rate depends on the rounding alone."""
+"""The target in fewer bits as its own draft, without training; the acceptance rate depends on the rounding alone."""
 
 import copy
 from pathlib import Path
@@ -32,19 +32,19 @@ class QuantisedConfig(PretrainedConfig):
 
 
 class QuantisedNetwork(SettingsNetwork):
-    """No weights, `QuantisedConfig` alone: such a draft has only the target's weights."""
+    """No weights, only `QuantisedConfig`: the draft's weights are computed from the target's."""
 
     config_class = QuantisedConfig
 
 
 class Quantised(Independent):
-    """Drafts with the target's projections in 8 bits, or in nf4 (Dettmers et al. 2023, 2305.14314), with keys and
-    values of its own (self-speculation by rounding: QuantSpec, Tiwari et al. 2025, 2502.10424).
+    """Drafts with the target's projections in 8 bits, or in nf4 (Dettmers et al. 2023, 2305.14314), with a separate KV
+    cache (self-speculation by rounding: QuantSpec, Tiwari et al. 2025, 2502.10424).
 
-    int8: by the CPU's own kernel if it supports the target, see `lm.takes_int8`; otherwise the same whole numbers in
-    the target's dtype, which gives the same distribution but for the kernel's sums, and is no faster. nf4 requires
-    bitsandbytes. greedy, compile, shape: as of `Independent`. Raises ValueError for other bits and for a target that is
-    quantised itself.
+    int8: by the CPU's int8 kernel if that supports the target, see `lm.takes_int8`. Otherwise the rounded weights are
+    in the target's dtype; then the distribution is the same except for the rounding of sums, but passes are no faster.
+    nf4 requires bitsandbytes. greedy, compile, shape: as in `Independent`. Raises ValueError for other bits and for a
+    target that is quantised itself.
     """
 
     network_class: Any = QuantisedNetwork
@@ -67,7 +67,7 @@ class Quantised(Independent):
         self.model = self.target if self.int8 else quantised_copy(self.target, self.bits)
 
     def open(self, host: Host) -> None:
-        if not self.opened or not self.int8 or self.lm.stale:  # the kernel's numbers are in the LM
+        if not self.opened or not self.int8 or self.lm.stale:  # the LM has the weights of the kernel
             model = self.model
             self._round()
             self.opened = self.opened if self.model is model else None
@@ -101,9 +101,9 @@ _COPIES: WeakKeyDictionary[PreTrainedModel, dict[str, tuple[Stamp, PreTrainedMod
 
 
 def quantised_copy(target: PreTrainedModel, bits: str) -> PreTrainedModel:
-    """A copy of the target whose projections are rounded to `bits`, in the target's dtype; its embeddings are not
-    rounded, tied to the head or not. With nf4 the head is not rounded either, as in bitsandbytes. Cached for all that
-    draft with it, and rounded again when the target has changed."""
+    """A copy of the target whose projections are rounded to `bits`, in the target's dtype; the embeddings are not
+    rounded, even if they are tied to the head. With nf4 the head is not rounded either, as in bitsandbytes. The copy is
+    cached, and made again when the target has changed."""
     copies = _COPIES.setdefault(target, {})
     if bits not in copies or not copies[bits][0].holds(target):
         copies[bits] = Stamp(target, addresses=False, values=True), _quantised_copy(target, bits)

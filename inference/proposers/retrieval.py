@@ -1,4 +1,5 @@
-"""Drafts from look-up: what followed the end of the text earlier, in the text itself or in a corpus. No model."""
+"""Drafts from look-up, without a model: the tokens that followed an earlier occurrence of the text's suffix, in the
+text itself or in a corpus."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from inference.proposers.base import Host, LoadArguments, Proposal, Proposer, Ro
 
 
 def chains(drafts: Sequence[list[int]], texts: Sequence[list[int]]) -> Proposal:
-    """Certain drafts of each row, padded with the text's own last id, which the target has read already."""
+    """A proposal of certain drafts, each row padded with the last id of its text."""
     lengths = [len(draft) for draft in drafts]
     width = max(lengths)
     whole = [draft + text[-1:] * (width - len(draft)) for draft, text in zip(drafts, texts, strict=True)]
@@ -32,7 +33,7 @@ class NGram(Proposer):
         if max_n < 1:
             raise ValueError(f"NGram.max_n must be at least 1, not {max_n}")
         self.max_n = max_n
-        self.indexes: dict[int, NGramIndex] = {}  # by id of a row's text, which the index references
+        self.indexes: dict[int, NGramIndex] = {}  # by id() of a row's text; the index references the text
 
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "NGram":
@@ -57,12 +58,12 @@ class NGram(Proposer):
 
 
 class NGramIndex:
-    """Where each n-gram of a growing text began last: a round adds the n-grams that end in its new tokens."""
+    """The latest position of each n-gram of a growing text: each round adds the n-grams that end in its new tokens."""
 
     def __init__(self, text: list[int], max_n: int) -> None:
         self.text, self.max_n = text, max_n
         self.begins: dict[tuple[int, ...], int] = {}
-        self.length = 1  # tokens whose n-grams are added, but for those that end in the last one
+        self.length = 1  # tokens whose n-grams are in the index, except n-grams that end in the last token
 
     def look_up(self, k: int) -> list[int]:
         """See `NGram.look_up`."""
@@ -95,12 +96,12 @@ class LookupNetwork(SettingsNetwork):
 
 
 class Retrieval(Proposer):
-    """Drafts what followed the longest end of a text that occurred earlier: in the row's own text, by a suffix
-    automaton (Hu et al. 2024, SAM decoding, 2411.10666), or in a datastore (He et al. 2023, REST, 2311.08252),
-    whichever match is longer; in its own text if they are equal. Certain drafts.
+    """Drafts the tokens that followed the longest suffix of a text that occurred earlier: in the row's text, by a
+    suffix automaton (Hu et al. 2024, SAM decoding, 2411.10666), or in a datastore (He et al. 2023, REST, 2311.08252),
+    whichever match is longer, or that in the row's text if both are equal. Drafts are certain.
 
-    datastore: one, or its folder. shortest: tokens of the end that must have occurred earlier.
-    Raises ValueError when shortest < 1.
+    datastore: a `Datastore`, or its folder. shortest: least length of a match, in tokens. Raises ValueError when
+    shortest < 1.
     """
 
     network_class = LookupNetwork
@@ -162,7 +163,7 @@ class Retrieval(Proposer):
         return [self.of_row(row, text, most) for row, text, most in zip(self.rows, texts, k, strict=True)]
 
     def of_row(self, row: SuffixAutomaton, text: list[int], k: int) -> Match:
-        """The match of a text, `row` being its automaton or that of an earlier part of it."""
+        """The match of a text; row: the automaton of the text, or of an earlier part of it."""
         row.follow(text)
         own = row.look_up(k, self.shortest)
         if not self.datastore or own.length >= self.datastore.about.depth:

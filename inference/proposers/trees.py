@@ -1,8 +1,8 @@
-"""Drafting trees level by level and chains token by token, shared by every kind that runs a model.
+"""Drafts trees level by level and chains token by token, for every kind of draft that runs a model.
 
-A kind gives the logits after the text and a pass over the nodes of a level (`Follow`). The shape decides the nodes,
-their children and distributions, and how many a row has: `StaticTrees` for a fixed shape, `DynamicTrees` for one that
-each row's distributions decide, round by round (EAGLE-2: Li et al. 2024, 2406.16858).
+A kind of draft provides the logits after the text, and a pass over the nodes of a level (`Follow`). The shape decides
+which nodes and children each row has. `StaticTrees` has a fixed shape. In `DynamicTrees` the distributions of each row
+decide the shape in each round (EAGLE-2: Li et al. 2024, 2406.16858).
 
 A rows, n nodes of a level, w nodes of a pass, C children, M candidates, N nodes, D levels, V vocabulary.
 """
@@ -22,9 +22,9 @@ from inference.verify.tree import MOST_NODES, Tree, best, child_scores, depths_o
 
 
 class Nodes(NamedTuple):
-    """Drafts that one pass reads. depth: of all of them, 1 or more; above (1 or A, n): the index of each one's parent
-    among the nodes of the pass before, None: there is one of each; tree: its last n nodes are these, None for a
-    chain."""
+    """Drafts that one pass reads. depth: the depth of these nodes, 1 or more; above (1 or A, n): for each node, the
+    index of its parent among the nodes of the pass before, None if both passes have one node; tree: a tree whose last n
+    nodes are these, None for a chain."""
 
     depth: int
     above: Tensor | None = None
@@ -55,14 +55,16 @@ def one_by_one(K: int, logits: Tensor, follow: Follow, choose: Choose) -> tuple[
 
 
 def of_depths(logits: Tensor) -> Follow:
-    """For distributions that depend on the depth alone: logits (A, K, V), entry j after all nodes of depth j."""
+    """A `Follow` for distributions that depend on the depth alone: logits (A, K, V), entry j for all nodes of depth
+    j."""
     return lambda ids, nodes: logits[:, nodes.depth : nodes.depth + 1].expand(-1, ids.shape[1], -1)
 
 
 @dataclass(frozen=True)
 class Dynamic:
-    """Sizes of a dynamic shape. nodes: of a round, all of which are verified; depth: levels; width: nodes of a level
-    that are read; children: of each. Raises ValueError for sizes below 1 and for more nodes than a pass takes."""
+    """Sizes of a dynamic shape. nodes: number of nodes that a round verifies; depth: levels; width: how many nodes of a
+    level the draft reads; children: of each node that is read. Raises ValueError for sizes below 1 and for more nodes
+    than a pass supports."""
 
     nodes: int
     depth: int
@@ -93,18 +95,18 @@ class StaticTrees:
 
     parents: node i has parent parents[i] < i, -1 for the anchor; siblings are verified in their order. Nodes are
     renumbered level by level (`parents` of this object), siblings stay in order. depth: levels. counts: nodes within
-    each depth 0 .. depth. trees: the shape down to each depth 1 .. depth. Raises ValueError for no nodes, for a node
-    before its parent and for more nodes than a pass takes.
+    each depth 0 .. depth. trees: the shape down to each depth 1 .. depth. Raises ValueError for a tree without nodes,
+    for a node before its parent and for more nodes than a pass supports.
     """
 
-    unread = 0  # of an accepted path above the last level, how many nodes the draft may not have read
+    unread = 0  # nodes of an accepted path, above the last level, that the draft may not have read
 
     def __init__(self, parents: Sequence[int]) -> None:
         self.parents = by_level(tuple(parents))
         depths = depths_of(self.parents)
         self.depth = max(depths, default=0)
         self.counts = [sum(own <= depth for own in depths) for depth in range(self.depth + 1)]
-        self.room = self.counts[-1]  # slots of the draft that a round may take
+        self.room = self.counts[-1]  # slots of the draft that a round may use
         Tree(self.parents)
         self.trees = [Tree(self.parents[:count]) for count in self.counts[1:]]
 
@@ -117,11 +119,11 @@ class StaticTrees:
             raise ValueError(f"shape: its trees have {self.depth} levels, the draft guesses {depths}; leave some out")
 
     def nodes(self, k: Sequence[int]) -> list[int]:
-        """Nodes of each row that drafts k levels: all of these."""
+        """The number of nodes of each row, if it drafts k levels: all nodes of these levels."""
         return [self.counts[min(levels, self.depth)] for levels in k]
 
     def numbers(self, k: Sequence[int]) -> dict[str, list[int]]:
-        """What `grown` needs on the device besides the rows' nodes."""
+        """Numbers that `grown` needs on the device, besides the number of nodes of each row."""
         return {}
 
     def grown(
@@ -143,18 +145,18 @@ class StaticTrees:
         return x, torch.cat(q, 1)
 
     def stored(self, path: Tensor, depth: int) -> Tensor:
-        """Accepted nodes path (A, D); those of the last of `depth` levels, which no pass read, become -1."""
+        """The accepted nodes path (A, D), with -1 for nodes of the last of `depth` levels, which no pass read."""
         return torch.where(path < self.counts[min(depth, self.depth) - 1], path, -1)
 
     def proposal(self, k: Sequence[int], x: Tensor, q: Tensor) -> Proposal:
-        """Of rows that draft k levels, from what `grown` returned."""
+        """The proposal of rows that draft k levels, from the results of `grown`."""
         return Proposal(x, q, self.nodes(k), self.trees[self.counts.index(x.shape[1]) - 1])
 
 
 class LevelStep(NamedTuple):
-    """A level of a static shape: the nodes above it that have children; their indices in the level above, None: all of
-    its nodes; for each node the index of its parent among them, the number of siblings before it, and above (1, n) as
-    of `Nodes`."""
+    """A level of a static shape: the nodes above it that have children, and their indices in the level above (None: all
+    nodes of that level); for each node of this level the index of its parent among them and the number of siblings
+    before it; above (1, n) as in `Nodes`."""
 
     siblings: Siblings
     inner: Tensor | None
@@ -163,7 +165,7 @@ class LevelStep(NamedTuple):
     above: Tensor
 
     def of_parents(self, logits: Tensor) -> Tensor:
-        """Logits of a level -> those of its nodes that have children."""
+        """Logits of a level -> logits of the nodes of that level that have children."""
         return logits if self.inner is None else logits.index_select(1, self.inner)
 
 
@@ -198,16 +200,17 @@ def _steps(parents: tuple[int, ...], device: torch.device) -> tuple[LevelStep, .
 
 
 class DynamicTrees:
-    """As `StaticTrees`, of a `Dynamic` shape. depth: levels; widths: nodes of each pass, that of the anchor first;
+    """As `StaticTrees`, for a `Dynamic` shape. depth: levels; widths: nodes of each pass, the anchor's pass first;
     counts: candidates within each depth 0 .. depth.
 
-    A candidate's score is the log probability of its path under the draft. Of every level the `width` likeliest
-    candidates are read, in one pass, and each gives `children` candidates of the next; of all candidates the `nodes`
-    likeliest are verified. Children are always the likeliest tokens: which token a child is must not decide whether it
-    is one, and likeliest tokens follow from the text alone, so that rules for trees stay exact at any temperature.
+    A candidate's score is the log probability of its path under the draft. One pass per level reads the `width`
+    candidates of highest score, and each of them gives `children` candidates for the next level. Of all candidates, the
+    `nodes` with the highest scores are verified. Children are always the likeliest tokens. These follow from the text
+    alone, so rules for trees are exact at any temperature; with sampled children, the token that was drawn would decide
+    whether a node is in the tree.
     """
 
-    unread = 1  # of an accepted path, how many nodes at its end the draft may not have read
+    unread = 1  # nodes at the end of an accepted path that the draft may not have read
 
     def __init__(self, shape: Dynamic) -> None:
         self.shape, self.depth = shape, shape.depth
@@ -215,8 +218,8 @@ class DynamicTrees:
         for _ in range(1, shape.depth):
             self.widths.append(min(shape.width, self.widths[-1] * shape.children))
             self.counts.append(self.counts[-1] + self.widths[-1] * shape.children)
-        self.room = sum(self.widths[1:])  # slots of the draft that a round may take
-        # (A, N) of the last round's nodes, their numbers among those that were read, -1: not read
+        self.room = sum(self.widths[1:])  # slots of the draft that a round may use
+        # (A, N): for the nodes of the last round, their numbers among the nodes that were read, -1: not read
         self.passes: Tensor
 
     def require(self, vocabulary: int, depths: int | None = None) -> None:
@@ -231,7 +234,7 @@ class DynamicTrees:
         return [min(self.counts[min(levels, self.depth)], self.shape.nodes) for levels in k]
 
     def numbers(self, k: Sequence[int]) -> dict[str, list[int]]:
-        """What `grown` needs on the device: levels of each row."""
+        """Numbers that `grown` needs on the device: the levels of each row."""
         return {"levels": list(k)}
 
     def grown(
@@ -250,11 +253,11 @@ class DynamicTrees:
         return x, parents
 
     def proposal(self, k: Sequence[int], x: Tensor, parents: Tensor) -> Proposal:
-        """Of rows that draft k levels, from what `grown` returned."""
+        """The proposal of rows that draft k levels, from the results of `grown`."""
         return Proposal(x, None, self.nodes(k), Tree(parents))
 
     def stored(self, path: Tensor, depth: int) -> Tensor:
-        """Accepted nodes path (A, D), as their pass numbered them; -1: not read, or no node."""
+        """The accepted nodes path (A, D), by their numbers among the nodes that were read; -1: not read, or no node."""
         return torch.where(path < 0, -1, self.passes.gather(1, path.clamp(min=0)))
 
 

@@ -1,9 +1,9 @@
-"""Two levels: a small draft guesses for the rounded target, which verifies the guesses exactly and drafts for the
-target.
+"""Two levels: a small draft model drafts for the rounded target, which verifies these guesses exactly and drafts for
+the target.
 
-Both steps are exact, each by its own rule: the drafted tokens have the distribution of the rounded target, so that
-distribution is the q of the proposal, and the small draft affects speed alone (three models in a row, as in TriForce:
-Sun et al. 2024, 2404.11912).
+Both verifications are exact, each by its own rule. The drafted tokens have the distribution of the rounded target,
+which is therefore the q of the proposal; the small draft affects only speed (three models in a row, as in TriForce: Sun
+et al. 2024, 2404.11912).
 
 A rows, K tokens drafted for the target, n guesses of the small draft in an inner round, V vocabulary.
 """
@@ -29,17 +29,17 @@ from inference.verify.tree import usable_lengths
 
 SETTINGS = "two_levels"  # of config.json: bits, inner
 DRAWS, COINS, LAST = range(3)  # of `Round.inner`
-UNREAD = "unread", "unread_end", "unread_at"  # ids that the model lacks (A, L), the last of a row, where they go
+UNREAD = "unread", "unread_end", "unread_at"  # ids that slots of the model lack (A, L), index of the last, first slot
 
 
 class TwoLevels(CompositeProposer):
-    """Drafts of `model`, the rounded target, `inner` of them at a time guessed by `small` and verified by `rule`
-    (token, block or match). An inner round gives its accepted guesses and one token more, so a round of the target
-    takes as many inner rounds as it needs; every drafted token is used.
+    """Drafts with `model`, the rounded target, in inner rounds: `small` guesses `inner` tokens and `rule` (token, block
+    or match) verifies them. An inner round gives its accepted guesses and one token more. A round of the target runs as
+    many inner rounds as it needs; every drafted token is used.
 
-    For rows whose settings read history (penalties, bans, processors) the model alone drafts, a token at a time: the
-    progress of rows differs, and their settings read every token before. Raises ValueError for a small draft that reads
-    the target, and for a wrong rule or number of guesses.
+    For rows whose settings read the text (penalties, bans, processors) only the model drafts, one token at a time,
+    because their settings need every token before and rows advance at different speeds. Raises ValueError for a small
+    draft that reads the target, and for a wrong rule or number of guesses.
     """
 
     network_class: Any = AutoModelForCausalLM
@@ -54,7 +54,7 @@ class TwoLevels(CompositeProposer):
         self.greedy, self.parts = model.greedy, (model, small)
 
     def __copy__(self) -> "TwoLevels":
-        """With parts of its own, since rounds change the parts' counts of stored tokens."""
+        """A copy with copies of the parts, since rounds change the parts' counts of stored tokens."""
         return TwoLevels(copy(self.model), copy(self.small), self.guesses, self.rule.name)
 
     @classmethod
@@ -73,11 +73,11 @@ class TwoLevels(CompositeProposer):
         return self.model.context
 
     def language_model(self, rows: int, vocabulary: int) -> LM | None:
-        """The rounded target: its distribution is that of every draft, whatever was guessed."""
+        """The rounded target: every draft has its distribution, whatever was guessed."""
         return self.model.language_model(rows, vocabulary)
 
     def propose(self, round: Round) -> Proposal:
-        """Inner rounds until each row has its drafts; a row longer than the model's context gets none."""
+        """Run inner rounds until each row has its drafts; a row longer than the model's context gets no drafts."""
         k = [max(0, min(k, self.model.lm.context - len(text))) for k, text in zip(round.k, round.texts, strict=True)]
         if not max(k):
             return Proposal(torch.empty(len(k), 0, dtype=torch.int64, device=self.model.lm.device), None, k)
@@ -87,8 +87,8 @@ class TwoLevels(CompositeProposer):
         return outer.proposal()
 
     def _inner_round(self, outer: "OuterDrafts") -> None:
-        """The small draft guesses, one pass of the rounded target gives its distributions there, both store the
-        accepted tokens."""
+        """The small draft guesses, one pass of the rounded target gives the distributions at the guesses, and both
+        models keep the accepted tokens in their slots."""
         inner = outer.inner_round(self.guesses, self.model.stored)
         drafts = self.small.propose(inner)
         p = outer.distributions(inner, self._read(inner, drafts))
@@ -100,7 +100,7 @@ class TwoLevels(CompositeProposer):
 
     def _read(self, inner: "InnerRound", drafts: Proposal) -> Tensor:
         """Logits (A, n+1, V) of the rounded target after each text and after each guess; the same pass reads the ids
-        that its slots lack."""
+        that the slots lack."""
         lm, length = self.model.lm, inner.length(drafts.k)
         unread, end, at, x, length = (
             part.to(lm.device) for part in (*(inner.send()[name] for name in UNREAD), drafts.x, length)
@@ -117,10 +117,10 @@ class TwoLevels(CompositeProposer):
 
 
 class OuterDrafts:
-    """The drafts of a round so far. k: tokens that each row is to have; width: see `InnerRound`.
+    """The drafts of a round so far. k: number of drafts wanted for each row; width: see `InnerRound`.
 
-    texts: with the drafts; done: drafts of each row so far; x (A, K + width), q (A, K + width, V): drafts and their
-    distributions, entries past a row's own are no drafts."""
+    texts: the texts with their drafts; done: number of drafts of each row so far; x (A, K + width), q (A, K + width,
+    V): drafts and their distributions; entries past `done` have no meaning."""
 
     def __init__(self, round: Round, k: list[int], width: int) -> None:
         self.round, self.k, self.width = round, k, width
@@ -131,7 +131,7 @@ class OuterDrafts:
         self.q: Tensor
 
     def _numbers(self) -> Tensor:
-        """Uniforms (3, A, S) of all inner rounds, drawn once; rows that are done read the last positions."""
+        """Uniforms (3, A, S) of all inner rounds, computed once; rows that have all drafts read the last positions."""
         if not self.uniforms.numel():
             self.uniforms = self.round.inner((max(self.k) + 1) * self.width)
         return self.uniforms
@@ -152,8 +152,8 @@ class OuterDrafts:
         return InnerRound(self.round, self.k, self.texts, self.done, wanted, self.width, self._numbers, numbers)
 
     def distributions(self, inner: "InnerRound", logits: Tensor) -> Tensor:
-        """Logits (A, n+1, V) after the texts and guesses -> distributions p. Rows that read history have no guesses and
-        are all equally far, a token an inner round."""
+        """Logits (A, n+1, V) after the texts and guesses -> distributions p. Rows whose settings read the text have no
+        guesses; they all get one token per inner round."""
         p = self.round.plain(logits)
         if not any(self.history):
             return p
@@ -165,7 +165,7 @@ class OuterDrafts:
 
     def append(self, inner: "InnerRound", p: Tensor, x: Tensor, accepted: Tensor, token: Tensor) -> list[int]:
         """Accepted guesses and the token after them become drafts with the distributions p. Returns how many tokens of
-        each text agree with what the small draft stored."""
+        each text agree with the small draft's slots."""
         n, x = x.shape[1], x.to(p.device)
         if not self.rounds:
             A, _, V = p.shape
@@ -179,7 +179,8 @@ class OuterDrafts:
         return self._extend_texts(torch.cat([last, tokens], 1).tolist())  # the inner round's one read
 
     def _extend_texts(self, table: list[list[int]]) -> list[int]:
-        """Update texts and counts of rows that were not done; table: of each row, accepted guesses and tokens."""
+        """Update texts and counts of rows that still lacked drafts; table: for each row, accepted guesses and
+        tokens."""
         valid = []
         self.rounds += 1
         for row, (n, *tokens) in enumerate(table):
@@ -200,7 +201,8 @@ class OuterDrafts:
 
 
 def inner_rule(name: str) -> Rule:
-    """A rule that verifies inner rounds: of chains, exact, with uniforms. Raises ValueError for any other."""
+    """The rule of that name, for inner rounds. It must be exact, verify chains and use uniforms; else raises
+    ValueError."""
     fit = [rule.name for rule in RULES.values() if rule.exact and not rule.shared and not rule.trees]
     if name not in fit:
         raise ValueError(f"rule: {name!r} verifies no inner round; {', '.join(fit)} do")
@@ -209,13 +211,13 @@ def inner_rule(name: str) -> Rule:
 
 class InnerRound(RoundView):
     """One exact inner round: the small draft's guesses, verified with the distributions of the rounded target. Every
-    token that comes out follows the rounded target's distribution, given the text before it: the q of the outer round
-    is that distribution, not the small draft's.
+    token that is emitted has the rounded target's distribution given the text before it. The q of the outer round is
+    that distribution, not the small draft's.
 
     round: the outer round, which drafts `asked` tokens a row. texts: of each row, with its `done` drafts so far; k: how
-    many tokens the small draft guesses. width: numbers of a stream that an inner round may use, so that rounds that
-    begin at other tokens use others; uniforms: returns those of all inner rounds. numbers: what else the small draft's
-    first copy carries to the device.
+    many tokens the small draft guesses. width: how many numbers of a stream an inner round may use; inner rounds that
+    begin at different tokens use different numbers. uniforms: returns the uniforms of all inner rounds. numbers:
+    further numbers for the first copy of the small draft to the device.
     """
 
     def __init__(
@@ -233,7 +235,7 @@ class InnerRound(RoundView):
         return self.with_drafts
 
     def send(self, k: list[int] | None = None, **numbers: Numbers) -> dict[str, Tensor]:
-        """As `Round.send`; the outer round's draft lengths are sent, not the small draft's own `k`."""
+        """As `Round.send`; the draft lengths of the outer round are sent, not the small draft's `k`."""
         numbers |= {} if self.sent else self.numbers
         self.sent = self.round.send(self.asked, **numbers)
         return self.sent
@@ -253,26 +255,28 @@ class InnerRound(RoundView):
         return self.streams[DRAWS, :, :depths], self.round.simple(1)[1]
 
     def probs(self, logits: Tensor, drafted: list[Tensor]) -> Tensor:
-        """Of rows that read no history: the small draft guesses nothing for others."""
+        """Distributions of rows whose settings do not read the text; the small draft guesses nothing for others."""
         return self.round.plain(logits)
 
     def draw(self, probs: Tensor, depth: int) -> Tensor:
         return self._shared(probs, depth) if self.round.shared else draw(probs, self.streams[DRAWS, :, depth])
 
     def _shared(self, probs: Tensor, depth: int) -> Tensor:
-        """With the noise of the target's own tokens; the depth of rows that are done may be past the last one."""
+        """Draw with the noise of the target's tokens; for rows that have all drafts, the depth may be past the last
+        one."""
         return self.round.draw_shared(probs, (self.done + depth).clamp(max=max(self.asked)))
 
     def inputs(self, trees: bool = False) -> None:
-        """None: no recording reads how far each row is."""
+        """None: a CUDA graph cannot read the progress of each row."""
 
     def length(self, k: list[int]) -> Tensor:
         """Guesses of each row (A,) on the device."""
         return self.send()["guessed"] if k == self.k else torch.tensor(k, device=self.done.device)
 
     def verified(self, rule: Rule, p: Tensor, drafts: Proposal) -> tuple[Tensor, Tensor]:
-        """accepted (A,) of the guesses x (A, n) with their distributions q (A, n, V), and the token (A,) after them, by
-        the distributions p (A, n+1, V) of the rounded target after the text and after each guess."""
+        """Verify the guesses x (A, n), drawn from q (A, n, V), with the distributions p (A, n+1, V) of the rounded
+        target after the text and after each guess. Returns accepted (A,) and the token (A,) after the accepted
+        guesses."""
         x, q = drafts.x.to(p.device), None if drafts.q is None else drafts.q.to(p.device)
         length = usable_lengths(p, q, self.length(drafts.k))
         if self.round.shared:

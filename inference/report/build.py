@@ -1,4 +1,4 @@
-"""The data of a report: a plain dict that survives JSON.
+"""The data of a report: a plain dict that can be written as JSON.
 
 `SCHEMA` is the whole format. A report has
 
@@ -147,7 +147,7 @@ def validate(report: Mapping[str, Any]) -> None:
 
 
 def write(report: Mapping[str, Any], path: str | Path) -> None:
-    """Validate and write as JSON, wholly or not at all."""
+    """Validate, then write as JSON atomically."""
     validate(report)
     write_atomic(Path(path), json.dumps(report, indent=2, allow_nan=False) + "\n")
 
@@ -189,7 +189,7 @@ def build(
     }
     report = json.loads(json.dumps(_finite(values), default=str))
     validate(report)
-    if verdict:  # not in `SCHEMA`, which must accept older reports, whose verdicts had fewer figures
+    if verdict:  # not in `SCHEMA`: it must accept older reports, whose verdicts had fewer figures
         conform(report["exactness"]["figures"], FIGURES, "report.exactness.figures")
     return report
 

@@ -1,12 +1,12 @@
 """The replay of a generation, round by round: the drafts, their probabilities and their outcome.
 
-`SCHEMA` is the whole format. rule: of verification; rows: the text of each prompt, in the order of the call; rounds:
-for each, the rows that were decoded in it. The drafts of a row are the nodes of a tree: a node's parent is an earlier
-node, or -1 for the text so far; in a chain node i has parent i - 1. Of a draft: p and q, its probability under target
-and draft at its position; ratio, p / q, 0 if p is 0; u, the uniform that the rule compared with it, None if the rule
-uses none (coupled) or did not test this draft; state, one of `STATES`. last: the token after the accepted ones,
-"corrected" after a rejection, "bonus" if a whole path was accepted or nothing was drafted; None if the row ended before
-it.
+`SCHEMA` is the whole format. rule: the verification rule; rows: the text of each prompt, in the order of the call;
+rounds: for each round, the rows that were decoded in it. The drafts of a row are the nodes of a tree: a node's parent
+is an earlier node, or -1 for the text so far; in a chain node i has parent i - 1. Each draft has p and q, its
+probability under target and draft at its position; ratio, p / q, 0 if p is 0; u, the uniform that the rule compared
+with it, None if the rule uses none (coupled) or did not test this draft; state, one of `STATES`. last: the token after
+the accepted ones, "corrected" after a rejection, "bonus" if a whole path was accepted or nothing was drafted; None if
+the row ended before it.
 """
 
 import json
@@ -39,7 +39,7 @@ SCHEMA: dict[str, Any] = {
 
 
 class Recorder:
-    """Give one to `Engine(record=)`: it stores the first `most` rounds of the engine's last call.
+    """A recorder for `Engine(record=)` that stores the first `most` rounds of the engine's last call.
 
     While it records, a round's one copy from the device holds three numbers more per draft; texts are decoded in
     `replay`, after the call.
@@ -51,7 +51,7 @@ class Recorder:
         self.rounds: list[list[TracedRow]] = []
 
     def begin(self, rule: str, rows: Sequence["Request"]) -> None:
-        """A call begins; the rounds of the call before are dropped."""
+        """A call begins; drop the rounds of the call before."""
         self.rule, self.rounds = rule, []
         self.prompts = [row.text[: row.prompt] for row in rows]
 
@@ -76,7 +76,7 @@ class Recorder:
 
 
 def _replayed(row: TracedRow, anchor: int, tokenizer: "PreTrainedTokenizerBase | None") -> dict[str, Any]:
-    """One row of a round; anchor: the last token of its text before."""
+    """One row of a round; anchor: the last token of the row's text before the round."""
     accepted = set(row.path[: row.emitted])
     rejected = _rejected(row) if row.emitted > len(row.path) else set()
     drafts = []
@@ -121,8 +121,8 @@ def _text(ids: Sequence[int], tokenizer: "PreTrainedTokenizerBase | None", befor
 
 
 def validate(replay: Mapping[str, Any]) -> None:
-    """Raise ValueError naming the first key that departs from `SCHEMA`, an impossible state, kind, row or parent, or an
-    accepted draft whose parent is not accepted."""
+    """Raise ValueError naming the first key that does not fit `SCHEMA`, has an impossible state, kind, row or parent,
+    or is an accepted draft whose parent is not accepted."""
     conform(replay, SCHEMA, "replay")
     if replay["format"] != FORMAT:
         raise ValueError(f"replay.format is {replay['format']}, this version reads {FORMAT}")
@@ -147,6 +147,6 @@ def _validate_row(row: Mapping[str, Any], rows: int, name: str) -> None:
 
 
 def write(replay: Mapping[str, Any], path: str | Path) -> None:
-    """Validate and write as JSON, wholly or not at all."""
+    """Validate, then write as JSON atomically."""
     validate(replay)
     write_atomic(Path(path), json.dumps(replay, allow_nan=False, separators=(",", ":")) + "\n")

@@ -15,13 +15,13 @@ class Maybe:
 
 @dataclass(frozen=True)
 class Many:
-    """A dict of any string keys whose values are all as `of` describes."""
+    """A dict with any string keys, all of whose values fit `of`."""
 
     of: Any
 
 
 def conform(value: Any, schema: Any, name: str) -> None:
-    """Raise ValueError naming the first entry of value that departs from schema.
+    """Raise ValueError naming the first entry of value that does not fit the schema.
 
     schema: a type (float takes whole numbers, never NaN or infinity; object takes anything), `Maybe`, `Many`,
     a list of one schema for lists of any length, or a dict of schemas whose keys are all required and the

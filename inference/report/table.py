@@ -19,8 +19,8 @@ def table(report: Mapping[str, Any]) -> str:
 
 
 def comparison(reports: Mapping[str, Mapping[str, Any]]) -> str:
-    """Reports of one target, one line each, by name: draft length or tree, tokens per target call, speed-up over plain
-    decoding of the same run with its 95 % interval, and whether it is exact."""
+    """Reports of one target, by name, one line each: draft length or tree, tokens per target call, speed-up over plain
+    decoding in the same run with its 95 % interval, and whether decoding is exact."""
     rows = [["draft", "drafting", "tau", "predicted", "speed-up", "", "exact"]]
     for name, report in reports.items():
         tau = (report["acceptance"] or {"tau": {"measured": None, "predicted": None}})["tau"]
@@ -104,7 +104,7 @@ def _speedup(report: Mapping[str, Any]) -> str:
 
 
 def _words(speedup: Mapping[str, Any]) -> list[str]:
-    """The meaning of a ratio at or below 1."""
+    """A sentence for a speed-up that is at most 1, or whose interval contains 1."""
     whole, (of, over) = speedup["whole"], (speedup["of"], speedup["over"])
     low, high = whole["low"] or whole["value"], whole["high"] or whole["value"]
     if high < 1:

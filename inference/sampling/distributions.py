@@ -1,8 +1,8 @@
 """Logits to distributions, and draws from distributions by given uniforms.
 
-B rows, V vocabulary. Logits are divided by a temperature in one place: `_scaled`, which `probs_at` and `log_probs_at`
-call for rows of one setting (`probs`), rows of several (`Regimes`), drafts of one pass (`models.step`) and the losses
-(`cotrain.losses.chunked`). Temperature 0 is a one-hot distribution, `certain`.
+B rows, V vocabulary. Logits are divided by a temperature in one place, `_scaled`. `probs_at` and `log_probs_at` call
+it: for rows with one setting (`probs`) or several (`Regimes`), for drafts of one pass (`models.step`) and for the
+losses (`cotrain.losses.chunked`). Temperature 0 is a one-hot distribution, `certain`.
 """
 
 import math
@@ -26,10 +26,10 @@ def probs(logits: Tensor, sampling: Sampling | Sequence[Sampling]) -> Tensor:
     """softmax of the logits after temperature, top-k, top-p and min-p, in the order and with the ties of
     transformers' warpers; temperature 0 gives the one-hot distribution of the first maximum.
 
-    logits (..., V), after the settings that read the text (`sampling.penalties`); -inf keeps zero mass. sampling: one,
-    or one for each entry of the first dimension. Returns (..., V) in the logits' dtype, float32 at least; logits
-    without a distribution (NaN, +inf, or -inf alone) give NaN throughout. Raises ValueError if the number of settings
-    is not the number of rows.
+    logits (..., V), after the settings that read the text (`sampling.penalties`); -inf keeps zero mass. sampling: one
+    setting, or one for each entry of the first dimension. Returns (..., V) in the logits' dtype, float32 at least;
+    logits without a distribution (NaN, +inf, or -inf alone) give NaN throughout. Raises ValueError if the number of
+    settings is not the number of rows.
     """
     if isinstance(sampling, Sampling):
         return probs_of(wide(logits), sampling)
@@ -63,8 +63,8 @@ def probs_of(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def probs_at(logits: Tensor, temperature: float | Tensor, truncate: Truncate | None = None) -> Tensor:
-    """softmax(truncate(logits / temperature)): logits (..., V), float32 at least; temperature above 0, a number, or one
-    for each entry of the first dimension; truncate: -inf on what is cut. Returns (..., V)."""
+    """softmax(truncate(logits / temperature)): logits (..., V), float32 at least; temperature: above 0, one number, or
+    one for each entry of the first dimension; truncate: sets logits to -inf. Returns (..., V)."""
     scaled = _scaled(logits, temperature)
     return (truncate(scaled) if truncate else scaled).softmax(-1)
 
@@ -110,9 +110,9 @@ def keep_top_k(logits: Tensor, k: int) -> Tensor:
 
 
 def keep_top_p(logits: Tensor, p: float = 1.0, *, rest: float | Tensor | None = None) -> Tensor:
-    """-inf on the tail whose mass, summed from the least likely token, is at most 1 - p; the likeliest token
-    always stays (Holtzman et al. 2020, 1904.09751). Which of equal logits leaves first is up to torch.sort,
-    called as transformers calls it: a row's order depends on that row alone. rest: 1 - p, if rows differ."""
+    """-inf on the tail whose mass, summed from the least likely token, is at most 1 - p; the likeliest token always
+    stays (Holtzman et al. 2020, 1904.09751). The order of equal logits is that of torch.sort, called as in
+    transformers; it depends on the row alone. rest: 1 - p of each row, if rows differ."""
     ascending, order = logits.sort(dim=-1, descending=False)
     gone = ascending.softmax(-1).cumsum(-1) <= (1 - p if rest is None else rest)
     gone[..., -1] = False
@@ -128,9 +128,9 @@ def keep_min_p(logits: Tensor, p: float | Tensor) -> Tensor:
 def draw(probs: Tensor, u: Tensor) -> Tensor:
     """Inverse CDF: the first token with mass whose cumulative probability exceeds u, strictly.
 
-    probs (..., V), u (...) in [0, 1) -> ids (...) int64. The sum runs in float64 and u is scaled by its last value, so
-    mass lost to rounding adds to no token in particular; if nothing exceeds u, the last token with mass is returned. A
-    token of probability 0 is never returned, however a parallel scan rounds.
+    probs (..., V), u (...) in [0, 1) -> ids (...) int64. The sum is in float64 and u is multiplied by the total, so
+    mass lost to rounding is not added to one token. If nothing exceeds u, the last token with mass is returned. A token
+    of probability 0 is never returned, whatever the rounding of a parallel scan.
     """
     cdf = probs.to(torch.float64).cumsum(-1)  # (..., V)
     total = cdf[..., -1:]
@@ -150,8 +150,8 @@ def _first_above(probs: Tensor, cdf: Tensor, bound: Tensor) -> Tensor:
 
 
 class Regimes:
-    """Temperature, top-k, top-p and min-p of A rows as tensors on their device, and the distributions that they give:
-    those of `probs` of each row, with the same order and ties. A new object copies to the device."""
+    """Temperature, top-k, top-p and min-p of A rows as tensors on the device, and the distributions under them: the
+    same as `probs` gives row by row, with the same order and ties. Making an object copies to the device."""
 
     def __init__(self, sampling: Sequence[Sampling], device: torch.device) -> None:
         regimes = {(s.temperature, s.top_k, s.top_p, s.min_p) for s in sampling}
@@ -187,7 +187,7 @@ class Regimes:
 
     @property
     def key(self) -> Hashable:
-        """All that the distributions of `on` depend on except its tensors."""
+        """Everything that the distributions of `on` depend on except its tensors."""
         return self.all_greedy, self.some_greedy, self.any_min_p, self._rounded
 
     def tensors(self) -> dict[str, Tensor]:
@@ -198,8 +198,8 @@ class Regimes:
         }  # fmt: skip
 
     def on(self, tensors: Mapping[str, Tensor]) -> "Regimes":
-        """The same distributions from other tensors of the names and shapes of `tensors()`, whose values may be those
-        of any rows with this `key`."""
+        """The same computation on other tensors with the names and shapes of `tensors()`: the settings of any rows with
+        this `key`."""
         other = copy(self)
         other.max_top_k, other.alike = self._rounded, Sampling(0.0) if self.all_greedy else None
         other.temperature, other.min_p, other.greedy = tensors["temperature"], tensors["min_p"], tensors["greedy"]

@@ -1,9 +1,9 @@
 """Counter-based random numbers: pure functions of a key, independent of the order of calls and of the batch.
 
-A uniform is keyed by (seed, row, start, depth, stream), start being the number of tokens the row had emitted
-when the round began. Block and traversal verification read numbers past the token they stop at, so a key without the
-start would use those numbers again in the next round and bias the text. Gumbel noise is keyed by (seed, row, position,
-token) alone: the coupled rule needs the same noise however the rounds are cut.
+A uniform is keyed by (seed, row, start, depth, stream); start is the number of tokens the row had emitted when the
+round began. Block and traversal verification read numbers past the token at which they stop. If the key lacked the
+start, the next round would use those numbers again, which would bias the text. Gumbel noise is keyed by (seed, row,
+position, token) alone: the coupled rule needs the same noise wherever rounds begin.
 
 The mixer is splitmix64 (Steele, Lea, Flood 2014) in wrapping int64, the same bits on every device.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 
 DRAFT, ACCEPT, RESIDUAL, NOISE = 1, 2, 3, 4
 CHILDREN, REJECTED = 5, 6
-INNER = (7, 8, 9)  # drafts, acceptance and last draws of rounds that a proposer verifies itself
+INNER = (7, 8, 9)  # draft, acceptance and last-token streams of rounds that a proposer verifies itself
 
 
 def _signed(word: int) -> int:
@@ -65,22 +65,22 @@ def uniform(seed: int, row: Tensor, start: Tensor, depth: Tensor, stream: int) -
 
 
 def uniforms(seed: int, row: Tensor, start: Tensor, depth: Tensor, streams: Sequence[int]) -> Tensor:
-    """`uniform` of several streams at once -> (S, B, D): a round needs all of them, and each call costs the same."""
+    """`uniform` of several streams -> (S, B, D) in one call, which takes no longer than the call for one stream."""
     state = _absorb(_start(seed, streams, row), start)  # (S, B)
     bits = _absorb(state.unsqueeze(-1), depth)  # (S, B, D)
     return _shifted(bits, 11).to(torch.float64) * 2.0**-53
 
 
 class Uniforms:
-    """A table of `uniforms` for the rows of a batch, filled for many starts at a time: a call costs its launches, not
-    its size.
+    """A table of `uniforms` for the rows of a batch, filled for many starts at a time, because the time of a call
+    depends on its kernel launches and hardly on its size.
 
-    seed: of the call. device: of the numbers. A round reads them in three steps, so that only one number a row is
-    copied to the device: `offsets` on the host, `fill` if it says so, `at` on the device.
+    seed: that of the call. device: that of the numbers. A round reads them in three steps: `offsets` on the host,
+    `fill` if that says so, `at` on the device. So only one number for each row is copied to the device.
     """
 
     STARTS = 64  # filled at once
-    STARTS_ON_GPU = 512  # a call costs its launches alone there
+    STARTS_ON_GPU = 512  # on a GPU the time of a call is that of its launches
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self.seed, self.device = seed, device
@@ -141,8 +141,8 @@ def gumbel_after(states: Tensor, position: Tensor, V: int) -> Tensor:
 
 
 def children_states(seed: int, row: Tensor, start: Tensor) -> Tensor:
-    """States (B,) of the noise that draws children of a tree's nodes, of rows (B,) that had emitted start (B,) tokens
-    when the round began: `gumbel_after(states, node (B, n), V)` is the noise at each node (0 the anchor)."""
+    """States (B,) of the noise that draws children of a tree's nodes, for rows (B,) that had emitted start (B,) tokens
+    when the round began. `gumbel_after(states, node (B, n), V)` is the noise at each node; node 0 is the anchor."""
     return states_at(branch_states(seed, row), start)
 
 
@@ -157,7 +157,7 @@ def states_at(states: Tensor, start: Tensor) -> Tensor:
 
 
 def row_ids(prompts: Sequence[Sequence[int]]) -> list[int]:
-    """A stable id in [0, 2^63) a prompt: blake2b of its ids and its occurrence number among equal prompts."""
+    """A stable id in [0, 2^63) for each prompt: blake2b of its token ids and its number among equal prompts."""
     seen: Counter[tuple[int, ...]] = Counter()
     ids = []
     for prompt in map(tuple, prompts):

@@ -35,19 +35,19 @@ _NO_COUNTERPART: dict[str, tuple[Any, ...]] = {
     "force_words_ids": (),
 }
 
-COLDEST = 1e-5  # logits divided by less overflow float32
+COLDEST = 1e-5  # divided by a lower temperature, logits overflow float32
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """The sampling regime of a request; order and ties are those of transformers.
+    """The sampling settings of a request, applied in the order of transformers, with its ties.
 
-    temperature: 0 (greedy, a one-hot distribution) or at least 1e-5. top_k: tokens kept, ties with the last one
-    included; 0 keeps all. top_p: nucleus mass in (0, 1]. min_p: in [0, 1], relative to the likeliest token.
+    temperature: 0 (greedy, a one-hot distribution) or at least 1e-5. top_k: number of tokens kept, plus ties with the
+    last one; 0 keeps all. top_p: nucleus mass in (0, 1]. min_p: in [0, 1], relative to the likeliest token.
     repetition_penalty: > 0, divides positive and multiplies negative logits of every token of prompt and
     text. presence_penalty, frequency_penalty: subtracted once, and once per occurrence, from the logits of
-    tokens generated so far (the prompt does not count). logit_bias: token id -> number added to its logit.
-    banned: token-id sequences that are never completed. min_new_tokens: no end token before that many.
+    tokens generated so far, without the prompt. logit_bias: token id -> number added to its logit.
+    banned: token-id sequences that never occur in full. min_new_tokens: no end token before so many tokens.
     stop: strings, stop_ids: token ids that end the text. processors: callables (ids (1, T), logits (1, V))
     -> logits (1, V), as transformers' LogitsProcessor, pure functions of the prefix.
 
@@ -90,7 +90,8 @@ class Sampling:
 
     @classmethod
     def of(cls, config: GenerationConfig) -> "Sampling":
-        """The settings of a transformers generation config. (An engine by itself reads only its end tokens.)
+        """The settings of a transformers generation config. (An engine does not call this: of the config it reads only
+        the end tokens.)
 
         Without do_sample the temperature is 0; an unset top_k is 50, as in transformers. Raises ValueError naming a
         setting that has no counterpart here.

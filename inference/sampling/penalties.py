@@ -1,9 +1,9 @@
 """Settings that read the text so far: penalties, biases, banned words, minimum length, processors of the user.
 
 A rows, n positions a row, V vocabulary, K drafted ids. The order is that of transformers' generate: bias, repetition,
-presence, frequency, banned, minimum length, processors. `process` is the reference, one position at a time; `Penalties`
-is the same for the active rows of an engine at once, on their device, except processors: those are called position by
-position (`apply_processors`), with ids read from the device, which no other setting costs.
+presence, frequency, banned, minimum length, processors. `process` is the reference, one position at a time. `Penalties`
+computes the same for all active rows of an engine at once, on the device. Only processors are called position by
+position (`apply_processors`), with ids read from the device.
 """
 
 import math
@@ -27,7 +27,7 @@ Step = Callable[[Tensor, Tensor, int], Tensor]  # ids (1, T), logits (1, V), tok
 
 
 def needs_history(sampling: Sampling) -> bool:
-    """Whether any setting makes the distribution depend on the text beyond the model itself."""
+    """Whether any setting reads the text, so that the distribution depends on more than the model's logits."""
     return bool(
         sampling.repetition_penalty != 1
         or sampling.presence_penalty != 0
@@ -91,7 +91,7 @@ def _generated(ids: Tensor, new: int) -> Tensor:
 
 
 def _chain(sampling: Sampling, eos_ids: Sequence[int]) -> list[Step]:
-    """The steps a regime needs, in order."""
+    """The steps that these settings need, in order."""
     steps: list[Step] = []
     if sampling.logit_bias:
         biases: list[list[list[int] | float]] = [[[t], b] for t, b in sampling.logit_bias.items()]
@@ -103,7 +103,7 @@ def _chain(sampling: Sampling, eos_ids: Sequence[int]) -> list[Step]:
     if sampling.frequency_penalty != 0:
         steps.append(lambda ids, row, new: frequency(_generated(ids, new), row, sampling.frequency_penalty))
     if sampling.banned:
-        # without eos ids: transformers drops them from the list, and a ban must not vanish
+        # no eos ids are passed: transformers would drop bans of these ids
         steps.append(_plain(NoBadWordsLogitsProcessor([list(word) for word in sampling.banned])))
     ends = sorted({*eos_ids, *sampling.stop_ids})
     if sampling.min_new_tokens and ends:
@@ -141,8 +141,8 @@ def _require_a_token(logits: Tensor) -> None:
 
 
 class Row(Protocol):
-    """What settings read of a row (`inference.request.Request`): its text, the length of its prompt, its settings, and
-    the ids that end it."""
+    """The attributes of a row (`inference.request.Request`) that settings read: its text, the length of its prompt, its
+    settings, and the ids that end it."""
 
     @property
     def text(self) -> list[int]: ...
@@ -157,10 +157,10 @@ class Row(Protocol):
 
 
 class Penalties:
-    """The settings of the active rows that read their texts, but processors.
+    """The settings of the active rows that read their texts, except processors.
 
-    Occurrences of generated ids are counted on the device and updated from copies of the newest ids alone. A new object
-    is made when rows come or go, which copies to the device.
+    Occurrences of generated ids are counted on the device; a round copies only the newest ids to it. When rows come or
+    go, a new object is made and its tables are copied to the device.
     """
 
     def __init__(self, rows: Sequence[Row], vocabulary: int, device: torch.device) -> None:
@@ -216,7 +216,7 @@ class Penalties:
 
     @property
     def key(self) -> Hashable:
-        """All that `apply` depends on except its arguments and `tensors`."""
+        """Everything that `apply` depends on except its arguments and `tensors`."""
         return self.penalised
 
     def tensors(self) -> dict[str, Tensor]:
@@ -323,8 +323,8 @@ def apply_processors(
     """Logits (A, n, V) at the positions after first, first + 1, ... of the drafted ids x (A, K), after the processors
     of the rows `own`; a new tensor.
 
-    A processor is not called on a text that cannot be: past a row's own k, after an end token, or after a draft without
-    mass. The error that one raises goes to `messages` by row, and every token there gets -inf.
+    A processor is not called on a text that cannot occur: past a row's k, after an end token, or after a draft without
+    mass. If a processor raises, the error is stored in `messages` by row, and every token at that position gets -inf.
     """
     logits, drafts = logits.clone(), x.tolist()
     for a in own:
@@ -347,7 +347,7 @@ def _apply(scores_here: Tensor, row: Row, draft: list[int], a: int, messages: di
         for processor in row.sampling.processors:
             scores = processed(processor, ids, scores)
         scores_here.copy_(scores)
-    except Exception as error:  # an error of a user's code ends its own row alone
+    except Exception as error:  # an error in a user's code ends only the row that it belongs to
         messages.setdefault(a, f"Sampling.processors: {type(error).__name__}: {error}")
         scores_here.fill_(-math.inf)
         return False

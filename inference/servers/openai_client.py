@@ -14,7 +14,7 @@ from typing import Any
 from inference.measure.arms import refuse
 from inference.sampling import Sampling
 
-UNTRANSLATED = ("banned", "processors")  # no such field in a request
+UNTRANSLATED = ("banned", "processors")  # a request has no such fields
 COUNTER = re.compile(r"^vllm:spec_decode_(num_\w+?)(?:_total)?(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 POSITION = re.compile(r'position="(\d+)"')
 
@@ -30,7 +30,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Served:
-    """Counters of a server: rounds that drafted, tokens drafted and accepted, and accepted at each depth."""
+    """Counters of a server: rounds that drafted, tokens drafted, tokens accepted, and tokens accepted at each depth."""
 
     rounds: int
     drafted: int
@@ -73,10 +73,10 @@ class Client:
         at_once: int = 8,
         ignore_eos: bool = False,
     ) -> list[Completion]:
-        """Continue every prompt (strings or ids), at most `at_once` requests under way; one seed a prompt.
+        """Continue every prompt (strings or ids) with one seed for each, and at most `at_once` requests at a time.
 
-        ignore_eos: texts end by length only; a field of vLLM's. Raises ValueError for sampling settings that no request
-        can express.
+        ignore_eos: texts end by length only; only vLLM has this field. Raises ValueError for sampling settings that no
+        request can express.
         """
         refuse(sampling, *UNTRANSLATED)
         common = _request(sampling) | {"model": self.model, "max_tokens": max_new_tokens}
@@ -136,7 +136,7 @@ def stable_counters(client: Client, quiet: float = 2.0, limit: float = 30.0) -> 
 
 
 def _request(sampling: Sampling) -> dict[str, Any]:
-    """Fields of a request; those that OpenAI's API lacks are sent only if they are not at their default."""
+    """Fields of a request; fields that OpenAI's API lacks are sent only if their values are not the defaults."""
     default = Sampling()
     fields: dict[str, Any] = {"temperature": sampling.temperature, "top_p": sampling.top_p}
     for name in ("top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):

@@ -5,7 +5,7 @@
                                "num_speculative_tokens": 5}'
 
 vLLM treats the proposals of such a class as certain drafts, so a model drafts its likeliest tokens here. vLLM may
-reorder its texts: state belongs to a row number, and the state of another text there is dropped.
+reorder its texts. State is stored by row number; if another text is in a row, the row's state is dropped.
 """
 
 import os
@@ -40,7 +40,7 @@ class Lookup:
         self.rows = [SuffixAutomaton() for _ in range(rows)]
 
     def load_model(self, model: Any) -> None:
-        """Nothing to load from the target; the runner for CPUs calls this on every proposer."""
+        """Does nothing; vLLM's runner for CPUs calls this on every proposer."""
 
     def propose(
         self, sampled: Sequence[Sequence[int]], lengths: Any, token_ids: Any, slot_mappings: Any = None
@@ -61,14 +61,14 @@ class Lookup:
 
 
 class Greedy:
-    """A draft model's likeliest tokens, with a slot a row."""
+    """Drafts a model's likeliest tokens, with one slot for each row."""
 
     def __init__(self, folder: str, rows: int, context: int) -> None:
         self.lm = LM(widened(load_draft(folder)[0]), rows, context=context)
         self.stored: list[list[int]] = [[] for _ in range(rows)]  # ids that each slot holds
 
     def drafts(self, row: int, text: list[int], k: int) -> list[int]:
-        """k tokens after a text, fewer at the end of the model's own context."""
+        """k tokens after a text, fewer near the end of the model's context."""
         at, fed = min(common_prefix(self.stored[row], text), len(text) - 1), list(text)
         drafted: list[int] = []
         for _ in range(min(k, self.lm.context - len(text))):

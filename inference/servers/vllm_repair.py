@@ -4,8 +4,8 @@ from typing import Any
 
 
 def repair() -> None:
-    """Replace the function of vLLM that writes per-token sampling settings into a copy and discards it, so that
-    verification reads uninitialised memory. With a GPU nothing changes."""
+    """Replace a function of vLLM. The original writes per-token sampling settings into a copy and discards the copy, so
+    verification reads uninitialised memory. On a GPU nothing is replaced."""
     import torch
     from vllm.v1.sample import rejection_sampler
 

@@ -1,4 +1,5 @@
-"""A vLLM installation as an arm of a timing: a process of its own interpreter that answers request by request."""
+"""A vLLM installation as an arm of a timing: a separate process, with vLLM's Python interpreter, that answers one
+request at a time."""
 
 import json
 import subprocess
@@ -14,7 +15,7 @@ from inference.sampling import Sampling
 
 WORKER = Path(__file__).with_name("vllm_worker.py")
 TRANSLATED = ("temperature",)
-SETTLE = 0.3  # seconds for which idle threads of either process may still spin on the shared cores
+SETTLE = 0.3  # seconds to wait, since idle threads of both processes may still spin on the shared cores
 
 
 class Server:
@@ -75,8 +76,9 @@ class Server:
 def draft_model(
     folder: str, k: int, objective: str = "sampled", method: str = "draft_model", parallel: bool = False
 ) -> dict[str, Any]:
-    """speculative_config of a draft that is a causal LM, or for another method of vLLM's. The draft samples as it was
-    trained to; vLLM's default is greedy. parallel: all tokens in one pass, at the mask token of its config.json."""
+    """speculative_config of a draft that is a causal LM, or of another method of vLLM. The draft samples or is greedy
+    as in training; vLLM's default is greedy. parallel: all tokens in one pass, at the mask token of the draft's
+    config.json."""
     sample = "probabilistic" if objective == "sampled" else "greedy"
     config = {"method": method, "model": folder, "num_speculative_tokens": k, "draft_sample_method": sample}
     return config | ({"parallel_drafting": True} if parallel else {})
@@ -88,8 +90,8 @@ def custom_class(k: int) -> dict[str, Any]:
 
 
 def vllm_arm(name: str, server: Server, sampling: Sampling, max_new_tokens: int) -> Arm:
-    """A server as an arm; seconds are those inside vLLM, without the transfer. Raises ValueError for sampling settings
-    other than the temperature."""
+    """A server as an arm; seconds are measured inside vLLM, without the transfer. Raises ValueError for sampling
+    settings other than the temperature."""
     refuse(sampling, *(field for field in vars(sampling) if field not in TRANSLATED))
 
     def run(prompts: Sequence[list[int]], ids: Sequence[int], seed: int) -> ArmResult:

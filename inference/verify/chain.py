@@ -3,9 +3,9 @@ drafts and the distribution of the token after them.
 
 B rows, K drafted at most, V vocabulary. p (B, K+1, V) target distributions, q (B, K, V) draft distributions, both after
 `sampling.probs`; x (B, K) drafted ids; u uniforms in [0, 1); k (B,) drafted per row, K when None.
-p[b, k_b] is row b's bonus distribution; nothing past k_b is read, it may be NaN. Draft i (1-based) is tested with
-u[:, i-1] and passes if u < threshold, strictly: a token of p = 0 is rejected even at u = 0. The round emits
-x[:, :accepted], then one token drawn from `probs`. Computed in the inputs' dtype, float32 at least.
+p[b, k_b] is row b's bonus distribution; entries past k_b are not read and may be NaN. Draft i (1-based) is tested with
+u[:, i-1] and passes if u < threshold, strictly: a token of p = 0 is rejected even at u = 0. The round emits x[:,
+:accepted], then one token drawn from `probs`. Computed in the inputs' dtype, float32 at least.
 """
 
 from typing import NamedTuple
@@ -38,8 +38,8 @@ def block(p: Tensor, q: Tensor, x: Tensor, u: Tensor, k: Tensor | None = None) -
     """Block verification (Sun et al. 2024, 2403.10444): never fewer tokens than `token` in expectation.
 
     w_0 = 1, w_i = min(w_{i-1} p(x_i)/q(x_i), 1); R_i = sum_v max(w_i p(v|x_<=i) - q(v|x_<=i), 0);
-    h_i = R_i / (R_i + 1 - w_i) for i < k, 0/0 = 1, and h_k = w_k. Accept up to the last i with u_i < h_i (0
-    if none), then emit from norm(max(w_i p - q, 0)) there, or from p after all k. Shapes, edges as `token`.
+    h_i = R_i / (R_i + 1 - w_i) for i < k, 0/0 = 1, and h_k = w_k. Accept up to the last i with u_i < h_i (0 if there is
+    none), then emit from norm(max(w_i p - q, 0)) there, or from p after all k. Shapes and edge cases as in `token`.
     """
     k, drafted = _drafted(x, k)
     w, depth = _weights(_ratios(p, q, x, drafted)), torch.arange(1, x.shape[1] + 1, device=x.device)  # (B, K+1), (K,)
@@ -87,7 +87,7 @@ def _drafted(x: Tensor, k: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _leading(passed: Tensor) -> Tensor:
-    """Number that passed before the first that did not: (B, K) -> (B,)."""
+    """Number of drafts that passed before the first that failed: (B, K) -> (B,)."""
     return passed.to(torch.int64).cumprod(-1).sum(-1)
 
 
@@ -122,8 +122,8 @@ def _continuation(p: Tensor, q: Tensor, w: Tensor) -> Tensor:
 
 
 def continued(mass: Tensor, w: Tensor) -> Tensor:
-    """R / (R + 1 - w), 0/0 = 1, of residual mass R, of one shape with w. 1 - w is computed first: for peaked
-    distributions R is so small that R + 1 loses its digits."""
+    """R / (R + 1 - w) with 0/0 = 1; R is the residual mass, in the shape of w. 1 - w is computed first: for peaked
+    distributions R is so small that R + 1 would lose its digits."""
     return torch.where((mass == 0) & (w == 1), 1.0, mass / (mass + (1 - w)))
 
 

@@ -1,14 +1,14 @@
-"""Target calls that a text costs with chains of drafts, exactly, from two log-probabilities a token.
+"""The exact number of target calls expected for a text with chains of drafts, from two log-probabilities per token.
 
 Given the emitted text, only acceptance is random. A round that starts at token t accepts n drafts with a probability
 that depends on (text, t) alone, so round starts form a Markov chain on positions, and the expectation and variance of
 their number follow from one recursion (formula in each docstring).
 B rows, T positions, k drafts of a round, K their maximum, L tokens of a row's text. r (B,T) or (B,T,K): probability
-min(1, q/p) that the text's token t is accepted; with a third axis, if token t is drafted at depth j (0-based), that is
-by a round that starts at t - j; entries with j > t are never read. l, same shapes: log q - log p of the text's token.
-Tokens past a row's length are never read either.
-Rules differ in `reach` (B,T,K+1) alone (see `rules`); calls, their variance, tau and acceptance by depth follow from it
-(`calls_from`, `variance_from`, `tau_from`, `depths_from`).
+min(1, q/p) that the text's token t is accepted; with a third axis, the probability if token t is drafted at depth j
+(0-based), so in the round that starts at t - j; entries with j > t are never read. l, same shapes: log q - log p of the
+text's token. Tokens past a row's length are never read either. Rules differ only in `reach` (B,T,K+1) (see `rules`);
+calls, their variance, tau and acceptance by depth follow from `reach` (`calls_from`, `variance_from`, `tau_from`,
+`depths_from`).
 """
 
 import torch
@@ -48,8 +48,8 @@ def l_from(logp_x: Tensor, logq_x: Tensor) -> Tensor:
 def r_from(logp_x: Tensor, logq_x: Tensor) -> Tensor:
     """r = min(1, q(x) / p(x)) of text tokens x, any shape; 0 if q(x) = 0. Differentiable.
 
-    Probability that the token rule accepts x as a draft, given that x was emitted: the draft is x
-    with q(x) min(1, p(x)/q(x)) out of p(x) (Leviathan et al. 2023, arXiv 2211.17192).
+    The probability that the emitted token x was an accepted draft under the token rule: q(x) min(1, p(x)/q(x)) / p(x)
+    (Leviathan et al. 2023, arXiv 2211.17192).
     """
     return l_from(logp_x, logq_x).clamp(max=0).exp()
 
@@ -66,7 +66,7 @@ def reach(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
 
 
 def reach_block(l: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
-    """The same for block verification (Sun et al. 2024, arXiv 2403.10444) -> (B,T,K+1).
+    """`reach` under block verification (Sun et al. 2024, arXiv 2403.10444) -> (B,T,K+1).
 
     min_{0<=j<=n} exp(l[t,0] + .. + l[t+j-1, j-1]), the empty sum being 0. l = log q - log p, -inf allowed.
     """
@@ -119,7 +119,7 @@ def expected_calls_block(l: Tensor, k: int | Tensor, lengths: Tensor | None = No
 def calls_variance(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
     """Variance of the number of target calls for each text, token rule -> (B,), calls squared.
 
-    Over acceptance alone. Rows are independent: the variance of a sum is the sum.
+    Only acceptance is random. Rows are independent: the variance of a sum is the sum of the variances.
     """
     return variance_from(reach(r, k, lengths), lengths)
 
@@ -152,8 +152,9 @@ def conditional(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Te
 def depths_from(reach: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """P(accept drafts 1..i), and P(accept draft i given all before), over the expected rounds -> (K,) each.
 
-    Weighted by the probability of each start, sum_t s_t reach_i / sum_t s_t, over the rounds that draft a depth i
-    inside the text. NaN at a depth that no round drafts, or tries.
+    Rounds are weighted by the probability of their start: sum_t s_t reach_i / sum_t s_t over the rounds that draft
+    depth i inside the text. The first result is NaN at a depth that no round drafts, the second at one that no round
+    tries.
     """
     depths = torch.arange(1, reach.shape[-1], device=reach.device)
     ends = torch.arange(reach.shape[1], device=reach.device)[:, None] + depths  # (T,K) tokens up to draft i

@@ -1,16 +1,17 @@
-"""Target calls that a text costs with trees of drafts, for every shape, from distributions and ranks.
+"""The number of target calls expected for a text with trees of drafts, for every shape, from distributions and ranks.
 
 Given the emitted text, a round follows it while it accepts: at a node whose path is the text so far, the text's next
 token is accepted as child number c with a probability that depends on the distributions there alone (`by_rank`,
 `by_draw`). So one table of these probabilities gives `reach_tree` of every shape under `tree.tree`, and calls and their
 variance follow as for chains (`predict_chain`). Under `tree.traversal` the probability of a node depends on its path of
-child numbers (`reach_traversal`). The last functions predict one round from the distributions of its own levels, for
-texts whose distributions come round by round.
+child numbers (`reach_traversal`). The last functions predict a single round from the distributions of its levels; they
+serve texts whose distributions are computed round by round.
 
 B rows, T positions, C children, D levels, V vocabulary. accept (B, T, C): P(the text's token t is accepted as child c,
-0-based | the text, and the children of its node are tried); with one axis more, (B, T, K, C), when it is drafted at
-depth j (0-based), that is by a round that starts at t - j; entries with j > t are never read, nor tokens past a row's
-length. parents: as in `tree`, of all rounds. k: nodes in use, of the round that starts at t: an int, (B,) or (B, T).
+0-based | the text, and the children of its node are tried). With one axis more, (B, T, K, C), the same if the token is
+drafted at depth j (0-based), so in the round that starts at t - j. Entries with j > t and tokens past a row's length
+are never read. parents: as in `tree`, the same for all rounds. k: nodes in use in the round that starts at t: an int,
+(B,) or (B, T).
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,7 +28,7 @@ from inference.verify.tree import depths_of, ranks_of
 
 CHUNK = 2**22  # entries of distributions that are processed at once
 GOLDEN = 0.6180339887498949
-SAMPLES = 8  # of the rejected children that are drawn
+SAMPLES = 8  # how often the rejected children are drawn
 
 
 def rank_of(probs: Tensor, x: Tensor) -> Tensor:
@@ -41,8 +42,8 @@ def rank_of(probs: Tensor, x: Tensor) -> Tensor:
 
 
 def by_rank(rank: Tensor, children: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    """accept (..., C) of deterministic children, the likeliest first: 1 for child rank; given the text nothing is
-    random.
+    """accept (..., C) of deterministic children, the likeliest first: 1 for the child whose number is the rank, else 0.
+    Given the text, nothing is random.
 
     rank (...) int64 of the text's token in the draft's distribution, see `rank_of`.
     """
@@ -56,8 +57,9 @@ def by_draw(
 
     With Z = sum max(q - p, 0), p' = norm(max(p - q, 0)) and q'_y = q without y, renormalised (q'_y = q with
     replacement): the first child with min(p, q)(x) / p(x), the second with sum_y max(q - p, 0)(y) min(p', q'_y)(x) /
-    p(x). With replacement every child is exact in this way. Without it, from the third on, the rejected ones are drawn
-    (`samples` times, stratified, a function of seed and position) except the last, which is summed over: unbiased.
+    p(x). With replacement this is exact for every child. Without replacement the result is unbiased from the third
+    child on: the rejected children are drawn (`samples` times, stratified, as a function of seed and position), except
+    for the last, which is summed over.
     """
     shape, chunk = x.shape, max(1, CHUNK // p.shape[-1])
     parts = [part.flatten(0, -2).split(chunk) for part in (p.expand(*shape, -1), q.expand(*shape, -1))]
@@ -111,7 +113,7 @@ def expected_calls_tree(
 def calls_variance_tree(
     accept: Tensor, parents: tuple[int, ...], lengths: Tensor | None = None, k: int | Tensor | None = None
 ) -> Tensor:
-    """Variance of the target calls of each text -> (B,), calls squared, over what is random given the text."""
+    """Variance of the target calls of each text -> (B,), calls squared; given the text, only acceptance is random."""
     return variance_from(reach_tree(accept, parents, lengths, k), lengths)
 
 
@@ -149,7 +151,7 @@ def _with(p: Tensor, q: Tensor, x: Tensor, children: int) -> list[Tensor]:
 
 
 def _without(p: Tensor, q: Tensor, x: Tensor, children: int, u: Tensor) -> list[Tensor]:
-    """The same without replacement; u (n, S, C-2) draws the rejected ones."""
+    """`_with` for children drawn without replacement; u (n, S, C-2) draws the rejected children."""
     parts = [torch.minimum(p, q).gather(-1, x).squeeze(-1), _second(p, q, x)][:children]
     totals = [torch.zeros_like(parts[0]) for _ in range(children - 2)]
     for sample in u.unbind(1):
@@ -177,7 +179,7 @@ def normed(rest: Tensor) -> Tensor:
 
 
 def strata(places: int, draws: int, samples: int, seed: int, device: torch.device) -> Tensor:
-    """Uniforms (n, S, draws): each one uniform, the S of a position and a draw spread evenly."""
+    """Uniforms (n, S, draws); the S numbers of one position and one draw are stratified over [0, 1)."""
     row, depth = torch.arange(places, device=device), torch.arange(draws, device=device)
     u = uniform(seed, row, torch.zeros_like(row), depth, REJECTED).unsqueeze(1)  # (n, 1, draws)
     shift = torch.arange(samples, device=device).unsqueeze(-1) * torch.where(depth == 0, 1 / samples, GOLDEN * depth)
@@ -205,10 +207,10 @@ def chances_traversal(
     drawn from q -> (B, T, N). It depends on the node's path of child numbers alone: one table serves every tree within
     `parents`.
 
-    p (B, T, V), q (B, T, V) or (B, T, K, V): distributions of the text's tokens x (B, T), axes as those of accept. A
-    node with weight w on the text's path is entered with w_c = min(w p(x)/q(x), 1) as child c, after the siblings
-    before it were rejected. Each rejection has probability sum max(q - w p, 0), and changes w, p and q as the rule
-    does. The result is the mean of w_c prod q(x)/p(x) over them. Rejected ones are drawn as in `by_draw`: exact for
+    p (B, T, V), q (B, T, V) or (B, T, K, V): distributions of the text's tokens x (B, T), with the axes of accept.
+    Child c of a node with weight w on the text's path gets weight w_c = min(w p(x)/q(x), 1), after the siblings before
+    it were rejected. Each rejection has probability sum max(q - w p, 0), and changes w, p and q as the rule does. The
+    result is the mean of w_c prod q(x)/p(x) over the rejected siblings. These are drawn as in `by_draw`: exact for
     first children, unbiased for others.
     """
     B, T, V = p.shape
@@ -243,7 +245,7 @@ def traversed(parents: tuple[int, ...], replacement: bool, distributions: Sequen
     )
     whole = torch.ones_like(chances[..., 0])
     for sample in u.unbind(2):
-        numbers, entered = iter(sample.unbind(-1)), {-1: (whole, whole)}  # of each node, its weight and its probability
+        numbers, entered = iter(sample.unbind(-1)), {-1: (whole, whole)}  # node -> (weight, probability)
         for parent in sorted(set(parents)):
             own = [node for node, above in enumerate(parents) if above == parent]
             level = depths[own[0]] - 1
@@ -290,8 +292,8 @@ def reach_of_round(accept: Tensor, parents: tuple[int, ...], k: Tensor) -> Tenso
 
 
 def by_levels(p: Tensor, q: Tensor, x: Tensor, parents: tuple[int, ...], k: Tensor, seed: int = 0) -> Tensor:
-    """`reach_of_round` of sampled children -> (A, D+1): p, q (A, D, V) distributions of the next tokens x (A, D), which
-    have no mass past the text's end; k (A,) nodes in use; seed: of the rejected ones that are drawn, see `by_draw`."""
+    """`reach_of_round` of sampled children -> (A, D+1). p, q (A, D, V): distributions of the next tokens x (A, D),
+    without mass past the text's end; k (A,) nodes in use; seed: for drawing the rejected children, see `by_draw`."""
     return reach_of_round(by_draw(p, q, x, max(ranks_of(parents)) + 1, seed=seed), parents, k)
 
 

@@ -31,15 +31,15 @@ class Rule:
 
     verify(p, q, x, noise, k) -> `Verification`: p (A, N+1, V) target distributions, q (A, N, V) draft distributions or
     None if every draft was certain, x (A, N) drafts, k (A,) drafts of each row; noise: uniforms (A, N+1), or Gumbel
-    noise (A, N+1, V) if it is `shared`. With `trees` it also takes `tree=`, their shape: p column i + 1 is the
-    distribution after node i, and the verification has a `path` (A, D) of nodes, the accepted ones first. reach(logp,
-    logq, k, lengths) -> (B, T, K+1): P(a round that starts at token t accepts at least n drafts), given the text, from
-    log p (B, T) and log q (B, T) or (B, T, K) of its tokens, see `predict_chain.reach`; None if that depends on the
-    noise of the text. branches(p, q, x, parents, k, seed) -> (A, D+1): the same for one round a row that
-    drafts a tree of sampled children: distributions p, q (A, D, V) of the text's next tokens x (A, D), k (A,) nodes in
-    use; see `predict_tree.by_levels`.
-    shared: drafts are drawn with the noise of the target's own tokens, keyed by position. exact: the text's
-    distribution is the target's; if not, reports say so whatever the texts show.
+    noise (A, N+1, V) if it is `shared`. If `trees` is set, it also takes `tree=`, the shape of the drafts: column i + 1
+    of p is the distribution after node i, and the verification has a `path` (A, D) of nodes, the accepted ones first.
+    reach(logp, logq, k, lengths) -> (B, T, K+1): P(a round that starts at token t accepts at least n drafts | the
+    text), from log p (B, T) and log q (B, T) or (B, T, K) of the text's tokens, see `predict_chain.reach`; None if
+    acceptance depends on the noise of the text. branches(p, q, x, parents, k, seed) -> (A, D+1): P(the round accepts at
+    least n nodes | the text) for one round of each row with a tree of sampled children; p, q (A, D, V): distributions
+    of the text's next tokens x (A, D), k (A,) nodes in use; see `predict_tree.by_levels`.
+    shared: drafts are drawn with the noise of the target's own tokens, keyed by position. exact: whether the text's
+    distribution is the target's; if not, reports say so whatever the checks measure.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Rule:
     exact: bool = True
 
     def require(self, who: object, tree: object) -> None:
-        """Raise ValueError if `tree` is a tree of drafts and this rule verifies none."""
+        """Raise ValueError if `tree` is a tree of drafts and this rule verifies only chains."""
         if tree is not None and not self.trees:
             others = ", ".join(name for name, rule in RULES.items() if rule.trees) or "no rule here"
             raise ValueError(f"verify={self.name}: {type(who).__name__} drafts trees; {others} verifies these")
@@ -100,7 +100,7 @@ def _typical(
 
 
 def _parents(tree: Tree, x: Tensor) -> Parents:
-    """The argument `parents` of a rule: the host's numbers if there are any, which is fastest."""
+    """The argument `parents` of a rule: numbers on the host if the tree has them, which is fastest, else a tensor."""
     return tree.on(x.device).parents if tree.shape is None else tree.shape
 
 

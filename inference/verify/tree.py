@@ -6,12 +6,12 @@ their numbers. A static shape is a tuple, and each of its levels is drafted with
 grown level by level and is a tensor (A, N), one shape a row (`best`, `pruned`).
 
 Arguments of the rules: p (B, N+1, V): column 0 is the target's distribution after the anchor, column i + 1 the one
-after node i. q (B, N, V): the draft's distribution at node i's parent, the same for all its children; None if children
-are deterministic (the likeliest ones), with one-hot distributions. x (B, N) drafted ids. u (B, N) uniforms in [0, 1):
-node i passes if u[:, i] < threshold, strictly. k (B,) nodes in use: a row has its first k_b nodes, nothing past them is
-read. Children of a parent are drawn without replacement unless `replacement` is set. A node whose own draft gives it no
-mass (more children than tokens) is never accepted and changes nothing. Results have the inputs' dtype, float32 at
-least; nothing is read on the host.
+after node i. q (B, N, V): the draft's distribution at node i's parent, the same for all children of that parent; None
+if children are deterministic (the likeliest tokens), with one-hot distributions. x (B, N) drafted ids. u (B, N)
+uniforms in [0, 1): node i passes if u[:, i] < threshold, strictly. k (B,) nodes in use: row b has the first k_b nodes,
+later ones are not read. Children of a parent are drawn without replacement unless `replacement` is set. A node that has
+no mass under q (more children than tokens) is never accepted and changes nothing. Results have the inputs' dtype,
+float32 at least; nothing is read on the host.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,18 +25,18 @@ from inference.sampling.distributions import is_missing, one_hot, wide
 from inference.verify.chain import continued
 
 Parents = tuple[int, ...] | Tensor
-MOST_NODES = 62  # of a tree: a node's ancestors are bits of one int64; one bit is the anchor's, the last stays unused
+MOST_NODES = 62  # of a tree: ancestors of a node are bits of one int64; one bit is for the anchor, the last is unused
 
 
 class Tree:
     """The shape of a tree of drafts: the parent of node i is node parents[i] < i, or the anchor, a row's last token, if
     that is -1 (SpecInfer: Miao et al. 2023, 2305.09781).
 
-    parents: N numbers, for all rows; or a tensor (N,) or (A, N), one shape a row, on the device of the model, which is
-    not checked. Columns are those of a pass: 0 is the anchor, i + 1 node i. shape: the numbers, None of a tensor.
-    depths: (1 or A, N + 1), 0 of the anchor, 1 of its children. seen: (1 or A, N + 1), of each column those that it
-    attends to, itself and its ancestors, as bits. Raises ValueError for more than `MOST_NODES` nodes and for a parent
-    that does not come before its child.
+    parents: N numbers, for all rows; or a tensor (N,) or (A, N) on the device of the model, one shape for each row; a
+    tensor is not checked. Columns are those of a pass: 0 is the anchor, i + 1 is node i. shape: the numbers; None for a
+    tensor. depths: (1 or A, N + 1), 0 for the anchor, 1 for its children. seen: (1 or A, N + 1), for each column the
+    columns that it attends to, itself and its ancestors, as bits. Raises ValueError for more than `MOST_NODES` nodes
+    and for a parent that does not come before its child.
     """
 
     def __init__(self, parents: Sequence[int] | Tensor) -> None:
@@ -46,7 +46,7 @@ class Tree:
             raise ValueError(f"parents: a tree of {self.nodes} nodes; 1 .. {MOST_NODES} can be verified")
         self.shape = None if isinstance(parents, Tensor) else tuple(parents)
         if self.shape is not None:
-            depths_of(self.shape)  # checks them
+            depths_of(self.shape)  # raises ValueError for wrong parents
         self.depths, self.seen = _ancestry(self.parents.view(-1, self.nodes))
         self._elsewhere: dict[torch.device, Tree] = {}
 
@@ -67,10 +67,11 @@ class Tree:
 
 
 def usable_lengths(p: Tensor, q: Tensor | None, k: Tensor, tree: Tree | None = None) -> Tensor:
-    """Draft lengths (A,), cut at the first draft without a distribution: a draft needs its own distribution and the
-    target's before it. Of a chain (no `tree`) or a tree.
+    """Draft lengths (A,) of a chain (no `tree`) or a tree, cut at the first draft that has no distribution: neither the
+    one it was drawn from nor the target's before it may be missing.
 
-    The cut depends on the drafts before it alone, as a stop rule may: p (A, N+1, V), q (A, N, V), k (A,).
+    The cut depends only on the drafts before it, so the text's distribution does not change. p (A, N+1, V), q (A, N,
+    V), k (A,).
     """
     missing = is_missing(p)
     if tree is None:
@@ -84,8 +85,8 @@ def usable_lengths(p: Tensor, q: Tensor | None, k: Tensor, tree: Tree | None = N
 
 
 def _ancestry(parents: Tensor) -> tuple[Tensor, Tensor]:
-    """parents (A, N) -> depths and seen (A, N + 1), by doubling: each step adds to what a column sees
-    all that the ancestor reached so far sees, twice as far up every time."""
+    """parents (A, N) -> depths and seen (A, N + 1), by doubling: each step adds to the bits of a column the bits of the
+    highest ancestor found so far, so the distance to that ancestor doubles."""
     up = torch.nn.functional.pad(parents + 1, (1, 0))  # columns; the anchor is its own parent
     columns = torch.arange(up.shape[1], device=up.device).expand_as(up)
     depths, seen = (columns > 0).to(torch.int64), torch.ones_like(up) << columns
@@ -111,8 +112,9 @@ def ranks_of(parents: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class TreeLevel(NamedTuple):
-    """Nodes of one depth: their numbers; of each, the index of its parent in the level above (0 for the anchor) and how
-    many siblings come before it. Children (A, n, m) of the level above give its ids: [:, above, rank]."""
+    """The nodes of one depth: their numbers, and for each the index of its parent in the level above (0 for the anchor)
+    and how many siblings come before it. Their ids are [:, above, rank] of the children (A, n, m) of the level
+    above."""
 
     nodes: tuple[int, ...]
     above: tuple[int, ...]
@@ -136,7 +138,8 @@ def full(widths: Sequence[int]) -> tuple[int, ...]:
 
 
 def from_paths(paths: Iterable[Sequence[int]]) -> tuple[int, ...]:
-    """The tree whose nodes have these paths of child numbers, as Medusa's `choices` name them, e.g. (0,), (1,), (0, 0).
+    """The tree whose nodes have these paths of child numbers, in the form of Medusa's `choices`, e.g. (0,), (1,), (0,
+    0).
 
     Ancestors of a path and its earlier siblings become nodes too. Nodes are numbered level by level.
     """
@@ -178,8 +181,8 @@ def sampled(probs: Tensor, g: Tensor, m: int) -> Tensor:
 
 
 def likeliest(probs: Tensor, m: int) -> Tensor:
-    """The m likeliest tokens of each distribution, or of logits, in falling order, of equal ones the lower id first:
-    (..., V) -> (..., m), the tokens with `predict_tree.rank_of` 0 .. m - 1."""
+    """The m likeliest tokens of each distribution, or of logits, in falling order; equal ones by rising id: (..., V) ->
+    (..., m), the tokens with `predict_tree.rank_of` 0 .. m - 1."""
     left, ids = wide(probs).clone(), []
     for _ in range(m):
         ids.append(left.argmax(-1, keepdim=True))
@@ -192,25 +195,25 @@ def child_scores(score: Tensor, probs: Tensor, C: int) -> Tensor:
     2406.16858): the node's score plus the log of the distribution's c-th largest mass. score (A, n), probs (A, n, V)
     -> (A, n, C).
 
-    For the likeliest children this is their own probability. For sampled ones it is an estimate from the distribution
-    alone: the token of a child must not decide whether it is a child.
+    For the likeliest children this is their exact probability. For sampled children it is an estimate from the
+    distribution alone, because the token that was drawn must not decide whether a node becomes a child.
     """
     return score.unsqueeze(-1) + wide(probs).topk(C, dim=-1).values.log()
 
 
 def best(score: Tensor, width: int) -> Tensor:
-    """Indices (A, width), in rising order, of the highest scores (A, M), of equal ones the first: the nodes that a
-    level expands, or the children (A, n * C, node by node) that it gets, so that no child comes without its earlier
-    siblings."""
+    """Indices (A, width), in rising order, of the highest scores (A, M); among equal scores the first. They choose the
+    nodes that a level expands, or the children (A, n * C, node by node) that it gets. No child is chosen without its
+    earlier siblings."""
     return score.sort(dim=-1, descending=True, stable=True).indices[:, :width].sort(dim=-1).values
 
 
 def pruned(parents: Tensor, score: Tensor, N: int) -> tuple[Tensor, Tensor]:
     """The N nodes of highest score of a tree of likeliest children (EAGLE-2's second step): their numbers in rising
-    order and their parents among themselves, (A, N) each.
+    order, and their parents renumbered accordingly, (A, N) each.
 
-    parents, score (A, M); a score is never above its parent's, so parents stay. Never for sampled children: dropping a
-    child because of the token that was drawn changes the text's distribution.
+    parents, score (A, M); a score is never above its parent's, so parents are chosen too. Do not use it for sampled
+    children: dropping a child because of the token that was drawn changes the text's distribution.
     """
     nodes = best(score, N)
     number = torch.full_like(parents, -1).scatter(1, nodes, torch.arange(N, device=nodes.device).expand_as(nodes))
@@ -228,8 +231,9 @@ class TreeVerification(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """parents (R, N) with R = 1 for all rows or B; nodes that are tested together, no two of one parent, none before
-    its parent and earlier siblings; whether all of a step are first children; the number of levels."""
+    """parents (R, N) with R = 1 for all rows or B; nodes that are tested together: no two of them have the same parent,
+    and none comes before its parent or earlier siblings; whether all nodes of a step are first children; the number of
+    levels."""
 
     parents: Tensor
     nodes: tuple[Tensor, ...]
@@ -260,8 +264,9 @@ def traversal(
 ) -> TreeVerification:  # fmt: skip
     """Traversal verification from the leaves up (Weng et al. 2025, 2505.12398).
 
-    Never fewer tokens than `tree` if each sibling's subtree contains the shapes of later siblings' (as in grown
-    shapes). If a later sibling goes deeper it can be fewer, since an earlier one reduces its acceptance.
+    In expectation it emits at least as many tokens as `tree` if the subtree of each sibling contains the shapes of its
+    later siblings' subtrees (as in grown shapes). If a later sibling is deeper, it may emit fewer, since earlier
+    siblings reduce the acceptance of later ones.
 
     visit(node, w): each child x in order is visited with w_c = min(w p(x)/q(x), 1); if its subtree accepts, done; else
     R = max(w p - q, 0), w = sum R / (sum R + 1 - w) with 0/0 = 1, p = norm(R), q as in `tree`. Then the node is
@@ -274,9 +279,9 @@ def traversal(
 
 
 def coupled(p: Tensor, x: Tensor, parents: Parents, g: Tensor, k: Tensor | None = None) -> TreeVerification:
-    """Gumbel coupling on a tree: a child is accepted if it is y = argmax(log p + g) at its parent; the distribution is
-    the one-hot of the first y that no child is. On a chain this is `chain.coupled`: the text is that of plain decoding
-    with this noise.
+    """Gumbel coupling on a tree: a child is accepted if its token is y = argmax(log p + g) at its parent. The
+    distribution is the one-hot of the first y that is the token of no child. On a chain this is `chain.coupled`: the
+    text is that of plain decoding with this noise.
 
     g (B, N+1, V) Gumbel noise of the position after each column, the same for all nodes of one depth.
     """
@@ -343,7 +348,8 @@ def _normalised(rest: Tensor, p: Tensor) -> Tensor:
 
 
 def walk(passed: Tensor, rest: Tensor, steps: Steps) -> TreeVerification:
-    """Down from the anchor, always to the first child that passed (B, N), with the distribution at the end."""
+    """Walk down from the anchor, at each node to the first child that passed (B, N); probs is the distribution at the
+    end."""
     at, path = torch.full_like(passed[:, :1], -1, dtype=torch.int64), []
     for _ in range(steps.depth):
         fits = passed & (steps.parents == at)  # (B, N)
@@ -376,7 +382,7 @@ def subtrees(steps: Steps) -> Tensor:
 
 
 def steps_of(parents: Parents, x: Tensor, by_level: bool) -> Steps:
-    """Steps of one shape for all rows: sibling by sibling, and with `by_level` one level after another. Of shapes that
+    """The steps. If all rows have one shape: sibling by sibling, and with `by_level` one level after another. If shapes
     differ by row: node by node."""
     if isinstance(parents, Tensor):
         nodes = torch.arange(x.shape[1], device=x.device).split(1)
