@@ -32,7 +32,8 @@ def test_pieces_without_a_name_to_change_are_no_edits() -> None:
     assert edit("one_name\nother_name\n", random.Random(0)) is None
 
 
-def test_kinds_take_turns_and_no_prompt_comes_twice(tmp_path: Path) -> None:
+def test_kinds_take_turns_and_no_prompt_comes_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mixed_prompts, "BYTES", 200_000)
     mixed_prompts.main([str(tmp_path / "out.jsonl"), "--count", "20"])
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [row["domain"] for row in rows[:3]] == ["code edits", "records", "prose"] and len(rows) == 60
