@@ -6,7 +6,7 @@ unknown key or a wrong type is refused where it is written, in a file or on the 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from cotrain.config.groups import (
@@ -209,6 +209,7 @@ SCHEMAS = {
 }
 
 
+@cache
 def register() -> None:
     """Give Hydra each schema under the name that the primary configs start from, `NAME_schema`."""
     from hydra.core.config_store import ConfigStore

@@ -8,6 +8,8 @@ The suite resolves a total variation of about 0.02 (0.05 where fewer rows are dr
 
 import gc
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -50,15 +52,24 @@ def joint(model, tokens: int, temperature: float) -> torch.Tensor:
     return probs
 
 
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Without the collector of garbage: for thousands of rows, none of them garbage, it is half of the time."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 def emitted(engine: Engine, tokens: int, samples: int, sampling: Sampling) -> torch.Tensor:
     """How often each text was emitted, (V^tokens,); equal prompts of a call are independent rows."""
     V, counts = engine.target.vocabulary, 0
-    gc.disable()  # thousands of rows, none of them garbage: half of the time
-    for seed in range(samples // ROWS):
-        texts = engine.generate([PROMPT] * ROWS, max_new_tokens=tokens, sampling=sampling, seed=seed).tokens
-        number = torch.tensor(texts) @ V ** torch.arange(tokens - 1, -1, -1)
-        counts = counts + number.bincount(minlength=V**tokens)
-    gc.enable()
+    with uncollected():
+        for seed in range(samples // ROWS):
+            texts = engine.generate([PROMPT] * ROWS, max_new_tokens=tokens, sampling=sampling, seed=seed).tokens
+            number = torch.tensor(texts) @ V ** torch.arange(tokens - 1, -1, -1)
+            counts = counts + number.bincount(minlength=V**tokens)
     return counts
 
 

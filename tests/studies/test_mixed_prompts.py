@@ -9,6 +9,7 @@ import pytest
 from cotrain.data.corpora import Document
 from studies import mixed_prompts
 from studies.mixed_prompts import edit
+from tests.folders import few_files
 
 PIECE = """def shared(values):
     total = sum(values)
@@ -33,7 +34,8 @@ def test_pieces_without_a_name_to_change_are_no_edits() -> None:
 
 
 def test_kinds_take_turns_and_no_prompt_comes_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mixed_prompts, "BYTES", 400_000)
+    few_files(monkeypatch)
+    monkeypatch.setattr(mixed_prompts, "BYTES", 200_000)
     mixed_prompts.main([str(tmp_path / "out.jsonl"), "--count", "20"])
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [row["domain"] for row in rows[:3]] == ["code edits", "records", "prose"] and len(rows) == 60

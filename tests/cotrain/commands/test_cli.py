@@ -238,6 +238,19 @@ def test_a_reader_that_leaves_is_no_error() -> None:
     assert (process.stderr.read(), process.wait()) == (b"", 141)
 
 
+@pytest.mark.parametrize("flags", [[], ["-m"]])
+def test_a_command_composes_its_settings_with_hydra_as_it_is(flags: list[str]) -> None:
+    """In this process files are parsed once, and `hydra.mode` is not asked for: see `tests/conftest.py`."""
+    code = (
+        "import sys, types; from cotrain.cli import main\n"
+        "run = lambda cfg: print(cfg.max_new_tokens)\n"
+        "sys.modules['cotrain.commands.generate'] = types.SimpleNamespace(run=run)\n"
+        f"sys.exit(main(['generate', *{flags}, 'max_new_tokens=' + '7,9'[:{3 if flags else 1}]]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == (["7", "9"] if flags else ["7"])
+
+
 def test_help_lists_every_command_without_loading_one() -> None:
     code = "import sys; from cotrain.cli import main; main(['--help']); print({'hydra', 'torch'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
