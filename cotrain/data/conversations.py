@@ -49,7 +49,7 @@ class Template:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def ended(self, ids: list[int]) -> list[int]:
-        """Up to the first end token, which is kept."""
+        """The ids up to and including the first end token."""
         return ids[: next((place + 1 for place, token in enumerate(ids) if token in self.ends), len(ids))]
 
 
