@@ -287,7 +287,7 @@ def _foreign(path: Path) -> bool:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """Our marker in `path`, or None where there is none or another program's."""
+    """The content of our marker in `path`; None if there is none, or one of another program."""
     try:
         marker = json.loads((path / MARKER).read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError, ValueError):

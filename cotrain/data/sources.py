@@ -300,7 +300,7 @@ def _asked(texts: datasets.Dataset, template: Template) -> Iterator[dict[str, An
 
 
 def _cut(texts: datasets.Dataset) -> datasets.Dataset:
-    """The pieces of long documents, which are what prompts start."""
+    """Long documents cut into pieces; each piece starts with a prompt."""
     rows = [{"text": piece, "domain": row["domain"]} for row in texts for piece in pieces(row["text"])]
     return datasets.Dataset.from_list(rows)
 

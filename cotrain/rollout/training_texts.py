@@ -132,7 +132,7 @@ class Sampled:
         return dict(json.loads(json.dumps(manifest)))  # as it is read back
 
     def _fits(self, path: Path, kind: str, sampling: Sampling, part: Share) -> bool:
-        """Whether the set at `path` was made by this target, in this regime, from these prompts."""
+        """Whether the set at `path` was sampled from this target, in this regime, from these prompts."""
         stored, wanted = _origin(read_manifest(path)), self._manifest(kind, sampling, part)
         return stored is not None and stored in (wanted, _whole(wanted))
 
@@ -160,7 +160,7 @@ def _in_turn(domains: Sequence[str], places: Sequence[int]) -> list[int]:
 
 
 def _origin(manifest: dict[str, Any] | None) -> dict[str, Any] | None:
-    """What made a set, without what it came to."""
+    """The part of a manifest that says how the set was sampled, without its results."""
     return None if manifest is None else {key: value for key, value in manifest.items() if key not in RESULTS}
 
 
