@@ -127,7 +127,7 @@ def _hydra(name: str, arguments: list[str]) -> int:
 
 
 def _compared(name: str, outputs: list[str]) -> None:
-    """What a command says of all jobs of a sweep."""
+    """The summary that a command prints after a sweep."""
     swept = getattr(importlib.import_module(f"cotrain.commands.{name}"), "swept", None)
     if swept:
         swept(outputs)
@@ -172,7 +172,7 @@ def _job(name: str, cfg: "DictConfig", arguments: Sequence[str], outputs: list[s
 
 
 def _student_class(kind: str) -> Any:
-    from cotrain.students.base import student_class  # imports torch: only for settings that some kinds do not read
+    from cotrain.students.base import student_class  # imports torch, which few runs need here
 
     return student_class(kind)
 
@@ -235,7 +235,7 @@ def _own_folder(name: str, cfg: "DictConfig", arguments: Sequence[str]) -> None:
 
 
 def _report_refusal(name: str, arguments: Sequence[str], error: Exception) -> int:
-    """Say why no job ran. Hydra's own errors are told in terms of what was typed."""
+    """Print why no job ran. Errors of Hydra are reworded with the arguments that the user typed."""
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
@@ -247,13 +247,13 @@ def _report_refusal(name: str, arguments: Sequence[str], error: Exception) -> in
 
 
 def _failed(name: str, error: BaseException, output: str | None = None) -> int:
-    """Say what stopped a job: one line where the user can mend it, else the traceback."""
+    """Print what stopped a job: one line if the user can correct it, else the traceback."""
     from hydra.errors import InstantiationException
 
     if isinstance(error, InstantiationException) and error.__cause__ is not None:
         error = error.__cause__
     if isinstance(error, BrokenPipeError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # discards what is still buffered
         return 141
     from inference.drafts.atomic import disk_full
 

@@ -121,7 +121,7 @@ def _named_by(folder: Path) -> list[str]:
 
 
 def _entries(path: str) -> list[str]:
-    """What the links of an input folder point at."""
+    """The symbolic links in an input folder."""
     return [entry.path for entry in os.scandir(path) if entry.is_symlink()] if Path(path).is_dir() else []
 
 
@@ -226,7 +226,7 @@ def _folder(path: Path) -> None:
 
 
 def _usable(path: Path) -> None:
-    """Not a file, and not a folder of others."""
+    """Raise UserError if the path is a file, or a folder with files that cotrain did not write."""
     if path.exists() and not path.is_dir():
         raise UserError(f"output={path} is a file: name a folder")
     if path.is_dir() and _foreign(path):
@@ -256,7 +256,7 @@ def _open(path: Path, overwrite: bool, settings: dict[str, Any] | None, kind: Ju
 
 
 def _compare(path: Path, before: dict[str, Any], wanted: dict[str, Any], kind: Judge) -> dict[str, str]:
-    """What changed, by key, with its kind. Raises UserError for what makes it another run."""
+    """The changed settings, by key, with the kind of change. Raises UserError if one makes it another run."""
     old, new = ({key: value for key, value in flat(values) if not isinstance(value, dict)}
                 for values in (before, wanted))  # fmt: skip
     keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
@@ -287,7 +287,7 @@ def _foreign(path: Path) -> bool:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """Our marker in `path`, or None where there is none or another program's."""
+    """The content of our marker in `path`; None if there is none, or one of another program."""
     try:
         marker = json.loads((path / MARKER).read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError, ValueError):

@@ -1,4 +1,4 @@
-"""The types of the groups of settings, which commands share: conf/GROUP/ holds their values, see `settings`."""
+"""Types of the groups of settings that commands share. conf/GROUP/ holds the values, see `settings`."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ class Regime:
 
 @dataclass
 class ServedRegime:
-    """A regime of a command that opens a draft folder; null: as the folder says."""
+    """The regime of a command that opens a draft folder. null: the value in the folder."""
 
     temperature: float | None
     top_k: int | None
@@ -49,7 +49,7 @@ class Target:
 
 @dataclass
 class ServedTarget:
-    """As Target; path null: the one that the draft folder names, with its adapter."""
+    """The same settings as Target. path=null: the target that the draft folder names, with its adapter."""
 
     path: str | None
     adapter: str | None

@@ -130,7 +130,7 @@ def _no_key(error: Exception, command: str, keys: Collection[str]) -> str | None
 
 
 def unknown(key: str, command: str, keys: Collection[str]) -> str:
-    """That there is no such key, with the nearest there is."""
+    """The error for an unknown key; it names the most similar key."""
     near = nearest(key, keys)
     hint = f"the nearest is {near!r}" if near else f"`cotrain {command} --cfg job` shows all"
     return f"no key {key!r}; {hint}"

@@ -20,7 +20,7 @@ COLDEST = 1e-5  # of inference.sampling, which takes torch to import; a test com
 
 
 class Range(NamedTuple):
-    """fits: whether a value is one; words: what it may be, as an error says it."""
+    """fits: whether a value is allowed; words: the allowed values, for the error message."""
 
     fits: Callable[[Any], bool]
     words: str
@@ -214,7 +214,7 @@ def refuse_unread(cfg: "DictConfig", typed: Iterable[str], student_class: Callab
 
 
 def rule(command: str, key: str) -> Range:
-    """The command's own, else that of all commands."""
+    """The rule of this command if there is one, else the rule of all commands."""
     return RULES.get(f"{command}:{key}") or RULES[key]
 
 

@@ -211,7 +211,7 @@ SCHEMAS = {
 
 @cache
 def register() -> None:
-    """Give Hydra each schema under the name that the primary configs start from, `NAME_schema`."""
+    """Register each schema with Hydra as `NAME_schema`, the name that the primary configs start from."""
     from hydra.core.config_store import ConfigStore
 
     for name, schema in SCHEMAS.items():

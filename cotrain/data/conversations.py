@@ -49,7 +49,7 @@ class Template:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def ended(self, ids: list[int]) -> list[int]:
-        """Up to the first end token, which is kept."""
+        """The ids up to and including the first end token."""
         return ids[: next((place + 1 for place, token in enumerate(ids) if token in self.ends), len(ids))]
 
 
@@ -118,7 +118,7 @@ def _turns(messages: list[Message], tools: Any, template: Template) -> Iterator[
 
 
 def _plain(messages: list[Message], template: Template) -> tuple[list[int], list[int]]:
-    """Of a target without a template: a prompt, as it is served, and its response."""
+    """A prompt as it is served, and its response, for a target without a chat template."""
     if [message["role"] for message in messages] not in (["user"], ["user", "assistant"]):
         raise ValueError("the target's tokenizer has no chat template, by which conversations are rendered")
     prompt, *said = (str(message["content"]) for message in messages)

@@ -105,7 +105,7 @@ def encoded(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> Iterato
 
 
 def prompt_rows(texts: datasets.Dataset, tokenizer: PreTrainedTokenizerBase) -> PromptRows:
-    """Rows (text, domain), each a whole prompt, as it is."""
+    """Rows (text, domain); each is one whole prompt and is used unchanged."""
     ids = encoded(texts["text"], tokenizer)
     rows = [
         {"domain": domain, "prompt": one, "completion": []} for domain, one in zip(texts["domain"], ids, strict=True)

@@ -126,7 +126,7 @@ def lines_of(data: Data) -> Iterator[dict[str, Any]] | None:
 
 
 def _literal(files: dict[str, Path]) -> list[str]:
-    """As `datasets` takes files by patterns."""
+    """Paths with the characters of a pattern escaped, as `datasets` reads them."""
     return [glob.escape(str(file)) for file in files.values()]
 
 
@@ -165,7 +165,7 @@ def _saved(data: Data, path: str) -> datasets.Dataset | datasets.IterableDataset
 
 
 def _not_utf8(files: dict[str, Path]) -> str | None:
-    """The first line of any that is no UTF-8, as `file, line 6`."""
+    """The first line that is not UTF-8 in any of the files, as `file, line 6`."""
     for name, path in files.items():
         if not kind_of(path) or path.suffix in {*COMPRESSED, ".parquet"}:
             continue
@@ -300,7 +300,7 @@ def _asked(texts: datasets.Dataset, template: Template) -> Iterator[dict[str, An
 
 
 def _cut(texts: datasets.Dataset) -> datasets.Dataset:
-    """The pieces of long documents, which are what prompts start."""
+    """Long documents cut into pieces; each piece starts with a prompt."""
     rows = [{"text": piece, "domain": row["domain"]} for row in texts for piece in pieces(row["text"])]
     return datasets.Dataset.from_list(rows)
 

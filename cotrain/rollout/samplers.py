@@ -98,7 +98,7 @@ class Mixed:
 
     @property
     def rows(self) -> int:
-        """As many that the busier one has its rows full."""
+        """The batch size at which the busier sampler has all its rows in use."""
         return round(self.target.rows / max(self.share, 1 - self.share))
 
     @property

@@ -132,12 +132,12 @@ class Sampled:
         return dict(json.loads(json.dumps(manifest)))  # as it is read back
 
     def _fits(self, path: Path, kind: str, sampling: Sampling, part: Share) -> bool:
-        """Whether the set at `path` was made by this target, in this regime, from these prompts."""
+        """Whether the set at `path` was sampled from this target, in this regime, from these prompts."""
         stored, wanted = _origin(read_manifest(path)), self._manifest(kind, sampling, part)
         return stored is not None and stored in (wanted, _whole(wanted))
 
     def _apart(self, path: Path, kind: str, sampling: Sampling, part: Share) -> str | None:
-        """What keeps a kept set from being used, in words; None without one."""
+        """How a stored set differs from the one that is asked for; None if no set is stored."""
         stored = _origin(read_manifest(path))
         if stored is None:
             return None
@@ -145,12 +145,12 @@ class Sampled:
 
 
 def _whole(manifest: dict[str, Any]) -> dict[str, Any]:
-    """Of a set with all texts that were asked for, which no budget changed."""
+    """The manifest of the complete set, which was sampled without a time budget."""
     return {key: value for key, value in manifest.items() if key != "minutes"}
 
 
 def _in_turn(domains: Sequence[str], places: Sequence[int]) -> list[int]:
-    """The places, the first of each domain before the second of any."""
+    """Indices in turn over the domains: the first text of each domain, then the second of each."""
     count: Counter[str] = Counter()
     turns = []
     for domain, place in zip(domains, places, strict=True):
@@ -160,7 +160,7 @@ def _in_turn(domains: Sequence[str], places: Sequence[int]) -> list[int]:
 
 
 def _origin(manifest: dict[str, Any] | None) -> dict[str, Any] | None:
-    """What made a set, without what it came to."""
+    """The part of a manifest that says how the set was sampled, without its results."""
     return None if manifest is None else {key: value for key, value in manifest.items() if key not in RESULTS}
 
 
@@ -196,7 +196,7 @@ def save_rows(rows: list[dict[str, Any]], path: Path, manifest: dict[str, Any]) 
 
 
 def read_manifest(path: Path) -> dict[str, Any] | None:
-    """What path.json says of the set, None when there is none."""
+    """The manifest in path.json, None if there is no such file."""
     file = beside(path, "json")
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
 

@@ -329,7 +329,7 @@ class HeldOutPoints(Callback):
         self.count, self.seconds, self.last = (state_dict[name] for name in ("count", "seconds", "last"))
 
     def line(self) -> str:
-        """What the points cost."""
+        """A line with the number of points and the time that they took."""
         share = self.seconds / max(self.clock.progress.elapsed, 1e-9)
         return (f"held-out acceptance between validations: {self.count} points of {len(self.part.texts)} texts, "
                 f"{self.seconds:.1f} s, {share:.1%} of the time of training")  # fmt: skip
