@@ -199,12 +199,13 @@ class TimingDisplay(Display):
 
     def turned(self, done: int) -> None:
         """Show the number of batches that were timed."""
+        over = ", time is over: the fewest that tell something come all the same"
         if not self.limited:
-            self.to(done, self.near)
+            self.to(done, self.near + over * (self.seconds <= 0))
             return
         spent, note = time.perf_counter() - self.first, f"{done} batches, {self.near}"
         if spent > self.seconds:
-            note += ", time is over: the fewest that tell something come all the same"
+            note += over
         self.to(min(spent, self.seconds), note)
 
 

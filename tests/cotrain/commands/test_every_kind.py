@@ -248,7 +248,7 @@ def test_a_tokenizer_is_read_beside_any_network(place: Path, monkeypatch: pytest
             "matrix.drafts: MedusaNetwork has 2 matrices that are no nn.Linear",
         ),
     ],
-    ids=["shapes", "vllm", "rounded"],
+    ids=["vllm", "rounded"],
 )
 def test_what_heads_do_not_have_is_refused(
     values: dict[str, Any], message: str, place: Path, settings: dict[str, Any]

@@ -45,7 +45,7 @@ def slope(at: Tensor, share: float, name: str) -> Tensor:
         value = (logq[..., 1] * weight).sum()
     else:
         weight = torch.rand(ROWS, LENGTH, generator=torch.Generator().manual_seed(6)).double()
-        value = one.of_positions(parse(name), made[1], weight, True, 1.0)[0]
+        value = one.of_positions(parse(name), made[1], weight, True)[0]
     value.backward()
     assert states.grad is not None
     return states.grad

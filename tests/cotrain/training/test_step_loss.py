@@ -29,7 +29,7 @@ def test_parts_of_a_loss_are_weighed_as_the_loss_is() -> None:
     class Counts:
         positions = torch.tensor(2.0)
 
-    loss = StepLoss(parse("kl+tv"), Batch(), [1, 2, 3], None, Counts(), 3, 1.0)  # type: ignore[arg-type]
+    loss = StepLoss(parse("kl+tv"), Batch(), [1, 2, 3], None, Counts(), 3)  # type: ignore[arg-type]
     share = torch.tensor([0.5, 0.25, 0.125])
     loss_of_positions = loss.of_positions(torch.ones(1, 2, dtype=torch.bool), share, True)
     weighed = 0.5 * 1 + 0.25 * 2 + 0.125 * 3
