@@ -148,11 +148,11 @@ class PromptReader:
                              f"{type(sampling).__name__}")  # fmt: skip
         if min(text) < 0 or max(text) >= self.target.vocabulary:
             raise ValueError(f"{who}: ids from {min(text)} to {max(text)} are not all in [0, {self.target.vocabulary})")
-        named = {*(sampling.logit_bias or ()), *chain(*sampling.banned)}
+        named = {*(sampling.logit_bias or ()), *chain(*sampling.banned), *sampling.stop_ids}
         foreign = [token for token in named if not 0 <= token < self.target.vocabulary]
         if foreign:
-            raise ValueError(f"{who}: Sampling.logit_bias or banned has ids {sorted(foreign)[:5]}, the vocabulary size "
-                             f"is {self.target.vocabulary}")  # fmt: skip
+            raise ValueError(f"{who}: Sampling.logit_bias, banned or stop_ids has ids {sorted(foreign)[:5]}, the "
+                             f"vocabulary size is {self.target.vocabulary}")  # fmt: skip
         if sampling.stop and self.tokenizer is None:
             raise ValueError("Sampling.stop: stop strings need a tokenizer")
 
@@ -228,7 +228,7 @@ def listed(prompts: Any, pads: frozenset[int]) -> list[Any]:
     """
     if isinstance(prompts, Mapping):
         return _unpadded("prompts", prompts)
-    if isinstance(prompts, np.ndarray) and prompts.ndim == 1 and prompts.dtype.kind == "U":
+    if isinstance(prompts, np.ndarray) and prompts.ndim == 1 and prompts.dtype.kind in "UO":
         return list(prompts.tolist())
     if isinstance(prompts, Tensor | np.ndarray) and prompts.ndim == 2:
         rows = prompts.tolist()

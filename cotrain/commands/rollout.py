@@ -14,7 +14,10 @@ from cotrain.training.preconditions import fits, holds, outline, server
 def run(cfg: RolloutConfig) -> None:
     """One set, of the regime's temperature and the kind asked for, in `output`."""
     if cfg.rollout.on_draft or cfg.rollout.rounds > 1:
-        raise UserError("rollout.rounds, rollout.on_draft: for cotrain train, whose draft learns meanwhile")
+        raise UserError(
+            "rollout.rounds, rollout.on_draft: only cotrain train has them, "
+            "where a draft is trained between samplings; leave them out"
+        )
     settle(cfg.threads, cfg.rollout.seed)
     with held(cfg.output) as folder:
         asked, prompts = cfg.rollout, _prompts(cfg)

@@ -173,7 +173,7 @@ def _config(path: Path) -> list[str]:
 
 
 def _generation(path: Path) -> list[str]:
-    """Keys that fix the draft length of transformers' assisted generation."""
+    """Problems with the keys that fix the draft length of transformers' assisted generation."""
     if not (path / GENERATION).is_file():
         return []
     values, file = read_json(path / GENERATION), path / GENERATION

@@ -53,8 +53,8 @@ class MeasuredCheckpoint:
 class MeasureSpeed(Callback):
     """Measures the draft with the engine at every validation, logs the figures and saves the weights.
 
-    measure: draft -> figures with a `speedup`, timed on few prompts, so noisy. tau: of the draft as the held-out texts
-    were last scored, exact and from thousands of tokens. Checkpoints are ranked by tau: their rounds cost the same.
+    measure: draft -> figures with a `speedup`, timed on few prompts, so noisy. tau: () -> tau by the latest scores of
+    the held-out texts, over thousands of tokens. Checkpoints are ranked by tau: their rounds cost the same.
     show: draft -> a text that it drafted for, in Markdown, logged with its figures.
     patience: training ends when so many validations in a row brought no higher tau, 0 for never.
     """

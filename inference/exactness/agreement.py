@@ -126,8 +126,7 @@ def _passes(
 
 
 def difference(a: Tensor, b: Tensor) -> Tensor:
-    """Root mean square over the vocabulary of a - b, minus its mean over the vocabulary, divided by that of b: (..., V)
-    -> (...) float64."""
+    """rms(d - mean(d)) / rms(b), d = a - b, over the vocabulary: (..., V) -> (...) float64."""
     apart = a.double() - b.double()
     return rms(apart - apart.mean(-1, keepdim=True)) / rms(b.double())
 

@@ -44,7 +44,7 @@ def grow(
     accept: Tensor, most: int, depth: int, lengths: Tensor | None = None, tries: int = 4, start: Parents = ()
 ) -> Parents:
     """A tree of `most` nodes in at most `depth` levels. Each step adds the node that saves the most calls, so the first
-    n nodes are the tree grown to n. Fewer nodes if accept has no more children. start: the first nodes.
+    n nodes are the tree grown to n. The tree is smaller if no node can have another child. start: the first nodes.
 
     Of each step's candidates (the next child of every node) the `tries` with the largest first-order gain are rated
     exactly, and the one with the fewest calls is added. All trees of n nodes within a depth cost the same, so costs

@@ -41,7 +41,8 @@ def fingerprint(model: nn.Module) -> bytes:
 
 
 class Stamp:
-    """The state of a model at one time: its modules, their parameters and forwards, their hooks, and its config.
+    """The state of a model at one time: its modules, their parameters, forwards, hooks and numbers (a norm's epsilon,
+    say), its config and its end tokens.
 
     addresses: set this if other code uses the addresses of the tensors (a CUDA graph, say); then addresses and torch's
     change counters are compared too. values: set this if copies of the values exist; then their bytes are summed too,
@@ -60,12 +61,14 @@ class Stamp:
 
     def _look(self, model: nn.Module) -> tuple[Any, ...]:
         modules = [(type(m).forward, vars(m).get("forward"), *map(id, m._parameters.values()),
+                    *(value for value in vars(m).values() if type(value) is float),
                     *m._forward_hooks, "before", *m._forward_pre_hooks) for m in model.modules()]  # fmt: skip
         kinds = {(p.dtype, p.device) for p in model.parameters()}
         tensors = [(changes([t]), _where(t)) for t in _tensors(model)] if self.addresses else []
         config = getattr(model, "config", None)
+        ends = repr(getattr(getattr(model, "generation_config", None), "eos_token_id", None))
         values = _checksum(model, once=True) if self.values else b""
-        return modules, kinds, repr(config and vars(config)), tensors, values
+        return modules, kinds, repr(config and vars(config)), ends, tensors, values
 
 
 def _tensors(model: nn.Module) -> Iterator[Tensor]:

@@ -121,8 +121,8 @@ def _model_counts(cell: list[HeldOutPosition], depths: int) -> DepthCounts:
 
 
 def _smoothed(counts: list[DepthCounts], first: list[float]) -> list[list[float]]:
-    """Survival of each cell by depth. The estimate of the cell before counts as `WEIGHT` rounds; `first` is the
-    estimate before the first cell."""
+    """Survival of each cell by depth. The estimate of the previous cell weighs as much as `WEIGHT` rounds;
+    `first` stands for it at the first cell."""
     shares, before = [], first
     for cell in counts:
         before = [(hits + WEIGHT * mean) / (rounds + WEIGHT) for (hits, rounds), mean in zip(cell, before, strict=True)]

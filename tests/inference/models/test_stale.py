@@ -299,3 +299,16 @@ def test_an_exit_has_the_weights_of_its_network_as_they_are():
         change = next(iter(one.layers[0].values()))
         change.up.data.copy_(other(change.up))
     assert texts(engine) == texts(Engine(model, EarlyExit(again, model), rows=2))
+
+
+def test_an_engine_has_the_numbers_of_its_modules_and_its_end_tokens_as_they_are():
+    model, call = small(), {"max_new_tokens": 12, "sampling": Sampling(0.0)}
+    engine = Engine(model, rows=1)
+    before = engine.generate([[3, 5]], **call).tokens
+    for norm in (module for module in model.modules() if hasattr(module, "variance_epsilon")):
+        norm.variance_epsilon = 5.0
+    rescaled = engine.generate([[3, 5]], **call).tokens
+    assert rescaled == Engine(copy.deepcopy(model), rows=1).generate([[3, 5]], **call).tokens != before
+    model.generation_config.eos_token_id = rescaled[0][3:4]
+    ended = engine.generate([[3, 5]], **call)
+    assert ended.finish == ["stop"] and ended.tokens[0] == rescaled[0][: len(ended.tokens[0])]
