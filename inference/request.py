@@ -187,7 +187,7 @@ class PromptReader:
             raise ValueError(f"{who}: messages need a tokenizer with a chat template; give text or token ids")
         continues = messages[-1]["role"] == "assistant"
         text = tokenizer.apply_chat_template(
-            [dict(one) | {"content": _content(who, one["content"])} for one in messages],
+            [dict(one) | {"content": _content(who, one)} for one in messages],
             tokenize=False,
             add_generation_prompt=not continues,
             continue_final_message=continues,
@@ -208,16 +208,18 @@ def _require_text(who: str, text: str) -> None:
         raise ValueError(f"{who}: the text is no valid Unicode: {error}") from error
 
 
-def _content(who: str, content: Any) -> str:
-    """The text of a message: a string, or the texts of its parts joined. Raises ValueError for anything else, which
-    many templates would print as Python does."""
-    if isinstance(content, str):
-        _require_text(who, content)
-        return content
-    parts = content if isinstance(content, list | tuple) else [content]
+def _content(who: str, message: Message) -> str | None:
+    """The text of a message: a string, or the texts of its parts joined; None if it calls tools instead. Raises
+    ValueError for anything else, which many templates would print as Python does."""
+    content = message["content"]
+    if content is None and message.get("tool_calls"):
+        return None
+    parts = content if isinstance(content, list | tuple) else [{"text": content}]
     if not parts or not all(isinstance(one, Mapping) and isinstance(one.get("text"), str) for one in parts):
         raise ValueError(f"{who}: the content of a message is text or a list of text parts, not {content!r}")
-    return "".join(_content(who, one["text"]) for one in parts)
+    text = "".join(one["text"] for one in parts)
+    _require_text(who, text)
+    return text
 
 
 def listed(prompts: Any, pads: frozenset[int]) -> list[Any]:

@@ -219,7 +219,7 @@ def parity(plan: Plan, k: int, until: float = inf, noise: float = 0.0) -> dict[s
     size = plan.bench
     count = -(-size.parity_tokens // size.new_tokens)
     if time.perf_counter() > until:
-        count = FEW
+        count = min(count, FEW)
     if plan.tree:
         until = time.perf_counter() + (until - time.perf_counter()) / FORCED
     arm = engine_arm("speculative", plan.engine(k, BATCH), plan.sampling, size.new_tokens)

@@ -136,7 +136,7 @@ def _train_phase(job: Job, module: Distillation, extra: list[Callback], phase: T
     began = time.monotonic()
     if not done:
         trainer.validate(module, validation_loader, verbose=False)
-    measuring = time.monotonic() - began - module.seconds
+    measuring = time.monotonic() - began - module.seconds - module.trial
     _remember(job, module, corpus, sampled)
     if not done:
         _set_budget(job, clock, trainer, Validation(module.seconds, measuring))

@@ -198,7 +198,8 @@ class Distillation(lightning.LightningModule):
             )
         self.teacher = MemoryCache(self.distributions_of.read, remember)
         self.judged: dict[float, dict[str, Scores]] = {}
-        self.seconds = 0.0  # of the last judging
+        self.seconds, self.trial = 0.0, 0.0  # of the last judging, and of a few texts before the first one
+        self.fitted = False  # whether the held-out texts are those that the run's budget allows
         if cosine:
             refuse_widths(self.draft, target)
 
@@ -348,18 +349,21 @@ class Distillation(lightning.LightningModule):
         """Leave as many held-out texts as one judging may read (`Progress.judging`), by the time that a few take. A
         resumed run judges as many as before."""
         progress, longest = self.progress, max(map(len, self.held_out.values()))
-        if progress is None or progress.judging is None:
+        if progress is None or self.fitted:
             return
-        if progress.texts is None:
+        if progress.texts is None and progress.judging is not None and self._trainer is not None:
             few = {t: held.spread(FEW) for t, held in self.held_out.items()}
             began = time.monotonic()
             within(self.draft, lambda: self._scored(few))
-            each = (time.monotonic() - began) / max(map(len, few.values()))
+            self.trial = time.monotonic() - began
+            each = self.trial / max(map(len, few.values()))
             progress.texts = self.trainer.strategy.broadcast(max(int(progress.judging / each), FEW))
-            if progress.texts < longest and not rank():
-                print(f"{progress.texts} of {longest} held-out texts are judged, which minutes= leaves time for")
-        if progress.texts < longest:
+        if progress.texts is not None and progress.texts < longest:
             self.held_out = {t: held.spread(progress.texts) for t, held in self.held_out.items()}
+            judged = max(map(len, self.held_out.values()))
+            if not rank():
+                print(f"{judged} of {longest} held-out texts are judged, which minutes= leaves time for")
+        self.fitted = True
 
     def _display(self, title: str, held_out: Mapping[float, HeldOut]) -> AbstractContextManager[Counter]:
         return counting(title, sum(map(len, held_out.values())), "texts", hidden=not title or bool(rank()))

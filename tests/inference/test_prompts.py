@@ -13,7 +13,7 @@ from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizer
 
 from inference import Engine, Sampling, load
 from inference.proposers import Independent
-from inference.request import Request
+from inference.request import PromptReader, Request
 from tests import folders
 from tests.tiny import tiny
 
@@ -298,3 +298,11 @@ def test_the_text_parts_of_a_message_are_joined(engine: Engine) -> None:
 
 def test_an_array_of_texts_is_a_list_of_prompts(engine: Engine) -> None:
     assert tokens(engine, TEXTS) == tokens(engine, np.array(TEXTS))
+
+
+def test_a_message_that_calls_tools_needs_no_content(tokenizer: PreTrainedTokenizerFast) -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "a", "arguments": {}}}]}
+    reader = PromptReader(None, frozenset(), tokenizer, frozenset())  # type: ignore[arg-type]
+    text = tokenizer.apply_chat_template([*CHATS[0], call, *CHATS[1]], tokenize=False, add_generation_prompt=True)
+    wanted = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert reader._rendered("prompt 0", [*CHATS[0], call, *CHATS[1]]) == wanted

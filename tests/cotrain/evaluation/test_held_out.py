@@ -288,3 +288,16 @@ def test_calibration_is_judged_bin_by_bin() -> None:
     sure, hit = torch.tensor([0.5] * 4 + [0.9] * 10), torch.tensor([1.0, 0, 1, 0] + [1.0] * 8 + [0, 0])
     assert calibration_error(sure, hit) == pytest.approx(10 / 14 * 0.1)
     assert calibration_error(torch.ones(3), torch.ones(3)) == 0 == calibration_error(torch.ones(0), torch.ones(0))
+
+
+def test_a_part_of_the_texts_is_the_same_share_of_each_domain() -> None:
+    """Domains come in turn, as with minutes=, or one after the other; every number of texts."""
+    for domains in (["a", "b"] * 6, ["a"] * 8 + ["b"] * 4, ["a"] * 12):
+        texts = Texts(torch.zeros(12, 3, dtype=torch.long), torch.ones(12), torch.full((12,), 3), domains)
+        held = HeldOut(texts, {LAST: torch.zeros(12, 3, 2)}, 1.0)
+        for count in range(2, 13):
+            part = held.spread(count)
+            counts = [part.texts.domain.count(name) for name in sorted(set(domains))]
+            shares = [count * domains.count(name) / 12 for name in sorted(set(domains))]
+            assert all(max(int(share), 1) == number for share, number in zip(shares, counts, strict=True))
+        assert held.spread(12).texts.domain == domains

@@ -151,7 +151,7 @@ def test_a_judging_reads_the_texts_that_fit_its_share(place: Path, monkeypatch: 
     assert quick(place, "judged", *settings, "trainer.steps=2") == 0
     texts = saved_by(place / "judged")["callbacks"]["Clock"]["texts"]
     few, *validations = [count for count in counts if count > 1]  # points between validations are of one text
-    assert (few, texts, set(validations)) == (modules.FEW, 10, {6})  # every second one of twelve
+    assert (few, texts, set(validations)) == (modules.FEW, 10, {10})
     counts.clear()
     assert quick(place, "judged", *settings, "trainer.steps=4") == 0
-    assert max(counts) == 6 and modules.FEW not in counts
+    assert max(counts) == 10 and modules.FEW not in counts
