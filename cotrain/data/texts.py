@@ -41,9 +41,16 @@ class Texts:
         each = torch.tensor(temperatures, dtype=torch.float32)
         return replace(self, temperature=each[torch.arange(len(self)) % len(each)], whole=False)
 
+    def evenly(self, count: int) -> list[int]:
+        """The rows of `count` texts, or of all if there are fewer, evenly over the texts in the order of their domains:
+        each domain has its share, up to one text."""
+        by_domain = sorted(range(len(self)), key=self.domain.__getitem__)
+        count = min(count, len(self))
+        return sorted(by_domain[i * len(self) // count] for i in range(count))
+
     def spread(self, count: int) -> Self:
-        """About `count` of them, of every domain."""
-        return self.rows(list(range(0, len(self), max(len(self) // count, 1))))
+        """A part of the texts, see `evenly`."""
+        return self.rows(self.evenly(count))
 
     def rows(self, chosen: Sequence[int]) -> Self:
         """Some of them."""

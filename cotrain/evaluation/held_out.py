@@ -35,18 +35,10 @@ class HeldOut:
         return {layer: states[rows].to(device) for layer, states in self.states.items()}
 
     def spread(self, count: int) -> "HeldOut":
-        """About `count` of the texts: the same share of each domain, evenly over it, and at least one of each. Of more
-        domains than `count`, one text of each of the first `count`."""
-        domains: dict[str, list[int]] = {}
-        for row, domain in enumerate(self.texts.domain):
-            domains.setdefault(domain, []).append(row)
-        rows: list[int] = []
-        for own in list(domains.values())[:count]:
-            number = max(min(count * len(own) // len(self.texts), len(own)), 1)
-            rows += [own[i * len(own) // number] for i in range(number)]
-        chosen = torch.tensor(sorted(rows))
-        states = self.at(chosen, self.states[LAST].device)
-        return HeldOut(self.texts.rows(chosen.tolist()), states, self.temperature, self.truncate)
+        """A part of the texts, see `Texts.evenly`."""
+        rows = self.texts.evenly(count)
+        states = self.at(torch.tensor(rows), self.states[LAST].device)
+        return HeldOut(self.texts.rows(rows), states, self.temperature, self.truncate)
 
     def __len__(self) -> int:
         return len(self.texts)
