@@ -16,7 +16,6 @@ rollback      keys and values of rejected drafts lie past the row's length: they
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from numbers import Integral
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, NoReturn
@@ -36,6 +35,7 @@ from inference.proposers.base import Outcome, Proposal, Proposer
 from inference.request import Prompt, PromptReader, ends_of, pads_of, single, vocabulary_of
 from inference.round import DecodingRound
 from inference.sampling import Sampling
+from inference.sampling.parameters import is_whole
 from inference.scheduler import Call, Slots
 from inference.trace import RoundRecorder
 from inference.verification import RoundResult, reason, verify, verify_by_graph
@@ -161,7 +161,7 @@ class Engine:
         seed: int = 0, ids: Sequence[int] | None = None, ignore_eos: bool = False,
     ) -> Call:  # fmt: skip
         """A new call for these prompts, see `generate`; it uses the slots of the call before it, which cannot go on."""
-        if isinstance(seed, bool) or not isinstance(seed, Integral) or not -(2**63) <= int(seed) < 2**64:
+        if not is_whole(seed, -(2**63), 2**64):
             raise ValueError(f"seed: a whole number of 64 bits, not {seed!r}")
         with ALONE:
             if self.target.stale:
@@ -290,7 +290,7 @@ class Engine:
 
 def _require_whole(name: str, value: Any) -> None:
     """Raise ValueError for an argument that is no whole number of at least 1."""
-    if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
+    if not is_whole(value, 1):
         raise ValueError(f"{name}: a whole number of at least 1, not {value!r}")
 
 

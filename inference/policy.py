@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Protocol
+
+from inference.sampling.parameters import is_whole
 
 
 class Policy(Protocol):
@@ -20,7 +21,7 @@ class Fixed:
     k: int
 
     def __post_init__(self) -> None:
-        if not isinstance(self.k, Integral) or isinstance(self.k, bool) or self.k < 0:
+        if not is_whole(self.k, 0):
             raise ValueError(f"policy.k: a draft length cannot be {self.k!r}")
 
     def lengths(self, texts: Sequence[list[int]]) -> list[int]:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from inference.sampling import Sampling
 from inference.sampling.noise import row_ids
+from inference.sampling.parameters import is_whole
 
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}
 Prompt = str | Sequence[int] | Sequence[Message] | Mapping[str, Any] | Tensor | np.ndarray
@@ -137,9 +138,9 @@ class PromptReader:
         """Raise ValueError for a prompt that cannot be continued."""
         if not text:
             raise ValueError(f"{who}: empty; a prompt has one token at least, such as the start token")
-        if isinstance(limit, bool) or not isinstance(limit, Integral) or limit < 1:
+        if not is_whole(limit, 1):
             raise ValueError(f"{who}: max_new_tokens is a whole number of at least 1, not {limit!r}")
-        if isinstance(key, bool) or not isinstance(key, Integral) or not -(2**63) <= int(key) < 2**63:
+        if not is_whole(key, -(2**63), 2**63):
             raise ValueError(f"{who}: ids has {key!r}, which is no whole number of 64 bits")
         if len(text) >= self.target.context:
             raise ValueError(f"{who}: {len(text)} tokens leave no room in a context of {self.target.context}")
@@ -289,7 +290,7 @@ def _ids(who: str, prompt: Any) -> list[int]:
     if isinstance(prompt, Tensor | np.ndarray) and prompt.ndim == 1:
         prompt = prompt.tolist()
     whole = isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes) and all(
-        isinstance(token, Integral) and not isinstance(token, bool) for token in prompt
+        is_whole(token) for token in prompt
     )  # fmt: skip
     if not whole:
         inside = (

@@ -108,6 +108,10 @@ class Budget:
         """The time on the clock at which that share of them is over; inf without a limit."""
         return self.start + share * self.seconds if self.seconds else inf
 
+    def over(self, share: float) -> bool:
+        """Whether that share of them is over."""
+        return time.perf_counter() > self.until(share)
+
 
 def measure(plan: Plan, extra: dict[str, Any] | None = None) -> dict[str, Any]:
     """The full report: draft length from measured costs, speed with intervals, exactness, parity, greedy decoding."""
@@ -117,7 +121,7 @@ def measure(plan: Plan, extra: dict[str, Any] | None = None) -> dict[str, Any]:
     print("bench: what rounds cost, and the draft length that this and the acceptance call for")
     given, plan = plan.tree, replace(plan, tree=None)
     plan, costs = choose_compiled(plan, budget.until(COSTS))
-    texts = plain_texts(plan, FEW if time.perf_counter() > budget.until(COSTS) else BATCH)
+    texts = plain_texts(plan, FEW if budget.over(COSTS) else BATCH)
     chains = taus(plan, texts)
     length, costs = plan_length(plan, costs, chains.__getitem__, budget.until(COSTS))
     tree = best_tree(replace(plan, tree=given), length, chains, texts, budget.until(COSTS))
@@ -145,7 +149,7 @@ def measure(plan: Plan, extra: dict[str, Any] | None = None) -> dict[str, Any]:
         "said": [*([sentence] if sentence else []), *([line] if tree else []), *adaptive.lines(reached)],
         "prompts": plan.prompts.source,
         "parity": parity(plan, k, budget.until(PARITY), verdict.text.explained),
-        "greedy": greedy(plan, k, time.perf_counter() > budget.until(1.0)),
+        "greedy": greedy(plan, k, budget.over(1.0)),
         "plain_over_transformers": timing.ratio("plain", "transformers")._asdict(),
     }
     target, draft = plan.names
@@ -199,14 +203,13 @@ class TimingDisplay(Display):
 
     def turned(self, done: int) -> None:
         """Show the number of batches that were timed."""
-        over = ", time is over: the fewest that tell something come all the same"
-        if not self.limited:
-            self.to(done, self.near + over * (self.seconds <= 0))
-            return
-        spent, note = time.perf_counter() - self.first, f"{done} batches, {self.near}"
+        spent, note = time.perf_counter() - self.first, self.near
         if spent > self.seconds:
-            note += over
-        self.to(min(spent, self.seconds), note)
+            note += ", time is over: the fewest that tell something come all the same"
+        if self.limited:
+            self.to(min(spent, self.seconds), f"{done} batches, {note}")
+        else:
+            self.to(done, note)
 
 
 def parity(plan: Plan, k: int, until: float = inf, noise: float = 0.0) -> dict[str, Any] | None:

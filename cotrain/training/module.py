@@ -79,8 +79,7 @@ class StepLoss:
 
     spec: the current loss. asked: what every guess is compared with. logs: log p and log q of the sampled tokens, see
     `LossBatch.logs`, None if nothing reads them. counts: what sums are divided by. k: draft length of the sequence
-    losses.
-    """
+    losses."""
 
     spec: LossSpec
     asked: LossBatch
@@ -337,13 +336,13 @@ class Distillation(lightning.LightningModule):
         `acceptance`, `tau` and `scores`."""
         self._fit_texts()
         began = time.monotonic()
-        self.judged = within(self.draft, lambda: self._scored(self.held_out, "held-out texts"))
+        self.judged = within(self.draft, self._scored)
         rest(self.draft)
         self.seconds = time.monotonic() - began
 
-    def _scored(self, held_out: dict[float, HeldOut], title: str = "") -> dict[float, dict[str, Scores]]:
-        with self._display(title, held_out) as add:
-            return {t: evaluate(held, self.student, self.head_target, add) for t, held in held_out.items()}
+    def _scored(self) -> dict[float, dict[str, Scores]]:
+        with self._display("held-out texts", self.held_out) as add:
+            return {t: evaluate(held, self.student, self.head_target, add) for t, held in self.held_out.items()}
 
     def _fit_texts(self) -> None:
         """Leave as many held-out texts as one judging may read (`Progress.judging`), by the time that a few take. A
@@ -354,7 +353,7 @@ class Distillation(lightning.LightningModule):
         if progress.texts is None and progress.judging is not None and self._trainer is not None:
             few = {t: held.spread(FEW) for t, held in self.held_out.items()}
             began = time.monotonic()
-            within(self.draft, lambda: self._scored(few))
+            within(self.draft, lambda: [self.on(held) for held in few.values()])
             self.trial = time.monotonic() - began
             each = self.trial / max(map(len, few.values()))
             progress.texts = self.trainer.strategy.broadcast(max(int(progress.judging / each), FEW))
@@ -366,7 +365,7 @@ class Distillation(lightning.LightningModule):
         self.fitted = True
 
     def _display(self, title: str, held_out: Mapping[float, HeldOut]) -> AbstractContextManager[Counter]:
-        return counting(title, sum(map(len, held_out.values())), "texts", hidden=not title or bool(rank()))
+        return counting(title, sum(map(len, held_out.values())), "texts", hidden=bool(rank()))
 
     def on(self, held_out: HeldOut) -> dict[str, Scores]:
         """The draft's scores on other texts."""

@@ -124,9 +124,14 @@ def _number(name: str, value: Any, fits: Callable[[Any], bool], wanted: str) -> 
     _reject(name, value, not (real and fits(value)), f"a number {wanted}")
 
 
-def _whole(name: str, value: Any) -> None:
+def is_whole(value: Any, least: int | None = None, below: int | None = None) -> bool:
+    """Whether a value is a whole number, True and False not counted, of at least `least` and less than `below`."""
     whole = isinstance(value, Integral) and not isinstance(value, bool)
-    _reject(name, value, not (whole and value >= 0), "a whole number >= 0")
+    return whole and (least is None or int(value) >= least) and (below is None or int(value) < below)
+
+
+def _whole(name: str, value: Any) -> None:
+    _reject(name, value, not is_whole(value, 0), "a whole number >= 0")
 
 
 def _items(name: str, value: Any, wanted: str = "a sequence") -> tuple[Any, ...]:
