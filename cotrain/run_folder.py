@@ -30,7 +30,8 @@ WRITTEN = ("output", "export")  # settings that name a folder which a command wr
 STORES = ("rollout.folder", "trainer.cache", "page", "report")  # paths that are written to and need not exist yet
 # Settings of text that is no path. Every other one is taken for a path, so that a new one is guarded too.
 WORDS = frozenset({
-    "quantisation.kind", "draft.kind", "draft.quantisation", "init.kind", "loss.first", "loss.then", "objective",
+    "quantisation.kind", "draft.kind", "draft.quantisation", "draft.mask", "init.kind", "loss.first", "loss.then",
+    "objective",
     "data.column", "data.split", "data.config", "rollout.url", "trainer.precision", "trainer.accelerator",
     "trainer.strategy", "trainer.logger", "bench.draft_dtype", "matrix.targets", "matrix.drafts", "target.dtype",
     "verify", "label", "kind", "baseline", "engine", "layout", "push_to_hub", "url", "model", "prompt",

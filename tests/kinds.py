@@ -14,6 +14,7 @@ from inference.models.pretrained import decoder_layers
 from inference.proposers import KINDS as REGISTERED
 from inference.proposers import Independent, NGram, kind_of
 from inference.proposers.base import Proposer
+from inference.proposers.block import Block, BlockConfig, BlockNetwork
 from inference.proposers.conditioned import Conditioned, conditioned
 from inference.proposers.eagle import Eagle, EagleNetwork, fused
 from inference.proposers.early_exit import EarlyExit, ExitNetwork, untrained_exit
@@ -116,6 +117,28 @@ def p_eagle(target: LlamaForCausalLM, noise: float = 0.1, **settings: Any) -> PE
     return network
 
 
+def block(target: LlamaForCausalLM, noise: float = 0.1, **settings: Any) -> BlockNetwork:
+    """Two layers near the target's norm and head, changed at random; the Markov head too."""
+    torch.manual_seed(7)
+    config, layers = target.config, list(fused(target.config.num_hidden_layers))
+    network = BlockNetwork(BlockConfig(
+        hidden_size=config.hidden_size, num_attention_heads=2, head_dim=config.hidden_size // 2,
+        vocab_size=config.vocab_size, max_position_embeddings=config.max_position_embeddings, depths=3,
+        eagle_aux_hidden_state_layer_ids=layers, num_hidden_layers=2, **settings,
+    )).to(target.dtype).eval()  # fmt: skip
+    with torch.no_grad():
+        for weight in network.parameters():
+            weight += noise * torch.randn_like(weight)
+        network.fc.weight[:, -config.hidden_size :] += torch.eye(config.hidden_size)
+        ids = torch.arange(0, config.vocab_size, 2)[: network.config.draft_vocab_size]
+        if network.pruned:
+            network.know(ids.tolist())
+        network.lm_head.weight.copy_(target.get_output_embeddings().weight[ids if network.pruned else slice(None)])
+        if network.config.markov_rank:
+            network.markov_head.markov_w2.weight += 0.5 * torch.randn_like(network.markov_head.markov_w2.weight)
+    return network.to(target.device)
+
+
 def exit_network(target: LlamaForCausalLM, rank: int = 2) -> ExitNetwork:
     """An exit behind the first layer but the last, changed at random."""
     torch.manual_seed(4)
@@ -186,6 +209,12 @@ KINDS = {
     "p_eagle": Kind(lambda target, **settings: PEagle(p_eagle(target), **settings)),
     "p_eagle, pruned": Kind(
         lambda target, **settings: PEagle(p_eagle(target, draft_vocab_size=half(target)), **settings)
+    ),
+    "p_eagle, markov": Kind(lambda target, **settings: PEagle(p_eagle(target, markov_rank=3), **settings)),
+    "block": Kind(lambda target, **settings: Block(block(target), **settings)),
+    "block, causal": Kind(lambda target, **settings: Block(block(target, causal=True, markov_rank=3), **settings)),
+    "block, pruned": Kind(
+        lambda target, **settings: Block(block(target, draft_vocab_size=half(target), markov_rank=3), **settings)
     ),
     "independent": Kind(lambda target, **settings: Independent(near(target, 0.15), **settings)),
     "conditioned": Kind(lambda target, **settings: Conditioned(conditioned_near(target), **settings)),

@@ -93,6 +93,8 @@ class Draft:
     bits: int | None
     inner: int | None
     temperatures: list[float]
+    mask: str | None  # of a block draft: bidirectional (null) or causal
+    markov: int | None  # rank of the Markov head of a draft of one pass; null: none
 
 
 @dataclass

@@ -35,6 +35,7 @@ from inference.models.passes import States
 from inference.models.pretrained import widened
 from inference.models.step import by_round
 from inference.proposers.base import Host, LoadArguments, Outcome, Proposal, Proposer, Round
+from inference.proposers.markov import MarkovHead
 from inference.proposers.trees import DynamicTrees, Nodes, Term, TreeShape, one_by_one, trees_of
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # queries (A, n, heads, D), keys, values -> (A, n, heads D)
@@ -146,7 +147,9 @@ class FeatureNetwork(PreTrainedModel):
         self.config.save_pretrained(save_directory)
 
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, nn.Linear):
+        if isinstance(module, MarkovHead):  # after its parts
+            module.reset()
+        elif isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=self.config.initializer_range)
 
     def fits(self, target: PreTrainedModel, where: str) -> None:
@@ -239,7 +242,7 @@ class _Layer(nn.Module):
         self.input_layernorm, self.hidden_norm = Norm(width, eps), Norm(width, eps)
         self.self_attn = _Projections(config)
         self.post_attention_layernorm = Norm(width, eps)
-        self.mlp = _Gated(width, config.intermediate_size)
+        self.mlp = Gated(width, config.intermediate_size)
 
 
 class _Projections(nn.Module):
@@ -255,7 +258,7 @@ class _Projections(nn.Module):
         return self.q_proj(x), self.k_proj(x), self.v_proj(x)
 
 
-class _Gated(nn.Module):
+class Gated(nn.Module):
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
         self.gate_proj, self.up_proj = (nn.Linear(width, inner, bias=False) for _ in range(2))
@@ -284,9 +287,10 @@ class Eagle(Proposer):
 
     network_class: Any = EagleNetwork
     drafts_trees = True
+    network: Any
 
     def __init__(
-        self, network: EagleNetwork, greedy: bool = False, *, compile: bool | None = None,
+        self, network: FeatureNetwork, greedy: bool = False, *, compile: bool | None = None,
         shape: TreeShape = None,
     ) -> None:  # fmt: skip
         self.network, self.greedy, self.compile = network.eval(), greedy, compile
