@@ -1,7 +1,7 @@
-"""The type of every setting. Dataclasses declare the types; all values, defaults too, are in the YAML files of conf/.
+"""The type of every setting. Dataclasses declare the types; the YAML files of conf/ have the values, also defaults.
 
-`conf/NAME.yaml` starts from `NAME_schema` and gives each field its value. So an unknown key or a wrong type is an error,
-in a file and on the command line.
+`conf/NAME.yaml` starts from `NAME_schema` and gives each field its value. So an unknown key or a wrong type is an
+error, in a file and on the command line.
 """
 
 from collections.abc import Callable
