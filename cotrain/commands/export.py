@@ -1,4 +1,4 @@
-"""`cotrain export`: the folder that a serving engine loads, or a check of any such folder."""
+"""`cotrain export`: write the folder that a serving engine loads, or check such a folder."""
 
 import sys
 from pathlib import Path
@@ -19,7 +19,7 @@ from inference.drafts.weight_files import read_json
 
 
 def run(cfg: ExportConfig) -> None:
-    """Write `output` and print the launch command; with `check=<folder>`, only say what is wrong with that folder."""
+    """Write `output` and print the launch command. With `check=<folder>`, only print what is wrong with that folder."""
     if cfg.check:
         if cfg.push_to_hub:
             raise UserError("push_to_hub: of an export; check= writes none")
@@ -61,7 +61,7 @@ def run(cfg: ExportConfig) -> None:
 
 
 def _print_launch(path: Path, cfg: ExportConfig) -> None:
-    """Print what was written and the launch command."""
+    """Print the folder's path, the advice and figures of its report, and the launch command."""
     written = read(path).metadata
     assert written is not None
     print(f"wrote {path}")
@@ -86,7 +86,7 @@ def _push(path: Path, repo: str, target: str) -> None:
 
 
 def _check(path: str, as_json: bool) -> None:
-    """Raises UserError for a folder that would not load, with what is wrong; as JSON, says it first."""
+    """Raise UserError with the problems of a folder that would not load. as_json: print the result before."""
     with answering(as_json) as answer:
         problems = hf.check(path)
         if as_json or not problems:
@@ -97,7 +97,7 @@ def _check(path: str, as_json: bool) -> None:
 
 
 def _features(cfg: ExportConfig, target: str) -> Path:
-    """A feature draft, whose embedding is the target's, with its card."""
+    """Export a feature draft with its model card; return the folder."""
     asked = None if cfg.objective is None else objective(cfg.objective)
     model, _ = load_pair(target)
     assert cfg.draft.path
@@ -119,7 +119,7 @@ def _features(cfg: ExportConfig, target: str) -> Path:
 
 
 def _plain(cfg: ExportConfig, target: str) -> Path:
-    """A causal LM."""
+    """Export a causal LM; return the folder."""
     config, tokenizer = load_config(target)
     assert cfg.draft.path
     return hf.export(
@@ -138,7 +138,7 @@ def _plain(cfg: ExportConfig, target: str) -> Path:
 
 
 def _refuse(cfg: ExportConfig) -> None:
-    """Raise UserError for an output that holds files or cannot be written, before weights are read."""
+    """Raise UserError, before weights are read, for an output that may not be replaced or cannot be written."""
     path = Path(cfg.output)
     if path.exists() and not path.is_dir():
         raise UserError(f"output={path} is a file: name a folder")

@@ -1,4 +1,4 @@
-"""`cotrain serve_check`: does a server accept a draft as often as this engine does, and as predicted?"""
+"""`cotrain serve_check`: compare the acceptance of a draft in a running server with this engine's and the predicted."""
 
 import json
 from typing import Any
@@ -17,7 +17,7 @@ from inference.measure.environment import environment
 
 
 def run(cfg: ServeCheckConfig) -> None:
-    """Ask the server, write report.json in `output`, and fail when its acceptance is not this engine's."""
+    """Query the server and write report.json to `output`. Raises UserError if the acceptances differ."""
     if cfg.url is None or cfg.draft.path is None:
         raise UserError("name the server with url= and the draft that it serves with draft.path=")
     with answering(cfg.json) as answer:
@@ -32,7 +32,7 @@ def run(cfg: ServeCheckConfig) -> None:
 
 
 def _compared(cfg: ServeCheckConfig, url: str, draft_path: str) -> tuple[dict[str, Any], server_parity.Parity]:
-    """The report, which is written too, and what it is made of."""
+    """Measure, write the report, and return it with its figures."""
     settle(cfg.threads, 0)
     refuse(cfg.output, cfg.overwrite)
     client, path = server("url", url, cfg.model), resolved(cfg)
