@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from cotrain import __version__
 from cotrain.config.overrides import flat
+from cotrain.config.ranges import REMOVED
 from cotrain.errors import UserError
 from inference.drafts.atomic import write_atomic
 
@@ -80,7 +81,7 @@ def refuse_overlap(command: str, values: Mapping[str, Any]) -> None:
 
 def _refuse_other_command(command: str, key: str, folder: Path) -> None:
     """Markers of older versions name no command: they are of `train` if they have settings, else of `UNNAMED`."""
-    marker = _read(folder)
+    marker = read_marker(folder)
     if marker is None:
         return
     makers = {marker["command"]} if "command" in marker else {"train"} if marker.get("settings") else UNNAMED
@@ -178,7 +179,7 @@ def refuse(
         with _locked(path):
             pass
     state: State = "new"
-    marker = _read(path)
+    marker = read_marker(path)
     if marker is not None and not overwrite and marker["state"] != "emptying":
         wanted = marker["settings"] if settings is None else json.loads(json.dumps(dict(settings)))
         changed = _compare(path, marker["settings"], wanted, kind or (lambda *_: "other"))
@@ -211,7 +212,7 @@ def held(path: str | Path) -> Iterator[Path]:
 
 def finished(path: str | Path) -> bool:
     """Whether the folder has a finished run."""
-    marker = _read(Path(path))
+    marker = read_marker(Path(path))
     return marker is not None and marker["state"] == "finished"
 
 
@@ -240,7 +241,7 @@ def _usable(path: Path) -> None:
 
 def _open(path: Path, overwrite: bool, settings: dict[str, Any] | None, kind: Judge, command: str) -> RunFolder:
     """The run in the locked folder `path`. Deletes its files if `overwrite`, or if a deletion was interrupted."""
-    marker = _read(path)
+    marker = read_marker(path)
     if marker is not None and (overwrite or marker["state"] == "emptying"):
         _empty(path, marker["settings"], command)
         marker = None
@@ -286,16 +287,24 @@ def _empty(path: Path, settings: Mapping[str, Any], command: str) -> None:
 def _foreign(path: Path) -> bool:
     """Whether the folder has files but no marker of cotrain. A lock or an incomplete marker does not count."""
     ours = all(entry.name == LOCK or entry.name.startswith(f".{MARKER}.") for entry in path.iterdir())
-    return not ours and _read(path) is None
+    return not ours and read_marker(path) is None
 
 
-def _read(path: Path) -> dict[str, Any] | None:
-    """The content of the marker in `path`; None if there is none, or a `run.json` of another program."""
+def read_marker(path: Path) -> dict[str, Any] | None:
+    """The content of the marker in `path`, without settings that no longer exist and had no effect. None if there is no
+    marker, or only a `run.json` of another program."""
     try:
         marker = json.loads((path / MARKER).read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
-    return marker if isinstance(marker, dict) and "cotrain" in marker else None
+    if not isinstance(marker, dict) or "cotrain" not in marker:
+        return None
+    for key, neutral in REMOVED.items():
+        group, _, name = key.partition(".")
+        values = (marker.get("settings") or {}).get(group) or {}
+        if values.get(name) == neutral:
+            del values[name]
+    return marker
 
 
 def _mark(path: Path, state: str, settings: Mapping[str, Any], command: str) -> None:

@@ -108,7 +108,7 @@ def refuse_unknown(draft: PreTrainedModel, key: str = "draft.quantisation") -> N
     others = [name for name, weight in draft.named_parameters() if weight.ndim > 1 and id(weight) not in known]
     if others:
         raise ValueError(f"{key}: {type(draft).__name__} has {len(others)} matrices that are no nn.Linear, whose "
-                         f"rounding is not known ({others[0]}): ask for none")  # fmt: skip
+                         f"rounding is not known ({others[0]}): leave {key} at none")  # fmt: skip
 
 
 class TwoLevelsStudent(Student):
