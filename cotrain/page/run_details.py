@@ -1,4 +1,4 @@
-"""Sections about one run at a time: worst contexts, replay of a generation, exactness, origin of the figures."""
+"""Sections without a comparison of runs: worst contexts, replay of a generation, exactness, origin of the figures."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -26,7 +26,7 @@ PARTS = (
 
 
 def differences(runs: Sequence[LoadedRun]) -> Section:
-    """The curve of total variation over positions, and the contexts that lose most."""
+    """Section: how total variation is distributed over positions, and the contexts with the largest one."""
     lacking = "no figures by position: cotrain train of this version keeps them"
     return Section("differences", "Where target and draft differ", by_run(runs, _differences), lacking)
 
@@ -49,7 +49,7 @@ def _differences(run: LoadedRun) -> Markup | None:
 
 
 def _context(run: LoadedRun, base: tuple[str | int, ...], one: dict[str, Any]) -> dict[str, Any]:
-    """A context, and each side's likeliest tokens as (text, p, q)."""
+    """One context for the template, with the likeliest tokens of target and draft as (text, p, q)."""
     sides = [
         (side, [(quoted(token["text"]), run.at(*base, side, i, "p"), run.at(*base, side, i, "q"))
                 for i, token in enumerate(one[side])])
@@ -60,12 +60,12 @@ def _context(run: LoadedRun, base: tuple[str | int, ...], one: dict[str, Any]) -
 
 
 def quoted(token: str) -> str:
-    """A token with its ends and its line ends visible."""
+    """A token in quotation marks, with line ends and tabs made visible."""
     return "“" + token.replace("\n", "⏎").replace("\t", "⇥") + "”"
 
 
 def replay(runs: Sequence[LoadedRun]) -> Section:
-    """A player for each run that recorded a generation; assets/replay.js draws it."""
+    """Section: a player for each run that recorded a generation; assets/replay.js draws it."""
     lacking = "no generation was recorded: Engine(record=) does, and cotrain train and bench of this version"
     return Section("replay", "Replay of a generation", by_run(runs, _player), lacking)
 
@@ -78,7 +78,7 @@ def _player(run: LoadedRun) -> Markup | None:
 
 
 def exactness(runs: Sequence[LoadedRun]) -> Section:
-    """The verdict as it was printed."""
+    """Section: the verdict on exactness, as it was printed."""
     lacking = "exactness was not checked in this run: cotrain bench checks it"
     return Section("exactness", "Exactness", by_run(runs, _verdict), lacking)
 
@@ -93,7 +93,7 @@ def _verdict(run: LoadedRun) -> Markup | None:
 
 
 def origin(runs: Sequence[LoadedRun]) -> Section:
-    """Machine, versions, date, commit, command and settings of each run."""
+    """Section: machine, versions, date, commit, command and settings of each run."""
     return Section("origin", "Where the figures come from", by_run(runs, _origin), "nothing is known of the machine")
 
 
