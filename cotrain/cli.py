@@ -268,7 +268,7 @@ def _failed(name: str, error: BaseException, output: str | None = None) -> int:
 def _full(error: BaseException, output: str | None) -> str:
     """The message for a full disk: the file, or, if the error names none, the free space of the possible disks."""
     if isinstance(error, OSError) and error.filename:
-        return f"no space left for {error.filename}: it was not written, and nothing is left half-written"
+        return f"no space left for {error.filename}: it was not written, and no partial file remains"
     cache = os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface")
     free: dict[int, str] = {}  # by file system
     for place in (output or os.curdir, tempfile.gettempdir(), cache):

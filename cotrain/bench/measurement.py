@@ -93,9 +93,9 @@ def refuse(size: Bench) -> None:
     if not size.depths or min(size.depths) < 1:
         raise ValueError(f"bench.depths: {list(size.depths)} must be draft lengths of at least 1")
     if not size.minutes >= 0:
-        raise ValueError(f"bench.minutes: {size.minutes} must be minutes, or 0 to time bench.prompts and no more")
+        raise ValueError(f"bench.minutes={size.minutes}: give minutes, or 0 to time exactly bench.prompts")
     if not size.interval > 0:
-        raise ValueError(f"bench.interval: {size.interval} must be a share of the speed-up above 0, as .1")
+        raise ValueError(f"bench.interval={size.interval}: give a share of the speed-up above 0, such as 0.1")
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def measure(plan: Plan, extra: dict[str, Any] | None = None) -> dict[str, Any]:
     size = plan.bench
     refuse(size)
     budget = Budget(60 * size.minutes, time.perf_counter())
-    print("bench: what rounds cost, and the draft length that this and the acceptance call for")
+    print("bench: costs of rounds and acceptance, to choose the draft length")
     given, plan = plan.tree, replace(plan, tree=None)
     plan, costs = choose_compiled(plan, budget.until(COSTS))
     texts = plain_texts(plan, FEW if budget.over(COSTS) else BATCH)
@@ -207,7 +207,7 @@ class TimingDisplay(Display):
         """Show that `done` batches were timed."""
         spent, note = time.perf_counter() - self.first, self.near
         if spent > self.seconds:
-            note += ", time is over: the fewest that tell something come all the same"
+            note += ", time is over: only the batches that an interval needs"
         if self.limited:
             self.to(min(spent, self.seconds), f"{done} batches, {note}")
         else:

@@ -103,7 +103,7 @@ def choose_compiled(plan: Plan, until: float = inf) -> tuple[Plan, MeasuredCosts
     if not plan.bench.compile and plan.target.device.type != "cuda":
         return plan, eager
     if now + (now - began) > until:  # the compiled measurement takes as long again
-        print("bench: nothing is compiled, for want of time: more bench.minutes= would try it")
+        print("bench: nothing is compiled, since there is no time to measure it: raise bench.minutes=")
         return plan, eager
     both = eager, measured(replace(plan, compiled=CompiledParts(True, True, True)), until)
     k = sorted(plan.depths)[len(plan.depths) // 2]
@@ -356,6 +356,6 @@ def advice(length: DraftLength, speedup: Interval, tree: MeasuredTree | None = N
                 "draft length does better; serve without this draft, or train a smaller or better one")  # fmt: skip
     if speedup.faster is None:
         better = ", or train a smaller or better draft" if predicted <= 1 else ""
-        return (f"no speed-up is shown: {drafted}, {predicted:.2f}x predicted, and its interval holds 1; time more "
+        return (f"no speed-up is shown: {drafted}, {predicted:.2f}x predicted, and its interval contains 1; time more "
                 f"prompts (bench.minutes=){better}")  # fmt: skip
     return None

@@ -72,7 +72,7 @@ def over_http(client: Client, plan: Plan) -> Ask:
         )
         seconds, after = time.perf_counter() - clock, stable_counters(client)
         if any(one.ids is None for one in answers):
-            raise ValueError("url: the server tells no token ids (vLLM does), so nothing can be predicted on its texts")
+            raise ValueError("url: the server returns no token ids, which the prediction needs; vLLM returns them")
         counted = after - before if after and before else None
         return [one.ids or [] for one in answers], seconds, counted
 
@@ -86,7 +86,7 @@ def parity(plan: Plan, ask: Ask, k: int, at_once: int) -> Parity:
     prompts = plan.final(0, plan.bench.prompts)
     tokens, seconds, counted = ask(prompts, at_once)
     if not counted or not counted.rounds:
-        raise ValueError("url: the server counted no drafts: it serves without a draft, or hides its metrics")
+        raise ValueError("url: the server counted no drafts: it serves without a draft, or does not show its metrics")
     own = engine_arm("own", plan.engine(k, BATCH, proposer=draft), plan.sampling, plan.bench.new_tokens)
     ours = interleave([own], prompts, BATCH, plan.bench.seed, warmup=0).texts("own")
     rounds, sigma = rounds_expected(plan, draft, k, prompts, tokens)

@@ -37,13 +37,13 @@ def _refuse_matrix(cfg: BenchConfig, kind: str, pair: Pair) -> None:
     """Raise UserError, naming the key, for a matrix that cannot be measured, before anything is measured."""
     asked, regime = cfg.matrix, cfg.regime
     if asked.vllm and kind != DEFAULT:
-        raise UserError(f"matrix.vllm: only {DEFAULT} drafts are served here, draft.path={cfg.draft.path} is {kind}")
+        raise UserError(f"matrix.vllm: vLLM is measured with {DEFAULT} drafts, draft.path={cfg.draft.path} is {kind}")
     if asked.vllm and cfg.target.adapter:
-        raise UserError("matrix.vllm: it would serve the target without target.adapter=; merge it into a folder first")
+        raise UserError("matrix.vllm: vLLM would ignore target.adapter=; merge the adapter into a target folder first")
     if asked.vllm and (regime.top_k or regime.top_p != 1):
-        raise UserError("matrix.vllm: it is asked for a temperature alone: regime.top_k=0 regime.top_p=1")
+        raise UserError("matrix.vllm: vLLM is measured without top-k and top-p: regime.top_k=0 regime.top_p=1")
     if asked.vllm and shutil.which(asked.vllm) is None:
-        raise UserError(f"matrix.vllm={asked.vllm} is no interpreter: name that of a vLLM installation")
+        raise UserError(f"matrix.vllm={asked.vllm} is not an interpreter: name that of a vLLM installation")
     if wrong := sorted(set(asked.drafts) - set(quantised.QUANTISATIONS)):
         raise UserError(f"matrix.drafts: {wrong[0]!r} is none of {', '.join(quantised.QUANTISATIONS)}")
     if asked.targets and "nf4" in asked.drafts and find_spec("bitsandbytes") is None:

@@ -22,11 +22,11 @@ def run(cfg: ExportConfig) -> None:
     """Write `output` and print the launch command. With `check=<folder>`, only print what is wrong with that folder."""
     if cfg.check:
         if cfg.push_to_hub:
-            raise UserError("push_to_hub: of an export; check= writes none")
+            raise UserError("push_to_hub: check= writes no folder to push; leave one of them out")
         _check(cfg.check, cfg.json)
         return
     if cfg.json:
-        raise UserError("json: for check=, which answers; an export writes a folder")
+        raise UserError("json=true: only with check=; an export has no JSON output")
     if cfg.draft.path is None:
         raise UserError("name the draft folder with draft.path=")
     refuse_layout(cfg.engine, cfg.layout)
@@ -66,7 +66,7 @@ def _print_launch(path: Path, cfg: ExportConfig) -> None:
     assert written is not None
     print(f"wrote {path}")
     if written.origin.get("advice"):
-        print(f"where it was measured, {written.origin['advice']}")
+        print(f"on the machine that measured it, {written.origin['advice']}")
     report = path / REPORT
     lengths = tau_by_length(read_json(report), written) if report.is_file() else ""
     if lengths:
@@ -80,8 +80,8 @@ def _print_launch(path: Path, cfg: ExportConfig) -> None:
 
 def _push(path: Path, repo: str, target: str) -> None:
     if publishing.local(target):
-        print(f"warning: the card names the target by its place on this machine, {place(target)}: target.path=<hub id> "
-              "names one that others find", file=sys.stderr)  # fmt: skip
+        print(f"warning: the card names a target on this machine, {place(target)}, which others cannot load: give its "
+              "hub id as target.path=", file=sys.stderr)  # fmt: skip
     print(f"pushed: {publishing.push(path, repo)}")
 
 
@@ -113,8 +113,9 @@ def _features(cfg: ExportConfig, target: str) -> Path:
     assert written is not None
     layers = (written.origin.get("export") or {}).get("inputs_of_layers", [])
     if sorted(set(layers)) != list(layers):
-        print(f"warning: {cfg.draft.path} reads the target's states {layers}: engines give each once, in ascending "
-              "order, so none will serve it; targets of 7 layers and more have three", file=sys.stderr)  # fmt: skip
+        print(f"warning: no engine will serve {cfg.draft.path}: it reads the target's states {layers}, but engines "
+              "give each state once, in ascending order; use a target of at least 7 layers",
+              file=sys.stderr)  # fmt: skip
     return path
 
 

@@ -85,7 +85,7 @@ def as_trained(cfg: BenchConfig | ServeCheckConfig | GenerateConfig, metadata: M
             typed.append(f"{key}={config[name]} ({said[known.name]})")
     if typed:
         print(
-            f"other settings than the draft was made for, with its own in brackets: {', '.join(typed)}",
+            f"settings that differ from the draft folder's, which are in brackets: {', '.join(typed)}",
             file=sys.stderr,
         )
 
@@ -137,7 +137,7 @@ def measured(path: str) -> Folder:
     """Read a draft folder of a kind that can be measured. Raises UserError, naming draft.path, for other kinds."""
     draft_folder = folder(path)
     if draft_folder.kind not in KINDS:
-        raise UserError(f"draft.path: {path} is of kind {draft_folder.kind!r}; what is measured is {', '.join(KINDS)}")
+        raise UserError(f"draft.path: {path} is of kind {draft_folder.kind!r}; kinds to measure are {', '.join(KINDS)}")
     return draft_folder
 
 

@@ -61,7 +61,7 @@ class PromptRows:
         if not fitting:
             shortest = min(len(row["prompt"]) for row in self.rows)
             raise ValueError(f"data.path: no prompt of at most {tokens} tokens, the shortest has {shortest}: raise "
-                             "rollout.prompt_tokens (of cotrain bench, bench.prompt_tokens)")  # fmt: skip
+                             "rollout.prompt_tokens (for cotrain bench, bench.prompt_tokens)")  # fmt: skip
         return [row["prompt"] for row in fitting]
 
     def _fitting(self, tokens: int, seed: int) -> list[Row]:

@@ -71,7 +71,7 @@ def read_rows(data: Data) -> datasets.Dataset:
     Raises ValueError, naming the key to change, if they are missing or unreadable.
     """
     if data.streaming and data.take < 1:
-        raise ValueError(f"data.take: {data.take} rows of a stream are none: at least 1")
+        raise ValueError(f"data.take={data.take}: with data.streaming=true give at least 1")
     files = files_of(data.path or "")
     for path in files.values():
         if not path.stat().st_size and kind_of(path):
@@ -193,11 +193,9 @@ def _reason(data: Data, error: BaseException) -> str:
         return "it holds no rows"
     first = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
     if "JSON parse error" in first:
-        return (
-            f"it holds no JSON objects, one a line ({first}); plain text, a prompt a line, is a file that ends in .txt"
-        )
+        return f"its lines are not JSON objects ({first}); a file of plain text, one prompt per line, must end in .txt"
     if not files_of(str(data.path)):
-        return f"it is no file, no folder, and no data set that the hub gave: {first}"
+        return f"there is no such file or folder, and the hub gave no data set of this name: {first}"
     return first
 
 

@@ -57,8 +57,8 @@ class Prompts:
         for name, prompts in (("rank checkpoints", self.ranking), ("time the exported draft", self.final)):
             if not prompts:
                 raise ValueError(
-                    f"data.path: no prompts are left to {name} that are in no other split: give more texts, "
-                    "or raise rollout.prompt_tokens= (of cotrain bench, bench.prompt_tokens=)"
+                    f"data.path: no prompt to {name} remains after those of the other splits are dropped: give more "
+                    "texts, or raise rollout.prompt_tokens= (for cotrain bench, bench.prompt_tokens=)"
                 )
         refuse_shared(self.final, self.ranking, "rank checkpoints")
 

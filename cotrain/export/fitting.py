@@ -92,10 +92,10 @@ def refuse(folder: str | Path, temperature: float | None) -> None:
     file = Path(folder) / CONFIG
     conditioned = KNOTS in read_json(file) if file.is_file() else False
     if conditioned and temperature is None:
-        raise UserError(f"temperature: {folder} drafts differently at each temperature, and an engine loads one: give "
-                        "the one that you serve at, as temperature=0.7")  # fmt: skip
+        raise UserError(f"temperature: {folder} depends on the temperature, and an export is for one: give the one "
+                        "that you serve at, as temperature=0.7")  # fmt: skip
     if not conditioned and temperature is not None:
-        raise UserError(f"temperature={temperature:g}: {folder} drafts alike at every temperature: temperature=null")
+        raise UserError(f"temperature={temperature:g}: {folder} does not depend on it: leave temperature= out")
 
 
 def measured_elsewhere(metadata: Metadata | None, temperature: float) -> str | None:
@@ -127,8 +127,8 @@ def folded(network: PreTrainedModel, temperature: float) -> PreTrainedModel:
     logits = network(input_ids=ids, use_cache=False).logits.float()[..., : wanted.shape[-1]]
     close = 0.05 if network.dtype in (torch.bfloat16, torch.float16) else 1e-3
     if not torch.allclose(logits, wanted, rtol=close, atol=close * float(wanted.abs().max())):
-        raise ValueError(f"temperature: {type(network).__name__} has a final norm that takes no scale: it is served by "
-                         "this engine alone")  # fmt: skip
+        raise ValueError(f"temperature: the final norm of {type(network).__name__} cannot be scaled, so this draft can "
+                         "only be served by cotrain's engine")  # fmt: skip
     delattr(network, MODULE)
     delattr(network.config, KNOTS)
     return network

@@ -60,7 +60,7 @@ def export(
     refuse(source, temperature)
     model, tokenizer, original = load_draft(source, dtype, network=network_class(temperature))
     if tokenizer is None:
-        raise ValueError(f"{source}: it has no tokenizer, an engine needs the target's beside the draft")
+        raise ValueError(f"{source}: it has no tokenizer; engines need the target's tokenizer in the draft folder")
     metadata = _metadata(original, k, target, objective)
     if temperature is not None:
         model, metadata = folded(model, temperature), _at(metadata, temperature)
@@ -84,7 +84,7 @@ def export(
             card(metadata, engine, name or str(Path(output).absolute()), report, remarks), encoding="utf-8"
         )
         if problems := check(new):
-            raise ValueError(f"{source} makes no folder that loads: " + "; ".join(problems))
+            raise ValueError(f"{source}: the exported folder would not load: " + "; ".join(problems))
     return Path(output)
 
 

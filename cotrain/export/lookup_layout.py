@@ -18,8 +18,8 @@ from inference.servers.vllm_server import custom_class
 
 SECTION = """# Look-up for vLLM
 
-Made for `{target}`; the text stays the target's. vLLM takes look-up's drafts for certain, so a model beside it drafts
-its likeliest tokens there.
+Made for `{target}`; the text keeps the target's distribution. vLLM treats the drafts as certain, so a draft model in
+this folder drafts its likeliest tokens there.
 
 vLLM's environment must have the package `inference`: `pip install --no-deps` of cotrain, or `PYTHONPATH=<checkout>`.
 
@@ -48,7 +48,7 @@ def export(
     """
     source_metadata = read(source).metadata
     if source_metadata is None:
-        raise ValueError(f"draft.path={source}: it does not say what it is, there is no cotrain.json")
+        raise ValueError(f"draft.path={source}: it has no cotrain.json, which names its target")
     if name and (read_json(Path(source) / CONFIG).get("lookup") or {}).get("datastore"):
         raise ValueError(f"push_to_hub: {source} looks up a datastore of this machine, which others do not have")
     metadata = source_metadata.exported(target, k, None)

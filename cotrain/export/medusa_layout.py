@@ -95,7 +95,7 @@ def tensors(network: Any, target: PreTrainedModel) -> dict[str, Tensor]:
         for i, blocks in enumerate(getattr(network, name).detach()):
             named |= {f"blocks.{i}.layers.{j}.{name}": block.clone() for j, block in enumerate(blocks)}
     if head.bias is not None or any(_scaled(target, key) for key in SCALES):
-        raise ValueError(f"{type(target).__name__}: its head has a bias, a cap or a scale, which this layout has not")
+        raise ValueError(f"{type(target).__name__}: vLLM's Medusa supports no bias, cap or scale of the target's head")
     return named
 
 

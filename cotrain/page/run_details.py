@@ -12,11 +12,11 @@ from cotrain.page.rendering import Chart, Section, Series, by_run, drawn, escape
 KEYS = ("Keys: space plays and pauses, ← → step, ↑ ↓ change the row, - and + the speed, shift with an arrow turns the "
         "scene; drag turns it too.")  # fmt: skip
 RULES = {
-    "tree": "Siblings are tried in turn: p / q is that of the first, and falls with every refusal. ",
-    "traversal": "The traversal rule tests from the leaves up: u is compared with another number than p / q. ",
-    "block": "The block rule tests drafts together: u is compared with another number than p / q. ",
-    "match": "The match rule draws the target's own token at u and keeps a draft that is the same. ",
-    "coupled": "The coupled rule draws both sides with the same noise and keeps a draft where they agree. ",
+    "tree": "Siblings are tried in turn: p / q is that of the first sibling, and is lower after each rejection. ",
+    "traversal": "The traversal rule tests from the leaves up, and does not compare u with p / q. ",
+    "block": "The block rule tests drafts together, and does not compare u with p / q. ",
+    "match": "The match rule draws the target's token at u, and accepts a draft that equals it. ",
+    "coupled": "The coupled rule draws target and draft with the same noise, and accepts a draft if both agree. ",
 }
 PARTS = (
     ("what was timed", ("report", "settings")),
@@ -27,7 +27,7 @@ PARTS = (
 
 def differences(runs: Sequence[LoadedRun]) -> Section:
     """Section: how total variation is distributed over positions, and the contexts with the largest one."""
-    lacking = "no figures by position: cotrain train of this version keeps them"
+    lacking = "no figures by position: cotrain train of this version writes them"
     return Section("differences", "Where target and draft differ", by_run(runs, _differences), lacking)
 
 
@@ -66,7 +66,7 @@ def quoted(token: str) -> str:
 
 def replay(runs: Sequence[LoadedRun]) -> Section:
     """Section: a player for each run that recorded a generation; assets/replay.js draws it."""
-    lacking = "no generation was recorded: Engine(record=) does, and cotrain train and bench of this version"
+    lacking = "no generation was recorded: cotrain train and bench of this version record one, as Engine(record=) does"
     return Section("replay", "Replay of a generation", by_run(runs, _player), lacking)
 
 

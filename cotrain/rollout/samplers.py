@@ -181,7 +181,7 @@ def collect(
             display.to(len(rows), f"{speed:.0f} tokens/s")
             batches, spent = (len(rows) - first) / sampler.rows, time.perf_counter() - clock
             if seconds and len(rows) < len(asked) and spent * (1 + 1 / batches) > seconds:
-                print(f"sampling ends with {len(rows)} of {len(asked)} texts, which minutes= leaves time for")
+                print(f"sampling ends after {len(rows)} of {len(asked)} texts: minutes= leaves no time for more")
                 break
     return rows
 
