@@ -163,7 +163,7 @@ def read(
 
 
 def plan_of(job: TrainingJob, layers: int) -> Plan:
-    """The plan that measures an untrained exit on ranking prompts, compiled on a GPU, as it is in serving."""
+    """The plan that measures an untrained exit on ranking prompts. On a GPU the models are compiled, as in serving."""
     cfg = job.cfg
     network = untrained_exit(job.target, layers, 0, cfg.draft.depths or 1)
     torch.nn.Module.to(network, job.target.device, job.target.dtype)

@@ -90,9 +90,9 @@ def _cell(plan: Plan, grid: Grid, servers: dict[str, Server], machine: Machine) 
 
 
 def _transformers(plan: Plan, k: int, lm: LM | None) -> list[Arm]:
-    """The arms of transformers: plain generation, and assisted generation if rows == 1 and the draft is a language
-    model, since it takes one prompt at a time. It is timed with its defaults ("assisted"), and with constant k and no
-    confidence threshold ("matched")."""
+    """The arms of transformers: plain generation, and assisted generation if rows == 1 (its limit) and the draft is a
+    language model. Assisted generation is timed with its defaults ("assisted"), and with constant k and no confidence
+    threshold ("matched")."""
     new, sampling = plan.bench.new_tokens, plan.sampling
     rows = plan.bench.rows
     arms = [transformers_arm("transformers", plan.target, sampling, new, rows=rows)]

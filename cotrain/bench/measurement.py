@@ -38,7 +38,7 @@ from inference.report.replay import Recorder
 
 # shares of bench.minutes at which the costs of rounds, the timing, and parity end; greedy decoding has the rest
 COSTS, TIMING, PARITY = 0.25, 0.65, 0.85
-FEW = 8  # texts of a part that begins after its time is over
+FEW = 8  # number of texts in a part of the measurement whose time is already over when it begins
 FORCED = 6  # time to predict the calls of a text with a tree, a round at every token, over its decoding time
 SAMPLE_TOKENS = 64  # length of the text that TensorBoard shows
 REPLAY_ROWS, REPLAY_TOKENS = 4, 64
@@ -218,9 +218,9 @@ def parity(plan: Plan, k: int, until: float = inf, noise: float = 0.0) -> dict[s
     """Compare the predicted and the measured number of target calls, on at least `parity_tokens` tokens, or fewer if
     the time is over (at least FEW texts).
 
-    Texts continue final prompts, first those that were not timed, with other random numbers than the timed texts.
-    until: the deadline, a value of time.perf_counter(); noise: see `text_figures`. Returns None for the coupled rule,
-    whose calls cannot be predicted from the text.
+    The prompts are final ones, beginning after those that were timed, and the random numbers are new. until: the
+    deadline, a value of time.perf_counter(); noise: see `text_figures`. Returns None for the coupled rule, whose calls
+    cannot be predicted from the text.
     """
     size = plan.bench
     count = -(-size.parity_tokens // size.new_tokens)

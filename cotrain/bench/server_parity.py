@@ -44,8 +44,8 @@ class Parity:
 
     @property
     def passed(self) -> bool:
-        """Whether the server's tau is within `TOLERANCE` of the predicted one, and the interval of its ratio to this
-        engine's tau, which is of other texts, reaches into the tolerance."""
+        """Whether the server's tau is within `TOLERANCE` of the predicted one, and the interval of `ratio` is not
+        wholly outside 1 ± `TOLERANCE`."""
         differs = self.ratio.low > 1 + TOLERANCE or self.ratio.high < 1 - TOLERANCE
         return abs(self.served / self.predicted - 1) <= TOLERANCE and not differs
 

@@ -40,7 +40,7 @@ def run(cfg: ExportConfig) -> None:
     served = cfg.target.path or (metadata.target["name"] if metadata else None)
     if metadata and metadata.origin.get("adapter") and cfg.target.path is None:
         both = f"{served} with the adapter {metadata.origin['adapter']}"
-        raise UserError(f"{cfg.draft.path} was made for {both}: give target.path= a folder that it was merged into")
+        raise UserError(f"{cfg.draft.path} was made for {both}: give the folder of the merged model as target.path=")
     if served is None:
         raise UserError(f"{cfg.draft.path} does not name its target: give target.path=")
     if cfg.layout in FEATURES:

@@ -1,4 +1,4 @@
-"""`cotrain serve_check`: compare the acceptance of a draft in a running server with this engine's and the predicted."""
+"""`cotrain serve_check`: compare a draft's acceptance in a running server with a prediction, and with this engine's."""
 
 import json
 from typing import Any

@@ -189,7 +189,7 @@ class Trainer:
     precision: str  # Lightning's: bf16-mixed, 32-true, ...; auto: bf16-mixed, or 32-true on a CPU that would emulate it
     accumulate: int  # batches per step
     clip: float  # the largest gradient norm
-    ema: float  # decay of an average of the weights, which is evaluated and exported instead of them; 0: no average
+    ema: float  # decay of the moving average of weights that is evaluated and exported; 0: no average
     accelerator: str  # auto: a GPU if there is one; gpu: an error if there is none
     devices: int  # processes on this machine, one per GPU
     nodes: int  # machines
@@ -207,7 +207,7 @@ class Bench:
     needed, until the speed-up's 95 % interval is narrow enough (see `interval`) or the minutes are over."""
 
     prompts: int  # per domain
-    quick_prompts: int  # prompts of the shorter measurements: at checkpoints, and of costs
+    quick_prompts: int  # prompts of short measurements, such as those at checkpoints
     prompt_tokens: int  # 0, for cotrain bench: the value stored in the draft folder
     new_tokens: int  # per prompt
     parity_tokens: int  # on which predicted and measured target calls are compared

@@ -7,7 +7,7 @@ from typing import cast
 
 from cotrain.paths import folder
 
-# Keys, by their last part, whose value is passed on literally. `null` unsets any of them but those in TEXT.
+# Keys, by their last part, whose value is passed on literally. The value null unsets them, except those in TEXT.
 TEXT = frozenset({"prompt"})
 FREE_TEXT = TEXT | {"prompts", "path", "adapter", "datastore", "folder", "cache", "output", "log", "url", "check",
                     "report", "export", "vllm", "page", "push_to_hub",

@@ -1,4 +1,4 @@
-"""The type of every setting. Dataclasses declare the types; the YAML files of conf/ have the values, also defaults.
+"""The types of all settings. Their values, including defaults, are in the YAML files of conf/.
 
 `conf/NAME.yaml` starts from `NAME_schema` and gives each field its value. So an unknown key or a wrong type is an
 error, in a file and on the command line.

@@ -34,7 +34,7 @@ UNREADABLE = (ValueError, OSError, EOFError, StopIteration, RuntimeError, datase
 
 
 def kind_of(path: Path) -> str | None:
-    """The file's extension before that of its compression, if it is one of `LOADERS`; else None."""
+    """The extension that selects the loader, without that of a compression; None if no loader reads the file."""
     ending = (path.with_suffix("") if path.suffix in COMPRESSED else path).suffix
     return ending if ending in LOADERS else None
 
@@ -88,7 +88,7 @@ def read_rows(data: Data) -> datasets.Dataset:
 
 
 def prompt_origin(data: Data, split: str) -> dict[str, Any]:
-    """A JSON value that changes if the settings or the files that the prompts of a split come from change.
+    """A JSON value that identifies the settings and files which the prompts of a split come from.
 
     Files are hashed whole, or by size and modification time if they are streamed. For the embedded corpora it contains
     the sizes only, not the texts, which may differ between machines."""
@@ -294,8 +294,8 @@ def _asked(texts: datasets.Dataset, template: Template) -> Iterator[dict[str, An
     """Yield each text as a conversation with one message of the user. Raises ValueError if the target has no chat
     template."""
     if template.tokenizer.chat_template is None:
-        raise ValueError("data.chat: the target's tokenizer has no chat template; with data.chat=false it is given the "
-                         "texts as they are")  # fmt: skip
+        raise ValueError("data.chat: the target's tokenizer has no chat template; with data.chat=false texts are used "
+                         "unchanged")  # fmt: skip
     for row in texts:
         yield {"messages": [{"role": "user", "content": row["text"]}], "domain": row["domain"]}
 

@@ -31,9 +31,9 @@ def resize(model: PreTrainedModel, size: int, tokenizer: PreTrainedTokenizerBase
 
     An added id v should never be drafted: the target rejects it, so the text stays exact, but the round ends there. If
     the head has a bias, it is -1e4 at v, so q(v) = 0. Otherwise (Llama, and every tied embedding) the logit is w_v . h,
-    and no row w_v makes it low for every hidden state h. Then w_v is a copy of the row of the least likely token u, so
-    that q(v) = q(u) in every context, or 0, which gives the logit 0, whichever has the lower mean probability. Means
-    are over texts sampled from the draft.
+    and no row w_v makes it low for every hidden state h. Then w_v is one of two rows, whichever has the lower mean
+    probability: a copy of the row of the least likely token u, so q(v) = q(u) in every context, or 0, whose logit is
+    always 0. Means are over texts sampled from the draft.
 
     Rows past `size` are removed, since no target id refers to them. Raises ValueError if the tokenizer has more ids.
     """

@@ -102,7 +102,7 @@ def _at(metadata: Metadata, temperature: float) -> Metadata:
 
 
 def _report(source: Path, metadata: Metadata | None) -> Mapping[str, Any] | None:
-    """The draft's report. None if the metadata names none: a file of that name was then written by another program."""
+    """The draft's report. None if the metadata names none; a report.json is then from another program."""
     if metadata is None or metadata.report is None:
         return None
     file = source / REPORT

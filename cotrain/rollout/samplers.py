@@ -89,7 +89,7 @@ class Faster:
 
 @dataclass(frozen=True)
 class Mixed:
-    """The draft in training continues the share `share` of the prompts, the target the others, chosen by seed and key.
+    """The draft in training continues a share of the prompts, and the target the others; seed and key choose which.
 
     So the draft also learns in contexts that it produces itself (Agarwal et al. 2024, arXiv:2306.13649). This lowered
     tau(8) by 1.1 % (outputs/results/on_draft.json); it is provided for comparisons."""
