@@ -78,7 +78,7 @@ def _command(name: str, arguments: list[str]) -> int:
     for flag in (argument.partition("=")[0] for argument in arguments if argument.startswith("--")):
         if not any(known.startswith(flag) for known in FLAGS):
             return _say(who, f"no flag {flag}: settings are key=value, as in {flag.lstrip('-')}=...", 2)
-    set_waiting()  # before torch is imported, which reads it
+    set_waiting()  # sets environment variables that torch reads when it is imported
     try:
         status = _hydra(name, arguments)
         sys.stdout.flush()

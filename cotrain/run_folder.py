@@ -127,7 +127,7 @@ def _entries(path: str) -> list[str]:
 
 
 def _within(path: str, folder: str) -> bool:
-    """Whether a path, or the target of this link, lies in a folder or is the folder."""
+    """Whether a path is `folder` or lies in it; if the path is a symbolic link, also whether its target does."""
     place, root = Path(path).absolute(), os.path.realpath(folder)
     link = Path(os.path.realpath(place.parent), place.name)  # the link itself, only its parents resolved
     return link.is_relative_to(root) or Path(os.path.realpath(place)).is_relative_to(root)

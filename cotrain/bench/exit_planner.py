@@ -177,7 +177,7 @@ def plan_of(job: TrainingJob, layers: int) -> Plan:
 
 
 def exits(job: TrainingJob) -> list[Exit]:
-    """Rate every candidate."""
+    """Rate the exits after each number of layers in `candidates`."""
     layers = candidates(len(decoder_layers(job.target)))
     ends = [plan_of(job, at) for at in (layers[0], layers[-1])]
     low, high = (costs_of(plan) for plan in ends)

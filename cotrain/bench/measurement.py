@@ -190,7 +190,7 @@ def _timed(plan: Plan, engine: Engine, sampling: Sampling, until: float) -> tupl
 
 
 class TimingDisplay(Display):
-    """The progress of a timing: in batches, or, with a deadline (until < inf), in seconds until it."""
+    """Shows the progress of a timing: in batches, or in seconds if there is a deadline (until < inf)."""
 
     def __init__(self, batches: int, until: float) -> None:
         self.near, self.first = "no interval yet", time.perf_counter()

@@ -113,7 +113,7 @@ def rounds_expected(
     rest = Emitted(starts, row_ids(starts), [text[1:] for text in tokens], [Counts() for _ in tokens])
     engine = plan.engine(k, BATCH, proposer=draft)
     figures = pair_figures(engine, draft, rest, plan.sampling, plan.bench.new_tokens, 0.0)
-    reach = reach_of(figures, "token")  # the servers' rule
+    reach = reach_of(figures, "token")  # servers use the token rule
     assert reach is not None
     calls = predict_chain.calls_from(reach, figures.lengths)
     return calls.numpy(), float(predict_chain.variance_from(reach, figures.lengths).sum().sqrt())

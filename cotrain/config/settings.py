@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class GenerateConfig:
-    """`cotrain generate`."""
+    """Settings of `cotrain generate`."""
 
     draft: Model
     target: Model
@@ -138,7 +138,7 @@ class BenchConfig:
 
 @dataclass
 class CompareConfig:
-    """`cotrain compare`."""
+    """Settings of `cotrain compare`."""
 
     folder: str  # contains the runs of cotrain train, at any depth
     baseline: str  # the label that the others are compared with
@@ -148,7 +148,7 @@ class CompareConfig:
 
 @dataclass
 class ReportConfig:
-    """`cotrain report`."""
+    """Settings of `cotrain report`."""
 
     run: list[str]  # output folders of cotrain train or bench, or their report.json; run= may be repeated
     page: str | None  # the HTML file to write; null: report.html in the first run's folder
@@ -156,7 +156,7 @@ class ReportConfig:
 
 @dataclass
 class ExportConfig:
-    """`cotrain export`."""
+    """Settings of `cotrain export`."""
 
     draft: Model
     target: Model
@@ -174,7 +174,7 @@ class ExportConfig:
 
 @dataclass
 class ServeCheckConfig:
-    """`cotrain serve_check`."""
+    """Settings of `cotrain serve_check`."""
 
     url: str | None  # the server's root
     model: str | None  # null: the first model that the server lists

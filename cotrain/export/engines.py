@@ -64,7 +64,7 @@ def _sglang(draft: str, target: str, k: int, objective: str, tree: PlannedTree |
 
 
 def _tensorrt_llm(draft: str, target: str, k: int, objective: str, kind: str = "Draft_Target", **more: Any) -> str:
-    # JSON is YAML, and quotes any path
+    # as JSON, which is valid YAML and quotes any path
     settings = {"decoding_type": kind, "max_draft_len": k, "speculative_model": draft, **more}
     options = _json({"disable_overlap_scheduler": True, "speculative_config": settings})
     serve = ["trtllm-serve", target, "--backend", "pytorch", "--extra_llm_api_options", "speculative.yaml"]
