@@ -1,7 +1,7 @@
-"""What a kind of draft is while it trains: what it reads of the target, its guesses, the proposer that serves it.
+"""The interface of a draft while it trains: the states that it reads, its guesses, and the proposer that serves it.
 
-B texts, T tokens, D width of the target's states, V vocabulary, N guesses. Position t of a text predicts its token
-t + 1, given tokens 0 .. t; flat positions are b * T + t.
+B texts, T tokens of a text, D width of the target's states, V vocabulary, N guesses. Position t of a text predicts
+token t + 1 from tokens 0 .. t; its flat position is b * T + t.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -42,7 +42,7 @@ KINDS = {  # kind -> module:class, imported on first use
     "two_levels": "cotrain.students.quantised:TwoLevelsStudent",
 }
 
-# settings that only some kinds have (`Student.takes`) -> their value if unset
+# settings that only some kinds have, see `Student.takes`, with the value that means unset
 OPTIONAL: dict[str, Any] = {
     "datastore": None, "shortest": 2, "rank": 0, "depths": None, "vocabulary": None, "bits": None, "inner": None,
     "temperatures": [],
@@ -51,8 +51,11 @@ OPTIONAL: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Trials:
-    """What a benchmark grants a kind that calibrates itself before it is measured: engines compiled as they will be
-    served, with a proposer at the longest draft length and without one, and prompts that are never timed."""
+    """Engines and prompts that a benchmark provides for `Student.calibrate`, before the draft is measured.
+
+    drafting, plain: return an engine, compiled as it will be served, with a proposer at the longest draft length and
+    without one. prompts: ids of prompts that no measurement uses.
+    """
 
     drafting: Callable[[Proposer], Engine]
     plain: Callable[[], Engine]
@@ -63,20 +66,24 @@ class Trials:
 
 
 class Student(Protocol):
-    """A kind of draft. Its class is called with (network, target, vocabulary): the target whose head, layers or
-    embeddings it may share, and the number of ids that have mass (None: all of the head's). A kind inherits the methods
-    that have a body here.
+    """A kind of draft while it trains. Subclasses inherit the methods that have a body here.
 
-    takes: the settings of `OPTIONAL` that it has; others raise. reads: layers of the target's states that it reads
-    besides LAST, which losses read anyway. trained: False for kinds that are measured and exported without training.
-    open_layers: whether draft.layers may be null, to be chosen by measurements before training. calibrated: whether
-    `calibrate` sets it before it is measured. rounds_target: whether it drafts with the target in fewer bits, so that
-    the target must be whole. begins_with: other kinds whose folders it can begin with (init=pretrained), since their
-    weights mean the same; fresh: tensors that those lack, which begin as without a folder. sized: whether draft.width
-    and the other sizes are read with init=scratch alone. features: whether its folder is exported in the layouts of
-    feature drafts, `export.engines.FEATURES`; parallel: whether a round drafts all its tokens in one pass; layouts: the
-    serving engines that load this kind -> the module of cotrain/export that writes what they load, None: every engine,
-    in the plain Hugging Face layout.
+    The constructor takes the network, the target (its head, layers or embeddings may be shared with the draft), and
+    `vocabulary`, the number of ids that can have mass (None: all ids of the head).
+
+    takes: the settings of `OPTIONAL` that this kind has; other settings of `OPTIONAL` raise an error.
+    reads: the layers of the target's states that it reads. LAST is always available, because losses read it.
+    trained: False for kinds that are measured and exported without training.
+    open_layers: whether draft.layers may be null, which means that measurements before training choose the layers.
+    calibrated: whether `calibrate` must run before the draft is measured.
+    rounds_target: whether it drafts with a quantised copy of the target, which needs a target that is not quantised.
+    begins_with: other kinds whose folders init=pretrained accepts, because their weights have the same meaning.
+    fresh: tensors that those folders lack; they are initialised as for a new draft.
+    sized: whether draft.width and the other sizes are read only with init=scratch.
+    features: whether its folder is exported in the layouts of feature drafts (`export.engines.FEATURES`).
+    parallel: whether one pass drafts all tokens of a round.
+    layouts: for each serving engine that loads this kind, the module of cotrain/export that writes its files. None:
+        every engine loads it, in the plain Hugging Face layout.
     """
 
     kind: str
@@ -103,11 +110,11 @@ class Student(Protocol):
 
     @classmethod
     def initial(cls, draft: "Draft", init: "Init", target: PreTrainedModel) -> PreTrainedModel:
-        """The network before training. Raises ValueError naming the wrong key."""
+        """Return the network before training. Raises ValueError naming the key to change."""
         raise ValueError(f"draft.kind: {cls.kind} cannot be made from init={init.kind}")
 
     def of(self, network: PreTrainedModel) -> Self:
-        """The same student with other weights: sharded, rounded, or cast for serving."""
+        """Return the same student with other weights: sharded, rounded, or cast for serving."""
         return type(self)(network, self.target, self.vocabulary)
 
     def refuse(self) -> None:
@@ -115,36 +122,40 @@ class Student(Protocol):
         return None
 
     def keeps_apart(self) -> bool:
-        """Whether texts packed into one row are read as if alone, see `target_model.keeps_apart`. True for a student
-        that reads texts only through the target."""
+        """Return whether attention stays within a text if several are packed into one row, see
+        `target_model.keeps_apart`. True for a student that reads texts only through the target."""
         return True
 
     @property
     def known(self) -> Tensor:
-        """Which ids (V,) it can draft, bool."""
+        """The ids that it can draft, as a mask (V,) of bool."""
         size = self.vocabulary or self.network.config.get_text_config().vocab_size
         return torch.ones(size, dtype=torch.bool)
 
     def know(self, counts: Tensor) -> None:
-        """Choose the `draft.vocabulary` ids of a pruned vocabulary by the counts of ids in texts (V,)."""
+        """Choose the `draft.vocabulary` most frequent ids of a pruned vocabulary. counts (V,): how often texts hold
+        each id."""
         return None
 
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
-        """Its predictions of a batch: one guess a depth, from 0 on, or one of depth ANY.
+        """Return the predictions for a batch: one guess for each depth 0, 1, ..., or a single guess of depth ANY.
 
-        batch: ids (B, T), temperature of texts (B,) or of their tokens (B, T), position_ids (B, T) of packed texts; in
-        a training step also uniforms (B, T), for random choices, and predicted (B, T-1), which next tokens are learnt
-        from. Of the tokens from its round's first new one on, a guess may depend only on the drafts before it, which
-        are the text's own tokens.
+        batch: ids (B, T), temperature (B,) of the texts or (B, T) of their tokens, and position_ids (B, T) if texts are
+        packed. A training step adds uniforms (B, T), for random choices, and predicted (B, T-1), which tells whether
+        the loss counts the token after each position. A guess may depend on the text before its round and, from the
+        round's first new token on, only on the drafts before it. Those drafts are tokens of the text itself.
         """
 
     def proposer(self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False) -> Proposer:
-        """The proposer that serves the network. greedy: draft the most probable tokens; compile: its passes, None: on a
-        GPU only; int8: round weights to 8 bits. A kind that drafts trees also takes `shape`, the parents of their nodes
-        (`Proposer.drafts_trees`)."""
+        """Return the proposer that serves the network.
+
+        greedy: draft the most probable tokens. compile: whether to compile passes; None: only on a GPU. int8: round
+        weights to 8 bits. Kinds that draft trees (`Proposer.drafts_trees`) also take `shape`, the parents of the nodes.
+        """
 
     def calibrate(self, proposer: Proposer, trials: Trials) -> dict[str, Any]:
-        """Settings of the network's config that are calibrated on ranking prompts, with this kind's proposer."""
+        """Measure settings of the network's config on the prompts of `trials`, with this kind's proposer, and return
+        them."""
         return {}
 
     def save(self, folder: Path) -> None:
@@ -153,13 +164,13 @@ class Student(Protocol):
 
     @classmethod
     def load(cls, folder: Path, target: PreTrainedModel | None = None, vocabulary: int | None = None) -> Self:
-        """The student that `save` wrote, in float32."""
+        """Return the student that `save` wrote, in float32."""
         network = kind_of(cls.kind).network_class.from_pretrained(folder, dtype=torch.float32)
         return cls(network, target, vocabulary)
 
 
 def student_class(kind: str) -> type[Student]:
-    """The class of a kind. Raises ValueError for a kind that is not registered."""
+    """Return the class of a kind. Raises ValueError for a kind that is not registered."""
     if kind not in KINDS:
         raise ValueError(f"draft.kind: {kind!r} is none of {', '.join(KINDS)}")
     module, _, name = KINDS[kind].partition(":")
@@ -168,7 +179,7 @@ def student_class(kind: str) -> type[Student]:
 
 
 def refuse_keys(draft: "Draft", *keys: str) -> None:
-    """Raise ValueError for a setting that this kind of draft does not have."""
+    """Raise ValueError if any of these settings is set. The caller's kind of draft does not have them."""
     for key in keys:
         value, unset = getattr(draft, key), OPTIONAL.get(key)
         if value and value != unset:

@@ -1,4 +1,7 @@
-"""A draft that reads the sampling temperature: each text is learnt at its own. B texts, T tokens, D width."""
+"""A draft that depends on the sampling temperature. It learns each text at that text's temperature.
+
+B texts, T tokens, D width.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,8 +16,8 @@ from inference.proposers.conditioned import KNOTS, TABLE, Conditioned, Scale, co
 
 
 class ConditionedStudent(IndependentStudent):
-    """The student of `inference.proposers.conditioned`: an independent draft. Its head reads its states times a scale
-    that depends on the temperature, learnt at draft.temperatures."""
+    """The student of `inference.proposers.conditioned`: an independent draft whose states are multiplied by a scale
+    before the head reads them. The scale depends on the temperature and is learnt at draft.temperatures."""
 
     kind = "conditioned"
     takes = ("temperatures",)
@@ -22,8 +25,8 @@ class ConditionedStudent(IndependentStudent):
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
-        """As of an independent draft, with a scale of 1; a conditioned folder in draft.path keeps its scale. Raises
-        ValueError naming the wrong key."""
+        """Return the network of an independent draft with a scale of 1, or with the learnt scale if draft.path is a
+        conditioned draft. Raises ValueError naming the key to change."""
         network = super().initial(draft, init, target)
         learnt = getattr(network.config, KNOTS, None)
         if learnt is not None and list(learnt) != list(draft.temperatures):
@@ -42,7 +45,8 @@ class ConditionedStudent(IndependentStudent):
         return [Guess.everywhere(states, self.head, tuple(self.network.get_output_embeddings().parameters()))]
 
     def _scale(self, temperature: Tensor) -> Tensor:
-        """Temperatures of texts (B,), or of each of their tokens (B, T) -> (B, 1 or T, D)."""
+        """Return the scale (B, 1, D) at temperatures (B,) of texts, or (B, T, D) at temperatures (B, T) of their
+        tokens."""
         return Scale(self.network).at(temperature if temperature.ndim == 2 else temperature.unsqueeze(1))
 
     def proposer(

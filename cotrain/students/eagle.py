@@ -1,10 +1,11 @@
-"""A feature draft, trained as it drafts: on features of the target first, then on its own outputs (EAGLE-3, Li et al.
-2025, 2503.01840, "training-time test").
+"""A feature draft (EAGLE-3, Li et al. 2025, 2503.01840). It trains as it drafts: the first draft of a round reads
+features of the target, and each later one also reads the draft's own outputs ("training-time test").
 
-A pair is a feature and the embedding of the next token, see `inference.proposers.eagle`. A round whose first
-new token is m + 2 has features of tokens 0 .. m: its guess of depth j, at position m + 1 + j, is computed from pairs
-0 .. m of the target's features and j pairs of its own. All rounds of a text, one for each m, are computed together.
-B texts, T tokens, H width, n rounds a text.
+A pair joins the feature of a token and the embedding of the next token, see `inference.proposers.eagle`. A round whose
+first new token is m + 2 has the target's features of tokens 0 .. m. Its guess of depth j, at position m + 1 + j, is
+computed from the target's pairs 0 .. m and from j pairs of the draft. All rounds of a text, one for each m, are
+computed together.
+B texts, T tokens, H width, n rounds of a text.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +24,7 @@ from inference.proposers.eagle import EagleNetwork, fused
 PARTS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj",
          "mlp.down_proj", "post_attention_layernorm")  # fmt: skip
 
-JUDGED = 8  # depths that are evaluated, at least: rounds may draft deeper than the depths that were trained
+JUDGED = 8  # evaluate at least this many depths, since served rounds may be longer than those in training
 
 
 class EagleStudent(Student):
@@ -41,15 +42,18 @@ class EagleStudent(Student):
     ) -> None:
         network_class: Any = kind_of(self.kind).network_class
         if target is None or not isinstance(network, network_class):
-            raise ValueError(f"draft.kind: {self.kind} drafts are of {network_class.__name__} beside its target, not "
-                             f"of {type(network).__name__}")  # fmt: skip
+            raise ValueError(f"draft.kind: {self.kind} drafts need their target and a network of class "
+                             f"{network_class.__name__}, not {type(network).__name__}")  # fmt: skip
         super().__init__(network, target, vocabulary or network.config.vocab_size)
         self.reads = tuple(sorted({*network.config.layers}))
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
-        """scratch: random; target_layers: the last of init.layers, on the highest features, and the target's norm and
-        head; pretrained: a folder in the EAGLE-3 format, draft.path. Raises ValueError naming the wrong key."""
+        """Return the network before training. Raises ValueError naming the key to change.
+
+        init=scratch: random weights. init=target_layers: the target's layer that is last in init.layers, which reads
+        the highest features, with the target's norm and head. init=pretrained: the EAGLE-3 folder draft.path.
+        """
         _refuse_settings(draft, target)
         if init.kind == "pretrained":
             return cls._continued(draft, target)
@@ -60,7 +64,7 @@ class EagleStudent(Student):
         network_class: Any = kind_of(cls.kind).network_class
         config = network_class.config_class(**_sizes(draft, target, init.kind == "target_layers"))
         network: EagleNetwork = network_class(config)
-        if network.pruned:  # until texts are counted
+        if network.pruned:  # the first ids, until `know` has counts of texts
             network.know(range(network.config.draft_vocab_size))
         if init.kind == "target_layers":
             _copy_layer(network, target, init.layers)
@@ -68,17 +72,18 @@ class EagleStudent(Student):
 
     @classmethod
     def _continued(cls, draft: Draft, target: PreTrainedModel) -> EagleNetwork:
-        """The network of draft.path. Raises ValueError if its vocabulary is not of draft.vocabulary tokens."""
+        """Return the network of draft.path. Raises ValueError if its vocabulary has another size than
+        draft.vocabulary."""
         network: EagleNetwork = pretrained_network(cls, draft, target)
         known = network.config.draft_vocab_size
         if draft.vocabulary not in (None, known):
-            raise ValueError(f"draft.vocabulary={draft.vocabulary}: draft.path={draft.path} knows {known} tokens; "
-                             "draft.vocabulary=null")  # fmt: skip
+            raise ValueError(f"draft.vocabulary={draft.vocabulary}: draft.path={draft.path} has {known} tokens; "
+                             "set draft.vocabulary=null")  # fmt: skip
         network.config.depths = draft.depths
         return network
 
     def refuse(self) -> None:
-        """Raises ValueError for states of another width, and for layers that the target lacks."""
+        """Raise ValueError if the network was made for another width or for layers that the target lacks."""
         self.network.fits(self.target, "draft")
 
     @property
@@ -88,7 +93,8 @@ class EagleStudent(Student):
         return super().known
 
     def know(self, counts: Tensor) -> None:
-        """Give a pruned vocabulary the most frequent tokens by counts (V,), with their rows of the target's head."""
+        """Choose the most frequent tokens by counts (V,) as the pruned vocabulary, and copy their rows of the target's
+        head."""
         if self.network.pruned:
             top = counts[: self.vocabulary].topk(self.network.config.draft_vocab_size).indices
             self.network.know(sorted(top.tolist()), self.target.get_output_embeddings().weight)
@@ -111,7 +117,7 @@ class EagleStudent(Student):
         return guesses
 
     def embedded(self, ids: Tensor) -> Tensor:
-        """The target's embeddings of ids (B, n) -> (B, n, H), in the draft's dtype."""
+        """Return the target's embeddings (B, n, H) of ids (B, n), in the draft's dtype."""
         with torch.no_grad():
             embedded: Tensor = self.target.get_input_embeddings()(ids)
         return embedded.to(self.network.fc.weight.dtype)
@@ -127,10 +133,11 @@ class EagleStudent(Student):
 
 
 class EagleRounds:
-    """The rounds of texts ids (B, T), one for each position m but the last; position_ids (B, T) of packed texts: a
-    round reads and drafts only its own text.
+    """The rounds of texts ids (B, T): one for each position m except the last. position_ids (B, T): given if texts are
+    packed; a round then reads and drafts only its own text.
 
-    positions (B, T-1) of pairs; sees (B, T-1, T-1): which pairs of the target a round has.
+    positions (B, T-1): the position of each pair in its text.
+    sees (B, T-1, T-1) bool: entry [b, m, s] tells whether round m reads the target's pair s.
     """
 
     def __init__(self, ids: Tensor, position_ids: Tensor | None) -> None:
@@ -143,8 +150,8 @@ class EagleRounds:
         self.sees = (of.unsqueeze(2) == of.unsqueeze(1)) & (every[:, None, :-1] <= every[:, :-1, None])
 
     def of(self, depth: int) -> tuple[Tensor, Tensor]:
-        """Flat positions (N,) of the guesses of a depth, and which of the rounds (B, T-1-depth) make one: those whose
-        drafts stay within their text."""
+        """Return the flat positions (N,) of a depth's guesses, and a mask (B, T-1-depth) of the rounds that make one.
+        These are the rounds whose drafts stay within their text."""
         T = self.text.shape[1]
         inside = self.text[:, : T - 1 - depth] == self.text[:, depth + 1 :]
         every = torch.arange(self.text.numel(), device=self.text.device).view(self.text.shape)
@@ -152,15 +159,16 @@ class EagleRounds:
 
 
 class RoundAttention:
-    """Attention of rounds, at each depth over the target's pairs that the round has and the round's own pairs so
-    far."""
+    """Attention of all rounds of a batch. At each depth a round attends to its pairs of the target and to the pairs
+    that it has drafted so far."""
 
     def __init__(self, groups: int, scale: float) -> None:
         self.groups, self.scale = groups, scale
-        self.cache: list[tuple[Tensor, Tensor]] = []  # of each depth, keys and values (B, heads, n, D)
+        self.cache: list[tuple[Tensor, Tensor]] = []  # for each depth, keys and values (B, heads, n, D)
 
     def at(self, depth: int, sees: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        """sees (B, n, T-1): of the n rounds of this depth."""
+        """Return the attention function of a depth. sees (B, n, T-1): the target's pairs that each of its n rounds
+        reads."""
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q, k, v = (part.transpose(1, 2) for part in (q, k, v))
@@ -170,11 +178,12 @@ class RoundAttention:
         return attend
 
     def _repeat(self, part: Tensor) -> Tensor:
-        """From one a group of heads to one a head."""
+        """Repeat the entry of each group of heads, once for each head of the group."""
         return part.repeat_interleave(self.groups, 1)
 
     def _attended(self, q: Tensor, depth: int, sees: Tensor) -> Tensor:
-        """q (B, heads, n, D) -> the same: one softmax over the target's pairs and the round's own."""
+        """Return the attention output of queries q (B, heads, n, D), same shape. One softmax covers the target's pairs
+        and the round's own pairs."""
         (keys, values), *later = self.cache
         own = [(k[:, :, : q.shape[2]], v[:, :, : q.shape[2]]) for k, v in later]
         scores = (q @ keys.transpose(2, 3)).masked_fill(~sees.unsqueeze(1), -torch.inf)
@@ -185,7 +194,7 @@ class RoundAttention:
 
 
 def _refuse_settings(draft: Draft, target: PreTrainedModel) -> None:
-    """Raise ValueError for settings that every init needs, and for more tokens than the target has."""
+    """Raise ValueError if draft.depths is not set, or if draft.vocabulary exceeds the target's vocabulary."""
     size = target.config.get_text_config().vocab_size
     if draft.depths is None:
         raise ValueError("draft.depths: set the drafts of a round that an eagle trains for, as draft.depths=6")
@@ -194,7 +203,7 @@ def _refuse_settings(draft: Draft, target: PreTrainedModel) -> None:
 
 
 def _sizes(draft: Draft, target: PreTrainedModel, like: bool) -> dict[str, Any]:
-    """The arguments of a config. like: give the decoder layer the shape of the target's."""
+    """Return the arguments of the config. like: give the draft's layer the shape of the target's layers."""
     theirs = target.config.get_text_config()
     if draft.intermediate is None or draft.head_dim is None or draft.kv_heads is None:
         raise ValueError("draft.intermediate, head_dim, kv_heads: an eagle needs all three, as draft.head_dim=64")
@@ -222,8 +231,8 @@ def _sizes(draft: Draft, target: PreTrainedModel, like: bool) -> dict[str, Any]:
 
 @torch.no_grad()
 def _copy_layer(network: EagleNetwork, target: PreTrainedModel, layers: list[int]) -> None:
-    """Copy the last of `layers` of the target, its norm and its head; the layer reads the target's highest features
-    and ignores the embedding."""
+    """Copy the target's norm, its head, and its layer that is last in `layers`. The copied layer reads the target's
+    highest features and ignores the embedding."""
     count, width = target.config.get_text_config().num_hidden_layers, network.config.hidden_size
     if not layers or not -count <= layers[-1] < count:
         raise ValueError(f"init.layers: {list(layers)}: its last is none of the target's {count} layers")

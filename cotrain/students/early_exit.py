@@ -1,9 +1,10 @@
-"""An early exit while it trains: the rounds that start at every token of a text, all of them in one pass.
+"""An early exit while it trains. One pass computes all rounds of a text, one round from every token.
 
-A round reads keys and values of its text from the target, and those of its drafts from the changed layers, so a draft's
-distribution depends on its depth. The pass holds K + 1 copies of the text: one as the target reads it, and one a depth.
-Column t of depth j belongs to the round whose text ends with token t - j: it attends to the target's keys before that
-token, and to the keys of depths 0 .. j from that token on. B texts, T tokens, K depths, H heads, D size of a head.
+A round reads the keys and values of its text from the target, and those of its drafts from the changed layers, so a
+draft's distribution depends on its depth. The pass holds K + 1 copies of the text: one as the target reads it, and one
+for each depth. Column t of depth j belongs to the round whose anchor, the last token of its text, is token t - j. It
+attends to the target's keys before the anchor, and from the anchor on to one key of each depth 0 .. j.
+B texts, T tokens, K depths, H heads, D size of a head.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,13 +22,13 @@ from cotrain.teacher.target_model import Read, halves
 from inference.models.pretrained import decoder_layers, sliding_window
 from inference.proposers.early_exit import EarlyExit, ExitNetwork, learning, untrained_exit
 
-MOST = 15  # exits to choose from if draft.layers is null
+MOST = 15  # the largest number of exits to choose from if draft.layers is null
 ROUNDS = "cotrain_rounds"  # transformers' name for `attention`
 
 
 class EarlyExitStudent(Student):
-    """The student of `inference.proposers.early_exit`: one guess a depth; at rank 0, which changes the norm alone, one
-    for all depths."""
+    """The student of `inference.proposers.early_exit`. It makes one guess for each depth. At rank 0 only the norm
+    differs from the target, so a single guess holds for all depths."""
 
     kind = "early_exit"
     takes = ("rank", "depths")
@@ -38,8 +39,9 @@ class EarlyExitStudent(Student):
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
-        """The exit of draft.layers, rank and depths, or with init=pretrained that of the folder draft.path. If
-        draft.layers is not chosen yet, the last candidate, which is the largest draft. Raises as `refuse`."""
+        """Return the exit that draft.layers, draft.rank and draft.depths describe, or with init=pretrained the exit in
+        the folder draft.path. If draft.layers is null, the last of `candidates`, which is the largest draft, is used.
+        Raises ValueError naming the key to change."""
         if draft.depths is None:
             raise ValueError("draft.depths: set the drafts of a round that the exit trains for, as draft.depths=4")
         if init.kind == "pretrained":
@@ -65,7 +67,8 @@ class EarlyExitStudent(Student):
         return halves(self.model, self.vocabulary)[0]
 
     def refuse(self) -> None:
-        """Raises ValueError for a target with sliding windows, in which the rounds' masks do not hold."""
+        """Raise ValueError for a target with sliding windows, unless rank is 0: the attention mask of rounds has no
+        windows."""
         assert self.target is not None
         _refuse_windows(self.target, self.network.config.rank)
 
@@ -83,7 +86,7 @@ class EarlyExitStudent(Student):
         return guesses
 
     def _by_depth(self, ids: Tensor, within: Tensor) -> list[Tensor]:
-        """States (B, T, W) of each depth."""
+        """Return the states (B, T, width) of each depth."""
         copies, T = self.network.config.depths + 1, ids.shape[1]
         model = self._with_rounds(T)
         states = model.base_model(
@@ -95,7 +98,8 @@ class EarlyExitStudent(Student):
         return list(states.view(len(ids), copies, T, -1).unbind(1)[1:])
 
     def _with_rounds(self, T: int) -> PreTrainedModel:
-        """The model whose first T columns are the target's own, cached for texts of one length."""
+        """Return the model whose first T columns are read as the target reads them. It is cached for one text
+        length."""
         if self.rounds is None or self.rounds[0] != T:
             AttentionInterface.register(ROUNDS, attention)
             model = learning(self.network, self.target, T).eval()  # type: ignore[arg-type]
@@ -107,14 +111,14 @@ class EarlyExitStudent(Student):
         self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False,
         shape: Sequence[int] | None = None,
     ) -> EarlyExit:  # fmt: skip
-        """int8 has no effect: its weights are the target's."""
+        """Return the proposer. int8 has no effect, because the draft's layers are the target's."""
         assert self.target is not None
         return EarlyExit(self.network, self.target, greedy, compile=compile, shape=shape)
 
 
 def candidates(total: int) -> list[int]:
-    """Exits of a target of `total` decoder layers: after every layer but the last, or MOST of them, evenly spread.
-    Raises ValueError for a target of one layer."""
+    """Return the exits to choose from in a target of `total` decoder layers: after each layer but the last, or MOST
+    exits evenly spread if there are more. Raises ValueError for a target of one layer."""
     if total < 2:
         raise ValueError("draft.layers: the target has one decoder layer, which leaves no exit to choose before its "
                          "end: draft.layers=1")  # fmt: skip
@@ -130,7 +134,7 @@ def _refuse_windows(target: PreTrainedModel, rank: int) -> None:
 
 
 def _within(ids: Tensor, position_ids: Tensor | None) -> Tensor:
-    """(B, T): each token's position in its own text; texts may be packed into one row."""
+    """Return each token's position in its own text (B, T); a row may hold several texts."""
     every = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
     if position_ids is None:
         return every
@@ -139,14 +143,14 @@ def _within(ids: Tensor, position_ids: Tensor | None) -> Tensor:
 
 
 def _visible(within: Tensor) -> Tensor:
-    """(B, T, T) bool: [_, t, s] whether token s is of t's text and at most t."""
+    """Return a mask (B, T, T): entry [b, t, s] is True if token s belongs to the text of token t and s <= t."""
     every = torch.arange(within.shape[1], device=within.device)
     back = every.unsqueeze(1) - every
     return (back >= 0) & (back <= within.unsqueeze(2))
 
 
 class _Copies(NamedTuple):
-    """Queries, keys and values of the text's copies, (B, H, K + 1, T, D) each."""
+    """Queries, keys and values of all copies of the text, each (B, H, K + 1, T, D)."""
 
     q: Tensor
     k: Tensor
@@ -157,14 +161,17 @@ def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor,
     scaling: float | None = None, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Attention of all rounds, with transformers' interface: query (B, H, (K + 1) T, D), key and value one a group of
-    heads, attention_mask (B, 1, T, T), see `_visible` -> (B, (K + 1) T, H, D)."""
+    """Compute the attention of all rounds, with transformers' interface.
+
+    query (B, H, (K + 1) T, D); key and value have one entry for each group of heads; attention_mask (B, 1, T, T) as
+    `_visible` returns it. Returns the output (B, (K + 1) T, H, D), and None for the attention weights.
+    """
     T, scale = attention_mask.shape[-1], query.shape[-1] ** -0.5 if scaling is None else scaling
     copies = _Copies(*(part.repeat_interleave(query.shape[1] // part.shape[1], 1).unflatten(2, (-1, T))
                     for part in (query * scale, key, value)))  # fmt: skip
     every = torch.arange(T, device=query.device)
     q, k, v = (part[:, :, 0] for part in copies)
-    outputs = [nn.functional.scaled_dot_product_attention(q, k, v, attention_mask, scale=1.0)]  # the text's own
+    outputs = [nn.functional.scaled_dot_product_attention(q, k, v, attention_mask, scale=1.0)]  # the target's copy
     for depth in range(copies.q.shape[2] - 1):
         before = attention_mask & (every.unsqueeze(1) - every > depth)
         outputs.append(_drafts(copies, depth, before, attention_mask))
@@ -172,9 +179,12 @@ def attention(
 
 
 def _drafts(copies: _Copies, depth: int, before: Tensor, visible: Tensor) -> Tensor:
-    """Attention of a depth (B, H, T, D): to the text before the round's anchor, and to the token that each depth up to
-    this one read. before (B, 1, T, T): which of the text; visible: as of `_visible`, whose diagonal -i says at which
-    positions the token i before is of the same text."""
+    """Return the attention output (B, H, T, D) of a depth. It attends to the text before the round's anchor, and to one
+    token of each depth up to this one.
+
+    before (B, 1, T, T): which tokens are in that text. visible: see `_visible`; its diagonal -i tells at which
+    positions the token i places earlier belongs to the same text.
+    """
     q = copies.q[:, :, depth + 1]
     same_text = [_shift(visible.diagonal(-back, 2, 3), back, -1) for back in range(depth + 1)]
     scores = [(q @ copies.k[:, :, 0].transpose(2, 3)).masked_fill(~before, -torch.inf)]
@@ -190,7 +200,7 @@ def _drafts(copies: _Copies, depth: int, before: Tensor, visible: Tensor) -> Ten
 
 
 def _shift(values: Tensor, count: int, dim: int) -> Tensor:
-    """values with `count` zeros before them along `dim`."""
+    """Return `values` with `count` zeros inserted before them along `dim`."""
     shape = list(values.shape)
     shape[dim] = count
     return torch.cat([values.new_zeros(shape), values], dim)

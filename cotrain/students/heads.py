@@ -1,7 +1,9 @@
-"""Draft heads on the target's last state while they train: Medusa's read that state alone, Hydra's also the drafts.
+"""Draft heads on the target's last state while they train. Medusa's heads read only that state; Hydra's heads also read
+the drafts before their own.
 
 A round whose newest state is that of token m has anchor m + 1, and its guess of depth j is at position m + 1 + j. All
-rounds of all texts are computed in one pass over the heads. B texts, T tokens, D width of the target's states, K heads.
+rounds of all texts are computed in one pass over the heads.
+B texts, T tokens, D width of the target's states, K heads.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,11 +19,12 @@ from cotrain.students.independent import pretrained_network
 from cotrain.teacher.target_model import halves
 from inference.proposers import kind_of
 
-UNUSED = ("width", "intermediate", "head_dim", "kv_heads")  # settings of drafts that are models of their own
+UNUSED = ("width", "intermediate", "head_dim", "kv_heads")  # settings for drafts that are complete models
 
 
 class MedusaStudent(Student):
-    """The student of `inference.proposers.heads` (Cai et al. 2024, 2401.10774), with the target's own head, frozen."""
+    """The student of `inference.proposers.heads` (Cai et al. 2024, 2401.10774). Its logits come from the target's head,
+    which stays frozen."""
 
     kind = "medusa"
     takes = ("depths",)
@@ -39,8 +42,8 @@ class MedusaStudent(Student):
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
-        """Heads that predict what the target's own head does (init=scratch or target_layers), or those of a folder.
-        Raises ValueError naming the wrong key."""
+        """Return untrained heads, which predict the same token as the target's head (init=scratch or target_layers), or
+        the heads of the folder draft.path (init=pretrained). Raises ValueError naming the key to change."""
         refuse_keys(draft, *UNUSED)
         network_class = kind_of(cls.kind).network_class
         if init.kind == "pretrained":
@@ -60,7 +63,7 @@ class MedusaStudent(Student):
         return network
 
     def refuse(self) -> None:
-        """Raises ValueError for a target of other sizes."""
+        """Raise ValueError for a target of other sizes."""
         self.network.fits(self.target, "draft")
 
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
@@ -69,7 +72,8 @@ class MedusaStudent(Student):
         return [Guess(depth, *rounds.of(depth, of_depth), self.head) for depth, of_depth in enumerate(states)]
 
     def head_states(self, ids: Tensor, newest: Tensor, depths: int) -> list[Tensor]:
-        """newest (B, T-1, D) -> what the target's head reads at each depth (B, T-1-depth or more, D), by round."""
+        """Return for each depth the states that the target's head reads, (B, R, D) with one row per round and R >=
+        T-1-depth. newest (B, T-1, D): the target's newest state of each round."""
         states: Tensor = self.network.states(newest.flatten(0, 1), depths)
         return list(states.unflatten(1, newest.shape[:2]))
 
@@ -82,18 +86,19 @@ class MedusaStudent(Student):
 
 
 class HydraStudent(MedusaStudent):
-    """The student of `inference.proposers.heads` (Ankner et al. 2024, 2402.05109): each head reads the target's last
-    state, the anchor and the drafts before its own, which are the text's tokens."""
+    """The student of `inference.proposers.heads` (Ankner et al. 2024, 2402.05109). Each head reads the target's last
+    state, the anchor and the drafts before its own. In training those drafts are the tokens of the text."""
 
     kind = "hydra"
     layouts: Mapping[str, str] = {}
 
     def head_states(self, ids: Tensor, newest: Tensor, depths: int) -> list[Tensor]:
-        """As of `MedusaStudent`; token i of round m is token m + 1 + i of the text."""
+        """As in `MedusaStudent`. Token i that a head of round m reads is token m + 1 + i of the text."""
         network, states = self.network, []
         with torch.no_grad():
             embedded = self.target.get_input_embeddings()(ids.to(newest.device)).to(newest.dtype)
-        sums = network.read_state(newest.flatten(0, 1), depths).unflatten(1, newest.shape[:2])  # of the heads from j on
+        # the sums of the heads that have not been computed yet, so of heads j, j + 1, ... in the loop
+        sums = network.read_state(newest.flatten(0, 1), depths).unflatten(1, newest.shape[:2])
         for j in range(depths):
             count = newest.shape[1] - j  # rounds that have token j
             sums = sums[:, :, :count].flatten(1, 2)
@@ -105,8 +110,8 @@ class HydraStudent(MedusaStudent):
 
 
 class HeadRounds:
-    """The rounds of texts ids (B, T), one for each newest state m; position_ids (B, T) of packed texts: a round drafts
-    only tokens of its own text. depths: those that some round has."""
+    """The rounds of texts ids (B, T): one for each newest state m. position_ids (B, T): given if texts are packed; a
+    round then drafts only tokens of its own text. depths: the number of depths that at least one round has."""
 
     def __init__(self, ids: Tensor, position_ids: Tensor | None, heads: int) -> None:
         every = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
@@ -115,8 +120,8 @@ class HeadRounds:
         self.depths = min(heads, ids.shape[1] - 1)
 
     def of(self, depth: int, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Flat positions (N,) of the guesses of a depth, and their states (N, D) of `states` (B, T-1-depth or more, D),
-        by round."""
+        """Return the flat positions (N,) of a depth's guesses, and their states (N, D). states (B, R, D): one row per
+        round, with R >= T-1-depth."""
         gap = depth + 1
         inside = self.positions[:, gap:] == self.positions[:, :-gap] + gap
         at = self.flat[:, gap:][inside]

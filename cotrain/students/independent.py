@@ -1,8 +1,7 @@
-"""An independent draft: a small causal LM of its own that reads the text and nothing of the target.
+"""An independent draft: a small causal LM that reads only the text and no states of the target.
 
-It begins with random weights (init=scratch), layers of the target (init=target_layers), or those of any Hugging Face
-model (init=pretrained). `pretrained_network` begins drafts of other kinds with a folder of their own kind, or of one
-whose weights mean the same (`Student.begins_with`).
+It starts with random weights (init=scratch), layers of the target (init=target_layers), or the weights of any Hugging
+Face model (init=pretrained). Drafts of other kinds start with a draft folder through `pretrained_network`.
 """
 
 import copy
@@ -33,13 +32,13 @@ from inference.models.pretrained import quantised
 from inference.proposers import kind_of
 
 ROPES = ("default", "linear", "dynamic", "llama3", "yarn")  # rotary settings that fit any head size
-Shapes = Mapping[str, tuple[int, ...]]  # of tensors, by name
-COPIES = {"embed_tokens.weight"}  # a copy of the target's, which folders of other programs hold
+Shapes = Mapping[str, tuple[int, ...]]  # the name of each tensor -> its shape
+COPIES = {"embed_tokens.weight"}  # a copy of the target's tensor, which other programs write into draft folders
 
 
 class IndependentStudent(Student):
-    """The student of `inference.proposers.independent`: one guess, the same at every depth (Leviathan et al. 2023,
-    arXiv 2211.17192)."""
+    """The student of `inference.proposers.independent`. It makes one guess, whose distribution is the same at every
+    depth (Leviathan et al. 2023, arXiv 2211.17192)."""
 
     kind = DEFAULT
     begins_with: tuple[str, ...] = ("hybrid", "parallel")
@@ -53,7 +52,7 @@ class IndependentStudent(Student):
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
-        """The network before training. Raises ValueError naming the wrong key."""
+        """Return the network before training. Raises ValueError naming the key to change."""
         if init.kind == "scratch":
             return scratch(target, *_sizes(draft))
         if init.kind == "target_layers":
@@ -63,7 +62,7 @@ class IndependentStudent(Student):
         raise ValueError(f"init.kind: {init.kind!r} is none of scratch, target_layers, pretrained (with draft.path=)")
 
     def refuse(self) -> None:
-        """Raises ValueError for a head that does more than project, see `target_model.split`."""
+        """Raise ValueError for a head that does more than project, see `target_model.split`."""
         split(self.network, self.vocabulary)
 
     def keeps_apart(self) -> bool:
@@ -81,7 +80,7 @@ class IndependentStudent(Student):
 
 
 def _sizes(draft: Draft) -> tuple[int, int, int, int, int]:
-    """The arguments of `scratch`. Raises ValueError for a size that is not set."""
+    """Return the size arguments of `scratch`. Raises ValueError for a size that is not set."""
     sizes = {key: getattr(draft, key) for key in ("width", "layers", "intermediate", "head_dim", "kv_heads")}
     for key, size in sizes.items():
         if size is None:
@@ -93,10 +92,10 @@ def _sizes(draft: Draft) -> tuple[int, int, int, int, int]:
 def scratch(
     target: PreTrainedModel, width: int, layers: int, intermediate: int, head_dim: int, kv_heads: int
 ) -> PreTrainedModel:
-    """A Llama of random weights with the target's vocabulary, positions, rotary settings and special ids.
+    """Return a Llama of random weights with the target's vocabulary, positions, rotary settings and special ids.
 
-    Rotary settings made for one head size (factor lists) or differing between layers are dropped. Raises ValueError
-    if head_dim does not divide width, or kv_heads the heads.
+    Rotary settings are dropped if they fit only one head size (lists of factors) or differ between layers. Raises
+    ValueError if head_dim does not divide width, or if kv_heads does not divide the number of heads.
     """
     if width % head_dim:
         raise ValueError(f"draft.width: {width} is no multiple of draft.head_dim = {head_dim}")
@@ -123,10 +122,11 @@ def scratch(
 
 
 def from_layers(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
-    """The target cut down to some of its decoder layers, with its embeddings, final norm and head (depth pruning).
+    """Return a copy of the target with only some of its decoder layers, and with its embeddings, final norm and head
+    (depth pruning).
 
     layers: indices; negative ones count from the end. Raises ValueError for a missing index, and for an architecture
-    whose layers are not named `layers.N` / `h.N`.
+    whose layers are not named `layers.N` or `h.N`.
     """
     total = target.config.get_text_config().num_hidden_layers
     if any(not -total <= layer < total for layer in layers) or not layers:
@@ -152,8 +152,8 @@ def from_layers(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedMod
 
 
 def plain(target: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The target's tensors by name; quantised ones (bitsandbytes) dequantised."""
-    state = target.state_dict()  # on a CPU this also undoes the packing of 4-bit weights
+    """Return the target's tensors by name. Tensors that bitsandbytes has quantised are dequantised."""
+    state = target.state_dict()  # on a CPU this also unpacks 4-bit weights
     for name, weight in target.named_parameters():
         kind = type(weight).__name__
         if kind in ("Params4bit", "Int8Params"):
@@ -165,7 +165,7 @@ def plain(target: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def _renumber(name: str, chosen: Sequence[int]) -> str:
-    """The target's name of a draft parameter: model.layers.0.x -> model.layers.<chosen[0]>.x."""
+    """Return the name in the target of a parameter of the draft: model.layers.0.x -> model.layers.<chosen[0]>.x."""
     parts = name.split(".")
     for at in range(1, len(parts)):
         if parts[at].isdigit() and parts[at - 1] in ("layers", "h"):
@@ -175,10 +175,10 @@ def _renumber(name: str, chosen: Sequence[int]) -> str:
 
 
 def causal_lm(path: str, target: PreTrainedModel) -> PreTrainedModel:
-    """Any causal LM from a folder or hub id, in float32, without the vocabulary rows that the target lacks.
+    """Load any causal LM from a folder or hub id, in float32, without the vocabulary rows that the target lacks.
 
-    For a target on the meta device, which has no weights, a model without weights. Raises ValueError if its vocabulary
-    is smaller than the target's, and for missing tensors.
+    If the target is on the meta device, which has no weights, so is the model. Raises ValueError if the model's
+    vocabulary is smaller than the target's, and for missing tensors.
     """
     theirs, config = target.config.get_text_config().vocab_size, _config(path)
     ours = config.get_text_config().vocab_size
@@ -201,20 +201,21 @@ def causal_lm(path: str, target: PreTrainedModel) -> PreTrainedModel:
 
 
 def _config(path: str) -> PretrainedConfig:
-    """The config of a folder or hub id. Raises ValueError naming draft.path= if there is none."""
+    """Return the config of a folder or hub id. Raises ValueError naming draft.path= if there is none."""
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"draft.path: {path} is no folder of a model, and none that the hub gave: {reason}") from error
+        raise ValueError(f"draft.path: {path} is no model folder, and the hub gave no such model: {reason}") from error
     return config
 
 
 def pretrained_network(student: type[Student], draft: Draft, target: PreTrainedModel) -> Any:
-    """The network of a kind with the weights of draft.path=, in float32; without weights if the target has none. The
-    folder gives the shape: names and shapes of its tensors are compared with its config.json before any is read.
+    """Return the network of a kind with the weights of the folder draft.path, in float32. If the target is on the meta
+    device, so is the network. The names and shapes of the folder's tensors are compared with its config.json before any
+    tensor is read.
 
-    Raises ValueError naming draft.path= if it is not set, for a folder of another kind, tensors that are missing,
+    Raises ValueError naming draft.path= if it is not set, for a folder of another kind, for tensors that are missing,
     superfluous, not finite or of other shapes than config.json says, and for a target of other sizes.
     """
     path = _checked_path(student, draft)
@@ -227,8 +228,8 @@ def pretrained_network(student: type[Student], draft: Draft, target: PreTrainedM
 
 
 def _checked_path(student: type[Student], draft: Draft) -> str:
-    """draft.path=. Raises ValueError if it is not set, and for a draft folder of a kind that this one cannot begin
-    with."""
+    """Return draft.path. Raises ValueError if it is not set, or names a draft folder of a kind that `student` cannot
+    begin with."""
     path = draft.path
     if not path:
         raise ValueError("init.kind: 'pretrained' takes its weights from a folder or hub id: name it with draft.path=")
@@ -241,12 +242,12 @@ def _checked_path(student: type[Student], draft: Draft) -> str:
 
 
 def _load(student: type[Student], network_class: Any, path: Path, device: torch.device) -> PreTrainedModel:
-    """The network of the folder's config.json, with the folder's tensors."""
+    """Build the network that the folder's config.json describes and load the folder's tensors into it."""
     try:
         config = network_class.config_class.from_pretrained(path)
     except (StrictDataclassError, ValueError, TypeError) as error:
         reason = " ".join(str(error).split())
-        raise ValueError(f"draft.path={path}: {CONFIG} is none of a draft of kind {student.kind}: {reason}") from error
+        raise ValueError(f"draft.path={path}: {CONFIG} is not that of a {student.kind} draft: {reason}") from error
     with torch.device("meta" if device.type == "meta" else "cpu"):
         network: PreTrainedModel = network_class(config)
     metadata, files = read(path).metadata, weight_files(path)
@@ -262,7 +263,7 @@ def _load(student: type[Student], network_class: Any, path: Path, device: torch.
 
 
 def shapes_of(files: list[Path]) -> dict[str, tuple[int, ...]]:
-    """The shapes of all tensors of safetensors files, from their headers."""
+    """Return the shapes of all tensors in safetensors files; only the headers are read."""
     shapes: dict[str, tuple[int, ...]] = {}
     for file in files:
         with safe_open(file, "pt") as tensors:
@@ -271,10 +272,11 @@ def shapes_of(files: list[Path]) -> dict[str, tuple[int, ...]]:
 
 
 def differing(expected: Shapes, stored: Shapes, optional: frozenset[str]) -> list[str]:
-    """One sentence for each stored tensor that does not fit; those in `optional` may be missing."""
+    """Return one sentence for each tensor whose name or shape differs between the network and the folder. Tensors in
+    `optional` may be missing from the folder."""
     missing, superfluous = set(expected) - set(stored) - optional, set(stored) - set(expected) - COPIES
     problems = [f"tensor {name} is missing" for name in sorted(missing)]
-    problems += [f"tensor {name} is none of its network" for name in sorted(superfluous)]
+    problems += [f"tensor {name} does not belong to the network" for name in sorted(superfluous)]
     for name in sorted(set(expected) & set(stored)):
         if expected[name] != stored[name]:
             problems.append(f"tensor {name} has shape {stored[name]}, config.json says {expected[name]}")

@@ -1,9 +1,10 @@
-"""Drafts that guess all tokens of a round in one pass, at masks after its text: causal LMs (PARD) and feature drafts
+"""Drafts that predict all tokens of a round in one pass, at masks after the text: causal LMs (PARD) and feature drafts
 (P-EAGLE).
 
-A round's masks, at depths 1, 2, ..., follow its start, a position of the text. A mask attends to the text up to its
-start and to the masks of that start up to its own depth. The masks of all rounds are read in one pass, after the text's
-T tokens (An et al. 2025, 2504.18583). B texts, T tokens, M masks of a text, L = T + M, H width, V vocabulary.
+The start of a round is a position of the text; the round's masks, at depths 1, 2, ..., follow it. A mask attends to the
+text up to its start, and to the masks of that start up to its own depth. One pass reads the masks of all rounds, after
+the T tokens of the text (An et al. 2025, 2504.18583).
+B texts, T tokens, M masks of a text, L = T + M, H width, V vocabulary.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,13 +27,14 @@ from inference.proposers.eagle import Attend
 from inference.proposers.p_eagle import PEagle, PEagleNetwork
 from inference.proposers.parallel import MASK, mask_of
 
-DEPTHS = 8  # default number of drafts that it learns
-KEEP = 0.7  # the share of a depth's starts that the next depth keeps while it trains (2504.18583)
+DEPTHS = 8  # default number of depths in training
+KEEP = 0.7  # in training, masks of depth j follow a share KEEP ** j of the starts (2504.18583)
 
 
 class ParallelStudent(IndependentStudent):
-    """The student of `inference.proposers.parallel`: one guess a depth, at the anchor and at the masks after it (PARD:
-    An et al. 2025, 2504.18583). Its network is a causal LM whose config names the mask's id and the depths."""
+    """The student of `inference.proposers.parallel` (PARD: An et al. 2025, 2504.18583). It makes one guess for each
+    depth: depth 0 at the anchor, later depths at the masks after it. The network is a causal LM whose config names the
+    id of the mask and the number of depths."""
 
     kind = "parallel"
     takes = ("depths",)
@@ -48,7 +50,8 @@ class ParallelStudent(IndependentStudent):
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
-        """As of an independent draft, and the depths. Raises ValueError for a network with sliding windows too."""
+        """Return the network of an independent draft, with the number of depths in its config. Raises ValueError also
+        for a network with sliding windows."""
         network = super().initial(draft, init, target)
         _refuse_window(network)
         learnt = getattr(network.config, parallel.DEPTHS, None)
@@ -59,7 +62,8 @@ class ParallelStudent(IndependentStudent):
         return ParallelStudent(network, vocabulary=self.vocabulary)
 
     def refuse(self) -> None:
-        """Raises ValueError as the independent draft, and for a network that ignores our attention mask."""
+        """Raise ValueError as `IndependentStudent.refuse`, and for a network that ignores the attention mask passed to
+        it."""
         super().refuse()
         _refuse_window(self.network)
         if not self._follows_mask():
@@ -68,7 +72,7 @@ class ParallelStudent(IndependentStudent):
 
     @torch.no_grad()
     def _follows_mask(self) -> bool:
-        """Whether states under our own attention mask equal those under the network's."""
+        """Return whether the states under our own attention mask equal those under the network's default mask."""
         training = self.network.training
         self.network.eval()  # dropout would make any two passes differ
         ids = torch.arange(min(8, self.network.config.vocab_size), device=self.network.device).unsqueeze(0)
@@ -81,8 +85,11 @@ class ParallelStudent(IndependentStudent):
         return True  # our attention mask separates the texts
 
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
-        """Depth 0 at every position, others after every start. A training step gives `uniforms` (B, T): its later
-        depths are after the starts that these keep, among those with tokens to learn from."""
+        """Return a guess of depth 0 at every position, and guesses of later depths after every start.
+
+        If the batch has `uniforms` (a training step), later depths are computed after a random part of the starts, see
+        `masks_after`, and only after starts with tokens that the loss counts.
+        """
         device, u = self.network.device, batch.get("uniforms")
         ids, position_ids = batch["ids"].to(device), batch.get("position_ids")
         length = ids.shape[1]
@@ -98,7 +105,7 @@ class ParallelStudent(IndependentStudent):
         return guesses
 
     def _states(self, ids: Tensor, position_ids: Tensor | None, masks: "Masks") -> Tensor:
-        """(B, T + M, D) of the texts' tokens, then of the masks."""
+        """Return the states (B, T + M, D) of the tokens, then of the masks."""
         rows, length = ids.shape
         positions = torch.arange(length, device=ids.device).expand(rows, -1) if position_ids is None else position_ids
         positions = positions.to(ids.device)
@@ -127,9 +134,11 @@ def _refuse_window(network: PreTrainedModel) -> None:
 
 
 class PEagleStudent(EagleStudent):
-    """The student of `inference.proposers.p_eagle` (P-EAGLE, 2602.01469). A round whose newest pair is m, see
-    `cotrain.students.eagle`, makes its guess of depth j at position m + 1 + j, from pairs 0 .. m of the target's
-    features and the masks of start m at depths 1 .. j. P = T - 1 pairs."""
+    """The student of `inference.proposers.p_eagle` (P-EAGLE, 2602.01469). Pairs are those of `cotrain.students.eagle`.
+
+    A round whose newest pair is m makes its guess of depth j at position m + 1 + j. It computes this guess from the
+    target's pairs 0 .. m and from the masks of start m at depths 1 .. j. P = T - 1 pairs of a text.
+    """
 
     kind = "p_eagle"
     begins_with = ("eagle",)
@@ -144,8 +153,11 @@ class PEagleStudent(EagleStudent):
         name_mask(network, vocabulary)
 
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
-        """Depth 0 of every round, others too. A training step gives `uniforms` (B, T): its later depths are of the
-        rounds that these keep, among those with tokens to learn from."""
+        """Return a guess of depth 0 and guesses of later depths, for every round.
+
+        If the batch has `uniforms` (a training step), later depths are computed for a random part of the rounds, see
+        `masks_after`, and only for rounds with tokens that the loss counts.
+        """
         ids, u, depths = batch["ids"], batch.get("uniforms"), self.network.config.depths
         rounds = EagleRounds(ids, batch.get("position_ids"))
         uniforms = None if u is None else u[0, 1:].to(ids.device)
@@ -161,7 +173,7 @@ class PEagleStudent(EagleStudent):
         return guesses
 
     def _states(self, ids: Tensor, seen: Seen, rounds: EagleRounds, masks: "Masks") -> Tensor:
-        """(B, P + M, H) after the norm, of the texts' pairs, then of the masks."""
+        """Return the states (B, P + M, H), after the norm, of the pairs, then of the masks."""
         network, (rows, length) = self.network, ids.shape
         tokens = torch.cat([ids[:, 1:], ids.new_full((rows, len(masks.start)), network.mask)], 1)
         theirs = network.features(seen.states)[:, : length - 1]
@@ -181,7 +193,8 @@ class PEagleStudent(EagleStudent):
 
 
 def attend_under(mask: Tensor, groups: int, scale: float) -> Attend:
-    """Attention under a mask (B, 1, n, n), bool; groups: heads of each pair of keys and values."""
+    """Return an attention function under a mask (B, 1, n, n) of bool. groups: query heads for each head of keys and
+    values."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (part.to(v.dtype).transpose(1, 2) for part in (q, k, v))  # mixed precision: angles are float32
@@ -192,8 +205,11 @@ def attend_under(mask: Tensor, groups: int, scale: float) -> Attend:
 
 
 def name_mask(network: PreTrainedModel, vocabulary: int | None) -> None:
-    """Set the mask's id in the network's config unless it has one: an id past those that have mass, else the padding,
-    which no text holds, else the last id, which texts rarely hold."""
+    """Set the id of the mask in the network's config, unless it is set.
+
+    The id is the first one past `vocabulary`, which no text holds; otherwise the padding id, unless it is an
+    end-of-text id; otherwise the last id, which texts rarely hold.
+    """
     config = network.config
     if getattr(config, MASK, None) is not None:
         return
@@ -208,7 +224,7 @@ def name_mask(network: PreTrainedModel, vocabulary: int | None) -> None:
 
 
 class Masks(NamedTuple):
-    """The start and depth (M,) of each mask, those of depth 1 first."""
+    """The start (M,) and the depth (M,) of each mask, in order of depth, from 1 on."""
 
     start: Tensor
     depth: Tensor
@@ -220,10 +236,11 @@ class Masks(NamedTuple):
 
 
 def masks_after(starts: Tensor, length: int, depths: int, u: Tensor | None = None, keep: float = 1.0) -> Masks:
-    """Masks of depths 1 .. depths - 1 after starts (S,), in order, up to the end of a text of `length` tokens.
+    """Return masks of depths 1 .. depths - 1 after starts (S,), in order of depth, up to the end of a text of `length`
+    tokens.
 
-    u (length,): uniforms by position: a start keeps its mask at depth j while u < keep ** j, so that a start with a
-    mask has all masks before it (conditional drop of tokens); None keeps all.
+    u (length,): uniforms by position. A start has a mask at depth j only if u < keep ** j. So a start with a mask also
+    has all masks of lower depths (conditional drop of tokens). None: no masks are dropped.
     """
     by_depth = []
     for depth in range(1, depths):
@@ -235,16 +252,23 @@ def masks_after(starts: Tensor, length: int, depths: int, u: Tensor | None = Non
 
 
 def starts(batch: Mapping[str, Any], device: torch.device, gap: int = 0) -> Tensor:
-    """Starts (S,) of rounds whose anchor is `gap` positions later. All of them, or in a training step, which gives
-    `uniforms`, those whose token after the anchor is learnt from in any text."""
+    """Return the starts (S,) of rounds. The anchor of a round is `gap` positions after its start.
+
+    All positions are starts, except in a training step, whose batch has `uniforms`. Then they are the positions for
+    which at least one text of the batch has a counted token after the anchor.
+    """
     if "uniforms" not in batch:
         return torch.arange(batch["ids"].shape[1] - gap, device=device)
     return batch["predicted"][:, gap:].any(0).nonzero().squeeze(-1).to(device)
 
 
 def positions_of(masks: Masks, depth: int, ids: Tensor, texts: Tensor | None, gap: int = 0) -> tuple[Tensor, Tensor]:
-    """Flat positions that a depth's masks predict in every row of ids (B, T), and which of the (B M) masks these are;
-    of packed texts, only masks whose round stays within its text. gap: as of `starts`."""
+    """Return the flat positions that the masks of a depth predict in every row of ids (B, T), and the flat index of
+    each of these masks among the B * M masks of the batch.
+
+    texts: see `segments`; given if texts are packed, and then masks whose round leaves its text are left out. gap: see
+    `starts`.
+    """
     rows = torch.arange(len(ids), device=ids.device).unsqueeze(1)
     column = (masks.depth == depth).nonzero().squeeze(-1)
     position = masks.position[column] + gap
@@ -256,14 +280,17 @@ def positions_of(masks: Masks, depth: int, ids: Tensor, texts: Tensor | None, ga
 
 
 def segments(position_ids: Tensor) -> Tensor:
-    """position_ids (B, T) of packed texts -> (B, T), the number of each token's text."""
+    """Return the number of each token's text in its row (B, T), from position_ids (B, T) of packed texts."""
     begins = position_ids[:, 1:] != position_ids[:, :-1] + 1
     return pad(begins.cumsum(1), (1, 0))
 
 
 def visible(masks: Masks, length: int, texts: Tensor | None = None) -> Tensor:
-    """(B or 1, 1, L, L) bool: a token sees tokens up to itself; a mask sees tokens up to its start, and the masks of
-    that start up to its own depth. texts (B, T), see `segments`: none sees another text."""
+    """Return the attention mask (B or 1, 1, L, L) of bool. A token attends to tokens up to itself. A mask attends to
+    tokens up to its start, and to the masks of that start up to its own depth.
+
+    texts (B, T): see `segments`; given if texts are packed, and then no position attends to another text.
+    """
     at = torch.arange(length, device=masks.start.device)
     until = torch.cat([at, masks.start])  # the last token that each sees
     tokens = at <= until.unsqueeze(1)  # (L, T)

@@ -1,6 +1,9 @@
-"""Fewer bits: the target in fewer bits as its own draft, alone (`quantised`) or with a small draft before it
-(`two_levels`), which train nothing; and the rounding of a draft's weights, to train it as it will be served
-(quantisation-aware training) and to measure the cost of rounding."""
+"""Drafts with fewer bits. `quantised` drafts with the quantised target alone, and `two_levels` puts a small draft
+before it; neither is trained.
+
+This module also rounds the weights of other drafts: to train them as they will be served (quantisation-aware training)
+and to measure the cost of rounding.
+"""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -26,7 +29,7 @@ BY_BITS = {8: "int8", 4: "nf4"}  # draft.bits= -> the weight quantisation
 
 
 class QuantisedStudent(Student):
-    """The student of `inference.proposers.quantised`: it makes no guesses and learns nothing."""
+    """The student of `inference.proposers.quantised`. It makes no guesses and is not trained."""
 
     kind = "quantised"
     takes = ("bits",)
@@ -36,25 +39,26 @@ class QuantisedStudent(Student):
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
-        """Its settings. Raises ValueError for draft.path, and as `bits_of`."""
+        """Return a network that holds only settings. Raises ValueError if draft.path is set, and as `bits_of`."""
         refuse_keys(draft, "path")
         return QuantisedNetwork(QuantisedConfig(bits_of(draft)))
 
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
-        """Raises ValueError."""
+        """Raise ValueError: this kind is not trained."""
         raise ValueError(f"draft={self.kind} is not trained")
 
     def proposer(
         self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False,
         shape: Sequence[int] | None = None,
     ) -> Quantised:  # fmt: skip
-        """int8 has no effect: draft.bits= decides."""
+        """Return the proposer. int8 has no effect; draft.bits decides."""
         assert self.target is not None
         return Quantised(self.target, self.network.config.bits, greedy, compile=compile, shape=shape)
 
 
 def bits_of(draft: Draft) -> str:
-    """The weight quantisation of draft.bits. Raises ValueError if it is not set, or not available here."""
+    """Return the weight quantisation that draft.bits selects. Raises ValueError if it is not set, or not available
+    here."""
     if draft.bits is None:
         raise ValueError(
             f"draft.bits: {draft.kind} drafts with the target in fewer bits: set how many, as draft.bits=8"
@@ -69,8 +73,8 @@ QUANTISATIONS = ("none", "int8", "nf4")
 
 
 def quantised(weight: Tensor, quantisation: str) -> Tensor:
-    """weight (out, in) rounded to numbers of a quantisation, in its own dtype, see `round_bits`. Raises ValueError for
-    an unknown one."""
+    """Return weight (out, in) with its values rounded to those of a quantisation, in its own dtype, see `round_bits`.
+    Raises ValueError for an unknown quantisation."""
     if quantisation == "none":
         return weight
     if quantisation in BITS:
@@ -80,8 +84,11 @@ def quantised(weight: Tensor, quantisation: str) -> Tensor:
 
 @torch.no_grad()
 def rounded(draft: PreTrainedModel, quantisation: str) -> PreTrainedModel:
-    """A copy with rounded projections, and the head as it is served: in int8 rounded as on a CPU here, in nf4 whole as
-    by bitsandbytes. Its embeddings stay whole, tied to the head or not."""
+    """Return a copy of a draft with rounded projections and, in int8, a rounded head.
+
+    The head is rounded as serving does it: int8 rounds it on a CPU here, while bitsandbytes leaves it as it is in nf4.
+    Embeddings are never rounded, not even those that share their weights with the head.
+    """
     network = copy.deepcopy(draft)
     head = network.get_output_embeddings()
     for weight in projections(network).values():
@@ -92,28 +99,28 @@ def rounded(draft: PreTrainedModel, quantisation: str) -> PreTrainedModel:
 
 
 def projections(draft: PreTrainedModel) -> dict[str, Tensor]:
-    """The weights of its linear layers except the head, by name."""
+    """Return the weights of all linear layers except the head, by name."""
     head = draft.get_output_embeddings()
     linear = [(name, module) for name, module in draft.named_modules() if isinstance(module, nn.Linear)]
     return {name: module.weight for name, module in linear if module is not head}
 
 
 def refuse_unknown(draft: PreTrainedModel, key: str = "draft.quantisation") -> None:
-    """Raise ValueError, beginning with the key, for a draft with matrices that are no `nn.Linear`, as those of GPT-2 or
-    fused experts: they would stay whole here, while a serving engine rounds or rejects them."""
+    """Raise ValueError, beginning with `key`, for a draft with matrices that are not in an `nn.Linear`, such as those
+    of GPT-2 or fused experts. They would not be rounded here, while a serving engine rounds or rejects them."""
     known = {id(weight) for weight in projections(draft).values()}
     known |= {id(module.weight) for module in draft.modules() if isinstance(module, nn.Embedding)}
     if (head := draft.get_output_embeddings()) is not None:  # kinds that share the target's head have none
         known.add(id(head.weight))
     others = [name for name, weight in draft.named_parameters() if weight.ndim > 1 and id(weight) not in known]
     if others:
-        raise ValueError(f"{key}: {type(draft).__name__} has {len(others)} matrices that are no nn.Linear, whose "
-                         f"rounding is not known ({others[0]}): leave {key} at none")  # fmt: skip
+        raise ValueError(f"{key}: {type(draft).__name__} has {len(others)} matrices that are no nn.Linear "
+                         f"({others[0]}) and cannot be rounded here: leave {key} at none")  # fmt: skip
 
 
 class TwoLevelsStudent(Student):
-    """The student of `inference.proposers.two_levels`, which learns nothing: its network is the small draft, whose
-    config holds under `two_levels` the bits and the drafts of an inner round."""
+    """The student of `inference.proposers.two_levels`. It is not trained. Its network is the small draft; the key
+    `two_levels` of the network's config holds the bits and the number of drafts of an inner round."""
 
     kind = "two_levels"
     takes = ("bits", "inner")
@@ -123,7 +130,7 @@ class TwoLevelsStudent(Student):
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
-        """The small draft of draft.path. Raises ValueError for a folder of another kind, and as `bits_of` and
+        """Return the small draft of draft.path. Raises ValueError for a folder of another kind, and as `bits_of` and
         `causal_lm`."""
         bits = bits_of(draft)
         if draft.inner is None:
@@ -136,11 +143,11 @@ class TwoLevelsStudent(Student):
         return network
 
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
-        """Raises ValueError."""
+        """Raise ValueError: this kind is not trained."""
         raise ValueError(f"draft={self.kind} is not trained: train the small draft by itself, draft=independent")
 
     def proposer(self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False) -> TwoLevels:
-        """Drafts chains, no trees. int8: of the small draft's weights."""
+        """Return the proposer, which drafts chains only. int8: round the weights of the small draft to 8 bits."""
         assert self.target is not None
         settings = getattr(self.network.config, SETTINGS)
         model = Quantised(self.target, settings["bits"], greedy, compile=compile)
@@ -149,7 +156,7 @@ class TwoLevelsStudent(Student):
 
 
 def _refuse_kind(path: str) -> None:
-    """Raise ValueError for a draft folder of another kind; a folder without metadata counts as a causal LM."""
+    """Raise ValueError for a draft folder of another kind. A folder without metadata counts as a causal LM."""
     try:
         kind = read(path).kind if Path(path).is_dir() else DEFAULT
     except FileNotFoundError as error:

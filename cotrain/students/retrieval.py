@@ -1,4 +1,4 @@
-"""Look-up: alone, which trains nothing, and together with a model, whose gate is calibrated on held-out prompts."""
+"""Drafts that look tokens up: alone (`retrieval`, which is not trained), or together with a model (`hybrid`)."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,11 +15,11 @@ from inference.proposers.base import Proposer
 from inference.proposers.hybrid import Hybrid
 from inference.proposers.retrieval import LookupConfig, LookupNetwork, Retrieval
 
-LAYOUTS = {"vllm": "cotrain.export.lookup_layout"}  # of look-up, alone or with a model
+LAYOUTS = {"vllm": "cotrain.export.lookup_layout"}  # for both kinds
 
 
 class RetrievalStudent(Student):
-    """The student of `inference.proposers.retrieval`: it makes no guesses and learns nothing."""
+    """The student of `inference.proposers.retrieval`. It makes no guesses and is not trained."""
 
     kind = "retrieval"
     takes = ("datastore", "shortest")
@@ -28,12 +28,12 @@ class RetrievalStudent(Student):
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
-        """Its settings. Raises ValueError for draft.path, and as `lookup`."""
+        """Return a network that holds only settings. Raises ValueError if draft.path is set, and as `lookup`."""
         refuse_keys(draft, "path")
         return LookupNetwork(LookupConfig(lookup(draft)))
 
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
-        """Raises ValueError."""
+        """Raise ValueError: this kind is not trained."""
         raise ValueError("draft=retrieval is not trained")
 
     def proposer(self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False) -> Any:
@@ -41,7 +41,8 @@ class RetrievalStudent(Student):
 
 
 def lookup(draft: Draft) -> dict[str, Any]:
-    """The look-up settings of a config. Raises FileNotFoundError or ValueError for a folder that holds no datastore."""
+    """Return the look-up settings of a draft's configuration. Raises FileNotFoundError or ValueError if draft.datastore
+    is a folder without a datastore."""
     folder = str(Path(draft.datastore).resolve()) if draft.datastore else None
     settings = {"datastore": folder, "shortest": draft.shortest}
     Retrieval.of_settings(settings)
@@ -49,8 +50,8 @@ def lookup(draft: Draft) -> dict[str, Any]:
 
 
 class HybridStudent(IndependentStudent):
-    """The student of `inference.proposers.hybrid`: it learns as an independent draft does. `lookup` in its network's
-    config holds the settings of look-up, and of the gate once it is calibrated."""
+    """The student of `inference.proposers.hybrid`. It is trained as an independent draft. The key `lookup` of its
+    network's config holds the settings of look-up, and those of the gate after `calibrate`."""
 
     kind = "hybrid"
     takes = ("datastore", "shortest")
@@ -60,7 +61,7 @@ class HybridStudent(IndependentStudent):
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
-        """The network before training. Raises as `IndependentStudent.initial` and `lookup`."""
+        """Return the network before training. Raises as `IndependentStudent.initial` and `lookup`."""
         network = super().initial(draft, init, target)
         network.config.lookup = lookup(draft)
         return network
@@ -75,7 +76,7 @@ class HybridStudent(IndependentStudent):
         return Hybrid.of_settings(model, self.network.config.lookup)
 
     def calibrate(self, proposer: Proposer, trials: Trials) -> dict[str, Any]:
-        """The look-up settings with a gate, counted and timed with the model of `proposer`."""
+        """Return the look-up settings with a gate, which is counted and timed with the model of `proposer`."""
         assert isinstance(proposer, Hybrid)
         settings: dict[str, Any] = self.network.config.lookup
         drafting = trials.drafting(proposer.model)

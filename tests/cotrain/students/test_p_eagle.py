@@ -141,7 +141,7 @@ def test_first_weights_are_an_eagles_and_a_mask() -> None:
     (first, *_), p = guessed(one, IDS), target(IDS).logits.log_softmax(-1).detach()
     rows, places = first.at // IDS.shape[1], first.at % IDS.shape[1]
     torch.testing.assert_close(distributions(first), p[rows, places - 1][:, :30].log_softmax(-1), atol=1e-5, rtol=1e-4)
-    with pytest.raises(ValueError, match="p_eagle drafts are of PEagleNetwork beside its target, not of EagleNetwork"):
+    with pytest.raises(ValueError, match="need their target and a network of class PEagleNetwork, not EagleNetwork"):
         PEagleStudent(kinds.eagle(target), target)
     with pytest.raises(ValueError, match="config.json: a p_eagle draft names pard_token, the id"):
         proposers.kind_of("p_eagle")(PEagleNetwork(PEagleConfig(eagle_config={LAYER_IDS: [0, 1, 1]})))  # type: ignore[call-arg]

@@ -119,7 +119,7 @@ MISFITS: dict[str, Any] = {
     "no tensor": ("eagle", "eagle", {"change": lacks("fc.weight")}, "tensor fc.weight is missing"),
     "no mask": ("p_eagle", "p_eagle", {"change": lacks("mask_hidden")}, "tensor mask_hidden is missing"),
     "no layer of an exit": ("early_exit", "early_exit", {"change": lacks("norm")}, "tensor norm is missing"),
-    "a tensor more": ("eagle", "eagle", {"change": more}, "tensor fc.bias is none of its network"),
+    "a tensor more": ("eagle", "eagle", {"change": more}, "tensor fc.bias does not belong to the network"),
     "another shape": ("hydra", "hydra", {"num_heads": 4}, "tensor bias has shape .3, 64., config.json says .4, 64."),
     "another width": ("medusa", "medusa", {"hidden_size": 32, "num_heads": 3}, "tensor bias has shape"),
     "another vocabulary": ("eagle", "eagle", {"vocab_size": 301, "draft_vocab_size": 300}, "is missing"),
@@ -146,11 +146,11 @@ def test_other_errors(place: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="draft.path=/nowhere: no such folder; eagle drafts begin"):
         initial("eagle", "/nowhere", target)
     Qwen3Config(num_hidden_layers=4).save_pretrained(tmp_path / "model")
-    with pytest.raises(ValueError, match="draft.path=.*/model: config.json is none of a draft of kind p_eagle: "):
+    with pytest.raises(ValueError, match="draft.path=.*/model: config.json is not that of a p_eagle draft: "):
         initial("p_eagle", tmp_path / "model", target)
     with pytest.raises(ValueError, match="draft.path=.*: tensor norm.weight holds NaN or infinity"):
         initial("eagle", copied(tmp_path / "nan", place / "eagle", broken), target)
-    with pytest.raises(ValueError, match="draft.vocabulary=16: draft.path=.* knows 20 tokens; draft.vocabulary=null"):
+    with pytest.raises(ValueError, match="draft.vocabulary=16: draft.path=.* has 20 tokens; set draft.vocabulary=null"):
         initial("eagle", place / "pruned", target, vocabulary=16)
     with pytest.raises(ValueError, match="draft.path=.*: its hidden_size is 64, the target's 128"):
         target_folder(tmp_path / "wide", hidden=128)
@@ -175,7 +175,7 @@ def test_a_folder_without_metadata_is_read_by_its_tensors(place: Path, tmp_path:
     masked = copied(tmp_path / "masked", place / "p_eagle")
     (masked / METADATA).unlink()
     assert initial("p_eagle", masked, target).config.pard_token is not None
-    with pytest.raises(ValueError, match="tensor mask_hidden is none of its network"):
+    with pytest.raises(ValueError, match="tensor mask_hidden does not belong to the network"):
         initial("eagle", masked, target)
 
 
