@@ -20,9 +20,9 @@ def table(plan: Plan, load: Load, targets: Sequence[str], drafts: Sequence[str],
           say: Callable[[str], None] = print) -> list[dict[str, Any]]:  # fmt: skip
     """Measure each target quantisation, temperature and draft quantisation. Returns one entry per combination.
 
-    alpha = sum_v min(p, q), of a round's first draft if q depends on the depth, and tau at draft length k are computed
-    on texts of the quantised target. The speed-up is over plain decoding of this target, on a few prompts; nf4 drafts
-    are timed with their rounded weights in bfloat16."""
+    alpha = sum_v min(p, q) and tau at draft length k are computed on texts of the quantised target. If q depends on the
+    depth, alpha is that of a round's first draft. The speed-up is over plain decoding of this target, on a few prompts;
+    nf4 drafts are timed with their rounded weights in bfloat16."""
     cells = []
     for target in targets:
         plan = replace(plan, target=load(target))

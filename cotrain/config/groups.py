@@ -75,7 +75,7 @@ class Draft:
     kind: str
     path: str | None  # the draft folder to start from, with init=pretrained
     datastore: str | None  # look-up kinds: a folder written by `cotrain datastore`
-    shortest: int  # look-up kinds: the least number of tokens at the end of the text that a match must repeat
+    shortest: int  # look-up kinds: the least length of a match, in tokens
     width: int | None
     layers: int | None  # null, for an early exit: cotrain.bench.exit_planner chooses
     intermediate: int | None

@@ -72,9 +72,10 @@ def refuse_shared(final: Sequence[Prompt], others: Sequence[Prompt], used: str) 
 
 
 def apart(ranking: Sequence[Prompt], final: Sequence[Prompt], learnt: Sequence[Prompt], source: str) -> Prompts:
-    """Make the prompts of a run disjoint. Splits can overlap before, since texts with the same beginning give the same
-    prompt. A final prompt is dropped if it is also a ranking or training prompt; a ranking prompt of the user's data is
-    dropped if it is also a training prompt. Raises the errors of `Prompts`."""
+    """Make the prompts of a run disjoint, since texts of different splits may begin with the same prompt.
+
+    A final prompt is dropped if it is also a ranking or training prompt. A ranking prompt of the user's data is dropped
+    if it is also a training prompt. Raises the errors of `Prompts`."""
     ranking = without(ranking, learnt) if source == "own" else ranking
     prompts = Prompts(ranking, without(final, [*ranking, *learnt]), source)
     refuse_shared(prompts.final, learnt, "were learnt from")
