@@ -149,10 +149,10 @@ def exit_network(target: LlamaForCausalLM, rank: int = 2) -> ExitNetwork:
     return network
 
 
-def medusa(target: LlamaForCausalLM, noise: float = 0.1) -> MedusaNetwork:
+def medusa(target: LlamaForCausalLM, noise: float = 0.1, **settings: int) -> MedusaNetwork:
     """Two blocks a head, of which all heads say nearly what the target's own says."""
     torch.manual_seed(7)
-    network = MedusaNetwork(MedusaConfig(**_sizes(target), num_hidden_layers=2))
+    network = MedusaNetwork(MedusaConfig(**_sizes(target), num_hidden_layers=2, **settings))
     return _noisy(network, target, noise)
 
 
@@ -222,6 +222,7 @@ KINDS = {
     "early_exit": Kind(lambda target, **settings: EarlyExit(exit_network(target), target, **settings)),
     "independent, greedy": Kind(lambda target: Independent(near(target, 0.15), greedy=True)),
     "medusa": Kind(lambda target, **settings: Medusa(medusa(target), **settings)),
+    "medusa, markov": Kind(lambda target, **settings: Medusa(medusa(target, 0.2, markov_rank=3), **settings)),
     "medusa, greedy": Kind(lambda target: Medusa(medusa(target), greedy=True)),
     "hydra": Kind(lambda target, **settings: Hydra(hydra(target), **settings)),
     "quantised": Kind(Quantised),

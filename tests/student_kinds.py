@@ -152,12 +152,13 @@ STUDENTS: dict[str, Callable[[LlamaForCausalLM], Any]] = {
     "block, causal": lambda target: block(target, causal=True, markov_rank=3),
     "block, pruned": lambda target: block(target, draft_vocab_size=16, markov_rank=3),
     "medusa": lambda target: MedusaStudent(kinds.medusa(target, 0.3), target),
+    "medusa, markov": lambda target: MedusaStudent(kinds.medusa(target, 0.3, markov_rank=3), target),
     "hydra": lambda target: HydraStudent(kinds.hydra(target, 0.3), target),
     "early_exit": lambda target: early_exit.EarlyExitStudent(kinds.exit_network(target), target),
 }
 # those that tests can run in an engine
 SERVED = ("independent", "conditioned", "example", "eagle", "eagle, pruned", "p_eagle", "p_eagle, pruned",
-          "p_eagle, markov", "block", "block, causal", "block, pruned", "early_exit", "medusa", "hydra",
+          "p_eagle, markov", "block", "block, causal", "block, pruned", "early_exit", "medusa", "medusa, markov", "hydra",
           "parallel")  # fmt: skip
 
 

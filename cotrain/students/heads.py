@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from cotrain.config.groups import Draft, Init
 from cotrain.students.base import LAST, Guess, Seen, Student, refuse_keys
 from cotrain.students.independent import pretrained_network
+from cotrain.students.markov import after_tokens
 from cotrain.teacher.target_model import halves
 from inference.proposers import kind_of
 
@@ -27,7 +28,7 @@ class MedusaStudent(Student):
     which stays frozen."""
 
     kind = "medusa"
-    takes = ("depths",)
+    takes: tuple[str, ...] = ("depths", "markov")
     layouts: Mapping[str, str] = {"vllm": "cotrain.export.medusa_layout"}
     network: Any
     target: PreTrainedModel
@@ -58,7 +59,7 @@ class MedusaStudent(Student):
         theirs = target.config.get_text_config()
         network: PreTrainedModel = network_class(network_class.config_class(
             hidden_size=theirs.hidden_size, vocab_size=theirs.vocab_size, num_heads=draft.depths,
-            num_hidden_layers=draft.layers,
+            num_hidden_layers=draft.layers, **({"markov_rank": draft.markov} if draft.markov else {}),
         ))  # fmt: skip
         return network
 
@@ -69,7 +70,11 @@ class MedusaStudent(Student):
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
         rounds = HeadRounds(batch["ids"], batch.get("position_ids"), self.network.depths)
         states = self.head_states(batch["ids"], seen.states[LAST][:, :-1], rounds.depths)
-        return [Guess(depth, *rounds.of(depth, of_depth), self.head) for depth, of_depth in enumerate(states)]
+        guesses = [Guess(depth, *rounds.of(depth, of_depth), self.head) for depth, of_depth in enumerate(states)]
+        markov = getattr(self.network, "markov_head", None)
+        if markov is None:
+            return guesses
+        return after_tokens(guesses, batch["ids"], markov, lambda logits: logits[..., : self.vocabulary])
 
     def head_states(self, ids: Tensor, newest: Tensor, depths: int) -> list[Tensor]:
         """Return for each depth the states that the target's head reads, (B, R, D) with one row per round and R >=
@@ -90,6 +95,7 @@ class HydraStudent(MedusaStudent):
     state, the anchor and the drafts before its own. In training those drafts are the tokens of the text."""
 
     kind = "hydra"
+    takes = ("depths",)
     layouts: Mapping[str, str] = {}
 
     def head_states(self, ids: Tensor, newest: Tensor, depths: int) -> list[Tensor]:
