@@ -158,8 +158,8 @@ STUDENTS: dict[str, Callable[[LlamaForCausalLM], Any]] = {
 }
 # those that tests can run in an engine
 SERVED = ("independent", "conditioned", "example", "eagle", "eagle, pruned", "p_eagle", "p_eagle, pruned",
-          "p_eagle, markov", "block", "block, causal", "block, pruned", "early_exit", "medusa", "medusa, markov", "hydra",
-          "parallel")  # fmt: skip
+          "p_eagle, markov", "block", "block, causal", "block, pruned", "early_exit", "medusa", "medusa, markov",
+          "hydra", "parallel")  # fmt: skip
 
 
 def target() -> LlamaForCausalLM:
