@@ -2,7 +2,7 @@
 
 A block with anchor m reads the target's states of tokens 0 .. m - 1 and the embedding of token m; its guess of depth j,
 made at mask j + 1, is at position m + j. All blocks of a text share the keys and values of the text's tokens. A
-training step reads a share of the blocks, so that it makes about as many guesses as the text has tokens, whatever the
+training step reads every K-th block, so that it makes about as many guesses as the text has tokens, whatever the
 depths. A Markov head reads the token before each guess: the text's own, which is the draft before it where that was
 accepted.
 
@@ -61,13 +61,14 @@ class BlockStudent(EagleStudent):
         copy_ends(network, network.hidden_norm, norms[0], target)
 
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
-        """One guess a depth. A training step gives `uniforms` (B, T): it reads the blocks that these keep, among those
-        with tokens to learn from; else all blocks are read."""
+        """Return one guess a depth. A training step gives `uniforms` (B, T): of the blocks with tokens to learn from it
+        reads every K-th, from a random first one, which are as many queries as one block a token has with K = 1."""
         network, ids, u = self.network, batch["ids"], batch.get("uniforms")
-        K, anchors, share = network.config.depths, starts(batch, ids.device), 1.0
+        K, anchors, apart = network.config.depths, starts(batch, ids.device), 1
+        anchors = anchors[anchors > 0]  # a block needs a state
         if u is not None:
-            share = 1 / K
-            anchors = anchors[u[0, anchors.to(u.device)].to(anchors.device) < share]
+            apart = max(min(K, len(anchors)), 1)
+            anchors = anchors[int(u[0, 0] * apart) :: apart]
         positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
         if (given := batch.get("position_ids")) is not None:
             positions = given.to(ids.device)
@@ -79,18 +80,16 @@ class BlockStudent(EagleStudent):
         for depth in range(K):
             rows, columns = self._inside(anchors, depth, texts)
             at = rows * ids.shape[1] + anchors[columns] + depth
-            guesses.append(Guess(depth, at, states[rows, columns, depth], self.head, parameters, share=share))
+            guesses.append(Guess(depth, at, states[rows, columns, depth], self.head, parameters, share=1 / apart))
         return self.after_tokens(guesses, ids)
 
     @staticmethod
     def _inside(anchors: Tensor, depth: int, texts: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows and columns (N,) of the blocks that make a guess of a depth: with a state before the anchor, and a place
-        for the guess, in one text. anchors (S,), texts (B, T)."""
+        """Return rows and columns (N,) of the blocks that make a guess of a depth: the token before the anchor and the
+        guess's position are in one text. anchors (S,), texts (B, T)."""
         length = texts.shape[1]
-        fits = (anchors > 0) & (anchors + depth < length)
-        last = (anchors + depth).clamp(max=length - 1)
-        same = texts[:, (anchors - 1).clamp(min=0)] == texts[:, last]
-        rows, columns = (fits & same).nonzero(as_tuple=True)
+        same = texts[:, anchors - 1] == texts[:, (anchors + depth).clamp(max=length - 1)]
+        rows, columns = (same & (anchors + depth < length)).nonzero(as_tuple=True)
         return rows, columns
 
     def _states(
@@ -121,7 +120,7 @@ def attend_blocks(keys: Tensor, values: Tensor, sees: Tensor, own: Tensor, group
     theirs = keys.transpose(1, 2).repeat_interleave(groups, 1), values.transpose(1, 2).repeat_interleave(groups, 1)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        B, S, n = len(q), sees.shape[1], len(own)
+        S, n = sees.shape[1], len(own)
         q, k, v = (part.to(v.dtype).transpose(1, 2) for part in (q, k, v))  # mixed precision: angles are float32
         k, v = (part.repeat_interleave(groups, 1).unflatten(2, (S, n)) for part in (k, v))  # (B, heads, S, n, D)
         of_text = (q @ theirs[0].to(q.dtype).transpose(2, 3)).unflatten(2, (S, n))  # (B, heads, S, n, T)
@@ -130,6 +129,6 @@ def attend_blocks(keys: Tensor, values: Tensor, sees: Tensor, own: Tensor, group
         share = (torch.cat((of_text, mine), -1) * scale).softmax(-1)
         from_text, from_block = share.split([sees.shape[2], n], -1)
         output = (from_text.flatten(2, 3) @ theirs[1].to(q.dtype)) + (from_block @ v).flatten(2, 3)
-        return output.transpose(1, 2).reshape(B, S * n, -1)
+        return output.transpose(1, 2).flatten(2)
 
     return attend
