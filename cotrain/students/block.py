@@ -2,9 +2,9 @@
 
 A block with anchor m reads the target's states of tokens 0 .. m - 1 and the embedding of token m; its guess of depth j,
 made at mask j + 1, is at position m + j. All blocks of a text share the keys and values of the text's tokens. A
-training step reads every K-th block, so that it makes about as many guesses as the text has tokens, whatever the
-depths. A Markov head reads the token before each guess: the text's own, which is the draft before it where that was
-accepted.
+training step reads one block in some, and fewer guesses of later depths, so that it makes about as many guesses as the
+text has tokens, whatever the depths. A Markov head reads the token before each guess: the text's own, which is the
+draft before it where that was accepted.
 
 B texts, T tokens, S blocks of a text, K depths, n = 1 + K queries of a block, H width, D of a head, G heads of keys.
 """
@@ -19,11 +19,12 @@ from transformers import PreTrainedModel
 from cotrain.config.groups import Draft
 from cotrain.students.base import Guess, Seen
 from cotrain.students.eagle import EagleStudent, copy_ends, copy_layer
-from cotrain.students.parallel import segments, starts
+from cotrain.students.parallel import KEEP, segments, starts
 from inference.proposers.block import Block, BlockNetwork
 from inference.proposers.eagle import Attend
 
 MASKS = ("bidirectional", "causal")  # how the queries of a block attend to each other
+SPARE = 1.25  # tokens of a text for each guess that a training step makes of it
 MOST_QUERIES = 4  # times the tokens of a text: queries that exist at once where all blocks are read
 
 
@@ -62,13 +63,14 @@ class BlockStudent(EagleStudent):
 
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
         """Return one guess a depth. A training step gives `uniforms` (B, T): of the blocks with tokens to learn from it
-        reads every K-th, from a random first one, which are as many queries as one block a token has with K = 1."""
+        reads those at a distance of `apart`, from a random first one, and of depth j the KEEP ** j of their guesses."""
         network, ids, u = self.network, batch["ids"], batch.get("uniforms")
         K, anchors, apart = network.config.depths, starts(batch, ids.device), 1
         anchors = anchors[anchors > 0]  # a block needs a state
         if u is not None:
-            apart = max(min(K, len(anchors)), 1)
-            anchors = anchors[int(u[0, 0] * apart) :: apart]
+            u = u[0].to(ids.device)
+            apart = max(min(round(SPARE * sum(KEEP**depth for depth in range(K))), len(anchors)), 1)
+            anchors = anchors[int(u[0] * apart) :: apart]
         positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
         if (given := batch.get("position_ids")) is not None:
             positions = given.to(ids.device)
@@ -78,9 +80,13 @@ class BlockStudent(EagleStudent):
         states = torch.cat([self._states(ids, positions, texts, part, context) for part in anchors.split(most)], 1)
         guesses, parameters = [], tuple(network.lm_head.parameters())
         for depth in range(K):
+            share = 1.0 if u is None else KEEP**depth / apart
             rows, columns = self._inside(anchors, depth, texts)
+            if u is not None:
+                kept = u[anchors[columns]] < KEEP**depth
+                rows, columns = rows[kept], columns[kept]
             at = rows * ids.shape[1] + anchors[columns] + depth
-            guesses.append(Guess(depth, at, states[rows, columns, depth], self.head, parameters, share=1 / apart))
+            guesses.append(Guess(depth, at, states[rows, columns, depth], self.head, parameters, share=share))
         return self.after_tokens(guesses, ids)
 
     @staticmethod

@@ -11,6 +11,7 @@ from torch import Tensor
 import inference.proposers.eagle as eagle_module
 from cotrain.students.base import Guess, Seen
 from cotrain.students.block import BlockStudent
+from cotrain.students.parallel import KEEP
 from inference import Engine, load, proposers
 from inference.drafts.draft_folder import Metadata, save
 from inference.policy import Fixed
@@ -119,9 +120,14 @@ def test_many_blocks_are_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- the blocks of a training step
 
 
-def in_training(one: BlockStudent, ids: Tensor, u: float, predicted: Tensor | None = None) -> list[Guess]:
+def in_training(
+    one: BlockStudent, ids: Tensor, first: float, predicted: Tensor | None = None, u: float = 0.0
+) -> list[Guess]:
+    """The guesses of a step. first: the uniform that chooses the first block; u: those that keep guesses of a depth."""
     predicted = torch.ones(len(ids), ids.shape[1] - 1, dtype=torch.bool) if predicted is None else predicted
-    return guessed(one, ids, uniforms=torch.full(ids.shape, u, dtype=torch.float64), predicted=predicted)
+    uniforms = torch.full(ids.shape, u, dtype=torch.float64)
+    uniforms[:, 0] = first
+    return guessed(one, ids, uniforms=uniforms, predicted=predicted)
 
 
 def test_a_training_step_reads_every_third_block_and_the_first_is_random() -> None:
@@ -133,11 +139,18 @@ def test_a_training_step_reads_every_third_block_and_the_first_is_random() -> No
     for depth, every in enumerate(whole):
         parts = [step[depth] for step in steps]
         learnt = every.at[every.at % 9 < 8 + depth]  # the last block has no token to learn from
-        assert all(part.share == pytest.approx(1 / 3) for part in parts) and every.share == 1
+        assert all(part.share == pytest.approx(KEEP**depth / 3) for part in parts) and every.share == 1
         assert torch.equal(torch.cat([part.at for part in parts]).sort().values, learnt)
         order = torch.cat([part.at for part in parts]).argsort()
         together = torch.cat([distributions(part) for part in parts])[order]
         torch.testing.assert_close(together, distributions(every)[every.at % 9 < 8 + depth])
+
+
+@pytest.mark.parametrize(("u", "depths"), [(0.3, 3), (0.6, 2), (0.8, 1)])
+def test_later_depths_are_of_fewer_guesses(u: float, depths: int) -> None:
+    """Depth j keeps a block's guess if the uniform at its anchor is below KEEP ** j: 1, .7, .49."""
+    counts = [len(guess.at) for guess in in_training(student(), IDS, 0.1, u=u)]
+    assert counts == [6, 6, 4][:depths] + [0] * (3 - depths)  # the last block has no position of depth 2
 
 
 def test_a_short_text_has_a_block_in_every_step() -> None:
@@ -160,9 +173,14 @@ def test_chosen_blocks_keep_the_expected_loss(name: str) -> None:
     one = student()
     made, given = module(one, one.target, name, decay=0.8), batch(CONVERSATIONS, True)
     values = []
-    for u in (0.1, 0.5, 0.9):
-        made._uniforms = lambda keys, positions, u=u: torch.full((len(keys), positions), u)  # type: ignore[method-assign,misc]
-        values.append(made.learn(given).item())
+    for first in (0.1, 0.5, 0.9):
+        edges, value = [1.0, 0.7, 0.49, 0.0], 0.0
+        for above, below in zip(edges, edges[1:], strict=False):
+            u = torch.full((1, 100), (above + below) / 2)
+            u[:, 0] = first
+            made._uniforms = lambda keys, positions, u=u: u[:, :positions].expand(len(keys), -1)  # type: ignore[method-assign,misc]
+            value += (above - below) * made.learn(given).item()
+        values.append(value)
     made.student.guesses = lambda given, seen: BlockStudent(made.draft, one.target).guesses(  # type: ignore[method-assign]
         {"ids": given["ids"]}, seen
     )
@@ -184,7 +202,8 @@ def test_a_step_of_many_depths_reads_as_many_queries_as_one_of_one(
     monkeypatch.setattr(BlockNetwork, "states", states)
     ids = torch.randint(31, (1, 65), generator=torch.Generator().manual_seed(1))
     guesses = in_training(one, ids, 0.5)
-    assert sum(count) <= 2 * 64 and sum(len(guess.at) for guess in guesses) <= 64
+    assert sum(count) <= 2.3 * 64 and sum(len(guess.at) for guess in in_training(one, ids, 0.5, u=0.5)) <= 64
+    assert sum(len(guess.at) * KEEP**guess.depth for guess in guesses) <= 64  # guesses that are kept, on average
 
 
 # --- while serving
