@@ -1,4 +1,4 @@
-"""Comparing runs on the same held-out texts: tau of each, and paired intervals of the differences."""
+"""Compare runs on the same held-out texts: tau of each run, and confidence intervals of the paired differences."""
 
 import json
 from collections import defaultdict
@@ -19,12 +19,12 @@ FIGURES = "held_out.json"
 DEPTHS = (4, 8)
 RESAMPLES = 2000
 LIKE = ("alpha", "kl", "entropy", "calibration")
-RunFigures = dict[str, Any]  # of one run, as in `FIGURES`
+RunFigures = dict[str, Any]  # the content of the file `FIGURES` of a run
 
 
 def per_text(scores: dict[float, Scores]) -> dict[str, Any]:
-    """The figures of one run, by temperature: means (`LIKE`), acceptance at each depth if distributions depend on the
-    depth, and lengths and exact expected calls of each text at k = 4, 8."""
+    """Return the figures of one run, by temperature: the means in `LIKE`, acceptance at each depth if distributions
+    depend on the depth, and for each text its length and its exact expected calls at k = 4 and 8."""
     return {
         f"{temperature:g}": {
             **{name: getattr(one, name) for name in LIKE},
@@ -38,9 +38,8 @@ def per_text(scores: dict[float, Scores]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Gain:
-    """tau of a label (its runs pooled) and its relative gain over the baseline's, with a 95 % interval. alpha, kl
-    (nats),
-    entropy of q (nats) and calibration error: means over its runs."""
+    """The tau of a label, and its relative gain over the baseline with a 95 % interval from low to high. The runs of
+    the label are pooled; alpha, kl (nats), entropy of q (nats) and calibration error are means over them."""
 
     label: str
     temperature: str
@@ -57,9 +56,9 @@ class Gain:
 
 
 def read(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """Runs below a folder by label, in the order of their seeds. Raises UserError when there is none.
+    """Return the runs in a folder by label, in the order of their seeds. Raises UserError if there are none.
 
-    Runs of one label are pooled only if their settings are the same except for seeds. If other settings differ, these
+    Runs of a label are pooled only if their settings are the same except for seeds. Otherwise the settings that differ
     are added to the label, as in `kl,draft.kind=eagle`.
     """
     files = list(folder.rglob(FIGURES))
@@ -79,8 +78,8 @@ def read(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def _settings_of(folder: Path) -> dict[str, Any]:
-    """The settings of a run that decide its results, by key, without seeds; {} of a folder that has no record of
-    them."""
+    """Return the settings, by key, that decide the results of a run, without seeds. Return {} for a folder that has no
+    record of them."""
     try:
         marker = json.loads((folder / MARKER).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -91,7 +90,7 @@ def _settings_of(folder: Path) -> dict[str, Any]:
 
 
 def left_out(runs: dict[str, list[dict[str, Any]]], baseline: str) -> dict[str, str]:
-    """The reason why `compare` has no line for a label, by label."""
+    """Return, for each label that `compare` leaves out, the reason."""
     base = [run["texts"] for run in runs[named(baseline, runs)]]
     reasons = {}
     for label, mine in runs.items():
@@ -102,18 +101,19 @@ def left_out(runs: dict[str, list[dict[str, Any]]], baseline: str) -> dict[str, 
         elif not common:
             theirs = sorted({t for one in base for t in one})
             reasons[label] = (
-                f"judged at temperatures {sorted({t for one in texts for t in one})}, the baseline at {theirs}: "
-                "judge both at one with rollout.temperatures="
+                f"evaluated at temperatures {sorted({t for one in texts for t in one})}, the baseline at {theirs}: "
+                "set a common one in rollout.temperatures="
             )
     return reasons
 
 
 def compare(runs: dict[str, list[dict[str, Any]]], baseline: str) -> list[Gain]:
-    """The gain of every label, at every k and every temperature that all its runs and the baseline's have. Runs are
-    paired by seed and text with the baseline's; if they share no seed, in the order of seeds.
+    """Return the gain of every label over the baseline, at every k and at every temperature that all of its runs and of
+    the baseline's runs have.
 
-    Each resample draws seeds and texts with replacement, the same ones for both sides. Raises UserError if the baseline
-    is missing, or if runs were not judged on the same texts.
+    Runs are paired with the baseline's by seed and text. If the two have no seed in common, they are paired in the
+    order of their seeds. Each bootstrap sample draws seeds and texts with replacement, the same ones for both sides.
+    Raises UserError if the baseline is missing, or if runs were not evaluated on the same texts.
     """
     baseline = named(baseline, runs)
     gains = []
@@ -126,8 +126,8 @@ def compare(runs: dict[str, list[dict[str, Any]]], baseline: str) -> list[Gain]:
 
 
 def named(baseline: str, labels: Collection[str]) -> str:
-    """The label of this name, or the only label of a sweep with that setting (`loss=kl`) or value (`kl`). Raises
-    UserError, listing the labels, if none or several match."""
+    """Return the label that `baseline` names: the label itself, or the only label of a sweep with that setting
+    (`loss=kl`) or that value (`kl`). Raises UserError, listing the labels, if no label or several match."""
     if baseline in labels:
         return baseline
     matches = [label for label in labels if baseline in _settings(label)]
@@ -138,7 +138,7 @@ def named(baseline: str, labels: Collection[str]) -> str:
 
 
 def _settings(label: str) -> set[str]:
-    """The settings of a sweep that a label is made of, and their values."""
+    """Return the settings in the label of a sweep, and their values."""
     parts = label.split(",")
     return {*parts, *(part.partition("=")[2] for part in parts)}
 
@@ -147,7 +147,7 @@ def _gain(label: str, mine: Sequence[dict[str, Any]], base: Sequence[dict[str, A
     pairs = paired(mine, base)
     judged = [[run["texts"][temperature]["lengths"] for run in pair] for pair in pairs]
     if any(one != two or len(one) != len(judged[0][0]) for one, two in judged):
-        raise UserError(f"{label}: judged on other texts than the baseline; share rollouts between the runs")
+        raise UserError(f"{label}: evaluated on other texts than the baseline; let the runs share rollouts")
     seeds, lengths = len(pairs), np.array([one for one, _ in judged], dtype=np.float64)  # (seeds, texts)
     ours, theirs = (_calls(side, temperature, k) for side in zip(*pairs, strict=True))
     rng, texts = np.random.default_rng(0), lengths.shape[1]
@@ -160,13 +160,13 @@ def _gain(label: str, mine: Sequence[dict[str, Any]], base: Sequence[dict[str, A
 
 
 def paired(mine: Sequence[RunFigures], base: Sequence[RunFigures]) -> list[tuple[RunFigures, RunFigures]]:
-    """Pairs of runs with the same seed; if the sides share no seed, pairs in order."""
+    """Return pairs of runs with the same seed. If the two sides have no seed in common, pair them in order."""
     ours, theirs = map(_by_seed, (mine, base))
     return [(ours[key], theirs[key]) for key in ours if key in theirs] or list(zip(mine, base, strict=False))
 
 
 def _by_seed(runs: Sequence[RunFigures]) -> dict[tuple[Any, int], RunFigures]:
-    """Runs by seed and by the number of earlier runs with that seed."""
+    """Return runs by seed and by the number of earlier runs with the same seed."""
     seeds = [run.get("seed") for run in runs]
     return {(seed, seeds[:index].count(seed)): run for index, (seed, run) in enumerate(zip(seeds, runs, strict=True))}
 
@@ -176,7 +176,7 @@ def _calls(runs: Sequence[dict[str, Any]], temperature: str, k: int) -> np.ndarr
 
 
 def table(gains: Sequence[Gain], baseline: str) -> str:
-    """Aligned text, one line a label, temperature and draft length."""
+    """Return aligned text with one line for each label, temperature and draft length."""
     wide = max([len("label"), *(len(gain.label) for gain in gains)])
     lines = [
         f"{'T':>4}  {'k':>2}  {'label':<{wide}} seeds  alpha     kl  H(q)    ECE    tau  over {baseline} "
