@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from cotrain import __version__
 from cotrain.config.overrides import flat
+from cotrain.config.ranges import REMOVED
 from cotrain.errors import UserError
 from inference.drafts.atomic import write_atomic
 
@@ -80,7 +81,7 @@ def refuse_overlap(command: str, values: Mapping[str, Any]) -> None:
 
 def _refuse_other_command(command: str, key: str, folder: Path) -> None:
     """A folder that was marked before the marker named its command is of `train` if it has settings."""
-    marker = _read(folder)
+    marker = read_marker(folder)
     if marker is None:
         return
     makers = {marker["command"]} if "command" in marker else {"train"} if marker.get("settings") else UNNAMED
@@ -176,7 +177,7 @@ def refuse(
         with _locked(path):
             pass
     state: State = "new"
-    marker = _read(path)
+    marker = read_marker(path)
     if marker is not None and not overwrite and marker["state"] != "emptying":
         wanted = marker["settings"] if settings is None else json.loads(json.dumps(dict(settings)))
         changed = _compare(path, marker["settings"], wanted, kind or (lambda *_: "other"))
@@ -209,7 +210,7 @@ def held(path: str | Path) -> Iterator[Path]:
 
 def finished(path: str | Path) -> bool:
     """Whether the folder holds a run that is done."""
-    marker = _read(Path(path))
+    marker = read_marker(Path(path))
     return marker is not None and marker["state"] == "finished"
 
 
@@ -238,7 +239,7 @@ def _usable(path: Path) -> None:
 
 def _open(path: Path, overwrite: bool, settings: dict[str, Any] | None, kind: Judge, command: str) -> RunFolder:
     """The run in the folder `path`, which this process holds; emptied where it is to be replaced."""
-    marker = _read(path)
+    marker = read_marker(path)
     if marker is not None and (overwrite or marker["state"] == "emptying"):
         _empty(path, marker["settings"], command)
         marker = None
@@ -283,16 +284,24 @@ def _empty(path: Path, settings: Mapping[str, Any], command: str) -> None:
 def _foreign(path: Path) -> bool:
     """Whether `path` holds files without our marker; a lock or a half-written marker alone is ours."""
     ours = all(entry.name == LOCK or entry.name.startswith(f".{MARKER}.") for entry in path.iterdir())
-    return not ours and _read(path) is None
+    return not ours and read_marker(path) is None
 
 
-def _read(path: Path) -> dict[str, Any] | None:
-    """The content of our marker in `path`; None if there is none, or one of another program."""
+def read_marker(path: Path) -> dict[str, Any] | None:
+    """The content of the marker in `path`, without settings that no longer exist and changed nothing; None if there is
+    no marker, or one of another program."""
     try:
         marker = json.loads((path / MARKER).read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
-    return marker if isinstance(marker, dict) and "cotrain" in marker else None
+    if not isinstance(marker, dict) or "cotrain" not in marker:
+        return None
+    for key, neutral in REMOVED.items():
+        group, _, name = key.partition(".")
+        values = (marker.get("settings") or {}).get(group) or {}
+        if values.get(name) == neutral:
+            del values[name]
+    return marker
 
 
 def _mark(path: Path, state: str, settings: Mapping[str, Any], command: str) -> None:

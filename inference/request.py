@@ -188,7 +188,7 @@ class PromptReader:
             raise ValueError(f"{who}: messages need a tokenizer with a chat template; give text or token ids")
         continues = messages[-1]["role"] == "assistant"
         text = tokenizer.apply_chat_template(
-            [dict(one) | {"content": _content(who, one)} for one in messages],
+            [dict(one) | {"content": content_of(who, one)} for one in messages],
             tokenize=False,
             add_generation_prompt=not continues,
             continue_final_message=continues,
@@ -209,16 +209,16 @@ def _require_text(who: str, text: str) -> None:
         raise ValueError(f"{who}: the text is no valid Unicode: {error}") from error
 
 
-def _content(who: str, message: Message) -> str | None:
+def content_of(who: str, message: Message) -> str | None:
     """The text of a message: a string, or the texts of its parts joined; None if it calls tools instead. Raises
     ValueError for anything else, which many templates would print as Python does."""
-    content = message["content"]
+    content = message.get("content")
     if content is None and message.get("tool_calls"):
         return None
     parts = content if isinstance(content, list | tuple) else [{"text": content}]
     if not parts or not all(isinstance(one, Mapping) and isinstance(one.get("text"), str) for one in parts):
         raise ValueError(f"{who}: the content of a message is text or a list of text parts, not {content!r}")
-    text = "".join(one["text"] for one in parts)
+    text = "".join(str(one["text"]) for one in parts)
     _require_text(who, text)
     return text
 

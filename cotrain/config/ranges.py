@@ -233,6 +233,9 @@ def _refuse(key: str, rule: Range, value: Any) -> None:
 
 Change = Literal["free", "longer", "other"]
 
+# Settings of earlier versions, with the value at which they changed nothing
+REMOVED = {"loss.hardest": 1.0}
+
 # they decide how a run is measured and logged, how fast it is, and which folder stores its texts and states
 FREE = ("label", "rollout.temperatures", "rollout.folder", "trainer.validations", "trainer.patience",
         "trainer.checkpoint_minutes", "trainer.threads", "trainer.remember_mb", "trainer.cache", "trainer.accelerator",

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from cotrain.data.prompt_rows import PromptRows
 from cotrain.data.splits import split_of
+from inference.request import content_of
 
 Message = dict[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -97,7 +98,7 @@ def _messages(row: Mapping[str, Any]) -> list[Message]:
     for one in messages:
         if one.get("role") not in ROLES:
             raise ValueError(f"role {one.get('role')!r} is none of {', '.join(ROLES)}")
-    return messages
+    return [one | {"content": content_of(f"message {place}", one)} for place, one in enumerate(messages, 1)]
 
 
 def _turns(messages: list[Message], tools: Any, template: Template) -> Iterator[tuple[list[int], list[int]]]:
@@ -121,7 +122,7 @@ def _plain(messages: list[Message], template: Template) -> tuple[list[int], list
     """A prompt as it is served, and its response, for a target without a chat template."""
     if [message["role"] for message in messages] not in (["user"], ["user", "assistant"]):
         raise ValueError("the target's tokenizer has no chat template, by which conversations are rendered")
-    prompt, *said = (str(message["content"]) for message in messages)
+    prompt, *said = (message["content"] for message in messages)
     end = template.tokenizer.eos_token_id
     return list(template.tokenizer(prompt)["input_ids"]), [*template.ids(said[0]), end] if said else []
 

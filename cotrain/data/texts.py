@@ -1,5 +1,7 @@
 """The record of texts that travels from logs and samplers to the loss, and the order in which they are learnt."""
 
+import hashlib
+import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -59,6 +61,11 @@ class Texts:
         temperature = self.temperature.expand(len(self))[at]
         return replace(self, ids=ids, prompt=self.prompt[at], length=self.length[at], position_ids=places,
                        domain=[self.domain[row] for row in chosen], temperature=temperature)  # fmt: skip
+
+    def hashes(self) -> list[str]:
+        """A hash of the ids of each text."""
+        rows = (row[:length].tolist() for row, length in zip(self.ids, self.length.tolist(), strict=True))
+        return [hashlib.blake2b(json.dumps(row).encode(), digest_size=6).hexdigest() for row in rows]
 
     def read(self, rows: Tensor | slice) -> tuple[Tensor, Tensor | None]:
         """What a model is given to read some rows: ids and position_ids."""

@@ -2,7 +2,7 @@
 
 import json
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,8 @@ import numpy as np
 from cotrain.config.overrides import flat
 from cotrain.config.ranges import BUDGETS, change
 from cotrain.errors import UserError
-from cotrain.evaluation.held_out import Scores
-from cotrain.run_folder import MARKER
+from cotrain.evaluation.held_out import HeldOut, Scores
+from cotrain.run_folder import read_marker
 
 FIGURES = "held_out.json"
 DEPTHS = (4, 8)
@@ -22,13 +22,14 @@ LIKE = ("alpha", "kl", "entropy", "calibration")
 RunFigures = dict[str, Any]  # the content of the file `FIGURES` of a run
 
 
-def per_text(scores: dict[float, Scores]) -> dict[str, Any]:
+def per_text(scores: dict[float, Scores], held_out: Mapping[float, HeldOut]) -> dict[str, Any]:
     """Return the figures of one run, by temperature: the means in `LIKE`, acceptance at each depth if distributions
-    depend on the depth, and for each text its length and its exact expected calls at k = 4 and 8."""
+    depend on the depth, and for each text its hash, its length and its exact expected calls at k = 4 and 8."""
     return {
         f"{temperature:g}": {
             **{name: getattr(one, name) for name in LIKE},
             **({"alphas": list(one.alphas)} if one.alphas else {}),
+            "hashes": held_out[temperature].texts.hashes(),
             "lengths": one.lengths.tolist(),
             "calls": {str(k): one.calls(k).tolist() for k in DEPTHS},
         }
@@ -80,10 +81,7 @@ def read(folder: Path) -> dict[str, list[dict[str, Any]]]:
 def _settings_of(folder: Path) -> dict[str, Any]:
     """Return the settings, by key, that decide the results of a run, without seeds. Return {} for a folder that has no
     record of them."""
-    try:
-        marker = json.loads((folder / MARKER).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
+    marker = read_marker(folder) or {}
     leaves = ((key, value) for key, value in flat(marker.get("settings") or {}) if not isinstance(value, dict))
     return {key: value for key, value in leaves if not key.endswith("seed") and change(key, 0, 1) == "other"
             or key in BUDGETS}  # fmt: skip
@@ -111,9 +109,10 @@ def compare(runs: dict[str, list[dict[str, Any]]], baseline: str) -> list[Gain]:
     """Return the gain of every label over the baseline, at every k and at every temperature that all of its runs and of
     the baseline's runs have.
 
-    Runs are paired with the baseline's by seed and text. If the two have no seed in common, they are paired in the
-    order of their seeds. Each bootstrap sample draws seeds and texts with replacement, the same ones for both sides.
-    Raises UserError if the baseline is missing, or if runs were not evaluated on the same texts.
+    Runs are paired with the baseline's by seed; if the two have no seed in common, they are paired in the order of their
+    seeds. A pair is compared on the texts on which both were evaluated, and every pair on equally many. Each bootstrap
+    sample draws seeds and texts with replacement, the same ones for both sides. Raises UserError if the baseline is
+    missing, or if runs have no text in common.
     """
     baseline = named(baseline, runs)
     gains = []
@@ -144,12 +143,16 @@ def _settings(label: str) -> set[str]:
 
 
 def _gain(label: str, mine: Sequence[dict[str, Any]], base: Sequence[dict[str, Any]], temperature: str, k: int) -> Gain:
-    pairs = paired(mine, base)
-    judged = [[run["texts"][temperature]["lengths"] for run in pair] for pair in pairs]
-    if any(one != two or len(one) != len(judged[0][0]) for one, two in judged):
+    pairs = [tuple(run["texts"][temperature] for run in pair) for pair in paired(mine, base)]
+    common = [_common(*pair) for pair in pairs]
+    count = min(len(rows) for rows in common)  # minutes= may leave time for fewer texts in one run than in another
+    if not count:
         raise UserError(f"{label}: evaluated on other texts than the baseline; let the runs share rollouts")
-    seeds, lengths = len(pairs), np.array([one for one, _ in judged], dtype=np.float64)  # (seeds, texts)
-    ours, theirs = (_calls(side, temperature, k) for side in zip(*pairs, strict=True))
+    lengths, ours, theirs = np.array([
+        [(one["lengths"][i], one["calls"][str(k)][i], two["calls"][str(k)][j]) for i, j in rows[:count]]
+        for (one, two), rows in zip(pairs, common, strict=True)
+    ], dtype=np.float64).transpose(2, 0, 1)  # each (seeds, texts)  # fmt: skip
+    seeds = len(pairs)
     rng, texts = np.random.default_rng(0), lengths.shape[1]
     draws = [(rng.integers(seeds, size=seeds), rng.integers(texts, size=texts)) for _ in range(RESAMPLES)]
     ratios = [theirs[np.ix_(s, t)].sum() / ours[np.ix_(s, t)].sum() - 1 for s, t in draws]
@@ -171,8 +174,13 @@ def _by_seed(runs: Sequence[RunFigures]) -> dict[tuple[Any, int], RunFigures]:
     return {(seed, seeds[:index].count(seed)): run for index, (seed, run) in enumerate(zip(seeds, runs, strict=True))}
 
 
-def _calls(runs: Sequence[dict[str, Any]], temperature: str, k: int) -> np.ndarray:
-    return np.array([run["texts"][temperature]["calls"][str(k)] for run in runs], dtype=np.float64)
+def _common(one: dict[str, Any], two: dict[str, Any]) -> list[tuple[int, int]]:
+    """Return pairs of rows of the texts that two runs have in common. Runs that were saved without hashes have all
+    texts in common if all lengths are the same, and none otherwise."""
+    if "hashes" not in one or "hashes" not in two:
+        return [(row, row) for row in range(len(one["lengths"]))] if one["lengths"] == two["lengths"] else []
+    rows = {text: row for row, text in enumerate(two["hashes"])}
+    return [(row, rows[text]) for row, text in enumerate(one["hashes"]) if text in rows]
 
 
 def table(gains: Sequence[Gain], baseline: str) -> str:

@@ -16,7 +16,7 @@ from cotrain.students.base import LAST, Guess, Student
 from cotrain.teacher.target_model import Head
 
 IMPOSSIBLE, SIGMAS = 0.02, 6.0  # generous limits: kernels differ a little between machines
-TIED = 4  # largest difference of two passes in a logit, in units of the rounding of the highest logit
+TIED = 4  # in units of the highest logit's rounding: nearly all differences of two bfloat16 passes are smaller
 DRAFTING = (0.0, 0.3, 0.5, 0.7, 0.85, 1.0, 1.2)
 
 
@@ -144,7 +144,7 @@ def _moments(logits: Tensor, x: Tensor, held: HeldOut) -> Tensor:
     """Return -log p(x), H(p) and the variance of -log p under p (n, 3), for logits (n, V) and tokens x (n,).
 
     At temperature 0 a token within rounding of the highest logit counts as the highest, because another pass may choose
-    either.
+    either. So texts of a temperature so low that draws hardly ever differ by more than rounding count as greedy.
     """
     if held.temperature == 0:
         rounding = TIED * torch.finfo(held.states[LAST].dtype).eps * logits.amax(-1).abs()

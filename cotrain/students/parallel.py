@@ -39,7 +39,6 @@ class ParallelStudent(IndependentStudent):
     kind = "parallel"
     takes = ("depths",)
     begins_with = ("independent", "hybrid")
-    sized = False
     parallel = True
 
     def __init__(

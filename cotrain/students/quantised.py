@@ -115,7 +115,7 @@ def refuse_unknown(draft: PreTrainedModel, key: str = "draft.quantisation") -> N
     others = [name for name, weight in draft.named_parameters() if weight.ndim > 1 and id(weight) not in known]
     if others:
         raise ValueError(f"{key}: {type(draft).__name__} has {len(others)} matrices that are no nn.Linear "
-                         f"({others[0]}) and cannot be rounded here: use none")  # fmt: skip
+                         f"({others[0]}) and cannot be rounded here: leave {key} at none")  # fmt: skip
 
 
 class TwoLevelsStudent(Student):

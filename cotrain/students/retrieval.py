@@ -57,7 +57,6 @@ class HybridStudent(IndependentStudent):
     takes = ("datastore", "shortest")
     begins_with = ("independent", "parallel")
     calibrated = True
-    sized = False
     layouts: Mapping[str, str] = LAYOUTS
 
     @classmethod

@@ -118,7 +118,8 @@ def keep_figures(job: Job, module: Distillation, steps: int) -> None:
     which patience or a budget of time may have ended before trainer.steps."""
     figures = {"label": job.cfg.label or loss_name(job.cfg.loss), "seed": job.cfg.trainer.seed, "steps": steps,
                "tau": ranking_tau(job, module)(),
-               "texts": comparison.per_text(module.scores()), "environment": environment()}  # fmt: skip
+               "texts": comparison.per_text(module.scores(), module.held_out),
+               "environment": environment()}  # fmt: skip
     write_atomic(job.folder / comparison.FIGURES, json.dumps(figures) + "\n")
 
 

@@ -65,6 +65,7 @@ class EagleConfig(PretrainedConfig):
     """
 
     model_type = "llama"
+    loaded_as = ARCHITECTURES  # the architecture by which engines know the network
 
     def __init__(
         self,
@@ -107,8 +108,9 @@ class EagleConfig(PretrainedConfig):
         return tuple(self.eagle_aux_hidden_state_layer_ids)
 
 
-class EagleNetwork(PreTrainedModel):
-    """One decoder layer over pairs, a norm and a head."""
+class FeatureNetwork(PreTrainedModel):
+    """What networks over the target's states share: `fc`, which joins the states, a norm and a head. A subclass adds
+    its layers and calls `post_init`."""
 
     config_class: Any = EagleConfig
     base_model_prefix = ""
@@ -117,18 +119,16 @@ class EagleNetwork(PreTrainedModel):
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__(config)
-        width, size = config.hidden_size, config.head_dim
+        width = config.hidden_size
         self.fc = nn.Linear(len(config.layers) * width, width, bias=False)
-        self.midlayer = _Layer(config)
         self.norm = Norm(width, config.rms_norm_eps)
         self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
         self.groups = config.num_attention_heads // config.num_key_value_heads
-        self.scale = size**-0.5
+        self.scale = config.head_dim**-0.5
         self.pruned = config.draft_vocab_size < config.vocab_size
         if self.pruned:  # token i of the draft is the target's i + d2t[i]
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
             self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size)
-        self.post_init()
 
     def get_input_embeddings(self) -> Any:
         """None: it reads the target's embeddings."""
@@ -137,7 +137,7 @@ class EagleNetwork(PreTrainedModel):
     def save_pretrained(self, save_directory: Any, **options: Any) -> None:  # type: ignore[override]
         """With the architecture name that engines load."""
         super().save_pretrained(save_directory, **options)
-        self.config.architectures = ARCHITECTURES
+        self.config.architectures = self.config.loaded_as
         self.config.save_pretrained(save_directory)
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -156,17 +156,6 @@ class EagleNetwork(PreTrainedModel):
         joined = torch.cat([states[layer].to(self.fc.weight.dtype) for layer in self.config.layers], -1)
         features: Tensor = self.fc(joined)
         return features
-
-    def layer(self, embedded: Tensor, features: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        """Embeddings and features of pairs (A, n, H) -> (A, n, H), which `head` reads after `norm` and which replace
-        the features of the next pair. cos, sin (A or 1, n, 1, D): of the pairs' positions, see `angles`."""
-        w = self.midlayer
-        x = torch.cat((w.input_layernorm(embedded), w.hidden_norm(features)), -1)
-        size = self.config.head_dim
-        q, k, v = (part.unflatten(-1, (-1, size)) for part in w.self_attn(x))
-        x = features + w.self_attn.o_proj(attend(rotated(q, cos, sin), rotated(k, cos, sin), v))
-        output: Tensor = x + w.mlp(w.post_attention_layernorm(x))
-        return output
 
     def head(self, states: Tensor, vocabulary: int) -> Tensor:
         """States (..., H) after `norm` -> logits (..., vocabulary), -inf for tokens outside the draft's vocabulary."""
@@ -199,6 +188,26 @@ class EagleNetwork(PreTrainedModel):
         turns = positions.double().unsqueeze(-1) * self.config.rope_theta**-steps
         cos, sin = (part.to(self.fc.weight.dtype).unsqueeze(-2) for part in (turns.cos(), turns.sin()))
         return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+
+
+class EagleNetwork(FeatureNetwork):
+    """One decoder layer over pairs."""
+
+    def __init__(self, config: EagleConfig) -> None:
+        super().__init__(config)
+        self.midlayer = _Layer(config)
+        self.post_init()
+
+    def layer(self, embedded: Tensor, features: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        """Embeddings and features of pairs (A, n, H) -> (A, n, H), which `head` reads after `norm` and which replace
+        the features of the next pair. cos, sin (A or 1, n, 1, D): of the pairs' positions, see `angles`."""
+        w = self.midlayer
+        x = torch.cat((w.input_layernorm(embedded), w.hidden_norm(features)), -1)
+        size = self.config.head_dim
+        q, k, v = (part.unflatten(-1, (-1, size)) for part in w.self_attn(x))
+        x = features + w.self_attn.o_proj(attend(rotated(q, cos, sin), rotated(k, cos, sin), v))
+        output: Tensor = x + w.mlp(w.post_attention_layernorm(x))
+        return output
 
 
 class Norm(nn.RMSNorm):

@@ -89,6 +89,19 @@ def test_other_settings_are_rejected_by_name(tmp_path: Path) -> None:
         assert run.settings == {"loss": {"first": "kl", "switch": [1, 2]}, "seed": 0}
 
 
+def test_a_setting_that_went_and_changed_nothing_is_no_difference(tmp_path: Path) -> None:
+    """A finished run that names it is the same run; at another value it is another."""
+    finished(tmp_path / "run", loss={"first": "kl", "hardest": 1.0})
+    with claim(tmp_path / "run", settings={"loss": {"first": "kl"}}) as run:
+        assert (run.state, run.changed) == ("finished", ())
+    finished(tmp_path / "other", loss={"first": "kl", "hardest": 0.5})
+    with (
+        pytest.raises(UserError, match="loss.hardest=0.5"),
+        claim(tmp_path / "other", settings={"loss": {"first": "kl"}}),
+    ):
+        pass
+
+
 def test_a_killed_overwrite_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = finished(tmp_path / "run")
     write_atomic(path / "sub" / "checkpoint", "old")

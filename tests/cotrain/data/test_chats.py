@@ -69,6 +69,21 @@ def test_each_turn_of_the_assistant_is_a_text_that_ends_with_its_end_token() -> 
     ]
 
 
+def test_the_content_of_a_message_is_text_its_text_parts_or_nothing_where_it_calls_tools() -> None:
+    """A template would print null as None and a list as Python does; the engine reads content the same way."""
+    one, two = ({"type": "text", "text": text} for text in ("1+", "1"))
+    answer = {"role": "assistant", "content": "2"}
+    parts: list[dict[str, Any]] = [{"role": "user", "content": [one, two]}, answer]
+    for template in (of(PLAIN), of(None)):
+        assert turns(template, {"messages": parts}) == turns(template, chat("1+1", "2"))
+        for wrong in (None, 3, [], [{"type": "image", "url": "a.png"}], {"text": "a"}):
+            with pytest.raises(ValueError, match="row 1: message 1: the content of a message is text"):
+                turns(template, {"messages": [{"role": "user", "content": wrong}, answer]})
+    calls = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add"}}]}
+    [(_, completion)] = turns(of(PLAIN.replace("m.content", "m.content or 'calls'")), {"messages": [parts[0], calls]})
+    assert completion == f"calls{END}"
+
+
 def test_history_stands_as_the_template_shows_it_at_that_moment() -> None:
     one = chat("Hi", "<think>hm</think>Yes?", "1+1", "<think>easy</think>2")
     assert turns(of(THINKING), one) == [

@@ -88,6 +88,32 @@ def test_runs_judged_on_other_texts_raise(tmp_path: Path) -> None:
             compare(read(write(folder, runs)), "kl")
 
 
+@pytest.mark.parametrize("k", ["4", "8"])
+def test_runs_that_judged_parts_of_the_texts_are_compared_on_those_that_both_have(tmp_path: Path, k: str) -> None:
+    """minutes= leaves time for more texts in one run than in another. Texts are paired by their hashes, wherever they
+    stand; here a text's calls are 5 % fewer than the baseline's of the same text, and of other texts far more."""
+    whole: Any = run("kl", 0, 1.0)
+    calls = whole["texts"]["1"]["calls"][k]
+    whole["texts"]["1"]["hashes"] = [f"text {row}" for row in range(30)]
+    part = json.loads(json.dumps(whole)) | {"label": "tv"}
+    rows = [29, 3, 17, 8]
+    texts = part["texts"]["1"]
+    texts["hashes"] = ["another", *(f"text {row}" for row in rows)]
+    texts["lengths"] = [40] * 5
+    texts["calls"] = {of: [900.0, *(calls[row] / 1.05 for row in rows)] for of in ("4", "8")}
+    part["texts"]["1"]["calls"][k][0] = 900.0
+    gain = {(g.label, g.k): g for g in compare(read(write(tmp_path, [whole, part])), "kl")}["tv", int(k)]
+    assert (gain.gain, gain.low, gain.high) == pytest.approx((0.05, 0.05, 0.05))
+    texts["hashes"] = [f"another {row}" for row in range(5)]
+    (tmp_path / "1" / "held_out.json").write_text(json.dumps(part))
+    with pytest.raises(UserError, match="evaluated on other texts"):
+        compare(read(tmp_path), "kl")
+
+
+def test_a_setting_that_went_is_no_difference_between_runs(tmp_path: Path) -> None:
+    assert labels_of(tmp_path, "loss.hardest=1.0") == ["kl"]
+
+
 def test_a_missing_folder_or_baseline_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UserError, match="no run"):
         read(tmp_path)
@@ -121,7 +147,7 @@ def labels_of(folder: Path, *changes: str) -> list[str]:
         for change in changed:
             keys, _, value = change.partition("=")
             group, _, key = keys.rpartition(".")
-            (settings[group] if group else settings)[key] = value
+            (settings[group] if group else settings)[key] = 1.0 if value == "1.0" else value
         (place / "held_out.json").write_text(json.dumps(run("kl", index, 1.0)))
         (place / "run.json").write_text(json.dumps({"cotrain": "0", "state": "finished", "settings": settings}))
     return sorted(read(folder))

@@ -195,7 +195,7 @@ def test_every_figure_agrees_with_loops_over_whole_distributions(deep: bool) -> 
     k = 2 if deep else 4
     assert one.calls(4).tolist() == pytest.approx([calls(text, k, accepted) for text in by["all"]], rel=1e-5)
     assert one.tau(3, "traversal") == one.tau(3) and one.tau(3, "block") != one.tau(3)
-    saved = comparison.per_text({0.5: one})["0.5"]
+    saved = comparison.per_text({0.5: one}, {0.5: held})["0.5"]
     assert saved["lengths"] == [len(text) for text in by["all"]] and saved["calls"].keys() == {"4", "8"}
     assert saved["calls"]["8"] == one.calls(8).tolist() and saved["kl"] == one.kl and saved["alpha"] == one.alpha
     assert (saved["entropy"], saved["calibration"]) == (one.entropy, one.calibration)

@@ -4,6 +4,7 @@ from functools import cache
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from cotrain.data.texts import Texts
 from cotrain.evaluation.held_out import HeldOut, held_out
@@ -63,6 +64,22 @@ def test_foreign_texts_surprise_more() -> None:
     assert (
         f"{result.surprise:.2f} nats a token, for texts of the target it would be {result.entropy:.2f}" in result.line()
     )
+
+
+@pytest.mark.parametrize(("temperature", "own"), [(0.0, True), (0.1, False), (0.3, False)])
+def test_in_bfloat16_greedy_texts_are_told_from_those_of_a_low_temperature(temperature: float, own: bool) -> None:
+    """Passes of one token and of many differ by rounding, which the eight layers add up."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=8, num_attention_heads=2,
+        num_key_value_heads=1, initializer_range=0.1, eos_token_id=None,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).bfloat16().eval()
+    new = Engine(model, rows=40).generate(PROMPTS, max_new_tokens=20, sampling=Sampling(temperature)).tokens
+    ids = torch.tensor([[*prompt, *text] for prompt, text in zip(PROMPTS, new, strict=True)])
+    texts = Texts(ids, torch.full((40,), 3), torch.full((40,), ids.shape[1]), ["a"] * 40)
+    read, head = served(model)
+    assert provenance(held_out(read, texts, 0.0), head).own is own
 
 
 def test_greedy_texts_of_tied_logits_are_its_own() -> None:

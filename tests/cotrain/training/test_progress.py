@@ -150,8 +150,28 @@ def test_a_judging_reads_the_texts_that_fit_its_share(place: Path, monkeypatch: 
     settings = ("minutes=10.0", "trainer.validations=1", "rollout.held_out_texts=12", "measure=false")
     assert quick(place, "judged", *settings, "trainer.steps=2") == 0
     texts = saved_by(place / "judged")["callbacks"]["Clock"]["texts"]
-    few, *validations = [count for count in counts if count > 1]  # points between validations are of one text
-    assert (few, texts, set(validations)) == (modules.FEW, 10, {10})
+    first, timed, *validations = [count for count in counts if count > 1]  # points between validations are of one text
+    assert (first, timed, texts, set(validations)) == (modules.FEW, modules.FEW, 10, {10})
     counts.clear()
     assert quick(place, "judged", *settings, "trainer.steps=4") == 0
     assert max(counts) == 10 and modules.FEW not in counts
+
+
+def test_the_first_texts_warm_up_and_a_batch_is_timed_if_there_is_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: thirty seconds for the first texts, which compile, then a second a call and .01 a text. Where a
+    batch fits the budget, the time of a text is that in a batch, else that among few; never that of the first ones."""
+    now, calls = [0.0], list[int]()
+
+    def on(held: Any) -> None:
+        now[0] += (1.0 if calls else 30.0) + 0.01 * len(held)
+        calls.append(len(held))
+
+    monkeypatch.setattr(modules, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(modules, "within", lambda _, call: call())
+    held = SimpleNamespace(spread=range)
+    for budget, each, batches in ((20.0, 1.16 / 16, [4, 4, 16]), (3.0, 1.04 / 4, [4, 4])):
+        calls.clear()
+        module: Any = SimpleNamespace(held_out={1.0: held}, draft=None, on=on)
+        start = now[0]
+        assert Distillation._seconds_a_text(module, budget) == pytest.approx(each)
+        assert calls == batches and module.trial == pytest.approx(now[0] - start)
