@@ -118,9 +118,7 @@ def _fill_dropped(logp: Tensor, logq: Tensor, guess: Guess) -> tuple[Tensor, Ten
         return logp, logq
     computed = torch.zeros_like(logp, dtype=torch.bool).flatten().index_fill(0, guess.at, True).view(logp.shape)
     r = acceptance.r_from(logp.detach(), logq.detach())
-    mean = (
-        r[computed & (logq > -torch.inf)].mean().nan_to_num().clamp(min=torch.finfo(r.dtype).tiny)
-    )  # NaN: no position
+    mean = r[computed & (logq > -torch.inf)].mean().nan_to_num().clamp(min=torch.finfo(r.dtype).tiny)  # NaN if empty
     if logq.requires_grad:
         logq = logq.clone()
         logq.register_hook(lambda slope: slope / guess.share)

@@ -131,8 +131,8 @@ class DiskCache:
         stored, current = json.loads(path.read_text(encoding="utf-8")), json.loads(json.dumps(maker))
         stored = {RENAMED.get(key, key): value for key, value in stored.items()}
         if differ := differences(stored, current):
-            raise ValueError(f"trainer.cache={folder}: made with another target (differing: {', '.join(sorted(differ))})"
-                             ": name another folder")  # fmt: skip
+            raise ValueError(f"trainer.cache={folder}: made with another target (differing: "
+                             f"{', '.join(sorted(differ))}): name another folder")  # fmt: skip
         self.shards: dict[str, Path] = {}  # entry -> shard file
         for shard in sorted(folder.glob("*.safetensors")):
             self.shards |= dict.fromkeys(_entries(shard), shard)

@@ -62,7 +62,7 @@ def prune(job: Job, student: Student) -> None:
 
 
 def coverage(held: HeldOut, known: torch.Tensor) -> float:
-    """Return the share of the sampled tokens that the draft can draft. known (V,) bool: the draft's vocabulary."""
+    """Return the share of the sampled tokens that are in the draft's vocabulary, known (V,) bool."""
     tokens = held.texts.ids[:, 1:][held.texts.predicted]
     return float(known.cpu()[tokens.long()].double().mean())
 
@@ -74,7 +74,7 @@ def parts(job: Job, rounds: int, by: Sampler | None = None) -> tuple[Texts, Text
     """Return the texts to learn from: those of the user, if trainer.corpus_steps is not 0, and those of the target.
 
     The texts of the target come from the first `rounds` samplings, in this order, each at its own temperature: that of
-    the regime, or several. by: what samples texts that are not on disk; None: the target, without a draft.
+    the regime, or several. by: the sampler of texts that are not on disk; None: the target, without a draft.
     """
     cfg = job.cfg
     given = list(cfg.draft.temperatures) or [cfg.regime.temperature]

@@ -71,10 +71,7 @@ class MeasureSpeed(Callback):
         figures = {"speedup": math.nan}
         with module.assembled() as draft:
             if trainer.is_global_zero:
-                with (
-                    torch.inference_mode(False),
-                    torch.no_grad(),
-                ):  # tensors of inference mode cannot be shared by two engines
+                with torch.inference_mode(False), torch.no_grad():  # two engines cannot share tensors of inference mode
                     figures = self.measure(draft)
                     self._show(trainer, draft)
                 self.save(draft, trainer.global_step)
@@ -309,11 +306,7 @@ class HeldOutPoints(Callback):
         self.part, self.clock, self.swaps = part, clock, swaps
         self.served = k, objective, verify
         self.shares, self.at = 0, -1
-        self.count, self.seconds, self.last = (
-            0,
-            0.0,
-            0.0,
-        )  # number and seconds of points between validations, seconds of the newest
+        self.count, self.seconds, self.last = 0, 0.0, 0.0  # points between validations, their seconds, the newest's
 
     def on_train_start(self, trainer: lightning.Trainer, module: Any) -> None:
         self.shares = self._shares(trainer)

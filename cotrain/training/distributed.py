@@ -60,9 +60,7 @@ def rest(draft: PreTrainedModel) -> None:
 def gathered(parted: PreTrainedModel, whole: PreTrainedModel, everywhere: bool = True) -> PreTrainedModel:
     """Load the weights of a sharded draft into `whole` and return it. All processes must call it; if not `everywhere`,
     only the first one gets the weights."""
-    options = StateDictOptions(
-        full_state_dict=True, cpu_offload=not everywhere
-    )  # with offload, only the first process gets them
+    options = StateDictOptions(full_state_dict=True, cpu_offload=not everywhere)  # offload: to the first process only
     state = get_model_state_dict(parted, options=options)
     if state:
         whole.load_state_dict(state)

@@ -100,7 +100,7 @@ class Job:
         return DiskCache(read, folder, self.identity | {"dtype": str(self.target.dtype)} | what, parts)
 
     def sampled(self, by: Sampler | None = None) -> Sampled:
-        """Return the texts of the target. by: what samples texts that are not on disk; None: the target without a
+        """Return the texts of the target. by: the sampler of texts that are not on disk; None: the target without a
         draft, or a server."""
         folder = Path(self.cfg.rollout.folder or self.folder / "rollouts")
         texts = replace(

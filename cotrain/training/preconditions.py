@@ -397,7 +397,7 @@ def _shares(cfg: TrainConfig, sources: Mapping[str, Source]) -> None:
         raise UserError(f"data.shares: no text of {', '.join(unknown)}; the domains are {', '.join(sorted(known))}")
     each = cfg.rollout.texts // cfg.rollout.rounds  # the fewest texts of a domain in a round
     if all(shares.get(domain, 1.0) * each < 1 for domain in known):
-        raise UserError(f"data.shares: of {each} texts of each domain, {shares} leave none to learn from")
+        raise UserError(f"data.shares: {shares} leave none of the {each} texts of a domain to learn from")
 
 
 def _lengths(cfg: TrainConfig, target: PreTrainedModel, draft: PreTrainedModel) -> None:
@@ -421,8 +421,8 @@ def timed(size: Bench) -> int:
 def fits(key: str, prompt: int, other: str, new: int, room: int) -> None:
     """Raise UserError if prompts with their new tokens exceed `room`, the longest text of the models."""
     if prompt + new > room:
-        raise UserError(f"{key}, {other}: prompts of {prompt} tokens with {new} new ones are longer than "
-                        f"{room}, the longest text")  # fmt: skip
+        raise UserError(f"{key}, {other}: prompts of {prompt} tokens and {new} new ones exceed "
+                        f"{room} tokens, the longest text")  # fmt: skip
 
 
 def holds(config: PretrainedConfig) -> int:

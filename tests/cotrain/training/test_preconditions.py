@@ -41,7 +41,7 @@ MISTAKES = {
     "rollout.rounds=9": "rollout.rounds: ",
     "rollout.url=http://127.0.0.1:9": "rollout.url=http://127.0.0.1:9: no OpenAI-compatible server answers",
     "data.shares={cod:0.5}": "data.shares: no text of cod; the domains are own",
-    "data.shares={own:0.1}": "data.shares: {'own': 0.1} leave no text of 8 a domain to learn from",
+    "data.shares={own:0.1}": "data.shares: {'own': 0.1} leave none of the 8 texts of a domain to learn from",
     "policy.k=-3 measure=false": "policy.k=-3: it must be at least 1",
     "bench.new_tokens=121": "rollout.prompt_tokens, bench.new_tokens: prompts of 8 tokens and 121",
     "trainer.batch=0": "trainer.batch=0: it must be at least 1",
