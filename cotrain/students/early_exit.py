@@ -81,7 +81,7 @@ class EarlyExitStudent(Student):
         flat = torch.arange(ids.numel(), device=ids.device).view(ids.shape)
         guesses = []
         for depth, states in enumerate(self._by_depth(ids, within)):
-            inside = within >= depth  # a round starts after a first token
+            inside = within >= depth  # the anchor is in the same text
             guesses.append(Guess(depth, flat[inside], states[inside], head))
         return guesses
 

@@ -93,7 +93,7 @@ def rounded(draft: PreTrainedModel, quantisation: str) -> PreTrainedModel:
     head = network.get_output_embeddings()
     for weight in projections(network).values():
         weight.copy_(quantised(weight, quantisation))
-    if quantisation == "int8" and head is not None:  # a new tensor: embeddings tied to the head stay whole
+    if quantisation == "int8" and head is not None:  # a new tensor, since tied embeddings are not rounded
         head.weight = nn.Parameter(quantised(head.weight, quantisation), requires_grad=False)
     return network
 

@@ -137,7 +137,7 @@ class DiskCache:
         for shard in sorted(folder.glob("*.safetensors")):
             self.shards |= dict.fromkeys(_entries(shard), shard)
         if LAST not in self.parts and any(" " not in entry for entry in self.shards):
-            print(f"trainer.cache={folder}: distributions of an earlier version cannot be read and are computed again")
+            print(f"trainer.cache={folder}: distributions of an earlier version are not read but computed again")
 
     def estimate(self, texts: int, each: int) -> str:
         """Return a line about the space that texts of `each` bytes take. Raises OSError, before anything is written, if

@@ -306,7 +306,7 @@ class HeldOutPoints(Callback):
         self.part, self.clock, self.swaps = part, clock, swaps
         self.served = k, objective, verify
         self.shares, self.at = 0, -1
-        self.count, self.seconds, self.last = 0, 0.0, 0.0  # points between validations, their seconds, the newest's
+        self.count, self.seconds, self.last = 0, 0.0, 0.0  # points so far, their seconds, seconds of the last
 
     def on_train_start(self, trainer: lightning.Trainer, module: Any) -> None:
         self.shares = self._shares(trainer)

@@ -198,7 +198,9 @@ class Distillation(lightning.LightningModule):
         self.k, self.seed, self.progress, self.top = k, seed, progress, top
         self.batch_sums: dict[str, Tensor] = {}  # sums over the batches of the current step
         self.step_figures: dict[str, float] = {}  # figures of the last step, by name, if they are logged
-        self.whole: list[PreTrainedModel] = []  # the whole draft, while `draft` is sharded; in a list: no submodule
+        self.whole: list[
+            PreTrainedModel
+        ] = []  # the whole draft, while `draft` is sharded; a list, as it is no submodule
         # functions instead of the target, which would be saved in checkpoints
         read, self.head_target = served(target, vocabulary, student.reads)
         self.distributions_of: Teacher = StatesTeacher(read, self.head_target)

@@ -136,7 +136,7 @@ def estimate(cfg: TrainConfig, known: RunOutline) -> Need:
     activations = tokens * config.hidden_size * config.num_hidden_layers * 4.0
     distributions = (
         min(tokens, positions(config.vocab_size)) * config.vocab_size * 4 * 8.0
-    )  # of a chunk, forward and backward
+    )  # those of a chunk, forward and backward
     trained = small * (TRAINED_BYTES + 4.0 * bool(cfg.trainer.ema))
     weights = big * WEIGHT_BYTES.get(cfg.quantisation.kind, half(device()).itemsize)
     sampling = small * 4.0 + decoding(cfg, known.target.config, known.draft.config)

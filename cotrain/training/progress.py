@@ -20,7 +20,7 @@ NEVER = sys.maxsize  # batches between validations, if a budget of time decides 
 # shares of the run's minutes (minutes=)
 LEAST = 0.15  # training gets at least this share, even if the rest of the run takes too long
 SAMPLING = {"train": 0.17, "held_out": 0.07}  # sampling gets at most this share, for all temperatures together
-JUDGING = 0.2  # all evaluations get at most this share: the validations and that of the exported checkpoint
+JUDGING = 0.2  # validations and the evaluation of the exported checkpoint get at most this share
 ONCE = 1 / 6  # one evaluation of the held-out texts gets at most this part of JUDGING
 # durations of the end of a run
 AFTER = 2.0  # seconds of evaluating the exported checkpoint with profiles, in units of one evaluation
