@@ -107,7 +107,7 @@ def _warn_of_other_targets(job: Job, texts: dict[float, HeldOut]) -> None:
     for t, held in texts.items():
         origin = provenance(held, job.halves[1], job.target.device)
         if not origin.own:
-            message = f"the texts sampled at temperature {t:g} are not the target's own: {origin.line()}"
+            message = f"texts sampled at temperature {t:g} are not the target's own: {origin.line()}"
             print(f"warning: {message}", file=sys.stderr)
 
 

@@ -76,7 +76,7 @@ def phases_of(cfg: TrainConfig, every: int) -> list[TrainingPhase]:
     rounds, steps = cfg.rollout.rounds, cfg.trainer.steps
     count = math.ceil(steps / every)
     if not 1 <= rounds <= count:
-        raise ValueError(f"rollout.rounds: from 1 to {count}, the number of validations, not {rounds}")
+        raise ValueError(f"rollout.rounds: from 1 to the number of validations, {count}, not {rounds}")
     share = cfg.rollout.on_draft
     if not 0 <= share <= 1 or (share and (rounds == 1 or cfg.rollout.folder)):
         raise ValueError("rollout.on_draft: a share in [0, 1] of the prompts of every round but the first; it needs "
