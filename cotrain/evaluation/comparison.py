@@ -79,8 +79,8 @@ def read(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def _settings_of(folder: Path) -> dict[str, Any]:
-    """Return the settings, by key, that decide the results of a run, without seeds. Return {} for a folder that has no
-    record of them."""
+    """Return the settings that decide a run's results, by key, without seeds; {} for a folder without a record of
+    them."""
     marker = read_marker(folder) or {}
     leaves = ((key, value) for key, value in flat(marker.get("settings") or {}) if not isinstance(value, dict))
     return {key: value for key, value in leaves if not key.endswith("seed") and change(key, 0, 1) == "other"

@@ -1,5 +1,4 @@
-"""Total variation between target and draft: the share of it that few positions hold, and the worst positions as
-text."""
+"""Total variation between target and draft: how much of it few positions hold, and the worst positions as text."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -62,8 +61,7 @@ def lorenz(values: Sequence[float], parts: int = PARTS) -> list[float]:
 
 
 def _likeliest(p: Tensor, q: Tensor) -> dict[str, list[tuple[int, float, float]]]:
-    """Return (id, p, q) of the most probable tokens of the target and of the draft, from log distributions p and q
-    (V,)."""
+    """Return (id, p, q) of the most probable tokens of both sides, from log distributions p and q (V,)."""
     tops = {"target": p.topk(LIKELIEST).indices, "draft": q.topk(LIKELIEST).indices}
     return {name: [(int(i), float(p[i].exp()), float(q[i].exp())) for i in ids] for name, ids in tops.items()}
 

@@ -22,8 +22,7 @@ DEPTHS = 8  # tau(k) and acceptance by position for k = 1..8
 
 @dataclass
 class HeldOut:
-    """Held-out texts of one regime, with the target's states (N, T, D) by layer. The states are stored because they are
-    the same for every draft."""
+    """Held-out texts of one regime, with the target's states (N, T, D) by layer, which are the same for every draft."""
 
     texts: Texts
     states: Record
@@ -81,8 +80,7 @@ class Scores:
         return torch.arange(self.l.shape[1]) < self.lengths.unsqueeze(1)
 
     def drafted(self, k: int) -> int:
-        """Return the drafts of a round at draft length k: k, or the number of depths of the draft if that is
-        smaller."""
+        """Return the drafts of a round at draft length k: k, or the draft's number of depths if smaller."""
         return k if self.l.ndim == 2 else min(k, self.l.shape[2])
 
     def calls(self, k: int) -> Tensor:
@@ -97,8 +95,7 @@ class Scores:
         return float(tau(self.r, self.drafted(k), self.lengths))
 
     def tau_greedy(self, k: int) -> float:
-        """Return `tau` for greedy drafting. Its drafts have one-hot distributions, for which all rules accept the same
-        tokens."""
+        """Return `tau` for greedy drafting. Drafts are then one-hot, and all rules accept the same tokens."""
         return float(tau(self.r_greedy, self.drafted(k), self.lengths))
 
     @property

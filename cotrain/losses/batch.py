@@ -71,8 +71,7 @@ class LossBatch:
         return term.weight * value
 
     def saved(self, logs: tuple[Tensor, Tensor], k: int) -> Tensor:
-        """Return how many target calls a unit of acceptance saves, at each sampled token (and depth). Shaped as `logs`,
-        without gradient."""
+        """Return the target calls that a unit of acceptance saves at each sampled token, shaped as logs, detached."""
         r = acceptance.r_from(*(side.detach() for side in logs))
         return acceptance.call_weights(r, _draft_length(r, k), self.lengths)
 
@@ -81,8 +80,7 @@ class LossBatch:
         return pad(from_columns(saved if depth == ANY else saved[..., depth], self.sampled), (0, 1))
 
     def of_positions(self, spec: LossSpec, guess: Guess, weight: Tensor, measured: bool) -> tuple[Tensor, Statistics]:
-        """Return the sum of a loss over the positions of a guess, and its statistics, see `chunked`. weight (B, T): the
-        weight of each position."""
+        """Return the sum of a loss over positions, each with its weight (B, T), and statistics, see `chunked`."""
         assert spec.position is not None
         weight = weight if guess.share == 1 else weight / guess.share
         return chunked(

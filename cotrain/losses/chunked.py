@@ -34,19 +34,16 @@ class TargetDistributions(Protocol):
     """The distributions of the target for a batch of texts, see `cotrain.teacher.target_distributions`."""
 
     def logs(self, at: Tensor, logq: Tensor, temperature: Tensor, truncate: Truncate | None) -> Tensor:
-        """Return log p as served (n,V), at flat positions `at` (n,). logq (n,V): log q at the same positions.
-        temperature (n,)."""
+        """Return log p as served (n,V) at flat positions (n,), given log q there (n,V) and temperature (n,)."""
 
 
 def log_probs(logits: Tensor, temperature: Tensor) -> Tensor:
-    """Return log softmax(logits / temperature) of logits (n,V) at temperatures (n,), in float32 or better. Temperature
-    0 counts as 1."""
+    """Return log softmax(logits / temperature) (n,V), in float32 or better. temperature (n,): 0 counts as 1."""
     return log_probs_at(wide(logits), temperature.masked_fill(temperature == 0, 1.0).to(logits.device))
 
 
 def greedy_probs(logs: Tensor, temperature: Tensor) -> Tensor:
-    """Return log distributions (n,V): one-hot at the first maximum for rows of temperature 0, unchanged for the
-    others."""
+    """Return log distributions (n,V), made one-hot at the first maximum in rows of temperature 0."""
     zero = temperature == 0
     if not bool(zero.any()):
         return logs
@@ -54,8 +51,7 @@ def greedy_probs(logs: Tensor, temperature: Tensor) -> Tensor:
 
 
 def served(logs: Tensor, temperature: Tensor, truncate: Truncate | None) -> Tensor:
-    """Return the log distributions (n,V) that the engine samples from. logs (n,V): from `log_probs` at temperatures
-    (n,)."""
+    """Return the log distributions (n,V) that the engine samples from, given those of `log_probs`."""
     logs = greedy_probs(logs, temperature)
     return logs if truncate is None else torch.log_softmax(truncate(logs), -1)
 
@@ -295,8 +291,7 @@ def _statistics(figures: Tensor, at: Tensor, mask: Tensor) -> Statistics:
 
 
 def _spread(temperature: float | Tensor, shape: torch.Size, like: Tensor) -> Tensor:
-    """Expand a temperature, a number, (B,) or (B,T), to (B*T,). Raises ValueError for another shape or a negative
-    value."""
+    """Expand a temperature, a number, (B,) or (B,T), to (B*T,). Raises ValueError for other shapes or values < 0."""
     t = torch.as_tensor(temperature, dtype=wide(like[:0]).dtype, device=like.device)
     if t.shape not in (torch.Size(()), shape[:1], shape) or bool((t < 0).any()):
         raise ValueError(f"temperature must be >= 0 and a number, (B,) or (B,T) = {tuple(shape)}, not {t}")

@@ -1,5 +1,4 @@
-"""The predictions of a student while it trains, over which losses are summed. B texts, T tokens, N guesses, V
-vocabulary."""
+"""The predictions of a student in training, to which losses apply. B texts, T tokens, N guesses, V vocabulary."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -22,8 +22,7 @@ from cotrain import acceptance
 
 
 def length(logp: Tensor, logq: Tensor, k: int, lengths: Tensor) -> Tensor:
-    """Minus the expected number of tokens of a round under the token rule, averaged over all starts in a text:
-    `acceptance.length`."""
+    """Minus the expected tokens of a round (token rule), averaged over starts in a text: `acceptance.length`."""
     return acceptance.length(acceptance.r_from(logp, logq), k, lengths).sum()
 
 

@@ -57,8 +57,7 @@ class QuantisedStudent(Student):
 
 
 def bits_of(draft: Draft) -> str:
-    """Return the weight quantisation that draft.bits selects. Raises ValueError if it is not set, or not available
-    here."""
+    """Return the quantisation that draft.bits selects. Raises ValueError if it is not set, or not available here."""
     if draft.bits is None:
         raise ValueError(
             f"draft.bits: {draft.kind} drafts with the target in fewer bits: set how many, as draft.bits=8"
@@ -130,7 +129,7 @@ class TwoLevelsStudent(Student):
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
-        """Return the small draft of draft.path. Raises ValueError for a folder of another kind, and as `bits_of` and
+        """Return the small draft of draft.path. Raises ValueError if it is of another kind, and as `bits_of` and
         `causal_lm`."""
         bits = bits_of(draft)
         if draft.inner is None:

@@ -44,8 +44,7 @@ class MemoryCache:
         batch: int = 16,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        """Read all texts (N, T) with their keys (N,) until memory is full. This is faster than reading a few texts in
-        each step."""
+        """Read all texts (N, T) with their keys (N,) while there is room, which is faster than a few per step."""
         for start in range(0, len(ids), batch):
             if progress:
                 progress(start, len(ids))
@@ -65,8 +64,7 @@ class MemoryCache:
         return self._look_up(ids, self._names(ids, keys), position_ids)
 
     def _names(self, ids: Tensor, keys: Tensor) -> list[tuple[int, int]]:
-        """Return the names of the texts' records. Evict records cached at another padded length, which are not read
-        again."""
+        """Return the names of the texts' records. Evict records at other padded lengths: they are not used again."""
         width = ids.shape[1]
         for key in keys.tolist():
             for name in [(key, other) for other in self.widths - {width} if (key, other) in self.records]:
@@ -140,8 +138,7 @@ class DiskCache:
             print(f"trainer.cache={folder}: distributions of an earlier version are not read but computed again")
 
     def estimate(self, texts: int, each: int) -> str:
-        """Return a line about the space that texts of `each` bytes take. Raises OSError, before anything is written, if
-        the disk has less."""
+        """Return a line about the space that texts of `each` bytes take. Raises OSError if the disk has less."""
         free, need = shutil.disk_usage(self.folder).free, texts * each
         line = f"trainer.cache={self.folder}: {need / 2**30:.2f} GiB for {texts} texts, {free / 2**30:.2f} GiB are free"
         if need > free:

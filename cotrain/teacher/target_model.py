@@ -86,8 +86,7 @@ def load_target(
 
 
 def refuse_quantisation(path: str, quantisation: str, config: PretrainedConfig) -> None:
-    """Raise ValueError for a quantisation that is unknown, not available here, or in conflict with that of the
-    checkpoint."""
+    """Raise ValueError for a quantisation that is unknown, not available, or in conflict with the checkpoint's."""
     if quantisation not in QUANTISATIONS:
         raise ValueError(f"quantisation: {quantisation!r} is none of {', '.join(QUANTISATIONS)}")
     if quantisation == "none":

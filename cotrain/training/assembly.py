@@ -73,8 +73,8 @@ def coverage(held: HeldOut, known: torch.Tensor) -> float:
 def parts(job: Job, rounds: int, by: Sampler | None = None) -> tuple[Texts, Texts]:
     """Return the texts to learn from: those of the user, if trainer.corpus_steps is not 0, and those of the target.
 
-    The texts of the target come from the first `rounds` samplings, in this order, each at its own temperature: that of
-    the regime, or several. by: the sampler of texts that are not on disk; None: the target, without a draft.
+    The target's texts come from the first `rounds` samplings, in this order. Each sampling has texts for each
+    temperature that is learnt. by: the sampler of texts that are not on disk; None: the target, without a draft.
     """
     cfg = job.cfg
     given = list(cfg.draft.temperatures) or [cfg.regime.temperature]

@@ -43,8 +43,7 @@ MOST_TIME = 0.05  # seconds of all points, as a share of the seconds of training
 
 @dataclass(frozen=True)
 class MeasuredCheckpoint:
-    """A saved checkpoint: its folder, its speed-up in a quick measurement, and tau as predicted on the held-out
-    texts."""
+    """A saved checkpoint: its folder, its quickly measured speed-up, and tau predicted on the held-out texts."""
 
     step: int
     path: Path
@@ -278,8 +277,7 @@ class Learning(Callback):
 
 
 def gradient_norm(draft: torch.nn.Module) -> float:
-    """Return the 2-norm of all gradients. All processes of a sharded draft must call it, and get the norm of the
-    whole."""
+    """Return the 2-norm of all gradients together, also of a sharded draft, whose processes must all call it."""
     grads = [weight.grad for weight in draft.parameters() if weight.grad is not None]
     norm = torch.nn.utils.get_total_norm(grads)
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)

@@ -109,8 +109,7 @@ def ranking(job: Job, module: Distillation) -> MeasureSpeed:
 
 
 def ranking_tau(job: Job, module: Distillation) -> Callable[[], float]:
-    """Return a function that gives tau by the latest scores of the held-out texts, at the configured draft length and
-    rule."""
+    """Return a function that gives tau by the latest scores, at the configured draft length and rule."""
     return partial(module.tau, job.cfg.policy.k or DEPTHS, objective(job.cfg.objective), job.cfg.verify)
 
 
@@ -159,16 +158,14 @@ def export(
 
 
 def _profiles(module: Distillation) -> dict[str, Any]:
-    """Return acceptance by draft temperature and by context, at each temperature of the target, and print one line for
-    each."""
+    """Return acceptance by draft temperature and context, for each target temperature, and print a line each."""
     profiles = module.profiles()
     print("\n".join(profile.line(t, one) for t, one in profiles.items()))
     return {f"{t:g}": one for t, one in profiles.items()}
 
 
 def biased(module: Distillation, others: tuple[HeldOut, Provenance]) -> dict[str, Any]:
-    """Compare acceptance on texts that the target did not sample, which is biased, with acceptance on texts of the
-    target."""
+    """Compare acceptance on texts that the target did not sample, which is biased, with that on the target's texts."""
     held, origin = others
     alpha = module.on(held)["all"].alpha
     own = module.judged[module.temperature]["all"].alpha
@@ -207,8 +204,7 @@ def _training(job: Job, module: Distillation, steps: int) -> dict[str, Any]:
 
 
 def served_as(cfg: TrainConfig) -> dict[str, Any]:
-    """Return the settings that `cotrain bench` and other commands read from a draft folder, see
-    `served_pair.as_trained`."""
+    """Return the settings that commands such as `cotrain bench` read from a draft folder (`served_pair.as_trained`)."""
     return {
         "verify": cfg.verify,
         "prompt_tokens": cfg.rollout.prompt_tokens if cfg.data.path else cfg.bench.prompt_tokens,
@@ -248,8 +244,7 @@ def untrained(job: Job, student: Student) -> dict[str, Any]:
 
 
 def measured(job: Job, plan: measurement.Plan, origin: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
-    """Measure a plan and write its draft folder with the report, which is returned. origin: how the draft was
-    trained."""
+    """Measure a plan, write its draft folder and return the report. origin: how the draft was trained."""
     prepare(plan)
     report = measurement.measure(plan, extra)
     replay.write(recorded(plan, report["extra"]), job.folder / replay.FILE)

@@ -45,8 +45,7 @@ def _layers(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def within(draft: PreTrainedModel, work: Callable[[], Result]) -> Result:
-    """Return the result of `work`, which is called while the draft's weights can be read. All processes must call
-    it."""
+    """Return the result of `work`, called while the draft's weights can be read. All processes must call it."""
     network: Any = draft
     return network.within(work) if isinstance(draft, FSDPModule) else work()
 
@@ -69,8 +68,7 @@ def gathered(parted: PreTrainedModel, whole: PreTrainedModel, everywhere: bool =
 
 @dataclass(frozen=True)
 class StepCounts:
-    """Scalars that divide the losses of a step: the positions in the loss, the tokens that the target sampled, and the
-    texts with such tokens."""
+    """Scalars that divide losses: positions in the loss, tokens that the target sampled, and texts with such tokens."""
 
     positions: Tensor
     tokens: Tensor
@@ -78,8 +76,7 @@ class StepCounts:
 
 
 def sampled(batch: Batch) -> Tensor:
-    """Return whether the target sampled the next token (B, T-1), bool. Without the key `sampled`, all predicted tokens
-    count."""
+    """Return whether the target sampled the next token (B, T-1), bool; by default, all predicted tokens."""
     mask: Tensor = batch.get("sampled", batch["predicted"])
     return mask
 
@@ -101,8 +98,8 @@ def divisors(total: Tensor, batches: int) -> StepCounts:
 
 
 class Grouped:
-    """An endless iterable of batches. To each batch it adds `counts` (3,), the counts of the batch's step, and `group`,
-    the index of the batch in the step and the number of batches of the step."""
+    """Endless batches, each with `counts` (3,), the counts of its step, and `group`: its index in the step and their
+    number."""
 
     def __init__(self, batches: Iterable[dict[str, Any]], number: int) -> None:
         self.batches, self.number = batches, number

@@ -234,8 +234,7 @@ def swapped(job: Job, draft: PreTrainedModel) -> Faster | Mixed:
 
 
 def _remember(job: Job, module: Distillation, corpus: Texts, sampled: Texts) -> None:
-    """Read all texts before training, if its steps read at least that many, since most texts are then read more than
-    once."""
+    """Read all texts before training, unless training reads fewer texts than there are."""
     trainer = job.cfg.trainer
     if trainer.steps * trainer.batch * trainer.accumulate < len(corpus) + len(sampled):
         return

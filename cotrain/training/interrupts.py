@@ -48,8 +48,7 @@ class Signals:
             raise Interrupted(self.received, message)
 
     def listen(self) -> None:
-        """Handle both signals with this object. Does nothing in other threads than the main one, which get no
-        signals."""
+        """Become the handler of both signals, if called in the main thread. No other thread can."""
         if threading.current_thread() is threading.main_thread():
             for number in ENDING:
                 signal.signal(number, self)
@@ -57,8 +56,7 @@ class Signals:
 
 @contextmanager
 def listening() -> Iterator[Signals]:
-    """Within the block, the first signal ends the run with Interrupted, see `Signals`. The earlier handlers are
-    restored at the end."""
+    """Within the block, a signal ends the run with Interrupted, see `Signals`. Restores the earlier handlers."""
     before = {number: signal.getsignal(number) for number in ENDING}
     signals = Signals()
     signals.listen()

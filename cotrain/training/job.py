@@ -100,8 +100,7 @@ class Job:
         return DiskCache(read, folder, self.identity | {"dtype": str(self.target.dtype)} | what, parts)
 
     def sampled(self, by: Sampler | None = None) -> Sampled:
-        """Return the texts of the target. by: the sampler of texts that are not on disk; None: the target without a
-        draft, or a server."""
+        """Return the texts of the target. by: the sampler of texts not on disk; None: the target alone, or a server."""
         folder = Path(self.cfg.rollout.folder or self.folder / "rollouts")
         texts = replace(
             sampled(self.cfg, self.target, self.tokenizer, folder), identity=self.identity,
@@ -119,8 +118,7 @@ class Job:
 
     @property
     def chats(self) -> bool:
-        """Whether the user's texts are prompts, with or without completions. The loss then counts only tokens of
-        completions."""
+        """Whether the user's texts are prompts, with or without completions, which are then all that is learnt."""
         return self.cfg.data.path is not None and isinstance(self.source("train"), PromptRows)
 
     @cached_property
@@ -244,8 +242,7 @@ def objective(name: str) -> str:
 
 
 def settle(threads: int, seed: int) -> None:
-    """Set the number of threads (0: torch's choice) and the seeds of a run, and hide the progress bars of
-    `datasets`."""
+    """Set the threads (0: torch's choice) and the seeds of a run, and hide the progress bars of `datasets`."""
     datasets.disable_progress_bars()
     if threads:
         torch.set_num_threads(threads)

@@ -53,14 +53,13 @@ def current(stages: Sequence[Stage], progress: float) -> LossSpec:
 
 
 def leading(weight: float, stages: Sequence[Stage], done: float) -> float:
-    """Return the weight of the cosine loss at a progress in [0, 1]. It falls linearly from `weight` to 0 at the end of
-    the first stage."""
+    """Return the weight of the cosine loss at a progress `done`: from `weight`, linearly to 0 at the end of the first
+    stage."""
     return weight * max(0.0, 1 - done / stages[0].until) if stages[0].until else 0.0
 
 
 def refuse_merged(stages: Sequence[Stage], cosine: float) -> None:
-    """Raise ValueError for losses that top-k distributions do not support, and for a cosine, which needs hidden
-    states."""
+    """Raise ValueError for losses that top-k distributions do not support, and for a cosine of hidden states."""
     if not all(stage.loss.merged for stage in stages):
         raise ValueError(f"trainer.top: the loss is not one of {', '.join(MERGED)}, which top-k distributions allow")
     if cosine:
@@ -139,8 +138,7 @@ class StepLoss:
 
 
 def logs_for(spec: LossSpec, asked: LossBatch, guesses: Sequence[Guess], by_depth: bool) -> Logs | None:
-    """Return log p and log q of the sampled tokens, if the loss or the weights of several depths (`by_depth`) need
-    them."""
+    """Return log p and log q of the sampled tokens, if the loss or the weights of depths (`by_depth`) need them."""
     if spec.sequence:
         return asked.logs(guesses)
     if not spec.weighted and not (by_depth and len(guesses) > 1):
@@ -227,8 +225,7 @@ class Distillation(lightning.LightningModule):
 
     @contextmanager
     def assembled(self) -> Iterator[PreTrainedModel]:
-        """Yield the whole draft with the current weights, which only the first process gets. All processes must enter
-        the block."""
+        """Yield the draft, whole and with current weights on the first process. All processes must enter the block."""
         if not self.whole:
             yield self.draft
             return
@@ -330,8 +327,7 @@ class Distillation(lightning.LightningModule):
         return shares(step.guesses, self.decay, by_depth)
 
     def _counts(self, batch: dict[str, Any]) -> StepCounts:
-        """Return the divisors of the losses. The counts of the step are averaged over processes, because DDP averages
-        gradients."""
+        """Return the divisors of the losses. Counts are averaged over processes, because DDP averages gradients."""
         _, number = batch.get("group", (0, 1))
         total = batch["counts"] if number > 1 else counted(batch)
         if self.trainer.world_size == 1:
@@ -339,8 +335,7 @@ class Distillation(lightning.LightningModule):
         return divisors(cast(Tensor, self.trainer.strategy.reduce(total, reduce_op="mean")), number)
 
     def _uniforms(self, keys: Tensor, positions: int) -> Tensor:
-        """Return uniforms (B, T). They depend only on seed, step, text and position, so a resumed run draws the same
-        ones."""
+        """Return uniforms (B, T) that depend only on seed, step, text and position, so a resumed run repeats them."""
         step = torch.full_like(keys, self.global_step)
         return noise.uniform(self.seed, keys, step, torch.arange(positions, device=keys.device), noise.ACCEPT)
 
@@ -439,7 +434,7 @@ def alpha_of(scores: Scores, objective: str = "sampled") -> float:
 
 
 def tau_of(scores: Scores, k: int, objective: str = "sampled", verify: str = "token") -> float:
-    """Return tokens per target call, as `Distillation.tau` does for its own scores."""
+    """Return tokens per target call as predicted from scores, see `Distillation.tau`."""
     return scores.tau_greedy(k) if objective == "greedy" else scores.tau(k, verify)
 
 

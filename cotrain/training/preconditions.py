@@ -54,7 +54,7 @@ HALF = ("16", "16-true", "16-mixed")  # Lightning's names of float16, "16" meani
 
 @dataclass(frozen=True)
 class RunOutline:
-    """A run before its weights are loaded: target and draft without storage, the target's tokenizer, and the user's
+    """A run before its weights are loaded: both models without storage, the target's tokenizer, and the user's
     texts."""
 
     target: PreTrainedModel
@@ -177,8 +177,7 @@ def refuse_fractions(warmup: float, decay: float, steps: int) -> None:
 
 
 def refuse_minutes(cfg: TrainConfig) -> None:
-    """Raise ValueError, naming the key, for minutes that are not above 0, or with several rounds, since rounds end at
-    given steps."""
+    """Raise ValueError, naming the key, for minutes <= 0, or with several rounds, which end at given steps."""
     for key, limit in (("trainer.minutes", cfg.trainer.minutes), ("minutes", cfg.minutes)):
         if limit is not None and (limit <= 0 or cfg.rollout.rounds > 1):
             raise ValueError(f"{key}: null, or above 0 with rollout.rounds=1, since rounds end at given steps")
@@ -242,8 +241,7 @@ def server(key: str, url: str, model: str | None = None) -> Client:
 
 
 def _target(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> None:
-    """Raise UserError for a target that does not support the quantisation, or has fewer rows than its tokenizer has
-    ids."""
+    """Raise UserError for a target that cannot be quantised as asked, or has fewer rows than its tokenizer has ids."""
     refuse_quantisation(cfg.target.path, cfg.quantisation.kind, target.config)
     size, rows = ids_of(tokenizer), target.config.get_text_config().vocab_size
     if not 0 < size <= rows:
@@ -263,8 +261,7 @@ def ids_of(tokenizer: Tokenizer) -> int:
 
 
 def _draft(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> PreTrainedModel:
-    """Return the draft without storage. Raises if its token ids are not the target's, or if it is larger than the
-    target."""
+    """Return the draft without storage. Raises if its token ids are not the target's, or if it is the larger model."""
     given = not student_class(cfg.draft.kind).trained  # such a kind first checks what the folder holds
     if not given:
         _draft_path(cfg, tokenizer)
@@ -286,8 +283,7 @@ def _draft_path(cfg: TrainConfig, tokenizer: Tokenizer) -> None:
 
 
 def _named(cfg: TrainConfig) -> bool:
-    """Whether the draft starts with the weights of draft.path: with init=pretrained, and for kinds that are not
-    trained."""
+    """Whether the draft starts from draft.path: with init=pretrained, and for kinds that are not trained."""
     return cfg.init.kind == "pretrained" or (not student_class(cfg.draft.kind).trained and cfg.draft.path is not None)
 
 
@@ -401,7 +397,7 @@ def _shares(cfg: TrainConfig, sources: Mapping[str, Source]) -> None:
 
 
 def _lengths(cfg: TrainConfig, target: PreTrainedModel, draft: PreTrainedModel) -> None:
-    """Check that texts that are sampled, learnt from or timed fit the models' contexts."""
+    """Check that all texts fit the models' contexts: those to sample, to learn from and to time."""
     ask, size = cfg.rollout, cfg.bench
     long, short = holds(target.config), holds(draft.config)
     fits("rollout.prompt_tokens", ask.prompt_tokens, "rollout.new_tokens", ask.new_tokens, long)
@@ -492,8 +488,7 @@ def refuse_rounded(kind: str, quantisation: str, target: PreTrainedModel) -> Non
 
 
 def refuse_given(cfg: TrainConfig, losses: list[Stage]) -> None:
-    """Raise ValueError if steps that learn from the user's texts have a loss that needs texts sampled from the
-    target."""
+    """Raise ValueError if a loss that needs texts sampled from the target applies to the user's texts."""
     corpus, begins = cfg.trainer.corpus_steps, [0.0, *(stage.until * cfg.trainer.steps for stage in losses[:-1])]
     early = time_limited(cfg)  # with a budget of time, a stage may begin earlier
     active = [stage for stage, begin in zip(losses, begins, strict=True) if corpus > begin or (corpus and early)]

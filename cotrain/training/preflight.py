@@ -79,7 +79,7 @@ class MachineSpeed:
 
 
 def check(cfg: TrainConfig, known: RunOutline) -> list[str]:
-    """Return lines about a run whose preconditions hold. Raises UserError naming the key if memory or disk is too
+    """Return lines about a run that `require` accepts. Raises UserError naming the key if memory or disk is too
     small."""
     need, rows = estimate(cfg, known), known.target.config.get_text_config().vocab_size
     memory, disk = _memory(), shutil.disk_usage(_existing(Path(cfg.output))).free
@@ -128,8 +128,7 @@ def _prompt(cfg: TrainConfig, known: RunOutline) -> str:
 
 
 def estimate(cfg: TrainConfig, known: RunOutline) -> Need:
-    """Estimate the need of a run from models without storage. Sampling and training do not overlap, so the larger need
-    counts."""
+    """Estimate the need of a run. Sampling and training do not overlap, so the larger need of the two counts."""
     config = known.target.config.get_text_config()
     big, small = size_of(known.target).parameters, size_of(known.draft).parameters
     tokens = cfg.trainer.batch * cfg.data.block // (cfg.trainer.devices * cfg.trainer.nodes)

@@ -66,8 +66,7 @@ class Progress:
         self.minutes = min(minutes, self.minutes or inf)
 
     def resume(self, state: dict[str, Any]) -> None:
-        """Continue from the values of a checkpoint. If minutes= is larger than it was, training gets all of the
-        difference."""
+        """Continue from a checkpoint's values. If minutes= has grown since, training gets the difference."""
         self.elapsed, self.texts = state["elapsed"], state.get("texts")
         if self.whole and state["whole"]:
             self.leave(state["left"] + self.whole - state["whole"])
@@ -179,8 +178,8 @@ class Clock(Callback):
         return int(self.progress.at(trainer.global_step) * self.validations)
 
     def _schedule_rates(self, trainer: lightning.Trainer) -> None:
-        """Set the learning rate of the next step. That of a checkpoint is for the length that the training had when it
-        was saved."""
+        """Set the learning rate of the next step. The rate in a checkpoint is for the training's length at that
+        time."""
         for config in trainer.lr_scheduler_configs:
             scheduler: Any = config.scheduler
             rates = zip(scheduler.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
