@@ -88,7 +88,7 @@ def _settings_of(folder: Path) -> dict[str, Any]:
 
 
 def left_out(runs: dict[str, list[dict[str, Any]]], baseline: str) -> dict[str, str]:
-    """Return, for each label that `compare` leaves out, the reason."""
+    """Return the reason why `compare` leaves a label out, by label."""
     base = [run["texts"] for run in runs[named(baseline, runs)]]
     reasons = {}
     for label, mine in runs.items():
@@ -106,8 +106,8 @@ def left_out(runs: dict[str, list[dict[str, Any]]], baseline: str) -> dict[str, 
 
 
 def compare(runs: dict[str, list[dict[str, Any]]], baseline: str) -> list[Gain]:
-    """Return the gain of every label over the baseline, at every k and at every temperature that all of its runs and of
-    the baseline's runs have.
+    """Return the gain of every label over the baseline, at every k, and at every temperature that all runs of both
+    have.
 
     Runs are paired with the baseline's by seed; if the two have no seed in common, they are paired in the order of
     their seeds. A pair is compared on the texts on which both were evaluated, and every pair on equally many. Each

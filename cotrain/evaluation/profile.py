@@ -31,7 +31,7 @@ def profile(
     """Return alpha = sum_v min(p, q) on the held-out texts of one target temperature, by the temperature of the draft
     (0: one-hot at its most probable token), and by the number of tokens of context.
 
-    Contexts are grouped in buckets whose bounds double; there the draft has the target's temperature. read: see
+    Buckets of context double in length; their figures are for a draft at the target's temperature. read: see
     `positions`.
     Verification is exact at any temperature of the draft; only acceptance changes. If the draft's distribution depends
     on the depth, the figures are for the first draft of a round; see `held_out.by_depth` for later ones.

@@ -25,8 +25,8 @@ VALUES, FEWEST = 2**21, 192  # 2**21 values of a chunk's distribution take 8 MiB
 
 
 def positions(vocabulary: int) -> int:
-    """Return the number of positions in a chunk. It is at least 192, below which matrix products are inefficient; then
-    a distribution of 151,936 tokens takes 111 MiB."""
+    """Return the number of positions in a chunk, at least 192 for efficient matrix products. 192 distributions over
+    151,936 tokens take 111 MiB."""
     return max(VALUES // vocabulary, FEWEST)
 
 
@@ -124,10 +124,10 @@ def chunked(
 class EagerSum(torch.autograd.Function):
     """A sum over chunks whose gradients are computed together with its values, so that no chunk is computed twice.
 
-    Recomputing chunks in backward would apply both heads once more, half as much work again at a real vocabulary. The
-    gradients of a sum are known up to one factor, which backward supplies. So they are computed while the chunk is in
-    memory and stored; they take as much memory as the states and the head's weights (Hsu et al. 2024, 2410.10989, do
-    the same for cross-entropy).
+    Recomputing chunks in backward would apply both heads once more, which is half as much work again at a real
+    vocabulary. The gradients of a sum are known up to one factor, which backward supplies. So they are computed and
+    stored while the chunk is in memory. They take as much memory as the states and the head's weights (Hsu et al. 2024,
+    2410.10989, do the same for cross-entropy).
 
     part: positions (n,), states there (n, D) -> values (n,) to sum, and figures (n, F). A value may depend on its own
     row of the states (N, D) and on the parameters, and on nothing else that needs a gradient. Returns the sum, which is

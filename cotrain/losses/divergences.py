@@ -87,8 +87,8 @@ def rkl(logp: Tensor, logq: Tensor) -> Tensor:
     """KL(q || p) = sum_v q log(q / p), the reverse (Gu et al. 2024, arXiv 2306.08543). dL/dz = q (log(q/p) - L).
 
     Use: a draft that cannot cover p concentrates on p's most probable tokens. It fails on truncated distributions, and
-    ignores the less probable tokens. Raises ValueError if p = 0 < q anywhere (a truncated or greedy p), where it is
-    infinite for any draft.
+    ignores the less probable tokens. Raises ValueError if p = 0 < q anywhere (a truncated or greedy p), because the
+    loss is infinite there.
     """
     if bool(((logp == -torch.inf) & (logq > -torch.inf)).any()):
         raise ValueError("rkl needs p > 0 wherever q > 0: use another loss with a truncated or greedy target")

@@ -27,7 +27,7 @@ class ConditionedStudent(IndependentStudent):
         network = super().initial(draft, init, target)
         learnt = getattr(network.config, KNOTS, None)
         if learnt is not None and list(learnt) != list(draft.temperatures):
-            raise ValueError(f"draft.temperatures: {draft.path} has learnt {learnt}: draft.temperatures={learnt}")
+            raise ValueError(f"draft.temperatures: {draft.path} has learnt {learnt}: set draft.temperatures={learnt}")
         try:
             conditioned(network, list(draft.temperatures))
         except ValueError as error:

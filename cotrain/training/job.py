@@ -118,7 +118,7 @@ class Job:
 
     @property
     def chats(self) -> bool:
-        """Whether the user's texts are prompts, with or without completions, which are then all that is learnt."""
+        """Whether the user's texts are prompts, with or without completions. Then only completions are learnt."""
         return self.cfg.data.path is not None and isinstance(self.source("train"), PromptRows)
 
     @cached_property

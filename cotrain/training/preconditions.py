@@ -180,7 +180,7 @@ def refuse_minutes(cfg: TrainConfig) -> None:
     """Raise ValueError, naming the key, for minutes <= 0, or with several rounds, which end at given steps."""
     for key, limit in (("trainer.minutes", cfg.trainer.minutes), ("minutes", cfg.minutes)):
         if limit is not None and (limit <= 0 or cfg.rollout.rounds > 1):
-            raise ValueError(f"{key}: null, or above 0 with rollout.rounds=1, since rounds end at given steps")
+            raise ValueError(f"{key}: must be null, or above 0 with rollout.rounds=1: rounds end at given steps")
     if cfg.minutes and cfg.measure and cfg.bench.minutes > (1 - LEAST) * cfg.minutes:
         raise ValueError(f"minutes={cfg.minutes:g}: bench.minutes={cfg.bench.minutes:g} leaves training less than "
                          f"{100 * LEAST:.0f} % of them: raise minutes= or lower bench.minutes=")  # fmt: skip

@@ -94,11 +94,10 @@ class Validation:
 
 
 def left_of(cfg: TrainConfig, spent: float, first: Validation) -> float:
-    """Return the minutes that the rest of a run with minutes= leaves for training, at least the share LEAST of
-    minutes=.
+    """Return the minutes of minutes= that the rest of a run leaves for training, at least the share LEAST.
 
     spent: seconds of the run before its first step. first: the first validation. Later ones are assumed to take as
-    long; after the last one, the exported checkpoint is evaluated and measured in full.
+    long. After the last one, the exported checkpoint is evaluated and measured in full.
     """
     assert cfg.minutes
     rest = spent + first.seconds * validations(cfg, first)
