@@ -1,4 +1,4 @@
-"""A draft that depends on the sampling temperature. Each text is learnt at its own. B texts, T tokens, D width."""
+"""A draft that depends on the temperature. Each text is learnt at its own temperature. B texts, T tokens, D width."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

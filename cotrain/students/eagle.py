@@ -231,7 +231,7 @@ def _copy_layer(network: EagleNetwork, target: PreTrainedModel, layers: list[int
     highest features and ignores the embedding."""
     count, width = target.config.get_text_config().num_hidden_layers, network.config.hidden_size
     if not layers or not -count <= layers[-1] < count:
-        raise ValueError(f"init.layers: {list(layers)}: its last is none of the target's {count} layers")
+        raise ValueError(f"init.layers: {list(layers)}: the last one is none of the target's {count} layers")
     source, prefix = plain(target), f"layers.{layers[-1] % count}."
     named = {name.partition(prefix)[2]: weight for name, weight in source.items() if prefix in name}
     for part in PARTS:

@@ -67,7 +67,7 @@ class EarlyExitStudent(Student):
         return halves(self.model, self.vocabulary)[0]
 
     def refuse(self) -> None:
-        """Raise ValueError for a target with sliding windows, which the mask of rounds lacks, unless rank is 0."""
+        """Raise ValueError for a target with sliding windows, unless rank is 0: the mask of rounds has no window."""
         assert self.target is not None
         _refuse_windows(self.target, self.network.config.rank)
 
@@ -118,8 +118,8 @@ def candidates(total: int) -> list[int]:
     """Return the exits to choose from in a target of `total` decoder layers: after each layer but the last, or MOST
     exits evenly spread if there are more. Raises ValueError for a target of one layer."""
     if total < 2:
-        raise ValueError("draft.layers: the target has one decoder layer, which leaves no exit to choose before its "
-                         "end: draft.layers=1")  # fmt: skip
+        raise ValueError("draft.layers: the target has one decoder layer, so there is no exit before its end: set "
+                         "draft.layers=1")  # fmt: skip
     if total - 1 <= MOST:
         return list(range(1, total))
     return sorted({round(total * i / (MOST + 1)) for i in range(1, MOST + 1)})

@@ -66,8 +66,8 @@ class ParallelStudent(IndependentStudent):
         super().refuse()
         _refuse_window(self.network)
         if not self._follows_mask():
-            raise ValueError(f"draft: {type(self.network).__name__} ignores the attention mask of a parallel draft; "
-                             "another family, or draft=independent")  # fmt: skip
+            raise ValueError(f"draft: {type(self.network).__name__} ignores the attention mask of a parallel draft: "
+                             "use another family, or draft=independent")  # fmt: skip
 
     @torch.no_grad()
     def _follows_mask(self) -> bool:
@@ -128,8 +128,8 @@ class ParallelStudent(IndependentStudent):
 
 def _refuse_window(network: PreTrainedModel) -> None:
     if window := sliding_window(network.config):
-        raise ValueError(f"draft: {type(network).__name__} attends to the last {window} tokens alone, a parallel draft "
-                         "to its whole text: another family, or draft=independent")  # fmt: skip
+        raise ValueError(f"draft: {type(network).__name__} attends to the last {window} tokens only, but a parallel "
+                         "draft needs its whole text: use another family, or draft=independent")  # fmt: skip
 
 
 class PEagleStudent(EagleStudent):

@@ -133,7 +133,9 @@ class TwoLevelsStudent(Student):
         `causal_lm`."""
         bits = bits_of(draft)
         if draft.inner is None:
-            raise ValueError("draft.inner: drafts before the target in fewer bits verifies: set them, as draft.inner=3")
+            raise ValueError(
+                "draft.inner: set how many tokens the small draft drafts in an inner round, as draft.inner=3"
+            )
         if draft.path is None:
             raise ValueError("draft.path: two_levels drafts with a small independent draft: name its folder")
         _refuse_kind(draft.path)
@@ -164,4 +166,4 @@ def _refuse_kind(path: str) -> None:
         network = kind_of(kind).network_class
         no_heads = network is None or network is AutoModelForCausalLM or issubclass(network, SettingsNetwork)
         why = "" if no_heads else ", which drafts from the target's hidden states"
-        raise ValueError(f"draft.path: {path} is of kind {kind!r}{why}; two_levels drafts with {DEFAULT} drafts alone")
+        raise ValueError(f"draft.path: {path} is of kind {kind!r}{why}; two_levels needs one of kind {DEFAULT} instead")

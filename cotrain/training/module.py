@@ -61,7 +61,7 @@ def leading(weight: float, stages: Sequence[Stage], done: float) -> float:
 def refuse_merged(stages: Sequence[Stage], cosine: float) -> None:
     """Raise ValueError for losses that top-k distributions do not support, and for a cosine of hidden states."""
     if not all(stage.loss.merged for stage in stages):
-        raise ValueError(f"trainer.top: the loss is not one of {', '.join(MERGED)}, which top-k distributions allow")
+        raise ValueError(f"trainer.top: the loss is not one of {', '.join(MERGED)}, as top-k distributions require")
     if cosine:
         raise ValueError("trainer.top: top-k distributions are cached, not hidden states: init.cosine=0")
 
@@ -242,8 +242,8 @@ class Distillation(lightning.LightningModule):
             self.whole = []
 
     def training_step(self, batch: dict[str, Any], _: int) -> Tensor:
-        """Return the loss, see `learn`. Raises NotFinite, naming the step and the texts, before the weights change, so
-        they are those of the last good step."""
+        """Return the loss, see `learn`. If it is not finite, raises NotFinite, naming the step and the texts, while the
+        weights are still those of the last good step."""
         loss = within(self.draft, lambda: self.learn(batch))
         if not bool(torch.isfinite(loss.detach())):
             message = f"the loss of step {self.global_step + 1} is {loss.item():g}, on texts "

@@ -94,7 +94,7 @@ class Validation:
 
 
 def left_of(cfg: TrainConfig, spent: float, first: Validation) -> float:
-    """Return the minutes of minutes= that the rest of a run leaves for training, at least the share LEAST.
+    """Return how many of the minutes= the rest of a run leaves for training, at least the share LEAST.
 
     spent: seconds of the run before its first step. first: the first validation. Later ones are assumed to take as
     long. After the last one, the exported checkpoint is evaluated and measured in full.

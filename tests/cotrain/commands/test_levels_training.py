@@ -90,10 +90,10 @@ def test_bits_reach_every_command(
         ("draft=two_levels draft.path=SMALL quantisation=nf4", "quantisation: two_levels drafts with the target in"),
         ("draft=quantised draft.path=SMALL", "draft.path=SMALL: quantised drafts do not have it"),
         ("draft=two_levels", "draft.path: two_levels drafts with a small independent draft: name its folder"),
-        ("draft=two_levels draft.path=SMALL draft.inner=null", "draft.inner: drafts before the target in fewer"),
+        ("draft=two_levels draft.path=SMALL draft.inner=null", "draft.inner: set how many tokens the small draft"),
         ("draft=two_levels draft.path=SMALL draft.inner=0", "draft.inner=0: it must be at least 1"),
         ("draft=two_levels draft.path=MEDUSA", "MEDUSA is of kind 'medusa', which drafts from the target's hidden "
-         "states; two_levels drafts with independent drafts alone"),
+         "states; two_levels needs one of kind independent instead"),
         ("draft=two_levels draft.path=EXIT", "EXIT is of kind 'early_exit', which drafts from the target's hidden"),
         ("draft=two_levels draft.path=LOOKUP", "LOOKUP is of kind 'retrieval'; two_levels drafts with independent"),
         ("draft=two_levels draft.path=/nowhere", "draft.path: /nowhere is no model folder, and the hub gave no such"),
