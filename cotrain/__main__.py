@@ -1,4 +1,4 @@
-"""`python -m cotrain`: what Lightning starts anew for each further process."""
+"""`python -m cotrain`: Lightning starts the further processes of a run with it."""
 
 import sys
 

@@ -1,6 +1,6 @@
 """The console script: `cotrain NAME key=value ...` runs a command of `cotrain.commands` through Hydra.
 
-Hydra and the command are imported when one is run, so that `cotrain --help` answers at once.
+Hydra and the command's module are imported only if a command runs, so that `cotrain --help` answers at once.
 """
 
 import difflib
@@ -23,7 +23,7 @@ from inference.measure.contention import set_waiting
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-# NAME: what it does. Its logic is `run(cfg)` in `cotrain/commands/NAME.py`, its settings `conf/NAME.yaml`.
+# Each command's code is `run(cfg)` in `cotrain/commands/NAME.py`, and its settings are in `conf/NAME.yaml`.
 COMMANDS = {
     "pretrain": "train the bundled target on the embedded corpora",
     "rollout": "sample continuations from the target: text to train a draft on",
@@ -36,7 +36,7 @@ COMMANDS = {
     "serve_check": "compare a running server's acceptance with this engine's",
     "generate": "generate text, the drafted tokens marked",
 }
-SEEDS = ("trainer.seed",)  # runs that differ in these alone are one label's: `cotrain compare` pairs them
+SEEDS = ("trainer.seed",)  # jobs of a sweep that differ only in these get one label; `cotrain compare` pairs them
 FLAGS = ("--help", "--hydra-help", "--version", "--resolve", "--cfg", "--package", "--run", "--multirun",
          "--shell-completion", "--config-path", "--config-name", "--config-dir", "--info")  # fmt: skip
 
@@ -44,7 +44,7 @@ FLAGS = ("--help", "--hydra-help", "--version", "--resolve", "--cfg", "--package
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: this process's) and return the exit status.
 
-    0 done; 1 failed; 2 not understood; 130 interrupted, 143 by SIGTERM; 141 the reader of the output went away.
+    0: success; 1: failure; 2: the command line is wrong; 130, 143: SIGINT, SIGTERM; 141: standard output was closed.
     """
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
@@ -78,7 +78,7 @@ def _command(name: str, arguments: list[str]) -> int:
     for flag in (argument.partition("=")[0] for argument in arguments if argument.startswith("--")):
         if not any(known.startswith(flag) for known in FLAGS):
             return _say(who, f"no flag {flag}: settings are key=value, as in {flag.lstrip('-')}=...", 2)
-    set_waiting()  # before torch is imported, which reads it
+    set_waiting()  # sets environment variables that torch reads when it is imported
     try:
         status = _hydra(name, arguments)
         sys.stdout.flush()
@@ -94,7 +94,7 @@ def _command(name: str, arguments: list[str]) -> int:
 
 
 def _hydra(name: str, arguments: list[str]) -> int:
-    """Hand the quoted arguments to Hydra and return the worst status of the jobs it ran."""
+    """Run the command through Hydra, and return the highest status of its jobs."""
     import hydra
 
     from cotrain.config.settings import register
@@ -106,14 +106,14 @@ def _hydra(name: str, arguments: list[str]) -> int:
     typed, full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
 
     def job(cfg: "DictConfig") -> float | None:
-        sys.argv = typed  # what starts this process anew reads it
+        sys.argv = typed  # Lightning starts further processes with it
         status, value = _job(name, cfg, settings, outputs)
         statuses.append(status)
-        return value  # what a sweeper of Hydra's would maximise
+        return value  # the objective, for Hydra's sweepers
 
     with tempfile.TemporaryDirectory(prefix="cotrain-") as scratch:
         sys.argv = [f"cotrain {name}", *flags, *_options(name, scratch, settings), *settings]
-        os.environ["HYDRA_FULL_ERROR"] = "1"  # its errors reach us as they are
+        os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors instead of printing them
         try:
             hydra.main(version_base="1.3", config_path=str(folder("conf")), config_name=name)(job)()
         finally:
@@ -127,14 +127,14 @@ def _hydra(name: str, arguments: list[str]) -> int:
 
 
 def _compared(name: str, outputs: list[str]) -> None:
-    """The summary that a command prints after a sweep."""
+    """Let the command print its summary of a sweep, if it has one."""
     swept = getattr(importlib.import_module(f"cotrain.commands.{name}"), "swept", None)
     if swept:
         swept(outputs)
 
 
 def _options(name: str, scratch: str, arguments: Sequence[str]) -> list[str]:
-    """Hydra's own settings: nothing of it is written beside the run. What the user sets stands."""
+    """Settings of Hydra, so that it writes no files of its own. Those that the user set are left out."""
     settings = {
         "hydra.run.dir": ".",
         "hydra.sweep.dir": literal(scratch),
@@ -150,8 +150,9 @@ def _options(name: str, scratch: str, arguments: Sequence[str]) -> list[str]:
 
 
 def _job(name: str, cfg: "DictConfig", arguments: Sequence[str], outputs: list[str]) -> tuple[int, float | None]:
-    """Run the command once: its status, and its figure, if it has one; where it writes goes to `outputs`. Hydra would
-    wrap what it raises in lines of its own: it is told here."""
+    """Run one job; return its status and the value that the command returns. Appends the job's output to `outputs`.
+
+    Errors are printed here, since Hydra would add its own lines to an exception that reaches it."""
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import OmegaConf
 
@@ -194,7 +195,7 @@ def quiet() -> None:
 
 
 def _refuse_paths(name: str, cfg: "DictConfig") -> None:
-    """Raise UserError for paths that would be written over, and for folders that are not there."""
+    """Raise UserError for an output that overlaps with an input, and for a local path that does not exist."""
     from omegaconf import OmegaConf
 
     from cotrain.run_folder import refuse_overlap
@@ -205,7 +206,7 @@ def _refuse_paths(name: str, cfg: "DictConfig") -> None:
     for key, value in flat(values):
         if key.rpartition(".")[2] not in ("path", "adapter") or not isinstance(value, str):
             continue
-        if not os.path.isabs(value) and not set(value) & set("*?["):  # others are never asked of the hub
+        if not os.path.isabs(value) and not set(value) & set("*?["):  # others cannot be hub ids
             try:
                 refuse_missing(key, value, "file or folder" if key == "data.path" else "folder")
             except ValueError as error:
@@ -213,7 +214,7 @@ def _refuse_paths(name: str, cfg: "DictConfig") -> None:
 
 
 def _own_folder(name: str, cfg: "DictConfig", arguments: Sequence[str]) -> None:
-    """In a sweep, each job gets a folder in `output`, named by the values swept: `output/lr=0.1,k=4`."""
+    """In a sweep, give each job its own folder in `output`, named by the swept values: `output/lr=0.1,k=4`."""
     from hydra.core.hydra_config import HydraConfig
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.types import RunMode
@@ -235,7 +236,7 @@ def _own_folder(name: str, cfg: "DictConfig", arguments: Sequence[str]) -> None:
 
 
 def _report_refusal(name: str, arguments: Sequence[str], error: Exception) -> int:
-    """Print why no job ran. Errors of Hydra are reworded with the arguments that the user typed."""
+    """Print why no job ran, and return the status. Errors of Hydra are reworded for the user by `explain`."""
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
@@ -247,7 +248,7 @@ def _report_refusal(name: str, arguments: Sequence[str], error: Exception) -> in
 
 
 def _failed(name: str, error: BaseException, output: str | None = None) -> int:
-    """Print what stopped a job: one line if the user can correct it, else the traceback."""
+    """Print the error of a job, and return the status: one line if the user can correct it, else the traceback."""
     from hydra.errors import InstantiationException
 
     if isinstance(error, InstantiationException) and error.__cause__ is not None:
@@ -265,9 +266,9 @@ def _failed(name: str, error: BaseException, output: str | None = None) -> int:
 
 
 def _full(error: BaseException, output: str | None) -> str:
-    """Our own writers name their file; of others, what is free on each disk that they may have meant."""
+    """The message for a full disk: the file, or, if the error names none, the free space of the possible disks."""
     if isinstance(error, OSError) and error.filename:
-        return f"no space left for {error.filename}: it was not written, and nothing is left half-written"
+        return f"no space left for {error.filename}: it was not written, and no partial file remains"
     cache = os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface")
     free: dict[int, str] = {}  # by file system
     for place in (output or os.curdir, tempfile.gettempdir(), cache):

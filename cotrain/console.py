@@ -1,4 +1,4 @@
-"""What a command prints: its answer, in words or as one JSON object, and how far a long job is."""
+"""What a command prints: its answer, as text or as one JSON object, and the progress of long jobs."""
 
 import json
 import math
@@ -11,13 +11,13 @@ from typing import Any, Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-Answer = Callable[[Mapping[str, Any], str], None]  # what was found, and the words for it
+Answer = Callable[[Mapping[str, Any], str], None]  # prints an answer, given as an object and as text
 
 
 @contextmanager
 def answering(as_json: bool) -> Iterator[Answer]:
-    """What gives a command's answer to standard output. Where that is JSON, whatever else is printed until the block
-    ends goes to standard error."""
+    """Yield a function that prints the command's answer on standard output. as_json: it prints the object, and until
+    the block ends all other prints go to standard error."""
     if not as_json:
         yield lambda _, words: print(words)
         return
@@ -27,7 +27,7 @@ def answering(as_json: bool) -> Iterator[Answer]:
 
 
 def strict(answer: Any) -> Any:
-    """The same without NaN and infinity, which are no JSON: null in their places."""
+    """Replace NaN and infinity, which JSON does not have, by None."""
     if isinstance(answer, Mapping):
         return {key: strict(value) for key, value in answer.items()}
     if isinstance(answer, list | tuple):
@@ -35,17 +35,17 @@ def strict(answer: Any) -> Any:
     return None if isinstance(answer, float) and not math.isfinite(answer) else answer
 
 
-EVERY = 30.0  # seconds between lines where there is no terminal
-SHORT = 5.0  # seconds of a job that need no line
+EVERY = 30.0  # seconds between lines, without a terminal
+SHORT = 5.0  # seconds; a brief job that ends sooner prints nothing
 Say = Callable[[str], None]
 
 
 class Display:
-    """One job of `total` units; `start_at` of them were done before. say: takes a line of each `to`, and nothing else
-    is shown; None: standard output. brief: lines without a bar, and none if all is done within SHORT seconds; for jobs
-    inside another one.
+    """The progress of a job of `total` units, of which `start_at` were done before: a bar on a terminal, else lines.
 
-    Used as a context: a bar that is not closed stays in the terminal's way.
+    say: is called with a line at each `to`, and nothing is printed. hidden: print nothing. brief: lines without a bar,
+    and nothing if the job ends within SHORT seconds, for jobs inside another one. Use it as a context manager, so that
+    the bar is closed.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Display:
         self.close()
 
     def to(self, done: float, note: str = "", total: float | None = None) -> None:
-        """So much is done; note: what else is to be said of it."""
+        """Show that `done` units are done. note: further text of the line, shown until another one replaces it."""
         self.done, self.note = done, note or self.note
         self.total = self.total if total is None else total
         if self.bar:
@@ -79,24 +79,24 @@ class Display:
             print(self.line(), flush=True)
 
     def line(self) -> str:
-        """In words."""
+        """The progress as one line of text."""
         left = f", {clock(self.left)} left" if self.left and self.done < self.total else ""
         return f"{self.title}: {self._count()}{left}" + (f", {self.note}" if self.note else "")
 
     @property
     def left(self) -> float | None:
-        """Seconds, at the speed since this process began; None before anything was done."""
+        """The expected seconds to the end, at the mean speed so far; None before the first unit."""
         units = self.done - self.start_at
         return (time.monotonic() - self.start) / units * (self.total - self.done) if units > 0 else None
 
     def close(self) -> None:
-        """Leave the bar as it is."""
+        """Stop the bar, which stays visible in its last state."""
         if self.bar:
             self.bar.stop()
             self.bar = None
 
     def _due(self, done: float) -> bool:
-        """Whether a line is due, without a terminal."""
+        """Whether it is time to print the next line."""
         now = time.monotonic()
         if self.brief and self.last_shown == self.start:  # the first line
             return now - self.start >= SHORT
@@ -115,18 +115,18 @@ class Display:
         self.bar.start()
 
 
-Counter = Callable[[int], None]  # adds units that are done
+Counter = Callable[[int], None]  # adds to the number of units that are done
 
 
 @contextmanager
 def counting(title: str, total: int, unit: str, hidden: bool = False) -> Iterator[Counter]:
-    """A brief display of a job whose parts say how many units they were."""
+    """Show a brief `Display`, and yield a function that adds to its count."""
     with Display(title, total, unit, hidden=hidden, brief=True) as display:
         yield lambda count: display.to(display.done + count)
 
 
 def clock(seconds: float) -> str:
-    """0:05, 12:30, 2:00:00."""
+    """Format seconds as 0:05, 12:30 or 2:00:00."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -2,11 +2,12 @@
 
 
 class UserError(ValueError):
-    """A key or file to change: the command line prints the message alone, without a traceback."""
+    """An error that the user can correct. The command line prints its message without a traceback, so the message names
+    the setting or file to change."""
 
 
 class NotFinite(UserError):
-    """A loss that is no number, before the step that it was for. ids: of its texts."""
+    """The loss is NaN or infinite; raised before the optimiser step. ids: token ids of the texts in the batch."""
 
     def __init__(self, said: str, ids: list[list[int]]) -> None:
         super().__init__(said)
@@ -14,9 +15,9 @@ class NotFinite(UserError):
 
 
 class Interrupted(BaseException):
-    """A signal ended the run; the message says what is kept. No Exception: nothing that mends failures may hold it up.
+    """A signal ended the run; the message says what was saved. signum: 2 for SIGINT, 15 for SIGTERM.
 
-    signum: of the signal, 2 for SIGINT, 15 for SIGTERM.
+    It is not an Exception, so that `except Exception` does not catch it.
     """
 
     def __init__(self, signum: int, said: str) -> None:

@@ -1,4 +1,4 @@
-"""Where the files beside the code live: in a checkout and in an installed wheel."""
+"""The folders of settings and data that belong to the code, in a checkout and in an installed wheel."""
 
 from pathlib import Path
 
@@ -6,15 +6,15 @@ from pathlib import Path
 def folder(name: str, package: Path | None = None) -> Path:
     """The folder `name` ("conf" or "data") that belongs to the running code.
 
-    A wheel packs `conf/` as `cotrain/_conf` and `data/` as `cotrain/_data`; a checkout keeps them beside
-    `cotrain/`. The packed folder wins: beside an installed package lies whatever else is installed.
+    A wheel packs `conf/` as `cotrain/_conf` and `data/` as `cotrain/_data`; in a checkout they are next to `cotrain/`.
+    The packed folder is tried first, since a folder next to an installed package may belong to another one.
 
     Args:
         name: "conf" or "data".
-        package: folder of the package `cotrain`; by default the one this file lies in.
+        package: the folder of the package `cotrain`; by default the parent folder of this file.
 
     Raises:
-        FileNotFoundError: neither place holds the folder; the message names both.
+        FileNotFoundError: neither folder exists; the message names both.
     """
     package = package or Path(__file__).resolve().parent
     places = (package / f"_{name}", package.parent / name)

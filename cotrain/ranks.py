@@ -1,4 +1,4 @@
-"""Which of several processes this one is, before they have met."""
+"""The rank of this process, usable before the processes of a run are connected."""
 
 import os
 import time
@@ -8,18 +8,19 @@ from lightning.pytorch.utilities import rank_zero_only
 
 
 def rank() -> int:
-    """0 where there is one process, or of the first; as its launcher (Lightning, torchrun, SLURM) tells it."""
+    """The rank of this process among all, as its launcher (Lightning, torchrun, SLURM) set it; 0 for a single one."""
     return int(getattr(rank_zero_only, "rank", None) or 0)
 
 
 def local_rank() -> int:
-    """Of this machine's processes; torchrun and Lightning tell the first of these, SLURM the second."""
+    """The rank of this process on its machine: LOCAL_RANK (torchrun, Lightning) or SLURM_LOCALID; 0 without both."""
     return int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0)
 
 
 def awaited(ready: Callable[[], bool], first: str) -> None:
-    """Wait for what the first of several processes makes. first: that process, in words; raises RuntimeError when what
-    started this one has gone."""
+    """Wait until `ready()` is true, because the first of several processes has produced a result.
+
+    first: a description of that process, for the error. Raises RuntimeError if the parent of this process ends."""
     parent = os.getppid()
     while not ready():
         if os.getppid() != parent:

@@ -1,7 +1,7 @@
-"""The output folder of a run: held by one process at a time, resumed when unfinished, only ours replaced.
+"""The output folder of a run. One process uses it at a time, an unfinished run is resumed, and only runs are replaced.
 
-`run.json` marks a folder as ours, names the command that made it and says how far it is; `run.lock` is there while a
-process works in it.
+`run.json` marks a folder as a run of cotrain; it names the command and the state. `run.lock` is locked while a process
+works in the folder.
 """
 
 import fcntl
@@ -23,14 +23,15 @@ from cotrain.errors import UserError
 from inference.drafts.atomic import write_atomic
 
 State = Literal["new", "unfinished", "finished"]
-Judge = Callable[[str, Any, Any], str]  # key, old value, new value -> "free", "longer" or "other"
+Judge = Callable[[str, Any, Any], str]  # (key, old value, new value) -> "free", "longer" or "other", see `claim`
 MARKER, LOCK = "run.json", "run.lock"
-UNNAMED = {"bench", "serve_check", "pretrain"}  # commands whose runs keep no settings
-WRITTEN = ("output", "export")  # settings that name a folder which a command writes, and may replace
-STORES = ("rollout.folder", "trainer.cache", "page", "report")  # paths that are written to and need not exist yet
-# Settings of text that is no path. Every other one is taken for a path, so that a new one is guarded too.
+UNNAMED = {"bench", "serve_check", "pretrain"}  # commands that store no settings in the marker
+WRITTEN = ("output", "export")  # settings that name a folder which the command writes and may replace
+STORES = ("rollout.folder", "trainer.cache", "page", "report")  # paths that are written, and may not exist yet
+# Settings whose value is text but no path. All others count as paths, so that new settings are checked by default.
 WORDS = frozenset({
-    "quantisation.kind", "draft.kind", "draft.quantisation", "init.kind", "loss.first", "loss.then", "objective",
+    "quantisation.kind", "draft.kind", "draft.quantisation", "draft.mask", "init.kind", "loss.first", "loss.then",
+    "objective",
     "data.column", "data.split", "data.config", "rollout.url", "trainer.precision", "trainer.accelerator",
     "trainer.strategy", "trainer.logger", "bench.draft_dtype", "matrix.targets", "matrix.drafts", "target.dtype",
     "verify", "label", "kind", "baseline", "engine", "layout", "push_to_hub", "url", "model", "prompt",
@@ -40,25 +41,25 @@ WORDS = frozenset({
 
 @dataclass
 class RunFolder:
-    """A claimed folder: `path`, and its `state` before the claim."""
+    """A claimed folder. state: the state of the run when the folder was claimed, see `claim`."""
 
     path: Path
     state: State
     settings: dict[str, Any]
     command: str
-    changed: tuple[str, ...] = ()  # settings of a finished run that come too late, and change nothing
+    changed: tuple[str, ...] = ()  # settings that differ from those of a finished run, and have no effect any more
 
     def finish(self) -> None:
-        """Mark the run finished; a later claim without `overwrite` finds it so."""
+        """Mark the run as finished."""
         _mark(self.path, "finished", self.settings, self.command)
 
 
 def refuse_overlap(command: str, values: Mapping[str, Any]) -> None:
-    """Raise UserError, naming the key to change, before a command touches anything, where what it reads lies in a
-    folder that it writes, or that folder in what it reads; and for an output that another command made.
+    """Raise UserError, naming the key to change, if a folder that `command` writes contains one of its inputs, lies in
+    one, or holds a run of another command.
 
-    values: all settings of `command`, nested. Paths are compared as they are, with symbolic links resolved, and by what
-    a draft folder names: its target, adapter and datastore.
+    values: all settings of `command`, nested. Inputs are the paths in them, and the target, adapter and datastore that
+    draft folders name. Paths are compared both with and without resolving symbolic links.
     """
     settings = dict(flat(dict(values)))
     if isinstance(settings.get("check"), str):  # of cotrain export, which then writes nothing
@@ -80,7 +81,7 @@ def refuse_overlap(command: str, values: Mapping[str, Any]) -> None:
 
 
 def _refuse_other_command(command: str, key: str, folder: Path) -> None:
-    """A folder that was marked before the marker named its command is of `train` if it has settings."""
+    """Markers of older versions name no command: they are of `train` if they have settings, else of `UNNAMED`."""
     marker = read_marker(folder)
     if marker is None:
         return
@@ -91,8 +92,8 @@ def _refuse_other_command(command: str, key: str, folder: Path) -> None:
 
 
 def refuse_replaced(path: str | Path, name: str, text: str = "", key: str = "output") -> None:
-    """Raise UserError for a folder with files that a command would replace, but not its own: the command writes the
-    file `name`, which holds `text`."""
+    """Raise UserError if the folder has files but was not written by this command. The command's folders have a file
+    `name` that contains `text`."""
     file = Path(path) / name
     if not Path(path).is_dir() or not any(Path(path).iterdir()):
         return
@@ -102,7 +103,7 @@ def refuse_replaced(path: str | Path, name: str, text: str = "", key: str = "out
 
 
 def _paths(key: str, value: object) -> list[str]:
-    """The paths that a setting names: what is there, and what a store will be."""
+    """The paths that a setting names: existing ones, matches of a glob pattern, and those of `STORES`."""
     if key in WORDS or key.startswith("data.template"):
         return []
     texts = [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, str) and one]
@@ -111,25 +112,25 @@ def _paths(key: str, value: object) -> list[str]:
 
 
 def _named_by(folder: Path) -> list[str]:
-    """The target, adapter and datastore of a draft folder, those that are on this machine."""
+    """The target, adapter and datastore that a draft folder names, if they are on this machine."""
     named: list[object] = []
     for file, outer, inner in (
         ("cotrain.json", "target", "name"), ("cotrain.json", "made", "adapter"), ("config.json", "lookup", "datastore"),
     ):  # fmt: skip
-        with suppress(OSError, ValueError, AttributeError):  # no draft folder
+        with suppress(OSError, ValueError, AttributeError):  # not a draft folder
             named.append((json.loads((folder / file).read_text(encoding="utf-8")).get(outer) or {}).get(inner))
     return [path for path in named if isinstance(path, str) and os.path.lexists(path)]
 
 
 def _entries(path: str) -> list[str]:
-    """The symbolic links in an input folder."""
+    """The symbolic links in a folder; empty for a file."""
     return [entry.path for entry in os.scandir(path) if entry.is_symlink()] if Path(path).is_dir() else []
 
 
 def _within(path: str, folder: str) -> bool:
-    """Whether a path, or what it links to, lies in a folder or is that folder."""
+    """Whether a path is `folder` or lies in it; if the path is a symbolic link, also whether its target does."""
     place, root = Path(path).absolute(), os.path.realpath(folder)
-    link = Path(os.path.realpath(place.parent), place.name)  # itself, wherever it points
+    link = Path(os.path.realpath(place.parent), place.name)  # the link itself, only its parents resolved
     return link.is_relative_to(root) or Path(os.path.realpath(place)).is_relative_to(root)
 
 
@@ -141,15 +142,17 @@ def claim(
     kind: Judge | None = None,
     command: str = "train",
 ) -> Iterator[RunFolder]:
-    """Hold the output folder `path` of a run until the block ends; `finish()` marks the run done.
+    """Lock the output folder `path` of a run until the block ends. `RunFolder.finish` marks the run as finished.
 
-    An absent or empty folder is made "new"; a run of ours comes back "unfinished" (to resume) or "finished",
-    or, with `overwrite`, emptied and "new". `settings` (JSON values) are what makes it this run: they are
-    kept in `run.json` and, where given, must be the same when the folder is claimed again, but for those that `kind`
-    (of key, old and new value) calls "free", or "longer": a finished run is then "unfinished" again.
+    The state is "new" for an absent or empty folder, and for a run that `overwrite` deleted; otherwise it is that of
+    the run: "unfinished", to be resumed, or "finished".
 
-    Raises UserError, naming the key to change, when another process holds the folder, when it holds files
-    that are not ours (with `overwrite` too: they are never deleted), or when the settings differ.
+    settings: JSON values that identify the run, stored in `run.json`. If they are given, a later claim must give the
+    same ones. kind: says what a changed setting means. "free": it may change; "longer": it may change, and a finished
+    run becomes unfinished; "other": it may not. None: no setting may change.
+
+    Raises UserError, naming the key to change, if another process uses the folder, if a setting differs, or if the
+    folder has files but is not a run of cotrain. Such files are never deleted, even with `overwrite`.
     """
     path = Path(path)
     wanted = None if settings is None else json.loads(json.dumps(dict(settings)))  # tuples become lists
@@ -162,15 +165,15 @@ def claim(
             yield run
         except BaseException:
             if run.state == "new" and {entry.name for entry in path.iterdir()} <= {MARKER, LOCK}:
-                (path / MARKER).unlink()  # nothing was made: other settings may take the folder
+                (path / MARKER).unlink()  # nothing was written, so other settings may use the folder
             raise
 
 
 def refuse(
     path: str | Path, overwrite: bool = False, settings: Mapping[str, Any] | None = None, kind: Judge | None = None
 ) -> State:
-    """Raise UserError where `claim` would, and change nothing: what a command asks before minutes of work. Returns the
-    state that `claim` would find."""
+    """Raise the UserError that `claim` would raise, else return the state that it would have; changes nothing. Commands
+    call it before minutes of work."""
     path = Path(path)
     _usable(path)
     if (path / LOCK).exists():
@@ -187,7 +190,7 @@ def refuse(
 
 
 def writable(key: str, path: str | Path) -> None:
-    """Raise UserError, naming the key, where a file or folder could not be made or written to. Leaves nothing."""
+    """Raise UserError, naming the key, if the file or folder cannot be written or created. Leaves no files."""
     path = Path(path)
     try:
         place = path.absolute().parent if path.is_file() else path.absolute()
@@ -201,7 +204,7 @@ def writable(key: str, path: str | Path) -> None:
 
 @contextmanager
 def held(path: str | Path) -> Iterator[Path]:
-    """Hold a folder that is no run and may hold others' files: made where it is absent, used by one process."""
+    """Lock a folder that is no run until the block ends, and create it if it is absent. It may have other files."""
     path = Path(path)
     _folder(path)
     with _locked(path):
@@ -209,7 +212,7 @@ def held(path: str | Path) -> Iterator[Path]:
 
 
 def finished(path: str | Path) -> bool:
-    """Whether the folder holds a run that is done."""
+    """Whether the folder has a finished run."""
     marker = read_marker(Path(path))
     return marker is not None and marker["state"] == "finished"
 
@@ -238,7 +241,7 @@ def _usable(path: Path) -> None:
 
 
 def _open(path: Path, overwrite: bool, settings: dict[str, Any] | None, kind: Judge, command: str) -> RunFolder:
-    """The run in the folder `path`, which this process holds; emptied where it is to be replaced."""
+    """The run in the locked folder `path`. Deletes its files if `overwrite`, or if a deletion was interrupted."""
     marker = read_marker(path)
     if marker is not None and (overwrite or marker["state"] == "emptying"):
         _empty(path, marker["settings"], command)
@@ -257,7 +260,7 @@ def _open(path: Path, overwrite: bool, settings: dict[str, Any] | None, kind: Ju
 
 
 def _compare(path: Path, before: dict[str, Any], wanted: dict[str, Any], kind: Judge) -> dict[str, str]:
-    """The changed settings, by key, with the kind of change. Raises UserError if one makes it another run."""
+    """The changed settings: key -> kind of change, see `claim`. Raises UserError if one may not change."""
     old, new = ({key: value for key, value in flat(values) if not isinstance(value, dict)}
                 for values in (before, wanted))  # fmt: skip
     keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
@@ -265,12 +268,13 @@ def _compare(path: Path, before: dict[str, Any], wanted: dict[str, Any], kind: J
     if "other" in kinds.values():
         changes = ", ".join(f"{key}={old.get(key)} (now {new.get(key)})" for key in keys if kinds[key] == "other")
         raise UserError(f"output={path} holds a run with {changes}: name another folder, or overwrite=true")
-    # a free setting that the run does not name is newer than the run
+    # a free setting that is missing from the marker was added by a later version of cotrain: no change
     return {key: change for key, change in kinds.items() if key in old or change != "free"}
 
 
 def _empty(path: Path, settings: Mapping[str, Any], command: str) -> None:
-    """Delete all but marker and lock. The marker says so first: killed half-way, the next claim goes on."""
+    """Delete all files but marker and lock. The marker has the state "emptying" meanwhile, so that the next claim goes
+    on if this process is killed."""
     _mark(path, "emptying", settings, command)
     for entry in path.iterdir():
         if entry.name in (MARKER, LOCK):
@@ -282,14 +286,14 @@ def _empty(path: Path, settings: Mapping[str, Any], command: str) -> None:
 
 
 def _foreign(path: Path) -> bool:
-    """Whether `path` holds files without our marker; a lock or a half-written marker alone is ours."""
+    """Whether the folder has files but no marker of cotrain. A lock or an incomplete marker does not count."""
     ours = all(entry.name == LOCK or entry.name.startswith(f".{MARKER}.") for entry in path.iterdir())
     return not ours and read_marker(path) is None
 
 
 def read_marker(path: Path) -> dict[str, Any] | None:
-    """The content of the marker in `path`, without settings that no longer exist and changed nothing; None if there is
-    no marker, or one of another program."""
+    """The content of the marker in `path`, without settings that no longer exist and had no effect. None if there is no
+    marker, or only a `run.json` of another program."""
     try:
         marker = json.loads((path / MARKER).read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError, ValueError):
@@ -311,7 +315,7 @@ def _mark(path: Path, state: str, settings: Mapping[str, Any], command: str) -> 
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold `run.lock`. The system frees the lock of a dead process, so a file left behind stops nobody."""
+    """Lock `run.lock`. The system releases the lock when a process dies, so a remaining file blocks nobody."""
     file = path / LOCK
     while True:
         handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
@@ -324,19 +328,19 @@ def _locked(path: Path) -> Iterator[None]:
             raise UserError(message) from None
         if _is(file, handle):
             break
-        os.close(handle)  # its holder ended and removed it between our open and our lock
+        os.close(handle)  # another process removed the file after it was opened here: try again
     try:
         os.ftruncate(handle, 0)
         os.pwrite(handle, f"process {os.getpid()}\n".encode(), 0)
         yield
     finally:
-        with suppress(OSError):  # left behind, it stops nobody
+        with suppress(OSError):  # a remaining file blocks nobody
             file.unlink()
         os.close(handle)
 
 
 def _is(file: Path, handle: int) -> bool:
-    """Whether the open `handle` is still the file of that name."""
+    """Whether the open `handle` still refers to `file`, which may have been removed and created again."""
     try:
         return os.path.samestat(file.stat(), os.fstat(handle))
     except FileNotFoundError:

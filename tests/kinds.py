@@ -14,6 +14,7 @@ from inference.models.pretrained import decoder_layers
 from inference.proposers import KINDS as REGISTERED
 from inference.proposers import Independent, NGram, kind_of
 from inference.proposers.base import Proposer
+from inference.proposers.block import Block, BlockConfig, BlockNetwork
 from inference.proposers.conditioned import Conditioned, conditioned
 from inference.proposers.eagle import Eagle, EagleNetwork, fused
 from inference.proposers.early_exit import EarlyExit, ExitNetwork, untrained_exit
@@ -116,6 +117,28 @@ def p_eagle(target: LlamaForCausalLM, noise: float = 0.1, **settings: Any) -> PE
     return network
 
 
+def block(target: LlamaForCausalLM, noise: float = 0.1, **settings: Any) -> BlockNetwork:
+    """Two layers near the target's norm and head, changed at random; the Markov head too."""
+    torch.manual_seed(7)
+    config, layers = target.config, list(fused(target.config.num_hidden_layers))
+    network = BlockNetwork(BlockConfig(
+        hidden_size=config.hidden_size, num_attention_heads=2, head_dim=config.hidden_size // 2,
+        vocab_size=config.vocab_size, max_position_embeddings=config.max_position_embeddings,
+        eagle_aux_hidden_state_layer_ids=layers, **{"depths": 3, "num_hidden_layers": 2, **settings},
+    )).to(target.dtype).eval()  # fmt: skip
+    with torch.no_grad():
+        for weight in network.parameters():
+            weight += noise * torch.randn_like(weight)
+        network.fc.weight[:, -config.hidden_size :] += torch.eye(config.hidden_size)
+        ids = torch.arange(0, config.vocab_size, 2)[: network.config.draft_vocab_size]
+        if network.pruned:
+            network.know(ids.tolist())
+        network.lm_head.weight.copy_(target.get_output_embeddings().weight[ids if network.pruned else slice(None)])
+        if network.config.markov_rank:
+            network.markov_head.markov_w2.weight += 0.5 * torch.randn_like(network.markov_head.markov_w2.weight)
+    return network.to(target.device)
+
+
 def exit_network(target: LlamaForCausalLM, rank: int = 2) -> ExitNetwork:
     """An exit behind the first layer but the last, changed at random."""
     torch.manual_seed(4)
@@ -126,10 +149,10 @@ def exit_network(target: LlamaForCausalLM, rank: int = 2) -> ExitNetwork:
     return network
 
 
-def medusa(target: LlamaForCausalLM, noise: float = 0.1) -> MedusaNetwork:
+def medusa(target: LlamaForCausalLM, noise: float = 0.1, **settings: int) -> MedusaNetwork:
     """Two blocks a head, of which all heads say nearly what the target's own says."""
     torch.manual_seed(7)
-    network = MedusaNetwork(MedusaConfig(**_sizes(target), num_hidden_layers=2))
+    network = MedusaNetwork(MedusaConfig(**_sizes(target), num_hidden_layers=2, **settings))
     return _noisy(network, target, noise)
 
 
@@ -187,12 +210,19 @@ KINDS = {
     "p_eagle, pruned": Kind(
         lambda target, **settings: PEagle(p_eagle(target, draft_vocab_size=half(target)), **settings)
     ),
+    "p_eagle, markov": Kind(lambda target, **settings: PEagle(p_eagle(target, markov_rank=3), **settings)),
+    "block": Kind(lambda target, **settings: Block(block(target), **settings)),
+    "block, causal": Kind(lambda target, **settings: Block(block(target, causal=True, markov_rank=3), **settings)),
+    "block, pruned": Kind(
+        lambda target, **settings: Block(block(target, draft_vocab_size=half(target), markov_rank=3), **settings)
+    ),
     "independent": Kind(lambda target, **settings: Independent(near(target, 0.15), **settings)),
     "conditioned": Kind(lambda target, **settings: Conditioned(conditioned_near(target), **settings)),
     "conditioned, greedy": Kind(lambda target: Conditioned(conditioned_near(target), greedy=True)),
     "early_exit": Kind(lambda target, **settings: EarlyExit(exit_network(target), target, **settings)),
     "independent, greedy": Kind(lambda target: Independent(near(target, 0.15), greedy=True)),
     "medusa": Kind(lambda target, **settings: Medusa(medusa(target), **settings)),
+    "medusa, markov": Kind(lambda target, **settings: Medusa(medusa(target, 0.2, markov_rank=3), **settings)),
     "medusa, greedy": Kind(lambda target: Medusa(medusa(target), greedy=True)),
     "hydra": Kind(lambda target, **settings: Hydra(hydra(target), **settings)),
     "quantised": Kind(Quantised),

@@ -11,6 +11,7 @@ from transformers import LlamaForCausalLM, PretrainedConfig, PreTrainedModel
 
 from cotrain.students import early_exit
 from cotrain.students.base import LAST, Guess, Seen, Student
+from cotrain.students.block import BlockStudent
 from cotrain.students.conditioned import ConditionedStudent
 from cotrain.students.eagle import EagleStudent
 from cotrain.students.heads import HydraStudent, MedusaStudent
@@ -95,6 +96,10 @@ def eagle(target: LlamaForCausalLM, **settings: Any) -> Any:
     return EagleStudent(kinds.eagle(target, 0.3, **settings), target)
 
 
+def block(target: LlamaForCausalLM, **settings: Any) -> Any:
+    return BlockStudent(kinds.block(target, 0.3, **settings), target)
+
+
 def p_eagle(target: LlamaForCausalLM, **settings: Any) -> Any:
     return PEagleStudent(kinds.p_eagle(target, 0.3, **settings), target)
 
@@ -142,13 +147,19 @@ STUDENTS: dict[str, Callable[[LlamaForCausalLM], Any]] = {
     "eagle, pruned": lambda target: eagle(target, draft_vocab_size=16),
     "p_eagle": p_eagle,
     "p_eagle, pruned": lambda target: p_eagle(target, draft_vocab_size=16),
+    "p_eagle, markov": lambda target: p_eagle(target, markov_rank=3),
+    "block": block,
+    "block, causal": lambda target: block(target, causal=True, markov_rank=3),
+    "block, pruned": lambda target: block(target, draft_vocab_size=16, markov_rank=3),
     "medusa": lambda target: MedusaStudent(kinds.medusa(target, 0.3), target),
+    "medusa, markov": lambda target: MedusaStudent(kinds.medusa(target, 0.3, markov_rank=3), target),
     "hydra": lambda target: HydraStudent(kinds.hydra(target, 0.3), target),
     "early_exit": lambda target: early_exit.EarlyExitStudent(kinds.exit_network(target), target),
 }
 # those that tests can run in an engine
 SERVED = ("independent", "conditioned", "example", "eagle", "eagle, pruned", "p_eagle", "p_eagle, pruned",
-          "early_exit", "medusa", "hydra", "parallel")  # fmt: skip
+          "p_eagle, markov", "block", "block, causal", "block, pruned", "early_exit", "medusa", "medusa, markov",
+          "hydra", "parallel")  # fmt: skip
 
 
 def target() -> LlamaForCausalLM:

@@ -1,1 +1,2 @@
-"""Measuring a pair with the bundled engine: speed, draft lengths, grids, quantisation, a server."""
+"""Measurements of a target and its draft with the bundled engine: speed, draft length, a matrix of engines,
+quantisation, and the acceptance of a server."""

@@ -1,8 +1,8 @@
-"""Choosing the exit of an early-exit draft before it is trained: the layers and draft length that should pay best.
+"""Choose the exit of an early-exit draft before training: the number of layers with the best expected speed-up.
 
-The acceptance of a trained exit is not known yet, so each exit is rated by its best linear exit: the target's norm of
-the states after L layers, moved by a ridge regression towards the states that the target's head reads (Belrose et al.
-2023, 2303.08112), fitted on some texts of the target and judged on others. A trained exit of rank > 0 accepts more, at
+The acceptance of a trained exit is not known yet. Each exit is therefore rated by a linear exit (Belrose et al. 2023,
+arXiv:2303.08112): a ridge regression that maps the normed states after L layers to the states that the target's head
+reads, fitted on some texts of the target and evaluated on others. A trained exit of rank > 0 has a higher acceptance at
 each layer. Costs are measured at the first and the last exit and interpolated, since all layers cost the same.
 N tokens, D width, B texts, T tokens of the longest, V vocabulary.
 """
@@ -39,7 +39,7 @@ Head = Callable[[Tensor], Tensor]
 
 
 class TrainingJob(Protocol):
-    """What the choice reads of a training run (`cotrain.training.job.Job`)."""
+    """The parts of a training run (`cotrain.training.job.Job`) that the choice needs."""
 
     cfg: Any  # TrainConfig; draft.layers is set
 
@@ -64,8 +64,8 @@ class TrainingJob(Protocol):
 
 @dataclass(frozen=True)
 class Exit:
-    """layers: decoder layers that draft; alpha: acceptance at a position of the linear exit; k, tau: the draft length
-    that pays best, and its tokens per target call; cost: of a draft, in plain steps; speedup: over plain decoding."""
+    """A candidate. layers: how many decoder layers draft; alpha: mean acceptance of the linear exit; k, tau: the best
+    draft length and its tokens per target call; cost: of one draft, in plain steps; speedup: over plain decoding."""
 
     layers: int
     alpha: float
@@ -80,35 +80,36 @@ class Exit:
 
 
 class TextStates(NamedTuple):
-    """One text: its tokens x (n,), and by layer the normed states (n, D) that predict them; LAST: those of the target's
-    own head."""
+    """One text: its tokens x (n,), and by layer the normed states (n, D) that predict them. The key LAST has the states
+    that the target's head reads."""
 
     x: Tensor
     states: Mapping[int | str, Tensor]
 
 
 def rated(layers: int, alpha: float, tau: Callable[[int], float], costs: Costs, depths: Sequence[int]) -> Exit:
-    """An exit at the draft length that pays best by measured costs (`planner.choose`)."""
+    """Rate an exit at its best draft length by measured costs, see `planner.choose`."""
     length = choose(costs, tau, depths)
     k = length.drafting
     return Exit(layers, alpha, k, tau(k), costs.ratio, length.speedups[k])
 
 
 def best(exits: Sequence[Exit]) -> Exit:
-    """The exit of most speed-up, of equal ones that of fewest layers."""
+    """The exit with the highest speed-up, and with the fewest layers among equals."""
     return max(exits, key=lambda one: (one.speedup, -one.layers))
 
 
 def between(low: Costs, high: Costs, share: float) -> Costs:
-    """Costs of an exit at a share, 0 to 1, of the way from one exit to another: all layers cost the same."""
+    """Interpolate the costs of an exit between those of two others. share: its position between them, from 0 to 1."""
     return replace(
         low, draft=low.draft + share * (high.draft - low.draft), first=low.first + share * (high.first - low.first)
     )
 
 
 def line_of(f: Tensor, s: Tensor) -> Tensor:
-    """W (D + 1, D) that brings f + [f, 1] W close to s; f, s (N, D). Ridge regression whose weight is the mean square
-    norm of a row, so that few tokens change little."""
+    """W (D + 1, D) such that f + [f, 1] W approximates s; f, s (N, D).
+
+    A ridge regression. Its weight is the mean square norm of the rows [f, 1], so W stays small if N is small."""
     x = _with_one(f)
     ridge = x.square().sum() / len(x) * torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
     return torch.linalg.solve(x.T @ x + ridge, x.T @ (s - f).double())
@@ -125,7 +126,8 @@ def _with_one(f: Tensor) -> Tensor:
 
 
 def figures(layer: int, texts: Sequence[TextStates], head: Head, plan: Plan) -> Figures:
-    """Probabilities of the target and of the linear exit after a layer, fitted on every other text, on the rest."""
+    """Probabilities of the target and of the linear exit after `layer`. The exit is fitted on every second text, and
+    the figures are those of the other texts."""
     fit, judged = texts[0::2], texts[1::2]
     w = line_of(*(torch.cat([text.states[part] for text in fit]) for part in (layer, LAST)))
     lengths = torch.tensor([len(text.x) for text in judged])
@@ -148,7 +150,7 @@ def figures(layer: int, texts: Sequence[TextStates], head: Head, plan: Plan) -> 
 def read(
     texts: Emitted, target: PreTrainedModel, vocabulary: int, layers: Sequence[int]
 ) -> tuple[list[TextStates], Head]:
-    """Normed states of texts of the target, and its head."""
+    """Return the normed states of the texts after `layers`, and the target's head."""
     reader, head = served(target, vocabulary, layers)
     norm, rows = final_norm(target), []
     for prompt, text in zip(texts.prompts, texts.tokens, strict=True):
@@ -161,7 +163,7 @@ def read(
 
 
 def plan_of(job: TrainingJob, layers: int) -> Plan:
-    """The plan that measures an untrained exit on ranking prompts, on a GPU compiled as it is served there."""
+    """The plan that measures an untrained exit on ranking prompts. On a GPU the models are compiled, as in serving."""
     cfg = job.cfg
     network = untrained_exit(job.target, layers, 0, cfg.draft.depths or 1)
     torch.nn.Module.to(network, job.target.device, job.target.dtype)
@@ -175,7 +177,7 @@ def plan_of(job: TrainingJob, layers: int) -> Plan:
 
 
 def exits(job: TrainingJob) -> list[Exit]:
-    """Every exit that is considered, with its figures."""
+    """Rate the exits after each number of layers in `candidates`."""
     layers = candidates(len(decoder_layers(job.target)))
     ends = [plan_of(job, at) for at in (layers[0], layers[-1])]
     low, high = (costs_of(plan) for plan in ends)
@@ -191,9 +193,10 @@ def exits(job: TrainingJob) -> list[Exit]:
 
 
 def planned(job: TrainingJob) -> dict[str, Any] | None:
-    """Set draft.layers if it is null, print why, and return every exit with its figures. None if draft.layers was
-    given, or if the draft starts with the weights of a folder, which fix its exit. The choice is written to the run's
-    folder, from which a resumed run and the other processes of a run read it."""
+    """Set draft.layers if it is null, print the table of candidates, and return it. Returns None if draft.layers is
+    set, and for init=pretrained, which fixes the exit.
+
+    The choice is written to the run's folder. A resumed run and the other processes of the run read it there."""
     if job.cfg.draft.layers is not None or job.cfg.init.kind == "pretrained":
         return None
     path = job.folder / FILE
@@ -209,7 +212,7 @@ def planned(job: TrainingJob) -> dict[str, Any] | None:
 
 
 def lines(plan: Mapping[str, Any]) -> list[str]:
-    """The table of exits, and the choice."""
+    """The table of candidates and the choice, as lines of text."""
     rows = [Exit(**one) for one in plan["exits"]]
     chosen = next(one for one in rows if one.layers == plan["layers"])
     return [

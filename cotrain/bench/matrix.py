@@ -1,5 +1,5 @@
-"""Speed-up over temperatures and batch sizes: every arm of a cell is timed in turn with the others, and its ratio shown
-with the one that the cost table allows."""
+"""Speed-up by temperature and batch size. A cell is one pair of them, an arm one engine or draft length. The arms of a
+cell are timed in turn, and each speed-up is compared with the one that the measured costs allow."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -19,16 +19,16 @@ from inference.models.lm import LM
 from inference.proposers import NGram
 from inference.servers.vllm_server import Server, draft_model, vllm_arm
 
-BATCHES = 3  # batches of prompts, at least: an interval needs them
-QUEUE = 6  # prompts a row in each run of an arm: rows stand empty at the end of a run, as they would not in a server
+BATCHES = 3  # the least number of batches of prompts, for an interval
+QUEUE = 6  # prompts per row in each run of an arm, so that the idle rows at the end of a run matter little
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Temperatures and batch sizes. vllm: interpreter of a vLLM installation, target and draft folder, or None; k: a
-    draft length timed in addition to the planned one, with the token rule, and in every other engine; logs: folder of
-    the servers' logs."""
+    """The cells of the matrix. k: the draft length of the other engines; this engine is timed at k with the token rule,
+    and at its planned length. vllm: (interpreter of a vLLM installation, target, draft folder), or None; logs: folder
+    for the servers' logs."""
 
     temperatures: Sequence[float]
     batches: Sequence[int]
@@ -38,8 +38,8 @@ class Grid:
 
 
 def matrix(plan: Plan, grid: Grid, say: Say = print) -> list[dict[str, Any]]:
-    """One entry a temperature and batch size, with the plan's other sampling settings: speeds, ratios with intervals,
-    costs, and the share of the speed-up that these allow."""
+    """Measure each cell, with the plan's other sampling settings. Returns one entry per cell: speeds, ratios with
+    intervals, costs, and the measured speed-up as a share of the one that the costs allow."""
     cells, machine = [], measure_machine(plan.target.device, plan.target.dtype)
     for rows in grid.batches:
         bench = copy.copy(plan.bench)
@@ -72,7 +72,7 @@ def _cell(plan: Plan, grid: Grid, servers: dict[str, Server], machine: Machine) 
     most = max(plan.depths)
     k, fixed = choose(costs, taus(plan).__getitem__, range(1, most + 1)).drafting, min(grid.k, most)
     lengths = {"speculative": k, f"speculative k={fixed}": fixed, "plain": 0}
-    token = replace(plan, verify="token")  # as other engines verify
+    token = replace(plan, verify="token")  # the rule of the other engines
     engines = {"speculative": plan.engine(k), f"speculative k={fixed}": token.engine(fixed), "plain": plan.plain()}
     lm = plan.proposer(counted=True).language_model(size.rows, engines["plain"].target.vocabulary)
     arms = [
@@ -81,7 +81,7 @@ def _cell(plan: Plan, grid: Grid, servers: dict[str, Server], machine: Machine) 
         *_transformers(plan, fixed, lm),
         *[vllm_arm(name, server, sampling, size.new_tokens) for name, server in servers.items()],
     ]
-    queue = size.rows if size.rows == 1 else QUEUE * size.rows  # ended rows make room, as when serving
+    queue = size.rows if size.rows == 1 else QUEUE * size.rows  # waiting prompts replace rows that end
     prompts = plan.final(0, max(size.prompts, BATCHES * queue))
     timing = interleave(arms, prompts, queue, size.seed)
     entry = _entry(timing, costs, lengths, sampling)
@@ -90,12 +90,13 @@ def _cell(plan: Plan, grid: Grid, servers: dict[str, Server], machine: Machine) 
 
 
 def _transformers(plan: Plan, k: int, lm: LM | None) -> list[Arm]:
-    """transformers' plain generation and, at batch 1 with a draft that is a language model, its assisted generation,
-    which takes one prompt at a time: at its defaults, and with constant k and no confidence threshold."""
+    """The arms of transformers: plain generation, and assisted generation if rows == 1 (its limit) and the draft is a
+    language model. Assisted generation is timed with its defaults ("assisted"), and with constant k and no confidence
+    threshold ("matched")."""
     new, sampling = plan.bench.new_tokens, plan.sampling
     rows = plan.bench.rows
     arms = [transformers_arm("transformers", plan.target, sampling, new, rows=rows)]
-    if plan.bench.compile and rows == 1:  # it compiles for one shape at a time, for minutes
+    if plan.bench.compile and rows == 1:  # it compiles each shape separately, which takes minutes
         arms.append(transformers_arm("transformers compiled", plan.target, sampling, new, rows=rows, compile=True))
     if rows == 1 and lm is not None:
         arms += [
@@ -106,8 +107,8 @@ def _transformers(plan: Plan, k: int, lm: LM | None) -> list[Arm]:
 
 
 def _floor(target: LM, draft: LM | None, costs: Costs, k: int, machine: Machine) -> dict[str, Any]:
-    """Shares of measured rounds that the machine needs at least (the floor), their bytes, and the peak memory. If the
-    draft is no language model, the floor is that of the target's pass alone."""
+    """The floor of a plain step and of a round: the least time that this machine needs for it, as a share of the
+    measured time. Also the bytes moved and the peak memory. The floor leaves out a draft that is no language model."""
     floor: dict[str, Any] = {"machine": asdict(machine), "peak_memory_mib": peak_memory() / 2**20}
     for name, drafted in (("plain", 0), ("round", k)):
         loads = round_loads(target, draft, drafted, costs.rows, costs.context)
@@ -117,8 +118,9 @@ def _floor(target: LM, draft: LM | None, costs: Costs, k: int, machine: Machine)
 
 
 def _entry(timing: Timing, costs: Costs, lengths: dict[str, int], sampling: Sampling) -> dict[str, Any]:
-    """Every arm's speed over plain decoding and under the faster speculative arm; and the speed-up that the cost table
-    allows at the arm's tau. lengths: drafts of a round of this engine's own arms."""
+    """A cell's entry. over_plain: an arm's speed divided by plain decoding's; under_speculative: the speed of the
+    fastest speculative arm divided by the arm's; allowed: the speed-up that the costs allow at the arm's tau. lengths:
+    draft lengths of this engine's arms."""
     speculative = max((name for name, k in lengths.items() if k), key=timing.speed)
     arms: dict[str, Any] = {}
     for name in timing.arms:
@@ -144,7 +146,7 @@ def _entry(timing: Timing, costs: Costs, lengths: dict[str, int], sampling: Samp
 
 
 def line(cell: dict[str, Any]) -> str:
-    """An entry as one aligned block of text."""
+    """A cell's entry as aligned lines of text."""
     rows = [f"temperature {cell['temperature']:g}, {cell['rows']} rows, {cell['prompts']} prompts"]
     for name, arm in cell["arms"].items():
         ratio = arm["over_plain"]

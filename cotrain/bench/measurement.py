@@ -1,4 +1,4 @@
-"""Measuring a pair with the bundled engine: briefly at each checkpoint, in full for the exported draft."""
+"""Measure a target and a draft with the bundled engine: briefly at each checkpoint, in full for the exported draft."""
 
 import time
 from collections.abc import Mapping
@@ -36,12 +36,11 @@ from inference.proposers import NGram
 from inference.report.build import build
 from inference.report.replay import Recorder
 
-# shares of bench.minutes at which each part ends: costs of rounds; timing; parity on more tokens. Greedy decoding has
-# the rest.
+# shares of bench.minutes at which the costs of rounds, the timing, and parity end; greedy decoding has the rest
 COSTS, TIMING, PARITY = 0.25, 0.65, 0.85
-FEW = 8  # texts of a part of the measurement whose time is over before it begins
-FORCED = 6  # times the decoding time of a text that predicting its calls with a tree takes: a round at every token
-SAMPLE_TOKENS = 64  # of the text that TensorBoard shows
+FEW = 8  # number of texts in a part of the measurement whose time is already over when it begins
+FORCED = 6  # time to predict the calls of a text with a tree, a round at every token, over its decoding time
+SAMPLE_TOKENS = 64  # length of the text that TensorBoard shows
 REPLAY_ROWS, REPLAY_TOKENS = 4, 64
 
 
@@ -49,9 +48,11 @@ REPLAY_ROWS, REPLAY_TOKENS = 4, 64
 
 
 def quick(plan: Plan, k: int) -> dict[str, float]:
-    """Speed-up with its 95 % interval (nan ends for one batch), tau and tokens per second on a few prompts, both sides
-    interleaved; share_of_cost_table: the measured decoding speed-up over the one that tau and the seconds of a round
-    predict, which are timed apart and once for all checkpoints."""
+    """Time speculative and plain decoding in turn on a few prompts, at draft length k.
+
+    Returns speedup with its 95 % interval low, high (nan for a single batch), tau, tokens_per_second, and
+    share_of_cost_table: the measured decoding speed-up divided by the one predicted from tau and the seconds of a
+    round. These seconds are measured separately, once for all checkpoints."""
     arms = [
         engine_arm("speculative", plan.engine(k), plan.sampling, plan.bench.new_tokens),
         engine_arm("plain", plan.plain(), plan.sampling, plan.bench.new_tokens),
@@ -74,8 +75,8 @@ def quick(plan: Plan, k: int) -> dict[str, float]:
 
 
 def sample_text(plan: Plan, k: int) -> str:
-    """A text for TensorBoard: the first ranking prompt continued in the plan's regime at draft length k, always with
-    the same noise, every new token marked as drafted, corrected or bonus."""
+    """A text for TensorBoard: the first ranking prompt, continued at draft length k with the same random numbers at
+    every checkpoint. New tokens are marked as drafted, corrected or bonus."""
     decode: Any = plan.tokenizer.decode
     (prompt,) = plan.ranking(0, 1)
     engine, tokens = plan.engine(k, 1), min(SAMPLE_TOKENS, plan.bench.new_tokens)
@@ -92,33 +93,35 @@ def refuse(size: Bench) -> None:
     if not size.depths or min(size.depths) < 1:
         raise ValueError(f"bench.depths: {list(size.depths)} must be draft lengths of at least 1")
     if not size.minutes >= 0:
-        raise ValueError(f"bench.minutes: {size.minutes} must be minutes, or 0 to time bench.prompts and no more")
+        raise ValueError(f"bench.minutes={size.minutes}: give minutes, or 0 to time exactly bench.prompts")
     if not size.interval > 0:
-        raise ValueError(f"bench.interval: {size.interval} must be a share of the speed-up above 0, as .1")
+        raise ValueError(f"bench.interval={size.interval}: give a share of the speed-up above 0, such as 0.1")
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Seconds for a whole measurement from `start` on the clock; 0: no limit."""
+    """The time for a measurement: `seconds` from `start`, a value of time.perf_counter(). 0 seconds: no limit."""
 
     seconds: float
     start: float
 
     def until(self, share: float) -> float:
-        """The time on the clock at which that share of them is over; inf without a limit."""
+        """The value of time.perf_counter() at which this share of the time is over; inf without a limit."""
         return self.start + share * self.seconds if self.seconds else inf
 
     def over(self, share: float) -> bool:
-        """Whether that share of them is over."""
+        """Whether this share of the time is over."""
         return time.perf_counter() > self.until(share)
 
 
 def measure(plan: Plan, extra: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The full report: draft length from measured costs, speed with intervals, exactness, parity, greedy decoding."""
+    """Measure in full, and return the report: the draft length or tree chosen by costs, speed with intervals,
+    exactness, parity and greedy decoding. extra: further entries of the report's `extra`. Raises the errors of
+    `refuse`."""
     size = plan.bench
     refuse(size)
     budget = Budget(60 * size.minutes, time.perf_counter())
-    print("bench: what rounds cost, and the draft length that this and the acceptance call for")
+    print("bench: costs of rounds and acceptance, to choose the draft length")
     given, plan = plan.tree, replace(plan, tree=None)
     plan, costs = choose_compiled(plan, budget.until(COSTS))
     texts = plain_texts(plan, FEW if budget.over(COSTS) else BATCH)
@@ -187,8 +190,7 @@ def _timed(plan: Plan, engine: Engine, sampling: Sampling, until: float) -> tupl
 
 
 class TimingDisplay(Display):
-    """The progress of a timing in batches, or, with a deadline on the clock (until < inf), in seconds of the time that
-    it may take; it ends once the interval of the speed-up is narrow, or time is over."""
+    """Shows the progress of a timing: in batches, or in seconds if there is a deadline (until < inf)."""
 
     def __init__(self, batches: int, until: float) -> None:
         self.near, self.first = "no interval yet", time.perf_counter()
@@ -197,15 +199,15 @@ class TimingDisplay(Display):
         super().__init__("bench: timing", total, unit)
 
     def known(self, _: int, within: float) -> None:
-        """Show the distance of the interval's ends from the speed-up, as a share of it."""
+        """Note the largest distance of the interval's ends from the speed-up, as a share of it."""
         if within < inf:
             self.near = f"interval within {100 * within:.0f} % of the speed-up"
 
     def turned(self, done: int) -> None:
-        """Show the number of batches that were timed."""
+        """Show that `done` batches were timed."""
         spent, note = time.perf_counter() - self.first, self.near
         if spent > self.seconds:
-            note += ", time is over: the fewest that tell something come all the same"
+            note += ", time is over: only the batches that an interval needs"
         if self.limited:
             self.to(min(spent, self.seconds), f"{done} batches, {note}")
         else:
@@ -213,11 +215,12 @@ class TimingDisplay(Display):
 
 
 def parity(plan: Plan, k: int, until: float = inf, noise: float = 0.0) -> dict[str, Any] | None:
-    """Target calls predicted and measured on at least `parity_tokens` tokens, or as many as time allows (FEW texts at
-    least), of final prompts with other noise, those not timed first. until: the deadline on the clock; noise: of score
-    gaps, from the verdict.
+    """Compare the predicted and the measured number of target calls, on at least `parity_tokens` tokens, or fewer if
+    the time is over (at least FEW texts).
 
-    None for the coupled rule, whose calls cannot be predicted from the text.
+    The prompts are final ones, beginning after those that were timed, and the random numbers are new. until: the
+    deadline, a value of time.perf_counter(); noise: see `text_figures`. Returns None for the coupled rule, whose calls
+    cannot be predicted from the text.
     """
     size = plan.bench
     count = -(-size.parity_tokens // size.new_tokens)
@@ -246,8 +249,8 @@ def parity(plan: Plan, k: int, until: float = inf, noise: float = 0.0) -> dict[s
 
 
 def greedy(plan: Plan, k: int, late: bool = False) -> dict[str, Any]:
-    """Speculative decoding and n-gram look-up over plain decoding at temperature 0; small models loop there. late: two
-    prompts are enough."""
+    """Speed-up of the draft and of n-gram look-up over plain decoding at temperature 0, where small models repeat
+    themselves. late: the time is over, so only two prompts are used."""
     size, sampling = plan.bench, Sampling(temperature=0)
     arms = [
         engine_arm("speculative", plan.engine(k), sampling, size.new_tokens),
@@ -267,8 +270,8 @@ def greedy(plan: Plan, k: int, late: bool = False) -> dict[str, Any]:
 
 
 def recorded(plan: Plan, extra: Mapping[str, Any]) -> dict[str, Any]:
-    """A few final prompts decoded together in the plan's regime, recorded round by round for the page, with the draft
-    that a report's `extra` names; see `inference.report.replay`."""
+    """Decode a few final prompts and return the record of their rounds for the page, see `inference.report.replay`.
+    extra: the report's, which names the draft length or tree."""
     tree = served_tree(extra)
     engine = replace(plan, tree=tree).engine(tree.depth if tree else extra["planned_k"], REPLAY_ROWS)
     engine.record = Recorder()

@@ -1,4 +1,4 @@
-"""What is measured: a pair of models, its regime, its rule, and the sizes of the benchmark."""
+"""The plan of a measurement: target and draft, regime, verification rule, and the sizes of the benchmark."""
 
 import copy
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from inference.proposers.base import Proposer
 
 
 class CompiledParts(NamedTuple):
-    """Which parts run compiled: the target of plain decoding, the target of rounds, the draft."""
+    """Which models are compiled: the target in plain decoding, the target in speculative rounds, and the draft."""
 
     plain: bool = False
     target: bool = False
@@ -33,7 +33,7 @@ class CompiledParts(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured, and the engines and prompts that measure it."""
+    """A target and a draft to measure, with the engines and prompts for it."""
 
     target: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -41,17 +41,17 @@ class Plan:
     sampling: Sampling
     verify: str
     bench: Bench
-    names: tuple[str, str]  # of target and draft, to print
-    objective: str = "sampled"  # how it drafts; "greedy": its likeliest tokens
+    names: tuple[str, str]  # of target and draft, for messages and the report
+    objective: str = "sampled"  # "sampled": drafts are drawn from q; "greedy": the likeliest tokens are drafted
     compiled: CompiledParts = CompiledParts()
     given: Prompts | None = None  # None: the shipped prompts
-    kind: str = DEFAULT  # of draft
-    known: dict[int, RealRound] = field(default_factory=dict)  # by draft length, of one shape of draft: measured once
-    tree: PlannedTree | None = None  # drafted in place of a chain; before it is measured, one to consider
+    kind: str = DEFAULT  # the draft's
+    known: dict[int, RealRound] = field(default_factory=dict)  # rounds by draft length, shared by all checkpoints
+    tree: PlannedTree | None = None  # drafted instead of a chain; `measure` compares it with the best chain first
 
     @cached_property
     def served(self) -> PreTrainedModel:
-        """The draft as it will be served: itself if dtype and mode are right already, else a copy."""
+        """The draft in evaluation mode and in the dtype of bench.draft_dtype; a copy if it differs from the draft."""
         wanted = self.bench.draft_dtype
         dtype = self.draft.dtype if wanted == "auto" else getattr(torch, wanted)
         if self.draft.dtype == dtype and not self.draft.training:
@@ -64,16 +64,17 @@ class Plan:
 
     @cached_property
     def running(self) -> PreTrainedModel:
-        """The served draft's numbers, in float32 if this machine would emulate their dtype; the 8-bit kernel does
-        not."""
+        """The network that runs: the served draft, in float32 if this machine would emulate its dtype and no 8-bit
+        kernel is used."""
         return self.served if self.int8 else widened(self.served, copied=True)
 
     def student(self, network: PreTrainedModel) -> Student:
-        """A student of the draft's kind with other weights."""
+        """The student of the draft's kind with the weights of `network`."""
         return student_class(self.kind)(network, self.target)
 
     def proposer(self, counted: bool = False) -> Proposer:
-        """The proposer that serves the draft. counted: for counts alone, which are not worth compiling on a CPU."""
+        """The proposer that serves the draft. counted: it counts tokens and is not timed, so it is not compiled on a
+        CPU."""
         compile = None if counted else self.compiled.draft
         greedy, shape = self.objective == "greedy", {}
         if self.tree is not None:
@@ -82,20 +83,20 @@ class Plan:
 
     @cached_property
     def depths(self) -> list[int]:
-        """Draft lengths to choose from: those of bench.depths that the draft reaches, or else its longest."""
+        """The draft lengths to choose from: those of bench.depths that the draft supports, or else its longest."""
         most = self.proposer(counted=True).depths or inf
         return [k for k in self.bench.depths if k <= most] or [int(most)]
 
     def engine(self, k: int, rows: int | None = None, proposer: Proposer | None = None) -> Engine:
-        """The speculative engine. k: drafts of a round, of trees the levels. rows: for counts alone, so many at a time.
-        proposer: another one, of chains."""
+        """The speculative engine. k: draft length, or the levels of a tree. rows: for counting tokens instead of
+        timing: how many are decoded at once. proposer: replaces the draft's; it drafts chains."""
         rule = self.tree.rule if self.tree and proposer is None else self.verify
         return Engine(self.target, proposer or self.proposer(bool(rows)), verify=rule, policy=Fixed(k),
                       tokenizer=self.tokenizer, rows=rows or self.bench.rows,
                       compile=None if rows else self.compiled.target)  # fmt: skip
 
     def plain(self, rows: int | None = None) -> Engine:
-        """The engine that decodes without a draft."""
+        """The engine that decodes without a draft. rows: as in `engine`."""
         compile = None if rows else self.compiled.plain
         return Engine(self.target, tokenizer=self.tokenizer, rows=rows or self.bench.rows, compile=compile)
 
@@ -104,12 +105,11 @@ class Plan:
         return self.given or apart(*shipped_ids(self.tokenizer, self.bench.prompt_tokens), [], "shipped")
 
     def ranking(self, first: int, count: int) -> list[list[int]]:
-        """Prompts `first`, `first` + 1, ... of those that rank checkpoints and draft lengths; they repeat when they run
-        out."""
+        """`count` ranking prompts from number `first` on; after the last one they start again."""
         return _repeated(self.prompts.ranking, first, count)
 
     def final(self, first: int, count: int) -> list[list[int]]:
-        """The same of the prompts that time and check the exported draft."""
+        """`count` final prompts, which time and check the exported draft, as in `ranking`."""
         return _repeated(self.prompts.final, first, count)
 
 

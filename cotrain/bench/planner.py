@@ -1,7 +1,7 @@
-"""What is drafted, from measured costs and expected acceptance: compiled parts, draft length, chain or tree.
+"""Choose from measured costs and expected acceptance which parts are compiled, the draft length, and chain or tree.
 
-Trees are rated by their expected calls (`inference.measure.tree_plan`) and by costs fitted to rounds with a few trees
-that were run. The best ones are then run themselves, and compared with the best chain by what their own rounds took.
+Trees are rated by their expected target calls (`inference.measure.tree_plan`) and by a model of costs, which is fitted
+to the rounds of a few trees. The best trees are then run, and compared with the best chain by the time of their rounds.
 """
 
 import time
@@ -35,36 +35,37 @@ from inference.proposers import kind_of
 from inference.verify import predict_chain
 from inference.verify.tree import chain
 
-BATCH = 32  # rows of decoding that counts tokens and reads no clock
-ALWAYS = (0, 1)  # draft lengths that are considered whatever bench.depths names
-SHAPE = 5  # repeats of each part alone: its level comes from real rounds
-TRIES = 3  # at a length that was chosen before it was run
+BATCH = 32  # rows, if tokens are counted and nothing is timed
+ALWAYS = (0, 1)  # draft lengths that are considered in addition to bench.depths
+SHAPE = 5  # repeats of the timing of each part; few, since the times are scaled to real rounds
+TRIES = 3  # how often the draft length is chosen again after rounds at the chosen length were timed
 
 # a chain's rule -> the rule of trees that may replace it; coupled and match are used only when named
 RULES = {"token": "tree", "block": "traversal", "tree": "tree", "traversal": "traversal"}
-CHILDREN = 4  # of a node, at most
-ENTRIES = 2**27  # entries of the distributions that rate trees: the larger the vocabulary, the fewer texts
-CANDIDATES = 2  # trees that are run
+CHILDREN = 4  # most children of a node
+ENTRIES = 2**27  # most entries of the distributions that rate trees; it limits the number of texts
+CANDIDATES = 2  # how many trees are run
 
 
 @dataclass(frozen=True)
 class MeasuredCosts:
-    """Costs at the level of real rounds, those of each part alone and warm, and the real rounds by draft length."""
+    """alone: the costs of each part, timed separately; rounds: real rounds by draft length; costs: `alone`, scaled to
+    the real rounds (`calibrated`)."""
 
     costs: Costs
     alone: Costs
     rounds: dict[int, RealRound]
 
     def at(self, rounds: dict[int, RealRound]) -> "MeasuredCosts":
-        """The costs with more rounds."""
+        """The costs after more rounds were timed."""
         together = self.rounds | rounds
         return MeasuredCosts(calibrated(self.alone, together), self.alone, together)
 
 
 @dataclass(frozen=True)
 class DraftLength:
-    """k: the draft length that pays best, 0 if plain decoding does; drafting: the best of at least 1, which is measured
-    and exported; speedups[k]: predicted, over plain decoding, k = 0..K."""
+    """k: the fastest draft length, 0 for plain decoding; drafting: the fastest of at least 1, which is measured and
+    exported; speedups[k]: the predicted speed-up over plain decoding, k = 0..K."""
 
     k: int
     drafting: int
@@ -73,9 +74,9 @@ class DraftLength:
 
 @dataclass(frozen=True)
 class MeasuredTree:
-    """A tree that was run in turn with plain decoding and the best chain. tau: tokens per target call, expected on
-    the ranking texts; round: its phases' times; speedup, chain: of the tree and of the best chain over plain decoding,
-    predicted from such rounds."""
+    """A tree that was run in turn with plain decoding and the best chain. tau: expected tokens per target call on the
+    ranking texts; round: the times of its phases; speedup, chain: the speed-up of the tree and of the best chain over
+    plain decoding, predicted from their rounds."""
 
     tree: PlannedTree
     tau: float
@@ -84,7 +85,7 @@ class MeasuredTree:
     chain: float
 
     def words(self) -> str:
-        """What is drafted, in words."""
+        """A description of the tree."""
         tree, kind = self.tree, "likeliest" if self.tree.likeliest else "sampled"
         return f"a tree of {len(tree.parents)} nodes in {tree.depth} levels, {kind} children, {tree.rule}"
 
@@ -93,14 +94,16 @@ class MeasuredTree:
 
 
 def choose_compiled(plan: Plan, until: float = inf) -> tuple[Plan, MeasuredCosts]:
-    """Compile each part if real rounds are faster with it (tried with bench.compile, or on a GPU); the plan with these
-    parts, and its costs. until: the deadline on the clock; nothing is compiled without time to measure it."""
+    """Choose which parts are compiled, by timing real rounds with and without, if bench.compile is set or on a GPU.
+
+    Returns the plan with these parts, and its costs. until: the deadline; if the time to it does not suffice for the
+    compiled measurement, nothing is compiled."""
     plan, began = replace(plan, compiled=CompiledParts()), time.perf_counter()
     eager, now = measured(plan, until), time.perf_counter()
     if not plan.bench.compile and plan.target.device.type != "cuda":
         return plan, eager
-    if now + (now - began) > until:  # the same measurement again, compiled
-        print("bench: nothing is compiled, for want of time: more bench.minutes= would try it")
+    if now + (now - began) > until:  # the compiled measurement takes as long again
+        print("bench: nothing is compiled, since there is no time to measure it: raise bench.minutes=")
         return plan, eager
     both = eager, measured(replace(plan, compiled=CompiledParts(True, True, True)), until)
     k = sorted(plan.depths)[len(plan.depths) // 2]
@@ -111,28 +114,28 @@ def choose_compiled(plan: Plan, until: float = inf) -> tuple[Plan, MeasuredCosts
     plan = replace(plan, compiled=faster)
     if len(set(faster)) == 1:
         return plan, both[faster.plain]
-    mixed = MeasuredCosts(both[0].costs, joined(*(both[on].alone for on in faster)), {})  # another engine than either
+    mixed = MeasuredCosts(both[0].costs, joined(*(both[on].alone for on in faster)), {})  # rounds of it are not known
     return plan, mixed.at(rounds_of(plan, (0, *spans_of(plan.proposer())), until))
 
 
 def measured(plan: Plan, until: float = inf) -> MeasuredCosts:
-    """Costs of the parts, at the level of real rounds of the plan's engines."""
+    """The costs of the parts, scaled to real rounds of the plan's engines."""
     table = costs_of(plan)
     return MeasuredCosts(table, table, {}).at(rounds_of(plan, (0, *spans_of(plan.proposer())), until))
 
 
 def costs_of(plan: Plan, most: int | None = None) -> Costs:
-    """Costs of each part alone, in the middle of a text of the bench's length; most: drafts of a round, by default the
-    longest of the plan's depths."""
+    """The costs of each part, timed separately at the mean context length of the benchmark. most: the longest draft
+    that is timed, by default the longest of the plan's depths."""
     size, prompts = plan.bench, plan.prompts.ranking
     context = sum(map(len, prompts)) // len(prompts) + size.new_tokens // 2
-    target = plan.engine(1).target  # as rounds run it: other slots would be another graph
+    target = plan.engine(1).target  # with the slots of real rounds, so that the same CUDA graph is timed
     K = most or max(plan.depths)
     return measure_costs(target, plan.proposer(), K, context=context, sampling=plan.sampling, repeats=SHAPE)
 
 
 def rounds_of(plan: Plan, lengths: tuple[int, ...], until: float = inf) -> dict[int, RealRound]:
-    """Real rounds on ranking prompts at these draft lengths; length 0 is the plain engine."""
+    """Time real rounds on ranking prompts at these draft lengths; length 0 is plain decoding."""
     size = plan.bench
     drafting = plan.engine(max(1, *lengths)) if any(lengths) else None
     engines = {k: plan.plain() if not k or drafting is None else drafting for k in lengths}
@@ -146,7 +149,7 @@ def rounds_of(plan: Plan, lengths: tuple[int, ...], until: float = inf) -> dict[
 
 
 def plain_texts(plan: Plan, count: int = BATCH) -> Emitted:
-    """Texts decoded plainly from ranking prompts; predictions are made on them, and they are never timed."""
+    """Continue ranking prompts by plain decoding. Predictions are computed on these texts, which are not timed."""
     size = plan.bench
     prompts = plan.ranking(size.quick_prompts, count)
     arm = engine_arm("plain", plan.plain(BATCH), plan.sampling, size.new_tokens)
@@ -154,15 +157,15 @@ def plain_texts(plan: Plan, count: int = BATCH) -> Emitted:
 
 
 def text_figures(plan: Plan, texts: Emitted, k: int, noise: float = 0.0) -> Figures:
-    """Probabilities of both models on texts, at draft length k, in large batches. noise: of score gaps, from a
-    verdict."""
+    """Probabilities of both models on texts, at draft length k, in large batches. noise: the numerical noise of the
+    target's score gaps, from a verdict."""
     engine, proposer = plan.engine(k, BATCH), plan.proposer(counted=True)
     return pair_figures(engine, proposer, texts, plan.sampling, plan.bench.new_tokens, noise)
 
 
 def tau_of(figures: Figures, verify: str, k: int) -> float:
-    """Predicted tokens per target call at draft length k; by the token rule's acceptance for a rule whose own depends
-    on the noise that made the text."""
+    """Predicted tokens per target call at draft length k. For a rule whose acceptance depends on the random numbers
+    that made the text, the token rule's is used instead."""
     reach = reach_of(figures, verify, k)
     reach = reach_of(figures, "token", k) if reach is None else reach
     assert reach is not None
@@ -170,7 +173,7 @@ def tau_of(figures: Figures, verify: str, k: int) -> float:
 
 
 def taus(plan: Plan, texts: Emitted | None = None) -> dict[int, float]:
-    """Predicted tau by draft length, on `texts` or on new `plain_texts`."""
+    """Predicted tau by draft length, on `texts`, by default new `plain_texts`."""
     longest = max(plan.depths)
     figures = text_figures(plan, texts or plain_texts(plan), longest)
     return {k: tau_of(figures, plan.verify, k) for k in range(1, longest + 1)}
@@ -182,8 +185,8 @@ def taus(plan: Plan, texts: Emitted | None = None) -> dict[int, float]:
 def plan_length(
     plan: Plan, costs: MeasuredCosts, tau: Callable[[int], float], until: float = inf
 ) -> tuple[DraftLength, MeasuredCosts]:
-    """The draft length that pays best among 0, 1 and bench.depths. A chosen length without real rounds is run, and the
-    choice made again with its costs."""
+    """Choose the fastest draft length among 0, 1 and bench.depths. If no rounds at the chosen length were timed, time
+    some, and choose again with the costs scaled to them."""
     for _ in range(TRIES):
         length = choose(costs.costs, tau, plan.depths)
         if length.drafting in costs.rounds:
@@ -193,7 +196,7 @@ def plan_length(
 
 
 def choose(costs: Costs, tau: Callable[[int], float], depths: Any) -> DraftLength:
-    """The lengths of least seconds a token (`measure.costs.best_k`); drafting nothing is considered too."""
+    """Choose the draft length with the fewest seconds per token, see `measure.costs.best_k`."""
     speedups = best_k(costs, tau).speedups
     allowed = sorted({*ALWAYS, *depths})
     best, drafting = (max(lengths, key=speedups.__getitem__) for lengths in (allowed, allowed[1:]))
@@ -206,9 +209,10 @@ def choose(costs: Costs, tau: Callable[[int], float], depths: Any) -> DraftLengt
 def best_tree(
     plan: Plan, length: DraftLength, chains: Mapping[int, float], texts: Emitted, until: float = inf
 ) -> MeasuredTree | None:
-    """The tree of at most bench.trees nodes that is fastest by rounds of its own, or the plan's own tree; None if there
-    is none, as for kinds that draft no trees or rules that no tree may replace (`RULES`). length: of the best chain;
-    chains: tau by draft length; texts: decoded plainly, on which both are rated."""
+    """The fastest tree, by its timed rounds, among trees of at most bench.trees nodes and the plan's own tree.
+
+    None if the kind drafts no trees, or the plan's rule has none (`RULES`), or there are no candidates. length: of the
+    best chain; chains: tau by draft length; texts: `plain_texts`, on which trees and chains are rated."""
     given, plan = plan.tree, replace(plan, tree=None)
     if plan.verify not in RULES or not plan.bench.trees and given is None:
         return None
@@ -238,9 +242,11 @@ def best_tree(
 
 
 def plain_distributions(plan: Plan, texts: Emitted, levels: int = 0) -> Distributions | None:
-    """Distributions of both models at the texts, as many as `ENTRIES` holds; None for drafts that cannot branch. Drafts
-    that are no language model have one a depth, from forced rounds of chains: as deep as bench.depths, and at least
-    `levels`."""
+    """The distributions of both models on the texts, on as many as `ENTRIES` allows. None for kinds that draft no
+    trees.
+
+    A draft that is no language model has another distribution at each depth. These come from forced rounds of chains,
+    as deep as the longest of bench.depths, and at least `levels`."""
     if not kind_of(plan.kind).drafts_trees:
         return None
     vocabulary, new = plan.plain(1).target.vocabulary, plan.bench.new_tokens
@@ -257,7 +263,7 @@ def plain_distributions(plan: Plan, texts: Emitted, levels: int = 0) -> Distribu
 
 
 def tree_seconds(plan: Plan, until: float) -> Seconds:
-    """Costs of rounds that draft trees of up to bench.trees nodes, at the level of a few trees that are run."""
+    """A model of the costs of rounds with trees of up to bench.trees nodes, fitted to rounds of a few trees."""
     most, likeliest = plan.bench.trees, plan.objective == "greedy"
     trees = [PlannedTree(parents, "tree", likeliest) for parents in probes(most, max(plan.depths))]
     rounds = rounds_in_turn(plan, trees, until)
@@ -267,7 +273,7 @@ def tree_seconds(plan: Plan, until: float) -> Seconds:
 def rounds_in_turn(
     plan: Plan, drafted: Sequence[PlannedTree | int], until: float
 ) -> dict[PlannedTree | int, RealRound]:
-    """Rounds on ranking prompts of the engines that would serve these trees and chains, in turn; 0 is plain
+    """Time rounds of these trees and chains in turn on ranking prompts. An int is the length of a chain; 0 is plain
     decoding."""
     size, engines = plan.bench, dict[PlannedTree | int, tuple[Engine, int]]()
     for one in drafted:
@@ -282,8 +288,8 @@ def rounds_in_turn(
 
 
 def candidates(plan: Plan, distributions: Distributions, seconds: Seconds) -> list[PlannedTree]:
-    """The best tree under each rule and with each sort of children, in the order of seconds a token. A draft trained
-    for greedy drafting drafts its likeliest tokens; at temperature 0 all children are."""
+    """The best tree for each rule, with sampled and with likeliest children, in the order of seconds per token. With
+    greedy drafting, and at temperature 0, all children are the likeliest tokens."""
     most, sorts = plan.bench.trees, (True,) if _likeliest_only(plan) else (False, True)
     search = Search(distributions, most, min(CHILDREN, most, distributions.p.shape[-1]), {1, *plan.depths}, sorts=sorts)
     ranked = search.ranked(seconds, branching=True)
@@ -291,12 +297,12 @@ def candidates(plan: Plan, distributions: Distributions, seconds: Seconds) -> li
 
 
 def _likeliest_only(plan: Plan) -> bool:
-    """Whether all children are the likeliest tokens, whatever was planned."""
+    """Whether children of trees can only be the likeliest tokens."""
     return plan.objective == "greedy" or plan.sampling.temperature == 0
 
 
 def tree_tau(distributions: Distributions, tree: PlannedTree) -> float:
-    """Tokens per target call expected on the texts, see `reach_under`."""
+    """Expected tokens per target call on the texts, see `reach_under`."""
     reach = reach_under(distributions, tuple(tree.parents), tree.rule, tree.likeliest)
     calls = predict_chain.calls_from(reach, distributions.lengths).sum()
     return tokens_of(distributions.p, distributions.lengths) / float(calls)
@@ -306,7 +312,7 @@ def tree_tau(distributions: Distributions, tree: PlannedTree) -> float:
 
 
 def chain_or_tree(length: DraftLength, tree: MeasuredTree | None) -> tuple[MeasuredTree | None, str]:
-    """The tree if it is expected to be faster than the best chain, else None; and the choice in words."""
+    """Return the tree if it is expected to be faster than the best chain, else None; and a line about the choice."""
     k = length.drafting
     if tree is None:
         return None, f"draft length {k}"
@@ -318,8 +324,8 @@ def chain_or_tree(length: DraftLength, tree: MeasuredTree | None) -> tuple[Measu
 def plan_entries(
     length: DraftLength, best: MeasuredTree | None, served: MeasuredTree | None, rule: str
 ) -> dict[str, Any]:
-    """A report's entries about the plan: the chain's length, and the tree that is drafted in its place. best: the best
-    tree, which may not be served; rule: of chains."""
+    """The report's entries about the plan: the chain's length, and the tree that is drafted instead, if any. best: the
+    fastest tree, served or not; rule: the rule for chains."""
     tree = served.tree if served else None
     speedups = {"chain": best.chain, "tree": best.speedup} if best else None
     return {
@@ -334,15 +340,15 @@ def plan_entries(
 
 
 def served_tree(extra: Mapping[str, Any]) -> PlannedTree | None:
-    """The tree that a report's `extra` names as drafted, None for chains."""
+    """The tree that was drafted according to a report's `extra`; None for chains."""
     if not extra.get("planned_shape"):
         return None
     return PlannedTree(extra["planned_shape"], extra["planned_rule"], extra["planned_likeliest"])
 
 
 def advice(length: DraftLength, speedup: Interval, tree: MeasuredTree | None = None) -> str | None:
-    """A sentence for the user if drafting does not make decoding faster here, else None. speedup: measured over plain
-    decoding at length.drafting, or with the tree that is served in its place."""
+    """A sentence for the user if no speed-up was measured, else None. speedup: the measured one over plain decoding, at
+    length.drafting or with `tree`."""
     drafted = f"{speedup.value:.2f}x " + (f"with {tree.words()}" if tree else f"at k = {length.drafting}")
     predicted = tree.speedup if tree else length.speedups[length.drafting]
     if speedup.faster is False:
@@ -350,6 +356,6 @@ def advice(length: DraftLength, speedup: Interval, tree: MeasuredTree | None = N
                 "draft length does better; serve without this draft, or train a smaller or better one")  # fmt: skip
     if speedup.faster is None:
         better = ", or train a smaller or better draft" if predicted <= 1 else ""
-        return (f"no speed-up is shown: {drafted}, {predicted:.2f}x predicted, and its interval holds 1; time more "
+        return (f"no speed-up is shown: {drafted}, {predicted:.2f}x predicted, and its interval contains 1; time more "
                 f"prompts (bench.minutes=){better}")  # fmt: skip
     return None

@@ -18,9 +18,11 @@ Load = Callable[[str], PreTrainedModel]  # the target in a quantisation of `targ
 
 def table(plan: Plan, load: Load, targets: Sequence[str], drafts: Sequence[str], temperatures: Sequence[float], k: int,
           say: Callable[[str], None] = print) -> list[dict[str, Any]]:  # fmt: skip
-    """One entry a target, temperature and draft: alpha = sum_v min(p, q) and tau(k) on texts of this quantised target,
-    and the speed-up over its own plain decoding on a few prompts; nf4 drafts are timed with their rounded weights in
-    bfloat16. alpha is that of a round's first draft if the draft's distribution depends on the depth."""
+    """Measure each target quantisation, temperature and draft quantisation. Returns one entry per combination.
+
+    alpha = sum_v min(p, q) and tau at draft length k are computed on texts of the quantised target. If q depends on the
+    depth, alpha is that of a round's first draft. The speed-up is over plain decoding of this target, on a few prompts;
+    nf4 drafts are timed with their rounded weights in bfloat16."""
     cells = []
     for target in targets:
         plan = replace(plan, target=load(target))
@@ -51,7 +53,7 @@ def _cell(plan: Plan, texts: Any, k: int) -> dict[str, Any]:
     size, sampling = plan.bench, plan.sampling
     counted = plan.student(plan.draft).proposer(greedy=plan.objective == "greedy")
     figures = pair_figures(plan.engine(k, BATCH), counted, texts, sampling, size.new_tokens, 0.0)
-    tokens, drafted = figures.lengths.sum(), figures.k > 0  # where a round drafts
+    tokens, drafted = figures.lengths.sum(), figures.k > 0  # positions at which a round has drafts
     arms = [engine_arm("speculative", plan.engine(k), sampling, size.new_tokens),
             engine_arm("plain", plan.plain(), sampling, size.new_tokens)]  # fmt: skip
     timing = interleave(arms, plan.ranking(0, size.quick_prompts), size.rows, size.seed)

@@ -1,7 +1,7 @@
-"""Acceptance of a draft in a running server, compared with this engine's, predicted and measured in the same mode.
+"""Compare the tau of a draft in a running server with the tau predicted on its texts, and with this engine's.
 
-A server's first token of a text comes from its prefill, without a round, so its tau is (tokens - texts) / rounds; in
-this engine every token comes from a round. A server's counters give the rounds of all texts together.
+A server samples the first token of a text in the prefill, without a round, so its tau is (tokens - texts) / rounds. In
+this engine every token comes from a round. A server's counters give only the total of rounds of all texts.
 """
 
 import time
@@ -29,9 +29,9 @@ Ask = Callable[[list[list[int]], int], Answer]  # prompts, concurrent requests
 
 @dataclass(frozen=True)
 class Parity:
-    """served: tau of the server; predicted: on its own texts for its drafting mode (z: standard score of its rounds);
-    ours: tau of this engine on the same prompts; ratio: served over ours, bootstrapped over prompts; speed: tokens a
-    second, over HTTP."""
+    """served: the server's tau; predicted: the tau predicted on the server's texts; z: standard score of the server's
+    rounds under this prediction; ours: this engine's tau on the same prompts; ratio: served / ours, bootstrapped over
+    prompts; speed: the server's tokens per second, over HTTP."""
 
     tokens: int
     speed: float
@@ -44,8 +44,8 @@ class Parity:
 
     @property
     def passed(self) -> bool:
-        """Whether the server's tau is within the tolerance of the prediction on its own texts, and of this engine's tau
-        (on other texts) as far as the interval shows."""
+        """Whether the server's tau is within `TOLERANCE` of the predicted one, and the interval of `ratio` is not
+        wholly outside 1 ± `TOLERANCE`."""
         differs = self.ratio.low > 1 + TOLERANCE or self.ratio.high < 1 - TOLERANCE
         return abs(self.served / self.predicted - 1) <= TOLERANCE and not differs
 
@@ -72,7 +72,7 @@ def over_http(client: Client, plan: Plan) -> Ask:
         )
         seconds, after = time.perf_counter() - clock, stable_counters(client)
         if any(one.ids is None for one in answers):
-            raise ValueError("url: the server tells no token ids (vLLM does), so nothing can be predicted on its texts")
+            raise ValueError("url: the server returns no token ids, which the prediction needs; vLLM returns them")
         counted = after - before if after and before else None
         return [one.ids or [] for one in answers], seconds, counted
 
@@ -80,13 +80,13 @@ def over_http(client: Client, plan: Plan) -> Ask:
 
 
 def parity(plan: Plan, ask: Ask, k: int, at_once: int) -> Parity:
-    """Served and own tau on the same prompts, drafting as the plan says. Raises ValueError if the server's counters did
-    not move."""
+    """Measure the server's tau and this engine's on the same prompts, at draft length k. at_once: concurrent requests.
+    Raises ValueError if the server counted no drafts."""
     draft = plan.proposer()
     prompts = plan.final(0, plan.bench.prompts)
     tokens, seconds, counted = ask(prompts, at_once)
     if not counted or not counted.rounds:
-        raise ValueError("url: the server counted no drafts: it serves without a draft, or hides its metrics")
+        raise ValueError("url: the server counted no drafts: it serves without a draft, or does not show its metrics")
     own = engine_arm("own", plan.engine(k, BATCH, proposer=draft), plan.sampling, plan.bench.new_tokens)
     ours = interleave([own], prompts, BATCH, plan.bench.seed, warmup=0).texts("own")
     rounds, sigma = rounds_expected(plan, draft, k, prompts, tokens)
@@ -108,19 +108,20 @@ def parity(plan: Plan, ask: Ask, k: int, at_once: int) -> Parity:
 def rounds_expected(
     plan: Plan, draft: Proposer, k: int, prompts: list[list[int]], tokens: list[list[int]]
 ) -> tuple[np.ndarray, float]:
-    """Expected rounds of each text, whose first token comes from the prefill -> (N,), and sigma of their sum."""
+    """The expected rounds of each text (N,), without its first token, and the standard deviation of their sum."""
     starts = [[*prompt, text[0]] for prompt, text in zip(prompts, tokens, strict=True)]
     rest = Emitted(starts, row_ids(starts), [text[1:] for text in tokens], [Counts() for _ in tokens])
     engine = plan.engine(k, BATCH, proposer=draft)
     figures = pair_figures(engine, draft, rest, plan.sampling, plan.bench.new_tokens, 0.0)
-    reach = reach_of(figures, "token")  # as servers verify
+    reach = reach_of(figures, "token")  # servers use the token rule
     assert reach is not None
     calls = predict_chain.calls_from(reach, figures.lengths)
     return calls.numpy(), float(predict_chain.variance_from(reach, figures.lengths).sum().sqrt())
 
 
 def _ratio(served: np.ndarray, ours: np.ndarray) -> Interval:
-    """Ratio of the two taus, each of (tokens, rounds) by prompt (N, 2), resampled by prompt."""
+    """The ratio of two taus with its bootstrap interval over prompts. served, ours (N, 2): tokens and rounds by
+    prompt."""
 
     def tau(pairs: np.ndarray) -> np.ndarray:
         total = pairs.sum(-2)

@@ -1,1 +1,1 @@
-"""What a training run writes to TensorBoard: names, groups and steps of its curves, texts and final figures."""
+"""The logging of a training run to TensorBoard and Weights & Biases: curves, texts and final figures."""

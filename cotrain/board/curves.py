@@ -1,6 +1,6 @@
-"""What a run writes to its loggers: TensorBoard always, Weights & Biases if trainer.logger asks for it.
+"""The loggers of a run: TensorBoard always, and Weights & Biases with trainer.logger=wandb.
 
-Curves while it trains, and its final figures with the settings that it had.
+They receive curves during training, and at the end the final figures and the settings.
 """
 
 import os
@@ -22,9 +22,9 @@ from cotrain.ranks import rank
 from inference.drafts.atomic import write_atomic
 
 WANDB = "wandb"
-RUN_ID = "wandb_run.txt"  # in the run's folder, so that a resumed run continues its curves
+RUN_ID = "wandb_run.txt"  # the file with the id of the run at Weights & Biases, so that a resumed run continues it
 
-# settings that tell runs of one user apart: columns of TensorBoard's table of hyperparameters
+# the settings in TensorBoard's table of hyperparameters: those in which runs usually differ
 SHOWN = ("label", "target.path", "quantisation.kind", "draft.kind", "draft.layers", "draft.width", "draft.quantisation",
          "init.kind", "init.layers", "init.cosine", "loss.first", "loss.then", "loss.switch", "optimizer.lr",
          "optimizer.weight_decay", "trainer.steps", "trainer.minutes", "minutes", "trainer.batch", "trainer.accumulate",
@@ -33,17 +33,17 @@ SHOWN = ("label", "target.path", "quantisation.kind", "draft.kind", "draft.layer
 
 
 def tensorboard(folder: Path, again: int | None = None) -> TensorBoardLogger:
-    """The logger of a run's folder, under the folder's name, which TensorBoard shows. again: a resumed run's first
-    step; curves from there on are replaced."""
+    """The TensorBoard logger of a run; TensorBoard shows it under the name of the folder. again: the first step of a
+    resumed run, from which on curves are replaced."""
     return TensorBoardLogger(folder / tags.CURVES, name="", version=folder.resolve().name, purge_step=again)
 
 
 @contextmanager
 def others(cfg: TrainConfig, folder: Path) -> Iterator[list[Logger]]:
-    """The logger that trainer.logger= adds to TensorBoard's, with the run's settings; it ends with the run. Empty
-    in every process but the first.
+    """Yield the loggers that trainer.logger= adds to TensorBoard, and close them when the block ends. The list is
+    empty in all processes but the first.
 
-    Raises UserError if Weights & Biases rejects the run, as without a login.
+    Raises UserError if Weights & Biases rejects the run, for example without a login.
     """
     if cfg.trainer.logger != WANDB or rank():
         yield []
@@ -58,7 +58,7 @@ def others(cfg: TrainConfig, folder: Path) -> Iterator[list[Logger]]:
 
 
 def _wandb(cfg: TrainConfig, folder: Path) -> WandbLogger:
-    """The project is WANDB_PROJECT of the environment, or cotrain."""
+    """The logger for Weights & Biases. Its project is the environment variable WANDB_PROJECT, or cotrain."""
     import wandb
 
     project, file = os.environ.get("WANDB_PROJECT", "cotrain"), folder / RUN_ID
@@ -74,14 +74,14 @@ def _wandb(cfg: TrainConfig, folder: Path) -> WandbLogger:
 
 
 def log(trainer: lightning.Trainer, figures: Mapping[str, float], step: int) -> None:
-    """Write figures to every logger of the trainer, at x = steps done."""
+    """Write figures to every logger of the trainer. step: the number of optimiser steps done."""
     for logger in trainer.loggers:
         logger.log_metrics(dict(figures), step)
 
 
 def final_figures(alpha: float, tau: float, report: Mapping[str, Any]) -> dict[str, float]:
-    """Figures of the exported draft, or the last one: acceptance and tau of all held-out texts in the regime, and, if
-    it was measured (else report is empty), the speed-up with its interval, the timed tau, and exactness as 1 or 0."""
+    """The final figures of a run: acceptance and tau on all held-out texts in the regime. If the draft was measured
+    (report is not empty), also the speed-up with its interval, the timed tau, and exactness as 1 or 0."""
     held_out = {"acceptance": alpha, "tau": tau}
     if not report:
         return held_out
@@ -93,8 +93,8 @@ def final_figures(alpha: float, tau: float, report: Mapping[str, Any]) -> dict[s
 
 
 def write_final(cfg: TrainConfig, loggers: Sequence[Logger], step: int, figures: Mapping[str, float]) -> None:
-    """Write final figures to each logger at the last step; to TensorBoard with the settings (`SHOWN`) of the run's row
-    in its table of hyperparameters."""
+    """Write final figures to each logger at the last step. In TensorBoard they and the settings `SHOWN` also make a row
+    of the table of hyperparameters."""
     settings = dict(flat(OmegaConf.to_container(cast(Any, cfg), resolve=True)))
     named = {f"{tags.FINAL}/{name}": value for name, value in figures.items()}
     for logger in loggers:

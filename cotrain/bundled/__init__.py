@@ -1,1 +1,1 @@
-"""The shipped target and its tokenizer, and how they were made."""
+"""Pretraining of the bundled target and its tokenizer, and the n-gram baselines in its model card."""

@@ -1,7 +1,7 @@
 """Baselines without a network: an interpolated Kneser-Ney n-gram model, and a bigram table as a draft.
 
-N tokens of a training stream, M of a scored one, V vocabulary, n order, G distinct k-grams, H contexts.
-A k-gram w_1..w_k is packed into one int64, its first token in front: ((w_1 V + w_2) V + ..) + w_k.
+N tokens in training, M tokens in scoring, V vocabulary, n order, G distinct k-grams, H contexts.
+A k-gram w_1..w_k is packed into one int64, first token first: ((w_1 V + w_2) V + ..) + w_k.
 """
 
 import math
@@ -15,12 +15,13 @@ from torch import Tensor
 from cotrain.data.sources import Blocks
 from cotrain.losses import alpha
 
-FALLBACK = (0.5, 1.0, 1.5)  # discounts where counts of counts give none, as KenLM's --discount_fallback
+FALLBACK = (0.5, 1.0, 1.5)  # discounts if the counts define none, as with KenLM's --discount_fallback
 
 
 @dataclass(frozen=True)
 class Level:
-    """One order k: sorted k-grams hw with discounted shares, sorted contexts h with what is left."""
+    """The model of one order k: the sorted k-grams hw with their discounted shares, and the sorted contexts h with the
+    probability that is left for the shorter context."""
 
     grams: np.ndarray  # (G,)
     share: np.ndarray  # (G,) (c(hw) - D(c(hw))) / c(h)
@@ -29,7 +30,7 @@ class Level:
 
     @classmethod
     def of(cls, grams: np.ndarray, counts: np.ndarray, vocabulary: int) -> "Level":
-        """From the sorted packed k-grams (G,) and their counts (G,)."""
+        """Build a level from the sorted packed k-grams (G,) and their counts (G,)."""
         cut = discounts(counts)[np.minimum(counts, 3)]
         contexts, starts, sizes = np.unique(grams // vocabulary, return_index=True, return_counts=True)
         total = np.add.reduceat(counts, starts)  # c(h), (H,)
@@ -39,20 +40,20 @@ class Level:
 
 @dataclass(frozen=True)
 class KneserNey:
-    """Modified Kneser-Ney, interpolated (Chen and Goodman 1998, TR-10-98), made by `KneserNey.train`."""
+    """Interpolated modified Kneser-Ney (Chen and Goodman 1998, TR-10-98); built by `KneserNey.train`."""
 
     vocabulary: int
     levels: list[Level]  # orders 1..n
 
     @classmethod
     def train(cls, stream: np.ndarray, order: int, vocabulary: int) -> "KneserNey":
-        """Counts the n-grams of a stream of token ids (N,).
+        """Count the n-grams of a stream of token ids (N,).
 
         P_k(w|h) = (c_k(hw) - D(c_k(hw))) / c_k(h) + left(h) P_{k-1}(w|h'), with h' = h without its first
         token, left(h) = sum_w D(c_k(hw)) / c_k(h), c_k(h) = sum_w c_k(hw), P_0 = 1/V. c_n counts occurrences;
-        below n, c_k(w_1..w_k) is the number of different tokens seen before that k-gram. D is `discounts` of
-        each order's own counts. At its peak about 60 bytes a token of text, 200 if no n-gram repeats.
-        Raises ValueError when V**order does not fit 63 bits, for ids outside the vocabulary and for a stream
+        for k < n, c_k(w_1..w_k) is the number of distinct tokens seen before this k-gram. D is `discounts` of the
+        counts of the same order. The peak memory is about 60 bytes per token, or 200 if no n-gram repeats.
+        Raises ValueError if V**order does not fit into 63 bits, for ids outside the vocabulary, and for a stream
         shorter than the order.
         """
         if order < 1 or vocabulary < 1 or vocabulary**order > 2**63:
@@ -62,16 +63,16 @@ class KneserNey:
         grams, counts = np.unique(pack(stream, order, vocabulary), return_counts=True)
         levels = [Level.of(grams, counts, vocabulary)]
         for k in reversed(range(1, order)):
-            # each distinct (k+1)-gram is one different token before its last k
+            # each distinct (k+1)-gram adds one distinct token before its last k tokens
             grams, counts = np.unique(grams % vocabulary**k, return_counts=True)
             levels.append(Level.of(grams, counts, vocabulary))
         return cls(vocabulary, levels[::-1])
 
     def log_prob(self, ids: np.ndarray) -> np.ndarray:
-        """log P of each of ids (M,) given up to n - 1 tokens before it in ids, (M,) float64, in nats.
+        """log P of each token of ids (M,) given up to n - 1 tokens before it -> (M,) float64, in nats.
 
-        A context never seen in training leaves all its mass to the shorter one. Exactly normalised over V.
-        Raises ValueError for ids outside the vocabulary.
+        For a context that was not seen in training, the shorter context is used. P sums to 1 over V. Raises ValueError
+        for ids outside the vocabulary.
         """
         probs = np.full(len(ids), 1 / self.vocabulary)
         for k, level in enumerate(self.levels, 1):
@@ -83,7 +84,7 @@ class KneserNey:
 
 
 def pack(ids: np.ndarray, k: int, vocabulary: int) -> np.ndarray:
-    """The k-grams of ids (M,), packed, (max(M - k + 1, 0),) int64.
+    """The packed k-grams of ids (M,) -> (max(M - k + 1, 0),) int64.
 
     Raises ValueError for ids outside 0..V-1.
     """
@@ -97,10 +98,10 @@ def pack(ids: np.ndarray, k: int, vocabulary: int) -> np.ndarray:
 
 
 def discounts(counts: np.ndarray) -> np.ndarray:
-    """(0, D_1, D_2, D_3+), what is taken off counts 0, 1, 2 and more (Chen and Goodman 1998).
+    """The discounts (0, D_1, D_2, D_3+) of the counts 0, 1, 2 and 3 or more (Chen and Goodman 1998).
 
     With n_i the number of counts that equal i, Y = n_1 / (n_1 + 2 n_2) and D_i = i - (i + 1) Y n_{i+1} / n_i.
-    Where some n_1..n_4 is 0 or some D_i is not positive they are 1/2, 1 and 3/2.
+    If one of n_1..n_4 is 0, or one D_i is not positive, the discounts are `FALLBACK`.
     """
     n = np.bincount(np.minimum(counts, 5), minlength=6)[1:5].astype(float)
     if (n == 0).any():
@@ -111,15 +112,15 @@ def discounts(counts: np.ndarray) -> np.ndarray:
 
 
 def find(keys: np.ndarray, values: np.ndarray, wanted: np.ndarray, default: float) -> np.ndarray:
-    """values at the sorted keys that equal `wanted`, else the default; shaped as `wanted`."""
+    """The value of each key in `wanted`, or `default` for a missing one; shaped as `wanted`. keys must be sorted."""
     at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
     return np.where(keys[at] == wanted, values[at], default)
 
 
 def bigram(stream: Tensor, vocabulary: int, add: float) -> Tensor:
-    """P(w|v) = (c(vw) + add) / (c(v) + add V) from a stream of token ids (N,) -> (V,V) float64, rows v.
+    """P(w|v) = (c(vw) + add) / (c(v) + add V) from a stream of token ids (N,) -> (V, V) float64, rows v.
 
-    Raises ValueError unless add > 0 (a token never seen would have no distribution) and for ids outside 0..V-1.
+    Raises ValueError for ids outside 0..V-1, and unless add > 0, since unseen tokens v would have no distribution.
     """
     if not add > 0:
         raise ValueError(f"add must be positive, not {add}")
@@ -129,10 +130,10 @@ def bigram(stream: Tensor, vocabulary: int, add: float) -> Tensor:
 
 
 def bigram_alpha(probs: Tensor, chunks: Iterable[tuple[Tensor, Tensor]]) -> float:
-    """Mean acceptance sum_v min(p, q) of a bigram table distribution (V,V) as the draft q, over all positions.
+    """Mean acceptance sum_v min(p, q) over all positions, with the bigram table `probs` (V, V) as the draft q.
 
-    Each chunk is ids (B,T) and log p (B,T,V), the target's distribution of the token that follows ids[b,t].
-    Raises ValueError when there is no position.
+    Each chunk is ids (B, T) and log p (B, T, V), the target's distribution of the token after ids[b, t].
+    Raises ValueError if there is no position.
     """
     logs = probs.log()
     total, positions = 0.0, 0
@@ -145,16 +146,17 @@ def bigram_alpha(probs: Tensor, chunks: Iterable[tuple[Tensor, Tensor]]) -> floa
 
 
 def bits_per_byte(nats: float, size: float) -> float:
-    """nats / (ln 2 * size): what a text of `size` bytes costs, in bits a byte."""
+    """nats / (ln 2 * size): the bits per byte of a text of `size` bytes whose negative log probability is `nats`."""
     return nats / size / math.log(2)
 
 
 def evaluate(train: Blocks, held_out: Blocks, sizes: Tensor, order: int = 5) -> dict[str, float]:
-    """Held-out bits per byte of Kneser-Ney, by "trained on/measured on": all/D and D/D of each domain D.
+    """Held-out bits per byte of Kneser-Ney for each domain D, with the keys "all/D" (trained on all domains) and "D/D"
+    (trained on D).
 
-    sizes (V,): bytes of each id. Tokens 1.. of every held-out block count, as for a network, but the context
-    runs over the whole stream of the domain's blocks, which favours the n-gram model.
-    Raises ValueError when the two splits name other domains.
+    sizes (V,): bytes of each id. As for a network, the first token of each held-out block is not scored. Unlike for a
+    network, contexts reach into earlier blocks, which favours the n-gram model. Raises ValueError if the splits have
+    different domains.
     """
     if train.domains != held_out.domains:
         raise ValueError(f"train has domains {train.domains}, held-out {held_out.domains}")

@@ -1,4 +1,4 @@
-"""Training the bundled target: a small Llama on the embedded corpora, in resumable phases."""
+"""Pretrain the bundled target, a small Llama, on the embedded corpora, in resumable phases."""
 
 import copy
 import json
@@ -47,7 +47,7 @@ the train split's code, used as draft, is accepted with probability {bigram:.3f}
 
 
 class LanguageModel(lightning.LightningModule):
-    """Next-token cross-entropy; validation in bits per byte of text, one figure a domain."""
+    """Trains on next-token cross-entropy, and validates in bits per byte of text, by domain."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ def llama(
     context: int,
     head_dim: int = 64,
 ) -> LlamaForCausalLM:
-    """A Llama with random weights and tied embeddings; ids 0 and 1 end and pad (see tokenizer.py)."""
+    """A Llama with random weights and tied embeddings. Id 0 ends a text and id 1 pads, see tokenizer.py."""
     config = LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=width,
@@ -121,13 +121,13 @@ def llama(
 
 
 def compile_layers(network: PreTrainedModel) -> None:
-    """Compile each decoder layer once; all share one graph, so this costs seconds, not minutes."""
+    """Compile each decoder layer. All layers share one graph, so this takes seconds instead of minutes."""
     for layer in network.model.layers:
         layer.compile()
 
 
 class Phase(Callback):
-    """Ends a training phase after so many minutes; the next phase resumes from its checkpoint."""
+    """Ends a training phase after `minutes`; the next phase resumes from its checkpoint."""
 
     def __init__(self, minutes: float) -> None:
         self.end = time.monotonic() + 60 * minutes
@@ -140,7 +140,8 @@ def fit(
     module: LanguageModel, train: Blocks, held_out: Blocks, folder: Path, *, batch: int, steps: int, minutes: float,
     seed: int, every: int, precision: Any,
 ) -> float:  # fmt: skip
-    """Train to `steps` optimiser steps or for `minutes` in this phase; resumes folder/last.ckpt. Returns seconds."""
+    """Train up to `steps` optimiser steps in total, or for `minutes`; return the seconds that this phase took. Resumes
+    from folder/last.ckpt if it exists."""
     last = folder / "last.ckpt"
     done = read_saved(last)["global_step"] if last.exists() else 0
     order = SeededOrder(len(train), seed, start=done * batch)
@@ -167,7 +168,7 @@ def fit(
 
 
 def measure(module: LanguageModel, held_out: Blocks, batch: int, precision: Any) -> dict[str, float]:
-    """Held-out bits per byte by domain, over every block."""
+    """Bits per byte on all held-out blocks, by domain."""
     trainer = lightning.Trainer(devices=1, precision=precision, logger=False, enable_checkpointing=False)
     trainer.validate(module, DataLoader(held_out, batch_size=batch), verbose=False)
     return module.bits_per_byte()
@@ -176,7 +177,7 @@ def measure(module: LanguageModel, held_out: Blocks, batch: int, precision: Any)
 def write_target(
     network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, card: dict[str, Any]
 ) -> None:
-    """The finished target in bfloat16 with its tokenizer and model card, replacing what is there."""
+    """Write the target in bfloat16 with its tokenizer and model card; replaces an existing folder."""
     with new_folder(folder, replace=True) as new:
         half: Any = copy.deepcopy(network)
         half.to(torch.bfloat16)
@@ -187,7 +188,7 @@ def write_target(
 
 
 def model_card(card: dict[str, Any]) -> str:
-    """Markdown of a card made by `cotrain pretrain`: what the model is, its data, how well it predicts."""
+    """The model card in Markdown, from the figures that `cotrain pretrain` collected."""
     where, grams = card["environment"], card["five_gram"]
     bits = [
         f"| {name} | {entry:.3f} | {grams[name]:.3f} | {entry / grams[name] - 1:+.1%} |"

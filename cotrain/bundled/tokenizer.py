@@ -11,7 +11,7 @@ END, PAD = "<|endoftext|>", "<|pad|>"
 
 
 def train_tokenizer(texts: Iterable[str], size: int, context: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of `size` tokens; id 0 ends a text and id 1 pads."""
+    """Train a byte-level BPE of `size` tokens. Id 0 ends a text and id 1 pads."""
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
@@ -33,8 +33,8 @@ def train_tokenizer(texts: Iterable[str], size: int, context: int) -> PreTrained
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
-    """UTF-8 bytes that each id stands for, (V,) int64; 0 for special tokens. Byte-level BPE only."""
+    """The number of UTF-8 bytes of each id, (V,) int64; 0 for special tokens. For byte-level BPE only."""
     special = set(tokenizer.all_special_ids)
     names = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
-    # one character a byte in the byte-level alphabet
+    # the byte-level alphabet writes one character per byte
     return torch.tensor([0 if i in special else len(name) for i, name in enumerate(names)])

@@ -1,1 +1,1 @@
-"""One file a command: `run(cfg)` does what `cotrain NAME` asks."""
+"""One file per command: `run(cfg)` executes `cotrain NAME`."""

@@ -34,16 +34,16 @@ from inference.report.table import headline, table
 
 
 def _refuse_matrix(cfg: BenchConfig, kind: str, pair: Pair) -> None:
-    """Raise UserError, naming the key, for a matrix that could not be measured once all else was."""
+    """Raise UserError, naming the key, for a matrix that cannot be measured, before anything is measured."""
     asked, regime = cfg.matrix, cfg.regime
     if asked.vllm and kind != DEFAULT:
-        raise UserError(f"matrix.vllm: only {DEFAULT} drafts are served here, draft.path={cfg.draft.path} is {kind}")
+        raise UserError(f"matrix.vllm: vLLM is measured with {DEFAULT} drafts, draft.path={cfg.draft.path} is {kind}")
     if asked.vllm and cfg.target.adapter:
-        raise UserError("matrix.vllm: it would serve the target without target.adapter=; merge it into a folder first")
+        raise UserError("matrix.vllm: vLLM would ignore target.adapter=; merge the adapter into a target folder first")
     if asked.vllm and (regime.top_k or regime.top_p != 1):
-        raise UserError("matrix.vllm: it is asked for a temperature alone: regime.top_k=0 regime.top_p=1")
+        raise UserError("matrix.vllm: vLLM is measured without top-k and top-p: regime.top_k=0 regime.top_p=1")
     if asked.vllm and shutil.which(asked.vllm) is None:
-        raise UserError(f"matrix.vllm={asked.vllm} is no interpreter: name that of a vLLM installation")
+        raise UserError(f"matrix.vllm={asked.vllm} is not an interpreter: name that of a vLLM installation")
     if wrong := sorted(set(asked.drafts) - set(quantised.QUANTISATIONS)):
         raise UserError(f"matrix.drafts: {wrong[0]!r} is none of {', '.join(quantised.QUANTISATIONS)}")
     if asked.targets and "nf4" in asked.drafts and find_spec("bitsandbytes") is None:
@@ -64,8 +64,8 @@ def _grid(cfg: BenchConfig, logs: Path) -> Grid:
 
 
 def _refuse(cfg: BenchConfig, kind: str, pair: Pair) -> None:
-    """Raise UserError or ValueError, before weights are loaded, for texts that do not fit both models and weights that
-    cannot be held as asked."""
+    """Raise UserError or ValueError, before weights are loaded, if texts do not fit into the context of both models, or
+    the target cannot be quantised as asked."""
     for bits in (cfg.quantisation.kind, *cfg.matrix.targets):
         refuse_rounded(kind, bits, pair.target)
     size, room = cfg.bench, min(holds(model.config) for model in (pair.target, pair.draft) if model is not None)
@@ -74,8 +74,7 @@ def _refuse(cfg: BenchConfig, kind: str, pair: Pair) -> None:
 
 
 def prompts(cfg: BenchConfig, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Prompts:
-    """What is measured on: of data.path, no text that a draft was trained on by these settings; without it, those
-    shipped."""
+    """The prompts to measure on: those of data.path that are not in the training split, or else the shipped ones."""
     tokens, seed = cfg.bench.prompt_tokens, cfg.bench.seed
     if cfg.data.path is None:
         return apart(*shipped_ids(tokenizer, tokens), [], "shipped")
@@ -97,12 +96,12 @@ def _bits(cfg: BenchConfig, plan: measurement.Plan) -> list[dict[str, Any]]:
 
 
 def _write(folder: Path, report: dict[str, Any]) -> None:
-    """report.json; ends of intervals that one batch cannot tell are null: NaN is no JSON."""
+    """Write report.json. NaN, such as the interval of a single batch, becomes null."""
     write_atomic(folder / "report.json", json.dumps(strict(report), indent=2, allow_nan=False) + "\n")
 
 
 def run(cfg: BenchConfig) -> None:
-    """Measure and write report.json in `output`."""
+    """Measure, write report.json and the page to `output`, and print the report."""
     if cfg.draft.path is None:
         raise UserError("name the draft folder with draft.path=")
     settle(cfg.threads, cfg.bench.seed)
@@ -113,7 +112,7 @@ def run(cfg: BenchConfig) -> None:
 
 
 def _measured(cfg: BenchConfig, draft_path: str) -> dict[str, Any]:
-    """The report, which is written too."""
+    """Measure the draft, write the report and the replay, and return the report."""
     path = resolved(cfg)
     measurement.refuse(cfg.bench)
     refuse(cfg.output, cfg.overwrite)

@@ -14,7 +14,7 @@ from inference.report.build import environment
 
 
 def run(cfg: CompareConfig) -> None:
-    """Print the table; with `report=`, keep it with all figures as JSON."""
+    """Print the table; with `report=`, also write all figures to a JSON file."""
     if cfg.report:
         file = Path(cfg.report)
         if file.is_file() and '"gains"' not in file.read_text(encoding="utf-8", errors="replace"):

@@ -1,4 +1,4 @@
-"""`cotrain datastore`: a corpus in which drafts are looked up."""
+"""`cotrain datastore`: index a corpus in which drafts are looked up."""
 
 from collections.abc import Iterator
 
@@ -16,7 +16,7 @@ from inference.request import ends_of
 
 
 def run(cfg: DatastoreConfig) -> None:
-    """Tokenize the training split of the texts as the target does, and write the folder."""
+    """Tokenize the training split with the target's tokenizer, and write the datastore to `output`."""
     refuse_replaced(cfg.output, ABOUT)
     writable("output", cfg.output)
     try:
@@ -35,7 +35,7 @@ def run(cfg: DatastoreConfig) -> None:
 
 
 def _documents(source: Source) -> Iterator[list[int]]:
-    """Ids of each text, of conversations with their completions."""
+    """Yield the ids of each text, or of each prompt with its completion."""
     if isinstance(source, PromptRows):
         yield from ([*row["prompt"], *row["completion"]] for row in source.rows)
         return

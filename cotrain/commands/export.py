@@ -1,4 +1,4 @@
-"""`cotrain export`: the folder that a serving engine loads, or a check of any such folder."""
+"""`cotrain export`: write the folder that a serving engine loads, or check such a folder."""
 
 import sys
 from pathlib import Path
@@ -19,14 +19,14 @@ from inference.drafts.weight_files import read_json
 
 
 def run(cfg: ExportConfig) -> None:
-    """Write `output` and print the launch command; with `check=<folder>`, only say what is wrong with that folder."""
+    """Write `output` and print the launch command. With `check=<folder>`, only print what is wrong with that folder."""
     if cfg.check:
         if cfg.push_to_hub:
-            raise UserError("push_to_hub: of an export; check= writes none")
+            raise UserError("push_to_hub: check= writes no folder to push; leave one of them out")
         _check(cfg.check, cfg.json)
         return
     if cfg.json:
-        raise UserError("json: for check=, which answers; an export writes a folder")
+        raise UserError("json=true: only with check=; an export has no JSON output")
     if cfg.draft.path is None:
         raise UserError("name the draft folder with draft.path=")
     refuse_layout(cfg.engine, cfg.layout)
@@ -40,7 +40,7 @@ def run(cfg: ExportConfig) -> None:
     served = cfg.target.path or (metadata.target["name"] if metadata else None)
     if metadata and metadata.origin.get("adapter") and cfg.target.path is None:
         both = f"{served} with the adapter {metadata.origin['adapter']}"
-        raise UserError(f"{cfg.draft.path} was made for {both}: give target.path= a folder that it was merged into")
+        raise UserError(f"{cfg.draft.path} was made for {both}: give the folder of the merged model as target.path=")
     if served is None:
         raise UserError(f"{cfg.draft.path} does not name its target: give target.path=")
     if cfg.layout in FEATURES:
@@ -61,12 +61,12 @@ def run(cfg: ExportConfig) -> None:
 
 
 def _print_launch(path: Path, cfg: ExportConfig) -> None:
-    """Print what was written and the launch command."""
+    """Print the folder's path, the advice and figures of its report, and the launch command."""
     written = read(path).metadata
     assert written is not None
     print(f"wrote {path}")
     if written.origin.get("advice"):
-        print(f"where it was measured, {written.origin['advice']}")
+        print(f"on the machine that measured it, {written.origin['advice']}")
     report = path / REPORT
     lengths = tau_by_length(read_json(report), written) if report.is_file() else ""
     if lengths:
@@ -80,13 +80,13 @@ def _print_launch(path: Path, cfg: ExportConfig) -> None:
 
 def _push(path: Path, repo: str, target: str) -> None:
     if publishing.local(target):
-        print(f"warning: the card names the target by its place on this machine, {place(target)}: target.path=<hub id> "
-              "names one that others find", file=sys.stderr)  # fmt: skip
+        print(f"warning: the card names a target on this machine, {place(target)}, which others cannot load: give its "
+              "hub id as target.path=", file=sys.stderr)  # fmt: skip
     print(f"pushed: {publishing.push(path, repo)}")
 
 
 def _check(path: str, as_json: bool) -> None:
-    """Raises UserError for a folder that would not load, with what is wrong; as JSON, says it first."""
+    """Raise UserError with the problems of a folder that would not load. as_json: print the result before."""
     with answering(as_json) as answer:
         problems = hf.check(path)
         if as_json or not problems:
@@ -97,7 +97,7 @@ def _check(path: str, as_json: bool) -> None:
 
 
 def _features(cfg: ExportConfig, target: str) -> Path:
-    """A feature draft, whose embedding is the target's, with its card."""
+    """Export a feature draft with its model card; return the folder."""
     asked = None if cfg.objective is None else objective(cfg.objective)
     model, _ = load_pair(target)
     assert cfg.draft.path
@@ -113,13 +113,14 @@ def _features(cfg: ExportConfig, target: str) -> Path:
     assert written is not None
     layers = (written.origin.get("export") or {}).get("inputs_of_layers", [])
     if sorted(set(layers)) != list(layers):
-        print(f"warning: {cfg.draft.path} reads the target's states {layers}: engines give each once, in ascending "
-              "order, so none will serve it; targets of 7 layers and more have three", file=sys.stderr)  # fmt: skip
+        print(f"warning: no engine will serve {cfg.draft.path}: it reads the target's states {layers}, but engines "
+              "give each state once, in ascending order; use a target of at least 7 layers",
+              file=sys.stderr)  # fmt: skip
     return path
 
 
 def _plain(cfg: ExportConfig, target: str) -> Path:
-    """A causal LM."""
+    """Export a causal LM; return the folder."""
     config, tokenizer = load_config(target)
     assert cfg.draft.path
     return hf.export(
@@ -138,7 +139,7 @@ def _plain(cfg: ExportConfig, target: str) -> Path:
 
 
 def _refuse(cfg: ExportConfig) -> None:
-    """Raise UserError for an output that holds files or cannot be written, before weights are read."""
+    """Raise UserError, before weights are read, for an output that may not be replaced or cannot be written."""
     path = Path(cfg.output)
     if path.exists() and not path.is_dir():
         raise UserError(f"output={path} is a file: name a folder")

@@ -20,8 +20,8 @@ COLORS = {"drafted": "\033[32m", "corrected": "\033[33m", "bonus": PLAIN}
 
 
 def run(cfg: GenerateConfig) -> None:
-    """Print the continuation of every prompt; in colour, accepted drafts are green and corrections yellow, and a line
-    behind them says what they took."""
+    """Print the continuation of every prompt. In colour, accepted drafts are green and corrections yellow, and a final
+    line has the number of target calls and the speed."""
     prompts = _prompts(cfg.prompt, cfg.prompts)
     _refuse(cfg, prompts)
     engine = _engine(cfg)
@@ -40,7 +40,7 @@ def run(cfg: GenerateConfig) -> None:
 
 
 def _colored(engine: Engine, prompts: list[str], settings: dict[str, Any]) -> None:
-    """Each text as it comes, and a line of what it took behind all of them."""
+    """Print each text while it is generated, and a summary after the last one."""
     assert engine.tokenizer is not None
     decode: Any = engine.tokenizer.decode
     events, began = list[Event](), time.perf_counter()
@@ -60,7 +60,7 @@ def _recorded(events: Iterator[Event], into: list[Event]) -> Iterator[Event]:
 
 
 def _summary(events: Sequence[Event], seconds: float) -> str:
-    """seconds: of all texts, prefill included."""
+    """The final line. seconds: time of all texts, including prefill."""
     tokens = sum(len(event.ids) for event in events)
     drafts = sum(event.kinds.count("drafted") for event in events)
     mean = tokens / max(len(events), 1)
@@ -77,9 +77,10 @@ def _refuse_errors(errors: Sequence[str | None]) -> None:
 
 
 def _refuse(cfg: GenerateConfig, prompts: list[str]) -> None:
-    """Raise UserError, before weights are loaded, for a pair that cannot be and prompts that do not fit."""
+    """Fill in settings from the draft folder, and raise UserError, before weights are loaded, for a draft that does not
+    fit the target, and for prompts that do not fit into the context."""
     metadata = folder(cfg.draft.path).metadata if cfg.draft.path else None
-    rule = cfg.verify  # the engine knows the folder's own, of trees too
+    rule = cfg.verify  # if null, the engine chooses the folder's rule, which may be one for trees
     as_trained(cfg, metadata)
     cfg.verify = rule
     path = cfg.target.path or (metadata.target["name"] if metadata else None)
@@ -101,7 +102,7 @@ def _refuse(cfg: GenerateConfig, prompts: list[str]) -> None:
 
 
 def _engine(cfg: GenerateConfig) -> Engine:
-    """From a draft folder, which knows its target and what to draft, or plain decoding with a target."""
+    """The engine of a draft folder, or one for plain decoding if there is only a target."""
     if cfg.draft.path:
         settings: dict[str, Any] = {} if cfg.policy.k is None else {"policy": Fixed(cfg.policy.k)}
         settings |= {} if cfg.verify is None else {"verify": cfg.verify}
@@ -111,7 +112,8 @@ def _engine(cfg: GenerateConfig) -> Engine:
 
 
 def _prompts(prompt: str | None, prompts: str | None) -> list[str]:
-    """One prompt, a file of one a line, or standard input: all of it is one prompt unless `prompts=-` was said."""
+    """The prompts: `prompt`, the lines of the file `prompts`, or standard input. Standard input is one prompt, with
+    `prompts=-` one prompt per line."""
     if prompt is not None and prompts is not None:
         raise UserError("give the text as prompt=, or one prompt a line in the file prompts=, not both")
     if prompt is not None and not prompt:

@@ -24,11 +24,11 @@ from cotrain.training.progress import Progress
 from inference.drafts.atomic import new_file, new_folder, write_atomic
 from inference.report.build import environment
 
-VALIDATION_BLOCKS = 40  # of each domain, while training; the card is measured on all
+VALIDATION_BLOCKS = 40  # per domain, in training; the figures of the card are measured on all blocks
 
 
 def run(cfg: PretrainConfig) -> None:
-    """Train for a phase; when all steps are done, measure and, with `export=`, write the target's folder."""
+    """Train for one phase. After the last step, measure the target and, with `export=`, write its folder."""
     if cfg.export:
         refuse_replaced(cfg.export, "card.json", key="export")
         writable("export", cfg.export)
@@ -57,7 +57,7 @@ def _tokenizer(cfg: PretrainConfig, folder: Path) -> PreTrainedTokenizerBase:
 
 
 def _blocks(cfg: PretrainConfig, split: str, tokenizer: PreTrainedTokenizerBase, folder: Path) -> Blocks:
-    """Packed once a run, so that later phases see the data of the first."""
+    """The packed blocks of a split, stored in the run's folder so that all phases train on the same data."""
     file = folder / f"{split}.pt"
     if not file.exists():
         sizes = cfg.data.bytes if split == "train" else cfg.data.held_out_bytes
@@ -87,7 +87,7 @@ def _module(cfg: PretrainConfig, tokenizer: PreTrainedTokenizerBase, domains: li
 
 
 def _leg(cfg: PretrainConfig, module: pretraining.LanguageModel, train: Blocks, held_out: Blocks, folder: Path) -> None:
-    """One phase; seconds of all phases add up in phases.jsonl."""
+    """Train for one phase, and append its duration to phases.jsonl."""
     rate = cfg.pretraining
     seconds = pretraining.fit(
         module, train, held_out, folder, batch=rate.batch, steps=rate.steps, minutes=rate.minutes, seed=rate.seed,
@@ -111,10 +111,11 @@ def _card(
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
 ) -> dict[str, Any]:
-    """What the model is: held-out bits per byte by domain beside a 5-gram's, tokens, seconds, machine, corpora."""
+    """The content of the model card: held-out bits per byte of the model and of a 5-gram, tokens, seconds, machine and
+    corpora."""
     phases = [json.loads(line) for line in (folder / "phases.jsonl").read_text().splitlines()]
     rate = cfg.pretraining
-    bits = evaluate(train, held_out, token_bytes(tokenizer))  # trained on all domains, or on each alone
+    bits = evaluate(train, held_out, token_bytes(tokenizer))
     return {
         "parameters": sum(p.numel() for p in module.network.parameters()),
         "steps": rate.steps,
@@ -133,7 +134,7 @@ def _card(
 def _bigram_alpha(
     module: pretraining.LanguageModel, train: Blocks, held_out: Blocks, tokenizer: PreTrainedTokenizerBase
 ) -> float:
-    """Mean acceptance of a bigram table of the train split's code, on held-out code."""
+    """Mean acceptance, on held-out code, of a bigram table that was counted on the training code."""
     code = train.domains.index("code")
     table = bigram(train.ids[train.domain == code].flatten(), len(tokenizer), add=0.1)
     blocks = held_out.ids[held_out.domain == code].long().split(1)

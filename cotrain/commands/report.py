@@ -1,4 +1,4 @@
-"""`cotrain report`: the page of a run, or of several side by side."""
+"""`cotrain report`: write the page of one run, or of several side by side."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from cotrain.run_folder import writable
 
 
 def run(cfg: ReportConfig) -> None:
-    """Write the page and say where it is."""
+    """Write the page and print its path."""
     runs = load(cfg.run)
     first = runs[0].path
     path = Path(cfg.page) if cfg.page else (first if first.is_dir() else first.parent) / PAGE

@@ -1,4 +1,4 @@
-"""`cotrain rollout`: sample texts of the target, to train and to be judged on."""
+"""`cotrain rollout`: sample texts of the target, for training or for evaluation."""
 
 from cotrain.commands.served_pair import refuse_pair
 from cotrain.config.settings import RolloutConfig, sampling
@@ -12,7 +12,7 @@ from cotrain.training.preconditions import fits, holds, outline, server
 
 
 def run(cfg: RolloutConfig) -> None:
-    """One set, of the regime's temperature and the kind asked for, in `output`."""
+    """Sample the texts of one split, `cfg.kind`, at the regime's temperature, and write them to `output`."""
     if cfg.rollout.on_draft or cfg.rollout.rounds > 1:
         raise UserError(
             "rollout.rounds, rollout.on_draft: only cotrain train has them, "
@@ -29,7 +29,8 @@ def run(cfg: RolloutConfig) -> None:
 
 
 def _prompts(cfg: RolloutConfig) -> Source:
-    """Where they come from, read before weights are loaded. Raises UserError for what cannot be sampled from."""
+    """The source of the prompts, read before weights are loaded. Raises UserError if data, target, draft or server
+    cannot be used."""
     try:
         target, tokenizer = outline(cfg.target.path, cfg.target.trust_remote_code)
         refuse_quantisation(cfg.target.path, cfg.quantisation.kind, target.config)

@@ -1,4 +1,4 @@
-"""`cotrain serve_check`: does a server accept a draft as often as this engine does, and as predicted?"""
+"""`cotrain serve_check`: compare a draft's acceptance in a running server with a prediction, and with this engine's."""
 
 import json
 from typing import Any
@@ -17,7 +17,7 @@ from inference.measure.environment import environment
 
 
 def run(cfg: ServeCheckConfig) -> None:
-    """Ask the server, write report.json in `output`, and fail when its acceptance is not this engine's."""
+    """Query the server and write report.json to `output`. Raises UserError if the acceptances differ."""
     if cfg.url is None or cfg.draft.path is None:
         raise UserError("name the server with url= and the draft that it serves with draft.path=")
     with answering(cfg.json) as answer:
@@ -26,13 +26,13 @@ def run(cfg: ServeCheckConfig) -> None:
     if not figures.passed:
         raise UserError(
             f"{cfg.url}: acceptance is more than {server_parity.TOLERANCE:.0%} from this engine's or the "
-            f"prediction for {report['objective']} drafting with k={report['k']}: does the server draft so, and with "
-            "this draft?"
+            f"prediction for {report['objective']} drafting with k={report['k']}: check that the server drafts in this "
+            "way, and with this draft"
         )
 
 
 def _compared(cfg: ServeCheckConfig, url: str, draft_path: str) -> tuple[dict[str, Any], server_parity.Parity]:
-    """The report, which is written too, and what it is made of."""
+    """Measure, write the report, and return it with its figures."""
     settle(cfg.threads, 0)
     refuse(cfg.output, cfg.overwrite)
     client, path = server("url", url, cfg.model), resolved(cfg)
@@ -42,7 +42,7 @@ def _compared(cfg: ServeCheckConfig, url: str, draft_path: str) -> tuple[dict[st
     draft, metadata = load_network(draft_folder, target, tokenizer), draft_folder.metadata
     k = cfg.k or (metadata.k if metadata else None)
     if k is None:
-        raise UserError(f"{draft_path} names no draft length: give k=, as the server has it")
+        raise UserError(f"{draft_path} names no draft length: give the server's as k=")
     drafts = objective(cfg.objective) if cfg.objective else metadata.objective if metadata else "sampled"
     size = Bench(prompts=cfg.prompts, quick_prompts=0, prompt_tokens=cfg.prompt_tokens, new_tokens=cfg.new_tokens,
                  parity_tokens=0, rows=cfg.at_once, minutes=0, interval=0.1, depths=[k], draft_dtype="auto",

@@ -1,4 +1,4 @@
-"""The pair that a command serves: a draft folder, and the target that it names unless another one is given."""
+"""The pair that a command serves: a draft folder and a target, by default the one that the folder names."""
 
 import sys
 from pathlib import Path
@@ -19,8 +19,8 @@ from inference.proposers import kind_of
 
 
 class Known(NamedTuple):
-    """A setting that a draft folder knows. name: in its regime or its `made["served"]`; open: the value that leaves
-    the choice to the folder; unsaid: what it is then where the folder does not say it."""
+    """A setting whose default is stored in draft folders. name: its key there, in the regime or in `made["served"]`;
+    open: the value of the setting that asks for the default; unsaid: the default if the folder has none."""
 
     name: str
     open: Any
@@ -41,8 +41,8 @@ KNOWN = {
 
 
 class Pair(NamedTuple):
-    """What is known before weights are loaded: target and draft without storage, the target's tokenizer. draft: None of
-    a kind whose folder has no weights."""
+    """Target and draft as models without storage, and the target's tokenizer. draft: None if its folder has no
+    weights."""
 
     target: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -50,8 +50,10 @@ class Pair(NamedTuple):
 
 
 def resolved(cfg: BenchConfig | ServeCheckConfig) -> str:
-    """The target: `target.path`, or where it is null the one that the draft folder names, with its adapter; both are
-    filled in, and what `as_trained` knows. Raises UserError for a folder that is none, and one that names no target."""
+    """Return the target's path: `target.path`, or, if it is null, the target that the draft folder names.
+
+    Fills in target.path, target.adapter and the settings of `as_trained`. Raises UserError if the draft folder is
+    invalid, or if no target is named."""
     if cfg.draft.path is None:
         raise UserError("name the draft folder with draft.path=")
     metadata = folder(cfg.draft.path).metadata
@@ -65,9 +67,10 @@ def resolved(cfg: BenchConfig | ServeCheckConfig) -> str:
 
 
 def as_trained(cfg: BenchConfig | ServeCheckConfig | GenerateConfig, metadata: Metadata | None) -> None:
-    """Fill in what is left open with what a draft folder was made for, and print where others were typed.
+    """Replace the open settings of `KNOWN` by the values stored in the draft folder. If other values were typed, print
+    a line that lists them.
 
-    metadata: what the folder says of itself; None, or a folder from before it said all of this: `Known.unsaid`.
+    metadata: the folder's. A value that it lacks (also with None) is `Known.unsaid`.
     """
     said: dict[str, Any] = {**metadata.regime, **(metadata.origin.get("served") or {})} if metadata else {}
     typed = []
@@ -82,13 +85,13 @@ def as_trained(cfg: BenchConfig | ServeCheckConfig | GenerateConfig, metadata: M
             typed.append(f"{key}={config[name]} ({said[known.name]})")
     if typed:
         print(
-            f"other settings than the draft was made for, with its own in brackets: {', '.join(typed)}",
+            f"settings that differ from the draft folder's, which are in brackets: {', '.join(typed)}",
             file=sys.stderr,
         )
 
 
 def folder(path: str) -> Folder:
-    """A draft folder, its weights unread. Raises UserError naming draft.path for any other."""
+    """Read a draft folder without its weights. Raises UserError, naming draft.path, if it is invalid."""
     try:
         return read(path)
     except (ValueError, OSError) as error:
@@ -96,10 +99,10 @@ def folder(path: str) -> Folder:
 
 
 def refuse_pair(draft_path: str, target_path: str, trust_remote_code: bool = False) -> Pair:
-    """Both without storage. A draft that is larger than its target is measured, and said to be.
+    """The pair without storage. Prints a warning if the draft is larger than the target.
 
-    Raises UserError, before weights are loaded, for a target that is not there, a draft of other token ids, and what
-    the draft's kind refuses (`Proposer.fits`).
+    Raises UserError, before weights are loaded, if the target is missing, if the draft has other token ids, and if the
+    draft does not fit the target (`Proposer.fits`).
     """
     try:
         target, tokenizer = outline(target_path, trust_remote_code)
@@ -119,7 +122,8 @@ def refuse_pair(draft_path: str, target_path: str, trust_remote_code: bool = Fal
 
 
 def _sketch(path: Path, network: Any) -> PreTrainedModel | None:
-    """A folder's network without storage, None without one. Raises where the folder lacks it."""
+    """A folder's network without storage; None if its kind has no network. Raises OSError or ValueError if the files
+    are missing or invalid."""
     if network is None:
         return None
     if network is AutoModelForCausalLM:
@@ -130,15 +134,15 @@ def _sketch(path: Path, network: Any) -> PreTrainedModel | None:
 
 
 def measured(path: str) -> Folder:
-    """A draft folder of a kind that is measured: one with a student. Raises UserError naming draft.path for others."""
+    """Read a draft folder of a kind that can be measured. Raises UserError, naming draft.path, for other kinds."""
     draft_folder = folder(path)
     if draft_folder.kind not in KINDS:
-        raise UserError(f"draft.path: {path} is of kind {draft_folder.kind!r}; what is measured is {', '.join(KINDS)}")
+        raise UserError(f"draft.path: {path} is of kind {draft_folder.kind!r}; kinds to measure are {', '.join(KINDS)}")
     return draft_folder
 
 
 def load_network(draft_folder: Folder, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """What a draft folder holds, on the target's device. Raises as `load_draft`."""
+    """Load the network of a draft folder on the target's device. Raises the errors of `load_draft`."""
     network_class = kind_of(draft_folder.kind).network_class
     draft = load_draft(draft_folder.path, network=network_class, target=hash_target(target.config, tokenizer))[0]
     torch.nn.Module.to(draft, target.device)

@@ -1,4 +1,4 @@
-"""`cotrain train`: the main job."""
+"""`cotrain train`: distil a draft, measure it, and write its folder and page."""
 
 import json
 import math
@@ -28,19 +28,22 @@ from inference.report.table import comparison
 
 
 def run(cfg: TrainConfig) -> float | None:
-    """Check, or distil into `output` and print the table; a finished run only prints its table again. tau at the draft
-    length of the checkpoints, in the regime, at the last step."""
+    """Distil into `output` and print the table of the report; a finished run only prints it again. With check=true,
+    only print what the run needs.
+
+    Returns tau on held-out texts after the last step, in the regime, at policy.k. None with check=true, and in all
+    processes but the first."""
     settings = dict(cast(dict[str, Any], OmegaConf.to_container(cast(Any, cfg), resolve=True)))
     for key in ("overwrite", "check", "output"):
         del settings[key]
-    if rank():  # of a run that the first process holds
+    if rank():  # the first process locks and marks the folder
         if cfg.overwrite or not finished(cfg.output):
             distil(cfg, Path(cfg.output))
         return None
     kinds = partial(change, rounds=cfg.rollout.rounds)
     state = refuse(cfg.output, cfg.overwrite, settings, kinds)
     start = time.monotonic()
-    known = None if state == "finished" and not cfg.check else require(cfg)  # before what is there is replaced
+    known = None if state == "finished" and not cfg.check else require(cfg)  # fails before `claim` deletes a run
     if cfg.check and known:
         print("\n".join(check(cfg, known)))
         return None
@@ -49,22 +52,22 @@ def run(cfg: TrainConfig) -> float | None:
             distil(cfg, folder.path, known.sources if known else None, start)
             folder.finish()
         elif late := [key for key in folder.changed if key != "measure"]:
-            print(f"output={cfg.output} is finished, {', '.join(late)} came too late: cotrain bench measures "
-                  "its draft anew, more trainer.steps= go on")  # fmt: skip
+            print(f"output={cfg.output} is finished, so the new {', '.join(late)} had no effect: measure its draft "
+                  "again with cotrain bench, or train on with more trainer.steps=")  # fmt: skip
     report = folder.path / "draft" / REPORT
     if cfg.measure or report.exists():
         print(table(json.loads(report.read_text(encoding="utf-8"))))
         print(f"draft: {folder.path / 'draft'}")
     else:
-        print(f"draft: {folder.path / 'draft'}, of the last step and not measured: the same command with measure=true "
-              "measures it")  # fmt: skip
+        print(f"draft: {folder.path / 'draft'}, of the last step, not measured: repeat the command with measure=true "
+              "to measure it")  # fmt: skip
     print(f"page: {written(folder.path)}\ncurves: tensorboard --logdir {folder.path / tags.CURVES}")
     return float(json.loads((folder.path / FIGURES).read_text(encoding="utf-8")).get("tau", math.nan))
 
 
 def swept(outputs: list[str]) -> None:
-    """The runs of a sweep that were measured in one table; those that were judged in another, over the first, at the
-    temperatures that all are judged at."""
+    """Print the tables of a sweep: one of the measured speeds, and one of held-out figures, compared with the first run
+    at the temperatures that all runs share."""
     reports = {Path(output).name: file for output in outputs if (file := Path(output) / "draft" / REPORT).exists()}
     if len(reports) > 1:
         print(comparison({name: json.loads(file.read_text(encoding="utf-8")) for name, file in reports.items()}))

@@ -1,1 +1,1 @@
-"""Types of settings, what values they may have, and what is typed on a command line."""
+"""The types of settings, their ranges, and the parsing of the command line."""

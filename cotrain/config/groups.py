@@ -1,4 +1,4 @@
-"""Types of the groups of settings that commands share. conf/GROUP/ holds the values, see `settings`."""
+"""The types of the groups of settings that several commands share. The values are in conf/GROUP/, see `settings`."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ class Regime:
 
 @dataclass
 class ServedRegime:
-    """The regime of a command that opens a draft folder. null: the value in the folder."""
+    """The regime of a command that opens a draft folder. null: the value stored in the folder."""
 
     temperature: float | None
     top_k: int | None
@@ -24,7 +24,7 @@ class ServedRegime:
 
 @dataclass
 class PolicySettings:
-    """How many tokens to draft: always k; null is what a draft folder was planned with."""
+    """k: the draft length of every round; null: the plan stored in the draft folder."""
 
     k: int | None
 
@@ -38,18 +38,18 @@ class Model:
 
 @dataclass
 class Target:
-    """The model that is served; `bundled` is the one shipped under data/target. adapter: a PEFT folder, merged into the
-    weights, or beside them where they are quantised."""
+    """The model that is served; `bundled` is the one shipped under data/target. adapter: a PEFT folder. It is merged
+    into the weights, unless they are quantised: then it runs unmerged."""
 
     path: str
     adapter: str | None
-    dtype: str  # auto: the checkpoint's own, or float32 on a CPU that would emulate it
+    dtype: str  # auto: the dtype of the checkpoint, or float32 on a CPU that would emulate it
     trust_remote_code: bool
 
 
 @dataclass
 class ServedTarget:
-    """The same settings as Target. path=null: the target that the draft folder names, with its adapter."""
+    """The same settings as Target. path=null: the target and the adapter that the draft folder names."""
 
     path: str | None
     adapter: str | None
@@ -59,47 +59,45 @@ class ServedTarget:
 
 @dataclass
 class Quantisation:
-    """The target's weight quantisation while it teaches and serves: none, int8 or nf4 (bitsandbytes). as_trained, of
-    commands that open a draft folder: as the folder says."""
+    """The target's weight quantisation, in training and in serving: none, int8 or nf4 (bitsandbytes). Commands that
+    open a draft folder also accept as_trained: the quantisation stored in the folder."""
 
     kind: str
 
 
 @dataclass
 class Draft:
-    """kind: of draft, see `cotrain.students.base`. The shape of one that starts from random weights, null where it is
-    the target's; `path` for init=pretrained. quantisation: of its projections when it is served (none, int8, nf4):
-    training is then quantisation-aware. datastore: a folder of `cotrain datastore`, of kinds that look up; shortest:
-    tokens of a text's end that must have stood before. depths: drafts of a round that it is trained for, of a kind
-    whose distribution depends on the depth. vocabulary: so many tokens are all that it knows, of a kind with a head of
-    its own;
-    null: those of the target. bits: of the target's weights, of kinds that draft with the target in fewer bits: 8
-    (int8) or 4 (nf4). inner: guesses that the small draft of two levels makes before they are verified. temperatures:
-    of a kind that is told the temperature, those that it learns at; a text of each is learnt at its own."""
+    """The draft's kind, see `cotrain.students.base`, and its shape. Some settings exist for some kinds only.
+
+    width, layers, intermediate, head_dim, kv_heads: the shape of a draft with random weights; null: as in the target.
+    """
 
     kind: str
-    path: str | None
-    datastore: str | None
-    shortest: int
+    path: str | None  # the draft folder to start from, with init=pretrained
+    datastore: str | None  # look-up kinds: a folder written by `cotrain datastore`
+    shortest: int  # look-up kinds: the least length of a match, in tokens
     width: int | None
-    layers: int | None  # null: of an early exit those that a planner chooses, see cotrain.bench.exit_planner
+    layers: int | None  # null, for an early exit: cotrain.bench.exit_planner chooses
     intermediate: int | None
     head_dim: int | None
     kv_heads: int | None
-    quantisation: str
-    rank: int  # of what an early exit adds to each projection of its layers; 0: nothing
-    depths: int | None
-    vocabulary: int | None
-    bits: int | None
-    inner: int | None
-    temperatures: list[float]
+    quantisation: str  # of the projections when served: none, int8 or nf4; training is then quantisation-aware
+    rank: int  # early exit: the rank of the update added to each projection; 0: no update
+    depths: int | None  # kinds whose distribution depends on the depth: the number of depths that are trained
+    vocabulary: int | None  # kinds with their own head: the number of tokens they can draft; null: as in the target
+    bits: int | None  # kinds that draft with the quantised target: 8 (int8) or 4 (nf4)
+    inner: int | None  # two_levels: how many tokens the small draft proposes before the quantised target verifies them
+    temperatures: list[float]  # conditioned: the temperatures that it is trained at
+    mask: str | None  # block: whether a query attends to all of its block, bidirectional (null), or to the past: causal
+    markov: int | None  # kinds that draft in one pass: the rank of the Markov head; null: no such head
 
 
 @dataclass
 class Init:
-    """Where the draft's first weights come from: scratch, target_layers (which ones) or pretrained; cosine: weight of
-    1 - cosine of both final hidden states beside the loss at first, falling to 0 where the loss switches, for a draft
-    with the target's width and head."""
+    """kind: the source of the draft's initial weights: scratch, target_layers (copies of `layers`) or pretrained.
+
+    cosine: weight of an extra loss term, 1 - the cosine of the draft's and the target's final hidden states. It falls
+    to 0 by the step at which the loss switches. For drafts with the target's width and head."""
 
     kind: str
     layers: list[int]
@@ -108,9 +106,10 @@ class Init:
 
 @dataclass
 class Loss:
-    """`first` until the fraction `switch` of the steps is done, then `then`, see losses.spec. decay: for drafts
-    whose distribution depends on the depth, a depth weighs decay ** depth; null: as many target calls as acceptance at
-    that depth saves."""
+    """The loss is `first` until the fraction `switch` of the steps is done, and `then` afterwards, see losses.spec.
+
+    decay: for drafts whose distribution depends on the depth, the loss at a depth has the weight decay ** depth. null:
+    the weight is the number of target calls that acceptance at this depth saves."""
 
     first: str
     then: str | None
@@ -120,49 +119,52 @@ class Loss:
 
 @dataclass
 class Data:
-    """Texts: a jsonl, parquet, csv or text file (.gz too), a pattern, a folder of such files or a saved data set, or a
-    hub id; null: the embedded corpora, so many bytes of each. A row of text is a prompt or begins with one, a row with
-    a prompt is that prompt; conversations: see data.conversations. shares: how many of a domain's
-    rollouts are learnt from, all when it is not named."""
+    """path: a jsonl, parquet, csv or text file (also compressed), a glob, a folder of such files, a saved data set, or
+    a hub id; null: the embedded corpora.
+
+    Rows have a text that is a prompt or begins with one, or a whole prompt, or a conversation, see data.conversations.
+    """
 
     path: str | None
     column: str
     split: str
-    bytes: dict[str, int]
+    bytes: dict[str, int]  # embedded corpora: the size of each domain, for training
     held_out_bytes: dict[str, int]
-    block: int
-    template: dict[str, Any]  # handed to the target's chat template, as enable_thinking
-    on_target: bool  # the texts were sampled from this very target: conversations need no sampling then
-    shares: dict[str, float]
-    embedded_shares: dict[str, float]  # of the embedded domains, where `shares` does not name them
+    block: int  # tokens of a packed block, for corpus steps
+    template: dict[str, Any]  # options of the target's chat template, such as enable_thinking
+    on_target: bool  # the texts were sampled from this target, so conversations are learnt from without sampling
+    shares: dict[str, float]  # by domain: the share of its rollouts that is learnt from; other domains: all
+    embedded_shares: dict[str, float]  # the same for embedded domains that `shares` does not name
     config: str | None  # of a data set that has several
-    chat: bool | None  # texts and prompts are what a user says, in the target's chat template; false: given as they are
-    streaming: bool  # read only the first `take` rows, for what does not fit memory
+    chat: bool | None  # render each text as a user's message by the target's chat template; false: use it unchanged
+    streaming: bool  # read only the first `take` rows, for data that does not fit into memory
     take: int
 
 
 @dataclass
 class Rollout:
-    """Texts sampled from the target: prompts a domain for training and for evaluation, and their lengths in tokens."""
+    """Texts sampled from the target, to train and to evaluate on. Lengths are in tokens."""
 
-    texts: int  # at most, of each domain, to learn from
-    held_out_texts: int  # at most, of each domain, to be judged on
-    # longer prompts are left out, texts are cut to so many; 0: as long as 95 % of data.path's prompts, 48 without such
+    texts: int  # at most, per domain, for training
+    held_out_texts: int  # at most, per domain, for evaluation
+    # Longer prompts are not used, longer texts are cut to this length. 0: the length that 95 % of the prompts of
+    # data.path do not exceed, or 48 if data.path has no prompts.
     prompt_tokens: int
     new_tokens: int
     temperatures: list[float]  # of the held-out texts
-    train_temperatures: list[float]  # of those learnt from, as many of each; none: draft.temperatures, or the regime's
-    rows: int
-    rounds: int  # training texts are sampled in so many parts, all but the first sped up by the draft under training
-    on_draft: float  # share of the prompts of all rounds but the first that the draft itself continues
+    # Of the training texts, equally many at each; an empty list: draft.temperatures, or the regime's temperature.
+    train_temperatures: list[float]
+    rows: int  # prompts that are continued at once
+    rounds: int  # in how many parts training texts are sampled; after the first, the draft in training speeds it up
+    on_draft: float  # after the first round: the share of prompts that the draft continues instead of the target
     seed: int
-    url: str | None  # of an OpenAI-compatible server that samples them; null: this engine
-    folder: str | None  # where they are kept, for runs that share them; null: in the run's own folder
+    url: str | None  # an OpenAI-compatible server that samples the texts; null: this engine samples them
+    folder: str | None  # where the texts are stored, for runs that share them; null: in the run's folder
 
 
 @dataclass
 class Optimizer:
-    """AdamW and its trapezoidal schedule; warm-up and decay as fractions of the training."""
+    """AdamW and its trapezoidal schedule. warmup and decay are fractions of the training."""
 
     lr: float
     weight_decay: float
@@ -173,74 +175,72 @@ class Optimizer:
 
 @dataclass
 class Trainer:
-    """Lightning's side: corpus_steps of the steps learn from corpus text, the rest from rollouts; remember_mb of the
-    target's hidden states are kept for texts that come again. batch: of all devices together."""
+    """The training loop."""
 
     steps: int
-    minutes: float | None  # of training: it ends with whichever comes first, and its schedule with it; null: with steps
-    corpus_steps: int
-    batch: int
+    minutes: float | None  # training ends after these minutes or `steps`, whichever comes first; null: after `steps`
+    corpus_steps: int  # the first steps, which learn from corpus text; the rest learn from rollouts
+    batch: int  # texts of all devices together
     validations: int
-    patience: int  # end when so many validations in a row brought no higher tau; 0: never (with measure=true)
-    remember_mb: int
-    checkpoint_minutes: float  # a checkpoint at least as often, besides those of validations
-    cache: str | None  # a folder of the target's hidden states, for runs that read the same texts
-    # store so many of the most probable tokens a position, see cotrain.teacher.target_distributions; 0: states
+    patience: int  # end after this many validations in a row without a higher tau; 0: never (needs measure=true)
+    remember_mb: int  # MiB for the target's hidden states of texts that are seen again
+    checkpoint_minutes: float  # the longest time between checkpoints; a validation always writes one
+    cache: str | None  # a folder that stores the target's hidden states, for runs that train on the same texts
+    # How many most probable tokens are stored per position, see cotrain.teacher.target_distributions; 0: hidden states.
     top: int
-    precision: str  # of Lightning: bf16-mixed, 32-true, ...; auto: the first, unless a CPU would emulate it
-    accumulate: int  # batches a step
-    clip: float
-    ema: float  # decay of the average of weights that is judged and exported; 0: the weights themselves
-    accelerator: str  # auto: the GPU where there is one; gpu: refused without one
-    devices: int  # processes of this machine, one a GPU
+    precision: str  # Lightning's: bf16-mixed, 32-true, ...; auto: bf16-mixed, or 32-true on a CPU that would emulate it
+    accumulate: int  # batches per step
+    clip: float  # the largest gradient norm
+    ema: float  # decay of the moving average of weights that is evaluated and exported; 0: no average
+    accelerator: str  # auto: a GPU if there is one; gpu: an error if there is none
+    devices: int  # processes on this machine, one per GPU
     nodes: int  # machines
-    strategy: str  # of Lightning: auto, ddp; fsdp2: the draft, its gradients and moments in parts
-    threads: int  # 0: as many as torch finds
+    strategy: str  # Lightning's: auto or ddp; fsdp2 shards the draft, its gradients and its optimiser moments
+    threads: int  # 0: torch's default
     seed: int
-    logger: str  # tensorboard; wandb: to Weights & Biases too
+    logger: str  # tensorboard; wandb: TensorBoard and Weights & Biases
 
 
 @dataclass
 class Bench:
-    """What is timed: prompts a domain, new tokens of each, rows decoded together, tokens for the parity check. The
-    draft is served in draft_dtype (auto: its own), its weights rounded to 8 bits on a CPU when draft_int8.
+    """The sizes of the benchmark.
 
-    More prompts are timed, and parity tokens given up, until the speed-up's 95 % interval ends within `interval` of its
-    value, as a share of it, or `minutes` are over; minutes=0: exactly what is asked for, however long it takes. trees:
-    nodes of a round, at most, of trees that are considered in place of chains; 0: chains, and the folder's own tree."""
+    minutes=0: exactly these sizes are measured. Otherwise more prompts are timed, and fewer parity tokens sampled if
+    needed, until the speed-up's 95 % interval is narrow enough (see `interval`) or the minutes are over."""
 
-    prompts: int
-    quick_prompts: int
-    prompt_tokens: int  # 0, of cotrain bench: as the draft folder says
-    new_tokens: int
-    parity_tokens: int
-    rows: int
+    prompts: int  # per domain
+    quick_prompts: int  # prompts of short measurements, such as those at checkpoints
+    prompt_tokens: int  # 0, for cotrain bench: the value stored in the draft folder
+    new_tokens: int  # per prompt
+    parity_tokens: int  # on which predicted and measured target calls are compared
+    rows: int  # prompts that are decoded together
     minutes: float
-    interval: float
-    depths: list[int]  # draft lengths to choose from, beside 0 (plain decoding) and 1
-    draft_dtype: str
-    draft_int8: bool
-    compile: bool  # both models' short passes, see inference/models/compiled.py
+    interval: float  # both ends of the interval may differ from the speed-up by this share of it
+    depths: list[int]  # draft lengths to choose from; 0 (plain decoding) and 1 are always considered
+    draft_dtype: str  # the dtype in which the draft is served; auto: its checkpoint's
+    draft_int8: bool  # on a CPU, serve the draft with 8-bit weights
+    compile: bool  # compile the short passes of both models, see inference/models/compiled.py
     seed: int
-    trees: int
+    trees: int  # most nodes of the draft trees that are considered too; 0: chains, and the tree stored in the folder
 
 
 @dataclass
 class Matrix:
-    """Many arms over temperatures (none: no matrix) and batch sizes; k: the draft length of engines that plan none;
-    vllm: the interpreter of a vLLM installation. targets, drafts: instead, weight quantisations (none, int8, nf4)."""
+    """A benchmark of several engines at each temperature and batch size. An empty list of temperatures: no matrix.
+
+    If `targets` is not empty, weight quantisations (none, int8, nf4) of target and draft are compared instead."""
 
     temperatures: list[float]
     batches: list[int]
-    k: int
-    vllm: str | None
+    k: int  # the draft length of engines that do not choose their own
+    vllm: str | None  # the Python interpreter of a vLLM installation
     targets: list[str]
     drafts: list[str]
 
 
 @dataclass
 class TargetShape:
-    """The bundled target's shape; widths are multiples of 64."""
+    """The shape of the bundled target. Widths are multiples of 64."""
 
     vocabulary: int
     width: int
@@ -252,7 +252,7 @@ class TargetShape:
 
 @dataclass
 class Pretraining:
-    """Legs of pretraining: each ends after `minutes` or at `steps`, whichever is first."""
+    """Pretraining of the bundled target. Each call ends after `minutes` or at `steps`, whichever comes first."""
 
     steps: int
     batch: int

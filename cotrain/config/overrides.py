@@ -1,4 +1,4 @@
-"""What the user typed: free text made safe for Hydra, and Hydra's refusals in terms of what was typed."""
+"""Command-line overrides: quote free text for Hydra, and reword Hydra's errors for the user."""
 
 import difflib
 import re
@@ -7,26 +7,26 @@ from typing import cast
 
 from cotrain.paths import folder
 
-# Keys, by their last name, whose value is taken literally. `null` unsets all but the text.
+# Keys, by their last part, whose value is passed on literally. The value null unsets them, except those in TEXT.
 TEXT = frozenset({"prompt"})
 FREE_TEXT = TEXT | {"prompts", "path", "adapter", "datastore", "folder", "cache", "output", "log", "url", "check",
                     "report", "export", "vllm", "page", "push_to_hub",
                     "baseline"}  # fmt: skip
-LISTS = frozenset({"run"})  # such a key may be typed several times: the values become one list
+LISTS = frozenset({"run"})  # keys that may be typed several times: the values become one list
 MAPPINGS = ("data.template", "data.shares", "data.embedded_shares", "data.bytes", "data.held_out_bytes")
 _SETTING = re.compile(r"(?P<sign>\+{0,2})(?P<key>\w[\w.@:/-]*)=(?P<value>.*)", re.DOTALL)
 
 
 def quote(arguments: Sequence[str]) -> list[str]:
-    """The command line with the values of free-text and path keys quoted, so that they arrive unchanged.
+    """Return the arguments with the values of free-text and path keys quoted, so that Hydra leaves them unchanged.
 
-    Whatever follows `=` is the value, quotes, commas and `${...}` included: such a key takes no sweep.
+    All that follows `=` is the value, including quotes, commas and `${...}`. These keys therefore cannot be swept.
     """
     return [_quoted(argument) for argument in _gathered(arguments)]
 
 
 def _gathered(arguments: Sequence[str]) -> list[str]:
-    """`run=a run=b` as one argument, `run=['a','b']`, where the first stood."""
+    """Merge `run=a run=b` into one argument, `run=['a','b']`, at the position of the first."""
     values: dict[str, list[str]] = {}
     gathered: list[str] = []
     for argument in arguments:
@@ -42,7 +42,7 @@ def _gathered(arguments: Sequence[str]) -> list[str]:
 
 
 def is_setting(argument: str) -> bool:
-    """Whether `argument` sets (`key=value`, `+key=value`) or removes (`~key`) a value: flags do not."""
+    """Whether `argument` sets a value (`key=value`, `+key=value`) or removes one (`~key`); False for flags."""
     return argument.startswith("~") or _SETTING.match(argument) is not None
 
 
@@ -56,7 +56,7 @@ def _quoted(argument: str) -> str:
 
 
 def _opens(key: str, value: str) -> bool:
-    """Whether a mapping is given names of the user's own, which Hydra takes for keys that are not there."""
+    """Whether the setting adds the user's own names to a mapping. Hydra rejects these as unknown keys without `++`."""
     return (key in MAPPINGS and value.startswith("{")) or key.startswith(tuple(f"{name}." for name in MAPPINGS))
 
 
@@ -69,7 +69,7 @@ def _literal(key: str, value: str) -> bool:
 
 
 def literal(text: str) -> str:
-    """A Hydra value that resolves to `text`, whatever it holds."""
+    """A Hydra value that resolves to exactly `text`."""
     from hydra.core.override_parser.types import Quote, QuotedString
 
     if text == "???":  # OmegaConf's mark of a missing value
@@ -79,7 +79,7 @@ def literal(text: str) -> str:
 
 
 def explain(error: Exception, command: str, arguments: Sequence[str]) -> str:
-    """One line on why Hydra refused `arguments` of `command`: the key to change and what it may be."""
+    """One line that says why Hydra rejected the `arguments` of `command`: the key, and what it may be."""
     settings = [match for match in map(_SETTING.fullmatch, arguments) if match]
     keys = _keys(command, settings)
     typed = {setting["key"]: setting["value"] for setting in settings}
@@ -130,7 +130,7 @@ def _no_key(error: Exception, command: str, keys: Collection[str]) -> str | None
 
 
 def unknown(key: str, command: str, keys: Collection[str]) -> str:
-    """The error for an unknown key; it names the most similar key."""
+    """The error message for an unknown key; it names the most similar known key."""
     near = nearest(key, keys)
     hint = f"the nearest is {near!r}" if near else f"`cotrain {command} --cfg job` shows all"
     return f"no key {key!r}; {hint}"
@@ -148,7 +148,7 @@ def _no_value(error: Exception, typed: Mapping[str, str], keys: Collection[str])
 
 
 def _below(key: str, keys: Collection[str]) -> str | None:
-    """The error for a key that holds no value itself, with the keys below it that do; None if there are none."""
+    """The error message for a group of settings, which takes no value itself; None if `key` is no group."""
     below = sorted(other for other in keys if other.startswith(f"{key}."))
     return f"{key}= takes no value here: set {', '.join(f'{other}=' for other in below)}" if below else None
 
@@ -158,14 +158,14 @@ def _first(error: Exception) -> str:
 
 
 def nearest(key: str, keys: Collection[str]) -> str | None:
-    """The key most like `key`: one of the same last name first, then by the likeness of the whole."""
+    """The key most similar to `key`. Keys with the same last part are preferred."""
     same = [other for other in sorted(keys) if other.rpartition(".")[2] == key.rpartition(".")[2]]
     near = difflib.get_close_matches(key, same or sorted(keys), n=1, cutoff=0.0 if same else 0.5)
     return near[0] if near else None
 
 
 def _keys(command: str, settings: Iterable[re.Match[str]]) -> set[str]:
-    """Every key of the command's configuration, with the group options typed; none where that is broken."""
+    """Every key of the command's configuration under the group options typed; empty if it does not compose."""
     from hydra import compose, initialize_config_dir
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
@@ -183,7 +183,7 @@ def _keys(command: str, settings: Iterable[re.Match[str]]) -> set[str]:
 
 
 def flat(values: object, prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Every dotted key of nested dictionaries with its value, inner nodes included."""
+    """Yield every dotted key of nested dictionaries with its value, including keys whose value is a dictionary."""
     if isinstance(values, dict):
         for key, value in values.items():
             yield f"{prefix}{key}", value

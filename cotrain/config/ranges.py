@@ -64,6 +64,7 @@ RULES: dict[str, Range] = {
     "draft.bits": Range(lambda value: value in (4, 8), "8 (int8) or 4 (nf4)"),
     "draft.inner": SOME,
     "draft.temperatures": TEMPERATURE,
+    "draft.markov": ANY,
     "loss.switch": SHARE,
     "loss.decay": NOT_NEGATIVE,
     "init.cosine": ANY,

@@ -1,7 +1,7 @@
-"""The types of every setting. Dataclasses hold types, YAML holds every value (one home for a default).
+"""The types of all settings. Their values, including defaults, are in the YAML files of conf/.
 
-No field has a default here: `conf/NAME.yaml` starts from `NAME_schema` and gives each field its value, so an
-unknown key or a wrong type is refused where it is written, in a file or on the command line.
+`conf/NAME.yaml` starts from `NAME_schema` and gives each field its value. So an unknown key or a wrong type is an
+error, in a file and on the command line.
 """
 
 from collections.abc import Callable
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class GenerateConfig:
-    """`cotrain generate`."""
+    """Settings of `cotrain generate`."""
 
     draft: Model
     target: Model
@@ -49,14 +49,14 @@ class GenerateConfig:
     max_new_tokens: int
     regime: ServedRegime
     policy: PolicySettings
-    verify: str | None  # null: the rule that the draft folder was planned with, token for chains
+    verify: str | None  # null: the rule stored in the draft folder if policy.k=null, else token
     seed: int
     color: bool | None  # null: when standard output is a terminal
 
 
 @dataclass
 class TrainConfig:
-    """`cotrain train`: distil, measure every checkpoint, export the one of the highest tau."""
+    """`cotrain train`: distil, measure every checkpoint, export the one with the highest tau."""
 
     target: Target
     quantisation: Quantisation
@@ -64,7 +64,7 @@ class TrainConfig:
     init: Init
     loss: Loss
     regime: Regime
-    objective: str  # sampled_draft or greedy_draft: how the engine that will serve it drafts
+    objective: str  # sampled_draft or greedy_draft: how the serving engine will choose drafts
     data: Data
     rollout: Rollout
     optimizer: Optimizer
@@ -73,11 +73,11 @@ class TrainConfig:
     verify: str
     bench: Bench
     label: str | None  # what `cotrain compare` calls the run; null: the loss
-    measure: bool  # the best checkpoint in full; false in sweeps, where held-out acceptance is compared
+    measure: bool  # measure speed; false for sweeps that compare held-out acceptance
     output: str
     overwrite: bool
-    check: bool  # only say what the run would need
-    minutes: float | None  # of the whole run: training ends in time for the measurement; null: no budget
+    check: bool  # only print what the run would need
+    minutes: float | None  # a budget for the whole run, measurement included; null: no budget
 
 
 @dataclass
@@ -101,20 +101,19 @@ class RolloutConfig:
     regime: Regime
     data: Data
     rollout: Rollout
-    draft: Model  # that makes sampling faster, the texts' distribution being the same
-    kind: str  # train or held_out: the split that prompts come from
+    draft: Model  # speeds up sampling; the texts have the same distribution without it
+    kind: str  # the split that prompts come from: train or held_out
     output: str
     threads: int
 
 
 @dataclass
 class DatastoreConfig:
-    """`cotrain datastore`: ids of texts in which drafts are looked up. depth: tokens of a text's end that are told
-    apart."""
+    """`cotrain datastore`: index texts in which drafts are looked up."""
 
     target: Target
     data: Data
-    depth: int
+    depth: int  # the longest match, in tokens
     output: str
     overwrite: bool
 
@@ -127,72 +126,72 @@ class BenchConfig:
     quantisation: Quantisation
     draft: Model
     regime: ServedRegime
-    data: Data  # where prompts come from; the shipped ones without data.path
+    data: Data  # the source of prompts; data.path=null: the shipped ones
     bench: Bench
     matrix: Matrix
-    verify: str | None  # null: as the draft folder says
+    verify: str | None  # null: the rule stored in the draft folder
     output: str
     overwrite: bool
     threads: int
-    json: bool  # one JSON object on standard output, all words on standard error
+    json: bool  # print one JSON object on standard output, and all messages on standard error
 
 
 @dataclass
 class CompareConfig:
-    """`cotrain compare`."""
+    """Settings of `cotrain compare`."""
 
-    folder: str  # runs of cotrain train below it
-    baseline: str  # the label that others are compared with
+    folder: str  # contains the runs of cotrain train, at any depth
+    baseline: str  # the label that the others are compared with
     report: str | None  # a JSON file to write
-    json: bool  # as of BenchConfig
+    json: bool  # as in BenchConfig
 
 
 @dataclass
 class ReportConfig:
-    """`cotrain report`."""
+    """Settings of `cotrain report`."""
 
-    run: list[str]  # folders of cotrain train or bench, or their report.json; run= may be typed several times
-    page: str | None  # the HTML file; null: report.html in the first run's folder
+    run: list[str]  # output folders of cotrain train or bench, or their report.json; run= may be repeated
+    page: str | None  # the HTML file to write; null: report.html in the first run's folder
 
 
 @dataclass
 class ExportConfig:
-    """`cotrain export`."""
+    """Settings of `cotrain export`."""
 
     draft: Model
     target: Model
     engine: str  # vllm, sglang, tensorrt_llm or transformers
-    layout: str  # of the folder, as the engine loads it
+    layout: str  # the folder's file format
     k: int | None
     objective: str | None  # sampled_draft or greedy_draft
-    temperature: float | None  # that a draft which is told it is served at
-    check: str | None  # a folder to check instead
-    push_to_hub: str | None  # user/name of a model repository that gets the folder
+    temperature: float | None  # for a conditioned draft: the temperature that it is exported for
+    check: str | None  # an exported folder: check it, write nothing
+    push_to_hub: str | None  # user/name of a model repository to push the folder to
     output: str
     overwrite: bool
-    json: bool  # as of BenchConfig, with check=
+    json: bool  # as in BenchConfig, with check=
 
 
 @dataclass
 class ServeCheckConfig:
-    """`cotrain serve_check`."""
+    """Settings of `cotrain serve_check`."""
 
     url: str | None  # the server's root
-    model: str | None  # null: the first that the server lists
+    model: str | None  # null: the first model that the server lists
     draft: Model
     target: ServedTarget
     quantisation: Quantisation
     regime: ServedRegime
-    k: int | None  # null: the draft length that was planned
+    k: int | None  # null: the planned draft length
     objective: str | None  # sampled_draft or greedy_draft; null: the one that the draft was trained for
     prompts: int
-    prompt_tokens: int  # 0: as the draft folder says
+    prompt_tokens: int  # 0: the value stored in the draft folder
     new_tokens: int
-    at_once: int  # requests under way
+    at_once: int  # concurrent requests
     output: str
     overwrite: bool
     threads: int
-    json: bool  # one JSON object on standard output, all words on standard error
+    json: bool  # as in BenchConfig
 
 
 SCHEMAS = {
@@ -211,7 +210,7 @@ SCHEMAS = {
 
 @cache
 def register() -> None:
-    """Register each schema with Hydra as `NAME_schema`, the name that the primary configs start from."""
+    """Register each schema with Hydra as `NAME_schema`, the name that `conf/NAME.yaml` refers to."""
     from hydra.core.config_store import ConfigStore
 
     for name, schema in SCHEMAS.items():
@@ -219,10 +218,10 @@ def register() -> None:
 
 
 def checked(name: str, cfg: "DictConfig") -> "DictConfig":
-    """`cfg` by the schema of the command `name`, every value there.
+    """Return `cfg` typed by the schema of the command `name`.
 
-    Raises UserError for a key that the schema lacks (`+key=` adds what nothing reads), for one without a
-    value (`~key`, or `???` in a file) and for a value outside its range, see `cotrain.config.ranges`.
+    Raises UserError for a key that the schema lacks (as `+key=` may add), a key without a value (after `~key`, or with
+    `???` in a file) and a value outside its range, see `cotrain.config.ranges`.
     """
     from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import ConfigKeyError
@@ -242,8 +241,8 @@ def checked(name: str, cfg: "DictConfig") -> "DictConfig":
 
 
 def sampling(regime: Regime | ServedRegime, temperature: float | None = None) -> "Sampling":
-    """The regime as sampling settings of the engine, at its own temperature or another one. A served regime must have
-    all its values, see `served_pair.as_trained`."""
+    """The regime as sampling settings of the engine; `temperature` replaces the regime's, if it is given. No value of
+    the regime may be None, see `served_pair.as_trained`."""
     from inference import Sampling  # imports torch
 
     temperature = regime.temperature if temperature is None else temperature
@@ -252,19 +251,19 @@ def sampling(regime: Regime | ServedRegime, temperature: float | None = None) ->
 
 
 def learnt(cfg: TrainConfig) -> list[float]:
-    """The temperatures of the texts that a run learns from, equally many texts for each: rollout.train_temperatures, by
-    default draft.temperatures, by default that of the regime."""
+    """The temperatures of a run's training texts, equally many texts for each: rollout.train_temperatures, else
+    draft.temperatures, else the regime's temperature."""
     return list(cfg.rollout.train_temperatures) or list(cfg.draft.temperatures) or [cfg.regime.temperature]
 
 
 def judged(cfg: TrainConfig) -> list[float]:
-    """The temperatures of the held-out texts, in ascending order: rollout.temperatures, those that the run learns at,
-    and that of the regime, which ranks checkpoints."""
+    """The temperatures of the held-out texts, in ascending order: rollout.temperatures, those of the training texts,
+    and the regime's temperature, at which checkpoints are ranked."""
     return sorted({*cfg.rollout.temperatures, *learnt(cfg), cfg.regime.temperature})
 
 
 def truncation(regime: Regime) -> "Callable[[Tensor], Tensor] | None":
-    """The top-k and top-p cuts of the regime, logits (n, V) -> (n, V); None without any."""
+    """A function logits (n, V) -> (n, V) that applies the regime's top-k and top-p; None if it has neither."""
     from inference.sampling import keep_top_k, keep_top_p  # imports torch
 
     cuts: list[Callable[[Tensor], Tensor]] = [partial(keep_top_k, k=regime.top_k)] if regime.top_k else []

@@ -1,1 +1,1 @@
-"""Sources of text: prompts, conversations, corpora, and the parts that training reads."""
+"""Sources of text: prompts, conversations and corpora, their splits, and the data sets that training reads."""

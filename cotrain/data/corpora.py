@@ -1,9 +1,9 @@
-"""The embedded corpora: text found on this machine or made here, never downloaded.
+"""The embedded corpora: text that is on this machine or generated here, never downloaded.
 
-`code` is Python source (the standard library and the packages this project installs), `prose` is the
-English in it (docstrings, help topics, package descriptions), `records` is JSON from a seeded generator.
-A document belongs to train or held-out by a hash of its file's path relative to its root, so machines agree. The
-shipped prompts are parts of held-out documents.
+`code` is Python source (the standard library and the packages this project installs), `prose` is English text (help
+topics, package descriptions, docstrings), `records` is JSON from a seeded generator. A hash of a document's path,
+relative to its root, decides whether it is in train or held-out, so all machines agree. The shipped prompts are parts
+of held-out documents.
 """
 
 import ast
@@ -37,12 +37,12 @@ SKIPPED = {
     "_vendor",
     "__pycache__",
 }
-FILE_BYTES = (400, 120_000)  # shorter files say nothing, longer ones are tables
-DOCSTRING_LENGTH = 160
-PIECE = 400  # characters, about 120 tokens: what a prompt is the start of
-PROMPT_LENGTH = 400  # characters, about 120 tokens: benches cut them to their own prompt length
+FILE_BYTES = (400, 120_000)  # shorter files have little text, longer ones are mostly tables
+DOCSTRING_LENGTH = 160  # characters; shorter texts are not used
+PIECE = 400  # characters, about 120 tokens; each piece of a document starts with a prompt
+PROMPT_LENGTH = 400  # characters, about 120 tokens; benchmarks cut prompts to their own length
 ALL = 10**9
-# what records are put together from
+# words that records are composed of
 FIRST = "Ada Ben Chloe Dmitri Elena Farid Grace Hiro Ines Jonas Kavya Liam Mei Noor Omar Priya Quinn Rosa".split()
 LAST = "Almeida Brandt Costa Dubois Eriksen Fischer Garcia Haddad Ivanov Jensen Kim Lopez Meyer Novak Okafor".split()
 CITY = "Berlin Lagos Lima Osaka Oslo Paris Porto Quito Riga Rome Seoul Split Tunis Turin Vienna Zurich".split()
@@ -52,7 +52,7 @@ WORD = "urgent fragile returned gift insured express sealed checked late partial
 
 @dataclass(frozen=True)
 class Document:
-    """A text with the path that decides its split; the path is relative to its root."""
+    """A text, and its path relative to its root, whose hash decides the split."""
 
     path: str
     text: str
@@ -67,9 +67,9 @@ def _hash(text: str) -> int:
 
 
 def embedded(domain: str, split: str, max_bytes: int) -> list[Document]:
-    """Documents of a domain up to the one that reaches `max_bytes` of UTF-8, without repeated texts.
+    """Documents of a domain without repeated texts, until they have `max_bytes` of UTF-8 together.
 
-    Raises ValueError for an unknown domain or split, or when nothing was found.
+    Raises ValueError for an unknown domain or split, and if there is no document.
     """
     sources = {"code": _code, "prose": _prose, "records": _records}
     if domain not in sources:
@@ -92,7 +92,8 @@ def embedded(domain: str, split: str, max_bytes: int) -> list[Document]:
 
 
 def pieces(text: str) -> list[str]:
-    """A text cut where lines start, each piece of at least `PIECE` characters but the last; none that is blank."""
+    """Cut a text at line ends into pieces of at least `PIECE` characters; the last may be shorter. Blank pieces are
+    dropped."""
     cuts, lines, size = [], list[str](), 0
     for line in text.splitlines(keepends=True):
         lines.append(line)
@@ -104,7 +105,7 @@ def pieces(text: str) -> list[str]:
 
 
 def manifest(documents: Iterable[Document]) -> dict[str, int | str]:
-    """Number of files, bytes of UTF-8 and a hash of the texts in order."""
+    """The number of documents, their UTF-8 bytes, and a hash of the texts in order."""
     digest, files, size = hashlib.blake2b(digest_size=16), 0, 0
     for document in documents:
         data = document.text.encode()
@@ -120,7 +121,7 @@ def _code(held_out: bool) -> Iterator[Document]:
 
 
 def _prose(held_out: bool) -> Iterator[Document]:
-    """Help topics first, then package descriptions, then the docstrings of each source file."""
+    """Yield help topics, then package descriptions, then the docstrings of each source file."""
     for name, text in sorted(pydoc_data.topics.topics.items()):
         document = Document(f"topics/{name}", text)
         if document.held_out == held_out:
@@ -154,7 +155,7 @@ def _docstrings(source: str) -> Iterator[str]:
 
 
 def _source_files() -> list[tuple[str, Path]]:
-    """(path relative to its root, file) of every usable source file, in the order of the path's hash."""
+    """(path relative to its root, file) of every usable source file, ordered by the hash of the path."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = [(str(file.relative_to(root)), file) for file in root.rglob("*.py")]
     for name in _distributions():
@@ -179,7 +180,7 @@ def _read(file: Path) -> str | None:
 
 
 def _distributions() -> list[str]:
-    """Names of the installed distributions that this project needs, found by walking requirements."""
+    """Names of the installed distributions that this project requires, directly or indirectly."""
     needed: set[str] = set()
     queue = ["cotrain"]
     while queue:
@@ -236,7 +237,7 @@ def _date(rng: random.Random) -> str:
 
 
 def records(number: int) -> str:
-    """Document `number`: some records of one kind, one JSON object a line or indented."""
+    """The text of document `number`: two to eight records of one kind, one JSON object per line or indented."""
     rng = random.Random(number)
     make = rng.choice([_person, _order, _reading, _event])
     indent = rng.choice([None, 2])
@@ -244,14 +245,16 @@ def records(number: int) -> str:
 
 
 def shipped() -> list[dict[str, str]]:
-    """Rows {"domain", "text"}, domains in turn, so that any first n are spread over them."""
+    """The shipped prompts as rows {"domain", "text"}. Domains alternate, so the first n rows cover all of them."""
     lines = (folder("data") / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines]
 
 
 def shipped_ids(tokenizer: PreTrainedTokenizerBase, tokens: int) -> tuple[list[list[int]], list[list[int]]]:
-    """The shipped prompts cut to `tokens` ids, each once: a third to rank checkpoints and draft lengths, the rest to
-    time what is exported; domains in turn in both."""
+    """Split the shipped prompts, cut to `tokens` ids and without repeats, into (ranking, final).
+
+    ranking, a third of them, ranks checkpoints and draft lengths; final times the exported draft. Domains alternate in
+    both lists."""
     places: dict[tuple[int, ...], int] = {}
     for place, row in enumerate(shipped()):
         places.setdefault(tuple(tokenizer(row["text"])["input_ids"][:tokens]), place // len(DOMAINS))
@@ -260,7 +263,7 @@ def shipped_ids(tokenizer: PreTrainedTokenizerBase, tokens: int) -> tuple[list[l
 
 
 def write_prompts(count: int, path: Path, seed: int = 0) -> None:
-    """Write `count` prompts a domain; the shipped ones are write_prompts(80, Path("data/prompts.jsonl"))."""
+    """Write `count` prompts per domain. The shipped file is made by write_prompts(80, Path("data/prompts.jsonl"))."""
     rng = random.Random(seed)
     texts = {domain: _texts(domain) for domain in DOMAINS}
     chosen = {domain: [_cut(rng, rng.choice(texts[domain])) for _ in range(count)] for domain in DOMAINS}
@@ -269,7 +272,7 @@ def write_prompts(count: int, path: Path, seed: int = 0) -> None:
 
 
 def _texts(domain: str) -> list[str]:
-    """Held-out documents that may be passed on: those of Python itself, and our own records."""
+    """The texts of held-out documents that may be redistributed: those of Python itself, and generated records."""
     documents = embedded(domain, "held_out", 300_000 if domain == "records" else ALL)
     return [d.text for d in documents if len(d.text) > 2 * PROMPT_LENGTH and (domain == "records" or _of_python(d))]
 
@@ -280,7 +283,7 @@ def _of_python(document: Document) -> bool:
 
 
 def _cut(rng: random.Random, text: str) -> str:
-    """PROMPT_LENGTH characters from the start of some line."""
+    """PROMPT_LENGTH characters that begin at a random line."""
     starts = [0] + [i + 1 for i, c in enumerate(text) if c == "\n" and i + 1 < len(text) - PROMPT_LENGTH]
     start = rng.choice(starts)
     return text[start : start + PROMPT_LENGTH]

@@ -1,6 +1,7 @@
-"""What made kept texts and states, so that nothing is reused that other weights, settings or data made.
+"""Fingerprints of models, tokenizers and files. Stored texts and hidden states are reused only if the fingerprints of
+what produced them (weights, settings, data) are unchanged.
 
-Each part is a plain JSON value: two are compared part by part, and a difference is said by its name.
+A fingerprint is a JSON value. Two are compared key by key, so a message can name the keys that differ.
 """
 
 import hashlib
@@ -19,17 +20,17 @@ from inference.drafts.compatibility import hash_tokenizer
 from inference.models.pretrained import quantised
 from inference.request import ends_of
 
-SAMPLE = 1024  # values of a tensor that are hashed one by one
+SAMPLE = 1024  # values of each tensor that are hashed; the others enter only through a sum
 CHUNK = 2**24  # values that are summed at once
-# of a config: names, versions and the dtype in memory, which change no distribution by themselves
+# keys of a config that do not change the model's distribution
 NAMES = {"transformers_version", "architectures", "dtype", "torch_dtype", "_name_or_path", "use_cache"}
-# special tokens, digits, white space, several alphabets: what a tokenizer may treat in its own way
+# a text with special tokens, digits, white space and several alphabets, which tokenizers treat differently
 PROBE = " The  café's 1234 tests,\n\tdef f(x): return x**2  # 漢字 🙂\r\n<|endoftext|></s>"
-HEXADECIMAL = 24  # digits: a longer value of these alone is a hash, which says nothing to a reader
+HEXADECIMAL = 24  # a string of at least so many hexadecimal digits is a hash, and not shown in messages
 
 
 def identity(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Whose texts and states something is: the whole config, tokenizer, weights, end ids and adapter of a target."""
+    """The fingerprint of a target: its config, tokenizer, weights, end ids and adapter."""
     return {
         "config": settings(model.config),
         "tokenizer": spoken(tokenizer),
@@ -40,13 +41,13 @@ def identity(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict
 
 
 def settings(config: PretrainedConfig) -> dict[str, Any]:
-    """The config without names and versions; what is as transformers has it by default may be missing, so that keys
-    which a later release adds change nothing."""
+    """The config without names and versions. Values that equal the defaults of transformers are left out, so keys that
+    a later release adds do not change the fingerprint."""
     return dict(_plain(config.to_diff_dict()))
 
 
 def spoken(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Hashes of vocabulary and special ids, of the chat template, and of what a text becomes, its start included."""
+    """Hashes of the vocabulary with its special ids, of the chat template, and of the ids of `PROBE`."""
     return {
         "vocabulary": hash_tokenizer(tokenizer),
         "chat_template": _hash(tokenizer.chat_template) if tokenizer.chat_template else None,
@@ -55,9 +56,10 @@ def spoken(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
 
 
 def fingerprint(model: PreTrainedModel) -> str:
-    """A hash that changes when the target is trained further or quantised: of each tensor the values at indices that a
-    hash chooses, and the sum of the bits of all, which is the same in any order; and its quantisation. bfloat16 counts
-    as the same numbers in float32."""
+    """A hash of the weights, which changes if the model is trained further or quantised.
+
+    It covers `SAMPLE` values of each tensor, the sum of the bits of all its values, and the method of quantisation. The
+    same numbers in bfloat16 and in float32 have the same hash."""
     digest = hashlib.blake2b(digest_size=16)
     for place, tensor in enumerate(model.state_dict().values()):
         flat = tensor.detach().flatten()
@@ -71,7 +73,7 @@ def fingerprint(model: PreTrainedModel) -> str:
 
 
 def contents(files: Mapping[str, Path]) -> str:
-    """A hash of what files hold, by the names that they have among themselves."""
+    """A hash of the contents of files. The keys of `files` are hashed too, the paths are not."""
     digest = hashlib.blake2b(digest_size=16)
     for name, path in sorted(files.items()):
         stat = path.stat()
@@ -81,25 +83,25 @@ def contents(files: Mapping[str, Path]) -> str:
 
 @cache
 def _held(path: Path, size: int, changed: int) -> str:
-    """A hash of a file that is read once while it stays as it is."""
+    """A hash of a file's content. It is cached until the file's size or modification time changes."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, hashlib.blake2b).hexdigest()
 
 
 def stamps(files: Mapping[str, Path]) -> str:
-    """A hash of names, sizes and times of change: of files too large to be read whole."""
+    """A hash of the names, sizes and modification times of files, for files too large to be read."""
     stats = {name: path.stat() for name, path in files.items()}
     return _hash([[name, stat.st_size, stat.st_mtime_ns] for name, stat in sorted(stats.items())])
 
 
 def differences(actual: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    """The parts that differ, by dotted names."""
+    """The dotted keys of the values that differ."""
     old, new = dict(_flat(actual)), dict(_flat(wanted))
     return [key for key in {**old, **new} if old.get(key) != new.get(key)]
 
 
 def said(actual: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
-    """The parts that differ, in words: hashes by their names alone."""
+    """A message that lists the values that differ, and only the key if the value is a hash."""
     old, new = dict(_flat(actual)), dict(_flat(wanted))
     parts = []
     for key in differences(actual, wanted):
@@ -122,21 +124,22 @@ def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, An
 
 
 def _bits(values: Tensor) -> Tensor:
-    """Numbers as integers of the same bits."""
+    """The bits of floating-point numbers as integers; integers unchanged."""
     if values.dtype == torch.float64:
         return values.view(torch.int64)
     return values.float().contiguous().view(torch.int32) if values.is_floating_point() else values.long()
 
 
 def _chosen(place: int, size: int) -> Tensor:
-    """Indices into the tensor at a place, of a size, spread by a hash: no stride that rows could share."""
+    """The indices of the values that are hashed: pseudorandom, since a fixed stride could hit the same column of each
+    row. place: the number of the tensor in the state dict; size: its number of values."""
     drawn = hashlib.shake_128(f"{place} {size}".encode()).digest(8 * min(SAMPLE, size))
     return torch.from_numpy((numpy.frombuffer(drawn, "<u8") % size).astype("int64"))
 
 
 def _adapter(model: PreTrainedModel) -> str | None:
-    """A hash of the settings of adapters that stand beside the weights, as their scale: tensors are weights."""
-    adapters = getattr(model, "peft_config", None)  # only where peft put one
+    """A hash of the settings of unmerged adapters, such as their scale; their tensors are in the state dict."""
+    adapters = getattr(model, "peft_config", None)  # set by peft alone
     if not adapters:
         return None
     paths = {"base_model_name_or_path", "revision", "inference_mode"}
@@ -144,7 +147,7 @@ def _adapter(model: PreTrainedModel) -> str | None:
 
 
 def _plain(value: Any) -> Any:
-    """JSON values, without `NAMES`."""
+    """Convert to JSON values, without the keys in `NAMES`."""
     if isinstance(value, Mapping):
         return {str(key): _plain(one) for key, one in value.items() if key not in NAMES}
     if isinstance(value, list | tuple):

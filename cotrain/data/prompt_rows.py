@@ -1,6 +1,6 @@
-"""Prompts as a server gets them: whole, from their start, with the special tokens that the tokenizer writes.
+"""Sources of prompts: rows that are whole prompts (`PromptRows`), and texts that begin with a prompt (`TextStarts`).
 
-Two kinds of sources hold them: rows that are prompts, and texts whose starts are prompts.
+Prompts have the special tokens that the tokenizer adds, as on a server, and are never cut at the front.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,24 +11,26 @@ import datasets
 import torch
 from transformers import PreTrainedTokenizerBase
 
-Row = dict[str, Any]  # of training_texts.FEATURES
+Row = dict[str, Any]  # with the keys of training_texts.FEATURES
 BATCH = 1000  # texts that are tokenized at once
-# which prompts are used with rollout.prompt_tokens=0, as `prompt_tokens` says
-SHORTEST = 48  # tokens: of starts of texts, and at least
-COVERED = 0.95  # of the prompts
-STEP = 16
+# the limit of the prompt length with rollout.prompt_tokens=0, see `prompt_tokens`
+SHORTEST = 48  # tokens: the least limit, and the limit if there are no whole prompts
+COVERED = 0.95  # share of the prompts that do not exceed the limit
+STEP = 16  # the limit is a multiple of it
 
 
 @dataclass(frozen=True)
 class PromptRows:
-    """Prompts, each with the completion of the logs if they hold one: rows of `training_texts.FEATURES`. Prompts longer
-    than asked for are left out: a prompt that was cut is another prompt."""
+    """Whole prompts, each with its completion if the data has one; rows have the keys of `training_texts.FEATURES`.
+
+    Methods leave out prompts longer than a limit in tokens. They are not cut, since the target would answer a cut
+    prompt differently."""
 
     rows: list[Row]
 
     def left_out(self, tokens: int, split: str, key: str = "rollout.prompt_tokens") -> str:
-        """A line that says how many prompts have more ids than the setting `key` allows, or none, and are not used;
-        nothing where all are."""
+        """A line that says how many prompts are not used because they are empty or have more than `tokens` ids, the
+        value of the setting `key`. Empty if all are used."""
         sizes = [len(row["prompt"]) for row in self.rows]
         long, empty = sum(size > tokens for size in sizes), sizes.count(0)
         reasons = [f"{long} are longer than {key}={tokens}"] * (long > 0)
@@ -37,8 +39,8 @@ class PromptRows:
         return said if reasons else ""
 
     def prompts(self, count: int, tokens: int, seed: int) -> list[tuple[str, list[int]]]:
-        """(domain, prompt ids) of at most `count` rows of each domain, as `chosen`. Raises ValueError for a domain
-        without a prompt of at most `tokens` ids."""
+        """Return (domain, prompt ids) of the rows that `chosen` returns. Raises ValueError if a domain has no prompt of
+        at most `tokens` ids."""
         chosen = self.chosen(count, tokens, seed)
         present = {row["domain"] for row in chosen}
         for domain in sorted({row["domain"] for row in self.rows} - present):
@@ -48,18 +50,18 @@ class PromptRows:
         return [(row["domain"], row["prompt"]) for row in chosen]
 
     def chosen(self, count: int, tokens: int, seed: int) -> list[Row]:
-        """At most `count` rows of each domain, chosen by seed among those with at most `tokens` ids of prompt."""
+        """At most `count` rows per domain, a random choice of those whose prompt has at most `tokens` ids."""
         fitting = self._fitting(tokens, seed)
         domains = sorted({row["domain"] for row in fitting})
         return [row for domain in domains for row in [one for one in fitting if one["domain"] == domain][:count]]
 
     def several(self, tokens: int, seed: int) -> list[list[int]]:
-        """Every prompt of at most `tokens` ids, in an order of the seed. Raises ValueError without any."""
+        """All prompts of at most `tokens` ids, in random order. Raises ValueError if there are none."""
         fitting = self._fitting(tokens, seed)
         if not fitting:
             shortest = min(len(row["prompt"]) for row in self.rows)
             raise ValueError(f"data.path: no prompt of at most {tokens} tokens, the shortest has {shortest}: raise "
-                             "rollout.prompt_tokens (of cotrain bench, bench.prompt_tokens)")  # fmt: skip
+                             "rollout.prompt_tokens (for cotrain bench, bench.prompt_tokens)")  # fmt: skip
         return [row["prompt"] for row in fitting]
 
     def _fitting(self, tokens: int, seed: int) -> list[Row]:
@@ -69,20 +71,21 @@ class PromptRows:
 
 @dataclass(frozen=True)
 class TextStarts:
-    """Texts: each is a prompt, from its start; of one longer than asked for, as many ids as asked for are the prompt,
-    and the target writes on. starts: rows (text, domain); texts: the same rows, or those that the starts are parts of,
-    for steps that learn from the texts themselves."""
+    """Texts whose beginnings are prompts: the first `tokens` ids of a text, or all ids of a shorter one.
+
+    starts: rows (text, domain) that prompts are the beginnings of. texts: rows (text, domain) for corpus steps and
+    datastores; the same rows, or the documents that `starts` are pieces of."""
 
     starts: datasets.Dataset
     texts: datasets.Dataset
     tokenizer: PreTrainedTokenizerBase
 
     def left_out(self, tokens: int, split: str, key: str = "rollout.prompt_tokens") -> str:
-        """Nothing: a longer text is begun."""
+        """Empty: long texts are used too, see `PromptRows.left_out`."""
         return ""
 
     def prompts(self, count: int, tokens: int, seed: int) -> list[tuple[str, list[int]]]:
-        """(domain, prompt ids) of at most `count` texts of each domain, by seed."""
+        """Return (domain, prompt ids) of at most `count` random texts per domain."""
         generator, prompts = torch.Generator().manual_seed(seed), []
         domains: list[str] = list(self.starts["domain"])
         for domain in sorted(set(domains)):
@@ -93,19 +96,19 @@ class TextStarts:
         return prompts
 
     def several(self, tokens: int, seed: int) -> list[list[int]]:
-        """The start of every text, in an order of the seed."""
+        """The prompts of all texts, in random order."""
         order = torch.randperm(len(self.starts), generator=torch.Generator().manual_seed(seed)).tolist()
         return [ids[:tokens] for ids in encoded(self.starts[order]["text"], self.tokenizer)]
 
 
 def encoded(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
-    """Ids of each text as a server sees it: with the tokenizer's own special tokens."""
+    """Yield the ids of each text with the special tokens that the tokenizer adds, as on a server."""
     for first in range(0, len(texts), BATCH):
         yield from tokenizer(list(texts[first : first + BATCH]), verbose=False)["input_ids"]
 
 
 def prompt_rows(texts: datasets.Dataset, tokenizer: PreTrainedTokenizerBase) -> PromptRows:
-    """Rows (text, domain); each is one whole prompt and is used unchanged."""
+    """Tokenize rows (text, domain) that are whole prompts."""
     ids = encoded(texts["text"], tokenizer)
     rows = [
         {"domain": domain, "prompt": one, "completion": []} for domain, one in zip(texts["domain"], ids, strict=True)
@@ -114,9 +117,11 @@ def prompt_rows(texts: datasets.Dataset, tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def prompt_tokens(train: PromptRows | TextStarts | None, room: int) -> int:
-    """Tokens of the longest prompt that is used: `COVERED` of the prompts to learn from are no longer, as far as `room`
-    tokens before the new ones allow. Texts without prompts (and none, which stands for the embedded corpora) begin with
-    `SHORTEST`."""
+    """The limit of the prompt length, in tokens, that rollout.prompt_tokens=0 stands for.
+
+    For whole prompts, the share `COVERED` of the training prompts does not exceed it; it is at least `SHORTEST`, and at
+    most `room`, the tokens that the context has before the new ones. Otherwise it is `SHORTEST`. None: the embedded
+    corpora."""
     if not isinstance(train, PromptRows):
         return SHORTEST
     lengths = sorted(len(row["prompt"]) for row in train.rows if row["prompt"])

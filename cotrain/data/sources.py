@@ -1,7 +1,7 @@
-"""Texts to prompts, conversations or packed token blocks: those of the embedded corpora, or what data.path names.
+"""Read texts of data.path, or of the embedded corpora, and turn them into prompts, conversations or token blocks.
 
-data.path is a file, several by a pattern, a folder of files, a saved data set, or a hub id. Everything is read by
-`datasets`. In the name of a file that exists, the characters of a pattern stand for themselves.
+data.path is a file, a glob pattern, a folder of files, a saved data set, or a hub id. `datasets` reads all of them. The
+name of an existing file is never treated as a pattern, even if it contains `*`, `?` or `[`.
 """
 
 import glob
@@ -28,21 +28,21 @@ LOADERS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "pa
            ".txt": "text"}  # fmt: skip
 COMPRESSED = {".gz", ".bz2", ".xz", ".zst"}
 LINES = {".jsonl", ".ndjson"}
-SAVED = ("dataset_dict.json", "state.json")  # of `save_to_disk`: several splits, or one
+SAVED = ("dataset_dict.json", "state.json")  # written by `save_to_disk` for several splits, or for one
 MAGIC = set("*?[")
 UNREADABLE = (ValueError, OSError, EOFError, StopIteration, RuntimeError, datasets.exceptions.DatasetsError)
 
 
 def kind_of(path: Path) -> str | None:
-    """The ending that says how a file is read, without that of its compression; None for others."""
+    """The extension that selects the loader, without that of a compression; None if no loader reads the file."""
     ending = (path.with_suffix("") if path.suffix in COMPRESSED else path).suffix
     return ending if ending in LOADERS else None
 
 
 def files_of(path: str) -> dict[str, Path]:
-    """The local files that a path names, by their names among themselves; none of a hub id.
+    """The local files that data.path names, by their names relative to it; empty for a hub id.
 
-    Raises ValueError, naming the key, for a file or pattern that is not there and a folder without data.
+    Raises ValueError for a missing file, a pattern that matches nothing, and a folder without data.
     """
     place = Path(path)
     if place.is_dir():
@@ -66,12 +66,12 @@ def files_of(path: str) -> dict[str, Path]:
 
 
 def read_rows(data: Data) -> datasets.Dataset:
-    """The rows that data.path names, of data.config and data.split; of a stream the first data.take.
+    """Read the rows of data.path, data.config and data.split; with data.streaming, the first data.take of them.
 
-    Raises ValueError, naming the key to change, for what cannot be found or read.
+    Raises ValueError, naming the key to change, if they are missing or unreadable.
     """
     if data.streaming and data.take < 1:
-        raise ValueError(f"data.take: {data.take} rows of a stream are none: at least 1")
+        raise ValueError(f"data.take={data.take}: with data.streaming=true give at least 1")
     files = files_of(data.path or "")
     for path in files.values():
         if not path.stat().st_size and kind_of(path):
@@ -88,8 +88,10 @@ def read_rows(data: Data) -> datasets.Dataset:
 
 
 def prompt_origin(data: Data, split: str) -> dict[str, Any]:
-    """What prompts of a split are made from, as far as the settings and files say: a JSON value to compare. Embedded
-    corpora are this machine's: of them only the sizes count. Files that are streamed count by size and time."""
+    """A JSON value that identifies the settings and files which the prompts of a split come from.
+
+    Files are hashed whole, or by size and modification time if they are streamed. For the embedded corpora it contains
+    the sizes only, not the texts, which may differ between machines."""
     if data.path is None:
         return {"path": "embedded", "bytes": dict(data.bytes if split == "train" else data.held_out_bytes)}
     files = files_of(data.path)
@@ -106,7 +108,7 @@ def prompt_origin(data: Data, split: str) -> dict[str, Any]:
 
 
 def _revision(data: Data) -> str:
-    """Of a data set of the hub: its name, config and what the hub has now. Raises ValueError as `read_rows`."""
+    """The name, config and current revision of a hub data set. Raises the errors of `read_rows`."""
     try:
         builder = datasets.load_dataset_builder(str(data.path), name=data.config)
     except UNREADABLE as error:
@@ -115,8 +117,8 @@ def _revision(data: Data) -> str:
 
 
 def lines_of(data: Data) -> Iterator[dict[str, Any]] | None:
-    """Rows of files of JSON lines with the keys that were written, as a table, which gives all the keys of any, would
-    not; None where data.path names other files, or a split of theirs."""
+    """The rows of JSON-lines files, each with only the keys that it has in the file (`datasets` would fill in the keys
+    of all rows). None if data.path is a folder or names other files."""
     files = files_of(data.path or "")
     if not files or {kind_of(path) for path in files.values()} - LINES or Path(data.path or "").is_dir():
         return None
@@ -126,7 +128,7 @@ def lines_of(data: Data) -> Iterator[dict[str, Any]] | None:
 
 
 def _literal(files: dict[str, Path]) -> list[str]:
-    """Paths with the characters of a pattern escaped, as `datasets` reads them."""
+    """Paths with pattern characters escaped, since `datasets` expands patterns."""
     return [glob.escape(str(file)) for file in files.values()]
 
 
@@ -137,13 +139,13 @@ def _opened(data: Data, files: dict[str, Path]) -> datasets.Dataset | datasets.I
     if not files or data.config:
         return datasets.load_dataset(path, name=data.config, split=data.split, streaming=data.streaming)
     loader = _loader(path, files)
-    if Path(path).is_dir():  # its files' names may say of which split they are
+    if Path(path).is_dir():  # `datasets` derives splits from the names of its files
         return datasets.load_dataset(loader, data_dir=glob.escape(path), split=data.split, streaming=data.streaming)
     return datasets.load_dataset(loader, data_files=_literal(files), split="train", streaming=data.streaming)
 
 
 def _loader(path: str, files: dict[str, Path]) -> str:
-    """What reads all of the files."""
+    """The name of the `datasets` loader for all of the files."""
     kinds = sorted({kind for kind in map(kind_of, files.values()) if kind})
     loaders = {LOADERS[kind] for kind in kinds}
     if not loaders:
@@ -165,7 +167,7 @@ def _saved(data: Data, path: str) -> datasets.Dataset | datasets.IterableDataset
 
 
 def _not_utf8(files: dict[str, Path]) -> str | None:
-    """The first line that is not UTF-8 in any of the files, as `file, line 6`."""
+    """The first line of the files that is not UTF-8, as `file, line 6,`; None if there is none."""
     for name, path in files.items():
         if not kind_of(path) or path.suffix in {*COMPRESSED, ".parquet"}:
             continue
@@ -179,7 +181,7 @@ def _not_utf8(files: dict[str, Path]) -> str | None:
 
 
 def unreadable(data: Data, error: BaseException) -> ValueError:
-    """What to raise for an error of `datasets`: it names the key, and the line of a text that is not UTF-8."""
+    """The ValueError to raise for an error of `datasets`: it names the key and gives the reason."""
     return ValueError(f"data.path: {data.path} cannot be read: {_reason(data, error)}")
 
 
@@ -191,21 +193,19 @@ def _reason(data: Data, error: BaseException) -> str:
         return "it holds no rows"
     first = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
     if "JSON parse error" in first:
-        return (
-            f"it holds no JSON objects, one a line ({first}); plain text, a prompt a line, is a file that ends in .txt"
-        )
+        return f"its lines are not JSON objects ({first}); a file of plain text, one prompt per line, must end in .txt"
     if not files_of(str(data.path)):
-        return f"it is no file, no folder, and no data set that the hub gave: {first}"
+        return f"there is no such file or folder, and the hub gave no data set of this name: {first}"
     return first
 
 
-PROMPT, TEXT = "prompt", "text"  # the column whose rows are whole prompts; data.column= where none is named
+PROMPT, TEXT = "prompt", "text"  # columns: of whole prompts; the default of data.column
 
 
 @dataclass
 class Blocks(Dataset[dict[str, torch.Tensor]]):
-    """Token blocks ids (N, T), the domain of each as an index (N,) into `domains`; position_ids (N, T): the place of
-    each token in its own text, None where a block is one text."""
+    """N packed blocks of T tokens: ids (N, T), and domain (N,), an index into `domains`. position_ids (N, T): the
+    position of each token in its text; None if each block is one text."""
 
     ids: torch.Tensor
     domain: torch.Tensor
@@ -220,7 +220,7 @@ class Blocks(Dataset[dict[str, torch.Tensor]]):
 
 
 def embedded_texts(max_bytes: dict[str, int], split: str) -> datasets.Dataset:
-    """Rows (text, domain) of the embedded corpora, each domain up to its own number of bytes."""
+    """Rows (text, domain) of the embedded corpora. max_bytes: by domain, see `embedded`."""
     rows = [
         {"text": document.text, "domain": domain}
         for domain, size in max_bytes.items()
@@ -231,10 +231,10 @@ def embedded_texts(max_bytes: dict[str, int], split: str) -> datasets.Dataset:
 
 
 def texts_of(rows: datasets.Dataset, path: str, column: str = "text") -> datasets.Dataset:
-    """Rows (text, domain) of what was read of `path`.
+    """Turn rows that were read from `path` into rows (text, domain); rows without text are left out.
 
-    Raises ValueError, naming the key to change, for a missing column, a column that holds no strings, or no text;
-    UnicodeDecodeError for bytes that are no UTF-8.
+    Raises ValueError, naming the key to change, if the column is missing, is not of strings, or has no text, and
+    UnicodeDecodeError for bytes that are not UTF-8.
     """
     if column not in rows.column_names:
         raise ValueError(f"data.column: {path} has no column {column!r}; it has {rows.column_names}")
@@ -254,12 +254,12 @@ def texts_of(rows: datasets.Dataset, path: str, column: str = "text") -> dataset
 def source_of(
     data: Data, split: str, tokenizer: PreTrainedTokenizerBase, ends: Collection[int] = frozenset()
 ) -> PromptRows | TextStarts:
-    """The configured prompts of a split of `splits`; own ones are split by a hash, embedded ones have no "final". Rows
-    of messages, or of prompt and response, are conversations, rows with a prompt alone are prompts, unless data.column=
-    names a column of text. data.chat: a text is what a user says to the target, in its chat template. ends: the
-    target's end tokens.
+    """The prompts of one split of `splits.SPLITS`, as data.path and the other settings ask.
 
-    Raises ValueError as `read_rows`, `texts_of` and `chats_of`.
+    A hash assigns the user's rows to splits; the embedded corpora have no split "final". If data.column is not set,
+    rows with messages, or with a prompt and a response, are conversations, and rows with a prompt alone are whole
+    prompts. With data.chat each text becomes a user's message in the target's chat template. ends: the target's end
+    tokens. Raises the errors of `read_rows`, `texts_of` and `chats_of`.
     """
     if data.path is None:
         sizes = data.bytes if split == "train" else data.held_out_bytes
@@ -273,7 +273,7 @@ def source_of(
 
 
 def _own(data: Data, split: str, rows: datasets.Dataset, template: Template) -> PromptRows | TextStarts:
-    """Rows of the user's files as conversations, prompts or texts."""
+    """The prompts of a split of the user's files: conversations, whole prompts or texts."""
     columns, column, tokenizer = rows.column_names, data.column, template.tokenizer
     if column == TEXT not in columns:  # no column was named
         if is_chat(columns, rows[0]):
@@ -291,25 +291,26 @@ def _own(data: Data, split: str, rows: datasets.Dataset, template: Template) -> 
 
 
 def _asked(texts: datasets.Dataset, template: Template) -> Iterator[dict[str, Any]]:
-    """Each text as the only message of a user. Raises ValueError where the target has no chat template."""
+    """Yield each text as a conversation with one message of the user. Raises ValueError if the target has no chat
+    template."""
     if template.tokenizer.chat_template is None:
-        raise ValueError("data.chat: the target's tokenizer has no chat template; with data.chat=false it is given the "
-                         "texts as they are")  # fmt: skip
+        raise ValueError("data.chat: the target's tokenizer has no chat template; with data.chat=false texts are used "
+                         "unchanged")  # fmt: skip
     for row in texts:
         yield {"messages": [{"role": "user", "content": row["text"]}], "domain": row["domain"]}
 
 
 def _cut(texts: datasets.Dataset) -> datasets.Dataset:
-    """Long documents cut into pieces; each piece starts with a prompt."""
+    """Cut documents into `pieces`, so that a document gives several prompts."""
     rows = [{"text": piece, "domain": row["domain"]} for row in texts for piece in pieces(row["text"])]
     return datasets.Dataset.from_list(rows)
 
 
 def pack(texts: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, length: int) -> Blocks:
-    """Tokenize each domain into one stream, cut in blocks of `length`: what corpus steps learn from. Every text follows
-    the token that the tokenizer starts a text with; an end token where it writes none.
+    """Tokenize the texts of each domain into one stream, and cut it into blocks of `length` tokens for corpus steps.
 
-    Raises ValueError when there is less text than one block, or the tokenizer has no end token.
+    Each text starts with the tokenizer's start token, or its end token if it writes no start token. Raises ValueError
+    if there is less text than one block, or the tokenizer has no end token.
     """
     if tokenizer.eos_token_id is None:
         raise ValueError("target.path: its tokenizer has no end token, which separates texts")
@@ -327,13 +328,14 @@ def pack(texts: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, length: in
 
 
 def restarted(ids: torch.Tensor, start: int) -> torch.Tensor:
-    """Places that begin anew at every token which a text in a block starts with; ids (N, T) -> (N, T)."""
+    """Position ids of packed blocks: they restart at 0 at every token `start`; ids (N, T) -> (N, T)."""
     places = torch.arange(ids.shape[1], dtype=torch.int32).expand(ids.shape)
     return places - torch.where(ids == start, places, 0).cummax(1).values
 
 
 def _start(tokenizer: PreTrainedTokenizerBase) -> int:
-    """What a text starts with in a block: the token that the tokenizer writes before any text, as a server sees it."""
+    """The token that precedes each text in a block: the tokenizer's start token if it writes one, else its end
+    token."""
     first = tokenizer("a")["input_ids"][0]
     return int(first if first == tokenizer.bos_token_id else tokenizer.eos_token_id)
 
@@ -347,7 +349,7 @@ def _stream(texts: list[str], tokenizer: PreTrainedTokenizerBase, start: int) ->
 
 
 class SeededOrder(Sampler[int]):
-    """Endless shuffled indices, a pure function of (seed, epoch); `start` skips what a run has seen."""
+    """Endless shuffled indices, which depend only on the seed and the epoch; `start` skips the first ones."""
 
     def __init__(self, size: int, seed: int, start: int = 0) -> None:
         self.size, self.seed, self.start = size, seed, start

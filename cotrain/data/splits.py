@@ -1,5 +1,5 @@
-"""Three disjoint sets of prompts: those learnt from, those that rank (checkpoints, draft lengths), and those that time
-what is exported. What was chosen by some prompts looks better on them than on others, so no prompt is in two sets.
+"""Three disjoint sets of prompts: for training, for ranking (checkpoints, draft lengths), and for timing the exported
+draft. A draft that was chosen on some prompts looks better on them than on others, so no prompt is in two sets.
 """
 
 import hashlib
@@ -7,14 +7,14 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-SPLITS = ("train", "held_out", "final")  # learnt from; rank; time the exported draft
+SPLITS = ("train", "held_out", "final")  # for training, ranking, and timing the exported draft
 PERCENT = {"held_out": 5, "final": 5}
 
 Prompt = list[int]
 
 
 def split_of(content: str) -> str:
-    """The split of a row of own data by a hash of what it says, so that a row that comes twice is in one split."""
+    """The split of a row of the user's data. It is a hash of the content, so equal rows are in one split."""
     place = int.from_bytes(hashlib.blake2b(content.encode(), digest_size=8).digest(), "big") % 100
     for name, percent in PERCENT.items():
         if place < percent:
@@ -24,8 +24,7 @@ def split_of(content: str) -> str:
 
 
 def shared(prompts: Sequence[Prompt], others: Sequence[Prompt]) -> list[Prompt]:
-    """Those of `prompts` that are among the others, begin one of them, or begin with one: which index or file a prompt
-    came from does not matter."""
+    """The prompts that equal one of `others`, are a prefix of one, or have one as a prefix."""
     ordered = sorted(others)
     whole, sizes = {tuple(other) for other in others}, sorted({len(other) for other in others})
 
@@ -40,15 +39,15 @@ def shared(prompts: Sequence[Prompt], others: Sequence[Prompt]) -> list[Prompt]:
 
 
 def without(prompts: Sequence[Prompt], others: Sequence[Prompt]) -> list[Prompt]:
-    """`prompts`, each once, in their order, without those that share content with the others."""
+    """The distinct prompts, in order, without those that are `shared` with the others."""
     common = {tuple(prompt) for prompt in shared(prompts, others)}
     return [list(prompt) for prompt in dict.fromkeys(map(tuple, prompts)) if prompt not in common]
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """ranking: of checkpoints and draft lengths; final: what times and checks the exported draft; source: "own" or
-    "shipped". Raises ValueError when the two share content, or one is empty."""
+    """ranking: prompts that rank checkpoints and draft lengths; final: prompts on which the exported draft is timed and
+    checked; source: "own" or "shipped". Raises ValueError if a set is empty, or a prompt is `shared` by both."""
 
     ranking: Sequence[Prompt]
     final: Sequence[Prompt]
@@ -58,14 +57,14 @@ class Prompts:
         for name, prompts in (("rank checkpoints", self.ranking), ("time the exported draft", self.final)):
             if not prompts:
                 raise ValueError(
-                    f"data.path: no prompts are left to {name} that are in no other split: give more texts, "
-                    "or raise rollout.prompt_tokens= (of cotrain bench, bench.prompt_tokens=)"
+                    f"data.path: no prompt to {name} remains after those of the other splits are dropped: give more "
+                    "texts, or raise rollout.prompt_tokens= (for cotrain bench, bench.prompt_tokens=)"
                 )
         refuse_shared(self.final, self.ranking, "rank checkpoints")
 
 
 def refuse_shared(final: Sequence[Prompt], others: Sequence[Prompt], used: str) -> None:
-    """Raise ValueError for a prompt that would time the exported draft and was used otherwise."""
+    """Raise ValueError if a final prompt is `shared` with the others. used: their use, for the message."""
     common = shared(final, others)
     if common:
         raise ValueError(f"data.path: {len(common)} of {len(final)} prompts that time the exported draft also {used}, "
@@ -73,8 +72,10 @@ def refuse_shared(final: Sequence[Prompt], others: Sequence[Prompt], used: str) 
 
 
 def apart(ranking: Sequence[Prompt], final: Sequence[Prompt], learnt: Sequence[Prompt], source: str) -> Prompts:
-    """Prompts of a run: final ones that rank, or are learnt from, are left out, and own ones that rank and are learnt
-    from (texts that begin alike are one prompt once they are cut). Raises as `Prompts`."""
+    """Make the prompts of a run disjoint, since texts of different splits may begin with the same prompt.
+
+    A final prompt is dropped if it is also a ranking or training prompt. A ranking prompt of the user's data is dropped
+    if it is also a training prompt. Raises the errors of `Prompts`."""
     ranking = without(ranking, learnt) if source == "own" else ranking
     prompts = Prompts(ranking, without(final, [*ranking, *learnt]), source)
     refuse_shared(prompts.final, learnt, "were learnt from")

@@ -1,4 +1,4 @@
-"""The record of texts that travels from logs and samplers to the loss, and the order in which they are learnt."""
+"""Tokenized texts for training and evaluation (`Texts`), and the order in which training sees them."""
 
 import hashlib
 import json
@@ -17,9 +17,11 @@ from cotrain.data.sources import Blocks, SeededOrder
 
 @dataclass(frozen=True)
 class Texts:
-    """Texts ids (N, T), padded with 0 on the right; prompt (N,) and length (N,) in tokens; domain of each;
-    position_ids (N, T) where a row is several texts, see `Blocks`; temperature (N,): what each is learnt at, one number
-    for all; whole: whether prompts are learnt from too."""
+    """N texts of at most T tokens.
+
+    ids (N, T) are padded with 0 on the right. prompt (N,) and length (N,): tokens of the prompt and of the whole text.
+    position_ids (N, T): for rows that are several packed texts, see `Blocks`. temperature (N,), or () for one value:
+    the target's temperature in the loss. whole: whether the tokens of prompts count in the loss too."""
 
     ids: Tensor
     prompt: Tensor
@@ -33,29 +35,29 @@ class Texts:
         return len(self.ids)
 
     def at(self, temperature: float, whole: bool = False) -> Self:
-        """The same texts, to be learnt at a temperature."""
+        """The same texts with one temperature for all."""
         return replace(self, temperature=torch.tensor(float(temperature)), whole=whole)
 
     def in_turn(self, temperatures: Sequence[float]) -> Self:
-        """The same texts, each to be learnt at one of the temperatures, which take turns."""
+        """The same texts; text i has the temperature number i modulo their count."""
         if len(temperatures) == 1:
             return self.at(temperatures[0])
         each = torch.tensor(temperatures, dtype=torch.float32)
         return replace(self, temperature=each[torch.arange(len(self)) % len(each)], whole=False)
 
     def evenly(self, count: int) -> list[int]:
-        """The rows of `count` texts, or of all if there are fewer, evenly over the texts in the order of their domains:
-        each domain has its share, up to one text."""
+        """The rows of `count` texts, or of all if there are fewer. They are spaced evenly, and each domain has its
+        share of them, up to one text."""
         by_domain = sorted(range(len(self)), key=self.domain.__getitem__)
         count = min(count, len(self))
         return sorted(by_domain[i * len(self) // count] for i in range(count))
 
     def spread(self, count: int) -> Self:
-        """A part of the texts, see `evenly`."""
+        """The texts that `evenly` chooses."""
         return self.rows(self.evenly(count))
 
     def rows(self, chosen: Sequence[int]) -> Self:
-        """Some of them."""
+        """The texts at the indices `chosen`."""
         at = torch.tensor(chosen, dtype=torch.int64)
         ids, places = self.read(at)
         temperature = self.temperature.expand(len(self))[at]
@@ -68,29 +70,29 @@ class Texts:
         return [hashlib.blake2b(json.dumps(row).encode(), digest_size=6).hexdigest() for row in rows]
 
     def read(self, rows: Tensor | slice) -> tuple[Tensor, Tensor | None]:
-        """What a model is given to read some rows: ids and position_ids."""
+        """The inputs of a model for some rows: ids and position_ids."""
         return self.ids[rows], None if self.position_ids is None else self.position_ids[rows]
 
     @property
     def prompts(self) -> list[list[int]]:
-        """Ids of each prompt, without what was sampled after it."""
+        """The ids of each prompt."""
         return [row[:length].tolist() for row, length in zip(self.ids, self.prompt.tolist(), strict=True)]
 
     @property
     def sampled(self) -> Tensor:
-        """(N, T-1): True at t when token t+1 is behind the prompt: in texts of the target, one that it sampled."""
+        """(N, T-1): True at t if token t+1 is after the prompt."""
         after = torch.arange(1, self.ids.shape[1])
         return (after >= self.prompt.unsqueeze(1)) & (after < self.length.unsqueeze(1))
 
     @property
     def predicted(self) -> Tensor:
-        """(N, T-1): True at t when token t+1 is one that counts: a sampled one, or any when whole."""
+        """(N, T-1): True at t if token t+1 counts in the loss: any token if `whole`, else one after the prompt."""
         inside = torch.arange(1, self.ids.shape[1]) < self.length.unsqueeze(1)
         return inside if self.whole else self.sampled
 
 
 def of_blocks(blocks: Blocks) -> Texts:
-    """Corpus blocks as texts: every position counts, p is the target's whole distribution there too."""
+    """Packed corpus blocks as texts with a prompt of one token, so that every later token counts in the loss."""
     n, width = blocks.ids.shape
     domains = [blocks.domains[index] for index in blocks.domain.tolist()]
     first, length = torch.ones(n, dtype=torch.int64), torch.full((n,), width)
@@ -98,13 +100,13 @@ def of_blocks(blocks: Blocks) -> Texts:
 
 
 def none() -> Texts:
-    """No texts."""
+    """An empty set of texts."""
     empty = torch.empty(0, dtype=torch.int64)
     return Texts(empty.view(0, 2), empty, empty, [])
 
 
 def joined(sets: Sequence[Texts]) -> Texts:
-    """Sets laid end to end, padded on the right to one width; of one kind, whole or not."""
+    """Concatenate sets of texts, padded on the right to one width. All must have the same `whole`."""
     width = max(texts.ids.shape[1] for texts in sets)
     ids = torch.cat([torch.nn.functional.pad(texts.ids, (0, width - texts.ids.shape[1])) for texts in sets])
     prompt, length = (torch.cat([getattr(texts, name) for texts in sets]) for name in ("prompt", "length"))
@@ -114,9 +116,9 @@ def joined(sets: Sequence[Texts]) -> Texts:
 
 
 def shared(texts: Texts, shares: Mapping[str, float]) -> Texts:
-    """Of a domain in `shares` only that share of its texts.
+    """Keep only the share shares[domain] of the texts of each domain in `shares`, its first ones.
 
-    Raises ValueError for a share outside [0, 1] and when nothing is left.
+    Raises ValueError for a share outside [0, 1], and if no text remains.
     """
     if not all(0 <= share <= 1 for share in shares.values()):
         raise ValueError(f"data.shares: {dict(shares)} must lie in [0, 1]")
@@ -132,8 +134,8 @@ def shared(texts: Texts, shares: Mapping[str, float]) -> Texts:
 
 
 class Learnt(Dataset[dict[str, Tensor]]):
-    """Texts as batches of them are made: ids (B, T), predicted and sampled (B, T-1), temperature (B,), position_ids
-    (B, T) of packed texts, and key (B,), which tells texts apart, from `first` on."""
+    """A data set of texts. A batch has ids (B, T), predicted and sampled (B, T-1), temperature (B,), position_ids
+    (B, T) if texts are packed, and key (B,): the number of the text, counted from `first`."""
 
     def __init__(self, texts: Texts, first: int = 0) -> None:
         self.texts, self.first = texts, first
@@ -151,7 +153,7 @@ class Learnt(Dataset[dict[str, Tensor]]):
 
 
 class Strided(Sampler[int]):
-    """One process's share of an endless order: of every batch of all `world` processes, the same number to each."""
+    """The part of an endless order that process `rank` of `world` reads: every `world`-th index."""
 
     def __init__(self, order: Sampler[int], rank: int, world: int) -> None:
         self.order, self.rank, self.world = order, rank, world
@@ -161,9 +163,10 @@ class Strided(Sampler[int]):
 
 
 class Curriculum(Sampler[int]):
-    """Indices into two sets laid end to end: `first` samples of set one, shuffled, then set two without end.
+    """Shuffled indices into two concatenated sets: `first` indices into the first, then endlessly into the second.
 
-    A pure function of (seed, start), so a resumed run sees the samples that an uninterrupted one would have.
+    They depend on the seed alone, and `start` skips the first ones, so a resumed run sees the same samples as an
+    uninterrupted one.
     """
 
     def __init__(self, sizes: tuple[int, int], first: int, seed: int, start: int = 0) -> None:

@@ -1,1 +1,1 @@
-"""Draft folders in the layouts that serving engines load."""
+"""Export of draft folders to the layouts that serving engines load."""

@@ -1,8 +1,8 @@
-"""Feature drafts as engines load them: the EAGLE-3 format (vLLM, SGLang, TensorRT-LLM), or that of speculators.
+"""Export of feature drafts to the EAGLE-3 format (vLLM, SGLang, TensorRT-LLM), or to that of speculators (vLLM).
 
-A draft folder of kind eagle or p_eagle has the EAGLE-3 format as it is: names, d2t, and no embedding, which engines
-share with the target. speculators' differs in config.json and in `layers.0.`, and has the embedding. A p_eagle draft,
-which only vLLM loads, names the id of the mask in both and has the tensor mask_hidden.
+Draft folders of kind eagle and p_eagle already have the EAGLE-3 format: its tensor names, d2t, and no embedding, since
+engines use the target's. The format of speculators has another config.json, the prefix `layers.0.`, and the embedding.
+A p_eagle draft, which only vLLM loads, has the id of the mask token and the tensor mask_hidden in both formats.
 """
 
 import json
@@ -25,7 +25,7 @@ from inference.proposers import kind_of
 from inference.proposers.eagle import LAYER_IDS, EagleNetwork, output_layers
 
 LAYOUTS = ("eagle3", "speculators")
-MASK = "pard_token"  # of config.json
+MASK = "pard_token"  # the key of the mask token in config.json
 
 
 def export(
@@ -40,14 +40,15 @@ def export(
     replace: bool = False,
     card: Callable[[Metadata], str] | None = None,
 ) -> Path:
-    """Copy a draft folder of kind eagle or p_eagle to one that engines load. target: the model that it was trained for;
-    name: its hub id or path, by default the one in cotrain.json; card: the text of a README.
+    """Copy a draft folder of kind eagle or p_eagle to one that engines load. Returns `output`.
 
-    k: drafts a round, objective: "sampled" or "greedy", by default those in cotrain.json. config.json and the metadata
-    name the target's states both ways: as inputs of layers (vLLM), and as outputs of the layers before (SGLang in
-    `eagle_config`, TensorRT-LLM in its launch command).
-    Raises UserError for an unknown layout, ValueError for a folder of another kind, one that lacks a tensor, more
-    drafts than one of kind p_eagle was trained for, or a target of other sizes.
+    target: the model that it was trained for; name: the target's hub id or path; k: drafts per round; objective:
+    "sampled" or "greedy". name, k and objective are by default those in cotrain.json. card: writes the README.
+    config.json and the metadata name the target's states in two ways: as inputs of layers (for vLLM), and as outputs of
+    the layers before them (for SGLang in `eagle_config`, for TensorRT-LLM in its launch command).
+
+    Raises UserError for an unknown layout, and ValueError for a folder of another kind, a missing tensor, a target of
+    other sizes, and a k above the depths that a p_eagle draft was trained for.
     """
     if layout not in LAYOUTS:
         raise UserError(f"layout={layout}: feature drafts have {', '.join(LAYOUTS)}")
@@ -73,7 +74,7 @@ def export(
 
 
 def _as_speculators(folder: Path, network: EagleNetwork, metadata: Metadata, target: PreTrainedModel) -> None:
-    """The written folder in speculators' format."""
+    """Convert the written folder to the format of speculators."""
     embedding: Any = target.get_input_embeddings()
     save_file(renamed(load_file(folder / WEIGHTS)) | {"embed_tokens.weight": embedding.weight.detach().cpu().clone()},
               folder / WEIGHTS, metadata={"format": "pt"})  # fmt: skip
@@ -82,12 +83,12 @@ def _as_speculators(folder: Path, network: EagleNetwork, metadata: Metadata, tar
 
 
 def renamed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of the EAGLE-3 format by speculators' names."""
+    """Rename tensors of the EAGLE-3 format as speculators names them."""
     return {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
 
 
 def speculators_config(ours: Mapping[str, Any], metadata: Metadata, architecture: str) -> dict[str, Any]:
-    """config.json of an EAGLE-3 folder -> of speculators; architecture: of the target."""
+    """Convert config.json of an EAGLE-3 folder to the format of speculators. architecture: the target's class name."""
     proposal = {"proposal_type": "greedy", "speculative_tokens": metadata.k, "verifier_accept_k": 1,
                 "accept_tolerance": 0.0}  # fmt: skip
     verifier = {"name_or_path": metadata.target["name"], "architectures": [architecture]}

@@ -1,9 +1,8 @@
 """The table of serving engines: layout, versions, launch command, remarks.
 
-Facts were read from the engines' sources and wheels (vLLM 0.28 to 0.33, SGLang 0.5.23, TensorRT-LLM 1.3,
-transformers 5.23). A draft trained for sampled drafting, acceptance sum_v min(p, q), and one trained for
-greedy drafting, acceptance p(argmax q), need different flags: the wrong one costs most of the speed-up without
-a warning.
+It was written from the engines' sources and wheels (vLLM 0.28 to 0.33, SGLang 0.5.23, TensorRT-LLM 1.3, transformers
+5.23). A draft for sampled drafting (acceptance sum_v min(p, q)) and one for greedy drafting (acceptance p(argmax q))
+need different flags. With the wrong flag most of the speed-up is lost, without a warning.
 """
 
 import json
@@ -23,16 +22,16 @@ from inference.drafts.draft_folder import OBJECTIVES, PlannedTree
 from inference.servers.vllm_server import draft_model
 
 Command = Callable[[str, str, int, str], str]
-MARK = "<!-- written by cotrain export -->"  # of each README: overwrite=true replaces folders that have it
+MARK = "<!-- written by cotrain export -->"  # in each README; overwrite=true replaces only folders that have it
 
 
 @dataclass(frozen=True)
 class ServingEngine:
     """How one engine serves a draft.
 
-    layout: module of cotrain/export that writes it. versions: that load it. drafts: objectives it serves.
-    command(draft, target, k, objective): a line for a POSIX shell. note: what a user should know. parallel: the command
-    of a parallel draft, None where none is served.
+    layout: the module of cotrain/export that writes the folder. versions: of the engine that load it. drafts: the
+    objectives that it serves. command(draft, target, k, objective): the launch command for a POSIX shell. note: a
+    remark for the user. parallel: the launch command for parallel drafts, None if the engine does not serve them.
     """
 
     layout: str
@@ -54,7 +53,8 @@ def _vllm(draft: str, target: str, k: int, objective: str, parallel: bool = Fals
 
 def _sglang(draft: str, target: str, k: int, objective: str, tree: PlannedTree | None = None) -> str:
     steps, children, nodes = (k, 1, k) if tree is None else (tree.depth, tree.most_children, len(tree.parents))
-    rated = children + (steps - 1) * children**2  # nodes that it may choose from: of each step, children of `children`
+    # SGLang chooses the nodes among these: `children` of the root, then in each step the children of `children` nodes
+    rated = children + (steps - 1) * children**2
     return shlex.join([
         "python", "-m", "sglang.launch_server", "--model-path", target,
         "--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", draft,
@@ -64,7 +64,7 @@ def _sglang(draft: str, target: str, k: int, objective: str, tree: PlannedTree |
 
 
 def _tensorrt_llm(draft: str, target: str, k: int, objective: str, kind: str = "Draft_Target", **more: Any) -> str:
-    # JSON is YAML, and quotes any path
+    # as JSON, which is valid YAML and quotes any path
     settings = {"decoding_type": kind, "max_draft_len": k, "speculative_model": draft, **more}
     options = _json({"disable_overlap_scheduler": True, "speculative_config": settings})
     serve = ["trtllm-serve", target, "--backend", "pytorch", "--extra_llm_api_options", "speculative.yaml"]
@@ -96,17 +96,17 @@ def _sglang_features(draft: str, target: str, k: int, objective: str, tree: Plan
 
 
 def _tensorrt_llm_features(draft: str, target: str, k: int, objective: str, layers: Sequence[int] = ()) -> str:
-    """layers: whose outputs it is to capture; it does not read the draft's config.json for them."""
+    """layers: whose outputs the draft reads; TensorRT-LLM does not take them from the draft's config.json."""
     more = {"eagle3_layers_to_capture": list(layers)} if layers else {}
     return _tensorrt_llm(draft, target, k, objective, "Eagle3", **more)
 
 
-# feature drafts, by the layouts of `eagle3`: what serves them
+# layout of `eagle3` -> the engines that load it, with their launch commands
 FEATURES: dict[str, dict[str, Command]] = {
     "eagle3": {"vllm": _vllm_features, "sglang": _sglang_features, "tensorrt_llm": _tensorrt_llm_features},
     "speculators": {"vllm": _vllm_features},
 }
-# engine and layout -> what to know where a tree was planned; all others draft in a row
+# (engine, layout) that can draft trees -> a remark for the user; all others draft chains
 TREES = {
     ("sglang", "eagle3"): "SGLang grows its trees anew in every round, of its likeliest tokens: the flags give it the "
     "levels, the most children of a node and the nodes of the planned tree, not its shape.",
@@ -137,17 +137,17 @@ ENGINES = {
 
 
 def engine_named(name: str) -> ServingEngine:
-    """The row of the table. Raises UserError naming the key and the engines there are."""
+    """The engine's row of the table. Raises UserError, which lists the engines, for an unknown name."""
     if name not in ENGINES:
         raise UserError(f"engine={name}: no such engine; there are {', '.join(ENGINES)}")
     return ENGINES[name]
 
 
 def layout_of(kind: str, engine: str) -> Any | None:
-    """The module that writes a kind of draft for an engine: `export`, `launch`; None for the table's own. Raises
-    UserError for a kind that the engine does not load."""
+    """The module (with `export` and `launch`) that writes a kind of draft for an engine; None for the plain layout of
+    `hf`. Raises UserError for a kind that the engine does not load."""
     engine_named(engine)
-    if kind not in STUDENTS:  # such as other_tokenizer, which serves and is not trained
+    if kind not in STUDENTS:  # such as other_tokenizer, which is not trained
         raise UserError(f"engine={engine}: no engine of the table loads {kind} drafts")
     student = student_class(kind)
     if student.features:
@@ -161,21 +161,21 @@ def layout_of(kind: str, engine: str) -> Any | None:
 
 
 def refuse_layout(engine: str, layout: str) -> None:
-    """Raise UserError naming the key for a layout that the engine does not load."""
+    """Raise UserError, naming the key, for a layout that the engine does not load."""
     loads = [engine_named(engine).layout, *(name for name, serves in FEATURES.items() if engine in serves)]
     if layout not in loads:
         raise UserError(f"layout={layout}: {engine} loads {', '.join(loads)}")
 
 
 def refuse_kind(engine: str, kind: str) -> None:
-    """Raise UserError naming the key for a kind of draft that the engine does not serve."""
+    """Raise UserError, naming the key, for a kind of draft that the engine does not serve."""
     if is_parallel(kind) and engine_named(engine).parallel is None:
         able = ", ".join(name for name, row in ENGINES.items() if row.parallel)
         raise UserError(f"engine={engine}: it does not draft in parallel; engine={able}")
 
 
 def is_parallel(kind: str) -> bool:
-    """Whether a round of this kind drafts all its tokens in one pass."""
+    """Whether this kind drafts all tokens of a round in one pass."""
     return kind in STUDENTS and student_class(kind).parallel
 
 
@@ -183,12 +183,12 @@ def launch(
     engine: str, draft_path: str, target: str, k: int, objective: str, layout: str = "hf", kind: str = "independent",
     tree: PlannedTree | None = None, layers: Sequence[int] = (),
 ) -> str:  # fmt: skip
-    """The command that serves `target` with the draft in `draft_path`, k drafts a round, for a POSIX shell.
+    """The command that serves `target` with the draft in `draft_path`, k drafts per round, for a POSIX shell.
 
-    objective: "sampled" or "greedy", what the draft was trained for; it sets the engine's drafting. kind: of the draft,
-    some draft in parallel (`Student.parallel`). tree: what the draft was planned with, for engines that serve trees of
-    its layout (`TREES`); others draft k in a row. layers: whose outputs a feature draft reads, see `captured`. Raises
-    ValueError naming the key for an unknown engine or objective, or a k below 1, and as `refuse_kind`.
+    objective: "sampled" or "greedy", what the draft was trained for; it sets how the engine drafts. kind: the draft's.
+    tree: the planned tree, used if the engine drafts trees in this layout (`TREES`); otherwise chains of k are drafted.
+    layers: the layers whose outputs a feature draft reads, see `captured`. Raises ValueError, naming the key, for an
+    unknown engine or objective and for k < 1, and the errors of `refuse_kind`.
     """
     refuse_kind(engine, kind)
     engine_named(engine)
@@ -204,7 +204,7 @@ def launch(
 
 
 def _command(engine: str, layout: str, parallel: bool) -> Command:
-    """Of an engine that serves such drafts."""
+    """The launch command of an engine that serves drafts of this layout."""
     row = ENGINES[engine]
     if layout in FEATURES:
         return partial(_vllm_features, parallel=True) if parallel else FEATURES[layout][engine]
@@ -212,7 +212,7 @@ def _command(engine: str, layout: str, parallel: bool) -> Command:
 
 
 def captured(origin: Mapping[str, Any]) -> list[int]:
-    """Layers whose outputs an exported feature draft reads, from the origin in its metadata; [] for other drafts."""
+    """The layers whose outputs an exported feature draft reads; [] for other drafts. origin: of its metadata."""
     layers: list[int] = (origin.get("export") or {}).get("outputs_of_layers", [])
     return layers
 
@@ -224,7 +224,7 @@ def place(target: str) -> str:
 
 
 def caveats(engine: str, objective: str) -> list[str]:
-    """What to know before serving a draft trained for `objective`, one sentence or two each."""
+    """Remarks for users who serve a draft trained for `objective`, one or two sentences each."""
     row = engine_named(engine)
     if objective in row.drafts:
         return [row.note]

@@ -1,7 +1,7 @@
-"""Changes to a draft that make it load in an engine: the target's vocabulary size, and one temperature.
+"""Changes to a draft so that engines can load it: resize it to the target's vocabulary, or fix its temperature.
 
-A draft conditioned on the temperature is exported at one of them: its scale becomes part of its final norm, and the
-rest is a plain causal LM, which any engine serves.
+A draft conditioned on the temperature is exported for one temperature: its scale is multiplied into its final norm. The
+result is a plain causal LM, which any engine serves.
 """
 
 from pathlib import Path
@@ -19,24 +19,23 @@ from inference.proposers.conditioned import KNOTS, MODULE, ConditionedNetwork, S
 from inference.proposers.early_exit import final_norm
 
 BIAS = -1e4  # far below any logit, and finite in float16
-TEXTS, LENGTH = 8, 32  # drawn from the draft, to judge rows that are added
-TRIED = 8  # ids on which the plain model is compared with the scaled one
+TEXTS, LENGTH = 8, 32  # number and length of the draft's texts on which added rows are rated
+TRIED = 8  # number of ids on which the exported model is compared with the conditioned one
 
 
 # --- vocabulary
 
 
 def resize(model: PreTrainedModel, size: int, tokenizer: PreTrainedTokenizerBase) -> float:
-    """Give the draft `size` rows in place; returns the chance that a draft falls on a row that was added.
+    """Resize the draft's vocabulary to `size` rows in place; return the mean probability of all added rows.
 
-    A padded id v should never be drafted: the target rejects it, so the text stays exact, but the round ends
-    there. A head with a bias gets -1e4 at v: no mass at all. A head without one (Llama, and every tied
-    embedding) has logit w_v . h, and no row w makes that low for every hidden state h. So w_v is a copy of
-    the row of the least likely token u, which gives q(v) = q(u) in every context, low because training
-    pushed it down together with h; or 0, logit 0, if that is lower still. Both are judged by their mean
-    mass on texts drawn from the draft, and the chance returned is the mean mass of all added rows there.
+    An added id v should never be drafted: the target rejects it, so the text stays exact, but the round ends there. If
+    the head has a bias, it is -1e4 at v, so q(v) = 0. Otherwise (Llama, and every tied embedding) the logit is w_v . h,
+    and no row w_v makes it low for every hidden state h. Then w_v is one of two rows, whichever has the lower mean
+    probability: a copy of the row of the least likely token u, so q(v) = q(u) in every context, or 0, whose logit is
+    always 0. Means are over texts sampled from the draft.
 
-    Rows past `size` are dropped: no target id reaches them. Raises ValueError when the tokenizer has more.
+    Rows past `size` are removed, since no target id refers to them. Raises ValueError if the tokenizer has more ids.
     """
     old, used = model.config.vocab_size, max(tokenizer.get_vocab().values()) + 1
     if size < used:
@@ -52,7 +51,7 @@ def resize(model: PreTrainedModel, size: int, tokenizer: PreTrainedTokenizerBase
 
 
 def _least_likely(logits: Tensor) -> int | None:
-    """The token of least mean mass, or None when a logit of 0 would have less. logits (B, T, V)."""
+    """The token with the lowest mean probability, or None if a logit of 0 has a lower one. logits (B, T, V)."""
     norm = logits.logsumexp(-1, keepdim=True)
     masses = (logits - norm).exp().mean((0, 1))
     return None if (-norm).exp().mean() < masses.min() else int(masses.argmin())
@@ -60,7 +59,7 @@ def _least_likely(logits: Tensor) -> int | None:
 
 @torch.no_grad()
 def _fill(model: PreTrainedModel, old: int, least: int | None) -> None:
-    """Rows from `old` on become copies of row `least`, or 0, in the embedding and in the head."""
+    """Set the rows from `old` on, in the embedding and in the head, to copies of row `least`, or to 0 for None."""
     head = model.get_output_embeddings()
     tables: tuple[Any, ...] = (model.get_input_embeddings(), head)
     for table in tables:
@@ -70,7 +69,7 @@ def _fill(model: PreTrainedModel, old: int, least: int | None) -> None:
 
 
 def _own_texts(model: PreTrainedModel, used: int) -> Tensor:
-    """Texts drawn from the draft at temperature 1, ids (TEXTS, LENGTH) below `used`, always the same."""
+    """Sample texts from the draft at temperature 1 with a fixed seed: ids (TEXTS, LENGTH), all below `used`."""
     random = torch.Generator().manual_seed(0)
     ids = torch.randint(used, (TEXTS, 1), generator=random)
     while ids.shape[1] < LENGTH:
@@ -89,18 +88,18 @@ def _logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
 
 
 def refuse(folder: str | Path, temperature: float | None) -> None:
-    """Raise UserError for a draft conditioned on the temperature without a temperature, and for another with one."""
+    """Raise UserError if a conditioned draft has no temperature to export it for, or another draft has one."""
     file = Path(folder) / CONFIG
     conditioned = KNOTS in read_json(file) if file.is_file() else False
     if conditioned and temperature is None:
-        raise UserError(f"temperature: {folder} drafts differently at each temperature, and an engine loads one: give "
-                        "the one that you serve at, as temperature=0.7")  # fmt: skip
+        raise UserError(f"temperature: {folder} depends on the temperature, and an export is for one: give the one "
+                        "that you serve at, as temperature=0.7")  # fmt: skip
     if not conditioned and temperature is not None:
-        raise UserError(f"temperature={temperature:g}: {folder} drafts alike at every temperature: temperature=null")
+        raise UserError(f"temperature={temperature:g}: {folder} does not depend on it: leave temperature= out")
 
 
 def measured_elsewhere(metadata: Metadata | None, temperature: float) -> str | None:
-    """A remark on a draft that was measured, and its length planned, at another temperature; None for others."""
+    """A remark if the draft was measured at another temperature than this one, else None."""
     if metadata is None or metadata.report is None or (at := metadata.regime.get("temperature", 1.0)) == temperature:
         return None
     return (f"Speeds, and the draft length unless k= gives it, were measured at temperature {at:g}, not at "
@@ -108,14 +107,15 @@ def measured_elsewhere(metadata: Metadata | None, temperature: float) -> str | N
 
 
 def network_class(temperature: float | None) -> Any:
-    """The class that loads a folder which passed `refuse`."""
+    """The class that loads the draft folder; the temperature must have passed `refuse`."""
     return AutoModelForCausalLM if temperature is None else ConditionedNetwork
 
 
 @torch.no_grad()
 def folded(network: PreTrainedModel, temperature: float) -> PreTrainedModel:
-    """The network itself, its scale at a temperature folded into the weight, and bias, of its final norm. Raises
-    ValueError for a family whose head does not read that norm as it is."""
+    """Multiply the weight and bias of the final norm by the network's scale at `temperature`, in place, and return the
+    network without its conditioning. Raises ValueError if the logits then differ, as for a model family that changes
+    the norm's output before the head."""
     ids = torch.arange(min(TRIED, network.config.get_text_config().vocab_size), device=network.device).unsqueeze(0)
     scale = Scale(network).at(torch.tensor(float(temperature)))
     states = network.base_model(input_ids=ids, use_cache=False).last_hidden_state
@@ -127,8 +127,8 @@ def folded(network: PreTrainedModel, temperature: float) -> PreTrainedModel:
     logits = network(input_ids=ids, use_cache=False).logits.float()[..., : wanted.shape[-1]]
     close = 0.05 if network.dtype in (torch.bfloat16, torch.float16) else 1e-3
     if not torch.allclose(logits, wanted, rtol=close, atol=close * float(wanted.abs().max())):
-        raise ValueError(f"temperature: {type(network).__name__} has a final norm that takes no scale: it is served by "
-                         "this engine alone")  # fmt: skip
+        raise ValueError(f"temperature: the final norm of {type(network).__name__} cannot be scaled, so this draft can "
+                         "only be served by cotrain's engine")  # fmt: skip
     delattr(network, MODULE)
     delattr(network.config, KNOTS)
     return network

@@ -1,5 +1,5 @@
-"""The plain Hugging Face layout of a draft that is a causal LM: every engine of the table loads an independent one,
-some a parallel one. `check` says what is wrong with a folder in that layout."""
+"""The plain Hugging Face layout, for drafts that are causal LMs: every engine of the table loads independent ones, and
+some load parallel ones. `check` lists what is wrong with a folder in this layout."""
 
 from collections.abc import Mapping
 from dataclasses import replace as changed
@@ -45,23 +45,22 @@ def export(
     name: str | None = None,
     temperature: float | None = None,
 ) -> Path:
-    """Copy a draft folder to one that `engine` serves, with a README that holds the launch command.
+    """Copy a draft folder to one that `engine` serves, with a README that has the launch command. Returns `output`.
 
-    k: drafts a round; target: hub id or path to serve; objective: "sampled" or "greedy"; by default what
-    cotrain.json says, and they must be given for a folder made elsewhere (objective: sampled). With
-    `target_config` the embedding gets the target's vocab_size (see `fitting.resize`); with
-    `target_tokenizer` vocabularies are compared. dtype: of the weights, by default their own. Rope and
-    maximum positions are kept. name: what the card calls the folder, by default its path. temperature: of
-    serving, for a draft conditioned on it, which is written as an independent draft (`fitting.folded`).
-    The folder passes `check` or is not written.
+    k: drafts per round; target: hub id or path to serve; objective: "sampled" or "greedy". Their defaults are in
+    cotrain.json; for a folder without it, k and target are required, and objective is "sampled". target_config: resize
+    the vocabulary to the target's (`fitting.resize`); target_tokenizer: compare the vocabularies. dtype: of the
+    weights, by default unchanged. name: the folder's name in the README, by default its path. temperature: the serving
+    temperature of a conditioned draft, which is written as an independent draft (`fitting.folded`).
 
-    Raises ValueError naming the key or file to change, FileExistsError as `inference.drafts.draft_folder.save`.
+    The folder is written only if it passes `check`. Raises ValueError naming the key or file to change, and
+    FileExistsError as `inference.drafts.draft_folder.save` does.
     """
     engine_named(engine)
     refuse(source, temperature)
     model, tokenizer, original = load_draft(source, dtype, network=network_class(temperature))
     if tokenizer is None:
-        raise ValueError(f"{source}: it has no tokenizer, an engine needs the target's beside the draft")
+        raise ValueError(f"{source}: it has no tokenizer; engines need the target's tokenizer in the draft folder")
     metadata = _metadata(original, k, target, objective)
     if temperature is not None:
         model, metadata = folded(model, temperature), _at(metadata, temperature)
@@ -85,7 +84,7 @@ def export(
             card(metadata, engine, name or str(Path(output).absolute()), report, remarks), encoding="utf-8"
         )
         if problems := check(new):
-            raise ValueError(f"{source} makes no folder that loads: " + "; ".join(problems))
+            raise ValueError(f"{source}: the exported folder would not load: " + "; ".join(problems))
     return Path(output)
 
 
@@ -98,12 +97,12 @@ def _metadata(metadata: Metadata | None, k: int | None, target: str | None, obje
 
 
 def _at(metadata: Metadata, temperature: float) -> Metadata:
-    """The metadata of a draft at one temperature, which is an independent one."""
+    """The metadata of a conditioned draft after it was fixed at one temperature."""
     return changed(metadata, kind="independent", regime={**metadata.regime, "temperature": temperature})
 
 
 def _report(source: Path, metadata: Metadata | None) -> Mapping[str, Any] | None:
-    """The report of the draft, None for a folder made elsewhere, whose file of that name is another's."""
+    """The draft's report. None if the metadata names none; a report.json is then from another program."""
     if metadata is None or metadata.report is None:
         return None
     file = source / REPORT
@@ -123,7 +122,7 @@ def _fit(
     target_config: PretrainedConfig | None,
     target_tokenizer: PreTrainedTokenizerBase | None,
 ) -> list[str]:
-    """Make the draft fit the target; returns remarks for the README."""
+    """Resize the draft's vocabulary to the target's, and compare the two; return remarks for the README."""
     if target_config is None:
         return []
     old, size = model.config.vocab_size, target_config.get_text_config(decoder=True).vocab_size
@@ -147,12 +146,11 @@ DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF1
 
 
 def check(folder: str | Path) -> list[str]:
-    """Problems of a folder in the plain Hugging Face layout, each naming file and key; empty when it is good.
+    """The problems of a folder in the plain Hugging Face layout, each with file and key; empty if there are none.
 
-    Looks at required files, keys of config.json and generation_config.json, names, shapes and dtype of the
-    tensors against the model that config.json builds, values that are not finite, the tokenizer's size, and
-    the hash of report.json. Tensors are loaded as transformers loads them, since on disk some families
-    go by other names than in memory.
+    Checks the required files, the keys of config.json and generation_config.json, names, shapes, dtypes and values of
+    the tensors, the tokenizer's size, and the hash of report.json. Tensors are loaded by transformers, since some model
+    families have other names on disk than in memory.
     """
     try:
         draft = read(folder)
@@ -173,7 +171,7 @@ def _config(path: Path) -> list[str]:
 
 
 def _generation(path: Path) -> list[str]:
-    """Problems with the keys that fix the draft length of transformers' assisted generation."""
+    """Problems with the keys that set the draft length of transformers' assisted generation."""
     if not (path / GENERATION).is_file():
         return []
     values, file = read_json(path / GENERATION), path / GENERATION
@@ -197,7 +195,8 @@ def _weights(path: Path) -> list[str]:
 
 
 def _dtypes(path: Path) -> list[str]:
-    """Tensors on disk in another float type than config.json says; quantised ones have several, and pass."""
+    """Problems with tensors whose dtype on disk is not that of config.json. Quantised models have several dtypes and
+    are not checked."""
     config = read_json(path / CONFIG)
     wanted = DTYPES.get(str(config.get("dtype")))
     if wanted is None or "quantization_config" in config:

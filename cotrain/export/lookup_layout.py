@@ -1,6 +1,7 @@
-"""Look-up, alone or with a draft model, for vLLM: the draft folder unchanged, read there by our proposer class.
+"""Export of drafts of kind retrieval and hybrid for vLLM: the draft folder, unchanged, and a README.
 
-vLLM's method `custom_class` loads `inference.servers.vllm_lookup.Lookup`; its environment must have this package.
+In vLLM, the method `custom_class` loads `inference.servers.vllm_lookup.Lookup`, which reads the folder. The package
+`inference` must therefore be installed in vLLM's environment.
 """
 
 import json
@@ -17,8 +18,8 @@ from inference.servers.vllm_server import custom_class
 
 SECTION = """# Look-up for vLLM
 
-Made for `{target}`; the text stays the target's. vLLM takes look-up's drafts for certain, so a model beside it drafts
-its likeliest tokens there.
+Made for `{target}`; the text keeps the target's distribution. vLLM treats the drafts as certain, so a draft model in
+this folder drafts its likeliest tokens there.
 
 vLLM's environment must have the package `inference`: `pip install --no-deps` of cotrain, or `PYTHONPATH=<checkout>`.
 
@@ -39,15 +40,15 @@ def export(
     replace: bool = False,
     name: str | None = None,
 ) -> Path:
-    """Copy a folder of kind retrieval or hybrid, with a README that has the launch command. k: drafts a round, None: as
-    planned. target: hub id or path; None: the one that the folder names. name: what the README calls the folder.
+    """Copy a folder of kind retrieval or hybrid, with a README that has the launch command. Returns `output`.
 
-    Raises ValueError naming the key for a folder without metadata, FileExistsError for a folder that is not empty
-    without replace.
+    k: drafts per round, target: hub id or path, by default those in cotrain.json. name: the folder's name on the hub,
+    if it will be pushed. Raises ValueError, naming the key, for a folder without metadata, and for one to be pushed
+    that has a datastore; FileExistsError if `output` is not empty, without replace.
     """
     source_metadata = read(source).metadata
     if source_metadata is None:
-        raise ValueError(f"draft.path={source}: it does not say what it is, there is no cotrain.json")
+        raise ValueError(f"draft.path={source}: it has no cotrain.json, which names its target")
     if name and (read_json(Path(source) / CONFIG).get("lookup") or {}).get("datastore"):
         raise ValueError(f"push_to_hub: {source} looks up a datastore of this machine, which others do not have")
     metadata = source_metadata.exported(target, k, None)
@@ -64,6 +65,6 @@ def export(
 
 
 def launch(draft: str, target: str, k: int) -> str:
-    """The command that serves, for a POSIX shell."""
+    """The launch command, for a POSIX shell."""
     serve = shlex.join(["vllm", "serve", place(target), "--speculative-config", json.dumps(custom_class(k))])
     return f"{FOLDER}={shlex.quote(draft)} {serve}"

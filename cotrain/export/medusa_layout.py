@@ -1,4 +1,5 @@
-"""The layout of Medusa heads that vLLM loads, up to 0.32: 0.33 has none. It drafts each head's likeliest token."""
+"""Export of Medusa heads for vLLM up to 0.32; later versions do not serve them. vLLM drafts each head's likeliest
+token."""
 
 import json
 import shlex
@@ -19,7 +20,7 @@ from inference.drafts.weight_files import CONFIG, WEIGHTS
 from inference.models.pretrained import load_model
 from inference.proposers.heads import MedusaNetwork
 
-SCALES = ("final_logit_softcapping", "logit_scale")  # of logits
+SCALES = ("final_logit_softcapping", "logit_scale")  # keys of configs that change logits after the head
 VERSIONS = "vllm>=0.28,<=0.32"
 NOTE = ("vLLM drafts the likeliest token of each head: acceptance is p(argmax q), less than measured with sampled "
         "drafts. Train with objective=greedy_draft for it.")  # fmt: skip
@@ -34,11 +35,12 @@ def export(
     replace: bool = False,
     name: str | None = None,
 ) -> Path:
-    """Copy a folder of Medusa heads to one that vLLM serves, with the target's head, which they share, and a README
-    with the launch command. k: drafts a round, at most as many as there are heads; None: as planned. target: hub id or
-    path; None: the one that the folder names. name: what the README calls the folder, by default its path.
+    """Copy a folder of Medusa heads to one that vLLM serves, with the target's output head, which all of them use, and
+    a README that has the launch command. Returns `output`.
 
-    Raises ValueError naming the key or file to change, FileExistsError for a folder that is not empty without replace.
+    k: drafts per round, at most the number of heads; target: hub id or path. Both are by default those in cotrain.json.
+    name: the folder's name in the README, by default its path. Raises ValueError naming the key or file to change, and
+    FileExistsError if `output` is not empty, without replace.
     """
     network, _, metadata = load_draft(source, network=MedusaNetwork)
     served = target or (metadata.target["name"] if metadata else None)
@@ -50,7 +52,7 @@ def export(
     folder = resolve(str(served))
     model = load_model(folder)
     network.fits(model, str(source))
-    if metadata:  # another target of these sizes has other states
+    if metadata:  # a target of the same sizes may be another model, with other states
         _check_target(Path(source), metadata.target, hash_target(model.config, load_tokenizer(Path(folder))))
     with new_folder(Path(output), replace=replace) as new:
         (new / CONFIG).write_text(json.dumps(config(network), indent=2) + "\n", encoding="utf-8")
@@ -63,7 +65,7 @@ def export(
 
 
 def launch(draft: str, target: str, k: int) -> str:
-    """The command that serves, for a POSIX shell."""
+    """The launch command, for a POSIX shell."""
     return shlex.join(["vllm", "serve", place(target), "--speculative-config", json.dumps(speculative(draft, k))])
 
 
@@ -73,7 +75,8 @@ def speculative(draft: str, k: int) -> dict[str, Any]:
 
 
 def config(network: PreTrainedModel) -> dict[str, Any]:
-    """config.json. Biases are dropped in silence without medusa_fc_bias; original_lm_head: all heads share one."""
+    """config.json for vLLM. original_lm_head: all heads share one output head. Without medusa_fc_bias vLLM ignores the
+    biases without an error."""
     ours = network.config
     return {
         "model_type": "medusa", "architectures": ["MedusaModel"], "hidden_size": ours.hidden_size,
@@ -84,14 +87,15 @@ def config(network: PreTrainedModel) -> dict[str, Any]:
 
 
 def tensors(network: Any, target: PreTrainedModel) -> dict[str, Tensor]:
-    """Blocks by head and layer, and the target's head under the first head's name, which vLLM reads."""
+    """The tensors for vLLM: blocks by head and layer, and the target's output head under the name of the first head's.
+    Raises ValueError if the target's head has a bias, a cap or a scale."""
     head: Any = target.get_output_embeddings()
     named = {"lm_heads.0.weight": head.weight.detach().to(network.dtype).clone()}
     for name in ("weight", "bias"):
         for i, blocks in enumerate(getattr(network, name).detach()):
             named |= {f"blocks.{i}.layers.{j}.{name}": block.clone() for j, block in enumerate(blocks)}
     if head.bias is not None or any(_scaled(target, key) for key in SCALES):
-        raise ValueError(f"{type(target).__name__}: its head has a bias, a cap or a scale, which this layout has not")
+        raise ValueError(f"{type(target).__name__}: vLLM's Medusa supports no bias, cap or scale of the target's head")
     return named
 
 

@@ -1,6 +1,6 @@
-"""An exported draft's README, and its upload to the Hugging Face hub.
+"""The README of an exported draft, and its upload to the Hugging Face hub.
 
-HF_TOKEN or `hf auth login` name the user, HF_ENDPOINT the hub.
+The token is HF_TOKEN or that of `hf auth login`; HF_ENDPOINT is the address of the hub.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,7 +18,7 @@ from inference.drafts.bundled_target import resolve
 from inference.drafts.draft_folder import Metadata
 from inference.report.table import table
 
-LONGEST = 8  # draft lengths that held-out texts have a tau for
+LONGEST = 8  # the longest draft length for which tau is computed on held-out texts
 FRONT = "---\nlibrary_name: transformers\ntags: [speculative-decoding, draft-model]\n---"
 
 
@@ -30,10 +30,9 @@ def card(
     remarks: list[str],
     layout: str = "hf",
 ) -> str:
-    """Markdown: launch command, caveats, remarks on the export, regime, measured table, licence note.
+    """The README in Markdown: launch command, caveats, remarks on the export, regime, measured table, licence note.
 
-    draft_path: the folder, or its name on the hub; report: one that `inference.report.build.validate` accepts, or None;
-    layout: of the folder.
+    draft_path: the folder, or its name on the hub. report: a valid one (`inference.report.build.validate`), or None.
     """
     target, objective, k = str(metadata.target["name"]), metadata.objective, metadata.k
     drafting, layers = (objective, layout, metadata.kind, metadata.tree), captured(metadata.origin)
@@ -63,8 +62,8 @@ def card(
 
 
 def tau_by_length(report: Mapping[str, Any], metadata: Metadata) -> str:
-    """A table of the predicted tau by draft length, sampled and greedy, in the regime; "" if the report has no held-out
-    figures."""
+    """A Markdown table of the predicted tau by draft length, for sampled and greedy drafting, in the regime. Empty if
+    the report has no held-out figures."""
     held, at = (report.get("extra") or {}).get("held_out") or {}, f"T{metadata.regime.get('temperature', 1.0):g}/all"
     names = {"sampled": f"tau_{at}", "greedy": f"tau_greedy_draft_{at}"}
     lengths = [k for k in range(1, LONGEST + 1) if all(f"{name}/{k}" in held for name in names.values())]
@@ -77,8 +76,8 @@ def tau_by_length(report: Mapping[str, Any], metadata: Metadata) -> str:
 
 
 def _predicted(report: Mapping[str, Any], metadata: Metadata) -> list[str]:
-    """A table of the acceptance and tau predicted on held-out texts in the regime, sampled and greedy; empty if the
-    report has none."""
+    """Title and table of the acceptance and tau predicted on held-out texts, for sampled and greedy drafting, in the
+    regime. Empty if the report has no held-out figures."""
     held, at = (report.get("extra") or {}).get("held_out") or {}, f"T{metadata.regime.get('temperature', 1.0):g}/all"
     rows = []
     for drafting, alpha, tau in (("sampled", "alpha", "tau"), ("greedy", "alpha_greedy_draft", "tau_greedy_draft")):
@@ -92,8 +91,8 @@ def _predicted(report: Mapping[str, Any], metadata: Metadata) -> list[str]:
 
 
 def require(repo: str) -> None:
-    """Raise UserError, before minutes of export, if repo is not user/name, or if the hub does not answer or rejects the
-    token. Rights to write to `repo` show only when it is pushed."""
+    """Raise UserError if repo is not user/name, or if the hub does not answer or rejects the token. Missing rights to
+    write to `repo` are detected only by `push`."""
     with _one_line(repo):
         if repo.count("/") != 1:
             raise HFValidationError("it must be user/name")
@@ -102,8 +101,8 @@ def require(repo: str) -> None:
 
 
 def push(folder: Path, repo: str) -> str:
-    """Upload all files of the folder to a repository, created as a public one if there is none; returns its address.
-    Raises UserError if the hub rejects it."""
+    """Upload all files of the folder to a repository and return its address. A missing repository is created, as a
+    public one. Raises UserError if the hub rejects the upload."""
     with _one_line(repo, f"; {folder} is whole, `hf upload {repo} {folder}` pushes it"):
         hub = HfApi()
         address = hub.create_repo(repo, exist_ok=True)
@@ -112,13 +111,13 @@ def push(folder: Path, repo: str) -> str:
 
 
 def local(target: str) -> bool:
-    """Whether the target is a folder of this machine, which those who download the draft do not have."""
+    """Whether the target is a folder on this machine, which users who download the draft do not have."""
     return Path(resolve(target)).is_dir()
 
 
 @contextmanager
 def _one_line(repo: str, then: str = "") -> Iterator[None]:
-    """Errors of the hub's client as a UserError of one line; then: what can still be done."""
+    """Turn errors of the hub's client into a UserError of one line. then: advice that is appended to it."""
     try:
         yield
     except HFValidationError as error:
@@ -127,5 +126,5 @@ def _one_line(repo: str, then: str = "") -> Iterator[None]:
         raise UserError(f"push_to_hub={repo}: no token of the hub: hf auth login, or set HF_TOKEN") from error
     except OfflineModeIsEnabled as error:
         raise UserError(f"push_to_hub={repo}: HF_HUB_OFFLINE is set{then}") from error
-    except (HTTPError, OSError, RuntimeError) as error:  # the last is of hf_xet, which uploads large files
+    except (HTTPError, OSError, RuntimeError) as error:  # hf_xet, which uploads large files, raises RuntimeError
         raise UserError(f"push_to_hub={repo}: {' '.join(str(error).split())}{then}") from error

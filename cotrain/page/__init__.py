@@ -1,1 +1,1 @@
-"""The page of a run: one HTML file that answers how fast, why, and what to do next."""
+"""The page of a run: one HTML file with its speed, the reasons for it, and advice."""

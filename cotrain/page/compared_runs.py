@@ -1,4 +1,4 @@
-"""Several runs compared: acceptance, tau, predicted speed, and paired gains if they were judged on the same texts."""
+"""Comparison of several runs: acceptance, tau, predicted speed, and paired gains if the held-out texts are the same."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from cotrain.page.run_charts import depths
 
 
 def comparison(runs: Sequence[LoadedRun]) -> Section:
-    """Charts with a line a run, the settings of the runs, and the gains over the first."""
+    """The section that compares the runs: charts, a table of settings, and the gains over the first run."""
     lacking = "one run: name more with run=<folder> run=<folder>"
     if len(runs) < 2:
         return Section("runs", "Runs compared", None, lacking)
@@ -31,14 +31,14 @@ def _temperatures(runs: Sequence[LoadedRun]) -> Chart | None:
         temperatures = [key[len("alpha_T") : -len("/all")] for key in keys] or _judged(run)[0]
         if values:
             series.append(Series(run.name, [f"T {t}" for t in temperatures], values, mode="bar", colour=run.number))
-    note = "alpha = Σ min(p, q) on held-out texts, which are the same only where the paired gains are shown."
+    note = "alpha = Σ min(p, q) on held-out texts; runs have the same texts only if paired gains are shown."
     if not series:
         return None
     return Chart("runs-alpha", "Acceptance", "temperature", "acceptance", series, note, range=(0, 1))
 
 
 def _judged(run: LoadedRun) -> tuple[list[str], list[Number]]:
-    """Temperatures and acceptance of a run that measured no speed, from its held-out texts."""
+    """Temperatures and acceptance from held_out.json, for a run that measured no speed."""
     texts = run.get("held_out", "texts") or {}
     return list(texts), [run.at("held_out", "texts", t, "alpha") for t in texts]
 
@@ -69,7 +69,7 @@ def _speeds(runs: Sequence[LoadedRun]) -> Chart | None:
 
 
 def _settings(runs: Sequence[LoadedRun]) -> Markup | None:
-    """A table of the settings in which runs differ most, as far as their files have them."""
+    """A table of the settings in which runs usually differ, from the files of each run."""
     rows: list[list[object]] = []
     for name, paths in SETTINGS:
         cells = [next((value for path in paths if (value := run.get(*path)) is not None), None) for run in runs]
@@ -98,7 +98,7 @@ SETTINGS = (
 
 
 def _gains(runs: Sequence[LoadedRun]) -> Markup:
-    """tau over the first run's, paired by text."""
+    """A table of the gains in tau over the first run, paired by text."""
     judged = [run for run in runs if run.documents["held_out"]]
     if len(judged) < 2:
         return Markup('<p class="note">No paired gains: fewer than two of the runs kept held-out figures by text.</p>')
@@ -116,7 +116,7 @@ def _gains(runs: Sequence[LoadedRun]) -> Markup:
 
 
 def _row(gain: Gain) -> list[object]:
-    """Figures of `cotrain compare`, computed from held_out.json."""
+    """One row of the table of gains, with the figures of `cotrain compare`."""
     values = [Number(value) for value in (gain.gain, gain.low, gain.high)]
     return [f"{gain.label}, T {gain.temperature}, k = {gain.k}", number(Number(gain.tau)),
             interval(values, "+.1%", ""), number(Number(gain.alpha)), number(Number(gain.kl)),

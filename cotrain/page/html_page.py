@@ -1,6 +1,6 @@
-"""The page as one file: it opens from disk, makes no request, and names what it leaves out.
+"""The page of one or several runs as a single HTML file, which needs no network.
 
-Its summary comes first: how much faster, what it accepts, whether it is exact.
+It begins with a summary (speed-up, acceptance, exactness). A section without figures says how to produce them.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,12 +23,12 @@ from inference.measure.costs import Costs
 from inference.measure.timing import Interval
 
 GENERATOR, PAGE = "cotrain report", "report.html"
-# no request leaves the page, whatever it contains
+# forbids all requests, also those that texts on the page might cause
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 
 
 def page(runs: Sequence[LoadedRun]) -> str:
-    """The whole document. Some of what it shows needs its scripts; every number is in it as text."""
+    """The HTML document. Charts need its scripts, but all numbers are also in it as text."""
     document = render(
         "page.html", runs=runs, headlines=[(run, headline(run)) for run in runs],
         sections=[make(runs) for make in SECTIONS], generator=GENERATOR, version=__version__,
@@ -49,20 +49,20 @@ def _plotly() -> str:
 
 
 def write(runs: Sequence[LoadedRun], path: Path) -> None:
-    """Write the page wholly or not at all. Raises UserError if another program's file is there."""
+    """Write the page atomically. Raises UserError if `path` is a file of another program."""
     refuse(path)
     write_atomic(path, page(runs).encode("utf-8", "replace").decode("utf-8"))
 
 
 def written(folder: Path) -> Path:
-    """The page of the run in `folder`, written there; its path."""
+    """Write the page of the run in `folder` to this folder, and return its path."""
     path = folder / PAGE
     write(load([str(folder)]), path)
     return path
 
 
 def refuse(path: Path) -> None:
-    """Raise UserError, naming the key, for a path that is a folder or a file other than a page of ours."""
+    """Raise UserError, naming the key, for a path that is a folder, or a file that cotrain report did not write."""
     if path.is_dir():
         raise UserError(f"page={path} is a folder: name a file, as in page={path / 'report.html'}")
     if path.is_file() and f'content="{GENERATOR}' not in path.read_text(encoding="utf-8", errors="replace")[:4000]:
@@ -70,7 +70,7 @@ def refuse(path: Path) -> None:
 
 
 def headline(run: LoadedRun) -> Markup:
-    """The run in one line of words."""
+    """The result of the run in one line."""
     if run.report is None:
         return _unmeasured(run)
     speed = _interval(run, "report", "speedup", "whole")
@@ -91,7 +91,7 @@ def headline(run: LoadedRun) -> Markup:
 
 
 def _drafted(run: LoadedRun) -> Markup:
-    """What was timed and is to be served: a chain of k drafts or the planned tree."""
+    """What to serve, which is what was timed: a chain of k drafts or the planned tree."""
     if run.tree:
         return joined(f"its planned tree of {len(run.tree)} nodes")
     return joined("k = ", _length(run))
@@ -116,13 +116,13 @@ def _interval(run: LoadedRun, *path: str, spec: str = ".2f", unit: str = "x") ->
 
 
 def alpha(run: LoadedRun) -> Number:
-    """Acceptance on the held-out texts of the regime, of what is exported."""
+    """The acceptance of the exported draft on held-out texts, in the regime."""
     return run.at("report", "extra", "held_out", f"{run.alpha}_T{run.temperature:g}/all")
 
 
 def share_of_costs(run: LoadedRun) -> Number:
-    """The measured speed-up over the one that tau and the cost table allow, prefill left out: speedup / (tau round(0) /
-    round(k))."""
+    """The measured speed-up without prefill, divided by the one that tau and the costs of a round allow: speedup / (tau
+    round(0) / round(k))."""
     costs, tau = run.get("report", "extra", "costs"), run.get("report", "acceptance", "tau", "measured")
     speedup = run.get("report", "speedup", "decode", "value")
     if not costs or not tau or not speedup or run.k is None or run.k >= len(costs["target"]):
@@ -133,7 +133,8 @@ def share_of_costs(run: LoadedRun) -> Number:
 
 
 def floor(run: LoadedRun) -> Number:
-    """The share of a measured round that the machine needs at least, from the matrix cell of the served regime."""
+    """The least time that the machine needs for a round, as a share of the measured time. It is taken from the matrix
+    cell of the regime if there is one."""
     for index, cell in enumerate(run.get("report", "extra", "matrix") or []):
         if cell["temperature"] == run.temperature and cell["rows"] == run.get("report", "settings", "rows"):
             return run.at("report", "extra", "matrix", index, "floor", "round_share")
@@ -141,7 +142,7 @@ def floor(run: LoadedRun) -> Number:
 
 
 def first_screen(runs: Sequence[LoadedRun]) -> Section:
-    """Tiles if there is one run, and a table with a column a run."""
+    """The first section: a table with a column for each run, and tiles if there is only one run."""
     tiles = _tiles(runs[0]) if len(runs) == 1 else []
     cells = {name: [part(run) for run in runs] for name, part in ROWS}
     rows = [[name, *[cell or DASH for cell in row]] for name, row in cells.items() if any(row)]
@@ -150,7 +151,7 @@ def first_screen(runs: Sequence[LoadedRun]) -> Section:
 
 
 class Tile(NamedTuple):
-    """An answer in large type."""
+    """A main result, shown in large type."""
 
     title: str
     answer: Markup
@@ -159,7 +160,7 @@ class Tile(NamedTuple):
 
 
 def _tiles(run: LoadedRun) -> list[Tile]:
-    """Three answers."""
+    """The three main results: speed-up, acceptance, exactness."""
     faster = _interval(run, "report", "speedup", "whole") if run.report else joined("not measured")
     passed = run.get("report", "exactness", "passed")
     exact = {True: "yes, checked", False: "no: see exactness"}.get(passed, "not checked")
@@ -171,7 +172,7 @@ def _tiles(run: LoadedRun) -> list[Tile]:
 
 
 def _acceptance(run: LoadedRun) -> Tile:
-    """One figure of acceptance: the measured tau, or the acceptance rate of a run that measured none."""
+    """The measured tau, or, without one, the acceptance rate on held-out texts."""
     measured = run.at("report", "acceptance", "tau", "measured")
     if measured.value is not None:
         return Tile("tau", number(measured, ".2f"), "tokens per target call, measured")
@@ -179,11 +180,11 @@ def _acceptance(run: LoadedRun) -> Tile:
 
 
 def _expected_taus(run: LoadedRun) -> Markup | None:
-    """The tau that held-out texts lead to expect, of the draft before training and of the exported one."""
+    """The tau predicted on held-out texts, of the draft before training and of the exported draft."""
     before, after = run.at("report", "extra", "checkpoints", 0, "tau"), _exported_tau(run)
     if after.value is None:
         return None
-    length = run.at("run", "settings", "policy", "k")  # that ranks checkpoints, not the planned one
+    length = run.at("run", "settings", "policy", "k")  # tau of checkpoints is at this draft length, not the planned one
     at = [" with k = ", number(length, ".0f")] if length.value else []
     return joined(number(before, ".2f"), " → ", number(after, ".2f"), *at)
 

@@ -1,4 +1,4 @@
-"""A run's folder as the page reads it: reports, training curves, and every number with its source."""
+"""Load a run's folder for the page: reports, training curves, and numbers that know their source."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,13 +17,14 @@ from inference.report.replay import validate as validate_replay
 
 REPORT = "report.json"
 Curve = list[tuple[int, float]]  # (step, value), steps ascending
-MOST = 400  # points of a curve that are drawn
+MOST = 400  # most points of a curve that are drawn
 
 
 @dataclass(frozen=True)
 class Number:
-    """A value (None: not known) and its source: run and JSON pointer (RFC 6901) into `LoadedRun.documents`; times and
-    over (another pointer) multiply and divide it. source "": computed by the page."""
+    """A number on the page with its source. value: None if it is not known; run: position of the run on the page;
+    source: a JSON pointer (RFC 6901) into `LoadedRun.documents`, "" if the page computed the value. The value is the
+    number at `source`, multiplied by `times` and divided by the number at the pointer `over`."""
 
     value: float | None
     run: int = 0
@@ -34,8 +35,8 @@ class Number:
 
 @dataclass(frozen=True)
 class LoadedRun:
-    """A run's folder. documents: `report` (report.json), `held_out` (held_out.json), `run` (run.json), `replay`
-    (replay.json), each None if missing; curves by TensorBoard tag; number: its position on the page."""
+    """The content of a run's folder. number: its position on the page. documents: `report` (report.json), `held_out`
+    (held_out.json), `run` (run.json) and `replay` (replay.json), each None if missing. curves: by TensorBoard tag."""
 
     number: int
     path: Path
@@ -48,18 +49,18 @@ class LoadedRun:
 
     @property
     def partial(self) -> bool:
-        """Whether the run has not finished: it was stopped, or goes on."""
+        """Whether the run is not finished: it was stopped, or is still running."""
         marker = self.documents["run"]
         return marker is not None and marker["state"] != "finished"
 
     @property
     def greedy(self) -> bool:
-        """Whether its draft drafts its likeliest tokens, accepted with probability p(argmax q)."""
+        """Whether the draft drafts its likeliest tokens; their acceptance is p(argmax q)."""
         return self.get("run", "settings", "objective") == "greedy_draft"
 
     @property
     def alpha(self) -> str:
-        """The name of its acceptance among held-out figures."""
+        """The key of the run's acceptance in held-out figures."""
         return "alpha_greedy_draft" if self.greedy else "alpha"
 
     @cached_property
@@ -68,20 +69,20 @@ class LoadedRun:
 
     @property
     def temperature(self) -> float:
-        """Of the regime that was served, or is to be."""
+        """The temperature of the regime: the measured one, else the one that the run was trained for."""
         value = self.get("report", "settings", "sampling", "temperature")
         value = self.get("run", "settings", "regime", "temperature") if value is None else value
         return 1.0 if value is None else float(value)
 
     @property
     def tree(self) -> list[int] | None:
-        """Parents of the nodes of the tree that was timed; None: chains."""
+        """The parents of the nodes of the timed tree; None if chains were timed."""
         parents: list[int] | None = self.get("report", "extra", "planned_shape")
         return parents
 
     @property
     def k(self) -> int | None:
-        """The draft length that was planned, or that the timed policy had; None where trees were timed."""
+        """The planned draft length, else that of the timed policy; None if trees were timed."""
         if self.tree:
             return None
         planned = self.get("report", "extra", "planned_k")
@@ -90,7 +91,7 @@ class LoadedRun:
         return planned if planned is not None else int(digits) if digits.isdigit() else None
 
     def get(self, *path: str | int) -> Any:
-        """The value at a path of keys and indices, None if there is none."""
+        """The value at a path of keys and indices in `documents`; None if there is none."""
         value: Any = self.documents
         for key in path:
             fits = isinstance(value, Mapping) or (isinstance(value, list) and isinstance(key, int) and key < len(value))
@@ -98,27 +99,28 @@ class LoadedRun:
         return value
 
     def at(self, *path: str | int, over: Sequence[str | int] = (), times: float = 1.0) -> Number:
-        """The number at a path; with over or times, value * times / the number at `over`."""
+        """The number at `path`, multiplied by `times` and divided by the number at the path `over`."""
         value = self.get(*path)
         divisor = self.get(*over) if over else 1.0
         known = isinstance(value, int | float) and isinstance(divisor, int | float) and divisor
         return Number(value * times / divisor if known else None, self.number, pointer(path), pointer(over), times)
 
     def all(self, *path: str | int) -> list[Number]:
-        """The numbers of a list, or of a dict in its order."""
+        """The numbers of the list or dictionary at a path, in its order."""
         values = self.get(*path) or []
         return [self.at(*path, key) for key in (values if isinstance(values, Mapping) else range(len(values)))]
 
 
 def pointer(path: Sequence[str | int]) -> str:
-    """JSON pointer of a path."""
+    """The JSON pointer of a path of keys and indices."""
     return "".join("/" + str(key).replace("~", "~0").replace("/", "~1") for key in path)
 
 
 def load(paths: Sequence[str]) -> list[LoadedRun]:
-    """The runs at these folders, or files named report.json.
+    """Load the runs in these folders; a path may also be a report.json.
 
-    Raises UserError for no path, and for one that does not exist, is no run's, or has a report that cannot be read.
+    Raises UserError for an empty list, a repeated path, a missing path, a folder that is not a run's, and a report that
+    cannot be read.
     """
     if not paths:
         raise UserError("name the folder of a run with run=, as in run=outputs/demo")
@@ -180,9 +182,9 @@ def _json(file: Path, name: str) -> dict[str, Any] | None:
 
 
 def read_curves(folder: Path) -> dict[str, Curve]:
-    """Every scalar of the TensorBoard event files by tag; {} without files. A step that a resumed run repeated has its
-    last value; a file that ends in the middle of a record gives the records before."""
-    files = sorted(folder.rglob("*tfevents*"), key=lambda file: file.name)  # in the order of time
+    """All scalars of the TensorBoard event files, by tag; {} without files. A step that a resumed run repeated has the
+    later value. An incomplete record at the end of a file is ignored."""
+    files = sorted(folder.rglob("*tfevents*"), key=lambda file: file.name)  # names begin with the time
     if not files:
         return {}
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -197,11 +199,11 @@ def read_curves(folder: Path) -> dict[str, Curve]:
 
 
 def _finite(values: dict[int, float]) -> Iterator[tuple[int, float]]:
-    """(step, value) in the order of steps, without NaN and infinity, which no axis shows."""
+    """Yield (step, value) in the order of steps, without NaN and infinity."""
     return ((step, value) for step, value in sorted(values.items()) if abs(value) < float("inf"))
 
 
 def thinned(curve: Curve, most: int = MOST) -> Curve:
-    """At most so many points, evenly, the last one among them."""
+    """At most `most` points of a curve, evenly spaced, including the last one."""
     every = -(-len(curve) // most)
     return curve[::-1][:: max(every, 1)][::-1]

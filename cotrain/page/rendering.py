@@ -1,11 +1,9 @@
-"""HTML from the templates in assets/, and charts as data.
+"""Render HTML from the templates in assets/, and describe charts.
 
-All text is escaped, and characters that a reader cannot see are made visible.
-
-Texts of models and corpora may hold anything: markup, control characters, marks that turn the direction of writing.
-Line breaks and indentation of a template are no part of the page. One description of a chart gives the drawing (a
-Plotly figure) and the table of its numbers. Colours are indices of a palette, which the page's script reads from the
-style sheet, for light and for dark.
+Texts of models and corpora may contain markup, control characters and marks that change the direction of writing. So
+all text is escaped, and invisible characters are made visible. Line breaks and indentation of templates are removed.
+A `Chart` gives both the drawing (a Plotly figure) and the table of its numbers. Colours are indices of a palette, which
+the page's script reads from the style sheet, for light and dark mode.
 """
 
 import html
@@ -27,8 +25,8 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2
 
 
 def visible(text: str) -> str:
-    """Text with control characters as their pictures (U+2400 and on), direction marks and lone surrogates as their
-    numbers."""
+    """Replace control characters by visible ones (U+2400 and following), and direction marks and lone surrogates by
+    their code points."""
 
     def shown(match: re.Match[str]) -> str:
         code = ord(match[0])
@@ -38,14 +36,14 @@ def visible(text: str) -> str:
 
 
 def escaped(value: object) -> Markup:
-    """Any value as text of the page, None as none; markup as it is."""
+    """Any value as escaped text; None becomes empty, and markup stays unchanged."""
     if isinstance(value, Markup):
         return value
     return Markup("" if value is None else html.escape(visible(str(value))))
 
 
 def as_json(value: Any) -> Markup:
-    """JSON for the page's scripts. No text in it can end its element or begin another: `<` and `&` are \\u003c."""
+    """JSON for the page's scripts. `<`, `>` and `&` are escaped, so that text in it cannot close the script element."""
     text = json.dumps(value, allow_nan=False, separators=(",", ":"))  # ASCII: surrogates and U+2028 are \\u....
     for sign in "<>&":
         text = text.replace(sign, f"\\u{ord(sign):04x}")
@@ -65,34 +63,34 @@ _PARTS: Any = _ENVIRONMENT.get_template("parts.html").module
 
 
 def render(template: str, **values: Any) -> Markup:
-    """A template of assets/ with these values."""
+    """Render a template of assets/ with these values."""
     return Markup(_ENVIRONMENT.get_template(template).render(values))
 
 
 def joined(*parts: object) -> Markup:
-    """Markup and texts one after another."""
+    """Concatenate markup and texts; texts are escaped."""
     return Markup("").join(map(escaped, parts))
 
 
 def number(value: Number, spec: str = ".3f") -> Markup:
-    """A number with its source; a dash if it is not known."""
+    """A number with a reference to its source; a dash if it is not known."""
     return Markup(_PARTS.number(value, spec))
 
 
 def interval(ends: Sequence[Number], spec: str = ".2f", unit: str = "x") -> Markup:
-    """`2.05x [1.70, 2.40]` of value, low and high; without an interval the value alone."""
+    """Format (value, low, high) as `2.05x [1.70, 2.40]`, or only the value if the ends are not known."""
     return Markup(_PARTS.interval(*ends, spec, unit))
 
 
 def table(head: Sequence[object], rows: Sequence[Sequence[object]], caption: object = None) -> Markup:
-    """A table whose first column names its rows; it scrolls by itself in a narrow window."""
+    """A table whose first column has the names of the rows. In a narrow window the table scrolls, not the page."""
     return Markup(_PARTS.table(head, rows, caption))
 
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page. name: its anchor; body: None if the runs lack its figures; lacking: why, and what would bring
-    them."""
+    """A section of the page. name: its anchor; body: None if no run has its figures; lacking: shown instead of the
+    body: why there are none, and how to produce them."""
 
     name: str
     title: str
@@ -101,7 +99,8 @@ class Section:
 
 
 def by_run(runs: Sequence[LoadedRun], part: Callable[[LoadedRun], Markup | None]) -> Markup | None:
-    """A part of each run that has it, under the run's name if there are several runs; None if no run has it."""
+    """Apply `part` to each run and concatenate the results, under the runs' names if there are several runs. None if
+    `part` returns None for all runs."""
     bodies = [(run.name if len(runs) > 1 else None, body) for run in runs if (body := part(run)) is not None]
     return Markup(_PARTS.by_run(bodies)) if bodies else None
 
@@ -113,7 +112,7 @@ PATTERNS = ("", "/", ".", "x", "-", "+")
 
 @dataclass(frozen=True)
 class Series:
-    """A named row of numbers over `x`. low, high: ends of intervals; mode: lines, markers, lines+markers or bar."""
+    """A named series of numbers y at x. low, high: ends of intervals; mode: lines, markers, lines+markers or bar."""
 
     name: str
     x: Sequence[float | str]
@@ -121,13 +120,14 @@ class Series:
     low: Sequence[Number] = ()
     high: Sequence[Number] = ()
     mode: str = "lines+markers"
-    colour: int | None = None  # None: its index in the chart
+    colour: int | None = None  # index in the palette; None: the series' index in the chart
 
 
 @dataclass(frozen=True)
 class Chart:
-    """name: its id on the page; x, y: titles of the axes; at: y of a line for comparison; heat: series are the rows of
-    a heat map; stacked: bars on each other; log: logarithmic axes; tabled: whether it has a table of its numbers."""
+    """A chart. name: its id on the page; x, y: titles of the axes; at: y of a horizontal line for comparison; heat: a
+    heat map, whose rows are the series; stacked: stack the bars; log: logarithmic axes, as "x" or "xy"; tabled: add a
+    table of the numbers; spec: their format; range: of the y axis."""
 
     name: str
     title: str
@@ -144,7 +144,7 @@ class Chart:
     range: Sequence[float] = field(default=())
 
     def rows(self) -> tuple[list[object], list[list[object]]]:
-        """Head and rows of a table with every number: a row for each x, a column for each series."""
+        """Head and rows of the table of all numbers: a row for each x, a column for each series."""
         points = list(dict.fromkeys(x for one in self.series for x in one.x))
         columns = [dict(zip(one.x, range(len(one.x)), strict=True)) for one in self.series]
         rows: list[list[object]] = []
@@ -154,7 +154,7 @@ class Chart:
         return [self.x, *[one.name for one in self.series]], rows
 
     def plotly(self) -> dict[str, Any]:
-        """Data and layout of a Plotly figure; `meta.colour` is an index of the palette."""
+        """Data and layout of the Plotly figure; `meta.colour` is an index of the palette."""
         traces = [_heat(self)] if self.heat else [_trace(self, one, i) for i, one in enumerate(self.series)]
         axes = {axis: {"title": {"text": plain(text)}, "automargin": True,
                        **({"type": "log"} if axis[0] in self.log else {})}
@@ -173,7 +173,7 @@ class Chart:
 
 
 def drawn(charts: Sequence[Chart], wide: bool = False) -> Markup:
-    """Charts in a grid, each with title, drawing, note and numbers."""
+    """The charts in a grid, each with title, drawing, note and table."""
     return render("charts.html", charts=charts, wide=wide)
 
 
@@ -219,5 +219,5 @@ def _heat(chart: Chart) -> dict[str, Any]:
 
 
 def plain(text: str) -> str:
-    """Text without markup: Plotly reads some (`<b>`, `<a href>`) in names, ticks and labels."""
+    """Escape text for names, ticks and labels, in which Plotly interprets some markup (`<b>`, `<a href>`)."""
     return visible(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

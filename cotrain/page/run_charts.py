@@ -12,7 +12,7 @@ from cotrain.page.rendering import Chart, Section, Series, by_run, drawn, interv
 KEY = re.compile(r"(?P<name>alpha|alpha_greedy_draft)_T(?P<t>[^/]+)/(?P<domain>.+)")
 PHASES = ("draft", "target", "verify", "other")
 HEAT_MAPS = (("speedup", ("speedup", "value"), "Speed-up", ".2f"), ("alpha", ("alpha",), "Acceptance", ".3f"))
-# title, y axis, pattern of the tags with the series' name in it
+# (title, title of the y axis, pattern of the tags; its group is the name of the series)
 CURVES = (
     ("Loss", "loss", rf"{tags.TRAINING}/(loss\w*)"),
     ("Acceptance on the training texts", "acceptance", rf"{tags.TRAINING}/(acceptance\w*)"),
@@ -31,7 +31,7 @@ CURVES = (
 
 
 def acceptance(runs: Sequence[LoadedRun]) -> Section:
-    """Charts of the acceptance figures that a run has."""
+    """Section: acceptance by depth, domain, temperature and context."""
     lacking = "no held-out figures and no counts by depth: cotrain train and cotrain bench make them"
     return Section("acceptance", "Where drafts are accepted", by_run(runs, _acceptance), lacking)
 
@@ -42,12 +42,12 @@ def _acceptance(run: LoadedRun) -> Markup | None:
 
 
 def by_depth(run: LoadedRun) -> Chart | None:
-    """Prefix and conditional acceptance, measured while it was timed and predicted on the held-out texts."""
+    """Prefix and conditional acceptance by depth: measured on the timed texts, and predicted on held-out texts."""
     series = []
     regime = f"T{run.temperature:g}/all"
     for name, words in (("prefix", "accepted with all before"), ("conditional", "accepted where all before were")):
         measured = run.all("report", "acceptance", name, "measured")
-        predicted = [] if run.greedy else depths(run, f"{name}_{regime}")  # of drafts drawn from q
+        predicted = [] if run.greedy else depths(run, f"{name}_{regime}")  # these figures are for drafts drawn from q
         for side, values in (("measured", measured), ("predicted", predicted)):
             if values:
                 series.append(Series(f"{words}, {side}", range(1, len(values) + 1), values))
@@ -56,14 +56,14 @@ def by_depth(run: LoadedRun) -> Chart | None:
 
 
 def depths(run: LoadedRun, stem: str) -> list[Number]:
-    """Held-out figures `stem`/1, `stem`/2, ..."""
+    """The held-out figures with the keys `stem`/1, `stem`/2, ..."""
     held = run.get("report", "extra", "held_out") or {}
     numbers = sorted(int(key.rpartition("/")[2]) for key in held if re.fullmatch(re.escape(stem) + r"/\d+", key))
     return [run.at("report", "extra", "held_out", f"{stem}/{depth}") for depth in numbers]
 
 
 def by_domain(run: LoadedRun) -> Chart | None:
-    """Bars by temperature, one a domain if there are several."""
+    """Acceptance by the target's temperature, with a bar for each domain if there are several."""
     keys = map(KEY.fullmatch, run.get("report", "extra", "held_out") or {})
     figures = [(match["t"], match["domain"], match[0]) for match in keys if match and match["name"] == run.alpha]
     domains = [name for name in dict.fromkeys(domain for _, domain, _ in figures) if name != "worst"]
@@ -80,7 +80,7 @@ def by_domain(run: LoadedRun) -> Chart | None:
 
 
 def by_temperature(run: LoadedRun) -> Chart | None:
-    """Over the draft's own temperature, a line a temperature of the target."""
+    """Acceptance by the draft's temperature, with a line for each temperature of the target."""
     series = []
     for t, profile in (run.get("report", "extra", "profiles") or {}).items():
         path = ("report", "extra", "profiles", t, "by_draft_temperature")
@@ -92,7 +92,7 @@ def by_temperature(run: LoadedRun) -> Chart | None:
 
 
 def by_context(run: LoadedRun) -> Chart | None:
-    """By tokens of context."""
+    """Acceptance by the number of tokens in the context."""
     series = []
     for t, profile in (run.get("report", "extra", "profiles") or {}).items():
         values = run.all("report", "extra", "profiles", t, "by_context")
@@ -110,19 +110,19 @@ def _acceptance_chart(
 
 
 def speed(runs: Sequence[LoadedRun]) -> Section:
-    """tau and speed-up by draft length, predicted and measured."""
+    """Section: tau and speed-up by draft length, predicted and measured."""
     lacking = "no costs were measured: cotrain bench draft.path=<its draft> measures them"
     return Section("speed", "Predicted beside measured", by_run(runs, _lengths), lacking)
 
 
 def batches(runs: Sequence[LoadedRun]) -> Section:
-    """The speed-up by batch size, a line a temperature, and where drafting stops paying."""
+    """Section: speed-up by batch size and temperature, and the batch size from which plain decoding is faster."""
     lacking = "one batch size was measured: cotrain bench matrix.temperatures=[0,1] matrix.batches=[1,4,8,32] adds more"
     return Section("batch", "Speed by batch size", by_run(runs, _batches), lacking)
 
 
 def costs(runs: Sequence[LoadedRun]) -> Section:
-    """Milliseconds of a round by phase."""
+    """Section: milliseconds of a round by phase."""
     return Section("costs", "What a round costs", by_run(runs, _phases), "no phases were timed")
 
 
@@ -135,7 +135,7 @@ def _lengths(run: LoadedRun) -> Markup | None:
 
 
 def tau_by_length(run: LoadedRun) -> Chart | None:
-    """tau predicted on held-out texts at every k, and measured at the timed draft length."""
+    """tau predicted on held-out texts at each draft length, and measured at the timed one."""
     block = run.get("report", "settings", "verify") == "block"
     stem = f"T{run.temperature:g}/all"
     rules = ["tau_greedy_draft"] if run.greedy else [*(["tau_block"] if block else []), "tau"]
@@ -152,7 +152,7 @@ def tau_by_length(run: LoadedRun) -> Chart | None:
 
 
 def speed_by_length(run: LoadedRun) -> Chart | None:
-    """Speed-up predicted from costs and acceptance at every k, and measured at the timed one."""
+    """Speed-up predicted from costs and acceptance at each draft length, and measured at the timed one."""
     predicted = run.all("report", "extra", "predicted_speedups")
     if not predicted:
         return None
@@ -164,7 +164,7 @@ def speed_by_length(run: LoadedRun) -> Chart | None:
 
 
 def paying_lengths(run: LoadedRun) -> Markup | None:
-    """The draft lengths that are predicted to pay, in words."""
+    """A sentence that says at which draft lengths a speed-up is predicted."""
     predicted = run.all("report", "extra", "predicted_speedups")
     pays = [k for k, one in enumerate(predicted) if k and one.value and one.value > 1]
     if not predicted:
@@ -179,7 +179,7 @@ def paying_lengths(run: LoadedRun) -> Markup | None:
 
 
 def cells(run: LoadedRun) -> list[tuple[int, float, int]]:
-    """(index, temperature, rows) of the matrix."""
+    """(index, temperature, rows) of each cell of the matrix."""
     matrix = run.get("report", "extra", "matrix") or []
     return [(index, cell["temperature"], cell["rows"]) for index, cell in enumerate(matrix)]
 
@@ -212,7 +212,7 @@ def _of_temperature(run: LoadedRun, temperature: float, colour: int) -> list[Ser
 
 
 def crossing(run: LoadedRun, temperature: float) -> Markup:
-    """The batch size from which plain decoding is faster, by the intervals, in words."""
+    """A phrase that says from which batch size on plain decoding is faster: the interval is below 1."""
     mine = sorted((rows, index) for index, t, rows in cells(run) if t == temperature)
     lost = [rows for rows, index in mine if (high := _at(run, index, "over_plain", "high").value) and high < 1]
     if not lost:
@@ -223,7 +223,7 @@ def crossing(run: LoadedRun, temperature: float) -> Markup:
 
 
 def _arms(run: LoadedRun) -> list[list[object]]:
-    """A row for every arm of every cell."""
+    """Table rows, one for each arm of each cell of the matrix."""
     rows: list[list[object]] = []
     for index, t, count in cells(run):
         base = ("report", "extra", "matrix", index)
@@ -256,7 +256,7 @@ def _phases(run: LoadedRun) -> Markup | None:
 
 
 def quantisation(runs: Sequence[LoadedRun]) -> Section:
-    """Speed-up and acceptance of each pair of quantisations at each temperature."""
+    """Section: speed-up and acceptance by the quantisations of target and draft, and by temperature."""
     lacking = "one quantisation was measured: cotrain bench matrix.targets=[none,int8] matrix.temperatures=[0,1]"
     return Section("quantisation", "Quantisation and temperature", by_run(runs, _maps), lacking)
 
@@ -284,7 +284,7 @@ def _maps(run: LoadedRun) -> Markup | None:
 
 
 def training(runs: Sequence[LoadedRun]) -> Section:
-    """Charts of the curves that a run has."""
+    """Section: the curves of the training."""
     lacking = "no TensorBoard event files of this version: cotrain train writes them, beside its draft"
     return Section("training", "Training", by_run(runs, _curves), lacking)
 

@@ -1,4 +1,4 @@
-"""Sections about one run at a time: worst contexts, replay of a generation, exactness, origin of the figures."""
+"""Sections without a comparison of runs: worst contexts, replay of a generation, exactness, origin of the figures."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,11 +12,11 @@ from cotrain.page.rendering import Chart, Section, Series, by_run, drawn, escape
 KEYS = ("Keys: space plays and pauses, ← → step, ↑ ↓ change the row, - and + the speed, shift with an arrow turns the "
         "scene; drag turns it too.")  # fmt: skip
 RULES = {
-    "tree": "Siblings are tried in turn: p / q is that of the first, and falls with every refusal. ",
-    "traversal": "The traversal rule tests from the leaves up: u is compared with another number than p / q. ",
-    "block": "The block rule tests drafts together: u is compared with another number than p / q. ",
-    "match": "The match rule draws the target's own token at u and keeps a draft that is the same. ",
-    "coupled": "The coupled rule draws both sides with the same noise and keeps a draft where they agree. ",
+    "tree": "Siblings are tried in turn: p / q is that of the first sibling, and is lower after each rejection. ",
+    "traversal": "The traversal rule tests from the leaves up, and does not compare u with p / q. ",
+    "block": "The block rule tests drafts together, and does not compare u with p / q. ",
+    "match": "The match rule draws the target's token at u, and accepts a draft that equals it. ",
+    "coupled": "The coupled rule draws target and draft with the same noise, and accepts a draft if both agree. ",
 }
 PARTS = (
     ("what was timed", ("report", "settings")),
@@ -26,8 +26,8 @@ PARTS = (
 
 
 def differences(runs: Sequence[LoadedRun]) -> Section:
-    """The curve of total variation over positions, and the contexts that lose most."""
-    lacking = "no figures by position: cotrain train of this version keeps them"
+    """Section: how total variation is distributed over positions, and the contexts with the largest one."""
+    lacking = "no figures by position: cotrain train of this version writes them"
     return Section("differences", "Where target and draft differ", by_run(runs, _differences), lacking)
 
 
@@ -49,7 +49,7 @@ def _differences(run: LoadedRun) -> Markup | None:
 
 
 def _context(run: LoadedRun, base: tuple[str | int, ...], one: dict[str, Any]) -> dict[str, Any]:
-    """A context, and each side's likeliest tokens as (text, p, q)."""
+    """One context for the template, with the likeliest tokens of target and draft as (text, p, q)."""
     sides = [
         (side, [(quoted(token["text"]), run.at(*base, side, i, "p"), run.at(*base, side, i, "q"))
                 for i, token in enumerate(one[side])])
@@ -60,13 +60,13 @@ def _context(run: LoadedRun, base: tuple[str | int, ...], one: dict[str, Any]) -
 
 
 def quoted(token: str) -> str:
-    """A token with its ends and its line ends visible."""
+    """A token in quotation marks, with line ends and tabs made visible."""
     return "“" + token.replace("\n", "⏎").replace("\t", "⇥") + "”"
 
 
 def replay(runs: Sequence[LoadedRun]) -> Section:
-    """A player for each run that recorded a generation; assets/replay.js draws it."""
-    lacking = "no generation was recorded: Engine(record=) does, and cotrain train and bench of this version"
+    """Section: a player for each run that recorded a generation; assets/replay.js draws it."""
+    lacking = "no generation was recorded: cotrain train and bench of this version record one, as Engine(record=) does"
     return Section("replay", "Replay of a generation", by_run(runs, _player), lacking)
 
 
@@ -78,7 +78,7 @@ def _player(run: LoadedRun) -> Markup | None:
 
 
 def exactness(runs: Sequence[LoadedRun]) -> Section:
-    """The verdict as it was printed."""
+    """Section: the verdict on exactness, as it was printed."""
     lacking = "exactness was not checked in this run: cotrain bench checks it"
     return Section("exactness", "Exactness", by_run(runs, _verdict), lacking)
 
@@ -93,7 +93,7 @@ def _verdict(run: LoadedRun) -> Markup | None:
 
 
 def origin(runs: Sequence[LoadedRun]) -> Section:
-    """Machine, versions, date, commit, command and settings of each run."""
+    """Section: machine, versions, date, commit, command and settings of each run."""
     return Section("origin", "Where the figures come from", by_run(runs, _origin), "nothing is known of the machine")
 
 

@@ -1,1 +1,1 @@
-"""Texts sampled from the target, and what made those that are kept."""
+"""Texts sampled from the target, and the files that store them."""

@@ -1,5 +1,4 @@
-"""Sampling continuations of prompts from the target: with this project's own engine, sped up by a draft if there is
-one, or by a server."""
+"""Samplers, which continue prompts with texts of the target: this engine, with or without a draft, or a server."""
 
 import json
 import time
@@ -18,20 +17,21 @@ from inference.drafts.atomic import naming_full_disk, write_atomic
 from inference.sampling import noise
 from inference.servers.openai_client import Client, Completion
 
-SEEDS = 2**32  # keys of a set are fewer
+SEEDS = 2**32  # more than a set has keys, so each (seed, key) gives another number
 
 
 @dataclass(frozen=True)
 class Ask:
-    """How much to sample: texts of each domain by split, tokens of a prompt and of its continuation."""
+    """How much to sample. texts: per domain, by split; prompt_tokens, new_tokens: at most, of each text."""
 
-    texts: dict[str, int]  # train, held_out
+    texts: dict[str, int]  # keys: train, held_out
     prompt_tokens: int
     new_tokens: int
 
 
 class Sampler(Protocol):
-    """Continues prompts; rows: as many at once. A key a prompt decides its noise."""
+    """Continues prompts, at most `rows` of them at once. keys: one per prompt; with the seed it fixes the random
+    numbers."""
 
     @property
     def rows(self) -> int: ...
@@ -39,12 +39,12 @@ class Sampler(Protocol):
     def __call__(
         self, prompts: list[list[int]], sampling: Sampling, new_tokens: int, seed: int, keys: list[int]
     ) -> list[list[int]]:
-        """New ids of each prompt, end tokens kept."""
+        """Return the new ids of each prompt, including the end token."""
 
 
 @dataclass(frozen=True)
 class Own:
-    """This engine; with a proposer it is faster, and the texts' distribution is the same."""
+    """Samples with this engine. A proposer makes it faster and does not change the distribution of the texts."""
 
     engine: Engine
 
@@ -56,16 +56,17 @@ class Own:
         self, prompts: list[list[int]], sampling: Sampling, new_tokens: int, seed: int, keys: list[int]
     ) -> list[list[int]]:
         out = self.engine.generate(prompts, max_new_tokens=new_tokens, sampling=sampling, seed=seed, ids=keys)
-        for message in filter(None, out.errors):  # what came before would be kept as a short text
+        for message in filter(None, out.errors):  # else the part before the error would pass for a whole text
             raise UserError(f"the target cannot continue a prompt, {message}")
         return out.tokens
 
 
 @dataclass
 class Faster:
-    """Samplers of one distribution, by name: each continues one batch, then one against the clock, then the fastest
-    goes on.
-    Every text counts: the distribution is the same. speeds: tokens a second, as last measured."""
+    """Several samplers of the same distribution, by name, and the fastest of them is used.
+
+    Each continues one batch to warm up and one that is timed; later batches go to the fastest. speeds: tokens per
+    second of each sampler's last batch, 0 after its first."""
 
     samplers: Mapping[str, Sampler]
     speeds: dict[str, float] = field(default_factory=dict)
@@ -88,9 +89,10 @@ class Faster:
 
 @dataclass(frozen=True)
 class Mixed:
-    """Prompts continued by the target, a share of them by the draft under training instead: contexts that it leads
-    itself into, where the target then teaches (Agarwal et al. 2024, 2306.13649). Which ones depends on seed and key.
-    It lowered tau(8) by 1.1 % (outputs/results/on_draft.json); it stays so that others can compare."""
+    """The draft in training continues a share of the prompts, and the target the others; seed and key choose which.
+
+    So the draft also learns in contexts that it produces itself (Agarwal et al. 2024, arXiv:2306.13649). This lowered
+    tau(8) by 1.1 % (outputs/results/on_draft.json); it is provided for comparisons."""
 
     target: Faster
     draft: Sampler
@@ -98,7 +100,7 @@ class Mixed:
 
     @property
     def rows(self) -> int:
-        """The batch size at which the busier sampler has all its rows in use."""
+        """The batch size at which the sampler with the larger share uses all its rows."""
         return round(self.target.rows / max(self.share, 1 - self.share))
 
     @property
@@ -121,8 +123,10 @@ class Mixed:
 
 @dataclass(frozen=True)
 class Remote:
-    """An OpenAI-compatible server. One that tells no ids is asked in text, and its text is encoded again: where that
-    does not give back what it sampled, the text is the target's still and its cut into tokens is not."""
+    """Samples with an OpenAI-compatible server.
+
+    A server that returns no ids gets prompts as text, and its answers are tokenized here. The tokens may then differ
+    from the sampled ones, but they decode to the same text."""
 
     client: Client
     tokenizer: PreTrainedTokenizerBase
@@ -149,13 +153,12 @@ def collect(
     sampler: Sampler, asked: list[tuple[str, list[int]]], sampling: Sampling, new_tokens: int, seed: int, partial: Path,
     say: Say | None = None, keys: Sequence[int] | None = None, seconds: float | None = None,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Sample a continuation of every (domain, prompt); rows of `training_texts.FEATURES`, end tokens kept.
+    """Sample a continuation of every (domain, prompt). Returns rows with the keys of `training_texts.FEATURES`.
 
-    seconds: no batch begins that would end later, so that rows may be fewer than asked for; the first one always does.
-
-    Finished batches are kept in the file `partial`, so an interrupted run goes on with the next one. say: takes a line
-    a batch; None: see `Display`. keys: of the noise, by default the place in the
-    list: a resumed run samples what an uninterrupted one would have.
+    Each finished batch is appended to the file `partial`, and a resumed run continues after the last one. keys: of the
+    random numbers, by default the index of each prompt, so a resumed run samples the same texts as an uninterrupted
+    one. say: receives a line per batch; None: see `Display`. seconds: after the first batch, no batch is started that
+    is expected to end later, so there may be fewer rows than prompts.
     """
     keys = range(len(asked)) if keys is None else keys
     partial.parent.mkdir(parents=True, exist_ok=True)
@@ -178,13 +181,13 @@ def collect(
             display.to(len(rows), f"{speed:.0f} tokens/s")
             batches, spent = (len(rows) - first) / sampler.rows, time.perf_counter() - clock
             if seconds and len(rows) < len(asked) and spent * (1 + 1 / batches) > seconds:
-                print(f"sampling ends with {len(rows)} of {len(asked)} texts, which minutes= leaves time for")
+                print(f"sampling ends after {len(rows)} of {len(asked)} texts: minutes= leaves no time for more")
                 break
     return rows
 
 
 def _whole_lines(partial: Path) -> list[dict[str, Any]]:
-    """Rows of an interrupted run; a last line cut short by its death is dropped, from the file too."""
+    """The rows in the file of an interrupted run. An incomplete last line is removed, also from the file."""
     if not partial.exists():
         return []
     lines = [line for line in partial.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]

@@ -33,6 +33,7 @@ KINDS = {  # kind -> module:class, imported on first use
     "eagle": "cotrain.students.eagle:EagleStudent",
     "p_eagle": "cotrain.students.parallel:PEagleStudent",
     "early_exit": "cotrain.students.early_exit:EarlyExitStudent",
+    "block": "cotrain.students.block:BlockStudent",
     "parallel": "cotrain.students.parallel:ParallelStudent",
     "medusa": "cotrain.students.heads:MedusaStudent",
     "hydra": "cotrain.students.heads:HydraStudent",
@@ -45,7 +46,7 @@ KINDS = {  # kind -> module:class, imported on first use
 # settings that only some kinds have, see `Student.takes`, with the value that means unset
 OPTIONAL: dict[str, Any] = {
     "datastore": None, "shortest": 2, "rank": 0, "depths": None, "vocabulary": None, "bits": None, "inner": None,
-    "temperatures": [],
+    "temperatures": [], "mask": None, "markov": None,
 }  # fmt: skip
 
 

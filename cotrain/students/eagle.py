@@ -12,14 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from cotrain.config.groups import Draft, Init
 from cotrain.students.base import Guess, Seen, Student
 from cotrain.students.independent import plain, pretrained_network
+from cotrain.students.markov import after_tokens
 from inference.proposers import eagle, kind_of
-from inference.proposers.eagle import EagleNetwork, fused
+from inference.proposers.eagle import EagleNetwork, FeatureNetwork, fused
 
 PARTS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj",
          "mlp.down_proj", "post_attention_layernorm")  # fmt: skip
@@ -31,10 +32,10 @@ class EagleStudent(Student):
     """The student of `inference.proposers.eagle`."""
 
     kind = "eagle"
-    takes = ("depths", "vocabulary")
+    takes: tuple[str, ...] = ("depths", "vocabulary")
     features = True
 
-    network: EagleNetwork
+    network: Any  # a FeatureNetwork
     target: PreTrainedModel
 
     def __init__(
@@ -62,13 +63,26 @@ class EagleStudent(Student):
                 f"init.kind: {init.kind!r} is none of scratch, target_layers, pretrained (with draft.path=)"
             )
         network_class: Any = kind_of(cls.kind).network_class
-        config = network_class.config_class(**_sizes(draft, target, init.kind == "target_layers"))
+        sizes = _sizes(draft, target, init.kind == "target_layers")
+        config = network_class.config_class(**sizes, **cls.settings_of(draft))
         network: EagleNetwork = network_class(config)
         if network.pruned:  # the first ids, until `know` has counts of texts
             network.know(range(network.config.draft_vocab_size))
         if init.kind == "target_layers":
-            _copy_layer(network, target, init.layers)
+            cls.copy_layers(network, target, init.layers)
         return network
+
+    @classmethod
+    def settings_of(cls, draft: Draft) -> dict[str, Any]:
+        """Return the settings of the config that only this kind has. Raises ValueError naming the wrong key."""
+        return {}
+
+    @classmethod
+    def copy_layers(cls, network: Any, target: PreTrainedModel, layers: list[int]) -> None:
+        """Copy the target's norm, its head, and its layer that is last in `layers`. The copied layer reads the target's
+        highest features and ignores the embedding."""
+        norm = copy_layer(network.midlayer, target, layers)
+        copy_ends(network, network.midlayer.hidden_norm, norm, target)
 
     @classmethod
     def _continued(cls, draft: Draft, target: PreTrainedModel) -> EagleNetwork:
@@ -79,6 +93,10 @@ class EagleStudent(Student):
             raise ValueError(f"draft.vocabulary={draft.vocabulary}: draft.path={draft.path} has {known} tokens; "
                              "set draft.vocabulary=null")  # fmt: skip
         network.config.depths = draft.depths
+        for name, value in cls.settings_of(draft).items():
+            if value not in (None, getattr(network.config, name)):
+                raise ValueError(f"draft.path={draft.path} has {name} {getattr(network.config, name)}, not {value}, "
+                                 "which cannot change")  # fmt: skip
         return network
 
     def refuse(self) -> None:
@@ -119,6 +137,14 @@ class EagleStudent(Student):
         with torch.no_grad():
             embedded: Tensor = self.target.get_input_embeddings()(ids)
         return embedded.to(self.network.fc.weight.dtype)
+
+    def after_tokens(self, guesses: list[Guess], ids: Tensor) -> list[Guess]:
+        """Return the guesses with the term of the Markov head, if the network has one, see `markov.after_tokens`."""
+        markov = getattr(self.network, "markov_head", None)
+        if markov is None:
+            return guesses
+        vocabulary = self.vocabulary or self.network.config.vocab_size
+        return after_tokens(guesses, ids, markov, lambda logits: self.network.spread(logits, vocabulary))
 
     def head(self, states: Tensor) -> Tensor:
         return self.network.head(states, self.vocabulary or self.network.config.vocab_size)
@@ -226,20 +252,28 @@ def _sizes(draft: Draft, target: PreTrainedModel, like: bool) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def _copy_layer(network: EagleNetwork, target: PreTrainedModel, layers: list[int]) -> None:
-    """Copy the target's norm, its head, and its layer that is last in `layers`. The copied layer reads the target's
-    highest features and ignores the embedding."""
-    count, width = target.config.get_text_config().num_hidden_layers, network.config.hidden_size
+def copy_layer(layer: nn.Module, target: PreTrainedModel, layers: list[int]) -> Tensor:
+    """Copy the target's layer that is last in `layers`; a projection of a wider input ignores the rest of it. Returns
+    the weight of that layer's first norm. Raises ValueError for a layer that the target lacks or that does not fit."""
+    count = target.config.get_text_config().num_hidden_layers
     if not layers or not -count <= layers[-1] < count:
         raise ValueError(f"init.layers: {list(layers)}: the last one is none of the target's {count} layers")
     source, prefix = plain(target), f"layers.{layers[-1] % count}."
     named = {name.partition(prefix)[2]: weight for name, weight in source.items() if prefix in name}
     for part in PARTS:
-        ours, theirs = network.midlayer.get_parameter(f"{part}.weight"), named.get(f"{part}.weight")
+        ours, theirs = layer.get_parameter(f"{part}.weight"), named.get(f"{part}.weight")
         if theirs is None or theirs.shape[0] != ours.shape[0]:
             raise ValueError(f"init=target_layers: the target's {prefix} has no {part} that fits; init=scratch")
         ours.zero_()[..., -theirs.shape[-1] :] = theirs
-    network.midlayer.hidden_norm.weight.copy_(named["input_layernorm.weight"])
+    return named["input_layernorm.weight"]
+
+
+@torch.no_grad()
+def copy_ends(network: FeatureNetwork, hidden_norm: nn.Module, norm: Tensor, target: PreTrainedModel) -> None:
+    """Copy the target's last norm and its head. `fc` returns the highest features, which the norm of the features
+    scales by the weight `norm`."""
+    source, width = plain(target), network.config.hidden_size
+    hidden_norm.get_parameter("weight").copy_(norm)
     network.fc.weight.zero_()[:, -width:] = torch.eye(width, device=network.fc.weight.device)
     norms = [weight for name, weight in source.items() if name.endswith(".norm.weight") and weight.shape == (width,)]
     if norms:

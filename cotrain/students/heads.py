@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from cotrain.config.groups import Draft, Init
 from cotrain.students.base import LAST, Guess, Seen, Student, refuse_keys
 from cotrain.students.independent import pretrained_network
+from cotrain.students.markov import after_tokens
 from cotrain.teacher.target_model import halves
 from inference.proposers import kind_of
 
@@ -26,7 +27,7 @@ class MedusaStudent(Student):
     """The student of `inference.proposers.heads` (Cai et al. 2024, 2401.10774), with the target's own head, frozen."""
 
     kind = "medusa"
-    takes = ("depths",)
+    takes: tuple[str, ...] = ("depths", "markov")
     layouts: Mapping[str, str] = {"vllm": "cotrain.export.medusa_layout"}
     network: Any
     target: PreTrainedModel
@@ -57,7 +58,7 @@ class MedusaStudent(Student):
         theirs = target.config.get_text_config()
         network: PreTrainedModel = network_class(network_class.config_class(
             hidden_size=theirs.hidden_size, vocab_size=theirs.vocab_size, num_heads=draft.depths,
-            num_hidden_layers=draft.layers,
+            num_hidden_layers=draft.layers, **({"markov_rank": draft.markov} if draft.markov else {}),
         ))  # fmt: skip
         return network
 
@@ -68,7 +69,11 @@ class MedusaStudent(Student):
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
         rounds = HeadRounds(batch["ids"], batch.get("position_ids"), self.network.depths)
         states = self.head_states(batch["ids"], seen.states[LAST][:, :-1], rounds.depths)
-        return [Guess(depth, *rounds.of(depth, of_depth), self.head) for depth, of_depth in enumerate(states)]
+        guesses = [Guess(depth, *rounds.of(depth, of_depth), self.head) for depth, of_depth in enumerate(states)]
+        markov = getattr(self.network, "markov_head", None)
+        if markov is None:
+            return guesses
+        return after_tokens(guesses, batch["ids"], markov, lambda logits: logits[..., : self.vocabulary])
 
     def head_states(self, ids: Tensor, newest: Tensor, depths: int) -> list[Tensor]:
         """Return what the target's head reads at each depth: states (B, R, D), one row per round, R >= T-1-depth.
@@ -91,6 +96,7 @@ class HydraStudent(MedusaStudent):
     state, the anchor and the drafts before its own. In training those drafts are the tokens of the text."""
 
     kind = "hydra"
+    takes = ("depths",)
     layouts: Mapping[str, str] = {}
 
     def head_states(self, ids: Tensor, newest: Tensor, depths: int) -> list[Tensor]:

@@ -140,6 +140,7 @@ class PEagleStudent(EagleStudent):
     """
 
     kind = "p_eagle"
+    takes = ("depths", "vocabulary", "markov")
     begins_with = ("eagle",)
     fresh = frozenset({"mask_hidden"})
     parallel = True
@@ -169,7 +170,12 @@ class PEagleStudent(EagleStudent):
             at, of_masks = positions_of(masks, depth, ids, rounds.text, 1)
             of_depth = states[:, ids.shape[1] - 1 :].flatten(0, 1)[of_masks]
             guesses.append(Guess(depth, at, of_depth, *head, share=1.0 if u is None else KEEP**depth))
-        return guesses
+        return self.after_tokens(guesses, ids)
+
+    @classmethod
+    def settings_of(cls, draft: Draft) -> dict[str, Any]:
+        """Return the rank of the Markov head."""
+        return {"markov_rank": draft.markov or 0}
 
     def _states(self, ids: Tensor, seen: Seen, rounds: EagleRounds, masks: "Masks") -> Tensor:
         """Return the states (B, P + M, H), after the norm, of the pairs, then of the masks."""

@@ -449,7 +449,8 @@ def _cosine_distance(record: Record, guess: Guess, predicted: Tensor) -> Tensor:
     """Return the sum of `losses.misaligned` over the predicted positions of a guess."""
     theirs = record[LAST].flatten(0, 1)[guess.at]
     inside = pad(predicted, (0, 1)).flatten()[guess.at]
-    return losses.misaligned(guess.states, theirs)[inside].sum()
+    states = guess.states[:, : theirs.shape[-1]]  # rows of a Markov head follow them
+    return losses.misaligned(states, theirs)[inside].sum()
 
 
 def _tag(name: str, temperature: float) -> str:

@@ -35,7 +35,8 @@ from inference.models.passes import States
 from inference.models.pretrained import widened
 from inference.models.step import by_round
 from inference.proposers.base import Host, LoadArguments, Outcome, Proposal, Proposer, Round
-from inference.proposers.trees import DynamicTrees, Nodes, TreeShape, one_by_one, trees_of
+from inference.proposers.markov import FromZero
+from inference.proposers.trees import DynamicTrees, Nodes, Term, TreeShape, one_by_one, trees_of
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # queries (A, n, heads, D), keys, values -> (A, n, heads D)
 
@@ -99,7 +100,7 @@ class EagleConfig(PretrainedConfig):
         known = ("rope_parameters", "num_hidden_layers", "hidden_act", "attention_bias", "mlp_bias",
                  "tie_word_embeddings", "architectures")  # fmt: skip
         rest = {name: value for name, value in other.items() if name not in known}
-        named: dict[str, Any] = {"tie_word_embeddings": False, "architectures": ARCHITECTURES}
+        named: dict[str, Any] = {"tie_word_embeddings": False, "architectures": self.loaded_as}
         super().__init__(**named, **rest)
 
     @property
@@ -109,8 +110,8 @@ class EagleConfig(PretrainedConfig):
 
 
 class FeatureNetwork(PreTrainedModel):
-    """What networks over the target's states share: `fc`, which joins the states, a norm and a head. A subclass adds
-    its layers and calls `post_init`."""
+    """What networks over the target's states share: `fc`, which joins the states, a norm and a head. A subclass defines
+    `add_layers` and calls `post_init` at the end."""
 
     config_class: Any = EagleConfig
     base_model_prefix = ""
@@ -121,6 +122,7 @@ class FeatureNetwork(PreTrainedModel):
         super().__init__(config)
         width = config.hidden_size
         self.fc = nn.Linear(len(config.layers) * width, width, bias=False)
+        self.add_layers(config)
         self.norm = Norm(width, config.rms_norm_eps)
         self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
         self.groups = config.num_attention_heads // config.num_key_value_heads
@@ -129,6 +131,10 @@ class FeatureNetwork(PreTrainedModel):
         if self.pruned:  # token i of the draft is the target's i + d2t[i]
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
             self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size)
+
+    def add_layers(self, config: EagleConfig) -> None:
+        """Add the modules between `fc` and the norm."""
+        raise NotImplementedError(f"{type(self).__name__}.add_layers")
 
     def get_input_embeddings(self) -> Any:
         """None: it reads the target's embeddings."""
@@ -141,7 +147,7 @@ class FeatureNetwork(PreTrainedModel):
         self.config.save_pretrained(save_directory)
 
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, nn.Linear):
+        if isinstance(module, nn.Linear) and not isinstance(module, FromZero):
             nn.init.normal_(module.weight, std=self.config.initializer_range)
 
     def fits(self, target: PreTrainedModel, where: str) -> None:
@@ -159,12 +165,20 @@ class FeatureNetwork(PreTrainedModel):
 
     def head(self, states: Tensor, vocabulary: int) -> Tensor:
         """States (..., H) after `norm` -> logits (..., vocabulary), -inf for tokens outside the draft's vocabulary."""
-        logits: Tensor = self.lm_head(states)
+        return self.spread(self.lm_head(states), vocabulary)
+
+    def spread(self, logits: Tensor, vocabulary: int) -> Tensor:
+        """Logits (..., Vd) of the draft's tokens -> (..., vocabulary), -inf for tokens outside its vocabulary."""
         if not self.pruned:
             return logits[..., :vocabulary]
         size = max(vocabulary, self.config.vocab_size)  # the draft's vocabulary may have ids of the target's padding
         scattered = logits.new_full((*logits.shape[:-1], size), -torch.inf).index_copy(-1, self.known, logits)
         return scattered[..., :vocabulary]
+
+    def term(self, vocabulary: int) -> "Term | None":
+        """What the Markov head adds to the logits after a token; None without such a head."""
+        markov = getattr(self, "markov_head", None)
+        return None if markov is None else lambda ids: self.spread(markov(ids), vocabulary)
 
     @property
     def known(self) -> Tensor:
@@ -195,8 +209,10 @@ class EagleNetwork(FeatureNetwork):
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__(config)
-        self.midlayer = _Layer(config)
         self.post_init()
+
+    def add_layers(self, config: EagleConfig) -> None:
+        self.midlayer = _Layer(config)
 
     def layer(self, embedded: Tensor, features: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """Embeddings and features of pairs (A, n, H) -> (A, n, H), which `head` reads after `norm` and which replace
@@ -224,7 +240,7 @@ class _Layer(nn.Module):
         self.input_layernorm, self.hidden_norm = Norm(width, eps), Norm(width, eps)
         self.self_attn = _Projections(config)
         self.post_attention_layernorm = Norm(width, eps)
-        self.mlp = _Gated(width, config.intermediate_size)
+        self.mlp = Gated(width, config.intermediate_size)
 
 
 class _Projections(nn.Module):
@@ -240,7 +256,7 @@ class _Projections(nn.Module):
         return self.q_proj(x), self.k_proj(x), self.v_proj(x)
 
 
-class _Gated(nn.Module):
+class Gated(nn.Module):
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
         self.gate_proj, self.up_proj = (nn.Linear(width, inner, bias=False) for _ in range(2))
@@ -269,9 +285,10 @@ class Eagle(Proposer):
 
     network_class: Any = EagleNetwork
     drafts_trees = True
+    network: Any
 
     def __init__(
-        self, network: EagleNetwork, greedy: bool = False, *, compile: bool | None = None,
+        self, network: FeatureNetwork, greedy: bool = False, *, compile: bool | None = None,
         shape: TreeShape = None,
     ) -> None:  # fmt: skip
         self.network, self.greedy, self.compile = network.eval(), greedy, compile
@@ -308,9 +325,10 @@ class Eagle(Proposer):
             self.embedding = host.target.model.get_input_embeddings()
             self.shape = llama.ModelShape(config.num_attention_heads, config.num_key_value_heads, config.head_dim,
                                      self.network.scale, config.rms_norm_eps, held)  # fmt: skip
-            self.cache = SlotCache(1, rows, min(FIRST_SLOTS, host.context), host.context)
+            self.cache = SlotCache(config.num_hidden_layers, rows, min(FIRST_SLOTS, host.context), host.context)
             like = torch.empty(rows, config.num_key_value_heads, 0, config.head_dim, dtype=held, device=device)
-            self.cache.stores[0].lazy_initialization(like, like)
+            for store in self.cache.stores:
+                store.lazy_initialization(like, like)
             self.cache.before_growth(self._forget)
             self._forget()
         self.features = self.network.fc.weight.new_zeros(host.rows + host.spare, 1, config.hidden_size)
@@ -372,11 +390,15 @@ class Eagle(Proposer):
         K, width = (self.longest, self.longest + 1) if fixed else (max(k), max(*lacking, 1))
         K = min(K, shape.depth) if shape else K
         given = self._given(round, k, lacking, width)
-        limit = max(self.stored) + width + (shape.room if shape else K)
+        limit = max(self.stored) + width + self._room_for(K)
         drafts = self._replayed(round, given, limit, K) if fixed else None
         x, q = self._drafted(round, given, self._slots(limit), K) if drafts is None else drafts
         self.stored, self.waiting = pairs, [0] * len(k)
         return shape.proposal(k, x, q) if shape else Proposal(x[:, : max(k)], q[:, : max(k)], k)
+
+    def _room_for(self, K: int) -> int:
+        """Slots that a round of K depths needs after the pairs that slots lack."""
+        return self.branching.room if self.branching else K
 
     def _given(self, round: Round, k: list[int], lacking: list[int], width: int) -> dict[str, Tensor]:
         """For the pairs that slots lack: ids of their second tokens (A, width), features (A, width, H), `pairs` (A,),
@@ -442,21 +464,35 @@ class Eagle(Proposer):
     def _layer(self, ids: Tensor, features: Tensor, window: Window) -> Tensor:
         """Pairs of ids (A, n), features (A, n, H) -> (A, n, H); writes to the window's slots and reads those up to its
         limit."""
-        rows, held = slice(window.low, window.high), self.shape.held
-        mask = additive(visible(window, ids.device), held)
-        row = torch.arange(window.low, window.high, device=ids.device).unsqueeze(1)
-        store = self.cache.stores[0]
+        attend = self._attend(0, window, visible(window, ids.device))
+        embedded = self.embedding(ids).to(features.dtype)
+        return self.network.layer(embedded, features, *self._angles(window.positions), attend)
+
+    def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin (A, n, 1, D) of positions (A, n), see `FeatureNetwork.angles`."""
         assert self.table is not None
+        cos, sin = (part[positions] for part in self.table)
+        return cos, sin
+
+    def _attend(self, layer: int, window: Window, seen: Tensor) -> Attend:
+        """Attention of a layer that stores the new keys and values in the window's slots, then reads the slots up to
+        its limit, those seen (A, 1, n, limit)."""
+        held = self.shape.held
+        rows, mask = slice(window.low, window.high), additive(seen, held)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            for slots, new in ((store.keys, k), (store.values, v)):
-                slots.transpose(1, 2).index_put_((row, window.slots), new.to(held))
-            seen = store.keys[rows, :, : window.limit], store.values[rows, :, : window.limit]
-            return attention(mask, self.shape)(q.to(held).transpose(1, 2), *seen).to(features.dtype)
+            self._store(layer, window, k, v)
+            store = self.cache.stores[layer]
+            stored = store.keys[rows, :, : window.limit], store.values[rows, :, : window.limit]
+            return attention(mask, self.shape)(q.to(held).transpose(1, 2), *stored).to(q.dtype)
 
-        cos, sin = (part[window.positions] for part in self.table)
-        embedded = self.embedding(ids).to(features.dtype)
-        return self.network.layer(embedded, features, cos, sin, attend)
+        return attend
+
+    def _store(self, layer: int, window: Window, k: Tensor, v: Tensor) -> None:
+        """Write keys and values (A, n, G, D) of a layer to the window's slots."""
+        row, store = torch.arange(window.low, window.high, device=k.device).unsqueeze(1), self.cache.stores[layer]
+        for slots, new in ((store.keys, k), (store.values, v)):
+            slots.transpose(1, 2).index_put_((row, window.slots), new.to(self.shape.held))
 
     def commit(self, outcome: Outcome) -> None:
         new = self._features(outcome.states)

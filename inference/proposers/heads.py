@@ -25,21 +25,24 @@ from inference.models.passes import LAST, States
 from inference.models.pretrained import widened
 from inference.models.step import by_round
 from inference.proposers.base import Host, LoadArguments, Outcome, Proposal, Proposer, Round
+from inference.proposers.markov import MarkovHead
 from inference.proposers.trees import DynamicTrees, Follow, Nodes, TreeShape, of_depths, one_by_one, trees_of
 
 Given = Mapping[str, Tensor]  # newest (A, D): states; anchor (A, 1): the ids after them
 
 
 class MedusaConfig(PretrainedConfig):
-    """hidden_size D and vocab_size of the target; num_heads K; num_hidden_layers L. vLLM's keys."""
+    """hidden_size D and vocab_size of the target; num_heads K; num_hidden_layers L: vLLM's keys. markov_rank: of the
+    Markov head, 0 for none."""
 
     model_type = "medusa"
 
     def __init__(
-        self, hidden_size: int = 16, vocab_size: int = 32, num_heads: int = 4, num_hidden_layers: int = 1, **other: Any
-    ) -> None:
+        self, hidden_size: int = 16, vocab_size: int = 32, num_heads: int = 4, num_hidden_layers: int = 1,
+        markov_rank: int = 0, **other: Any,
+    ) -> None:  # fmt: skip
         self.hidden_size, self.vocab_size = hidden_size, vocab_size
-        self.num_heads, self.num_hidden_layers = num_heads, num_hidden_layers
+        self.num_heads, self.num_hidden_layers, self.markov_rank = num_heads, num_hidden_layers, markov_rank
         super().__init__(**{"tie_word_embeddings": False} | other)
 
 
@@ -89,6 +92,9 @@ class MedusaNetwork(HeadsNetwork):
         count = config.num_heads, config.num_hidden_layers
         self.weight = nn.Parameter(torch.zeros(*count, config.hidden_size, config.hidden_size))
         self.bias = nn.Parameter(torch.zeros(*count, config.hidden_size))
+        self.markov_head = None
+        if config.markov_rank:
+            self.markov_head = MarkovHead(config.vocab_size, config.markov_rank, config.vocab_size)
         self.post_init()
 
     def states(self, newest: Tensor, heads: int) -> Tensor:
@@ -248,13 +254,20 @@ class DraftHeads(Proposer):
 
 class Medusa(DraftHeads):
     """Heads that see neither the anchor nor earlier drafts: all nodes at one depth of a tree have the same
-    distribution."""
+    distribution, unless a Markov head adds what the token before says."""
 
     network_class: Any = MedusaNetwork
 
     def unrolled(self, given: Given, K: int) -> tuple[Tensor, Follow]:
         logits = self.host.target.head(self.network.states(given["newest"], K)).transpose(0, 1)  # (A, K, V)
-        return logits[:, 0], of_depths(logits)
+        markov = self.network.markov_head
+        if markov is None:
+            return logits[:, 0], of_depths(logits)
+
+        def term(ids: Tensor) -> Tensor:
+            return markov(ids)[..., : logits.shape[-1]]
+
+        return logits[:, 0] + term(given["anchor"])[:, 0], of_depths(logits, term)
 
 
 class Hydra(DraftHeads):

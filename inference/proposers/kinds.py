@@ -9,6 +9,7 @@ KINDS = {  # name -> module:class
     "hydra": "inference.proposers.heads:Hydra",
     "eagle": "inference.proposers.eagle:Eagle",
     "p_eagle": "inference.proposers.p_eagle:PEagle",
+    "block": "inference.proposers.block:Block",
     "early_exit": "inference.proposers.early_exit:EarlyExit",
     "medusa": "inference.proposers.heads:Medusa",
     "quantised": "inference.proposers.quantised:Quantised",

@@ -16,17 +16,20 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from inference.models.cache import Window
-from inference.models.step import behind, drawn
+from inference.models.forward import picked
+from inference.models.step import behind
 from inference.proposers.base import Round
 from inference.proposers.eagle import Eagle, EagleConfig, EagleNetwork
-from inference.proposers.trees import TreeShape, of_depths
+from inference.proposers.markov import MarkovHead
+from inference.proposers.trees import TreeShape, from_one_pass
 
 
 class PEagleConfig(EagleConfig):
-    """As `EagleConfig`; pard_token: the id whose embedding a mask has, None until a student names it."""
+    """As `EagleConfig`; pard_token: the id whose embedding a mask has, None until a student names it. markov_rank: of
+    the Markov head, 0 for none."""
 
-    def __init__(self, pard_token: int | None = None, **settings: Any) -> None:
-        self.pard_token = pard_token
+    def __init__(self, pard_token: int | None = None, markov_rank: int = 0, **settings: Any) -> None:
+        self.pard_token, self.markov_rank = pard_token, markov_rank
         super().__init__(**settings)
 
 
@@ -39,6 +42,8 @@ class PEagleNetwork(EagleNetwork):
     def __init__(self, config: PEagleConfig) -> None:
         super().__init__(config)
         self.mask_hidden = nn.Parameter(torch.randn(self.fc.in_features))
+        if config.markov_rank:
+            self.markov_head = MarkovHead(config.vocab_size, config.markov_rank, config.draft_vocab_size)
 
     @property
     def mask(self) -> int:
@@ -72,10 +77,9 @@ class PEagle(Eagle):
         self.mask, self.depths = network.mask, network.config.depths
 
     def _drafted(self, round: Round, given: Mapping[str, Tensor], slots: int, K: int) -> tuple[Tensor, Tensor]:
+        anchor = picked(given["lacking"], given["only"])[:, 0]  # the last pair's second token
         logits = self._masked(given, slots, K)
-        if self.branching:
-            return self.branching.grown(round, K, logits[:, 0], of_depths(logits), self.greedy)
-        return drawn(round, logits, self.greedy)
+        return from_one_pass(round, logits, self.branching, self.greedy, anchor, self.network.term(self.vocabulary))
 
     def _masked(self, given: Mapping[str, Tensor], slots: int, K: int) -> Tensor:
         """Logits (A, K, V) at the text's last pair and the K - 1 masks after it; given: see `_given`."""

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from inference.models.step import Choose
+from inference.models.step import Choose, by_round, drawn
 from inference.proposers.base import Proposal, Round, Siblings
 from inference.sampling import wide
 from inference.verify.tree import MOST_NODES, Tree, best, child_scores, depths_of, levels, likeliest, pruned, ranks_of
@@ -54,10 +54,32 @@ def one_by_one(K: int, logits: Tensor, follow: Follow, choose: Choose) -> tuple[
     return torch.stack(drafts, 1), torch.stack(distributions, 1)
 
 
-def of_depths(logits: Tensor) -> Follow:
-    """A `Follow` for distributions that depend on the depth alone: logits (A, K, V), entry j for all nodes of depth
-    j."""
-    return lambda ids, nodes: logits[:, nodes.depth : nodes.depth + 1].expand(-1, ids.shape[1], -1)
+# ids (A, n) of tokens -> (A, n, V), added to the logits after them, see `markov`
+Term = Callable[[Tensor], Tensor]
+
+
+def of_depths(logits: Tensor, term: Term | None = None) -> Follow:
+    """A `Follow` for logits (A, K, V) of one pass, entry j for all nodes of depth j, plus the term of each node."""
+
+    def follow(ids: Tensor, nodes: Nodes) -> Tensor:
+        of_depth = logits[:, nodes.depth : nodes.depth + 1]
+        return of_depth.expand(-1, ids.shape[1], -1) if term is None else of_depth + term(ids)
+
+    return follow
+
+
+def from_one_pass(
+    round: Round, logits: Tensor, shape: "StaticTrees | DynamicTrees | None", greedy: bool,
+    anchor: Tensor, term: Term | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Drafts and the distributions they were drawn from, of logits (A, K, V) of one pass: trees of a shape, or chains.
+    anchor (A,): the last tokens of the texts; term: what the token before each draft adds to its logits."""
+    K, first = logits.shape[1], logits[:, 0] if term is None else logits[:, 0] + term(anchor.unsqueeze(1))[:, 0]
+    if shape:
+        return shape.grown(round, K, first, of_depths(logits, term), greedy)
+    if term is None:
+        return drawn(round, logits, greedy)
+    return one_by_one(K, first, of_depths(logits, term), by_round(round, greedy))
 
 
 @dataclass(frozen=True)

@@ -75,5 +75,5 @@ def test_a_server_without_token_ids_is_an_error(
 ) -> None:
     monkeypatch.setattr(Lookalike, "owner", "somebody")
     monkeypatch.setattr("cotrain.bench.server_parity.stable_counters", lambda client: client.counted())
-    with pytest.raises(ValueError, match="tells no token ids"):
+    with pytest.raises(ValueError, match="returns no token ids"):
         server_parity.over_http(Client(url), plan)([[1, 2]], 1)

@@ -102,7 +102,7 @@ def test_a_timing_that_takes_longer_than_it_may_says_why(monkeypatch: pytest.Mon
     said: list[str] = []
     display.say = said.append
     display.turned(3)
-    over = "time is over: the fewest that tell something come all the same"
+    over = "time is over: only the batches that an interval needs"
     (line,) = said
     assert line.startswith("bench: timing: 3/4 batches, ") and line.endswith(f"no interval yet, {over}")
 
@@ -131,7 +131,7 @@ def test_compare_and_a_check_answer_in_json(tmp_path: Path, capsys: pytest.Captu
     found = json.loads(said.out)
     assert not found["passed"] and found["problems"] and "would not load" in said.err
     assert main(["export", "draft.path=x", "json=true"]) == 1
-    assert "json: for check=" in capsys.readouterr().err
+    assert "json=true: only with check=" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

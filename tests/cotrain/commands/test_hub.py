@@ -53,7 +53,7 @@ def test_the_hub_gets_the_folder_with_a_card_that_names_it(
     assert '"me/draft"' in card and str(tmp_path) not in card
     said = capsys.readouterr()
     assert said.out.endswith(f"pushed: {hub.url}/me/draft\n")
-    assert f"warning: the card names the target by its place on this machine, {place / 'target'}" in said.err
+    assert f"warning: the card names a target on this machine, {place / 'target'}, which others cannot" in said.err
 
 
 def test_a_second_push_replaces_the_files(place: Path, hub: Hub, tmp_path: Path) -> None:
@@ -114,4 +114,4 @@ def test_offline_machines_are_told_why(
 
 def test_a_check_pushes_nothing(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", f"check={place / 'independent'}", "push_to_hub=me/draft"]) == 1
-    assert "push_to_hub: of an export; check= writes none" in capsys.readouterr().err
+    assert "push_to_hub: check= writes no folder to push" in capsys.readouterr().err

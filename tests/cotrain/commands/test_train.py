@@ -255,7 +255,7 @@ def test_a_run_without_measurement_exports_its_draft_and_is_measured_later(
     draft = place / setting / "draft"
     assert job(place, setting, *settings, "measure=false") == 0
     said = capsys.readouterr().out
-    assert f"draft: {draft}, of the last step and not measured: the same command with measure=true" in said
+    assert f"draft: {draft}, of the last step, not measured: repeat the command with measure=true" in said
     trained = load_file(draft / "model.safetensors")
     assert load(draft).policy.k == 2 and not (draft / "report.json").exists()
     made = json.loads((draft / "cotrain.json").read_text())["made"]
@@ -266,7 +266,7 @@ def test_a_run_without_measurement_exports_its_draft_and_is_measured_later(
     assert same(load_file(draft / "model.safetensors"), trained)
     assert job(place, setting, *settings, "measure=false") == 0  # it is finished, and measured
     said = capsys.readouterr().out
-    assert "exactness: passed" in said and "came too late" not in said
+    assert "exactness: passed" in said and "had no effect" not in said
 
 
 def test_texts_that_a_server_did_not_sample_from_the_target_are_told(
@@ -427,8 +427,8 @@ def test_bench_measures_a_draft_folder(run: Path, place: Path, capsys: pytest.Ca
     [
         (["matrix.targets=[none]", "matrix.drafts=[int3]"], "matrix.drafts: 'int3' is none of none, int8, nf4"),
         (["matrix.targets=[int3]"], "matrix.targets: quantisation: 'int3' is none of"),
-        (["matrix.temperatures=[1]", "matrix.vllm=/no/python"], "matrix.vllm=/no/python is no interpreter"),
-        (["regime=nucleus", f"matrix.vllm={sys.executable}"], "matrix.vllm: it is asked for a temperature alone"),
+        (["matrix.temperatures=[1]", "matrix.vllm=/no/python"], "matrix.vllm=/no/python is not an interpreter"),
+        (["regime=nucleus", f"matrix.vllm={sys.executable}"], "matrix.vllm: vLLM is measured without top-k and top-p"),
     ],
     ids=["drafts", "targets", "interpreter", "regime"],
 )
@@ -444,7 +444,7 @@ def test_a_matrix_that_cannot_be_is_refused_before_anything_is_timed(
     paths = (f"draft.path={run / 'draft'}", f"output={place / 'no bench'}", "bench.prompt_tokens=8")
     assert main(["bench", *paths, "bench.new_tokens=8", "bench.depths=[2]", *mistake]) == 1
     *typed, last = capsys.readouterr().err.splitlines()
-    other = "other settings than the draft was made for, with its own in brackets: regime.top_p=0.95 (1.0)"
+    other = "settings that differ from the draft folder's, which are in brackets: regime.top_p=0.95 (1.0)"
     assert typed == [other] * ("regime=nucleus" in mistake)
     assert last.startswith(f"cotrain bench: {said}") and not (place / "no bench").exists()
 

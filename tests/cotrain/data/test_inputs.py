@@ -150,7 +150,11 @@ def test_of_a_stream_only_the_first_rows_are_read(tmp_path: Path) -> None:
     [
         ("own.jsonl", b"\n", "holds no rows|cannot be read"),
         ("own.jsonl.gz", gzip.compress(b"", mtime=0), "holds no rows"),
-        ("own.jsonl", b"Tell me a joke\nAnd one more\n", "no JSON objects, one a line .*; plain text, .* ends in .txt"),
+        (
+            "own.jsonl",
+            b"Tell me a joke\nAnd one more\n",
+            "lines are not JSON objects .*; a file of plain text.* in .txt",
+        ),
         ("own.docx", b"PK", "ends in none of .jsonl, .ndjson"),
         ("own.csv", b"", "is empty"),
     ],
@@ -170,7 +174,7 @@ def test_a_path_that_is_no_hub_id_is_no_such_file(tmp_path: Path) -> None:
 
 def test_a_name_that_is_nothing_here_and_not_on_the_hub_is_said_so() -> None:
     for ask in (read_rows, lambda data: prompt_origin(data, "train")):
-        with pytest.raises(ValueError, match="data.path: promtps cannot be read: it is no file, no folder, and no"):
+        with pytest.raises(ValueError, match="data.path: promtps cannot be read: there is no such file or folder, and"):
             ask(given("promtps"))
 
 

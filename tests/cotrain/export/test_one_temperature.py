@@ -42,7 +42,7 @@ def test_a_final_norm_that_takes_no_scale_raises() -> None:
 
     network = conditioned_near(tiny())
     network.__class__ = Capped
-    with pytest.raises(ValueError, match="temperature: Capped has a final norm that takes no scale"):
+    with pytest.raises(ValueError, match="temperature: the final norm of Capped cannot be scaled"):
         folded(network, 0.3)
 
 
@@ -65,9 +65,9 @@ def test_an_exported_folder_is_an_independent_draft_of_one_temperature(tmp_path:
     ids, plain = torch.arange(2, 12).unsqueeze(0), AutoModelForCausalLM.from_pretrained(output)
     with torch.no_grad():
         torch.testing.assert_close(plain(ids).logits, logits(network, ids, 0.35), rtol=1e-4, atol=1e-4)
-    with pytest.raises(ValueError, match="temperature: .* drafts differently"):
+    with pytest.raises(ValueError, match="temperature: .* depends on the temperature"):
         export(draft, tmp_path / "other", "vllm")
-    with pytest.raises(UserError, match="temperature=0.3: .* drafts alike at every temperature: temperature=null"):
+    with pytest.raises(UserError, match="temperature=0.3: .* does not depend on it: leave temperature= out"):
         refuse(output, 0.3)
 
 

@@ -101,7 +101,7 @@ def test_a_finished_run_can_become_longer_and_nothing_else(
     assert quick(place, "whole", "optimizer.lr=0.5", "label=x") == 1
     said = capsys.readouterr().err
     assert "optimizer.lr=0.001 (now 0.5)" in said and "label" not in said
-    assert quick(place, "whole", "label=x") == 0 and "label came too late" in capsys.readouterr().out
+    assert quick(place, "whole", "label=x") == 0 and "the new label had no effect" in capsys.readouterr().out
     assert quick(place, "whole", "trainer.steps=8") == 0 and saved_by(whole)["global_step"] == 8
     assert quick(place, "whole") == 1 and "trainer.steps=8 (now 6)" in capsys.readouterr().err
 

@@ -1,0 +1,134 @@
+"""A block draft, trained on blocks of masks that follow anchors of the text (DFlash, 2602.06036).
+
+A block with anchor m reads the target's states of tokens 0 .. m - 1 and the embedding of token m; its guess of depth j,
+made at mask j + 1, is at position m + j. All blocks of a text share the keys and values of the text's tokens. A
+training step reads every K-th block, so that it makes about as many guesses as the text has tokens, whatever the
+depths. A Markov head reads the token before each guess: the text's own, which is the draft before it where that was
+accepted.
+
+B texts, T tokens, S blocks of a text, K depths, n = 1 + K queries of a block, H width, D of a head, G heads of keys.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from cotrain.config.groups import Draft
+from cotrain.students.base import Guess, Seen
+from cotrain.students.eagle import EagleStudent, copy_ends, copy_layer
+from cotrain.students.parallel import segments, starts
+from inference.proposers.block import Block, BlockNetwork
+from inference.proposers.eagle import Attend
+
+MASKS = ("bidirectional", "causal")  # how the queries of a block attend to each other
+MOST_QUERIES = 4  # times the tokens of a text: queries that exist at once where all blocks are read
+
+
+class BlockStudent(EagleStudent):
+    """The student of `inference.proposers.block`."""
+
+    kind = "block"
+    takes = ("depths", "vocabulary", "mask", "markov")
+    layouts: Mapping[str, str] = {}
+    features = False
+    parallel = True
+    network: BlockNetwork
+
+    @classmethod
+    def settings_of(cls, draft: Draft) -> dict[str, Any]:
+        """Return the number of layers, the attention within a block and the rank of the Markov head."""
+        if draft.mask not in (None, *MASKS):
+            raise ValueError(f"draft.mask={draft.mask}: it is none of {', '.join(MASKS)}")
+        return {"num_hidden_layers": draft.layers or 1, "causal": draft.mask == "causal",
+                "markov_rank": draft.markov or 0}  # fmt: skip
+
+    @classmethod
+    def copy_layers(cls, network: Any, target: PreTrainedModel, layers: list[int]) -> None:
+        """Copy the target's norm, its head, and the last of its `layers`, one for each of the draft's."""
+        count = len(network.layers)
+        if len(layers) < count:
+            raise ValueError(
+                f"init.layers: {list(layers)} for draft.layers={count}: name a layer of the target for each"
+            )
+        norms = [
+            copy_layer(layer, target, [index]) for layer, index in zip(network.layers, layers[-count:], strict=True)
+        ]
+        for layer, norm in zip(network.layers, norms, strict=True):
+            layer.input_layernorm.weight.data.copy_(norm)
+        copy_ends(network, network.hidden_norm, norms[0], target)
+
+    def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
+        """Return one guess a depth. A training step gives `uniforms` (B, T): of the blocks with tokens to learn from it
+        reads every K-th, from a random first one, which are as many queries as one block a token has with K = 1."""
+        network, ids, u = self.network, batch["ids"], batch.get("uniforms")
+        K, anchors, apart = network.config.depths, starts(batch, ids.device), 1
+        anchors = anchors[anchors > 0]  # a block needs a state
+        if u is not None:
+            apart = max(min(K, len(anchors)), 1)
+            anchors = anchors[int(u[0, 0] * apart) :: apart]
+        positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
+        if (given := batch.get("position_ids")) is not None:
+            positions = given.to(ids.device)
+        texts = segments(positions)
+        context = network.context(network.features(seen.states), *network.angles(positions))
+        most = max(MOST_QUERIES * ids.shape[1] // (1 + K), 1)
+        states = torch.cat([self._states(ids, positions, texts, part, context) for part in anchors.split(most)], 1)
+        guesses, parameters = [], tuple(network.lm_head.parameters())
+        for depth in range(K):
+            rows, columns = self._inside(anchors, depth, texts)
+            at = rows * ids.shape[1] + anchors[columns] + depth
+            guesses.append(Guess(depth, at, states[rows, columns, depth], self.head, parameters, share=1 / apart))
+        return self.after_tokens(guesses, ids)
+
+    @staticmethod
+    def _inside(anchors: Tensor, depth: int, texts: Tensor) -> tuple[Tensor, Tensor]:
+        """Return rows and columns (N,) of the blocks that make a guess of a depth: the token before the anchor and the
+        guess's position are in one text. anchors (S,), texts (B, T)."""
+        length = texts.shape[1]
+        same = texts[:, anchors - 1] == texts[:, (anchors + depth).clamp(max=length - 1)]
+        rows, columns = (same & (anchors + depth < length)).nonzero(as_tuple=True)
+        return rows, columns
+
+    def _states(
+        self, ids: Tensor, positions: Tensor, texts: Tensor, anchors: Tensor, context: list[tuple[Tensor, Tensor]]
+    ) -> Tensor:
+        """(B, S, K, H): the states of the masks of some blocks."""
+        network, S, n = self.network, len(anchors), 1 + self.network.config.depths
+        x = network.queries(self.embedded(ids[:, anchors]), n - 1).flatten(1, 2)
+        places = (positions[:, anchors].unsqueeze(-1) + torch.arange(n, device=ids.device)).flatten(1)
+        every = torch.arange(ids.shape[1], device=ids.device)
+        sees = (every < anchors.unsqueeze(1)) & (texts[:, anchors].unsqueeze(2) == texts.unsqueeze(1))  # (B, S, T)
+        own = torch.ones(n, n, dtype=torch.bool, device=ids.device)
+        own = own.tril() if network.config.causal else own
+        attends = [attend_blocks(keys, values, sees, own, network.groups, network.scale) for keys, values in context]
+        states = network.states(x, *network.angles(places), attends)
+        return states.unflatten(1, (S, n))[:, :, 1:]
+
+    def proposer(
+        self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False,
+        shape: Sequence[int] | None = None,
+    ) -> Block:  # fmt: skip
+        return Block(self.network, greedy, compile=compile, shape=shape)
+
+
+def attend_blocks(keys: Tensor, values: Tensor, sees: Tensor, own: Tensor, groups: int, scale: float) -> Attend:
+    """Attention of blocks: one softmax over the text's tokens that a block sees (B, S, T) and over the block's own
+    queries, own (n, n). keys, values (B, T, G, D): of the text; groups: heads of each of the G."""
+    theirs = keys.transpose(1, 2).repeat_interleave(groups, 1), values.transpose(1, 2).repeat_interleave(groups, 1)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        S, n = sees.shape[1], len(own)
+        q, k, v = (part.to(v.dtype).transpose(1, 2) for part in (q, k, v))  # mixed precision: angles are float32
+        k, v = (part.repeat_interleave(groups, 1).unflatten(2, (S, n)) for part in (k, v))  # (B, heads, S, n, D)
+        of_text = (q @ theirs[0].to(q.dtype).transpose(2, 3)).unflatten(2, (S, n))  # (B, heads, S, n, T)
+        of_text = of_text.masked_fill(~sees[:, None, :, None], -torch.inf)
+        mine = (q.unflatten(2, (S, n)) @ k.transpose(3, 4)).masked_fill(~own, -torch.inf)
+        share = (torch.cat((of_text, mine), -1) * scale).softmax(-1)
+        from_text, from_block = share.split([sees.shape[2], n], -1)
+        output = (from_text.flatten(2, 3) @ theirs[1].to(q.dtype)) + (from_block @ v).flatten(2, 3)
+        return output.transpose(1, 2).flatten(2)
+
+    return attend

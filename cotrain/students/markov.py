@@ -1,0 +1,32 @@
+"""Guesses of a draft with a Markov head, which adds a term of the token before to the logits.
+
+The head of such a guess reads states beside rows of the head's first table. N guesses, D width, r rank.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from cotrain.losses.guess import Guess
+from inference.proposers.markov import MarkovHead
+
+
+def after_tokens(
+    guesses: Sequence[Guess], ids: Tensor, markov: MarkovHead, spread: Callable[[Tensor], Tensor]
+) -> list[Guess]:
+    """Return the guesses with the term of the token before each: the text's own, ids (B, T), which is the draft before
+    it in a round whose earlier drafts were accepted. spread: the term (n, Vd) -> (n, V), as logits of the guesses."""
+
+    def joined(guess: Guess) -> Guess:
+        states, width = guess.states, guess.states.shape[-1]
+        rows = markov.markov_w1(ids.flatten()[guess.at.to(ids.device)]).to(states)
+
+        def head(read: Tensor) -> Tensor:
+            return guess.head(read[..., :width]) + spread(markov.markov_w2(read[..., width:]))
+
+        parameters = (*guess.parameters, *markov.markov_w2.parameters())
+        return replace(guess, states=torch.cat((states, rows), -1), head=head, parameters=parameters)
+
+    return [joined(guess) for guess in guesses]

@@ -1,0 +1,173 @@
+"""A block draft: all tokens of a round in one pass, by layers that attend to the target's states (DFlash, 2602.06036).
+
+The context is not embedded. The target's low, middle and high states of each token, joined by `fc`, are the keys and
+values of that token in every layer. A round's queries are the anchor, that is the text's last token, which the target
+has not read yet, and K masks after it. They attend to the context and to each other: to all of the block, or to the
+queries before them if the draft is causal. Mask i is at the position of draft i and predicts it.
+
+A Markov head (`markov`) may add to the logits of a draft what the draft before it says (DSpark, 2607.05147). Names and
+shapes are those that engines load (`DFlashDraftModel`); the embedding is the target's, `mask_embedding` is ours.
+
+Keys and values of token s are in slot s of a cache, of all layers. A round first stores those of the accepted tokens,
+with the states of the target's pass, then those of its queries, which the next round overwrites. As in `eagle`, slots
+hold the tokens that the target has read, all but the anchor: n tokens of a text are n - 1 slots.
+
+H width of the target's states and of the draft, D of a head, G heads of keys and values, A rows, n tokens a row, K
+drafts of a round, V vocabulary.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from inference.models.cache import Window
+from inference.models.forward import picked, visible
+from inference.proposers.base import Round
+from inference.proposers.eagle import Attend, Eagle, EagleConfig, FeatureNetwork, Gated, Norm, output_layers, rotated
+from inference.proposers.markov import MarkovHead
+from inference.proposers.trees import TreeShape, from_one_pass
+
+ARCHITECTURES = ["DFlashDraftModel"]
+
+
+class BlockConfig(EagleConfig):
+    """As `EagleConfig`; depths: drafts of a round, K. causal: whether a query attends to no later one; markov_rank: of
+    the Markov head, 0 for none. dflash_config: the same for engines, whose layers are those with these outputs."""
+
+    model_type = "qwen3"
+    loaded_as = ARCHITECTURES
+
+    def __init__(
+        self, num_hidden_layers: int = 1, causal: bool = False, markov_rank: int = 0,
+        dflash_config: Mapping[str, Any] | None = None, **settings: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(**settings)
+        self.num_hidden_layers, self.markov_rank = num_hidden_layers, markov_rank
+        self.causal = bool((dflash_config or {}).get("causal", causal))
+        self.dflash_config = {"mask_token_id": self.vocab_size - 1, **(dflash_config or {}), "causal": self.causal,
+                              "target_layer_ids": output_layers(self.layers)}  # fmt: skip
+
+
+class BlockNetwork(FeatureNetwork):
+    """Decoder layers over the queries of a block; mask_embedding (H,): what a mask is embedded as."""
+
+    config_class: Any = BlockConfig
+    config: BlockConfig
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__(config)
+        self.mask_embedding = nn.Parameter(config.initializer_range * torch.randn(config.hidden_size))
+        if config.markov_rank:
+            self.markov_head = MarkovHead(config.vocab_size, config.markov_rank, config.draft_vocab_size)
+        self.post_init()
+
+    def add_layers(self, config: EagleConfig) -> None:
+        self.hidden_norm = Norm(config.hidden_size, config.rms_norm_eps)
+        self.layers = nn.ModuleList(_Layer(config) for _ in range(config.num_hidden_layers))
+
+    def context(self, features: Tensor, cos: Tensor, sin: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values (A, n, G, D) of each layer, of the target's features (A, n, H); cos, sin (A, n, 1, D): of the
+        tokens' positions, see `angles`."""
+        x = self.hidden_norm(features)
+        attentions: list[Any] = [layer.self_attn for layer in self.layers]
+        return [attention.keys_values(x, cos, sin) for attention in attentions]
+
+    def queries(self, embedded: Tensor, K: int) -> Tensor:
+        """Embeddings (..., H) of anchors -> (..., 1 + K, H) of their blocks."""
+        masks = self.mask_embedding.to(embedded.dtype).expand(*embedded.shape[:-1], K, -1)
+        return torch.cat((embedded.unsqueeze(-2), masks), -2)
+
+    def states(self, x: Tensor, cos: Tensor, sin: Tensor, attends: Sequence[Attend]) -> Tensor:
+        """Queries (A, n, H) -> the states (A, n, H) that `head` reads, by the attention of each layer."""
+        for layer, attend in zip(self.layers, attends, strict=True):
+            x = layer(x, cos, sin, attend)
+        states: Tensor = self.norm(x)
+        return states
+
+
+class _Layer(nn.Module):
+    def __init__(self, config: EagleConfig) -> None:
+        super().__init__()
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm, self.post_attention_layernorm = Norm(width, eps), Norm(width, eps)
+        self.self_attn = _Attention(config)
+        self.mlp = Gated(width, config.intermediate_size)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        read = self.input_layernorm(x)
+        k, v = self.self_attn.keys_values(read, cos, sin)
+        x = x + self.self_attn.o_proj(attend(self.self_attn.queries(read, cos, sin), k, v))
+        output: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return output
+
+
+class _Attention(nn.Module):
+    """Projections, with a norm of each head's queries and keys."""
+
+    def __init__(self, config: EagleConfig) -> None:
+        super().__init__()
+        width, self.size = config.hidden_size, config.head_dim
+        heads, groups = config.num_attention_heads * self.size, config.num_key_value_heads * self.size
+        self.q_proj = nn.Linear(width, heads, bias=False)
+        self.k_proj, self.v_proj = (nn.Linear(width, groups, bias=False) for _ in range(2))
+        self.o_proj = nn.Linear(heads, width, bias=False)
+        self.q_norm, self.k_norm = (Norm(self.size, config.rms_norm_eps) for _ in range(2))
+
+    def queries(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return rotated(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.size))), cos, sin)
+
+    def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        k, v = (part(x).unflatten(-1, (-1, self.size)) for part in (self.k_proj, self.v_proj))
+        return rotated(self.k_norm(k), cos, sin), v
+
+
+class Block(Eagle):
+    """Drafts k tokens from one pass over a block of masks, for the target that its network was trained for.
+
+    If the draft is not causal, a mask sees all masks of its block, so each round reads as many as in training, and a
+    row's distributions depend on nothing else in its batch. The config limits the number of drafts to that of training.
+    Arguments as in `Eagle`.
+    """
+
+    network_class = BlockNetwork
+    network: BlockNetwork
+
+    def __init__(
+        self, network: BlockNetwork, greedy: bool = False, *, compile: bool | None = None, shape: TreeShape = None
+    ) -> None:
+        super().__init__(network, greedy, compile=compile, shape=shape)
+        self.depths = network.config.depths
+
+    def _masks(self, K: int) -> int:
+        """Masks of a pass that drafts K tokens."""
+        return K if self.network.config.causal else self.network.config.depths
+
+    def _room_for(self, K: int) -> int:
+        return 1 + self._masks(K)
+
+    def _drafted(self, round: Round, given: Mapping[str, Tensor], slots: int, K: int) -> tuple[Tensor, Tensor]:
+        ids, features, pairs, only = (given[name] for name in ("lacking", "features", "pairs", "only"))
+        tokens = pairs.unsqueeze(1) + torch.arange(ids.shape[1], device=ids.device)
+        self._layer(ids, features, Window(0, len(ids), tokens, None, slots))
+        anchor = picked(ids, only)[:, 0]
+        x = self.network.queries(self.embedding(anchor).to(features.dtype), self._masks(K))
+        positions = (pairs + only + 1).unsqueeze(1) + torch.arange(x.shape[1], device=ids.device)
+        window = Window(0, len(ids), positions, None, slots)
+        ends = (
+            window if self.network.config.causal else replace(window, positions=positions[:, -1:].expand_as(positions))
+        )
+        seen = visible(ends, ids.device)
+        attends = [self._attend(layer, window, seen) for layer in range(len(self.network.layers))]
+        states = self.network.states(x, *self._angles(positions), attends)[:, 1 : K + 1]
+        logits = self.network.head(states, self.vocabulary)
+        return from_one_pass(round, logits, self.branching, self.greedy, anchor, self.network.term(self.vocabulary))
+
+    def _layer(self, ids: Tensor, features: Tensor, window: Window) -> Tensor:
+        """Store keys and values of tokens with the features (A, n, H); their ids do not matter."""
+        context = self.network.context(features, *self._angles(window.positions))
+        for layer, (k, v) in enumerate(context):
+            self._store(layer, window, k, v)
+        return features
