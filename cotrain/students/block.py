@@ -84,8 +84,8 @@ class BlockStudent(EagleStudent):
             share = 1.0 if u is None else KEEP**depth / apart
             rows, columns = self._inside(anchors, depth, texts)
             if u is not None:
-                kept = u[anchors[columns]] < KEEP**depth
-                rows, columns = rows[kept], columns[kept]
+                chosen = u[anchors[columns]] < KEEP**depth
+                rows, columns = rows[chosen], columns[chosen]
             at = rows * ids.shape[1] + anchors[columns] + depth
             guesses.append(Guess(depth, at, states[rows, columns, depth], self.head, parameters, share=share))
         return self.after_tokens(guesses, ids)
