@@ -12,6 +12,7 @@ or not have computed yet (outputs of a recording) is NaN.
 
 import contextlib
 import ctypes
+import inspect
 import sys
 import warnings
 import weakref
@@ -116,9 +117,9 @@ class Graph:
         self.fresh = True
         gpu.launches[gpu.phase] += 1  # one cudaGraphLaunch
         gpu.replays[gpu.phase] += 1
-        for _, fn, _, outs, fresh in self.ops:
-            gpu.inside[gpu.phase] += 1
-            with torch.inference_mode(False), torch.no_grad():
+        gpu.inside[gpu.phase] += len(self.ops)
+        with _OnRaw():
+            for _, fn, _, outs, fresh in self.ops:
                 new = fn()
                 if fresh:
                     for old, value in zip(outs, _tensors(new), strict=True):
@@ -127,7 +128,7 @@ class Graph:
     def poison(self):
         """Results hold no number that may be used."""
         self.fresh = False
-        with torch.inference_mode(False), torch.no_grad():
+        with _OnRaw():
             for *_, outs, fresh in self.ops:
                 for out in outs if fresh else ():
                     _poison(out)
@@ -179,7 +180,10 @@ class _Mode(TorchDispatchMode):
         self.gpu = gpu
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return self.gpu.run(func, args, kwargs or {})
+        return self.gpu.run(func, args, kwargs or {}, Cuda in types)
+
+
+_Mode.__torch_dispatch__ = inspect.unwrap(_Mode.__torch_dispatch__)  # nothing is compiled here: without Dynamo's guards
 
 
 class _Names(TorchFunctionMode):
@@ -293,12 +297,17 @@ class Gpu:
         self.h2d[self.phase] += 1
         self.site("h2d")
 
-    def run(self, func, args, kwargs):
-        flat = _tensors((args, kwargs))
-        ours = [x for x in flat if isinstance(x, Cuda)]
+    def run(self, func, args, kwargs, some=True):
+        """some: whether a tensor of the device is among the arguments."""
         wanted = self.index(kwargs["device"]) if kwargs.get("device") is not None else None
-        if not ours and wanted is None:
+        if not some and wanted is None:
             return func(*args, **kwargs)  # the host's own business
+        with torch._C.DisableTorchFunction():  # which would look at every tensor's attributes
+            return self._run(func, args, kwargs, wanted)
+
+    def _run(self, func, args, kwargs, wanted):
+        flat = _tensors(args) + _tensors(kwargs)
+        ours = [x for x in flat if isinstance(x, Cuda)]
         if func not in self.known:
             self.known[func] = _operation(func)
         name, composite, written = self.known[func][:3]
@@ -330,7 +339,7 @@ class Gpu:
             self.read()
         here = indices.pop() if indices else wanted
         args_raw, kwargs_raw = _mapped(_raw, args), _mapped(_raw, kwargs)
-        if "device" in kwargs_raw and kwargs_raw["device"] is not None:
+        if kwargs_raw.get("device") is not None:
             kwargs_raw["device"] = torch.device("cpu")
         if kwargs_raw.get("pin_memory"):
             kwargs_raw["pin_memory"] = False
@@ -340,16 +349,13 @@ class Gpu:
 
     def launch(self, name, fn, ins, here, args=(), kwargs={}, written=False, func=None):
         recorded = self.graph is not None and self.graph.index == here
-        before = {x.untyped_storage().data_ptr() for x in ins}
-        with torch.inference_mode(False), torch.no_grad():
-            if recorded and written:
-                outs_raw = None  # nothing runs while it is recorded
-            else:
-                outs_raw = fn()
+        with _OnRaw():
+            # nothing runs while it is recorded
+            outs_raw = None if recorded and written else fn()
         if name in MAKES and outs_raw is not None:
             _poison(outs_raw)
         outs = [] if outs_raw is None else _tensors(outs_raw)
-        views = bool(outs) and all(x.numel() and x.untyped_storage().data_ptr() in before for x in outs) and not written
+        views = bool(outs) and not written and _are_views(outs, ins)
         free = (
             views
             or name in MAKES
@@ -357,10 +363,10 @@ class Gpu:
             or name in ("detach", "alias", "lift_fresh")
         )
         if not free:
-            size = sum(x.numel() * x.element_size() for x in (*ins, *outs))
             if recorded:
                 self.graph.ops.append((name, fn, ins, outs, not written))
             else:
+                size = sum(x.numel() * x.element_size() for x in (*ins, *outs))
                 self.launches[self.phase] += 1
                 self.ops[self.phase][name] += 1
                 self.moved[self.phase] += size
@@ -373,7 +379,7 @@ class Gpu:
             base = next(x for x in _tensors((args, kwargs)) if isinstance(x, Cuda))
             with torch.inference_mode(base.is_inference()):
                 return _mapped(wrap, outs_raw)
-        return _mapped(wrap, outs_raw)
+        return wrap(outs_raw) if isinstance(outs_raw, Tensor) else _mapped(wrap, outs_raw)
 
     def _written(self, func, args, kwargs):
         """In-place and out= operations return what they wrote to."""
@@ -392,18 +398,18 @@ class Gpu:
         to_host = isinstance(x, Cuda) and device is not None and wanted is None
         if to_host:
             self.read()
-            with torch.inference_mode(False), torch.no_grad():
+            with _OnRaw():
                 found = aten._to_copy.default(x.raw, **rest)
             return found
         if not isinstance(x, Cuda):  # from the host
             self.sent()
             pinned = id(x) in self.pinned and self.pinned[id(x)]() is x
             self.blocking += not (pinned and kwargs.get("non_blocking"))
-            with torch.inference_mode(False), torch.no_grad():
+            with _OnRaw():
                 return Cuda(aten._to_copy.default(x, **rest), wanted)
         here = x.device.index
         if wanted is not None and wanted != here:  # between devices
-            with torch.inference_mode(False), torch.no_grad():
+            with _OnRaw():
                 return Cuda(aten._to_copy.default(x.raw, **rest), wanted)
         return self.launch("_to_copy", lambda: aten._to_copy.default(x.raw, **rest), [x.raw], here)
 
@@ -416,7 +422,7 @@ class Gpu:
         if isinstance(target, Cuda):
             if source.dim():
                 self.sent()
-            with torch.inference_mode(False), torch.no_grad():
+            with _OnRaw():
                 target.raw.copy_(source)
             return target
         self.read()
@@ -455,6 +461,26 @@ class _Operation(NamedTuple):
     aliased: bool
 
 
+class _OnRaw:
+    """Values are computed on the CPU, where no mode looks at them and nothing is recorded for backward."""
+
+    def __enter__(self):
+        self.guards = torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch(), torch._C._InferenceMode(False)
+        for guard in self.guards:
+            guard.__enter__()
+        torch._C._set_grad_enabled(False)  # until the last guard is left, which restores what was before it
+
+    def __exit__(self, *error):
+        for guard in reversed(self.guards):
+            guard.__exit__(*error)
+
+
+def _are_views(outs, ins):
+    """Whether all the results lie in the memory of arguments."""
+    before = {x.untyped_storage()._cdata for x in ins}
+    return all(x.numel() and x.untyped_storage()._cdata in before for x in outs)
+
+
 def _operation(func):
     composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
     aliases = [r.alias_info for r in func._schema.returns if r.alias_info is not None]
@@ -467,7 +493,8 @@ def _tensors(found):
     if isinstance(found, Tensor):
         return [found]
     tensors = []
-    _gather(found.values() if isinstance(found, dict) else found if isinstance(found, SEQUENCES) else (), tensors)
+    if found:
+        _gather(found.values() if isinstance(found, dict) else found if isinstance(found, SEQUENCES) else (), tensors)
     return tensors
 
 
@@ -486,7 +513,7 @@ def _mapped(change, value):
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, dict):
-        return {key: _mapped(change, x) for key, x in value.items()}
+        return {key: _mapped(change, x) for key, x in value.items()} if value else {}
     if isinstance(value, SEQUENCES):
         parts = [change(x) if isinstance(x, Tensor) else _mapped(change, x) for x in value]
         return parts if isinstance(value, list) else tuple(parts)
