@@ -2,7 +2,6 @@
 
 import copy
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from inference.proposers.conditioned import KNOTS, TABLE, Conditioned, Condition
 from inference.sampling import one_hot
 from tests import standin
 from tests.kinds import conditioned_near
-from tests.tiny import near, tiny
+from tests.tiny import near, tiny, traced
 from tests.watched import Watched
 
 KNOWN = [0.0, 0.7, 1.0]  # of `conditioned_near`
@@ -198,10 +197,8 @@ def test_a_recorded_round_reads_the_scale_of_each_call(cut: int, monkeypatch: py
 
 def test_compiled_rounds_read_the_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many rows as the graph has, of one temperature, of several, and with a greedy row, which drafts pass by
-    pass. What is traced runs as it is: whether a scale is baked in shows there, and code for this machine takes half a
-    minute (`test_drafting` and `test_compiled` generate it)."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    monkeypatch.setattr(CompiledForward, "failed", False)
+    pass."""
+    traced(monkeypatch)
     target, counts = tiny(), []
     for sampling in (Sampling(0.7), [Sampling(t) for t in (0.35, 1.0, 0.7)],
                      [Sampling(t) for t in (0.0, 0.35, 1.0)]):  # fmt: skip
