@@ -258,7 +258,7 @@ def test_recorded_guesses_are_those_of_single_steps(sampling: Sampling, monkeypa
         target = tiny().to(device)
         proposer = TwoLevels(Quantised(near(target, 0.3)), Independent(near(target, 0.15), compile=device != "cpu"))
         engine = Engine(target, proposer, rows=4, policy=Fixed(5), compile=device != "cpu")
-        return engine.generate(PROMPTS, max_new_tokens=16, sampling=sampling, seed=2, ids=range(6), ignore_eos=True)
+        return engine.generate(PROMPTS, max_new_tokens=10, sampling=sampling, seed=2, ids=range(6), ignore_eos=True)
 
     wanted = decoded("cpu")
     with standin.device() as gpu:
