@@ -18,7 +18,7 @@ import warnings
 import weakref
 from collections import Counter, defaultdict
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,6 +42,27 @@ MAKES = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided
 SEQUENCES, NAMES = (list, tuple), (torch.device, str)
 OURS = ("/inference/", "/cotrain/", "/tests/")
 THEIRS = ("/transformers/", "/lightning/")
+
+
+class _Operation(NamedTuple):
+    """What is asked of an operation at every call, looked up once: torch's schemas and trees are slow."""
+
+    name: str
+    composite: bool
+    written: bool
+    aliased: bool  # returns views of its arguments, or what it wrote to
+    schema: Any
+
+
+def _operation(func):
+    composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+    aliases = [r.alias_info for r in func._schema.returns if r.alias_info is not None]
+    name = func._schema.name.removeprefix("aten::")
+    return _Operation(name, composite, any(alias.is_write for alias in aliases), bool(aliases), func._schema)
+
+
+OPERATIONS: dict[int, _Operation] = {}
+NEW, COPY = _Operation("", False, False, False, None), _operation(aten.copy_.default)
 
 
 class Cuda(Tensor):
@@ -225,7 +246,6 @@ class Gpu:
         self.recordings = 0
         self.pools: dict[object, weakref.WeakSet[Graph]] = {}
         self.storages: dict[int, list] = {}
-        self.known: dict = {}
         self.pinned: dict[int, weakref.ref] = {}
         self.live = self.peak = 0
         self.clear()
@@ -306,11 +326,23 @@ class Gpu:
             return self._run(func, args, kwargs, wanted)
 
     def _run(self, func, args, kwargs, wanted):
-        flat = _tensors(args) + _tensors(kwargs)
+        operation = OPERATIONS.get(id(func))
+        if operation is None:
+            operation = OPERATIONS[id(func)] = _operation(func)
+        name, composite = operation.name, operation.composite
+        flat, args_raw = [], []
+        for x in args:
+            if isinstance(x, Tensor):
+                flat.append(x)
+                args_raw.append(x.raw if isinstance(x, Cuda) else x)
+            elif isinstance(x, SEQUENCES):
+                _gather(x, flat)
+                args_raw.append(_mapped(_raw, x))
+            else:
+                args_raw.append(x)
+        if kwargs:
+            _gather(kwargs.values(), flat)
         ours = [x for x in flat if isinstance(x, Cuda)]
-        if func not in self.known:
-            self.known[func] = _operation(func)
-        name, composite, written = self.known[func][:3]
         if composite:  # inference mode leaves these whole
             with _Mode(self):
                 return func.decompose(*args, **kwargs)
@@ -329,7 +361,7 @@ class Gpu:
                 x for x in (args[0], *args[2:3]) if isinstance(x, Tensor) and not isinstance(x, Cuda) and x.dim()
             ]
         else:
-            strange = [x for x in flat if not isinstance(x, Cuda) and x.dim()]
+            strange = len(ours) < len(flat) and any(not isinstance(x, Cuda) and x.dim() for x in flat)
         if strange or len(indices) > 1:
             raise RuntimeError(
                 f"Expected all tensors to be on the same device, but found at least two devices, "
@@ -338,16 +370,17 @@ class Gpu:
         if name in READS:
             self.read()
         here = indices.pop() if indices else wanted
-        args_raw, kwargs_raw = _mapped(_raw, args), _mapped(_raw, kwargs)
+        kwargs_raw = _mapped(_raw, kwargs)
         if kwargs_raw.get("device") is not None:
             kwargs_raw["device"] = torch.device("cpu")
         if kwargs_raw.get("pin_memory"):
             kwargs_raw["pin_memory"] = False
         return self.launch(
-            name, lambda: func(*args_raw, **kwargs_raw), [x.raw for x in ours], here, args, kwargs, written, func
+            name, lambda: func(*args_raw, **kwargs_raw), [x.raw for x in ours], here, args, kwargs, operation
         )
 
-    def launch(self, name, fn, ins, here, args=(), kwargs={}, written=False, func=None):
+    def launch(self, name, fn, ins, here, args=(), kwargs={}, operation=NEW):
+        written = operation.written
         recorded = self.graph is not None and self.graph.index == here
         with _OnRaw():
             # nothing runs while it is recorded
@@ -373,17 +406,17 @@ class Gpu:
         elif recorded and not views and outs:
             self.graph.ops.append((name, lambda: outs_raw, ins, outs, False))  # keeps the memory
         if written:
-            return self._written(func, args, kwargs)
+            return self._written(operation.schema, args, kwargs)
         wrap = lambda x: Cuda(x, here)
-        if func is not None and self.known[func].aliased:  # a view is what its base is
+        if operation.aliased:  # a view is what its base is
             base = next(x for x in _tensors((args, kwargs)) if isinstance(x, Cuda))
             with torch.inference_mode(base.is_inference()):
                 return _mapped(wrap, outs_raw)
         return wrap(outs_raw) if isinstance(outs_raw, Tensor) else _mapped(wrap, outs_raw)
 
-    def _written(self, func, args, kwargs):
+    def _written(self, schema, args, kwargs):
         """In-place and out= operations return what they wrote to."""
-        schema, found = func._schema, []
+        found = []
         for r in schema.returns:
             if r.alias_info is None:
                 continue
@@ -417,7 +450,7 @@ class Gpu:
         if isinstance(target, Cuda) and isinstance(source, Cuda):
             here = target.device.index
             a, b = target.raw, source.raw
-            self.launch("copy_", lambda: a.copy_(b), [a, b], here, (target, source), {}, True, aten.copy_.default)
+            self.launch("copy_", lambda: a.copy_(b), [a, b], here, (target, source), {}, COPY)
             return target
         if isinstance(target, Cuda):
             if source.dim():
@@ -452,15 +485,6 @@ def _guarded():
     guards[kinds.CUDA.value] = guards[kinds.CUDA.value] or guards[kinds.Meta.value]
 
 
-class _Operation(NamedTuple):
-    """What is asked of an operation at every call, looked up once: torch's schemas and trees are slow."""
-
-    name: str
-    composite: bool
-    written: bool
-    aliased: bool
-
-
 class _OnRaw:
     """Values are computed on the CPU, where no mode looks at them and nothing is recorded for backward."""
 
@@ -476,16 +500,9 @@ class _OnRaw:
 
 
 def _are_views(outs, ins):
-    """Whether all the results lie in the memory of arguments."""
+    """Whether all the results lie in the memory of arguments, which not every schema says (`_unsafe_view`)."""
     before = {x.untyped_storage()._cdata for x in ins}
     return all(x.numel() and x.untyped_storage()._cdata in before for x in outs)
-
-
-def _operation(func):
-    composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
-    aliases = [r.alias_info for r in func._schema.returns if r.alias_info is not None]
-    name = func._schema.name.removeprefix("aten::")
-    return _Operation(name, composite, any(alias.is_write for alias in aliases), bool(aliases))
 
 
 def _tensors(found):
