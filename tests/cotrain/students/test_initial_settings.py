@@ -13,7 +13,8 @@ from tests.folders import VOCABULARY, target_folder
 
 # what each setting of a kind may be, other than its default; "datastore" names files and is tested with look-up
 OTHER: dict[str, Any] = {
-    "mask": ["bidirectional", "causal"], "markov": [3, 5], "depths": [2, 5], "rank": [1, 3], "vocabulary": [20, 40], "temperatures": [[0.0, 0.5], [0.3, 0.9]],
+    "mask": ["bidirectional", "causal"], "markov": [3, 5],
+    "depths": [2, 5], "rank": [1, 3], "vocabulary": [20, 40], "temperatures": [[0.0, 0.5], [0.3, 0.9]],
 }  # fmt: skip
 TRAINED = [kind for kind in KINDS if student_class(kind).trained]
 CASES = [(kind, key) for kind in TRAINED for key in student_class(kind).takes if key in OTHER]
