@@ -11,7 +11,19 @@ from inference.models.pretrained import load_model
 from tests.folders import VOCABULARY, tokenizer
 
 BARE: dict[str, Any] = dict.fromkeys(
-    ("path", "datastore", "width", "intermediate", "head_dim", "kv_heads", "depths", "vocabulary", "bits", "inner")
+    (
+        "path",
+        "datastore",
+        "width",
+        "intermediate",
+        "head_dim",
+        "kv_heads",
+        "depths",
+        "vocabulary",
+        "head_rank",
+        "bits",
+        "inner",
+    )
 ) | {"shortest": 1, "layers": 1, "rank": 0, "quantisation": "none", "temperatures": []}
 SIZES: dict[str, dict[str, Any]] = {
     "conditioned": {"temperatures": [0.0, 0.7, 1.0]},

@@ -71,11 +71,11 @@ class Draft:
     the target's; `path` for init=pretrained. quantisation: of its projections when it is served (none, int8, nf4):
     training is then quantisation-aware. datastore: a folder of `cotrain datastore`, of kinds that look up; shortest:
     tokens of a text's end that must have stood before. depths: drafts of a round that it is trained for, of a kind
-    whose distribution depends on the depth. vocabulary: so many tokens are all that it knows, of a kind with a head of
-    its own;
-    null: those of the target. bits: of the target's weights, of kinds that draft with the target in fewer bits: 8
-    (int8) or 4 (nf4). inner: guesses that the small draft of two levels makes before they are verified. temperatures:
-    of a kind that is told the temperature, those that it learns at; a text of each is learnt at its own."""
+    whose distribution depends on the depth. vocabulary: so many tokens are all that it drafts, of a kind with a head of
+    its own; null: those of the target. head_rank: its head is a product of two matrices of this rank; null: one.
+    bits: of the target's weights, of kinds that draft with the target in fewer bits: 8 (int8) or 4 (nf4). inner:
+    guesses that the small draft of two levels makes before they are verified. temperatures: of a kind that is told the
+    temperature, those that it learns at; a text of each is learnt at its own."""
 
     kind: str
     path: str | None
@@ -90,6 +90,7 @@ class Draft:
     rank: int  # of what an early exit adds to each projection of its layers; 0: nothing
     depths: int | None
     vocabulary: int | None
+    head_rank: int | None
     bits: int | None
     inner: int | None
     temperatures: list[float]

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from cotrain.errors import UserError
 from cotrain.export.engines import is_parallel
+from cotrain.export.fitting import refuse_small_head
 from cotrain.students.base import KINDS, student_class
 from inference.drafts.atomic import new_folder
 from inference.drafts.draft_folder import Metadata, load_draft, read, write
@@ -46,8 +47,8 @@ def export(
     k: drafts a round, objective: "sampled" or "greedy", by default those in cotrain.json. config.json and the metadata
     name the target's states both ways: as inputs of layers (vLLM), and as outputs of the layers before (SGLang in
     `eagle_config`, TensorRT-LLM in its launch command).
-    Raises UserError for an unknown layout, ValueError for a folder of another kind, one that lacks a tensor, more
-    drafts than one of kind p_eagle was trained for, or a target of other sizes.
+    Raises UserError for an unknown layout and a head of low rank; ValueError for a folder of another kind, one that
+    lacks a tensor, more drafts than one of kind p_eagle was trained for, or a target of other sizes.
     """
     if layout not in LAYOUTS:
         raise UserError(f"layout={layout}: feature drafts have {', '.join(LAYOUTS)}")
@@ -55,6 +56,7 @@ def export(
     if folder.metadata is None or folder.kind not in KINDS or not student_class(folder.kind).features:
         features = [kind for kind in KINDS if student_class(kind).features]
         raise ValueError(f"{source}: kind is {folder.kind!r}, not {' or '.join(features)}")
+    refuse_small_head(source)
     network, tokenizer, _ = load_draft(source, network=kind_of(folder.kind).network_class)
     network.fits(target, str(source))
     metadata = folder.metadata.exported(name, k, objective)

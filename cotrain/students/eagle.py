@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 
 from cotrain.config.groups import Draft, Init
 from cotrain.students.base import Guess, Seen, Student
-from cotrain.students.independent import plain, pretrained_network
+from cotrain.students.independent import plain, pretrained_network, refuse_sizes
+from inference.models.small_heads import fill
 from inference.proposers import eagle, kind_of
 from inference.proposers.eagle import EagleNetwork, fused
 
@@ -31,7 +32,7 @@ class EagleStudent(Student):
     """The student of `inference.proposers.eagle`."""
 
     kind = "eagle"
-    takes = ("depths", "vocabulary")
+    takes = ("depths", "head_rank", "vocabulary")
     features = True
 
     network: EagleNetwork
@@ -68,17 +69,25 @@ class EagleStudent(Student):
             network.know(range(network.config.draft_vocab_size))
         if init.kind == "target_layers":
             _copy_layer(network, target, init.layers)
+        if init.kind == "target_layers" or draft.head_rank:
+            rows = target.get_output_embeddings().weight
+            fill(network.lm_head, rows[network.known] if network.pruned else rows)
         return network
 
     @classmethod
     def _continued(cls, draft: Draft, target: PreTrainedModel) -> EagleNetwork:
-        """Return the network of draft.path. Raises ValueError if its vocabulary has another size than
-        draft.vocabulary."""
+        """Return the network of draft.path; a whole head becomes the nearest one of rank draft.head_rank. Raises
+        ValueError if its vocabulary has another size than draft.vocabulary, or its head another rank."""
         network: EagleNetwork = pretrained_network(cls, draft, target)
-        known = network.config.draft_vocab_size
+        known, rank = network.config.draft_vocab_size, network.config.head_rank
         if draft.vocabulary not in (None, known):
             raise ValueError(f"draft.vocabulary={draft.vocabulary}: draft.path={draft.path} has {known} tokens; "
                              "set draft.vocabulary=null")  # fmt: skip
+        if rank is None and draft.head_rank:
+            network.lower_head(draft.head_rank)
+        elif draft.head_rank not in (None, rank):
+            raise ValueError(f"draft.head_rank={draft.head_rank}: draft.path={draft.path} has a head of rank {rank}; "
+                             "set draft.head_rank=null")  # fmt: skip
         network.config.depths = draft.depths
         return network
 
@@ -93,8 +102,8 @@ class EagleStudent(Student):
         return super().known
 
     def know(self, counts: Tensor) -> None:
-        """Choose the most frequent tokens by counts (V,) as the pruned vocabulary, and copy their rows of the target's
-        head."""
+        """Choose the most frequent tokens by counts (V,) as the pruned vocabulary. The head starts from their rows of
+        the target's."""
         if self.network.pruned:
             top = counts[: self.vocabulary].topk(self.network.config.draft_vocab_size).indices
             self.network.know(sorted(top.tolist()), self.target.get_output_embeddings().weight)
@@ -194,12 +203,12 @@ class RoundAttention:
 
 
 def _refuse_settings(draft: Draft, target: PreTrainedModel) -> None:
-    """Raise ValueError if draft.depths is not set, or if draft.vocabulary exceeds the target's vocabulary."""
+    """Raise ValueError if draft.depths is not set, or if draft.vocabulary or draft.head_rank exceeds the target's
+    sizes."""
     size = target.config.get_text_config().vocab_size
     if draft.depths is None:
         raise ValueError("draft.depths: set the drafts of a round that an eagle trains for, as draft.depths=6")
-    if draft.vocabulary and draft.vocabulary > size:
-        raise ValueError(f"draft.vocabulary: {draft.vocabulary} of {size} tokens; null for all")
+    refuse_sizes(draft, size, target.config.get_text_config().hidden_size)
 
 
 def _sizes(draft: Draft, target: PreTrainedModel, like: bool) -> dict[str, Any]:
@@ -221,6 +230,7 @@ def _sizes(draft: Draft, target: PreTrainedModel, like: bool) -> dict[str, Any]:
         "max_position_embeddings": theirs.max_position_embeddings,
         "vocab_size": theirs.vocab_size,
         "draft_vocab_size": draft.vocabulary,
+        "head_rank": draft.head_rank,
         "eagle_aux_hidden_state_layer_ids": list(layers),
         "depths": draft.depths,
         "bos_token_id": theirs.bos_token_id,
@@ -231,7 +241,7 @@ def _sizes(draft: Draft, target: PreTrainedModel, like: bool) -> dict[str, Any]:
 
 @torch.no_grad()
 def _copy_layer(network: EagleNetwork, target: PreTrainedModel, layers: list[int]) -> None:
-    """Copy the target's norm, its head, and its layer that is last in `layers`. The copied layer reads the target's
+    """Copy the target's norm, and its layer that is last in `layers`. The copied layer reads the target's
     highest features and ignores the embedding."""
     count, width = target.config.get_text_config().num_hidden_layers, network.config.hidden_size
     if not layers or not -count <= layers[-1] < count:
@@ -248,5 +258,3 @@ def _copy_layer(network: EagleNetwork, target: PreTrainedModel, layers: list[int
     norms = [weight for name, weight in source.items() if name.endswith(".norm.weight") and weight.shape == (width,)]
     if norms:
         network.norm.weight.copy_(norms[-1])
-    rows = target.get_output_embeddings().weight
-    network.lm_head.weight.copy_(rows[network.known] if network.pruned else rows)

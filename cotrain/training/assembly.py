@@ -53,8 +53,8 @@ def _refuse_weights(draft: Draft, init: Init) -> None:
 
 def prune(job: Job, student: Student) -> None:
     """Give a draft of draft.vocabulary= tokens the most frequent ones of the texts that it learns from, with rows of
-    the target's head. A draft with the weights of a folder keeps that folder's tokens."""
-    if not job.cfg.draft.vocabulary or job.cfg.init.kind == "pretrained":
+    the head that it begins with. A draft with the weights of a pruned folder keeps that folder's tokens."""
+    if not job.cfg.draft.vocabulary or (job.cfg.init.kind == "pretrained" and not student.undecided):
         return
     learnt = parts(job, 1)[1]
     tokens = learnt.ids[:, 1:][learnt.predicted].long()

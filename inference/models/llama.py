@@ -229,9 +229,9 @@ def applies(model: PreTrainedModel) -> bool:
 
 
 def small_of(model: PreTrainedModel) -> SmallHead | None:
-    """The model's head if it is one of ours."""
+    """The model's head if it is of our class, and its matrices of known ones."""
     head = model.get_output_embeddings()
-    return head if isinstance(head, SmallHead) else None
+    return head if type(head) is SmallHead and type(head.projection) in (nn.Linear, LowRank) else None
 
 
 def _known(model: PreTrainedModel) -> bool:

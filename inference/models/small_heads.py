@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 VOCABULARY, RANK = "draft_vocab_size", "head_rank"  # keys of config.json
+CHUNK = 2**14  # rows of a head that are in float64 at once
 
 
 class LowRank(nn.Module):
@@ -67,14 +68,15 @@ def factors(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     V and S^2 are the eigenvectors and eigenvalues of weight^T weight, in float64, since a decomposition of a matrix
     with 150,000 rows would take minutes. Directions with a singular value of 0 become 0.
     """
-    wide = weight.double()
-    squares, vectors = torch.linalg.eigh(wide.T @ wide)  # in rising order
+    parts = weight.split(CHUNK)
+    products: Tensor = sum(part.double().T @ part.double() for part in parts)
+    squares, vectors = torch.linalg.eigh(products)  # in rising order
     root = squares[-rank:].flip(0).clamp(min=0).pow(0.25)
     basis = vectors[:, -rank:].flip(1)
     least = squares[-1].clamp(min=0).pow(0.25) * 1e-8
     inverse = torch.where(root > least, 1 / root, 0.0)
-    up, down = (wide @ basis) * inverse, root.unsqueeze(1) * basis.T
-    return up.to(weight.dtype), down.to(weight.dtype)
+    up = torch.cat([((part.double() @ basis) * inverse).to(weight.dtype) for part in parts])
+    return up, (root.unsqueeze(1) * basis.T).to(weight.dtype)
 
 
 def spread(logits: Tensor, known: Tensor, size: int) -> Tensor:

@@ -183,6 +183,13 @@ class FeatureNetwork(PreTrainedModel):
         if rows is not None:
             fill(self.lm_head, rows[chosen.to(rows.device)].to(chosen.device))
 
+    def lower_head(self, rank: int) -> None:
+        """Replace a whole head by the nearest product of this rank. Raises ValueError for a rank above its sizes."""
+        whole = self.lm_head.weight.detach()
+        head = projection(self.config.hidden_size, len(whole), rank).to(whole.device, whole.dtype)
+        fill(head, whole)
+        self.lm_head, self.config.head_rank = head, rank
+
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin (..., 1, D) at positions (...); the sign of the rotation is in sin."""
         size = self.config.head_dim
