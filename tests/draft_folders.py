@@ -20,6 +20,7 @@ BARE: dict[str, Any] = dict.fromkeys(
         "kv_heads",
         "depths",
         "vocabulary",
+        "head_rank",
         "bits",
         "inner",
         "mask",

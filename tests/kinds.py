@@ -11,6 +11,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from inference.models.pretrained import decoder_layers
+from inference.models.small_heads import RANK, VOCABULARY, fill, put_small_head
 from inference.proposers import KINDS as REGISTERED
 from inference.proposers import Independent, NGram, kind_of
 from inference.proposers.base import Proposer
@@ -107,7 +108,7 @@ def eagle(target: LlamaForCausalLM, noise: float = 0.1, made: Any = EagleNetwork
         ids = torch.arange(0, config.vocab_size, 2)[: network.config.draft_vocab_size]
         if network.pruned:
             network.know(ids.tolist())
-        network.lm_head.weight.copy_(target.get_output_embeddings().weight[ids if network.pruned else slice(None)])
+        fill(network.lm_head, target.get_output_embeddings().weight[ids if network.pruned else slice(None)])
     return network.to(target.device)
 
 
@@ -133,7 +134,7 @@ def block(target: LlamaForCausalLM, noise: float = 0.1, **settings: Any) -> Bloc
         ids = torch.arange(0, config.vocab_size, 2)[: network.config.draft_vocab_size]
         if network.pruned:
             network.know(ids.tolist())
-        network.lm_head.weight.copy_(target.get_output_embeddings().weight[ids if network.pruned else slice(None)])
+        fill(network.lm_head, target.get_output_embeddings().weight[ids if network.pruned else slice(None)])
         if network.config.markov_rank:
             network.markov_head.markov_w2.weight += 0.5 * torch.randn_like(network.markov_head.markov_w2.weight)
     return network.to(target.device)
@@ -194,6 +195,22 @@ def parallel(target: LlamaForCausalLM, greedy: bool = False, **settings: Any) ->
     return Parallel(masked(target), greedy, **settings)
 
 
+def small(network: Any, tokens: int | None = None, rank: int | None = None) -> Any:
+    """The causal LM itself with a small head, from its own; of a pruned vocabulary, every other token."""
+    rows = network.get_output_embeddings().weight.detach()
+    network.config.update({VOCABULARY: tokens, RANK: rank})
+    head = put_small_head(network)
+    head.begin(rows)
+    if tokens:
+        head.know(range(0, 2 * tokens, 2))
+    return network
+
+
+def lower(target: LlamaForCausalLM) -> int:
+    """A rank at which a head is near the whole one: all directions but two."""
+    return max(min(int(target.config.hidden_size), half(target)) - 2, 1)
+
+
 def half(target: LlamaForCausalLM) -> int:
     """Tokens that a pruned draft knows: every other one."""
     return int(target.config.vocab_size) // 2
@@ -206,6 +223,7 @@ def pruned(target: LlamaForCausalLM, **settings: Any) -> Eagle:
 KINDS = {
     "eagle": Kind(lambda target, **settings: Eagle(eagle(target), **settings)),
     "eagle, pruned": Kind(pruned),
+    "eagle, low rank": Kind(lambda target, **settings: Eagle(eagle(target, head_rank=lower(target)), **settings)),
     "p_eagle": Kind(lambda target, **settings: PEagle(p_eagle(target), **settings)),
     "p_eagle, pruned": Kind(
         lambda target, **settings: PEagle(p_eagle(target, draft_vocab_size=half(target)), **settings)
@@ -217,6 +235,12 @@ KINDS = {
         lambda target, **settings: Block(block(target, draft_vocab_size=half(target), markov_rank=3), **settings)
     ),
     "independent": Kind(lambda target, **settings: Independent(near(target, 0.15), **settings)),
+    "independent, pruned": Kind(
+        lambda target, **settings: Independent(small(near(target, 0.15), half(target)), **settings)
+    ),
+    "independent, low rank": Kind(
+        lambda target, **settings: Independent(small(near(target, 0.15), rank=lower(target)), **settings)
+    ),
     "conditioned": Kind(lambda target, **settings: Conditioned(conditioned_near(target), **settings)),
     "conditioned, greedy": Kind(lambda target: Conditioned(conditioned_near(target), greedy=True)),
     "early_exit": Kind(lambda target, **settings: EarlyExit(exit_network(target), target, **settings)),
@@ -228,6 +252,13 @@ KINDS = {
     "quantised": Kind(Quantised),
     "two_levels": Kind(lambda target: TwoLevels(Quantised(target), Independent(near(target, 0.15))), drawn=False),
     "parallel": Kind(parallel),
+    "parallel, pruned": Kind(lambda target, **settings: Parallel(small(masked(target), half(target)), **settings)),
+    "parallel, low rank": Kind(
+        lambda target, **settings: Parallel(small(masked(target), rank=lower(target)), **settings)
+    ),
+    "parallel, low rank, pruned": Kind(
+        lambda target, **settings: Parallel(small(masked(target), half(target), lower(target)), **settings)
+    ),
     "parallel, greedy": Kind(lambda target: parallel(target, greedy=True)),
     "ngram": Kind(lambda target: NGram()),
     "retrieval": Kind(lambda target: Retrieval(shortest=1)),

@@ -74,8 +74,9 @@ class Heads(Student):
         return cls(HeadsNetwork.from_pretrained(folder, dtype=torch.float32), target, vocabulary)
 
 
-def independent(target: LlamaForCausalLM) -> Student:
-    return IndependentStudent(near(target, 0.3), target)
+def independent(target: LlamaForCausalLM, *small: Any) -> Student:
+    """small: the tokens and the rank of a small head."""
+    return IndependentStudent(kinds.small(near(target, 0.3), *small) if small else near(target, 0.3), target)
 
 
 def heads(target: LlamaForCausalLM, depths: int = 3) -> Any:
@@ -132,34 +133,44 @@ def example(target: LlamaForCausalLM) -> Any:
     return Loaded(network, target)
 
 
-def parallel(target: LlamaForCausalLM) -> Student:
-    return ParallelStudent(masked(target, 0.3), target)
+def parallel(target: LlamaForCausalLM, *small: Any) -> Student:
+    """small: the tokens and the rank of a small head."""
+    network = masked(target, 0.3)
+    return ParallelStudent(kinds.small(network, *small) if small else network, target)
 
 
 STUDENTS: dict[str, Callable[[LlamaForCausalLM], Any]] = {
     "independent": independent,
+    "independent, pruned": lambda target: independent(target, 16),
+    "independent, low rank": lambda target: independent(target, None, 5),
     "conditioned": lambda target: ConditionedStudent(kinds.conditioned_near(target, 0.3), target),
     "parallel": parallel,
+    "parallel, pruned": lambda target: parallel(target, 16),
+    "parallel, low rank": lambda target: parallel(target, None, 5),
+    "parallel, low rank, pruned": lambda target: parallel(target, 16, 5),
     "heads": heads,
     "example": example,
     "hybrid": hybrid,
     "eagle": eagle,
     "eagle, pruned": lambda target: eagle(target, draft_vocab_size=16),
+    "eagle, low rank": lambda target: eagle(target, head_rank=5),
     "p_eagle": p_eagle,
     "p_eagle, pruned": lambda target: p_eagle(target, draft_vocab_size=16),
+    "p_eagle, low rank, pruned": lambda target: p_eagle(target, draft_vocab_size=16, head_rank=5),
     "p_eagle, markov": lambda target: p_eagle(target, markov_rank=3),
     "block": block,
     "block, causal": lambda target: block(target, causal=True, markov_rank=3),
-    "block, pruned": lambda target: block(target, draft_vocab_size=16, markov_rank=3),
+    "block, pruned": lambda target: block(target, draft_vocab_size=16, markov_rank=3, head_rank=5),
     "medusa": lambda target: MedusaStudent(kinds.medusa(target, 0.3), target),
     "medusa, markov": lambda target: MedusaStudent(kinds.medusa(target, 0.3, markov_rank=3), target),
     "hydra": lambda target: HydraStudent(kinds.hydra(target, 0.3), target),
     "early_exit": lambda target: early_exit.EarlyExitStudent(kinds.exit_network(target), target),
 }
 # those that tests can run in an engine
-SERVED = ("independent", "conditioned", "example", "eagle", "eagle, pruned", "p_eagle", "p_eagle, pruned",
+SERVED = ("independent", "independent, pruned", "independent, low rank", "conditioned", "example", "eagle",
+          "eagle, pruned", "eagle, low rank", "p_eagle", "p_eagle, pruned", "p_eagle, low rank, pruned",
           "p_eagle, markov", "block", "block, causal", "block, pruned", "early_exit", "medusa", "medusa, markov",
-          "hydra", "parallel")  # fmt: skip
+          "hydra", "parallel", "parallel, pruned", "parallel, low rank", "parallel, low rank, pruned")  # fmt: skip
 
 
 def target() -> LlamaForCausalLM:

@@ -6,12 +6,13 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from omegaconf import OmegaConf
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from cotrain.config.settings import BenchConfig, GenerateConfig, ServeCheckConfig
 from cotrain.errors import UserError
 from cotrain.students.base import KINDS
 from cotrain.training.preconditions import outline, same_tokenizer, size_of, sketch
+from inference.drafts.causal_lm import CausalLM
 from inference.drafts.compatibility import hash_target
 from inference.drafts.draft_folder import Folder, Metadata, load_draft, load_tokenizer, read
 from inference.drafts.weight_files import weight_files
@@ -126,8 +127,8 @@ def _sketch(path: Path, network: Any) -> PreTrainedModel | None:
     are missing or invalid."""
     if network is None:
         return None
-    if network is AutoModelForCausalLM:
-        return sketch(str(path), AutoConfig.from_pretrained(path), key="draft.path")
+    if network is CausalLM and not CausalLM.has_parts(config := AutoConfig.from_pretrained(path)):
+        return sketch(str(path), config, key="draft.path")
     weight_files(path)
     with torch.device("meta"):
         return network(network.config_class.from_pretrained(path))

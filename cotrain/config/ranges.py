@@ -61,6 +61,7 @@ RULES: dict[str, Range] = {
     "draft.rank": ANY,
     "draft.depths": SOME,
     "draft.vocabulary": SOME,
+    "draft.head_rank": SOME,
     "draft.bits": Range(lambda value: value in (4, 8), "8 (int8) or 4 (nf4)"),
     "draft.inner": SOME,
     "draft.temperatures": TEMPERATURE,

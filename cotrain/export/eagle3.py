@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from cotrain.errors import UserError
 from cotrain.export.engines import is_parallel
+from cotrain.export.fitting import refuse_small_head
 from cotrain.students.base import KINDS, student_class
 from inference.drafts.atomic import new_folder
 from inference.drafts.draft_folder import Metadata, load_draft, read, write
@@ -47,8 +48,8 @@ def export(
     config.json and the metadata name the target's states in two ways: as inputs of layers (for vLLM), and as outputs of
     the layers before them (for SGLang in `eagle_config`, for TensorRT-LLM in its launch command).
 
-    Raises UserError for an unknown layout, and ValueError for a folder of another kind, a missing tensor, a target of
-    other sizes, and a k above the depths that a p_eagle draft was trained for.
+    Raises UserError for an unknown layout and a head of low rank, and ValueError for a folder of another kind, a
+    missing tensor, a target of other sizes, and a k above the depths that a p_eagle draft was trained for.
     """
     if layout not in LAYOUTS:
         raise UserError(f"layout={layout}: feature drafts have {', '.join(LAYOUTS)}")
@@ -56,6 +57,7 @@ def export(
     if folder.metadata is None or folder.kind not in KINDS or not student_class(folder.kind).features:
         features = [kind for kind in KINDS if student_class(kind).features]
         raise ValueError(f"{source}: kind is {folder.kind!r}, not {' or '.join(features)}")
+    refuse_small_head(source)
     network, tokenizer, _ = load_draft(source, network=kind_of(folder.kind).network_class)
     network.fits(target, str(source))
     metadata = folder.metadata.exported(name, k, objective)

@@ -1,4 +1,5 @@
-"""Changes to a draft so that engines can load it: resize it to the target's vocabulary, or fix its temperature.
+"""Changes to a draft so that engines can load it: resize it to the target's vocabulary, or fix its temperature. Heads
+that no engine loads are refused.
 
 A draft conditioned on the temperature is exported for one temperature: its scale is multiplied into its final norm. The
 result is a plain causal LM, which any engine serves.
@@ -9,12 +10,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cotrain.errors import UserError
-from inference.drafts.draft_folder import Metadata
+from cotrain.students.base import KINDS, student_class
+from inference.drafts.causal_lm import CausalLM
+from inference.drafts.draft_folder import Metadata, read
 from inference.drafts.weight_files import CONFIG, read_json
 from inference.models.pretrained import head_of
+from inference.models.small_heads import RANK, VOCABULARY
 from inference.proposers.conditioned import KNOTS, MODULE, ConditionedNetwork, Scale
 from inference.proposers.early_exit import final_norm
 
@@ -108,7 +112,31 @@ def measured_elsewhere(metadata: Metadata | None, temperature: float) -> str | N
 
 def network_class(temperature: float | None) -> Any:
     """The class that loads the draft folder; the temperature must have passed `refuse`."""
-    return AutoModelForCausalLM if temperature is None else ConditionedNetwork
+    return CausalLM if temperature is None else ConditionedNetwork
+
+
+# --- head
+
+
+def refuse_small_head(folder: str | Path) -> None:
+    """Raise UserError for a draft folder whose head no engine loads, see `small_head_problem`."""
+    if problem := small_head_problem(folder):
+        raise UserError(f"{problem}; or serve it with this engine (cotrain generate, cotrain bench)")
+
+
+def small_head_problem(folder: str | Path) -> str | None:
+    """Why no engine loads the head of a draft folder, and what to train instead; None for a head that engines load.
+    They read pruned vocabularies of feature drafts (d2t), and no product of two matrices."""
+    file = Path(folder) / CONFIG
+    values, kind = read_json(file) if file.is_file() else {}, read(folder).kind
+    if rank := values.get(RANK):
+        return f"{file}: {RANK} is {rank}, and engines load no head of low rank: train with draft.head_rank=null"
+    features = kind in KINDS and student_class(kind).features
+    if (tokens := values.get(VOCABULARY)) and not features:
+        return (f"{file}: {VOCABULARY} is {tokens}, and engines load a causal LM only with a row for each of its "
+                f"{values.get('vocab_size')} tokens: train with draft.vocabulary=null, or draft=eagle, whose pruned "
+                "vocabulary they load")  # fmt: skip
+    return None
 
 
 @torch.no_grad()

@@ -11,7 +11,15 @@ from safetensors import safe_open
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from cotrain.export.engines import engine_named, refuse_kind
-from cotrain.export.fitting import folded, measured_elsewhere, network_class, refuse, resize
+from cotrain.export.fitting import (
+    folded,
+    measured_elsewhere,
+    network_class,
+    refuse,
+    refuse_small_head,
+    resize,
+    small_head_problem,
+)
 from cotrain.export.publishing import card
 from inference.drafts.atomic import new_folder
 from inference.drafts.compatibility import check_pair, hash_target
@@ -58,6 +66,7 @@ def export(
     """
     engine_named(engine)
     refuse(source, temperature)
+    refuse_small_head(source)
     model, tokenizer, original = load_draft(source, dtype, network=network_class(temperature))
     if tokenizer is None:
         raise ValueError(f"{source}: it has no tokenizer; engines need the target's tokenizer in the draft folder")
@@ -158,6 +167,8 @@ def check(folder: str | Path) -> list[str]:
         return [str(error)]
     path = draft.path
     problems = [f"{path}: {name} is missing" for name in REQUIRED if not (path / name).is_file()]
+    if problem := small_head_problem(path):
+        return [problem]  # its weights are no plain model's
     problems += _config(path) + _generation(path) + _weights(path) + _tokenizer(path)
     report = draft.metadata.report if draft.metadata else None
     if report is not None and (not (path / REPORT).is_file() or digest(path / REPORT) != report):

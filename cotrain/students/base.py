@@ -45,8 +45,8 @@ KINDS = {  # kind -> module:class, imported on first use
 
 # settings that only some kinds have, see `Student.takes`, with the value that means unset
 OPTIONAL: dict[str, Any] = {
-    "datastore": None, "shortest": 2, "rank": 0, "depths": None, "vocabulary": None, "bits": None, "inner": None,
-    "temperatures": [], "mask": None, "markov": None,
+    "datastore": None, "shortest": 2, "rank": 0, "depths": None, "vocabulary": None, "head_rank": None, "bits": None,
+    "inner": None, "temperatures": [], "mask": None, "markov": None,
 }  # fmt: skip
 
 
@@ -132,6 +132,12 @@ class Student(Protocol):
         """The ids that it can draft, as a mask (V,) of bool."""
         size = self.vocabulary or self.network.config.get_text_config().vocab_size
         return torch.ones(size, dtype=torch.bool)
+
+    @property
+    def undecided(self) -> bool:
+        """Whether it has a pruned vocabulary whose tokens `know` must still choose, although other weights come from a
+        folder."""
+        return False
 
     def know(self, counts: Tensor) -> None:
         """Choose the `draft.vocabulary` most frequent ids as the pruned vocabulary, by their counts in texts (V,)."""

@@ -33,7 +33,7 @@ class BlockStudent(EagleStudent):
     """The student of `inference.proposers.block`."""
 
     kind = "block"
-    takes = ("depths", "vocabulary", "mask", "markov")
+    takes = ("depths", "head_rank", "vocabulary", "mask", "markov")
     layouts: Mapping[str, str] = {}
     features = False
     parallel = True
@@ -54,7 +54,7 @@ class BlockStudent(EagleStudent):
         theirs = target.config.get_text_config()
         size = draft.head_dim or theirs.hidden_size // theirs.num_attention_heads
         every = copy(draft)
-        every.head_dim, every.kv_heads = size, draft.kv_heads or theirs.hidden_size // size
+        every.head_dim, every.kv_heads = size, draft.kv_heads or max(theirs.hidden_size // size, 1)
         every.intermediate = draft.intermediate or theirs.intermediate_size
         return sizes_of(every, target, False)
 

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from cotrain.config.groups import Draft, Init
 from cotrain.students.base import Guess, Seen
-from cotrain.students.independent import IndependentStudent
+from cotrain.students.independent import HEAD, IndependentStudent
 from inference.proposers.conditioned import KNOTS, TABLE, Conditioned, Scale, conditioned, table_in
 
 
@@ -17,7 +17,7 @@ class ConditionedStudent(IndependentStudent):
     before the head reads them. The scale depends on the temperature and is learnt at draft.temperatures."""
 
     kind = "conditioned"
-    takes = ("temperatures",)
+    takes = ("temperatures", *HEAD)
     begins_with = ("independent", "hybrid", "parallel")
 
     @classmethod

@@ -17,8 +17,9 @@ from transformers import PreTrainedModel
 
 from cotrain.config.groups import Draft, Init
 from cotrain.students.base import Guess, Seen, Student
-from cotrain.students.independent import plain, pretrained_network
+from cotrain.students.independent import plain, pretrained_network, refuse_sizes
 from cotrain.students.markov import after_tokens
+from inference.models.small_heads import fill
 from inference.proposers import eagle, kind_of
 from inference.proposers.eagle import EagleNetwork, FeatureNetwork, fused
 
@@ -32,7 +33,7 @@ class EagleStudent(Student):
     """The student of `inference.proposers.eagle`."""
 
     kind = "eagle"
-    takes: tuple[str, ...] = ("depths", "vocabulary")
+    takes: tuple[str, ...] = ("depths", "head_rank", "vocabulary")
     features = True
 
     network: Any  # a FeatureNetwork
@@ -72,6 +73,9 @@ class EagleStudent(Student):
             network.know(range(network.config.draft_vocab_size))
         if init.kind == "target_layers":
             cls.copy_layers(network, target, init.layers)
+        if init.kind == "target_layers" or draft.head_rank:
+            rows = target.get_output_embeddings().weight
+            fill(network.lm_head, rows[network.known] if network.pruned else rows)
         return network
 
     @classmethod
@@ -94,12 +98,18 @@ class EagleStudent(Student):
 
     @classmethod
     def _continued(cls, draft: Draft, target: PreTrainedModel) -> EagleNetwork:
-        """Return the network of draft.path. Raises ValueError if draft.vocabulary is not the size of its vocabulary."""
+        """Return the network of draft.path; a whole head becomes the nearest one of rank draft.head_rank. Raises
+        ValueError if its vocabulary has another size than draft.vocabulary, or its head another rank."""
         network: EagleNetwork = pretrained_network(cls, draft, target)
-        known = network.config.draft_vocab_size
+        known, rank = network.config.draft_vocab_size, network.config.head_rank
         if draft.vocabulary not in (None, known):
             raise ValueError(f"draft.vocabulary={draft.vocabulary}: draft.path={draft.path} has {known} tokens; "
                              "set draft.vocabulary=null")  # fmt: skip
+        if rank is None and draft.head_rank:
+            network.lower_head(draft.head_rank)
+        elif draft.head_rank not in (None, rank):
+            raise ValueError(f"draft.head_rank={draft.head_rank}: draft.path={draft.path} has a head of rank {rank}; "
+                             "set draft.head_rank=null")  # fmt: skip
         network.config.depths = draft.depths
         refuse_other(network, draft, cls.settings_of(draft))
         return network
@@ -221,12 +231,12 @@ class RoundAttention:
 
 
 def _refuse_settings(draft: Draft, target: PreTrainedModel) -> None:
-    """Raise ValueError if draft.depths is not set, or if draft.vocabulary exceeds the target's vocabulary."""
+    """Raise ValueError if draft.depths is not set, or if draft.vocabulary or draft.head_rank exceeds the target's
+    sizes."""
     size = target.config.get_text_config().vocab_size
     if draft.depths is None:
         raise ValueError("draft.depths: set how many drafts of a round an eagle is trained for, as draft.depths=6")
-    if draft.vocabulary and draft.vocabulary > size:
-        raise ValueError(f"draft.vocabulary: {draft.vocabulary} of {size} tokens; null for all")
+    refuse_sizes(draft, size, target.config.get_text_config().hidden_size)
 
 
 def refuse_other(network: PreTrainedModel, draft: Draft, settings: Mapping[str, Any]) -> None:
@@ -256,6 +266,7 @@ def sizes_of(draft: Draft, target: PreTrainedModel, like: bool) -> dict[str, Any
         "max_position_embeddings": theirs.max_position_embeddings,
         "vocab_size": theirs.vocab_size,
         "draft_vocab_size": draft.vocabulary,
+        "head_rank": draft.head_rank,
         "eagle_aux_hidden_state_layer_ids": list(layers),
         "depths": draft.depths,
         "bos_token_id": theirs.bos_token_id,
@@ -291,5 +302,3 @@ def copy_ends(network: FeatureNetwork, hidden_norm: nn.Module, norm: Tensor, tar
     norms = [weight for name, weight in source.items() if name.endswith(".norm.weight") and weight.shape == (width,)]
     if norms:
         network.norm.weight.copy_(norms[-1])
-    rows = target.get_output_embeddings().weight
-    network.lm_head.weight.copy_(rows[network.known] if network.pruned else rows)

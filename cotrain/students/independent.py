@@ -7,12 +7,13 @@ Face model (init=pretrained). Drafts of other kinds start with a draft folder th
 import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import safe_open
 from safetensors.torch import load_file
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -26,13 +27,16 @@ from cotrain.config.groups import Draft, Init
 from cotrain.students.base import DEFAULT, Guess, Seen, Student
 from cotrain.teacher.target_model import halves, keeps_apart, split
 from inference import proposers
+from inference.drafts.causal_lm import CausalLM
 from inference.drafts.draft_folder import read
 from inference.drafts.weight_files import CONFIG, require_finite, weight_files
 from inference.models.pretrained import quantised
+from inference.models.small_heads import RANK, VOCABULARY, SmallHead, is_small, put_small_head
 from inference.proposers import kind_of
 
 ROPES = ("default", "linear", "dynamic", "llama3", "yarn")  # rotary settings that fit any head size
 Shapes = Mapping[str, tuple[int, ...]]  # the name of each tensor -> its shape
+HEAD = ("head_rank", "vocabulary")  # settings of a small head
 COPIES = {"embed_tokens.weight"}  # a copy of the target's tensor, which other programs write into draft folders
 
 
@@ -41,6 +45,7 @@ class IndependentStudent(Student):
     depth (Leviathan et al. 2023, arXiv 2211.17192)."""
 
     kind = DEFAULT
+    takes: tuple[str, ...] = HEAD
     begins_with: tuple[str, ...] = ("hybrid", "parallel")
     sized = True
 
@@ -54,12 +59,16 @@ class IndependentStudent(Student):
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
         """Return the network before training. Raises ValueError naming the key to change."""
         if init.kind == "scratch":
-            return scratch(target, *_sizes(draft))
-        if init.kind == "target_layers":
-            return from_layers(target, init.layers)
-        if init.kind == "pretrained":
-            return causal_lm(_checked_path(cls, draft), target)
-        raise ValueError(f"init.kind: {init.kind!r} is none of scratch, target_layers, pretrained (with draft.path=)")
+            network = scratch(target, *_sizes(draft))
+        elif init.kind == "target_layers":
+            network = from_layers(target, init.layers)
+        elif init.kind == "pretrained":
+            network = causal_lm(_checked_path(cls, draft), target)
+        else:
+            raise ValueError(f"init.kind: {init.kind!r} is none of scratch, target_layers, pretrained "
+                             "(with draft.path=)")  # fmt: skip
+        source = target if init.kind == "scratch" else network
+        return with_small_head(network, draft, source.get_output_embeddings().weight.detach())
 
     def refuse(self) -> None:
         """Raise ValueError for a head that does more than project, see `target_model.split`."""
@@ -67,6 +76,31 @@ class IndependentStudent(Student):
 
     def keeps_apart(self) -> bool:
         return keeps_apart(self.network, self.read)
+
+    @property
+    def small(self) -> SmallHead | None:
+        """The network's head if it is a small one."""
+        head = self.network.get_output_embeddings()
+        return head if isinstance(head, SmallHead) else None
+
+    @property
+    def known(self) -> Tensor:
+        every = super().known
+        if self.small is None or self.small.known is None:
+            return every
+        known = self.small.known.cpu()
+        return torch.zeros_like(every).index_fill(0, known[known < len(every)], True)
+
+    @property
+    def undecided(self) -> bool:
+        return self.small is not None and self.small.undecided
+
+    def know(self, counts: Tensor) -> None:
+        """Choose the most frequent tokens by counts (V,) as the pruned vocabulary, with their rows of the head that the
+        draft begins with."""
+        if self.small is not None and self.small.known is not None:
+            top = counts[: self.vocabulary].topk(len(self.small.known)).indices
+            self.small.know(sorted(top.tolist()))
 
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
         states = self.read(batch["ids"], batch.get("position_ids"))
@@ -121,6 +155,44 @@ def scratch(
     return LlamaForCausalLM(config)
 
 
+def with_small_head(network: PreTrainedModel, draft: Draft, rows: Tensor) -> PreTrainedModel:
+    """Return the causal LM with the head that draft.vocabulary and draft.head_rank describe; without them, as it is.
+
+    rows (V, D): the whole head that it starts from, cut to the vocabulary and then decomposed. If they are not as wide
+    as the draft, the head starts at random. Raises ValueError naming the key for sizes that the head lacks, for a
+    folder with another small head, and as `put_small_head`.
+    """
+    config = network.config.get_text_config()
+    refuse_sizes(draft, config.vocab_size, config.hidden_size)
+    wanted: dict[str, Any] = {VOCABULARY: draft.vocabulary, RANK: draft.head_rank}
+    if is_small(network.config):  # of draft.path
+        for key, (name, value) in zip(HEAD[::-1], wanted.items(), strict=True):
+            if value not in (None, own := getattr(network.config, name, None)):
+                raise ValueError(f"draft.{key}={value}: draft.path={draft.path} has a small head with {name} {own}; "
+                                 f"set draft.{key}=null")  # fmt: skip
+        return network
+    if draft.vocabulary == config.vocab_size:
+        wanted[VOCABULARY] = None
+    if any(wanted.values()):
+        network.config.update(wanted)
+        try:
+            head = put_small_head(network)
+        except ValueError as error:
+            raise ValueError(f"draft.vocabulary, draft.head_rank: {error}") from error
+        head.begin(rows if rows.shape[1] == config.hidden_size else None)
+    return network
+
+
+def refuse_sizes(draft: Draft, vocabulary: int, width: int) -> None:
+    """Raise ValueError if draft.vocabulary or draft.head_rank exceeds the sizes of a head (vocabulary, width)."""
+    if draft.vocabulary and draft.vocabulary > vocabulary:
+        raise ValueError(f"draft.vocabulary: {draft.vocabulary} of {vocabulary} tokens; null for all")
+    most = min(draft.vocabulary or vocabulary, width)
+    if draft.head_rank and draft.head_rank > most:
+        raise ValueError(f"draft.head_rank: {draft.head_rank} exceeds {most}, the smaller size of the head; null for a "
+                         "whole one")  # fmt: skip
+
+
 def from_layers(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
     """Return a copy of the target with only some of its decoder layers, and with its embeddings, final norm and head
     (depth pruning).
@@ -151,7 +223,7 @@ def from_layers(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedMod
     return draft
 
 
-def plain(target: PreTrainedModel) -> dict[str, torch.Tensor]:
+def plain(target: PreTrainedModel) -> dict[str, Tensor]:
     """Return the target's tensors by name. Tensors that bitsandbytes has quantised are dequantised."""
     state = target.state_dict()  # on a CPU this also unpacks 4-bit weights
     for name, weight in target.named_parameters():
@@ -187,13 +259,14 @@ def causal_lm(path: str, target: PreTrainedModel) -> PreTrainedModel:
     if target.device.type == "meta":
         config.get_text_config().vocab_size = theirs
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config)
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, use_safetensors=True, output_loading_info=True
-    )
+            return cast(PreTrainedModel, CausalLM(config))
+    loaded: Any = CausalLM.from_pretrained(path, dtype=torch.float32, use_safetensors=True, output_loading_info=True)
     model, info = loaded
     if info["missing_keys"]:
         raise ValueError(f"draft.path={path}: tensors are missing: {', '.join(sorted(info['missing_keys']))}")
+    if ours > theirs and is_small(model.config):
+        raise ValueError(f"draft.path={path}: its small head is of {ours} ids, the target has {theirs}: it serves the "
+                         "target that it was made for")  # fmt: skip
     if ours > theirs:
         model.resize_token_embeddings(theirs)
     network: PreTrainedModel = model

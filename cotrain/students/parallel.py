@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from cotrain.config.groups import Draft, Init
 from cotrain.students.base import Guess, Seen
 from cotrain.students.eagle import EagleRounds, EagleStudent
-from cotrain.students.independent import IndependentStudent
+from cotrain.students.independent import HEAD, IndependentStudent
 from inference import proposers
 from inference.models.forward import additive
 from inference.models.pretrained import sliding_window
@@ -37,7 +37,7 @@ class ParallelStudent(IndependentStudent):
     id of the mask and the number of depths."""
 
     kind = "parallel"
-    takes = ("depths",)
+    takes = ("depths", *HEAD)
     begins_with = ("independent", "hybrid")
     parallel = True
 
@@ -140,7 +140,7 @@ class PEagleStudent(EagleStudent):
     """
 
     kind = "p_eagle"
-    takes = ("depths", "vocabulary", "markov")
+    takes = ("depths", "head_rank", "vocabulary", "markov")
     begins_with = ("eagle",)
     fresh = frozenset({"mask_hidden"})
     parallel = True

@@ -13,13 +13,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from cotrain.config.groups import Draft, Init
 from cotrain.students.base import DEFAULT, Guess, Seen, Student, refuse_keys
 from cotrain.students.independent import causal_lm
 from inference import proposers
+from inference.drafts.causal_lm import CausalLM
 from inference.drafts.draft_folder import read
+from inference.models.small_heads import linears
 from inference.proposers import kind_of
 from inference.proposers.base import SettingsNetwork
 from inference.proposers.quantised import BITS, Quantised, QuantisedConfig, QuantisedNetwork, round_bits
@@ -89,19 +91,19 @@ def rounded(draft: PreTrainedModel, quantisation: str) -> PreTrainedModel:
     Embeddings are never rounded, not even those that share their weights with the head.
     """
     network = copy.deepcopy(draft)
-    head = network.get_output_embeddings()
     for weight in projections(network).values():
         weight.copy_(quantised(weight, quantisation))
-    if quantisation == "int8" and head is not None:  # a new tensor, since tied embeddings are not rounded
-        head.weight = nn.Parameter(quantised(head.weight, quantisation), requires_grad=False)
+    if quantisation == "int8":
+        for part in linears(network.get_output_embeddings()):  # new tensors: embeddings tied to the head stay whole
+            part.weight = nn.Parameter(quantised(part.weight, quantisation), requires_grad=False)
     return network
 
 
 def projections(draft: PreTrainedModel) -> dict[str, Tensor]:
     """Return the weights of all linear layers except the head, by name."""
-    head = draft.get_output_embeddings()
+    head = {id(part) for part in linears(draft.get_output_embeddings())}
     linear = [(name, module) for name, module in draft.named_modules() if isinstance(module, nn.Linear)]
-    return {name: module.weight for name, module in linear if module is not head}
+    return {name: module.weight for name, module in linear if id(module) not in head}
 
 
 def refuse_unknown(draft: PreTrainedModel, key: str = "draft.quantisation") -> None:
@@ -109,8 +111,7 @@ def refuse_unknown(draft: PreTrainedModel, key: str = "draft.quantisation") -> N
     of GPT-2 or fused experts. They would not be rounded here, while a serving engine rounds or rejects them."""
     known = {id(weight) for weight in projections(draft).values()}
     known |= {id(module.weight) for module in draft.modules() if isinstance(module, nn.Embedding)}
-    if (head := draft.get_output_embeddings()) is not None:  # kinds that share the target's head have none
-        known.add(id(head.weight))
+    known |= {id(part.weight) for part in linears(draft.get_output_embeddings())}
     others = [name for name, weight in draft.named_parameters() if weight.ndim > 1 and id(weight) not in known]
     if others:
         raise ValueError(f"{key}: {type(draft).__name__} has {len(others)} matrices that are no nn.Linear "
@@ -164,6 +165,6 @@ def _refuse_kind(path: str) -> None:
         raise ValueError(f"draft.path: {error}") from error
     if kind != DEFAULT:
         network = kind_of(kind).network_class
-        no_heads = network is None or network is AutoModelForCausalLM or issubclass(network, SettingsNetwork)
+        no_heads = network is None or network is CausalLM or issubclass(network, SettingsNetwork)
         why = "" if no_heads else ", which drafts from the target's hidden states"
         raise ValueError(f"draft.path: {path} is of kind {kind!r}{why}; two_levels needs one of kind {DEFAULT} instead")

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from cotrain.config.groups import Draft, Init
 from cotrain.students.base import Guess, Seen, Student, Trials, refuse_keys
-from cotrain.students.independent import IndependentStudent
+from cotrain.students.independent import HEAD, IndependentStudent
 from inference import proposers
 from inference.measure.gating import calibrate
 from inference.proposers.base import Proposer
@@ -54,7 +54,7 @@ class HybridStudent(IndependentStudent):
     network's config holds the settings of look-up, and those of the gate after `calibrate`."""
 
     kind = "hybrid"
-    takes = ("datastore", "shortest")
+    takes = ("datastore", *HEAD, "shortest")
     begins_with = ("independent", "parallel")
     calibrated = True
     layouts: Mapping[str, str] = LAYOUTS

@@ -53,8 +53,8 @@ def _refuse_weights(draft: Draft, init: Init) -> None:
 
 def prune(job: Job, student: Student) -> None:
     """Choose the vocabulary of a draft with draft.vocabulary=: the most frequent tokens of the texts that it learns
-    from. A draft that starts from a folder keeps the vocabulary of that folder."""
-    if not job.cfg.draft.vocabulary or job.cfg.init.kind == "pretrained":
+    from. A draft that starts from a pruned folder keeps the vocabulary of that folder."""
+    if not job.cfg.draft.vocabulary or (job.cfg.init.kind == "pretrained" and not student.undecided):
         return
     learnt = parts(job, 1)[1]
     tokens = learnt.ids[:, 1:][learnt.predicted].long()

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from transformers import (
     CONFIG_MAPPING,
-    AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
     PretrainedConfig,
@@ -26,6 +25,7 @@ from transformers import (
 )
 
 from inference.drafts.atomic import new_folder
+from inference.drafts.causal_lm import CausalLM
 from inference.drafts.compatibility import check_pair, hash_target, hash_tokenizer
 from inference.drafts.weight_files import CONFIG, load_weights, named, read_json, require_finite
 from inference.verify.rules import rule_of
@@ -267,7 +267,7 @@ def load_draft(
     folder: str | Path,
     dtype: torch.dtype | None = None,
     *,
-    network: Any = AutoModelForCausalLM,
+    network: Any = CausalLM,
     target: Mapping[str, str | None] | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[Any, PreTrainedTokenizerBase | None, Metadata | None]:

@@ -60,9 +60,10 @@ def load_weights(
 
 def named(network: Any) -> str:
     """The name of a network class for a message; None: of folders without weights."""
-    if network is AutoModelForCausalLM:
-        return "a causal language model"
-    return "no weights" if network is None else f"weights of {network.__name__}"
+    if network is None:
+        return "no weights"
+    plain = network.__name__ in (AutoModelForCausalLM.__name__, "CausalLM")  # of `causal_lm`, which imports this module
+    return "a causal language model" if plain else f"weights of {network.__name__}"
 
 
 def weight_files(path: Path) -> list[Path]:

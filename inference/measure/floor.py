@@ -77,7 +77,8 @@ def weight_bytes(lm: LM) -> tuple[float, float]:
     skipped = set() if embedding is lm.model.get_output_embeddings().weight else {embedding.data_ptr()}
     if isinstance(lm.run, Lean) and lm.run.int8:  # rows of 8 bits with a scale each
         weights = lm.run.weights
-        parts = [weights.norm, weights.head, *(part for layer in weights.layers for part in layer if part is not None)]
+        heads = [weights.head] if isinstance(weights.head, Linear) else [weights.head.up, weights.head.down]
+        parts = [weights.norm, *heads, *(part for layer in weights.layers for part in layer if part is not None)]
         linears = [part for part in parts if isinstance(part, Linear)]
         plain = [part for part in parts if isinstance(part, Tensor)]
         stored = [t for one in linears for t in (one.weight, one.bias, one.scale) if t is not None] + plain

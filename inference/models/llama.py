@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from inference.models.checksum import changes
 from inference.models.passes import LAST
 from inference.models.pretrained import emulated, sliding_window
+from inference.models.small_heads import LowRank, SmallHead, spread
 
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 ROTATIONS = ("default", "linear", "llama3", "yarn")  # angles that depend on a token's own position alone
@@ -66,11 +67,25 @@ class Layer(NamedTuple):
     down: Linear
 
 
+class Small(NamedTuple):
+    """Weights of a `SmallHead`. down: of a head of low rank, else None; known (Vd,): the ids of its rows, None if all
+    `size` ids have one."""
+
+    up: Linear
+    down: Linear | None
+    known: Tensor | None
+    size: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        logits = self.up(x if self.down is None else self.down(x))
+        return logits if self.known is None else spread(logits, self.known, self.size)
+
+
 class Weights(NamedTuple):
     embedding: Tensor
     layers: list[Layer]
     norm: Tensor
-    head: Linear
+    head: Linear | Small
 
 
 class ModelShape(NamedTuple):
@@ -209,15 +224,25 @@ def applies(model: PreTrainedModel) -> bool:
     if any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in model.modules()):
         return False
     linears = [m for name, m in model.named_modules() if name.endswith(("_proj", "lm_head"))]
-    return all(type(m) is nn.Linear for m in linears) and len({p.device for p in model.parameters()}) == 1
+    plain = all(type(m) is nn.Linear or m is small_of(model) for m in linears)
+    return plain and len({p.device for p in model.parameters()}) == 1
+
+
+def small_of(model: PreTrainedModel) -> SmallHead | None:
+    """The model's head if it is of our class, and its matrices of known ones."""
+    head = model.get_output_embeddings()
+    return head if type(head) is SmallHead and type(head.projection) in (nn.Linear, LowRank) else None
 
 
 def _known(model: PreTrainedModel) -> bool:
-    """Whether the classes of the model and all its parts are transformers' own for one of `FAMILIES`, or torch's. A
-    class of another module may have the same name but a different forward."""
+    """Whether the classes of the model and all its parts are transformers' own for one of `FAMILIES`, or torch's, the
+    head apart, which may be a small one. A class of another module may have the same name but a different forward."""
     home = type(model).__module__
     ours = home.startswith("transformers.models.") and type(model).__name__ in FAMILIES
-    homes = {type(m).__module__ for m in model.modules()} - {home, "transformers.activations"}
+    small = small_of(model)
+    replaced = [] if small is None else [small, small.projection]
+    parts = [m for m in model.modules() if not any(m is one for one in replaced)]
+    homes = {type(m).__module__ for m in parts} - {home, "transformers.activations"}
     return ours and all(name.startswith("torch.nn.modules.") for name in homes)
 
 
@@ -239,7 +264,14 @@ def weights_of(model: PreTrainedModel) -> Weights:
     # the joined weights stay inference tensors or normal ones, as the parameters were: the two must not be mixed
     with torch.inference_mode(top.weight.is_inference()), torch.no_grad():
         layers = [_layer(layer) for layer in body.layers]
-        return Weights(body.embed_tokens.weight.data, layers, body.norm.weight.data, _joined([top]))
+        head = _small(top) if isinstance(top, SmallHead) else _joined([top])
+        return Weights(body.embed_tokens.weight.data, layers, body.norm.weight.data, head)
+
+
+def _small(head: SmallHead) -> Small:
+    if isinstance(head.projection, LowRank):
+        return Small(_joined([head.projection.up]), _joined([head.projection.down]), head.known, head.size)
+    return Small(_joined([head.projection]), None, head.known, head.size)
 
 
 def _layer(layer: Any) -> Layer:
@@ -337,7 +369,12 @@ def _each(weights: Weights, change: Callable[[Linear], Linear]) -> Weights:
         )
         for layer in weights.layers
     ]
-    return weights._replace(layers=layers, head=change(weights.head))
+    head = weights.head
+    if isinstance(head, Small):
+        return weights._replace(
+            layers=layers, head=head._replace(up=change(head.up), down=head.down and change(head.down))
+        )
+    return weights._replace(layers=layers, head=change(head))
 
 
 def state(model: PreTrainedModel, parameters: Sequence[nn.Parameter]) -> tuple[int, int]:

@@ -416,10 +416,15 @@ class Probe:
 def _apart(rows: Rows, whole: Rows) -> Tensor:
     """The differences at all positions (P,), each the root mean square over the vocabulary, or the width, in standard
     deviations of the model's own numbers there, `whole`, whose rows may be longer; infinite if only one of the two is
-    finite. Positions at which the model's own are not finite count as equal."""
+    finite. Positions at which the model's own are not finite count as equal; columns in which all of them are -inf are
+    left out if ours are too."""
     parts = []
     for row, own in zip(rows, whole, strict=True):
         own = own[: len(row)].to(torch.promote_types(own.dtype, torch.float32))
+        never = (own == -torch.inf).all(0)  # tokens that a pruned head does not have
+        if bool(never.any()):
+            same = bool((row[:, never] == -torch.inf).all())
+            row, own = row[:, ~never] if same else torch.full_like(row[:, ~never], torch.nan), own[:, ~never]
         known = own.isfinite().all(-1)
         error = (row.to(own.dtype) - own).square().mean(-1).sqrt()
         parts.append(torch.where(known, error / own.std(-1).clamp(min=1e-9), 0.0).nan_to_num(nan=torch.inf))

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
-from inference.drafts.weight_files import weight_files
+from inference.drafts.causal_lm import CausalLM, Part, tensors_of
 from inference.models.lm import LM
 from inference.proposers.base import Host, Proposal, Round
 from inference.proposers.independent import Independent
@@ -27,57 +26,29 @@ MODULE = "temperature_scale"
 TABLE = f"{MODULE}.weight"  # (n, D): added to a scale of 1
 
 
-class ConditionedNetwork:
-    """The network class of a conditioned draft folder (`Proposer.network_class`): the LM with its scale."""
-
-    config_class = AutoConfig
-
-    def __new__(cls, config: PretrainedConfig) -> Any:
-        """Random weights, a scale of 1 at every temperature."""
-        return conditioned(AutoModelForCausalLM.from_config(config), knots_of(config))
-
-    @classmethod
-    def from_pretrained(
-        cls, path: str | Path, *, dtype: Any = "auto", output_loading_info: bool = False, **_: Any
-    ) -> Any:
-        """From a local folder, safetensors only; with output_loading_info also transformers' report of the loading.
-        Raises ValueError for a config without temperatures."""
-        config = AutoConfig.from_pretrained(path)
-        with torch.device("meta"):
-            family = type(AutoModelForCausalLM.from_config(config))
-        tensors = _tensors(path)
-        table = tensors.pop(TABLE, None)
-        network, info = family.from_pretrained(
-            None, config=config, state_dict=tensors, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
-        )
-        if (Path(path) / "generation_config.json").is_file():
-            network.generation_config = GenerationConfig.from_pretrained(path)
-        _fill(conditioned(network, knots_of(config)), table, info)
-        return (network, info) if output_loading_info else network
+def put_scale(network: PreTrainedModel) -> nn.Module:
+    """Put a scale of 1 at every temperature of the LM's config on the LM, and return it."""
+    width = network.config.get_text_config().hidden_size
+    scale = nn.Embedding(len(knots_of(network.config)), width, dtype=network.dtype, device=network.device)
+    if not scale.weight.is_meta:
+        nn.init.zeros_(scale.weight)
+    network.add_module(MODULE, scale)
+    return scale
 
 
-def _tensors(path: str | Path) -> dict[str, Tensor]:
-    return {name: value for file in weight_files(Path(path)) for name, value in load_file(file).items()}
+class ConditionedNetwork(CausalLM):
+    """The network class of a conditioned draft folder: the LM with its scale. Raises ValueError for a config without
+    temperatures."""
+
+    parts = (*CausalLM.parts, Part((KNOTS,), put_scale, required=True))
 
 
 def table_in(path: str | Path) -> Tensor:
     """The scale (n, D) of a local folder. Raises ValueError if it has none."""
-    tensors = _tensors(path)
+    tensors = tensors_of(path)
     if TABLE not in tensors:
         raise ValueError(f"{path}: tensor {TABLE} is missing")
     return tensors[TABLE]
-
-
-@torch.no_grad()
-def _fill(network: PreTrainedModel, table: Tensor | None, info: dict[str, Any]) -> None:
-    """Load the scale, or report it as missing or mismatched in the form that transformers uses for its own tensors."""
-    own = network.get_parameter(TABLE)
-    if table is None:
-        info["missing_keys"] = {*info["missing_keys"], TABLE}
-    elif table.shape != own.shape:
-        info["mismatched_keys"] = [*info["mismatched_keys"], (TABLE, table.shape, own.shape)]
-    else:
-        own.copy_(table)
 
 
 def conditioned(network: PreTrainedModel, temperatures: list[float]) -> PreTrainedModel:
@@ -85,11 +56,8 @@ def conditioned(network: PreTrainedModel, temperatures: list[float]) -> PreTrain
     temperatures that are empty, equal or not in rising order."""
     if not temperatures or sorted({*temperatures}) != list(temperatures):
         raise ValueError(f"temperatures {list(temperatures)}: at least one, each once, in rising order")
-    width = network.config.get_text_config().hidden_size
-    scale = nn.Embedding(len(temperatures), width, dtype=network.dtype, device=network.device)
-    nn.init.zeros_(scale.weight)
-    network.add_module(MODULE, scale)
     network.config.update({KNOTS: list(temperatures)})
+    put_scale(network)
     return network
 
 

@@ -33,6 +33,7 @@ from inference.models.forward import additive, attention, picked, visible
 from inference.models.graphs import Graphs
 from inference.models.passes import States
 from inference.models.pretrained import widened
+from inference.models.small_heads import fill, projection, spread
 from inference.models.step import by_round
 from inference.proposers.base import Host, LoadArguments, Outcome, Proposal, Proposer, Round
 from inference.proposers.markov import FromZero
@@ -59,6 +60,7 @@ def output_layers(layers: Sequence[int]) -> list[int]:
 
 class EagleConfig(PretrainedConfig):
     """The config of a folder in the EAGLE-3 format. depths: how many drafts of a round it was trained for.
+    head_rank: the rank of a low-rank head, which the format does not have; None: a whole head.
 
     eagle_aux_hidden_state_layer_ids: the layers whose inputs `fc` joins; vLLM reads this key first. `eagle_config`: the
     same states for SGLang, as numbers of the layers whose outputs they are. If only `eagle_config` is given, its
@@ -80,6 +82,7 @@ class EagleConfig(PretrainedConfig):
         max_position_embeddings: int = 256,
         vocab_size: int = 32,
         draft_vocab_size: int | None = None,
+        head_rank: int | None = None,
         eagle_config: Mapping[str, Any] | None = None,
         eagle_aux_hidden_state_layer_ids: Sequence[int] | None = None,
         depths: int = 4,
@@ -91,7 +94,7 @@ class EagleConfig(PretrainedConfig):
         self.rms_norm_eps, self.rope_theta = rms_norm_eps, rope_theta
         self.rope_parameters = {"rope_type": "default", "rope_theta": rope_theta}
         self.max_position_embeddings, self.vocab_size = max_position_embeddings, vocab_size
-        self.draft_vocab_size = draft_vocab_size or vocab_size
+        self.draft_vocab_size, self.head_rank = draft_vocab_size or vocab_size, head_rank
         self.num_hidden_layers, self.hidden_act, self.attention_bias, self.mlp_bias = 1, "silu", False, False
         layers = eagle_aux_hidden_state_layer_ids or (eagle_config or {}).get(LAYER_IDS) or ()
         self.eagle_aux_hidden_state_layer_ids = list(layers)
@@ -124,7 +127,7 @@ class FeatureNetwork(PreTrainedModel):
         self.fc = nn.Linear(len(config.layers) * width, width, bias=False)
         self.add_layers(config)
         self.norm = Norm(width, config.rms_norm_eps)
-        self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
+        self.lm_head = projection(width, config.draft_vocab_size, config.head_rank)  # (..., H) -> (..., Vd)
         self.groups = config.num_attention_heads // config.num_key_value_heads
         self.scale = config.head_dim**-0.5
         self.pruned = config.draft_vocab_size < config.vocab_size
@@ -172,8 +175,7 @@ class FeatureNetwork(PreTrainedModel):
         if not self.pruned:
             return logits[..., :vocabulary]
         size = max(vocabulary, self.config.vocab_size)  # the draft's vocabulary may have ids of the target's padding
-        scattered = logits.new_full((*logits.shape[:-1], size), -torch.inf).index_copy(-1, self.known, logits)
-        return scattered[..., :vocabulary]
+        return spread(logits, self.known, size)[..., :vocabulary]
 
     def term(self, vocabulary: int) -> "Term | None":
         """What the Markov head adds to the logits after a token; None without such a head."""
@@ -193,7 +195,14 @@ class FeatureNetwork(PreTrainedModel):
         self.d2t.copy_(chosen - torch.arange(len(chosen), device=chosen.device))
         self.t2d.zero_()[chosen] = True
         if rows is not None:
-            self.lm_head.weight.copy_(rows[chosen.to(rows.device)])
+            fill(self.lm_head, rows[chosen.to(rows.device)].to(chosen.device))
+
+    def lower_head(self, rank: int) -> None:
+        """Replace a whole head by the nearest product of this rank. Raises ValueError for a rank above its sizes."""
+        whole = self.lm_head.weight.detach()
+        head = projection(self.config.hidden_size, len(whole), rank).to(whole.device, whole.dtype)
+        fill(head, whole)
+        self.lm_head, self.config.head_rank = head, rank
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin (..., 1, D) at positions (...); the sign of the rotation is in sin."""

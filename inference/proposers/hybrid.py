@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
+from inference.drafts.causal_lm import CausalLM
 from inference.drafts.weight_files import CONFIG, read_json
 from inference.lookup.suffixes import Match
 from inference.proposers.base import CompositeProposer, LoadArguments, Numbers, Proposal, Proposer, Round, RoundView
@@ -139,7 +140,7 @@ class Hybrid(CompositeProposer):
     look-up; it reads their new tokens when it next drafts for them. The model drafts chains.
     """
 
-    network_class = AutoModelForCausalLM
+    network_class: Any = CausalLM
 
     def __init__(self, model: Proposer, retrieval: Retrieval | None = None, gate: Gate | None = None) -> None:
         self.model, self.retrieval, self.gate = model, retrieval or Retrieval(), gate or Gate.uncalibrated()

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
+from inference.drafts.causal_lm import CausalLM
 from inference.drafts.draft_folder import load_draft
 from inference.models.lm import LM, padded, store_prompts, takes_int8
 from inference.models.passes import States
@@ -28,7 +29,7 @@ class Independent(Proposer):
     (see `StaticTrees`) or a `Dynamic`; they are verified by tree, traversal or coupled; None: chains.
     """
 
-    network_class = AutoModelForCausalLM
+    network_class: Any = CausalLM
     drafts_trees = True
     scaled = False  # whether it writes to `LM.scale`
     tail = 2  # last ids of a text that a round with all drafts at once reads: up to two are not stored yet

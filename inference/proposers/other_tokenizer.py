@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from inference.drafts.causal_lm import CausalLM
 from inference.drafts.draft_folder import load_tokenizer, read, require_class
 from inference.drafts.weight_files import load_weights
 from inference.lookup.suffixes import common_prefix
@@ -36,7 +37,7 @@ class OtherTokenizer(Proposer):
     model: the draft model, with its own ids. shared, converter: see `between`. greedy, compile: as in `Independent`.
     """
 
-    network_class = AutoModelForCausalLM
+    network_class: Any = CausalLM
     own_tokenizer = True
 
     def __init__(
@@ -75,7 +76,7 @@ class OtherTokenizer(Proposer):
         """From a Hugging Face folder with a tokenizer of its own. Raises ValueError for a draft folder of a kind that
         holds no causal LM, for weights that cannot be read, and if the folder or the target has no tokenizer."""
         require_class(read(folder), cls.network_class)
-        model, problems, _ = load_weights(folder)
+        model, problems, _ = load_weights(folder, network=cls.network_class)
         tokenizer = load_tokenizer(folder)
         if problems or tokenizer is None or arguments.tokenizer is None:
             raise ValueError("; ".join(problems) or f"{folder}: the draft and its target each need a tokenizer")

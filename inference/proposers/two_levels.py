@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
+from inference.drafts.causal_lm import CausalLM
 from inference.drafts.weight_files import CONFIG, read_json
 from inference.models.lm import LM, padded
 from inference.proposers.base import CompositeProposer, LoadArguments, Numbers, Outcome, Proposal, Round, RoundView
@@ -42,7 +42,7 @@ class TwoLevels(CompositeProposer):
     draft that reads the target, and for a wrong rule or number of guesses.
     """
 
-    network_class: Any = AutoModelForCausalLM
+    network_class: Any = CausalLM
 
     def __init__(self, model: Quantised, small: Independent, inner: int = 3, rule: str = "block") -> None:
         if type(small) is not Independent or small.branching or model.branching:

@@ -76,7 +76,18 @@ def emitted(engine: Engine, tokens: int, samples: int, sampling: Sampling) -> to
 def p_value(target, proposer, rule: str, samples: int, tokens: int = 3, k: int = 2, regime=REGIME) -> float:
     engine = Engine(target, proposer, verify=rule, policy=Fixed(k), rows=ROWS)
     counts = emitted(engine, tokens, samples, regime)
-    return chi_square(counts, joint(target, tokens, regime.temperature) * counts.sum())
+    return chi_square(*pooled(counts, joint(target, tokens, regime.temperature) * counts.sum()))
+
+
+def pooled(counts: torch.Tensor, expected: torch.Tensor, least: float = 5.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both with the rarest cells as one, of which `least` are expected: two texts where 0.07 are expected would have a
+    p-value of 1e-8."""
+    order = expected.argsort()
+    rare = int((expected[order].cumsum(0) < least).sum()) + 1
+    counts, expected = (
+        torch.cat((one[order[:rare]].sum(0, keepdim=True), one[order[rare:]])) for one in (counts, expected)
+    )
+    return counts, expected
 
 
 def pair():

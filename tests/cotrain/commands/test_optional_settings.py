@@ -12,22 +12,22 @@ from tests.cotrain.config.test_settings_reach import composed
 from tests.tiny import tiny
 
 TAKES = {
-    "independent": set(),
-    "conditioned": {"temperatures"},
-    "eagle": {"depths", "vocabulary"},
-    "p_eagle": {"depths", "vocabulary", "markov"},
-    "block": {"depths", "vocabulary", "mask", "markov"},
+    "independent": {"vocabulary", "head_rank"},
+    "conditioned": {"temperatures", "vocabulary", "head_rank"},
+    "eagle": {"depths", "vocabulary", "head_rank"},
+    "p_eagle": {"depths", "vocabulary", "head_rank", "markov"},
+    "block": {"depths", "vocabulary", "head_rank", "mask", "markov"},
     "early_exit": {"rank", "depths"},
-    "parallel": {"depths"},
+    "parallel": {"depths", "vocabulary", "head_rank"},
     "medusa": {"depths", "markov"},
     "hydra": {"depths"},
     "retrieval": {"datastore", "shortest"},
-    "hybrid": {"datastore", "shortest"},
+    "hybrid": {"datastore", "shortest", "vocabulary", "head_rank"},
     "quantised": {"bits"},
     "two_levels": {"bits", "inner"},
 }
-VALUES = {"datastore": "/nowhere", "shortest": 3, "rank": 4, "depths": 2, "vocabulary": 9, "bits": 8, "inner": 2,
-          "temperatures": [0.0, 1.0], "mask": "causal", "markov": 3}  # fmt: skip
+VALUES = {"datastore": "/nowhere", "shortest": 3, "rank": 4, "depths": 2, "vocabulary": 9, "head_rank": 5, "bits": 8,
+          "inner": 2, "temperatures": [0.0, 1.0], "mask": "causal", "markov": 3}  # fmt: skip
 
 
 def said(kind: str, init: str = "scratch", **changed: Any) -> str:

@@ -107,7 +107,11 @@ def test_a_folder_is_served_as_it_was(kind: str, tmp_path: Path) -> None:
         load_draft(tmp_path / "draft")
 
 
-NONE = dict.fromkeys(("datastore", "vocabulary", "bits", "inner")) | {"shortest": 2, "rank": 0, "temperatures": []}
+NONE = dict.fromkeys(("datastore", "vocabulary", "head_rank", "bits", "inner")) | {
+    "shortest": 2,
+    "rank": 0,
+    "temperatures": [],
+}
 
 
 def settings(**changed: Any) -> Draft:

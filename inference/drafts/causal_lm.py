@@ -1,0 +1,112 @@
+"""Causal LMs of draft folders, with modules of ours where config.json names them.
+
+A plain Hugging Face folder is loaded by transformers alone. A `Part` is one module that we put on a causal LM of any
+family: a small head, or the scale of a draft conditioned on the temperature. All other weights keep their names, so a
+draft can begin with those of a folder without the part. A kind with one more module has a subclass of `CausalLM` that
+names its part.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+
+from inference.drafts.weight_files import CONFIG, weight_files
+from inference.models.small_heads import RANK, VOCABULARY, is_small, put_small_head
+
+GENERATION = "generation_config.json"
+
+
+class Part(NamedTuple):
+    """keys: of config.json; a network has the part if any of them is set. put: put the module that the config describes
+    on the network, with its weights before training, and return it; raises ValueError for a config that describes none.
+    required: whether every network of the class has the part.
+    """
+
+    keys: tuple[str, ...]
+    put: Callable[[PreTrainedModel], nn.Module]
+    required: bool = False
+
+
+SMALL_HEAD = Part((VOCABULARY, RANK), put_small_head)
+
+
+class CausalLM:
+    """The network class of a folder that holds a causal LM (`Proposer.network_class`). Its networks are of
+    transformers' own classes."""
+
+    config_class = AutoConfig
+    parts: tuple[Part, ...] = (SMALL_HEAD,)
+
+    def __new__(cls, config: PretrainedConfig) -> Any:
+        """The weights before training."""
+        network = AutoModelForCausalLM.from_config(config)
+        cls.put(network)
+        return network
+
+    @classmethod
+    def has_parts(cls, config: PretrainedConfig) -> bool:
+        """Whether a network of this config has modules of ours."""
+        return bool(cls._present(config))
+
+    @classmethod
+    def put(cls, network: PreTrainedModel) -> list[str]:
+        """Put the modules that the config names on the network; returns their names."""
+        modules = [part.put(network) for part in cls._present(network.config)]
+        return [name for name, module in network.named_modules() if any(module is one for one in modules)]
+
+    @classmethod
+    def _present(cls, config: PretrainedConfig) -> list[Part]:
+        return [part for part in cls.parts if part.required or any(getattr(config, key, None) for key in part.keys)]
+
+    @classmethod
+    def from_pretrained(
+        cls, path: str | Path, *, dtype: Any = "auto", output_loading_info: bool = False, **options: Any
+    ) -> Any:
+        """As transformers', with the modules of ours, from a folder or hub id, safetensors only. With
+        output_loading_info also transformers' report of the loading, which then includes our tensors. Raises ValueError
+        for a config that a part refuses."""
+        code = {"trust_remote_code": options.get("trust_remote_code", False)}
+        config = AutoConfig.from_pretrained(path, **code) if (Path(path) / CONFIG).is_file() else None
+        if config is None or not cls.has_parts(config):
+            reported: Any = {"output_loading_info": True} if output_loading_info else {}
+            return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **reported, **options)
+        with torch.device("meta"):
+            sketch = AutoModelForCausalLM.from_config(config, **code)
+            own = tuple(f"{name}." for name in cls.put(sketch))
+        tensors = tensors_of(path)
+        ours = {name: tensors.pop(name) for name in list(tensors) if name.startswith(own)}
+        if is_small(config):  # transformers then makes no whole head, and misses none; the part unties it again
+            config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = True
+        network, info = type(sketch).from_pretrained(
+            None, config=config, state_dict=tensors, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+        if (Path(path) / GENERATION).is_file():
+            network.generation_config = GenerationConfig.from_pretrained(path)
+        cls.put(network)
+        _fill(network, own, ours, info)
+        return (network, info) if output_loading_info else network
+
+
+def tensors_of(path: str | Path) -> dict[str, Tensor]:
+    """All tensors of a local folder, by name."""
+    return {name: value for file in weight_files(Path(path)) for name, value in load_file(file).items()}
+
+
+@torch.no_grad()
+def _fill(network: PreTrainedModel, own: tuple[str, ...], ours: dict[str, Tensor], info: dict[str, Any]) -> None:
+    """Load the tensors of our modules, whose names begin with `own`. Report those that are missing, mismatched or
+    unexpected in the form that transformers uses for its own."""
+    wanted = {name: tensor for name, tensor in network.state_dict().items() if name.startswith(own)}
+    missing = {name for name in info["missing_keys"] if not name.startswith(own)}
+    info["missing_keys"] = missing | (wanted.keys() - ours.keys())
+    info["unexpected_keys"] = {*info["unexpected_keys"]} | (ours.keys() - wanted.keys())
+    for name in sorted(wanted.keys() & ours.keys()):
+        if ours[name].shape != wanted[name].shape:
+            info["mismatched_keys"] = [*info["mismatched_keys"], (name, ours[name].shape, wanted[name].shape)]
+        else:
+            wanted[name].copy_(ours[name])

@@ -1,0 +1,167 @@
+"""Output heads that cost less than the whole one: of a pruned vocabulary, of low rank, or both.
+
+With a vocabulary of 49 to 152 thousand tokens, the head is most of the cost of a small draft. A pruned head has the
+rows of some tokens only; the draft never drafts others. A head of low rank is a product of two matrices: rank * (D +
+tokens) numbers instead of D * tokens. `SmallHead` is the head of a causal LM; feature drafts put `projection` behind a
+vocabulary of their own format (`inference.proposers.eagle`).
+
+D width, V ids, Vd tokens in the draft's vocabulary, r rank.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+VOCABULARY, RANK = "draft_vocab_size", "head_rank"  # keys of config.json
+CHUNK = 2**14  # rows of a head that are in float64 at once
+
+
+class LowRank(nn.Module):
+    """`up` (Vd, r) times `down` (r, D)."""
+
+    def __init__(self, width: int, tokens: int, rank: int) -> None:
+        super().__init__()
+        self.down = nn.Linear(width, rank, bias=False)
+        self.up = nn.Linear(rank, tokens, bias=False)
+
+    @property
+    def weight(self) -> Tensor:
+        """The matrix with a row for each token: its dtype and device are those of the head."""
+        return self.up.weight
+
+    def forward(self, states: Tensor) -> Tensor:
+        logits: Tensor = self.up(self.down(states))
+        return logits
+
+
+Projection = nn.Linear | LowRank
+
+
+def projection(width: int, tokens: int, rank: int | None) -> Projection:
+    """States (..., D) -> logits (..., Vd), with random weights. Raises ValueError for a rank above both sizes."""
+    if rank is None:
+        return nn.Linear(width, tokens, bias=False)
+    if not 1 <= rank <= min(width, tokens):
+        raise ValueError(f"{RANK}: {rank} is not from 1 to {min(width, tokens)}, the smaller size of the head's matrix "
+                         f"of {tokens} tokens by {width}")  # fmt: skip
+    return LowRank(width, tokens, rank)
+
+
+@torch.no_grad()
+def fill(head: Projection, weight: Tensor) -> None:
+    """Start a projection from a whole matrix (Vd, D): a copy, or the best product of its rank."""
+    if isinstance(head, nn.Linear):
+        head.weight.copy_(weight)
+    elif not (weight.is_meta or head.weight.is_meta):
+        up, down = factors(weight, head.down.out_features)
+        head.up.weight.copy_(up)
+        head.down.weight.copy_(down)
+
+
+def factors(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """(up (Vd, r), down (r, D)) whose product is the nearest matrix of rank r to weight (Vd, D), in squares summed over
+    all entries: its truncated singular value decomposition U S V^T, as U sqrt(S) and sqrt(S) V^T.
+
+    V and S^2 are the eigenvectors and eigenvalues of weight^T weight, in float64, since a decomposition of a matrix
+    with 150,000 rows would take minutes. Directions with a singular value of 0 become 0.
+    """
+    parts = weight.split(CHUNK)
+    products: Tensor = sum(part.double().T @ part.double() for part in parts)
+    squares, vectors = torch.linalg.eigh(products)  # in rising order
+    root = squares[-rank:].flip(0).clamp(min=0).pow(0.25)
+    basis = vectors[:, -rank:].flip(1)
+    least = squares[-1].clamp(min=0).pow(0.25) * 1e-8
+    inverse = torch.where(root > least, 1 / root, 0.0)
+    up = torch.cat([((part.double() @ basis) * inverse).to(weight.dtype) for part in parts])
+    return up, (root.unsqueeze(1) * basis.T).to(weight.dtype)
+
+
+def spread(logits: Tensor, known: Tensor, size: int) -> Tensor:
+    """Logits (..., Vd) of the ids known (Vd,) -> (..., size), -inf for all other ids."""
+    return logits.new_full((*logits.shape[:-1], size), -torch.inf).index_copy(-1, known, logits)
+
+
+class SmallHead(nn.Module):
+    """The output embeddings of a causal LM: states (..., D) -> logits (..., V). Without a vocabulary all ids have a
+    row.
+
+    undecided: whether `know` has not yet chosen the tokens; rows (V, D): the whole head until then, None if there is
+    none. Both belong to a draft before training and are not stored.
+    """
+
+    known: Tensor | None
+
+    def __init__(self, width: int, size: int, tokens: int | None = None, rank: int | None = None) -> None:
+        super().__init__()
+        self.size, self.undecided = size, False
+        self.rows: Tensor | None = None
+        self.projection = projection(width, tokens or size, rank)
+        self.register_buffer("known", torch.arange(tokens) if tokens else None)
+
+    @property
+    def weight(self) -> Tensor:
+        """The matrix with a row for each token: its dtype and device are those of the head."""
+        return self.projection.weight
+
+    @property
+    def rank(self) -> int | None:
+        return self.projection.down.out_features if isinstance(self.projection, LowRank) else None
+
+    def forward(self, states: Tensor) -> Tensor:
+        logits: Tensor = self.projection(states)
+        return logits if self.known is None else spread(logits, self.known, self.size)
+
+    def begin(self, rows: Tensor | None) -> None:
+        """Start from the rows (V, D) of a whole head; None: the weights stay random. The first ids are the vocabulary
+        until `know` has counts of texts."""
+        self.undecided, self.rows = self.known is not None, rows
+        if rows is not None:
+            fill(self.projection, rows if self.known is None else rows[: len(self.known)])
+
+    @torch.no_grad()
+    def know(self, ids: Sequence[int]) -> None:
+        """Choose the vocabulary, Vd ids in ascending order, with the rows of the whole head that it began with."""
+        assert self.known is not None
+        self.known.copy_(torch.tensor(list(ids)))
+        if self.rows is not None:
+            fill(self.projection, self.rows[self.known.to(self.rows.device)].to(self.weight.device))
+        self.undecided, self.rows = False, None
+
+
+def is_small(config: PreTrainedConfig) -> bool:
+    """Whether a causal LM's config has the keys of a small head."""
+    return any(getattr(config, key, None) for key in (VOCABULARY, RANK))
+
+
+def put_small_head(network: PreTrainedModel) -> SmallHead:
+    """Replace a causal LM's output embeddings by the small head that its config describes, with random weights.
+
+    Raises ValueError for heads with a bias, and for a pruned vocabulary if the family caps logits: no token could have
+    a logit of -inf.
+    """
+    config, plain = network.config.get_text_config(), network.get_output_embeddings()
+    tokens, rank = (getattr(network.config, key, None) for key in (VOCABULARY, RANK))
+    name = type(network).__name__
+    if getattr(plain, "bias", None) is not None:
+        raise ValueError(f"{name}: its head has a bias, which a small head has not")
+    if tokens and getattr(config, "final_logit_softcapping", None):
+        raise ValueError(f"{name}: it caps its logits, so that a token without a row would still have mass: "
+                         f"{VOCABULARY} must be null")  # fmt: skip
+    head = SmallHead(config.hidden_size, config.vocab_size, tokens, rank)
+    for linear in linears(head):
+        if not linear.weight.is_meta:
+            nn.init.normal_(linear.weight, std=getattr(config, "initializer_range", 0.02))
+    head = head.to(network.device, network.dtype)
+    network.set_output_embeddings(head)
+    for one in (network.config, config):
+        one.tie_word_embeddings = False
+    network.all_tied_weights_keys = {}
+    return head
+
+
+def linears(head: Any) -> list[nn.Linear]:
+    """The linear layers of any head, [] of None."""
+    return [] if head is None else [module for module in head.modules() if isinstance(module, nn.Linear)]

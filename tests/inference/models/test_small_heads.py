@@ -1,0 +1,218 @@
+"""Small heads: the decomposition, folders, the forward in few operations, and the check of forwards."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, Gemma2Config, LlamaForCausalLM, PhiConfig
+
+from inference import Engine, Sampling
+from inference.drafts.causal_lm import CausalLM
+from inference.drafts.draft_folder import load_draft
+from inference.measure.floor import weight_bytes
+from inference.models import llama
+from inference.models.compiled import CompiledForward
+from inference.models.forward import Lean
+from inference.models.lm import LM
+from inference.models.selfcheck import _apart
+from inference.models.small_heads import VOCABULARY, LowRank, SmallHead, factors, fill, projection, put_small_head
+from inference.policy import Fixed
+from inference.proposers import Independent
+from tests import kinds
+from tests.inference.models.test_llama import WIDE, build
+from tests.tiny import near, tiny
+
+F64 = torch.float64
+IDS = torch.tensor([[3, 1, 4, 1, 5, 9], [2, 6, 5, 3, 5, 8]])
+SIZES = [(16, None), (None, 5), (16, 5)]  # tokens and rank
+
+
+def matrix(tokens: int = 40, width: int = 12) -> torch.Tensor:
+    return torch.randn(tokens, width, dtype=F64, generator=torch.Generator().manual_seed(1))
+
+
+def test_a_head_of_full_rank_is_the_whole_head() -> None:
+    weight = matrix()
+    for head in (kinds.small(tiny(), rank=16), kinds.small(tiny(), 16, 16)):
+        low = head.lm_head.projection
+        rows = tiny().lm_head.weight[head.lm_head.known if head.lm_head.known is not None else slice(None)]
+        torch.testing.assert_close(low.up.weight @ low.down.weight, rows, atol=1e-10, rtol=0)
+    up, down = factors(weight, 12)
+    torch.testing.assert_close(up @ down, weight, atol=1e-10, rtol=0)
+    whole, full = kinds.eagle(tiny()), kinds.eagle(tiny(), head_rank=16)
+    states = torch.randn(3, 16, dtype=F64)
+    torch.testing.assert_close(full.head(states, 32), whole.head(states, 32), atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("rank", [1, 3, 7])
+def test_a_low_rank_is_the_nearest_and_split_evenly(rank: int) -> None:
+    """The error is that of the left-out singular values, which is the least there is (Eckart and Young, 1936)."""
+    weight = matrix()
+    up, down = factors(weight, rank)
+    singular = torch.linalg.svdvals(weight)
+    least = float(singular[rank:].square().sum())
+    assert float((weight - up @ down).square().sum()) == pytest.approx(least, rel=1e-9)
+    for square in (up.T @ up, down @ down.T):
+        torch.testing.assert_close(square, singular[:rank].diag(), atol=1e-9, rtol=0)
+    for turned in (matrix()[:, :rank], torch.roll(up, 1, 0)):  # no other rows are nearer, with the best `down` for them
+        other = turned @ torch.linalg.lstsq(turned, weight).solution
+        assert float((weight - other).square().sum()) > least
+
+
+def test_many_rows_are_decomposed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = matrix()
+    whole = factors(weight, 4)
+    monkeypatch.setattr("inference.models.small_heads.CHUNK", 7)
+    for one, other in zip(factors(weight, 4), whole, strict=True):
+        torch.testing.assert_close(one.abs(), other.abs())  # signs of a direction are free
+
+
+def test_directions_without_weight_stay_finite() -> None:
+    weight = matrix()[:, :2] @ matrix(2, 12)
+    up, down = factors(weight, 6)
+    assert bool(up.isfinite().all() and down.isfinite().all())
+    torch.testing.assert_close(up @ down, weight, atol=1e-9, rtol=0)
+    assert not any(bool(part.any()) for part in factors(torch.zeros(5, 3, dtype=F64), 2))
+
+
+def test_sizes_that_no_head_has_raise() -> None:
+    with pytest.raises(ValueError, match="head_rank: 13 is not from 1 to 12"):
+        projection(12, 40, 13)
+    for config, message in (
+        (PhiConfig(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+                   pad_token_id=None, bos_token_id=None, eos_token_id=None), "its head has a bias"),
+        (Gemma2Config(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+                      num_key_value_heads=1, head_dim=8, pad_token_id=None, bos_token_id=None, eos_token_id=None),
+         "it caps its logits"),
+    ):  # fmt: skip
+        network = AutoModelForCausalLM.from_config(config)
+        network.config.update({VOCABULARY: 8})
+        with pytest.raises(ValueError, match=message):
+            put_small_head(network)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("tokens", "rank"), SIZES)
+def test_a_folder_holds_the_head(tokens: int | None, rank: int | None, tied: bool, tmp_path: Path) -> None:
+    """Embeddings stay whole, tied or not; logits are those of the product of the matrices, -inf for other tokens."""
+    network = tiny(dtype=torch.float32)
+    if tied:
+        network.config.tie_word_embeddings = True
+        network.tie_weights()
+    embeddings, rows = network.model.embed_tokens.weight.clone(), network.lm_head.weight.detach().clone()
+    network = kinds.small(network, tokens, rank)
+    network.save_pretrained(tmp_path)
+    again, info = CausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info[part] for part in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert not again.config.tie_word_embeddings and torch.equal(again.model.embed_tokens.weight, embeddings)
+    known = torch.arange(0, 32, 2) if tokens else torch.arange(32)
+    states = again.model(IDS).last_hidden_state
+    matrices = rows[known] if rank is None else _product(rows[known], rank)
+    wanted = torch.full((2, 6, 32), -torch.inf).index_copy(-1, known, states @ matrices.T)
+    torch.testing.assert_close(again(IDS).logits, wanted, atol=1e-4, rtol=1e-4)
+    assert torch.equal(again(IDS).logits, network(IDS).logits)
+
+
+def _product(rows: torch.Tensor, rank: int) -> torch.Tensor:
+    u, s, v = torch.linalg.svd(rows.double(), full_matrices=False)
+    return ((u[:, :rank] * s[:rank]) @ v[:rank]).to(rows.dtype)
+
+
+def test_a_folder_without_the_head_raises_by_name(tmp_path: Path) -> None:
+    kinds.small(tiny(dtype=torch.float32), 16, 5).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors, name = load_file(file), "lm_head.projection.up.weight"
+    for changed, message in (
+        ({}, f"tensor {name} is missing"),
+        ({name: torch.zeros(16, 4)}, rf"tensor {name} has shape \(16, 4\), config.json says \(16, 5\)"),
+    ):
+        save_file({key: one for key, one in tensors.items() if key != name} | changed, file, {"format": "pt"})
+        with pytest.raises(ValueError, match=message):
+            load_draft(tmp_path)
+
+
+def test_a_plain_folder_is_transformers_own(tmp_path: Path) -> None:
+    network = tiny(dtype=torch.float32)
+    network.save_pretrained(tmp_path)
+    again = load_draft(tmp_path)[0]
+    assert type(again) is LlamaForCausalLM and torch.equal(again(IDS).logits, network(IDS).logits)
+    assert not CausalLM.has_parts(network.config)
+
+
+@pytest.mark.parametrize(("tokens", "rank"), SIZES)
+def test_few_operations_give_the_models_own_logits(tokens: int | None, rank: int | None) -> None:
+    network = kinds.small(tiny(), tokens, rank)
+    assert isinstance(LM(network, 2).run, Lean)
+    ours, own = (LM(network, 2, stock=stock).forward(IDS, [0, 0]).logits for stock in (False, True))
+    torch.testing.assert_close(ours, own)
+    assert bool((own == -torch.inf).any()) is (tokens is not None)
+    count = sum(p.numel() for p in network.parameters()) - network.model.embed_tokens.weight.numel()
+    assert weight_bytes(LM(network, 2)) == (8 * count, count)
+
+
+def test_compiled_drafts_are_those_of_single_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compiled runs as it is."""
+    monkeypatch.setattr(torch, "compile", lambda module, *_: module)
+    monkeypatch.setattr(CompiledForward, "failed", False)
+    target, whole = tiny(), {"max_new_tokens": 12, "sampling": Sampling(0.8), "seed": 2}
+    texts = []
+    for compile in (False, True):
+        proposer = Independent(kinds.small(near(target, 0.15), 16, 5), compile=compile)
+        texts.append(Engine(target, proposer, policy=Fixed(3), rows=2).generate(IDS.tolist(), **whole).tokens)
+        assert proposer.lm.compiled is compile
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(("tokens", "rank"), [(16, None), (None, 16), (16, 16)])
+def test_eight_bits_round_both_matrices(tokens: int | None, rank: int | None) -> None:
+    network = kinds.small(build("Llama", WIDE, torch.bfloat16), tokens, rank)
+    weights = llama.weights_of(network)
+    rounded, size = llama.int8(weights), network.config.vocab_size
+    for linear, exact in ((rounded.head.up, weights.head.up), (rounded.head.down, weights.head.down)):  # type: ignore[union-attr]
+        assert (linear is None) is (exact is None) is (linear is rounded.head.down and rank is None)  # type: ignore[union-attr]
+        if linear is not None and exact is not None:
+            assert linear.weight.dtype == torch.int8 and linear.scale is not None
+            apart = (linear.weight * linear.scale.float().unsqueeze(1) - exact.weight.float()).abs()
+            assert (apart <= 0.75 * linear.scale.float().unsqueeze(1)).all()
+    assert llama.can_round(network)
+    if llama.can_pack(network):  # a CPU with instructions for bfloat16
+        ids = IDS % size
+        q, own = (LM(network, 2, int8=int8).forward(ids, [0, 0]).logits.float().softmax(-1) for int8 in (True, False))
+        assert 0 < (q - own).abs().sum(-1).mean() / 2 < 0.05
+
+
+def test_the_check_of_forwards_sees_a_pruned_model() -> None:
+    """Tokens without a row are left out; whatever else differs counts, and so does a logit where none may be."""
+    own = torch.randn(5, 8)
+    own[:, 3:6] = -torch.inf
+    near_by, extra = own.clone(), own.clone()
+    near_by[2, 1] += 0.5
+    extra[2, 4] = 0.0
+    assert float(_apart([own], [own]).max()) == 0
+    apart = _apart([near_by], [own])
+    assert float(apart[2]) > 0.1 and float(apart.sum()) == float(apart[2])
+    assert float(_apart([extra], [own]).max()) == torch.inf
+
+
+def test_a_wrong_forward_of_a_pruned_model_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `test_selfcheck` for whole heads."""
+    shape = llama.shape_of
+    monkeypatch.setattr(llama, "shape_of", lambda model: shape(model)._replace(scale=1.5 * shape(model).scale))
+    with pytest.warns(UserWarning, match="in few operations, logits differ"):
+        assert not isinstance(LM(kinds.small(tiny(seed=5), 16), 2).run, Lean)
+
+
+def test_a_head_of_another_class_is_not_bypassed() -> None:
+    class Scaled(SmallHead):
+        def forward(self, states: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(states)
+
+    network: Any = kinds.small(tiny(seed=6), 16)
+    network.lm_head.__class__ = Scaled
+    assert not llama.applies(network)
+    low: Any = kinds.small(tiny(seed=6), None, 5)
+    low.lm_head.projection.__class__ = type("Other", (LowRank,), {})
+    assert not llama.applies(low)
+    fill(low.lm_head.projection, tiny().lm_head.weight)
