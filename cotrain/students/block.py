@@ -32,8 +32,7 @@ class BlockStudent(EagleStudent):
 
     kind = "block"
     takes = ("depths", "vocabulary", "mask", "markov")
-    layouts: Mapping[str, str] = {}
-    features = False
+    features = ("dflash",)
     parallel = True
     network: BlockNetwork
 

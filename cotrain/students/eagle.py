@@ -33,7 +33,7 @@ class EagleStudent(Student):
 
     kind = "eagle"
     takes: tuple[str, ...] = ("depths", "vocabulary")
-    features = True
+    features: tuple[str, ...] = ("eagle3", "speculators")
 
     network: Any  # a FeatureNetwork
     target: PreTrainedModel
