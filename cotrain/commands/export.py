@@ -105,7 +105,8 @@ def _features(cfg: ExportConfig, target: str) -> Path:
     try:
         path = eagle3.export(
             cfg.draft.path, cfg.output, cfg.layout, cfg.k, target=model, objective=asked, name=target,
-            replace=cfg.overwrite, card=lambda written: card(written, cfg.engine, called, None, _remarks(written), cfg.layout),
+            replace=cfg.overwrite,
+            card=lambda written: card(written, cfg.engine, called, None, _remarks(written), cfg.layout),
         )  # fmt: skip
     except ValueError as error:
         raise UserError(f"layout={cfg.layout}: {error}") from error
