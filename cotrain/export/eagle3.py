@@ -6,7 +6,7 @@ engines use the target's. The format of speculators has another config.json, the
 A p_eagle draft, which only vLLM loads, has the id of the mask token and the tensor mask_hidden in both formats.
 
 Draft folders of kind block have DFlash's format, but vLLM reads the embedding of a mask from a file of its own. No
-format here has a Markov head, so it is left out.
+format here has a Markov head or a confidence head, so they are left out.
 """
 
 import json
@@ -29,7 +29,7 @@ from inference.drafts.draft_folder import Metadata, load_draft, read, write
 from inference.drafts.weight_files import CONFIG, WEIGHTS, read_json
 from inference.proposers import kind_of
 from inference.proposers.block import BlockNetwork
-from inference.proposers.eagle import LAYER_IDS, EagleNetwork, FeatureNetwork, output_layers
+from inference.proposers.eagle import LAYER_IDS, EagleNetwork, output_layers
 
 MASK = "pard_token"  # the key of the mask token in config.json
 MASK_FILE = "mask_embedding.pt"  # from which vLLM reads the embedding of DFlash's masks
@@ -68,7 +68,7 @@ def export(
     network, tokenizer, _ = load_draft(source, network=kind_of(folder.kind).network_class)
     network.fits(target, str(source))
     metadata = folder.metadata.exported(name, k, objective)
-    depths, remarks = network.config.depths, _without_markov(network, Path(source), metadata)
+    depths, remarks = network.config.depths, _without_heads(network, Path(source), metadata)
     if is_parallel(folder.kind) and metadata.k > depths:
         raise ValueError(f"k={metadata.k}: {source} was trained for {depths} drafts of a round")
     if isinstance(network, BlockNetwork) and not network.config.causal and metadata.k != depths:
@@ -94,12 +94,16 @@ def export(
     return Path(output)
 
 
-def _without_markov(network: FeatureNetwork, source: Path, metadata: Metadata) -> list[str]:
-    """Remove the Markov head from a network. Returns the remark about it, [] if there is no such head."""
-    if getattr(network, "markov_head", None) is None:
-        return []
-    network.markov_head, network.config.markov_rank = None, 0  # type: ignore[assignment]
-    return [without_markov(source, metadata)]
+def _without_heads(network: Any, source: Path, metadata: Metadata) -> list[str]:
+    """Remove the Markov head and the confidence head from a network. Returns a remark about each that there was."""
+    config, remarks = network.config, []
+    if getattr(network, "markov_head", None) is not None:
+        network.markov_head, config.markov_rank = None, 0
+        remarks.append(without_markov(source, metadata))
+    if getattr(network, "confidence_head", None) is not None:
+        network.confidence_head, config.enable_confidence_head, config.confidence_head_with_markov = None, False, False
+        remarks.append("The confidence head of the draft is left out: the engine drafts as many tokens in each round.")
+    return remarks
 
 
 def _as_speculators(folder: Path, network: EagleNetwork, metadata: Metadata, target: PreTrainedModel) -> None:

@@ -450,11 +450,11 @@ def refuse_widths(draft: PreTrainedModel, target: PreTrainedModel) -> None:
 
 
 def _cosine_distance(record: Record, guess: Guess, predicted: Tensor) -> Tensor:
-    """The sum of `losses.misaligned` over the predicted positions of a guess. Columns after the target's width are left
-    out: with a Markov head they are rows of its table."""
+    """The sum of `losses.misaligned` over the predicted positions of a guess."""
     theirs = record[LAST].flatten(0, 1)[guess.at]
     inside = pad(predicted, (0, 1)).flatten()[guess.at]
-    return losses.misaligned(guess.states[:, : theirs.shape[-1]], theirs)[inside].sum()
+    ours = guess.states[:, : theirs.shape[-1]]  # without the rows of a Markov head
+    return losses.misaligned(ours, theirs)[inside].sum()
 
 
 def _tag(name: str, temperature: float) -> str:

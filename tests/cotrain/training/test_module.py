@@ -153,6 +153,7 @@ def test_tau_without_the_markov_head_is_that_of_the_draft_without_it(target: Lla
     trainer(tmp_path, 2).fit(module, loader())
     judge(module)
     with_head, without = module.acceptance(), module.without_markov()
+    assert network.markov_head is not None
     network.markov_head = None
     judge(module)
     expected = {key.replace("_T1", "_without_markov_T1"): value for key, value in module.acceptance().items()
