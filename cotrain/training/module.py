@@ -453,8 +453,8 @@ def _cosine_distance(record: Record, guess: Guess, predicted: Tensor) -> Tensor:
     """The sum of `losses.misaligned` over the predicted positions of a guess."""
     theirs = record[LAST].flatten(0, 1)[guess.at]
     inside = pad(predicted, (0, 1)).flatten()[guess.at]
-    ours = guess.states[:, : theirs.shape[-1]]  # without the rows of a Markov head
-    return losses.misaligned(ours, theirs)[inside].sum()
+    states = guess.states[:, : theirs.shape[-1]]  # rows of a Markov head follow them
+    return losses.misaligned(states, theirs)[inside].sum()
 
 
 def _tag(name: str, temperature: float) -> str:
