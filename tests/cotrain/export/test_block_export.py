@@ -174,6 +174,6 @@ def test_the_command_is_for_vllm_alone(
     for engine in ("sglang", "tensorrt_llm", "transformers"):
         with pytest.raises(UserError, match=f"layout=dflash: {engine} loads"):
             run(engine, "dflash")
-    with pytest.raises(UserError, match="layout=dspark: not written, since vLLM runs DSpark on a GPU only"):
+    with pytest.raises(UserError, match="layout=dspark: not written, since vLLM runs DSpark only with Triton"):
         refuse_layout("vllm", "dspark")
     assert '"greedy"' in launch("vllm", "d", "t", 3, "greedy", "dflash", "block")
