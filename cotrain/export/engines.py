@@ -169,7 +169,7 @@ def layout_of(kind: str, engine: str) -> Any | None:
 def refuse_layout(engine: str, layout: str) -> None:
     """Raise UserError, naming the key, for a layout that the engine does not load or that is not written."""
     if layout == "dspark":
-        raise UserError("layout=dspark: not written, since vLLM runs DSpark only with Triton and it could not be tried; "
+        raise UserError("layout=dspark: not written, since vLLM runs DSpark only with Triton, where it was not tried; "
                         "layout=dflash, which leaves out the Markov head")  # fmt: skip
     loads = [engine_named(engine).layout, *(name for name, serves in FEATURES.items() if engine in serves)]
     if layout not in loads:
