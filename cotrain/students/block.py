@@ -1,10 +1,10 @@
 """A block draft, trained on blocks of masks that follow anchors of the text (DFlash, 2602.06036).
 
-A block with anchor m reads the target's states of tokens 0 .. m - 1 and the embedding of token m; its guess of depth j,
+A block with anchor m reads the target's states of tokens 0 .. m - 1 and the embedding of token m. Its guess of depth j,
 made at mask j + 1, is at position m + j. All blocks of a text share the keys and values of the text's tokens. A
-training step reads one block in some, and fewer guesses of later depths, so that it makes about as many guesses as the
-text has tokens, whatever the depths. A Markov head reads the token before each guess: the text's own, which is the
-draft before it where that was accepted.
+training step reads one block in some, and fewer guesses of later depths, so that the number of guesses is about the
+number of tokens of the text, whatever K is. A Markov head reads the token before each guess: in training the text's own
+token, which is the draft before if it was accepted.
 
 B texts, T tokens, S blocks of a text, K depths, n = 1 + K queries of a block, H width, D of a head, G heads of keys.
 """
@@ -47,7 +47,8 @@ class BlockStudent(EagleStudent):
 
     @classmethod
     def copy_layers(cls, network: Any, target: PreTrainedModel, layers: list[int]) -> None:
-        """Copy the target's norm, its head, and the last of its `layers`, one for each of the draft's."""
+        """Copy the target's norm and head, and one of its layers for each layer of the draft: the last ones of
+        `layers`."""
         count = len(network.layers)
         if len(layers) < count:
             raise ValueError(
@@ -82,8 +83,8 @@ class BlockStudent(EagleStudent):
             share = 1.0 if u is None else KEEP**depth / apart
             rows, columns = self._inside(anchors, depth, texts)
             if u is not None:
-                kept = u[anchors[columns]] < KEEP**depth
-                rows, columns = rows[kept], columns[kept]
+                chosen = u[anchors[columns]] < KEEP**depth
+                rows, columns = rows[chosen], columns[chosen]
             at = rows * ids.shape[1] + anchors[columns] + depth
             guesses.append(Guess(depth, at, states[rows, columns, depth], self.head, parameters, share=share))
         return self.after_tokens(guesses, ids)
@@ -100,7 +101,7 @@ class BlockStudent(EagleStudent):
     def _states(
         self, ids: Tensor, positions: Tensor, texts: Tensor, anchors: Tensor, context: list[tuple[Tensor, Tensor]]
     ) -> Tensor:
-        """(B, S, K, H): the states of the masks of some blocks."""
+        """Return the states (B, S, K, H) of the masks of some blocks."""
         network, S, n = self.network, len(anchors), 1 + self.network.config.depths
         x = network.queries(self.embedded(ids[:, anchors]), n - 1).flatten(1, 2)
         places = (positions[:, anchors].unsqueeze(-1) + torch.arange(n, device=ids.device)).flatten(1)
@@ -120,8 +121,9 @@ class BlockStudent(EagleStudent):
 
 
 def attend_blocks(keys: Tensor, values: Tensor, sees: Tensor, own: Tensor, groups: int, scale: float) -> Attend:
-    """Attention of blocks: one softmax over the text's tokens that a block sees (B, S, T) and over the block's own
-    queries, own (n, n). keys, values (B, T, G, D): of the text; groups: heads of each of the G."""
+    """Attend with the queries of blocks: one softmax over the text's tokens that a block sees (B, S, T) and the block's
+    own queries, own (n, n). keys, values (B, T, G, D): those of the text. groups: query heads for each of the G
+    heads."""
     theirs = keys.transpose(1, 2).repeat_interleave(groups, 1), values.transpose(1, 2).repeat_interleave(groups, 1)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
