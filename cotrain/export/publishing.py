@@ -83,13 +83,11 @@ def without_markov(source: Path, metadata: Metadata) -> str:
     held = ((read_json(path).get("extra") or {}).get("held_out") or {}) if path.is_file() else {}
     name = {"sampled": "tau", "greedy": "tau_greedy_draft"}[metadata.objective]
     at = f"T{metadata.regime.get('temperature', 1.0):g}/all/{k}"
-    taus = [held.get(f"{quantity}_{at}") for quantity in (name, f"{name}_without_markov")]
+    whole, without = (held.get(f"{quantity}_{at}") for quantity in (name, f"{name}_without_markov"))
     lost = "The Markov head of the draft is left out, since the engine has none."
-    if None in taus:
+    if whole is None or without is None:
         return lost
-    return lost + " Predicted on held-out texts, tau at {} drafts is {:.2f} with it, {:.2f} without it.".format(
-        k, *taus
-    )
+    return f"{lost} Predicted on held-out texts, tau at {k} drafts is {whole:.2f} with it, {without:.2f} without it."
 
 
 def _predicted(report: Mapping[str, Any], metadata: Metadata) -> list[str]:
