@@ -1,6 +1,5 @@
 """Draft folders of every kind that is trained here, as `cotrain train` begins them, of a target of `tests.folders`."""
 
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +10,27 @@ from inference.drafts.draft_folder import Metadata, save
 from inference.models.pretrained import load_model
 from tests.folders import VOCABULARY, tokenizer
 
-BARE: dict[str, Any] = dict.fromkeys(field.name for field in fields(Draft) if field.name != "kind") | {
-    "shortest": 1, "layers": 1, "rank": 0, "quantisation": "none", "temperatures": [],
-}  # fmt: skip
+BARE: dict[str, Any] = dict.fromkeys(
+    (
+        "path",
+        "datastore",
+        "width",
+        "intermediate",
+        "head_dim",
+        "kv_heads",
+        "depths",
+        "vocabulary",
+        "bits",
+        "inner",
+        "mask",
+        "markov",
+    )
+) | {"shortest": 1, "layers": 1, "rank": 0, "quantisation": "none", "temperatures": []}
 SIZES: dict[str, dict[str, Any]] = {
     "conditioned": {"temperatures": [0.0, 0.7, 1.0]},
     "eagle": {"depths": 3, "intermediate": 64, "head_dim": 64, "kv_heads": 1},
-    "block": {"depths": 3, "intermediate": 64, "head_dim": 64, "kv_heads": 1},
     "p_eagle": {"depths": 3, "intermediate": 64, "head_dim": 64, "kv_heads": 1},
+    "block": {"depths": 3, "head_dim": 64},
     "early_exit": {"depths": 3, "rank": 2},
     "parallel": {"depths": 3},
     "medusa": {"depths": 3},
