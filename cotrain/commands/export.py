@@ -14,7 +14,7 @@ from cotrain.export.publishing import card, tau_by_length
 from cotrain.run_folder import refuse_replaced, writable
 from cotrain.teacher.target_model import load_config, load_pair
 from cotrain.training.job import objective
-from inference.drafts.draft_folder import REPORT, read
+from inference.drafts.draft_folder import REPORT, Metadata, read
 from inference.drafts.weight_files import read_json
 
 
@@ -105,18 +105,27 @@ def _features(cfg: ExportConfig, target: str) -> Path:
     try:
         path = eagle3.export(
             cfg.draft.path, cfg.output, cfg.layout, cfg.k, target=model, objective=asked, name=target,
-            replace=cfg.overwrite, card=lambda written: card(written, cfg.engine, called, None, [], cfg.layout),
+            replace=cfg.overwrite,
+            card=lambda written: card(written, cfg.engine, called, None, _remarks(written), cfg.layout),
         )  # fmt: skip
     except ValueError as error:
         raise UserError(f"layout={cfg.layout}: {error}") from error
     written = read(path).metadata
     assert written is not None
+    for remark in _remarks(written):
+        print(remark)
     layers = (written.origin.get("export") or {}).get("inputs_of_layers", [])
     if sorted(set(layers)) != list(layers):
         print(f"warning: no engine will serve {cfg.draft.path}: it reads the target's states {layers}, but engines "
               "give each state once, in ascending order; use a target of at least 7 layers",
               file=sys.stderr)  # fmt: skip
     return path
+
+
+def _remarks(written: Metadata) -> list[str]:
+    """What the layout lacks, and what is served otherwise than planned."""
+    remarks: list[str] = (written.origin.get("export") or {}).get("remarks", [])
+    return remarks
 
 
 def _plain(cfg: ExportConfig, target: str) -> Path:

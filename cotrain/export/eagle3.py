@@ -1,8 +1,12 @@
-"""Export of feature drafts to the EAGLE-3 format (vLLM, SGLang, TensorRT-LLM), or to that of speculators (vLLM).
+"""Export of feature drafts to the EAGLE-3 format (vLLM, SGLang, TensorRT-LLM), to that of speculators (vLLM), or to
+DFlash's (vLLM).
 
 Draft folders of kind eagle and p_eagle already have the EAGLE-3 format: its tensor names, d2t, and no embedding, since
 engines use the target's. The format of speculators has another config.json, the prefix `layers.0.`, and the embedding.
 A p_eagle draft, which only vLLM loads, has the id of the mask token and the tensor mask_hidden in both formats.
+
+Draft folders of kind block have DFlash's format, but vLLM reads the embedding of a mask from a file of its own. No
+format here has a Markov head or a confidence head, so they are left out.
 """
 
 import json
@@ -11,6 +15,7 @@ from dataclasses import replace as changed
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -18,15 +23,17 @@ from transformers import PreTrainedModel
 from cotrain.errors import UserError
 from cotrain.export.engines import is_parallel
 from cotrain.export.fitting import refuse_small_head
+from cotrain.export.publishing import without_markov
 from cotrain.students.base import KINDS, student_class
 from inference.drafts.atomic import new_folder
 from inference.drafts.draft_folder import Metadata, load_draft, read, write
 from inference.drafts.weight_files import CONFIG, WEIGHTS, read_json
 from inference.proposers import kind_of
+from inference.proposers.block import BlockNetwork
 from inference.proposers.eagle import LAYER_IDS, EagleNetwork, output_layers
 
-LAYOUTS = ("eagle3", "speculators")
 MASK = "pard_token"  # the key of the mask token in config.json
+MASK_FILE = "mask_embedding.pt"  # from which vLLM reads the embedding of DFlash's masks
 
 
 def export(
@@ -41,38 +48,64 @@ def export(
     replace: bool = False,
     card: Callable[[Metadata], str] | None = None,
 ) -> Path:
-    """Copy a draft folder of kind eagle or p_eagle to one that engines load. Returns `output`.
+    """Copy a draft folder of kind eagle, p_eagle or block to one that engines load. Returns `output`.
 
     target: the model that it was trained for; name: the target's hub id or path; k: drafts per round; objective:
     "sampled" or "greedy". name, k and objective are by default those in cotrain.json. card: writes the README.
     config.json and the metadata name the target's states in two ways: as inputs of layers (for vLLM), and as outputs of
-    the layers before them (for SGLang in `eagle_config`, for TensorRT-LLM in its launch command).
+    the layers before them (for SGLang in `eagle_config`, for TensorRT-LLM in its launch command). Remarks on what the
+    layout lacks are in the metadata too.
 
-    Raises UserError for an unknown layout and a head of low rank, and ValueError for a folder of another kind, a
-    missing tensor, a target of other sizes, and a k above the depths that a p_eagle draft was trained for.
+    Raises UserError for a layout that the kind does not have and a head of low rank, and ValueError for a folder of
+    another kind, a missing tensor, a target of other sizes, and a k that the draft was not trained for: above its depths
+    if it drafts in one pass, another than its depths if its masks see each other.
     """
-    if layout not in LAYOUTS:
-        raise UserError(f"layout={layout}: feature drafts have {', '.join(LAYOUTS)}")
     folder = read(source)
-    if folder.metadata is None or folder.kind not in KINDS or not student_class(folder.kind).features:
-        features = [kind for kind in KINDS if student_class(kind).features]
+    features = {kind: student_class(kind).features for kind in KINDS if student_class(kind).features}
+    if folder.metadata is None or folder.kind not in features:
         raise ValueError(f"{source}: kind is {folder.kind!r}, not {' or '.join(features)}")
+    if layout not in features[folder.kind]:
+        raise UserError(f"layout={layout}: {folder.kind} drafts have {', '.join(features[folder.kind])}")
     refuse_small_head(source)
     network, tokenizer, _ = load_draft(source, network=kind_of(folder.kind).network_class)
     network.fits(target, str(source))
     metadata = folder.metadata.exported(name, k, objective)
-    if is_parallel(folder.kind) and metadata.k > network.config.depths:
-        raise ValueError(f"k={metadata.k}: {source} was trained for {network.config.depths} drafts of a round")
+    depths, remarks = network.config.depths, _without_heads(network, Path(source), metadata)
+    if is_parallel(folder.kind) and metadata.k > depths:
+        raise ValueError(f"k={metadata.k}: {source} was trained for {depths} drafts of a round")
+    if isinstance(network, BlockNetwork) and not network.config.causal and metadata.k != depths:
+        if k:
+            raise ValueError(f"k={k}: an engine gives the draft as many masks, and the masks of {source}, which see "
+                             f"each other, were trained {depths} at a time")  # fmt: skip
+        remarks.append(f"Its plan has {metadata.k} drafts a round, but an engine gives it as many masks as drafts, and "
+                       f"its masks, which see each other, were trained {depths} at a time.")  # fmt: skip
+        metadata = metadata.exported(None, depths, None)
     layers = list(network.config.layers)
     numbered = {"layout": layout, "inputs_of_layers": layers, "outputs_of_layers": output_layers(layers)}
-    metadata = changed(metadata, origin={**metadata.origin, "export": numbered})
+    metadata = changed(metadata, origin={**metadata.origin, "export": {**numbered, "remarks": remarks}})
     with new_folder(Path(output), replace=replace) as new:
         write(network, tokenizer, new, metadata, None)
         if layout == "speculators":
             _as_speculators(new, network, metadata, target)
+        elif layout == "dflash":
+            mask = {"mask_token_id": network.config.dflash_config["mask_token_id"],
+                    "embedding": network.mask_embedding.detach().cpu().clone()}  # fmt: skip
+            torch.save(mask, new / MASK_FILE)
         if card:
             (new / "README.md").write_text(card(metadata), encoding="utf-8")
     return Path(output)
+
+
+def _without_heads(network: Any, source: Path, metadata: Metadata) -> list[str]:
+    """Remove the Markov head and the confidence head from a network. Returns a remark about each that there was."""
+    config, remarks = network.config, []
+    if getattr(network, "markov_head", None) is not None:
+        network.markov_head, config.markov_rank = None, 0
+        remarks.append(without_markov(source, metadata))
+    if getattr(network, "confidence_head", None) is not None:
+        network.confidence_head, config.enable_confidence_head, config.confidence_head_with_markov = None, False, False
+        remarks.append("The confidence head of the draft is left out: the engine drafts as many tokens in each round.")
+    return remarks
 
 
 def _as_speculators(folder: Path, network: EagleNetwork, metadata: Metadata, target: PreTrainedModel) -> None:

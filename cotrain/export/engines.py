@@ -101,10 +101,16 @@ def _tensorrt_llm_features(draft: str, target: str, k: int, objective: str, laye
     return _tensorrt_llm(draft, target, k, objective, "Eagle3", **more)
 
 
+def _vllm_block(draft: str, target: str, k: int, objective: str) -> str:
+    settings = draft_model(draft, k, objective, "dflash")
+    return shlex.join(["vllm", "serve", target, "--speculative-config", _json(settings)])
+
+
 # layout of `eagle3` -> the engines that load it, with their launch commands
 FEATURES: dict[str, dict[str, Command]] = {
     "eagle3": {"vllm": _vllm_features, "sglang": _sglang_features, "tensorrt_llm": _tensorrt_llm_features},
     "speculators": {"vllm": _vllm_features},
+    "dflash": {"vllm": _vllm_block},
 }
 # (engine, layout) that can draft trees -> a remark for the user; all others draft chains
 TREES = {
@@ -151,7 +157,7 @@ def layout_of(kind: str, engine: str) -> Any | None:
         raise UserError(f"engine={engine}: no engine of the table loads {kind} drafts")
     student = student_class(kind)
     if student.features:
-        raise UserError(f"layout=hf: feature drafts are written with layout={' or '.join(FEATURES)}")
+        raise UserError(f"layout=hf: feature drafts are written with layout={' or '.join(student.features)}")
     if student.layouts is None:
         return None
     if engine not in student.layouts:
@@ -161,7 +167,10 @@ def layout_of(kind: str, engine: str) -> Any | None:
 
 
 def refuse_layout(engine: str, layout: str) -> None:
-    """Raise UserError, naming the key, for a layout that the engine does not load."""
+    """Raise UserError, naming the key, for a layout that the engine does not load or that is not written."""
+    if layout == "dspark":
+        raise UserError("layout=dspark: not written, since vLLM runs DSpark only with Triton, where it was not tried; "
+                        "layout=dflash, which leaves out the Markov head")  # fmt: skip
     loads = [engine_named(engine).layout, *(name for name, serves in FEATURES.items() if engine in serves)]
     if layout not in loads:
         raise UserError(f"layout={layout}: {engine} loads {', '.join(loads)}")
@@ -207,7 +216,8 @@ def _command(engine: str, layout: str, parallel: bool) -> Command:
     """The launch command of an engine that serves drafts of this layout."""
     row = ENGINES[engine]
     if layout in FEATURES:
-        return partial(_vllm_features, parallel=True) if parallel else FEATURES[layout][engine]
+        command = FEATURES[layout][engine]
+        return partial(_vllm_features, parallel=True) if parallel and command is _vllm_features else command
     return row.parallel if parallel and row.parallel else row.command
 
 

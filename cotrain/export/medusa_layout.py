@@ -4,6 +4,7 @@ token."""
 import json
 import shlex
 import shutil
+from dataclasses import replace as changed
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from cotrain.export.engines import MARK, place
+from cotrain.export.publishing import without_markov
 from inference.drafts.atomic import new_folder
 from inference.drafts.bundled_target import resolve
 from inference.drafts.compatibility import hash_target
@@ -60,6 +62,9 @@ def export(
         if (Path(source) / REPORT).is_file():
             shutil.copy(Path(source) / REPORT, new / REPORT)
         card = _card(name or str(Path(output).absolute()), str(served), k)
+        if network.markov_head is not None and metadata:
+            lost = without_markov(Path(source), changed(metadata, k=k, objective="greedy"))
+            card = card.replace(NOTE, f"{NOTE}\n\n{lost}")
         (new / "README.md").write_text(card, encoding="utf-8")
     return Path(output)
 

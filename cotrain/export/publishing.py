@@ -15,7 +15,8 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 from cotrain.errors import UserError
 from cotrain.export.engines import MARK, captured, caveats, engine_named, launch, place
 from inference.drafts.bundled_target import resolve
-from inference.drafts.draft_folder import Metadata
+from inference.drafts.draft_folder import REPORT, Metadata
+from inference.drafts.weight_files import read_json
 from inference.report.table import table
 
 LONGEST = 8  # the longest draft length for which tau is computed on held-out texts
@@ -73,6 +74,20 @@ def tau_by_length(report: Mapping[str, Any], metadata: Metadata) -> str:
     rows = [[drafting, *(f"{held[f'{name}/{k}']:.2f}" for k in lengths)] for drafting, name in names.items()]
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def without_markov(source: Path, metadata: Metadata) -> str:
+    """A remark on an export without the draft's Markov head, with tau with and without the head if the report of the
+    trained folder `source` has both."""
+    path, k = source / REPORT, metadata.k
+    held = ((read_json(path).get("extra") or {}).get("held_out") or {}) if path.is_file() else {}
+    name = {"sampled": "tau", "greedy": "tau_greedy_draft"}[metadata.objective]
+    at = f"T{metadata.regime.get('temperature', 1.0):g}/all/{k}"
+    whole, without = (held.get(f"{quantity}_{at}") for quantity in (name, f"{name}_without_markov"))
+    lost = "The Markov head of the draft is left out, since the engine has none."
+    if whole is None or without is None:
+        return lost
+    return f"{lost} Predicted on held-out texts, tau at {k} drafts is {whole:.2f} with it, {without:.2f} without it."
 
 
 def _predicted(report: Mapping[str, Any], metadata: Metadata) -> list[str]:

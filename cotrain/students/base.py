@@ -81,7 +81,7 @@ class Student(Protocol):
     begins_with: other kinds whose folders init=pretrained accepts, because their weights have the same meaning.
     fresh: tensors that those folders lack; they are initialised as for a new draft.
     sized: whether draft.width and the other sizes are read only with init=scratch.
-    features: whether its folder is exported in the layouts of feature drafts (`export.engines.FEATURES`).
+    features: the layouts of feature drafts (`export.engines.FEATURES`) in which its folder is exported; () for none.
     parallel: whether one pass drafts all tokens of a round.
     layouts: for each serving engine that loads this kind, the module of cotrain/export that writes its files. None:
         every engine loads it, in the plain Hugging Face layout.
@@ -97,7 +97,7 @@ class Student(Protocol):
     begins_with: tuple[str, ...] = ()
     fresh: frozenset[str] = frozenset()
     sized: bool = False
-    features: bool = False
+    features: tuple[str, ...] = ()
     parallel: bool = False
     layouts: Mapping[str, str] | None = None
     network: PreTrainedModel

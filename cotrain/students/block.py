@@ -34,8 +34,7 @@ class BlockStudent(EagleStudent):
 
     kind = "block"
     takes = ("depths", "head_rank", "vocabulary", "mask", "markov")
-    layouts: Mapping[str, str] = {}
-    features = False
+    features = ("dflash",)
     parallel = True
     network: BlockNetwork
 

@@ -34,7 +34,7 @@ class EagleStudent(Student):
 
     kind = "eagle"
     takes: tuple[str, ...] = ("depths", "head_rank", "vocabulary")
-    features = True
+    features: tuple[str, ...] = ("eagle3", "speculators")
 
     network: Any  # a FeatureNetwork
     target: PreTrainedModel

@@ -145,7 +145,7 @@ def export(
     target did not sample, as `foreign` returns them."""
     plan, training = job.plan(module.draft), _training(job, module, speed.checkpoints[-1].step)
     extra: dict[str, Any] = {
-        "held_out": module.acceptance(),
+        "held_out": module.acceptance() | module.without_markov(),
         "checkpoints": [{"step": one.step, "speedup": one.speedup, "tau": one.tau} for one in speed.checkpoints],
         "exported_step": speed.best().step,
         "profiles": _profiles(module),

@@ -20,7 +20,7 @@ from cotrain import losses
 from cotrain.console import Counter, counting
 from cotrain.errors import NotFinite
 from cotrain.evaluation.divergence import Decode, divergence
-from cotrain.evaluation.held_out import HeldOut, Scores, evaluate, figures
+from cotrain.evaluation.held_out import DEPTHS, HeldOut, Scores, evaluate, figures
 from cotrain.evaluation.profile import profile
 from cotrain.losses.batch import LossBatch, shares
 from cotrain.losses.chunked import Statistics, Truncate, positions
@@ -410,6 +410,26 @@ class Distillation(lightning.LightningModule):
     def acceptance(self) -> dict[str, float]:
         """Return all figures of `held_out.figures`. Their names contain the temperature."""
         return {_tag(name, t): value for t, scores in self.judged.items() for name, value in figures(scores).items()}
+
+    def without_markov(self) -> dict[str, float]:
+        """tau of the draft if its Markov head is removed, as in engines that have none, by draft length and
+        temperature; {} for a draft without such a head."""
+        network: Any = self.student.network
+        markov = getattr(network, "markov_head", None)
+        if markov is None:
+            return {}
+        network.markov_head = None
+        try:
+            judged = {t: self.on(held)["all"] for t, held in self.held_out.items()}
+        finally:
+            network.markov_head = markov
+        names = {"tau": "sampled", "tau_greedy_draft": "greedy"}
+        return {
+            _tag(f"{name}_without_markov/all/{k}", t): tau_of(scores, k, objective)
+            for t, scores in judged.items()
+            for k in range(1, scores.drafted(DEPTHS) + 1)
+            for name, objective in names.items()
+        }
 
     def tau(self, k: int, objective: str = "sampled", verify: str = "token") -> float:
         """Return tokens per target call at draft length k in the regime, as predicted on the held-out texts.

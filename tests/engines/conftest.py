@@ -15,7 +15,7 @@ from tests.engines.drafts import K
 ROOT = Path(__file__).parents[2]
 OUTPUT = ROOT / "outputs" / "engines"
 KEPT = "COTRAIN_REPORTS"  # as outputs/results
-CASES = [(size, objective) for size in ("two layers", "four layers") for objective in ("sampled", "greedy")]
+CASES = [("two layers", "sampled"), ("four layers", "greedy")]
 
 
 @pytest.fixture(scope="session")

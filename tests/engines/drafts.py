@@ -28,6 +28,8 @@ K = 4
 COMMON = f"verify=token measure=false policy.k={K} rollout.temperatures=[1.0] trainer.validations=1".split()
 GREEDY = ["objective=greedy_draft", "loss.then=greedy_draft"]
 TWO, FOUR = ["init.layers=[0,-1]", "trainer.steps=120"], ["init.layers=[0,1,-2,-1]", "trainer.steps=120"]
+VOCABULARY, PRUNED = 4096, 1024  # tokens of the bundled target, and of a pruned draft
+BLOCK = ["draft=block", f"draft.depths={K}", "trainer.steps=200"]
 TRAINED = {  # name -> settings of `cotrain train`
     "two layers, sampled": TWO,
     "two layers, greedy": [*TWO, *GREEDY],
@@ -37,9 +39,10 @@ TRAINED = {  # name -> settings of `cotrain train`
                  "trainer.steps=150"],
     "medusa": ["draft=medusa", f"draft.depths={K}", "trainer.steps=250", "optimizer.lr=6e-3"],
     "eagle": ["draft=eagle", f"draft.depths={K}", "trainer.steps=200"],
+    "block": [*BLOCK, "draft.markov=32"],
+    "block, causal": [*BLOCK, "draft.mask=causal", f"draft.vocabulary={PRUNED}"],
     "p_eagle": ["draft=p_eagle", "init=pretrained", "draft.path=eagle", f"draft.depths={K}", "trainer.steps=150"],
 }  # fmt: skip
-VOCABULARY, PRUNED = 4096, 1024  # tokens of the bundled target, and of a pruned draft
 SHORTEST = 2  # ids of a match that look-up proposes behind
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import lightning
 import pytest
@@ -16,14 +17,17 @@ from transformers import LlamaForCausalLM
 from cotrain import losses
 from cotrain.data.sources import Blocks
 from cotrain.data.texts import Learnt, Texts, of_blocks
+from cotrain.evaluation.held_out import held_out
 from cotrain.losses.spec import LOSSES, LossSpec, parse
 from cotrain.students import independent
+from cotrain.students.block import BlockStudent
 from cotrain.students.independent import IndependentStudent
-from cotrain.teacher.target_model import load_target, split
+from cotrain.teacher.target_model import load_target, served, split
 from cotrain.training import optim
 from cotrain.training.module import Distillation, Stage, current
 from cotrain.training.optim import trapezoid
 from cotrain.training.progress import Progress
+from tests import kinds
 from tests.cotrain.evaluation.test_held_out import judged, texts
 from tests.folders import VOCABULARY, target_folder
 from tests.tiny import tiny
@@ -47,12 +51,13 @@ def module_of(
     steps: int,
     cosine: float = 0.0,
     top: int = 0,
+    student: Any = None,
 ) -> Distillation:
-    some = texts([16, 16], [1, 1], ["a", "a"])
+    some, student = texts([16, 16], [1, 1], ["a", "a"]), student or IndependentStudent(network)
     optimizer = partial(optim.adamw, lr=1e-2, weight_decay=0.0, betas=[0.9, 0.95])
     schedule = partial(trapezoid, progress=Progress(steps), warmup=1 / steps, decay=1 / steps)
-    taught = stages, optimizer, schedule, {1.0: judged(target, some)}
-    return Distillation(IndependentStudent(network), target, *taught, cosine=cosine, remember=2**20, top=top)
+    taught = stages, optimizer, schedule, {1.0: held_out(served(target, layers=student.reads)[0], some, 1.0)}
+    return Distillation(student, target, *taught, cosine=cosine, remember=2**20, top=top)
 
 
 def judge(module: Distillation) -> float:
@@ -138,6 +143,23 @@ def test_a_draft_as_wide_as_the_target_is_led_by_its_hidden_states(target: Llama
     assert apart() < before - 0.1
     with pytest.raises(ValueError, match="init.cosine: the draft's hidden states are 8 wide, the target's 16"):
         module_of(target, tiny(layers=1, hidden=8), [Stage(1.0, LossSpec(losses.kl))], steps=1, cosine=1.0)
+
+
+def test_tau_without_the_markov_head_is_that_of_the_draft_without_it(target: LlamaForCausalLM, tmp_path: Path) -> None:
+    """Of a draft that trains with init.cosine, whose states then stand beside rows of the head."""
+    network: Any = kinds.block(target, markov_rank=3)
+    student, stages = BlockStudent(network, target), [Stage(1.0, LossSpec(losses.kl))]
+    module = module_of(target, network, stages, steps=2, cosine=1.0, student=student)
+    trainer(tmp_path, 2).fit(module, loader())
+    judge(module)
+    with_head, without = module.acceptance(), module.without_markov()
+    assert network.markov_head is not None
+    network.markov_head = None
+    judge(module)
+    expected = {key.replace("_T1", "_without_markov_T1"): value for key, value in module.acceptance().items()
+                if key.startswith(("tau_T1/all/", "tau_greedy_draft_T1/all/"))}  # fmt: skip
+    assert without == expected and len(without) == 6 and module.without_markov() == {}
+    assert without["tau_without_markov_T1/all/3"] != with_head["tau_T1/all/3"]
 
 
 # what follows another end than alpha
