@@ -47,6 +47,7 @@ KINDS = {  # kind -> module:class, imported on first use
 OPTIONAL: dict[str, Any] = {
     "datastore": None, "shortest": 2, "rank": 0, "depths": None, "vocabulary": None, "bits": None, "inner": None,
     "temperatures": [], "mask": None, "markov": None,
+    "confidence": None,
 }  # fmt: skip
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from cotrain.config.groups import Draft
+from cotrain.config.groups import Draft, Init
 from cotrain.students.base import Guess, Seen
 from cotrain.students.eagle import EagleStudent, copy_ends, copy_layer
 from cotrain.students.parallel import segments, starts
@@ -31,11 +31,19 @@ class BlockStudent(EagleStudent):
     """The student of `inference.proposers.block`."""
 
     kind = "block"
-    takes = ("depths", "vocabulary", "mask", "markov")
+    takes = ("depths", "vocabulary", "mask", "markov", "confidence")
     layouts: Mapping[str, str] = {}
     features = False
     parallel = True
     network: BlockNetwork
+
+    @classmethod
+    def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
+        """Return the network before training, as `EagleStudent.initial`; a confidence head is fitted after it."""
+        network: Any = super().initial(draft, init, target)
+        if draft.confidence:
+            network.add_confidence_head()
+        return network
 
     @classmethod
     def settings_of(cls, draft: Draft) -> dict[str, Any]:

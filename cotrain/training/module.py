@@ -433,7 +433,8 @@ def _cosine_distance(record: Record, guess: Guess, predicted: Tensor) -> Tensor:
     """The sum of `losses.misaligned` over the predicted positions of a guess."""
     theirs = record[LAST].flatten(0, 1)[guess.at]
     inside = pad(predicted, (0, 1)).flatten()[guess.at]
-    return losses.misaligned(guess.states, theirs)[inside].sum()
+    ours = guess.states[:, : theirs.shape[-1]]  # without the rows of a Markov head
+    return losses.misaligned(ours, theirs)[inside].sum()
 
 
 def _tag(name: str, temperature: float) -> str:

@@ -35,7 +35,6 @@ from inference.models.passes import States
 from inference.models.pretrained import widened
 from inference.models.step import by_round
 from inference.proposers.base import Host, LoadArguments, Outcome, Proposal, Proposer, Round
-from inference.proposers.markov import MarkovHead
 from inference.proposers.trees import DynamicTrees, Nodes, Term, TreeShape, one_by_one, trees_of
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # queries (A, n, heads, D), keys, values -> (A, n, heads D)
@@ -147,9 +146,7 @@ class FeatureNetwork(PreTrainedModel):
         self.config.save_pretrained(save_directory)
 
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, MarkovHead):  # after its parts
-            module.reset()
-        elif isinstance(module, nn.Linear):
+        if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=self.config.initializer_range)
 
     def fits(self, target: PreTrainedModel, where: str) -> None:

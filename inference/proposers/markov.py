@@ -10,6 +10,16 @@ r rank, V vocabulary of the target, Vd of the draft.
 from torch import Tensor, nn
 
 
+class ZeroLinear(nn.Linear):
+    """A linear map whose first weights are zeros, and which transformers does not initialise again."""
+
+    _is_hf_initialized = True
+
+    def reset_parameters(self) -> None:
+        for weight in self.parameters():
+            nn.init.zeros_(weight)
+
+
 class MarkovHead(nn.Module):
     """markov_w1 (V, r): of the token before; markov_w2 (Vd, r): its product with the former is added to the logits.
     Before training the product is zero. Names are those that engines load."""
@@ -17,13 +27,8 @@ class MarkovHead(nn.Module):
     def __init__(self, vocabulary: int, rank: int, draft_vocabulary: int) -> None:
         super().__init__()
         self.markov_w1 = nn.Embedding(vocabulary, rank)
-        self.markov_w2 = nn.Linear(rank, draft_vocabulary, bias=False)
-        self.reset()
-
-    def reset(self) -> None:
-        """Set the first weights: random rows for the token before, nothing for the token after."""
-        nn.init.normal_(self.markov_w1.weight, std=self.markov_w1.embedding_dim**-0.5)
-        nn.init.zeros_(self.markov_w2.weight)
+        self.markov_w2 = ZeroLinear(rank, draft_vocabulary, bias=False)
+        nn.init.normal_(self.markov_w1.weight, std=rank**-0.5)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Tokens (...) -> (..., Vd), to be added to the logits of the tokens after them."""
