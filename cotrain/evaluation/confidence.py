@@ -1,11 +1,11 @@
-"""A draft's confidence head: fitted after the training, on texts that the draft learnt from, and judged on held-out texts.
+"""A draft's confidence head: fitted after the training, on texts that were learnt from, and judged on held-out texts.
 
 The head predicts alpha = sum_v min(p, q), the probability that a draft is accepted if all drafts before it were, both
 distributions as served (greedy drafting: p(argmax q)). Cross-entropy with alpha as a soft label is a proper score,
 whose minimum is alpha itself, and convex in the head. The draft's own weights do not change. All is computed from
 guesses, so any student whose network has a `confidence_head` can use it.
 
-N drafts, D numbers that the head reads, V vocabulary.
+N drafts, D numbers that a map reads, V vocabulary.
 """
 
 import math
@@ -18,31 +18,36 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from cotrain import losses
+from cotrain.acceptance import l_from
 from cotrain.data.texts import Texts
 from cotrain.evaluation.held_out import HeldOut, guessed
 from cotrain.losses.chunked import CHUNK, log_probs, served
 from cotrain.students.base import ANY, LAST, Student
 from cotrain.teacher.target_model import Head
-from inference.proposers.confidence import ConfidenceHead
+from inference.proposers.confidence import ConfidenceHead, measures
+from inference.sampling import one_hot
 
 DRAFTS = 32768  # that a fit reads
+EVERY = 4  # of a text's rounds, the one that a fit reads: the drafts of a text are alike, those of more texts say more
 BINS = 15  # of equal mass
-RIDGE = 1e-4  # of the squared weights, in units of the inputs' standard deviations
+RIDGE = 1e-3  # of the squared weights, in units of the inputs' standard deviations
 STEPS, FLAT = 50, 1e-10  # of Newton's method, and the slope where it ends
-SCORES = ("confidence", "entropy", "margin", "top", "oracle")
 
 
 @dataclass(frozen=True)
 class Drafts:
     """Drafts that a student would make on texts, with what is known before their tokens are drawn, (N,) each.
 
-    alpha: probability that it is accepted if all before it were. confidence: alpha as the head predicts it. entropy
-    (nats), margin, top: of q as trained; margin: between the two likeliest tokens, top: the likeliest one's
-    probability. depth: 0-based.
+    alpha: probability that it is accepted if all before it were. reach: probability that all before it are accepted, of
+    a round that starts where one may start; weighted by it, the drafts are those whose acceptance matters in rounds.
+    confidence: alpha as the head predicts it; states: by the state alone. entropy (nats), margin, top: of q as trained,
+    see `measures`. depth: 0-based.
     """
 
     alpha: Tensor
+    reach: Tensor
     confidence: Tensor
+    states: Tensor
     entropy: Tensor
     margin: Tensor
     top: Tensor
@@ -65,12 +70,12 @@ def head_of(student: Student) -> ConfidenceHead | None:
 
 
 def chosen(texts: Texts, temperature: float, depths: int) -> Texts:
-    """The texts that a fit reads: those of the temperature, if there are any, else some of all; about `DRAFTS` drafts on
-    their sampled tokens."""
+    """The texts that a fit reads: those of the temperature, if there are any, else some of all; about EVERY x DRAFTS
+    drafts on their sampled tokens."""
     own = (texts.temperature.expand(len(texts)) == temperature).nonzero().squeeze(-1).tolist()
     texts = texts.rows(own) if own else texts
     drafts = int(texts.sampled.sum()) * depths / max(len(texts), 1)
-    return texts.spread(max(math.ceil(DRAFTS / max(drafts, 1)), 1)).at(temperature)
+    return texts.spread(max(math.ceil(EVERY * DRAFTS / max(drafts, 1)), 1)).at(temperature)
 
 
 def fit(held: HeldOut, student: Student, head_target: Head, greedy: bool = False) -> int:
@@ -79,12 +84,13 @@ def fit(held: HeldOut, student: Student, head_target: Head, greedy: bool = False
     head = head_of(student)
     if head is None:
         raise ValueError(f"{type(student.network).__name__} has no confidence head: draft.confidence=true")
-    parts = [(read, drafts.alpha) for read, drafts in _drafts(held, student, head_target, greedy)]
+    parts = [(read, drafts.alpha) for read, drafts in _drafts(held, student, head_target, greedy, every=EVERY)]
     read, alpha = (torch.cat(side) for side in zip(*parts, strict=True))
-    weight, bias = logistic(read.double(), alpha.double())
-    with torch.no_grad():
-        head.proj.weight.copy_(weight.unsqueeze(0))
-        head.proj.bias.fill_(float(bias))
+    for by in (head.proj, head.with_q):
+        weight, bias = logistic(read[:, : by.in_features].double(), alpha.double())
+        with torch.no_grad():
+            by.weight.copy_(weight.unsqueeze(0))
+            by.bias.fill_(float(bias))
     return len(alpha)
 
 
@@ -137,44 +143,54 @@ def judged(
 
 def figures(drafts: Drafts) -> dict[str, Any]:
     """Number of drafts; means of alpha and of the confidence; expected calibration error; and by score the area under
-    the ROC curve of "accepted": of the confidence, of the draft's entropy, margin and top probability, and of alpha
-    itself, which no score exceeds."""
-    scores = {"confidence": drafts.confidence, "entropy": -drafts.entropy, "margin": drafts.margin, "top": drafts.top,
-              "oracle": drafts.alpha}  # fmt: skip
-    return {
-        "drafts": len(drafts),
-        "alpha": float(drafts.alpha.double().mean()),
-        "confidence": float(drafts.confidence.double().mean()),
-        "calibration_error": calibration_error(drafts.confidence, drafts.alpha),
-        "area": {name: area(score, drafts.alpha) for name, score in scores.items()},
-    }
+    the ROC curve of "accepted": of the confidence, of that by the state alone, of the draft's entropy, margin and top
+    probability, and of alpha itself, which no score exceeds. in_rounds: error and areas with each draft weighted by its
+    `reach`."""
+    scores = {"confidence": drafts.confidence, "states": drafts.states, "entropy": -drafts.entropy,
+              "margin": drafts.margin, "top": drafts.top, "oracle": drafts.alpha}  # fmt: skip
+
+    def weighted(weight: Tensor | None) -> dict[str, Any]:
+        return {
+            "calibration_error": calibration_error(drafts.confidence, drafts.alpha, weight),
+            "area": {name: area(score, drafts.alpha, weight) for name, score in scores.items()},
+        }
+
+    means = {name: float(getattr(drafts, name).double().mean()) for name in ("alpha", "confidence")}
+    return {"drafts": len(drafts), **means, **weighted(None), "in_rounds": weighted(drafts.reach)}
 
 
-def reliability(confidence: Tensor, alpha: Tensor, bins: int = BINS) -> list[dict[str, float]]:
-    """By bin, in order of confidence, as many drafts in each: their number, mean confidence and mean alpha."""
+def reliability(
+    confidence: Tensor, alpha: Tensor, weight: Tensor | None = None, bins: int = BINS
+) -> list[dict[str, float]]:
+    """By bin of equal mass, in order of confidence: its mass in drafts, mean confidence and mean alpha. weight (N,): of
+    each draft, None: 1."""
     order = confidence.argsort(stable=True)
-    parts = zip(confidence[order].double().tensor_split(bins), alpha[order].double().tensor_split(bins), strict=True)
-    return [{"drafts": len(sure), "confidence": float(sure.mean()), "alpha": float(accepted.mean())}
-            for sure, accepted in parts if len(sure)]  # fmt: skip
+    mass = torch.ones(len(order), dtype=torch.float64) if weight is None else weight[order].double()
+    at = ((mass.cumsum(0) - mass / 2) / mass.sum() * bins).long().clamp(max=bins - 1)
+    sums = torch.stack([mass, mass * confidence[order].double(), mass * alpha[order].double()], 1)
+    table = torch.zeros(bins, 3, dtype=torch.float64).index_add(0, at, sums).tolist()
+    return [{"drafts": drafts, "confidence": sure / drafts, "alpha": accepted / drafts}
+            for drafts, sure, accepted in table if drafts]  # fmt: skip
 
 
-def calibration_error(confidence: Tensor, alpha: Tensor, bins: int = BINS) -> float:
+def calibration_error(confidence: Tensor, alpha: Tensor, weight: Tensor | None = None, bins: int = BINS) -> float:
     """Expected calibration error: |mean confidence - mean alpha| of bins of equal mass, averaged over drafts (Nguyen
-    and O'Connor 2015, 1508.05154). Exact labels alpha, so no coin adds noise."""
-    table = reliability(confidence, alpha, bins)
+    and O'Connor 2015, 1508.05154). Labels are exact, so no coin adds noise. Arguments as in `reliability`."""
+    table = reliability(confidence, alpha, weight, bins)
     gaps = sum(one["drafts"] * abs(one["confidence"] - one["alpha"]) for one in table)
-    return gaps / max(len(alpha), 1)
+    return gaps / (sum(one["drafts"] for one in table) or 1.0)
 
 
-def area(score: Tensor, alpha: Tensor) -> float | None:
+def area(score: Tensor, alpha: Tensor, weight: Tensor | None = None) -> float | None:
     """Area under the ROC curve: the probability that an accepted draft has a higher score than a rejected one, ties
-    counting half. Each draft is accepted with weight alpha and rejected with weight 1 - alpha, so the area is exact and
-    no acceptance is sampled. None if all drafts are accepted, or none."""
+    counting half. Each draft is accepted with weight alpha and rejected with weight 1 - alpha, times `weight`, so the
+    area is exact and no acceptance is sampled. None if all drafts are accepted, or none."""
     order = score.argsort(stable=True)
-    sorted_alpha = alpha[order].double()
+    likely = alpha[order].double()
+    mass = torch.ones_like(likely) if weight is None else weight[order].double()
     _, group = score[order].unique_consecutive(return_inverse=True)
-    accepted, rejected = (sorted_alpha.new_zeros(len(score)).index_add(0, group, weight)
-                          for weight in (sorted_alpha, 1 - sorted_alpha))  # fmt: skip
+    accepted, rejected = (likely.new_zeros(len(score)).index_add(0, group, mass * share)
+                          for share in (likely, 1 - likely))  # fmt: skip
     pairs = accepted.sum() * rejected.sum()
     if not float(pairs) > 0:
         return None
@@ -186,32 +202,42 @@ def line(figures: dict[str, Any]) -> str:
     of = figures["all"]
     areas = ", ".join(f"{name} {value:.3f}" for name, value in of["area"].items() if value is not None)
     return (f"confidence head at T {figures['temperature']:g}: calibration error {of['calibration_error']:.3f} on "
-            f"{of['drafts']} held-out drafts; area under the ROC curve: {areas}")  # fmt: skip
+            f"{of['drafts']} held-out drafts ({of['in_rounds']['calibration_error']:.3f} as rounds reach them); area "
+            f"under the ROC curve: {areas}")  # fmt: skip
 
 
 @torch.no_grad()
 def _drafts(
     held: HeldOut, student: Student, head_target: Head, greedy: bool = False,
-    read: Callable[[int], None] | None = None, batch: int = 16,
+    read: Callable[[int], None] | None = None, every: int = 1, batch: int = 16,
 ) -> Iterator[tuple[Tensor, Drafts]]:  # fmt: skip
     """Chunks of the drafts of all depths on the texts' sampled tokens, with what the head reads of each (n, D). read:
-    called after each batch of texts with their number."""
+    called after each batch of texts with their number. every: one round of so many is read."""
     head = head_of(student)
     assert head is not None
     for rows in torch.arange(len(held.texts)).split(batch):
         guesses, record = guessed(held, rows, student)
-        inside = pad(held.texts.predicted[rows], (0, 1)).flatten()
+        following = held.texts.ids[rows].roll(-1, 1).flatten().to(student.network.device)
+        inside = pad(held.texts.predicted[rows], (0, 1)).flatten().to(following.device)
+        reach = inside.double()  # by the position of a round's first draft: rounds start at sampled tokens
         for guess in guesses:
-            at = guess.at.cpu()
-            for i in inside[at].nonzero().squeeze(-1).to(guess.at.device).split(CHUNK):
-                states, theirs = guess.states[i], record[LAST].flatten(0, 1)[guess.at[i]]
+            first = guess.at - max(guess.depth, 0)
+            after = torch.zeros_like(reach)
+            for i in (inside[guess.at] & (first % every == 0)).nonzero().squeeze(-1).split(CHUNK):
+                at, states = guess.at[i], guess.states[i]
                 t = torch.full((len(i),), held.temperature, device=states.device)
-                logp = served(log_probs(head_target(theirs), t), t, held.truncate)
-                logq = log_probs(guess.head(states), t)
-                alpha = losses.alpha_greedy(logp, logq) if greedy else losses.alpha(logp, served(logq, t, held.truncate))
-                first, second = logq.topk(2).values.exp().unbind(-1)
-                depth = torch.full((len(i),), guess.depth)
-                yield states[:, : head.width], Drafts(alpha, head(states[:, : head.width]), losses.entropy(logq),
-                                                      first - second, first, depth)  # fmt: skip
+                logp = served(log_probs(head_target(record[LAST].flatten(0, 1)[at]), t), t, held.truncate)
+                plain = log_probs(guess.head(states), t)
+                logq = one_hot(plain.argmax(-1), plain).log() if greedy else served(plain, t, held.truncate)
+                token = following[at].unsqueeze(1)
+                passes = l_from(logp.gather(1, token), logq.gather(1, token)).clamp(max=0).exp()[:, 0]
+                after[first[i]] = reach[first[i]] * passes
+                four = measures(plain)
+                seen = states[:, : head.width]
+                yield torch.cat((seen, four.to(seen)), 1), Drafts(
+                    losses.alpha(logp, logq), reach[first[i]], head(seen, plain), head(seen), four[:, 0], four[:, 3],
+                    four[:, 1], torch.full((len(i),), guess.depth),
+                )  # fmt: skip
+            reach = after
         if read:
             read(len(rows))

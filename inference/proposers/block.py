@@ -38,7 +38,7 @@ ARCHITECTURES = ["DFlashDraftModel"]
 class BlockConfig(EagleConfig):
     """As `EagleConfig`; depths: drafts of a round, K. causal: whether a query attends to no later one; markov_rank: of
     the Markov head, 0 for none. enable_confidence_head: whether it has one; confidence_head_with_markov: whether that
-    reads rows of the Markov head too. dflash_config: the same for engines, whose layers are those with these outputs."""
+    reads rows of the Markov head too. dflash_config: causal and layers for engines, by the layers' outputs."""
 
     model_type = "qwen3"
     loaded_as = ARCHITECTURES
@@ -84,11 +84,11 @@ class BlockNetwork(FeatureNetwork):
         rank = self.config.markov_rank if self.config.confidence_head_with_markov else 0
         return ConfidenceHead(self.config.hidden_size + rank)
 
-    def confidence(self, states: Tensor, before: Tensor) -> Tensor:
+    def confidence(self, states: Tensor, before: Tensor, log_probs: Tensor | None = None) -> Tensor:
         """The probability (...) that the draft at each of these states (..., H) of masks is accepted if all before it
-        were; before (...): the tokens drafted before them, the anchor for the first."""
+        were; before (...): the tokens drafted before them, the anchor for the first. log_probs: as `ConfidenceHead`."""
         rows = [self.markov_head.markov_w1(before).to(states)] if self.config.confidence_head_with_markov else []
-        confidence: Tensor = self.confidence_head(torch.cat((states, *rows), -1))
+        confidence: Tensor = self.confidence_head(torch.cat((states, *rows), -1), log_probs)
         return confidence
 
     def add_layers(self, config: EagleConfig) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from cotrain.config.groups import Init
 from cotrain.data.texts import Texts
 from cotrain.evaluation import confidence
-from cotrain.evaluation.confidence import DRAFTS, Drafts, area, calibration_error, figures, fit, judged, logistic
+from cotrain.evaluation.confidence import DRAFTS, EVERY, Drafts, area, calibration_error, figures, fit, judged, logistic
 from cotrain.evaluation.held_out import HeldOut, held_out
 from cotrain.students.base import ANY, Guess, Seen, student_class
 from cotrain.teacher.target_model import served, split
@@ -19,6 +19,7 @@ from cotrain.training import distil
 from inference import Engine, Sampling
 from inference.policy import Fixed
 from inference.proposers.block import Block, BlockConfig, BlockNetwork
+from inference.proposers.confidence import measures
 from inference.sampling import keep_top_p, probs
 from tests import kinds
 from tests.cotrain.config.test_settings_reach import composed, job_of
@@ -33,8 +34,8 @@ def student(model: Any, markov: int = 3, **settings: Any) -> Any:
     one = block(model, markov_rank=markov, **settings)
     one.network.add_confidence_head()
     with torch.no_grad():
-        one.network.confidence_head.proj.weight.normal_(generator=torch.Generator().manual_seed(8))
-        one.network.confidence_head.proj.bias.fill_(0.3)
+        for weight in one.network.confidence_head.parameters():
+            weight.normal_(generator=torch.Generator().manual_seed(8))
     return one
 
 
@@ -61,6 +62,9 @@ def test_the_area_counts_pairs_of_accepted_and_rejected_drafts() -> None:
     assert area(torch.ones(40), alpha) == pytest.approx(0.5)
     hard = (uniform(40, 2) < 0.5).double()
     assert area(hard, hard) == 1 and area(-hard, hard) == 0
+    weight = uniform(40, 7)
+    pairs = pairs * weight[:, None] * weight
+    assert area(score, alpha, weight) == pytest.approx(float((wins * pairs).sum() / pairs.sum()), abs=1e-12)
     assert area(score, torch.ones(40)) is None and area(score, torch.zeros(40)) is None
 
 
@@ -81,6 +85,12 @@ def test_no_score_exceeds_the_area_of_alpha_itself() -> None:
         assert area(alpha + noise * uniform(300, 3), alpha) < ceiling  # type: ignore[operator]
 
 
+def test_measures_of_a_distribution() -> None:
+    q = torch.tensor([[0.5, 0.125, 0.25, 0.125], [1.0, 0.0, 0.0, 0.0]]).double()
+    expected = [[1.75 * math.log(2), 0.5, -math.log(2), 0.25], [0.0, 1.0, 0.0, 1.0]]
+    assert torch.allclose(measures(q.log()), torch.tensor(expected).double())
+
+
 def test_calibration_error_of_calibrated_and_of_shifted_probabilities() -> None:
     sure = 0.1 + 0.7 * uniform(6000)
     alpha = sure + 0.2 * (uniform(6000, 5) - 0.5)  # exact on average
@@ -93,19 +103,25 @@ def test_calibration_error_of_calibrated_and_of_shifted_probabilities() -> None:
 
 def test_bins_have_as_many_drafts_each() -> None:
     sure, alpha = torch.tensor([0.9, 0.1, 0.2, 0.8, 0.3, 0.3]).double(), torch.tensor([1.0, 0, 0, 0.5, 0.5, 1]).double()
-    table = confidence.reliability(sure, alpha, 3)
+    table = confidence.reliability(sure, alpha, None, 3)
     assert [one["drafts"] for one in table] == [2, 2, 2]
     assert [one["confidence"] for one in table] == pytest.approx([0.15, 0.3, 0.85])
     assert [one["alpha"] for one in table] == pytest.approx([0.0, 0.75, 0.75])
-    assert calibration_error(sure, alpha, 3) == pytest.approx((0.15 + 0.45 + 0.1) / 3)
+    assert calibration_error(sure, alpha, None, 3) == pytest.approx((0.15 + 0.45 + 0.1) / 3)
+    weight = torch.tensor([0.5, 1, 1, 0.5, 0, 0]).double()  # bins of mass 1: 0.1 alone, 0.2 alone, 0.8 and 0.9
+    assert [one["drafts"] for one in confidence.reliability(sure, alpha, weight, 3)] == [1, 1, 1]
+    assert calibration_error(sure, alpha, weight, 3) == pytest.approx((0.1 + 0.2 + 0.1) / 3)
 
 
 def test_areas_of_a_draft_say_which_way_each_score_points() -> None:
     """All scores order these drafts as alpha does: entropy falls as the others rise."""
     alpha = uniform(50).sort().values
-    drafts = Drafts(alpha, alpha.sqrt(), 3 - alpha, alpha / 2, alpha / 3, torch.zeros(50))
+    reach = uniform(50, 6)
+    drafts = Drafts(alpha, reach, alpha.sqrt(), alpha**2, 3 - alpha, alpha / 2, alpha / 3, torch.zeros(50))
     named = figures(drafts)
-    assert len(set(named["area"].values())) == 1 and set(named["area"]) == set(confidence.SCORES)
+    assert set(named["area"].values()) == {area(alpha, alpha)} and len(named["area"]) == 6
+    assert set(named["in_rounds"]["area"].values()) == {area(alpha, alpha, reach)}
+    assert named["in_rounds"]["calibration_error"] == calibration_error(alpha.sqrt(), alpha, reach)
     assert named["drafts"] == 50 and named["alpha"] == pytest.approx(float(alpha.mean()))
     assert named["confidence"] == pytest.approx(float(alpha.sqrt().mean()))
     assert named["calibration_error"] == calibration_error(alpha.sqrt(), alpha)
@@ -132,17 +148,41 @@ def test_the_fit_is_the_minimum_and_a_constant_input_gets_nothing() -> None:
         assert weight[3] == 0 and abs(float(gap.mean())) < 1e-9 and float(slope.abs().max()) < 1e-9
 
 
-def test_a_fitted_head_is_right_on_average_and_leaves_the_draft_alone() -> None:
+def test_a_fitted_head_is_right_on_average_and_leaves_the_draft_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     model = target()
     one = student(model)
     before, texts = weights(one.network), held(model, one, 0.7)
+    monkeypatch.setattr(confidence, "EVERY", 1)
     count = fit(texts, one, split(model)[1])
     assert weights(one.network).keys() == before.keys()
     assert all(torch.equal(weight, before[name]) for name, weight in weights(one.network).items())
-    report = judged(texts, one, split(model)[1])
-    assert report["all"]["drafts"] == count and report["all"]["confidence"] == pytest.approx(report["all"]["alpha"])
-    assert report["all"]["area"]["confidence"] > 0.6
-    assert {p.requires_grad for p in one.network.confidence_head.parameters()} == {False}
+    assert {weight.requires_grad for weight in one.network.confidence_head.parameters()} == {False}
+    drafts = every_draft(texts, one, split(model)[1])
+    assert len(drafts) == count
+    for sure in (drafts.confidence, drafts.states):  # the bias is free: its slope is the mean of the differences
+        assert float(sure.double().mean()) == pytest.approx(float(drafts.alpha.double().mean()), abs=1e-5)
+    by = figures(drafts)["area"]
+    assert by["confidence"] > by["states"] > 0.6 and by["confidence"] > by["entropy"]
+
+
+def test_a_fit_reads_all_depths_of_one_round_in_several() -> None:
+    model = target()
+    one = student(model)
+    texts = held(model, one)
+    parts = list(confidence._drafts(texts, one, split(model)[1], every=EVERY))
+    whole = every_draft(texts, one, split(model)[1])
+    some = Drafts(*(torch.cat([getattr(part, name) for _, part in parts]) for name in Drafts.__annotations__))
+    assert fit(texts, one, split(model)[1]) == len(some) and 3 * len(some) < len(whole)
+    inside = torch.nn.functional.pad(TEXTS.sampled, (0, 1)).flatten()
+    for depth in range(3):
+        at = torch.arange(0, IDS.numel(), EVERY) + depth
+        at = at[(at < IDS.numel()) & (at // 14 == (at - depth) // 14) & ((at - depth) % 14 > 0)]
+        assert int((some.depth == depth).sum()) == int(inside[at].sum())
+
+
+def every_draft(texts: HeldOut, one: Any, head: Any, greedy: bool = False) -> Drafts:
+    parts = [part for _, part in confidence._drafts(texts, one, head, greedy)]
+    return Drafts(*(torch.cat([getattr(part, name) for part in parts]) for name in Drafts.__annotations__))
 
 
 def test_a_fit_without_a_head_raises() -> None:
@@ -158,9 +198,10 @@ def test_labels_and_scores_are_those_of_whole_distributions(temperature: float, 
     one = student(model)
     cut = (lambda logits: keep_top_p(logits, top_p)) if top_p < 1 else None
     texts = held(model, one, temperature, cut)
-    parts = list(confidence._drafts(texts, one, split(model)[1], greedy))
-    drafts = Drafts(*(torch.cat([getattr(part, name) for _, part in parts]) for name in Drafts.__annotations__))
+    drafts = every_draft(texts, one, split(model)[1], greedy)
     whole, expected = Sampling(temperature, top_p=top_p), []
+    passes: dict[tuple[int, int], float] = {}  # by the position of a round's first draft, and depth
+    after = torch.nn.functional.pad(TEXTS.sampled, (0, 1)).flatten()
     with torch.no_grad():
         p = probs(model(IDS).logits.flatten(0, 1), [whole] * IDS.numel())
         for guess in one.guesses({"ids": IDS}, confidence_seen(model, one)):
@@ -168,11 +209,17 @@ def test_labels_and_scores_are_those_of_whole_distributions(temperature: float, 
             q, plain = probs(logits, [whole] * len(logits)), (logits / (temperature or 1.0)).softmax(-1)
             if greedy:
                 q = torch.nn.functional.one_hot(q.argmax(-1), VOCABULARY).to(q)
-            inside = torch.nn.functional.pad(TEXTS.sampled, (0, 1)).flatten()[guess.at]
+            inside, first = after[guess.at], guess.at - guess.depth
+            x = IDS.roll(-1, 1).flatten()[guess.at].unsqueeze(1)
+            ratio = (q.gather(1, x) / p[guess.at].gather(1, x)).nan_to_num(0.0).clamp(max=1)[:, 0]
+            passes |= {(start, guess.depth): float(r) for start, r in zip(first.tolist(), ratio, strict=True)}
+            reach = [math.prod(passes[start, i] for i in range(guess.depth)) * bool(after[start])
+                     for start in first.tolist()]  # fmt: skip
             top = plain.topk(2).values
             named = {"alpha": torch.minimum(p[guess.at], q).sum(-1), "entropy": -(plain * plain.log()).sum(-1),
                      "margin": top[:, 0] - top[:, 1], "top": top[:, 0],
-                     "confidence": one.network.confidence_head(guess.states),
+                     "confidence": one.network.confidence_head(guess.states, plain.log()),
+                     "states": one.network.confidence_head(guess.states), "reach": torch.tensor(reach),
                      "depth": torch.full((len(logits),), float(guess.depth))}  # fmt: skip
             expected.append({name: value[inside] for name, value in named.items()})
     for name in expected[0]:
@@ -189,7 +236,8 @@ def test_figures_are_of_all_depths_and_of_each() -> None:
     model = target()
     one = student(model)
     report = judged(held(model, one), one, split(model)[1])
-    assert len(report["by_depth"]) == 3 and sum(part["drafts"] for part in report["by_depth"]) == report["all"]["drafts"]
+    assert len(report["by_depth"]) == 3
+    assert sum(part["drafts"] for part in report["by_depth"]) == report["all"]["drafts"]
     mean = sum(part["drafts"] * part["alpha"] for part in report["by_depth"]) / report["all"]["drafts"]
     assert mean == pytest.approx(report["all"]["alpha"]) and report["temperature"] == 1.0
     assert sum(one["drafts"] for one in report["reliability"]) == report["all"]["drafts"]
@@ -204,7 +252,7 @@ def test_a_fit_reads_texts_of_the_regime_if_there_are_any() -> None:
     assert torch.equal(confidence.chosen(mixed, 0.7, 3).ids, IDS)
     many = Texts(IDS.repeat(2000, 1), TEXTS.prompt.repeat(2000), TEXTS.length.repeat(2000), TEXTS.domain * 2000)
     few = confidence.chosen(many, 1.0, 4)
-    assert DRAFTS <= 4 * int(few.sampled.sum()) < 1.05 * DRAFTS
+    assert EVERY * DRAFTS <= 4 * int(few.sampled.sum()) < 1.05 * EVERY * DRAFTS
 
 
 # --- what it reads
@@ -213,7 +261,9 @@ def test_a_fit_reads_texts_of_the_regime_if_there_are_any() -> None:
 def read_by(one: Any, ids: Tensor, seen: Any) -> list[tuple[Guess, Tensor]]:
     head = one.network.confidence_head
     with torch.no_grad():
-        return [(guess, head(guess.states[:, : head.width])) for guess in one.guesses({"ids": ids}, seen)]
+        guesses = one.guesses({"ids": ids}, seen)
+        return [(guess, torch.stack([head(guess.states), head(guess.states, guess.head(guess.states).log_softmax(-1))]))
+                for guess in guesses]  # fmt: skip
 
 
 @pytest.mark.parametrize("markov", [0, 3])
@@ -230,7 +280,7 @@ def test_it_reads_the_token_before_and_never_the_one_it_decides_about(markov: in
             ids[:, changed] = (ids[:, changed] + 7) % VOCABULARY
             for (guess, sure), (_, now) in zip(before[1:], read_by(one, ids, seen)[1:], strict=True):
                 here = guess.at % 14 == t
-                assert bool(here.any()) and torch.equal(sure[here], now[here]) is same
+                assert bool(here.any()) and torch.equal(sure[:, here], now[:, here]) is same
 
 
 def test_what_was_fitted_is_what_a_round_computes() -> None:
@@ -240,7 +290,9 @@ def test_what_was_fitted_is_what_a_round_computes() -> None:
         one = student(model, markov)
         for guess, sure in read_by(one, IDS, confidence_seen(model, one)):
             states = guess.states[:, : one.network.config.hidden_size]
-            assert torch.equal(one.network.confidence(states, IDS.flatten()[guess.at]), sure)
+            before, q = IDS.flatten()[guess.at], guess.head(guess.states).log_softmax(-1)
+            assert torch.equal(one.network.confidence(states, before), sure[0])
+            assert torch.equal(one.network.confidence(states, before, q), sure[1])
 
 
 def test_drafts_are_the_same_with_and_without_it() -> None:
@@ -292,12 +344,14 @@ def test_draft_confidence_adds_it_and_changes_no_other_weight(tmp_path: Path) ->
         torch.manual_seed(3)
         networks.append(student_class("block").initial(draft, Init("scratch", [0], 0.0), target()))
     without, having = (network.state_dict() for network in networks)
-    assert set(having) - set(without) == {f"confidence_head.proj.{name}" for name in ("weight", "bias")}
+    assert set(having) - set(without) == {
+        f"confidence_head.{by}.{name}" for by in ("proj", "with_q") for name in ("weight", "bias")
+    }
     assert all(torch.equal(having[name], weight) for name, weight in without.items())
 
 
 def test_students_without_depths_are_judged_as_one() -> None:
-    drafts = Drafts(*[uniform(30)] * 5, torch.full((30,), float(ANY)))
+    drafts = Drafts(*[uniform(30)] * 7, torch.full((30,), float(ANY)))
     assert math.isfinite(figures(drafts)["calibration_error"])
     one = heads(target())
     assert confidence.head_of(one) is None
