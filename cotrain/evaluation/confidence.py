@@ -1,4 +1,4 @@
-"""A draft's confidence head: fitted after the training, on texts that were learnt from, and judged on held-out texts.
+"""A draft's confidence head: fitted after the training, on texts set aside for it, and judged on held-out texts.
 
 The head predicts alpha = sum_v min(p, q), the probability that a draft is accepted if all drafts before it were, both
 distributions as served (greedy drafting: p(argmax q)). Cross-entropy with alpha as a soft label is a proper score,
@@ -28,7 +28,7 @@ from inference.proposers.confidence import ConfidenceHead, measures
 from inference.sampling import one_hot
 
 DRAFTS = 32768  # that a fit reads
-EVERY = 4  # of a text's rounds, the one that a fit reads: the drafts of a text are alike, those of more texts say more
+EVERY = 4  # one round in so many is read if there are enough texts: drafts of a text are alike, more texts say more
 BINS = 15  # of equal mass
 RIDGE = 1e-3  # of the squared weights, in units of the inputs' standard deviations
 STEPS, FLAT = 50, 1e-10  # of Newton's method, and the slope where it ends
@@ -69,13 +69,10 @@ def head_of(student: Student) -> ConfidenceHead | None:
 # --- the fit
 
 
-def chosen(texts: Texts, temperature: float, depths: int) -> Texts:
-    """The texts that a fit reads: those of the temperature, if there are any, else some of all; about EVERY x DRAFTS
-    drafts on their sampled tokens."""
-    own = (texts.temperature.expand(len(texts)) == temperature).nonzero().squeeze(-1).tolist()
-    texts = texts.rows(own) if own else texts
+def reserved(texts: Texts, depths: int) -> list[int]:
+    """The rows of texts to fit a head on, at most a tenth of them: about EVERY x DRAFTS drafts on sampled tokens."""
     drafts = int(texts.sampled.sum()) * depths / max(len(texts), 1)
-    return texts.spread(max(math.ceil(EVERY * DRAFTS / max(drafts, 1)), 1)).at(temperature)
+    return texts.evenly(max(min(math.ceil(EVERY * DRAFTS / max(drafts, 1)), len(texts) // 10), 1))
 
 
 def fit(held: HeldOut, student: Student, head_target: Head, greedy: bool = False) -> int:
@@ -84,7 +81,9 @@ def fit(held: HeldOut, student: Student, head_target: Head, greedy: bool = False
     head = head_of(student)
     if head is None:
         raise ValueError(f"{type(student.network).__name__} has no confidence head: draft.confidence=true")
-    parts = [(read, drafts.alpha) for read, drafts in _drafts(held, student, head_target, greedy, every=EVERY)]
+    drafts = int(held.texts.sampled.sum()) * getattr(student.network.config, "depths", 1)
+    every = min(max(drafts // DRAFTS, 1), EVERY)
+    parts = [(read, drafts.alpha) for read, drafts in _drafts(held, student, head_target, greedy, every=every)]
     read, alpha = (torch.cat(side) for side in zip(*parts, strict=True))
     for by in (head.proj, head.with_q):
         weight, bias = logistic(read[:, : by.in_features].double(), alpha.double())

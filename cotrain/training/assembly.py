@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from cotrain.config.groups import Draft, Init, Loss
 from cotrain.config.settings import TrainConfig, judged, learnt, truncation
 from cotrain.data.texts import Texts, joined, none, shared
+from cotrain.evaluation.confidence import reserved
 from cotrain.evaluation.held_out import DEPTHS, HeldOut, held_out
 from cotrain.evaluation.profile import Provenance, provenance
 from cotrain.losses.spec import parse
@@ -72,17 +73,40 @@ def coverage(held: HeldOut, known: torch.Tensor) -> float:
 
 def parts(job: Job, rounds: int, by: Sampler | None = None) -> tuple[Texts, Texts]:
     """The given texts, if steps learn from them, and the texts of so many samplings of the target, in the order of the
-    samplings, each at its own temperature: the regime's or several. by: samples those that are not on disk; the target
-    alone, when None."""
+    samplings, each at its own temperature: the regime's or several; without those of `fitting`. by: samples
+    those that are not on disk; the target alone, when None."""
     cfg = job.cfg
     given = list(cfg.draft.temperatures) or [cfg.regime.temperature]
     corpus = job.given("train").in_turn(given) if cfg.trainer.corpus_steps else none()
-    sampled = [
-        shared(job.texts("train", t, Share(i, cfg.rollout.rounds), by), shares_of(cfg)).at(t, whole=not job.chats)
-        for i in range(rounds)
-        for t in learnt(cfg)
-    ]
+    sampled = [_learnt_from(job, i, t, by).at(t, whole=not job.chats) for i in range(rounds) for t in learnt(cfg)]
     return corpus, joined(sampled)
+
+
+def _sampled(job: Job, i: int, temperature: float, by: Sampler | None = None) -> Texts:
+    texts = job.texts("train", temperature, Share(i, job.cfg.rollout.rounds), by)
+    return shared(texts, shares_of(job.cfg))
+
+
+def _learnt_from(job: Job, i: int, temperature: float, by: Sampler | None) -> Texts:
+    """The texts of a sampling but those set aside."""
+    texts = _sampled(job, i, temperature, by)
+    if not job.cfg.draft.confidence or (i, temperature) != (0, _fitted_at(job)):
+        return texts
+    aside = set(reserved(texts, job.cfg.draft.depths or 1))
+    return texts.rows([row for row in range(len(texts)) if row not in aside])
+
+
+def fitting(job: Job) -> Texts:
+    """The texts that draft.confidence=true sets aside: some of the first sampling, at the regime's temperature if it is
+    learnt at. A draft fits the texts that it learnt from better than others, so a head fitted on those would be too
+    sure."""
+    texts = _sampled(job, 0, _fitted_at(job))
+    return texts.rows(reserved(texts, job.cfg.draft.depths or 1))
+
+
+def _fitted_at(job: Job) -> float:
+    temperatures, own = learnt(job.cfg), job.cfg.regime.temperature
+    return own if own in temperatures else temperatures[0]
 
 
 def shares_of(cfg: TrainConfig) -> dict[str, float]:

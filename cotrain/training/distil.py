@@ -28,7 +28,7 @@ from cotrain.evaluation.profile import Provenance
 from cotrain.ranks import rank
 from cotrain.rollout.training_texts import Source, regime
 from cotrain.students.base import Student, student_class
-from cotrain.training.assembly import coverage, foreign, held_out_texts, new_student, parts, prune, stages, trained_by
+from cotrain.training.assembly import coverage, fitting, foreign, held_out_texts, new_student, prune, stages, trained_by
 from cotrain.training.callbacks import MeasureSpeed
 from cotrain.training.fit import as_served, fit
 from cotrain.training.interrupts import Signals, listening
@@ -161,15 +161,15 @@ def export(
 
 
 def fit_confidence(job: Job, module: Distillation) -> dict[str, Any] | None:
-    """Fit the confidence head of a draft that has one, on texts that the draft learnt from; prints and returns its
-    figures on held-out texts of the regime."""
+    """Fit the confidence head of a draft that has one, on texts set aside for it; prints and returns its figures on
+    held-out texts of the regime."""
     student, cfg = module.student, job.cfg
     if confidence.head_of(student) is None:
         return None
     greedy = objective(cfg.objective) == "greedy"
-    texts = confidence.chosen(parts(job, 1)[1], cfg.regime.temperature, cfg.draft.depths or 1)
-    learnt_from = held_out(job.read, texts, cfg.regime.temperature, truncation(cfg.regime))
-    count = confidence.fit(learnt_from, student, module.head_target, greedy)
+    texts = fitting(job)
+    aside = held_out(job.read, texts, cfg.regime.temperature, truncation(cfg.regime))
+    count = confidence.fit(aside, student, module.head_target, greedy)
     figures = confidence.judged(module.held_out[module.temperature], student, module.head_target, greedy)
     print(confidence.line(figures))
     return {"fitted": {"texts": len(texts), "drafts": count}, **figures}

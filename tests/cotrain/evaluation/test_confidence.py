@@ -1,6 +1,7 @@
 """A confidence head: its figures against closed forms and pairs, its fit against known maps, and what it reads."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from cotrain.evaluation.confidence import DRAFTS, EVERY, Drafts, area, calibrati
 from cotrain.evaluation.held_out import HeldOut, held_out
 from cotrain.students.base import ANY, Guess, Seen, student_class
 from cotrain.teacher.target_model import served, split
-from cotrain.training import distil
+from cotrain.training import assembly, distil
 from inference import Engine, Sampling
 from inference.policy import Fixed
 from inference.proposers.block import Block, BlockConfig, BlockNetwork
@@ -152,7 +153,6 @@ def test_a_fitted_head_is_right_on_average_and_leaves_the_draft_alone(monkeypatc
     model = target()
     one = student(model)
     before, texts = weights(one.network), held(model, one, 0.7)
-    monkeypatch.setattr(confidence, "EVERY", 1)
     count = fit(texts, one, split(model)[1])
     assert weights(one.network).keys() == before.keys()
     assert all(torch.equal(weight, before[name]) for name, weight in weights(one.network).items())
@@ -165,14 +165,16 @@ def test_a_fitted_head_is_right_on_average_and_leaves_the_draft_alone(monkeypatc
     assert by["confidence"] > by["states"] > 0.6 and by["confidence"] > by["entropy"]
 
 
-def test_a_fit_reads_all_depths_of_one_round_in_several() -> None:
+def test_a_fit_reads_all_depths_of_one_round_in_several(monkeypatch: pytest.MonkeyPatch) -> None:
     model = target()
     one = student(model)
     texts = held(model, one)
     parts = list(confidence._drafts(texts, one, split(model)[1], every=EVERY))
     whole = every_draft(texts, one, split(model)[1])
     some = Drafts(*(torch.cat([getattr(part, name) for _, part in parts]) for name in Drafts.__annotations__))
-    assert fit(texts, one, split(model)[1]) == len(some) and 3 * len(some) < len(whole)
+    assert 3 * len(some) < len(whole) == fit(texts, one, split(model)[1])  # it reads all rounds of few texts
+    monkeypatch.setattr(confidence, "DRAFTS", 2)
+    assert fit(texts, one, split(model)[1]) == len(some)
     inside = torch.nn.functional.pad(TEXTS.sampled, (0, 1)).flatten()
     for depth in range(3):
         at = torch.arange(0, IDS.numel(), EVERY) + depth
@@ -245,14 +247,30 @@ def test_figures_are_of_all_depths_and_of_each() -> None:
     assert confidence.line(report).startswith("confidence head at T 1: calibration error ")
 
 
-def test_a_fit_reads_texts_of_the_regime_if_there_are_any() -> None:
-    mixed = Texts(IDS, TEXTS.prompt, TEXTS.length, TEXTS.domain, None, torch.tensor([1.0, 0.5, 1, 0.5, 1, 1]), True)
-    some = confidence.chosen(mixed, 0.5, 3)
-    assert torch.equal(some.ids, IDS[[1, 3]]) and float(some.temperature) == 0.5 and not some.whole
-    assert torch.equal(confidence.chosen(mixed, 0.7, 3).ids, IDS)
-    many = Texts(IDS.repeat(2000, 1), TEXTS.prompt.repeat(2000), TEXTS.length.repeat(2000), TEXTS.domain * 2000)
-    few = confidence.chosen(many, 1.0, 4)
-    assert EVERY * DRAFTS <= 4 * int(few.sampled.sum()) < 1.05 * EVERY * DRAFTS
+def test_a_fit_has_texts_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the first sampling, at the regime's temperature if texts of it are learnt from; training has the others."""
+    many = Texts(IDS.repeat(5, 1), TEXTS.prompt.repeat(5), TEXTS.length.repeat(5), TEXTS.domain * 5)
+    numbered = replace(many, ids=many.ids.clone())
+    numbered.ids[:, 0] = torch.arange(30)  # names of texts
+    job = job_of("regime.temperature=0.7", "rollout.rounds=2")
+    monkeypatch.setattr(type(job), "texts", lambda self, kind, t, part, by=None: numbered.at(t))
+    monkeypatch.setattr(type(job), "chats", True)
+    monkeypatch.setattr(type(job), "given", lambda self, kind: numbered)
+    for learnt, asked, first in (([], True, 0), ([0.3, 0.7], True, 1), ([0.3, 0.5], True, 0), ([], None, None)):
+        job.cfg.rollout.train_temperatures, job.cfg.draft.confidence = learnt, asked
+        names = [texts[0].tolist() for texts in assembly.parts(job, 2)[1].ids.unsqueeze(1)]
+        aside = assembly.fitting(job).ids[:, 0].tolist()
+        assert len(aside) == 3  # a tenth
+        samplings = [sorted(set(range(30)) - set(aside)) if n == first else list(range(30))
+                     for n in range(2 * max(len(learnt), 1))]  # fmt: skip
+        assert [name for name, *_ in names] == [name for one in samplings for name in one]
+
+
+def test_a_fit_has_no_more_texts_than_it_reads() -> None:
+    many = Texts(IDS.repeat(9000, 1), TEXTS.prompt.repeat(9000), TEXTS.length.repeat(9000), TEXTS.domain * 9000)
+    few = many.rows(confidence.reserved(many, 4))
+    assert EVERY * DRAFTS <= 4 * int(few.sampled.sum()) < 1.05 * EVERY * DRAFTS and len(few) < 900 * 6
+    assert len(confidence.reserved(TEXTS, 4)) == 1
 
 
 # --- what it reads
@@ -358,13 +376,13 @@ def test_students_without_depths_are_judged_as_one() -> None:
 
 
 def test_an_export_fits_and_reports_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On texts to learn from, at the regime's temperature, and judged on held-out texts of the regime."""
+    """On texts set aside, at the regime's temperature, and judged on held-out texts of the regime."""
     model = target()
     one, job = student(model), job_of("regime.temperature=0.7", "regime.top_p=0.9", "objective=sampled_draft")
     job.cfg.draft.depths = 3
     job.target, job.reads = model, one.reads
     monkeypatch.setattr(type(job), "read", property(lambda self: served(model, layers=one.reads)[0]))
-    monkeypatch.setattr(distil, "parts", lambda job, rounds: (None, TEXTS.at(0.7)))
+    monkeypatch.setattr(distil, "fitting", lambda job: TEXTS)
     calls: list[Any] = []
     monkeypatch.setattr(confidence, "fit", lambda *given: calls.append(("fit", *given)) or 99)
     monkeypatch.setattr(confidence, "judged", lambda *given: calls.append(("judged", *given)) or {"all": 1})
