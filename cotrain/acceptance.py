@@ -1,7 +1,7 @@
-"""Expected target calls and tokens per call, given acceptance: what the sequence losses are computed from.
+"""Expected target calls and tokens per call as functions of acceptance, the basis of the sequence losses.
 
-The recursion itself is `inference.verify.predict_chain`, which the serving side needs for its exactness verdict; its
-documented functions are re-exported here. Shapes of r, l, k and lengths as there.
+The recursion is in `inference.verify.predict_chain`, because the exactness verdict needs it while serving. Its public
+functions are re-exported here; shapes of r, l, k and lengths are the same.
 """
 
 import torch
@@ -56,7 +56,7 @@ def iid_tau(alpha: float, K: int) -> float:
 
 
 def length(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
-    """Minus the expected tokens of a round, token rule, averaged over starts t < L -> (B,).
+    """Minus the expected tokens of a round under the token rule, averaged over starts t < L -> (B,).
 
     -mean_t (1 + sum_{n=1..k} prod_{j<n} r[t+j, j]), without tokens past the text's end. Differentiable in r.
     """
@@ -64,14 +64,14 @@ def length(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
 
 
 def length_block(l: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
-    """`length` under block verification, from l = log q - log p of the text's tokens -> (B,)."""
+    """`length` under block verification, from l = log q - log p of the text's tokens -> (B,). Differentiable in l."""
     return _length(reach_block(l, k, lengths), lengths)
 
 
 def calls(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
-    """Expected target calls of each text as a loss -> (B,): `expected_calls`, differentiable in r.
+    """Expected target calls of each text as a loss -> (B,), see `expected_calls`. Differentiable in r.
 
-    Unlike `length`, it weighs each start by how often rounds begin there.
+    Unlike `length`, it weights each start by the probability that a round begins there.
     """
     return expected_calls(r, k, lengths)
 
@@ -82,10 +82,10 @@ def calls_block(l: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Te
 
 
 def call_weights(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
-    """Calls saved by a unit of acceptance at each token, -d calls / d r, detached, shaped as r.
+    """Target calls that a unit of acceptance saves at each token: -d calls / d r, detached, shaped as r.
 
-    Weights for `tv` per position give the gradient of `calls` with its sampled ratio replaced by alpha, which has less
-    variance. Not negative for r (B,T).
+    If the loss `tv` is weighted with them at each position, its gradient is that of `calls` with the sampled ratio
+    replaced by alpha, which has less variance. The weights of r (B,T) are not negative.
     """
     with torch.enable_grad():
         r = r.detach().requires_grad_()
@@ -95,7 +95,7 @@ def call_weights(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> T
 
 
 def _length(reach: Tensor, lengths: Tensor | None) -> Tensor:
-    """-mean over t < L of sum_{n < L-t} reach_n: a round at t emits one token more than it accepts."""
+    """-mean over t < L of sum_{n < L-t} reach_n. A round emits one token more than it accepts, so n counts from 0."""
     total, depths = reach.shape[1:]
     at = torch.arange(total, device=reach.device)
     end = torch.full_like(reach[:, 0, 0], total) if lengths is None else lengths.to(reach)

@@ -1,5 +1,5 @@
 """What a draft of one pass could reach at most: the distributions of its depths know the text, and no token drafted
-before.
+before; or, with a Markov head, the one token before.
 
     python -m studies.one_pass_ceiling OUT.json [--texts 48] [--samples 256] [--temperatures 1,0.7]
         [--set KEY=VALUE ...]
@@ -8,9 +8,11 @@ Behind each prompt the target samples many continuations. The best distribution 
 depth n maximises, over the continuations, the sum of how probable it is that the n - 1 tokens before were accepted,
 times sum_v min(p(v | continuation), q(v)). That is concave and piecewise linear in q, so it is found by filling
 (`best_probs`). A distribution fitted to half of the continuations and judged by the same half is better than any
-distribution can be ("above"); judged by the other half it is a distribution that there is ("below"). Reported are
-expected tokens of a round that begins at the prompt's
-end, by depth: a depth's distribution is the best for its own depth, given those before it.
+distribution can be ("above"); judged by the other half it is a distribution that there is ("below"). With a Markov
+head a depth has one distribution for each token before it ("markov_below", "markov_above"), fitted to the continuations
+with that token; where the fitted half lacks the token, the distribution is that of all. Reported are expected tokens of
+a round that begins at the prompt's end, by depth: a depth's distribution is the best for its own depth, given those
+before it.
 """
 
 import argparse
@@ -52,18 +54,37 @@ def best_probs(distributions: Tensor, weights: Tensor) -> Tensor:
     return filled.view_as(masses).sum(0)
 
 
-def expected(distributions: Tensor, tokens: Tensor, fitted: Tensor, judged: Tensor) -> list[float]:
+def best_after(distributions: Tensor, weights: Tensor, before: Tensor, fitted: Tensor) -> Tensor:
+    """The best distribution (S, V) for each continuation, by the token before it (S,): fitted to those of the
+    continuations `fitted` that have that token, or to all of `fitted` if none has it. distributions (S, V), weights
+    (S,)."""
+    best = best_probs(distributions[fitted], weights[fitted]).expand_as(distributions).clone()
+    for token in before[fitted].unique():
+        some = fitted[before[fitted] == token]
+        best[before == token] = best_probs(distributions[some], weights[some])
+    return best
+
+
+def expected(
+    distributions: Tensor, tokens: Tensor, fitted: Tensor, judged: Tensor, markov: bool = False
+) -> list[float]:
     """Expected tokens of a round of k = 1..K drafts, the one after them included, with distributions fitted to some of
     the continuations and judged by some. distributions (S, K, V): the target's along them, tokens (S, K); fitted,
-    judged: places."""
-    reach, whole, found = torch.ones(len(tokens), dtype=distributions.dtype), 1.0, []
+    judged: numbers of continuations; markov: whether a distribution knows the token before."""
+    reach, whole, by_depth = torch.ones(len(tokens), dtype=distributions.dtype), 1.0, []
     for depth in range(tokens.shape[1]):
-        q = distributions[0, 0] if depth == 0 else best_probs(distributions[fitted, depth], reach[fitted])
-        whole += float((reach[judged] * torch.minimum(distributions[judged, depth], q).sum(-1)).mean())
-        of_text = distributions[:, depth].gather(1, tokens[:, depth : depth + 1])[:, 0]
-        reach = reach * (q[tokens[:, depth]] / of_text).clamp(max=1)
-        found.append(whole)
-    return found
+        here = distributions[:, depth]
+        if depth == 0:
+            q = here[:1].expand_as(here)
+        elif markov:
+            q = best_after(here, reach, tokens[:, depth - 1], fitted)
+        else:
+            q = best_probs(here[fitted], reach[fitted]).expand_as(here)
+        whole += float((reach[judged] * torch.minimum(here[judged], q[judged]).sum(-1)).mean())
+        ratio = (q / here).gather(1, tokens[:, depth : depth + 1])[:, 0]
+        reach = reach * ratio.clamp(max=1)
+        by_depth.append(whole)
+    return by_depth
 
 
 def distributions_along(
@@ -79,13 +100,12 @@ def distributions_along(
 
 
 def ceiling(engine: Engine, prompt: list[int], samples: int, sampling: Sampling, seed: int) -> dict[str, list[float]]:
-    """Of one prompt: expected tokens of a round by depth, below and above."""
+    """Of one prompt: expected tokens of a round by depth, below and above, without a Markov head and with one."""
     tokens, distributions = distributions_along(engine, prompt, samples, sampling, seed)
-    halves = torch.arange(samples).chunk(2)
-    pairs = [(halves[0], halves[1]), (halves[1], halves[0])]
-    below = torch.tensor([expected(distributions, tokens, *pair) for pair in pairs]).mean(0)
-    above = torch.tensor([expected(distributions, tokens, half, half) for half in halves]).mean(0)
-    return {"below": below.tolist(), "above": above.tolist()}
+    one, two = torch.arange(samples).chunk(2)
+    sides = {"below": ((one, two), (two, one)), "above": ((one, one), (two, two))}
+    return {f"{name}{side}": torch.tensor([expected(distributions, tokens, *pair, markov=bool(name)) for pair in pairs])
+            .mean(0).tolist() for name in ("", "markov_") for side, pairs in sides.items()}  # fmt: skip
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -93,7 +113,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     domains = {row["domain"] for row in rows}
     groups = {"all": rows} | {name: [row for row in rows if row["domain"] == name] for name in sorted(domains)}
     return {name: {side: [round(sum(one) / len(one), 3) for one in zip(*(row[side] for row in some), strict=True)]
-                   for side in ("below", "above")} for name, some in groups.items()}  # fmt: skip
+                   for side in some[0] if side != "domain"} for name, some in groups.items()}  # fmt: skip
 
 
 def main(arguments: list[str]) -> None:

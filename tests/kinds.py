@@ -123,8 +123,8 @@ def block(target: LlamaForCausalLM, noise: float = 0.1, **settings: Any) -> Bloc
     config, layers = target.config, list(fused(target.config.num_hidden_layers))
     network = BlockNetwork(BlockConfig(
         hidden_size=config.hidden_size, num_attention_heads=2, head_dim=config.hidden_size // 2,
-        vocab_size=config.vocab_size, max_position_embeddings=config.max_position_embeddings, depths=3,
-        eagle_aux_hidden_state_layer_ids=layers, num_hidden_layers=2, **settings,
+        vocab_size=config.vocab_size, max_position_embeddings=config.max_position_embeddings,
+        eagle_aux_hidden_state_layer_ids=layers, **{"depths": 3, "num_hidden_layers": 2, **settings},
     )).to(target.dtype).eval()  # fmt: skip
     with torch.no_grad():
         for weight in network.parameters():

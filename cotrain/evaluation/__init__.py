@@ -1,1 +1,1 @@
-"""Acceptance on held-out texts, its profile, and the comparison of runs."""
+"""Acceptance on held-out texts, its profile over temperature and context, and the comparison of runs."""

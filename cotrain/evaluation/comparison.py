@@ -1,4 +1,4 @@
-"""Comparing runs on the same held-out texts: tau of each, and paired intervals of the differences."""
+"""Compare runs on the same held-out texts: tau of each run, and confidence intervals of the paired differences."""
 
 import json
 from collections import defaultdict
@@ -19,12 +19,12 @@ FIGURES = "held_out.json"
 DEPTHS = (4, 8)
 RESAMPLES = 2000
 LIKE = ("alpha", "kl", "entropy", "calibration")
-RunFigures = dict[str, Any]  # of one run, as in `FIGURES`
+RunFigures = dict[str, Any]  # the content of the file `FIGURES` of a run
 
 
 def per_text(scores: dict[float, Scores], held_out: Mapping[float, HeldOut]) -> dict[str, Any]:
-    """The figures of one run, by temperature: means (`LIKE`), acceptance at each depth if distributions depend on the
-    depth, and of each text its hash, its length and its exact expected calls at k = 4, 8."""
+    """Return the figures of one run, by temperature: the means in `LIKE`, acceptance at each depth if distributions
+    depend on the depth, and for each text its hash, its length and its exact expected calls at k = 4 and 8."""
     return {
         f"{temperature:g}": {
             **{name: getattr(one, name) for name in LIKE},
@@ -39,9 +39,8 @@ def per_text(scores: dict[float, Scores], held_out: Mapping[float, HeldOut]) -> 
 
 @dataclass(frozen=True)
 class Gain:
-    """tau of a label (its runs pooled) and its relative gain over the baseline's, with a 95 % interval. alpha, kl
-    (nats),
-    entropy of q (nats) and calibration error: means over its runs."""
+    """The tau of a label, and its relative gain over the baseline with a 95 % interval from low to high. The runs of
+    the label are pooled; alpha, kl (nats), entropy of q (nats) and calibration error are means over them."""
 
     label: str
     temperature: str
@@ -58,9 +57,9 @@ class Gain:
 
 
 def read(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """Runs below a folder by label, in the order of their seeds. Raises UserError when there is none.
+    """Return the runs in a folder by label, in the order of their seeds. Raises UserError if there are none.
 
-    Runs of one label are pooled only if their settings are the same except for seeds. If other settings differ, these
+    Runs of a label are pooled only if their settings are the same except for seeds. Otherwise the settings that differ
     are added to the label, as in `kl,draft.kind=eagle`.
     """
     files = list(folder.rglob(FIGURES))
@@ -80,7 +79,7 @@ def read(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def _settings_of(folder: Path) -> dict[str, Any]:
-    """The settings of a run that decide its results, by key, without seeds; {} of a folder that has no record of
+    """Return the settings that decide a run's results, by key, without seeds; {} for a folder without a record of
     them."""
     marker = read_marker(folder) or {}
     leaves = ((key, value) for key, value in flat(marker.get("settings") or {}) if not isinstance(value, dict))
@@ -89,7 +88,7 @@ def _settings_of(folder: Path) -> dict[str, Any]:
 
 
 def left_out(runs: dict[str, list[dict[str, Any]]], baseline: str) -> dict[str, str]:
-    """The reason why `compare` has no line for a label, by label."""
+    """Return the reason why `compare` leaves a label out, by label."""
     base = [run["texts"] for run in runs[named(baseline, runs)]]
     reasons = {}
     for label, mine in runs.items():
@@ -100,19 +99,20 @@ def left_out(runs: dict[str, list[dict[str, Any]]], baseline: str) -> dict[str, 
         elif not common:
             theirs = sorted({t for one in base for t in one})
             reasons[label] = (
-                f"judged at temperatures {sorted({t for one in texts for t in one})}, the baseline at {theirs}: "
-                "judge both at one with rollout.temperatures="
+                f"evaluated at temperatures {sorted({t for one in texts for t in one})}, the baseline at {theirs}: "
+                "set a common one in rollout.temperatures="
             )
     return reasons
 
 
 def compare(runs: dict[str, list[dict[str, Any]]], baseline: str) -> list[Gain]:
-    """The gain of every label, at every k and every temperature that all its runs and the baseline's have. Runs are
-    paired by seed and text with the baseline's; if they share no seed, in the order of seeds.
+    """Return the gain of every label over the baseline, at every k, and at every temperature that all runs of both
+    have.
 
-    A pair is compared on the texts that both were judged on, each pair on equally many. Each resample draws seeds and
-    texts with replacement, the same ones for both sides. Raises UserError if the baseline is missing, or if runs share
-    no text.
+    Runs are paired with the baseline's by seed; if the two have no seed in common, they are paired in the order of
+    their seeds. A pair is compared on the texts on which both were evaluated, and every pair on equally many. Each
+    bootstrap sample draws seeds and texts with replacement, the same ones for both sides. Raises UserError if the
+    baseline is missing, or if runs have no text in common.
     """
     baseline = named(baseline, runs)
     gains = []
@@ -125,8 +125,8 @@ def compare(runs: dict[str, list[dict[str, Any]]], baseline: str) -> list[Gain]:
 
 
 def named(baseline: str, labels: Collection[str]) -> str:
-    """The label of this name, or the only label of a sweep with that setting (`loss=kl`) or value (`kl`). Raises
-    UserError, listing the labels, if none or several match."""
+    """Return the label that `baseline` names: the label itself, or the only label of a sweep with that setting
+    (`loss=kl`) or that value (`kl`). Raises UserError, listing the labels, if no label or several match."""
     if baseline in labels:
         return baseline
     matches = [label for label in labels if baseline in _settings(label)]
@@ -137,7 +137,7 @@ def named(baseline: str, labels: Collection[str]) -> str:
 
 
 def _settings(label: str) -> set[str]:
-    """The settings of a sweep that a label is made of, and their values."""
+    """Return the settings in the label of a sweep, and their values."""
     parts = label.split(",")
     return {*parts, *(part.partition("=")[2] for part in parts)}
 
@@ -145,9 +145,9 @@ def _settings(label: str) -> set[str]:
 def _gain(label: str, mine: Sequence[dict[str, Any]], base: Sequence[dict[str, Any]], temperature: str, k: int) -> Gain:
     pairs = [tuple(run["texts"][temperature] for run in pair) for pair in paired(mine, base)]
     common = [_common(*pair) for pair in pairs]
-    count = min(len(rows) for rows in common)  # minutes= may judge fewer texts in one run than in another
+    count = min(len(rows) for rows in common)  # minutes= may leave time for fewer texts in one run than in another
     if not count:
-        raise UserError(f"{label}: judged on other texts than the baseline; share rollouts between the runs")
+        raise UserError(f"{label}: evaluated on other texts than the baseline; let the runs share rollouts")
     lengths, ours, theirs = np.array([
         [(one["lengths"][i], one["calls"][str(k)][i], two["calls"][str(k)][j]) for i, j in rows[:count]]
         for (one, two), rows in zip(pairs, common, strict=True)
@@ -163,20 +163,20 @@ def _gain(label: str, mine: Sequence[dict[str, Any]], base: Sequence[dict[str, A
 
 
 def paired(mine: Sequence[RunFigures], base: Sequence[RunFigures]) -> list[tuple[RunFigures, RunFigures]]:
-    """Pairs of runs with the same seed; if the sides share no seed, pairs in order."""
+    """Return pairs of runs with the same seed. If the two sides have no seed in common, pair them in order."""
     ours, theirs = map(_by_seed, (mine, base))
     return [(ours[key], theirs[key]) for key in ours if key in theirs] or list(zip(mine, base, strict=False))
 
 
 def _by_seed(runs: Sequence[RunFigures]) -> dict[tuple[Any, int], RunFigures]:
-    """Runs by seed and by the number of earlier runs with that seed."""
+    """Return runs by seed and by the number of earlier runs with the same seed."""
     seeds = [run.get("seed") for run in runs]
     return {(seed, seeds[:index].count(seed)): run for index, (seed, run) in enumerate(zip(seeds, runs, strict=True))}
 
 
 def _common(one: dict[str, Any], two: dict[str, Any]) -> list[tuple[int, int]]:
-    """Rows of the texts that two runs share, as pairs. Runs of before texts had hashes share all or none, by their
-    lengths."""
+    """Return pairs of rows of the texts that two runs have in common. Runs that were saved without hashes have all
+    texts in common if all lengths are the same, and none otherwise."""
     if "hashes" not in one or "hashes" not in two:
         return [(row, row) for row in range(len(one["lengths"]))] if one["lengths"] == two["lengths"] else []
     rows = {text: row for row, text in enumerate(two["hashes"])}
@@ -184,7 +184,7 @@ def _common(one: dict[str, Any], two: dict[str, Any]) -> list[tuple[int, int]]:
 
 
 def table(gains: Sequence[Gain], baseline: str) -> str:
-    """Aligned text, one line a label, temperature and draft length."""
+    """Return aligned text with one line for each label, temperature and draft length."""
     wide = max([len("label"), *(len(gain.label) for gain in gains)])
     lines = [
         f"{'T':>4}  {'k':>2}  {'label':<{wide}} seeds  alpha     kl  H(q)    ECE    tau  over {baseline} "

@@ -1,4 +1,4 @@
-"""Total variation between target and draft: how few positions hold most of it, and the worst of them as text."""
+"""Total variation between target and draft: how much of it few positions hold, and the worst positions as text."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,8 +12,8 @@ from cotrain.evaluation.profile import positions, probs
 from cotrain.students.base import Student
 from cotrain.teacher.target_model import Head
 
-WORST, LIKELIEST, SHOWN = 12, 3, 48  # contexts, tokens of each distribution, tokens of text before
-PARTS = 20  # of the Lorenz curve
+WORST, LIKELIEST, SHOWN = 12, 3, 48  # numbers of positions, of tokens per distribution, and of tokens before a position
+PARTS = 20  # number of steps of the Lorenz curve
 Decode = Callable[[Sequence[int]], str]
 
 
@@ -21,12 +21,13 @@ Decode = Callable[[Sequence[int]], str]
 def divergence(
     held: HeldOut, student: Student, head_target: Head, decode: Decode, read: Callable[[int], None] | None = None
 ) -> dict[str, Any]:
-    """Total variation 1 - sum_v min(p, q) over the held-out texts of one temperature, both distributions drawn at it.
+    """Return the total variation 1 - sum_v min(p, q) over the held-out texts of one temperature, with both
+    distributions at that temperature.
 
-    lorenz[i]: the share of the sum in the i / 20 of all positions that have the most. worst: the worst position of each
-    text, in descending order: the text before it, the next token, and the likeliest tokens of both distributions with p
-    and q of each. read: see `profile.positions`. If the draft's distribution depends on the depth, all figures are of
-    its first draft.
+    lorenz[i]: the share of the sum that the worst i / 20 of all positions hold. worst: the worst positions,
+    at most one of each text, with the text before it, the next token, and p and q of the most probable tokens of both
+    distributions. read: see `profile.positions`. If the draft's distribution depends on the depth, all figures are
+    for the first draft of a round.
     """
     distances: list[float] = []
     worst: dict[int, dict[str, Any]] = {}
@@ -47,8 +48,9 @@ def divergence(
 
 
 def lorenz(values: Sequence[float], parts: int = PARTS) -> list[float]:
-    """Share of the sum that the largest i / parts of the values hold, i = 0 .. parts (Lorenz 1905, largest first); a
-    fraction of a value counts in part. Without values, or if all are zero, i / parts."""
+    """Return the share of the sum that the largest i / parts of the values hold, for i = 0 .. parts (Lorenz 1905,
+    largest first). If i / parts is not a whole number of values, the next value counts in part. Without values, or if
+    all are zero, the shares are i / parts."""
     whole = sum(values)
     if not whole:
         return [i / parts for i in range(parts + 1)]
@@ -59,13 +61,13 @@ def lorenz(values: Sequence[float], parts: int = PARTS) -> list[float]:
 
 
 def _likeliest(p: Tensor, q: Tensor) -> dict[str, list[tuple[int, float, float]]]:
-    """(id, p, q) of the likeliest tokens of log distributions (V,), the target's and the draft's."""
+    """Return (id, p, q) of the most probable tokens of both sides, from log distributions p and q (V,)."""
     tops = {"target": p.topk(LIKELIEST).indices, "draft": q.topk(LIKELIEST).indices}
     return {name: [(int(i), float(p[i].exp()), float(q[i].exp())) for i in ids] for name, ids in tops.items()}
 
 
 def _as_text(held: HeldOut, row: int, position: dict[str, Any], decode: Decode) -> dict[str, Any]:
-    """A position of a text with its tokens decoded."""
+    """Return a position of a text with its tokens decoded."""
     ids, at = held.texts.ids[row].tolist(), position["at"]  # number of tokens before it
 
     def tokens(side: str) -> list[dict[str, Any]]:

@@ -1,7 +1,6 @@
-"""Acceptance on held-out text that the target sampled, by domain and depth, and the tau that follows from it.
+"""Acceptance on held-out texts that the target sampled, by domain and by depth, and the tau that follows from it.
 
-Acceptance by depth, predicted calls and tau come from one teacher-forced pass. They are unbiased only on text sampled
-in the regime that they are computed for.
+All figures come from one teacher-forced pass. They are unbiased only for texts that were sampled in the same regime.
 """
 
 from collections.abc import Callable
@@ -23,7 +22,7 @@ DEPTHS = 8  # tau(k) and acceptance by position for k = 1..8
 
 @dataclass
 class HeldOut:
-    """Texts of one regime with the target's states (N, T, D) on them, by layer, which no draft changes."""
+    """Held-out texts of one regime, with the target's states (N, T, D) by layer, which are the same for every draft."""
 
     texts: Texts
     states: Record
@@ -31,11 +30,11 @@ class HeldOut:
     truncate: Truncate | None = None
 
     def at(self, rows: Tensor, device: torch.device) -> Record:
-        """The states of some texts, on a device."""
+        """Return the states of some texts, on a device."""
         return {layer: states[rows].to(device) for layer, states in self.states.items()}
 
     def spread(self, count: int) -> "HeldOut":
-        """A part of the texts, see `Texts.evenly`."""
+        """Return `count` texts spread evenly over the domains, see `Texts.evenly`."""
         rows = self.texts.evenly(count)
         states = self.at(torch.tensor(rows), self.states[LAST].device)
         return HeldOut(self.texts.rows(rows), states, self.temperature, self.truncate)
@@ -45,17 +44,20 @@ class HeldOut:
 
     @property
     def hidden(self) -> Tensor:
-        """The last states (N, T-1, D) of the positions that predict a token."""
+        """The target's last states (N, T-1, D) at the positions that predict a token."""
         return self.states[LAST][:, :-1]
 
 
 @dataclass
 class Scores:
-    """l (N, L): log q - log p of each sampled token, 0 past a row's length. r_greedy (N, L): acceptance when the
-    draft's likeliest token is drafted. confidence (N, L): of the draft in its likeliest token. lengths (N,). alpha to
-    entropy: means over all tokens. If the draft's distribution depends on the depth, l, r_greedy and confidence are (N,
-    L, K), see `acceptance`, alpha to entropy are those of its first draft, and alphas has alpha of each of the K
-    depths."""
+    """Figures of N texts of at most L sampled tokens. Means are over all tokens.
+
+    l (N, L): log q - log p of each sampled token, 0 past a text's length. r_greedy (N, L): whether the token is the
+    draft's most probable one, which is its acceptance in greedy drafting. confidence (N, L): the draft's probability of
+    its most probable token. lengths (N,). alpha, alpha_greedy = p(argmax q), kl and entropy: means.
+    If the draft's distribution depends on the depth, l, r_greedy and confidence are (N, L, K), see `acceptance`; the
+    means are for the first draft of a round, and alphas has the mean alpha of each of the K depths.
+    """
 
     l: Tensor
     r_greedy: Tensor
@@ -69,37 +71,36 @@ class Scores:
 
     @property
     def r(self) -> Tensor:
-        """(N, L) or (N, L, K): acceptance of each sampled token given that it was emitted, min(1, q / p); 0 past a
-        row's length."""
+        """Acceptance of each sampled token, min(1, q / p), (N, L) or (N, L, K); 0 past a text's length."""
         return self.l.clamp(max=0).exp() * self.inside.view(self.inside.shape + (1,) * (self.l.ndim - 2))
 
     @property
     def inside(self) -> Tensor:
-        """(N, L) bool: the positions before a row's length."""
+        """A mask (N, L) of bool: the columns before each text's length."""
         return torch.arange(self.l.shape[1]) < self.lengths.unsqueeze(1)
 
     def drafted(self, k: int) -> int:
-        """Tokens of a draft of length k: k, or the number of depths that the draft has, if that is less."""
+        """Return the drafts of a round at draft length k: k, or the draft's number of depths if smaller."""
         return k if self.l.ndim == 2 else min(k, self.l.shape[2])
 
     def calls(self, k: int) -> Tensor:
-        """Expected target calls of each text at draft length k, token rule -> (N,)."""
+        """Return the expected target calls of each text (N,) at draft length k, under the token rule."""
         return expected_calls(self.r, self.drafted(k), self.lengths)
 
     def tau(self, k: int, verify: str = "token") -> float:
-        """Tokens per target call at draft length k under a rule of verification; a rule other than `block` counts as
-        the token rule."""
+        """Return tokens per target call at draft length k, under the rule `verify`. Every rule other than `block`
+        counts as the token rule."""
         if verify == "block":
             return float(tau_block(self.l, self.drafted(k), self.lengths))
         return float(tau(self.r, self.drafted(k), self.lengths))
 
     def tau_greedy(self, k: int) -> float:
-        """The same for greedy drafting. Drafts are certain, so all rules accept the same tokens."""
+        """Return `tau` for greedy drafting. Drafts are then one-hot, and all rules accept the same tokens."""
         return float(tau(self.r_greedy, self.drafted(k), self.lengths))
 
     @property
     def calibration(self) -> float:
-        """Expected calibration error of the first draft, see `calibration_error`."""
+        """The expected calibration error of the first draft, see `calibration_error`."""
         sure, hit = (one if one.ndim == 2 else one[..., 0] for one in (self.confidence, self.r_greedy))
         return calibration_error(sure[self.inside], hit[self.inside])
 
@@ -108,7 +109,7 @@ class Scores:
 def held_out(
     read_target: Reader, texts: Texts, temperature: float, truncate: Truncate | None = None, batch: int = 16
 ) -> HeldOut:
-    """Read the target once over the texts."""
+    """Compute the target's states on the texts, once for all later evaluations."""
     records = [read_target(*texts.read(part)) for part in torch.arange(len(texts)).split(batch)]
     states = {layer: torch.cat([record[layer].cpu() for record in records]) for layer in records[0]}
     return HeldOut(texts, states, temperature, truncate)
@@ -117,15 +118,15 @@ def held_out(
 def evaluate(
     held: HeldOut, student: Student, head_target: Head, scored: Callable[[int], None] | None = None
 ) -> dict[str, Scores]:
-    """Scores of each domain, in alphabetical order, and of all texts together under "all". scored: called with the
-    number of texts of each batch that was scored."""
+    """Return the scores of each domain, in alphabetical order, and those of all texts together as "all". scored: called
+    after each batch with its number of texts."""
     domains = sorted(set(held.texts.domain))
     scores = {domain: score(held, domain, student, head_target, scored=scored) for domain in domains}
     return scores | {"all": _pooled(list(scores.values()))}
 
 
 def guessed(held: HeldOut, rows: Tensor, student: Student) -> tuple[list[Guess], Record]:
-    """A student's guesses on some texts, and the target's states there, on the student's device."""
+    """Return a student's guesses on some texts, and the target's states there, on the student's device."""
     ids, position_ids = held.texts.read(rows)
     record = held.at(rows, student.network.device)
     batch = {"ids": ids, "temperature": torch.full((len(ids),), held.temperature, device=student.network.device)}
@@ -134,12 +135,12 @@ def guessed(held: HeldOut, rows: Tensor, student: Student) -> tuple[list[Guess],
 
 
 def figures(by_domain: dict[str, Scores]) -> dict[str, float]:
-    """Named `quantity/domain` and, for depth i, `quantity/domain/i`.
+    """Return figures by name: `quantity/domain`, or `quantity/domain/i` for depth i or draft length i.
 
-    alpha, alpha_greedy_draft = p(argmax q), kl, entropy of q, calibration_error; tau at k = 1..8 by the token rule,
-    tau_block by block verification, tau_greedy_draft for greedy drafting; conditional and prefix acceptance at depth
-    1..8. alpha/worst: the least alpha of a domain. If the draft's distribution depends on the depth: as many depths as
-    it has, and alpha_by_depth.
+    Quantities: alpha, alpha_greedy_draft = p(argmax q), kl, entropy of q and calibration_error; tau under the token
+    rule, tau_block under block verification and tau_greedy_draft for greedy drafting, at k = 1..8; conditional and
+    prefix acceptance at depth 1..8. alpha/worst is the smallest alpha of a domain. If the draft's distribution depends
+    on the depth, there are only as many depths as the draft has, and alpha_by_depth is added.
     """
     alone = [scores.alpha for domain, scores in by_domain.items() if domain != "all"] or [by_domain["all"].alpha]
     named: dict[str, float] = {"alpha/worst": min(alone)}
@@ -155,8 +156,9 @@ def figures(by_domain: dict[str, Scores]) -> dict[str, float]:
 
 
 def by_depth(scores: Scores) -> dict[str, list[float]]:
-    """tau(k) by token and block verification and of greedy drafting, conditional and prefix acceptance at depth k, for
-    k = 1..8 or the draft's depths if they are fewer; alpha of each depth if they differ."""
+    """Return tau(k) under both rules and for greedy drafting, and conditional and prefix acceptance at depth k, for k =
+    1..8, or up to the number of depths of the draft. If distributions depend on the depth, alpha of each depth is
+    added."""
     most = scores.drafted(DEPTHS)
     depths, alphas = range(1, most + 1), {"alpha_by_depth": list(scores.alphas)} if scores.alphas else {}
     return alphas | {
@@ -177,7 +179,7 @@ def score(
     batch: int = 16,
     scored: Callable[[int], None] | None = None,
 ) -> Scores:
-    """One teacher-forced pass of the draft over the texts of a domain. scored: as in `evaluate`."""
+    """Score the texts of a domain in one teacher-forced pass of the draft. scored: see `evaluate`."""
     rows = torch.tensor([i for i, name in enumerate(held.texts.domain) if name == domain])
     parts = []
     for at in rows.split(batch):
@@ -195,8 +197,11 @@ def score(
 
 
 def _compared(held: HeldOut, at: Tensor, student: Student, head_target: Head) -> tuple[list[Tensor], Tensor]:
-    """Of some texts: l, whether the likeliest token is the text's, and max q, (B, T) each, or (B, T, K) if
-    distributions depend on the depth; sums of alpha, p(argmax q), KL and entropy by depth (depths, 4)."""
+    """Compare draft and target on some texts.
+
+    Returns l, whether the token is the draft's most probable one, and max q, (B, T) each, or (B, T, K) if distributions
+    depend on the depth; and the sums of alpha, p(argmax q), KL and entropy by depth (depths, 4).
+    """
     guesses, record = guessed(held, at, student)
     ids = held.texts.ids[at].to(student.network.device)
     mask = torch.nn.functional.pad(held.texts.predicted[at], (0, 1)).to(ids.device)
@@ -205,42 +210,46 @@ def _compared(held: HeldOut, at: Tensor, student: Student, head_target: Head) ->
     comparisons = [compared(target, guess, following, mask, **options) for guess in guesses]  # one a depth
     grids = [[_placed(values, one.at, mask, never) for values, never in _of_tokens(one)] for one in comparisons]
     sums = [[part.double().sum() for part in (one.alpha, one.alpha_greedy, one.kl, one.entropy)] for one in comparisons]
-    depths = map(list, zip(*grids, strict=True))  # of each figure
+    depths = map(list, zip(*grids, strict=True))  # for each figure, one tensor a depth
     by_depth = [one[0] if guesses[0].depth == ANY else torch.stack(one, -1) for one in depths]
     return by_depth, torch.tensor(sums, dtype=torch.float64)
 
 
 def _of_tokens(comparison: Comparison) -> list[tuple[Tensor, float]]:
-    """l, hit and confidence of guesses, each with its value at positions without a guess, which draft nothing. A token
-    at the edge of a cut, p(x) = 0 < q(x), counts as accepted, as if p = q: infinity would make sums undefined."""
+    """Return l, hit and confidence of guesses, each with its value at positions without a guess, where nothing is
+    drafted.
+
+    A token at the edge of a cut, p(x) = 0 < q(x), counts as accepted, as if p = q: an infinite l would make sums
+    undefined.
+    """
     l = l_from(comparison.logp, comparison.logq)
     return [(l.masked_fill(l == torch.inf, 0.0), -torch.inf), (comparison.hit, 0.0), (comparison.confidence, 0.0)]
 
 
 def _placed(values: Tensor, at: Tensor, mask: Tensor, never: float) -> Tensor:
-    """Values (n,) at flat positions at (n,) -> (B, T), on the CPU; `never` at the mask's other positions, 0 outside
-    it."""
+    """Put values (n,) at flat positions `at` (n,) into a grid (B, T) on the CPU. The mask's other positions get
+    `never`, and positions outside the mask get 0."""
     grid = values.new_zeros(mask.shape).masked_fill(mask, never)
     return grid.flatten().index_copy(0, at, values).view(mask.shape).cpu()
 
 
 def calibration_error(confidence: Tensor, hit: Tensor, bins: int = 15) -> float:
-    """Expected calibration error: sum over bins of confidence of their share times |mean confidence - mean hit| (Guo
-    et al. 2017, 1706.04599). confidence in [0, 1], hit 0 or 1, (N,) each; 0 without any."""
+    """Expected calibration error: the sum over bins of confidence of (share of the bin) * |mean confidence - mean hit|
+    (Guo et al. 2017, 1706.04599). confidence (N,) in [0, 1], hit (N,) 0 or 1; returns 0 if N = 0."""
     at = (confidence * bins).long().clamp(max=bins - 1)
     gaps = torch.zeros(bins, dtype=torch.float64).index_add_(0, at, (confidence - hit).double())
     return float(gaps.abs().sum() / max(len(at), 1))
 
 
 def _aligned(r: Tensor, start: Tensor) -> Tensor:
-    """Shift each row (N, T) or (N, T, K) left so that column 0 is its first sampled token; values past its length are
-    of no use. The last position predicts no token and is left out."""
+    """Shift each row of r (N, T) or (N, T, K) left so that its first sampled token is in column 0. The last position is
+    left out, because it predicts no token; values past a row's length have no meaning."""
     columns = torch.arange(r.shape[1] - 1) + start.unsqueeze(1)
     return r.take_along_dim(columns.clamp(max=r.shape[1] - 1).view(columns.shape + (1,) * (r.ndim - 2)), 1)
 
 
 def _pooled(parts: list[Scores]) -> Scores:
-    """Scores of all domains together."""
+    """Combine the scores of all domains."""
     tokens = torch.tensor([float(part.lengths.sum()) for part in parts])
     weights = tokens / tokens.sum()
     width = max(part.l.shape[1] for part in parts)

@@ -1,4 +1,4 @@
-"""Acceptance by draft temperature and by length of context, and whether texts were sampled from the target."""
+"""Acceptance by draft temperature and by length of context, and a test whether texts were sampled from the target."""
 
 import math
 from collections import defaultdict
@@ -16,7 +16,7 @@ from cotrain.students.base import LAST, Guess, Student
 from cotrain.teacher.target_model import Head
 
 IMPOSSIBLE, SIGMAS = 0.02, 6.0  # generous limits: kernels differ a little between machines
-TIED = 4  # times the rounding of the highest logit: nearly all differences between two bfloat16 passes are smaller
+TIED = 4  # in units of the highest logit's rounding: nearly all differences of two bfloat16 passes are smaller
 DRAFTING = (0.0, 0.3, 0.5, 0.7, 0.85, 1.0, 1.2)
 
 
@@ -28,12 +28,13 @@ def profile(
     read: Callable[[int], None] | None = None,
     drafting: Sequence[float] = DRAFTING,
 ) -> dict[str, Any]:
-    """alpha = sum_v min(p, q) over the held-out texts of one temperature of the target: by the temperature of the draft
-    (0: its likeliest token), and by the tokens of context, in buckets that double, with the draft at the target's
-    temperature. read: see `positions`.
+    """Return alpha = sum_v min(p, q) on the held-out texts of one target temperature, by the temperature of the draft
+    (0: one-hot at its most probable token), and by the number of tokens of context.
 
-    Verification is exact at any temperature of the draft, which changes only acceptance. If the draft's distribution
-    depends on the depth, both are of its first draft; for later ones see `held_out.by_depth`.
+    Buckets of context double in length; their figures are for a draft at the target's temperature. read: see
+    `positions`.
+    Verification is exact at any temperature of the draft; only acceptance changes. If the draft's distribution depends
+    on the depth, the figures are for the first draft of a round; see `held_out.by_depth` for later ones.
     """
     temperatures = sorted({*drafting, held.temperature})
     totals = torch.zeros(len(temperatures), dtype=torch.float64)
@@ -57,7 +58,7 @@ def profile(
 
 
 def probs(logits: Tensor, temperature: float, held: HeldOut) -> Tensor:
-    """Log probabilities (n, V) as they are served."""
+    """Return log probabilities (n, V) as they are served, from logits (n, V)."""
     t = torch.full((len(logits),), temperature, device=logits.device)
     return served(log_probs(logits, t), t, held.truncate)
 
@@ -65,9 +66,9 @@ def probs(logits: Tensor, temperature: float, held: HeldOut) -> Tensor:
 def positions(
     held: HeldOut, student: Student, read: Callable[[int], None] | None = None, batch: int = 16
 ) -> Iterator[tuple[Tensor, Guess, Tensor, Tensor]]:
-    """Chunks of the positions that predict sampled tokens: the target's states (n, D), the student's first guesses, the
-    number of tokens before each (n,) and its text's row (n,). read: called after each batch of texts with their
-    number."""
+    """Yield chunks of the positions that predict sampled tokens: the target's states (n, D), the student's guess of the
+    first depth, the number of tokens before each position (n,), and the row of its text (n,). read: called after each
+    batch of texts with their number."""
     for rows in torch.arange(len(held.texts)).split(batch):
         (guess, *_), record = guessed(held, rows, student)
         inside = torch.nn.functional.pad(held.texts.predicted[rows], (0, 1))
@@ -81,7 +82,7 @@ def positions(
 
 
 def line(temperature: float, profile: dict[str, Any]) -> str:
-    """One line: the draft temperature with the highest acceptance, and acceptance at short and long contexts."""
+    """Return one line: the draft temperature with the highest acceptance, and acceptance at short and long contexts."""
     by, contexts = profile["by_draft_temperature"], list(profile["by_context"].items())
     best = max(by, key=by.__getitem__)
     own = by[f"{temperature:g}"]
@@ -92,9 +93,12 @@ def line(temperature: float, profile: dict[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Provenance:
-    """Over a number of tokens, in nats: surprise, the mean of -log p(x); entropy of p, which surprise has as its mean
-    if p drew x; z: their difference over its standard deviation. impossible: share of tokens to which p gives no mass,
-    left out of the means."""
+    """Evidence whether the target sampled some texts. Means are over their tokens, in nats.
+
+    surprise: the mean of -log p(x). entropy: the mean entropy of p, which is the expected surprise if x was drawn from
+    p. z: their difference divided by its standard deviation. impossible: the share of tokens to which p gives no mass;
+    the means leave them out.
+    """
 
     tokens: int
     surprise: float
@@ -104,22 +108,22 @@ class Provenance:
 
     @property
     def own(self) -> bool:
-        """Whether the target may have sampled the texts."""
+        """Whether the target can have sampled the texts."""
         return abs(self.z) < SIGMAS and self.impossible < IMPOSSIBLE
 
     def line(self) -> str:
-        return (f"the target's surprise at them is {self.surprise:.2f} nats a token, at its own it would be "
-                f"{self.entropy:.2f} (z = {self.z:+.0f}, {self.tokens} tokens, {100 * self.impossible:.1f} % of them "
-                "impossible)")  # fmt: skip
+        return (f"their mean -log p under the target is {self.surprise:.2f} nats a token, for texts of the target it "
+                f"would be {self.entropy:.2f} (z = {self.z:+.0f}, {self.tokens} tokens, {100 * self.impossible:.1f} % "
+                "with p = 0)")  # fmt: skip
 
 
 @torch.no_grad()
 def provenance(held: HeldOut, head: Head, device: torch.device | str = "cpu", batch: int = 16) -> Provenance:
-    """Whether the target sampled texts in their regime: the mean of -log p(x) beside the entropy of p. head: of the
-    target, on a device.
+    """Test whether the target sampled the texts in their regime: compare the mean of -log p(x) with the entropy of p.
+    head: the target's head, on `device`.
 
-    Given the text before, -log p(x) - H(p) has mean 0 and variance sum_v p log^2 p - H^2 if p drew x, and such
-    differences are uncorrelated: then z is about standard normal.
+    If x was drawn from p, then -log p(x) - H(p) has mean 0 and variance sum_v p log^2 p - H^2, given the text before,
+    and these differences are uncorrelated. So z is about standard normal.
     """
     parts = []
     for at in torch.arange(len(held.texts)).split(batch):
@@ -137,9 +141,11 @@ def provenance(held: HeldOut, head: Head, device: torch.device | str = "cpu", ba
 
 
 def _moments(logits: Tensor, x: Tensor, held: HeldOut) -> Tensor:
-    """-log p(x), H(p) and the variance of -log p under p, of logits (n, V) and tokens x (n,) -> (n, 3). At temperature
-    0 a token within rounding of the highest logit counts as the highest: another pass may choose either. So texts of a
-    temperature whose draws hardly ever differ by more than that pass for greedy ones."""
+    """Return -log p(x), H(p) and the variance of -log p under p (n, 3), for logits (n, V) and tokens x (n,).
+
+    At temperature 0 a token within rounding of the highest logit counts as the highest, because another pass may choose
+    either. So texts of a temperature so low that draws hardly ever differ by more than rounding count as greedy.
+    """
     if held.temperature == 0:
         rounding = TIED * torch.finfo(held.states[LAST].dtype).eps * logits.amax(-1).abs()
         gap = logits.amax(-1) - logits.gather(-1, x.to(logits.device)[:, None])[:, 0]

@@ -1,5 +1,8 @@
-"""Losses between a target distribution and a draft distribution: formulas per position in `divergences`, per text in
-`sequence`, names and sums in `spec`, a batch of guesses in `batch`, computed by `chunked`."""
+"""Losses between a target distribution and a draft distribution.
+
+`divergences` holds the formulas per position, `sequence` those per text, `spec` names and sums of losses. `batch`
+computes the loss of a batch of guesses, in the chunks of `chunked`.
+"""
 
 from cotrain.losses.divergences import (
     alpha,

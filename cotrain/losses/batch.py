@@ -1,7 +1,8 @@
-"""The loss of a batch, summed over all guesses that a student makes of it, and the weight of each depth.
+"""The loss of a batch, summed over all guesses that a student makes for it, and the weight of each depth.
 
-A student whose distribution at a position is the same at every depth (ANY) makes one guess, and acceptance r is (B, L);
-others make one a depth, and r is (B, L, K). B texts, T tokens, L tokens of the longest completion, K depths.
+A student whose distribution at a position is the same at every depth makes one guess (depth ANY), and the acceptance r
+has shape (B, L). Other students make one guess for each depth, and r has shape (B, L, K).
+B texts, T tokens, L tokens of the longest completion, K depths.
 """
 
 from collections.abc import Sequence
@@ -17,13 +18,17 @@ from cotrain.losses.guess import ANY, Guess
 from cotrain.losses.sequence import columns, from_columns, mask_impossible, to_columns
 from cotrain.losses.spec import LossSpec, Term
 
-DECAY = 0.8  # depth j weighs DECAY ** j if its exact weight is unknown (Medusa, Cai et al. 2024, 2401.10774)
+DECAY = 0.8  # the weight of depth j is DECAY ** j if the exact one is unknown (Medusa, Cai et al. 2024, 2401.10774)
 
 
 @dataclass(frozen=True)
 class LossBatch:
-    """The batch that every guess is scored on: the target's distributions, ids (B, T), temperature (B,), which next
-    tokens the target sampled, (B, T-1) bool, the regime's cut, and positions whose distributions exist at once."""
+    """The part of a batch that is the same for every guess.
+
+    target: the target's distributions. ids (B, T). temperature (B,). sampled (B, T-1) bool: whether the target sampled
+    the next token. truncate: the top-k / top-p cut of the regime. chunk: the number of positions whose distributions
+    are in memory at once.
+    """
 
     target: TargetDistributions
     ids: Tensor
@@ -34,17 +39,20 @@ class LossBatch:
 
     @property
     def following(self) -> Tensor:
-        """(B, T): the token that follows each position; the last position's entry is never read."""
+        """The token after each position (B, T). The entry of the last position is never read."""
         return self.ids.roll(-1, 1)
 
     @property
     def lengths(self) -> Tensor:
-        """(B,): tokens of each completion."""
+        """The number of tokens of each completion (B,)."""
         return self.sampled.sum(1)
 
     def logs(self, guesses: Sequence[Guess]) -> tuple[Tensor, Tensor]:
-        """log p(x) and log q(x) of the sampled tokens, each completion from column 0 on -> (B, L), or (B, L, K) with a
-        last axis for the depth that drafts the token. Both are 0 where p(x) = 0, see `mask_impossible`."""
+        """Return log p(x) and log q(x) of the sampled tokens, (B, L) each, with every completion starting in column 0.
+
+        If the student makes one guess for each depth, the shape is (B, L, K); the last axis is the depth at which the
+        token is drafted. Both are 0 where p(x) = 0, see `mask_impossible`.
+        """
         mask, at = pad(self.sampled, (0, 1)), columns(self.sampled)
         pairs = []
         for guess in guesses:
@@ -58,22 +66,21 @@ class LossBatch:
         return logp, logq
 
     def of_texts(self, term: Term, logs: tuple[Tensor, Tensor], k: int) -> Tensor:
-        """The weighted sum of a sequence loss over the texts; logs as `logs` returns them."""
+        """Return the weighted sum of a sequence loss over the texts. logs: as `logs` returns them."""
         value: Tensor = term.loss.function(*logs, _draft_length(logs[0], k), self.lengths)
         return term.weight * value
 
     def saved(self, logs: tuple[Tensor, Tensor], k: int) -> Tensor:
-        """Target calls that a unit of acceptance saves, at each sampled token (and depth), without gradient; shaped as
-        logs."""
+        """Return the target calls that a unit of acceptance saves at each sampled token, shaped as logs, detached."""
         r = acceptance.r_from(*(side.detach() for side in logs))
         return acceptance.call_weights(r, _draft_length(r, k), self.lengths)
 
     def weight(self, saved: Tensor, depth: int) -> Tensor:
-        """`saved` of a depth at its positions (B, T), 0 elsewhere."""
+        """Return `saved` of a depth at its positions (B, T), and 0 elsewhere."""
         return pad(from_columns(saved if depth == ANY else saved[..., depth], self.sampled), (0, 1))
 
     def of_positions(self, spec: LossSpec, guess: Guess, weight: Tensor, measured: bool) -> tuple[Tensor, Statistics]:
-        """The sum of a loss over positions, weight (B, T) each, see `chunked`."""
+        """Return the sum of a loss over positions, each with its weight (B, T), and statistics, see `chunked`."""
         assert spec.position is not None
         weight = weight if guess.share == 1 else weight / guess.share
         return chunked(
@@ -83,11 +90,12 @@ class LossBatch:
 
 
 def shares(guesses: Sequence[Guess], decay: float | None, saved: Tensor | None) -> Tensor:
-    """The weight of each guess in the mean over depths -> (K,), summing to 1.
+    """Return the weight of each guess in the mean over depths (K,). The weights sum to 1.
 
-    decay: depth j weighs decay ** j. None: depth j weighs the target calls that a unit of acceptance there saves,
-    summed over all sampled tokens: saved (K,), see `acceptance.call_weights`. If saved is None or 0 (nothing was
-    sampled from the target, or stored top-k distributions lack its tokens), DECAY ** j.
+    decay: the weight of depth j is proportional to decay ** j. If it is None, the weight is proportional to saved[j]:
+    the target calls that a unit of acceptance at depth j saves, summed over all sampled tokens
+    (`acceptance.call_weights`). DECAY ** j is used if saved is None or 0: no token was sampled from the target, or
+    stored top-k distributions lack the sampled tokens.
     """
     device = guesses[0].states.device
     if decay is None and saved is not None:
@@ -99,13 +107,16 @@ def shares(guesses: Sequence[Guess], decay: float | None, saved: Tensor | None) 
 
 
 def _fill_dropped(logp: Tensor, logq: Tensor, guess: Guess) -> tuple[Tensor, Tensor]:
-    """log p(x) and log q(x), (B, T), of a guess made at a random share of its positions: the other positions get the
-    mean acceptance of these, and the gradient here is scaled up to stand for theirs."""
+    """Complete log p(x) and log q(x), (B, T), of a guess that was made at a random share of its positions.
+
+    Positions without a guess get the mean acceptance of those with one. The gradient of the guess is divided by the
+    share, so that it stands for all positions.
+    """
     if guess.share == 1:
         return logp, logq
     computed = torch.zeros_like(logp, dtype=torch.bool).flatten().index_fill(0, guess.at, True).view(logp.shape)
     r = acceptance.r_from(logp.detach(), logq.detach())
-    mean = r[computed & (logq > -torch.inf)].mean().nan_to_num().clamp(min=torch.finfo(r.dtype).tiny)  # of none: 0
+    mean = r[computed & (logq > -torch.inf)].mean().nan_to_num().clamp(min=torch.finfo(r.dtype).tiny)  # NaN if empty
     if logq.requires_grad:
         logq = logq.clone()
         logq.register_hook(lambda slope: slope / guess.share)
@@ -113,5 +124,5 @@ def _fill_dropped(logp: Tensor, logq: Tensor, guess: Guess) -> tuple[Tensor, Ten
 
 
 def _draft_length(logs: Tensor, k: int) -> int:
-    """k, at most the depths that the student has."""
+    """Return k, or the number of depths of the student if that is smaller."""
     return k if logs.ndim == 2 else min(k, logs.shape[2])

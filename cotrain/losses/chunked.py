@@ -1,8 +1,10 @@
-"""Losses from states, a chunk of guesses at a time, so that distributions (B, T, V) never exist whole.
+"""Losses computed from states, one chunk of guesses at a time, so that distributions of all positions (B, T, V) are
+never in memory at once.
 
-A chunk applies both heads to its states, computes log p and log q, and frees them. Its gradients are computed with its
-values if all parameters of the draft's head are given (`EagerSum`); otherwise backward recomputes the chunk. Only the
-draft's states and head receive gradients. B rows, T positions, V vocabulary, N guesses, n of them in a chunk.
+For each chunk, both heads are applied to the states, and log p and log q are computed and freed again. If all
+parameters of the draft's head are known, the gradients of a chunk are computed together with its values (`EagerSum`);
+otherwise backward recomputes the chunk. Only the draft's states and head receive gradients. B rows, T positions, V
+vocabulary, N guesses, n guesses of a chunk.
 """
 
 import math
@@ -18,30 +20,30 @@ from cotrain import losses
 from cotrain.losses.guess import Guess
 from inference.sampling import Truncate, log_probs_at, one_hot, wide
 
-CHUNK = 512  # default number of positions whose distributions exist at once
-VALUES, FEWEST = 2**21, 192  # values of one chunk's distribution: 8 MiB in float32, which fit a processor's cache
+CHUNK = 512  # default number of positions whose distributions are in memory at once
+VALUES, FEWEST = 2**21, 192  # 2**21 values of a chunk's distribution take 8 MiB in float32 and fit a CPU's cache
 
 
 def positions(vocabulary: int) -> int:
-    """Positions of one chunk, at least the 192 that a matrix product needs to be efficient: of 151,936 tokens 111 MiB a
-    distribution."""
+    """Return the number of positions in a chunk, at least 192 for efficient matrix products. 192 distributions over
+    151,936 tokens take 111 MiB."""
     return max(VALUES // vocabulary, FEWEST)
 
 
 class TargetDistributions(Protocol):
-    """The target's distributions of a batch of texts, see `cotrain.teacher.target_distributions`."""
+    """The distributions of the target for a batch of texts, see `cotrain.teacher.target_distributions`."""
 
     def logs(self, at: Tensor, logq: Tensor, temperature: Tensor, truncate: Truncate | None) -> Tensor:
-        """log p as served at flat positions at (n,), given log q there (n,V); temperature (n,) -> (n,V)."""
+        """Return log p as served (n,V) at flat positions (n,), given log q there (n,V) and temperature (n,)."""
 
 
 def log_probs(logits: Tensor, temperature: Tensor) -> Tensor:
-    """log softmax(logits / temperature) in float32 at least, (n,V) and (n,) -> (n,V); temperature 0 counts as 1."""
+    """Return log softmax(logits / temperature) (n,V), in float32 or better. temperature (n,): 0 counts as 1."""
     return log_probs_at(wide(logits), temperature.masked_fill(temperature == 0, 1.0).to(logits.device))
 
 
 def greedy_probs(logs: Tensor, temperature: Tensor) -> Tensor:
-    """The one-hot log distribution of the first maximum at temperature 0, else logs, (n,V)."""
+    """Return log distributions (n,V), made one-hot at the first maximum in rows of temperature 0."""
     zero = temperature == 0
     if not bool(zero.any()):
         return logs
@@ -49,17 +51,18 @@ def greedy_probs(logs: Tensor, temperature: Tensor) -> Tensor:
 
 
 def served(logs: Tensor, temperature: Tensor, truncate: Truncate | None) -> Tensor:
-    """The log distribution that the engine samples from, given log_probs (n,V) at a temperature (n,) -> (n,V)."""
+    """Return the log distributions (n,V) that the engine samples from, given those of `log_probs`."""
     logs = greedy_probs(logs, temperature)
     return logs if truncate is None else torch.log_softmax(truncate(logs), -1)
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """Detached, unweighted means over the counted guesses; zeros when there is none.
+    """Unweighted means over the guesses that count, without gradient; 0 if no guess counts.
 
-    alpha: sum min(p, q), both distributions as served. alpha_greedy: p(argmax q). entropy: of p, in nats. alphas (B,T):
-    alpha by position, 0 if not counted. terms (m,): sums of the requested terms, weighted as the loss is.
+    alpha: sum_v min(p, q), both distributions as served. alpha_greedy: p(argmax q). entropy: that of p, in nats.
+    alphas (B,T): alpha at each position, 0 where no guess counts. terms (m,): the sum of each requested term of the
+    loss, with the weights of the loss.
     """
 
     positions: int
@@ -82,16 +85,20 @@ def chunked(
     measured: bool = True,
     terms: Sequence[Callable[..., Tensor]] = (),
 ) -> tuple[Tensor, Statistics]:
-    """The sum of a loss of `cotrain.losses` over guesses (a scalar), and its acceptance statistics.
+    """Return the sum of a loss over guesses (a scalar), and the acceptance statistics of these guesses.
 
-    mask (B,T) at positions: bool, or weights >= 0 that multiply each guess's loss; guesses of weight 0 are never
-    computed. temperature: a number, (B,) or (B,T), divides the logits of both sides. At 0 the loss compares the one-hot
-    distribution of argmax p with q at temperature 1, and the reported alpha is 1[argmax p = argmax q].
-    truncate: -inf on the logits that top-k / top-p cut, as `partial(keep_top_p, p=.9)` of `inference.sampling`; applied
-    to p in the loss, to p and q in the reported alpha (a truncated q would have no gradient outside its own nucleus).
-    measured: False leaves all statistics but `positions` NaN, and is a quarter cheaper.
-    terms: parts of the loss, called as it is, whose sums are reported separately. If `guess` gives all parameters of
-    its head, several chunks are computed once instead of twice. Raises ValueError for shapes that do not fit.
+    loss: a function of `cotrain.losses`.
+    mask (B,T): positions that count (bool), or weights >= 0 of their losses. Guesses of weight 0 are never computed.
+    temperature: a number, (B,) or (B,T); it divides the logits of both sides. At temperature 0 the loss compares q at
+        temperature 1 with the one-hot distribution of argmax p, and alpha is 1[argmax p = argmax q].
+    truncate: sets the logits that top-k / top-p cut to -inf, for example `partial(keep_top_p, p=.9)` of
+        `inference.sampling`. The loss truncates only p, because a truncated q would have no gradient outside its own
+        nucleus. The reported alpha truncates both.
+    measured: False sets all statistics but `positions` to NaN, and takes a quarter less time.
+    terms: parts of the loss, called with the same arguments; their sums are reported separately.
+
+    If `guess` has all parameters of its head, several chunks are computed once instead of twice. Raises ValueError for
+    shapes that do not fit.
     """
     rows = _Rows(target, guess, _spread(temperature, mask.shape, guess.states), truncate)
     weight = mask.flatten()[guess.at]  # (N,)
@@ -102,7 +109,7 @@ def chunked(
         if not measured:
             return values, values.new_full((len(i), 3 + len(terms)), math.nan)
         separate = [term(logp, logq.detach()) * weight[i] for term in terms]
-        return values, rows.statistics(logp, logq, i, separate)  # last, so that backward need not repeat it
+        return values, rows.statistics(logp, logq, i, separate)  # last: recomputation in backward ends before it
 
     counted = weight.nonzero().squeeze(-1)  # (n,)
     chunks = counted.split(chunk)
@@ -117,14 +124,14 @@ def chunked(
 class EagerSum(torch.autograd.Function):
     """A sum over chunks whose gradients are computed together with its values, so that no chunk is computed twice.
 
-    Recomputing chunks in backward would apply both heads once more, half as much work again at a real vocabulary. The
-    gradients of a sum are known up to the one number that backward brings, so they are computed while the chunk exists
-    and stored; they take as much memory as the states and the head's weights (Hsu et al. 2024, 2410.10989, do so for
-    cross-entropy).
+    Recomputing chunks in backward would apply both heads once more, which is half as much work again at a real
+    vocabulary. The gradients of a sum are known up to one factor, which backward supplies. So they are computed and
+    stored while the chunk is in memory. They take as much memory as the states and the head's weights (Hsu et al. 2024,
+    2410.10989, do the same for cross-entropy).
 
-    part: positions (n,), states there (n, D) -> values (n,) to sum, and figures (n, F). Values may depend on nothing
-    else that needs a gradient, and each on its own row of the states (N, D) alone. Returns the sum, differentiable once
-    in states and parameters, and all figures, not differentiable.
+    part: positions (n,), states there (n, D) -> values (n,) to sum, and figures (n, F). A value may depend on its own
+    row of the states (N, D) and on the parameters, and on nothing else that needs a gradient. Returns the sum, which is
+    differentiable once in states and parameters, and all figures, which are not differentiable.
     """
 
     @staticmethod
@@ -168,11 +175,12 @@ def token_logs(
     chunk: int = CHUNK,
     truncate: Truncate | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """log p(x) and log q(x) of the text's tokens x (B,T) -> (B,T) each, for the sequence losses' `r_from`, `l_from`.
+    """Return log p(x) and log q(x) of the text's tokens x (B,T), (B,T) each, for `r_from` and `l_from` of the sequence
+    losses.
 
-    Temperature and truncation as in `chunked`; q as trained. -inf where a distribution has no mass. Positions outside
-    mask (B,T) and those without a guess get 0 and -inf, as of a token that is never drafted. Differentiable in the
-    guess.
+    Temperature and truncation are as in `chunked`, and q is not truncated. A distribution without mass at x gives -inf.
+    Positions outside mask (B,T) and positions without a guess get 0 and -inf, like a token that is never drafted.
+    Differentiable in the guess.
     """
     rows = _Rows(target, guess, _spread(temperature, x.shape, guess.states), truncate)
 
@@ -188,10 +196,12 @@ def token_logs(
 
 
 class Comparison(NamedTuple):
-    """Figures of n counted guesses. at (n,): flat positions. logp, logq: log p(x) and log q(x) of the text's token, q
-    as the engine drafts from it, -inf without mass. kl: KL(p || q), q as trained. alpha: sum min(p, q), both as served.
-    alpha_greedy: p(argmax q). entropy: of q as trained, in nats. hit: 1 if x = argmax q, else 0. confidence: max q as
-    trained, the hit rate that q predicts."""
+    """Figures of the n guesses that `compared` counts. x is the text's token; q is not truncated unless stated.
+
+    at (n,): flat positions. logp, logq: log p(x) and log q(x), q as served; -inf without mass. kl: KL(p || q). alpha:
+    sum_v min(p, q), both as served. alpha_greedy: p(argmax q). entropy: that of q, in nats. hit: 1 if x = argmax q,
+    else 0. confidence: max q, which is the hit rate that q predicts.
+    """
 
     at: Tensor
     logp: Tensor
@@ -215,9 +225,9 @@ def compared(
     chunk: int = CHUNK,
     truncate: Truncate | None = None,
 ) -> Comparison:
-    """The figures that evaluation needs of the guesses at positions in mask (B,T), from one pass through both heads.
+    """Return the figures for evaluation of the guesses at positions in mask (B,T), from one pass through both heads.
 
-    Shapes, temperature and truncation as in `chunked`; x (B,T) the text's tokens.
+    x (B,T): the text's tokens. Shapes, temperature and truncation are as in `chunked`.
     """
     rows = _Rows(target, guess, _spread(temperature, mask.shape, guess.states), truncate)
 
@@ -235,13 +245,13 @@ def compared(
 
 
 def _logs_of(x: Tensor, *distributions: Tensor) -> Tensor:
-    """x (n,), distributions (n,V) -> (n, number of distributions)."""
+    """Return the value of each of the distributions (n,V) at tokens x (n,), as (n, number of distributions)."""
     return torch.cat([logs.gather(-1, x[:, None]) for logs in distributions], -1)
 
 
 def _each(part: Callable[[Tensor], Any], chunks: Sequence[Tensor]) -> list[Any]:
-    """part of every chunk, recomputed in backward; a single chunk is stored, since backward would hold it anyway.
-    Recomputation restores no random state: heads must have no dropout."""
+    """Return part(chunk) of every chunk. Backward recomputes chunks, except a single one, which it would hold anyway.
+    Recomputation does not restore random states, so heads must have no dropout."""
     if len(chunks) == 1:
         return [part(chunks[0])]
     return [checkpoint(part, i, use_reentrant=False, preserve_rng_state=False) for i in chunks]
@@ -255,8 +265,8 @@ class _Rows:
     truncate: Truncate | None
 
     def distributions(self, i: Tensor, states: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """log p as served, without gradient, and log q as trained, of guesses i (n,) -> (n,V) each. states (n,Dq): the
-        draft's states there, if they were indexed before."""
+        """Return log p as served, without gradient, and log q, not truncated, of guesses i (n,), (n,V) each. states
+        (n,Dq): the draft's states of these guesses, if they have already been indexed."""
         states, at = self.guess.states[i] if states is None else states, self.guess.at[i]
         logq = log_probs(self.guess.head(states), self.temperature[at])
         with torch.no_grad():
@@ -265,7 +275,7 @@ class _Rows:
 
     @torch.no_grad()
     def statistics(self, logp: Tensor, logq: Tensor, i: Tensor, terms: Sequence[Tensor]) -> Tensor:
-        """alpha, p(argmax q), the entropy of p, and terms of the loss, (n,) each -> (n,3+m)."""
+        """Return alpha, p(argmax q), the entropy of p, and terms of the loss: (n,) each, stacked to (n,3+m)."""
         alpha = losses.alpha(logp, self.served(logq, i))
         return torch.stack([alpha, losses.alpha_greedy(logp, logq), losses.entropy(logp), *terms], -1)
 
@@ -274,14 +284,14 @@ class _Rows:
 
 
 def _statistics(figures: Tensor, at: Tensor, mask: Tensor) -> Statistics:
-    """figures (n,3+m) at flat positions at (n,)."""
+    """Sum up figures (n,3+m) of guesses at flat positions (n,)."""
     alphas = figures.new_zeros(mask.numel()).scatter(0, at, figures[:, 0]).view(mask.shape)
     mean = figures.sum(0) / max(len(at), 1)
     return Statistics(len(at), mean[0], mean[1], mean[2], alphas, figures[:, 3:].sum(0))
 
 
 def _spread(temperature: float | Tensor, shape: torch.Size, like: Tensor) -> Tensor:
-    """A number, (B,) or (B,T) -> (B*T,). Raises ValueError for negative ones."""
+    """Expand a temperature, a number, (B,) or (B,T), to (B*T,). Raises ValueError for other shapes or values < 0."""
     t = torch.as_tensor(temperature, dtype=wide(like[:0]).dtype, device=like.device)
     if t.shape not in (torch.Size(()), shape[:1], shape) or bool((t < 0).any()):
         raise ValueError(f"temperature must be >= 0 and a number, (B,) or (B,T) = {tuple(shape)}, not {t}")

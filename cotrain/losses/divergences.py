@@ -1,13 +1,13 @@
-"""Losses between a target distribution p and a draft distribution q, one value a position, no reduction.
+"""Losses between a target distribution p and a draft distribution q: one value for each position, no reduction.
 
-Each docstring says the formula, the source, the gradient, why one would use it, and when it fails. `spec.LOSSES` holds
-those that an expression may name.
+Each docstring gives the formula, the source, the gradient, the use, and the cases in which the loss fails.
+`spec.LOSSES` lists those that an expression may name.
 
-Every loss takes log p and log q, (..., V), normalised and already at the temperature of the regime, and
-returns (...,). Half precision is raised to float32. Gradients are given in the draft's logits z,
-q = softmax(z), with I_v = 1[q_v <= p_v] and S = sum_v q_v I_v; at a tie q_v = p_v `minimum` splits the gradient.
-Zero probabilities are log = -inf, on either side, and give finite values and gradients: 0 log 0 = 0, and an infinite
-logarithm is replaced by log(tiny) of the dtype, with zero gradient.
+Every loss takes log p and log q (..., V), normalised and at the temperature of the regime, and returns (...,). Half
+precision is raised to float32. Gradients are given in the draft's logits z, q = softmax(z), with I_v = 1[q_v <= p_v]
+and S = sum_v q_v I_v; at a tie q_v = p_v `minimum` splits the gradient. A zero probability, log = -inf, gives finite
+values and gradients in p and in q: 0 log 0 = 0, and any other infinite logarithm is replaced by log(tiny) of the dtype,
+with zero gradient.
 """
 
 import math
@@ -24,13 +24,13 @@ def alpha(logp: Tensor, logq: Tensor) -> Tensor:
 
 
 def misaligned(ours: Tensor, theirs: Tensor) -> Tensor:
-    """1 - cosine of the draft's and the target's final hidden states (..., D) -> (...), in [0, 2]: an auxiliary loss
-    for early training, for drafts with the target's width and head (DistilBERT, Sanh et al. 2019, arXiv 1910.01108)."""
+    """1 - cosine of the draft's and the target's final hidden states (..., D) -> (...), in [0, 2]. An auxiliary loss
+    early in training, if the draft has the target's width and head (DistilBERT, Sanh et al. 2019, arXiv 1910.01108)."""
     return 1 - torch.cosine_similarity(wide(ours), wide(theirs).detach(), dim=-1)
 
 
 def alpha_greedy(logp: Tensor, logq: Tensor) -> Tensor:
-    """Acceptance p(argmax q) in an engine that drafts greedily: `alpha` of p and a one-hot q."""
+    """Acceptance p(argmax q) in an engine that drafts the most probable token: `alpha` of p and a one-hot q."""
     return _at(wide(logp), logq.argmax(-1)).exp()
 
 
@@ -43,9 +43,10 @@ def entropy(logp: Tensor) -> Tensor:
 def kl(logp: Tensor, logq: Tensor) -> Tensor:
     """KL(p || q) = sum_v p log(p / q) (Kullback and Leibler 1951). dL/dz = q - p.
 
-    Why: convex in z, with a bounded gradient that vanishes only at q = p: a stable start, and the baseline. Fails a
-    small draft: it rewards covering all of p, while acceptance depends on the overlap alone. At q = 0 < p (a pruned
-    draft vocabulary) the divergence is infinite; log q is then the constant log(tiny).
+    Use: it is convex in z, with a bounded gradient that vanishes only at q = p, so training starts stably. It is also
+    the baseline. It fails for a small draft, because it rewards covering all of p, while acceptance depends on the
+    overlap alone. At q = 0 < p (a pruned draft vocabulary) the divergence is infinite; log q is then the constant
+    log(tiny).
     """
     logp, logq = wide(logp), wide(logq)
     return (logp.exp() * (_finite(logp) - _finite(logq))).sum(-1)
@@ -54,8 +55,8 @@ def kl(logp: Tensor, logq: Tensor) -> Tensor:
 def tv(logp: Tensor, logq: Tensor) -> Tensor:
     """Total variation 1 - sum_v min(p, q), the probability of rejection (Leviathan et al. 2023). dL/dz = -q (I - S).
 
-    Why: it is exactly the token rule's rejection rate. Fails at small overlap, since its gradient vanishes there: warm-
-    start with `kl`. Gains next to nothing on a target that decodes at temperature 0.
+    Use: it is exactly the rejection rate of the token rule. It fails at small overlap, where its gradient vanishes:
+    warm-start with `kl`. It gains next to nothing on a target that decodes at temperature 0.
     """
     return 1 - alpha(logp, logq)
 
@@ -63,8 +64,9 @@ def tv(logp: Tensor, logq: Tensor) -> Tensor:
 def nla(logp: Tensor, logq: Tensor) -> Tensor:
     """-log alpha = -log sum_v min(p, q) (arXiv 2602.23881). dL/dz = -q (I - S) / alpha.
 
-    Why: like `tv`, but its gradient does not vanish at small overlap; cross-entropy if p is one-hot; no setting. Fails
-    on texts with hopeless positions, which it weighs most. Zero overlap gives -log(tiny) with zero gradient.
+    Use: like `tv`, but its gradient does not vanish at small overlap. It has no setting, and equals cross-entropy if p
+    is one-hot. It fails on texts with positions that no draft predicts, because these get the largest weight. Zero
+    overlap gives -log(tiny) with zero gradient.
     """
     return _neg_log_sum(torch.minimum(wide(logp), wide(logq)))
 
@@ -72,9 +74,9 @@ def nla(logp: Tensor, logq: Tensor) -> Tensor:
 def lk(logp: Tensor, logq: Tensor, eta: float = 3.0, alpha: Tensor | None = None) -> Tensor:
     """w KL + (1 - w) TV, w = exp(-eta alpha) (LK, arXiv 2602.23881).
 
-    Why: `kl` at low overlap, `tv` at high overlap, without a schedule. Its gradient treats w as a constant,
+    Use: `kl` at low overlap and `tv` at high overlap, without a schedule. Its gradient treats w as a constant,
     w (q - p) - (1 - w) q (I - S), so its value may rise while the draft improves. alpha: an aggregated acceptance that
-    broadcasts to (...,), default this position's own. eta: 3, or 10 for Medusa heads.
+    broadcasts to (...,); by default that of each position. eta: 3, or 10 for Medusa heads.
     """
     distance = tv(logp, logq)
     w = torch.exp(-eta * (1 - distance if alpha is None else alpha).detach())
@@ -84,8 +86,9 @@ def lk(logp: Tensor, logq: Tensor, eta: float = 3.0, alpha: Tensor | None = None
 def rkl(logp: Tensor, logq: Tensor) -> Tensor:
     """KL(q || p) = sum_v q log(q / p), the reverse (Gu et al. 2024, arXiv 2306.08543). dL/dz = q (log(q/p) - L).
 
-    Why: a draft that cannot cover p concentrates on p's largest tokens. Fails by ignoring the others, and on truncated
-    distributions. Raises ValueError if p = 0 < q anywhere (a truncated or greedy p): it is infinite for any draft.
+    Use: a draft that cannot cover p concentrates on p's most probable tokens. It fails on truncated distributions, and
+    ignores the less probable tokens. Raises ValueError if p = 0 < q anywhere (a truncated or greedy p), because the
+    loss is infinite there.
     """
     if bool(((logp == -torch.inf) & (logq > -torch.inf)).any()):
         raise ValueError("rkl needs p > 0 wherever q > 0: use another loss with a truncated or greedy target")
@@ -95,36 +98,37 @@ def rkl(logp: Tensor, logq: Tensor) -> Tensor:
 def jsd(logp: Tensor, logq: Tensor) -> Tensor:
     """Jensen-Shannon KL(p || m)/2 + KL(q || m)/2, m = (p + q)/2 (Lin 1991). At most log 2.
 
-    Why: between `kl` and `rkl`, bounded, finite for truncated distributions. Fails at small overlap: its gradient
-    vanishes. dL/dz = q/2 (log(2q/(p+q)) - sum_v q log(2q/(p+q))).
+    Use: it lies between `kl` and `rkl`, is bounded, and is finite for truncated distributions. It fails at small
+    overlap, where its gradient vanishes. dL/dz = q/2 (log(2q/(p+q)) - sum_v q log(2q/(p+q))).
     """
     logm = torch.logaddexp(_finite(wide(logp)), _finite(wide(logq))) - math.log(2)
     return (kl(logp, logm) + kl(logq, logm)) / 2
 
 
 def greedy(logp: Tensor, logq: Tensor) -> Tensor:
-    """-log q(argmax p), cross-entropy with the target's most probable token. dL/dz = q - e, e one-hot at it.
+    """-log q(argmax p), the cross-entropy with the target's most probable token. dL/dz = q - e, e one-hot at that
+    token.
 
-    Why: a target that decodes at temperature 0, whose distribution is one-hot. Fails at any other temperature: the
-    draft becomes more confident than p.
+    Use: a target that decodes at temperature 0, whose distribution is one-hot. It fails at any other temperature,
+    because the draft becomes more confident than p.
     """
     return -_at(_finite(wide(logq)), logp.argmax(-1))
 
 
 def match(logp: Tensor, logq: Tensor) -> Tensor:
-    """-log sum_v p q, the probability that a draw of p and one of q agree. dL/dz = q - p q / sum_v p q.
+    """-log sum_v p q, with the probability that draws from p and from q agree. dL/dz = q - p q / sum_v p q.
 
-    Why: engines that sample both sides and compare (the rule `match`). Fails for rules that test p / q: its optimum is
-    argmax p with probability 1. Zero overlap gives -log(tiny) with zero gradient.
+    Use: engines that sample both sides and compare (the rule `match`). It fails for rules that test p / q, because its
+    optimum is argmax p with probability 1. Zero overlap gives -log(tiny) with zero gradient.
     """
     return _neg_log_sum(wide(logp) + wide(logq))
 
 
 def greedy_draft(logp: Tensor, logq: Tensor, sharp: float = 4.0) -> Tensor:
-    """1 - sum_v p q', q' = softmax(sharp log q), a smooth 1 - p(argmax q).
+    """1 - sum_v p q', q' = softmax(sharp log q), a smooth form of 1 - p(argmax q), to which it tends as sharp grows.
 
-    Why: engines that draft argmax q and accept it with probability p. Only the maximum of q is trained, not the
-    distribution. dL/dz = -sharp q' (p - sum_v p q'); as sharp grows the loss tends to 1 - p(argmax q).
+    Use: engines that draft argmax q and accept it with probability p. It trains only the maximum of q, not the
+    distribution. dL/dz = -sharp q' (p - sum_v p q').
     """
     return 1 - (wide(logp).exp() * torch.softmax(sharp * wide(logq), -1)).sum(-1)
 
@@ -134,12 +138,12 @@ def _floor(values: Tensor) -> float:
 
 
 def _finite(logs: Tensor) -> Tensor:
-    """-inf becomes log(tiny) with zero gradient: times p = 0 it is 0, while -inf would give NaN."""
+    """Replace -inf by log(tiny) with zero gradient. Its product with p = 0 is 0, while that of -inf would be NaN."""
     return logs.masked_fill(logs == -torch.inf, _floor(logs))
 
 
 def _neg_log_sum(logs: Tensor) -> Tensor:
-    """-log sum_v exp(logs); -log(tiny) with zero gradient (not NaN) if every entry is -inf."""
+    """-log sum_v exp(logs), or -log(tiny) with zero gradient (not NaN) if every entry is -inf."""
     empty = (logs == -torch.inf).all(-1)
     total = torch.logsumexp(logs.masked_fill(empty[..., None], 0.0), -1)
     return -total.masked_fill(empty, _floor(logs))

@@ -1,4 +1,4 @@
-"""Every loss by its name, and the weighted sum of losses that a configuration gives (`loss.first`, `loss.then`).
+"""Losses by name, and the weighted sums of losses that a configuration may set (`loss.first`, `loss.then`).
 
 kl                    one loss
 0.1*kl + 0.9*tv       a weighted sum
@@ -6,8 +6,8 @@ calls                 a sequence loss, from the log-probabilities of the text's 
 calls_block           the same under block verification
 calls_tv              tv, each position weighted by the target calls that acceptance there saves
 
-Sequence losses and calls_tv are computed on tokens that the target sampled, never on prompts or given texts. To add a
-loss, write its function in `divergences` (per position) or `sequence` (per text) and add its row to LOSSES.
+Sequence losses and calls_tv use only tokens that the target sampled: no prompts, and no texts from other sources. To
+add a loss, write its function in `divergences` (per position) or `sequence` (per text) and add its row to LOSSES.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,11 +23,12 @@ Position = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class LossDefinition:
-    """function: (log p, log q) of a position, (..., V) -> (...).
+    """A loss of `LOSSES`.
 
+    function: maps log p and log q at positions, (..., V), to a loss (...); for losses of whole texts see `sequence`.
     merged: whether the loss is defined for distributions of which only the top k tokens are stored, see `TopKTeacher`.
-    over: "positions", or "texts" or "tokens" for a loss of whole texts: the count by which its sum is divided.
-    weighted: weight each position by the target calls that acceptance there saves.
+    over: the count that divides its sum: "positions", or "texts" or "tokens" for a loss of whole texts.
+    weighted: whether each position is weighted by the target calls that acceptance there saves.
     """
 
     function: Callable[..., Any]
@@ -37,7 +38,8 @@ class LossDefinition:
 
     @property
     def sequence(self) -> bool:
-        """Whether it scores whole texts: (log p(x), log q(x), k, lengths) -> the differentiable sum of its values."""
+        """Whether the loss is one of whole texts. Its function then maps (log p(x), log q(x), k, lengths) to a
+        differentiable sum over texts."""
         return self.over != "positions"
 
 
@@ -63,25 +65,25 @@ MERGED = [name for name, loss in LOSSES.items() if loss.merged]
 
 @dataclass(frozen=True)
 class Term:
-    """A loss of a sum, with its weight."""
+    """One loss of a weighted sum."""
 
     name: str
     weight: float
     loss: LossDefinition
 
     def __call__(self, logp: Tensor, logq: Tensor) -> Tensor:
-        """The weighted loss of a position."""
+        """Return the weighted loss of each position."""
         value: Tensor = self.loss.function(logp, logq)
         return self.weight * value
 
 
 @dataclass(frozen=True)
 class LossSpec:
-    """A parsed expression.
+    """A parsed loss expression.
 
-    position: the sum of its losses per position, called (logp, logq), None without one; sequence: its losses of whole
-    texts; weighted: weight each position by the calls that acceptance there saves; merged: whether all its losses are
-    `LossDefinition.merged`; terms: the losses that `position` sums.
+    position: the sum of its losses per position, as a function of (logp, logq); None if it has none. sequence: its
+    losses of whole texts. weighted: whether each position is weighted by the target calls that acceptance there saves.
+    merged: whether all its losses are `LossDefinition.merged`. terms: the losses that `position` sums.
     """
 
     position: Position | None
@@ -92,12 +94,12 @@ class LossSpec:
 
 
 def parse(expression: str) -> LossSpec:
-    """The loss of an expression, see above. Raises ValueError naming the key for anything but a sum of known names, and
-    for a sum that one pass cannot compute."""
+    """Parse a loss expression; the module's docstring shows the syntax. Raises ValueError naming the key if it is not a
+    sum of known names, or is a sum that one pass cannot compute."""
     terms = _terms(expression)
     weighted = [term.name for term in terms if term.loss.weighted]
     if weighted and len(terms) > 1:
-        raise ValueError(f"loss: {weighted[0]} stands alone, not in {expression!r}")
+        raise ValueError(f"loss: {weighted[0]} cannot be part of a sum, as in {expression!r}")
     per_position = tuple(term for term in terms if not term.loss.sequence)
     per_text = tuple(term for term in terms if term.loss.sequence)
     merged = all(term.loss.merged for term in terms)
@@ -105,7 +107,7 @@ def parse(expression: str) -> LossSpec:
 
 
 def _terms(expression: str) -> list[Term]:
-    """The terms of a sum, equal names added up."""
+    """Return the terms of a sum. Terms of the same name are added up."""
     weights: dict[str, float] = {}
     for weight, name in map(_weight_and_name, expression.split("+")):
         weights[name] = weights.get(name, 0.0) + weight

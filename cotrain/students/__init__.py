@@ -1,1 +1,1 @@
-"""What a draft is before and while it trains, one file a kind."""
+"""The kinds of drafts before and during training, one file for each kind."""

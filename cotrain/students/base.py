@@ -135,8 +135,7 @@ class Student(Protocol):
         return torch.ones(size, dtype=torch.bool)
 
     def know(self, counts: Tensor) -> None:
-        """Choose the `draft.vocabulary` most frequent ids of a pruned vocabulary. counts (V,): how often texts hold
-        each id."""
+        """Choose the `draft.vocabulary` most frequent ids as the pruned vocabulary, by their counts in texts (V,)."""
         return None
 
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
@@ -156,8 +155,7 @@ class Student(Protocol):
         """
 
     def calibrate(self, proposer: Proposer, trials: Trials) -> dict[str, Any]:
-        """Measure settings of the network's config on the prompts of `trials`, with this kind's proposer, and return
-        them."""
+        """Measure settings of the network's config on the prompts of `trials`, and return them."""
         return {}
 
     def save(self, folder: Path) -> None:

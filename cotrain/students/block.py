@@ -1,10 +1,10 @@
 """A block draft, trained on blocks of masks that follow anchors of the text (DFlash, 2602.06036).
 
-A block with anchor m reads the target's states of tokens 0 .. m - 1 and the embedding of token m; its guess of depth j,
+A block with anchor m reads the target's states of tokens 0 .. m - 1 and the embedding of token m. Its guess of depth j,
 made at mask j + 1, is at position m + j. All blocks of a text share the keys and values of the text's tokens. A
-training step reads a share of the blocks, so that it makes about as many guesses as the text has tokens, whatever the
-depths. A Markov head reads the token before each guess: the text's own, which is the draft before it where that was
-accepted.
+training step reads one block in some, and fewer guesses of later depths, so that the number of guesses is about the
+number of tokens of the text, whatever K is. A Markov head reads the token before each guess: in training the text's own
+token, which is the draft before if it was accepted.
 
 B texts, T tokens, S blocks of a text, K depths, n = 1 + K queries of a block, H width, D of a head, G heads of keys.
 """
@@ -19,11 +19,12 @@ from transformers import PreTrainedModel
 from cotrain.config.groups import Draft, Init
 from cotrain.students.base import Guess, Seen
 from cotrain.students.eagle import EagleStudent, copy_ends, copy_layer
-from cotrain.students.parallel import segments, starts
+from cotrain.students.parallel import KEEP, segments, starts
 from inference.proposers.block import Block, BlockNetwork
 from inference.proposers.eagle import Attend
 
 MASKS = ("bidirectional", "causal")  # how the queries of a block attend to each other
+SPARE = 1.25  # tokens of a text for each guess that a training step makes of it
 MOST_QUERIES = 4  # times the tokens of a text: queries that exist at once where all blocks are read
 
 
@@ -55,7 +56,8 @@ class BlockStudent(EagleStudent):
 
     @classmethod
     def copy_layers(cls, network: Any, target: PreTrainedModel, layers: list[int]) -> None:
-        """Copy the target's norm, its head, and the last of its `layers`, one for each of the draft's."""
+        """Copy the target's norm and head, and one of its layers for each layer of the draft: the last ones of
+        `layers`."""
         count = len(network.layers)
         if len(layers) < count:
             raise ValueError(
@@ -69,13 +71,15 @@ class BlockStudent(EagleStudent):
         copy_ends(network, network.hidden_norm, norms[0], target)
 
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
-        """One guess a depth. A training step gives `uniforms` (B, T): it reads the blocks that these keep, among those
-        with tokens to learn from; else all blocks are read."""
+        """Return one guess a depth. A training step gives `uniforms` (B, T): of the blocks with tokens to learn from it
+        reads those at a distance of `apart`, from a random first one, and of depth j the KEEP ** j of their guesses."""
         network, ids, u = self.network, batch["ids"], batch.get("uniforms")
-        K, anchors, share = network.config.depths, starts(batch, ids.device), 1.0
+        K, anchors, apart = network.config.depths, starts(batch, ids.device), 1
+        anchors = anchors[anchors > 0]  # a block needs a state
         if u is not None:
-            share = 1 / K
-            anchors = anchors[u[0, anchors.to(u.device)].to(anchors.device) < share]
+            u = u[0].to(ids.device)
+            apart = max(min(round(SPARE * sum(KEEP**depth for depth in range(K))), len(anchors)), 1)
+            anchors = anchors[int(u[0] * apart) :: apart]
         positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
         if (given := batch.get("position_ids")) is not None:
             positions = given.to(ids.device)
@@ -85,26 +89,28 @@ class BlockStudent(EagleStudent):
         states = torch.cat([self._states(ids, positions, texts, part, context) for part in anchors.split(most)], 1)
         guesses, parameters = [], tuple(network.lm_head.parameters())
         for depth in range(K):
+            share = 1.0 if u is None else KEEP**depth / apart
             rows, columns = self._inside(anchors, depth, texts)
+            if u is not None:
+                chosen = u[anchors[columns]] < KEEP**depth
+                rows, columns = rows[chosen], columns[chosen]
             at = rows * ids.shape[1] + anchors[columns] + depth
             guesses.append(Guess(depth, at, states[rows, columns, depth], self.head, parameters, share=share))
         return self.after_tokens(guesses, ids)
 
     @staticmethod
     def _inside(anchors: Tensor, depth: int, texts: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows and columns (N,) of the blocks that make a guess of a depth: with a state before the anchor, and a place
-        for the guess, in one text. anchors (S,), texts (B, T)."""
+        """Return rows and columns (N,) of the blocks that make a guess of a depth: the token before the anchor and the
+        guess's position are in one text. anchors (S,), texts (B, T)."""
         length = texts.shape[1]
-        fits = (anchors > 0) & (anchors + depth < length)
-        last = (anchors + depth).clamp(max=length - 1)
-        same = texts[:, (anchors - 1).clamp(min=0)] == texts[:, last]
-        rows, columns = (fits & same).nonzero(as_tuple=True)
+        same = texts[:, anchors - 1] == texts[:, (anchors + depth).clamp(max=length - 1)]
+        rows, columns = (same & (anchors + depth < length)).nonzero(as_tuple=True)
         return rows, columns
 
     def _states(
         self, ids: Tensor, positions: Tensor, texts: Tensor, anchors: Tensor, context: list[tuple[Tensor, Tensor]]
     ) -> Tensor:
-        """(B, S, K, H): the states of the masks of some blocks."""
+        """Return the states (B, S, K, H) of the masks of some blocks."""
         network, S, n = self.network, len(anchors), 1 + self.network.config.depths
         x = network.queries(self.embedded(ids[:, anchors]), n - 1).flatten(1, 2)
         places = (positions[:, anchors].unsqueeze(-1) + torch.arange(n, device=ids.device)).flatten(1)
@@ -124,12 +130,13 @@ class BlockStudent(EagleStudent):
 
 
 def attend_blocks(keys: Tensor, values: Tensor, sees: Tensor, own: Tensor, groups: int, scale: float) -> Attend:
-    """Attention of blocks: one softmax over the text's tokens that a block sees (B, S, T) and over the block's own
-    queries, own (n, n). keys, values (B, T, G, D): of the text; groups: heads of each of the G."""
+    """Attend with the queries of blocks: one softmax over the text's tokens that a block sees (B, S, T) and the block's
+    own queries, own (n, n). keys, values (B, T, G, D): those of the text. groups: query heads for each of the G
+    heads."""
     theirs = keys.transpose(1, 2).repeat_interleave(groups, 1), values.transpose(1, 2).repeat_interleave(groups, 1)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        B, S, n = len(q), sees.shape[1], len(own)
+        S, n = sees.shape[1], len(own)
         q, k, v = (part.to(v.dtype).transpose(1, 2) for part in (q, k, v))  # mixed precision: angles are float32
         k, v = (part.repeat_interleave(groups, 1).unflatten(2, (S, n)) for part in (k, v))  # (B, heads, S, n, D)
         of_text = (q @ theirs[0].to(q.dtype).transpose(2, 3)).unflatten(2, (S, n))  # (B, heads, S, n, T)
@@ -138,6 +145,6 @@ def attend_blocks(keys: Tensor, values: Tensor, sees: Tensor, own: Tensor, group
         share = (torch.cat((of_text, mine), -1) * scale).softmax(-1)
         from_text, from_block = share.split([sees.shape[2], n], -1)
         output = (from_text.flatten(2, 3) @ theirs[1].to(q.dtype)) + (from_block @ v).flatten(2, 3)
-        return output.transpose(1, 2).reshape(B, S * n, -1)
+        return output.transpose(1, 2).flatten(2)
 
     return attend

@@ -1,7 +1,4 @@
-"""A draft that depends on the sampling temperature. It learns each text at that text's temperature.
-
-B texts, T tokens, D width.
-"""
+"""A draft that depends on the temperature. Each text is learnt at its own temperature. B texts, T tokens, D width."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -30,7 +27,7 @@ class ConditionedStudent(IndependentStudent):
         network = super().initial(draft, init, target)
         learnt = getattr(network.config, KNOTS, None)
         if learnt is not None and list(learnt) != list(draft.temperatures):
-            raise ValueError(f"draft.temperatures: {draft.path} has learnt {learnt}: draft.temperatures={learnt}")
+            raise ValueError(f"draft.temperatures: {draft.path} has learnt {learnt}: set draft.temperatures={learnt}")
         try:
             conditioned(network, list(draft.temperatures))
         except ValueError as error:
@@ -45,8 +42,7 @@ class ConditionedStudent(IndependentStudent):
         return [Guess.everywhere(states, self.head, tuple(self.network.get_output_embeddings().parameters()))]
 
     def _scale(self, temperature: Tensor) -> Tensor:
-        """Return the scale (B, 1, D) at temperatures (B,) of texts, or (B, T, D) at temperatures (B, T) of their
-        tokens."""
+        """Return the scale: (B, 1, D) for one temperature a text (B,), (B, T, D) for one a token (B, T)."""
         return Scale(self.network).at(temperature if temperature.ndim == 2 else temperature.unsqueeze(1))
 
     def proposer(

@@ -86,8 +86,7 @@ class EagleStudent(Student):
 
     @classmethod
     def _continued(cls, draft: Draft, target: PreTrainedModel) -> EagleNetwork:
-        """Return the network of draft.path. Raises ValueError if its vocabulary has another size than
-        draft.vocabulary."""
+        """Return the network of draft.path. Raises ValueError if draft.vocabulary is not the size of its vocabulary."""
         network: EagleNetwork = pretrained_network(cls, draft, target)
         known = network.config.draft_vocab_size
         if draft.vocabulary not in (None, known):
@@ -111,8 +110,7 @@ class EagleStudent(Student):
         return super().known
 
     def know(self, counts: Tensor) -> None:
-        """Choose the most frequent tokens by counts (V,) as the pruned vocabulary, and copy their rows of the target's
-        head."""
+        """Choose the most frequent tokens, by counts (V,), as the pruned vocabulary, with their rows of the head."""
         if self.network.pruned:
             top = counts[: self.vocabulary].topk(self.network.config.draft_vocab_size).indices
             self.network.know(sorted(top.tolist()), self.target.get_output_embeddings().weight)
@@ -193,8 +191,7 @@ class RoundAttention:
         self.cache: list[tuple[Tensor, Tensor]] = []  # for each depth, keys and values (B, heads, n, D)
 
     def at(self, depth: int, sees: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        """Return the attention function of a depth. sees (B, n, T-1): the target's pairs that each of its n rounds
-        reads."""
+        """Return the attention function of a depth. sees (B, n, T-1): the target's pairs that each round reads."""
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q, k, v = (part.transpose(1, 2) for part in (q, k, v))
@@ -204,12 +201,11 @@ class RoundAttention:
         return attend
 
     def _repeat(self, part: Tensor) -> Tensor:
-        """Repeat the entry of each group of heads, once for each head of the group."""
+        """Repeat the entry of each group for all heads of the group."""
         return part.repeat_interleave(self.groups, 1)
 
     def _attended(self, q: Tensor, depth: int, sees: Tensor) -> Tensor:
-        """Return the attention output of queries q (B, heads, n, D), same shape. One softmax covers the target's pairs
-        and the round's own pairs."""
+        """Attend with queries q (B, heads, n, D): one softmax over the target's pairs and the round's own."""
         (keys, values), *later = self.cache
         own = [(k[:, :, : q.shape[2]], v[:, :, : q.shape[2]]) for k, v in later]
         scores = (q @ keys.transpose(2, 3)).masked_fill(~sees.unsqueeze(1), -torch.inf)
@@ -223,7 +219,7 @@ def _refuse_settings(draft: Draft, target: PreTrainedModel) -> None:
     """Raise ValueError if draft.depths is not set, or if draft.vocabulary exceeds the target's vocabulary."""
     size = target.config.get_text_config().vocab_size
     if draft.depths is None:
-        raise ValueError("draft.depths: set the drafts of a round that an eagle trains for, as draft.depths=6")
+        raise ValueError("draft.depths: set how many drafts of a round an eagle is trained for, as draft.depths=6")
     if draft.vocabulary and draft.vocabulary > size:
         raise ValueError(f"draft.vocabulary: {draft.vocabulary} of {size} tokens; null for all")
 
@@ -261,7 +257,7 @@ def copy_layer(layer: nn.Module, target: PreTrainedModel, layers: list[int]) -> 
     the weight of that layer's first norm. Raises ValueError for a layer that the target lacks or that does not fit."""
     count = target.config.get_text_config().num_hidden_layers
     if not layers or not -count <= layers[-1] < count:
-        raise ValueError(f"init.layers: {list(layers)}: its last is none of the target's {count} layers")
+        raise ValueError(f"init.layers: {list(layers)}: the last one is none of the target's {count} layers")
     source, prefix = plain(target), f"layers.{layers[-1] % count}."
     named = {name.partition(prefix)[2]: weight for name, weight in source.items() if prefix in name}
     for part in PARTS:

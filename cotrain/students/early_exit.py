@@ -43,7 +43,7 @@ class EarlyExitStudent(Student):
         the folder draft.path. If draft.layers is null, the last of `candidates`, which is the largest draft, is used.
         Raises ValueError naming the key to change."""
         if draft.depths is None:
-            raise ValueError("draft.depths: set the drafts of a round that the exit trains for, as draft.depths=4")
+            raise ValueError("draft.depths: set how many drafts of a round the exit is trained for, as draft.depths=4")
         if init.kind == "pretrained":
             network: ExitNetwork = pretrained_network(cls, draft, target)
             _refuse_windows(target, network.config.rank)
@@ -67,8 +67,7 @@ class EarlyExitStudent(Student):
         return halves(self.model, self.vocabulary)[0]
 
     def refuse(self) -> None:
-        """Raise ValueError for a target with sliding windows, unless rank is 0: the attention mask of rounds has no
-        windows."""
+        """Raise ValueError for a target with sliding windows, unless rank is 0: the mask of rounds has no window."""
         assert self.target is not None
         _refuse_windows(self.target, self.network.config.rank)
 
@@ -81,7 +80,7 @@ class EarlyExitStudent(Student):
         flat = torch.arange(ids.numel(), device=ids.device).view(ids.shape)
         guesses = []
         for depth, states in enumerate(self._by_depth(ids, within)):
-            inside = within >= depth  # a round starts after a first token
+            inside = within >= depth  # the anchor is in the same text
             guesses.append(Guess(depth, flat[inside], states[inside], head))
         return guesses
 
@@ -98,8 +97,7 @@ class EarlyExitStudent(Student):
         return list(states.view(len(ids), copies, T, -1).unbind(1)[1:])
 
     def _with_rounds(self, T: int) -> PreTrainedModel:
-        """Return the model whose first T columns are read as the target reads them. It is cached for one text
-        length."""
+        """Return the model that reads its first T columns as the target does; cached for one T."""
         if self.rounds is None or self.rounds[0] != T:
             AttentionInterface.register(ROUNDS, attention)
             model = learning(self.network, self.target, T).eval()  # type: ignore[arg-type]
@@ -120,8 +118,8 @@ def candidates(total: int) -> list[int]:
     """Return the exits to choose from in a target of `total` decoder layers: after each layer but the last, or MOST
     exits evenly spread if there are more. Raises ValueError for a target of one layer."""
     if total < 2:
-        raise ValueError("draft.layers: the target has one decoder layer, which leaves no exit to choose before its "
-                         "end: draft.layers=1")  # fmt: skip
+        raise ValueError("draft.layers: the target has one decoder layer, so there is no exit before its end: set "
+                         "draft.layers=1")  # fmt: skip
     if total - 1 <= MOST:
         return list(range(1, total))
     return sorted({round(total * i / (MOST + 1)) for i in range(1, MOST + 1)})

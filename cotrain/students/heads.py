@@ -24,8 +24,7 @@ UNUSED = ("width", "intermediate", "head_dim", "kv_heads")  # settings for draft
 
 
 class MedusaStudent(Student):
-    """The student of `inference.proposers.heads` (Cai et al. 2024, 2401.10774). Its logits come from the target's head,
-    which stays frozen."""
+    """The student of `inference.proposers.heads` (Cai et al. 2024, 2401.10774), with the target's own head, frozen."""
 
     kind = "medusa"
     takes: tuple[str, ...] = ("depths", "markov")
@@ -77,8 +76,10 @@ class MedusaStudent(Student):
         return after_tokens(guesses, batch["ids"], markov, lambda logits: logits[..., : self.vocabulary])
 
     def head_states(self, ids: Tensor, newest: Tensor, depths: int) -> list[Tensor]:
-        """Return for each depth the states that the target's head reads, (B, R, D) with one row per round and R >=
-        T-1-depth. newest (B, T-1, D): the target's newest state of each round."""
+        """Return what the target's head reads at each depth: states (B, R, D), one row per round, R >= T-1-depth.
+
+        newest (B, T-1, D): the target's newest state of each round.
+        """
         states: Tensor = self.network.states(newest.flatten(0, 1), depths)
         return list(states.unflatten(1, newest.shape[:2]))
 

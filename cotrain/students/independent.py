@@ -228,8 +228,8 @@ def pretrained_network(student: type[Student], draft: Draft, target: PreTrainedM
 
 
 def _checked_path(student: type[Student], draft: Draft) -> str:
-    """Return draft.path. Raises ValueError if it is not set, or names a draft folder of a kind that `student` cannot
-    begin with."""
+    """Return draft.path. Raises ValueError if it is not set, or is a draft of a kind that `student` cannot begin
+    with."""
     path = draft.path
     if not path:
         raise ValueError("init.kind: 'pretrained' takes its weights from a folder or hub id: name it with draft.path=")

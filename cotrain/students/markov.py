@@ -1,6 +1,6 @@
-"""Guesses of a draft with a Markov head, which adds a term of the token before to the logits.
+"""Guesses of a draft with a Markov head, which adds to the logits a term that depends on the token before.
 
-The head of such a guess reads states beside rows of the head's first table. N guesses, D width, r rank.
+The head of such a guess reads states joined with rows of the Markov head's first table. N guesses, D width, r rank.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,8 +16,11 @@ from inference.proposers.markov import MarkovHead
 def after_tokens(
     guesses: Sequence[Guess], ids: Tensor, markov: MarkovHead, spread: Callable[[Tensor], Tensor]
 ) -> list[Guess]:
-    """Return the guesses with the term of the token before each: the text's own, ids (B, T), which is the draft before
-    it in a round whose earlier drafts were accepted. spread: the term (n, Vd) -> (n, V), as logits of the guesses."""
+    """Return the guesses with the Markov term of the token before each guess.
+
+    ids (B, T): the text, whose tokens are the drafts before in a round that accepted its earlier drafts. spread: maps
+    the term (n, Vd) to (n, V), the shape of the guesses' logits.
+    """
 
     def joined(guess: Guess) -> Guess:
         states, width = guess.states, guess.states.shape[-1]

@@ -62,13 +62,12 @@ class ParallelStudent(IndependentStudent):
         return ParallelStudent(network, vocabulary=self.vocabulary)
 
     def refuse(self) -> None:
-        """Raise ValueError as `IndependentStudent.refuse`, and for a network that ignores the attention mask passed to
-        it."""
+        """Raise ValueError as `IndependentStudent.refuse`, and for a network that ignores our attention mask."""
         super().refuse()
         _refuse_window(self.network)
         if not self._follows_mask():
-            raise ValueError(f"draft: {type(self.network).__name__} ignores the attention mask of a parallel draft; "
-                             "another family, or draft=independent")  # fmt: skip
+            raise ValueError(f"draft: {type(self.network).__name__} ignores the attention mask of a parallel draft: "
+                             "use another family, or draft=independent")  # fmt: skip
 
     @torch.no_grad()
     def _follows_mask(self) -> bool:
@@ -129,8 +128,8 @@ class ParallelStudent(IndependentStudent):
 
 def _refuse_window(network: PreTrainedModel) -> None:
     if window := sliding_window(network.config):
-        raise ValueError(f"draft: {type(network).__name__} attends to the last {window} tokens alone, a parallel draft "
-                         "to its whole text: another family, or draft=independent")  # fmt: skip
+        raise ValueError(f"draft: {type(network).__name__} attends to the last {window} tokens only, but a parallel "
+                         "draft needs its whole text: use another family, or draft=independent")  # fmt: skip
 
 
 class PEagleStudent(EagleStudent):
@@ -199,8 +198,7 @@ class PEagleStudent(EagleStudent):
 
 
 def attend_under(mask: Tensor, groups: int, scale: float) -> Attend:
-    """Return an attention function under a mask (B, 1, n, n) of bool. groups: query heads for each head of keys and
-    values."""
+    """Return attention under a mask (B, 1, n, n) of bool. groups: query heads for each head of keys and values."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (part.to(v.dtype).transpose(1, 2) for part in (q, k, v))  # mixed precision: angles are float32
@@ -258,10 +256,10 @@ def masks_after(starts: Tensor, length: int, depths: int, u: Tensor | None = Non
 
 
 def starts(batch: Mapping[str, Any], device: torch.device, gap: int = 0) -> Tensor:
-    """Return the starts (S,) of rounds. The anchor of a round is `gap` positions after its start.
+    """Return the starts (S,) of rounds, `gap` positions before their anchors.
 
-    All positions are starts, except in a training step, whose batch has `uniforms`. Then they are the positions for
-    which at least one text of the batch has a counted token after the anchor.
+    A training step (a batch with `uniforms`) uses only starts whose anchor precedes a counted token in some text of the
+    batch. Otherwise all positions are starts.
     """
     if "uniforms" not in batch:
         return torch.arange(batch["ids"].shape[1] - gap, device=device)

@@ -57,8 +57,7 @@ class QuantisedStudent(Student):
 
 
 def bits_of(draft: Draft) -> str:
-    """Return the weight quantisation that draft.bits selects. Raises ValueError if it is not set, or not available
-    here."""
+    """Return the quantisation that draft.bits selects. Raises ValueError if it is not set, or not available here."""
     if draft.bits is None:
         raise ValueError(
             f"draft.bits: {draft.kind} drafts with the target in fewer bits: set how many, as draft.bits=8"
@@ -93,7 +92,7 @@ def rounded(draft: PreTrainedModel, quantisation: str) -> PreTrainedModel:
     head = network.get_output_embeddings()
     for weight in projections(network).values():
         weight.copy_(quantised(weight, quantisation))
-    if quantisation == "int8" and head is not None:  # a new tensor: embeddings tied to the head stay whole
+    if quantisation == "int8" and head is not None:  # a new tensor, since tied embeddings are not rounded
         head.weight = nn.Parameter(quantised(head.weight, quantisation), requires_grad=False)
     return network
 
@@ -130,11 +129,13 @@ class TwoLevelsStudent(Student):
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
-        """Return the small draft of draft.path. Raises ValueError for a folder of another kind, and as `bits_of` and
+        """Return the small draft of draft.path. Raises ValueError if it is of another kind, and as `bits_of` and
         `causal_lm`."""
         bits = bits_of(draft)
         if draft.inner is None:
-            raise ValueError("draft.inner: drafts before the target in fewer bits verifies: set them, as draft.inner=3")
+            raise ValueError(
+                "draft.inner: set how many tokens the small draft drafts in an inner round, as draft.inner=3"
+            )
         if draft.path is None:
             raise ValueError("draft.path: two_levels drafts with a small independent draft: name its folder")
         _refuse_kind(draft.path)
@@ -165,4 +166,4 @@ def _refuse_kind(path: str) -> None:
         network = kind_of(kind).network_class
         no_heads = network is None or network is AutoModelForCausalLM or issubclass(network, SettingsNetwork)
         why = "" if no_heads else ", which drafts from the target's hidden states"
-        raise ValueError(f"draft.path: {path} is of kind {kind!r}{why}; two_levels drafts with {DEFAULT} drafts alone")
+        raise ValueError(f"draft.path: {path} is of kind {kind!r}{why}; two_levels needs one of kind {DEFAULT} instead")

@@ -76,7 +76,7 @@ class HybridStudent(IndependentStudent):
         return Hybrid.of_settings(model, self.network.config.lookup)
 
     def calibrate(self, proposer: Proposer, trials: Trials) -> dict[str, Any]:
-        """Return the look-up settings with a gate, which is counted and timed with the model of `proposer`."""
+        """Return the look-up settings with a gate that is calibrated for the model of `proposer`."""
         assert isinstance(proposer, Hybrid)
         settings: dict[str, Any] = self.network.config.lookup
         drafting = trials.drafting(proposer.model)

@@ -1,1 +1,1 @@
-"""The frozen target: loading it, reading it, caching its outputs."""
+"""The frozen target: loading, computing and caching its outputs."""

@@ -1,7 +1,7 @@
-"""Caches of what was read of the target: in memory by text key, and on disk by the text's ids, for later runs.
+"""Caches of the target's outputs: in memory by text key, and on disk by the text's ids, for later runs.
 
-Both store records without knowing their contents, in the target's own dtype, so that training from a cache is training
-from the live target. B texts, T tokens.
+Both store records whatever they contain, in the target's own dtype, so training from a cache equals training from the
+live target. B texts, T tokens.
 """
 
 import hashlib
@@ -26,10 +26,10 @@ SUM = " checksum"  # suffix of an entry's checksum
 
 
 class MemoryCache:
-    """Reads each text once and stores its record on the host.
+    """Reads each text once and stores its record in main memory.
 
-    read: ids (B, T) -> a record, (B, T, ...) each. limit: bytes to store, in the target's dtype; texts past it are read
-    live.
+    read: ids (B, T) -> a record of tensors (B, T, ...). limit: bytes to store; texts that do not fit are read every
+    time.
     """
 
     def __init__(self, read: Reader, limit: int) -> None:
@@ -44,7 +44,7 @@ class MemoryCache:
         batch: int = 16,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        """Read all texts (N, T) with their keys (N,) while there is room: cheaper than a few at a time."""
+        """Read all texts (N, T) with their keys (N,) while there is room, which is faster than a few per step."""
         for start in range(0, len(ids), batch):
             if progress:
                 progress(start, len(ids))
@@ -59,11 +59,12 @@ class MemoryCache:
             progress(len(ids), len(ids))
 
     def __call__(self, ids: Tensor, keys: Tensor, position_ids: Tensor | None = None) -> Record:
-        """ids (B, T), keys (B,), one a text, which names the same ids in every call -> (B, T, ...) each."""
+        """Return the record of texts, tensors (B, T, ...). ids (B, T), keys (B,): a key stands for the same ids in
+        every call."""
         return self._look_up(ids, self._names(ids, keys), position_ids)
 
     def _names(self, ids: Tensor, keys: Tensor) -> list[tuple[int, int]]:
-        """Names of the texts' records. Evicts records cached at another padded length, which are not read again."""
+        """Return the names of the texts' records. Evict records at other padded lengths: they are not used again."""
         width = ids.shape[1]
         for key in keys.tolist():
             for name in [(key, other) for other in self.widths - {width} if (key, other) in self.records]:
@@ -87,18 +88,18 @@ class MemoryCache:
 
 
 def rows_of(record: Record) -> list[Record]:
-    """A record of B texts as B records of one, (T, ...) each."""
+    """Split a record of B texts into B records of one text, tensors (T, ...)."""
     rows = zip(*(values.unbind() for values in record.values()), strict=True)
     return [dict(zip(record, row, strict=True)) for row in rows]
 
 
 def stacked(records: Sequence[Record], device: torch.device) -> Record:
-    """The inverse of `rows_of`."""
+    """Join records of one text to a record of B texts, the inverse of `rows_of`."""
     return {part: torch.stack([row[part] for row in records]).to(device, non_blocking=True) for part in records[0]}
 
 
 def nbytes(record: Record) -> int:
-    """Bytes of all its tensors."""
+    """Return the bytes of all tensors of a record."""
     return sum(values.nbytes for values in record.values())
 
 
@@ -106,15 +107,14 @@ RENAMED = {"laws": "distributions"}  # a key of older files
 
 
 class DiskCache:
-    """Reads texts that `folder` lacks and stores them there, so that runs over the same texts read them once.
+    """A reader that stores records in `folder`, so that runs over the same texts read them once.
 
-    A shard holds the texts of one pass, each under a digest of its ids, so that a later run finds them whatever its
-    batches. The last layer's states have the text's digest as name; other entries append the layer or part. `MANIFEST`
-    identifies the target.
+    A shard file holds the texts of one pass. Each text is stored under a digest of its ids, so that a later run finds
+    it whatever its batches are. The states of the last layer have the digest as name; other entries append the layer or
+    part. The file `MANIFEST` identifies the target.
 
-    read: ids (B, T) -> a record. maker: what identifies the target and its tokenizer (JSON values). parts: layers, or
-    other names, of a record. Raises ValueError naming trainer.cache if the folder belongs to another target or
-    tokenizer.
+    read: ids (B, T) -> a record. maker: identity of the target and its tokenizer (JSON values). parts: layers or other
+    names of a record. Raises ValueError naming trainer.cache if the folder belongs to another target or tokenizer.
     """
 
     def __init__(
@@ -129,17 +129,16 @@ class DiskCache:
         stored, current = json.loads(path.read_text(encoding="utf-8")), json.loads(json.dumps(maker))
         stored = {RENAMED.get(key, key): value for key, value in stored.items()}
         if differ := differences(stored, current):
-            raise ValueError(f"trainer.cache={folder}: made by another target, its {', '.join(sorted(differ))} differ: "
-                             "name another folder")  # fmt: skip
-        self.shards: dict[str, Path] = {}  # of each entry, its shard
+            raise ValueError(f"trainer.cache={folder}: made with another target (differing: "
+                             f"{', '.join(sorted(differ))}): name another folder")  # fmt: skip
+        self.shards: dict[str, Path] = {}  # entry -> shard file
         for shard in sorted(folder.glob("*.safetensors")):
             self.shards |= dict.fromkeys(_entries(shard), shard)
         if LAST not in self.parts and any(" " not in entry for entry in self.shards):
-            print(f"trainer.cache={folder}: distributions of an earlier version are not read, they are computed anew")
+            print(f"trainer.cache={folder}: distributions of an earlier version are not read but computed again")
 
     def estimate(self, texts: int, each: int) -> str:
-        """The space that texts of `each` bytes take. Raises OSError, before anything is written, if the disk has
-        less."""
+        """Return a line about the space that texts of `each` bytes take. Raises OSError if the disk has less."""
         free, need = shutil.disk_usage(self.folder).free, texts * each
         line = f"trainer.cache={self.folder}: {need / 2**30:.2f} GiB for {texts} texts, {free / 2**30:.2f} GiB are free"
         if need > free:
@@ -148,13 +147,14 @@ class DiskCache:
 
     @torch.no_grad()
     def __call__(self, ids: Tensor, position_ids: Tensor | None = None) -> Record:
-        """ids (B, T) -> (B, T, ...) each, from disk if stored; damaged shards are read anew from the target."""
+        """Return the record of texts ids (B, T), tensors (B, T, ...). Texts that are missing or in damaged shards are
+        read from the target and stored."""
         names = [_digest(ids[row], None if position_ids is None else position_ids[row]) for row in range(len(ids))]
         records = {name: record for name in names if (record := self._load(name)) is not None}
         missing = [row for row, name in enumerate(names) if not self._whole(name)]
         if missing:
             positions = None if position_ids is None else position_ids[missing]
-            with torch.autocast(ids.device.type, enabled=False):  # a step's precision is the draft's
+            with torch.autocast(ids.device.type, enabled=False):  # mixed precision is for the draft only
                 record = self.read(ids[missing], positions)
             records |= self._store([names[row] for row in missing], record)
         return stacked([records[name] for name in names], ids.device)
@@ -163,7 +163,7 @@ class DiskCache:
         return all(_entry(name, part) in self.shards for part in self.parts)
 
     def _load(self, name: str) -> Record | None:
-        """The record of a text; None if any part is missing."""
+        """Return the stored record of a text, or None if any part is missing."""
         record: dict[int | str, Tensor] = {}
         for part in self.parts:
             values = self._tensor(_entry(name, part))
@@ -173,7 +173,7 @@ class DiskCache:
         return record
 
     def _tensor(self, entry: str) -> Tensor | None:
-        """An entry's values; None if it is missing or damaged. A damaged shard is deleted."""
+        """Return the values of an entry, or None if it is missing or damaged. A damaged shard is deleted."""
         if entry not in self.shards:
             return None
         try:
@@ -189,7 +189,7 @@ class DiskCache:
         return None
 
     def _store(self, names: list[str], record: Record) -> dict[str, Record]:
-        """Write the records of texts as one shard; returns them by name."""
+        """Write the records of texts as one shard, and return them by name."""
         rows = rows_of({part: record[part].detach().cpu() for part in self.parts})
         records = dict(zip(names, rows, strict=True))
         flat = {
@@ -206,12 +206,12 @@ class DiskCache:
 
 
 def _entry(name: str, part: int | str) -> str:
-    """A shard's name for a part of a text."""
+    """Return the name, in a shard, of a part of a text."""
     return name if part == LAST else f"{name} {part}"
 
 
 def _entries(shard: Path) -> list[str]:
-    """The entries of a shard; none of a truncated one."""
+    """Return the entries of a shard; none if the file is damaged."""
     try:
         with safe_open(shard, "pt") as tensors:
             return [name for name in tensors.keys() if not name.endswith(SUM)]

@@ -1,14 +1,14 @@
-"""A teacher: the target's outputs for texts, which may be cached, and next-token distributions computed from them.
+"""A teacher: the outputs of the target for texts, which may be cached, and next-token distributions computed from them.
 
-The outputs are a record of tensors by name, (B, T, ...) each: states by layer, whose last layer gives whole
-distributions through the head (`StatesTeacher`), or the K most probable tokens of each distribution and the total mass
-of the others (`TopKTeacher`).
+The outputs are a record of named tensors (B, T, ...). `StatesTeacher` records states by layer; the head turns those of
+the last layer into whole distributions. `TopKTeacher` records the K most probable tokens of each distribution and the
+total mass of the others.
 
-A state of a model 4,096 wide takes 8 KiB in bfloat16; 64 tokens with ids and probabilities take half a KiB, and the
-target's head is not applied again. Losses then compare distributions merged outside the top k. f-divergences of merged
-distributions (kl, rkl, tv, jsd) are at most those of the whole ones, by the data-processing inequality
-(Csiszar 1967), and alpha is at least the whole ones', by at most the smaller mass outside. So those losses are lower
-bounds, and acceptance seen in training is an upper bound; held-out figures use whole distributions.
+A state of a model 4,096 wide takes 8 KiB in bfloat16; 64 tokens with their probabilities take 0.5 KiB, and the target's
+head is not applied again. Losses then compare distributions merged outside the top k. By the data-processing inequality
+(Csiszar 1967), f-divergences of merged distributions (kl, rkl, tv, jsd) are at most those of the whole ones. alpha of
+merged distributions is larger than alpha of the whole ones by at most the smaller mass outside. So those losses are
+lower bounds and acceptance in training is an upper bound, while held-out figures use whole distributions.
 
 B texts, T tokens, D width, n positions, V vocabulary, K stored tokens.
 """
@@ -26,7 +26,7 @@ from inference.models.passes import LAST
 
 
 class Teacher(Protocol):
-    """read: texts -> a record, which may be cached. distributions: those that a record gives."""
+    """read: texts -> a record, which may be cached. distributions: a record -> the distributions of its texts."""
 
     @property
     def read(self) -> Reader: ...
@@ -36,7 +36,7 @@ class Teacher(Protocol):
 
 @dataclass(frozen=True)
 class FromStates:
-    """TargetDistributions from the target's last states (B, T, D) and its head."""
+    """Distributions computed from the target's last states (B, T, D) with its head."""
 
     states: Tensor
     head: Head
@@ -47,7 +47,7 @@ class FromStates:
 
 @dataclass(frozen=True)
 class StatesTeacher:
-    """Reads states, LAST among them; its distributions are whole."""
+    """Reads the target's states, including LAST, and computes whole distributions."""
 
     read: Reader
     head: Head
@@ -57,8 +57,8 @@ class StatesTeacher:
 
 
 class TopKAndRest(NamedTuple):
-    """ids (..., K) int32 of the most probable tokens, logs (..., K) of their probabilities, rest (...,): the logarithm
-    of the mass of all others, both float32."""
+    """ids (..., K) int32: the most probable tokens. logs (..., K) float32: their log-probabilities. rest (...,)
+    float32: the logarithm of the mass of all other tokens."""
 
     ids: Tensor
     logs: Tensor
@@ -67,7 +67,7 @@ class TopKAndRest(NamedTuple):
 
 @dataclass(frozen=True)
 class TopKDistributions:
-    """TargetDistributions (B, T) stored as their top k, already as served: no temperature or cut is applied again."""
+    """Distributions (B, T) of which the top k are stored as served, so no temperature or cut is applied again."""
 
     top: TopKAndRest
 
@@ -77,10 +77,10 @@ class TopKDistributions:
 
 
 class TopKTeacher:
-    """Reads the top k of each distribution, and the states that the student reads. states, head: of the target, see
-    `target_model.served`; count: K; temperature, truncate: the regime; chunk: positions whose whole distributions exist
-    at once; reads: layers stored with the distributions.
+    """Reads the top k of each distribution, and the states that the student reads.
 
+    states, head: those of the target, see `target_model.served`. count: K. temperature, truncate: the regime. chunk:
+    positions whose whole distributions are in memory at once. reads: layers that are recorded with the distributions.
     Raises ValueError if count exceeds the vocabulary.
     """
 
@@ -96,7 +96,7 @@ class TopKTeacher:
         reads: tuple[int, ...] = (),
     ) -> None:
         if not 0 < count <= vocabulary:
-            raise ValueError(f"trainer.top: {count} tokens of {vocabulary}")
+            raise ValueError(f"trainer.top: {count} tokens, but the target has {vocabulary}")
         self.states, self.head, self.count, self.reads = states, head, count, reads
         self.temperature, self.truncate, self.chunk = temperature, truncate, chunk
 
@@ -120,7 +120,7 @@ class TopKTeacher:
 
 
 def top_k(logp: Tensor, count: int) -> TopKAndRest:
-    """The `count` most probable tokens of distributions (n, V)."""
+    """Return the `count` most probable tokens of distributions (n, V), and the mass of the others."""
     top = logp.topk(count, -1)
     rest = logp.scatter(-1, top.indices, -math.inf).logsumexp(-1)
     return TopKAndRest(top.indices.int(), top.values.float(), rest.float())
@@ -128,9 +128,12 @@ def top_k(logp: Tensor, count: int) -> TopKAndRest:
 
 @torch.no_grad()
 def completed(top: TopKAndRest, logq: Tensor) -> Tensor:
-    """Whole distributions from the top k of n positions: the mass outside is distributed in proportion to q, so that
-    every loss per position is that of the merged distributions, in value and in gradient. logq (n, V) -> log p (n, V);
-    if q has no mass outside, p gets none there either."""
+    """Return log p (n, V) from the top k of n positions and logq (n, V), with the mass of the other tokens in
+    proportion to q.
+
+    Every loss per position then has the value and the gradient of the merged distributions. If q has no mass outside
+    the top k, p gets none there either.
+    """
     inside = top.ids.long()
     others = logq.scatter(-1, inside, -math.inf)
     total = others.logsumexp(-1, keepdim=True)
@@ -139,15 +142,15 @@ def completed(top: TopKAndRest, logq: Tensor) -> Tensor:
 
 
 def size(count: int) -> int:
-    """Numbers of four bytes that a distribution's top `count` takes."""
+    """Return how many 4-byte numbers the top `count` of a distribution takes."""
     return 2 * count + 1
 
 
 def outside(record: Record) -> Tensor:
-    """The mass of the tokens outside the top k -> (B, T)."""
+    """Return the mass of the tokens outside the top k (B, T)."""
     return record["rest"].exp()
 
 
 def seen(record: Record) -> Seen:
-    """The states of a record."""
+    """Return the states of a record."""
     return Seen({layer: states for layer, states in record.items() if isinstance(layer, int)})

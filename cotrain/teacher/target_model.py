@@ -1,4 +1,4 @@
-"""The frozen target as a teacher: loaded in the precision that is served, split into hidden states and a head."""
+"""The frozen target as a teacher: loaded in the precision that is served, and split into a body and a head."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -37,14 +37,14 @@ QUANTISATIONS: dict[str, dict[str, Any]] = {
 PACKS = "support_avx512bf16_for_cpu"  # attribute of bitsandbytes' 4-bit layers
 Read = Callable[..., Tensor]  # ids (B, T), position_ids (B, T) or None -> last hidden states (B, T, D)
 Head = Callable[[Tensor], Tensor]  # (n, D) -> logits (n, V)
-Record = Mapping[int | str, Tensor]  # layer -> states (B, T, D); other names: other outputs that a teacher reads
+Record = Mapping[int | str, Tensor]  # layer -> states (B, T, D); a teacher may add other outputs by name
 Reader = Callable[..., Record]  # ids (B, T), position_ids (B, T) or None -> the record of these texts
 
 
 @dataclass(frozen=True)
 class Seen:
-    """The target's states that a student may read, of a batch of texts, by layer: 0 the embeddings, i the residual
-    stream after i decoder layers, LAST what the head reads. states: layer -> (B, T, D)."""
+    """The target's states for a batch of texts, as a student may read them. states: layer -> (B, T, D). Layer 0 is the
+    embeddings, layer i the residual stream after i decoder layers, LAST the input of the head."""
 
     states: Mapping[int, Tensor]
 
@@ -52,11 +52,11 @@ class Seen:
 def load_target(
     path: str, quantisation: str = "none", dtype: str = "auto", trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """A frozen causal LM from a folder or hub id, safetensors only, on the GPU if there is one. dtype: "auto" for the
-    checkpoint's own, or float32, see `widened`. A checkpoint that is quantised stays so.
+    """Load a frozen causal LM from a folder or hub id, from safetensors files only, on the GPU if there is one.
 
-    Raises ValueError for an unknown quantisation, one of a checkpoint that has its own, and for weights that are
-    missing or not finite.
+    dtype: "auto" for that of the checkpoint, or float32 instead of it, see `widened`. A quantised checkpoint stays
+    quantised. Raises ValueError for an unknown quantisation, a quantisation of a checkpoint that is quantised already,
+    and weights that are missing or not finite.
     """
     refuse_quantisation(path, quantisation, AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code))
     options = QUANTISATIONS[quantisation]
@@ -81,34 +81,35 @@ def load_target(
     own = model.dtype
     if dtype == "auto" and widened(model).dtype != own:
         dtype = str(own).removeprefix("torch.")
-        print(f"this CPU would emulate {dtype}, so the target runs in float32", file=sys.stderr)
+        print(f"this CPU has no fast {dtype}, so the target runs in float32", file=sys.stderr)
     return model.eval().requires_grad_(False)
 
 
 def refuse_quantisation(path: str, quantisation: str, config: PretrainedConfig) -> None:
-    """Raise ValueError for a quantisation that is unknown, not available here, or in conflict with the checkpoint's."""
+    """Raise ValueError for a quantisation that is unknown, not available, or in conflict with the checkpoint's."""
     if quantisation not in QUANTISATIONS:
         raise ValueError(f"quantisation: {quantisation!r} is none of {', '.join(QUANTISATIONS)}")
     if quantisation == "none":
         return
     if quantised(config):
-        raise ValueError(f"quantisation: {path} is quantised as it is; quantisation=none")
+        raise ValueError(f"quantisation: {path} is already quantised; set quantisation=none")
     if find_spec("bitsandbytes") is None:
         raise ValueError(f"quantisation={quantisation} needs bitsandbytes: pip install bitsandbytes, or =none")
 
 
 def _unpacked(model: PreTrainedModel) -> None:
-    """Keep 4-bit weights unpacked. bitsandbytes packs them for a CPU's passes, wrongly once the state was read, as a
-    fingerprint does: passes then have another distribution (seen with 0.50)."""
+    """Keep 4-bit weights unpacked. bitsandbytes packs them for passes on a CPU. Once the state has been read, as a
+    fingerprint does, packing goes wrong and changes the distribution (observed total variation 0.50)."""
     for module in model.modules():
         if hasattr(module, PACKS):
             setattr(module, PACKS, False)
 
 
 def adapted(model: PreTrainedModel, adapter: str) -> PreTrainedModel:
-    """The target with a PEFT adapter as it is served: merged into its weights, or separate if these are quantised.
+    """Return the target with a PEFT adapter, as it is served: merged into the weights, or separate if these are
+    quantised.
 
-    Raises ValueError without peft, and for a folder that holds no adapter of this target.
+    Raises ValueError if peft is not installed, and for a folder that holds no adapter of this target.
     """
     try:
         from peft import PeftModel
@@ -127,7 +128,8 @@ def adapted(model: PreTrainedModel, adapter: str) -> PreTrainedModel:
 def load_config(
     path: str, trust_remote_code: bool = False, key: str = "target.path"
 ) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
-    """Configuration and tokenizer of a model, without its weights; "bundled" is the target that is shipped.
+    """Load configuration and tokenizer of a model, without its weights. "bundled" is the target shipped with this
+    package.
 
     Raises ValueError or OSError, naming the key or file, for a missing model or tokenizer.
     """
@@ -136,7 +138,7 @@ def load_config(
 
 
 def load_words(path: str, trust_remote_code: bool = False, key: str = "target.path") -> PreTrainedTokenizerBase:
-    """The tokenizer of a model. Raises as `load_config`."""
+    """Load the tokenizer of a model. Raises as `load_config`."""
     folder = resolve(path)
     if Path(folder).is_dir():
         try:
@@ -160,13 +162,14 @@ def _hub_tokenizer(name: str, trust_remote_code: bool, key: str) -> PreTrainedTo
         return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"{key}: {name} is no folder, and no model that the hub gave: {reason}") from error
+        raise ValueError(f"{key}: {name} is no folder, and the hub gave no such model: {reason}") from error
 
 
 def load_pair(
     path: str, quantisation: str = "none", dtype: str = "auto", trust_remote_code: bool = False
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Target and tokenizer; "bundled" is the one shipped. Raises as load_config, and for damaged weights."""
+    """Load target and tokenizer; "bundled" is the target shipped with this package. Raises as `load_config` and
+    `load_target`, and for damaged weight files."""
     folder = resolve(path)
     if Path(folder).is_dir():
         weight_files(Path(folder))
@@ -175,13 +178,13 @@ def load_pair(
 
 
 def split(model: PreTrainedModel, vocabulary: int | None = None) -> tuple[Read, Head]:
-    """(ids (B, T) -> hidden states (B, T, D), hidden states (..., D) -> logits (..., V)) of a causal LM. With
-    position_ids (B, T), a text begins at each position id that does not follow the one before it, and attention stays
-    within a text, see `keeps_apart`. vocabulary: ids that have mass, V; later rows of the head are padding (None: all
-    have mass).
+    """Split a causal LM into a body, ids (B, T) -> hidden states (B, T, D), and a head, states (..., D) -> logits (...,
+    V).
 
-    Heads may cap or scale their logits. Raises ValueError for a head that does more: the halves are compared with the
-    model's own logits on a few ids.
+    The body also takes position_ids (B, T): a text begins at each position id that does not follow the one before it,
+    and attention stays within a text, see `keeps_apart`. vocabulary: V, the number of ids that can have mass; later
+    rows of the head are padding (None: all ids). The head may cap or scale its logits. Raises ValueError for a head
+    that does more: the logits of both parts are compared with the model's own on a few ids.
     """
     hidden, logits = halves(model, vocabulary)
     _compare(model, hidden, logits)
@@ -190,7 +193,7 @@ def split(model: PreTrainedModel, vocabulary: int | None = None) -> tuple[Read, 
 
 @torch.no_grad()
 def _compare(model: PreTrainedModel, hidden: Read, logits: Head) -> None:
-    """Raise ValueError if the halves give other logits than the model."""
+    """Raise ValueError if the two parts give other logits than the model."""
     training = model.training
     model.eval()  # dropout would make any two passes differ
     ids = torch.arange(min(8, model.config.get_text_config().vocab_size), device=model.device).unsqueeze(0)
@@ -202,7 +205,7 @@ def _compare(model: PreTrainedModel, hidden: Read, logits: Head) -> None:
 
 
 def halves(model: PreTrainedModel, vocabulary: int | None = None) -> tuple[Read, Head]:
-    """`split` without the comparison, for a model that has passed it."""
+    """Split a model as `split` does, without the comparison, for a model that has passed it."""
     head = head_of(model)
 
     def hidden(ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
@@ -216,8 +219,8 @@ def halves(model: PreTrainedModel, vocabulary: int | None = None) -> tuple[Read,
 
 
 def served(model: PreTrainedModel, vocabulary: int | None = None, layers: Sequence[int] = ()) -> tuple[Reader, Head]:
-    """`split` of a target in its own precision, as served: a float32 target teaches in float32 even if the draft's step
-    is in mixed precision. The reader returns the last states and those of `layers`, numbered as in `Seen`. Raises
+    """Split a target as `split` does, in its own precision: a float32 target stays in float32 even if the draft trains
+    in mixed precision. The reader returns the last states and those of `layers`, numbered as in `Seen`. Raises
     ValueError for a missing layer."""
     read, head = split(model, vocabulary)
     own_precision = partial(torch.autocast, model.device.type, enabled=False)
@@ -237,8 +240,8 @@ def served(model: PreTrainedModel, vocabulary: int | None = None, layers: Sequen
 
 
 def by_layer(model: PreTrainedModel, layers: Sequence[int]) -> Reader:
-    """Reads the last states and those of some layers in one pass. Raises ValueError for a missing layer: after the last
-    decoder layer, transformers returns only the states after the final norm, which are LAST."""
+    """Return a reader of the last states and those of some layers, in one pass. Raises ValueError for a missing layer.
+    After the last decoder layer, transformers returns only the states after the final norm, which are LAST."""
     count = model.config.get_text_config().num_hidden_layers
     if wrong := [layer for layer in layers if not 0 <= layer < count]:
         raise ValueError(f"states of layers {wrong}: the target has 0 (embeddings) to {count - 1}, and {LAST} (last)")
@@ -254,9 +257,11 @@ def by_layer(model: PreTrainedModel, layers: Sequence[int]) -> Reader:
 
 @torch.no_grad()
 def keeps_apart(model: PreTrainedModel, read: Read) -> bool:
-    """Whether texts packed into one row are read as if alone. Tried on two texts: the second one's packed states must
-    be much nearer to its states alone than to those it has as a continuation of the first (rounding makes any two
-    passes differ)."""
+    """Return whether attention stays within a text if several are packed into one row.
+
+    It is tried on two texts. The states of the second one, packed, must be much nearer to its states alone than to its
+    states as a continuation of the first text. They need not be equal, since rounding makes any two passes differ.
+    """
     training = model.training
     model.eval()
     each = torch.arange(8, device=model.device).unsqueeze(0)

@@ -1,4 +1,4 @@
-"""A run put together from its settings: the first draft, losses, texts and the module that wires them."""
+"""Build the parts of a run from its settings: the draft, the losses, the texts, and the module that combines them."""
 
 import sys
 from functools import partial
@@ -21,19 +21,19 @@ from cotrain.training.job import Job
 from cotrain.training.module import Distillation, Stage
 from cotrain.training.progress import Progress
 
-CHECKED = 32  # given texts whose provenance is checked
+CHECKED = 32  # number of the user's texts whose provenance is checked
 
 
 # --- the draft
 
 
 def new_student(cfg: TrainConfig, target: PreTrainedModel, vocabulary: int) -> Student:
-    """The student before training; vocabulary: ids that have mass. Raises as `initial`."""
+    """Return the student before training. vocabulary: the number of ids that can have mass. Raises as `initial`."""
     return student_class(cfg.draft.kind)(initial(cfg, target), target, vocabulary)
 
 
 def initial(cfg: TrainConfig, target: PreTrainedModel) -> PreTrainedModel:
-    """The draft before training. Raises ValueError naming the key that is wrong."""
+    """Return the draft before training. Raises ValueError naming the key to change."""
     kind = student_class(cfg.draft.kind)
     refuse_keys(cfg.draft, *(key for key in OPTIONAL if key not in kind.takes))
     _refuse_weights(cfg.draft, cfg.init)
@@ -41,10 +41,10 @@ def initial(cfg: TrainConfig, target: PreTrainedModel) -> PreTrainedModel:
 
 
 def _refuse_weights(draft: Draft, init: Init) -> None:
-    """Raise ValueError for settings of a draft's first weights, or of its training, that would change nothing."""
+    """Raise ValueError for settings of the draft's initial weights or of its training that would have no effect."""
     if student_class(draft.kind).trained:
         if draft.path and init.kind != "pretrained":
-            raise ValueError(f"draft.path={draft.path}: it is read with init=pretrained, not init={init.kind}")
+            raise ValueError(f"draft.path={draft.path}: it is read only with init=pretrained, not init={init.kind}")
     elif init.kind == "pretrained":
         raise ValueError(f"init=pretrained: {draft.kind} drafts learn nothing; init=scratch")
     elif draft.quantisation != "none":
@@ -53,8 +53,8 @@ def _refuse_weights(draft: Draft, init: Init) -> None:
 
 
 def prune(job: Job, student: Student) -> None:
-    """Give a draft of draft.vocabulary= tokens the most frequent ones of the texts that it learns from, with rows of
-    the target's head. A draft with the weights of a folder keeps that folder's tokens."""
+    """Choose the vocabulary of a draft with draft.vocabulary=: the most frequent tokens of the texts that it learns
+    from. A draft that starts from a folder keeps the vocabulary of that folder."""
     if not job.cfg.draft.vocabulary or job.cfg.init.kind == "pretrained":
         return
     learnt = parts(job, 1)[1]
@@ -63,7 +63,7 @@ def prune(job: Job, student: Student) -> None:
 
 
 def coverage(held: HeldOut, known: torch.Tensor) -> float:
-    """The share of sampled tokens in the draft's vocabulary, known (V,) bool: it drafts no others."""
+    """Return the share of the sampled tokens that are in the draft's vocabulary, known (V,) bool."""
     tokens = held.texts.ids[:, 1:][held.texts.predicted]
     return float(known.cpu()[tokens.long()].double().mean())
 
@@ -72,9 +72,12 @@ def coverage(held: HeldOut, known: torch.Tensor) -> float:
 
 
 def parts(job: Job, rounds: int, by: Sampler | None = None) -> tuple[Texts, Texts]:
-    """The given texts, if steps learn from them, and the texts of so many samplings of the target, in the order of the
-    samplings, each at its own temperature: the regime's or several; without those of `fitting`. by: samples
-    those that are not on disk; the target alone, when None."""
+    """Return the texts to learn from: those of the user, if trainer.corpus_steps is not 0, and those of the target.
+
+    The target's texts come from the first `rounds` samplings, in this order, without those of `fitting`. Each sampling
+    has texts for each temperature that is learnt. by: the sampler of texts that are not on disk; None: the target,
+    without a draft.
+    """
     cfg = job.cfg
     given = list(cfg.draft.temperatures) or [cfg.regime.temperature]
     corpus = job.given("train").in_turn(given) if cfg.trainer.corpus_steps else none()
@@ -88,7 +91,7 @@ def _sampled(job: Job, i: int, temperature: float, by: Sampler | None = None) ->
 
 
 def _learnt_from(job: Job, i: int, temperature: float, by: Sampler | None) -> Texts:
-    """The texts of a sampling but those set aside."""
+    """Return the texts of a sampling without those set aside."""
     texts = _sampled(job, i, temperature, by)
     if not job.cfg.draft.confidence or (i, temperature) != (0, _fitted_at(job)):
         return texts
@@ -97,9 +100,9 @@ def _learnt_from(job: Job, i: int, temperature: float, by: Sampler | None) -> Te
 
 
 def fitting(job: Job) -> Texts:
-    """The texts that draft.confidence=true sets aside: some of the first sampling, at the regime's temperature if it is
-    learnt at. A draft fits the texts that it learnt from better than others, so a head fitted on those would be too
-    sure."""
+    """Return the texts that draft.confidence=true sets aside: some of the first sampling, at the regime's temperature
+    if that is learnt. A draft fits the texts that it learnt from better than others, so a head that was fitted on them
+    would predict too much."""
     texts = _sampled(job, 0, _fitted_at(job))
     return texts.rows(reserved(texts, job.cfg.draft.depths or 1))
 
@@ -110,12 +113,12 @@ def _fitted_at(job: Job) -> float:
 
 
 def shares_of(cfg: TrainConfig) -> dict[str, float]:
-    """The share of a domain's texts that is learnt from; all texts of a domain that is not named."""
+    """Return the share of each domain's texts that are learnt from. Domains without a share are used in full."""
     return dict(cfg.data.shares if cfg.data.path else {**cfg.data.embedded_shares, **cfg.data.shares})
 
 
 def held_out_texts(job: Job) -> dict[float, HeldOut]:
-    """Texts of the target to judge on, by temperature; warns if they are not its own."""
+    """Return the held-out texts of the target, by temperature. Prints a warning if the target did not sample them."""
     cfg = job.cfg
     texts = {t: held_out(job.read, job.texts("held_out", t), t, truncation(cfg.regime)) for t in judged(cfg)}
     _warn_of_other_targets(job, texts)
@@ -123,9 +126,9 @@ def held_out_texts(job: Job) -> dict[float, HeldOut]:
 
 
 def _warn_of_other_targets(job: Job, texts: dict[float, HeldOut]) -> None:
-    """Sampled texts are not the target's own if they come from another server, or from passes that went wrong."""
+    """Warn if sampled texts are not the target's own, because another server or passes with errors made them."""
     if job.cfg.data.on_target:
-        return  # `foreign` warns about logs
+        return  # `foreign` checks the user's texts
     for t, held in texts.items():
         origin = provenance(held, job.halves[1], job.target.device)
         if not origin.own:
@@ -134,8 +137,11 @@ def _warn_of_other_targets(job: Job, texts: dict[float, HeldOut]) -> None:
 
 
 def foreign(job: Job) -> tuple[HeldOut, Provenance] | None:
-    """Some of the given texts that are learnt from, read by the target, with their provenance, if the target did not
-    sample them in the regime; warns about them. If data.on_target= is wrong, the warning says so."""
+    """Check whether the target sampled the user's texts in the regime, on CHECKED of the texts. If it did not, print a
+    warning and return those texts and their provenance.
+
+    Returns None also if no step learns from the user's texts. If data.on_target=true is wrong, the warning says so.
+    """
     cfg = job.cfg
     if not cfg.trainer.corpus_steps and not (cfg.data.on_target and job.chats):
         return None
@@ -154,13 +160,13 @@ def foreign(job: Job) -> tuple[HeldOut, Provenance] | None:
 
 
 def stages(loss: Loss) -> list[Stage]:
-    """The loss, or two in turn, see `spec.parse`."""
+    """Return one stage for the loss, or two if a second loss follows (`loss.then`), see `spec.parse`."""
     first = Stage(loss.switch if loss.then else 1.0, parse(loss.first))
     return [first, Stage(1.0, parse(loss.then))] if loss.then else [first]
 
 
 def trained_by(job: Job, student: Student, losses: list[Stage], judged: dict[float, HeldOut]) -> Distillation:
-    """The module with the student, its losses and optimiser, and the texts that it is judged on."""
+    """Return the module that trains the student. judged: the held-out texts, by temperature."""
     cfg = job.cfg
     rate, progress = cfg.optimizer, Progress(cfg.trainer.steps, cfg.trainer.minutes, whole=cfg.minutes)
     module = Distillation(

@@ -1,4 +1,4 @@
-"""What happens besides the steps: measured checkpoints, averaged and rounded weights, the curves of a training."""
+"""Callbacks of a training: measured checkpoints, averaged and quantised weights, and curves."""
 
 import math
 import time
@@ -31,10 +31,11 @@ from inference.drafts.atomic import new_folder
 Measure = Callable[[PreTrainedModel], dict[str, float]]
 Show = Callable[[PreTrainedModel], str]
 
-POINTS = 24  # over a whole training, besides validations
+# limits of the points that `HeldOutPoints` computes between validations
+POINTS = 24  # number of points of a training
 TOKENS = 0.1  # tokens that all points score together, as a share of the tokens of training
-MOST = 2**14  # tokens that one point scores; without gradients, so cheaper than a step
-MOST_TIME = 0.05  # of the time of training
+MOST = 2**14  # tokens that one point scores
+MOST_TIME = 0.05  # seconds of all points, as a share of the seconds of training
 
 
 # --- checkpoints
@@ -42,7 +43,7 @@ MOST_TIME = 0.05  # of the time of training
 
 @dataclass(frozen=True)
 class MeasuredCheckpoint:
-    """A checkpoint's folder of weights, its quick speed-up, and tau predicted on the held-out texts."""
+    """A saved checkpoint: its folder, its quickly measured speed-up, and tau predicted on the held-out texts."""
 
     step: int
     path: Path
@@ -53,10 +54,10 @@ class MeasuredCheckpoint:
 class MeasureSpeed(Callback):
     """Measures the draft with the engine at every validation, logs the figures and saves the weights.
 
-    measure: draft -> figures with a `speedup`, timed on few prompts, so noisy. tau: () -> tau by the latest scores of
-    the held-out texts, over thousands of tokens. Checkpoints are ranked by tau: their rounds cost the same.
-    show: draft -> a text that it drafted for, in Markdown, logged with its figures.
-    patience: training ends when so many validations in a row brought no higher tau, 0 for never.
+    measure: draft -> figures with a `speedup`. Few prompts are timed, so it is noisy. tau: () -> tau of the latest
+    scores of the held-out texts, which is an average over thousands of tokens. Checkpoints are ranked by tau, since a
+    round costs the same in all of them. show: draft -> a Markdown text that it drafted for, which is logged. patience:
+    training ends after this many validations in a row without a higher tau; 0 for never.
     """
 
     def __init__(
@@ -69,11 +70,11 @@ class MeasureSpeed(Callback):
         figures = {"speedup": math.nan}
         with module.assembled() as draft:
             if trainer.is_global_zero:
-                with torch.inference_mode(False), torch.no_grad():  # a copy made in it could not be read by two engines
+                with torch.inference_mode(False), torch.no_grad():  # two engines cannot share tensors of inference mode
                     figures = self.measure(draft)
                     self._show(trainer, draft)
                 self.save(draft, trainer.global_step)
-        trainer.strategy.barrier()  # a process that goes on would disturb the timing
+        trainer.strategy.barrier()  # other processes wait, so that they do not disturb the timing
         log(trainer, tags.speed(figures), trainer.global_step)
         self.add(trainer.global_step, figures["speedup"])
         if self.stale:
@@ -84,7 +85,7 @@ class MeasureSpeed(Callback):
             draft.save_pretrained(new)
 
     def add(self, step: int, speedup: float) -> None:
-        """Add the saved weights of a step to the checkpoints that one is chosen from."""
+        """Add the saved weights of a step to the checkpoints among which `best` chooses."""
         self.checkpoints.append(MeasuredCheckpoint(step, self.folder / f"step-{step}", speedup, self.tau()))
 
     def _show(self, trainer: lightning.Trainer, draft: PreTrainedModel) -> None:
@@ -94,7 +95,7 @@ class MeasureSpeed(Callback):
 
     @property
     def stale(self) -> bool:
-        """Whether patience has run out."""
+        """Whether `patience` validations have passed without a higher tau."""
         return bool(self.patience) and len(self.checkpoints) - 1 - self.checkpoints.index(self.best()) >= self.patience
 
     def state_dict(self) -> dict[str, Any]:
@@ -106,25 +107,26 @@ class MeasureSpeed(Callback):
         ]
 
     def best(self) -> MeasuredCheckpoint:
-        """The checkpoint to measure afresh. Raises ValueError before any validation."""
+        """Return the checkpoint of the highest tau. Raises ValueError before any validation."""
         if not self.checkpoints:
             raise ValueError("no checkpoint was measured: trainer.steps ended before a validation")
         return max(self.checkpoints, key=lambda one: one.tau)
 
 
-# --- weights swapped for their average, or as rounded, while they are judged or measured
+# --- averaged or quantised weights, used while the draft is evaluated or measured
 
 
 class SwapWeights(Callback):
-    """Puts other weights in place of the draft's own, by name, from `show` to `hide`, which restores them to the bit.
+    """Replaces weights of the draft by others, from `show` to `hide`, which restores the draft's own weights bit for
+    bit.
 
-    Either call repeated changes nothing. After a last `show` the weights stay: a run ends with those it exports.
+    A second call of either has no effect. A run that ends after `show` exports the other weights.
     """
 
-    own: dict[str, Tensor] | None = None  # the draft's weights, while others are in their place
+    own: dict[str, Tensor] | None = None  # the draft's weights between `show` and `hide`
 
     def weights(self, module: nn.Module) -> dict[str, Tensor]:
-        """The weights that replace a draft's, by their names; weights that stay are left out."""
+        """Return the replacement of each weight of the draft, by name; other weights of the draft stay."""
         raise NotImplementedError
 
     @torch.no_grad()
@@ -151,7 +153,7 @@ def _copy(weights: Mapping[str, Tensor], module: nn.Module) -> None:
 
 @contextmanager
 def showing(swaps: Sequence[SwapWeights], module: Any) -> Iterator[None]:
-    """Inside the block the module's draft has the weights of all these callbacks."""
+    """Within the block, the module's draft has the weights of all these callbacks."""
     for one in swaps:
         one.show(module)
     yield
@@ -160,11 +162,12 @@ def showing(swaps: Sequence[SwapWeights], module: Any) -> Iterator[None]:
 
 
 class Averaged(SwapWeights):
-    """An exponential moving average of the draft's weights, which is judged, measured, saved and exported. Steps go on
-    from the weights themselves. Must come after the callbacks that measure: it restores the weights as validation ends.
+    """An exponential moving average of the draft's weights, which is evaluated, measured, saved and exported. Training
+    itself continues from the weights that are not averaged. Must come after the callbacks that measure, because it
+    restores the draft's weights at the end of a validation.
 
-    decay: the share of the average that a step leaves; of step t at most (1 + t) / (10 + t), so that the average of a
-    short run is not that of its first weights.
+    decay: the share of the old average in the new one. It is at most (1 + t) / (10 + t) at step t, so that the initial
+    weights do not dominate the average of a short run.
     """
 
     def __init__(self, decay: float) -> None:
@@ -182,10 +185,10 @@ class Averaged(SwapWeights):
         self.own = None
 
     def on_train_start(self, trainer: lightning.Trainer, module: Any) -> None:
-        self.step = trainer.global_step  # a resumed trainer has read it by now
+        self.step = trainer.global_step  # a resumed run has its step only from here on
 
     def on_train_batch_end(self, trainer: lightning.Trainer, module: Any, *_: Any) -> None:
-        if trainer.global_step > self.step:  # not every batch ends a step
+        if trainer.global_step > self.step:  # with accumulation, not every batch ends a step
             self.step = trainer.global_step
             update = get_ema_multi_avg_fn(min(self.decay, (1 + self.step) / (10 + self.step)))
             update(self.average, [weight.detach() for weight in module.draft.parameters()], torch.tensor(1))
@@ -206,8 +209,11 @@ class Averaged(SwapWeights):
 
 
 class QuantisationAware(SwapWeights):
-    """Quantises the draft's projections, except the head, in every pass, see `students.quantised`; gradients
-    move the float weights (straight through, Bengio et al. 2013, 1308.3432). Judged, measured and saved so."""
+    """Quantises the projections of the draft, except the head, in every pass, see `students.quantised`.
+
+    Gradients update the float weights (straight-through estimator, Bengio et al. 2013, 1308.3432). The draft is also
+    evaluated, measured and saved with quantised weights.
+    """
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -233,11 +239,11 @@ class QuantisationAware(SwapWeights):
 
 
 class Learning(Callback):
-    """Loss with its parts, learning rate, gradient norm and tokens per second, every `module.WATCHED` steps. Must come
-    after the clock.
+    """Logs the loss and its terms, learning rate, gradient norm and tokens per second, every `module.WATCHED` steps.
+    Must come after `Clock`.
 
-    Tokens per second: those that are learnt from, of all processes, over the time of training, without validations.
-    The gradient norm is the one before clipping.
+    Tokens per second count the tokens of the loss in all processes, and the seconds of training without validations.
+    The gradient norm is taken before clipping.
     """
 
     def __init__(self, progress: Progress) -> None:
@@ -271,18 +277,18 @@ class Learning(Callback):
 
 
 def gradient_norm(draft: torch.nn.Module) -> float:
-    """The 2-norm of all gradients together. Of a sharded draft that of the whole; all processes must call it."""
+    """Return the 2-norm of all gradients together, also of a sharded draft, whose processes must all call it."""
     grads = [weight.grad for weight in draft.parameters() if weight.grad is not None]
     norm = torch.nn.utils.get_total_norm(grads)
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
 class HeldOutPoints(Callback):
-    """Acceptance, tau and acceptance by depth in the regime, on a fixed part of its held-out texts: at every
-    validation, and after each 1 / POINTS of the training. Figures of all texts at validations.
+    """Logs acceptance, tau and acceptance by depth on a fixed part of the regime's held-out texts: at every validation,
+    and each time 1 / POINTS of the training is done. At validations it also logs figures of all texts.
 
-    A point between validations is left out while it would bring the seconds of these points above MOST_TIME of the
-    training's so far, which do not include them. k, objective, verify: what tau is computed for. swaps: as in
+    A point between validations is skipped if the seconds of these points would then exceed the share MOST_TIME of the
+    seconds of training so far, which do not include them. k, objective, verify: what tau is computed for. swaps: see
     `showing`.
     """
 
@@ -298,7 +304,7 @@ class HeldOutPoints(Callback):
         self.part, self.clock, self.swaps = part, clock, swaps
         self.served = k, objective, verify
         self.shares, self.at = 0, -1
-        self.count, self.seconds, self.last = 0, 0.0, 0.0  # of points between validations; of the newest point
+        self.count, self.seconds, self.last = 0, 0.0, 0.0  # points so far, their seconds, seconds of the last
 
     def on_train_start(self, trainer: lightning.Trainer, module: Any) -> None:
         self.shares = self._shares(trainer)
@@ -329,7 +335,7 @@ class HeldOutPoints(Callback):
         self.count, self.seconds, self.last = (state_dict[name] for name in ("count", "seconds", "last"))
 
     def line(self) -> str:
-        """A line with the number of points and the time that they took."""
+        """Return a line with the number of points and the time that they took."""
         share = self.seconds / max(self.clock.progress.elapsed, 1e-9)
         return (f"held-out acceptance between validations: {self.count} points of {len(self.part.texts)} texts, "
                 f"{self.seconds:.1f} s, {share:.1%} of the time of training")  # fmt: skip
@@ -342,7 +348,7 @@ class HeldOutPoints(Callback):
 
     @contextmanager
     def _as_validated(self, module: Any) -> Iterator[None]:
-        """Inside the block the draft is as a validation judges it."""
+        """Within the block, the draft has the weights and the mode of a validation."""
         training = module.draft.training
         with showing(self.swaps, module):
             module.draft.eval()
@@ -359,15 +365,15 @@ class HeldOutPoints(Callback):
 
 
 def part_of(held: HeldOut, training_tokens: float) -> HeldOut:
-    """As many of the texts as POINTS passes may score: TOKENS of the training's tokens in all, MOST in one pass; at
-    least one text."""
+    """Return the part of the held-out texts that POINTS passes may score: in all the share TOKENS of `training_tokens`,
+    in one pass at most MOST tokens, and at least one text."""
     each = float(held.texts.predicted.sum()) / max(len(held.texts), 1)
     count = int(min(TOKENS * training_tokens / POINTS, MOST) / max(each, 1.0))
     return held.spread(min(max(count, 1), len(held.texts)))
 
 
 def depths(scores: Scores, k: int, objective: str = "sampled") -> dict[str, float]:
-    """Conditional acceptance of drafts 1 .. k, by tag; empty for greedy drafting."""
+    """Return the conditional acceptance of drafts 1 .. k, by tag; nothing for greedy drafting."""
     if objective == "greedy":
         return {}
     values = conditional(scores.r, scores.drafted(k), scores.lengths).tolist()
@@ -375,8 +381,8 @@ def depths(scores: Scores, k: int, objective: str = "sampled") -> dict[str, floa
 
 
 def whole(judged: dict[float, dict[str, Scores]], temperature: float, objective: str = "sampled") -> dict[str, float]:
-    """Figures of all held-out texts, by tag: acceptance at each temperature; in the regime KL, entropy and calibration,
-    and acceptance in each domain if there are several."""
+    """Return figures of all held-out texts, by tag: acceptance at each temperature; in the regime also KL, entropy and
+    calibration, and acceptance in each domain if there are several."""
     own = judged[temperature]
     named = {tags.at("acceptance", t): alpha_of(scores["all"], objective) for t, scores in judged.items()}
     for name in ("kl", "entropy", "calibration"):

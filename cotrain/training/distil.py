@@ -1,4 +1,4 @@
-"""The main job: distil a draft, measure each checkpoint with the real engine, export the one of the highest tau."""
+"""Distil a draft, measure each checkpoint with the real engine, and export the checkpoint of the highest tau."""
 
 import hashlib
 import json
@@ -45,11 +45,11 @@ from inference.report import replay
 def distil(
     cfg: TrainConfig, folder: Path, sources: Mapping[str, Source] | None = None, start: float | None = None
 ) -> dict[str, Any]:
-    """Run or resume the job in `folder`, whose settings `preconditions.require` has checked; returns the report of the
-    exported draft. With measure=false it exports the weights of the last step and returns {}. sources: texts that were
-    read already. start: of the run, by time.monotonic(), from which minutes= counts; None: now.
+    """Run or resume the job in `folder`. Returns the report of the exported draft.
 
-    Raises Interrupted when a signal ends it; the same command resumes.
+    cfg: checked by `preconditions.require`. With measure=false the weights of the last step are exported and the report
+    is {}. sources: texts that have been read already. start: the start of the run by time.monotonic(), from which
+    minutes= counts; None: now. Raises Interrupted when a signal ends the run; the same command resumes it.
     """
     with listening() as signals, others(cfg, folder) as loggers:
         begin = time.monotonic() if start is None else start
@@ -73,7 +73,7 @@ def _distilled(
     job.reads = student.reads
     losses = stages(cfg.loss)
     refuse_run(job, student, losses)
-    texts = held_out_texts(job)  # texts to learn from are sampled phase by phase
+    texts = held_out_texts(job)  # `fit` samples the texts to learn from, phase by phase
     prune(job, student)
     if not bool(student.known.all()):
         count, covered = int(student.known.sum()), coverage(texts[cfg.regime.temperature], student.known)
@@ -100,7 +100,7 @@ def _distilled(
 
 
 def ranking(job: Job, module: Distillation) -> MeasureSpeed:
-    """Measures each checkpoint; tau of the held-out texts ranks them."""
+    """Return the callback that measures each checkpoint and ranks checkpoints by tau on the held-out texts."""
     cfg, k, tau = job.cfg, job.cfg.policy.k, ranking_tau(job, module)
     assert k is not None
     return MeasureSpeed(
@@ -110,13 +110,13 @@ def ranking(job: Job, module: Distillation) -> MeasureSpeed:
 
 
 def ranking_tau(job: Job, module: Distillation) -> Callable[[], float]:
-    """tau of the draft as it was last judged, at the configured draft length and rule."""
+    """Return a function that gives tau by the latest scores, at the configured draft length and rule."""
     return partial(module.tau, job.cfg.policy.k or DEPTHS, objective(job.cfg.objective), job.cfg.verify)
 
 
 def keep_figures(job: Job, module: Distillation, steps: int) -> None:
-    """Write what `cotrain compare` reads: held-out figures of the last step, text by text. steps: of the training,
-    which patience or a budget of time may have ended before trainer.steps."""
+    """Write the file for `cotrain compare`: figures of the last step for each held-out text. steps: the last step,
+    which may be less than trainer.steps because of patience or a budget of time."""
     figures = {"label": job.cfg.label or loss_name(job.cfg.loss), "seed": job.cfg.trainer.seed, "steps": steps,
                "tau": ranking_tau(job, module)(),
                "texts": comparison.per_text(module.scores(), module.held_out),
@@ -125,7 +125,7 @@ def keep_figures(job: Job, module: Distillation, steps: int) -> None:
 
 
 def choose_best(job: Job, module: Distillation, speed: MeasureSpeed) -> None:
-    """Load the weights of the checkpoint that is exported into the module's draft, as it is served."""
+    """Load the weights of the checkpoint to export into the module's draft, quantised if the draft is served so."""
     chosen = speed.best()
     print(f"measuring the checkpoint of the highest tau, step {chosen.step}, on other prompts")
     if chosen.step < job.cfg.trainer.steps or job.cfg.draft.quantisation != "none":
@@ -134,7 +134,7 @@ def choose_best(job: Job, module: Distillation, speed: MeasureSpeed) -> None:
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             reason = str(error).splitlines()[0]
             raise UserError(f"{chosen.path} cannot be read ({reason}): delete {chosen.path.parent}, and the same "
-                            "command trains anew from the beginning") from error  # fmt: skip
+                            "command starts the training again") from error  # fmt: skip
         module.draft.load_state_dict(best.network.state_dict())
         module.judge()
 
@@ -142,8 +142,8 @@ def choose_best(job: Job, module: Distillation, speed: MeasureSpeed) -> None:
 def export(
     job: Job, module: Distillation, speed: MeasureSpeed, others: tuple[HeldOut, Provenance] | None = None
 ) -> dict[str, Any]:
-    """Measure the module's draft afresh and write the draft folder; returns its report. others: given texts that the
-    target did not sample."""
+    """Measure the module's draft and write the draft folder. Returns its report. others: texts of the user that the
+    target did not sample, as `foreign` returns them."""
     confident = fit_confidence(job, module)
     plan, training = job.plan(module.draft), _training(job, module, speed.checkpoints[-1].step)
     extra: dict[str, Any] = {
@@ -176,23 +176,23 @@ def fit_confidence(job: Job, module: Distillation) -> dict[str, Any] | None:
 
 
 def _profiles(module: Distillation) -> dict[str, Any]:
-    """Acceptance by draft temperature and context, at each temperature of the target; prints a line of each."""
+    """Return acceptance by draft temperature and context, for each target temperature, and print a line each."""
     profiles = module.profiles()
     print("\n".join(profile.line(t, one) for t, one in profiles.items()))
     return {f"{t:g}": one for t, one in profiles.items()}
 
 
 def biased(module: Distillation, others: tuple[HeldOut, Provenance]) -> dict[str, Any]:
-    """Acceptance on texts that the target did not sample, which is biased, and on its own."""
+    """Compare acceptance on texts that the target did not sample, which is biased, with that on the target's texts."""
     held, origin = others
     alpha = module.on(held)["all"].alpha
     own = module.judged[module.temperature]["all"].alpha
-    print(f"on given texts, which the target did not sample, acceptance is {alpha:.3f}; on its own {own:.3f}")
+    print(f"on the given texts, which are not the target's, acceptance is {alpha:.3f}; on its own {own:.3f}")
     return asdict(origin) | {"alpha": alpha, "alpha_own": own}
 
 
 def _training(job: Job, module: Distillation, steps: int) -> dict[str, Any]:
-    """How a draft was trained, for its folder and its report."""
+    """Return the settings and the length of a training, for the draft folder and its report."""
     loss = job.cfg.loss
     return {
         "loss": {
@@ -204,7 +204,7 @@ def _training(job: Job, module: Distillation, steps: int) -> dict[str, Any]:
         "temperatures": learnt(job.cfg),
         "steps": steps,
         "minutes": module.progress.minutes if module.progress else None,
-        "seconds": module.progress.elapsed if module.progress else None,  # of training alone
+        "seconds": module.progress.elapsed if module.progress else None,  # without validations and sampling
         "rounds": job.cfg.rollout.rounds,
         "on_draft": job.cfg.rollout.on_draft,
         "top": job.cfg.trainer.top,
@@ -222,7 +222,7 @@ def _training(job: Job, module: Distillation, steps: int) -> dict[str, Any]:
 
 
 def served_as(cfg: TrainConfig) -> dict[str, Any]:
-    """The settings that `cotrain bench` and its like take over from a draft folder, see `served_pair.as_trained`."""
+    """Return the settings that commands such as `cotrain bench` read from a draft folder (`served_pair.as_trained`)."""
     return {
         "verify": cfg.verify,
         "prompt_tokens": cfg.rollout.prompt_tokens if cfg.data.path else cfg.bench.prompt_tokens,
@@ -233,18 +233,19 @@ def served_as(cfg: TrainConfig) -> dict[str, Any]:
 
 
 def _pruned(job: Job, module: Distillation) -> dict[str, Any] | None:
-    """The number of tokens of a pruned draft, and their share of held-out texts in the regime; None of a whole one."""
+    """Return the number of tokens of a pruned draft vocabulary and their share of the held-out texts in the regime.
+    None if the vocabulary is not pruned."""
     held, known = module.held_out[job.cfg.regime.temperature], module.student.known
     return None if bool(known.all()) else {"tokens": int(known.sum()), "coverage": coverage(held, known)}
 
 
 def _digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Hash of the chat template, with which the draft was trained."""
+    """Return a hash of the chat template with which the draft was trained."""
     return hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()
 
 
 def untrained(job: Job, student: Student) -> dict[str, Any]:
-    """Write the folder of a draft that has nothing to learn, measured unless measure=false; returns its report."""
+    """Write the folder of a draft that is not trained, and measure it unless measure=false. Returns its report."""
     figures = {"label": job.cfg.label or job.cfg.draft.kind, "seed": job.cfg.trainer.seed, "steps": 0, "texts": {},
                "environment": environment()}  # fmt: skip
     if rank():
@@ -261,8 +262,7 @@ def untrained(job: Job, student: Student) -> dict[str, Any]:
 
 
 def measured(job: Job, plan: measurement.Plan, origin: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
-    """Measure a plan and write its draft with the report as the run's draft folder; returns the report. origin: how the
-    draft was trained."""
+    """Measure a plan, write its draft folder and return the report. origin: how the draft was trained."""
     prepare(plan)
     report = measurement.measure(plan, extra)
     replay.write(recorded(plan, report["extra"]), job.folder / replay.FILE)
@@ -272,11 +272,11 @@ def measured(job: Job, plan: measurement.Plan, origin: dict[str, Any], extra: di
 
 
 def unmeasured(job: Job, draft: PreTrainedModel, origin: dict[str, Any]) -> None:
-    """Write the run's draft folder without a report, at the draft length of the settings."""
+    """Write the run's draft folder without a report, with the draft length of the settings."""
     plan = job.plan_with(draft, None)
     k, most = job.cfg.policy.k or DEPTHS, plan.proposer(counted=True).depths
     _write_draft(job, plan, {"environment": environment(), **origin}, min(k, most or k), None)
-    (job.folder / replay.FILE).unlink(missing_ok=True)  # of weights that were measured before these
+    (job.folder / replay.FILE).unlink(missing_ok=True)  # it shows weights of an earlier run
 
 
 def _write_draft(

@@ -1,12 +1,11 @@
-"""Several processes and several batches in one step: a sharded draft (FSDP2), and the counts that losses are divided
-by.
+"""Several processes and several batches in one step: a sharded draft (FSDP2), and the counts that divide losses.
 
-Each process holds a share of a sharded draft's weights, gradients and moments. Weights are whole only inside a pass of
-the sharded module, layer by layer, so everything that reads them, heads in chunks and losses too, runs in such a pass:
-see `within`. The target stays whole on every process.
+Each process holds a shard of the draft's weights, gradients and moments. Weights are whole only during a pass of the
+sharded module, layer by layer. So all code that reads them, including heads in chunks and losses, runs in such a pass,
+see `within`. The target is whole on every process.
 
-A step may add up the gradients of several batches (accumulation) and of several processes. Means of means would weigh
-a token of a batch with few tokens more, so every sum is divided by the counts of all batches and processes together.
+A step may add up the gradients of several batches (accumulation) and of several processes. A mean of means would give a
+token more weight if its batch has few tokens. So every sum is divided by the counts of all batches and processes.
 """
 
 import copy
@@ -27,8 +26,8 @@ Batch = Mapping[str, Any]
 
 
 def sharded(draft: PreTrainedModel, mesh: DeviceMesh) -> PreTrainedModel:
-    """A copy of the draft, sharded over the processes of the mesh; each decoder layer is gathered alone, for its pass.
-    The draft itself moves to main memory."""
+    """Return a copy of the draft, sharded over the processes of the mesh. Each decoder layer is gathered only for its
+    own pass. The original draft moves to main memory."""
     copied: Any = copy.deepcopy(draft)
     for layer in _layers(copied):
         fully_shard(layer, mesh=mesh)
@@ -40,26 +39,27 @@ def sharded(draft: PreTrainedModel, mesh: DeviceMesh) -> PreTrainedModel:
 
 
 def _layers(module: nn.Module) -> Iterator[nn.Module]:
-    """Members of the outermost lists."""
+    """Yield the members of the outermost module lists."""
     for child in module.children():
         yield from child if isinstance(child, nn.ModuleList) else _layers(child)
 
 
 def within(draft: PreTrainedModel, work: Callable[[], Result]) -> Result:
-    """The result of `work`, called while the draft's weights can be read; all processes must call it."""
+    """Return the result of `work`, called while the draft's weights can be read. All processes must call it."""
     network: Any = draft
     return network.within(work) if isinstance(draft, FSDPModule) else work()
 
 
 def rest(draft: PreTrainedModel) -> None:
-    """Free the weights that passes without gradients left gathered."""
+    """Free the weights that stay gathered after passes without gradients."""
     if isinstance(draft, FSDPModule):
         draft.reshard()
 
 
 def gathered(parted: PreTrainedModel, whole: PreTrainedModel, everywhere: bool = True) -> PreTrainedModel:
-    """`whole` with the weights of a sharded draft, on all processes or on the first; all processes must call it."""
-    options = StateDictOptions(full_state_dict=True, cpu_offload=not everywhere)  # offloaded, only the first gets them
+    """Load the weights of a sharded draft into `whole` and return it. All processes must call it; if not `everywhere`,
+    only the first one gets the weights."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=not everywhere)  # offload: to the first process only
     state = get_model_state_dict(parted, options=options)
     if state:
         whole.load_state_dict(state)
@@ -68,7 +68,7 @@ def gathered(parted: PreTrainedModel, whole: PreTrainedModel, everywhere: bool =
 
 @dataclass(frozen=True)
 class StepCounts:
-    """Scalars to divide by: positions that are learnt from, tokens that the target sampled, texts that hold some."""
+    """Scalars that divide losses: positions in the loss, tokens that the target sampled, and texts with such tokens."""
 
     positions: Tensor
     tokens: Tensor
@@ -76,26 +76,30 @@ class StepCounts:
 
 
 def sampled(batch: Batch) -> Tensor:
-    """(B, T-1) bool: whether the target sampled the next token; of a batch that does not say, every predicted one."""
+    """Return whether the target sampled the next token (B, T-1), bool; by default, all predicted tokens."""
     mask: Tensor = batch.get("sampled", batch["predicted"])
     return mask
 
 
 def counted(batch: Batch) -> Tensor:
-    """Positions, tokens and texts of a batch -> (3,) float32."""
+    """Return the number of positions, sampled tokens and texts of a batch (3,), float32."""
     lengths = sampled(batch).sum(1)
     return torch.stack([batch["predicted"].sum(), lengths.sum(), (lengths > 0).sum()]).float()
 
 
 def divisors(total: Tensor, batches: int) -> StepCounts:
-    """total (3,): a process's share of the counts of a step. The trainer divides each batch's loss by the number of
-    batches, which is undone here. A count of 0 becomes 1."""
+    """Return the scalars that divide the losses of a step. total (3,): the counts of a step, averaged over processes.
+
+    The trainer divides the loss of each batch by the number of batches, so the counts are divided by it as well. A
+    count of 0 becomes 1.
+    """
     total = torch.where(total > 0, total / batches, torch.ones_like(total))
     return StepCounts(*total.unbind())
 
 
 class Grouped:
-    """Endless batches with the counts of their step, `counts` (3,), and their index in it, `group` (index, number)."""
+    """Endless batches, each with `counts` (3,), the counts of its step, and `group`: its index in the step and their
+    number."""
 
     def __init__(self, batches: Iterable[dict[str, Any]], number: int) -> None:
         self.batches, self.number = batches, number

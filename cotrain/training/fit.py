@@ -1,4 +1,4 @@
-"""Training in phases, each with the texts of one more sampling, and checkpoints that the next call resumes."""
+"""Training in phases. Each phase adds the texts of one more sampling, and the next call resumes from a checkpoint."""
 
 import math
 import time
@@ -47,7 +47,7 @@ from inference.models.pretrained import widened
 from inference.request import ends_of
 
 CHECKPOINT, SHARDED = "checkpoints/last.ckpt", "fsdp2"
-SHOWN = 12  # tokens of a text whose loss is not finite
+SHOWN = 12  # number of tokens that an error shows of a text
 
 
 @dataclass(frozen=True)
@@ -60,24 +60,26 @@ class TrainingPhase:
 
 
 class End(NamedTuple):
-    """step: the last step. early: whether patience, a signal or time ended the training, or an earlier call did."""
+    """step: the last step. early: whether this call or an earlier one ended the training before its last phase, because
+    of patience, a signal or a budget of time."""
 
     step: int
     early: bool
 
 
 def phases_of(cfg: TrainConfig, every: int) -> list[TrainingPhase]:
-    """rollout.rounds phases, each ending at a validation. every: steps between validations.
+    """Return rollout.rounds phases, each of which ends at a validation. every: the number of steps between validations.
 
-    Raises ValueError for more rounds than validations, and for several rounds whose texts this engine does not sample.
+    Raises ValueError for more rounds than validations, for a wrong rollout.on_draft, and for several rounds if this
+    engine does not sample the texts.
     """
     rounds, steps = cfg.rollout.rounds, cfg.trainer.steps
     count = math.ceil(steps / every)
     if not 1 <= rounds <= count:
-        raise ValueError(f"rollout.rounds: from 1 to as many as there are validations, {count}, not {rounds}")
+        raise ValueError(f"rollout.rounds: from 1 to the number of validations, {count}, not {rounds}")
     share = cfg.rollout.on_draft
     if not 0 <= share <= 1 or (share and (rounds == 1 or cfg.rollout.folder)):
-        raise ValueError("rollout.on_draft: a share of the prompts of every round but the first, and a run's own: give "
+        raise ValueError("rollout.on_draft: a share in [0, 1] of the prompts of every round but the first; it needs "
                          "rollout.rounds= above 1 and no rollout.folder=")  # fmt: skip
     if rounds > 1 and (cfg.rollout.url or cfg.data.on_target):
         raise ValueError("rollout.rounds: this engine samples no texts with rollout.url= or data.on_target=true")
@@ -86,11 +88,11 @@ def phases_of(cfg: TrainConfig, every: int) -> list[TrainingPhase]:
 
 
 def fit(job: Job, module: Distillation, extra: list[Callback]) -> int:
-    """Train, with acceptance (and `extra`) before the first step, at every validation and after the last step; returns
-    the number of steps.
+    """Train the module's draft. Returns the number of steps.
 
-    A checkpoint with its figures is saved after each validation; the next call resumes from it. Leaves the draft in
-    eval mode on the target's device.
+    Acceptance is computed and the callbacks `extra` run before the first step, at every validation and after the last
+    step. After each validation a checkpoint is saved with its figures, from which the next call resumes. The draft is
+    left in eval mode on the target's device.
     """
     every = max(job.cfg.trainer.steps // max(job.cfg.trainer.validations, 1), 1)
     end = End(0, False)
@@ -98,13 +100,13 @@ def fit(job: Job, module: Distillation, extra: list[Callback]) -> int:
         end = _train_phase(job, module, extra, phase, every)
         if end.early:
             break
-    if not module.judged:  # the run had stopped between its last step and its report
+    if not module.judged:  # an earlier call did all steps, but wrote no report
         _judge(job, module, extra, end.step)
     return end.step
 
 
 def _train_phase(job: Job, module: Distillation, extra: list[Callback], phase: TrainingPhase, every: int) -> End:
-    """Sample the phase's texts and train to its end."""
+    """Sample the texts of a phase and train until its last step."""
     cfg, last = job.cfg.trainer, job.folder / CHECKPOINT
     saved: dict[str, Any] = {"global_step": 0}
     if last.exists():
@@ -124,14 +126,14 @@ def _train_phase(job: Job, module: Distillation, extra: list[Callback], phase: T
     callbacks = [*extra, *averaged, *rounded, clock, Learning(progress), points]
     trainer = _trainer(job, callbacks, phase, every, progress, done)
     sampler: Faster | Mixed | None = None  # None: the target alone samples the phase's texts
-    if phase.index and done == phase.first:  # else its texts were sampled before
-        module.load_state_dict(saved["state_dict"])  # this process may be a new one
+    if phase.index and done == phase.first:  # otherwise an earlier call has sampled its texts
+        module.load_state_dict(saved["state_dict"])  # the weights that sample, also in a resumed run
         sampler = swapped(job, module.to(job.target.device).draft)
-    del saved  # the trainer reads its own
+    del saved  # frees memory: the trainer reads the file again
     corpus, sampled = parts(job, phase.index + 1, sampler)
     if sampler:
         log(trainer, {f"{tags.ROLLOUT}/{name}": speed for name, speed in sampler.speeds.items()}, phase.first)
-    # one call: the texts are the module's
+    # one batch: a validation evaluates the module's own texts, see `Distillation.on_validation_epoch_end`
     validation_loader: DataLoader[Any] = DataLoader([torch.zeros(1)])  # type: ignore[arg-type]
     began = time.monotonic()
     if not done:
@@ -146,7 +148,7 @@ def _train_phase(job: Job, module: Distillation, extra: list[Callback], phase: T
         print(points.line())
     for average in averaged:
         average.show(module)
-    if not time_limited(job.cfg) and trainer.global_step % every:  # the last validation was not at the last step
+    if not time_limited(job.cfg) and trainer.global_step % every:  # no validation at the last step
         trainer.validate(module, validation_loader, verbose=False)
     module.assemble()
     module.to(job.target.device).eval()  # the trainer leaves it on the CPU
@@ -154,7 +156,7 @@ def _train_phase(job: Job, module: Distillation, extra: list[Callback], phase: T
 
 
 def _ended(saved: dict[str, Any], callbacks: list[Callback], module: Distillation, cfg: TrainConfig) -> bool:
-    """Whether a checkpoint's training was ended by patience or by time; restores the state of both."""
+    """Return whether patience or a budget of time ended the training of a checkpoint. Restores the state of both."""
     states, ended = saved.get("callbacks", {}), False
     progress = module.progress
     if progress and time_limited(cfg) and Clock.__name__ in states:
@@ -168,7 +170,7 @@ def _ended(saved: dict[str, Any], callbacks: list[Callback], module: Distillatio
 
 
 def _load(saved: dict[str, Any], job: Job, module: Distillation) -> None:
-    """Load a finished training's weights from its checkpoint, or their average if that was judged and is exported."""
+    """Load the weights of a finished training from its checkpoint, or their average if trainer.ema= is set."""
     module.load_state_dict(saved["state_dict"])
     module.to(job.target.device).eval()
     if job.cfg.trainer.ema:
@@ -189,10 +191,10 @@ def _trainer(
     job: Job, extra: list[Callback], phase: TrainingPhase, every: int, progress: Progress, done: int
 ) -> lightning.Trainer:
     cfg, last = job.cfg.trainer, job.folder / CHECKPOINT
-    again = done + 1 if done else None  # figures logged after the checkpoint are written again
+    again = done + 1 if done else None  # steps after the checkpoint are logged again
     return lightning.Trainer(
         accelerator=job.target.device.type, devices=cfg.devices, num_nodes=cfg.nodes, strategy=strategy_of(cfg),
-        inference_mode=cfg.strategy != SHARDED,  # weights gathered in it could not be learnt later
+        inference_mode=cfg.strategy != SHARDED,  # weights gathered in inference mode could not be trained later
         precision=cast(Any, precision(cfg.precision, job.target.device.type)),
         accumulate_grad_batches=cfg.accumulate, use_distributed_sampler=False,
         max_steps=phase.last, max_epochs=-1,
@@ -207,7 +209,7 @@ def _trainer(
 
 
 def strategy_of(cfg: TrainerSettings) -> str | Strategy:
-    """Lightning's strategy of this name; "fsdp2": a sharded draft, with checkpoints in one file."""
+    """Return Lightning's strategy of this name. "fsdp2": a sharded draft, whose checkpoints are single files."""
     if cfg.strategy != SHARDED:
         return cfg.strategy
     parts = cfg.devices * cfg.nodes
@@ -215,10 +217,11 @@ def strategy_of(cfg: TrainerSettings) -> str | Strategy:
 
 
 def swapped(job: Job, draft: PreTrainedModel) -> Faster | Mixed:
-    """What samples the texts of a later phase: the target with the current draft, or alone if that measures faster
-    (many rows on few cores), see `rollout.samplers.Faster`; with rollout.on_draft= also the draft itself.
+    """Return the sampler for the texts of a later phase. It uses the target with the current draft, or the target alone
+    if that is faster here (many rows on few cores), see `rollout.samplers.Faster`. With rollout.on_draft= the draft
+    itself samples a part of the texts.
 
-    Speculative sampling leaves the target's distribution as it is, so a text's sampler does not matter.
+    Speculative sampling does not change the target's distribution, so texts are as good with the draft as without it.
     """
     k, rows, plan = job.cfg.policy.k, job.cfg.rollout.rows, job.plan(draft)
     assert k is not None
@@ -226,18 +229,18 @@ def swapped(job: Job, draft: PreTrainedModel) -> Faster | Mixed:
     if not job.cfg.rollout.on_draft:
         return faster
     alone = Engine(widened(plan.served, copied=True), tokenizer=job.tokenizer, rows=rows)
-    alone.ends = ends_of(job.target)  # a draft's own may be fewer
+    alone.ends = ends_of(job.target)  # the draft's config may lack some of them
     return Mixed(faster, Own(alone), job.cfg.rollout.on_draft)
 
 
 def _remember(job: Job, module: Distillation, corpus: Texts, sampled: Texts) -> None:
-    """Read the texts before training, if there are steps for each of them and so most are read more than once."""
+    """Read all texts before training, unless training reads fewer texts than there are."""
     trainer = job.cfg.trainer
     if trainer.steps * trainer.batch * trainer.accumulate < len(corpus) + len(sampled):
         return
     keys, read = len(corpus) + torch.arange(len(sampled)), module.teacher.read
     if isinstance(read, DiskCache):
-        states = job.target.config.get_text_config().hidden_size * job.target.dtype.itemsize  # of a layer
+        states = job.target.config.get_text_config().hidden_size * job.target.dtype.itemsize  # bytes of a layer
         distributions = size(trainer.top) * torch.float32.itemsize if trainer.top else states
         each = distributions + len(job.reads) * states
         print(read.estimate(len(sampled), sampled.ids.shape[1] * each))
@@ -246,7 +249,7 @@ def _remember(job: Job, module: Distillation, corpus: Texts, sampled: Texts) -> 
 
 
 def _set_budget(job: Job, clock: Clock, trainer: lightning.Trainer, first: Validation) -> None:
-    """Give the training its minutes and validations, the same in every process. first: the first validation."""
+    """Set the minutes and validations of the training, the same in every process. first: the first validation."""
     if not job.cfg.minutes:
         return
     progress, left = clock.progress, left_of(job.cfg, time.monotonic() - job.start, first)
@@ -256,17 +259,15 @@ def _set_budget(job: Job, clock: Clock, trainer: lightning.Trainer, first: Valid
         print(f"one validation takes {first.seconds:.0f} s: {clock.validations} of trainer.validations="
               f"{job.cfg.trainer.validations} fit minutes={job.cfg.minutes:g}")  # fmt: skip
     if not rank():
-        more = ": the rest of the run takes longer than that leaves" if left <= LEAST * job.cfg.minutes else ""
-        print(
-            f"training has {progress.minutes:.1f} of minutes={job.cfg.minutes:g}, or its steps if they are fewer{more}"
-        )
+        more = "; the whole run will exceed minutes=" if left <= LEAST * job.cfg.minutes else ""
+        print(f"training ends after {progress.minutes:.1f} of minutes={job.cfg.minutes:g} or after its last step{more}")
 
 
 def _loader(
     cfg: TrainerSettings, phase: TrainingPhase, done: int, corpus: Texts, sampled: Texts, trainer: lightning.Trainer
 ) -> DataLoader[Any] | Grouped:
-    """This process's texts of a phase, from step `done` on."""
-    world, texts = trainer.world_size, cfg.batch * cfg.accumulate  # of a step
+    """Return this process's share of the batches of a phase, from step `done` on."""
+    world, texts = trainer.world_size, cfg.batch * cfg.accumulate  # texts of a step
     before = max(cfg.corpus_steps - phase.first, 0) * texts
     order = Curriculum((len(corpus), len(sampled)), before, cfg.seed + phase.index, (done - phase.first) * texts)
     mine = Strided(order, trainer.global_rank, world)
@@ -278,8 +279,10 @@ def _loader(
 def _step(
     job: Job, trainer: lightning.Trainer, module: Distillation, loaders: tuple[Any, DataLoader[Any]], last: Path | None
 ) -> None:
-    """All steps of a phase, from a checkpoint on. loaders: of texts, and of validations. Raises Interrupted, and
-    UserError for a loss that is not finite."""
+    """Train the steps of a phase, from the checkpoint `last` if it is given. loaders: of texts, and of validations.
+
+    Raises Interrupted, and UserError for a loss that is not finite.
+    """
     try:
         trainer.fit(module, *loaders, ckpt_path=last)
     except NotFinite as error:
@@ -290,8 +293,8 @@ def _step(
 
 
 def _judge(job: Job, module: Distillation, extra: list[Callback], step: int) -> None:
-    """Judge as at a validation. If nothing measured the training (measure=false), save the weights of its last step, so
-    that they can be measured now."""
+    """Evaluate the draft as at a validation. If an earlier call trained with measure=false, save and measure the
+    weights of the last step now."""
     with as_served(job, module):
         module.judge()
         for speed in extra:
@@ -301,7 +304,7 @@ def _judge(job: Job, module: Distillation, extra: list[Callback], step: int) -> 
 
 
 def as_served(job: Job, module: Distillation) -> AbstractContextManager[None]:
-    """Inside the block the module's weights are rounded, if the draft is served so."""
+    """Within the block, the module's weights are quantised if the draft is served so."""
     return showing(_rounded(job), module)
 
 

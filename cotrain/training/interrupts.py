@@ -21,13 +21,13 @@ from cotrain.errors import Interrupted, UserError
 from inference.drafts.atomic import new_file
 
 ENDING = (signal.SIGINT, signal.SIGTERM)
-CURSOR = b"\x1b[?25h"  # shows the cursor, which a display hides
-TIME = 1  # a checkpoint is due, in what processes agree on; signals have larger numbers
+CURSOR = b"\x1b[?25h"  # shows the cursor again, which a display hides
+TIME = 1  # the result of `Keeper._agreed` if a checkpoint is due; numbers of signals are larger
 
 
 class Signals:
-    """The first SIGINT or SIGTERM ends the run: at once, or, while training is `deferring`, after the current step. A
-    second one ends the process at once."""
+    """Handler of SIGINT and SIGTERM. The first signal ends the run: after the current step while training is
+    `deferring`, and otherwise at once. A second signal ends the process at once."""
 
     def __init__(self) -> None:
         self.received, self.deferring = 0, False
@@ -48,7 +48,7 @@ class Signals:
             raise Interrupted(self.received, message)
 
     def listen(self) -> None:
-        """Become the handler of both signals. Signals reach only the main thread."""
+        """Become the handler of both signals, if called in the main thread. No other thread can."""
         if threading.current_thread() is threading.main_thread():
             for number in ENDING:
                 signal.signal(number, self)
@@ -56,7 +56,7 @@ class Signals:
 
 @contextmanager
 def listening() -> Iterator[Signals]:
-    """Inside the block signals end a run in order."""
+    """Within the block, a signal ends the run with Interrupted, see `Signals`. Restores the earlier handlers."""
     before = {number: signal.getsignal(number) for number in ENDING}
     signals = Signals()
     signals.listen()
@@ -69,8 +69,8 @@ def listening() -> Iterator[Signals]:
 
 
 class Checkpoints(TorchCheckpointIO):
-    """Writes a checkpoint next to the old one and renames it. Lightning writes to the temporary directory, and its move
-    from another file system is a copy over the old one."""
+    """Writes a checkpoint next to the old one and renames it, so that one of the two is always whole. Lightning would
+    write to the temporary directory and, from another file system, copy over the old one."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         with new_file(Path(path)) as new:
@@ -78,27 +78,25 @@ class Checkpoints(TorchCheckpointIO):
 
 
 def read_saved(path: Path) -> dict[str, Any]:
-    """The dictionary that torch saved in a file, on the CPU. Raises UserError, naming the file and what to do, if it is
-    damaged or holds something else."""
+    """Load the dictionary that torch saved in a file, on the CPU. Raises UserError naming the file and what to do, if
+    the file is damaged or does not hold a dictionary."""
     try:
         saved = torch.load(path, weights_only=True, map_location="cpu")
         if isinstance(saved, dict):
             return saved
         reason = f"it holds a {type(saved).__name__}"
     except (RuntimeError, EOFError, ValueError, LookupError, UnpicklingError, OSError) as error:
-        if "allocate" in str(error):  # memory ran out: nothing is wrong with the file
+        if "allocate" in str(error):  # out of memory: the file is not damaged
             raise
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-    raise UserError(
-        f"{path} cannot be read ({reason}): delete it, and the same command makes it anew from the beginning"
-    )
+    raise UserError(f"{path} cannot be read ({reason}): delete it, and the same command makes it again from the start")
 
 
 class Keeper(Callback):
-    """Saves a checkpoint every so many minutes, and when a signal ends the run. Must come after the callbacks whose
-    state is saved.
+    """Saves a checkpoint every `minutes`, and when a signal ends the run. Must come after the callbacks whose state is
+    saved.
 
-    After a step that a validation follows it saves none: the validation saves one, with its figures.
+    It saves none after a step with a validation, since the validation saves one with its figures.
     """
 
     def __init__(self, path: Path, minutes: float, signals: Signals) -> None:
@@ -107,7 +105,7 @@ class Keeper(Callback):
 
     def on_train_start(self, trainer: lightning.Trainer, module: Any) -> None:
         self.saved = time.monotonic()
-        self.signals.listen()  # the trainer takes SIGTERM, and would end between batches of a step
+        self.signals.listen()  # the trainer has replaced the handler of SIGTERM by one that may end within a step
         self.signals.deferring = True
 
     def on_train_batch_start(self, trainer: lightning.Trainer, *_: Any) -> None:
@@ -135,11 +133,11 @@ class Keeper(Callback):
         self.signals.deferring = False
 
     def _end(self, step: int) -> None:
-        self.signals.received = self.signals.received or signal.SIGTERM  # another process's
+        self.signals.received = self.signals.received or signal.SIGTERM  # another process received it
         self.signals.check(f"interrupted at step {step}, which is saved; the same command resumes")
 
     def _agreed(self, trainer: lightning.Trainer) -> int:
-        """The signal that any process received, or TIME if a checkpoint is due, else 0."""
+        """Return the largest number over all processes of: the signal received, TIME if a checkpoint is due, else 0."""
         mine = self.signals.received or TIME * (time.monotonic() - self.saved >= self.seconds)
         if trainer.world_size == 1:
             return mine

@@ -1,4 +1,4 @@
-"""What a training run is made of, from its settings: the target, texts of it, and a plan to measure with."""
+"""The parts of a training run that its settings name: the target, its texts, and a plan to measure a draft."""
 
 import time
 from collections.abc import Callable
@@ -39,8 +39,8 @@ from inference.servers.openai_client import Client
 
 @dataclass
 class Job:
-    """A run's models, its folder and its settings. reads: layers of the target that its student reads besides LAST;
-    start: of the run, on the monotonic clock."""
+    """The models, folder and settings of a run. reads: the layers of the target that its student reads besides LAST.
+    start: the start of the run by time.monotonic()."""
 
     cfg: TrainConfig
     folder: Path
@@ -49,32 +49,33 @@ class Job:
     sources: dict[str, Source] = field(default_factory=dict)
     texts_given: dict[str, Texts] = field(default_factory=dict)
     signals: Signals = field(default_factory=Signals)
-    loggers: list[Logger] = field(default_factory=list)  # besides TensorBoard's
+    loggers: list[Logger] = field(default_factory=list)  # besides that of TensorBoard
     reads: tuple[int, ...] = ()
-    rounds: dict[int, RealRound] = field(default_factory=dict)  # by draft length: all checkpoints have one shape
+    rounds: dict[int, RealRound] = field(default_factory=dict)  # by draft length, for all checkpoints
     start: float = field(default_factory=time.monotonic)
-    shape: dict[str, Any] | None = None  # how the shape of its draft was chosen, see `students.base.shape`
+    shape: dict[str, Any] | None = None  # how the layers of the draft were chosen, see `bench.calibration.shape`
 
     @cached_property
     def halves(self) -> tuple[Reader, Head]:
-        """The target's reader and head, see `target_model.served`, which tests them."""
+        """The target's reader and head, see `target_model.served`. The head is tested against the model."""
         return served(self.target, self.vocabulary, self.reads)
 
     @property
     def vocabulary(self) -> int:
-        """Number of ids that have mass, in training as when served: rows after the tokenizer's last id only pad."""
+        """The number of ids that have mass, in training and when served: the rows of the head after the tokenizer's
+        last id are padding."""
         size: int = self.target.config.get_text_config().vocab_size
         return min(size, 1 + max(self.tokenizer.get_vocab().values()))
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """The target's identity, saved with texts and states that come from it."""
+        """The identity of the target, saved with its texts and states."""
         return identity(self.target, self.tokenizer)
 
     @cached_property
     def read(self) -> Reader:
-        """Reads states of texts, from disk if trainer.cache= names a folder; with trainer.top=, which caches
-        distributions there, from a folder inside."""
+        """A reader of the target's states, cached in the folder trainer.cache= if it is set. With trainer.top= that
+        folder caches distributions, and its subfolder `states` the states."""
         live, _ = self.halves
         cache = self.cfg.trainer.cache
         if not cache:
@@ -83,8 +84,8 @@ class Job:
         return self._shards(live, folder, {}, (LAST, *self.reads))
 
     def training_reader(self, read: Reader) -> Reader:
-        """Reads what training learns from, states or top-k distributions; from disk if trainer.cache= names a folder.
-        read: of the live target."""
+        """Return the reader for training: of states, or of top-k distributions with trainer.top=. Cached in the folder
+        trainer.cache= if it is set. read: the reader without a cache."""
         cache, top = self.cfg.trainer.cache, self.cfg.trainer.top
         if not cache:
             return read
@@ -99,7 +100,7 @@ class Job:
         return DiskCache(read, folder, self.identity | {"dtype": str(self.target.dtype)} | what, parts)
 
     def sampled(self, by: Sampler | None = None) -> Sampled:
-        """Texts of the target. by: samples those that are not on disk; the target alone, or a server, when None."""
+        """Return the texts of the target. by: the sampler of texts not on disk; None: the target alone, or a server."""
         folder = Path(self.cfg.rollout.folder or self.folder / "rollouts")
         texts = replace(
             sampled(self.cfg, self.target, self.tokenizer, folder), identity=self.identity,
@@ -108,7 +109,7 @@ class Job:
         return texts if by is None else replace(texts, by=lambda: by)
 
     def source(self, split: str) -> Source:
-        """The configured texts of a split, read once."""
+        """Return the user's texts of a split. They are read once."""
         if split not in self.sources:
             texts = source(self.cfg, split, self.target, self.tokenizer)
             self.sources[split] = texts
@@ -117,13 +118,13 @@ class Job:
 
     @property
     def chats(self) -> bool:
-        """Whether the given texts are prompts, with or without completions. Only completions are learnt from."""
+        """Whether the user's texts are prompts, with or without completions. Then only completions are learnt."""
         return self.cfg.data.path is not None and isinstance(self.source("train"), PromptRows)
 
     @cached_property
     def prompts(self) -> Prompts:
-        """To measure with: the user's, or the shipped ones; final prompts neither train the draft nor rank
-        checkpoints."""
+        """Prompts to measure a draft with: the user's, or those of this package. Final prompts are in no training text
+        and do not rank checkpoints."""
         return self._own() if self.cfg.data.path else self._shipped()
 
     def _own(self) -> Prompts:
@@ -132,13 +133,13 @@ class Job:
         return apart(ranking, final, learnt, "own")
 
     def _shipped(self) -> Prompts:
-        first = Share(0, self.cfg.rollout.rounds)  # other rounds have prompts of the same source
+        first = Share(0, self.cfg.rollout.rounds)  # later rounds draw prompts from the same source
         texts = self.texts("train", learnt(self.cfg)[0], first), self.texts("held_out", self.cfg.regime.temperature)
         ranking, final = shipped_ids(self.tokenizer, self.cfg.bench.prompt_tokens)
         return apart(ranking, final, [prompt for part in texts for prompt in part.prompts], "shipped")
 
     def given(self, kind: str) -> Texts:
-        """The configured texts, packed into blocks unless they are prompts."""
+        """Return the user's texts of a split, packed into blocks unless they are prompts."""
         if kind not in self.texts_given:
             source, ask = self.source(kind), self.sampled().ask
             self.texts_given[kind] = (
@@ -149,19 +150,19 @@ class Job:
         return self.texts_given[kind]
 
     def texts(self, kind: str, temperature: float, part: Share = WHOLE, by: Sampler | None = None) -> Texts:
-        """Texts of the target at a temperature: logs of its own, in the regime and with data.on_target=; else
-        sampled."""
+        """Return texts of the target at a temperature. They are sampled, unless data.on_target= says that the user's
+        texts are the target's own, and the temperature is that of the regime."""
         data, regime = self.cfg.data, self.cfg.regime
         if data.on_target and temperature == regime.temperature and self.chats:
             return self.given(kind)
         return self.sampled(by).texts(kind, sampling(regime, temperature), partial(self.source, kind), part=part)
 
     def plan(self, draft: PreTrainedModel) -> measurement.Plan:
-        """To measure a draft on the run's prompts."""
+        """Return a plan to measure a draft on the run's prompts."""
         return self.plan_with(draft, self.prompts)
 
     def plan_with(self, draft: PreTrainedModel, prompts: Prompts | None) -> measurement.Plan:
-        """To measure a draft on other prompts; None: for a draft that is not measured."""
+        """Return a plan to measure a draft on other prompts; None: for a draft that is not measured."""
         names = (self.cfg.target.path, draft_name(self.cfg))
         return measurement.Plan(
             self.target,
@@ -185,14 +186,15 @@ def sampled(
     folder: Path,
     draft_path: str | None = None,
 ) -> Sampled:
-    """Texts of the target as configured, saved in `folder`; a draft makes sampling them faster.
+    """Return the texts of the target for these settings, saved in `folder`. draft_path: a draft that makes sampling
+    faster.
 
-    Raises ValueError for a draft and a server together: the server would not use the draft.
+    Raises ValueError for a draft together with a server, which would not use the draft.
     """
     rollout, source = cfg.rollout, {kind: prompt_origin(cfg.data, kind) for kind in ("train", "held_out")}
     ask = Ask({"train": rollout.texts, "held_out": rollout.held_out_texts}, rollout.prompt_tokens, rollout.new_tokens)
     if rollout.url and draft_path:
-        raise ValueError("rollout.url: the server samples, draft.path= would not be used")
+        raise ValueError("rollout.url: the server samples the texts and would not use draft.path=")
     by: Callable[[], Sampler] | None = None
     if rollout.url:
         by = partial(_remote, rollout.url, tokenizer, rollout.rows)
@@ -217,21 +219,22 @@ def source(
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
 ) -> Source:
-    """The configured texts of a split, see `data.prompt_rows`."""
+    """Return the user's texts of a split, see `data.prompt_rows`."""
     return source_of(cfg.data, split, tokenizer, ends_of(target))
 
 
 def models(
     cfg: TrainConfig | RolloutConfig | BenchConfig | ServeCheckConfig,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The target as it will be served, and its tokenizer. Raises as `load_pair` and `adapted`."""
+    """Return the target as it will be served, and its tokenizer. Raises as `load_pair` and `adapted`."""
     ask = cfg.target
     target, tokenizer = load_pair(str(ask.path), cfg.quantisation.kind, ask.dtype, ask.trust_remote_code)
     return adapted(target, ask.adapter) if ask.adapter else target, tokenizer
 
 
 def objective(name: str) -> str:
-    """The name in cotrain.json of sampled_draft or greedy_draft: sampled, greedy. Raises ValueError for other names."""
+    """Return the name of an objective in cotrain.json: "sampled" for sampled_draft, "greedy" for greedy_draft. Raises
+    ValueError for other names."""
     short = name.removesuffix("_draft")
     if short not in OBJECTIVES:
         raise ValueError(f"objective: {name!r} is none of {', '.join(f'{one}_draft' for one in OBJECTIVES)}")
@@ -239,7 +242,7 @@ def objective(name: str) -> str:
 
 
 def settle(threads: int, seed: int) -> None:
-    """Set threads (0: torch's choice) and seeds of a run, and silence the progress bars of `datasets`."""
+    """Set the threads (0: torch's choice) and the seeds of a run, and hide the progress bars of `datasets`."""
     datasets.disable_progress_bars()
     if threads:
         torch.set_num_threads(threads)
@@ -247,11 +250,11 @@ def settle(threads: int, seed: int) -> None:
 
 
 def loss_name(loss: Loss) -> str:
-    """As reports and comparisons call it: `kl`, or `kl_then_tv` if another loss follows."""
+    """Return the name of a loss in reports and comparisons: `kl`, or `kl_then_tv` if another loss follows."""
     return f"{loss.first}_then_{loss.then}" if loss.then else loss.first
 
 
 def draft_name(cfg: TrainConfig) -> str:
-    """As reports call it: `medusa, scratch, kl_then_tv`; the kind alone if nothing is learnt."""
+    """Return the name of a draft in reports: `medusa, scratch, kl_then_tv`, or only the kind if it is not trained."""
     kind = cfg.draft.kind
     return kind if not student_class(kind).trained else f"{kind}, {cfg.init.kind}, {loss_name(cfg.loss)}"

@@ -1,6 +1,6 @@
-"""Distillation of a draft from a frozen target: the losses of a step, and the LightningModule that wires its parts.
+"""Distillation of a draft from a frozen target: the losses of a step, and the LightningModule that combines its parts.
 
-B texts, T tokens, L tokens of the longest completion, K guesses, one a depth.
+B texts, T tokens, L tokens of the longest completion, K guesses (one for each depth).
 """
 
 import time
@@ -34,39 +34,40 @@ from cotrain.training.distributed import StepCounts, counted, divisors, gathered
 from cotrain.training.progress import Progress
 from inference.sampling import noise
 
-WATCHED = 5  # the figures of every so many steps are logged
-FEW, BATCH = 4, 16  # held-out texts: the fewest that a draft is judged on, and those of a timed batch
+WATCHED = 5  # figures are logged every 5 steps
+FEW, BATCH = 4, 16  # held-out texts: the fewest that evaluate a draft, and the texts of a timed batch
 Logs = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A loss that is used until this fraction of the steps is done."""
+    """A loss that is used until the share `until` of the training is done."""
 
     until: float
     loss: LossSpec
 
 
 def current(stages: Sequence[Stage], progress: float) -> LossSpec:
-    """The loss at a progress in [0, 1]: of the first stage that has not ended, else of the last."""
+    """Return the loss at a progress in [0, 1]: that of the first stage that has not ended, or of the last stage."""
     return next((stage.loss for stage in stages if progress < stage.until), stages[-1].loss)
 
 
 def leading(weight: float, stages: Sequence[Stage], done: float) -> float:
-    """The cosine's weight at a progress in [0, 1]: it falls linearly, to 0 at the end of the first stage."""
+    """Return the weight of the cosine loss at a progress `done`: from `weight`, linearly to 0 at the end of the first
+    stage."""
     return weight * max(0.0, 1 - done / stages[0].until) if stages[0].until else 0.0
 
 
 def refuse_merged(stages: Sequence[Stage], cosine: float) -> None:
-    """Raise ValueError for what merged distributions do not have: some losses, and hidden states to compare."""
+    """Raise ValueError for losses that top-k distributions do not support, and for a cosine of hidden states."""
     if not all(stage.loss.merged for stage in stages):
-        raise ValueError(f"trainer.top: the loss is not one of {', '.join(MERGED)}, which top-k distributions have")
+        raise ValueError(f"trainer.top: the loss is not one of {', '.join(MERGED)}, as top-k distributions require")
     if cosine:
         raise ValueError("trainer.top: top-k distributions are cached, not hidden states: init.cosine=0")
 
 
 class PositionLosses(NamedTuple):
-    """The mean of the losses per position, its terms by name, and the statistics of each guess."""
+    """The mean of the losses per position, the means of its terms by name, and the statistics of each guess."""
 
     mean: Tensor
     terms: dict[str, Tensor]
@@ -75,11 +76,13 @@ class PositionLosses(NamedTuple):
 
 @dataclass(frozen=True)
 class StepLoss:
-    """The loss of a batch's guesses: sequence losses over texts, losses per position over positions and depths.
+    """The loss of a batch's guesses: sequence losses summed over texts, and losses per position summed over positions
+    and depths.
 
-    spec: the current loss. asked: what every guess is compared with. logs: log p and log q of the sampled tokens, see
-    `LossBatch.logs`, None if nothing reads them. counts: what sums are divided by. k: draft length of the sequence
-    losses."""
+    spec: the current loss. asked: the batch, with the target's distributions. logs: log p and log q of the sampled
+    tokens, see `LossBatch.logs`; None if no loss or weight needs them. counts: what sums are divided by. k: draft
+    length of the sequence losses.
+    """
 
     spec: LossSpec
     asked: LossBatch
@@ -90,11 +93,11 @@ class StepLoss:
 
     @cached_property
     def saved(self) -> Tensor | None:
-        """Target calls that a unit of acceptance saves at each sampled token, see `LossBatch.saved`."""
+        """The target calls that a unit of acceptance saves at each sampled token, see `LossBatch.saved`."""
         return None if self.logs is None else self.asked.saved(self.logs, self.k)
 
     def of_texts(self) -> dict[str, Tensor]:
-        """Means of the sequence losses over texts or tokens, by name."""
+        """Return the mean of each sequence loss, over texts or tokens, by name."""
         means = {}
         for term in self.spec.sequence:
             assert self.logs is not None
@@ -103,8 +106,11 @@ class StepLoss:
         return means
 
     def of_positions(self, predicted: Tensor, share: Tensor, measured: bool) -> PositionLosses:
-        """Over positions and depths, each depth by its share (K,). A weighted loss is a mean over tokens, weighted by
-        the target calls that acceptance saves there. predicted (B, T-1) bool."""
+        """Return the losses per position. share (K,): the weight of each depth. predicted (B, T-1) bool: the tokens in
+        the loss.
+
+        A weighted loss is a mean over tokens, each weighted by the target calls that acceptance saves there.
+        """
         every = pad(predicted, (0, 1))
         total = self.asked.ids.new_zeros((), dtype=torch.float32)
         terms: list[Tensor] = []
@@ -132,7 +138,7 @@ class StepLoss:
 
 
 def logs_for(spec: LossSpec, asked: LossBatch, guesses: Sequence[Guess], by_depth: bool) -> Logs | None:
-    """log p and log q of the sampled tokens, if the loss reads them, or the weights of several depths do (by_depth)."""
+    """Return log p and log q of the sampled tokens, if the loss or the weights of depths (`by_depth`) need them."""
     if spec.sequence:
         return asked.logs(guesses)
     if not spec.weighted and not (by_depth and len(guesses) > 1):
@@ -142,19 +148,23 @@ def logs_for(spec: LossSpec, asked: LossBatch, guesses: Sequence[Guess], by_dept
 
 
 class Distillation(lightning.LightningModule):
-    """Trains a student to be accepted by `target` under a regime.
+    """Trains a student so that `target` accepts its drafts under a regime.
 
-    stages: losses of `cotrain.losses.spec`, one after the other. optimizer, scheduler: factories called with the draft,
-    and with the optimiser. held_out: texts sampled from the target, by temperature, judged at every validation.
-    temperature, truncate: the regime, see `chunked`. chunk: guesses whose distributions exist at once, by default
-    `chunked.positions`. cosine: initial weight of `losses.misaligned` on the final hidden states, see `leading`, 0 for
-    none. remember: bytes of the target's states to cache. k: draft length of the sequence losses. seed: of a
-    student's random choices. progress: of the whole training, which stages are parts of; None: the trainer's steps.
-    top: number of each distribution's likeliest tokens to cache instead of hidden states, see `top_k`; 0: states.
-    decay: of a depth's weight, None: exact, see `losses.batch.shares`.
+    stages: losses of `cotrain.losses.spec`, in order.
+    optimizer, scheduler: factories; the first is called with the draft, the second with the optimiser.
+    held_out: texts sampled from the target, by temperature, on which every validation evaluates the draft.
+    temperature, truncate: the regime, see `chunked`.
+    chunk: guesses whose distributions are in memory at once; by default `chunked.positions`.
+    cosine: initial weight of `losses.misaligned` on the final hidden states, see `leading`; 0 for none.
+    remember: bytes of memory in which the target's states are cached.
+    k: draft length of the sequence losses.
+    seed: seed of a student's random choices.
+    progress: progress of the whole training, which `stages` refer to; None: the trainer's steps.
+    top: number of most probable tokens to cache of each distribution instead of hidden states, see `top_k`; 0: states.
+    decay: the weight of depth j is decay ** j; None: exact weights, see `losses.batch.shares`.
 
-    Raises ValueError for a student that cannot be trained so, for a cosine between states of different widths, and for
-    one, or a loss that merged distributions do not have, together with top.
+    Raises ValueError for a student that cannot be trained, for a cosine of states of different widths, and for top
+    together with a cosine or with a loss that top-k distributions do not support.
     """
 
     def __init__(
@@ -184,10 +194,12 @@ class Distillation(lightning.LightningModule):
         vocabulary = student.vocabulary or target.config.get_text_config().vocab_size
         self.chunk = chunk or positions(vocabulary)
         self.k, self.seed, self.progress, self.top = k, seed, progress, top
-        self.batch_sums: dict[str, Tensor] = {}  # of the step's batches so far
-        self.step_figures: dict[str, float] = {}  # of the last step, if it was watched, by name
-        self.whole: list[PreTrainedModel] = []  # the whole draft, while `draft` is sharded; no module of this one's
-        # plain functions: the target is not saved
+        self.batch_sums: dict[str, Tensor] = {}  # sums over the batches of the current step
+        self.step_figures: dict[str, float] = {}  # figures of the last step, by name, if they are logged
+        self.whole: list[
+            PreTrainedModel
+        ] = []  # the whole draft, while `draft` is sharded; a list, as it is no submodule
+        # functions instead of the target, which would be saved in checkpoints
         read, self.head_target = served(target, vocabulary, student.reads)
         self.distributions_of: Teacher = StatesTeacher(read, self.head_target)
         if top:
@@ -197,13 +209,13 @@ class Distillation(lightning.LightningModule):
             )
         self.teacher = MemoryCache(self.distributions_of.read, remember)
         self.judged: dict[float, dict[str, Scores]] = {}
-        self.seconds, self.trial = 0.0, 0.0  # of the last judging, and of a few texts before the first one
-        self.fitted = False  # whether the held-out texts are those that the run's budget allows
+        self.seconds, self.trial = 0.0, 0.0  # seconds of the last evaluation, and of timing texts before the first
+        self.fitted = False  # whether `_fit_texts` has run
         if cosine:
             refuse_widths(self.draft, target)
 
     def configure_model(self) -> None:
-        """Shard the draft, if the strategy does; `assemble` undoes it."""
+        """Shard the draft if the strategy shards it. `assemble` undoes it."""
         if self.device_mesh is not None and not self.whole:
             self.whole = [self.draft]
             self._replace(sharded(self.draft, self.device_mesh["data_parallel"]))
@@ -213,7 +225,7 @@ class Distillation(lightning.LightningModule):
 
     @contextmanager
     def assembled(self) -> Iterator[PreTrainedModel]:
-        """The whole draft with the current weights, on the first process; all processes must enter the block."""
+        """Yield the draft, whole and with current weights on the first process. All processes must enter the block."""
         if not self.whole:
             yield self.draft
             return
@@ -224,14 +236,14 @@ class Distillation(lightning.LightningModule):
         torch.nn.Module.to(draft, "cpu")
 
     def assemble(self) -> None:
-        """Replace a sharded draft by the whole one."""
+        """Replace a sharded draft by the whole draft."""
         if self.whole:
             self._replace(gathered(self.draft, self.whole[0]))
             self.whole = []
 
     def training_step(self, batch: dict[str, Any], _: int) -> Tensor:
-        """The loss, see `learn`. Raises NotFinite, naming step and texts, before the weights move: they are those of
-        the last good step."""
+        """Return the loss, see `learn`. If it is not finite, raises NotFinite, naming the step and the texts, while the
+        weights are still those of the last good step."""
         loss = within(self.draft, lambda: self.learn(batch))
         if not bool(torch.isfinite(loss.detach())):
             message = f"the loss of step {self.global_step + 1} is {loss.item():g}, on texts "
@@ -239,9 +251,12 @@ class Distillation(lightning.LightningModule):
         return loss
 
     def learn(self, batch: dict[str, Any]) -> Tensor:
-        """The loss of a batch. batch: ids (B, T), predicted (B, T-1) bool, key and temperature (B,), position_ids
-        (B, T) of packed texts, sampled (B, T-1) bool, see `distributed.sampled`, counts and group if the step has
-        several batches, see `distributed.Grouped`."""
+        """Return the loss of a batch.
+
+        batch: ids (B, T), predicted (B, T-1) bool, key (B,) and temperature (B,); position_ids (B, T) if texts are
+        packed; sampled (B, T-1) bool, see `distributed.sampled`; counts and group if the step has several batches, see
+        `distributed.Grouped`.
+        """
         if not self.batch_sums:
             self.step_figures = {}
         record = self.teacher(batch["ids"], batch["key"], batch.get("position_ids"))
@@ -251,7 +266,7 @@ class Distillation(lightning.LightningModule):
         distributions = self.distributions_of.distributions(record)
         asked = LossBatch(distributions, batch["ids"], batch["temperature"], sampled(batch), self.truncate, self.chunk)
         spec, counts, watched = current(self.stages, self.done), self._counts(batch), self.watched
-        by_depth = self.decay is None and not self.top  # top-k distributions lack the text's tokens
+        by_depth = self.decay is None and not self.top  # top-k distributions may lack the text's tokens
         logs = logs_for(spec, asked, guesses, by_depth)
         step = StepLoss(spec, asked, guesses, logs, counts, self.k)
         parts = step.of_texts()
@@ -266,13 +281,13 @@ class Distillation(lightning.LightningModule):
             summands.append(parts["cosine"])
         mean = sum(summands[1:], summands[0])
         self._note({"loss": mean} | {f"loss_{name}": part for name, part in parts.items()}, batch, watched)
-        if watched and self.top:  # an upper bound of the error of each alpha
+        if watched and self.top:  # the mean of an upper bound of each alpha's error
             self.step_figures["outside"] = float(outside(record)[:, :-1][batch["predicted"]].mean())
         return mean
 
     @property
     def watched(self) -> bool:
-        """Whether figures of the current step, or between steps of the next one, are noted in `step_figures`."""
+        """Whether the figures of the current step are logged. Between two steps, the next step is the current one."""
         return (self.global_step + 1) % WATCHED == 0
 
     @property
@@ -281,7 +296,7 @@ class Distillation(lightning.LightningModule):
         return (self.progress or Progress(self.trainer.max_steps)).at(self.global_step)
 
     def _note(self, values: dict[str, Tensor], batch: dict[str, Any], watched: bool) -> None:
-        """Add up values over the batches of a step; after the last batch the sums are the step's figures."""
+        """Add values to the sums over the batches of a step. After the step's last batch, the sums are its figures."""
         index, number = batch.get("group", (0, 1))
         for name, value in values.items():
             self.batch_sums[name] = self.batch_sums.get(name, 0.0) + value.detach() / number
@@ -292,7 +307,7 @@ class Distillation(lightning.LightningModule):
         self.batch_sums = {}
 
     def _note_acceptance(self, guesses: Sequence[Guess], statistics: Sequence[Statistics]) -> None:
-        """Note the acceptance of each guess; names of later depths end in their number."""
+        """Add the acceptance of each guess to the figures of the step. Names of later depths end in their number."""
         for guess, one in zip(guesses, statistics, strict=True):
             if guess.depth > 0:
                 self.step_figures[f"acceptance_depth_{guess.depth + 1}"] = float(one.alpha)
@@ -303,7 +318,7 @@ class Distillation(lightning.LightningModule):
                 }
 
     def _shares(self, step: StepLoss) -> Tensor:
-        """The weight of each guess, the same on every process."""
+        """Return the weight of each guess (K,), the same on every process."""
         if step.spec.weighted or len(step.guesses) == 1:
             return torch.ones(len(step.guesses))
         by_depth = None if step.saved is None else step.saved.sum((0, 1))
@@ -312,8 +327,7 @@ class Distillation(lightning.LightningModule):
         return shares(step.guesses, self.decay, by_depth)
 
     def _counts(self, batch: dict[str, Any]) -> StepCounts:
-        """What the losses are divided by: counts over the step's batches, averaged over processes, since DDP averages
-        gradients."""
+        """Return the divisors of the losses. Counts are averaged over processes, because DDP averages gradients."""
         _, number = batch.get("group", (0, 1))
         total = batch["counts"] if number > 1 else counted(batch)
         if self.trainer.world_size == 1:
@@ -321,19 +335,19 @@ class Distillation(lightning.LightningModule):
         return divisors(cast(Tensor, self.trainer.strategy.reduce(total, reduce_op="mean")), number)
 
     def _uniforms(self, keys: Tensor, positions: int) -> Tensor:
-        """Uniforms (B, T) from seed, step, text and position alone, so that a resumed run draws the same ones."""
+        """Return uniforms (B, T) that depend only on seed, step, text and position, so a resumed run repeats them."""
         step = torch.full_like(keys, self.global_step)
         return noise.uniform(self.seed, keys, step, torch.arange(positions, device=keys.device), noise.ACCEPT)
 
     def validation_step(self, batch: Any, _: int) -> None:
-        """Does nothing: the held-out texts are judged by regime at the epoch's end."""
+        """Do nothing: `on_validation_epoch_end` evaluates the held-out texts."""
 
     def on_validation_epoch_end(self) -> None:
         self.judge()
 
     def judge(self) -> None:
-        """Score the current draft on the held-out texts, or on the part that the run's budget of time allows, for
-        `acceptance`, `tau` and `scores`."""
+        """Score the current draft on the held-out texts, for `acceptance`, `tau` and `scores`. A budget of time may
+        reduce the number of texts."""
         self._fit_texts()
         began = time.monotonic()
         self.judged = within(self.draft, self._scored)
@@ -345,8 +359,8 @@ class Distillation(lightning.LightningModule):
             return {t: evaluate(held, self.student, self.head_target, add) for t, held in self.held_out.items()}
 
     def _fit_texts(self) -> None:
-        """Leave as many held-out texts as one judging may read (`Progress.judging`), by the time that a few take. A
-        resumed run judges as many as before."""
+        """Reduce the held-out texts to the number that one evaluation may take (`Progress.judging`), by the time that a
+        few texts take. A resumed run uses as many texts as before."""
         progress, longest = self.progress, max(map(len, self.held_out.values()))
         if progress is None or self.fitted:
             return
@@ -357,12 +371,12 @@ class Distillation(lightning.LightningModule):
             self.held_out = {t: held.spread(progress.texts) for t, held in self.held_out.items()}
             judged = max(map(len, self.held_out.values()))
             if not rank():
-                print(f"{judged} of {longest} held-out texts are judged, which minutes= leaves time for")
+                print(f"{judged} of {longest} held-out texts are used: minutes= leaves no time for more")
         self.fitted = True
 
     def _seconds_a_text(self, budget: float) -> float:
-        """Seconds that a held-out text takes. The first texts are not timed, since they warm up; where the budget
-        (seconds) leaves time for a whole batch, a batch is timed, which takes less time a text on a GPU."""
+        """Return the seconds that a held-out text takes. The first texts only warm up. If the budget (seconds) allows a
+        whole batch, that batch is timed instead, since a GPU then needs less time for each text."""
         start = time.monotonic()
         each = 0.0
         for count in (FEW, FEW, BATCH):
@@ -379,31 +393,33 @@ class Distillation(lightning.LightningModule):
         return counting(title, sum(map(len, held_out.values())), "texts", hidden=bool(rank()))
 
     def on(self, held_out: HeldOut) -> dict[str, Scores]:
-        """The draft's scores on other texts."""
+        """Return the draft's scores on other texts."""
         return evaluate(held_out, self.student, self.head_target)
 
     def profiles(self) -> dict[float, dict[str, Any]]:
-        """Of the held-out texts of each temperature, see `profile`."""
+        """Return the profile of the held-out texts of each temperature, see `evaluation.profile`."""
         with self._display("profiles", self.held_out) as add:
             return {t: profile(held, self.student, self.head_target, add) for t, held in self.held_out.items()}
 
     def divergence(self, decode: Decode) -> dict[str, Any]:
-        """Of the held-out texts of the regime, see `divergence`."""
+        """Return the divergence on the regime's held-out texts, see `evaluation.divergence`."""
         held = self.held_out[self.temperature]
         with self._display("divergence", {self.temperature: held}) as add:
             return divergence(held, self.student, self.head_target, decode, add)
 
     def acceptance(self) -> dict[str, float]:
-        """Every figure of `held_out`, named for its temperature."""
+        """Return all figures of `held_out.figures`. Their names contain the temperature."""
         return {_tag(name, t): value for t, scores in self.judged.items() for name, value in figures(scores).items()}
 
     def tau(self, k: int, objective: str = "sampled", verify: str = "token") -> float:
-        """Tokens per target call at draft length k in the regime, as predicted on the held-out texts; objective: how
-        drafts are chosen, "sampled" or "greedy"; verify: the rule of verification."""
+        """Return tokens per target call at draft length k in the regime, as predicted on the held-out texts.
+
+        objective: how drafts are chosen, "sampled" or "greedy". verify: the rule of verification.
+        """
         return tau_of(self.judged[self.temperature]["all"], k, objective, verify)
 
     def scores(self) -> dict[float, Scores]:
-        """Of all held-out texts together, by temperature."""
+        """Return the scores of all held-out texts together, by temperature."""
         return {t: scores["all"] for t, scores in self.judged.items()}
 
     def configure_optimizers(self) -> Any:
@@ -413,31 +429,31 @@ class Distillation(lightning.LightningModule):
 
 
 def alpha_of(scores: Scores, objective: str = "sampled") -> float:
-    """Acceptance of the first draft, chosen as the objective says."""
+    """Return the acceptance of the first draft, which is sampled or greedy as the objective says."""
     return float(scores.alpha_greedy if objective == "greedy" else scores.alpha)
 
 
 def tau_of(scores: Scores, k: int, objective: str = "sampled", verify: str = "token") -> float:
-    """As `Distillation.tau`, of other scores."""
+    """Return tokens per target call as predicted from scores, see `Distillation.tau`."""
     return scores.tau_greedy(k) if objective == "greedy" else scores.tau(k, verify)
 
 
 def refuse_widths(draft: PreTrainedModel, target: PreTrainedModel) -> None:
-    """Raise ValueError for states of two widths, which have no cosine."""
+    """Raise ValueError if draft and target have hidden states of different widths, since these have no cosine."""
     ours, theirs = (model.config.get_text_config().hidden_size for model in (draft, target))
     if ours != theirs:
         raise ValueError(f"init.cosine: the draft's hidden states are {ours} wide, the target's {theirs}")
 
 
 def _cosine_distance(record: Record, guess: Guess, predicted: Tensor) -> Tensor:
-    """The sum of `losses.misaligned` over the predicted positions of a guess."""
+    """Return the sum of `losses.misaligned` over the predicted positions of a guess."""
     theirs = record[LAST].flatten(0, 1)[guess.at]
     inside = pad(predicted, (0, 1)).flatten()[guess.at]
-    ours = guess.states[:, : theirs.shape[-1]]  # without the rows of a Markov head
-    return losses.misaligned(ours, theirs)[inside].sum()
+    states = guess.states[:, : theirs.shape[-1]]  # rows of a Markov head follow them
+    return losses.misaligned(states, theirs)[inside].sum()
 
 
 def _tag(name: str, temperature: float) -> str:
-    """alpha/code at 0.5 -> alpha_T0.5/code, a key of the report."""
+    """Return the report's key of a figure at a temperature: alpha/code at 0.5 -> alpha_T0.5/code."""
     kind, rest = name.split("/", 1)
     return f"{kind}_T{temperature:g}/{rest}"

@@ -1,4 +1,4 @@
-"""Optimiser and learning-rate schedule factories, and the precision of a step."""
+"""Factories of optimisers and learning-rate schedules, and the precision of a step."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -13,9 +13,9 @@ from inference.models.pretrained import half
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """Muon (Jordan 2024) on the matrices inside the layers, AdamW on embeddings, heads and norms.
+    """Muon (Jordan 2024) on the matrices in the layers, AdamW on embeddings, heads and norms.
 
-    It looks like one optimiser: `param_groups` are those of both parts, so any schedule drives both.
+    It can be used as one optimiser: its `param_groups` are those of both, so a schedule applies to both.
     """
 
     def __init__(self, model: nn.Module, lr: float, embedding_lr: float, weight_decay: float) -> None:
@@ -50,7 +50,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
 
 def adamw(model: nn.Module, lr: float, weight_decay: float, betas: Iterable[float]) -> torch.optim.AdamW:
-    """AdamW (Loshchilov 2019, arXiv 1711.05101) on every parameter that trains, without decay on vectors."""
+    """AdamW (Loshchilov 2019, arXiv 1711.05101) on all trainable parameters, without weight decay on vectors."""
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim > 1], "weight_decay": weight_decay},
@@ -61,8 +61,8 @@ def adamw(model: nn.Module, lr: float, weight_decay: float, betas: Iterable[floa
 
 
 def trapezoid(optimizer: torch.optim.Optimizer, progress: Progress, warmup: float, decay: float) -> LambdaLR:
-    """Linear warm-up over the first fraction `warmup` of the training, a constant, then a linear decay to 0 over the
-    last fraction `decay`. If a training is made longer, it resumes at its new, smaller progress."""
+    """Linear warm-up over the first fraction `warmup` of the training, then a constant rate, then a linear decay to 0
+    over the last fraction `decay`. If a training is extended, it resumes at its progress in the longer training."""
 
     def factor(step: int) -> float:
         done = progress.at(step)
@@ -74,8 +74,8 @@ def trapezoid(optimizer: torch.optim.Optimizer, progress: Progress, warmup: floa
 
 
 def precision(name: str, device: str | None = None) -> str:
-    """Lightning's name of a precision; "auto": bf16-mixed, or 32-true on a CPU that would emulate bfloat16. device: by
-    default the GPU, if there is one."""
+    """Return Lightning's name of a precision. "auto" is bf16-mixed, or 32-true on a CPU without fast bfloat16. device:
+    by default the GPU, if there is one."""
     if name != "auto":
         return name
     return "bf16-mixed" if half(device or environment.device()) == torch.bfloat16 else "32-true"

@@ -1,4 +1,4 @@
-"""What a training run needs of its settings, files and machine, checked before any weight of the target is read.
+"""Checks of settings, files and machine before a training run loads any weight of the target.
 
 `check=true` and the run call `require` first, so both reject the same settings with the same message.
 """
@@ -48,13 +48,14 @@ from inference.servers.openai_client import Client
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 CHOSEN = "num_experts_per_tok"
-LAUNCHERS = {"WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "SLURM_NTASKS"}  # variables of what starts several machines
+LAUNCHERS = {"WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "SLURM_NTASKS"}  # set by launchers of several machines
 HALF = ("16", "16-true", "16-mixed")  # Lightning's names of float16, "16" meaning 16-mixed
 
 
 @dataclass(frozen=True)
 class RunOutline:
-    """A run before its weights are loaded: both models without storage, the target's tokenizer, the user's texts."""
+    """A run before its weights are loaded: both models without storage, the target's tokenizer, and the user's
+    texts."""
 
     target: PreTrainedModel
     tokenizer: Tokenizer
@@ -63,8 +64,11 @@ class RunOutline:
 
 
 def require(cfg: TrainConfig) -> RunOutline:
-    """Raise UserError, naming the key to change, for what would stop the run later. Not checked here: the output
-    folder, see `run_folder.refuse`, and whether the embedded corpora hold enough prompts, which reading them shows."""
+    """Check everything that would otherwise stop the run later. Raises UserError naming the key to change.
+
+    Two things are not checked here: the output folder, see `run_folder.refuse`, and whether the embedded corpora hold
+    enough prompts, which is known only once they are read.
+    """
     try:
         _settings(cfg)
         _folders(cfg)
@@ -84,7 +88,7 @@ def require(cfg: TrainConfig) -> RunOutline:
 
 
 def outline(path: str, trust_remote_code: bool = False) -> tuple[PreTrainedModel, Tokenizer]:
-    """A target without storage, and its tokenizer. Raises as `load_config`, and for missing weights."""
+    """Return a target without storage, and its tokenizer. Raises as `load_config`, and for missing weights."""
     config, tokenizer = load_config(path, trust_remote_code)
     return sketch(path, config, trust_remote_code), tokenizer
 
@@ -92,7 +96,7 @@ def outline(path: str, trust_remote_code: bool = False) -> tuple[PreTrainedModel
 def sketch(
     path: str, config: PretrainedConfig, trust_remote_code: bool = False, key: str = "target.path"
 ) -> PreTrainedModel:
-    """A model without storage. Raises UserError, naming the key, if a folder holds no weights."""
+    """Return a model without storage. Raises UserError naming the key if a folder holds no weights."""
     folder = Path(resolve(path))
     _weights(key, folder)
     with torch.device("meta"):
@@ -103,7 +107,7 @@ def sketch(
 
 
 def _weights(key: str, folder: Path) -> None:
-    """Raise UserError for a folder without weights. A model of the hub is checked when it is loaded."""
+    """Raise UserError for a folder without weights. Models of the hub are checked when they are loaded."""
     try:
         if folder.is_dir():
             weight_files(folder)
@@ -112,14 +116,14 @@ def _weights(key: str, folder: Path) -> None:
 
 
 def _settings(cfg: TrainConfig) -> None:
-    """Checks of the settings alone."""
+    """Check the settings that need no model and no texts."""
     if cfg.trainer.corpus_steps > cfg.trainer.steps:
         raise UserError(f"trainer.corpus_steps={cfg.trainer.corpus_steps}: at most trainer.steps={cfg.trainer.steps}")
     if cfg.trainer.nodes > 1 and not LAUNCHERS & set(os.environ):
         raise UserError(f"trainer.nodes={cfg.trainer.nodes}: each machine's process must be started by torchrun or "
                         "srun, see docs/distributed.md; trainer.nodes=1 on this machine alone")  # fmt: skip
     if cfg.policy.k is None:
-        raise UserError("policy.k: checkpoints are compared at a draft length that is given, as in policy=fixed")
+        raise UserError("policy.k: set the draft length at which checkpoints are compared, as in policy=fixed")
     measurement.refuse(cfg.bench)
     refuse_training(cfg)
     refuse_losses(cfg, stages(cfg.loss))
@@ -137,15 +141,18 @@ def _settings(cfg: TrainConfig) -> None:
 
 
 def refuse_training(cfg: TrainConfig) -> None:
-    """Raise ValueError, naming the keys, for counts of processes, fractions, betas and minutes out of range, a batch
-    that processes cannot share, an unknown quantisation, and two at once of averaged, rounded and sharded weights."""
+    """Raise ValueError, naming the keys, for wrong settings of a training.
+
+    These are numbers out of range, a batch that processes cannot share, an unknown quantisation, and more than one of
+    quantised, averaged and sharded weights.
+    """
     trainer, kind = cfg.trainer, cfg.draft.quantisation
     world = trainer.devices * trainer.nodes
     if trainer.devices < 1 or trainer.nodes < 1:
         raise ValueError(f"trainer.devices, trainer.nodes: at least 1, not {trainer.devices} and {trainer.nodes}")
     refuse_fractions(cfg.optimizer.warmup, cfg.optimizer.decay, trainer.steps)
     if len(cfg.optimizer.betas) != 2:
-        raise ValueError(f"optimizer.betas: two numbers, of both moments, not {list(cfg.optimizer.betas)}")
+        raise ValueError(f"optimizer.betas: two numbers, one for each moment, not {list(cfg.optimizer.betas)}")
     refuse_minutes(cfg)
     if trainer.batch % world:
         raise ValueError(f"trainer.batch: {trainer.batch} texts cannot be divided among {world} devices")
@@ -158,11 +165,11 @@ def refuse_training(cfg: TrainConfig) -> None:
     }
     keys = [key for key, used in replaced.items() if used]
     if len(keys) > 1:
-        raise ValueError(f"{', '.join(keys)}: one of them: rounded weights, an average, or (fsdp2) parts of them")
+        raise ValueError(f"{', '.join(keys)}: use only one: quantised, averaged or sharded (fsdp2) weights")
 
 
 def refuse_fractions(warmup: float, decay: float, steps: int) -> None:
-    """Raise ValueError, naming the key, for values that are no fractions of the training."""
+    """Raise ValueError, naming the key, for a warm-up or decay that is no fraction of the training."""
     for key, value in (("warmup", warmup), ("decay", decay)):
         if not 0 <= value <= 1:
             hint = f"; {value:g} of {steps} steps are optimizer.{key}={value / steps:.2g}" if 1 < value <= steps else ""
@@ -170,22 +177,21 @@ def refuse_fractions(warmup: float, decay: float, steps: int) -> None:
 
 
 def refuse_minutes(cfg: TrainConfig) -> None:
-    """Raise ValueError, naming the key, for minutes that are not above 0, or with several rounds, which end at
-    steps."""
+    """Raise ValueError, naming the key, for minutes <= 0, or with several rounds, which end at given steps."""
     for key, limit in (("trainer.minutes", cfg.trainer.minutes), ("minutes", cfg.minutes)):
         if limit is not None and (limit <= 0 or cfg.rollout.rounds > 1):
-            raise ValueError(f"{key}: above 0, with rollout.rounds=1 (rounds end at steps), or null")
+            raise ValueError(f"{key}: must be null, or above 0 with rollout.rounds=1: rounds end at given steps")
     if cfg.minutes and cfg.measure and cfg.bench.minutes > (1 - LEAST) * cfg.minutes:
         raise ValueError(f"minutes={cfg.minutes:g}: bench.minutes={cfg.bench.minutes:g} leaves training less than "
                          f"{100 * LEAST:.0f} % of them: raise minutes= or lower bench.minutes=")  # fmt: skip
 
 
 def _lightning(cfg: Trainer, chosen: str) -> None:
-    """Let Lightning choose accelerator, strategy and precision, as it will after texts were sampled. No process is
-    started."""
+    """Let Lightning choose accelerator, strategy and precision now, so that an error does not come after texts were
+    sampled. No process is started."""
     accelerator = "gpu" if device() != "cpu" else "cpu"
     if accelerator == "cpu" and chosen in HALF:
-        raise UserError(f"trainer.precision={cfg.precision}: float16 trains on a GPU alone, and this machine has none: "
+        raise UserError(f"trainer.precision={cfg.precision}: float16 trains only on a GPU, and this machine has none: "
                         "trainer.precision=auto")  # fmt: skip
     for key, value, strategy, name in (
         ("precision", cfg.precision, "auto", chosen),
@@ -202,17 +208,17 @@ def _lightning(cfg: Trainer, chosen: str) -> None:
 
 
 def machine(cfg: Trainer) -> None:
-    """Raise UserError for GPUs that this machine does not have. Without GPUs, processes share the CPU."""
+    """Raise UserError for GPUs that this machine does not have. Without a GPU, processes share the CPU."""
     if device() == "cpu":
         if cfg.accelerator == "gpu":
             raise UserError("trainer.accelerator=gpu: this machine has no GPU that torch can use; trainer=cpu trains "
                             "without one")  # fmt: skip
     elif cfg.devices > (count := torch.cuda.device_count()):
-        raise UserError(f"trainer.devices={cfg.devices}: one process a GPU, and this machine has {count}")
+        raise UserError(f"trainer.devices={cfg.devices}: each process needs a GPU, and this machine has {count}")
 
 
 def _folders(cfg: TrainConfig) -> None:
-    """Folders to write to besides the run's own; the adapter; the server."""
+    """Check the folders to write to besides the run's own, the adapter, and the server."""
     for key, folder in (("trainer.cache", cfg.trainer.cache), ("rollout.folder", cfg.rollout.folder)):
         if folder:
             writable(key, folder)
@@ -227,7 +233,7 @@ def _folders(cfg: TrainConfig) -> None:
 
 
 def server(key: str, url: str, model: str | None = None) -> Client:
-    """A client of a server that answers. Raises UserError, naming the key, if it does not."""
+    """Return a client of a server. Raises UserError naming the key if the server does not answer."""
     try:
         return Client(url, model)
     except (OSError, ValueError, LookupError, TypeError) as error:
@@ -235,28 +241,28 @@ def server(key: str, url: str, model: str | None = None) -> Client:
 
 
 def _target(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> None:
-    """Raise UserError for a target that cannot be quantised so, or has no row for some id of its tokenizer."""
+    """Raise UserError for a target that cannot be quantised as asked, or has fewer rows than its tokenizer has ids."""
     refuse_quantisation(cfg.target.path, cfg.quantisation.kind, target.config)
     size, rows = ids_of(tokenizer), target.config.get_text_config().vocab_size
     if not 0 < size <= rows:
-        raise UserError(f"target.path: {cfg.target.path} has a tokenizer of {size} ids and a model of {rows}")
+        raise UserError(f"target.path: {cfg.target.path} has a tokenizer of {size} ids, but a model of {rows}")
     if cfg.regime.top_k > size:
         raise UserError(f"regime.top_k={cfg.regime.top_k}: the target has {size} tokens; regime.top_k=0 cuts none")
     if cfg.trainer.top > size:
-        raise UserError(f"trainer.top: {cfg.trainer.top} tokens of {size}")
+        raise UserError(f"trainer.top: {cfg.trainer.top} tokens, but the target has {size}")
     if cfg.quantisation.kind != "none" and device() == "cpu":
-        print(f"warning: quantisation={cfg.quantisation.kind} on a CPU: acceptance is as on a GPU, speeds are not",
+        print(f"warning: quantisation={cfg.quantisation.kind} on a CPU: acceptance is as on a GPU, but speeds are not",
               file=sys.stderr)  # fmt: skip
 
 
 def ids_of(tokenizer: Tokenizer) -> int:
-    """Number of a tokenizer's ids, those that it leaves out included."""
+    """Return the number of ids of a tokenizer, including ids below its last one that have no token."""
     return 1 + max(tokenizer.get_vocab().values(), default=-1)
 
 
 def _draft(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> PreTrainedModel:
-    """The draft without storage. Raises if its token ids are not the target's, or it is the larger model."""
-    given = not student_class(cfg.draft.kind).trained  # a kind that uses draft.path as it is checks its kind first
+    """Return the draft without storage. Raises if its token ids are not the target's, or if it is the larger model."""
+    given = not student_class(cfg.draft.kind).trained  # such a kind first checks what the folder holds
     if not given:
         _draft_path(cfg, tokenizer)
     with torch.device("meta"):
@@ -269,7 +275,7 @@ def _draft(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> P
 
 
 def _draft_path(cfg: TrainConfig, tokenizer: Tokenizer) -> None:
-    """If the weights come from draft.path, it must be a model with weights and the target's token ids."""
+    """Check that draft.path, if the draft starts from it, is a model with weights and with the target's token ids."""
     if (path := cfg.draft.path) and _named(cfg):
         own = load_words(path, key="draft.path")
         _weights("draft.path", Path(path))
@@ -277,12 +283,12 @@ def _draft_path(cfg: TrainConfig, tokenizer: Tokenizer) -> None:
 
 
 def _named(cfg: TrainConfig) -> bool:
-    """Whether the draft's weights are those of draft.path: init=pretrained, and kinds that train nothing."""
+    """Whether the draft starts from draft.path: with init=pretrained, and for kinds that are not trained."""
     return cfg.init.kind == "pretrained" or (not student_class(cfg.draft.kind).trained and cfg.draft.path is not None)
 
 
 def _size_settings(cfg: TrainConfig) -> str:
-    """The settings that decide a draft's size, as an error names them."""
+    """Return the settings that determine a draft's size, for an error."""
     shape = cfg.draft
     if _named(cfg):
         return f"draft.path={shape.path}"
@@ -298,15 +304,15 @@ def same_tokenizer(path: str, tokenizer: Tokenizer, own: Tokenizer) -> None:
 
 
 class Size(NamedTuple):
-    """parameters: of the whole model. active: those that one token is multiplied with, the cost of a pass: they include
-    the head and the chosen experts, and not an embedding that is only looked up."""
+    """parameters: the number of all parameters. active: the number used for one token, which is the cost of a pass. It
+    includes the head and the chosen experts, but no embedding that is only looked up."""
 
     parameters: int
     active: int
 
 
 def size_of(model: PreTrainedModel) -> Size:
-    """Of a model, on the meta device too."""
+    """Return the size of a model, which may be on the meta device."""
     config = model.config.get_text_config()
     share = next((getattr(config, CHOSEN) / getattr(config, key) for key in EXPERTS
                   if getattr(config, key, None) and getattr(config, CHOSEN, None)), 1.0)  # fmt: skip
@@ -321,10 +327,10 @@ def size_of(model: PreTrainedModel) -> Size:
 
 
 def not_larger(origin: str, target: Size, draft: Size) -> None:
-    """Raise UserError for a draft of more parameters than its target, or one that computes with more for a token."""
+    """Raise UserError for a draft that has more parameters than its target, or uses more of them for a token."""
     for what, ours, theirs in (
         ("parameters", draft.parameters, target.parameters),
-        ("parameters a token is computed with", draft.active, target.active),
+        ("parameters used for a token", draft.active, target.active),
     ):
         if ours > theirs:
             raise UserError(f"{origin}: the draft has {ours / 1e6:.2f} M {what}, the target {theirs / 1e6:.2f} M: a "
@@ -332,19 +338,19 @@ def not_larger(origin: str, target: Size, draft: Size) -> None:
 
 
 def _sources(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> dict[str, Source]:
-    """The user's texts by split, read as the run reads them; {} for the embedded corpora."""
+    """Return the user's texts by split, read as the run reads them; {} for the embedded corpora."""
     return {split: source(cfg, split, target, tokenizer) for split in SPLITS} if cfg.data.path else {}
 
 
 def fill_prompt_tokens(cfg: TrainConfig, target: PreTrainedModel, train: Source | None) -> None:
-    """Set `rollout.prompt_tokens` if it is 0; train: the user's texts to learn from, if there are any."""
+    """Set `rollout.prompt_tokens` if it is 0. train: the user's texts to learn from; None for the embedded corpora."""
     if not cfg.rollout.prompt_tokens:
         room = holds(target.config) - max(cfg.rollout.new_tokens, timed(cfg.bench))
         cfg.rollout.prompt_tokens = prompt_tokens(train, room)
 
 
 def _texts(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer, sources: Mapping[str, Source]) -> None:
-    """The user's texts must give prompts to learn from, to rank checkpoints and to measure with."""
+    """Check that the user's texts contain prompts for training, for ranking checkpoints and for measuring."""
     if not sources:
         return
     ask, chats = cfg.rollout, isinstance(sources["train"], Chats)
@@ -353,7 +359,7 @@ def _texts(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer, sour
             "data.template: nothing reads it here: these texts are not rendered; data.chat=true renders them"
         )
     if chats and tokenizer.chat_template is None:
-        print("warning: the target's tokenizer has no chat template: what a user says is the prompt as it stands",
+        print("warning: the target's tokenizer has no chat template: the user's messages are prompts as they are",
               file=sys.stderr)  # fmt: skip
     for split, texts in sources.items():
         print(texts.left_out(ask.prompt_tokens, split), end="")
@@ -371,7 +377,7 @@ def _texts(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer, sour
 
 
 def domains(cfg: TrainConfig, sources: Mapping[str, Source], split: str) -> set[str]:
-    """Domains that the rows of the user's texts name, or the configured ones of the embedded corpora."""
+    """Return the domains of the user's texts, or those of the embedded corpora."""
     if split in sources:
         return {domain for domain, _ in sources[split].prompts(1, cfg.rollout.prompt_tokens, 0)}
     sizes = cfg.data.bytes if split == "train" else cfg.data.held_out_bytes
@@ -379,19 +385,19 @@ def domains(cfg: TrainConfig, sources: Mapping[str, Source], split: str) -> set[
 
 
 def _shares(cfg: TrainConfig, sources: Mapping[str, Source]) -> None:
-    """Raise UserError for shares of unknown domains, and for shares so small that no text is left."""
+    """Raise UserError for shares of unknown domains, and for shares so small that no text remains."""
     if not cfg.data.shares:
         return
     known, shares = domains(cfg, sources, "train"), shares_of(cfg)
     if unknown := sorted(set(cfg.data.shares) - known):
-        raise UserError(f"data.shares: no text is of {', '.join(unknown)}; the domains are {', '.join(sorted(known))}")
-    each = cfg.rollout.texts // cfg.rollout.rounds  # of a domain in a round, at least
+        raise UserError(f"data.shares: no text of {', '.join(unknown)}; the domains are {', '.join(sorted(known))}")
+    each = cfg.rollout.texts // cfg.rollout.rounds  # the fewest texts of a domain in a round
     if all(shares.get(domain, 1.0) * each < 1 for domain in known):
-        raise UserError(f"data.shares: {shares} leave no text of {each} a domain to learn from")
+        raise UserError(f"data.shares: {shares} leave none of the {each} texts of a domain to learn from")
 
 
 def _lengths(cfg: TrainConfig, target: PreTrainedModel, draft: PreTrainedModel) -> None:
-    """Texts that are sampled, learnt from or timed must fit the models' contexts."""
+    """Check that all texts fit the models' contexts: those to sample, to learn from and to time."""
     ask, size = cfg.rollout, cfg.bench
     long, short = holds(target.config), holds(draft.config)
     fits("rollout.prompt_tokens", ask.prompt_tokens, "rollout.new_tokens", ask.new_tokens, long)
@@ -403,29 +409,32 @@ def _lengths(cfg: TrainConfig, target: PreTrainedModel, draft: PreTrainedModel) 
 
 
 def timed(size: Bench) -> int:
-    """Tokens after a prompt that a measurement reaches: of its text, or of the positions at which costs are timed."""
+    """Return the tokens after a prompt that a measurement needs room for: those of its text, or the positions at which
+    costs are timed."""
     return max(size.new_tokens, size.new_tokens // 2 + max(*size.depths, *SPANS, size.trees) + 1)
 
 
 def fits(key: str, prompt: int, other: str, new: int, room: int) -> None:
-    """Raise UserError for prompts and new tokens that exceed the longest text of a model."""
+    """Raise UserError if prompts with their new tokens exceed `room`, the longest text of the models."""
     if prompt + new > room:
-        raise UserError(f"{key}, {other}: prompts of {prompt} tokens and {new} new ones exceed the {room} that a "
-                        "text may have")  # fmt: skip
+        raise UserError(f"{key}, {other}: prompts of {prompt} tokens and {new} new ones exceed "
+                        f"{room} tokens, the longest text")  # fmt: skip
 
 
 def holds(config: PretrainedConfig) -> int:
-    """Tokens of the longest text that a model of this configuration can read."""
+    """Return the number of tokens of the longest text that a model of this configuration can read."""
     return int(getattr(config.get_text_config(), "max_position_embeddings", None) or 2**31)
 
 
-# --- losses, kinds and texts that do not go together, in a run too
+# --- combinations of losses, kinds and texts that are not possible; a run checks them again
 
 
 def refuse_run(job: Job, student: Student, losses: list[Stage]) -> None:
-    """The checks that need the loaded models, before texts are sampled. Raises ValueError as `refuse_losses`,
-    `refuse_draft` and `refuse_given`, for a network that its kind cannot train, and for a model that would read the
-    texts packed into a block as one text."""
+    """Check the loaded models, before texts are sampled.
+
+    Raises ValueError as `refuse_losses`, `refuse_draft` and `refuse_given`, for a network that its kind cannot train,
+    and for a model that would read texts packed into a block as one text.
+    """
     refuse_losses(job.cfg, losses)
     refuse_draft(job.cfg, student.network, job.target)
     student.refuse()
@@ -437,11 +446,11 @@ def refuse_run(job: Job, student: Student, losses: list[Stage]) -> None:
     for key, model, separate in (("target.path", job.target, apart), ("draft", student.network, student.keeps_apart())):
         if not separate:
             raise ValueError(f"{key}: {type(model).__name__} reads texts packed into blocks as one text; "
-                             "learn from texts of the target alone: trainer.corpus_steps=0")  # fmt: skip
+                             "train only on texts of the target: trainer.corpus_steps=0")  # fmt: skip
 
 
 def refuse_losses(cfg: TrainConfig, losses: list[Stage]) -> None:
-    """Raise ValueError for losses that the texts or top-k distributions do not have."""
+    """Raise ValueError for losses that the texts or top-k distributions do not support."""
     if cfg.trainer.top:
         refuse_merged(losses, cfg.init.cosine)
         if {*learnt(cfg)} - {cfg.regime.temperature}:
@@ -453,16 +462,16 @@ def refuse_losses(cfg: TrainConfig, losses: list[Stage]) -> None:
         message = "loss: rkl is infinite where the target's probability is 0"
         raise ValueError(f"{message}: another loss, as loss=tv, or {why}")
     if missing := [t for t in cfg.draft.temperatures if t not in learnt(cfg)]:
-        raise ValueError(f"draft.temperatures: no text is learnt at {missing[0]:g}: rollout.train_temperatures=[], or "
-                         "with it")  # fmt: skip
+        raise ValueError(f"draft.temperatures: no training text has temperature {missing[0]:g}: set "
+                         "rollout.train_temperatures=[], or add it there")  # fmt: skip
     if cfg.rollout.on_draft and any(map(_needs_sampled, losses)):
-        raise ValueError("rollout.on_draft: a loss of the tokens that were emitted (calls, length) needs texts "
-                         "sampled from the target")  # fmt: skip
+        raise ValueError("rollout.on_draft: losses over emitted tokens (calls, length) need texts sampled from the "
+                         "target: rollout.on_draft=0")  # fmt: skip
 
 
 def refuse_draft(cfg: TrainConfig, network: PreTrainedModel, target: PreTrainedModel) -> None:
-    """Raise ValueError if a draft's projections cannot be quantised as configured, its states are not as wide as
-    init.cosine= needs, or it is the target in fewer bits and the target is quantised already."""
+    """Raise ValueError if the draft's projections cannot be quantised as configured, if its states have another width
+    than init.cosine= needs, or if it is the quantised target and the target is quantised already."""
     refuse_rounded(cfg.draft.kind, cfg.quantisation.kind, target)
     if cfg.draft.quantisation != "none":
         refuse_unknown(network)
@@ -471,17 +480,17 @@ def refuse_draft(cfg: TrainConfig, network: PreTrainedModel, target: PreTrainedM
 
 
 def refuse_rounded(kind: str, quantisation: str, target: PreTrainedModel) -> None:
-    """Raise ValueError for a kind that drafts with the target in fewer bits, if the target is quantised already."""
+    """Raise ValueError for a kind that drafts with the quantised target, if the target is quantised already."""
     current = quantisation if quantisation != "none" else quantisation_of(target.config)
     if student_class(kind).rounds_target and current != "none":
-        raise ValueError(f"quantisation: {kind} drafts with the target in fewer bits, which is in {current} already: "
-                         "serve it whole, or with a draft of another kind")  # fmt: skip
+        raise ValueError(f"quantisation: {kind} drafts with the target in fewer bits, but it is in {current} already: "
+                         "use a target that is not quantised, or another kind of draft")  # fmt: skip
 
 
 def refuse_given(cfg: TrainConfig, losses: list[Stage]) -> None:
-    """Raise ValueError if steps that learn from given texts have a loss that needs texts sampled from the target."""
+    """Raise ValueError if a loss that needs texts sampled from the target applies to the user's texts."""
     corpus, begins = cfg.trainer.corpus_steps, [0.0, *(stage.until * cfg.trainer.steps for stage in losses[:-1])]
-    early = time_limited(cfg)  # a budget of time may end a stage before its steps
+    early = time_limited(cfg)  # with a budget of time, a stage may begin earlier
     active = [stage for stage, begin in zip(losses, begins, strict=True) if corpus > begin or (corpus and early)]
     if any(map(_needs_sampled, active)):
         raise ValueError("trainer.corpus_steps: calls, calls_block, calls_tv, length and length_block need texts "
@@ -489,5 +498,5 @@ def refuse_given(cfg: TrainConfig, losses: list[Stage]) -> None:
 
 
 def _needs_sampled(stage: Stage) -> bool:
-    """Whether the stage's loss counts target calls, which are those of the tokens that the target emitted."""
+    """Whether the loss counts target calls, which are known only for tokens that the target emitted."""
     return bool(stage.loss.sequence) or stage.loss.weighted

@@ -1,8 +1,8 @@
-"""`check=true`: what a run would need and how long it would take, before any weight is loaded.
+"""The estimate of `check=true`: what a run would need and how long it would take, before any weight is loaded.
 
-Durations come from two quick measurements of this machine, products and copies. A pass over many tokens is bound by
-products, one that emits a token a row by reading the weights; each costs at least the larger of the two. Caches,
-launches and Python are left out, so a figure is right to a factor of two or so.
+Two quick measurements of this machine give the durations: of matrix products and of copies. A pass over many tokens is
+limited by products, and a pass of one token a row by reading the weights; each takes at least the larger of the two
+times. Caches, launches and Python are ignored, so a duration is right to a factor of about two.
 """
 
 import math
@@ -32,15 +32,15 @@ WEIGHT_BYTES = {"int8": 1.0, "nf4": 0.5}
 TRAINED_BYTES = 16  # float32 weights, gradients and two moments of AdamW
 GIB = 2**30
 MEMINFO = Path("/proc/meminfo")
-SHOWN = 300  # characters of a prompt, from either end
-REACHED = 1 / 3  # of the speed of one large product, by whole models
-ARMS = 4.0  # times the timed prompts are decoded: speculatively, plainly, by transformers, some greedily
-COUNTED = 32  # rows in passes that only count, of the taus of the plan and the parity check
+SHOWN = 300  # characters shown from either end of a prompt
+REACHED = 1 / 3  # speed of whole models, as a share of the speed of one large product
+ARMS = 4.0  # how often the timed prompts are decoded: speculatively, plainly, by transformers, some greedily
+COUNTED = 32  # rows of the passes that are not timed: those for the taus of the plan and for the parity check
 
 
 @dataclass(frozen=True)
 class Need:
-    """Parameters, and bytes of memory and disk, that a run takes."""
+    """What a run takes: parameters of target and draft, and bytes of memory and disk."""
 
     target: int
     draft: int
@@ -50,7 +50,7 @@ class Need:
 
 @dataclass(frozen=True)
 class Durations:
-    """Seconds of each phase, and how many texts are sampled."""
+    """Seconds of each phase of a run, and the number of texts that are sampled."""
 
     sampling: float
     training: float
@@ -64,22 +64,23 @@ class Durations:
 
 @dataclass(frozen=True)
 class MachineSpeed:
-    """Operations a second of a matrix product, and bytes a second that are read."""
+    """Operations per second of a matrix product, and bytes read per second."""
 
     flops: float
     bandwidth: float
 
     def work(self, parameters: float, tokens: float) -> float:
-        """Seconds of passes over so many tokens in all, many at once."""
+        """Return the seconds of passes over `tokens` tokens, many in each pass."""
         return 2.0 * parameters * tokens / (self.flops * REACHED)
 
     def step(self, parameters: float, rows: int, bytes_each: float) -> float:
-        """Seconds of a pass that gives each row a token."""
+        """Return the seconds of a pass over one token of each row."""
         return max(self.work(parameters, rows), parameters * bytes_each / self.bandwidth)
 
 
 def check(cfg: TrainConfig, known: RunOutline) -> list[str]:
-    """Lines to print about a run whose preconditions hold. Raises UserError, naming the key, if it does not fit."""
+    """Return lines about a run that `require` accepts. Raises UserError naming the key if memory or disk is too
+    small."""
     need, rows = estimate(cfg, known), known.target.config.get_text_config().vocab_size
     memory, disk = _memory(), shutil.disk_usage(_existing(Path(cfg.output))).free
     lines = [
@@ -100,7 +101,7 @@ def check(cfg: TrainConfig, known: RunOutline) -> list[str]:
 
 
 def _lines(estimated: Durations) -> list[str]:
-    """Minutes in all and by phase."""
+    """Return lines with the duration of the run and of each phase."""
     return [
         f"duration      about {_minutes(estimated.total)}, from a quick measure of this machine:",
         f"  sampling    {_minutes(estimated.sampling)}: {estimated.texts} texts, those of earlier runs included",
@@ -114,7 +115,7 @@ def _minutes(seconds: float) -> str:
 
 
 def _prompt(cfg: TrainConfig, known: RunOutline) -> str:
-    """The first prompt that texts are sampled from, special tokens included, as the target sees it."""
+    """Return a line with the first prompt for sampling, as the target gets it, with special tokens."""
     split = "train" if known.sources else "held_out"
     texts = known.sources.get(split) or source(cfg, split, known.target, known.tokenizer)
     ((_, ids), *_) = texts.prompts(1, cfg.rollout.prompt_tokens, cfg.rollout.seed)
@@ -127,14 +128,14 @@ def _prompt(cfg: TrainConfig, known: RunOutline) -> str:
 
 
 def estimate(cfg: TrainConfig, known: RunOutline) -> Need:
-    """From models without storage. Sampling and training do not overlap, so the larger need of the two counts."""
+    """Estimate the need of a run. Sampling and training do not overlap, so the larger need of the two counts."""
     config = known.target.config.get_text_config()
     big, small = size_of(known.target).parameters, size_of(known.draft).parameters
     tokens = cfg.trainer.batch * cfg.data.block // (cfg.trainer.devices * cfg.trainer.nodes)
     activations = tokens * config.hidden_size * config.num_hidden_layers * 4.0
     distributions = (
         min(tokens, positions(config.vocab_size)) * config.vocab_size * 4 * 8.0
-    )  # of a chunk, forward and backward
+    )  # those of a chunk, forward and backward
     trained = small * (TRAINED_BYTES + 4.0 * bool(cfg.trainer.ema))
     weights = big * WEIGHT_BYTES.get(cfg.quantisation.kind, half(device()).itemsize)
     sampling = small * 4.0 + decoding(cfg, known.target.config, known.draft.config)
@@ -143,18 +144,18 @@ def estimate(cfg: TrainConfig, known: RunOutline) -> Need:
 
 
 def decoding(cfg: TrainConfig, target: PretrainedConfig, draft: PretrainedConfig) -> float:
-    """Bytes of keys and values, waiting prompts included, while texts are sampled or a checkpoint is timed, whichever
-    is more."""
+    """Return the bytes of keys and values, with those of waiting prompts, while texts are sampled or while a checkpoint
+    is timed, whichever is larger."""
     dtype = torch.float32 if device() == "cpu" else half(device())  # see `inference.models.llama.shape_of`
     shapes = [(ask.rows, ask.prompt_tokens + ask.new_tokens) for ask in (cfg.rollout, cfg.bench)]
     return max(float(sum(cache_bytes(config, *shape, dtype) for config in (target, draft))) for shape in shapes)
 
 
 def _memory() -> float:
-    """Free bytes: of the GPU if there is one, else of main memory."""
+    """Return the free bytes of the GPU if there is one, else of main memory."""
     if torch.cuda.is_available():
         return float(torch.cuda.mem_get_info()[0])
-    if MEMINFO.exists():  # sysconf does not count caches, which can be freed
+    if MEMINFO.exists():  # its figure counts caches that can be freed, unlike sysconf
         line = re.search(r"MemAvailable:\s+(\d+) kB", MEMINFO.read_text())
         if line:
             return float(line[1]) * 1024
@@ -162,7 +163,7 @@ def _memory() -> float:
 
 
 def _existing(path: Path) -> Path:
-    """The nearest folder that exists."""
+    """Return the path or its nearest parent that exists."""
     path = path.absolute()
     while not path.exists():
         path = path.parent
@@ -173,7 +174,7 @@ def _existing(path: Path) -> Path:
 
 
 def durations(cfg: TrainConfig, known: RunOutline) -> Durations:
-    """Of a run that can reuse no texts of an earlier one."""
+    """Estimate the durations of a run that cannot reuse texts of an earlier run."""
     machine = measured()
     big, small = size_of(known.target).active, size_of(known.draft).active
     ask, size, each = cfg.rollout, cfg.bench, float(half(device()).itemsize)
@@ -186,7 +187,7 @@ def durations(cfg: TrainConfig, known: RunOutline) -> Durations:
     tokens = cfg.trainer.steps * cfg.trainer.accumulate * cfg.trainer.batch * cfg.data.block
     training = machine.work(big + 3.0 * small, tokens / (cfg.trainer.devices * cfg.trainer.nodes))
     judging = machine.work(big + small, held * (ask.prompt_tokens + ask.new_tokens)) * (cfg.trainer.validations + 1)
-    one = machine.step(big, size.rows, each) / size.rows  # of a token, decoded plainly
+    one = machine.step(big, size.rows, each) / size.rows  # seconds of a token in plain decoding
     quick = size.quick_prompts * (cfg.trainer.validations + 1) * 2.0
     many = machine.step(big, COUNTED, each) / COUNTED * (COUNTED * size.new_tokens + size.parity_tokens)
     measuring = judging + (size.new_tokens * one * (quick + ARMS * size.prompts) + many) * cfg.measure
@@ -197,14 +198,14 @@ def durations(cfg: TrainConfig, known: RunOutline) -> Durations:
 
 
 def _in_time(cfg: TrainConfig, training: float, sampling: float, validation: float) -> float:
-    """Seconds of training that its budget, or the run's, allows."""
+    """Return the seconds of training, limited by its budget or by that of the run."""
     if cfg.minutes:
         training = min(training, 60 * left_of(cfg, sampling + validation, Validation(validation)))
     return min(training, 60 * cfg.trainer.minutes) if cfg.trainer.minutes else training
 
 
 def _count(cfg: TrainConfig, known: RunOutline, split: str) -> int:
-    """Texts of a split that are sampled, over its domains and temperatures."""
+    """Return the number of sampled texts of a split, over its domains and temperatures."""
     ask = cfg.rollout
     most, sets = (ask.texts, len(learnt(cfg))) if split == "train" else (ask.held_out_texts, len(judged(cfg)))
     if split in known.sources:
@@ -213,7 +214,7 @@ def _count(cfg: TrainConfig, known: RunOutline, split: str) -> int:
 
 
 def measured(size: int = 1024, repeats: int = 3) -> MachineSpeed:
-    """From a square product in the dtype of the target, and a copy of 64 MiB."""
+    """Measure this machine with a square product in the dtype of the target and with a copy of 64 MiB."""
     on = device()
     a, block = torch.randn(size, size, device=on, dtype=half(on)), torch.ones(2**24, device=on)
     flops = _seconds(lambda: float((a @ a)[0, 0]), repeats)
@@ -222,7 +223,7 @@ def measured(size: int = 1024, repeats: int = 3) -> MachineSpeed:
 
 
 def _seconds(work: Callable[[], float], repeats: int) -> float:
-    """The least of some times, after a warm-up."""
+    """Return the shortest of `repeats` times, after a warm-up."""
     times = []
     for _ in range(repeats + 1):
         start = time.perf_counter()

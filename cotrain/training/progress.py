@@ -1,4 +1,4 @@
-"""How much of a training is done, by steps and by time: the clock, the minutes that a run leaves, the display."""
+"""The progress of a training in steps and in time: the clock, the budget of minutes, and the display."""
 
 import sys
 import time
@@ -16,24 +16,27 @@ from lightning.pytorch.callbacks.progress.progress_bar import ProgressBar
 from cotrain.config.settings import TrainConfig, judged, learnt
 from cotrain.console import Display
 
-NEVER = sys.maxsize  # batches between validations, if progress decides when they are due
-LEAST = 0.15  # of the run's minutes: training has them, however slow the rest
-SAMPLING = {"train": 0.17, "held_out": 0.07}  # of the run's minutes, at most: of all temperatures together
-JUDGING = 0.2  # of the run's minutes, at most: all validations, and what follows the last one
-ONCE = 1 / 6  # of these, at most: one judging of the held-out texts
-AFTER = 2.0  # times a judging: that of the exported checkpoint, and its profiles
-MEASURING = 5.0  # times the measurement at a checkpoint: the least that the full one takes, whatever bench.minutes
-REFRESH, SHOWN = 5, ("loss", "acceptance")  # steps between two updates of the display; the figures it shows
+NEVER = sys.maxsize  # batches between validations, if a budget of time decides when they are due
+# shares of the run's minutes (minutes=)
+LEAST = 0.15  # training gets at least this share, even if the rest of the run takes too long
+SAMPLING = {"train": 0.17, "held_out": 0.07}  # sampling gets at most this share, for all temperatures together
+JUDGING = 0.2  # validations and the evaluation of the exported checkpoint get at most this share
+ONCE = 1 / 6  # one evaluation of the held-out texts gets at most this part of JUDGING
+# durations of the end of a run
+AFTER = 2.0  # seconds of evaluating the exported checkpoint with profiles, in units of one evaluation
+MEASURING = 5.0  # the least seconds of the full measurement, in units of the measurement of a checkpoint
+REFRESH, SHOWN = 5, ("loss", "acceptance")  # steps between updates of the display, and the figures that it shows
 
 
 @dataclass
 class Progress:
-    """steps: of the whole training. minutes: its budget of time, None without one. elapsed: seconds of it that are
-    spent, saved in checkpoints; sampling, validations and measurements do not count. whole: minutes of the run. left:
-    what the rest of the run leaves of them, see `left_of`. texts: held-out texts of each temperature that are judged,
-    evenly over all; None: all, or not known yet.
+    """The steps and the time of a training. It ends after its steps or its minutes, whichever comes first, and its
+    learning-rate schedule ends with it.
 
-    Training ends after its steps or its minutes, whichever comes first, and its schedule ends with it.
+    steps: number of steps. minutes: budget of the training, None for no limit. elapsed: seconds of training so far,
+    without sampling, validations and measurements; saved in checkpoints. whole: minutes of the run. left: the minutes
+    of these that the rest of the run leaves for training, see `left_of`. texts: number of held-out texts of each
+    temperature in an evaluation; None: all, or not known yet.
     """
 
     steps: int
@@ -45,42 +48,42 @@ class Progress:
 
     @property
     def judging(self) -> float | None:
-        """Seconds that one judging of the held-out texts may take; None without a budget of the run."""
+        """The seconds that one evaluation of the held-out texts may take; None without a budget of the run."""
         return 60 * self.whole * JUDGING * ONCE if self.whole else None
 
     def at(self, step: int) -> float:
-        """The share of the training that is done after so many steps, in [0, 1]."""
+        """Return the share of the training that is done after `step` steps, in [0, 1]."""
         spent = self.elapsed / (60 * self.minutes) if self.minutes else 0.0
         return min(max(step / max(self.steps, 1), spent), 1.0)
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """Return the values that a checkpoint stores."""
         return {"elapsed": self.elapsed, "whole": self.whole, "left": self.left, "texts": self.texts}
 
     def leave(self, minutes: float) -> None:
-        """Set the minutes that are left of the run; training has no more of them than its own budget."""
+        """Set the minutes that the run leaves for training. A smaller budget of the training itself still holds."""
         self.left = minutes
         self.minutes = min(minutes, self.minutes or inf)
 
     def resume(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint's state. If minutes= was raised since, training has all of the difference."""
+        """Continue from a checkpoint's values. If minutes= has grown since, training gets the difference."""
         self.elapsed, self.texts = state["elapsed"], state.get("texts")
         if self.whole and state["whole"]:
             self.leave(state["left"] + self.whole - state["whole"])
 
     def expected(self, step: int) -> int:
-        """Steps that there will be, at the speed so far."""
+        """Return the number of steps of the training, as expected from its speed so far."""
         return min(self.steps, max(round(step / self.at(step)), step)) if step else self.steps
 
 
 def time_limited(cfg: TrainConfig) -> bool:
-    """Whether time may end the training before its steps do."""
+    """Whether a budget of time may end the training before its last step."""
     return bool(cfg.trainer.minutes or cfg.minutes)
 
 
 @dataclass(frozen=True)
 class Validation:
-    """Seconds of a validation: of judging the held-out texts, and of measuring the checkpoint."""
+    """The seconds that a validation spends on evaluating the held-out texts and on measuring the checkpoint."""
 
     judging: float
     measuring: float = 0.0
@@ -91,10 +94,10 @@ class Validation:
 
 
 def left_of(cfg: TrainConfig, spent: float, first: Validation) -> float:
-    """Minutes that the rest of a run with minutes= leaves for training, at least LEAST of them.
+    """Return how many of the minutes= the rest of a run leaves for training, at least the share LEAST.
 
-    spent: seconds of the run before its first step. first: the first validation; each later one takes as long, and
-    after the last the exported checkpoint is judged and measured in full.
+    spent: seconds of the run before its first step. first: the first validation. Later ones are assumed to take as
+    long. After the last one, the exported checkpoint is evaluated and measured in full.
     """
     assert cfg.minutes
     rest = spent + first.seconds * validations(cfg, first)
@@ -104,7 +107,7 @@ def left_of(cfg: TrainConfig, spent: float, first: Validation) -> float:
 
 
 def sampling_seconds(cfg: TrainConfig) -> dict[str, float]:
-    """Seconds that sampling one set of texts may take, by split; empty without a budget."""
+    """Return the seconds that sampling the texts of one temperature may take, by split; empty without a budget."""
     if not cfg.minutes:
         return {}
     sets = {"train": len(learnt(cfg)), "held_out": len(judged(cfg))}
@@ -112,7 +115,7 @@ def sampling_seconds(cfg: TrainConfig) -> dict[str, float]:
 
 
 def validations(cfg: TrainConfig, first: Validation) -> int:
-    """Number of validations besides the first that a run affords: at least one, at most trainer.validations."""
+    """Return the number of validations that a run has time for besides the first: from 1 to trainer.validations."""
     most = cfg.trainer.validations
     if not cfg.minutes or not first.seconds:
         return most
@@ -121,7 +124,7 @@ def validations(cfg: TrainConfig, first: Validation) -> int:
 
 
 class Clock(Callback):
-    """Counts the seconds of training into `progress`, without validations. With a budget of minutes it ends training
+    """Counts the seconds of training in `progress`, without validations. With a budget of minutes it ends the training
     when they are spent, and schedules a validation after each 1 / validations of the training."""
 
     def __init__(self, progress: Progress, validations: int) -> None:
@@ -147,7 +150,7 @@ class Clock(Callback):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """The block's time is not counted. For callbacks that run after this one."""
+        """Do not count the time of the block. For callbacks that come after this one."""
         yield
         self.since = time.monotonic()
 
@@ -158,7 +161,7 @@ class Clock(Callback):
         self.progress.resume(state_dict)
 
     def _agree(self, trainer: lightning.Trainer) -> None:
-        """One time for all processes, which must end at one step."""
+        """Set one time for all processes, which must end at the same step."""
         if trainer.world_size > 1:
             mine = torch.tensor(self.progress.elapsed, device=trainer.strategy.root_device)
             self.progress.elapsed = float(trainer.strategy.reduce(mine, reduce_op="mean"))
@@ -168,14 +171,14 @@ class Clock(Callback):
         batches = trainer.fit_loop.epoch_loop.total_batch_idx + 1
         trainer.val_check_batch = batches if self.shares > shares else NEVER
         if self.progress.at(trainer.global_step) >= 1:
-            trainer.should_stop = True  # which validates
+            trainer.should_stop = True  # a last validation follows, see `interrupts.validates`
 
     def _shares(self, trainer: lightning.Trainer) -> int:
         return int(self.progress.at(trainer.global_step) * self.validations)
 
     def _schedule_rates(self, trainer: lightning.Trainer) -> None:
-        """Set the learning rate of the next step. A checkpoint's rate is that of the training's length when it was
-        saved."""
+        """Set the learning rate of the next step. The rate in a checkpoint is for the training's length at that
+        time."""
         for config in trainer.lr_scheduler_configs:
             scheduler: Any = config.scheduler
             rates = zip(scheduler.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
@@ -184,8 +187,8 @@ class Clock(Callback):
 
 
 class Bar(ProgressBar):
-    """One display for the whole training in steps, with the time left. A resumed run's begins at its step; validations
-    have no display."""
+    """One display for the whole training in steps, with the time left. It starts at the step of a resumed run;
+    validations have no display."""
 
     def __init__(self, progress: Progress | None = None) -> None:
         super().__init__()
@@ -193,14 +196,14 @@ class Bar(ProgressBar):
         self.display: Display | None = None
 
     def disable(self) -> None:
-        """Called on all processes but the first."""
+        """Hide the display; called on all processes but the first."""
         self.hidden = True
 
     def enable(self) -> None:
         self.hidden = False
 
     def total(self, trainer: Any) -> int:
-        """Steps that there will be."""
+        """Return the expected number of steps."""
         return self.progress.expected(trainer.global_step) if self.progress else trainer.max_steps
 
     def on_train_start(self, trainer: Any, *_: Any) -> None:

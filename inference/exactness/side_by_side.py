@@ -12,7 +12,7 @@ from torch import Tensor
 from inference.engine import Engine
 from inference.exactness.figures import Figures
 from inference.exactness.forced import forced
-from inference.exactness.teacher_forced import Block, teacher_forced
+from inference.exactness.teacher_forced import TextLogits, teacher_forced
 from inference.exactness.ties import MARGIN, near_ties, noise_of
 from inference.models.lm import LM
 from inference.output import Emitted
@@ -91,7 +91,7 @@ def _draft_noise(lm: LM, texts: Emitted, sampling: Sampling) -> float:
     return MARGIN * noise_of(lm, texts.prompts[first], texts.tokens[first], greedy, width=2)
 
 
-def _pair(p_block: Block, q_block: Block, sampling: Sampling, greedy: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _pair(p_block: TextLogits, q_block: TextLogits, sampling: Sampling, greedy: bool) -> tuple[Tensor, Tensor, Tensor]:
     """log p(x), log q(x), alpha, each (A, n). If rounding at the edge of a cut gives p(x) = 0, p(x) is replaced by the
     smallest positive number."""
     p, q = probs(p_block.logits, sampling), probs(q_block.logits, sampling).to(p_block.logits.device)

@@ -33,7 +33,7 @@ Parents = tuple[int, ...]
 Routes = Iterator[Parents]
 
 
-class Block(NamedTuple):
+class TextLogits(NamedTuple):
     """Logits (A, n, V) of tokens start .. start + n - 1 of the texts numbered `rows`; entries past a text's end have no
     meaning. x (A, n): the tokens; valid (A, n): whether the token exists; scale (A, n): root mean square of the model's
     own logits, before settings that read history."""
@@ -57,7 +57,7 @@ def teacher_forced(
     width: int | None = None,
     rows: int = 8,
     tree: Parents | None = None,
-) -> Iterator[Block]:
+) -> Iterator[TextLogits]:
     """Logits of every token of `texts` (new ids), given its prompt (at least one id) and the tokens before it.
 
     A model runs in its own dtype on `rows` texts together. An `LM` runs on as many texts as it has rows, and its slots
@@ -85,7 +85,7 @@ def _batch(
     sampling: Sampling,
     block: int,
     passes: Callable[[LM, Tensor, list[int]], Tensor],
-) -> Iterator[Block]:
+) -> Iterator[TextLogits]:
     store_prompts(lm, 0, prompts)
     for start in range(0, max(map(len, texts)), block):
         n = min(block, max(map(len, texts)) - start)
@@ -96,7 +96,7 @@ def _batch(
         scale = rms(logits[..., : lm.size])
         if needs_history(sampling):
             logits = _processed(logits, prompts, texts, start, sampling)
-        yield Block(numbers, start, logits, _columns(texts, start, n, lm.device), valid, scale)
+        yield TextLogits(numbers, start, logits, _columns(texts, start, n, lm.device), valid, scale)
 
 
 def _columns(rows: list[list[int]], start: int, n: int, device: torch.device) -> Tensor:
@@ -207,7 +207,7 @@ def whole_texts(
     texts: Sequence[list[int]],
     sampling: Sampling,
     vocabulary: int,
-) -> Iterator[Block]:
+) -> Iterator[TextLogits]:
     """`teacher_forced` by transformers' own forward of each whole text, without a cache and without an engine's code.
 
     Blocks of one row; a long text gives several, each by its own forward, so that logits stay within CELLS numbers.
@@ -222,4 +222,4 @@ def whole_texts(
             scale = rms(logits)
             if needs_history(sampling):
                 logits = _processed(logits, [prompt], [text], start, sampling)
-            yield Block([row], start, logits, x, torch.ones_like(x, dtype=torch.bool), scale)
+            yield TextLogits([row], start, logits, x, torch.ones_like(x, dtype=torch.bool), scale)

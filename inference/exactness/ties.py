@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from inference.engine import Engine
 from inference.exactness.agreement import GAP, most
-from inference.exactness.teacher_forced import Block, Parents, depth_of, teacher_forced
+from inference.exactness.teacher_forced import Parents, TextLogits, depth_of, teacher_forced
 from inference.models.lm import LM
 from inference.sampling import Sampling, probs
 from inference.sampling.noise import gumbel
@@ -216,7 +216,9 @@ def compare_text(
     return Compared(differences, tokens, noise, limit)
 
 
-def _chosen_otherwise(block: Block, scores: Tensor, g: Tensor, sampling: Sampling, bound: float) -> list[Difference]:
+def _chosen_otherwise(
+    block: TextLogits, scores: Tensor, g: Tensor, sampling: Sampling, bound: float
+) -> list[Difference]:
     """Positions at which the argmax of log p + g, the noise g (A, n, V), is not the text's token."""
     choice = (probs(block.logits.flatten(0, 1), sampling).view(block.logits.shape).log() + g).argmax(-1)
     differences = []
@@ -246,14 +248,14 @@ def _scored(
     width: int,
     noise_keys: tuple[list[int], int] | None,
     tree: Parents | None = None,
-) -> Iterator[tuple[Block, Tensor, Tensor]]:
+) -> Iterator[tuple[TextLogits, Tensor, Tensor]]:
     """Blocks of passes of `width` ids or over trees, with their scores and their noise, (A, n, V) each."""
     for part in teacher_forced(lm, prompts, texts, sampling, block=block, width=width, tree=tree):
         g = _gumbel(part, noise_keys)
         yield part, part.logits.double() + sampling.temperature * g, g
 
 
-def _noise(best: list[Any], again: Iterable[tuple[Block, Tensor, Tensor]]) -> float:
+def _noise(best: list[Any], again: Iterable[tuple[TextLogits, Tensor, Tensor]]) -> float:
     """Largest change, in the passes `again`, of the gap of each position's two best scores, `best`."""
     pairs = zip(best, again, strict=True)
     return max(_moved(two.values, scores.gather(-1, two.indices), block.valid) for two, (block, scores, _) in pairs)
@@ -301,7 +303,7 @@ def compare_passes(
     return noise, differences
 
 
-def _gumbel(block: Block, noise_keys: tuple[list[int], int] | None) -> Tensor:
+def _gumbel(block: TextLogits, noise_keys: tuple[list[int], int] | None) -> Tensor:
     """Gumbel noise (A, n, V) of the tokens of a block, zeros without keys."""
     if noise_keys is None:
         return torch.zeros_like(block.logits, dtype=torch.float64)
@@ -313,7 +315,7 @@ def _gumbel(block: Block, noise_keys: tuple[list[int], int] | None) -> Tensor:
 
 
 def _differences(
-    block: Block, scores: Tensor, g: Tensor, texts: list[list[int]], others: list[list[int]], bound: float
+    block: TextLogits, scores: Tensor, g: Tensor, texts: list[list[int]], others: list[list[int]], bound: float
 ) -> list[Difference]:
     """The first difference of each text that lies in this block."""
     differences = []

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from inference.proposers.markov import ZeroLinear
+from inference.proposers.markov import FromZero
 from inference.sampling import wide
 
 MEASURES = 4
@@ -37,8 +37,8 @@ class ConfidenceHead(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.proj = ZeroLinear(width, 1, dtype=torch.float32)
-        self.with_q = ZeroLinear(width + MEASURES, 1, dtype=torch.float32)
+        self.proj = FromZero(width, 1, dtype=torch.float32)
+        self.with_q = FromZero(width + MEASURES, 1, dtype=torch.float32)
         self.requires_grad_(False)
 
     @property

@@ -35,6 +35,7 @@ from inference.models.passes import States
 from inference.models.pretrained import widened
 from inference.models.step import by_round
 from inference.proposers.base import Host, LoadArguments, Outcome, Proposal, Proposer, Round
+from inference.proposers.markov import FromZero
 from inference.proposers.trees import DynamicTrees, Nodes, Term, TreeShape, one_by_one, trees_of
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # queries (A, n, heads, D), keys, values -> (A, n, heads D)
@@ -99,7 +100,7 @@ class EagleConfig(PretrainedConfig):
         known = ("rope_parameters", "num_hidden_layers", "hidden_act", "attention_bias", "mlp_bias",
                  "tie_word_embeddings", "architectures")  # fmt: skip
         rest = {name: value for name, value in other.items() if name not in known}
-        named: dict[str, Any] = {"tie_word_embeddings": False, "architectures": ARCHITECTURES}
+        named: dict[str, Any] = {"tie_word_embeddings": False, "architectures": self.loaded_as}
         super().__init__(**named, **rest)
 
     @property
@@ -146,7 +147,7 @@ class FeatureNetwork(PreTrainedModel):
         self.config.save_pretrained(save_directory)
 
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, nn.Linear):
+        if isinstance(module, nn.Linear) and not isinstance(module, FromZero):
             nn.init.normal_(module.weight, std=self.config.initializer_range)
 
     def fits(self, target: PreTrainedModel, where: str) -> None:

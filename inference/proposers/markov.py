@@ -10,10 +10,8 @@ r rank, V vocabulary of the target, Vd of the draft.
 from torch import Tensor, nn
 
 
-class ZeroLinear(nn.Linear):
-    """A linear map whose first weights are zeros, and which transformers does not initialise again."""
-
-    _is_hf_initialized = True
+class FromZero(nn.Linear):
+    """A linear layer whose weights begin at zero, and its bias, if it has one."""
 
     def reset_parameters(self) -> None:
         for weight in self.parameters():
@@ -27,7 +25,7 @@ class MarkovHead(nn.Module):
     def __init__(self, vocabulary: int, rank: int, draft_vocabulary: int) -> None:
         super().__init__()
         self.markov_w1 = nn.Embedding(vocabulary, rank)
-        self.markov_w2 = ZeroLinear(rank, draft_vocabulary, bias=False)
+        self.markov_w2 = FromZero(rank, draft_vocabulary, bias=False)
         nn.init.normal_(self.markov_w1.weight, std=rank**-0.5)
 
     def forward(self, ids: Tensor) -> Tensor:

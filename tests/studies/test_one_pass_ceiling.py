@@ -51,6 +51,28 @@ def test_a_coin_that_decides_the_next_token() -> None:
     assert expected(distributions, tokens, places, places) == pytest.approx([2, 2.5, 3.0, 3.5])
 
 
+def test_a_chain_of_pairs_is_drafted_whole_by_a_markov_head() -> None:
+    """Where the next token depends on the one before alone, a distribution for each token before is the target's; one
+    for all accepts less."""
+    generator = torch.Generator().manual_seed(0)
+    table = torch.rand(3, 3, generator=generator).double().softmax(-1).pow(4)
+    table = table / table.sum(1, keepdim=True)
+    tokens = torch.randint(3, (40, 4), generator=generator)
+    distributions = torch.stack([table[:1].expand(40, -1), *(table[tokens[:, depth]] for depth in range(3))], 1)
+    numbers = torch.arange(40)
+    known = expected(distributions, tokens, numbers[:20], numbers[20:], markov=True)
+    assert known == pytest.approx([2, 3, 4, 5]) and expected(distributions, tokens, numbers, numbers)[-1] < 4.8
+
+
+def test_a_token_that_the_fitted_half_lacks_has_the_distribution_of_all() -> None:
+    distributions = torch.tensor([[0.5, 0.5], [0.9, 0.1], [0.2, 0.8], [0.3, 0.7]]).double()
+    before, weights = torch.tensor([0, 0, 1, 2]), torch.tensor([1.0, 2.0, 1.0, 1.0]).double()
+    best = one_pass_ceiling.best_after(distributions, weights, before, torch.tensor([0, 1, 2]))
+    torch.testing.assert_close(best[0], best_probs(distributions[:2], weights[:2]))
+    torch.testing.assert_close(best[1:3], torch.stack([best[0], distributions[2]]))
+    torch.testing.assert_close(best[3], best_probs(distributions[:3], weights[:3]))
+
+
 def test_weights_decide_whose_distribution_is_drafted() -> None:
     distributions = torch.eye(2).double()
     assert best_probs(distributions, torch.tensor([2.0, 1.0]).double()).tolist() == [1, 0]
@@ -84,6 +106,7 @@ def test_below_is_judged_on_continuations_that_fitted_nothing(monkeypatch: pytes
     engine: Any = None
     found = one_pass_ceiling.ceiling(engine, [], 4, Sampling(), 0)
     assert found["below"] == pytest.approx([2, 2]) and found["above"] == pytest.approx([2, 3])
+    assert found["markov_below"] == pytest.approx([2, 2]) and found["markov_above"] == pytest.approx([2, 3])
 
 
 def test_the_report(tmp_path: Path) -> None:

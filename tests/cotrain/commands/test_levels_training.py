@@ -86,16 +86,16 @@ def test_bits_reach_every_command(
     [
         ("draft=quantised draft.bits=3", "draft.bits=3: it must be 8 (int8) or 4 (nf4)"),
         ("draft=quantised draft.bits=null", "draft.bits: quantised drafts with the target in fewer bits: set how many"),
-        ("draft=quantised quantisation=int8", "quantisation: quantised drafts with the target in fewer bits, which is"),
+        ("draft=quantised quantisation=int8", "quantisation: quantised drafts with the target in fewer bits, but"),
         ("draft=two_levels draft.path=SMALL quantisation=nf4", "quantisation: two_levels drafts with the target in"),
         ("draft=quantised draft.path=SMALL", "draft.path=SMALL: quantised drafts do not have it"),
         ("draft=two_levels", "draft.path: two_levels drafts with a small independent draft: name its folder"),
-        ("draft=two_levels draft.path=SMALL draft.inner=null", "draft.inner: drafts before the target in fewer"),
+        ("draft=two_levels draft.path=SMALL draft.inner=null", "draft.inner: set how many tokens the small draft"),
         ("draft=two_levels draft.path=SMALL draft.inner=0", "draft.inner=0: it must be at least 1"),
         ("draft=two_levels draft.path=MEDUSA", "MEDUSA is of kind 'medusa', which drafts from the target's hidden "
-         "states; two_levels drafts with independent drafts alone"),
+         "states; two_levels needs one of kind independent instead"),
         ("draft=two_levels draft.path=EXIT", "EXIT is of kind 'early_exit', which drafts from the target's hidden"),
-        ("draft=two_levels draft.path=LOOKUP", "LOOKUP is of kind 'retrieval'; two_levels drafts with independent"),
+        ("draft=two_levels draft.path=LOOKUP", "LOOKUP is of kind 'retrieval'; two_levels needs one of kind"),
         ("draft=two_levels draft.path=/nowhere", "draft.path: /nowhere is no model folder, and the hub gave no such"),
         ("draft=two_levels draft.path=BARE", "draft.path: BARE is no draft folder: it has no config.json"),
         ("draft=quantised draft.inner=3", "draft.inner=3: quantised drafts do not have it; draft.inner=null"),
@@ -124,5 +124,5 @@ def test_a_quantised_target_is_refused_before_it_is_loaded(place: Path, capsys: 
     folder = draft_folder(place / "rounded", place / "target", "quantised")
     for asked in ("quantisation=int8", "matrix.targets=[none,int8]"):
         assert main(["bench", f"draft.path={folder}", *BENCH, asked, f"output={place / 'never'}"]) == 1
-        assert "quantised drafts with the target in fewer bits, which is in int8 already" in capsys.readouterr().err
+        assert "quantised drafts with the target in fewer bits, but it is in int8 already" in capsys.readouterr().err
     assert not (place / "never").exists()

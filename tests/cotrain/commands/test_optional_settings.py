@@ -56,5 +56,7 @@ def test_where_weights_come_from_is_said_once(kind: str) -> None:
         assert f"init=pretrained: {kind} drafts learn nothing; init=scratch" in said(kind, "pretrained")
         assert f"draft.quantisation=int8: {kind} drafts learn nothing" in said(kind, quantisation="int8")
     else:
-        assert "draft.path=/nowhere: it is read with init=pretrained, not init=scratch" in said(kind, path="/nowhere")
-        assert "it is read with" not in said(kind, "pretrained", path="/nowhere")
+        assert "draft.path=/nowhere: it is read only with init=pretrained, not init=scratch" in said(
+            kind, path="/nowhere"
+        )
+        assert "it is read only with" not in said(kind, "pretrained", path="/nowhere")

@@ -161,7 +161,7 @@ def test_losses_of_emitted_tokens_want_texts_of_the_target(
 ) -> None:
     settings = (*ROUNDS, "rollout.on_draft=0.5", "loss=kl_then_tv", f"loss.then={loss}", "overwrite=true")
     assert job(place, "emitted", *settings) == 1
-    assert "rollout.on_draft: a loss of the tokens that were emitted" in capsys.readouterr().err
+    assert "rollout.on_draft: losses over emitted tokens" in capsys.readouterr().err
 
 
 def test_a_run_that_stopped_before_its_second_round_samples_with_what_it_had_learnt(

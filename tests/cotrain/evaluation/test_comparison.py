@@ -84,7 +84,7 @@ def test_runs_judged_on_other_texts_raise(tmp_path: Path) -> None:
         [run("kl", 0, 1.0), run("kl", 1, 1.0), run("tv", 0, 1.0), run("tv", 1, 1.0, [40] * 29 + [41])],
     )):  # fmt: skip
         (folder := tmp_path / str(place)).mkdir()
-        with pytest.raises(UserError, match="judged on other texts"):
+        with pytest.raises(UserError, match="evaluated on other texts"):
             compare(read(write(folder, runs)), "kl")
 
 
@@ -106,7 +106,7 @@ def test_runs_that_judged_parts_of_the_texts_are_compared_on_those_that_both_hav
     assert (gain.gain, gain.low, gain.high) == pytest.approx((0.05, 0.05, 0.05))
     texts["hashes"] = [f"another {row}" for row in range(5)]
     (tmp_path / "1" / "held_out.json").write_text(json.dumps(part))
-    with pytest.raises(UserError, match="judged on other texts"):
+    with pytest.raises(UserError, match="evaluated on other texts"):
         compare(read(tmp_path), "kl")
 
 
@@ -177,7 +177,7 @@ def test_labels_that_cannot_be_compared_are_reported(tmp_path: Path, capsys: pyt
     assert main(["compare", f"folder={tmp_path}", "baseline=kl"]) == 0
     said = capsys.readouterr().out
     assert "left out: retrieval: it learns nothing" in said
-    assert "left out: tv: judged at temperatures ['0.5'], the baseline at ['1']" in said
+    assert "left out: tv: evaluated at temperatures ['0.5'], the baseline at ['1']" in said
     assert main(["compare", f"folder={tmp_path}", "baseline=retrieval"]) == 0
     assert capsys.readouterr().out.count("left out: ") == 3
 

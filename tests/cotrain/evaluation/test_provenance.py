@@ -61,7 +61,9 @@ def test_foreign_texts_surprise_more() -> None:
     texts.ids[:, 3:] = torch.randint(2, 300, texts.ids[:, 3:].shape, generator=torch.Generator().manual_seed(0))
     result = of(texts, 1.0)
     assert not result.own and result.z > 6 and result.surprise > result.entropy + 0.5
-    assert f"{result.surprise:.2f} nats a token, at its own it would be {result.entropy:.2f}" in result.line()
+    assert (
+        f"{result.surprise:.2f} nats a token, for texts of the target it would be {result.entropy:.2f}" in result.line()
+    )
 
 
 @pytest.mark.parametrize(("temperature", "own"), [(0.0, True), (0.1, False), (0.3, False)])

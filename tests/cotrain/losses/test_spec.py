@@ -70,7 +70,7 @@ def test_sequence_losses_are_those_of_acceptance() -> None:
         ("klx", "'klx' is none of kl, tv"),
         ("kl + ", "'' is none of"),
         ("a*kl", "'a' in 'a\\*kl' is no number"),
-        ("calls_tv+kl", "stands alone"),
+        ("calls_tv+kl", "cannot be part of a sum"),
     ],
 )
 def test_other_expressions_raise(expression: str, message: str) -> None:

@@ -81,7 +81,7 @@ def test_runs_without_speed_are_compared_by_their_texts(tmp_path: Path) -> None:
     for gain in (gain for gain in gains if gain.label == "tv"):
         assert gain.low < gain.gain < gain.high or gain.k != 4
         assert f"{gain.gain:+.1%} [{gain.low:+.1%}, {gain.high:+.1%}]" in page.texts["runs"]
-    assert "judged on other texts" in _other(tmp_path, places[0])
+    assert "evaluated on other texts" in _other(tmp_path, places[0])
 
 
 def test_runs_whose_folders_share_a_name_are_told_apart(tmp_path: Path) -> None:

@@ -94,7 +94,9 @@ def test_a_run_learns_and_evaluates_at_every_temperature_of_its_draft() -> None:
     assert learnt(cfg) == [0.0, 0.3] and judged(cfg) == [0.0, 0.3, 0.5, 0.8]
     cfg.rollout.train_temperatures = [0.3, 0.6]
     assert learnt(cfg) == [0.3, 0.6] and judged(cfg) == [0.3, 0.5, 0.6, 0.8]
-    with pytest.raises(ValueError, match=r"draft.temperatures: no text is learnt at 0: rollout.train_temp.*=\[\], or"):
+    with pytest.raises(
+        ValueError, match=r"draft.temperatures: no training text has temperature 0: set rollout.train_temp.*=\[\], or"
+    ):
         preconditions.refuse_losses(cfg, [])
     cfg.rollout.train_temperatures, cfg.trainer.top, cfg.init.cosine = [], 4, 0
     with pytest.raises(

@@ -103,7 +103,7 @@ def test_stored_distributions_are_those_served(temperature: float) -> None:
         assert torch.equal(cut["logs"][..., 0], torch.zeros(3, 9)) and (cut["logs"][..., 1:] == -math.inf).all()
     assert torch.equal(cut["ids"][..., 0].long(), logits.argmax(-1))
     for wrong in (0, 33):
-        with pytest.raises(ValueError, match=f"trainer.top: {wrong} tokens of 32"):
+        with pytest.raises(ValueError, match=f"trainer.top: {wrong} tokens, but the target has 32"):
             TopKTeacher(read, head, wrong, 32, 1.0, None, 4)
 
 
@@ -152,7 +152,7 @@ def test_runs_share_distributions_on_disk_of_one_regime(place: Path, capsys: pyt
     )
     for other, key in others:
         assert job(place, "distributions third", *settings, other, "overwrite=true") == 1
-        assert f"made by another target, its {key} differ" in capsys.readouterr().err
+        assert f"made with another target (differing: {key})" in capsys.readouterr().err
     assert job(place, "distributions third", *settings, "rollout.train_temperatures=[0.5,1]", "overwrite=true") == 1
     assert "trainer.top: distributions are cached at one temperature" in capsys.readouterr().err
     never = place / "never sampled"

@@ -44,7 +44,7 @@ def test_a_quantised_checkpoint_stays_quantised(tmp_path: Path, kind: str) -> No
     assert torch.equal(logits(again), logits(quantised)) and fingerprint(again) == fingerprint(quantised)
     small = independent.from_layers(again, [0])
     assert small.dtype == torch.float32 and "quantization_config" not in small.config.to_dict()
-    with pytest.raises(ValueError, match="is quantised as it is; quantisation=none"):
+    with pytest.raises(ValueError, match="is already quantised; set quantisation=none"):
         load_target(str(tmp_path / "held"), "int8")
 
 

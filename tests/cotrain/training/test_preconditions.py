@@ -40,13 +40,13 @@ MISTAKES = {
     "rollout.prompt_tokens=120": "rollout.prompt_tokens, rollout.new_tokens: prompts of 120 tokens and 24",
     "rollout.rounds=9": "rollout.rounds: ",
     "rollout.url=http://127.0.0.1:9": "rollout.url=http://127.0.0.1:9: no OpenAI-compatible server answers",
-    "data.shares={cod:0.5}": "data.shares: no text is of cod; the domains are own",
-    "data.shares={own:0.1}": "data.shares: {'own': 0.1} leave no text of 8 a domain to learn from",
+    "data.shares={cod:0.5}": "data.shares: no text of cod; the domains are own",
+    "data.shares={own:0.1}": "data.shares: {'own': 0.1} leave none of the 8 texts of a domain to learn from",
     "policy.k=-3 measure=false": "policy.k=-3: it must be at least 1",
     "bench.new_tokens=121": "rollout.prompt_tokens, bench.new_tokens: prompts of 8 tokens and 121",
     "trainer.batch=0": "trainer.batch=0: it must be at least 1",
     "trainer.precision=bf17": "trainer.precision=bf17: ",
-    "trainer.precision=16-mixed": "trainer.precision=16-mixed: float16 trains on a GPU alone",
+    "trainer.precision=16-mixed": "trainer.precision=16-mixed: float16 trains only on a GPU",
     "trainer.precision=transformer-engine": "trainer.precision=transformer-engine: ",
     "trainer.strategy=fsdp": "trainer.strategy=fsdp: ",
     "trainer.strategy=deepspeed": "trainer.strategy=deepspeed: ",
@@ -72,9 +72,9 @@ MISTAKES = {
     "trainer.nodes=2 trainer.batch=2": "trainer.nodes=2: each machine's process must be started by torchrun or srun",
     "trainer.cache=PLACE/file/x": "trainer.cache=",
     "trainer.top=4 init.cosine=1 loss=kl": "trainer.top: ",
-    "trainer.top=301 loss=kl init.cosine=0": "trainer.top: 301 tokens of 300",
+    "trainer.top=301 loss=kl init.cosine=0": "trainer.top: 301 tokens, but the target has 300",
     "init=scratch draft.width=32 draft.head_dim=16 init.cosine=1": "init.cosine: the draft's hidden states are 32 wide",
-    "optimizer.betas=[0.9]": "optimizer.betas: two numbers, of both moments, not [0.9]",
+    "optimizer.betas=[0.9]": "optimizer.betas: two numbers, one for each moment, not [0.9]",
     "draft=medusa draft.quantisation=int8": "draft.quantisation: MedusaNetwork has 2 matrices that are no nn.Linear",
     "loss.first=klx": "loss: 'klx'",
     "quantisation.kind=nf3": "quantisation: 'nf3'",
@@ -119,7 +119,7 @@ def test_conversations_without_a_template_are_warned_of(mistakes: Path, capsys: 
     assert (
         main(command(mistakes, f"data.path={mistakes / 'chats.jsonl'}", "rollout.prompt_tokens=0", "check=true")) == 0
     )
-    assert "no chat template: what a user says is the prompt as it stands" in capsys.readouterr().err
+    assert "no chat template: the user's messages are prompts as they are" in capsys.readouterr().err
 
 
 def test_a_mistake_does_not_delete_the_run_it_would_replace(

@@ -1,0 +1,320 @@
+"""Block drafts: blocks by hand, packed texts, the blocks of a training step, first weights, folders, CUDA graphs."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import inference.proposers.eagle as eagle_module
+from cotrain.students.base import Guess, Seen
+from cotrain.students.block import BlockStudent
+from cotrain.students.parallel import KEEP
+from inference import Engine, load, proposers
+from inference.drafts.draft_folder import Metadata, save
+from inference.policy import Fixed
+from inference.proposers.block import Block, BlockNetwork
+from tests import kinds, standin
+from tests.cotrain.losses.test_batch import CONVERSATIONS, module
+from tests.cotrain.losses.test_sequence import batch
+from tests.cotrain.students.test_eagle import PROMPTS, SETTINGS, WHOLE, distributions, draft
+from tests.cotrain.students.test_p_eagle import IDS, TARGET, guessed, states_of
+from tests.tiny import tiny
+
+SHAPES: list[dict[str, Any]] = [{}, {"causal": True}, {"markov_rank": 3}, {"draft_vocab_size": 16, "markov_rank": 3}]
+
+
+def student(**settings: Any) -> BlockStudent:
+    return BlockStudent(kinds.block(tiny(), 0.3, **settings), tiny())
+
+
+def turned(x: Tensor, position: int, theta: float) -> Tensor:
+    """A head (D,) rotated by the angles of a position, pair by pair."""
+    half = len(x) // 2
+    output = x.clone()
+    for i in range(half):
+        angle = torch.tensor(position * theta ** (-2 * i / len(x)), dtype=x.dtype)
+        output[i] = x[i] * angle.cos() - x[i + half] * angle.sin()
+        output[i + half] = x[i + half] * angle.cos() + x[i] * angle.sin()
+    return output
+
+
+def normed(x: Tensor, norm: Any) -> Tensor:
+    return x / (x.square().mean() + norm.eps).sqrt() * norm.weight
+
+
+def by_hand(one: BlockStudent, ids: Tensor, anchor: int) -> Tensor:
+    """Log distributions (K, V) of the block after a text ids (T,) up to the anchor, query by query and head by head.
+    The target has read the tokens before the anchor."""
+    network, config = one.network, one.network.config
+    states, theta, size = states_of(one, ids[None, :anchor]).states, config.rope_theta, config.head_dim
+    context = [
+        normed(network.fc.weight @ torch.cat([states[layer][0, t] for layer in config.layers]), network.hidden_norm)
+        for t in range(anchor)
+    ]
+    x = [one.target.get_input_embeddings().weight[ids[anchor]], *[network.mask_embedding] * config.depths]
+    for layer in network.layers:
+        w = layer.self_attn
+        read = [normed(q, layer.input_layernorm) for q in x]
+        keys = [turned(normed(w.k_proj.weight @ c, w.k_norm), t, theta) for t, c in enumerate([*context, *read])]
+        values = [w.v_proj.weight @ c for c in [*context, *read]]
+        for i in range(len(x)):
+            queries = (w.q_proj.weight @ read[i]).unflatten(0, (-1, size))
+            queries = [turned(normed(q, w.q_norm), anchor + i, theta) for q in queries]
+            seen = anchor + (i + 1 if config.causal else len(x))
+            parts = []
+            for q in queries:  # one head of keys
+                share = torch.stack([q @ keys[t] for t in range(seen)]) * size**-0.5
+                parts.append(share.softmax(-1) @ torch.stack(values[:seen]))
+            x[i] = x[i] + w.o_proj.weight @ torch.cat(parts)
+        x = [q + layer.mlp(normed(q, layer.post_attention_layernorm)) for q in x]
+    logits = torch.stack([network.lm_head.weight @ normed(q, network.norm) for q in x[1:]])
+    if config.markov_rank:  # of the token before: the anchor, then the text's
+        before = [ids[anchor + depth] for depth in range(config.depths) if anchor + depth < len(ids)]
+        w1, w2 = network.markov_head.markov_w1.weight, network.markov_head.markov_w2.weight
+        logits = torch.stack([own + w2 @ w1[token] for own, token in zip(logits, before, strict=False)])
+    whole = logits.new_full((len(logits), config.vocab_size), -torch.inf)
+    known = network.known if network.pruned else torch.arange(config.vocab_size)
+    whole[:, known] = logits
+    return whole.log_softmax(-1)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("settings", SHAPES, ids=str)
+def test_guesses_are_those_of_blocks_by_hand(settings: dict[str, Any]) -> None:
+    one = student(**settings)
+    by_depth = guessed(one, IDS[:1])
+    assert [guess.depth for guess in by_depth] == [0, 1, 2]
+    for anchor in range(1, IDS.shape[1]):
+        expected = by_hand(one, IDS[0], anchor)
+        for depth, guess in enumerate(by_depth):
+            here = guess.at == anchor + depth
+            assert int(here.sum()) == (anchor + depth < IDS.shape[1])
+            torch.testing.assert_close(distributions(guess)[here], expected[depth : depth + 1][: int(here.sum())])
+
+
+@pytest.mark.parametrize("settings", SHAPES, ids=str)
+def test_packed_texts_equal_texts_alone(settings: dict[str, Any]) -> None:
+    one, packed = student(**settings), IDS[:1]
+    positions = torch.tensor([[*range(5), *range(4)]])
+    parts = packed[:, :5], packed[:, 5:]
+    alone = [states_of(one, part) for part in parts]
+    whole = Seen({layer: torch.cat([seen.states[layer] for seen in alone], 1) for layer in one.reads})
+    for depth, guess in enumerate(guessed(one, packed, whole, position_ids=positions)):
+        theirs = [guessed(one, part, seen)[depth] for part, seen in zip(parts, alone, strict=True)]
+        assert guess.at.tolist() == [*theirs[0].at.tolist(), *(5 + theirs[1].at).tolist()]
+        torch.testing.assert_close(distributions(guess), torch.cat([distributions(one) for one in theirs]))
+
+
+def test_many_blocks_are_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = student(markov_rank=3)
+    expected = guessed(one, IDS)
+    monkeypatch.setattr("cotrain.students.block.MOST_QUERIES", 1)  # two blocks of four queries at once, of nine tokens
+    for guess, whole in zip(guessed(one, IDS), expected, strict=True):
+        assert torch.equal(guess.at, whole.at)
+        torch.testing.assert_close(distributions(guess), distributions(whole))
+
+
+# --- the blocks of a training step
+
+
+def in_training(
+    one: BlockStudent, ids: Tensor, first: float, predicted: Tensor | None = None, u: float = 0.0
+) -> list[Guess]:
+    """The guesses of a step. first: the uniform that chooses the first block; u: those that keep guesses of a depth."""
+    predicted = torch.ones(len(ids), ids.shape[1] - 1, dtype=torch.bool) if predicted is None else predicted
+    uniforms = torch.full(ids.shape, u, dtype=torch.float64)
+    uniforms[:, 0] = first
+    return guessed(one, ids, uniforms=uniforms, predicted=predicted)
+
+
+def test_a_training_step_reads_every_third_block_and_the_first_is_random() -> None:
+    """Each block by one value of three of the uniform, so that each weighs three times as much."""
+    one = student()
+    whole = guessed(one, IDS)
+    steps = [in_training(one, IDS, u) for u in (0.1, 0.5, 0.9)]
+    assert [guess.at[guess.at < 9].tolist() for guess in (step[0] for step in steps)] == [[1, 4, 7], [2, 5], [3, 6]]
+    for depth, every in enumerate(whole):
+        parts = [step[depth] for step in steps]
+        learnt = every.at[every.at % 9 < 8 + depth]  # the last block has no token to learn from
+        assert all(part.share == pytest.approx(KEEP**depth / 3) for part in parts) and every.share == 1
+        assert torch.equal(torch.cat([part.at for part in parts]).sort().values, learnt)
+        order = torch.cat([part.at for part in parts]).argsort()
+        together = torch.cat([distributions(part) for part in parts])[order]
+        torch.testing.assert_close(together, distributions(every)[every.at % 9 < 8 + depth])
+
+
+@pytest.mark.parametrize(("u", "depths"), [(0.3, 3), (0.6, 2), (0.8, 1)])
+def test_later_depths_are_of_fewer_guesses(u: float, depths: int) -> None:
+    """Depth j keeps a block's guess if the uniform at its anchor is below KEEP ** j: 1, .7, .49."""
+    counts = [len(guess.at) for guess in in_training(student(), IDS, 0.1, u=u)]
+    assert counts == [6, 6, 4][:depths] + [0] * (3 - depths)  # the last block has no position of depth 2
+
+
+def test_a_short_text_has_a_block_in_every_step() -> None:
+    one = student()
+    for u in (0.0, 0.4, 0.6, 0.99):
+        first, *_ = in_training(one, IDS[:, :3], u)
+        assert len(first.at) == 2 * 1 and first.share == 1.0  # one block has a state and a token to learn from
+    predicted = torch.zeros(2, 8, dtype=torch.bool)
+    assert all(len(guess.at) == 0 for guess in in_training(one, IDS, 0.5, predicted))
+
+
+def test_blocks_start_where_tokens_are_learnt() -> None:
+    predicted = torch.tensor([[False, False, True, True, False], [True, False, False, True, False]])
+    by_depth = in_training(student(depths=1), IDS[:, :6], 0.0, predicted)
+    assert by_depth[0].at.tolist() == [2, 3, 8, 9]  # the anchor 0 of the second text has no state before it
+
+
+@pytest.mark.parametrize("name", ["kl", "0.3*kl+0.7*tv"])
+def test_chosen_blocks_keep_the_expected_loss(name: str) -> None:
+    one = student()
+    made, given = module(one, one.target, name, decay=0.8), batch(CONVERSATIONS, True)
+    values = []
+    for first in (0.1, 0.5, 0.9):
+        edges, value = [1.0, 0.7, 0.49, 0.0], 0.0
+        for above, below in zip(edges, edges[1:], strict=False):
+            u = torch.full((1, 100), (above + below) / 2)
+            u[:, 0] = first
+            made._uniforms = lambda keys, positions, u=u: u[:, :positions].expand(len(keys), -1)  # type: ignore[method-assign,misc]
+            value += (above - below) * made.learn(given).item()
+        values.append(value)
+    made.student.guesses = lambda given, seen: BlockStudent(made.draft, one.target).guesses(  # type: ignore[method-assign]
+        {"ids": given["ids"]}, seen
+    )
+    assert made.learn(given).item() == pytest.approx(sum(values) / 3, rel=1e-6)
+    assert values[0] != pytest.approx(values[1], rel=1e-3)
+
+
+@pytest.mark.parametrize("depths", [1, 4, 8])
+def test_a_step_of_many_depths_reads_as_many_queries_as_one_of_one(
+    depths: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, count = student(depths=depths), list[int]()
+    true = BlockNetwork.states
+
+    def states(self: BlockNetwork, x: Tensor, *rest: Any) -> Tensor:
+        count.append(x.shape[1])
+        return true(self, x, *rest)
+
+    monkeypatch.setattr(BlockNetwork, "states", states)
+    ids = torch.randint(31, (1, 65), generator=torch.Generator().manual_seed(1))
+    guesses = in_training(one, ids, 0.5)
+    assert sum(count) <= 2.3 * 64 and sum(len(guess.at) for guess in in_training(one, ids, 0.5, u=0.5)) <= 64
+    assert sum(len(guess.at) * KEEP**guess.depth for guess in guesses) <= 64  # guesses that are kept, on average
+
+
+# --- while serving
+
+
+def test_a_block_is_as_long_as_in_training_whatever_is_drafted() -> None:
+    """A mask sees all masks of its block: the first draft's distribution is the same if one or three are drafted."""
+    target = tiny()
+    for settings in SHAPES:
+        first = []
+        for k in (1, 3):
+            engine = Engine(target, Block(kinds.block(target, 0.3, **settings)), policy=Fixed(k), rows=2)
+            output = engine.generate(PROMPTS[:2], max_new_tokens=1, seed=3, ignore_eos=True)
+            first.append(recorded(engine, PROMPTS[:2]))
+            assert output.stats.target_calls == 2
+        torch.testing.assert_close(first[0][:, :1], first[1][:, :1])
+
+
+def recorded(engine: Engine, prompts: list[list[int]]) -> Tensor:
+    """The distributions (A, k, V) of the first round."""
+    proposals: list[Tensor] = []
+    proposer: Any = engine.proposer
+    true = proposer.propose
+
+    def propose(round: Any) -> Any:
+        proposal = true(round)
+        proposals.append(proposal.q.clone())
+        return proposal
+
+    proposer.propose = propose
+    engine.generate(prompts, max_new_tokens=4, seed=3, ignore_eos=True)
+    return proposals[0]
+
+
+def test_a_markov_head_that_says_nothing_changes_nothing() -> None:
+    """And one that does changes drafts by the token before: the first is told from the anchor."""
+    target = tiny()
+    with_head, without = kinds.block(target, 0.3, markov_rank=3), kinds.block(target, 0.3)
+    without.load_state_dict(with_head.state_dict(), strict=False)
+    with torch.no_grad():
+        with_head.markov_head.markov_w2.weight.zero_()
+
+    def texts(network: BlockNetwork) -> list[list[int]]:
+        return Engine(target, Block(network), policy=Fixed(3), rows=3).generate(PROMPTS, **WHOLE).tokens
+
+    assert texts(with_head) == texts(without)
+    anchors = [[3, 5, token] for token in (1, 2)]
+    with torch.no_grad():
+        with_head.markov_head.markov_w1.weight[2] = 7.0
+        with_head.markov_head.markov_w2.weight[4] = 7.0
+    engine = Engine(target, Block(with_head), policy=Fixed(3), rows=2)
+    q = recorded(engine, anchors)
+    assert q[1, 0, 4] > 0.99 and q[0, 0, 4] < 0.9
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("sampling", SETTINGS)
+def test_text_on_a_device_is_that_of_the_host(sampling: Any, compile: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replayed rounds too; slots grow under them. A round is one copy and one read."""
+    monkeypatch.setattr(eagle_module, "FIRST_SLOTS", 8)
+    monkeypatch.setattr("inference.models.graphs.WARMUP", 1)
+
+    def engine(device: str) -> Engine:
+        target = tiny().to(device)
+        network = kinds.block(target, draft_vocab_size=16, markov_rank=3).to(device)
+        return Engine(target, Block(network), policy=Fixed(3), rows=3, compile=compile and device != "cpu")
+
+    expected = engine("cpu").generate(PROMPTS, sampling=sampling, **WHOLE)
+    with standin.device() as gpu:
+        there = engine("cuda")
+        on_device = there.generate(PROMPTS, sampling=sampling, **WHOLE)
+        assert on_device.tokens == expected.tokens and on_device.stats.accepted == expected.stats.accepted
+        assert not compile or gpu.recordings
+
+
+# --- first weights and folders
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_first_weights_are_layers_of_the_target_with_its_norm_and_head(layers: int) -> None:
+    target, init = tiny(), SimpleNamespace(kind="target_layers", layers=[0, -1])
+    network: Any = BlockStudent.initial(draft(kind="block", layers=layers, markov=3), init, target)  # type: ignore[arg-type]
+    theirs = dict(target.model.named_parameters())
+    assert len(network.layers) == layers
+    for ours, index in zip(network.layers, [0, 1][-layers:], strict=True):
+        for name in ("self_attn.q_proj", "mlp.down_proj", "input_layernorm"):
+            expected = theirs[f"layers.{index}.{name}.weight"]
+            torch.testing.assert_close(ours.get_parameter(f"{name}.weight"), expected.float(), check_dtype=False)
+    torch.testing.assert_close(network.lm_head.weight, target.lm_head.weight.float(), check_dtype=False)
+    assert not network.markov_head.markov_w2.weight.any() and network.markov_head.markov_w1.weight.std() > 0.1
+    one = BlockStudent(network.to(target.dtype), target)
+    assert one.proposer().depths == 3
+    with pytest.raises(ValueError, match=r"init.layers: \[0\] for draft.layers=2"):
+        init.layers = [0]
+        BlockStudent.initial(draft(kind="block", layers=2), init, target)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="draft.mask=none: it is none of bidirectional, causal"):
+        BlockStudent.initial(draft(kind="block", mask="none"), init, target)  # type: ignore[arg-type]
+
+
+def test_a_folder_serves_what_was_saved(tmp_path: Path) -> None:
+    target = tiny(dtype=torch.float32)
+    network = kinds.block(target, draft_vocab_size=16, markov_rank=3, causal=True)
+    folder = save(network, None, tmp_path / "draft", Metadata(TARGET, 3, kind="block"), None)
+    ours = Engine(target, proposers.kind_of("block")(network), policy=Fixed(3), rows=3)
+    ours_out, other = (one.generate(PROMPTS, **WHOLE) for one in (load(folder, target, rows=3), ours))
+    assert ours_out.tokens == other.tokens and ours_out.stats.accepted == other.stats.accepted
+    again = BlockNetwork.from_pretrained(folder)
+    assert (again.config.causal, again.config.markov_rank, again.config.depths) == (True, 3, 3)
+    assert again.config.architectures == ["DFlashDraftModel"] and again.config.dflash_config["causal"] is True
+    init = SimpleNamespace(kind="pretrained", layers=[])
+    path = {"kind": "block", "path": str(folder), "layers": 2, "mask": "causal"}
+    assert BlockStudent.initial(draft(**path, markov=3), init, target) is not None  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="markov_rank 3, not 5, which cannot change"):
+        BlockStudent.initial(draft(**path, markov=5), init, target)  # type: ignore[arg-type]
