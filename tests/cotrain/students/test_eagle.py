@@ -31,7 +31,9 @@ WHOLE: dict[str, Any] = {"max_new_tokens": [7, 3, 20, 2, 15], "seed": 2, "ignore
 
 def draft(**settings: Any) -> Any:
     keys = {"kind": "eagle", "path": None, "width": 16, "layers": 1, "intermediate": 24, "head_dim": 8, "kv_heads": 1}
-    return SimpleNamespace(**keys | {"depths": 3, "vocabulary": None, "mask": None, "markov": None} | settings)
+    return SimpleNamespace(
+        **keys | {"depths": 3, "vocabulary": None, "mask": None, "markov": None, "confidence": None} | settings
+    )
 
 
 def started(target: Any, init: Any = None, **settings: Any) -> EagleStudent:
