@@ -51,7 +51,9 @@ def load(
     except ValueError as error:
         raise ValueError(f"{'load(kind=)' if kind else draft.path / METADATA}: {error}") from error
     if metadata and metadata.tree and not proposer_class.drafts_trees:
-        raise ValueError(f"{draft.path / METADATA}: tree: {draft.kind} drafts chains alone")
+        raise ValueError(
+            f"{draft.path / METADATA}: tree must be null: a draft of kind {draft.kind!r} drafts chains, no trees"
+        )
     proposer = proposer_class.load(draft.path, beside)
     return Engine(target, proposer, tokenizer=tokenizer or load_tokenizer(draft.path), **settings)
 

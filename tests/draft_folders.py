@@ -11,12 +11,27 @@ from inference.models.pretrained import load_model
 from tests.folders import VOCABULARY, tokenizer
 
 BARE: dict[str, Any] = dict.fromkeys(
-    ("path", "datastore", "width", "intermediate", "head_dim", "kv_heads", "depths", "vocabulary", "bits", "inner")
+    (
+        "path",
+        "datastore",
+        "width",
+        "intermediate",
+        "head_dim",
+        "kv_heads",
+        "depths",
+        "vocabulary",
+        "bits",
+        "inner",
+        "mask",
+        "markov",
+        "confidence",
+    )
 ) | {"shortest": 1, "layers": 1, "rank": 0, "quantisation": "none", "temperatures": []}
 SIZES: dict[str, dict[str, Any]] = {
     "conditioned": {"temperatures": [0.0, 0.7, 1.0]},
     "eagle": {"depths": 3, "intermediate": 64, "head_dim": 64, "kv_heads": 1},
     "p_eagle": {"depths": 3, "intermediate": 64, "head_dim": 64, "kv_heads": 1},
+    "block": {"depths": 3, "head_dim": 64},
     "early_exit": {"depths": 3, "rank": 2},
     "parallel": {"depths": 3},
     "medusa": {"depths": 3},

@@ -12,12 +12,13 @@ or not have computed yet (outputs of a recording) is NaN.
 
 import contextlib
 import ctypes
+import inspect
 import sys
 import warnings
 import weakref
 from collections import Counter, defaultdict
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,6 +42,27 @@ MAKES = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided
 SEQUENCES, NAMES = (list, tuple), (torch.device, str)
 OURS = ("/inference/", "/cotrain/", "/tests/")
 THEIRS = ("/transformers/", "/lightning/")
+
+
+class _Operation(NamedTuple):
+    """What is asked of an operation at every call, looked up once: torch's schemas and trees are slow."""
+
+    name: str
+    composite: bool
+    written: bool
+    aliased: bool  # returns views of its arguments, or what it wrote to
+    schema: Any
+
+
+def _operation(func):
+    composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+    aliases = [r.alias_info for r in func._schema.returns if r.alias_info is not None]
+    name = func._schema.name.removeprefix("aten::")
+    return _Operation(name, composite, any(alias.is_write for alias in aliases), bool(aliases), func._schema)
+
+
+OPERATIONS: dict[int, _Operation] = {}
+NEW, COPY = _Operation("", False, False, False, None), _operation(aten.copy_.default)
 
 
 class Cuda(Tensor):
@@ -116,9 +138,9 @@ class Graph:
         self.fresh = True
         gpu.launches[gpu.phase] += 1  # one cudaGraphLaunch
         gpu.replays[gpu.phase] += 1
-        for _, fn, _, outs, fresh in self.ops:
-            gpu.inside[gpu.phase] += 1
-            with torch.inference_mode(False), torch.no_grad():
+        gpu.inside[gpu.phase] += len(self.ops)
+        with _OnRaw():
+            for _, fn, _, outs, fresh in self.ops:
                 new = fn()
                 if fresh:
                     for old, value in zip(outs, _tensors(new), strict=True):
@@ -127,7 +149,7 @@ class Graph:
     def poison(self):
         """Results hold no number that may be used."""
         self.fresh = False
-        with torch.inference_mode(False), torch.no_grad():
+        with _OnRaw():
             for *_, outs, fresh in self.ops:
                 for out in outs if fresh else ():
                     _poison(out)
@@ -179,7 +201,10 @@ class _Mode(TorchDispatchMode):
         self.gpu = gpu
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return self.gpu.run(func, args, kwargs or {})
+        return self.gpu.run(func, args, kwargs or {}, Cuda in types)
+
+
+_Mode.__torch_dispatch__ = inspect.unwrap(_Mode.__torch_dispatch__)  # nothing is compiled here: without Dynamo's guards
 
 
 class _Names(TorchFunctionMode):
@@ -221,7 +246,6 @@ class Gpu:
         self.recordings = 0
         self.pools: dict[object, weakref.WeakSet[Graph]] = {}
         self.storages: dict[int, list] = {}
-        self.known: dict = {}
         self.pinned: dict[int, weakref.ref] = {}
         self.live = self.peak = 0
         self.clear()
@@ -293,15 +317,32 @@ class Gpu:
         self.h2d[self.phase] += 1
         self.site("h2d")
 
-    def run(self, func, args, kwargs):
-        flat = _tensors((args, kwargs))
-        ours = [x for x in flat if isinstance(x, Cuda)]
+    def run(self, func, args, kwargs, some=True):
+        """some: whether a tensor of the device is among the arguments."""
         wanted = self.index(kwargs["device"]) if kwargs.get("device") is not None else None
-        if not ours and wanted is None:
+        if not some and wanted is None:
             return func(*args, **kwargs)  # the host's own business
-        if func not in self.known:
-            self.known[func] = _operation(func)
-        name, composite, written = self.known[func][:3]
+        with torch._C.DisableTorchFunction():  # which would look at every tensor's attributes
+            return self._run(func, args, kwargs, wanted)
+
+    def _run(self, func, args, kwargs, wanted):
+        operation = OPERATIONS.get(id(func))
+        if operation is None:
+            operation = OPERATIONS[id(func)] = _operation(func)
+        name, composite = operation.name, operation.composite
+        flat, args_raw = [], []
+        for x in args:
+            if isinstance(x, Tensor):
+                flat.append(x)
+                args_raw.append(x.raw if isinstance(x, Cuda) else x)
+            elif isinstance(x, SEQUENCES):
+                _gather(x, flat)
+                args_raw.append(_mapped(_raw, x))
+            else:
+                args_raw.append(x)
+        if kwargs:
+            _gather(kwargs.values(), flat)
+        ours = [x for x in flat if isinstance(x, Cuda)]
         if composite:  # inference mode leaves these whole
             with _Mode(self):
                 return func.decompose(*args, **kwargs)
@@ -320,7 +361,7 @@ class Gpu:
                 x for x in (args[0], *args[2:3]) if isinstance(x, Tensor) and not isinstance(x, Cuda) and x.dim()
             ]
         else:
-            strange = [x for x in flat if not isinstance(x, Cuda) and x.dim()]
+            strange = len(ours) < len(flat) and any(not isinstance(x, Cuda) and x.dim() for x in flat)
         if strange or len(indices) > 1:
             raise RuntimeError(
                 f"Expected all tensors to be on the same device, but found at least two devices, "
@@ -329,27 +370,25 @@ class Gpu:
         if name in READS:
             self.read()
         here = indices.pop() if indices else wanted
-        args_raw, kwargs_raw = _mapped(_raw, args), _mapped(_raw, kwargs)
-        if "device" in kwargs_raw and kwargs_raw["device"] is not None:
+        kwargs_raw = _mapped(_raw, kwargs)
+        if kwargs_raw.get("device") is not None:
             kwargs_raw["device"] = torch.device("cpu")
         if kwargs_raw.get("pin_memory"):
             kwargs_raw["pin_memory"] = False
         return self.launch(
-            name, lambda: func(*args_raw, **kwargs_raw), [x.raw for x in ours], here, args, kwargs, written, func
+            name, lambda: func(*args_raw, **kwargs_raw), [x.raw for x in ours], here, args, kwargs, operation
         )
 
-    def launch(self, name, fn, ins, here, args=(), kwargs={}, written=False, func=None):
+    def launch(self, name, fn, ins, here, args=(), kwargs={}, operation=NEW):
+        written = operation.written
         recorded = self.graph is not None and self.graph.index == here
-        before = {x.untyped_storage().data_ptr() for x in ins}
-        with torch.inference_mode(False), torch.no_grad():
-            if recorded and written:
-                outs_raw = None  # nothing runs while it is recorded
-            else:
-                outs_raw = fn()
+        with _OnRaw():
+            # nothing runs while it is recorded
+            outs_raw = None if recorded and written else fn()
         if name in MAKES and outs_raw is not None:
             _poison(outs_raw)
         outs = [] if outs_raw is None else _tensors(outs_raw)
-        views = bool(outs) and all(x.numel() and x.untyped_storage().data_ptr() in before for x in outs) and not written
+        views = bool(outs) and not written and _are_views(outs, ins)
         free = (
             views
             or name in MAKES
@@ -357,27 +396,27 @@ class Gpu:
             or name in ("detach", "alias", "lift_fresh")
         )
         if not free:
-            size = sum(x.numel() * x.element_size() for x in (*ins, *outs))
             if recorded:
                 self.graph.ops.append((name, fn, ins, outs, not written))
             else:
+                size = sum(x.numel() * x.element_size() for x in (*ins, *outs))
                 self.launches[self.phase] += 1
                 self.ops[self.phase][name] += 1
                 self.moved[self.phase] += size
         elif recorded and not views and outs:
             self.graph.ops.append((name, lambda: outs_raw, ins, outs, False))  # keeps the memory
         if written:
-            return self._written(func, args, kwargs)
+            return self._written(operation.schema, args, kwargs)
         wrap = lambda x: Cuda(x, here)
-        if func is not None and self.known[func].aliased:  # a view is what its base is
+        if operation.aliased:  # a view is what its base is
             base = next(x for x in _tensors((args, kwargs)) if isinstance(x, Cuda))
             with torch.inference_mode(base.is_inference()):
                 return _mapped(wrap, outs_raw)
-        return _mapped(wrap, outs_raw)
+        return wrap(outs_raw) if isinstance(outs_raw, Tensor) else _mapped(wrap, outs_raw)
 
-    def _written(self, func, args, kwargs):
+    def _written(self, schema, args, kwargs):
         """In-place and out= operations return what they wrote to."""
-        schema, found = func._schema, []
+        found = []
         for r in schema.returns:
             if r.alias_info is None:
                 continue
@@ -392,18 +431,18 @@ class Gpu:
         to_host = isinstance(x, Cuda) and device is not None and wanted is None
         if to_host:
             self.read()
-            with torch.inference_mode(False), torch.no_grad():
+            with _OnRaw():
                 found = aten._to_copy.default(x.raw, **rest)
             return found
         if not isinstance(x, Cuda):  # from the host
             self.sent()
             pinned = id(x) in self.pinned and self.pinned[id(x)]() is x
             self.blocking += not (pinned and kwargs.get("non_blocking"))
-            with torch.inference_mode(False), torch.no_grad():
+            with _OnRaw():
                 return Cuda(aten._to_copy.default(x, **rest), wanted)
         here = x.device.index
         if wanted is not None and wanted != here:  # between devices
-            with torch.inference_mode(False), torch.no_grad():
+            with _OnRaw():
                 return Cuda(aten._to_copy.default(x.raw, **rest), wanted)
         return self.launch("_to_copy", lambda: aten._to_copy.default(x.raw, **rest), [x.raw], here)
 
@@ -411,12 +450,12 @@ class Gpu:
         if isinstance(target, Cuda) and isinstance(source, Cuda):
             here = target.device.index
             a, b = target.raw, source.raw
-            self.launch("copy_", lambda: a.copy_(b), [a, b], here, (target, source), {}, True, aten.copy_.default)
+            self.launch("copy_", lambda: a.copy_(b), [a, b], here, (target, source), {}, COPY)
             return target
         if isinstance(target, Cuda):
             if source.dim():
                 self.sent()
-            with torch.inference_mode(False), torch.no_grad():
+            with _OnRaw():
                 target.raw.copy_(source)
             return target
         self.read()
@@ -446,20 +485,24 @@ def _guarded():
     guards[kinds.CUDA.value] = guards[kinds.CUDA.value] or guards[kinds.Meta.value]
 
 
-class _Operation(NamedTuple):
-    """What is asked of an operation at every call, looked up once: torch's schemas and trees are slow."""
+class _OnRaw:
+    """Values are computed on the CPU, where no mode looks at them and nothing is recorded for backward."""
 
-    name: str
-    composite: bool
-    written: bool
-    aliased: bool
+    def __enter__(self):
+        self.guards = torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch(), torch._C._InferenceMode(False)
+        for guard in self.guards:
+            guard.__enter__()
+        torch._C._set_grad_enabled(False)  # until the last guard is left, which restores what was before it
+
+    def __exit__(self, *error):
+        for guard in reversed(self.guards):
+            guard.__exit__(*error)
 
 
-def _operation(func):
-    composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
-    aliases = [r.alias_info for r in func._schema.returns if r.alias_info is not None]
-    name = func._schema.name.removeprefix("aten::")
-    return _Operation(name, composite, any(alias.is_write for alias in aliases), bool(aliases))
+def _are_views(outs, ins):
+    """Whether all the results lie in the memory of arguments, which not every schema says (`_unsafe_view`)."""
+    before = {x.untyped_storage()._cdata for x in ins}
+    return all(x.numel() and x.untyped_storage()._cdata in before for x in outs)
 
 
 def _tensors(found):
@@ -467,7 +510,8 @@ def _tensors(found):
     if isinstance(found, Tensor):
         return [found]
     tensors = []
-    _gather(found.values() if isinstance(found, dict) else found if isinstance(found, SEQUENCES) else (), tensors)
+    if found:
+        _gather(found.values() if isinstance(found, dict) else found if isinstance(found, SEQUENCES) else (), tensors)
     return tensors
 
 
@@ -486,7 +530,7 @@ def _mapped(change, value):
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, dict):
-        return {key: _mapped(change, x) for key, x in value.items()}
+        return {key: _mapped(change, x) for key, x in value.items()} if value else {}
     if isinstance(value, SEQUENCES):
         parts = [change(x) if isinstance(x, Tensor) else _mapped(change, x) for x in value]
         return parts if isinstance(value, list) else tuple(parts)

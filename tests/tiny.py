@@ -3,6 +3,7 @@
 import copy
 import shutil
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,13 @@ def compiles(test: Callable[..., None]) -> Callable[..., None]:
     found = any(map(shutil.which, ("g++", "clang++", "c++")))
     patient = pytest.mark.timeout(600)
     return patient(pytest.mark.skipif(not found, reason="no C++ compiler")(test))
+
+
+def traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `torch.compile` traces runs as it is. Which graphs there are, what is an input of them and what is baked in
+    shows there; code for this machine, which takes many times as long, is generated where a test has `compiles`."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr("inference.models.compiled.CompiledForward.failed", False)
 
 
 def tiny(

@@ -2,8 +2,9 @@
 
 The acceptance of a trained exit is not known yet. Each exit is therefore rated by a linear exit (Belrose et al. 2023,
 arXiv:2303.08112): a ridge regression that maps the normed states after L layers to the states that the target's head
-reads, fitted on some texts of the target and evaluated on others. A trained exit of rank > 0 has a higher acceptance at
-each layer. Costs are measured at the first and the last exit and interpolated, since all layers cost the same.
+reads, fitted on some texts of the target and evaluated on others. With draft.rank > 0 the draft's training also
+changes the layers up to the exit, which raises acceptance above that of the linear exit. Costs are measured at the
+first and the last exit and interpolated, since all layers cost the same.
 N tokens, D width, B texts, T tokens of the longest, V vocabulary.
 """
 

@@ -121,7 +121,8 @@ def _turns(messages: list[Message], tools: Any, template: Template) -> Iterator[
 def _plain(messages: list[Message], template: Template) -> tuple[list[int], list[int]]:
     """A prompt as it is served, and its response, for a target without a chat template."""
     if [message["role"] for message in messages] not in (["user"], ["user", "assistant"]):
-        raise ValueError("the target's tokenizer has no chat template, by which conversations are rendered")
+        raise ValueError("the target's tokenizer has no chat template, so only one message of a user, with or "
+                         "without its answer, can be read")  # fmt: skip
     prompt, *said = (message["content"] for message in messages)
     end = template.tokenizer.eos_token_id
     return list(template.tokenizer(prompt)["input_ids"]), [*template.ids(said[0]), end] if said else []

@@ -181,7 +181,7 @@ def name(kind: str, sampling: Sampling, part: Share = WHOLE) -> str:
 
 
 def beside(path: Path, ending: str) -> Path:
-    """path.ending; `with_suffix` would take the .5 of `held_out_T0.5` for one."""
+    """Return the path with `.ending` appended. `Path.with_suffix` would replace the .5 of `held_out_T0.5`."""
     return path.with_name(f"{path.name}.{ending}")
 
 

@@ -42,7 +42,9 @@ class EagleStudent(Student):
         self, network: PreTrainedModel, target: PreTrainedModel | None = None, vocabulary: int | None = None
     ) -> None:
         network_class: Any = kind_of(self.kind).network_class
-        if target is None or not isinstance(network, network_class):
+        if target is None:
+            raise ValueError(f"draft.kind: {self.kind} drafts read the states of a target, and none is given")
+        if not isinstance(network, network_class):
             raise ValueError(f"draft.kind: {self.kind} drafts need their target and a network of class "
                              f"{network_class.__name__}, not {type(network).__name__}")  # fmt: skip
         super().__init__(network, target, vocabulary or network.config.vocab_size)
@@ -63,8 +65,8 @@ class EagleStudent(Student):
                 f"init.kind: {init.kind!r} is none of scratch, target_layers, pretrained (with draft.path=)"
             )
         network_class: Any = kind_of(cls.kind).network_class
-        sizes = _sizes(draft, target, init.kind == "target_layers")
-        config = network_class.config_class(**sizes, **cls.settings_of(draft))
+        chosen = {name: value for name, value in cls.settings_of(draft).items() if value is not None}
+        config = network_class.config_class(**cls.sizes(draft, init, target), **chosen)
         network: EagleNetwork = network_class(config)
         if network.pruned:  # the first ids, until `know` has counts of texts
             network.know(range(network.config.draft_vocab_size))
@@ -73,8 +75,14 @@ class EagleStudent(Student):
         return network
 
     @classmethod
+    def sizes(cls, draft: Draft, init: Init, target: PreTrainedModel) -> dict[str, Any]:
+        """Return the arguments of the config that every kind over the target's states has."""
+        return sizes_of(draft, target, init.kind == "target_layers")
+
+    @classmethod
     def settings_of(cls, draft: Draft) -> dict[str, Any]:
-        """Return the settings of the config that only this kind has. Raises ValueError naming the wrong key."""
+        """Return the settings of the config that only this kind has, None where draft.* leaves them open. Raises
+        ValueError naming the wrong key."""
         return {}
 
     @classmethod
@@ -93,10 +101,7 @@ class EagleStudent(Student):
             raise ValueError(f"draft.vocabulary={draft.vocabulary}: draft.path={draft.path} has {known} tokens; "
                              "set draft.vocabulary=null")  # fmt: skip
         network.config.depths = draft.depths
-        for name, value in cls.settings_of(draft).items():
-            if value not in (None, getattr(network.config, name)):
-                raise ValueError(f"draft.path={draft.path} has {name} {getattr(network.config, name)}, not {value}, "
-                                 "which cannot change")  # fmt: skip
+        refuse_other(network, draft, cls.settings_of(draft))
         return network
 
     def refuse(self) -> None:
@@ -224,7 +229,15 @@ def _refuse_settings(draft: Draft, target: PreTrainedModel) -> None:
         raise ValueError(f"draft.vocabulary: {draft.vocabulary} of {size} tokens; null for all")
 
 
-def _sizes(draft: Draft, target: PreTrainedModel, like: bool) -> dict[str, Any]:
+def refuse_other(network: PreTrainedModel, draft: Draft, settings: Mapping[str, Any]) -> None:
+    """Raise ValueError if settings, None where they are left open, differ from those of the network of draft.path."""
+    for name, value in settings.items():
+        if value is not None and value != getattr(network.config, name):
+            raise ValueError(f"draft.path={draft.path} has {name} {getattr(network.config, name)}, not {value}, which "
+                             "cannot change")  # fmt: skip
+
+
+def sizes_of(draft: Draft, target: PreTrainedModel, like: bool) -> dict[str, Any]:
     """Return the arguments of the config. like: give the draft's layer the shape of the target's layers."""
     theirs = target.config.get_text_config()
     if draft.intermediate is None or draft.head_dim is None or draft.kv_heads is None:

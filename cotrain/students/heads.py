@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from cotrain.config.groups import Draft, Init
 from cotrain.students.base import LAST, Guess, Seen, Student, refuse_keys
+from cotrain.students.eagle import refuse_other
 from cotrain.students.independent import pretrained_network
 from cotrain.students.markov import after_tokens
 from cotrain.teacher.target_model import halves
@@ -47,7 +48,9 @@ class MedusaStudent(Student):
         refuse_keys(draft, *UNUSED)
         network_class = kind_of(cls.kind).network_class
         if init.kind == "pretrained":
-            return cast(PreTrainedModel, pretrained_network(cls, draft, target))
+            network = cast(PreTrainedModel, pretrained_network(cls, draft, target))
+            refuse_other(network, draft, {"markov_rank": draft.markov})
+            return network
         if init.kind not in ("scratch", "target_layers"):
             raise ValueError(f"init.kind: {init.kind!r} is none of scratch, target_layers, pretrained (with "
                              "draft.path=)")  # fmt: skip
@@ -56,7 +59,7 @@ class MedusaStudent(Student):
                 f"draft.depths: {draft.kind} heads guess one token each: set how many heads, as draft.depths=4"
             )
         theirs = target.config.get_text_config()
-        network: PreTrainedModel = network_class(network_class.config_class(
+        network = network_class(network_class.config_class(
             hidden_size=theirs.hidden_size, vocab_size=theirs.vocab_size, num_heads=draft.depths,
             num_hidden_layers=draft.layers, **({"markov_rank": draft.markov} if draft.markov else {}),
         ))  # fmt: skip

@@ -175,7 +175,7 @@ class PEagleStudent(EagleStudent):
     @classmethod
     def settings_of(cls, draft: Draft) -> dict[str, Any]:
         """Return the rank of the Markov head."""
-        return {"markov_rank": draft.markov or 0}
+        return {"markov_rank": draft.markov}
 
     def _states(self, ids: Tensor, seen: Seen, rounds: EagleRounds, masks: "Masks") -> Tensor:
         """Return the states (B, P + M, H), after the norm, of the pairs, then of the masks."""

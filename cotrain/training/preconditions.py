@@ -177,7 +177,8 @@ def refuse_fractions(warmup: float, decay: float, steps: int) -> None:
 
 
 def refuse_minutes(cfg: TrainConfig) -> None:
-    """Raise ValueError, naming the key, for minutes <= 0, or with several rounds, which end at given steps."""
+    """Raise ValueError, naming the key, for a time limit that is not above 0, for one together with rollout.rounds > 1
+    (these rounds end at given steps), and for a measurement that leaves training too small a share of minutes=."""
     for key, limit in (("trainer.minutes", cfg.trainer.minutes), ("minutes", cfg.minutes)):
         if limit is not None and (limit <= 0 or cfg.rollout.rounds > 1):
             raise ValueError(f"{key}: must be null, or above 0 with rollout.rounds=1: rounds end at given steps")

@@ -64,7 +64,7 @@ class PlannedTree:
         except (ValueError, TypeError) as error:
             raise ValueError(f"tree.{error}") from error
         if rule.branches is None:
-            raise ValueError(f"tree.rule must be one that verifies trees, tree or traversal, not {self.rule!r}")
+            raise ValueError(f"tree.rule must be 'tree' or 'traversal', not {self.rule!r}")
         if not isinstance(self.likeliest, bool):
             raise ValueError(f"tree.likeliest must be true or false, not {self.likeliest!r}")
 

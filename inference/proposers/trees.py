@@ -96,7 +96,7 @@ class Dynamic:
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
             if value < 1:
-                raise ValueError(f"shape: {name}={value}; 1 or more")
+                raise ValueError(f"shape: {name}={value} must be at least 1")
         for name, value in {"nodes": self.nodes, "(depth - 1) * width": (self.depth - 1) * self.width}.items():
             if value > MOST_NODES:
                 raise ValueError(f"shape: {name} is {value}; at most {MOST_NODES} nodes are read at once")

@@ -42,10 +42,10 @@ def rank_of(probs: Tensor, x: Tensor) -> Tensor:
 
 
 def by_rank(rank: Tensor, children: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    """accept (..., C) of deterministic children, the likeliest first: 1 for the child whose number is the rank, else 0.
-    Given the text, nothing is random.
+    """Return accept (..., C) for children that are the C likeliest tokens of the draft, in order: 1 for child number
+    `rank`, which is the text's token, 0 for the others. Such children are not drawn, so nothing here is random.
 
-    rank (...) int64 of the text's token in the draft's distribution, see `rank_of`.
+    rank (...) int64: of the text's token in the draft's distribution, see `rank_of`.
     """
     return (rank.unsqueeze(-1) == torch.arange(children, device=rank.device)).to(dtype)
 

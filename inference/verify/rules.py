@@ -30,14 +30,16 @@ class Rule:
     """name: as `Engine(verify=)` takes it.
 
     verify(p, q, x, noise, k) -> `Verification`: p (A, N+1, V) target distributions, q (A, N, V) draft distributions or
-    None if every draft was certain, x (A, N) drafts, k (A,) drafts of each row; noise: uniforms (A, N+1), or Gumbel
-    noise (A, N+1, V) if it is `shared`. If `trees` is set, it also takes `tree=`, the shape of the drafts: column i + 1
-    of p is the distribution after node i, and the verification has a `path` (A, D) of nodes, the accepted ones first.
+    None if every draft was certain, x (A, N) drafts, k (A,) drafts of each row; noise: Gumbel noise (A, N+1, V) for a
+    rule that is `shared`, else uniforms (A, N+1). A rule with `trees` also takes `tree=`, the shape of the drafts:
+    column i + 1 of p is the distribution after node i, and the verification has a `path` of nodes (A, D levels), the
+    accepted ones first.
     reach(logp, logq, k, lengths) -> (B, T, K+1): P(a round that starts at token t accepts at least n drafts | the
     text), from log p (B, T) and log q (B, T) or (B, T, K) of the text's tokens, see `predict_chain.reach`; None if
-    acceptance depends on the noise of the text. branches(p, q, x, parents, k, seed) -> (A, D+1): P(the round accepts at
-    least n nodes | the text) for one round of each row with a tree of sampled children; p, q (A, D, V): distributions
-    of the text's next tokens x (A, D), k (A,) nodes in use; see `predict_tree.by_levels`.
+    acceptance depends on the noise of the text. branches(p, q, x, parents, k, seed) -> (A, D+1), for one round of each
+    row with a tree of sampled children: entry n is P(the round accepts at least n nodes | the text). x (A, D) are the
+    text's next tokens, p and q (A, D, V) the distributions of target and draft at their positions, k (A,) the nodes in
+    use; see `predict_tree.by_levels`.
     shared: drafts are drawn with the noise of the target's own tokens, keyed by position. exact: whether the text's
     distribution is the target's; if not, reports say so whatever the checks measure.
     """

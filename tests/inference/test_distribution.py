@@ -86,10 +86,12 @@ def pair():
 
 
 @pytest.mark.parametrize(
-    ("rule", "samples"), [("token", 80_000), ("block", 80_000), ("match", 40_000), ("coupled", 40_000)]
+    ("rule", "samples"), [("token", 60_000), ("block", 60_000), ("match", 32_000), ("coupled", 32_000)]
 )
 def test_three_tokens_of_several_rounds_have_the_targets_distribution(rule, samples):
-    target, draft = pair()
+    """Of 27 texts: these rows resolve what 80,000 and 40,000 resolve of 64."""
+    target = small(vocab=3, seed=20)  # the draft agrees on two thirds of the mass, differently in each context
+    draft = near(target, noise=0.2)
     assert p_value(target, Independent(draft), rule, samples) > 1e-4
 
 

@@ -110,7 +110,7 @@ def test_compiled_drafts_are_drawn_from_the_distributions_they_come_with() -> No
     proposer.open(Host(2, 0, 32, 64, LM(proposer.model, 2)))
     prompts = [[1, 2, 3, 4], [5, 6, 7]]
     proposer.admit(0, prompts, {})
-    u = torch.rand(2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    u = torch.rand(2, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         drafts = proposer.lm.draft(
             torch.tensor([[3, 4], [6, 7]]), [4, 3], u, torch.tensor([0.7, 1.0], dtype=torch.float64)

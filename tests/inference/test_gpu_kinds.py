@@ -19,7 +19,7 @@ def decoded(kind: str, device: str, sampling: Any) -> Any:
         model = getattr(proposer, "inner", getattr(proposer, "model", proposer))
         model.compile = compile
         engine = Engine(target, proposer, policy=Fixed(gpu_counts.K), rows=gpu_counts.ROWS, compile=compile)
-        settings = {"max_new_tokens": 14, "sampling": sampling, "seed": 4, "ignore_eos": True}
+        settings = {"max_new_tokens": 10, "sampling": sampling, "seed": 4, "ignore_eos": True}
         return engine.generate(gpu_counts.PROMPTS, **settings)
 
 

@@ -43,10 +43,13 @@ def texts(
     return decoder.generate(PROMPTS[:prompts], **settings).tokens
 
 
+KINDS = ["plain", "draft", "ngram"]
+RULES = [("plain", "token"), *product(KINDS[1:], ["token", "block", "match", "coupled"])]
+
+
 @pytest.mark.parametrize(
-    "kind, rule", [("plain", "token"), *product(["draft", "ngram"], ["token", "block", "match", "coupled"])]
+    "kind, rule, rows, prompts", [*((*one, 4, 5) for one in RULES), *((kind, "token", 1, 2) for kind in KINDS)]
 )
-@pytest.mark.parametrize("rows, prompts", [(1, 2), (4, 5)])
 def test_text_on_a_device_is_that_of_the_host(kind: str, rule: str, rows: int, prompts: int) -> None:
     wanted = texts("cpu", kind, rule, rows, False, prompts=prompts)
     with standin.device():
@@ -63,7 +66,7 @@ def test_every_setting_stays_on_its_device(sampling: Sampling) -> None:
 
 
 @pytest.mark.parametrize("device, arch", [("cuda", "sm80"), ("cuda:1", "sm90")])
-@pytest.mark.parametrize("kind", ["plain", "draft", "ngram"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_graphs_give_the_text_of_plain_passes(
     kind: str, device: str, arch: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

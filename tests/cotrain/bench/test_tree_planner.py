@@ -108,7 +108,9 @@ def test_a_policy_or_a_rule_of_chains_drafts_chains(place: Path) -> None:
 def test_a_kind_that_drafts_chains_alone_refuses_a_tree(place: Path, tmp_path: Path) -> None:
     assert Independent.drafts_trees and not NGram.drafts_trees
     folder = changed(place / "draft", tmp_path / "ngram", kind="ngram")
-    with pytest.raises(ValueError, match=r"cotrain\.json: tree: ngram drafts chains alone"):
+    with pytest.raises(
+        ValueError, match=r"cotrain\.json: tree must be null: a draft of kind 'ngram' drafts chains, no trees"
+    ):
         load(folder)
 
 

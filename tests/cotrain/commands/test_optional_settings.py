@@ -15,10 +15,11 @@ TAKES = {
     "independent": set(),
     "conditioned": {"temperatures"},
     "eagle": {"depths", "vocabulary"},
-    "p_eagle": {"depths", "vocabulary"},
+    "p_eagle": {"depths", "vocabulary", "markov"},
+    "block": {"depths", "vocabulary", "mask", "markov", "confidence"},
     "early_exit": {"rank", "depths"},
     "parallel": {"depths"},
-    "medusa": {"depths"},
+    "medusa": {"depths", "markov"},
     "hydra": {"depths"},
     "retrieval": {"datastore", "shortest"},
     "hybrid": {"datastore", "shortest"},
@@ -26,7 +27,7 @@ TAKES = {
     "two_levels": {"bits", "inner"},
 }
 VALUES = {"datastore": "/nowhere", "shortest": 3, "rank": 4, "depths": 2, "vocabulary": 9, "bits": 8, "inner": 2,
-          "temperatures": [0.0, 1.0]}  # fmt: skip
+          "temperatures": [0.0, 1.0], "mask": "causal", "markov": 3, "confidence": True}  # fmt: skip
 
 
 def said(kind: str, init: str = "scratch", **changed: Any) -> str:

@@ -359,6 +359,7 @@ def test_draft_confidence_adds_it_and_changes_no_other_weight(tmp_path: Path) ->
     for asked in (None, True):
         draft = composed("draft=block").draft
         draft.depths, draft.markov, draft.confidence = 2, 3, asked
+        draft.head_dim, draft.kv_heads, draft.intermediate = 8, 1, 24
         torch.manual_seed(3)
         networks.append(student_class("block").initial(draft, Init("scratch", [0], 0.0), target()))
     without, having = (network.state_dict() for network in networks)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 import inference.proposers.eagle as eagle_module
 from cotrain.students.base import Guess, Seen
@@ -283,22 +284,25 @@ def test_text_on_a_device_is_that_of_the_host(sampling: Any, compile: bool, monk
 
 
 @pytest.mark.parametrize("layers", [1, 2])
-def test_first_weights_are_layers_of_the_target_with_its_norm_and_head(layers: int) -> None:
-    target, init = tiny(), SimpleNamespace(kind="target_layers", layers=[0, -1])
-    network: Any = BlockStudent.initial(draft(kind="block", layers=layers, markov=3), init, target)  # type: ignore[arg-type]
-    theirs = dict(target.model.named_parameters())
-    assert len(network.layers) == layers
-    for ours, index in zip(network.layers, [0, 1][-layers:], strict=True):
-        for name in ("self_attn.q_proj", "mlp.down_proj", "input_layernorm"):
-            expected = theirs[f"layers.{index}.{name}.weight"]
-            torch.testing.assert_close(ours.get_parameter(f"{name}.weight"), expected.float(), check_dtype=False)
-    torch.testing.assert_close(network.lm_head.weight, target.lm_head.weight.float(), check_dtype=False)
+def test_first_weights_pass_on_the_highest_state_to_the_norm_and_head_of_the_target(layers: int) -> None:
+    """A query that attends to one token alone adds that token's highest state, in norm, to its own."""
+    target, init = tiny(), SimpleNamespace(kind="target_layers", layers=[])
+    settings = draft(kind="block", layers=layers, markov=3, kv_heads=None, intermediate=None, head_dim=8)
+    network: Any = BlockStudent.initial(settings, init, target)  # type: ignore[arg-type]
+    network = network.to(target.dtype)
+    assert len(network.layers) == layers and network.config.num_key_value_heads == 2
+    assert network.config.intermediate_size == target.config.intermediate_size
+    assert torch.equal(network.lm_head.weight, target.lm_head.weight.to(network.dtype))
+    assert torch.equal(network.norm.weight, target.model.norm.weight.to(network.dtype))
     assert not network.markov_head.markov_w2.weight.any() and network.markov_head.markov_w1.weight.std() > 0.1
-    one = BlockStudent(network.to(target.dtype), target)
-    assert one.proposer().depths == 3
-    with pytest.raises(ValueError, match=r"init.layers: \[0\] for draft.layers=2"):
-        init.layers = [0]
-        BlockStudent.initial(draft(kind="block", layers=2), init, target)  # type: ignore[arg-type]
+    seen = states_of(BlockStudent(network, target), IDS)
+    angles = network.angles(torch.arange(IDS.shape[1]))
+    for _, values in network.context(network.features(seen.states), *angles):
+        highest = seen.states[network.config.layers[-1]]
+        torch.testing.assert_close(values.flatten(2), F.rms_norm(highest, highest.shape[-1:], eps=1e-6))
+    for layer in network.layers:
+        assert torch.equal(layer.self_attn.o_proj.weight, torch.eye(16, dtype=network.dtype))
+    assert BlockStudent(network, target).proposer().depths == 3
     with pytest.raises(ValueError, match="draft.mask=none: it is none of bidirectional, causal"):
         BlockStudent.initial(draft(kind="block", mask="none"), init, target)  # type: ignore[arg-type]
 

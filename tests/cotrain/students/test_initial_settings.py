@@ -13,6 +13,8 @@ from tests.folders import VOCABULARY, target_folder
 
 # what each setting of a kind may be, other than its default; "datastore" names files and is tested with look-up
 OTHER: dict[str, Any] = {
+    "mask": ["bidirectional", "causal"], "markov": [3, 5],
+    "confidence": [None, True],
     "depths": [2, 5], "rank": [1, 3], "vocabulary": [20, 40], "temperatures": [[0.0, 0.5], [0.3, 0.9]],
 }  # fmt: skip
 TRAINED = [kind for kind in KINDS if student_class(kind).trained]
@@ -36,7 +38,8 @@ def test_every_setting_of_a_kind_is_here() -> None:
 def stated(network: Any) -> dict[str, Any]:
     """What the folder of a network says of its drafts."""
     config = network.config.to_dict()
-    names = ("depths", "pard_depths", "num_heads", "rank", "draft_vocab_size", "draft_temperatures")
+    names = ("depths", "pard_depths", "num_heads", "rank", "draft_vocab_size", "draft_temperatures",
+             "causal", "markov_rank", "enable_confidence_head")  # fmt: skip
     return {name: config[name] for name in names if name in config}
 
 

@@ -201,7 +201,7 @@ DAMAGE = {
     ),
     "tree's rule": (
         key("tree", {**TREE, "rule": "block"}),
-        r"cotrain\.json: tree\.rule must be one that verifies trees",
+        r"cotrain\.json: tree\.rule must be 'tree' or 'traversal'",
     ),
     "tree's children": (key("tree", {**TREE, "likeliest": 1}), r"cotrain\.json: tree\.likeliest must be true or false"),
     "target": (key("target", {"name": "x"}), r"cotrain\.json: target must hold name, config and tokenizer"),

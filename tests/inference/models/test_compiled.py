@@ -15,7 +15,7 @@ from inference.verify.tree import Tree
 from tests.inference.models import test_trees as trees
 from tests.inference.models.test_llama import build, passes
 from tests.inference.models.test_states import START, TEXTS, own_states
-from tests.tiny import compiles, tiny
+from tests.tiny import compiles, tiny, traced
 
 
 def graphs(lm: LM) -> Any:
@@ -32,8 +32,8 @@ def test_passes_are_the_models_own() -> None:
     assert len(graphs(lm)) == 2  # several rows with several ids, and with one
 
 
-@compiles
-def test_passes_that_end_early_give_the_states_there() -> None:
+def test_passes_that_end_early_give_the_states_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced(monkeypatch)
     model = tiny()
     lm = LM(model, 3, compile=True)
     with torch.inference_mode():
@@ -45,8 +45,8 @@ def test_passes_that_end_early_give_the_states_there() -> None:
     assert {key[0] for key in graphs(lm)} == {("pass", (1,), False)}
 
 
-@compiles
-def test_trees_share_one_graph() -> None:
+def test_trees_share_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced(monkeypatch)
     lm = LM(tiny(layers=1), 3, compile=True)
     with torch.inference_mode():
         lm.store(torch.ones(3, 1, dtype=torch.int64), [0] * 3)

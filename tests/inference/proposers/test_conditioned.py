@@ -12,6 +12,7 @@ from torch import Tensor
 
 from inference import Engine, Sampling
 from inference.drafts.draft_folder import load_draft
+from inference.models.compiled import CompiledForward
 from inference.models.lm import LM
 from inference.policy import Fixed
 from inference.proposers import Independent
@@ -19,7 +20,7 @@ from inference.proposers.conditioned import KNOTS, TABLE, Conditioned, Condition
 from inference.sampling import one_hot
 from tests import standin
 from tests.kinds import conditioned_near
-from tests.tiny import compiles, near, tiny
+from tests.tiny import near, tiny, traced
 from tests.watched import Watched
 
 KNOWN = [0.0, 0.7, 1.0]  # of `conditioned_near`
@@ -194,10 +195,10 @@ def test_a_recorded_round_reads_the_scale_of_each_call(cut: int, monkeypatch: py
     assert expected[0] != expected[3]
 
 
-@compiles
-def test_compiled_rounds_read_the_scale() -> None:
+def test_compiled_rounds_read_the_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many rows as the graph has, of one temperature, of several, and with a greedy row, which drafts pass by
     pass."""
+    traced(monkeypatch)
     target, counts = tiny(), []
     for sampling in (Sampling(0.7), [Sampling(t) for t in (0.35, 1.0, 0.7)],
                      [Sampling(t) for t in (0.0, 0.35, 1.0)]):  # fmt: skip
@@ -210,6 +211,7 @@ def test_compiled_rounds_read_the_scale() -> None:
         )
         assert one.tokens == other.tokens and one.stats.accepted == other.stats.accepted
         counts.append(one.stats.accepted)
+    assert not CompiledForward.failed
     assert counts[0] != counts[1] != counts[2]
 
 
