@@ -25,6 +25,7 @@ BARE: dict[str, Any] = dict.fromkeys(
         "inner",
         "mask",
         "markov",
+        "confidence",
     )
 ) | {"shortest": 1, "layers": 1, "rank": 0, "quantisation": "none", "temperatures": []}
 SIZES: dict[str, dict[str, Any]] = {

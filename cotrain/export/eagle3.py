@@ -57,8 +57,8 @@ def export(
     layout lacks are in the metadata too.
 
     Raises UserError for a layout that the kind does not have and a head of low rank, and ValueError for a folder of
-    another kind, a missing tensor, a target of other sizes, and a k that the draft was not trained for: above its depths
-    if it drafts in one pass, another than its depths if its masks see each other.
+    another kind, a missing tensor, a target of other sizes, and a k that the draft was not trained for: above its
+    depths if it drafts in one pass, another than its depths if its masks see each other.
     """
     folder = read(source)
     features = {kind: student_class(kind).features for kind in KINDS if student_class(kind).features}

@@ -33,10 +33,18 @@ class BlockStudent(EagleStudent):
     """The student of `inference.proposers.block`."""
 
     kind = "block"
-    takes = ("depths", "head_rank", "vocabulary", "mask", "markov")
+    takes = ("depths", "head_rank", "vocabulary", "mask", "markov", "confidence")
     features = ("dflash",)
     parallel = True
     network: BlockNetwork
+
+    @classmethod
+    def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
+        """Return the network before training, as `EagleStudent.initial`; a confidence head is fitted after it."""
+        network: Any = super().initial(draft, init, target)
+        if draft.confidence:
+            network.add_confidence_head()
+        return network
 
     @classmethod
     def settings_of(cls, draft: Draft) -> dict[str, Any]:

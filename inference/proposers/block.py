@@ -5,8 +5,9 @@ values of that token in every layer. A round's queries are the anchor, that is t
 has not read yet, and K masks after it. They attend to the context and to each other: to all of the block, or to the
 queries before them if the draft is causal. Mask i is at the position of draft i and predicts it.
 
-A Markov head (`markov`) may add to the logits of a draft what the draft before it says (DSpark, 2607.05147). Names and
-shapes are those that engines load (`DFlashDraftModel`); the embedding is the target's, `mask_embedding` is ours.
+A Markov head (`markov`) may add to the logits of a draft what the draft before it says (DSpark, 2607.05147), and a
+confidence head (`confidence`) predicts whether a draft is accepted. Names and shapes are those that engines load
+(`DFlashDraftModel`); the embedding is the target's, `mask_embedding` is ours.
 
 Keys and values of token s are in slot s of a cache, of all layers. A round first stores those of the accepted tokens,
 with the states of the target's pass, then those of its queries, which the next round overwrites. As in `eagle`, slots
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from inference.models.cache import Window
 from inference.models.forward import picked, visible
 from inference.proposers.base import Round
+from inference.proposers.confidence import ConfidenceHead
 from inference.proposers.eagle import Attend, Eagle, EagleConfig, FeatureNetwork, Gated, Norm, output_layers, rotated
 from inference.proposers.markov import MarkovHead
 from inference.proposers.trees import TreeShape, from_one_pass
@@ -35,17 +37,21 @@ ARCHITECTURES = ["DFlashDraftModel"]
 
 class BlockConfig(EagleConfig):
     """As `EagleConfig`; depths: drafts of a round, K. causal: whether a query attends to no later one; markov_rank: of
-    the Markov head, 0 for none. dflash_config: the same for engines, whose layers are those with these outputs."""
+    the Markov head, 0 for none. enable_confidence_head: whether it has one; confidence_head_with_markov: whether that
+    reads rows of the Markov head too. dflash_config: causal and layers for engines, by the layers' outputs."""
 
     model_type = "qwen3"
     loaded_as = ARCHITECTURES
 
     def __init__(
         self, num_hidden_layers: int = 1, causal: bool = False, markov_rank: int = 0,
+        enable_confidence_head: bool = False, confidence_head_with_markov: bool = False,
         dflash_config: Mapping[str, Any] | None = None, **settings: Any,
     ) -> None:  # fmt: skip
         super().__init__(**settings)
         self.num_hidden_layers, self.markov_rank = num_hidden_layers, markov_rank
+        self.enable_confidence_head = enable_confidence_head
+        self.confidence_head_with_markov = confidence_head_with_markov
         self.causal = bool((dflash_config or {}).get("causal", causal))
         self.dflash_config = {"mask_token_id": self.vocab_size - 1, **(dflash_config or {}), "causal": self.causal,
                               "target_layer_ids": output_layers(self.layers)}  # fmt: skip
@@ -55,6 +61,7 @@ class BlockNetwork(FeatureNetwork):
     """Decoder layers over the queries of a block; mask_embedding (H,): what a mask is embedded as."""
 
     config_class: Any = BlockConfig
+    _keep_in_fp32_modules_strict = {"confidence_head"}
     config: BlockConfig
 
     def __init__(self, config: BlockConfig) -> None:
@@ -62,7 +69,27 @@ class BlockNetwork(FeatureNetwork):
         self.mask_embedding = nn.Parameter(config.initializer_range * torch.randn(config.hidden_size))
         if config.markov_rank:
             self.markov_head = MarkovHead(config.vocab_size, config.markov_rank, config.draft_vocab_size)
+        if config.enable_confidence_head:
+            self.confidence_head = self._confidence_head()
         self.post_init()
+
+    def add_confidence_head(self) -> None:
+        """Add a confidence head, which is yet to be fitted, if the network has none."""
+        if not self.config.enable_confidence_head:
+            self.config.enable_confidence_head = True
+            self.config.confidence_head_with_markov = bool(self.config.markov_rank)
+            self.confidence_head = self._confidence_head()
+
+    def _confidence_head(self) -> ConfidenceHead:
+        rank = self.config.markov_rank if self.config.confidence_head_with_markov else 0
+        return ConfidenceHead(self.config.hidden_size + rank)
+
+    def confidence(self, states: Tensor, before: Tensor, log_probs: Tensor | None = None) -> Tensor:
+        """The probability (...) that the draft at each of these states (..., H) of masks is accepted if all before it
+        were; before (...): the tokens drafted before them, the anchor for the first. log_probs: as `ConfidenceHead`."""
+        rows = [self.markov_head.markov_w1(before).to(states)] if self.config.confidence_head_with_markov else []
+        confidence: Tensor = self.confidence_head(torch.cat((states, *rows), -1), log_probs)
+        return confidence
 
     def add_layers(self, config: EagleConfig) -> None:
         self.hidden_norm = Norm(config.hidden_size, config.rms_norm_eps)

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 
 class FromZero(nn.Linear):
-    """A linear layer whose weights begin at zero."""
+    """A linear layer whose weights begin at zero, and its bias, if it has one."""
 
     def reset_parameters(self) -> None:
-        nn.init.zeros_(self.weight)
+        for weight in self.parameters():
+            nn.init.zeros_(weight)
 
 
 class MarkovHead(nn.Module):

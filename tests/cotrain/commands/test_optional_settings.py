@@ -16,7 +16,7 @@ TAKES = {
     "conditioned": {"temperatures", "vocabulary", "head_rank"},
     "eagle": {"depths", "vocabulary", "head_rank"},
     "p_eagle": {"depths", "vocabulary", "head_rank", "markov"},
-    "block": {"depths", "vocabulary", "head_rank", "mask", "markov"},
+    "block": {"depths", "vocabulary", "head_rank", "mask", "markov", "confidence"},
     "early_exit": {"rank", "depths"},
     "parallel": {"depths", "vocabulary", "head_rank"},
     "medusa": {"depths", "markov"},
@@ -27,7 +27,7 @@ TAKES = {
     "two_levels": {"bits", "inner"},
 }
 VALUES = {"datastore": "/nowhere", "shortest": 3, "rank": 4, "depths": 2, "vocabulary": 9, "head_rank": 5, "bits": 8,
-          "inner": 2, "temperatures": [0.0, 1.0], "mask": "causal", "markov": 3}  # fmt: skip
+          "inner": 2, "temperatures": [0.0, 1.0], "mask": "causal", "markov": 3, "confidence": True}  # fmt: skip
 
 
 def said(kind: str, init: str = "scratch", **changed: Any) -> str:

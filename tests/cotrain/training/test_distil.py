@@ -25,7 +25,7 @@ def module_of(job: Any) -> Any:
     return SimpleNamespace(
         temperature=0.8, progress=SimpleNamespace(elapsed=77.5, minutes=9.0), draft="draft",
         held_out={0.8: "held", 0.3: "other"},
-        student=SimpleNamespace(known=torch.arange(60) < (job.cfg.draft.vocabulary or 60)),
+        student=SimpleNamespace(known=torch.arange(60) < (job.cfg.draft.vocabulary or 60), network=None),
         acceptance=lambda: {"alpha_T0.8/all": 0.58}, scores=lambda: scores,
         judged={0.8: {"all": scores[0.8]}, 0.3: {"all": scores[0.3]}}, profiles=lambda: {0.3: "cold", 0.8: "warm"},
         divergence=lambda decode: ("divergence", decode([5])), tau=lambda k, objective, verify: (k, objective, verify),
@@ -69,8 +69,10 @@ def test_an_export_describes_the_training(monkeypatch: pytest.MonkeyPatch) -> No
     }  # fmt: skip
     job.cfg.rollout.train_temperatures, job.cfg.draft.vocabulary = [], None
     monkeypatch.setattr(type(job), "chats", False)
+    monkeypatch.setattr(distil, "fit_confidence", lambda job, module: {"of": module.draft})
     distil.export(job, module_of(job), speed)
     *_, training, extra = calls[-1]
+    assert extra["confidence"] == {"of": "draft"}
     assert training["temperatures"] == [0.8] and training["draft_vocabulary"] is None and extra["given_texts"] is None
     assert training["learnt"]["chat_template"] is None and training["learnt"]["completions"] is False
 
