@@ -17,6 +17,10 @@ MOST = {
     "conditioned, token": 16,
     "eagle, token": 23,
     "p_eagle, token": 23,
+    "p_eagle, markov, token": 23,
+    "block, token": 23,
+    "block, causal, token": 23,
+    "medusa, markov, token": 20,
     "parallel, token": 24,  # of a round that catches up
     "early_exit, token": 16,
     "hybrid, token": 24,  # of a round that catches up with what look-up drafted

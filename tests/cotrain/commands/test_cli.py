@@ -184,7 +184,7 @@ def test_an_unknown_command_is_named(capsys: pytest.CaptureFixture[str]) -> None
         (UserError("draft.path=x is empty"), "draft.path=x is empty"),
         (ValueError("two\n lines"), "two lines (COTRAIN_TRACEBACK=1 shows where)"),
         (FileNotFoundError(errno.ENOENT, "No such file", "/a"), "/a: No such file (COTRAIN_TRACEBACK=1 shows where)"),
-        (OSError(errno.ENOSPC, "full", "/r/x"), "no space left for /r/x: it was not written, and nothing"),
+        (OSError(errno.ENOSPC, "full", "/r/x"), "no space left for /r/x: it was not written, and no partial file"),
         (OSError(errno.ENOSPC, "full"), "no space left (free: run 1 has "),
     ],
 )

@@ -26,7 +26,7 @@ def module_of(job: Any) -> Any:
         temperature=0.8, progress=SimpleNamespace(elapsed=77.5, minutes=9.0), draft="draft",
         held_out={0.8: "held", 0.3: "other"},
         student=SimpleNamespace(known=torch.arange(60) < (job.cfg.draft.vocabulary or 60), network=None),
-        acceptance=lambda: {"alpha_T0.8/all": 0.58}, scores=lambda: scores,
+        acceptance=lambda: {"alpha_T0.8/all": 0.58}, without_markov=dict, scores=lambda: scores,
         judged={0.8: {"all": scores[0.8]}, 0.3: {"all": scores[0.3]}}, profiles=lambda: {0.3: "cold", 0.8: "warm"},
         divergence=lambda decode: ("divergence", decode([5])), tau=lambda k, objective, verify: (k, objective, verify),
         on=lambda held: {"all": SimpleNamespace(alpha=0.875)},
