@@ -84,6 +84,25 @@ def test_every_loss_reaches_every_parameter(kind: str, name: str) -> None:
 
 
 @EVERY
+def test_a_loss_in_chunks_has_the_gradients_of_a_whole_one(kind: str) -> None:
+    """A guess names all that its head learns: what it leaves out would get no gradient from chunks."""
+    gradients = []
+    for chunk in (7, 10_000):
+        student = STUDENTS[kind](target())
+        module = Distillation(student, target(), [Stage(1.0, parse("kl"))], *([None] * 2), {}, chunk=chunk)  # type: ignore[arg-type]
+        module._trainer = SimpleNamespace(global_step=0, max_steps=1, world_size=1)  # type: ignore[assignment]
+        predicted = torch.ones(3, 13, dtype=torch.bool)
+        batch = {"ids": IDS, "predicted": predicted, "key": torch.arange(3), "temperature": torch.ones(3)}
+        module.training_step(batch, 0).backward()
+        gradients.append({name: weight.grad for name, weight in student.network.named_parameters()})
+    parts, whole = gradients
+    for name, expected in whole.items():
+        assert (parts[name] is None) == (expected is None), name
+        if expected is not None:
+            torch.testing.assert_close(parts[name], expected, msg=name)
+
+
+@EVERY
 def test_save_and_load_round_trip(kind: str, tmp_path: Path) -> None:
     student = STUDENTS[kind](target())
     student.network.float()
