@@ -70,7 +70,7 @@ def export(
     network, tokenizer, _ = load_draft(source, network=kind_of(folder.kind).network_class)
     network.fits(target, str(source))
     metadata = folder.metadata.exported(name, k, objective)
-    depths, remarks = network.config.depths, _without_heads(network, Path(source), metadata)
+    depths, remarks = network.config.depths, list[str]()
     if is_parallel(folder.kind) and metadata.k > depths:
         raise ValueError(f"k={metadata.k}: {source} was trained for {depths} drafts of a round")
     if isinstance(network, BlockNetwork) and not network.config.causal and metadata.k != depths:
@@ -80,6 +80,7 @@ def export(
         remarks.append(f"Its plan has {metadata.k} drafts a round, but an engine gives it as many masks as drafts, and "
                        f"its masks, which see each other, were trained {depths} at a time.")  # fmt: skip
         metadata = metadata.exported(None, depths, None)
+    remarks = [*_without_heads(network, Path(source), metadata), *remarks]
     layers = list(network.config.layers)
     numbered = {"layout": layout, "inputs_of_layers": layers, "outputs_of_layers": output_layers(layers)}
     metadata = changed(metadata, origin={**metadata.origin, "export": {**numbered, "remarks": remarks}})
@@ -104,7 +105,7 @@ def _without_heads(network: Any, source: Path, metadata: Metadata) -> list[str]:
         remarks.append(without_markov(source, metadata))
     if getattr(network, "confidence_head", None) is not None:
         network.confidence_head, config.enable_confidence_head, config.confidence_head_with_markov = None, False, False
-        remarks.append("The confidence head of the draft is left out: the engine drafts as many tokens in each round.")
+        remarks.append("The confidence head of the draft is left out, which no engine reads.")
     return remarks
 
 

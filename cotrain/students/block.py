@@ -40,10 +40,14 @@ class BlockStudent(EagleStudent):
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
-        """Return the network before training, as `EagleStudent.initial`; a confidence head is fitted after it."""
+        """Return the network before training, as `EagleStudent.initial`; a confidence head is fitted after it. Raises
+        ValueError for a folder with such a head unless draft.confidence=true: it would be of another draft."""
         network: Any = super().initial(draft, init, target)
         if draft.confidence:
             network.add_confidence_head()
+        elif getattr(network, "confidence_head", None) is not None:
+            raise ValueError(f"draft.path={draft.path} has a confidence head, which must be fitted anew: set "
+                             "draft.confidence=true")  # fmt: skip
         return network
 
     @classmethod
@@ -119,13 +123,13 @@ class BlockStudent(EagleStudent):
         """Return the states (B, S, K, H) of the masks of some blocks."""
         network, S, n = self.network, len(anchors), 1 + self.network.config.depths
         x = network.queries(self.embedded(ids[:, anchors]), n - 1).flatten(1, 2)
-        places = (positions[:, anchors].unsqueeze(-1) + torch.arange(n, device=ids.device)).flatten(1)
+        at = (positions[:, anchors].unsqueeze(-1) + torch.arange(n, device=ids.device)).flatten(1)
         every = torch.arange(ids.shape[1], device=ids.device)
         sees = (every < anchors.unsqueeze(1)) & (texts[:, anchors].unsqueeze(2) == texts.unsqueeze(1))  # (B, S, T)
         own = torch.ones(n, n, dtype=torch.bool, device=ids.device)
         own = own.tril() if network.config.causal else own
         attends = [attend_blocks(keys, values, sees, own, network.groups, network.scale) for keys, values in context]
-        states = network.states(x, *network.angles(places), attends)
+        states = network.states(x, *network.angles(at), attends)
         return states.unflatten(1, (S, n))[:, :, 1:]
 
     def proposer(

@@ -26,6 +26,7 @@ from inference.proposers.eagle import EagleNetwork, FeatureNetwork, fused
 PARTS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj",
          "mlp.down_proj", "post_attention_layernorm")  # fmt: skip
 
+KEYS = {"num_hidden_layers": "layers", "causal": "mask", "markov_rank": "markov"}  # of a config -> the setting
 JUDGED = 8  # evaluate at least this many depths, since served rounds may be longer than those in training
 
 
@@ -243,8 +244,10 @@ def refuse_other(network: PreTrainedModel, draft: Draft, settings: Mapping[str, 
     """Raise ValueError if settings, None where they are left open, differ from those of the network of draft.path."""
     for name, value in settings.items():
         if value is not None and value != getattr(network.config, name):
-            raise ValueError(f"draft.path={draft.path} has {name} {getattr(network.config, name)}, not {value}, which "
-                             "cannot change")  # fmt: skip
+            key, own = KEYS[name], getattr(network.config, name)
+            own = ("causal" if own else "bidirectional") if name == "causal" else own
+            raise ValueError(f"draft.{key}={getattr(draft, key)}: draft.path={draft.path} was made with {own}, which "
+                             f"stays: set draft.{key}={own}")  # fmt: skip
 
 
 def sizes_of(draft: Draft, target: PreTrainedModel, like: bool) -> dict[str, Any]:

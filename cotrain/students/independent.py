@@ -264,6 +264,9 @@ def causal_lm(path: str, target: PreTrainedModel) -> PreTrainedModel:
     model, info = loaded
     if info["missing_keys"]:
         raise ValueError(f"draft.path={path}: tensors are missing: {', '.join(sorted(info['missing_keys']))}")
+    if info["mismatched_keys"]:
+        names = ", ".join(sorted(str(name) for name, *_ in info["mismatched_keys"]))
+        raise ValueError(f"draft.path={path}: shapes of tensors differ from those of its config.json: {names}")
     if ours > theirs and is_small(model.config):
         raise ValueError(f"draft.path={path}: its small head is of {ours} ids, the target has {theirs}: it serves the "
                          "target that it was made for")  # fmt: skip

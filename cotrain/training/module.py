@@ -470,7 +470,7 @@ def _cosine_distance(record: Record, guess: Guess, predicted: Tensor) -> Tensor:
     theirs = record[LAST].flatten(0, 1)[guess.at]
     inside = pad(predicted, (0, 1)).flatten()[guess.at]
     states = guess.states[:, : theirs.shape[-1]]  # rows of a Markov head follow them
-    return losses.misaligned(states, theirs)[inside].sum()
+    return losses.misaligned(states, theirs)[inside].sum() / guess.share
 
 
 def _tag(name: str, temperature: float) -> str:

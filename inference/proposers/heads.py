@@ -26,7 +26,7 @@ from inference.models.pretrained import widened
 from inference.models.step import by_round
 from inference.proposers.base import Host, LoadArguments, Outcome, Proposal, Proposer, Round
 from inference.proposers.markov import MarkovHead
-from inference.proposers.trees import DynamicTrees, Follow, Nodes, TreeShape, of_depths, one_by_one, trees_of
+from inference.proposers.trees import DynamicTrees, Follow, Nodes, TreeShape, after_anchor, one_by_one, trees_of
 
 Given = Mapping[str, Tensor]  # newest (A, D): states; anchor (A, 1): the ids after them
 
@@ -261,13 +261,8 @@ class Medusa(DraftHeads):
     def unrolled(self, given: Given, K: int) -> tuple[Tensor, Follow]:
         logits = self.host.target.head(self.network.states(given["newest"], K)).transpose(0, 1)  # (A, K, V)
         markov = self.network.markov_head
-        if markov is None:
-            return logits[:, 0], of_depths(logits)
-
-        def term(ids: Tensor) -> Tensor:
-            return markov(ids)[..., : logits.shape[-1]]
-
-        return logits[:, 0] + term(given["anchor"])[:, 0], of_depths(logits, term)
+        term = None if markov is None else lambda ids: markov(ids)[..., : logits.shape[-1]]
+        return after_anchor(logits, given["anchor"][:, 0], term)
 
 
 class Hydra(DraftHeads):

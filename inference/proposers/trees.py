@@ -68,18 +68,25 @@ def of_depths(logits: Tensor, term: Term | None = None) -> Follow:
     return follow
 
 
+def after_anchor(logits: Tensor, anchor: Tensor, term: Term | None) -> tuple[Tensor, Follow]:
+    """The logits (A, V) of the first drafts, and the `Follow` of later ones, of logits (A, K, V) of one pass; anchor
+    (A,): the tokens before the first drafts."""
+    first = logits[:, 0]
+    return first if term is None else first + term(anchor.unsqueeze(1))[:, 0], of_depths(logits, term)
+
+
 def from_one_pass(
     round: Round, logits: Tensor, shape: "StaticTrees | DynamicTrees | None", greedy: bool,
     anchor: Tensor, term: Term | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Drafts and the distributions they were drawn from, of logits (A, K, V) of one pass: trees of a shape, or chains.
     anchor (A,): the last tokens of the texts; term: what the token before each draft adds to its logits."""
-    K, first = logits.shape[1], logits[:, 0] if term is None else logits[:, 0] + term(anchor.unsqueeze(1))[:, 0]
+    K, (first, follow) = logits.shape[1], after_anchor(logits, anchor, term)
     if shape:
-        return shape.grown(round, K, first, of_depths(logits, term), greedy)
+        return shape.grown(round, K, first, follow, greedy)
     if term is None:
         return drawn(round, logits, greedy)
-    return one_by_one(K, first, of_depths(logits, term), by_round(round, greedy))
+    return one_by_one(K, first, follow, by_round(round, greedy))
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import inference.proposers.eagle as eagle_module
 from cotrain.students.base import Guess, Seen
 from cotrain.students.block import BlockStudent
 from cotrain.students.parallel import KEEP
+from cotrain.training.module import _cosine_distance
 from inference import Engine, load, proposers
 from inference.drafts.draft_folder import Metadata, save
 from inference.policy import Fixed
@@ -189,6 +190,16 @@ def test_chosen_blocks_keep_the_expected_loss(name: str) -> None:
     assert values[0] != pytest.approx(values[1], rel=1e-3)
 
 
+def test_the_cosine_of_chosen_blocks_is_that_of_all() -> None:
+    """On average over the first block; a step reads a third of them."""
+    one = student()
+    seen = states_of(one, IDS)
+    predicted = torch.ones(2, 8, dtype=torch.bool)
+    whole = _cosine_distance(seen.states, guessed(one, IDS, seen)[0], predicted)
+    parts = [_cosine_distance(seen.states, in_training(one, IDS, u)[0], predicted) for u in (0.1, 0.5, 0.9)]
+    assert sum(map(float, parts)) / 3 == pytest.approx(float(whole), rel=1e-9)
+
+
 @pytest.mark.parametrize("depths", [1, 4, 8])
 def test_a_step_of_many_depths_reads_as_many_queries_as_one_of_one(
     depths: int, monkeypatch: pytest.MonkeyPatch
@@ -320,5 +331,5 @@ def test_a_folder_serves_what_was_saved(tmp_path: Path) -> None:
     init = SimpleNamespace(kind="pretrained", layers=[])
     path = {"kind": "block", "path": str(folder), "layers": 2, "mask": "causal"}
     assert BlockStudent.initial(draft(**path, markov=3), init, target) is not None  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="markov_rank 3, not 5, which cannot change"):
+    with pytest.raises(ValueError, match=r"draft.markov=5: .* made with 3, which stays: set draft.markov=3"):
         BlockStudent.initial(draft(**path, markov=5), init, target)  # type: ignore[arg-type]
