@@ -15,7 +15,7 @@ from inference.models.small_heads import RANK, VOCABULARY, fill, put_small_head
 from inference.proposers import KINDS as REGISTERED
 from inference.proposers import Independent, NGram, kind_of
 from inference.proposers.base import Proposer
-from inference.proposers.block import Block, BlockConfig, BlockNetwork
+from inference.proposers.block import Block, BlockNetwork
 from inference.proposers.conditioned import Conditioned, conditioned
 from inference.proposers.eagle import Eagle, EagleNetwork, fused
 from inference.proposers.early_exit import EarlyExit, ExitNetwork, untrained_exit
@@ -99,7 +99,7 @@ def eagle(target: LlamaForCausalLM, noise: float = 0.1, made: Any = EagleNetwork
     network: EagleNetwork = made(made.config_class(
         hidden_size=config.hidden_size, num_attention_heads=2, head_dim=config.hidden_size // 2,
         vocab_size=config.vocab_size, max_position_embeddings=config.max_position_embeddings,
-        depths=3, **{"eagle_aux_hidden_state_layer_ids": list(fused(config.num_hidden_layers)), **settings},
+        **{"depths": 3, "eagle_aux_hidden_state_layer_ids": list(fused(config.num_hidden_layers)), **settings},
     )).to(target.dtype).eval()  # fmt: skip
     with torch.no_grad():
         for weight in network.parameters():
@@ -119,25 +119,12 @@ def p_eagle(target: LlamaForCausalLM, noise: float = 0.1, **settings: Any) -> PE
 
 
 def block(target: LlamaForCausalLM, noise: float = 0.1, **settings: Any) -> BlockNetwork:
-    """Two layers near the target's norm and head, changed at random; the Markov head too."""
-    torch.manual_seed(7)
-    config, layers = target.config, list(fused(target.config.num_hidden_layers))
-    network = BlockNetwork(BlockConfig(
-        hidden_size=config.hidden_size, num_attention_heads=2, head_dim=config.hidden_size // 2,
-        vocab_size=config.vocab_size, max_position_embeddings=config.max_position_embeddings,
-        eagle_aux_hidden_state_layer_ids=layers, **{"depths": 3, "num_hidden_layers": 2, **settings},
-    )).to(target.dtype).eval()  # fmt: skip
-    with torch.no_grad():
-        for weight in network.parameters():
-            weight += noise * torch.randn_like(weight)
-        network.fc.weight[:, -config.hidden_size :] += torch.eye(config.hidden_size)
-        ids = torch.arange(0, config.vocab_size, 2)[: network.config.draft_vocab_size]
-        if network.pruned:
-            network.know(ids.tolist())
-        fill(network.lm_head, target.get_output_embeddings().weight[ids if network.pruned else slice(None)])
-        if network.config.markov_rank:
+    """As `eagle`, of two layers, changed at random; the Markov head too."""
+    network: BlockNetwork = eagle(target, noise, BlockNetwork, **{"num_hidden_layers": 2, **settings})
+    if network.markov_head is not None:
+        with torch.no_grad():
             network.markov_head.markov_w2.weight += 0.5 * torch.randn_like(network.markov_head.markov_w2.weight)
-    return network.to(target.device)
+    return network
 
 
 def exit_network(target: LlamaForCausalLM, rank: int = 2) -> ExitNetwork:

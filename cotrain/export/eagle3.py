@@ -100,7 +100,7 @@ def export(
 def _without_heads(network: Any, source: Path, metadata: Metadata) -> list[str]:
     """Remove the Markov head and the confidence head from a network. Returns a remark about each that there was."""
     config, remarks = network.config, []
-    if getattr(network, "markov_head", None) is not None:
+    if network.markov_head is not None:
         network.markov_head, config.markov_rank = None, 0
         remarks.append(without_markov(source, metadata))
     if getattr(network, "confidence_head", None) is not None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from cotrain.config.groups import Draft, Init
@@ -156,7 +157,7 @@ class EagleStudent(Student):
 
     def after_tokens(self, guesses: list[Guess], ids: Tensor) -> list[Guess]:
         """Return the guesses with the term of the Markov head, if the network has one, see `markov.after_tokens`."""
-        markov = getattr(self.network, "markov_head", None)
+        markov = self.network.markov_head
         if markov is None:
             return guesses
         vocabulary = self.vocabulary or self.network.config.vocab_size
@@ -184,7 +185,7 @@ class EagleRounds:
         B, T = ids.shape
         every = torch.arange(T, device=ids.device).expand(B, T)
         positions = every if position_ids is None else position_ids
-        self.text = (positions == 0).cumsum(1)  # number of each token's text in its row
+        self.text = segments(positions)
         self.positions = positions[:, :-1]
         of = self.text[:, :-1]
         self.sees = (of.unsqueeze(2) == of.unsqueeze(1)) & (every[:, None, :-1] <= every[:, :-1, None])
@@ -196,6 +197,12 @@ class EagleRounds:
         inside = self.text[:, : T - 1 - depth] == self.text[:, depth + 1 :]
         every = torch.arange(self.text.numel(), device=self.text.device).view(self.text.shape)
         return every[:, depth + 1 :][inside], inside
+
+
+def segments(position_ids: Tensor) -> Tensor:
+    """Return the number of each token's text in its row (B, T), from position_ids (B, T) of packed texts."""
+    begins = position_ids[:, 1:] != position_ids[:, :-1] + 1
+    return pad(begins.cumsum(1), (1, 0))
 
 
 class RoundAttention:

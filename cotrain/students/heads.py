@@ -73,7 +73,7 @@ class MedusaStudent(Student):
         rounds = HeadRounds(batch["ids"], batch.get("position_ids"), self.network.depths)
         states = self.head_states(batch["ids"], seen.states[LAST][:, :-1], rounds.depths)
         guesses = [Guess(depth, *rounds.of(depth, of_depth), self.head) for depth, of_depth in enumerate(states)]
-        markov = getattr(self.network, "markov_head", None)
+        markov = self.network.markov_head
         if markov is None:
             return guesses
         return after_tokens(guesses, batch["ids"], markov, lambda logits: logits[..., : self.vocabulary])

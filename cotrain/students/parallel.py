@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from cotrain.config.groups import Draft, Init
 from cotrain.students.base import Guess, Seen
-from cotrain.students.eagle import EagleRounds, EagleStudent
+from cotrain.students.eagle import EagleRounds, EagleStudent, segments
 from cotrain.students.independent import HEAD, IndependentStudent
 from inference import proposers
 from inference.models.forward import additive
@@ -281,12 +281,6 @@ def positions_of(masks: Masks, depth: int, ids: Tensor, texts: Tensor | None, ga
         return at.flatten(), of_masks.flatten()
     same = texts[:, position] == texts[:, masks.start[column]]
     return at[same], of_masks[same]
-
-
-def segments(position_ids: Tensor) -> Tensor:
-    """Return the number of each token's text in its row (B, T), from position_ids (B, T) of packed texts."""
-    begins = position_ids[:, 1:] != position_ids[:, :-1] + 1
-    return pad(begins.cumsum(1), (1, 0))
 
 
 def visible(masks: Masks, length: int, texts: Tensor | None = None) -> Tensor:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from inference.models.cache import Window
-from inference.models.forward import picked, visible
+from inference.models.forward import additive, picked, visible
 from inference.proposers.base import Round
 from inference.proposers.confidence import ConfidenceHead
 from inference.proposers.eagle import Attend, Eagle, EagleConfig, FeatureNetwork, Gated, Norm, output_layers, rotated
@@ -63,6 +63,7 @@ class BlockNetwork(FeatureNetwork):
     config_class: Any = BlockConfig
     _keep_in_fp32_modules_strict = {"confidence_head"}
     config: BlockConfig
+    markov_head: Any  # a MarkovHead or None
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__(config)
@@ -186,8 +187,8 @@ class Block(Eagle):
         ends = (
             window if self.network.config.causal else replace(window, positions=positions[:, -1:].expand_as(positions))
         )
-        seen = visible(ends, ids.device)
-        attends = [self._attend(layer, window, seen) for layer in range(len(self.network.layers))]
+        mask = additive(visible(ends, ids.device), self.shape.held)
+        attends = [self._attend(layer, window, mask) for layer in range(len(self.network.layers))]
         states = self.network.states(x, *self._angles(positions), attends)[:, 1 : K + 1]
         logits = self.network.head(states, self.vocabulary)
         return from_one_pass(round, logits, self.branching, self.greedy, anchor, self.network.term(self.vocabulary))

@@ -36,7 +36,7 @@ from inference.models.pretrained import widened
 from inference.models.small_heads import fill, projection, spread
 from inference.models.step import by_round
 from inference.proposers.base import Host, LoadArguments, Outcome, Proposal, Proposer, Round
-from inference.proposers.markov import FromZero
+from inference.proposers.markov import FromZero, MarkovHead
 from inference.proposers.trees import DynamicTrees, Nodes, Term, TreeShape, one_by_one, trees_of
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # queries (A, n, heads, D), keys, values -> (A, n, heads D)
@@ -127,6 +127,7 @@ class FeatureNetwork(PreTrainedModel):
         self.fc = nn.Linear(len(config.layers) * width, width, bias=False)
         self.add_layers(config)
         self.norm = Norm(width, config.rms_norm_eps)
+        self.markov_head: MarkovHead | None = None  # of the kinds that have one
         self.lm_head = projection(width, config.draft_vocab_size, config.head_rank)  # (..., H) -> (..., Vd)
         self.groups = config.num_attention_heads // config.num_key_value_heads
         self.scale = config.head_dim**-0.5
@@ -179,7 +180,7 @@ class FeatureNetwork(PreTrainedModel):
 
     def term(self, vocabulary: int) -> "Term | None":
         """What the Markov head adds to the logits after a token; None without such a head."""
-        markov = getattr(self, "markov_head", None)
+        markov = self.markov_head
         return None if markov is None else lambda ids: self.spread(markov(ids), vocabulary)
 
     @property
@@ -473,7 +474,7 @@ class Eagle(Proposer):
     def _layer(self, ids: Tensor, features: Tensor, window: Window) -> Tensor:
         """Pairs of ids (A, n), features (A, n, H) -> (A, n, H); writes to the window's slots and reads those up to its
         limit."""
-        attend = self._attend(0, window, visible(window, ids.device))
+        attend = self._attend(0, window, additive(visible(window, ids.device), self.shape.held))
         embedded = self.embedding(ids).to(features.dtype)
         return self.network.layer(embedded, features, *self._angles(window.positions), attend)
 
@@ -483,11 +484,10 @@ class Eagle(Proposer):
         cos, sin = (part[positions] for part in self.table)
         return cos, sin
 
-    def _attend(self, layer: int, window: Window, seen: Tensor) -> Attend:
+    def _attend(self, layer: int, window: Window, mask: Tensor) -> Attend:
         """Attention of a layer that stores the new keys and values in the window's slots, then reads the slots up to
-        its limit, those seen (A, 1, n, limit)."""
-        held = self.shape.held
-        rows, mask = slice(window.low, window.high), additive(seen, held)
+        its limit under a mask (A, 1, n, limit) to add to scores."""
+        held, rows = self.shape.held, slice(window.low, window.high)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             self._store(layer, window, k, v)

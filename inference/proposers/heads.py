@@ -60,6 +60,10 @@ class HeadsNetwork(PreTrainedModel):
 
     base_model_prefix = ""
 
+    def __init__(self, config: MedusaConfig) -> None:
+        super().__init__(config)
+        self.markov_head: MarkovHead | None = None  # of the kinds that have one
+
     def get_input_embeddings(self) -> Any:
         """None: the heads read the target's states."""
         return None
@@ -92,7 +96,6 @@ class MedusaNetwork(HeadsNetwork):
         count = config.num_heads, config.num_hidden_layers
         self.weight = nn.Parameter(torch.zeros(*count, config.hidden_size, config.hidden_size))
         self.bias = nn.Parameter(torch.zeros(*count, config.hidden_size))
-        self.markov_head = None
         if config.markov_rank:
             self.markov_head = MarkovHead(config.vocab_size, config.markov_rank, config.vocab_size)
         self.post_init()

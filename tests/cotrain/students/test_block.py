@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-import inference.proposers.eagle as eagle_module
-from cotrain.students.base import Guess, Seen
+from cotrain.students.base import Guess
 from cotrain.students.block import BlockStudent
 from cotrain.students.parallel import KEEP
 from cotrain.training.module import _cosine_distance
@@ -18,11 +17,12 @@ from inference import Engine, load, proposers
 from inference.drafts.draft_folder import Metadata, save
 from inference.policy import Fixed
 from inference.proposers.block import Block, BlockNetwork
-from tests import kinds, standin
+from tests import kinds
 from tests.cotrain.losses.test_batch import CONVERSATIONS, module
 from tests.cotrain.losses.test_sequence import batch
 from tests.cotrain.students.test_eagle import PROMPTS, SETTINGS, WHOLE, distributions, draft
 from tests.cotrain.students.test_p_eagle import IDS, TARGET, guessed, states_of
+from tests.feature_drafts import check_packed_texts, check_text_on_a_device
 from tests.tiny import tiny
 
 SHAPES: list[dict[str, Any]] = [{}, {"causal": True}, {"markov_rank": 3}, {"draft_vocab_size": 16, "markov_rank": 3}]
@@ -99,15 +99,7 @@ def test_guesses_are_those_of_blocks_by_hand(settings: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("settings", SHAPES, ids=str)
 def test_packed_texts_equal_texts_alone(settings: dict[str, Any]) -> None:
-    one, packed = student(**settings), IDS[:1]
-    positions = torch.tensor([[*range(5), *range(4)]])
-    parts = packed[:, :5], packed[:, 5:]
-    alone = [states_of(one, part) for part in parts]
-    whole = Seen({layer: torch.cat([seen.states[layer] for seen in alone], 1) for layer in one.reads})
-    for depth, guess in enumerate(guessed(one, packed, whole, position_ids=positions)):
-        theirs = [guessed(one, part, seen)[depth] for part, seen in zip(parts, alone, strict=True)]
-        assert guess.at.tolist() == [*theirs[0].at.tolist(), *(5 + theirs[1].at).tolist()]
-        torch.testing.assert_close(distributions(guess), torch.cat([distributions(one) for one in theirs]))
+    check_packed_texts(student(**settings), IDS[:1], 5)
 
 
 def test_many_blocks_are_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,21 +266,10 @@ def test_a_markov_head_that_says_nothing_changes_nothing() -> None:
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("sampling", SETTINGS)
 def test_text_on_a_device_is_that_of_the_host(sampling: Any, compile: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replayed rounds too; slots grow under them. A round is one copy and one read."""
-    monkeypatch.setattr(eagle_module, "FIRST_SLOTS", 8)
-    monkeypatch.setattr("inference.models.graphs.WARMUP", 1)
+    def proposer(target: Any) -> Block:
+        return Block(kinds.block(target, draft_vocab_size=16, markov_rank=3))
 
-    def engine(device: str) -> Engine:
-        target = tiny().to(device)
-        network = kinds.block(target, draft_vocab_size=16, markov_rank=3).to(device)
-        return Engine(target, Block(network), policy=Fixed(3), rows=3, compile=compile and device != "cpu")
-
-    expected = engine("cpu").generate(PROMPTS, sampling=sampling, **WHOLE)
-    with standin.device() as gpu:
-        there = engine("cuda")
-        on_device = there.generate(PROMPTS, sampling=sampling, **WHOLE)
-        assert on_device.tokens == expected.tokens and on_device.stats.accepted == expected.stats.accepted
-        assert not compile or gpu.recordings
+    check_text_on_a_device(proposer, PROMPTS, WHOLE, sampling, compile, monkeypatch)
 
 
 # --- first weights and folders

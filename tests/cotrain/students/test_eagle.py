@@ -21,7 +21,8 @@ from inference import Engine, Sampling, load, proposers
 from inference.drafts.draft_folder import Metadata, save
 from inference.policy import Fixed
 from inference.proposers.eagle import EagleNetwork, fused
-from tests import kinds, standin
+from tests import kinds
+from tests.feature_drafts import check_packed_texts, check_text_on_a_device
 from tests.tiny import tiny
 
 IDS = torch.randint(32, (2, 12), generator=torch.Generator().manual_seed(4))
@@ -66,19 +67,7 @@ def test_it_begins_as_the_last_layer_of_the_target() -> None:
 
 
 def test_packed_texts_equal_texts_alone() -> None:
-    student = EagleStudent(kinds.eagle(tiny(), 0.3), tiny())
-    packed = IDS[:1]
-    places = torch.tensor([[*range(7), *range(5)]])
-    states = served(student.target, layers=student.reads)[0]
-    parts = packed[:, :7], packed[:, 7:]
-    alone = [states(part) for part in parts]
-    whole = Seen({layer: torch.cat([one[layer] for one in alone], 1) for layer in student.reads})
-    guesses = guessed(student, packed, whole, position_ids=places)
-    assert len(guesses) == 3
-    for depth, guess in enumerate(guesses):
-        theirs = [guessed(student, part, Seen(one))[depth] for part, one in zip(parts, alone, strict=True)]  # type: ignore[arg-type]
-        assert guess.at.tolist() == [*theirs[0].at.tolist(), *(7 + theirs[1].at).tolist()]
-        torch.testing.assert_close(distributions(guess), torch.cat([distributions(one) for one in theirs]))
+    check_packed_texts(EagleStudent(kinds.eagle(tiny(), 0.3), tiny()), IDS[:1], 7)
 
 
 @pytest.mark.parametrize("name", sorted({*LOSSES} - {"rkl"}))
@@ -172,21 +161,10 @@ SETTINGS = [Sampling(0.8), Sampling(0.0), Sampling(0.9, repetition_penalty=1.2, 
 def test_text_on_a_device_is_that_of_the_host(
     sampling: Sampling, compile: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Replayed rounds too; slots grow under them."""
-    monkeypatch.setattr(eagle_module, "FIRST_SLOTS", 8)
-    monkeypatch.setattr("inference.models.graphs.WARMUP", 1)
+    def proposer(target: Any) -> eagle_module.Eagle:
+        return eagle_module.Eagle(kinds.eagle(target, draft_vocab_size=16))
 
-    def text(device: str) -> list[list[int]]:
-        target = tiny().to(device)
-        proposer = eagle_module.Eagle(kinds.eagle(target, draft_vocab_size=16).to(device))
-        return Engine(target, proposer, policy=Fixed(3), rows=3, compile=compile and device != "cpu").generate(
-            PROMPTS, sampling=sampling, **WHOLE
-        ).tokens  # fmt: skip
-
-    expected = text("cpu")
-    with standin.device() as gpu:
-        assert text("cuda") == expected
-        assert not compile or gpu.recordings
+    check_text_on_a_device(proposer, PROMPTS, WHOLE, sampling, compile, monkeypatch)
 
 
 def test_other_settings_raise() -> None:

@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-import inference.proposers.eagle as eagle_module
 from cotrain.students.base import Guess, Seen
 from cotrain.students.eagle import EagleStudent
 from cotrain.students.parallel import PEagleStudent, starts
@@ -21,9 +20,10 @@ from inference.drafts.draft_folder import Metadata, save
 from inference.policy import Fixed
 from inference.proposers.eagle import LAYER_IDS
 from inference.proposers.p_eagle import PEagleConfig, PEagleNetwork
-from tests import kinds, standin
+from tests import kinds
 from tests.cotrain.students.test_eagle import PROMPTS, SETTINGS, WHOLE, distributions, draft
 from tests.dropped_starts import check_dropped_starts
+from tests.feature_drafts import check_packed_texts, check_text_on_a_device
 from tests.tiny import tiny
 
 IDS = torch.randint(31, (2, 9), generator=torch.Generator().manual_seed(4))
@@ -95,15 +95,7 @@ def test_the_first_draft_is_that_of_an_eagle_with_its_weights() -> None:
 
 
 def test_packed_texts_equal_texts_alone() -> None:
-    one, packed = student(), IDS[:1]
-    places = torch.tensor([[*range(5), *range(4)]])
-    parts = packed[:, :5], packed[:, 5:]
-    alone = [states_of(one, part) for part in parts]
-    whole = Seen({layer: torch.cat([seen.states[layer] for seen in alone], 1) for layer in one.reads})
-    for depth, guess in enumerate(guessed(one, packed, whole, position_ids=places)):
-        theirs = [guessed(one, part, seen)[depth] for part, seen in zip(parts, alone, strict=True)]
-        assert guess.at.tolist() == [*theirs[0].at.tolist(), *(5 + theirs[1].at).tolist()]
-        torch.testing.assert_close(distributions(guess), torch.cat([distributions(one) for one in theirs]))
+    check_packed_texts(student(), IDS[:1], 5)
 
 
 @pytest.mark.parametrize("name", ["kl", "0.3*kl+0.7*tv"])
@@ -163,21 +155,10 @@ def test_no_more_is_drafted_than_was_learnt() -> None:
 
 @pytest.mark.parametrize(("sampling", "compile"), [*((one, True) for one in SETTINGS), (SETTINGS[-1], False)])
 def test_text_on_a_device_is_that_of_the_host(sampling: Any, compile: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replayed rounds too; slots grow under them. A round is one copy and one read."""
-    monkeypatch.setattr(eagle_module, "FIRST_SLOTS", 8)
-    monkeypatch.setattr("inference.models.graphs.WARMUP", 1)
+    def proposer(target: Any) -> Any:
+        return proposers.kind_of("p_eagle")(kinds.p_eagle(target, draft_vocab_size=16))
 
-    def engine(device: str) -> Engine:
-        target = tiny().to(device)
-        proposer = proposers.kind_of("p_eagle")(kinds.p_eagle(target, draft_vocab_size=16).to(device))  # type: ignore[call-arg]
-        return Engine(target, proposer, policy=Fixed(3), rows=3, compile=compile and device != "cpu")
-
-    expected = engine("cpu").generate(PROMPTS, sampling=sampling, **WHOLE)
-    with standin.device() as gpu:
-        there = engine("cuda")
-        on_device = there.generate(PROMPTS, sampling=sampling, **WHOLE)
-        assert on_device.tokens == expected.tokens and on_device.stats.accepted == expected.stats.accepted
-        assert not compile or gpu.recordings
+    check_text_on_a_device(proposer, PROMPTS, WHOLE, sampling, compile, monkeypatch)
 
 
 # --- folders
