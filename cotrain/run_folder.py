@@ -296,14 +296,15 @@ def read_marker(path: Path) -> dict[str, Any] | None:
     marker, or only a `run.json` of another program."""
     try:
         marker = json.loads((path / MARKER).read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError, ValueError):
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError):
         return None
     if not isinstance(marker, dict) or "cotrain" not in marker:
         return None
     for key, neutral in REMOVED.items():
         group, _, name = key.partition(".")
-        values = (marker.get("settings") or {}).get(group) or {}
-        if values.get(name) == neutral:
+        settings = marker.get("settings")
+        values = settings.get(group) if isinstance(settings, dict) else None
+        if isinstance(values, dict) and values.get(name) == neutral:
             del values[name]
     return marker
 

@@ -1,5 +1,6 @@
 """One request while it is decoded: its text, its limits and its end; and the requests of a call's prompts."""
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -213,11 +214,13 @@ def content_of(who: str, message: Message) -> str | None:
     """The text of a message: a string, or the texts of its parts joined; None if it calls tools instead. Raises
     ValueError for anything else, which many templates would print as Python does."""
     content = message.get("content")
-    if content is None and message.get("tool_calls"):
+    if content is None and message.get("tool_calls") and message.get("role") == "assistant":
         return None
     parts = content if isinstance(content, list | tuple) else [{"text": content}]
     if not parts or not all(isinstance(one, Mapping) and isinstance(one.get("text"), str) for one in parts):
-        raise ValueError(f"{who}: the content of a message is text or a list of text parts, not {content!r}")
+        raise ValueError(
+            f"{who}: the content of a message is text or a list of text parts, not {reprlib.repr(content)}"
+        )
     text = "".join(str(one["text"]) for one in parts)
     _require_text(who, text)
     return text

@@ -124,6 +124,10 @@ def _plain(messages: list[Message], template: Template) -> tuple[list[int], list
         raise ValueError("the target's tokenizer has no chat template, so only one message of a user, with or "
                          "without its answer, can be read")  # fmt: skip
     prompt, *said = (message["content"] for message in messages)
+    if said == [None]:
+        raise ValueError(
+            "message 2 calls tools, which only a chat template can render, and the target's tokenizer has none"
+        )
     end = template.tokenizer.eos_token_id
     return list(template.tokenizer(prompt)["input_ids"]), [*template.ids(said[0]), end] if said else []
 

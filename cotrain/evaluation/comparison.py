@@ -40,12 +40,14 @@ def per_text(scores: dict[float, Scores], held_out: Mapping[float, HeldOut]) -> 
 @dataclass(frozen=True)
 class Gain:
     """The tau of a label, and its relative gain over the baseline with a 95 % interval from low to high. The runs of
-    the label are pooled; alpha, kl (nats), entropy of q (nats) and calibration error are means over them."""
+    the label are pooled; alpha, kl (nats), entropy of q (nats) and calibration error are means over them. tau and gain
+    are over `texts` texts of each seed: those that both sides of every pair have, if runs were evaluated on others."""
 
     label: str
     temperature: str
     k: int
     seeds: int
+    texts: int
     alpha: float
     kl: float
     entropy: float
@@ -144,12 +146,11 @@ def _settings(label: str) -> set[str]:
 
 def _gain(label: str, mine: Sequence[dict[str, Any]], base: Sequence[dict[str, Any]], temperature: str, k: int) -> Gain:
     pairs = [tuple(run["texts"][temperature] for run in pair) for pair in paired(mine, base)]
-    common = [_common(*pair) for pair in pairs]
-    count = min(len(rows) for rows in common)  # minutes= may leave time for fewer texts in one run than in another
-    if not count:
+    common = _aligned(pairs)
+    if not common[0]:
         raise UserError(f"{label}: evaluated on other texts than the baseline; let the runs share rollouts")
     lengths, ours, theirs = np.array([
-        [(one["lengths"][i], one["calls"][str(k)][i], two["calls"][str(k)][j]) for i, j in rows[:count]]
+        [(one["lengths"][i], one["calls"][str(k)][i], two["calls"][str(k)][j]) for i, j in rows]
         for (one, two), rows in zip(pairs, common, strict=True)
     ], dtype=np.float64).transpose(2, 0, 1)  # each (seeds, texts)  # fmt: skip
     seeds = len(pairs)
@@ -159,7 +160,9 @@ def _gain(label: str, mine: Sequence[dict[str, Any]], base: Sequence[dict[str, A
     low, high = np.quantile(ratios, [0.025, 0.975])
     like = {name: float(np.mean([run["texts"][temperature][name] for run in mine])) for name in LIKE}
     tau, gain = float(lengths.sum() / ours.sum()), float(theirs.sum() / ours.sum() - 1)
-    return Gain(label, temperature, k, seeds, **like, tau=tau, gain=gain, low=float(low), high=float(high))
+    return Gain(
+        label, temperature, k, seeds, len(common[0]), **like, tau=tau, gain=gain, low=float(low), high=float(high)
+    )
 
 
 def paired(mine: Sequence[RunFigures], base: Sequence[RunFigures]) -> list[tuple[RunFigures, RunFigures]]:
@@ -172,6 +175,20 @@ def _by_seed(runs: Sequence[RunFigures]) -> dict[tuple[Any, int], RunFigures]:
     """Return runs by seed and by the number of earlier runs with the same seed."""
     seeds = [run.get("seed") for run in runs]
     return {(seed, seeds[:index].count(seed)): run for index, (seed, run) in enumerate(zip(seeds, runs, strict=True))}
+
+
+def _aligned(pairs: Sequence[tuple[RunFigures, RunFigures]]) -> list[list[tuple[int, int]]]:
+    """Return for each pair the rows of equally many texts that both sides have: minutes= may leave time for fewer texts
+    in one run than in another. If some texts are in all pairs, these in one order, since a bootstrap sample draws the
+    same numbers in each seed; else evenly spaced ones of each pair."""
+    common = [_common(*pair) for pair in pairs]
+    hashes = [[one["hashes"][i] for i, _ in rows] if "hashes" in one else [] for (one, _), rows in
+              zip(pairs, common, strict=True)]  # fmt: skip
+    if shared := set(hashes[0]).intersection(*hashes[1:]):
+        by_hash = [dict(zip(own, rows, strict=True)) for own, rows in zip(hashes, common, strict=True)]
+        return [[rows[text] for text in hashes[0] if text in shared] for rows in by_hash]
+    count = min(map(len, common))
+    return [[rows[n * len(rows) // count] for n in range(count)] for rows in common]
 
 
 def _common(one: dict[str, Any], two: dict[str, Any]) -> list[tuple[int, int]]:
@@ -187,13 +204,13 @@ def table(gains: Sequence[Gain], baseline: str) -> str:
     """Return aligned text with one line for each label, temperature and draft length."""
     wide = max([len("label"), *(len(gain.label) for gain in gains)])
     lines = [
-        f"{'T':>4}  {'k':>2}  {'label':<{wide}} seeds  alpha     kl  H(q)    ECE    tau  over {baseline} "
+        f"{'T':>4}  {'k':>2}  {'label':<{wide}} seeds texts  alpha     kl  H(q)    ECE    tau  over {baseline} "
         "[95 % interval]"
     ]
     for g in gains:
         interval = f"{g.gain:+.2%} [{g.low:+.2%}, {g.high:+.2%}]"
         lines.append(
-            f"{g.temperature:>4}  {g.k:>2}  {g.label:<{wide}} {g.seeds:>5}  {g.alpha:.3f}  {g.kl:5.3f}"
+            f"{g.temperature:>4}  {g.k:>2}  {g.label:<{wide}} {g.seeds:>5} {g.texts:>5}  {g.alpha:.3f}  {g.kl:5.3f}"
             f"  {g.entropy:4.2f}  {g.calibration:.3f}  {g.tau:.3f}  {interval}"
         )
     return "\n".join(lines)

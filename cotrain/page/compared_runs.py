@@ -31,7 +31,7 @@ def _temperatures(runs: Sequence[LoadedRun]) -> Chart | None:
         temperatures = [key[len("alpha_T") : -len("/all")] for key in keys] or _judged(run)[0]
         if values:
             series.append(Series(run.name, [f"T {t}" for t in temperatures], values, mode="bar", colour=run.number))
-    note = "alpha = Σ min(p, q) on held-out texts; runs have the same texts only if paired gains are shown."
+    note = "alpha = Σ min(p, q) on each run's own held-out texts; paired gains are over texts that runs have in common."
     if not series:
         return None
     return Chart("runs-alpha", "Acceptance", "temperature", "acceptance", series, note, range=(0, 1))

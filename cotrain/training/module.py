@@ -366,7 +366,7 @@ class Distillation(lightning.LightningModule):
             return
         if progress.texts is None and progress.judging is not None and self._trainer is not None:
             each = self._seconds_a_text(progress.judging)
-            progress.texts = self.trainer.strategy.broadcast(max(int(progress.judging / each), FEW))
+            progress.texts = max(int(progress.judging / each), FEW)
         if progress.texts is not None and progress.texts < longest:
             self.held_out = {t: held.spread(progress.texts) for t, held in self.held_out.items()}
             judged = max(map(len, self.held_out.values()))
@@ -385,7 +385,8 @@ class Distillation(lightning.LightningModule):
             some = [held.spread(count) for held in self.held_out.values()]
             began = time.monotonic()
             within(self.draft, partial(lambda part: [self.on(held) for held in part], some))
-            each = (time.monotonic() - began) / max(map(len, some))
+            # one clock decides for all processes, which must make the same passes
+            each = self.trainer.strategy.broadcast((time.monotonic() - began) / max(map(len, some)))
         self.trial = time.monotonic() - start
         return each
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cotrain.errors import UserError
-from cotrain.run_folder import LOCK, MARKER, claim
+from cotrain.run_folder import LOCK, MARKER, claim, read_marker
 from inference.drafts.atomic import write_atomic
 from tests.stopped import stopped_child
 
@@ -94,6 +94,14 @@ def test_a_setting_that_went_and_changed_nothing_is_no_difference(tmp_path: Path
     finished(tmp_path / "run", loss={"first": "kl", "hardest": 1.0})
     with claim(tmp_path / "run", settings={"loss": {"first": "kl"}}) as run:
         assert (run.state, run.changed) == ("finished", ())
+    for number, settings in enumerate(
+        ({"loss": "kl"}, {"loss": ["kl"]}, ["kl"], None)
+    ):  # of other programs or versions
+        (place := tmp_path / str(number)).mkdir()
+        (place / "run.json").write_text(json.dumps({"cotrain": "0", "settings": settings}))
+        assert read_marker(place) == {"cotrain": "0", "settings": settings}
+    (tmp_path / "folder" / "run.json").mkdir(parents=True)
+    assert read_marker(tmp_path / "folder") is None
     finished(tmp_path / "other", loss={"first": "kl", "hardest": 0.5})
     with (
         pytest.raises(UserError, match="loss.hardest=0.5"),

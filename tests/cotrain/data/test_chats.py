@@ -79,6 +79,16 @@ def test_the_content_of_a_message_is_text_its_text_parts_or_nothing_where_it_cal
         for wrong in (None, 3, [], [{"type": "image", "url": "a.png"}], {"text": "a"}):
             with pytest.raises(ValueError, match="row 1: message 1: the content of a message is text"):
                 turns(template, {"messages": [{"role": "user", "content": wrong}, answer]})
+        with pytest.raises(ValueError, match="row 1: message 1: the content of a message is text .* not None"):
+            turns(template, {"messages": [{"role": "user"}, answer]})  # null keys are dropped from files
+        with pytest.raises(ValueError, match="message 1: the content of a message is text"):
+            turns(template, {"messages": [{"role": "user", "content": None, "tool_calls": [{}]}, answer]})
+    long = {"role": "user", "content": [{"type": "image", "url": "x" * 100_000}]}
+    with pytest.raises(ValueError, match="not \\[.*\\]") as error:
+        turns(of(PLAIN), {"messages": [long, answer]})
+    assert len(str(error.value)) < 400
+    with pytest.raises(ValueError, match="row 1: message 2 calls tools, which only a chat template can render"):
+        turns(of(None), {"messages": [parts[0], {"role": "assistant", "content": None, "tool_calls": [{}]}]})
     calls = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add"}}]}
     [(_, completion)] = turns(of(PLAIN.replace("m.content", "m.content or 'calls'")), {"messages": [parts[0], calls]})
     assert completion == f"calls{END}"

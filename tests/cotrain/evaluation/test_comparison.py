@@ -6,8 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from cotrain.cli import main
+from cotrain.data.texts import Texts
 from cotrain.errors import UserError
 from cotrain.evaluation import comparison
 from cotrain.evaluation.comparison import compare, read, table
@@ -108,6 +110,28 @@ def test_runs_that_judged_parts_of_the_texts_are_compared_on_those_that_both_hav
     (tmp_path / "1" / "held_out.json").write_text(json.dumps(part))
     with pytest.raises(UserError, match="evaluated on other texts"):
         compare(read(tmp_path), "kl")
+
+
+def test_texts_are_those_that_every_pair_has_or_evenly_spaced(tmp_path: Path) -> None:
+    """Seeds with other parts of the same texts are compared on what all have; seeds of other texts on equally many,
+    evenly over each, not on the first ones, which are of one domain."""
+    pairs: list[Any] = []
+    for texts in (["a", "b", "c", "d"], ["d", "x", "b"]):
+        one = {"hashes": texts, "lengths": [40] * len(texts)}
+        pairs.append((one, {"hashes": texts[::-1], "lengths": one["lengths"]}))
+    assert comparison._aligned(pairs) == [[(1, 2), (3, 0)], [(2, 0), (0, 2)]]
+    others = [({"hashes": list(some)}, {"hashes": list(some)}) for some in ("abcdef", "xyz")]
+    assert comparison._aligned(others) == [[(0, 0), (2, 2), (4, 4)], [(0, 0), (1, 1), (2, 2)]]
+    runs = [run("kl", 0, 1.0), run("tv", 0, 0.5)]
+    gains = compare(read(write(tmp_path, runs)), "kl")
+    assert {gain.texts for gain in gains} == {30} and " 30 " in table(gains, "kl").splitlines()[1]
+
+
+def test_a_text_has_one_hash_whatever_its_padding() -> None:
+    ids = torch.tensor([[5, 6, 7, 0], [5, 6, 8, 0]])
+    texts = Texts(ids, torch.tensor([1, 1]), torch.tensor([3, 3]), ["a", "a"])
+    narrow = Texts(ids[:, :3], torch.tensor([1, 1]), torch.tensor([3, 3]), ["a", "a"])
+    assert texts.hashes() == narrow.hashes() and len({*texts.hashes()}) == 2
 
 
 def test_a_setting_that_went_is_no_difference_between_runs(tmp_path: Path) -> None:

@@ -66,13 +66,17 @@ def test_foreign_texts_surprise_more() -> None:
     )
 
 
+@pytest.mark.parametrize("scale", [0.05, 0.1, 0.2])
 @pytest.mark.parametrize(("temperature", "own"), [(0.0, True), (0.1, False), (0.3, False)])
-def test_in_bfloat16_greedy_texts_are_told_from_those_of_a_low_temperature(temperature: float, own: bool) -> None:
-    """Passes of one token and of many differ by rounding, which the eight layers add up."""
+def test_in_bfloat16_greedy_texts_are_told_from_those_of_a_low_temperature(
+    temperature: float, own: bool, scale: float
+) -> None:
+    """Passes of one token and of many differ by rounding, which the eight layers add up; the larger the logits, the
+    nearer is the least temperature that is told."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=8, num_attention_heads=2,
-        num_key_value_heads=1, initializer_range=0.1, eos_token_id=None,
+        num_key_value_heads=1, initializer_range=scale, eos_token_id=None,
     )  # fmt: skip
     model = LlamaForCausalLM(config).bfloat16().eval()
     new = Engine(model, rows=40).generate(PROMPTS, max_new_tokens=20, sampling=Sampling(temperature)).tokens

@@ -169,9 +169,30 @@ def test_the_first_texts_warm_up_and_a_batch_is_timed_if_there_is_time(monkeypat
     monkeypatch.setattr(modules, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(modules, "within", lambda _, call: call())
     held = SimpleNamespace(spread=range)
-    for budget, each, batches in ((20.0, 1.16 / 16, [4, 4, 16]), (3.0, 1.04 / 4, [4, 4])):
+    trainer = SimpleNamespace(strategy=SimpleNamespace(broadcast=lambda each: each))
+    for budget, each, batches in ((20.0, 2.32 / 16, [4, 4, 4, 4, 16, 16]), (3.0, 2.08 / 4, [4, 4, 4, 4])):
         calls.clear()
-        module: Any = SimpleNamespace(held_out={1.0: held}, draft=None, on=on)
+        # two temperatures, whose texts are evaluated one after the other
+        module: Any = SimpleNamespace(held_out={1.0: held, 0.5: held}, draft=None, on=on, trainer=trainer)
         start = now[0]
         assert Distillation._seconds_a_text(module, budget) == pytest.approx(each)
         assert calls == batches and module.trial == pytest.approx(now[0] - start)
+
+
+def test_one_clock_decides_how_many_passes_every_process_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second process, much slower by its own clock, follows the first: passes of a sharded draft are collective."""
+    passes = []
+    for slow in (1.0, 50.0):
+        now, count = [0.0], [0]
+
+        def on(held: Any, now: list[float] = now, count: list[int] = count, slow: float = slow) -> None:
+            now[0] += slow * 0.1 * len(held)
+            count[0] += 1
+
+        monkeypatch.setattr(modules, "time", SimpleNamespace(monotonic=lambda now=now: now[0]))
+        monkeypatch.setattr(modules, "within", lambda _, call: call())
+        trainer = SimpleNamespace(strategy=SimpleNamespace(broadcast=lambda each: 0.1))  # of the first process
+        module: Any = SimpleNamespace(held_out={1.0: SimpleNamespace(spread=range)}, draft=None, on=on, trainer=trainer)
+        assert Distillation._seconds_a_text(module, 5.0) == 0.1
+        passes.append(count[0])
+    assert passes == [3, 3]
